@@ -1,0 +1,133 @@
+"""Post-import hooks: a fix is put in place when the module it corrects has been executed, or now if it has.
+
+`wrapt.register_post_import_hook` would do, but importing wrapt takes three times what `apply()` may take, an
+exception of its hooks breaks the import that met them, and what is registered cannot be taken back. wrapt itself
+is imported when the first fix is put in place, in a process that is importing vLLM anyway.
+"""
+
+from __future__ import annotations
+
+import sys
+
+from kvfix import notice
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
+
+    from kvfix.choice import Choice
+
+#: Top-level packages of the patient. The catalogue of fixes is loaded when the first module of one of them arrives.
+PATIENT = ("lmcache", "vllm")
+
+
+class Arrivals:
+    """A meta path finder that finds nothing itself: it lets the others find, and is told when the module is there."""
+
+    def __init__(self) -> None:
+        self._finding: set[str] = set()
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        # The import system asks for thousands of modules: anything but the patient's leaves here.
+        if name.partition(".")[0] not in PATIENT or name in self._finding or not _is_target(name):
+            return None
+        self._finding.add(name)
+        try:
+            for finder in sys.meta_path:
+                find = getattr(finder, "find_spec", None)
+                spec: ModuleSpec | None = find(name, path, target) if find is not None else None
+                if spec is not None:
+                    _tell_when_executed(spec)
+                    return spec
+            return None
+        finally:
+            self._finding.discard(name)
+
+
+_finder = Arrivals()
+_choice: Choice | None = None
+
+
+def activate(choice: Choice) -> None:
+    """From now on the fixes of this choice hold in this process. A fix of an earlier choice that this one lacks goes."""
+    global _choice
+    _choice = choice
+    if _finder not in sys.meta_path:
+        sys.meta_path.insert(0, _finder)
+    if any(package in sys.modules for package in PATIENT):
+        _guarded("kvfix.apply", _settle_arrived)
+
+
+def deactivate() -> None:
+    """The opposite of `activate`."""
+    global _choice
+    _choice = None
+    if _finder in sys.meta_path:
+        sys.meta_path.remove(_finder)
+    if "kvfix.patching" in sys.modules:
+        from kvfix import patching
+
+        _guarded("kvfix.revert", patching.remove_all)
+
+
+def choice() -> Choice | None:
+    """The choice that holds in this process; None: kvfix does nothing here."""
+    return _choice
+
+
+def _settle_arrived() -> None:
+    from kvfix import fix, patching
+
+    for name in sorted({patch.module for found in fix.catalogue() for patch in found.patches}):
+        module = sys.modules.get(name)
+        if module is not None:
+            patching.settle(module, _choice)
+
+
+def _settle(module: ModuleType) -> None:
+    from kvfix import patching
+
+    patching.settle(module, _choice)
+
+
+def _is_target(name: str) -> bool:
+    def targets() -> bool:
+        from kvfix import fix
+
+        return any(patch.module == name for found in fix.catalogue() for patch in found.patches)
+
+    return bool(_guarded("the catalogue of fixes", targets))
+
+
+def _tell_when_executed(spec: ModuleSpec) -> None:
+    """Replace `exec_module` on this one loader; the loader itself, which tools inspect, stays what it was."""
+    loader = spec.loader
+    execute = getattr(loader, "exec_module", None)
+    if loader is None or execute is None:
+        return
+
+    def exec_module(module: ModuleType) -> None:
+        vars(loader).pop("exec_module", None)  # once: a reload must not find two of us
+        execute(module)
+        if _choice is not None:
+            _guarded(f"patching {module.__name__}", _settle, module)
+
+    try:
+        loader.exec_module = exec_module  # type: ignore[method-assign]
+    except AttributeError as error:
+        notice.warn(
+            f"{spec.name} is loaded by {type(loader).__name__}, which cannot be watched ({error}): its fixes are "
+            "not applied. Call kvfix.apply() once more after it has been imported."
+        )
+
+
+def _guarded(where: str, function: Callable[..., object], *args: object) -> object:
+    try:
+        return function(*args)
+    except Exception as error:  # noqa: BLE001
+        notice.fault(where, error)
+        return None

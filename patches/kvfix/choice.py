@@ -1,0 +1,92 @@
+"""What the user chose: a mode and the fixes. As text it travels in the environment variable KVFIX.
+
+KVFIX=fix                      all fixes that are not opt-in
+KVFIX="fix only=KVF001"        these and no others
+KVFIX="fix skip=KVF001,KVF002" all but these
+KVFIX=off                      nothing, even where a program calls kvfix.apply()
+"""
+
+from __future__ import annotations
+
+from os import listdir
+from os.path import dirname, join
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+MODES = ("fix",)
+
+
+def known_fixes() -> dict[str, str]:
+    """{code: slug} of every fix, read off the file names, so that no fix is imported to check a name.
+
+    `fixes/kvf001_lookup_cache_ignores_computed.py` is KVF001, lookup-cache-ignores-computed.
+    """
+    names = sorted(listdir(join(dirname(__file__), "fixes")))
+    return dict(code_and_slug(name[:-3]) for name in names if name.startswith("kvf") and name.endswith(".py"))
+
+
+def code_and_slug(stem: str) -> tuple[str, str]:
+    code, _, slug = stem.partition("_")
+    return code.upper(), slug.replace("_", "-")
+
+
+class Choice:
+    """`only` None means all. Codes, never slugs, inside."""
+
+    def __init__(self, mode: str, only: frozenset[str] | None, skip: frozenset[str]) -> None:
+        self.mode = mode
+        self.only = only
+        self.skip = skip
+
+    @classmethod
+    def make(cls, mode: str, only: Iterable[str] | None, skip: Iterable[str] | None) -> Choice:
+        """Raises ValueError that lists the known names."""
+        if mode not in MODES:
+            raise ValueError(f"unknown mode {mode!r}; known: {', '.join(MODES)}")
+        return cls(mode, None if only is None else _codes(only), _codes(skip or ()))
+
+    @classmethod
+    def parse(cls, text: str) -> Choice:
+        """Inverse of str(). Raises ValueError."""
+        mode, *rest = text.split()
+        lists: dict[str, list[str]] = {}
+        for word in rest:
+            key, equals, value = word.partition("=")
+            if key not in ("only", "skip") or not equals or key in lists:
+                raise ValueError(f"{word!r} is not understood")
+            lists[key] = [name for name in value.split(",") if name]
+        return cls.make(mode, lists.get("only"), lists.get("skip"))
+
+    @staticmethod
+    def is_off(text: str | None) -> bool:
+        return text is not None and text.strip().lower() in ("off", "0", "no", "none", "false")
+
+    def __str__(self) -> str:
+        only = "" if self.only is None else f" only={','.join(sorted(self.only))}"
+        skip = f" skip={','.join(sorted(self.skip))}" if self.skip else ""
+        return self.mode + only + skip
+
+    def takes(self, code: str, opt_in: bool = False) -> bool:
+        """Whether the fix of this code is wanted. One that is opt-in must be named."""
+        if code in self.skip:
+            return False
+        return not opt_in if self.only is None else code in self.only
+
+
+def _codes(names: Iterable[str]) -> frozenset[str]:
+    if isinstance(names, str):
+        names = names.split(",")
+    known = known_fixes()
+    by_slug = {slug: code for code, slug in known.items()}
+    codes = set()
+    for name in names:
+        code = name.strip().upper()
+        if code not in known:
+            code = by_slug.get(name.strip().lower(), "")
+        if not code:
+            listed = ", ".join(f"{code} ({slug})" for code, slug in known.items())
+            raise ValueError(f"unknown fix {name!r}; known: {listed}")
+        codes.add(code)
+    return frozenset(codes)

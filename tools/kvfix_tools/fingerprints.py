@@ -1,0 +1,69 @@
+"""Take the fingerprints of every function that a fix corrects, from unpacked releases, into `fingerprints.json`.
+
+    python -m kvfix_tools.fingerprints lmcache .cache/lmcache/*
+
+Each folder is one release as `pip install --no-deps --target FOLDER` makes it. Releases that are in the file
+already and are not named stay as they are.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import kvfix
+from kvfix import target
+from kvfix.fix import catalogue
+from packaging.version import Version
+
+FILE = Path(kvfix.__file__).with_name("fingerprints.json")
+
+
+def take(dist: str, folder: Path) -> tuple[str, dict[str, str]]:
+    """(version, {target: fingerprint}) of the release in this folder. Raises ValueError if there is none."""
+    from importlib import metadata
+
+    versions = [found.version for found in metadata.distributions(path=[str(folder)]) if found.name.startswith(dist)]
+    if len(versions) != 1:
+        raise ValueError(f"{folder} holds {len(versions)} distributions of {dist}; expected one")
+    found = {}
+    for patch in {patch.target: patch for fix in catalogue() for patch in fix.patches if patch.dist == dist}.values():
+        path = folder.joinpath(*patch.module.split(".")).with_suffix(".py")
+        fingerprint = target.fingerprint(path, patch.function) if path.is_file() else None
+        if fingerprint is not None:
+            found[patch.target] = fingerprint
+    return versions[0], found
+
+
+def merge(known: dict[str, Any], dist: str, taken: dict[str, dict[str, str]]) -> dict[str, Any]:
+    """`known` with the releases in `taken` added or replaced; sorted, so that the file changes little."""
+    by_release: dict[str, dict[str, str]] = {release: {} for release in known.get(dist, {}).get("releases", ())}
+    for name, prints in known.get(dist, {}).get("functions", {}).items():
+        for fingerprint, releases in prints.items():
+            for release in releases:
+                by_release[release][name] = fingerprint
+    by_release.update(taken)
+    releases = sorted(by_release, key=Version)
+    functions: dict[str, dict[str, list[str]]] = {}
+    for release in releases:
+        for name, fingerprint in sorted(by_release[release].items()):
+            functions.setdefault(name, {}).setdefault(fingerprint, []).append(release)
+    return {**known, dist: {"releases": releases, "functions": dict(sorted(functions.items()))}}
+
+
+def main(arguments: list[str]) -> int:
+    if len(arguments) < 2:
+        print(__doc__, file=sys.stderr)
+        return 2
+    dist, *folders = arguments
+    known = json.loads(FILE.read_text()) if FILE.exists() else {}
+    taken = dict(take(dist, Path(folder)) for folder in folders)
+    FILE.write_text(json.dumps(merge(known, dist, taken), indent=1) + "\n")
+    print(f"{FILE}: {dist} {', '.join(sorted(taken, key=Version))}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
