@@ -1,8 +1,7 @@
 """Post-import hooks: a fix is put in place when the module it corrects has been executed, or now if it has.
 
 `wrapt.register_post_import_hook` would do, but importing wrapt takes three times what `apply()` may take, an
-exception of its hooks breaks the import that met them, and what is registered cannot be taken back. wrapt itself
-is imported when the first fix is put in place, in a process that is importing vLLM anyway.
+exception of its hooks breaks the import that met them, and what is registered cannot be taken back.
 """
 
 from __future__ import annotations
@@ -50,10 +49,12 @@ class Arrivals:
 
 _finder = Arrivals()
 _choice: Choice | None = None
+#: Targets that are being executed right now and will be settled when that is done.
+_executing: set[str] = set()
 
 
 def activate(choice: Choice) -> None:
-    """From now on the fixes of this choice hold in this process. A fix of an earlier choice that this one lacks goes."""
+    """From now on the fixes of this choice hold in this process; those of an earlier choice that it lacks go."""
     global _choice
     _choice = choice
     if _finder not in sys.meta_path:
@@ -84,14 +85,15 @@ def _settle_arrived() -> None:
 
     for name in sorted({patch.module for found in fix.catalogue() for patch in found.patches}):
         module = sys.modules.get(name)
-        if module is not None:
-            patching.settle(module, _choice)
+        if module is not None and name not in _executing:
+            half_imported = getattr(getattr(module, "__spec__", None), "_initializing", False)
+            patching.settle(module, _choice, complete=not half_imported)
 
 
 def _settle(module: ModuleType) -> None:
     from kvfix import patching
 
-    patching.settle(module, _choice)
+    patching.settle(module, _choice, complete=True)
 
 
 def _is_target(name: str) -> bool:
@@ -112,7 +114,11 @@ def _tell_when_executed(spec: ModuleSpec) -> None:
 
     def exec_module(module: ModuleType) -> None:
         vars(loader).pop("exec_module", None)  # once: a reload must not find two of us
-        execute(module)
+        _executing.add(module.__name__)
+        try:
+            execute(module)
+        finally:
+            _executing.discard(module.__name__)
         if _choice is not None:
             _guarded(f"patching {module.__name__}", _settle, module)
 

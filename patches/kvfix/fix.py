@@ -7,8 +7,8 @@ shows the bug on the installed function, and the correction. Nothing lists the f
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field
-from functools import lru_cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -18,9 +18,6 @@ from kvfix.choice import code_and_slug, known_fixes
 if TYPE_CHECKING:
     from collections.abc import Callable
     from types import ModuleType
-
-#: Called in place of the hook: (original, instance, args, kwargs) -> what the hook answers. wrapt's convention.
-Wrapper = "Callable[[Callable[..., Any], Any, tuple[Any, ...], dict[str, Any]], Any]"
 
 #: Sections of a fix's docstring, in this order. `Fix.section` and the documentation read them.
 SECTIONS = ("Symptom", "Cause", "Fix", "Releases", "Upstream", "Remove when")
@@ -36,7 +33,8 @@ class Patch:
         fingerprints of these releases (fingerprints.json), never by the version number installed.
     shows_bug: (function, module) -> True where the bug shows on stub objects, False where the function is right.
         Asked for code that no release has. May raise: then it is not known. Milliseconds.
-    correct: (module) -> wrapper. Called when the module has arrived and the fix applies.
+    correct: (module) -> decorator of the function. Called when the module has arrived and the fix applies. What the
+        decorated function does of its own must not raise (`after` sees to that), nor change arguments.
     """
 
     dist: str
@@ -79,7 +77,7 @@ class Fix:
         return rest.partition("\n## ")[0].strip() if found else ""
 
 
-@lru_cache(maxsize=1)
+@functools.lru_cache(maxsize=1)
 def catalogue() -> tuple[Fix, ...]:
     """Every fix, in the order of its code. One that cannot be loaded is left out, and said."""
     fixes = []
@@ -97,19 +95,23 @@ def find(name: str) -> Fix | None:
     return next((fix for fix in catalogue() if name.upper() == fix.code or name.lower() == fix.slug), None)
 
 
-def after(correct: Callable[..., Any]) -> Callable[..., Any]:
-    """A wrapper that lets the hook answer, then corrects the answer.
+def after(correct: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """A correction that lets the hook answer, then corrects the answer.
 
     correct: (instance, answer, *arguments of the hook) -> the right answer. It gets the caller's arguments as they
     were passed. Should it fail, the hook's own answer stands and the fault is said once.
     """
 
-    def wrapper(original: Callable[..., Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        answer = original(*args, **kwargs)
-        try:
-            return correct(instance, answer, *args, **kwargs)
-        except Exception as error:  # noqa: BLE001
-            notice.fault(f"{correct.__module__}.{correct.__name__}", error)
-            return answer
+    def around(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def hook(instance: Any, *args: Any, **kwargs: Any) -> Any:
+            answer = original(instance, *args, **kwargs)
+            try:
+                return correct(instance, answer, *args, **kwargs)
+            except Exception as error:  # noqa: BLE001
+                notice.fault(f"{correct.__module__}.{correct.__name__}", error)
+                return answer
 
-    return wrapper
+        return hook
+
+    return around

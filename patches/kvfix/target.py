@@ -40,10 +40,10 @@ def version(dist: str) -> str:
     from importlib import metadata
 
     folder = package_dir(dist)
-    places: list[dict[str, list[str]]] = [{"path": [str(folder.parent)]}] if folder is not None else []
-    for place in [*places, {}]:  # {}: an editable install has its metadata elsewhere on the path
+    beside = [[str(folder.parent)]] if folder is not None else []
+    for path in [*beside, sys.path]:  # sys.path: an editable install has its metadata elsewhere
         for name in _PROVIDERS.get(dist, (dist,)):
-            for found in metadata.distributions(name=name, **place):
+            for found in metadata.distributions(name=name, path=path):
                 return str(found.version)
     return ""
 

@@ -106,8 +106,6 @@ def _judge_absent(patch: Patch, path: Path | None) -> Verdict:
 
 def judge_live(patch: Patch, module: ModuleType) -> Verdict:
     """In the process where the module has been imported: the file, what stands in its place, and the probe."""
-    if getattr(getattr(module, "__spec__", None), "_initializing", False):
-        return Verdict("failed", f"{patch.module} is half imported; call kvfix.apply() before it is imported")
     verdict = judge(patch)
     found = target.live_function(module, patch.function)
     path = target.source_file(patch.dist, patch.module)

@@ -13,10 +13,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from packaging.version import Version
+
 import kvfix
 from kvfix import target
 from kvfix.fix import catalogue
-from packaging.version import Version
 
 FILE = Path(kvfix.__file__).with_name("fingerprints.json")
 

@@ -45,27 +45,27 @@ if TYPE_CHECKING:
 
 def balance(hit: int, computed: int, total: int) -> int:
     """Tokens to load: the hit, less what vLLM has computed, less the last token if all of the request is hit."""
-    return max(0, hit - computed - (hit == total))
+    due = hit - computed - (hit == total)
+    return due if due > 0 else 0
 
 
 def correct(adapter: ModuleType) -> Callable[..., Any]:
     load_spec = adapter.LoadSpec
 
-    def get_num_new_matched_tokens(impl: Any, promised: int | None, request: Any, num_computed_tokens: int) -> int | None:
+    def get_num_new_matched_tokens(
+        impl: Any, promised: int | None, request: Any, num_computed_tokens: int
+    ) -> int | None:
         if not promised:  # None: the lookup is still running; 0: nothing to load
             return promised
         spec = impl.load_specs.get(request.request_id)
-        if (
-            spec is not None
-            and spec.vllm_cached_tokens == num_computed_tokens
-            and promised == balance(spec.lmcache_cached_tokens, num_computed_tokens, request.num_tokens)
-        ):
+        accounted = spec is not None and spec.vllm_cached_tokens == num_computed_tokens
+        total = request.num_tokens
+        if accounted and promised == balance(spec.lmcache_cached_tokens, num_computed_tokens, total):
             return promised
         hit = promised
-        impl.load_specs[request.request_id] = load_spec(
-            vllm_cached_tokens=num_computed_tokens, lmcache_cached_tokens=hit, can_load=False
-        )
-        return balance(hit, num_computed_tokens, request.num_tokens)
+        if not accounted or spec.lmcache_cached_tokens != hit:
+            impl.load_specs[request.request_id] = load_spec(num_computed_tokens, hit, can_load=False)
+        return balance(hit, num_computed_tokens, total)
 
     return after(get_num_new_matched_tokens)
 

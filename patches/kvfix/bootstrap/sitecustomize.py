@@ -1,0 +1,30 @@
+# Reaches programs that load no vLLM plugins (`lmcache server`): `kvfix run` puts this folder first on PYTHONPATH, so
+# that every Python below it imports this file at its start. It then steps aside for the user's own sitecustomize.
+# Kept to syntax that any Python 3 reads: a child may be another interpreter.
+import os
+import sys
+
+_here = os.path.dirname(os.path.abspath(__file__))
+sys.path[:] = [place for place in sys.path if os.path.abspath(place or ".") != _here]
+
+try:
+    from kvfix.activation import load
+except ImportError as error:
+    if not os.environ.get("KVFIX_MISSING"):
+        os.environ["KVFIX_MISSING"] = "1"  # said once for this program and its children
+        sys.stderr.write(
+            "kvfix WARNING [pid %d] %s cannot import kvfix (%s): it runs unpatched. Install kvfix there.\n"
+            % (os.getpid(), sys.executable, error)
+        )
+else:
+    load()
+
+# sys.modules names this file under "sitecustomize"; the user's own, if there is one, takes its place.
+_ours = sys.modules.pop("sitecustomize", None)
+try:
+    import sitecustomize  # noqa: F401
+except ImportError as error:
+    if getattr(error, "name", None) != "sitecustomize":
+        raise
+    if _ours is not None:
+        sys.modules["sitecustomize"] = _ours

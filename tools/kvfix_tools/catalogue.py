@@ -1,0 +1,74 @@
+"""`kvfix status` and `kvfix explain`: the catalogue of fixes, shown."""
+
+from __future__ import annotations
+
+import json as jsonlib
+import sys
+from importlib import import_module
+
+from rich.console import Console
+from rich.markdown import Markdown
+from rich.table import Table
+
+import kvfix
+from kvfix import fix, verdict
+
+#: Verdicts that ask for somebody's attention. (`applied` is said by a process in which kvfix is active.)
+FINDINGS = ("failed", "unknown", "applicable")
+
+_STYLES = {"failed": "bold red", "unknown": "yellow", "applicable": "red", "applied": "green"}
+
+
+def status(json: bool, probe: bool) -> int:
+    """Print a row for each fix and distribution. 1 if one of them is a finding."""
+    rows = verdict.survey(_probed) if probe else kvfix.status()
+    if json:
+        print(jsonlib.dumps([row._asdict() for row in rows], indent=2))
+    else:
+        _print_rows(rows)
+    return int(any(row.verdict in FINDINGS for row in rows))
+
+
+def _probed(patch: fix.Patch) -> verdict.Verdict:
+    """The verdict by the behaviour probe too, which needs the module imported. Only unknown code is worth that."""
+    by_file = verdict.judge(patch)
+    if by_file.verdict != "unknown":
+        return by_file
+    try:
+        return verdict.judge_live(patch, import_module(patch.module))
+    except Exception as error:  # noqa: BLE001
+        return verdict.Verdict("unknown", f"{patch.module} cannot be imported: {type(error).__name__}: {error}")
+
+
+def _print_rows(rows: list[verdict.Row]) -> None:
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for heading in ("code", "fix", "installed", "verdict", "reason"):
+        table.add_column(heading, overflow="fold", no_wrap=heading in ("code", "verdict"))
+    for row in rows:
+        style = _STYLES.get(row.verdict, "")
+        shown = f"[{style}]{row.verdict}[/]" if style else row.verdict
+        table.add_row(row.code, row.slug, f"{row.dist} {row.version}".strip(), shown, row.reason)
+    console = Console()
+    console.print(table)
+    if any(row.verdict == "applicable" for row in rows):
+        console.print("\nApplicable: this installation has the bug. Call kvfix.apply() before launching vLLM, or set")
+        console.print("KVFIX=fix in its environment, or start it with: kvfix run -- CMD", markup=False)
+
+
+def explain(name: str, json: bool) -> int:
+    """Print one fix. 2 if there is none of this name."""
+    found = fix.find(name)
+    if found is None:
+        known = ", ".join(f"{each.code} ({each.slug})" for each in fix.catalogue())
+        print(f"kvfix explain: there is no fix {name!r}; known: {known}", file=sys.stderr)
+        return 2
+    if json:
+        sections = {section.lower().replace(" ", "_"): found.section(section) for section in fix.SECTIONS}
+        targets = [{"dist": patch.dist, "target": patch.target, "broken": patch.broken} for patch in found.patches]
+        text = {"code": found.code, "slug": found.slug, "title": found.title, **sections, "targets": targets}
+        print(jsonlib.dumps(text, indent=2))
+    elif sys.stdout.isatty():
+        Console().print(Markdown(f"# {found.code} {found.slug}\n\n{found.doc}"))
+    else:
+        print(f"{found.code} {found.slug}\n\n{(found.doc or '').strip()}")
+    return 0

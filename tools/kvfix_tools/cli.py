@@ -1,0 +1,78 @@
+"""The command `kvfix`. Each command's work is a module of its own; this file only names them and their options.
+
+Exit codes of all commands: 0 nothing found, 1 findings, 2 usage or unreadable input, 77 could not be checked here.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Optional
+
+import typer
+
+import kvfix
+
+app = typer.Typer(
+    name="kvfix",
+    help="Patch set and debugging toolkit for KV-cache connectors in vLLM, LMCache's first of all.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+Json = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
+# typer reads annotations at run time, also on Python 3.10: Optional, not `| None`, in this file.
+Names = Annotated[Optional[list[str]], typer.Option(metavar="CODE|SLUG", help="May be given several times.")]  # noqa: UP045
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"kvfix {kvfix.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def main_options(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show it.")] = False,
+) -> None:
+    """Options before the command."""
+
+
+@app.command()
+def status(
+    json: Json = False,
+    probe: Annotated[bool, typer.Option(help="Import vLLM and LMCache, and run the behaviour probes.")] = False,
+) -> None:
+    """Which fixes this installation needs, has, or does not need, and why. Exit 1 if one is needed or unclear."""
+    from kvfix_tools import catalogue
+
+    raise typer.Exit(catalogue.status(json, probe))
+
+
+@app.command()
+def explain(name: Annotated[str, typer.Argument(metavar="CODE|SLUG")], json: Json = False) -> None:
+    """A fix: symptom, cause, what the fix does, releases, upstream, when it can go."""
+    from kvfix_tools import catalogue
+
+    raise typer.Exit(catalogue.explain(name, json))
+
+
+@app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+def run(
+    command: Annotated[list[str], typer.Argument(metavar="-- CMD ...", help="The program and its arguments.")],
+    mode: Annotated[str, typer.Option(help="What kvfix does in it.")] = "fix",
+    only: Names = None,
+    skip: Names = None,
+) -> None:
+    """A program with kvfix in it and in all its children, also one that loads no vLLM plugins (lmcache server)."""
+    from kvfix_tools import launch
+
+    raise typer.Exit(launch.run(command, mode, only, skip))
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

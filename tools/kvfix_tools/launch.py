@@ -1,0 +1,38 @@
+"""`kvfix run -- CMD`: hand the choice to a program through its environment, then become that program."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import kvfix
+from kvfix.choice import Choice
+
+BOOTSTRAP = Path(kvfix.__file__).with_name("bootstrap")
+
+
+def run(command: Sequence[str], mode: str, only: Sequence[str] | None, skip: Sequence[str] | None) -> int:
+    """Replaces this process. Returns only if it cannot: 2 for a wrong choice, 126 or 127 as a shell does."""
+    try:
+        choice = Choice.make(mode, only, skip)
+    except ValueError as error:
+        print(f"kvfix run: {error}", file=sys.stderr)
+        return 2
+    program = shutil.which(command[0])
+    if program is None:
+        print(f"kvfix run: {command[0]}: no such program on PATH", file=sys.stderr)
+        return 127
+    if not Choice.is_off(os.environ.get("KVFIX")):
+        kvfix.apply(choice.mode, choice.only, choice.skip)
+    else:
+        print("kvfix run: KVFIX=off is set in the environment: the program runs unpatched", file=sys.stderr)
+    places = [place for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if place != str(BOOTSTRAP)]
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(BOOTSTRAP), *(place for place in places if place)])
+    try:
+        os.execv(program, list(command))
+    except OSError as error:
+        print(f"kvfix run: {program}: {error.strerror}", file=sys.stderr)
+        return 126
