@@ -1,0 +1,31 @@
+# Everything runs from .venv, which is made from the pinned files in requirements/ at first use.
+PY := .venv/bin/python
+
+.PHONY: help install demo test lint bench fingerprints requirements clean
+
+help: ## this list
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+
+install: ## .venv with vLLM for the CPU, LMCache, kvfix and the test tools
+	@requirements/install
+
+demo: install ## the reported crash on the real scheduler, as released and with kvfix.apply()
+	@$(PY) -m kvfix_tools.lab.demo
+
+test: install lint ## the whole suite
+	@$(PY) -m pytest
+
+lint: install ## ruff and mypy --strict
+	@.venv/bin/ruff check --quiet . && .venv/bin/ruff format --quiet --check . && .venv/bin/mypy --no-error-summary
+
+bench: install ## speed, as ratios measured in one run
+	@$(PY) -m tests.bench
+
+fingerprints: install ## take the fingerprints of every known release anew
+	@$(PY) -m kvfix_tools.fingerprints lmcache .cache/lmcache/*
+
+requirements: install ## resolve requirements/*.in into the pinned files
+	@cd requirements && ./resolve
+
+clean: ## remove what was made
+	rm -rf .venv .cache .bench
