@@ -1,0 +1,100 @@
+"""What the tests share: the released LMCache on disk, fresh processes, and a zygote that has imported vLLM once."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+RELEASES = Path(os.environ.get("KVFIX_TEST_RELEASES", ROOT / ".cache/lmcache"))
+ADAPTER = "lmcache.integration.vllm.vllm_v1_adapter"
+
+#: Variables of kvfix and of what it talks to; a test starts without them.
+_OURS = ("KVFIX", "VLLM_PLUGINS", "VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY")
+
+
+def release_names() -> list[str]:
+    return (ROOT / "requirements/lmcache-releases.txt").read_text().split()
+
+
+def clean_environment(**changes: str) -> dict[str, str]:
+    kept = {name: value for name, value in os.environ.items() if name not in _OURS}
+    return {**kept, "PYTHONPATH": os.pathsep.join([str(ROOT / "patches"), str(ROOT / "tools")]), **changes}
+
+
+class Fresh:
+    """Runs code in a fresh interpreter. The code leaves its answer in `result`, which must be JSON."""
+
+    def __call__(self, code: str, *flags: str, **environment: str) -> Any:
+        done = self.run(
+            [sys.executable, *flags, "-c", f"{code}\nimport json; print(json.dumps(result))"], **environment
+        )
+        assert done.returncode == 0, done.stderr
+        return json.loads(done.stdout.splitlines()[-1])
+
+    def run(self, command: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            command, env=clean_environment(**environment), capture_output=True, text=True, timeout=300, check=False
+        )
+
+
+@pytest.fixture(scope="session")
+def fresh() -> Fresh:
+    return Fresh()
+
+
+@pytest.fixture(scope="session")
+def release() -> Callable[[str], Path]:
+    """Folder of an unpacked LMCache release, to be put first on sys.path."""
+
+    def folder(name: str) -> Path:
+        path = RELEASES / name
+        assert (path / "lmcache").is_dir(), f"{path} is missing: run `make install`"
+        return path
+
+    return folder
+
+
+class Zygote:
+    """A process that has imported vLLM and torch, and nothing of LMCache or kvfix; each call runs in a fork of it.
+
+    vLLM takes 15 s and more to import: so every case can have a process of its own for the price of a fork.
+    """
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.zygote"],
+            cwd=ROOT,
+            env=clean_environment(),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def __call__(self, code: str, lmcache: Path | None = None) -> Any:
+        """`result` of the code, run with this LMCache first on sys.path. What it prints on stderr is in `said`."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        print(json.dumps({"code": code, "lmcache": str(lmcache or "")}), file=self._process.stdin, flush=True)
+        answer = json.loads(self._process.stdout.readline())
+        assert answer["error"] is None, answer["error"] + answer["said"]
+        return answer["result"]
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(timeout=30)
+
+
+@pytest.fixture(scope="session")
+def zygote() -> Iterator[Zygote]:
+    process = Zygote()
+    yield process
+    process.close()

@@ -1,0 +1,101 @@
+"""What is missing, old, odd or broken: one clear line (what, where, what to do), never a traceback, never a patch."""
+
+import sys
+from pathlib import Path
+
+from tests.conftest import ADAPTER, ROOT, Fresh, Zygote
+from tests.runtime.test_releases import copy
+
+STATUS = "import kvfix; kvfix.apply(); result = [row.verdict for row in kvfix.status() if row.code == 'KVF001']"
+
+
+def test_nothing_installed(fresh: Fresh) -> None:
+    """Neither vLLM nor LMCache nor anything else: -S leaves the standard library."""
+    assert fresh(STATUS, "-S") == ["not-installed"]
+
+
+def test_too_old(tmp_path: Path, fresh: Fresh) -> None:
+    """A release from before the connector: no such module, and a version that kvfix does not know."""
+    (tmp_path / "lmcache").mkdir()
+    (tmp_path / "lmcache/__init__.py").touch()
+    (tmp_path / "lmcache-0.1.4.dist-info").mkdir()
+    (tmp_path / "lmcache-0.1.4.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: lmcache\nVersion: 0.1.4\n")
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import kvfix; result = kvfix.status()[0]"
+    row = fresh(code)
+    assert row[3:5] == ["0.1.4", "unknown"]
+    assert f"the module {ADAPTER} has gone from lmcache 0.1.4" in row[5]
+    assert "look for a kvfix release" in row[5]
+
+
+def test_target_gone_in_the_live_module(zygote: Zygote, release) -> None:  # type: ignore[no-untyped-def]
+    code = f"""
+import {ADAPTER} as adapter
+del adapter.LMCacheConnectorV1Impl
+{STATUS}
+"""
+    assert zygote(code, release("0.3.10")) == ["unknown"]
+
+
+def test_unreadable_target_does_not_stop_the_others(tmp_path: Path, release, fresh: Fresh) -> None:  # type: ignore[no-untyped-def]
+    folder = copy(release("0.3.10"), tmp_path, lambda text: "def broken(:\n" + text)
+    done = fresh.run(
+        [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(folder)!r}); {STATUS}; print(result)"]
+    )
+    assert (done.stdout.strip(), done.returncode) == ("['unknown']", 0)
+    assert "Traceback" not in done.stderr
+
+
+def test_a_fix_that_cannot_be_loaded_is_left_out_and_said(tmp_path: Path, fresh: Fresh) -> None:
+    import shutil
+
+    shutil.copytree(ROOT / "patches/kvfix", tmp_path / "kvfix")
+    (tmp_path / "kvfix/fixes/kvf999_broken.py").write_text("raise RuntimeError('planted')")
+    code = (
+        "import kvfix; kvfix.apply(); print([row.code for row in kvfix.status()], [row.code for row in kvfix.status()])"
+    )
+    done = fresh.run([sys.executable, "-c", code], PYTHONPATH=str(tmp_path))
+    assert done.returncode == 0
+    assert "KVF001" in done.stdout
+    assert "KVF999" not in done.stdout
+    assert done.stderr.count("planted") == 1
+
+
+PLANTED = f"""
+import kvfix, kvfix.{{place}} as place
+def dies(*args, **kwargs):
+    raise RuntimeError("planted")
+place.{{name}} = dies
+kvfix.apply()
+import {ADAPTER} as adapter
+hook = vars(adapter.LMCacheConnectorV1Impl)["get_num_new_matched_tokens"]
+adapter.logger.disabled = True
+from kvfix.fixes.kvf001_lookup_cache_ignores_computed import shows_bug
+result = shows_bug(hook, adapter)
+kvfix.revert()
+"""
+
+
+def test_a_fault_of_kvfix_itself_leaves_the_engine_unpatched_and_running(zygote: Zygote, release) -> None:  # type: ignore[no-untyped-def]
+    for place, name, unpatched in (
+        ("patching", "settle", True),
+        ("patching", "_hook", True),
+        ("verdict", "judge_live", True),
+        ("verdict", "_fingerprints", True),
+        ("target", "fingerprint", True),
+        ("fix", "catalogue", True),
+        ("target", "version", False),  # asked for the line that says what was done
+    ):
+        case = PLANTED.format(place=place, name=name)
+        assert zygote(case, release("0.3.10")) is unpatched, (place, name)
+
+
+def test_a_closed_stderr_is_no_reason_to_die(zygote: Zygote, release) -> None:  # type: ignore[no-untyped-def]
+    code = f"""
+import os, sys, kvfix
+os.close(2)
+sys.stderr = None
+kvfix.apply()
+import {ADAPTER}
+result = [row.verdict for row in kvfix.status() if row.code == "KVF001"]
+"""
+    assert zygote(code, release("0.3.10")) == ["applied"]

@@ -1,0 +1,143 @@
+"""Every order of importing the patient, apply, apply again and revert, each in a process of its own.
+
+After every step the installed function must be right exactly when it has been imported and the last choice was to
+apply; and after a revert the class must hold the very function it had.
+"""
+
+from itertools import permutations
+
+import pytest
+
+from tests.conftest import ADAPTER, Zygote
+
+STEPS = {
+    "import": f"import {ADAPTER} as adapter",
+    "apply": "kvfix.apply()",
+    "revert": "kvfix.revert()",
+}
+ORDERS = [
+    *sorted(set(permutations(["import", "apply", "apply", "revert"]))),
+    ("apply", "import", "revert", "revert"),
+    ("apply", "import", "revert", "apply"),
+    ("import", "revert", "apply", "revert"),
+    ("apply", "revert", "import", "apply"),
+]
+
+CASE = """
+import sys, kvfix
+from types import SimpleNamespace
+from kvfix.fixes.kvf001_lookup_cache_ignores_computed import shows_bug
+name = "get_num_new_matched_tokens"
+adapter = sys.modules.get({adapter!r})
+originals, result = [], []
+for step in {steps!r}:
+    exec({sources!r}[step])
+    if adapter is None:
+        result.append(None)
+        continue
+    function = vars(adapter.LMCacheConnectorV1Impl)[name]
+    adapter.logger.disabled = True
+    if shows_bug(function, adapter):
+        originals.append(function)
+    result.append("wrong" if shows_bug(function, adapter) else "right")
+assert len(set(map(id, originals))) <= 1, "revert left another function than the original"
+"""
+
+
+@pytest.mark.parametrize("steps", ORDERS, ids="-".join)
+def test_order(steps: tuple[str, ...], zygote: Zygote, release) -> None:  # type: ignore[no-untyped-def]
+    expected: list[str | None] = []
+    imported = applied = False
+    for step in steps:
+        imported |= step == "import"
+        applied = step == "apply" or (applied and step != "revert")
+        expected.append(("right" if applied else "wrong") if imported else None)
+    case = CASE.format(adapter=ADAPTER, steps=steps, sources=STEPS)
+    assert zygote(case, release("0.3.10")) == expected
+
+
+def test_the_orders_are_complete() -> None:
+    assert set(permutations(["import", "apply", "apply", "revert"])) <= set(ORDERS)
+    assert len(ORDERS) == 16
+
+
+PATCHED_BY_ANOTHER = f"""
+import kvfix, functools
+kvfix.apply() if {{before!r}} else None
+import {ADAPTER} as adapter
+adapter.logger.disabled = True
+cls = adapter.LMCacheConnectorV1Impl
+calls = []
+inner = vars(cls)["get_num_new_matched_tokens"]
+@functools.wraps(inner)
+def theirs(*args, **kwargs):
+    calls.append(1)
+    return inner(*args, **kwargs)
+cls.get_num_new_matched_tokens = theirs
+kvfix.apply()
+from kvfix.fixes.kvf001_lookup_cache_ignores_computed import shows_bug
+function = lambda *a: cls.get_num_new_matched_tokens(*a)
+result = [shows_bug(function, adapter)]
+kvfix.revert()
+result.append(shows_bug(function, adapter))
+kvfix.apply()
+result.append(shows_bug(function, adapter))
+result.append(len(calls))
+result.append([row.verdict for row in kvfix.status()][0])
+"""
+
+
+@pytest.mark.parametrize("before", [True, False], ids=["kvfix first", "the other first"])
+def test_another_tool_wraps_the_same_hook(before: bool, zygote: Zygote, release) -> None:  # type: ignore[no-untyped-def]
+    """Theirs is called in every state, and ours comes and goes under or over it."""
+    case = PATCHED_BY_ANOTHER.replace("{before!r}", repr(before))
+    assert zygote(case, release("0.3.10")) == [False, True, False, 3, "applied"]
+
+
+REPLACED = f"""
+import {ADAPTER} as adapter
+def theirs(self, request, num_computed_tokens):
+    return {{answer}}
+adapter.LMCacheConnectorV1Impl.get_num_new_matched_tokens = theirs
+import kvfix
+kvfix.apply()
+row = [row for row in kvfix.status() if row.code == "KVF001"][0]
+result = [row.verdict, row.reason]
+"""
+
+
+@pytest.mark.parametrize(
+    ("answer", "verdict"), [("256", "applied"), ("0", "fixed-upstream"), ("17", "unknown"), ("self.odd", "unknown")]
+)
+def test_a_replaced_hook_is_left_to_the_probe(answer: str, verdict: str, zygote: Zygote, release) -> None:  # type: ignore[no-untyped-def]
+    found, reason = zygote(REPLACED.replace("{answer}", answer), release("0.3.10"))
+    assert found == verdict
+    assert "was replaced by" in reason
+
+
+HALF = """
+import sys, kvfix
+from pathlib import Path
+{first}
+import {adapter} as adapter
+rows = {{row.code: row for row in kvfix.status()}}
+result = [rows["KVF001"].verdict]
+kvfix.apply()
+result.append({{row.code: row for row in kvfix.status()}}["KVF001"].verdict)
+"""
+
+
+@pytest.mark.parametrize(
+    ("first", "verdicts"),
+    [("", ["failed", "applied"]), ("kvfix.apply()", ["applied", "applied"])],
+    ids=["late", "early"],
+)
+def test_applied_while_the_module_is_half_imported(first, verdicts, tmp_path, zygote, release) -> None:  # type: ignore[no-untyped-def]
+    from tests.runtime.test_releases import copy
+
+    def edit(text: str) -> str:
+        head, mark, tail = text.partition("\nclass LMCacheConnectorV1Impl")
+        return f"{head}\nimport kvfix\nkvfix.apply()\n{mark}{tail}"
+
+    folder = copy(release("0.3.10"), tmp_path, edit)
+    assert zygote(HALF.format(first=first, adapter=ADAPTER), folder) == verdicts

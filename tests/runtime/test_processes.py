@@ -1,0 +1,205 @@
+"""How the choice reaches other processes; what the environment may hold; that without a choice nothing happens.
+
+The processes here import no vLLM: what is asked is whether kvfix is active there. tests/engine asks the real ones.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import Fresh
+
+ACTIVE = "import sys, kvfix.arrival as a; result = str(a.choice()) if a.choice() else None"
+RAY = "VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY"
+
+
+def test_apply_imports_nothing_heavy(fresh: Fresh) -> None:
+    code = "import sys, kvfix; kvfix.apply(); result = sorted(sys.modules)"
+    loaded = set(fresh(code))
+    heavy = {"torch", "vllm", "lmcache", "typer", "rich", "wrapt", "packaging", "asyncio", "importlib.metadata"}
+    assert not loaded & heavy
+
+
+def test_plugin_does_what_the_environment_says(fresh: Fresh) -> None:
+    load = f"from kvfix.activation import load; load(); {ACTIVE}"
+    assert fresh(load) is None
+    assert fresh(load, KVFIX="") is None
+    assert fresh(load, KVFIX="off") is None
+    assert fresh(load, KVFIX="fix") == "fix"
+    assert fresh(load, KVFIX="fix skip=KVF001") == "fix skip=KVF001"
+
+
+def test_without_a_choice_nothing_changes(fresh: Fresh) -> None:
+    code = """
+import os, sys
+before = dict(os.environ), list(sys.meta_path)
+from kvfix.activation import load
+load()
+result = (dict(os.environ), list(sys.meta_path)) == before and "kvfix.patching" not in sys.modules
+"""
+    assert fresh(code) is True
+
+
+@pytest.mark.parametrize("nonsense", ["yes please", "fix only=KVF999", "{'mode': 'fix'}", "fix only", "\u00fc\udcff"])
+def test_nonsense_is_one_clear_line_and_nothing_patched(nonsense: str, fresh: Fresh) -> None:
+    code = "from kvfix.activation import load; load(); load(); import kvfix.arrival as a; print(a.choice())"
+    done = fresh.run([sys.executable, "-c", code], KVFIX=nonsense)
+    assert done.returncode == 0
+    assert done.stdout.strip() == "None"
+    (line,) = done.stderr.strip().splitlines()
+    assert "KVFIX=" in line
+    assert "Nothing is patched" in line
+    assert "Write KVFIX=fix" in line
+
+
+def test_entry_point_is_installed() -> None:
+    from importlib.metadata import entry_points
+
+    found = {entry.name: entry.value for entry in entry_points(group="vllm.general_plugins")}
+    assert found["kvfix"] == "kvfix.activation:load"
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [(None, None), ("", "kvfix"), ("mine", "mine,kvfix"), ("kvfix, mine", "kvfix,mine")]
+)
+def test_hand_over(before: str | None, after: str | None, fresh: Fresh) -> None:
+    code = f"""
+import os, kvfix
+names = ("KVFIX", "VLLM_PLUGINS", {RAY!r})
+before = [os.environ.get(name) for name in names]
+kvfix.apply(skip=["KVF001"]); kvfix.apply()
+result = [os.environ.get(name) for name in names]
+kvfix.revert(); kvfix.revert()
+result.append([os.environ.get(name) for name in names] == before)
+"""
+    environment = {} if before is None else {"VLLM_PLUGINS": before}
+    assert fresh(code, **environment) == ["fix", after, "KVFIX", True]
+    assert fresh(code, **environment, **{RAY: "NCCL_, MY_"})[2] == "NCCL_,MY_,KVFIX"
+
+
+def test_vllm_and_ray_read_what_was_handed_over(zygote) -> None:  # type: ignore[no-untyped-def]
+    """The real readers: vLLM's plugin loader and its list of variables for Ray workers."""
+    code = """
+import os
+os.environ["VLLM_PLUGINS"] = "something_else"
+import kvfix, kvfix.arrival
+kvfix.apply()
+choice, kvfix.arrival._choice = kvfix.arrival._choice, None
+import vllm.plugins
+vllm.plugins.plugins_loaded = False
+vllm.plugins.load_general_plugins()
+from vllm.ray.ray_env import get_env_vars_to_copy
+result = [str(kvfix.arrival.choice()), "KVFIX" in get_env_vars_to_copy()]
+"""
+    assert zygote(code) == ["fix", True]
+
+
+def test_off_in_the_environment_wins(fresh: Fresh) -> None:
+    assert fresh(f"import kvfix; kvfix.apply(); {ACTIVE}", KVFIX="off") is None
+
+
+def test_unknown_names_are_a_value_error(fresh: Fresh) -> None:
+    code = """
+import os, kvfix
+result = []
+for arguments in ({"only": ["KVF999"]}, {"skip": ["nope"]}, {"mode": "heal"}):
+    try:
+        kvfix.apply(**arguments)
+    except ValueError as error:
+        result.append(str(error))
+result.append(os.environ.get("KVFIX"))
+"""
+    only, skip, mode, environment = fresh(code)
+    assert "KVF001 (lookup-cache-ignores-computed)" in only
+    assert "KVF001 (lookup-cache-ignores-computed)" in skip
+    assert "known: fix" in mode
+    assert environment is None
+
+
+def test_fork_inherits(fresh: Fresh) -> None:
+    code = """
+import os, kvfix, kvfix.arrival
+kvfix.apply()
+read, write = os.pipe()
+if os.fork() == 0:
+    os.write(write, str(kvfix.arrival.choice()).encode())
+    os._exit(0)
+os.wait()
+result = os.read(read, 99).decode()
+"""
+    assert fresh(code) == "fix"
+
+
+def test_spawn_runs_the_main_script_again(tmp_path: Path, fresh: Fresh) -> None:
+    script = tmp_path / "serve.py"
+    script.write_text("""
+import multiprocessing, os, sys
+import kvfix, kvfix.arrival
+kvfix.apply(skip=["KVF001"])
+
+def child(queue):
+    finders = [f for f in sys.meta_path if type(f).__name__ == "Arrivals"]
+    queue.put((__name__, str(kvfix.arrival.choice()), os.environ["KVFIX"], len(finders)))
+
+if __name__ == "__main__":
+    context = multiprocessing.get_context("spawn")
+    queue = context.Queue()
+    process = context.Process(target=child, args=(queue,))
+    process.start()
+    print(queue.get(timeout=60))
+    process.join()
+""")
+    done = fresh.run([sys.executable, str(script)])
+    assert done.stdout.strip() == "('__mp_main__', 'fix skip=KVF001', 'fix skip=KVF001', 1)", done.stderr
+
+
+class TestRun:
+    """`kvfix run -- CMD`: programs that load no vLLM plugins, and all their children."""
+
+    KVFIX = (sys.executable, "-m", "kvfix_tools.cli", "run")
+    SAY = "import kvfix.arrival as a, os, sys; print(a.choice(), sys.modules['sitecustomize'].__file__)"
+
+    def test_reaches_children_of_children(self, fresh: Fresh) -> None:
+        inner = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {self.SAY!r}])"
+        done = fresh.run([*self.KVFIX, "--skip", "KVF001", "--", sys.executable, "-c", inner])
+        assert done.stdout.startswith("fix skip=KVF001 "), done.stderr
+
+    def test_hands_on_to_the_users_sitecustomize(self, tmp_path: Path, fresh: Fresh) -> None:
+        (tmp_path / "sitecustomize.py").write_text("print('mine')")
+        code = (
+            f"import os, sys; os.environ['PYTHONPATH'] += ':{tmp_path}'; sys.argv[1:] = ['run', '--', sys.executable, "
+        )
+        done = fresh.run([sys.executable, "-c", f"{code}'-c', {self.SAY!r}]\nfrom kvfix_tools.cli import main; main()"])
+        assert done.stdout.splitlines() == ["mine", f"fix {tmp_path / 'sitecustomize.py'}"], done.stderr
+
+    def test_reaches_the_lmcache_server(self, fresh: Fresh, release) -> None:  # type: ignore[no-untyped-def]
+        """Its console script loads no vLLM plugin; `--help` imports LMCache and ends."""
+        server = Path(sys.executable).with_name("lmcache")
+        done = fresh.run([*self.KVFIX, "--", sys.executable, "-v", str(server), "server", "--help"])
+        assert done.returncode == 0, done.stderr[-2000:]
+        assert "import 'kvfix.arrival'" in done.stderr
+        assert "import 'kvfix.fix'" in done.stderr, "the first module of LMCache must have loaded the catalogue"
+
+    def test_a_python_without_kvfix_says_so_once(self, fresh: Fresh) -> None:
+        """-S: without site-packages there is no kvfix; the child inherits that it has been said."""
+        child = [sys.executable, "-S", "-c", "import sitecustomize; print('ran')"]
+        code = f"import sitecustomize, subprocess; subprocess.run({child!r})"
+        bootstrap = str(Path(__file__).parents[2] / "patches/kvfix/bootstrap")
+        done = fresh.run([sys.executable, "-S", "-c", code], PYTHONPATH=bootstrap, KVFIX="fix")
+        assert done.stdout == "ran\n"
+        (line,) = done.stderr.splitlines()
+        assert "cannot import kvfix" in line
+        assert "Install kvfix there" in line
+
+    def test_clear_refusals(self, fresh: Fresh) -> None:
+        for arguments, code, text in (
+            (["--", "no-such-program"], 127, "no-such-program: no such program"),
+            (["--only", "KVF999", "--", "true"], 2, "known: KVF001"),
+            (["--mode", "heal", "--", "true"], 2, "known: fix"),
+            (["--", os.devnull], 127, "no such program"),
+        ):
+            done = fresh.run([*self.KVFIX, *arguments])
+            assert (done.returncode, "Traceback" in done.stderr) == (code, False)
+            assert text in done.stderr

@@ -1,0 +1,157 @@
+"""Verdicts on the real files of every release, and on edited copies of them. Never by the version number."""
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvfix import fix
+from tests.conftest import ADAPTER, Fresh, Zygote, release_names
+
+FILE = Path(*ADAPTER.split(".")).with_suffix(".py")
+#: The line of 0.3.10 that is the bug.
+BUG = "            return cached_num_hit_toks\n"
+MENDED = "            return max(0, cached_num_hit_toks - num_computed_tokens)\n"
+
+STATUS = "import kvfix; result = {row.code: row for row in kvfix.status()}"
+SETTLE = f"""
+import kvfix
+kvfix.apply()
+import {ADAPTER}
+result = {{row.code: row for row in kvfix.status()}}
+"""
+
+VERDICT, REASON, VERSION = 4, 5, 3
+
+
+def copy(folder: Path, into: Path, edit: Callable[[str], str] = lambda text: text, version: str = "") -> Path:
+    """A release with its adapter edited, and metadata that may claim another version."""
+    (metadata,) = folder.glob("lmcache-*.dist-info")
+    for part in (folder / "lmcache", metadata):
+        shutil.copytree(part, into / part.name, copy_function=os.link)
+    rewrite(into / FILE, edit)
+    if version:
+        claimed = re.compile(r"^Version: .*$", re.MULTILINE)
+        rewrite(into / metadata.name / "METADATA", lambda text: claimed.sub(f"Version: {version}", text, count=1))
+    return into
+
+
+def rewrite(file: Path, edit: Callable[[str], str]) -> None:
+    text = file.read_text()
+    file.unlink()  # a link to the release's own file
+    file.write_text(edit(text))
+
+
+@pytest.mark.parametrize("name", release_names())
+def test_kvf001_on_every_release(name: str, release, fresh: Fresh) -> None:  # type: ignore[no-untyped-def]
+    row = fresh(f"import sys; sys.path.insert(0, {str(release(name))!r}); {STATUS}")["KVF001"]
+    before = ("0.3.9", "0.3.9.post1", "0.3.9.post2")
+    expected = "applicable" if name == "0.3.10" else "not-affected" if name in before else "fixed-upstream"
+    assert (row[VERSION], row[VERDICT]) == (name, expected)
+    assert name in row[REASON] or "others up to" in row[REASON]
+
+
+def test_no_release_is_unknown_to_any_fix(release, fresh: Fresh) -> None:  # type: ignore[no-untyped-def]
+    folders = {name: str(release(name)) for name in release_names()}
+    code = f"""
+import sys, kvfix
+from kvfix import target
+from kvfix.verdict import survey
+result = []
+for name, folder in {folders!r}.items():
+    sys.path.insert(0, folder)
+    sys.path_importer_cache.clear()
+    result += [(name, *row) for row in survey() if row.dist == "lmcache" and row.verdict in ("unknown", "failed")]
+    sys.path.remove(folder)
+"""
+    assert fresh(code) == []
+
+
+def test_code_of_broken_releases_is_broken_code_only() -> None:
+    """A fingerprint that a broken and a right release share would make a verdict by accident."""
+    from packaging.specifiers import SpecifierSet
+
+    from kvfix.verdict import _fingerprints
+
+    for found in fix.catalogue():
+        for patch in found.patches:
+            known = _fingerprints()[patch.dist]["functions"][patch.target]
+            broken = SpecifierSet(patch.broken, prereleases=True)
+            for fingerprint, releases in known.items():
+                assert len({release in broken for release in releases}) == 1, (found.code, fingerprint, releases)
+            assert any(release in broken for releases in known.values() for release in releases), found.code
+
+
+EDITS = {
+    # what was done to 0.3.10, version it claims -> verdict before and after the probe
+    "comments and blank lines": (
+        lambda text: text.replace(BUG, "            # edited\n\n" + BUG),
+        "",
+        "applicable",
+        "applied",
+    ),
+    "a version that lies": (lambda text: text, "0.5.6", "applicable", "applied"),
+    "another harmless line": (lambda text: text.replace(BUG, "            _ = 1\n" + BUG), "", "unknown", "applied"),
+    "mended by hand": (lambda text: text.replace(BUG, MENDED), "", "unknown", "fixed-upstream"),
+    "nothing the probe fits": (
+        lambda text: text.replace(BUG, "            return self.odd(1)\n"),
+        "",
+        "unknown",
+        "unknown",
+    ),
+    "the function gone": (
+        lambda text: text.replace("def get_num_new_matched_tokens", "def matched"),
+        "",
+        "unknown",
+        "unknown",
+    ),
+    "the function gone, its release known": (
+        lambda text: text.replace("def get_num_new_matched_tokens", "def matched"),
+        "0.5.6",
+        "unknown",
+        "unknown",
+    ),
+}
+
+
+@pytest.mark.parametrize(("edit", "version", "by_file", "by_probe"), EDITS.values(), ids=EDITS)
+def test_edited_copies(edit, version, by_file, by_probe, tmp_path, release, fresh, zygote) -> None:  # type: ignore[no-untyped-def]
+    folder = copy(release("0.3.10"), tmp_path, edit, version)
+    row = fresh(f"import sys; sys.path.insert(0, {str(folder)!r}); {STATUS}")["KVF001"]
+    assert row[VERDICT] == by_file, row
+    row = zygote(SETTLE, folder)["KVF001"]
+    assert row[VERDICT] == by_probe, row
+
+
+def test_a_right_release_that_claims_to_be_the_wrong_one(tmp_path, release, zygote: Zygote) -> None:  # type: ignore[no-untyped-def]
+    folder = copy(release("0.5.6"), tmp_path, version="0.3.10")
+    row = zygote(SETTLE, folder)["KVF001"]
+    assert row[VERSION:] == ["0.3.10", "fixed-upstream", row[REASON]]
+
+
+def test_a_file_that_is_not_python(tmp_path, release, fresh: Fresh) -> None:  # type: ignore[no-untyped-def]
+    folder = copy(release("0.3.10"), tmp_path, lambda text: text + "\ndef broken(:\n")
+    row = fresh(f"import sys; sys.path.insert(0, {str(folder)!r}); {STATUS}")["KVF001"]
+    assert row[VERDICT] == "unknown"
+    assert "cannot be read as Python" in row[REASON]
+    assert "reinstall lmcache" in row[REASON]
+
+
+def test_status_command(release, fresh: Fresh) -> None:  # type: ignore[no-untyped-def]
+    import sys
+
+    def status(name: str) -> tuple[int, list[dict[str, str]]]:
+        code = f"import sys; sys.path.insert(0, {str(release(name))!r}); sys.argv[1:] = ['status', '--json']; "
+        done = fresh.run([sys.executable, "-c", code + "from kvfix_tools.cli import main; main()"])
+        return done.returncode, json.loads(done.stdout)
+
+    code, rows = status("0.3.10")
+    assert code == 1
+    assert list(rows[0]) == ["code", "slug", "dist", "version", "verdict", "reason"]
+    assert rows[0]["verdict"] == "applicable"
+    code, rows = status("0.3.9")
+    assert "applicable" not in {row["verdict"] for row in rows if row["code"] == "KVF001"}
