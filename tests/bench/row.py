@@ -1,0 +1,28 @@
+"""One measured promise."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Row(NamedTuple):
+    """`measured` in `unit`; `beside`: what it was measured against in the same run, with that one's figure."""
+
+    what: str
+    measured: float
+    unit: str
+    beside: str
+    at_most: float | None = None
+    at_least: float | None = None
+
+    @property
+    def promise(self) -> str:
+        if self.at_most is not None:
+            return f"<= {self.at_most:g} {self.unit}"
+        return f">= {self.at_least:g} {self.unit}"
+
+    @property
+    def kept(self) -> bool:
+        if self.at_most is not None:
+            return self.measured <= self.at_most
+        return self.at_least is None or self.measured >= self.at_least
