@@ -10,6 +10,7 @@ from typing import Annotated, Optional
 import typer
 
 import kvfix
+from kvfix_tools.lab.cli import app as lab
 
 app = typer.Typer(
     name="kvfix",
@@ -18,6 +19,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+app.add_typer(lab, name="lab")
 
 Json = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
 # typer reads annotations at run time, also on Python 3.10: Optional, not `| None`, in this file.

@@ -1,0 +1,125 @@
+"""The ledger: one story per request, and the rules looked at after each event."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, NamedTuple
+
+from kvfix.ledger import events as ev
+
+if TYPE_CHECKING:
+    from kvfix.ledger.events import Event
+
+
+class Finding(NamedTuple):
+    """A rule that an event violates (`verdict` "violated"), or that it could not judge ("unknown").
+
+    earlier: the event that it contradicts, if one does.
+    """
+
+    code: str
+    name: str
+    verdict: str
+    request: str
+    message: str
+    event: Event
+    earlier: Event | None = None
+
+    def __str__(self) -> str:
+        return f"{self.code} {self.name} {self.request}: {self.message}"
+
+
+class Story:
+    """What is known of one request. A count is None while nobody has told it."""
+
+    __slots__ = (
+        "asked",
+        "computed",
+        "due",
+        "events",
+        "finished",
+        "granted",
+        "request",
+        "seen_from_start",
+        "stored_to",
+        "total",
+        "waiting",
+    )
+
+    def __init__(self, request: str, history: int) -> None:
+        self.request = request
+        self.events: deque[Event] = deque(maxlen=history)
+        #: False where the record began after the request did: then much is unknown.
+        self.seen_from_start = False
+        self.waiting = True
+        self.finished: ev.Finished | None = None
+        self.total: int | None = None
+        #: Tokens with KV in vLLM once the last scheduled step is done.
+        self.computed: int | None = None
+        #: The last question since the request began to wait, and what vLLM took of the answer.
+        self.asked: ev.Asked | None = None
+        self.granted: ev.Granted | None = None
+        self.due: ev.LoadDue | None = None
+        #: Tokens from the start that the external cache holds or was handed, as far as the connector knows.
+        self.stored_to: int | None = None
+
+    def take(self, event: Event) -> None:
+        """Bring the story up to date. Called after the rules have seen the event against the story so far."""
+        if isinstance(event, ev.Asked):
+            self.asked = event
+            self.total = event.total
+            self.granted = None
+        elif isinstance(event, ev.Granted):
+            self.granted = event
+            self.due = None
+        elif isinstance(event, ev.Scheduled):
+            self.computed = event.computed + event.tokens
+            if event.first:
+                self.waiting = False
+        elif isinstance(event, ev.LoadDue):
+            self.due = event
+        elif isinstance(event, ev.Stored):
+            self.stored_to = max(self.stored_to or 0, event.end, event.covered)
+        elif isinstance(event, ev.Preempted) or isinstance(event, ev.LoadFailed):
+            self._wait_again()
+        elif isinstance(event, ev.Finished):
+            self.finished = event
+        self.events.append(event)
+
+    def _wait_again(self) -> None:
+        self.waiting = True
+        self.asked = self.granted = self.due = None
+
+
+class Ledger:
+    """Feed it events in the order in which they happened; it answers with what they violate.
+
+    history: events kept per request, for the report. Memory is bounded by that and by the requests that are open;
+    a finished one is kept until `forget`, so that what is left of it can be told.
+    """
+
+    def __init__(self, history: int = 64) -> None:
+        self.stories: dict[str, Story] = {}
+        self._history = history
+
+    def feed(self, event: Event) -> list[Finding]:
+        """Findings of this event, in the order of their codes. Empty: nothing is wrong with it."""
+        from kvfix.ledger.rules import RULES_FOR
+
+        story = self.stories.get(event.request)
+        if story is None or (story.finished is not None and isinstance(event, ev.Asked)):
+            # A request id may be used again: then it is another request.
+            story = self.stories[event.request] = Story(event.request, self._history)
+            story.seen_from_start = isinstance(event, ev.Asked)
+        findings = []
+        for rule in RULES_FOR.get(type(event), ()):
+            found = rule.check(story, event)
+            if found is not None:
+                verdict, message, earlier = found
+                findings.append(Finding(rule.code, rule.name, verdict, event.request, message, event, earlier))
+        story.take(event)
+        return findings
+
+    def forget(self, request: str) -> None:
+        """The request is done with; nothing more will be told of it."""
+        self.stories.pop(request, None)

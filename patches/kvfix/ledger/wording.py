@@ -1,0 +1,79 @@
+"""An event in one line, with its arithmetic, as stories in reports, in the lab and in kvfix-diagnose tell it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvfix.ledger import events as ev
+
+if TYPE_CHECKING:
+    from kvfix.ledger.events import Event
+
+
+def line(event: Event) -> str:
+    """Without the request's name: the reader knows whose story it is."""
+    return globals()["_" + type(event).__name__.lower()](event)  # type: ignore[no-any-return]
+
+
+def due(event: ev.Asked) -> int | None:
+    """The right balance for this question; None if the hit is not known."""
+    if event.hit is None:
+        return None
+    return max(0, event.hit - event.computed - (event.hit == event.total))
+
+
+def _asked(event: ev.Asked) -> str:
+    if event.promised is None:
+        return f"match({event.computed}) answers: not known yet"
+    answer = f"match({event.computed}) promises {event.promised}"
+    if event.hit is None:
+        return answer
+    last = " - 1" if event.hit == event.total else ""
+    balance = f"hit {event.hit} - computed {event.computed}{last} = {event.hit - event.computed - bool(last)}"
+    right = due(event)
+    return f"{answer}: {balance}" if event.promised == right else f"{answer}, but {balance}: {right} is due"
+
+
+def _granted(event: ev.Granted) -> str:
+    return f"blocks found, {event.external} external tokens granted"
+
+
+def _scheduled(event: ev.Scheduled) -> str:
+    start = "admitted" if event.first else "goes on"
+    return f"{start} at {event.computed} computed tokens, {event.tokens} more are computed"
+
+
+def _loaddue(event: ev.LoadDue) -> str:
+    return f"tokens {event.start} to {event.end} are to be loaded"
+
+
+def _loaded(event: ev.Loaded) -> str:
+    return f"{event.tokens} tokens loaded, up to {event.end}"
+
+
+def _stored(event: ev.Stored) -> str:
+    return f"tokens {event.start} to {event.end} stored"
+
+
+def _preempted(event: ev.Preempted) -> str:
+    return "preempted: its blocks go to another request"
+
+
+def _loadfailed(event: ev.LoadFailed) -> str:
+    return "its load failed" + ("" if event.computed is None else f", back to {event.computed} computed tokens")
+
+
+def _finished(event: ev.Finished) -> str:
+    return "aborted" if event.aborted else "finished"
+
+
+def _left(event: ev.Left) -> str:
+    return f"ended, and {event.where} still holds it"
+
+
+def _stuck(event: ev.Stuck) -> str:
+    return f"waits for a load that nobody started, {event.waited} steps now"
+
+
+def _raised(event: ev.Raised) -> str:
+    return f"{event.where} raises {event.error}"

@@ -1,0 +1,96 @@
+"""`make demo`: the report of LMCache issue 2158 on the real scheduler, as released and with kvfix.apply().
+
+    python -m kvfix_tools.lab.demo [--lmcache-path DIR] [--json]
+
+Exit 0 if the released one dies with the report's own message and the fixed one admits the request, loads nothing twice
+and finishes it.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from kvfix.ledger import events as ev
+from kvfix.ledger.wording import line
+from kvfix_tools.lab import runner
+from kvfix_tools.lab.runner import Result
+from kvfix_tools.lab.scenario import find
+
+SLUG = "mismatch-in-tokens-to-load"
+RELEASE = Path(".cache/lmcache/0.3.10")
+
+
+def main(arguments: list[str]) -> int:
+    as_json = "--json" in arguments
+    rest = [argument for argument in arguments if argument != "--json"]
+    if rest and (len(rest) != 2 or rest[0] != "--lmcache-path"):
+        print(__doc__, file=sys.stderr)
+        return 2
+    path = rest[1] if rest else str(RELEASE)
+    scenario = find(SLUG)
+    assert scenario is not None
+    try:
+        runner.prepare(path)
+    except ValueError as error:
+        print(f"kvfix demo: {error}", file=sys.stderr)
+        return 2
+    print("importing vLLM and LMCache, a quarter of a minute ...", file=sys.stderr)
+    released, fixed = runner.play(scenario, fixes=False), runner.play(scenario, fixes=True)
+    if as_json:
+        print(json.dumps([{**each.as_json(), "story": story(each)} for each in (released, fixed)], indent=2))
+    else:
+        show(released, fixed)
+    return 0 if died_as_reported(released) and came_through(fixed) else 1
+
+
+def died_as_reported(result: Result) -> bool:
+    """EngineCore would be dead, with the message of the report."""
+    return result.outcome == "violated" and isinstance(result.story[-1][1], ev.Raised)
+
+
+def came_through(result: Result) -> bool:
+    """Admitted with nothing loaded that vLLM had, and finished; nothing that the scenario expects was violated."""
+    events = [event for _, event in result.story]
+    loaded = sum(event.tokens for event in events if isinstance(event, ev.Loaded))
+    return result.outcome == "clean" and loaded == 0 and any(isinstance(event, ev.Finished) for event in events)
+
+
+def story(result: Result) -> list[str]:
+    return [f"step {step}: {line(event)}" for step, event in result.story if not isinstance(event, ev.Left)]
+
+
+def show(released: Result, fixed: Result) -> None:
+    installed = runner.versions()
+    console = Console()
+    console.print(
+        f"\n[bold]LMCache {installed['lmcache']} in the scheduler of vLLM {installed['vllm']}[/]: a prompt of 10,009 "
+        "tokens, block 16, chunk 256.\nIt is preempted with 336 tokens computed and 256 stored. (LMCache issue 2158)\n"
+    )
+    table = Table("step", "as released", "with kvfix.apply()", header_style="bold", show_lines=False, expand=True)
+    table.columns[1].ratio = table.columns[2].ratio = 1
+    steps = sorted({step for result in (released, fixed) for step, _ in result.story})
+    for step in steps:
+        table.add_row(str(step), *(_cell(result, step) for result in (released, fixed)), end_section=True)
+    console.print(table)
+    ending = "[bold red]EngineCore is dead.[/]" if died_as_reported(released) else "It did not die as reported."
+    console.print(f"As released: {ending}")
+    good = came_through(fixed)
+    console.print(
+        "With kvfix.apply(): "
+        + ("[bold green]admitted, nothing loaded twice, finished.[/]" if good else "[bold red]not cured.[/]")
+    )
+
+
+def _cell(result: Result, step: int) -> str:
+    lines = [line(event) for when, event in result.story if when == step and not isinstance(event, ev.Left)]
+    marked = [f"[red]{text}[/]" if " raises " in text or ", but hit " in text else text for text in lines]
+    return "\n".join(marked)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

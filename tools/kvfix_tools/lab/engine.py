@@ -1,0 +1,121 @@
+"""The real vLLM scheduler with a real connector, made by hand: no model, no GPU, no sockets.
+
+Importing this module imports vLLM, which takes 15 seconds and more.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.config import (
+    CacheConfig,
+    DeviceConfig,
+    KVTransferConfig,
+    ModelConfig,
+    SchedulerConfig,
+    VllmConfig,
+)
+from vllm.sampling_params import SamplingParams
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.request import Request
+from vllm.v1.structured_output import StructuredOutputManager
+
+from kvfix_tools.lab.options import Options
+
+VOCABULARY = 512
+LAYER = "model.layers.0.self_attn.attn"
+_CONNECTORS = {"v1": "LMCacheConnectorV1"}
+_MODEL = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "max_position_embeddings": 1 << 20,
+    "torch_dtype": "float32",
+}
+
+
+@functools.lru_cache(maxsize=8)
+def _model_config(max_model_len: int) -> ModelConfig:
+    """A model has weights only where it runs; the scheduler asks for its shape. The folder is read at once."""
+    with tempfile.TemporaryDirectory(prefix="kvfix-lab-") as folder:
+        Path(folder, "config.json").write_text(json.dumps(_MODEL))
+        return ModelConfig(model=folder, skip_tokenizer_init=True, dtype="float32", max_model_len=max_model_len, seed=0)
+
+
+def vllm_config(options: Options) -> VllmConfig:
+    """The engine's configuration, as `vllm serve` would have made it from these options."""
+    cache = CacheConfig(block_size=options.block_size, enable_prefix_caching=options.prefix_caching)
+    cache.num_gpu_blocks = options.num_blocks
+    extra = {"lmcache.chunk_size": options.chunk_size}
+    extra |= {f"lmcache.{name}": value for name, value in options.lmcache.items()}
+    return VllmConfig(
+        model_config=_model_config(options.max_model_len),
+        cache_config=cache,
+        scheduler_config=SchedulerConfig(
+            max_num_seqs=options.max_num_seqs,
+            max_num_batched_tokens=options.max_num_batched_tokens,
+            max_model_len=options.max_model_len,
+            enable_chunked_prefill=True,
+            is_encoder_decoder=False,
+            async_scheduling=False,
+            disable_hybrid_kv_cache_manager=True,
+            scheduler_reserve_full_isl=options.reserve_full_isl,
+        ),
+        device_config=DeviceConfig("cpu"),
+        kv_transfer_config=KVTransferConfig(
+            kv_connector=_CONNECTORS[options.connector],
+            kv_role=options.kv_role,
+            kv_load_failure_policy=options.kv_load_failure_policy,
+            kv_connector_extra_config=extra,
+        ),
+    )
+
+
+def scheduler(options: Options, config: VllmConfig) -> Scheduler:
+    """The real scheduler; its connector, in the scheduler role, is at `.connector`."""
+    spec = FullAttentionSpec(block_size=options.block_size, num_kv_heads=1, head_size=32, dtype=torch.float32)
+    kv_cache = KVCacheConfig(
+        num_blocks=options.num_blocks,
+        kv_cache_tensors=[],  # the workers' business
+        kv_cache_groups=[KVCacheGroupSpec([LAYER], spec)],
+    )
+    return Scheduler(
+        vllm_config=config,
+        kv_cache_config=kv_cache,
+        structured_output_manager=StructuredOutputManager(config),
+        block_size=options.block_size,
+    )
+
+
+@functools.cache
+def _none_hash() -> None:
+    init_none_hash(sha256)
+
+
+def request(options: Options, name: str, prompt: list[int], max_tokens: int, **more: Any) -> Request:
+    """A request as EngineCore makes it; `more`: other arguments of vLLM's Request."""
+    _none_hash()
+    sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=0.0)
+    sampling.update_from_generation_config({}, eos_token_id=0)
+    return Request(
+        request_id=name,
+        prompt_token_ids=prompt,
+        sampling_params=sampling,
+        pooling_params=None,
+        block_hasher=get_request_block_hasher(options.block_size, sha256),
+        **more,
+    )

@@ -1,0 +1,117 @@
+"""Memory that knows what belongs in it: a slot holds the hash of all tokens up to the one whose KV it stands for.
+
+The KV of a token depends on every token before it; so does this hash. A stale block, another request's slot, a wrong
+offset, a chunk under the wrong key: each leaves a slot whose content is not what the step that reads it needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+#: What a slot holds that nothing was written to, or that a step wrote from wrong KV.
+NOTHING = 0
+GARBAGE = -1
+
+
+class Prefix:
+    """The right content for every token of one request; grows with it."""
+
+    def __init__(self) -> None:
+        self._tokens: list[int] = []
+        self.contents: list[int] = []
+
+    def of(self, tokens: Sequence[int]) -> list[int]:
+        """Contents of these tokens, which continue what was given before. The list is the prefix's own."""
+        known = len(self._tokens)
+        if known < len(tokens):
+            new = list(tokens[known:])
+            last = self.contents[-1] if self.contents else 1
+            for token in new:
+                last = hash((last, token))
+                self.contents.append(last)
+            self._tokens += new
+        return self.contents
+
+    def is_prefix(self, tokens: Sequence[int]) -> bool:
+        return self._tokens[: len(tokens)] == list(tokens)
+
+
+class Slots:
+    """vLLM's paged KV memory: `num_blocks` blocks of `block_size` slots."""
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.block_size = block_size
+        self._blocks = [[NOTHING] * block_size for _ in range(num_blocks)]
+
+    def write(self, blocks: Sequence[int], start: int, contents: Sequence[int]) -> None:
+        """Put `contents` where tokens start, start + 1, ... of a request with these blocks have their slots."""
+        size = self.block_size
+        position = 0
+        while position < len(contents):
+            number, offset = divmod(start + position, size)
+            part = contents[position : position + size - offset]
+            self._blocks[blocks[number]][offset : offset + len(part)] = part
+            position += len(part)
+
+    def put(self, slot: int, content: int) -> None:
+        block, offset = divmod(slot, self.block_size)
+        self._blocks[block][offset] = content
+
+    def get(self, slot: int) -> int:
+        block, offset = divmod(slot, self.block_size)
+        return self._blocks[block][offset]
+
+    def first_wrong(self, blocks: Sequence[int], until: int, contents: Sequence[int]) -> int | None:
+        """The first token of [0, until) whose slot does not hold what belongs there; None if all do."""
+        size = self.block_size
+        for start in range(0, until, size):
+            end = min(start + size, until)
+            number = start // size
+            if number >= len(blocks):
+                return start
+            held = self._blocks[blocks[number]]
+            right = contents[start:end]
+            if (held if end - start == size else held[: end - start]) != right:
+                return start + next(i for i, (has, needs) in enumerate(zip(held, right, strict=False)) if has != needs)
+        return None
+
+
+class Cache:
+    """The external cache: chunks by LMCache's own keys, oldest first, with the pins of lookups."""
+
+    def __init__(self) -> None:
+        self._chunks: dict[object, list[int]] = {}
+        #: lookup id -> keys it has pinned
+        self.pins: dict[str, list[object]] = {}
+
+    def __len__(self) -> int:
+        return len(self._chunks)
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._chunks
+
+    def put(self, key: object, contents: list[int]) -> None:
+        self._chunks[key] = contents
+
+    def get(self, key: object) -> list[int] | None:
+        return self._chunks.get(key)
+
+    def pinned_prefix(self, keys: Sequence[object], lookup_id: str) -> int:
+        """How many of the keys, from the first on, are there; they are pinned for this lookup."""
+        found = 0
+        while found < len(keys) and keys[found] in self._chunks:
+            found += 1
+        if found:
+            self.pins[lookup_id] = list(keys[:found])
+        return found
+
+    def unpin(self, lookup_id: str) -> None:
+        self.pins.pop(lookup_id, None)
+
+    def evict(self, how_many: int, forced: bool = False) -> int:
+        """Drop the oldest chunks that nobody has pinned; `forced`: pinned ones too, as a pin that timed out."""
+        pinned = set() if forced else {key for keys in self.pins.values() for key in keys}
+        gone = [key for key in self._chunks if key not in pinned][:how_many]
+        for key in gone:
+            del self._chunks[key]
+        return len(gone)

@@ -1,0 +1,25 @@
+"""What a lab engine is made with: everything that changes token accounting."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Options:
+    """Sizes in tokens, but `num_blocks` in blocks. `lmcache`: settings of LMCache by their own names."""
+
+    connector: str = "v1"
+    block_size: int = 16
+    num_blocks: int = 64
+    chunk_size: int = 64
+    max_num_batched_tokens: int = 128
+    max_num_seqs: int = 8
+    max_model_len: int = 2048
+    prefix_caching: bool = True
+    #: Admit a request only if all of it fits (vLLM's default since it has the option; before, the first chunk decided).
+    reserve_full_isl: bool = True
+    kv_role: str = "kv_both"
+    kv_load_failure_policy: str = "recompute"
+    lmcache: dict[str, Any] = field(default_factory=dict)

@@ -1,0 +1,116 @@
+"""Play scenarios in this process, as released or with the fixes, and say what came of them.
+
+Importing this module imports neither vLLM nor LMCache; playing does, once for all scenarios.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from packaging.specifiers import SpecifierSet
+
+import kvfix
+from kvfix import target
+from kvfix.ledger import Finding
+from kvfix.ledger.events import Event
+from kvfix_tools.lab.scenario import Scenario
+
+
+class Result(NamedTuple):
+    """`outcome`: violated (the expected rule), clean, or not-applicable. `also`: findings of other rules."""
+
+    slug: str
+    fixes: bool
+    outcome: str
+    message: str
+    also: list[str]
+    story: list[tuple[int, Event]]
+    findings: list[Finding]
+    counts: dict[str, int]
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "slug": self.slug,
+            "fixes": self.fixes,
+            "outcome": self.outcome,
+            "message": self.message,
+            "also": self.also,
+        }
+
+
+def prepare(lmcache_path: str | None) -> None:
+    """Before anything is imported: this LMCache first, and its chatter kept out. Raises ValueError for a wrong path."""
+    if lmcache_path is not None:
+        if not Path(lmcache_path, "lmcache", "__init__.py").is_file():
+            raise ValueError(
+                f"{lmcache_path} holds no lmcache package; unpack one with: pip install --no-deps --target"
+            )
+        if "lmcache" in sys.modules:
+            raise ValueError("lmcache is imported already; one release per process")
+        sys.path.insert(0, str(Path(lmcache_path).resolve()))
+        os.environ["PYTHONPATH"] = os.pathsep.join([lmcache_path, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    os.environ.setdefault("LMCACHE_TRACK_USAGE", "false")
+    os.environ.setdefault("LMCACHE_DISABLE_BANNER", "1")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    for dist in ("vllm", "lmcache"):
+        if target.package_dir(dist) is None:
+            raise ValueError(f"{dist} is not installed here; the lab plays the real one")
+
+
+def versions() -> dict[str, str]:
+    return {dist: target.version(dist) for dist in ("vllm", "lmcache")}
+
+
+def expected(scenario: Scenario) -> str:
+    """What must come of it without fixes on what is installed: violated, clean or not-applicable."""
+    installed = versions()
+    for dist, releases in (scenario.needs or {}).items():
+        if installed[dist] not in SpecifierSet(releases, prereleases=True):
+            return "not-applicable"
+    wrong = [installed[dist] in SpecifierSet(spec, prereleases=True) for dist, spec in scenario.wrong.items()]
+    return "violated" if all(wrong) else "clean"
+
+
+def play(scenario: Scenario, fixes: bool) -> Result:
+    """Play it once. The choice of kvfix in this process is set for it, and gone afterwards."""
+    if expected(scenario) == "not-applicable":
+        needs = ", ".join(f"{dist} {releases}" for dist, releases in (scenario.needs or {}).items())
+        return Result(scenario.slug, fixes, "not-applicable", f"needs {needs}", [], [], [], {})
+    with _quiet():
+        from kvfix_tools.lab.world import Died, World
+
+        kvfix.revert()
+        if fixes:
+            kvfix.apply()
+        try:
+            world = World(scenario.options)
+            try:
+                scenario.play(world)
+            except Died:
+                pass  # it is among the findings
+        finally:
+            kvfix.revert()
+    hits = [found for found in world.findings if found.code == scenario.rule and scenario.text in found.message]
+    also = [str(found) for found in world.findings if found not in hits]
+    story = [(step, event) for step, event in world.log if event.request in (scenario.request, "")]
+    outcome = "violated" if hits else "clean"
+    message = str(hits[0]) if hits else ""
+    return Result(scenario.slug, fixes, outcome, message, also, story, world.findings, world.counts)
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """The engine's own log lines are not the lab's output."""
+    before = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logging.disable(before)

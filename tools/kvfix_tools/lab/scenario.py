@@ -1,0 +1,67 @@
+"""A scenario: the shortest schedule that shows one bug, and the catalogue that finds them.
+
+One file in `scenarios/` is one scenario. Its name is the slug; its docstring says what happens; `SCENARIO` says which
+fix cures it, what is expected to be violated on which releases, and `play` moves the world with named steps. Neither
+vLLM nor LMCache is imported by listing them.
+"""
+
+from __future__ import annotations
+
+import functools
+import pkgutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+from kvfix_tools.lab.options import Options
+
+if TYPE_CHECKING:
+    from kvfix_tools.lab.world import World
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """fixes: codes of the fixes that cure it. rule: code that must be among the findings. text: must stand in a message.
+
+    wrong: releases where it must be violated, {distribution: PEP 440 specifiers}; in all others that can play it, it
+    must be clean. needs: releases that can play it at all.
+    """
+
+    module_name: str
+    doc: str | None
+    play: Callable[[World], None]
+    fixes: tuple[str, ...]
+    rule: str
+    wrong: dict[str, str]
+    text: str = ""
+    #: The request whose story it is.
+    request: str = "r"
+    options: Options = Options()
+    needs: dict[str, str] | None = None
+
+    @property
+    def slug(self) -> str:
+        return self.module_name.rpartition(".")[2].replace("_", "-")
+
+    @property
+    def title(self) -> str:
+        return (self.doc or "").strip().partition("\n")[0]
+
+
+@functools.cache
+def scenarios() -> tuple[Scenario, ...]:
+    """All of them, by slug."""
+    package = import_module("kvfix_tools.lab.scenarios")
+    names = sorted(found.name for found in pkgutil.iter_modules(package.__path__))
+    return tuple(import_module(f"{package.__name__}.{name}").SCENARIO for name in names)
+
+
+def find(slug: str) -> Scenario | None:
+    """The scenario of this slug; None if there is none."""
+    return next((scenario for scenario in scenarios() if scenario.slug == slug), None)
+
+
+def prompt(tokens: int, seed: int = 0) -> list[int]:
+    """A prompt of so many tokens that shares its first token with no prompt of another seed."""
+    return [(seed * 101 + position * 7 + position // 97) % 509 + 1 for position in range(tokens)]

@@ -1,0 +1,57 @@
+"""The report of LMCache issue 2158: 256 are promised where vLLM has computed 336, and EngineCore dies.
+
+A prompt of 10,009 tokens, block 16, chunk 256. One step computes 336 of them, and LMCache stores one chunk. One more
+token is computed, so that the 21 blocks of the 336 are whole and stay in vLLM's prefix cache when another request takes
+the long one's blocks. While there are too few free blocks to take it back, vLLM asks the connector on every step: the
+first answer is made by a lookup and is 0, the next come from the lookup cache. Then the blocks come free.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvfix_tools.lab.options import Options
+from kvfix_tools.lab.scenario import Scenario, prompt
+
+if TYPE_CHECKING:
+    from kvfix_tools.lab.world import World
+
+LONG = "long"
+
+
+def play(world: World) -> None:
+    # 637 of the 659 usable blocks, full after its third token; six tokens long
+    world.admit("other", prompt(10190, seed=1), max_tokens=6)
+    world.step()
+    world.admit(LONG, prompt(10009, seed=2), max_tokens=2)
+    world.budget(1 + 336)
+    world.step()
+    world.budget(1 + 1)
+    world.step()  # the 22nd block of the long one: none is free now
+    world.budget(16384)
+    world.step()  # the other one needs a block: the long one is preempted
+    world.step()  # match(336) by a lookup; too few blocks
+    world.step()  # match(336) from the lookup cache; too few blocks; the other one finishes
+    world.run()
+    world.settle()
+
+
+SCENARIO = Scenario(
+    __name__,
+    __doc__,
+    play,
+    fixes=("KVF001",),
+    rule="KVR011",
+    text="Mismatch in tokens to load: 256 vs 256 (tokens in lmcache) - 336 (tokens in vllm) - 0 (full lmcache hits "
+    f"subtracts last token to recalculate logits) for request {LONG}",
+    request=LONG,
+    wrong={"lmcache": "==0.3.10"},
+    options=Options(
+        block_size=16,
+        num_blocks=660,
+        chunk_size=256,
+        max_num_batched_tokens=16384,
+        max_model_len=12288,
+        reserve_full_isl=False,
+    ),
+)

@@ -1,0 +1,203 @@
+"""LMCache's in-process connector in the lab: the real adapter in both roles, over stand-ins for what needs a GPU.
+
+Real: `LMCacheConnectorV1Impl`, scheduler and worker side, its trackers and metadata, the lookup client with its cache
+of results, LMCache's chunking and keys. Stand-ins: the wire between lookup client and worker, and the cache engine,
+which copies between the lab's slots and chunks instead of GPU and CPU memory.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+import torch
+
+from kvfix_tools.lab.memory import Cache, Slots
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from vllm.config import VllmConfig
+
+ADAPTER = "lmcache.integration.vllm.vllm_v1_adapter"
+
+
+def forget_configuration() -> None:
+    """LMCache keeps one configuration per process; the next connector is to read its own."""
+    for name in ("lmcache.integration.vllm.utils", ADAPTER):
+        if name in sys.modules and hasattr(sys.modules[name], "_config_instance"):
+            sys.modules[name]._config_instance = None  # type: ignore[attr-defined]
+
+
+class Wire:
+    """In place of the lookup client's sockets (to 0.4) or transport (from 0.4): the worker's answer, at once.
+
+    `fails`: how many of the next questions time out.
+    """
+
+    world_size = 1
+
+    def __init__(self, lookup: Callable[[list[Any], list[int], str], int]) -> None:
+        self._lookup = lookup
+        self._frames: list[Any] = []
+
+    def send_and_recv_all(self, message: list[Any]) -> list[bytes]:
+        hashes, offsets, lookup_id, _ = message
+        return [self._lookup(hashes, offsets, lookup_id).to_bytes(4, "big")]
+
+    def send_multipart(self, frames: list[Any], copy: bool = True) -> None:
+        self._frames = frames
+
+    def recv(self) -> bytes:
+        hashes, offsets, lookup_id, _ = self._frames
+        answer = self._lookup(msgspec.msgpack.decode(hashes), msgspec.msgpack.decode(offsets), lookup_id.decode())
+        return answer.to_bytes(4, "big")
+
+    def close(self, linger: int = 0) -> None:
+        """As a socket's, and as a transport's."""
+
+
+class CacheEngine:
+    """In place of `LMCacheEngine`: the calls that the adapter makes of it, on the lab's memory."""
+
+    storage_manager = None
+    gpu_connector = None
+
+    def __init__(self, slots: Slots, cache: Cache, tokens: Any) -> None:
+        self.slots = slots
+        self.cache = cache
+        self._tokens = tokens
+        #: Set by the world: told of each load and store, (request, first token, end, tokens that were moved).
+        self.on_load: Callable[[str, int, int, int], None] = lambda *_: None
+        self.on_store: Callable[[str, list[int], int, int], None] = lambda *_: None
+        #: The connector's metadata of the step that runs.
+        self.metadata: Any = None
+        #: request -> loads that fail after so many chunks
+        self.failing: dict[str, int] = {}
+
+    def is_healthy(self) -> bool:
+        return True
+
+    def post_init(self, **more: Any) -> None:
+        """The real one looks at the KV tensors here."""
+
+    def lookup(self, hashes: list[Any], offsets: list[int], lookup_id: str) -> int:
+        """Tokens found, pinned for this lookup (LMCacheEngine.lookup with pin=True)."""
+        return sum(offsets[: self.cache.pinned_prefix(hashes, lookup_id)])
+
+    def lookup_unpin(self, lookup_ids: str | list[str]) -> None:
+        for lookup_id in [lookup_ids] if isinstance(lookup_ids, str) else lookup_ids:
+            self.cache.unpin(lookup_id)
+
+    def retrieve(self, tokens: Any, mask: Any = None, **more: Any) -> Any:
+        """Chunks from the cache into slots, up to the first that is not there. Which tokens were moved, as a mask."""
+        slot_mapping, name = more["slot_mapping"].tolist(), self._name(more)
+        moved = torch.zeros(len(tokens), dtype=torch.bool)
+        chunks_left = self.failing.pop(name, sys.maxsize)
+        first, last = None, 0
+        for start, end, key in self._tokens.process_tokens(tokens, mask, make_key=False):
+            contents = self.cache.get(key)
+            if contents is None or chunks_left == 0 or end > len(slot_mapping):
+                break
+            chunks_left -= 1
+            for slot, content in zip(slot_mapping[start:end], contents, strict=True):
+                self.slots.put(slot, content)
+            moved[start:end] = True
+            first, last = start if first is None else first, end
+        self.on_load(name, first or 0, last, int(moved.sum()))
+        return moved
+
+    def store(self, tokens: Any, mask: Any = None, **more: Any) -> None:
+        """Slots into the cache, chunk by chunk; what is there already is left."""
+        slot_mapping, name = more["slot_mapping"].tolist(), self._name(more)
+        first, last = None, 0
+        for start, end, key in self._tokens.process_tokens(tokens, mask, make_key=False):
+            first, last = start if first is None else first, end
+            if key not in self.cache:
+                self.cache.put(key, [self.slots.get(slot) for slot in slot_mapping[start:end]])
+        if first is not None:
+            self.on_store(name, list(tokens), first, last)
+
+    def _name(self, call: dict[str, Any]) -> str:
+        """The request that a call is for. Early releases do not say; its slots do."""
+        if call.get("req_id"):
+            return str(call["req_id"])
+        slots = call["slot_mapping"]
+        names = [meta.req_id for meta in self.metadata.requests if torch.equal(meta.slot_mapping[: len(slots)], slots)]
+        return str(names[0])
+
+
+class V1:
+    """Both sides of the connector, joined by the lab's memory."""
+
+    def __init__(self, connector: Any, config: VllmConfig, slots: Slots, cache: Cache) -> None:
+        self.connector = connector
+        self.scheduler_side = connector._lmcache_engine
+        client = self.scheduler_side.lookup_client
+        self.engine = CacheEngine(slots, cache, client.token_database)
+        wire = Wire(self.engine.lookup)
+        if hasattr(client, "transport"):
+            client.transport = wire
+        else:
+            client.sockets = [wire]
+        self.worker_side = self._worker(config)
+
+    def _worker(self, config: VllmConfig) -> Any:
+        """The adapter in the worker's role. Its `__init__` would start servers and ask for a GPU connector."""
+        scheduler_side = self.scheduler_side
+        kind = type(scheduler_side)
+        adapter = sys.modules[kind.__module__]
+        if hasattr(adapter, "get_pp_group"):
+            adapter.get_pp_group = lambda: SimpleNamespace(is_last_rank=True)  # type: ignore[attr-defined]
+        worker = kind.__new__(kind)
+        shared = ("kv_role", "config", "async_loading", "_block_size", "_lmcache_chunk_size", "_stats_monitor")
+        for name in shared:
+            setattr(worker, name, getattr(scheduler_side, name))
+        worker._parent = SimpleNamespace(_get_connector_metadata=lambda: self.engine.metadata, _connector_metadata=None)
+        worker._invalid_block_ids = set()
+        worker.device = torch.device("cpu")
+        worker.use_layerwise = worker.enable_blending = False
+        worker.current_layer, worker.num_layers, worker.layerwise_retrievers = 0, 1, []
+        worker._layerwise_save_storers = {}
+        worker.kv_caches = {"layer": torch.zeros(1)}
+        if isinstance(getattr(kind, "lmcache_engine", None), property):
+            worker._manager = SimpleNamespace(lmcache_engine=self.engine, lookup_client=None)
+        else:
+            worker.lmcache_engine = self.engine
+        return worker
+
+    def hit(self, request: str) -> int | None:
+        """Tokens that the last lookup of this request found, as long as the lookup client keeps it."""
+        status = getattr(self.scheduler_side.lookup_client, "reqs_status", {}).get(request)
+        return status if isinstance(status, int) else None
+
+    def start_step(self, metadata: Any, forward: bool) -> None:
+        """What vLLM's worker calls before the forward pass."""
+        self.engine.metadata = metadata
+        self.worker_side.start_load_kv(SimpleNamespace(attn_metadata=object() if forward else None))
+
+    def finish_step(self, forward: bool, ended: set[str]) -> tuple[set[str] | None, set[str] | None, set[int]]:
+        """What it calls after: (finished sending, finished receiving, blocks that failed to load)."""
+        if forward:
+            self.worker_side.wait_for_save()
+        sending, receiving = self.worker_side.get_finished(ended)
+        return sending, receiving, self.worker_side.get_block_ids_with_load_errors()
+
+    def failed_blocks(self) -> set[int]:
+        return set(self.worker_side._invalid_block_ids)
+
+    def state(self) -> dict[str, set[str]]:
+        """Where the connector keeps state by request id."""
+        side = self.scheduler_side
+        kept = {
+            name: set(getattr(side, name))
+            for name in ("load_specs", "_request_trackers", "_unfinished_requests", "_requests_priority")
+            if hasattr(side, name)
+        }
+        return {
+            **kept,
+            "lookup_client.reqs_status": set(getattr(side.lookup_client, "reqs_status", ())),
+            "pins of the worker": set(self.engine.cache.pins),
+        }

@@ -1,0 +1,251 @@
+"""A world: the real scheduler and connector over memory that knows what belongs in it, moved by named steps.
+
+Everything that happens to a request's tokens goes to the ledger as an event, and into `log`; what rules and memory
+find wrong is in `findings`. An exception that leaves the scheduler ends the world, as it ends EngineCore.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
+
+from kvfix.ledger import Finding, Ledger
+from kvfix.ledger import events as ev
+from kvfix_tools.lab import engine
+from kvfix_tools.lab.memory import GARBAGE, Cache, Prefix, Slots
+from kvfix_tools.lab.options import Options
+from kvfix_tools.lab.v1 import V1, forget_configuration
+
+
+class Died(Exception):
+    """EngineCore would be dead: an exception left the scheduler."""
+
+
+class World:
+    """`steps` so far, `log` of (step, event), `findings`, and counts of what a run must have done to mean something."""
+
+    def __init__(self, options: Options, cache: Cache | None = None) -> None:
+        self.options = options
+        forget_configuration()
+        config = engine.vllm_config(options)
+        self.scheduler = engine.scheduler(options, config)
+        self.slots = Slots(options.num_blocks, options.block_size)
+        self.cache = cache if cache is not None else Cache()
+        self.side = V1(self.scheduler.connector, config, self.slots, self.cache)
+        self.side.engine.on_load = self._loaded
+        self.side.engine.on_store = self._stored
+        self.ledger = Ledger()
+        self.steps = 0
+        self.log: list[tuple[int, ev.Event]] = []
+        self.findings: list[Finding] = []
+        self.counts = dict.fromkeys(("preemptions", "loaded_tokens", "stored_tokens", "finished", "aborted"), 0)
+        self.requests: dict[str, Request] = {}
+        self._prefixes: dict[str, Prefix] = {}
+        self._ended: set[str] = set()
+        self._seen_preemptions: dict[str, int] = {}
+        self._held: list[Any] = []
+        self._watch(self.scheduler.connector)
+
+    # ------------------------------------------------------------------ named steps
+
+    def admit(self, name: str, prompt: list[int], max_tokens: int = 1, **more: Any) -> Request:
+        """A request arrives."""
+        request = engine.request(self.options, name, prompt, max_tokens, **more)
+        self.requests[name] = request
+        self._prefixes[name] = Prefix()
+        self._ended.discard(name)
+        self._seen_preemptions[name] = 0
+        self.scheduler.add_request(request)
+        return request
+
+    def budget(self, tokens: int) -> None:
+        """From the next step on, at most so many tokens are scheduled in one."""
+        self.scheduler.max_num_scheduled_tokens = tokens
+
+    def abort(self, name: str) -> None:
+        """The client is gone."""
+        request = self.requests[name]
+        self._guard("finish_requests", name, self.scheduler.finish_requests, name, RequestStatus.FINISHED_ABORTED)
+        if request.is_finished():
+            self._tell(ev.Finished(name, True))
+            self.counts["aborted"] += 1
+            self._ended.add(name)
+
+    def free(self) -> int:
+        """Free blocks, those that hold a cached prefix among them."""
+        return int(self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
+
+    def preempt(self, name: str) -> None:
+        """Others take every free block; at its next one the request is preempted. Its own blocks come free."""
+        self.take_blocks(self.free())
+        for _ in range(self.options.block_size + 1):
+            self.step()
+            if self.requests[name].status == RequestStatus.PREEMPTED:
+                return
+        raise ValueError(f"{name} was not preempted: it ended, or others hold blocks and came after it")
+
+    def take_blocks(self, how_many: int) -> None:
+        """Somebody else needs blocks: at most so many of the free ones are gone until `free_blocks`."""
+        pool = self.scheduler.kv_cache_manager.block_pool
+        self._held += pool.get_new_blocks(min(how_many, self.free()))
+
+    def free_blocks(self) -> None:
+        """The blocks of `take_blocks` come free."""
+        self.scheduler.kv_cache_manager.block_pool.free_blocks(self._held)
+        self._held = []
+
+    def reset_prefix_cache(self) -> bool:
+        """vLLM forgets its own prefix cache; False if blocks are in use."""
+        return bool(self.scheduler.reset_prefix_cache())
+
+    def fail_load(self, name: str, after_chunks: int = 0) -> None:
+        """The next load of this request brings only so many chunks."""
+        self.side.engine.failing[name] = after_chunks
+
+    def step(self) -> None:
+        """One iteration of EngineCore: schedule, load, compute, store, sample, update."""
+        self.steps += 1
+        output = self._guard("schedule", "", self.scheduler.schedule)
+        scheduled: dict[str, int] = output.num_scheduled_tokens
+        self._tell_preemptions()
+        self._tell_scheduled(output)
+        forward = output.total_num_scheduled_tokens > 0
+        self._guard("start_load_kv", "", self.side.start_step, output.kv_connector_metadata, forward)
+        self._compute(scheduled, self.side.failed_blocks())
+        finish = (forward, output.finished_req_ids)
+        sending, receiving, invalid = self._guard("wait_for_save", "", self.side.finish_step, *finish)
+        update = self.scheduler.update_from_output
+        self._guard("update_from_output", "", update, output, self._sampled(scheduled, sending, receiving, invalid))
+        self._tell_ended()
+
+    def run(self, steps: int = 1000) -> None:
+        """Step until nothing is left to do, at most so often."""
+        for _ in range(steps):
+            if not self.scheduler.has_requests():
+                return
+            self.step()
+
+    def settle(self) -> None:
+        """All requests have ended: two more steps let the connector clean up, then nothing may be left of them."""
+        for _ in range(2):
+            self.step()
+        for where, names in self.side.state().items():
+            for name in sorted(names):
+                if name in self._ended:
+                    self._tell(ev.Left(name, where))
+
+    # ------------------------------------------------------------------ what a step does
+
+    def _compute(self, scheduled: dict[str, int], failed: set[int]) -> None:
+        """The model: each request reads the KV of all its computed tokens and writes that of the scheduled ones."""
+        for name, tokens in scheduled.items():
+            request = self.requests[name]
+            done = request.num_computed_tokens - tokens  # the scheduler has counted them in already
+            blocks = self._blocks(name)
+            right = self._prefixes[name].of(request.all_token_ids)
+            wrong = self.slots.first_wrong(blocks, done, right)
+            if wrong is not None and not failed.intersection(blocks):
+                self._corrupt(name, f"the step reads token {wrong} of {done} computed ones, its slot holds other KV")
+            contents = right[done : done + tokens] if wrong is None else [GARBAGE] * tokens
+            self.slots.write(blocks, done, contents)
+
+    def _sampled(self, scheduled: dict[str, int], sending: Any, receiving: Any, invalid: set[int]) -> Any:
+        """A token for each request whose step reached its last one: a function of the whole prefix, as of a model."""
+        names = list(scheduled)
+        tokens = []
+        for name in names:
+            request = self.requests[name]
+            at_end = request.num_computed_tokens >= request.num_tokens
+            last = self._prefixes[name].of(request.all_token_ids)[request.num_tokens - 1]
+            tokens.append([last % engine.VOCABULARY] if at_end else [])
+        report = KVConnectorOutput(finished_sending=sending, finished_recving=receiving, invalid_block_ids=invalid)
+        return ModelRunnerOutput(
+            req_ids=names,
+            req_id_to_index={name: index for index, name in enumerate(names)},
+            sampled_token_ids=tokens,
+            kv_connector_output=report,
+        )
+
+    def _blocks(self, name: str) -> list[int]:
+        return list(self.scheduler.kv_cache_manager.get_block_ids(name)[0])
+
+    # ------------------------------------------------------------------ what is told
+
+    def _watch(self, connector: Any) -> None:
+        """See the hooks' answers. The wrappers stand on the instance, over whatever the class holds, fixes included."""
+        ask, grant = connector.get_num_new_matched_tokens, connector.update_state_after_alloc
+
+        def asked(request: Any, computed: int) -> Any:
+            promised, asynchronous = ask(request, computed)
+            hit = self.side.hit(request.request_id)
+            self._tell(ev.Asked(request.request_id, request.num_tokens, computed, hit, promised, asynchronous))
+            return promised, asynchronous
+
+        def granted(request: Any, blocks: Any, external: int) -> Any:
+            self._tell(ev.Granted(request.request_id, external))
+            return grant(request, blocks, external)
+
+        connector.get_num_new_matched_tokens = asked
+        connector.update_state_after_alloc = granted
+
+    def _tell(self, event: ev.Event) -> None:
+        self.log.append((self.steps, event))
+        self.findings += self.ledger.feed(event)
+
+    def _corrupt(self, name: str, message: str) -> None:
+        event = self.log[-1][1]
+        self.findings.append(Finding("LAB001", "wrong-content", "violated", name, message, event))
+
+    def _tell_preemptions(self) -> None:
+        for name, request in self.requests.items():
+            if request.num_preemptions > self._seen_preemptions[name]:
+                self._seen_preemptions[name] = request.num_preemptions
+                self.counts["preemptions"] += 1
+                self._tell(ev.Preempted(name))
+
+    def _tell_scheduled(self, output: Any) -> None:
+        resumed = getattr(output.scheduled_cached_reqs, "resumed_req_ids", ())
+        first = {new.req_id for new in output.scheduled_new_reqs} | set(resumed)
+        for name, tokens in output.num_scheduled_tokens.items():
+            done = self.requests[name].num_computed_tokens - tokens
+            capacity = len(self._blocks(name)) * self.options.block_size
+            for due in self._due(output.kv_connector_metadata, name):
+                self._tell(due)
+            self._tell(ev.Scheduled(name, done, tokens, capacity, name in first))
+
+    def _due(self, metadata: Any, name: str) -> list[ev.LoadDue]:
+        return [
+            ev.LoadDue(name, meta.load_spec.vllm_cached_tokens, meta.load_spec.lmcache_cached_tokens)
+            for meta in metadata.requests
+            if meta.req_id == name and meta.load_spec is not None and meta.load_spec.can_load
+        ]
+
+    def _tell_ended(self) -> None:
+        for name, request in self.requests.items():
+            if request.is_finished() and name not in self._ended:
+                self._ended.add(name)
+                self.counts["finished"] += 1
+                self._tell(ev.Finished(name, False))
+
+    def _loaded(self, name: str, start: int, end: int, tokens: int) -> None:
+        self.counts["loaded_tokens"] += tokens
+        self._tell(ev.Loaded(name, tokens, end))
+
+    def _stored(self, name: str, tokens: list[int], start: int, end: int) -> None:
+        self.counts["stored_tokens"] += end - start
+        self._tell(ev.Stored(name, start, end, self._covered(name)))
+        if not self._prefixes[name].is_prefix(tokens):
+            self._corrupt(name, f"stores {len(tokens)} tokens that are not the first ones of the request")
+
+    def _covered(self, name: str) -> int:
+        asked = self.ledger.stories[name].asked
+        return (asked.hit or 0) if asked is not None else 0
+
+    def _guard(self, where: str, name: str, function: Any, *args: Any) -> Any:
+        try:
+            return function(*args)
+        except Exception as error:
+            self._tell(ev.Raised(name, where, f"{type(error).__name__}: {error}".rstrip(": ")))
+            raise Died(str(error)) from error
