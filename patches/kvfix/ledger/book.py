@@ -80,7 +80,7 @@ class Story:
             self.due = event
         elif isinstance(event, ev.Stored):
             self.stored_to = max(self.stored_to or 0, event.end, event.covered)
-        elif isinstance(event, ev.Preempted) or isinstance(event, ev.LoadFailed):
+        elif isinstance(event, ev.Preempted | ev.LoadFailed):
             self._wait_again()
         elif isinstance(event, ev.Finished):
             self.finished = event

@@ -168,9 +168,8 @@ def store_leaves_hole(story: Story, event: ev.Stored) -> Outcome:
         return None
     if not story.seen_from_start:
         return unknown(f"tokens {event.start} to {event.end} are stored; what was stored before is not on record")
-    return violated(
-        f"tokens {event.start} to {event.end} are stored, the cache holds {covered}: {covered} to {event.start} never are"
-    )
+    hole = f"{covered} to {event.start} never are"
+    return violated(f"tokens {event.start} to {event.end} are stored, the cache holds {covered}: {hole}")
 
 
 @rule("KVR008", "store-beyond-computed", ev.Stored)

@@ -29,9 +29,12 @@ def _asked(event: ev.Asked) -> str:
     if event.hit is None:
         return answer
     last = " - 1" if event.hit == event.total else ""
-    balance = f"hit {event.hit} - computed {event.computed}{last} = {event.hit - event.computed - bool(last)}"
+    balance = event.hit - event.computed - bool(last)
+    arithmetic = f"hit {event.hit} - computed {event.computed}{last} = {balance}"
     right = due(event)
-    return f"{answer}: {balance}" if event.promised == right else f"{answer}, but {balance}: {right} is due"
+    if event.promised != right:
+        return f"{answer}, but {arithmetic}: {right} is due"
+    return f"{answer}: {arithmetic}" + (", nothing to load" if balance < 0 else "")
 
 
 def _granted(event: ev.Granted) -> str:

@@ -61,7 +61,12 @@ def came_through(result: Result) -> bool:
 
 
 def story(result: Result) -> list[str]:
-    return [f"step {step}: {line(event)}" for step, event in result.story if not isinstance(event, ev.Left)]
+    return [f"step {step}: {line(event)}" for step, event in result.story]
+
+
+def shown(event: ev.Event) -> bool:
+    """What is left behind is told below the table: it is no part of this story."""
+    return not isinstance(event, ev.Left)
 
 
 def show(released: Result, fixed: Result) -> None:
@@ -73,7 +78,7 @@ def show(released: Result, fixed: Result) -> None:
     )
     table = Table("step", "as released", "with kvfix.apply()", header_style="bold", show_lines=False, expand=True)
     table.columns[1].ratio = table.columns[2].ratio = 1
-    steps = sorted({step for result in (released, fixed) for step, _ in result.story})
+    steps = sorted({step for result in (released, fixed) for step, event in result.story if shown(event)})
     for step in steps:
         table.add_row(str(step), *(_cell(result, step) for result in (released, fixed)), end_section=True)
     console.print(table)
@@ -84,10 +89,12 @@ def show(released: Result, fixed: Result) -> None:
         "With kvfix.apply(): "
         + ("[bold green]admitted, nothing loaded twice, finished.[/]" if good else "[bold red]not cured.[/]")
     )
+    for other in fixed.also:
+        console.print(f"Seen beside it, another bug of this release: {other}", style="dim")
 
 
 def _cell(result: Result, step: int) -> str:
-    lines = [line(event) for when, event in result.story if when == step and not isinstance(event, ev.Left)]
+    lines = [line(event) for when, event in result.story if when == step and shown(event)]
     marked = [f"[red]{text}[/]" if " raises " in text or ", but hit " in text else text for text in lines]
     return "\n".join(marked)
 

@@ -9,7 +9,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -91,10 +91,8 @@ def play(scenario: Scenario, fixes: bool) -> Result:
             kvfix.apply()
         try:
             world = World(scenario.options)
-            try:
+            with suppress(Died):  # it is among the findings
                 scenario.play(world)
-            except Died:
-                pass  # it is among the findings
         finally:
             kvfix.revert()
     hits = [found for found in world.findings if found.code == scenario.rule and scenario.text in found.message]

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import pkgutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Scenario:
-    """fixes: codes of the fixes that cure it. rule: code that must be among the findings. text: must stand in a message.
+    """fixes: codes of those that cure it. rule: code that must be among the findings. text: must stand in its message.
 
     wrong: releases where it must be violated, {distribution: PEP 440 specifiers}; in all others that can play it, it
     must be clean. needs: releases that can play it at all.
@@ -37,7 +37,7 @@ class Scenario:
     text: str = ""
     #: The request whose story it is.
     request: str = "r"
-    options: Options = Options()
+    options: Options = field(default_factory=Options)
     needs: dict[str, str] | None = None
 
     @property

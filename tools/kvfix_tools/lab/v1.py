@@ -147,7 +147,7 @@ class V1:
     def _worker(self, config: VllmConfig) -> Any:
         """The adapter in the worker's role. Its `__init__` would start servers and ask for a GPU connector."""
         scheduler_side = self.scheduler_side
-        kind = type(scheduler_side)
+        kind: Any = type(scheduler_side)
         adapter = sys.modules[kind.__module__]
         if hasattr(adapter, "get_pp_group"):
             adapter.get_pp_group = lambda: SimpleNamespace(is_last_rank=True)  # type: ignore[attr-defined]
