@@ -1,0 +1,107 @@
+"""A stand-in for LMCache's GPU connector on a machine without a GPU: whole KV blocks are copied on the CPU.
+
+Everything else of LMCache is real: adapter, keys, lookup over its sockets, cache engine, CPU storage. vLLM for the CPU
+registers `[blocks, kv_heads, block_size, 2 * head_size]` per layer and packs K rows and V rows inside each block, so a
+token is no row of it: whole blocks are moved, and the chunk size must be a multiple of the block size.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+#: While this file exists, 1.0 is added to what is loaded: a negative control. The outputs must then differ, or the
+#: comparison proves nothing.
+SPOIL = Path(os.environ.get("KVFIX_TEST_SPOIL", "/nonexistent"))
+
+
+def make(interface: Any, metadata: Any) -> Any:
+    """The connector, as a subclass of the installed release's interface."""
+    layers, two, _, heads, head_size = metadata.kv_shape
+
+    class BlockCopy(interface):  # type: ignore[misc]
+        def _blocks(self, start: int, end: int, **more: Any) -> tuple[list[Any], Any]:
+            caches = more["kvcaches"]
+            size = caches[0].shape[2]
+            slots = more["slot_mapping"][start:end]
+            assert start % size == 0, (start, size)
+            assert len(slots) % size == 0, (start, end, size)
+            return caches, slots[::size] // size
+
+        def from_gpu(self, memory_obj: Any, start: int, end: int, **more: Any) -> None:
+            caches, blocks = self._blocks(start, end, **more)
+            memory_obj.tensor.view(-1).copy_(torch.stack([cache[blocks] for cache in caches]).view(-1))
+
+        def to_gpu(self, memory_obj: Any, start: int, end: int, **more: Any) -> None:
+            import kvfix_engine_test
+
+            caches, blocks = self._blocks(start, end, **more)
+            loaded = memory_obj.tensor.view(len(caches), len(blocks), *caches[0].shape[1:])
+            for cache, layer in zip(caches, loaded, strict=True):
+                cache[blocks] = layer + (1.0 if SPOIL.exists() else 0.0)
+            kvfix_engine_test.say("load", tokens=end - start)
+
+        def batched_from_gpu(self, memory_objs: Any, starts: Any, ends: Any, **more: Any) -> None:
+            for memory_obj, start, end in zip(memory_objs, starts, ends, strict=True):
+                self.from_gpu(memory_obj, start, end, **more)
+
+        def batched_to_gpu(self, memory_objs: Any = None, starts: Any = None, ends: Any = None, **more: Any) -> None:
+            for memory_obj, start, end in zip(memory_objs, starts, ends, strict=True):
+                self.to_gpu(memory_obj, start, end, **more)
+
+        def get_shape(self, num_tokens: int) -> torch.Size:
+            return torch.Size([two, layers, num_tokens, heads * head_size])
+
+    return BlockCopy()
+
+
+def current_releases(gpu_connector: Any) -> None:
+    """0.4 and later: one function makes the connector. (In 0.3 the module is another; it has no such function.)"""
+    if hasattr(gpu_connector, "CreateGPUConnector"):
+        gpu_connector.CreateGPUConnector = lambda config, metadata, *rest, **more: make(
+            gpu_connector.GPUConnectorInterface, metadata
+        )
+
+
+def early_releases(adapter: Any) -> None:
+    """0.3: the adapter itself makes engine and connector, and refuses without a GPU."""
+    if not hasattr(adapter, "_init_lmcache_engine") or not hasattr(adapter, "LMCacheEngineBuilder"):
+        return
+    torch.Tensor.cuda = lambda tensor, *args, **kwargs: tensor
+    torch.cuda.Stream = lambda *args, **kwargs: SimpleNamespace(synchronize=lambda: None)
+
+    def init(config: Any, vllm_config: Any, role: str) -> Any:
+        from lmcache.v1.gpu_connector import GPUConnectorInterface
+
+        metadata, _ = (
+            adapter.create_lmcache_metadata(vllm_config)
+            if hasattr(adapter, "create_lmcache_metadata")
+            else _metadata(vllm_config)
+        )
+        metadata.role = role
+        return adapter.LMCacheEngineBuilder.get_or_create(
+            adapter.ENGINE_NAME,
+            config,
+            metadata,
+            make(GPUConnectorInterface, metadata) if role != "scheduler" else None,
+            lambda tensor, src: tensor,
+            lambda obj, src: obj,
+        )
+
+    def _metadata(vllm_config: Any) -> Any:
+        from lmcache.integration.vllm.utils import create_lmcache_metadata
+
+        return create_lmcache_metadata(vllm_config)
+
+    adapter._init_lmcache_engine = init
+    impl = adapter.LMCacheConnectorV1Impl
+    # What vLLM 0.32's side of the connector asks for and an LMCache of another age does not have.
+    if not hasattr(impl, "register_kv_caches"):
+        # It would look for the tensors in vLLM's forward context, at a name that is gone.
+        impl.register_kv_caches = lambda self, kv_caches: setattr(self, "kv_caches", kv_caches)
+    if not hasattr(impl, "get_kv_events"):
+        impl.get_kv_events = lambda self: []

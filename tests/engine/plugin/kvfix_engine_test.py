@@ -1,0 +1,97 @@
+"""A vLLM plugin of the test suite: looks into EngineCore and worker, and stands in for LMCache's GPU connector.
+
+vLLM loads it in each of its processes beside kvfix's own. When a connector has been made it writes a line of JSON with
+the pid, the process and what `kvfix.status()` says there; then a line for each grant and each load. It patches nothing
+that kvfix corrects. LMCache is not imported here (it would break the start of vLLM's CPU platform): the stand-in is
+put in place when LMCache's own module arrives.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import json
+import os
+import sys
+from typing import Any
+
+REPORT = os.environ.get("KVFIX_TEST_REPORT", "")
+STAND_INS = {
+    "lmcache.v1.gpu_connector": "current_releases",
+    "lmcache.integration.vllm.vllm_v1_adapter": "early_releases",
+}
+
+
+def load() -> None:
+    if not REPORT:
+        return
+    sys.meta_path.insert(0, Watch())
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    create = KVConnectorFactory.create_connector
+
+    def create_connector(*args: Any, **kwargs: Any) -> Any:
+        connector = create(*args, **kwargs)
+        say("connector", role=connector.role.name, **kvfix_here())
+        watch(connector)
+        return connector
+
+    KVConnectorFactory.create_connector = staticmethod(create_connector)
+
+
+def kvfix_here() -> dict[str, Any]:
+    import kvfix
+    import kvfix.arrival
+
+    choice = kvfix.arrival.choice()
+    rows = [row._asdict() for row in kvfix.status()]
+    return {"choice": str(choice) if choice else None, "status": rows}
+
+
+def say(what: str, **more: Any) -> None:
+    import multiprocessing
+
+    line = {"what": what, "pid": os.getpid(), "process": multiprocessing.current_process().name, **more}
+    with open(f"{REPORT}.{os.getpid()}", "a") as file:
+        file.write(json.dumps(line) + "\n")
+
+
+def watch(connector: Any) -> None:
+    """Count on the instance: grants in the scheduler, finished loads in the worker."""
+    granted, finished = connector.update_state_after_alloc, connector.get_finished
+
+    def update_state_after_alloc(request: Any, blocks: Any, external: int) -> Any:
+        if external:
+            say("grant", tokens=external, request=request.request_id)
+        return granted(request, blocks, external)
+
+    def get_finished(*args: Any, **kwargs: Any) -> Any:
+        sending, receiving = finished(*args, **kwargs)
+        for request in receiving or ():
+            say("load", request=request)
+        return sending, receiving
+
+    connector.update_state_after_alloc = update_state_after_alloc
+    connector.get_finished = get_finished
+
+
+class Watch(importlib.abc.MetaPathFinder):
+    """Calls the stand-in's function for a module when it has been executed."""
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
+        if name not in STAND_INS:
+            return None
+        for finder in sys.meta_path:
+            spec = finder.find_spec(name, path, target) if finder is not self else None
+            if spec is not None:
+                spec.loader.exec_module = self._then(spec.loader.exec_module, STAND_INS[name])
+                return spec
+        return None
+
+    def _then(self, execute: Any, stand_in: str) -> Any:
+        def exec_module(module: Any) -> None:
+            execute(module)
+            import kvfix_engine_standin
+
+            getattr(kvfix_engine_standin, stand_in)(module)
+
+        return exec_module

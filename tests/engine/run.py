@@ -1,0 +1,110 @@
+"""Runs one engine and collects what it answered and what its processes said."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.conftest import ROOT, clean_environment
+
+HERE = Path(__file__).parent
+
+
+def prompt(tokens: int, seed: int) -> list[int]:
+    return [(seed * 101 + position * 7 + position // 97) % 509 + 1 for position in range(tokens)]
+
+
+#: Six requests of 300 tokens that generate 60, in 32 blocks of 32 tokens: they preempt one another.
+CROWD = [(prompt(300, seed), 60) for seed in range(1, 7)]
+#: The report in small: the second one is preempted in the middle of its prefill with 288 tokens computed and 256
+#: stored, and polled until the first has ended. With LMCache 0.3.10 EngineCore dies of it.
+REPORT = [(prompt(411, 11), 20), (prompt(657, 12), 102)]
+ENGINE = {
+    "max_model_len": 1024,
+    "num_gpu_blocks_override": 33,
+    "max_num_batched_tokens": 352,
+    "scheduler_reserve_full_isl": False,
+}
+
+
+def v1(chunk_size: int) -> dict[str, Any]:
+    """LMCache in the engine's own processes."""
+    settings = {
+        "chunk_size": chunk_size,
+        "local_cpu": True,
+        "max_local_cpu_size": 0.2,
+        "save_unfull_chunk": False,
+        # The default hashes None, whose hash is an address on Python 3.11: scheduler and worker would never agree.
+        "pre_caching_hash_algorithm": "sha256_cbor",
+    }
+    extra = {f"lmcache.{name}": value for name, value in settings.items()}
+    return {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+
+
+#: Cold, then from the cache.
+ROUNDS = [REPORT, REPORT, CROWD, CROWD]
+
+
+@dataclass
+class Ran:
+    """`answer`: what serve.py wrote; None if the engine died. `said`: the processes' lines. `log`: all output."""
+
+    answer: dict[str, Any] | None
+    said: list[dict[str, Any]]
+    log: str
+    pid: int
+
+    def processes(self) -> dict[str, dict[str, Any]]:
+        """{role of the connector: what its process said of itself}"""
+        return {line["role"]: line for line in self.said if line["what"] == "connector"}
+
+    def count(self, what: str) -> int:
+        return sum(line["what"] == what for line in self.said)
+
+
+def run(folder: Path, apply: bool, transfer: dict[str, Any] | None, **more: Any) -> Ran:
+    """more: rounds, engine (arguments of LLM), lmcache (folder of a release), spoil_from (round), environment."""
+    folder.mkdir(parents=True, exist_ok=True)
+    report = folder / "report"
+    job = {
+        "apply": apply,
+        "transfer": transfer,
+        "model": str(folder / "model"),
+        "out": str(folder / "out.json"),
+        "rounds": more.get("rounds", ROUNDS),
+        "engine": more.get("engine", ENGINE),
+        "spoil": str(folder / "spoil"),
+        "spoil_from": more.get("spoil_from"),
+    }
+    (folder / "job.json").write_text(json.dumps(job))
+    places = [more.get("lmcache"), HERE / "plugin", ROOT / "patches", ROOT / "tools"]
+    environment = clean_environment(
+        PYTHONPATH=os.pathsep.join(str(place) for place in places if place),
+        PYTHONHASHSEED="0",
+        KVFIX_TEST_REPORT=str(report),
+        KVFIX_TEST_SPOIL=str(folder / "spoil"),
+        VLLM_CPU_KVCACHE_SPACE="1",
+        VLLM_NO_USAGE_STATS="1",
+        LMCACHE_TRACK_USAGE="false",
+        LMCACHE_DISABLE_BANNER="1",
+        **more.get("environment", {}),
+    )
+    with open(folder / "log", "w+") as log:
+        process = subprocess.Popen(
+            [sys.executable, str(HERE / "serve.py"), str(folder / "job.json")],
+            env=environment, stdout=log, stderr=subprocess.STDOUT, cwd=folder,
+        )  # fmt: skip
+        try:
+            process.wait(timeout=400)
+        finally:
+            process.kill()
+        log.seek(0)
+        text = log.read()
+    said = [json.loads(line) for file in sorted(folder.glob("report.*")) for line in file.read_text().splitlines()]
+    out = folder / "out.json"
+    return Ran(json.loads(out.read_text()) if out.exists() else None, said, text, process.pid)

@@ -1,0 +1,151 @@
+"""Real vLLM engines on the CPU: kvfix reaches EngineCore and worker, the reported crash is gone, the answers are right.
+
+Real: vLLM with its processes, scheduler and model; LMCache with adapter, keys, lookup, storage, server. A stand-in is
+LMCache's GPU connector (plugin/kvfix_engine_standin.py) in the in-process mode. Five engines, most of a minute each.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import clean_environment
+from tests.engine import run as engine
+from tests.engine.run import CROWD, REPORT, ROUNDS, Ran
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+
+EARLY = "0.3.10"
+#: The first report's message; the numbers are those of its small version here.
+MISMATCH = (
+    "AssertionError: Mismatch in tokens to load: 256 vs 256 (tokens in lmcache) - 288 (tokens in vllm) - 0 "
+    "(full lmcache hits subtracts last token to recalculate logits) for request"
+)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Ran:
+    """No connector: what the outputs have to be."""
+    return engine.run(tmp_path_factory.mktemp("plain"), apply=False, transfer=None)
+
+
+@pytest.fixture(scope="module")
+def in_process(tmp_path_factory: pytest.TempPathFactory) -> Ran:
+    """The newest LMCache. In the fifth round what is loaded has been spoiled."""
+    rounds = [*ROUNDS, CROWD]
+    folder = tmp_path_factory.mktemp("v1")
+    return engine.run(folder, apply=True, transfer=engine.v1(64), rounds=rounds, spoil_from=4)
+
+
+@pytest.fixture(scope="module")
+def early(tmp_path_factory: pytest.TempPathFactory, release) -> Ran:  # type: ignore[no-untyped-def]
+    """The LMCache that has the bug, fixed."""
+    return engine.run(tmp_path_factory.mktemp("early"), apply=True, transfer=engine.v1(256), lmcache=release(EARLY))
+
+
+@pytest.fixture(scope="module")
+def multi_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ran]:
+    """LMCacheMPConnector against a server of its own, which loads no vLLM plugin: `kvfix run` starts it."""
+    port, http_port = free_port(), free_port()
+    command = [sys.executable, "-m", "kvfix_tools.cli", "run", "--", str(Path(sys.executable).with_name("lmcache"))]
+    command += ["server", "--port", str(port), "--http-port", str(http_port), "--chunk-size", "64"]
+    command += ["--l1-size-gb", "0.5", "--eviction-policy", "LRU", "--supported-transfer-mode", "auto"]
+    settings = {"PYTHONHASHSEED": "0", "LMCACHE_TRACK_USAGE": "false", "LMCACHE_DISABLE_BANNER": "1"}
+    server = subprocess.Popen(
+        [*command, "--disable-observability"],
+        env=clean_environment(**settings),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        assert server.stdout is not None
+        seen = []
+        for line in server.stdout:
+            seen.append(line)
+            if "LMCache cache server is running" in line:
+                break
+        else:
+            pytest.fail("the lmcache server ended:\n" + "".join(seen[-20:]))
+        with open(os.devnull, "wb") as nowhere, subprocess.Popen(["cat"], stdin=server.stdout, stdout=nowhere) as drain:
+            extra = {"lmcache.mp.host": "tcp://localhost", "lmcache.mp.port": port}
+            transfer = {"kv_connector": "LMCacheMPConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+            yield engine.run(tmp_path_factory.mktemp("mp"), apply=True, transfer=transfer)
+            server.terminate()
+            server.wait(timeout=60)
+            drain.wait(timeout=60)
+    finally:
+        server.kill()
+
+
+def free_port() -> int:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return int(taken.getsockname()[1])
+
+
+def assert_same_outputs(ran: Ran, plain: Ran) -> None:
+    """Equal to plain vLLM under preemption; and hits and loads took place, or the comparison would prove nothing."""
+    assert plain.answer is not None, plain.log[-3000:]
+    assert ran.answer is not None, ran.log[-3000:]
+    assert ran.answer["preemptions"] > 0
+    assert plain.answer["preemptions"] > 0
+    assert ran.count("grant") > 0
+    assert ran.count("load") > 0
+    assert ran.answer["rounds"][: len(ROUNDS)] == plain.answer["rounds"]
+
+
+def assert_arrived(ran: Ran, verdict: str) -> None:
+    """kvfix is in EngineCore and worker, which are processes of their own, though only the parent called apply()."""
+    found = ran.processes()
+    assert found["SCHEDULER"]["process"] == "EngineCore"
+    assert "Worker" in found["WORKER"]["process"]
+    assert len({ran.pid, found["SCHEDULER"]["pid"], found["WORKER"]["pid"]}) == 3
+    for process in found.values():
+        assert process["choice"] == "fix"
+        assert {row["code"]: row["verdict"] for row in process["status"]}["KVF001"] == verdict
+
+
+def test_in_process_connector(in_process: Ran, plain: Ran) -> None:
+    assert_arrived(in_process, "fixed-upstream")
+    assert_same_outputs(in_process, plain)
+
+
+def test_spoiled_loads_are_seen(in_process: Ran, plain: Ran) -> None:
+    """The negative control: 1.0 added to what is loaded, and the outputs differ."""
+    assert in_process.answer is not None
+    assert plain.answer is not None
+    assert in_process.answer["rounds"][4] != plain.answer["rounds"][3]
+
+
+def test_multi_process_connector(multi_process: Ran, plain: Ran) -> None:
+    assert_arrived(multi_process, "fixed-upstream")
+    assert_same_outputs(multi_process, plain)
+
+
+class TestTheReportedCrash:
+    """LMCache issue 2158, where the user meets it."""
+
+    def test_as_released_the_engine_dies(self, tmp_path: Path, release) -> None:  # type: ignore[no-untyped-def]
+        ran = engine.run(tmp_path, apply=False, transfer=engine.v1(256), lmcache=release(EARLY), rounds=[REPORT])
+        assert ran.answer is None
+        assert MISMATCH in ran.log
+        assert "EngineDeadError" in ran.log
+        for process in ran.processes().values():  # kvfix is installed, and without a choice it does nothing
+            assert process["choice"] is None
+            assert {row["code"]: row["verdict"] for row in process["status"]}["KVF001"] == "applicable"
+
+    def test_with_kvfix_it_serves(self, early: Ran, plain: Ran) -> None:
+        assert_arrived(early, "applied")
+        assert MISMATCH not in early.log
+        assert_same_outputs(early, plain)
+
+    def test_the_log_says_it_once_in_each_process(self, early: Ran) -> None:
+        said = [line for line in early.log.splitlines() if "KVF001 lookup-cache-ignores-computed applied" in line]
+        assert len(said) == len({line.partition("[pid ")[2].partition("]")[0] for line in said}) == 2, said
