@@ -155,3 +155,15 @@ def test_status_command(release, fresh: Fresh) -> None:  # type: ignore[no-untyp
     assert rows[0]["verdict"] == "applicable"
     code, rows = status("0.3.9")
     assert "applicable" not in {row["verdict"] for row in rows if row["code"] == "KVF001"}
+
+
+def test_status_with_probe_decides_on_edited_code(tmp_path, release, zygote: Zygote) -> None:  # type: ignore[no-untyped-def]
+    """`kvfix status --probe`: what the process that imports the module would decide."""
+    folder = copy(release("0.3.10"), tmp_path, lambda text: text.replace(BUG, "            _ = 1\n" + BUG))
+    case = (
+        "from kvfix_tools.catalogue import _probed\nfrom kvfix.verdict import survey\n"
+        "result = {row.code: row for row in survey(_probed)}"
+    )
+    row = zygote(case, folder)["KVF001"]
+    assert row[VERDICT] == "applicable"
+    assert "the behaviour probe shows the bug" in row[REASON]

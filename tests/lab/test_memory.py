@@ -1,0 +1,71 @@
+"""The memory that knows what belongs in it: every way to be wrong is seen, being right is not."""
+
+import pytest
+
+from kvfix_tools.lab.memory import Cache, Prefix, Slots
+
+TOKENS = [7, 8, 9, 7, 8, 9, 7, 8, 9, 1]
+BLOCKS = [4, 2, 5]
+
+
+@pytest.fixture
+def filled() -> tuple[Slots, list[int]]:
+    slots, prefix = Slots(8, 4), Prefix()
+    right = prefix.of(TOKENS)
+    slots.write(BLOCKS, 0, right[:6])
+    slots.write(BLOCKS, 6, right[6:])
+    return slots, right
+
+
+def test_right(filled: tuple[Slots, list[int]]) -> None:
+    slots, right = filled
+    assert slots.first_wrong(BLOCKS, 10, right) is None
+    assert slots.first_wrong(BLOCKS, 3, right) is None
+
+
+def test_the_same_token_in_another_place_is_other_kv(filled: tuple[Slots, list[int]]) -> None:
+    _, right = filled
+    assert len(set(right)) == len(TOKENS)
+
+
+FAULTS = {
+    "another slot": (lambda slots: slots.put(2 * 4 + 1, slots.get(2 * 4 + 2)), 5),
+    "a slot of an earlier block": (lambda slots: slots.put(5 * 4, slots.get(4 * 4)), 8),
+    "nothing was written": (lambda slots: slots.put(4 * 4 + 3, 0), 3),
+    "garbage": (lambda slots: slots.put(5 * 4 + 1, -1), 9),
+}
+
+
+@pytest.mark.parametrize(("fault", "where"), FAULTS.values(), ids=FAULTS)
+def test_wrong(fault, where, filled: tuple[Slots, list[int]]) -> None:  # type: ignore[no-untyped-def]
+    slots, right = filled
+    fault(slots)
+    assert slots.first_wrong(BLOCKS, 10, right) == where
+    assert slots.first_wrong(BLOCKS, where, right) is None, "what the step does not read does not matter"
+
+
+def test_another_block_table(filled: tuple[Slots, list[int]]) -> None:
+    slots, right = filled
+    assert slots.first_wrong([4, 5, 2], 10, right) == 4
+    assert slots.first_wrong([4, 2], 10, right) == 8, "a block is missing"
+
+
+def test_another_request_with_the_same_beginning_shares_it(filled: tuple[Slots, list[int]]) -> None:
+    slots, _ = filled
+    other = Prefix().of([*TOKENS[:8], 99])
+    assert slots.first_wrong(BLOCKS, 8, other) is None
+    assert slots.first_wrong(BLOCKS, 9, other) == 8
+
+
+def test_cache_finds_prefixes_pins_and_evicts_the_oldest() -> None:
+    cache = Cache()
+    for key in "abd":
+        cache.put(key, [1])
+    assert cache.pinned_prefix("abcd", "r") == 2
+    assert cache.pins == {"r": ["a", "b"]}
+    assert cache.evict(2) == 1
+    assert "d" not in cache
+    cache.unpin("r")
+    assert cache.evict(1) == 1
+    assert "a" not in cache
+    assert cache.evict(9, forced=True) == 1

@@ -1,0 +1,95 @@
+"""Scenarios on the real scheduler: violated where the release has the bug, clean where it has not and with the fixes.
+
+One process per release plays all of them, both ways.
+"""
+
+import json
+import sys
+from functools import cache
+from typing import Any
+
+import pytest
+
+from kvfix.choice import known_fixes
+from kvfix_tools.lab.scenario import scenarios
+from tests.conftest import RELEASES, Fresh
+
+PLAYED = ["0.3.10", "0.5.6"]
+CODE = """
+from kvfix_tools.lab import runner
+from kvfix_tools.lab.scenario import scenarios
+runner.prepare({path!r})
+result = []
+for scenario in scenarios():
+    for fixes in (False, True):
+        played = runner.play(scenario, fixes)
+        result.append(dict(played.as_json(), expected=runner.expected(scenario), counts=played.counts))
+"""
+
+
+@cache
+def played(release: str) -> dict[tuple[str, bool], dict[str, Any]]:
+    found = Fresh()(CODE.format(path=str(RELEASES / release)))
+    return {(each["slug"], each["fixes"]): each for each in found}
+
+
+@pytest.mark.parametrize("release", PLAYED)
+@pytest.mark.parametrize("slug", [scenario.slug for scenario in scenarios()])
+def test_as_released(slug: str, release: str) -> None:
+    each = played(release)[slug, False]
+    assert each["outcome"] == each["expected"], each
+
+
+@pytest.mark.parametrize("release", PLAYED)
+@pytest.mark.parametrize("slug", [scenario.slug for scenario in scenarios()])
+def test_with_fixes(slug: str, release: str) -> None:
+    each = played(release)[slug, True]
+    assert each["outcome"] in ("clean", "not-applicable"), each
+    assert each["outcome"] == "not-applicable" or each["counts"]["stored_tokens"] > 0, "nothing was tested"
+
+
+def test_every_fix_has_a_scenario_and_every_scenario_a_release_that_is_wrong() -> None:
+    assert {code for scenario in scenarios() for code in scenario.fixes} >= set(known_fixes())
+    for scenario in scenarios():
+        assert scenario.wrong, scenario.slug
+        assert scenario.title.endswith("."), scenario.slug
+
+
+def test_commands(fresh: Fresh) -> None:
+    lab = [sys.executable, "-m", "kvfix_tools.cli", "lab"]
+    done = fresh.run([*lab, "list", "--json"])
+    assert {row["slug"] for row in json.loads(done.stdout)} == {scenario.slug for scenario in scenarios()}
+    for arguments, text in (
+        (["run", "no-such"], "no scenario no-such; known: "),
+        (["run"], "name a scenario, or --all"),
+        (["run", "full-hit-asked-twice", "--lmcache-path", "/nowhere"], "holds no lmcache package"),
+    ):
+        done = fresh.run([*lab, *arguments])
+        assert (done.returncode, done.stdout) == (2, "")
+        assert text in done.stderr
+
+
+def test_demo_shows_the_report(fresh: Fresh) -> None:
+    """What `make demo` runs: both stories, the exact message on one side, the request finished on the other."""
+    done = fresh.run([sys.executable, "-m", "kvfix_tools.lab.demo", "--lmcache-path", str(RELEASES / "0.3.10")])
+    assert done.returncode == 0, done.stdout + done.stderr[-2000:]
+    assert "\x1b[" not in done.stdout
+    assert "EngineCore is dead." in done.stdout
+    assert "admitted, nothing loaded twice, finished." in done.stdout
+    done = fresh.run(
+        [sys.executable, "-m", "kvfix_tools.lab.demo", "--json", "--lmcache-path", str(RELEASES / "0.3.10")]
+    )
+    released, fixed = json.loads(done.stdout)
+    assert released["story"][-1] == (
+        "step 7: schedule raises AssertionError: Mismatch in tokens to load: 256 vs 256 (tokens in lmcache) - 336 "
+        "(tokens in vllm) - 0 (full lmcache hits subtracts last token to recalculate logits) for request long"
+    )
+    assert "step 6: match(336) promises 256, but hit 256 - computed 336 = -80: 0 is due" in released["story"]
+    assert "step 7: admitted at 336 computed tokens, 9673 more are computed" in fixed["story"]
+    assert "step 8: finished" in fixed["story"]
+
+
+def test_demo_on_a_release_without_the_bug_says_that_it_did_not_die(fresh: Fresh) -> None:
+    done = fresh.run([sys.executable, "-m", "kvfix_tools.lab.demo", "--lmcache-path", str(RELEASES / "0.5.6")])
+    assert done.returncode == 1
+    assert "It did not die as reported." in done.stdout

@@ -1,0 +1,148 @@
+"""Each rule: stories that it must catch, stories that it must leave alone, and stories that it cannot judge."""
+
+import subprocess
+import sys
+
+import pytest
+
+from kvfix.ledger import RULES, Ledger
+from kvfix.ledger import events as ev
+from kvfix.ledger.wording import line
+from tests.conftest import clean_environment
+
+ASKED = ev.Asked("r", total=1000, computed=336, hit=256, promised=0)
+FRESH = ev.Asked("r", total=1000, computed=0, hit=512, promised=512)
+ADMITTED = [FRESH, ev.Granted("r", 512), ev.LoadDue("r", 0, 512), ev.Scheduled("r", 512, 488, first=True)]
+UNASKED = ev.Scheduled("r", 0, 16)
+
+#: code -> [(what, events before, event that is judged, verdict or None)]
+CASES: dict[str, list[tuple[str, list[ev.Event], ev.Event, str | None]]] = {
+    "KVR001": [
+        ("more than remains", [], ASKED._replace(promised=664), "violated"),
+        ("negative", [], ASKED._replace(promised=-80), "violated"),
+        ("all but the last token", [], ASKED._replace(promised=663), None),
+        ("nothing left, nothing promised", [], ASKED._replace(computed=1000), None),
+        ("between steps the last token too", [], ASKED._replace(promised=664, asynchronous=True), None),
+        ("not known yet", [], ASKED._replace(promised=None), None),
+    ],
+    "KVR002": [
+        ("the report", [ASKED], ASKED._replace(promised=256), "violated"),
+        ("the same", [ASKED], ASKED, None),
+        ("other computed tokens", [FRESH], FRESH._replace(computed=16, promised=496), None),
+        ("another hit", [FRESH], FRESH._replace(hit=768, promised=768), None),
+        ("the hit is not known", [ASKED._replace(hit=None)], ASKED._replace(hit=None, promised=256), None),
+        ("granted meanwhile", [FRESH, ev.Granted("r", 0)], FRESH._replace(promised=0), None),
+        ("preempted meanwhile", [FRESH, ev.Preempted("r")], FRESH._replace(promised=0), None),
+        ("another request of this id", [FRESH, ev.Finished("r", True)], FRESH._replace(promised=0), None),
+        ("not known before", [FRESH._replace(promised=None)], FRESH, None),
+    ],
+    "KVR003": [
+        ("another number", [FRESH], ev.Granted("r", 256), "violated"),
+        ("nothing was promised", [FRESH, *ADMITTED[1:], ev.Preempted("r")], ev.Granted("r", 16), "violated"),
+        ("all", [FRESH], ev.Granted("r", 512), None),
+        ("nothing of it", [FRESH], ev.Granted("r", 0), None),
+        ("no promise on record", [UNASKED], ev.Granted("r", 512), "unknown"),
+    ],
+    "KVR004": [
+        ("more than granted", ADMITTED[:2], ev.LoadDue("r", 0, 768), "violated"),
+        ("from behind the computed ones", ADMITTED[:2], ev.LoadDue("r", 16, 512), "violated"),
+        ("none were granted", [FRESH, ev.Granted("r", 0)], ev.LoadDue("r", 0, 512), "violated"),
+        ("no grant at all", [FRESH], ev.LoadDue("r", 0, 512), "violated"),
+        ("what was granted", ADMITTED[:2], ev.LoadDue("r", 0, 512), None),
+        (
+            "a full hit loads its last token too",
+            [FRESH._replace(total=512, promised=511), ev.Granted("r", 511)],
+            ev.LoadDue("r", 0, 512),
+            None,
+        ),
+        ("no grant on record", [UNASKED], ev.LoadDue("r", 0, 512), "unknown"),
+    ],
+    "KVR005": [
+        ("forgets the grant", ADMITTED[:3], ev.Scheduled("r", 0, 16, first=True), "violated"),
+        ("more than was granted", ADMITTED[:3], ev.Scheduled("r", 513, 16, first=True), "violated"),
+        ("local and granted", ADMITTED[:3], ev.Scheduled("r", 512, 16, first=True), None),
+        ("inside a block", [ASKED, ev.Granted("r", 0)], ev.Scheduled("r", 340, 16, first=True), None),
+        ("runs on", ADMITTED, ev.Scheduled("r", 1000, 1), None),
+        ("no question on record", [UNASKED], ev.Scheduled("r", 512, 16, first=True), None),
+    ],
+    "KVR006": [
+        ("nobody loads", ADMITTED[:2], ev.Scheduled("r", 512, 16, first=True), "violated"),
+        ("somebody does", ADMITTED[:3], ev.Scheduled("r", 512, 16, first=True), None),
+        ("nothing was granted", [ASKED, ev.Granted("r", 0)], ev.Scheduled("r", 336, 16, first=True), None),
+    ],
+    "KVR007": [
+        ("a hole", ADMITTED, ev.Stored("r", 768, 1000, covered=512), "violated"),
+        ("a hole after a store", [*ADMITTED, ev.Stored("r", 512, 640)], ev.Stored("r", 704, 768), "violated"),
+        ("goes on", [*ADMITTED, ev.Stored("r", 512, 640, 512)], ev.Stored("r", 640, 768), None),
+        ("stores again", ADMITTED, ev.Stored("r", 256, 768, covered=512), None),
+        ("what was stored is not on record", [UNASKED], ev.Stored("r", 4, 16), "unknown"),
+    ],
+    "KVR008": [
+        ("not computed yet", ADMITTED, ev.Stored("r", 512, 1001, covered=512), "violated"),
+        ("computed", ADMITTED, ev.Stored("r", 512, 1000, covered=512), None),
+        ("computed is not on record", [], ev.Stored("r", 0, 16), None),
+    ],
+    "KVR009": [("left", [*ADMITTED, ev.Finished("r", False)], ev.Left("r", "load_specs"), "violated")],
+    "KVR010": [("waits", ADMITTED[:2], ev.Stuck("r", 32), "violated")],
+    "KVR011": [("raises", ADMITTED, ev.Raised("r", "schedule", "AssertionError"), "violated")],
+}
+FLAT = [(code, *case) for code, cases in CASES.items() for case in cases]
+
+
+@pytest.mark.parametrize(("code", "what", "before", "event", "verdict"), FLAT, ids=[f"{c[0]}-{c[1]}" for c in FLAT])
+def test_rule(code: str, what: str, before: list[ev.Event], event: ev.Event, verdict: str | None) -> None:
+    ledger = Ledger()
+    for earlier in before:
+        ledger.feed(earlier)
+    found = {finding.code: finding for finding in ledger.feed(event)}
+    assert (found[code].verdict if code in found else None) == verdict, found
+    if verdict:
+        assert found[code].message
+        assert line(event)
+
+
+def test_every_rule_has_cases_and_says_what_it_is() -> None:
+    assert {rule.code for rule in RULES} == set(CASES)
+    assert len({rule.name for rule in RULES}) == len(RULES)
+    for rule in RULES:
+        assert any(case[3] == "violated" for case in CASES[rule.code])
+        assert rule.doc.strip()
+
+
+def test_a_healthy_story_has_no_finding() -> None:
+    ledger = Ledger()
+    healthy: list[ev.Event] = [
+        *ADMITTED,
+        ev.Loaded("r", 512, 512),
+        ev.Stored("r", 512, 1000, 512),
+        ev.Scheduled("r", 1000, 1),
+        ev.Preempted("r"),
+        ev.Asked("r", 1002, 336, 1000, 664),
+        ev.Granted("r", 664),
+        ev.LoadDue("r", 336, 1000),
+        ev.Scheduled("r", 1000, 2, first=True),
+        ev.LoadFailed("r", 512),
+        ev.Asked("r", 1002, 512, 512, 0),
+        ev.Granted("r", 0),
+        ev.Scheduled("r", 512, 490, first=True),
+        ev.Finished("r", False),
+    ]
+    assert [finding for event in healthy for finding in ledger.feed(event)] == []
+    assert all(line(event) for event in healthy)
+
+
+def test_memory_is_bounded() -> None:
+    ledger = Ledger(history=8)
+    for _ in range(100):
+        ledger.feed(ASKED)
+    assert len(ledger.stories["r"].events) == 8
+    ledger.forget("r")
+    assert ledger.stories == {}
+
+
+def test_the_ledger_is_pure() -> None:
+    code = "import sys, kvfix.ledger; print(sorted({name.partition('.')[0] for name in sys.modules}))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=clean_environment(), capture_output=True, text=True, check=True
+    )
+    assert not {"torch", "vllm", "lmcache", "msgspec", "rich"} & set(eval(done.stdout))
