@@ -106,15 +106,22 @@ def _none_hash() -> None:
     init_none_hash(sha256)
 
 
-def request(options: Options, name: str, prompt: list[int], max_tokens: int, **more: Any) -> Request:
-    """A request as EngineCore makes it; `more`: other arguments of vLLM's Request."""
+def request(
+    options: Options,
+    name: str,
+    prompt: list[int] | None,
+    max_tokens: int,
+    sampling: dict[str, Any] | None = None,
+    **more: Any,
+) -> Request:
+    """A request as EngineCore makes it. sampling: of SamplingParams; `more`: other arguments of vLLM's Request."""
     _none_hash()
-    sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=0.0)
-    sampling.update_from_generation_config({}, eos_token_id=0)
+    parameters = SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=0.0, **(sampling or {}))
+    parameters.update_from_generation_config({}, eos_token_id=0)
     return Request(
         request_id=name,
         prompt_token_ids=prompt,
-        sampling_params=sampling,
+        sampling_params=parameters,
         pooling_params=None,
         block_hasher=get_request_block_hasher(options.block_size, sha256),
         **more,

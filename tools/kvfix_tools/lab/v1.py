@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
+import zmq
 
 from kvfix_tools.lab.memory import Cache, Slots
 
@@ -42,8 +43,11 @@ class Wire:
     def __init__(self, lookup: Callable[[list[Any], list[int], str], int]) -> None:
         self._lookup = lookup
         self._frames: list[Any] = []
+        self.fails = 0
 
     def send_and_recv_all(self, message: list[Any]) -> list[bytes]:
+        if self._times_out():
+            return []
         hashes, offsets, lookup_id, _ = message
         return [self._lookup(hashes, offsets, lookup_id).to_bytes(4, "big")]
 
@@ -51,9 +55,15 @@ class Wire:
         self._frames = frames
 
     def recv(self) -> bytes:
+        if self._times_out():
+            raise zmq.Again
         hashes, offsets, lookup_id, _ = self._frames
         answer = self._lookup(msgspec.msgpack.decode(hashes), msgspec.msgpack.decode(offsets), lookup_id.decode())
         return answer.to_bytes(4, "big")
+
+    def _times_out(self) -> bool:
+        self.fails -= 1
+        return self.fails >= 0
 
     def close(self, linger: int = 0) -> None:
         """As a socket's, and as a transport's."""
@@ -68,7 +78,7 @@ class CacheEngine:
     def __init__(self, slots: Slots, cache: Cache, tokens: Any) -> None:
         self.slots = slots
         self.cache = cache
-        self._tokens = tokens
+        self.tokens = tokens
         #: Set by the world: told of each load and store, (request, first token, end, tokens that were moved).
         self.on_load: Callable[[str, int, int, int], None] = lambda *_: None
         self.on_store: Callable[[str, list[int], int, int], None] = lambda *_: None
@@ -97,7 +107,7 @@ class CacheEngine:
         moved = torch.zeros(len(tokens), dtype=torch.bool)
         chunks_left = self.failing.pop(name, sys.maxsize)
         first, last = None, 0
-        for start, end, key in self._tokens.process_tokens(tokens, mask, make_key=False):
+        for start, end, key in self.tokens.process_tokens(tokens, mask, make_key=False):
             contents = self.cache.get(key)
             if contents is None or chunks_left == 0 or end > len(slot_mapping):
                 break
@@ -113,7 +123,7 @@ class CacheEngine:
         """Slots into the cache, chunk by chunk; what is there already is left."""
         slot_mapping, name = more["slot_mapping"].tolist(), self._name(more)
         first, last = None, 0
-        for start, end, key in self._tokens.process_tokens(tokens, mask, make_key=False):
+        for start, end, key in self.tokens.process_tokens(tokens, mask, make_key=False):
             first, last = start if first is None else first, end
             if key not in self.cache:
                 self.cache.put(key, [self.slots.get(slot) for slot in slot_mapping[start:end]])
@@ -137,11 +147,12 @@ class V1:
         self.scheduler_side = connector._lmcache_engine
         client = self.scheduler_side.lookup_client
         self.engine = CacheEngine(slots, cache, client.token_database)
-        wire = Wire(self.engine.lookup)
+        self.wire = Wire(self.engine.lookup)
         if hasattr(client, "transport"):
-            client.transport = wire
+            client.transport = self.wire
         else:
-            client.sockets = [wire]
+            client.sockets = [self.wire]
+            client._recreate_socket = lambda *_: None
         self.worker_side = self._worker(config)
 
     def _worker(self, config: VllmConfig) -> Any:
@@ -149,6 +160,8 @@ class V1:
         scheduler_side = self.scheduler_side
         kind: Any = type(scheduler_side)
         adapter = sys.modules[kind.__module__]
+        if not torch.cuda.is_available():  # 0.3.9 moves its slot mappings without asking
+            torch.Tensor.cuda = lambda tensor, *_, **__: tensor  # type: ignore[assignment, method-assign]
         if hasattr(adapter, "get_pp_group"):
             adapter.get_pp_group = lambda: SimpleNamespace(is_last_rank=True)  # type: ignore[attr-defined]
         worker = kind.__new__(kind)

@@ -6,6 +6,7 @@ find wrong is in `findings`. An exception that leaves the scheduler ends the wor
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
@@ -46,19 +47,29 @@ class World:
         self._ended: set[str] = set()
         self._seen_preemptions: dict[str, int] = {}
         self._held: list[Any] = []
+        #: Requests whose load may come short because the world made it; "" for all.
+        self._may_fail: set[str] = set()
         self._watch(self.scheduler.connector)
 
     # ------------------------------------------------------------------ named steps
 
-    def admit(self, name: str, prompt: list[int], max_tokens: int = 1, **more: Any) -> Request:
+    def admit(self, name: str, prompt: list[int] | None, max_tokens: int = 1, **more: Any) -> Request:
         """A request arrives."""
         request = engine.request(self.options, name, prompt, max_tokens, **more)
         self.requests[name] = request
-        self._prefixes[name] = Prefix()
+        self._prefixes[name] = self._prefix(request)
         self._ended.discard(name)
         self._seen_preemptions[name] = 0
         self.scheduler.add_request(request)
         return request
+
+    def stored_elsewhere(self, prompt: list[int]) -> None:
+        """Another instance has stored this prompt in the cache, whole chunks of it."""
+        contents = Prefix().of(prompt)
+        size = self.options.chunk_size
+        for start, end, key in self.side.engine.tokens.process_tokens(prompt, make_key=False):
+            if end - start == size:
+                self.cache.put(key, contents[start:end])
 
     def budget(self, tokens: int) -> None:
         """From the next step on, at most so many tokens are scheduled in one."""
@@ -78,13 +89,16 @@ class World:
         return int(self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
 
     def preempt(self, name: str) -> None:
-        """Others take every free block; at its next one the request is preempted. Its own blocks come free."""
-        self.take_blocks(self.free())
-        for _ in range(self.options.block_size + 1):
-            self.step()
-            if self.requests[name].status == RequestStatus.PREEMPTED:
-                return
-        raise ValueError(f"{name} was not preempted: it ended, or others hold blocks and came after it")
+        """vLLM takes the blocks of this running request, as it does when one before it needs a block."""
+        request = self.requests[name]
+        self.scheduler.running.remove(request)
+        self.scheduler._preempt_request(request, time.monotonic())
+        self.scheduler.prev_step_scheduled_req_ids.discard(name)  # as vLLM does where it preempts between steps
+        self._tell_preemptions()
+
+    def keep_blocks(self, how_many: int) -> None:
+        """Others take all free blocks but so many; a cached prefix loses its end first."""
+        self.take_blocks(self.free() - how_many)
 
     def take_blocks(self, how_many: int) -> None:
         """Somebody else needs blocks: at most so many of the free ones are gone until `free_blocks`."""
@@ -103,6 +117,22 @@ class World:
     def fail_load(self, name: str, after_chunks: int = 0) -> None:
         """The next load of this request brings only so many chunks."""
         self.side.engine.failing[name] = after_chunks
+        self._may_fail.add(name)
+
+    def lookups_fail(self, how_many: int) -> None:
+        """So many of the next lookups time out. (The time itself is not spent.)"""
+        self.side.wire.fails = how_many
+
+    def never_ends(self) -> None:
+        """Everything is free, many steps were made, and requests are still there."""
+        for name, request in self.requests.items():
+            if not request.is_finished():
+                self._found("LAB003", "never-ends", name, f"is {request.status.name} for ever")
+
+    def evict(self, chunks: int, forced: bool = False) -> None:
+        """The cache drops its oldest chunks; `forced`: also those that a lookup has pinned, as when a pin times out."""
+        if self.cache.evict(chunks, forced) and forced:
+            self._may_fail.add("")
 
     def step(self) -> None:
         """One iteration of EngineCore: schedule, load, compute, store, sample, update."""
@@ -168,6 +198,11 @@ class World:
             kv_connector_output=report,
         )
 
+    @staticmethod
+    def _prefix(request: Request) -> Prefix:
+        """KV depends on the adapter, and may not be shared between tenants: both belong to a slot's content."""
+        return Prefix(hash((request.lora_request.lora_name if request.lora_request else 1, request.cache_salt or 1)))
+
     def _blocks(self, name: str) -> list[int]:
         return list(self.scheduler.kv_cache_manager.get_block_ids(name)[0])
 
@@ -195,8 +230,10 @@ class World:
         self.findings += self.ledger.feed(event)
 
     def _corrupt(self, name: str, message: str) -> None:
-        event = self.log[-1][1]
-        self.findings.append(Finding("LAB001", "wrong-content", "violated", name, message, event))
+        self._found("LAB001", "wrong-content", name, message)
+
+    def _found(self, code: str, rule: str, name: str, message: str) -> None:
+        self.findings.append(Finding(code, rule, "violated", name, message, self.log[-1][1]))
 
     def _tell_preemptions(self) -> None:
         for name, request in self.requests.items():
@@ -232,6 +269,10 @@ class World:
     def _loaded(self, name: str, start: int, end: int, tokens: int) -> None:
         self.counts["loaded_tokens"] += tokens
         self._tell(ev.Loaded(name, tokens, end))
+        due = self.ledger.stories[name].due
+        if due is not None and end < due.end and not self._may_fail.intersection((name, "")):
+            self._found("LAB002", "load-came-short", name, f"loaded up to {end} of {due.end} that were promised")
+        self._may_fail.discard(name)
 
     def _stored(self, name: str, tokens: list[int], start: int, end: int) -> None:
         self.counts["stored_tokens"] += end - start
