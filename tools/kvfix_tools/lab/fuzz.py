@@ -18,14 +18,21 @@ class Violation(NamedTuple):
     """One bug as far as its signature tells: how often it was seen, and the first schedule, shrunk."""
 
     rule: str
-    count: int
+    times: int
     seed: int
     message: str
     schedule: Schedule
 
     def as_json(self) -> dict[str, Any]:
         steps = [list(step) for step in self.schedule.steps]
-        return {**self._asdict(), "schedule": {"options": vars(self.schedule.options), "steps": steps}}
+        schedule = {"options": vars(self.schedule.options), "steps": steps}
+        return {
+            "rule": self.rule,
+            "count": self.times,
+            "seed": self.seed,
+            "message": self.message,
+            "schedule": schedule,
+        }
 
 
 class Fuzzed(NamedTuple):

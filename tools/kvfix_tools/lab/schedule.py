@@ -1,6 +1,7 @@
-"""A schedule: options of a world and the steps that move it, as data. It can be drawn from a seed, played, saved, shrunk.
+"""A schedule: options of a world and the steps that move it, as data. Drawn from a seed, played, saved, shrunk.
 
-{"kvfix-schedule": 1, "versions": {"vllm": ..., "lmcache": ...}, "options": {...}, "steps": [["admit", "r0", 3, 120, 8], ...]}
+{"kvfix-schedule": 1, "versions": {"vllm": "0.32.0", "lmcache": "0.5.6"}, "options": {...},
+ "steps": [["admit", "r0", 3, 120, 8], ["step"], ...]}
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def draw(seed: int, connector: str, plain: bool = False) -> Schedule:
         block_size=block,
         num_blocks=blocks,
         chunk_size=chunk,
-        max_num_batched_tokens=dice.choice((block, 3 * block + 1, 8 * block, 64 * block)),
+        max_num_batched_tokens=dice.choice((max(block, 8), 3 * block + 1, 8 * block, 64 * block)),
         max_num_seqs=dice.choice((2, 4, 8)),
         max_model_len=max(64, room),
         prefix_caching=dice.random() < 0.85,

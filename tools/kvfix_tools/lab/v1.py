@@ -161,7 +161,7 @@ class V1:
         kind: Any = type(scheduler_side)
         adapter = sys.modules[kind.__module__]
         if not torch.cuda.is_available():  # 0.3.9 moves its slot mappings without asking
-            torch.Tensor.cuda = lambda tensor, *_, **__: tensor  # type: ignore[assignment, method-assign]
+            torch.Tensor.cuda = lambda tensor, *_, **__: tensor
         if hasattr(adapter, "get_pp_group"):
             adapter.get_pp_group = lambda: SimpleNamespace(is_last_rank=True)  # type: ignore[attr-defined]
         worker = kind.__new__(kind)
