@@ -15,7 +15,7 @@ import msgspec
 import torch
 import zmq
 
-from kvfix_tools.lab.memory import Cache, Slots
+from kvfix_tools.lab.memory import Cache, Prefix, Slots
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -180,6 +180,36 @@ class V1:
         else:
             worker.lmcache_engine = self.engine
         return worker
+
+    def listen(self, on_load: Any, on_store: Any, on_wrong: Any) -> None:
+        self.engine.on_load, self.engine.on_store = on_load, on_store
+
+    def tick(self) -> None:
+        """Everything is done within the step."""
+
+    def put(self, prompt: list[int]) -> None:
+        """Another instance has stored this prompt, whole chunks of it."""
+        contents, size = Prefix().of(prompt), self.scheduler_side._lmcache_chunk_size
+        for start, end, key in self.engine.tokens.process_tokens(prompt, make_key=False):
+            if end - start == size:
+                self.engine.cache.put(key, contents[start:end])
+
+    def fail_load(self, request: str, after_chunks: int) -> None:
+        self.engine.failing[request] = after_chunks
+
+    def lookups_fail(self, how_many: int) -> None:
+        self.wire.fails = how_many
+
+    def loading(self) -> set[str]:
+        return set()
+
+    def due(self, metadata: Any) -> list[tuple[str, int, int]]:
+        """(request, first token, end) of each load that the metadata tell the worker to start."""
+        return [
+            (meta.req_id, meta.load_spec.vllm_cached_tokens, meta.load_spec.lmcache_cached_tokens)
+            for meta in metadata.requests
+            if meta.load_spec is not None and meta.load_spec.can_load
+        ]
 
     def hit(self, request: str) -> int | None:
         """Tokens that the last lookup of this request found, as long as the lookup client keeps it."""

@@ -16,6 +16,7 @@ from kvfix.ledger import Finding, Ledger
 from kvfix.ledger import events as ev
 from kvfix_tools.lab import engine
 from kvfix_tools.lab.memory import GARBAGE, Cache, Prefix, Slots
+from kvfix_tools.lab.mp import MP
 from kvfix_tools.lab.options import Options
 from kvfix_tools.lab.v1 import V1, forget_configuration
 
@@ -31,12 +32,10 @@ class World:
         self.options = options
         forget_configuration()
         config = engine.vllm_config(options)
-        self.scheduler = engine.scheduler(options, config)
         self.slots = Slots(options.num_blocks, options.block_size)
         self.cache = cache if cache is not None else Cache()
-        self.side = V1(self.scheduler.connector, config, self.slots, self.cache)
-        self.side.engine.on_load = self._loaded
-        self.side.engine.on_store = self._stored
+        self.side: Any = self._make(config)
+        self.side.listen(self._loaded, self._stored, self._corrupt)
         self.ledger = Ledger()
         self.steps = 0
         self.log: list[tuple[int, ev.Event]] = []
@@ -46,6 +45,7 @@ class World:
         self._prefixes: dict[str, Prefix] = {}
         self._ended: set[str] = set()
         self._seen_preemptions: dict[str, int] = {}
+        self._waited: dict[str, int] = {}
         self._held: list[Any] = []
         #: Requests whose load may come short because the world made it; "" for all.
         self._may_fail: set[str] = set()
@@ -65,11 +65,7 @@ class World:
 
     def stored_elsewhere(self, prompt: list[int]) -> None:
         """Another instance has stored this prompt in the cache, whole chunks of it."""
-        contents = Prefix().of(prompt)
-        size = self.options.chunk_size
-        for start, end, key in self.side.engine.tokens.process_tokens(prompt, make_key=False):
-            if end - start == size:
-                self.cache.put(key, contents[start:end])
+        self.side.put(prompt)
 
     def budget(self, tokens: int) -> None:
         """From the next step on, at most so many tokens are scheduled in one."""
@@ -116,12 +112,12 @@ class World:
 
     def fail_load(self, name: str, after_chunks: int = 0) -> None:
         """The next load of this request brings only so many chunks."""
-        self.side.engine.failing[name] = after_chunks
+        self.side.fail_load(name, after_chunks)
         self._may_fail.add(name)
 
     def lookups_fail(self, how_many: int) -> None:
         """So many of the next lookups time out. (The time itself is not spent.)"""
-        self.side.wire.fails = how_many
+        self.side.lookups_fail(how_many)
 
     def never_ends(self) -> None:
         """Everything is free, many steps were made, and requests are still there."""
@@ -137,6 +133,7 @@ class World:
     def step(self) -> None:
         """One iteration of EngineCore: schedule, load, compute, store, sample, update."""
         self.steps += 1
+        self.side.tick()
         output = self._guard("schedule", "", self.scheduler.schedule)
         scheduled: dict[str, int] = output.num_scheduled_tokens
         self._tell_preemptions()
@@ -149,6 +146,7 @@ class World:
         update = self.scheduler.update_from_output
         self._guard("update_from_output", "", update, output, self._sampled(scheduled, sending, receiving, invalid))
         self._tell_ended()
+        self._look_for_stuck()
 
     def run(self, steps: int = 1000) -> None:
         """Step until nothing is left to do, at most so often."""
@@ -161,12 +159,30 @@ class World:
         """All requests have ended: two more steps let the connector clean up, then nothing may be left of them."""
         for _ in range(2):
             self.step()
+        for _ in range(64):  # stores that are still under way hold their blocks
+            if not self.scheduler.requests:
+                break
+            self.step()
         for where, names in self.side.state().items():
             for name in sorted(names):
                 if name in self._ended:
                     self._tell(ev.Left(name, where))
 
     # ------------------------------------------------------------------ what a step does
+
+    def _make(self, config: Any) -> Any:
+        options = self.options
+        if options.connector == "v1":
+            self.scheduler = engine.scheduler(options, config)
+            return V1(self.scheduler.connector, config, self.slots, self.cache)
+
+        def make(role: str) -> Any:
+            if role == "worker":
+                return engine.worker(options, config)
+            self.scheduler = engine.scheduler(options, config)
+            return self.scheduler.connector
+
+        return MP(make, config, self.slots, self.cache, options.delay)
 
     def _compute(self, scheduled: dict[str, int], failed: set[int]) -> None:
         """The model: each request reads the KV of all its computed tokens and writes that of the scheduled ones."""
@@ -245,19 +261,12 @@ class World:
     def _tell_scheduled(self, output: Any) -> None:
         resumed = getattr(output.scheduled_cached_reqs, "resumed_req_ids", ())
         first = {new.req_id for new in output.scheduled_new_reqs} | set(resumed)
+        for due in self.side.due(output.kv_connector_metadata):
+            self._tell(ev.LoadDue(*due))
         for name, tokens in output.num_scheduled_tokens.items():
             done = self.requests[name].num_computed_tokens - tokens
             capacity = len(self._blocks(name)) * self.options.block_size
-            for due in self._due(output.kv_connector_metadata, name):
-                self._tell(due)
             self._tell(ev.Scheduled(name, done, tokens, capacity, name in first))
-
-    def _due(self, metadata: Any, name: str) -> list[ev.LoadDue]:
-        return [
-            ev.LoadDue(name, meta.load_spec.vllm_cached_tokens, meta.load_spec.lmcache_cached_tokens)
-            for meta in metadata.requests
-            if meta.req_id == name and meta.load_spec is not None and meta.load_spec.can_load
-        ]
 
     def _tell_ended(self) -> None:
         for name, request in self.requests.items():
@@ -265,6 +274,14 @@ class World:
                 self._ended.add(name)
                 self.counts["finished"] += 1
                 self._tell(ev.Finished(name, False))
+
+    def _look_for_stuck(self) -> None:
+        """Who waits for a load that is not under way, for longer than an answer takes."""
+        for name, request in self.requests.items():
+            waits = request.status == RequestStatus.WAITING_FOR_REMOTE_KVS and name not in self.side.loading()
+            self._waited[name] = self._waited.get(name, 0) + 1 if waits else 0
+            if self._waited[name] == 8:
+                self._tell(ev.Stuck(name, 8))
 
     def _loaded(self, name: str, start: int, end: int, tokens: int) -> None:
         self.counts["loaded_tokens"] += tokens
