@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import json as jsonlib
 import sys
+from pathlib import Path
 from typing import Annotated, Optional
 
 import typer
 from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from kvfix_tools.lab import runner
+from kvfix_tools.lab.fuzz import Fuzzed, fuzz
+from kvfix_tools.lab.options import CONNECTORS
 from kvfix_tools.lab.scenario import Scenario, find, scenarios
+from kvfix_tools.lab.schedule import Schedule
 
 app = typer.Typer(
     help="The bugs on the real vLLM scheduler and LMCache's real connectors, without a GPU.", no_args_is_help=True
@@ -65,6 +70,97 @@ def run_scenarios(
     else:
         _print(wanted, results)
     raise typer.Exit(int(any(result.outcome == "violated" for result in results)))
+
+
+@app.command("fuzz")
+def fuzz_connector(
+    connector: Annotated[str, typer.Option(help="v1, mp or mp-in-tree.")] = "v1",
+    seeds: Annotated[str, typer.Option(metavar="A:B", help="Seeds A to B - 1; one number: that one.")] = "0:1000000",
+    seconds: Annotated[float, typer.Option(help="Stop after so long; shrinking comes on top.")] = 60.0,
+    fixes: Annotated[bool, typer.Option(help="With the fixes of kvfix, or as released.")] = True,
+    plain: Annotated[bool, typer.Option(help="Default options, no aborts, no failed loads, no evictions.")] = False,
+    shrink: Annotated[float, typer.Option(metavar="SECONDS", help="For each violation; 0: as drawn.")] = 20.0,
+    save: Annotated[Optional[Path], typer.Option(metavar="DIR", help="Write each minimal schedule there.")] = None,  # noqa: UP045
+    lmcache_path: LMCachePath = None,
+    json: Json = False,
+) -> None:
+    """Random schedules until the time or the seeds are out. Exit 1 if a rule was violated, 2 if nothing was tested."""
+    try:
+        first, _, last = seeds.partition(":")
+        drawn = range(int(first), int(last) if last else int(first) + 1)
+        if connector not in CONNECTORS:
+            raise ValueError(f"no connector {connector!r}; known: {', '.join(CONNECTORS)}")
+        runner.prepare(lmcache_path)
+        why = runner.cannot_play(connector)
+        if why:
+            raise ValueError(f"not applicable: {why}")
+    except ValueError as error:
+        print(f"kvfix lab fuzz: {error}", file=sys.stderr)
+        raise typer.Exit(2) from None
+    with Progress(
+        TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=Console(stderr=True),
+        disable=json or not sys.stderr.isatty(),
+    ) as bar:  # fmt: skip
+        task = bar.add_task("importing vLLM", total=seconds)
+
+        def progress(played: int, steps: int, kinds: int, took: float) -> None:
+            bar.update(task, completed=took, description=f"{played} seeds, {steps} steps, {kinds} kinds of violation")
+
+        done = fuzz(connector, drawn, seconds, fixes, plain, shrink, progress)
+    if save is not None:
+        save.mkdir(parents=True, exist_ok=True)
+        for violation in done.violations:
+            text = violation.schedule.to_json(runner.versions())
+            (save / f"{connector}-{violation.rule}-{violation.seed}.json").write_text(text + "\n")
+    if json:
+        print(jsonlib.dumps(done.as_json(), indent=2))
+    else:
+        _print_fuzzed(done)
+    if done.tested_nothing:
+        print(f"kvfix lab fuzz: it tested nothing: {done.tested_nothing}", file=sys.stderr)
+        raise typer.Exit(2)
+    raise typer.Exit(int(bool(done.violations)))
+
+
+@app.command("play")
+def play_schedule(
+    file: Annotated[Path, typer.Argument(help="A schedule that `lab fuzz --save` wrote.")],
+    fixes: Annotated[bool, typer.Option(help="With the fixes of kvfix, or as released.")] = True,
+    lmcache_path: LMCachePath = None,
+) -> None:
+    """Play a saved schedule once, and tell what happened. Exit 1 if a rule is violated."""
+    try:
+        runner.prepare(lmcache_path)
+        schedule, found_on = Schedule.from_json(file.read_text())
+        if found_on != runner.versions():
+            raise ValueError(f"it was found on {_versions(found_on)}; installed here: {_versions(runner.versions())}")
+    except (OSError, ValueError) as error:
+        print(f"kvfix lab play: {file}: {error}", file=sys.stderr)
+        raise typer.Exit(2) from None
+    findings = runner.play_schedule(schedule, fixes)
+    for finding in findings:
+        print(finding)
+    raise typer.Exit(int(bool(findings)))
+
+
+def _versions(versions: dict[str, str]) -> str:
+    return ", ".join(f"{dist} {version}" for dist, version in versions.items())
+
+
+def _print_fuzzed(done: Fuzzed) -> None:
+    console = Console()
+    rate = done.steps / done.seconds if done.seconds else 0
+    console.print(
+        f"{_versions(runner.versions())}: {done.seeds} seeds, {done.steps} steps ({rate:.0f} a second), "
+        f"{done.preemptions} preemptions, {done.retrieved_tokens} tokens loaded, {done.stored_tokens} stored"
+    )
+    for violation in done.violations:
+        console.print(f"\n[red]{violation.times} times[/], first with seed {violation.seed}: {violation.message}")
+        console.print(f"  {violation.schedule.options}", style="dim", highlight=False)
+        for step in violation.schedule.steps:
+            console.print("  " + " ".join(str(part) for part in step), highlight=False)
+    if not done.violations:
+        console.print("[green]nothing was violated[/]")
 
 
 def _wanted(slugs: list[str], every: bool) -> list[Scenario]:

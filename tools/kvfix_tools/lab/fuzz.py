@@ -72,7 +72,7 @@ def fuzz(
     fixes: bool,
     plain: bool = False,
     shrinking: float = 45.0,
-    progress: Callable[[int, int, int], None] = lambda *_: None,
+    progress: Callable[[int, int, int, float], None] = lambda *_: None,
 ) -> Fuzzed:
     """Play the seeds in order, at most so many seconds. shrinking: seconds for each kind of violation; 0: as drawn."""
     with quiet():
@@ -97,7 +97,7 @@ def fuzz(
                 for finding in done.findings:
                     if finding.verdict == "violated":
                         seen.setdefault(signature(finding), [0, seed, finding])[0] += 1
-                progress(played, steps, len(seen))
+                progress(played, steps, len(seen), time.monotonic() - start)
             took = time.monotonic() - start
             violations = []
             for wanted, (count, seed, finding) in sorted(seen.items(), key=lambda item: -item[1][0]):

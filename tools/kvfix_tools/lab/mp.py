@@ -8,6 +8,7 @@ and the transfer context, which copies between the lab's slots and chunks.
 from __future__ import annotations
 
 import ast
+import functools
 from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -89,6 +90,7 @@ class Server:
     def lookup(self, key: Any, tp_size: int) -> Any:
         if self.unanswered > 0:
             self.unanswered -= 1
+            self._hits[key.request_id] = 0
             return self.answer(None)
 
         self._hits[key.request_id] = None
@@ -195,6 +197,7 @@ def _block_ids(arguments: tuple[Any, ...]) -> list[int]:
     return found[0] if found and isinstance(found[0], list) else found
 
 
+@functools.cache
 def _flushes() -> bool:
     """Whether the installed release's transfer on CUDA has more than `pass` where it should wait for its stores."""
     try:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+CONNECTORS = ("v1", "mp", "mp-in-tree")
+
 
 @dataclass(frozen=True)
 class Options:

@@ -20,6 +20,7 @@ from kvfix import target
 from kvfix.ledger import Finding
 from kvfix.ledger.events import Event
 from kvfix_tools.lab.scenario import Scenario
+from kvfix_tools.lab.schedule import Schedule
 
 
 class Result(NamedTuple):
@@ -76,6 +77,33 @@ def expected(scenario: Scenario) -> str:
             return "not-applicable"
     wrong = [installed[dist] in SpecifierSet(spec, prereleases=True) for dist, spec in scenario.wrong.items()]
     return "violated" if all(wrong) else "clean"
+
+
+#: Releases of LMCache that the lab's stand-ins speak to, by connector. vLLM's own copy of the multi-process connector
+#: hands LMCache's adapter arguments that 0.4.7 and later do not take: it cannot start with them.
+PLAYABLE = {"v1": ">=0.3.9", "mp": ">=0.5.0", "mp-in-tree": "==0.4.6"}
+
+
+def cannot_play(connector: str) -> str:
+    """Why this connector cannot be played on what is installed; "" if it can."""
+    installed, releases = versions()["lmcache"], PLAYABLE[connector]
+    if installed in SpecifierSet(releases, prereleases=True):
+        return ""
+    return f"the lab plays {connector} with lmcache {releases}, installed is {installed}"
+
+
+def play_schedule(schedule: Schedule, fixes: bool) -> list[Finding]:
+    """Findings of a schedule played once."""
+    with quiet():
+        from kvfix_tools.lab.play import play as run
+
+        kvfix.revert()
+        if fixes:
+            kvfix.apply()
+        try:
+            return [found for found in run(schedule).findings if found.verdict == "violated"]
+        finally:
+            kvfix.revert()
 
 
 def play(scenario: Scenario, fixes: bool) -> Result:

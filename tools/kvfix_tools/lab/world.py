@@ -127,7 +127,7 @@ class World:
         self._may_fail.add(name)
 
     def lookups_fail(self, how_many: int) -> None:
-        """So many of the next lookups time out. (The time itself is not spent.)"""
+        """So many of the next lookups time out, which is answered as no hit. (The time itself is not spent.)"""
         self.side.lookups_fail(how_many)
 
     def never_ends(self) -> None:
