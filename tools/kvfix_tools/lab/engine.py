@@ -28,6 +28,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
+from kvfix_tools.lab.asynchronous import no_sockets
 from kvfix_tools.lab.options import Options
 
 VOCABULARY = 512
@@ -93,12 +94,13 @@ def scheduler(options: Options, config: VllmConfig) -> Scheduler:
         kv_cache_tensors=[],  # the workers' business
         kv_cache_groups=[KVCacheGroupSpec([LAYER], spec)],
     )
-    return Scheduler(
-        vllm_config=config,
-        kv_cache_config=kv_cache,
-        structured_output_manager=StructuredOutputManager(config),
-        block_size=options.block_size,
-    )
+    with no_sockets():
+        return Scheduler(
+            vllm_config=config,
+            kv_cache_config=kv_cache,
+            structured_output_manager=StructuredOutputManager(config),
+            block_size=options.block_size,
+        )
 
 
 @functools.cache

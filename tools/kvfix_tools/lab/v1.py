@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
     from vllm.config import VllmConfig
 
+    from kvfix_tools.lab.asynchronous import AsyncLookups
+
 ADAPTER = "lmcache.integration.vllm.vllm_v1_adapter"
 
 
@@ -98,7 +100,7 @@ class CacheEngine:
         chunks_left = self.failing.pop(name, sys.maxsize)
         first, last = None, 0
         for start, end, key in self._tokens.process_tokens(tokens, mask, make_key=False):
-            contents = self.cache.get(key)
+            contents = self.chunk(name, key)
             if contents is None or chunks_left == 0 or end > len(slot_mapping):
                 break
             chunks_left -= 1
@@ -108,6 +110,10 @@ class CacheEngine:
             first, last = start if first is None else first, end
         self.on_load(name, first or 0, last, int(moved.sum()))
         return moved
+
+    def chunk(self, name: str, key: object) -> list[int] | None:
+        """What a load of this request finds under the key."""
+        return self.cache.get(key)
 
     def store(self, tokens: Any, mask: Any = None, **more: Any) -> None:
         """Slots into the cache, chunk by chunk; what is there already is left."""
@@ -136,12 +142,21 @@ class V1:
         self.connector = connector
         self.scheduler_side = connector._lmcache_engine
         client = self.scheduler_side.lookup_client
-        self.engine = CacheEngine(slots, cache, client.token_database)
-        wire = Wire(self.engine.lookup)
-        if hasattr(client, "transport"):
-            client.transport = wire
+        self.engine: CacheEngine
+        #: With asynchronous loading only.
+        self.lookups: AsyncLookups | None = None
+        if self.scheduler_side.async_loading:
+            from kvfix_tools.lab.asynchronous import AsyncLookups, PrefetchingEngine
+
+            self.engine = prefetching = PrefetchingEngine(slots, cache, client.token_database)
+            self.lookups = AsyncLookups(client, prefetching)
         else:
-            client.sockets = [wire]
+            self.engine = CacheEngine(slots, cache, client.token_database)
+            wire = Wire(self.engine.lookup)
+            if hasattr(client, "transport"):
+                client.transport = wire
+            else:
+                client.sockets = [wire]
         self.worker_side = self._worker(config)
 
     def _worker(self, config: VllmConfig) -> Any:
@@ -176,6 +191,8 @@ class V1:
     def start_step(self, metadata: Any, forward: bool) -> None:
         """What vLLM's worker calls before the forward pass."""
         self.engine.metadata = metadata
+        if self.lookups is not None:
+            self.lookups.deliver()
         self.worker_side.start_load_kv(SimpleNamespace(attn_metadata=object() if forward else None))
 
     def finish_step(self, forward: bool, ended: set[str]) -> tuple[set[str] | None, set[str] | None, set[int]]:
@@ -200,4 +217,5 @@ class V1:
             **kept,
             "lookup_client.reqs_status": set(getattr(side.lookup_client, "reqs_status", ())),
             "pins of the worker": set(self.engine.cache.pins),
+            **(self.lookups.state() if self.lookups is not None else {}),
         }
