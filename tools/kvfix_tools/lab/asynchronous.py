@@ -149,8 +149,14 @@ class AsyncLookups:
         self.to_worker.reader, self.to_scheduler.reader = self.server, client
         client.push_sockets, client.pull_socket = [self.to_worker], self.to_scheduler
         self.server.pull_socket, self.server.push_socket = self.to_worker, self.to_scheduler
-        client.lookup_backoff_time = 0.0  # it would sleep that long on each poll
         engine.respond = self.server.send_response_to_scheduler
+        #: The time of day at both ends, in seconds. Sleeping between polls makes it pass, and so does `wait`.
+        self.now = 0.0
+        module.time = SimpleNamespace(time=lambda: self.now, sleep=self.wait)
+
+    def wait(self, seconds: float) -> None:
+        """Time passes."""
+        self.now += seconds
 
     def deliver(self) -> None:
         """Letters to the worker, its answers, letters to the scheduler."""

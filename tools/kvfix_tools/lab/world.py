@@ -14,6 +14,7 @@ from vllm.v1.request import Request, RequestStatus
 from kvfix.ledger import Finding, Ledger
 from kvfix.ledger import events as ev
 from kvfix_tools.lab import engine
+from kvfix_tools.lab.asynchronous import AsyncLookups
 from kvfix_tools.lab.memory import GARBAGE, Cache, Prefix, Slots
 from kvfix_tools.lab.options import Options
 from kvfix_tools.lab.v1 import V1, forget_configuration
@@ -104,6 +105,14 @@ class World:
         """The next load of this request brings only so many chunks."""
         self.side.engine.failing[name] = after_chunks
 
+    def slow_lookups(self, steps: int) -> None:
+        """Asynchronous lookups made from now on are answered so many steps later than they could be."""
+        self._lookups().engine.delay = steps
+
+    def wait(self, seconds: float) -> None:
+        """So much time passes for asynchronous lookups, which give up after `lookup_timeout_ms`."""
+        self._lookups().wait(seconds)
+
     def step(self) -> None:
         """One iteration of EngineCore: schedule, load, compute, store, sample, update."""
         self.steps += 1
@@ -135,6 +144,11 @@ class World:
             for name in sorted(names):
                 if name in self._ended:
                     self._tell(ev.Left(name, where))
+
+    def _lookups(self) -> AsyncLookups:
+        if self.side.lookups is None:
+            raise ValueError("lookups are answered at once; set enable_async_loading")
+        return self.side.lookups
 
     # ------------------------------------------------------------------ what a step does
 
