@@ -70,8 +70,9 @@ class Story:
             self.total = event.total
             self.granted = None
         elif isinstance(event, ev.Granted):
-            self.granted = event
-            self.due = None
+            if not self.admits_after_load(event):
+                self.granted = event
+                self.due = None
         elif isinstance(event, ev.Scheduled):
             self.computed = event.computed + event.tokens
             if event.first:
@@ -85,6 +86,10 @@ class Story:
         elif isinstance(event, ev.Finished):
             self.finished = event
         self.events.append(event)
+
+    def admits_after_load(self, event: ev.Granted) -> bool:
+        """vLLM calls the hook again, with 0, when a request comes back from a load between steps."""
+        return event.external == 0 and self.granted is not None and bool(self.granted.external)
 
     def _wait_again(self) -> None:
         self.waiting = True

@@ -11,49 +11,13 @@ from __future__ import annotations
 import importlib
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
-from kvfix_tools.lab.v1 import CacheEngine
-
-CLIENT = "lmcache.v1.lookup_client.lmcache_async_lookup_client"
-#: Where LMCache opens sockets for lookups: adapters to 0.3, the transport since 0.4, asynchronous loading.
-_OPENERS = ("lmcache.v1.lookup_client.lmcache_lookup_client", "lmcache.v1.rpc.zmq_transport", CLIENT)
-
-
-class _Nothing:
-    """A socket, a context or a thread that does nothing, whatever it is asked."""
-
-    def __init__(self, *_: Any, **__: Any) -> None: ...
-
-    def __getattr__(self, name: str) -> Callable[..., None]:
-        return lambda *_, **__: None
-
-
-@contextmanager
-def no_sockets() -> Iterator[None]:
-    """A connector made here opens no socket and starts no thread for its lookups."""
-    patches = []
-    for name in _OPENERS:
-        try:
-            module = importlib.import_module(name)
-        except ModuleNotFoundError:
-            continue
-        replaced: dict[str, Any] = {"get_zmq_socket": _Nothing, "get_zmq_context": _Nothing}
-        if name == CLIENT:
-            threading = importlib.import_module("threading")
-            replaced["threading"] = SimpleNamespace(Thread=_Nothing, Lock=threading.Lock)
-        patches += [mock.patch.object(module, key, value) for key, value in replaced.items() if hasattr(module, key)]
-    for each in patches:
-        each.start()
-    try:
-        yield
-    finally:
-        for each in patches:
-            each.stop()
+from kvfix_tools.lab.memory import Cache, Slots
+from kvfix_tools.lab.sockets import CLIENT
+from kvfix_tools.lab.v1 import V1, CacheEngine
 
 
 class Letters:
@@ -92,6 +56,8 @@ class PrefetchingEngine(CacheEngine):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.delay = 0
+        #: So many of the next lookups are never answered.
+        self.lost = 0
         self.fetched: dict[str, dict[object, list[int]]] = {}
         self.respond: Callable[[str, int], None] = lambda *_: None
         self._asked: list[tuple[int, str, list[Any], list[int]]] = []
@@ -100,7 +66,10 @@ class PrefetchingEngine(CacheEngine):
         self._load_takes = not hasattr(manager, "get_event_future")
 
     def async_lookup_and_prefetch(self, lookup_id: str, hashes: Any, offsets: Any, **more: Any) -> None:
-        self._asked.append((self.delay, lookup_id, list(hashes), list(offsets)))
+        if self.lost > 0:
+            self.lost -= 1
+        else:
+            self._asked.append((self.delay, lookup_id, list(hashes), list(offsets)))
 
     def answer(self) -> None:
         """A step has passed: fetch for the lookups that are due and tell the scheduler."""
@@ -175,3 +144,24 @@ class AsyncLookups:
             "lookup_client.aborted_lookups": aborted - set(status),
             "fetched chunks of the worker": set(self.engine.fetched) - to_clean,
         }
+
+
+class AsyncV1(V1):
+    """The v1 connector with `enable_async_loading`."""
+
+    engine: PrefetchingEngine
+
+    def _join(self, client: Any, slots: Slots, cache: Cache) -> PrefetchingEngine:
+        engine = PrefetchingEngine(slots, cache, client.token_database)
+        self.lookups = AsyncLookups(client, engine)
+        return engine
+
+    def start_step(self, metadata: Any, forward: bool) -> None:
+        self.lookups.deliver()
+        super().start_step(metadata, forward)
+
+    def lookups_fail(self, how_many: int) -> None:
+        self.engine.lost = how_many
+
+    def state(self) -> dict[str, set[str]]:
+        return {**super().state(), **self.lookups.state()}

@@ -20,6 +20,8 @@ from vllm.config import (
     SchedulerConfig,
     VllmConfig,
 )
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -28,12 +30,20 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
-from kvfix_tools.lab.asynchronous import no_sockets
 from kvfix_tools.lab.options import Options
+from kvfix_tools.lab.sockets import no_sockets
 
 VOCABULARY = 512
 LAYER = "model.layers.0.self_attn.attn"
-_CONNECTORS = {"v1": "LMCacheConnectorV1"}
+#: connector of the options -> (class that vLLM loads, its module where vLLM would prefer another)
+_CONNECTORS = {
+    "v1": ("LMCacheConnectorV1", None),
+    "mp": ("LMCacheMPConnector", "lmcache.integration.vllm.lmcache_mp_connector"),
+    "mp-in-tree": (
+        "LMCacheMPConnectorUpstream",
+        "vllm.distributed.kv_transfer.kv_connector.v1.lmcache_mp_connector",
+    ),
+}
 _MODEL = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -78,7 +88,8 @@ def vllm_config(options: Options) -> VllmConfig:
         ),
         device_config=DeviceConfig("cpu"),
         kv_transfer_config=KVTransferConfig(
-            kv_connector=_CONNECTORS[options.connector],
+            kv_connector=_CONNECTORS[options.connector][0],
+            kv_connector_module_path=_CONNECTORS[options.connector][1],
             kv_role=options.kv_role,
             kv_load_failure_policy=options.kv_load_failure_policy,
             kv_connector_extra_config=extra,
@@ -86,18 +97,24 @@ def vllm_config(options: Options) -> VllmConfig:
     )
 
 
+def kv_cache(options: Options) -> KVCacheConfig:
+    """One group of full attention. The tensors are the workers' business."""
+    spec = FullAttentionSpec(block_size=options.block_size, num_kv_heads=1, head_size=32, dtype=torch.float32)
+    groups = [KVCacheGroupSpec([LAYER], spec)]
+    return KVCacheConfig(num_blocks=options.num_blocks, kv_cache_tensors=[], kv_cache_groups=groups)
+
+
+def worker(options: Options, config: VllmConfig) -> Any:
+    """The real connector in the worker's role."""
+    return KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, kv_cache(options))
+
+
 def scheduler(options: Options, config: VllmConfig) -> Scheduler:
     """The real scheduler; its connector, in the scheduler role, is at `.connector`."""
-    spec = FullAttentionSpec(block_size=options.block_size, num_kv_heads=1, head_size=32, dtype=torch.float32)
-    kv_cache = KVCacheConfig(
-        num_blocks=options.num_blocks,
-        kv_cache_tensors=[],  # the workers' business
-        kv_cache_groups=[KVCacheGroupSpec([LAYER], spec)],
-    )
     with no_sockets():
         return Scheduler(
             vllm_config=config,
-            kv_cache_config=kv_cache,
+            kv_cache_config=kv_cache(options),
             structured_output_manager=StructuredOutputManager(config),
             block_size=options.block_size,
         )
@@ -108,15 +125,22 @@ def _none_hash() -> None:
     init_none_hash(sha256)
 
 
-def request(options: Options, name: str, prompt: list[int], max_tokens: int, **more: Any) -> Request:
-    """A request as EngineCore makes it; `more`: other arguments of vLLM's Request."""
+def request(
+    options: Options,
+    name: str,
+    prompt: list[int] | None,
+    max_tokens: int,
+    sampling: dict[str, Any] | None = None,
+    **more: Any,
+) -> Request:
+    """A request as EngineCore makes it. sampling: of SamplingParams; `more`: other arguments of vLLM's Request."""
     _none_hash()
-    sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=0.0)
-    sampling.update_from_generation_config({}, eos_token_id=0)
+    parameters = SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=0.0, **(sampling or {}))
+    parameters.update_from_generation_config({}, eos_token_id=0)
     return Request(
         request_id=name,
         prompt_token_ids=prompt,
-        sampling_params=sampling,
+        sampling_params=parameters,
         pooling_params=None,
         block_hasher=get_request_block_hasher(options.block_size, sha256),
         **more,

@@ -16,7 +16,8 @@ GARBAGE = -1
 class Prefix:
     """The right content for every token of one request; grows with it."""
 
-    def __init__(self) -> None:
+    def __init__(self, seed: int = hash((1, 1))) -> None:
+        self._seed = seed
         self._tokens: list[int] = []
         self.contents: list[int] = []
 
@@ -25,7 +26,7 @@ class Prefix:
         known = len(self._tokens)
         if known < len(tokens):
             new = list(tokens[known:])
-            last = self.contents[-1] if self.contents else 1
+            last = self.contents[-1] if self.contents else self._seed
             for token in new:
                 last = hash((last, token))
                 self.contents.append(last)

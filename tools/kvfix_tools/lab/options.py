@@ -10,7 +10,10 @@ from typing import Any
 class Options:
     """Sizes in tokens, but `num_blocks` in blocks. `lmcache`: settings of LMCache by their own names."""
 
+    #: v1 (in process), mp (LMCache's multi-process connector) or mp-in-tree (vLLM's copy of it)
     connector: str = "v1"
+    #: Steps until a lookup, load or store of the multi-process server is done.
+    delay: int = 1
     block_size: int = 16
     num_blocks: int = 64
     chunk_size: int = 64

@@ -83,7 +83,7 @@ def play(scenario: Scenario, fixes: bool) -> Result:
     if expected(scenario) == "not-applicable":
         needs = ", ".join(f"{dist} {releases}" for dist, releases in (scenario.needs or {}).items())
         return Result(scenario.slug, fixes, "not-applicable", f"needs {needs}", [], [], [], {})
-    with _quiet():
+    with quiet():
         from kvfix_tools.lab.world import Died, World
 
         kvfix.revert()
@@ -104,7 +104,7 @@ def play(scenario: Scenario, fixes: bool) -> Result:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     """The engine's own log lines are not the lab's output."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)

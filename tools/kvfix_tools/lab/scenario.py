@@ -62,6 +62,17 @@ def find(slug: str) -> Scenario | None:
     return next((scenario for scenario in scenarios() if scenario.slug == slug), None)
 
 
+def continued(tokens: list[int], more: int) -> list[int]:
+    """The prompt with so many of the tokens that the lab's model would generate after it."""
+    from kvfix_tools.lab.engine import VOCABULARY
+    from kvfix_tools.lab.memory import Prefix
+
+    prefix, whole = Prefix(), list(tokens)
+    for _ in range(more):
+        whole.append(prefix.of(whole)[-1] % VOCABULARY)
+    return whole
+
+
 def prompt(tokens: int, seed: int = 0) -> list[int]:
     """A prompt of so many tokens that shares its first token with no prompt of another seed."""
     return [(seed * 101 + position * 7 + position // 97) % 509 + 1 for position in range(tokens)]

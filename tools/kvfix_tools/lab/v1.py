@@ -13,15 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 import torch
+import zmq
 
-from kvfix_tools.lab.memory import Cache, Slots
+from kvfix_tools.lab.memory import Cache, Prefix, Slots
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from vllm.config import VllmConfig
-
-    from kvfix_tools.lab.asynchronous import AsyncLookups
 
 ADAPTER = "lmcache.integration.vllm.vllm_v1_adapter"
 
@@ -44,8 +43,11 @@ class Wire:
     def __init__(self, lookup: Callable[[list[Any], list[int], str], int]) -> None:
         self._lookup = lookup
         self._frames: list[Any] = []
+        self.fails = 0
 
     def send_and_recv_all(self, message: list[Any]) -> list[bytes]:
+        if self._times_out():
+            return []
         hashes, offsets, lookup_id, _ = message
         return [self._lookup(hashes, offsets, lookup_id).to_bytes(4, "big")]
 
@@ -53,9 +55,15 @@ class Wire:
         self._frames = frames
 
     def recv(self) -> bytes:
+        if self._times_out():
+            raise zmq.Again
         hashes, offsets, lookup_id, _ = self._frames
         answer = self._lookup(msgspec.msgpack.decode(hashes), msgspec.msgpack.decode(offsets), lookup_id.decode())
         return answer.to_bytes(4, "big")
+
+    def _times_out(self) -> bool:
+        self.fails -= 1
+        return self.fails >= 0
 
     def close(self, linger: int = 0) -> None:
         """As a socket's, and as a transport's."""
@@ -70,7 +78,7 @@ class CacheEngine:
     def __init__(self, slots: Slots, cache: Cache, tokens: Any) -> None:
         self.slots = slots
         self.cache = cache
-        self._tokens = tokens
+        self.tokens = tokens
         #: Set by the world: told of each load and store, (request, first token, end, tokens that were moved).
         self.on_load: Callable[[str, int, int, int], None] = lambda *_: None
         self.on_store: Callable[[str, list[int], int, int], None] = lambda *_: None
@@ -99,7 +107,7 @@ class CacheEngine:
         moved = torch.zeros(len(tokens), dtype=torch.bool)
         chunks_left = self.failing.pop(name, sys.maxsize)
         first, last = None, 0
-        for start, end, key in self._tokens.process_tokens(tokens, mask, make_key=False):
+        for start, end, key in self.tokens.process_tokens(tokens, mask, make_key=False):
             contents = self.chunk(name, key)
             if contents is None or chunks_left == 0 or end > len(slot_mapping):
                 break
@@ -119,7 +127,7 @@ class CacheEngine:
         """Slots into the cache, chunk by chunk; what is there already is left."""
         slot_mapping, name = more["slot_mapping"].tolist(), self._name(more)
         first, last = None, 0
-        for start, end, key in self._tokens.process_tokens(tokens, mask, make_key=False):
+        for start, end, key in self.tokens.process_tokens(tokens, mask, make_key=False):
             first, last = start if first is None else first, end
             if key not in self.cache:
                 self.cache.put(key, [self.slots.get(slot) for slot in slot_mapping[start:end]])
@@ -141,29 +149,27 @@ class V1:
     def __init__(self, connector: Any, config: VllmConfig, slots: Slots, cache: Cache) -> None:
         self.connector = connector
         self.scheduler_side = connector._lmcache_engine
-        client = self.scheduler_side.lookup_client
-        self.engine: CacheEngine
-        #: With asynchronous loading only.
-        self.lookups: AsyncLookups | None = None
-        if self.scheduler_side.async_loading:
-            from kvfix_tools.lab.asynchronous import AsyncLookups, PrefetchingEngine
-
-            self.engine = prefetching = PrefetchingEngine(slots, cache, client.token_database)
-            self.lookups = AsyncLookups(client, prefetching)
-        else:
-            self.engine = CacheEngine(slots, cache, client.token_database)
-            wire = Wire(self.engine.lookup)
-            if hasattr(client, "transport"):
-                client.transport = wire
-            else:
-                client.sockets = [wire]
+        self.engine = self._join(self.scheduler_side.lookup_client, slots, cache)
         self.worker_side = self._worker(config)
+
+    def _join(self, client: Any, slots: Slots, cache: Cache) -> CacheEngine:
+        """The worker's cache, answering the scheduler's lookup client."""
+        engine = CacheEngine(slots, cache, client.token_database)
+        self.wire = Wire(engine.lookup)
+        if hasattr(client, "transport"):
+            client.transport = self.wire
+        else:
+            client.sockets = [self.wire]
+            client._recreate_socket = lambda *_: None
+        return engine
 
     def _worker(self, config: VllmConfig) -> Any:
         """The adapter in the worker's role. Its `__init__` would start servers and ask for a GPU connector."""
         scheduler_side = self.scheduler_side
         kind: Any = type(scheduler_side)
         adapter = sys.modules[kind.__module__]
+        if not torch.cuda.is_available():  # 0.3.9 moves its slot mappings without asking
+            torch.Tensor.cuda = lambda tensor, *_, **__: tensor
         if hasattr(adapter, "get_pp_group"):
             adapter.get_pp_group = lambda: SimpleNamespace(is_last_rank=True)  # type: ignore[attr-defined]
         worker = kind.__new__(kind)
@@ -183,6 +189,36 @@ class V1:
             worker.lmcache_engine = self.engine
         return worker
 
+    def listen(self, on_load: Any, on_store: Any, on_wrong: Any) -> None:
+        self.engine.on_load, self.engine.on_store = on_load, on_store
+
+    def tick(self) -> None:
+        """Everything is done within the step."""
+
+    def put(self, prompt: list[int]) -> None:
+        """Another instance has stored this prompt, whole chunks of it."""
+        contents, size = Prefix().of(prompt), self.scheduler_side._lmcache_chunk_size
+        for start, end, key in self.engine.tokens.process_tokens(prompt, make_key=False):
+            if end - start == size:
+                self.engine.cache.put(key, contents[start:end])
+
+    def fail_load(self, request: str, after_chunks: int) -> None:
+        self.engine.failing[request] = after_chunks
+
+    def lookups_fail(self, how_many: int) -> None:
+        self.wire.fails = how_many
+
+    def loading(self) -> set[str]:
+        return set()
+
+    def due(self, metadata: Any) -> list[tuple[str, int, int]]:
+        """(request, first token, end) of each load that the metadata tell the worker to start."""
+        return [
+            (meta.req_id, meta.load_spec.vllm_cached_tokens, meta.load_spec.lmcache_cached_tokens)
+            for meta in metadata.requests
+            if meta.load_spec is not None and meta.load_spec.can_load
+        ]
+
     def hit(self, request: str) -> int | None:
         """Tokens that the last lookup of this request found, as long as the lookup client keeps it."""
         status = getattr(self.scheduler_side.lookup_client, "reqs_status", {}).get(request)
@@ -191,8 +227,6 @@ class V1:
     def start_step(self, metadata: Any, forward: bool) -> None:
         """What vLLM's worker calls before the forward pass."""
         self.engine.metadata = metadata
-        if self.lookups is not None:
-            self.lookups.deliver()
         self.worker_side.start_load_kv(SimpleNamespace(attn_metadata=object() if forward else None))
 
     def finish_step(self, forward: bool, ended: set[str]) -> tuple[set[str] | None, set[str] | None, set[int]]:
@@ -217,5 +251,4 @@ class V1:
             **kept,
             "lookup_client.reqs_status": set(getattr(side.lookup_client, "reqs_status", ())),
             "pins of the worker": set(self.engine.cache.pins),
-            **(self.lookups.state() if self.lookups is not None else {}),
         }

@@ -6,6 +6,7 @@ find wrong is in `findings`. An exception that leaves the scheduler ends the wor
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
@@ -14,8 +15,9 @@ from vllm.v1.request import Request, RequestStatus
 from kvfix.ledger import Finding, Ledger
 from kvfix.ledger import events as ev
 from kvfix_tools.lab import engine
-from kvfix_tools.lab.asynchronous import AsyncLookups
+from kvfix_tools.lab.asynchronous import AsyncV1
 from kvfix_tools.lab.memory import GARBAGE, Cache, Prefix, Slots
+from kvfix_tools.lab.mp import MP
 from kvfix_tools.lab.options import Options
 from kvfix_tools.lab.v1 import V1, forget_configuration
 
@@ -31,12 +33,10 @@ class World:
         self.options = options
         forget_configuration()
         config = engine.vllm_config(options)
-        self.scheduler = engine.scheduler(options, config)
         self.slots = Slots(options.num_blocks, options.block_size)
         self.cache = cache if cache is not None else Cache()
-        self.side = V1(self.scheduler.connector, config, self.slots, self.cache)
-        self.side.engine.on_load = self._loaded
-        self.side.engine.on_store = self._stored
+        self.side: Any = self._make(config)
+        self.side.listen(self._loaded, self._stored, self._corrupt)
         self.ledger = Ledger()
         self.steps = 0
         self.log: list[tuple[int, ev.Event]] = []
@@ -46,20 +46,27 @@ class World:
         self._prefixes: dict[str, Prefix] = {}
         self._ended: set[str] = set()
         self._seen_preemptions: dict[str, int] = {}
+        self._waited: dict[str, int] = {}
         self._held: list[Any] = []
+        #: Requests whose load may come short because the world made it; "" for all.
+        self._may_fail: set[str] = set()
         self._watch(self.scheduler.connector)
 
     # ------------------------------------------------------------------ named steps
 
-    def admit(self, name: str, prompt: list[int], max_tokens: int = 1, **more: Any) -> Request:
+    def admit(self, name: str, prompt: list[int] | None, max_tokens: int = 1, **more: Any) -> Request:
         """A request arrives."""
         request = engine.request(self.options, name, prompt, max_tokens, **more)
         self.requests[name] = request
-        self._prefixes[name] = Prefix()
+        self._prefixes[name] = self._prefix(request)
         self._ended.discard(name)
         self._seen_preemptions[name] = 0
         self.scheduler.add_request(request)
         return request
+
+    def stored_elsewhere(self, prompt: list[int]) -> None:
+        """Another instance has stored this prompt in the cache, whole chunks of it."""
+        self.side.put(prompt)
 
     def budget(self, tokens: int) -> None:
         """From the next step on, at most so many tokens are scheduled in one."""
@@ -79,13 +86,16 @@ class World:
         return int(self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
 
     def preempt(self, name: str) -> None:
-        """Others take every free block; at its next one the request is preempted. Its own blocks come free."""
-        self.take_blocks(self.free())
-        for _ in range(self.options.block_size + 1):
-            self.step()
-            if self.requests[name].status == RequestStatus.PREEMPTED:
-                return
-        raise ValueError(f"{name} was not preempted: it ended, or others hold blocks and came after it")
+        """vLLM takes the blocks of this running request, as it does when one before it needs a block."""
+        request = self.requests[name]
+        self.scheduler.running.remove(request)
+        self.scheduler._preempt_request(request, time.monotonic())
+        self.scheduler.prev_step_scheduled_req_ids.discard(name)  # as vLLM does where it preempts between steps
+        self._tell_preemptions()
+
+    def keep_blocks(self, how_many: int) -> None:
+        """Others take all free blocks but so many; a cached prefix loses its end first."""
+        self.take_blocks(self.free() - how_many)
 
     def take_blocks(self, how_many: int) -> None:
         """Somebody else needs blocks: at most so many of the free ones are gone until `free_blocks`."""
@@ -103,19 +113,36 @@ class World:
 
     def fail_load(self, name: str, after_chunks: int = 0) -> None:
         """The next load of this request brings only so many chunks."""
-        self.side.engine.failing[name] = after_chunks
+        self.side.fail_load(name, after_chunks)
+        self._may_fail.add(name)
+
+    def lookups_fail(self, how_many: int) -> None:
+        """So many of the next lookups time out. (The time itself is not spent.)"""
+        self.side.lookups_fail(how_many)
+
+    def never_ends(self) -> None:
+        """Everything is free, many steps were made, and requests are still there."""
+        for name, request in self.requests.items():
+            if not request.is_finished():
+                self._found("LAB003", "never-ends", name, f"is {request.status.name} for ever")
+
+    def evict(self, chunks: int, forced: bool = False) -> None:
+        """The cache drops its oldest chunks; `forced`: also those that a lookup has pinned, as when a pin times out."""
+        if self.cache.evict(chunks, forced) and forced:
+            self._may_fail.add("")
 
     def slow_lookups(self, steps: int) -> None:
         """Asynchronous lookups made from now on are answered so many steps later than they could be."""
-        self._lookups().engine.delay = steps
+        self.side.lookups.engine.delay = steps
 
     def wait(self, seconds: float) -> None:
         """So much time passes for asynchronous lookups, which give up after `lookup_timeout_ms`."""
-        self._lookups().wait(seconds)
+        self.side.lookups.wait(seconds)
 
     def step(self) -> None:
         """One iteration of EngineCore: schedule, load, compute, store, sample, update."""
         self.steps += 1
+        self.side.tick()
         output = self._guard("schedule", "", self.scheduler.schedule)
         scheduled: dict[str, int] = output.num_scheduled_tokens
         self._tell_preemptions()
@@ -128,6 +155,7 @@ class World:
         update = self.scheduler.update_from_output
         self._guard("update_from_output", "", update, output, self._sampled(scheduled, sending, receiving, invalid))
         self._tell_ended()
+        self._look_for_stuck()
 
     def run(self, steps: int = 1000) -> None:
         """Step until nothing is left to do, at most so often."""
@@ -140,17 +168,31 @@ class World:
         """All requests have ended: two more steps let the connector clean up, then nothing may be left of them."""
         for _ in range(2):
             self.step()
+        for _ in range(64):  # stores that are still under way hold their blocks
+            if not self.scheduler.requests:
+                break
+            self.step()
         for where, names in self.side.state().items():
             for name in sorted(names):
                 if name in self._ended:
                     self._tell(ev.Left(name, where))
 
-    def _lookups(self) -> AsyncLookups:
-        if self.side.lookups is None:
-            raise ValueError("lookups are answered at once; set enable_async_loading")
-        return self.side.lookups
-
     # ------------------------------------------------------------------ what a step does
+
+    def _make(self, config: Any) -> Any:
+        options = self.options
+        if options.connector == "v1":
+            self.scheduler = engine.scheduler(options, config)
+            kind = AsyncV1 if options.lmcache.get("enable_async_loading") else V1
+            return kind(self.scheduler.connector, config, self.slots, self.cache)
+
+        def make(role: str) -> Any:
+            if role == "worker":
+                return engine.worker(options, config)
+            self.scheduler = engine.scheduler(options, config)
+            return self.scheduler.connector
+
+        return MP(make, config, self.slots, self.cache, options.delay)
 
     def _compute(self, scheduled: dict[str, int], failed: set[int]) -> None:
         """The model: each request reads the KV of all its computed tokens and writes that of the scheduled ones."""
@@ -182,6 +224,11 @@ class World:
             kv_connector_output=report,
         )
 
+    @staticmethod
+    def _prefix(request: Request) -> Prefix:
+        """KV depends on the adapter, and may not be shared between tenants: both belong to a slot's content."""
+        return Prefix(hash((request.lora_request.lora_name if request.lora_request else 1, request.cache_salt or 1)))
+
     def _blocks(self, name: str) -> list[int]:
         return list(self.scheduler.kv_cache_manager.get_block_ids(name)[0])
 
@@ -209,8 +256,10 @@ class World:
         self.findings += self.ledger.feed(event)
 
     def _corrupt(self, name: str, message: str) -> None:
-        event = self.log[-1][1]
-        self.findings.append(Finding("LAB001", "wrong-content", "violated", name, message, event))
+        self._found("LAB001", "wrong-content", name, message)
+
+    def _found(self, code: str, rule: str, name: str, message: str) -> None:
+        self.findings.append(Finding(code, rule, "violated", name, message, self.log[-1][1]))
 
     def _tell_preemptions(self) -> None:
         for name, request in self.requests.items():
@@ -222,19 +271,12 @@ class World:
     def _tell_scheduled(self, output: Any) -> None:
         resumed = getattr(output.scheduled_cached_reqs, "resumed_req_ids", ())
         first = {new.req_id for new in output.scheduled_new_reqs} | set(resumed)
+        for due in self.side.due(output.kv_connector_metadata):
+            self._tell(ev.LoadDue(*due))
         for name, tokens in output.num_scheduled_tokens.items():
             done = self.requests[name].num_computed_tokens - tokens
             capacity = len(self._blocks(name)) * self.options.block_size
-            for due in self._due(output.kv_connector_metadata, name):
-                self._tell(due)
             self._tell(ev.Scheduled(name, done, tokens, capacity, name in first))
-
-    def _due(self, metadata: Any, name: str) -> list[ev.LoadDue]:
-        return [
-            ev.LoadDue(name, meta.load_spec.vllm_cached_tokens, meta.load_spec.lmcache_cached_tokens)
-            for meta in metadata.requests
-            if meta.req_id == name and meta.load_spec is not None and meta.load_spec.can_load
-        ]
 
     def _tell_ended(self) -> None:
         for name, request in self.requests.items():
@@ -243,9 +285,21 @@ class World:
                 self.counts["finished"] += 1
                 self._tell(ev.Finished(name, False))
 
+    def _look_for_stuck(self) -> None:
+        """Who waits for a load that is not under way, for longer than an answer takes."""
+        for name, request in self.requests.items():
+            waits = request.status == RequestStatus.WAITING_FOR_REMOTE_KVS and name not in self.side.loading()
+            self._waited[name] = self._waited.get(name, 0) + 1 if waits else 0
+            if self._waited[name] == 8:
+                self._tell(ev.Stuck(name, 8))
+
     def _loaded(self, name: str, start: int, end: int, tokens: int) -> None:
         self.counts["loaded_tokens"] += tokens
         self._tell(ev.Loaded(name, tokens, end))
+        due = self.ledger.stories[name].due
+        if due is not None and end < due.end and not self._may_fail.intersection((name, "")):
+            self._found("LAB002", "load-came-short", name, f"loaded up to {end} of {due.end} that were promised")
+        self._may_fail.discard(name)
 
     def _stored(self, name: str, tokens: list[int], start: int, end: int) -> None:
         self.counts["stored_tokens"] += end - start

@@ -1,8 +1,8 @@
 """A lookup takes too long, and the next question about the request kills EngineCore: KeyError.
 
-With asynchronous loading the client gives up after `lookup_timeout_ms`: it forgets when the lookup began, and answers 0.
-The lookup still counts as under way. Are there no free blocks for the request in this step, vLLM asks again in the
-next, and the client looks for the time that it has forgotten (lmcache_async_lookup_client.py 0.5.6:174).
+With asynchronous loading the client gives up after `lookup_timeout_ms`: it answers 0 and forgets when the lookup began;
+the lookup still counts as under way. If no blocks are free for the request in this step, vLLM asks again in the next,
+and the client looks for the time that it has forgotten (lmcache_async_lookup_client.py 0.5.6:174, :187).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A hit from the lookup cache is promised whole, and with what vLLM has computed it exceeds the request.
 
-1,105 tokens, 1,024 of them in LMCache, 800 in vLLM's prefix cache after a preemption. The first answer is 224; there
-are too few blocks; the second is 1,024, and vLLM finds 1,824 computed tokens in a request of 1,105: a bare
+1,101 tokens, 1,024 of them in LMCache, 800 in vLLM's prefix cache after a preemption. The first answer is 224; there
+are too few blocks; the second is 1,024, and vLLM finds 1,824 computed tokens in a request of 1,101: a bare
 AssertionError (vllm/v1/core/sched/scheduler.py 0.32.0:1048).
 """
 
@@ -20,7 +20,7 @@ def play(world: World) -> None:
     world.admit("r", prompt(1100), max_tokens=8)
     world.step()
     world.preempt("r")
-    world.take_blocks(world.free() - 50)  # of its 69 blocks, 50 stay in the prefix cache: 800 tokens
+    world.keep_blocks(50)  # of its 69 blocks, 50 stay in the prefix cache: 800 tokens
     world.step()  # match(800) by a lookup
     world.step()  # match(800) from the lookup cache
     world.free_blocks()

@@ -1,0 +1,111 @@
+"""`kvfix lab fuzz`: random schedules against the real scheduler and connector, until the time or the seeds are out.
+
+A run that loaded nothing, preempted nothing or never filled the blocks has tested nothing, and says so.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import kvfix
+from kvfix_tools.lab.runner import quiet
+from kvfix_tools.lab.schedule import Schedule, draw
+
+
+class Violation(NamedTuple):
+    """One bug as far as its signature tells: how often it was seen, and the first schedule, shrunk."""
+
+    rule: str
+    times: int
+    seed: int
+    message: str
+    schedule: Schedule
+
+    def as_json(self) -> dict[str, Any]:
+        steps = [list(step) for step in self.schedule.steps]
+        schedule = {"options": vars(self.schedule.options), "steps": steps}
+        return {
+            "rule": self.rule,
+            "count": self.times,
+            "seed": self.seed,
+            "message": self.message,
+            "schedule": schedule,
+        }
+
+
+class Fuzzed(NamedTuple):
+    """What was done, in steps of the scheduler, and what was found, the most frequent first."""
+
+    steps: int
+    seeds: int
+    seconds: float
+    preemptions: int
+    retrieved_tokens: int
+    stored_tokens: int
+    violations: list[Violation]
+
+    @property
+    def tested_nothing(self) -> str:
+        """Why the run proves nothing; "" if it does."""
+        missing = [
+            what
+            for what, done in (
+                ("loaded no token", self.retrieved_tokens),
+                ("stored no token", self.stored_tokens),
+                ("preempted nobody", self.preemptions),
+            )
+            if not done
+        ]
+        return ", ".join(missing)
+
+    def as_json(self) -> dict[str, Any]:
+        violations = [violation.as_json() for violation in self.violations]
+        return {**self._asdict(), "violations": violations, "tested_nothing": self.tested_nothing}
+
+
+def fuzz(
+    connector: str,
+    seeds: range,
+    seconds: float,
+    fixes: bool,
+    plain: bool = False,
+    shrinking: float = 45.0,
+    progress: Callable[[int, int, int], None] = lambda *_: None,
+) -> Fuzzed:
+    """Play the seeds in order, at most so many seconds. shrinking: seconds for each kind of violation; 0: as drawn."""
+    with quiet():
+        from kvfix_tools.lab.play import play, shrink, signature
+
+        kvfix.revert()
+        if fixes:
+            kvfix.apply()
+        try:
+            start = time.monotonic()
+            steps = played = preemptions = loaded = stored = 0
+            seen: dict[str, list[Any]] = {}
+            for seed in seeds:
+                if time.monotonic() - start > seconds:
+                    break
+                done = play(draw(seed, connector, plain))
+                played += 1
+                steps += done.steps
+                preemptions += done.counts["preemptions"]
+                loaded += done.counts["loaded_tokens"]
+                stored += done.counts["stored_tokens"]
+                for finding in done.findings:
+                    if finding.verdict == "violated":
+                        seen.setdefault(signature(finding), [0, seed, finding])[0] += 1
+                progress(played, steps, len(seen))
+            took = time.monotonic() - start
+            violations = []
+            for wanted, (count, seed, finding) in sorted(seen.items(), key=lambda item: -item[1][0]):
+                schedule = draw(seed, connector, plain)
+                if shrinking:
+                    schedule = shrink(schedule, wanted, shrinking)
+                    finding = next(found for found in play(schedule).findings if signature(found) == wanted)
+                violations.append(Violation(finding.code, count, seed, str(finding), schedule))
+        finally:
+            kvfix.revert()
+    return Fuzzed(steps, played, round(took, 3), preemptions, loaded, stored, violations)

@@ -1,0 +1,35 @@
+"""With prompt_logprobs vLLM asks the connector and takes nothing; a preempted request dies on its way back.
+
+vLLM skips reading prefix caches for such a request (scheduler.py 0.32.0:982), its own and the external one; the
+LoadSpec still says what was hit, and `build_connector_meta` asserts it of the resumed request.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvfix_tools.lab.options import Options
+from kvfix_tools.lab.scenario import Scenario, prompt
+
+if TYPE_CHECKING:
+    from kvfix_tools.lab.world import World
+
+
+def play(world: World) -> None:
+    world.admit("r", prompt(1100), max_tokens=8, sampling={"prompt_logprobs": 1})
+    world.step()
+    world.preempt("r")
+    world.run()
+    world.settle()
+
+
+SCENARIO = Scenario(
+    __name__,
+    __doc__,
+    play,
+    fixes=("KVF002",),
+    rule="KVR011",
+    text="Preempted request r has num_computed_tokens 0 but",
+    wrong={"lmcache": ">=0.3.10.post1"},
+    options=Options(num_blocks=100, chunk_size=256, max_num_batched_tokens=2048),
+)

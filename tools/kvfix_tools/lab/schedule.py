@@ -1,0 +1,102 @@
+"""A schedule: options of a world and the steps that move it, as data. Drawn from a seed, played, saved, shrunk.
+
+{"kvfix-schedule": 1, "versions": {"vllm": "0.32.0", "lmcache": "0.5.6"}, "options": {...},
+ "steps": [["admit", "r0", 3, 120, 8], ["step"], ...]}
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import random
+from typing import Any, NamedTuple
+
+from kvfix_tools.lab.options import Options
+
+FORMAT = 1
+Step = tuple[Any, ...]
+
+#: How often each step is drawn, beside the engine's own. The unpleasant ones are left out of a plain schedule.
+_PLEASANT = {"step": 60, "admit": 10, "take_blocks": 2, "free_blocks": 3, "budget": 1, "reset_prefix_cache": 1}
+_UNPLEASANT = {"abort": 4, "evict": 1, "fail_load": 2, "admit_again": 2, "timeout": 1, "preempt": 2}
+
+
+class Schedule(NamedTuple):
+    options: Options
+    steps: tuple[Step, ...]
+
+    def to_json(self, versions: dict[str, str]) -> str:
+        options = dataclasses.asdict(self.options)
+        whole = {"kvfix-schedule": FORMAT, "versions": versions, "options": options, "steps": self.steps}
+        return json.dumps(whole, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> tuple[Schedule, dict[str, str]]:
+        """The schedule and the versions it was found on. Raises ValueError for anything else than a saved schedule."""
+        try:
+            whole = json.loads(text)
+            version = whole["kvfix-schedule"]
+            if version != FORMAT:
+                raise ValueError(
+                    f"it is of schedule format {version}, this kvfix reads {FORMAT}: find it again by its seed"
+                )
+            steps = tuple(tuple(step) for step in whole["steps"])
+            return cls(Options(**whole["options"]), steps), whole["versions"]
+        except (KeyError, TypeError, json.JSONDecodeError) as error:
+            raise ValueError(f"it is no saved schedule ({type(error).__name__}: {error})") from None
+
+
+def draw(seed: int, connector: str, plain: bool = False) -> Schedule:
+    """The schedule of this seed. plain: default options of LMCache, no aborts, no failed loads, no evictions."""
+    dice = random.Random(seed)
+    block = dice.choice((4, 8, 16))
+    chunk = block * dice.choice((1, 2, 4) if connector != "v1" else (1, 2, 3, 4))
+    blocks = dice.randrange(12, 48)
+    room = block * (blocks - 2)
+    lmcache: dict[str, Any] = {}
+    if not plain and connector == "v1":
+        for name, values in (
+            ("save_decode_cache", (True,)),
+            ("save_unfull_chunk", (False,)),
+            ("min_retrieve_tokens", (chunk, 3 * chunk)),
+            ("max_tokens_per_load", (chunk, 2 * chunk, 5 * chunk)),
+        ):
+            if dice.random() < 0.3:
+                lmcache[name] = dice.choice(values)
+    options = Options(
+        connector=connector,
+        block_size=block,
+        num_blocks=blocks,
+        chunk_size=chunk,
+        max_num_batched_tokens=dice.choice((max(block, 8), 3 * block + 1, 8 * block, 64 * block)),
+        max_num_seqs=dice.choice((2, 4, 8)),
+        max_model_len=max(64, room),
+        prefix_caching=dice.random() < 0.85,
+        reserve_full_isl=dice.random() < 0.5,
+        lmcache=lmcache,
+    )
+    weights = dict(_PLEASANT) if plain else {**_PLEASANT, **_UNPLEASANT}
+    names = list(weights)
+    steps: list[Step] = []
+    for number in range(dice.randrange(30, 160)):
+        kind = dice.choices(names, [weights[name] for name in names])[0] if number else "admit"
+        steps.append(_step(dice, kind, number, options, room))
+    return Schedule(options, tuple(steps))
+
+
+def _step(dice: random.Random, kind: str, number: int, options: Options, room: int) -> Step:
+    if kind in ("admit", "admit_again"):
+        # few prompts, so that they share prefixes; lengths around the edges of blocks and chunks
+        whole = dice.randrange(1, max(2, room // options.chunk_size)) * options.chunk_size
+        tokens = max(1, min(room - 40, whole + dice.choice((-1, 0, 0, 1, dice.randrange(options.chunk_size)))))
+        which = dice.randrange(8) if kind == "admit_again" else number
+        return ("admit", f"r{which}", dice.randrange(3), tokens, dice.choice((1, 2, 5, 20, 30)))
+    if kind in ("abort", "fail_load", "preempt"):
+        return (kind, dice.randrange(8), dice.randrange(3))
+    if kind == "take_blocks":
+        return (kind, dice.randrange(1, options.num_blocks))
+    if kind == "evict":
+        return (kind, dice.randrange(1, 6), dice.random() < 0.3)
+    if kind == "budget":
+        return (kind, dice.choice((1, options.block_size, options.max_num_batched_tokens)))
+    return (kind,)
