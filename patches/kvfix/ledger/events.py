@@ -79,7 +79,7 @@ class Preempted(NamedTuple):
 
 
 class LoadFailed(NamedTuple):
-    """vLLM was told of failed blocks; the request goes back to `computed` tokens (None: it ends)."""
+    """The load came short; vLLM takes the request back to `computed` tokens (None: not told)."""
 
     request: str
     computed: int | None

@@ -44,12 +44,18 @@ class Server:
         self.on_load: Callable[[str, int, int, int], None] = lambda *_: None
         self.on_store: Callable[[str, list[int], int, int], None] = lambda *_: None
         self.on_wrong: Callable[[str, str], None] = lambda *_: None
+        #: The right contents of a request's tokens, for what is stored of it.
+        self.right: Callable[[str], list[int]] = lambda _: []
 
     def tick(self) -> None:
         """A step of the engine has begun: what is due by now happens."""
         self.now += 1
         while self._later and self._later[0][0] <= self.now:
             self._later.popleft()[1]()
+
+    @property
+    def busy(self) -> int:
+        return len(self._later)
 
     def keys(self, tokens: Any, end: int, salt: str) -> tuple[list[Any], list[int]]:
         """Keys of the whole chunks up to `end`, and the right contents: a key stands for all tokens up to its chunk."""
@@ -134,11 +140,12 @@ class Server:
         self.on_store(request_id, list(key.token_ids), key.start, key.end)
 
         def store() -> bool:
-            keys, contents = self.keys(key.token_ids, key.end, key.cache_salt)
+            keys, _ = self.keys(key.token_ids, key.end, key.cache_salt)
+            right = self.right(request_id)
             for number in range(key.start // self.chunk_size, len(keys)):
                 begin = number * self.chunk_size
                 read = [self.slots.get(slot) for slot in self._slots(blocks, begin - key.start)]
-                if read != contents[begin : begin + self.chunk_size]:
+                if read != right[begin : begin + self.chunk_size]:
                     self.on_wrong(request_id, f"other KV than that of tokens {begin} on is stored under their key")
                 self.cache.put(keys[number], read)
             return True
@@ -227,8 +234,9 @@ class MP:
         if hasattr(self.worker_adapter, "_block_ids_per_group"):
             self.worker_adapter._block_ids_per_group = lambda op: [op.flat_block_ids]
 
-    def listen(self, on_load: Any, on_store: Any, on_wrong: Any) -> None:
+    def listen(self, on_load: Any, on_store: Any, on_wrong: Any, right: Any) -> None:
         self.server.on_load, self.server.on_store, self.server.on_wrong = on_load, on_store, on_wrong
+        self.server.right = right
 
     def tick(self) -> None:
         self.server.tick()
@@ -273,6 +281,10 @@ class MP:
 
     def failed_blocks(self) -> set[int]:
         return set()  # loads run between steps: who waits for one is in none
+
+    def busy(self) -> bool:
+        """Whether a transfer or lookup is under way."""
+        return bool(self.server.busy)
 
     def loading(self) -> set[str]:
         return self.server.loading

@@ -47,8 +47,7 @@ def move(world: World, step: Step) -> None:
             world.step()
     elif kind == "admit":
         name, seed, tokens, max_tokens = rest
-        known = world.requests.get(name)
-        if known is None or known.is_finished():
+        if world.is_free(name):
             world.admit(name, prompt(tokens, seed), max_tokens)
     elif kind in ("abort", "fail_load", "preempt"):
         open_now = [name for name, request in world.requests.items() if not request.is_finished()]

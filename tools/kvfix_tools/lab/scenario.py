@@ -1,8 +1,8 @@
 """A scenario: the shortest schedule that shows one bug, and the catalogue that finds them.
 
-One file in `scenarios/` is one scenario. Its name is the slug; its docstring says what happens; `SCENARIO` says which
-fix cures it, what is expected to be violated on which releases, and `play` moves the world with named steps. Neither
-vLLM nor LMCache is imported by listing them.
+One file in `scenarios/` is one scenario. Its name is the slug; its docstring says what happens; `SCENARIO` (a tuple of
+them where vLLM's copy of the connector has the bug too) says which fix cures it, what is expected to be violated on
+which releases, and `play` moves the world with named steps. Neither vLLM nor LMCache is imported by listing them.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ class Scenario:
 
     @property
     def slug(self) -> str:
-        return self.module_name.rpartition(".")[2].replace("_", "-")
+        name = self.module_name.rpartition(".")[2].replace("_", "-")
+        return f"{name}-in-tree" if self.options.connector == "mp-in-tree" else name
 
     @property
     def title(self) -> str:
@@ -54,7 +55,11 @@ def scenarios() -> tuple[Scenario, ...]:
     """All of them, by slug."""
     package = import_module("kvfix_tools.lab.scenarios")
     names = sorted(found.name for found in pkgutil.iter_modules(package.__path__))
-    return tuple(import_module(f"{package.__name__}.{name}").SCENARIO for name in names)
+    found: list[Scenario] = []
+    for name in names:
+        made = import_module(f"{package.__name__}.{name}").SCENARIO
+        found += made if isinstance(made, tuple) else (made,)
+    return tuple(found)
 
 
 def find(slug: str) -> Scenario | None:

@@ -189,7 +189,7 @@ class V1:
             worker.lmcache_engine = self.engine
         return worker
 
-    def listen(self, on_load: Any, on_store: Any, on_wrong: Any) -> None:
+    def listen(self, on_load: Any, on_store: Any, on_wrong: Any, right: Any) -> None:
         self.engine.on_load, self.engine.on_store = on_load, on_store
 
     def tick(self) -> None:
@@ -207,6 +207,9 @@ class V1:
 
     def lookups_fail(self, how_many: int) -> None:
         self.wire.fails = how_many
+
+    def busy(self) -> bool:
+        return False
 
     def loading(self) -> set[str]:
         return set()

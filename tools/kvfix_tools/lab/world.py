@@ -36,7 +36,7 @@ class World:
         self.slots = Slots(options.num_blocks, options.block_size)
         self.cache = cache if cache is not None else Cache()
         self.side: Any = self._make(config)
-        self.side.listen(self._loaded, self._stored, self._corrupt)
+        self.side.listen(self._loaded, self._stored, self._corrupt, self._right)
         self.ledger = Ledger()
         self.steps = 0
         self.log: list[tuple[int, ev.Event]] = []
@@ -48,6 +48,8 @@ class World:
         self._seen_preemptions: dict[str, int] = {}
         self._waited: dict[str, int] = {}
         self._held: list[Any] = []
+        #: Blocks that others write to in the next step.
+        self._written_by_others: list[int] = []
         #: Requests whose load may come short because the world made it; "" for all.
         self._may_fail: set[str] = set()
         self._watch(self.scheduler.connector)
@@ -81,6 +83,13 @@ class World:
             self.counts["aborted"] += 1
             self._ended.add(name)
 
+    def is_free(self, name: str) -> bool:
+        """Whether a request of this id may arrive: none has, or it is gone and every part was told so."""
+        known = self.requests.get(name)
+        if known is None:
+            return True
+        return known.is_finished() and name not in self.scheduler.requests and not self.scheduler.finished_req_ids
+
     def free(self) -> int:
         """Free blocks, those that hold a cached prefix among them."""
         return int(self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
@@ -98,9 +107,11 @@ class World:
         self.take_blocks(self.free() - how_many)
 
     def take_blocks(self, how_many: int) -> None:
-        """Somebody else needs blocks: at most so many of the free ones are gone until `free_blocks`."""
+        """Somebody else needs blocks and writes to them: so many of the free ones are gone until `free_blocks`."""
         pool = self.scheduler.kv_cache_manager.block_pool
-        self._held += pool.get_new_blocks(min(how_many, self.free()))
+        taken = pool.get_new_blocks(min(how_many, self.free()))
+        self._written_by_others += [block.block_id for block in taken]
+        self._held += taken
 
     def free_blocks(self) -> None:
         """The blocks of `take_blocks` come free."""
@@ -168,8 +179,8 @@ class World:
         """All requests have ended: two more steps let the connector clean up, then nothing may be left of them."""
         for _ in range(2):
             self.step()
-        for _ in range(64):  # stores that are still under way hold their blocks
-            if not self.scheduler.requests:
+        for _ in range(64):  # transfers that are still under way hold their blocks
+            if not self.scheduler.requests and not self.side.busy():
                 break
             self.step()
         for where, names in self.side.state().items():
@@ -196,6 +207,9 @@ class World:
 
     def _compute(self, scheduled: dict[str, int], failed: set[int]) -> None:
         """The model: each request reads the KV of all its computed tokens and writes that of the scheduled ones."""
+        for block in self._written_by_others:
+            self.slots.write([block], 0, [GARBAGE] * self.options.block_size)
+        self._written_by_others = []
         for name, tokens in scheduled.items():
             request = self.requests[name]
             done = request.num_computed_tokens - tokens  # the scheduler has counted them in already
@@ -226,8 +240,14 @@ class World:
 
     @staticmethod
     def _prefix(request: Request) -> Prefix:
-        """KV depends on the adapter, and may not be shared between tenants: both belong to a slot's content."""
-        return Prefix(hash((request.lora_request.lora_name if request.lora_request else 1, request.cache_salt or 1)))
+        """KV depends on adapter and embeddings, and is not shared between tenants: all that is in a slot's content."""
+        lora = request.lora_request.lora_name if request.lora_request else 1
+        embeds = request.prompt_embeds
+        seed = (lora, request.cache_salt or 1)
+        return Prefix(hash(seed if embeds is None else (*seed, embeds.numpy().tobytes())))
+
+    def _right(self, name: str) -> list[int]:
+        return self._prefixes[name].of(self.requests[name].all_token_ids)
 
     def _blocks(self, name: str) -> list[int]:
         return list(self.scheduler.kv_cache_manager.get_block_ids(name)[0])
@@ -286,9 +306,14 @@ class World:
                 self._tell(ev.Finished(name, False))
 
     def _look_for_stuck(self) -> None:
-        """Who waits for a load that is not under way, for longer than an answer takes."""
+        """Who waits for a load that is not under way, for longer than an answer takes.
+
+        One whose load is done and reported waits for a place in a step, as everybody does.
+        """
+        done = self.scheduler.finished_recving_kv_req_ids | self.scheduler.failed_recving_kv_req_ids
         for name, request in self.requests.items():
-            waits = request.status == RequestStatus.WAITING_FOR_REMOTE_KVS and name not in self.side.loading()
+            waits = request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
+            waits = waits and name not in self.side.loading() and name not in done
             self._waited[name] = self._waited.get(name, 0) + 1 if waits else 0
             if self._waited[name] == 8:
                 self._tell(ev.Stuck(name, 8))
@@ -297,8 +322,10 @@ class World:
         self.counts["loaded_tokens"] += tokens
         self._tell(ev.Loaded(name, tokens, end))
         due = self.ledger.stories[name].due
-        if due is not None and end < due.end and not self._may_fail.intersection((name, "")):
-            self._found("LAB002", "load-came-short", name, f"loaded up to {end} of {due.end} that were promised")
+        if due is not None and end < due.end:
+            if not self._may_fail.intersection((name, "")):
+                self._found("LAB002", "load-came-short", name, f"loaded up to {end} of {due.end} that were promised")
+            self._tell(ev.LoadFailed(name, None))
         self._may_fail.discard(name)
 
     def _stored(self, name: str, tokens: list[int], start: int, end: int) -> None:

@@ -1,0 +1,53 @@
+"""A request is aborted while it is loaded: load and request are both reported done, and vLLM asserts on the second.
+
+vLLM frees the request at the first report and looks for it at the other (scheduler.py 0.32.0:3222-3235).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvfix_tools.lab.options import Options
+from kvfix_tools.lab.scenario import Scenario, prompt
+
+if TYPE_CHECKING:
+    from kvfix_tools.lab.world import World
+
+
+def play(world: World) -> None:
+    world.stored_elsewhere(prompt(128))
+    world.admit("r", prompt(140), max_tokens=4)
+    for _ in range(5):
+        world.step()
+    world.abort("r")
+    world.settle()
+
+
+SCENARIO = (
+    Scenario(
+        __name__,
+        __doc__,
+        play,
+        fixes=("KVF014",),
+        rule="KVR011",
+        text="update_from_output: AssertionError",
+        wrong={"lmcache": ">=0.5.0"},
+        needs={"lmcache": ">=0.5.0"},
+        options=Options(
+            connector="mp", block_size=16, num_blocks=60, chunk_size=64, max_num_batched_tokens=256, delay=4
+        ),
+    ),
+    Scenario(
+        __name__,
+        __doc__,
+        play,
+        fixes=("KVF014",),
+        rule="KVR011",
+        text="update_from_output: AssertionError",
+        wrong={"vllm": ">=0.32.0", "lmcache": "==0.4.6"},
+        needs={"lmcache": "==0.4.6"},
+        options=Options(
+            connector="mp-in-tree", block_size=16, num_blocks=60, chunk_size=64, max_num_batched_tokens=256, delay=4
+        ),
+    ),
+)

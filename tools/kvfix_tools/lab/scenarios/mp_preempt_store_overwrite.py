@@ -1,0 +1,58 @@
+"""A store is under way, its request is preempted, others write to its blocks: their KV is stored under its keys."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvfix_tools.lab.options import Options
+from kvfix_tools.lab.scenario import Scenario, prompt
+
+if TYPE_CHECKING:
+    from kvfix_tools.lab.world import World
+
+
+def play(world: World) -> None:
+    world.admit("r", prompt(200), max_tokens=20)
+    world.step()
+    world.step()
+    world.step()
+    world.step()
+    world.step()  # computed and handed over; the server copies some steps later
+    world.preempt("r")
+    world.keep_blocks(0)  # others take its blocks and write to them
+    world.step()
+    world.step()
+    world.step()
+    world.free_blocks()
+    world.run()
+    world.settle()
+
+
+SCENARIO = (
+    Scenario(
+        __name__,
+        __doc__,
+        play,
+        fixes=("KVF017",),
+        rule="LAB001",
+        text="is stored under their key",
+        wrong={"lmcache": ">=0.5.0,<0.5.6"},
+        needs={"lmcache": ">=0.5.0"},
+        options=Options(
+            connector="mp", block_size=16, num_blocks=50, chunk_size=64, max_num_batched_tokens=1024, delay=3
+        ),
+    ),
+    Scenario(
+        __name__,
+        __doc__,
+        play,
+        fixes=("KVF017",),
+        rule="LAB001",
+        text="is stored under their key",
+        wrong={"vllm": ">=0.32.0", "lmcache": "==0.4.6"},
+        needs={"lmcache": "==0.4.6"},
+        options=Options(
+            connector="mp-in-tree", block_size=16, num_blocks=50, chunk_size=64, max_num_batched_tokens=1024, delay=3
+        ),
+    ),
+)

@@ -1,0 +1,48 @@
+"""Two prompts given as embeddings of the same length share KV: their key is made of the zeros that stand for tokens."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvfix_tools.lab.options import Options
+from kvfix_tools.lab.scenario import Scenario
+
+if TYPE_CHECKING:
+    from kvfix_tools.lab.world import World
+
+
+def play(world: World) -> None:
+    import torch
+
+    world.admit("before", None, prompt_embeds=torch.zeros(140, 64))
+    world.run()
+    world.reset_prefix_cache()
+    world.admit("r", None, max_tokens=2, prompt_embeds=torch.ones(140, 64))
+    world.run()
+    world.settle()
+
+
+SCENARIO = (
+    Scenario(
+        __name__,
+        __doc__,
+        play,
+        fixes=("KVF009",),
+        rule="LAB001",
+        wrong={"lmcache": ">=0.5.0"},
+        needs={"lmcache": ">=0.5.0"},
+        options=Options(connector="mp", block_size=16, num_blocks=60, chunk_size=64, max_num_batched_tokens=256),
+    ),
+    Scenario(
+        __name__,
+        __doc__,
+        play,
+        fixes=("KVF009",),
+        rule="LAB001",
+        wrong={"vllm": ">=0.32.0", "lmcache": "==0.4.6"},
+        needs={"lmcache": "==0.4.6"},
+        options=Options(
+            connector="mp-in-tree", block_size=16, num_blocks=60, chunk_size=64, max_num_batched_tokens=256
+        ),
+    ),
+)

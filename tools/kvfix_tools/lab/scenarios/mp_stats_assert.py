@@ -1,0 +1,46 @@
+"""A client that asks for cache statistics and goes away before its lookup kills EngineCore."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvfix_tools.lab.options import Options
+from kvfix_tools.lab.scenario import Scenario, prompt
+
+if TYPE_CHECKING:
+    from kvfix_tools.lab.world import World
+
+
+def play(world: World) -> None:
+    asks = {"cached_token_stats": True, "num_lmcache_extra_cached_tokens": True}
+    world.admit("r", prompt(140), sampling={"extra_args": {"kv_transfer_params": asks}})
+    world.abort("r")
+    world.settle()
+
+
+SCENARIO = (
+    Scenario(
+        __name__,
+        __doc__,
+        play,
+        fixes=("KVF018",),
+        rule="KVR011",
+        text="Request tracker for request_id r not found",
+        wrong={"lmcache": ">=0.5.0"},
+        needs={"lmcache": ">=0.5.0"},
+        options=Options(connector="mp", block_size=16, num_blocks=60, chunk_size=64, max_num_batched_tokens=256),
+    ),
+    Scenario(
+        __name__,
+        __doc__,
+        play,
+        fixes=("KVF018",),
+        rule="KVR011",
+        text="Request tracker for request_id r not found",
+        wrong={"vllm": ">=0.32.0", "lmcache": "==0.4.6"},
+        needs={"lmcache": "==0.4.6"},
+        options=Options(
+            connector="mp-in-tree", block_size=16, num_blocks=60, chunk_size=64, max_num_batched_tokens=256
+        ),
+    ),
+)
