@@ -73,6 +73,9 @@ def vllm_config(options: Options) -> VllmConfig:
     cache.num_gpu_blocks = options.num_blocks
     extra = {"lmcache.chunk_size": options.chunk_size}
     extra |= {f"lmcache.{name}": value for name, value in options.lmcache.items()}
+    if options.lmcache.get("enable_async_loading"):
+        # early releases insist on it, and set it themselves only where they read their own configuration
+        extra.setdefault("lmcache.save_unfull_chunk", False)
     return VllmConfig(
         model_config=_model_config(options.max_model_len),
         cache_config=cache,

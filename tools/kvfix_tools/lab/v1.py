@@ -107,7 +107,7 @@ class CacheEngine:
         moved = torch.zeros(len(tokens), dtype=torch.bool)
         chunks_left = self.failing.pop(name, sys.maxsize)
         first, last = None, 0
-        for start, end, key in self.tokens.process_tokens(tokens, mask, make_key=False):
+        for start, end, key in self.tokens.process_tokens(tokens, mask=mask, make_key=False):
             contents = self.chunk(name, key)
             if contents is None or chunks_left == 0 or end > len(slot_mapping):
                 break
@@ -127,7 +127,7 @@ class CacheEngine:
         """Slots into the cache, chunk by chunk; what is there already is left."""
         slot_mapping, name = more["slot_mapping"].tolist(), self._name(more)
         first, last = None, 0
-        for start, end, key in self.tokens.process_tokens(tokens, mask, make_key=False):
+        for start, end, key in self.tokens.process_tokens(tokens, mask=mask, make_key=False):
             first, last = start if first is None else first, end
             if key not in self.cache:
                 self.cache.put(key, [self.slots.get(slot) for slot in slot_mapping[start:end]])
@@ -237,7 +237,9 @@ class V1:
         if forward:
             self.worker_side.wait_for_save()
         sending, receiving = self.worker_side.get_finished(ended)
-        return sending, receiving, self.worker_side.get_block_ids_with_load_errors()
+        # 0.3.9 cannot tell, and vLLM does not ask it (lmcache_connector.py 0.32.0, get_block_ids_with_load_errors)
+        failed: set[int] = getattr(self.worker_side, "get_block_ids_with_load_errors", set)()
+        return sending, receiving, failed
 
     def failed_blocks(self) -> set[int]:
         return set(self.worker_side._invalid_block_ids)

@@ -30,7 +30,7 @@ SCENARIO = Scenario(
     fixes=(),
     rule="KVR009",
     text="fetched chunks of the worker",
-    wrong={"lmcache": ">0.3.10,<0.4.1"},
+    wrong={"lmcache": ">=0.3.10.post1,<0.4.1"},
     options=Options(lmcache={"enable_async_loading": True}, max_num_batched_tokens=512),
     needs={"lmcache": ">=0.3.10"},
 )
