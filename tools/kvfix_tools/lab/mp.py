@@ -7,9 +7,12 @@ and the transfer context, which copies between the lab's slots and chunks.
 
 from __future__ import annotations
 
+import ast
 from collections import deque
 from collections.abc import Callable
 from contextlib import nullcontext
+from importlib import import_module
+from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +39,7 @@ class Server:
         self.delay = delay
         self.now = 0
         self.unanswered = 0
+        self.flushes = _flushes()
         self.failing: dict[str, int] = {}
         self.loading: set[str] = set()
         #: request -> chunks found; None: the prefetch is under way
@@ -131,8 +135,11 @@ class Server:
         return None
 
     def flush_inflight_stores(self, *args: Any, **more: Any) -> None:
-        """All that is under way is done before this returns."""
-        while self._later:
+        """All that is under way is done before this returns, in releases whose transfer on CUDA waits for it at all.
+
+        (LMCacheDrivenTransferContext, what LMCache chooses on CUDA, does nothing here up to 0.5.5.)
+        """
+        while self.flushes and self._later:
             self._later.popleft()[1]()
 
     def submit_store(self, request_id: str, key: Any, *rest: Any, **more: Any) -> Any:
@@ -188,6 +195,21 @@ def _block_ids(arguments: tuple[Any, ...]) -> list[int]:
     return found[0] if found and isinstance(found[0], list) else found
 
 
+def _flushes() -> bool:
+    """Whether the installed release's transfer on CUDA has more than `pass` where it should wait for its stores."""
+    try:
+        module = import_module("lmcache.v1.multiprocess.transfer_context.worker_transfer")
+        source = Path(str(module.__file__)).read_text(encoding="utf-8")
+    except ImportError:
+        return False
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ClassDef) and node.name == "LMCacheDrivenTransferContext":
+            for method in node.body:
+                if isinstance(method, ast.FunctionDef) and method.name == "flush_inflight_stores":
+                    return any(not isinstance(line, ast.Pass | ast.Expr) for line in method.body)
+    return False
+
+
 def _without_gpu() -> None:
     """vLLM's copy records a CUDA event to order the transfer after the step; here each step is done when it returns."""
     if torch.cuda.is_available():
@@ -218,7 +240,7 @@ class MP:
     def __init__(self, make: Callable[[str], Any], config: VllmConfig, slots: Slots, cache: Cache, delay: int) -> None:
         chunk = config.kv_transfer_config.get_from_extra_config("lmcache.chunk_size", 0)
         self.server = Server(slots, cache, chunk, delay)
-        adapter: Any = __import__(ADAPTER, fromlist=["_"])
+        adapter: Any = import_module(ADAPTER)
         if hasattr(adapter, "RequestClientFactory"):
             adapter.RequestClientFactory = SimpleNamespace(create=lambda url, context=None: self.server)
         else:

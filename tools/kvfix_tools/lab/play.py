@@ -23,7 +23,7 @@ class Played(NamedTuple):
     counts: dict[str, int]
 
 
-def play(schedule: Schedule, end: int = 400) -> Played:
+def play(schedule: Schedule, end: int = 4000) -> Played:
     """All steps, then everything is freed and the engine runs until nothing is left to do, at most `end` steps."""
     world = World(schedule.options)
     with suppress(Died):  # among the findings

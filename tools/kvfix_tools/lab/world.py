@@ -116,7 +116,7 @@ class World:
     def free_blocks(self) -> None:
         """The blocks of `take_blocks` come free."""
         self.scheduler.kv_cache_manager.block_pool.free_blocks(self._held)
-        self._held = []
+        self._held, self._written_by_others = [], []
 
     def reset_prefix_cache(self) -> bool:
         """vLLM forgets its own prefix cache; False if blocks are in use."""
