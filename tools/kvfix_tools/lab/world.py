@@ -48,6 +48,7 @@ class World:
         self._seen_preemptions: dict[str, int] = {}
         self._waited: dict[str, int] = {}
         self._held: list[Any] = []
+        self._hits: dict[str, int] = {}
         #: Blocks that others write to in the next step.
         self._written_by_others: list[int] = []
         #: Requests whose load may come short because the world made it; "" for all.
@@ -261,6 +262,7 @@ class World:
         def asked(request: Any, computed: int) -> Any:
             promised, asynchronous = ask(request, computed)
             hit = self.side.hit(request.request_id)
+            self._hits[request.request_id] = hit or 0
             self._tell(ev.Asked(request.request_id, request.num_tokens, computed, hit, promised, asynchronous))
             return promised, asynchronous
 
@@ -335,8 +337,8 @@ class World:
             self._corrupt(name, f"stores {len(tokens)} tokens that are not the first ones of the request")
 
     def _covered(self, name: str) -> int:
-        asked = self.ledger.stories[name].asked
-        return (asked.hit or 0) if asked is not None else 0
+        """What was hit is there, also if the load of it failed."""
+        return self._hits.get(name, 0)
 
     def _guard(self, where: str, name: str, function: Any, *args: Any) -> Any:
         try:
