@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import RELEASES, ROOT, Fresh, clean_environment
-from tests.lab.planted import FAULTS
+from tests.lab.faults_v1 import FAULTS
 
 #: A bug of the release that even the pleasant schedules show (scenario priority-left-after-resume).
 KNOWN = "_requests_priority still holds it"
@@ -18,7 +18,7 @@ KNOWN = "_requests_priority still holds it"
 @cache
 def outcomes() -> dict[str, Any]:
     path = os.pathsep.join([clean_environment()["PYTHONPATH"], str(ROOT)])
-    code = f"from tests.lab.planted import outcomes; result = outcomes({str(RELEASES / '0.5.6')!r})"
+    code = f"from tests.lab.faults_v1 import outcomes; result = outcomes({str(RELEASES / '0.5.6')!r})"
     return dict(Fresh()(code, PYTHONPATH=path))
 
 
