@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvfix.choice import known_fixes
-from kvfix_tools.lab.scenario import scenarios
+from kvfix_tools.lab.scenario import find, scenarios
 from tests.conftest import RELEASES, Fresh
 
 #: The releases in which a bug appears or goes, and the newest. `make matrix` plays all of them.
@@ -50,6 +50,11 @@ def test_as_released(slug: str, release: str) -> None:
 @pytest.mark.parametrize("slug", CURED)
 def test_with_fixes(slug: str, release: str) -> None:
     each = played(release)[slug, True]
+    scenario = find(slug)
+    assert scenario is not None
+    if not scenario.fixes:  # nobody has fixed it yet: then it is as it was
+        assert each["outcome"] == each["expected"], each
+        return
     assert each["outcome"] in ("clean", "not-applicable"), each
     if each["outcome"] == "clean" and each["expected"] == "violated":
         assert each["counts"]["stored_tokens"] > 0, "nothing was tested"

@@ -31,6 +31,7 @@ from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
 from kvfix_tools.lab.options import Options
+from kvfix_tools.lab.sockets import no_sockets
 
 VOCABULARY = 512
 LAYER = "model.layers.0.self_attn.attn"
@@ -72,6 +73,9 @@ def vllm_config(options: Options) -> VllmConfig:
     cache.num_gpu_blocks = options.num_blocks
     extra = {"lmcache.chunk_size": options.chunk_size}
     extra |= {f"lmcache.{name}": value for name, value in options.lmcache.items()}
+    if options.lmcache.get("enable_async_loading"):
+        # early releases insist on it, and set it themselves only where they read their own configuration
+        extra.setdefault("lmcache.save_unfull_chunk", False)
     return VllmConfig(
         model_config=_model_config(options.max_model_len),
         cache_config=cache,
@@ -110,12 +114,13 @@ def worker(options: Options, config: VllmConfig) -> Any:
 
 def scheduler(options: Options, config: VllmConfig) -> Scheduler:
     """The real scheduler; its connector, in the scheduler role, is at `.connector`."""
-    return Scheduler(
-        vllm_config=config,
-        kv_cache_config=kv_cache(options),
-        structured_output_manager=StructuredOutputManager(config),
-        block_size=options.block_size,
-    )
+    with no_sockets():
+        return Scheduler(
+            vllm_config=config,
+            kv_cache_config=kv_cache(options),
+            structured_output_manager=StructuredOutputManager(config),
+            block_size=options.block_size,
+        )
 
 
 @functools.cache

@@ -67,6 +67,10 @@ def move(world: World, step: Step) -> None:
         world.budget(*rest)
     elif kind == "timeout":
         world.lookups_fail(1)
+    elif kind == "slow_lookups":
+        world.slow_lookups(*rest)
+    elif kind == "wait":
+        world.wait(*rest)
     elif kind == "free_blocks":
         world.free_blocks()
     elif kind == "reset_prefix_cache":

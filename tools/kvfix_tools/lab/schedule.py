@@ -19,6 +19,8 @@ Step = tuple[Any, ...]
 #: How often each step is drawn, beside the engine's own. The unpleasant ones are left out of a plain schedule.
 _PLEASANT = {"step": 60, "admit": 10, "take_blocks": 2, "free_blocks": 3, "budget": 1, "reset_prefix_cache": 1}
 _UNPLEASANT = {"abort": 4, "evict": 1, "fail_load": 2, "admit_again": 2, "timeout": 1, "preempt": 2}
+#: Only where lookups take time.
+_ASYNCHRONOUS = {"slow_lookups": 2, "wait": 1}
 
 
 class Schedule(NamedTuple):
@@ -60,6 +62,7 @@ def draw(seed: int, connector: str, plain: bool = False) -> Schedule:
             ("save_unfull_chunk", (False,)),
             ("min_retrieve_tokens", (chunk, 3 * chunk)),
             ("max_tokens_per_load", (chunk, 2 * chunk, 5 * chunk)),
+            ("enable_async_loading", (True,)),
         ):
             if dice.random() < 0.3:
                 lmcache[name] = dice.choice(values)
@@ -76,6 +79,8 @@ def draw(seed: int, connector: str, plain: bool = False) -> Schedule:
         lmcache=lmcache,
     )
     weights = dict(_PLEASANT) if plain else {**_PLEASANT, **_UNPLEASANT}
+    if "enable_async_loading" in lmcache:
+        weights |= _ASYNCHRONOUS
     names = list(weights)
     steps: list[Step] = []
     for number in range(dice.randrange(30, 160)):
@@ -97,6 +102,8 @@ def _step(dice: random.Random, kind: str, number: int, options: Options, room: i
         return (kind, dice.randrange(1, options.num_blocks))
     if kind == "evict":
         return (kind, dice.randrange(1, 6), dice.random() < 0.3)
+    if kind in ("slow_lookups", "wait"):
+        return (kind, dice.randrange(5))
     if kind == "budget":
         return (kind, dice.choice((1, options.block_size, options.max_num_batched_tokens)))
     return (kind,)

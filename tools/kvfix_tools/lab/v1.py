@@ -107,8 +107,8 @@ class CacheEngine:
         moved = torch.zeros(len(tokens), dtype=torch.bool)
         chunks_left = self.failing.pop(name, sys.maxsize)
         first, last = None, 0
-        for start, end, key in self.tokens.process_tokens(tokens, mask, make_key=False):
-            contents = self.cache.get(key)
+        for start, end, key in self.tokens.process_tokens(tokens, mask=mask, make_key=False):
+            contents = self.chunk(name, key)
             if contents is None or chunks_left == 0 or end > len(slot_mapping):
                 break
             chunks_left -= 1
@@ -119,11 +119,15 @@ class CacheEngine:
         self.on_load(name, first or 0, last, int(moved.sum()))
         return moved
 
+    def chunk(self, name: str, key: object) -> list[int] | None:
+        """What a load of this request finds under the key."""
+        return self.cache.get(key)
+
     def store(self, tokens: Any, mask: Any = None, **more: Any) -> None:
         """Slots into the cache, chunk by chunk; what is there already is left."""
         slot_mapping, name = more["slot_mapping"].tolist(), self._name(more)
         first, last = None, 0
-        for start, end, key in self.tokens.process_tokens(tokens, mask, make_key=False):
+        for start, end, key in self.tokens.process_tokens(tokens, mask=mask, make_key=False):
             first, last = start if first is None else first, end
             if key not in self.cache:
                 self.cache.put(key, [self.slots.get(slot) for slot in slot_mapping[start:end]])
@@ -145,15 +149,19 @@ class V1:
     def __init__(self, connector: Any, config: VllmConfig, slots: Slots, cache: Cache) -> None:
         self.connector = connector
         self.scheduler_side = connector._lmcache_engine
-        client = self.scheduler_side.lookup_client
-        self.engine = CacheEngine(slots, cache, client.token_database)
-        self.wire = Wire(self.engine.lookup)
+        self.engine = self._join(self.scheduler_side.lookup_client, slots, cache)
+        self.worker_side = self._worker(config)
+
+    def _join(self, client: Any, slots: Slots, cache: Cache) -> CacheEngine:
+        """The worker's cache, answering the scheduler's lookup client."""
+        engine = CacheEngine(slots, cache, client.token_database)
+        self.wire = Wire(engine.lookup)
         if hasattr(client, "transport"):
             client.transport = self.wire
         else:
             client.sockets = [self.wire]
             client._recreate_socket = lambda *_: None
-        self.worker_side = self._worker(config)
+        return engine
 
     def _worker(self, config: VllmConfig) -> Any:
         """The adapter in the worker's role. Its `__init__` would start servers and ask for a GPU connector."""
@@ -229,7 +237,9 @@ class V1:
         if forward:
             self.worker_side.wait_for_save()
         sending, receiving = self.worker_side.get_finished(ended)
-        return sending, receiving, self.worker_side.get_block_ids_with_load_errors()
+        # 0.3.9 cannot tell, and vLLM does not ask it (lmcache_connector.py 0.32.0, get_block_ids_with_load_errors)
+        failed: set[int] = getattr(self.worker_side, "get_block_ids_with_load_errors", set)()
+        return sending, receiving, failed
 
     def failed_blocks(self) -> set[int]:
         return set(self.worker_side._invalid_block_ids)

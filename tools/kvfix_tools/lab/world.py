@@ -15,6 +15,7 @@ from vllm.v1.request import Request, RequestStatus
 from kvfix.ledger import Finding, Ledger
 from kvfix.ledger import events as ev
 from kvfix_tools.lab import engine
+from kvfix_tools.lab.asynchronous import AsyncV1
 from kvfix_tools.lab.memory import GARBAGE, Cache, Prefix, Slots
 from kvfix_tools.lab.mp import MP
 from kvfix_tools.lab.options import Options
@@ -47,6 +48,7 @@ class World:
         self._seen_preemptions: dict[str, int] = {}
         self._waited: dict[str, int] = {}
         self._held: list[Any] = []
+        self._hits: dict[str, int] = {}
         #: Blocks that others write to in the next step.
         self._written_by_others: list[int] = []
         #: Requests whose load may come short because the world made it; "" for all.
@@ -141,6 +143,14 @@ class World:
         if self.cache.evict(chunks, forced) and forced:
             self._may_fail.add("")
 
+    def slow_lookups(self, steps: int) -> None:
+        """Asynchronous lookups made from now on are answered so many steps later than they could be."""
+        self.side.lookups.engine.delay = steps
+
+    def wait(self, seconds: float) -> None:
+        """So much time passes for asynchronous lookups, which give up after `lookup_timeout_ms`."""
+        self.side.lookups.wait(seconds)
+
     def step(self) -> None:
         """One iteration of EngineCore: schedule, load, compute, store, sample, update."""
         self.steps += 1
@@ -185,7 +195,8 @@ class World:
         options = self.options
         if options.connector == "v1":
             self.scheduler = engine.scheduler(options, config)
-            return V1(self.scheduler.connector, config, self.slots, self.cache)
+            kind = AsyncV1 if options.lmcache.get("enable_async_loading") else V1
+            return kind(self.scheduler.connector, config, self.slots, self.cache)
 
         def make(role: str) -> Any:
             if role == "worker":
@@ -251,6 +262,7 @@ class World:
         def asked(request: Any, computed: int) -> Any:
             promised, asynchronous = ask(request, computed)
             hit = self.side.hit(request.request_id)
+            self._hits[request.request_id] = hit or 0
             self._tell(ev.Asked(request.request_id, request.num_tokens, computed, hit, promised, asynchronous))
             return promised, asynchronous
 
@@ -325,8 +337,8 @@ class World:
             self._corrupt(name, f"stores {len(tokens)} tokens that are not the first ones of the request")
 
     def _covered(self, name: str) -> int:
-        asked = self.ledger.stories[name].asked
-        return (asked.hit or 0) if asked is not None else 0
+        """What was hit is there, also if the load of it failed."""
+        return self._hits.get(name, 0)
 
     def _guard(self, where: str, name: str, function: Any, *args: Any) -> Any:
         try:

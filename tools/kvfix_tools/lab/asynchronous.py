@@ -1,0 +1,167 @@
+"""LMCache's asynchronous loading in the lab: the real lookup client and server, by letters instead of sockets.
+
+With `enable_async_loading` a lookup is sent and answered later; until then the connector answers "not known yet", and
+the worker fetches the chunks ahead of the load. Real: both ends' message handling, the client's states, time-outs and
+clean-up. Stand-ins: sockets, threads, and where the fetched chunks wait. Each end runs when the lab says so, never
+by itself: the same schedule gives the same run.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections import deque
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+from kvfix_tools.lab.memory import Cache, Slots
+from kvfix_tools.lab.sockets import CLIENT
+from kvfix_tools.lab.v1 import V1, CacheEngine
+
+
+class Letters:
+    """One direction between client and server. Read by the loop of `reader`, which ends with the last letter."""
+
+    def __init__(self) -> None:
+        self.waiting: deque[bytes] = deque()
+        self.reader: Any = None
+
+    def send(self, letter: bytes, copy: bool = True) -> None:
+        self.waiting.append(bytes(letter))
+
+    def recv(self, copy: bool = True) -> bytes:
+        letter = self.waiting.popleft()
+        if not self.waiting:
+            self.reader.running = False
+        return letter
+
+    def deliver(self, loop: Callable[[], None]) -> None:
+        """Run the reader's own loop over what waits."""
+        if self.waiting:
+            self.reader.running = True
+            loop()
+
+    def close(self, linger: int = 0) -> None: ...
+
+
+class PrefetchingEngine(CacheEngine):
+    """The worker's cache with asynchronous loading: a lookup that hits has its chunks fetched, for one load.
+
+    Chunks are taken as they are when the lookup is answered: a later eviction does not touch them, as in LMCache,
+    where a fetched object is referenced. `delay`: steps until a lookup is answered. `fetched`: LMCache's events of
+    type LOADING that are done.
+    """
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.delay = 0
+        #: So many of the next lookups are never answered.
+        self.lost = 0
+        self.fetched: dict[str, dict[object, list[int]]] = {}
+        self.respond: Callable[[str, int], None] = lambda *_: None
+        self._asked: list[tuple[int, str, list[Any], list[int]]] = []
+        manager: Any = importlib.import_module("lmcache.v1.event_manager").EventManager
+        #: To 0.3.15 a load takes the event away; since 0.4.1 it stays until the lookup is unpinned (LMCache PR 2559).
+        self._load_takes = not hasattr(manager, "get_event_future")
+
+    def async_lookup_and_prefetch(self, lookup_id: str, hashes: Any, offsets: Any, **more: Any) -> None:
+        if self.lost > 0:
+            self.lost -= 1
+        else:
+            self._asked.append((self.delay, lookup_id, list(hashes), list(offsets)))
+
+    def answer(self) -> None:
+        """A step has passed: fetch for the lookups that are due and tell the scheduler."""
+        due = [each for each in self._asked if each[0] <= 0]
+        self._asked = [(delay - 1, *rest) for delay, *rest in self._asked if delay > 0]  # type: ignore[misc]
+        for _, name, keys, offsets in due:
+            found = self.cache.pinned_prefix(keys, name)
+            self.cache.unpin(name)  # what is fetched is referenced, not looked for again
+            if found:
+                self.fetched[name] = {key: list(self.cache.get(key) or ()) for key in keys[:found]}
+            self.respond(name, sum(offsets[:found]))
+
+    def retrieve(self, tokens: Any, mask: Any = None, **more: Any) -> Any:
+        name = self._name(more)
+        if name not in self.fetched:
+            # EventManager.get_event_future / pop_event (0.5.6 event_manager.py:142, :61)
+            raise AssertionError(f"Event {name} of type EventType.LOADING is not done or not found.")
+        moved = super().retrieve(tokens, mask, **more)
+        if self._load_takes:
+            del self.fetched[name]
+        return moved
+
+    def chunk(self, name: str, key: object) -> list[int] | None:
+        return self.fetched[name].get(key)
+
+    def lookup_unpin(self, lookup_ids: str | list[str]) -> None:
+        if not self._load_takes:
+            for name in [lookup_ids] if isinstance(lookup_ids, str) else lookup_ids:
+                self.cleanup_memory_objs(name)
+
+    def cleanup_memory_objs(self, lookup_id: str) -> None:
+        """The server's answer to a clean-up letter of the client: an aborted lookup's chunks are let go."""
+        self.fetched.pop(lookup_id, None)
+
+
+class AsyncLookups:
+    """Joins the client in the scheduler with a server over `engine`; `deliver` once per step."""
+
+    def __init__(self, client: Any, engine: PrefetchingEngine) -> None:
+        module: Any = sys.modules[CLIENT]
+        self.client = client
+        self.engine = engine
+        self.server = module.LMCacheAsyncLookupServer.__new__(module.LMCacheAsyncLookupServer)
+        self.server.lmcache_engine = engine
+        self.to_worker, self.to_scheduler = Letters(), Letters()
+        self.to_worker.reader, self.to_scheduler.reader = self.server, client
+        client.push_sockets, client.pull_socket = [self.to_worker], self.to_scheduler
+        self.server.pull_socket, self.server.push_socket = self.to_worker, self.to_scheduler
+        engine.respond = self.server.send_response_to_scheduler
+        #: The time of day at both ends, in seconds. Sleeping between polls makes it pass, and so does `wait`.
+        self.now = 0.0
+        module.time = SimpleNamespace(time=lambda: self.now, sleep=self.wait)
+
+    def wait(self, seconds: float) -> None:
+        """Time passes."""
+        self.now += seconds
+
+    def deliver(self) -> None:
+        """Letters to the worker, its answers, letters to the scheduler."""
+        self.to_worker.deliver(self.server.process_requests_from_scheduler)
+        self.engine.answer()
+        self.to_scheduler.deliver(self.client.process_responses_from_workers)
+
+    def state(self) -> dict[str, set[str]]:
+        """What is kept by request id. A finished lookup of an aborted request is cleaned up by the next lookup of any
+        other, and so is not counted; an aborted id that has no lookup is kept for ever."""
+        status = self.client.reqs_status
+        aborted = set(getattr(self.client, "aborted_lookups", ()))
+        to_clean = {name for name in aborted if status.get(name) is not None}
+        return {
+            "lookup_client.reqs_status": set(status) - to_clean,
+            "lookup_client.aborted_lookups": aborted - set(status),
+            "fetched chunks of the worker": set(self.engine.fetched) - to_clean,
+        }
+
+
+class AsyncV1(V1):
+    """The v1 connector with `enable_async_loading`."""
+
+    engine: PrefetchingEngine
+
+    def _join(self, client: Any, slots: Slots, cache: Cache) -> PrefetchingEngine:
+        engine = PrefetchingEngine(slots, cache, client.token_database)
+        self.lookups = AsyncLookups(client, engine)
+        return engine
+
+    def start_step(self, metadata: Any, forward: bool) -> None:
+        self.lookups.deliver()
+        super().start_step(metadata, forward)
+
+    def lookups_fail(self, how_many: int) -> None:
+        self.engine.lost = how_many
+
+    def state(self) -> dict[str, set[str]]:
+        return {**super().state(), **self.lookups.state()}

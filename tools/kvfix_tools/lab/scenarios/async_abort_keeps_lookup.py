@@ -1,0 +1,38 @@
+"""Every client that goes away leaves its request's id in the asynchronous lookup client, for ever.
+
+`request_finished` cancels the lookup of an aborted request, also if none is under way: the id goes to
+`aborted_lookups` and waits for an answer that was given long ago (lmcache_async_lookup_client.py 0.5.6:267-280).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvfix_tools.lab.options import Options
+from kvfix_tools.lab.scenario import Scenario, prompt
+
+if TYPE_CHECKING:
+    from kvfix_tools.lab.world import World
+
+
+def play(world: World) -> None:
+    world.admit("r", prompt(300), max_tokens=8)
+    world.step()
+    world.step()
+    world.abort("r")
+    world.admit("next", prompt(300, seed=1))
+    world.run()
+    world.settle()
+
+
+SCENARIO = Scenario(
+    __name__,
+    __doc__,
+    play,
+    fixes=(),
+    rule="KVR009",
+    text="lookup_client.aborted_lookups",
+    wrong={"lmcache": ">=0.3.10,!=0.4.5,!=0.4.6,!=0.4.7,!=0.5.0"},
+    options=Options(lmcache={"enable_async_loading": True}, max_num_batched_tokens=512),
+    needs={"lmcache": ">=0.3.10"},
+)

@@ -1,0 +1,44 @@
+"""A lookup takes too long, and the next question about the request kills EngineCore: KeyError.
+
+With asynchronous loading the client gives up after `lookup_timeout_ms`: it answers 0 and forgets when the lookup began;
+the lookup still counts as under way. If no blocks are free for the request in this step, vLLM asks again in the next,
+and the client looks for the time that it has forgotten (lmcache_async_lookup_client.py 0.5.6:174, :187).
+LMCache issue 3685; PR 3766 is open.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvfix_tools.lab.options import Options
+from kvfix_tools.lab.scenario import Scenario, prompt
+
+if TYPE_CHECKING:
+    from kvfix_tools.lab.world import World
+
+
+def play(world: World) -> None:
+    world.slow_lookups(99)
+    world.take_blocks(world.free())
+    world.admit("r", prompt(300))
+    world.step()  # match(0): the lookup is sent
+    world.step()  # match(0): not known yet
+    world.wait(4)  # the worker is busy; lookup_timeout_ms is 3,000
+    world.step()  # match(0): given up, 0; no free blocks
+    world.step()  # match(0) again
+    world.free_blocks()
+    world.run()
+    world.settle()
+
+
+SCENARIO = Scenario(
+    __name__,
+    __doc__,
+    play,
+    fixes=(),
+    rule="KVR011",
+    text="schedule: KeyError: 'r'",
+    wrong={"lmcache": ">=0.3.10"},
+    options=Options(lmcache={"enable_async_loading": True}, max_num_batched_tokens=512),
+    needs={"lmcache": ">=0.3.10"},
+)
