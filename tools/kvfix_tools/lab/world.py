@@ -21,6 +21,9 @@ from kvfix_tools.lab.mp import MP
 from kvfix_tools.lab.options import Options
 from kvfix_tools.lab.v1 import V1, forget_configuration
 
+#: After so many steps in which nothing happened, nothing will: longer than any lookup or load of the lab takes.
+IDLE = 64
+
 
 class Died(Exception):
     """EngineCore would be dead: an exception left the scheduler."""
@@ -39,6 +42,8 @@ class World:
         self.side.listen(self._loaded, self._stored, self._corrupt, self._right)
         self.ledger = Ledger()
         self.steps = 0
+        #: Steps in a row in which nothing was scheduled and no transfer was under way.
+        self.idle = 0
         self.log: list[tuple[int, ev.Event]] = []
         self.findings: list[Finding] = []
         self.counts = dict.fromkeys(("preemptions", "loaded_tokens", "stored_tokens", "finished", "aborted"), 0)
@@ -160,6 +165,7 @@ class World:
         self._tell_preemptions()
         self._tell_scheduled(output)
         forward = output.total_num_scheduled_tokens > 0
+        self.idle = 0 if forward or self.side.busy() else self.idle + 1
         self._guard("start_load_kv", "", self.side.start_step, output.kv_connector_metadata, forward)
         self._compute(scheduled, self.side.failed_blocks())
         finish = (forward, output.finished_req_ids)
@@ -170,9 +176,10 @@ class World:
         self._look_for_stuck()
 
     def run(self, steps: int = 1000) -> None:
-        """Step until nothing is left to do, at most so often."""
+        """Step until nothing is left to do, at most so often; or until nothing has happened for IDLE steps."""
+        self.idle = 0
         for _ in range(steps):
-            if not self.scheduler.has_requests():
+            if not self.scheduler.has_requests() or self.idle > IDLE:
                 return
             self.step()
 
