@@ -41,7 +41,7 @@ def list_scenarios(json: Json = False) -> None:
     table = Table("scenario", "cured by", "violated on", "what happens", box=None, pad_edge=False, header_style="bold")
     for scenario in scenarios():
         wrong = ", ".join(f"{dist} {releases}" for dist, releases in scenario.wrong.items())
-        table.add_row(scenario.slug, " ".join(scenario.fixes), wrong, scenario.title)
+        table.add_row(scenario.slug, " ".join(scenario.fixes) or "nothing yet", wrong, scenario.title)
     Console().print(table)
 
 

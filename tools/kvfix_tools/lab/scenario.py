@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Scenario:
-    """fixes: codes of those that cure it. rule: code that must be among the findings. text: must stand in its message.
+    """fixes: codes of those that cure it; none: nobody has fixed it yet. rule: code that must be among the findings.
 
-    wrong: releases where it must be violated, {distribution: PEP 440 specifiers}; in all others that can play it, it
-    must be clean. needs: releases that can play it at all.
+    text: must stand in its message. wrong: releases where it must be violated, {distribution: PEP 440 specifiers}; in
+    all others that can play it, it must be clean. needs: releases that can play it at all.
     """
 
     module_name: str

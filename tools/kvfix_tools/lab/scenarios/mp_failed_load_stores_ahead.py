@@ -29,7 +29,7 @@ SCENARIO = Scenario(
     __name__,
     __doc__,
     play,
-    fixes=("KVF011",),
+    fixes=(),
     rule="KVR008",
     wrong={"lmcache": ">=0.5.5"},
     needs={"lmcache": ">=0.5.5"},

@@ -23,7 +23,7 @@ SCENARIO = Scenario(
     __name__,
     __doc__,
     play,
-    fixes=("KVF009",),
+    fixes=(),
     rule="KVR011",
     text="schedule: ",
     wrong={"lmcache": ">=0.3.9"},

@@ -23,7 +23,7 @@ SCENARIO = Scenario(
     __name__,
     __doc__,
     play,
-    fixes=("KVF006",),
+    fixes=(),
     rule="KVR011",
     text="wait_for_save: AssertionError",
     wrong={"lmcache": ">=0.3.9,<=0.3.15"},
