@@ -95,6 +95,27 @@ def find(name: str) -> Fix | None:
     return next((fix for fix in catalogue() if name.upper() == fix.code or name.lower() == fix.slug), None)
 
 
+def before(prepare: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """A correction that sets right what the hook is going to read, then lets it answer.
+
+    prepare: (instance, *arguments of the hook); what it returns is not looked at. Should it fail, the hook runs all the
+    same and the fault is said once.
+    """
+
+    def around(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def hook(instance: Any, *args: Any, **kwargs: Any) -> Any:
+            try:
+                prepare(instance, *args, **kwargs)
+            except Exception as error:  # noqa: BLE001
+                notice.fault(f"{prepare.__module__}.{prepare.__name__}", error)
+            return original(instance, *args, **kwargs)
+
+        return hook
+
+    return around
+
+
 def after(correct: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """A correction that lets the hook answer, then corrects the answer.
 
