@@ -17,7 +17,7 @@ from typing import Any
 
 from kvfix_tools.lab.memory import Cache, Slots
 from kvfix_tools.lab.sockets import CLIENT
-from kvfix_tools.lab.v1 import V1, CacheEngine
+from kvfix_tools.lab.v1 import V1, CacheEngine, tags_of
 
 
 class Letters:
@@ -79,7 +79,8 @@ class PrefetchingEngine(CacheEngine):
         if self.lost > 0:
             self.lost -= 1
         else:
-            self._asked.append((self.delay, lookup_id, list(hashes), list(offsets)))
+            tags = tags_of(more.get("request_configs"))
+            self._asked.append((self.delay, lookup_id, [(key, *tags) for key in hashes], list(offsets)))
 
     def answer(self) -> None:
         """A step has passed: fetch for the lookups that are due and tell the scheduler."""
@@ -163,6 +164,10 @@ class AsyncV1(V1):
     """The v1 connector with `enable_async_loading`."""
 
     engine: PrefetchingEngine
+
+    def listen(self, on_load: Any, on_store: Any, on_wrong: Any, right: Any, on_timeout: Any) -> None:
+        """No lookup is waited for."""
+        self.engine.on_load, self.engine.on_store = on_load, on_store
 
     def _join(self, client: Any, slots: Slots, cache: Cache) -> PrefetchingEngine:
         engine = PrefetchingEngine(slots, cache, client.token_database)

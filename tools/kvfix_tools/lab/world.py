@@ -12,6 +12,7 @@ from typing import Any
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
+from kvfix import clock
 from kvfix.ledger import Finding, Ledger
 from kvfix.ledger import events as ev
 from kvfix_tools.lab import engine
@@ -21,6 +22,8 @@ from kvfix_tools.lab.mp import MP
 from kvfix_tools.lab.options import Options
 from kvfix_tools.lab.v1 import V1, forget_configuration
 
+#: Seconds that a step takes in the world's time, and that LMCache waits for a lookup (lookup_timeout_ms).
+STEP, LOOKUP_TIMEOUT = 0.1, 3.0
 #: After so many steps in which nothing happened, nothing will: longer than any lookup or load of the lab takes.
 IDLE = 64
 
@@ -39,7 +42,10 @@ class World:
         self.slots = Slots(options.num_blocks, options.block_size)
         self.cache = cache if cache is not None else Cache()
         self.side: Any = self._make(config)
-        self.side.listen(self._loaded, self._stored, self._corrupt, self._right)
+        self.side.listen(self._loaded, self._stored, self._corrupt, self._right, self._timed_out)
+        #: The world's own time, in seconds: what corrections go by.
+        self.seconds = 0.0
+        clock.now = lambda: self.seconds
         self.ledger = Ledger()
         self.steps = 0
         #: Steps in a row in which nothing was scheduled and no transfer was under way.
@@ -134,7 +140,7 @@ class World:
         self._may_fail.add(name)
 
     def lookups_fail(self, how_many: int) -> None:
-        """So many of the next lookups time out, which is answered as no hit. (The time itself is not spent.)"""
+        """So many of the next lookups time out, which is answered as no hit. It takes the world's time only."""
         self.side.lookups_fail(how_many)
 
     def never_ends(self) -> None:
@@ -159,6 +165,7 @@ class World:
     def step(self) -> None:
         """One iteration of EngineCore: schedule, load, compute, store, sample, update."""
         self.steps += 1
+        self.seconds += STEP
         self.side.tick()
         output = self._guard("schedule", "", self.scheduler.schedule)
         scheduled: dict[str, int] = output.num_scheduled_tokens
@@ -342,6 +349,10 @@ class World:
         self._tell(ev.Stored(name, start, end, self._covered(name)))
         if not self._prefixes[name].is_prefix(tokens):
             self._corrupt(name, f"stores {len(tokens)} tokens that are not the first ones of the request")
+
+    def _timed_out(self, name: str) -> None:
+        self.seconds += LOOKUP_TIMEOUT
+        self._tell(ev.TimedOut(name, LOOKUP_TIMEOUT, self.seconds))
 
     def _covered(self, name: str) -> int:
         """What was hit is there, also if the load of it failed."""
