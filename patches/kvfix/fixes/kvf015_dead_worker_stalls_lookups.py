@@ -10,9 +10,9 @@ A lookup that times out is answered as no hit, and nothing remembers it: the nex
 there is no room for it yet, waits as long again. The scheduler stands still meanwhile, and with it all that runs.
 
 ## Fix
-After a lookup that timed out no other is tried for a second; then one is, and if that times out too, for two seconds,
-then four, to a minute. In between there is no hit. The first answer ends it. It is said once when it begins, and once
-when it ends.
+After a lookup that timed out no other is tried for as long as it was waited for; then one is, and if that times out
+too, for twice as long, to a minute. In between there is no hit. The first answer ends it. It is said once when it
+begins, and once when it ends.
 
 ## Releases
 LMCache 0.3.9 to 0.5.6.
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator
     from types import ModuleType
 
-FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
+SHORTEST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
 #: An answer that took longer, and is 0, is none: to 0.3.15 a lookup does not tell. Seconds; they wait for three.
 SLOW = 0.5
 
@@ -52,13 +52,13 @@ class Pause:
             self.__init__()  # type: ignore[misc]
             notice.warn("KVF015: LMCache's worker answers lookups again; hits are looked for as before")
 
-    def failed(self) -> None:
+    def failed(self, waited: float) -> None:
         if not self.length:
             notice.warn(
                 "KVF015: LMCache's worker did not answer a lookup in time: none is tried for a while, requests go on "
                 "without a hit. Is the worker alive, and its cache healthy?"
             )
-        self.length = min(max(FIRST_PAUSE, 2 * self.length), LONGEST_PAUSE)
+        self.length = min(max(waited, SHORTEST_PAUSE, 2 * self.length), LONGEST_PAUSE)
         self.until = clock.now() + self.length
 
 
@@ -73,14 +73,14 @@ def pause_of(holder: Any) -> Pause:
 def correct(module: ModuleType) -> Callable[..., Any]:
     @around
     def send_and_recv_all(transport: Any, message: Any) -> Generator[None, Any, Any]:
-        pause = pause_of(transport)
-        if clock.now() < pause.until:
+        pause, begun = pause_of(transport), clock.now()
+        if begun < pause.until:
             return []
         answers = yield
         if answers:
             pause.answered()
         else:
-            pause.failed()
+            pause.failed(clock.now() - begun)
         return answers
 
     return send_and_recv_all
@@ -93,8 +93,9 @@ def correct_lookup(module: ModuleType) -> Callable[..., Any]:
         if begun < pause.until:
             return 0
         hit = yield
-        if hit == 0 and clock.now() - begun > SLOW:
-            pause.failed()
+        waited = clock.now() - begun
+        if hit == 0 and waited > SLOW:
+            pause.failed(waited)
         else:
             pause.answered()
         return hit

@@ -6,10 +6,12 @@ begin with the same prompt.
 
 ## Cause
 With kv_load_failure_policy "recompute" vLLM leaves the blocks in the prefix cache, since the request is to compute them
-again at once (scheduler.py 0.32.0:3412). If it is aborted or preempted before that, nobody does.
+again at once (scheduler.py 0.32.0:3412). If it is aborted or preempted before that, nobody does. And with either policy
+what another request has computed in the same step, on top of blocks that it shares with the first, stays.
 
 ## Fix
-They are taken out of the prefix cache with either policy. The request keeps them; only others cannot find them.
+The failed blocks, and those after them of every request that has one, are taken out of the prefix cache with either
+policy. The requests keep them; only others cannot find them.
 
 ## Releases
 vLLM 0.32.0.
@@ -35,10 +37,15 @@ if TYPE_CHECKING:
 
 
 def correct(scheduler: ModuleType) -> Callable[..., Any]:
-    def _update_requests_with_invalid_blocks(scheduler: Any, answer: Any, *args: Any, **kwargs: Any) -> Any:
-        blocks = answer[2]
-        if blocks and scheduler.recompute_kv_load_failures:
-            scheduler.kv_cache_manager.evict_blocks(blocks)
+    def _update_requests_with_invalid_blocks(
+        scheduler: Any, answer: Any, requests: Any, invalid_block_ids: Any, tokens: Any, evict_blocks: bool = True
+    ) -> Any:
+        if evict_blocks:
+            manager = scheduler.kv_cache_manager
+            for name in answer[0]:
+                (blocks,) = manager.get_block_ids(name)
+                first = next(place for place, block in enumerate(blocks) if block in invalid_block_ids)
+                manager.evict_blocks(set(blocks[first:]))
         return answer
 
     return after(_update_requests_with_invalid_blocks)
