@@ -38,11 +38,23 @@ def patches(
     )
 
 
-def hit(connector: Any, tracker: Any) -> int:
-    """Tokens that the lookup of this request found."""
-    if hasattr(tracker, "num_lmcache_hit_tokens"):
-        return int(tracker.num_lmcache_hit_tokens)
-    return int(tracker.num_lmcache_hit_blocks) * int(connector.vllm_block_size)
+def tokens(tracker: Any, name: str, block_size: int = 16) -> int:
+    """The tracker's `num_stored`, `num_vllm_hit` or `num_lmcache_hit` in tokens. Probes have blocks of 16 tokens."""
+    found = getattr(tracker, f"{name}_tokens", None)
+    return int(found if found is not None else getattr(tracker, f"{name}_blocks") * block_size)
+
+
+def set_tokens(tracker: Any, name: str, value: int, block_size: int = 16) -> None:
+    """The opposite of `tokens`."""
+    if hasattr(tracker, f"{name}_tokens"):
+        setattr(tracker, f"{name}_tokens", value)
+    else:
+        setattr(tracker, f"{name}_blocks", value // block_size)
+
+
+def block_size(connector: Any) -> int:
+    """Only where trackers count in blocks does the connector keep it."""
+    return int(getattr(connector, "vllm_block_size", 1))
 
 
 def token_ids(tracker: Any) -> list[int]:

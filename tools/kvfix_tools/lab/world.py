@@ -143,6 +143,14 @@ class World:
             if not request.is_finished():
                 self._found("LAB003", "never-ends", name, f"is {request.status.name} for ever")
 
+    def expect_stored(self, name: str) -> None:
+        """All of this request's prompt was computed: each whole chunk of it must be in the cache."""
+        request = self.requests[name]
+        keys, _ = self.side.server.keys(request.prompt_token_ids, request.num_prompt_tokens, request.cache_salt or "")
+        missing = [number * self.options.chunk_size for number, key in enumerate(keys) if key not in self.cache]
+        if missing:
+            self._found("LAB004", "not-stored", name, f"was computed, the chunks from tokens {missing} on are not stored")
+
     def evict(self, chunks: int, forced: bool = False) -> None:
         """The cache drops its oldest chunks; `forced`: also those that a lookup has pinned, as when a pin times out."""
         if self.cache.evict(chunks, forced) and forced:

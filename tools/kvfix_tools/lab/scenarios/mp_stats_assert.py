@@ -12,9 +12,12 @@ if TYPE_CHECKING:
 
 
 def play(world: World) -> None:
+    """If EngineCore lives, it serves the next request."""
     asks = {"cached_token_stats": True, "num_lmcache_extra_cached_tokens": True}
     world.admit("r", prompt(140), sampling={"extra_args": {"kv_transfer_params": asks}})
     world.abort("r")
+    world.admit("next", prompt(140))
+    world.run()
     world.settle()
 
 
