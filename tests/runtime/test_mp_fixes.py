@@ -19,8 +19,8 @@ def releases_with(target: str, dist: str) -> list[str]:
     return sorted({release for same in KNOWN[dist]["functions"].get(target, {}).values() for release in same})
 
 
-#: LMCache before 0.4.5 has none of these modules, or one that does not import under vLLM 0.32.
-PLAYED = [name for name in KNOWN["lmcache"]["releases"] if name in SpecifierSet(">=0.4.5", prereleases=True)]
+#: The first whose adapter reports failed blocks.
+PLAYED = [name for name in KNOWN["lmcache"]["releases"] if name in SpecifierSet(">=0.4.2", prereleases=True)]
 
 PROBE = """
 from importlib import import_module
@@ -31,11 +31,9 @@ for found in fix.catalogue():
     for patch in found.patches:
         if found.code < "KVF100" or patch.dist != {dist!r}:
             continue
-        try:
-            module = import_module(patch.module)
-        except ImportError as error:
-            result.append([found.code, patch.target, repr(error)])
+        if target.source_file(patch.dist, patch.module) is None:
             continue
+        module = import_module(patch.module)
         live = target.live_function(module, patch.function)
         if live is None:
             continue

@@ -58,6 +58,14 @@ class Server:
         while self._later and self._later[0][0] <= self.now:
             self._later.popleft()[1]()
 
+    def lose_transfers(self) -> None:
+        """Loads and stores under way are never done."""
+        self._later.clear()
+        for name in sorted(self.loading):
+            self.cache.unpin(name)
+            self.on_load(name, 0, 0, 0)
+        self.loading.clear()
+
     @property
     def busy(self) -> int:
         return len(self._later)
@@ -275,6 +283,10 @@ class MP:
 
     def fail_load(self, request: str, after_chunks: int) -> None:
         self.server.failing[request] = after_chunks
+
+    def lose_transfers(self) -> None:
+        self.server.lose_transfers()
+        self.worker_adapter._health_event.clear()
 
     def lookups_fail(self, how_many: int) -> None:
         self.server.unanswered = how_many

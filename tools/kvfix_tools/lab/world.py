@@ -133,6 +133,13 @@ class World:
         self.side.fail_load(name, after_chunks)
         self._may_fail.add(name)
 
+    def lose_transfers(self) -> None:
+        """The worker of a multi-process connector hears nothing from its server for a step; what was under way is lost."""
+        self._may_fail.add("")
+        self.side.lose_transfers()
+        self.step()
+        self.side.worker_adapter._health_event.set()
+
     def lookups_fail(self, how_many: int) -> None:
         """So many of the next lookups time out, which is answered as no hit. (The time itself is not spent.)"""
         self.side.lookups_fail(how_many)
