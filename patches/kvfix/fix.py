@@ -116,6 +116,28 @@ def before(prepare: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callab
     return around
 
 
+def reading(choose: Callable[..., tuple[Any, ...]]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """A correction that lets the hook read something else than it was passed, where its body reads wrongly.
+
+    choose: (instance, *arguments of the hook) -> the arguments that the hook gets. What the caller passed must stay as
+    it is: others read it too. Should it fail, the hook reads what was passed and the fault is said once.
+    """
+
+    def around(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def hook(instance: Any, *args: Any, **kwargs: Any) -> Any:
+            try:
+                chosen = choose(instance, *args, **kwargs)
+            except Exception as error:  # noqa: BLE001
+                notice.fault(f"{choose.__module__}.{choose.__name__}", error)
+                return original(instance, *args, **kwargs)
+            return original(instance, *chosen)
+
+        return hook
+
+    return around
+
+
 def after(correct: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """A correction that lets the hook answer, then corrects the answer.
 
