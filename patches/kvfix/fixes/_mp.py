@@ -57,6 +57,14 @@ def block_size(connector: Any) -> int:
     return int(getattr(connector, "vllm_block_size", 1))
 
 
+def chunk_size(connector: Any) -> int:
+    """Tokens of a chunk."""
+    adapter = connector.scheduler_adapter
+    if hasattr(adapter, "lmcache_tokens_per_chunk"):
+        return int(adapter.lmcache_tokens_per_chunk)
+    return int(adapter.num_blocks_per_chunk() * connector.vllm_block_size)
+
+
 def token_ids(tracker: Any) -> list[int]:
     """The tokens that the keys are made of: from 0.5.4 on not always those of the request."""
     return list(tracker.get_token_ids() if hasattr(tracker, "get_token_ids") else tracker.all_token_ids)
