@@ -70,6 +70,14 @@ def token_ids(tracker: Any) -> list[int]:
     return list(tracker.get_token_ids() if hasattr(tracker, "get_token_ids") else tracker.all_token_ids)
 
 
+class Lock:
+    """For probes: nobody else is there."""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+
 class Adapter:
     """For probes: the scheduler's side of the client. It finds `found` tokens and keeps what it was asked to do."""
 

@@ -33,7 +33,17 @@ class Server:
     def __init__(self, slots: Slots, cache: Cache, chunk_size: int, delay: int) -> None:
         from lmcache.v1.multiprocess.futures import MessagingFuture
 
-        self._future = MessagingFuture
+        server = self
+
+        class Future(MessagingFuture):  # type: ignore[misc]
+            """Who waits for it lets time pass: what is under way is done, in its order, until this is."""
+
+            def wait(self, timeout: float | None = None) -> bool:
+                while not self.query() and server._later:
+                    server._later.popleft()[1]()
+                return bool(super().wait(0))
+
+        self._future = Future
         self.slots = slots
         self.cache = cache
         self.chunk_size = chunk_size

@@ -156,7 +156,9 @@ class World:
         keys, _ = self.side.server.keys(request.prompt_token_ids, request.num_prompt_tokens, request.cache_salt or "")
         missing = [number * self.options.chunk_size for number, key in enumerate(keys) if key not in self.cache]
         if missing:
-            self._found("LAB004", "not-stored", name, f"was computed, the chunks from tokens {missing} on are not stored")
+            self._found(
+                "LAB004", "not-stored", name, f"was computed, the chunks from tokens {missing} on are not stored"
+            )
 
     def evict(self, chunks: int, forced: bool = False) -> None:
         """The cache drops its oldest chunks; `forced`: also those that a lookup has pinned, as when a pin times out."""
