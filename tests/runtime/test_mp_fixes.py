@@ -31,15 +31,13 @@ for found in fix.catalogue():
     for patch in found.patches:
         if found.code < "KVF100" or patch.dist != {dist!r}:
             continue
-        if target.source_file(patch.dist, patch.module) is None:
+        path = target.source_file(patch.dist, patch.module)
+        if path is None or target.fingerprint(path, patch.function) is None:
             continue
         module = import_module(patch.module)
-        live = target.live_function(module, patch.function)
-        if live is None:
-            continue
         try:
             with _silent(module):
-                shows = patch.shows_bug(live[2], module)
+                shows = patch.shows_bug(target.live_function(module, patch.function)[2], module)
         except Exception as error:
             shows = repr(error)
         result.append([found.code, patch.target, shows])

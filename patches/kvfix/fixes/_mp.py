@@ -70,6 +70,12 @@ def token_ids(tracker: Any) -> list[int]:
     return list(tracker.get_token_ids() if hasattr(tracker, "get_token_ids") else tracker.all_token_ids)
 
 
+def nothing_cached(adapter: Any, request_id: str) -> None:
+    """The client answers 0 to the lookup of this request and sends none."""
+    adapter._finished_lookup_results[request_id] = 0
+    adapter._pending_lookups.add(request_id)
+
+
 class Lock:
     """For probes: nobody else is there."""
 

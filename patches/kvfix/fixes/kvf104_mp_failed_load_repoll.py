@@ -50,10 +50,8 @@ def correct(module: ModuleType) -> Callable[..., Any]:
             or not _mp.tokens(tracker, "num_lmcache_hit")
         ):
             return
-        adapter = connector.scheduler_adapter
         connector.request_trackers[request.request_id] = make_tracker(request)
-        adapter._finished_lookup_results[request.request_id] = 0
-        adapter._pending_lookups.add(request.request_id)  # so the client does not look up again
+        _mp.nothing_cached(connector.scheduler_adapter, request.request_id)
 
     return before(get_num_new_matched_tokens)
 

@@ -17,6 +17,7 @@ from packaging.specifiers import SpecifierSet
 
 import kvfix
 from kvfix import target
+from kvfix.fix import catalogue
 from kvfix.ledger import Finding
 from kvfix.ledger.events import Event
 from kvfix_tools.lab.scenario import Scenario
@@ -116,7 +117,7 @@ def play(scenario: Scenario, fixes: bool) -> Result:
 
         kvfix.revert()
         if fixes:
-            kvfix.apply()
+            kvfix.apply(only=[fix.code for fix in catalogue() if not fix.opt_in or fix.code in scenario.fixes])
         try:
             world = World(scenario.options)
             with suppress(Died):  # it is among the findings

@@ -160,6 +160,12 @@ class World:
                 "LAB004", "not-stored", name, f"was computed, the chunks from tokens {missing} on are not stored"
             )
 
+    def expect_unharmed(self, name: str) -> None:
+        """No load of this request's own failed: if it has ended, then with an answer."""
+        status = self.requests[name].status
+        if status == RequestStatus.FINISHED_ERROR:
+            self._found("LAB005", "harmed-by-others", name, f"ended as {status.name}")
+
     def evict(self, chunks: int, forced: bool = False) -> None:
         """The cache drops its oldest chunks; `forced`: also those that a lookup has pinned, as when a pin times out."""
         if self.cache.evict(chunks, forced) and forced:
