@@ -23,6 +23,7 @@ bench: install ## speed, as ratios measured in one run
 
 fingerprints: install ## take the fingerprints of every known release anew
 	@$(PY) -m kvfix_tools.fingerprints lmcache .cache/lmcache/*
+	@$(PY) -m kvfix_tools.fingerprints vllm $$($(PY) -c "import sysconfig; print(sysconfig.get_path('purelib'))")
 
 requirements: install ## resolve requirements/*.in into the pinned files
 	@cd requirements && ./resolve

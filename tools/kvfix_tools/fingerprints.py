@@ -2,8 +2,8 @@
 
     python -m kvfix_tools.fingerprints lmcache .cache/lmcache/*
 
-Each folder is one release as `pip install --no-deps --target FOLDER` makes it. Releases that are in the file
-already and are not named stay as they are.
+Each folder is one release as `pip install --no-deps --target FOLDER` makes it; `site-packages` will do for the one
+installed. Releases that are in the file already and are not named stay as they are.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ def take(dist: str, folder: Path) -> tuple[str, dict[str, str]]:
     """(version, {target: fingerprint}) of the release in this folder. Raises ValueError if there is none."""
     from importlib import metadata
 
-    versions = [found.version for found in metadata.distributions(path=[str(folder)]) if found.name.startswith(dist)]
+    names = target.PROVIDERS.get(dist, (dist,))
+    versions = [found.version for found in metadata.distributions(path=[str(folder)]) if found.name in names]
     if len(versions) != 1:
         raise ValueError(f"{folder} holds {len(versions)} distributions of {dist}; expected one")
     found = {}

@@ -33,7 +33,17 @@ class Server:
     def __init__(self, slots: Slots, cache: Cache, chunk_size: int, delay: int) -> None:
         from lmcache.v1.multiprocess.futures import MessagingFuture
 
-        self._future = MessagingFuture
+        server = self
+
+        class Future(MessagingFuture):  # type: ignore[misc]
+            """Who waits for it lets time pass: what is under way is done, in its order, until this is."""
+
+            def wait(self, timeout: float | None = None) -> bool:
+                while not self.query() and server._later:
+                    server._later.popleft()[1]()
+                return bool(super().wait(0))
+
+        self._future = Future
         self.slots = slots
         self.cache = cache
         self.chunk_size = chunk_size
@@ -57,6 +67,14 @@ class Server:
         self.now += 1
         while self._later and self._later[0][0] <= self.now:
             self._later.popleft()[1]()
+
+    def lose_transfers(self) -> None:
+        """Loads and stores under way are never done."""
+        self._later.clear()
+        for name in sorted(self.loading):
+            self.cache.unpin(name)
+            self.on_load(name, 0, 0, 0)
+        self.loading.clear()
 
     @property
     def busy(self) -> int:
@@ -275,6 +293,10 @@ class MP:
 
     def fail_load(self, request: str, after_chunks: int) -> None:
         self.server.failing[request] = after_chunks
+
+    def lose_transfers(self) -> None:
+        self.server.lose_transfers()
+        self.worker_adapter._health_event.clear()
 
     def lookups_fail(self, how_many: int) -> None:
         self.server.unanswered = how_many

@@ -139,6 +139,13 @@ class World:
         self.side.fail_load(name, after_chunks)
         self._may_fail.add(name)
 
+    def lose_transfers(self) -> None:
+        """The worker of a multi-process connector hears nothing from its server for a step; what was under way is lost."""
+        self._may_fail.add("")
+        self.side.lose_transfers()
+        self.step()
+        self.side.worker_adapter._health_event.set()
+
     def lookups_fail(self, how_many: int) -> None:
         """So many of the next lookups time out, which is answered as no hit. It takes the world's time only."""
         self.side.lookups_fail(how_many)
@@ -148,6 +155,22 @@ class World:
         for name, request in self.requests.items():
             if not request.is_finished():
                 self._found("LAB003", "never-ends", name, f"is {request.status.name} for ever")
+
+    def expect_stored(self, name: str) -> None:
+        """All of this request's prompt was computed: each whole chunk of it must be in the cache."""
+        request = self.requests[name]
+        keys, _ = self.side.server.keys(request.prompt_token_ids, request.num_prompt_tokens, request.cache_salt or "")
+        missing = [number * self.options.chunk_size for number, key in enumerate(keys) if key not in self.cache]
+        if missing:
+            self._found(
+                "LAB004", "not-stored", name, f"was computed, the chunks from tokens {missing} on are not stored"
+            )
+
+    def expect_unharmed(self, name: str) -> None:
+        """No load of this request's own failed: if it has ended, then with an answer."""
+        status = self.requests[name].status
+        if status == RequestStatus.FINISHED_ERROR:
+            self._found("LAB005", "harmed-by-others", name, f"ended as {status.name}")
 
     def evict(self, chunks: int, forced: bool = False) -> None:
         """The cache drops its oldest chunks; `forced`: also those that a lookup has pinned, as when a pin times out."""

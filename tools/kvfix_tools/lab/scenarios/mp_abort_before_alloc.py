@@ -20,6 +20,8 @@ def play(world: World) -> None:
     world.step()
     world.abort("r")
     world.free_blocks()
+    world.admit("next", prompt(200))
+    world.run()
     world.settle()
 
 
@@ -28,7 +30,7 @@ SCENARIO = (
         __name__,
         __doc__,
         play,
-        fixes=(),
+        fixes=("KVF105",),
         rule="KVR009",
         text="read locks of the server",
         wrong={"lmcache": ">=0.5.0"},
@@ -39,7 +41,7 @@ SCENARIO = (
         __name__,
         __doc__,
         play,
-        fixes=(),
+        fixes=("KVF105",),
         rule="KVR009",
         text="read locks of the server",
         wrong={"vllm": ">=0.32.0", "lmcache": "==0.4.6"},

@@ -20,18 +20,32 @@ def play(world: World) -> None:
     world.run()
     world.stored_elsewhere(prompt(128))
     world.admit("r", prompt(300), max_tokens=2)
-    world.fail_load("r")
+    world.step()
+    world.step()
+    world.lose_transfers()  # the load was under way
     world.run()
     world.settle()
 
 
-SCENARIO = Scenario(
-    __name__,
-    __doc__,
-    play,
-    fixes=(),
-    rule="KVR008",
-    wrong={"lmcache": ">=0.5.5"},
-    needs={"lmcache": ">=0.5.5"},
-    options=Options(connector="mp", block_size=16, num_blocks=60, chunk_size=64, max_num_batched_tokens=40),
+SCENARIO = (
+    Scenario(
+        __name__,
+        __doc__,
+        play,
+        fixes=("KVF107",),
+        rule="KVR008",
+        wrong={"lmcache": ">=0.5.0"},
+        needs={"lmcache": ">=0.5.0"},
+        options=Options(connector="mp", block_size=16, num_blocks=60, chunk_size=64, max_num_batched_tokens=40),
+    ),
+    Scenario(
+        __name__,
+        __doc__,
+        play,
+        fixes=("KVF107",),
+        rule="KVR008",
+        wrong={"vllm": ">=0.32.0", "lmcache": "==0.4.6"},
+        needs={"lmcache": "==0.4.6"},
+        options=Options(connector="mp-in-tree", block_size=16, num_blocks=60, chunk_size=64, max_num_batched_tokens=40),
+    ),
 )

@@ -19,6 +19,8 @@ def play(world: World) -> None:
     world.reset_prefix_cache()
     world.admit("r", None, max_tokens=2, prompt_embeds=torch.ones(140, 64))
     world.run()
+    world.admit("next", [7] * 140)
+    world.run()
     world.settle()
 
 
@@ -27,7 +29,7 @@ SCENARIO = (
         __name__,
         __doc__,
         play,
-        fixes=(),
+        fixes=("KVF108",),
         rule="LAB001",
         wrong={"lmcache": ">=0.5.0"},
         needs={"lmcache": ">=0.5.0"},
@@ -37,7 +39,7 @@ SCENARIO = (
         __name__,
         __doc__,
         play,
-        fixes=(),
+        fixes=("KVF108",),
         rule="LAB001",
         wrong={"vllm": ">=0.32.0", "lmcache": "==0.4.6"},
         needs={"lmcache": "==0.4.6"},

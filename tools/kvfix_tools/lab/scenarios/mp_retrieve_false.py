@@ -16,6 +16,7 @@ def play(world: World) -> None:
     world.admit("r", prompt(140), max_tokens=2)
     world.fail_load("r")
     world.run(60)
+    world.settle()
 
 
 SCENARIO = (
@@ -23,7 +24,7 @@ SCENARIO = (
         __name__,
         __doc__,
         play,
-        fixes=(),
+        fixes=("KVF103",),
         rule="LAB001",
         wrong={"lmcache": ">=0.5.0,<0.5.5"},
         needs={"lmcache": ">=0.5.0"},
@@ -33,7 +34,7 @@ SCENARIO = (
         __name__,
         __doc__,
         play,
-        fixes=(),
+        fixes=("KVF103",),
         rule="LAB001",
         wrong={"vllm": ">=0.32.0", "lmcache": "==0.4.6"},
         needs={"lmcache": "==0.4.6"},

@@ -12,9 +12,12 @@ if TYPE_CHECKING:
 
 
 def play(world: World) -> None:
+    """If EngineCore lives, it serves the next request."""
     asks = {"cached_token_stats": True, "num_lmcache_extra_cached_tokens": True}
     world.admit("r", prompt(140), sampling={"extra_args": {"kv_transfer_params": asks}})
     world.abort("r")
+    world.admit("next", prompt(140))
+    world.run()
     world.settle()
 
 
@@ -23,7 +26,7 @@ SCENARIO = (
         __name__,
         __doc__,
         play,
-        fixes=(),
+        fixes=("KVF101",),
         rule="KVR011",
         text="Request tracker for request_id r not found",
         wrong={"lmcache": ">=0.5.0"},
@@ -34,7 +37,7 @@ SCENARIO = (
         __name__,
         __doc__,
         play,
-        fixes=(),
+        fixes=("KVF101",),
         rule="KVR011",
         text="Request tracker for request_id r not found",
         wrong={"vllm": ">=0.32.0", "lmcache": "==0.4.6"},

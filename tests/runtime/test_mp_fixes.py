@@ -1,0 +1,62 @@
+"""The fixes of the multi-process connectors and of vLLM, on the real functions of every release that has them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.specifiers import SpecifierSet
+
+import kvfix
+from kvfix import fix
+from tests.conftest import Zygote
+
+PATCHES = [(found.code, patch) for found in fix.catalogue() for patch in found.patches if found.code >= "KVF100"]
+KNOWN = json.loads(Path(kvfix.__file__).with_name("fingerprints.json").read_text())
+
+
+def releases_with(target: str, dist: str) -> list[str]:
+    return sorted({release for same in KNOWN[dist]["functions"].get(target, {}).values() for release in same})
+
+
+#: The first whose adapter reports failed blocks.
+PLAYED = [name for name in KNOWN["lmcache"]["releases"] if name in SpecifierSet(">=0.4.2", prereleases=True)]
+
+PROBE = """
+from importlib import import_module
+from kvfix import fix, target
+from kvfix.verdict import _silent
+result = []
+for found in fix.catalogue():
+    for patch in found.patches:
+        if found.code < "KVF100" or patch.dist != {dist!r}:
+            continue
+        path = target.source_file(patch.dist, patch.module)
+        if path is None or target.fingerprint(path, patch.function) is None:
+            continue
+        module = import_module(patch.module)
+        try:
+            with _silent(module):
+                shows = patch.shows_bug(target.live_function(module, patch.function)[2], module)
+        except Exception as error:
+            shows = repr(error)
+        result.append([found.code, patch.target, shows])
+"""
+
+
+def wrong(dist: str, release: str) -> list[list[Any]]:
+    """What the probes must say of the functions that this release has."""
+    return [
+        [code, patch.target, release in SpecifierSet(patch.broken, prereleases=True)]
+        for code, patch in PATCHES
+        if patch.dist == dist and release in releases_with(patch.target, dist)
+    ]
+
+
+@pytest.mark.parametrize("name", PLAYED)
+def test_the_probe_tells_what_the_fingerprint_tells(name: str, zygote: Zygote, release: Any) -> None:
+    assert zygote(PROBE.format(dist="lmcache"), release(name)) == wrong("lmcache", name)
+
+
+def test_the_probe_on_the_installed_vllm(zygote: Zygote, release: Any) -> None:
+    assert zygote(PROBE.format(dist="vllm"), release("0.4.6")) == wrong("vllm", KNOWN["vllm"]["releases"][-1])

@@ -1,0 +1,53 @@
+"""A request whose load failed is promised the same tokens again, nobody loads them, and it waits for ever.
+
+The worker loses the server for a moment: that is the failure that these releases report. (For the other they do not,
+see mp-retrieve-false.)
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvfix_tools.lab.options import Options
+from kvfix_tools.lab.scenario import Scenario, prompt
+
+if TYPE_CHECKING:
+    from kvfix_tools.lab.world import World
+
+
+def play(world: World) -> None:
+    world.stored_elsewhere(prompt(128))
+    world.admit("r", prompt(140), max_tokens=2)
+    for _ in range(6):  # the load is under way
+        world.step()
+    world.lose_transfers()
+    world.run(60)
+    world.settle()
+
+
+SCENARIO = (
+    Scenario(
+        __name__,
+        __doc__,
+        play,
+        fixes=("KVF104",),
+        rule="KVR010",
+        wrong={"lmcache": ">=0.5.0,<0.5.5"},
+        needs={"lmcache": ">=0.5.0"},
+        options=Options(
+            connector="mp", block_size=16, num_blocks=60, chunk_size=64, max_num_batched_tokens=256, delay=4
+        ),
+    ),
+    Scenario(
+        __name__,
+        __doc__,
+        play,
+        fixes=("KVF104",),
+        rule="KVR010",
+        wrong={"vllm": ">=0.32.0", "lmcache": "==0.4.6"},
+        needs={"lmcache": "==0.4.6"},
+        options=Options(
+            connector="mp-in-tree", block_size=16, num_blocks=60, chunk_size=64, max_num_batched_tokens=256, delay=4
+        ),
+    ),
+)
