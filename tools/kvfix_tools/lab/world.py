@@ -41,6 +41,8 @@ class World:
         config = engine.vllm_config(options)
         self.slots = Slots(options.num_blocks, options.block_size)
         self.cache = cache if cache is not None else Cache()
+        #: The other connector of a MultiConnector.
+        self.beside: Any = None
         self.side: Any = self._make(config)
         self.side.listen(self._loaded, self._stored, self._corrupt, self._right, self._timed_out)
         #: The world's own time, in seconds: what corrections go by.
@@ -64,7 +66,7 @@ class World:
         self._written_by_others: list[int] = []
         #: Requests whose load may come short because the world made it; "" for all.
         self._may_fail: set[str] = set()
-        self._watch(self.scheduler.connector)
+        self._watch(self.side.connector)
 
     # ------------------------------------------------------------------ named steps
 
@@ -77,6 +79,10 @@ class World:
         self._seen_preemptions[name] = 0
         self.scheduler.add_request(request)
         return request
+
+    def is_beside(self, name: str) -> None:
+        """The other connector of a MultiConnector has the KV of this request."""
+        self.beside.has.add(name)
 
     def stored_elsewhere(self, prompt: list[int]) -> None:
         """Another instance has stored this prompt in the cache, whole chunks of it."""
@@ -191,12 +197,16 @@ class World:
         self.seconds += STEP
         self.side.tick()
         output = self._guard("schedule", "", self.scheduler.schedule)
+        metadata = output.kv_connector_metadata
+        if self.beside is not None:
+            metadata = metadata.metadata[1]
         scheduled: dict[str, int] = output.num_scheduled_tokens
         self._tell_preemptions()
-        self._tell_scheduled(output)
+        self._tell_scheduled(output, metadata)
         forward = output.total_num_scheduled_tokens > 0
         self.idle = 0 if forward or self.side.busy() else self.idle + 1
-        self._guard("start_load_kv", "", self.side.start_step, output.kv_connector_metadata, forward)
+        self._guard("start_load_kv", "", self.side.start_step, metadata, forward)
+        self._load_beside()
         self._compute(scheduled, self.side.failed_blocks())
         finish = (forward, output.finished_req_ids)
         sending, receiving, invalid = self._guard("wait_for_save", "", self.side.finish_step, *finish)
@@ -232,8 +242,11 @@ class World:
         options = self.options
         if options.connector == "v1":
             self.scheduler = engine.scheduler(options, config)
+            connector = self.scheduler.connector
+            if options.beside:
+                self.beside, connector = connector.sub_connectors
             kind = AsyncV1 if options.lmcache.get("enable_async_loading") else V1
-            return kind(self.scheduler.connector, config, self.slots, self.cache)
+            return kind(connector, config, self.slots, self.cache)
 
         def make(role: str) -> Any:
             if role == "worker":
@@ -242,6 +255,13 @@ class World:
             return self.scheduler.connector
 
         return MP(make, config, self.slots, self.cache, options.delay)
+
+    def _load_beside(self) -> None:
+        """What the other connector of a MultiConnector was granted is in its slots before the step reads them."""
+        if self.beside is not None:
+            for name, (start, end) in self.beside.loads.items():
+                self.slots.write(self._blocks(name), start, self._right(name)[start:end])
+            self.beside.loads.clear()
 
     def _compute(self, scheduled: dict[str, int], failed: set[int]) -> None:
         """The model: each request reads the KV of all its computed tokens and writes that of the scheduled ones."""
@@ -327,10 +347,10 @@ class World:
                 self.counts["preemptions"] += 1
                 self._tell(ev.Preempted(name))
 
-    def _tell_scheduled(self, output: Any) -> None:
+    def _tell_scheduled(self, output: Any, metadata: Any) -> None:
         resumed = getattr(output.scheduled_cached_reqs, "resumed_req_ids", ())
         first = {new.req_id for new in output.scheduled_new_reqs} | set(resumed)
-        for due in self.side.due(output.kv_connector_metadata):
+        for due in self.side.due(metadata):
             self._tell(ev.LoadDue(*due))
         for name, tokens in output.num_scheduled_tokens.items():
             done = self.requests[name].num_computed_tokens - tokens
