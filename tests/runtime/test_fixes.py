@@ -1,5 +1,6 @@
 """What every fix must keep, and what each does to the real function of the release that it is for."""
 
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
