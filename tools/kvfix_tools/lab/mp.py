@@ -40,7 +40,7 @@ class Server:
 
             def wait(self, timeout: float | None = None) -> bool:
                 while not self.query() and server._later:
-                    server._later.popleft()[1]()
+                    server._later.popleft()[-1]()
                 return bool(super().wait(0))
 
         self._future = Future
@@ -55,7 +55,8 @@ class Server:
         self.loading: set[str] = set()
         #: request -> chunks found; None: the prefetch is under way
         self._hits: dict[str, int | None] = {}
-        self._later: deque[tuple[int, Callable[[], None]]] = deque()
+        #: When it is due, whether it is a load, and what is done then.
+        self._later: deque[tuple[int, bool, Callable[[], None]]] = deque()
         self.on_load: Callable[[str, int, int, int], None] = lambda *_: None
         self.on_store: Callable[[str, list[int], int, int], None] = lambda *_: None
         self.on_wrong: Callable[[str, str], None] = lambda *_: None
@@ -66,12 +67,15 @@ class Server:
         """A step of the engine has begun: what is due by now happens."""
         self.now += 1
         while self._later and self._later[0][0] <= self.now:
-            self._later.popleft()[1]()
+            self._later.popleft()[-1]()
 
-    def lose_transfers(self) -> None:
-        """Loads and stores under way are never done."""
-        self._later.clear()
-        for name in sorted(self.loading):
+    def lose_loads(self, unheard: set[str]) -> None:
+        """Loads under way are never done, those of `unheard` were for nothing; stores and lookups are done at once."""
+        under_way, self._later = self._later, deque()
+        for _, is_load, action in under_way:
+            if not is_load:
+                action()
+        for name in sorted(self.loading | unheard):
             self.cache.unpin(name)
             self.on_load(name, 0, 0, 0)
         self.loading.clear()
@@ -91,10 +95,10 @@ class Server:
         future.set_result(result)
         return future
 
-    def later(self, action: Callable[[], Any]) -> Any:
+    def later(self, action: Callable[[], Any], is_load: bool = False) -> Any:
         """A future of what `action` returns when it is due."""
         future = self._future()
-        self._later.append((self.now + self.delay, lambda: future.set_result(action())))
+        self._later.append((self.now + self.delay, is_load, lambda: future.set_result(action())))
         return future
 
     # What the adapters ask of their client, by its own names.
@@ -160,7 +164,7 @@ class Server:
         (LMCacheDrivenTransferContext, what LMCache chooses on CUDA, does nothing here up to 0.5.5.)
         """
         while self.flushes and self._later:
-            self._later.popleft()[1]()
+            self._later.popleft()[-1]()
 
     def submit_store(self, request_id: str, key: Any, *rest: Any, **more: Any) -> Any:
         blocks = _block_ids(rest)
@@ -201,7 +205,7 @@ class Server:
             self.on_load(request_id, key.start, key.end, key.end - key.start)
             return True
 
-        return self.later(load)
+        return self.later(load, is_load=True)
 
     def _slots(self, blocks: list[int], offset: int) -> list[int]:
         size = self.slots.block_size
@@ -267,6 +271,8 @@ class MP:
         else:
             adapter.MessageQueueClient = lambda url, context: Queue(self.server)
         _without_gpu()
+        #: In this step the worker hears nothing from the server.
+        self.deaf = False
         self.connector = make("scheduler")
         self.worker = make("worker")
         self.scheduler_adapter = self.connector.scheduler_adapter
@@ -294,9 +300,8 @@ class MP:
     def fail_load(self, request: str, after_chunks: int) -> None:
         self.server.failing[request] = after_chunks
 
-    def lose_transfers(self) -> None:
-        self.server.lose_transfers()
-        self.worker_adapter._health_event.clear()
+    def lose_loads(self) -> None:
+        self.deaf = True
 
     def lookups_fail(self, how_many: int) -> None:
         self.server.unanswered = how_many
@@ -321,7 +326,13 @@ class MP:
     def finish_step(self, forward: bool, ended: set[str]) -> tuple[set[str] | None, set[str] | None, set[int]]:
         if forward:
             self.worker.wait_for_save()
+        if self.deaf:
+            self.server.lose_loads(set(self.worker_adapter.retrieve_futures))
+            self.worker_adapter._health_event.clear()
         sending, receiving = self.worker.get_finished(ended)
+        if self.deaf:
+            self.worker_adapter._health_event.set()
+            self.deaf = False
         failed = self.worker.get_block_ids_with_load_errors()
         self.worker.clear_connector_metadata()
         return sending, receiving, failed

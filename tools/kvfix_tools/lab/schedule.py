@@ -79,6 +79,11 @@ def draw(seed: int, connector: str, plain: bool = False) -> Schedule:
         lmcache=lmcache,
     )
     weights = dict(_PLEASANT) if plain else {**_PLEASANT, **_UNPLEASANT}
+    if connector != "v1":
+        options = dataclasses.replace(options, delay=dice.choice((1, 1, 2, 4)))
+        if not plain:
+            options = dataclasses.replace(options, kv_load_failure_policy=dice.choice(("recompute", "fail")))
+            weights["lose_loads"] = 1
     if "enable_async_loading" in lmcache:
         weights |= _ASYNCHRONOUS
     names = list(weights)

@@ -133,12 +133,11 @@ class World:
         self.side.fail_load(name, after_chunks)
         self._may_fail.add(name)
 
-    def lose_transfers(self) -> None:
-        """The worker of a multi-process connector hears nothing from its server for a step; what was under way is lost."""
+    def lose_loads(self) -> None:
+        """A step in which the worker of a multi-process connector hears nothing from its server: its loads have failed."""
         self._may_fail.add("")
-        self.side.lose_transfers()
+        self.side.lose_loads()
         self.step()
-        self.side.worker_adapter._health_event.set()
 
     def lookups_fail(self, how_many: int) -> None:
         """So many of the next lookups time out, which is answered as no hit. (The time itself is not spent.)"""
