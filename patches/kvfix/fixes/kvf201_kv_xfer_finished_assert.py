@@ -2,8 +2,8 @@
 
 ## Symptom
 EngineCore dies with a bare `AssertionError` at `assert req_id in self.requests` in `_update_from_kv_xfer_finished`. Any
-client can do it by closing the connection while its prompt is being loaded. With `kv_load_failure_policy=fail`, which is
-the default, a load that fails does it: `Failing 1 request(s) due to KV load failure`, and dead in the next step.
+client can do it by closing the connection while its prompt is being loaded. With `kv_load_failure_policy=fail`, the
+default, a load that fails does it: `Failing 1 request(s) due to KV load failure`, and dead in the next step.
 
 ## Cause
 A connector that takes over the blocks of a finished request reports two things of one that was aborted while it was

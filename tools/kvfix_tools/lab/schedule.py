@@ -100,7 +100,7 @@ def _step(dice: random.Random, kind: str, number: int, options: Options, room: i
         whole = dice.randrange(1, max(2, room // options.chunk_size)) * options.chunk_size
         tokens = max(1, min(room - 40, whole + dice.choice((-1, 0, 0, 1, dice.randrange(options.chunk_size)))))
         # vLLM makes every id its own (input_processor.py 0.32.0:371). The worker of the multi-process connector builds
-        # on it: it reports no id twice (vllm_multi_process_adapter.py 0.5.6:2034), so a second life would never be freed.
+        # on it: it reports no id twice (vllm_multi_process_adapter.py 0.5.6:2034), so a second life is never freed.
         again = kind == "admit_again" and options.connector == "v1"
         which = dice.randrange(8) if again else number
         return ("admit", f"r{which}", dice.randrange(3), tokens, dice.choice((1, 2, 5, 20, 30)))
