@@ -8,6 +8,7 @@ shows the bug on the installed function, and the correction. Nothing lists the f
 from __future__ import annotations
 
 import functools
+from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -116,6 +117,48 @@ def before(prepare: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callab
     return around
 
 
+def around(correct: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """A correction that has something to do before the hook, after it, or both: a generator that yields once.
+
+    correct: (instance, *arguments of the hook), up to `answer = yield`, runs before the hook, and what it returns is
+    the right answer. `yield arguments` runs the hook with those instead of the caller's, who keeps his as they are.
+    Returning before the yield: the hook is not run. If the hook raises, its exception goes on to the caller, and the
+    generator is closed where it stands (use `finally` for what must be put back). Should the correction fail, the
+    hook runs with the caller's arguments, its own answer stands, and the fault is said once.
+    """
+
+    def decorate(original: Callable[..., Any]) -> Callable[..., Any]:
+        name = f"{correct.__module__}.{correct.__name__}"
+
+        @functools.wraps(original)
+        def hook(instance: Any, *args: Any, **kwargs: Any) -> Any:
+            try:
+                steps = correct(instance, *args, **kwargs)
+                given = next(steps)
+            except StopIteration as done:
+                return done.value
+            except Exception as error:  # noqa: BLE001
+                notice.fault(name, error)
+                return original(instance, *args, **kwargs)
+            try:
+                answer = original(instance, *(args if given is None else given), **(kwargs if given is None else {}))
+            except BaseException:
+                with suppress(Exception):
+                    steps.close()
+                raise
+            try:
+                steps.send(answer)
+            except StopIteration as done:
+                return done.value
+            except Exception as error:  # noqa: BLE001
+                notice.fault(name, error)
+            return answer
+
+        return hook
+
+    return decorate
+
+
 def reading(choose: Callable[..., tuple[Any, ...]]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """A correction that lets the hook read something else than it was passed, where its body reads wrongly.
 
@@ -139,7 +182,7 @@ def reading(choose: Callable[..., tuple[Any, ...]]) -> Callable[[Callable[..., A
 
 
 def after(correct: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """A correction that lets the hook answer, then corrects the answer.
+    """A correction that lets the hook answer, then corrects the answer: the cheapest one, for what runs often.
 
     correct: (instance, answer, *arguments of the hook) -> the right answer. It gets the caller's arguments as they
     were passed. Should it fail, the hook's own answer stands and the fault is said once.

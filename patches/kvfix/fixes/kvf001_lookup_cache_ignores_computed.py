@@ -33,9 +33,9 @@ LMCache 0.3.10 is no longer in use.
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from kvfix import probe
 from kvfix.fix import Fix, Patch, after
 
 if TYPE_CHECKING:
@@ -72,17 +72,7 @@ def correct(adapter: ModuleType) -> Callable[..., Any]:
 
 def shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
     """The report's numbers: 256 in the lookup cache, 336 computed, 10009 in all. Right is 0."""
-    impl = SimpleNamespace(
-        kv_role="kv_both",
-        lookup_client=SimpleNamespace(lookup_cache=lambda lookup_id: 256),
-        load_specs={},
-        config=SimpleNamespace(min_retrieve_tokens=0),
-        _max_tokens_per_load=0,
-        _lmcache_chunk_size=256,
-        _requests_priority={},
-    )
-    request = SimpleNamespace(request_id="kvfix-probe", num_tokens=10009)
-    answer = hook(impl, request, 336)
+    answer = hook(probe.scheduler_side(lookup_client=probe.lookup_client(256)), probe.request(10009), 336)
     if answer not in (0, 256):
         raise ValueError(f"the probe expects 0 or 256, got {answer!r}")
     return bool(answer == 256)

@@ -42,6 +42,7 @@ class Story:
         "request",
         "seen_from_start",
         "stored_to",
+        "timed_out",
         "total",
         "waiting",
     )
@@ -60,6 +61,7 @@ class Story:
         self.asked: ev.Asked | None = None
         self.granted: ev.Granted | None = None
         self.due: ev.LoadDue | None = None
+        self.timed_out: ev.TimedOut | None = None
         #: Tokens from the start that the external cache holds or was handed, as far as the connector knows.
         self.stored_to: int | None = None
 
@@ -83,6 +85,8 @@ class Story:
             self.stored_to = max(self.stored_to or 0, event.end, event.covered)
         elif isinstance(event, ev.Preempted | ev.LoadFailed):
             self._wait_again()
+        elif isinstance(event, ev.TimedOut):
+            self.timed_out = event
         elif isinstance(event, ev.Finished):
             self.finished = event
         self.events.append(event)

@@ -106,6 +106,14 @@ class Stuck(NamedTuple):
     waited: int
 
 
+class TimedOut(NamedTuple):
+    """A lookup for the request was waited for, and not answered: `waited` seconds, until `at` on any steady clock."""
+
+    request: str
+    waited: float
+    at: float
+
+
 class Raised(NamedTuple):
     """An exception left a hook, or the scheduler."""
 
@@ -115,5 +123,5 @@ class Raised(NamedTuple):
 
 
 Event = Union[  # noqa: UP007  also read at run time on Python 3.10
-    Asked, Granted, Scheduled, LoadDue, Loaded, Stored, Preempted, LoadFailed, Finished, Left, Stuck, Raised
+    Asked, Granted, Scheduled, LoadDue, Loaded, Stored, Preempted, LoadFailed, Finished, Left, Stuck, TimedOut, Raised
 ]

@@ -192,6 +192,19 @@ def waits_for_no_load(story: Story, event: ev.Stuck) -> Outcome:
     return violated(f"has waited {event.waited} steps for a load that nobody started", story.granted)
 
 
+@rule("KVR012", "waits-for-lookup-again", ev.TimedOut)
+def waits_for_lookup_again(story: Story, event: ev.TimedOut) -> Outcome:
+    """A lookup that was waited for in vain is not waited for again at once: the scheduler would do nothing else.
+
+    Half of the time may pass so at most. (The scheduler stands still while a lookup is waited for.)
+    """
+    before = story.timed_out
+    if before is None or event.at - before.at >= 2 * event.waited:
+        return None
+    after = event.at - before.at - event.waited
+    return violated(f"{event.waited:g} s were waited for a lookup in vain, {after:.1f} s after the last", before)
+
+
 @rule("KVR011", "exception-left-hook", ev.Raised)
 def exception_left_hook(story: Story, event: ev.Raised) -> Outcome:
     """No exception leaves a connector hook or the scheduler: EngineCore dies of it, with every request it had."""

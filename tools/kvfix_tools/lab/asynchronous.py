@@ -17,7 +17,7 @@ from typing import Any
 
 from kvfix_tools.lab.memory import Cache, Slots
 from kvfix_tools.lab.sockets import CLIENT
-from kvfix_tools.lab.v1 import V1, CacheEngine
+from kvfix_tools.lab.v1 import V1, CacheEngine, tags_of
 
 
 class Letters:
@@ -60,16 +60,27 @@ class PrefetchingEngine(CacheEngine):
         self.lost = 0
         self.fetched: dict[str, dict[object, list[int]]] = {}
         self.respond: Callable[[str, int], None] = lambda *_: None
+        #: Lookups that were never answered, or not yet.
+        self.owed: set[str] = set()
         self._asked: list[tuple[int, str, list[Any], list[int]]] = []
-        manager: Any = importlib.import_module("lmcache.v1.event_manager").EventManager
+        events: Any = importlib.import_module("lmcache.v1.event_manager")
         #: To 0.3.15 a load takes the event away; since 0.4.1 it stays until the lookup is unpinned (LMCache PR 2559).
-        self._load_takes = not hasattr(manager, "get_event_future")
+        self._load_takes = not hasattr(events.EventManager, "get_event_future")
+        # What LMCacheEngine.lookup_unpin reads of itself.
+        self.lookup_pins: dict[str, Any] = {}
+        self.async_loading = True
+        status = events.EventStatus
+        self.event_manager = SimpleNamespace(
+            get_event_status=lambda kind, name: status.DONE if name in self.fetched else status.NOT_FOUND
+        )
 
     def async_lookup_and_prefetch(self, lookup_id: str, hashes: Any, offsets: Any, **more: Any) -> None:
+        self.owed.add(lookup_id)
         if self.lost > 0:
             self.lost -= 1
         else:
-            self._asked.append((self.delay, lookup_id, list(hashes), list(offsets)))
+            tags = tags_of(more.get("request_configs"))
+            self._asked.append((self.delay, lookup_id, [(key, *tags) for key in hashes], list(offsets)))
 
     def answer(self) -> None:
         """A step has passed: fetch for the lookups that are due and tell the scheduler."""
@@ -80,6 +91,7 @@ class PrefetchingEngine(CacheEngine):
             self.cache.unpin(name)  # what is fetched is referenced, not looked for again
             if found:
                 self.fetched[name] = {key: list(self.cache.get(key) or ()) for key in keys[:found]}
+            self.owed.discard(name)
             self.respond(name, sum(offsets[:found]))
 
     def retrieve(self, tokens: Any, mask: Any = None, **more: Any) -> Any:
@@ -96,9 +108,10 @@ class PrefetchingEngine(CacheEngine):
         return self.fetched[name].get(key)
 
     def lookup_unpin(self, lookup_ids: str | list[str]) -> None:
-        if not self._load_takes:
-            for name in [lookup_ids] if isinstance(lookup_ids, str) else lookup_ids:
-                self.cleanup_memory_objs(name)
+        """The real engine's own code decides whether what was fetched is let go."""
+        real: Any = importlib.import_module("lmcache.v1.cache_engine").LMCacheEngine
+        for name in [lookup_ids] if isinstance(lookup_ids, str) else lookup_ids:
+            real.lookup_unpin(self, name)
 
     def cleanup_memory_objs(self, lookup_id: str) -> None:
         """The server's answer to a clean-up letter of the client: an aborted lookup's chunks are let go."""
@@ -135,13 +148,14 @@ class AsyncLookups:
 
     def state(self) -> dict[str, set[str]]:
         """What is kept by request id. A finished lookup of an aborted request is cleaned up by the next lookup of any
-        other, and so is not counted; an aborted id that has no lookup is kept for ever."""
+        other, and so is not counted, nor is one that waits for an answer; an aborted id without either is kept for
+        ever."""
         status = self.client.reqs_status
         aborted = set(getattr(self.client, "aborted_lookups", ()))
-        to_clean = {name for name in aborted if status.get(name) is not None}
+        to_clean = {name for name in aborted if status.get(name) is not None} | self.engine.owed
         return {
             "lookup_client.reqs_status": set(status) - to_clean,
-            "lookup_client.aborted_lookups": aborted - set(status),
+            "lookup_client.aborted_lookups": aborted - set(status) - self.engine.owed,
             "fetched chunks of the worker": set(self.engine.fetched) - to_clean,
         }
 
@@ -151,10 +165,18 @@ class AsyncV1(V1):
 
     engine: PrefetchingEngine
 
+    def listen(self, on_load: Any, on_store: Any, on_wrong: Any, right: Any, on_timeout: Any) -> None:
+        """No lookup is waited for."""
+        self.engine.on_load, self.engine.on_store = on_load, on_store
+
     def _join(self, client: Any, slots: Slots, cache: Cache) -> PrefetchingEngine:
         engine = PrefetchingEngine(slots, cache, client.token_database)
         self.lookups = AsyncLookups(client, engine)
         return engine
+
+    def tick(self) -> None:
+        """A step takes a tenth of a second of the lookups' time: one that is never answered is given up after 30."""
+        self.lookups.wait(0.1)
 
     def start_step(self, metadata: Any, forward: bool) -> None:
         self.lookups.deliver()

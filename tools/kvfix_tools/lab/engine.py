@@ -76,6 +76,21 @@ def vllm_config(options: Options) -> VllmConfig:
     if options.lmcache.get("enable_async_loading"):
         # early releases insist on it, and set it themselves only where they read their own configuration
         extra.setdefault("lmcache.save_unfull_chunk", False)
+    transfer: dict[str, Any] = {
+        "kv_connector": _CONNECTORS[options.connector][0],
+        "kv_connector_module_path": _CONNECTORS[options.connector][1],
+        "kv_role": options.kv_role,
+        "kv_load_failure_policy": options.kv_load_failure_policy,
+        "kv_connector_extra_config": extra,
+    }
+    if options.beside:
+        other = {"kv_connector": "Beside", "kv_connector_module_path": "kvfix_tools.lab.beside", "kv_role": "kv_both"}
+        transfer = {
+            **transfer,
+            "kv_connector": "MultiConnector",
+            "kv_connector_module_path": None,
+            "kv_connector_extra_config": {"connectors": [other, transfer]},
+        }
     return VllmConfig(
         model_config=_model_config(options.max_model_len),
         cache_config=cache,
@@ -90,13 +105,7 @@ def vllm_config(options: Options) -> VllmConfig:
             scheduler_reserve_full_isl=options.reserve_full_isl,
         ),
         device_config=DeviceConfig("cpu"),
-        kv_transfer_config=KVTransferConfig(
-            kv_connector=_CONNECTORS[options.connector][0],
-            kv_connector_module_path=_CONNECTORS[options.connector][1],
-            kv_role=options.kv_role,
-            kv_load_failure_policy=options.kv_load_failure_policy,
-            kv_connector_extra_config=extra,
-        ),
+        kv_transfer_config=KVTransferConfig(**transfer),
     )
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import kvfix
-from kvfix_tools.lab.runner import quiet
+from kvfix_tools.lab.runner import lacking, quiet
 from kvfix_tools.lab.schedule import Schedule, draw
 
 
@@ -82,13 +82,13 @@ def fuzz(
         if fixes:
             kvfix.apply()
         try:
-            start = time.monotonic()
+            start, lacks = time.monotonic(), lacking()
             steps = played = preemptions = loaded = stored = 0
             seen: dict[str, list[Any]] = {}
             for seed in seeds:
                 if time.monotonic() - start > seconds:
                     break
-                done = play(draw(seed, connector, plain))
+                done = play(draw(seed, connector, plain, lacks))
                 played += 1
                 steps += done.steps
                 preemptions += done.counts["preemptions"]
@@ -101,7 +101,7 @@ def fuzz(
             took = time.monotonic() - start
             violations = []
             for wanted, (count, seed, finding) in sorted(seen.items(), key=lambda item: -item[1][0]):
-                schedule = draw(seed, connector, plain)
+                schedule = draw(seed, connector, plain, lacks)
                 if shrinking:
                     schedule = shrink(schedule, wanted, shrinking)
                     finding = next(found for found in play(schedule).findings if signature(found) == wanted)

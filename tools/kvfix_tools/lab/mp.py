@@ -322,7 +322,7 @@ class MP:
         if hasattr(self.worker_adapter, "_block_ids_per_group"):
             self.worker_adapter._block_ids_per_group = lambda op: [op.flat_block_ids]
 
-    def listen(self, on_load: Any, on_store: Any, on_wrong: Any, right: Any) -> None:
+    def listen(self, on_load: Any, on_store: Any, on_wrong: Any, right: Any, on_timeout: Any) -> None:
         self.server.on_load, self.server.on_store, self.server.on_wrong = on_load, on_store, on_wrong
         self.server.right = right
 

@@ -5,6 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+#: Settings of LMCache that it has not always had, and the releases that have them.
+SINCE = {
+    "enable_async_loading": ">=0.3.10",
+    "min_retrieve_tokens": ">=0.3.14",
+    "max_tokens_per_load": ">=0.4.7",
+    "mp.eager_prefetch": ">=0.5.4",
+    "mp.save_decode_cache": ">=0.5.6",
+}
 CONNECTORS = ("v1", "mp", "mp-in-tree")
 
 
@@ -14,6 +22,8 @@ class Options:
 
     #: v1 (in process), mp (LMCache's multi-process connector) or mp-in-tree (vLLM's copy of it)
     connector: str = "v1"
+    #: In a MultiConnector, behind another one that is asked first (beside.py). v1 only.
+    beside: bool = False
     #: Steps until a lookup, load or store of the multi-process server is done.
     delay: int = 1
     block_size: int = 16

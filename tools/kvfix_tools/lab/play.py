@@ -49,12 +49,14 @@ def move(world: World, step: Step) -> None:
         name, seed, tokens, max_tokens = rest
         if world.is_free(name):
             world.admit(name, prompt(tokens, seed), max_tokens)
-    elif kind in ("abort", "fail_load", "preempt"):
+    elif kind in ("abort", "fail_load", "preempt", "is_beside"):
         open_now = [name for name, request in world.requests.items() if not request.is_finished()]
         if open_now:
             name = open_now[rest[0] % len(open_now)]
             if kind == "abort":
                 world.abort(name)
+            elif kind == "is_beside":
+                world.is_beside(name)
             elif kind == "fail_load":
                 world.fail_load(name, rest[1])
             elif world.requests[name].status == RequestStatus.RUNNING:

@@ -20,6 +20,7 @@ from kvfix import target
 from kvfix.fix import catalogue
 from kvfix.ledger import Finding
 from kvfix.ledger.events import Event
+from kvfix_tools.lab.options import SINCE
 from kvfix_tools.lab.scenario import Scenario
 from kvfix_tools.lab.schedule import Schedule
 
@@ -83,6 +84,12 @@ def expected(scenario: Scenario) -> str:
 #: Releases of LMCache that the lab's stand-ins speak to, by connector. vLLM's own copy of the multi-process connector
 #: hands LMCache's adapter arguments that 0.4.7 and later do not take: it cannot start with them.
 PLAYABLE = {"v1": ">=0.3.9", "mp": ">=0.5.0", "mp-in-tree": "==0.4.6"}
+
+
+def lacking() -> set[str]:
+    """Settings of the lab that the installed LMCache does not have."""
+    installed = versions()["lmcache"]
+    return {name for name, releases in SINCE.items() if installed not in SpecifierSet(releases, prereleases=True)}
 
 
 def cannot_play(connector: str) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import random
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 from kvfix_tools.lab.options import Options
@@ -21,6 +22,8 @@ _PLEASANT = {"step": 60, "admit": 10, "take_blocks": 2, "free_blocks": 3, "budge
 _UNPLEASANT = {"abort": 4, "evict": 1, "fail_load": 2, "admit_again": 2, "timeout": 1, "preempt": 2}
 #: Only where lookups take time.
 _ASYNCHRONOUS = {"slow_lookups": 2, "wait": 1}
+#: Only where another connector is there: it has the next request, or one that was preempted.
+_BESIDE = {"is_beside": 5}
 
 
 class Schedule(NamedTuple):
@@ -48,24 +51,35 @@ class Schedule(NamedTuple):
             raise ValueError(f"it is no saved schedule ({type(error).__name__}: {error})") from None
 
 
-def draw(seed: int, connector: str, plain: bool = False) -> Schedule:
-    """The schedule of this seed. plain: default options of LMCache, no aborts, no failed loads, no evictions."""
+def _settings(connector: str, chunk: int) -> dict[str, tuple[Any, ...]]:
+    """Settings of LMCache that change the accounting, by the names of `Options.lmcache`, and their values."""
+    if connector == "v1":
+        return {
+            "save_decode_cache": (True,),
+            "save_unfull_chunk": (False,),
+            "min_retrieve_tokens": (chunk, 3 * chunk),
+            "max_tokens_per_load": (chunk, 2 * chunk, 5 * chunk),
+            "enable_async_loading": (True,),
+        }
+    return {"mp.eager_prefetch": (True,), "mp.save_decode_cache": (True,)} if connector == "mp" else {}
+
+
+def draw(seed: int, connector: str, plain: bool = False, lacks: Collection[str] = ()) -> Schedule:
+    """The schedule of this seed. plain: default options of LMCache, no aborts, no failed loads, no evictions.
+
+    lacks: settings that the installed LMCache does not have.
+    """
     dice = random.Random(seed)
     block = dice.choice((4, 8, 16))
     chunk = block * dice.choice((1, 2, 4) if connector != "v1" else (1, 2, 3, 4))
     blocks = dice.randrange(12, 48)
     room = block * (blocks - 2)
     lmcache: dict[str, Any] = {}
-    if not plain and connector == "v1":
-        for name, values in (
-            ("save_decode_cache", (True,)),
-            ("save_unfull_chunk", (False,)),
-            ("min_retrieve_tokens", (chunk, 3 * chunk)),
-            ("max_tokens_per_load", (chunk, 2 * chunk, 5 * chunk)),
-            ("enable_async_loading", (True,)),
-        ):
-            if dice.random() < 0.3:
-                lmcache[name] = dice.choice(values)
+    if not plain:
+        drawn = {
+            name: dice.choice(values) for name, values in _settings(connector, chunk).items() if dice.random() < 0.3
+        }
+        lmcache = {name: value for name, value in drawn.items() if name not in lacks}
     options = Options(
         connector=connector,
         block_size=block,
@@ -77,6 +91,9 @@ def draw(seed: int, connector: str, plain: bool = False) -> Schedule:
         prefix_caching=dice.random() < 0.85,
         reserve_full_isl=dice.random() < 0.5,
         lmcache=lmcache,
+        beside=connector == "v1" and not plain and dice.random() < 0.2,
+        delay=1 if plain else dice.choice((1, 1, 2, 5)),
+        kv_load_failure_policy="recompute" if plain else dice.choice(("recompute", "recompute", "fail")),
     )
     weights = dict(_PLEASANT) if plain else {**_PLEASANT, **_UNPLEASANT}
     if connector != "v1":
@@ -86,6 +103,8 @@ def draw(seed: int, connector: str, plain: bool = False) -> Schedule:
             weights["lose_loads"] = 1
     if "enable_async_loading" in lmcache:
         weights |= _ASYNCHRONOUS
+    if options.beside:
+        weights |= _BESIDE
     names = list(weights)
     steps: list[Step] = []
     for number in range(dice.randrange(30, 160)):
@@ -104,7 +123,7 @@ def _step(dice: random.Random, kind: str, number: int, options: Options, room: i
         again = kind == "admit_again" and options.connector == "v1"
         which = dice.randrange(8) if again else number
         return ("admit", f"r{which}", dice.randrange(3), tokens, dice.choice((1, 2, 5, 20, 30)))
-    if kind in ("abort", "fail_load", "preempt"):
+    if kind in ("abort", "fail_load", "preempt", "is_beside"):
         return (kind, dice.randrange(8), dice.randrange(3))
     if kind == "take_blocks":
         return (kind, dice.randrange(1, options.num_blocks))

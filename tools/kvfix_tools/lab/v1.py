@@ -7,6 +7,7 @@ which copies between the lab's slots and chunks instead of GPU and CPU memory.
 
 from __future__ import annotations
 
+import json
 import sys
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,7 @@ import zmq
 from kvfix_tools.lab.memory import Cache, Prefix, Slots
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from vllm.config import VllmConfig
 
@@ -33,40 +34,35 @@ def forget_configuration() -> None:
 
 
 class Wire:
-    """In place of the lookup client's sockets (to 0.4) or transport (from 0.4): the worker's answer, at once.
+    """In place of the socket between lookup client and worker: the worker's answer, at once.
 
-    `fails`: how many of the next questions time out.
+    `fails`: how many of the next questions time out. Real is what stands on the socket: the client's own code (to
+    0.3.15), LMCache's transport (since 0.4.1).
     """
 
-    world_size = 1
-
-    def __init__(self, lookup: Callable[[list[Any], list[int], str], int]) -> None:
+    def __init__(self, lookup: Callable[[list[Any], list[int], str, str], int], packed: bool) -> None:
         self._lookup = lookup
-        self._frames: list[Any] = []
+        #: Whether every part of a question is packed, or hashes and offsets only.
+        self._packed = packed
+        self._question: list[Any] = []
         self.fails = 0
+        #: Told of each question that times out, by the request that it is about.
+        self.on_timeout: Callable[[str], None] = lambda _: None
 
-    def send_and_recv_all(self, message: list[Any]) -> list[bytes]:
-        if self._times_out():
-            return []
-        hashes, offsets, lookup_id, _ = message
-        return [self._lookup(hashes, offsets, lookup_id).to_bytes(4, "big")]
-
-    def send_multipart(self, frames: list[Any], copy: bool = True) -> None:
-        self._frames = frames
+    def send_multipart(self, parts: list[bytes], copy: bool = True) -> None:
+        unpack = msgspec.msgpack.decode
+        texts = [unpack(part) if self._packed else part.decode() for part in parts[2:]]
+        self._question = [unpack(parts[0]), unpack(parts[1]), *texts]
 
     def recv(self) -> bytes:
-        if self._times_out():
+        if self.fails > 0:
+            self.fails -= 1
+            self.on_timeout(self._question[2])
             raise zmq.Again
-        hashes, offsets, lookup_id, _ = self._frames
-        answer = self._lookup(msgspec.msgpack.decode(hashes), msgspec.msgpack.decode(offsets), lookup_id.decode())
-        return answer.to_bytes(4, "big")
-
-    def _times_out(self) -> bool:
-        self.fails -= 1
-        return self.fails >= 0
+        return self._lookup(*self._question).to_bytes(4, "big")
 
     def close(self, linger: int = 0) -> None:
-        """As a socket's, and as a transport's."""
+        """As a socket's."""
 
 
 class CacheEngine:
@@ -93,9 +89,10 @@ class CacheEngine:
     def post_init(self, **more: Any) -> None:
         """The real one looks at the KV tensors here."""
 
-    def lookup(self, hashes: list[Any], offsets: list[int], lookup_id: str) -> int:
+    def lookup(self, hashes: list[Any], offsets: list[int], lookup_id: str, configs: str = "") -> int:
         """Tokens found, pinned for this lookup (LMCacheEngine.lookup with pin=True)."""
-        return sum(offsets[: self.cache.pinned_prefix(hashes, lookup_id)])
+        tags = tags_of(json.loads(configs) if configs else None)
+        return sum(offsets[: self.cache.pinned_prefix([(key, *tags) for key in hashes], lookup_id)])
 
     def lookup_unpin(self, lookup_ids: str | list[str]) -> None:
         for lookup_id in [lookup_ids] if isinstance(lookup_ids, str) else lookup_ids:
@@ -107,7 +104,7 @@ class CacheEngine:
         moved = torch.zeros(len(tokens), dtype=torch.bool)
         chunks_left = self.failing.pop(name, sys.maxsize)
         first, last = None, 0
-        for start, end, key in self.tokens.process_tokens(tokens, mask=mask, make_key=False):
+        for start, end, key in self.keys(tokens, mask, more):
             contents = self.chunk(name, key)
             if contents is None or chunks_left == 0 or end > len(slot_mapping):
                 break
@@ -119,6 +116,12 @@ class CacheEngine:
         self.on_load(name, first or 0, last, int(moved.sum()))
         return moved
 
+    def keys(self, tokens: Any, mask: Any, call: dict[str, Any]) -> Iterator[tuple[int, int, object]]:
+        """(first token, end, key) of each chunk: LMCache's own hash, and the tags that it puts into its keys."""
+        tags = tags_of(call.get("request_configs"))
+        for start, end, key in self.tokens.process_tokens(tokens, mask=mask, make_key=False):
+            yield start, end, (key, *tags)
+
     def chunk(self, name: str, key: object) -> list[int] | None:
         """What a load of this request finds under the key."""
         return self.cache.get(key)
@@ -127,7 +130,7 @@ class CacheEngine:
         """Slots into the cache, chunk by chunk; what is there already is left."""
         slot_mapping, name = more["slot_mapping"].tolist(), self._name(more)
         first, last = None, 0
-        for start, end, key in self.tokens.process_tokens(tokens, mask=mask, make_key=False):
+        for start, end, key in self.keys(tokens, mask, more):
             first, last = start if first is None else first, end
             if key not in self.cache:
                 self.cache.put(key, [self.slots.get(slot) for slot in slot_mapping[start:end]])
@@ -143,6 +146,11 @@ class CacheEngine:
         return str(names[0])
 
 
+def tags_of(configs: dict[str, Any] | None) -> list[tuple[str, Any]]:
+    """What of a request's configuration is part of a key (CacheEngineKey, lmcache/utils.py)."""
+    return sorted(item for item in (configs or {}).items() if item[0].startswith("lmcache.tag."))
+
+
 class V1:
     """Both sides of the connector, joined by the lab's memory."""
 
@@ -155,12 +163,10 @@ class V1:
     def _join(self, client: Any, slots: Slots, cache: Cache) -> CacheEngine:
         """The worker's cache, answering the scheduler's lookup client."""
         engine = CacheEngine(slots, cache, client.token_database)
-        self.wire = Wire(engine.lookup)
-        if hasattr(client, "transport"):
-            client.transport = self.wire
-        else:
-            client.sockets = [self.wire]
-            client._recreate_socket = lambda *_: None
+        ends = getattr(client, "transport", client)
+        self.wire = Wire(engine.lookup, packed=ends is not client)
+        ends.sockets = [self.wire]
+        ends._recreate_socket = ends._recreate_all_sockets = lambda *_: None
         return engine
 
     def _worker(self, config: VllmConfig) -> Any:
@@ -189,8 +195,9 @@ class V1:
             worker.lmcache_engine = self.engine
         return worker
 
-    def listen(self, on_load: Any, on_store: Any, on_wrong: Any, right: Any) -> None:
+    def listen(self, on_load: Any, on_store: Any, on_wrong: Any, right: Any, on_timeout: Any) -> None:
         self.engine.on_load, self.engine.on_store = on_load, on_store
+        self.wire.on_timeout = on_timeout
 
     def tick(self) -> None:
         """Everything is done within the step."""
@@ -200,7 +207,7 @@ class V1:
         contents, size = Prefix().of(prompt), self.scheduler_side._lmcache_chunk_size
         for start, end, key in self.engine.tokens.process_tokens(prompt, make_key=False):
             if end - start == size:
-                self.engine.cache.put(key, contents[start:end])
+                self.engine.cache.put((key,), contents[start:end])
 
     def fail_load(self, request: str, after_chunks: int) -> None:
         self.engine.failing[request] = after_chunks

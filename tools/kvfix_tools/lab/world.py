@@ -12,6 +12,7 @@ from typing import Any
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 
+from kvfix import clock
 from kvfix.ledger import Finding, Ledger
 from kvfix.ledger import events as ev
 from kvfix_tools.lab import engine
@@ -21,6 +22,8 @@ from kvfix_tools.lab.mp import MP
 from kvfix_tools.lab.options import Options
 from kvfix_tools.lab.v1 import V1, forget_configuration
 
+#: Seconds that a step takes in the world's time, and that LMCache waits for a lookup (lookup_timeout_ms).
+STEP, LOOKUP_TIMEOUT = 0.1, 3.0
 #: After so many steps in which nothing happened, nothing will: longer than any lookup or load of the lab takes.
 IDLE = 64
 
@@ -38,8 +41,13 @@ class World:
         config = engine.vllm_config(options)
         self.slots = Slots(options.num_blocks, options.block_size)
         self.cache = cache if cache is not None else Cache()
+        #: The other connector of a MultiConnector.
+        self.beside: Any = None
         self.side: Any = self._make(config)
-        self.side.listen(self._loaded, self._stored, self._corrupt, self._right)
+        self.side.listen(self._loaded, self._stored, self._corrupt, self._right, self._timed_out)
+        #: The world's own time, in seconds: what corrections go by.
+        self.seconds = 0.0
+        clock.now = lambda: self.seconds
         self.ledger = Ledger()
         self.steps = 0
         #: Steps in a row in which nothing was scheduled and no transfer was under way.
@@ -58,7 +66,7 @@ class World:
         self._written_by_others: list[int] = []
         #: Requests whose load may come short because the world made it; "" for all.
         self._may_fail: set[str] = set()
-        self._watch(self.scheduler.connector)
+        self._watch(self.side.connector)
 
     # ------------------------------------------------------------------ named steps
 
@@ -71,6 +79,10 @@ class World:
         self._seen_preemptions[name] = 0
         self.scheduler.add_request(request)
         return request
+
+    def is_beside(self, name: str) -> None:
+        """The other connector of a MultiConnector has the KV of this request."""
+        self.beside.has.add(name)
 
     def stored_elsewhere(self, prompt: list[int]) -> None:
         """Another instance has stored this prompt in the cache, whole chunks of it."""
@@ -148,7 +160,7 @@ class World:
         self.side.server.forget_silent_worker()
 
     def lookups_fail(self, how_many: int) -> None:
-        """So many of the next lookups time out, which is answered as no hit. (The time itself is not spent.)"""
+        """So many of the next lookups time out, which is answered as no hit. It takes the world's time only."""
         self.side.lookups_fail(how_many)
 
     def never_ends(self) -> None:
@@ -194,14 +206,19 @@ class World:
     def step(self) -> None:
         """One iteration of EngineCore: schedule, load, compute, store, sample, update."""
         self.steps += 1
+        self.seconds += STEP
         self.side.tick()
         output = self._guard("schedule", "", self.scheduler.schedule)
+        metadata = output.kv_connector_metadata
+        if self.beside is not None:
+            metadata = metadata.metadata[1]
         scheduled: dict[str, int] = output.num_scheduled_tokens
         self._tell_preemptions()
-        self._tell_scheduled(output)
+        self._tell_scheduled(output, metadata)
         forward = output.total_num_scheduled_tokens > 0
         self.idle = 0 if forward or self.side.busy() else self.idle + 1
-        self._guard("start_load_kv", "", self.side.start_step, output.kv_connector_metadata, forward)
+        self._guard("start_load_kv", "", self.side.start_step, metadata, forward)
+        self._load_beside()
         self._compute(scheduled, self.side.failed_blocks())
         finish = (forward, output.finished_req_ids)
         sending, receiving, invalid = self._guard("wait_for_save", "", self.side.finish_step, *finish)
@@ -237,8 +254,11 @@ class World:
         options = self.options
         if options.connector == "v1":
             self.scheduler = engine.scheduler(options, config)
+            connector = self.scheduler.connector
+            if options.beside:
+                self.beside, connector = connector.sub_connectors
             kind = AsyncV1 if options.lmcache.get("enable_async_loading") else V1
-            return kind(self.scheduler.connector, config, self.slots, self.cache)
+            return kind(connector, config, self.slots, self.cache)
 
         def make(role: str) -> Any:
             if role == "worker":
@@ -247,6 +267,13 @@ class World:
             return self.scheduler.connector
 
         return MP(make, config, self.slots, self.cache, options.delay)
+
+    def _load_beside(self) -> None:
+        """What the other connector of a MultiConnector was granted is in its slots before the step reads them."""
+        if self.beside is not None:
+            for name, (start, end) in self.beside.loads.items():
+                self.slots.write(self._blocks(name), start, self._right(name)[start:end])
+            self.beside.loads.clear()
 
     def _compute(self, scheduled: dict[str, int], failed: set[int]) -> None:
         """The model: each request reads the KV of all its computed tokens and writes that of the scheduled ones."""
@@ -332,10 +359,10 @@ class World:
                 self.counts["preemptions"] += 1
                 self._tell(ev.Preempted(name))
 
-    def _tell_scheduled(self, output: Any) -> None:
+    def _tell_scheduled(self, output: Any, metadata: Any) -> None:
         resumed = getattr(output.scheduled_cached_reqs, "resumed_req_ids", ())
         first = {new.req_id for new in output.scheduled_new_reqs} | set(resumed)
-        for due in self.side.due(output.kv_connector_metadata):
+        for due in self.side.due(metadata):
             self._tell(ev.LoadDue(*due))
         for name, tokens in output.num_scheduled_tokens.items():
             done = self.requests[name].num_computed_tokens - tokens
@@ -377,6 +404,10 @@ class World:
         self._tell(ev.Stored(name, start, end, self._covered(name)))
         if not self._prefixes[name].is_prefix(tokens):
             self._corrupt(name, f"stores {len(tokens)} tokens that are not the first ones of the request")
+
+    def _timed_out(self, name: str) -> None:
+        self.seconds += LOOKUP_TIMEOUT
+        self._tell(ev.TimedOut(name, LOOKUP_TIMEOUT, self.seconds))
 
     def _covered(self, name: str) -> int:
         """What was hit is there, also if the load of it failed."""

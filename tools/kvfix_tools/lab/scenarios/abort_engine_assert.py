@@ -22,7 +22,7 @@ SCENARIO = Scenario(
     __name__,
     __doc__,
     play,
-    fixes=(),
+    fixes=("KVF004",),
     rule="KVR011",
     text="finish_requests: AssertionError",
     wrong={"lmcache": ">=0.4.5,<0.5.1"},

@@ -30,7 +30,7 @@ SCENARIO = Scenario(
     __name__,
     __doc__,
     play,
-    fixes=(),
+    fixes=("KVF005",),
     rule="KVR009",
     wrong={"lmcache": ">=0.3.9,!=0.4.5,!=0.4.6,!=0.4.7,!=0.5.0"},
     options=Options(chunk_size=256, max_num_batched_tokens=512),

@@ -27,7 +27,7 @@ SCENARIO = Scenario(
     __name__,
     __doc__,
     play,
-    fixes=(),
+    fixes=("KVF012",),
     rule="KVR009",
     text="fetched chunks of the worker",
     wrong={"lmcache": ">=0.3.10.post1,<0.4.1"},

@@ -35,7 +35,7 @@ SCENARIO = Scenario(
     __name__,
     __doc__,
     play,
-    fixes=(),
+    fixes=("KVF011",),
     rule="KVR011",
     text="schedule: KeyError: 'r'",
     wrong={"lmcache": ">=0.3.10"},

@@ -23,7 +23,7 @@ SCENARIO = Scenario(
     __name__,
     __doc__,
     play,
-    fixes=(),
+    fixes=("KVF017",),
     rule="LAB001",
     wrong={"lmcache": ">=0.3.9"},
     options=Options(num_blocks=90, chunk_size=256, max_num_batched_tokens=1024),

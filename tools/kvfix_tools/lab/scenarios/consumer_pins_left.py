@@ -22,7 +22,7 @@ SCENARIO = Scenario(
     __name__,
     __doc__,
     play,
-    fixes=(),
+    fixes=("KVF009",),
     rule="KVR009",
     text="pins of the worker",
     wrong={"lmcache": "<0.4.3"},

@@ -36,9 +36,10 @@ SCENARIO = Scenario(
     __name__,
     __doc__,
     play,
-    fixes=(),
+    fixes=("KVF007",),
     rule="LAB001",
     text="the step reads token 128 of",
-    wrong={"lmcache": ">=0.3.9"},
+    wrong={"lmcache": ">=0.3.9.post1"},
+    needs={"lmcache": ">=0.3.9.post1"},  # 0.3.9 does not tell vLLM that a load failed
     options=Options(max_num_batched_tokens=512, kv_load_failure_policy="fail"),
 )

@@ -30,7 +30,7 @@ SCENARIO = Scenario(
     __name__,
     __doc__,
     play,
-    fixes=(),
+    fixes=("KVF003",),
     rule="KVR011",
     text="Mismatch in tokens to load: 1024 vs 1024 (tokens in lmcache) - 80 (tokens in vllm)",
     wrong={"lmcache": ">=0.4.7"},

@@ -29,7 +29,7 @@ SCENARIO = Scenario(
     __name__,
     __doc__,
     play,
-    fixes=(),
+    fixes=("KVF002",),
     rule="KVR011",
     text="Preempted request r has num_computed_tokens 255 but",
     wrong={"lmcache": ">=0.3.10.post1,<0.4.3"},

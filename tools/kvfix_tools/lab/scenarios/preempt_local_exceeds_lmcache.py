@@ -23,7 +23,7 @@ SCENARIO = Scenario(
     __name__,
     __doc__,
     play,
-    fixes=(),
+    fixes=("KVF002",),
     rule="KVR011",
     text="Preempted request r has num_computed_tokens 992 but lmcache_cached_tokens 768",
     wrong={"lmcache": ">=0.3.10.post1,<=0.3.10.post2"},

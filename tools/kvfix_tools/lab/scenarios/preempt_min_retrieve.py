@@ -30,7 +30,7 @@ SCENARIO = Scenario(
     __name__,
     __doc__,
     play,
-    fixes=(),
+    fixes=("KVF002",),
     rule="KVR011",
     text="Preempted request r has num_computed_tokens 800 but",
     wrong={"lmcache": ">=0.3.14"},

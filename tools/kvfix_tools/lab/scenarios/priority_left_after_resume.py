@@ -25,7 +25,7 @@ SCENARIO = Scenario(
     __name__,
     __doc__,
     play,
-    fixes=(),
+    fixes=("KVF005",),
     rule="KVR009",
     text="_requests_priority",
     wrong={"lmcache": ">=0.3.9"},

@@ -23,7 +23,7 @@ SCENARIO = Scenario(
     __name__,
     __doc__,
     play,
-    fixes=(),
+    fixes=("KVF006",),
     rule="KVR011",
     text="schedule: ",
     wrong={"lmcache": ">=0.3.9"},

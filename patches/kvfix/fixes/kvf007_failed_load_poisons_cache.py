@@ -1,0 +1,127 @@
+"""A load fails, and what the step computes on top of what is not there is stored under valid keys.
+
+## Symptom
+None at the time but `Request ... failed to load ... tokens across ... blocks`. Later, wrong text in other requests that
+begin with the same prompt.
+
+## Cause
+`start_load_kv` records the blocks whose load failed, and vLLM drops the output of the step. But the step has run, on KV
+that is not there, and in the same step `wait_for_save` stores what it computed (0.5.6 vllm_v1_adapter.py:1104-1259 does
+not look at the failed blocks). With kv_load_failure_policy "recompute" the right KV comes a step later, and the cache
+keeps the chunks that it has.
+
+## Fix
+A request that has one of the failed blocks among its own is not saved in that step. vLLM takes it back to its last good
+token; when the connector follows, all of it counts as not saved (before 0.4.1 that is done by KVF008): the scheduler
+does not know which saves were left out, and a chunk that is in the cache is not stored twice.
+
+## Releases
+LMCache 0.3.9 to 0.5.6; 0.3.9 does not know which blocks failed, and cannot be cured of it. A kv_producer saves all the
+same: there a save is the transfer to the decoder.
+
+## Upstream
+None known.
+
+## Remove when
+`wait_for_save` leaves out the requests whose load failed.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from kvfix import probe
+from kvfix.fix import Fix, Patch, around
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator
+    from types import ModuleType
+
+
+def correct_worker(adapter: ModuleType) -> Callable[..., Any]:
+    @around
+    def wait_for_save(impl: Any) -> Generator[None, Any, Any]:
+        failed = getattr(impl, "_invalid_block_ids", None)  # 0.3.9 does not know which
+        if failed:
+            for request in impl._parent._get_connector_metadata().requests:
+                if request.save_spec is not None and _has_one_of(failed, request.slot_mapping, impl._block_size):
+                    request.save_spec.can_save = False
+        return (yield)
+
+    return wait_for_save
+
+
+def _has_one_of(failed: Any, slot_mapping: Any, block_size: int) -> bool:
+    return any(int(slot) // block_size in failed for slot in slot_mapping[::block_size])
+
+
+def correct_scheduler(adapter: ModuleType) -> Callable[..., Any]:
+    @around
+    def build_connector_meta(impl: Any, scheduler_output: Any) -> Generator[None, Any, Any]:
+        for name in scheduler_output.scheduled_cached_reqs.req_ids:
+            tracker = impl._request_trackers[name]
+            if impl._unfinished_requests[name].num_computed_tokens < len(tracker.token_ids):
+                tracker.num_saved_tokens = 0
+        return (yield)
+
+    return build_connector_meta
+
+
+def worker_shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
+    """Block 3 failed to load, its request is to be saved. Wrong is to save it."""
+    import torch  # the adapter has imported it
+
+    stored: list[Any] = []
+    save = SimpleNamespace(skip_leading_tokens=0, can_save=True)
+    slots = torch.arange(48, 64)
+    request = SimpleNamespace(
+        req_id=probe.NAME, token_ids=[0] * 16, slot_mapping=slots, save_spec=save, load_spec=None, disagg_spec=None,
+        is_last_prefill=True, request_configs=None,
+    )  # fmt: skip
+    metadata = adapter.LMCacheConnectorMetadata()
+    metadata.requests = [request]
+    engine = SimpleNamespace(lookup_unpin=lambda *_: None, store=lambda *_, **__: stored.append(1))
+    impl = SimpleNamespace(
+        kv_role="kv_both", use_layerwise=False, enable_blending=False, lmcache_engine=engine, kv_caches={"layer": None},
+        config=SimpleNamespace(), device="cpu", _lmcache_chunk_size=16, _block_size=16, _invalid_block_ids={3},
+        _parent=SimpleNamespace(_get_connector_metadata=lambda: metadata),
+    )  # fmt: skip
+    hook(impl)
+    return bool(stored)
+
+
+def scheduler_shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
+    """512 tokens count as saved, vLLM has gone back to 256 and computes 16 more. Right is to save the 272 from 0 on."""
+    tracker = adapter.RequestTracker(probe.NAME, 900, [0] * 512, list(range(32)), num_saved_tokens=512)
+    request = probe.request(900, num_computed_tokens=256)
+    meta = hook(
+        probe.scheduler_side(_request_trackers={probe.NAME: tracker}, _unfinished_requests={probe.NAME: request}),
+        probe.step(16),
+    )
+    return not meta.requests or meta.requests[0].save_spec.skip_leading_tokens != 0
+
+
+ADAPTER = "lmcache.integration.vllm.vllm_v1_adapter"
+FIX = Fix(
+    __name__,
+    __doc__,
+    patches=(
+        Patch(
+            dist="lmcache",
+            module=ADAPTER,
+            function="LMCacheConnectorV1Impl.wait_for_save",
+            broken=">=0.3.9",
+            shows_bug=worker_shows_bug,
+            correct=correct_worker,
+        ),
+        Patch(
+            dist="lmcache",
+            module=ADAPTER,
+            function="LMCacheConnectorV1Impl.build_connector_meta",
+            broken=">=0.4.1",
+            shows_bug=scheduler_shows_bug,
+            correct=correct_scheduler,
+        ),
+    ),
+)

@@ -1,0 +1,84 @@
+"""A chunk that was loaded asynchronously is released twice: it is freed, and the cache still lists it.
+
+## Symptom
+The next request that hits the chunk finds a memory object without a tensor: `assert memory_obj.tensor is not None`, and
+the worker dies; or other KV in its place. Before that, perhaps, `Double unpin occurred somewhere.`
+
+## Cause
+`retrieve` releases the chunks that it has loaded (0.5.6 cache_engine.py:962-964) and those that it did not need
+(:1733); then `lookup_unpin` cleans up the lookup, which releases all of them once more (:1409-1441).
+
+## Fix
+While `retrieve` runs, each fetched chunk has one reference more; the one that `retrieve` did not take is given back
+after it. The clean-up is then the only release.
+
+## Releases
+LMCache 0.4.1 to 0.5.6, with `enable_async_loading`: to 0.5.1 only chunks that vLLM has already.
+
+## Upstream
+https://github.com/LMCache/LMCache/issues/5090, https://github.com/LMCache/LMCache/pull/5120 are open.
+
+## Remove when
+One of `retrieve` and `cleanup_memory_objs` leaves what the other releases.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+from kvfix.fix import Fix, Patch, around
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Generator
+    from types import ModuleType
+
+
+def correct(engine: ModuleType) -> Callable[..., Any]:
+    @around
+    def retrieve(engine: Any, tokens: Any, mask: Any = None, **more: Any) -> Generator[None, Any, Any]:
+        held = []
+        if engine.async_loading and not engine.remove_after_retrieve:
+            for chunk in _fetched(engine, more.get("req_id")):
+                chunk.ref_count_up()
+                held.append((chunk, chunk.get_ref_count()))
+        answer = yield
+        for chunk, references in held:
+            if chunk.get_ref_count() == references:
+                chunk.ref_count_down()
+        return answer
+
+    return retrieve
+
+
+def _fetched(engine: Any, lookup_id: Any) -> list[Any]:
+    """Memory objects that wait for this load. None where the fetch is not done or has failed."""
+    events = sys.modules["lmcache.v1.event_manager"]
+    kind = events.EventType.LOADING
+    if engine.event_manager.get_event_status(kind, lookup_id) != events.EventStatus.DONE:
+        return []
+    future = engine.event_manager.get_event_future(kind, lookup_id)
+    if future.exception() is not None:
+        return []
+    return [chunk for of_backend in future.result() for _, chunk in of_backend]
+
+
+def shows_bug(hook: Callable[..., Any], engine: ModuleType) -> bool:
+    """It takes a cache with chunks in it: no stub shows it in milliseconds."""
+    raise NotImplementedError("no probe for this fix")
+
+
+FIX = Fix(
+    __name__,
+    __doc__,
+    patches=(
+        Patch(
+            dist="lmcache",
+            module="lmcache.v1.cache_engine",
+            function="LMCacheEngine.retrieve",
+            broken=">=0.4.1",
+            shows_bug=shows_bug,
+            correct=correct,
+        ),
+    ),
+)

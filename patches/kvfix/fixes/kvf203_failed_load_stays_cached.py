@@ -1,0 +1,76 @@
+"""Blocks whose load failed stay in vLLM's prefix cache, and the next request reads them: wrong text, no error.
+
+## Symptom
+`Recovered from KV load failure: ... request(s) rescheduled (... tokens affected).` Later, wrong text in requests that
+begin with the same prompt.
+
+## Cause
+With kv_load_failure_policy "recompute" vLLM leaves the blocks in the prefix cache, since the request is to compute them
+again at once (scheduler.py 0.32.0:3412). If it is aborted or preempted before that, nobody does. And with either policy
+what another request has computed in the same step, on top of blocks that it shares with the first, stays.
+
+## Fix
+The failed blocks, and those after them of every request that has one, are taken out of the prefix cache with either
+policy. The requests keep them; only others cannot find them.
+
+## Releases
+vLLM 0.32.0.
+
+## Upstream
+None known.
+
+## Remove when
+`_handle_invalid_blocks` evicts them, or puts them back only once they are computed.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from kvfix import probe
+from kvfix.fix import Fix, Patch, after
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import ModuleType
+
+
+def correct(scheduler: ModuleType) -> Callable[..., Any]:
+    def _update_requests_with_invalid_blocks(
+        scheduler: Any, answer: Any, requests: Any, invalid_block_ids: Any, tokens: Any, evict_blocks: bool = True
+    ) -> Any:
+        if evict_blocks:
+            manager = scheduler.kv_cache_manager
+            for name in answer[0]:
+                (blocks,) = manager.get_block_ids(name)
+                first = next(place for place, block in enumerate(blocks) if block in invalid_block_ids)
+                manager.evict_blocks(set(blocks[first:]))
+        return answer
+
+    return after(_update_requests_with_invalid_blocks)
+
+
+def shows_bug(hook: Callable[..., Any], scheduler: ModuleType) -> bool:
+    """One running request, one failed block. Wrong is not to evict it."""
+    evicted: list[Any] = []
+    manager = SimpleNamespace(get_block_ids=lambda name: ([3],), evict_blocks=evicted.append)
+    stub = SimpleNamespace(block_size=16, recompute_kv_load_failures=True, kv_cache_manager=manager)
+    hook(stub, [probe.request(32, num_computed_tokens=20)], {3}, {probe.NAME: 4}, evict_blocks=True)
+    return not evicted
+
+
+FIX = Fix(
+    __name__,
+    __doc__,
+    patches=(
+        Patch(
+            dist="vllm",
+            module="vllm.v1.core.sched.scheduler",
+            function="Scheduler._update_requests_with_invalid_blocks",
+            broken="==0.32.0",
+            shows_bug=shows_bug,
+            correct=correct,
+        ),
+    ),
+)

@@ -1,0 +1,79 @@
+"""Stubs for behaviour probes: the scheduler's side of LMCache's in-process adapter, and a step for it.
+
+Imports nothing: a probe runs in a production engine.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+NAME = "kvfix-probe"
+
+
+def scheduler_side(**more: Any) -> Any:
+    """What `LMCacheConnectorV1Impl` of any release reads of itself in the scheduler; `more` adds to it or replaces."""
+    config = SimpleNamespace(
+        save_decode_cache=False,
+        priority_limit=None,
+        min_retrieve_tokens=0,
+        get_extra_config_value=lambda name, default: default,
+    )
+    attributes: dict[str, Any] = {
+        "kv_role": "kv_both",
+        "force_skip_save": False,
+        "async_loading": False,
+        "skip_last_n_tokens": 0,
+        "lookup_client": object(),
+        "lmcache_engine": None,
+        "config": config,
+        "load_specs": {},
+        "_requests_priority": {},
+        "_request_trackers": {},
+        "_unfinished_requests": {},
+        "_save_decode_cache": False,
+        "_discard_partial_chunks": True,
+        "_block_size": 16,
+        "_lmcache_chunk_size": 256,
+        "_max_tokens_per_load": 0,
+    }
+    return SimpleNamespace(**{**attributes, **more})
+
+
+def lookup_client(hit: int) -> Any:
+    """A lookup client that has this hit in its cache."""
+    return SimpleNamespace(lookup_cache=lambda lookup_id: hit, lookup=lambda *_, **__: hit)
+
+
+def request(num_tokens: int, **more: Any) -> Any:
+    """A request of vLLM's scheduler."""
+    attributes: dict[str, Any] = {
+        "request_id": NAME,
+        "num_tokens": num_tokens,
+        "all_token_ids": [0] * num_tokens,
+        "prompt_token_ids": [0] * num_tokens,
+        "num_computed_tokens": 0,
+        "priority": 0,
+        "status": None,
+        "kv_transfer_params": None,
+        "sampling_params": SimpleNamespace(extra_args=None),
+        "mm_features": [],
+        "mm_hashes": [],
+    }
+    return SimpleNamespace(**{**attributes, **more})
+
+
+def step(tokens: int, *, new: Any = None, blocks: list[int] | None = None, resumed: bool = False) -> Any:
+    """A scheduler output with one request: `new`, or one that is known; resumed with `blocks` if it was preempted."""
+    known = [] if new is not None else [NAME]
+    return SimpleNamespace(
+        finished_req_ids=set(),
+        scheduled_new_reqs=[] if new is None else [new],
+        scheduled_cached_reqs=SimpleNamespace(
+            req_ids=known,
+            new_block_ids=[None if blocks is None else (blocks,)],
+            resumed_req_ids=set(known) if resumed else set(),
+            resumed_from_preemption=[resumed],
+        ),
+        num_scheduled_tokens={NAME: tokens},
+    )
