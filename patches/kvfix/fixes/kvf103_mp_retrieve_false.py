@@ -80,7 +80,7 @@ def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
         _process_finished_stores=lambda *_: set(),
     )
     hook(adapter, *([set()] if hook.__name__ == "get_finished" else []))
-    return adapter.error_block_ids != {3, 4}
+    return bool(adapter.error_block_ids != {3, 4})
 
 
 FIX = Fix(

@@ -1,8 +1,8 @@
 """After a failed load the store runs ahead of the compute: KV that nobody has computed is stored under valid keys.
 
 ## Symptom
-Nothing in the log but `Recovered from KV load failure: 1 request(s) rescheduled`. Every later hit on the chunk is wrong:
-wrong text for other requests with the same prompt, until the chunk is evicted.
+Nothing in the log but `Recovered from KV load failure: 1 request(s) rescheduled`. Every later hit on the chunk is
+wrong: wrong text for other requests with the same prompt, until the chunk is evicted.
 
 ## Cause
 What is computed is counted as the larger of the two hits and what was scheduled since (lmcache_mp_metadata.py

@@ -1,4 +1,4 @@
-"""A request with two stores under way is reported done at the end of the first: its blocks are freed while being copied.
+"""A request with two stores is reported done at the end of the first: its blocks are freed while they are copied.
 
 ## Symptom
 No error. Prompts longer than a step (chunked prefill) that hit the cache get wrong text, until the chunks are evicted.
@@ -42,13 +42,13 @@ class Both:
         self._both = (first, second)
 
     def query(self) -> bool:
-        return all([each.query() for each in self._both])
+        return all(each.query() for each in self._both)
 
     def wait(self, timeout: float | None = None) -> bool:
-        return all([each.wait(timeout) for each in self._both])
+        return all(each.wait(timeout) for each in self._both)
 
     def result(self, timeout: float | None = None) -> bool:
-        return all([each.result(timeout) for each in self._both])
+        return all(each.result(timeout) for each in self._both)
 
 
 def correct(module: ModuleType) -> Callable[..., Any]:

@@ -63,7 +63,7 @@ def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
         tracker = module.LMCacheMPRequestTracker.__new__(module.LMCacheMPRequestTracker)
         hook(tracker, _mp.request(cache_salt="tenant", lora_request=lora))
         salts.append(tracker.cache_salt)
-    return salts[0] == salts[1]
+    return bool(salts[0] == salts[1])
 
 
 _INIT = "LMCacheMPRequestTracker.__init__"

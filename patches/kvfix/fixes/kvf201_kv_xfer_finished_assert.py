@@ -2,8 +2,8 @@
 
 ## Symptom
 EngineCore dies with a bare `AssertionError` at `assert req_id in self.requests` in `_update_from_kv_xfer_finished`. Any
-client can do it by closing the connection while its prompt is being loaded. With `kv_load_failure_policy=fail`, which is
-the default, a load that fails does it: `Failing 1 request(s) due to KV load failure`, and dead in the next step.
+client can do it by closing the connection while its prompt is being loaded. With `kv_load_failure_policy=fail`, the
+default, a load that fails does it: `Failing 1 request(s) due to KV load failure`, and dead in the next step.
 
 ## Cause
 A connector that takes over the blocks of a finished request reports two things of one that was aborted while it was
@@ -12,9 +12,10 @@ blocks and forgets the request (scheduler.py 0.32.0:3231, 3235); at the second i
 store is reported first, the load still writes into blocks that others have by then: their text is wrong, silently.
 
 ## Fix
-The scheduler notes which finished requests wait for both reports. The first of the two is kept from
-`_update_from_kv_xfer_finished`, the second frees. Reports of requests that it does not know, or that are neither
-finished nor waiting, are kept from it too. The connector's own output object stays as it is.
+The scheduler notes which requests were aborted while they were loaded. For those only the report of the load frees the
+blocks; nothing of them was computed that could still be stored. Reports of requests that it does not know, or that are
+neither finished nor waiting, are kept from `_update_from_kv_xfer_finished` too. The connector's own output object stays
+as it is.
 
 ## Releases
 vLLM 0.32.0, with every connector that stores asynchronously.
@@ -33,7 +34,7 @@ import inspect
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from kvfix.fix import Fix, Patch, after, before, reading
+from kvfix.fix import Fix, Patch, before, reading
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -42,27 +43,18 @@ if TYPE_CHECKING:
 _REPORTS = ("finished_recving", "finished_sending")
 
 
-def _open(scheduler: Any) -> dict[str, set[str]]:
-    """{finished request: the reports that are still to come}, of those that were aborted while they were loaded."""
-    found: dict[str, set[str]] = vars(scheduler).setdefault("_kvfix_open_reports", {})
+def _loading(scheduler: Any) -> set[str]:
+    """Requests that have ended while their load was under way."""
+    found: set[str] = vars(scheduler).setdefault("_kvfix_ended_loading", set())
     return found
 
 
 def correct_free(module: ModuleType) -> Callable[..., Any]:
     def _free_request(scheduler: Any, request: Any, delay_free_blocks: bool = False) -> None:
-        if delay_free_blocks:  # the load is under way
-            _open(scheduler)[request.request_id] = {"finished_recving"}
+        if delay_free_blocks:
+            _loading(scheduler).add(request.request_id)
 
     return before(_free_request)
-
-
-def correct_connector(module: ModuleType) -> Callable[..., Any]:
-    def _connector_finished(scheduler: Any, answer: tuple[bool, Any], request: Any) -> tuple[bool, Any]:
-        if answer[0] and request.request_id in _open(scheduler):
-            _open(scheduler)[request.request_id].add("finished_sending")
-        return answer
-
-    return after(_connector_finished)
 
 
 def correct(module: ModuleType) -> Callable[..., Any]:
@@ -86,20 +78,16 @@ def _is_due(scheduler: Any, request_id: str, report: str) -> bool:
     """Whether the scheduler is to act on this report now."""
     request = scheduler.requests.get(request_id)
     if request is None:
-        _open(scheduler).pop(request_id, None)
         return False
     if not request.is_finished():
         return report == "finished_recving" and request.status.name == "WAITING_FOR_REMOTE_KVS"
-    to_come = _open(scheduler).get(request_id, set())
-    to_come.discard(report)
-    if to_come:
-        return False
-    _open(scheduler).pop(request_id, None)
-    return True
+    if report == "finished_recving":
+        _loading(scheduler).discard(request_id)
+    return request_id not in _loading(scheduler)
 
 
 def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
-    """A report of a request that is not there; asked of the function that reads it, whichever of the three this is."""
+    """A report of a request that is not there; asked of the function that reads it, whichever of the two this is."""
     reads = inspect.unwrap(module.Scheduler._update_from_kv_xfer_finished)
     scheduler = SimpleNamespace(connector=None, requests={}, finished_recving_kv_req_ids=set())
     try:
@@ -111,7 +99,6 @@ def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
 
 _CORRECTIONS = {
     "_free_request": correct_free,
-    "_connector_finished": correct_connector,
     "_update_from_kv_xfer_finished": correct,
 }
 FIX = Fix(

@@ -27,6 +27,30 @@ if TYPE_CHECKING:
 ADAPTER = "lmcache.integration.vllm.vllm_multi_process_adapter"
 
 
+class Heartbeat:
+    """In place of LMCache's HeartbeatThread: it beats once in each step."""
+
+    def __init__(self, server: Server, health_event: Any, instance_id: int | None = None, **more: Any) -> None:
+        self._server = server
+        self._event = health_event
+        self.is_of_worker = instance_id is not None
+        self.stop_requested = False
+        self._recover: Callable[[], bool] = lambda: True
+
+    def register_recover_callback(self, callback: Callable[[], bool]) -> None:
+        self._recover = callback
+
+    def start(self) -> None:
+        self._server.heartbeats.append(self)
+
+    def stop(self, *_: Any, **__: Any) -> None:
+        self.stop_requested = True
+
+    def beat(self) -> None:
+        if not self._event.is_set() and self._recover():
+            self._event.set()
+
+
 class Server:
     """In place of `lmcache server`: lookups that lock, prefetch status, loads and stores, done some steps later."""
 
@@ -40,7 +64,7 @@ class Server:
 
             def wait(self, timeout: float | None = None) -> bool:
                 while not self.query() and server._later:
-                    server._later.popleft()[1]()
+                    server._later.popleft()[-1]()
                 return bool(super().wait(0))
 
         self._future = Future
@@ -51,11 +75,15 @@ class Server:
         self.now = 0
         self.unanswered = 0
         self.flushes = _flushes()
+        self.heartbeats: list[Heartbeat] = []
+        #: Whether it knows the worker's KV memory.
+        self.registered = True
         self.failing: dict[str, int] = {}
         self.loading: set[str] = set()
         #: request -> chunks found; None: the prefetch is under way
         self._hits: dict[str, int | None] = {}
-        self._later: deque[tuple[int, Callable[[], None]]] = deque()
+        #: When it is due, whether it is a load, and what is done then.
+        self._later: deque[tuple[int, bool, Callable[[], None]]] = deque()
         self.on_load: Callable[[str, int, int, int], None] = lambda *_: None
         self.on_store: Callable[[str, list[int], int, int], None] = lambda *_: None
         self.on_wrong: Callable[[str, str], None] = lambda *_: None
@@ -65,13 +93,18 @@ class Server:
     def tick(self) -> None:
         """A step of the engine has begun: what is due by now happens."""
         self.now += 1
+        for heartbeat in self.heartbeats:
+            heartbeat.beat()
         while self._later and self._later[0][0] <= self.now:
-            self._later.popleft()[1]()
+            self._later.popleft()[-1]()
 
-    def lose_transfers(self) -> None:
-        """Loads and stores under way are never done."""
-        self._later.clear()
-        for name in sorted(self.loading):
+    def lose_loads(self, unheard: set[str]) -> None:
+        """Loads under way are never done, those of `unheard` were for nothing; stores and lookups are done at once."""
+        under_way, self._later = self._later, deque()
+        for _, is_load, action in under_way:
+            if not is_load:
+                action()
+        for name in sorted(self.loading | unheard):
             self.cache.unpin(name)
             self.on_load(name, 0, 0, 0)
         self.loading.clear()
@@ -91,10 +124,10 @@ class Server:
         future.set_result(result)
         return future
 
-    def later(self, action: Callable[[], Any]) -> Any:
+    def later(self, action: Callable[[], Any], is_load: bool = False) -> Any:
         """A future of what `action` returns when it is due."""
         future = self._future()
-        self._later.append((self.now + self.delay, lambda: future.set_result(action())))
+        self._later.append((self.now + self.delay, is_load, lambda: future.set_result(action())))
         return future
 
     # What the adapters ask of their client, by its own names.
@@ -151,6 +184,13 @@ class Server:
 
     # What the worker adapter asks of its transfer context.
 
+    def register(self, *args: Any, **more: Any) -> None:
+        self.registered = True
+
+    def forget_silent_worker(self) -> None:
+        """As the server does when `worker_registration_grace_seconds` are over."""
+        self.registered = any(heartbeat.is_of_worker for heartbeat in self.heartbeats)
+
     def create_recorded_event(self) -> Any:
         return None
 
@@ -160,13 +200,15 @@ class Server:
         (LMCacheDrivenTransferContext, what LMCache chooses on CUDA, does nothing here up to 0.5.5.)
         """
         while self.flushes and self._later:
-            self._later.popleft()[1]()
+            self._later.popleft()[-1]()
 
     def submit_store(self, request_id: str, key: Any, *rest: Any, **more: Any) -> Any:
         blocks = _block_ids(rest)
         self.on_store(request_id, list(key.token_ids), key.start, key.end)
 
         def store() -> bool:
+            if not self.registered:
+                return False
             keys, _ = self.keys(key.token_ids, key.end, key.cache_salt)
             right = self.right(request_id)
             for number in range(key.start // self.chunk_size, len(keys)):
@@ -189,7 +231,7 @@ class Server:
             wanted = keys[key.start // self.chunk_size :]
             found = [self.cache.get(each) for each in wanted]
             self._unlock(request_id, wanted)
-            if request_id in self.failing or None in found:
+            if request_id in self.failing or None in found or not self.registered:
                 self.failing.pop(request_id, None)
                 self.on_load(request_id, key.start, 0, 0)
                 return False
@@ -201,7 +243,7 @@ class Server:
             self.on_load(request_id, key.start, key.end, key.end - key.start)
             return True
 
-        return self.later(load)
+        return self.later(load, is_load=True)
 
     def _slots(self, blocks: list[int], offset: int) -> list[int]:
         size = self.slots.block_size
@@ -266,14 +308,17 @@ class MP:
             adapter.RequestClientFactory = SimpleNamespace(create=lambda url, context=None: self.server)
         else:
             adapter.MessageQueueClient = lambda url, context: Queue(self.server)
+        adapter.HeartbeatThread = functools.partial(Heartbeat, self.server)  # no threads
+        adapter.create_transfer_context = lambda *_, **__: self.server
+        adapter.vllm_layout_hints = dict  # it asks the model
         _without_gpu()
+        #: In this step the worker hears nothing from the server.
+        self.deaf = False
         self.connector = make("scheduler")
         self.worker = make("worker")
         self.scheduler_adapter = self.connector.scheduler_adapter
-        self.scheduler_adapter._ensure_heartbeat_started = lambda: None  # no threads: the lab's server is there
         self.worker_adapter = self.worker.worker_adapter
-        self.worker_adapter._ensure_heartbeat_started = lambda: None
-        self.worker_adapter.transfer_ctx = self.server
+        self.worker_adapter.register_kv_caches({})
         if hasattr(self.worker_adapter, "_block_ids_per_group"):
             self.worker_adapter._block_ids_per_group = lambda op: [op.flat_block_ids]
 
@@ -294,9 +339,13 @@ class MP:
     def fail_load(self, request: str, after_chunks: int) -> None:
         self.server.failing[request] = after_chunks
 
-    def lose_transfers(self) -> None:
-        self.server.lose_transfers()
-        self.worker_adapter._health_event.clear()
+    def lose_loads(self) -> None:
+        self.deaf = True
+
+    def lookup_times_out(self) -> None:
+        adapter = self.scheduler_adapter
+        for event in getattr(adapter, "_health_events", {"": getattr(adapter, "_health_event", None)}).values():
+            event.clear()
 
     def lookups_fail(self, how_many: int) -> None:
         self.server.unanswered = how_many
@@ -321,7 +370,13 @@ class MP:
     def finish_step(self, forward: bool, ended: set[str]) -> tuple[set[str] | None, set[str] | None, set[int]]:
         if forward:
             self.worker.wait_for_save()
+        if self.deaf:
+            self.server.lose_loads(set(self.worker_adapter.retrieve_futures))
+            self.worker_adapter._health_event.clear()
         sending, receiving = self.worker.get_finished(ended)
+        if self.deaf:
+            self.worker_adapter._health_event.set()
+            self.deaf = False
         failed = self.worker.get_block_ids_with_load_errors()
         self.worker.clear_connector_metadata()
         return sending, receiving, failed

@@ -63,6 +63,9 @@ def move(world: World, step: Step) -> None:
                 world.fail_load(name, rest[1])
             elif world.requests[name].status == RequestStatus.RUNNING:
                 world.preempt(name)
+    elif kind == "lose_loads":
+        if world.scheduler.has_requests():
+            world.lose_loads()
     elif kind == "evict":
         world.evict(*rest)
     elif kind == "take_blocks":

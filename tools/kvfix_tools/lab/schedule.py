@@ -96,6 +96,11 @@ def draw(seed: int, connector: str, plain: bool = False, lacks: Collection[str] 
         kv_load_failure_policy="recompute" if plain else dice.choice(("recompute", "recompute", "fail")),
     )
     weights = dict(_PLEASANT) if plain else {**_PLEASANT, **_UNPLEASANT}
+    if connector != "v1":
+        options = dataclasses.replace(options, delay=dice.choice((1, 1, 2, 4)))
+        if not plain:
+            options = dataclasses.replace(options, kv_load_failure_policy=dice.choice(("recompute", "fail")))
+            weights["lose_loads"] = 1
     if "enable_async_loading" in lmcache:
         weights |= _ASYNCHRONOUS
     if options.beside:
@@ -114,7 +119,7 @@ def _step(dice: random.Random, kind: str, number: int, options: Options, room: i
         whole = dice.randrange(1, max(2, room // options.chunk_size)) * options.chunk_size
         tokens = max(1, min(room - 40, whole + dice.choice((-1, 0, 0, 1, dice.randrange(options.chunk_size)))))
         # vLLM makes every id its own (input_processor.py 0.32.0:371). The worker of the multi-process connector builds
-        # on it: it reports no id twice (vllm_multi_process_adapter.py 0.5.6:2034), so a second life would never be freed.
+        # on it: it reports no id twice (vllm_multi_process_adapter.py 0.5.6:2034), so a second life is never freed.
         again = kind == "admit_again" and options.connector == "v1"
         which = dice.randrange(8) if again else number
         return ("admit", f"r{which}", dice.randrange(3), tokens, dice.choice((1, 2, 5, 20, 30)))

@@ -145,12 +145,19 @@ class World:
         self.side.fail_load(name, after_chunks)
         self._may_fail.add(name)
 
-    def lose_transfers(self) -> None:
-        """The worker of a multi-process connector hears nothing from its server for a step; what was under way is lost."""
+    def lose_loads(self) -> None:
+        """A step in which the worker of a multi-process connector hears nothing from its server: its loads fail."""
         self._may_fail.add("")
-        self.side.lose_transfers()
+        self.side.lose_loads()
         self.step()
-        self.side.worker_adapter._health_event.set()
+
+    def lookup_times_out(self) -> None:
+        """A lookup of the multi-process scheduler was not answered in time: it takes the server for gone."""
+        self.side.lookup_times_out()
+
+    def hour_of_silence(self) -> None:
+        """Nobody asks anything for an hour; the multi-process server forgets a worker that has never pinged."""
+        self.side.server.forget_silent_worker()
 
     def lookups_fail(self, how_many: int) -> None:
         """So many of the next lookups time out, which is answered as no hit. It takes the world's time only."""
@@ -171,6 +178,11 @@ class World:
             self._found(
                 "LAB004", "not-stored", name, f"was computed, the chunks from tokens {missing} on are not stored"
             )
+
+    def expect_hit(self, name: str) -> None:
+        """What this request asks for is in the cache: it must have been found."""
+        if not self._hits.get(name):
+            self._found("LAB006", "not-found", name, "is in the cache and was not found there")
 
     def expect_unharmed(self, name: str) -> None:
         """No load of this request's own failed: if it has ended, then with an answer."""

@@ -23,7 +23,7 @@ def play(world: World) -> None:
     world.admit("r", prompt(140))  # five blocks are here, the second chunk is loaded
     world.step()
     world.step()
-    world.lose_transfers()
+    world.lose_loads()
     world.expect_unharmed("other")
     world.run()
     world.settle()

@@ -20,7 +20,7 @@ def play(world: World) -> None:
     world.admit("r", prompt(140), max_tokens=2)
     for _ in range(6):  # the load is under way
         world.step()
-    world.lose_transfers()
+    world.lose_loads()
     world.run(60)
     world.settle()
 

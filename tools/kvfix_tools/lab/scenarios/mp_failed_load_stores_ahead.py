@@ -22,7 +22,7 @@ def play(world: World) -> None:
     world.admit("r", prompt(300), max_tokens=2)
     world.step()
     world.step()
-    world.lose_transfers()  # the load was under way
+    world.lose_loads()  # the load was under way
     world.run()
     world.settle()
 

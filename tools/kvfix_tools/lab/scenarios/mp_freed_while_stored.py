@@ -1,4 +1,4 @@
-"""A request with two stores under way is reported done at the end of the first: its blocks are freed while being copied.
+"""A request with two stores is reported done at the end of the first: its blocks are freed while they are copied.
 
 The first chunk is stored early and done; the last one is still being copied when the request ends.
 """
