@@ -1,6 +1,5 @@
 """What every fix must keep, and what each does to the real function of the release that it is for."""
 
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -35,13 +34,6 @@ class Nothing:
     """An instance that has none of the attributes a correction may ask for."""
 
     __slots__ = ()
-
-
-class NoModule(SimpleNamespace):
-    """A module in which every name stands for something useless."""
-
-    def __getattr__(self, name: str) -> Any:
-        return Nothing
 
 
 @EVERY
