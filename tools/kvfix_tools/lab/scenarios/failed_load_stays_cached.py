@@ -32,6 +32,6 @@ SCENARIO = Scenario(
     play,
     fixes=(),
     rule="LAB001",
-    wrong={"vllm": ">=0.32.0", "lmcache": ">=0.3.9,!=0.4.5,!=0.4.6,!=0.4.7,!=0.5.0"},
+    wrong={"vllm": ">=0.11.2", "lmcache": ">=0.3.9,!=0.4.5,!=0.4.6,!=0.4.7,!=0.5.0"},
     options=Options(chunk_size=32, max_num_batched_tokens=256),
 )
