@@ -83,8 +83,8 @@ def expected(scenario: Scenario) -> str:
 #: that 0.4.7 and later do not take: it cannot start with them.
 PLAYABLE = {
     "v1": {"lmcache": ">=0.3.9", "vllm": ">=0.11.2"},
-    "mp": {"lmcache": ">=0.5.0", "vllm": ">=0.20.0"},
-    "mp-in-tree": {"lmcache": "==0.4.6", "vllm": ">=0.20.0"},
+    "mp": {"lmcache": ">=0.5.0", "vllm": ">=0.22.0"},
+    "mp-in-tree": {"lmcache": "==0.4.6", "vllm": ">=0.22.0"},
 }
 
 
@@ -95,10 +95,10 @@ def cannot_play(connector: str) -> str:
 
 
 def _missing(needs: dict[str, str]) -> str:
-    """Those of the needed releases that are not installed, and what is; "" if all are."""
+    """Those of the needed releases that are not installed; "" if all are."""
     installed = versions()
     return ", ".join(
-        f"{dist} {releases}, installed is {installed[dist]}"
+        f"{dist} {releases}"
         for dist, releases in needs.items()
         if installed[dist] not in SpecifierSet(releases, prereleases=True)
     )
