@@ -19,7 +19,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from packaging.version import Version
 
@@ -91,6 +91,13 @@ def deviations(pairs: Pairs) -> list[str]:
     return found
 
 
+def _read(stream: IO[str], lines: queue.Queue[str]) -> None:
+    """All lines, and "" where it ends."""
+    for line in stream:
+        lines.put(line)
+    lines.put("")
+
+
 def play(python: Path, lmcache: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
     """Each LMCache release under the vLLM of this interpreter."""
     here = os.pathsep.join(str(Path(package.__path__[0]).parent) for package in (kvfix, kvfix_tools))
@@ -102,8 +109,7 @@ def play(python: Path, lmcache: list[str]) -> Iterator[tuple[str, dict[str, Any]
     assert process.stdin is not None
     assert process.stdout is not None
     answers: queue.Queue[str] = queue.Queue()
-    stdout = process.stdout
-    threading.Thread(target=lambda: [answers.put(line) for line in [*stdout, ""]], daemon=True).start()
+    threading.Thread(target=_read, args=(process.stdout, answers), daemon=True).start()
     try:
         for release in lmcache:
             try:
