@@ -78,9 +78,9 @@ def expected(scenario: Scenario) -> str:
     return "violated" if all(wrong) else "clean"
 
 
-#: Releases that the lab's stand-ins speak to, by connector. LMCache's own multi-process connector imports names that
-#: vLLM has since 0.22, and so old is vLLM's own copy under a name of its own. That one hands LMCache's adapter arguments
-#: that 0.4.7 and later do not take: it cannot start with them.
+#: Releases that the lab's stand-ins speak to, by connector. LMCache's own multi-process connector imports what vLLM has
+#: since 0.22, and from then on vLLM's copy has a name of its own. That one hands LMCache's adapter arguments that 0.4.7
+#: and later do not take: it cannot start with them.
 PLAYABLE = {
     "v1": {"lmcache": ">=0.3.9", "vllm": ">=0.11.2"},
     "mp": {"lmcache": ">=0.5.0", "vllm": ">=0.22.0"},

@@ -26,6 +26,7 @@ SCENARIO = Scenario(
     fixes=(),
     rule="KVR011",
     text="wait_for_save: AssertionError",
-    wrong={"lmcache": ">=0.3.9,<=0.3.15"},
+    # 0.3.9 does not tell vLLM which blocks failed: nothing is taken back, and the request computes on what is not there
+    wrong={"lmcache": ">=0.3.10,<=0.3.15"},
     options=Options(num_blocks=110, chunk_size=256, max_num_batched_tokens=2048),
 )
