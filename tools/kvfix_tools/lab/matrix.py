@@ -140,8 +140,9 @@ def main(arguments: list[str]) -> int:
             told = {"date": datetime.date.today().isoformat(), "python": answer.pop("python", ""), "code": code}
             pairs[vllm, lmcache] = {**told, **answer}
             FILE.write_text(dump(pairs))
-            wrong = deviations({(vllm, lmcache): pairs[vllm, lmcache]})
-            print(f"vLLM {vllm}, LMCache {lmcache}: {'; '.join(wrong) or 'as expected'}", file=sys.stderr, flush=True)
+            wrong = len(deviations({(vllm, lmcache): pairs[vllm, lmcache]}))
+            came = f"{wrong} not as expected" if wrong else "as expected"
+            print(f"vLLM {vllm}, LMCache {lmcache}: {came}", file=sys.stderr, flush=True)
     missing = [f"vLLM {vllm}, LMCache {name}" for vllm in pythons for name in wanted if (vllm, name) not in pairs]
     found = [*deviations(pairs), *(f"{pair}: not played" for pair in missing)]
     print("\n".join(found) or f"{len(pairs)} pairs, all as expected")
