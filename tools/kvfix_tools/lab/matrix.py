@@ -112,15 +112,15 @@ def play(python: Path, lmcache: list[str]) -> Iterator[tuple[str, dict[str, Any]
     threading.Thread(target=_read, args=(process.stdout, answers), daemon=True).start()
     try:
         for release in lmcache:
+            line = ""
             try:
                 print(LMCACHE / release, file=process.stdin, flush=True)
                 line = answers.get(timeout=2 * LIMIT)
-            except (queue.Empty, BrokenPipeError):
-                line = ""
-            if not line:  # the interpreter itself: the others of this environment would fare no better
-                yield release, {"why": "this vLLM could not be imported"}
-                return
-            yield release, json.loads(line)
+            except queue.Empty:
+                process.kill()  # the others find it gone
+            except BrokenPipeError:
+                pass
+            yield release, json.loads(line) if line else {"why": "the process of this vLLM ended"}
     finally:
         process.kill()
         process.wait()
