@@ -36,13 +36,6 @@ class Nothing:
     __slots__ = ()
 
 
-class NoModule(SimpleNamespace):
-    """A module in which every name stands for something useless."""
-
-    def __getattr__(self, name: str) -> Any:
-        return Nothing
-
-
 @EVERY
 def test_a_correction_that_fails_leaves_the_hook_alone(found: fix.Fix, caplog: Any) -> None:
     """The engine is sacred: the hook's own answer, its own exception, the arguments as they were passed."""
