@@ -59,7 +59,7 @@ def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
         _mp.set_tokens(tracker, name, 512)
     hook(connector, request, SimpleNamespace(get_block_ids=lambda: (list(range(32)),)), 0)
     (asked,) = [more for name, _, more in connector.scheduler_adapter.asked if name == "free_lookup_locks"]
-    return asked.get("cache_salt") != "tenant"
+    return bool(asked.get("cache_salt") != "tenant")
 
 
 FIX = Fix(

@@ -1,4 +1,4 @@
-"""A request that vLLM computes itself is loaded all the same, into blocks in use, and EngineCore dies when that is done.
+"""A request that vLLM computes itself is loaded all the same, into blocks in use; EngineCore dies when that is done.
 
 ## Symptom
 EngineCore dies with a bare `AssertionError` at `assert RequestStatus.is_finished(req.status)` in

@@ -1,8 +1,8 @@
 """A request that reads no cache is looked up all the same, and what it locks stays locked until that times out.
 
 ## Symptom
-Nothing in the log of vLLM. With requests that ask for `prompt_logprobs` (or pooling requests that skip the cache), chunks
-stay read-locked in the server for the read TTL (`read_ttl_seconds`, 300 s): under pressure it finds nothing to evict.
+Nothing in the log of vLLM. With requests that ask for `prompt_logprobs`, or pooling requests that skip the cache,
+chunks stay read-locked in the server for the read TTL (`read_ttl_seconds`, 300 s): under pressure it finds nothing to evict.
 
 ## Cause
 vLLM asks the connector for every request and drops the answer for one with `skip_reading_prefix_cache`

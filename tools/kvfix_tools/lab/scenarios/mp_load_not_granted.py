@@ -1,4 +1,4 @@
-"""A request that vLLM computes itself is loaded all the same, into blocks in use, and EngineCore dies when that is done.
+"""A request that vLLM computes itself is loaded all the same, into blocks in use; EngineCore dies when that is done.
 
 With `prompt_logprobs` vLLM reads no cache, its own or another. The connector is asked all the same, and told that
 nothing is granted.
