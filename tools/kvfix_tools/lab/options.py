@@ -24,7 +24,7 @@ class Options:
     connector: str = "v1"
     #: In a MultiConnector, behind another one that is asked first (beside.py). v1 only.
     beside: bool = False
-    #: Steps until a lookup, load or store of the multi-process server is done.
+    #: Steps until a lookup, load or store of the multi-process server is done; 0: at once.
     delay: int = 1
     block_size: int = 16
     num_blocks: int = 64

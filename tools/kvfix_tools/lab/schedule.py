@@ -96,11 +96,8 @@ def draw(seed: int, connector: str, plain: bool = False, lacks: Collection[str] 
         kv_load_failure_policy="recompute" if plain else dice.choice(("recompute", "recompute", "fail")),
     )
     weights = dict(_PLEASANT) if plain else {**_PLEASANT, **_UNPLEASANT}
-    if connector != "v1":
-        options = dataclasses.replace(options, delay=dice.choice((1, 1, 2, 4)))
-        if not plain:
-            options = dataclasses.replace(options, kv_load_failure_policy=dice.choice(("recompute", "fail")))
-            weights["lose_loads"] = 1
+    if connector != "v1" and not plain:
+        weights["lose_loads"] = 1
     if "enable_async_loading" in lmcache:
         weights |= _ASYNCHRONOUS
     if options.beside:

@@ -1,0 +1,69 @@
+"""A request that vLLM computes itself is loaded all the same, into blocks in use; EngineCore dies when that is done.
+
+## Symptom
+EngineCore dies with a bare `AssertionError` at `assert RequestStatus.is_finished(req.status)` in
+`_update_from_kv_xfer_finished`. It takes a hit and one of: `prompt_logprobs`, with which vLLM reads no cache, or a
+MultiConnector that has chosen another connector.
+
+## Cause
+`update_state_after_alloc` starts a load where more was hit than vLLM has (lmcache_mp_connector.py 0.5.4:850), also
+where it is told that nothing of that was granted (`num_external_tokens` 0).
+
+## Fix
+Where nothing was granted the hook sees as much in vLLM as was hit: it starts no load and gives all locks back.
+
+## Releases
+LMCache 0.4.5 to 0.5.4.
+
+## Upstream
+https://github.com/LMCache/LMCache/issues/4355, fixed in 0.5.5.
+
+## Remove when
+LMCache 0.5.4 is no longer in use.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from kvfix.fix import Fix, around
+from kvfix.fixes import _mp
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from types import ModuleType
+
+
+def correct(module: ModuleType) -> Callable[..., Any]:
+    def update_state_after_alloc(
+        connector: Any, request: Any, blocks: Any, num_external_tokens: int, *_: Any
+    ) -> Iterator[Any]:
+        tracker = connector.request_trackers.get(request.request_id)
+        if num_external_tokens or tracker is None or tracker.state.name != "PREFETCHING":
+            return (yield)
+        size = _mp.block_size(connector)
+        in_vllm, found = (_mp.tokens(tracker, name, size) for name in ("num_vllm_hit", "num_lmcache_hit"))
+        _mp.set_tokens(tracker, "num_vllm_hit", max(in_vllm, found), size)
+        try:
+            return (yield)
+        finally:
+            _mp.set_tokens(tracker, "num_vllm_hit", in_vllm, size)
+
+    return around(update_state_after_alloc)
+
+
+def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+    """512 tokens were found and none of them granted."""
+    connector, request = _mp.scheduler_side(module), _mp.request()
+    tracker = connector.request_trackers[request.request_id] = module.LMCacheMPRequestTracker(request)
+    _mp.set_tokens(tracker, "num_lmcache_hit", 512)
+    hook(connector, request, SimpleNamespace(get_block_ids=lambda: (list(range(32)),)), 0)
+    return bool(tracker.state.name == "WAITING_FOR_LOAD")
+
+
+FIX = Fix(
+    __name__,
+    __doc__,
+    patches=_mp.patches("update_state_after_alloc", shows_bug, correct, lmcache=">=0.4.5,<=0.5.4", vllm=""),
+)

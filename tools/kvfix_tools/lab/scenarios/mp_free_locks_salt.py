@@ -1,0 +1,47 @@
+"""The locks of a request with a `cache_salt` are given back under another key, and held until they time out."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvfix_tools.lab.options import Options
+from kvfix_tools.lab.scenario import Scenario, prompt
+
+if TYPE_CHECKING:
+    from kvfix_tools.lab.world import World
+
+
+def play(world: World) -> None:
+    world.admit("before", prompt(140), cache_salt="tenant")
+    world.run()
+    world.admit("r", prompt(140), cache_salt="tenant")  # vLLM has all that is found
+    world.run()
+    world.settle()
+
+
+SCENARIO = (
+    Scenario(
+        __name__,
+        __doc__,
+        play,
+        fixes=("KVF114",),
+        rule="KVR009",
+        text="read locks of the server",
+        wrong={"lmcache": "==0.5.0"},
+        needs={"lmcache": ">=0.5.0"},
+        options=Options(connector="mp", block_size=16, num_blocks=60, chunk_size=64, max_num_batched_tokens=256),
+    ),
+    Scenario(
+        __name__,
+        __doc__,
+        play,
+        fixes=("KVF114",),
+        rule="KVR009",
+        text="read locks of the server",
+        wrong={"vllm": ">=0.32.0", "lmcache": "==0.4.6"},
+        needs={"lmcache": "==0.4.6"},
+        options=Options(
+            connector="mp-in-tree", block_size=16, num_blocks=60, chunk_size=64, max_num_batched_tokens=256
+        ),
+    ),
+)

@@ -1,0 +1,49 @@
+"""A request that reads no cache is looked up all the same, and what it locks stays locked until that times out.
+
+With `prompt_logprobs` vLLM reads no cache. It admits the request before the lookup is answered.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvfix_tools.lab.options import Options
+from kvfix_tools.lab.scenario import Scenario, prompt
+
+if TYPE_CHECKING:
+    from kvfix_tools.lab.world import World
+
+
+def play(world: World) -> None:
+    world.stored_elsewhere(prompt(128))
+    world.admit("r", prompt(200), max_tokens=4, sampling={"prompt_logprobs": 1})
+    world.run()
+    world.settle()
+
+
+SCENARIO = (
+    Scenario(
+        __name__,
+        __doc__,
+        play,
+        fixes=("KVF116",),
+        rule="KVR009",
+        text="read locks of the server",
+        wrong={"lmcache": ">=0.5.0"},
+        needs={"lmcache": ">=0.5.0"},
+        options=Options(connector="mp", block_size=16, num_blocks=60, chunk_size=64, max_num_batched_tokens=256),
+    ),
+    Scenario(
+        __name__,
+        __doc__,
+        play,
+        fixes=("KVF116",),
+        rule="KVR009",
+        text="read locks of the server",
+        wrong={"vllm": ">=0.32.0", "lmcache": "==0.4.6"},
+        needs={"lmcache": "==0.4.6"},
+        options=Options(
+            connector="mp-in-tree", block_size=16, num_blocks=60, chunk_size=64, max_num_batched_tokens=256
+        ),
+    ),
+)
