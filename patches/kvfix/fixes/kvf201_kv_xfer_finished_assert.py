@@ -108,7 +108,7 @@ FIX = Fix(
     __name__,
     __doc__,
     patches=tuple(
-        Patch("vllm", "vllm.v1.core.sched.scheduler", f"Scheduler.{name}", "==0.32.0", shows_bug, correction)
+        Patch("vllm", "vllm.v1.core.sched.scheduler", f"Scheduler.{name}", ">=0.11.2", shows_bug, correction)
         for name, correction in _CORRECTIONS.items()
     ),
 )
