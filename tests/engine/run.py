@@ -32,8 +32,8 @@ ENGINE = {
 }
 
 
-def v1(chunk_size: int) -> dict[str, Any]:
-    """LMCache in the engine's own processes."""
+def v1(chunk_size: int, **more: Any) -> dict[str, Any]:
+    """LMCache in the engine's own processes. more: its settings."""
     settings = {
         "chunk_size": chunk_size,
         "local_cpu": True,
@@ -41,6 +41,7 @@ def v1(chunk_size: int) -> dict[str, Any]:
         "save_unfull_chunk": False,
         # The default hashes None, whose hash is an address on Python 3.11: scheduler and worker would never agree.
         "pre_caching_hash_algorithm": "sha256_cbor",
+        **more,
     }
     extra = {f"lmcache.{name}": value for name, value in settings.items()}
     return {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both", "kv_connector_extra_config": extra}
@@ -68,7 +69,8 @@ class Ran:
 
 
 def run(folder: Path, apply: bool, transfer: dict[str, Any] | None, **more: Any) -> Ran:
-    """more: rounds, engine (arguments of LLM), lmcache (folder of a release), spoil_from (round), environment."""
+    """more: rounds, engine (arguments of LLM), lmcache (folder of a release), spoil_from (round), environment,
+    abort (requests `running` and `waiting`, and `extra_args` of the latter), abort_before (round)."""
     folder.mkdir(parents=True, exist_ok=True)
     report = folder / "report"
     job = {
@@ -80,6 +82,8 @@ def run(folder: Path, apply: bool, transfer: dict[str, Any] | None, **more: Any)
         "engine": more.get("engine", ENGINE),
         "spoil": str(folder / "spoil"),
         "spoil_from": more.get("spoil_from"),
+        "abort": more.get("abort"),
+        "abort_before": more.get("abort_before"),
     }
     (folder / "job.json").write_text(json.dumps(job))
     places = [more.get("lmcache"), HERE / "plugin", ROOT / "patches", ROOT / "tools"]

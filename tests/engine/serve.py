@@ -51,6 +51,8 @@ def main(job: dict[str, Any]) -> None:
     )
     rounds = []
     for number, prompts in enumerate(job["rounds"]):
+        if number == job["abort_before"]:
+            abort_waiting(llm.llm_engine, job["abort"])
         if number == job["spoil_from"]:
             Path(job["spoil"]).touch()
         parameters = [
@@ -65,6 +67,26 @@ def main(job: dict[str, Any]) -> None:
         if metric.name == "vllm:num_preemptions" and hasattr(metric, "value")
     )
     Path(job["out"]).write_text(json.dumps({"rounds": rounds, "preemptions": preemptions}))
+
+
+def abort_waiting(engine: Any, job: dict[str, Any]) -> None:
+    """One request runs, another waits behind it and is aborted; the first one runs to its end."""
+    from vllm import SamplingParams
+
+    def add(name: str, **more: Any) -> None:
+        prompt, tokens = job[name]
+        parameters = SamplingParams(temperature=0, ignore_eos=True, detokenize=False, max_tokens=tokens, **more)
+        engine.add_request(name, {"prompt_token_ids": prompt}, parameters)
+
+    add("running")
+    for _ in range(4):
+        engine.step()
+    add("waiting", extra_args=job["extra_args"])
+    for _ in range(4):  # each is a step of the scheduler at least
+        engine.step()
+    engine.abort_request([name for name in engine.output_processor.request_states if name.startswith("waiting")])
+    while engine.has_unfinished_requests():
+        engine.step()
 
 
 if __name__ == "__main__":

@@ -6,18 +6,13 @@ LMCache's GPU connector (plugin/kvfix_engine_standin.py) in the in-process mode.
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import clean_environment
 from tests.engine import run as engine
 from tests.engine.run import CROWD, REPORT, ROUNDS, Ran
+from tests.engine.server import server
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
@@ -50,44 +45,10 @@ def early(tmp_path_factory: pytest.TempPathFactory, release) -> Ran:  # type: ig
 
 
 @pytest.fixture(scope="module")
-def multi_process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ran]:
-    """LMCacheMPConnector against a server of its own, which loads no vLLM plugin: `kvfix run` starts it."""
-    port, http_port = free_port(), free_port()
-    command = [sys.executable, "-m", "kvfix_tools.cli", "run", "--", str(Path(sys.executable).with_name("lmcache"))]
-    command += ["server", "--port", str(port), "--http-port", str(http_port), "--chunk-size", "64"]
-    command += ["--l1-size-gb", "0.5", "--eviction-policy", "LRU", "--supported-transfer-mode", "auto"]
-    settings = {"PYTHONHASHSEED": "0", "LMCACHE_TRACK_USAGE": "false", "LMCACHE_DISABLE_BANNER": "1"}
-    server = subprocess.Popen(
-        [*command, "--disable-observability"],
-        env=clean_environment(**settings),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    try:
-        assert server.stdout is not None
-        seen = []
-        for line in server.stdout:
-            seen.append(line)
-            if "LMCache cache server is running" in line:
-                break
-        else:
-            pytest.fail("the lmcache server ended:\n" + "".join(seen[-20:]))
-        with open(os.devnull, "wb") as nowhere, subprocess.Popen(["cat"], stdin=server.stdout, stdout=nowhere) as drain:
-            extra = {"lmcache.mp.host": "tcp://localhost", "lmcache.mp.port": port}
-            transfer = {"kv_connector": "LMCacheMPConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
-            yield engine.run(tmp_path_factory.mktemp("mp"), apply=True, transfer=transfer)
-            server.terminate()
-            server.wait(timeout=60)
-            drain.wait(timeout=60)
-    finally:
-        server.kill()
-
-
-def free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return int(taken.getsockname()[1])
+def multi_process(tmp_path_factory: pytest.TempPathFactory) -> Ran:
+    """LMCacheMPConnector against a server of its own."""
+    with server() as transfer:
+        return engine.run(tmp_path_factory.mktemp("mp"), apply=True, transfer=transfer)
 
 
 def assert_same_outputs(ran: Ran, plain: Ran) -> None:

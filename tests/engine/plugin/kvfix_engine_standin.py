@@ -8,6 +8,7 @@ token is no row of it: whole blocks are moved, and the chunk size must be a mult
 from __future__ import annotations
 
 import os
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -105,3 +106,8 @@ def early_releases(adapter: Any) -> None:
         impl.register_kv_caches = lambda self, kv_caches: setattr(self, "kv_caches", kv_caches)
     if not hasattr(impl, "get_kv_events"):
         impl.get_kv_events = lambda self: []
+
+
+def deaf(cache_engine: Any) -> None:
+    """A worker that hangs: whoever looks something up waits for ever. It is a thread of its own that does."""
+    cache_engine.LMCacheEngine.lookup = lambda *args, **kwargs: threading.Event().wait()

@@ -15,9 +15,12 @@ import sys
 from typing import Any
 
 REPORT = os.environ.get("KVFIX_TEST_REPORT", "")
+#: With this in the environment the worker's end of lookups is there, and never answers.
+DEAF = "KVFIX_TEST_DEAF" in os.environ
 STAND_INS = {
     "lmcache.v1.gpu_connector": "current_releases",
     "lmcache.integration.vllm.vllm_v1_adapter": "early_releases",
+    **({"lmcache.v1.cache_engine": "deaf"} if DEAF else {}),
 }
 
 
@@ -70,6 +73,19 @@ def watch(connector: Any) -> None:
             say("load", request=request)
         return sending, receiving
 
+    built, impl = connector.build_connector_meta, getattr(connector, "_lmcache_engine", None)
+    kept: list[int] = []
+
+    def build_connector_meta(*args: Any, **kwargs: Any) -> Any:
+        metadata = built(*args, **kwargs)
+        now = [len(impl.load_specs), len(impl._requests_priority), len(impl.lookup_client.reqs_status)]
+        if now != kept:
+            kept[:] = now
+            say("kept", load_specs=now[0], priorities=now[1], lookups=now[2])
+        return metadata
+
+    if hasattr(impl, "load_specs") and hasattr(impl.lookup_client, "reqs_status"):
+        connector.build_connector_meta = build_connector_meta
     connector.update_state_after_alloc = update_state_after_alloc
     connector.get_finished = get_finished
 

@@ -1,0 +1,82 @@
+"""Bugs of the newest LMCache on real vLLM engines: they die, leak or crawl as released, and are right with kvfix.
+
+Eight engines. (mp-lookup-double-count, in vLLM's own copy of the connector, cannot be shown so: that copy starts with
+LMCache 0.4.4 to 0.4.6 only, whose server moves KV by CUDA handles.)
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engine import run as engine
+from tests.engine.run import CROWD, Ran, prompt
+from tests.engine.server import server
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+
+APPLY = pytest.mark.parametrize("apply", [False, True], ids=["as released", "with kvfix"])
+ONE = prompt(300, 1)
+#: Runs in 32 blocks of 32 tokens, and leaves no room for the one that waits.
+ABORT: dict[str, Any] = {"running": (prompt(900, 9), 60), "waiting": (ONE, 2), "extra_args": None}
+#: Stored; then its first 96 tokens are computed again, and the whole is looked up on top of them.
+ON_TOP = [[(ONE, 5)], [(ONE[:96], 1), (ONE, 5)]]
+
+
+def died(ran: Ran, text: str) -> bool:
+    """Whether EngineCore died of this, and of nothing else."""
+    if ran.answer is not None:
+        return False
+    assert text in ran.log, ran.log[-3000:]
+    assert "EngineDeadError" in ran.log
+    return True
+
+
+@APPLY
+def test_preempt_min_retrieve(apply: bool, tmp_path: Path) -> None:
+    transfer = engine.v1(32, min_retrieve_tokens=100_000)
+    ran = engine.run(tmp_path, apply, transfer, rounds=[CROWD])
+    assert died(ran, "Preempted request") is not apply
+    if apply:
+        assert ran.answer is not None
+        assert ran.answer["preemptions"] > 0
+
+
+@APPLY
+def test_aborted_while_waiting_then_max_load_unaligned(apply: bool, tmp_path: Path) -> None:
+    transfer = engine.v1(64, max_tokens_per_load=128)
+    ran = engine.run(tmp_path, apply, transfer, rounds=ON_TOP, abort=ABORT, abort_before=1)
+    kept = [line for line in ran.said if line["what"] == "kept"]
+    assert any(line["lookups"] for line in kept), "the request that was aborted had no hit"
+    left = (kept[-1]["load_specs"], kept[-1]["priorities"], kept[-1]["lookups"])
+    assert left == ((0, 0, 0) if apply else (1, 1, 1))
+    assert died(ran, "Mismatch in tokens to load: 128 vs 192 (tokens in lmcache) - 96 (tokens in vllm)") is not apply
+    if apply:
+        assert ran.answer is not None
+        assert ran.count("load") > 0
+        assert ran.answer["rounds"][0][0] == ran.answer["rounds"][1][1]
+
+
+@APPLY
+def test_statistics_of_an_aborted_request(apply: bool, tmp_path: Path) -> None:
+    """Any client can do this to a multi-process connector: ask for statistics, and go."""
+    abort = {**ABORT, "extra_args": {"kv_transfer_params": {"cached_token_stats": True}}}
+    with server() as transfer:
+        ran = engine.run(
+            tmp_path, apply, transfer, rounds=[[(ONE, 2)]], abort=abort, abort_before=0,
+            engine={**engine.ENGINE, "max_num_seqs": 1},
+        )  # fmt: skip
+    assert died(ran, "Request tracker for request_id") is not apply
+
+
+@APPLY
+def test_a_worker_that_does_not_answer_lookups(apply: bool, tmp_path: Path) -> None:
+    """Every lookup that is waited for says so. Waits double: in 300 seconds there are eight at most."""
+    transfer = engine.v1(64, lookup_timeout_ms=300)
+    ran = engine.run(tmp_path, apply, transfer, rounds=[CROWD], environment={"KVFIX_TEST_DEAF": "1"})
+    assert ran.answer is not None, ran.log[-3000:]
+    waits = ran.log.count("Timeout occurred for rank")
+    assert waits <= 10 if apply else waits > 10
+    assert ("worker did not answer a lookup in time" in ran.log) is apply
