@@ -1,7 +1,7 @@
 # Everything runs from .venv, which is made from the pinned files in requirements/ at first use.
 PY := .venv/bin/python
 
-.PHONY: help install demo test lint bench fingerprints requirements clean
+.PHONY: help install demo test lint bench matrix fingerprints requirements clean
 
 help: ## this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -21,9 +21,13 @@ lint: install ## ruff and mypy --strict
 bench: install ## speed, as ratios measured in one run
 	@$(PY) -m tests.bench
 
+matrix: install ## all scenarios under older vLLM releases too, with all LMCache releases; writes docs/matrix.json
+	@requirements/matrix && $(PY) -m kvfix_tools.lab.matrix
+
 fingerprints: install ## take the fingerprints of every known release anew
 	@$(PY) -m kvfix_tools.fingerprints lmcache .cache/lmcache/*
-	@$(PY) -m kvfix_tools.fingerprints vllm $$($(PY) -c "import sysconfig; print(sysconfig.get_path('purelib'))")
+	@requirements/matrix && $(PY) -m kvfix_tools.fingerprints vllm .venv/lib/python*/site-packages \
+	    .cache/vllm/*/lib/python*/site-packages
 
 requirements: install ## resolve requirements/*.in into the pinned files
 	@cd requirements && ./resolve

@@ -17,7 +17,7 @@ from kvfix import notice
 from kvfix.choice import code_and_slug, known_fixes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Generator
     from types import ModuleType
 
 #: Sections of a fix's docstring, in this order. `Fix.section` and the documentation read them.
@@ -120,8 +120,9 @@ def before(prepare: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callab
 def around(correct: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """A correction that has something to do before the hook, after it, or both: a generator that yields once.
 
-    correct: (instance, *arguments of the hook), up to `answer = yield`, runs before the hook, and what it returns is
-    the right answer. `yield arguments` runs the hook with those instead of the caller's, who keeps his as they are.
+    correct: (instance, *arguments of the hook) -> None where there is nothing to correct, which costs next to nothing;
+    or a generator. What stands before its `answer = yield` runs before the hook, and what it returns is the right
+    answer. `yield arguments` runs the hook with those instead of the caller's, who keeps his as they are.
     Returning before the yield: the hook is not run. If the hook raises, its exception goes on to the caller, and the
     generator is closed where it stands (use `finally` for what must be put back). Should the correction fail, the
     hook runs with the caller's arguments, its own answer stands, and the fault is said once.
@@ -134,6 +135,8 @@ def around(correct: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callab
         def hook(instance: Any, *args: Any, **kwargs: Any) -> Any:
             try:
                 steps = correct(instance, *args, **kwargs)
+                if steps is None:
+                    return original(instance, *args, **kwargs)
                 given = next(steps)
             except StopIteration as done:
                 return done.value
@@ -159,26 +162,10 @@ def around(correct: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callab
     return decorate
 
 
-def reading(choose: Callable[..., tuple[Any, ...]]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """A correction that lets the hook read something else than it was passed, where its body reads wrongly.
-
-    choose: (instance, *arguments of the hook) -> the arguments that the hook gets. What the caller passed must stay as
-    it is: others read it too. Should it fail, the hook reads what was passed and the fault is said once.
-    """
-
-    def around(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def hook(instance: Any, *args: Any, **kwargs: Any) -> Any:
-            try:
-                chosen = choose(instance, *args, **kwargs)
-            except Exception as error:  # noqa: BLE001
-                notice.fault(f"{choose.__module__}.{choose.__name__}", error)
-                return original(instance, *args, **kwargs)
-            return original(instance, *chosen)
-
-        return hook
-
-    return around
+def instead(answer: Any) -> Generator[None, Any, Any]:
+    """For `around`: this is the answer, and the hook is not run."""
+    return answer
+    yield
 
 
 def after(correct: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

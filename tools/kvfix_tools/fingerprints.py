@@ -26,10 +26,10 @@ def take(dist: str, folder: Path) -> tuple[str, dict[str, str]]:
     """(version, {target: fingerprint}) of the release in this folder. Raises ValueError if there is none."""
     from importlib import metadata
 
-    names = target.PROVIDERS.get(dist, (dist,))
-    versions = [found.version for found in metadata.distributions(path=[str(folder)]) if found.name in names]
-    if len(versions) != 1:
-        raise ValueError(f"{folder} holds {len(versions)} distributions of {dist}; expected one")
+    found_here = {found.name: found.version for found in metadata.distributions(path=[str(folder)])}
+    versions = [found_here[name] for name in target.PROVIDERS.get(dist, (dist,)) if name in found_here]
+    if not versions:
+        raise ValueError(f"{folder} holds no distribution of {dist}")
     found = {}
     for patch in {patch.target: patch for fix in catalogue() for patch in fix.patches if patch.dist == dist}.values():
         path = folder.joinpath(*patch.module.split(".")).with_suffix(".py")

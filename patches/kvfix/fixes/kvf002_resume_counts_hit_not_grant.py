@@ -46,30 +46,35 @@ def correct(adapter: ModuleType) -> Callable[..., Any]:
     load_spec = adapter.LoadSpec
 
     @around
-    def build_connector_meta(impl: Any, scheduler_output: Any) -> Generator[None, Any, Any]:
-        as_hit = []
-        try:
-            for name in step.resumed(scheduler_output):
-                request, tracker = impl._unfinished_requests[name], impl._request_trackers[name]
-                computed = request.num_computed_tokens
-                until = computed + scheduler_output.num_scheduled_tokens[name]
-                # To 0.3.10.post2 the hook keeps the tracker's own tokens, from 0.3.11 on it takes the request's.
-                tracker.token_ids = list(request.all_token_ids[:until])
-                spec = impl.load_specs.get(name)
-                if spec is None:
-                    spec = impl.load_specs[name] = load_spec(computed, 0, can_load=False)
-                if not spec.can_load or spec.lmcache_cached_tokens == computed + 1:
-                    as_hit.append((spec, spec.vllm_cached_tokens, spec.lmcache_cached_tokens, name))
-                    spec.vllm_cached_tokens = spec.lmcache_cached_tokens = computed
-            meta = yield
-        finally:
-            for spec, vllm, lmcache, _ in as_hit:
-                spec.vllm_cached_tokens, spec.lmcache_cached_tokens = vllm, lmcache
-        for _, _, hit, name in as_hit:
-            _save_from(hit, impl._request_trackers[name], [each for each in meta.requests if each.req_id == name])
-        return meta
+    def build_connector_meta(impl: Any, scheduler_output: Any) -> Generator[None, Any, Any] | None:
+        names = step.resumed(scheduler_output)
+        return _as_granted(load_spec, impl, scheduler_output, names) if names else None
 
     return build_connector_meta
+
+
+def _as_granted(load_spec: Any, impl: Any, scheduler_output: Any, names: Any) -> Generator[None, Any, Any]:
+    as_hit = []
+    try:
+        for name in names:
+            request, tracker = impl._unfinished_requests[name], impl._request_trackers[name]
+            computed = request.num_computed_tokens
+            until = computed + scheduler_output.num_scheduled_tokens[name]
+            # To 0.3.10.post2 the hook keeps the tracker's own tokens, from 0.3.11 on it takes the request's.
+            tracker.token_ids = list(request.all_token_ids[:until])
+            spec = impl.load_specs.get(name)
+            if spec is None:
+                spec = impl.load_specs[name] = load_spec(computed, 0, can_load=False)
+            if not spec.can_load or spec.lmcache_cached_tokens == computed + 1:
+                as_hit.append((spec, spec.vllm_cached_tokens, spec.lmcache_cached_tokens, name))
+                spec.vllm_cached_tokens = spec.lmcache_cached_tokens = computed
+        meta = yield
+    finally:
+        for spec, vllm, lmcache, _ in as_hit:
+            spec.vllm_cached_tokens, spec.lmcache_cached_tokens = vllm, lmcache
+    for _, _, hit, name in as_hit:
+        _save_from(hit, impl._request_trackers[name], [each for each in meta.requests if each.req_id == name])
+    return meta
 
 
 def _save_from(hit: int, tracker: Any, requests: list[Any]) -> None:

@@ -50,15 +50,19 @@ def correct(adapter: ModuleType) -> Callable[..., Any]:
     aborted = adapter.RequestStatus.FINISHED_ABORTED
 
     @around
-    def request_finished(impl: Any, request: Any, block_ids: Any) -> Generator[Any, Any, Any]:
+    def request_finished(impl: Any, request: Any, block_ids: Any) -> Generator[Any, Any, Any] | None:
         if impl.lmcache_engine is not None or request.status != aborted:
-            return (yield)
-        answer = yield Ended(request), block_ids
-        if impl.async_loading and impl.lookup_client is not None:
-            impl.lookup_client.cancel_lookup(request.request_id)
-        return answer
+            return None
+        return _without_engine(impl, request, block_ids)
 
     return request_finished
+
+
+def _without_engine(impl: Any, request: Any, block_ids: Any) -> Generator[Any, Any, Any]:
+    answer = yield Ended(request), block_ids
+    if impl.async_loading and impl.lookup_client is not None:
+        impl.lookup_client.cancel_lookup(request.request_id)
+    return answer
 
 
 def shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:

@@ -29,7 +29,7 @@ import copy
 from typing import TYPE_CHECKING, Any
 
 from kvfix import probe
-from kvfix.fix import Fix, Patch, around
+from kvfix.fix import Fix, Patch, around, instead
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -38,31 +38,31 @@ if TYPE_CHECKING:
 
 def correct_lookup(adapter: ModuleType) -> Callable[..., Any]:
     @around
-    def get_num_new_matched_tokens(impl: Any, request: Any, num_computed_tokens: int) -> Generator[None, Any, Any]:
-        if getattr(request, "prompt_embeds", None) is not None:
-            return 0
-        return (yield)
+    def get_num_new_matched_tokens(impl: Any, request: Any, num_computed_tokens: int) -> Any:
+        return instead(0) if getattr(request, "prompt_embeds", None) is not None else None
 
     return get_num_new_matched_tokens
 
 
 def correct_metadata(adapter: ModuleType) -> Callable[..., Any]:
     @around
-    def build_connector_meta(impl: Any, scheduler_output: Any) -> Generator[Any, Any, Any]:
-        without_ids = {new.req_id for new in scheduler_output.scheduled_new_reqs if new.prompt_token_ids is None}
-        if not without_ids:
-            return (yield)
-        seen = copy.copy(scheduler_output)
-        seen.scheduled_new_reqs = [
-            _with_zeros(new) if new.req_id in without_ids else new for new in scheduler_output.scheduled_new_reqs
-        ]
-        meta = yield (seen,)
-        for name in without_ids:
-            impl._request_trackers[name].skip_save = True  # in all steps to come
-        meta.requests = [each for each in meta.requests if each.req_id not in without_ids]
-        return meta
+    def build_connector_meta(impl: Any, scheduler_output: Any) -> Generator[Any, Any, Any] | None:
+        without_ids = [new.req_id for new in scheduler_output.scheduled_new_reqs if new.prompt_token_ids is None]
+        return _not_cached(impl, scheduler_output, without_ids) if without_ids else None
 
     return build_connector_meta
+
+
+def _not_cached(impl: Any, scheduler_output: Any, names: list[str]) -> Generator[Any, Any, Any]:
+    seen = copy.copy(scheduler_output)
+    seen.scheduled_new_reqs = [
+        _with_zeros(new) if new.req_id in names else new for new in scheduler_output.scheduled_new_reqs
+    ]
+    meta = yield (seen,)
+    for name in names:
+        impl._request_trackers[name].skip_save = True  # in all steps to come
+    meta.requests = [each for each in meta.requests if each.req_id not in names]
+    return meta
 
 
 def _with_zeros(new_request: Any) -> Any:

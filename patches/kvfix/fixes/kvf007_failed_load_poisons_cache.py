@@ -32,24 +32,22 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from kvfix import probe
-from kvfix.fix import Fix, Patch, around
+from kvfix.fix import Fix, Patch, before
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
+    from collections.abc import Callable
     from types import ModuleType
 
 
 def correct_worker(adapter: ModuleType) -> Callable[..., Any]:
-    @around
-    def wait_for_save(impl: Any) -> Generator[None, Any, Any]:
+    def wait_for_save(impl: Any) -> None:
         failed = getattr(impl, "_invalid_block_ids", None)  # 0.3.9 does not know which
         if failed:
             for request in impl._parent._get_connector_metadata().requests:
                 if request.save_spec is not None and _has_one_of(failed, request.slot_mapping, impl._block_size):
                     request.save_spec.can_save = False
-        return (yield)
 
-    return wait_for_save
+    return before(wait_for_save)
 
 
 def _has_one_of(failed: Any, slot_mapping: Any, block_size: int) -> bool:
@@ -57,15 +55,13 @@ def _has_one_of(failed: Any, slot_mapping: Any, block_size: int) -> bool:
 
 
 def correct_scheduler(adapter: ModuleType) -> Callable[..., Any]:
-    @around
-    def build_connector_meta(impl: Any, scheduler_output: Any) -> Generator[None, Any, Any]:
+    def build_connector_meta(impl: Any, scheduler_output: Any) -> None:
         for name in scheduler_output.scheduled_cached_reqs.req_ids:
             tracker = impl._request_trackers[name]
             if impl._unfinished_requests[name].num_computed_tokens < len(tracker.token_ids):
                 tracker.num_saved_tokens = 0
-        return (yield)
 
-    return build_connector_meta
+    return before(build_connector_meta)
 
 
 def worker_shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:

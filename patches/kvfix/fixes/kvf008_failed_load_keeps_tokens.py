@@ -30,25 +30,23 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kvfix import probe
-from kvfix.fix import Fix, Patch, around
+from kvfix.fix import Fix, Patch, before
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
+    from collections.abc import Callable
     from types import ModuleType
 
 
 def correct(adapter: ModuleType) -> Callable[..., Any]:
-    @around
-    def build_connector_meta(impl: Any, scheduler_output: Any) -> Generator[None, Any, Any]:
+    def build_connector_meta(impl: Any, scheduler_output: Any) -> None:
         for name in scheduler_output.scheduled_cached_reqs.req_ids:
             tracker, request = impl._request_trackers[name], impl._unfinished_requests[name]
             computed = request.num_computed_tokens
             if computed < len(tracker.token_ids):
                 tracker.token_ids = list(request.all_token_ids[:computed])
                 tracker.num_saved_tokens = 0
-        return (yield)
 
-    return build_connector_meta
+    return before(build_connector_meta)
 
 
 def shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:

@@ -27,19 +27,17 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from kvfix import probe
-from kvfix.fix import Fix, Patch, around
+from kvfix.fix import Fix, Patch, around, instead
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
+    from collections.abc import Callable
     from types import ModuleType
 
 
 def correct(client: ModuleType) -> Callable[..., Any]:
     @around
-    def cancel_lookup(client: Any, lookup_id: str) -> Generator[None, Any, Any]:
-        if lookup_id not in client.reqs_status:
-            return None
-        return (yield)
+    def cancel_lookup(client: Any, lookup_id: str) -> Any:
+        return None if lookup_id in client.reqs_status else instead(None)
 
     return cancel_lookup
 

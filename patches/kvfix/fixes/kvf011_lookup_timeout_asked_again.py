@@ -29,10 +29,10 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from kvfix import probe
-from kvfix.fix import Fix, Patch, around
+from kvfix.fix import Fix, Patch, around, instead
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
+    from collections.abc import Callable
     from types import ModuleType
 
 CLIENT = "lmcache.v1.lookup_client.lmcache_async_lookup_client"
@@ -46,8 +46,8 @@ def given_up(client: Any, lookup_id: str) -> bool:
 
 def correct(module: ModuleType) -> Callable[..., Any]:
     @around
-    def lookup_cache(client: Any, lookup_id: str) -> Generator[None, Any, Any]:
-        return 0 if given_up(client, lookup_id) else (yield)
+    def lookup_cache(client: Any, lookup_id: str) -> Any:
+        return instead(0) if given_up(client, lookup_id) else None
 
     return lookup_cache
 
@@ -56,8 +56,8 @@ def correct_0_3_10(module: ModuleType) -> Callable[..., Any]:
     """There `lookup` itself remembers."""
 
     @around
-    def lookup(client: Any, tokens: Any, lookup_id: str, request_configs: Any = None) -> Generator[None, Any, Any]:
-        return 0 if given_up(client, lookup_id) else (yield)
+    def lookup(client: Any, tokens: Any, lookup_id: str, request_configs: Any = None) -> Any:
+        return instead(0) if given_up(client, lookup_id) else None
 
     return lookup
 

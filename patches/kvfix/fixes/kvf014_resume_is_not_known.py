@@ -26,34 +26,30 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kvfix import probe, step
-from kvfix.fix import Fix, Patch, around
+from kvfix.fix import Fix, Patch, around, before, instead
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
+    from collections.abc import Callable
     from types import ModuleType
 
 
 def correct_lookup(adapter: ModuleType) -> Callable[..., Any]:
     @around
-    def get_num_new_matched_tokens(impl: Any, request: Any, num_computed_tokens: int) -> Generator[None, Any, Any]:
-        if request.request_id in impl._request_trackers:
-            return 0
-        return (yield)
+    def get_num_new_matched_tokens(impl: Any, request: Any, num_computed_tokens: int) -> Any:
+        return instead(0) if request.request_id in impl._request_trackers else None
 
     return get_num_new_matched_tokens
 
 
 def correct_metadata(adapter: ModuleType) -> Callable[..., Any]:
-    @around
-    def build_connector_meta(impl: Any, scheduler_output: Any) -> Generator[None, Any, Any]:
+    def build_connector_meta(impl: Any, scheduler_output: Any) -> None:
         for name in step.resumed(scheduler_output):
             tracker, request = impl._request_trackers[name], impl._unfinished_requests[name]
             tracker.token_ids = list(request.all_token_ids[: request.num_computed_tokens])
             tracker.allocated_block_ids = []
             tracker.num_saved_tokens = 0
-        return (yield)
 
-    return build_connector_meta
+    return before(build_connector_meta)
 
 
 def lookup_shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:

@@ -45,7 +45,7 @@ BUSY_LOOP = {"allocate": 4, "batched_allocate": 5}
 
 def correct(module: ModuleType) -> Callable[..., Any]:
     def bounded(original: Callable[..., Any]) -> Callable[..., Any]:
-        by_position = BUSY_LOOP[original.__name__]
+        by_position = BUSY_LOOP.get(original.__name__, 0)
 
         @functools.wraps(original)
         def hook(backend: Any, *args: Any, **kwargs: Any) -> Any:

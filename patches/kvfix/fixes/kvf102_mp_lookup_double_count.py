@@ -15,7 +15,7 @@ itself (0.5.5:1143), so the store ends that much too early.
 After each answer for a request that is not admitted yet: stored is what was hit, and what vLLM has computed is noted.
 
 ## Releases
-LMCache 0.4.5 to 0.5.5. vLLM 0.32.0, its own copy of the connector.
+LMCache 0.4.5 to 0.5.5. vLLM 0.26.0 to 0.32.0, its own copy of the connector.
 
 ## Upstream
 https://github.com/LMCache/LMCache/issues/4508, fixed in 0.5.6. Open in vLLM's copy.
@@ -67,5 +67,5 @@ def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
 FIX = Fix(
     __name__,
     __doc__,
-    patches=_mp.patches("get_num_new_matched_tokens", shows_bug, correct, lmcache=">=0.4.5,<=0.5.5", vllm="==0.32.0"),
+    patches=_mp.patches("get_num_new_matched_tokens", shows_bug, correct, lmcache=">=0.4.5,<=0.5.5", vllm=">=0.26.0"),
 )

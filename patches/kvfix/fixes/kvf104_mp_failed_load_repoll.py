@@ -16,7 +16,7 @@ Before `get_num_new_matched_tokens`: a request that was admitted with a hit, has
 computed starts anew, with the answer that nothing is cached. It is computed here, as in LMCache 0.5.5.
 
 ## Releases
-LMCache 0.4.5 to 0.5.4, and 0.5.6 for preempted requests. vLLM 0.32.0, its own copy of the connector.
+LMCache 0.4.5 to 0.5.4, and 0.5.6 for preempted requests. vLLM 0.26.0 to 0.32.0, its own copy of the connector.
 
 ## Upstream
 None known. LMCache 0.5.5 has its own remedy ("Bypassing LMCache for request").
@@ -72,6 +72,6 @@ FIX = Fix(
     __name__,
     __doc__,
     patches=_mp.patches(
-        "get_num_new_matched_tokens", shows_bug, correct, lmcache=">=0.4.5,<=0.5.6,!=0.5.5", vllm="==0.32.0"
+        "get_num_new_matched_tokens", shows_bug, correct, lmcache=">=0.4.5,<=0.5.6,!=0.5.5", vllm=">=0.26.0"
     ),
 )

@@ -17,7 +17,7 @@ there to say which they are, and its lookup is forgotten. Where the answer to th
 for the answer first. A prefetch that is still running keeps its locks until the TTL, as before.
 
 ## Releases
-LMCache 0.4.5 to 0.5.6. vLLM 0.32.0, its own copy of the connector.
+LMCache 0.4.5 to 0.5.6. vLLM 0.26.0 to 0.32.0, its own copy of the connector.
 
 ## Upstream
 https://github.com/vllm-project/vllm/pull/44100 (open), https://github.com/LMCache/LMCache/issues/5248.
@@ -87,5 +87,5 @@ def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
 FIX = Fix(
     __name__,
     __doc__,
-    patches=_mp.patches("request_finished", shows_bug, correct, lmcache=">=0.4.5,<=0.5.6", vllm="==0.32.0"),
+    patches=_mp.patches("request_finished", shows_bug, correct, lmcache=">=0.4.5,<=0.5.6", vllm=">=0.26.0"),
 )

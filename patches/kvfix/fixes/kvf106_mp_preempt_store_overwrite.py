@@ -16,7 +16,7 @@ for the stores that are under way, at most for LMCache's own `mq_timeout` each, 
 without a preemption do not wait. That a request has all its stores on the list, KVF109 sees to.
 
 ## Releases
-LMCache 0.4.5 to 0.5.5. vLLM 0.32.0, its own copy of the connector.
+LMCache 0.4.5 to 0.5.5. vLLM 0.26.0 to 0.32.0, its own copy of the connector.
 
 ## Upstream
 https://github.com/LMCache/LMCache/issues/5248, https://github.com/LMCache/LMCache/issues/4612, fixed in 0.5.6.
@@ -104,9 +104,9 @@ FIX = Fix(
     __name__,
     __doc__,
     patches=(
-        *_mp.patches("build_connector_meta", connector_shows_bug, mark, lmcache=">=0.4.5,<=0.5.5", vllm="==0.32.0"),
+        *_mp.patches("build_connector_meta", connector_shows_bug, mark, lmcache=">=0.4.5,<=0.5.5", vllm=">=0.26.0"),
         # What the workers call first, in connectors that have no such hook of their own, and in those that have.
-        Patch("vllm", _BASE, "KVConnectorBase_V1.handle_preemptions", "==0.32.0", base_shows_bug, wait),
-        Patch("vllm", _BASE, "KVConnectorBase_V1.bind_connector_metadata", "==0.32.0", base_shows_bug, wait),
+        Patch("vllm", _BASE, "KVConnectorBase_V1.handle_preemptions", ">=0.15.1", base_shows_bug, wait),
+        Patch("vllm", _BASE, "KVConnectorBase_V1.bind_connector_metadata", ">=0.11.2", base_shows_bug, wait),
     ),
 )

@@ -15,7 +15,7 @@ computed than the hits that its tracker counts from, counts from what vLLM says.
 stored again: it may be gone.
 
 ## Releases
-LMCache 0.4.5 to 0.5.6. vLLM 0.32.0, its own copy of the connector.
+LMCache 0.4.5 to 0.5.6. vLLM 0.26.0 to 0.32.0, its own copy of the connector.
 
 ## Upstream
 None known.
@@ -97,5 +97,5 @@ def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
 FIX = Fix(
     __name__,
     __doc__,
-    patches=_mp.patches("build_connector_meta", shows_bug, correct, lmcache=">=0.4.5,<=0.5.6", vllm="==0.32.0"),
+    patches=_mp.patches("build_connector_meta", shows_bug, correct, lmcache=">=0.4.5,<=0.5.6", vllm=">=0.26.0"),
 )

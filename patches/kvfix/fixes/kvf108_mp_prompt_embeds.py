@@ -13,7 +13,7 @@ A request with `prompt_embeds` is answered with nothing cached, no lookup is sen
 whatever it will compute. vLLM's own prefix cache, which hashes the embeddings, goes on.
 
 ## Releases
-LMCache 0.4.5 to 0.5.6. vLLM 0.32.0, its own copy of the connector.
+LMCache 0.4.5 to 0.5.6. vLLM 0.26.0 to 0.32.0, its own copy of the connector.
 
 ## Upstream
 https://github.com/vllm-project/vllm/issues/42119 (closed as stale).
@@ -73,7 +73,7 @@ FIX = Fix(
     __name__,
     __doc__,
     patches=(
-        *_mp.patches("get_num_new_matched_tokens", shows_bug, correct, lmcache=">=0.4.5,<=0.5.6", vllm="==0.32.0"),
+        *_mp.patches("get_num_new_matched_tokens", shows_bug, correct, lmcache=">=0.4.5,<=0.5.6", vllm=">=0.26.0"),
         Patch("lmcache", _MODULE, f"{_OWNER}.on_new_request", ">=0.5.4,<=0.5.6", arrival_shows_bug, correct),
     ),
 )

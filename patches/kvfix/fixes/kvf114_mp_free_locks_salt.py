@@ -13,7 +13,7 @@ another request may have locked, lose a lock.
 While the hook runs, the client's `free_lookup_locks` has the salt of the request.
 
 ## Releases
-LMCache 0.4.5 to 0.5.0. vLLM 0.32.0, its own copy of the connector.
+LMCache 0.4.5 to 0.5.0. vLLM 0.26.0 to 0.32.0, its own copy of the connector.
 
 ## Upstream
 https://github.com/LMCache/LMCache/issues/3770, fixed in 0.5.1; https://github.com/vllm-project/vllm/pull/44097.
@@ -65,5 +65,5 @@ def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
 FIX = Fix(
     __name__,
     __doc__,
-    patches=_mp.patches("update_state_after_alloc", shows_bug, correct, lmcache=">=0.4.5,<=0.5.0", vllm="==0.32.0"),
+    patches=_mp.patches("update_state_after_alloc", shows_bug, correct, lmcache=">=0.4.5,<=0.5.0", vllm=">=0.26.0"),
 )

@@ -14,7 +14,7 @@ forgets its lookup (lmcache_mp_connector.py 0.5.6:1432) before it knows what was
 A request that reads no cache is answered with nothing cached, and no lookup is sent. It is stored as before.
 
 ## Releases
-LMCache 0.4.5 to 0.5.6. vLLM 0.32.0, its own copy of the connector.
+LMCache 0.4.5 to 0.5.6. vLLM 0.26.0 to 0.32.0, its own copy of the connector.
 
 ## Upstream
 None known.
@@ -62,7 +62,7 @@ FIX = Fix(
     __name__,
     __doc__,
     patches=(
-        *_mp.patches("get_num_new_matched_tokens", shows_bug, correct, lmcache=">=0.4.5,<=0.5.6", vllm="==0.32.0"),
+        *_mp.patches("get_num_new_matched_tokens", shows_bug, correct, lmcache=">=0.4.5,<=0.5.6", vllm=">=0.26.0"),
         Patch("lmcache", _MODULE, f"{_OWNER}.on_new_request", ">=0.5.4,<=0.5.6", arrival_shows_bug, correct),
     ),
 )

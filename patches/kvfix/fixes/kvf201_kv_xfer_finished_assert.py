@@ -34,10 +34,10 @@ import inspect
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from kvfix.fix import Fix, Patch, before, reading
+from kvfix.fix import Fix, Patch, around, before
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Generator
     from types import ModuleType
 
 _REPORTS = ("finished_recving", "finished_sending")
@@ -58,20 +58,23 @@ def correct_free(module: ModuleType) -> Callable[..., Any]:
 
 
 def correct(module: ModuleType) -> Callable[..., Any]:
-    def _update_from_kv_xfer_finished(scheduler: Any, output: Any) -> tuple[Any]:
+    @around
+    def _update_from_kv_xfer_finished(scheduler: Any, output: Any) -> Generator[Any, Any, Any] | None:
+        if not (output.finished_recving or output.finished_sending):  # most steps
+            return None
         passed = {name: set(getattr(output, name, None) or ()) for name in _REPORTS}
-        if not any(passed.values()):
-            return (output,)
         kept = {name: {each for each in ids if _is_due(scheduler, each, name)} for name, ids in passed.items()}
         kept["finished_sending"] -= kept["finished_recving"]  # the first of the two frees
-        if kept == passed:
-            return (output,)
-        output = copy.copy(output)
-        for name, ids in kept.items():
-            setattr(output, name, ids)
-        return (output,)
+        return None if kept == passed else _with_reports(output, kept)
 
-    return reading(_update_from_kv_xfer_finished)
+    return _update_from_kv_xfer_finished
+
+
+def _with_reports(output: Any, kept: dict[str, set[str]]) -> Generator[Any, Any, Any]:
+    output = copy.copy(output)
+    for name, ids in kept.items():
+        setattr(output, name, ids)
+    return (yield (output,))
 
 
 def _is_due(scheduler: Any, request_id: str, report: str) -> bool:
@@ -105,7 +108,7 @@ FIX = Fix(
     __name__,
     __doc__,
     patches=tuple(
-        Patch("vllm", "vllm.v1.core.sched.scheduler", f"Scheduler.{name}", "==0.32.0", shows_bug, correction)
+        Patch("vllm", "vllm.v1.core.sched.scheduler", f"Scheduler.{name}", ">=0.11.2", shows_bug, correction)
         for name, correction in _CORRECTIONS.items()
     ),
 )

@@ -16,7 +16,7 @@ After `_update_waiting_for_remote_kv`: a request that has nothing computed is in
 again it is counted again.
 
 ## Releases
-vLLM 0.32.0.
+vLLM 0.26.0 to 0.32.0.
 
 ## Upstream
 None known.
@@ -78,7 +78,7 @@ FIX = Fix(
             dist="vllm",
             module="vllm.v1.core.sched.scheduler",
             function="Scheduler._update_waiting_for_remote_kv",
-            broken="==0.32.0",
+            broken=">=0.26.0",
             shows_bug=shows_bug,
             correct=correct,
         ),

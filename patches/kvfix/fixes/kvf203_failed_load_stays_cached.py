@@ -14,7 +14,7 @@ The failed blocks, and those after them of every request that has one, are taken
 policy. The requests keep them; only others cannot find them.
 
 ## Releases
-vLLM 0.32.0.
+vLLM 0.11.2 to 0.32.0.
 
 ## Upstream
 None known.
@@ -25,6 +25,7 @@ None known.
 
 from __future__ import annotations
 
+import inspect
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -38,17 +39,24 @@ if TYPE_CHECKING:
 
 def correct(scheduler: ModuleType) -> Callable[..., Any]:
     def _update_requests_with_invalid_blocks(
-        scheduler: Any, answer: Any, requests: Any, invalid_block_ids: Any, tokens: Any, evict_blocks: bool = True
+        scheduler: Any, answer: Any, requests: Any, invalid_block_ids: Any, *_: Any, evict_blocks: bool = True
     ) -> Any:
         if evict_blocks:
-            manager = scheduler.kv_cache_manager
             for name in answer[0]:
-                (blocks,) = manager.get_block_ids(name)
+                (blocks,) = scheduler.kv_cache_manager.get_block_ids(name)
                 first = next(place for place, block in enumerate(blocks) if block in invalid_block_ids)
-                manager.evict_blocks(set(blocks[first:]))
+                _evict(scheduler.kv_cache_manager, set(blocks[first:]))
         return answer
 
     return after(_update_requests_with_invalid_blocks)
+
+
+def _evict(manager: Any, blocks: set[int]) -> None:
+    if hasattr(manager, "evict_blocks"):
+        manager.evict_blocks(blocks)
+    else:  # 0.11
+        for block in blocks:
+            manager.block_pool._maybe_evict_cached_block(manager.block_pool.blocks[block])
 
 
 def shows_bug(hook: Callable[..., Any], scheduler: ModuleType) -> bool:
@@ -56,7 +64,8 @@ def shows_bug(hook: Callable[..., Any], scheduler: ModuleType) -> bool:
     evicted: list[Any] = []
     manager = SimpleNamespace(get_block_ids=lambda name: ([3],), evict_blocks=evicted.append)
     stub = SimpleNamespace(block_size=16, recompute_kv_load_failures=True, kv_cache_manager=manager)
-    hook(stub, [probe.request(32, num_computed_tokens=20)], {3}, {probe.NAME: 4}, evict_blocks=True)
+    tokens = [{probe.NAME: 4}] if "num_scheduled_tokens" in inspect.signature(hook).parameters else []
+    hook(stub, [probe.request(32, num_computed_tokens=20, num_cached_tokens=16)], {3}, *tokens)
     return not evicted
 
 
@@ -68,7 +77,7 @@ FIX = Fix(
             dist="vllm",
             module="vllm.v1.core.sched.scheduler",
             function="Scheduler._update_requests_with_invalid_blocks",
-            broken="==0.32.0",
+            broken=">=0.11.2",
             shows_bug=shows_bug,
             correct=correct,
         ),

@@ -93,7 +93,7 @@ def fuzz_connector(
         runner.prepare(lmcache_path)
         why = runner.cannot_play(connector)
         if why:
-            raise ValueError(f"not applicable: {why}")
+            raise ValueError(f"not applicable: {why}; installed: {_versions(runner.versions())}")
     except ValueError as error:
         print(f"kvfix lab fuzz: {error}", file=sys.stderr)
         raise typer.Exit(2) from None

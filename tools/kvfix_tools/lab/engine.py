@@ -30,6 +30,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
+from kvfix_tools.lab.compat import accepted
 from kvfix_tools.lab.options import Options
 from kvfix_tools.lab.sockets import no_sockets
 
@@ -80,8 +81,9 @@ def vllm_config(options: Options) -> VllmConfig:
         "kv_connector": _CONNECTORS[options.connector][0],
         "kv_connector_module_path": _CONNECTORS[options.connector][1],
         "kv_role": options.kv_role,
-        "kv_load_failure_policy": options.kv_load_failure_policy,
         "kv_connector_extra_config": extra,
+        # before 0.13 there is no such option, and vLLM does as with "recompute"
+        **accepted(KVTransferConfig, kv_load_failure_policy=options.kv_load_failure_policy),
     }
     if options.beside:
         other = {"kv_connector": "Beside", "kv_connector_module_path": "kvfix_tools.lab.beside", "kv_role": "kv_both"}
@@ -102,7 +104,8 @@ def vllm_config(options: Options) -> VllmConfig:
             is_encoder_decoder=False,
             async_scheduling=False,
             disable_hybrid_kv_cache_manager=True,
-            scheduler_reserve_full_isl=options.reserve_full_isl,
+            # early releases have no such option, and do as if it were false
+            **accepted(SchedulerConfig, scheduler_reserve_full_isl=options.reserve_full_isl),
         ),
         device_config=DeviceConfig("cpu"),
         kv_transfer_config=KVTransferConfig(**transfer),
@@ -148,12 +151,13 @@ def request(
     """A request as EngineCore makes it. sampling: of SamplingParams; `more`: other arguments of vLLM's Request."""
     _none_hash()
     parameters = SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=0.0, **(sampling or {}))
-    parameters.update_from_generation_config({}, eos_token_id=0)
+    parameters.update_from_generation_config({}, 0)
     return Request(
         request_id=name,
         prompt_token_ids=prompt,
         sampling_params=parameters,
         pooling_params=None,
         block_hasher=get_request_block_hasher(options.block_size, sha256),
+        **accepted(Request, eos_token_id=0),  # later it is with the sampling parameters alone
         **more,
     )

@@ -10,17 +10,19 @@ from typing import NamedTuple
 from vllm.v1.request import RequestStatus
 
 from kvfix.ledger import Finding
+from kvfix.ledger.events import Event
 from kvfix_tools.lab.scenario import prompt
 from kvfix_tools.lab.schedule import Schedule, Step
 from kvfix_tools.lab.world import Died, World
 
 
 class Played(NamedTuple):
-    """`stuck`: requests that never ended though everything was free."""
+    """What came of a schedule: `log` has all that happened, (step, event)."""
 
     findings: list[Finding]
     steps: int
     counts: dict[str, int]
+    log: list[tuple[int, Event]]
 
 
 def play(schedule: Schedule, end: int = 4000) -> Played:
@@ -36,7 +38,7 @@ def play(schedule: Schedule, end: int = 4000) -> Played:
             world.never_ends()
         else:
             world.settle()
-    return Played(world.findings, world.steps, world.counts)
+    return Played(world.findings, world.steps, world.counts, world.log)
 
 
 def move(world: World, step: Step) -> None:

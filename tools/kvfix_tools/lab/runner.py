@@ -74,16 +74,20 @@ def versions() -> dict[str, str]:
 def expected(scenario: Scenario) -> str:
     """What must come of it without fixes on what is installed: violated, clean or not-applicable."""
     installed = versions()
-    for dist, releases in (scenario.needs or {}).items():
-        if installed[dist] not in SpecifierSet(releases, prereleases=True):
-            return "not-applicable"
+    if cannot_play(scenario.options.connector) or _missing(scenario.needs or {}):
+        return "not-applicable"
     wrong = [installed[dist] in SpecifierSet(spec, prereleases=True) for dist, spec in scenario.wrong.items()]
     return "violated" if all(wrong) else "clean"
 
 
-#: Releases of LMCache that the lab's stand-ins speak to, by connector. vLLM's own copy of the multi-process connector
-#: hands LMCache's adapter arguments that 0.4.7 and later do not take: it cannot start with them.
-PLAYABLE = {"v1": ">=0.3.9", "mp": ">=0.5.0", "mp-in-tree": "==0.4.6"}
+#: Releases that the lab's stand-ins speak to, by connector. LMCache's own multi-process connector imports what vLLM has
+#: since 0.22, and from then on vLLM's copy has a name of its own. That one hands LMCache's adapter arguments that 0.4.7
+#: and later do not take: it cannot start with them.
+PLAYABLE = {
+    "v1": {"lmcache": ">=0.3.9", "vllm": ">=0.11.2"},
+    "mp": {"lmcache": ">=0.5.0", "vllm": ">=0.22.0"},
+    "mp-in-tree": {"lmcache": "==0.4.6", "vllm": ">=0.22.0"},
+}
 
 
 def lacking() -> set[str]:
@@ -94,10 +98,18 @@ def lacking() -> set[str]:
 
 def cannot_play(connector: str) -> str:
     """Why this connector cannot be played on what is installed; "" if it can."""
-    installed, releases = versions()["lmcache"], PLAYABLE[connector]
-    if installed in SpecifierSet(releases, prereleases=True):
-        return ""
-    return f"the lab plays {connector} with lmcache {releases}, installed is {installed}"
+    missing = _missing(PLAYABLE[connector])
+    return f"the lab plays {connector} with {missing}" if missing else ""
+
+
+def _missing(needs: dict[str, str]) -> str:
+    """Those of the needed releases that are not installed; "" if all are."""
+    installed = versions()
+    return ", ".join(
+        f"{dist} {releases}"
+        for dist, releases in needs.items()
+        if installed[dist] not in SpecifierSet(releases, prereleases=True)
+    )
 
 
 def play_schedule(schedule: Schedule, fixes: bool) -> list[Finding]:
@@ -117,8 +129,8 @@ def play_schedule(schedule: Schedule, fixes: bool) -> list[Finding]:
 def play(scenario: Scenario, fixes: bool) -> Result:
     """Play it once. The choice of kvfix in this process is set for it, and gone afterwards."""
     if expected(scenario) == "not-applicable":
-        needs = ", ".join(f"{dist} {releases}" for dist, releases in (scenario.needs or {}).items())
-        return Result(scenario.slug, fixes, "not-applicable", f"needs {needs}", [], [], [], {})
+        why = cannot_play(scenario.options.connector) or f"needs {_missing(scenario.needs or {})}"
+        return Result(scenario.slug, fixes, "not-applicable", why, [], [], [], {})
     with quiet():
         from kvfix_tools.lab.world import Died, World
 

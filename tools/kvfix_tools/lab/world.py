@@ -15,7 +15,7 @@ from vllm.v1.request import Request, RequestStatus
 from kvfix import clock
 from kvfix.ledger import Finding, Ledger
 from kvfix.ledger import events as ev
-from kvfix_tools.lab import engine
+from kvfix_tools.lab import compat, engine
 from kvfix_tools.lab.asynchronous import AsyncV1
 from kvfix_tools.lab.memory import GARBAGE, Cache, Prefix, Slots
 from kvfix_tools.lab.mp import MP
@@ -116,7 +116,7 @@ class World:
         """vLLM takes the blocks of this running request, as it does when one before it needs a block."""
         request = self.requests[name]
         self.scheduler.running.remove(request)
-        self.scheduler._preempt_request(request, time.monotonic())
+        compat.preempt(self.scheduler, request, time.monotonic())
         self.scheduler.prev_step_scheduled_req_ids.discard(name)  # as vLLM does where it preempts between steps
         self._tell_preemptions()
 
@@ -304,7 +304,10 @@ class World:
         return ModelRunnerOutput(
             req_ids=names,
             req_id_to_index={name: index for index, name in enumerate(names)},
-            sampled_token_ids=tokens,
+            sampled_token_ids=compat.sampled(tokens),
+            logprobs=None,
+            prompt_logprobs_dict={},
+            pooler_output=None,
             kv_connector_output=report,
         )
 

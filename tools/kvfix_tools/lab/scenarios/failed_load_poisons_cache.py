@@ -40,6 +40,7 @@ SCENARIO = Scenario(
     rule="LAB001",
     text="the step reads token 128 of",
     wrong={"lmcache": ">=0.3.9.post1"},
-    needs={"lmcache": ">=0.3.9.post1"},  # 0.3.9 does not tell vLLM that a load failed
+    # 0.3.9 does not tell vLLM that a load failed; before 0.13 vLLM has no such option, and computes it again
+    needs={"lmcache": ">=0.3.9.post1", "vllm": ">=0.13.0"},
     options=Options(max_num_batched_tokens=512, kv_load_failure_policy="fail"),
 )

@@ -32,7 +32,7 @@ SCENARIO = Scenario(
     play,
     fixes=("KVF203",),
     rule="LAB001",
-    wrong={"vllm": ">=0.32.0", "lmcache": ">=0.3.9.post1,!=0.4.5,!=0.4.6,!=0.4.7,!=0.5.0"},
+    wrong={"vllm": ">=0.11.2", "lmcache": ">=0.3.9.post1,!=0.4.5,!=0.4.6,!=0.4.7,!=0.5.0"},
     needs={"lmcache": ">=0.3.9.post1"},  # 0.3.9 does not tell vLLM that a load failed
     options=Options(chunk_size=32, max_num_batched_tokens=256),
 )

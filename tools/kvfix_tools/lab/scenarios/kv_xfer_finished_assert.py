@@ -46,7 +46,7 @@ SCENARIO = (
         fixes=("KVF201",),
         rule="KVR011",
         text="update_from_output: AssertionError",
-        wrong={"vllm": ">=0.32.0", "lmcache": "==0.4.6"},
+        wrong={"vllm": ">=0.22.0", "lmcache": "==0.4.6"},
         needs={"lmcache": "==0.4.6"},
         options=Options(
             connector="mp-in-tree", block_size=16, num_blocks=60, chunk_size=64, max_num_batched_tokens=256, delay=4

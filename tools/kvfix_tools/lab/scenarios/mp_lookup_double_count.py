@@ -39,7 +39,7 @@ SCENARIO = (
         play,
         fixes=("KVF102",),
         rule="KVR007",
-        wrong={"vllm": ">=0.32.0", "lmcache": "==0.4.6"},
+        wrong={"vllm": ">=0.22.0", "lmcache": "==0.4.6"},
         needs={"lmcache": "==0.4.6"},
         options=Options(
             connector="mp-in-tree", block_size=16, num_blocks=60, chunk_size=64, max_num_batched_tokens=256

@@ -49,7 +49,7 @@ SCENARIO = (
         fixes=("KVF106",),
         rule="LAB001",
         text="is stored under their key",
-        wrong={"vllm": ">=0.32.0", "lmcache": "==0.4.6"},
+        wrong={"vllm": ">=0.22.0", "lmcache": "==0.4.6"},
         needs={"lmcache": "==0.4.6"},
         options=Options(
             connector="mp-in-tree", block_size=16, num_blocks=50, chunk_size=64, max_num_batched_tokens=1024, delay=3

@@ -1,0 +1,54 @@
+"""docs/matrix.json, which `make matrix` writes: it covers what there is, and everything came out as it must."""
+
+import pytest
+
+from kvfix_tools.lab.matrix import FILE, deviations, dump, load
+from kvfix_tools.lab.scenario import scenarios
+from tests.conftest import ROOT, release_names
+
+TEXT = (ROOT / FILE).read_text()
+PAIRS = load(TEXT)
+
+
+def test_the_file_is_as_it_would_be_written() -> None:
+    assert dump(PAIRS) == TEXT
+
+
+def test_it_covers_every_release() -> None:
+    vllm = {pair[0] for pair in PAIRS}
+    assert vllm > set((ROOT / "requirements/vllm-releases.txt").read_text().split()), "run `make matrix`"
+    assert set(PAIRS) == {(one, other) for one in vllm for other in release_names()}, "run `make matrix`"
+
+
+def test_it_covers_every_scenario() -> None:
+    slugs = {scenario.slug for scenario in scenarios()}
+    for pair, told in PAIRS.items():
+        assert {row["scenario"] for row in told["outcomes"]} == slugs, f"{pair}: run `make matrix`"
+
+
+def test_all_is_as_expected() -> None:
+    assert deviations(PAIRS) == []
+
+
+def test_the_report_is_shown_where_it_was_made() -> None:
+    rows = {row["scenario"]: row for row in PAIRS["0.11.2.post2", "0.3.10"]["outcomes"]}
+    crash = rows["mismatch-in-tokens-to-load"]
+    assert (crash["released"], crash["fixed"]) == ("violated", "clean")
+
+
+@pytest.mark.parametrize("fixed", ["violated", "clean"])
+def test_same_rows_are_one_line_and_what_deviates_is_told(fixed: str) -> None:
+    row = {"scenario": "s", "expected": "violated", "released": "violated", "fixed": fixed}
+    run = {"date": "2026-01-01", "python": "3.11", "code": "x"}
+    good = {**run, "outcomes": [{**row, "as_expected": fixed == "clean"}]}
+    pairs = {("0.9", "0.3.9"): good, ("0.9", "0.3.10"): good, ("0.10", "0.3.9"): {**run, "why": "ImportError: no"}}
+    text = dump(pairs)
+    assert load(text) == pairs
+    assert text.count('"lmcache": "0.3.9 0.3.10"') == 2
+    told = ["vLLM 0.10, LMCache 0.3.9: ImportError: no"]
+    if fixed == "violated":
+        told += [
+            f"vLLM 0.9, LMCache {release}: s: expected violated, is violated, with fixes violated"
+            for release in ("0.3.9", "0.3.10")
+        ]
+    assert sorted(deviations(load(text))) == sorted(told)
