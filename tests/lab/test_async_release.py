@@ -16,6 +16,8 @@ CODE = """
 import inspect, logging, os, sys, time
 sys.path.insert(0, {path!r})
 os.environ["LMCACHE_TRACK_USAGE"] = "false"
+import kvfix
+kvfix.apply({only})
 logging.disable(logging.CRITICAL)
 import torch
 from lmcache.v1.cache_engine import LMCacheEngine
@@ -64,16 +66,17 @@ print(json.dumps(result), flush=True)
 os._exit(0)  # its threads would keep the process
 """
 
-#: release -> references, pins and validity of each cached chunk after one load of it
+#: release -> references, pins and validity of each cached chunk after one load of it; as released, and with KVF013
 AFTER_ONE_LOAD = {
-    "0.3.15": [1, 1, True],  # pinned for ever
-    "0.5.1": [1, 0, True],  # right
-    "0.5.6": [0, 0, False],  # freed, and still listed
+    "0.3.15": ([1, 1, True], [1, 1, True]),  # pinned for ever
+    "0.5.1": ([1, 0, True], [1, 0, True]),  # right
+    "0.5.6": ([0, 0, False], [1, 0, True]),  # freed, and still listed
 }
 
 
 @pytest.mark.parametrize("release", AFTER_ONE_LOAD)
-def test_chunks_after_one_load(release: str, fresh: Fresh) -> None:
-    moved, chunks = fresh(CODE.format(path=str(RELEASES / release)))
+@pytest.mark.parametrize("only", ["only=[]", ""])
+def test_chunks_after_one_load(release: str, only: str, fresh: Fresh) -> None:
+    moved, chunks = fresh(CODE.format(path=str(RELEASES / release), only=only))
     assert moved == 64
-    assert chunks == [AFTER_ONE_LOAD[release]] * 4
+    assert chunks == [AFTER_ONE_LOAD[release][only == ""]] * 4
