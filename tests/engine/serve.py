@@ -84,7 +84,7 @@ def abort_waiting(engine: Any, job: dict[str, Any]) -> None:
     add("waiting", extra_args=job["extra_args"])
     for _ in range(4):  # each is a step of the scheduler at least
         engine.step()
-    engine.abort_request([name for name in engine.output_processor.request_states if name.startswith("waiting")])
+    engine.abort_request(["waiting"])
     while engine.has_unfinished_requests():
         engine.step()
 

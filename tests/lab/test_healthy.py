@@ -7,7 +7,7 @@ import pytest
 
 from tests.conftest import RELEASES, Fresh
 
-SEEDS = 60
+SEEDS = 40
 #: connector, release -> healthy schedules of SEEDS. In others a bug shows, which its fix is there to change.
 PLAYED = [("v1", "0.3.11"), ("v1", "0.4.3"), ("v1", "0.5.6"), ("mp", "0.5.6"), ("mp-in-tree", "0.4.6")]
 #: Fixes that also change what no rule sees: vLLM's copy stores too little after a miss where vLLM itself has a prefix.
@@ -31,10 +31,10 @@ with runner.quiet():
         released = play(schedule)
         kvfix.apply()
         fixed = play(schedule)
-        if violated(fixed):
-            differ.append([seed, violated(fixed)[0]])
         if violated(released):
             continue
+        if violated(fixed):
+            differ.append([seed, violated(fixed)[0]])
         if {unseen}:
             kvfix.apply(skip={unseen})
             fixed = play(schedule)
