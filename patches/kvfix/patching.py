@@ -42,7 +42,8 @@ class _Hook:
 
         @functools.wraps(original)
         def hook(*args: Any, **kwargs: Any) -> Any:
-            return self.call(*args, **kwargs)
+            # without keywords, as vLLM calls its hooks, this costs half as much
+            return self.call(*args, **kwargs) if kwargs else self.call(*args)
 
         self.hook = hook
 

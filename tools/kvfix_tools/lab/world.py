@@ -256,7 +256,7 @@ class World:
             self.scheduler = engine.scheduler(options, config)
             connector = self.scheduler.connector
             if options.beside:
-                self.beside, connector = connector.sub_connectors
+                self.beside, connector = connector._connectors
             kind = AsyncV1 if options.lmcache.get("enable_async_loading") else V1
             return kind(connector, config, self.slots, self.cache)
 
