@@ -12,7 +12,7 @@ import pkgutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import import_module
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvfix_tools.lab.options import Options
 
@@ -48,6 +48,32 @@ class Scenario:
     @property
     def title(self) -> str:
         return (self.doc or "").strip().partition("\n")[0]
+
+
+def both(
+    module_name: str,
+    doc: str | None,
+    play: Callable[[World], None],
+    *,
+    fixes: tuple[str, ...],
+    rule: str,
+    wrong: str,
+    text: str = "",
+    request: str = "r",
+    **options: Any,
+) -> tuple[Scenario, Scenario]:
+    """The same schedule on LMCache's multi-process connector and on vLLM's copy of it.
+
+    wrong: releases of LMCache that have the bug; vLLM's copy has it as long as the lab can play it, which is with one
+    LMCache.
+    """
+    sizes = {"block_size": 16, "num_blocks": 60, "chunk_size": 64, **options}
+    mp, in_tree = Options(connector="mp", **sizes), Options(connector="mp-in-tree", **sizes)
+    own, copy = {"lmcache": ">=0.5.0"}, {"lmcache": "==0.4.6"}
+    return (
+        Scenario(module_name, doc, play, fixes, rule, {"lmcache": wrong}, text, request, mp, own),
+        Scenario(module_name, doc, play, fixes, rule, {"vllm": ">=0.22.0", **copy}, text, request, in_tree, copy),
+    )
 
 
 @functools.cache

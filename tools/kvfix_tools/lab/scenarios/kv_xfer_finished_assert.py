@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvfix_tools.lab.options import Options
-from kvfix_tools.lab.scenario import Scenario, prompt
+from kvfix_tools.lab.scenario import both, prompt
 
 if TYPE_CHECKING:
     from kvfix_tools.lab.world import World
@@ -25,31 +24,14 @@ def play(world: World) -> None:
     world.settle()
 
 
-SCENARIO = (
-    Scenario(
-        __name__,
-        __doc__,
-        play,
-        fixes=("KVF201",),
-        rule="KVR011",
-        text="update_from_output: AssertionError",
-        wrong={"lmcache": ">=0.5.0"},
-        needs={"lmcache": ">=0.5.0"},
-        options=Options(
-            connector="mp", block_size=16, num_blocks=60, chunk_size=64, max_num_batched_tokens=256, delay=4
-        ),
-    ),
-    Scenario(
-        __name__,
-        __doc__,
-        play,
-        fixes=("KVF201",),
-        rule="KVR011",
-        text="update_from_output: AssertionError",
-        wrong={"vllm": ">=0.22.0", "lmcache": "==0.4.6"},
-        needs={"lmcache": "==0.4.6"},
-        options=Options(
-            connector="mp-in-tree", block_size=16, num_blocks=60, chunk_size=64, max_num_batched_tokens=256, delay=4
-        ),
-    ),
+SCENARIO = both(
+    __name__,
+    __doc__,
+    play,
+    fixes=("KVF201",),
+    rule="KVR011",
+    text="update_from_output: AssertionError",
+    wrong=">=0.5.0",
+    max_num_batched_tokens=256,
+    delay=4,
 )

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvfix_tools.lab.options import Options
-from kvfix_tools.lab.scenario import Scenario, prompt
+from kvfix_tools.lab.scenario import both, prompt
 
 if TYPE_CHECKING:
     from kvfix_tools.lab.world import World
@@ -29,38 +28,14 @@ def play(world: World) -> None:
     world.settle()
 
 
-def _options(connector: str) -> Options:
-    return Options(
-        connector=connector,
-        block_size=16,
-        num_blocks=60,
-        chunk_size=64,
-        max_num_batched_tokens=256,
-        kv_load_failure_policy="fail",
-    )
-
-
-SCENARIO = (
-    Scenario(
-        __name__,
-        __doc__,
-        play,
-        fixes=("KVF110",),
-        rule="LAB005",
-        request="other",
-        wrong={"lmcache": ">=0.5.0"},
-        needs={"lmcache": ">=0.5.0"},
-        options=_options("mp"),
-    ),
-    Scenario(
-        __name__,
-        __doc__,
-        play,
-        fixes=("KVF110",),
-        rule="LAB005",
-        request="other",
-        wrong={"vllm": ">=0.32.0", "lmcache": "==0.4.6"},
-        needs={"lmcache": "==0.4.6"},
-        options=_options("mp-in-tree"),
-    ),
+SCENARIO = both(
+    __name__,
+    __doc__,
+    play,
+    fixes=("KVF110",),
+    rule="LAB005",
+    request="other",
+    wrong=">=0.5.0",
+    max_num_batched_tokens=256,
+    kv_load_failure_policy="fail",
 )
