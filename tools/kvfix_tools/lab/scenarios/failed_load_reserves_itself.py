@@ -37,7 +37,7 @@ SCENARIO = Scenario(
     play,
     fixes=("KVF202",),
     rule="LAB003",
-    wrong={"vllm": ">=0.32.0", "lmcache": ">=0.5.6"},
+    wrong={"vllm": ">=0.26.0", "lmcache": ">=0.5.6"},
     needs={"lmcache": ">=0.5.0"},
     options=Options(connector="mp", block_size=16, num_blocks=16, chunk_size=64, max_num_batched_tokens=256),
 )
