@@ -85,6 +85,11 @@ CASES: dict[str, list[tuple[str, list[ev.Event], ev.Event, str | None]]] = {
     "KVR009": [("left", [*ADMITTED, ev.Finished("r", False)], ev.Left("r", "load_specs"), "violated")],
     "KVR010": [("waits", ADMITTED[:2], ev.Stuck("r", 32), "violated")],
     "KVR011": [("raises", ADMITTED, ev.Raised("r", "schedule", "AssertionError"), "violated")],
+    "KVR012": [
+        ("the first", [FRESH], ev.TimedOut("r", 3.0, 10.0), None),
+        ("at once again", [FRESH, ev.TimedOut("r", 3.0, 10.0)], ev.TimedOut("r", 3.0, 13.1), "violated"),
+        ("after a pause", [FRESH, ev.TimedOut("r", 3.0, 10.0)], ev.TimedOut("r", 3.0, 16.0), None),
+    ],
 }
 FLAT = [(code, *case) for code, cases in CASES.items() for case in cases]
 

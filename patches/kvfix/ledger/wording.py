@@ -80,3 +80,7 @@ def _stuck(event: ev.Stuck) -> str:
 
 def _raised(event: ev.Raised) -> str:
     return f"{event.where} raises {event.error}"
+
+
+def _timedout(event: ev.TimedOut) -> str:
+    return f"{event.waited:g} s were waited for a lookup, in vain"
