@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -13,6 +15,8 @@ from typing import Any
 from tests.conftest import ROOT, clean_environment
 
 HERE = Path(__file__).parent
+#: Seconds for a whole engine; it needs one minute, and two or three beside other work.
+LIMIT = 300
 
 
 def prompt(tokens: int, seed: int) -> list[int]:
@@ -101,14 +105,20 @@ def run(folder: Path, apply: bool, transfer: dict[str, Any] | None, **more: Any)
     with open(folder / "log", "w+") as log:
         process = subprocess.Popen(
             [sys.executable, str(HERE / "serve.py"), str(folder / "job.json")],
-            env=environment, stdout=log, stderr=subprocess.STDOUT, cwd=folder,
+            env=environment, stdout=log, stderr=subprocess.STDOUT, cwd=folder, start_new_session=True,
         )  # fmt: skip
+        hung = False
         try:
-            process.wait(timeout=400)
-        finally:
-            process.kill()
+            process.wait(timeout=LIMIT)
+        except subprocess.TimeoutExpired:
+            hung = True
+        finally:  # an engine that failed to start leaves its EngineCore behind
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
         log.seek(0)
         text = log.read()
+    assert not hung, f"the engine did not end in {LIMIT} s: {folder / 'log'}\n{text[-4000:]}"
     said = [json.loads(line) for file in sorted(folder.glob("report.*")) for line in file.read_text().splitlines()]
     out = folder / "out.json"
     return Ran(json.loads(out.read_text()) if out.exists() else None, said, text, process.pid)

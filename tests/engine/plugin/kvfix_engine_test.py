@@ -74,17 +74,18 @@ def watch(connector: Any) -> None:
         return sending, receiving
 
     built, impl = connector.build_connector_meta, getattr(connector, "_lmcache_engine", None)
+    client = getattr(impl, "lookup_client", None)  # in the scheduler only
     kept: list[int] = []
 
     def build_connector_meta(*args: Any, **kwargs: Any) -> Any:
         metadata = built(*args, **kwargs)
-        now = [len(impl.load_specs), len(impl._requests_priority), len(impl.lookup_client.reqs_status)]
+        now = [len(impl.load_specs), len(impl._requests_priority), len(client.reqs_status)]
         if now != kept:
             kept[:] = now
             say("kept", load_specs=now[0], priorities=now[1], lookups=now[2])
         return metadata
 
-    if hasattr(impl, "load_specs") and hasattr(impl.lookup_client, "reqs_status"):
+    if hasattr(impl, "load_specs") and hasattr(client, "reqs_status"):
         connector.build_connector_meta = build_connector_meta
     connector.update_state_after_alloc = update_state_after_alloc
     connector.get_finished = get_finished
