@@ -38,13 +38,29 @@ def _without_gpu() -> None:
 
 
 class Queue:
-    """The server behind the message queue of the releases before 0.5.6: requests by type, payloads in a list."""
+    """The server behind the message queue of the releases before 0.5.6: requests by type, payloads in a list.
 
-    def __init__(self, server: Server) -> None:
+    Before 0.4.6 it takes the transfers too: (key, worker, blocks, event), and how many tokens not to write.
+    """
+
+    def __init__(self, server: Server, transfer: Transfer) -> None:
         self._server = server
+        self._transfer = transfer
 
     def submit_request(self, request_type: Any, payloads: list[Any], response_class: Any = None) -> Any:
-        return getattr(self._server, request_type.name.lower())(*payloads)
+        name = request_type.name.lower()
+        whose = self if hasattr(self, name) else self._server
+        return getattr(whose, name)(*payloads)
+
+    def register_kv_cache(self, *_: Any) -> Any:
+        self._transfer.register()
+        return self._server.answer(None)
+
+    def store(self, key: Any, worker: int, blocks: list[int], event: bytes) -> Any:
+        return self._transfer.submit_store(key.request_id, key, blocks)
+
+    def retrieve(self, key: Any, worker: int, blocks: list[int], event: bytes, skip: int) -> Any:
+        return self._transfer.submit_retrieve(key.request_id, key, blocks, skip_first_n_tokens=skip)
 
     def close(self) -> None:
         """The lab's server ends with its world."""
@@ -61,7 +77,7 @@ class MP:
         if hasattr(adapter, "RequestClientFactory"):
             adapter.RequestClientFactory = SimpleNamespace(create=lambda url, context=None: self.server)
         else:
-            adapter.MessageQueueClient = lambda url, context: Queue(self.server)
+            adapter.MessageQueueClient = lambda url, context: Queue(self.server, self.transfer)
         adapter.HeartbeatThread = functools.partial(Heartbeat, self.server)  # no threads
         adapter.create_transfer_context = lambda *_, **__: self.transfer
         adapter.vllm_layout_hints = dict  # it asks the model

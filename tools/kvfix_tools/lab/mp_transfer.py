@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import functools
 from collections.abc import Callable
-from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -39,8 +39,8 @@ class Transfer:
         self.loading.clear()
 
     def forget_silent_worker(self) -> None:
-        """As the server does when `worker_registration_grace_seconds` are over."""
-        self.registered = any(heartbeat.is_of_worker for heartbeat in self.server.heartbeats)
+        """As the server does when `worker_registration_grace_seconds` are over, in releases that have it."""
+        self.registered = not _forgets() or any(heartbeat.is_of_worker for heartbeat in self.server.heartbeats)
 
     def register(self, *args: Any, **more: Any) -> None:
         self.registered = True
@@ -111,15 +111,25 @@ def _block_ids(arguments: tuple[Any, ...]) -> list[int]:
     return found[0] if found and isinstance(found[0], list) else found
 
 
+def _source(module: str) -> str:
+    """Of a module of the installed LMCache, which is not imported; "" if it has none."""
+    try:
+        found = find_spec(module)
+    except ModuleNotFoundError:
+        return ""
+    return Path(found.origin).read_text(encoding="utf-8") if found is not None and found.origin else ""
+
+
+@functools.cache
+def _forgets() -> bool:
+    """Whether the installed release's server forgets workers that are silent: since 0.5.0."""
+    return "worker_registration_grace_seconds" in _source("lmcache.v1.multiprocess.config")
+
+
 @functools.cache
 def _flushes() -> bool:
     """Whether the installed release's transfer on CUDA has more than `pass` where it should wait for its stores."""
-    try:
-        module = import_module("lmcache.v1.multiprocess.transfer_context.worker_transfer")
-        source = Path(str(module.__file__)).read_text(encoding="utf-8")
-    except ImportError:
-        return False
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(ast.parse(_source("lmcache.v1.multiprocess.transfer_context.worker_transfer"))):
         if isinstance(node, ast.ClassDef) and node.name == "LMCacheDrivenTransferContext":
             for method in node.body:
                 if isinstance(method, ast.FunctionDef) and method.name == "flush_inflight_stores":
