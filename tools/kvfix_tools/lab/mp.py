@@ -92,9 +92,9 @@ class MP:
         if hasattr(self.worker_adapter, "_block_ids_per_group"):
             self.worker_adapter._block_ids_per_group = lambda op: [op.flat_block_ids]
 
-    def listen(self, on_load: Any, on_store: Any, on_wrong: Any, right: Any, on_timeout: Any) -> None:
+    def listen(self, on_load: Any, on_store: Any, on_wrong: Any, right: Any, on_timeout: Any, lost: Any) -> None:
         self.transfer.on_load, self.transfer.on_store, self.transfer.on_wrong = on_load, on_store, on_wrong
-        self.transfer.right = right
+        self.transfer.right, self.server.on_lost = right, lost
 
     def tick(self) -> None:
         self.server.tick()
@@ -160,6 +160,12 @@ class MP:
 
     def loading(self) -> set[str]:
         return self.transfer.loading
+
+    def under_way(self, request: str) -> set[str]:
+        """What is done for this request beside the steps."""
+        doing = {"looking": self.server.is_looking(request), "loading": request in self.transfer.loading}
+        doing["storing"] = self.transfer.storing[request] > 0
+        return {name for name, yes in doing.items() if yes}
 
     def state(self) -> dict[str, set[str]]:
         lookup = ["_pending_lookups", "_unacked_lookups", "_finished_lookup_results", "_per_server_hits"]

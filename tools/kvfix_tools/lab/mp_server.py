@@ -62,6 +62,7 @@ class Server:
         self.delay = delay
         self.now = 0
         self.unanswered = 0
+        self.on_lost: Callable[[], None] = lambda: None
         self.heartbeats: list[Heartbeat] = []
         #: request -> chunks found; None: the prefetch is under way
         self._hits: dict[str, int | None] = {}
@@ -91,6 +92,9 @@ class Server:
     @property
     def busy(self) -> int:
         return len(self._later)
+
+    def is_looking(self, request_id: str) -> bool:
+        return self._hits.get(request_id, 0) is None
 
     def keys(self, tokens: Any, end: int, salt: str) -> tuple[list[Any], list[int]]:
         """Keys of the whole chunks up to `end`, and the right contents: a key stands for all tokens up to its chunk."""
@@ -131,6 +135,7 @@ class Server:
     def lookup(self, key: Any, tp_size: int) -> Any:
         if self.unanswered > 0:
             self.unanswered -= 1
+            self.on_lost()
             self._hits[key.request_id] = 0
             return self.answer(None)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+from collections import Counter
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
@@ -24,6 +25,8 @@ class Transfer:
         self.registered = True
         self.failing: dict[str, int] = {}
         self.loading: set[str] = set()
+        #: request -> stores that are under way
+        self.storing: Counter[str] = Counter()
         self.on_load: Callable[[str, int, int, int], None] = lambda *_: None
         self.on_store: Callable[[str, list[int], int, int], None] = lambda *_: None
         self.on_wrong: Callable[[str, str], None] = lambda *_: None
@@ -60,7 +63,10 @@ class Transfer:
         blocks = _block_ids(rest)
         self.on_store(request_id, list(key.token_ids), key.start, key.end)
 
+        self.storing[request_id] += 1
+
         def store() -> bool:
+            self.storing[request_id] -= 1
             if not self.registered:
                 return False
             keys, _ = self.server.keys(key.token_ids, key.end, key.cache_salt)

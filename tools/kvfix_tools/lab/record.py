@@ -2,8 +2,37 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from kvfix.ledger import Finding, Ledger
 from kvfix.ledger import events as ev
+
+#: What a run counts: tokens of loads and stores, steps without a free block and with a transfer or lookup of the
+#: multi-process server under way, evicted chunks; requests, calls and answers else.
+#: A store of the in-process connector ends within its step: nobody is aborted in one.
+COUNTED = (
+    "preemptions",
+    "loaded_tokens",
+    "stored_tokens",
+    "finished",
+    "full_steps",
+    "aborted",
+    "aborted_waiting",
+    "aborted_running",
+    "aborted_preempted",
+    "aborted_looking",
+    "aborted_loading",
+    "aborted_storing",
+    "ids_used_again",
+    "resets",
+    "evicted",
+    "evicted_pinned",
+    "loads_failed",
+    "loads_partial",
+    "lookups_unanswered",
+    "busy_steps",
+    "loaded_beside",
+)
 
 
 class Record:
@@ -16,7 +45,7 @@ class Record:
         self.ledger = Ledger()
         self.log: list[tuple[int, ev.Event]] = []
         self.findings: list[Finding] = []
-        self.counts = dict.fromkeys(("preemptions", "loaded_tokens", "stored_tokens", "finished", "aborted"), 0)
+        self.counts = Counter(dict.fromkeys(COUNTED, 0))
 
     def tell(self, event: ev.Event) -> None:
         """The ledger's rules see it."""

@@ -48,6 +48,7 @@ class Wire:
         self.fails = 0
         #: Told of each question that times out, by the request that it is about.
         self.on_timeout: Callable[[str], None] = lambda _: None
+        self.on_lost: Callable[[], None] = lambda: None
 
     def send_multipart(self, parts: list[bytes], copy: bool = True) -> None:
         unpack = msgspec.msgpack.decode
@@ -57,6 +58,7 @@ class Wire:
     def recv(self) -> bytes:
         if self.fails > 0:
             self.fails -= 1
+            self.on_lost()
             self.on_timeout(self._question[2])
             raise zmq.Again
         return self._lookup(*self._question).to_bytes(4, "big")
@@ -195,9 +197,9 @@ class V1:
             worker.lmcache_engine = self.engine
         return worker
 
-    def listen(self, on_load: Any, on_store: Any, on_wrong: Any, right: Any, on_timeout: Any) -> None:
+    def listen(self, on_load: Any, on_store: Any, on_wrong: Any, right: Any, on_timeout: Any, lost: Any) -> None:
         self.engine.on_load, self.engine.on_store = on_load, on_store
-        self.wire.on_timeout = on_timeout
+        self.wire.on_timeout, self.wire.on_lost = on_timeout, lost
 
     def tick(self) -> None:
         """Everything is done within the step."""
@@ -219,6 +221,10 @@ class V1:
         return False
 
     def loading(self) -> set[str]:
+        return set()
+
+    def under_way(self, request: str) -> set[str]:
+        """What is done for this request beside the steps: looking, loading, storing."""
         return set()
 
     def due(self, metadata: Any) -> list[tuple[str, int, int]]:

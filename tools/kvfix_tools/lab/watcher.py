@@ -81,9 +81,9 @@ class Watcher:
                 self._record.counts["finished"] += 1
                 self._record.tell(ev.Finished(name, False))
 
-    def aborted(self, name: str) -> None:
+    def aborted(self, name: str, doing: set[str]) -> None:
         self._record.tell(ev.Finished(name, True))
-        self._record.counts["aborted"] += 1
+        self._record.counts.update(("aborted", *(f"aborted_{each}" for each in doing)))
         self._ended.add(name)
 
     def stuck(self) -> None:
@@ -114,6 +114,7 @@ class Watcher:
             if not self.may_fail.intersection((name, "")):
                 what = f"loaded up to {end} of {due.end} that were promised"
                 self._record.found("LAB002", "load-came-short", name, what)
+            self._record.counts["loads_partial" if tokens else "loads_failed"] += 1
             self._record.tell(ev.LoadFailed(name, None))
         self.may_fail.discard(name)
 

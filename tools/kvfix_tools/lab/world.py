@@ -7,6 +7,7 @@ find wrong is in `findings`. An exception that leaves the scheduler ends the wor
 from __future__ import annotations
 
 import time
+from collections import Counter
 from typing import Any
 
 from vllm.v1.outputs import KVConnectorOutput
@@ -29,6 +30,15 @@ from kvfix_tools.lab.watcher import Watcher
 STEP, LOOKUP_TIMEOUT = 0.1, 3.0
 #: After so many steps in which nothing happened, nothing will: longer than any lookup or load of the lab takes.
 IDLE = 64
+
+
+#: What an aborted request was about, beside its transfers.
+_STATE = {
+    RequestStatus.WAITING: "waiting",
+    RequestStatus.RUNNING: "running",
+    RequestStatus.PREEMPTED: "preempted",
+    RequestStatus.WAITING_FOR_REMOTE_KVS: "loading",
+}
 
 
 class Died(Exception):
@@ -56,6 +66,7 @@ class World:
             self.record.corrupt,
             self.model.right,
             lambda name: self.watcher.timed_out(name, LOOKUP_TIMEOUT),
+            self._unanswered,
         )
         clock.now = lambda: self.record.seconds  # what corrections go by
         #: Steps in a row in which nothing was scheduled and no transfer was under way.
@@ -77,7 +88,7 @@ class World:
         return self.record.findings
 
     @property
-    def counts(self) -> dict[str, int]:
+    def counts(self) -> Counter[str]:
         return self.record.counts
 
     @property
@@ -89,6 +100,7 @@ class World:
     def admit(self, name: str, prompt: list[int] | None, max_tokens: int = 1, **more: Any) -> Request:
         """A request arrives."""
         request = engine.request(self.options, name, prompt, max_tokens, **more)
+        self.counts["ids_used_again"] += name in self.requests
         self.model.admit(name, request)
         self.watcher.admitted(name)
         self.scheduler.add_request(request)
@@ -109,9 +121,10 @@ class World:
     def abort(self, name: str) -> None:
         """The client is gone."""
         request = self.requests[name]
+        doing = {_STATE[request.status], *self.side.under_way(name)} if request.status in _STATE else set()
         self._guard("finish_requests", name, self.scheduler.finish_requests, name, RequestStatus.FINISHED_ABORTED)
         if request.is_finished():
-            self.watcher.aborted(name)
+            self.watcher.aborted(name, doing)
 
     def is_free(self, name: str) -> bool:
         """Whether a request of this id may arrive: none has, or it is gone and every part was told so."""
@@ -150,6 +163,7 @@ class World:
 
     def reset_prefix_cache(self) -> bool:
         """vLLM forgets its own prefix cache; False if blocks are in use."""
+        self.counts["resets"] += 1
         return bool(self.scheduler.reset_prefix_cache())
 
     def fail_load(self, name: str, after_chunks: int = 0) -> None:
@@ -202,7 +216,9 @@ class World:
 
     def evict(self, chunks: int, forced: bool = False) -> None:
         """The cache drops its oldest chunks; `forced`: also those that a lookup has pinned, as when a pin times out."""
-        if self.cache.evict(chunks, forced) and forced:
+        gone = self.cache.evict(chunks, forced)
+        self.counts["evicted_pinned" if forced else "evicted"] += gone
+        if gone and forced:
             self.watcher.may_fail.add("")
 
     def slow_lookups(self, steps: int) -> None:
@@ -226,6 +242,8 @@ class World:
         self.watcher.preempted()
         self.watcher.scheduled(output, metadata)
         forward = output.total_num_scheduled_tokens > 0
+        self.counts["full_steps"] += not self.free()
+        self.counts["busy_steps"] += bool(self.side.busy())
         self.idle = 0 if forward or self.side.busy() else self.idle + 1
         self._guard("start_load_kv", "", self.side.start_step, metadata, forward)
         self._load_beside()
@@ -281,7 +299,11 @@ class World:
         if self.beside is not None:
             for name, (start, end) in self.beside.loads.items():
                 self.model.fill(name, start, end)
+                self.counts["loaded_beside"] += 1
             self.beside.loads.clear()
+
+    def _unanswered(self) -> None:
+        self.counts["lookups_unanswered"] += 1
 
     def _guard(self, where: str, name: str, function: Any, *args: Any) -> Any:
         try:
