@@ -97,7 +97,7 @@ class PrefetchingEngine(CacheEngine):
             self.respond(name, sum(offsets[:found]))
 
     def retrieve(self, tokens: Any, mask: Any = None, **more: Any) -> Any:
-        name = self._name(more)
+        name = str(more["req_id"])
         if name not in self.fetched:
             # EventManager.get_event_future / pop_event (0.5.6 event_manager.py:142, :61)
             raise AssertionError(f"Event {name} of type EventType.LOADING is not done or not found.")
