@@ -23,6 +23,8 @@ class Violation(NamedTuple):
     seed: int
     message: str
     schedule: Schedule
+    #: What all findings of this bug have in common (play.signature).
+    signature: str
 
     def as_json(self) -> dict[str, Any]:
         steps = [list(step) for step in self.schedule.steps]
@@ -115,7 +117,7 @@ def fuzz(
                 if shrinking:
                     schedule = shrink(schedule, wanted, shrinking)
                     finding = next(found for found in play(schedule).findings if signature(found) == wanted)
-                violations.append(Violation(finding.code, count, seed, str(finding), schedule))
+                violations.append(Violation(finding.code, count, seed, str(finding), schedule, wanted))
         finally:
             kvfix.revert()
     return Fuzzed(steps, played, round(took, 3), dict(options), dict(counts), violations)
