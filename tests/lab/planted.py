@@ -1,16 +1,12 @@
 """Plays healthy worlds of the multi-process connector with one fault planted in each, and plain schedules of both.
 
-Prints what was found, as JSON. (The faults of the in-process connector: faults_v1.py.)
+What was found is in `result`. (The faults of the in-process connector: faults_v1.py.)
 """
 
-# ruff: noqa: E402  the environment is prepared before vLLM and LMCache are imported
-import json
+import gc
 from contextlib import suppress
 
 from kvfix_tools.lab import runner
-
-runner.prepare(None)
-
 from kvfix_tools.lab.fuzz import fuzz
 from kvfix_tools.lab.options import Options
 from kvfix_tools.lab.scenario import prompt
@@ -139,8 +135,10 @@ for connector in ("v1", "mp"):
     result["plain"][connector] = {"seeds": done.seeds, "nothing": done.tested_nothing, "violations": kinds}
 a, b = (fuzz("v1", range(5, 9), 60, fixes=False, shrinking=0) for _ in range(2))
 result["same"] = (a.steps, a.stored_tokens) == (b.steps, b.stored_tokens)
+result["happened"] = {name: fuzz(name, range(60), 60, fixes=False, shrinking=0).counts for name in ("v1", "mp")}
+gc.collect()
+result["worlds"] = sum(type(each) is World for each in gc.get_objects())
 none = fuzz("v1", range(0), 1, fixes=False)
 result["nothing"] = none.tested_nothing
 found = fuzz("v1", range(3), 60, fixes=False, shrinking=15).violations
 result["shrunk"] = [[v.rule, len(v.schedule.steps)] for v in found]
-print(json.dumps(result))

@@ -135,6 +135,9 @@ def play_schedule(
         schedule, found_on = Schedule.from_json(file.read_text())
         if found_on != runner.versions():
             raise ValueError(f"it was found on {_versions(found_on)}; installed here: {_versions(runner.versions())}")
+        why = runner.refused(schedule)
+        if why:
+            raise ValueError(f"not applicable: {why}")
     except (OSError, ValueError) as error:
         print(f"kvfix lab play: {file}: {error}", file=sys.stderr)
         raise typer.Exit(2) from None

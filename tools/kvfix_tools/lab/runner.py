@@ -5,6 +5,7 @@ Importing this module imports neither vLLM nor LMCache; playing does, once for a
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import sys
@@ -65,6 +66,10 @@ def prepare(lmcache_path: str | None) -> None:
     for dist in ("vllm", "lmcache"):
         if target.package_dir(dist) is None:
             raise ValueError(f"{dist} is not installed here; the lab plays the real one")
+    # The fixes are applied anew for every scenario, and what is installed stays as it is: look at it once.
+    for name in ("fingerprint", "version"):
+        looks = getattr(target, name)
+        setattr(target, name, functools.cache(getattr(looks, "__wrapped__", looks)))
 
 
 def versions() -> dict[str, str]:
@@ -122,6 +127,13 @@ def _missing(needs: dict[str, str]) -> str:
         for dist, releases in needs.items()
         if installed[dist] not in SpecifierSet(releases, prereleases=True)
     )
+
+
+def refused(schedule: Schedule) -> str:
+    """Why this schedule cannot be played on what is installed; "" if it can."""
+    why = cannot_play(schedule.options.connector)
+    lacks = sorted(lacking() & set(schedule.options.lmcache))
+    return why or (f"LMCache {versions()['lmcache']} has no setting {', '.join(lacks)}" if lacks else "")
 
 
 def play_schedule(schedule: Schedule, fixes: bool) -> list[Finding]:
