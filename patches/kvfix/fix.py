@@ -8,7 +8,6 @@ shows the bug on the installed function, and the correction. Nothing lists the f
 from __future__ import annotations
 
 import functools
-from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -17,7 +16,7 @@ from kvfix import notice
 from kvfix.choice import code_and_slug, known_fixes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
+    from collections.abc import Callable
     from types import ModuleType
 
 #: Sections of a fix's docstring, in this order. `Fix.section` and the documentation read them.
@@ -35,7 +34,7 @@ class Patch:
     shows_bug: (function, module) -> True where the bug shows on stub objects, False where the function is right.
         Asked for code that no release has. May raise: then it is not known. Milliseconds.
     correct: (module) -> decorator of the function. Called when the module has arrived and the fix applies. What the
-        decorated function does of its own must not raise (`after` sees to that), nor change arguments.
+        decorated function does of its own must not raise (kvfix.correction sees to that), nor change arguments.
     """
 
     dist: str
@@ -94,97 +93,3 @@ def catalogue() -> tuple[Fix, ...]:
 def find(name: str) -> Fix | None:
     """The fix of this code or slug; None if there is none."""
     return next((fix for fix in catalogue() if name.upper() == fix.code or name.lower() == fix.slug), None)
-
-
-def before(prepare: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """A correction that sets right what the hook is going to read, then lets it answer.
-
-    prepare: (instance, *arguments of the hook); what it returns is not looked at. Should it fail, the hook runs all the
-    same and the fault is said once.
-    """
-
-    def around(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def hook(instance: Any, *args: Any, **kwargs: Any) -> Any:
-            try:
-                prepare(instance, *args, **kwargs)
-            except Exception as error:  # noqa: BLE001
-                notice.fault(f"{prepare.__module__}.{prepare.__name__}", error)
-            return original(instance, *args, **kwargs)
-
-        return hook
-
-    return around
-
-
-def around(correct: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """A correction that has something to do before the hook, after it, or both: a generator that yields once.
-
-    correct: (instance, *arguments of the hook) -> None where there is nothing to correct, which costs next to nothing;
-    or a generator. What stands before its `answer = yield` runs before the hook, and what it returns is the right
-    answer. `yield arguments` runs the hook with those instead of the caller's, who keeps his as they are.
-    Returning before the yield: the hook is not run. If the hook raises, its exception goes on to the caller, and the
-    generator is closed where it stands (use `finally` for what must be put back). Should the correction fail, the
-    hook runs with the caller's arguments, its own answer stands, and the fault is said once.
-    """
-
-    def decorate(original: Callable[..., Any]) -> Callable[..., Any]:
-        name = f"{correct.__module__}.{correct.__name__}"
-
-        @functools.wraps(original)
-        def hook(instance: Any, *args: Any, **kwargs: Any) -> Any:
-            try:
-                steps = correct(instance, *args, **kwargs)
-                if steps is None:
-                    return original(instance, *args, **kwargs)
-                given = next(steps)
-            except StopIteration as done:
-                return done.value
-            except Exception as error:  # noqa: BLE001
-                notice.fault(name, error)
-                return original(instance, *args, **kwargs)
-            try:
-                answer = original(instance, *(args if given is None else given), **(kwargs if given is None else {}))
-            except BaseException:
-                with suppress(Exception):
-                    steps.close()
-                raise
-            try:
-                steps.send(answer)
-            except StopIteration as done:
-                return done.value
-            except Exception as error:  # noqa: BLE001
-                notice.fault(name, error)
-            return answer
-
-        return hook
-
-    return decorate
-
-
-def instead(answer: Any) -> Generator[None, Any, Any]:
-    """For `around`: this is the answer, and the hook is not run."""
-    return answer
-    yield
-
-
-def after(correct: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """A correction that lets the hook answer, then corrects the answer: the cheapest one, for what runs often.
-
-    correct: (instance, answer, *arguments of the hook) -> the right answer. It gets the caller's arguments as they
-    were passed. Should it fail, the hook's own answer stands and the fault is said once.
-    """
-
-    def around(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def hook(instance: Any, *args: Any, **kwargs: Any) -> Any:
-            answer = original(instance, *args, **kwargs)
-            try:
-                return correct(instance, answer, *args, **kwargs)
-            except Exception as error:  # noqa: BLE001
-                notice.fault(f"{correct.__module__}.{correct.__name__}", error)
-                return answer
-
-        return hook
-
-    return around

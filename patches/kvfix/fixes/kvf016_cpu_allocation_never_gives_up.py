@@ -39,22 +39,21 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 LONGEST_WAIT, BETWEEN = 10.0, 0.1
-#: Place of `busy_loop` among the arguments, without self.
-BUSY_LOOP = {"allocate": 4, "batched_allocate": 5}
+#: Places of `eviction` and `busy_loop` among the arguments, without self, in every release.
+PLACES = {"allocate": (3, 4), "batched_allocate": (4, 5)}
 
 
 def correct(module: ModuleType) -> Callable[..., Any]:
     def bounded(original: Callable[..., Any]) -> Callable[..., Any]:
-        by_position = BUSY_LOOP.get(original.__name__, 0)
+        evicts, loops = PLACES.get(original.__name__, (99, 99))
 
         @functools.wraps(original)
         def hook(backend: Any, *args: Any, **kwargs: Any) -> Any:
-            waits = kwargs.get("busy_loop", True) and kwargs.get("eviction", True) and len(args) <= by_position
-            if not waits:
+            if len(args) != loops + 1 or not (args[evicts] and args[loops]):
                 return original(backend, *args, **kwargs)
             until = clock.now() + LONGEST_WAIT
             while True:
-                memory = original(backend, *args, **{**kwargs, "busy_loop": False})
+                memory = original(backend, *args[:loops], False)
                 if memory is not None:
                     return memory
                 if clock.now() >= until:

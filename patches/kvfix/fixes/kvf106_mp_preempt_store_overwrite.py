@@ -31,7 +31,8 @@ import sys
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from kvfix.fix import Fix, Patch, after, before
+from kvfix.correction import after, before
+from kvfix.fix import Fix, Patch
 from kvfix.fixes import _mp
 
 if TYPE_CHECKING:
@@ -54,11 +55,12 @@ def mark(module: ModuleType) -> Callable[..., Any]:
 
 def wait(module: ModuleType) -> Callable[..., Any]:
     def wait_for_stores(connector: Any, metadata: Any) -> None:
-        adapter = getattr(connector, "worker_adapter", None)
-        if adapter is None or not getattr(metadata, "_kvfix_preempted", False) or not adapter.is_healthy:
+        if not getattr(metadata, "_kvfix_preempted", False):
             return
-        for store in list(adapter.store_futures.values()):
-            store.wait(timeout=adapter._mq_timeout)
+        adapter = getattr(connector, "worker_adapter", None)
+        if adapter is not None and adapter.is_healthy:
+            for store in list(adapter.store_futures.values()):
+                store.wait(timeout=adapter._mq_timeout)
 
     return before(wait_for_stores)
 

@@ -29,7 +29,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from kvfix.fix import Fix, before
+from kvfix.correction import before
+from kvfix.fix import Fix
 from kvfix.fixes import _mp
 
 if TYPE_CHECKING:
@@ -52,9 +53,10 @@ def _scheduled(scheduler_output: Any) -> Iterator[tuple[str, int]]:
     for new in scheduler_output.scheduled_new_reqs:
         yield new.req_id, new.num_computed_tokens
     cached = scheduler_output.scheduled_cached_reqs
-    for request_id, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=False):
-        if request_id in cached.resumed_req_ids:
-            yield request_id, computed
+    if cached.resumed_req_ids:
+        for request_id, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=False):
+            if request_id in cached.resumed_req_ids:
+                yield request_id, computed
 
 
 def _count_from(connector: Any, tracker: Any, computed: int) -> None:

@@ -26,11 +26,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvfix.fix import Fix, Patch, after, before
+from kvfix.correction import around
+from kvfix.fix import Fix, Patch
 from kvfix.fixes import _mp
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Generator
     from types import ModuleType
 
 #: More tokens than any request has.
@@ -38,20 +39,19 @@ ALL = 1 << 40
 
 
 def correct(module: ModuleType) -> Callable[..., Any]:
-    def asks(connector: Any, request: Any, *_: Any, **__: Any) -> None:
-        if getattr(request, "prompt_embeds", None) is not None:
-            _mp.nothing_cached(connector.scheduler_adapter, request.request_id)
+    def asks(connector: Any, request: Any, *_: Any, **__: Any) -> Any:
+        return None if getattr(request, "prompt_embeds", None) is None else _not_cached(connector, request)
 
-    def is_answered(connector: Any, answer: Any, request: Any, *_: Any, **__: Any) -> Any:
-        tracker = connector.request_trackers.get(request.request_id)
-        if tracker is not None and getattr(request, "prompt_embeds", None) is not None:
-            _mp.set_tokens(tracker, "num_stored", ALL, _mp.block_size(connector))
-        return answer
+    return around(asks)
 
-    def around(original: Callable[..., Any]) -> Callable[..., Any]:
-        return after(is_answered)(before(asks)(original))
 
-    return around
+def _not_cached(connector: Any, request: Any) -> Generator[None, Any, Any]:
+    _mp.nothing_cached(connector.scheduler_adapter, request.request_id)
+    answer = yield
+    tracker = connector.request_trackers.get(request.request_id)
+    if tracker is not None:
+        _mp.set_tokens(tracker, "num_stored", ALL, _mp.block_size(connector))
+    return answer
 
 
 def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
