@@ -109,7 +109,7 @@ def _is_target(name: str) -> bool:
 def _all_targets() -> frozenset[str]:
     from kvfix import fix
 
-    return frozenset(patch.module for found in fix.catalogue() for patch in found.patches)
+    return frozenset(patch.module for found in fix.catalogue() for patch in found.patches if patch.correct)
 
 
 def _tell_when_executed(spec: ModuleSpec) -> None:

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 #: Sections of a fix's docstring, in this order. `Fix.section` and the documentation read them.
 SECTIONS = ("Symptom", "Cause", "Fix", "Releases", "Upstream", "Remove when")
+#: Of a bug that cannot be mended from outside.
+SECTIONS_UNMENDED = ("Symptom", "Cause", "Workaround", "Releases", "Upstream", "Remove when")
 
 
 @dataclass(frozen=True)
@@ -35,6 +37,7 @@ class Patch:
         Asked for code that no release has. May raise: then it is not known. Milliseconds.
     correct: (module) -> decorator of the function. Called when the module has arrived and the fix applies. What the
         decorated function does of its own must not raise (kvfix.correction sees to that), nor change arguments.
+        None: it cannot be corrected from outside, and the patch only tells whether the bug is there.
     """
 
     dist: str
@@ -42,7 +45,7 @@ class Patch:
     function: str
     broken: str
     shows_bug: Callable[[Callable[..., Any], ModuleType], bool]
-    correct: Callable[[ModuleType], Callable[..., Any]]
+    correct: Callable[[ModuleType], Callable[..., Any]] | None
 
     @property
     def target(self) -> str:
@@ -58,6 +61,8 @@ class Fix:
     patches: tuple[Patch, ...]
     #: Not part of the default choice: it must be named in `only=`. The docstring says why.
     opt_in: bool = field(default=False, kw_only=True)
+    #: () -> why the bug does no harm here although the code is wrong, "" if it may. For one that cannot be mended.
+    harmless: Callable[[], str] = field(default=str, kw_only=True)
 
     @property
     def code(self) -> str:
@@ -66,6 +71,15 @@ class Fix:
     @property
     def slug(self) -> str:
         return code_and_slug(self.module_name.rpartition(".")[2])[1]
+
+    @property
+    def mends(self) -> bool:
+        """Whether there is anything to put in place."""
+        return any(patch.correct is not None for patch in self.patches)
+
+    @property
+    def sections(self) -> tuple[str, ...]:
+        return SECTIONS if self.mends else SECTIONS_UNMENDED
 
     @property
     def title(self) -> str:

@@ -63,7 +63,7 @@ def settle(module: ModuleType, choice: Choice | None, complete: bool) -> None:
 
     for fix in catalogue():
         for patch in fix.patches:
-            if patch.module != module.__name__:
+            if patch.module != module.__name__ or patch.correct is None:
                 continue
             if choice is not None and choice.takes(fix.code, fix.opt_in):
                 _put(fix.code, fix.slug, patch, module, complete)
@@ -91,7 +91,7 @@ def _put(code: str, slug: str, patch: Patch, module: ModuleType, complete: bool)
         return
     try:
         found = verdict.judge_live(patch, module) if complete else _HALF_IMPORTED
-        if found.verdict == "applicable":
+        if found.verdict == "applicable" and patch.correct is not None:
             _hook(patch, module).corrections[code] = patch.correct(module)
             _hook(patch, module).compose()
             found = Verdict("applied", found.reason)

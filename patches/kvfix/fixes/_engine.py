@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any, NoReturn
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from types import ModuleType
+from typing import Any
 
 MODULE = "lmcache.v1.cache_engine"
 
@@ -32,8 +28,3 @@ def unpin(chunk: Any) -> None:
     """Take one pin back, if it has any."""
     if chunk.is_pinned:
         chunk.unpin()
-
-
-def needs_chunks(hook: Callable[..., Any], engine: ModuleType) -> NoReturn:
-    """A probe that cannot be: it takes a cache with chunks in it, no stub shows the bug in milliseconds."""
-    raise NotImplementedError("no probe for this fix")

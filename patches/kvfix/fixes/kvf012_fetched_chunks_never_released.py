@@ -106,8 +106,8 @@ FIX = Fix(
         Patch("lmcache", _engine.MODULE, f"LMCacheEngine.{function}", ">=0.3.10,<0.4.1", shows, correction)
         for function, shows, correction in (
             ("lookup_unpin", shows_bug, correct),
-            ("cleanup_memory_objs", _engine.needs_chunks, correct_clean_up),
-            ("retrieve", _engine.needs_chunks, correct_load),
+            ("cleanup_memory_objs", probe.cannot_tell, correct_clean_up),
+            ("retrieve", probe.cannot_tell, correct_load),
         )
     ),
 )

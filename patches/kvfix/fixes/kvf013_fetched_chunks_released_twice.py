@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from kvfix import probe
 from kvfix.correction import around
 from kvfix.fix import Fix, Patch
 from kvfix.fixes import _engine
@@ -61,7 +62,7 @@ FIX = Fix(
             module=_engine.MODULE,
             function="LMCacheEngine.retrieve",
             broken=">=0.4.1",
-            shows_bug=_engine.needs_chunks,
+            shows_bug=probe.cannot_tell,
             correct=correct,
         ),
     ),

@@ -31,7 +31,7 @@ import time
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from kvfix import clock, notice
+from kvfix import clock, notice, probe
 from kvfix.fix import Fix, Patch
 
 if TYPE_CHECKING:
@@ -85,11 +85,6 @@ def correct_disk(module: ModuleType) -> Callable[..., Any]:
     return without_memory
 
 
-def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
-    """No memory, and nothing to evict. It takes the wait to tell: a probe of milliseconds cannot."""
-    raise NotImplementedError("no probe for this fix")
-
-
 def disk_shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
     """A chunk is to be loaded, and there is no memory. Right is None, wrong is an AssertionError."""
     backend = SimpleNamespace(local_cpu_backend=SimpleNamespace(allocate=lambda *_, **__: None))
@@ -104,8 +99,8 @@ FIX = Fix(
     __name__,
     __doc__,
     patches=(
-        Patch("lmcache", CPU, "LocalCPUBackend.allocate", ">=0.3.9", shows_bug, correct),
-        Patch("lmcache", CPU, "LocalCPUBackend.batched_allocate", ">=0.3.9", shows_bug, correct),
+        Patch("lmcache", CPU, "LocalCPUBackend.allocate", ">=0.3.9", probe.cannot_tell, correct),
+        Patch("lmcache", CPU, "LocalCPUBackend.batched_allocate", ">=0.3.9", probe.cannot_tell, correct),
         Patch(
             "lmcache",
             "lmcache.v1.storage_backend.local_disk_backend",

@@ -30,7 +30,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvfix import notice
+from kvfix import notice, probe
 from kvfix.correction import after, around
 from kvfix.fix import Fix, Patch
 from kvfix.fixes import _engine
@@ -101,7 +101,7 @@ FIX = Fix(
     __name__,
     __doc__,
     patches=tuple(
-        Patch("lmcache", _engine.MODULE, f"LMCacheEngine.{function}", broken, _engine.needs_chunks, correction)
+        Patch("lmcache", _engine.MODULE, f"LMCacheEngine.{function}", broken, probe.cannot_tell, correction)
         for function, broken, correction in (
             ("retrieve", ">=0.5.2,<0.5.6", correct),
             ("retrieve_layer", ">=0.4.3", correct_layers),
