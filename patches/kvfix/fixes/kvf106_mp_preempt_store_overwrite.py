@@ -16,7 +16,8 @@ for the stores that are under way, at most for LMCache's own `mq_timeout` each, 
 without a preemption do not wait. That a request has all its stores on the list, KVF109 sees to.
 
 ## Releases
-LMCache 0.4.5 to 0.5.5. vLLM 0.26.0 to 0.32.0, its own copy of the connector.
+LMCache 0.4.5 to 0.5.5, and 0.4.4 to 0.5.5 with lmcache_mp_connector_0180 and _0201. vLLM 0.26.0 to 0.32.0, its own copy
+of the connector.
 
 ## Upstream
 https://github.com/LMCache/LMCache/issues/5248, https://github.com/LMCache/LMCache/issues/4612, fixed in 0.5.6.

@@ -13,7 +13,8 @@ A request with `prompt_embeds` is answered with nothing cached, no lookup is sen
 whatever it will compute. vLLM's own prefix cache, which hashes the embeddings, goes on.
 
 ## Releases
-LMCache 0.4.5 to 0.5.6. vLLM 0.26.0 to 0.32.0, its own copy of the connector.
+LMCache 0.4.5 to 0.5.6, and 0.4.4 to 0.5.5 with lmcache_mp_connector_0180 and _0201. vLLM 0.26.0 to 0.32.0, its own copy
+of the connector.
 
 ## Upstream
 https://github.com/vllm-project/vllm/issues/42119 (closed as stale).

@@ -13,7 +13,7 @@ where it is told that nothing of that was granted (`num_external_tokens` 0).
 Where nothing was granted the hook sees as much in vLLM as was hit: it starts no load and gives all locks back.
 
 ## Releases
-LMCache 0.4.5 to 0.5.4.
+LMCache 0.4.5 to 0.5.4, and 0.4.4 to 0.5.5 with lmcache_mp_connector_0180 and _0201.
 
 ## Upstream
 https://github.com/LMCache/LMCache/issues/4355, fixed in 0.5.5.
