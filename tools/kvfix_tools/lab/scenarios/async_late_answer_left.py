@@ -33,7 +33,7 @@ SCENARIO = Scenario(
     __name__,
     __doc__,
     play,
-    fixes=(),
+    fixes=("KVF011",),
     rule="KVR009",
     text="fetched chunks of the worker",
     wrong={"lmcache": ">=0.3.10,<0.4.1"},

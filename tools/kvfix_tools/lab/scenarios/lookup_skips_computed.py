@@ -36,7 +36,7 @@ SCENARIO = Scenario(
     __name__,
     __doc__,
     play,
-    fixes=(),
+    fixes=("KVF019",),
     rule="LAB002",
     wrong={"lmcache": ">=0.3.10.post2,<0.3.12"},
     options=Options(num_blocks=64, chunk_size=256, max_num_batched_tokens=512),
