@@ -21,7 +21,7 @@ CURES: list[tuple[str, str, tuple[str, ...]]] = [
     ("KVR004", "", ("KVF115", "KVF003")),
     ("KVR006", "", ("KVF014",)),
     ("KVR007", "", ("KVF102",)),
-    ("KVR008", "", ("KVF107",)),
+    ("KVR008", "", ("KVF107", "KVF008")),
     ("KVR009", _V1, ("KVF005",)),
     ("KVR009", r"^lookup_client\.(aborted_lookups|reqs_status) ", ("KVF010",)),
     ("KVR009", r"^fetched chunks of the worker ", ("KVF012",)),

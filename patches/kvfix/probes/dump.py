@@ -128,7 +128,7 @@ def _connector(watch: Watch) -> dict[str, Any]:
 def kept(watch: Watch) -> dict[str, int]:
     """How many requests the connector's own state speaks of, by place. Empty if it cannot be read."""
     try:
-        return {where: len(names) for where, names in watch.reader.kept()}  # type: ignore[arg-type]
+        return {where: len(names) for where, names in watch.reader.kept()}
     except Exception:  # noqa: BLE001  what it holds is a supplement
         return {}
 

@@ -6,7 +6,7 @@ and not judged any more. None: this connector does not tell.
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable
+from collections.abc import Collection, Iterable
 from typing import Any, Optional
 
 #: (request, first token, end)
@@ -39,9 +39,13 @@ class Reader:
         """What the metadata tell the worker to store."""
         return None
 
-    def kept(self) -> Iterable[tuple[str, Container[str]]]:
+    def kept(self) -> Iterable[tuple[str, Collection[str]]]:
         """(where, what is kept there by request id): all that must be gone when the request has ended."""
         return ()
+
+    def left(self, request: str) -> list[str]:
+        """Where this request, which has ended, is kept for good."""
+        return [where for where, names in self.kept() if request in names]
 
 
 class V1(Reader):
@@ -84,7 +88,7 @@ class V1(Reader):
             and meta.save_spec.skip_leading_tokens < len(meta.token_ids)
         ]
 
-    def kept(self) -> Iterable[tuple[str, Container[str]]]:
+    def kept(self) -> Iterable[tuple[str, Collection[str]]]:
         for name in self._KEPT:
             if hasattr(self.impl, name):
                 yield name, getattr(self.impl, name)
@@ -94,6 +98,13 @@ class V1(Reader):
         engine: Any = None if self.client is not None else getattr(self.impl, "lmcache_engine", None)
         if hasattr(engine, "lookup_pins"):
             yield "pins of the worker", engine.lookup_pins
+
+    def left(self, request: str) -> list[str]:
+        """An aborted lookup that is or will be answered is cleaned up by the next lookup of any other request
+        (lmcache_async_lookup_client.py 0.5.6:260)."""
+        if request in self._statuses and request in getattr(self.client, "aborted_lookups", ()):
+            return [where for where in super().left(request) if not where.startswith("lookup_client.")]
+        return super().left(request)
 
 
 class MP(Reader):
@@ -119,7 +130,7 @@ class MP(Reader):
             (meta.request_id, meta.op.start, meta.op.end) for meta in metadata.requests if meta.direction == "STORE"
         ]
 
-    def kept(self) -> Iterable[tuple[str, Container[str]]]:
+    def kept(self) -> Iterable[tuple[str, Collection[str]]]:
         adapter = getattr(self.connector, "scheduler_adapter", None)
         if adapter is not None:
             yield "request_trackers", self.connector.request_trackers

@@ -44,7 +44,7 @@ class Watch:
         self.since = 0.0
         self.calls: dict[str, int] = {}
         self.steps = 0
-        self.ledger = Ledger()
+        self.ledger = Ledger(sees_loads=type(self.reader) is not readers.Reader)
         self._hook = ""
         #: The last question that is not granted yet, and in the worker the last transfer, by request.
         self._last: dict[str, Event] = {}
@@ -142,6 +142,7 @@ class Watch:
         if metadata is not None:
             for name, start, end in self.reader.stores(metadata) or ():
                 self._last[name] = stored = ev.Stored(name, start, end)
+                self._ended.pop(name, None)
                 self.tell(stored)
 
     def get_finished(self, answer: Any, finished_req_ids: Iterable[str]) -> None:
@@ -152,10 +153,10 @@ class Watch:
         for name in finished_req_ids:
             if name in self._last:
                 self.tell(ev.Finished(name, False))
-                if self.reader.reports_sent:
-                    self._sending.add(name)
-                else:
-                    self._end(name)
+            if not self.reader.reports_sent:
+                self._end(name)
+            elif name in self._last:
+                self._sending.add(name)
         for name in sending or ():
             self._sent(name)
         if self._ended:
@@ -205,6 +206,7 @@ class Watch:
 
     def _due_to_load(self, name: str, start: int, end: int) -> None:
         self._due[name] = self._last[name] = due = ev.LoadDue(name, start, end)
+        self._ended.pop(name, None)  # this id is used again
         self.tell(due)
 
     def _received(self, name: str) -> None:
@@ -233,9 +235,8 @@ class Watch:
             if self.steps - at_step < STEPS or now - at < SECONDS:
                 return
             del self._ended[name]
-            for where, kept in self.reader.kept():
-                if name in kept:
-                    self.tell(ev.Left(name, where))
+            for where in self.reader.left(name):
+                self.tell(ev.Left(name, where))
             self.ledger.forget(name)
             for memory in (self._last, self._hits, self._due, self._blocks):
                 memory.pop(name, None)
