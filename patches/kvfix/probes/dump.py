@@ -14,6 +14,7 @@ mono: nanoseconds of the monotonic clock, wall: since 1970. Of a request there a
 
 from __future__ import annotations
 
+import atexit
 import os
 import stat
 import sys
@@ -50,6 +51,25 @@ def directory() -> str:
     if stat.S_IMODE(found.st_mode) & 0o077:
         os.chmod(path, 0o700)
     return path
+
+
+def announce() -> None:
+    """Tell `kvfix dump` that this process answers its signal: to one that does not, the signal would be the end."""
+    announcement = _announcement()
+    with open("/proc/self/stat", "rb") as file:
+        began = int(file.read().rpartition(b")")[2].split()[19])  # another process may get this number one day
+    _whole(announcement, _encode({"kind": "ready", "schema": SCHEMA, "pid": os.getpid(), "began": began}))
+    atexit.register(withdraw)
+
+
+def withdraw() -> None:
+    """It does not any more. Idempotent."""
+    with suppress(OSError):
+        _remove(_announcement())
+
+
+def _announcement() -> str:
+    return os.path.join(directory(), f"kvfix-{os.getpid()}.ready")
 
 
 def write(reason: str, watch: Watch | None = None, hook: str = "", finding: Finding | None = None) -> str:
@@ -121,6 +141,7 @@ def _connector(watch: Watch) -> dict[str, Any]:
         "steps": watch.steps,
         "calls": dict(watch.calls),
         "trusted": watch.trusted,
+        "sees_loads": watch.sees_loads,
         "kept": kept(watch),
     }
 
@@ -179,7 +200,7 @@ def _bounded(lines: list[bytes]) -> bytes:
 
 def _whole(path: str, content: bytes) -> None:
     """Written aside, then named: a reader finds all of it or nothing."""
-    aside = f"{path}.part"
+    aside = f"{path}.{os.getpid()}.part"
     handle = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     try:
         with os.fdopen(handle, "wb") as file:

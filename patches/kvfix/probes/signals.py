@@ -13,6 +13,7 @@ from contextlib import suppress
 from typing import Any
 
 from kvfix import notice
+from kvfix.probes import dump
 
 AT_EXIT = "KVFIX_DUMP_AT_EXIT"
 SIGNAL = signal.SIGUSR2
@@ -26,10 +27,11 @@ def install() -> None:
     if _installed or threading.current_thread() is not threading.main_thread():
         return
     _installed = True
-    if signal.getsignal(SIGNAL) is signal.SIG_DFL:
-        signal.signal(SIGNAL, _on_signal)
     if os.environ.get(AT_EXIT, "") not in ("", "0"):
         atexit.register(_at_exit)
+    if signal.getsignal(SIGNAL) is signal.SIG_DFL:
+        signal.signal(SIGNAL, _on_signal)
+        dump.announce()
 
 
 def remove() -> None:
@@ -41,18 +43,15 @@ def remove() -> None:
     if signal.getsignal(SIGNAL) is _on_signal:
         signal.signal(SIGNAL, signal.SIG_DFL)
     atexit.unregister(_at_exit)
+    dump.withdraw()
 
 
 def _on_signal(number: int, frame: Any) -> None:
-    from kvfix.probes import dump
-
     with suppress(Exception):  # it may stand in the middle of anything
         dump.write("signal")
 
 
 def _at_exit() -> None:
-    from kvfix.probes import dump
-
     try:
         dump.write("exit")
     except Exception as error:  # noqa: BLE001

@@ -44,7 +44,8 @@ class Watch:
         self.since = 0.0
         self.calls: dict[str, int] = {}
         self.steps = 0
-        self.ledger = Ledger(sees_loads=type(self.reader) is not readers.Reader)
+        self.sees_loads = type(self.reader) is not readers.Reader
+        self.ledger = Ledger(sees_loads=self.sees_loads)
         self._hook = ""
         #: The last question that is not granted yet, and in the worker the last transfer, by request.
         self._last: dict[str, Event] = {}
@@ -52,6 +53,8 @@ class Watch:
         self._blocks: dict[str, set[int]] = {}
         self._hits: dict[str, int] = {}
         self._admitted: set[str] = set()
+        #: Requests whose lookup is under way, or was given up: what is kept for the answer may go when it comes.
+        self._unanswered: set[str] = set()
         #: request -> step of the grant of a load between steps that is in no metadata yet
         self._granted: dict[str, int] = {}
         #: Ended requests whose blocks the connector still sends.
@@ -69,6 +72,10 @@ class Watch:
             self._preempted(name)
         hit = self.reader.hit(name)
         self._hits[name] = hit or 0
+        if promised is None:
+            self._unanswered.add(name)
+        elif hit is not None:
+            self._unanswered.discard(name)
         asked = ev.Asked(name, request.num_tokens, num_computed_tokens, hit, promised, bool(asynchronous))
         if self._last.get(name) != asked:  # vLLM asks on each step until it has blocks
             self._last[name] = asked
@@ -236,7 +243,9 @@ class Watch:
                 return
             del self._ended[name]
             for where in self.reader.left(name):
-                self.tell(ev.Left(name, where))
+                if name not in self._unanswered or not where.startswith("lookup_client."):
+                    self.tell(ev.Left(name, where))
+            self._unanswered.discard(name)
             self.ledger.forget(name)
             for memory in (self._last, self._hits, self._due, self._blocks):
                 memory.pop(name, None)
