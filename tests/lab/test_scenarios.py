@@ -20,14 +20,17 @@ EXISTING = set(known_fixes())
 #: Below what the lab plays, on LMCache's own functions: test_async_release.py, tests/runtime/test_cpu_allocation.py.
 PROVEN_ELSEWHERE = {"KVF013", "KVF016"}
 CODE = """
-from kvfix_tools.lab import runner
+from kvfix_tools.lab import checked, runner
 from kvfix_tools.lab.scenario import scenarios
 runner.prepare({path!r})
 result = []
 for scenario in scenarios():
     for fixes in (False, True):
         played = runner.play(scenario, fixes)
-        result.append(dict(played.as_json(), expected=runner.expected(scenario), counts=played.counts))
+        expected = runner.expected(scenario)
+        # tests/probes/test_table.py reads these: the same process, for vLLM takes its time to import
+        reports = checked.reports(scenario) if expected == "violated" and not fixes else []
+        result.append(dict(played.as_json(), expected=expected, counts=played.counts, reports=reports))
 """
 
 

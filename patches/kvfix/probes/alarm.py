@@ -15,6 +15,7 @@ from kvfix.probes import metrics
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from kvfix.cures import Cure
     from kvfix.ledger import Finding
     from kvfix.ledger.events import Raised
     from kvfix.probes.watch import Watch
@@ -57,9 +58,9 @@ def ring(watch: Watch, hook: str, finding: Finding, error: Exception | None) -> 
     metrics.violated(finding.code)
     kind = f"{finding.code} {_without_numbers(finding.message)}"
     if _is_due(kind):
-        place = _guarded("violation", watch, hook, finding)
-        fixes = ", ".join(f"{cure.code} {cure.slug}" for cure in _cures(finding))
-        cured = f" Cured by {fixes}." if fixes else ""
+        cures = _cures(finding)
+        place = _guarded("violation", watch, hook, finding, cures)
+        cured = f" Cured by {', '.join(f'{cure.code} {cure.slug}' for cure in cures)}." if cures else ""
         report = f" Report: {place}" if place else ""
         notice.warn(f"{finding} (in {hook} of {watch.name}).{cured}{report}")
     if mode == "strict" and error is None:
@@ -69,7 +70,7 @@ def ring(watch: Watch, hook: str, finding: Finding, error: Exception | None) -> 
 def crash(watch: Watch, hook: str, event: Raised) -> None:
     """Mode `observe`: an exception leaves a hook. The record of what was before is kept."""
     if _is_due(f"exception {hook} {_without_numbers(event.error)}"):
-        place = _guarded("exception", watch, hook, None)
+        place = _guarded("exception", watch, hook, None, [])
         if place:
             notice.warn(f"{event.where} of {watch.name} raises {event.error}. What was before it: {place}")
 
@@ -80,25 +81,32 @@ def words_of(error: BaseException) -> str:
     return f"{type(error).__name__}: {text[:300]}".rstrip(": ")
 
 
-def _cures(finding: Finding) -> list[Any]:
-    from kvfix import cures
-
+def _cures(finding: Finding) -> list[Cure]:
     try:
+        from kvfix import cures
+
         return cures.cures(finding)
     except Exception as error:  # noqa: BLE001
         notice.fault("kvfix.cures", error)
         return []
 
 
-def _guarded(reason: str, watch: Watch, hook: str, finding: Finding | None) -> str:
+def _guarded(reason: str, watch: Watch, hook: str, finding: Finding | None, cures: list[Cure]) -> str:
     """Path of what was written; "" if that failed, which is said."""
-    from kvfix.probes import dump
-
     try:
-        return dump.write(reason, watch, hook, finding)
+        from kvfix.probes import dump
+
+        return dump.write(reason, watch, hook, finding, cures)
+    except OSError as error:
+        cannot_write(error)
     except Exception as error:  # noqa: BLE001
         notice.fault("kvfix.probes.dump", error)
-        return ""
+    return ""
+
+
+def cannot_write(error: OSError) -> None:
+    """Nothing can be written where dumps go."""
+    notice.warn(f"no dump can be written ({error.strerror}): name a folder of your own in KVFIX_DUMP_DIR")
 
 
 def _is_due(kind: str) -> bool:

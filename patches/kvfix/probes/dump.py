@@ -27,8 +27,9 @@ from kvfix import clock
 from kvfix.probes import alarm, recorder
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
 
+    from kvfix.cures import Cure
     from kvfix.ledger import Finding
     from kvfix.probes.watch import Watch
 
@@ -72,7 +73,13 @@ def _announcement() -> str:
     return os.path.join(directory(), f"kvfix-{os.getpid()}.ready")
 
 
-def write(reason: str, watch: Watch | None = None, hook: str = "", finding: Finding | None = None) -> str:
+def write(
+    reason: str,
+    watch: Watch | None = None,
+    hook: str = "",
+    finding: Finding | None = None,
+    cures: Sequence[Cure] = (),
+) -> str:
     """The recorder, and a report beside it if there is a finding. Path of the report, else of the recorder.
 
     reason: violation, exception, signal or exit. Raises OSError where the disk does not take it.
@@ -90,7 +97,7 @@ def write(reason: str, watch: Watch | None = None, hook: str = "", finding: Find
         return recording
     from kvfix.probes import report
 
-    _whole(f"{stem}.txt", report.text(watch, hook, finding, recording).encode())
+    _whole(f"{stem}.txt", report.text(watch, hook, finding, cures, recording).encode())
     return f"{stem}.txt"
 
 

@@ -47,7 +47,9 @@ _SCHEDULER = ("add_request", "schedule", "update_from_output", "finish_requests"
 
 _factory: list[tuple[Any, Any]] = []
 #: Of the exception that was told last: it passes the scheduler's probe after the hook's.
-_told: int = 0
+_told = 0
+#: The life of the recorder in which a probe has failed.
+_faulty = -1
 
 
 def watch_factory(factory: Any) -> None:
@@ -134,8 +136,7 @@ def _told_by(watch: Watch, what: str, args: tuple[Any, ...], kwargs: dict[str, A
     except alarm.Violation:
         raise
     except Exception as error:  # noqa: BLE001
-        watch.distrust()
-        notice.fault(f"kvfix.probes.watch.{what}", error)
+        _fault(watch, what, error)
 
 
 def _raised(watch: Watch, name: str, error: Exception, args: tuple[Any, ...]) -> None:
@@ -148,7 +149,16 @@ def _raised(watch: Watch, name: str, error: Exception, args: tuple[Any, ...]) ->
     except alarm.Violation:
         raise  # the exception goes with it, as its context
     except Exception as fault:  # noqa: BLE001
-        notice.fault("kvfix.probes.watch.raised", fault)
+        _fault(watch, "raised", fault)
+
+
+def _fault(watch: Watch, what: str, error: Exception) -> None:
+    """Its record has holes from now on: it is not judged any more. Said once in this process, for all of its probes."""
+    global _faulty
+    watch.trusted = False
+    if _faulty != recorder.life:
+        _faulty = recorder.life
+        notice.fault(f"kvfix.probes.watch.{what}", error)
 
 
 def _begin(connector: Any, is_scheduler: bool) -> Watch | None:
@@ -162,5 +172,5 @@ def _begin(connector: Any, is_scheduler: bool) -> Watch | None:
             alarm.scheduler = weakref.ref(connector)
         return watch
     except Exception as error:  # noqa: BLE001
-        notice.fault("kvfix.probes.hooks", error)
+        notice.fault("kvfix.probes.watch", error)
         return None

@@ -5,13 +5,16 @@ the request's story, what scheduler and connector hold, what cures it, and one l
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kvfix.ledger import RULES
 from kvfix.ledger.wording import line
 from kvfix.probes import dump, recorder
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvfix.cures import Cure
     from kvfix.ledger import Finding
     from kvfix.ledger.events import Event
     from kvfix.probes.recorder import Entry
@@ -22,10 +25,8 @@ RULE = "=" * 80
 LONGEST = 40
 
 
-def text(watch: Watch, hook: str, finding: Finding, recording: str) -> str:
+def text(watch: Watch, hook: str, finding: Finding, cures: Sequence[Cure], recording: str) -> str:
     """The whole report."""
-    from kvfix.cures import cures
-
     whose = finding.request or "the engine"
     entries = [entry for entry in recorder.snapshot() if entry.event.request == finding.request]
     return told(
@@ -34,7 +35,7 @@ def text(watch: Watch, hook: str, finding: Finding, recording: str) -> str:
         where=f"{hook} of {watch.name}{f' ({watch.role})' if watch.role else ''}, pid {os.getpid()}",
         whose=whose,
         holds=_holds(dump.scheduler_state(), dump.kept(watch)),
-        cured=[_cure(cure) for cure in cures(finding)],
+        cured=[_cure(cure) for cure in cures],
         recording=recording,
     )
 
@@ -92,7 +93,7 @@ def _holds(scheduler: dict[str, int], kept: dict[str, int]) -> list[str]:
     return lines
 
 
-def _cure(cure: Any) -> str:
+def _cure(cure: Cure) -> str:
     if cure.verdict == "applied":
         what = "is applied here, and it happened all the same: please report it"
     elif cure.verdict == "applicable":

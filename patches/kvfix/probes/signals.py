@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import Any
 
 from kvfix import notice
-from kvfix.probes import dump
+from kvfix.probes import alarm, dump
 
 AT_EXIT = "KVFIX_DUMP_AT_EXIT"
 SIGNAL = signal.SIGUSR2
@@ -31,7 +31,10 @@ def install() -> None:
         atexit.register(_at_exit)
     if signal.getsignal(SIGNAL) is signal.SIG_DFL:
         signal.signal(SIGNAL, _on_signal)
-        dump.announce()
+        try:
+            dump.announce()
+        except OSError as error:
+            alarm.cannot_write(error)
 
 
 def remove() -> None:
@@ -54,5 +57,7 @@ def _on_signal(number: int, frame: Any) -> None:
 def _at_exit() -> None:
     try:
         dump.write("exit")
+    except OSError as error:
+        alarm.cannot_write(error)
     except Exception as error:  # noqa: BLE001
         notice.fault("kvfix.probes.signals", error)

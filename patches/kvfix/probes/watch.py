@@ -188,10 +188,6 @@ class Watch:
         elif isinstance(event, ev.Raised):
             alarm.crash(self, hook, event)
 
-    def distrust(self) -> None:
-        """A probe has failed: what is told from now on has holes."""
-        self.trusted = False
-
     def _preempted(self, name: str) -> None:
         self._admitted.discard(name)
         self._last.pop(name, None)
