@@ -164,7 +164,7 @@ FAULTS: dict[str, Callable[[], Any]] = {
     "report": lambda: violated(mock.patch("kvfix.probes.report.text", fails)),
     "cures": lambda: violated(mock.patch("kvfix.cures.cures", fails)),
     "metrics": lambda: violated(
-        mock.patch.dict(sys.modules, prometheus_client=object()), mock.patch("kvfix.probes.metrics._counters", {})
+        mock.patch.dict(sys.modules, prometheus_client=object()), mock.patch("kvfix.probes.metrics._made", {})
     ),
     "disk full": lambda: violated(mock.patch("os.replace", full)),
     "read-only directory": lambda: violated(read_only()),

@@ -21,6 +21,7 @@ import sys
 import tempfile
 import time
 from contextlib import suppress
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from kvfix import clock
@@ -40,6 +41,7 @@ DIRECTORY = "KVFIX_DUMP_DIR"
 LARGEST, FILES = 8 << 20, 32
 
 _written: list[str] = []
+_numbers = count(1)
 
 
 def directory() -> str:
@@ -85,8 +87,7 @@ def write(
     reason: violation, exception, signal or exit. Raises OSError where the disk does not take it.
     """
     folder = directory()
-    number = len(_written) + 1
-    stem = os.path.join(folder, f"kvfix-{os.getpid()}-{time.time_ns() // 1_000_000}-{number}-{reason}")
+    stem = os.path.join(folder, f"kvfix-{os.getpid()}-{time.time_ns() // 1_000_000}-{next(_numbers)}-{reason}")
     recording = f"{stem}.jsonl"
     lines = [_encode(line) for line in _lines(reason, finding)]
     _whole(recording, _bounded(lines))

@@ -88,9 +88,10 @@ def watch_class(connector_class: type) -> None:
             if callable(vars(owner).get(name)):
                 patching.attach(owner, name, KEY, functools.partial(_around, name, before, after))
                 break
-    from kvfix.probes import signals
+    from kvfix.probes import metrics, signals
 
     signals.install()
+    metrics.settled()
 
 
 def watch_scheduler(scheduler_class: type) -> None:

@@ -79,7 +79,7 @@ def _recorders(tree: list[Process]) -> dict[int, tuple[Path | None, str]]:
                 del waiting[pid]
         time.sleep(0.02)
     for pid in waiting:
-        found[pid] = None, f"no answer in {RECORDERS:g} s: its main thread is not in Python code, see its stacks"
+        found[pid] = None, f"no answer in {RECORDERS:g} s: its main thread runs no Python, see its stacks"
     return found
 
 
@@ -112,7 +112,7 @@ def where(told: Told) -> str:
             last = min(inside, key=lambda each: each["seconds"])
             return f"in {last['inside']} of {last['name']} for {last['seconds']:.1f} s{line}"
     for frame in _frames(told.stacks):
-        if frame["name"] in HOOKS:
+        if frame["name"].rpartition(".")[2] in HOOKS:  # py-spy tells the class too, from Python 3.11 on
             return f"in {frame['name']} ({frame['short_filename']}:{frame['line']}){line}"
     return ""
 
