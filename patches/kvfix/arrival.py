@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from importlib.machinery import ModuleSpec
     from types import ModuleType
+    from typing import Any
 
     from kvfix.choice import Choice
 
@@ -52,6 +53,8 @@ class Arrivals:
 
 _finder = Arrivals()
 _choice: Choice | None = None
+#: Modules with something to correct; None before anybody has asked.
+_targets: frozenset[str] | None = None
 #: Targets that are being executed right now and will be settled when that is done.
 _executing: set[str] = set()
 
@@ -88,9 +91,9 @@ def choice() -> Choice | None:
 
 
 def _settle_arrived() -> None:
-    from kvfix import fix, patching
+    from kvfix import patching
 
-    for name in sorted({patch.module for found in fix.catalogue() for patch in found.patches}.union(PROBED)):
+    for name in sorted(_all_targets()):
         module = sys.modules.get(name)
         if module is not None and name not in _executing:
             half_imported = getattr(getattr(module, "__spec__", None), "_initializing", False)
@@ -116,12 +119,18 @@ def _probe(module: ModuleType) -> None:
 
 
 def _is_target(name: str) -> bool:
-    def targets() -> bool:
-        from kvfix import fix
+    global _targets
+    if _targets is None:  # LMCache asks for modules that are not there at every start of a connector, and more often
+        _targets = _guarded("the catalogue of fixes", _all_targets) or frozenset()
+    return name in _targets
 
-        return name in PROBED or any(patch.module == name for found in fix.catalogue() for patch in found.patches)
 
-    return bool(_guarded("the catalogue of fixes", targets))
+def _all_targets() -> frozenset[str]:
+    from kvfix import fix
+
+    return frozenset(patch.module for found in fix.catalogue() for patch in found.patches if patch.correct).union(
+        PROBED
+    )
 
 
 def _tell_when_executed(spec: ModuleSpec) -> None:
@@ -150,7 +159,7 @@ def _tell_when_executed(spec: ModuleSpec) -> None:
         )
 
 
-def _guarded(where: str, function: Callable[..., object], *args: object) -> object:
+def _guarded(where: str, function: Callable[..., Any], *args: object) -> Any:
     try:
         return function(*args)
     except Exception as error:  # noqa: BLE001

@@ -74,7 +74,7 @@ def two_blocks_are_exchanged(world: Any) -> None:
 
     def exchange() -> None:
         step()
-        blocks = world._blocks("again")
+        blocks = world.model.blocks("again")
         if not done and len(blocks) > 1:
             memory[blocks[0]], memory[blocks[1]] = memory[blocks[1]], memory[blocks[0]]
             done.append(True)

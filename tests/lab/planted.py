@@ -48,7 +48,7 @@ def answer_with(world, change):
     ask = type(connector).get_num_new_matched_tokens.__get__(connector)
     connector.get_num_new_matched_tokens = lambda request, computed: change(*ask(request, computed))
     connector.update_state_after_alloc = type(connector).update_state_after_alloc.__get__(connector)
-    world._watch(connector)
+    world.watcher.listen(connector)
 
 
 def promise_more(world):
@@ -123,8 +123,8 @@ def drop_loads(world):
 
 
 def store_gap(world):
-    told = world.side.server.on_store
-    world.side.server.on_store = lambda name, tokens, start, end: told(name, tokens, start + 32, end + 32)
+    told = world.side.transfer.on_store
+    world.side.transfer.on_store = lambda name, tokens, start, end: told(name, tokens, start + 32, end + 32)
 
 
 FAULTS = (promise_more, change_promise, wrong_chunk, wrong_slot, lost_chunk, hook_raises, leaks, drop_loads, store_gap)

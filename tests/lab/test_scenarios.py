@@ -10,15 +10,15 @@ from typing import Any
 
 import pytest
 
-from kvfix.choice import known_fixes
+from kvfix.fix import catalogue
 from kvfix_tools.lab.scenario import find, scenarios
 from tests.conftest import RELEASES, Fresh
 
 #: The releases in which a bug appears or goes, and the newest. `make matrix` plays all of them.
 PLAYED = ["0.3.10", "0.3.10.post1", "0.4.1", "0.4.6", "0.5.4", "0.5.5", "0.5.6"]
-EXISTING = set(known_fixes())
+EXISTING = {found.code for found in catalogue() if found.mends}
 #: Below what the lab plays, on LMCache's own functions: test_async_release.py, tests/runtime/test_cpu_allocation.py.
-PROVEN_ELSEWHERE = {"KVF013", "KVF016"}
+PROVEN_ELSEWHERE = {"KVF013", "KVF016", "KVF018"}
 CODE = """
 from kvfix_tools.lab import checked, runner
 from kvfix_tools.lab.scenario import scenarios

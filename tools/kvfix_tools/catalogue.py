@@ -52,6 +52,8 @@ def _print_rows(rows: list[verdict.Row]) -> None:
         table.add_row(row.code, row.slug, f"{row.dist} {row.version}".strip(), shown, row.reason)
     console = Console()
     console.print(table)
+    if any(row.verdict == "failed" for row in rows):
+        console.print("\nFailed: kvfix explain CODE says what can be done about it.", markup=False)
     if any(row.verdict == "applicable" for row in rows):
         console.print("\nApplicable: this installation has the bug. Call kvfix.apply() before launching vLLM, or set")
         console.print("KVFIX=fix in its environment, or start it with: kvfix run -- CMD", markup=False)
@@ -69,7 +71,7 @@ def explain(name: str, json: bool) -> int:
         print(f"kvfix explain: there is no fix and no rule {name!r}; known: {known}, {rules}", file=sys.stderr)
         return 2
     if json:
-        sections = {section.lower().replace(" ", "_"): found.section(section) for section in fix.SECTIONS}
+        sections = {section.lower().replace(" ", "_"): found.section(section) for section in found.sections}
         targets = [{"dist": patch.dist, "target": patch.target, "broken": patch.broken} for patch in found.patches]
         text = {"code": found.code, "slug": found.slug, "title": found.title, **sections, "targets": targets}
         print(jsonlib.dumps(text, indent=2))

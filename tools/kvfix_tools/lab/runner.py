@@ -80,13 +80,23 @@ def expected(scenario: Scenario) -> str:
     return "violated" if all(wrong) else "clean"
 
 
-#: Releases that the lab's stand-ins speak to, by connector. LMCache's own multi-process connector imports what vLLM has
-#: since 0.22, and from then on vLLM's copy has a name of its own. That one hands LMCache's adapter arguments that 0.4.7
-#: and later do not take: it cannot start with them.
+#: Releases that the lab plays, by connector, and what is with the others.
 PLAYABLE = {
-    "v1": {"lmcache": ">=0.3.9", "vllm": ">=0.11.2"},
-    "mp": {"lmcache": ">=0.5.0", "vllm": ">=0.22.0"},
-    "mp-in-tree": {"lmcache": "==0.4.6", "vllm": ">=0.22.0"},
+    "v1": {
+        "lmcache": (">=0.3.9", "earlier ones do not import under vLLM 0.11 and later"),
+        "vllm": (">=0.11.2", "earlier ones were not tried"),
+    },
+    "mp": {
+        "lmcache": (">=0.4.5", "earlier ones have no connector that vLLM takes for LMCacheMPConnector"),
+        "vllm": (">=0.22.0", "LMCache's connector imports what earlier ones do not have"),
+    },
+    "mp-in-tree": {
+        "lmcache": (
+            ">=0.4.4,<0.4.7",
+            "vLLM's copy does not import with earlier ones, and hands later ones arguments that they do not take",
+        ),
+        "vllm": (">=0.22.0", "the copy in earlier ones was not tried"),
+    },
 }
 
 
@@ -98,8 +108,10 @@ def lacking() -> set[str]:
 
 def cannot_play(connector: str) -> str:
     """Why this connector cannot be played on what is installed; "" if it can."""
-    missing = _missing(PLAYABLE[connector])
-    return f"the lab plays {connector} with {missing}" if missing else ""
+    needs = PLAYABLE[connector]
+    missing = _missing({dist: releases for dist, (releases, _) in needs.items()})
+    why = "; ".join(reason for dist, (_, reason) in needs.items() if dist in missing)
+    return f"the lab plays {connector} with {missing}: {why}" if missing else ""
 
 
 def _missing(needs: dict[str, str]) -> str:

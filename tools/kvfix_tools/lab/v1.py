@@ -49,6 +49,7 @@ class Wire:
         self.fails = 0
         #: Told of each question that times out, by the request that it is about.
         self.on_timeout: Callable[[str], None] = lambda _: None
+        self.on_lost: Callable[[], None] = lambda: None
 
     def send_multipart(self, parts: list[bytes], copy: bool = True) -> None:
         unpack = msgspec.msgpack.decode
@@ -58,6 +59,7 @@ class Wire:
     def recv(self) -> bytes:
         if self.fails > 0:
             self.fails -= 1
+            self.on_lost()
             self.on_timeout(self._question[2])
             raise zmq.Again
         return self._lookup(*self._question).to_bytes(4, "big")
@@ -84,6 +86,8 @@ class CacheEngine:
         self.metadata: Any = None
         #: request -> loads that fail after so many chunks
         self.failing: dict[str, int] = {}
+        #: Requests whose store in this step was named by its slots.
+        self._named: set[str] = set()
 
     def is_healthy(self) -> bool:
         return True
@@ -102,7 +106,7 @@ class CacheEngine:
 
     def retrieve(self, tokens: Any, mask: Any = None, **more: Any) -> Any:
         """Chunks from the cache into slots, up to the first that is not there. Which tokens were moved, as a mask."""
-        slot_mapping, name = more["slot_mapping"].tolist(), self._name(more)
+        slot_mapping, name = more["slot_mapping"].tolist(), str(more["req_id"])
         moved = torch.zeros(len(tokens), dtype=torch.bool)
         chunks_left = self.failing.pop(name, sys.maxsize)
         first, last = None, 0
@@ -139,13 +143,22 @@ class CacheEngine:
         if first is not None:
             self.on_store(name, list(tokens), first, last)
 
+    def begin(self, metadata: Any) -> None:
+        """A step begins, of which the scheduler's side says this."""
+        self.metadata = metadata
+        self._named.clear()
+
     def _name(self, call: dict[str, Any]) -> str:
-        """The request that a call is for. Early releases do not say; its slots do."""
+        """The request that a store is for. Early releases do not say; its slots do, which it may share with others."""
         if call.get("req_id"):
             return str(call["req_id"])
         slots = call["slot_mapping"]
-        names = [meta.req_id for meta in self.metadata.requests if torch.equal(meta.slot_mapping[: len(slots)], slots)]
-        return str(names[0])
+        for meta in self.metadata.requests:
+            saves = meta.save_spec is None or meta.save_spec.can_save
+            if saves and meta.req_id not in self._named and torch.equal(meta.slot_mapping[: len(slots)], slots):
+                self._named.add(meta.req_id)
+                return str(meta.req_id)
+        raise LookupError("a store for no request of this step")
 
 
 def tags_of(configs: dict[str, Any] | None) -> list[tuple[str, Any]]:
@@ -205,9 +218,9 @@ class V1:
         worker._parent = connector
         return connector
 
-    def listen(self, on_load: Any, on_store: Any, on_wrong: Any, right: Any, on_timeout: Any) -> None:
+    def listen(self, on_load: Any, on_store: Any, on_wrong: Any, right: Any, on_timeout: Any, lost: Any) -> None:
         self.engine.on_load, self.engine.on_store = on_load, on_store
-        self.wire.on_timeout = on_timeout
+        self.wire.on_timeout, self.wire.on_lost = on_timeout, lost
 
     def tick(self) -> None:
         """Everything is done within the step."""
@@ -231,6 +244,10 @@ class V1:
     def loading(self) -> set[str]:
         return set()
 
+    def under_way(self, request: str) -> set[str]:
+        """What is done for this request beside the steps: looking, loading, storing."""
+        return set()
+
     def due(self, metadata: Any) -> list[tuple[str, int, int]]:
         """(request, first token, end) of each load that the metadata tell the worker to start."""
         return [
@@ -246,7 +263,7 @@ class V1:
 
     def start_step(self, metadata: Any, forward: bool) -> None:
         """What vLLM's worker calls before the forward pass."""
-        self.engine.metadata = metadata
+        self.engine.begin(metadata)
         self.worker.bind_connector_metadata(metadata)
         self.worker.start_load_kv(SimpleNamespace(attn_metadata=object() if forward else None))
 
