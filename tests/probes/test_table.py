@@ -33,7 +33,9 @@ UNSEEN = {
     "failed-load-reserves-itself": REQUEST,
     "mp-resume-load-circle": REQUEST,
     "mp-failed-load-blames-others": REQUEST,
+    "lookup-skips-computed": REQUEST,
     "async-fetched-left": WORKER,
+    "async-late-answer-left": WORKER,
 }
 #: Seen by another rule than the lab's own, which looks into slots: in the hooks it is this.
 BY = {"mp-freed-while-stored": "KVR009"}
