@@ -1,6 +1,5 @@
 """Every connector that vLLM knows by name and can load here, children of MultiConnector included, is watched alike."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -50,7 +49,7 @@ for name, cls in loaded.items():
 
 @pytest.fixture(scope="module")
 def connectors(zygote: Zygote) -> dict[str, Any]:
-    return dict(zygote(CASE, Path(RELEASES / "0.5.6")))
+    return dict(zygote(CASE, RELEASES / "0.5.6"))
 
 
 def test_the_known_ones_are_there(connectors: dict[str, Any]) -> None:
@@ -67,3 +66,9 @@ def test_every_hook_is_watched_once_and_looks_as_it_did(connectors: dict[str, An
     for name, found in connectors.items():
         assert {"get_num_new_matched_tokens", "update_state_after_alloc", "build_connector_meta"} <= set(found["hooks"])
         assert (found["unwatched"], found["odd"], found["twice"], found["left"]) == ([], [], False, []), name
+
+
+@pytest.mark.parametrize(("mode", "imported"), [("fix", False), ("observe", True)])
+def test_mode_fix_imports_no_probes(mode: str, imported: bool, zygote: Zygote) -> None:
+    case = f"import sys, kvfix; kvfix.apply({mode!r}); result = 'kvfix.probes' in sys.modules"
+    assert zygote(case, RELEASES / "0.5.6") is imported

@@ -17,6 +17,7 @@ import torch
 import zmq
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
+from kvfix.probes import readers
 from kvfix_tools.lab.memory import Cache, Prefix, Slots
 
 if TYPE_CHECKING:
@@ -175,6 +176,7 @@ class V1:
         self.engine = self._join(self.scheduler_side.lookup_client, slots, cache)
         self.worker_side = self._worker(config)
         self.worker = self._hooks_of(self.worker_side)
+        self.reader = readers.V1(connector)
 
     def _join(self, client: Any, slots: Slots, cache: Cache) -> CacheEngine:
         """The worker's cache, answering the scheduler's lookup client."""
@@ -250,16 +252,11 @@ class V1:
 
     def due(self, metadata: Any) -> list[tuple[str, int, int]]:
         """(request, first token, end) of each load that the metadata tell the worker to start."""
-        return [
-            (meta.req_id, meta.load_spec.vllm_cached_tokens, meta.load_spec.lmcache_cached_tokens)
-            for meta in metadata.requests
-            if meta.load_spec is not None and meta.load_spec.can_load
-        ]
+        return self.reader.loads(metadata) or []
 
     def hit(self, request: str) -> int | None:
         """Tokens that the last lookup of this request found, as long as the lookup client keeps it."""
-        status = getattr(self.scheduler_side.lookup_client, "reqs_status", {}).get(request)
-        return status if isinstance(status, int) else None
+        return self.reader.hit(request)
 
     def start_step(self, metadata: Any, forward: bool) -> None:
         """What vLLM's worker calls before the forward pass."""
