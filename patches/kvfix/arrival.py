@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 #: Top-level packages of the patient. The catalogue of fixes is loaded when the first module of one of them arrives.
 PATIENT = ("lmcache", "vllm")
+#: What the probes hold on to, in modes that have them: who makes connectors, and who schedules.
+FACTORY = "vllm.distributed.kv_transfer.kv_connector.factory"
+PROBED = (FACTORY, "vllm.v1.core.sched.scheduler")
 
 
 class Arrivals:
@@ -76,6 +79,10 @@ def deactivate() -> None:
         from kvfix import patching
 
         _guarded("kvfix.revert", patching.remove_all)
+    if "kvfix.probes" in sys.modules:
+        from kvfix import probes
+
+        _guarded("kvfix.revert", probes.remove_all)
 
 
 def choice() -> Choice | None:
@@ -91,12 +98,24 @@ def _settle_arrived() -> None:
         if module is not None and name not in _executing:
             half_imported = getattr(getattr(module, "__spec__", None), "_initializing", False)
             patching.settle(module, _choice, complete=not half_imported)
+            if name in PROBED and not half_imported:
+                _guarded(f"probes of {name}", _probe, module)
 
 
 def _settle(module: ModuleType) -> None:
     from kvfix import patching
 
     patching.settle(module, _choice, complete=True)
+    if module.__name__ in PROBED:
+        _probe(module)
+
+
+def _probe(module: ModuleType) -> None:
+    """Probes in, or out where an earlier choice had them."""
+    if (_choice is not None and _choice.probes) or "kvfix.probes" in sys.modules:
+        from kvfix import probes
+
+        probes.settle(module, _choice)
 
 
 def _is_target(name: str) -> bool:
@@ -109,7 +128,9 @@ def _is_target(name: str) -> bool:
 def _all_targets() -> frozenset[str]:
     from kvfix import fix
 
-    return frozenset(patch.module for found in fix.catalogue() for patch in found.patches if patch.correct)
+    return frozenset(patch.module for found in fix.catalogue() for patch in found.patches if patch.correct).union(
+        PROBED
+    )
 
 
 def _tell_when_executed(spec: ModuleSpec) -> None:

@@ -71,6 +71,24 @@ def settle(module: ModuleType, choice: Choice | None, complete: bool) -> None:
                 _take(fix.code, patch)
 
 
+def attach(owner: Any, name: str, key: str, decorate: Callable[[Any], Any]) -> None:
+    """Something else than a fix around a function of the patient, a probe: outside of all corrections of it."""
+    at = (owner.__module__, f"{owner.__qualname__}.{name}")
+    hook = _hooks.get(at)
+    if hook is None or hook.owner is not owner:
+        hook = _hooks[at] = _Hook(owner, name, vars(owner)[name])
+    if key not in hook.corrections:
+        hook.corrections[key] = decorate
+        hook.compose()
+
+
+def detach(key: str) -> None:
+    """What `attach` put there under this key is gone everywhere."""
+    for hook in _hooks.values():
+        if hook.corrections.pop(key, None) is not None:
+            hook.compose()
+
+
 def remove_all() -> None:
     """Every correction out, every original back."""
     for hook in _hooks.values():

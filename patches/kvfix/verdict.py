@@ -162,10 +162,11 @@ def survey(decide: Callable[[Patch], Verdict] = judge) -> list[Row]:
     """One row for each fix and distribution. What was done in this process goes before what the files say."""
     from kvfix.fix import catalogue
 
-    return [row for fix in catalogue() for row in _rows(fix, decide)]
+    return [row for fix in catalogue() for row in rows(fix, decide)]
 
 
-def _rows(fix: Fix, decide: Callable[[Patch], Verdict]) -> Iterator[Row]:
+def rows(fix: Fix, decide: Callable[[Patch], Verdict] = judge) -> Iterator[Row]:
+    """One row for each distribution that this fix is for."""
     from kvfix import arrival
 
     choice = arrival.choice()

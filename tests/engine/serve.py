@@ -29,7 +29,7 @@ def main(job: dict[str, Any]) -> None:
     if job["apply"]:
         import kvfix
 
-        kvfix.apply()
+        kvfix.apply(job["apply"])
     from vllm import LLM, SamplingParams
     from vllm.config import KVTransferConfig
 

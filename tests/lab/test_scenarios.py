@@ -13,8 +13,7 @@ import pytest
 from kvfix.fix import catalogue
 from kvfix_tools.lab.cli import _tell
 from kvfix_tools.lab.scenario import find, scenarios
-from tests.conftest import RELEASES, Fresh
-from tests.lab.conftest import Once
+from tests.conftest import RELEASES, Fresh, Once
 
 #: The releases in which a bug appears or goes, and the newest. `make matrix` plays all of them.
 PLAYED = ["0.3.10", "0.3.10.post1", "0.4.1", "0.4.6", "0.5.4", "0.5.5", "0.5.6"]
@@ -22,12 +21,16 @@ EXISTING = {found.code for found in catalogue() if found.mends}
 #: Below what the lab plays, on LMCache's own functions: test_async_release.py, tests/runtime/test_cpu_allocation.py.
 PROVEN_ELSEWHERE = {"KVF013", "KVF016", "KVF018"}
 CODE = """
+from kvfix_tools.lab import checked
 from kvfix_tools.lab.scenario import scenarios
 result = []
 for scenario in scenarios():
     for fixes in (False, True):
         played = runner.play(scenario, fixes)
-        result.append(dict(played.as_json(), expected=runner.expected(scenario), counts=played.counts))
+        expected = runner.expected(scenario)
+        # tests/probes/test_table.py reads these: the same process, for vLLM takes its time to import
+        reports = checked.reports(scenario) if expected == "violated" and not fixes else []
+        result.append(dict(played.as_json(), expected=expected, counts=played.counts, reports=reports))
 """
 SLUGS = [scenario.slug for scenario in scenarios()]
 

@@ -5,11 +5,13 @@ Exit codes of all commands: 0 nothing found, 1 findings, 2 usage or unreadable i
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Optional
 
 import typer
 
 import kvfix
+from kvfix.choice import MODES
 from kvfix_tools.lab.cli import app as lab
 
 app = typer.Typer(
@@ -53,16 +55,36 @@ def status(
 
 @app.command()
 def explain(name: Annotated[str, typer.Argument(metavar="CODE|SLUG")], json: Json = False) -> None:
-    """A fix: symptom, cause, what the fix does, releases, upstream, when it can go."""
+    """A fix (KVF...): symptom, cause, releases, when it can go; or a rule of the ledger (KVR...), and what cures it."""
     from kvfix_tools import catalogue
 
     raise typer.Exit(catalogue.explain(name, json))
 
 
+@app.command()
+def replay(file: Annotated[Path, typer.Argument(metavar="FILE")], json: Json = False) -> None:
+    """A recorder file through the ledger once more: what was violated, with its story. Exit 1 if anything was."""
+    from kvfix_tools import replay
+
+    raise typer.Exit(replay.replay(file, json))
+
+
+@app.command()
+def dump(
+    pid: Annotated[int, typer.Argument(metavar="PID", help="The engine: this process and all below it.")],
+    out: Annotated[Path, typer.Option("-o", metavar="DIR", help="Where the bundle goes.")] = Path(),
+    json: Json = False,
+) -> None:
+    """A bundle (tar.gz) of a running or hung engine: stacks and flight recorders of its processes, and who waits."""
+    from kvfix_tools.dump import command
+
+    raise typer.Exit(command.dump(pid, out, json))
+
+
 @app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 def run(
     command: Annotated[list[str], typer.Argument(metavar="-- CMD ...", help="The program and its arguments.")],
-    mode: Annotated[str, typer.Option(help="What kvfix does in it.")] = "fix",
+    mode: Annotated[str, typer.Option(help=f"What kvfix does in it: {', '.join(MODES)}.")] = "fix",
     only: Names = None,
     skip: Names = None,
 ) -> None:

@@ -68,7 +68,7 @@ class PrefetchingEngine(CacheEngine):
         #: To 0.3.15 a load takes the event away; since 0.4.1 it stays until the lookup is unpinned (LMCache PR 2559).
         self._load_takes = not hasattr(events.EventManager, "get_event_future")
         # What LMCacheEngine.lookup_unpin reads of itself.
-        self.lookup_pins: dict[str, Any] = {}
+        self.lookup_pins = {}
         self.async_loading = True
         status = events.EventStatus
         self.event_manager = SimpleNamespace(

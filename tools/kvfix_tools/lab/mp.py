@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from kvfix.probes import readers
 from kvfix_tools.lab.memory import Cache, Slots
 from kvfix_tools.lab.mp_server import Heartbeat, Server
 from kvfix_tools.lab.mp_transfer import Transfer
@@ -86,6 +87,7 @@ class MP:
         self.deaf = False
         self.connector = make("scheduler")
         self.worker = make("worker")
+        self.reader = readers.MP(self.connector)
         self.scheduler_adapter = self.connector.scheduler_adapter
         self.worker_adapter = self.worker.worker_adapter
         self.worker_adapter.register_kv_caches({})
@@ -121,16 +123,11 @@ class MP:
         self.server.unanswered = how_many
 
     def hit(self, request: str) -> int | None:
-        found = self.scheduler_adapter._finished_lookup_results.get(request)
-        return found if isinstance(found, int) else None
+        return self.reader.hit(request)
 
     def due(self, metadata: Any) -> list[tuple[str, int, int]]:
         """(request, first token, end) of each load that the metadata tell the worker to start."""
-        return [
-            (meta.request_id, meta.op.start + getattr(meta.op, "skip_first_n_tokens", 0), meta.op.end)
-            for meta in metadata.requests
-            if meta.direction == "RETRIEVE"
-        ]
+        return self.reader.loads(metadata) or []
 
     def start_step(self, metadata: Any, forward: bool) -> None:
         self.worker.bind_connector_metadata(metadata)

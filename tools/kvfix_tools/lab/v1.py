@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 import zmq
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
+from kvfix.probes import readers
 from kvfix_tools.lab.memory import Cache, Prefix, Slots
 
 if TYPE_CHECKING:
@@ -77,6 +79,7 @@ class CacheEngine:
         self.slots = slots
         self.cache = cache
         self.tokens = tokens
+        self.lookup_pins: dict[str, Any] = cache.pins
         #: Set by the world: told of each load and store, (request, first token, end, tokens that were moved).
         self.on_load: Callable[[str, int, int, int], None] = lambda *_: None
         self.on_store: Callable[[str, list[int], int, int], None] = lambda *_: None
@@ -172,6 +175,8 @@ class V1:
         self.scheduler_side = connector._lmcache_engine
         self.engine = self._join(self.scheduler_side.lookup_client, slots, cache)
         self.worker_side = self._worker(config)
+        self.worker = self._hooks_of(self.worker_side)
+        self.reader = readers.V1(connector)
 
     def _join(self, client: Any, slots: Slots, cache: Cache) -> CacheEngine:
         """The worker's cache, answering the scheduler's lookup client."""
@@ -195,7 +200,6 @@ class V1:
         shared = ("kv_role", "config", "async_loading", "_block_size", "_lmcache_chunk_size", "_stats_monitor")
         for name in shared:
             setattr(worker, name, getattr(scheduler_side, name))
-        worker._parent = SimpleNamespace(_get_connector_metadata=lambda: self.engine.metadata, _connector_metadata=None)
         worker._invalid_block_ids = set()
         worker.device = torch.device("cpu")
         worker.use_layerwise = worker.enable_blending = False
@@ -207,6 +211,14 @@ class V1:
         else:
             worker.lmcache_engine = self.engine
         return worker
+
+    def _hooks_of(self, worker: Any) -> Any:
+        """The connector in the worker's role, as vLLM calls it: it hands on to the adapter."""
+        kind: Any = type(self.connector)
+        connector = kind.__new__(kind)
+        vars(connector).update(_lmcache_engine=worker, _role=KVConnectorRole.WORKER, _connector_metadata=None)
+        worker._parent = connector
+        return connector
 
     def listen(self, on_load: Any, on_store: Any, on_wrong: Any, right: Any, on_timeout: Any, lost: Any) -> None:
         self.engine.on_load, self.engine.on_store = on_load, on_store
@@ -240,30 +252,24 @@ class V1:
 
     def due(self, metadata: Any) -> list[tuple[str, int, int]]:
         """(request, first token, end) of each load that the metadata tell the worker to start."""
-        return [
-            (meta.req_id, meta.load_spec.vllm_cached_tokens, meta.load_spec.lmcache_cached_tokens)
-            for meta in metadata.requests
-            if meta.load_spec is not None and meta.load_spec.can_load
-        ]
+        return self.reader.loads(metadata) or []
 
     def hit(self, request: str) -> int | None:
         """Tokens that the last lookup of this request found, as long as the lookup client keeps it."""
-        status = getattr(self.scheduler_side.lookup_client, "reqs_status", {}).get(request)
-        return status if isinstance(status, int) else None
+        return self.reader.hit(request)
 
     def start_step(self, metadata: Any, forward: bool) -> None:
         """What vLLM's worker calls before the forward pass."""
         self.engine.begin(metadata)
-        self.worker_side.start_load_kv(SimpleNamespace(attn_metadata=object() if forward else None))
+        self.worker.bind_connector_metadata(metadata)
+        self.worker.start_load_kv(SimpleNamespace(attn_metadata=object() if forward else None))
 
     def finish_step(self, forward: bool, ended: set[str]) -> tuple[set[str] | None, set[str] | None, set[int]]:
         """What it calls after: (finished sending, finished receiving, blocks that failed to load)."""
         if forward:
-            self.worker_side.wait_for_save()
-        sending, receiving = self.worker_side.get_finished(ended)
-        # 0.3.9 cannot tell, and vLLM does not ask it (lmcache_connector.py 0.32.0, get_block_ids_with_load_errors)
-        failed: set[int] = getattr(self.worker_side, "get_block_ids_with_load_errors", set)()
-        return sending, receiving, failed
+            self.worker.wait_for_save()
+        sending, receiving = self.worker.get_finished(ended)
+        return sending, receiving, self.worker.get_block_ids_with_load_errors()
 
     def failed_blocks(self) -> set[int]:
         return set(self.worker_side._invalid_block_ids)
