@@ -1,0 +1,352 @@
+"""What the log tells, as far as it has been read: stories in the ledger, counts, releases, tracebacks, findings."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, deque
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from kvfix.ledger import RULES, Ledger
+from kvfix.ledger.wording import line as wording
+from kvfix_tools.diagnose import events, scan, statements
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvfix.ledger import Finding as Verdict
+    from kvfix_tools.diagnose.findings import Rule
+
+#: Requests that are kept in mind; the oldest are forgotten. 100,000 requests, or millions, take no more memory.
+REQUESTS = 20_000
+#: Events kept of one request.
+HISTORY = 24
+
+
+class Evidence(NamedTuple):
+    """A line of the input."""
+
+    file: str
+    line: int
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}: {self.text}"
+
+
+class Seen(NamedTuple):
+    """A hit, where it is, and in what traceback if it is an exception (`raised` in its fields)."""
+
+    name: str
+    fields: dict[str, Any]
+    time: float | None
+    process: str
+    file: str
+    line: int
+    body: bytes
+
+    @property
+    def evidence(self) -> Evidence:
+        return Evidence(self.file, self.line, scan.text(self.body))
+
+    @property
+    def request(self) -> str:
+        return str(self.fields.get("request", ""))
+
+
+class Told(NamedTuple):
+    """A ledger event in a story, with the line that told it."""
+
+    what: str
+    file: str
+    line: int
+
+
+class Found:
+    """A finding: its rule, and where and how it shows in this input."""
+
+    def __init__(self, rule: Rule, sentence: str, seen: Seen | None, request: str, verdict: str) -> None:
+        self.rule = rule
+        self.sentence = sentence
+        self.request = request
+        self.verdict = verdict
+        self.count = 1
+        self.evidence: list[Evidence] = [seen.evidence] if seen else []
+        self.first = self.last = seen.time if seen else None
+        self.story: list[Told] = []
+        self.verdicts: list[Verdict] = []
+
+    @property
+    def order(self) -> tuple[int, str]:
+        return (self.rule.severity.value, self.rule.code)
+
+
+class _Traceback:
+    """Frames since the last exception of one process."""
+
+    def __init__(self) -> None:
+        self.frames: deque[tuple[str, int, str]] = deque(maxlen=48)
+        self.source = ""
+
+
+class Case:
+    """Feed it hits in the order of the log; look at `findings` any time.
+
+    on_found: called with each new finding, for streams. watch: a request whose lines are all kept.
+    timeline: gets every event too, for pages and traces.
+    """
+
+    def __init__(
+        self,
+        on_found: Callable[[Found], None] | None = None,
+        watch: str = "",
+        timeline: Any = None,
+    ) -> None:
+        from kvfix_tools.diagnose.findings import notes, rules
+
+        self.ledger = Ledger(HISTORY)
+        self.counts: Counter[str] = Counter()
+        self.found: dict[tuple[str, str], Found] = {}
+        self.releases: dict[str, Counter[str]] = {"lmcache": Counter(), "vllm": Counter()}
+        self.unknowns: Counter[str] = Counter()
+        self.debug = False
+        self.lines = 0
+        self.bytes = 0
+        self.watched: list[Evidence] = []
+        self.memory: dict[str, Any] = {}
+        self.told: dict[str, deque[Told]] = {}
+        self.timeline = timeline
+        self._watch = watch
+        self._on_found = on_found
+        self._rules = rules()
+        self._notes = notes()
+        self._candidates: set[str] | None = None
+        self._tracebacks: dict[str, _Traceback] = {}
+        self._placed: set[str] = set()
+        self._verdicts: dict[str, list[Verdict]] = {}
+        self._asked: dict[str, tuple[Any, ...]] = {}
+        self._time: float | None = None
+
+    def take(self, file: str, base: int, hits: list[scan.Hit]) -> None:
+        """Hits of one block, whose first line is the line `base` of the file (the first is 1)."""
+        counts = self.counts
+        watch = self._watch
+        for number, when, process, name, fields, body in hits:
+            counts[name] += 1
+            if when is not None:
+                self._time = when
+            if watch and watch.encode() in body:
+                self._keep(Evidence(file, base + number, scan.text(body)))
+            if name == "asked":
+                # The same question with the same answer, on every step: nothing new for the ledger.
+                told = (fields["total"], fields.get("computed"), fields.get("hit"), fields.get("need"))
+                request = str(fields["request"])
+                if self._asked.get(request) == told:
+                    # A prime: requests that are asked about in turns are all seen.
+                    if counts[name] % 61 == 0:
+                        self._look(Seen(name, fields, when, process, file, base + number, body))
+                    continue
+                self._asked[request] = told
+                if len(self._asked) > REQUESTS:
+                    self._asked.clear()
+            self._event(Seen(name, fields, when, process, file, base + number, body))
+
+    def _event(self, seen: Seen) -> None:
+        name = seen.name
+        if name in ("frame", "assertion", "exception"):
+            raised = self._traced(seen)
+            if raised is None:
+                return
+            seen = raised
+        elif name not in self._placed:
+            self._place(seen)
+        for event in events.of(self, seen):
+            self._feed(event, seen)
+        self._look(seen)
+
+    def _feed(self, event: Any, seen: Seen) -> None:
+        verdicts = self.ledger.feed(event)
+        told = self.told.get(event.request)
+        if told is None:
+            if len(self.told) > REQUESTS:
+                self._forget()
+            told = self.told[event.request] = deque(maxlen=HISTORY)
+        told.append(Told(type(event).__name__, seen.file, seen.line))
+        if self.timeline is not None:
+            self.timeline.take(event, seen.time if seen.time is not None else self._time)
+        for verdict in verdicts:
+            if verdict.verdict == "unknown":
+                self.unknowns[verdict.code] += 1
+            else:
+                kept = self._verdicts.setdefault(event.request, [])
+                if len(kept) < 8 and len(self._verdicts) < 1000:
+                    kept.append(verdict)
+                self._judge(verdict, seen)
+
+    def _look(self, seen: Seen) -> None:
+        for keep in self._notes.get(seen.name, ()):
+            keep(self, seen)
+        for rule in self._rules.get(seen.name, ()):
+            answer = rule.look(self, seen)
+            if answer is not None:
+                self._add(rule, answer, seen)
+
+    def _judge(self, verdict: Verdict, seen: Seen) -> None:
+        """A rule of the ledger that is violated is a finding of its own, unless a crash tells the same."""
+        from kvfix_tools.diagnose.findings import Answer, ledger_rule
+
+        if verdict.code != "KVR011":
+            self._add(ledger_rule(verdict.code), Answer(verdict.message, verdict.request), seen)
+
+    def _add(self, rule: Rule, answer: Any, seen: Seen | None) -> None:
+        request = answer.request if answer.request is not None else (seen.request if seen else "")
+        # One finding of a kind for a crash of a request, one for all requests of what repeats.
+        key = (rule.code, request if rule.severity.name == "CRASH" else "")
+        found = self.found.get(key)
+        if found is not None:
+            found.count += 1
+            if seen is not None:
+                found.last = seen.time if seen.time is not None else found.last
+                if len(found.evidence) < 5 and seen.evidence not in found.evidence:
+                    found.evidence.append(seen.evidence)
+            return
+        found = self.found[key] = Found(rule, answer.sentence, seen, request, answer.verdict)
+        found.evidence += [each for each in answer.evidence if each not in found.evidence]
+        if found.first is None:
+            found.first = found.last = self._time
+        found.story = self.story(request)
+        found.verdicts = list(self._verdicts.get(request, ()))
+        if self._on_found is not None:
+            self._on_found(found)
+
+    def end(self) -> list[Found]:
+        """All is read. The findings, the worst first."""
+        for rule in self._rules.get("", ()):
+            answer = rule.look(self, None)
+            if answer is not None:
+                self._add(rule, answer, None)
+        return self.findings
+
+    @property
+    def findings(self) -> list[Found]:
+        crashed = {found.request for found in self.found.values() if found.rule.severity.name == "CRASH"}
+        shown = [
+            found for found in self.found.values()
+            # What a crash's own arithmetic says already is not said again.
+            if not (found.rule.code.startswith("KVR") and found.request in crashed)
+        ]  # fmt: skip
+        return sorted(shown, key=lambda found: found.order)
+
+    # What findings ask.
+
+    def release(self, dist: str) -> str | None:
+        """The release that the log names; else the one that its statements' line numbers give away."""
+        from packaging.version import VERSION_PATTERN, Version
+
+        for text, _ in self.releases[dist].most_common():
+            # 0.5.6-g3e11e108 is the release 0.5.6, as a checkout says it.
+            plain = text.partition("-g")[0]
+            if re.fullmatch(VERSION_PATTERN, plain, re.VERBOSE | re.IGNORECASE):
+                return Version(plain).public
+        if dist == "lmcache" and self._candidates and len(self._candidates) == 1:
+            return next(iter(self._candidates))
+        return None
+
+    @property
+    def candidates(self) -> list[str]:
+        """LMCache releases that the line numbers of the statements allow; empty: they tell nothing."""
+        from packaging.version import Version
+
+        return sorted(self._candidates or (), key=Version)
+
+    def within(self, dist: str, specifier: str) -> bool | None:
+        """Whether the release of the log is among these; None: it is not known."""
+        from packaging.specifiers import SpecifierSet
+
+        wanted = SpecifierSet(specifier, prereleases=True)
+        release = self.release(dist)
+        if release is not None:
+            return release in wanted
+        inside = {each in wanted for each in self.candidates}
+        return inside.pop() if dist == "lmcache" and len(inside) == 1 else None
+
+    def story(self, request: str) -> list[Told]:
+        """The request's events so far, in words, each with its line."""
+        book = self.ledger.stories.get(request)
+        places = list(self.told.get(request, ()))
+        if book is None or not request:
+            return []
+        happened = list(book.events)[-len(places) :]
+        return [
+            Told(wording(event), place.file, place.line)
+            for event, place in zip(happened, places[-len(happened) :], strict=False)
+        ]
+
+    def hidden(self) -> list[tuple[str, str, str]]:
+        """(rule, what it would have to see, what shows it): what this log's level leaves out."""
+        from kvfix_tools.diagnose.findings import HIDDEN
+
+        if self.debug or not self.counts["asked"]:
+            return []
+        release = self.release("lmcache") or (self.candidates or ["0.5.6"])[-1]
+        names = {rule.code: rule.name for rule in RULES}
+        return [
+            (f"{code} {names[code]}", what, "LMCACHE_LOG_LEVEL=DEBUG")
+            for code, message, what in HIDDEN
+            if statements.levels(message, release) == {"debug"}
+        ]
+
+    # Reading.
+
+    def _traced(self, seen: Seen) -> Seen | None:
+        trace = self._tracebacks.get(seen.process)
+        if trace is None:
+            if len(self._tracebacks) > 256:
+                self._tracebacks.clear()
+            trace = self._tracebacks[seen.process] = _Traceback()
+        if seen.name == "frame":
+            trace.frames.append((seen.fields["file"], seen.fields["line"], seen.fields["function"]))
+            trace.source = ""
+            return None
+        if seen.name == "assertion":
+            trace.source = seen.fields["source"]
+            return None
+        del self._tracebacks[seen.process]
+        text = seen.fields.get("text", "")
+        meaning = scan.raised(text)
+        fields = {
+            **(meaning[1] if meaning else {}),
+            "type": seen.fields["type"].rpartition(".")[2],
+            "text": text,
+            "meaning": meaning[0] if meaning else "",
+            "source": trace.source,
+            "frames": list(trace.frames),
+        }
+        return seen._replace(name="raised", fields=fields)
+
+    def _place(self, seen: Seen) -> None:
+        """Once for each kind of line: which releases have this statement at this line."""
+        if seen.name == "version":
+            self.releases["lmcache"][seen.fields["lmcache"]] += 1
+            self.releases["vllm"][seen.fields["vllm"]] += 1
+            return
+        if seen.name == "vllm_version":
+            self.releases["vllm"][seen.fields["vllm"]] += 1
+            return
+        at = scan.trailer(seen.body)
+        if at is None:
+            return
+        self._placed.add(seen.name)
+        releases = statements.releases_at(seen.name, at[0], at[1])
+        if releases:
+            both = releases if self._candidates is None else self._candidates & releases
+            self._candidates = set(both) or self._candidates
+
+    def _keep(self, evidence: Evidence) -> None:
+        if len(self.watched) < 5000:
+            self.watched.append(evidence)
+
+    def _forget(self) -> None:
+        for request in list(self.told)[: REQUESTS // 4]:
+            self.told.pop(request, None)
+            self.ledger.forget(request)
+            self._verdicts.pop(request, None)

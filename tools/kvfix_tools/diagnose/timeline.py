@@ -1,0 +1,63 @@
+"""What pages and traces draw: spans of requests, and counters over time. Bounded, whatever the log's length."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+#: Requests that are drawn; what is longer ago than so many is not.
+DRAWN = 2000
+#: Intervals of the counters; they grow wider as the log goes on.
+BINS = 240
+COUNTERS = ("lookups", "hit tokens", "loaded tokens", "stored tokens", "running", "waiting")
+
+
+class Mark(NamedTuple):
+    """An event on a request's line. time: seconds, as the log's clock has it."""
+
+    time: float
+    kind: str
+    text: str
+
+
+class Timeline:
+    """Fed by a case with every event, and with the statistics of vLLM."""
+
+    def __init__(self) -> None:
+        self.requests: dict[str, list[Mark]] = {}
+        self.width = 1.0
+        self.bins: dict[int, dict[str, float]] = {}
+
+    def take(self, event: Any, time: float | None) -> None:
+        from kvfix.ledger.wording import line
+
+        if time is None or time < 1e9:  # vLLM's lines have no year
+            return
+        marks = self.requests.get(event.request)
+        if marks is None and len(self.requests) < DRAWN and event.request:
+            marks = self.requests[event.request] = []
+        if marks is not None and len(marks) < 200:
+            marks.append(Mark(time, type(event).__name__, line(event)))
+
+    def count(self, time: float | None, name: str, value: float, level: bool = False) -> None:
+        """Add to the counter's interval; `level`: the value stands, it is no sum."""
+        if time is None or time < 1e9:
+            return
+        slot = self.bins.setdefault(int(time / self.width), {})
+        slot[name] = value if level else slot.get(name, 0) + value
+        if len(self.bins) > BINS:
+            self._widen()
+
+    def _widen(self) -> None:
+        old, self.bins, self.width = self.bins, {}, self.width * 2
+        for number in sorted(old):
+            slot = self.bins.setdefault(number // 2, {})
+            for name, value in old[number].items():
+                slot[name] = value if name in ("running", "waiting") else slot.get(name, 0) + value
+
+    def series(self) -> dict[str, list[tuple[float, float]]]:
+        """{counter: [(seconds, value)]}, in the order of time."""
+        return {
+            name: [(number * self.width, slot.get(name, 0.0)) for number, slot in sorted(self.bins.items())]
+            for name in COUNTERS
+            if any(name in slot for slot in self.bins.values())
+        }
