@@ -113,7 +113,7 @@ class Case:
         self.bytes = 0
         self.watched: list[Evidence] = []
         self.memory: dict[str, Any] = {}
-        self.told: dict[str, deque[Told]] = {}
+        self.told: dict[str, deque[tuple[str, int]]] = {}
         self.timeline = timeline
         self._watch = watch
         self._on_found = on_found
@@ -122,33 +122,45 @@ class Case:
         self._candidates: set[str] | None = None
         self._tracebacks: dict[str, _Traceback] = {}
         self._placed: set[str] = set()
+        #: Kinds of lines that are only counted, once it is known where they stand.
+        self._silent: set[str] = set()
         self._verdicts: dict[str, list[Verdict]] = {}
-        self._asked: dict[str, tuple[Any, ...]] = {}
+        self._asked: dict[bytes | None, scan.Groups] = {}
         self._time: float | None = None
 
     def take(self, file: str, base: int, hits: list[scan.Hit]) -> None:
         """Hits of one block, whose first line is the line `base` of the file (the first is 1)."""
         counts = self.counts
-        watch = self._watch
-        for number, when, process, name, fields, body in hits:
+        watch = self._watch.encode()
+        silent = self._silent
+        for number, stamp, process, name, groups, body in hits:
             counts[name] += 1
-            if when is not None:
-                self._time = when
-            if watch and watch.encode() in body:
+            if self.timeline is not None:
+                self.timeline.hit(name, groups, scan.seconds(stamp) if stamp else None)
+            if watch and watch in body:
                 self._keep(Evidence(file, base + number, scan.text(body)))
+            if name in silent:
+                continue
             if name == "asked":
                 # The same question with the same answer, on every step: nothing new for the ledger.
-                told = (fields["total"], fields.get("computed"), fields.get("hit"), fields.get("need"))
-                request = str(fields["request"])
-                if self._asked.get(request) == told:
+                request = groups[0]
+                if self._asked.get(request) == groups:
                     # A prime: requests that are asked about in turns are all seen.
                     if counts[name] % 61 == 0:
-                        self._look(Seen(name, fields, when, process, file, base + number, body))
+                        self._look(self._seen(stamp, process, name, groups, file, base + number, body))
                     continue
-                self._asked[request] = told
                 if len(self._asked) > REQUESTS:
                     self._asked.clear()
-            self._event(Seen(name, fields, when, process, file, base + number, body))
+                self._asked[request] = groups
+            self._event(self._seen(stamp, process, name, groups, file, base + number, body))
+
+    def _seen(
+        self, stamp: bytes, process: str, name: str, groups: scan.Groups, file: str, line: int, body: bytes
+    ) -> Seen:
+        when = scan.seconds(stamp) if stamp else None
+        if when is not None:
+            self._time = when
+        return Seen(name, scan.fields(name, groups), when, process, file, line, body)
 
     def _event(self, seen: Seen) -> None:
         name = seen.name
@@ -170,7 +182,7 @@ class Case:
             if len(self.told) > REQUESTS:
                 self._forget()
             told = self.told[event.request] = deque(maxlen=HISTORY)
-        told.append(Told(type(event).__name__, seen.file, seen.line))
+        told.append((seen.file, seen.line))
         if self.timeline is not None:
             self.timeline.take(event, seen.time if seen.time is not None else self._time)
         for verdict in verdicts:
@@ -276,10 +288,7 @@ class Case:
         if book is None or not request:
             return []
         happened = list(book.events)[-len(places) :]
-        return [
-            Told(wording(event), place.file, place.line)
-            for event, place in zip(happened, places[-len(happened) :], strict=False)
-        ]
+        return [Told(wording(event), *place) for event, place in zip(happened, places[-len(happened) :], strict=False)]
 
     def hidden(self) -> list[tuple[str, str, str]]:
         """(rule, what it would have to see, what shows it): what this log's level leaves out."""
@@ -336,6 +345,8 @@ class Case:
         if at is None:
             return
         self._placed.add(seen.name)
+        if not (events.tells(seen.name) or seen.name in self._rules or seen.name in self._notes):
+            self._silent.add(seen.name)
         releases = statements.releases_at(seen.name, at[0], at[1])
         if releases:
             both = releases if self._candidates is None else self._candidates & releases

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 from kvfix.ledger import events as ev
@@ -16,6 +17,11 @@ def of(case: Case, seen: Seen) -> list[Any]:
     """Events that this line tells, in their order."""
     make = _MAKERS.get(seen.name)
     return make(case, seen.fields, seen) if make is not None else []
+
+
+def tells(name: str) -> bool:
+    """Whether lines of this kind make events."""
+    return name in _MAKERS
 
 
 def _asked(case: Case, fields: dict[str, Any], seen: Seen) -> list[Any]:
@@ -64,6 +70,11 @@ def _load_failed(case: Case, fields: dict[str, Any], seen: Seen) -> list[Any]:
     return [ev.LoadFailed(fields["request"], None)]
 
 
+def _kv_failing(case: Case, fields: dict[str, Any], seen: Seen) -> list[Any]:
+    """vLLM names the requests that it ends: a set or a list of ids."""
+    return [ev.LoadFailed(request, None) for request in re.findall(r"'([^']+)'", fields["requests"])[:64]]
+
+
 def _aborted(case: Case, fields: dict[str, Any], seen: Seen) -> list[Any]:
     return [ev.Finished(fields["request"], True)]
 
@@ -93,6 +104,7 @@ _MAKERS: dict[str, Callable[[Case, dict[str, Any], Seen], list[Any]]] = {
     "storing": _storing,
     "retrieved": _retrieved,
     "load_failed": _load_failed,
+    "kv_failing": _kv_failing,
     "aborted": _aborted,
     "raised": _raised,
 }

@@ -14,7 +14,7 @@ class Message(NamedTuple):
     """One kind of line.
 
     starts: what the body begins with where the frame of LMCache tells where that is; empty: anywhere in the line.
-    literal: without it the line is not of this kind. pattern: named groups are the fields.
+    literal: without it the line is not of this kind. pattern: its groups are the fields (name, is it a count).
     source: where it is said: `lmcache` (by logging), `vllm`, or `trace` (part of a traceback).
     """
 
@@ -23,7 +23,7 @@ class Message(NamedTuple):
     literal: bytes
     pattern: re.Pattern[bytes]
     source: str
-    numbers: frozenset[str]
+    fields: tuple[tuple[str, bool], ...]
 
 
 MESSAGES: list[Message] = []
@@ -36,8 +36,12 @@ _ID = rb"(?P<request>[^\s,'\"()\[\]]+)"
 def _message(name: str, source: str, starts: str, literal: str, pattern: bytes) -> None:
     compiled = re.compile(pattern.replace(b"<ID>", _ID))
     heads = tuple(start.encode() for start in starts.split("|") if start)
-    numbers = frozenset((one or other).decode() for one, other in _COUNT.findall(pattern))
-    MESSAGES.append(Message(name, heads, literal.encode(), compiled, source, numbers))
+    counts = {(one or other).decode() for one, other in _COUNT.findall(pattern)}
+    fields = tuple(
+        (field, field in counts) for field in sorted(compiled.groupindex, key=compiled.groupindex.__getitem__)
+    )
+    assert compiled.groups == len(fields), f"{name}: only named groups"
+    MESSAGES.append(Message(name, heads, literal.encode(), compiled, source, fields))
 
 
 def _lmcache(name: str, starts: str, literal: str, pattern: bytes) -> None:
@@ -112,7 +116,7 @@ _lmcache(
 )  # fmt: skip
 _lmcache(
     "ranks_differ", "Lookup results (number", "Lookup results (number of hit tokens) differ",
-    rb"Lookup results \(number of hit tokens\) differ across [^:]* ranks: (?P<results>[^\n]*\w)",
+    rb"Lookup results \(number of hit tokens\) differ across [^:]* ranks: (?P<results>.*?)\.(?:\s|$)",
 )  # fmt: skip
 _lmcache(
     "hash_seed", "Using builtin hash|Centralized cache|P/D Disaggregation", "PYTHONHASHSEED",
@@ -163,7 +167,7 @@ _lmcache(
 )  # fmt: skip
 _lmcache(
     "mp_preempted", "<preempted> by", "<preempted> by ",
-    rb"<preempted> by (?P<what>preempted|resumed) requests: (?P<requests>.*)",
+    rb"<preempted> by (?P<what>preempted|resumed) requests: ",
 )  # fmt: skip
 _lmcache(
     "mp_resumed", "<resume-load>", "<resume-load> req=",
@@ -267,7 +271,7 @@ _message(
 )  # fmt: skip
 _message(
     "server_silent", "raised", "", "LMCache server did not respond ",
-    rb"LMCache server did not respond (?:to (?P<operation>\w+) )?within",
+    rb"LMCache server did not respond (?:to (?P<operation>\w+) )?within [\d.]+s\. Is the",
 )  # fmt: skip
 _message(
     "no_tracker", "raised", "", "Request tracker for request_id ", rb"Request tracker for request_id <ID> not found"

@@ -57,11 +57,12 @@ def steps(case: Case, rule: Rule) -> list[Step]:
             (p.dist for p in found.patches if case.within(p.dist, p.broken) is not False), found.patches[0].dist
         )
         release = first_right(found, dist)
-        name = f"{_NAMES.get(dist, dist)} {release}" if release else ""
+        named = _NAMES.get(dist, dist)
+        name = f"{named} {release}" if release else ""
         text = (
-            f"{name} has what {found.code} corrects"
+            f"upgrade to {name}, which does not need {found.code}"
             if release
-            else f"no {_NAMES.get(dist, dist)} has it ({found.code})"
+            else f"no release of {named} is right yet ({found.code})"
         )
         if text not in seen:
             seen.add(text)

@@ -92,12 +92,12 @@ def print_summary(case: Case, findings: list[Found], console: Console) -> None:
         console.print(
             f"unknown: {code} {many} times: the log does not hold what came before", soft_wrap=True, markup=False
         )
-    console.print(_read(case), soft_wrap=True, markup=False)
+    console.print(read_words(case), soft_wrap=True, markup=False)
     words = ", ".join(f"{found.rule.code} {found.rule.name}" for found in findings)
     console.print(f"SUMMARY: kvfix-diagnose: {words or 'nothing found'}", soft_wrap=True, markup=False)
 
 
-def _read(case: Case) -> str:
+def read_words(case: Case) -> str:
     counts = case.counts
     releases = [f"{name} {release}" for name, release in versions(case).items() if release]
     of = f" of {', '.join(releases)}" if releases else ""

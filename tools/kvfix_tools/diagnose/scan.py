@@ -1,7 +1,8 @@
 """Blocks of log text to hits. Only lines that hold a needle of the grammar are looked at.
 
-A hit is a plain tuple, since there are many and they cross processes: (number of the line in the block, seconds or
-None, process or "", name of the message, its fields, the message's text).
+A hit is a plain tuple, since there are many and they cross processes: (number of the line in the block, its time as it
+stands there or b"", process or "", name of the message, the groups of its pattern, the message's text). Most are only
+counted: `seconds` and `fields` are for those that are not.
 """
 
 from __future__ import annotations
@@ -17,17 +18,16 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 Fields = dict[str, Union[int, str]]  # noqa: UP007
-Hit = tuple[int, "float | None", str, str, Fields, bytes]
+Groups = tuple["bytes | None", ...]
+Hit = tuple[int, bytes, str, str, Groups, bytes]
 
 #: Longer ones are looked at in pieces.
 LONGEST_LINE = 1 << 16
 _ANSI = rb"\x1b?\[[0-9;]*m"
-#: `[2026-11-21 01:41:27,007] LMCache INFO:`, the same in 0.3.1 to 0.5.6; pasted logs lose the escape character.
-_FRAME = re.compile(
-    rb"\[?(\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)[,.](\d{3})\] LMCache (DEBUG|INFO|WARNING|ERROR|CRITICAL):(?:"
-    + _ANSI
-    + rb")? ?"
-)
+#: `[2026-11-21 01:41:27,007] LMCache INFO: `, the same in 0.3.1 to 0.5.6; pasted logs lose the escape character.
+_FRAME = b"] LMCache "
+_LEVEL = re.compile(rb"\] LMCache [A-Z]{4,8}:(?:" + _ANSI + rb")? ?")
+_STAMP = len(b"2026-11-21 01:41:27,007")
 #: ` (vllm_v1_adapter.py:1476:lmcache.integration.vllm.vllm_v1_adapter)`
 _TRAILER = re.compile(rb" ?(?:" + _ANSI + rb")?\(([\w]+\.py):(\d+):([\w.]+)\)(?:" + _ANSI + rb")?\s*$")
 _COLOURS = re.compile(_ANSI)
@@ -68,41 +68,42 @@ def spans(block: bytes) -> Iterator[tuple[int, int]]:
         at = block.find(needle)
         while at >= 0:
             start = block.rfind(b"\n", 0, at) + 1
-            end = block.find(b"\n", at)
-            lines[start] = end = end if end >= 0 else size
+            end = lines.get(start, -1)
+            if end < 0:
+                end = block.find(b"\n", at)
+                lines[start] = end = end if end >= 0 else size
             at = block.find(needle, end)
     return iter(sorted(lines.items()))
 
 
 def _read(line: bytes, number: int, found: list[Hit]) -> None:
-    frame = _FRAME.search(line)
-    if frame is None:
+    start = line.find(_FRAME)
+    level = _LEVEL.match(line, start) if start >= 0 else None
+    if level is None:
         _read_unframed(line, number, found)
         return
-    body = line[frame.end() :]
-    for message in _BY_HEAD.get(body[:4], ()):
-        if message.literal in body:
-            match = message.pattern.match(body)
-            if match is not None:
-                process = _process(line[: frame.start()]) if frame.start() > 12 else ""
-                fields = _fields(message, match)
-                found.append((number, _seconds(frame[1], frame[2]), process, message.name, fields, body))
-                break
-    if frame.start() > 12 and any(needle in line[: frame.start()] for needle in _OTHER_NEEDLES):
-        _read_unframed(line[: frame.start()], number, found)
-    if b"] LMCache " in body:  # two lines glued together
-        _read(body, number, found)
+    at = level.end()
+    for message in _BY_HEAD.get(line[at : at + 4], ()):
+        match = message.pattern.match(line, at)
+        if match is not None:
+            process = _process(line[:start]) if start > 40 else ""
+            stamp = line[max(0, start - _STAMP) : start]
+            found.append((number, stamp, process, message.name, match.groups(), line[at:]))
+            break
+    if start > 40 and any(needle in line[:start] for needle in _OTHER_NEEDLES):
+        _read_unframed(line[:start], number, found)
+    again = line.find(_FRAME, at)
+    if again >= 0 and _LEVEL.match(line, again):  # two lines glued together
+        _read(line[at:], number, found)
 
 
 def _read_unframed(line: bytes, number: int, found: list[Hit]) -> None:
     """A line of vLLM, of a traceback, or one that has lost its beginning."""
     if b"\x1b" in line or b"[0" in line:
         line = _COLOURS.sub(b"", line)
-    when: float | None = None
     process = _process(line)
     head = _VLLM.search(line)
-    if head is not None:
-        when = _seconds(b"%s-%s %s" % (head[1], head[2], head[3]), b"0")
+    stamp = head[1] if head is not None else b""
     body = line if head is None else line[head.end() :]
     if head is None and process:
         body = line[line.find(b"pid=") :].partition(b") ")[2] or line
@@ -110,18 +111,18 @@ def _read_unframed(line: bytes, number: int, found: list[Hit]) -> None:
         if message.literal in line:
             match = message.pattern.search(body) or message.pattern.search(line)
             if match is not None:
-                found.append((number, when, process, message.name, _fields(message, match), body))
+                found.append((number, stamp, process, message.name, match.groups(), body))
                 return
 
 
-def _fields(message: grammar.Message, match: re.Match[bytes]) -> Fields:
-    numbers = message.numbers
-    fields: Fields = {}
-    for name, value in match.groupdict().items():
-        if value is not None:
-            # 18 digits: int() of a very long one is refused by Python, and no count is that long.
-            fields[name] = int(value[:18]) if name in numbers else value.decode("utf-8", "replace")
-    return fields
+def fields(name: str, groups: Groups) -> Fields:
+    """{field: count or text} of a hit."""
+    # 18 digits: int() of a very long one is refused by Python, and no count is that long.
+    return {
+        field: int(value[:18]) if count else value.decode("utf-8", "replace")
+        for (field, count), value in zip(grammar.BY_NAME[name].fields, groups, strict=True)
+        if value is not None
+    }
 
 
 def raised(text: str) -> tuple[str, Fields] | None:
@@ -130,7 +131,7 @@ def raised(text: str) -> tuple[str, Fields] | None:
     for message in _RAISED:
         match = message.pattern.search(line) if message.literal in line else None
         if match is not None:
-            return message.name, _fields(message, match)
+            return message.name, fields(message.name, match.groups())
     return None
 
 
@@ -148,22 +149,22 @@ def _process(prefix: bytes) -> str:
     return "" if match is None else _process_of(match[1], match[2], match[3])
 
 
+def seconds(stamp: bytes) -> float | None:
+    """Of a hit's time: seconds since 1970 as if the log's clock were UTC. vLLM gives no year: 1970 stands for it."""
+    second = _second(stamp[:19] if len(stamp) == _STAMP else stamp)
+    if second is None or len(stamp) != _STAMP:
+        return second
+    return second + int(stamp[20:]) / 1000 if stamp[20:].isdigit() else second
+
+
 @lru_cache(maxsize=1024)
 def _second(stamp: bytes) -> float | None:
-    """Seconds since 1970 as if the clock of the log were UTC. vLLM gives no year: 1970 stands for it."""
-    text = stamp.decode()
+    text = stamp.decode("ascii", "replace")
     try:
-        if len(text) == 14:
-            text = "1970-" + text
-        parts = [int(part) for part in re.split(r"[- :]", text)]
-        return float(calendar.timegm((*parts, 0, 0, 0)))
+        parts = [int(part) for part in re.split(r"[- :]", "1970-" + text if len(text) == 14 else text)]
+        return float(calendar.timegm((*parts, 0, 0, 0))) if len(parts) == 6 else None
     except (ValueError, OverflowError):
         return None
-
-
-def _seconds(stamp: bytes, milliseconds: bytes) -> float | None:
-    second = _second(stamp)
-    return None if second is None else second + int(milliseconds) / 1000
 
 
 def trailer(body: bytes) -> tuple[str, int, str] | None:

@@ -81,9 +81,8 @@ def meaning(text: str) -> str | None:
     return None
 
 
-def extract(file: Path) -> list[tuple[str, str, str, int]]:
-    """(message, template, level, line) of each statement that the grammar reads."""
-    source = file.read_bytes()
+def extract(source: bytes) -> list[tuple[str, str, str, int]]:
+    """(message, template, level, line) of each statement of a file that the grammar reads."""
     if not any(message.literal[:8].strip() in source for message in grammar.MESSAGES if message.source != "trace"):
         return []
     found = []
@@ -144,7 +143,7 @@ def main(dist: str, folders: list[str]) -> None:
         for lines in table.values():
             lines.pop(release, None)
         for file in sorted(root.rglob("*.py")):
-            for message, text, level, line in extract(file):
+            for message, text, level, line in extract(file.read_bytes()):
                 lines = table.setdefault((message, text, level, file.name), {})
                 lines[release] = (*lines.get(release, ()), line)
         print(f"{dist} {release}: {sum(release in lines for lines in table.values())} statements", file=sys.stderr)

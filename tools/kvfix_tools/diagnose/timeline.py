@@ -4,10 +4,22 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+from kvfix.ledger.wording import line
+from kvfix_tools.diagnose import scan
+
 #: Requests that are drawn; what is longer ago than so many is not.
 DRAWN = 2000
 #: Intervals of the counters; they grow wider as the log goes on.
 BINS = 240
+#: {kind of line: (counter, the field that is added up; "": the lines themselves)}
+_COUNTED = {
+    "asked": (("lookups", ""), ("hit tokens", "hit")),
+    "retrieved": (("loaded tokens", "tokens"),),
+    "mp_retrieved": (("loaded tokens", "tokens"),),
+    "stored": (("stored tokens", "tokens"),),
+    "mp_stored": (("stored tokens", "tokens"),),
+    "stats": (("running", "running"), ("waiting", "waiting")),
+}
 COUNTERS = ("lookups", "hit tokens", "loaded tokens", "stored tokens", "running", "waiting")
 
 
@@ -26,10 +38,9 @@ class Timeline:
         self.requests: dict[str, list[Mark]] = {}
         self.width = 1.0
         self.bins: dict[int, dict[str, float]] = {}
+        self._now: float | None = None
 
     def take(self, event: Any, time: float | None) -> None:
-        from kvfix.ledger.wording import line
-
         if time is None or time < 1e9:  # vLLM's lines have no year
             return
         marks = self.requests.get(event.request)
@@ -37,6 +48,18 @@ class Timeline:
             marks = self.requests[event.request] = []
         if marks is not None and len(marks) < 200:
             marks.append(Mark(time, type(event).__name__, line(event)))
+
+    def hit(self, name: str, groups: scan.Groups, time: float | None) -> None:
+        """Every line counts, also those that are nothing new to the ledger."""
+        if time is not None and time >= 1e9:
+            self._now = time
+        counted = _COUNTED.get(name)
+        if counted is None:
+            return
+        fields = scan.fields(name, groups)
+        for counter, field in counted:
+            value = fields.get(field, 0) if field else 1
+            self.count(self._now, counter, float(value), level=name == "stats")
 
     def count(self, time: float | None, name: str, value: float, level: bool = False) -> None:
         """Add to the counter's interval; `level`: the value stands, it is no sum."""

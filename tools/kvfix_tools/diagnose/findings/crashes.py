@@ -280,7 +280,23 @@ def unknown_crash(case: Any, seen: Any) -> Answer | None:
     return Answer(f"{fields['type']} at {where}{': ' + fields['source'] if fields['source'] else ''}")
 
 
-_HOOKS = {"get_num_new_matched_tokens", "update_state_after_alloc", "build_connector_meta", "request_finished", "start_load_kv", "save_kv_layer", "wait_for_layer_load", "wait_for_save", "get_finished", "get_block_ids_with_load_errors", "handle_preemptions", "update_connector_output", "_update_from_kv_xfer_finished", "request_finished_all_groups", "register_kv_caches"}
+_HOOKS = {
+    "get_num_new_matched_tokens",
+    "update_state_after_alloc",
+    "build_connector_meta",
+    "request_finished",
+    "start_load_kv",
+    "save_kv_layer",
+    "wait_for_layer_load",
+    "wait_for_save",
+    "get_finished",
+    "get_block_ids_with_load_errors",
+    "handle_preemptions",
+    "update_connector_output",
+    "_update_from_kv_xfer_finished",
+    "request_finished_all_groups",
+    "register_kv_caches",
+}
 
 
 def _of_connector(file: str, line: int, function: str) -> bool:
