@@ -151,7 +151,10 @@ def hits() -> dict[str, list[str]]:
         ],
         "KVD303": [
             vllm("Recovered from KV load failure: 1 request(s) rescheduled (128 tokens affected)."),
-            vllm("Failing 1 request(s) due to KV load failure (failure_policy=fail, 9 tokens affected). Request IDs: {'a'}"),
+            vllm(
+                "Failing 1 request(s) due to KV load failure (failure_policy=fail, 9 tokens affected). "
+                "Request IDs: {'a'}"
+            ),
         ],
         "KVD304": [say(release, "ranks_differ", "[256, 0]") for release in ("0.3.9.post1", NEWEST)],
         "KVD305": [
@@ -235,8 +238,8 @@ def test_is_found(code: str) -> None:
         assert code in codes(case), log[-2000:]
         found = next(each for each in case.findings if each.rule.code == code)
         assert found.sentence
-        assert remedy.cause(case, found.rule)
-        assert remedy.steps(case, found.rule) or code == "KVD199"
+        assert remedy.cause(case, found)
+        assert remedy.steps(case, found) or code == "KVD199"
 
 
 @pytest.mark.parametrize("code", [rule.code for rule in catalogue()])
@@ -274,7 +277,7 @@ class TestTheFirstReport:
         assert found.sentence == "granted 256, but hit 256 - computed 336 = -80; vLLM had 336"
         assert found.story[0].what == "match(336) promises 0: hit 256 - computed 336 = -80, nothing to load"
         assert found.verdicts[0].message == "granted 256, promised 0"
-        steps = [(step.kind, step.name) for step in remedy.steps(case, found.rule)]
+        steps = [(step.kind, step.name) for step in remedy.steps(case, found)]
         assert steps == [("fix", "KVF001"), ("release", "LMCache 0.3.10.post1")]
 
     def test_the_line_number_tells_the_release(self) -> None:
@@ -293,6 +296,8 @@ def test_what_the_level_hides_is_unknown() -> None:
     """From 0.3.13 on stores are told at DEBUG only."""
     hidden = [rule for rule, _, _ in diagnose(version(NEWEST), asked(NEWEST, 900, 0, 256, 256)).hidden()]
     assert hidden == ["KVR004 load-differs-from-grant", "KVR007 store-leaves-hole"]
+    debug = say(NEWEST, "storing", 256, 512, 256, "cmpl-1")
+    assert diagnose(version(NEWEST), asked(NEWEST, 900, 0, 256, 256), debug).hidden() == []
     hidden = [rule for rule, _, _ in diagnose(version("0.3.12"), asked("0.3.12", 900, 0, 256, 256)).hidden()]
     assert hidden == ["KVR004 load-differs-from-grant"]
 

@@ -19,7 +19,11 @@ RELEASES = release_names()
 
 def read(text: str | bytes) -> list[tuple[str, scan.Fields]]:
     block = text if isinstance(text, bytes) else text.encode()
-    return [(name, scan.fields(name, groups)) for _, _, _, name, groups, _ in scan.hits(block)]
+    return [(name, scan.fields(name, groups)) for _, _, _, name, groups, _ in messages(block)]
+
+
+def messages(block: bytes) -> list[scan.Hit]:
+    return [hit for hit in scan.hits(block) if hit[3] != scan.DEBUG]
 
 
 @lru_cache(maxsize=64)
@@ -128,7 +132,7 @@ PREFIXES = [
 @pytest.mark.parametrize("prefix", PREFIXES)
 def test_prefixes_of_processes_and_containers(prefix: str) -> None:
     for name, line in every_line():
-        hits = scan.hits((prefix + line).encode())
+        hits = messages((prefix + line).encode())
         assert [hit[3] for hit in hits] == [name]
         assert ("pid=" in prefix) == bool(hits[0][2])
         assert scan.seconds(hits[0][1]) is not None

@@ -76,6 +76,11 @@ class Found:
         self.verdicts: list[Verdict] = []
 
     @property
+    def file(self) -> str | None:
+        """Where it was found first; None: in no one line."""
+        return self.evidence[0].file if self.evidence else None
+
+    @property
     def order(self) -> tuple[int, str]:
         return (self.rule.severity.value, self.rule.code)
 
@@ -106,11 +111,13 @@ class Case:
         self.ledger = Ledger(HISTORY)
         self.counts: Counter[str] = Counter()
         self.found: dict[tuple[str, str], Found] = {}
-        self.releases: dict[str, Counter[str]] = {"lmcache": Counter(), "vllm": Counter()}
+        #: {(dist, file): the releases that it names}
+        self.releases: dict[tuple[str, str], Counter[str]] = {}
         self.unknowns: Counter[str] = Counter()
         self.debug = False
-        self.lines = 0
         self.bytes = 0
+        #: The one being read.
+        self.file = ""
         self.watched: list[Evidence] = []
         self.memory: dict[str, Any] = {}
         self.told: dict[str, deque[tuple[str, int]]] = {}
@@ -121,6 +128,8 @@ class Case:
         self._notes = notes()
         self._candidates: set[str] | None = None
         self._tracebacks: dict[str, _Traceback] = {}
+        #: Requests that a crash is told of.
+        self._crashed: set[str] = set()
         self._placed: set[str] = set()
         #: Kinds of lines that are only counted, once it is known where they stand.
         self._silent: set[str] = set()
@@ -130,10 +139,14 @@ class Case:
 
     def take(self, file: str, base: int, hits: list[scan.Hit]) -> None:
         """Hits of one block, whose first line is the line `base` of the file (the first is 1)."""
+        self.file = file
         counts = self.counts
         watch = self._watch.encode()
         silent = self._silent
         for number, stamp, process, name, groups, body in hits:
+            if name == scan.DEBUG:
+                self.debug = True
+                continue
             counts[name] += 1
             if self.timeline is not None:
                 self.timeline.hit(name, groups, scan.seconds(stamp) if stamp else None)
@@ -171,11 +184,13 @@ class Case:
             seen = raised
         elif name not in self._placed:
             self._place(seen)
-        for event in events.of(self, seen):
-            self._feed(event, seen)
+        verdicts = [verdict for event in events.of(self, seen) for verdict in self._feed(event, seen)]
         self._look(seen)
+        for verdict in verdicts:
+            self._judge(verdict, seen)
 
-    def _feed(self, event: Any, seen: Seen) -> None:
+    def _feed(self, event: Any, seen: Seen) -> list[Verdict]:
+        """What the event violates; what could not be judged is counted."""
         verdicts = self.ledger.feed(event)
         told = self.told.get(event.request)
         if told is None:
@@ -185,14 +200,13 @@ class Case:
         told.append((seen.file, seen.line))
         if self.timeline is not None:
             self.timeline.take(event, seen.time if seen.time is not None else self._time)
-        for verdict in verdicts:
-            if verdict.verdict == "unknown":
-                self.unknowns[verdict.code] += 1
-            else:
-                kept = self._verdicts.setdefault(event.request, [])
-                if len(kept) < 8 and len(self._verdicts) < 1000:
-                    kept.append(verdict)
-                self._judge(verdict, seen)
+        violated = [verdict for verdict in verdicts if verdict.verdict != "unknown"]
+        if len(violated) < len(verdicts):
+            self.unknowns.update(verdict.code for verdict in verdicts if verdict.verdict == "unknown")
+        if violated and len(self._verdicts) < 1000:
+            kept = self._verdicts.setdefault(event.request, [])
+            kept += violated[: 8 - len(kept)]
+        return violated
 
     def _look(self, seen: Seen) -> None:
         for keep in self._notes.get(seen.name, ()):
@@ -206,7 +220,7 @@ class Case:
         """A rule of the ledger that is violated is a finding of its own, unless a crash tells the same."""
         from kvfix_tools.diagnose.findings import Answer, ledger_rule
 
-        if verdict.code != "KVR011":
+        if verdict.code != "KVR011" and verdict.request not in self._crashed:
             self._add(ledger_rule(verdict.code), Answer(verdict.message, verdict.request), seen)
 
     def _add(self, rule: Rule, answer: Any, seen: Seen | None) -> None:
@@ -223,6 +237,8 @@ class Case:
             return
         found = self.found[key] = Found(rule, answer.sentence, seen, request, answer.verdict)
         found.evidence += [each for each in answer.evidence if each not in found.evidence]
+        if rule.severity.name == "CRASH":
+            self._crashed.add(request)
         if found.first is None:
             found.first = found.last = self._time
         found.story = self.story(request)
@@ -240,28 +256,34 @@ class Case:
 
     @property
     def findings(self) -> list[Found]:
-        crashed = {found.request for found in self.found.values() if found.rule.severity.name == "CRASH"}
+        """The worst first. What a crash's own arithmetic says already is not said again."""
         shown = [
-            found for found in self.found.values()
-            # What a crash's own arithmetic says already is not said again.
-            if not (found.rule.code.startswith("KVR") and found.request in crashed)
-        ]  # fmt: skip
+            found
+            for found in self.found.values()
+            if not (found.rule.code.startswith("KVR") and found.request in self._crashed)
+        ]
         return sorted(shown, key=lambda found: found.order)
 
     # What findings ask.
 
-    def release(self, dist: str) -> str | None:
-        """The release that the log names; else the one that its statements' line numbers give away."""
-        from packaging.version import VERSION_PATTERN, Version
+    def release(self, dist: str, file: str | None = None) -> str | None:
+        """The release that this file names (the one being read), else all others do if they agree.
 
-        for text, _ in self.releases[dist].most_common():
-            # 0.5.6-g3e11e108 is the release 0.5.6, as a checkout says it.
-            plain = text.partition("-g")[0]
-            if re.fullmatch(VERSION_PATTERN, plain, re.VERBOSE | re.IGNORECASE):
-                return Version(plain).public
+        Else the one that the line numbers of the statements give away.
+        """
+        named = self.releases.get((dist, self.file if file is None else file))
+        if named:
+            return named.most_common(1)[0][0]
+        others = self.named(dist)
+        if others:
+            return others[0] if len(others) == 1 else None
         if dist == "lmcache" and self._candidates and len(self._candidates) == 1:
             return next(iter(self._candidates))
         return None
+
+    def named(self, dist: str) -> list[str]:
+        """All releases that the files name."""
+        return sorted({release for (of, _), many in self.releases.items() if of == dist for release in many})
 
     @property
     def candidates(self) -> list[str]:
@@ -270,16 +292,18 @@ class Case:
 
         return sorted(self._candidates or (), key=Version)
 
-    def within(self, dist: str, specifier: str) -> bool | None:
-        """Whether the release of the log is among these; None: it is not known."""
+    def within(self, dist: str, specifier: str, file: str | None = None) -> bool | None:
+        """Whether the release of the file (the one being read) is among these; None: it is not known."""
         from packaging.specifiers import SpecifierSet
 
         wanted = SpecifierSet(specifier, prereleases=True)
-        release = self.release(dist)
+        release = self.release(dist, file)
         if release is not None:
             return release in wanted
+        if self.named(dist) or dist != "lmcache":
+            return None
         inside = {each in wanted for each in self.candidates}
-        return inside.pop() if dist == "lmcache" and len(inside) == 1 else None
+        return inside.pop() if len(inside) == 1 else None
 
     def story(self, request: str) -> list[Told]:
         """The request's events so far, in words, each with its line."""
@@ -335,11 +359,9 @@ class Case:
     def _place(self, seen: Seen) -> None:
         """Once for each kind of line: which releases have this statement at this line."""
         if seen.name == "version":
-            self.releases["lmcache"][seen.fields["lmcache"]] += 1
-            self.releases["vllm"][seen.fields["vllm"]] += 1
-            return
-        if seen.name == "vllm_version":
-            self.releases["vllm"][seen.fields["vllm"]] += 1
+            self._name("lmcache", seen)
+        if seen.name in ("version", "vllm_version"):
+            self._name("vllm", seen)
             return
         at = scan.trailer(seen.body)
         if at is None:
@@ -351,6 +373,14 @@ class Case:
         if releases:
             both = releases if self._candidates is None else self._candidates & releases
             self._candidates = set(both) or self._candidates
+
+    def _name(self, dist: str, seen: Seen) -> None:
+        from packaging.version import VERSION_PATTERN, Version
+
+        # 0.5.6-g3e11e108 is the release 0.5.6, as a checkout says it.
+        plain = str(seen.fields[dist]).partition("-g")[0]
+        if re.fullmatch(VERSION_PATTERN, plain, re.VERBOSE | re.IGNORECASE):
+            self.releases.setdefault((dist, seen.file), Counter())[Version(plain).public] += 1
 
     def _keep(self, evidence: Evidence) -> None:
         if len(self.watched) < 5000:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from html import escape
 from time import gmtime, strftime
 from typing import TYPE_CHECKING
@@ -56,12 +57,11 @@ def page(case: Case, findings: list[Found]) -> str:
         f"<code>{escape(how)}</code> shows it.</p>"
         for rule, what, how in case.hidden()
     )
-    releases = ", ".join(f"{name} {release}" for name, release in report.versions(case).items() if release)
     return (
         "<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'>"
         f"<title>kvfix-diagnose: {len(findings)} findings</title><style>{_STYLE}</style>"
         f"<h1>{len(findings) or 'No'} finding{'' if len(findings) == 1 else 's'}</h1>"
-        f"<p class=soft>{escape(report.read_words(case))}{escape(f'. {releases}' if releases else '')}. "
+        f"<p class=soft>{escape(report.read_words(case))}. "
         f"kvfix {kvfix.__version__}</p>{''.join(parts)}{hidden}{_counters(case)}{_requests(case, findings)}</html>\n"
     )
 
@@ -74,18 +74,23 @@ def _article(case: Case, found: Found) -> str:
     story = "\n".join(f"{told.what}  ({told.file}:{told.line})" for told in found.story)
     ledger = "\n".join(f"{each.code} {each.name}: {each.message}" for each in found.verdicts)
     lines = "\n".join(str(line) for line in found.evidence)
-    steps = "".join(f"<li>{escape(step.text)}" for step in remedy.steps(case, rule))
+    steps = "".join(f"<li>{_words(step.text)}" for step in remedy.steps(case, found))
     return (
         f"<article class={rule.severity.name.lower()}><div class=head>"
         f"<span class=word>{escape(rule.severity.word)}</span>"
         f"<span class=code>{rule.code} {rule.name}</span>{request}{times}{unsure}</div>"
-        f"<p>{escape(rule.title)}</p><p class=sentence>{escape(found.sentence)}</p>"
+        f"<p>{_words(rule.title)}</p><p class=sentence>{_words(found.sentence)}</p>"
         + (f"<pre>{escape(story)}\n{escape(ledger)}</pre>" if story or ledger else "")
-        + f"<details><summary>{len(found.evidence)} lines of the log</summary><pre>{escape(lines)}</pre></details>"
-        + f"<p>{escape(remedy.cause(case, rule))}</p>"
+        + f"<details><summary>In the log ({len(found.evidence)})</summary><pre>{escape(lines)}</pre></details>"
+        + f"<p>{_words(remedy.cause(case, found))}</p>"
         + (f"<ol>{steps}</ol>" if steps else "")
         + "</article>"
     )
+
+
+def _words(text: str) -> str:
+    """What stands between backticks is code."""
+    return re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text))
 
 
 def _counters(case: Case) -> str:

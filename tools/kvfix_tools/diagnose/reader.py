@@ -80,7 +80,7 @@ def open_source(source: Source) -> BinaryIO:
 
 def _zstd(path: str) -> BinaryIO:
     with suppress(ImportError):
-        from compression import zstd  # type: ignore[import-not-found]  # Python 3.14
+        from compression import zstd  # Python 3.14
 
         return cast("BinaryIO", zstd.open(path))
     try:

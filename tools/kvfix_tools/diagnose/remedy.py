@@ -11,8 +11,7 @@ from packaging.version import Version
 from kvfix import fix, verdict
 
 if TYPE_CHECKING:
-    from kvfix_tools.diagnose.case import Case
-    from kvfix_tools.diagnose.findings import Rule
+    from kvfix_tools.diagnose.case import Case, Found
 
 _NAMES = {"lmcache": "LMCache", "vllm": "vLLM"}
 
@@ -25,52 +24,52 @@ class Step(NamedTuple):
     text: str
 
 
-def fixes(case: Case, rule: Rule) -> list[fix.Fix]:
-    """Fixes of the finding that are for the releases of this log; where they are not known, all."""
-    named = [found for code in rule.fixes if (found := fix.find(code)) is not None]
-    return [found for found in named if _concerns(case, found)]
+def fixes(case: Case, found: Found) -> list[fix.Fix]:
+    """Fixes of the finding that are for the releases of its log; where they are not known, all."""
+    return [each for each in _named(found) if _dist(case, found, each) is not None]
 
 
-def _concerns(case: Case, found: fix.Fix) -> bool:
-    within = [case.within(patch.dist, patch.broken) for patch in found.patches]
-    return any(answer is not False for answer in within)
+def _named(found: Found) -> list[fix.Fix]:
+    return [each for code in found.rule.fixes if (each := fix.find(code)) is not None]
 
 
-def cause(case: Case, rule: Rule) -> str:
-    own = rule.section("Cause")
+def _dist(case: Case, found: Found, each: fix.Fix) -> str | None:
+    """The distribution that the fix is for here; None: the log's releases do not need it."""
+    concerned = (p.dist for p in each.patches if case.within(p.dist, p.broken, found.file) is not False)
+    return next(concerned, None)
+
+
+def cause(case: Case, found: Found) -> str:
+    """In the finding's own words where it has any, else in those of its first fix that concerns this log."""
+    own = found.rule.section("Cause")
     if own:
         return own
-    concerned = fixes(case, rule) or [found for code in rule.fixes if (found := fix.find(code)) is not None]
-    return _words(concerned[0].section("Cause")) if concerned else ""
+    concerned = fixes(case, found) or _named(found)
+    return " ".join(concerned[0].section("Cause").split()) if concerned else ""
 
 
-def steps(case: Case, rule: Rule) -> list[Step]:
+def steps(case: Case, found: Found) -> list[Step]:
     """What to do, the surest first: kvfix's fix, the release that has it right, the setting that avoids it."""
-    concerned = fixes(case, rule)
-    made = []
-    for found in concerned:
-        how = f"kvfix run --only {found.code} -- CMD (opt-in)" if found.opt_in else "kvfix run -- CMD, or kvfix.apply()"
-        made.append(Step("fix", found.code, f"{found.code} {found.slug}: {how}"))
-    seen = set()
-    for found in concerned:
-        dist = next(
-            (p.dist for p in found.patches if case.within(p.dist, p.broken) is not False), found.patches[0].dist
-        )
-        release = first_right(found, dist)
-        named = _NAMES.get(dist, dist)
-        name = f"{named} {release}" if release else ""
-        text = (
-            f"upgrade to {name}, which does not need {found.code}"
-            if release
-            else f"no release of {named} is right yet ({found.code})"
-        )
-        if text not in seen:
-            seen.add(text)
-            made.append(Step("release", name, text))
-    setting = rule.section("Setting")
+    concerned = fixes(case, found)
+    made = [Step("fix", each.code, f"{each.code} {each.slug}: {_how(each)}") for each in concerned]
+    made += dict.fromkeys(_release(case, found, each) for each in concerned)
+    setting = found.rule.section("Setting")
     if setting:
         made.append(Step("setting", "", setting))
     return made
+
+
+def _how(each: fix.Fix) -> str:
+    return f"kvfix run --only {each.code} -- CMD (opt-in)" if each.opt_in else "kvfix run -- CMD, or kvfix.apply()"
+
+
+def _release(case: Case, found: Found, each: fix.Fix) -> Step:
+    dist = _dist(case, found, each) or each.patches[0].dist
+    release = first_right(each, dist)
+    named = _NAMES.get(dist, dist)
+    if release is None:
+        return Step("release", "", f"no release of {named} is right yet ({each.code})")
+    return Step("release", f"{named} {release}", f"upgrade to {named} {release}, which does not need {each.code}")
 
 
 @lru_cache(maxsize=256)
@@ -82,7 +81,3 @@ def first_right(found: fix.Fix, dist: str) -> str | None:
     if not broken:
         return None
     return next((each for each in releases if Version(each) > max(broken)), None)
-
-
-def _words(text: str) -> str:
-    return " ".join(text.split())

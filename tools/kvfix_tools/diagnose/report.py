@@ -45,10 +45,10 @@ def print_found(case: Case, found: Found, console: Console, full: bool = False) 
         _say(console, f"{each.code} {each.name}: {each.message}", 4, "red")
     for line in found.evidence[: None if full else LINES]:
         _say(console, str(line), 4, "dim")
-    why = remedy.cause(case, rule)
+    why = remedy.cause(case, found)
     if why:
         _say(console, f"Why: {why if full else _short(why)}", 2)
-    for number, step in enumerate(remedy.steps(case, rule), 1):
+    for number, step in enumerate(remedy.steps(case, found), 1):
         _say(console, f"{number}. {step.text}", 2, "green" if step.kind == "fix" else "")
     console.print()
 
@@ -108,10 +108,12 @@ def read_words(case: Case) -> str:
 
 
 def versions(case: Case) -> dict[str, str]:
-    found = {"LMCache": case.release("lmcache") or "", "vLLM": case.release("vllm") or ""}
-    if not found["LMCache"] and case.candidates:
-        found["LMCache"] = f"{case.candidates[0]} to {case.candidates[-1]} (by the lines of its statements)"
-    return found
+    """{"LMCache": releases, "vLLM": releases}; "" where nothing tells."""
+    named = {"LMCache": ", ".join(case.named("lmcache")), "vLLM": ", ".join(case.named("vllm"))}
+    if not named["LMCache"] and case.candidates:
+        first, last = case.candidates[0], case.candidates[-1]
+        named["LMCache"] = f"{first if first == last else f'{first} to {last}'} (by the lines of its statements)"
+    return named
 
 
 def as_json(case: Case, findings: list[Found]) -> str:
@@ -146,8 +148,8 @@ def _as_dict(case: Case, found: Found) -> dict[str, Any]:
         "story": [told._asdict() for told in found.story],
         "ledger": [{"rule": each.code, "name": each.name, "message": each.message} for each in found.verdicts],
         "evidence": [line._asdict() for line in found.evidence],
-        "cause": remedy.cause(case, rule),
-        "remedy": [step._asdict() for step in remedy.steps(case, rule)],
+        "cause": remedy.cause(case, found),
+        "remedy": [step._asdict() for step in remedy.steps(case, found)],
     }
 
 

@@ -21,6 +21,8 @@ Fields = dict[str, Union[int, str]]  # noqa: UP007
 Groups = tuple["bytes | None", ...]
 Hit = tuple[int, bytes, str, str, Groups, bytes]
 
+#: Name of a hit that stands for all lines at DEBUG of a block: the log's level hides nothing.
+DEBUG = "debug"
 #: Longer ones are looked at in pieces.
 LONGEST_LINE = 1 << 16
 _ANSI = rb"\x1b?\[[0-9;]*m"
@@ -51,11 +53,14 @@ for _known in grammar.MESSAGES:
 def hits(block: bytes, find: Callable[[bytes], Iterator[tuple[int, int]]] | None = None) -> list[Hit]:
     """Every line of the block that means something, in order. `find` gives the spans of lines to look at."""
     found: list[Hit] = []
-    number, counted = 0, 0
+    number, counted, debug = 0, 0, False
     for start, end in (find or spans)(block):
         number += block.count(b"\n", counted, start)
         counted = start
         line = block[start : min(end, start + LONGEST_LINE)]
+        if not debug and b" LMCache DEBUG:" in line:
+            debug = True
+            found.append((number, b"", "", DEBUG, (), b""))
         _read(line, number, found)
     return found
 
@@ -119,10 +124,14 @@ def fields(name: str, groups: Groups) -> Fields:
     """{field: count or text} of a hit."""
     # 18 digits: int() of a very long one is refused by Python, and no count is that long.
     return {
-        field: int(value[:18]) if count else value.decode("utf-8", "replace")
+        field: int(value[:18]) if count else _shown(value)
         for (field, count), value in zip(grammar.BY_NAME[name].fields, groups, strict=True)
         if value is not None
     }
+
+
+def _shown(value: bytes) -> str:
+    return _TOKEN_IDS.sub("<numbers left out>", value.decode("utf-8", "replace"))
 
 
 def raised(text: str) -> tuple[str, Fields] | None:

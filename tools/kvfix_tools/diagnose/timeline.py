@@ -11,9 +11,8 @@ from kvfix_tools.diagnose import scan
 DRAWN = 2000
 #: Intervals of the counters; they grow wider as the log goes on.
 BINS = 240
-#: {kind of line: (counter, the field that is added up; "": the lines themselves)}
+#: {kind of line: (counter, the field that is added up)}
 _COUNTED = {
-    "asked": (("lookups", ""), ("hit tokens", "hit")),
     "retrieved": (("loaded tokens", "tokens"),),
     "mp_retrieved": (("loaded tokens", "tokens"),),
     "stored": (("stored tokens", "tokens"),),
@@ -43,6 +42,10 @@ class Timeline:
     def take(self, event: Any, time: float | None) -> None:
         if time is None or time < 1e9:  # vLLM's lines have no year
             return
+        if type(event).__name__ == "Asked":
+            # Once for each answer: it is asked again on every step until there is room.
+            self.count(time, "lookups", 1)
+            self.count(time, "hit tokens", event.hit or 0)
         marks = self.requests.get(event.request)
         if marks is None and len(self.requests) < DRAWN and event.request:
             marks = self.requests[event.request] = []
@@ -58,8 +61,7 @@ class Timeline:
             return
         fields = scan.fields(name, groups)
         for counter, field in counted:
-            value = fields.get(field, 0) if field else 1
-            self.count(self._now, counter, float(value), level=name == "stats")
+            self.count(self._now, counter, float(fields.get(field, 0)), level=name == "stats")
 
     def count(self, time: float | None, name: str, value: float, level: bool = False) -> None:
         """Add to the counter's interval; `level`: the value stands, it is no sum."""
@@ -79,8 +81,11 @@ class Timeline:
 
     def series(self) -> dict[str, list[tuple[float, float]]]:
         """{counter: [(seconds, value)]}, in the order of time."""
+        numbers = set(self.bins)
+        # Nothing happened between two intervals that are apart: the curve goes down to zero, not across.
+        numbers |= {number + 1 for number in self.bins} | {number - 1 for number in self.bins}
         return {
-            name: [(number * self.width, slot.get(name, 0.0)) for number, slot in sorted(self.bins.items())]
+            name: [(number * self.width, self.bins.get(number, {}).get(name, 0.0)) for number in sorted(numbers)]
             for name in COUNTERS
             if any(name in slot for slot in self.bins.values())
         }
