@@ -29,18 +29,14 @@ def diagnose(*names: str) -> Case:
         (["crash-0.3.10"], ["KVD101"]),
         # Six requests that preempt one another, twice; two thirds of the second round come from the cache.
         (["healthy-0.5.6"], []),
-        (["healthy-0.5.6-debug"], []),
         # The same with min_retrieve_tokens.
         (["min-retrieve-0.5.6"], ["KVD103"]),
         # The worker's end of the lookups does not answer.
         (["deaf-0.5.6"], ["KVD203"]),
-        # The worker's LMCache finds no connector for a CPU.
-        (["degraded-0.5.6"], ["KVD203", "KVD207"]),
-        # Multi-process: right; the server in the wrong mode; no server.
+        # Multi-process: right; the server in the wrong mode.
         (["mp-0.5.6", "mp-0.5.6.server"], []),
         (["mode-0.5.6", "mode-0.5.6.server"], ["KVD116", "KVD206"]),
         (["mode-0.5.6.server"], ["KVD206"]),
-        (["no-server-0.5.6"], ["KVD116"]),
     ],
     ids=lambda value: "+".join(value) or "nothing",
 )
@@ -64,15 +60,3 @@ def test_the_crash_tells_its_story() -> None:
         "288 (tokens in vllm) - 0 (full lmcache hits subtracts last token to recalculate logits) for request "
         "1-aa3dc6b7",
     ]
-
-
-def test_the_debug_log_hides_nothing() -> None:
-    """With DEBUG lines the ledger judges loads and stores too, and finds them right."""
-    case = diagnose("healthy-0.5.6-debug")
-    assert case.debug
-    assert case.hidden() == []
-    assert case.counts["due"] > 0
-    assert case.counts["storing"] > 0
-    assert {type(event).__name__ for story in case.ledger.stories.values() for event in story.events} >= {
-        "Asked", "Granted", "LoadDue", "Loaded", "Stored"
-    }  # fmt: skip
