@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from kvfix.ledger import Finding as Verdict
     from kvfix_tools.diagnose.findings import Rule
 
-#: Requests that are kept in mind; the oldest are forgotten. 100,000 requests, or millions, take no more memory.
-REQUESTS = 20_000
+#: Requests that are kept in mind; the oldest are forgotten: millions take no more memory.
+REQUESTS = 10_000
 #: Events kept of one request.
 HISTORY = 24
 
@@ -38,11 +38,13 @@ class Seen(NamedTuple):
 
     name: str
     fields: dict[str, Any]
+    #: Seconds since 1970, as the log's clock has it.
     time: float | None
     process: str
     file: str
     line: int
     body: bytes
+    stamp: bytes
 
     @property
     def evidence(self) -> Evidence:
@@ -115,12 +117,14 @@ class Case:
         self.releases: dict[tuple[str, str], Counter[str]] = {}
         self.unknowns: Counter[str] = Counter()
         self.debug = False
+        #: Whether any lookup found anything.
+        self.hit = False
         self.bytes = 0
         #: The one being read.
         self.file = ""
         self.watched: list[Evidence] = []
         self.memory: dict[str, Any] = {}
-        self.told: dict[str, deque[tuple[str, int]]] = {}
+        self.told: dict[str, list[tuple[str, int]]] = {}
         self.timeline = timeline
         self._watch = watch
         self._on_found = on_found
@@ -165,7 +169,14 @@ class Case:
                 if len(self._asked) > REQUESTS:
                     self._asked.clear()
                 self._asked[request] = groups
-            self._event(self._seen(stamp, process, name, groups, file, base + number, body))
+                self.hit = self.hit or groups[3] not in (None, b"0")
+            usual = events.USUAL.get(name)
+            event = usual(groups) if usual is not None and name in self._placed else None
+            if event is None:
+                self._event(self._seen(stamp, process, name, groups, file, base + number, body))
+                continue
+            for verdict in self._feed(event, file, base + number, stamp):
+                self._judge(verdict, self._seen(stamp, process, name, groups, file, base + number, body))
 
     def _seen(
         self, stamp: bytes, process: str, name: str, groups: scan.Groups, file: str, line: int, body: bytes
@@ -173,7 +184,7 @@ class Case:
         when = scan.seconds(stamp) if stamp else None
         if when is not None:
             self._time = when
-        return Seen(name, scan.fields(name, groups), when, process, file, line, body)
+        return Seen(name, scan.fields(name, groups), when, process, file, line, body, stamp)
 
     def _event(self, seen: Seen) -> None:
         name = seen.name
@@ -184,22 +195,31 @@ class Case:
             seen = raised
         elif name not in self._placed:
             self._place(seen)
-        verdicts = [verdict for event in events.of(self, seen) for verdict in self._feed(event, seen)]
+        verdicts = [
+            verdict
+            for event in events.of(self, seen)
+            for verdict in self._feed(event, seen.file, seen.line, seen.stamp)
+        ]
         self._look(seen)
         for verdict in verdicts:
             self._judge(verdict, seen)
 
-    def _feed(self, event: Any, seen: Seen) -> list[Verdict]:
+    def _feed(self, event: Any, file: str, line: int, stamp: bytes) -> list[Verdict]:
         """What the event violates; what could not be judged is counted."""
         verdicts = self.ledger.feed(event)
         told = self.told.get(event.request)
         if told is None:
             if len(self.told) > REQUESTS:
                 self._forget()
-            told = self.told[event.request] = deque(maxlen=HISTORY)
-        told.append((seen.file, seen.line))
+            told = self.told[event.request] = []
+        told.append((file, line))
+        if len(told) > HISTORY:
+            del told[0]
         if self.timeline is not None:
-            self.timeline.take(event, seen.time if seen.time is not None else self._time)
+            time = scan.seconds(stamp) if stamp else None
+            self.timeline.take(event, self._time if time is None else time)
+        if not verdicts:
+            return verdicts
         violated = [verdict for verdict in verdicts if verdict.verdict != "unknown"]
         if len(violated) < len(verdicts):
             self.unknowns.update(verdict.code for verdict in verdicts if verdict.verdict == "unknown")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvfix_tools.diagnose.findings import Answer, Severity, finding, note
+from kvfix_tools.diagnose.findings import Answer, Severity, finding
 
 
 @finding("KVD301", "failed-load-taken-for-done", Severity.WRONG, on=["mp_failed"], fixes=["KVF103"])
@@ -79,18 +79,10 @@ def never_a_hit(case: Any, seen: Any) -> Answer | None:
 
     Setting: `PYTHONHASHSEED=0` for every process, `pre_caching_hash_algorithm: sha256_cbor`.
     """
-    asked, hits = case.counts["asked"], case.memory.get("hits", 0)
-    stored = case.counts["stored"]
-    if asked < 100 or hits or stored < 10 or not case.counts["hash_seed"]:
+    asked, stored = case.counts["asked"], case.counts["stored"]
+    if asked < 100 or case.hit or stored < 10 or not case.counts["hash_seed"]:
         return None
     return Answer(f"{asked} lookups, {stored} stores, 0 hits, and PYTHONHASHSEED is not set", request="")
-
-
-@note("asked")
-def _note_hits(case: Any, seen: Any) -> None:
-    """What KVD305 has to know."""
-    if seen.fields.get("hit"):
-        case.memory["hits"] = case.memory.get("hits", 0) + 1
 
 
 @finding("KVD306", "servers-differ", Severity.WRONG, on=["mp_servers_differ"])
