@@ -23,41 +23,36 @@ _VLLM = (
     r"^(?<process>\([^)]*pid=\d+\) )?(?<level>DEBUG|INFO|WARNING|ERROR|CRITICAL) "
     r"(?<timestamp>\d\d-\d\d \d\d:\d\d:\d\d) \[(?<file>[^\]:]+):(?<line>\d+)\] (?<body>.*)$"
 )
+_VLLM_LINES = [
+    "(EngineCore_DP0 pid=276) ERROR 12-03 01:24:36 [core.py:844] EngineCore encountered a fatal error.",
+    "INFO 12-03 01:24:36 [loggers.py:248] Engine 000: Avg prompt throughput: 0.0 tokens/s",
+]
 _LEVELS = {"debug": "DEBUG", "info": "INFO", "warning": "WARNING", "error": "ERROR", "critical": "CRITICAL"}
 
 
 def format_file() -> dict[str, Any]:
-    """The content of the file: two formats, with a sample for each statement of the newest release that has it."""
+    """The content of the file: one format, since lnav gives a file one and both write to the same.
+
+    A sample for each statement of the newest release that has it.
+    """
     field = {"kind": "string", "identifier": True}
-    values = {
-        "process": field,
-        "request": field,
-        "file": field,
-        "line": {"kind": "integer"},
-    }
     return {
         "$schema": "https://lnav.org/schemas/format-v1.schema.json",
-        "kvfix_lmcache": {
-            "title": "LMCache",
-            "description": "LMCache 0.3.1 to 0.5.6, in vLLM's processes and in its server",
-            "regex": {"line": {"pattern": _LMCACHE}},
+        "kvfix": {
+            "title": "vLLM with LMCache",
+            "description": "LMCache 0.3.1 to 0.5.6, in vLLM's processes and in its server; vLLM 0.9 to 0.32",
+            "regex": {"lmcache": {"pattern": _LMCACHE}, "vllm": {"pattern": _VLLM}},
             "level": _LEVELS,
-            "timestamp-format": ["%Y-%m-%d %H:%M:%S,%L"],
+            "timestamp-format": ["%Y-%m-%d %H:%M:%S,%L", "%m-%d %H:%M:%S"],
             "opid-field": "request",
-            "value": {**values, "logger": field},
-            "sample": [{"line": line} for line in samples()],
-        },
-        "kvfix_vllm": {
-            "title": "vLLM",
-            "description": "vLLM 0.9 to 0.32",
-            "regex": {"line": {"pattern": _VLLM}},
-            "level": _LEVELS,
-            "timestamp-format": ["%m-%d %H:%M:%S"],
-            "value": {name: value for name, value in values.items() if name != "request"},
-            "sample": [
-                {"line": "(EngineCore pid=276) ERROR 12-03 01:24:36 [core.py:844] EngineCore died"},
-                {"line": "INFO 12-03 01:24:36 [loggers.py:248] Engine 000: Avg prompt throughput: 0.0 tokens/s"},
-            ],
+            "value": {
+                "process": field,
+                "request": field,
+                "file": field,
+                "line": {"kind": "integer"},
+                "logger": field,
+            },
+            "sample": [{"line": line} for line in [*samples(), *_VLLM_LINES]],
         },
     }
 
