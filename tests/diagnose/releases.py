@@ -156,9 +156,10 @@ def fail(place: Place, *given: Any, prefix: str = CORE) -> str:
     if isinstance(place.node, ast.Assert):
         raised = ast.Assert(ast.Constant(False), _filled(place.text, values))
     else:
-        assert isinstance(place.node, ast.Raise)
-        assert isinstance(place.node.exc, ast.Call)
-        raised = ast.Raise(ast.Call(place.node.exc.func, [_filled(place.text, values)], []), None)
+        own = place.node.exc.func if isinstance(place.node, ast.Raise) else None  # type: ignore[union-attr]
+        raised = ast.Raise(
+            ast.Call(own or ast.Name("ConnectionError", ast.Load()), [_filled(place.text, values)], []), None
+        )
     return raise_in(place.path, place.function, raised, place.node.lineno, prefix)
 
 

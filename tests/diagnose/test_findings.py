@@ -124,7 +124,11 @@ def hits() -> dict[str, list[str]]:
             version(release) + bare(release, V1, "wait_for_save", "assert len(slot_mapping) == len(token_ids)")
             for release in ("0.3.9", "0.3.15")
         ],
-        "KVD116": [crash(release, "server_silent", "300.0") for release in ("0.4.2", NEWEST)],
+        "KVD116": [
+            fail(place, *(["tcp://h:5"] if place.level == "text" else []), "300.0")
+            for release in ("0.4.2", NEWEST)
+            for place in releases.places(release, "server_silent")
+        ],
         "KVD201": [stats(running=1, waiting=4) + asked("0.3.10", 900, 320, 256, -64) * 1500],
         "KVD202": ["".join(stats(waiting=3, second=10 * n) for n in range(3))],
         "KVD203": [say(release, "lookup_timeout", 0, "Resource temporarily unavailable") * 3
@@ -283,7 +287,7 @@ class TestTheFirstReport:
     def test_the_line_number_tells_the_release(self) -> None:
         """No line names it: 1511 of vllm_v1_adapter.py is where 0.3.10 says `Reqid`."""
         case = diagnose(hits()["KVD101"][1])
-        assert case.release("lmcache") == "0.3.10"
+        assert case.releases.one("lmcache") == "0.3.10"
         assert case.findings[0].verdict == "violated"
 
     def test_without_a_release_it_is_not_certain(self) -> None:

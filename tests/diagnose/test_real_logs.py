@@ -33,10 +33,11 @@ def diagnose(*names: str) -> Case:
         (["min-retrieve-0.5.6"], ["KVD103"]),
         # The worker's end of the lookups does not answer.
         (["deaf-0.5.6"], ["KVD203"]),
-        # Multi-process: right; the server in the wrong mode.
+        # Multi-process: right; the server in the wrong mode; no server.
         (["mp-0.5.6", "mp-0.5.6.server"], []),
         (["mode-0.5.6", "mode-0.5.6.server"], ["KVD116", "KVD206"]),
         (["mode-0.5.6.server"], ["KVD206"]),
+        (["no-server-0.5.6"], ["KVD116"]),
     ],
     ids=lambda value: "+".join(value) or "nothing",
 )
@@ -44,8 +45,37 @@ def test_real_logs(names: list[str], codes: list[str]) -> None:
     case = diagnose(*names)
     assert [found.rule.code for found in case.findings] == codes
     if "server" not in names[0]:
-        assert case.release("vllm") == "0.32.0"
-        assert case.release("lmcache") == names[0].split("-")[-1 if "debug" not in names[0] else 1]
+        assert case.releases.one("vllm") == "0.32.0"
+        assert case.releases.one("lmcache") == names[0].split("-")[-1 if "debug" not in names[0] else 1]
+
+
+def test_a_recorder_file_is_judged_as_in_the_engine() -> None:
+    """Written by kvfix's own recorder, of the first report's numbers, where LMCache 0.5.6 was installed."""
+    case = Case()
+    assert work.read(case, reader.sources([str(LOGS / "recorder.jsonl")]), 1) == []
+    findings = case.end()
+    assert [found.rule.code for found in findings] == ["KVD102"]
+    assert [each.code for each in findings[0].verdicts] == ["KVR002", "KVR011"]
+    assert [told.line for told in findings[0].story] == [2, 3, 4, 5]
+    assert case.releases.one("lmcache") == "0.5.6"
+
+
+def test_a_damaged_recorder_file_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
+    text = (LOGS / "recorder.jsonl").read_text()
+    for old, new in [
+        ('"total":10009', '"total":"x"'),
+        ('"event":"Asked"', '"event":"Later"'),
+        ('"computed":336', '"compu":336'),
+        ('"connector":1', '"connector":[]'),
+        ('"versions":{', '"versions":7,"v":{'),
+        ("}\n", "}\x00{\n"),
+        ('"wall":', '"wall":"'),
+    ]:
+        path = tmp_path / "damaged.jsonl"
+        path.write_text(text.replace(old, new))
+        case = Case()
+        assert work.read(case, reader.sources([str(path)]), 1) == []
+        case.end()
 
 
 def test_the_crash_tells_its_story() -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-import re
-from collections import Counter, deque
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections import Counter
+from typing import TYPE_CHECKING, Any
 
 from kvfix.ledger import RULES, Ledger
+from kvfix.ledger.events import Raised
 from kvfix.ledger.wording import line as wording
-from kvfix_tools.diagnose import events, scan, statements
+from kvfix_tools.diagnose import events, scan, statements, tracebacks
+from kvfix_tools.diagnose.recorded import Recorders
+from kvfix_tools.diagnose.releases import Releases
+from kvfix_tools.diagnose.seen import Evidence, Found, Seen, Told
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -20,79 +23,6 @@ if TYPE_CHECKING:
 REQUESTS = 10_000
 #: Events kept of one request.
 HISTORY = 24
-
-
-class Evidence(NamedTuple):
-    """A line of the input."""
-
-    file: str
-    line: int
-    text: str
-
-    def __str__(self) -> str:
-        return f"{self.file}:{self.line}: {self.text}"
-
-
-class Seen(NamedTuple):
-    """A hit, where it is, and in what traceback if it is an exception (`raised` in its fields)."""
-
-    name: str
-    fields: dict[str, Any]
-    #: Seconds since 1970, as the log's clock has it.
-    time: float | None
-    process: str
-    file: str
-    line: int
-    body: bytes
-    stamp: bytes
-
-    @property
-    def evidence(self) -> Evidence:
-        return Evidence(self.file, self.line, scan.text(self.body))
-
-    @property
-    def request(self) -> str:
-        return str(self.fields.get("request", ""))
-
-
-class Told(NamedTuple):
-    """A ledger event in a story, with the line that told it."""
-
-    what: str
-    file: str
-    line: int
-
-
-class Found:
-    """A finding: its rule, and where and how it shows in this input."""
-
-    def __init__(self, rule: Rule, sentence: str, seen: Seen | None, request: str, verdict: str) -> None:
-        self.rule = rule
-        self.sentence = sentence
-        self.request = request
-        self.verdict = verdict
-        self.count = 1
-        self.evidence: list[Evidence] = [seen.evidence] if seen else []
-        self.first = self.last = seen.time if seen else None
-        self.story: list[Told] = []
-        self.verdicts: list[Verdict] = []
-
-    @property
-    def file(self) -> str | None:
-        """Where it was found first; None: in no one line."""
-        return self.evidence[0].file if self.evidence else None
-
-    @property
-    def order(self) -> tuple[int, str]:
-        return (self.rule.severity.value, self.rule.code)
-
-
-class _Traceback:
-    """Frames since the last exception of one process."""
-
-    def __init__(self) -> None:
-        self.frames: deque[tuple[str, int, str]] = deque(maxlen=48)
-        self.source = ""
 
 
 class Case:
@@ -113,15 +43,14 @@ class Case:
         self.ledger = Ledger(HISTORY)
         self.counts: Counter[str] = Counter()
         self.found: dict[tuple[str, str], Found] = {}
-        #: {(dist, file): the releases that it names}
-        self.releases: dict[tuple[str, str], Counter[str]] = {}
+        self.releases = Releases()
         self.unknowns: Counter[str] = Counter()
         self.debug = False
         #: Whether any lookup found anything.
         self.hit = False
         self.bytes = 0
-        #: The one being read.
-        self.file = ""
+        #: Rules of the ledger that this source shows nothing of.
+        self.blind: set[str] = set()
         self.watched: list[Evidence] = []
         self.memory: dict[str, Any] = {}
         self.told: dict[str, list[tuple[str, int]]] = {}
@@ -130,10 +59,10 @@ class Case:
         self._on_found = on_found
         self._rules = rules()
         self._notes = notes()
-        self._candidates: set[str] | None = None
-        self._tracebacks: dict[str, _Traceback] = {}
+        self._tracebacks = tracebacks.Tracebacks()
         #: Requests that a crash is told of.
         self._crashed: set[str] = set()
+        self._recorders = Recorders()
         self._placed: set[str] = set()
         #: Kinds of lines that are only counted, once it is known where they stand.
         self._silent: set[str] = set()
@@ -143,7 +72,7 @@ class Case:
 
     def take(self, file: str, base: int, hits: list[scan.Hit]) -> None:
         """Hits of one block, whose first line is the line `base` of the file (the first is 1)."""
-        self.file = file
+        self.releases.file = file
         counts = self.counts
         watch = self._watch.encode()
         silent = self._silent
@@ -188,8 +117,11 @@ class Case:
 
     def _event(self, seen: Seen) -> None:
         name = seen.name
-        if name in ("frame", "assertion", "exception"):
-            raised = self._traced(seen)
+        if name == "recorded":
+            self._recorders.take(self, seen)
+            return
+        if name in tracebacks.LINES:
+            raised = self._tracebacks.take(seen)
             if raised is None:
                 return
             seen = raised
@@ -220,7 +152,7 @@ class Case:
             self.timeline.take(event, self._time if time is None else time)
         if not verdicts:
             return verdicts
-        violated = [verdict for verdict in verdicts if verdict.verdict != "unknown"]
+        violated = [each for each in verdicts if each.verdict != "unknown" and each.code not in self.blind]
         if len(violated) < len(verdicts):
             self.unknowns.update(verdict.code for verdict in verdicts if verdict.verdict == "unknown")
         if violated and len(self._verdicts) < 1000:
@@ -277,7 +209,8 @@ class Case:
     @property
     def findings(self) -> list[Found]:
         """The worst first. What a crash's own arithmetic says already is not said again."""
-        shown = [
+        shown = [found for own in self._recorders.cases.values() for found in own.findings]
+        shown += [
             found
             for found in self.found.values()
             if not (found.rule.code.startswith("KVR") and found.request in self._crashed)
@@ -285,45 +218,6 @@ class Case:
         return sorted(shown, key=lambda found: found.order)
 
     # What findings ask.
-
-    def release(self, dist: str, file: str | None = None) -> str | None:
-        """The release that this file names (the one being read), else all others do if they agree.
-
-        Else the one that the line numbers of the statements give away.
-        """
-        named = self.releases.get((dist, self.file if file is None else file))
-        if named:
-            return named.most_common(1)[0][0]
-        others = self.named(dist)
-        if others:
-            return others[0] if len(others) == 1 else None
-        if dist == "lmcache" and self._candidates and len(self._candidates) == 1:
-            return next(iter(self._candidates))
-        return None
-
-    def named(self, dist: str) -> list[str]:
-        """All releases that the files name."""
-        return sorted({release for (of, _), many in self.releases.items() if of == dist for release in many})
-
-    @property
-    def candidates(self) -> list[str]:
-        """LMCache releases that the line numbers of the statements allow; empty: they tell nothing."""
-        from packaging.version import Version
-
-        return sorted(self._candidates or (), key=Version)
-
-    def within(self, dist: str, specifier: str, file: str | None = None) -> bool | None:
-        """Whether the release of the file (the one being read) is among these; None: it is not known."""
-        from packaging.specifiers import SpecifierSet
-
-        wanted = SpecifierSet(specifier, prereleases=True)
-        release = self.release(dist, file)
-        if release is not None:
-            return release in wanted
-        if self.named(dist) or dist != "lmcache":
-            return None
-        inside = {each in wanted for each in self.candidates}
-        return inside.pop() if len(inside) == 1 else None
 
     def story(self, request: str) -> list[Told]:
         """The request's events so far, in words, each with its line."""
@@ -340,7 +234,7 @@ class Case:
 
         if self.debug or not self.counts["asked"]:
             return []
-        release = self.release("lmcache") or (self.candidates or ["0.5.6"])[-1]
+        release = self.releases.one("lmcache") or (self.releases.candidates or ["0.5.6"])[-1]
         names = {rule.code: rule.name for rule in RULES}
         return [
             (f"{code} {names[code]}", what, "LMCACHE_LOG_LEVEL=DEBUG")
@@ -348,59 +242,34 @@ class Case:
             if statements.levels(message, release) == {"debug"}
         ]
 
-    # Reading.
+    # Other sources.
 
-    def _traced(self, seen: Seen) -> Seen | None:
-        trace = self._tracebacks.get(seen.process)
-        if trace is None:
-            if len(self._tracebacks) > 256:
-                self._tracebacks.clear()
-            trace = self._tracebacks[seen.process] = _Traceback()
-        if seen.name == "frame":
-            trace.frames.append((seen.fields["file"], seen.fields["line"], seen.fields["function"]))
-            trace.source = ""
-            return None
-        if seen.name == "assertion":
-            trace.source = seen.fields["source"]
-            return None
-        del self._tracebacks[seen.process]
-        text = seen.fields.get("text", "")
-        meaning = scan.raised(text)
-        fields = {
-            **(meaning[1] if meaning else {}),
-            "type": seen.fields["type"].rpartition(".")[2],
-            "text": text,
-            "meaning": meaning[0] if meaning else "",
-            "source": trace.source,
-            "frames": list(trace.frames),
-        }
-        return seen._replace(name="raised", fields=fields)
+    def another(self) -> Case:
+        """A case with a ledger of its own, of the same releases; its findings go to the same place."""
+        other = Case(self._on_found, timeline=self.timeline)
+        other.releases = self.releases
+        return other
+
+    def told_in_engine(self, event: Any, seen: Seen) -> None:
+        """An event that kvfix recorded in the engine. What left a hook there is looked at as it is in a log."""
+        self._time = seen.time
+        verdicts = self._feed(event, seen.file, seen.line, b"")
+        if isinstance(event, Raised):
+            kind, _, text = event.error.partition(": ")
+            fields = tracebacks.raised(kind, text, [("", 0, event.where)])
+            self._look(seen._replace(name="raised", fields={**fields, "request": event.request}))
+        for verdict in verdicts:
+            self._judge(verdict, seen)
 
     def _place(self, seen: Seen) -> None:
         """Once for each kind of line: which releases have this statement at this line."""
-        if seen.name == "version":
-            self._name("lmcache", seen)
         if seen.name in ("version", "vllm_version"):
-            self._name("vllm", seen)
-            return
-        at = scan.trailer(seen.body)
-        if at is None:
-            return
-        self._placed.add(seen.name)
-        if not (events.tells(seen.name) or seen.name in self._rules or seen.name in self._notes):
-            self._silent.add(seen.name)
-        releases = statements.releases_at(seen.name, at[0], at[1])
-        if releases:
-            both = releases if self._candidates is None else self._candidates & releases
-            self._candidates = set(both) or self._candidates
-
-    def _name(self, dist: str, seen: Seen) -> None:
-        from packaging.version import VERSION_PATTERN, Version
-
-        # 0.5.6-g3e11e108 is the release 0.5.6, as a checkout says it.
-        plain = str(seen.fields[dist]).partition("-g")[0]
-        if re.fullmatch(VERSION_PATTERN, plain, re.VERBOSE | re.IGNORECASE):
-            self.releases.setdefault((dist, seen.file), Counter())[Version(plain).public] += 1
+            for dist in ("lmcache", "vllm"):
+                self.releases.name(dist, str(seen.fields.get(dist, "")), seen.file)
+        elif self.releases.place(seen.name, seen.body):
+            self._placed.add(seen.name)
+            if not (events.tells(seen.name) or seen.name in self._rules or seen.name in self._notes):
+                self._silent.add(seen.name)
 
     def _keep(self, evidence: Evidence) -> None:
         if len(self.watched) < 5000:

@@ -11,7 +11,7 @@ from kvfix_tools.diagnose import reader, report, work
 from kvfix_tools.diagnose.case import Case
 
 if TYPE_CHECKING:
-    from kvfix_tools.diagnose.case import Found
+    from kvfix_tools.diagnose.seen import Found
 
 
 def main(

@@ -10,7 +10,8 @@ from kvfix.ledger import events as ev
 from kvfix_tools.diagnose import scan
 
 if TYPE_CHECKING:
-    from kvfix_tools.diagnose.case import Case, Seen
+    from kvfix_tools.diagnose.case import Case
+    from kvfix_tools.diagnose.seen import Seen
 
 
 def of(case: Case, seen: Seen) -> list[Any]:

@@ -15,7 +15,8 @@ class Message(NamedTuple):
 
     starts: what the body begins with where the frame of LMCache tells where that is; empty: anywhere in the line.
     literal: without it the line is not of this kind. pattern: its groups are the fields (name, is it a count).
-    source: where it is said: `lmcache` (by logging), `vllm`, or `trace` (part of a traceback).
+    source: who says it: `lmcache` (by logging), `vllm`, `kvfix`; `trace` is part of a traceback, `raised` the text
+    of an exception.
     """
 
     name: str
@@ -47,6 +48,9 @@ def _message(name: str, source: str, starts: str, literal: str, pattern: bytes) 
 def _lmcache(name: str, starts: str, literal: str, pattern: bytes) -> None:
     _message(name, "lmcache", starts, literal, pattern)
 
+
+# kvfix's own recorder: a line is JSON (kvfix_tools.diagnose.recorded).
+_message("recorded", "kvfix", "", '{"kind":"', rb'^\{"kind":"(?P<kind>recorder|connector|event)"')
 
 # The adapter of LMCacheConnectorV1 (lmcache/integration/vllm/vllm_v1_adapter.py). From 0.3.14 on a line tells what vLLM
 # had; before, `need to load` may be negative.
@@ -216,6 +220,10 @@ _lmcache(
     rb"LMCache initialized for role (?P<role>[\w.]+) with version (?P<lmcache>[^\s,]+), vllm version (?P<vllm>[^\s,]+)",
 )  # fmt: skip
 
+# The multi-process connector does not name its release; where it says these does.
+_lmcache("mp_started", "LMCache MP worker", "LMCache MP worker adapter created", rb"LMCache MP worker adapter created")
+_lmcache("mp_registers", "Registering kv", "Registering kv caches", rb"Registering kv caches")
+
 # vLLM.
 _message(
     "stats", "vllm", "", "Avg prompt throughput: ",
@@ -270,8 +278,9 @@ _message(
     rb"Request <ID> is preempted but was not given a load spec",
 )  # fmt: skip
 _message(
-    "server_silent", "raised", "", "LMCache server did not respond ",
-    rb"LMCache server did not respond (?:to (?P<operation>\w+) )?within [\d.]+s\. Is the",
+    "server_silent", "raised", "", "LMCache ",
+    rb"LMCache server did not respond (?:to (?P<operation>\w+) )?within [\d.]+s\. Is the"
+    rb"|Cannot reach the LMCache MP server at '(?P<server>[^']+)' within",
 )  # fmt: skip
 _message(
     "no_tracker", "raised", "", "Request tracker for request_id ", rb"Request tracker for request_id <ID> not found"
@@ -298,6 +307,7 @@ NEEDLES: tuple[bytes, ...] = (
     b"shared memory broadcast block",
     b"encountered a fatal error",
     b"Initializing a V1 LLM engine",
+    b'{"kind":"',
     b'.py", line ',
     b"assert ",
     b"Error",

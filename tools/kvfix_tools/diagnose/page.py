@@ -11,7 +11,8 @@ import kvfix
 from kvfix_tools.diagnose import remedy, report
 
 if TYPE_CHECKING:
-    from kvfix_tools.diagnose.case import Case, Found
+    from kvfix_tools.diagnose.case import Case
+    from kvfix_tools.diagnose.seen import Found
     from kvfix_tools.diagnose.timeline import Mark
 
 #: Requests with a line of their own on the page; those of findings first.

@@ -11,7 +11,8 @@ from packaging.version import Version
 from kvfix import fix, verdict
 
 if TYPE_CHECKING:
-    from kvfix_tools.diagnose.case import Case, Found
+    from kvfix_tools.diagnose.case import Case
+    from kvfix_tools.diagnose.seen import Found
 
 _NAMES = {"lmcache": "LMCache", "vllm": "vLLM"}
 
@@ -35,7 +36,7 @@ def _named(found: Found) -> list[fix.Fix]:
 
 def _dist(case: Case, found: Found, each: fix.Fix) -> str | None:
     """The distribution that the fix is for here; None: the log's releases do not need it."""
-    concerned = (p.dist for p in each.patches if case.within(p.dist, p.broken, found.file) is not False)
+    concerned = (p.dist for p in each.patches if case.releases.within(p.dist, p.broken, found.file) is not False)
     return next(concerned, None)
 
 

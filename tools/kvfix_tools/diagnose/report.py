@@ -12,7 +12,8 @@ from rich.text import Text
 from kvfix_tools.diagnose import remedy
 
 if TYPE_CHECKING:
-    from kvfix_tools.diagnose.case import Case, Found
+    from kvfix_tools.diagnose.case import Case
+    from kvfix_tools.diagnose.seen import Found
 
 #: Of the JSON report. Raised when a name changes its meaning or goes.
 SCHEMA = 1
@@ -109,9 +110,9 @@ def read_words(case: Case) -> str:
 
 def versions(case: Case) -> dict[str, str]:
     """{"LMCache": releases, "vLLM": releases}; "" where nothing tells."""
-    named = {"LMCache": ", ".join(case.named("lmcache")), "vLLM": ", ".join(case.named("vllm"))}
-    if not named["LMCache"] and case.candidates:
-        first, last = case.candidates[0], case.candidates[-1]
+    named = {"LMCache": ", ".join(case.releases.named("lmcache")), "vLLM": ", ".join(case.releases.named("vllm"))}
+    if not named["LMCache"] and case.releases.candidates:
+        first, last = case.releases.candidates[0], case.releases.candidates[-1]
         named["LMCache"] = f"{first if first == last else f'{first} to {last}'} (by the lines of its statements)"
     return named
 

@@ -28,7 +28,7 @@ _CONVERSION = re.compile(r"%[-+ #0]*\d*(?:\.\d+)?[diouxXeEfFgGcrs]|%%")
 
 
 class Statement(NamedTuple):
-    """template: with `{}` where a value comes. level: of logging, or `assert` and `raise`. lines: {release: where}."""
+    """template: with `{}` where a value comes. level: of logging, or what else it is. lines: {release: where}."""
 
     message: str
     template: str
@@ -55,7 +55,7 @@ def template(node: ast.expr) -> str | None:
 
 
 def calls(tree: ast.Module) -> Iterator[Call]:
-    """Logging calls, `assert ..., text` and `raise X(text)` of a file."""
+    """Logging calls, `assert ..., text`, `raise X(text)`, and texts that are given a name first, of a file."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.args:
             level = node.func.attr.removesuffix("_once")
@@ -65,6 +65,8 @@ def calls(tree: ast.Module) -> Iterator[Call]:
             yield Call(node, node.msg, "assert")
         elif isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args:
             yield Call(node, node.exc.args[0], "raise")
+        elif isinstance(node, ast.Assign):
+            yield Call(node, node.value, "text")
 
 
 def sample(text: str, value: str = "7") -> str:

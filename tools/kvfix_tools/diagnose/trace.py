@@ -9,7 +9,8 @@ import json
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvfix_tools.diagnose.case import Case, Found
+    from kvfix_tools.diagnose.case import Case
+    from kvfix_tools.diagnose.seen import Found
 
 
 def write(path: str, case: Case, findings: list[Found]) -> None:

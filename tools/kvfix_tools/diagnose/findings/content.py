@@ -13,9 +13,9 @@ def failed_load_taken_for_done(case: Any, seen: Any) -> Answer | None:
 
     Setting: none; a server with room enough, so that chunks are not evicted between lookup and load.
     """
-    if seen.fields["what"] != "retrieve" or case.within("lmcache", ">=0.5.5"):
+    if seen.fields["what"] != "retrieve" or case.releases.within("lmcache", ">=0.5.5"):
         return None
-    sure = case.within("lmcache", "<0.5.5")
+    sure = case.releases.within("lmcache", "<0.5.5")
     return Answer(
         "its load failed, and is reported as done" + ("" if sure else " (if LMCache is older than 0.5.5)"),
         verdict="violated" if sure else "unknown",
@@ -114,7 +114,7 @@ def preempted_while_stored(case: Any, seen: Any) -> Answer | None:
 
     Setting: more KV blocks, so that nothing is preempted.
     """
-    if seen.fields["what"] != "preempted" or case.within("lmcache", ">=0.5.2,<0.5.6") is not True:
+    if seen.fields["what"] != "preempted" or case.releases.within("lmcache", ">=0.5.2,<0.5.6") is not True:
         return None
     return Answer("preempted, and this LMCache does not wait for stores under way", request="")
 

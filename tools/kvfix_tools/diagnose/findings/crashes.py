@@ -36,7 +36,7 @@ def _capped(case: Any, seen: Any) -> bool | None:
     fields = seen.fields
     if fields["granted"] != fields["hit"]:
         return True
-    recent = case.within("lmcache", ">=0.4.7")
+    recent = case.releases.within("lmcache", ">=0.4.7")
     if recent is not None:
         return bool(recent)
     story = case.ledger.stories.get(seen.request)
@@ -48,7 +48,7 @@ def _capped(case: Any, seen: Any) -> bool | None:
 @finding("KVD101", "cached-hit-promised-whole", Severity.CRASH, on=["raised"], fixes=["KVF001"])
 def cached_hit_promised_whole(case: Any, seen: Any) -> Answer | None:
     """A request was asked about again, and promised its whole hit: what vLLM had was not subtracted."""
-    if _asserts(seen, "assert num_new_tokens > 0") and case.within("lmcache", "==0.3.10"):
+    if _asserts(seen, "assert num_new_tokens > 0") and case.releases.within("lmcache", "==0.3.10"):
         return Answer("the raw hit is larger than what remains of the request, so nothing is left to compute")
     if not _is(seen, "mismatch") or seen.fields["computed"] == 0 or _capped(case, seen):
         return None
@@ -254,7 +254,9 @@ def server_silent_at_start(case: Any, seen: Any) -> Answer | None:
     """
     if not _is(seen, "server_silent"):
         return None
-    return Answer(f"no answer to {seen.fields.get('operation', 'a question')}: {seen.fields['text'][:160]}", request="")
+    server = seen.fields.get("server")
+    what = f"no server at {server}" if server else f"no answer to {seen.fields.get('operation', 'a question')}"
+    return Answer(f"{what}: {seen.fields['text'][:160]}", request="")
 
 
 @finding("KVD199", "unknown-crash-in-connector", Severity.CRASH, on=["raised"])
@@ -281,6 +283,8 @@ def unknown_crash(case: Any, seen: Any) -> Answer | None:
 
 
 _HOOKS = {
+    "create_connector",
+    "ensure_kv_transfer_initialized",
     "get_num_new_matched_tokens",
     "update_state_after_alloc",
     "build_connector_meta",

@@ -99,7 +99,7 @@ def server_does_not_answer(case: Any, seen: Any) -> Answer | None:
 def server_never_asked_again(case: Any, seen: Any) -> Answer | None:
     """After one lookup that timed out the cache is off until vLLM is started again."""
     timed_out = case.counts["mp_timeout"]
-    if not timed_out or case.counts["mp_healthy"] or case.within("lmcache", ">=0.5.0,<0.5.6") is not True:
+    if not timed_out or case.counts["mp_healthy"] or case.releases.within("lmcache", ">=0.5.0,<0.5.6") is not True:
         return None
     return Answer(f"{timed_out} lookups timed out, and `LMCache server is healthy again` never comes", request="")
 
