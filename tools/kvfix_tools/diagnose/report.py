@@ -102,8 +102,9 @@ def read_words(case: Case) -> str:
     counts = case.counts
     releases = [f"{name} {release}" for name, release in versions(case).items() if release]
     of = f" of {', '.join(releases)}" if releases else ""
+    size = f"{case.bytes / 1e6:.1f} MB" if case.bytes > 1e5 else f"{case.bytes / 1e3:.1f} kB"
     return (
-        f"read {case.bytes / 1e6:.1f} MB{of}: {counts['asked'] + counts['mp_prefetched']} lookups, "
+        f"read {size}{of}: {counts['asked'] + counts['mp_prefetched']} lookups, "
         f"{counts['retrieved'] + counts['mp_retrieved']} loads, {counts['stored'] + counts['mp_stored']} stores"
     )
 

@@ -72,7 +72,8 @@ class Rule(NamedTuple):
         """The paragraph that begins with `name:`; "" if there is none."""
         for paragraph in self.doc.split("\n\n"):
             if paragraph.strip().startswith(f"{name}:"):
-                return " ".join(paragraph.strip().removeprefix(f"{name}:").split())
+                text = " ".join(paragraph.strip().removeprefix(f"{name}:").split())
+                return text[:1].upper() + text[1:]
         return ""
 
 
