@@ -123,7 +123,7 @@ def test_a_stream_is_told_as_it_comes() -> None:
     crash = gzip.decompress(Path(CRASH).read_bytes())
     process = subprocess.Popen(
         [sys.executable, "-m", "kvfix_tools.cli", "diagnose", "-"],
-        stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=clean_environment(PYTHONUNBUFFERED="1"),
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=clean_environment(),
     )  # fmt: skip
     try:
         assert process.stdin is not None

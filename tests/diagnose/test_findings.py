@@ -317,3 +317,19 @@ def test_the_ledger_judges_log_lines() -> None:
     alone = diagnose(hole)
     assert codes(alone) == []
     assert alone.unknowns["KVR007"] == 1
+
+
+def test_loads_are_judged_where_debug_lines_tell_them() -> None:
+    ask = asked(NEWEST, 3000, 0, 2048, 2048)
+    capped = say(NEWEST, "capped", "cmpl-1", 2048, 1024, 1024)
+    assert codes(diagnose(ask, say(NEWEST, "due", 2048, 0, "cmpl-1"))) == []
+    assert codes(diagnose(ask, capped, say(NEWEST, "due", 1024, 0, "cmpl-1"))) == []
+    assert codes(diagnose(ask, say(NEWEST, "due", 1024, 0, "cmpl-1"))) == ["KVR004"]
+    assert codes(diagnose(ask, capped, say(NEWEST, "due", 2048, 0, "cmpl-1"))) == ["KVR004"]
+
+
+def test_a_crash_without_its_lookup_is_told_all_the_same() -> None:
+    """The log begins after the request did: the crash has its name, and nothing is made up of the balance."""
+    case = diagnose(version(NEWEST), crash(NEWEST, "resume_differs", "r1", 800, 1024, False))
+    assert codes(case) == ["KVD107"]
+    assert [each.code for each in case.findings[0].verdicts] == ["KVR011"]
