@@ -135,6 +135,16 @@ def test_a_line_of_100_megabytes(tmp_path: Path) -> None:
     assert grown < 40_000  # kilobytes
 
 
+@pytest.mark.parametrize(
+    "piece", [b"] LMCache INFO: ", b"(EngineCore pid=", b'File "', b"  AssertionError", b"Reqid: a, "]
+)
+def test_one_piece_many_times_over(piece: bytes) -> None:
+    """A line of 64 kB that is glued together of nothing else."""
+    case = Case()
+    case.take("log", 1, scan.hits(piece * (scan.LONGEST_LINE // len(piece)) + b" Error\n" + polls(1)))
+    assert case.counts["asked"] == 1
+
+
 def test_files_are_merged_by_time(tmp_path: Path) -> None:
     """What one node says between two lines of another is taken between them."""
     early, late = POLL.replace(b"01:41:27", b"01:41:00"), POLL.replace(b"01:41:27", b"01:42:00")

@@ -23,6 +23,8 @@ Hit = tuple[int, bytes, str, str, Groups, bytes]
 
 #: Name of a hit that stands for all lines at DEBUG of a block: the log's level hides nothing.
 DEBUG = "debug"
+#: Of a message, for evidence.
+_LONGEST_BODY = 1 << 14
 #: Longer ones are looked at in pieces.
 LONGEST_LINE = 1 << 16
 _ANSI = rb"\x1b?\[[0-9;]*m"
@@ -82,24 +84,26 @@ def spans(block: bytes) -> Iterator[tuple[int, int]]:
 
 
 def _read(line: bytes, number: int, found: list[Hit]) -> None:
-    start = line.find(_FRAME)
-    level = _LEVEL.match(line, start) if start >= 0 else None
-    if level is None:
-        _read_unframed(line, number, found)
-        return
-    at = level.end()
-    for message in _BY_HEAD.get(line[at : at + 4], ()):
-        match = message.pattern.match(line, at)
-        if match is not None:
-            process = _process(line[:start]) if start > 40 else ""
-            stamp = line[max(0, start - _STAMP) : start]
-            found.append((number, stamp, process, message.name, match.groups(), line[at:]))
-            break
-    if start > 40 and any(needle in line[:start] for needle in _OTHER_NEEDLES):
-        _read_unframed(line[:start], number, found)
-    again = line.find(_FRAME, at)
-    if again >= 0 and _LEVEL.match(line, again):  # two lines glued together
-        _read(line[at:], number, found)
+    while True:
+        start = line.find(_FRAME)
+        level = _LEVEL.match(line, start) if start >= 0 else None
+        if level is None:
+            _read_unframed(line, number, found)
+            return
+        at = level.end()
+        for message in _BY_HEAD.get(line[at : at + 4], ()):
+            match = message.pattern.match(line, at)
+            if match is not None:
+                process = _process(line[:start]) if start > 40 else ""
+                stamp = line[max(0, start - _STAMP) : start]
+                found.append((number, stamp, process, message.name, match.groups(), line[at : at + _LONGEST_BODY]))
+                break
+        if start > 40 and any(needle in line[:start] for needle in _OTHER_NEEDLES):
+            _read_unframed(line[:start], number, found)
+        again = line.find(_FRAME, at)
+        if again < 0 or not _LEVEL.match(line, again):
+            return
+        line = line[at:]  # two lines glued together
 
 
 def _read_unframed(line: bytes, number: int, found: list[Hit]) -> None:
@@ -116,7 +120,7 @@ def _read_unframed(line: bytes, number: int, found: list[Hit]) -> None:
         if message.literal in line:
             match = message.pattern.search(body) or message.pattern.search(line)
             if match is not None:
-                found.append((number, stamp, process, message.name, match.groups(), body))
+                found.append((number, stamp, process, message.name, match.groups(), body[:_LONGEST_BODY]))
                 return
 
 
@@ -184,6 +188,6 @@ def trailer(body: bytes) -> tuple[str, int, str] | None:
 
 def text(body: bytes) -> str:
     """The message, without its trailer, colours and what could do harm in a terminal."""
-    shown = _COLOURS.sub(b"", _TRAILER.sub(b"", body[:4000])).decode("utf-8", "replace")
+    shown = _COLOURS.sub(b"", _TRAILER.sub(b"", body)).decode("utf-8", "replace")
     shown = _TOKEN_IDS.sub("<numbers left out>", shown)
     return "".join(sign if sign.isprintable() else " " for sign in shown).strip()[:600]
