@@ -92,28 +92,28 @@ def _zstd(path: str) -> BinaryIO:
     return cast("BinaryIO", zstandard.open(path, "rb"))
 
 
-def blocks(source: Source, stream: BinaryIO) -> Iterator[bytes]:
-    """Whole lines, about BLOCK bytes at a time; from standard input what is there. A damaged end is read up to it."""
+def blocks(source: Source, stream: BinaryIO, size: int = BLOCK) -> Iterator[bytes]:
+    """Whole lines, about `size` bytes at a time; from standard input what is there. A damaged end is read up to it."""
     rest = b""
-    for piece in _pieces(source, stream):
+    for piece in _pieces(source, stream, size):
         cut = piece.rfind(b"\n") + 1
         if cut:
             yield rest + piece[:cut]
             rest = piece[cut:]
         else:
             rest += piece
-            if len(rest) >= BLOCK:
+            if len(rest) >= size:
                 yield rest
                 rest = b""
     if rest:
         yield rest
 
 
-def _pieces(source: Source, stream: BinaryIO) -> Iterator[bytes]:
+def _pieces(source: Source, stream: BinaryIO, size: int) -> Iterator[bytes]:
     read = getattr(stream, "read1", stream.read) if source.path == "-" else stream.read
     while True:
         try:
-            piece = read(BLOCK)
+            piece = read(size)
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise Unreadable(f"{source.path}: damaged ({error}); what came before it was read") from None
         except OSError as error:

@@ -62,7 +62,10 @@ def _read(
     progress: Callable[[int], None] | None,
     unreadable: list[str],
 ) -> None:
-    streams = [_blocks(source, pool, jobs * 3, unreadable) for source in sources]
+    # Of every file a block is in memory at once: they are merged by time.
+    size = max(1 << 16, reader.BLOCK // len(sources))
+    ahead = max(1, jobs * 3 // len(sources))
+    streams = [_blocks(source, pool, ahead, size, unreadable) for source in sources]
     if len(sources) == 1:
         base = 1
         for size, lines, hits in streams[0]:
@@ -102,14 +105,16 @@ def _timed(
 
 
 def _blocks(
-    source: reader.Source, pool: ProcessPoolExecutor | None, ahead: int, unreadable: list[str]
+    source: reader.Source, pool: ProcessPoolExecutor | None, ahead: int, size: int, unreadable: list[str]
 ) -> Iterator[Block]:
     try:
         if pool is not None and not source.packed:
-            yield from _ahead(pool, ahead, ((scan_chunk, (source.path, *edges)) for edges in reader.chunks(source)))
+            yield from _ahead(
+                pool, ahead, ((scan_chunk, (source.path, *edges)) for edges in reader.chunks(source, size))
+            )
             return
         with reader.open_source(source) as stream:
-            blocks = reader.blocks(source, stream)
+            blocks = reader.blocks(source, stream, size)
             if pool is None:
                 for block in blocks:
                     yield scan_block(block)
