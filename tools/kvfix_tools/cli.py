@@ -5,6 +5,7 @@ Exit codes of all commands: 0 nothing found, 1 findings, 2 usage or unreadable i
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated, Optional
 
@@ -94,9 +95,30 @@ def run(
     raise typer.Exit(launch.run(command, mode, only, skip))
 
 
+@app.command()
+def diagnose(
+    paths: Annotated[list[str], typer.Argument(metavar="PATH... | -", help="Logs, folders, .gz, .zst; - is stdin.")],
+    json: Json = False,
+    request: Annotated[str, typer.Option(metavar="ID", help="One request's story in full.")] = "",
+    html: Annotated[str, typer.Option(metavar="FILE", help="One self-contained page.")] = "",
+    perfetto: Annotated[str, typer.Option(metavar="FILE", help="Chrome trace JSON, for ui.perfetto.dev.")] = "",
+    everything: Annotated[bool, typer.Option("--all", help="Every finding in full.")] = False,
+    jobs: Annotated[int, typer.Option(help="Processes; 0: all cores.")] = 0,
+) -> None:
+    """What a log tells: findings with their arithmetic, cause and remedy. Exit 1 if there are any."""
+    from kvfix_tools.diagnose import command
+
+    raise typer.Exit(command.main(paths, json, request, html, perfetto, everything, jobs))
+
+
 def main() -> None:
     """Entry point of the console script."""
     app()
+
+
+def main_diagnose() -> None:
+    """Entry point of `kvfix-diagnose`."""
+    app(["diagnose", *sys.argv[1:]], prog_name="kvfix-diagnose")
 
 
 if __name__ == "__main__":
