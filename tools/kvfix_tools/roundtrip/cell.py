@@ -69,7 +69,7 @@ class Cell:
 
     def geometry(self) -> Geometry:
         layout, block = LAYOUTS[self.layout], int(self.block)
-        blocks = 4 * -(-self.count // block) + 3  # twice what is needed, with room for holes
+        blocks = (4 if self.slots == "holes" else 2) * -(-self.count // block) + 3  # to store from and to load into
         heads = 1 if layout.latent else int(self.heads)
         return Geometry(layout, DTYPES[self.dtype], self.layers, blocks, block, heads, self.head_size)
 

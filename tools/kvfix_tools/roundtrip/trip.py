@@ -94,7 +94,13 @@ class Trip:
     def prepare(self, transfer: Transfer) -> None:
         self.cache.fill(everywhere(FIRST))
         if transfer.host is not None:
-            transfer.host.fill(lambda at: Identity(HOST_POISON, at["layer"], at["kv"], at["token"], at["head"], 0))
+            transfer.host.fill(self.poison(transfer.host))
+
+    def poison(self, region: Region) -> Expected:
+        """What is in the KV cache, or in the host buffers, before anything is moved there."""
+        if region is self.cache:
+            return everywhere(POISON)
+        return lambda at: Identity(HOST_POISON, at["layer"], at["kv"], at["token"], at["head"], 0)
 
     def check(self, stage: str, region: Region, expected: Expected, source: bool = False) -> None:
         finding = look(region, list(region.check(expected)), f"{stage}, {region.name}", source)

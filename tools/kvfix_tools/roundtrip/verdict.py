@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from kvfix_tools.roundtrip import element
-from kvfix_tools.roundtrip.element import GENERATIONS, GUARD, HOST_POISON, POISON, STALE, WORD, Identity
+from kvfix_tools.roundtrip.element import GENERATIONS, GUARD, HOST_POISON, OTHER, POISON, STALE, WORD, Identity
 from kvfix_tools.roundtrip.region import Bad, Region
 
 #: Bits that may differ in a word that is still called the right one with flipped bits.
@@ -24,7 +24,7 @@ NAMED = {
 }
 #: In the order in which they are tried.
 CLASSES = (
-    "source changed", "guard band written", "bystander written", "not written", *NAMED.values(), "misplaced",
+    "source changed", "guard band written", "bystander written", "not written", *NAMED.values(), "overwritten", "misplaced",
     "bit flip", "shifted by bytes", "unknown",
 )  # fmt: skip
 
@@ -74,6 +74,8 @@ def classify(region: Region, bad: Bad, source: bool) -> torch.Tensor:
     alone = sum(value.to(torch.int64) for value in differ.values()) == 1
     for name, kind in NAMED.items():
         kinds[known & alone & differ[name]] = CLASSES.index(kind)
+    later = known & alone & differ["generation"] & (held.generation > expected.generation)
+    kinds[later] = CLASSES.index("overwritten")
     kinds[known & ((held.generation == POISON) | (held.generation == HOST_POISON))] = CLASSES.index("not written")
     kinds[(expected.generation == POISON) | (expected.generation == HOST_POISON)] = CLASSES.index("bystander written")
     if bad.what == "guard":
@@ -95,7 +97,7 @@ def describe(region: Region, bad: Bad, at: int, kind: str) -> str:
         assert located is not None
         here = place(region, Identity(0, *(located[0].get(name, 0) for name in ("layer", "kv")), 0, 0, 0), False)
         here += f", {'token' if 'token' in located[0] else 'slot'} {located[0].get('token', located[0].get('slot'))}"
-        here += "" if region.geometry.layout.latent else f", head {located[0]['head']}"
+        here += f", head {located[0]['head']}" if region.geometry.heads > 1 else ""
     should = place(region, expected)
     if not known:
         flipped = int(bad.found[at] ^ _words(region, bad.expected[at : at + 1])[0]) & ((1 << 64) - 1)
@@ -114,8 +116,8 @@ def place(region: Region, who: Identity, slot: bool = True) -> str:
         return text
     if who.generation in (POISON, HOST_POISON, GUARD):
         return f"the {GENERATIONS[who.generation]} that was there"
-    text += f", slot {who.slot}" + ("" if region.geometry.layout.latent else f", head {who.head}")
-    return text + (" of an earlier generation" if who.generation == STALE else "")
+    text += f", slot {who.slot}" + (f", head {who.head}" if region.geometry.heads > 1 else "")
+    return text + {STALE: " of an earlier generation", OTHER: " of a later generation"}.get(who.generation, "")
 
 
 def _words(region: Region, numbers: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 
 from kvfix_tools.roundtrip import region as regions
+from kvfix_tools.roundtrip.backend import Backend
 from kvfix_tools.roundtrip.layout import Geometry
 from kvfix_tools.roundtrip.streams import Streams
 from kvfix_tools.roundtrip.trip import Trip
@@ -98,5 +99,4 @@ def paged(tensor: torch.Tensor, geometry: Geometry) -> torch.Tensor:
     return held[:, :, None, None]
 
 
-def open_torch(trip: Trip) -> TorchCopy:
-    return TorchCopy(trip)
+BACKENDS = (Backend("torch", "gather, and pinned copies on streams", TorchCopy),)
