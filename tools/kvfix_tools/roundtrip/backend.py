@@ -10,18 +10,21 @@ from typing import NamedTuple
 import torch
 
 from kvfix_tools.roundtrip import backends
+from kvfix_tools.roundtrip.cell import Axes
 from kvfix_tools.roundtrip.trip import Transfer, Trip
 
 
 class Backend(NamedTuple):
     """`open` makes the transfer of one cell, or raises trip.Refused. `missing`: why it cannot be used on this device at
-    all, or None. `group`: another name to ask for it by, together with its like."""
+    all, or None. `group`: another name to ask for it by, together with its like. `axes`: what it is for, of the values of
+    an axis; others are only tried if they are asked for."""
 
     name: str
     says: str
     open: Callable[[Trip], Transfer]
     missing: Callable[[torch.device], str | None] = lambda device: None
     group: str = ""
+    axes: Axes = {}
 
 
 def all_backends() -> dict[str, Backend]:

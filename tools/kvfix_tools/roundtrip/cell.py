@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import torch
 
@@ -27,6 +27,8 @@ AXES: dict[str, tuple[str, ...]] = {
     "skip": SKIPS,
 }
 PRIME = 211
+#: Bytes that each layer's K has at least: LMCache's layerwise connector rounds its buffer, of that size, up to 4 KiB.
+LEAST = 8192
 Axes = dict[str, tuple[str, ...]]
 
 
@@ -52,6 +54,9 @@ class Cell:
         options = [f"--{name.replace('_', '-')} {value}" for name, value in asdict(self).items()]
         return " ".join(["kvfix roundtrip", *options, *more])
 
+    def with_sizes(self, layers: int, head_size: int, seed: int) -> Cell:
+        return replace(self, layers=layers, head_size=head_size, seed=seed)
+
     @property
     def count(self) -> int:
         """Tokens. `prime` is the first prime number from 211 on that is no multiple of a chunk."""
@@ -69,8 +74,10 @@ class Cell:
 
     def geometry(self) -> Geometry:
         layout, block = LAYOUTS[self.layout], int(self.block)
-        blocks = (4 if self.slots == "holes" else 2) * -(-self.count // block) + 3  # to store from and to load into
         heads = 1 if layout.latent else int(self.heads)
+        blocks = (4 if self.slots == "holes" else 2) * -(-self.count // block) + 3  # to store from and to load into
+        plane = block * heads * self.head_size * DTYPES[self.dtype].itemsize
+        blocks = max(blocks, -(-LEAST // plane))
         return Geometry(layout, DTYPES[self.dtype], self.layers, blocks, block, heads, self.head_size)
 
     def mappings(self) -> tuple[torch.Tensor, torch.Tensor]:
@@ -88,7 +95,7 @@ class Cell:
         return source, target
 
 
-def full(backend: str, axes: Axes) -> list[Cell]:
+def full(backend: str, axes: Axes, seed: int = 0) -> list[Cell]:
     """Every combination."""
     return [Cell(backend, **dict(zip(axes, values, strict=True))) for values in itertools.product(*axes.values())]
 

@@ -244,5 +244,6 @@ def run(name: str, cell: Cell, device: torch.device, events: bool = True) -> Res
     """One race. events: False takes out what the lanes wait for."""
     race = Race(cell, device, events)
     race.result.operations = "streams" if device.type == "cuda" else "stand-in for streams: deferred copies, in order"
+    race.result.race = name
     RACES[name](race)
     return race.ended()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import functools
+import importlib
 import importlib.metadata
 import importlib.util
 import os
@@ -33,8 +34,10 @@ CLASSES = {
     "v3": "VLLMPagedMemGPUConnectorV3",
     "layerwise": "VLLMPagedMemLayerwiseGPUConnector",
 }
-#: What vLLM tells LMCache of the layout (0.5.6 integration/vllm/utils.py:43). vLLM's cross-layer tensor is NHD inside.
-HINTS = {"hnd": "HND", "hnd-block-first": "HND", "packed-hnd": "HND", "packed-cpu": "HND"}
+#: Those that LMCache has a format for (0.5.6 kv_format/specs) and that reach its in-process connectors from vLLM.
+LAYOUTS = ("nhd", "nhd-block-first", "hnd", "hnd-block-first", "packed", "packed-hnd", "mla")
+#: What vLLM tells LMCache of the layout (0.5.6 integration/vllm/utils.py:43).
+HND = ("hnd", "hnd-block-first", "packed-hnd", "packed-cpu")
 
 
 def missing(device: torch.device) -> str | None:
@@ -130,7 +133,7 @@ def make_metadata(geometry: Geometry, chunk: int) -> Any:
 
 
 def hints(geometry: Geometry) -> dict[str, str]:
-    return {"kv_layout": HINTS.get(geometry.layout.name, "NHD")}
+    return {"kv_layout": "HND" if geometry.layout.name in HND else "NHD"}
 
 
 @functools.cache
@@ -144,6 +147,10 @@ def connectors(device: str) -> Any:
         tree = WithoutCudaAssertions().visit(ast.parse(Path(gpu_connectors.__file__).read_text()))
         exec(compile(tree, gpu_connectors.__file__, "exec"), gpu_connectors.__dict__)
         gpu_connectors.torch = Standin()
+        # It would take the layout of vLLM's CPU attention for granted (0.5.6 kv_format/detectors/vllm.py:31).
+        with contextlib.suppress(ImportError):
+            detector = importlib.import_module("lmcache.v1.gpu_connector.kv_format.detectors.vllm")
+            detector.__dict__["torch_device_type"] = "cuda"
     return gpu_connectors
 
 
@@ -183,7 +190,9 @@ def operations(device: torch.device) -> str:
 
 
 def _backend(kind: str) -> Backend:
-    return Backend(f"lmcache-{kind}", f"LMCache's {CLASSES[kind]}", lambda trip: Connector(kind, trip), missing, "lmcache")
+    axes = {"layout": LAYOUTS, **({"skip": ("none",)} if kind == "layerwise" else {})}
+    says = f"LMCache's {CLASSES[kind]}"
+    return Backend(f"lmcache-{kind}", says, lambda trip: Connector(kind, trip), missing, "lmcache", axes)
 
 
 BACKENDS = tuple(_backend(kind) for kind in CLASSES)
