@@ -16,8 +16,9 @@ from kvfix_tools.roundtrip.trip import Transfer, Trip
 
 class Backend(NamedTuple):
     """`open` makes the transfer of one cell, or raises trip.Refused. `missing`: why it cannot be used on this device at
-    all, or None. `group`: another name to ask for it by, together with its like. `axes`: what it is for, of the values of
-    an axis; others are only tried if they are asked for."""
+    all, or None. `group`: another name to ask for it by, together with its like. `axes`: what it is for, of the values
+    of an axis; others are only tried if they are asked for. `known`: a reported bug that a layout shows; it is named
+    beside what was found, and hides nothing."""
 
     name: str
     says: str
@@ -25,11 +26,15 @@ class Backend(NamedTuple):
     missing: Callable[[torch.device], str | None] = lambda device: None
     group: str = ""
     axes: Axes = {}
+    known: dict[str, str] = {}
 
 
 def all_backends() -> dict[str, Backend]:
     """{name: backend}; importing their modules imports nothing but torch."""
-    modules = [importlib.import_module(found.name) for found in pkgutil.iter_modules(backends.__path__, backends.__name__ + ".")]
+    modules = [
+        importlib.import_module(found.name)
+        for found in pkgutil.iter_modules(backends.__path__, backends.__name__ + ".")
+    ]
     return {backend.name: backend for module in modules for backend in getattr(module, "BACKENDS", ())}
 
 

@@ -12,7 +12,7 @@ from kvfix_tools.roundtrip.layout import DTYPES, LAYOUTS, Geometry
 
 #: Names of token counts; a number is itself.
 TOKENS = ("1", "block-1", "block", "block+1", "chunk-1", "chunk", "chunk+1", "prime")
-SLOTS = ("contiguous", "reversed", "random", "holes")
+SLOTS = ("contiguous", "reversed", "random", "holes", "blocks")
 #: Tokens at the beginning of a load that the engine has already: none, some of a block, a chunk and some.
 SKIPS = ("none", "part", "chunk")
 #: axis -> its values, those of the issue.
@@ -87,6 +87,11 @@ class Cell:
         if self.slots == "random":
             shuffled = torch.randperm(slots, generator=torch.Generator().manual_seed(self.seed))
             return shuffled[:tokens], shuffled[tokens : 2 * tokens]
+        if self.slots == "blocks":  # as the engine has them: the tokens in order in blocks that lie anywhere
+            block = int(self.block)
+            order = torch.randperm(slots // block, generator=torch.Generator().manual_seed(self.seed))
+            shuffled = (order[:, None] * block + torch.arange(block)).flatten()
+            return shuffled[:tokens], shuffled[-(-tokens // block) * block :][:tokens]
         step = 2 if self.slots == "holes" else 1
         source = torch.arange(tokens) * step + int(self.block)  # the first block is nobody's, as in vLLM
         target = source + tokens * step + step // 2
@@ -95,9 +100,13 @@ class Cell:
         return source, target
 
 
+def of(backend: str, values: dict[str, str]) -> Cell:
+    return replace(Cell(backend), **values)  # type: ignore[arg-type]
+
+
 def full(backend: str, axes: Axes, seed: int = 0) -> list[Cell]:
     """Every combination."""
-    return [Cell(backend, **dict(zip(axes, values, strict=True))) for values in itertools.product(*axes.values())]
+    return [of(backend, dict(zip(axes, values, strict=True))) for values in itertools.product(*axes.values())]
 
 
 def pairs(backend: str, axes: Axes, seed: int = 0) -> list[Cell]:
@@ -111,7 +120,7 @@ def pairs(backend: str, axes: Axes, seed: int = 0) -> list[Cell]:
     while missing:
         chosen = _next(names, axes, missing, choose)
         missing -= {(a, chosen[a], b, chosen[b]) for a, b in itertools.combinations(names, 2)}
-        cells.append(Cell(backend, **chosen))
+        cells.append(of(backend, chosen))
     return cells
 
 

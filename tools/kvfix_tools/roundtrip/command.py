@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import torch
 
@@ -28,7 +29,7 @@ REFUSALS = (Refused, NotImplementedError, ValueError, AssertionError)
 def parser() -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(
         prog="kvfix roundtrip",
-        description="Is every byte of KV what it was? Moves KV whose every element says who it is to the host and back.",
+        description="Is every byte of KV what it was? Moves KV that says of itself who it is to the host and back.",
         epilog="Exit codes: 0 all right, 1 something is not, 2 usage, 77 asked for CUDA and there is none.",
     )
     add = options.add_argument
@@ -86,12 +87,11 @@ def run(chosen: list[Backend], cells: dict[str, list[Cell]], device: torch.devic
         for number, (cell, job) in enumerate(work):
             report.progress(number, len(work), cell)
             report.add(job())
-    finally:
-        torch.set_num_threads(threads)
-    for one in here:
-        if options.gib != 0 and options.race is None and options.inject is None:
+        for one in here if options.gib != 0 and options.race is None and options.inject is None else []:
             report.progress(len(work), len(work), Cell(one.name))
             report.speed(speed.measure(one, device, options.gib, options.seed))
+    finally:
+        torch.set_num_threads(threads)
     return report.end()
 
 
@@ -103,11 +103,14 @@ def jobs(
     if options.race is None and events:
         for one in chosen:
             for cell in cells[one.name]:
-                yield cell, lambda one=one, cell=cell: once(one, cell, device, options.inject)
-    if any(one.name == "torch" for one in chosen) and (options.inject is None or not events):
+                yield cell, partial(once, one, cell, device, options.inject)
+    some = any(getattr(options, axis) for axis in AXES)  # asked for cells, not for races
+    if any(one.name == "torch" for one in chosen) and (
+        options.race is not None or not events or not (some or options.inject)
+    ):
         for name in options.race or races.RACES:
             cell = Cell("torch", layers=options.layers, head_size=options.head_size, seed=options.seed)
-            yield cell, lambda name=name, cell=cell: races.run(name, cell, device, events)
+            yield cell, partial(races.run, name, cell, device, events)
 
 
 def once(one: Backend, cell: Cell, device: torch.device, fault: str | None = None) -> Result:

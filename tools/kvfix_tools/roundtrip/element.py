@@ -1,9 +1,9 @@
 """What each KV element says of itself: who it is, through a mixing hash that can be taken back.
 
 Eight bytes are one word, and a word's 63 bits of identity (generation, layer, K or V, slot, head, place in the row) go
-through a bijection of 64 bits. So two words differ in about half their bits, every pattern of a float occurs (NaN, -0.0,
-denormals), and what lies in a wrong place is not searched for: it is decoded. Elements of 8 and 16 bits are too short to
-say who they are; their identity is that of the 8 (or 4) elements of the word.
+through a bijection of 64 bits. So two words differ in about half their bits, every pattern of a float occurs (NaN,
+-0.0, denormals), and what lies in a wrong place is not searched for: it is decoded. Elements of 8 and 16 bits are too
+short to say who they are; their identity is that of the 8 (or 4) elements of the word.
 """
 
 from __future__ import annotations

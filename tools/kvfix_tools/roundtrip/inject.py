@@ -1,7 +1,7 @@
 """Faults to be planted, so that the tool can show that it fails: `--inject`.
 
-Each damages what a sound backend has moved: the host buffers after the store, or, where a backend keeps those to itself,
-the KV cache after the load. What the tool says of the cell must be the class that stands beside the fault.
+Each damages what a sound backend has moved: the host buffers after the store, or, where a backend keeps those to
+itself, the KV cache after the load. What the tool says of the cell must be the class that stands beside the fault.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Faulty:
         self.inner.close()
 
     def damage(self, region: Region) -> None:
-        """Rows of the tokens of this region (host: token; KV cache: slot loaded into) take what the fault makes them."""
+        """Rows of the tokens of this region take what the fault makes them."""
         held, at = torch.cat(region.tensors()), everything(region)
         token = at["token"] if "token" in at else self._token_of(at["slot"])
         last = self.trip.cell.count - 1
@@ -94,7 +94,9 @@ class Faulty:
         held, at, row = cache.tensors(), everything(cache), 0
         for tensor in held:
             here = {name: values[row : row + len(tensor)] for name, values in at.items()}
-            tensor[int((here["slot"] == free).nonzero()[0])] = tensor[int((here["slot"] == int(slots[-1])).nonzero()[0])]
+            tensor[int((here["slot"] == free).nonzero()[0])] = tensor[
+                int((here["slot"] == int(slots[-1])).nonzero()[0])
+            ]
             row += len(tensor)
 
     def _partners(self, at: Coordinates, token: torch.Tensor) -> torch.Tensor:

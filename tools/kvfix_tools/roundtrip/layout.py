@@ -1,7 +1,7 @@
 """How KV lies in memory, as data: the order of the axes. Everything else of a layout follows from it.
 
-The innermost axis is always the elements of one head, a *row*: contiguous in every layout that vLLM or LMCache has. So a
-layout is an order of rows, and what a row holds is said by its coordinates.
+The innermost axis is always the elements of one head, a *row*: contiguous in every layout that vLLM or LMCache has. So
+a layout is an order of rows, and what a row holds is said by its coordinates.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ class Geometry:
 
     @property
     def row_bytes(self) -> int:
-        return self.head_size * self.dtype.itemsize
+        return self.head_size * int(self.dtype.itemsize)
 
     @property
     def row_words(self) -> int:

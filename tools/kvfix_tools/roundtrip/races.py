@@ -1,8 +1,8 @@
 """What a transfer must wait for, with the waiting and, as the negative control, without.
 
 A race is a few lanes of work and the events between them. On a GPU a lane is a stream, and a slow one sleeps on the
-device. On the CPU it is a stand-in, a queue of deferred work: nothing runs until all has been submitted, then a slow lane
-runs only when no other can go on. So an event that is missing is seen every time, and never by chance.
+device. On the CPU it is a stand-in, a queue of deferred work: nothing runs until all has been submitted, then a slow
+lane runs only when no other can go on. So an event that is missing is seen every time, and never by chance.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -138,7 +139,9 @@ class Race(Trip):
 
         self._each(lane, copy or self.copy, self.target if slots is None else slots, scatter)
 
-    def write(self, lane: Any, region: Region, expected: Expected, where: Callable[[Coordinates], torch.Tensor]) -> None:
+    def write(
+        self, lane: Any, region: Region, expected: Expected, where: Callable[[Coordinates], torch.Tensor]
+    ) -> None:
         """Other work: those rows of the region take that content, tensor by tensor."""
         at, first = everything(region), 0
         image = regions.Region(region.words.clone(), region.sections, self.geometry, self.device, self.cell.seed, "")
@@ -154,8 +157,7 @@ class Race(Trip):
 
     def _each(self, lane: Any, copy: TorchCopy, slots: torch.Tensor, move: Any) -> None:
         for buffer, part in zip(copy.buffers, slots.split(copy.chunk), strict=True):
-            staging = copy.staging[0]
-            lane.submit(lambda buffer=buffer, part=part: move(copy, buffer, part, staging))
+            lane.submit(partial(move, copy, buffer, part, copy.staging[0]))
 
 
 def late_producer(race: Race) -> None:
@@ -180,8 +182,8 @@ def early_reuse(race: Race) -> None:
 
 
 def neighbours(race: Race) -> None:
-    """Another stream writes to all other slots, of the same blocks too, while a store and a load run. No event is needed
-    but between the store and its load."""
+    """Another stream writes to all other slots, of the same blocks too, while a store and a load run. No event is
+    needed but between the store and its load."""
     race.cache.fill(everywhere(FIRST))
     copier, hostile, loader = race.lanes.lane(slow=True), race.lanes.lane(), race.lanes.lane()
     both = torch.cat([race.source, race.target])
@@ -216,7 +218,9 @@ def many_in_flight(race: Race) -> None:
         hosts.append((copy.host, source))
     race.lanes.finish()
     loaded = race.loaded(FIRST, 0)
-    race.check("many in flight", race.cache, lambda at: loaded(at)._replace(generation=torch.full_like(at["slot"], FIRST)))
+    race.check(
+        "many in flight", race.cache, lambda at: loaded(at)._replace(generation=torch.full_like(at["slot"], FIRST))
+    )
 
 
 def buffer_taken_again(race: Race) -> None:

@@ -40,10 +40,9 @@ class Section:
         for name in ("layer", "kv", "head"):
             found.setdefault(name, nothing)
         found.update({name: nothing + value for name, value in self.fixed.items()})
-        if "offset" in found:
-            found["slot"] = found.pop("block") * self.sizes["offset"] + found.pop("offset")
-        else:
-            found["token"] = found["token"] + found.pop("first")
+        first = found.pop("first", None)
+        slot = found.pop("block") * self.sizes["offset"] + found.pop("offset") if "offset" in found else found["token"]
+        found["slot" if first is None else "token"] = slot if first is None else slot + first
         return found
 
 
@@ -160,6 +159,14 @@ def host(geometry: Geometry, axes: str, chunk: int, tokens: int, device: torch.d
         for one in each
     ]
     return _region("host", geometry, order, parts, torch.device("cpu"), device, seed, pin=device.type == "cuda")
+
+
+def host_blocks(geometry: Geometry, blocks: int, device: torch.device, seed: int) -> Region:
+    """Host buffers for whole blocks, as vLLM's own offload has them: the tensors of the KV cache, with fewer blocks."""
+    axes, sizes = geometry.layout.axes, {**geometry.sizes(), "block": blocks}
+    each = [{"first": 0}] if geometry.layout.one_tensor else [{"layer": n, "first": 0} for n in range(geometry.layers)]
+    parts = [(sizes, one) for one in each]
+    return _region("host", geometry, axes, parts, torch.device("cpu"), device, seed, pin=device.type == "cuda")
 
 
 def _region(

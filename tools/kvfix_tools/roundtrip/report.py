@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import shutil
 import sys
 from collections import Counter
@@ -28,11 +29,13 @@ class Report:
         self.results: list[Result] = []
         self.speeds: list[Speed] = []
         self.skipped: dict[str, str] = {}
+        self.known: dict[str, dict[str, str]] = {}
 
     def without(self, backend: Backend, why: str | None) -> bool:
         """Is the backend left out? Then it is said why."""
         if why:
             self.skipped[backend.name] = why
+        self.known[backend.name] = backend.known
         return bool(why)
 
     def progress(self, done: int, of: int, cell: Cell) -> None:
@@ -52,7 +55,7 @@ class Report:
 
     @property
     def code(self) -> int:
-        if not self.results:
+        if all(result.verdict == "refused" for result in self.results):
             return 77
         return int(any(result.verdict in BAD for result in self.results))
 
@@ -70,7 +73,7 @@ class Report:
             "inject": self.options.inject,
             "verified_bytes": self.verified,
             "skipped": self.skipped,
-            "cells": [as_dict(result) for result in self.results],
+            "cells": [as_dict(result, self.options) for result in self.results],
             "speed": [speed.as_dict() for speed in self.speeds],
             "exit": self.code,
         }
@@ -96,9 +99,17 @@ class Report:
         for layout in dict.fromkeys(row(result) for result in mine):
             here = [result for result in mine if row(result) == layout]
             counted = Counter(result.verdict for result in here)
-            cells = "  ".join(f"{counted[verdict]} {verdict}" for verdict in ("passed", *BAD, "refused") if counted[verdict])
+            cells = "  ".join(
+                f"{counted[verdict]} {verdict}" for verdict in ("passed", *BAD, "refused") if counted[verdict]
+            )
             lines.append(f"  {layout:{width}}  {cells}")
-            reasons = Counter(result.reason for result in here if result.reason)
+            known = self.known.get(backend, {}).get(layout)
+            lines += [f"  {'':{width}}    {known}"] if known and any(counted[verdict] for verdict in BAD) else []
+            reasons = Counter(
+                re.sub(r"\d{2,}|\d(?=[],])", "N", result.reason) if result.verdict == "crashed" else result.reason
+                for result in here
+                if result.reason
+            )
             lines += [f"  {'':{width}}    {count} x {reason}" for reason, count in reasons.items()]
         return lines
 
@@ -148,18 +159,30 @@ def command(result: Result, options: argparse.Namespace) -> str:
     """One line that runs it again."""
     more = ["--gib 0", *([f"--inject {options.inject}"] if options.inject else [])]
     if result.race:
-        return f"kvfix roundtrip --backend torch --seed {result.cell.seed} --race {result.race} {' '.join(more[1:])}".strip()
+        return " ".join([f"kvfix roundtrip --race {result.race} --seed {result.cell.seed}", *more[1:]])
     return result.cell.command(*more)
 
 
-def as_dict(result: Result) -> dict[str, object]:
-    about = {field: getattr(result, field) for field in ("verdict", "reason", "race", "operations", "moved", "verified")}
+def as_dict(result: Result, options: argparse.Namespace) -> dict[str, object]:
+    about = {
+        field: getattr(result, field) for field in ("verdict", "reason", "race", "operations", "moved", "verified")
+    }
     rates = {
         way: result.moved / seconds / 1e9 if seconds else None
         for way, seconds in (("store_gb_s", result.store), ("load_gb_s", result.load))
     }
-    findings = [{**asdict(finding), "words": finding.words} for finding in result.findings]
-    return {**about, **rates, "cell": asdict(result.cell), "command": result.cell.command(), "findings": findings}
+    findings = [
+        {
+            "check": one.stage,
+            "first": one.first,
+            "address": one.address,
+            "words": one.words,
+            "classes": dict(one.classes),
+        }
+        for one in result.findings
+    ]
+    again = {"cell": asdict(result.cell), "command": command(result, options)}
+    return {**about, **rates, **again, "findings": findings}
 
 
 def name(device: torch.device) -> str:

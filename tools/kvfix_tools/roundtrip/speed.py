@@ -40,7 +40,7 @@ class Speed(NamedTuple):
 
 def measure(backend: Backend, device: torch.device, gib: float | None, seed: int) -> Speed:
     """One large transfer of a backend, verified as every cell is; the fastest of a few of each way."""
-    cell = Cell(backend.name, layout="nhd", slots="contiguous", seed=seed, **MODEL)  # type: ignore[arg-type]
+    cell = Cell(backend.name, layout="nhd", slots="blocks", seed=seed, **MODEL)  # type: ignore[arg-type]
     wanted = (DEFAULT_GIB[device.type] if gib is None else gib) * (1 << 30)
     tokens = max(256, int(wanted // cell.geometry().token_bytes()) // 256 * 256)
     cell = Cell(**{**cell.__dict__, "tokens": str(tokens)})

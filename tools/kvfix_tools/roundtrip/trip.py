@@ -28,10 +28,13 @@ class Refused(Exception):
 class Transfer(Protocol):
     """What moves KV between the KV cache and host buffers, for one cell."""
 
-    #: The host buffers; None where the backend keeps them to itself.
-    host: Region | None
-    #: Which operations ran, in words.
-    operations: str
+    @property
+    def host(self) -> Region | None:
+        """The host buffers; None where the backend keeps them to itself."""
+
+    @property
+    def operations(self) -> str:
+        """Which operations it runs, in words."""
 
     def store(self, slots: torch.Tensor) -> None:
         """The KV of the tokens in these slots [tokens] to the host; done when it returns."""

@@ -24,8 +24,8 @@ NAMED = {
 }
 #: In the order in which they are tried.
 CLASSES = (
-    "source changed", "guard band written", "bystander written", "not written", *NAMED.values(), "overwritten", "misplaced",
-    "bit flip", "shifted by bytes", "unknown",
+    "source changed", "guard band written", "bystander written", "not written", *NAMED.values(), "overwritten",
+    "misplaced", "bit flip", "shifted by bytes", "unknown",
 )  # fmt: skip
 
 
@@ -95,7 +95,7 @@ def describe(region: Region, bad: Bad, at: int, kind: str) -> str:
     else:
         located = region.locate(int(bad.address[at]))
         assert located is not None
-        here = place(region, Identity(0, *(located[0].get(name, 0) for name in ("layer", "kv")), 0, 0, 0), False)
+        here = place(region, Identity(0, located[0]["layer"], located[0]["kv"], 0, 0, 0), False)
         here += f", {'token' if 'token' in located[0] else 'slot'} {located[0].get('token', located[0].get('slot'))}"
         here += f", head {located[0]['head']}" if region.geometry.heads > 1 else ""
     should = place(region, expected)

@@ -1,4 +1,4 @@
-"""`lmcache-v2`, `lmcache-v3`, `lmcache-layerwise`: the GPU connectors of the installed LMCache, as vLLM's worker uses them.
+"""`lmcache-v2`, `lmcache-v3`, `lmcache-layerwise`: the GPU connectors of the installed LMCache.
 
 On a GPU they run as they are. LMCache has none for the CPU: there the same classes run on CPU tensors, with two things
 stood in for (and said so in the report): their `torch.cuda` has streams that do everything at once, and the assertions
@@ -8,20 +8,18 @@ operations are compiled ones for CUDA or, silently, LMCache's torch fall-back. T
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import functools
 import importlib
 import importlib.metadata
 import importlib.util
 import os
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from kvfix_tools.roundtrip import region as regions
+from kvfix_tools.roundtrip import standin
 from kvfix_tools.roundtrip.backend import Backend
 from kvfix_tools.roundtrip.layout import Geometry
 from kvfix_tools.roundtrip.region import Region
@@ -36,6 +34,8 @@ CLASSES = {
 }
 #: Those that LMCache has a format for (0.5.6 kv_format/specs) and that reach its in-process connectors from vLLM.
 LAYOUTS = ("nhd", "nhd-block-first", "hnd", "hnd-block-first", "packed", "packed-hnd", "mla")
+#: vLLM 0.26 and later, the default configuration.
+KNOWN = dict.fromkeys(("packed", "packed-hnd"), "LMCache issue 4463: wrong KV from the packed layout")
 #: What vLLM tells LMCache of the layout (0.5.6 integration/vllm/utils.py:43).
 HND = ("hnd", "hnd-block-first", "packed-hnd", "packed-cpu")
 
@@ -58,7 +58,7 @@ class Connector:
             self.caches = self.caches[0]
         region = regions.host(geometry, AXES[kind], self.chunk, self.count, trip.device, trip.cell.seed)
         self.objects = memory_objects(region, geometry, kind)
-        #: What lies where in a memory object is not defined for K and V packed in one axis: the round trip is looked at.
+        #: What lies where in a memory object is not defined for K and V packed in one axis: only the round trip is.
         self.host: Region | None = None if geometry.layout.fused else region
         made = getattr(module, CLASSES[kind]).from_metadata
         metadata = make_metadata(geometry, self.chunk)
@@ -144,37 +144,12 @@ def connectors(device: str) -> Any:
     from lmcache.v1.gpu_connector import gpu_connectors
 
     if device == "cpu":
-        tree = WithoutCudaAssertions().visit(ast.parse(Path(gpu_connectors.__file__).read_text()))
-        exec(compile(tree, gpu_connectors.__file__, "exec"), gpu_connectors.__dict__)
-        gpu_connectors.torch = Standin()
+        standin.on_cpu(gpu_connectors)
         # It would take the layout of vLLM's CPU attention for granted (0.5.6 kv_format/detectors/vllm.py:31).
         with contextlib.suppress(ImportError):
             detector = importlib.import_module("lmcache.v1.gpu_connector.kv_format.detectors.vllm")
             detector.__dict__["torch_device_type"] = "cuda"
     return gpu_connectors
-
-
-class WithoutCudaAssertions(ast.NodeTransformer):
-    """Takes out `assert ....type == "cuda"`."""
-
-    def visit_Assert(self, node: ast.Assert) -> ast.AST:
-        test = node.test
-        is_type = isinstance(test, ast.Compare) and isinstance(test.left, ast.Attribute) and test.left.attr == "type"
-        return ast.copy_location(ast.Pass(), node) if is_type and "'cuda'" in ast.unparse(test) else node
-
-
-class Standin:
-    """`torch` for that module on the CPU: its `cuda` has streams in which everything is done at once."""
-
-    cuda = SimpleNamespace(
-        Stream=lambda *_, **__: SimpleNamespace(synchronize=lambda: None, wait_stream=lambda other: None),
-        stream=lambda stream: contextlib.nullcontext(),
-        current_stream=lambda *_: SimpleNamespace(synchronize=lambda: None, wait_stream=lambda other: None),
-        synchronize=lambda *_: None,
-    )
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(torch, name)
 
 
 def operations(device: torch.device) -> str:
@@ -192,7 +167,7 @@ def operations(device: torch.device) -> str:
 def _backend(kind: str) -> Backend:
     axes = {"layout": LAYOUTS, **({"skip": ("none",)} if kind == "layerwise" else {})}
     says = f"LMCache's {CLASSES[kind]}"
-    return Backend(f"lmcache-{kind}", says, lambda trip: Connector(kind, trip), missing, "lmcache", axes)
+    return Backend(f"lmcache-{kind}", says, lambda trip: Connector(kind, trip), missing, "lmcache", axes, KNOWN)
 
 
 BACKENDS = tuple(_backend(kind) for kind in CLASSES)

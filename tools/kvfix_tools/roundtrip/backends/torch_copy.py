@@ -28,7 +28,9 @@ class TorchCopy:
         self.layers = [paged(tensor, self.geometry) for tensor in layers(trip.cache.typed(), self.geometry)]
         self.buffers = [rows.view(self.geometry.layers, -1, *self.layers[0].shape[2:]) for rows in self.host.tensors()]
         self.streams = Streams(device, IN_FLIGHT)
-        self.staging = [torch.empty_like(self.buffers[0], device=device) for _ in range(IN_FLIGHT)] if self.buffers else []
+        self.staging = (
+            [torch.empty_like(self.buffers[0], device=device) for _ in range(IN_FLIGHT)] if self.buffers else []
+        )
 
     def store(self, slots: torch.Tensor) -> None:
         self.streams.begin()
