@@ -86,7 +86,7 @@ def test_the_packed_layout_comes_back_wrong_in_silence(lmcache: dict[str, Any], 
 
 
 def test_the_layerwise_connector_takes_heads_for_tokens(lmcache: dict[str, Any]) -> None:
-    """New: its torch operation (0.5.6 torch_ops/mem_kernels.py:323) indexes HND as NHD, where the other refuses."""
+    """Its torch operation (0.5.6 torch_ops/mem_kernels.py:323) indexes HND as NHD, where the other one refuses."""
     found = verdicts(lmcache, "lmcache-layerwise")
     assert "passed" not in found["hnd"] | found["hnd-block-first"]
     assert any("IndexError" in cell["reason"] for cell in of(lmcache, "hnd", "crashed"))

@@ -34,6 +34,7 @@ def missing(device: torch.device) -> str | None:
     return None if found else f"vLLM {version()} has another offload"
 
 
+@functools.cache
 def version() -> str:
     """Of vLLM, by whichever name it was built."""
     built = importlib.metadata.packages_distributions().get("vllm", ["vllm"])
