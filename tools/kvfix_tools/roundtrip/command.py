@@ -87,7 +87,8 @@ def run(chosen: list[Backend], cells: dict[str, list[Cell]], device: torch.devic
         for number, (cell, job) in enumerate(work):
             report.progress(number, len(work), cell)
             report.add(job())
-        for one in here if options.gib != 0 and options.race is None and options.inject is None else []:
+        timed = options.gib != 0 and options.race is None and options.inject is None
+        for one in [one for one in here if timed and not one.whole]:
             report.progress(len(work), len(work), Cell(one.name))
             report.speed(speed.measure(one, device, options.gib, options.seed))
     finally:
@@ -102,7 +103,12 @@ def jobs(
     events = options.inject != "missing-event"
     if options.race is None and events:
         for one in chosen:
-            for cell in cells[one.name]:
+            if one.whole and options.inject is None:
+                yield (
+                    Cell(one.name),
+                    partial(guarded, Cell(one.name, seed=options.seed), partial(one.whole, device, options.seed)),
+                )
+            for cell in cells[one.name] if not one.whole else []:
                 yield cell, partial(once, one, cell, device, options.inject)
     some = any(getattr(options, axis) for axis in AXES)  # asked for cells, not for races
     if any(one.name == "torch" for one in chosen) and (
@@ -115,10 +121,19 @@ def jobs(
 
 def once(one: Backend, cell: Cell, device: torch.device, fault: str | None = None) -> Result:
     """One cell of a backend, with a fault or without."""
-    try:
+
+    def moved() -> Result:
         trip = Trip(cell, device)
         transfer = one.open(trip)
         return trip.run(Faulty(transfer, trip, fault) if fault else transfer)
+
+    return guarded(cell, moved)
+
+
+def guarded(cell: Cell, job: Callable[[], Result]) -> Result:
+    """What a job answers, or raises."""
+    try:
+        return job()
     except REFUSALS as error:
         return Result(cell, "refused", reason=words(error))
     except Exception as error:  # noqa: BLE001 - whatever the backend raises is what there is to report

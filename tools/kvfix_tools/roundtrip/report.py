@@ -152,12 +152,16 @@ class Report:
 
 
 def row(result: Result) -> str:
+    if result.cell.backend.startswith("engine"):
+        return "greedy outputs"
     return f"race {result.race}" if result.race else result.cell.layout
 
 
 def command(result: Result, options: argparse.Namespace) -> str:
     """One line that runs it again."""
     more = ["--gib 0", *([f"--inject {options.inject}"] if options.inject else [])]
+    if result.cell.backend.startswith("engine"):
+        return f"kvfix roundtrip --backend {result.cell.backend}"
     if result.race:
         return " ".join([f"kvfix roundtrip --race {result.race} --seed {result.cell.seed}", *more[1:]])
     return result.cell.command(*more)
