@@ -117,7 +117,8 @@ class Report:
         backend, size = speed.result.cell.backend, speed.result.moved / (1 << 20)
         if speed.result.verdict == "refused":
             return [f"{backend}: not timed: {speed.result.reason}"]
-        return [
+        bare = speed.result.moved * (1 / speed.plain_store + 1 / speed.plain_load)
+        lines = [
             f"{backend}: {size:.0f} MiB, {way} {rate / 1e9:.2f} GB/s, {100 * rate / beside:.0f} % of a plain "
             f"{'pinned ' if self.device.type == 'cuda' else ''}copy ({beside / 1e9:.2f} GB/s)"
             for way, rate, beside in (
@@ -125,6 +126,8 @@ class Report:
                 ("load", speed.load, speed.plain_load),
             )
         ]
+        times = speed.seconds / bare
+        return [*lines, f"{backend}: checked in {speed.seconds:.2f} s, {times:.1f} times a plain copy there and back"]
 
     def _wrong(self) -> list[str]:
         wrong = [result for result in self.results if result.verdict in BAD]

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
 
 from kvfix_tools.roundtrip.backend import Backend
 from kvfix_tools.roundtrip.cell import Cell
+from kvfix_tools.roundtrip.element import WORD
+from kvfix_tools.roundtrip.region import BAND
 from kvfix_tools.roundtrip.trip import Refused, Result, Trip
 
 #: Sizes of a model of 8 billion parameters: 128 KiB of KV for a token in bfloat16.
@@ -19,8 +22,7 @@ REPEATS = 3
 
 
 class Speed(NamedTuple):
-    """Bytes a second. `seconds`: the whole check, filling and verifying included. `plain`: seconds there and back of
-    the plain copy."""
+    """Bytes a second. `seconds`: one whole check of these bytes, filling and verifying included."""
 
     result: Result
     store: float
@@ -41,20 +43,22 @@ class Speed(NamedTuple):
 def measure(backend: Backend, device: torch.device, gib: float | None, seed: int) -> Speed:
     """One large transfer of a backend, verified as every cell is; the fastest of a few of each way."""
     cell = Cell(backend.name, layout="nhd", slots="blocks", seed=seed, **MODEL)  # type: ignore[arg-type]
-    wanted = (DEFAULT_GIB[device.type] if gib is None else gib) * (1 << 30)
-    tokens = max(256, int(wanted // cell.geometry().token_bytes()) // 256 * 256)
-    cell = Cell(**{**cell.__dict__, "tokens": str(tokens)})
-    start = time.perf_counter()
+    wanted, chunk = (DEFAULT_GIB[device.type] if gib is None else gib) * (1 << 30), int(cell.chunk)
+    # With its guard bands: pinned memory is taken in powers of two.
+    chunks = max(1, int(wanted // (cell.geometry().token_bytes(chunk) + 2 * BAND * WORD)))
+    cell = replace(cell, tokens=str(chunks * chunk))
     try:
         trip = Trip(cell, device)
         transfer = backend.open(trip)
         trip.prepare(transfer)
         for _ in range(REPEATS):
             trip.time_both(transfer)
-        result = trip.run(transfer)
+        start = time.perf_counter()
+        result = trip.run(transfer, brief=True)
+        seconds = time.perf_counter() - start
+        del trip, transfer  # their memory
     except (Refused, NotImplementedError, RuntimeError, ValueError, AssertionError) as error:
         return Speed(Result(cell, "refused", reason=str(error)), 0, 0, 0, 0, 0)
-    seconds = time.perf_counter() - start
     there, back = plain(result.moved, device)
     return Speed(result, result.moved / result.store, result.moved / result.load, there, back, seconds)
 

@@ -17,7 +17,6 @@ from kvfix_tools.roundtrip.backends import lmcache
 from kvfix_tools.roundtrip.region import Region
 from kvfix_tools.roundtrip.trip import Refused, Trip
 
-#: Each cell's tokens are its own, so that no cell hits what another has stored.
 NUMBERS = itertools.count()
 
 
@@ -30,13 +29,11 @@ class ThroughEngine:
         from lmcache.v1.config import LMCacheEngineConfig
         from lmcache.v1.token_database import ChunkedTokenDatabase
 
-        # Each engine collects garbage when it is made: a second and more for what vLLM's imports have left on the heap.
-        gc.freeze()
         geometry, cell = trip.geometry, trip.cell
         if geometry.layout.one_tensor:
             raise Refused("LMCache's in-process connectors take a tensor for each layer")
         self.chunk, self.caches, name = int(cell.chunk), trip.cache.typed(), f"kvfix-{next(NUMBERS)}"
-        self.tokens = list(range(cell.count))
+        self.count, self.tokens = cell.count, list[int]()
         config = LMCacheEngineConfig.from_defaults(
             chunk_size=self.chunk, local_cpu=True, max_local_cpu_size=gib(trip.result.moved), save_unfull_chunk=True,
             lmcache_instance_id=name,
@@ -46,15 +43,16 @@ class ThroughEngine:
             metadata, True, trip.device, layout_hints=lmcache.hints(geometry)
         )
         keys = ChunkedTokenDatabase(config, metadata)
+        # An engine collects garbage when it is made: a second and more for what vLLM's imports have left on the heap.
+        gc.freeze()
         self.engine = LMCacheEngine(config, metadata, keys, connector, _same, _same)
-        try:
-            self.engine.post_init()
-        except BaseException:
-            self.engine.close()
-            raise
+        gc.unfreeze()
+        self.engine.post_init()
         self.operations = f"{lmcache.operations(trip.device)}; V2, cache engine, LocalCPUBackend"
 
     def store(self, slots: torch.Tensor) -> None:
+        first = next(NUMBERS) * self.count  # tokens of its own: LMCache stores nothing that it has
+        self.tokens = list(range(first, first + self.count))
         everything = torch.ones(len(self.tokens), dtype=torch.bool)
         self.engine.store(self.tokens, mask=everything, offset=0, **self._more(slots))
 

@@ -27,7 +27,7 @@ class TorchCopy:
         self.operations = f"torch {torch.__version__}: index, index_put_, copy_ on {device.type}"
         self.layers = [paged(tensor, self.geometry) for tensor in layers(trip.cache.typed(), self.geometry)]
         self.buffers = [rows.view(self.geometry.layers, -1, *self.layers[0].shape[2:]) for rows in self.host.tensors()]
-        self.streams = Streams(device, IN_FLIGHT)
+        self.streams, self.staged = Streams(device, IN_FLIGHT), device.type == "cuda"
         self.staging = (
             [torch.empty_like(self.buffers[0], device=device) for _ in range(IN_FLIGHT)] if self.buffers else []
         )
@@ -50,17 +50,17 @@ class TorchCopy:
 
     def gather(self, buffer: torch.Tensor, slots: torch.Tensor, staging: torch.Tensor) -> None:
         block, offset = slots // self.geometry.block, slots % self.geometry.block
-        into = staging[:, : len(slots)] if staging.device != buffer.device else buffer
+        into = staging[:, : len(slots)] if self.staged else buffer
         for layer, tensor in enumerate(self.layers):
             into[layer] = tensor[block, offset]
-        if into is not buffer:
+        if self.staged:
             buffer.copy_(into, non_blocking=True)
 
     def scatter(self, buffer: torch.Tensor, slots: torch.Tensor, staging: torch.Tensor, skip: int) -> None:
         slots = slots[skip:]
         block, offset = slots // self.geometry.block, slots % self.geometry.block
         held = buffer
-        if staging.device != buffer.device:
+        if self.staged:
             held = staging[:, : buffer.shape[1]]
             held.copy_(buffer, non_blocking=True)
         for layer, tensor in enumerate(self.layers):
