@@ -45,13 +45,13 @@ def test_other_outputs(ran: dict[str, Any], name: str) -> None:
     assert engine.judge(PLAIN, ran) == f"{name}: 1 of 2 outputs differ from those without connector"
 
 
-def test_the_others_write_over_every_block() -> None:
-    """So what the last round reads and does not compute was loaded: nothing of the first is left where it was."""
+def test_the_others_write_over_nearly_all_blocks() -> None:
+    """So what the last round reads and does not compute was loaded: of what the first held little is left."""
     usable = BLOCKS - 1
     assert sum(-(-(len(prompt) + GENERATE) // BLOCK) for prompt in OTHERS) <= usable  # all at once
     written = sum((len(prompt) + GENERATE - 1) // BLOCK for prompt in OTHERS)  # whole blocks
     held = sum(-(-(len(prompt) + GENERATE) // BLOCK) for prompt in ASKED)
-    assert usable - written < held - len(ASKED)
+    assert usable - written < held / 4
 
 
 def test_in_process_needs_a_gpu() -> None:

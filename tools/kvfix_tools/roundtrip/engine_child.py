@@ -1,6 +1,6 @@
 """The process of one engine: `python -m kvfix_tools.roundtrip.engine_child JOB.json`. It writes the job's `out`.
 
-Three rounds of greedy requests: cold; others, which write over every block; then the first ones again. After each the
+Three rounds of greedy requests: cold; others, which write over nearly all blocks; the first ones again. After each the
 prefix cache is emptied, so that what the last round does not compute can only come from the external cache.
 """
 

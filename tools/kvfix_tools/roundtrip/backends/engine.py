@@ -1,7 +1,7 @@
 """`engine-mp`, `engine-v1`: a real vLLM engine, with and without LMCache: greedy outputs must be the same.
 
-That alone would prove nothing: the last round must have hits, and other requests have written over every block before
-it, so an engine that loads nothing, or something else, answers something else. (engine_child.py has the rounds.)
+That alone would prove nothing: the last round must have hits, and other requests have written over nearly all blocks
+before it, so an engine that loads nothing, or something else, answers something else (engine_child.py has the rounds).
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ import importlib.metadata
 import importlib.util
 import itertools
 import math
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -28,9 +29,11 @@ AXES = {"tokens": ("block", "chunk"), "slots": ("blocks", "contiguous"), "skip":
 
 
 def missing(device: torch.device) -> str | None:
-    if not importlib.util.find_spec("vllm"):
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or not spec.submodule_search_locations:
         return "vLLM is not installed"
-    found = all(importlib.util.find_spec(name) for name in ("vllm.v1.simple_kv_offload", "vllm.v1.kv_offload.cpu"))
+    folder = Path(spec.submodule_search_locations[0])  # to import it only to look takes half a minute
+    found = all((folder / "v1" / name).exists() for name in ("simple_kv_offload", "kv_offload/cpu/gpu_worker.py"))
     return None if found else f"vLLM {version()} has another offload"
 
 
