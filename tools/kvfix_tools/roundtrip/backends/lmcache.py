@@ -14,6 +14,7 @@ import importlib
 import importlib.metadata
 import importlib.util
 import os
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -49,13 +50,11 @@ class Connector:
 
     def __init__(self, kind: str, trip: Trip) -> None:
         module = connectors(trip.device.type)
-        geometry, self.cell, self.kind = trip.geometry, trip.cell, kind
+        geometry, self.caches = as_vllm(trip)
+        self.cell, self.kind = trip.cell, kind
         self.geometry, self.count, self.chunk = geometry, trip.cell.count, int(trip.cell.chunk)
         if kind == "layerwise" and trip.cell.skipped:
             raise Refused("the layerwise connector loads whole chunks")
-        self.caches = trip.cache.typed()
-        if geometry.layout.one_tensor:
-            self.caches = self.caches[0]
         region = regions.host(geometry, AXES[kind], self.chunk, self.count, trip.device, trip.cell.seed)
         self.objects = memory_objects(region, geometry, kind)
         #: What lies where in a memory object is not defined for K and V packed in one axis: only the round trip is.
@@ -100,6 +99,16 @@ class Connector:
 
     def _by_layer(self) -> list[list[Any]]:
         return [self.objects[layer :: self.geometry.layers] for layer in range(self.geometry.layers)]
+
+
+def as_vllm(trip: Trip) -> tuple[Geometry, list[torch.Tensor]]:
+    """The KV cache as vLLM hands it on: a tensor for each layer, and fp8 as uint8 (0.32.0 utils/torch_utils.py:33)."""
+    geometry = trip.geometry
+    if geometry.layout.one_tensor:
+        raise Refused("LMCache's connectors take a tensor for each layer")
+    if geometry.dtype.itemsize == 1:
+        geometry = replace(geometry, dtype=torch.uint8)
+    return geometry, [tensor.view(geometry.dtype) for tensor in trip.cache.typed()]
 
 
 def memory_objects(region: Region, geometry: Geometry, kind: str) -> list[Any]:
@@ -152,12 +161,12 @@ def connectors(device: str) -> Any:
     return gpu_connectors
 
 
-def operations(device: torch.device) -> str:
+def operations(device: torch.device, name: str = "multi_layer_kv_transfer") -> str:
     """Which of LMCache's operations moves the bytes: compiled, or the fall-back that it takes without a word."""
     import lmcache
 
     ops = lmcache.device_ops if hasattr(lmcache, "device_ops") else lmcache.c_ops
-    move = ops.multi_layer_kv_transfer
+    move = getattr(ops, name)
     compiled = not hasattr(move, "__code__") and not hasattr(move, "__func__")
     kind = "compiled operations" if compiled else "its torch fall-back"
     standin = "; torch.cuda stood in for" if device.type == "cpu" else ""

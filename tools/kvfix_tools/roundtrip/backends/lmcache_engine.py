@@ -15,7 +15,7 @@ import torch
 from kvfix_tools.roundtrip.backend import Backend
 from kvfix_tools.roundtrip.backends import lmcache
 from kvfix_tools.roundtrip.region import Region
-from kvfix_tools.roundtrip.trip import Refused, Trip
+from kvfix_tools.roundtrip.trip import Trip
 
 NUMBERS = itertools.count()
 
@@ -29,10 +29,8 @@ class ThroughEngine:
         from lmcache.v1.config import LMCacheEngineConfig
         from lmcache.v1.token_database import ChunkedTokenDatabase
 
-        geometry, cell = trip.geometry, trip.cell
-        if geometry.layout.one_tensor:
-            raise Refused("LMCache's in-process connectors take a tensor for each layer")
-        self.chunk, self.caches, name = int(cell.chunk), trip.cache.typed(), f"kvfix-{next(NUMBERS)}"
+        (geometry, self.caches), cell = lmcache.as_vllm(trip), trip.cell
+        self.chunk, name = int(cell.chunk), f"kvfix-{next(NUMBERS)}"
         self.count, self.tokens = cell.count, list[int]()
         config = LMCacheEngineConfig.from_defaults(
             chunk_size=self.chunk, local_cpu=True, max_local_cpu_size=gib(trip.result.moved), save_unfull_chunk=True,

@@ -25,7 +25,7 @@ from kvfix_tools.roundtrip.region import Region
 from kvfix_tools.roundtrip.trip import Refused, Trip
 
 #: Copies of a block, each of one tensor.
-AXES = {"tokens": ("block", "chunk"), "slots": ("blocks", "contiguous"), "skip": ("none",)}
+AXES = {"tokens": ("block", "512"), "slots": ("blocks", "contiguous"), "skip": ("none",)}
 
 
 def missing(device: torch.device) -> str | None:
