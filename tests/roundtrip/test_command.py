@@ -64,6 +64,38 @@ def test_the_text_names_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> Non
     assert "\x1b" not in said
 
 
+def test_full_is_more(capsys: pytest.CaptureFixture[str]) -> None:
+    some = [
+        "--layout",
+        "nhd",
+        "mla",
+        "--dtype",
+        "uint8",
+        "float16",
+        "--slots",
+        "random",
+        "holes",
+        "--skip",
+        "none",
+        "part",
+    ]
+    some += ["--tokens", "17", "--block", "16", "--chunk", "16", "--heads", "1", "--gib", "0"]
+    _, pairs = run(capsys, *some)
+    code, every = run(capsys, *some, "--full")
+    assert (code, len(every["cells"])) == (0, 16)
+    assert len(pairs["cells"]) < 16
+
+
+def test_progress_is_for_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    run(capsys, *ONE)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    code = command.main([*ONE, "--device", "cpu", "--json"])
+    said = capsys.readouterr()
+    assert code == json.loads(said.out)["exit"] == 0
+    assert "0/1 torch nhd uint8" in said.err
+
+
 def test_speed_beside_a_plain_copy(capsys: pytest.CaptureFixture[str]) -> None:
     code, answer = run(capsys, "--race", "late-producer")
     assert (code, answer["speed"]) == (0, [])

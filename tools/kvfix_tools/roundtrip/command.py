@@ -56,7 +56,9 @@ def main(arguments: list[str] | None = None) -> int:
     if options.device == "cuda" and not cuda:
         print(f"kvfix roundtrip: no CUDA device: torch {torch.__version__} sees none", file=sys.stderr)
         return NOT_HERE
-    device = torch.device("cuda" if cuda and options.device != "cpu" else "cpu")
+    device = torch.device("cpu")
+    if cuda and options.device != "cpu":
+        device = torch.device("cuda", torch.cuda.current_device())  # as a tensor says it: LMCache compares the two
     if options.list:
         for one in backends.all_backends().values():
             print(f"{one.name:18} {one.missing(device) or one.says}")

@@ -122,7 +122,14 @@ def run_engine(folder: Path, transfer: dict[str, Any] | None, device: str) -> di
 
 @contextlib.contextmanager
 def in_process(folder: Path) -> Iterator[dict[str, Any]]:
-    settings = {"chunk_size": CHUNK, "local_cpu": True, "max_local_cpu_size": 1.0, "save_unfull_chunk": False}
+    settings = {
+        "chunk_size": CHUNK,
+        "local_cpu": True,
+        "max_local_cpu_size": 1.0,
+        "save_unfull_chunk": False,
+        # The default hashes None, whose hash is an address before Python 3.12: scheduler and worker never agree.
+        "pre_caching_hash_algorithm": "sha256_cbor",
+    }
     extra = {f"lmcache.{name}": value for name, value in settings.items()}
     yield {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both", "kv_connector_extra_config": extra}
 
