@@ -14,6 +14,7 @@ import torch
 
 from kvfix_tools import roundtrip
 from kvfix_tools.roundtrip import backend, command
+from kvfix_tools.roundtrip.backends.torch_copy import TorchCopy
 from kvfix_tools.roundtrip.trip import Refused
 from tests.conftest import Fresh
 
@@ -143,6 +144,24 @@ def test_a_backend_that_refuses_and_one_that_falls(
     assert "IndexError: list index out of range (test_command.py:" in answer["cells"][0]["reason"]
     code, answer = run(capsys, *ONE, "--backend", "absent")
     assert (code, answer["skipped"]) == (77, {"absent": "it is not installed"})
+
+
+def test_what_was_found_before_an_error_is_not_lost(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A store that moves nothing, and then a load that says that it cannot: that is no refusal."""
+
+    class Half(TorchCopy):
+        def store(self, slots: torch.Tensor) -> None: ...
+
+        def load(self, slots: torch.Tensor, skip: int) -> None:
+            raise NotImplementedError("to load")
+
+    monkeypatch.setattr(backend, "all_backends", lambda: {"half": backend.Backend("half", "", Half)})
+    code, answer = run(capsys, *ONE, "--backend", "half")
+    [cell] = answer["cells"]
+    assert (code, cell["verdict"], cell["findings"][0]["classes"].keys()) == (1, "failed", {"not written"})
+    assert cell["reason"].startswith("NotImplementedError: to load (test_command.py:")
 
 
 def test_a_copy_of_the_folder_needs_torch_alone(tmp_path: Path, fresh: Fresh) -> None:

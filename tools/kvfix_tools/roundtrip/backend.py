@@ -18,7 +18,8 @@ class Backend(NamedTuple):
     """`open` makes the transfer of one cell, or raises trip.Refused. `missing`: why it cannot be used on this device at
     all, or None. `group`: another name to ask for it by, together with its like. `axes`: what it is for, of the values
     of an axis; others are only tried if they are asked for. `known`: a reported bug that a layout shows; it is named
-    beside what was found, and hides nothing. `whole`: one check with a seed in place of all cells."""
+    beside what was found, and hides nothing. `whole`: one check in place of all cells; it
+    fills in a result."""
 
     name: str
     says: str
@@ -27,7 +28,7 @@ class Backend(NamedTuple):
     group: str = ""
     axes: Axes = {}
     known: dict[str, str] = {}
-    whole: Callable[[torch.device, int], Result] | None = None
+    whole: Callable[[torch.device, Result], Result] | None = None
 
 
 def all_backends() -> dict[str, Backend]:

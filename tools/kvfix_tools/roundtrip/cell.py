@@ -59,7 +59,7 @@ class Cell:
 
     @property
     def count(self) -> int:
-        """Tokens. `prime` is the first prime number from 211 on that is no multiple of a chunk."""
+        """Tokens. `prime` is a prime number: no multiple of anything."""
         named = {"block": int(self.block), "chunk": int(self.chunk), "prime": PRIME}
         for name, value in named.items():
             if self.tokens.startswith(name):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -106,10 +107,7 @@ def jobs(
     if options.race is None and events:
         for one in chosen:
             if one.whole and options.inject is None:
-                yield (
-                    Cell(one.name),
-                    partial(guarded, Cell(one.name, seed=options.seed), partial(one.whole, device, options.seed)),
-                )
+                yield Cell(one.name), partial(guarded, Cell(one.name, seed=options.seed), partial(one.whole, device))
             for cell in cells[one.name] if not one.whole else []:
                 yield cell, partial(once, one, cell, device, options.inject)
     some = any(getattr(options, axis) for axis in AXES)  # asked for cells, not for races
@@ -124,22 +122,22 @@ def jobs(
 def once(one: Backend, cell: Cell, device: torch.device, fault: str | None = None) -> Result:
     """One cell of a backend, with a fault or without."""
 
-    def moved() -> Result:
-        trip = Trip(cell, device)
+    def moved(result: Result) -> Result:
+        trip = Trip(cell, device, result)
         transfer = one.open(trip)
         return trip.run(Faulty(transfer, trip, fault) if fault else transfer)
 
     return guarded(cell, moved)
 
 
-def guarded(cell: Cell, job: Callable[[], Result]) -> Result:
-    """What a job answers, or raises."""
+def guarded(cell: Cell, job: Callable[[Result], Result]) -> Result:
+    """What a job answers, or raises. What it has found before is not lost."""
+    result = Result(cell, "passed")
     try:
-        return job()
-    except REFUSALS as error:
-        return Result(cell, "refused", reason=words(error))
+        return job(result)
     except Exception as error:  # noqa: BLE001 - whatever the backend raises is what there is to report
-        return Result(cell, "crashed", reason=words(error))
+        verdict = "failed" if result.findings else "refused" if isinstance(error, REFUSALS) else "crashed"
+        return replace(result, verdict=verdict, reason=words(error))
 
 
 def words(error: BaseException) -> str:

@@ -62,14 +62,15 @@ class Result:
 
 
 class Trip:
-    """One cell on one device. `cache`: the KV cache that the backend works on."""
+    """One cell on one device. `cache`: the KV cache that the backend works on; `result`: what is found, as it is."""
 
-    def __init__(self, cell: Cell, device: torch.device) -> None:
+    def __init__(self, cell: Cell, device: torch.device, result: Result | None = None) -> None:
         self.cell, self.device = cell, device
         self.geometry = cell.geometry()
         self.source, self.target = (slots.to(device) for slots in cell.mappings())
         self.cache = regions.kv_cache(self.geometry, device, cell.seed)
-        self.result = Result(cell, "passed", moved=self.geometry.token_bytes(cell.count))
+        self.result = result or Result(cell, "passed")
+        self.result.moved = self.geometry.token_bytes(cell.count)
 
     def run(self, transfer: Transfer, brief: bool = False) -> Result:
         """brief: without the load from host buffers made by the definition; after a right store they hold the same."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from kvfix_tools.roundtrip import element
-from kvfix_tools.roundtrip.element import GENERATIONS, GUARD, HOST_POISON, OTHER, POISON, STALE, WORD, Identity
+from kvfix_tools.roundtrip.element import GENERATIONS, GUARD, HOST_POISON, POISON, WORD, Identity
 from kvfix_tools.roundtrip.region import Bad, Region
 
 #: Bits that may differ in a word that is still called the right one with flipped bits.
@@ -104,20 +104,24 @@ def describe(region: Region, bad: Bad, at: int, kind: str) -> str:
         what = f"differs in bits {flipped:#x}" if kind == "bit flip" else "holds what is nobody's"
         return f"{kind}: {here} {what}; it should hold {should}"
     holds = place(region, held)
+    if held.generation < expected.generation:
+        holds += " of an earlier generation"
+    elif expected.generation < held.generation < POISON:
+        holds += " of a later generation"
     if kind == "shifted in its row":
         holds += f", {held.word * WORD} bytes into the row instead of {expected.word * WORD}"
     return f"{kind}: {here} holds {holds}; it should hold {should}"
 
 
 def place(region: Region, who: Identity, slot: bool = True) -> str:
-    """In words. slot: with generation, slot and head."""
+    """In words. slot: with slot and head."""
     text = f"layer {who.layer}" + ("" if region.geometry.layout.latent else f" {'KV'[who.kv]}")
     if not slot:
         return text
     if who.generation in (POISON, HOST_POISON, GUARD):
         return f"the {GENERATIONS[who.generation]} that was there"
     text += f", slot {who.slot}" + (f", head {who.head}" if region.geometry.heads > 1 else "")
-    return text + {STALE: " of an earlier generation", OTHER: " of a later generation"}.get(who.generation, "")
+    return text
 
 
 def _words(region: Region, numbers: torch.Tensor) -> torch.Tensor:

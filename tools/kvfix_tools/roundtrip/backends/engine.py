@@ -19,13 +19,13 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from kvfix_tools.roundtrip.backend import Backend
-from kvfix_tools.roundtrip.cell import Cell
 from kvfix_tools.roundtrip.trip import Refused, Result, Trip
 
 #: Seconds for one engine, and for the server to be there.
@@ -67,15 +67,14 @@ def judge(plain: dict[str, Any], ran: dict[str, Any]) -> str | None:
     return None
 
 
-def check(kind: str, device: torch.device, seed: int) -> Result:
-    cell = Cell(f"engine-{kind}", seed=seed)
+def check(kind: str, device: torch.device, result: Result) -> Result:
     plain = without_connector(device.type)
     with tempfile.TemporaryDirectory() as folder, CONNECTORS[kind](Path(folder)) as transfer:
         ran = run_engine(Path(folder), transfer, device.type)
     wrong, warm = judge(plain, ran), ran["warm"]
     releases = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in (vllm_name(), "lmcache"))
     operations = f"{releases}, {transfer['kv_connector']}: {warm['hits']} of {warm['asked']} prompt tokens loaded"
-    return Result(cell, "failed" if wrong else "passed", reason=wrong or "", operations=operations)
+    return replace(result, verdict="failed" if wrong else "passed", reason=wrong or "", operations=operations)
 
 
 def vllm_name() -> str:

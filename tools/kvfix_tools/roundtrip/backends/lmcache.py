@@ -62,7 +62,8 @@ class Connector:
         made = getattr(module, CLASSES[kind]).from_metadata
         metadata = make_metadata(geometry, self.chunk)
         self.connector = made(metadata, True, trip.device, layout_hints=hints(geometry))
-        self.operations = operations(trip.device)
+        moved_by = "single_layer_kv_transfer" if kind == "layerwise" else "multi_layer_kv_transfer"
+        self.operations = operations(trip.device, moved_by)
 
     def store(self, slots: torch.Tensor) -> None:
         starts, ends, more = *self._bounds(), self._more(slots)
@@ -161,16 +162,16 @@ def connectors(device: str) -> Any:
     return gpu_connectors
 
 
-def operations(device: torch.device, name: str = "multi_layer_kv_transfer") -> str:
+def operations(device: torch.device, name: str) -> str:
     """Which of LMCache's operations moves the bytes: compiled, or the fall-back that it takes without a word."""
     import lmcache
 
     ops = lmcache.device_ops if hasattr(lmcache, "device_ops") else lmcache.c_ops
     move = getattr(ops, name)
     compiled = not hasattr(move, "__code__") and not hasattr(move, "__func__")
-    kind = "compiled operations" if compiled else "its torch fall-back"
-    standin = "; torch.cuda stood in for" if device.type == "cpu" else ""
-    return f"lmcache {importlib.metadata.version('lmcache')}, {kind} ({getattr(move, '__module__', '?')}){standin}"
+    kind = "its compiled operations" if compiled else "its torch fall-back"
+    stood_in = "; torch.cuda stood in for" if device.type == "cpu" else ""
+    return f"lmcache {importlib.metadata.version('lmcache')}, {name} of {kind}{stood_in}"
 
 
 def _backend(kind: str) -> Backend:

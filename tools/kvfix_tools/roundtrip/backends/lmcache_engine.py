@@ -46,7 +46,9 @@ class ThroughEngine:
         self.engine = LMCacheEngine(config, metadata, keys, connector, _same, _same)
         gc.unfreeze()
         self.engine.post_init()
-        self.operations = f"{lmcache.operations(trip.device)}; V2, cache engine, LocalCPUBackend"
+        self.operations = (
+            f"{lmcache.operations(trip.device, 'multi_layer_kv_transfer')}; V2, cache engine, LocalCPUBackend"
+        )
 
     def store(self, slots: torch.Tensor) -> None:
         first = next(NUMBERS) * self.count  # tokens of its own: LMCache stores nothing that it has
