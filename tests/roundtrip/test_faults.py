@@ -56,6 +56,15 @@ def seen(copy: type[TorchCopy], **cell: str) -> dict[str, set[str]]:
     return {finding.stage: set(finding.classes) for finding in trip.run(copy(trip)).findings}
 
 
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [("stale", "of an earlier generation; it should hold layer"), ("neighbour-write", ", slot 353, head 0; it should hold the poison")],
+)  # fmt: skip
+def test_a_generation_is_named_where_it_matters(fault: str, said: str) -> None:
+    finding = ran(Cell("torch"), fault).findings[-1]
+    assert said.replace("353", str(int(Cell("torch").mappings()[0][-1]))) in finding.first
+
+
 class TestErrorsInTheToolsOwnCopy:
     """The oracle is the definition of the layout and shares nothing with the copy: an error that is in both ways of it,
     and cancels in a round trip, is seen."""

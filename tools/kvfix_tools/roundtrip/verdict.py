@@ -104,7 +104,7 @@ def describe(region: Region, bad: Bad, at: int, kind: str) -> str:
         what = f"differs in bits {flipped:#x}" if kind == "bit flip" else "holds what is nobody's"
         return f"{kind}: {here} {what}; it should hold {should}"
     holds = place(region, held)
-    if held.generation < expected.generation:
+    if held.generation < expected.generation < POISON:
         holds += " of an earlier generation"
     elif expected.generation < held.generation < POISON:
         holds += " of a later generation"
