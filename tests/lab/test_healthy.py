@@ -5,8 +5,7 @@ A schedule is healthy if nothing is violated when it is played as released.
 
 import pytest
 
-from tests.conftest import RELEASES
-from tests.conftest import Once
+from tests.conftest import RELEASES, Once
 
 SEEDS = 40
 #: connector, release -> healthy schedules of SEEDS. In others a bug shows, which its fix is there to change.

@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from kvfix_tools.lab import runner
-from tests.conftest import RELEASES, Fresh
-from tests.conftest import Once
+from tests.conftest import RELEASES, Fresh, Once
 
 #: The one bug of LMCache 0.5.6 that a plain schedule shows: facts say so, and so does a scenario.
 KNOWN = {"KVR009 state-left-behind: _requests_priority still holds it"}

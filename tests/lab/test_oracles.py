@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import RELEASES
-from tests.conftest import Once
+from tests.conftest import RELEASES, Once
 from tests.lab.faults_v1 import FAULTS
 
 #: A bug of the release that even the pleasant schedules show (scenario priority-left-after-resume).

@@ -111,6 +111,14 @@ def diagnose(
     raise typer.Exit(command.main(paths, json, request, html, perfetto, everything, jobs))
 
 
+@app.command(add_help_option=False, context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+def roundtrip(arguments: Annotated[Optional[list[str]], typer.Argument(metavar="[OPTIONS]")] = None) -> None:  # noqa: UP045
+    """Is every byte of KV what it was? To the host and back, by LMCache's and vLLM's own code. `roundtrip --help`."""
+    from kvfix_tools.roundtrip import command
+
+    raise typer.Exit(command.main(arguments or []))
+
+
 def main() -> None:
     """Entry point of the console script."""
     app()
