@@ -1,5 +1,7 @@
 # Everything runs from .venv, which is made from the pinned files in requirements/ at first use.
 PY := .venv/bin/python
+# Test processes side by side; each needs up to 4 GB, and most tests keep one core busy.
+WORKERS ?= 2
 
 .PHONY: help install demo test lint bench matrix fingerprints statements requirements clean
 
@@ -13,7 +15,7 @@ demo: install ## the reported crash on the real scheduler, as released and with 
 	@$(PY) -m kvfix_tools.lab.demo
 
 test: install lint ## the whole suite
-	@$(PY) -m pytest
+	@$(PY) -m pytest -n $(WORKERS) --dist loadfile
 
 lint: install ## ruff and mypy --strict
 	@.venv/bin/ruff check --quiet . && .venv/bin/ruff format --quiet --check . && .venv/bin/mypy --no-error-summary
