@@ -41,3 +41,9 @@ def test_something_was_decided() -> None:
     assert played()["faults"]["a violation"]["written"] == 1  # once for all of this kind
     assert played()["faults"]["odd object in an event"]["written"] > 0
     assert played()["faults"]["signal in a hook"]["dumps"] > 0
+
+
+def test_a_fuzz_in_mode_check_raises_no_false_alarm() -> None:
+    """With the fixes nothing is wrong, whatever is aborted, evicted or lost."""
+    assert played()["steps"] > 1500
+    assert played()["fuzz"] == []
