@@ -82,7 +82,7 @@ def test_in_process_connector(in_process: Ran, plain: Ran) -> None:
 
 
 def test_check_finds_nothing_and_has_seen_all(in_process: Ran) -> None:
-    """EngineCore's and the worker's recorders at the end: what they saw is a whole story, and nothing in it is wrong."""
+    """The recorders of EngineCore and worker at the end: what they saw is whole, and nothing in it is wrong."""
     assert "Report: " not in in_process.log
     assert "a fault of kvfix itself" not in in_process.log
     recorders = [recording.read(path) for path in in_process.dumps("signal")]
