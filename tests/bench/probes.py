@@ -19,7 +19,7 @@ with runner.quiet():
     from kvfix_tools.lab.scenario import prompt
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.v1.outputs import ModelRunnerOutput
-    RUNNING, STEPS, ROUNDS = 256, 10, 90
+    RUNNING, STEPS, ROUNDS = 256, 10, 36
     options = Options(connector="v1", block_size=16, num_blocks=RUNNING * 300, chunk_size=256, max_num_seqs=RUNNING,
                       max_num_batched_tokens=8192, max_model_len=1 << 14)
     config = engine.vllm_config(options)

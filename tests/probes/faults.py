@@ -20,6 +20,8 @@ import kvfix
 from kvfix_tools.lab import runner
 
 FIRST = [("v1", 3), ("mp", 3)]
+#: Schedules of each connector that are fuzzed in mode `check`, with aborts, failed loads and all options.
+SEEDS = 12
 
 
 def fails(*_: Any, **__: Any) -> Any:
@@ -58,6 +60,16 @@ def main(release: str) -> dict[str, Any]:
         for what, plant in FAULTS.items():
             found = watched(plant, decided)
             answer["faults"][what] = {**found, "same": found["same"] == alone}
+        steps = 0
+
+        def fuzz() -> None:
+            nonlocal steps
+            for connector, _ in FIRST:
+                for seed in range(SEEDS):
+                    steps += play(draw(seed, connector, lacks=runner.lacking())).steps
+
+        answer["fuzz"] = watched(lambda: mock.patch.dict(os.environ), fuzz)["said"]
+        answer["steps"] = steps
     return answer
 
 
