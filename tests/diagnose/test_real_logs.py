@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from kvfix.ledger.events import Stored
 from kvfix_tools.diagnose import reader, work
 from kvfix_tools.diagnose.case import Case
 
@@ -29,6 +30,8 @@ def diagnose(*names: str) -> Case:
         (["crash-0.3.10"], ["KVD101"]),
         # Six requests that preempt one another, twice; two thirds of the second round come from the cache.
         (["healthy-0.5.6"], []),
+        # The first round at DEBUG, cut off in the middle.
+        (["healthy-0.5.6-debug"], []),
         # The same with min_retrieve_tokens.
         (["min-retrieve-0.5.6"], ["KVD103"]),
         # The worker's end of the lookups does not answer.
@@ -90,3 +93,12 @@ def test_the_crash_tells_its_story() -> None:
         "288 (tokens in vllm) - 0 (full lmcache hits subtracts last token to recalculate logits) for request "
         "1-aa3dc6b7",
     ]
+
+
+def test_a_debug_log_hides_nothing() -> None:
+    case = diagnose("healthy-0.5.6-debug")
+    assert case.debug
+    assert case.hidden() == []
+    assert case.counts["storing"] > 0
+    stored = [event for story in case.ledger.stories.values() for event in story.events if isinstance(event, Stored)]
+    assert len(stored) == case.counts["storing"]

@@ -23,7 +23,7 @@ class Releases:
 
     def name(self, dist: str, text: str, file: str) -> None:
         """This file names a release of the distribution."""
-        plain = text.partition("-g")[0]  # 0.5.6-g3e11e108 is 0.5.6, as a checkout says it
+        plain = text[:64].partition("-g")[0]  # 0.5.6-g3e11e108 is 0.5.6, as a checkout says it
         if _VERSION.fullmatch(plain):
             self._named.setdefault((dist, file), Counter())[Version(plain).public] += 1
 

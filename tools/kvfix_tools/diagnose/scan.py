@@ -183,7 +183,7 @@ def _second(stamp: bytes) -> float | None:
 def trailer(body: bytes) -> tuple[str, int, str] | None:
     """(file, line, logger) of the statement that made this line."""
     match = _TRAILER.search(body)
-    return (match[1].decode(), int(match[2]), match[3].decode()) if match else None
+    return (match[1].decode(), int(match[2][:9]), match[3].decode()) if match else None
 
 
 def text(body: bytes) -> str:
