@@ -30,7 +30,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvfix import notice, probe
+from kvfix import probe
 from kvfix.correction import after, around
 from kvfix.fix import Fix, Patch
 from kvfix.fixes import _engine
@@ -79,18 +79,14 @@ def _loading(held: list[tuple[Any, int]]) -> Generator[None, Any, Any]:
 def correct_layers(engine: ModuleType) -> Callable[..., Any]:
     """The hook is a generator: it loads while it is iterated, a layer at a time."""
 
-    def retrieve_layer(engine: Any, layers: Any, tokens: Any, mask: Any = None, **more: Any) -> Iterator[Any]:
-        return _layers(engine, layers, more.get("req_id"))
+    def retrieve_layer(engine: Any, layers: Any, tokens: Any, mask: Any = None, **more: Any) -> Any:
+        held = _pinned(engine, more.get("req_id"))
+        return _layers(layers, held) if held else layers
 
     return after(retrieve_layer)
 
 
-def _layers(engine: Any, layers: Any, lookup_id: Any) -> Iterator[Any]:
-    held: list[tuple[Any, int]] = []
-    try:
-        held = _pinned(engine, lookup_id)
-    except Exception as error:  # noqa: BLE001
-        notice.fault(__name__, error)
+def _layers(layers: Any, held: list[tuple[Any, int]]) -> Iterator[Any]:
     try:
         yield from layers
     finally:
