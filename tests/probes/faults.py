@@ -12,6 +12,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from importlib import import_module
 from typing import Any
 from unittest import mock
@@ -102,6 +103,21 @@ def ledger(feed: Callable[..., Any]) -> Any:
     return mock.patch("kvfix.probes.watch.Ledger", type("Planted", (Ledger,), {"feed": feed}))
 
 
+def reader(kind: str, method: str, replacement: Any = fails) -> Any:
+    """In the probes' reader, not in the lab's own."""
+    from kvfix.probes import readers
+
+    make = readers.reader
+
+    def planted(connector: Any) -> Any:
+        made = make(connector)
+        if type(made).__name__ == kind:
+            setattr(made, method, replacement)
+        return made
+
+    return mock.patch("kvfix.probes.readers.reader", planted)
+
+
 @contextmanager
 def violated(*more: Any) -> Iterator[None]:
     """Every question is found wrong, and something is planted where the finding goes."""
@@ -165,11 +181,11 @@ READERS = ("hit", "loads", "stores", "kept", "lookup_timeout")
 FAULTS: dict[str, Callable[[], Any]] = {
     "nothing": lambda: mock.patch.dict(os.environ),
     **{f"probe {name}": patched(f"kvfix.probes.watch.Watch.{name}") for name in PROBES},
-    **{f"reader V1.{name}": patched(f"kvfix.probes.readers.V1.{name}") for name in READERS},
-    **{f"reader MP.{name}": patched(f"kvfix.probes.readers.MP.{name}") for name in ("hit", "loads", "stores", "kept")},
+    **{f"reader V1.{name}": partial(reader, "V1", name) for name in READERS},
+    **{f"reader MP.{name}": partial(reader, "MP", name) for name in ("hit", "loads", "stores", "kept")},
     "watch cannot be made": patched("kvfix.probes.watch.Watch.__init__"),
     "recorder": patched("kvfix.probes.recorder.add"),
-    "a count that is none": patched("kvfix.probes.readers.V1.hit", lambda *_: Odd()),
+    "a count that is none": partial(reader, "V1", "hit", lambda *_: Odd()),
     "rule": lambda: ledger(fails),
     "a violation": violated,
     "odd object in an event": odd_event,
