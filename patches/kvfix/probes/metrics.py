@@ -12,22 +12,27 @@ from typing import Any
 from kvfix import notice, patching
 
 _made: dict[str, Any] = {}
+_given_up = False
 
 
 def violated(rule: str) -> None:
     """kvfix_violations_total: one more violation of this rule."""
+    if _given_up:
+        return
     try:
         counter = _metric("Counter", "kvfix_violations", "Violated invariants of the KV-cache accounting.", "rule")
         if counter is not None:
             counter.labels(rule=rule).inc()
     except Exception as error:  # noqa: BLE001
-        notice.fault("kvfix.probes.metrics", error)
+        _give_up(error)
 
 
 def settled() -> None:
     """kvfix_fixes: 1 for each fix and its verdict in some process."""
     from kvfix.fix import catalogue
 
+    if _given_up:
+        return
     try:
         more = {"multiprocess_mode": "max"}
         gauge = _metric("Gauge", "kvfix_fixes", "Fixes of kvfix, by their verdict.", "code", "verdict", **more)
@@ -37,7 +42,7 @@ def settled() -> None:
                 if patch in verdicts:
                     gauge.labels(code=fix.code, verdict=verdicts[patch].verdict).set(1)
     except Exception as error:  # noqa: BLE001
-        notice.fault("kvfix.probes.metrics", error)
+        _give_up(error)
 
 
 def _metric(kind: str, name: str, text: str, *labels: str, **more: str) -> Any:
@@ -46,3 +51,10 @@ def _metric(kind: str, name: str, text: str, *labels: str, **more: str) -> Any:
     if name not in _made and client is not None:
         _made[name] = getattr(client, kind)(name, text, labels, **more)
     return _made.get(name)
+
+
+def _give_up(error: Exception) -> None:
+    """A client that fails once fails again: it is said once, and left alone."""
+    global _given_up
+    _given_up = True
+    notice.fault("kvfix.probes.metrics", error)
