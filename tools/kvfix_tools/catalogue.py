@@ -14,6 +14,7 @@ from rich.table import Table
 import kvfix
 from kvfix import cures, fix, verdict
 from kvfix.ledger import RULES, Rule
+from kvfix_tools import screen
 
 #: Verdicts that ask for somebody's attention. (`applied` is said by a process in which kvfix is active.)
 FINDINGS = ("failed", "unknown", "applicable")
@@ -50,7 +51,7 @@ def _print_rows(rows: list[verdict.Row]) -> None:
         style = _STYLES.get(row.verdict, "")
         shown = f"[{style}]{row.verdict}[/]" if style else row.verdict
         table.add_row(row.code, row.slug, f"{row.dist} {row.version}".strip(), shown, row.reason)
-    console = Console()
+    console = screen.console()
     console.print(table)
     if any(row.verdict == "failed" for row in rows):
         console.print("\nFailed: kvfix explain CODE says what can be done about it.", markup=False)

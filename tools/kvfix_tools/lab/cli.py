@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from kvfix_tools import screen
 from kvfix_tools.lab import runner
 from kvfix_tools.lab.fuzz import Fuzzed, fuzz
 from kvfix_tools.lab.options import CONNECTORS
@@ -47,7 +48,7 @@ def list_scenarios(json: Json = False) -> None:
     for scenario in scenarios():
         wrong = ", ".join(f"{dist} {releases}" for dist, releases in scenario.wrong.items())
         table.add_row(scenario.slug, " ".join(scenario.fixes) or "nothing yet", wrong, scenario.title)
-    _console().print(table)
+    screen.console().print(table)
 
 
 @app.command("run")
@@ -147,14 +148,6 @@ def play_schedule(
     raise typer.Exit(int(bool(findings)))
 
 
-#: Columns off a terminal: nothing is folded or cut, for a file or a pipe has no edge.
-_NO_EDGE = 10_000
-
-
-def _console() -> Console:
-    return Console() if sys.stdout.isatty() else Console(width=_NO_EDGE)
-
-
 def _tell(told: Any, json: bool, file: Path | None, show: Callable[[], None]) -> None:
     """On stdout as text or as JSON, and as JSON in the file that was asked for."""
     text = jsonlib.dumps(told, indent=2)
@@ -171,7 +164,7 @@ def _versions(versions: dict[str, str]) -> str:
 
 
 def _print_fuzzed(done: Fuzzed) -> None:
-    console = _console()
+    console = screen.console()
     rate = done.steps / done.seconds if done.seconds else 0
     console.print(
         f"{_versions(runner.versions())}: {done.seeds} seeds, {done.steps} steps ({rate:.0f} a second), "
@@ -211,4 +204,4 @@ def _print(wanted: list[Scenario], results: list[runner.Result]) -> None:
         style = {"violated": "[red]", "clean": "[green]"}.get(result.outcome, "[yellow]")
         text = result.message + "".join(f"\nalso: {other}" for other in dict.fromkeys(result.also))
         table.add_row(result.slug, style + result.outcome, runner.expected(scenario), text)
-    _console().print(table)
+    screen.console().print(table)
