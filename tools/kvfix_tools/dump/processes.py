@@ -25,13 +25,21 @@ class Process(NamedTuple):
 
 
 def tree(pid: int) -> list[Process]:
-    """This process and all below it, parents first. Empty if there is none of this number."""
+    """This process and all below it, parents first. Empty if there is none of this number.
+
+    vLLM gives its processes names (setproctitle), which overwrites what /proc shows of their environment: where nothing
+    of ours is left there, it is what the parent was started with.
+    """
     everyone = {each.pid: each for entry in Path("/proc").iterdir() if (each := _read(entry)) is not None}
     wanted, found = [pid], list[Process]()
     while wanted:
         parent = wanted.pop(0)
         if parent in everyone:
-            found.append(everyone[parent])
+            process = everyone[parent]
+            above = next((each for each in found if each.pid == process.parent), None)
+            if above is not None and not process.settings:
+                process = process._replace(settings=above.settings, directory=above.directory)
+            found.append(process)
             wanted += sorted(each.pid for each in everyone.values() if each.parent == parent)
     return found
 
