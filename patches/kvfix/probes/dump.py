@@ -145,7 +145,7 @@ def _connector(watch: Watch) -> dict[str, Any]:
         "name": watch.name,
         "role": watch.role,
         "inside": watch.inside,
-        "seconds": round(clock.now() - watch.since, 3) if watch.inside else None,
+        "seconds": round(clock.now() - watch.since, 6) if watch.inside else None,
         "steps": watch.steps,
         "calls": dict(watch.calls),
         "trusted": watch.trusted,
