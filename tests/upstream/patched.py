@@ -5,6 +5,7 @@ The patched copy is thin: the touched files are real, what lies beside them are 
 
 from __future__ import annotations
 
+import ast
 import os
 import shutil
 import subprocess
@@ -20,6 +21,7 @@ def touched(patch: str) -> list[str]:
 
 def apply(patch: Path, release: Path, folder: Path) -> Path:
     """`folder` as a copy of the release with the patch on it; AssertionError where it does not apply cleanly."""
+    folder.mkdir()
     for file in touched(patch.read_text()):
         if (release / file).exists():
             (folder / file).parent.mkdir(parents=True, exist_ok=True)
@@ -42,12 +44,44 @@ def link(release: Path, folder: Path) -> None:
 
 
 def prefer(folder: Path) -> None:
-    """In a process that has imported vLLM: what the folder has of it is imported from there, anew."""
+    """In a process that has imported the release: what the patch touches is imported from the folder, anew.
+
+    So is whatever of LMCache, vLLM's connectors and the lab imports it.
+    """
     for name, module in list(sys.modules.items()):
-        if name.partition(".")[0] == "vllm" and hasattr(module, "__path__"):
-            module.__path__.insert(0, str(folder / name.replace(".", "/")))
-    for name in [name for name in sys.modules if (folder / f"{name.replace('.', '/')}.py").is_file()]:
+        place = folder / name.replace(".", "/")
+        if "__path__" in vars(module) and place.is_dir() and not place.is_symlink():
+            if isinstance(module.__path__, list):
+                module.__path__.insert(0, str(place))
+            else:  # a namespace package
+                module.__path__ = [str(place), *module.__path__]
+    gone = {name for name in sys.modules if _is_touched(folder / f"{name.replace('.', '/')}.py")}
+    imports = {name: _imports(sys.modules[name]) for name in sys.modules if name.startswith(_OURS)}
+    while more := {name for name, wanted in imports.items() if name not in gone and wanted & gone}:
+        gone |= more
+    for name in gone:
         del sys.modules[name]
+
+
+_OURS = ("lmcache.", "kvfix_tools.lab.", "vllm.distributed.kv_transfer.kv_connector.")
+
+
+def _is_touched(file: Path) -> bool:
+    return file.is_file() and not file.is_symlink()
+
+
+def _imports(module: Any) -> set[str]:
+    """Names of modules that this one imports anywhere, and of what might be one."""
+    file = Path(getattr(module, "__file__", None) or os.devnull)
+    if file.suffix != ".py" or file.name == "__init__.py":  # a package is what its modules are
+        return set()
+    found = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {each.name for each in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            found |= {node.module, *(f"{node.module}.{each.name}" for each in node.names)}
+    return found
 
 
 def regression(folder: Path, tests: list[str]) -> dict[str, Any]:

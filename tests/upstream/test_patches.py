@@ -6,6 +6,7 @@ and plain schedules. What the release says without the patches comes from one pr
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -25,13 +26,20 @@ NO_PROBE = {"KVF013", "KVF016"}
 BASE = ("KVConnectorBase_V1.handle_preemptions", "KVConnectorBase_V1.bind_connector_metadata")
 SEEDS = 12
 
+#: What a process imports once, for all patches of a release.
+FIRST = """
+from kvfix_tools.lab import runner
+runner.prepare({lmcache!r})
+with runner.quiet():
+    from kvfix_tools.lab.play import play
+    from kvfix_tools.lab.schedule import draw
+    for connector in {connectors!r}:
+        play(draw(0, connector, plain=True))
+"""
 CHILD = """
 from pathlib import Path
-from kvfix_tools.lab import runner
 from tests.upstream import patched
-if {dist!r} == "vllm":
-    patched.prefer(Path({folder!r}))
-runner.prepare({lmcache!r})
+patched.prefer(Path({folder!r}))
 result = {{}}
 result["regression"] = patched.regression(Path({folder!r}), {tests!r})
 if {code!r}:
@@ -53,59 +61,65 @@ def release_of(row: upstream.Ready) -> Path:
 
 def connectors(row: upstream.Ready) -> list[str]:
     """Those of the lab that run through what the patch changes."""
-    if row.code < "KVF100":
-        return ["v1"]
-    if row.code < "KVF200":
-        return ["mp"] if row.dist == "lmcache" else ["mp-in-tree"]
-    return ["v1", "mp-in-tree"]
+    if row.dist == "lmcache":
+        return ["v1"] if row.code < "KVF100" else ["mp"]
+    return ["mp-in-tree"]
 
 
-def ask(zygote: Zygote, row: upstream.Ready, folder: Path, tests: list[str], code: str) -> dict[str, Any]:
-    # vLLM's copy of the connector starts with LMCache 0.4.6.
-    lmcache = folder if row.dist == "lmcache" else RELEASES / "0.4.6"
-    text = CHILD.format(
-        folder=str(folder), dist=row.dist, lmcache=str(lmcache), tests=tests, code=code,
-        connectors=connectors(row), seeds=SEEDS,
-    )  # fmt: skip
-    found: dict[str, Any] = zygote(text)
-    return found
+class Release:
+    """A process with one release imported, and what it says to the regression tests and plain schedules."""
+
+    def __init__(self, row: upstream.Ready, scratch: Path) -> None:
+        self.path = release_of(row)
+        # vLLM's copy of the connector starts with LMCache 0.4.6.
+        lmcache = RELEASES / ("0.4.6" if row.dist == "vllm" else row.version)
+        played = sorted({each for other in PATCHES if _same(other, row) for each in connectors(other)})
+        self.zygote = Zygote(FIRST.format(lmcache=str(lmcache), connectors=played))
+        tests = []
+        for other in (each for each in PATCHES if _same(each, row)):
+            patched.apply(other.path, self.path, scratch / other.slug)
+            for file in tests_of(other):
+                (scratch / file).parent.mkdir(parents=True, exist_ok=True)
+                (scratch / file).write_text((scratch / other.slug / file).read_text())
+                tests.append(file)
+        self.unpatched = self.ask(scratch, row.dist, tests, "", played)
+
+    def ask(self, folder: Path, dist: str, tests: list[str], code: str, played: list[str]) -> dict[str, Any]:
+        text = CHILD.format(folder=str(folder), dist=dist, tests=tests, code=code, connectors=played, seeds=SEEDS)
+        found: dict[str, Any] = self.zygote(text)
+        return found
+
+
+def _same(one: upstream.Ready, other: upstream.Ready) -> bool:
+    return (one.dist, one.version) == (other.dist, other.version)
+
+
+def tests_of(row: upstream.Ready) -> list[str]:
+    return [file for file in patched.touched(row.path.read_text()) if file.startswith("tests/")]
 
 
 @pytest.fixture(scope="module")
-def released(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """(row) -> what its release says to the regression tests and plain schedules, without a patch."""
-    kept: dict[tuple[str, str, str], dict[str, Any]] = {}
+def releases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[upstream.Ready], Release]]:
+    kept: dict[tuple[str, str], Release] = {}
 
-    def of(row: upstream.Ready) -> dict[str, Any]:
-        key = (row.dist, row.version, str(connectors(row)))
+    def of(row: upstream.Ready) -> Release:
+        key = (row.dist, row.version)
         if key not in kept:
-            rows = [each for each in PATCHES if (each.dist, each.version, str(connectors(each))) == key]
-            folder = tmp_path_factory.mktemp("released")
-            tests = []
-            for each in rows:
-                whole = patched.apply(each.path, release_of(each), tmp_path_factory.mktemp("patched"))
-                for file in [file for file in patched.touched(each.path.read_text()) if file.startswith("tests/")]:
-                    (folder / file).parent.mkdir(parents=True, exist_ok=True)
-                    (folder / file).write_text((whole / file).read_text())
-                    tests.append(file)
-            if row.dist == "lmcache":
-                for name in release_of(row).iterdir():
-                    (folder / name.name).symlink_to(name)
-            kept[key] = ask(zygote, row, folder, tests, "")
+            kept[key] = Release(row, tmp_path_factory.mktemp("unpatched"))
         return kept[key]
 
-    return of
+    yield of
+    for release in kept.values():
+        release.zygote.close()
 
 
 @pytest.mark.parametrize("row", PATCHES, ids=IDS)
-def test_on_the_release(row: upstream.Ready, released: Any, zygote: Zygote, tmp_path: Path) -> None:
-    release = release_of(row)
-    folder = patched.apply(row.path, release, tmp_path / "patched")
-    patched.link(release, folder)
-    tests = [file for file in patched.touched(row.path.read_text()) if file.startswith("tests/")]
+def test_on_the_release(row: upstream.Ready, releases: Callable[[upstream.Ready], Release], tmp_path: Path) -> None:
+    release, tests = releases(row), tests_of(row)
     assert tests, "a patch has a regression test"
-    found = ask(zygote, row, folder, tests, row.code)
-    before = released(row)
+    folder = patched.apply(row.path, release.path, tmp_path / "patched")
+    patched.link(release.path, folder)
+    before, found = release.unpatched, release.ask(folder, row.dist, tests, row.code, connectors(row))
     for file in tests:
         passed, failed, said = found["regression"][file]
         assert passed, said
