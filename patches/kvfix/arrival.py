@@ -15,11 +15,15 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from importlib.machinery import ModuleSpec
     from types import ModuleType
+    from typing import Any
 
     from kvfix.choice import Choice
 
 #: Top-level packages of the patient. The catalogue of fixes is loaded when the first module of one of them arrives.
 PATIENT = ("lmcache", "vllm")
+#: What the probes hold on to, in modes that have them: who makes connectors, and who schedules.
+FACTORY = "vllm.distributed.kv_transfer.kv_connector.factory"
+PROBED = (FACTORY, "vllm.v1.core.sched.scheduler")
 
 
 class Arrivals:
@@ -49,6 +53,8 @@ class Arrivals:
 
 _finder = Arrivals()
 _choice: Choice | None = None
+#: Modules with something to correct; None before anybody has asked.
+_targets: frozenset[str] | None = None
 #: Targets that are being executed right now and will be settled when that is done.
 _executing: set[str] = set()
 
@@ -73,6 +79,10 @@ def deactivate() -> None:
         from kvfix import patching
 
         _guarded("kvfix.revert", patching.remove_all)
+    if "kvfix.probes" in sys.modules:
+        from kvfix import probes
+
+        _guarded("kvfix.revert", probes.remove_all)
 
 
 def choice() -> Choice | None:
@@ -81,28 +91,46 @@ def choice() -> Choice | None:
 
 
 def _settle_arrived() -> None:
-    from kvfix import fix, patching
+    from kvfix import patching
 
-    for name in sorted({patch.module for found in fix.catalogue() for patch in found.patches}):
+    for name in sorted(_all_targets()):
         module = sys.modules.get(name)
         if module is not None and name not in _executing:
             half_imported = getattr(getattr(module, "__spec__", None), "_initializing", False)
             patching.settle(module, _choice, complete=not half_imported)
+            if name in PROBED and not half_imported:
+                _guarded(f"probes of {name}", _probe, module)
 
 
 def _settle(module: ModuleType) -> None:
     from kvfix import patching
 
     patching.settle(module, _choice, complete=True)
+    if module.__name__ in PROBED:
+        _probe(module)
+
+
+def _probe(module: ModuleType) -> None:
+    """Probes in, or out where an earlier choice had them."""
+    if (_choice is not None and _choice.probes) or "kvfix.probes" in sys.modules:
+        from kvfix import probes
+
+        probes.settle(module, _choice)
 
 
 def _is_target(name: str) -> bool:
-    def targets() -> bool:
-        from kvfix import fix
+    global _targets
+    if _targets is None:  # LMCache asks for modules that are not there at every start of a connector, and more often
+        _targets = _guarded("the catalogue of fixes", _all_targets) or frozenset()
+    return name in _targets
 
-        return any(patch.module == name for found in fix.catalogue() for patch in found.patches)
 
-    return bool(_guarded("the catalogue of fixes", targets))
+def _all_targets() -> frozenset[str]:
+    from kvfix import fix
+
+    return frozenset(patch.module for found in fix.catalogue() for patch in found.patches if patch.correct).union(
+        PROBED
+    )
 
 
 def _tell_when_executed(spec: ModuleSpec) -> None:
@@ -131,7 +159,7 @@ def _tell_when_executed(spec: ModuleSpec) -> None:
         )
 
 
-def _guarded(where: str, function: Callable[..., object], *args: object) -> object:
+def _guarded(where: str, function: Callable[..., Any], *args: object) -> Any:
     try:
         return function(*args)
     except Exception as error:  # noqa: BLE001

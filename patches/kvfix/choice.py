@@ -3,6 +3,7 @@
 KVFIX=fix                      all fixes that are not opt-in
 KVFIX="fix only=KVF001"        these and no others
 KVFIX="fix skip=KVF001,KVF002" all but these
+KVFIX="check skip=KVF001"      the same in another mode
 KVFIX=off                      nothing, even where a program calls kvfix.apply()
 """
 
@@ -15,7 +16,9 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-MODES = ("fix",)
+#: Each does what the one before it does, and more: the fixes; a flight recorder; the invariants, with report and dump;
+#: an exception where one is violated.
+MODES = ("fix", "observe", "check", "strict")
 
 
 def known_fixes() -> dict[str, str]:
@@ -67,6 +70,11 @@ class Choice:
         only = "" if self.only is None else f" only={','.join(sorted(self.only))}"
         skip = f" skip={','.join(sorted(self.skip))}" if self.skip else ""
         return self.mode + only + skip
+
+    @property
+    def probes(self) -> bool:
+        """Whether hooks are watched. Without, nothing of `kvfix.probes` is imported."""
+        return self.mode != "fix"
 
     def takes(self, code: str, opt_in: bool = False) -> bool:
         """Whether the fix of this code is wanted. One that is opt-in must be named."""

@@ -8,7 +8,6 @@ shows the bug on the installed function, and the correction. Nothing lists the f
 from __future__ import annotations
 
 import functools
-from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -17,11 +16,13 @@ from kvfix import notice
 from kvfix.choice import code_and_slug, known_fixes
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
+    from collections.abc import Callable
     from types import ModuleType
 
 #: Sections of a fix's docstring, in this order. `Fix.section` and the documentation read them.
 SECTIONS = ("Symptom", "Cause", "Fix", "Releases", "Upstream", "Remove when")
+#: Of a bug that cannot be mended from outside.
+SECTIONS_UNMENDED = ("Symptom", "Cause", "Workaround", "Releases", "Upstream", "Remove when")
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,8 @@ class Patch:
     shows_bug: (function, module) -> True where the bug shows on stub objects, False where the function is right.
         Asked for code that no release has. May raise: then it is not known. Milliseconds.
     correct: (module) -> decorator of the function. Called when the module has arrived and the fix applies. What the
-        decorated function does of its own must not raise (`after` sees to that), nor change arguments.
+        decorated function does of its own must not raise (kvfix.correction sees to that), nor change arguments.
+        None: it cannot be corrected from outside, and the patch only tells whether the bug is there.
     """
 
     dist: str
@@ -43,7 +45,7 @@ class Patch:
     function: str
     broken: str
     shows_bug: Callable[[Callable[..., Any], ModuleType], bool]
-    correct: Callable[[ModuleType], Callable[..., Any]]
+    correct: Callable[[ModuleType], Callable[..., Any]] | None
 
     @property
     def target(self) -> str:
@@ -59,6 +61,8 @@ class Fix:
     patches: tuple[Patch, ...]
     #: Not part of the default choice: it must be named in `only=`. The docstring says why.
     opt_in: bool = field(default=False, kw_only=True)
+    #: () -> why the bug does no harm here although the code is wrong, "" if it may. For one that cannot be mended.
+    harmless: Callable[[], str] = field(default=str, kw_only=True)
 
     @property
     def code(self) -> str:
@@ -67,6 +71,15 @@ class Fix:
     @property
     def slug(self) -> str:
         return code_and_slug(self.module_name.rpartition(".")[2])[1]
+
+    @property
+    def mends(self) -> bool:
+        """Whether there is anything to put in place."""
+        return any(patch.correct is not None for patch in self.patches)
+
+    @property
+    def sections(self) -> tuple[str, ...]:
+        return SECTIONS if self.mends else SECTIONS_UNMENDED
 
     @property
     def title(self) -> str:
@@ -94,97 +107,3 @@ def catalogue() -> tuple[Fix, ...]:
 def find(name: str) -> Fix | None:
     """The fix of this code or slug; None if there is none."""
     return next((fix for fix in catalogue() if name.upper() == fix.code or name.lower() == fix.slug), None)
-
-
-def before(prepare: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """A correction that sets right what the hook is going to read, then lets it answer.
-
-    prepare: (instance, *arguments of the hook); what it returns is not looked at. Should it fail, the hook runs all the
-    same and the fault is said once.
-    """
-
-    def around(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def hook(instance: Any, *args: Any, **kwargs: Any) -> Any:
-            try:
-                prepare(instance, *args, **kwargs)
-            except Exception as error:  # noqa: BLE001
-                notice.fault(f"{prepare.__module__}.{prepare.__name__}", error)
-            return original(instance, *args, **kwargs)
-
-        return hook
-
-    return around
-
-
-def around(correct: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """A correction that has something to do before the hook, after it, or both: a generator that yields once.
-
-    correct: (instance, *arguments of the hook) -> None where there is nothing to correct, which costs next to nothing;
-    or a generator. What stands before its `answer = yield` runs before the hook, and what it returns is the right
-    answer. `yield arguments` runs the hook with those instead of the caller's, who keeps his as they are.
-    Returning before the yield: the hook is not run. If the hook raises, its exception goes on to the caller, and the
-    generator is closed where it stands (use `finally` for what must be put back). Should the correction fail, the
-    hook runs with the caller's arguments, its own answer stands, and the fault is said once.
-    """
-
-    def decorate(original: Callable[..., Any]) -> Callable[..., Any]:
-        name = f"{correct.__module__}.{correct.__name__}"
-
-        @functools.wraps(original)
-        def hook(instance: Any, *args: Any, **kwargs: Any) -> Any:
-            try:
-                steps = correct(instance, *args, **kwargs)
-                if steps is None:
-                    return original(instance, *args, **kwargs)
-                given = next(steps)
-            except StopIteration as done:
-                return done.value
-            except Exception as error:  # noqa: BLE001
-                notice.fault(name, error)
-                return original(instance, *args, **kwargs)
-            try:
-                answer = original(instance, *(args if given is None else given), **(kwargs if given is None else {}))
-            except BaseException:
-                with suppress(Exception):
-                    steps.close()
-                raise
-            try:
-                steps.send(answer)
-            except StopIteration as done:
-                return done.value
-            except Exception as error:  # noqa: BLE001
-                notice.fault(name, error)
-            return answer
-
-        return hook
-
-    return decorate
-
-
-def instead(answer: Any) -> Generator[None, Any, Any]:
-    """For `around`: this is the answer, and the hook is not run."""
-    return answer
-    yield
-
-
-def after(correct: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """A correction that lets the hook answer, then corrects the answer: the cheapest one, for what runs often.
-
-    correct: (instance, answer, *arguments of the hook) -> the right answer. It gets the caller's arguments as they
-    were passed. Should it fail, the hook's own answer stands and the fault is said once.
-    """
-
-    def around(original: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(original)
-        def hook(instance: Any, *args: Any, **kwargs: Any) -> Any:
-            answer = original(instance, *args, **kwargs)
-            try:
-                return correct(instance, answer, *args, **kwargs)
-            except Exception as error:  # noqa: BLE001
-                notice.fault(f"{correct.__module__}.{correct.__name__}", error)
-                return answer
-
-        return hook
-
-    return around

@@ -145,6 +145,15 @@ def _silent(module: ModuleType) -> Iterator[None]:
         logger.disabled = before
 
 
+def _unmended(fix: Fix, found: Verdict) -> Verdict:
+    """The bug is there, and no correction of ours reaches it."""
+    spared = fix.harmless()
+    if spared:
+        return Verdict("not-affected", f"{found.reason}; {spared}")
+    first = " ".join(fix.section("Workaround").partition("\n\n")[0].split())
+    return Verdict("failed", f"{found.reason}, and cannot be mended from outside: {first}")
+
+
 def _span(releases: list[str]) -> str:
     return ", ".join(releases) if len(releases) < 4 else f"{releases[0]} and others up to {releases[-1]}"
 
@@ -153,10 +162,11 @@ def survey(decide: Callable[[Patch], Verdict] = judge) -> list[Row]:
     """One row for each fix and distribution. What was done in this process goes before what the files say."""
     from kvfix.fix import catalogue
 
-    return [row for fix in catalogue() for row in _rows(fix, decide)]
+    return [row for fix in catalogue() for row in rows(fix, decide)]
 
 
-def _rows(fix: Fix, decide: Callable[[Patch], Verdict]) -> Iterator[Row]:
+def rows(fix: Fix, decide: Callable[[Patch], Verdict] = judge) -> Iterator[Row]:
+    """One row for each distribution that this fix is for."""
     from kvfix import arrival
 
     choice = arrival.choice()
@@ -165,6 +175,8 @@ def _rows(fix: Fix, decide: Callable[[Patch], Verdict]) -> Iterator[Row]:
     for dist in dict.fromkeys(patch.dist for patch in fix.patches):
         verdicts = [settled.get(patch) or decide(patch) for patch in fix.patches if patch.dist == dist]
         worst = min(verdicts, key=lambda found: VERDICTS.index(found.verdict))
+        if worst.verdict == "applicable" and not fix.mends:
+            worst = _unmended(fix, worst)
         reason = worst.reason
         if worst.verdict == "applicable" and choice is not None and not choice.takes(fix.code, fix.opt_in):
             reason += "; switched off by the choice " + repr(str(choice))

@@ -1,4 +1,4 @@
-"""Steps a second of the fuzzed scheduler with all oracles on, one core, after imports."""
+"""The lab with all oracles on, one core, after imports: its speed, its memory, and how long a shrink takes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,34 @@ from tests.bench.row import Row
 from tests.conftest import RELEASES, Fresh
 
 SECONDS = 10
+#: Worlds after which memory is looked at, and again after as many more. The first ones fill caches and the allocator.
+WORLDS = 500
 COMMAND = [sys.executable, "-m", "kvfix_tools.cli", "lab", "fuzz", "--json", "--no-fixes", "--shrink", "0"]
+MEMORY = """
+import os
+from kvfix_tools.lab import runner
+runner.prepare({path!r})
+from kvfix_tools.lab.fuzz import fuzz
+def resident():
+    return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+result = []
+for first in (0, {worlds}):
+    fuzz("v1", range(first, first + {worlds}), 3600, fixes=False, shrinking=0)
+    result.append(resident())
+"""
+SHRINK = """
+import time
+from kvfix_tools.lab import runner
+runner.prepare({path!r})
+from kvfix_tools.lab.fuzz import fuzz
+with runner.quiet():
+    from kvfix_tools.lab.play import shrink, signature
+    result = []
+    for found in fuzz({connector!r}, range(60), 600, fixes=False, shrinking=0).violations:
+        start = time.monotonic()
+        short = shrink(found.schedule, found.signature, 120)
+        result.append([time.monotonic() - start, len(found.schedule.steps), len(short.steps)])
+"""
 
 
 def measure() -> Iterator[Row]:
@@ -19,3 +46,12 @@ def measure() -> Iterator[Row]:
         done = json.loads(Fresh().run([*COMMAND, *options]).stdout)
         rate = done["steps"] / done["seconds"]
         yield Row(f"lab fuzz, {connector}", rate, "steps/s", f"LMCache {release}", at_least=1000)
+    path = str(RELEASES / "0.5.6")
+    before, after = Fresh()(MEMORY.format(path=path, worlds=WORLDS))
+    beside = f"{WORLDS} worlds: {before:.0f} MiB"
+    yield Row(f"lab fuzz, memory after {2 * WORLDS} worlds", after / before, "x", beside, at_most=1.1)
+    for connector in ("v1", "mp"):
+        took = Fresh()(SHRINK.format(path=path, connector=connector))
+        longest, steps, short = max(took)
+        beside = f"{len(took)} violations; from {steps} steps to {short}"
+        yield Row(f"lab shrink, the longest, {connector}", longest, "s", beside, at_most=60)

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,11 @@ class Ran:
     said: list[dict[str, Any]]
     log: str
     pid: int
+    folder: Path
+
+    def dumps(self, reason: str) -> list[Path]:
+        """Recorder files that its processes wrote for this reason."""
+        return sorted((self.folder / "dumps").glob(f"kvfix-*-{reason}.jsonl"))
 
     def processes(self) -> dict[str, dict[str, Any]]:
         """{role of the connector: what its process said of itself}"""
@@ -72,13 +78,21 @@ class Ran:
         return sum(line["what"] == what for line in self.said)
 
 
+def wait_for(text: str, log: Path, process: subprocess.Popen[Any]) -> None:
+    """Until the text is in the log, or the process has ended."""
+    until = time.monotonic() + LIMIT
+    while text not in log.read_text(errors="replace") and process.poll() is None and time.monotonic() < until:
+        time.sleep(0.2)
+
+
 def run(folder: Path, apply: bool, transfer: dict[str, Any] | None, **more: Any) -> Ran:
     """more: rounds, engine (arguments of LLM), lmcache (folder of a release), spoil_from (round), environment,
-    abort (requests `running` and `waiting`, and `extra_args` of the latter), abort_before (round)."""
+    abort (requests `running` and `waiting`, and `extra_args` of the latter), abort_before (round), mode,
+    when (a text, and a function of the pid that is called once the text is in the log)."""
     folder.mkdir(parents=True, exist_ok=True)
     report = folder / "report"
     job = {
-        "apply": apply,
+        "apply": more.get("mode", "fix") if apply else None,
         "transfer": transfer,
         "model": str(folder / "model"),
         "out": str(folder / "out.json"),
@@ -95,6 +109,7 @@ def run(folder: Path, apply: bool, transfer: dict[str, Any] | None, **more: Any)
         PYTHONPATH=os.pathsep.join(str(place) for place in places if place),
         PYTHONHASHSEED="0",
         KVFIX_TEST_REPORT=str(report),
+        KVFIX_DUMP_DIR=str(folder / "dumps"),
         KVFIX_TEST_SPOIL=str(folder / "spoil"),
         VLLM_CPU_KVCACHE_SPACE="1",
         VLLM_NO_USAGE_STATS="1",
@@ -109,6 +124,10 @@ def run(folder: Path, apply: bool, transfer: dict[str, Any] | None, **more: Any)
         )  # fmt: skip
         hung = False
         try:
+            if "when" in more:
+                text, do = more["when"]
+                wait_for(text, folder / "log", process)
+                do(process.pid)
             process.wait(timeout=LIMIT)
         except subprocess.TimeoutExpired:
             hung = True
@@ -121,4 +140,4 @@ def run(folder: Path, apply: bool, transfer: dict[str, Any] | None, **more: Any)
     assert not hung, f"the engine did not end in {LIMIT} s: {folder / 'log'}\n{text[-4000:]}"
     said = [json.loads(line) for file in sorted(folder.glob("report.*")) for line in file.read_text().splitlines()]
     out = folder / "out.json"
-    return Ran(json.loads(out.read_text()) if out.exists() else None, said, text, process.pid)
+    return Ran(json.loads(out.read_text()) if out.exists() else None, said, text, process.pid, folder)

@@ -6,7 +6,10 @@ Everything of kvfix that the user does stands in this file, and only in the pare
 from __future__ import annotations
 
 import json
+import os
+import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +32,7 @@ def main(job: dict[str, Any]) -> None:
     if job["apply"]:
         import kvfix
 
-        kvfix.apply()
+        kvfix.apply(job["apply"])
     from vllm import LLM, SamplingParams
     from vllm.config import KVTransferConfig
 
@@ -61,12 +64,23 @@ def main(job: dict[str, Any]) -> None:
         outputs = llm.generate([{"prompt_token_ids": prompt} for prompt, _ in prompts], parameters, use_tqdm=False)
         rounds.append([list(output.outputs[0].token_ids) for output in outputs])
         llm.reset_prefix_cache()
+    ask_for_recorders(Path(os.environ["KVFIX_DUMP_DIR"]))
     preemptions = sum(
         metric.value
         for metric in llm.get_metrics()
         if metric.name == "vllm:num_preemptions" and hasattr(metric, "value")
     )
     Path(job["out"]).write_text(json.dumps({"rounds": rounds, "preemptions": preemptions}))
+
+
+def ask_for_recorders(folder: Path) -> None:
+    """As `kvfix dump` does: vLLM kills its processes at the end, and they would leave nothing."""
+    ready = [int(path.stem.rpartition("-")[2]) for path in folder.glob("*.ready")]
+    for pid in ready:
+        os.kill(pid, signal.SIGUSR2)
+    until = time.monotonic() + 30
+    while len(list(folder.glob("*-signal.jsonl"))) < len(ready) and time.monotonic() < until:
+        time.sleep(0.05)
 
 
 def abort_waiting(engine: Any, job: dict[str, Any]) -> None:

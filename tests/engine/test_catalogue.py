@@ -6,11 +6,17 @@ LMCache 0.4.4 to 0.4.6 only, whose server moves KV by CUDA handles.)
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvfix_tools import recording
+from tests.conftest import clean_environment
 from tests.engine import run as engine
 from tests.engine.run import CROWD, Ran, prompt
 from tests.engine.server import server
@@ -21,6 +27,8 @@ APPLY = pytest.mark.parametrize("apply", [False, True], ids=["as released", "wit
 ONE = prompt(300, 1)
 #: Runs in 32 blocks of 32 tokens, and leaves no room for the one that waits.
 ABORT: dict[str, Any] = {"running": (prompt(900, 9), 60), "waiting": (ONE, 2), "extra_args": None}
+#: Of a process in a dump.
+STANDS = "in get_num_new_matched_tokens of LMCacheConnectorV1 for "
 #: Stored; then its first 96 tokens are computed again, and the whole is looked up on top of them.
 ON_TOP = [[(ONE, 5)], [(ONE[:96], 1), (ONE, 5)]]
 
@@ -71,12 +79,41 @@ def test_statistics_of_an_aborted_request(apply: bool, tmp_path: Path) -> None:
     assert died(ran, "Request tracker for request_id") is not apply
 
 
+def dump(pid: int, folder: Path) -> Iterator[dict[str, Any]]:
+    """What `kvfix dump` says of the engine, again and again."""
+    for number in range(8):
+        out = folder / str(number)
+        out.mkdir()
+        command = [sys.executable, "-m", "kvfix_tools.cli", "dump", str(pid), "-o", str(out), "--json"]
+        done = subprocess.run(command, env=clean_environment(), capture_output=True, text=True, check=True, timeout=120)
+        yield json.loads(done.stdout)
+
+
 @APPLY
 def test_a_worker_that_does_not_answer_lookups(apply: bool, tmp_path: Path) -> None:
-    """Every lookup that is waited for says so. Waits double: in 300 seconds there are eight at most."""
+    """Every lookup that is waited for says so. Waits double: in 300 seconds there are eight at most.
+
+    As released the engine stands still in the lookup, and a dump says so. (It has the recorder, and no fix.)
+    """
+    told: list[dict[str, Any]] = []
+
+    def stands_in_the_lookup(pid: int) -> None:
+        for found in dump(pid, tmp_path) if not apply else ():
+            told.append(found)
+            if any(row["hook"].startswith(STANDS) for row in found["processes"]):
+                return
+
     transfer = engine.v1(64, lookup_timeout_ms=300)
-    ran = engine.run(tmp_path, apply, transfer, rounds=[CROWD], environment={"KVFIX_TEST_DEAF": "1"})
+    environment = {"KVFIX_TEST_DEAF": "1", **({} if apply else {"KVFIX": "observe only="})}
+    ran = engine.run(
+        tmp_path, apply, transfer, rounds=[CROWD], environment=environment,
+        when=("Timeout occurred for rank", stands_in_the_lookup),
+    )  # fmt: skip
     assert ran.answer is not None, ran.log[-3000:]
     waits = ran.log.count("Timeout occurred for rank")
     assert waits <= 10 if apply else waits > 10
     assert ("worker did not answer a lookup in time" in ran.log) is apply
+    if not apply:
+        assert any(row["hook"].startswith(STANDS) for row in told[-1]["processes"]), told
+        recorders = [recording.read(path) for path in ran.dumps("signal")]
+        assert any(type(entry.event).__name__ == "TimedOut" for found in recorders for entry in found.entries)

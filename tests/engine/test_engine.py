@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from kvfix_tools import recording, replay
 from tests.engine import run as engine
 from tests.engine.run import CROWD, REPORT, ROUNDS, Ran
 from tests.engine.server import server
@@ -32,10 +33,10 @@ def plain(tmp_path_factory: pytest.TempPathFactory) -> Ran:
 
 @pytest.fixture(scope="module")
 def in_process(tmp_path_factory: pytest.TempPathFactory) -> Ran:
-    """The newest LMCache. In the fifth round what is loaded has been spoiled."""
+    """The newest LMCache, in mode `check`. In the fifth round what is loaded has been spoiled."""
     rounds = [*ROUNDS, CROWD]
     folder = tmp_path_factory.mktemp("v1")
-    return engine.run(folder, apply=True, transfer=engine.v1(64), rounds=rounds, spoil_from=4)
+    return engine.run(folder, apply=True, transfer=engine.v1(64), rounds=rounds, spoil_from=4, mode="check")
 
 
 @pytest.fixture(scope="module")
@@ -46,9 +47,11 @@ def early(tmp_path_factory: pytest.TempPathFactory, release) -> Ran:  # type: ig
 
 @pytest.fixture(scope="module")
 def multi_process(tmp_path_factory: pytest.TempPathFactory) -> Ran:
-    """LMCacheMPConnector against a server of its own."""
+    """LMCacheMPConnector against a server of its own, in mode `check`, every part of whose probes fails."""
     with server() as transfer:
-        return engine.run(tmp_path_factory.mktemp("mp"), apply=True, transfer=transfer)
+        folder = tmp_path_factory.mktemp("mp")
+        more = {"mode": "check", "environment": {"KVFIX_TEST_FAULTS": "1"}}
+        return engine.run(folder, apply=True, transfer=transfer, **more)
 
 
 def assert_same_outputs(ran: Ran, plain: Ran) -> None:
@@ -62,20 +65,38 @@ def assert_same_outputs(ran: Ran, plain: Ran) -> None:
     assert ran.answer["rounds"][: len(ROUNDS)] == plain.answer["rounds"]
 
 
-def assert_arrived(ran: Ran, verdict: str) -> None:
+def assert_arrived(ran: Ran, verdict: str, mode: str = "fix") -> None:
     """kvfix is in EngineCore and worker, which are processes of their own, though only the parent called apply()."""
     found = ran.processes()
     assert found["SCHEDULER"]["process"] == "EngineCore"
     assert "Worker" in found["WORKER"]["process"]
     assert len({ran.pid, found["SCHEDULER"]["pid"], found["WORKER"]["pid"]}) == 3
     for process in found.values():
-        assert process["choice"] == "fix"
+        assert process["choice"] == mode
         assert {row["code"]: row["verdict"] for row in process["status"]}["KVF001"] == verdict
 
 
 def test_in_process_connector(in_process: Ran, plain: Ran) -> None:
-    assert_arrived(in_process, "fixed-upstream")
+    assert_arrived(in_process, "fixed-upstream", "check")
     assert_same_outputs(in_process, plain)
+
+
+def test_check_finds_nothing_and_has_seen_all(in_process: Ran) -> None:
+    """The recorders of EngineCore and worker at the end: what they saw is whole, and nothing in it is wrong."""
+    assert "Report: " not in in_process.log
+    assert "a fault of kvfix itself" not in in_process.log
+    recorders = [recording.read(path) for path in in_process.dumps("signal")]
+    found = {each.head["process"]: each for each in recorders if each.connectors}
+    assert len(found) == 2, found
+    for name, recorder in found.items():
+        seen = {type(entry.event).__name__ for entry in recorder.entries}
+        assert recorder.head["mode"] == "check"
+        assert recorder.head["violations"] == {}
+        assert replay.judged(recorder) == [] or "Worker" in name
+        assert all(connector["trusted"] for connector in recorder.connectors.values())
+        wanted = {"LoadDue", "Stored", "Finished"}
+        wanted |= set() if "Worker" in name else {"Asked", "Granted", "Scheduled", "Preempted"}
+        assert wanted <= seen, (name, seen)
 
 
 def test_spoiled_loads_are_seen(in_process: Ran, plain: Ran) -> None:
@@ -86,8 +107,15 @@ def test_spoiled_loads_are_seen(in_process: Ran, plain: Ran) -> None:
 
 
 def test_multi_process_connector(multi_process: Ran, plain: Ran) -> None:
-    assert_arrived(multi_process, "fixed-upstream")
+    assert_arrived(multi_process, "fixed-upstream", "check")
     assert_same_outputs(multi_process, plain)
+
+
+def test_faults_in_all_probes_are_said_once(multi_process: Ran) -> None:
+    """The outputs are those of plain vLLM (above), though in both processes every probe raises."""
+    said = [line for line in multi_process.log.splitlines() if "a fault of kvfix itself" in line]
+    assert len(said) == len({line.partition("[pid ")[2].partition("]")[0] for line in said}) == 2, said
+    assert all("planted" in line for line in said)
 
 
 class TestTheReportedCrash:

@@ -1,16 +1,12 @@
 """Plays healthy worlds of the multi-process connector with one fault planted in each, and plain schedules of both.
 
-Prints what was found, as JSON. (The faults of the in-process connector: faults_v1.py.)
+What was found is in `result`. (The faults of the in-process connector: faults_v1.py.)
 """
 
-# ruff: noqa: E402  the environment is prepared before vLLM and LMCache are imported
-import json
+import gc
 from contextlib import suppress
 
 from kvfix_tools.lab import runner
-
-runner.prepare(None)
-
 from kvfix_tools.lab.fuzz import fuzz
 from kvfix_tools.lab.options import Options
 from kvfix_tools.lab.scenario import prompt
@@ -48,7 +44,7 @@ def answer_with(world, change):
     ask = type(connector).get_num_new_matched_tokens.__get__(connector)
     connector.get_num_new_matched_tokens = lambda request, computed: change(*ask(request, computed))
     connector.update_state_after_alloc = type(connector).update_state_after_alloc.__get__(connector)
-    world._watch(connector)
+    world.watcher.listen(connector)
 
 
 def promise_more(world):
@@ -123,8 +119,8 @@ def drop_loads(world):
 
 
 def store_gap(world):
-    told = world.side.server.on_store
-    world.side.server.on_store = lambda name, tokens, start, end: told(name, tokens, start + 32, end + 32)
+    told = world.side.transfer.on_store
+    world.side.transfer.on_store = lambda name, tokens, start, end: told(name, tokens, start + 32, end + 32)
 
 
 FAULTS = (promise_more, change_promise, wrong_chunk, wrong_slot, lost_chunk, hook_raises, leaks, drop_loads, store_gap)
@@ -138,9 +134,11 @@ for connector in ("v1", "mp"):
     kinds = sorted({f"{v.rule} {v.message.split()[1]}: {v.message.split(': ', 1)[1]}" for v in done.violations})
     result["plain"][connector] = {"seeds": done.seeds, "nothing": done.tested_nothing, "violations": kinds}
 a, b = (fuzz("v1", range(5, 9), 60, fixes=False, shrinking=0) for _ in range(2))
-result["same"] = (a.steps, a.stored_tokens) == (b.steps, b.stored_tokens)
+result["same"] = (a.steps, a.counts) == (b.steps, b.counts)
+result["happened"] = {name: fuzz(name, range(60), 300, fixes=False, shrinking=0).counts for name in ("v1", "mp")}
+gc.collect()
+result["worlds"] = sum(type(each) is World for each in gc.get_objects())
 none = fuzz("v1", range(0), 1, fixes=False)
 result["nothing"] = none.tested_nothing
 found = fuzz("v1", range(3), 60, fixes=False, shrinking=15).violations
 result["shrunk"] = [[v.rule, len(v.schedule.steps)] for v in found]
-print(json.dumps(result))

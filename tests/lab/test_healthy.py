@@ -5,7 +5,7 @@ A schedule is healthy if nothing is violated when it is played as released.
 
 import pytest
 
-from tests.conftest import RELEASES, Fresh
+from tests.conftest import RELEASES, Once
 
 SEEDS = 40
 #: connector, release -> healthy schedules of SEEDS. In others a bug shows, which its fix is there to change.
@@ -14,8 +14,6 @@ PLAYED = [("v1", "0.3.11"), ("v1", "0.4.3"), ("v1", "0.5.6"), ("mp", "0.5.6"), (
 UNSEEN = {"mp-in-tree": ["KVF102"]}
 CODE = """
 import kvfix
-from kvfix_tools.lab import runner
-runner.prepare({path!r})
 with runner.quiet():
     from kvfix_tools.lab.play import play
     from kvfix_tools.lab.schedule import draw
@@ -50,9 +48,9 @@ result = {{"healthy": healthy, "differ": differ, "loaded": loaded, "preempted": 
 
 
 @pytest.mark.parametrize(("connector", "release"), PLAYED)
-def test_same_decisions(connector: str, release: str, fresh: Fresh) -> None:
+def test_same_decisions(connector: str, release: str, once: Once) -> None:
     unseen = UNSEEN.get(connector, [])
-    found = fresh(CODE.format(path=str(RELEASES / release), connector=connector, seeds=SEEDS, unseen=unseen))
+    found = once(CODE.format(connector=connector, seeds=SEEDS, unseen=unseen), RELEASES / release)
     assert found["differ"] == []
     assert found["healthy"] >= SEEDS // 4
     assert found["loaded"] > 0

@@ -136,6 +136,14 @@ def test_a_healthy_story_has_no_finding() -> None:
     assert all(line(event) for event in healthy)
 
 
+def test_loads_that_the_source_cannot_see_are_not_missed() -> None:
+    ledger = Ledger(sees_loads=False)
+    for event in ADMITTED[:2]:
+        ledger.feed(event)
+    (found,) = ledger.feed(ev.Scheduled("r", 512, 16, first=True))
+    assert (found.code, found.verdict) == ("KVR006", "unknown")
+
+
 def test_memory_is_bounded() -> None:
     ledger = Ledger(history=8)
     for _ in range(100):

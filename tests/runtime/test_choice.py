@@ -2,12 +2,21 @@
 
 import pytest
 
-from kvfix.choice import Choice, known_fixes
+from kvfix.choice import MODES, Choice, known_fixes
 
 
 @pytest.mark.parametrize(
     "text",
-    ["fix", "fix only=KVF001", "fix skip=KVF001", "fix only=", "fix only=KVF001 skip=KVF001"],
+    [
+        "fix",
+        "fix only=KVF001",
+        "fix skip=KVF001",
+        "fix only=",
+        "fix only=KVF001 skip=KVF001",
+        "observe",
+        "check skip=KVF001",
+        "strict",
+    ],
 )
 def test_text_form_survives_a_round_trip(text: str) -> None:
     assert str(Choice.parse(text)) == text
@@ -31,6 +40,10 @@ def test_an_unknown_fix_is_answered_with_all_known_ones() -> None:
         Choice.make("fix", ["KVF999"], None)
     for code, slug in known_fixes().items():
         assert f"{code} ({slug})" in str(raised.value)
+
+
+def test_only_modes_beyond_fix_have_probes() -> None:
+    assert [mode for mode in MODES if Choice.parse(mode).probes] == ["observe", "check", "strict"]
 
 
 def test_what_a_choice_takes() -> None:

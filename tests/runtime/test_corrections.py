@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable, Generator
 from typing import Any
 
 import pytest
 
-from kvfix.fix import after, around, before, instead
+from kvfix.correction import after, around, before, instead
 
 
 class Hooked:
@@ -70,6 +72,12 @@ class TestAround:
             hooked()
         assert hooked.told == ["put back"]
 
+    def test_the_hooks_exception_where_there_is_nothing_to_correct(self) -> None:
+        hooked = Hooked(around(lambda hooked: None), LookupError("its own"))
+        with pytest.raises(LookupError, match="its own"):
+            hooked()
+        assert len(hooked.seen) == 1  # not tried again, and no fault of kvfix
+
     @pytest.mark.parametrize("where", ["at once", "before", "after"])
     def test_a_correction_that_fails(self, where: str) -> None:
         @around
@@ -99,3 +107,40 @@ def test_before_and_after() -> None:
     hooked = Hooked(lambda original: after(correct)(before(prepare)(original)))
     assert hooked(1) == "own1"
     assert (hooked.told, hooked.seen) == ([1], [((1,), {})])
+
+
+def odd(it: Any, one: int, /, two: int = 2, *many: Any, three: int, four: int = 4, **more: Any) -> Any:
+    """Its words."""
+    return (one, two, many, three, four, more)
+
+
+def plain(it: Any, one: int, two: int = 2) -> Any:
+    """Its words."""
+    return (one, two)
+
+
+@pytest.mark.parametrize(
+    "kind", [after(lambda it, answer, *_, **__: answer), before(lambda *_, **__: None), around(lambda *_, **__: None)]
+)
+class TestParameters:
+    """What stands for a hook takes what the hook takes: keywords, defaults, stars, and says so to who asks."""
+
+    def test_plain(self, kind: Any) -> None:
+        hook = kind(plain)
+        assert hook(0, 1) == hook(0, one=1) == hook(two=2, one=1, it=0) == (1, 2)
+        assert inspect.signature(hook) == inspect.signature(plain)
+        assert inspect.signature(hook, follow_wrapped=False).parameters.keys() == {"it": 0, "one": 0, "two": 0}.keys()
+        assert (hook.__name__, hook.__doc__, hook.__wrapped__) == ("plain", "Its words.", plain)
+        with pytest.raises(TypeError, match="missing 1 required positional argument: 'one'"):
+            hook(0)
+
+    def test_odd(self, kind: Any) -> None:
+        hook = kind(odd)
+        assert hook(0, 1, three=3) == (1, 2, (), 3, 4, {})
+        assert hook(0, 1, 5, 6, 7, three=3, four=8, five=9) == (1, 5, (6, 7), 3, 8, {"five": 9})
+        with pytest.raises(TypeError, match="three"):
+            hook(0, 1)
+
+    def test_what_is_no_plain_function(self, kind: Any) -> None:
+        hook = kind(functools.partial(plain, two=3))
+        assert hook(0, 1) == hook(0, one=1) == (1, 3)

@@ -6,7 +6,7 @@ from unittest.mock import MagicMock
 import pytest
 
 from kvfix import fix
-from kvfix.fix import SECTIONS
+from kvfix.fix import SECTIONS, SECTIONS_UNMENDED
 from kvfix.fixes import kvf001_lookup_cache_ignores_computed as kvf001
 from tests.conftest import ADAPTER, Zygote
 
@@ -24,8 +24,8 @@ def test_codes_are_unique_and_found_by_code_and_slug() -> None:
 @EVERY
 def test_the_story_is_complete(found: fix.Fix) -> None:
     headings = [line[3:] for line in (found.doc or "").splitlines() if line.startswith("## ")]
-    assert tuple(headings) == SECTIONS
-    assert all(found.section(name) for name in SECTIONS)
+    assert tuple(headings) == (SECTIONS if found.mends else SECTIONS_UNMENDED)
+    assert all(found.section(name) for name in found.sections)
     assert found.title.endswith(".")
     assert "http" in found.section("Upstream") or "None known" in found.section("Upstream")
 
@@ -40,6 +40,8 @@ class Nothing:
 def test_a_correction_that_fails_leaves_the_hook_alone(found: fix.Fix, caplog: Any) -> None:
     """The engine is sacred: the hook's own answer, its own exception, the arguments as they were passed."""
     for patch in found.patches:
+        if patch.correct is None:
+            continue
         correct = patch.correct(MagicMock())  # a module that has whatever is asked of it
         request = object()
         seen: list[Any] = []

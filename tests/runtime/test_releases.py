@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvfix import fix
-from tests.conftest import ADAPTER, Fresh, Zygote, release_names
+from tests.conftest import ADAPTER, RELEASES, Fresh, Zygote, release_names
 
 FILE = Path(*ADAPTER.split(".")).with_suffix(".py")
 #: The line of 0.3.10 that is the bug.
@@ -26,6 +26,8 @@ result = {{row.code: row for row in kvfix.status()}}
 """
 
 VERDICT, REASON, VERSION = 4, 5, 3
+#: In a row with the release before it.
+CODE = 1
 
 
 def copy(folder: Path, into: Path, edit: Callable[[str], str] = lambda text: text, version: str = "") -> Path:
@@ -55,20 +57,45 @@ def test_kvf001_on_every_release(name: str, release, fresh: Fresh) -> None:  # t
     assert name in row[REASON] or "others up to" in row[REASON]
 
 
-def test_no_release_is_unknown_to_any_fix(release, fresh: Fresh) -> None:  # type: ignore[no-untyped-def]
-    folders = {name: str(release(name)) for name in release_names()}
-    code = f"""
+SURVEY = """
 import sys, kvfix
-from kvfix import target
 from kvfix.verdict import survey
 result = []
 for name, folder in {folders!r}.items():
     sys.path.insert(0, folder)
     sys.path_importer_cache.clear()
-    result += [(name, *row) for row in survey() if row.dist == "lmcache" and row.verdict in ("unknown", "failed")]
+    rows = [row for row in survey() if row.dist == {dist!r}]
+    assert rows and all(row.reason for row in rows) and {{row.version for row in rows}} == {{name}}
+    result += [(name, *row) for row in rows if row.verdict in ("unknown", "failed")]
     sys.path.remove(folder)
 """
-    assert fresh(code) == []
+#: What cannot be mended from outside: there it says so.
+UNMENDED = {found.code for found in fix.catalogue() if not found.mends}
+
+
+def test_no_release_is_unknown_to_any_fix(release, fresh: Fresh) -> None:  # type: ignore[no-untyped-def]
+    folders = {name: str(release(name)) for name in release_names()}
+    rows = fresh(SURVEY.format(folders=folders, dist="lmcache"))
+    assert {row[CODE] for row in rows} <= UNMENDED
+    assert all("cannot be mended from outside: " in row[-1] for row in rows)
+
+
+def test_no_release_of_vllm_is_unknown_to_any_fix(fresh: Fresh) -> None:
+    folders = {path.parents[2].name: str(path) for path in RELEASES.parent.glob("vllm/*/lib/python*/site-packages")}
+    if not folders:
+        pytest.skip("no older vLLM is installed in .cache/vllm: `make matrix` does that")
+    rows = fresh(SURVEY.format(folders=folders, dist="vllm"))
+    assert {(row[0], row[CODE]) for row in rows} <= {(name, "KVF903") for name in folders}
+
+
+def test_what_cannot_be_mended_depends_on_where_it_is(fresh: Fresh, monkeypatch: pytest.MonkeyPatch) -> None:
+    code = 'import kvfix; kvfix.apply(); result = [row for row in kvfix.status() if row.code == "KVF901"][0]'
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    row = fresh(code)
+    assert row[VERDICT] == "failed"
+    assert "Set PYTHONHASHSEED=0 in the environment of every vLLM and LMCache process" in row[REASON]
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+    assert fresh(code)[VERDICT] == "not-affected"
 
 
 def test_code_of_broken_releases_is_broken_code_only() -> None:

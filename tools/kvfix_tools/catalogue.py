@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json as jsonlib
 import sys
 from importlib import import_module
@@ -11,7 +12,9 @@ from rich.markdown import Markdown
 from rich.table import Table
 
 import kvfix
-from kvfix import fix, verdict
+from kvfix import cures, fix, verdict
+from kvfix.ledger import RULES, Rule
+from kvfix_tools import screen
 
 #: Verdicts that ask for somebody's attention. (`applied` is said by a process in which kvfix is active.)
 FINDINGS = ("failed", "unknown", "applicable")
@@ -48,22 +51,28 @@ def _print_rows(rows: list[verdict.Row]) -> None:
         style = _STYLES.get(row.verdict, "")
         shown = f"[{style}]{row.verdict}[/]" if style else row.verdict
         table.add_row(row.code, row.slug, f"{row.dist} {row.version}".strip(), shown, row.reason)
-    console = Console()
+    console = screen.console()
     console.print(table)
+    if any(row.verdict == "failed" for row in rows):
+        console.print("\nFailed: kvfix explain CODE says what can be done about it.", markup=False)
     if any(row.verdict == "applicable" for row in rows):
         console.print("\nApplicable: this installation has the bug. Call kvfix.apply() before launching vLLM, or set")
         console.print("KVFIX=fix in its environment, or start it with: kvfix run -- CMD", markup=False)
 
 
 def explain(name: str, json: bool) -> int:
-    """Print one fix. 2 if there is none of this name."""
+    """Print one fix, or one rule. 2 if there is none of this name."""
+    rule = next((rule for rule in RULES if name.upper() == rule.code or name.lower() == rule.name), None)
+    if rule is not None:
+        return _explain_rule(rule, json)
     found = fix.find(name)
     if found is None:
-        known = ", ".join(f"{each.code} ({each.slug})" for each in fix.catalogue())
-        print(f"kvfix explain: there is no fix {name!r}; known: {known}", file=sys.stderr)
+        known = ", ".join([f"{each.code} ({each.slug})" for each in fix.catalogue()])
+        rules = ", ".join(f"{rule.code} ({rule.name})" for rule in RULES)
+        print(f"kvfix explain: there is no fix and no rule {name!r}; known: {known}, {rules}", file=sys.stderr)
         return 2
     if json:
-        sections = {section.lower().replace(" ", "_"): found.section(section) for section in fix.SECTIONS}
+        sections = {section.lower().replace(" ", "_"): found.section(section) for section in found.sections}
         targets = [{"dist": patch.dist, "target": patch.target, "broken": patch.broken} for patch in found.patches]
         text = {"code": found.code, "slug": found.slug, "title": found.title, **sections, "targets": targets}
         print(jsonlib.dumps(text, indent=2))
@@ -71,4 +80,19 @@ def explain(name: str, json: bool) -> int:
         Console().print(Markdown(f"# {found.code} {found.slug}\n\n{found.doc}"))
     else:
         print(f"{found.code} {found.slug}\n\n{(found.doc or '').strip()}")
+    return 0
+
+
+def _explain_rule(rule: Rule, json: bool) -> int:
+    fixes = dict.fromkeys(code for known, _, codes in cures.CURES if known == rule.code for code in codes)
+    doc = inspect.cleandoc(rule.doc)
+    if json:
+        print(jsonlib.dumps({"code": rule.code, "name": rule.name, "doc": doc, "fixes": list(fixes)}, indent=2))
+        return 0
+    print(f"{rule.code} {rule.name}\n\n{doc}")
+    if fixes:
+        print("\nFixes that cure violations of it:")
+        for code in fixes:
+            found = fix.find(code)
+            print(f"  {code} {found.slug if found else ''}")
     return 0

@@ -5,12 +5,14 @@ Exit codes of all commands: 0 nothing found, 1 findings, 2 usage or unreadable i
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated, Optional
 
 import typer
 
 import kvfix
+from kvfix.choice import MODES
 from kvfix_tools.lab.cli import app as lab
 
 app = typer.Typer(
@@ -54,16 +56,36 @@ def status(
 
 @app.command()
 def explain(name: Annotated[str, typer.Argument(metavar="CODE|SLUG")], json: Json = False) -> None:
-    """A fix: symptom, cause, what the fix does, releases, upstream, when it can go."""
+    """A fix (KVF...): symptom, cause, releases, when it can go; or a rule of the ledger (KVR...), and what cures it."""
     from kvfix_tools import catalogue
 
     raise typer.Exit(catalogue.explain(name, json))
 
 
+@app.command()
+def replay(file: Annotated[Path, typer.Argument(metavar="FILE")], json: Json = False) -> None:
+    """A recorder file through the ledger once more: what was violated, with its story. Exit 1 if anything was."""
+    from kvfix_tools import replay
+
+    raise typer.Exit(replay.replay(file, json))
+
+
+@app.command()
+def dump(
+    pid: Annotated[int, typer.Argument(metavar="PID", help="The engine: this process and all below it.")],
+    out: Annotated[Path, typer.Option("-o", metavar="DIR", help="Where the bundle goes.")] = Path(),
+    json: Json = False,
+) -> None:
+    """A bundle (tar.gz) of a running or hung engine: stacks and flight recorders of its processes, and who waits."""
+    from kvfix_tools.dump import command
+
+    raise typer.Exit(command.dump(pid, out, json))
+
+
 @app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 def run(
     command: Annotated[list[str], typer.Argument(metavar="-- CMD ...", help="The program and its arguments.")],
-    mode: Annotated[str, typer.Option(help="What kvfix does in it.")] = "fix",
+    mode: Annotated[str, typer.Option(help=f"What kvfix does in it: {', '.join(MODES)}.")] = "fix",
     only: Names = None,
     skip: Names = None,
 ) -> None:
@@ -98,9 +120,38 @@ def upstream_export(
     raise typer.Exit(upstream.export(name, dist, version, output))
 
 
+@app.command()
+def diagnose(
+    paths: Annotated[list[str], typer.Argument(metavar="PATH... | -", help="Logs, folders, .gz, .zst; - is stdin.")],
+    json: Json = False,
+    request: Annotated[str, typer.Option(metavar="ID", help="One request's story in full.")] = "",
+    html: Annotated[str, typer.Option(metavar="FILE", help="One self-contained page.")] = "",
+    perfetto: Annotated[str, typer.Option(metavar="FILE", help="Chrome trace JSON, for ui.perfetto.dev.")] = "",
+    everything: Annotated[bool, typer.Option("--all", help="Every finding in full.")] = False,
+    jobs: Annotated[int, typer.Option(help="Processes; 0: all cores.")] = 0,
+) -> None:
+    """What a log tells: findings with their arithmetic, cause and remedy. Exit 1 if there are any."""
+    from kvfix_tools.diagnose import command
+
+    raise typer.Exit(command.main(paths, json, request, html, perfetto, everything, jobs))
+
+
+@app.command(add_help_option=False, context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+def roundtrip(arguments: Annotated[Optional[list[str]], typer.Argument(metavar="[OPTIONS]")] = None) -> None:  # noqa: UP045
+    """Is every byte of KV what it was? To the host and back, by LMCache's and vLLM's own code. `roundtrip --help`."""
+    from kvfix_tools.roundtrip import command
+
+    raise typer.Exit(command.main(arguments or []))
+
+
 def main() -> None:
     """Entry point of the console script."""
     app()
+
+
+def main_diagnose() -> None:
+    """Entry point of `kvfix-diagnose`."""
+    app(["diagnose", *sys.argv[1:]], prog_name="kvfix-diagnose")
 
 
 if __name__ == "__main__":

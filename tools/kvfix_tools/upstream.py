@@ -15,10 +15,10 @@ from email.utils import formatdate
 from pathlib import Path
 from typing import NamedTuple
 
-from rich.console import Console
 from rich.table import Table
 
 from kvfix import fix
+from kvfix_tools import screen
 
 #: In a wheel the patches are beside this file, in a checkout where they are kept.
 HERE = Path(__file__).parent
@@ -65,8 +65,7 @@ def show(json: bool) -> int:
     table = Table("code", "fix", "for", "subject", box=None, header_style="bold", pad_edge=False)
     for row in rows:
         table.add_row(row.code, row.slug, f"{row.dist} {row.version}", row.subject)
-    console = Console()
-    console.print(table, soft_wrap=not console.is_terminal)
+    screen.console().print(table)
     return 0
 
 

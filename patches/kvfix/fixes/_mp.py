@@ -1,6 +1,7 @@
 """What the fixes of the multi-process connector share: LMCache's class and vLLM's copy of it have the same hooks.
 
-LMCache counts in tokens since 0.4.7; 0.4.6 and before, and vLLM's copy, count in blocks.
+LMCache counts in tokens since 0.4.7; 0.4.6 and before, and vLLM's copy, count in blocks. So do two more for older vLLM
+that LMCache 0.4.4 to 0.5.5 bring along, chosen by `kv_connector_module_path`: `lmcache_mp_connector_0180` and `_0201`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 LMCACHE = ("lmcache", "lmcache.integration.vllm.lmcache_mp_connector", "LMCacheMPConnector")
+FOR_0201 = (LMCACHE[0], LMCACHE[1] + "_0201", LMCACHE[2])
+FOR_0180 = (LMCACHE[0], LMCACHE[1] + "_0180", LMCACHE[2])
 IN_TREE = (
     "vllm",
     "vllm.distributed.kv_transfer.kv_connector.v1.lmcache_mp_connector",
@@ -29,11 +32,18 @@ def patches(
     *,
     lmcache: str,
     vllm: str,
+    for_0201: str = ">=0.4.5",
+    for_0180: str = ">=0.4.4",
 ) -> tuple[Patch, ...]:
-    """The same correction of a hook of both classes. lmcache, vllm: broken releases; "": none of this distribution."""
+    """The same correction of a hook of all these classes, with the broken releases of each; "" where none is."""
     return tuple(
         Patch(dist, module, f"{owner}.{function}", broken, shows_bug, correct)
-        for (dist, module, owner), broken in ((LMCACHE, lmcache), (IN_TREE, vllm))
+        for (dist, module, owner), broken in (
+            (LMCACHE, lmcache),
+            (IN_TREE, vllm),
+            (FOR_0201, for_0201),
+            (FOR_0180, for_0180),
+        )
         if broken
     )
 
@@ -92,10 +102,16 @@ class Adapter:
 
     def __init__(self, found: int | None = 0) -> None:
         self.found = found
+        self._pending_lookups: set[str] = set()
+        self._finished_lookup_results: dict[str, int] = {}
         self.asked: list[tuple[str, tuple[Any, ...], dict[str, Any]]] = []
 
     def check_lookup_result(self, request_id: str) -> int | None:
-        return self.found
+        return self._finished_lookup_results.get(request_id, self.found)
+
+    def maybe_submit_lookup_request(self, request_id: str, *_: Any, **__: Any) -> None:
+        if request_id not in self._pending_lookups:
+            self.asked.append(("maybe_submit_lookup_request", (request_id,), {}))
 
     def num_blocks_per_chunk(self) -> int:
         return 16

@@ -27,7 +27,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kvfix import probe
-from kvfix.fix import Fix, Patch, around
+from kvfix.correction import around
+from kvfix.fix import Fix, Patch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator

@@ -29,7 +29,8 @@ import copy
 from typing import TYPE_CHECKING, Any
 
 from kvfix import probe
-from kvfix.fix import Fix, Patch, around, instead
+from kvfix.correction import around, instead
+from kvfix.fix import Fix, Patch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -47,13 +48,16 @@ def correct_lookup(adapter: ModuleType) -> Callable[..., Any]:
 def correct_metadata(adapter: ModuleType) -> Callable[..., Any]:
     @around
     def build_connector_meta(impl: Any, scheduler_output: Any) -> Generator[Any, Any, Any] | None:
-        without_ids = [new.req_id for new in scheduler_output.scheduled_new_reqs if new.prompt_token_ids is None]
-        return _not_cached(impl, scheduler_output, without_ids) if without_ids else None
+        for new in scheduler_output.scheduled_new_reqs:
+            if new.prompt_token_ids is None:
+                return _not_cached(impl, scheduler_output)
+        return None
 
     return build_connector_meta
 
 
-def _not_cached(impl: Any, scheduler_output: Any, names: list[str]) -> Generator[Any, Any, Any]:
+def _not_cached(impl: Any, scheduler_output: Any) -> Generator[Any, Any, Any]:
+    names = [new.req_id for new in scheduler_output.scheduled_new_reqs if new.prompt_token_ids is None]
     seen = copy.copy(scheduler_output)
     seen.scheduled_new_reqs = [
         _with_zeros(new) if new.req_id in names else new for new in scheduler_output.scheduled_new_reqs

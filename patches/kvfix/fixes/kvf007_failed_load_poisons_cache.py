@@ -32,7 +32,8 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from kvfix import probe
-from kvfix.fix import Fix, Patch, before
+from kvfix.correction import before
+from kvfix.fix import Fix, Patch
 
 if TYPE_CHECKING:
     from collections.abc import Callable

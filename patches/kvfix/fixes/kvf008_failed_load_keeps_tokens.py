@@ -30,7 +30,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kvfix import probe
-from kvfix.fix import Fix, Patch, before
+from kvfix.correction import before
+from kvfix.fix import Fix, Patch
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -7,10 +7,12 @@ recompute`, then `KeyError: '<request id>'` in the asynchronous lookup client, a
 ## Cause
 With asynchronous loading the client gives up after `lookup_timeout_ms`: it answers 0 and forgets when the lookup began;
 the lookup still counts as under way. If no blocks are free for the request in this step, vLLM asks again in the next,
-and the client looks for the time that it has forgotten (lmcache_async_lookup_client.py 0.5.6:174, :187).
+and the client looks for the time that it has forgotten (lmcache_async_lookup_client.py 0.5.6:174, :187). To 0.3.15
+nobody cancels the lookup either: the late answer is kept for a request that is gone, and so is what was fetched for it.
 
 ## Fix
-A lookup that was given up stays so: 0, until its answer has come and was cleaned up.
+A lookup that was given up stays so: 0, until its answer has come and was cleaned up. To 0.3.15 it is cancelled too, as
+in 0.4.1.
 
 ## Releases
 LMCache 0.3.10 to 0.5.6, with `enable_async_loading`.
@@ -29,10 +31,11 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from kvfix import probe
-from kvfix.fix import Fix, Patch, around, instead
+from kvfix.correction import around, instead
+from kvfix.fix import Fix, Patch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Generator
     from types import ModuleType
 
 CLIENT = "lmcache.v1.lookup_client.lmcache_async_lookup_client"
@@ -47,9 +50,17 @@ def given_up(client: Any, lookup_id: str) -> bool:
 def correct(module: ModuleType) -> Callable[..., Any]:
     @around
     def lookup_cache(client: Any, lookup_id: str) -> Any:
-        return instead(0) if given_up(client, lookup_id) else None
+        return instead(0) if given_up(client, lookup_id) else _cancelled(client, lookup_id)
 
     return lookup_cache
+
+
+def _cancelled(client: Any, lookup_id: str) -> Generator[None, Any, Any]:
+    """Where the hook gives it up: what comes of it is thrown away, as 0.4.1 does."""
+    answer = yield
+    if given_up(client, lookup_id):
+        client.cancel_lookup(lookup_id)
+    return answer
 
 
 def correct_0_3_10(module: ModuleType) -> Callable[..., Any]:
@@ -57,7 +68,7 @@ def correct_0_3_10(module: ModuleType) -> Callable[..., Any]:
 
     @around
     def lookup(client: Any, tokens: Any, lookup_id: str, request_configs: Any = None) -> Any:
-        return instead(0) if given_up(client, lookup_id) else None
+        return instead(0) if given_up(client, lookup_id) else _cancelled(client, lookup_id)
 
     return lookup
 

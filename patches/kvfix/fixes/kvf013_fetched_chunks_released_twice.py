@@ -24,10 +24,12 @@ One of `retrieve` and `cleanup_memory_objs` leaves what the other releases.
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING, Any
 
-from kvfix.fix import Fix, Patch, around
+from kvfix import probe
+from kvfix.correction import around
+from kvfix.fix import Fix, Patch
+from kvfix.fixes import _engine
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -39,7 +41,7 @@ def correct(engine: ModuleType) -> Callable[..., Any]:
     def retrieve(engine: Any, tokens: Any, mask: Any = None, **more: Any) -> Generator[None, Any, Any]:
         held = []
         if engine.async_loading and not engine.remove_after_retrieve:
-            for chunk in _fetched(engine, more.get("req_id")):
+            for chunk in _engine.fetched(engine, more.get("req_id")):
                 chunk.ref_count_up()
                 held.append((chunk, chunk.get_ref_count()))
         answer = yield
@@ -51,33 +53,16 @@ def correct(engine: ModuleType) -> Callable[..., Any]:
     return retrieve
 
 
-def _fetched(engine: Any, lookup_id: Any) -> list[Any]:
-    """Memory objects that wait for this load. None where the fetch is not done or has failed."""
-    events = sys.modules["lmcache.v1.event_manager"]
-    kind = events.EventType.LOADING
-    if engine.event_manager.get_event_status(kind, lookup_id) != events.EventStatus.DONE:
-        return []
-    future = engine.event_manager.get_event_future(kind, lookup_id)
-    if future.exception() is not None:
-        return []
-    return [chunk for of_backend in future.result() for _, chunk in of_backend]
-
-
-def shows_bug(hook: Callable[..., Any], engine: ModuleType) -> bool:
-    """It takes a cache with chunks in it: no stub shows it in milliseconds."""
-    raise NotImplementedError("no probe for this fix")
-
-
 FIX = Fix(
     __name__,
     __doc__,
     patches=(
         Patch(
             dist="lmcache",
-            module="lmcache.v1.cache_engine",
+            module=_engine.MODULE,
             function="LMCacheEngine.retrieve",
             broken=">=0.4.1",
-            shows_bug=shows_bug,
+            shows_bug=probe.cannot_tell,
             correct=correct,
         ),
     ),

@@ -26,7 +26,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kvfix import probe, step
-from kvfix.fix import Fix, Patch, around, before, instead
+from kvfix.correction import around, before, instead
+from kvfix.fix import Fix, Patch
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -29,8 +29,9 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from kvfix import clock, notice
-from kvfix.fix import Fix, Patch, around
+from kvfix import clock, notice, probe
+from kvfix.correction import around
+from kvfix.fix import Fix, Patch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -132,11 +133,6 @@ def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
     return socket.asked == 2
 
 
-def lookup_shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
-    """It takes the wait to tell: a probe of milliseconds cannot."""
-    raise NotImplementedError("no probe for this fix")
-
-
 FIX = Fix(
     __name__,
     __doc__,
@@ -154,7 +150,7 @@ FIX = Fix(
             module="lmcache.v1.lookup_client.lmcache_lookup_client",
             function="LMCacheLookupClient.lookup",
             broken=">=0.3.9,<0.4.1",
-            shows_bug=lookup_shows_bug,
+            shows_bug=probe.cannot_tell,  # it takes the wait
             correct=correct_lookup,
         ),
     ),

@@ -31,7 +31,7 @@ import time
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from kvfix import clock, notice
+from kvfix import clock, notice, probe
 from kvfix.fix import Fix, Patch
 
 if TYPE_CHECKING:
@@ -39,22 +39,21 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 LONGEST_WAIT, BETWEEN = 10.0, 0.1
-#: Place of `busy_loop` among the arguments, without self.
-BUSY_LOOP = {"allocate": 4, "batched_allocate": 5}
+#: Places of `eviction` and `busy_loop` among the arguments, without self, in every release.
+PLACES = {"allocate": (3, 4), "batched_allocate": (4, 5)}
 
 
 def correct(module: ModuleType) -> Callable[..., Any]:
     def bounded(original: Callable[..., Any]) -> Callable[..., Any]:
-        by_position = BUSY_LOOP.get(original.__name__, 0)
+        evicts, loops = PLACES.get(original.__name__, (99, 99))
 
         @functools.wraps(original)
         def hook(backend: Any, *args: Any, **kwargs: Any) -> Any:
-            waits = kwargs.get("busy_loop", True) and kwargs.get("eviction", True) and len(args) <= by_position
-            if not waits:
+            if len(args) != loops + 1 or not (args[evicts] and args[loops]):
                 return original(backend, *args, **kwargs)
             until = clock.now() + LONGEST_WAIT
             while True:
-                memory = original(backend, *args, **{**kwargs, "busy_loop": False})
+                memory = original(backend, *args[:loops], False)
                 if memory is not None:
                     return memory
                 if clock.now() >= until:
@@ -86,11 +85,6 @@ def correct_disk(module: ModuleType) -> Callable[..., Any]:
     return without_memory
 
 
-def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
-    """No memory, and nothing to evict. It takes the wait to tell: a probe of milliseconds cannot."""
-    raise NotImplementedError("no probe for this fix")
-
-
 def disk_shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
     """A chunk is to be loaded, and there is no memory. Right is None, wrong is an AssertionError."""
     backend = SimpleNamespace(local_cpu_backend=SimpleNamespace(allocate=lambda *_, **__: None))
@@ -105,8 +99,8 @@ FIX = Fix(
     __name__,
     __doc__,
     patches=(
-        Patch("lmcache", CPU, "LocalCPUBackend.allocate", ">=0.3.9", shows_bug, correct),
-        Patch("lmcache", CPU, "LocalCPUBackend.batched_allocate", ">=0.3.9", shows_bug, correct),
+        Patch("lmcache", CPU, "LocalCPUBackend.allocate", ">=0.3.9", probe.cannot_tell, correct),
+        Patch("lmcache", CPU, "LocalCPUBackend.batched_allocate", ">=0.3.9", probe.cannot_tell, correct),
         Patch(
             "lmcache",
             "lmcache.v1.storage_backend.local_disk_backend",

@@ -15,7 +15,8 @@ Before `request_finished`: a request that asks for statistics and has no tracker
 zero. The hook itself throws it away, as it does with every tracker.
 
 ## Releases
-LMCache 0.4.5 to 0.5.6. vLLM 0.26.0 to 0.32.0, its own copy of the connector.
+LMCache 0.4.5 to 0.5.6, and 0.4.5 to 0.5.5 with lmcache_mp_connector_0201. vLLM 0.26.0 to 0.32.0, its own copy of the
+connector.
 
 ## Upstream
 https://github.com/vllm-project/vllm/pull/56780 (open).
@@ -28,7 +29,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvfix.fix import Fix, before
+from kvfix.correction import before
+from kvfix.fix import Fix
 from kvfix.fixes import _mp
 
 if TYPE_CHECKING:
@@ -65,5 +67,7 @@ def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
 FIX = Fix(
     __name__,
     __doc__,
-    patches=_mp.patches("request_finished", shows_bug, correct, lmcache=">=0.4.5,<=0.5.6", vllm=">=0.26.0"),
+    patches=_mp.patches(
+        "request_finished", shows_bug, correct, lmcache=">=0.4.5,<=0.5.6", vllm=">=0.26.0", for_0180=""
+    ),
 )

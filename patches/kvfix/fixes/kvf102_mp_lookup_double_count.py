@@ -15,7 +15,8 @@ itself (0.5.5:1143), so the store ends that much too early.
 After each answer for a request that is not admitted yet: stored is what was hit, and what vLLM has computed is noted.
 
 ## Releases
-LMCache 0.4.5 to 0.5.5. vLLM 0.26.0 to 0.32.0, its own copy of the connector.
+LMCache 0.4.5 to 0.5.5, and 0.4.4 to 0.5.5 with lmcache_mp_connector_0180 and _0201. vLLM 0.26.0 to 0.32.0, its own copy
+of the connector.
 
 ## Upstream
 https://github.com/LMCache/LMCache/issues/4508, fixed in 0.5.6. Open in vLLM's copy.
@@ -28,7 +29,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvfix.fix import Fix, after
+from kvfix.correction import after
+from kvfix.fix import Fix
 from kvfix.fixes import _mp
 
 if TYPE_CHECKING:

@@ -29,34 +29,31 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from kvfix.fix import Fix, Patch, after, before
+from kvfix.correction import around
+from kvfix.fix import Fix, Patch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Generator
     from types import ModuleType
 
 _MODULE = "lmcache.integration.vllm.vllm_multi_process_adapter"
 
 
 def correct(module: ModuleType) -> Callable[..., Any]:
-    #: Loads that were under way when the hook was called; one worker adapter to a process, one thread calls it.
-    under_way: list[tuple[str, Any]] = []
+    @around
+    def get_finished(adapter: Any, *_: Any) -> Generator[None, Any, Any] | None:
+        return _blocks_reported(adapter, dict(adapter.retrieve_futures)) if adapter.retrieve_futures else None
 
-    def get_finished_begins(adapter: Any, *_: Any, **__: Any) -> None:
-        under_way[:] = adapter.retrieve_futures.items()
+    return get_finished
 
-    def get_finished(adapter: Any, answer: Any, *_: Any, **__: Any) -> Any:
-        for request_id, (future, blocks) in under_way:
-            # A server that is silent leaves futures that are not done; the hook has reported those itself.
-            if request_id not in adapter.retrieve_futures and future.query() and not future.result(timeout=60):
-                adapter.error_block_ids.update(blocks)
-        under_way.clear()
-        return answer
 
-    def around(original: Callable[..., Any]) -> Callable[..., Any]:
-        return after(get_finished)(before(get_finished_begins)(original))
-
-    return around
+def _blocks_reported(adapter: Any, under_way: dict[str, Any]) -> Generator[None, Any, Any]:
+    answer = yield
+    for request_id, (future, blocks) in under_way.items():
+        # A server that is silent leaves futures that are not done; the hook has reported those itself.
+        if request_id not in adapter.retrieve_futures and future.query() and not future.result(timeout=60):
+            adapter.error_block_ids.update(blocks)
+    return answer
 
 
 def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:

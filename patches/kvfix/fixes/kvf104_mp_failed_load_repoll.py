@@ -16,7 +16,8 @@ Before `get_num_new_matched_tokens`: a request that was admitted with a hit, has
 computed starts anew, with the answer that nothing is cached. It is computed here, as in LMCache 0.5.5.
 
 ## Releases
-LMCache 0.4.5 to 0.5.4, and 0.5.6 for preempted requests. vLLM 0.26.0 to 0.32.0, its own copy of the connector.
+LMCache 0.4.5 to 0.5.4, and 0.5.6 for preempted requests; 0.4.4 to 0.5.5 with lmcache_mp_connector_0180 and _0201. vLLM
+0.26.0 to 0.32.0, its own copy of the connector.
 
 ## Upstream
 None known. LMCache 0.5.5 has its own remedy ("Bypassing LMCache for request").
@@ -29,7 +30,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvfix.fix import Fix, before
+from kvfix.correction import before
+from kvfix.fix import Fix
 from kvfix.fixes import _mp
 
 if TYPE_CHECKING:

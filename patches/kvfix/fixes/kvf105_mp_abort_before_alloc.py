@@ -17,7 +17,8 @@ there to say which they are, and its lookup is forgotten. Where the answer to th
 for the answer first. A prefetch that is still running keeps its locks until the TTL, as before.
 
 ## Releases
-LMCache 0.4.5 to 0.5.6. vLLM 0.26.0 to 0.32.0, its own copy of the connector.
+LMCache 0.4.5 to 0.5.6, and 0.4.4 to 0.5.5 with lmcache_mp_connector_0180 and _0201. vLLM 0.26.0 to 0.32.0, its own copy
+of the connector.
 
 ## Upstream
 https://github.com/vllm-project/vllm/pull/44100 (open), https://github.com/LMCache/LMCache/issues/5248.
@@ -30,7 +31,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvfix.fix import Fix, before
+from kvfix.correction import before
+from kvfix.fix import Fix
 from kvfix.fixes import _mp
 
 if TYPE_CHECKING:
@@ -49,15 +51,9 @@ def correct(module: ModuleType) -> Callable[..., Any]:
         if not locked and request.request_id in adapter._pending_lookups:
             locked = _unread(adapter, request.request_id, len(tokens))
         if locked:
-            more = {"request_configs": tracker.request_configs} if hasattr(tracker, "request_configs") else {}
-            adapter.free_lookup_locks(
-                token_ids=tokens,
-                start=0,
-                end=locked,
-                request_id=request.request_id,
-                cache_salt=tracker.cache_salt,
-                **more,
-            )
+            known = ("cache_salt", "request_configs")  # what the lookup was sent with
+            more = {name: getattr(tracker, name) for name in known if hasattr(tracker, name)}
+            adapter.free_lookup_locks(token_ids=tokens, start=0, end=locked, request_id=request.request_id, **more)
         adapter.cleanup_lookup_result(request.request_id)
 
     return before(request_finished)

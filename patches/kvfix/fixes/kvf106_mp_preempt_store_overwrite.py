@@ -16,7 +16,8 @@ for the stores that are under way, at most for LMCache's own `mq_timeout` each, 
 without a preemption do not wait. That a request has all its stores on the list, KVF109 sees to.
 
 ## Releases
-LMCache 0.4.5 to 0.5.5. vLLM 0.26.0 to 0.32.0, its own copy of the connector.
+LMCache 0.4.5 to 0.5.5, and 0.4.4 to 0.5.5 with lmcache_mp_connector_0180 and _0201. vLLM 0.26.0 to 0.32.0, its own copy
+of the connector.
 
 ## Upstream
 https://github.com/LMCache/LMCache/issues/5248, https://github.com/LMCache/LMCache/issues/4612, fixed in 0.5.6.
@@ -31,7 +32,8 @@ import sys
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from kvfix.fix import Fix, Patch, after, before
+from kvfix.correction import after, before
+from kvfix.fix import Fix, Patch
 from kvfix.fixes import _mp
 
 if TYPE_CHECKING:
@@ -54,11 +56,12 @@ def mark(module: ModuleType) -> Callable[..., Any]:
 
 def wait(module: ModuleType) -> Callable[..., Any]:
     def wait_for_stores(connector: Any, metadata: Any) -> None:
-        adapter = getattr(connector, "worker_adapter", None)
-        if adapter is None or not getattr(metadata, "_kvfix_preempted", False) or not adapter.is_healthy:
+        if not getattr(metadata, "_kvfix_preempted", False):
             return
-        for store in list(adapter.store_futures.values()):
-            store.wait(timeout=adapter._mq_timeout)
+        adapter = getattr(connector, "worker_adapter", None)
+        if adapter is not None and adapter.is_healthy:
+            for store in list(adapter.store_futures.values()):
+                store.wait(timeout=adapter._mq_timeout)
 
     return before(wait_for_stores)
 

@@ -15,7 +15,8 @@ computed than the hits that its tracker counts from, counts from what vLLM says.
 stored again: it may be gone.
 
 ## Releases
-LMCache 0.4.5 to 0.5.6. vLLM 0.26.0 to 0.32.0, its own copy of the connector.
+LMCache 0.4.5 to 0.5.6, and 0.4.4 to 0.5.5 with lmcache_mp_connector_0180 and _0201. vLLM 0.26.0 to 0.32.0, its own copy
+of the connector.
 
 ## Upstream
 None known.
@@ -29,7 +30,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from kvfix.fix import Fix, before
+from kvfix.correction import before
+from kvfix.fix import Fix
 from kvfix.fixes import _mp
 
 if TYPE_CHECKING:
@@ -52,9 +54,10 @@ def _scheduled(scheduler_output: Any) -> Iterator[tuple[str, int]]:
     for new in scheduler_output.scheduled_new_reqs:
         yield new.req_id, new.num_computed_tokens
     cached = scheduler_output.scheduled_cached_reqs
-    for request_id, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=False):
-        if request_id in cached.resumed_req_ids:
-            yield request_id, computed
+    if cached.resumed_req_ids:
+        for request_id, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=False):
+            if request_id in cached.resumed_req_ids:
+                yield request_id, computed
 
 
 def _count_from(connector: Any, tracker: Any, computed: int) -> None:

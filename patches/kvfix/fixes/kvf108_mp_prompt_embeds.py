@@ -13,7 +13,8 @@ A request with `prompt_embeds` is answered with nothing cached, no lookup is sen
 whatever it will compute. vLLM's own prefix cache, which hashes the embeddings, goes on.
 
 ## Releases
-LMCache 0.4.5 to 0.5.6. vLLM 0.26.0 to 0.32.0, its own copy of the connector.
+LMCache 0.4.5 to 0.5.6, and 0.4.4 to 0.5.5 with lmcache_mp_connector_0180 and _0201. vLLM 0.26.0 to 0.32.0, its own copy
+of the connector.
 
 ## Upstream
 https://github.com/vllm-project/vllm/issues/42119 (closed as stale).
@@ -26,11 +27,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvfix.fix import Fix, Patch, after, before
+from kvfix.correction import around
+from kvfix.fix import Fix, Patch
 from kvfix.fixes import _mp
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Generator
     from types import ModuleType
 
 #: More tokens than any request has.
@@ -38,20 +40,19 @@ ALL = 1 << 40
 
 
 def correct(module: ModuleType) -> Callable[..., Any]:
-    def asks(connector: Any, request: Any, *_: Any, **__: Any) -> None:
-        if getattr(request, "prompt_embeds", None) is not None:
-            _mp.nothing_cached(connector.scheduler_adapter, request.request_id)
+    def asks(connector: Any, request: Any, *_: Any, **__: Any) -> Any:
+        return None if getattr(request, "prompt_embeds", None) is None else _not_cached(connector, request)
 
-    def is_answered(connector: Any, answer: Any, request: Any, *_: Any, **__: Any) -> Any:
-        tracker = connector.request_trackers.get(request.request_id)
-        if tracker is not None and getattr(request, "prompt_embeds", None) is not None:
-            _mp.set_tokens(tracker, "num_stored", ALL, _mp.block_size(connector))
-        return answer
+    return around(asks)
 
-    def around(original: Callable[..., Any]) -> Callable[..., Any]:
-        return after(is_answered)(before(asks)(original))
 
-    return around
+def _not_cached(connector: Any, request: Any) -> Generator[None, Any, Any]:
+    _mp.nothing_cached(connector.scheduler_adapter, request.request_id)
+    answer = yield
+    tracker = connector.request_trackers.get(request.request_id)
+    if tracker is not None:
+        _mp.set_tokens(tracker, "num_stored", ALL, _mp.block_size(connector))
+    return answer
 
 
 def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:

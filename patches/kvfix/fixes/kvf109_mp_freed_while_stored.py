@@ -28,7 +28,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from kvfix.fix import Fix, Patch, after, before
+from kvfix.correction import after, before
+from kvfix.fix import Fix, Patch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -39,16 +40,16 @@ class Both:
     """Two futures as one: of the stores of a request, in the order in which they were handed over."""
 
     def __init__(self, first: Any, second: Any) -> None:
-        self._both = (first, second)
+        self._first, self._second = first, second
 
-    def query(self) -> bool:
-        return all(each.query() for each in self._both)
+    def query(self) -> Any:
+        return self._first.query() and self._second.query()
 
-    def wait(self, timeout: float | None = None) -> bool:
-        return all(each.wait(timeout) for each in self._both)
+    def wait(self, timeout: float | None = None) -> Any:
+        return self._first.wait(timeout) and self._second.wait(timeout)
 
-    def result(self, timeout: float | None = None) -> bool:
-        return all(each.result(timeout) for each in self._both)
+    def result(self, timeout: float | None = None) -> Any:
+        return self._first.result(timeout) and self._second.result(timeout)
 
 
 def correct(module: ModuleType) -> Callable[..., Any]:
@@ -63,7 +64,7 @@ def correct(module: ModuleType) -> Callable[..., Any]:
         store = adapter.store_futures.get(request_id)
         if store is not first:
             adapter.finished_stores.discard(request_id)
-            if first is not None:
+            if first is not None and not (first.query() and first.result(timeout=60)):
                 adapter.store_futures[request_id] = Both(first, store)
         return answer
 

@@ -15,7 +15,8 @@ The tracker of a request with a LoRA gets a `cache_salt` that is made of the req
 Lookups, loads and stores take it from there.
 
 ## Releases
-LMCache 0.4.5 to 0.5.6. vLLM 0.26.0 to 0.32.0, its own copy of the connector.
+LMCache 0.4.5 to 0.5.6, and 0.4.5 to 0.5.5 with lmcache_mp_connector_0201. vLLM 0.26.0 to 0.32.0, its own copy of the
+connector.
 
 ## Upstream
 https://github.com/LMCache/LMCache/issues/2961, https://github.com/vllm-project/vllm/issues/44250 (open).
@@ -29,7 +30,8 @@ from __future__ import annotations
 import hashlib
 from typing import TYPE_CHECKING, Any
 
-from kvfix.fix import Fix, Patch, after
+from kvfix.correction import after
+from kvfix.fix import Fix, Patch
 from kvfix.fixes import _mp
 
 if TYPE_CHECKING:
@@ -73,6 +75,7 @@ FIX = Fix(
     patches=(
         Patch("lmcache", _mp.LMCACHE[1], _INIT, ">=0.4.5,<=0.5.3", shows_bug, correct),
         Patch("lmcache", "lmcache.integration.vllm.lmcache_mp_metadata", _INIT, ">=0.5.4,<=0.5.6", shows_bug, correct),
+        Patch("lmcache", _mp.FOR_0201[1], _INIT, ">=0.4.5", shows_bug, correct),
         Patch("vllm", _mp.IN_TREE[1], _INIT, ">=0.11.2", shows_bug, correct),
     ),
     opt_in=True,

@@ -13,7 +13,8 @@ another request may have locked, lose a lock.
 While the hook runs, the client's `free_lookup_locks` has the salt of the request.
 
 ## Releases
-LMCache 0.4.5 to 0.5.0. vLLM 0.26.0 to 0.32.0, its own copy of the connector.
+LMCache 0.4.5 to 0.5.0, and 0.4.5 to 0.5.4 with lmcache_mp_connector_0201. vLLM 0.26.0 to 0.32.0, its own copy of the
+connector.
 
 ## Upstream
 https://github.com/LMCache/LMCache/issues/3770, fixed in 0.5.1; https://github.com/vllm-project/vllm/pull/44097.
@@ -28,7 +29,8 @@ import functools
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from kvfix.fix import Fix, around
+from kvfix.correction import around
+from kvfix.fix import Fix
 from kvfix.fixes import _mp
 
 if TYPE_CHECKING:
@@ -65,5 +67,13 @@ def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
 FIX = Fix(
     __name__,
     __doc__,
-    patches=_mp.patches("update_state_after_alloc", shows_bug, correct, lmcache=">=0.4.5,<=0.5.0", vllm=">=0.26.0"),
+    patches=_mp.patches(
+        "update_state_after_alloc",
+        shows_bug,
+        correct,
+        lmcache=">=0.4.5,<=0.5.0",
+        vllm=">=0.26.0",
+        for_0201=">=0.4.5,<=0.5.4",
+        for_0180="",
+    ),
 )

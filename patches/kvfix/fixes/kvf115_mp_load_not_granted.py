@@ -13,7 +13,7 @@ where it is told that nothing of that was granted (`num_external_tokens` 0).
 Where nothing was granted the hook sees as much in vLLM as was hit: it starts no load and gives all locks back.
 
 ## Releases
-LMCache 0.4.5 to 0.5.4.
+LMCache 0.4.5 to 0.5.4, and 0.4.4 to 0.5.5 with lmcache_mp_connector_0180 and _0201.
 
 ## Upstream
 https://github.com/LMCache/LMCache/issues/4355, fixed in 0.5.5.
@@ -27,7 +27,8 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from kvfix.fix import Fix, around
+from kvfix.correction import around
+from kvfix.fix import Fix
 from kvfix.fixes import _mp
 
 if TYPE_CHECKING:

@@ -14,7 +14,8 @@ forgets its lookup (lmcache_mp_connector.py 0.5.6:1432) before it knows what was
 A request that reads no cache is answered with nothing cached, and no lookup is sent. It is stored as before.
 
 ## Releases
-LMCache 0.4.5 to 0.5.6. vLLM 0.26.0 to 0.32.0, its own copy of the connector.
+LMCache 0.4.5 to 0.5.6, and 0.4.4 to 0.5.5 with lmcache_mp_connector_0180 and _0201. vLLM 0.26.0 to 0.32.0, its own copy
+of the connector.
 
 ## Upstream
 None known.
@@ -27,7 +28,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvfix.fix import Fix, Patch, before
+from kvfix.correction import before
+from kvfix.fix import Fix, Patch
 from kvfix.fixes import _mp
 
 if TYPE_CHECKING:

@@ -34,13 +34,12 @@ import inspect
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from kvfix.fix import Fix, Patch, around, before
+from kvfix.correction import around, before
+from kvfix.fix import Fix, Patch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
     from types import ModuleType
-
-_REPORTS = ("finished_recving", "finished_sending")
 
 
 def _loading(scheduler: Any) -> set[str]:
@@ -60,20 +59,21 @@ def correct_free(module: ModuleType) -> Callable[..., Any]:
 def correct(module: ModuleType) -> Callable[..., Any]:
     @around
     def _update_from_kv_xfer_finished(scheduler: Any, output: Any) -> Generator[Any, Any, Any] | None:
-        if not (output.finished_recving or output.finished_sending):  # most steps
+        received, sent = output.finished_recving, output.finished_sending
+        if not (received or sent):  # most steps
             return None
-        passed = {name: set(getattr(output, name, None) or ()) for name in _REPORTS}
-        kept = {name: {each for each in ids if _is_due(scheduler, each, name)} for name, ids in passed.items()}
-        kept["finished_sending"] -= kept["finished_recving"]  # the first of the two frees
-        return None if kept == passed else _with_reports(output, kept)
+        freed = {each for each in received or () if _is_due(scheduler, each, "finished_recving")}
+        stored = {each for each in sent or () if each not in freed and _is_due(scheduler, each, "finished_sending")}
+        if len(freed) == len(received or ()) and len(stored) == len(sent or ()):
+            return None
+        return _with_reports(output, freed, stored)  # of a request with both, the first frees
 
     return _update_from_kv_xfer_finished
 
 
-def _with_reports(output: Any, kept: dict[str, set[str]]) -> Generator[Any, Any, Any]:
+def _with_reports(output: Any, received: set[str], sent: set[str]) -> Generator[Any, Any, Any]:
     output = copy.copy(output)
-    for name, ids in kept.items():
-        setattr(output, name, ids)
+    output.finished_recving, output.finished_sending = received, sent
     return (yield (output,))
 
 

@@ -31,7 +31,8 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from kvfix import probe
-from kvfix.fix import Fix, Patch, after
+from kvfix.correction import after
+from kvfix.fix import Fix, Patch
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -40,9 +41,9 @@ if TYPE_CHECKING:
 
 def correct(scheduler: ModuleType) -> Callable[..., Any]:
     def _update_requests_with_invalid_blocks(
-        scheduler: Any, answer: Any, requests: Any, invalid_block_ids: Any, *_: Any, evict_blocks: bool = True
+        scheduler: Any, answer: Any, requests: Any, invalid_block_ids: Any, *more: Any
     ) -> Any:
-        if evict_blocks:
+        if not more or more[-1]:  # evict_blocks, which 0.11 does not have
             for name in answer[0]:
                 (blocks,) = scheduler.kv_cache_manager.get_block_ids(name)
                 first = next(place for place, block in enumerate(blocks) if block in invalid_block_ids)

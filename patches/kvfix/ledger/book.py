@@ -41,14 +41,16 @@ class Story:
         "granted",
         "request",
         "seen_from_start",
+        "sees_loads",
         "stored_to",
         "timed_out",
         "total",
         "waiting",
     )
 
-    def __init__(self, request: str, history: int) -> None:
+    def __init__(self, request: str, history: int, sees_loads: bool = True) -> None:
         self.request = request
+        self.sees_loads = sees_loads
         self.events: deque[Event] = deque(maxlen=history)
         #: False where the record began after the request did: then much is unknown.
         self.seen_from_start = False
@@ -105,11 +107,13 @@ class Ledger:
 
     history: events kept per request, for the report. Memory is bounded by that and by the requests that are open;
     a finished one is kept until `forget`, so that what is left of it can be told.
+    sees_loads: False if the source cannot tell which loads are due, as with a connector whose metadata nobody knows.
     """
 
-    def __init__(self, history: int = 64) -> None:
+    def __init__(self, history: int = 64, sees_loads: bool = True) -> None:
         self.stories: dict[str, Story] = {}
         self._history = history
+        self._sees_loads = sees_loads
 
     def feed(self, event: Event) -> list[Finding]:
         """Findings of this event, in the order of their codes. Empty: nothing is wrong with it."""
@@ -118,7 +122,7 @@ class Ledger:
         story = self.stories.get(event.request)
         if story is None or (story.finished is not None and isinstance(event, ev.Asked)):
             # A request id may be used again: then it is another request.
-            story = self.stories[event.request] = Story(event.request, self._history)
+            story = self.stories[event.request] = Story(event.request, self._history, self._sees_loads)
             story.seen_from_start = isinstance(event, ev.Asked)
         findings = []
         for rule in RULES_FOR.get(type(event), ()):

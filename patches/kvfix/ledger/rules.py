@@ -154,6 +154,8 @@ def load_without_start(story: Story, event: ev.Scheduled) -> Outcome:
     """Tokens that were granted are loaded before a step reads them."""
     if not event.first or story.granted is None or story.granted.external == 0 or story.due is not None:
         return None
+    if not story.sees_loads:
+        return unknown(f"{story.granted.external} tokens were granted; whether a load was started is not on record")
     return violated(f"{story.granted.external} tokens were granted, and no load of them was started", story.granted)
 
 

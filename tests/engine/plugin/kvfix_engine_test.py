@@ -28,6 +28,8 @@ def load() -> None:
     if not REPORT:
         return
     sys.meta_path.insert(0, Watch())
+    if "KVFIX_TEST_FAULTS" in os.environ:
+        spoil_probes()
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     create = KVConnectorFactory.create_connector
@@ -39,6 +41,20 @@ def load() -> None:
         return connector
 
     KVConnectorFactory.create_connector = staticmethod(create_connector)
+
+
+def spoil_probes() -> None:
+    """Every probe, reader and dump raises."""
+    from kvfix.probes import dump, hooks, readers, recorder, watch
+
+    def planted(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("planted")
+
+    for told in {what for hook in hooks.HOOKS.values() for what in hook if what}:
+        setattr(watch.Watch, told, planted)
+    for name in ("hit", "loads", "stores", "kept", "left"):
+        setattr(readers.MP, name, planted)
+    recorder.add = dump.write = planted
 
 
 def kvfix_here() -> dict[str, Any]:

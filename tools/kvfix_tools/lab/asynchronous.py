@@ -58,6 +58,7 @@ class PrefetchingEngine(CacheEngine):
         self.delay = 0
         #: So many of the next lookups are never answered.
         self.lost = 0
+        self.on_lost: Callable[[], None] = lambda: None
         self.fetched: dict[str, dict[object, list[int]]] = {}
         self.respond: Callable[[str, int], None] = lambda *_: None
         #: Lookups that were never answered, or not yet.
@@ -67,7 +68,7 @@ class PrefetchingEngine(CacheEngine):
         #: To 0.3.15 a load takes the event away; since 0.4.1 it stays until the lookup is unpinned (LMCache PR 2559).
         self._load_takes = not hasattr(events.EventManager, "get_event_future")
         # What LMCacheEngine.lookup_unpin reads of itself.
-        self.lookup_pins: dict[str, Any] = {}
+        self.lookup_pins = {}
         self.async_loading = True
         status = events.EventStatus
         self.event_manager = SimpleNamespace(
@@ -78,6 +79,7 @@ class PrefetchingEngine(CacheEngine):
         self.owed.add(lookup_id)
         if self.lost > 0:
             self.lost -= 1
+            self.on_lost()
         else:
             tags = tags_of(more.get("request_configs"))
             self._asked.append((self.delay, lookup_id, [(key, *tags) for key in hashes], list(offsets)))
@@ -95,7 +97,7 @@ class PrefetchingEngine(CacheEngine):
             self.respond(name, sum(offsets[:found]))
 
     def retrieve(self, tokens: Any, mask: Any = None, **more: Any) -> Any:
-        name = self._name(more)
+        name = str(more["req_id"])
         if name not in self.fetched:
             # EventManager.get_event_future / pop_event (0.5.6 event_manager.py:142, :61)
             raise AssertionError(f"Event {name} of type EventType.LOADING is not done or not found.")
@@ -165,9 +167,9 @@ class AsyncV1(V1):
 
     engine: PrefetchingEngine
 
-    def listen(self, on_load: Any, on_store: Any, on_wrong: Any, right: Any, on_timeout: Any) -> None:
+    def listen(self, on_load: Any, on_store: Any, on_wrong: Any, right: Any, on_timeout: Any, lost: Any) -> None:
         """No lookup is waited for."""
-        self.engine.on_load, self.engine.on_store = on_load, on_store
+        self.engine.on_load, self.engine.on_store, self.engine.on_lost = on_load, on_store, lost
 
     def _join(self, client: Any, slots: Slots, cache: Cache) -> PrefetchingEngine:
         engine = PrefetchingEngine(slots, cache, client.token_database)
@@ -184,6 +186,9 @@ class AsyncV1(V1):
 
     def lookups_fail(self, how_many: int) -> None:
         self.engine.lost = how_many
+
+    def under_way(self, request: str) -> set[str]:
+        return {"looking"} if request in self.engine.owed else set()
 
     def state(self) -> dict[str, set[str]]:
         return {**super().state(), **self.lookups.state()}

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json as jsonlib
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Optional
+from typing import Annotated, Any, Optional
 
 import typer
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from kvfix_tools import screen
 from kvfix_tools.lab import runner
 from kvfix_tools.lab.fuzz import Fuzzed, fuzz
 from kvfix_tools.lab.options import CONNECTORS
@@ -23,6 +25,10 @@ app = typer.Typer(
 )
 
 Json = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
+Output = Annotated[
+    Optional[Path],  # noqa: UP045  typer reads it at run time
+    typer.Option("-o", "--output", metavar="FILE", help="Write it there too, as JSON."),
+]
 LMCachePath = Annotated[
     Optional[str],  # noqa: UP045  typer reads it at run time
     typer.Option(metavar="DIR", help="Folder with another LMCache release (pip install --no-deps --target DIR ...)."),
@@ -42,7 +48,7 @@ def list_scenarios(json: Json = False) -> None:
     for scenario in scenarios():
         wrong = ", ".join(f"{dist} {releases}" for dist, releases in scenario.wrong.items())
         table.add_row(scenario.slug, " ".join(scenario.fixes) or "nothing yet", wrong, scenario.title)
-    Console().print(table)
+    screen.console().print(table)
 
 
 @app.command("run")
@@ -51,6 +57,7 @@ def run_scenarios(
     every: Annotated[bool, typer.Option("--all", help="All scenarios.")] = False,
     fixes: Annotated[bool, typer.Option(help="With the fixes of kvfix, or as released.")] = True,
     lmcache_path: LMCachePath = None,
+    output: Output = None,
     json: Json = False,
 ) -> None:
     """Play scenarios on what is installed. Exit 1 if one is violated."""
@@ -65,10 +72,7 @@ def run_scenarios(
         if sys.stderr.isatty():
             print(f"\r{scenario.slug:60}", end="\r", file=sys.stderr)
         results.append(runner.play(scenario, fixes))
-    if json:
-        print(jsonlib.dumps([result.as_json() for result in results], indent=2))
-    else:
-        _print(wanted, results)
+    _tell([result.as_json() for result in results], json, output, lambda: _print(wanted, results))
     raise typer.Exit(int(any(result.outcome == "violated" for result in results)))
 
 
@@ -82,6 +86,7 @@ def fuzz_connector(
     shrink: Annotated[float, typer.Option(metavar="SECONDS", help="For each violation; 0: as drawn.")] = 20.0,
     save: Annotated[Optional[Path], typer.Option(metavar="DIR", help="Write each minimal schedule there.")] = None,  # noqa: UP045
     lmcache_path: LMCachePath = None,
+    output: Output = None,
     json: Json = False,
 ) -> None:
     """Random schedules until the time or the seeds are out. Exit 1 if a rule was violated, 2 if nothing was tested."""
@@ -112,10 +117,7 @@ def fuzz_connector(
         for violation in done.violations:
             text = violation.schedule.to_json(runner.versions())
             (save / f"{connector}-{violation.rule}-{violation.seed}.json").write_text(text + "\n")
-    if json:
-        print(jsonlib.dumps(done.as_json(), indent=2))
-    else:
-        _print_fuzzed(done)
+    _tell(done.as_json(), json, output, lambda: _print_fuzzed(done))
     if done.tested_nothing:
         print(f"kvfix lab fuzz: it tested nothing: {done.tested_nothing}", file=sys.stderr)
         raise typer.Exit(2)
@@ -134,6 +136,9 @@ def play_schedule(
         schedule, found_on = Schedule.from_json(file.read_text())
         if found_on != runner.versions():
             raise ValueError(f"it was found on {_versions(found_on)}; installed here: {_versions(runner.versions())}")
+        why = runner.refused(schedule)
+        if why:
+            raise ValueError(f"not applicable: {why}")
     except (OSError, ValueError) as error:
         print(f"kvfix lab play: {file}: {error}", file=sys.stderr)
         raise typer.Exit(2) from None
@@ -143,17 +148,31 @@ def play_schedule(
     raise typer.Exit(int(bool(findings)))
 
 
+def _tell(told: Any, json: bool, file: Path | None, show: Callable[[], None]) -> None:
+    """On stdout as text or as JSON, and as JSON in the file that was asked for."""
+    text = jsonlib.dumps(told, indent=2)
+    if file is not None:
+        file.write_text(text + "\n")
+    if json:
+        print(text)
+    else:
+        show()
+
+
 def _versions(versions: dict[str, str]) -> str:
     return ", ".join(f"{dist} {version}" for dist, version in versions.items())
 
 
 def _print_fuzzed(done: Fuzzed) -> None:
-    console = Console()
+    console = screen.console()
     rate = done.steps / done.seconds if done.seconds else 0
     console.print(
         f"{_versions(runner.versions())}: {done.seeds} seeds, {done.steps} steps ({rate:.0f} a second), "
-        f"{done.preemptions} preemptions, {done.retrieved_tokens} tokens loaded, {done.stored_tokens} stored"
+        f"{done.counts['preemptions']} preemptions"
     )
+    for title, counts in (("happened", done.counts), ("played with", done.options)):
+        told = ", ".join(f"{name} {count}" for name, count in sorted(counts.items()))
+        console.print(f"{title}: {told}", style="dim", highlight=False)
     for violation in done.violations:
         console.print(f"\n[red]{violation.times} times[/], first with seed {violation.seed}: {violation.message}")
         console.print(f"  {violation.schedule.options}", style="dim", highlight=False)
@@ -185,4 +204,4 @@ def _print(wanted: list[Scenario], results: list[runner.Result]) -> None:
         style = {"violated": "[red]", "clean": "[green]"}.get(result.outcome, "[yellow]")
         text = result.message + "".join(f"\nalso: {other}" for other in dict.fromkeys(result.also))
         table.add_row(result.slug, style + result.outcome, runner.expected(scenario), text)
-    Console().print(table)
+    screen.console().print(table)

@@ -5,6 +5,7 @@ Importing this module imports vLLM, which takes 15 seconds and more.
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 import tempfile
@@ -60,12 +61,19 @@ _MODEL = {
 }
 
 
-@functools.lru_cache(maxsize=8)
-def _model_config(max_model_len: int) -> ModelConfig:
+@functools.cache
+def _model() -> ModelConfig:
     """A model has weights only where it runs; the scheduler asks for its shape. The folder is read at once."""
     with tempfile.TemporaryDirectory(prefix="kvfix-lab-") as folder:
         Path(folder, "config.json").write_text(json.dumps(_MODEL))
-        return ModelConfig(model=folder, skip_tokenizer_init=True, dtype="float32", max_model_len=max_model_len, seed=0)
+        return ModelConfig(model=folder, skip_tokenizer_init=True, dtype="float32", seed=0)
+
+
+def _model_config(max_model_len: int) -> ModelConfig:
+    """One model for all worlds: LMCache keeps its metrics, and what they look at, for each name of a model for ever."""
+    model = copy.copy(_model())
+    model.max_model_len = max_model_len
+    return model
 
 
 def vllm_config(options: Options) -> VllmConfig:

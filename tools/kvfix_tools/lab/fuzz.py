@@ -6,6 +6,7 @@ A run that loaded nothing, preempted nothing or never filled the blocks has test
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -22,6 +23,8 @@ class Violation(NamedTuple):
     seed: int
     message: str
     schedule: Schedule
+    #: What all findings of this bug have in common (play.signature).
+    signature: str
 
     def as_json(self) -> dict[str, Any]:
         steps = [list(step) for step in self.schedule.steps]
@@ -41,9 +44,10 @@ class Fuzzed(NamedTuple):
     steps: int
     seeds: int
     seconds: float
-    preemptions: int
-    retrieved_tokens: int
-    stored_tokens: int
+    #: Seeds that were played with each option of LMCache and beside another connector.
+    options: dict[str, int]
+    #: See record.py.
+    counts: dict[str, int]
     violations: list[Violation]
 
     @property
@@ -52,17 +56,23 @@ class Fuzzed(NamedTuple):
         missing = [
             what
             for what, done in (
-                ("loaded no token", self.retrieved_tokens),
-                ("stored no token", self.stored_tokens),
-                ("preempted nobody", self.preemptions),
+                ("loaded no token", "loaded_tokens"),
+                ("stored no token", "stored_tokens"),
+                ("preempted nobody", "preemptions"),
+                ("never filled the blocks", "full_steps"),
             )
-            if not done
+            if not self.counts[done]
         ]
         return ", ".join(missing)
 
     def as_json(self) -> dict[str, Any]:
         violations = [violation.as_json() for violation in self.violations]
-        return {**self._asdict(), "violations": violations, "tested_nothing": self.tested_nothing}
+        told = {
+            "preemptions": self.counts["preemptions"],
+            "retrieved_tokens": self.counts["loaded_tokens"],
+            "stored_tokens": self.counts["stored_tokens"],
+        }
+        return {**self._asdict(), **told, "violations": violations, "tested_nothing": self.tested_nothing}
 
 
 def fuzz(
@@ -77,23 +87,25 @@ def fuzz(
     """Play the seeds in order, at most so many seconds. shrinking: seconds for each kind of violation; 0: as drawn."""
     with quiet():
         from kvfix_tools.lab.play import play, shrink, signature
+        from kvfix_tools.lab.record import COUNTED
 
         kvfix.revert()
         if fixes:
             kvfix.apply()
         try:
             start, lacks = time.monotonic(), lacking()
-            steps = played = preemptions = loaded = stored = 0
+            steps = played = 0
+            counts, options = Counter(dict.fromkeys(COUNTED, 0)), Counter[str]()
             seen: dict[str, list[Any]] = {}
             for seed in seeds:
                 if time.monotonic() - start > seconds:
                     break
-                done = play(draw(seed, connector, plain, lacks))
+                schedule = draw(seed, connector, plain, lacks)
+                done = play(schedule)
                 played += 1
                 steps += done.steps
-                preemptions += done.counts["preemptions"]
-                loaded += done.counts["loaded_tokens"]
-                stored += done.counts["stored_tokens"]
+                counts.update(done.counts)
+                options.update(schedule.options.changed)
                 for finding in done.findings:
                     if finding.verdict == "violated":
                         seen.setdefault(signature(finding), [0, seed, finding])[0] += 1
@@ -105,7 +117,7 @@ def fuzz(
                 if shrinking:
                     schedule = shrink(schedule, wanted, shrinking)
                     finding = next(found for found in play(schedule).findings if signature(found) == wanted)
-                violations.append(Violation(finding.code, count, seed, str(finding), schedule))
+                violations.append(Violation(finding.code, count, seed, str(finding), schedule, wanted))
         finally:
             kvfix.revert()
-    return Fuzzed(steps, played, round(took, 3), preemptions, loaded, stored, violations)
+    return Fuzzed(steps, played, round(took, 3), dict(options), dict(counts), violations)

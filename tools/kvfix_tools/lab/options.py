@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 #: Settings of LMCache that it has not always had, and the releases that have them.
@@ -14,6 +14,8 @@ SINCE = {
     "mp.save_decode_cache": ">=0.5.6",
 }
 CONNECTORS = ("v1", "mp", "mp-in-tree")
+#: Options that are no sizes.
+_SWITCHES = ("beside", "prefix_caching", "reserve_full_isl", "kv_load_failure_policy")
 
 
 @dataclass(frozen=True)
@@ -38,3 +40,9 @@ class Options:
     kv_role: str = "kv_both"
     kv_load_failure_policy: str = "recompute"
     lmcache: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def changed(self) -> list[str]:
+        """What is not as it comes: settings of LMCache, and options of the lab by their own names."""
+        switches = [each for each in fields(self) if each.name in _SWITCHES]
+        return [*(each.name for each in switches if getattr(self, each.name) != each.default), *self.lmcache]

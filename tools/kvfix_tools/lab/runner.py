@@ -5,6 +5,7 @@ Importing this module imports neither vLLM nor LMCache; playing does, once for a
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import sys
@@ -65,6 +66,10 @@ def prepare(lmcache_path: str | None) -> None:
     for dist in ("vllm", "lmcache"):
         if target.package_dir(dist) is None:
             raise ValueError(f"{dist} is not installed here; the lab plays the real one")
+    # The fixes are applied anew for every scenario, and what is installed stays as it is: look at it once.
+    for name in ("fingerprint", "version"):
+        looks = getattr(target, name)
+        setattr(target, name, functools.cache(getattr(looks, "__wrapped__", looks)))
 
 
 def versions() -> dict[str, str]:
@@ -80,13 +85,23 @@ def expected(scenario: Scenario) -> str:
     return "violated" if all(wrong) else "clean"
 
 
-#: Releases that the lab's stand-ins speak to, by connector. LMCache's own multi-process connector imports what vLLM has
-#: since 0.22, and from then on vLLM's copy has a name of its own. That one hands LMCache's adapter arguments that 0.4.7
-#: and later do not take: it cannot start with them.
+#: Releases that the lab plays, by connector, and what is with the others.
 PLAYABLE = {
-    "v1": {"lmcache": ">=0.3.9", "vllm": ">=0.11.2"},
-    "mp": {"lmcache": ">=0.5.0", "vllm": ">=0.22.0"},
-    "mp-in-tree": {"lmcache": "==0.4.6", "vllm": ">=0.22.0"},
+    "v1": {
+        "lmcache": (">=0.3.9", "earlier ones do not import under vLLM 0.11 and later"),
+        "vllm": (">=0.11.2", "earlier ones were not tried"),
+    },
+    "mp": {
+        "lmcache": (">=0.4.5", "earlier ones have no connector that vLLM takes for LMCacheMPConnector"),
+        "vllm": (">=0.22.0", "LMCache's connector imports what earlier ones do not have"),
+    },
+    "mp-in-tree": {
+        "lmcache": (
+            ">=0.4.4,<0.4.7",
+            "vLLM's copy does not import with earlier ones, and hands later ones arguments that they do not take",
+        ),
+        "vllm": (">=0.22.0", "the copy in earlier ones was not tried"),
+    },
 }
 
 
@@ -98,8 +113,10 @@ def lacking() -> set[str]:
 
 def cannot_play(connector: str) -> str:
     """Why this connector cannot be played on what is installed; "" if it can."""
-    missing = _missing(PLAYABLE[connector])
-    return f"the lab plays {connector} with {missing}" if missing else ""
+    needs = PLAYABLE[connector]
+    missing = _missing({dist: releases for dist, (releases, _) in needs.items()})
+    why = "; ".join(reason for dist, (_, reason) in needs.items() if dist in missing)
+    return f"the lab plays {connector} with {missing}: {why}" if missing else ""
 
 
 def _missing(needs: dict[str, str]) -> str:
@@ -110,6 +127,13 @@ def _missing(needs: dict[str, str]) -> str:
         for dist, releases in needs.items()
         if installed[dist] not in SpecifierSet(releases, prereleases=True)
     )
+
+
+def refused(schedule: Schedule) -> str:
+    """Why this schedule cannot be played on what is installed; "" if it can."""
+    why = cannot_play(schedule.options.connector)
+    lacks = sorted(lacking() & set(schedule.options.lmcache))
+    return why or (f"LMCache {versions()['lmcache']} has no setting {', '.join(lacks)}" if lacks else "")
 
 
 def play_schedule(schedule: Schedule, fixes: bool) -> list[Finding]:

@@ -66,11 +66,11 @@ def both(
     """The same schedule on LMCache's multi-process connector and on vLLM's copy of it.
 
     wrong: releases of LMCache that have the bug. vllm: releases of vLLM that show it, if not all that the lab can play.
-    Its copy has what LMCache's own has; the lab plays it with one LMCache.
+    Its copy has what LMCache's own of that time had; the lab plays it with the LMCache that it starts with.
     """
     sizes = {"block_size": 16, "num_blocks": 60, "chunk_size": 64, **options}
     mp, in_tree = Options(connector="mp", **sizes), Options(connector="mp-in-tree", **sizes)
-    own, copy = {"lmcache": ">=0.5.0"}, {"lmcache": "==0.4.6"}
+    own, copy = {"lmcache": ">=0.4.5"}, {"lmcache": ">=0.4.4,<0.4.7"}
     shown = {"vllm": vllm or ">=0.22.0"}
     return (
         Scenario(module_name, doc, play, fixes, rule, {**shown, "lmcache": wrong}, text, request, mp, own),

@@ -12,7 +12,7 @@ import random
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
-from kvfix_tools.lab.options import Options
+from kvfix_tools.lab.options import CONNECTORS, Options
 
 FORMAT = 1
 Step = tuple[Any, ...]
@@ -24,6 +24,7 @@ _UNPLEASANT = {"abort": 4, "evict": 1, "fail_load": 2, "admit_again": 2, "timeou
 _ASYNCHRONOUS = {"slow_lookups": 2, "wait": 1}
 #: Only where another connector is there: it has the next request, or one that was preempted.
 _BESIDE = {"is_beside": 5}
+KINDS = frozenset((*_PLEASANT, *_UNPLEASANT, *_ASYNCHRONOUS, *_BESIDE, "lose_loads"))
 
 
 class Schedule(NamedTuple):
@@ -46,8 +47,14 @@ class Schedule(NamedTuple):
                     f"it is of schedule format {version}, this kvfix reads {FORMAT}: find it again by its seed"
                 )
             steps = tuple(tuple(step) for step in whole["steps"])
-            return cls(Options(**whole["options"]), steps), whole["versions"]
-        except (KeyError, TypeError, json.JSONDecodeError) as error:
+            unknown = {str(step[0]) for step in steps} - KINDS
+            if unknown:
+                raise ValueError(f"this kvfix knows no step {', '.join(sorted(unknown))}")
+            options = Options(**whole["options"])
+            if options.connector not in CONNECTORS:
+                raise ValueError(f"no connector {options.connector!r}; known: {', '.join(CONNECTORS)}")
+            return cls(options, steps), whole["versions"]
+        except (KeyError, IndexError, TypeError, json.JSONDecodeError) as error:
             raise ValueError(f"it is no saved schedule ({type(error).__name__}: {error})") from None
 
 

@@ -1,4 +1,4 @@
-"""LMCache's lookup clients made without opening a socket or starting a thread."""
+"""LMCache's connectors made without opening a socket, starting a thread or staying when their world is gone."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from unittest import mock
 CLIENT = "lmcache.v1.lookup_client.lmcache_async_lookup_client"
 #: Where LMCache opens sockets for lookups: adapters to 0.3, the transport since 0.4, asynchronous loading.
 _OPENERS = ("lmcache.v1.lookup_client.lmcache_lookup_client", "lmcache.v1.rpc.zmq_transport", CLIENT)
+#: Plugins' launchers to 0.3, and since: they have their clean-up called at the end of the process, and stay until then.
+_LAUNCHERS = ("lmcache.v1.plugin.plugin_launcher", "lmcache.v1.plugin.runtime_plugin_launcher")
 
 
 class _Nothing:
@@ -26,14 +28,14 @@ class _Nothing:
 
 @contextmanager
 def no_sockets() -> Iterator[None]:
-    """A connector made here opens no socket and starts no thread for its lookups."""
+    """A connector made here opens no socket, starts no thread for its lookups, and is not kept for the exit."""
     patches = []
-    for name in _OPENERS:
+    for name in (*_OPENERS, *_LAUNCHERS):
         try:
             module = importlib.import_module(name)
         except ModuleNotFoundError:
             continue
-        replaced: dict[str, Any] = {"get_zmq_socket": _Nothing, "get_zmq_context": _Nothing}
+        replaced: dict[str, Any] = {"get_zmq_socket": _Nothing, "get_zmq_context": _Nothing, "atexit": _Nothing()}
         if name == CLIENT:
             replaced["threading"] = SimpleNamespace(Thread=_Nothing, Lock=threading.Lock)
         patches += [mock.patch.object(module, key, value) for key, value in replaced.items() if hasattr(module, key)]

@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import torch
 import zmq
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
+from kvfix.probes import readers
 from kvfix_tools.lab.memory import Cache, Prefix, Slots
 
 if TYPE_CHECKING:
@@ -48,6 +50,7 @@ class Wire:
         self.fails = 0
         #: Told of each question that times out, by the request that it is about.
         self.on_timeout: Callable[[str], None] = lambda _: None
+        self.on_lost: Callable[[], None] = lambda: None
 
     def send_multipart(self, parts: list[bytes], copy: bool = True) -> None:
         unpack = msgspec.msgpack.decode
@@ -57,6 +60,7 @@ class Wire:
     def recv(self) -> bytes:
         if self.fails > 0:
             self.fails -= 1
+            self.on_lost()
             self.on_timeout(self._question[2])
             raise zmq.Again
         return self._lookup(*self._question).to_bytes(4, "big")
@@ -75,6 +79,7 @@ class CacheEngine:
         self.slots = slots
         self.cache = cache
         self.tokens = tokens
+        self.lookup_pins: dict[str, Any] = cache.pins
         #: Set by the world: told of each load and store, (request, first token, end, tokens that were moved).
         self.on_load: Callable[[str, int, int, int], None] = lambda *_: None
         self.on_store: Callable[[str, list[int], int, int], None] = lambda *_: None
@@ -82,6 +87,8 @@ class CacheEngine:
         self.metadata: Any = None
         #: request -> loads that fail after so many chunks
         self.failing: dict[str, int] = {}
+        #: Requests whose store in this step was named by its slots.
+        self._named: set[str] = set()
 
     def is_healthy(self) -> bool:
         return True
@@ -100,7 +107,7 @@ class CacheEngine:
 
     def retrieve(self, tokens: Any, mask: Any = None, **more: Any) -> Any:
         """Chunks from the cache into slots, up to the first that is not there. Which tokens were moved, as a mask."""
-        slot_mapping, name = more["slot_mapping"].tolist(), self._name(more)
+        slot_mapping, name = more["slot_mapping"].tolist(), str(more["req_id"])
         moved = torch.zeros(len(tokens), dtype=torch.bool)
         chunks_left = self.failing.pop(name, sys.maxsize)
         first, last = None, 0
@@ -137,13 +144,22 @@ class CacheEngine:
         if first is not None:
             self.on_store(name, list(tokens), first, last)
 
+    def begin(self, metadata: Any) -> None:
+        """A step begins, of which the scheduler's side says this."""
+        self.metadata = metadata
+        self._named.clear()
+
     def _name(self, call: dict[str, Any]) -> str:
-        """The request that a call is for. Early releases do not say; its slots do."""
+        """The request that a store is for. Early releases do not say; its slots do, which it may share with others."""
         if call.get("req_id"):
             return str(call["req_id"])
         slots = call["slot_mapping"]
-        names = [meta.req_id for meta in self.metadata.requests if torch.equal(meta.slot_mapping[: len(slots)], slots)]
-        return str(names[0])
+        for meta in self.metadata.requests:
+            saves = meta.save_spec is None or meta.save_spec.can_save
+            if saves and meta.req_id not in self._named and torch.equal(meta.slot_mapping[: len(slots)], slots):
+                self._named.add(meta.req_id)
+                return str(meta.req_id)
+        raise LookupError("a store for no request of this step")
 
 
 def tags_of(configs: dict[str, Any] | None) -> list[tuple[str, Any]]:
@@ -159,6 +175,8 @@ class V1:
         self.scheduler_side = connector._lmcache_engine
         self.engine = self._join(self.scheduler_side.lookup_client, slots, cache)
         self.worker_side = self._worker(config)
+        self.worker = self._hooks_of(self.worker_side)
+        self.reader = readers.V1(connector)
 
     def _join(self, client: Any, slots: Slots, cache: Cache) -> CacheEngine:
         """The worker's cache, answering the scheduler's lookup client."""
@@ -182,7 +200,6 @@ class V1:
         shared = ("kv_role", "config", "async_loading", "_block_size", "_lmcache_chunk_size", "_stats_monitor")
         for name in shared:
             setattr(worker, name, getattr(scheduler_side, name))
-        worker._parent = SimpleNamespace(_get_connector_metadata=lambda: self.engine.metadata, _connector_metadata=None)
         worker._invalid_block_ids = set()
         worker.device = torch.device("cpu")
         worker.use_layerwise = worker.enable_blending = False
@@ -195,9 +212,17 @@ class V1:
             worker.lmcache_engine = self.engine
         return worker
 
-    def listen(self, on_load: Any, on_store: Any, on_wrong: Any, right: Any, on_timeout: Any) -> None:
+    def _hooks_of(self, worker: Any) -> Any:
+        """The connector in the worker's role, as vLLM calls it: it hands on to the adapter."""
+        kind: Any = type(self.connector)
+        connector = kind.__new__(kind)
+        vars(connector).update(_lmcache_engine=worker, _role=KVConnectorRole.WORKER, _connector_metadata=None)
+        worker._parent = connector
+        return connector
+
+    def listen(self, on_load: Any, on_store: Any, on_wrong: Any, right: Any, on_timeout: Any, lost: Any) -> None:
         self.engine.on_load, self.engine.on_store = on_load, on_store
-        self.wire.on_timeout = on_timeout
+        self.wire.on_timeout, self.wire.on_lost = on_timeout, lost
 
     def tick(self) -> None:
         """Everything is done within the step."""
@@ -221,32 +246,30 @@ class V1:
     def loading(self) -> set[str]:
         return set()
 
+    def under_way(self, request: str) -> set[str]:
+        """What is done for this request beside the steps: looking, loading, storing."""
+        return set()
+
     def due(self, metadata: Any) -> list[tuple[str, int, int]]:
         """(request, first token, end) of each load that the metadata tell the worker to start."""
-        return [
-            (meta.req_id, meta.load_spec.vllm_cached_tokens, meta.load_spec.lmcache_cached_tokens)
-            for meta in metadata.requests
-            if meta.load_spec is not None and meta.load_spec.can_load
-        ]
+        return self.reader.loads(metadata) or []
 
     def hit(self, request: str) -> int | None:
         """Tokens that the last lookup of this request found, as long as the lookup client keeps it."""
-        status = getattr(self.scheduler_side.lookup_client, "reqs_status", {}).get(request)
-        return status if isinstance(status, int) else None
+        return self.reader.hit(request)
 
     def start_step(self, metadata: Any, forward: bool) -> None:
         """What vLLM's worker calls before the forward pass."""
-        self.engine.metadata = metadata
-        self.worker_side.start_load_kv(SimpleNamespace(attn_metadata=object() if forward else None))
+        self.engine.begin(metadata)
+        self.worker.bind_connector_metadata(metadata)
+        self.worker.start_load_kv(SimpleNamespace(attn_metadata=object() if forward else None))
 
     def finish_step(self, forward: bool, ended: set[str]) -> tuple[set[str] | None, set[str] | None, set[int]]:
         """What it calls after: (finished sending, finished receiving, blocks that failed to load)."""
         if forward:
-            self.worker_side.wait_for_save()
-        sending, receiving = self.worker_side.get_finished(ended)
-        # 0.3.9 cannot tell, and vLLM does not ask it (lmcache_connector.py 0.32.0, get_block_ids_with_load_errors)
-        failed: set[int] = getattr(self.worker_side, "get_block_ids_with_load_errors", set)()
-        return sending, receiving, failed
+            self.worker.wait_for_save()
+        sending, receiving = self.worker.get_finished(ended)
+        return sending, receiving, self.worker.get_block_ids_with_load_errors()
 
     def failed_blocks(self) -> set[int]:
         return set(self.worker_side._invalid_block_ids)

@@ -31,7 +31,7 @@ SCENARIO = both(
     fixes=("KVF201",),
     rule="KVR011",
     text="update_from_output: AssertionError",
-    wrong=">=0.5.0",
+    wrong=">=0.4.5",
     max_num_batched_tokens=256,
     delay=4,
 )

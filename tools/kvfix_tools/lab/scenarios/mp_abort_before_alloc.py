@@ -31,6 +31,6 @@ SCENARIO = both(
     fixes=("KVF105",),
     rule="KVR009",
     text="read locks of the server",
-    wrong=">=0.5.0",
+    wrong=">=0.4.5",
     max_num_batched_tokens=256,
 )

@@ -27,6 +27,6 @@ SCENARIO = both(
     play,
     fixes=("KVF102",),
     rule="LAB004",
-    wrong=">=0.5.0,<0.5.6",
+    wrong=">=0.4.5,<0.5.6",
     max_num_batched_tokens=256,
 )

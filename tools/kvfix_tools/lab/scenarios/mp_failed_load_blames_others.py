@@ -35,7 +35,7 @@ SCENARIO = both(
     fixes=("KVF110",),
     rule="LAB005",
     request="other",
-    wrong=">=0.5.0",
+    wrong=">=0.4.5",
     max_num_batched_tokens=256,
     kv_load_failure_policy="fail",
 )

@@ -30,7 +30,7 @@ SCENARIO = both(
     play,
     fixes=("KVF104",),
     rule="KVR010",
-    wrong=">=0.5.0,<0.5.5",
+    wrong=">=0.4.5,<0.5.5",
     max_num_batched_tokens=256,
     delay=4,
 )

@@ -32,6 +32,6 @@ SCENARIO = both(
     play,
     fixes=("KVF107",),
     rule="KVR008",
-    wrong=">=0.5.0",
+    wrong=">=0.4.5",
     max_num_batched_tokens=40,
 )

@@ -25,6 +25,6 @@ SCENARIO = both(
     fixes=("KVF114",),
     rule="KVR009",
     text="read locks of the server",
-    wrong="==0.5.0",
+    wrong=">=0.4.5,<0.5.1",
     max_num_batched_tokens=256,
 )

@@ -32,7 +32,7 @@ SCENARIO = both(
     fixes=("KVF109",),
     rule="LAB001",
     text="is stored under their key",
-    wrong=">=0.5.0",
+    wrong=">=0.4.5",
     max_num_batched_tokens=16,
     delay=3,
 )

@@ -29,7 +29,7 @@ SCENARIO = Scenario(
     fixes=("KVF115",),
     rule="KVR004",
     # before vLLM 0.31 such a request takes what the connector has
-    wrong={"vllm": ">=0.31.0", "lmcache": ">=0.5.0,<0.5.5"},
-    needs={"lmcache": ">=0.5.0"},
+    wrong={"vllm": ">=0.31.0", "lmcache": ">=0.4.5,<0.5.5"},
+    needs={"lmcache": ">=0.4.5"},
     options=Options(connector="mp", block_size=16, num_blocks=60, chunk_size=64, max_num_batched_tokens=256, delay=0),
 )

@@ -27,7 +27,7 @@ SCENARIO = both(
     fixes=("KVF116",),
     rule="KVR009",
     text="read locks of the server",
-    wrong=">=0.5.0",
+    wrong=">=0.4.5",
     vllm=">=0.31.0",  # before, such a request takes what the connector has
     max_num_batched_tokens=256,
 )

@@ -30,6 +30,6 @@ SCENARIO = both(
     play,
     fixes=("KVF111",),
     rule="LAB001",
-    wrong=">=0.5.0",
+    wrong=">=0.4.5",
     max_num_batched_tokens=256,
 )

@@ -34,7 +34,7 @@ SCENARIO = both(
     fixes=("KVF106",),
     rule="LAB001",
     text="is stored under their key",
-    wrong=">=0.5.0,<0.5.6",
+    wrong=">=0.4.5,<0.5.6",
     num_blocks=50,
     max_num_batched_tokens=1024,
     delay=3,

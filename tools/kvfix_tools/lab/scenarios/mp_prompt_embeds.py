@@ -29,6 +29,6 @@ SCENARIO = both(
     play,
     fixes=("KVF108",),
     rule="LAB001",
-    wrong=">=0.5.0",
+    wrong=">=0.4.5",
     max_num_batched_tokens=256,
 )

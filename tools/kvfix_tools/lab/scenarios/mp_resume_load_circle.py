@@ -36,6 +36,6 @@ SCENARIO = Scenario(
     fixes=("KVF104",),
     rule="LAB003",
     wrong={"lmcache": ">=0.5.6"},
-    needs={"lmcache": ">=0.5.0"},
+    needs={"lmcache": ">=0.4.5"},
     options=Options(connector="mp", block_size=16, num_blocks=60, chunk_size=64, max_num_batched_tokens=256),
 )

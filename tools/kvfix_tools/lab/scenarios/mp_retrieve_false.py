@@ -24,6 +24,6 @@ SCENARIO = both(
     play,
     fixes=("KVF103",),
     rule="LAB001",
-    wrong=">=0.5.0,<0.5.5",
+    wrong=">=0.4.5,<0.5.5",
     max_num_batched_tokens=256,
 )

@@ -27,6 +27,6 @@ SCENARIO = both(
     fixes=("KVF101",),
     rule="KVR011",
     text="Request tracker for request_id r not found",
-    wrong=">=0.5.0",
+    wrong=">=0.4.5",
     max_num_batched_tokens=256,
 )

@@ -1,0 +1,80 @@
+"""A request shares blocks whose load failed, and counts them as computed, since another one will: if that is in time.
+
+## Symptom
+None but `Recovered from KV load failure: ... request(s) rescheduled (... tokens affected).` Wrong text in a request
+that began in the same step, with the same prompt, as one whose load failed.
+
+## Cause
+A load within the step is in vLLM's prefix cache before it is done: others that are admitted in this step share its
+blocks. If it fails, only the first of them goes back to the failed block; the others go on with all tokens as computed
+(scheduler.py 0.32.0:3295). If the first is aborted or preempted then, or takes more than one step, they read blocks
+that nobody has written.
+
+## Fix
+Each request goes back to the first block of its own that failed. Where two compute a block that they share, they write
+the same into it.
+
+## Releases
+vLLM 0.11.2 to 0.32.0, with kv_load_failure_policy "recompute".
+
+## Upstream
+None known.
+
+## Remove when
+`_update_requests_with_invalid_blocks` takes every request back.
+"""
+
+from __future__ import annotations
+
+import inspect
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from kvfix import probe
+from kvfix.correction import after
+from kvfix.fix import Fix, Patch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import ModuleType
+
+
+def correct(scheduler: ModuleType) -> Callable[..., Any]:
+    def _update_requests_with_invalid_blocks(
+        scheduler: Any, answer: Any, requests: Any, invalid_block_ids: Any, *more: Any
+    ) -> Any:
+        if not more or more[-1]:  # evict_blocks: loads within the step, the only ones that share
+            for name in answer[0]:
+                (blocks,) = scheduler.kv_cache_manager.get_block_ids(name)
+                first = next(place for place, block in enumerate(blocks) if block in invalid_block_ids)
+                request = scheduler.requests[name]
+                request.num_computed_tokens = min(request.num_computed_tokens, first * scheduler.block_size)
+        return answer
+
+    return after(_update_requests_with_invalid_blocks)
+
+
+def shows_bug(hook: Callable[..., Any], scheduler: ModuleType) -> bool:
+    """Two requests that share the failed block. Wrong is to leave one of them where it is."""
+    both = {name: probe.request(32, request_id=name, num_computed_tokens=20, num_cached_tokens=16) for name in "ab"}
+    manager = SimpleNamespace(get_block_ids=lambda name: ([3, 4],), evict_blocks=lambda blocks: None)
+    stub = SimpleNamespace(block_size=16, recompute_kv_load_failures=True, kv_cache_manager=manager, requests=both)
+    tokens = [dict.fromkeys(both, 4)] if "num_scheduled_tokens" in inspect.signature(hook).parameters else []
+    hook(stub, list(both.values()), {3}, *tokens)
+    return any(request.num_computed_tokens for request in both.values())
+
+
+FIX = Fix(
+    __name__,
+    __doc__,
+    patches=(
+        Patch(
+            dist="vllm",
+            module="vllm.v1.core.sched.scheduler",
+            function="Scheduler._update_requests_with_invalid_blocks",
+            broken=">=0.11.2",
+            shows_bug=shows_bug,
+            correct=correct,
+        ),
+    ),
+)

@@ -1,0 +1,224 @@
+"""The recorder on disk: JSON lines, written whole or not at all, in a directory that only its owner can read.
+
+The first line tells what the file is; the others follow in any order, each with its `kind`:
+
+    {"kind": "recorder", "schema": 1, "reason": "violation", "pid": 1, "process": "EngineCore", "mode": "check", ...}
+    {"kind": "connector", "number": 1, "name": "LMCacheConnectorV1", "role": "SCHEDULER", "inside": null, ...}
+    {"kind": "scheduler", "running": 3, "waiting": 2, "blocks": 60, "free_blocks": 5}
+    {"kind": "event", "connector": 1, "hook": "...", "mono": 12, "wall": 34, "event": "Asked", "request": "r", ...}
+    {"kind": "finding", "code": "KVR002", "name": "promise-changed", "request": "r", "message": "...", ...}
+    {"kind": "fix", "code": "KVF001", "dist": "lmcache", "version": "0.3.10", "verdict": "applied", ...}
+
+mono: nanoseconds of the monotonic clock, wall: since 1970. Of a request there are its id and counts, never its tokens.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import stat
+import sys
+import tempfile
+import time
+from contextlib import suppress
+from itertools import count
+from typing import TYPE_CHECKING, Any
+
+from kvfix import clock
+from kvfix.probes import alarm, recorder
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from kvfix.cures import Cure
+    from kvfix.ledger import Finding
+    from kvfix.probes.watch import Watch
+
+SCHEMA = 1
+#: Where the files go; default: a folder of this user's own beside other temporary files.
+DIRECTORY = "KVFIX_DUMP_DIR"
+#: Bytes of one file at most; the oldest events are left out. Files of one process that are kept.
+LARGEST, FILES = 8 << 20, 32
+
+_written: list[str] = []
+_numbers = count(1)
+
+
+def directory() -> str:
+    """The folder, made if need be, 0700. Raises OSError if it cannot be had, or is somebody else's."""
+    path = os.environ.get(DIRECTORY) or os.path.join(tempfile.gettempdir(), f"kvfix-{os.getuid()}")
+    os.makedirs(path, mode=0o700, exist_ok=True)
+    found = os.stat(path)
+    if found.st_uid != os.getuid():
+        raise OSError(f"{path} belongs to another user; name a folder in {DIRECTORY}")
+    if stat.S_IMODE(found.st_mode) & 0o077:
+        os.chmod(path, 0o700)
+    return path
+
+
+def announce() -> None:
+    """Tell `kvfix dump` that this process answers its signal: to one that does not, the signal would be the end."""
+    announcement = _announcement()
+    with open("/proc/self/stat", "rb") as file:
+        began = int(file.read().rpartition(b")")[2].split()[19])  # another process may get this number one day
+    _whole(announcement, _encode({"kind": "ready", "schema": SCHEMA, "pid": os.getpid(), "began": began}))
+    atexit.register(withdraw)
+
+
+def withdraw() -> None:
+    """It does not any more. Idempotent."""
+    with suppress(OSError):
+        _remove(_announcement())
+
+
+def _announcement() -> str:
+    return os.path.join(directory(), f"kvfix-{os.getpid()}.ready")
+
+
+def write(
+    reason: str,
+    watch: Watch | None = None,
+    hook: str = "",
+    finding: Finding | None = None,
+    cures: Sequence[Cure] = (),
+) -> str:
+    """The recorder, and a report beside it if there is a finding. Path of the report, else of the recorder.
+
+    reason: violation, exception, signal or exit. Raises OSError where the disk does not take it.
+    """
+    folder = directory()
+    stem = os.path.join(folder, f"kvfix-{os.getpid()}-{time.time_ns() // 1_000_000}-{next(_numbers)}-{reason}")
+    recording = f"{stem}.jsonl"
+    lines = [_encode(line) for line in _lines(reason, finding)]
+    _whole(recording, _bounded(lines))
+    _written.append(recording)
+    while len(_written) > FILES:
+        _remove(_written.pop(0))
+    if finding is None or watch is None:
+        return recording
+    from kvfix.probes import report
+
+    _whole(f"{stem}.txt", report.text(watch, hook, finding, cures, recording).encode())
+    return f"{stem}.txt"
+
+
+def _lines(reason: str, finding: Finding | None) -> Iterator[dict[str, Any]]:
+    yield {"kind": "recorder", "schema": SCHEMA, "reason": reason, **process()}
+    for watch in list(recorder.watches.values()):
+        yield {"kind": "connector", **_connector(watch)}
+    yield from _fixes()
+    state = scheduler_state()
+    if state:
+        yield {"kind": "scheduler", **state}
+    if finding is not None:
+        told = finding._asdict() | {
+            "event": _event(finding.event),
+            "earlier": finding.earlier and _event(finding.earlier),
+        }
+        yield {"kind": "finding", **told}
+    for entry in recorder.snapshot():
+        yield {"kind": "event", **entry._asdict(), **_event(entry.event)}
+
+
+def process() -> dict[str, Any]:
+    """Who writes this, and when."""
+    import kvfix
+    from kvfix import target
+
+    multiprocessing: Any = sys.modules.get("multiprocessing")
+    name = multiprocessing.current_process().name if multiprocessing else ""
+    return {
+        "pid": os.getpid(),
+        "process": name,
+        "mode": alarm.mode,
+        "kvfix": kvfix.__version__,
+        "versions": {dist: target.version(dist) for dist in ("vllm", "lmcache")},
+        "wall": time.time_ns(),
+        "mono": time.monotonic_ns(),
+        "violations": dict(alarm.found),
+    }
+
+
+def _connector(watch: Watch) -> dict[str, Any]:
+    return {
+        "number": watch.number,
+        "name": watch.name,
+        "role": watch.role,
+        "inside": watch.inside,
+        "seconds": round(clock.now() - watch.since, 3) if watch.inside else None,
+        "steps": watch.steps,
+        "calls": dict(watch.calls),
+        "trusted": watch.trusted,
+        "sees_loads": watch.sees_loads,
+        "kept": kept(watch),
+    }
+
+
+def kept(watch: Watch) -> dict[str, int]:
+    """How many requests the connector's own state speaks of, by place. Empty if it cannot be read."""
+    try:
+        return {where: len(names) for where, names in watch.reader.kept()}
+    except Exception:  # noqa: BLE001  what it holds is a supplement
+        return {}
+
+
+def scheduler_state() -> dict[str, int]:
+    """Requests running and waiting, blocks in all and free. Empty if there is no scheduler here, or it is another."""
+    found: Any = alarm.scheduler() if alarm.scheduler is not None else None
+    try:
+        pool = found.kv_cache_manager.block_pool
+        return {
+            "running": len(found.running),
+            "waiting": len(found.waiting),
+            "blocks": pool.num_gpu_blocks,
+            "free_blocks": pool.get_num_free_blocks(),
+        }
+    except Exception:  # noqa: BLE001  what it holds is a supplement
+        return {}
+
+
+def _fixes() -> Iterator[dict[str, Any]]:
+    from kvfix import patching
+
+    for patch, verdict in list(patching.settled().items()):
+        yield {"kind": "fix", "function": patch.function, "dist": patch.dist, **verdict._asdict()}
+
+
+def _event(event: Any) -> dict[str, Any]:
+    return {"event": type(event).__name__, **event._asdict()}
+
+
+def _encode(line: dict[str, Any]) -> bytes:
+    import msgspec
+
+    return msgspec.json.encode(line, enc_hook=lambda other: f"<{type(other).__name__}>") + b"\n"
+
+
+def _bounded(lines: list[bytes]) -> bytes:
+    """All that is not an event, and of the events the last ones, as many as the largest file holds."""
+    events = [index for index, line in enumerate(lines) if line.startswith(b'{"kind":"event"')]
+    size = sum(map(len, lines))
+    for index in events:
+        if size <= LARGEST:
+            break
+        size -= len(lines[index])
+        lines[index] = b""
+    return b"".join(lines)
+
+
+def _whole(path: str, content: bytes) -> None:
+    """Written aside, then named: a reader finds all of it or nothing."""
+    aside = f"{path}.{os.getpid()}.part"
+    handle = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(content)
+        os.replace(aside, path)
+    except BaseException:
+        _remove(aside)
+        raise
+
+
+def _remove(path: str) -> None:
+    with suppress(OSError):
+        os.unlink(path)

@@ -1,0 +1,151 @@
+"""What only the connector's own state and metadata can tell, for the connectors that are known.
+
+A reader is asked after the hook has answered, reads and changes nothing, and may fail: then its connector is recorded
+and not judged any more. None: this connector does not tell.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import Any, Optional
+
+#: (request, first token, end)
+Span = tuple[str, int, int]
+Spans = Optional["list[Span]"]
+
+
+class Reader:
+    """Any connector: vLLM's hooks tell promises and grants; loads and stores are not known."""
+
+    #: Whether the worker reports every ended request as sent, when its transfers are done.
+    reports_sent = False
+
+    def __init__(self, connector: Any) -> None:
+        self.connector = connector
+
+    def hit(self, request: str) -> int | None:
+        """Tokens that the last lookup of this request found in the external cache."""
+        return None
+
+    def lookup_timeout(self) -> float:
+        """Seconds that the hook waits for a lookup at most; 0: it never waits."""
+        return 0.0
+
+    def loads(self, metadata: Any) -> Spans:
+        """What the metadata tell the worker to load."""
+        return None
+
+    def stores(self, metadata: Any) -> Spans:
+        """What the metadata tell the worker to store."""
+        return None
+
+    def kept(self) -> Iterable[tuple[str, Collection[str]]]:
+        """(where, what is kept there by request id): all that must be gone when the request has ended."""
+        return ()
+
+    def left(self, request: str) -> list[str]:
+        """Where this request, which has ended, is kept for good."""
+        return [where for where, names in self.kept() if request in names]
+
+
+class V1(Reader):
+    """LMCache in vLLM's own processes (lmcache/integration/vllm/vllm_v1_adapter.py)."""
+
+    _LOOKUPS = ("reqs_status", "aborted_lookups")
+    _KEPT = ("load_specs", "_request_trackers", "_unfinished_requests", "_requests_priority")
+
+    def __init__(self, connector: Any) -> None:
+        super().__init__(connector)
+        self.impl = connector._lmcache_engine
+        self.client = getattr(self.impl, "lookup_client", None)
+        self._statuses = getattr(self.client, "reqs_status", {})
+        config = getattr(self.impl, "config", None)
+        self._timeout = (getattr(config, "lookup_timeout_ms", None) or 3000) / 1000
+        self._chunk = getattr(self.impl, "_lmcache_chunk_size", 1)
+
+    def hit(self, request: str) -> int | None:
+        status = self._statuses.get(request)
+        return status if isinstance(status, int) else None
+
+    def lookup_timeout(self) -> float:
+        return 0.0 if getattr(self.impl, "async_loading", False) else float(self._timeout)
+
+    def loads(self, metadata: Any) -> Spans:
+        return [
+            (meta.req_id, meta.load_spec.vllm_cached_tokens, meta.load_spec.lmcache_cached_tokens)
+            for meta in metadata.requests
+            if meta.load_spec is not None and meta.load_spec.can_load
+        ]
+
+    def stores(self, metadata: Any) -> Spans:
+        if self.impl.kv_role == "kv_consumer":
+            return []
+        return [
+            (meta.req_id, meta.save_spec.skip_leading_tokens // self._chunk * self._chunk, len(meta.token_ids))
+            for meta in metadata.requests
+            if meta.save_spec is not None
+            and meta.save_spec.can_save
+            and meta.save_spec.skip_leading_tokens < len(meta.token_ids)
+        ]
+
+    def kept(self) -> Iterable[tuple[str, Collection[str]]]:
+        for name in self._KEPT:
+            if hasattr(self.impl, name):
+                yield name, getattr(self.impl, name)
+        for name in self._LOOKUPS:
+            if hasattr(self.client, name):
+                yield f"lookup_client.{name}", getattr(self.client, name)
+        engine: Any = None if self.client is not None else getattr(self.impl, "lmcache_engine", None)
+        if hasattr(engine, "lookup_pins"):
+            yield "pins of the worker", engine.lookup_pins
+
+    def left(self, request: str) -> list[str]:
+        """An aborted lookup that is or will be answered is cleaned up by the next lookup of any other request
+        (lmcache_async_lookup_client.py 0.5.6:260)."""
+        if request in self._statuses and request in getattr(self.client, "aborted_lookups", ()):
+            return [where for where in super().left(request) if not where.startswith("lookup_client.")]
+        return super().left(request)
+
+
+class MP(Reader):
+    """LMCache's multi-process connector, and vLLM's copy of it (lmcache_mp_connector.py)."""
+
+    reports_sent = True
+    _LOOKUPS = ("_finished_lookup_results", "_per_server_hits", "_lookup_status", "_lookup_params")
+    _TRANSFERS = ("store_futures", "retrieve_futures", "finished_stores", "previously_finished")
+
+    def hit(self, request: str) -> int | None:
+        found = self.connector.scheduler_adapter._finished_lookup_results.get(request)
+        return found if isinstance(found, int) else None
+
+    def loads(self, metadata: Any) -> Spans:
+        return [
+            (meta.request_id, meta.op.start + getattr(meta.op, "skip_first_n_tokens", 0), meta.op.end)
+            for meta in metadata.requests
+            if meta.direction == "RETRIEVE"
+        ]
+
+    def stores(self, metadata: Any) -> Spans:
+        return [
+            (meta.request_id, meta.op.start, meta.op.end) for meta in metadata.requests if meta.direction == "STORE"
+        ]
+
+    def kept(self) -> Iterable[tuple[str, Collection[str]]]:
+        adapter = getattr(self.connector, "scheduler_adapter", None)
+        if adapter is not None:
+            yield "request_trackers", self.connector.request_trackers
+            for name in self._LOOKUPS:
+                yield f"scheduler_adapter.{name}", getattr(adapter, name, ())
+        adapter = getattr(self.connector, "worker_adapter", None)
+        if adapter is not None:
+            for name in self._TRANSFERS:
+                yield f"worker_adapter.{name}", getattr(adapter, name, ())
+
+
+def reader(connector: Any) -> Reader:
+    """By what the connector has, not by its name: forks and copies have the same."""
+    if hasattr(connector, "_lmcache_engine"):
+        return V1(connector)
+    if hasattr(connector, "scheduler_adapter") or hasattr(connector, "worker_adapter"):
+        return MP(connector)
+    return Reader(connector)

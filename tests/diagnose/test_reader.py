@@ -1,0 +1,196 @@
+"""Whatever a log comes in: packed, many files, a stream, damaged. The lines come through, and memory does not grow."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvfix_tools.diagnose import reader, scan, work
+from kvfix_tools.diagnose.case import Case
+from tests.conftest import clean_environment
+
+POLL = (
+    b"\x1b[32;20m[2026-11-21 01:41:27,%03d] LMCache INFO:\x1b[0m Reqid: r%d, Total tokens 900, Inference Engine "
+    b"computed tokens: 0, LMCache hit tokens: 256, need to load: 256 "
+    b"\x1b[3m(vllm_v1_adapter.py:1476:lmcache.integration.vllm.vllm_v1_adapter)\x1b[0m\n"
+)
+
+
+def polls(many: int, start: int = 0) -> bytes:
+    return b"".join(POLL % (n % 1000, start + n) for n in range(many))
+
+
+def count(paths: list[str], jobs: int = 1) -> tuple[int, list[str]]:
+    case = Case()
+    unreadable = work.read(case, reader.sources(paths), jobs)
+    return case.counts["asked"], unreadable
+
+
+def test_plain_gzip_zstd_and_folders(tmp_path: Path) -> None:
+    log = polls(300)
+    (tmp_path / "a.log").write_bytes(log)
+    (tmp_path / "deep").mkdir()
+    (tmp_path / "deep/b.log.gz").write_bytes(gzip.compress(log))
+    (tmp_path / "model.json").write_bytes(log)
+    assert count([str(tmp_path)]) == (600, [])
+    zstandard = pytest.importorskip("zstandard", reason="zstandard (kvfix[zstd]) is not installed")
+    (tmp_path / "c.log.zst").write_bytes(zstandard.compress(log))
+    assert count([str(tmp_path / "c.log.zst")]) == (300, [])
+    assert count([str(tmp_path)]) == (900, [])
+
+
+def test_what_cannot_be_read_is_said(tmp_path: Path) -> None:
+    with pytest.raises(reader.Unreadable, match="no log files"):
+        reader.sources([str(tmp_path)])
+    with pytest.raises(reader.Unreadable, match=r"nothing\.log: No such file"):
+        reader.sources([str(tmp_path / "nothing.log")])
+    packed = gzip.compress(polls(2000))
+    (tmp_path / "cut.gz").write_bytes(packed[: len(packed) // 2])
+    _, unreadable = count([str(tmp_path / "cut.gz")])
+    assert len(unreadable) == 1
+    assert "damaged" in unreadable[0]
+    (tmp_path / "no.gz").write_bytes(b"not packed at all")
+    assert "damaged" in count([str(tmp_path / "no.gz")])[1][0]
+
+
+def test_blocks_end_with_lines_and_lose_nothing() -> None:
+    log = polls(20_000) + b"no end of line"
+    source = reader.Source("log", len(log))
+    blocks = list(reader.blocks(source, io.BytesIO(log)))
+    assert len(blocks) > 2
+    assert b"".join(blocks) == log
+    assert all(block.endswith(b"\n") for block in blocks[:-1])
+
+
+def test_chunks_for_many_cores_are_the_same_lines(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    path.write_bytes(polls(5000))
+    source = reader.sources([str(path)])[0]
+    pieces = [reader.chunk(str(path), *edges) for edges in reader.chunks(source, 10_000)]
+    assert len(pieces) > 50
+    assert b"".join(pieces) == path.read_bytes()
+    assert all(piece.endswith(b"\n") for piece in pieces)
+
+
+def test_many_cores_find_what_one_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(work, "WORTH_A_POOL", 0)
+    monkeypatch.setattr(reader, "BLOCK", 1 << 16)
+    for name, start in (("a", 0), ("b", 7000)):
+        (tmp_path / name).write_bytes(polls(3000, start) + polls(1, start) * 10)
+    cases = []
+    for jobs in (1, 2):
+        case = Case()
+        assert work.read(case, reader.sources([str(tmp_path)]), jobs) == []
+        cases.append((case.counts, case.bytes, case.story("r7000"), case.story("r42")))
+    assert cases[0] == cases[1]
+    assert cases[0][0]["asked"] == 6020
+
+
+@pytest.mark.parametrize(
+    "what",
+    [
+        b"\x00" * 1000,
+        b"\xff\xfe\x80",
+        b"\r\n\r\n",
+        b"\x1b[31m",
+        bytes(range(256)),
+        b"Error",
+        b'File "x.py", line 99999',
+    ],
+)
+def test_rubbish_between_lines(what: bytes) -> None:
+    log = b"".join(POLL % (n, n) + what + b"\n" for n in range(50))
+    assert sum(hit[3] == "asked" for hit in scan.hits(log)) == 50
+
+
+def test_a_line_of_100_megabytes(tmp_path: Path) -> None:
+    """In a process of its own, for its memory."""
+    path = tmp_path / "log"
+    with path.open("wb") as file:
+        file.write(polls(10))
+        for _ in range(100):
+            file.write(b"x" * (1 << 20))
+        file.write(b"\n" + polls(10, 10))
+    code = (
+        "import re, sys\n"
+        "from kvfix_tools.diagnose import reader, work\n"
+        "from kvfix_tools.diagnose.case import Case\n"
+        "case = Case()\n"
+        # Not getrusage: what the parent had counts there too.
+        "peak = lambda: int(re.search(r'VmHWM:\\s+(\\d+)', open('/proc/self/status').read())[1])\n"
+        "before = peak()\n"
+        "work.read(case, reader.sources(sys.argv[1:]), 1)\n"
+        "print(case.counts['asked'], peak() - before)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(path)], env=clean_environment(), capture_output=True, text=True, check=True
+    )
+    found, grown = map(int, done.stdout.split())
+    assert found == 20
+    assert grown < 40_000  # kilobytes
+
+
+@pytest.mark.parametrize(
+    "piece", [b"] LMCache INFO: ", b"(EngineCore pid=", b'File "', b"  AssertionError", b"Reqid: a, "]
+)
+def test_one_piece_many_times_over(piece: bytes) -> None:
+    """A line of 64 kB that is glued together of nothing else."""
+    case = Case()
+    case.take("log", 1, scan.hits(piece * (scan.LONGEST_LINE // len(piece)) + b" Error\n" + polls(1)))
+    assert case.counts["asked"] == 1
+
+
+def test_numbers_without_end() -> None:
+    """int() refuses more than 4300 digits."""
+    nines = b"9" * 5000
+    lines = [
+        (POLL % (0, 1)).replace(b"900", nines).replace(b"256", nines),
+        b"INFO 12-03 01:24:36 [core.py:7] Initializing a V1 LLM engine (v0." + nines + b") with config\n",
+        POLL.replace(b"1476", nines) % (0, 2),
+        (POLL % (0, 3)).replace(b"2026", nines),
+        b'  File "x.py", line ' + nines + b", in f\n",
+        b"Engine 000: Avg prompt throughput: 0.0 tokens/s, Avg generation throughput: 0.0 tokens/s, Running: "
+        + nines + b" reqs, Waiting: 1 reqs\n",
+        b"Engine 000: Avg prompt throughput: 0.0.0 tokens/s, Avg generation throughput: . tokens/s, Running: 1 reqs, "
+        b"Waiting: 1 reqs\n",
+    ]  # fmt: skip
+    for _ in range(2):
+        for line in lines:
+            case = Case()
+            case.take("log", 1, scan.hits(line))
+            case.end()
+
+
+def test_files_are_merged_by_time(tmp_path: Path) -> None:
+    """What one node says between two lines of another is taken between them."""
+    early, late = POLL.replace(b"01:41:27", b"01:41:00"), POLL.replace(b"01:41:27", b"01:42:00")
+    (tmp_path / "a").write_bytes(early % (0, 1) + late % (0, 1))
+    (tmp_path / "b").write_bytes(POLL % (0, 1))
+    case = Case()
+    order: list[str] = []
+    take = case.take
+
+    def noted(file: str, base: int, hits: list[scan.Hit]) -> None:
+        order.extend(f"{Path(file).name}:{base + hit[0]}" for hit in hits)
+        take(file, base, hits)
+
+    case.take = noted  # type: ignore[method-assign]
+    work.read(case, reader.sources([str(tmp_path)]), 1)
+    assert order == ["a:1", "b:1", "a:2"]
+
+
+def test_memory_does_not_grow_with_requests() -> None:
+    """Requests are forgotten, the oldest first; what is counted is not."""
+    case = Case()
+    numbers = iter(range(10**9))
+    for _ in range(30):
+        start = next(numbers) * 1000
+        case.take("log", 1, scan.hits(polls(1000, start)))
+    assert case.counts["asked"] == 30_000
+    assert len(case.ledger.stories) <= 10_001
+    assert len(case.told) <= 10_001

@@ -1,0 +1,104 @@
+"""Logs of real engines on the CPU (tests/engine/run.py), whole, with the paths of the machine taken out.
+
+In-process ones have a stand-in for LMCache's GPU connector; nothing else in them is ours.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvfix.ledger.events import Stored
+from kvfix_tools.diagnose import reader, work
+from kvfix_tools.diagnose.case import Case
+
+LOGS = Path(__file__).parent / "logs"
+
+
+def diagnose(*names: str) -> Case:
+    case = Case()
+    assert work.read(case, reader.sources([str(LOGS / f"{name}.log.gz") for name in names]), 1) == []
+    case.end()
+    return case
+
+
+@pytest.mark.parametrize(
+    ("names", "codes"),
+    [
+        # LMCache issue 2158 in small, LMCache 0.3.10.
+        (["crash-0.3.10"], ["KVD101"]),
+        # Six requests that preempt one another, twice; two thirds of the second round come from the cache.
+        (["healthy-0.5.6"], []),
+        # The first round at DEBUG, cut off in the middle.
+        (["healthy-0.5.6-debug"], []),
+        # The same with min_retrieve_tokens.
+        (["min-retrieve-0.5.6"], ["KVD103"]),
+        # The worker's end of the lookups does not answer.
+        (["deaf-0.5.6"], ["KVD203"]),
+        # Multi-process: right; the server in the wrong mode; no server.
+        (["mp-0.5.6", "mp-0.5.6.server"], []),
+        (["mode-0.5.6", "mode-0.5.6.server"], ["KVD116", "KVD206"]),
+        (["mode-0.5.6.server"], ["KVD206"]),
+        (["no-server-0.5.6"], ["KVD116"]),
+    ],
+    ids=lambda value: "+".join(value) or "nothing",
+)
+def test_real_logs(names: list[str], codes: list[str]) -> None:
+    case = diagnose(*names)
+    assert [found.rule.code for found in case.findings] == codes
+    if "server" not in names[0]:
+        assert case.releases.one("vllm") == "0.32.0"
+        assert case.releases.one("lmcache") == names[0].split("-")[-1 if "debug" not in names[0] else 1]
+
+
+def test_a_recorder_file_is_judged_as_in_the_engine() -> None:
+    """Written by kvfix's own recorder, of the first report's numbers, where LMCache 0.5.6 was installed."""
+    case = Case()
+    assert work.read(case, reader.sources([str(LOGS / "recorder.jsonl")]), 1) == []
+    findings = case.end()
+    assert [found.rule.code for found in findings] == ["KVD102"]
+    assert [each.code for each in findings[0].verdicts] == ["KVR002", "KVR011"]
+    assert [told.line for told in findings[0].story] == [2, 3, 4, 5]
+    assert case.releases.one("lmcache") == "0.5.6"
+
+
+def test_a_damaged_recorder_file_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
+    text = (LOGS / "recorder.jsonl").read_text()
+    for old, new in [
+        ('"total":10009', '"total":"x"'),
+        ('"event":"Asked"', '"event":"Later"'),
+        ('"computed":336', '"compu":336'),
+        ('"connector":1', '"connector":[]'),
+        ('"versions":{', '"versions":7,"v":{'),
+        ("}\n", "}\x00{\n"),
+        ('"wall":', '"wall":"'),
+    ]:
+        path = tmp_path / "damaged.jsonl"
+        path.write_text(text.replace(old, new))
+        case = Case()
+        assert work.read(case, reader.sources([str(path)]), 1) == []
+        case.end()
+
+
+def test_the_crash_tells_its_story() -> None:
+    found = diagnose("crash-0.3.10").findings[0]
+    assert found.sentence == "granted 256, but hit 256 - computed 288 = -32; vLLM had 288"
+    assert [told.what for told in found.story] == [
+        "match(0) promises 0: hit 0 - computed 0 = 0",
+        "tokens 0 to 256 stored",
+        "match(288) promises 0: hit 256 - computed 288 = -32, nothing to load",
+        "blocks found, 256 external tokens granted",
+        "update_state_after_alloc raises AssertionError: Mismatch in tokens to load: 256 vs 256 (tokens in lmcache) - "
+        "288 (tokens in vllm) - 0 (full lmcache hits subtracts last token to recalculate logits) for request "
+        "1-aa3dc6b7",
+    ]
+
+
+def test_a_debug_log_hides_nothing() -> None:
+    case = diagnose("healthy-0.5.6-debug")
+    assert case.debug
+    assert case.hidden() == []
+    assert case.counts["storing"] > 0
+    stored = [event for story in case.ledger.stories.values() for event in story.events if isinstance(event, Stored)]
+    assert len(stored) == case.counts["storing"]

@@ -1,0 +1,24 @@
+"""A process whose connector hangs in a hook: a stand-in for an engine, which tests/engine has.
+
+It prints a line and waits. Run as `python hangs.py deaf` for one whose signal handlers do not run meanwhile.
+"""
+
+import signal
+import sys
+import threading
+
+import kvfix.probes
+from kvfix.probes import hooks
+
+
+class Connector:
+    def start_load_kv(self, forward_context: object) -> None:
+        if sys.argv[1:] == ["deaf"]:
+            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])
+        print("hangs", flush=True)
+        threading.Event().wait(120)
+
+
+kvfix.probes.alarm.mode = "observe"
+hooks.watch_class(Connector)
+Connector().start_load_kv(None)

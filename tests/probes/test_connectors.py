@@ -1,0 +1,74 @@
+"""Every connector that vLLM knows by name and can load here, children of MultiConnector included, is watched alike."""
+
+from typing import Any
+
+import pytest
+
+from tests.conftest import RELEASES, Zygote
+
+CASE = """
+import inspect, kvfix
+from types import SimpleNamespace
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory as factory
+loaded = {}
+for name in sorted(factory._registry):
+    try:
+        loaded[name] = factory.get_connector_class_by_name(name)
+    except ImportError as error:
+        pass
+from kvfix.probes.hooks import HOOKS
+def functions(cls):
+    # what runs for a hook: the first of this name in the order in which Python looks for it
+    return {name: vars(owner)[name] for name in HOOKS
+            for owner in [next((each for each in cls.__mro__ if name in vars(each)), None)]
+            if owner is not None and owner.__name__ != "KVConnectorBase_V1"}
+before = {name: functions(cls) for name, cls in loaded.items()}
+signatures = {name: {hook: str(inspect.signature(f)) for hook, f in found.items()} for name, found in before.items()}
+kvfix.apply("observe", only=[])
+for name in loaded:
+    for _ in range(2):  # asked for again, it is not wrapped again
+        factory.get_connector_class(SimpleNamespace(kv_connector=name, kv_connector_module_path=None))
+from kvfix import patching
+watched = {name: functions(cls) for name, cls in loaded.items()}
+def depth(function):
+    count = 0
+    while getattr(function, "__wrapped__", None) is not None:
+        function, count = function.__wrapped__, count + 1
+    return count
+result = {name: {
+    "hooks": sorted(found),
+    "unwatched": [hook for hook, f in found.items() if f is before[name][hook]],
+    "odd": [hook for hook, f in found.items() if str(inspect.signature(f)) != signatures[name][hook]],
+    "twice": len({depth(f) for f in found.values()}) > 1,
+} for name, found in watched.items()}
+kvfix.revert()
+for name, cls in loaded.items():
+    result[name]["left"] = [hook for hook, f in functions(cls).items() if f is not before[name][hook]]
+"""
+
+
+@pytest.fixture(scope="module")
+def connectors(zygote: Zygote) -> dict[str, Any]:
+    return dict(zygote(CASE, RELEASES / "0.5.6"))
+
+
+def test_the_known_ones_are_there(connectors: dict[str, Any]) -> None:
+    assert {
+        "LMCacheConnectorV1",
+        "LMCacheMPConnector",
+        "MultiConnector",
+        "NixlConnector",
+        "OffloadingConnector",
+    } <= set(connectors)
+
+
+def test_every_hook_is_watched_once_and_looks_as_it_did(connectors: dict[str, Any]) -> None:
+    for name, found in connectors.items():
+        assert {"get_num_new_matched_tokens", "update_state_after_alloc", "build_connector_meta"} <= set(found["hooks"])
+        assert (found["unwatched"], found["odd"], found["twice"], found["left"]) == ([], [], False, []), name
+
+
+@pytest.mark.parametrize(("mode", "imported"), [("fix", False), ("observe", True)])
+def test_mode_fix_imports_no_probes(mode: str, imported: bool, zygote: Zygote) -> None:
+    case = f"import sys, kvfix; kvfix.apply({mode!r}); result = 'kvfix.probes' in sys.modules"
+    assert zygote(case, RELEASES / "0.5.6") is imported

@@ -1,0 +1,189 @@
+"""The command: exit codes, JSON, the line that runs a cell again, and that it needs torch alone."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from kvfix_tools import roundtrip
+from kvfix_tools.roundtrip import backend, command
+from kvfix_tools.roundtrip.backends.torch_copy import TorchCopy
+from kvfix_tools.roundtrip.trip import Refused
+from tests.conftest import Fresh
+
+QUICK = ["--gib", "0", "--layout", "nhd", "--block", "16", "--chunk", "32", "--heads", "2", "--tokens", "33"]
+#: A cell of which nothing is left to choose.
+ONE = [*QUICK, "--dtype", "uint8", "--slots", "random", "--skip", "none"]
+
+
+def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, Any]:
+    code = command.main([*arguments, "--device", "cpu", "--json"])
+    return code, json.loads(capsys.readouterr().out)
+
+
+def test_sound(capsys: pytest.CaptureFixture[str]) -> None:
+    code, answer = run(capsys, *QUICK)
+    assert code == answer["exit"] == 0
+    assert {cell["verdict"] for cell in answer["cells"]} == {"passed"}
+    assert answer["verified_bytes"] == sum(cell["verified"] for cell in answer["cells"])
+    assert not any(cell["race"] for cell in answer["cells"])
+    code, answer = run(capsys, "--race")
+    assert (code, [cell["race"] for cell in answer["cells"]]) == (0, list(command.races.RACES))
+
+
+def test_the_line_runs_the_cell_again(capsys: pytest.CaptureFixture[str]) -> None:
+    _, answer = run(capsys, *ONE, "--inject", "bitflip", "--seed", "5")
+    [cell] = answer["cells"]
+    _, _, *again = shlex.split(cell["command"])
+    code, answer = run(capsys, *again)
+    assert code == 1
+    assert answer["cells"][0]["findings"] == cell["findings"]
+    assert answer["cells"][0]["cell"] == cell["cell"]
+
+
+def test_a_race_again(capsys: pytest.CaptureFixture[str]) -> None:
+    code, answer = run(capsys, "--inject", "missing-event")
+    assert code == 1
+    _, _, *again = shlex.split(answer["cells"][0]["command"])
+    assert run(capsys, *again)[1]["cells"][0]["findings"] == answer["cells"][0]["findings"]
+
+
+def test_the_text_names_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main([*ONE, "--device", "cpu", "--inject", "swap-kv"]) == 1
+    said = capsys.readouterr().out
+    assert "K and V swapped: layer 0 K, token 0, head 0 holds layer 0 V, slot" in said
+    assert "swap-kv was planted in 1 cells and named in 1" in said
+    assert "kvfix roundtrip --backend torch --layout nhd" in said
+    assert "SUMMARY: 1 failed" in said
+    assert "\x1b" not in said
+
+
+def test_full_is_more(capsys: pytest.CaptureFixture[str]) -> None:
+    some = [
+        "--layout",
+        "nhd",
+        "mla",
+        "--dtype",
+        "uint8",
+        "float16",
+        "--slots",
+        "random",
+        "holes",
+        "--skip",
+        "none",
+        "part",
+    ]
+    some += ["--tokens", "17", "--block", "16", "--chunk", "16", "--heads", "1", "--gib", "0"]
+    _, pairs = run(capsys, *some)
+    code, every = run(capsys, *some, "--full")
+    assert (code, len(every["cells"])) == (0, 16)
+    assert len(pairs["cells"]) < 16
+
+
+def test_progress_is_for_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    run(capsys, *ONE)
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    code = command.main([*ONE, "--device", "cpu", "--json"])
+    said = capsys.readouterr()
+    assert code == json.loads(said.out)["exit"] == 0
+    assert "0/1 torch nhd uint8" in said.err
+
+
+def test_speed_beside_a_plain_copy(capsys: pytest.CaptureFixture[str]) -> None:
+    code, answer = run(capsys, "--race", "late-producer")
+    assert (code, answer["speed"]) == (0, [])
+    code, answer = run(capsys, *ONE, "--gib", "0.01")
+    [speed] = answer["speed"]
+    assert speed["verdict"] == "passed"
+    assert min(speed[rate] for rate in ("store_gb_s", "load_gb_s", "plain_store_gb_s", "plain_load_gb_s")) > 0
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_cuda_without_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["--device", "cuda"]) == 77
+    assert "no CUDA device" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [["--backend", "nothing"], ["--race", "nothing"], ["--tokens", "0"], ["--head-size", "3"], ["--layers", "5000"],
+     ["--block", "x"], ["--tokens", "some"], ["--layout", "nothing"]],
+    ids=" ".join,
+)  # fmt: skip
+def test_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        sys.exit(command.main([*arguments, "--device", "cpu"]))
+    assert ended.value.code == 2
+    assert "kvfix roundtrip: " in capsys.readouterr().err
+
+
+def test_a_backend_that_refuses_and_one_that_falls(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(trip: Any) -> Any:
+        raise Refused("not this one")
+
+    def fall(trip: Any) -> Any:
+        return [][1]
+
+    those = {"no": backend.Backend("no", "", refuse), "falls": backend.Backend("falls", "", fall)}
+    absent = backend.Backend("absent", "", refuse, lambda device: "it is not installed")
+    monkeypatch.setattr(backend, "all_backends", lambda: {**those, "absent": absent})
+    code, answer = run(capsys, *ONE, "--backend", "no")
+    assert (code, answer["cells"][0]["verdict"], answer["cells"][0]["reason"]) == (77, "refused", "not this one")
+    code, answer = run(capsys, *ONE, "--backend", "falls")
+    assert (code, answer["cells"][0]["verdict"]) == (1, "crashed")
+    assert "IndexError: list index out of range (test_command.py:" in answer["cells"][0]["reason"]
+    code, answer = run(capsys, *ONE, "--backend", "absent")
+    assert (code, answer["skipped"]) == (77, {"absent": "it is not installed"})
+
+
+def test_what_was_found_before_an_error_is_not_lost(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A store that moves nothing, and then a load that says that it cannot: that is no refusal."""
+
+    class Half(TorchCopy):
+        def store(self, slots: torch.Tensor) -> None: ...
+
+        def load(self, slots: torch.Tensor, skip: int) -> None:
+            raise NotImplementedError("to load")
+
+    monkeypatch.setattr(backend, "all_backends", lambda: {"half": backend.Backend("half", "", Half)})
+    code, answer = run(capsys, *ONE, "--backend", "half")
+    [cell] = answer["cells"]
+    assert (code, cell["verdict"], cell["findings"][0]["classes"].keys()) == (1, "failed", {"not written"})
+    assert cell["reason"].startswith("NotImplementedError: to load (test_command.py:")
+
+
+def test_a_copy_of_the_folder_needs_torch_alone(tmp_path: Path, fresh: Fresh) -> None:
+    """What docs/roundtrip.md says to copy to a GPU host."""
+    source = Path(roundtrip.__path__[0])
+    shutil.copytree(source, tmp_path / "kvfix_tools/roundtrip", ignore=shutil.ignore_patterns("__pycache__"))
+    code = f"""
+import sys
+for name in ("typer", "rich", "kvfix", "vllm", "lmcache", "msgspec", "click"):
+    sys.modules[name] = None
+sys.path[:0] = [{str(tmp_path)!r}]
+sys.path = [place for place in sys.path if not place.endswith(("/patches", "/tools"))]
+from kvfix_tools.roundtrip import command
+assert command.__file__.startswith({str(tmp_path)!r})
+result = command.main({[*ONE, "--device", "cpu"]!r})
+"""
+    assert fresh(code) == 0
+
+
+def test_it_is_a_command_of_kvfix(fresh: Fresh) -> None:
+    done = fresh.run(
+        [sys.executable, "-m", "kvfix_tools.cli", "roundtrip", *ONE, "--device", "cpu", "--inject", "stale"]
+    )
+    assert done.returncode == 1, done.stderr
+    assert "stale was planted in 1 cells and named in 1" in done.stdout

@@ -1,0 +1,87 @@
+"""What is written for CUDA, as far as it runs without: streams, staging buffers, lanes. `torch.cuda` is stood in for;
+that a GPU does the same is not shown by this.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from kvfix_tools.roundtrip import races, standin
+from kvfix_tools.roundtrip.backends.torch_copy import IN_FLIGHT, TorchCopy
+from kvfix_tools.roundtrip.cell import Cell
+from kvfix_tools.roundtrip.streams import Streams
+from kvfix_tools.roundtrip.trip import Trip
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+
+
+class Recorded(standin.Stream):
+    """A stream that keeps what is asked of it."""
+
+    def __init__(self, *_: Any) -> None:
+        self.asked: list[str] = []
+
+    def synchronize(self) -> None:
+        self.asked.append("synchronize")
+
+    def wait_stream(self, other: Any) -> None:
+        self.asked.append("wait_stream")
+
+    def wait_event(self, event: Any) -> None:
+        self.asked.append("wait_event")
+
+    def record_event(self) -> str:
+        self.asked.append("record_event")
+        return "event"
+
+
+@pytest.fixture(autouse=True)
+def no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Stream", Recorded)
+    monkeypatch.setattr(torch.cuda, "stream", standin.CUDA.stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Recorded())
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: None)
+
+
+@pytest.mark.parametrize("layout", ["nhd", "packed-hnd", "mla", "block-outermost"])
+@pytest.mark.parametrize("skip", ["none", "chunk"])
+def test_through_staging_buffers(layout: str, skip: str) -> None:
+    trip = Trip(Cell("torch", layout=layout, skip=skip), CPU)
+    copy = TorchCopy(trip)
+    copy.staged, copy.streams = True, Streams(CUDA, IN_FLIGHT)
+    result = trip.run(copy)
+    assert [str(finding) for finding in result.findings] == []
+    for stream in copy.streams.streams:  # a store and two loads, each after what was submitted before and to its end
+        assert stream.asked == ["wait_stream", "synchronize"] * 3
+
+
+def test_a_staging_buffer_that_is_shared_by_mistake_is_seen() -> None:
+    """What is left in it from the chunk before goes to the host."""
+
+    class Stale(TorchCopy):
+        def gather(self, buffer: torch.Tensor, slots: torch.Tensor, staging: torch.Tensor) -> None:
+            if len(slots) == self.chunk:
+                super().gather(buffer, slots, staging)
+            else:
+                buffer.copy_(staging[:, : len(slots)])
+
+    trip = Trip(Cell("torch"), CPU)
+    copy = Stale(trip)
+    copy.staged = True
+    assert set(trip.run(copy).findings[0].classes) == {"wrong slot"}
+
+
+def test_a_lane_is_a_stream() -> None:
+    """Its work comes after that of the current stream, where its operands were made, and they live until its end."""
+    slow, other = races.StreamLane(CUDA, slow=True), races.StreamLane(CUDA, slow=False)
+    done: list[str] = []
+    slow.submit(lambda: done.append("slow"))
+    other.wait(slow.record())
+    other.submit(lambda: done.append("other"))
+    assert done == ["slow", "other"]
+    assert slow.stream.asked == ["wait_stream", "record_event"]
+    assert other.stream.asked == ["wait_event", "wait_stream"]
+    assert len(slow.kept) == len(other.kept) == 1

@@ -1,0 +1,191 @@
+"""The tool can fail: planted faults, and errors in the tool's own copy, are found and called by their names."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from kvfix_tools.roundtrip import backend, races
+from kvfix_tools.roundtrip.backends.torch_copy import TorchCopy, paged
+from kvfix_tools.roundtrip.cell import Cell
+from kvfix_tools.roundtrip.command import once
+from kvfix_tools.roundtrip.element import WORD
+from kvfix_tools.roundtrip.inject import FAULTS
+from kvfix_tools.roundtrip.layout import DTYPES, LAYOUTS
+from kvfix_tools.roundtrip.trip import Result, Trip
+
+CPU = torch.device("cpu")
+
+
+def ran(cell: Cell, fault: str | None = None) -> Result:
+    [torch_copy] = backend.named(["torch"])
+    return once(torch_copy, cell, CPU, fault)
+
+
+@pytest.mark.parametrize("layout", ["nhd", "packed-hnd", "block-outermost"])
+@pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault != "missing-event"])
+def test_a_fault_is_named(fault: str, layout: str) -> None:
+    result = ran(Cell("torch", layout=layout), fault)
+    assert result.verdict == "failed"
+    assert {kind for finding in result.findings for kind in finding.classes} == {FAULTS[fault]}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("fault", ["swap-kv", "shift-slot", "wrong-layer"])
+def test_it_is_named_for_every_width(fault: str, dtype: str) -> None:
+    """An element of eight bits cannot say who it is; its word can."""
+    [first, *_] = ran(Cell("torch", dtype=dtype), fault).findings
+    assert set(first.classes) == {FAULTS[fault]}
+
+
+def test_what_is_said() -> None:
+    """`layer 3 V, slot 21 holds layer 4 K, slot 5`: what lies where, and what should."""
+    result = ran(Cell("torch", slots="contiguous", tokens="3", heads="1", layers=5), "wrong-layer")
+    assert result.findings[1].first == (
+        "wrong layer: layer 0 K, slot 19 holds layer 1 K, slot 16; it should hold layer 0 K, slot 16"
+    )
+    assert result.findings[1].words * WORD == result.moved
+
+
+def seen(copy: type[TorchCopy], **cell: str) -> dict[str, set[str]]:
+    """{check: classes} of a cell with another copy in place of the tool's own."""
+    trip = Trip(Cell("torch", **cell), CPU)  # type: ignore[arg-type]
+    return {finding.stage: set(finding.classes) for finding in trip.run(copy(trip)).findings}
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        ("stale", "of an earlier generation; it should hold layer"),
+        ("neighbour-write", ", slot LAST, head 0; it should hold the poison"),
+    ],
+)
+def test_a_generation_is_named_where_it_matters(fault: str, said: str) -> None:
+    finding = ran(Cell("torch"), fault).findings[-1]
+    assert said.replace("LAST", str(int(Cell("torch").mappings()[0][-1]))) in finding.first
+
+
+class TestErrorsInTheToolsOwnCopy:
+    """The oracle is the definition of the layout and shares nothing with the copy: an error that is in both ways of it,
+    and cancels in a round trip, is seen."""
+
+    def test_k_and_v_swapped_both_ways(self) -> None:
+        class Swapped(TorchCopy):
+            def gather(self, buffer: torch.Tensor, slots: torch.Tensor, staging: torch.Tensor) -> None:
+                super().gather(buffer, slots, staging)
+                buffer.copy_(buffer.flip(2))
+
+            def scatter(self, buffer: torch.Tensor, slots: torch.Tensor, staging: torch.Tensor, skip: int) -> None:
+                super().scatter(buffer.flip(2), slots, staging, skip)
+
+        found = seen(Swapped)
+        assert found == {"store, host": {"K and V swapped"}, "load, KV cache": {"K and V swapped"}}
+
+    def test_the_other_layout_of_the_same_shape(self) -> None:
+        """LMCache issue 4463: nothing about the tensor tells the two apart."""
+
+        class Mistaken(TorchCopy):
+            def __init__(self, trip: Trip) -> None:
+                super().__init__(trip)
+                inside = replace(trip.geometry, layout=LAYOUTS["kv-inside"])
+                self.layers = [paged(tensor, inside) for tensor in trip.cache.typed()]
+
+        found = seen(Mistaken, layout="packed", heads="2")
+        assert found == {"store, host": {"misplaced"}, "load, KV cache": {"misplaced"}}
+
+    def test_every_slot_off_by_one(self) -> None:
+        class Shifted(TorchCopy):
+            def store(self, slots: torch.Tensor) -> None:
+                super().store(slots + 1)
+
+            def load(self, slots: torch.Tensor, skip: int) -> None:
+                super().load(slots + 1, skip)
+
+        found = seen(Shifted, slots="contiguous")
+        assert found["store, host"] == {"wrong slot"}
+        assert found["load, KV cache"] == {"wrong slot", "bystander written", "not written"}
+
+    def test_a_write_in_front_of_a_tensor(self) -> None:
+        class Beyond(TorchCopy):
+            def __init__(self, trip: Trip) -> None:
+                super().__init__(trip)
+                self.words = trip.cache.words
+
+            def load(self, slots: torch.Tensor, skip: int) -> None:
+                super().load(slots, skip)
+                self.words[0] = 0
+
+        assert seen(Beyond)["load, KV cache"] == {"guard band written"}
+
+    def test_a_write_behind_a_host_buffer(self) -> None:
+        class Beyond(TorchCopy):
+            def store(self, slots: torch.Tensor) -> None:
+                super().store(slots)
+                self.host.words[-1] = 0
+
+        assert seen(Beyond)["store, host"] == {"guard band written"}
+
+    def test_a_store_that_changes_its_source(self) -> None:
+        class Touching(TorchCopy):
+            def store(self, slots: torch.Tensor) -> None:
+                super().store(slots)
+                self.layers[0][slots[0] // 16, slots[0] % 16] = 0
+
+        assert seen(Touching) == {"store, KV cache": {"source changed"}}
+
+    def test_nothing_moves(self) -> None:
+        class Idle(TorchCopy):
+            def store(self, slots: torch.Tensor) -> None: ...
+
+            def load(self, slots: torch.Tensor, skip: int) -> None: ...
+
+        assert set.union(*seen(Idle).values()) == {"not written"}
+
+    def test_rows_shifted_by_a_byte(self) -> None:
+        class Crooked(TorchCopy):
+            def store(self, slots: torch.Tensor) -> None:
+                super().store(slots)
+                for rows in self.host.tensors():
+                    held = rows.view(torch.uint8).flatten()
+                    held.copy_(held.roll(3))
+
+        found = seen(Crooked)["store, host"]
+        assert "shifted by bytes" in found
+        assert found <= {"shifted by bytes", "unknown"}  # a tensor's first word holds the end of its last
+
+
+class TestRaces:
+    """On the CPU lanes are queues of deferred work (races.py says so in its report): each event counts every time."""
+
+    @pytest.mark.parametrize("name", races.RACES)
+    def test_with_its_events_it_is_sound(self, name: str) -> None:
+        assert races.run(name, Cell("torch"), CPU).findings == []
+
+    @pytest.mark.parametrize(
+        ("name", "kind"),
+        [
+            ("late-producer", "stale"),
+            ("early-reuse", "overwritten"),
+            ("neighbours", "not written"),
+            ("many-in-flight", "not written"),
+            ("buffer-taken-again", "overwritten"),
+        ],
+    )
+    def test_without_them_it_is_seen(self, name: str, kind: str) -> None:
+        [finding] = races.run(name, Cell("torch"), CPU, events=False).findings
+        assert set(finding.classes) == {kind}
+
+    def test_a_hostile_write_to_a_slot_that_is_loaded_is_seen(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """What the race with the neighbours looks for."""
+        scatter = TorchCopy.scatter
+
+        def and_one_more(copy: TorchCopy, *more: Any) -> None:
+            scatter(copy, *more)
+            copy.layers[1][0, 0] = 0
+
+        monkeypatch.setattr(TorchCopy, "scatter", and_one_more)
+        [finding] = races.run("neighbours", Cell("torch", slots="contiguous"), CPU).findings
+        assert set(finding.classes) == {"unknown"}

@@ -1,0 +1,315 @@
+"""The lines that mean something, as patterns over a message's body.
+
+A pattern takes the wording of every release that has the line; `statements.json`, taken from the releases' own logging
+statements, says which, where, and at what level, and tests hold the two together. Numbers come as int, the rest as str.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+
+class Message(NamedTuple):
+    """One kind of line.
+
+    starts: what the body begins with where the frame of LMCache tells where that is; empty: anywhere in the line.
+    literal: without it the line is not of this kind. pattern: its groups are the fields (name, is it a count).
+    source: who says it: `lmcache` (by logging), `vllm`, `kvfix`; `trace` is part of a traceback, `raised` the text
+    of an exception.
+    """
+
+    name: str
+    starts: tuple[bytes, ...]
+    literal: bytes
+    pattern: re.Pattern[bytes]
+    source: str
+    fields: tuple[tuple[str, bool], ...]
+
+
+MESSAGES: list[Message] = []
+
+#: Groups that take digits only are counts; everything else is text.
+_COUNT = re.compile(rb"\(\?P<(\w+)>-\??\\d\+\)|\(\?P<(\w+)>\\d\+\)")
+_ID = rb"(?P<request>[^\s,'\"()\[\]]+)"
+
+
+def _message(name: str, source: str, starts: str, literal: str, pattern: bytes) -> None:
+    compiled = re.compile(pattern.replace(b"<ID>", _ID))
+    heads = tuple(start.encode() for start in starts.split("|") if start)
+    counts = {(one or other).decode() for one, other in _COUNT.findall(pattern)}
+    fields = tuple(
+        (field, field in counts) for field in sorted(compiled.groupindex, key=compiled.groupindex.__getitem__)
+    )
+    assert compiled.groups == len(fields), f"{name}: only named groups"
+    MESSAGES.append(Message(name, heads, literal.encode(), compiled, source, fields))
+
+
+def _lmcache(name: str, starts: str, literal: str, pattern: bytes) -> None:
+    _message(name, "lmcache", starts, literal, pattern)
+
+
+# kvfix's own recorder: a line is JSON (kvfix_tools.diagnose.recorded).
+_message("recorded", "kvfix", "", '{"kind":"', rb'^\{"kind":"(?P<kind>recorder|connector|event)"')
+
+# The adapter of LMCacheConnectorV1 (lmcache/integration/vllm/vllm_v1_adapter.py). From 0.3.14 on a line tells what vLLM
+# had; before, `need to load` may be negative.
+_lmcache(
+    "asked", "Reqid: ", "LMCache hit tokens: ",
+    rb"Reqid: <ID>, Total tokens (?P<total>\d+), (?:Inference Engine computed tokens: (?P<computed>\d+), )?"
+    rb"LMCache hit tokens: (?:(?P<hit>\d+), (?:but )?need to load: (?P<need>-?\d+)(?: < min_retrieve (?P<least>\d+))?"
+    rb"|None)",
+)  # fmt: skip
+_lmcache(
+    "capped", "Reqid: ", "Chunked KV loading: capped from",
+    rb"Reqid: <ID>, Chunked KV loading: capped from (?P<need>-?\d+) to (?P<capped>-?\d+) external tokens",
+)  # fmt: skip
+_lmcache(
+    "due", "Scheduled to load ", "Scheduled to load ",
+    rb"Scheduled to load (?P<hit>\d+) tokens (?:\((?P<computed>\d+) cached in vLLM\) )?for request <ID>",
+)  # fmt: skip
+_lmcache(
+    "storing", "Storing KV cache for ", "Storing KV cache for ",
+    rb"Storing KV cache for (?P<tokens>-?\d+) out of (?P<total>\d+) tokens \(skip_leading_tokens=(?P<skip>\d+)\) "
+    rb"for request <ID>",
+)  # fmt: skip
+_lmcache(
+    "stored", "[req_id=|Stored ", " out of total ",
+    rb"(?:\[req_id=(?P<request>[^\]]*)\] )?Stored (?P<tokens>\d+) out of total (?P<total>\d+) tokens",
+)  # fmt: skip
+_lmcache(
+    "retrieved", "[req_id=|Retrieved ", "Retrieved ",
+    rb"(?:\[req_id=(?P<request>[^\]]*)\] )?Retrieved (?P<tokens>\d+) out of (?:total )?(?P<required>\d+)"
+    rb"(?: required tokens \(from (?P<total>\d+) total tokens\)| out of total \d+ tokens)",
+)  # fmt: skip
+_lmcache(
+    "short", "Num retrieved tokens", "Num retrieved tokens: ",
+    rb"Num retrieved tokens: (?P<tokens>\d+), num expected tokens: (?P<expected>\d+)",
+)  # fmt: skip
+_lmcache(
+    "load_failed", "Request ", " failed to load ",
+    rb"Request <ID> failed to load (?P<tokens>\d+) tokens across (?P<blocks>\d+) blocks",
+)  # fmt: skip
+_lmcache(
+    "rolled_back", "Request ", " rolled back from ",
+    rb"Request <ID> rolled back from (?P<before>\d+) to (?P<now>\d+) tokens",
+)  # fmt: skip
+_lmcache(
+    "unretrievable", "The cache block is in", "The cache block is in the storage, but it can't be retrieved",
+    rb"The cache block is in the storage, but it can't be retrieved",
+)  # fmt: skip
+_lmcache(
+    "save_skipped", "Skipping KV save", "Skipping KV save for request",
+    rb"Skipping KV save for request <ID>: .*\(slot_mapping=(?P<slots>\d+), token_ids=(?P<ids>\d+)\)",
+)  # fmt: skip
+_lmcache(
+    "aborted", "Skipping abort-time", "Skipping abort-time ",
+    rb"Skipping abort-time (?:backend cleanup|async lookup cancel) for request (?P<request>[^\s,:]+):",
+)  # fmt: skip
+
+# Lookups of the in-process mode.
+_lmcache(
+    "lookup_timeout",
+    "Timeout occurred for rank",
+    "Timeout occurred for rank",
+    rb"Timeout occurred for rank (?P<rank>\w+)",
+)
+_lmcache(
+    "lookup_given_up", "Request ", " is still waiting for async lookup",
+    rb"Request <ID> is still waiting for async lookup after (?P<seconds>\d+) seconds",
+)  # fmt: skip
+_lmcache(
+    "ranks_differ", "Lookup results (number", "Lookup results (number of hit tokens) differ",
+    rb"Lookup results \(number of hit tokens\) differ across [^:]* ranks: (?P<results>.*?)\.(?:\s|$)",
+)  # fmt: skip
+_lmcache(
+    "hash_seed", "Using builtin hash|Centralized cache|P/D Disaggregation", "PYTHONHASHSEED",
+    rb"(?P<why>Using builtin hash without|Centralized cache sharing detected but|P/D Disaggregation detected but) "
+    rb"PYTHONHASHSEED (?:not )?set",
+)  # fmt: skip
+
+# Memory.
+_lmcache(
+    "pin_timeout", "Pin timeout detected", "Pin timeout detected for MemoryObj",
+    rb"Pin timeout detected for MemoryObj (?P<object>\S+)\. Pin count: (?P<pins>\d+)",
+)  # fmt: skip
+_lmcache(
+    "forced_unpin", "Force unpinned", "Force unpinned ",
+    rb"Force unpinned (?P<objects>\d+) timeout objects",
+)  # fmt: skip
+_lmcache(
+    "double_unpin", "Pin count of MemoryObj", "Double unpin occurred somewhere",
+    rb"Pin count of MemoryObj (?P<object>\w+?)is negative: (?P<count>-?\d+)",
+)  # fmt: skip
+_lmcache(
+    "no_candidates", "No eviction candidates", "No eviction candidates found in local cpu backend",
+    rb"No eviction candidates found in local cpu backend",
+)  # fmt: skip
+_lmcache(
+    "not_stored", "Local cpu memory under", "Local cpu memory under pressure so choosing to",
+    rb"Local cpu memory under pressure so choosing to (?P<what>not store|store only)",
+)  # fmt: skip
+_lmcache(
+    "degraded", "Failed during post_init|Failed to initialize", "System will operate in degraded mode",
+    rb"(?P<what>Failed during post_init|Failed to initialize [\w ]+): (?P<error>.*?)\.? System will operate in deg",
+)  # fmt: skip
+
+# The multi-process connector and its server.
+_lmcache(
+    "mp_timeout", "LOOKUP |QUERY_PREFETCH", " timed out", rb"(?P<what>LOOKUP|QUERY_PREFETCH_STATUS)(?: request)?"
+    rb"(?: to (?P<server>\S+))? timed out(?: after (?P<waited>[\d.]+)s)?\. Marking",
+)  # fmt: skip
+_lmcache("mp_unhealthy", "LMCache server is", "LMCache server is unhealthy", rb"LMCache server is unhealthy")
+_lmcache("mp_healthy", "LMCache server is", "LMCache server is healthy again", rb"LMCache server is healthy again")
+_lmcache(
+    "mp_failed", "Something went wrong", "Something went wrong when processing the ",
+    rb"Something went wrong when processing the (?P<what>store|retrieve) request for request_id=<ID>",
+)  # fmt: skip
+_lmcache(
+    "mp_bypassed", "Bypassing LMCache", "Bypassing LMCache for request ",
+    rb"Bypassing LMCache for request <ID> after a failed async KV load",
+)  # fmt: skip
+_lmcache(
+    "mp_preempted", "<preempted> by", "<preempted> by ",
+    rb"<preempted> by (?P<what>preempted|resumed) requests: ",
+)  # fmt: skip
+_lmcache(
+    "mp_resumed", "<resume-load>", "<resume-load> req=",
+    rb"<resume-load> req=<ID> apc=(?P<computed>\d+) lmcache=(?P<hit>\d+) load=(?P<granted>\d+)",
+)  # fmt: skip
+_lmcache(
+    "mp_servers_differ", "[req=", " LMCache hit mismatch across servers",
+    rb"\[req=(?P<request>[^\]]*)\] LMCache hit mismatch across servers",
+)  # fmt: skip
+_lmcache(
+    "no_handler", "No handler registered", "No handler registered for ",
+    rb"No handler registered for (?:request type|operation) (?P<operation>[\w.]+)",
+)  # fmt: skip
+_lmcache("transfer_mode", "Supported transfer", "Supported transfer mode: ", rb"Supported transfer mode: (?P<mode>\w+)")
+_lmcache(
+    "unregistered", "No registered GPU|Rejecting ", " instance ID ",
+    rb"(?:No registered GPU context found for|Rejecting (?P<what>\w+) for unregistered GPU) instance ID "
+    rb"(?P<instance>\d+)",
+)  # fmt: skip
+_lmcache(
+    "reaped", "Reaped ", "Reaped ",
+    rb"Reaped (?P<what>GPU|non-GPU) instance (?P<instance>\d+): silent for (?P<silent>[\d.]+)s "
+    rb"\(pinged=(?P<pinged>\w+)\)",
+)  # fmt: skip
+_lmcache(
+    "keys_missing",
+    "Some keys not found",
+    "Some keys not found during retrieve!",
+    rb"Some keys not found during retrieve!",
+)
+_lmcache(
+    "underflow", "STORE block ID|RETRIEVE block ID", " block ID underflow for request_id=",
+    rb"(?P<what>STORE|RETRIEVE) block ID underflow for request_id=<ID>:",
+)  # fmt: skip
+_lmcache("mp_stored", "Stored ", " tokens in ", rb"Stored (?P<tokens>\d+) tokens in (?P<took>[\d.]+) seconds")
+_lmcache("mp_retrieved", "Retrieved ", " tokens in ", rb"Retrieved (?P<tokens>\d+) tokens in (?P<took>[\d.]+) seconds")
+_lmcache(
+    "mp_prefetched", "Prefetch request completed", "Prefetch request completed (L1+L2): ",
+    rb"Prefetch request completed \(L1\+L2\): (?P<hit>\d+)/(?P<wanted>\d+) .*?"
+    rb"\((?:external_)?request_id=(?P<request>[^,)]+)",
+)  # fmt: skip
+
+# Releases.
+_lmcache(
+    "version", "LMCache initialized for", "LMCache initialized for role ",
+    rb"LMCache initialized for role (?P<role>[\w.]+) with version (?P<lmcache>[^\s,]+), vllm version (?P<vllm>[^\s,]+)",
+)  # fmt: skip
+
+# The multi-process connector does not name its release; where it says these does.
+_lmcache("mp_started", "LMCache MP worker", "LMCache MP worker adapter created", rb"LMCache MP worker adapter created")
+_lmcache("mp_registers", "Registering kv", "Registering kv caches", rb"Registering kv caches")
+
+# vLLM.
+_message(
+    "stats", "vllm", "", "Avg prompt throughput: ",
+    rb"(?:Engine (?P<engine>\d+): )?Avg prompt throughput: (?P<prompt>\d+\.?\d*) tokens/s, Avg generation throughput: "
+    rb"(?P<generation>\d+\.?\d*) tokens/s, Running: (?P<running>\d+) reqs, Waiting: (?P<waiting>\d+) reqs"
+    rb"(?:, Deferred: \d+ reqs)?(?:, KV fetch: [^%]*? completed waiting)?(?:, Preemptions: (?P<preemptions>\d+))?"
+    rb"(?:, \w+ KV cache usage: (?P<usage>[\d.]+)%)?(?:, Prefix cache hit rate: (?P<local>[\d.]+)%)?"
+    rb"(?:, External prefix cache hit rate: (?P<external>[\d.]+)%)?",
+)  # fmt: skip
+_message(
+    "kv_failing", "vllm", "", " due to KV load failure",
+    rb"Failing (?P<objects>\d+) request\(s\) due to KV load failure \(failure_policy=fail, (?P<tokens>\d+) tokens "
+    rb"affected\)\. Request IDs: (?P<requests>.*)",
+)  # fmt: skip
+_message(
+    "kv_recovered", "vllm", "", "Recovered from KV load failure: ",
+    rb"Recovered from KV load failure: (?P<objects>\d+) request\(s\) rescheduled \((?P<tokens>\d+) tokens affected\)",
+)  # fmt: skip
+_message(
+    "kv_waiting",
+    "vllm",
+    "",
+    " is still in WAITING_FOR_REMOTE_KVS state",
+    rb"<ID> is still in WAITING_FOR_REMOTE_KVS state",
+)
+_message(
+    "broadcast", "vllm", "", "No available shared memory broadcast block found",
+    rb"No available shared memory broadcast block found in (?P<seconds>\d+)",
+)  # fmt: skip
+_message("fatal", "vllm", "", "EngineCore encountered a fatal error", rb"EngineCore encountered a fatal error")
+_message(
+    "vllm_version",
+    "vllm",
+    "",
+    "Initializing a V1 LLM engine (v",
+    rb"Initializing a V1 LLM engine \(v(?P<vllm>[^\s)]+)\)",
+)
+
+# Texts of exceptions: looked for in what a traceback ends with.
+_message(
+    "mismatch", "raised", "", "Mismatch in tokens to load",
+    rb"Mismatch in tokens to load: (?P<granted>-?\d+) vs (?P<hit>\d+) \(tokens in lmcache\) - (?P<computed>\d+) "
+    rb"\(tokens in vllm\) - (?P<spare>\d+)(?: \(full lmcache hits [^)]*\))?(?: for request <ID>)?",
+)  # fmt: skip
+_message(
+    "resume_differs", "raised", "", "Preempted request ",
+    rb"Preempted request <ID> has num_computed_tokens (?P<computed>\d+) but (?P<against>expected|lmcache_cached_tokens"
+    rb"|max\(lmcache_cached_tokens, vllm_cached_tokens\)) (?:= )?(?P<expected>\d+)",
+)  # fmt: skip
+_message(
+    "no_load_spec", "raised", "", "is preempted but was not given a load spec",
+    rb"Request <ID> is preempted but was not given a load spec",
+)  # fmt: skip
+_message(
+    "server_silent", "raised", "", "LMCache ",
+    rb"LMCache server did not respond (?:to (?P<operation>\w+) )?within [\d.]+s\. Is the"
+    rb"|Cannot reach the LMCache MP server at '(?P<server>[^']+)' within",
+)  # fmt: skip
+_message(
+    "no_tracker", "raised", "", "Request tracker for request_id ", rb"Request tracker for request_id <ID> not found"
+)
+
+# Tracebacks, in whatever prefix. An exception's text ends with its line.
+_message("frame", "trace", "", '.py", line ', rb'File "(?P<file>[^"]*)", line (?P<line>\d+), in (?P<function>[^\s(]+)')
+_message("assertion", "trace", "", "assert ", rb"(?:^|\s\s)(?P<source>assert [^\n]*?)\s*$")
+_message(
+    "exception", "trace", "", "Error",
+    rb"(?:^|\] |\) |\s\s)(?P<type>(?:[A-Za-z_]\w*\.)*[A-Z]\w*Error)(?:: (?P<text>.*?))?\s*$",
+)  # fmt: skip
+
+BY_NAME = {message.name: message for message in MESSAGES}
+
+#: A line that is to be looked at holds one of these. Few, for each costs a pass over the input; a test shows that they
+#: cover every message, also where a line has lost its beginning or its end.
+NEEDLES: tuple[bytes, ...] = (
+    b" LMCache ",
+    b":lmcache.",
+    b"Avg prompt throughput: ",
+    b"KV load failure",
+    b"WAITING_FOR_REMOTE_KVS",
+    b"shared memory broadcast block",
+    b"encountered a fatal error",
+    b"Initializing a V1 LLM engine",
+    b'{"kind":"',
+    b'.py", line ',
+    b"assert ",
+    b"Error",
+    b"_mp_connector)",
+)

@@ -1,0 +1,75 @@
+"""Which releases a log is of: it names them, or the line numbers of its statements give them away."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from functools import lru_cache
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import VERSION_PATTERN, Version
+
+from kvfix_tools.diagnose import scan, statements
+
+_VERSION = re.compile(VERSION_PATTERN, re.VERBOSE | re.IGNORECASE)
+
+
+class Releases:
+    def __init__(self) -> None:
+        #: The file being read.
+        self.file = ""
+        self._named: dict[tuple[str, str], Counter[str]] = {}
+        self._candidates: frozenset[str] = frozenset()
+
+    def name(self, dist: str, text: str, file: str) -> None:
+        """This file names a release of the distribution."""
+        plain = text[:64].partition("-g")[0]  # 0.5.6-g3e11e108 is 0.5.6, as a checkout says it
+        if _VERSION.fullmatch(plain):
+            self._named.setdefault((dist, file), Counter())[Version(plain).public] += 1
+
+    def place(self, message: str, body: bytes) -> bool:
+        """A line of LMCache: which releases have its statement there. False: it does not tell where it is from."""
+        at = scan.trailer(body)
+        if at is None:
+            return False
+        found = statements.releases_at(message, at[0], at[1])
+        # Two releases in one log: what the first lines tell stands.
+        self._candidates = (self._candidates & found or self._candidates) if self._candidates else found
+        return True
+
+    def named(self, dist: str) -> list[str]:
+        """All releases that the files name."""
+        return sorted({release for (of, _), many in self._named.items() if of == dist for release in many})
+
+    @property
+    def candidates(self) -> list[str]:
+        """LMCache releases that the line numbers allow, the oldest first; empty: they tell nothing."""
+        return sorted(self._candidates, key=Version)
+
+    def one(self, dist: str, file: str | None = None) -> str | None:
+        """The release that the file names (the one being read), else that of the others if they agree.
+
+        Else the one that the line numbers give away.
+        """
+        own = self._named.get((dist, self.file if file is None else file))
+        if own:
+            return own.most_common(1)[0][0]
+        others = self.named(dist)
+        if others:
+            return others[0] if len(others) == 1 else None
+        return next(iter(self._candidates)) if dist == "lmcache" and len(self._candidates) == 1 else None
+
+    def within(self, dist: str, specifier: str, file: str | None = None) -> bool | None:
+        """Whether the release of the file (the one being read) is among these; None: it is not known."""
+        release = self.one(dist, file)
+        if release is not None:
+            return _within(release, specifier)
+        if self.named(dist) or dist != "lmcache":
+            return None
+        inside = {_within(each, specifier) for each in self._candidates}
+        return inside.pop() if len(inside) == 1 else None
+
+
+@lru_cache(maxsize=4096)
+def _within(release: str, specifier: str) -> bool:
+    return release in SpecifierSet(specifier, prereleases=True)

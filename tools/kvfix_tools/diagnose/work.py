@@ -1,0 +1,156 @@
+"""Reads the inputs and feeds a case: on all cores where there is enough to read, several files in the order of time."""
+
+from __future__ import annotations
+
+import gc
+import heapq
+import os
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+from kvfix_tools.diagnose import fast, reader, scan
+
+if TYPE_CHECKING:
+    from kvfix_tools.diagnose.case import Case
+
+#: Less than this is read in one process.
+WORTH_A_POOL = 64 << 20
+
+#: Of one block: its bytes, its lines, its hits.
+Block = tuple[int, int, list[scan.Hit]]
+
+
+def scan_block(block: bytes) -> Block:
+    return len(block), block.count(b"\n"), scan.hits(block, fast.spans())
+
+
+def scan_chunk(path: str, start: int, end: int) -> Block:
+    return scan_block(reader.chunk(path, start, end))
+
+
+def read(
+    case: Case, sources: list[reader.Source], jobs: int, progress: Callable[[int], None] | None = None
+) -> list[str]:
+    """Feed the case with all of them. Answers what could not be read, each with its reason."""
+    # Millions of tuples live for a block only, and none of them in a cycle: looking for cycles is a third of the time.
+    gc.disable()
+    try:
+        return _read_all(case, sources, jobs, progress)
+    finally:
+        gc.enable()
+
+
+def _read_all(case: Case, sources: list[reader.Source], jobs: int, progress: Callable[[int], None] | None) -> list[str]:
+    plain = sum(source.size or 0 for source in sources if not source.packed)
+    unreadable: list[str] = []
+    if jobs > 1 and plain >= WORTH_A_POOL:
+        with ProcessPoolExecutor(jobs) as pool:
+            _read(case, sources, pool, jobs, progress, unreadable)
+    else:
+        _read(case, sources, None, 1, progress, unreadable)
+    return unreadable
+
+
+def _read(
+    case: Case,
+    sources: list[reader.Source],
+    pool: ProcessPoolExecutor | None,
+    jobs: int,
+    progress: Callable[[int], None] | None,
+    unreadable: list[str],
+) -> None:
+    # Of every file a block is in memory at once: they are merged by time.
+    size = max(1 << 16, reader.BLOCK // len(sources))
+    ahead = max(1, jobs * 3 // len(sources))
+    streams = [_blocks(source, pool, ahead, size, unreadable) for source in sources]
+    if len(sources) == 1:
+        base = 1
+        for size, lines, hits in streams[0]:
+            case.bytes += size
+            case.take(sources[0].path, base, hits)
+            base += lines
+            if progress is not None:
+                progress(size)
+        return
+    merged = heapq.merge(
+        *(
+            _timed(index, sources[index].path, stream, case, progress)
+            for index, stream in enumerate(streams)
+        ),
+        key=lambda each: each[:2],
+    )  # fmt: skip
+    for _, _, path, base, hit in merged:
+        case.take(path, base, [hit])
+
+
+def _timed(
+    index: int, path: str, stream: Iterator[Block], case: Case, progress: Callable[[int], None] | None
+) -> Iterator[tuple[float, int, str, int, scan.Hit]]:
+    """A file's hits with times that never go back: a line without one has that of the line before."""
+    base, now = 1, 0.0
+    for size, lines, hits in stream:
+        case.bytes += size
+        if progress is not None:
+            progress(size)
+        for hit in hits:
+            when = scan.seconds(hit[1]) if hit[1] else None
+            # vLLM's lines have no year; they count for the order only in a file that has no others.
+            if when is not None and when > now and (when > 1e9 or now < 1e9):
+                now = when
+            yield now, index, path, base, hit
+        base += lines
+
+
+def _blocks(
+    source: reader.Source, pool: ProcessPoolExecutor | None, ahead: int, size: int, unreadable: list[str]
+) -> Iterator[Block]:
+    try:
+        if pool is not None and not source.packed:
+            yield from _ahead(
+                pool, ahead, ((scan_chunk, (source.path, *edges)) for edges in reader.chunks(source, size))
+            )
+            return
+        with reader.open_source(source) as stream:
+            blocks = reader.blocks(source, stream, size)
+            if pool is None:
+                for block in blocks:
+                    yield scan_block(block)
+            else:
+                yield from _ahead(pool, ahead, ((scan_block, (block,)) for block in blocks))
+    except (reader.Unreadable, OSError) as error:
+        unreadable.append(str(error))
+
+
+def _ahead(
+    pool: ProcessPoolExecutor, many: int, tasks: Iterator[tuple[Callable[..., Block], tuple[Any, ...]]]
+) -> Iterator[Block]:
+    """Results in the order of the tasks, with so many under way: what is not asked for yet takes no memory."""
+    running: deque[Future[Block]] = deque()
+    for function, arguments in tasks:
+        running.append(pool.submit(function, *arguments))
+        if len(running) >= many:
+            yield running.popleft().result()
+    while running:
+        yield running.popleft().result()
+
+
+def cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def bar(total: int) -> Callable[[int], None] | None:
+    """Progress on stderr, for a person and long work only."""
+    if total < 32 << 20 or not sys.stderr.isatty():
+        return None
+    done = 0
+
+    def show(size: int) -> None:
+        nonlocal done
+        done += size
+        end = "\n" if done >= total else ""
+        print(f"\rkvfix-diagnose: {done / 1e6:.0f} of {total / 1e6:.0f} MB{end}", end="", file=sys.stderr, flush=True)
+
+    return show

@@ -1,0 +1,81 @@
+"""The command: gather, say who waits for what, write the bundle."""
+
+from __future__ import annotations
+
+import io
+import json as jsonlib
+import os
+import sys
+import tarfile
+import time
+from pathlib import Path
+from typing import Any
+
+import kvfix
+from kvfix_tools.dump import gather, processes
+
+
+def dump(pid: int, out: Path, json: bool) -> int:
+    """0: written. 2: there is no such process, or the bundle cannot be written."""
+    tree = processes.tree(pid)
+    if not tree:
+        print(f"kvfix dump: there is no process {pid}", file=sys.stderr)
+        return 2
+    print(f"{len(tree)} processes: stacks and recorders ...", file=sys.stderr)
+    told = gather.gather(tree)
+    rows = [_row(each) for each in told]
+    name = f"kvfix-dump-{pid}-{time.strftime('%Y%m%dT%H%M%S')}"
+    bundle = out / f"{name}.tar.gz"
+    try:
+        _write(bundle, name, told, rows)
+    except OSError as error:
+        print(f"kvfix dump: {bundle}: {error.strerror}", file=sys.stderr)
+        return 2
+    if json:
+        print(jsonlib.dumps({"bundle": str(bundle), "processes": rows}, indent=2))
+    else:
+        print(_summary(rows), end="")
+        print(f"Bundle: {bundle}")
+    return 0
+
+
+def _row(told: gather.Told) -> dict[str, Any]:
+    process = told.process
+    return {
+        "pid": process.pid,
+        "parent": process.parent,
+        "name": process.name,
+        "state": process.state,
+        "threads": process.threads,
+        "hook": gather.where(told),
+        "stacks": told.why_no_stacks or f"stacks-{process.pid}.json",
+        "recorder": told.why_no_recorder or f"recorder-{process.pid}.jsonl",
+    }
+
+
+def _summary(rows: list[dict[str, Any]]) -> str:
+    lines = []
+    for row in rows:
+        lines.append(f"{row['pid']} {row['name']}: {row['hook'] or 'in no connector hook'}")
+        lines += [f"    {row[what]}" for what in ("stacks", "recorder") if " " in row[what]]
+    return "\n".join(lines) + "\n"
+
+
+def _write(bundle: Path, name: str, told: list[gather.Told], rows: list[dict[str, Any]]) -> None:
+    parts = {
+        "summary.txt": _summary(rows),
+        "processes.json": jsonlib.dumps([each.process._asdict() for each in told], indent=2),
+        "status.json": jsonlib.dumps([row._asdict() for row in kvfix.status()], indent=2),
+    }
+    for each in told:
+        if each.stacks is not None:
+            parts[f"stacks-{each.process.pid}.json"] = jsonlib.dumps(each.stacks, indent=1)
+        if each.recorder is not None:
+            parts[f"recorder-{each.process.pid}.jsonl"] = each.recorder.read_text()
+    handle = os.open(bundle, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(handle, "wb") as file, tarfile.open(fileobj=file, mode="w:gz") as archive:
+        for part, text in parts.items():
+            content = text.encode()
+            entry = tarfile.TarInfo(f"{name}/{part}")
+            entry.size, entry.mode, entry.mtime = len(content), 0o600, int(time.time())
+            archive.addfile(entry, io.BytesIO(content))

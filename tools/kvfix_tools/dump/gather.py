@@ -1,0 +1,128 @@
+"""What each process can tell: its stacks by py-spy, its flight recorder by the signal that it has announced."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from kvfix.probes.hooks import HOOKS
+from kvfix_tools import recording
+from kvfix_tools.dump.processes import Process
+
+#: Seconds for the stacks of one process, and for the recorders of all.
+STACKS, RECORDERS = 20, 5.0
+
+
+class Told(NamedTuple):
+    """stacks: py-spy's threads; None: `why_no_stacks`. recorder: path of its file; None: `why_no_recorder`."""
+
+    process: Process
+    stacks: list[dict[str, Any]] | None
+    why_no_stacks: str
+    recorder: Path | None
+    why_no_recorder: str
+
+
+def gather(tree: list[Process]) -> list[Told]:
+    """Recorders are asked for first: a process that py-spy holds does not answer."""
+    recorders = _recorders(tree)
+    return [Told(process, *_stacks(process.pid), *recorders[process.pid]) for process in tree]
+
+
+def _stacks(pid: int) -> tuple[list[dict[str, Any]] | None, str]:
+    program = shutil.which(
+        "py-spy", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
+    )
+    if program is None:
+        return None, "py-spy is not installed here: pip install py-spy"
+    try:
+        done = subprocess.run(
+            [program, "dump", "--json", "--pid", str(pid)], capture_output=True, text=True, timeout=STACKS, check=False
+        )
+        if done.returncode == 0:
+            return list(json.loads(done.stdout)), ""
+        said = done.stderr.strip().splitlines()
+        return None, said[-1] if said else f"py-spy ended with {done.returncode}"
+    except subprocess.TimeoutExpired:
+        return None, f"py-spy had no answer in {STACKS} s"
+    except (OSError, json.JSONDecodeError) as error:
+        return None, f"py-spy: {error}"
+
+
+def _recorders(tree: list[Process]) -> dict[int, tuple[Path | None, str]]:
+    found: dict[int, tuple[Path | None, str]] = {}
+    waiting: dict[int, tuple[Process, set[Path]]] = {}
+    for process in tree:
+        why = _not_ready(process)
+        if why:
+            found[process.pid] = None, why
+            continue
+        before = set(_files(process))
+        try:
+            os.kill(process.pid, signal.SIGUSR2)
+            waiting[process.pid] = process, before
+        except OSError as error:
+            found[process.pid] = None, f"it cannot be asked: {error.strerror}"
+    until = time.monotonic() + RECORDERS
+    while waiting and time.monotonic() < until:
+        for pid, (process, before) in list(waiting.items()):
+            new = sorted(set(_files(process)) - before)
+            if new:
+                found[pid] = new[-1], ""
+                del waiting[pid]
+        time.sleep(0.02)
+    for pid in waiting:
+        found[pid] = None, f"no answer in {RECORDERS:g} s: its main thread runs no Python, see its stacks"
+    return found
+
+
+def _files(process: Process) -> list[Path]:
+    return list(Path(process.directory).glob(f"kvfix-{process.pid}-*-signal.jsonl"))
+
+
+def _not_ready(process: Process) -> str:
+    """Why this process must not be signalled; "" if it has said that it answers."""
+    ready = Path(process.directory, f"kvfix-{process.pid}.ready")
+    try:
+        said = json.loads(ready.read_text())
+    except (OSError, ValueError):
+        return "no recorder: it has no connector, or runs without `kvfix run --mode observe`"
+    if said.get("began") != process.began:
+        return "no recorder: the one of this number belongs to a process that has ended"
+    return ""
+
+
+def where(told: Told) -> str:
+    """The hook that the process is in, how long, and the line at which it stands; "" if it is in none."""
+    line = _line(told.stacks)
+    if told.recorder is not None:
+        try:
+            connectors = recording.read(told.recorder).connectors.values()
+        except (OSError, ValueError):
+            connectors = ()  # type: ignore[assignment]
+        inside = [each for each in connectors if each.get("inside")]
+        if inside:  # a connector within the scheduler
+            last = min(inside, key=lambda each: each["seconds"])
+            return f"in {last['inside']} of {last['name']} for {last['seconds']:.1f} s{line}"
+    for frame in _frames(told.stacks):
+        if frame["name"].rpartition(".")[2] in HOOKS:  # py-spy tells the class too, from Python 3.11 on
+            return f"in {frame['name']} ({frame['short_filename']}:{frame['line']}){line}"
+    return ""
+
+
+def _frames(stacks: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
+    """Of the main thread, the innermost first."""
+    main = next((thread for thread in stacks or () if thread.get("thread_name") == "MainThread"), None)
+    return list(main["frames"]) if main else []
+
+
+def _line(stacks: list[dict[str, Any]] | None) -> str:
+    frames = _frames(stacks)
+    return f", at {frames[0]['name']} ({frames[0]['filename']}:{frames[0]['line']})" if frames else ""

@@ -1,0 +1,94 @@
+"""The process tree of an engine, from /proc; settings of vLLM, LMCache and kvfix, without secrets."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+_SECRET = re.compile(r"key|token|secret|password|credential|auth", re.IGNORECASE)
+_SHOWN = ("KVFIX", "VLLM_", "LMCACHE_", "PYTHONHASHSEED")
+
+
+class Process(NamedTuple):
+    """began: clock ticks after boot. settings: of the environment that it was started with."""
+
+    pid: int
+    parent: int
+    name: str
+    state: str
+    began: int
+    threads: int
+    command: list[str]
+    settings: dict[str, str]
+    directory: str
+
+
+def tree(pid: int) -> list[Process]:
+    """This process and all below it, parents first. Empty if there is none of this number."""
+    everyone = {each.pid: each for entry in Path("/proc").iterdir() if (each := _read(entry)) is not None}
+    wanted, found = [pid], list[Process]()
+    while wanted:
+        parent = wanted.pop(0)
+        if parent in everyone:
+            found.append(everyone[parent])
+            wanted += sorted(each.pid for each in everyone.values() if each.parent == parent)
+    return found
+
+
+def _read(entry: Path) -> Process | None:
+    """None: no process, or gone meanwhile."""
+    if not entry.name.isdigit():
+        return None
+    try:
+        stat = (entry / "stat").read_text(errors="replace")
+        command = (entry / "cmdline").read_text(errors="replace").split("\0")
+    except OSError:
+        return None
+    name, rest = stat[stat.index("(") + 1 : stat.rindex(")")], stat[stat.rindex(")") + 1 :].split()
+    environment = _environment(entry)
+    return Process(
+        pid=int(entry.name),
+        parent=int(rest[1]),
+        name=name,
+        state=rest[0],
+        began=int(rest[19]),
+        threads=int(rest[17]),
+        command=without_secrets([word for word in command if word]),
+        settings={key: _hidden(key, value) for key, value in environment.items() if key.startswith(_SHOWN)},
+        directory=environment.get("KVFIX_DUMP_DIR") or f"{environment.get('TMPDIR') or '/tmp'}/kvfix-{_owner(entry)}",
+    )
+
+
+def _environment(entry: Path) -> dict[str, str]:
+    try:
+        texts = (entry / "environ").read_text(errors="replace").split("\0")
+    except OSError:  # another user's
+        return {}
+    return {key: value for key, _, value in (text.partition("=") for text in texts) if key}
+
+
+def _owner(entry: Path) -> int:
+    try:
+        return entry.stat().st_uid
+    except OSError:
+        return 0
+
+
+def _hidden(key: str, value: str) -> str:
+    return "<hidden>" if _SECRET.search(key) else value
+
+
+def without_secrets(words: list[str]) -> list[str]:
+    """A command line with the values of options that sound like secrets taken out."""
+    shown: list[str] = []
+    hide = False
+    for word in words:
+        option, equals, _ = word.partition("=")
+        is_secret = option.startswith("-") and bool(_SECRET.search(option)) and "tokens" not in option
+        if hide and not word.startswith("-"):
+            shown.append("<hidden>")
+        else:
+            shown.append(f"{option}=<hidden>" if is_secret and equals else word)
+        hide = (is_secret and not equals) or (hide and not word.startswith("-") and shown[-1] == "<hidden>")
+    return shown

@@ -1,0 +1,82 @@
+"""In place of the model and its memory: it reads and writes slots, and says which of them hold what they must.
+
+A token sampled is a function of all tokens before it, as a model's is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request
+
+from kvfix_tools.lab import compat, engine
+from kvfix_tools.lab.memory import GARBAGE, Prefix, Slots
+from kvfix_tools.lab.record import Record
+
+
+class Model:
+    """The slots' right contents for each request, and the step that reads and writes them (LAB001)."""
+
+    def __init__(self, scheduler: Scheduler, slots: Slots, record: Record) -> None:
+        self._scheduler = scheduler
+        self._record = record
+        self.slots = slots
+        self.requests: dict[str, Request] = {}
+        self.prefixes: dict[str, Prefix] = {}
+        #: Blocks that others write to in the next step.
+        self.written_by_others: list[int] = []
+
+    def admit(self, name: str, request: Request) -> None:
+        """KV depends on adapter and embeddings, and is not shared between tenants: all that is in a slot's content."""
+        lora = request.lora_request.lora_name if request.lora_request else 1
+        embeds = request.prompt_embeds
+        seed = (lora, request.cache_salt or 1)
+        self.requests[name] = request
+        self.prefixes[name] = Prefix(hash(seed if embeds is None else (*seed, embeds.numpy().tobytes())))
+
+    def right(self, name: str) -> list[int]:
+        """What belongs in the slots of the request's tokens."""
+        return self.prefixes[name].of(self.requests[name].all_token_ids)
+
+    def blocks(self, name: str) -> list[int]:
+        return list(self._scheduler.kv_cache_manager.get_block_ids(name)[0])
+
+    def fill(self, name: str, start: int, end: int) -> None:
+        """Somebody whom the lab does not look at loads these tokens, as they are to be."""
+        self.slots.write(self.blocks(name), start, self.right(name)[start:end])
+
+    def compute(self, scheduled: dict[str, int], failed: set[int]) -> None:
+        """Each request reads the KV of all its computed tokens and writes that of the scheduled ones."""
+        for block in self.written_by_others:
+            self.slots.write([block], 0, [GARBAGE] * self.slots.block_size)
+        self.written_by_others = []
+        for name, tokens in scheduled.items():
+            done = self.requests[name].num_computed_tokens - tokens  # the scheduler has counted them in already
+            blocks, right = self.blocks(name), self.right(name)
+            wrong = self.slots.first_wrong(blocks, done, right)
+            if wrong is not None and not failed.intersection(blocks):
+                what = f"the step reads token {wrong} of {done} computed ones, its slot holds other KV"
+                self._record.corrupt(name, what)
+            contents = right[done : done + tokens] if wrong is None else [GARBAGE] * tokens
+            self.slots.write(blocks, done, contents)
+
+    def output(self, scheduled: dict[str, int], report: KVConnectorOutput) -> ModelRunnerOutput:
+        """A token for each request whose step reached its last one."""
+        names = list(scheduled)
+        return ModelRunnerOutput(
+            req_ids=names,
+            req_id_to_index={name: index for index, name in enumerate(names)},
+            sampled_token_ids=compat.sampled([self._sampled(name) for name in names]),
+            logprobs=None,
+            prompt_logprobs_dict={},
+            pooler_output=None,
+            kv_connector_output=report,
+        )
+
+    def _sampled(self, name: str) -> list[Any]:
+        request = self.requests[name]
+        if request.num_computed_tokens < request.num_tokens:
+            return []
+        return [self.right(name)[request.num_tokens - 1] % engine.VOCABULARY]

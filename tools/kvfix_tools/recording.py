@@ -1,0 +1,78 @@
+"""A recorder file of `kvfix.probes`, read back: who wrote it, its connectors, and its entries in their order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from kvfix.ledger import events as ev
+from kvfix.probes.dump import SCHEMA
+from kvfix.probes.recorder import Entry
+
+#: Files that are larger were not written by a recorder.
+LARGEST = 64 << 20
+
+
+class Recording(NamedTuple):
+    """`head`: the first line. `lines`: all others that are no event, by kind."""
+
+    path: str
+    head: dict[str, Any]
+    lines: dict[str, list[dict[str, Any]]]
+    entries: list[Entry]
+
+    @property
+    def connectors(self) -> dict[int, dict[str, Any]]:
+        return {line["number"]: line for line in self.lines.get("connector", [])}
+
+
+def read(path: Path) -> Recording:
+    """Raises OSError, and ValueError that says which line is wrong, for what no recorder of this kvfix wrote."""
+    if path.stat().st_size > LARGEST:
+        raise ValueError(f"it has {path.stat().st_size >> 20} MiB: no recorder writes that much")
+    return parsed(str(path), path.read_bytes().splitlines())
+
+
+def parsed(name: str, texts: Iterable[bytes]) -> Recording:
+    """The same of its lines."""
+    head: dict[str, Any] | None = None
+    lines: dict[str, list[dict[str, Any]]] = {}
+    entries: list[Entry] = []
+    read = 0
+    try:
+        for text in texts:
+            read += 1
+            line = msgspec.json.decode(text, type=dict[str, Any])
+            kind = line.pop("kind")
+            if head is None:
+                _check(kind, line)
+                head = line
+            elif kind == "event":
+                entries.append(_entry(line))
+            else:
+                lines.setdefault(kind, []).append(line)
+    except (KeyError, msgspec.DecodeError, msgspec.ValidationError) as error:
+        raise ValueError(f"line {read} is no line of a recorder ({type(error).__name__}: {error})") from None
+    if head is None:
+        raise ValueError("it is empty")
+    return Recording(name, head, lines, entries)
+
+
+def _check(kind: Any, head: dict[str, Any]) -> None:
+    if kind != "recorder":
+        raise KeyError("kind", kind)
+    if head["schema"] != SCHEMA:
+        raise ValueError(f"it is of schema {head['schema']!r}, this kvfix reads {SCHEMA}: use the kvfix that wrote it")
+
+
+def _entry(line: dict[str, Any]) -> Entry:
+    kind = getattr(ev, line["event"], None)
+    if kind is None or not hasattr(kind, "_fields"):
+        raise KeyError("event", line["event"])
+    event = msgspec.convert([line[field] for field in kind._fields], kind)
+    whole = {**line, "event": None}
+    made = msgspec.convert([whole[field] for field in Entry._fields[:-1]], tuple[int, int, int, str])
+    return Entry(*made, event)

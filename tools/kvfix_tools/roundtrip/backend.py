@@ -1,0 +1,52 @@
+"""What a backend is, and which there are: every module of backends/ has a tuple BACKENDS and is found by itself."""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from kvfix_tools.roundtrip import backends
+from kvfix_tools.roundtrip.cell import Axes
+from kvfix_tools.roundtrip.trip import Result, Transfer, Trip
+
+
+class Backend(NamedTuple):
+    """`open` makes the transfer of one cell, or raises trip.Refused. `missing`: why it cannot be used on this device at
+    all, or None. `group`: another name to ask for it by, together with its like. `axes`: what it is for, of the values
+    of an axis; others are only tried if they are asked for. `known`: a reported bug that a layout shows; it is named
+    beside what was found, and hides nothing. `whole`: one check in place of all cells; it
+    fills in a result."""
+
+    name: str
+    says: str
+    open: Callable[[Trip], Transfer]
+    missing: Callable[[torch.device], str | None] = lambda device: None
+    group: str = ""
+    axes: Axes = {}
+    known: dict[str, str] = {}
+    whole: Callable[[torch.device, Result], Result] | None = None
+
+
+def all_backends() -> dict[str, Backend]:
+    """{name: backend}; importing their modules imports nothing but torch."""
+    modules = [
+        importlib.import_module(found.name)
+        for found in pkgutil.iter_modules(backends.__path__, backends.__name__ + ".")
+    ]
+    return {backend.name: backend for module in modules for backend in getattr(module, "BACKENDS", ())}
+
+
+def named(names: list[str]) -> list[Backend]:
+    """Those of these names and groups, each once. Raises KeyError with the name that is neither."""
+    known = all_backends()
+    found: dict[str, Backend] = {}
+    for name in names:
+        here = [backend for backend in known.values() if name in (backend.name, backend.group)]
+        if not here:
+            raise KeyError(name)
+        found.update({backend.name: backend for backend in here})
+    return list(found.values())

@@ -1,0 +1,183 @@
+"""`lmcache-v2`, `lmcache-v3`, `lmcache-layerwise`: the GPU connectors of the installed LMCache.
+
+On a GPU they run as they are. LMCache has none for the CPU: there the same classes run on CPU tensors, with two things
+stood in for (and said so in the report): their `torch.cuda` has streams that do everything at once, and the assertions
+that a device is CUDA are left out. What moves the bytes is LMCache's own in both cases: `lmcache.device_ops`, whose
+operations are compiled ones for CUDA or, silently, LMCache's torch fall-back. The report says which.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import importlib.metadata
+import importlib.util
+import os
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from kvfix_tools.roundtrip import region as regions
+from kvfix_tools.roundtrip import standin
+from kvfix_tools.roundtrip.backend import Backend
+from kvfix_tools.roundtrip.layout import Geometry
+from kvfix_tools.roundtrip.region import Region
+from kvfix_tools.roundtrip.trip import Refused, Trip
+
+#: LMCache's memory objects, outermost first: KV_2LTD, and KV_T2D for each layer (0.5.6 memory_management.py).
+AXES = {"v2": "kv layer token head", "v3": "kv layer token head", "layerwise": "token kv head"}
+CLASSES = {
+    "v2": "VLLMPagedMemGPUConnectorV2",
+    "v3": "VLLMPagedMemGPUConnectorV3",
+    "layerwise": "VLLMPagedMemLayerwiseGPUConnector",
+}
+#: Those that LMCache has a format for (0.5.6 kv_format/specs) and that reach its in-process connectors from vLLM.
+LAYOUTS = ("nhd", "nhd-block-first", "hnd", "hnd-block-first", "packed", "packed-hnd", "mla")
+#: vLLM 0.26 and later, the default configuration.
+KNOWN = dict.fromkeys(("packed", "packed-hnd"), "LMCache issue 4463: wrong KV from the packed layout")
+#: What vLLM tells LMCache of the layout (0.5.6 integration/vllm/utils.py:43).
+HND = ("hnd", "hnd-block-first", "packed-hnd", "packed-cpu")
+
+
+def missing(device: torch.device) -> str | None:
+    return None if importlib.util.find_spec("lmcache") else "LMCache is not installed"
+
+
+class Connector:
+    """One of LMCache's GPU connectors and its memory objects, which are views of the host region."""
+
+    def __init__(self, kind: str, trip: Trip) -> None:
+        module = connectors(trip.device.type)
+        geometry, self.caches = as_vllm(trip)
+        self.cell, self.kind = trip.cell, kind
+        self.geometry, self.count, self.chunk = geometry, trip.cell.count, int(trip.cell.chunk)
+        if kind == "layerwise" and trip.cell.skipped:
+            raise Refused("the layerwise connector loads whole chunks")
+        region = regions.host(geometry, AXES[kind], self.chunk, self.count, trip.device, trip.cell.seed)
+        self.objects = memory_objects(region, geometry, kind)
+        #: What lies where in a memory object is not defined for K and V packed in one axis: only the round trip is.
+        self.host: Region | None = None if geometry.layout.fused else region
+        made = getattr(module, CLASSES[kind]).from_metadata
+        metadata = make_metadata(geometry, self.chunk)
+        self.connector = made(metadata, True, trip.device, layout_hints=hints(geometry))
+        moved_by = "single_layer_kv_transfer" if kind == "layerwise" else "multi_layer_kv_transfer"
+        self.operations = operations(trip.device, moved_by)
+
+    def store(self, slots: torch.Tensor) -> None:
+        starts, ends, more = *self._bounds(), self._more(slots)
+        if self.kind == "layerwise":
+            for _ in self.connector.batched_from_gpu(self._by_layer(), starts, ends, sync=True, **more):
+                pass
+        else:
+            self.connector.batched_from_gpu(self.objects, starts, ends, **more)
+
+    def load(self, slots: torch.Tensor, skip: int) -> None:
+        starts, ends, more = *self._bounds(), self._more(slots)
+        if self.kind == "layerwise":
+            mover = self.connector.batched_to_gpu(starts, ends, sync=True, **more)
+            next(mover)
+            for objects in self._by_layer():
+                mover.send(objects)
+            for _ in mover:
+                pass
+            return
+        # The engine asks for the chunks from the one on in which its own tokens end (0.5.6 vllm_v1_adapter.py).
+        first = skip // self.chunk
+        objects = self.objects[first:]
+        self.connector.batched_to_gpu(objects, starts[first:], ends[first:], vllm_cached_tokens=skip, **more)
+
+    def close(self) -> None:
+        pass
+
+    def _bounds(self) -> tuple[list[int], list[int]]:
+        starts = list(range(0, self.count, self.chunk))
+        return starts, [min(start + self.chunk, self.count) for start in starts]
+
+    def _more(self, slots: torch.Tensor) -> dict[str, Any]:
+        return {"kvcaches": self.caches, "slot_mapping": slots}
+
+    def _by_layer(self) -> list[list[Any]]:
+        return [self.objects[layer :: self.geometry.layers] for layer in range(self.geometry.layers)]
+
+
+def as_vllm(trip: Trip) -> tuple[Geometry, list[torch.Tensor]]:
+    """The KV cache as vLLM hands it on: a tensor for each layer, and fp8 as uint8 (0.32.0 utils/torch_utils.py:33)."""
+    geometry = trip.geometry
+    if geometry.layout.one_tensor:
+        raise Refused("LMCache's connectors take a tensor for each layer")
+    if geometry.dtype.itemsize == 1:
+        geometry = replace(geometry, dtype=torch.uint8)
+    return geometry, [tensor.view(geometry.dtype) for tensor in trip.cache.typed()]
+
+
+def memory_objects(region: Region, geometry: Geometry, kind: str) -> list[Any]:
+    """LMCache's own memory objects over the tensors of a host region."""
+    from lmcache.v1.memory_management import MemoryFormat, MemoryObjMetadata, TensorMemoryObj
+
+    split = MemoryFormat.KV_T2D if kind == "layerwise" else MemoryFormat.KV_2LTD
+    objects = []
+    for section, rows in zip(region.sections, region.tensors(), strict=True):
+        tokens, width = section.sizes["token"], geometry.heads * geometry.head_size
+        planes = [geometry.planes] if kind != "layerwise" or geometry.planes == 2 else []
+        lead = [tokens, *planes] if kind == "layerwise" else [*planes, geometry.layers, tokens]
+        shape = torch.Size([*lead, width])
+        raw = rows.reshape(-1).view(torch.uint8)
+        about = MemoryObjMetadata(
+            shape=shape, dtype=geometry.dtype, address=0, phy_size=raw.nbytes, ref_count=1,
+            fmt=MemoryFormat.KV_MLA_FMT if geometry.layout.latent else split, shapes=[shape], dtypes=[geometry.dtype],
+        )  # fmt: skip
+        objects.append(TensorMemoryObj(raw, about, None))
+    return objects
+
+
+def make_metadata(geometry: Geometry, chunk: int) -> Any:
+    from lmcache.v1.metadata import LMCacheMetadata
+
+    return LMCacheMetadata(
+        model_name="kvfix", world_size=1, local_world_size=1, worker_id=0, local_worker_id=0, kv_dtype=geometry.dtype,
+        kv_shape=(geometry.layers, geometry.planes, chunk, geometry.heads, geometry.head_size),
+        use_mla=geometry.layout.latent, role="worker", chunk_size=chunk,
+    )  # fmt: skip
+
+
+def hints(geometry: Geometry) -> dict[str, str]:
+    return {"kv_layout": "HND" if geometry.layout.name in HND else "NHD"}
+
+
+@functools.cache
+def connectors(device: str) -> Any:
+    """LMCache's module of GPU connectors; on the CPU, with the stand-ins."""
+    os.environ.setdefault("LMCACHE_LOG_LEVEL", "ERROR")
+    os.environ.setdefault("LMCACHE_TRACK_USAGE", "false")
+    from lmcache.v1.gpu_connector import gpu_connectors
+
+    if device == "cpu":
+        standin.on_cpu(gpu_connectors)
+        # It would take the layout of vLLM's CPU attention for granted (0.5.6 kv_format/detectors/vllm.py:31).
+        with contextlib.suppress(ImportError):
+            detector = importlib.import_module("lmcache.v1.gpu_connector.kv_format.detectors.vllm")
+            detector.__dict__["torch_device_type"] = "cuda"
+    return gpu_connectors
+
+
+def operations(device: torch.device, name: str) -> str:
+    """Which of LMCache's operations moves the bytes: compiled, or the fall-back that it takes without a word."""
+    import lmcache
+
+    ops = lmcache.device_ops if hasattr(lmcache, "device_ops") else lmcache.c_ops
+    move = getattr(ops, name)
+    compiled = not hasattr(move, "__code__") and not hasattr(move, "__func__")
+    kind = "its compiled operations" if compiled else "its torch fall-back"
+    stood_in = "; torch.cuda stood in for" if device.type == "cpu" else ""
+    return f"lmcache {importlib.metadata.version('lmcache')}, {name} of {kind}{stood_in}"
+
+
+def _backend(kind: str) -> Backend:
+    axes = {"layout": LAYOUTS, **({"skip": ("none",)} if kind == "layerwise" else {})}
+    says = f"LMCache's {CLASSES[kind]}"
+    return Backend(f"lmcache-{kind}", says, lambda trip: Connector(kind, trip), missing, "lmcache", axes, KNOWN)
+
+
+BACKENDS = tuple(_backend(kind) for kind in CLASSES)

@@ -1,0 +1,182 @@
+"""`vllm-simple`, `vllm-offload`: vLLM's own CPU offload, as its worker uses it. Whole blocks only.
+
+`vllm-simple` is simple_kv_offload's batched copy; `vllm-offload` the worker of OffloadingConnector. On the CPU both run
+with memmove in place of the driver's batched copy, and with streams and events that are done at once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib.metadata
+import importlib.util
+import itertools
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from kvfix_tools.roundtrip import region as regions
+from kvfix_tools.roundtrip import standin
+from kvfix_tools.roundtrip.backend import Backend
+from kvfix_tools.roundtrip.region import Region
+from kvfix_tools.roundtrip.trip import Refused, Trip
+
+#: Copies of a block, each of one tensor.
+AXES = {"tokens": ("block", "512"), "slots": ("blocks", "contiguous"), "skip": ("none",)}
+
+
+def missing(device: torch.device) -> str | None:
+    spec = importlib.util.find_spec("vllm")
+    if spec is None or not spec.submodule_search_locations:
+        return "vLLM is not installed"
+    folder = Path(spec.submodule_search_locations[0])  # to import it only to look takes half a minute
+    found = all((folder / "v1" / name).exists() for name in ("simple_kv_offload", "kv_offload/cpu/gpu_worker.py"))
+    return None if found else f"vLLM {version()} has another offload"
+
+
+@functools.cache
+def version() -> str:
+    """Of vLLM, by whichever name it was built."""
+    built = importlib.metadata.packages_distributions().get("vllm", ["vllm"])
+    return importlib.metadata.version(built[0])
+
+
+class Simple:
+    """vllm/v1/simple_kv_offload/cuda_mem_ops.py: build_params and copy_blocks."""
+
+    def __init__(self, trip: Trip) -> None:
+        self.ops, cpu = simple(trip.device.type), trip.device.type == "cpu"
+        self.block = trip.geometry.block
+        blocks = len(block_ids(trip.source, self.block))
+        self.host: Region = regions.host_blocks(trip.geometry, blocks, trip.device, trip.cell.seed)
+        self.stream = standin.Stream() if cpu else torch.cuda.Stream(trip.device)
+        caches, copies = pages(trip.cache), pages(self.host)
+        self.storing = self.ops.build_params(caches, copies, self.stream)
+        self.loading = self.ops.build_params(copies, caches, self.stream)
+        self.operations = f"vllm {version()}, copy_blocks by {'memmove (stand-in)' if cpu else 'cuMemcpyBatchAsync'}"
+
+    def store(self, slots: torch.Tensor) -> None:
+        ids = block_ids(slots, self.block)
+        self.ops.copy_blocks(ids, list(range(len(ids))), self.storing)
+        self.stream.synchronize()
+
+    def load(self, slots: torch.Tensor, skip: int) -> None:
+        ids = block_ids(slots, self.block)
+        self.ops.copy_blocks(list(range(len(ids))), ids, self.loading)
+        self.stream.synchronize()
+
+    def close(self) -> None:
+        pass
+
+
+class Offload:
+    """vllm/v1/kv_offload/cpu/gpu_worker.py: CPUOffloadingWorker. The host memory is its own."""
+
+    host: Region | None = None
+
+    def __init__(self, trip: Trip) -> None:
+        gpu_worker = offload(trip.device.type)
+        from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
+
+        self.block, self.jobs = trip.geometry.block, itertools.count()
+        self.per_chunk = max(1, int(trip.cell.chunk) // self.block)
+        self.chunks = -(-len(block_ids(trip.source, self.block)) // self.per_chunk)
+        tensors, refs = [], []
+        for number, tensor in enumerate(pages(trip.cache).values()):
+            size = math.prod(tensor.shape[1:]) * tensor.itemsize
+            tensors.append(CanonicalKVCacheTensor(tensor.view(torch.int8), size))
+            refs.append(CanonicalKVCacheRef(number, size))
+        self.worker = gpu_worker.CPUOffloadingWorker(CanonicalKVCaches(tensors, [refs]), self.per_chunk, self.chunks)
+        batch = "memmove (stand-in)" if trip.device.type == "cpu" else "swap_blocks_batch"
+        self.operations = f"vllm {version()}, CPUOffloadingWorker by {batch}"
+
+    def store(self, slots: torch.Tensor) -> None:
+        gpu, host = self._specs(slots)
+        self._done(self.worker.submit_store, gpu, host)
+
+    def load(self, slots: torch.Tensor, skip: int) -> None:
+        gpu, host = self._specs(slots)
+        self._done(self.worker.submit_load, host, gpu)
+
+    def close(self) -> None:
+        self.worker.shutdown()
+
+    def _specs(self, slots: torch.Tensor) -> tuple[Any, Any]:
+        from vllm.v1.kv_offload.base import GPULoadStoreSpec
+        from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
+
+        ids = block_ids(slots, self.block)
+        return GPULoadStoreSpec(ids, [len(ids)], [0]), CPULoadStoreSpec(list(range(self.chunks)))
+
+    def _done(self, submit: Any, *specs: Any) -> None:
+        job = next(self.jobs)
+        submit(job, *specs)
+        self.worker.wait({job})
+        if not any(result.job_id == job and result.success for result in self.worker.get_finished()):
+            raise RuntimeError(f"transfer {job} is not among the finished ones")
+
+
+def pages(region: Region) -> dict[str, torch.Tensor]:
+    """{name: tensor whose first axis is the block}: K and V apart where the layout has them so."""
+    found = {}
+    for number, (section, rows) in enumerate(zip(region.sections, region.tensors(), strict=True)):
+        before = section.axes.index("block")
+        tensor = rows.view(*(section.sizes[axis] for axis in section.axes), rows.shape[-1])
+        for place in itertools.product(*(range(section.sizes[axis]) for axis in section.axes[:before])):
+            found[f"{number}.{'.'.join(map(str, place))}"] = tensor[place]
+    return found
+
+
+def block_ids(slots: torch.Tensor, block: int) -> list[int]:
+    """Blocks of the slots. Raises Refused unless they are whole blocks, in order within each."""
+    if len(slots) % block:
+        raise Refused("whole blocks only")
+    by_block = slots.view(-1, block)
+    if bool((by_block[:, 0] % block).any()) or bool((by_block.diff() != 1).any()):
+        raise Refused("whole blocks only")
+    return [int(slot) // block for slot in by_block[:, 0]]
+
+
+@functools.cache
+def simple(device: str) -> Any:
+    from vllm.v1.simple_kv_offload import cuda_mem_ops
+
+    if device == "cpu":
+        cuda_mem_ops._batch_memcpy = (_batch_memcpy, 0)
+    return cuda_mem_ops
+
+
+def _batch_memcpy(to: int, source: int, sizes: int, count: int, *_: Any) -> int:
+    """cuMemcpyBatchAsync: arrays of addresses and of sizes."""
+    arrays = [(ctypes.c_uint64 * count).from_address(array) for array in (to, source, sizes)]
+    standin.copy_all(*arrays)
+    return 0
+
+
+@functools.cache
+def offload(device: str) -> Any:
+    from vllm.v1.kv_offload.cpu import gpu_worker
+
+    if device == "cpu":
+        batch = SimpleNamespace(swap_blocks_batch=_swap_blocks_batch)
+        standin.on_cpu(gpu_worker, ops=batch, current_platform=standin.CUDA, HAS_TRITON=False, PIN_MEMORY=False)
+        gpu_worker._new_descriptor_buffers = _descriptors
+    return gpu_worker
+
+
+def _swap_blocks_batch(source: torch.Tensor, to: torch.Tensor, sizes: torch.Tensor, **_: Any) -> None:
+    standin.copy_all(to.tolist(), source.tolist(), sizes.tolist())
+
+
+def _descriptors(count: int) -> tuple[torch.Tensor, ...]:
+    """The worker's own are pinned."""
+    return tuple(torch.empty(count, dtype=torch.int64) for _ in range(3))
+
+
+BACKENDS = (
+    Backend("vllm-simple", "vLLM's simple_kv_offload: its batched copy", Simple, missing, "vllm", AXES),
+    Backend("vllm-offload", "vLLM's OffloadingConnector: its worker", Offload, missing, "vllm", AXES),
+)

@@ -1,0 +1,147 @@
+"""One cell of the matrix, the axes it is taken from, and which cells are run: all, or enough to have every pair."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from dataclasses import asdict, dataclass, replace
+
+import torch
+
+from kvfix_tools.roundtrip.layout import DTYPES, LAYOUTS, Geometry
+
+#: Names of token counts; a number is itself.
+TOKENS = ("1", "block-1", "block", "block+1", "chunk-1", "chunk", "chunk+1", "prime")
+SLOTS = ("contiguous", "reversed", "random", "holes", "blocks")
+#: Tokens at the beginning of a load that the engine has already: none, some of a block, a chunk and some.
+SKIPS = ("none", "part", "chunk")
+#: axis -> its values, those of the issue.
+AXES: dict[str, tuple[str, ...]] = {
+    "layout": tuple(LAYOUTS),
+    "dtype": tuple(DTYPES),
+    "tokens": TOKENS,
+    "slots": SLOTS,
+    "block": ("16", "32", "64", "128"),
+    "chunk": ("16", "32", "64", "128", "256"),
+    "heads": ("1", "2", "3"),
+    "skip": SKIPS,
+}
+PRIME = 211
+#: Bytes that each layer's K has at least: LMCache's layerwise connector rounds its buffer, of that size, up to 4 KiB.
+LEAST = 8192
+Axes = dict[str, tuple[str, ...]]
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One round trip. All values as given on the command line; block, chunk and tokens in tokens."""
+
+    backend: str
+    layout: str = "nhd"
+    dtype: str = "bfloat16"
+    tokens: str = "prime"
+    slots: str = "random"
+    block: str = "16"
+    chunk: str = "64"
+    heads: str = "2"
+    skip: str = "none"
+    layers: int = 3
+    head_size: int = 32
+    seed: int = 0
+
+    def command(self, *more: str) -> str:
+        """What runs this cell and no other."""
+        options = [f"--{name.replace('_', '-')} {value}" for name, value in asdict(self).items()]
+        return " ".join(["kvfix roundtrip", *options, *more])
+
+    def with_sizes(self, layers: int, head_size: int, seed: int) -> Cell:
+        return replace(self, layers=layers, head_size=head_size, seed=seed)
+
+    @property
+    def count(self) -> int:
+        """Tokens. `prime` is a prime number: no multiple of anything."""
+        named = {"block": int(self.block), "chunk": int(self.chunk), "prime": PRIME}
+        for name, value in named.items():
+            if self.tokens.startswith(name):
+                return value + int(self.tokens[len(name) :] or 0)
+        return int(self.tokens)
+
+    @property
+    def skipped(self) -> int:
+        """Tokens that a load leaves out; less than there are."""
+        wanted = {"none": 0, "part": int(self.block) // 2 + 1, "chunk": int(self.chunk) + int(self.block) // 2}
+        return min(wanted[self.skip], self.count - 1)
+
+    def geometry(self) -> Geometry:
+        layout, block = LAYOUTS[self.layout], int(self.block)
+        heads = 1 if layout.latent else int(self.heads)
+        blocks = (4 if self.slots == "holes" else 2) * -(-self.count // block) + 3  # to store from and to load into
+        plane = block * heads * self.head_size * DTYPES[self.dtype].itemsize
+        blocks = max(blocks, -(-LEAST // plane))
+        return Geometry(layout, DTYPES[self.dtype], self.layers, blocks, block, heads, self.head_size)
+
+    def mappings(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Slot of each token, where it is stored from and where it is loaded to: [tokens] int64 each, without a slot in
+        common."""
+        slots, tokens = self.geometry().slots, self.count
+        if self.slots == "random":
+            shuffled = torch.randperm(slots, generator=torch.Generator().manual_seed(self.seed))
+            return shuffled[:tokens], shuffled[tokens : 2 * tokens]
+        if self.slots == "blocks":  # as the engine has them: the tokens in order in blocks that lie anywhere
+            block = int(self.block)
+            order = torch.randperm(slots // block, generator=torch.Generator().manual_seed(self.seed))
+            shuffled = (order[:, None] * block + torch.arange(block)).flatten()
+            return shuffled[:tokens], shuffled[-(-tokens // block) * block :][:tokens]
+        step = 2 if self.slots == "holes" else 1
+        source = torch.arange(tokens) * step + int(self.block)  # the first block is nobody's, as in vLLM
+        target = source + tokens * step + step // 2
+        if self.slots == "reversed":
+            source, target = source.flip(0), target.flip(0)
+        return source, target
+
+
+def of(backend: str, values: dict[str, str]) -> Cell:
+    return replace(Cell(backend), **values)  # type: ignore[arg-type]
+
+
+def full(backend: str, axes: Axes, seed: int = 0) -> list[Cell]:
+    """Every combination."""
+    return [of(backend, dict(zip(axes, values, strict=True))) for values in itertools.product(*axes.values())]
+
+
+def pairs(backend: str, axes: Axes, seed: int = 0) -> list[Cell]:
+    """Cells in which every value of an axis meets every value of every other: a greedy covering of pairs. The same seed
+    gives the same cells."""
+    names, choose = list(axes), random.Random(seed)
+    missing = {
+        (a, x, b, y) for a, b in itertools.combinations(names, 2) for x in axes[a] for y in axes[b]
+    }  # fmt: skip
+    cells: list[Cell] = []
+    while missing:
+        chosen = _next(names, axes, missing, choose)
+        missing -= {(a, chosen[a], b, chosen[b]) for a, b in itertools.combinations(names, 2)}
+        cells.append(of(backend, chosen))
+    return cells
+
+
+def _next(
+    names: list[str], axes: Axes, missing: set[tuple[str, str, str, str]], choose: random.Random
+) -> dict[str, str]:
+    """One cell, around a pair that is still missing: each axis takes the value that brings most missing pairs."""
+    first = min(missing)
+    chosen = {first[0]: first[1], first[2]: first[3]}
+    rest = [name for name in names if name not in chosen]
+    choose.shuffle(rest)
+    for name in rest:
+        chosen[name] = max(
+            axes[name],
+            key=lambda value: (
+                sum(
+                    ((a, chosen[a], name, value) if names.index(a) < names.index(name) else (name, value, a, chosen[a]))
+                    in missing
+                    for a in chosen
+                ),
+                choose.random(),
+            ),
+        )
+    return {name: chosen[name] for name in names}

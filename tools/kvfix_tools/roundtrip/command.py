@@ -1,0 +1,166 @@
+"""`kvfix roundtrip`, also `python -m kvfix_tools.roundtrip`: its options, and which cells they choose.
+
+argparse, so that it runs where there is torch and nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from kvfix_tools.roundtrip import backend as backends
+from kvfix_tools.roundtrip import races, speed
+from kvfix_tools.roundtrip.backend import Backend
+from kvfix_tools.roundtrip.cell import AXES, Axes, Cell, full, pairs
+from kvfix_tools.roundtrip.element import too_large
+from kvfix_tools.roundtrip.inject import FAULTS, Faulty
+from kvfix_tools.roundtrip.report import Report
+from kvfix_tools.roundtrip.trip import Refused, Result, Trip
+
+OK, FINDINGS, USAGE, NOT_HERE = 0, 1, 2, 77
+#: Said by a backend that cannot do what it is asked: in the open, and before it moves anything in silence.
+REFUSALS = (Refused, NotImplementedError, ValueError, AssertionError)
+
+
+def parser() -> argparse.ArgumentParser:
+    options = argparse.ArgumentParser(
+        prog="kvfix roundtrip",
+        description="Is every byte of KV what it was? Moves KV that says of itself who it is to the host and back.",
+        epilog="Exit codes: 0 all right, 1 something is not, 2 usage, 77 asked for CUDA and there is none.",
+    )
+    add = options.add_argument
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: CUDA if there is a GPU")
+    add("--backend", nargs="+", metavar="NAME", default=["torch"], help="what moves the KV; see --list")
+    for name, values in AXES.items():
+        free = name in ("tokens", "block", "chunk", "heads")
+        add(f"--{name}", nargs="+", metavar="VALUE", choices=None if free else values, help=f"of {', '.join(values)}")
+    add("--layers", type=int, default=3)
+    add("--head-size", type=int, default=32, help="elements; 8 bytes or a multiple of them")
+    add("--full", action="store_true", help="every combination, not only every pair of values")
+    add("--race", nargs="*", metavar="NAME", help=f"only races: {', '.join(races.RACES)}")
+    add("--gib", type=float, help="size of the transfer that is timed; 0: none (default: 1/32 on a CPU, 4 on CUDA)")
+    add("--seed", type=int, default=0)
+    add("--inject", choices=tuple(FAULTS), help="plant this fault; it must be found")
+    add("--json", action="store_true")
+    add("--list", action="store_true", help="the backends, and what is missing for them here")
+    return options
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = parser().parse_args(arguments)
+    cuda = torch.cuda.is_available()
+    if options.device == "cuda" and not cuda:
+        print(f"kvfix roundtrip: no CUDA device: torch {torch.__version__} sees none", file=sys.stderr)
+        return NOT_HERE
+    device = torch.device("cpu")
+    if cuda and options.device != "cpu":
+        device = torch.device("cuda", torch.cuda.current_device())  # as a tensor says it: LMCache compares the two
+    if options.list:
+        for one in backends.all_backends().values():
+            print(f"{one.name:18} {one.missing(device) or one.says}")
+        return OK
+    try:
+        chosen = backends.named(options.backend)
+        unknown = set(options.race or ()) - set(races.RACES)
+        if unknown:
+            raise KeyError(min(unknown))
+        cells = {one.name: choose(one, options) for one in chosen}
+    except KeyError as error:
+        print(f"kvfix roundtrip: no backend or race {error}; --list and --help name them", file=sys.stderr)
+        return USAGE
+    except ValueError as error:
+        print(f"kvfix roundtrip: {error}", file=sys.stderr)
+        return USAGE
+    return run(chosen, cells, device, options)
+
+
+def run(chosen: list[Backend], cells: dict[str, list[Cell]], device: torch.device, options: argparse.Namespace) -> int:
+    report = Report(device, options)
+    here = [one for one in chosen if not report.without(one, one.missing(device))]
+    threads = torch.get_num_threads()
+    if device.type == "cpu":
+        torch.set_num_threads(1)  # the cells are small: threads would only wait for one another
+    try:
+        work = list(jobs(here, cells, device, options))
+        for number, (cell, job) in enumerate(work):
+            report.progress(number, len(work), cell)
+            report.add(job())
+        timed = options.gib != 0 and options.race is None and options.inject is None
+        for one in [one for one in here if timed and not one.whole]:
+            report.progress(len(work), len(work), Cell(one.name))
+            report.speed(speed.measure(one, device, options.gib, options.seed))
+    finally:
+        torch.set_num_threads(threads)
+    return report.end()
+
+
+def jobs(
+    chosen: list[Backend], cells: dict[str, list[Cell]], device: torch.device, options: argparse.Namespace
+) -> Iterator[tuple[Cell, Callable[[], Result]]]:
+    """What is to be done, and for which cell."""
+    events = options.inject != "missing-event"
+    if options.race is None and events:
+        for one in chosen:
+            if one.whole and options.inject is None:
+                yield Cell(one.name), partial(guarded, Cell(one.name, seed=options.seed), partial(one.whole, device))
+            for cell in cells[one.name] if not one.whole else []:
+                yield cell, partial(once, one, cell, device, options.inject)
+    some = any(getattr(options, axis) for axis in AXES)  # asked for cells, not for races
+    if any(one.name == "torch" for one in chosen) and (
+        options.race is not None or not events or not (some or options.inject)
+    ):
+        for name in options.race or races.RACES:
+            cell = Cell("torch", layers=options.layers, head_size=options.head_size, seed=options.seed)
+            yield cell, partial(races.run, name, cell, device, events)
+
+
+def once(one: Backend, cell: Cell, device: torch.device, fault: str | None = None) -> Result:
+    """One cell of a backend, with a fault or without."""
+
+    def moved(result: Result) -> Result:
+        trip = Trip(cell, device, result)
+        transfer = one.open(trip)
+        return trip.run(Faulty(transfer, trip, fault) if fault else transfer)
+
+    return guarded(cell, moved)
+
+
+def guarded(cell: Cell, job: Callable[[Result], Result]) -> Result:
+    """What a job answers, or raises. What it has found before is not lost."""
+    result = Result(cell, "passed")
+    try:
+        return job(result)
+    except Exception as error:  # noqa: BLE001 - whatever the backend raises is what there is to report
+        verdict = "failed" if result.findings else "refused" if isinstance(error, REFUSALS) else "crashed"
+        return replace(result, verdict=verdict, reason=words(error))
+
+
+def words(error: BaseException) -> str:
+    """An error in one line, with the place it was raised at where it says nothing itself."""
+    text = " ".join(str(error).split())
+    if isinstance(error, Refused):
+        return text
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    place = f" ({trace.tb_frame.f_code.co_filename.rsplit('/', 1)[-1]}:{trace.tb_lineno})" if trace else ""
+    return f"{type(error).__name__}{': ' + text if text else ''}{place}"
+
+
+def choose(one: Backend, options: argparse.Namespace) -> list[Cell]:
+    """The cells of a backend. Raises ValueError for sizes that cannot be."""
+    axes: Axes = {name: tuple(getattr(options, name) or one.axes.get(name, values)) for name, values in AXES.items()}
+    made = (full if options.full else pairs)(one.name, axes, options.seed)
+    fixed = {"layers": options.layers, "head_size": options.head_size, "seed": options.seed}
+    cells = [cell.with_sizes(**fixed) for cell in made]
+    for cell in cells:
+        sizes = cell.geometry()
+        wrong = too_large(sizes.layers, sizes.slots, sizes.heads, sizes.row_words)
+        if wrong or cell.count < 1:
+            raise ValueError(wrong or f"{cell.count} tokens")
+    return cells

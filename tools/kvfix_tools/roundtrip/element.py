@@ -1,0 +1,94 @@
+"""What each KV element says of itself: who it is, through a mixing hash that can be taken back.
+
+Eight bytes are one word, and a word's 63 bits of identity (generation, layer, K or V, slot, head, place in the row) go
+through a bijection of 64 bits. So two words differ in about half their bits, every pattern of a float occurs (NaN,
+-0.0, denormals), and what lies in a wrong place is not searched for: it is decoded. Elements of 8 and 16 bits are too
+short to say who they are; their identity is that of the 8 (or 4) elements of the word.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+
+#: Bytes of one word.
+WORD = 8
+#: field -> bits, most significant first: 63 in all, so that an identity is never negative.
+BITS = {"generation": 6, "layer": 10, "kv": 1, "slot": 26, "head": 8, "word": 12}
+FIELDS = tuple(BITS)
+_SHIFT = {name: sum(list(BITS.values())[place + 1 :]) for place, name in enumerate(BITS)}
+
+#: Generations with a meaning of their own; those of the content are 1 and up, and what was before it is 0.
+STALE, FIRST, SECOND, OTHER = 0, 1, 2, 3
+POISON, HOST_POISON, GUARD = 60, 61, 62
+GENERATIONS = {STALE: "stale", POISON: "poison", HOST_POISON: "host poison", GUARD: "guard band"}
+
+_A, _B = 0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93  # odd, so they have an inverse modulo 2**64
+_S1, _S2 = 32, 29
+
+
+class Identity(NamedTuple):
+    """Numbers, or tensors of them. `word`: place in the row, in words. `kv`: 0 is K (or MLA's latent), 1 is V."""
+
+    generation: Any
+    layer: Any
+    kv: Any
+    slot: Any
+    head: Any
+    word: Any
+
+    def number(self) -> Any:
+        """The identity as one number (or a tensor of them)."""
+        return sum((getattr(self, name) << _SHIFT[name] for name in FIELDS[1:]), self.generation << _SHIFT[FIELDS[0]])
+
+    @classmethod
+    def of(cls, number: Any) -> Identity:
+        return cls(*((number >> _SHIFT[name]) & ((1 << BITS[name]) - 1) for name in FIELDS))
+
+
+def too_large(layers: int, slots: int, heads: int, words: int) -> str | None:
+    """Why an identity of these sizes would not fit, or None."""
+    for name, size in (("layer", layers), ("slot", slots), ("head", heads), ("word", words)):
+        if size > 1 << BITS[name]:
+            return f"{size} {name}s; at most {1 << BITS[name]} can be told apart"
+    return None
+
+
+def encode(numbers: torch.Tensor, seed: int) -> torch.Tensor:
+    """The words (int64) that carry these identities. The argument is overwritten: it may be gigabytes."""
+    x = numbers
+    x.bitwise_xor_(_signed(_seed(seed)))
+    x.mul_(_signed(_A))
+    x.bitwise_xor_(_logical_shift(x, _S1))
+    x.mul_(_signed(_B))
+    x.bitwise_xor_(_logical_shift(x, _S2))
+    return x
+
+
+def decode(words: torch.Tensor, seed: int) -> torch.Tensor:
+    """The numbers of the identities; negative or out of range where a word is nobody's."""
+    x = words ^ _logical_shift(words, _S2) ^ _logical_shift(words, 2 * _S2)
+    x = x * _signed(pow(_B, -1, 1 << 64))
+    x ^= _logical_shift(x, _S1)
+    x = x * _signed(pow(_A, -1, 1 << 64))
+    return x ^ _signed(_seed(seed))
+
+
+def rows(numbers: torch.Tensor, words: int, seed: int) -> torch.Tensor:
+    """[rows, words]: the content of rows whose first words have these numbers."""
+    places = torch.arange(words, dtype=torch.int64, device=numbers.device)
+    return encode(numbers[:, None] + places[None, :], seed)
+
+
+def _seed(seed: int) -> int:
+    """Any number as 62 bits, so that another seed gives other words for every identity."""
+    return (seed * _A + _B) % (1 << 62)
+
+
+def _signed(number: int) -> int:
+    return number - (1 << 64) if number >= 1 << 63 else number
+
+
+def _logical_shift(x: torch.Tensor, by: int) -> torch.Tensor:
+    return (x >> by) & ((1 << (64 - by)) - 1)

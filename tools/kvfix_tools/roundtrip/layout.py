@@ -1,0 +1,147 @@
+"""How KV lies in memory, as data: the order of the axes. Everything else of a layout follows from it.
+
+The innermost axis is always the elements of one head, a *row*: contiguous in every layout that vLLM or LMCache has. So
+a layout is an order of rows, and what a row holds is said by its coordinates.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from kvfix_tools.roundtrip.element import WORD
+
+#: name -> bytes per element. fp8 by torch's names, shortened.
+DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_e5m2": torch.float8_e5m2,
+    "uint8": torch.uint8,
+}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """`axes`: order in memory, outermost first, without the row's elements. With `layer` among them all layers are one
+    tensor, else each layer is a tensor of its own. `tensor`: the axes of the engine's tensor; `a*b` is one axis."""
+
+    name: str
+    axes: tuple[str, ...]
+    tensor: tuple[str, ...]
+
+    @property
+    def one_tensor(self) -> bool:
+        return "layer" in self.axes
+
+    @property
+    def latent(self) -> bool:
+        """MLA: one vector for each token, neither K nor V, no heads."""
+        return "kv" not in self.axes
+
+    @property
+    def fused(self) -> bool:
+        """The tensor has no axis of K and V."""
+        return "kv*element" in self.tensor
+
+
+def _layout(name: str, axes: str, tensor: str = "") -> Layout:
+    return Layout(name, tuple(axes.split()), tuple((tensor or f"{axes} element").split()))
+
+
+LAYOUTS = {
+    layout.name: layout
+    for layout in (
+        _layout("nhd", "kv block offset head"),
+        _layout("nhd-block-first", "block kv offset head"),
+        _layout("hnd", "kv block head offset"),
+        _layout("hnd-block-first", "block kv head offset"),
+        # vLLM 0.26 and later (PR 44455): K and V of a head side by side.
+        _layout("packed", "block offset head kv", "block offset head kv*element"),
+        _layout("packed-hnd", "block head offset kv", "block head offset kv*element"),
+        # vLLM for the CPU registers the same shape and means another thing: the K rows of a head, then its V rows.
+        _layout("packed-cpu", "block head kv offset", "block head offset kv*element"),
+        # With two KV heads this has the shape of `packed`, and means another thing (LMCache PR 4467).
+        _layout("kv-inside", "block offset kv head", "block offset kv head*element"),
+        _layout("mla", "block offset"),
+        _layout("one-tensor", "layer kv block offset head"),
+        _layout("block-outermost", "block layer kv offset head"),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Sizes of one KV cache. `head_size` in elements, `block` in tokens."""
+
+    layout: Layout
+    dtype: torch.dtype
+    layers: int
+    blocks: int
+    block: int
+    heads: int
+    head_size: int
+
+    @property
+    def planes(self) -> int:
+        """K and V; 1 for MLA's latent vector."""
+        return 1 if self.layout.latent else 2
+
+    @property
+    def slots(self) -> int:
+        return self.blocks * self.block
+
+    @property
+    def row_bytes(self) -> int:
+        return self.head_size * int(self.dtype.itemsize)
+
+    @property
+    def row_words(self) -> int:
+        if self.row_bytes % WORD:
+            raise ValueError(f"a row of {self.row_bytes} bytes is not a multiple of {WORD}: take another head size")
+        return self.row_bytes // WORD
+
+    @property
+    def token_rows(self) -> int:
+        """Rows of one token in all layers."""
+        return self.layers * self.planes * self.heads
+
+    def token_bytes(self, tokens: int = 1) -> int:
+        return tokens * self.token_rows * self.row_bytes
+
+    @property
+    def tensors(self) -> int:
+        return 1 if self.layout.one_tensor else self.layers
+
+    def sizes(self, chunk: int = 0) -> dict[str, int]:
+        """Size of each axis; `token` is the axis of a host chunk."""
+        return {
+            "layer": self.layers,
+            "kv": self.planes,
+            "block": self.blocks,
+            "offset": self.block,
+            "head": self.heads,
+            "token": chunk,
+        }
+
+    def tensor_shape(self) -> tuple[int, ...]:
+        """Of one of the engine's tensors."""
+        sizes = {**self.sizes(), "element": self.head_size}
+        return tuple(math.prod(sizes[axis] for axis in group.split("*")) for group in self.layout.tensor)
+
+
+def coordinates(axes: tuple[str, ...], sizes: dict[str, int], rows: torch.Tensor) -> dict[str, torch.Tensor]:
+    """{axis: coordinate} of rows by their place in memory: the definition of a layout, and the whole of the oracle."""
+    found, inner = {}, 1
+    for axis in reversed(axes):
+        found[axis] = (rows // inner) % sizes[axis]
+        inner *= sizes[axis]
+    return found
+
+
+def count(axes: tuple[str, ...], sizes: dict[str, int]) -> int:
+    """Rows of one tensor with these axes."""
+    return math.prod(sizes[axis] for axis in axes)

@@ -1,0 +1,196 @@
+"""The report: a line of progress, a table for each backend, what is wrong in words, and JSON."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shutil
+import sys
+from collections import Counter
+from dataclasses import asdict
+
+import torch
+
+from kvfix_tools.roundtrip.backend import Backend
+from kvfix_tools.roundtrip.cell import Cell
+from kvfix_tools.roundtrip.inject import FAULTS
+from kvfix_tools.roundtrip.speed import Speed
+from kvfix_tools.roundtrip.trip import Result
+
+#: Cells whose findings are told in full; the others are counted, and all are in the JSON.
+TOLD = 5
+BAD = ("failed", "crashed")
+
+
+class Report:
+    def __init__(self, device: torch.device, options: argparse.Namespace) -> None:
+        self.device, self.options = device, options
+        self.results: list[Result] = []
+        self.speeds: list[Speed] = []
+        self.skipped: dict[str, str] = {}
+        self.known: dict[str, dict[str, str]] = {}
+
+    def without(self, backend: Backend, why: str | None) -> bool:
+        """Is the backend left out? Then it is said why."""
+        if why:
+            self.skipped[backend.name] = why
+        self.known[backend.name] = backend.known
+        return bool(why)
+
+    def progress(self, done: int, of: int, cell: Cell) -> None:
+        if not sys.stderr.isatty():
+            return
+        bar = ("#" * (24 * done // max(of, 1))).ljust(24, ".")
+        line = f"[{bar}] {done}/{of} {cell.backend} {cell.layout} {cell.dtype}"
+        print(f"\r{line[: shutil.get_terminal_size().columns - 1]}\x1b[K", end="", file=sys.stderr, flush=True)
+
+    def add(self, result: Result) -> None:
+        self.results.append(result)
+
+    def speed(self, speed: Speed) -> None:
+        self.speeds.append(speed)
+        if speed.result.verdict in BAD:
+            self.results.append(speed.result)
+
+    @property
+    def code(self) -> int:
+        if all(result.verdict == "refused" for result in self.results):
+            return 77
+        return int(any(result.verdict in BAD for result in self.results))
+
+    def end(self) -> int:
+        if sys.stderr.isatty():
+            print("\r\x1b[K", end="", file=sys.stderr)
+        print(json.dumps(self.as_dict(), indent=2) if self.options.json else "\n".join(self.lines()))
+        return self.code
+
+    def as_dict(self) -> dict[str, object]:
+        return {
+            "device": name(self.device),
+            "torch": str(torch.__version__),
+            "seed": self.options.seed,
+            "inject": self.options.inject,
+            "verified_bytes": self.verified,
+            "skipped": self.skipped,
+            "cells": [as_dict(result, self.options) for result in self.results],
+            "speed": [speed.as_dict() for speed in self.speeds],
+            "exit": self.code,
+        }
+
+    @property
+    def verified(self) -> int:
+        return sum(result.verified for result in [*self.results, *(speed.result for speed in self.speeds)])
+
+    def lines(self) -> list[str]:
+        lines = [f"{name(self.device)}, torch {torch.__version__}, seed {self.options.seed}"]
+        lines += [f"{backend}: skipped: {why}" for backend, why in self.skipped.items()]
+        for backend in dict.fromkeys(result.cell.backend for result in self.results):
+            lines += ["", *self._table(backend)]
+        for speed in self.speeds:
+            lines += ["", *self._speed(speed)]
+        lines += ["", *self._wrong()]
+        return lines
+
+    def _table(self, backend: str) -> list[str]:
+        mine = [result for result in self.results if result.cell.backend == backend]
+        lines = [f"{backend}: {', '.join(dict.fromkeys(result.operations for result in mine if result.operations))}"]
+        width = max(len(row(result)) for result in mine)
+        for layout in dict.fromkeys(row(result) for result in mine):
+            here = [result for result in mine if row(result) == layout]
+            counted = Counter(result.verdict for result in here)
+            cells = "  ".join(
+                f"{counted[verdict]} {verdict}" for verdict in ("passed", *BAD, "refused") if counted[verdict]
+            )
+            lines.append(f"  {layout:{width}}  {cells}")
+            known = self.known.get(backend, {}).get(layout)
+            lines += [f"  {'':{width}}    {known}"] if known and any(counted[verdict] for verdict in BAD) else []
+            reasons = Counter(
+                re.sub(r"\d{2,}|\d(?=[],])", "N", result.reason) if result.verdict == "crashed" else result.reason
+                for result in here
+                if result.reason
+            )
+            lines += [f"  {'':{width}}    {count} x {reason}" for reason, count in reasons.items()]
+        return lines
+
+    def _speed(self, speed: Speed) -> list[str]:
+        backend, size = speed.result.cell.backend, speed.result.moved / (1 << 20)
+        if speed.result.verdict == "refused":
+            return [f"{backend}: not timed: {speed.result.reason}"]
+        bare = speed.result.moved * (1 / speed.plain_store + 1 / speed.plain_load)
+        lines = [
+            f"{backend}: {size:.0f} MiB, {way} {rate / 1e9:.2f} GB/s, {100 * rate / beside:.0f} % of a plain "
+            f"{'pinned ' if self.device.type == 'cuda' else ''}copy ({beside / 1e9:.2f} GB/s)"
+            for way, rate, beside in (
+                ("store", speed.store, speed.plain_store),
+                ("load", speed.load, speed.plain_load),
+            )
+        ]
+        times = speed.seconds / bare
+        return [*lines, f"{backend}: checked in {speed.seconds:.2f} s, {times:.1f} times a plain copy there and back"]
+
+    def _wrong(self) -> list[str]:
+        wrong = [result for result in self.results if result.verdict in BAD]
+        counted = Counter(result.verdict for result in self.results)
+        lines = []
+        for result in wrong[:TOLD]:
+            lines += [f"{result.verdict}: {command(result, self.options)}"]
+            lines += [f"  {line}" for finding in result.findings for line in str(finding).splitlines()]
+            lines += [f"  {result.reason}"] if result.reason else []
+            lines.append("")
+        classes: Counter[str] = sum((f.classes for result in wrong for f in result.findings), Counter())
+        if classes:
+            lines += ["wrong words of 8 bytes, by what they are:"]
+            lines += [f"  {kind:20} {words:>10}" for kind, words in classes.most_common()] + [""]
+        if self.options.inject:
+            lines += [self._injected()]
+        verdicts = ", ".join(f"{count} {verdict}" for verdict, count in counted.items()) or "nothing was checked"
+        return [*lines, f"SUMMARY: {verdicts}; {self.verified / (1 << 20):.0f} MiB verified"]
+
+    def _injected(self) -> str:
+        tried = [result for result in self.results if result.verdict != "refused"]
+        wanted = FAULTS[self.options.inject]
+        caught = [r for r in tried if any(not wanted or wanted in finding.classes for finding in r.findings)]
+        return f"{self.options.inject} was planted in {len(tried)} cells and named in {len(caught)}"
+
+
+def row(result: Result) -> str:
+    if result.cell.backend.startswith("engine"):
+        return "greedy outputs"
+    return f"race {result.race}" if result.race else result.cell.layout
+
+
+def command(result: Result, options: argparse.Namespace) -> str:
+    """One line that runs it again."""
+    more = ["--gib 0", *([f"--inject {options.inject}"] if options.inject else [])]
+    if result.cell.backend.startswith("engine"):
+        return f"kvfix roundtrip --backend {result.cell.backend}"
+    if result.race:
+        return " ".join([f"kvfix roundtrip --race {result.race} --seed {result.cell.seed}", *more[1:]])
+    return result.cell.command(*more)
+
+
+def as_dict(result: Result, options: argparse.Namespace) -> dict[str, object]:
+    about = {
+        field: getattr(result, field) for field in ("verdict", "reason", "race", "operations", "moved", "verified")
+    }
+    rates = {
+        way: result.moved / seconds / 1e9 if seconds else None
+        for way, seconds in (("store_gb_s", result.store), ("load_gb_s", result.load))
+    }
+    findings = [
+        {
+            "check": one.stage,
+            "first": one.first,
+            "address": one.address,
+            "words": one.words,
+            "classes": dict(one.classes),
+        }
+        for one in result.findings
+    ]
+    again = {"cell": asdict(result.cell), "command": command(result, options)}
+    return {**about, **rates, **again, "findings": findings}
+
+
+def name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"

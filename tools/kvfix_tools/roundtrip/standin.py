@@ -1,0 +1,86 @@
+"""Stand-ins for what cannot run without a GPU: streams that do everything at once, and the driver's copies as memmove.
+
+Code of LMCache or vLLM that says that its tensors are CUDA's runs with them on CPU tensors. Everything else of it is as
+installed, and the report names what was stood in for.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import ctypes
+from collections.abc import Iterable
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+
+
+class Stream:
+    cuda_stream = 0
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def wait_stream(self, other: Any) -> None: ...
+
+    def wait_event(self, event: Any) -> None: ...
+
+
+class Event:
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def synchronize(self) -> None: ...
+
+    def record(self, stream: Any = None) -> None: ...
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, later: Any) -> float:
+        return 0.0
+
+
+#: `torch.cuda`, or vLLM's `current_platform`, as far as the code uses it.
+CUDA = SimpleNamespace(
+    Stream=Stream,
+    stream=lambda stream: contextlib.nullcontext(),
+    current_stream=lambda *_: Stream(),
+    synchronize=lambda *_: None,
+    is_xpu=lambda: False,
+    is_rocm=lambda: False,
+)
+
+
+class Torch:
+    """`torch` for one module: with these streams and events."""
+
+    cuda, Event = CUDA, Event
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+
+class _Assertions(ast.NodeTransformer):
+    """Takes out the assertions that a tensor or device is CUDA's."""
+
+    def visit_Assert(self, node: ast.Assert) -> ast.AST:
+        test = ast.unparse(node.test)
+        of_cuda = ".type == 'cuda'" in test or test.endswith((".is_cuda", ".is_xpu"))
+        return ast.copy_location(ast.Pass(), node) if of_cuda else node
+
+
+def on_cpu(module: ModuleType, **names: Any) -> None:
+    """Runs a module's source again without those assertions, and gives it these names."""
+    assert module.__file__
+    tree = _Assertions().visit(ast.parse(Path(module.__file__).read_text()))
+    exec(compile(tree, module.__file__, "exec"), module.__dict__)
+    module.__dict__.update(torch=Torch(), **names)
+
+
+def copy_all(to: Iterable[int], source: Iterable[int], sizes: Iterable[int]) -> None:
+    """What the driver's batched copy does."""
+    for one, other, size in zip(to, source, sizes, strict=True):
+        ctypes.memmove(int(one), int(other), int(size))
