@@ -61,6 +61,9 @@ def prefer(folder: Path) -> None:
         gone |= more
     for name in gone:
         del sys.modules[name]
+    registry = sys.modules["prometheus_client"].REGISTRY  # LMCache registers what is there already, and would fail
+    for collector in list(registry._collector_to_names):
+        registry.unregister(collector)
 
 
 _OURS = ("lmcache.", "kvfix_tools.lab.", "vllm.distributed.kv_transfer.kv_connector.")
