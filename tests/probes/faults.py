@@ -175,6 +175,7 @@ PROBES = (
     "request_finished_answer",
     "start_load_kv",
     "wait_for_save",
+    "wait_for_save_answer",
     "get_finished",
 )
 READERS = ("hit", "loads", "stores", "kept", "lookup_timeout")

@@ -37,7 +37,7 @@ HOOKS: dict[str, tuple[str, str]] = {
     "register_kv_caches": ("", ""),
     "handle_preemptions": ("", ""),
     "start_load_kv": ("start_load_kv", ""),
-    "wait_for_save": ("", "wait_for_save"),
+    "wait_for_save": ("wait_for_save", "wait_for_save_answer"),
     "get_finished": ("", "get_finished"),
     "get_block_ids_with_load_errors": ("", ""),
     "shutdown": ("", ""),

@@ -39,6 +39,10 @@ class Reader:
         """What the metadata tell the worker to store."""
         return None
 
+    def kept_back(self, metadata: Any) -> Collection[str]:
+        """Requests of these metadata that the worker was kept from storing after all (KVF007)."""
+        return ()
+
     def kept(self) -> Iterable[tuple[str, Collection[str]]]:
         """(where, what is kept there by request id): all that must be gone when the request has ended."""
         return ()
@@ -87,6 +91,10 @@ class V1(Reader):
             and meta.save_spec.can_save
             and meta.save_spec.skip_leading_tokens < len(meta.token_ids)
         ]
+
+    def kept_back(self, metadata: Any) -> Collection[str]:
+        specs = [(meta.req_id, meta.save_spec) for meta in metadata.requests]
+        return {name for name, spec in specs if spec is not None and not spec.can_save}
 
     def kept(self) -> Iterable[tuple[str, Collection[str]]]:
         for name in self._KEPT:

@@ -29,7 +29,7 @@ def install() -> None:
     _installed = True
     if os.environ.get(AT_EXIT, "") not in ("", "0"):
         atexit.register(_at_exit)
-    if signal.getsignal(SIGNAL) is signal.SIG_DFL:
+    if signal.getsignal(SIGNAL) in (signal.SIG_DFL, _on_signal):
         signal.signal(SIGNAL, _on_signal)
         try:
             dump.announce()
@@ -61,3 +61,13 @@ def _at_exit() -> None:
         alarm.cannot_write(error)
     except Exception as error:  # noqa: BLE001
         notice.fault("kvfix.probes.signals", error)
+
+
+def _in_child() -> None:
+    """A fork has the handler of its parent, and has not said so."""
+    global _installed
+    _installed = False
+    atexit.unregister(_at_exit)
+
+
+os.register_at_fork(after_in_child=_in_child)

@@ -50,6 +50,7 @@ class Watch:
         #: The last question that is not granted yet, and in the worker the last transfer, by request.
         self._last: dict[str, Event] = {}
         self._due: dict[str, ev.LoadDue] = {}
+        self._storing: list[readers.Span] = []
         self._blocks: dict[str, set[int]] = {}
         self._hits: dict[str, int] = {}
         self._admitted: set[str] = set()
@@ -144,10 +145,16 @@ class Watch:
             for name, start, end in self.reader.loads(metadata) or ():
                 self._due_to_load(name, start, end)
 
-    def wait_for_save(self, answer: Any) -> None:
+    def wait_for_save(self) -> None:
+        """Looked at before: the hook itself marks as stored what it has stored."""
         metadata = getattr(self.connector, "_connector_metadata", None)
-        if metadata is not None:
-            for name, start, end in self.reader.stores(metadata) or ():
+        self._storing = list(self.reader.stores(metadata) or ()) if metadata is not None else []
+
+    def wait_for_save_answer(self, answer: Any) -> None:
+        storing, self._storing = self._storing, []
+        kept_back = self.reader.kept_back(self.connector._connector_metadata) if storing else ()
+        for name, start, end in storing:
+            if name not in kept_back:
                 self._last[name] = stored = ev.Stored(name, start, end)
                 self._ended.pop(name, None)
                 self.tell(stored)

@@ -6,6 +6,8 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
+from kvfix.probes.dump import DIRECTORY
+
 _SECRET = re.compile(r"key|token|secret|password|credential|auth", re.IGNORECASE)
 _SHOWN = ("KVFIX", "VLLM_", "LMCACHE_", "PYTHONHASHSEED")
 
@@ -25,13 +27,22 @@ class Process(NamedTuple):
 
 
 def tree(pid: int) -> list[Process]:
-    """This process and all below it, parents first. Empty if there is none of this number."""
+    """This process and all below it, parents first. Empty if there is none of this number.
+
+    vLLM gives its processes names (setproctitle), which overwrites some of what /proc shows of their environment: what
+    is missing there is what the parent was started with.
+    """
     everyone = {each.pid: each for entry in Path("/proc").iterdir() if (each := _read(entry)) is not None}
     wanted, found = [pid], list[Process]()
     while wanted:
         parent = wanted.pop(0)
         if parent in everyone:
-            found.append(everyone[parent])
+            process = everyone[parent]
+            above = next((each for each in found if each.pid == process.parent), None)
+            if above is not None and DIRECTORY not in process.settings:
+                settings = {**above.settings, **process.settings}
+                process = process._replace(settings=settings, directory=above.directory)
+            found.append(process)
             wanted += sorted(each.pid for each in everyone.values() if each.parent == parent)
     return found
 
@@ -56,7 +67,7 @@ def _read(entry: Path) -> Process | None:
         threads=int(rest[17]),
         command=without_secrets([word for word in command if word]),
         settings={key: _hidden(key, value) for key, value in environment.items() if key.startswith(_SHOWN)},
-        directory=environment.get("KVFIX_DUMP_DIR") or f"{environment.get('TMPDIR') or '/tmp'}/kvfix-{_owner(entry)}",
+        directory=environment.get(DIRECTORY) or f"{environment.get('TMPDIR') or '/tmp'}/kvfix-{_owner(entry)}",
     )
 
 
