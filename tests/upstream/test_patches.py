@@ -6,6 +6,8 @@ and plain schedules. What the release says without the patches comes from one pr
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,7 +17,7 @@ import pytest
 
 import kvfix
 from kvfix_tools import upstream
-from tests.conftest import RELEASES, Zygote
+from tests.conftest import RELEASES, Zygote, clean_environment
 from tests.upstream import patched
 
 PATCHES = upstream.ready()
@@ -78,7 +80,7 @@ class Release:
         tests = []
         for other in (each for each in PATCHES if _same(each, row)):
             patched.apply(other.path, self.path, scratch / other.slug)
-            for file in tests_of(other):
+            for file in regression_tests(other):
                 (scratch / file).parent.mkdir(parents=True, exist_ok=True)
                 (scratch / file).write_text((scratch / other.slug / file).read_text())
                 tests.append(file)
@@ -94,7 +96,7 @@ def _same(one: upstream.Ready, other: upstream.Ready) -> bool:
     return (one.dist, one.version) == (other.dist, other.version)
 
 
-def tests_of(row: upstream.Ready) -> list[str]:
+def regression_tests(row: upstream.Ready) -> list[str]:
     return [file for file in patched.touched(row.path.read_text()) if file.startswith("tests/")]
 
 
@@ -115,7 +117,7 @@ def releases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[ups
 
 @pytest.mark.parametrize("row", PATCHES, ids=IDS)
 def test_on_the_release(row: upstream.Ready, releases: Callable[[upstream.Ready], Release], tmp_path: Path) -> None:
-    release, tests = releases(row), tests_of(row)
+    release, tests = releases(row), regression_tests(row)
     assert tests, "a patch has a regression test"
     folder = patched.apply(row.path, release.path, tmp_path / "patched")
     patched.link(release.path, folder)
@@ -138,8 +140,42 @@ def test_on_the_release(row: upstream.Ready, releases: Callable[[upstream.Ready]
         assert not differ, f"{connector}: schedules {differ} of `kvfix lab fuzz` play differently"
 
 
-def test_every_bug_of_the_newest_releases_has_a_patch() -> None:
-    ready = {(row.code, row.dist) for row in PATCHES}
+def test_patches_are_of_fixes_that_are_needed() -> None:
+    """What is right upstream needs no patch."""
     wrong = {(row.code, row.dist) for row in kvfix.status() if row.verdict == "applicable"}
-    assert wrong <= ready
-    assert ready - wrong == {("KVF001", "lmcache")}  # it lives in 0.3.10 only, and is the reported one
+    assert {(row.code, row.dist) for row in PATCHES} <= wrong
+    assert all(row.subject.startswith("[Bugfix]") for row in PATCHES)
+
+
+def test_export_is_signed_off_by_whoever_exports(tmp_path: Path) -> None:
+    """And `git am` takes it, on a checkout of the released files."""
+    row = PATCHES[0]
+    folder, home = tmp_path / "checkout", tmp_path / "home"
+    for file in patched.touched(row.path.read_text()):
+        if (release_of(row) / file).exists():
+            (folder / file).parent.mkdir(parents=True, exist_ok=True)
+            (folder / file).write_bytes((release_of(row) / file).read_bytes())
+    home.mkdir()
+    environment = clean_environment(HOME=str(home), GIT_CONFIG_NOSYSTEM="1")
+
+    def run(*command: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+
+    export = (sys.executable, "-m", "kvfix_tools.cli", "upstream", "export", row.slug, "-o", str(tmp_path))
+    done = run(*export)
+    assert done.returncode == 2
+    assert "git config --global user.name" in done.stderr
+    for key, value in (("user.name", "Ada"), ("user.email", "ada@example.org")):
+        run("git", "config", "--global", key, value)
+    assert run(*export).returncode == 0
+    for command in (["init", "-q"], ["add", "-A"], ["commit", "-qm", "as released"]):
+        assert run("git", *command).returncode == 0
+    (patch,) = tmp_path.glob("*.patch")
+    done = run("git", "am", str(patch))
+    assert done.returncode == 0, done.stderr
+    assert "Signed-off-by: Ada <ada@example.org>" in run("git", "log", "-1", "--format=%an%n%B").stdout
+
+
+def test_no_such_patch(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert upstream.export("no-such", None, None, tmp_path) == 2
+    assert "there is no such patch; there are: " in capsys.readouterr().err
