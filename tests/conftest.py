@@ -68,9 +68,10 @@ class Zygote:
     vLLM takes 15 s and more to import: so every case can have a process of its own for the price of a fork.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, first: str = "") -> None:
+        """first: Python that it runs before the first fork."""
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.zygote"],
+            [sys.executable, "-m", "tests.zygote", *([first] if first else [])],
             cwd=ROOT,
             env=clean_environment(),
             stdin=subprocess.PIPE,

@@ -1,4 +1,7 @@
-"""Imports vLLM once, then forks for every line on stdin, runs its code and answers with one line of JSON."""
+"""Imports vLLM once, then forks for every line on stdin, runs its code and answers with one line of JSON.
+
+With an argument: Python that is run before the first fork, e.g. to import more.
+"""
 
 import contextlib
 import io
@@ -30,6 +33,8 @@ def main() -> None:
         import vllm.distributed.kv_transfer.kv_connector.factory
         import vllm.v1.core.sched.scheduler  # noqa: F401
     assert not any(name.startswith(("lmcache", "kvfix")) for name in sys.modules)
+    with contextlib.redirect_stdout(sys.stderr):
+        exec("".join(sys.argv[1:]), {})
     for line in sys.stdin:
         read, write = os.pipe()
         with tempfile.TemporaryFile() as said:

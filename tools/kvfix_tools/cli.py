@@ -95,6 +95,31 @@ def run(
     raise typer.Exit(launch.run(command, mode, only, skip))
 
 
+upstream = typer.Typer(no_args_is_help=True, help="Patches ready to be sent to LMCache and vLLM.")
+app.add_typer(upstream, name="upstream")
+
+
+@upstream.command(name="list")
+def upstream_list(json: Json = False) -> None:
+    """Each patch: its fix, the release it is for, its subject."""
+    from kvfix_tools import upstream
+
+    raise typer.Exit(upstream.show(json))
+
+
+@upstream.command(name="export")
+def upstream_export(
+    name: Annotated[str, typer.Argument(metavar="CODE|SLUG")],
+    dist: Annotated[Optional[str], typer.Option(help="lmcache or vllm; both if not given.")] = None,  # noqa: UP045
+    version: Annotated[Optional[str], typer.Option(help="The release; all if not given.")] = None,  # noqa: UP045
+    output: Annotated[Path, typer.Option("-o", "--output", metavar="DIR", help="Where to.")] = Path("."),
+) -> None:
+    """Write a fix as a patch for `git am`, with its test, signed off by you (from git config)."""
+    from kvfix_tools import upstream
+
+    raise typer.Exit(upstream.export(name, dist, version, output))
+
+
 @app.command()
 def diagnose(
     paths: Annotated[list[str], typer.Argument(metavar="PATH... | -", help="Logs, folders, .gz, .zst; - is stdin.")],

@@ -121,7 +121,8 @@ class _Silent:
 def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
     """Two lookups, one after the other, of a worker that does not answer. Wrong is to wait for both."""
     socket = _Silent(module.zmq.Again)
-    transport = SimpleNamespace(
+    transport = module.ZmqReqRepClientTransport.__new__(module.ZmqReqRepClientTransport)
+    vars(transport).update(
         _world_size=1,
         sockets=[socket],
         encoder=SimpleNamespace(encode=lambda part: b""),

@@ -25,6 +25,7 @@ None known.
 
 from __future__ import annotations
 
+import functools
 import inspect
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -61,12 +62,17 @@ def _evict(manager: Any, blocks: set[int]) -> None:
 
 
 def shows_bug(hook: Callable[..., Any], scheduler: ModuleType) -> bool:
-    """One running request, one failed block. Wrong is not to evict it."""
+    """One running request, one failed block. Wrong is not to evict it, neither in the hook nor in what calls it."""
     evicted: list[Any] = []
     manager = SimpleNamespace(get_block_ids=lambda name: ([3],), evict_blocks=evicted.append)
-    stub = SimpleNamespace(block_size=16, recompute_kv_load_failures=True, kv_cache_manager=manager)
-    tokens = [{probe.NAME: 4}] if "num_scheduled_tokens" in inspect.signature(hook).parameters else []
-    hook(stub, [probe.request(32, num_computed_tokens=20, num_cached_tokens=16)], {3}, *tokens)
+    stub = SimpleNamespace(
+        block_size=16, recompute_kv_load_failures=True, kv_cache_manager=manager, waiting=(), kv_holding_waiting=(),
+        running=[probe.request(32, num_computed_tokens=20, num_cached_tokens=16)], failed_recving_kv_req_ids=set(),
+        kv_cache_config=SimpleNamespace(kv_cache_groups=[None]), skipped_waiting=(),
+    )  # fmt: skip
+    stub._update_requests_with_invalid_blocks = functools.partial(hook, stub)
+    calls = inspect.unwrap(scheduler.Scheduler._handle_invalid_blocks)
+    calls(stub, {3}, *([{probe.NAME: 4}] if "num_scheduled_tokens" in inspect.signature(calls).parameters else []))
     return not evicted
 
 

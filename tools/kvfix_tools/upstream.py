@@ -1,0 +1,112 @@
+"""`kvfix upstream`: the patches that are ready to be sent to LMCache and vLLM.
+
+`patches/upstream/<slug>/<dist>-<version>.patch` is what `git format-patch` writes: the change in the function itself,
+and a test that fails without it. Both projects ask that whoever submits a patch signs it off (DCO), so a stored patch
+has no author of its own; `export` writes the submitter's name into it.
+"""
+
+from __future__ import annotations
+
+import json as jsonlib
+import re
+import subprocess
+import sys
+from email.utils import formatdate
+from pathlib import Path
+from typing import NamedTuple
+
+from rich.table import Table
+
+from kvfix import fix
+from kvfix_tools import screen
+
+#: In a wheel the patches are beside this file, in a checkout where they are kept.
+HERE = Path(__file__).parent
+FOLDERS = (HERE / "upstream_patches", HERE.parents[1] / "patches/upstream")
+
+
+class Ready(NamedTuple):
+    """A patch for one release of one distribution."""
+
+    code: str
+    slug: str
+    dist: str
+    version: str
+    subject: str
+    path: Path
+
+    def as_json(self) -> dict[str, str]:
+        return {**self._asdict(), "path": str(self.path)}
+
+
+def ready() -> list[Ready]:
+    """All of them, in the order of their codes."""
+    found = []
+    for folder in FOLDERS:
+        for path in folder.glob("*/*.patch"):
+            dist, _, version = path.stem.partition("-")
+            known = fix.find(path.parent.name)
+            found.append(Ready(known.code if known else "", path.parent.name, dist, version, _subject(path), path))
+    return sorted(found)
+
+
+def _subject(path: Path) -> str:
+    header = path.read_text().partition("\n\n")[0]
+    folded = re.search(r"^Subject: (?:\[PATCH\] )?(.*(?:\n .*)*)", header, re.M)
+    return " ".join(folded[1].split()) if folded else ""
+
+
+def show(json: bool) -> int:
+    """Print a row for each patch."""
+    rows = ready()
+    if json:
+        print(jsonlib.dumps([row.as_json() for row in rows], indent=2))
+        return 0
+    table = Table("code", "fix", "for", "subject", box=None, header_style="bold", pad_edge=False)
+    for row in rows:
+        table.add_row(row.code, row.slug, f"{row.dist} {row.version}", row.subject)
+    screen.console().print(table)
+    return 0
+
+
+def export(name: str, dist: str | None, version: str | None, folder: Path) -> int:
+    """Write the patches of one fix, signed off by the submitter. 2 where there is none, or git knows no submitter."""
+    known = fix.find(name)
+    wanted = [
+        row
+        for row in ready()
+        if known is not None and row.code == known.code and dist in (None, row.dist) and version in (None, row.version)
+    ]
+    if not wanted:
+        kept = ", ".join(f"{row.slug} ({row.dist} {row.version})" for row in ready())
+        print(f"kvfix upstream export: there is no such patch; there are: {kept}", file=sys.stderr)
+        return 2
+    submitter = {key: _git_config(f"user.{key}") for key in ("name", "email")}
+    if not all(submitter.values()):
+        print(
+            "kvfix upstream export: git does not know who you are, and both projects ask for your sign-off (DCO). Set "
+            "it with: git config --global user.name NAME; git config --global user.email ADDRESS",
+            file=sys.stderr,
+        )
+        return 2
+    folder.mkdir(parents=True, exist_ok=True)
+    for row in wanted:
+        path = folder / f"{row.slug}-{row.dist}-{row.version}.patch"
+        path.write_text(signed_off(row.path.read_text(), f"{submitter['name']} <{submitter['email']}>"))
+        print(f"{path}: apply it to a checkout of {row.dist} with: git am --3way {path}")
+    return 0
+
+
+def signed_off(patch: str, submitter: str) -> str:
+    """The patch as the submitter's own, of now."""
+    patch = re.sub(r"^From: .*$", f"From: {submitter}", patch, count=1, flags=re.M)
+    patch = re.sub(r"^Date: .*$", f"Date: {formatdate(localtime=True)}", patch, count=1, flags=re.M)
+    return patch.replace("\n---\n", f"\nSigned-off-by: {submitter}\n---\n", 1)
+
+
+def _git_config(key: str) -> str:
+    try:
+        done = subprocess.run(["git", "config", key], capture_output=True, text=True, check=False)
+    except OSError:  # no git
+        return ""
+    return done.stdout.strip()
