@@ -66,7 +66,12 @@ def fingerprint(path: Path, function: str) -> str | None:
 
     Raises SyntaxError, OSError, UnicodeDecodeError for a file that cannot be read as Python.
     """
-    lines, tree = _parsed(path, path.stat().st_mtime_ns)
+    return _fingerprint(path, function, path.stat().st_mtime_ns)
+
+
+@lru_cache(maxsize=1024)  # the fixes may be applied anew, many times; what is parsed is large, and kept for few files
+def _fingerprint(path: Path, function: str, mtime_ns: int) -> str | None:
+    lines, tree = _parsed(path, mtime_ns)
     node: ast.AST | None = tree
     for name in function.split("."):
         node = _member(node, name)

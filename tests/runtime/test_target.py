@@ -39,6 +39,7 @@ DIFFERENT = {
 def take(folder: Path, text: str) -> str | None:
     file = folder / "connector.py"
     file.write_text(text)
+    target._fingerprint.cache_clear()
     target._parsed.cache_clear()
     return target.fingerprint(file, "Connector.hook")
 

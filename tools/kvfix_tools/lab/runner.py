@@ -66,10 +66,8 @@ def prepare(lmcache_path: str | None) -> None:
     for dist in ("vllm", "lmcache"):
         if target.package_dir(dist) is None:
             raise ValueError(f"{dist} is not installed here; the lab plays the real one")
-    # The fixes are applied anew for every scenario, and what is installed stays as it is: look at it once.
-    for name in ("fingerprint", "version"):
-        looks = getattr(target, name)
-        setattr(target, name, functools.cache(getattr(looks, "__wrapped__", looks)))
+    # The fixes are applied anew for every scenario, and what is installed stays as it is: look for it once.
+    vars(target)["version"] = functools.cache(getattr(target.version, "__wrapped__", target.version))
 
 
 def versions() -> dict[str, str]:
