@@ -47,8 +47,18 @@ def main_options(
 def status(
     json: Json = False,
     probe: Annotated[bool, typer.Option(help="Import vLLM and LMCache, and run the behaviour probes.")] = False,
+    released: Annotated[
+        bool,
+        typer.Option("--released", help="Not the installation: the newest releases of the package index (by pip)."),
+    ] = False,
 ) -> None:
     """Which fixes this installation needs, has, or does not need, and why. Exit 1 if one is needed or unclear."""
+    if released:
+        if probe:
+            raise typer.BadParameter("--probe imports what is installed; with --released nothing is")
+        from kvfix_tools import released as newest
+
+        raise typer.Exit(newest.status(json))
     from kvfix_tools import catalogue
 
     raise typer.Exit(catalogue.status(json, probe))

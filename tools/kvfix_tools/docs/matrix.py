@@ -14,7 +14,7 @@ from kvfix_tools.lab.scenario import scenarios
 __all__ = ["load", "of_fix", "page"]
 
 _CORNER = "LMCache ↓ vLLM →"
-CURED, NOT_CURED, CLEAN, NOT_PLAYED = "bug, cured", "bug, **not cured**", "no bug", "–"
+CURED, NOT_CURED, CLEAN, NOT_PLAYED = "bug, cured", "bug, **not cured**", "no bug", "-"
 _SHOWN = (CURED, NOT_CURED)
 
 
@@ -43,7 +43,7 @@ def _cells(pairs: Pairs, slugs: set[str]) -> dict[tuple[str, str], str]:
 
 
 def of_fix(pairs: Pairs, code: str) -> str:
-    """What the lab saw of this fix: a row for each vLLM, a column for LMCache releases of which the same is to be said."""
+    """What the lab saw of this fix: vLLM by LMCache, releases of which the same is to be said in one column."""
     slugs = _slugs()[code]
     if not slugs:
         return "The lab does not play it; tests with the released code stand for it.\n"
@@ -79,13 +79,7 @@ def page(pairs: Pairs) -> str:
         found = [code for code in cells if any(code in bugs[each] for each in vllm)]
         detail = table(
             ("fix", *(f"vLLM {each}" for each in vllm)),
-            [
-                (
-                    f"{link(code, up='')} {_named(code)}",
-                    *(cells[code].get((each, release), NOT_PLAYED) for each in vllm),
-                )
-                for code in found
-            ],
+            [(_named(code), *(cells[code].get((each, release), NOT_PLAYED) for each in vllm)) for code in found],
         )
         sections.append(f"## LMCache {release} {{ #lmcache-{release} }}\n\n{detail}")
     overview = table((_CORNER, *vllm), rows)
@@ -116,4 +110,4 @@ def _count(cells: dict[str, dict[tuple[str, str], str]], pair: tuple[str, str], 
 
 def _named(code: str) -> str:
     found = next(fix for fix in catalogue() if fix.code == code)
-    return f"{found.slug} (opt-in)" if found.opt_in else found.slug
+    return f"{link(code, up='')} {found.slug}{' (opt-in)' if found.opt_in else ''}"

@@ -34,8 +34,9 @@ def _page(rule: Rule) -> str:
 
 
 def _index(rules: list[Rule]) -> str:
+    rows = [(link(each.code), each.name, _title(each)) for each in rules]
     return (
-        "# Rules\n\nWhat must hold of each request's tokens, whatever connector is used. In the modes `check` and `strict` "
-        "each is looked at in the engine ([modes](../engine.md)); the lab, `kvfix replay` and `kvfix-diagnose` judge by "
-        f"the same.\n\n{table(('code', 'rule', ''), [(link(each.code), each.name, _title(each)) for each in rules])}"
+        "# Rules\n\nWhat must hold of each request's tokens, whatever connector is used. In the modes `check` and "
+        "`strict` each is looked at in the engine ([modes](../engine.md)); the lab, `kvfix replay` and "
+        f"`kvfix-diagnose` judge by the same.\n\n{table(('code', 'rule', ''), rows)}"
     )
