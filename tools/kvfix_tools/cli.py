@@ -6,6 +6,7 @@ Exit codes of all commands: 0 nothing found, 1 findings, 2 usage or unreadable i
 from __future__ import annotations
 
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Optional
 
@@ -149,6 +150,9 @@ def diagnose(
 @app.command(add_help_option=False, context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 def roundtrip(arguments: Annotated[Optional[list[str]], typer.Argument(metavar="[OPTIONS]")] = None) -> None:  # noqa: UP045
     """Is every byte of KV what it was? To the host and back, by LMCache's and vLLM's own code. `roundtrip --help`."""
+    if find_spec("torch") is None:
+        print("kvfix roundtrip: there is no torch for this Python; run it where the engine runs", file=sys.stderr)
+        raise typer.Exit(77)
     from kvfix_tools.roundtrip import command
 
     raise typer.Exit(command.main(arguments or []))

@@ -10,6 +10,7 @@ import io
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -20,11 +21,18 @@ NAME = "engine.log"
 COLUMNS = 118
 
 
+class _Terminal(Console):
+    """Long lines end at its edge and go on below, as on any terminal."""
+
+    def print(self, *objects: Any, soft_wrap: bool | None = None, **options: Any) -> None:
+        super().print(*objects, **options)
+
+
 def picture(log: bytes) -> str:
     case = Case()
     case.bytes = len(log)
     case.take(NAME, 1, scan.hits(log))
-    console = Console(
+    console = _Terminal(
         record=True, width=COLUMNS, force_terminal=True, color_system="truecolor", file=io.StringIO(), highlight=False
     )
     console.print(f"[bold]$ kvfix-diagnose {NAME}[/]")
