@@ -143,8 +143,8 @@ def test_no_message_is_left_without_an_answer() -> None:
     assert all(entry.findings or entry.fixes for entry in errors.entries())
     told = {code for entry in errors.entries() for code in entry.findings}
     # Told by counts over the whole log, or by numbers in lines that every log has; of the unknown there is no text.
-    untold = {rule.code for rule in findings.catalogue()} - told
-    assert untold == {"KVD199", "KVD201", "KVD202", "KVD205", "KVD305"}
+    untold = [rule for rule in findings.catalogue() if rule.code not in told]
+    assert [rule.code for rule in untold if not {"", "asked", "stats", "retrieved"} >= set(rule.on)] == ["KVD199"]
     page = errors.page()
     assert all(f"findings/{code.lower()}.md" in page for code in told)
 
