@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 import zipfile
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,9 +12,9 @@ from typing import Any
 import pytest
 
 from kvfix import fix
-from tests.conftest import RELEASES
-from tests.release.conftest import Shell
+from tests.conftest import RELEASES, Fresh
 
+RELEASED = [sys.executable, "-m", "kvfix_tools.cli", "status", "--released"]
 SCHEDULER = "vllm/v1/core/sched/scheduler.py"
 ADAPTER = "lmcache/integration/vllm/vllm_v1_adapter.py"
 
@@ -57,14 +58,14 @@ def index(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def ask(shell: Shell, index: Path, more: str = "--json") -> tuple[int, Any, str]:
+def ask(fresh: Fresh, index: Path, more: str = "--json") -> tuple[int, Any, str]:
     nowhere = {"PIP_FIND_LINKS": "", "PIP_EXTRA_INDEX_URL": "", "PIP_CONFIG_FILE": "/dev/null", "PIP_RETRIES": "0"}
-    done = shell(f"kvfix status --released {more}", **nowhere, PIP_CONSTRAINT="", PIP_INDEX_URL=index.as_uri())
+    done = fresh.run([*RELEASED, *more.split()], **nowhere, PIP_INDEX_URL=index.as_uri())
     return done.returncode, json.loads(done.stdout) if "--json" in more and done.stdout else done.stdout, done.stderr
 
 
-def test_nothing_has_changed(shell: Shell, index: Path) -> None:
-    code, rows, _ = ask(shell, index)
+def test_nothing_has_changed(fresh: Fresh, index: Path) -> None:
+    code, rows, _ = ask(fresh, index)
     assert code == 0
     assert {row["change"] for row in rows} == {"unchanged"}
     assert {(row["dist"], row["version"]) for row in rows} == {("lmcache", "0.5.6"), ("vllm", "0.32.0")}
@@ -75,7 +76,7 @@ def test_nothing_has_changed(shell: Shell, index: Path) -> None:
     assert set(told) == {each.code for each in fix.catalogue()}
 
 
-def test_what_has_changed_is_told(shell: Shell, index: Path) -> None:
+def test_what_has_changed_is_told(fresh: Fresh, index: Path) -> None:
     """A newer LMCache in which one function is written anew and one file has gone; a vLLM that Python cannot read."""
     text = (root("lmcache") / ADAPTER).read_text()
     hook = "def get_num_new_matched_tokens("
@@ -86,7 +87,7 @@ def test_what_has_changed_is_told(shell: Shell, index: Path) -> None:
     publish(index, "lmcache", "0.5.7", {ADAPTER: changed, f"{gone.replace('.', '/')}.py": None})
     publish(index, "lmcache", "0.6.0rc1", {ADAPTER: None})  # no release, and so not the newest
     publish(index, "vllm", "0.33.0", {SCHEDULER: "this is no Python"})
-    code, rows, _ = ask(shell, index)
+    code, rows, _ = ask(fresh, index)
     assert code == 1
     assert {(row["dist"], row["version"]) for row in rows} == {("lmcache", "0.5.7"), ("vllm", "0.33.0")}
     told = {row["code"]: (row["change"], row["verdict"], row["reason"]) for row in rows}
@@ -97,28 +98,27 @@ def test_what_has_changed_is_told(shell: Shell, index: Path) -> None:
     assert told["KVF201"][0] == "unknown"
     assert "cannot be read as Python" in told["KVF201"][2]
     assert told["KVF007"][:2] == ("unchanged", "applicable")
-    code, text, _ = ask(shell, index, "")
+    code, text, _ = ask(fresh, index, "")
     assert code == 1
     assert "newest lmcache: 0.5.7 (kvfix knows up to 0.5.6)" in text
     assert "KVF003" in text
     assert "KVF007" not in text
 
 
-def test_an_older_release_is_put_back(shell: Shell, index: Path) -> None:
+def test_an_older_release_is_put_back(fresh: Fresh, index: Path) -> None:
     """Code that kvfix knows of another release: changed, and what it is."""
     before = (RELEASES / "0.3.10" / ADAPTER).read_text()
     publish(index, "lmcache", "0.5.7", {ADAPTER: before})
-    code, rows, _ = ask(shell, index)
+    code, rows, _ = ask(fresh, index)
     assert code == 1
     row = next(row for row in rows if row["code"] == "KVF001")
     assert (row["change"], row["verdict"]) == ("changed", "applicable")
     assert "0.3.10" in row["reason"]
 
 
-def test_without_an_index_it_says_so(shell: Shell, tmp_path: Path) -> None:
-    code, text, said = ask(shell, tmp_path / "nowhere")
+def test_without_an_index_it_says_so(fresh: Fresh, tmp_path: Path) -> None:
+    code, text, said = ask(fresh, tmp_path / "nowhere")
     assert (code, text) == (77, "")
     assert "pip could not fetch lmcache" in said
     assert "Traceback" not in said
-    done = shell("kvfix status --released --probe")
-    assert done.returncode == 2
+    assert fresh.run([*RELEASED, "--probe"]).returncode == 2
