@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import kvfix
 from kvfix import fix
 from tests.conftest import ROOT
 from tests.release.conftest import Shell, built
@@ -32,6 +33,11 @@ def test_the_wheel_holds_what_runs_and_no_more(wheel: Path) -> None:
     needed = [line for line in metadata.splitlines() if line.startswith("Requires-Dist")]
     assert needed
     assert not [line for line in needed if any(heavy in line for heavy in ("vllm", "lmcache", "torch"))]
+
+
+def test_the_version_is_one(wheel: Path) -> None:
+    assert wheel.name.split("-")[1] == kvfix.__version__
+    assert f"\n## {kvfix.__version__}" in (ROOT / "CHANGELOG.md").read_text()
 
 
 def test_the_sdist_builds_the_same_wheel(wheel: Path, tmp_path: Path) -> None:
