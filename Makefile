@@ -3,7 +3,7 @@ PY := .venv/bin/python
 # Test processes side by side; each needs up to 4 GB, and most tests keep one core busy.
 WORKERS ?= 2
 
-.PHONY: help install demo test lint bench matrix fingerprints statements requirements clean
+.PHONY: help install demo test lint docs bench matrix fingerprints statements requirements clean
 
 help: ## this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -19,6 +19,9 @@ test: install lint ## the whole suite
 
 lint: install ## ruff and mypy --strict
 	@.venv/bin/ruff check --quiet . && .venv/bin/ruff format --quiet --check . && .venv/bin/mypy --no-error-summary
+
+docs: install ## the documentation, as pages in .site; a warning is an error
+	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict  # with --quiet no warning counts
 
 bench: install ## speed, as ratios measured in one run
 	@$(PY) -m tests.bench
@@ -40,4 +43,4 @@ requirements: install ## resolve requirements/*.in into the pinned files
 	@cd requirements && ./resolve
 
 clean: ## remove what was made
-	rm -rf .venv .cache .bench
+	rm -rf .venv .cache .bench .site

@@ -170,11 +170,3 @@ def test_lnav_format_matches_its_samples() -> None:
         if "Reqid: 7" in sample["line"] or "[req_id=7]" in sample["line"]:
             assert match["request"] == "7"
     assert len(form["sample"]) > 60
-
-
-def test_the_documentation_lists_all_findings() -> None:
-    from kvfix_tools.diagnose.findings import catalogue
-
-    text = (ROOT / "docs/diagnose.md").read_text()
-    for rule in catalogue():
-        assert f"| {rule.code} {rule.name} | {rule.title} |" in text

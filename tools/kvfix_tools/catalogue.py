@@ -19,6 +19,10 @@ from kvfix_tools import screen
 #: Verdicts that ask for somebody's attention. (`applied` is said by a process in which kvfix is active.)
 FINDINGS = ("failed", "unknown", "applicable")
 
+NOTHING_HERE = """
+Neither vLLM nor LMCache is installed for this Python. Run it where the engine runs (in its container, with its Python).
+What can be done here: kvfix-diagnose LOG, kvfix explain CODE, kvfix upstream list, kvfix status --released"""
+
 _STYLES = {"failed": "bold red", "unknown": "yellow", "applicable": "red", "applied": "green"}
 
 
@@ -29,6 +33,8 @@ def status(json: bool, probe: bool) -> int:
         print(jsonlib.dumps([row._asdict() for row in rows], indent=2))
     else:
         _print_rows(rows)
+        if all(row.verdict == "not-installed" for row in rows):
+            print(NOTHING_HERE)
     return int(any(row.verdict in FINDINGS for row in rows))
 
 

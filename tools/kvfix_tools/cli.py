@@ -6,6 +6,7 @@ Exit codes of all commands: 0 nothing found, 1 findings, 2 usage or unreadable i
 from __future__ import annotations
 
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Optional
 
@@ -47,8 +48,18 @@ def main_options(
 def status(
     json: Json = False,
     probe: Annotated[bool, typer.Option(help="Import vLLM and LMCache, and run the behaviour probes.")] = False,
+    released: Annotated[
+        bool,
+        typer.Option("--released", help="Not the installation: the newest releases of the package index (by pip)."),
+    ] = False,
 ) -> None:
     """Which fixes this installation needs, has, or does not need, and why. Exit 1 if one is needed or unclear."""
+    if released:
+        if probe:
+            raise typer.BadParameter("--probe imports what is installed; with --released nothing is")
+        from kvfix_tools import released as newest
+
+        raise typer.Exit(newest.status(json))
     from kvfix_tools import catalogue
 
     raise typer.Exit(catalogue.status(json, probe))
@@ -139,6 +150,9 @@ def diagnose(
 @app.command(add_help_option=False, context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 def roundtrip(arguments: Annotated[Optional[list[str]], typer.Argument(metavar="[OPTIONS]")] = None) -> None:  # noqa: UP045
     """Is every byte of KV what it was? To the host and back, by LMCache's and vLLM's own code. `roundtrip --help`."""
+    if find_spec("torch") is None:
+        print("kvfix roundtrip: there is no torch for this Python; run it where the engine runs", file=sys.stderr)
+        raise typer.Exit(77)
     from kvfix_tools.roundtrip import command
 
     raise typer.Exit(command.main(arguments or []))

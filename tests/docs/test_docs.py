@@ -1,0 +1,157 @@
+"""The documentation: built as CI and `make docs` build it, where a warning is an error; and the pages that are made."""
+
+from __future__ import annotations
+
+import gzip
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvfix import fix
+from kvfix.ledger import RULES
+from kvfix_tools import docs
+from kvfix_tools.diagnose import findings
+from kvfix_tools.docs import errors, matrix
+from kvfix_tools.docs.markdown import span
+from kvfix_tools.docs.picture import picture
+from tests.conftest import ROOT, clean_environment
+
+
+def build(root: Path, site: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(site)],
+        cwd=root, env=clean_environment(NO_MKDOCS_2_WARNING="1"), capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    done = build(ROOT, folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+def test_there_is_a_page_for_everything(site: Path) -> None:
+    for folder, codes in {
+        "fixes": [each.code for each in fix.catalogue()],
+        "findings": [each.code for each in findings.catalogue()],
+        "rules": [each.code for each in RULES],
+    }.items():
+        pages = {page.stem.upper() for page in (site / folder).glob("*.html")} - {"INDEX"}
+        assert pages == set(codes)
+        index = (site / folder / "index.html").read_text()
+        assert all(f'href="{code.lower()}.html"' in index for code in codes)
+
+
+def test_the_site_takes_nothing_from_elsewhere(site: Path) -> None:
+    """No font, script, style or picture; what leads elsewhere are links that a reader follows."""
+    fetched = re.compile(r"<(?:script|img|iframe|source)[^>]*\ssrc=\"(?:https?:)?//|<link[^>]*href=\"(?:https?:)?//")
+    for page in site.rglob("*.html"):
+        assert not fetched.search(page.read_text()), page
+    for file in [*site.rglob("*.css"), *site.rglob("*.svg")]:
+        assert not re.search(r"@import|url\(\s*[\"']?(?:https?:)?//", file.read_text()), file
+
+
+def test_what_is_broken_ends_the_build(tmp_path: Path) -> None:
+    """Links to no page and to no heading, and a page that nothing leads to. (With `--quiet` nothing would warn.)"""
+    shutil.copytree(ROOT / "docs", tmp_path / "docs")
+    for name in ("mkdocs.yml", *docs.TOP):
+        shutil.copy(ROOT / name, tmp_path)
+    (tmp_path / "tools").symlink_to(ROOT / "tools")
+    planted = {
+        "docs/faq.md": "[gone](nowhere.md) and [gone](matrix.md#lmcache-9.9)",
+        "README.md": "[gone](docs/nothing.md)",
+        "docs/alone.md": "# Not in the navigation",
+    }
+    for page, text in planted.items():
+        with (tmp_path / page).open("a") as file:
+            file.write(f"\n{text}\n")
+    done = build(tmp_path, tmp_path / "site")
+    said = done.stdout + done.stderr
+    assert done.returncode != 0
+    assert all(word in said for word in ("nowhere.md", "lmcache-9.9", "nothing.md", "alone.md", "4 warnings")), said
+
+
+PAIRS = matrix.load((ROOT / "docs/matrix.json").read_text())
+
+
+def test_the_matrix_is_what_the_lab_ran() -> None:
+    page = matrix.page(PAIRS)
+    assert all(told["date"] in page and told["python"] in page for told in PAIRS.values())
+    assert all(f"## LMCache {lmcache} " in page and f"vLLM {vllm} |" in page for vllm, lmcache in PAIRS)
+    section = page.partition("## LMCache 0.3.10 ")[2].partition("\n## ")[0]
+    row = next(line for line in section.splitlines() if "KVF001" in line)
+    assert row.count(matrix.CURED) == len({vllm for vllm, _ in PAIRS})
+    after = page.partition("## LMCache 0.3.10.post1 ")[2].partition("\n## ")[0]
+    assert "KVF001" not in after
+    assert "KVF002" in after
+
+
+def test_the_matrix_tells_what_is_not_cured_and_what_was_not_played() -> None:
+    pairs = {pair: {**told, "outcomes": [dict(row) for row in told["outcomes"]]} for pair, told in PAIRS.items()}
+    pair = ("0.32.0", "0.3.10")
+    for row in pairs[pair]["outcomes"]:
+        if row["scenario"] == "mismatch-in-tokens-to-load":
+            row["fixed"] = "violated"
+    pairs["0.32.0", "0.5.6"] = {"date": "2026-01-01", "python": "3.11", "code": "x", "why": "ImportError: no"}
+    page = matrix.page(pairs)
+    line = next(line for line in page.splitlines() if line.startswith("| [0.3.10]"))
+    assert line.endswith(" cured, **1 not** |")
+    assert matrix.NOT_CURED in page.partition("## LMCache 0.3.10 ")[2].partition("\n## ")[0]
+    assert matrix.NOT_CURED in matrix.of_fix(pairs, "KVF001")
+    assert "could not be played |" in next(line for line in page.splitlines() if line.startswith("| [0.5.6]"))
+
+
+def test_of_a_fix_the_matrix_has_every_pair() -> None:
+    text = matrix.of_fix(PAIRS, "KVF001")
+    head, _, *rows = text.partition("\n\n")[0].splitlines()
+    assert [cell.strip() for cell in head.split("|")[2:-1]] == [
+        "0.3.9 to 0.3.9.post2",
+        "0.3.10",
+        "0.3.10.post1 to 0.5.6",
+    ]
+    assert len(rows) == len({vllm for vllm, _ in PAIRS})
+    assert "does not play it" in matrix.of_fix(PAIRS, "KVF902")
+
+
+def test_releases_are_told_as_runs() -> None:
+    known = ["0.3.9", "0.3.10", "0.3.11", "0.4.1"]
+    assert span(known, known) == "0.3.9 to 0.4.1"
+    assert span(["0.3.9", "0.3.11", "0.4.1"], known) == "0.3.9, 0.3.11 to 0.4.1"
+
+
+def test_messages_lead_to_their_findings_and_fixes() -> None:
+    by_text = {entry.text: entry for entry in errors.entries()}
+    crash = next(entry for text, entry in by_text.items() if "Mismatch in tokens to load" in text)
+    assert (crash.findings, crash.fixes) == (("KVD101", "KVD102"), ("KVF001", "KVF003"))
+    spec = next(entry for text, entry in by_text.items() if "was not given a load spec" in text)
+    assert spec.findings == ("KVD104",)
+    resumed = next(entry for text, entry in by_text.items() if "Preempted request" in text)
+    assert resumed.findings == ("KVD103", "KVD105", "KVD106", "KVD107")
+    server = next(entry for text, entry in by_text.items() if "Cannot reach the LMCache MP server" in text)
+    assert server.findings == ("KVD116",)
+    stall = next(entry for text, entry in by_text.items() if "Timeout occurred for rank" in text)
+    assert (stall.findings, stall.fixes) == (("KVD203",), ("KVF015",))
+
+
+def test_no_message_is_left_without_an_answer() -> None:
+    assert all(entry.findings or entry.fixes for entry in errors.entries())
+    told = {code for entry in errors.entries() for code in entry.findings}
+    # Told by counts over the whole log, or by numbers in lines that every log has; of the unknown there is no text.
+    untold = [rule for rule in findings.catalogue() if rule.code not in told]
+    assert [rule.code for rule in untold if not {"", "asked", "stats", "retrieved"} >= set(rule.on)] == ["KVD199"]
+    page = errors.page()
+    assert all(f"findings/{code.lower()}.md" in page for code in told)
+
+
+def test_the_picture_is_of_the_present_program() -> None:
+    log = ROOT / "tests/diagnose/logs/crash-0.3.10.log.gz"
+    made = picture(gzip.decompress(log.read_bytes()))
+    assert "KVD101" in made
+    assert "KVF001" in made
+    assert made == (ROOT / "docs/diagnose.svg").read_text(), "make it anew: see kvfix_tools/docs/picture.py"

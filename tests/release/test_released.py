@@ -1,0 +1,124 @@
+"""`kvfix status --released`: what the newest releases of a package index have changed. The index is a folder."""
+
+from __future__ import annotations
+
+import json
+import sys
+import zipfile
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvfix import fix
+from tests.conftest import RELEASES, Fresh
+
+RELEASED = [sys.executable, "-m", "kvfix_tools.cli", "status", "--released"]
+SCHEDULER = "vllm/v1/core/sched/scheduler.py"
+ADAPTER = "lmcache/integration/vllm/vllm_v1_adapter.py"
+
+
+def root(dist: str) -> Path:
+    """Where the released files of the newest release that is here lie."""
+    if dist == "lmcache":
+        return RELEASES / "0.5.6"
+    spec = find_spec("vllm")
+    assert spec is not None, "vLLM is missing: run `make install`"
+    return Path(str(spec.origin)).parents[1]
+
+
+def publish(index: Path, dist: str, version: str, changes: dict[str, str | None] | None = None) -> None:
+    """A small wheel of the released files that kvfix's fixes are for, in an index as pip reads it. None: left out."""
+    names = {
+        f"{patch.module.replace('.', '/')}.py"
+        for each in fix.catalogue()
+        for patch in each.patches
+        if patch.dist == dist
+    }
+    texts = {name: (root(dist) / name).read_text() for name in sorted(names) if (root(dist) / name).is_file()}
+    texts = {name: text for name, text in {**texts, **(changes or {})}.items() if text is not None}
+    info = f"{dist}-{version}.dist-info"
+    texts[f"{info}/METADATA"] = f"Metadata-Version: 2.1\nName: {dist}\nVersion: {version}\n"
+    texts[f"{info}/WHEEL"] = "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+    texts[f"{info}/RECORD"] = "".join(f"{name},,\n" for name in texts)
+    folder = index / dist
+    folder.mkdir(parents=True, exist_ok=True)
+    with zipfile.ZipFile(folder / f"{dist}-{version}-py3-none-any.whl", "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, text in texts.items():
+            archive.writestr(name, text)
+    links = "".join(f'<a href="{wheel.name}">{wheel.name}</a>\n' for wheel in sorted(folder.glob("*.whl")))
+    (folder / "index.html").write_text(f"<!DOCTYPE html><html><body>{links}</body></html>")
+
+
+@pytest.fixture
+def index(tmp_path: Path) -> Path:
+    for dist, version in {"lmcache": "0.5.6", "vllm": "0.32.0"}.items():
+        publish(tmp_path, dist, version)
+    return tmp_path
+
+
+def ask(fresh: Fresh, index: Path, more: str = "--json") -> tuple[int, Any, str]:
+    nowhere = {"PIP_FIND_LINKS": "", "PIP_EXTRA_INDEX_URL": "", "PIP_CONFIG_FILE": "/dev/null", "PIP_RETRIES": "0"}
+    done = fresh.run([*RELEASED, *more.split()], **nowhere, PIP_INDEX_URL=index.as_uri())
+    return done.returncode, json.loads(done.stdout) if "--json" in more and done.stdout else done.stdout, done.stderr
+
+
+def test_nothing_has_changed(fresh: Fresh, index: Path) -> None:
+    code, rows, _ = ask(fresh, index)
+    assert code == 0
+    assert {row["change"] for row in rows} == {"unchanged"}
+    assert {(row["dist"], row["version"]) for row in rows} == {("lmcache", "0.5.6"), ("vllm", "0.32.0")}
+    told = {row["code"]: row["verdict"] for row in rows}
+    assert told["KVF001"] == "fixed-upstream"
+    assert told["KVF003"] == "applicable"
+    assert told["KVF201"] == "applicable"
+    assert set(told) == {each.code for each in fix.catalogue()}
+
+
+def test_what_has_changed_is_told(fresh: Fresh, index: Path) -> None:
+    """A newer LMCache in which one function is written anew and one file has gone; a vLLM that Python cannot read."""
+    text = (root("lmcache") / ADAPTER).read_text()
+    hook = "def get_num_new_matched_tokens("
+    assert text.count(hook) == 1
+    body = text.index('"""', text.index('"""', text.index(hook)) + 3) + 3
+    changed = f"{text[:body]}\n        logger.debug('new')\n{text[body:]}"
+    gone = next(patch.module for each in fix.catalogue() for patch in each.patches if each.code == "KVF016")
+    publish(index, "lmcache", "0.5.7", {ADAPTER: changed, f"{gone.replace('.', '/')}.py": None})
+    publish(index, "lmcache", "0.6.0rc1", {ADAPTER: None})  # no release, and so not the newest
+    publish(index, "vllm", "0.33.0", {SCHEDULER: "this is no Python"})
+    code, rows, _ = ask(fresh, index)
+    assert code == 1
+    assert {(row["dist"], row["version"]) for row in rows} == {("lmcache", "0.5.7"), ("vllm", "0.33.0")}
+    told = {row["code"]: (row["change"], row["verdict"], row["reason"]) for row in rows}
+    assert told["KVF003"][:2] == ("changed", "unknown")
+    assert "get_num_new_matched_tokens has code of no release" in told["KVF003"][2]
+    assert told["KVF016"][:2] == ("unknown", "unknown")
+    assert "has gone" in told["KVF016"][2]
+    assert told["KVF201"][0] == "unknown"
+    assert "cannot be read as Python" in told["KVF201"][2]
+    assert told["KVF007"][:2] == ("unchanged", "applicable")
+    code, text, _ = ask(fresh, index, "")
+    assert code == 1
+    assert "newest lmcache: 0.5.7 (kvfix knows up to 0.5.6)" in text
+    assert "KVF003" in text
+    assert "KVF007" not in text
+
+
+def test_an_older_release_is_put_back(fresh: Fresh, index: Path) -> None:
+    """Code that kvfix knows of another release: changed, and what it is."""
+    before = (RELEASES / "0.3.10" / ADAPTER).read_text()
+    publish(index, "lmcache", "0.5.7", {ADAPTER: before})
+    code, rows, _ = ask(fresh, index)
+    assert code == 1
+    row = next(row for row in rows if row["code"] == "KVF001")
+    assert (row["change"], row["verdict"]) == ("changed", "applicable")
+    assert "0.3.10" in row["reason"]
+
+
+def test_without_an_index_it_says_so(fresh: Fresh, tmp_path: Path) -> None:
+    code, text, said = ask(fresh, tmp_path / "nowhere")
+    assert (code, text) == (77, "")
+    assert "pip could not fetch lmcache" in said
+    assert "Traceback" not in said
+    assert fresh.run([*RELEASED, "--probe"]).returncode == 2

@@ -1,0 +1,33 @@
+"""What mkdocs calls (`hooks:` in mkdocs.yml): the pages that are made, and their places in the navigation."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+
+from kvfix_tools import docs
+
+
+@lru_cache(maxsize=1)
+def _pages(config_file: str) -> dict[str, str]:
+    return docs.pages(Path(config_file).parent)
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """An entry `Fixes: fixes/` of the navigation stands for all pages in that folder."""
+    made = _pages(config.config_file_path)
+    config.nav = [
+        {title: [page for page in made if page.startswith(place)] if place.endswith("/") else place}
+        for entry in config.nav or []
+        for title, place in entry.items()
+    ]
+    return config
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    for path, text in _pages(config.config_file_path).items():
+        files.append(File.generated(config, path, content=text))
+    return files

@@ -1,0 +1,53 @@
+"""Markdown, written: links from one made page to another, tables, spans of releases."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+_FOLDERS = {"KVF": "fixes", "KVD": "findings", "KVR": "rules"}
+NAMES = {"lmcache": "LMCache", "vllm": "vLLM"}
+
+
+def link(code: str, words: str = "", up: str = "../") -> str:
+    """To the page of a fix, finding or rule. up: from this page to the top."""
+    return f"[{words or code}]({up}{_FOLDERS[code[:3]]}/{code.lower()}.md)"
+
+
+def links(codes: Iterable[str], up: str = "../") -> str:
+    return ", ".join(link(code, up=up) for code in codes)
+
+
+def code(text: str) -> str:
+    """As code in a cell of a table, whatever is in it."""
+    fence = "``" if "`" in text else "`"
+    return f"{fence}{text}{fence}".replace("|", "\\|").replace("\n", " ")
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [list(head), ["---"] * len(head), *(list(row) for row in rows)]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def facts(rows: dict[str, str]) -> str:
+    """A list of what has a value."""
+    return "".join(f"- {name}: {value}\n" for name, value in rows.items() if value)
+
+
+def prose(text: str) -> str:
+    """A docstring: a list may follow its sentence without a blank line there, and not in markdown."""
+    return re.sub(r"(?m)^([^-\s].*)\n(?=- )", r"\1\n\n", text.strip())
+
+
+def span(releases: Sequence[str], among: Sequence[str]) -> str:
+    """`0.3.9 to 0.3.11, 0.4.1`: those of a sorted list, as runs of it."""
+    runs: list[list[str]] = []
+    before = ""
+    for release in among:
+        if release in releases:
+            if before in releases:
+                runs[-1].append(release)
+            else:
+                runs.append([release])
+        before = release
+    return ", ".join(run[0] if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs)

@@ -1,0 +1,47 @@
+"""docs/diagnose.svg: what kvfix-diagnose prints of the log of a real engine that died, as a picture for the README.
+
+python -m kvfix_tools.docs.picture tests/diagnose/logs/crash-0.3.10.log.gz > docs/diagnose.svg
+"""
+
+from __future__ import annotations
+
+import gzip
+import io
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from kvfix_tools.diagnose import report, scan
+from kvfix_tools.diagnose.case import Case
+
+NAME = "engine.log"
+COLUMNS = 118
+
+
+class _Terminal(Console):
+    """Long lines end at its edge and go on below, as on any terminal."""
+
+    def print(self, *objects: Any, soft_wrap: bool | None = None, **options: Any) -> None:
+        super().print(*objects, **options)
+
+
+def picture(log: bytes) -> str:
+    case = Case()
+    case.bytes = len(log)
+    case.take(NAME, 1, scan.hits(log))
+    console = _Terminal(
+        record=True, width=COLUMNS, force_terminal=True, color_system="truecolor", file=io.StringIO(), highlight=False
+    )
+    console.print(f"[bold]$ kvfix-diagnose {NAME}[/]")
+    report.print_all(case, case.end(), console, everything=False)
+    svg = console.export_svg(title="kvfix-diagnose", unique_id="kvfix")
+    # rich has the reader's browser fetch a font from elsewhere; any monospaced one will do.
+    lines = re.sub(r"@font-face \{.*?\}\s*", "", svg, flags=re.S).splitlines()
+    return "".join(f"{line.rstrip()}\n" for line in lines)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(picture(gzip.decompress(Path(sys.argv[1]).read_bytes())))
