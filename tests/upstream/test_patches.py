@@ -168,12 +168,12 @@ def test_on_the_release(row: upstream.Ready, releases: Callable[[str], Release],
 
 
 @pytest.mark.parametrize("row", [row for row in PATCHES if row.code in ENGINE], ids=lambda row: str(row.slug))
-def test_chunks_after_one_load(row: upstream.Ready, releases: Callable[[str], Release], tmp_path: Path) -> None:
+def test_chunks_after_one_load(row: upstream.Ready, zygote: Zygote, tmp_path: Path) -> None:
     """On LMCache's own cache engine, which is below the lab's stand-in."""
     folder = patched.apply(row.path, release_of(row), tmp_path / "patched")
     patched.link(release_of(row), folder)
-    played = test_async_release.CODE.format(only="only=[]", mode=ENGINE[row.code], load=True)
-    moved, chunks = releases(lmcache_of(row)).zygote(PATCHED.format(folder=str(folder)) + played)
+    code = test_async_release.CODE.format(only="only=[]", mode=ENGINE[row.code], load=True)
+    moved, chunks = zygote(code, folder)
     _, right = test_async_release.AFTER_ONE_LOAD[ENGINE[row.code], row.version]
     assert moved == 64
     assert chunks == [right] * len(chunks)
