@@ -46,6 +46,9 @@ class Patch:
     broken: str
     shows_bug: Callable[[Callable[..., Any], ModuleType], bool]
     correct: Callable[[ModuleType], Callable[..., Any]] | None
+    #: Where the correction is carried out, not where the bug is: it does nothing unless another patch of the fix asks
+    #: for it, and what is there says nothing about the bug.
+    helper: bool = False
 
     @property
     def target(self) -> str:

@@ -151,4 +151,6 @@ def is_from_file(function: Any, path: Path) -> bool:
     while hasattr(function, "__wrapped__"):
         function = function.__wrapped__
     code = getattr(getattr(function, "__func__", function), "__code__", None)
-    return code is not None and Path(code.co_filename) == path
+    if code is None:
+        return False
+    return Path(code.co_filename) == path or Path(code.co_filename).resolve() == path.resolve()

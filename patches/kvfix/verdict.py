@@ -172,8 +172,9 @@ def rows(fix: Fix, decide: Callable[[Patch], Verdict] = judge) -> Iterator[Row]:
     choice = arrival.choice()
     patching = sys.modules.get("kvfix.patching")
     settled: dict[Patch, Verdict] = patching.settled() if patching is not None else {}
-    for dist in dict.fromkeys(patch.dist for patch in fix.patches):
-        verdicts = [settled.get(patch) or decide(patch) for patch in fix.patches if patch.dist == dist]
+    telling = [patch for patch in fix.patches if not patch.helper]
+    for dist in dict.fromkeys(patch.dist for patch in telling):
+        verdicts = [settled.get(patch) or decide(patch) for patch in telling if patch.dist == dist]
         worst = min(verdicts, key=lambda found: VERDICTS.index(found.verdict))
         if worst.verdict == "applicable" and not fix.mends:
             worst = _unmended(fix, worst)

@@ -6,23 +6,17 @@ A schedule is healthy if nothing is violated when it is played as released.
 import pytest
 
 from tests.conftest import RELEASES, Once
+from tests.healthy import UNSEEN
 
 SEEDS = 40
 #: connector, release -> healthy schedules of SEEDS. In others a bug shows, which its fix is there to change.
 PLAYED = [("v1", "0.3.11"), ("v1", "0.4.3"), ("v1", "0.5.6"), ("mp", "0.5.6"), ("mp-in-tree", "0.4.6")]
-#: Fixes that also change what no rule sees: vLLM's copy stores too little after a miss where vLLM itself has a prefix.
-#: LMCache 0.3.11 forgets what was found where vLLM has it too, and KVF019 does not.
-UNSEEN = {"mp-in-tree": ["KVF102"], "v1": ["KVF019"]}
 CODE = """
 import kvfix
+from tests.healthy import events, violated
 with runner.quiet():
     from kvfix_tools.lab.play import play
     from kvfix_tools.lab.schedule import draw
-    #: A leak in every release that no schedule can do without: state that is left is looked at when all is over.
-    def violated(done):
-        return [str(found) for found in done.findings if found.verdict == "violated" and found.code != "KVR009"]
-    def events(done):
-        return [(step, *event) for step, event in done.log if type(event).__name__ != "Left"]
     healthy, differ, loaded, preempted = 0, [], 0, 0
     for seed in range({seeds}):
         schedule = draw(seed, {connector!r}, plain=True)

@@ -21,7 +21,7 @@ def touched(patch: str) -> list[str]:
 
 def apply(patch: Path, release: Path, folder: Path) -> Path:
     """`folder` as a copy of the release with the patch on it; AssertionError where it does not apply cleanly."""
-    folder.mkdir()
+    folder.mkdir(parents=True)
     for file in touched(patch.read_text()):
         if (release / file).exists():
             (folder / file).parent.mkdir(parents=True, exist_ok=True)
@@ -37,7 +37,8 @@ def apply(patch: Path, release: Path, folder: Path) -> Path:
 def link(release: Path, folder: Path) -> None:
     """Links beside the touched files of a package, so that it can be imported from `folder`."""
     for parent in sorted({parent for file in folder.rglob("*.py") for parent in file.relative_to(folder).parents}):
-        if (release / parent).is_dir() and "tests" not in parent.parts:
+        # Not beside the packages: what else is installed there comes from where it is.
+        if parent.parts and parent.parts[0] != "tests" and (release / parent).is_dir():
             for beside in (release / parent).iterdir():
                 if not (folder / parent / beside.name).exists() and beside.name != "__pycache__":
                     (folder / parent / beside.name).symlink_to(beside)
@@ -46,31 +47,35 @@ def link(release: Path, folder: Path) -> None:
 def prefer(folder: Path) -> None:
     """In a process that has imported the release: what the patch touches is imported from the folder, anew.
 
-    So is whatever of LMCache, vLLM's connectors and the lab imports it.
+    So is whatever of LMCache, the lab, vLLM's connectors and its scheduler imports it.
     """
     for name, module in list(sys.modules.items()):
         place = folder / name.replace(".", "/")
-        if "__path__" in vars(module) and place.is_dir() and not place.is_symlink():
+        if "__path__" in vars(module) and place.is_dir() and _is_own(place, folder):
             if isinstance(module.__path__, list):
                 module.__path__.insert(0, str(place))
             else:  # a namespace package
                 module.__path__ = [str(place), *module.__path__]
-    gone = {name for name in sys.modules if _is_touched(folder / f"{name.replace('.', '/')}.py")}
+    files = {name: folder / f"{name.replace('.', '/')}.py" for name in sys.modules}
+    gone = {name for name, file in files.items() if file.is_file() and _is_own(file, folder)}
     imports = {name: _imports(sys.modules[name]) for name in sys.modules if name.startswith(_OURS)}
     while more := {name for name, wanted in imports.items() if name not in gone and wanted & gone}:
         gone |= more
     for name in gone:
         del sys.modules[name]
+        package, _, module_name = name.rpartition(".")
+        vars(sys.modules.get(package)).pop(module_name, None)  # `from package import module` would find it there
     registry = sys.modules["prometheus_client"].REGISTRY  # LMCache registers what is there already, and would fail
     for collector in list(registry._collector_to_names):
         registry.unregister(collector)
 
 
-_OURS = ("lmcache.", "kvfix_tools.lab.", "vllm.distributed.kv_transfer.kv_connector.")
+_OURS = ("lmcache.", "kvfix_tools.lab.", "vllm.distributed.kv_transfer.kv_connector.", "vllm.v1.core.sched.")
 
 
-def _is_touched(file: Path) -> bool:
-    return file.is_file() and not file.is_symlink()
+def _is_own(path: Path, folder: Path) -> bool:
+    """Not a link to the release, nor in one."""
+    return path.resolve().is_relative_to(folder.resolve())
 
 
 def _imports(module: Any) -> set[str]:
@@ -88,74 +93,79 @@ def _imports(module: Any) -> set[str]:
 
 
 def regression(folder: Path, tests: list[str]) -> dict[str, Any]:
-    """Outcome of each regression test file of the folder: {file: [passed, failed]}."""
+    """Outcome of each regression test file of the folder: {file: [passed, failed, what the failed ones said]}."""
     import pytest
 
     class Count:
         def __init__(self) -> None:
-            self.passed = self.failed = 0
-            self.said = ""
+            self.found: dict[str, list[Any]] = {file: [0, 0, ""] for file in tests}
 
         def pytest_runtest_logreport(self, report: Any) -> None:
-            self.passed += report.passed and report.when == "call"
-            self.failed += report.failed
-            self.said += report.longreprtext[-1500:] if report.failed else ""
+            self.add(report, passed=report.passed and report.when == "call")
 
         def pytest_collectreport(self, report: Any) -> None:
-            self.failed += report.failed
-            self.said += str(report.longrepr)[-1500:] if report.failed else ""
+            self.add(report, passed=False)
 
-    found = {}
-    for file in tests:
-        count = Count()
-        options = ["-q", "-p", "no:cacheprovider", "-p", "no:timeout", "-c", os.devnull, "--rootdir", str(folder)]
-        pytest.main([*options, str(folder / file)], plugins=[count])
-        found[file] = [count.passed, count.failed, count.said]
-    return found
+        def add(self, report: Any, passed: bool) -> None:
+            counts = self.found.get(report.nodeid.partition("::")[0])
+            if counts is not None:
+                counts[0] += passed
+                counts[1] += report.failed
+                counts[2] += report.longreprtext[-1500:] if report.failed else ""
+
+    count = Count()
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+    options = ["-q", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", str(folder)]
+    pytest.main([*options, *(str(folder / file) for file in tests)], plugins=[count])
+    return count.found
 
 
-def verdicts(code: str, dist: str) -> dict[str, str]:
-    """{function: kvfix's verdict} of the patched copy, by fingerprint and probe."""
+def verdict_of(code: str, dist: str) -> str:
+    """What `kvfix status` says of the patched copy in the process that has imported it, by fingerprint and probe."""
     from importlib import import_module
 
-    from kvfix import fix, verdict
+    from kvfix import fix, target, verdict
 
     known = fix.find(code)
     assert known is not None
-    return {
-        patch.function: ": ".join(verdict.judge_live(patch, import_module(patch.module)))
-        for patch in known.patches
-        if patch.dist == dist
-    }
+
+    def judge(patch: fix.Patch) -> verdict.Verdict:
+        if target.source_file(patch.dist, patch.module) is None:  # this release has no such module
+            return verdict.judge(patch)
+        return verdict.judge_live(patch, import_module(patch.module))
+
+    (row,) = (row for row in verdict.rows(known, judge) if row.dist == dist)
+    return f"{row.verdict}: {row.reason}"
 
 
-def scenarios(code: str) -> dict[str, str]:
+def scenarios(code: str, connectors: list[str]) -> dict[str, str]:
     """{scenario of the fix: what comes of it here, without kvfix}; only those that the release would violate."""
     from kvfix_tools.lab import runner
     from kvfix_tools.lab.scenario import scenarios as known
 
     played = {}
     for scenario in known():
-        if code in scenario.fixes and runner.expected(scenario) == "violated":
+        mine = code in scenario.fixes and scenario.options.connector in connectors
+        if mine and runner.expected(scenario) == "violated":
             result = runner.play(scenario, fixes=False)
             played[scenario.slug] = f"{result.outcome} {result.message}".strip()
     return played
 
 
-def healthy(connector: str, seeds: int) -> list[str]:
-    """What happens in plain schedules: a digest of all events of each, "" where something is violated."""
+def healthy(connector: str, seeds: int, fixes: list[str]) -> list[str]:
+    """What happens in plain schedules with these fixes: a digest of all events of each, "" if something is violated."""
     import hashlib
 
+    import kvfix
     from kvfix_tools.lab import runner
+    from tests.healthy import events, violated
 
     with runner.quiet():
         from kvfix_tools.lab.play import play
         from kvfix_tools.lab.schedule import draw
 
-        digests = []
-        for seed in range(seeds):
-            done = play(draw(seed, connector, plain=True))
-            wrong = any(found.verdict == "violated" and found.code != "KVR009" for found in done.findings)
-            events = [(step, *event) for step, event in done.log if type(event).__name__ != "Left"]
-            digests.append("" if wrong else hashlib.sha256(repr(events).encode()).hexdigest())
-        return digests
+        if fixes:
+            kvfix.apply(only=fixes)
+        played = [play(draw(seed, connector, plain=True)) for seed in range(seeds)]
+        kvfix.revert()
+    return ["" if violated(each) else hashlib.sha256(repr(events(each)).encode()).hexdigest() for each in played]

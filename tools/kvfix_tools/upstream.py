@@ -24,6 +24,14 @@ from kvfix_tools import screen
 HERE = Path(__file__).parent
 FOLDERS = (HERE / "upstream_patches", HERE.parents[1] / "patches/upstream")
 
+#: Fixes that the newest releases need and that have no patch here, and why.
+WITHOUT = {
+    ("KVF901", "lmcache"): (
+        "which hash is the default is for LMCache to decide: another one finds nothing of what is stored now"
+    ),
+    ("KVF902", "lmcache"): "a server that answers what it cannot do is a change of the protocol, not of a function",
+}
+
 
 class Ready(NamedTuple):
     """A patch for one release of one distribution."""
@@ -57,7 +65,7 @@ def _subject(path: Path) -> str:
 
 
 def show(json: bool) -> int:
-    """Print a row for each patch."""
+    """Print a row for each patch, and which fixes have none."""
     rows = ready()
     if json:
         print(jsonlib.dumps([row.as_json() for row in rows], indent=2))
@@ -66,6 +74,8 @@ def show(json: bool) -> int:
     for row in rows:
         table.add_row(row.code, row.slug, f"{row.dist} {row.version}", row.subject)
     screen.console().print(table)
+    for (code, dist), why in WITHOUT.items():
+        print(f"no patch of {code} for {dist}: {why}")
     return 0
 
 

@@ -76,8 +76,14 @@ class _Store:
         return True
 
 
+def _worker(store: _Store) -> Any:
+    """A worker's connector with this store under way."""
+    adapter = SimpleNamespace(store_futures={"kvfix-probe": store}, is_healthy=True, _mq_timeout=1.0)
+    return SimpleNamespace(worker_adapter=adapter, mq_timeout=1.0)
+
+
 def connector_shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
-    """A step before which a request was preempted: is it marked, and does LMCache's transfer then wait?"""
+    """A step before which a request was preempted: is it marked, and does a worker then wait?"""
     output = SimpleNamespace(
         scheduled_new_reqs=[],
         scheduled_cached_reqs=SimpleNamespace(req_ids=[], resumed_req_ids=set(), num_computed_tokens=[]),
@@ -85,9 +91,13 @@ def connector_shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
         total_num_scheduled_tokens=0,
         preempted_req_ids={"kvfix-probe"},
     )
-    if not getattr(hook(_mp.scheduler_side(module), output), "need_flush_before_forward", False):
+    metadata = hook(_mp.scheduler_side(module), output)
+    if not getattr(metadata, "need_flush_before_forward", False):
         return True
     store = _Store()
+    if module.__name__ == _mp.IN_TREE[1]:
+        getattr(module, _mp.IN_TREE[2]).handle_preemptions(_worker(store), metadata)
+        return not store.waited
     context = SimpleNamespace(
         _inflight_lock=_mp.Lock(), _inflight_stores=[store], _store_settled=lambda each: False, _mq_timeout=1.0
     )
@@ -98,8 +108,7 @@ def connector_shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
 def base_shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
     """It waits for nothing, which is right for connectors that store within the step."""
     store = _Store()
-    adapter = SimpleNamespace(store_futures={"kvfix-probe": store}, is_healthy=True, _mq_timeout=1.0)
-    hook(SimpleNamespace(worker_adapter=adapter), SimpleNamespace())
+    hook(_worker(store), SimpleNamespace())
     return not store.waited
 
 
@@ -109,7 +118,9 @@ FIX = Fix(
     patches=(
         *_mp.patches("build_connector_meta", connector_shows_bug, mark, lmcache=">=0.4.5,<=0.5.5", vllm=">=0.26.0"),
         # What the workers call first, in connectors that have no such hook of their own, and in those that have.
-        Patch("vllm", _BASE, "KVConnectorBase_V1.handle_preemptions", ">=0.15.1", base_shows_bug, wait),
-        Patch("vllm", _BASE, "KVConnectorBase_V1.bind_connector_metadata", ">=0.11.2", base_shows_bug, wait),
+        Patch("vllm", _BASE, "KVConnectorBase_V1.handle_preemptions", ">=0.15.1", base_shows_bug, wait, helper=True),
+        Patch(
+            "vllm", _BASE, "KVConnectorBase_V1.bind_connector_metadata", ">=0.11.2", base_shows_bug, wait, helper=True
+        ),
     ),
 )

@@ -1,0 +1,19 @@
+"""When a schedule is healthy, and what of it a fix or a patch must leave as it is. For tests that play them twice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+#: Fixes that also change what no rule sees, by connector: vLLM's copy stores too little after a miss where vLLM itself
+#: has a prefix. LMCache 0.3.11 forgets what was found where vLLM has it too, and KVF019 does not.
+UNSEEN = {"mp-in-tree": ["KVF102"], "v1": ["KVF019"]}
+
+
+def violated(done: Any) -> list[str]:
+    """What was violated. Not a leak that is in every release and no schedule can do without (KVR009)."""
+    return [str(found) for found in done.findings if found.verdict == "violated" and found.code != "KVR009"]
+
+
+def events(done: Any) -> list[tuple[Any, ...]]:
+    """All that happened, in order; but for what is left when all is over, which is what some fixes clean up."""
+    return [(step, *event) for step, event in done.log if type(event).__name__ != "Left"]
