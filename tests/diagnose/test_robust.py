@@ -58,6 +58,10 @@ def mutated(log: bytes, changes: list[tuple[int, int, int, bytes]]) -> bytes:
     return log
 
 
+def known(hits: list[scan.Hit]) -> list[scan.Hit]:
+    return [hit for hit in hits if hit[3] != scan.DEBUG]
+
+
 @given(
     picked=st.lists(st.integers(0, 10**6), min_size=1, max_size=25),
     changes=st.lists(MUTATION, max_size=12),
@@ -76,6 +80,14 @@ def test_a_mutated_log_is_read_to_its_end(
         case.take("log", base, scan.hits(block))
         base += block.count(b"\n")
     findings = case.end()
+    # Lines that are taken at one go are those that are found one by one.
+    assert known(scan.hits(log)) == known(scan._others(log, scan.spans))
+    # What is kept from the ledger until it is wanted changes nothing.
+    lazy = Case()
+    lazy.take("log", 1, scan.hits(log))
+    eager = Case(timeline=Timeline())
+    eager.take("log", 1, scan.hits(log))
+    assert report.as_json(lazy, lazy.end()) == report.as_json(eager, eager.end())
     json.loads(report.as_json(case, findings))
     report.print_all(case, findings, Console(file=io.StringIO(), force_terminal=True), True)
     assert page.page(case, findings).endswith("</html>\n")

@@ -10,6 +10,7 @@ from __future__ import annotations
 import calendar
 import re
 from functools import lru_cache
+from operator import itemgetter
 from typing import TYPE_CHECKING, Union
 
 from kvfix_tools.diagnose import grammar
@@ -51,12 +52,78 @@ for _known in grammar.MESSAGES:
     for _start in _known.starts:
         _BY_HEAD.setdefault(_start[:4], []).append(_known)
 
+#: Kinds of lines that there are many of. One search finds them in a block, where whole lines are at hand.
+_MANY = ("asked", "storing", "stored", "retrieved", "due", "mp_stored", "mp_retrieved", "mp_prefetched")
+
+
+_WHOSE = rb"(?:\[req_id=([^\]\n]*)\] )?"
+
+
+def _usual() -> tuple[re.Pattern[bytes], dict[int, tuple[str, tuple[int, ...]]]]:
+    """One pattern for lines of these kinds that stand alone, and {its group: (name, the groups of its fields)}.
+
+    Group 1 is where the body begins, group 2 whose line it is where that stands in front.
+    """
+    parts, places, group = [], {}, 3
+    for message in grammar.MESSAGES:
+        if message.name in _MANY:
+            pattern = re.sub(rb"\(\?P<\w+>", b"(", message.pattern.pattern)
+            shared = pattern.startswith(_WHOSE)
+            own = tuple(range(group + 1, group + 1 + len(message.fields) - shared))
+            places[group] = (message.name, (2, *own) if shared else own)
+            group += 1 + len(own)
+            parts.append(pattern.removeprefix(_WHOSE))
+    head = rb"\] LMCache [A-Z]{4,8}:(?:" + _ANSI + rb")? ()" + _WHOSE
+    return re.compile(head + rb"(?:(" + rb")|(".join(parts) + rb"))[^\n]{0,999}$", re.MULTILINE), places
+
+
+_USUAL, _USUAL_PLACES = _usual()
+_D = ord("D")
+
 
 def hits(block: bytes, find: Callable[[bytes], Iterator[tuple[int, int]]] | None = None) -> list[Hit]:
-    """Every line of the block that means something, in order. `find` gives the spans of lines to look at."""
+    """Every line of the block that means something, in order. `find` gives the spans of lines to look at.
+
+    Lines of which there are many are taken at one go, but for those that another is glued to. What is left of the block
+    has as many lines, and is looked through for all the others.
+    """
+    found: list[Hit] = []
+    rest: list[bytes] = []
+    number, end, debug = 0, 0, False
+    for match in _USUAL.finditer(block):
+        start, ending = match.span()
+        between = block[end:start]  # whole lines, and what stands before this one's bracket
+        line = between.rfind(b"\n") + 1
+        process = ""
+        if len(between) - line > 40:
+            if _FRAME in between[line:]:
+                continue
+            process = _process_before(between[line:-_STAMP])
+        if block.find(_FRAME, start + 1, ending) >= 0:
+            continue
+        rest.append(between)
+        end = ending
+        number += between.count(b"\n")
+        if not debug and block[start + len(_FRAME)] == _D:
+            debug = True
+            found.append((number, b"", "", DEBUG, (), b""))
+        stamp = between[max(line, len(between) - _STAMP) :]
+        name, places = _USUAL_PLACES[match.lastindex]  # type: ignore[index]
+        found.append((number, stamp, process, name, match.group(*places), block[match.start(1) : end]))
+    if not found:
+        return _others(block, find or spans)
+    rest.append(block[end:])
+    others = _others(b"".join(rest), find or spans)
+    if others:
+        found += others
+        found.sort(key=itemgetter(0))
+    return found
+
+
+def _others(block: bytes, find: Callable[[bytes], Iterator[tuple[int, int]]]) -> list[Hit]:
     found: list[Hit] = []
     number, counted, debug = 0, 0, False
-    for start, end in (find or spans)(block):
+    for start, end in find(block):
         number += block.count(b"\n", counted, start)
         counted = start
         line = block[start : min(end, start + LONGEST_LINE)]
@@ -126,9 +193,8 @@ def _read_unframed(line: bytes, number: int, found: list[Hit]) -> None:
 
 def fields(name: str, groups: Groups) -> Fields:
     """{field: count or text} of a hit."""
-    # 18 digits: int() of a very long one is refused by Python, and no count is that long.
     return {
-        field: int(value[:18]) if count else _shown(value)
+        field: int(value) if count else _shown(value)
         for (field, count), value in zip(grammar.BY_NAME[name].fields, groups, strict=True)
         if value is not None
     }
@@ -151,6 +217,11 @@ def raised(text: str) -> tuple[str, Fields] | None:
 @lru_cache(maxsize=4096)
 def _process_of(name: bytes, rank: bytes | None, pid: bytes) -> str:
     return f"{name.decode('ascii', 'replace')}{'' if rank is None else '_' + rank.decode()} pid={pid.decode()}"
+
+
+@lru_cache(maxsize=1024)
+def _process_before(prefix: bytes) -> str:
+    return _process(prefix)
 
 
 def _process(prefix: bytes) -> str:

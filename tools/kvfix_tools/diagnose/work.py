@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import heapq
+import marshal
 import os
 import sys
 from collections import deque
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
 #: Less than this is read in one process.
 WORTH_A_POOL = 64 << 20
+#: Blocks that another process gets at a time.
+AT_A_TIME = 8
 
 #: Of one block: its bytes, its lines, its hits.
 Block = tuple[int, int, list[scan.Hit]]
@@ -27,8 +30,13 @@ def scan_block(block: bytes) -> Block:
     return len(block), block.count(b"\n"), scan.hits(block, fast.spans())
 
 
-def scan_chunk(path: str, start: int, end: int) -> Block:
-    return scan_block(reader.chunk(path, start, end))
+def scan_piece(piece: bytes, size: int) -> list[bytes]:
+    # Packed one by one, while they are in the processor's cache; marshal takes half the time of pickle.
+    return [marshal.dumps(scan_block(block)) for block in reader.split(piece, size)]
+
+
+def scan_chunk(path: str, start: int, end: int, size: int) -> list[bytes]:
+    return scan_piece(reader.chunk(path, start, end), size)
 
 
 def read(
@@ -109,32 +117,31 @@ def _blocks(
 ) -> Iterator[Block]:
     try:
         if pool is not None and not source.packed:
-            yield from _ahead(
-                pool, ahead, ((scan_chunk, (source.path, *edges)) for edges in reader.chunks(source, size))
-            )
+            edges = reader.chunks(source, size * AT_A_TIME)
+            yield from _ahead(pool, ahead, ((scan_chunk, (source.path, *each, size)) for each in edges))
             return
         with reader.open_source(source) as stream:
-            blocks = reader.blocks(source, stream, size)
             if pool is None:
-                for block in blocks:
+                for block in reader.blocks(source, stream, size):
                     yield scan_block(block)
             else:
-                yield from _ahead(pool, ahead, ((scan_block, (block,)) for block in blocks))
+                pieces = reader.blocks(source, stream, size * AT_A_TIME)
+                yield from _ahead(pool, ahead, ((scan_piece, (piece, size)) for piece in pieces))
     except (reader.Unreadable, OSError) as error:
         unreadable.append(str(error))
 
 
 def _ahead(
-    pool: ProcessPoolExecutor, many: int, tasks: Iterator[tuple[Callable[..., Block], tuple[Any, ...]]]
+    pool: ProcessPoolExecutor, many: int, tasks: Iterator[tuple[Callable[..., list[bytes]], tuple[Any, ...]]]
 ) -> Iterator[Block]:
     """Results in the order of the tasks, with so many under way: what is not asked for yet takes no memory."""
-    running: deque[Future[Block]] = deque()
+    running: deque[Future[list[bytes]]] = deque()
     for function, arguments in tasks:
         running.append(pool.submit(function, *arguments))
         if len(running) >= many:
-            yield running.popleft().result()
+            yield from map(marshal.loads, running.popleft().result())
     while running:
-        yield running.popleft().result()
+        yield from map(marshal.loads, running.popleft().result())
 
 
 def cores() -> int:
