@@ -182,6 +182,21 @@ def test_what_vllm_prints_is_read() -> None:
     assert told == extracted
 
 
+def test_what_every_lmcache_prints_is_read() -> None:
+    """0.3.0 to 0.5.6, also those that are not here: the texts as the data have them, each at its line."""
+    known: set[str] = set()
+    for row in statements.known()["lmcache"]:
+        if row.level not in LOGGED:
+            continue
+        for release, lines in row.lines.items():
+            known.add(release)
+            at = f"{row.file}:{lines[0]}:lmcache.{row.file.removesuffix('.py')}"
+            line = f"[2026-11-21 01:41:27,007] LMCache {row.level.upper()}: {statements.sample(row.template)} ({at})\n"
+            assert [name for name, _ in read(line)] == [row.message], line
+            assert release in statements.releases_at(row.message, row.file, lines[0])
+    assert {"0.3.0", "0.3.1", "0.3.7", *RELEASES} <= known
+
+
 def test_what_every_vllm_prints_is_read() -> None:
     """0.9 to 0.32: the texts as the data have them. Its own copies of the adapters speak through LMCache's logger."""
     frames = {

@@ -29,7 +29,7 @@ _LONGEST_BODY = 1 << 14
 #: Longer ones are looked at in pieces.
 LONGEST_LINE = 1 << 16
 _ANSI = rb"\x1b?\[[0-9;]*m"
-#: `[2026-11-21 01:41:27,007] LMCache INFO: `, the same in 0.3.1 to 0.5.6; pasted logs lose the escape character.
+#: `[2026-11-21 01:41:27,007] LMCache INFO: `, the same in 0.3.0 to 0.5.6; pasted logs lose the escape character.
 _FRAME = b"] LMCache "
 _LEVEL = re.compile(rb"\] LMCache [A-Z]{4,8}:(?:" + _ANSI + rb")? ?")
 _STAMP = len(b"2026-11-21 01:41:27,007")
