@@ -178,3 +178,23 @@ def test_the_documentation_lists_all_findings() -> None:
     text = (ROOT / "docs/diagnose.md").read_text()
     for rule in catalogue():
         assert f"| {rule.code} {rule.name} | {rule.title} |" in text
+
+
+def test_explain_tells_each_finding(capsys: pytest.CaptureFixture[str]) -> None:
+    from kvfix_tools import catalogue
+    from kvfix_tools.diagnose.findings import catalogue as findings
+
+    for rule in findings():
+        assert catalogue.explain(rule.code.lower(), json=False) == 0
+        said = capsys.readouterr().out
+        assert said.startswith(f"{rule.code} {rule.name} (")
+        assert rule.title in said
+        assert "\nCause: " in said
+        assert all(code in said for code in rule.fixes)
+        assert catalogue.explain(rule.code, json=True) == 0
+        assert json.loads(capsys.readouterr().out)["fixes"] == list(rule.fixes)
+    # A fix has the name first.
+    assert catalogue.explain("abort-asserts-engine", json=False) == 0
+    assert capsys.readouterr().out.startswith("KVF004")
+    assert catalogue.explain("KVD999", json=False) == 2
+    assert "no finding" in capsys.readouterr().err

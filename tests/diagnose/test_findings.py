@@ -204,6 +204,13 @@ def test_the_ledger_judges_log_lines() -> None:
     case = diagnose(asked("0.3.12", 4096, 0, 512, 512), hole)
     assert codes(case) == ["KVR007"]
     assert "512 to 1536 never are" in case.findings[0].sentence
+    assert case.findings[0].rule.fixes == ("KVF102",)
+    beyond = diagnose(asked(NEWEST, 900, 0, 1000, 1000))
+    assert codes(beyond) == ["KVR001"]
+    steps = [step.name for step in remedy.steps(beyond, beyond.findings[0])]
+    assert steps == []  # KVF001 is for 0.3.10, and the line is of 0.5.6
+    beyond = diagnose(version("0.3.10") + asked("0.3.10", 900, 0, 1000, 1000))
+    assert "KVF001" in [step.name for step in remedy.steps(beyond, beyond.findings[0])]
     right = say("0.3.12", "storing", 1536, 2048, 512, "cmpl-1")
     assert codes(diagnose(asked("0.3.12", 4096, 0, 512, 512), right)) == []
     alone = diagnose(hole)

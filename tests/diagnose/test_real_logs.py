@@ -36,6 +36,8 @@ def diagnose(*names: str) -> Case:
         (["min-retrieve-0.5.6"], ["KVD103"]),
         # The worker's end of the lookups does not answer.
         (["deaf-0.5.6"], ["KVD203"]),
+        # LMCache fails to start in the worker; three requests, each lookup runs into its timeout.
+        (["degraded-0.5.6"], ["KVD203", "KVD207"]),
         # Multi-process: right; the server in the wrong mode; no server.
         (["mp-0.5.6", "mp-0.5.6.server"], []),
         (["mode-0.5.6", "mode-0.5.6.server"], ["KVD116", "KVD206"]),
@@ -93,6 +95,13 @@ def test_the_crash_tells_its_story() -> None:
         "288 (tokens in vllm) - 0 (full lmcache hits subtracts last token to recalculate logits) for request "
         "1-aa3dc6b7",
     ]
+
+
+def test_a_worker_that_goes_on_without_lmcache_says_why() -> None:
+    """The reason is a traceback in the middle of the line."""
+    found = diagnose("degraded-0.5.6").findings[1]
+    assert found.sentence == "LMCache failed to start: RuntimeError: No supported cpu connector found."
+    assert [line.line for line in found.evidence] == [90, 89]
 
 
 def test_a_debug_log_hides_nothing() -> None:

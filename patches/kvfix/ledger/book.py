@@ -54,7 +54,7 @@ class Story:
     def __init__(self, request: str, history: int, sees_loads: bool = True) -> None:
         self.request = request
         self.sees_loads = sees_loads
-        self.events: deque[Event] = deque((), history)
+        self.events: deque[Event] = deque(maxlen=history)
         #: False where the record began after the request did: then much is unknown.
         self.seen_from_start = False
         self.waiting = True

@@ -183,7 +183,7 @@ class Case:
         from kvfix_tools.diagnose.findings import Answer, ledger_rule
 
         if verdict.code != "KVR011" and verdict.request not in self._crashed:
-            self._add(ledger_rule(verdict.code), Answer(verdict.message, verdict.request), seen)
+            self._add(ledger_rule(verdict), Answer(verdict.message, verdict.request), seen)
 
     def _add(self, rule: Rule, answer: Any, seen: Seen | None) -> None:
         request = answer.request if answer.request is not None else (seen.request if seen else "")

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from kvfix.ledger import events as ev
-from kvfix_tools.diagnose import scan
 
 if TYPE_CHECKING:
     from kvfix_tools.diagnose.case import Case

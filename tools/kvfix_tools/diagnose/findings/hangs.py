@@ -48,7 +48,7 @@ def _note_generation(case: Any, seen: Any) -> None:
     case.memory["generation"] = float(seen.fields["generation"])
 
 
-@finding("KVD202", "nothing-moves", Severity.HANG, on=["stats"])
+@finding("KVD202", "nothing-moves", Severity.HANG, on=["stats"], fixes=["KVF903"])
 def nothing_moves(case: Any, seen: Any) -> Answer | None:
     """Requests wait, and the engine computes nothing.
 
@@ -104,7 +104,7 @@ def server_never_asked_again(case: Any, seen: Any) -> Answer | None:
     return Answer(f"{timed_out} lookups timed out, and `LMCache server is healthy again` never comes", request="")
 
 
-@finding("KVD206", "transfer-mode-mismatch", Severity.HANG, on=["no_handler"])
+@finding("KVD206", "transfer-mode-mismatch", Severity.HANG, on=["no_handler"], fixes=["KVF902"])
 def transfer_mode_mismatch(case: Any, seen: Any) -> Answer | None:
     """The server does not know the operation a worker asks for, and does not answer: the worker waits for 300 seconds.
 
@@ -135,7 +135,20 @@ def worker_without_lmcache(case: Any, seen: Any) -> Answer | None:
 
     Setting: put right what LMCache says; it is at the beginning of the log.
     """
-    return Answer(f"{seen.fields['what']}: {seen.fields['error'] or 'no reason given'}", request="")
+    f = seen.fields
+    if "what" in f:
+        return Answer(f"{f['what']}: {f['error'] or 'no reason given'}", request="")
+    process, error, line = case.memory.get("raised", ("", "", None))
+    if process != seen.process or not error:
+        return Answer("it failed to start; the beginning of the line is not in the log", request="")
+    return Answer(f"LMCache failed to start: {error}", request="", evidence=(line,))
+
+
+@note("raised")
+def _note_raised(case: Any, seen: Any) -> None:
+    """What KVD207 has to know: where the error is a whole traceback, the line that tells of it begins before it."""
+    f = seen.fields
+    case.memory["raised"] = (seen.process, f"{f['type']}: {f['text']}" if f["text"] else f["type"], seen.evidence)
 
 
 @finding("KVD208", "waits-for-load", Severity.HANG, on=["kv_waiting"], fixes=["KVF104", "KVF202"])
