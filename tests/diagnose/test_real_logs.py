@@ -12,12 +12,13 @@ import pytest
 from kvfix.ledger.events import Stored
 from kvfix_tools.diagnose import reader, work
 from kvfix_tools.diagnose.case import Case
+from kvfix_tools.diagnose.timeline import Timeline
 
 LOGS = Path(__file__).parent / "logs"
 
 
-def diagnose(*names: str) -> Case:
-    case = Case()
+def diagnose(*names: str, timeline: Timeline | None = None) -> Case:
+    case = Case(timeline=timeline)
     assert work.read(case, reader.sources([str(LOGS / f"{name}.log.gz") for name in names]), 1) == []
     case.end()
     return case
@@ -105,7 +106,7 @@ def test_a_worker_that_goes_on_without_lmcache_says_why() -> None:
 
 
 def test_a_debug_log_hides_nothing() -> None:
-    case = diagnose("healthy-0.5.6-debug")
+    case = diagnose("healthy-0.5.6-debug", timeline=Timeline())  # which has the ledger told of every line at once
     assert case.debug
     assert case.hidden() == []
     assert case.counts["storing"] > 0

@@ -151,7 +151,7 @@ _lmcache(
     "not_stored", "Local cpu memory under", "Local cpu memory under pressure so choosing to",
     rb"Local cpu memory under pressure so choosing to (?P<what>not store|store only)",
 )  # fmt: skip
-# The error may be a whole traceback: then the line ends some twenty lines below its beginning (manager.py 0.4.5 to 0.5.6).
+# From 0.4.3 on the error is a whole traceback (manager.py): the line ends some twenty lines below its beginning.
 _lmcache(
     "degraded", "Failed during post_init|Failed to initialize", "System will operate in degraded mode",
     rb"(?:(?P<what>Failed during post_init|Failed to initialize [\w ]+): (?P<error>.*?)\.?|(?:^|\s)\.) "
