@@ -5,6 +5,7 @@ Some 900 statements of 25 releases."""
 from __future__ import annotations
 
 import ast
+import json
 import re
 from functools import lru_cache
 from importlib.metadata import version
@@ -141,6 +142,17 @@ def test_prefixes_of_processes_and_containers(prefix: str) -> None:
         assert ("pid=" in prefix) == bool(hits[0][2])
         assert scan.seconds(hits[0][1]) is not None
     assert scan.hits((PREFIXES[1] + every_line()[0][1]).encode())[0][2] == "VllmWorker_0 pid=3126069"
+
+
+def test_lines_in_json_as_docker_keeps_them() -> None:
+    for name, line in every_line():
+        kept = json.dumps({"log": line, "stream": "stderr", "time": "2026-11-21T01:41:27.007812345Z"}) + "\n"
+        hits = messages(kept.encode())
+        assert [hit[3] for hit in hits] == [name], kept
+        at = scan.trailer(hits[0][5])
+        assert at is not None
+        assert statements.releases_at(name, at[0], at[1])
+        assert '"stream"' not in scan.text(hits[0][5])
 
 
 def test_both_ways_of_finding_lines_find_the_same() -> None:

@@ -5,6 +5,8 @@ In-process ones have a stand-in for LMCache's GPU connector; nothing else in the
 
 from __future__ import annotations
 
+import io
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -64,6 +66,25 @@ def test_a_recorder_file_is_judged_as_in_the_engine() -> None:
     assert [each.code for each in findings[0].verdicts] == ["KVR002", "KVR011"]
     assert [told.line for told in findings[0].story] == [2, 3, 4, 5]
     assert case.releases.one("lmcache") == "0.5.6"
+
+
+def test_a_bundle_of_kvfix_dump_is_read(tmp_path: Path) -> None:
+    """A tar.gz with the recorders of two processes: each has a ledger of its own, though both number from 1."""
+    recorder = (LOGS / "recorder.jsonl").read_bytes()
+    with tarfile.open(tmp_path / "kvfix-dump-7.tar.gz", "w:gz") as bundle:
+        for name, content in (
+            ("stacks.txt", b"Thread 1\n"),
+            ("a.jsonl", recorder),
+            ("b.jsonl", recorder.replace(b'"pid":4305', b'"pid":4306').replace(b"cmpl-1", b"cmpl-2")),
+        ):
+            entry = tarfile.TarInfo(f"kvfix-dump-7/{name}")
+            entry.size = len(content)
+            bundle.addfile(entry, io.BytesIO(content))
+    case = Case()
+    assert work.read(case, reader.sources([str(tmp_path)]), 1) == []
+    assert [(found.rule.code, found.request) for found in case.end()] == [("KVD102", "cmpl-1"), ("KVD102", "cmpl-2")]
+    assert case.releases.one("lmcache") == "0.5.6"
+    assert len(case._recorders.cases) == 2
 
 
 def test_a_damaged_recorder_file_is_read_as_far_as_it_goes(tmp_path: Path) -> None:

@@ -51,8 +51,9 @@ def _lmcache(name: str, starts: str, literal: str, pattern: bytes) -> None:
     _message(name, "lmcache", starts, literal, pattern)
 
 
-# kvfix's own recorder: a line is JSON (kvfix_tools.diagnose.recorded).
-_message("recorded", "kvfix", "", '{"kind":"', rb'^\{"kind":"(?P<kind>recorder|connector|event)"')
+# kvfix's own recorder: a line is JSON (kvfix_tools.diagnose.recorded). In a bundle of `kvfix dump` a file's first line
+# stands behind the header of the archive.
+_message("recorded", "kvfix", "", '{"kind":"', rb'(?:^|\0)\{"kind":"(?P<kind>recorder|connector|event)"')
 
 # The adapter of LMCacheConnectorV1 (lmcache/integration/vllm/vllm_v1_adapter.py). From 0.3.14 on a line tells what vLLM
 # had; before, `need to load` may be negative.

@@ -28,13 +28,16 @@ DEBUG = "debug"
 _LONGEST_BODY = 1 << 14
 #: Longer ones are looked at in pieces.
 LONGEST_LINE = 1 << 16
-_ANSI = rb"\x1b?\[[0-9;]*m"
-#: `[2026-11-21 01:41:27,007] LMCache INFO: `, the same in 0.3.0 to 0.5.6; pasted logs lose the escape character.
+#: Pasted logs lose the escape character; JSON (Docker's own files) spells it out.
+_ANSI = rb"(?:\x1b|\\u001b)?\[[0-9;]*m"
+#: `[2026-11-21 01:41:27,007] LMCache INFO: `, the same in 0.3.0 to 0.5.6.
 _FRAME = b"] LMCache "
 _LEVEL = re.compile(rb"\] LMCache [A-Z]{4,8}:(?:" + _ANSI + rb")? ?")
 _STAMP = len(b"2026-11-21 01:41:27,007")
+#: What stands in front of the bracket of a line that no process has signed: a colour and the time.
+_SHORTEST = len(b"\x1b[32;20m[") + _STAMP
 #: ` (vllm_v1_adapter.py:1476:lmcache.integration.vllm.vllm_v1_adapter)`
-_TRAILER = re.compile(rb" ?(?:" + _ANSI + rb")?\(([\w]+\.py):(\d+):([\w.]+)\)(?:" + _ANSI + rb")?\s*$")
+_TRAILER = re.compile(rb" ?(?:" + _ANSI + rb")?\(([\w]+\.py):(\d+):([\w.]+)\)(?:" + _ANSI + rb")?(?:\\n\x22.*|\s*)$")
 _COLOURS = re.compile(_ANSI)
 #: Lists of token ids stand in dumps of requests; they are a prompt.
 _TOKEN_IDS = re.compile(r"\d+(?:, ?\d+){7,}")
@@ -44,7 +47,6 @@ _VLLM = re.compile(
 )
 _PROCESS = re.compile(rb"\((\w+)(?: rank=(\d+))?[^()\n]{0,40}? ?pid=(\d+)\)")
 
-_OTHER_NEEDLES = [needle for needle in grammar.NEEDLES if b"LMCache" not in needle]
 _BY_HEAD: dict[bytes, list[grammar.Message]] = {}
 _ANYWHERE = [message for message in grammar.MESSAGES if message.source != "raised"]
 _RAISED = [message for message in grammar.MESSAGES if message.source == "raised"]
@@ -84,8 +86,8 @@ _D = ord("D")
 def hits(block: bytes, find: Callable[[bytes], Iterator[tuple[int, int]]] | None = None) -> list[Hit]:
     """Every line of the block that means something, in order. `find` gives the spans of lines to look at.
 
-    Lines of which there are many are taken at one go, but for those that another is glued to. What is left of the block
-    has as many lines, and is looked through for all the others.
+    Lines of which there are many are taken at one go, where they are whole. What is left of the block has as many
+    lines, and is looked through for all the others.
     """
     found: list[Hit] = []
     rest: list[bytes] = []
@@ -93,21 +95,22 @@ def hits(block: bytes, find: Callable[[bytes], Iterator[tuple[int, int]]] | None
     for match in _USUAL.finditer(block):
         start, ending = match.span()
         between = block[end:start]  # whole lines, and what stands before this one's bracket
+        stamp = between[-_STAMP:]
+        if _second(stamp[:19]) is None or stamp[19:20] != b"," or block.find(_FRAME, start + 1, ending) >= 0:
+            continue
         line = between.rfind(b"\n") + 1
         process = ""
-        if len(between) - line > 40:
-            if _FRAME in between[line:]:
+        if len(between) - line > _SHORTEST:
+            before = between[line:-_STAMP]
+            if _FRAME in before:
                 continue
-            process = _process_before(between[line:-_STAMP])
-        if block.find(_FRAME, start + 1, ending) >= 0:
-            continue
+            process = _process_before(before)
         rest.append(between)
         end = ending
         number += between.count(b"\n")
         if not debug and block[start + len(_FRAME)] == _D:
             debug = True
             found.append((number, b"", "", DEBUG, (), b""))
-        stamp = between[max(line, len(between) - _STAMP) :]
         name, places = _USUAL_PLACES[match.lastindex]  # type: ignore[index]
         found.append((number, stamp, process, name, match.group(*places), block[match.start(1) : end]))
     if not found:
@@ -161,11 +164,11 @@ def _read(line: bytes, number: int, found: list[Hit]) -> None:
         for message in _BY_HEAD.get(line[at : at + 4], ()):
             match = message.pattern.match(line, at)
             if match is not None:
-                process = _process(line[:start]) if start > 40 else ""
+                process = _process(line[:start]) if start > _SHORTEST else ""
                 stamp = line[max(0, start - _STAMP) : start]
                 found.append((number, stamp, process, message.name, match.groups(), line[at : at + _LONGEST_BODY]))
                 break
-        if start > 40 and any(needle in line[:start] for needle in _OTHER_NEEDLES):
+        if any(needle in line[:start] for needle in grammar.NEEDLES):
             _read_unframed(line[:start], number, found)
         again = line.find(_FRAME, at)
         if again < 0 or not _LEVEL.match(line, again):
