@@ -7,9 +7,11 @@ grep alone; kvfix reads the lines, and keeps the ledger.
 
 from __future__ import annotations
 
+import gzip
 import importlib.util
 import json
 import os
+import re
 import resource
 import shutil
 import subprocess
@@ -26,6 +28,8 @@ from tests.diagnose import releases
 
 MEGABYTES = 96
 RELEASE = "0.5.6"
+TIME = re.compile(r"\d\d:\d\d:\d\d,\d{3}")
+CRASH = Path(releases.__file__).parent / "logs/crash-0.3.10.log.gz"
 #: (share of lines that count, MB/s a core with the standard library, with hyperscan)
 LOGS = {"dense": (60, 40, 80), "sparse": (1, 120, 400)}
 #: What stands between: vLLM's access log and its requests.
@@ -150,18 +154,24 @@ def cpu(command: list[str], environment: dict[str, str] | None = None) -> float:
 
 
 def write(log: Path, share: int, megabytes: int, first: int = 0) -> None:
-    """A log of about this size; `share` of 100 lines are LMCache's own, three for each request."""
-    lines = [statement(message) for message in ("asked", "retrieved", "stored")]
+    """A log of about this size, a line each millisecond, with a crash at its end.
+
+    `share` of 100 lines are LMCache's own, three for each request.
+    """
+    lines = [TIME.sub("TIME", statement(message)) for message in ("asked", "retrieved", "stored")]
     size, number, counted = 0, 0, first
     with log.open("w") as file:
         while size < megabytes << 20:
             if number * share % 100 < share:
                 line = lines[counted % 3].replace("REQUEST", f"chatcmpl-{counted // 3 * 2654435761:032x}")
+                seconds, rest = divmod(number, 1000)
+                line = line.replace("TIME", f"{seconds // 3600:02}:{seconds // 60 % 60:02}:{seconds % 60:02},{rest:03}")
                 counted += 1
             else:
                 line = OTHERS[number % 3].format(number % 250, number % 60_000)
             number += 1
             size += file.write(line)
+        file.write(gzip.decompress(CRASH.read_bytes()).decode())
 
 
 def statement(message: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import heapq
 import marshal
 import os
 import sys
@@ -12,7 +11,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from typing import TYPE_CHECKING, Any
 
-from kvfix_tools.diagnose import fast, reader, scan
+from kvfix_tools.diagnose import fast, merge, reader, scan
 
 if TYPE_CHECKING:
     from kvfix_tools.diagnose.case import Case
@@ -22,8 +21,7 @@ WORTH_A_POOL = 64 << 20
 #: Blocks that another process gets at a time.
 AT_A_TIME = 8
 
-#: Of one block: its bytes, its lines, its hits.
-Block = tuple[int, int, list[scan.Hit]]
+Block = merge.Block
 
 
 def scan_block(block: bytes) -> Block:
@@ -71,45 +69,19 @@ def _read(
     unreadable: list[str],
 ) -> None:
     # Of every file a block is in memory at once: they are merged by time.
-    size = max(1 << 16, reader.BLOCK // len(sources))
+    size = max(1 << 16, min(reader.BLOCK, reader.BLOCK * 8 // len(sources)))
     ahead = max(1, jobs * 3 // len(sources))
-    streams = [_blocks(source, pool, ahead, size, unreadable) for source in sources]
-    if len(sources) == 1:
-        base = 1
-        for size, lines, hits in streams[0]:
-            case.bytes += size
-            case.take(sources[0].path, base, hits)
-            base += lines
+
+    def counted(blocks: Iterator[Block]) -> Iterator[Block]:
+        for block in blocks:
+            case.bytes += block[0]
             if progress is not None:
-                progress(size)
-        return
-    merged = heapq.merge(
-        *(
-            _timed(index, sources[index].path, stream, case, progress)
-            for index, stream in enumerate(streams)
-        ),
-        key=lambda each: each[:2],
-    )  # fmt: skip
-    for _, _, path, base, hit in merged:
-        case.take(path, base, [hit])
+                progress(block[0])
+            yield block
 
-
-def _timed(
-    index: int, path: str, stream: Iterator[Block], case: Case, progress: Callable[[int], None] | None
-) -> Iterator[tuple[float, int, str, int, scan.Hit]]:
-    """A file's hits with times that never go back: a line without one has that of the line before."""
-    base, now = 1, 0.0
-    for size, lines, hits in stream:
-        case.bytes += size
-        if progress is not None:
-            progress(size)
-        for hit in hits:
-            when = scan.seconds(hit[1]) if hit[1] else None
-            # vLLM's lines have no year; they count for the order only in a file that has no others.
-            if when is not None and when > now and (when > 1e9 or now < 1e9):
-                now = when
-            yield now, index, path, base, hit
-        base += lines
+    streams = [merge.Stream(source.path, counted(_blocks(source, pool, ahead, size, unreadable))) for source in sources]
+    for path, base, hits in merge.by_time(streams):
+        case.take(path, base, hits)
 
 
 def _blocks(
