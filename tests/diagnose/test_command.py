@@ -48,6 +48,14 @@ def test_what_can_be_read_is_told_when_something_cannot(capsys: pytest.CaptureFi
     assert "cut.gz: damaged" in err
 
 
+def test_findings_are_told_when_the_page_cannot_be_written(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    code, out, err = run(capsys, CRASH, html=str(tmp_path / "no/page.html"), perfetto=str(tmp_path / "trace.json"))
+    assert code == 2
+    assert "KVD101" in out
+    assert "no/page.html: No such file or directory; nothing was written there" in err
+    assert (tmp_path / "trace.json").exists()
+
+
 def test_json_is_as_documented(capsys: pytest.CaptureFixture[str]) -> None:
     """The schema stands in docs/diagnose.md."""
     text = (ROOT / "docs/diagnose.md").read_text()

@@ -96,15 +96,18 @@ def hits(block: bytes, find: Callable[[bytes], Iterator[tuple[int, int]]] | None
         start, ending = match.span()
         between = block[end:start]  # whole lines, and what stands before this one's bracket
         stamp = between[-_STAMP:]
-        if _second(stamp[:19]) is None or stamp[19:20] != b"," or block.find(_FRAME, start + 1, ending) >= 0:
-            continue
         line = between.rfind(b"\n") + 1
+        before = len(between) - line
+        if before < _STAMP or _second(stamp[:19]) is None or stamp[19:20] != b",":
+            continue
+        if block.find(_FRAME, start + 1, ending) >= 0:
+            continue
         process = ""
-        if len(between) - line > _SHORTEST:
-            before = between[line:-_STAMP]
-            if _FRAME in before:
+        if before > _SHORTEST:
+            prefix = between[line:-_STAMP]
+            if _FRAME in prefix:
                 continue
-            process = _process_before(before)
+            process = _process_before(prefix)
         rest.append(between)
         end = ending
         number += between.count(b"\n")
