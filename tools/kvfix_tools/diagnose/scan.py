@@ -94,20 +94,19 @@ def hits(block: bytes, find: Callable[[bytes], Iterator[tuple[int, int]]] | None
     number, end, debug = 0, 0, False
     for match in _USUAL.finditer(block):
         start, ending = match.span()
-        between = block[end:start]  # whole lines, and what stands before this one's bracket
-        stamp = between[-_STAMP:]
-        line = between.rfind(b"\n") + 1
-        before = len(between) - line
-        if before < _STAMP or _second(stamp[:19]) is None or stamp[19:20] != b",":
+        line = block.rfind(b"\n", end, start) + 1 or end
+        stamp = block[max(line, start - _STAMP) : start]
+        if len(stamp) < _STAMP or _second(stamp[:19]) is None or stamp[19:20] != b",":
             continue
         if block.find(_FRAME, start + 1, ending) >= 0:
             continue
         process = ""
-        if before > _SHORTEST:
-            prefix = between[line:-_STAMP]
+        if start - line > _SHORTEST:
+            prefix = block[line : start - _STAMP]
             if _FRAME in prefix:
                 continue
             process = _process_before(prefix)
+        between = block[end:start]  # whole lines, and what stands before this one's bracket
         rest.append(between)
         end = ending
         number += between.count(b"\n")
