@@ -53,30 +53,28 @@ class Stream:
             times.append(now)
         self._now, self.times = now, times
 
-    def take(self, end: int) -> list[scan.Hit]:
-        taken = self.hits[self.at : end] if self.at or end < len(self.hits) else self.hits
-        self.at = end
-        return taken
-
 
 def by_time(streams: list[Stream]) -> Iterator[tuple[str, int, list[scan.Hit]]]:
     """(file, number of the block's first line, hits) of all of them. One file is taken as it is."""
     if len(streams) == 1:
         while streams[0].more():
-            yield streams[0].path, streams[0].base, streams[0].take(len(streams[0].hits))
+            streams[0].at = len(streams[0].hits)
+            yield streams[0].path, streams[0].base, streams[0].hits
         return
     heap = [(index_time, index) for index, each in enumerate(streams) if (index_time := _next(each)) is not None]
     heapq.heapify(heap)
     while heap:
         _, index = heap[0]
         stream = streams[index]
-        end = len(stream.hits)
+        hits, at = stream.hits, stream.at
+        end = len(hits)
         if len(heap) > 1:
-            time, other = min(heap[1:3])
+            time, other = heap[1] if len(heap) == 2 or heap[1] < heap[2] else heap[2]
             cut = bisect_right if index < other else bisect_left
-            end = cut(stream.times, time, stream.at)
-        yield stream.path, stream.base, stream.take(end)
-        following = _next(stream)
+            end = cut(stream.times, time, at)
+        stream.at = end
+        yield stream.path, stream.base, hits[at:end]
+        following = stream.times[end] if end < len(hits) else _next(stream)
         if following is None:
             heapq.heappop(heap)
         else:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 #: Less than this is read in one process.
 WORTH_A_POOL = 64 << 20
-#: Blocks that another process gets at a time.
+#: Blocks that another process gets at a time; of several files, fewer of each.
 AT_A_TIME = 8
 
 Block = merge.Block
@@ -70,7 +70,9 @@ def _read(
 ) -> None:
     # Of every file a block is in memory at once: they are merged by time.
     size = max(1 << 16, min(reader.BLOCK, reader.BLOCK * 8 // len(sources)))
-    ahead = max(1, jobs * 3 // len(sources))
+    at_a_time = max(1, AT_A_TIME // len(sources))
+    # One piece is waited for while the next is under way.
+    ahead = max(2, jobs * 3 // len(sources))
 
     def counted(blocks: Iterator[Block]) -> Iterator[Block]:
         for block in blocks:
@@ -79,17 +81,25 @@ def _read(
                 progress(block[0])
             yield block
 
-    streams = [merge.Stream(source.path, counted(_blocks(source, pool, ahead, size, unreadable))) for source in sources]
+    streams = [
+        merge.Stream(source.path, counted(_blocks(source, pool, ahead, size, at_a_time, unreadable)))
+        for source in sources
+    ]
     for path, base, hits in merge.by_time(streams):
         case.take(path, base, hits)
 
 
 def _blocks(
-    source: reader.Source, pool: ProcessPoolExecutor | None, ahead: int, size: int, unreadable: list[str]
+    source: reader.Source,
+    pool: ProcessPoolExecutor | None,
+    ahead: int,
+    size: int,
+    at_a_time: int,
+    unreadable: list[str],
 ) -> Iterator[Block]:
     try:
         if pool is not None and not source.packed:
-            edges = reader.chunks(source, size * AT_A_TIME)
+            edges = reader.chunks(source, size * at_a_time)
             yield from _ahead(pool, ahead, ((scan_chunk, (source.path, *each, size)) for each in edges))
             return
         with reader.open_source(source) as stream:
@@ -97,7 +107,7 @@ def _blocks(
                 for block in reader.blocks(source, stream, size):
                     yield scan_block(block)
             else:
-                pieces = reader.blocks(source, stream, size * AT_A_TIME)
+                pieces = reader.blocks(source, stream, size * at_a_time)
                 yield from _ahead(pool, ahead, ((scan_piece, (piece, size)) for piece in pieces))
     except (reader.Unreadable, OSError) as error:
         unreadable.append(str(error))
