@@ -75,7 +75,11 @@ def hits() -> dict[str, list[str]]:
             for place in releases.places(release, "server_silent")
         ],
         "KVD201": [stats(running=1, waiting=4) + asked("0.3.10", 900, 320, 256, -64) * 1500],
-        "KVD202": ["".join(stats(waiting=3, second=10 * n) for n in range(3))],
+        "KVD202": [
+            "".join(stats(waiting=3, second=10 * n) for n in range(3)),
+            # At INFO there is but one such line.
+            stats(running=2, waiting=3, generation=120.0) + stats(waiting=3, second=10),
+        ],
         "KVD203": [say(release, "lookup_timeout", 0, "Resource temporarily unavailable") * 3
                    for release in ("0.3.9.post1", "0.3.10", NEWEST)],
         "KVD204": [say(release, "mp_timeout", which="LOOKUP") for release in ("0.4.2", "0.4.7", NEWEST)],

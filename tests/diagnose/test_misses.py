@@ -55,7 +55,8 @@ def misses() -> list[tuple[str, str]]:
         ("KVD201", stats(running=1, waiting=4) + "".join(
             asked(NEWEST, 900, 0, 256, 256, "a") + asked(NEWEST, 900, 0, 256, 256, "b") for _ in range(800))),
         ("KVD202", "".join(stats(waiting=0, second=10 * n) for n in range(9))),
-        ("KVD202", stats(waiting=3) * 2 + stats(running=1, waiting=2, generation=0.1) + stats(waiting=3) * 2),
+        ("KVD202", (stats(waiting=3) * 2 + stats(running=1, waiting=2, generation=0.1)) * 2),
+        ("KVD202", stats(running=4, waiting=3, generation=0.1) + stats()),
         ("KVD203", say(NEWEST, "lookup_timeout", 0, "Resource temporarily unavailable") * 2),
         ("KVD205", say("0.5.5", "mp_timeout", which="LOOKUP") + say("0.5.5", "mp_healthy")),
         ("KVD205", say(NEWEST, "mp_timeout", which="LOOKUP")),
