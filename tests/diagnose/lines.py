@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -33,12 +34,29 @@ def version(release: str) -> str:
 
 
 def stats(running: int = 0, waiting: int = 0, generation: float = 0.0, second: int = 0) -> str:
-    """Of vLLM 0.15.1, whose format this is (v1/metrics/loggers.py)."""
-    return (
-        f"(APIServer pid=7) INFO 12-03 01:24:{second % 60:02d} [loggers.py:248] Engine 000: Avg prompt throughput: 0.0 "
-        f"tokens/s, Avg generation throughput: {generation:.1f} tokens/s, Running: {running} reqs, Waiting: {waiting} "
-        "reqs, GPU KV cache usage: 93.1%, Prefix cache hit rate: 12.0%\n"
+    """The installed vLLM's statistics, of the parts that it joins, with the prefix that it puts before them."""
+    parts = statistics_parts()[:4] + [part for part in statistics_parts() if part.startswith(("%s KV", "Prefix"))]
+    text = ", ".join(parts) % (0.0, generation, running, waiting, "GPU", 93.1, 12.0)
+    return f"(APIServer pid=7) INFO 12-03 01:24:{second % 60:02d} [loggers.py:248] Engine 000: {text}\n"
+
+
+@lru_cache(maxsize=1)
+def statistics_parts() -> list[str]:
+    """Texts with values in `LoggingStatLogger.log` (v1/metrics/loggers.py 0.32.0:283), in the source's order."""
+    tree = ast.parse((site_packages() / "vllm/v1/metrics/loggers.py").read_bytes())
+    function = next(
+        node
+        for parent in ast.walk(tree)
+        if isinstance(parent, ast.ClassDef) and parent.name == "LoggingStatLogger"
+        for node in parent.body
+        if isinstance(node, ast.FunctionDef) and node.name == "log"
     )
+    found = [
+        node.value
+        for node in ast.walk(function)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and "%" in node.value
+    ]
+    return sorted(found, key=ast.unparse(function).index)
 
 
 def vllm(message: str, *values: Any, release: str = "0.32.0", which: str = "") -> str:

