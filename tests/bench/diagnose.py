@@ -98,7 +98,8 @@ def all_cores(folder: Path) -> Iterator[Row]:
     for what, logs, most in (
         ("dense log", [folder / "dense.log"], 0.9),
         ("sparse log", [folder / "sparse.log"], 0.8),
-        ("4 dense files", parts, 0.9),
+        # Their lines alternate by the millisecond, the worst there is: one process puts them in order.
+        ("4 dense files", parts, 1.0),
     ):
         one, many = read(logs, fast=False), read(logs, fast=False, jobs=cores)
         assert one["report"] == many["report"], f"{what}: {cores} processes find other things than one"

@@ -70,7 +70,7 @@ def _read(
 ) -> None:
     # Of every file a block is in memory at once: they are merged by time.
     size = max(1 << 16, min(reader.BLOCK, reader.BLOCK * 8 // len(sources)))
-    at_a_time = max(1, AT_A_TIME // len(sources))
+    at_a_time = max(1, min(AT_A_TIME, 4 * AT_A_TIME // len(sources)))
     # One piece is waited for while the next is under way.
     ahead = max(2, jobs * 3 // len(sources))
 
