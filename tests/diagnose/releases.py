@@ -82,6 +82,14 @@ def places(release: str, message: str) -> list[Place]:
     return found
 
 
+def statement(path: Path, words: str, release: str = "") -> Place:
+    """The logging statement or assertion with these words in its text, whether the grammar reads it or not."""
+    for node, text, level, function in _parsed(path.read_bytes()):
+        if level != "text" and words in (statements.template(text) or ""):
+            return Place(release, path, node, text, level, function)
+    raise AssertionError(f"{path} does not say {words!r}")
+
+
 class Values:
     """Hands out values for the places of a template: those given, then numbers, each only once."""
 

@@ -48,6 +48,14 @@ def test_what_can_be_read_is_told_when_something_cannot(capsys: pytest.CaptureFi
     assert "cut.gz: damaged" in err
 
 
+def test_findings_are_told_when_the_page_cannot_be_written(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    code, out, err = run(capsys, CRASH, html=str(tmp_path / "no/page.html"), perfetto=str(tmp_path / "trace.json"))
+    assert code == 2
+    assert "KVD101" in out
+    assert "no/page.html: No such file or directory; nothing was written there" in err
+    assert (tmp_path / "trace.json").exists()
+
+
 def test_json_is_as_documented(capsys: pytest.CaptureFixture[str]) -> None:
     """The schema stands in docs/diagnose.md."""
     text = (ROOT / "docs/diagnose.md").read_text()
@@ -170,3 +178,23 @@ def test_lnav_format_matches_its_samples() -> None:
         if "Reqid: 7" in sample["line"] or "[req_id=7]" in sample["line"]:
             assert match["request"] == "7"
     assert len(form["sample"]) > 60
+
+
+def test_explain_tells_each_finding(capsys: pytest.CaptureFixture[str]) -> None:
+    from kvfix_tools import catalogue
+    from kvfix_tools.diagnose.findings import catalogue as findings
+
+    for rule in findings():
+        assert catalogue.explain(rule.code.lower(), json=False) == 0
+        said = capsys.readouterr().out
+        assert said.startswith(f"{rule.code} {rule.name} (")
+        assert rule.title in said
+        assert "\nCause: " in said
+        assert all(code in said for code in rule.fixes)
+        assert catalogue.explain(rule.code, json=True) == 0
+        assert json.loads(capsys.readouterr().out)["fixes"] == list(rule.fixes)
+    # A fix has the name first.
+    assert catalogue.explain("abort-asserts-engine", json=False) == 0
+    assert capsys.readouterr().out.startswith("KVF004")
+    assert catalogue.explain("KVD999", json=False) == 2
+    assert "no finding" in capsys.readouterr().err

@@ -4,18 +4,17 @@ Some 900 statements of 25 releases."""
 
 from __future__ import annotations
 
-import ast
+import json
 import re
 from functools import lru_cache
 from importlib.metadata import version
-from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 
 from kvfix_tools.diagnose import grammar, scan, statements
 from tests.conftest import release_names
 from tests.diagnose import releases
+from tests.diagnose.lines import site_packages, statistics_parts
 
 LOGGED = ("debug", "info", "warning", "error", "critical")
 RELEASES = release_names()
@@ -143,6 +142,17 @@ def test_prefixes_of_processes_and_containers(prefix: str) -> None:
     assert scan.hits((PREFIXES[1] + every_line()[0][1]).encode())[0][2] == "VllmWorker_0 pid=3126069"
 
 
+def test_lines_in_json_as_docker_keeps_them() -> None:
+    for name, line in every_line():
+        kept = json.dumps({"log": line, "stream": "stderr", "time": "2026-11-21T01:41:27.007812345Z"}) + "\n"
+        hits = messages(kept.encode())
+        assert [hit[3] for hit in hits] == [name], kept
+        at = scan.trailer(hits[0][5])
+        assert at is not None
+        assert statements.releases_at(name, at[0], at[1])
+        assert '"stream"' not in scan.text(hits[0][5])
+
+
 def test_both_ways_of_finding_lines_find_the_same() -> None:
     from kvfix_tools.diagnose import fast
 
@@ -157,13 +167,6 @@ def test_both_ways_of_finding_lines_find_the_same() -> None:
 def test_each_message_names_what_it_begins_with() -> None:
     for message in grammar.MESSAGES:
         assert (message.source == "lmcache") == bool(message.starts)
-
-
-def site_packages() -> Path:
-    spec = find_spec("vllm")
-    assert spec is not None
-    assert spec.origin is not None
-    return Path(spec.origin).parent.parent
 
 
 def test_what_vllm_prints_is_read() -> None:
@@ -182,6 +185,21 @@ def test_what_vllm_prints_is_read() -> None:
     assert told == extracted
 
 
+def test_what_every_lmcache_prints_is_read() -> None:
+    """0.3.0 to 0.5.6, also those that are not here: the texts as the data have them, each at its line."""
+    known: set[str] = set()
+    for row in statements.known()["lmcache"]:
+        if row.level not in LOGGED:
+            continue
+        for release, lines in row.lines.items():
+            known.add(release)
+            at = f"{row.file}:{lines[0]}:lmcache.{row.file.removesuffix('.py')}"
+            line = f"[2026-11-21 01:41:27,007] LMCache {row.level.upper()}: {statements.sample(row.template)} ({at})\n"
+            assert [name for name, _ in read(line)] == [row.message], line
+            assert release in statements.releases_at(row.message, row.file, lines[0])
+    assert {"0.3.0", "0.3.1", "0.3.7", *RELEASES} <= known
+
+
 def test_what_every_vllm_prints_is_read() -> None:
     """0.9 to 0.32: the texts as the data have them. Its own copies of the adapters speak through LMCache's logger."""
     frames = {
@@ -196,20 +214,7 @@ def test_what_every_vllm_prints_is_read() -> None:
 
 def test_the_statistics_of_the_newest_vllm_are_read() -> None:
     """It joins them from parts (v1/metrics/loggers.py 0.32.0:283): a line with all of them, in the source's order."""
-    tree = ast.parse((site_packages() / "vllm/v1/metrics/loggers.py").read_bytes())
-    function = next(
-        node
-        for parent in ast.walk(tree)
-        if isinstance(parent, ast.ClassDef) and parent.name == "LoggingStatLogger"
-        for node in parent.body
-        if isinstance(node, ast.FunctionDef) and node.name == "log"
-    )
-    parts = [
-        node.value
-        for node in ast.walk(function)
-        if isinstance(node, ast.Constant) and isinstance(node.value, str) and "%" in node.value
-    ]
-    order = sorted(parts, key=ast.unparse(function).index)
+    order = statistics_parts()
     assert len(order) > 8
     text = ", ".join(order[:9])
     values = [f"{number}" for number in range(1, 30)]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from kvfix_tools.diagnose import reader, scan, work
+from kvfix_tools.diagnose import reader, report, scan, work
 from kvfix_tools.diagnose.case import Case
 from tests.conftest import clean_environment
 
@@ -80,15 +80,18 @@ def test_chunks_for_many_cores_are_the_same_lines(tmp_path: Path) -> None:
 def test_many_cores_find_what_one_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(work, "WORTH_A_POOL", 0)
     monkeypatch.setattr(reader, "BLOCK", 1 << 16)
+    crash = gzip.decompress((Path(__file__).parent / "logs/crash-0.3.10.log.gz").read_bytes())
     for name, start in (("a", 0), ("b", 7000)):
-        (tmp_path / name).write_bytes(polls(3000, start) + polls(1, start) * 10)
-    cases = []
-    for jobs in (1, 2):
-        case = Case()
-        assert work.read(case, reader.sources([str(tmp_path)]), jobs) == []
-        cases.append((case.counts, case.bytes, case.story("r7000"), case.story("r42")))
-    assert cases[0] == cases[1]
-    assert cases[0][0]["asked"] == 6020
+        (tmp_path / name).write_bytes(polls(3000, start) + crash + polls(1, start) * 10)
+    (tmp_path / "c.gz").write_bytes(gzip.compress(polls(3000, 20_000)))
+    for paths in ([tmp_path], [tmp_path / "a"], [tmp_path / "c.gz"]):
+        told = []
+        for jobs in (1, 2):
+            case = Case()
+            assert work.read(case, reader.sources([str(path) for path in paths]), jobs) == []
+            told.append((report.as_json(case, case.end()), case.story("r7000"), case.story("r42")))
+        assert told[0] == told[1]
+        assert ('"KVD101"' in told[0][0]) == (paths[0].name != "c.gz")
 
 
 @pytest.mark.parametrize(

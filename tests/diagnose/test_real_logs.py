@@ -5,6 +5,8 @@ In-process ones have a stand-in for LMCache's GPU connector; nothing else in the
 
 from __future__ import annotations
 
+import io
+import tarfile
 from pathlib import Path
 
 import pytest
@@ -12,12 +14,13 @@ import pytest
 from kvfix.ledger.events import Stored
 from kvfix_tools.diagnose import reader, work
 from kvfix_tools.diagnose.case import Case
+from kvfix_tools.diagnose.timeline import Timeline
 
 LOGS = Path(__file__).parent / "logs"
 
 
-def diagnose(*names: str) -> Case:
-    case = Case()
+def diagnose(*names: str, timeline: Timeline | None = None) -> Case:
+    case = Case(timeline=timeline)
     assert work.read(case, reader.sources([str(LOGS / f"{name}.log.gz") for name in names]), 1) == []
     case.end()
     return case
@@ -36,6 +39,8 @@ def diagnose(*names: str) -> Case:
         (["min-retrieve-0.5.6"], ["KVD103"]),
         # The worker's end of the lookups does not answer.
         (["deaf-0.5.6"], ["KVD203"]),
+        # LMCache fails to start in the worker; three requests, each lookup runs into its timeout.
+        (["degraded-0.5.6"], ["KVD203", "KVD207"]),
         # Multi-process: right; the server in the wrong mode; no server.
         (["mp-0.5.6", "mp-0.5.6.server"], []),
         (["mode-0.5.6", "mode-0.5.6.server"], ["KVD116", "KVD206"]),
@@ -61,6 +66,25 @@ def test_a_recorder_file_is_judged_as_in_the_engine() -> None:
     assert [each.code for each in findings[0].verdicts] == ["KVR002", "KVR011"]
     assert [told.line for told in findings[0].story] == [2, 3, 4, 5]
     assert case.releases.one("lmcache") == "0.5.6"
+
+
+def test_a_bundle_of_kvfix_dump_is_read(tmp_path: Path) -> None:
+    """A tar.gz with the recorders of two processes: each has a ledger of its own, though both number from 1."""
+    recorder = (LOGS / "recorder.jsonl").read_bytes()
+    with tarfile.open(tmp_path / "kvfix-dump-7.tar.gz", "w:gz") as bundle:
+        for name, content in (
+            ("stacks.txt", b"Thread 1\n"),
+            ("a.jsonl", recorder),
+            ("b.jsonl", recorder.replace(b'"pid":4305', b'"pid":4306').replace(b"cmpl-1", b"cmpl-2")),
+        ):
+            entry = tarfile.TarInfo(f"kvfix-dump-7/{name}")
+            entry.size = len(content)
+            bundle.addfile(entry, io.BytesIO(content))
+    case = Case()
+    assert work.read(case, reader.sources([str(tmp_path)]), 1) == []
+    assert [(found.rule.code, found.request) for found in case.end()] == [("KVD102", "cmpl-1"), ("KVD102", "cmpl-2")]
+    assert case.releases.one("lmcache") == "0.5.6"
+    assert len(case._recorders.cases) == 2
 
 
 def test_a_damaged_recorder_file_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
@@ -95,8 +119,15 @@ def test_the_crash_tells_its_story() -> None:
     ]
 
 
+def test_a_worker_that_goes_on_without_lmcache_says_why() -> None:
+    """The reason is a traceback in the middle of the line."""
+    found = diagnose("degraded-0.5.6").findings[1]
+    assert found.sentence == "LMCache failed to start: RuntimeError: No supported cpu connector found."
+    assert [line.line for line in found.evidence] == [90, 89]
+
+
 def test_a_debug_log_hides_nothing() -> None:
-    case = diagnose("healthy-0.5.6-debug")
+    case = diagnose("healthy-0.5.6-debug", timeline=Timeline())  # which has the ledger told of every line at once
     assert case.debug
     assert case.hidden() == []
     assert case.counts["storing"] > 0

@@ -88,7 +88,8 @@ def wait_for(text: str, log: Path, process: subprocess.Popen[Any]) -> None:
 def run(folder: Path, apply: bool, transfer: dict[str, Any] | None, **more: Any) -> Ran:
     """more: rounds, engine (arguments of LLM), lmcache (folder of a release), spoil_from (round), environment,
     abort (requests `running` and `waiting`, and `extra_args` of the latter), abort_before (round), mode,
-    when (a text, and a function of the pid that is called once the text is in the log)."""
+    when (a text, and a function of the pid that is called once the text is in the log), standin (False: LMCache's own
+    GPU connector, which a machine without a GPU does not have)."""
     folder.mkdir(parents=True, exist_ok=True)
     report = folder / "report"
     job = {
@@ -104,7 +105,8 @@ def run(folder: Path, apply: bool, transfer: dict[str, Any] | None, **more: Any)
         "abort_before": more.get("abort_before"),
     }
     (folder / "job.json").write_text(json.dumps(job))
-    places = [more.get("lmcache"), HERE / "plugin", ROOT / "patches", ROOT / "tools"]
+    plugin = HERE / "plugin" if more.get("standin", True) else None
+    places = [more.get("lmcache"), plugin, ROOT / "patches", ROOT / "tools"]
     environment = clean_environment(
         PYTHONPATH=os.pathsep.join(str(place) for place in places if place),
         PYTHONHASHSEED="0",

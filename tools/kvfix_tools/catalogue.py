@@ -1,4 +1,4 @@
-"""`kvfix status` and `kvfix explain`: the catalogue of fixes, shown."""
+"""`kvfix status` and `kvfix explain`: the catalogue of fixes, of rules and of findings, shown."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import kvfix
 from kvfix import cures, fix, verdict
 from kvfix.ledger import RULES, Rule
 from kvfix_tools import screen
+from kvfix_tools.diagnose import findings
 
 #: Verdicts that ask for somebody's attention. (`applied` is said by a process in which kvfix is active.)
 FINDINGS = ("failed", "unknown", "applicable")
@@ -67,15 +68,22 @@ def _print_rows(rows: list[verdict.Row]) -> None:
 
 
 def explain(name: str, json: bool) -> int:
-    """Print one fix, or one rule. 2 if there is none of this name."""
+    """Print one fix, one rule of the ledger, or one finding of kvfix-diagnose. 2 if there is none of this name."""
     rule = next((rule for rule in RULES if name.upper() == rule.code or name.lower() == rule.name), None)
     if rule is not None:
         return _explain_rule(rule, json)
     found = fix.find(name)
+    told = findings.find(name)
+    if found is None and told is not None:  # some have the name of their fix
+        return _explain_finding(told, json)
     if found is None:
         known = ", ".join([f"{each.code} ({each.slug})" for each in fix.catalogue()])
         rules = ", ".join(f"{rule.code} ({rule.name})" for rule in RULES)
-        print(f"kvfix explain: there is no fix and no rule {name!r}; known: {known}, {rules}", file=sys.stderr)
+        logs = ", ".join(f"{each.code} ({each.name})" for each in findings.catalogue())
+        print(
+            f"kvfix explain: there is no fix, no rule and no finding {name!r}; known: {known}, {rules}, {logs}",
+            file=sys.stderr,
+        )
         return 2
     if json:
         sections = {section.lower().replace(" ", "_"): found.section(section) for section in found.sections}
@@ -96,9 +104,33 @@ def _explain_rule(rule: Rule, json: bool) -> int:
         print(jsonlib.dumps({"code": rule.code, "name": rule.name, "doc": doc, "fixes": list(fixes)}, indent=2))
         return 0
     print(f"{rule.code} {rule.name}\n\n{doc}")
-    if fixes:
-        print("\nFixes that cure violations of it:")
-        for code in fixes:
-            found = fix.find(code)
-            print(f"  {code} {found.slug if found else ''}")
+    _print_fixes("Fixes that cure violations of it:", list(fixes))
     return 0
+
+
+def _explain_finding(finding: findings.Rule, json: bool) -> int:
+    """Cause, what avoids it, what looks like it. A cause that the finding does not tell is that of its first fix."""
+    first = fix.find(finding.fixes[0]) if finding.fixes else None
+    cause = finding.section("Cause") or (" ".join(first.section("Cause").split()) if first else "")
+    sections = {"Cause": cause, "Setting": finding.section("Setting"), "Normal": finding.section("Normal")}
+    if json:
+        told = {section.lower(): text for section, text in sections.items() if text}
+        whole = {"code": finding.code, "name": finding.name, "severity": finding.severity.name.lower()}
+        print(jsonlib.dumps({**whole, "title": finding.title, **told, "fixes": list(finding.fixes)}, indent=2))
+        return 0
+    print(
+        f"{finding.code} {finding.name} ({finding.severity.word}, found in logs by kvfix-diagnose)\n\n{finding.title}"
+    )
+    for section, text in sections.items():
+        if text:
+            print(f"\n{section}: {text}")
+    _print_fixes("Fixes:", list(finding.fixes))
+    return 0
+
+
+def _print_fixes(heading: str, codes: list[str]) -> None:
+    if codes:
+        print(f"\n{heading}")
+    for code in codes:
+        found = fix.find(code)
+        print(f"  {code} {found.slug if found else ''}")

@@ -67,7 +67,7 @@ def status(
 
 @app.command()
 def explain(name: Annotated[str, typer.Argument(metavar="CODE|SLUG")], json: Json = False) -> None:
-    """A fix (KVF...): symptom, cause, releases, when it can go; or a rule of the ledger (KVR...), and what cures it."""
+    """A fix (KVF...): symptom, cause, releases; a rule of the ledger (KVR...); a finding in logs (KVD...)."""
     from kvfix_tools import catalogue
 
     raise typer.Exit(catalogue.explain(name, json))

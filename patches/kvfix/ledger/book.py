@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvfix.ledger import events as ev
+from kvfix.ledger.rules import RULES_FOR
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from kvfix.ledger.events import Event
 
 
@@ -69,37 +72,67 @@ class Story:
 
     def take(self, event: Event) -> None:
         """Bring the story up to date. Called after the rules have seen the event against the story so far."""
-        if isinstance(event, ev.Asked):
-            self.asked = event
-            self.total = event.total
-            self.granted = None
-        elif isinstance(event, ev.Granted):
-            if not self.admits_after_load(event):
-                self.granted = event
-                self.due = None
-        elif isinstance(event, ev.Scheduled):
-            self.computed = event.computed + event.tokens
-            if event.first:
-                self.waiting = False
-        elif isinstance(event, ev.LoadDue):
-            self.due = event
-        elif isinstance(event, ev.Stored):
-            self.stored_to = max(self.stored_to or 0, event.end, event.covered)
-        elif isinstance(event, ev.Preempted | ev.LoadFailed):
-            self._wait_again()
-        elif isinstance(event, ev.TimedOut):
-            self.timed_out = event
-        elif isinstance(event, ev.Finished):
-            self.finished = event
+        change = _CHANGES.get(type(event))
+        if change is not None:
+            change(self, event)
         self.events.append(event)
 
     def admits_after_load(self, event: ev.Granted) -> bool:
         """vLLM calls the hook again, with 0, when a request comes back from a load between steps."""
         return event.external == 0 and self.granted is not None and bool(self.granted.external)
 
-    def _wait_again(self) -> None:
-        self.waiting = True
-        self.asked = self.granted = self.due = None
+
+def _asked(story: Story, event: ev.Asked) -> None:
+    story.asked = event
+    story.total = event.total
+    story.granted = None
+
+
+def _granted(story: Story, event: ev.Granted) -> None:
+    if not story.admits_after_load(event):
+        story.granted = event
+        story.due = None
+
+
+def _scheduled(story: Story, event: ev.Scheduled) -> None:
+    story.computed = event.computed + event.tokens
+    if event.first:
+        story.waiting = False
+
+
+def _due(story: Story, event: ev.LoadDue) -> None:
+    story.due = event
+
+
+def _stored(story: Story, event: ev.Stored) -> None:
+    story.stored_to = max(story.stored_to or 0, event.end, event.covered)
+
+
+def _waits_again(story: Story, event: ev.Preempted | ev.LoadFailed) -> None:
+    story.waiting = True
+    story.asked = story.granted = story.due = None
+
+
+def _timed_out(story: Story, event: ev.TimedOut) -> None:
+    story.timed_out = event
+
+
+def _finished(story: Story, event: ev.Finished) -> None:
+    story.finished = event
+
+
+#: What an event changes in its story; the others are only kept.
+_CHANGES: dict[type, Callable[[Story, Any], None]] = {
+    ev.Asked: _asked,
+    ev.Granted: _granted,
+    ev.Scheduled: _scheduled,
+    ev.LoadDue: _due,
+    ev.Stored: _stored,
+    ev.Preempted: _waits_again,
+    ev.LoadFailed: _waits_again,
+    ev.TimedOut: _timed_out,
+    ev.Finished: _finished,
+}
 
 
 class Ledger:
@@ -117,8 +150,6 @@ class Ledger:
 
     def feed(self, event: Event) -> list[Finding]:
         """Findings of this event, in the order of their codes. Empty: nothing is wrong with it."""
-        from kvfix.ledger.rules import RULES_FOR
-
         story = self.stories.get(event.request)
         if story is None or (story.finished is not None and isinstance(event, ev.Asked)):
             # A request id may be used again: then it is another request.

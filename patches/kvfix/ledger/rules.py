@@ -64,7 +64,7 @@ def promise_out_of_bounds(story: Story, event: ev.Asked) -> Outcome:
     if event.promised is None:
         return None
     room = event.total - event.computed - (0 if event.asynchronous else 1)
-    if 0 <= event.promised <= max(0, room):
+    if event.promised == 0 or 0 < event.promised <= room:
         return None
     return violated(
         f"promised {event.promised}, but of {event.total} tokens {event.computed} are computed: at most {max(0, room)}"

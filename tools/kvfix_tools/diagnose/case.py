@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from kvfix.ledger import RULES, Ledger
 from kvfix.ledger.events import Raised
 from kvfix.ledger.wording import line as wording
-from kvfix_tools.diagnose import events, scan, statements, tracebacks
+from kvfix_tools.diagnose import events, scan, statements, tracebacks, usual
 from kvfix_tools.diagnose.recorded import Recorders
 from kvfix_tools.diagnose.releases import Releases
 from kvfix_tools.diagnose.seen import Evidence, Found, Seen, Told
@@ -55,7 +55,7 @@ class Case:
         self.memory: dict[str, Any] = {}
         self.told: dict[str, list[tuple[str, int]]] = {}
         self.timeline = timeline
-        self._watch = watch
+        self._watch = watch.encode()
         self._on_found = on_found
         self._rules = rules()
         self._notes = notes()
@@ -67,45 +67,58 @@ class Case:
         #: Kinds of lines that are only counted, once it is known where they stand.
         self._silent: set[str] = set()
         self._verdicts: dict[str, list[Verdict]] = {}
-        self._asked: dict[bytes | None, scan.Groups] = {}
+        self._usual = usual.Usual()
         self._time: float | None = None
 
     def take(self, file: str, base: int, hits: list[scan.Hit]) -> None:
         """Hits of one block, whose first line is the line `base` of the file (the first is 1)."""
         self.releases.file = file
         counts = self.counts
-        watch = self._watch.encode()
         silent = self._silent
+        noted = self.timeline is not None or bool(self._watch)
         for number, stamp, process, name, groups, body in hits:
-            if name == scan.DEBUG:
-                self.debug = True
-                continue
             counts[name] += 1
-            if self.timeline is not None:
-                self.timeline.hit(name, groups, scan.seconds(stamp) if stamp else None)
-            if watch and watch in body:
-                self._keep(Evidence(file, base + number, scan.text(body)))
+            if noted:
+                self._note(name, groups, stamp, Evidence(file, base + number, ""), body)
             if name in silent:
                 continue
-            if name == "asked":
-                # The same question with the same answer, on every step: nothing new for the ledger.
-                request = groups[0]
-                if self._asked.get(request) == groups:
-                    # A prime: requests that are asked about in turns are all seen.
+            if name in usual.NAMES:
+                if name == "asked" and groups[3] not in (None, b"0"):
+                    self.hit = True
+                what = self._usual.take(name, groups, (file, base + number, stamp))
+                if what == usual.KEPT:
+                    if name not in self._placed:
+                        self._place(self._seen(stamp, process, name, groups, file, base + number, body))
+                    if self.timeline is not None:
+                        self._tell(str(groups[0], "ascii"))  # type: ignore[arg-type]
+                    continue
+                # The same question with the same answer, on every step. A prime: requests that are asked about in
+                # turns are all seen.
+                if what == usual.AGAIN:
                     if counts[name] % 61 == 0:
                         self._look(self._seen(stamp, process, name, groups, file, base + number, body))
                     continue
-                if len(self._asked) > REQUESTS:
-                    self._asked.clear()
-                self._asked[request] = groups
-                self.hit = self.hit or groups[3] not in (None, b"0")
-            usual = events.USUAL.get(name)
-            event = usual(groups) if usual is not None and name in self._placed else None
-            if event is None:
-                self._event(self._seen(stamp, process, name, groups, file, base + number, body))
+            elif name == scan.DEBUG:
+                self.debug = True
+                del counts[name]  # it stands for lines, and is none
                 continue
-            for verdict in self._feed(event, file, base + number, stamp):
-                self._judge(verdict, self._seen(stamp, process, name, groups, file, base + number, body))
+            self._event(self._seen(stamp, process, name, groups, file, base + number, body))
+
+    def _tell(self, request: str) -> None:
+        """The ledger hears what was kept of this request."""
+        now = self._time
+        for name, groups, (file, line, stamp) in self._usual.untold(request):
+            seen = self._seen(stamp, "", name, groups, file, line, b"")
+            for event in events.of(self, seen):
+                self._feed(event, seen)
+        self._time = now
+
+    def _note(self, name: str, groups: scan.Groups, stamp: bytes, place: Evidence, body: bytes) -> None:
+        """What a page, a trace or `--request` shows of a line, whatever it means."""
+        if self.timeline is not None:
+            self.timeline.hit(name, groups, scan.seconds(stamp) if stamp else None)
+        if self._watch and self._watch in body and len(self.watched) < 5000:
+            self.watched.append(place._replace(text=scan.text(body)))
 
     def _seen(
         self, stamp: bytes, process: str, name: str, groups: scan.Groups, file: str, line: int, body: bytes
@@ -127,29 +140,26 @@ class Case:
             seen = raised
         elif name not in self._placed:
             self._place(seen)
-        verdicts = [
-            verdict
-            for event in events.of(self, seen)
-            for verdict in self._feed(event, seen.file, seen.line, seen.stamp)
-        ]
+        self._tell(seen.request)
+        verdicts = [verdict for event in events.of(self, seen) for verdict in self._feed(event, seen)]
         self._look(seen)
         for verdict in verdicts:
             self._judge(verdict, seen)
 
-    def _feed(self, event: Any, file: str, line: int, stamp: bytes) -> list[Verdict]:
+    def _feed(self, event: Any, seen: Seen) -> list[Verdict]:
         """What the event violates; what could not be judged is counted."""
+        self._tell(event.request)
         verdicts = self.ledger.feed(event)
         told = self.told.get(event.request)
         if told is None:
             if len(self.told) > REQUESTS:
                 self._forget()
             told = self.told[event.request] = []
-        told.append((file, line))
+        told.append((seen.file, seen.line))
         if len(told) > HISTORY:
             del told[0]
         if self.timeline is not None:
-            time = scan.seconds(stamp) if stamp else None
-            self.timeline.take(event, self._time if time is None else time)
+            self.timeline.take(event, self._time if seen.time is None else seen.time)
         if not verdicts:
             return verdicts
         violated = [each for each in verdicts if each.verdict != "unknown" and each.code not in self.blind]
@@ -173,7 +183,7 @@ class Case:
         from kvfix_tools.diagnose.findings import Answer, ledger_rule
 
         if verdict.code != "KVR011" and verdict.request not in self._crashed:
-            self._add(ledger_rule(verdict.code), Answer(verdict.message, verdict.request), seen)
+            self._add(ledger_rule(verdict), Answer(verdict.message, verdict.request), seen)
 
     def _add(self, rule: Rule, answer: Any, seen: Seen | None) -> None:
         request = answer.request if answer.request is not None else (seen.request if seen else "")
@@ -221,6 +231,7 @@ class Case:
 
     def story(self, request: str) -> list[Told]:
         """The request's events so far, in words, each with its line."""
+        self._tell(request)
         book = self.ledger.stories.get(request)
         places = list(self.told.get(request, ()))
         if book is None or not request:
@@ -253,7 +264,7 @@ class Case:
     def told_in_engine(self, event: Any, seen: Seen) -> None:
         """An event that kvfix recorded in the engine. What left a hook there is looked at as it is in a log."""
         self._time = seen.time
-        verdicts = self._feed(event, seen.file, seen.line, b"")
+        verdicts = self._feed(event, seen)
         if isinstance(event, Raised):
             kind, _, text = event.error.partition(": ")
             fields = tracebacks.raised(kind, text, [("", 0, event.where)])
@@ -270,10 +281,6 @@ class Case:
             self._placed.add(seen.name)
             if not (events.tells(seen.name) or seen.name in self._rules or seen.name in self._notes):
                 self._silent.add(seen.name)
-
-    def _keep(self, evidence: Evidence) -> None:
-        if len(self.watched) < 5000:
-            self.watched.append(evidence)
 
     def _forget(self) -> None:
         for request in list(self.told)[: REQUESTS // 4]:

@@ -11,6 +11,8 @@ from kvfix_tools.diagnose import reader, report, work
 from kvfix_tools.diagnose.case import Case
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from kvfix_tools.diagnose.seen import Found
 
 
@@ -23,7 +25,7 @@ def main(
     everything: bool = False,
     jobs: int = 0,
 ) -> int:
-    """0 nothing found, 1 findings, 2 something could not be read."""
+    """0 nothing found, 1 findings, 2 something could not be read, or written."""
     console = Console(highlight=False, soft_wrap=False)
     try:
         sources = reader.sources(paths)
@@ -49,16 +51,9 @@ def main(
     except KeyboardInterrupt:  # a stream is ended so; what was read counts
         unreadable = []
     findings = case.end()
-    for reason in unreadable:
+    unwritten = _write(case, findings, html, perfetto)
+    for reason in unreadable + unwritten:
         print(f"kvfix-diagnose: {reason}", file=sys.stderr)
-    if html:
-        from kvfix_tools.diagnose import page
-
-        page.write(html, case, findings)
-    if perfetto:
-        from kvfix_tools.diagnose import trace
-
-        trace.write(perfetto, case, findings)
     if json:
         print(report.as_json(case, findings))
     elif request:
@@ -67,4 +62,21 @@ def main(
         report.print_summary(case, findings, console)
     else:
         report.print_all(case, findings, console, everything)
-    return 2 if unreadable else int(bool(findings))
+    return 2 if unreadable or unwritten else int(bool(findings))
+
+
+def _write(case: Case, findings: list[Found], html: str, perfetto: str) -> list[str]:
+    """The page and the trace, where they are asked for. What could not be written, each with its reason."""
+    from kvfix_tools.diagnose import page, trace
+
+    reasons = [_attempt(page.write, html, case, findings), _attempt(trace.write, perfetto, case, findings)]
+    return [reason for reason in reasons if reason]
+
+
+def _attempt(write: Callable[[str, Case, list[Found]], None], path: str, case: Case, findings: list[Found]) -> str:
+    try:
+        if path:
+            write(path, case, findings)
+    except OSError as error:
+        return f"{path}: {error.strerror or error}; nothing was written there"
+    return ""

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from kvfix.ledger import events as ev
-from kvfix_tools.diagnose import scan
 
 if TYPE_CHECKING:
     from kvfix_tools.diagnose.case import Case
@@ -23,31 +22,6 @@ def of(case: Case, seen: Seen) -> list[Any]:
 def tells(name: str) -> bool:
     """Whether lines of this kind make events."""
     return name in _MAKERS
-
-
-def usual_asked(groups: scan.Groups) -> ev.Asked | None:
-    """The event of the most frequent line, the short way; None: the line is not the usual one."""
-    request, total, computed, hit, need, least = groups
-    if request is None or total is None or computed is None or hit is None or need is None or least is not None:
-        return None
-    promised = int(need[:18])
-    return ev.Asked(_text(request), int(total[:18]), int(computed[:18]), int(hit[:18]), max(promised, 0))
-
-
-def usual_retrieved(groups: scan.Groups) -> ev.Loaded | None:
-    """All that was to be loaded was; None: it was not, or whose it was is not told."""
-    request, tokens, required, total = groups
-    if request is None or tokens is None or tokens != required:
-        return None
-    return ev.Loaded(_text(request), int(tokens[:18]), int((total or tokens)[:18]))
-
-
-def _text(value: bytes) -> str:
-    return value.decode("utf-8", "replace")
-
-
-#: Lines that make most of a log: nothing but the ledger looks at them.
-USUAL: dict[str, Callable[[scan.Groups], Any]] = {"asked": usual_asked, "retrieved": usual_retrieved}
 
 
 def _asked(case: Case, fields: dict[str, Any], seen: Seen) -> list[Any]:

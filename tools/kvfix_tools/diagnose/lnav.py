@@ -40,7 +40,7 @@ def format_file() -> dict[str, Any]:
         "$schema": "https://lnav.org/schemas/format-v1.schema.json",
         "kvfix": {
             "title": "vLLM with LMCache",
-            "description": "LMCache 0.3.1 to 0.5.6, in vLLM's processes and in its server; vLLM 0.9 to 0.32",
+            "description": "LMCache 0.3.0 to 0.5.6, in vLLM's processes and in its server; vLLM 0.9 to 0.32",
             "regex": {"lmcache": {"pattern": _LMCACHE}, "vllm": {"pattern": _VLLM}},
             "level": _LEVELS,
             "timestamp-format": ["%Y-%m-%d %H:%M:%S,%L", "%m-%d %H:%M:%S"],

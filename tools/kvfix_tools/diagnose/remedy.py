@@ -52,16 +52,24 @@ def cause(case: Case, found: Found) -> str:
 def steps(case: Case, found: Found) -> list[Step]:
     """What to do, the surest first: kvfix's fix, the release that has it right, the setting that avoids it."""
     concerned = fixes(case, found)
-    made = [Step("fix", each.code, f"{each.code} {each.slug}: {_how(each)}") for each in concerned]
-    made += dict.fromkeys(_release(case, found, each) for each in concerned)
+    made = [Step("fix", each.code, f"{each.code} {each.slug}: {_how(each)}") for each in concerned if each.mends]
+    releases = (_release(case, found, each) for each in concerned)
+    made += dict.fromkeys(step for each, step in zip(concerned, releases, strict=True) if each.mends or step.name)
+    workarounds = [Step("setting", each.code, _workaround(each)) for each in concerned if not each.mends]
+    made += workarounds
     setting = found.rule.section("Setting")
-    if setting:
+    if setting and not workarounds:
         made.append(Step("setting", "", setting))
     return made
 
 
 def _how(each: fix.Fix) -> str:
     return f"kvfix run --only {each.code} -- CMD (opt-in)" if each.opt_in else "kvfix run -- CMD, or kvfix.apply()"
+
+
+def _workaround(each: fix.Fix) -> str:
+    """Of what cannot be mended from outside."""
+    return f"{' '.join(each.section('Workaround').split())} ({each.code} {each.slug})"
 
 
 def _release(case: Case, found: Found, each: fix.Fix) -> Step:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import calendar
 import re
 from functools import lru_cache
+from operator import itemgetter
 from typing import TYPE_CHECKING, Union
 
 from kvfix_tools.diagnose import grammar
@@ -27,13 +28,16 @@ DEBUG = "debug"
 _LONGEST_BODY = 1 << 14
 #: Longer ones are looked at in pieces.
 LONGEST_LINE = 1 << 16
-_ANSI = rb"\x1b?\[[0-9;]*m"
-#: `[2026-11-21 01:41:27,007] LMCache INFO: `, the same in 0.3.1 to 0.5.6; pasted logs lose the escape character.
+#: Pasted logs lose the escape character; JSON (Docker's own files) spells it out.
+_ANSI = rb"(?:\x1b|\\u001b)?\[[0-9;]*m"
+#: `[2026-11-21 01:41:27,007] LMCache INFO: `, the same in 0.3.0 to 0.5.6.
 _FRAME = b"] LMCache "
 _LEVEL = re.compile(rb"\] LMCache [A-Z]{4,8}:(?:" + _ANSI + rb")? ?")
 _STAMP = len(b"2026-11-21 01:41:27,007")
+#: What stands in front of the bracket of a line that no process has signed: a colour and the time.
+_SHORTEST = len(b"\x1b[32;20m[") + _STAMP
 #: ` (vllm_v1_adapter.py:1476:lmcache.integration.vllm.vllm_v1_adapter)`
-_TRAILER = re.compile(rb" ?(?:" + _ANSI + rb")?\(([\w]+\.py):(\d+):([\w.]+)\)(?:" + _ANSI + rb")?\s*$")
+_TRAILER = re.compile(rb" ?(?:" + _ANSI + rb")?\(([\w]+\.py):(\d+):([\w.]+)\)(?:" + _ANSI + rb")?(?:\\n\x22.*|\s*)$")
 _COLOURS = re.compile(_ANSI)
 #: Lists of token ids stand in dumps of requests; they are a prompt.
 _TOKEN_IDS = re.compile(r"\d+(?:, ?\d+){7,}")
@@ -43,7 +47,6 @@ _VLLM = re.compile(
 )
 _PROCESS = re.compile(rb"\((\w+)(?: rank=(\d+))?[^()\n]{0,40}? ?pid=(\d+)\)")
 
-_OTHER_NEEDLES = [needle for needle in grammar.NEEDLES if b"LMCache" not in needle]
 _BY_HEAD: dict[bytes, list[grammar.Message]] = {}
 _ANYWHERE = [message for message in grammar.MESSAGES if message.source != "raised"]
 _RAISED = [message for message in grammar.MESSAGES if message.source == "raised"]
@@ -51,12 +54,81 @@ for _known in grammar.MESSAGES:
     for _start in _known.starts:
         _BY_HEAD.setdefault(_start[:4], []).append(_known)
 
+#: Kinds of lines that there are many of. One search finds them in a block, where whole lines are at hand.
+_MANY = ("asked", "storing", "stored", "retrieved", "due", "mp_stored", "mp_retrieved", "mp_prefetched")
+
+
+_WHOSE = rb"(?:\[req_id=([^\]\n]*)\] )?"
+
+
+def _usual() -> tuple[re.Pattern[bytes], dict[int, tuple[str, tuple[int, ...]]]]:
+    """One pattern for lines of these kinds that stand alone, and {its group: (name, the groups of its fields)}.
+
+    Group 1 is where the body begins, group 2 whose line it is where that stands in front.
+    """
+    parts, places, group = [], {}, 3
+    for message in grammar.MESSAGES:
+        if message.name in _MANY:
+            pattern = re.sub(rb"\(\?P<\w+>", b"(", message.pattern.pattern)
+            shared = pattern.startswith(_WHOSE)
+            own = tuple(range(group + 1, group + 1 + len(message.fields) - shared))
+            places[group] = (message.name, (2, *own) if shared else own)
+            group += 1 + len(own)
+            parts.append(pattern.removeprefix(_WHOSE))
+    head = rb"\] LMCache [A-Z]{4,8}:(?:" + _ANSI + rb")? ()" + _WHOSE
+    return re.compile(head + rb"(?:(" + rb")|(".join(parts) + rb"))[^\n]{0,999}$", re.MULTILINE), places
+
+
+_USUAL, _USUAL_PLACES = _usual()
+_D = ord("D")
+
 
 def hits(block: bytes, find: Callable[[bytes], Iterator[tuple[int, int]]] | None = None) -> list[Hit]:
-    """Every line of the block that means something, in order. `find` gives the spans of lines to look at."""
+    """Every line of the block that means something, in order. `find` gives the spans of lines to look at.
+
+    Lines of which there are many are taken at one go, where they are whole. What is left of the block has as many
+    lines, and is looked through for all the others.
+    """
+    found: list[Hit] = []
+    rest: list[bytes] = []
+    number, end, debug = 0, 0, False
+    for match in _USUAL.finditer(block):
+        start, ending = match.span()
+        line = block.rfind(b"\n", end, start) + 1 or end
+        stamp = block[max(line, start - _STAMP) : start]
+        if len(stamp) < _STAMP or _second(stamp[:19]) is None or stamp[19:20] != b",":
+            continue
+        if block.find(_FRAME, start + 1, ending) >= 0:
+            continue
+        process = ""
+        if start - line > _SHORTEST:
+            prefix = block[line : start - _STAMP]
+            if _FRAME in prefix:
+                continue
+            process = _process_before(prefix)
+        between = block[end:start]  # whole lines, and what stands before this one's bracket
+        rest.append(between)
+        end = ending
+        number += between.count(b"\n")
+        if not debug and block[start + len(_FRAME)] == _D:
+            debug = True
+            found.append((number, b"", "", DEBUG, (), b""))
+        name, places = _USUAL_PLACES[match.lastindex]  # type: ignore[index]
+        found.append((number, stamp, process, name, match.group(*places), block[match.start(1) : end]))
+    if not found:
+        return _others(block, find or spans)
+    rest.append(block[end:])
+    others = _others(b"".join(rest), find or spans)
+    if others:
+        found += others
+        found.sort(key=itemgetter(0))
+    return found
+
+
+def _others(block: bytes, find: Callable[[bytes], Iterator[tuple[int, int]]]) -> list[Hit]:
     found: list[Hit] = []
     number, counted, debug = 0, 0, False
-    for start, end in (find or spans)(block):
+    for start, end in find(block):
         number += block.count(b"\n", counted, start)
         counted = start
         line = block[start : min(end, start + LONGEST_LINE)]
@@ -94,11 +166,11 @@ def _read(line: bytes, number: int, found: list[Hit]) -> None:
         for message in _BY_HEAD.get(line[at : at + 4], ()):
             match = message.pattern.match(line, at)
             if match is not None:
-                process = _process(line[:start]) if start > 40 else ""
+                process = _process(line[:start]) if start > _SHORTEST else ""
                 stamp = line[max(0, start - _STAMP) : start]
                 found.append((number, stamp, process, message.name, match.groups(), line[at : at + _LONGEST_BODY]))
                 break
-        if start > 40 and any(needle in line[:start] for needle in _OTHER_NEEDLES):
+        if any(needle in line[:start] for needle in grammar.NEEDLES):
             _read_unframed(line[:start], number, found)
         again = line.find(_FRAME, at)
         if again < 0 or not _LEVEL.match(line, again):
@@ -126,9 +198,8 @@ def _read_unframed(line: bytes, number: int, found: list[Hit]) -> None:
 
 def fields(name: str, groups: Groups) -> Fields:
     """{field: count or text} of a hit."""
-    # 18 digits: int() of a very long one is refused by Python, and no count is that long.
     return {
-        field: int(value[:18]) if count else _shown(value)
+        field: int(value) if count else _shown(value)
         for (field, count), value in zip(grammar.BY_NAME[name].fields, groups, strict=True)
         if value is not None
     }
@@ -151,6 +222,11 @@ def raised(text: str) -> tuple[str, Fields] | None:
 @lru_cache(maxsize=4096)
 def _process_of(name: bytes, rank: bytes | None, pid: bytes) -> str:
     return f"{name.decode('ascii', 'replace')}{'' if rank is None else '_' + rank.decode()} pid={pid.decode()}"
+
+
+@lru_cache(maxsize=1024)
+def _process_before(prefix: bytes) -> str:
+    return _process(prefix)
 
 
 def _process(prefix: bytes) -> str:

@@ -18,7 +18,9 @@ from functools import lru_cache
 from importlib import import_module
 from typing import Any, NamedTuple, Optional
 
+from kvfix.cures import candidates
 from kvfix.ledger import RULES
+from kvfix.ledger import Finding as Verdict
 
 
 class Severity(enum.Enum):
@@ -121,6 +123,11 @@ def catalogue() -> tuple[Rule, ...]:
     return tuple(sorted(_FOUND, key=lambda rule: rule.code))
 
 
+def find(name: str) -> Rule | None:
+    """The finding of this code or name; None if there is none."""
+    return next((rule for rule in catalogue() if name.upper() == rule.code or name.lower() == rule.name), None)
+
+
 @lru_cache(maxsize=1)
 def rules() -> dict[str, tuple[Rule, ...]]:
     """{kind of line: the findings that look at it}"""
@@ -131,9 +138,8 @@ def rules() -> dict[str, tuple[Rule, ...]]:
     return by_name
 
 
-@lru_cache(maxsize=64)
-def ledger_rule(code: str) -> Rule:
-    """A rule of the ledger as a finding: what no finding of the log explains."""
-    known = next(rule for rule in RULES if rule.code == code)
+def ledger_rule(verdict: Verdict) -> Rule:
+    """A rule of the ledger as a finding: what no finding of the log explains. Its fixes are those that cure it."""
+    known = next(rule for rule in RULES if rule.code == verdict.code)
     doc = f"{known.name.replace('-', ' ').capitalize()}.\n\nCause: {known.doc}"
-    return Rule(code, known.name, Severity.WRONG, (), (), lambda case, seen: None, doc)
+    return Rule(known.code, known.name, Severity.WRONG, (), tuple(candidates(verdict)), lambda case, seen: None, doc)

@@ -23,7 +23,11 @@ def failed_load_taken_for_done(case: Any, seen: Any) -> Answer | None:
 
 
 @finding(
-    "KVD302", "load-comes-short", Severity.WRONG, on=["retrieved", "load_failed"], fixes=["KVF007", "KVF008", "KVF203"]
+    "KVD302",
+    "load-comes-short",
+    Severity.WRONG,
+    on=["retrieved", "short", "load_failed"],
+    fixes=["KVF007", "KVF008", "KVF019", "KVF203"],
 )
 def load_comes_short(case: Any, seen: Any) -> Answer | None:
     """What was hit could not be loaded. vLLM computes it again; what is stored meanwhile may be wrong.
@@ -35,9 +39,10 @@ def load_comes_short(case: Any, seen: Any) -> Answer | None:
     f = seen.fields
     if seen.name == "load_failed":
         return Answer(f"{f['tokens']} tokens in {f['blocks']} blocks were not loaded")
-    if f["tokens"] >= f["required"]:
+    due = f["expected"] if seen.name == "short" else f["required"]
+    if f["tokens"] >= due:
         return None
-    return Answer(f"{f['tokens']} of {f['required']} tokens were loaded: {f['required'] - f['tokens']} are missing")
+    return Answer(f"{f['tokens']} of {due} tokens were loaded: {due - f['tokens']} are missing")
 
 
 @finding(
@@ -58,7 +63,7 @@ def load_failed_in_vllm(case: Any, seen: Any) -> Answer | None:
     return Answer(f"{f['objects']} requests are computed again, {f['tokens']} tokens", request="")
 
 
-@finding("KVD304", "ranks-differ", Severity.WRONG, on=["ranks_differ"])
+@finding("KVD304", "ranks-differ", Severity.WRONG, on=["ranks_differ"], fixes=["KVF901"])
 def ranks_differ(case: Any, seen: Any) -> Answer | None:
     """The ranks of one engine find different hits for the same tokens.
 
@@ -70,7 +75,7 @@ def ranks_differ(case: Any, seen: Any) -> Answer | None:
     return Answer(f"hit tokens by rank: {seen.fields['results'][:80]}", request="")
 
 
-@finding("KVD305", "never-a-hit", Severity.SLOW, on=[""])
+@finding("KVD305", "never-a-hit", Severity.SLOW, on=[""], fixes=["KVF901"])
 def never_a_hit(case: Any, seen: Any) -> Answer | None:
     """Tokens are stored, and never found again.
 

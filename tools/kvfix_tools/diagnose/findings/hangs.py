@@ -48,7 +48,7 @@ def _note_generation(case: Any, seen: Any) -> None:
     case.memory["generation"] = float(seen.fields["generation"])
 
 
-@finding("KVD202", "nothing-moves", Severity.HANG, on=["stats"])
+@finding("KVD202", "nothing-moves", Severity.HANG, on=["stats", ""], fixes=["KVF903"])
 def nothing_moves(case: Any, seen: Any) -> Answer | None:
     """Requests wait, and the engine computes nothing.
 
@@ -61,13 +61,30 @@ def nothing_moves(case: Any, seen: Any) -> Answer | None:
 
     Normal: an idle engine, with nothing waiting.
     """
+    still = case.memory.setdefault("still", {})
+    if seen is None:
+        return _still_at_the_end(still)
     f = seen.fields
-    key = "idle " + str(f.get("engine", "")) + seen.process
-    still = f["waiting"] > 0 and float(f["prompt"]) == 0 and float(f["generation"]) == 0
-    count = case.memory[key] = case.memory.get(key, 0) + 1 if still else 0
-    if count < IDLE:
+    engine = (str(f.get("engine", "")), seen.process)
+    if f["waiting"] == 0 or float(f["prompt"]) or float(f["generation"]):
+        still.pop(engine, None)
         return None
-    return Answer(f"Running {f['running']}, Waiting {f['waiting']}, no token for {count} intervals", request="")
+    count = still[engine][0] + 1 if engine in still else 1
+    what = f"Running {f['running']}, Waiting {f['waiting']}, no token"
+    if engine in still or len(still) < 1000:
+        still[engine] = (count, what, seen.evidence)
+    return Answer(f"{what} for {count} intervals", request="") if count >= IDLE else None
+
+
+def _still_at_the_end(still: dict[tuple[str, str], tuple[int, str, Any]]) -> Answer | None:
+    """An engine that computes nothing says so once; from then on vLLM has its statistics at DEBUG (loggers.py
+    0.12.0:194 to 0.32.0:272), and its silence is all that a log at INFO shows.
+    """
+    for count, what, line in still.values():
+        if count < IDLE:
+            sentence = f"{what}, and no statistics after it: vLLM leaves them out at INFO while nothing is computed"
+            return Answer(sentence, request="", verdict="unknown", evidence=(line,))
+    return None
 
 
 @finding("KVD203", "lookups-not-answered", Severity.HANG, on=["lookup_timeout"], fixes=["KVF015"])
@@ -104,7 +121,7 @@ def server_never_asked_again(case: Any, seen: Any) -> Answer | None:
     return Answer(f"{timed_out} lookups timed out, and `LMCache server is healthy again` never comes", request="")
 
 
-@finding("KVD206", "transfer-mode-mismatch", Severity.HANG, on=["no_handler"])
+@finding("KVD206", "transfer-mode-mismatch", Severity.HANG, on=["no_handler"], fixes=["KVF902"])
 def transfer_mode_mismatch(case: Any, seen: Any) -> Answer | None:
     """The server does not know the operation a worker asks for, and does not answer: the worker waits for 300 seconds.
 
@@ -135,7 +152,20 @@ def worker_without_lmcache(case: Any, seen: Any) -> Answer | None:
 
     Setting: put right what LMCache says; it is at the beginning of the log.
     """
-    return Answer(f"{seen.fields['what']}: {seen.fields['error'] or 'no reason given'}", request="")
+    f = seen.fields
+    if "what" in f:
+        return Answer(f"{f['what']}: {f['error'] or 'no reason given'}", request="")
+    process, error, line = case.memory.get("raised", ("", "", None))
+    if process != seen.process or not error:
+        return Answer("it failed to start; the beginning of the line is not in the log", request="")
+    return Answer(f"LMCache failed to start: {error}", request="", evidence=(line,))
+
+
+@note("raised")
+def _note_raised(case: Any, seen: Any) -> None:
+    """What KVD207 has to know: where the error is a whole traceback, the line that tells of it begins before it."""
+    f = seen.fields
+    case.memory["raised"] = (seen.process, f"{f['type']}: {f['text']}" if f["text"] else f["type"], seen.evidence)
 
 
 @finding("KVD208", "waits-for-load", Severity.HANG, on=["kv_waiting"], fixes=["KVF104", "KVF202"])

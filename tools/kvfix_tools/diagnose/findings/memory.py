@@ -31,7 +31,7 @@ def no_memory_to_be_had(case: Any, seen: Any) -> Answer | None:
     return Answer(f"nothing to evict, {case.counts['no_candidates']} times and more", request="")
 
 
-@finding("KVD403", "unpinned-twice", Severity.LEAK, on=["double_unpin"], fixes=["KVF013"])
+@finding("KVD403", "unpinned-twice", Severity.LEAK, on=["double_unpin"], fixes=["KVF018", "KVF013"])
 def unpinned_twice(case: Any, seen: Any) -> Answer | None:
     """A chunk was let go more often than it was taken: it may be evicted while it is read.
 

@@ -1,0 +1,119 @@
+"""Lines of logs for the tests of findings, each a release's own statement with values of ours."""
+
+from __future__ import annotations
+
+import ast
+from functools import lru_cache
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from kvfix_tools.diagnose import scan, statements
+from kvfix_tools.diagnose.case import Case
+from tests.conftest import RELEASES
+from tests.diagnose import releases
+from tests.diagnose.releases import fail, files
+
+NEWEST = "0.5.6"
+
+
+def say(release: str, message: str, *values: Any, which: str = "") -> str:
+    """A line of this release. which: part of the template, where the release has several."""
+    found = [p for p in releases.places(release, message) if which in ast.unparse(p.text)]
+    assert found, f"{release} does not say {message}"
+    return releases.line(found[0], *values)[0]
+
+
+def crash(release: str, message: str, *values: Any) -> str:
+    return fail(releases.places(release, message)[0], *values)
+
+
+def version(release: str) -> str:
+    """The line that tells the release, where it has it (0.3.9 and later)."""
+    return say(release, "version", "KVConnectorRole.SCHEDULER", release, "0.11.2", "{}")
+
+
+def stats(running: int = 0, waiting: int = 0, generation: float = 0.0, second: int = 0) -> str:
+    """The installed vLLM's statistics, of the parts that it joins, with the prefix that it puts before them."""
+    parts = statistics_parts()[:4] + [part for part in statistics_parts() if part.startswith(("%s KV", "Prefix"))]
+    text = ", ".join(parts) % (0.0, generation, running, waiting, "GPU", 93.1, 12.0)
+    return f"(APIServer pid=7) INFO 12-03 01:24:{second % 60:02d} [loggers.py:248] Engine 000: {text}\n"
+
+
+@lru_cache(maxsize=1)
+def statistics_parts() -> list[str]:
+    """Texts with values in `LoggingStatLogger.log` (v1/metrics/loggers.py 0.32.0:283), in the source's order."""
+    tree = ast.parse((site_packages() / "vllm/v1/metrics/loggers.py").read_bytes())
+    function = next(
+        node
+        for parent in ast.walk(tree)
+        if isinstance(parent, ast.ClassDef) and parent.name == "LoggingStatLogger"
+        for node in parent.body
+        if isinstance(node, ast.FunctionDef) and node.name == "log"
+    )
+    found = [
+        node.value
+        for node in ast.walk(function)
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and "%" in node.value
+    ]
+    return sorted(found, key=ast.unparse(function).index)
+
+
+def vllm(message: str, *values: Any, release: str = "0.32.0", which: str = "") -> str:
+    """A line of vLLM: its release's own statement, as statements.json has it, with these values."""
+    for row in statements.known()["vllm"]:
+        if row.message == message and release in row.lines and which in row.template:
+            return framed(row.template, *values, at=f"{row.file}:{row.lines[release][0]}")
+    raise AssertionError(f"vLLM {release} does not say {message}")
+
+
+def vllm_beside(file: str, words: str, *values: Any) -> str:
+    """A line of the installed vLLM that the grammar does not read."""
+    place = releases.statement(site_packages() / file, words)
+    return framed(statements.template(place.text) or "", *values, at=f"{Path(file).name}:{place.node.lineno}")
+
+
+def framed(template: str, *values: Any, at: str) -> str:
+    text = template.format(*values) if "{}" in template else template % values
+    return f"(EngineCore_DP0 pid=276) WARNING 12-03 01:24:36 [{at}] {text}\n"
+
+
+def beside(release: str, file: str, words: str, *values: Any) -> str:
+    """A line of this LMCache release that the grammar does not read. file: below `lmcache/`."""
+    return releases.line(releases.statement(RELEASES / release / "lmcache" / file, words, release), *values)[0]
+
+
+def diagnose(*lines: str) -> Case:
+    case = Case()
+    case.take("log", 1, scan.hits("".join(lines).encode()))
+    case.end()
+    return case
+
+
+def codes(case: Case) -> list[str]:
+    return [found.rule.code for found in case.findings]
+
+
+def asked(release: str, total: int, computed: int, hit: int, need: int, request: str = "cmpl-1") -> str:
+    if releases.places(release, "asked")[0].release < "0.3.14" or release.startswith(("0.3.9", "0.3.10")):
+        return say(release, "asked", request, total, hit, need, which="%d, need to load")
+    return say(release, "asked", request, total, computed, hit, need, which="%d, need to load")
+
+
+def below(release: str, request: str, computed: int, hit: int) -> str:
+    return say(release, "asked", request, 1500, computed, hit, hit - computed, 512, which="min_retrieve")
+
+
+V1 = "vllm_v1_adapter.py"
+SCHEDULER = "vllm/v1/core/sched/scheduler.py"
+
+
+def site_packages() -> Path:
+    found = find_spec("vllm")
+    assert found is not None
+    assert found.origin is not None
+    return Path(found.origin).parent.parent
+
+
+def adapter(release: str) -> Path:
+    return files(release)[V1][0]

@@ -1,0 +1,134 @@
+"""What looks like a finding and is none: another assertion of the function, the same once too few, what is normal."""
+
+from __future__ import annotations
+
+import ast
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+
+from kvfix_tools.diagnose.findings import catalogue
+from tests.diagnose import releases
+from tests.diagnose.lines import (
+    NEWEST,
+    SCHEDULER,
+    V1,
+    adapter,
+    asked,
+    below,
+    beside,
+    codes,
+    crash,
+    diagnose,
+    say,
+    site_packages,
+    stats,
+    version,
+    vllm,
+    vllm_beside,
+)
+from tests.diagnose.releases import bare, fail, raise_in
+from tests.diagnose.test_findings import hits
+
+MP = "integration/vllm/vllm_multi_process_adapter.py"
+DRIVEN = "v1/multiprocess/modules/lmcache_driven_transfer.py"
+LOOKUP = "v1/multiprocess/modules/lookup.py"
+
+
+@lru_cache(maxsize=1)
+def misses() -> list[tuple[str, str]]:
+    """Looks like it, and is not: (the finding that must not be there, log)."""
+    return [
+        ("KVD101", version(NEWEST) + crash(NEWEST, "mismatch", 1024, 1024, 80, 0, "cmpl-1")),
+        ("KVD101", asked("0.3.10", 10009, 336, 256, -80)),
+        ("KVD102", version("0.3.10") + crash("0.3.10", "mismatch", 256, 256, 336, 0, "cmpl-1")),
+        ("KVD103", below(NEWEST, "other", 800, 1024) + crash(NEWEST, "resume_differs", "r1", 800, 1024, False)),
+        ("KVD103", below(NEWEST, "r1", 800, 1024)),
+        ("KVD105", crash("0.4.3", "resume_differs", "r1", 800, 1024, False)),
+        ("KVD107", crash("0.3.10.post1", "resume_differs", "r1", 800, 512)),
+        # The warning that takes the place of the assertion; it comes with every abort.
+        ("KVD108", say("0.5.1", "aborted", "r1", which="backend")),
+        ("KVD108", bare(NEWEST, V1, "wait_for_save", "assert self.lmcache_engine is not None")),
+        ("KVD201", stats(running=8, waiting=4, generation=120.0) + asked("0.3.10", 900, 320, 256, -64) * 1500),
+        ("KVD201", stats(running=1, waiting=4) + asked("0.3.10", 900, 320, 256, -64) * 900),
+        ("KVD201", stats(running=1, waiting=4) + "".join(
+            asked(NEWEST, 900, 0, 256, 256, "a") + asked(NEWEST, 900, 0, 256, 256, "b") for _ in range(800))),
+        ("KVD202", "".join(stats(waiting=0, second=10 * n) for n in range(9))),
+        ("KVD202", (stats(waiting=3) * 2 + stats(running=1, waiting=2, generation=0.1)) * 2),
+        ("KVD202", stats(running=4, waiting=3, generation=0.1) + stats()),
+        ("KVD203", say(NEWEST, "lookup_timeout", 0, "Resource temporarily unavailable") * 2),
+        ("KVD205", say("0.5.5", "mp_timeout", which="LOOKUP") + say("0.5.5", "mp_healthy")),
+        ("KVD205", say(NEWEST, "mp_timeout", which="LOOKUP")),
+        ("KVD206", say(NEWEST, "transfer_mode", "auto")),
+        ("KVD208", vllm("kv_waiting", "cmpl-7") * 900),
+        ("KVD209", vllm("broadcast", 60)),
+        ("KVD301", say("0.5.5", "mp_failed", "r1", False, which="retrieve")),
+        ("KVD301", say("0.5.4", "mp_failed", "r1", which="store")),
+        ("KVD302", say(NEWEST, "retrieved", "r1", 512, 512, 512, 0.1, 1.0, 2.0, which="required")),
+        # On each resume after a preemption.
+        ("KVD302", say(NEWEST, "rolled_back", "r1", 320, 256)),
+        ("KVD305", say(NEWEST, "hash_seed", which="builtin")),
+        ("KVD308", say("0.5.2", "mp_preempted", "{'r1'}", which="by resumed")),
+        ("KVD308", say(NEWEST, "mp_preempted", "{'r1'}", which="by preempted")),
+        ("KVD402", say(NEWEST, "no_candidates", 0.1) * 19),
+        ("KVD404", say(NEWEST, "not_stored", which="not store") * 19),
+        ("KVD199", raise_in(Path("/opt/app/vllm/v1/worker/gpu_model_runner.py"), "execute_model",
+                            ast.parse("raise RuntimeError('CUDA')").body[0], 12)),
+        ("KVD113", raise_in(Path("/opt/app/vllm/x.py"), "f", ast.parse("len(None)").body[0], 12)),
+        # The other assertions of a resume.
+        ("KVD104", crash(NEWEST, "resume_differs", "r1", 800, 1024, False)),
+        ("KVD106", crash("0.3.10.post1", "resume_differs", "r1", 256, 512)),
+        ("KVD106", crash("0.4.3", "resume_differs", "r1", 800, 512, False)),
+        # The same function of the scheduler, its other assertion; and what it says when all is well.
+        ("KVD109", bare("", SCHEDULER, "_update_from_kv_xfer_finished",
+                        "assert RequestStatus.is_finished(req.status)", root=site_packages())),
+        ("KVD109", vllm_beside(SCHEDULER, "Finished recving KV transfer", "r1")),
+        ("KVD111", bare("", SCHEDULER, "_update_from_kv_xfer_finished", "assert req_id in self.requests",
+                        root=site_packages())),
+        # A request that is not found, in another dictionary.
+        ("KVD110", fail(releases.statement(adapter(NEWEST), "not found in _unfinished_requests", NEWEST), "r1")),
+        # The warning that took the assertion's place in 0.4.7; and another assertion of the function.
+        ("KVD112", say(NEWEST, "save_skipped", "r1", 1024, 1536)),
+        ("KVD112", bare("0.3.15", V1, "wait_for_save", "assert len(self.kv_caches) > 0")),
+        ("KVD114", say(NEWEST, "lookup_given_up", "r1", 3)),
+        ("KVD114", raise_in(adapter(NEWEST), "get_num_new_matched_tokens", ast.parse("{}['r1']").body[0], 1400)),
+        ("KVD115", say(NEWEST, "double_unpin", "1403", -1)),
+        ("KVD115", bare(NEWEST, "gpu_connectors.py", "to_gpu", "assert memory_obj.raw_tensor is not None")),
+        # The server does not answer, later: the worker goes on.
+        ("KVD116", say(NEWEST, "mp_timeout", which="LOOKUP")),
+        ("KVD116", beside(NEWEST, MP, "did not respond to unregister", 5)),
+        ("KVD204", say(NEWEST, "mp_healthy")),
+        ("KVD204", beside(NEWEST, MP, "Heartbeat stop requested")),
+        ("KVD207", beside(NEWEST, "v1/cache_engine.py", "unhealthy, skipping lookup")),
+        ("KVD210", beside(NEWEST, DRIVEN, "Unregistered KV cache for GPU ID", 7)),
+        ("KVD210", beside(NEWEST, DRIVEN, "already registered; refreshing liveness", 7)),
+        # An asynchronous lookup that has not answered yet.
+        ("KVD211", say(NEWEST, "asked", "r1", 900, 0, which="tokens: None")),
+        ("KVD303", vllm_beside(SCHEDULER, "Finished recving KV transfer", "r1")),
+        ("KVD304", beside(NEWEST, "v1/storage_backend/storage_manager.py", "Responding to scheduler", "r1", 256)),
+        ("KVD306", say(NEWEST, "mp_prefetched")),
+        ("KVD307", beside(NEWEST, "v1/cache_engine.py", "Freeze mode enabled, skipping store operation", 256)),
+        ("KVD309", beside(NEWEST, "v1/multiprocess/modules/experimental/qstore.py", "STORE_Q block ID underflow")),
+        ("KVD310", beside(NEWEST, LOOKUP, "not found, skipping touch", "r1")),
+        ("KVD310", beside(NEWEST, LOOKUP, "not found (already completed", "r1")),
+        ("KVD401", beside(NEWEST, "v1/pin_monitor.py", "PinMonitor check", 12, 0, 0)),
+        ("KVD401", beside(NEWEST, "v1/pin_monitor.py", "Registered pinned object", "1403", 1.5)),
+        # A reference too few is not a pin too few.
+        ("KVD403", beside(NEWEST, "v1/memory_management.py", "Double free occurred", "1403", -1)),
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("code", [rule.code for rule in catalogue()])
+def test_is_not_found(code: str) -> None:
+    """In what looks like it and is right, and in what is another crash."""
+    logs = [log for about, log in misses() if about == code]
+    assert logs
+    for log in logs:
+        assert code not in codes(diagnose(log)), log[-2000:]
+
+
+def test_each_finding_has_a_hit_and_a_near_miss() -> None:
+    known = {rule.code for rule in catalogue()}
+    assert {code for code, logs in hits().items() if logs} == known
+    assert {code for code, _ in misses()} == known
