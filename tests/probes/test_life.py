@@ -117,11 +117,11 @@ def test_replay_gives_the_same_verdicts(folder: Path, life: dict[str, Any], caps
     live = [recording.read(path).lines["finding"][0] for path in files]
     again = [told.finding for told in replay.judged(last)]
     assert [(found["code"], found["message"]) for found in live] == [(found.code, found.message) for found in again]
-    assert replay.replay(files[-1], json=False) == 1
+    assert replay.replay([files[-1]], json=False) == 1
     told = capsys.readouterr().out
     assert "match(336) promises 256, but hit 256 - computed 336 = -80: 0 is due" in told
     assert "2 violations" in told.splitlines()[-1]
-    assert replay.replay(files[-1], json=True) == 1
+    assert replay.replay([files[-1]], json=True) == 1
     assert [found["code"] for found in json.loads(capsys.readouterr().out)["findings"]] == ["KVR002", "KVR011"]
 
 
@@ -136,7 +136,7 @@ def test_replay_of_a_record_without_its_beginning_does_not_guess(
     assert hole != late[0]
     cut = tmp_path / "cut.jsonl"
     cut.write_text("\n".join([*head, hole]))
-    assert replay.replay(cut, json=False) == 0
+    assert replay.replay([cut], json=False) == 0
     assert "0 violations, 1 not to be judged" in capsys.readouterr().out
 
 
@@ -157,7 +157,7 @@ def test_replay_refuses_what_is_no_recorder_file(
     path = tmp_path / "file"
     if text is not None:
         path.write_text(text)
-    assert replay.replay(path, json=False) == 2
+    assert replay.replay([path], json=False) == 2
     assert says in capsys.readouterr().err
 
 

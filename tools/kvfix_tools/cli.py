@@ -63,11 +63,14 @@ def explain(name: Annotated[str, typer.Argument(metavar="CODE|SLUG")], json: Jso
 
 
 @app.command()
-def replay(file: Annotated[Path, typer.Argument(metavar="FILE")], json: Json = False) -> None:
-    """A recorder file through the ledger once more: what was violated, with its story. Exit 1 if anything was."""
+def replay(files: Annotated[list[Path], typer.Argument(metavar="FILE...")], json: Json = False) -> None:
+    """Recorder files or bundles through the ledger once more: what was violated, and its story. Exit 1 if anything was.
+
+    Those of several processes, ranks and nodes are laid side by side.
+    """
     from kvfix_tools import replay
 
-    raise typer.Exit(replay.replay(file, json))
+    raise typer.Exit(replay.replay(files, json))
 
 
 @app.command()

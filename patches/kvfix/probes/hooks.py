@@ -171,6 +171,10 @@ def _begin(connector: Any, is_scheduler: bool) -> Watch | None:
         recorder.watches[watch.number] = watch
         if is_scheduler:
             alarm.scheduler = weakref.ref(connector)
+        if watch.place:
+            from kvfix.probes import signals
+
+            signals.belongs()
         return watch
     except Exception as error:  # noqa: BLE001
         notice.fault("kvfix.probes.watch", error)

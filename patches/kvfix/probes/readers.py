@@ -12,6 +12,8 @@ from typing import Any, Optional
 #: (request, first token, end)
 Span = tuple[str, int, int]
 Spans = Optional["list[Span]"]
+#: Where the chunks are that a lookup has pinned for its load.
+PINS = "pins of the worker"
 
 
 class Reader:
@@ -46,6 +48,10 @@ class Reader:
     def kept(self) -> Iterable[tuple[str, Collection[str]]]:
         """(where, what is kept there by request id): all that must be gone when the request has ended."""
         return ()
+
+    def pinned(self, request: str) -> Any:
+        """What is pinned for this request: another object for another request of the same id. None: nothing."""
+        return None
 
     def left(self, request: str) -> list[str]:
         """Where this request, which has ended, is kept for good."""
@@ -103,9 +109,17 @@ class V1(Reader):
         for name in self._LOOKUPS:
             if hasattr(self.client, name):
                 yield f"lookup_client.{name}", getattr(self.client, name)
-        engine: Any = None if self.client is not None else getattr(self.impl, "lmcache_engine", None)
-        if hasattr(engine, "lookup_pins"):
-            yield "pins of the worker", engine.lookup_pins
+        pins = self._pins()
+        if pins is not None:
+            yield PINS, pins
+
+    def pinned(self, request: str) -> Any:
+        return (self._pins() or {}).get(request)
+
+    def _pins(self) -> Any:
+        """The worker's, by request; None in the scheduler, and where there are none."""
+        engine = None if self.client is not None else getattr(self.impl, "lmcache_engine", None)
+        return getattr(engine, "lookup_pins", None)
 
     def left(self, request: str) -> list[str]:
         """An aborted lookup that is or will be answered is cleaned up by the next lookup of any other request
@@ -157,3 +171,23 @@ def reader(connector: Any) -> Reader:
     if hasattr(connector, "scheduler_adapter") or hasattr(connector, "worker_adapter"):
         return MP(connector)
     return Reader(connector)
+
+
+def place(connector: Any) -> dict[str, Any]:
+    """Which engine it is of, which of its data-parallel replicas, and which rank of how many. Empty if it does not say.
+
+    A number for the engine is drawn where its configuration is made, and goes with it to every process and node
+    (vllm/config/vllm.py 0.32.0:2119). A scheduler is rank 0.
+    """
+    try:
+        config = connector._vllm_config
+        parallel = config.parallel_config
+        replica = getattr(parallel, "data_parallel_rank", 0)
+        return {
+            "engine": str(config.instance_id),
+            "replica": int(replica),
+            "rank": int(parallel.rank),
+            "ranks": int(parallel.world_size),
+        }
+    except (AttributeError, TypeError, ValueError):
+        return {}

@@ -37,6 +37,15 @@ def install() -> None:
             alarm.cannot_write(error)
 
 
+def belongs() -> None:
+    """A connector has been made: say which engine this process is of."""
+    if _installed and signal.getsignal(SIGNAL) is _on_signal:
+        try:
+            dump.announce()
+        except OSError as error:
+            alarm.cannot_write(error)
+
+
 def remove() -> None:
     """The signal is free again, if it is still ours."""
     global _installed
