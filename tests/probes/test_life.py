@@ -161,6 +161,23 @@ def test_replay_refuses_what_is_no_recorder_file(
     assert says in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("option", "again"), [("--no-fixes", [["KVR002", "long"], ["KVR011", "long"]]), ("--fixes", [])]
+)
+def test_the_lab_plays_the_record_again(
+    option: str, again: list[list[str]], folder: Path, life: dict[str, Any], fresh: Fresh
+) -> None:
+    """The same verdicts as on record; with the fix none."""
+    last = max((folder / "check").glob("*.jsonl"), key=lambda path: int(path.name.split("-")[3]))
+    command = [sys.executable, "-m", "kvfix_tools.cli", "lab", "replay", str(last), "--json", option]
+    done = fresh.run([*command, "--lmcache-path", str(RELEASES / "0.3.10")])
+    assert done.returncode == int(bool(again)), done.stderr
+    told = json.loads(done.stdout)
+    assert [kind for kind in told["on_record"] if kind[1]] == [["KVR002", "long"]]
+    assert told["here"] == again
+    assert told["short"] == []
+
+
 def test_explain_a_rule(capsys: pytest.CaptureFixture[str]) -> None:
     assert catalogue.explain("KVR002", json=False) == 0
     told = capsys.readouterr().out

@@ -91,11 +91,12 @@ def run(
     mode: Annotated[str, typer.Option(help=f"What kvfix does in it: {', '.join(MODES)}.")] = "fix",
     only: Names = None,
     skip: Names = None,
+    layers: Annotated[bool, typer.Option("--layers", help="Watch hooks that run once per layer too.")] = False,
 ) -> None:
     """A program with kvfix in it and in all its children, also one that loads no vLLM plugins (lmcache server)."""
     from kvfix_tools import launch
 
-    raise typer.Exit(launch.run(command, mode, only, skip))
+    raise typer.Exit(launch.run(command, mode, only, skip, layers))
 
 
 upstream = typer.Typer(no_args_is_help=True, help="Patches ready to be sent to LMCache and vLLM.")

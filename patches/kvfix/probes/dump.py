@@ -28,7 +28,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from kvfix import clock
-from kvfix.probes import alarm, recorder
+from kvfix.probes import alarm, readers, recorder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -170,6 +170,7 @@ def _connector(watch: Watch) -> dict[str, Any]:
         "calls": dict(watch.calls),
         "trusted": watch.trusted,
         "sees_loads": watch.sees_loads,
+        "sizes": readers.sizes(watch.connector, watch.reader),
         "kept": kept(watch),
     }
 
@@ -183,9 +184,12 @@ def kept(watch: Watch) -> dict[str, int]:
 
 
 def scheduler_state() -> dict[str, int]:
-    """Requests running and waiting, blocks in all and free. Empty if there is no scheduler here, or it is another."""
-    found: Any = alarm.scheduler() if alarm.scheduler is not None else None
+    """Requests running and waiting, blocks in all and free. Empty if there is no scheduler here, or not this kind.
+
+    Of several engines in one process nobody knows whose state is asked for.
+    """
     try:
+        (found,) = (found for each in list(alarm.schedulers) if (found := each()) is not None)
         pool = found.kv_cache_manager.block_pool
         return {
             "running": len(found.running),

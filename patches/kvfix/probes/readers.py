@@ -41,6 +41,10 @@ class Reader:
         """What the metadata tell the worker to store."""
         return None
 
+    def settings(self) -> dict[str, Any]:
+        """Of the connector: what changes the accounting, `chunk_size` first of all. Empty if it does not tell."""
+        return {}
+
     def kept_back(self, metadata: Any) -> Collection[str]:
         """Requests of these metadata that the worker was kept from storing after all (KVF007)."""
         return ()
@@ -62,6 +66,13 @@ class V1(Reader):
     """LMCache in vLLM's own processes (lmcache/integration/vllm/vllm_v1_adapter.py)."""
 
     _LOOKUPS = ("reqs_status", "aborted_lookups")
+    _SETTINGS = (
+        "save_decode_cache",
+        "save_unfull_chunk",
+        "min_retrieve_tokens",
+        "max_tokens_per_load",
+        "enable_async_loading",
+    )
     _KEPT = ("load_specs", "_request_trackers", "_unfinished_requests", "_requests_priority")
 
     def __init__(self, connector: Any) -> None:
@@ -79,6 +90,11 @@ class V1(Reader):
 
     def lookup_timeout(self) -> float:
         return 0.0 if getattr(self.impl, "async_loading", False) else float(self._timeout)
+
+    def settings(self) -> dict[str, Any]:
+        config = getattr(self.impl, "config", None)
+        told = {name: getattr(config, name, None) for name in self._SETTINGS}
+        return {"chunk_size": self._chunk, **{name: value for name, value in told.items() if value is not None}}
 
     def loads(self, metadata: Any) -> Spans:
         return [
@@ -140,6 +156,11 @@ class MP(Reader):
         found = self.connector.scheduler_adapter._finished_lookup_results.get(request)
         return found if isinstance(found, int) else None
 
+    def settings(self) -> dict[str, Any]:
+        adapter = getattr(self.connector, "scheduler_adapter", None)
+        chunk = getattr(adapter, "lmcache_tokens_per_chunk", getattr(adapter, "chunk_size", None))
+        return {"chunk_size": chunk} if isinstance(chunk, int) else {}
+
     def loads(self, metadata: Any) -> Spans:
         return [
             (meta.request_id, meta.op.start + getattr(meta.op, "skip_first_n_tokens", 0), meta.op.end)
@@ -176,18 +197,37 @@ def reader(connector: Any) -> Reader:
 def place(connector: Any) -> dict[str, Any]:
     """Which engine it is of, which of its data-parallel replicas, and which rank of how many. Empty if it does not say.
 
-    A number for the engine is drawn where its configuration is made, and goes with it to every process and node
-    (vllm/config/vllm.py 0.32.0:2119). A scheduler is rank 0.
+    An engine is known by its `engine_id` to the connectors of all its processes and nodes, for they tell one another
+    (vllm/config/kv_transfer.py 0.32.0). A scheduler is rank 0.
     """
     try:
         config = connector._vllm_config
         parallel = config.parallel_config
         replica = getattr(parallel, "data_parallel_rank", 0)
         return {
-            "engine": str(config.instance_id),
+            "engine": str(config.kv_transfer_config.engine_id),
             "replica": int(replica),
             "rank": int(parallel.rank),
             "ranks": int(parallel.world_size),
         }
     except (AttributeError, TypeError, ValueError):
+        return {}
+
+
+def sizes(connector: Any, reader: Reader) -> dict[str, Any]:
+    """What the engine was made with, so that what is on record can be played again. Empty if it does not say."""
+    try:
+        config, settings = connector._vllm_config, reader.settings()
+        cache, scheduler = config.cache_config, config.scheduler_config
+        return {
+            "block_size": int(cache.block_size),
+            "num_blocks": int(cache.num_gpu_blocks),
+            "prefix_caching": bool(cache.enable_prefix_caching),
+            "max_num_batched_tokens": int(scheduler.max_num_batched_tokens),
+            "max_num_seqs": int(scheduler.max_num_seqs),
+            "max_model_len": int(config.model_config.max_model_len),
+            "chunk_size": int(settings.pop("chunk_size")),
+            "lmcache": settings,
+        }
+    except (AttributeError, KeyError, TypeError, ValueError):
         return {}

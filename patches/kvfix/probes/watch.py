@@ -72,7 +72,8 @@ class Watch:
     def get_num_new_matched_tokens(self, answer: Any, request: Any, num_computed_tokens: int) -> None:
         name = request.request_id
         promised, asynchronous = answer
-        self._ended.pop(name, None)
+        if self._ended.pop(name, None) is not None and name in self._unanswered:  # this id is used again
+            self._given_up.add(name)
         if name in self._admitted:  # early releases do not say who is preempted
             self._preempted(name)
         hit = self.reader.hit(name)

@@ -153,6 +153,37 @@ def play_schedule(
     raise typer.Exit(int(bool(findings)))
 
 
+@app.command("replay")
+def replay_recording(
+    file: Annotated[Path, typer.Argument(help="A recorder file of an engine.")],
+    fixes: Annotated[bool, typer.Option(help="With the fixes of kvfix, or as released.")] = True,
+    lmcache_path: LMCachePath = None,
+    json: Json = False,
+) -> None:
+    """What an engine's recorder has seen, once more in the lab: does it happen again? Exit 1 if a rule is violated."""
+    from kvfix_tools.lab import rerun
+
+    try:
+        runner.prepare(lmcache_path)
+        done = rerun.rerun(file, fixes)
+    except (OSError, ValueError) as error:
+        print(f"kvfix lab replay: {file}: {getattr(error, 'strerror', None) or error}", file=sys.stderr)
+        raise typer.Exit(2) from None
+    told = {"on_record": rerun.kinds(done.on_record), "here": rerun.kinds(done.findings), "short": done.short}
+    _tell(told, json, None, lambda: _print_rerun(done))
+    raise typer.Exit(int(bool(done.findings)))
+
+
+def _print_rerun(done: Any) -> None:
+    console = screen.console()
+    for title, findings in (("on record", done.on_record), ("in the lab", done.findings)):
+        console.print(f"{title}: {len(findings) or 'no'} violations")
+        for finding in findings:
+            console.print(f"  {finding}", highlight=False)
+    for text in done.short:
+        console.print(f"not as on record: {text}", style="yellow", highlight=False)
+
+
 def _tell(told: Any, json: bool, file: Path | None, show: Callable[[], None]) -> None:
     """On stdout as text or as JSON, and as JSON in the file that was asked for."""
     text = jsonlib.dumps(told, indent=2)
