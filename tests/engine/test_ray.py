@@ -1,7 +1,7 @@
-"""A real vLLM engine of two ranks whose workers are Ray actors: kvfix is in each, and their records are one.
+"""A real vLLM engine of two ranks whose workers are Ray actors on two nodes: kvfix is in each, their records are one.
 
-Real: vLLM's Ray executor, a local Ray cluster, two ranks, LMCache. Stand-ins: LMCache's GPU connector, and the platform
-(plugin/kvfix_engine_ray.py). The cluster is started without a word of kvfix: all that it has comes from vLLM.
+Real: vLLM's Ray executor, a local cluster of two nodes (of one machine), LMCache. Stand-ins: LMCache's GPU connector,
+and the platform (plugin/kvfix_engine_ray.py). The cluster is started without a word of kvfix: all comes from vLLM.
 """
 
 from __future__ import annotations
@@ -35,22 +35,32 @@ SERVES = "LMCache hit tokens"
 
 
 @contextmanager
-def cluster(folder: Path) -> Iterator[tuple[str, int]]:
-    """A node of its own: its address, and the pid of the process that all of it is below."""
+def cluster(folder: Path) -> Iterator[tuple[str, list[int]]]:
+    """Two nodes with place for one rank each: the address, and the pids that all of each is below."""
     port = free_port()
+    with tempfile.TemporaryDirectory(prefix="kvfix-ray-") as sockets:
+        more = [f"--temp-dir={sockets}", "--include-dashboard=false", f"--ray-client-server-port={free_port()}"]
+        with (
+            node(folder, "head", "--head", f"--port={port}", *more) as head,
+            node(folder, "other", f"--address=127.0.0.1:{port}") as other,
+        ):
+            yield f"127.0.0.1:{port}", [head, other]
+
+
+@contextmanager
+def node(folder: Path, name: str, *options: str) -> Iterator[int]:
     places = [ROOT / "tests/engine/plugin", ROOT / "patches", ROOT / "tools"]
     settings = {"KVFIX_TEST_RAY": "1", "KVFIX_TEST_REPORT": str(folder / "engine/report"), "PYTHONHASHSEED": "0"}
     environment = clean_environment(PYTHONPATH=os.pathsep.join(map(str, places)), **settings)
-    with tempfile.TemporaryDirectory(prefix="kvfix-ray-") as sockets, open(folder / "ray.log", "w+") as log:
-        command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--head", "--block", f"--port={port}"]
-        command += ["--num-cpus=2", f"--num-gpus={RANKS}", "--include-dashboard=false", "--disable-usage-stats"]
-        command += ["--object-store-memory=100000000", f"--temp-dir={sockets}"]
-        command += [f"--ray-client-server-port={free_port()}"]
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--num-cpus=1", "--num-gpus=1"]
+    command += ["--disable-usage-stats", "--object-store-memory=100000000", *options]
+    log_path = folder / f"{name}.log"
+    with open(log_path, "w") as log:
         process = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
         try:
-            engine.wait_for("Ray runtime started", folder / "ray.log", process)
-            assert process.poll() is None, (folder / "ray.log").read_text()
-            yield f"127.0.0.1:{port}", process.pid
+            engine.wait_for("Ray runtime started", log_path, process)
+            assert process.poll() is None, log_path.read_text()
+            yield process.pid
         finally:
             for each in reversed(processes.tree(process.pid)):
                 with suppress(ProcessLookupError):
@@ -58,28 +68,25 @@ def cluster(folder: Path) -> Iterator[tuple[str, int]]:
             process.wait()
 
 
+def dumped(pid: int, folder: Path) -> dict[str, Any]:
+    """What `kvfix dump` says."""
+    command = [sys.executable, "-m", "kvfix_tools.cli", "dump", str(pid), "-o", str(folder), "--json"]
+    environment = clean_environment(KVFIX_DUMP_DIR=str(folder / "engine/dumps"))
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    return dict(json.loads(done.stdout)) if done.returncode == 0 else {"error": done.stderr}
+
+
 class Served:
-    """`ran`, the bundle that `kvfix dump` made of the engine meanwhile, and the pids below the Ray cluster then."""
+    """`ran`; the dumps of the engine and of the second node, made meanwhile; the pids below each node then."""
 
     def __init__(self, folder: Path) -> None:
-        self.dumped: dict[str, Any] = {}
-        self.below_ray: set[int] = set()
-        with cluster(folder) as (address, pid):
+        self.dumps: list[dict[str, Any]] = []
+        self.below: list[set[int]] = []
+        with cluster(folder) as (address, nodes):
 
-            def dump(engine_pid: int) -> None:
-                self.below_ray = {each.pid for each in processes.tree(pid)}
-                command = [
-                    sys.executable,
-                    "-m",
-                    "kvfix_tools.cli",
-                    "dump",
-                    str(engine_pid),
-                    "-o",
-                    str(folder),
-                    "--json",
-                ]
-                done = subprocess.run(command, env=clean_environment(), capture_output=True, text=True, check=False)
-                self.dumped = json.loads(done.stdout) if done.returncode == 0 else {"error": done.stderr}
+            def dump(pid: int) -> None:
+                self.below = [{each.pid for each in processes.tree(node)} for node in nodes]
+                self.dumps = [dumped(each, folder) for each in (pid, nodes[1])]
 
             more = {"distributed_executor_backend": "ray", "tensor_parallel_size": RANKS}
             self.ran: Ran = engine.run(
@@ -110,7 +117,8 @@ def test_it_serves(served: Served) -> None:
 def test_fixes_reach_every_actor(served: Served) -> None:
     found = workers(served)
     assert len({line["pid"] for line in found}) == RANKS
-    assert {line["pid"] for line in found} <= served.below_ray
+    pids = {line["pid"] for line in found}
+    assert [len(pids & below) for below in served.below] == [1, 1]
     for line in found:
         assert line["choice"] == "check"
         assert {row["code"]: row["verdict"] for row in line["status"]}["KVF013"] == "applied"
@@ -125,12 +133,13 @@ def test_the_recorders_of_all_ranks_are_one(served: Served) -> None:
 
 
 def test_a_dump_of_the_engine_has_the_actors(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
-    """They are not below it."""
-    rows = {row["pid"]: row for row in served.dumped["processes"]}
-    ranks = {rank for row in rows.values() for rank in row["ranks"]}
-    assert len(ranks) == RANKS + 1, served.dumped
-    assert {line["pid"] for line in workers(served)} <= set(rows)
+    """They are not below it. The dump of the other node has what is below that, and the rest by the engine's name."""
+    for found in served.dumps:
+        rows = {row["pid"]: row for row in found["processes"]}
+        ranks = {rank for row in rows.values() for rank in row["ranks"]}
+        assert len(ranks) == RANKS + 1, found
+        assert {line["pid"] for line in workers(served)} <= set(rows)
     capsys.readouterr()
-    assert replay.replay([Path(served.dumped["bundle"])], json=True) == 0
+    assert replay.replay([Path(found["bundle"]) for found in served.dumps], json=True) == 0
     (told,) = json.loads(capsys.readouterr().out)
     assert (told["missing"], sorted(told["ranks"])) == ([], ["0", "1"])

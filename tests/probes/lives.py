@@ -119,6 +119,9 @@ def in_turn() -> list[list[str]]:
         for engine, schedule in made:
             if number < len(schedule.steps):
                 move(engine, schedule.steps[number])
+    from kvfix.probes import dump
+
+    assert dump.scheduler_state() == {}, "whose state would it be?"
     return [events_of(finish(each)) for each in made]
 
 
