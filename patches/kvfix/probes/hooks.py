@@ -87,10 +87,9 @@ def watch_class(connector_class: type) -> None:
         _attach(connector_class, name, functools.partial(_around, name, before, after))
     for name in LAYER_HOOKS if layers else ():
         _attach(connector_class, name, functools.partial(_around_layer, name))
-    from kvfix.probes import metrics, signals
+    from kvfix.probes import signals
 
     signals.install()
-    metrics.settled()
 
 
 def _attach(connector_class: type, name: str, decorate: Callable[[Any], Any]) -> None:
@@ -203,10 +202,11 @@ def _begin(connector: Any, is_scheduler: bool) -> Watch | None:
         recorder.watches[watch.number] = watch
         if is_scheduler:
             alarm.schedulers[:] = [weakref.ref(connector), *(each for each in alarm.schedulers if each() is not None)]
-        if watch.place:
-            from kvfix.probes import signals
+        if not is_scheduler:
+            from kvfix.probes import metrics, signals
 
             signals.belongs()
+            metrics.settled()  # now that what it is made of has been imported
         return watch
     except Exception as error:  # noqa: BLE001
         notice.fault("kvfix.probes.watch", error)

@@ -7,7 +7,7 @@ can happen: who waited for blocks waits again, with as much of its prefix in vLL
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -136,12 +136,16 @@ class _Play:
             if any(isinstance(each, ev.LoadFailed) for each in _until_asked(later)):
                 world.fail_load(name, 0)
             first = next((each for each in later if isinstance(each, ev.Scheduled) and each.first), None)
-            running = len(world.scheduler.running)
-            world.budget(first.tokens + running if first is not None else world.options.max_num_batched_tokens)
+            others = sum(each.num_tokens - each.num_computed_tokens for each in world.scheduler.running)
+            most = world.options.max_num_batched_tokens
+            world.budget(min(most, first.tokens + others) if first is not None else most)
         world.step()
 
     def _scheduled(self, event: ev.Scheduled, later: list[Event]) -> None:
         self._reached[event.request] = event.computed + event.tokens
+        request = self.world.requests.get(event.request)
+        if request is not None and not event.first:
+            self._compute(request, event.computed + event.tokens)
 
     def _preempted(self, event: ev.Preempted, later: list[Event]) -> None:
         """When it is asked about again it has so many tokens, of which so many were computed."""
@@ -151,9 +155,8 @@ class _Play:
             self.short.append(f"{event.request} is not running where it was preempted")
             return
         if asked is not None:
-            self._step_until(
-                lambda: request.num_tokens >= asked.total and request.num_computed_tokens >= asked.computed
-            )
+            self._compute(request, asked.computed)
+            self._step_until(lambda: request.num_tokens >= asked.total)
         if request in self.world.scheduler.running:
             self.world.preempt(event.request)
 
@@ -168,12 +171,20 @@ class _Play:
         request.max_tokens = max(1, request.num_output_tokens)
         self._step_until(request.is_finished)
 
-    def _step_until(self, done: Any) -> None:
+    def _compute(self, request: Any, tokens: int) -> None:
+        """So many of the request's tokens, and not one more: what is stored depends on it."""
+        self._step_until(
+            lambda: request not in self.world.scheduler.running or request.num_computed_tokens >= tokens,
+            lambda: tokens - request.num_computed_tokens + len(self.world.scheduler.running) - 1,
+        )
+
+    def _step_until(self, done: Callable[[], bool], budget: Callable[[], int] | None = None) -> None:
         self.world.free_blocks()
-        self.world.budget(self.world.options.max_num_batched_tokens)
+        most = self.world.options.max_num_batched_tokens
         for _ in range(PATIENCE):
             if done():
                 return
+            self.world.budget(min(most, budget()) if budget is not None else most)
             self.world.step()
         self.short.append(f"nothing came of it in {PATIENCE} steps")
 
