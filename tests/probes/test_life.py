@@ -161,21 +161,30 @@ def test_replay_refuses_what_is_no_recorder_file(
     assert says in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    ("option", "again"), [("--no-fixes", [["KVR002", "long"], ["KVR011", "long"]]), ("--fixes", [])]
-)
-def test_the_lab_plays_the_record_again(
-    option: str, again: list[list[str]], folder: Path, life: dict[str, Any], fresh: Fresh
-) -> None:
+def played_again(path: Path, option: str, fresh: Fresh) -> dict[str, Any]:
+    command = [sys.executable, "-m", "kvfix_tools.cli", "lab", "replay", str(path), "--json", option]
+    done = fresh.run([*command, "--lmcache-path", str(RELEASES / "0.3.10")])
+    assert done.returncode in (0, 1), done.stderr
+    told = dict(json.loads(done.stdout))
+    assert done.returncode == int(bool(told["here"]))
+    assert told["short"] == []
+    return told
+
+
+@pytest.mark.parametrize("option", ["--no-fixes", "--fixes"])
+def test_the_lab_plays_its_own_record_again(option: str, folder: Path, life: dict[str, Any], fresh: Fresh) -> None:
     """The same verdicts as on record; with the fix none."""
     last = max((folder / "check").glob("*.jsonl"), key=lambda path: int(path.name.split("-")[3]))
-    command = [sys.executable, "-m", "kvfix_tools.cli", "lab", "replay", str(last), "--json", option]
-    done = fresh.run([*command, "--lmcache-path", str(RELEASES / "0.3.10")])
-    assert done.returncode == int(bool(again)), done.stderr
-    told = json.loads(done.stdout)
+    told = played_again(last, option, fresh)
     assert told["on_record"] == [["KVR002", "long"], ["KVR011", "long"]]
-    assert told["here"] == again
-    assert told["short"] == []
+    assert told["here"] == ([] if option == "--fixes" else told["on_record"])
+
+
+def test_the_lab_plays_an_engines_record_again(fresh: Fresh) -> None:
+    """The reported crash of a real engine (tests/engine/run.py: REPORT), by its recorder in mode `check only=`."""
+    told = played_again(Path(__file__).with_name("recordings") / "crash-lmcache-0.3.10.jsonl", "--no-fixes", fresh)
+    assert told["on_record"] == [["KVR002", "1-a2b47532"], ["KVR011", "1-a2b47532"]]
+    assert told["here"] == told["on_record"]
 
 
 def test_explain_a_rule(capsys: pytest.CaptureFixture[str]) -> None:

@@ -57,6 +57,10 @@ class Reader:
         """What is pinned for this request: another object for another request of the same id. None: nothing."""
         return None
 
+    def looks_up(self, request: str) -> bool:
+        """Whether the lookup client keeps something of this request."""
+        return False
+
     def left(self, request: str) -> list[str]:
         """Where this request, which has ended, is kept for good."""
         return [where for where, names in self.kept() if request in names]
@@ -131,6 +135,9 @@ class V1(Reader):
 
     def pinned(self, request: str) -> Any:
         return (self._pins() or {}).get(request)
+
+    def looks_up(self, request: str) -> bool:
+        return any(request in getattr(self.client, name, ()) for name in self._LOOKUPS)
 
     def _pins(self) -> Any:
         """The worker's, by request; None in the scheduler, and where there are none."""

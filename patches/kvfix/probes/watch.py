@@ -252,10 +252,12 @@ class Watch:
             if self.steps - at_step < STEPS or now - at < SECONDS:
                 return
             del self._ended[name]
+            if name in self._unanswered and self.reader.looks_up(name):
+                self._given_up.add(name)
             for where in self.reader.left(name):
                 if name in self._unanswered and where.startswith("lookup_client."):
-                    self._given_up.add(name)
-                elif where != readers.PINS or self.reader.pinned(name) is pinned:  # else the id is in use again
+                    continue
+                if where != readers.PINS or self.reader.pinned(name) is pinned:  # else the id is in use again
                     self.tell(ev.Left(name, where))
             if name not in self._given_up:
                 self._unanswered.discard(name)

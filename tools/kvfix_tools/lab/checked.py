@@ -27,13 +27,14 @@ ALARM = "the probes alarm: "
 
 @contextmanager
 def alarms() -> Iterator[list[Finding]]:
-    """What the probes alarm about meanwhile; nothing is written. Empty where they are not in place, or only record."""
+    """What the probes alarm about meanwhile. Empty where they are not in place, or only record."""
     found: list[Finding] = []
     alarm: Any = sys.modules.get("kvfix.probes.alarm")
-    ring = getattr(alarm, "ring", None)
+    ring: Any = getattr(alarm, "ring", None)
 
     def listen(watch: Any, hook: str, finding: Finding, error: Exception | None) -> None:
         found.append(finding._replace(message=f"{ALARM}{finding.message}"))
+        ring(watch, hook, finding, error)
 
     if alarm is not None:
         alarm.ring = listen
