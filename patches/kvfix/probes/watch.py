@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 STEPS, SECONDS = 32, 3.0
 #: Steps without a load after which a request that was granted one waits for nothing. It is in the next metadata.
 PATIENCE = 8
+#: Requests whose lookup was never answered that are remembered.
+GIVEN_UP = 1024
 
 
 class Watch:
@@ -62,8 +64,8 @@ class Watch:
         self._granted: dict[str, int] = {}
         #: Ended requests whose blocks the connector still sends.
         self._sending: set[str] = set()
-        #: Requests of which the lookup client has kept something, since no answer ever came.
-        self._given_up: set[str] = set()
+        #: Requests of which the lookup client may have kept something, since no answer ever came; the last GIVEN_UP.
+        self._given_up: dict[str, None] = {}
         #: Those that must be gone: (step, seconds) of the end, and what was pinned for them then.
         self._ended: dict[str, tuple[int, float, Any]] = {}
 
@@ -73,7 +75,7 @@ class Watch:
         name = request.request_id
         promised, asynchronous = answer
         if self._ended.pop(name, None) is not None and name in self._unanswered:  # this id is used again
-            self._given_up.add(name)
+            self._give_up(name)
         if name in self._admitted:  # early releases do not say who is preempted
             self._preempted(name)
         hit = self.reader.hit(name)
@@ -239,6 +241,13 @@ class Watch:
     def _end(self, name: str) -> None:
         self._ended[name] = (self.steps, clock.now(), self.reader.pinned(name))
 
+    def _give_up(self, name: str) -> None:
+        self._given_up[name] = None
+        if len(self._given_up) > GIVEN_UP:
+            oldest = next(iter(self._given_up))
+            del self._given_up[oldest]
+            self._unanswered.discard(oldest)
+
     def _look_for_stuck(self) -> None:
         for name, since in list(self._granted.items()):
             if self.steps - since >= PATIENCE:
@@ -253,7 +262,7 @@ class Watch:
                 return
             del self._ended[name]
             if name in self._unanswered and self.reader.looks_up(name):
-                self._given_up.add(name)
+                self._give_up(name)
             for where in self.reader.left(name):
                 if name in self._unanswered and where.startswith("lookup_client."):
                     continue
