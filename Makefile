@@ -2,8 +2,9 @@
 PY := .venv/bin/python
 # Test processes side by side; each needs up to 4 GB, and most tests keep one core busy.
 WORKERS ?= 2
+HEALTHY := --mode check --steps 200000 --seconds 900
 
-.PHONY: help install demo test lint docs bench matrix fingerprints statements requirements clean
+.PHONY: help install demo test lint docs bench healthy matrix fingerprints statements requirements clean
 
 help: ## this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -25,6 +26,10 @@ docs: install ## the documentation, as pages in .site; a warning is an error
 
 bench: install ## speed, as ratios measured in one run
 	@$(PY) -m tests.bench
+
+healthy: install ## 200,000 fuzzed steps of each connector in mode `check`, with the fixes: no false alarm
+	@for connector in v1 mp; do $(PY) -m kvfix_tools.cli lab fuzz --connector $$connector $(HEALTHY) || exit 1; done
+	@$(PY) -m kvfix_tools.cli lab fuzz --connector mp-in-tree $(HEALTHY) --lmcache-path .cache/lmcache/0.4.6
 
 matrix: install ## all scenarios under older vLLM releases too, with all LMCache releases; writes docs/matrix.json
 	@requirements/matrix && $(PY) -m kvfix_tools.lab.matrix

@@ -28,7 +28,9 @@ _RAY_PREFIXES = "VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY"
 _before: dict[str, str | None] = {}
 
 
-def apply(mode: str = "fix", only: Iterable[str] | None = None, skip: Iterable[str] | None = None) -> None:
+def apply(
+    mode: str = "fix", only: Iterable[str] | None = None, skip: Iterable[str] | None = None, layers: bool = False
+) -> None:
     """Fix the known bugs of the installed vLLM and LMCache, here and in every process started from here.
 
     Call it before vLLM is launched. Calling it again is harmless; the last choice holds. Importing heavy
@@ -37,10 +39,11 @@ def apply(mode: str = "fix", only: Iterable[str] | None = None, skip: Iterable[s
     mode: `fix`; `observe`: and keep a flight recorder of the connector hooks; `check`: and look at the invariants
     after each of them, log and dump what violates one; `strict`: and raise `kvfix.probes.Violation` there.
     only, skip: codes (`KVF001`) or slugs of fixes; default all that are not opt-in.
+    layers: hooks that run once per layer and step are counted too, and where one hangs is told; not in mode `fix`.
     Raises ValueError for an unknown mode or fix. Nothing else is raised here.
     KVFIX=off in the environment keeps kvfix off, whatever the program says.
     """
-    choice = Choice.make(mode, only, skip)
+    choice = Choice.make(mode, only, skip, layers)
     if Choice.is_off(os.environ.get(ENV)):
         notice.warn(f"{ENV}=off is set in the environment: kvfix.apply() does nothing")
         return

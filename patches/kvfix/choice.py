@@ -4,6 +4,7 @@ KVFIX=fix                      all fixes that are not opt-in
 KVFIX="fix only=KVF001"        these and no others
 KVFIX="fix skip=KVF001,KVF002" all but these
 KVFIX="check skip=KVF001"      the same in another mode
+KVFIX="observe layers=yes"     hooks that run once per layer are watched too
 KVFIX=off                      nothing, even where a program calls kvfix.apply()
 """
 
@@ -38,17 +39,20 @@ def code_and_slug(stem: str) -> tuple[str, str]:
 class Choice:
     """`only` None means all. Codes, never slugs, inside."""
 
-    def __init__(self, mode: str, only: frozenset[str] | None, skip: frozenset[str]) -> None:
+    def __init__(self, mode: str, only: frozenset[str] | None, skip: frozenset[str], layers: bool) -> None:
         self.mode = mode
         self.only = only
         self.skip = skip
+        self.layers = layers
 
     @classmethod
-    def make(cls, mode: str, only: Iterable[str] | None, skip: Iterable[str] | None) -> Choice:
+    def make(cls, mode: str, only: Iterable[str] | None, skip: Iterable[str] | None, layers: bool = False) -> Choice:
         """Raises ValueError that lists the known names."""
         if mode not in MODES:
             raise ValueError(f"unknown mode {mode!r}; known: {', '.join(MODES)}")
-        return cls(mode, None if only is None else _codes(only), _codes(skip or ()))
+        if layers and mode == "fix":
+            raise ValueError(f"mode fix watches nothing, no layers either; known: {', '.join(MODES)}")
+        return cls(mode, None if only is None else _codes(only), _codes(skip or ()), bool(layers))
 
     @classmethod
     def parse(cls, text: str) -> Choice:
@@ -57,10 +61,12 @@ class Choice:
         lists: dict[str, list[str]] = {}
         for word in rest:
             key, equals, value = word.partition("=")
-            if key not in ("only", "skip") or not equals or key in lists:
+            if key not in ("only", "skip", "layers") or not equals or key in lists:
                 raise ValueError(f"{word!r} is not understood")
+            if key == "layers" and value != "yes":
+                raise ValueError(f"{word!r} is not understood: write layers=yes, or leave it out")
             lists[key] = [name for name in value.split(",") if name]
-        return cls.make(mode, lists.get("only"), lists.get("skip"))
+        return cls.make(mode, lists.get("only"), lists.get("skip"), "layers" in lists)
 
     @staticmethod
     def is_off(text: str | None) -> bool:
@@ -69,7 +75,7 @@ class Choice:
     def __str__(self) -> str:
         only = "" if self.only is None else f" only={','.join(sorted(self.only))}"
         skip = f" skip={','.join(sorted(self.skip))}" if self.skip else ""
-        return self.mode + only + skip
+        return self.mode + only + skip + (" layers=yes" if self.layers else "")
 
     @property
     def probes(self) -> bool:

@@ -1,4 +1,7 @@
-"""Probes on the real scheduler with 256 running requests, beside no kvfix, in turn in one process; and per hook."""
+"""Probes on the real scheduler with 256 running requests, and around a hook of a layer, beside no kvfix.
+
+In turn in one process.
+"""
 
 from __future__ import annotations
 
@@ -64,8 +67,44 @@ with runner.quiet():
     result = [alone / typical("observe"), alone / typical("check"), STEPS * (ROUNDS // 4) / alone]
 """
 
+#: The connector's own hook, over an adapter that does nothing. Every other figure is without `layers`.
+LAYER = """
+import timeit
+from types import SimpleNamespace
+import kvfix
+from kvfix_tools.lab import runner
+runner.prepare({path!r})
+with runner.quiet():
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+    from vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector import LMCacheConnectorV1
+    wanted = SimpleNamespace(kv_connector="LMCacheConnectorV1", kv_connector_module_path=None)
+    original = vars(LMCacheConnectorV1)["wait_for_layer_load"]
+    connector = LMCacheConnectorV1.__new__(LMCacheConnectorV1)
+    connector._lmcache_engine = SimpleNamespace(
+        wait_for_layer_load=lambda name: None, get_block_ids_with_load_errors=set
+    )
+    def once(layers):
+        kvfix.revert()
+        if layers is not None:
+            kvfix.apply("check", only=[], layers=layers)
+            KVConnectorFactory.get_connector_class(wanted)
+            connector.get_block_ids_with_load_errors()
+        is_wrapped = vars(LMCacheConnectorV1)["wait_for_layer_load"] is not original
+        assert is_wrapped is bool(layers), layers
+        runs = timeit.repeat(lambda: connector.wait_for_layer_load("layer"), number=20000, repeat=5)
+        if layers:
+            assert connector._kvfix_watch.calls["wait_for_layer_load"] == 100000
+        return min(runs) / 20000 * 1e9
+    took = [[once(layers) for layers in (None, False, True)] for _ in range(7)]
+    result = [sorted(each)[3] for each in zip(*took)]
+"""
+
 
 def measure() -> Iterator[Row]:
+    without, unwatched, watched = Fresh()(LAYER.format(path=str(RELEASES / "0.5.6")))
+    beside = f"without kvfix {without:.0f} ns"
+    yield Row("a layer's hook, check", unwatched - without, "ns more", f"{beside}, the same function", at_most=15)
+    yield Row("a layer's hook, check with layers", watched - without, "ns more", beside, at_most=300)
     observe, check, rate = Fresh()(CASE.format(path=str(RELEASES / "0.5.6")))
     beside = f"{rate:.0f} steps/s without kvfix, 256 running"
     yield Row("scheduler steps, observe", observe, "of it", beside, at_least=0.99)

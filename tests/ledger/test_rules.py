@@ -90,6 +90,10 @@ CASES: dict[str, list[tuple[str, list[ev.Event], ev.Event, str | None]]] = {
         ("at once again", [FRESH, ev.TimedOut("r", 3.0, 10.0)], ev.TimedOut("r", 3.0, 13.1), "violated"),
         ("after a pause", [FRESH, ev.TimedOut("r", 3.0, 10.0)], ev.TimedOut("r", 3.0, 16.0), None),
     ],
+    "KVR013": [
+        ("not begun", ADMITTED, ev.RankDiffers("r", 1, 0, 512, True), "violated"),
+        ("not told", ADMITTED, ev.RankDiffers("r", 1, 0, 512, False), "violated"),
+    ],
 }
 FLAT = [(code, *case) for code, cases in CASES.items() for case in cases]
 

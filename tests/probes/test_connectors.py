@@ -1,5 +1,6 @@
 """Every connector that vLLM knows by name and can load here, children of MultiConnector included, is watched alike."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -47,6 +48,42 @@ for name, cls in loaded.items():
 """
 
 
+LAYERS = """
+import inspect, kvfix
+from types import SimpleNamespace
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory as factory
+from vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector import LMCacheConnectorV1 as connector
+from kvfix.probes import hooks, recorder
+wanted = SimpleNamespace(kv_connector="LMCacheConnectorV1", kv_connector_module_path=None)
+before = [vars(connector)[name] for name in hooks.LAYER_HOOKS]
+def wrapped(**more):
+    kvfix.apply("observe", only=[], **more)
+    factory.get_connector_class(wanted)
+    return [vars(connector)[name] is not function for name, function in zip(hooks.LAYER_HOOKS, before)]
+result = {"unasked": wrapped(), "asked": wrapped(layers=True)}
+result["same"] = [inspect.signature(vars(connector)[name]) == inspect.signature(function)
+                  for name, function in zip(hooks.LAYER_HOOKS, before)]
+made = connector.__new__(connector)
+seen = []
+def wait(name):
+    seen.append((made._kvfix_watch.inside, name) if "_kvfix_watch" in vars(made) else name)
+    if name == "bad":
+        raise RuntimeError("planted")
+made._lmcache_engine = SimpleNamespace(wait_for_layer_load=wait, get_block_ids_with_load_errors=set)
+made.wait_for_layer_load("first")
+made.get_block_ids_with_load_errors()
+made.wait_for_layer_load(layer_name="second")
+try:
+    made.wait_for_layer_load("bad")
+except RuntimeError as error:
+    result["raised"] = str(error)
+result["seen"], result["calls"], result["inside"] = seen, made._kvfix_watch.calls, made._kvfix_watch.inside
+result["told"] = [entry.event.error for entry in recorder.ring]
+kvfix.revert()
+result["left"] = [vars(connector)[name] is not function for name, function in zip(hooks.LAYER_HOOKS, before)]
+"""
+
+
 @pytest.fixture(scope="module")
 def connectors(zygote: Zygote) -> dict[str, Any]:
     return dict(zygote(CASE, RELEASES / "0.5.6"))
@@ -72,3 +109,14 @@ def test_every_hook_is_watched_once_and_looks_as_it_did(connectors: dict[str, An
 def test_mode_fix_imports_no_probes(mode: str, imported: bool, zygote: Zygote) -> None:
     case = f"import sys, kvfix; kvfix.apply({mode!r}); result = 'kvfix.probes' in sys.modules"
     assert zygote(case, RELEASES / "0.5.6") is imported
+
+
+def test_hooks_of_layers_are_watched_on_request_only(zygote: Zygote, tmp_path: Path) -> None:
+    """They are counted, an exception that leaves one is told, and where it hangs."""
+    code = f"import os; os.environ['KVFIX_DUMP_DIR'] = {str(tmp_path)!r}\n{LAYERS}"
+    found = zygote(code, RELEASES / "0.5.6")
+    assert (found["unasked"], found["asked"], found["left"]) == ([False, False], [True, True], [False, False])
+    assert all(found["same"])
+    assert found["seen"] == ["first", ["wait_for_layer_load", "second"], ["wait_for_layer_load", "bad"]]
+    assert found["calls"] == {"get_block_ids_with_load_errors": 1, "wait_for_layer_load": 2}
+    assert (found["raised"], found["told"], found["inside"]) == ("planted", ["RuntimeError: planted"], None)

@@ -64,6 +64,22 @@ def test_it_says_which_process_hangs_in_which_hook(tmp_path: Path, capsys: pytes
         assert found["processes"][0]["stacks"]  # why not: py-spy is not allowed here
 
 
+def test_workers_that_are_not_below_it_are_found_by_their_engine(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As Ray's are, which are children of its raylet."""
+    dumps = tmp_path / "dumps"
+    with (
+        hanging(dumps, "engine", "mine") as one,
+        hanging(dumps, "engine", "mine") as other,
+        hanging(dumps, "engine", "another's"),
+    ):
+        rows = {row["pid"]: row for row in dumped(one.pid, tmp_path, capsys)["processes"]}
+    assert set(rows) == {one.pid, other.pid}
+    assert rows[other.pid]["ranks"] == ["rank 1 of 2 of mine"]
+    assert rows[other.pid]["hook"].startswith("in start_load_kv of Connector for ")
+
+
 def test_one_that_does_not_answer_is_told_by_its_stacks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with hanging(tmp_path / "dumps", "deaf") as process:
         found = dumped(process.pid, tmp_path, capsys)["processes"][0]

@@ -14,7 +14,7 @@ from tests.probes.faults import FAULTS
 
 #: In these a finding is planted, and told as any other: a line of its own.
 TOLD = ["a violation", "odd object in an event", "report", "cures", "metrics", "disk full", "read-only directory"]
-TOLD += ["snapshot"]
+TOLD += ["snapshot", "sizes"]
 #: A clock that goes back, a signal and an object that JSON does not know are no fault of anybody.
 HARMLESS = ["nothing", "a violation", "odd object in an event", "clock goes back", "wall clock goes back"]
 HARMLESS += ["signal in a hook"]

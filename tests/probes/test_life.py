@@ -117,11 +117,11 @@ def test_replay_gives_the_same_verdicts(folder: Path, life: dict[str, Any], caps
     live = [recording.read(path).lines["finding"][0] for path in files]
     again = [told.finding for told in replay.judged(last)]
     assert [(found["code"], found["message"]) for found in live] == [(found.code, found.message) for found in again]
-    assert replay.replay(files[-1], json=False) == 1
+    assert replay.replay([files[-1]], json=False) == 1
     told = capsys.readouterr().out
     assert "match(336) promises 256, but hit 256 - computed 336 = -80: 0 is due" in told
     assert "2 violations" in told.splitlines()[-1]
-    assert replay.replay(files[-1], json=True) == 1
+    assert replay.replay([files[-1]], json=True) == 1
     assert [found["code"] for found in json.loads(capsys.readouterr().out)["findings"]] == ["KVR002", "KVR011"]
 
 
@@ -136,7 +136,7 @@ def test_replay_of_a_record_without_its_beginning_does_not_guess(
     assert hole != late[0]
     cut = tmp_path / "cut.jsonl"
     cut.write_text("\n".join([*head, hole]))
-    assert replay.replay(cut, json=False) == 0
+    assert replay.replay([cut], json=False) == 0
     assert "0 violations, 1 not to be judged" in capsys.readouterr().out
 
 
@@ -157,8 +157,34 @@ def test_replay_refuses_what_is_no_recorder_file(
     path = tmp_path / "file"
     if text is not None:
         path.write_text(text)
-    assert replay.replay(path, json=False) == 2
+    assert replay.replay([path], json=False) == 2
     assert says in capsys.readouterr().err
+
+
+def played_again(path: Path, option: str, fresh: Fresh) -> dict[str, Any]:
+    command = [sys.executable, "-m", "kvfix_tools.cli", "lab", "replay", str(path), "--json", option]
+    done = fresh.run([*command, "--lmcache-path", str(RELEASES / "0.3.10")])
+    assert done.returncode in (0, 1), done.stderr
+    told = dict(json.loads(done.stdout))
+    assert done.returncode == int(bool(told["here"]))
+    assert told["short"] == []
+    return told
+
+
+@pytest.mark.parametrize("option", ["--no-fixes", "--fixes"])
+def test_the_lab_plays_its_own_record_again(option: str, folder: Path, life: dict[str, Any], fresh: Fresh) -> None:
+    """The same verdicts as on record; with the fix none."""
+    last = max((folder / "check").glob("*.jsonl"), key=lambda path: int(path.name.split("-")[3]))
+    told = played_again(last, option, fresh)
+    assert told["on_record"] == [["KVR002", "long"], ["KVR011", "long"]]
+    assert told["here"] == ([] if option == "--fixes" else told["on_record"])
+
+
+def test_the_lab_plays_an_engines_record_again(fresh: Fresh) -> None:
+    """The reported crash of a real engine (tests/engine/run.py: REPORT), by its recorder in mode `check only=`."""
+    told = played_again(Path(__file__).with_name("recordings") / "crash-lmcache-0.3.10.jsonl", "--no-fixes", fresh)
+    assert told["on_record"] == [["KVR002", "1-a2b47532"], ["KVR011", "1-a2b47532"]]
+    assert told["here"] == told["on_record"]
 
 
 def test_explain_a_rule(capsys: pytest.CaptureFixture[str]) -> None:

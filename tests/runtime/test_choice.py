@@ -16,6 +16,8 @@ from kvfix.choice import MODES, Choice, known_fixes
         "observe",
         "check skip=KVF001",
         "strict",
+        "observe layers=yes",
+        "check only= skip=KVF001 layers=yes",
     ],
 )
 def test_text_form_survives_a_round_trip(text: str) -> None:
@@ -28,7 +30,17 @@ def test_slugs_and_any_case_are_understood() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["fixx", "fix KVF001", "fix only=KVF999", "fix only=KVF001 only=KVF001", "fix =", "\0"]
+    "text",
+    [
+        "fixx",
+        "fix KVF001",
+        "fix only=KVF999",
+        "fix only=KVF001 only=KVF001",
+        "fix =",
+        "\0",
+        "fix layers=yes",
+        "check layers=no",
+    ],
 )
 def test_nonsense_is_a_value_error(text: str) -> None:
     with pytest.raises(ValueError, match=r"known|not understood"):

@@ -74,11 +74,14 @@ def explain(name: Annotated[str, typer.Argument(metavar="CODE|SLUG")], json: Jso
 
 
 @app.command()
-def replay(file: Annotated[Path, typer.Argument(metavar="FILE")], json: Json = False) -> None:
-    """A recorder file through the ledger once more: what was violated, with its story. Exit 1 if anything was."""
+def replay(files: Annotated[list[Path], typer.Argument(metavar="FILE...")], json: Json = False) -> None:
+    """Recorder files or bundles through the ledger once more: what was violated, and its story. Exit 1 if anything was.
+
+    Those of several processes, ranks and nodes are laid side by side.
+    """
     from kvfix_tools import replay
 
-    raise typer.Exit(replay.replay(file, json))
+    raise typer.Exit(replay.replay(files, json))
 
 
 @app.command()
@@ -99,11 +102,12 @@ def run(
     mode: Annotated[str, typer.Option(help=f"What kvfix does in it: {', '.join(MODES)}.")] = "fix",
     only: Names = None,
     skip: Names = None,
+    layers: Annotated[bool, typer.Option("--layers", help="Watch hooks that run once per layer too.")] = False,
 ) -> None:
     """A program with kvfix in it and in all its children, also one that loads no vLLM plugins (lmcache server)."""
     from kvfix_tools import launch
 
-    raise typer.Exit(launch.run(command, mode, only, skip))
+    raise typer.Exit(launch.run(command, mode, only, skip, layers))
 
 
 upstream = typer.Typer(no_args_is_help=True, help="Patches ready to be sent to LMCache and vLLM.")

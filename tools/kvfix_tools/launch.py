@@ -14,10 +14,10 @@ from kvfix.choice import Choice
 BOOTSTRAP = Path(kvfix.__file__).with_name("bootstrap")
 
 
-def run(command: Sequence[str], mode: str, only: Sequence[str] | None, skip: Sequence[str] | None) -> int:
+def run(command: Sequence[str], mode: str, only: Sequence[str] | None, skip: Sequence[str] | None, layers: bool) -> int:
     """Replaces this process. Returns only if it cannot: 2 for a wrong choice, 126 or 127 as a shell does."""
     try:
-        choice = Choice.make(mode, only, skip)
+        choice = Choice.make(mode, only, skip, layers)
     except ValueError as error:
         print(f"kvfix run: {error}", file=sys.stderr)
         return 2
@@ -26,7 +26,7 @@ def run(command: Sequence[str], mode: str, only: Sequence[str] | None, skip: Seq
         print(f"kvfix run: {command[0]}: no such program on PATH", file=sys.stderr)
         return 127
     if not Choice.is_off(os.environ.get("KVFIX")):
-        kvfix.apply(choice.mode, choice.only, choice.skip)
+        kvfix.apply(choice.mode, choice.only, choice.skip, choice.layers)
     else:
         print("kvfix run: KVFIX=off is set in the environment: the program runs unpatched", file=sys.stderr)
     places = [place for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if place != str(BOOTSTRAP)]

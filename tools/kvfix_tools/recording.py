@@ -1,9 +1,14 @@
-"""A recorder file of `kvfix.probes`, read back: who wrote it, its connectors, and its entries in their order."""
+"""A recorder file of `kvfix.probes`, read back: who wrote it, its connectors, and its entries in their order.
+
+A bundle of `kvfix dump` has those of all processes of a node.
+"""
 
 from __future__ import annotations
 
+import tarfile
+import zlib
 from collections.abc import Iterable
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any, NamedTuple
 
 import msgspec
@@ -28,12 +33,40 @@ class Recording(NamedTuple):
     def connectors(self) -> dict[int, dict[str, Any]]:
         return {line["number"]: line for line in self.lines.get("connector", [])}
 
+    @property
+    def process(self) -> tuple[str, str, int, int]:
+        """The same for all recordings of one process, and for no other's."""
+        head = self.head
+        return str(head.get("node", "")), str(head.get("boot", "")), int(head["pid"]), int(head.get("began", 0))
+
 
 def read(path: Path) -> Recording:
     """Raises OSError, and ValueError that says which line is wrong, for what no recorder of this kvfix wrote."""
     if path.stat().st_size > LARGEST:
         raise ValueError(f"it has {path.stat().st_size >> 20} MiB: no recorder writes that much")
     return parsed(str(path), path.read_bytes().splitlines())
+
+
+def read_all(path: Path) -> list[Recording]:
+    """The recordings of a file or of a bundle, of which nothing is unpacked. Raises as `read` does."""
+    if not tarfile.is_tarfile(path):
+        return [read(path)]
+    found = []
+    try:
+        with tarfile.open(path) as archive:
+            for entry in archive:
+                name = PurePosixPath(entry.name).name
+                if not entry.isfile() or not (name.startswith("recorder-") and name.endswith(".jsonl")):
+                    continue
+                file = archive.extractfile(entry)
+                if entry.size > LARGEST or file is None:
+                    raise ValueError(f"{name} has {entry.size >> 20} MiB: no recorder writes that much")
+                found.append(parsed(f"{path}:{name}", file.read().splitlines()))
+    except (tarfile.TarError, EOFError, zlib.error) as error:
+        raise ValueError(f"it is no whole bundle ({type(error).__name__}: {error})") from None
+    if not found:
+        raise ValueError("the bundle has no recorder of any process")
+    return found
 
 
 def parsed(name: str, texts: Iterable[bytes]) -> Recording:

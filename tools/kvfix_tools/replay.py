@@ -1,4 +1,4 @@
-"""`kvfix replay FILE`: the ledger once more over what a flight recorder kept. The same verdicts, with their stories."""
+"""`kvfix replay FILE ...`: the ledger once more over what recorders kept. The same verdicts, with their stories."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvfix.fix import find
 from kvfix.ledger import Finding, Ledger
 from kvfix.probes import report
 from kvfix.probes.recorder import Entry
-from kvfix_tools import recording
+from kvfix_tools import recording, replay_many
 
 
 class Told(NamedTuple):
@@ -32,13 +32,25 @@ def judged(found: recording.Recording) -> list[Told]:
     return told
 
 
-def replay(path: Path, json: bool) -> int:
-    """Print what is violated. 0: nothing; 1: something; 2: the file cannot be read."""
+def replay(paths: list[Path], json: bool) -> int:
+    """Print what is violated. 0: nothing; 1: something; 2: a file cannot be read, or they are of different engines."""
+    recordings: list[recording.Recording] = []
+    for path in paths:
+        try:
+            recordings += recording.read_all(path)
+        except (OSError, ValueError) as error:  # noqa: PERF203  it is one of a few files
+            print(f"kvfix replay: {path}: {getattr(error, 'strerror', None) or error}", file=sys.stderr)
+            return 2
+    if len(recordings) == 1:
+        return _alone(recordings[0], json)
     try:
-        found = recording.read(path)
-    except (OSError, ValueError) as error:
-        print(f"kvfix replay: {path}: {getattr(error, 'strerror', None) or error}", file=sys.stderr)
+        return replay_many.replay(recordings, json)
+    except ValueError as error:
+        print(f"kvfix replay: {error}", file=sys.stderr)
         return 2
+
+
+def _alone(found: recording.Recording, json: bool) -> int:
     told = judged(found)
     violated = [each for each in told if each.finding.verdict == "violated"]
     if json:
@@ -49,7 +61,7 @@ def replay(path: Path, json: bool) -> int:
         unknown = len(told) - len(violated)
         reason, events = found.head["reason"], len(found.entries)
         print(
-            f"{path}: {events} events of pid {found.head['pid']} ({reason}): {len(violated)} violations"
+            f"{found.path}: {events} events of pid {found.head['pid']} ({reason}): {len(violated)} violations"
             + (f", {unknown} not to be judged: the record began after the request did" if unknown else "")
         )
     return int(bool(violated))

@@ -122,6 +122,32 @@ class Raised(NamedTuple):
     error: str
 
 
+class RankDiffers(NamedTuple):
+    """Between loads that the scheduler and this rank have both on record, one of [start, end) is on record once only.
+
+    told: by the scheduler, and the rank has not begun it; else it is the other way round.
+    """
+
+    request: str
+    rank: int
+    start: int
+    end: int
+    told: bool
+
+
 Event = Union[  # noqa: UP007  also read at run time on Python 3.10
-    Asked, Granted, Scheduled, LoadDue, Loaded, Stored, Preempted, LoadFailed, Finished, Left, Stuck, TimedOut, Raised
+    Asked,
+    Granted,
+    Scheduled,
+    LoadDue,
+    Loaded,
+    Stored,
+    Preempted,
+    LoadFailed,
+    Finished,
+    Left,
+    Stuck,
+    TimedOut,
+    Raised,
+    RankDiffers,
 ]

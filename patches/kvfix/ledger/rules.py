@@ -211,3 +211,16 @@ def waits_for_lookup_again(story: Story, event: ev.TimedOut) -> Outcome:
 def exception_left_hook(story: Story, event: ev.Raised) -> Outcome:
     """No exception leaves a connector hook or the scheduler: EngineCore dies of it, with every request it had."""
     return violated(f"{event.where}: {event.error}")
+
+
+@rule("KVR013", "rank-loads-otherwise", ev.RankDiffers)
+def rank_loads_otherwise(story: Story, event: ev.RankDiffers) -> Outcome:
+    """Every rank begins the loads that the scheduler tells, and no other.
+
+    A step's metadata reach all workers, whole and in order. Where one rank has not loaded what the others have, it
+    computes on KV that is not there. To be seen only where the records of several processes are laid side by side.
+    """
+    tokens = f"tokens {event.start} to {event.end}"
+    if event.told:
+        return violated(f"rank {event.rank} has not begun to load {tokens}, which the scheduler told it", story.due)
+    return violated(f"rank {event.rank} loads {tokens}, which the scheduler has not told it", story.due)

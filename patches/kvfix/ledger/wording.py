@@ -78,6 +78,11 @@ def _stuck(event: ev.Stuck) -> str:
     return f"waits for a load that nobody started, {event.waited} steps now"
 
 
+def _rankdiffers(event: ev.RankDiffers) -> str:
+    what = "was told and not begun" if event.told else "was begun and not told"
+    return f"rank {event.rank}: the load of tokens {event.start} to {event.end} {what}"
+
+
 def _raised(event: ev.Raised) -> str:
     return f"{event.where} raises {event.error}"
 

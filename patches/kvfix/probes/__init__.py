@@ -26,6 +26,7 @@ def settle(module: ModuleType, choice: Choice | None) -> None:
         remove_all()
         return
     alarm.mode = choice.mode
+    hooks.layers = choice.layers
     if module.__name__ == arrival.FACTORY:
         hooks.watch_factory(module.KVConnectorFactory)
     else:

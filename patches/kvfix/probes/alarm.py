@@ -26,8 +26,8 @@ SUPPRESS = "KVFIX_SUPPRESS"
 DUMPS, PAUSE = 16, 60.0
 
 mode = "observe"
-#: Weak reference to the scheduler of this process, once it has done something.
-scheduler: Callable[[], Any] | None = None
+#: Weak references to the schedulers of this process that have done something.
+schedulers: list[Callable[[], Any]] = []
 #: Findings by rule, told or not.
 found: Counter[str] = Counter()
 _written: dict[str, float] = {}
@@ -44,8 +44,9 @@ class Violation(Exception):
 
 
 def restart() -> None:
-    global scheduler, _count, _suppressed
-    scheduler, _count, _suppressed = None, 0, None
+    global _count, _suppressed
+    _count, _suppressed = 0, None
+    schedulers.clear()
     found.clear()
     _written.clear()
 

@@ -2,14 +2,17 @@
 
 The first line tells what the file is; the others follow in any order, each with its `kind`:
 
-    {"kind": "recorder", "schema": 1, "reason": "violation", "pid": 1, "process": "EngineCore", "mode": "check", ...}
-    {"kind": "connector", "number": 1, "name": "LMCacheConnectorV1", "role": "SCHEDULER", "inside": null, ...}
+    {"kind": "recorder", "schema": 1, "reason": "violation", "pid": 1, "process": "EngineCore", "mode": "check",
+     "node": "n1", "boot": "...", "began": 1, ...}
+    {"kind": "connector", "number": 1, "name": "LMCacheConnectorV1", "role": "SCHEDULER", "inside": null,
+     "engine": "0a1b2", "replica": 0, "rank": 0, "ranks": 2, ...}
     {"kind": "scheduler", "running": 3, "waiting": 2, "blocks": 60, "free_blocks": 5}
     {"kind": "event", "connector": 1, "hook": "...", "mono": 12, "wall": 34, "event": "Asked", "request": "r", ...}
     {"kind": "finding", "code": "KVR002", "name": "promise-changed", "request": "r", "message": "...", ...}
     {"kind": "fix", "code": "KVF001", "dist": "lmcache", "version": "0.3.10", "verdict": "applied", ...}
 
-mono: nanoseconds of the monotonic clock, wall: since 1970. Of a request there are its id and counts, never its tokens.
+mono: nanoseconds of the monotonic clock, which is one clock for all processes of the same `boot`; wall: since 1970.
+pid and began (clock ticks after boot) are one process of a node. Of a request there are its id and counts, no tokens.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from itertools import count
 from typing import TYPE_CHECKING, Any
 
 from kvfix import clock
-from kvfix.probes import alarm, recorder
+from kvfix.probes import alarm, readers, recorder
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
@@ -58,10 +61,10 @@ def directory() -> str:
 
 def announce() -> None:
     """Tell `kvfix dump` that this process answers its signal: to one that does not, the signal would be the end."""
-    announcement = _announcement()
-    with open("/proc/self/stat", "rb") as file:
-        began = int(file.read().rpartition(b")")[2].split()[19])  # another process may get this number one day
-    _whole(announcement, _encode({"kind": "ready", "schema": SCHEMA, "pid": os.getpid(), "began": began}))
+    engines = sorted({watch.place["engine"] for watch in list(recorder.watches.values()) if watch.place})
+    ready = {"kind": "ready", "schema": SCHEMA, "pid": os.getpid(), "began": _began(), "engines": engines}
+    _whole(_announcement(), _encode(ready))
+    atexit.unregister(withdraw)
     atexit.register(withdraw)
 
 
@@ -102,6 +105,21 @@ def write(
     return f"{stem}.txt"
 
 
+def _began() -> int:
+    """When this process did: another one may get its number one day."""
+    with open("/proc/self/stat", "rb") as file:
+        return int(file.read().rpartition(b")")[2].split()[19])
+
+
+def _clock() -> dict[str, Any]:
+    """Whose clock the monotonic one is. Containers of a machine have one clock, and names of their own."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            return {"node": os.uname().nodename, "boot": file.read().strip(), "began": _began()}
+    except (OSError, ValueError, IndexError):
+        return {"node": os.uname().nodename, "boot": "", "began": 0}
+
+
 def _lines(reason: str, finding: Finding | None) -> Iterator[dict[str, Any]]:
     yield {"kind": "recorder", "schema": SCHEMA, "reason": reason, **process()}
     for watch in list(recorder.watches.values()):
@@ -130,6 +148,7 @@ def process() -> dict[str, Any]:
     return {
         "pid": os.getpid(),
         "process": name,
+        **_clock(),
         "mode": alarm.mode,
         "kvfix": kvfix.__version__,
         "versions": {dist: target.version(dist) for dist in ("vllm", "lmcache")},
@@ -144,12 +163,14 @@ def _connector(watch: Watch) -> dict[str, Any]:
         "number": watch.number,
         "name": watch.name,
         "role": watch.role,
+        **watch.place,
         "inside": watch.inside,
         "seconds": round(clock.now() - watch.since, 6) if watch.inside else None,
         "steps": watch.steps,
         "calls": dict(watch.calls),
         "trusted": watch.trusted,
         "sees_loads": watch.sees_loads,
+        "sizes": readers.sizes(watch.connector, watch.reader),
         "kept": kept(watch),
     }
 
@@ -163,9 +184,12 @@ def kept(watch: Watch) -> dict[str, int]:
 
 
 def scheduler_state() -> dict[str, int]:
-    """Requests running and waiting, blocks in all and free. Empty if there is no scheduler here, or it is another."""
-    found: Any = alarm.scheduler() if alarm.scheduler is not None else None
+    """Requests running and waiting, blocks in all and free. Empty if there is no scheduler here, or not this kind.
+
+    Of several engines in one process nobody knows whose state is asked for.
+    """
     try:
+        (found,) = (found for each in list(alarm.schedulers) if (found := each()) is not None)
         pool = found.kv_cache_manager.block_pool
         return {
             "running": len(found.running),
@@ -208,7 +232,7 @@ def _bounded(lines: list[bytes]) -> bytes:
 
 def _whole(path: str, content: bytes) -> None:
     """Written aside, then named: a reader finds all of it or nothing."""
-    aside = f"{path}.{os.getpid()}.part"
+    aside = f"{path}.{os.getpid()}.{next(_numbers)}.part"  # two threads may write the same
     handle = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     try:
         with os.fdopen(handle, "wb") as file:

@@ -11,7 +11,7 @@ import weakref
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from kvfix import clock, notice, patching
+from kvfix import clock, correction, notice, patching
 from kvfix.probes import alarm, recorder
 from kvfix.probes.watch import Watch
 
@@ -24,7 +24,6 @@ _HELD = "_kvfix_watch"
 _BASE = "KVConnectorBase_V1"
 
 #: hook -> (what is told before it, what is told of its answer). "" is nothing: only exceptions, and where it hangs.
-#: Hooks that run per layer and step are not here: `wait_for_layer_load`, `save_kv_layer`.
 HOOKS: dict[str, tuple[str, str]] = {
     "get_num_new_matched_tokens": ("", "get_num_new_matched_tokens"),
     "update_state_after_alloc": ("update_state_after_alloc", ""),
@@ -42,6 +41,9 @@ HOOKS: dict[str, tuple[str, str]] = {
     "get_block_ids_with_load_errors": ("", ""),
     "shutdown": ("", ""),
 }
+#: Hooks that run once per layer and step. They are watched if `layers` says so: counted, nothing is told.
+LAYER_HOOKS = ("wait_for_layer_load", "save_kv_layer")
+layers = False
 #: An exception that leaves one of these ends EngineCore.
 _SCHEDULER = ("add_request", "schedule", "update_from_output", "finish_requests")
 
@@ -82,16 +84,21 @@ def leave_factory() -> None:
 def watch_class(connector_class: type) -> None:
     """Probes around the hooks that this class or one that it is made of has of its own. Idempotent."""
     for name, (before, after) in HOOKS.items():
-        for owner in connector_class.__mro__:
-            if owner.__name__ == _BASE:
-                break
-            if callable(vars(owner).get(name)):
-                patching.attach(owner, name, KEY, functools.partial(_around, name, before, after))
-                break
-    from kvfix.probes import metrics, signals
+        _attach(connector_class, name, functools.partial(_around, name, before, after))
+    for name in LAYER_HOOKS if layers else ():
+        _attach(connector_class, name, functools.partial(_around_layer, name))
+    from kvfix.probes import signals
 
     signals.install()
-    metrics.settled()
+
+
+def _attach(connector_class: type, name: str, decorate: Callable[[Any], Any]) -> None:
+    for owner in connector_class.__mro__:
+        if owner.__name__ == _BASE:
+            return
+        if callable(vars(owner).get(name)):
+            patching.attach(owner, name, KEY, decorate)
+            return
 
 
 def watch_scheduler(scheduler_class: type) -> None:
@@ -129,6 +136,30 @@ def _around(name: str, before: str, after: str, original: Callable[..., Any]) ->
             watch.inside = None
 
     return hook
+
+
+#: A hook of a layer, with its own parameters: `*args` and `**kwargs` alone would cost more than it may.
+_LAYER = """
+def hook({parameters}):
+    _watch = {first}.__dict__.get(_held)
+    if _watch is None or _watch.inside is not None:
+        return _original({arguments})
+    _watch.inside, _watch.since = _name, _clock.now()
+    _calls = _watch.calls
+    _calls[_name] = _calls.get(_name, 0) + 1
+    try:
+        return _original({arguments})
+    except Exception as _error:
+        _raised(_watch, _name, _error, ())
+        raise
+    finally:
+        _watch.inside = None
+"""
+
+
+def _around_layer(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Until another hook has run, its connector is not known and nothing is counted."""
+    return correction.like(original, _LAYER, {"_held": _HELD, "_name": name, "_clock": clock, "_raised": _raised})
 
 
 def _told_by(watch: Watch, what: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -170,7 +201,12 @@ def _begin(connector: Any, is_scheduler: bool) -> Watch | None:
         held[_HELD] = watch = Watch(connector, next(recorder.numbers))
         recorder.watches[watch.number] = watch
         if is_scheduler:
-            alarm.scheduler = weakref.ref(connector)
+            alarm.schedulers[:] = [weakref.ref(connector), *(each for each in alarm.schedulers if each() is not None)]
+        if not is_scheduler:
+            from kvfix.probes import metrics, signals
+
+            signals.belongs()
+            metrics.settled()  # now that what it is made of has been imported
         return watch
     except Exception as error:  # noqa: BLE001
         notice.fault("kvfix.probes.watch", error)

@@ -12,6 +12,8 @@ from typing import Any, Optional
 #: (request, first token, end)
 Span = tuple[str, int, int]
 Spans = Optional["list[Span]"]
+#: Where the chunks are that a lookup has pinned for its load.
+PINS = "pins of the worker"
 
 
 class Reader:
@@ -39,6 +41,10 @@ class Reader:
         """What the metadata tell the worker to store."""
         return None
 
+    def settings(self) -> dict[str, Any]:
+        """Of the connector: what changes the accounting, `chunk_size` first of all. Empty if it does not tell."""
+        return {}
+
     def kept_back(self, metadata: Any) -> Collection[str]:
         """Requests of these metadata that the worker was kept from storing after all (KVF007)."""
         return ()
@@ -46,6 +52,14 @@ class Reader:
     def kept(self) -> Iterable[tuple[str, Collection[str]]]:
         """(where, what is kept there by request id): all that must be gone when the request has ended."""
         return ()
+
+    def pinned(self, request: str) -> Any:
+        """What is pinned for this request: another object for another request of the same id. None: nothing."""
+        return None
+
+    def looks_up(self, request: str) -> bool:
+        """Whether the lookup client keeps something of this request."""
+        return False
 
     def left(self, request: str) -> list[str]:
         """Where this request, which has ended, is kept for good."""
@@ -56,6 +70,13 @@ class V1(Reader):
     """LMCache in vLLM's own processes (lmcache/integration/vllm/vllm_v1_adapter.py)."""
 
     _LOOKUPS = ("reqs_status", "aborted_lookups")
+    _SETTINGS = (
+        "save_decode_cache",
+        "save_unfull_chunk",
+        "min_retrieve_tokens",
+        "max_tokens_per_load",
+        "enable_async_loading",
+    )
     _KEPT = ("load_specs", "_request_trackers", "_unfinished_requests", "_requests_priority")
 
     def __init__(self, connector: Any) -> None:
@@ -73,6 +94,11 @@ class V1(Reader):
 
     def lookup_timeout(self) -> float:
         return 0.0 if getattr(self.impl, "async_loading", False) else float(self._timeout)
+
+    def settings(self) -> dict[str, Any]:
+        config = getattr(self.impl, "config", None)
+        told = {name: getattr(config, name, None) for name in self._SETTINGS}
+        return {"chunk_size": self._chunk, **{name: value for name, value in told.items() if value is not None}}
 
     def loads(self, metadata: Any) -> Spans:
         return [
@@ -103,9 +129,20 @@ class V1(Reader):
         for name in self._LOOKUPS:
             if hasattr(self.client, name):
                 yield f"lookup_client.{name}", getattr(self.client, name)
-        engine: Any = None if self.client is not None else getattr(self.impl, "lmcache_engine", None)
-        if hasattr(engine, "lookup_pins"):
-            yield "pins of the worker", engine.lookup_pins
+        pins = self._pins()
+        if pins is not None:
+            yield PINS, pins
+
+    def pinned(self, request: str) -> Any:
+        return (self._pins() or {}).get(request)
+
+    def looks_up(self, request: str) -> bool:
+        return any(request in getattr(self.client, name, ()) for name in self._LOOKUPS)
+
+    def _pins(self) -> Any:
+        """The worker's, by request; None in the scheduler, and where there are none."""
+        engine = None if self.client is not None else getattr(self.impl, "lmcache_engine", None)
+        return getattr(engine, "lookup_pins", None)
 
     def left(self, request: str) -> list[str]:
         """An aborted lookup that is or will be answered is cleaned up by the next lookup of any other request
@@ -125,6 +162,11 @@ class MP(Reader):
     def hit(self, request: str) -> int | None:
         found = self.connector.scheduler_adapter._finished_lookup_results.get(request)
         return found if isinstance(found, int) else None
+
+    def settings(self) -> dict[str, Any]:
+        adapter = getattr(self.connector, "scheduler_adapter", None)
+        chunk = getattr(adapter, "lmcache_tokens_per_chunk", getattr(adapter, "chunk_size", None))
+        return {"chunk_size": chunk} if isinstance(chunk, int) else {}
 
     def loads(self, metadata: Any) -> Spans:
         return [
@@ -157,3 +199,42 @@ def reader(connector: Any) -> Reader:
     if hasattr(connector, "scheduler_adapter") or hasattr(connector, "worker_adapter"):
         return MP(connector)
     return Reader(connector)
+
+
+def place(connector: Any) -> dict[str, Any]:
+    """Which engine it is of, which of its data-parallel replicas, and which rank of how many. Empty if it does not say.
+
+    An engine is known by its `engine_id` to the connectors of all its processes and nodes, for they tell one another
+    (vllm/config/kv_transfer.py 0.32.0). A scheduler is rank 0.
+    """
+    try:
+        config = connector._vllm_config
+        parallel = config.parallel_config
+        replica = getattr(parallel, "data_parallel_rank", 0)
+        return {
+            "engine": str(config.kv_transfer_config.engine_id),
+            "replica": int(replica),
+            "rank": int(parallel.rank),
+            "ranks": int(parallel.world_size),
+        }
+    except Exception:  # noqa: BLE001  it is a supplement
+        return {}
+
+
+def sizes(connector: Any, reader: Reader) -> dict[str, Any]:
+    """What the engine was made with, so that what is on record can be played again. Empty if it does not say."""
+    try:
+        config, settings = connector._vllm_config, reader.settings()
+        cache, scheduler = config.cache_config, config.scheduler_config
+        return {
+            "block_size": int(cache.block_size),
+            "num_blocks": int(cache.num_gpu_blocks),
+            "prefix_caching": bool(cache.enable_prefix_caching),
+            "max_num_batched_tokens": int(scheduler.max_num_batched_tokens),
+            "max_num_seqs": int(scheduler.max_num_seqs),
+            "max_model_len": int(config.model_config.max_model_len),
+            "chunk_size": int(settings.pop("chunk_size")),
+            "lmcache": settings,
+        }
+    except Exception:  # noqa: BLE001  it is a supplement
+        return {}

@@ -41,9 +41,16 @@ def text(watch: Watch, hook: str, finding: Finding, cures: Sequence[Cure], recor
 
 
 def told(
-    finding: Finding, story: list[Entry], where: str, whose: str, holds: list[str], cured: list[str], recording: str
+    finding: Finding,
+    story: list[Entry],
+    where: str,
+    whose: str,
+    holds: list[str],
+    cured: list[str],
+    recording: str,
+    who: Sequence[str] = (),
 ) -> str:
-    """The report, of what any source knows of a finding."""
+    """The report, of what any source knows of a finding. who: tells each entry of the story, where several do."""
     doc = next((rule.doc for rule in RULES if rule.code == finding.code), "").strip()
     parts = [
         RULE,
@@ -58,7 +65,7 @@ def told(
     ]
     if finding.earlier is not None:
         parts += ["", "contradicts this one:", f"  {_at(story, finding.earlier)}{line(finding.earlier)}"]
-    parts += ["", f"The story of {whose}, seconds before the end:", *_story(story)]
+    parts += ["", f"The story of {whose}, seconds before the end:", *_story(story, who)]
     parts += ["", *holds] if holds else []
     parts += ["", *(cured or ["No fix of kvfix is known to cure it in this installation."])]
     parts += ["", f"Recorder: {recording}", f"  kvfix replay {recording}", summary(finding), RULE, ""]
@@ -70,12 +77,14 @@ def summary(finding: Finding) -> str:
     return f"SUMMARY: kvfix {finding.code} {finding.name}{whose}: {finding.message}"
 
 
-def _story(story: list[Entry]) -> list[str]:
+def _story(story: list[Entry], who: Sequence[str]) -> list[str]:
     if not story:
         return ["  (nothing of it is in the recorder)"]
     shown, end = story[-LONGEST:], story[-1].mono
     left_out = [f"  ... {len(story) - len(shown)} before"] if len(story) > len(shown) else []
-    return [*left_out, *(f"  {(entry.mono - end) / 1e9:+9.3f}  {line(entry.event)}" for entry in shown)]
+    told = [f"  {(entry.mono - end) / 1e9:+9.3f}  {line(entry.event)}" for entry in shown]
+    labels = [f"  [{label}]" for label in who[-LONGEST:]] or [""] * len(told)
+    return [*left_out, *map("".join, zip(told, labels, strict=True))]
 
 
 def _at(story: list[Entry], event: Event) -> str:

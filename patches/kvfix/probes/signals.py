@@ -31,10 +31,22 @@ def install() -> None:
         atexit.register(_at_exit)
     if signal.getsignal(SIGNAL) in (signal.SIG_DFL, _on_signal):
         signal.signal(SIGNAL, _on_signal)
-        try:
-            dump.announce()
-        except OSError as error:
-            alarm.cannot_write(error)
+        _announce()
+
+
+def belongs() -> None:
+    """A connector has been made: say which engine this process is of."""
+    if _installed and signal.getsignal(SIGNAL) is _on_signal:
+        _announce()
+
+
+def _announce() -> None:
+    try:
+        dump.announce()
+    except OSError as error:
+        alarm.cannot_write(error)
+    except Exception as error:  # noqa: BLE001
+        notice.fault("kvfix.probes.signals", error)
 
 
 def remove() -> None:

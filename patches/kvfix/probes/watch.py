@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 STEPS, SECONDS = 32, 3.0
 #: Steps without a load after which a request that was granted one waits for nothing. It is in the next metadata.
 PATIENCE = 8
+#: Requests whose lookup was never answered that are remembered.
+GIVEN_UP = 1024
 
 
 class Watch:
@@ -37,6 +39,7 @@ class Watch:
         self.life = recorder.life
         self.name = type(connector).__name__
         self.role = getattr(getattr(connector, "role", None), "name", "")
+        self.place = readers.place(connector)
         self.connector = connector
         self.reader = readers.reader(connector)
         self.trusted = True
@@ -51,6 +54,7 @@ class Watch:
         self._last: dict[str, Event] = {}
         self._due: dict[str, ev.LoadDue] = {}
         self._storing: list[readers.Span] = []
+        #: Of requests that were granted a load, as long as they hold them.
         self._blocks: dict[str, set[int]] = {}
         self._hits: dict[str, int] = {}
         self._admitted: set[str] = set()
@@ -60,22 +64,25 @@ class Watch:
         self._granted: dict[str, int] = {}
         #: Ended requests whose blocks the connector still sends.
         self._sending: set[str] = set()
-        #: Those that must be gone: (step, seconds) of the end.
-        self._ended: dict[str, tuple[int, float]] = {}
+        #: Requests of which the lookup client may have kept something, since no answer ever came; the last GIVEN_UP.
+        self._given_up: dict[str, None] = {}
+        #: Those that must be gone: (step, seconds) of the end, and what was pinned for them then.
+        self._ended: dict[str, tuple[int, float, Any]] = {}
 
     # ------------------------------------------------------------------ the scheduler's hooks
 
     def get_num_new_matched_tokens(self, answer: Any, request: Any, num_computed_tokens: int) -> None:
         name = request.request_id
         promised, asynchronous = answer
-        self._ended.pop(name, None)
+        if self._ended.pop(name, None) is not None and name in self._unanswered:  # this id is used again
+            self._give_up(name)
         if name in self._admitted:  # early releases do not say who is preempted
             self._preempted(name)
         hit = self.reader.hit(name)
         self._hits[name] = hit or 0
         if promised is None:
             self._unanswered.add(name)
-        elif hit is not None:
+        elif hit is not None and name not in self._given_up:
             self._unanswered.discard(name)
         asked = ev.Asked(name, request.num_tokens, num_computed_tokens, hit, promised, bool(asynchronous))
         if self._last.get(name) != asked:  # vLLM asks on each step until it has blocks
@@ -129,6 +136,7 @@ class Watch:
         name = request.request_id
         self._admitted.discard(name)
         self._granted.pop(name, None)
+        self._blocks.pop(name, None)
         self._end(name)
         self.tell(ev.Finished(name, request.status.name == "FINISHED_ABORTED"))
 
@@ -198,6 +206,7 @@ class Watch:
     def _preempted(self, name: str) -> None:
         self._admitted.discard(name)
         self._last.pop(name, None)
+        self._blocks.pop(name, None)  # a load into them that fails now is another's
         self.tell(ev.Preempted(name))
 
     def _scheduled(self, output: Any, transferred: set[str]) -> None:
@@ -230,7 +239,14 @@ class Watch:
             self._end(name)
 
     def _end(self, name: str) -> None:
-        self._ended[name] = (self.steps, clock.now())
+        self._ended[name] = (self.steps, clock.now(), self.reader.pinned(name))
+
+    def _give_up(self, name: str) -> None:
+        self._given_up[name] = None
+        if len(self._given_up) > GIVEN_UP:
+            oldest = next(iter(self._given_up))
+            del self._given_up[oldest]
+            self._unanswered.discard(oldest)
 
     def _look_for_stuck(self) -> None:
         for name, since in list(self._granted.items()):
@@ -241,14 +257,19 @@ class Watch:
     def _look_for_left(self) -> None:
         """The first to have ended are the first in the dictionary."""
         now = clock.now()
-        for name, (at_step, at) in list(self._ended.items()):
+        for name, (at_step, at, pinned) in list(self._ended.items()):
             if self.steps - at_step < STEPS or now - at < SECONDS:
                 return
             del self._ended[name]
+            if name in self._unanswered and self.reader.looks_up(name):
+                self._give_up(name)
             for where in self.reader.left(name):
-                if name not in self._unanswered or not where.startswith("lookup_client."):
+                if name in self._unanswered and where.startswith("lookup_client."):
+                    continue
+                if where != readers.PINS or self.reader.pinned(name) is pinned:  # else the id is in use again
                     self.tell(ev.Left(name, where))
-            self._unanswered.discard(name)
+            if name not in self._given_up:
+                self._unanswered.discard(name)
             self.ledger.forget(name)
-            for memory in (self._last, self._hits, self._due, self._blocks):
+            for memory in (self._last, self._hits, self._due):
                 memory.pop(name, None)

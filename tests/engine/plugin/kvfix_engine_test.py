@@ -24,6 +24,11 @@ STAND_INS = {
 }
 
 
+def platform() -> str | None:
+    """vLLM asks for it in every process, before it has a platform."""
+    return "kvfix_engine_ray.RayCpuPlatform" if "KVFIX_TEST_RAY" in os.environ else None
+
+
 def load() -> None:
     if not REPORT:
         return

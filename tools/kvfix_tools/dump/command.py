@@ -21,6 +21,7 @@ def dump(pid: int, out: Path, json: bool) -> int:
     if not tree:
         print(f"kvfix dump: there is no process {pid}", file=sys.stderr)
         return 2
+    tree += processes.elsewhere(tree)
     print(f"{len(tree)} processes: stacks and recorders ...", file=sys.stderr)
     told = gather.gather(tree)
     rows = [_row(each) for each in told]
@@ -47,6 +48,7 @@ def _row(told: gather.Told) -> dict[str, Any]:
         "name": process.name,
         "state": process.state,
         "threads": process.threads,
+        "ranks": gather.ranks(told),
         "hook": gather.where(told),
         "stacks": told.why_no_stacks or f"stacks-{process.pid}.json",
         "recorder": told.why_no_recorder or f"recorder-{process.pid}.jsonl",
@@ -56,7 +58,8 @@ def _row(told: gather.Told) -> dict[str, Any]:
 def _summary(rows: list[dict[str, Any]]) -> str:
     lines = []
     for row in rows:
-        lines.append(f"{row['pid']} {row['name']}: {row['hook'] or 'in no connector hook'}")
+        ranks = f" ({', '.join(row['ranks'])})" if row["ranks"] else ""
+        lines.append(f"{row['pid']} {row['name']}{ranks}: {row['hook'] or 'in no connector hook'}")
         lines += [f"    {row[what]}" for what in ("stacks", "recorder") if " " in row[what]]
     return "\n".join(lines) + "\n"
 

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from kvfix.probes.hooks import HOOKS
 from kvfix_tools import recording
-from kvfix_tools.dump.processes import Process
+from kvfix_tools.dump.processes import Process, ready
 
 #: Seconds for the stacks of one process, and for the recorders of all.
 STACKS, RECORDERS = 20, 5.0
@@ -89,28 +89,40 @@ def _files(process: Process) -> list[Path]:
 
 def _not_ready(process: Process) -> str:
     """Why this process must not be signalled; "" if it has said that it answers."""
-    ready = Path(process.directory, f"kvfix-{process.pid}.ready")
-    try:
-        said = json.loads(ready.read_text())
-    except (OSError, ValueError):
+    said = ready(process)
+    if not said:
         return "no recorder: it has no connector, or runs without `kvfix run --mode observe`"
     if said.get("began") != process.began:
         return "no recorder: the one of this number belongs to a process that has ended"
     return ""
 
 
+def ranks(told: Told) -> list[str]:
+    """What this process is of its engine: "scheduler of 0a1b2", "rank 1 of 2 of 0a1b2". Nothing without a recorder."""
+    found = set()
+    for line in _connectors(told):
+        if line.get("engine"):
+            rank = f"rank {line['rank']} of {line['ranks']}" if line["role"] == "WORKER" else "scheduler"
+            found.add(f"{rank} of {line['engine']}")
+    return sorted(found)
+
+
+def _connectors(told: Told) -> list[dict[str, Any]]:
+    if told.recorder is None:
+        return []
+    try:
+        return list(recording.read(told.recorder).connectors.values())
+    except (OSError, ValueError):
+        return []
+
+
 def where(told: Told) -> str:
     """The hook that the process is in, how long, and the line at which it stands; "" if it is in none."""
     line = _line(told.stacks)
-    if told.recorder is not None:
-        try:
-            connectors = recording.read(told.recorder).connectors.values()
-        except (OSError, ValueError):
-            connectors = ()  # type: ignore[assignment]
-        inside = [each for each in connectors if each.get("inside")]
-        if inside:  # a connector within the scheduler
-            last = min(inside, key=lambda each: each["seconds"])
-            return f"in {last['inside']} of {last['name']} for {last['seconds']:.1f} s{line}"
+    inside = [each for each in _connectors(told) if each.get("inside")]
+    if inside:  # a connector within the scheduler
+        last = min(inside, key=lambda each: each["seconds"])
+        return f"in {last['inside']} of {last['name']} for {last['seconds']:.1f} s{line}"
     for frame in _frames(told.stacks):
         if frame["name"].rpartition(".")[2] in HOOKS:  # py-spy tells the class too, from Python 3.11 on
             return f"in {frame['name']} ({frame['short_filename']}:{frame['line']}){line}"

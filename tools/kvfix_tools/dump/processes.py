@@ -1,10 +1,12 @@
-"""The process tree of an engine, from /proc; settings of vLLM, LMCache and kvfix, without secrets."""
+"""The processes of an engine, from /proc; settings of vLLM, LMCache and kvfix, without secrets."""
 
 from __future__ import annotations
 
+import json
+import os
 import re
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from kvfix.probes.dump import DIRECTORY
 
@@ -30,7 +32,8 @@ def tree(pid: int) -> list[Process]:
     """This process and all below it, parents first. Empty if there is none of this number.
 
     vLLM gives its processes names (setproctitle), which overwrites some of what /proc shows of their environment: what
-    is missing there is what the parent was started with.
+    is missing there is what the parent was started with. Ray's workers are told theirs later: it is not there either,
+    and the one of `kvfix dump` itself is taken.
     """
     everyone = {each.pid: each for entry in Path("/proc").iterdir() if (each := _read(entry)) is not None}
     wanted, found = [pid], list[Process]()
@@ -45,6 +48,31 @@ def tree(pid: int) -> list[Process]:
             found.append(process)
             wanted += sorted(each.pid for each in everyone.values() if each.parent == parent)
     return found
+
+
+def elsewhere(tree: list[Process]) -> list[Process]:
+    """Those of the same engine on this node that are not below it: Ray's workers are below its raylet."""
+    engines = {engine for process in tree for engine in ready(process).get("engines", ())}
+    found: list[Process] = []
+    for directory in dict.fromkeys(process.directory for process in tree):
+        for path in sorted(Path(directory).glob("kvfix-*.ready")):
+            process = _read(Path("/proc", path.stem.rpartition("-")[2]))
+            if process is None or process.pid in {each.pid for each in [*tree, *found]}:
+                continue
+            process = process._replace(directory=directory)
+            said = ready(process)
+            if said.get("began") == process.began and engines.intersection(said.get("engines", ())):
+                found.append(process)
+    return found
+
+
+def ready(process: Process) -> dict[str, Any]:
+    """What it has announced, if it answers `kvfix dump`; empty if it does not."""
+    try:
+        said = json.loads(Path(process.directory, f"kvfix-{process.pid}.ready").read_text())
+    except (OSError, ValueError):
+        return {}
+    return said if isinstance(said, dict) else {}
 
 
 def _read(entry: Path) -> Process | None:
@@ -67,7 +95,9 @@ def _read(entry: Path) -> Process | None:
         threads=int(rest[17]),
         command=without_secrets([word for word in command if word]),
         settings={key: _hidden(key, value) for key, value in environment.items() if key.startswith(_SHOWN)},
-        directory=environment.get(DIRECTORY) or f"{environment.get('TMPDIR') or '/tmp'}/kvfix-{_owner(entry)}",
+        directory=environment.get(DIRECTORY)
+        or os.environ.get(DIRECTORY)
+        or f"{environment.get('TMPDIR') or '/tmp'}/kvfix-{_owner(entry)}",
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as jsonlib
+import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -81,7 +82,9 @@ def fuzz_connector(
     connector: Annotated[str, typer.Option(help="v1, mp or mp-in-tree.")] = "v1",
     seeds: Annotated[str, typer.Option(metavar="A:B", help="Seeds A to B - 1; one number: that one.")] = "0:1000000",
     seconds: Annotated[float, typer.Option(help="Stop after so long; shrinking comes on top.")] = 60.0,
+    steps: Annotated[float, typer.Option(help="Stop after so many steps of the scheduler.")] = math.inf,
     fixes: Annotated[bool, typer.Option(help="With the fixes of kvfix, or as released.")] = True,
+    mode: Annotated[str, typer.Option(help="check: what the probes alarm about is a violation too.")] = "fix",
     plain: Annotated[bool, typer.Option(help="Default options, no aborts, no failed loads, no evictions.")] = False,
     shrink: Annotated[float, typer.Option(metavar="SECONDS", help="For each violation; 0: as drawn.")] = 20.0,
     save: Annotated[Optional[Path], typer.Option(metavar="DIR", help="Write each minimal schedule there.")] = None,  # noqa: UP045
@@ -95,6 +98,8 @@ def fuzz_connector(
         drawn = range(int(first), int(last) if last else int(first) + 1)
         if connector not in CONNECTORS:
             raise ValueError(f"no connector {connector!r}; known: {', '.join(CONNECTORS)}")
+        if mode not in ("fix", "check"):
+            raise ValueError(f"no mode {mode!r} here; known: fix, check")
         runner.prepare(lmcache_path)
         why = runner.cannot_play(connector)
         if why:
@@ -108,10 +113,10 @@ def fuzz_connector(
     ) as bar:  # fmt: skip
         task = bar.add_task("importing vLLM", total=seconds)
 
-        def progress(played: int, steps: int, kinds: int, took: float) -> None:
-            bar.update(task, completed=took, description=f"{played} seeds, {steps} steps, {kinds} kinds of violation")
+        def progress(played: int, made: int, kinds: int, took: float) -> None:
+            bar.update(task, completed=took, description=f"{played} seeds, {made} steps, {kinds} kinds of violation")
 
-        done = fuzz(connector, drawn, seconds, fixes, plain, shrink, progress)
+        done = fuzz(connector, drawn, seconds, fixes, plain, shrink, progress, mode, steps)
     if save is not None:
         save.mkdir(parents=True, exist_ok=True)
         for violation in done.violations:
@@ -146,6 +151,37 @@ def play_schedule(
     for finding in findings:
         print(finding)
     raise typer.Exit(int(bool(findings)))
+
+
+@app.command("replay")
+def replay_recording(
+    file: Annotated[Path, typer.Argument(help="A recorder file of an engine.")],
+    fixes: Annotated[bool, typer.Option(help="With the fixes of kvfix, or as released.")] = True,
+    lmcache_path: LMCachePath = None,
+    json: Json = False,
+) -> None:
+    """What an engine's recorder has seen, once more in the lab: does it happen again? Exit 1 if a rule is violated."""
+    from kvfix_tools.lab import rerun
+
+    try:
+        runner.prepare(lmcache_path)
+        done = rerun.rerun(file, fixes)
+    except (OSError, ValueError) as error:
+        print(f"kvfix lab replay: {file}: {getattr(error, 'strerror', None) or error}", file=sys.stderr)
+        raise typer.Exit(2) from None
+    told = {"on_record": rerun.kinds(done.on_record), "here": rerun.kinds(done.findings), "short": done.short}
+    _tell(told, json, None, lambda: _print_rerun(done))
+    raise typer.Exit(int(bool(done.findings)))
+
+
+def _print_rerun(done: Any) -> None:
+    console = screen.console()
+    for title, findings in (("on record", done.on_record), ("in the lab", done.findings)):
+        console.print(f"{title}: {len(findings) or 'no'} violations")
+        for finding in findings:
+            console.print(f"  {finding}", highlight=False)
+    for text in done.short:
+        console.print(f"not as on record: {text}", style="yellow", highlight=False)
 
 
 def _tell(told: Any, json: bool, file: Path | None, show: Callable[[], None]) -> None:

@@ -1,10 +1,12 @@
-"""`kvfix lab fuzz`: random schedules against the real scheduler and connector, until the time or the seeds are out.
+"""`kvfix lab fuzz`: random schedules against the real scheduler and connector, until time, steps or seeds are out.
 
-A run that loaded nothing, preempted nothing or never filled the blocks has tested nothing, and says so.
+A run that loaded nothing, preempted nothing or never filled the blocks has tested nothing, and says so. In mode `check`
+the probes look on as in an engine, and what they alarm about is a violation too: a false one if the lab finds none.
 """
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -83,22 +85,27 @@ def fuzz(
     plain: bool = False,
     shrinking: float = 45.0,
     progress: Callable[[int, int, int, float], None] = lambda *_: None,
+    mode: str = "fix",
+    most: float = math.inf,
 ) -> Fuzzed:
-    """Play the seeds in order, at most so many seconds. shrinking: seconds for each kind of violation; 0: as drawn."""
+    """Play the seeds in order, at most so many seconds. shrinking: seconds for each kind of violation; 0: as drawn.
+
+    mode: of `kvfix.apply`. most: steps after which no other seed is played.
+    """
     with quiet():
         from kvfix_tools.lab.play import play, shrink, signature
         from kvfix_tools.lab.record import COUNTED
 
         kvfix.revert()
-        if fixes:
-            kvfix.apply()
+        if fixes or mode != "fix":
+            kvfix.apply(mode, only=None if fixes else [])
         try:
             start, lacks = time.monotonic(), lacking()
             steps = played = 0
             counts, options = Counter(dict.fromkeys(COUNTED, 0)), Counter[str]()
             seen: dict[str, list[Any]] = {}
             for seed in seeds:
-                if time.monotonic() - start > seconds:
+                if steps >= most or time.monotonic() - start > seconds:
                     break
                 schedule = draw(seed, connector, plain, lacks)
                 done = play(schedule)

@@ -11,6 +11,7 @@ from vllm.v1.request import RequestStatus
 
 from kvfix.ledger import Finding
 from kvfix.ledger.events import Event
+from kvfix_tools.lab import checked
 from kvfix_tools.lab.scenario import prompt
 from kvfix_tools.lab.schedule import Schedule, Step
 from kvfix_tools.lab.world import Died, World
@@ -26,9 +27,12 @@ class Played(NamedTuple):
 
 
 def play(schedule: Schedule, end: int = 4000) -> Played:
-    """All steps, then everything is freed and the engine runs until nothing is left to do, at most `end` steps."""
+    """All steps, then everything is freed and the engine runs until nothing is left to do, at most `end` steps.
+
+    With probes in place, what they alarm about is among the findings.
+    """
     world = World(schedule.options)
-    with suppress(Died):  # among the findings
+    with checked.alarms() as alarms, suppress(Died):  # among the findings
         for step in schedule.steps:
             move(world, step)
         world.free_blocks()
@@ -38,7 +42,10 @@ def play(schedule: Schedule, end: int = 4000) -> Played:
             world.never_ends()
         else:
             world.settle()
-    return Played(world.findings, world.steps, world.counts, world.log)
+            steps = world.steps
+            checked.look_for_left(world)
+            return Played(world.findings + alarms, steps, world.counts, world.log)
+    return Played(world.findings + alarms, world.steps, world.counts, world.log)
 
 
 def move(world: World, step: Step) -> None:

@@ -1,0 +1,162 @@
+"""The first report's own workload: `vllm serve` with LMCache on the CPU, and `vllm bench serve` against it.
+
+Random prompts, few blocks, chunked prefill, so that it preempts. A server in mode `strict` has to answer every request.
+Then two servers, one without kvfix and one in mode `check`, are asked in turn by vLLM's own client in one process.
+A stand-in is LMCache's GPU connector (tests/engine/plugin).
+
+Three servers: five minutes on two cores, which must have nothing else to do.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from tests.bench.row import Row
+from tests.conftest import ROOT, clean_environment
+from tests.engine.run import v1, wait_for
+from tests.engine.serve import MODEL
+from tests.engine.server import free_port
+
+#: Prompts of one run of the client, and how often each server is asked for one, after one that warms it up.
+PROMPTS, ROUNDS = 48, 7
+#: Tokens of a prompt, and that are generated for it. 32 blocks of 32 tokens hold three such requests.
+INPUT, OUTPUT = 300, 40
+SIZES = ["--block-size", "32", "--num-gpu-blocks-override", "33", "--max-model-len", "1024"]
+SIZES += ["--max-num-batched-tokens", "352", "--no-scheduler-reserve-full-isl"]
+
+TOKENIZER = """
+import sys
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+tokenizer = Tokenizer(models.WordLevel({f"t{number}": number for number in range(512)}, unk_token="t0"))
+tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="t0", eos_token="t1").save_pretrained(sys.argv[1])
+"""
+#: vLLM's own client, in one process: importing it takes longer than a run. One line of JSON in for each line out.
+CLIENT = """
+import argparse, asyncio, contextlib, json, sys
+from vllm.benchmarks.serve import add_cli_args, main_async
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+parser = FlexibleArgumentParser()
+add_cli_args(parser)
+for line in sys.stdin:
+    with contextlib.redirect_stdout(sys.stderr):
+        found = asyncio.run(main_async(parser.parse_args(json.loads(line))))
+    print(json.dumps({name: found[name] for name in ("completed", "failed", "request_throughput")}), flush=True)
+"""
+
+
+def measure() -> Iterator[Row]:
+    with tempfile.TemporaryDirectory(prefix="kvfix-bench-") as place, ExitStack() as stack:
+        folder = Path(place)
+        (folder / "config.json").write_text(json.dumps(MODEL))
+        subprocess.run([sys.executable, "-c", TOKENIZER, place], env=clean_environment(), check=True)
+        client = stack.enter_context(Client(folder))
+        (folder / "metrics").mkdir()
+        with server(folder, "strict", PROMETHEUS_MULTIPROC_DIR=str(folder / "metrics")) as port:
+            done = client.ask(port, seed=0)
+            told = [line for line in metrics(port).splitlines() if line.startswith("kvfix_fixes{")]
+            assert any('code="KVF013"' in line and 'verdict="applied"' in line for line in told), told
+            beside = f"{preemptions(port)} preemptions, {PROMPTS} requests"
+        yield Row("vllm serve in strict, succeeded", done["completed"], "requests", beside, at_least=PROMPTS)
+        ports = {mode: stack.enter_context(server(folder, mode)) for mode in ("", "check")}
+        took: dict[str, list[float]] = {mode: [] for mode in ports}
+        for turn in range(ROUNDS + 1):
+            for mode in sorted(ports, reverse=bool(turn % 2)):
+                done = client.ask(ports[mode], seed=turn)
+                assert done["completed"] == PROMPTS, done
+                if turn:
+                    took[mode].append(done["request_throughput"])
+        for port in ports.values():
+            assert preemptions(port) > 0, "nobody was preempted: it tests nothing"
+        ratio = median(one / other for one, other in zip(took["check"], took[""], strict=True))
+        beside = f"{median(took['']):.1f} requests/s without kvfix; {ROUNDS} times {PROMPTS} requests each"
+        yield Row("vllm serve in check, throughput", ratio, "of it", beside, at_least=0.97)
+
+
+@contextmanager
+def server(folder: Path, mode: str, **settings: str) -> Iterator[int]:
+    """A server that answers, in this mode of kvfix; "": without it. Its port. settings: of its environment."""
+    port = free_port()
+    places = [ROOT / "tests/engine/plugin", ROOT / "patches", ROOT / "tools"]
+    environment = clean_environment(
+        PYTHONPATH=os.pathsep.join(map(str, places)),
+        PYTHONHASHSEED="0",
+        VLLM_CPU_KVCACHE_SPACE="1",
+        VLLM_NO_USAGE_STATS="1",
+        LMCACHE_TRACK_USAGE="false",
+        KVFIX_TEST_REPORT=str(folder / f"report-{mode}"),
+        KVFIX_DUMP_DIR=str(folder / "dumps"),
+        **({"KVFIX": mode} if mode else {}),
+        **settings,
+    )
+    # What `vllm serve` starts. The command itself asks for a distribution called vllm; here it is vllm-cpu.
+    program = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--port", str(port)]
+    more = ["--load-format", "dummy", "--dtype", "float32", "--enforce-eager", "--served-model-name", "tiny"]
+    log = folder / f"log-{mode}"
+    with open(log, "w") as out:
+        process = subprocess.Popen(
+            [*program, *more, *SIZES, "--kv-transfer-config", json.dumps(v1(64))],
+            env=environment, stdout=out, stderr=subprocess.STDOUT, start_new_session=True,
+        )  # fmt: skip
+        try:
+            wait_for("Application startup complete", log, process)
+            assert process.poll() is None, log.read_text()[-3000:]
+            yield port
+            assert "SUMMARY" not in log.read_text()
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+
+def metrics(port: int) -> str:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
+        return str(answer.read().decode())
+
+
+def preemptions(port: int) -> int:
+    lines = [line.split() for line in metrics(port).splitlines()]
+    return sum(int(float(line[-1])) for line in lines if line and line[0].startswith("vllm:num_preemptions_total"))
+
+
+class Client:
+    """`vllm bench serve`, as a context."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._log = open(folder / "client.log", "w")  # noqa: SIM115  closed with the process
+        self._process = subprocess.Popen(
+            [sys.executable, "-c", CLIENT],
+            env=clean_environment(VLLM_NO_USAGE_STATS="1"),
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=self._log, text=True,
+        )  # fmt: skip
+
+    def __enter__(self) -> Client:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.communicate()
+        self._log.close()
+
+    def ask(self, port: int, seed: int) -> dict[str, Any]:
+        words = ["--model", "tiny", "--tokenizer", str(self._folder), "--port", str(port), "--seed", str(seed)]
+        words += ["--dataset-name", "random", "--random-input-len", str(INPUT), "--random-output-len", str(OUTPUT)]
+        words += ["--num-prompts", str(PROMPTS), "--ignore-eos", "--disable-tqdm", "--max-concurrency", "8"]
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        print(json.dumps(words), file=self._process.stdin, flush=True)
+        line = self._process.stdout.readline()
+        assert line, (self._folder / "client.log").read_text()[-3000:]
+        return dict(json.loads(line))

@@ -1,0 +1,145 @@
+"""A real vLLM engine of two ranks whose workers are Ray actors on two nodes: kvfix is in each, their records are one.
+
+Real: vLLM's Ray executor, a local cluster of two nodes (of one machine), LMCache. Stand-ins: LMCache's GPU connector,
+and the platform (plugin/kvfix_engine_ray.py). The cluster is started without a word of kvfix: all comes from vLLM.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvfix_tools import merge, recording, replay
+from kvfix_tools.dump import processes
+from tests.conftest import ROOT, clean_environment
+from tests.engine import run as engine
+from tests.engine.run import CROWD, Ran
+from tests.engine.server import free_port
+
+pytest.importorskip("ray", reason="ray is not installed here: its engine is not run")
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+
+RANKS = 2
+#: Of a request, in EngineCore: now all ranks serve.
+SERVES = "LMCache hit tokens"
+
+
+@contextmanager
+def cluster(folder: Path) -> Iterator[tuple[str, list[int]]]:
+    """Two nodes with place for one rank each: the address, and the pids that all of each is below."""
+    port = free_port()
+    with tempfile.TemporaryDirectory(prefix="kvfix-ray-") as sockets:
+        more = [f"--temp-dir={sockets}", "--include-dashboard=false", f"--ray-client-server-port={free_port()}"]
+        with (
+            node(folder, "head", "--head", f"--port={port}", *more) as head,
+            node(folder, "other", f"--address=127.0.0.1:{port}") as other,
+        ):
+            yield f"127.0.0.1:{port}", [head, other]
+
+
+@contextmanager
+def node(folder: Path, name: str, *options: str) -> Iterator[int]:
+    places = [ROOT / "tests/engine/plugin", ROOT / "patches", ROOT / "tools"]
+    settings = {"KVFIX_TEST_RAY": "1", "KVFIX_TEST_REPORT": str(folder / "engine/report"), "PYTHONHASHSEED": "0"}
+    environment = clean_environment(PYTHONPATH=os.pathsep.join(map(str, places)), **settings)
+    command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--num-cpus=1", "--num-gpus=1"]
+    command += ["--disable-usage-stats", "--object-store-memory=100000000", *options]
+    log_path = folder / f"{name}.log"
+    with open(log_path, "w") as log:
+        process = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
+        try:
+            engine.wait_for("Ray runtime started", log_path, process)
+            assert process.poll() is None, log_path.read_text()
+            yield process.pid
+        finally:
+            for each in reversed(processes.tree(process.pid)):
+                with suppress(ProcessLookupError):
+                    os.kill(each.pid, signal.SIGKILL)
+            process.wait()
+
+
+def dumped(pid: int, folder: Path) -> dict[str, Any]:
+    """What `kvfix dump` says."""
+    command = [sys.executable, "-m", "kvfix_tools.cli", "dump", str(pid), "-o", str(folder), "--json"]
+    environment = clean_environment(KVFIX_DUMP_DIR=str(folder / "engine/dumps"))
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    return dict(json.loads(done.stdout)) if done.returncode == 0 else {"error": done.stderr}
+
+
+class Served:
+    """`ran`; the dumps of the engine and of the second node, made meanwhile; the pids below each node then."""
+
+    def __init__(self, folder: Path) -> None:
+        self.dumps: list[dict[str, Any]] = []
+        self.below: list[set[int]] = []
+        with cluster(folder) as (address, nodes):
+
+            def dump(pid: int) -> None:
+                self.below = [{each.pid for each in processes.tree(node)} for node in nodes]
+                self.dumps = [dumped(each, folder) for each in (pid, nodes[1])]
+
+            more = {"distributed_executor_backend": "ray", "tensor_parallel_size": RANKS}
+            self.ran: Ran = engine.run(
+                folder / "engine", apply=True, transfer=engine.v1(64), rounds=[CROWD, CROWD], mode="check",
+                engine={**engine.ENGINE, **more}, when=(SERVES, dump),
+                environment={"RAY_ADDRESS": address, "KVFIX_TEST_RAY": "1"},
+            )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
+    return Served(tmp_path_factory.mktemp("ray"))
+
+
+def workers(served: Served) -> list[dict[str, Any]]:
+    return [line for line in served.ran.said if line["what"] == "connector" and line["role"] == "WORKER"]
+
+
+def test_it_serves(served: Served) -> None:
+    assert served.ran.answer is not None, served.ran.log[-3000:]
+    assert served.ran.answer["preemptions"] > 0
+    assert served.ran.count("load") > 0
+    assert served.ran.answer["rounds"][0] == served.ran.answer["rounds"][1]
+    assert "Report: " not in served.ran.log
+    assert "a fault of kvfix itself" not in served.ran.log
+
+
+def test_fixes_reach_every_actor(served: Served) -> None:
+    found = workers(served)
+    assert len({line["pid"] for line in found}) == RANKS
+    pids = {line["pid"] for line in found}
+    assert [len(pids & below) for below in served.below] == [1, 1]
+    for line in found:
+        assert line["choice"] == "check"
+        assert {row["code"]: row["verdict"] for row in line["status"]}["KVF013"] == "applied"
+
+
+def test_the_recorders_of_all_ranks_are_one(served: Served) -> None:
+    (found,) = merge.engines(map(recording.read, served.ran.dumps("signal")))
+    assert sorted(found.workers) == list(range(RANKS))
+    assert found.missing == []
+    assert all(compared.pairs for compared in found.compared().values())
+    assert replay.replay(served.ran.dumps("signal"), json=True) == 0
+
+
+def test_a_dump_of_the_engine_has_the_actors(served: Served, capsys: pytest.CaptureFixture[str]) -> None:
+    """They are not below it. The dump of the other node has what is below that, and the rest by the engine's name."""
+    for found in served.dumps:
+        rows = {row["pid"]: row for row in found["processes"]}
+        ranks = {rank for row in rows.values() for rank in row["ranks"]}
+        assert len(ranks) == RANKS + 1, found
+        assert {line["pid"] for line in workers(served)} <= set(rows)
+    capsys.readouterr()
+    assert replay.replay([Path(found["bundle"]) for found in served.dumps], json=True) == 0
+    (told,) = json.loads(capsys.readouterr().out)
+    assert (told["missing"], sorted(told["ranks"])) == ([], ["0", "1"])

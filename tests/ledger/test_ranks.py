@@ -1,0 +1,47 @@
+"""A rank's record beside the scheduler's: what is certain is judged, and nothing else."""
+
+import pytest
+
+from kvfix.ledger import events as ev
+from kvfix.ledger.ranks import compare
+
+
+def sequence(text: str) -> list[ev.Event]:
+    """Capital: a load; small: a store of the same name; `-`: what only one of them tells."""
+    made: list[ev.Event] = []
+    for letter in text:
+        if letter == "-":
+            made.append(ev.Granted("x", 0))
+        else:
+            made.append(ev.LoadDue(letter, 0, 64) if letter.isupper() else ev.Stored(letter, 64, 128, 64))
+    return made
+
+
+#: what, the scheduler, the rank, pairs, what differs (letter, told), unknown loads
+CASES = [
+    ("the same", "AaBb", "AaBb", "AaBb", [], 0),
+    ("others between", "-Aa--B-b", "A-aBb-", "AaBb", [], 0),
+    ("a load was lost", "ABC", "AC", "AC", [("B", True)], 0),
+    ("a load of its own", "AC", "ABC", "AC", [("B", False)], 0),
+    ("another load", "ABC", "AXC", "AC", [("B", True), ("X", False)], 0),
+    ("a store was kept back", "AaBbC", "ABbC", "ABbC", [], 0),
+    ("its record begins later", "ABCD", "CD", "CD", [], 2),
+    ("its record ends earlier", "ABCD", "AB", "AB", [], 2),
+    ("the scheduler's begins later", "CD", "ABCD", "CD", [], 0),
+    ("nothing is on record", "ABCD", "", "", [], 4),
+    ("the same load again", "AXBXC", "AXBXC", "AXBXC", [], 0),
+    ("one of two equal loads", "AXXB", "AXB", "AB", [("X", True)], 0),
+    ("both at the end: which?", "AXX", "AX", "AX", [], 1),
+    ("only what is there twice", "XX", "X", "", [], 2),
+    ("another order: not one engine", "AB", "BA", "", [], 2),
+]
+
+
+@pytest.mark.parametrize(("what", "told", "begun", "pairs", "differs", "unknown"), CASES, ids=[c[0] for c in CASES])
+def test_compare(what: str, told: str, begun: str, pairs: str, differs: list[tuple[str, bool]], unknown: int) -> None:
+    scheduler, worker = sequence(told), sequence(begun)
+    found = compare(1, scheduler, worker)
+    assert "".join(told[here] for here, _ in found.pairs) == "".join(begun[there] for _, there in found.pairs) == pairs
+    assert [(event.request, event.told) for _, event in found.differs] == differs
+    assert {event.rank for _, event in found.differs} <= {1}
+    assert found.unknown == unknown

@@ -1,0 +1,155 @@
+"""Several engines in one process, in threads, after a fork and in a spawned child, on the real scheduler. Prints JSON.
+
+Run as `python lives.py RELEASE FOLDER`.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import kvfix
+from kvfix_tools import recording
+from kvfix_tools.lab import runner
+
+#: Seeds of plain schedules: two engines.
+SEEDS = (3, 5)
+
+
+def main(release: str, folder: Path) -> dict[str, Any]:
+    os.environ["KVFIX_DUMP_DIR"] = str(folder)
+    runner.prepare(release)
+    kvfix.apply("check")
+    answer = {"spawned": spawned(release)}  # nothing of vLLM is imported here: all that the child has came by itself
+    with runner.quiet():
+        alone = [events_of(played) for played in (play(seed) for seed in SEEDS)]
+        answer["alone"] = [len(events) for events in alone]
+        answer["threads"] = in_threads() == alone
+        answer["in turn"] = in_turn() == alone
+        answer["forked"] = forked(alone[0])
+    from kvfix import notice
+
+    answer["said"] = [line for line in notice._said if "applied" not in line]
+    return answer
+
+
+def spawned(release: str) -> Any:
+    context = multiprocessing.get_context("spawn")
+    queue: Any = context.Queue()
+    child = context.Process(target=in_child, args=(queue, release))
+    child.start()
+    answer = queue.get(timeout=240)
+    child.join()
+    return {**answer, "not mine": answer["pid"] != os.getpid()}
+
+
+def in_child(queue: Any, release: str) -> None:
+    runner.prepare(release)
+    with runner.quiet():
+        from vllm.plugins import load_general_plugins
+
+        load_general_plugins()
+        events = events_of(play(SEEDS[0]))
+    from kvfix.probes import dump
+
+    ready = Path(os.environ["KVFIX_DUMP_DIR"], f"kvfix-{os.getpid()}.ready").exists()
+    written = recording.read(Path(dump.write("exit")))
+    queue.put({"pid": written.head["pid"], "events": len(events), "ready": ready, "mode": written.head["mode"]})
+
+
+def world(seed: int) -> Any:
+    from kvfix_tools.lab.schedule import draw
+    from kvfix_tools.lab.world import World
+
+    schedule = draw(seed, "v1", plain=True)
+    return World(schedule.options), schedule
+
+
+def run(made: Any) -> Any:
+    from kvfix_tools.lab.play import move
+
+    engine, schedule = made
+    for step in schedule.steps:
+        move(engine, step)
+    return finish(made)
+
+
+def finish(made: Any) -> Any:
+    engine, schedule = made
+    engine.free_blocks()
+    engine.budget(schedule.options.max_num_batched_tokens)
+    engine.run()
+    return engine
+
+
+def play(seed: int) -> Any:
+    return run(world(seed))
+
+
+def events_of(engine: Any) -> list[str]:
+    """What the recorder has of this engine's scheduler side."""
+    from kvfix.probes import recorder
+
+    watch = engine.scheduler.connector.__dict__["_kvfix_watch"]
+    return [repr(entry.event) for entry in recorder.snapshot() if entry.connector == watch.number]
+
+
+def in_threads() -> list[list[str]]:
+    """Made one after the other (LMCache has one configuration per process), then both at once."""
+    made = [world(seed) for seed in SEEDS]
+    threads = [threading.Thread(target=run, args=(each,)) for each in made]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return [events_of(engine) for engine, _ in made]
+
+
+def in_turn() -> list[list[str]]:
+    """Step by step."""
+    from kvfix_tools.lab.play import move
+
+    made = [world(seed) for seed in SEEDS]
+    for number in range(max(len(schedule.steps) for _, schedule in made)):
+        for engine, schedule in made:
+            if number < len(schedule.steps):
+                move(engine, schedule.steps[number])
+    from kvfix.probes import dump
+
+    assert dump.scheduler_state() == {}, "whose state would it be?"
+    return [events_of(finish(each)) for each in made]
+
+
+def forked(alone: list[str]) -> dict[str, Any]:
+    """The engine of the parent goes on in the parent, and the child has one of its own."""
+    from kvfix.probes import dump, recorder
+
+    made = world(SEEDS[0])
+    before = len(recorder.ring)
+    read, write = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        began_with = len(recorder.ring)
+        own = events_of(play(SEEDS[0]))
+        written = recording.read(Path(dump.write("exit")))
+        told = {
+            "began with": began_with,
+            "same": own == alone,
+            "only its own": {entry.connector for entry in written.entries} <= set(written.connectors),
+            "pid": written.head["pid"] == os.getpid(),
+            "ready": dump._announcement().endswith(f"-{os.getpid()}.ready") and Path(dump._announcement()).exists(),
+        }
+        os.write(write, json.dumps(told).encode())
+        os._exit(0)
+    os.waitpid(pid, 0)
+    told = json.loads(os.read(read, 1 << 16))
+    return {**told, "parent goes on": events_of(run(made)) == alone, "parent had": before > 0}
+
+
+if __name__ == "__main__":
+    print(json.dumps(main(sys.argv[1], Path(sys.argv[2]))))

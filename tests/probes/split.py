@@ -1,0 +1,54 @@
+"""A real recording of the lab, which has both roles in one process, as the files of several processes and nodes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+#: Plays schedules on the real scheduler with the probes in place; `result` is the recorder file.
+PLAY = """
+import os, tempfile
+from pathlib import Path
+import kvfix
+os.environ["KVFIX_DUMP_DIR"] = tempfile.mkdtemp(prefix="kvfix-test-")
+with runner.quiet():
+    from kvfix_tools.lab.play import play
+    from kvfix_tools.lab.schedule import draw
+    kvfix.apply("check")
+    loaded = play(draw({seed}, {connector!r}, plain=True)).counts["loaded_tokens"]
+    assert loaded > 0
+    from kvfix.probes import dump
+    result = Path(dump.write("exit")).read_text()
+"""
+#: Seconds that the clocks of a node are ahead: the monotonic one, and the wall's.
+CLOCKS = {"n0": (0.0, 0.0), "n1": (5000.0, -3.0), "n2": (-700.0, 40.0)}
+
+
+class Split:
+    """The lines of one recording, told as if scheduler and ranks were processes of their own."""
+
+    def __init__(self, text: str) -> None:
+        self._lines: list[dict[str, Any]] = [json.loads(line) for line in text.splitlines()]
+        self._connectors = [line for line in self._lines if line["kind"] == "connector" and line["role"]]
+
+    def number(self, role: str) -> int:
+        (found,) = (line["number"] for line in self._connectors if line["role"] == role)
+        return int(found)
+
+    def events(self, role: str) -> list[dict[str, Any]]:
+        number = self.number(role)
+        return [line for line in self._lines if line["kind"] == "event" and line["connector"] == number]
+
+    def write(self, path: Path, role: str, rank: int, node: str, events: list[dict[str, Any]], **more: Any) -> Path:
+        """A recorder file of this rank on this node; more: of the connector's line."""
+        mono, wall = (int(seconds * 1e9) for seconds in CLOCKS[node])
+        head = {**self._lines[0], "pid": 100 + rank, "node": node, "boot": f"boot of {node}", "began": 7}
+        head |= {"mono": head["mono"] + mono, "wall": head["wall"] + wall}
+        connector = next(line for line in self._connectors if line["role"] == role)
+        connector = {**connector, "engine": "e", "replica": 0, "rank": rank, "ranks": 2, **more}
+        if role == "SCHEDULER":
+            head["pid"] = 99
+        told = [{**line, "mono": line["mono"] + mono, "wall": line["wall"] + wall} for line in events]
+        path.write_text("\n".join(json.dumps(line) for line in [head, connector, *told]) + "\n")
+        return path
