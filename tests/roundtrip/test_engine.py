@@ -3,25 +3,31 @@
 from __future__ import annotations
 
 import copy
+import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
+from kvfix_tools.roundtrip import command, engine_loads
 from kvfix_tools.roundtrip.backends import engine
 from kvfix_tools.roundtrip.engine_child import ASKED, BLOCK, BLOCKS, GENERATE, OTHERS
 
 PLAIN: dict[str, Any] = {
-    name: {"tokens": [[1, 2], [3, 4]], "hits": 0, "asked": 600} for name in ("cold", "others", "warm")
+    name: {"tokens": [[1, 2], [3, 4]], "hits": 0, "loads": {"loaded": 0, "failed": 0}, "asked": 600}
+    for name in ("cold", "others", "warm")
 }
+
+
+GRANTED = SimpleNamespace(can_load=True, lmcache_cached_tokens=192, vllm_cached_tokens=32)
 
 
 @pytest.fixture
 def ran() -> dict[str, Any]:
     """An engine whose last round had its hits, and the same outputs."""
     answer = copy.deepcopy(PLAIN)
-    answer["warm"]["hits"] = 576
+    answer["warm"].update(hits=576, loads={"loaded": 576, "failed": 0})
     return answer
 
 
@@ -32,6 +38,14 @@ def test_equal_outputs_with_hits(ran: dict[str, Any]) -> None:
 def test_equal_outputs_without_hits_prove_nothing(ran: dict[str, Any]) -> None:
     ran["warm"]["hits"] = 0
     assert "no token came from the external cache" in str(engine.judge(PLAIN, ran))
+
+
+def test_hits_without_loads_prove_nothing(ran: dict[str, Any]) -> None:
+    """vLLM computes what a load has not brought."""
+    ran["warm"]["loads"] = {"loaded": 512, "failed": 0}
+    assert "576 tokens were promised and 512 loaded" in str(engine.judge(PLAIN, ran))
+    ran["warm"]["loads"] = {"loaded": 576, "failed": 2}
+    assert "the load of 2 blocks failed" in str(engine.judge(PLAIN, ran))
 
 
 def test_a_cache_that_was_not_empty_proves_nothing(ran: dict[str, Any]) -> None:
@@ -54,11 +68,45 @@ def test_the_others_write_over_nearly_all_blocks() -> None:
     assert usable - written < held / 4
 
 
-def test_in_process_needs_a_gpu() -> None:
-    assert "no in-process connector for the CPU" in str(engine.missing_v1(torch.device("cpu")))
+@pytest.mark.parametrize(
+    ("request_", "tokens"),
+    [
+        (SimpleNamespace(load_spec=None), 0),
+        (SimpleNamespace(load_spec=SimpleNamespace(can_load=False)), 0),
+        (
+            SimpleNamespace(load_spec=SimpleNamespace(can_load=True, lmcache_cached_tokens=192, vllm_cached_tokens=32)),
+            160,
+        ),
+        (SimpleNamespace(direction="STORE", op=SimpleNamespace(start=0, end=64)), 0),
+        (SimpleNamespace(direction="RETRIEVE", op=SimpleNamespace(start=64, end=192, skip_first_n_tokens=8)), 120),
+    ],
+    ids=["nothing", "not granted", "in process", "a store", "multi-process"],
+)
+def test_what_is_loaded_is_written_down(request_: Any, tokens: int, tmp_path: Path) -> None:
+    assert engine_loads.read(str(tmp_path / "none")) == {"loaded": 0, "failed": 0}
+    (tmp_path / "some").write_text("loaded=192\nfailed=2\nloaded=8\n")
+    assert engine_loads.read(str(tmp_path / "some")) == {"loaded": 200, "failed": 2}
+    assert engine_loads.due(request_) == tokens
 
 
 def test_an_engine_that_dies_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine.sys, "executable", "/bin/false")
     with pytest.raises(RuntimeError, match="the engine ended with 1"):
         engine.run_engine(tmp_path, None, "cpu")
+
+
+def test_the_error_that_came_first_is_said() -> None:
+    log = "INFO all is well\nKeyError: 'the cause'\nTraceback:\n" + "x" * 2000 + "\nEngineDeadError: look above"
+    assert engine.cause(log).startswith("KeyError: 'the cause' ... xxx")
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(900)
+def test_in_process_on_a_real_engine(capsys: pytest.CaptureFixture[str]) -> None:
+    """LMCache's own connector V2 moves the KV of vLLM's attention, with KVF020; without, an engine answers otherwise,
+    or dies. (Multi-process: tests/engine, on the same set-up.)"""
+    for more, code in (([], 0), (["--no-fixes"], 1)):
+        assert command.main(["--backend", "engine-v1", "--device", "cpu", "--json", *more]) == code
+        [cell] = json.loads(capsys.readouterr().out)["cells"]
+        if not more:
+            assert "of 600 prompt tokens 576 promised, 576 loaded" in cell["operations"]

@@ -14,7 +14,7 @@ from functools import partial
 import torch
 
 from kvfix_tools.roundtrip import backend as backends
-from kvfix_tools.roundtrip import races, speed
+from kvfix_tools.roundtrip import fixes, races, speed
 from kvfix_tools.roundtrip.backend import Backend
 from kvfix_tools.roundtrip.cell import AXES, Axes, Cell, full, pairs
 from kvfix_tools.roundtrip.element import too_large
@@ -46,6 +46,7 @@ def parser() -> argparse.ArgumentParser:
     add("--gib", type=float, help="size of the transfer that is timed; 0: none (default: 1/32 on a CPU, 4 on CUDA)")
     add("--seed", type=int, default=0)
     add("--inject", choices=tuple(FAULTS), help="plant this fault; it must be found")
+    add("--no-fixes", action="store_true", help="LMCache and vLLM as released: without kvfix's fixes")
     add("--json", action="store_true")
     add("--list", action="store_true", help="the backends, and what is missing for them here")
     return options
@@ -81,6 +82,8 @@ def main(arguments: list[str] | None = None) -> int:
 
 def run(chosen: list[Backend], cells: dict[str, list[Cell]], device: torch.device, options: argparse.Namespace) -> int:
     report = Report(device, options)
+    if any(one.name != "torch" for one in chosen):
+        fixes.put(not options.no_fixes)
     here = [one for one in chosen if not report.without(one, one.missing(device))]
     threads = torch.get_num_threads()
     if device.type == "cpu":
