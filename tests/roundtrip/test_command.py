@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import shutil
 import sys
@@ -103,7 +104,11 @@ def test_speed_beside_a_plain_copy(capsys: pytest.CaptureFixture[str]) -> None:
     code, answer = run(capsys, *ONE, "--gib", "0.01")
     [speed] = answer["speed"]
     assert speed["verdict"] == "passed"
-    assert min(speed[rate] for rate in ("store_gb_s", "load_gb_s", "plain_store_gb_s", "plain_load_gb_s")) > 0
+    rates = ("store_gb_s", "load_gb_s", "plain_store_gb_s", "plain_load_gb_s")
+    assert min(speed[rate] for rate in rates) > 0
+    assert min(answer["cells"][0][rate] for rate in rates) > 0  # of each cell, too
+    command.main([*ONE, "--device", "cpu"])
+    assert re.search(r"nhd  1 passed  store [\d.]+ GB/s \d+ %  load [\d.]+ GB/s \d+ %\n", capsys.readouterr().out)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

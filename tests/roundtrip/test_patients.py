@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from kvfix_tools.roundtrip import races
 from kvfix_tools.roundtrip.backends.lmcache import LAYOUTS
 from kvfix_tools.roundtrip.layout import LAYOUTS as EVERY_LAYOUT
 from tests.conftest import Zygote
@@ -154,6 +155,38 @@ def test_whole_blocks_only(run: Any) -> None:
     verdict = {(cell["cell"]["tokens"], cell["cell"]["slots"]): cell["verdict"] for cell in answer["cells"]}
     assert verdict.pop(("32", "blocks")) == "passed"
     assert set(verdict.values()) == {"refused"}
+
+
+@pytest.fixture(scope="module")
+def raced(run: Any) -> Any:
+    some = ["--backend", "lmcache-v2", "lmcache-v3"]
+    with_events, without = run(*some, "--race"), run(*some, "--inject", "missing-event")
+    return with_events, {(cell["cell"]["backend"], cell["race"]): cell for cell in without["cells"]}
+
+
+def test_races_with_lmcaches_own_streams(raced: Any) -> None:
+    with_events, _ = raced
+    assert with_events["exit"] == 0
+    found = {(cell["cell"]["backend"], cell["race"]) for cell in with_events["cells"]}
+    assert len(found) == 2 * (len(races.RACES) - 1)
+    assert all("deferred, in order" in cell["operations"] for cell in with_events["cells"])
+
+
+@pytest.mark.parametrize("backend", ["lmcache-v2", "lmcache-v3"])
+@pytest.mark.parametrize(
+    ("race", "kind"),
+    [
+        ("late-producer", "stale"),
+        ("early-reuse", "overwritten"),
+        ("neighbours", "not written"),
+        ("buffer-taken-again", "overwritten"),
+    ],
+)
+def test_without_lmcaches_waiting_it_is_seen(raced: Any, backend: str, race: str, kind: str) -> None:
+    _, without = raced
+    [finding] = without[backend, race]["findings"]
+    assert set(finding["classes"]) == {kind}
+    assert without[backend, race]["command"].endswith(f"--race {race} --seed 0 --inject missing-event")
 
 
 def test_an_older_lmcache(run: Any, release: Any) -> None:

@@ -156,6 +156,19 @@ def test_a_memory_object_of_another_size_is_not_written(caplog: pytest.LogCaptur
         assert len([one for one in caplog.records if "a fault of kvfix itself" in one.message]) == number + 1
 
 
+@pytest.mark.parametrize("name", ["0.5.2", "0.5.3", "0.5.5", "0.5.6"])
+def test_both_are_put_in_place_without_a_warning(zygote: Any, release: Any, name: str) -> None:
+    code = """
+import kvfix
+from kvfix import notice
+kvfix.apply()
+import lmcache.v1.gpu_connector.gpu_connectors
+rows = {row.code: row.verdict for row in kvfix.status()}
+result = [rows["KVF020"], rows["KVF021"], [said for said in notice._said if "KVF02" in said and "applied to" not in said]]
+"""
+    assert zygote(code, release(name)) == ["applied", "applied", []]
+
+
 def test_the_probe_of_kvf021_on_each_place_of_the_function(zygote: Any, release: Any) -> None:
     code = """
 import importlib

@@ -114,12 +114,11 @@ def jobs(
             for cell in cells[one.name] if not one.whole else []:
                 yield cell, partial(once, one, cell, device, options.inject)
     some = any(getattr(options, axis) for axis in AXES)  # asked for cells, not for races
-    if any(one.name == "torch" for one in chosen) and (
-        options.race is not None or not events or not (some or options.inject)
-    ):
-        for name in options.race or races.RACES:
-            cell = Cell("torch", layers=options.layers, head_size=options.head_size, seed=options.seed)
-            yield cell, partial(races.run, name, cell, device, events)
+    if options.race is not None or not events or not (some or options.inject):
+        for one in chosen:
+            cell = Cell(one.name, layers=options.layers, head_size=options.head_size, seed=options.seed)
+            for name in [name for name in options.race or races.RACES if name in races.of(one.name)]:
+                yield cell, partial(guarded, cell, partial(raced, name, cell, device, events))
 
 
 def once(one: Backend, cell: Cell, device: torch.device, fault: str | None = None) -> Result:
@@ -131,6 +130,11 @@ def once(one: Backend, cell: Cell, device: torch.device, fault: str | None = Non
         return trip.run(Faulty(transfer, trip, fault) if fault else transfer)
 
     return guarded(cell, moved)
+
+
+def raced(name: str, cell: Cell, device: torch.device, events: bool, result: Result) -> Result:
+    result.race = name
+    return races.run(name, cell, device, events)
 
 
 def guarded(cell: Cell, job: Callable[[Result], Result]) -> Result:

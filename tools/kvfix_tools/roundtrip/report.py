@@ -187,12 +187,13 @@ def row(result: Result) -> str:
 
 def command(result: Result, options: argparse.Namespace) -> str:
     """One line that runs it again."""
-    more = ["--gib 0", *([f"--inject {options.inject}"] if options.inject else []), *["--no-fixes"] * options.no_fixes]
+    cell, planted = result.cell, [f"--inject {options.inject}"] * bool(options.inject)
+    more = [*planted, *["--no-fixes"] * options.no_fixes]
     if of_engine(result):
-        return " ".join([f"kvfix roundtrip --backend {result.cell.backend}", *["--no-fixes"] * options.no_fixes])
+        return " ".join([f"kvfix roundtrip --backend {cell.backend}", *more])
     if result.race:
-        return " ".join([f"kvfix roundtrip --race {result.race} --seed {result.cell.seed}", *more[1:]])
-    return result.cell.command(*more)
+        return " ".join([f"kvfix roundtrip --backend {cell.backend} --race {result.race} --seed {cell.seed}", *more])
+    return cell.command("--gib 0", *more)
 
 
 def as_dict(result: Result, options: argparse.Namespace) -> dict[str, object]:

@@ -53,7 +53,8 @@ def missing(device: torch.device) -> str | None:
 class Connector:
     """One of LMCache's GPU connectors and its memory objects, which are views of the host region."""
 
-    def __init__(self, kind: str, trip: Trip) -> None:
+    def __init__(self, kind: str, trip: Trip, buffer: bool = True) -> None:
+        """buffer: chunks go by a buffer on the device, as the engine has it by default."""
         module = connectors(trip.device.type)
         geometry, self.caches = as_vllm(trip)
         self.cell, self.kind = trip.cell, kind
@@ -65,7 +66,7 @@ class Connector:
         self.host: Region | None = region
         made = getattr(module, CLASSES[kind]).from_metadata
         metadata = make_metadata(geometry, self.chunk)
-        self.connector = made(metadata, True, trip.device, layout_hints=hints(geometry))
+        self.connector = made(metadata, buffer, trip.device, layout_hints=hints(geometry))
         moved_by = "single_layer_kv_transfer" if kind == "layerwise" else "multi_layer_kv_transfer"
         self.operations = operations(trip.device, moved_by)
 
