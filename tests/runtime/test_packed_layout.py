@@ -164,7 +164,8 @@ from kvfix import notice
 kvfix.apply()
 import lmcache.v1.gpu_connector.gpu_connectors
 rows = {row.code: row.verdict for row in kvfix.status()}
-result = [rows["KVF020"], rows["KVF021"], [said for said in notice._said if "KVF02" in said and "applied to" not in said]]
+warned = [said for said in notice._said if "KVF02" in said and "applied to" not in said]
+result = [rows["KVF020"], rows["KVF021"], warned]
 """
     assert zygote(code, release(name)) == ["applied", "applied", []]
 

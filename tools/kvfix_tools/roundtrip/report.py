@@ -90,7 +90,7 @@ class Report:
 
     @property
     def _timed(self) -> bool:
-        return any(result.plain_load for result in self.results)
+        return any(map(rates, ([result] for result in self.results)))
 
     def lines(self) -> list[str]:
         lines = [f"{name(self.device)}, torch {torch.__version__}, seed {self.options.seed}"]
