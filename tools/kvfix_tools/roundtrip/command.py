@@ -6,6 +6,7 @@ argparse, so that it runs where there is torch and nothing else.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -82,13 +83,13 @@ def main(arguments: list[str] | None = None) -> int:
 
 def run(chosen: list[Backend], cells: dict[str, list[Cell]], device: torch.device, options: argparse.Namespace) -> int:
     report = Report(device, options)
-    if any(one.name != "torch" for one in chosen):
-        fixes.put(not options.no_fixes)
-    here = [one for one in chosen if not report.without(one, one.missing(device))]
-    threads = torch.get_num_threads()
-    if device.type == "cpu":
-        torch.set_num_threads(1)  # the cells are small: threads would only wait for one another
-    try:
+    with contextlib.ExitStack() as placed:
+        if any(one.name != "torch" for one in chosen):
+            placed.enter_context(fixes.placed(not options.no_fixes))
+        here = [one for one in chosen if not report.without(one, one.missing(device))]
+        if device.type == "cpu":  # the cells are small: threads would only wait for one another
+            placed.callback(torch.set_num_threads, torch.get_num_threads())
+            torch.set_num_threads(1)
         work = list(jobs(here, cells, device, options))
         for number, (cell, job) in enumerate(work):
             report.progress(number, len(work), cell)
@@ -97,9 +98,7 @@ def run(chosen: list[Backend], cells: dict[str, list[Cell]], device: torch.devic
         for one in [one for one in here if timed and not one.whole]:
             report.progress(len(work), len(work), Cell(one.name))
             report.speed(speed.measure(one, device, options.gib, options.seed))
-    finally:
-        torch.set_num_threads(threads)
-    return report.end()
+        return report.end()
 
 
 def jobs(

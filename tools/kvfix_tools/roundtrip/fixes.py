@@ -4,28 +4,39 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 
-def put(wanted: bool) -> None:
-    """In this process and in those that it starts; or in none of them, whatever the environment says."""
-    kvfix = _kvfix()
+@contextlib.contextmanager
+def placed(wanted: bool) -> Iterator[None]:
+    """In this process and in those that it starts, or in none of them. KVFIX=off in the environment is off here too."""
+    kvfix, before = _kvfix(), os.environ.get("KVFIX")
     if kvfix is None:
+        yield
         return
-    logger = logging.getLogger("kvfix")
-    if not logger.handlers:  # the report says which are in place
-        handler = logging.StreamHandler()
-        handler.setLevel(logging.WARNING)
-        logger.addHandler(handler)
-        logger.propagate = False
-    if wanted:
+    kvfix.revert()
+    if wanted and before != "off":
+        os.environ.pop("KVFIX", None)
         kvfix.apply()
     else:
-        kvfix.revert()
         os.environ["KVFIX"] = "off"
+    logger, handler = logging.getLogger("kvfix"), logging.StreamHandler()
+    handler.setLevel(logging.WARNING)  # the report says which are in place
+    propagated, logger.propagate = logger.propagate, False
+    logger.addHandler(handler)
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.propagate = propagated
+        kvfix.revert()
+        if before is not None:
+            os.environ["KVFIX"] = before
 
 
 def in_children() -> bool:
