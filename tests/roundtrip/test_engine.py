@@ -15,11 +15,14 @@ from kvfix_tools.roundtrip.backends import engine
 from kvfix_tools.roundtrip.engine_child import ASKED, BLOCK, BLOCKS, GENERATE, OTHERS
 
 PLAIN: dict[str, Any] = {
-    name: {"tokens": [[1, 2], [3, 4]], "hits": 0, "loads": {"loaded": 0, "failed": 0}, "asked": 600}
-    for name in ("cold", "others", "warm")
+    name: {"tokens": tokens, "hits": 0, "loads": {"loaded": 0, "failed": 0}, "asked": 600}
+    for name, tokens in {
+        "cold": [[1, 2], [3, 4]],
+        "changed": [[1, 3], [4, 4]],
+        "others": [[5, 5]],
+        "warm": [[1, 2], [3, 4]],
+    }.items()
 }
-
-
 GRANTED = SimpleNamespace(can_load=True, lmcache_cached_tokens=192, vllm_cached_tokens=32)
 
 
@@ -55,8 +58,17 @@ def test_a_cache_that_was_not_empty_proves_nothing(ran: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("name", PLAIN)
 def test_other_outputs(ran: dict[str, Any], name: str) -> None:
-    ran[name]["tokens"][1] = [3, 5]
-    assert engine.judge(PLAIN, ran) == f"{name}: 1 of 2 outputs differ from those without connector"
+    ran[name]["tokens"][0] = [3, 5]
+    many = len(PLAIN[name]["tokens"])
+    assert engine.judge(PLAIN, ran) == f"{name}: 1 of {many} outputs differ from those without connector"
+
+
+def test_a_model_that_does_not_look_at_what_is_loaded_proves_nothing(ran: dict[str, Any]) -> None:
+    """vLLM's dummy weights make such a one: the answers are those to any prompt with the same last token."""
+    plain = copy.deepcopy(PLAIN)
+    plain["changed"]["tokens"][1] = plain["cold"]["tokens"][1]
+    ran["changed"] = plain["changed"]
+    assert str(engine.judge(plain, ran)).startswith("1 outputs are those of prompts with other first tokens")
 
 
 def test_the_others_write_over_nearly_all_blocks() -> None:
@@ -96,8 +108,11 @@ def test_an_engine_that_dies_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 def test_the_error_that_came_first_is_said() -> None:
-    log = "INFO all is well\nKeyError: 'the cause'\nTraceback:\n" + "x" * 2000 + "\nEngineDeadError: look above"
-    assert engine.cause(log).startswith("KeyError: 'the cause' ... xxx")
+    log = (
+        "WARNING ValueError: none of it\n(Worker pid=1) KeyError: 'the cause'\nTraceback:\nEngineDeadError: look above"
+    )
+    assert engine.cause(log) == "KeyError: 'the cause'"
+    assert engine.cause("x" * 2000) == "... " + "x" * 1000
 
 
 @pytest.mark.engine

@@ -1,7 +1,8 @@
 """The process of one engine: `python -m kvfix_tools.roundtrip.engine_child JOB.json`. It writes the job's `out`.
 
-Three rounds of greedy requests: cold; others, which write over nearly all blocks; the first ones again. After each the
-prefix cache is emptied, so that what the last round does not compute can only come from the external cache.
+Rounds of greedy requests: cold; the same with other first tokens, for which the answers must be others, or equal ones
+prove nothing; others, which write over nearly all blocks; the first ones again. After each the prefix cache is emptied,
+so that what the last round does not compute can only come from the external cache.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ BLOCKS = 41  # the first one is vLLM's own
 GENERATE = 24
 ASKED = [prompt(200, seed) for seed in (1, 2, 3)]
 OTHERS = [prompt(BLOCK * (BLOCKS - 1) // 2 - GENERATE - BLOCK, seed) for seed in (11, 12)]
-ROUNDS = {"cold": ASKED, "others": OTHERS, "warm": ASKED}
+CHANGED = [[*prompt(BLOCK, seed + 20), *one[BLOCK:]] for seed, one in enumerate(ASKED)]
+ROUNDS = {"cold": ASKED, "changed": CHANGED, "others": OTHERS, "warm": ASKED}
 
 
 def main(job: dict[str, Any]) -> None:

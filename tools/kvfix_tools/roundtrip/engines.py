@@ -1,4 +1,4 @@
-"""A real vLLM engine on a model without weights, and LMCache's connectors for it: how they are set up, in one place.
+"""A real vLLM engine on a model made up here, and LMCache's connectors for it: how they are set up, in one place.
 
 The backend `engine` runs them, and so do the tests of the fixes (tests/engine).
 """
@@ -18,8 +18,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-#: A model without weights: they are made from the seed.
-MODEL = {
+#: A small model. Its weights are drawn (weights()).
+MODEL: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
     "vocab_size": 512,
@@ -56,11 +56,52 @@ def make(model: Path, transfer: dict[str, Any] | None, dtype: str = "float32", *
 
     model.mkdir(exist_ok=True)
     (model / "config.json").write_text(json.dumps({**MODEL, "torch_dtype": dtype}))
+    weights(model / "model.safetensors")
     return LLM(
-        model=str(model), load_format="dummy", skip_tokenizer_init=True, dtype=dtype, enforce_eager=True, seed=0,
+        model=str(model), skip_tokenizer_init=True, dtype=dtype, enforce_eager=True, seed=0,
         block_size=BLOCK, disable_log_stats=False,
         kv_transfer_config=KVTransferConfig(**transfer) if transfer else None, **more,
     )  # fmt: skip
+
+
+def weights(file: Path) -> None:
+    """Drawn with a variance that makes attention count. vLLM's own dummy weights, of 0.001 at most, do not: with them
+    the last token alone decides, and an engine that loads anything at all gives the right answers."""
+    import torch
+    from safetensors.torch import save_file
+
+    hidden, inner, vocabulary = MODEL["hidden_size"], MODEL["intermediate_size"], MODEL["vocab_size"]
+    queries, keys = (MODEL["head_dim"] * MODEL[f"num_{which}_heads"] for which in ("attention", "key_value"))
+    layer = {
+        "self_attn.q_proj": (queries, hidden),
+        "self_attn.k_proj": (keys, hidden),
+        "self_attn.v_proj": (keys, hidden),
+        "self_attn.o_proj": (hidden, queries),
+        "mlp.gate_proj": (inner, hidden),
+        "mlp.up_proj": (inner, hidden),
+        "mlp.down_proj": (hidden, inner),
+    }
+    shapes = {
+        f"layers.{number}.{name}": shape
+        for number in range(MODEL["num_hidden_layers"])
+        for name, shape in layer.items()
+    }
+    shapes = {**{f"model.{name}": shape for name, shape in shapes.items()}, "lm_head": (vocabulary, hidden)}
+    drawn = torch.Generator().manual_seed(0)
+    held = {
+        f"{name}.weight": torch.randn(shape, generator=drawn) * 2 / shape[1] ** 0.5 for name, shape in shapes.items()
+    }
+    held["model.embed_tokens.weight"] = torch.randn(vocabulary, hidden, generator=drawn)
+    norms = [
+        "model.norm",
+        *(
+            f"model.layers.{number}.{name}_layernorm"
+            for number in range(MODEL["num_hidden_layers"])
+            for name in ("input", "post_attention")
+        ),
+    ]
+    held.update({f"{name}.weight": torch.ones(hidden) for name in norms})
+    save_file(held, file)
 
 
 def greedy(tokens: int, **more: Any) -> Any:

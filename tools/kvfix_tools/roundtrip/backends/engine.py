@@ -1,8 +1,9 @@
 """`engine-mp`, `engine-v1`: a real vLLM engine, with and without LMCache: greedy outputs must be the same.
 
 That alone would prove nothing: in the last round tokens must have been promised and loaded, and no load must have
-failed, for then vLLM computes them; and other requests have written over nearly all blocks before it, so an engine that
-loads something else answers something else (engine_child.py has the rounds).
+failed, for then vLLM computes them; other requests have written over nearly all blocks before it; and the model gives
+other answers to prompts that begin otherwise. So an engine that loads something else answers something else
+(engine_child.py has the rounds).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -44,6 +46,9 @@ def judge(plain: dict[str, Any], ran: dict[str, Any]) -> str | None:
         differ = sum(one != right for one, right in zip(mine["tokens"], other["tokens"], strict=True))
         if differ:
             return f"{name}: {differ} of {len(other['tokens'])} outputs differ from those without connector"
+    alike = sum(one == other for one, other in zip(plain["cold"]["tokens"], plain["changed"]["tokens"], strict=True))
+    if alike:
+        return f"{alike} outputs are those of prompts with other first tokens: the model does not tell what is loaded"
     warm, loads = ran["warm"], ran["warm"]["loads"]
     if not warm["hits"]:
         return "warm: no token came from the external cache: nothing was checked"
@@ -104,9 +109,10 @@ def run_engine(folder: Path, transfer: dict[str, Any] | None, device: str) -> di
 
 
 def cause(said: str) -> str:
-    """Of a log: the error that came first, and its end."""
-    first = next((line for line in said.splitlines() if "Error: " in line and "EngineDead" not in line), "")
-    return f"{first.strip()[-300:]} ... {said[-800:]}"
+    """Of a log: the error that came first, or its end."""
+    lines = [line for line in said.splitlines() if "WARNING" not in line and "EngineDeadError" not in line]
+    first = next((found for line in lines if (found := re.search(r"\b\w*(Error|Exception)\b: .+", line))), None)
+    return first[0][:500] if first else f"... {said[-1000:]}"
 
 
 @contextlib.contextmanager
