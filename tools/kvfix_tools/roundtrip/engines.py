@@ -70,9 +70,9 @@ def weights(file: Path) -> None:
     import torch
     from safetensors.torch import save_file
 
-    hidden, inner, vocabulary = MODEL["hidden_size"], MODEL["intermediate_size"], MODEL["vocab_size"]
+    hidden, inner, words = MODEL["hidden_size"], MODEL["intermediate_size"], MODEL["vocab_size"]
     queries, keys = (MODEL["head_dim"] * MODEL[f"num_{which}_heads"] for which in ("attention", "key_value"))
-    layer = {
+    of_layer = {
         "self_attn.q_proj": (queries, hidden),
         "self_attn.k_proj": (keys, hidden),
         "self_attn.v_proj": (keys, hidden),
@@ -81,26 +81,16 @@ def weights(file: Path) -> None:
         "mlp.up_proj": (inner, hidden),
         "mlp.down_proj": (hidden, inner),
     }
-    shapes = {
-        f"layers.{number}.{name}": shape
-        for number in range(MODEL["num_hidden_layers"])
-        for name, shape in layer.items()
-    }
-    shapes = {**{f"model.{name}": shape for name, shape in shapes.items()}, "lm_head": (vocabulary, hidden)}
-    drawn = torch.Generator().manual_seed(0)
+    layers = [f"model.layers.{number}" for number in range(MODEL["num_hidden_layers"])]
+    shapes = {f"{layer}.{name}": shape for layer in layers for name, shape in of_layer.items()}
+    chance = torch.Generator().manual_seed(0)
     held = {
-        f"{name}.weight": torch.randn(shape, generator=drawn) * 2 / shape[1] ** 0.5 for name, shape in shapes.items()
+        f"{name}.weight": torch.randn(shape, generator=chance) * 2 / shape[1] ** 0.5
+        for name, shape in {**shapes, "lm_head": (words, hidden)}.items()
     }
-    held["model.embed_tokens.weight"] = torch.randn(vocabulary, hidden, generator=drawn)
-    norms = [
-        "model.norm",
-        *(
-            f"model.layers.{number}.{name}_layernorm"
-            for number in range(MODEL["num_hidden_layers"])
-            for name in ("input", "post_attention")
-        ),
-    ]
-    held.update({f"{name}.weight": torch.ones(hidden) for name in norms})
+    held["model.embed_tokens.weight"] = torch.randn(words, hidden, generator=chance)
+    norms = [f"{layer}.{name}_layernorm" for layer in layers for name in ("input", "post_attention")]
+    held.update({f"{name}.weight": torch.ones(hidden) for name in (*norms, "model.norm")})
     save_file(held, file)
 
 

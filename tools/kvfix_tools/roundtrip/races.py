@@ -129,7 +129,7 @@ class Race(Trip):
     def __init__(self, cell: Cell, device: torch.device, events: bool) -> None:
         super().__init__(cell, device)
         self.lanes = Lanes(device, events)
-        self.result.operations = "streams" if device.type == "cuda" else "stand-in for streams: deferred, in order"
+        self.result.operations = "streams" if device.type == "cuda" else "streams by a stand-in: deferred, in order"
         self.copy: Any = self.copier()
         self.host: Region = self.copy.host
         self.cache.fill(everywhere(STALE))

@@ -42,7 +42,7 @@ class ConnectorRace(Race):
     def copier(self) -> Any:
         """Without its buffer on the device, from which it copies at once."""
         connector = Connector(self.cell.backend.partition("-")[2], self, buffer=False)
-        self.result.operations = f"{connector.operations}; {self.result.operations}"
+        self.result.operations = f"{connector.operations.partition(',')[0]}, its {self.result.operations}"
         assert connector.host is not None
         return connector
 
