@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -117,11 +118,26 @@ def test_the_error_that_came_first_is_said() -> None:
 
 @pytest.mark.engine
 @pytest.mark.timeout(900)
-def test_in_process_on_a_real_engine(capsys: pytest.CaptureFixture[str]) -> None:
-    """LMCache's own connector V2 moves the KV of vLLM's attention, with KVF020; without, an engine answers otherwise,
-    or dies. (Multi-process: tests/engine, on the same set-up.)"""
-    for more, code in (([], 0), (["--no-fixes"], 1)):
-        assert command.main(["--backend", "engine-v1", "--device", "cpu", "--json", *more]) == code
+class TestOnRealEngines:
+    """LMCache's own connector V2 moves the KV of vLLM's attention. (Multi-process: tests/engine, the same set-up.)"""
+
+    def run(self, capsys: pytest.CaptureFixture[str], *more: str) -> tuple[int, dict[str, Any]]:
+        code = command.main(["--backend", "engine-v1", "--device", "cpu", "--json", *more])
         [cell] = json.loads(capsys.readouterr().out)["cells"]
-        if not more:
-            assert "of 600 prompt tokens 576 promised, 576 loaded" in cell["operations"]
+        return code, cell
+
+    def test_with_kvfix(self, capsys: pytest.CaptureFixture[str]) -> None:
+        code, cell = self.run(capsys)
+        assert code == 0, cell
+        assert "of 600 prompt tokens 576 promised, 576 loaded" in cell["operations"]
+
+    def test_as_released(
+        self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, release: Any
+    ) -> None:
+        """LMCache issue 4463: everything is promised and loaded, nothing is said, and the answers are others. (0.5.6 is
+        the first whose torch operations refuse the layout that vLLM for the CPU has.)"""
+        monkeypatch.setenv("PYTHONPATH", str(release("0.5.5")) + os.pathsep + os.environ.get("PYTHONPATH", ""))
+        code, cell = self.run(capsys, "--no-fixes")
+        assert (code, cell["verdict"]) == (1, "failed")
+        assert cell["reason"] == "warm: 3 of 3 outputs differ from those without connector"
+        assert "of 600 prompt tokens 576 promised, 576 loaded" in cell["operations"]
