@@ -68,7 +68,7 @@ def test_what_lmcache_says_that_it_can_it_can(lmcache: dict[str, Any], backend: 
     found = verdicts(lmcache, backend)
     for layout in ("nhd", "nhd-block-first", "mla"):
         assert found[layout] == {"passed"}, layout
-    said = {cell["operations"] for cell in lmcache["cells"] if cell["verdict"] == "passed"}
+    said = {cell["operations"] for cell in lmcache["cells"] if cell["verdict"] == "passed" and not cell["race"]}
     assert all("its torch fall-back" in one and "stood in for" in one for one in said)
 
 
