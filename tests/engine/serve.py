@@ -13,19 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-MODEL = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 512,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "max_position_embeddings": 4096,
-    "torch_dtype": "float32",
-}
+from kvfix_tools.roundtrip import engines
 
 
 def main(job: dict[str, Any]) -> None:
@@ -33,34 +21,14 @@ def main(job: dict[str, Any]) -> None:
         import kvfix
 
         kvfix.apply(job["apply"])
-    from vllm import LLM, SamplingParams
-    from vllm.config import KVTransferConfig
-
-    folder = Path(job["model"])
-    folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(MODEL))
-    transfer = KVTransferConfig(**job["transfer"]) if job["transfer"] else None
-    llm = LLM(
-        model=str(folder),
-        load_format="dummy",
-        skip_tokenizer_init=True,
-        dtype="float32",
-        enforce_eager=True,
-        seed=0,
-        block_size=32,
-        disable_log_stats=False,
-        kv_transfer_config=transfer,
-        **job["engine"],
-    )
+    llm = engines.make(Path(job["model"]), job["transfer"], **job["engine"])
     rounds = []
     for number, prompts in enumerate(job["rounds"]):
         if number == job["abort_before"]:
             abort_waiting(llm.llm_engine, job["abort"])
         if number == job["spoil_from"]:
             Path(job["spoil"]).touch()
-        parameters = [
-            SamplingParams(temperature=0, ignore_eos=True, detokenize=False, max_tokens=tokens) for _, tokens in prompts
-        ]
+        parameters = [engines.greedy(tokens) for _, tokens in prompts]
         outputs = llm.generate([{"prompt_token_ids": prompt} for prompt, _ in prompts], parameters, use_tqdm=False)
         rounds.append([list(output.outputs[0].token_ids) for output in outputs])
         llm.reset_prefix_cache()
@@ -85,12 +53,10 @@ def ask_for_recorders(folder: Path) -> None:
 
 def abort_waiting(engine: Any, job: dict[str, Any]) -> None:
     """One request runs, another waits behind it and is aborted; the first one runs to its end."""
-    from vllm import SamplingParams
 
     def add(name: str, **more: Any) -> None:
         prompt, tokens = job[name]
-        parameters = SamplingParams(temperature=0, ignore_eos=True, detokenize=False, max_tokens=tokens, **more)
-        engine.add_request(name, {"prompt_token_ids": prompt}, parameters)
+        engine.add_request(name, {"prompt_token_ids": prompt}, engines.greedy(tokens, **more))
 
     add("running")
     for _ in range(4):

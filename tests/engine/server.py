@@ -2,58 +2,23 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import pytest
-
+from kvfix_tools.roundtrip import engines
 from tests.conftest import clean_environment
 
 
 @contextmanager
 def server() -> Iterator[dict[str, Any]]:
     """vLLM's kv_transfer_config for LMCacheMPConnector with this server."""
-    port, http_port = free_port(), free_port()
-    command = [sys.executable, "-m", "kvfix_tools.cli", "run", "--", str(Path(sys.executable).with_name("lmcache"))]
-    command += ["server", "--port", str(port), "--http-port", str(http_port), "--chunk-size", "64"]
-    command += ["--l1-size-gb", "0.5", "--eviction-policy", "LRU", "--supported-transfer-mode", "auto"]
-    settings = {"PYTHONHASHSEED": "0", "LMCACHE_TRACK_USAGE": "false", "LMCACHE_DISABLE_BANNER": "1"}
-    process = subprocess.Popen(
-        [*command, "--disable-observability"],
-        env=clean_environment(**settings),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    try:
-        assert process.stdout is not None
-        seen = []
-        for line in process.stdout:
-            seen.append(line)
-            if "LMCache cache server is running" in line:
-                break
-        else:
-            pytest.fail("the lmcache server ended:\n" + "".join(seen[-20:]))
-        with (
-            open(os.devnull, "wb") as nowhere,
-            subprocess.Popen(["cat"], stdin=process.stdout, stdout=nowhere) as drain,
-        ):
-            extra = {"lmcache.mp.host": "tcp://localhost", "lmcache.mp.port": port}
-            yield {"kv_connector": "LMCacheMPConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
-            process.terminate()
-            process.wait(timeout=60)
-            drain.wait(timeout=60)
-    finally:
-        process.kill()
-
-
-def free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return int(taken.getsockname()[1])
+    start = (sys.executable, "-m", "kvfix_tools.cli", "run", "--")
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        engines.server(Path(folder) / "log", 64, clean_environment(), start) as transfer,
+    ):
+        yield transfer

@@ -18,8 +18,8 @@ from tests.conftest import RELEASES, Fresh, Once
 #: The releases in which a bug appears or goes, and the newest. `make matrix` plays all of them.
 PLAYED = ["0.3.10", "0.3.10.post1", "0.4.1", "0.4.6", "0.5.4", "0.5.5", "0.5.6"]
 EXISTING = {found.code for found in catalogue() if found.mends}
-#: Below what the lab plays, on LMCache's own functions: test_async_release.py, tests/runtime/test_cpu_allocation.py.
-PROVEN_ELSEWHERE = {"KVF013", "KVF016", "KVF018"}
+#: Below what the lab plays, on LMCache's own functions: test_async_release.py, tests/runtime, tests/roundtrip.
+PROVEN_ELSEWHERE = {"KVF013", "KVF016", "KVF018", "KVF020", "KVF021"}
 CODE = """
 from kvfix_tools.lab import checked
 from kvfix_tools.lab.scenario import scenarios

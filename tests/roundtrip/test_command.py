@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
+import os
+import re
 import shlex
 import shutil
 import sys
@@ -103,7 +106,11 @@ def test_speed_beside_a_plain_copy(capsys: pytest.CaptureFixture[str]) -> None:
     code, answer = run(capsys, *ONE, "--gib", "0.01")
     [speed] = answer["speed"]
     assert speed["verdict"] == "passed"
-    assert min(speed[rate] for rate in ("store_gb_s", "load_gb_s", "plain_store_gb_s", "plain_load_gb_s")) > 0
+    rates = ("store_gb_s", "load_gb_s", "plain_store_gb_s", "plain_load_gb_s")
+    assert min(speed[rate] for rate in rates) > 0
+    assert min(answer["cells"][0][rate] for rate in rates) > 0  # of each cell, too
+    command.main([*ONE, "--device", "cpu"])
+    assert re.search(r"nhd  1 passed  store [\d.]+ GB/s \d+ %  load [\d.]+ GB/s \d+ %\n", capsys.readouterr().out)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
@@ -144,6 +151,35 @@ def test_a_backend_that_refuses_and_one_that_falls(
     assert "IndexError: list index out of range (test_command.py:" in answer["cells"][0]["reason"]
     code, answer = run(capsys, *ONE, "--backend", "absent")
     assert (code, answer["skipped"]) == (77, {"absent": "it is not installed"})
+
+
+@pytest.mark.parametrize(
+    ("more", "before", "inside"),
+    [([], None, "fix"), ([], "off", "off"), (["--no-fixes"], None, "off"), (["--no-fixes"], "fix", "off")],
+)
+def test_kvfixes_fixes_are_in_place_while_it_runs(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    more: list[str],
+    before: str | None,
+    inside: str,
+) -> None:
+    """And not after it. The environment is what the engines that it starts see."""
+    if before is None:
+        monkeypatch.delenv("KVFIX", raising=False)
+    else:
+        monkeypatch.setenv("KVFIX", before)
+    seen: list[str | None] = []
+
+    def look(trip: Any) -> Any:
+        seen.append(os.environ.get("KVFIX"))
+        raise Refused("looked")
+
+    monkeypatch.setattr(backend, "all_backends", lambda: {"looks": backend.Backend("looks", "", look)})
+    run(capsys, *ONE, "--backend", "looks", *more)
+    assert seen == [inside]
+    assert os.environ.get("KVFIX") == before
+    assert logging.getLogger("kvfix").propagate
 
 
 def test_what_was_found_before_an_error_is_not_lost(

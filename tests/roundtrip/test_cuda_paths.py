@@ -74,6 +74,14 @@ def test_a_staging_buffer_that_is_shared_by_mistake_is_seen() -> None:
     assert set(trip.run(copy).findings[0].classes) == {"wrong slot"}
 
 
+def test_what_the_host_does_waits_for_what_its_lane_waits_for() -> None:
+    """A stream does not keep the host from writing to a buffer that it still reads."""
+    lane, done = races.StreamLane(CUDA, slow=False), list[str]()
+    lane.wait(races.Event("event"))
+    lane.submit(lambda: done.extend(lane.stream.asked), host=True)
+    assert done == ["wait_event", "synchronize"]
+
+
 def test_a_lane_is_a_stream() -> None:
     """Its work comes after that of the current stream, where its operands were made, and they live until its end."""
     slow, other = races.StreamLane(CUDA, slow=True), races.StreamLane(CUDA, slow=False)

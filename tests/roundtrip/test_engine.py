@@ -3,25 +3,35 @@
 from __future__ import annotations
 
 import copy
+import json
+import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
+from kvfix_tools.roundtrip import command, engine_loads
 from kvfix_tools.roundtrip.backends import engine
 from kvfix_tools.roundtrip.engine_child import ASKED, BLOCK, BLOCKS, GENERATE, OTHERS
 
 PLAIN: dict[str, Any] = {
-    name: {"tokens": [[1, 2], [3, 4]], "hits": 0, "asked": 600} for name in ("cold", "others", "warm")
+    name: {"tokens": tokens, "hits": 0, "loads": {"loaded": 0, "failed": 0}, "asked": 600}
+    for name, tokens in {
+        "cold": [[1, 2], [3, 4]],
+        "changed": [[1, 3], [4, 4]],
+        "others": [[5, 5]],
+        "warm": [[1, 2], [3, 4]],
+    }.items()
 }
+GRANTED = SimpleNamespace(can_load=True, lmcache_cached_tokens=192, vllm_cached_tokens=32)
 
 
 @pytest.fixture
 def ran() -> dict[str, Any]:
     """An engine whose last round had its hits, and the same outputs."""
     answer = copy.deepcopy(PLAIN)
-    answer["warm"]["hits"] = 576
+    answer["warm"].update(hits=576, loads={"loaded": 576, "failed": 0})
     return answer
 
 
@@ -34,6 +44,14 @@ def test_equal_outputs_without_hits_prove_nothing(ran: dict[str, Any]) -> None:
     assert "no token came from the external cache" in str(engine.judge(PLAIN, ran))
 
 
+def test_hits_without_loads_prove_nothing(ran: dict[str, Any]) -> None:
+    """vLLM computes what a load has not brought."""
+    ran["warm"]["loads"] = {"loaded": 512, "failed": 0}
+    assert "576 tokens were promised and 512 loaded" in str(engine.judge(PLAIN, ran))
+    ran["warm"]["loads"] = {"loaded": 576, "failed": 2}
+    assert "the load of 2 blocks failed" in str(engine.judge(PLAIN, ran))
+
+
 def test_a_cache_that_was_not_empty_proves_nothing(ran: dict[str, Any]) -> None:
     ran["cold"]["hits"] = 64
     assert "was not empty" in str(engine.judge(PLAIN, ran))
@@ -41,8 +59,17 @@ def test_a_cache_that_was_not_empty_proves_nothing(ran: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("name", PLAIN)
 def test_other_outputs(ran: dict[str, Any], name: str) -> None:
-    ran[name]["tokens"][1] = [3, 5]
-    assert engine.judge(PLAIN, ran) == f"{name}: 1 of 2 outputs differ from those without connector"
+    ran[name]["tokens"][0] = [3, 5]
+    many = len(PLAIN[name]["tokens"])
+    assert engine.judge(PLAIN, ran) == f"{name}: 1 of {many} outputs differ from those without connector"
+
+
+def test_a_model_that_does_not_look_at_what_is_loaded_proves_nothing(ran: dict[str, Any]) -> None:
+    """vLLM's dummy weights make such a one: the answers are those to any prompt with the same last token."""
+    plain = copy.deepcopy(PLAIN)
+    plain["changed"]["tokens"][1] = plain["cold"]["tokens"][1]
+    ran["changed"] = plain["changed"]
+    assert str(engine.judge(plain, ran)).startswith("1 outputs are those of prompts with other first tokens")
 
 
 def test_the_others_write_over_nearly_all_blocks() -> None:
@@ -54,11 +81,63 @@ def test_the_others_write_over_nearly_all_blocks() -> None:
     assert usable - written < held / 4
 
 
-def test_in_process_needs_a_gpu() -> None:
-    assert "no in-process connector for the CPU" in str(engine.missing_v1(torch.device("cpu")))
+@pytest.mark.parametrize(
+    ("request_", "tokens"),
+    [
+        (SimpleNamespace(load_spec=None), 0),
+        (SimpleNamespace(load_spec=SimpleNamespace(can_load=False)), 0),
+        (
+            SimpleNamespace(load_spec=SimpleNamespace(can_load=True, lmcache_cached_tokens=192, vllm_cached_tokens=32)),
+            160,
+        ),
+        (SimpleNamespace(direction="STORE", op=SimpleNamespace(start=0, end=64)), 0),
+        (SimpleNamespace(direction="RETRIEVE", op=SimpleNamespace(start=64, end=192, skip_first_n_tokens=8)), 120),
+    ],
+    ids=["nothing", "not granted", "in process", "a store", "multi-process"],
+)
+def test_what_is_loaded_is_written_down(request_: Any, tokens: int, tmp_path: Path) -> None:
+    assert engine_loads.read(str(tmp_path / "none")) == {"loaded": 0, "failed": 0}
+    (tmp_path / "some").write_text("loaded=192\nfailed=2\nloaded=8\n")
+    assert engine_loads.read(str(tmp_path / "some")) == {"loaded": 200, "failed": 2}
+    assert engine_loads.due(request_) == tokens
 
 
 def test_an_engine_that_dies_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engine.sys, "executable", "/bin/false")
     with pytest.raises(RuntimeError, match="the engine ended with 1"):
         engine.run_engine(tmp_path, None, "cpu")
+
+
+def test_the_error_that_came_first_is_said() -> None:
+    log = (
+        "WARNING ValueError: none of it\n(Worker pid=1) KeyError: 'the cause'\nTraceback:\nEngineDeadError: look above"
+    )
+    assert engine.cause(log) == "KeyError: 'the cause'"
+    assert engine.cause("x" * 2000) == "... " + "x" * 1000
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(900)
+class TestOnRealEngines:
+    """LMCache's own connector V2 moves the KV of vLLM's attention. (Multi-process: tests/engine, the same set-up.)"""
+
+    def run(self, capsys: pytest.CaptureFixture[str], *more: str) -> tuple[int, dict[str, Any]]:
+        code = command.main(["--backend", "engine-v1", "--device", "cpu", "--json", *more])
+        [cell] = json.loads(capsys.readouterr().out)["cells"]
+        return code, cell
+
+    def test_with_kvfix(self, capsys: pytest.CaptureFixture[str]) -> None:
+        code, cell = self.run(capsys)
+        assert code == 0, cell
+        assert "of 600 prompt tokens 576 promised, 576 loaded" in cell["operations"]
+
+    def test_as_released(
+        self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, release: Any
+    ) -> None:
+        """LMCache issue 4463: everything is promised and loaded, nothing is said, and the answers are others. (0.5.6 is
+        the first whose torch operations refuse the layout that vLLM for the CPU has.)"""
+        monkeypatch.setenv("PYTHONPATH", str(release("0.5.5")) + os.pathsep + os.environ.get("PYTHONPATH", ""))
+        code, cell = self.run(capsys, "--no-fixes")
+        assert (code, cell["verdict"]) == (1, "failed")
+        assert cell["reason"] == "warm: 3 of 3 outputs differ from those without connector"
+        assert "of 600 prompt tokens 576 promised, 576 loaded" in cell["operations"]

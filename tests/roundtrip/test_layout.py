@@ -30,6 +30,7 @@ READ: dict[str, Read] = {
     "mla": lambda t, n, k, b, o, h: t[n][b, o],
     "one-tensor": lambda t, n, k, b, o, h: t[0][n, k, b, o, h],
     "block-outermost": lambda t, n, k, b, o, h: t[0][b, n, k, o, h],
+    "packed-pool": lambda t, n, k, b, o, h: t[0][b, n, o, h, k * HS : (k + 1) * HS],
 }  # fmt: skip
 
 

@@ -17,9 +17,8 @@ from kvfix_tools.roundtrip.trip import Result, Transfer, Trip
 class Backend(NamedTuple):
     """`open` makes the transfer of one cell, or raises trip.Refused. `missing`: why it cannot be used on this device at
     all, or None. `group`: another name to ask for it by, together with its like. `axes`: what it is for, of the values
-    of an axis; others are only tried if they are asked for. `known`: a reported bug that a layout shows; it is named
-    beside what was found, and hides nothing. `whole`: one check in place of all cells; it
-    fills in a result."""
+    of an axis; others are only tried if they are asked for. `whole`: one check in place of all cells; it fills in a
+    result."""
 
     name: str
     says: str
@@ -27,7 +26,6 @@ class Backend(NamedTuple):
     missing: Callable[[torch.device], str | None] = lambda device: None
     group: str = ""
     axes: Axes = {}
-    known: dict[str, str] = {}
     whole: Callable[[torch.device, Result], Result] | None = None
 
 

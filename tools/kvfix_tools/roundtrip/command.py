@@ -6,6 +6,7 @@ argparse, so that it runs where there is torch and nothing else.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -14,7 +15,7 @@ from functools import partial
 import torch
 
 from kvfix_tools.roundtrip import backend as backends
-from kvfix_tools.roundtrip import races, speed
+from kvfix_tools.roundtrip import fixes, races, speed
 from kvfix_tools.roundtrip.backend import Backend
 from kvfix_tools.roundtrip.cell import AXES, Axes, Cell, full, pairs
 from kvfix_tools.roundtrip.element import too_large
@@ -46,6 +47,7 @@ def parser() -> argparse.ArgumentParser:
     add("--gib", type=float, help="size of the transfer that is timed; 0: none (default: 1/32 on a CPU, 4 on CUDA)")
     add("--seed", type=int, default=0)
     add("--inject", choices=tuple(FAULTS), help="plant this fault; it must be found")
+    add("--no-fixes", action="store_true", help="LMCache and vLLM as released: without kvfix's fixes")
     add("--json", action="store_true")
     add("--list", action="store_true", help="the backends, and what is missing for them here")
     return options
@@ -81,11 +83,13 @@ def main(arguments: list[str] | None = None) -> int:
 
 def run(chosen: list[Backend], cells: dict[str, list[Cell]], device: torch.device, options: argparse.Namespace) -> int:
     report = Report(device, options)
-    here = [one for one in chosen if not report.without(one, one.missing(device))]
-    threads = torch.get_num_threads()
-    if device.type == "cpu":
-        torch.set_num_threads(1)  # the cells are small: threads would only wait for one another
-    try:
+    with contextlib.ExitStack() as placed:
+        if any(one.name != "torch" for one in chosen):
+            placed.enter_context(fixes.placed(not options.no_fixes))
+        here = [one for one in chosen if not report.without(one, one.missing(device))]
+        if device.type == "cpu":  # the cells are small: threads would only wait for one another
+            placed.callback(torch.set_num_threads, torch.get_num_threads())
+            torch.set_num_threads(1)
         work = list(jobs(here, cells, device, options))
         for number, (cell, job) in enumerate(work):
             report.progress(number, len(work), cell)
@@ -94,9 +98,7 @@ def run(chosen: list[Backend], cells: dict[str, list[Cell]], device: torch.devic
         for one in [one for one in here if timed and not one.whole]:
             report.progress(len(work), len(work), Cell(one.name))
             report.speed(speed.measure(one, device, options.gib, options.seed))
-    finally:
-        torch.set_num_threads(threads)
-    return report.end()
+        return report.end()
 
 
 def jobs(
@@ -111,12 +113,11 @@ def jobs(
             for cell in cells[one.name] if not one.whole else []:
                 yield cell, partial(once, one, cell, device, options.inject)
     some = any(getattr(options, axis) for axis in AXES)  # asked for cells, not for races
-    if any(one.name == "torch" for one in chosen) and (
-        options.race is not None or not events or not (some or options.inject)
-    ):
-        for name in options.race or races.RACES:
-            cell = Cell("torch", layers=options.layers, head_size=options.head_size, seed=options.seed)
-            yield cell, partial(races.run, name, cell, device, events)
+    if options.race is not None or not events or not (some or options.inject):
+        for one in chosen:
+            cell = Cell(one.name, layers=options.layers, head_size=options.head_size, seed=options.seed)
+            for name in [name for name in options.race or races.RACES if name in races.of(one.name)]:
+                yield cell, partial(guarded, cell, partial(raced, name, cell, device, events))
 
 
 def once(one: Backend, cell: Cell, device: torch.device, fault: str | None = None) -> Result:
@@ -128,6 +129,11 @@ def once(one: Backend, cell: Cell, device: torch.device, fault: str | None = Non
         return trip.run(Faulty(transfer, trip, fault) if fault else transfer)
 
     return guarded(cell, moved)
+
+
+def raced(name: str, cell: Cell, device: torch.device, events: bool, result: Result) -> Result:
+    result.race = name
+    return races.run(name, cell, device, events)
 
 
 def guarded(cell: Cell, job: Callable[[Result], Result]) -> Result:

@@ -69,6 +69,8 @@ LAYOUTS = {
         _layout("mla", "block offset"),
         _layout("one-tensor", "layer kv block offset head"),
         _layout("block-outermost", "block layer kv offset head"),
+        # The pool of hybrid models, and vLLM's BLNHC: to each layer the other ones are padding between its blocks.
+        _layout("packed-pool", "block layer offset head kv", "block layer offset head kv*element"),
     )
 }
 

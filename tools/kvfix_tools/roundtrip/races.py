@@ -46,7 +46,12 @@ class StreamLane:
             with torch.cuda.stream(self.stream):
                 torch.cuda._sleep(SLEEP)
 
-    def submit(self, work: Work) -> None:
+    def submit(self, work: Work, host: bool = False) -> None:
+        """host: it is the host that does it, at once; it waits for what the stream waits for."""
+        if host:
+            self.stream.synchronize()
+            work()
+            return
         self.kept.append(work)
         self.stream.wait_stream(torch.cuda.current_stream(self.device))  # where its operands were made
         with torch.cuda.stream(self.stream):
@@ -66,7 +71,7 @@ class DeferredLane:
     slow: bool
     queue: deque[Work | Event] = field(default_factory=deque)
 
-    def submit(self, work: Work) -> None:
+    def submit(self, work: Work, host: bool = False) -> None:
         self.queue.append(work)
 
     def record(self) -> Event:
@@ -105,25 +110,33 @@ class Lanes:
         if self.events:
             lane.wait(event)
 
-    def finish(self) -> None:
+    def finish(self, until: Any = None) -> None:
+        """Everything; or until nothing is left to do in this lane."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
             return
         order = sorted(self.lanes, key=lambda lane: lane.slow)
-        while any(lane.step() for lane in order):
+        while (until is None or until.queue) and any(lane.step() for lane in order):
             pass
-        assert not any(lane.queue for lane in self.lanes), "lanes that wait for one another"
+        asked = self.lanes if until is None else [until]
+        if any(lane.queue for lane in asked):
+            raise RuntimeError("lanes that wait for one another")
 
 
 class Race(Trip):
-    """A cell of the torch backend whose transfer runs beside other work."""
+    """A cell whose transfer runs beside other work: the torch backend's."""
 
     def __init__(self, cell: Cell, device: torch.device, events: bool) -> None:
         super().__init__(cell, device)
-        self.copy, self.lanes = TorchCopy(self), Lanes(device, events)
-        self.host = self.copy.host
+        self.lanes = Lanes(device, events)
+        self.result.operations = "streams" if device.type == "cuda" else "streams by a stand-in: deferred, in order"
+        self.copy: Any = self.copier()
+        self.host: Region = self.copy.host
         self.cache.fill(everywhere(STALE))
         self.host.fill(self.poison(self.host))
+
+    def copier(self) -> Any:
+        return TorchCopy(self)
 
     def ended(self) -> Result:
         self.result.verdict = "failed" if self.result.findings else "passed"
@@ -149,7 +162,8 @@ class Race(Trip):
         for into, content in zip(region.tensors(), image.tensors(), strict=True):
             part = {name: values[first : first + len(into)] for name, values in at.items()}
             chosen = where(part).nonzero()[:, 0]
-            lane.submit(lambda into=into, chosen=chosen, content=content[chosen]: into.index_copy_(0, chosen, content))
+            work = partial(into.index_copy_, 0, chosen, content[chosen])
+            lane.submit(work, host=into.device.type != self.device.type)
             first += len(into)
 
     def mapped(self, slots: torch.Tensor) -> Callable[[Coordinates], torch.Tensor]:
@@ -244,10 +258,21 @@ RACES: dict[str, Callable[[Race], None]] = {
 }
 
 
+def of(backend: str) -> tuple[str, ...]:
+    """The races of a backend. LMCache's connectors have no more than one transfer each in flight."""
+    if backend == "torch":
+        return tuple(RACES)
+    return tuple(name for name in RACES if name != "many-in-flight") if backend in ("lmcache-v2", "lmcache-v3") else ()
+
+
 def run(name: str, cell: Cell, device: torch.device, events: bool = True) -> Result:
     """One race. events: False takes out what the lanes wait for."""
-    race = Race(cell, device, events)
-    race.result.operations = "streams" if device.type == "cuda" else "stand-in for streams: deferred copies, in order"
+    if cell.backend == "torch":
+        race = Race(cell, device, events)
+    else:
+        from kvfix_tools.roundtrip.races_lmcache import ConnectorRace  # imports LMCache
+
+        race = ConnectorRace(cell, device, events)
     race.result.race = name
     RACES[name](race)
     return race.ended()

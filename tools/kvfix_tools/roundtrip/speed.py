@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -59,17 +60,18 @@ def measure(backend: Backend, device: torch.device, gib: float | None, seed: int
         del trip, transfer  # their memory
     except (Refused, NotImplementedError, RuntimeError, ValueError, AssertionError) as error:
         return Speed(Result(cell, "refused", reason=str(error)), 0, 0, 0, 0, 0)
-    there, back = plain(result.moved, device)
+    there, back = (result.moved / taken for taken in plain(result.moved, device))
     return Speed(result, result.moved / result.store, result.moved / result.load, there, back, seconds)
 
 
+@functools.lru_cache(maxsize=512)
 def plain(size: int, device: torch.device) -> tuple[float, float]:
-    """Bytes a second of one plain copy to pinned memory, and of one back."""
+    """Seconds of one plain copy of so many bytes to pinned memory, and of one back: measured once in a run."""
     on_device = torch.zeros(size, dtype=torch.uint8, device=device)
     on_host = torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
     return (
-        size / fastest(lambda: on_host.copy_(on_device, non_blocking=True), device),
-        size / fastest(lambda: on_device.copy_(on_host, non_blocking=True), device),
+        fastest(lambda: on_host.copy_(on_device, non_blocking=True), device),
+        fastest(lambda: on_device.copy_(on_host, non_blocking=True), device),
     )
 
 

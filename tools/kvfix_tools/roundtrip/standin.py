@@ -9,9 +9,10 @@ from __future__ import annotations
 import ast
 import contextlib
 import ctypes
+import inspect
 from collections.abc import Iterable
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import FunctionType, ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -73,11 +74,27 @@ class _Assertions(ast.NodeTransformer):
 
 
 def on_cpu(module: ModuleType, **names: Any) -> None:
-    """Runs a module's source again without those assertions, and gives it these names."""
+    """Takes those assertions out of a module's functions, and gives it these names. The functions stay the ones that
+    they are, whatever has been hung on them (kvfix's own fixes, too)."""
     assert module.__file__
     tree = _Assertions().visit(ast.parse(Path(module.__file__).read_text()))
-    exec(compile(tree, module.__file__, "exec"), module.__dict__)
+    again = dict(vars(module))
+    exec(compile(tree, module.__file__, "exec"), again)
+    for name, new in again.items():
+        if getattr(new, "__module__", None) == module.__name__:
+            _take_code(vars(module)[name], new)
     module.__dict__.update(torch=Torch(), **names)
+
+
+def _take_code(old: Any, new: Any) -> None:
+    """The code of a function, or of each function of a class, under its decorators."""
+    if isinstance(new, type):
+        for name, value in vars(new).items():
+            _take_code(vars(old)[name], value)
+        return
+    old, new = (inspect.unwrap(getattr(function, "__func__", function)) for function in (old, new))
+    if isinstance(new, FunctionType):
+        old.__code__ = new.__code__
 
 
 def copy_all(to: Iterable[int], source: Iterable[int], sizes: Iterable[int]) -> None:

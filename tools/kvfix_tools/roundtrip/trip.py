@@ -47,7 +47,8 @@ class Transfer(Protocol):
 
 @dataclass
 class Result:
-    """`verdict`: passed, failed, refused (with `reason`). Bytes, seconds of the fastest store and load."""
+    """`verdict`: passed, failed, refused (with `reason`). Bytes, seconds of the fastest store and load; and of a plain
+    copy of as many bytes there and back."""
 
     cell: Cell
     verdict: str
@@ -57,6 +58,8 @@ class Result:
     verified: int = 0
     store: float = 0.0
     load: float = 0.0
+    plain_store: float = 0.0
+    plain_load: float = 0.0
     operations: str = ""
     race: str = ""
 

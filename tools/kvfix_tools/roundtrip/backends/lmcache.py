@@ -22,6 +22,7 @@ import torch
 from kvfix_tools.roundtrip import region as regions
 from kvfix_tools.roundtrip import standin
 from kvfix_tools.roundtrip.backend import Backend
+from kvfix_tools.roundtrip.backends.torch_copy import layers
 from kvfix_tools.roundtrip.layout import Geometry
 from kvfix_tools.roundtrip.region import Region
 from kvfix_tools.roundtrip.trip import Refused, Trip
@@ -34,9 +35,13 @@ CLASSES = {
     "layerwise": "VLLMPagedMemLayerwiseGPUConnector",
 }
 #: Those that LMCache has a format for (0.5.6 kv_format/specs) and that reach its in-process connectors from vLLM.
-LAYOUTS = ("nhd", "nhd-block-first", "hnd", "hnd-block-first", "packed", "packed-hnd", "mla")
-#: vLLM 0.26 and later, the default configuration.
-KNOWN = dict.fromkeys(("packed", "packed-hnd"), "LMCache issue 4463: wrong KV from the packed layout")
+LAYOUTS = ("nhd", "nhd-block-first", "hnd", "hnd-block-first", "packed", "packed-hnd", "packed-pool", "mla")
+#: vLLM hands on a view whose axes are always in one order, whatever they are in memory: HND as NHD, and, from 0.26 on,
+#: NHD as HND (0.20.2 flash_attn.py:138, 0.26.0 flash_attn.py:131).
+VIEWS = {
+    **dict.fromkeys(("hnd", "hnd-block-first"), (0, 1, 3, 2, 4)),
+    **dict.fromkeys(("packed", "packed-pool"), (0, 2, 1, 3)),
+}
 #: What vLLM tells LMCache of the layout (0.5.6 integration/vllm/utils.py:43).
 HND = ("hnd", "hnd-block-first", "packed-hnd", "packed-cpu")
 
@@ -48,7 +53,8 @@ def missing(device: torch.device) -> str | None:
 class Connector:
     """One of LMCache's GPU connectors and its memory objects, which are views of the host region."""
 
-    def __init__(self, kind: str, trip: Trip) -> None:
+    def __init__(self, kind: str, trip: Trip, buffer: bool = True) -> None:
+        """buffer: chunks go by a buffer on the device, as the engine has it by default."""
         module = connectors(trip.device.type)
         geometry, self.caches = as_vllm(trip)
         self.cell, self.kind = trip.cell, kind
@@ -57,11 +63,10 @@ class Connector:
             raise Refused("the layerwise connector loads whole chunks")
         region = regions.host(geometry, AXES[kind], self.chunk, self.count, trip.device, trip.cell.seed)
         self.objects = memory_objects(region, geometry, kind)
-        #: What lies where in a memory object is not defined for K and V packed in one axis: only the round trip is.
-        self.host: Region | None = None if geometry.layout.fused else region
+        self.host: Region | None = region
         made = getattr(module, CLASSES[kind]).from_metadata
         metadata = make_metadata(geometry, self.chunk)
-        self.connector = made(metadata, True, trip.device, layout_hints=hints(geometry))
+        self.connector = made(metadata, buffer, trip.device, layout_hints=hints(geometry))
         moved_by = "single_layer_kv_transfer" if kind == "layerwise" else "multi_layer_kv_transfer"
         self.operations = operations(trip.device, moved_by)
 
@@ -105,11 +110,13 @@ class Connector:
 def as_vllm(trip: Trip) -> tuple[Geometry, list[torch.Tensor]]:
     """The KV cache as vLLM hands it on: a tensor for each layer, and fp8 as uint8 (0.32.0 utils/torch_utils.py:33)."""
     geometry = trip.geometry
-    if geometry.layout.one_tensor:
+    if geometry.layout.one_tensor and geometry.layout.name not in VIEWS:
         raise Refused("LMCache's connectors take a tensor for each layer")
     if geometry.dtype.itemsize == 1:
         geometry = replace(geometry, dtype=torch.uint8)
-    return geometry, [tensor.view(geometry.dtype) for tensor in trip.cache.typed()]
+    tensors = [tensor.view(geometry.dtype) for tensor in layers(trip.cache.typed(), geometry)]
+    view = VIEWS.get(geometry.layout.name)
+    return geometry, [tensor.permute(view) if view else tensor for tensor in tensors]
 
 
 def memory_objects(region: Region, geometry: Geometry, kind: str) -> list[Any]:
@@ -143,7 +150,7 @@ def make_metadata(geometry: Geometry, chunk: int) -> Any:
 
 
 def hints(geometry: Geometry) -> dict[str, str]:
-    return {"kv_layout": "HND" if geometry.layout.name in HND else "NHD"}
+    return {"kv_layout": "HND" if geometry.layout.name in HND else "NHD"}  # of a pool, too: the strides tell
 
 
 @functools.cache
@@ -164,9 +171,10 @@ def connectors(device: str) -> Any:
 
 def operations(device: torch.device, name: str) -> str:
     """Which of LMCache's operations moves the bytes: compiled, or the fall-back that it takes without a word."""
-    import lmcache
-
-    ops = lmcache.device_ops if hasattr(lmcache, "device_ops") else lmcache.c_ops
+    module = connectors(device.type)
+    ops = getattr(module, "device_ops", getattr(module, "lmc_ops", None))
+    if not hasattr(ops, name):
+        raise Refused(f"LMCache {importlib.metadata.version('lmcache')} has no {name} on this machine")
     move = getattr(ops, name)
     compiled = not hasattr(move, "__code__") and not hasattr(move, "__func__")
     kind = "its compiled operations" if compiled else "its torch fall-back"
@@ -177,7 +185,7 @@ def operations(device: torch.device, name: str) -> str:
 def _backend(kind: str) -> Backend:
     axes = {"layout": LAYOUTS, **({"skip": ("none",)} if kind == "layerwise" else {})}
     says = f"LMCache's {CLASSES[kind]}"
-    return Backend(f"lmcache-{kind}", says, lambda trip: Connector(kind, trip), missing, "lmcache", axes, KNOWN)
+    return Backend(f"lmcache-{kind}", says, lambda trip: Connector(kind, trip), missing, "lmcache", axes)
 
 
 BACKENDS = tuple(_backend(kind) for kind in CLASSES)

@@ -82,6 +82,6 @@ def _same(thing: Any, source: int) -> Any:
 BACKENDS = (
     Backend(
         "lmcache-engine", "LMCache's cache engine and its CPU storage", ThroughEngine, lmcache.missing,
-        axes={"layout": lmcache.LAYOUTS}, known=lmcache.KNOWN,
+        axes={"layout": lmcache.LAYOUTS},
     ),
 )  # fmt: skip

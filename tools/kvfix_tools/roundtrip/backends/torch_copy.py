@@ -90,7 +90,7 @@ def paged(tensor: torch.Tensor, geometry: Geometry) -> torch.Tensor:
         return held.permute(1, 3, 0, 2, 4)
     if name == "hnd-block-first":
         return held.permute(0, 3, 1, 2, 4)
-    if name == "packed":
+    if name in ("packed", "packed-pool"):
         return held.unflatten(3, (two, words)).permute(0, 1, 3, 2, 4)
     if name == "packed-hnd":
         return held.unflatten(3, (two, words)).permute(0, 2, 3, 1, 4)

@@ -1,0 +1,183 @@
+"""KVF020 and KVF021 move what they should: rows of every size, in every order in memory, to a device and back.
+
+That LMCache's connectors are right with them, and wrong without, is shown on the real ones: tests/roundtrip.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from kvfix.fixes import kvf020_packed_layout_moved_wrong as kvf020
+from kvfix.fixes import kvf021_layerwise_takes_heads_for_tokens as kvf021
+
+LAYERS, BLOCKS, BLOCK, HEADS = 2, 5, 4, 3
+SLOTS = torch.tensor([7, 0, 19, 5, 12])
+
+
+def caches(width: int, dtype: torch.dtype, order: str) -> list[torch.Tensor]:
+    """vLLM's tensors [blocks, heads, block, 2 * width], each byte by chance; `order`: theirs in memory."""
+    size = BLOCKS * HEADS * BLOCK * 2 * width * LAYERS
+    held = torch.randint(0, 256, (size * dtype.itemsize,), dtype=torch.uint8).view(dtype)
+    if order == "HND":
+        return list(held.view(LAYERS, BLOCKS, HEADS, BLOCK, 2 * width))
+    if order == "NHD":
+        return list(held.view(LAYERS, BLOCKS, BLOCK, HEADS, 2 * width).transpose(2, 3))
+    return list(held.view(BLOCKS, LAYERS, BLOCK, HEADS, 2 * width).transpose(2, 3).unbind(1))
+
+
+def row(cache: torch.Tensor, slot: int, kv: int, width: int) -> list[int]:
+    """All heads of a token's K or V: where vLLM's attention reads them."""
+    block, offset = divmod(slot, BLOCK)
+    rows = [cache[block, head, offset, kv * width : (kv + 1) * width] for head in range(HEADS)]
+    return torch.cat(rows).view(torch.uint8).tolist()
+
+
+@pytest.mark.parametrize("order", ["HND", "NHD", "pool"])
+@pytest.mark.parametrize(
+    ("width", "dtype"), [(32, torch.bfloat16), (3, torch.bfloat16), (1, torch.uint8), (3, torch.float32)], ids=str
+)
+def test_each_row_goes_where_it_belongs(order: str, width: int, dtype: torch.dtype) -> None:
+    engine = caches(width, dtype, order)
+    held = torch.zeros(2, LAYERS, len(SLOTS), HEADS * width, dtype=dtype)
+    kvf020.gather(torch, held, engine, SLOTS)
+    for kv in range(2):
+        for layer, cache in enumerate(engine):
+            for token, slot in enumerate(SLOTS.tolist()):
+                assert held[kv, layer, token].view(torch.uint8).tolist() == row(cache, slot, kv, width)
+    others = caches(width, dtype, order)
+    before = [cache.clone() for cache in others]
+    to = torch.tensor([-1, 3, -1, 8, 9])
+    kvf020.scatter(torch, held, others, to, skip=2)
+    written = {8: 3, 9: 4}  # slot: token; the second is skipped
+    for layer, cache in enumerate(others):
+        for slot in range(BLOCKS * BLOCK):
+            for kv in range(2):
+                right = row(before[layer], slot, kv, width)
+                if slot in written:
+                    right = held[kv, layer, written[slot]].view(torch.uint8).tolist()
+                assert row(cache, slot, kv, width) == right, slot
+
+
+def test_the_widest_word_that_fits() -> None:
+    assert kvf020._word(torch, caches(32, torch.bfloat16, "NHD"), 64) is torch.int64
+    assert kvf020._word(torch, caches(3, torch.bfloat16, "NHD"), 6) is torch.int16
+    assert kvf020._word(torch, caches(1, torch.uint8, "NHD"), 1) is torch.uint8
+
+
+class Elsewhere:
+    """A tensor of the host, as one on a GPU sees it: not on its device, not CUDA's."""
+
+    device, is_cuda = torch.device("meta"), False
+
+    def __init__(self, held: torch.Tensor) -> None:
+        self.held, self.shape, self.dtype = held, held.shape, held.dtype
+
+    def copy_(self, staging: torch.Tensor, non_blocking: bool) -> None:
+        self.held.copy_(staging)
+
+    def to(self, device: torch.device, non_blocking: bool) -> torch.Tensor:
+        return self.held.to(device, copy=True)
+
+
+class Stream:
+    def __init__(self) -> None:
+        self.waited = 0
+
+    def synchronize(self) -> None:
+        self.waited += 1
+
+
+def test_by_a_buffer_on_the_device() -> None:
+    import contextlib
+
+    engine, stream = caches(32, torch.bfloat16, "NHD"), Stream()
+    tensor = torch.zeros(2, LAYERS, len(SLOTS), HEADS * 32, dtype=torch.bfloat16)
+    here = SimpleNamespace(torch=Streams(torch, contextlib.nullcontext))
+    connector, chunk = SimpleNamespace(store_stream=stream, use_mla=False), SimpleNamespace(tensor=Elsewhere(tensor))
+    more = {"kvcaches": engine, "slot_mapping": torch.cat([SLOTS, SLOTS])}
+    kvf020.correct_store(here)(unreached)(connector, chunk, 5, 10, **more)
+    right = torch.zeros_like(tensor)
+    kvf020.gather(torch, right, engine, SLOTS)
+    assert torch.equal(tensor.view(torch.int16), right.view(torch.int16))
+    assert stream.waited == 1
+    others = caches(32, torch.bfloat16, "NHD")
+    kvf020.correct_load(here)(unreached)(connector, chunk, 5, 10, kvcaches=others, slot_mapping=more["slot_mapping"])
+    for layer, cache in enumerate(others):
+        for slot in SLOTS.tolist():
+            assert row(cache, slot, 1, 32) == row(engine[layer], slot, 1, 32)
+
+
+class Streams:
+    """torch, whose streams do everything at once."""
+
+    def __init__(self, real: Any, stream: Any) -> None:
+        self.real, self.cuda = real, SimpleNamespace(stream=lambda _: stream())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.real, name)
+
+
+def unreached(connector: Any, memory_obj: Any, start: int, end: int, **more: Any) -> None:
+    raise AssertionError("LMCache's own")
+
+
+def theirs(connector: Any, memory_obj: Any, start: int, end: int, **more: Any) -> str:
+    return "LMCache's own"
+
+
+@pytest.mark.parametrize(
+    ("mla", "kvcaches"),
+    [
+        (False, [torch.zeros(2, 5, 4, 3, 8)]),
+        (True, [torch.zeros(5, 4, 8)]),
+        (False, [(SLOTS, SLOTS)]),
+    ],
+    ids=["split", "MLA", "K and V apart"],
+)
+def test_other_layouts_are_left_to_lmcache(mla: bool, kvcaches: Any) -> None:
+    connector = SimpleNamespace(use_mla=mla)
+    for correct in (kvf020.correct_store, kvf020.correct_load):
+        hook = correct(SimpleNamespace(torch=torch))(theirs)
+        assert hook(connector, None, 0, 5, kvcaches=kvcaches, slot_mapping=SLOTS) == "LMCache's own"
+
+
+def test_a_memory_object_of_another_size_is_not_written(caplog: pytest.LogCaptureFixture) -> None:
+    """LMCache's own answer, and it is said."""
+    connector = SimpleNamespace(store_stream=Stream(), use_mla=False)
+    here = SimpleNamespace(torch=torch)
+    for number, (correct, width) in enumerate(((kvf020.correct_store, 31), (kvf020.correct_load, 30))):
+        chunk = SimpleNamespace(tensor=torch.zeros(2, LAYERS, 5, HEADS * width, dtype=torch.bfloat16))
+        more = {"kvcaches": caches(32, torch.bfloat16, "NHD"), "slot_mapping": SLOTS}
+        assert correct(here)(theirs)(connector, chunk, 0, 5, **more) == "LMCache's own"
+        assert len([one for one in caplog.records if "a fault of kvfix itself" in one.message]) == number + 1
+
+
+@pytest.mark.parametrize("name", ["0.5.2", "0.5.3", "0.5.5", "0.5.6"])
+def test_both_are_put_in_place_without_a_warning(zygote: Any, release: Any, name: str) -> None:
+    code = """
+import kvfix
+from kvfix import notice
+kvfix.apply()
+import lmcache.v1.gpu_connector.gpu_connectors
+rows = {row.code: row.verdict for row in kvfix.status()}
+warned = [said for said in notice._said if "KVF02" in said and "applied to" not in said]
+result = [rows["KVF020"], rows["KVF021"], warned]
+"""
+    assert zygote(code, release(name)) == ["applied", "applied", []]
+
+
+def test_the_probe_of_kvf021_on_each_place_of_the_function(zygote: Any, release: Any) -> None:
+    code = """
+import importlib
+from kvfix.fixes.kvf021_layerwise_takes_heads_for_tokens import correct, shows_bug
+operations = importlib.import_module({module!r})
+function = operations.single_layer_kv_transfer
+result = [shows_bug(function, operations), shows_bug(correct(operations)(function), operations)]
+"""
+    places = dict(zip(("0.5.2", "0.5.3", "0.5.6"), [patch.module for patch in kvf021.FIX.patches], strict=True))
+    for name, module in places.items():
+        assert zygote(code.format(module=module), release(name)) == [True, False], name
