@@ -13,17 +13,21 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import clean_environment
+from tests.conftest import ROOT, clean_environment
 
 
 @contextmanager
-def server() -> Iterator[dict[str, Any]]:
-    """vLLM's kv_transfer_config for LMCacheMPConnector with this server."""
+def server(lmcache: Path | None = None) -> Iterator[dict[str, Any]]:
+    """vLLM's kv_transfer_config for LMCacheMPConnector with this server. lmcache: folder of 0.4.6; else the newest."""
     port, http_port = free_port(), free_port()
     command = [sys.executable, "-m", "kvfix_tools.cli", "run", "--", str(Path(sys.executable).with_name("lmcache"))]
     command += ["server", "--port", str(port), "--http-port", str(http_port), "--chunk-size", "64"]
-    command += ["--l1-size-gb", "0.5", "--eviction-policy", "LRU", "--supported-transfer-mode", "auto"]
+    command += ["--l1-size-gb", "0.5", "--eviction-policy", "LRU"]
+    command += ["--transfer-mode", "non_gpu"] if lmcache else ["--supported-transfer-mode", "auto"]
     settings = {"PYTHONHASHSEED": "0", "LMCACHE_TRACK_USAGE": "false", "LMCACHE_DISABLE_BANNER": "1"}
+    if lmcache:
+        places = [str(place) for place in (lmcache, ROOT / "patches", ROOT / "tools")]
+        settings["PYTHONPATH"] = os.pathsep.join(places)
     process = subprocess.Popen(
         [*command, "--disable-observability"],
         env=clean_environment(**settings),
