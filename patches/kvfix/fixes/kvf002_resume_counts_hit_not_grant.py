@@ -97,7 +97,7 @@ def shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
         _unfinished_requests={probe.NAME: probe.request(900, num_computed_tokens=800)},
     )
     try:
-        hook(impl, probe.step(50, blocks=blocks, resumed=True))
+        hook(impl, probe.step(50, computed=800, blocks=blocks, resumed=True))
     except AssertionError as error:
         if "Preempted request" not in str(error):
             raise

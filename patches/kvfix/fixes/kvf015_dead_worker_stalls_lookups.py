@@ -30,7 +30,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from kvfix import clock, notice, probe
-from kvfix.correction import around
+from kvfix.correction import after, around, corrected, instead
 from kvfix.fix import Fix, Patch
 
 if TYPE_CHECKING:
@@ -73,18 +73,20 @@ def pause_of(holder: Any) -> Pause:
 
 def correct(module: ModuleType) -> Callable[..., Any]:
     @around
-    def send_and_recv_all(transport: Any, message: Any) -> Generator[None, Any, Any]:
-        pause, begun = pause_of(transport), clock.now()
-        if begun < pause.until:
-            return []
-        answers = yield
-        if answers:
-            pause.answered()
-        else:
-            pause.failed(clock.now() - begun)
+    def unless_paused(transport: Any, message: Any) -> Generator[None, Any, Any] | None:
+        transport._kvfix_begun = begun = clock.now()
+        pause = getattr(transport, "_kvfix_pause", None)
+        return None if pause is None or begun >= pause.until else instead([])
+
+    @after
+    def send_and_recv_all(transport: Any, answers: Any, message: Any) -> Any:
+        if not answers:
+            pause_of(transport).failed(clock.now() - transport._kvfix_begun)
+        elif hasattr(transport, "_kvfix_pause"):
+            transport._kvfix_pause.answered()
         return answers
 
-    return send_and_recv_all
+    return lambda original: corrected(original, [send_and_recv_all, unless_paused])
 
 
 def correct_lookup(module: ModuleType) -> Callable[..., Any]:

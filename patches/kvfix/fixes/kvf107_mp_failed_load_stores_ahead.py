@@ -41,6 +41,9 @@ if TYPE_CHECKING:
 
 def correct(module: ModuleType) -> Callable[..., Any]:
     def build_connector_meta(connector: Any, scheduler_output: Any) -> None:
+        cached = scheduler_output.scheduled_cached_reqs
+        if not scheduler_output.scheduled_new_reqs and not cached.resumed_req_ids:
+            return  # most steps
         for request_id, computed in _scheduled(scheduler_output):
             tracker = connector.request_trackers.get(request_id)
             if tracker is not None and not tracker.num_scheduled_tokens:

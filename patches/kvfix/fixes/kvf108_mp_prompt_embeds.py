@@ -40,7 +40,7 @@ ALL = 1 << 40
 
 
 def correct(module: ModuleType) -> Callable[..., Any]:
-    def asks(connector: Any, request: Any, *_: Any, **__: Any) -> Any:
+    def asks(connector: Any, request: Any, num_computed_tokens: int = 0) -> Any:
         return None if getattr(request, "prompt_embeds", None) is None else _not_cached(connector, request)
 
     return around(asks)

@@ -34,23 +34,29 @@ from kvfix.fix import Fix
 from kvfix.fixes import _mp
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Generator
     from types import ModuleType
 
 
 def correct(module: ModuleType) -> Callable[..., Any]:
-    def update_state_after_alloc(connector: Any, request: Any, *_: Any, **__: Any) -> Iterator[Any]:
+    @around
+    def update_state_after_alloc(
+        connector: Any, request: Any, blocks: Any, num_external_tokens: int
+    ) -> Generator[None, Any, Any] | None:
         tracker = connector.request_trackers.get(request.request_id)
         if tracker is None or not tracker.cache_salt:
-            return (yield)
-        adapter = connector.scheduler_adapter
-        adapter.free_lookup_locks = functools.partial(adapter.free_lookup_locks, cache_salt=tracker.cache_salt)
-        try:
-            return (yield)
-        finally:
-            del adapter.free_lookup_locks
+            return None
+        return _salted(connector.scheduler_adapter, tracker.cache_salt)
 
-    return around(update_state_after_alloc)
+    return update_state_after_alloc
+
+
+def _salted(adapter: Any, salt: str) -> Generator[None, Any, Any]:
+    adapter.free_lookup_locks = functools.partial(adapter.free_lookup_locks, cache_salt=salt)
+    try:
+        return (yield)
+    finally:
+        del adapter.free_lookup_locks
 
 
 def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 def correct(module: ModuleType) -> Callable[..., Any]:
-    def asks(connector: Any, request: Any, *_: Any, **__: Any) -> None:
+    def asks(connector: Any, request: Any, num_computed_tokens: int = 0) -> None:
         if getattr(request, "skip_reading_prefix_cache", False):
             _mp.nothing_cached(connector.scheduler_adapter, request.request_id)
 
