@@ -42,13 +42,12 @@ if TYPE_CHECKING:
 
 def correct_worker(adapter: ModuleType) -> Callable[..., Any]:
     def wait_for_save(impl: Any) -> None:
-        failed = getattr(impl, "_invalid_block_ids", None)  # 0.3.9 does not know which
-        if failed:
-            for request in impl._parent._get_connector_metadata().requests:
-                if request.save_spec is not None and _has_one_of(failed, request.slot_mapping, impl._block_size):
-                    request.save_spec.can_save = False
+        failed = impl._invalid_block_ids
+        for request in impl._parent._get_connector_metadata().requests:
+            if request.save_spec is not None and _has_one_of(failed, request.slot_mapping, impl._block_size):
+                request.save_spec.can_save = False
 
-    return before(wait_for_save)
+    return before(wait_for_save, when='getattr(impl, "_invalid_block_ids", None)')  # 0.3.9 does not know which
 
 
 def _has_one_of(failed: Any, slot_mapping: Any, block_size: int) -> bool:

@@ -94,8 +94,6 @@ def _but_for(name: str, end: Callable[[str], None], request_id: str) -> None:
 
 def correct_step(module: ModuleType) -> Callable[..., Any]:
     def build_connector_meta(connector: Any, scheduler_output: Any) -> None:
-        if not getattr(connector, "_kvfix_looking", None):
-            return  # most steps
         adapter = connector.scheduler_adapter
         for name, free in list(connector._kvfix_looking.items()):
             locked = adapter.check_lookup_result(name)
@@ -106,7 +104,7 @@ def correct_step(module: ModuleType) -> Callable[..., Any]:
                 adapter.cleanup_lookup_result(name)
                 adapter.end_session(name)
 
-    return before(build_connector_meta)
+    return before(build_connector_meta, when='getattr(connector, "_kvfix_looking", None)')
 
 
 def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:

@@ -41,15 +41,15 @@ if TYPE_CHECKING:
 
 def correct(module: ModuleType) -> Callable[..., Any]:
     def build_connector_meta(connector: Any, scheduler_output: Any) -> None:
-        cached = scheduler_output.scheduled_cached_reqs
-        if not scheduler_output.scheduled_new_reqs and not cached.resumed_req_ids:
-            return  # most steps
         for request_id, computed in _scheduled(scheduler_output):
             tracker = connector.request_trackers.get(request_id)
             if tracker is not None and not tracker.num_scheduled_tokens:
                 _count_from(connector, tracker, computed)
 
-    return before(build_connector_meta)
+    return before(
+        build_connector_meta,
+        when="scheduler_output.scheduled_new_reqs or scheduler_output.scheduled_cached_reqs.resumed_req_ids",
+    )
 
 
 def _scheduled(scheduler_output: Any) -> Iterator[tuple[str, int]]:

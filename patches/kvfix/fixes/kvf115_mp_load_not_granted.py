@@ -39,18 +39,15 @@ if TYPE_CHECKING:
 def correct(module: ModuleType) -> Callable[..., Any]:
     prefetching = module.LMCacheMPRequestState.PREFETCHING
 
-    @around
     def update_state_after_alloc(
         connector: Any, request: Any, blocks: Any, num_external_tokens: int
     ) -> Generator[None, Any, Any] | None:
-        if num_external_tokens:
-            return None
         tracker = connector.request_trackers.get(request.request_id)
         if tracker is None or tracker.state is not prefetching:
             return None
         return _all_in_vllm(tracker, _mp.block_size(connector))
 
-    return update_state_after_alloc
+    return around(update_state_after_alloc, when="not num_external_tokens")
 
 
 def _all_in_vllm(tracker: Any, size: int) -> Generator[None, Any, Any]:

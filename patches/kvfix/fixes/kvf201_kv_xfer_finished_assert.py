@@ -50,25 +50,21 @@ def _loading(scheduler: Any) -> set[str]:
 
 def correct_free(module: ModuleType) -> Callable[..., Any]:
     def _free_request(scheduler: Any, request: Any, delay_free_blocks: bool = False) -> None:
-        if delay_free_blocks:
-            _loading(scheduler).add(request.request_id)
+        _loading(scheduler).add(request.request_id)
 
-    return before(_free_request)
+    return before(_free_request, when="delay_free_blocks")
 
 
 def correct(module: ModuleType) -> Callable[..., Any]:
-    @around
     def _update_from_kv_xfer_finished(scheduler: Any, output: Any) -> Generator[Any, Any, Any] | None:
         received, sent = output.finished_recving, output.finished_sending
-        if not (received or sent):  # most steps
-            return None
         freed = {each for each in received or () if _is_due(scheduler, each, "finished_recving")}
         stored = {each for each in sent or () if each not in freed and _is_due(scheduler, each, "finished_sending")}
         if len(freed) == len(received or ()) and len(stored) == len(sent or ()):
             return None
         return _with_reports(output, freed, stored)  # of a request with both, the first frees
 
-    return _update_from_kv_xfer_finished
+    return around(_update_from_kv_xfer_finished, when="output.finished_recving or output.finished_sending")
 
 
 def _with_reports(output: Any, received: set[str], sent: set[str]) -> Generator[Any, Any, Any]:
