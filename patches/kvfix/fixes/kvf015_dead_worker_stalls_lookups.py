@@ -72,21 +72,20 @@ def pause_of(holder: Any) -> Pause:
 
 
 def correct(module: ModuleType) -> Callable[..., Any]:
-    @around
     def unless_paused(transport: Any, message: Any) -> Generator[None, Any, Any] | None:
-        transport._kvfix_begun = begun = clock.now()
-        pause = getattr(transport, "_kvfix_pause", None)
-        return None if pause is None or begun >= pause.until else instead([])
+        return instead([]) if clock.now() < transport._kvfix_pause.until else None
 
-    @after
     def send_and_recv_all(transport: Any, answers: Any, message: Any) -> Any:
-        if not answers:
-            pause_of(transport).failed(clock.now() - transport._kvfix_begun)
-        elif hasattr(transport, "_kvfix_pause"):
-            transport._kvfix_pause.answered()
+        pause = pause_of(transport)
+        if answers:
+            pause.answered()
+        else:
+            pause.failed(transport.timeout_ms / 1000)
         return answers
 
-    return lambda original: corrected(original, [send_and_recv_all, unless_paused])
+    known = 'hasattr(transport, "_kvfix_pause")'
+    inside, outside = after(send_and_recv_all, when=f"not answers or {known}"), around(unless_paused, when=known)
+    return lambda original: corrected(original, [inside, outside])
 
 
 def correct_lookup(module: ModuleType) -> Callable[..., Any]:
@@ -127,6 +126,7 @@ def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
     vars(transport).update(
         _world_size=1,
         sockets=[socket],
+        timeout_ms=3000,
         encoder=SimpleNamespace(encode=lambda part: b""),
         _recreate_all_sockets=lambda: None,
     )
