@@ -21,7 +21,8 @@ LMCache 0.4.5 to 0.5.6, and 0.4.4 to 0.5.5 with lmcache_mp_connector_0180 and _0
 of the connector.
 
 ## Upstream
-https://github.com/vllm-project/vllm/pull/44100 (open), https://github.com/LMCache/LMCache/issues/5248.
+https://github.com/vllm-project/vllm/issues/44100, https://github.com/vllm-project/vllm/pull/44101 (open),
+https://github.com/LMCache/LMCache/pull/5248. None known of a prefetch that is under way.
 
 ## Remove when
 `request_finished` frees the locks of a lookup that was not used.

@@ -16,7 +16,7 @@ It keeps those of the last 64 steps in which requests ended.
 LMCache 0.4.3 to 0.5.6, with its own connector and with vLLM's copy.
 
 ## Upstream
-None known.
+None known in LMCache or vLLM; seen in the review of a fork, https://github.com/local-inference-lab/vllm/pull/525.
 
 ## Remove when
 `_returned_finished` is emptied.
