@@ -39,16 +39,13 @@ if TYPE_CHECKING:
 
 
 def correct(module: ModuleType) -> Callable[..., Any]:
-    @around
     def update_state_after_alloc(
         connector: Any, request: Any, blocks: Any, num_external_tokens: int
-    ) -> Generator[None, Any, Any] | None:
-        tracker = connector.request_trackers.get(request.request_id)
-        if tracker is None or not tracker.cache_salt:
-            return None
-        return _salted(connector.scheduler_adapter, tracker.cache_salt)
+    ) -> Generator[None, Any, Any]:
+        return _salted(connector.scheduler_adapter, connector.request_trackers[request.request_id].cache_salt)
 
-    return update_state_after_alloc
+    salt = 'getattr(connector.request_trackers.get(request.request_id), "cache_salt", "")'
+    return around(update_state_after_alloc, when=salt)
 
 
 def _salted(adapter: Any, salt: str) -> Generator[None, Any, Any]:

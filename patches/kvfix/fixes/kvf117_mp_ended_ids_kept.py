@@ -32,7 +32,7 @@ from kvfix.correction import after
 from kvfix.fix import Fix, Patch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
     from types import ModuleType
 
 STEPS = 64
@@ -45,13 +45,12 @@ class Recent(set[str]):
         super().__init__()
         self._brought: deque[tuple[str, ...]] = deque()
 
-    def update(self, *others: Iterable[str]) -> None:
-        for ids in map(tuple, others):
-            if ids:
-                super().update(ids)
-                self._brought.append(ids)
-                if len(self._brought) > STEPS:
-                    self.difference_update(self._brought.popleft())
+    def update(self, ids: set[str]) -> None:  # type: ignore[override]
+        if ids:  # it is called in every step
+            super().update(ids)
+            self._brought.append(tuple(ids))
+            if len(self._brought) > STEPS:
+                self.difference_update(self._brought.popleft())
 
 
 def correct(module: ModuleType) -> Callable[..., Any]:
