@@ -1,12 +1,15 @@
 """How a correction hangs on a hook: before it, after it, or around it.
 
 A hook runs in every step of the engine. `def hook(*args, **kwargs)` that calls on with `*args` costs 60 to 120 ns, a
-plain call 8: so each function that stands for a hook is made, once, with the hook's own parameters.
+plain call 8, and each function more that is called 50 to 150. So one function is made for a hook and all of its
+corrections, with the hook's own parameters, and what they look at to see whether they have anything to do, their
+`when`, is looked at in there: where they have not, it costs no call.
 """
 
 from __future__ import annotations
 
 import functools
+import re
 from contextlib import suppress
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
@@ -14,63 +17,114 @@ from typing import TYPE_CHECKING, Any
 from kvfix import notice
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
+    from collections.abc import Callable, Generator, Sequence
     from types import CodeType
 
 #: Flags of a code object: it has `*args`, it has `**kwargs`.
 _VARARGS, _VARKEYWORDS = 4, 8
+#: A name, and no attribute of this name.
+_NAME = r"(?<![.\w\"])(?:{})\b"
 
-PLAIN = """
+#: What stands for the hook. `inner`: what all corrections but the outermost do; `name`: of that one.
+_HOOK = """
 def hook({parameters}):
-    return _original({arguments})
+{inner}
+    return _answer
+"""
+_ORIGINAL = """
+_answer = _original({first}{rest})
 """
 _BEFORE = """
-def hook({parameters}):
-    try:
-        _correct({arguments})
-    except Exception as _error:
-        _fault(_where, _error)
-    return _original({arguments})
+try:
+    if {when}:
+        {name}({first}{rest})
+except Exception as _error:
+    _fault({where!r}, _error)
+{inner}
 """
 _AFTER = """
-def hook({parameters}):
-    _answer = _original({arguments})
-    try:
-        return _correct({first}, _answer{rest})
-    except Exception as _error:
-        _fault(_where, _error)
-        return _answer
+{inner}
+try:
+    if {when}:
+        _answer = {name}({first}, _answer{rest})
+except Exception as _error:
+    _fault({where!r}, _error)
 """
 _AROUND = """
-def hook({parameters}):
-    try:
-        _steps = _correct({arguments})
-    except Exception as _error:
-        _fault(_where, _error)
-        _steps = None
-    return _original({arguments}) if _steps is None else _drive(_original, _where, _steps, {arguments})
+try:
+    _steps = {name}({first}{rest}) if {when} else None
+except Exception as _error:
+    _fault({where!r}, _error)
+    _steps = None
+if _steps is None:
+{inner_deeper}
+else:
+    _answer = _drive({name}_inner, {where!r}, _steps, {first}{rest})
 """
 
 
-def before(prepare: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+class Correction:
+    """What `before`, `after` and `around` make of a function of a fix. Calling it puts it around a hook."""
+
+    def __init__(self, template: str, correct: Callable[..., Any], when: str) -> None:
+        self.template = template
+        self.correct = correct
+        self.when = when
+        self.where = f"{correct.__module__}.{correct.__name__}"
+        #: In the text of a hook, one for each correction: while texts are exchanged a call may see names of both.
+        self.name = "_" + re.sub(r"\W", "_", self.where)
+
+    def __call__(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        return corrected(original, [self])
+
+    def when_in(self, hook: list[str]) -> str:
+        """`when` with the names of a hook's parameters in place of its own; "" if they do not have names."""
+        own, given = self._parameters(), list(hook)
+        if self.template is _AFTER:
+            given.insert(1, "_answer")
+        known = dict(zip(own, given, strict=False))
+        if any(re.search(_NAME.format(name), self.when) for name in own[len(known) :]):
+            return ""
+        return re.sub(_NAME.format("|".join(own)), lambda found: known[found[0]], self.when)
+
+    def guarded(self) -> Callable[..., Any]:
+        """The correction with its `when` in front, for such a hook."""
+        has_to = eval(f"lambda {', '.join(self._parameters())}, *_, **__: {self.when}")
+        has_to.__defaults__ = self.correct.__defaults__
+
+        def correct(*args: Any, **kwargs: Any) -> Any:
+            if has_to(*args, **kwargs):
+                return self.correct(*args, **kwargs)
+            return args[1] if self.template is _AFTER else None
+
+        return correct
+
+    def _parameters(self) -> tuple[str, ...]:
+        code = self.correct.__code__
+        return code.co_varnames[: code.co_argcount]
+
+
+def before(prepare: Callable[..., Any], when: str = "") -> Correction:
     """A correction that sets right what the hook is going to read, then lets it answer.
 
     prepare: (instance, *arguments of the hook); what it returns is not looked at. Should it fail, the hook runs all the
     same and the fault is said once.
+    when: an expression of its parameters, most often false, and then it is not called.
     """
-    return functools.partial(_corrected, _BEFORE, prepare)
+    return Correction(_BEFORE, prepare, when)
 
 
-def after(correct: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def after(correct: Callable[..., Any], when: str = "") -> Correction:
     """A correction that lets the hook answer, then corrects the answer: the cheapest one, for what runs often.
 
     correct: (instance, answer, *arguments of the hook) -> the right answer. Should it fail, the hook's own answer
     stands and the fault is said once.
+    when: an expression of its parameters, most often false, and then it is not called.
     """
-    return functools.partial(_corrected, _AFTER, correct)
+    return Correction(_AFTER, correct, when)
 
 
-def around(correct: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def around(correct: Callable[..., Any], when: str = "") -> Correction:
     """A correction that has something to do before the hook, after it, or both: a generator that yields once.
 
     correct: (instance, *arguments of the hook) -> None where there is nothing to correct, which costs next to nothing;
@@ -79,8 +133,9 @@ def around(correct: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callab
     Returning before the yield: the hook is not run. If the hook raises, its exception goes on to the caller, and the
     generator is closed where it stands (use `finally` for what must be put back). Should the correction fail, the
     hook runs with the caller's arguments, its own answer stands, and the fault is said once.
+    when: an expression of its parameters, most often false, and then it is not called.
     """
-    return functools.partial(_corrected, _AROUND, correct)
+    return Correction(_AROUND, correct, when)
 
 
 def instead(answer: Any) -> Generator[None, Any, Any]:
@@ -89,31 +144,54 @@ def instead(answer: Any) -> Generator[None, Any, Any]:
     yield
 
 
-def like(original: Any, template: str, names: dict[str, Any]) -> Callable[..., Any]:
-    """A function made from the template that has the parameters of `original` and sees `names`, by name, as they are.
+def corrected(original: Any, corrections: Sequence[Callable[[Any], Any]]) -> Callable[..., Any]:
+    """One function that stands for the original with all of these around it, the first one nearest to it.
 
-    It hands all arguments on by position, defaults filled in; keyword-only ones by name. For what is no plain function
-    it takes any arguments and hands them on as they came.
+    It has the parameters of the original and hands all of them on by position, defaults filled in; keyword-only ones by
+    name. For what is no plain function it takes any arguments and hands them on as they came. A decorator of another
+    kind gets what is inside of it as a function.
     """
-    names["_original"] = original
-    exec(_compiled(template, *_parameters(original)), names)  # the text is ours, what is put into it are identifiers
+    inside: list[Correction] = []
+    called = original
+    for each in corrections:
+        if isinstance(each, Correction):
+            inside.append(each)
+        else:
+            called, inside = each(_joined(original, called, inside)), []
+    return _joined(original, called, inside)
+
+
+def _joined(original: Any, called: Any, corrections: list[Correction]) -> Callable[..., Any]:
+    """With the parameters of the original; what is called in its place is a decorator's."""
+    names: dict[str, Any] = {"_original": called, "_fault": notice.fault, "_drive": _drive}
+    by_place, parameters, rest = _parameters(original)
+    first = by_place[0]
+    text = _ORIGINAL.format(first=first, rest=rest)
+    for place, each in enumerate(corrections):
+        name = f"{each.name}_{place}"
+        when = each.when and each.when_in(by_place)
+        names[name] = each.guarded() if each.when and not when else each.correct
+        if each.template is _AROUND:
+            names[f"{name}_inner"] = _joined(original, called, corrections[:place]) if place else called
+        known = {"name": name, "when": when or "True", "where": each.where, "first": first, "rest": rest}
+        text = each.template.format(inner=text, inner_deeper=_deeper(text), **known)
+    exec(_compiled(_HOOK.format(parameters=parameters, inner=_deeper(text))), names)  # ours, but for the identifiers
     hook = names.pop("hook")
+    hook.__code__ = hook.__code__.replace()  # its own, since the interpreter keeps in it what it has seen of `names`
     if isinstance(original, FunctionType):
         hook.__defaults__, hook.__kwdefaults__ = original.__defaults__, original.__kwdefaults__
     found: Callable[..., Any] = functools.wraps(original)(hook)
     return found
 
 
-def _corrected(template: str, correct: Callable[..., Any], original: Callable[..., Any]) -> Callable[..., Any]:
-    where = f"{correct.__module__}.{correct.__name__}"
-    names = {"_correct": correct, "_where": where, "_fault": notice.fault, "_drive": _drive}
-    return like(original, template, names)
+def _deeper(text: str) -> str:
+    return "".join(f"    {line}\n" for line in text.splitlines() if line)
 
 
-def _parameters(original: Any) -> tuple[str, str, str]:
-    """As they are written in a `def` without defaults; the first as it is handed on; and the others."""
+def _parameters(original: Any) -> tuple[list[str], str, str]:
+    """Those by place; all, as they are written in a `def` without defaults; and all but the first as handed on."""
     if not isinstance(original, FunctionType) or not original.__code__.co_argcount:
-        return "_instance, *args, **kwargs", "_instance", ", *args, **kwargs"
+        return ["_instance"], "_instance, *args, **kwargs", ", *args, **kwargs"
     code = original.__code__
     plain, keywords = code.co_argcount, code.co_kwonlyargcount
     names = code.co_varnames
@@ -126,12 +204,11 @@ def _parameters(original: Any) -> tuple[str, str, str]:
         declared.insert(code.co_posonlyargcount, "/")
     declared += many or (["*"] if keywords else [])
     handed = [*by_place[1:], *many, *(f"{name}={name}" for name in by_name), *more]
-    return ", ".join([*declared, *by_name, *more]), by_place[0], "".join(f", {each}" for each in handed)
+    return by_place, ", ".join([*declared, *by_name, *more]), "".join(f", {each}" for each in handed)
 
 
 @functools.lru_cache(maxsize=256)
-def _compiled(template: str, parameters: str, first: str, rest: str) -> CodeType:
-    text = template.format(parameters=parameters, arguments=first + rest, first=first, rest=rest)
+def _compiled(text: str) -> CodeType:
     return compile(text, "<a hook corrected by kvfix>", "exec")
 
 

@@ -27,6 +27,7 @@ CURES: list[tuple[str, str, tuple[str, ...]]] = [
     ("KVR009", r"^fetched chunks of the worker ", ("KVF012",)),
     ("KVR009", r"^pins of the worker ", ("KVF009", "KVF005")),
     ("KVR009", r"^worker_adapter\.finished_stores ", ("KVF109",)),
+    ("KVR009", r"^worker_adapter\._returned_finished ", ("KVF117",)),
     ("KVR009", r"^scheduler_adapter\.", ("KVF105",)),
     ("KVR009", r"^read locks of the server ", ("KVF105", "KVF114", "KVF116")),
     ("KVR010", "", ("KVF104",)),

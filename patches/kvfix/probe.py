@@ -72,14 +72,20 @@ def request(num_tokens: int, **more: Any) -> Any:
     return SimpleNamespace(**{**attributes, **more})
 
 
-def step(tokens: int, *, new: Any = None, blocks: list[int] | None = None, resumed: bool = False) -> Any:
-    """A scheduler output with one request: `new`, or one that is known; resumed with `blocks` if it was preempted."""
+def step(
+    tokens: int, *, new: Any = None, computed: int = 0, blocks: list[int] | None = None, resumed: bool = False
+) -> Any:
+    """A scheduler output with one request: `new`, or one that is known, with so many tokens computed.
+
+    It is resumed with `blocks` if it was preempted.
+    """
     known = [] if new is not None else [NAME]
     return SimpleNamespace(
         finished_req_ids=set(),
         scheduled_new_reqs=[] if new is None else [new],
         scheduled_cached_reqs=SimpleNamespace(
             req_ids=known,
+            num_computed_tokens=[computed for _ in known],
             new_block_ids=[None if blocks is None else (blocks,)],
             resumed_req_ids=set(known) if resumed else set(),
             resumed_from_preemption=[resumed],

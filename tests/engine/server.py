@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -10,15 +11,21 @@ from pathlib import Path
 from typing import Any
 
 from kvfix_tools.roundtrip import engines
-from tests.conftest import clean_environment
+from tests.conftest import ROOT, clean_environment
 
 
 @contextmanager
-def server() -> Iterator[dict[str, Any]]:
-    """vLLM's kv_transfer_config for LMCacheMPConnector with this server."""
+def server(lmcache: Path | None = None) -> Iterator[dict[str, Any]]:
+    """vLLM's kv_transfer_config for LMCacheMPConnector with this server. lmcache: folder of 0.4.6; else the newest."""
     start = (sys.executable, "-m", "kvfix_tools.cli", "run", "--")
+    environment = clean_environment()
+    transfer_mode = engines.ANY_MODE
+    if lmcache:
+        places = [str(place) for place in (lmcache, ROOT / "patches", ROOT / "tools")]
+        environment["PYTHONPATH"] = os.pathsep.join(places)
+        transfer_mode = ("--transfer-mode", "non_gpu")
     with (
         tempfile.TemporaryDirectory() as folder,
-        engines.server(Path(folder) / "log", 64, clean_environment(), start) as transfer,
+        engines.server(Path(folder) / "log", 64, environment, start, transfer_mode) as transfer,
     ):
         yield transfer

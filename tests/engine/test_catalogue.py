@@ -1,7 +1,7 @@
 """Bugs of the newest LMCache on real vLLM engines: they die, leak or crawl as released, and are right with kvfix.
 
-Eight engines. (mp-lookup-double-count, in vLLM's own copy of the connector, cannot be shown so: that copy starts with
-LMCache 0.4.4 to 0.4.6 only, whose server moves KV by CUDA handles.)
+Ten engines. vLLM's own copy of the multi-process connector starts with LMCache 0.4.4 to 0.4.6 only, and on the CPU it
+takes a stand-in for CUDA's events (plugin/kvfix_engine_standin.py); client and server of 0.4.6 are the real ones.
 """
 
 from __future__ import annotations
@@ -77,6 +77,28 @@ def test_statistics_of_an_aborted_request(apply: bool, tmp_path: Path) -> None:
             engine={**engine.ENGINE, "max_num_seqs": 1},
         )  # fmt: skip
     assert died(ran, "Request tracker for request_id") is not apply
+
+
+@APPLY
+def test_polls_of_a_waiting_request_in_vllms_own_copy(apply: bool, tmp_path: Path, release) -> None:  # type: ignore[no-untyped-def]
+    """The hit of a request that waits for blocks counts as stored again at each poll: what follows it is not stored.
+
+    The first 512 tokens of a prompt of 900 are cached. It waits while another one has 22 of the 32 blocks, and runs.
+    Then it is asked for again, and all 14 chunks of 64 tokens should be found.
+    """
+    long, other = prompt(900, 21), prompt(640, 22)
+    rounds = [[(long[:512], 1)], [(other, 40), (long, 2)], [(long, 2)]]
+    with server(release("0.4.6")) as transfer:
+        ran = engine.run(
+            tmp_path, apply, transfer, rounds=rounds, lmcache=release("0.4.6"),
+            environment={"LMCACHE_USE_UPSTREAM_MP": "1"},
+        )  # fmt: skip
+    assert ran.answer is not None, ran.log[-3000:]
+    assert "Force use builtin LMCacheMPConnectorUpstream" in ran.log
+    granted = [line["tokens"] for line in ran.said if line["what"] == "grant"]
+    assert granted == [512, 896 if apply else 512]
+    assert ran.count("load") == 2
+    assert ran.answer["rounds"][1][1] == ran.answer["rounds"][2][0]
 
 
 def dump(pid: int, folder: Path) -> Iterator[dict[str, Any]]:

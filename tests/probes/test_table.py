@@ -15,6 +15,7 @@ from tests.lab.test_scenarios import PLAYED, played
 CONTENT = "only the contents of slots or chunks show it"
 SERVER = "only the server of the multi-process connector holds it"
 REQUEST = "no hook is called wrongly: what a request gets is what shows it"
+MEMORY = "it is kept on purpose, for a while: a step does not tell that this is for ever"
 WORKER = "what the worker has fetched is in a queue of LMCache's that has no names"
 UNSEEN = {
     "cache-salt-not-in-key": CONTENT,
@@ -30,6 +31,7 @@ UNSEEN = {
     "mp-heartbeat-never-starts": SERVER,
     "mp-free-locks-salt": SERVER,
     "mp-lookup-for-nothing": SERVER,
+    "mp-abort-while-prefetching": SERVER,
     "mp-idle-worker-forgotten": REQUEST,
     "reused-id-gets-dead-hit": REQUEST,
     "failed-load-reserves-itself": REQUEST,
@@ -38,6 +40,7 @@ UNSEEN = {
     "lookup-skips-computed": REQUEST,
     "async-fetched-left": WORKER,
     "async-late-answer-left": WORKER,
+    "mp-ended-ids-kept": MEMORY,
 }
 #: Seen by another rule than the lab's own, which looks into slots: in the hooks it is this.
 BY = {"mp-freed-while-stored": "KVR009"}

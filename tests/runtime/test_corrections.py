@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvfix.correction import after, around, before, instead
+from kvfix.correction import after, around, before, corrected, instead
 
 
 class Hooked:
@@ -107,6 +107,69 @@ def test_before_and_after() -> None:
     hooked = Hooked(lambda original: after(correct)(before(prepare)(original)))
     assert hooked(1) == "own1"
     assert (hooked.told, hooked.seen) == ([1], [((1,), {})])
+
+
+def as_named(answer: Hooked, hooked: int) -> str:
+    answer.seen.append(((hooked,), {}))
+    return "own"
+
+
+def as_any(*args: Any, **kwargs: Any) -> str:
+    return as_named(*args, **kwargs)
+
+
+@pytest.mark.parametrize("hook", [as_named, as_any])
+class TestWhen:
+    """An expression of the correction's own names, whatever the hook calls them: whether it is called."""
+
+    def test_true_and_false(self, hook: Callable[..., Any]) -> None:
+        def changes(hooked: Hooked, answer: str, one: int) -> str:
+            return answer + str(one)
+
+        def prepares(hooked: Hooked, one: int) -> None:
+            hooked.told.append(one)
+
+        def answers(hooked: Hooked, one: int) -> Any:
+            return instead("without")
+
+        hooked = Hooked(lambda _: None)
+        around_all = [
+            before(prepares, when="one > 1"),
+            after(changes, when='answer == "own" and one > 2'),
+            around(answers, when='getattr(hooked, "one", one) == 4'),
+        ]
+        corrected_hook = corrected(hook, around_all)
+        assert [corrected_hook(hooked, one) for one in (1, 2, 3, 4)] == ["own", "own", "own3", "without"]
+        assert hooked.told == [2, 3]
+        assert hooked.seen == [((1,), {}), ((2,), {}), ((3,), {})]
+
+    @pytest.mark.parametrize("kind", [before, around, after])
+    def test_that_fails(self, kind: Any, hook: Callable[..., Any], caplog: Any) -> None:
+        def correct(hooked: Hooked, *more: Any) -> Any:
+            raise AssertionError("is not called")
+
+        assert kind(correct, when="hooked.nobody_has_this")(hook)(Hooked(lambda _: None), 1) == "own"
+        assert all("AttributeError" in line for line in caplog.messages)
+
+
+def test_one_function_for_all_of_them() -> None:
+    """What stands for a hook calls it itself, however many corrections there are; another decorator is between."""
+    seen: list[str] = []
+
+    def hook(hooked: Any) -> None:
+        seen.append(inspect.stack()[1].function)
+        seen.append(inspect.stack()[2].function)
+
+    def theirs(original: Callable[..., Any]) -> Callable[..., Any]:
+        def between(*args: Any) -> Any:
+            return original(*args)
+
+        return between
+
+    ours = [before(lambda hooked: None), around(lambda hooked: None), after(lambda hooked, answer: answer)]
+    corrected(hook, ours)(0)
+    corrected(hook, [*ours, theirs, *ours])(0)
+    assert seen == ["hook", "test_one_function_for_all_of_them", "hook", "between"]
 
 
 def odd(it: Any, one: int, /, two: int = 2, *many: Any, three: int, four: int = 4, **more: Any) -> Any:

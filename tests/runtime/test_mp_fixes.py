@@ -28,7 +28,7 @@ def releases_with(target: str, dist: str) -> list[str]:
 PLAYED = [name for name in KNOWN["lmcache"]["releases"] if name in SpecifierSet(">=0.4.2", prereleases=True)]
 
 #: Their probes look at another function than the one corrected, or at more than that one.
-BLIND = ["KVF106", "KVF112", "KVF201"]
+BLIND = ["KVF106", "KVF112", "KVF117", "KVF201"]
 PROBE = """
 from importlib import import_module
 from kvfix import fix, target

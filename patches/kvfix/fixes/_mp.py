@@ -127,8 +127,7 @@ class Adapter:
 
 def scheduler_side(module: ModuleType, found: int | None = 0) -> Any:
     """For probes: a connector that was never set up, with what its scheduler hooks read. Blocks of 16 tokens."""
-    # vLLM's module has LMCache's class too, under its name.
-    owner = getattr(module, IN_TREE[2] if module.__name__ == IN_TREE[1] else LMCACHE[2])
+    owner = getattr(module, IN_TREE[2], None) or getattr(module, LMCACHE[2])  # vLLM's module has LMCache's class too
     connector = owner.__new__(owner)
     vars(connector).update(
         _role=None,

@@ -37,18 +37,14 @@ if TYPE_CHECKING:
 
 
 def correct(adapter: ModuleType) -> Callable[..., Any]:
-    def get_num_new_matched_tokens(
-        impl: Any, promised: int | None, request: Any, num_computed_tokens: int
-    ) -> int | None:
-        if not promised or not impl._max_tokens_per_load:
-            return promised
+    def get_num_new_matched_tokens(impl: Any, promised: int, request: Any, num_computed_tokens: int) -> int:
         spec = impl.load_specs[request.request_id]
         if spec.lmcache_cached_tokens == request.num_tokens:  # not capped: one less than all
             return promised
         due: int = spec.lmcache_cached_tokens - num_computed_tokens
         return max(0, due)
 
-    return after(get_num_new_matched_tokens)
+    return after(get_num_new_matched_tokens, when="promised and impl._max_tokens_per_load")
 
 
 def shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:

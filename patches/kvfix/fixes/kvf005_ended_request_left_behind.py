@@ -55,12 +55,12 @@ def correct_scheduler(adapter: ModuleType) -> Callable[..., Any]:
 def correct_worker(adapter: ModuleType) -> Callable[..., Any]:
     def get_finished(impl: Any, answer: Any, finished_req_ids: Any) -> Any:
         # With asynchronous loading a lookup pins nothing: what it fetched is let go by the clean-up of the lookup.
-        if finished_req_ids and impl.lmcache_engine is not None and not getattr(impl, "async_loading", False):
+        if impl.lmcache_engine is not None and not getattr(impl, "async_loading", False):
             for name in finished_req_ids:
                 impl.lmcache_engine.lookup_unpin(name)
         return answer
 
-    return after(get_finished)
+    return after(get_finished, when="finished_req_ids")
 
 
 def scheduler_shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:

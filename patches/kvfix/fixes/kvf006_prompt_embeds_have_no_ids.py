@@ -38,22 +38,20 @@ if TYPE_CHECKING:
 
 
 def correct_lookup(adapter: ModuleType) -> Callable[..., Any]:
-    @around
     def get_num_new_matched_tokens(impl: Any, request: Any, num_computed_tokens: int) -> Any:
-        return instead(0) if getattr(request, "prompt_embeds", None) is not None else None
+        return instead(0)
 
-    return get_num_new_matched_tokens
+    return around(get_num_new_matched_tokens, when='getattr(request, "prompt_embeds", None) is not None')
 
 
 def correct_metadata(adapter: ModuleType) -> Callable[..., Any]:
-    @around
     def build_connector_meta(impl: Any, scheduler_output: Any) -> Generator[Any, Any, Any] | None:
         for new in scheduler_output.scheduled_new_reqs:
             if new.prompt_token_ids is None:
                 return _not_cached(impl, scheduler_output)
         return None
 
-    return build_connector_meta
+    return around(build_connector_meta, when="scheduler_output.scheduled_new_reqs")
 
 
 def _not_cached(impl: Any, scheduler_output: Any) -> Generator[Any, Any, Any]:

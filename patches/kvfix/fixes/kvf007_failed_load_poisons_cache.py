@@ -42,13 +42,12 @@ if TYPE_CHECKING:
 
 def correct_worker(adapter: ModuleType) -> Callable[..., Any]:
     def wait_for_save(impl: Any) -> None:
-        failed = getattr(impl, "_invalid_block_ids", None)  # 0.3.9 does not know which
-        if failed:
-            for request in impl._parent._get_connector_metadata().requests:
-                if request.save_spec is not None and _has_one_of(failed, request.slot_mapping, impl._block_size):
-                    request.save_spec.can_save = False
+        failed = impl._invalid_block_ids
+        for request in impl._parent._get_connector_metadata().requests:
+            if request.save_spec is not None and _has_one_of(failed, request.slot_mapping, impl._block_size):
+                request.save_spec.can_save = False
 
-    return before(wait_for_save)
+    return before(wait_for_save, when='getattr(impl, "_invalid_block_ids", None)')  # 0.3.9 does not know which
 
 
 def _has_one_of(failed: Any, slot_mapping: Any, block_size: int) -> bool:
@@ -57,10 +56,10 @@ def _has_one_of(failed: Any, slot_mapping: Any, block_size: int) -> bool:
 
 def correct_scheduler(adapter: ModuleType) -> Callable[..., Any]:
     def build_connector_meta(impl: Any, scheduler_output: Any) -> None:
-        for name in scheduler_output.scheduled_cached_reqs.req_ids:
-            tracker = impl._request_trackers[name]
-            if impl._unfinished_requests[name].num_computed_tokens < len(tracker.token_ids):
-                tracker.num_saved_tokens = 0
+        cached, trackers = scheduler_output.scheduled_cached_reqs, impl._request_trackers
+        for name, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=False):
+            if computed < len(trackers[name].token_ids):
+                trackers[name].num_saved_tokens = 0
 
     return before(build_connector_meta)
 
@@ -94,7 +93,7 @@ def scheduler_shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
     request = probe.request(900, num_computed_tokens=256)
     meta = hook(
         probe.scheduler_side(_request_trackers={probe.NAME: tracker}, _unfinished_requests={probe.NAME: request}),
-        probe.step(16),
+        probe.step(16, computed=256),
     )
     return not meta.requests or meta.requests[0].save_spec.skip_leading_tokens != 0
 

@@ -40,11 +40,11 @@ if TYPE_CHECKING:
 
 def correct(adapter: ModuleType) -> Callable[..., Any]:
     def build_connector_meta(impl: Any, scheduler_output: Any) -> None:
-        for name in scheduler_output.scheduled_cached_reqs.req_ids:
-            tracker, request = impl._request_trackers[name], impl._unfinished_requests[name]
-            computed = request.num_computed_tokens
+        cached = scheduler_output.scheduled_cached_reqs
+        for name, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=False):
+            tracker = impl._request_trackers[name]
             if computed < len(tracker.token_ids):
-                tracker.token_ids = list(request.all_token_ids[:computed])
+                tracker.token_ids = list(impl._unfinished_requests[name].all_token_ids[:computed])
                 tracker.num_saved_tokens = 0
 
     return before(build_connector_meta)
@@ -56,7 +56,7 @@ def shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
     request = probe.request(900, num_computed_tokens=256)
     hook(
         probe.scheduler_side(_request_trackers={probe.NAME: tracker}, _unfinished_requests={probe.NAME: request}),
-        probe.step(16),
+        probe.step(16, computed=256),
     )
     return len(tracker.token_ids) != 272
 

@@ -38,19 +38,23 @@ if TYPE_CHECKING:
 
 def correct(engine: ModuleType) -> Callable[..., Any]:
     @around
-    def retrieve(engine: Any, tokens: Any, mask: Any = None, **more: Any) -> Generator[None, Any, Any]:
+    def retrieve(engine: Any, tokens: Any, mask: Any = None, **more: Any) -> Generator[None, Any, Any] | None:
         held = []
         if engine.async_loading and not engine.remove_after_retrieve:
             for chunk in _engine.fetched(engine, more.get("req_id")):
                 chunk.ref_count_up()
                 held.append((chunk, chunk.get_ref_count()))
-        answer = yield
-        for chunk, references in held:
-            if chunk.get_ref_count() == references:
-                chunk.ref_count_down()
-        return answer
+        return _given_back(held) if held else None
 
     return retrieve
+
+
+def _given_back(held: list[tuple[Any, int]]) -> Generator[None, Any, Any]:
+    answer = yield
+    for chunk, references in held:
+        if chunk.get_ref_count() == references:
+            chunk.ref_count_down()
+    return answer
 
 
 FIX = Fix(

@@ -65,7 +65,7 @@ def metadata_shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
     tracker = adapter.RequestTracker(probe.NAME, 900, [0] * 512, list(range(32)))
     request = probe.request(900, num_computed_tokens=256)
     impl = probe.scheduler_side(_request_trackers={probe.NAME: tracker}, _unfinished_requests={probe.NAME: request})
-    hook(impl, probe.step(16, blocks=list(range(40, 60)), resumed=True))
+    hook(impl, probe.step(16, computed=256, blocks=list(range(40, 60)), resumed=True))
     return bool(tracker.allocated_block_ids != list(range(40, 60)))
 
 

@@ -30,7 +30,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from kvfix import clock, notice, probe
-from kvfix.correction import around
+from kvfix.correction import after, around, corrected, instead
 from kvfix.fix import Fix, Patch
 
 if TYPE_CHECKING:
@@ -72,19 +72,20 @@ def pause_of(holder: Any) -> Pause:
 
 
 def correct(module: ModuleType) -> Callable[..., Any]:
-    @around
-    def send_and_recv_all(transport: Any, message: Any) -> Generator[None, Any, Any]:
-        pause, begun = pause_of(transport), clock.now()
-        if begun < pause.until:
-            return []
-        answers = yield
+    def unless_paused(transport: Any, message: Any) -> Generator[None, Any, Any] | None:
+        return instead([]) if clock.now() < transport._kvfix_pause.until else None
+
+    def send_and_recv_all(transport: Any, answers: Any, message: Any) -> Any:
+        pause = pause_of(transport)
         if answers:
             pause.answered()
         else:
-            pause.failed(clock.now() - begun)
+            pause.failed(transport.timeout_ms / 1000)
         return answers
 
-    return send_and_recv_all
+    known = 'hasattr(transport, "_kvfix_pause")'
+    inside, outside = after(send_and_recv_all, when=f"not answers or {known}"), around(unless_paused, when=known)
+    return lambda original: corrected(original, [inside, outside])
 
 
 def correct_lookup(module: ModuleType) -> Callable[..., Any]:
@@ -125,6 +126,7 @@ def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
     vars(transport).update(
         _world_size=1,
         sockets=[socket],
+        timeout_ms=3000,
         encoder=SimpleNamespace(encode=lambda part: b""),
         _recreate_all_sockets=lambda: None,
     )

@@ -44,7 +44,7 @@ STATISTICS = ("cached_token_stats", "num_lmcache_extra_cached_tokens")
 def correct(module: ModuleType) -> Callable[..., Any]:
     make_tracker = module.LMCacheMPRequestTracker
 
-    def request_finished(connector: Any, request: Any, *_: Any, **__: Any) -> None:
+    def request_finished(connector: Any, request: Any, block_ids: Any) -> None:
         asked = getattr(request, "kv_transfer_params", None)
         if not asked or request.request_id in connector.request_trackers:
             return

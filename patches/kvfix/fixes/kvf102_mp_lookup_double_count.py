@@ -39,11 +39,13 @@ if TYPE_CHECKING:
 
 
 def correct(module: ModuleType) -> Callable[..., Any]:
+    prefetching = module.LMCacheMPRequestState.PREFETCHING
+
     def get_num_new_matched_tokens(
         connector: Any, answer: tuple[int | None, bool], request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
         tracker = connector.request_trackers.get(request.request_id)
-        if answer[0] is None or tracker is None or tracker.state.name != "PREFETCHING":
+        if answer[0] is None or tracker is None or tracker.state is not prefetching:
             return answer
         size = _mp.block_size(connector)
         aligned = getattr(connector, "_hit_alignment_tokens", size)

@@ -40,11 +40,10 @@ _MODULE = "lmcache.integration.vllm.vllm_multi_process_adapter"
 
 
 def correct(module: ModuleType) -> Callable[..., Any]:
-    @around
-    def get_finished(adapter: Any, *_: Any) -> Generator[None, Any, Any] | None:
-        return _blocks_reported(adapter, dict(adapter.retrieve_futures)) if adapter.retrieve_futures else None
+    def get_finished(adapter: Any, *_: Any) -> Generator[None, Any, Any]:
+        return _blocks_reported(adapter, dict(adapter.retrieve_futures))
 
-    return get_finished
+    return around(get_finished, when="adapter.retrieve_futures")
 
 
 def _blocks_reported(adapter: Any, under_way: dict[str, Any]) -> Generator[None, Any, Any]:

@@ -40,13 +40,13 @@ if TYPE_CHECKING:
 
 
 def correct(module: ModuleType) -> Callable[..., Any]:
-    make_tracker = module.LMCacheMPRequestTracker
+    make_tracker, ready = module.LMCacheMPRequestTracker, module.LMCacheMPRequestState.READY
 
-    def get_num_new_matched_tokens(connector: Any, request: Any, *_: Any, **__: Any) -> None:
+    def get_num_new_matched_tokens(connector: Any, request: Any, num_computed_tokens: int) -> None:
         tracker = connector.request_trackers.get(request.request_id)
         if (
             tracker is None
-            or tracker.state.name != "READY"
+            or tracker.state is not ready
             or request.num_computed_tokens
             or tracker.num_scheduled_tokens  # it ran: this is a preemption, not a load that failed
             or not _mp.tokens(tracker, "num_lmcache_hit")

@@ -8,20 +8,21 @@ the same id is answered with its hit.
 
 ## Cause
 A lookup locks what it finds until the chunks are retrieved or given back with `free_lookup_locks`. `request_finished`
-ends the session (lmcache_mp_connector.py 0.5.6:1579), which releases no lock (modules/lookup.py 0.5.6:462).
+ends the session (lmcache_mp_connector.py 0.5.6:1579), which releases no lock (modules/lookup.py 0.5.6:462), and a
+prefetch that is under way goes on and locks what it brings.
 
 ## Fix
-Before `request_finished`: a request that was looked up and never admitted gives its locks back, while the session is
-there to say which they are, and its lookup is forgotten. Where the answer to the lookup has not been read yet, LMCache
-0.5.6 is told to release what it holds of the request; older ones, whose locks are counters without owner, are asked
-for the answer first. A prefetch that is still running keeps its locks until the TTL, as before.
+A request that was looked up and never admitted gives its locks back before `request_finished`, while the session is
+there to say which they are, and its lookup is forgotten. If the answer has not come yet, the session stays until it has
+come: it is asked for in the steps that follow.
 
 ## Releases
 LMCache 0.4.5 to 0.5.6, and 0.4.4 to 0.5.5 with lmcache_mp_connector_0180 and _0201. vLLM 0.26.0 to 0.32.0, its own copy
 of the connector.
 
 ## Upstream
-https://github.com/vllm-project/vllm/pull/44100 (open), https://github.com/LMCache/LMCache/issues/5248.
+https://github.com/vllm-project/vllm/issues/44100, https://github.com/vllm-project/vllm/pull/44101 (open),
+https://github.com/LMCache/LMCache/pull/5248. None known of a prefetch that is under way.
 
 ## Remove when
 `request_finished` frees the locks of a lookup that was not used.
@@ -29,46 +30,82 @@ https://github.com/vllm-project/vllm/pull/44100 (open), https://github.com/LMCac
 
 from __future__ import annotations
 
+import functools
+import inspect
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from kvfix.correction import before
+from kvfix.correction import around, before
 from kvfix.fix import Fix
 from kvfix.fixes import _mp
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Generator
     from types import ModuleType
 
 
 def correct(module: ModuleType) -> Callable[..., Any]:
-    def request_finished(connector: Any, request: Any, *_: Any, **__: Any) -> None:
-        tracker = connector.request_trackers.get(request.request_id)
-        if tracker is None or tracker.state.name != "PREFETCHING":
-            return  # admitted: its locks went with that, or go with the load
+    prefetching = module.LMCacheMPRequestState.PREFETCHING
+
+    @around
+    def request_finished(connector: Any, request: Any, block_ids: Any) -> Generator[None, Any, Any] | None:
+        name = request.request_id
+        tracker = connector.request_trackers.get(name)
+        if tracker is None or tracker.state is not prefetching:
+            return None  # admitted: its locks went with that, or go with the load
         adapter = connector.scheduler_adapter
+        known = ("cache_salt", "request_configs")  # what the lookup was sent with
+        more = {each: getattr(tracker, each) for each in known if hasattr(tracker, each)}
         tokens = _mp.token_ids(tracker)
-        locked = _mp.tokens(tracker, "num_lmcache_hit", _mp.block_size(connector))
-        if not locked and request.request_id in adapter._pending_lookups:
-            locked = _unread(adapter, request.request_id, len(tokens))
+        free = functools.partial(adapter.free_lookup_locks, token_ids=tokens, start=0, request_id=name, **more)
+        locked = _mp.tokens(tracker, "num_lmcache_hit", _mp.block_size(connector)) or _found(adapter, name)
+        if locked is None:
+            vars(connector).setdefault("_kvfix_looking", {})[name] = free
+            return _session_kept(adapter, name)
         if locked:
-            known = ("cache_salt", "request_configs")  # what the lookup was sent with
-            more = {name: getattr(tracker, name) for name in known if hasattr(tracker, name)}
-            adapter.free_lookup_locks(token_ids=tokens, start=0, end=locked, request_id=request.request_id, **more)
-        adapter.cleanup_lookup_result(request.request_id)
+            free(end=locked)
+        adapter.cleanup_lookup_result(name)
+        return None
 
-    return before(request_finished)
+    return request_finished
 
 
-def _unread(adapter: Any, request_id: str, tokens: int) -> int:
-    """What a lookup may have locked whose answer nobody has read.
+def _found(adapter: Any, name: str) -> int | None:
+    """What a lookup has found whose answer nobody has read. None: it has not come."""
+    answer: int | None = adapter.check_lookup_result(name) if name in adapter._pending_lookups else 0
+    return answer
 
-    The server of 0.5.6 (its client keeps `_lookup_status`) releases only what the request has locked. To older ones
-    the range is an order: a chunk too many takes the lock of another reader.
-    """
-    if hasattr(adapter, "_lookup_status") and request_id not in adapter._finished_lookup_results:
-        chunk = int(adapter.lmcache_tokens_per_chunk)
-        return tokens // chunk * chunk
-    return int(adapter.check_lookup_result(request_id) or 0)
+
+def _session_kept(adapter: Any, name: str) -> Generator[None, Any, Any]:
+    """The hook ends it and forgets the lookup; that is done later, by `correct_step`."""
+    ends = ("cleanup_lookup_result", "end_session")
+    for end in ends:
+        setattr(adapter, end, functools.partial(_but_for, name, getattr(adapter, end)))
+    try:
+        return (yield)
+    finally:
+        for end in ends:
+            delattr(adapter, end)
+
+
+def _but_for(name: str, end: Callable[[str], None], request_id: str) -> None:
+    if request_id != name:
+        end(request_id)
+
+
+def correct_step(module: ModuleType) -> Callable[..., Any]:
+    def build_connector_meta(connector: Any, scheduler_output: Any) -> None:
+        adapter = connector.scheduler_adapter
+        for name, free in list(connector._kvfix_looking.items()):
+            locked = adapter.check_lookup_result(name)
+            if locked is not None:
+                del connector._kvfix_looking[name]
+                if locked:
+                    free(end=locked)
+                adapter.cleanup_lookup_result(name)
+                adapter.end_session(name)
+
+    return before(build_connector_meta, when='getattr(connector, "_kvfix_looking", None)')
 
 
 def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
@@ -80,8 +117,32 @@ def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
     return "free_lookup_locks" not in connector.scheduler_adapter.names()
 
 
+def step_shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+    """It goes away before the answer has come, which is 512 tokens, and a step follows."""
+    connector, request = _mp.scheduler_side(module, found=None), _mp.request()
+    connector.request_trackers[request.request_id] = module.LMCacheMPRequestTracker(request)
+    connector.scheduler_adapter._pending_lookups.add(request.request_id)
+    correct(module)(inspect.unwrap(type(connector).request_finished))(connector, request, [])  # the other half
+    connector.scheduler_adapter.found = 512
+    hook(
+        connector,
+        SimpleNamespace(
+            scheduled_new_reqs=[],
+            scheduled_cached_reqs=SimpleNamespace(req_ids=[], resumed_req_ids=set(), num_computed_tokens=[]),
+            num_scheduled_tokens={},
+            total_num_scheduled_tokens=0,
+            preempted_req_ids=set(),
+        ),
+    )
+    return "free_lookup_locks" not in connector.scheduler_adapter.names()
+
+
+_RELEASES = {"lmcache": ">=0.4.5,<=0.5.6", "vllm": ">=0.26.0"}
 FIX = Fix(
     __name__,
     __doc__,
-    patches=_mp.patches("request_finished", shows_bug, correct, lmcache=">=0.4.5,<=0.5.6", vllm=">=0.26.0"),
+    patches=(
+        *_mp.patches("request_finished", shows_bug, correct, **_RELEASES),
+        *_mp.patches("build_connector_meta", step_shows_bug, correct_step, **_RELEASES),
+    ),
 )

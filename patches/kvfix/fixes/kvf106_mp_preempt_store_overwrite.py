@@ -46,24 +46,21 @@ _BASE = "vllm.distributed.kv_transfer.kv_connector.v1.base"
 
 def mark(module: ModuleType) -> Callable[..., Any]:
     def build_connector_meta(connector: Any, metadata: Any, scheduler_output: Any) -> Any:
-        resumed = getattr(scheduler_output.scheduled_cached_reqs, "resumed_req_ids", None)
-        if resumed or getattr(scheduler_output, "preempted_req_ids", None):
-            metadata._kvfix_preempted = True  # an attribute of the object, so it travels to the workers
+        metadata._kvfix_preempted = True  # an attribute of the object, so it travels to the workers
         return metadata
 
-    return after(build_connector_meta)
+    resumed = 'getattr(scheduler_output.scheduled_cached_reqs, "resumed_req_ids", None)'
+    return after(build_connector_meta, when=f'{resumed} or getattr(scheduler_output, "preempted_req_ids", None)')
 
 
 def wait(module: ModuleType) -> Callable[..., Any]:
     def wait_for_stores(connector: Any, metadata: Any) -> None:
-        if not getattr(metadata, "_kvfix_preempted", False):
-            return
         adapter = getattr(connector, "worker_adapter", None)
         if adapter is not None and adapter.is_healthy:
             for store in list(adapter.store_futures.values()):
                 store.wait(timeout=adapter._mq_timeout)
 
-    return before(wait_for_stores)
+    return before(wait_for_stores, when='getattr(metadata, "_kvfix_preempted", False)')
 
 
 class _Store:

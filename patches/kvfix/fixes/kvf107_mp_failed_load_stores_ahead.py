@@ -46,7 +46,10 @@ def correct(module: ModuleType) -> Callable[..., Any]:
             if tracker is not None and not tracker.num_scheduled_tokens:
                 _count_from(connector, tracker, computed)
 
-    return before(build_connector_meta)
+    return before(
+        build_connector_meta,
+        when="scheduler_output.scheduled_new_reqs or scheduler_output.scheduled_cached_reqs.resumed_req_ids",
+    )
 
 
 def _scheduled(scheduler_output: Any) -> Iterator[tuple[str, int]]:

@@ -40,10 +40,10 @@ ALL = 1 << 40
 
 
 def correct(module: ModuleType) -> Callable[..., Any]:
-    def asks(connector: Any, request: Any, *_: Any, **__: Any) -> Any:
-        return None if getattr(request, "prompt_embeds", None) is None else _not_cached(connector, request)
+    def asks(connector: Any, request: Any, num_computed_tokens: int = 0) -> Any:
+        return _not_cached(connector, request)
 
-    return around(asks)
+    return around(asks, when='getattr(request, "prompt_embeds", None) is not None')
 
 
 def _not_cached(connector: Any, request: Any) -> Generator[None, Any, Any]:

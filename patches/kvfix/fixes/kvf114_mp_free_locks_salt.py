@@ -34,23 +34,26 @@ from kvfix.fix import Fix
 from kvfix.fixes import _mp
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Generator
     from types import ModuleType
 
 
 def correct(module: ModuleType) -> Callable[..., Any]:
-    def update_state_after_alloc(connector: Any, request: Any, *_: Any, **__: Any) -> Iterator[Any]:
-        tracker = connector.request_trackers.get(request.request_id)
-        if tracker is None or not tracker.cache_salt:
-            return (yield)
-        adapter = connector.scheduler_adapter
-        adapter.free_lookup_locks = functools.partial(adapter.free_lookup_locks, cache_salt=tracker.cache_salt)
-        try:
-            return (yield)
-        finally:
-            del adapter.free_lookup_locks
+    def update_state_after_alloc(
+        connector: Any, request: Any, blocks: Any, num_external_tokens: int
+    ) -> Generator[None, Any, Any]:
+        return _salted(connector.scheduler_adapter, connector.request_trackers[request.request_id].cache_salt)
 
-    return around(update_state_after_alloc)
+    salt = 'getattr(connector.request_trackers.get(request.request_id), "cache_salt", "")'
+    return around(update_state_after_alloc, when=salt)
+
+
+def _salted(adapter: Any, salt: str) -> Generator[None, Any, Any]:
+    adapter.free_lookup_locks = functools.partial(adapter.free_lookup_locks, cache_salt=salt)
+    try:
+        return (yield)
+    finally:
+        del adapter.free_lookup_locks
 
 
 def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:

@@ -32,26 +32,31 @@ from kvfix.fix import Fix
 from kvfix.fixes import _mp
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Generator
     from types import ModuleType
 
 
 def correct(module: ModuleType) -> Callable[..., Any]:
-    def update_state_after_alloc(
-        connector: Any, request: Any, blocks: Any, num_external_tokens: int, *_: Any
-    ) -> Iterator[Any]:
-        tracker = connector.request_trackers.get(request.request_id)
-        if num_external_tokens or tracker is None or tracker.state.name != "PREFETCHING":
-            return (yield)
-        size = _mp.block_size(connector)
-        in_vllm, found = (_mp.tokens(tracker, name, size) for name in ("num_vllm_hit", "num_lmcache_hit"))
-        _mp.set_tokens(tracker, "num_vllm_hit", max(in_vllm, found), size)
-        try:
-            return (yield)
-        finally:
-            _mp.set_tokens(tracker, "num_vllm_hit", in_vllm, size)
+    prefetching = module.LMCacheMPRequestState.PREFETCHING
 
-    return around(update_state_after_alloc)
+    def update_state_after_alloc(
+        connector: Any, request: Any, blocks: Any, num_external_tokens: int
+    ) -> Generator[None, Any, Any] | None:
+        tracker = connector.request_trackers.get(request.request_id)
+        if tracker is None or tracker.state is not prefetching:
+            return None
+        return _all_in_vllm(tracker, _mp.block_size(connector))
+
+    return around(update_state_after_alloc, when="not num_external_tokens")
+
+
+def _all_in_vllm(tracker: Any, size: int) -> Generator[None, Any, Any]:
+    in_vllm, found = (_mp.tokens(tracker, name, size) for name in ("num_vllm_hit", "num_lmcache_hit"))
+    _mp.set_tokens(tracker, "num_vllm_hit", max(in_vllm, found), size)
+    try:
+        return (yield)
+    finally:
+        _mp.set_tokens(tracker, "num_vllm_hit", in_vllm, size)
 
 
 def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:

@@ -38,11 +38,10 @@ if TYPE_CHECKING:
 
 
 def correct(module: ModuleType) -> Callable[..., Any]:
-    def asks(connector: Any, request: Any, *_: Any, **__: Any) -> None:
-        if getattr(request, "skip_reading_prefix_cache", False):
-            _mp.nothing_cached(connector.scheduler_adapter, request.request_id)
+    def asks(connector: Any, request: Any, num_computed_tokens: int = 0) -> None:
+        _mp.nothing_cached(connector.scheduler_adapter, request.request_id)
 
-    return before(asks)
+    return before(asks, when='getattr(request, "skip_reading_prefix_cache", False)')
 
 
 def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:

@@ -50,25 +50,23 @@ def _loading(scheduler: Any) -> set[str]:
 
 def correct_free(module: ModuleType) -> Callable[..., Any]:
     def _free_request(scheduler: Any, request: Any, delay_free_blocks: bool = False) -> None:
-        if delay_free_blocks:
-            _loading(scheduler).add(request.request_id)
+        _loading(scheduler).add(request.request_id)
 
-    return before(_free_request)
+    return before(_free_request, when="delay_free_blocks")
 
 
 def correct(module: ModuleType) -> Callable[..., Any]:
-    @around
+    waiting = module.RequestStatus.WAITING_FOR_REMOTE_KVS
+
     def _update_from_kv_xfer_finished(scheduler: Any, output: Any) -> Generator[Any, Any, Any] | None:
         received, sent = output.finished_recving, output.finished_sending
-        if not (received or sent):  # most steps
-            return None
-        freed = {each for each in received or () if _is_due(scheduler, each, "finished_recving")}
-        stored = {each for each in sent or () if each not in freed and _is_due(scheduler, each, "finished_sending")}
+        freed = {each for each in received or () if _is_due(scheduler, each, waiting)}
+        stored = {each for each in sent or () if each not in freed and _is_due(scheduler, each, None)}
         if len(freed) == len(received or ()) and len(stored) == len(sent or ()):
             return None
         return _with_reports(output, freed, stored)  # of a request with both, the first frees
 
-    return _update_from_kv_xfer_finished
+    return around(_update_from_kv_xfer_finished, when="output.finished_recving or output.finished_sending")
 
 
 def _with_reports(output: Any, received: set[str], sent: set[str]) -> Generator[Any, Any, Any]:
@@ -77,16 +75,19 @@ def _with_reports(output: Any, received: set[str], sent: set[str]) -> Generator[
     return (yield (output,))
 
 
-def _is_due(scheduler: Any, request_id: str, report: str) -> bool:
-    """Whether the scheduler is to act on this report now."""
+def _is_due(scheduler: Any, request_id: str, waiting: Any) -> bool:
+    """Whether the scheduler is to act on this report now. waiting: the status of who waits for a load, if it is one."""
     request = scheduler.requests.get(request_id)
     if request is None:
         return False
+    if request.status is waiting:
+        return True
     if not request.is_finished():
-        return report == "finished_recving" and request.status.name == "WAITING_FOR_REMOTE_KVS"
-    if report == "finished_recving":
-        _loading(scheduler).discard(request_id)
-    return request_id not in _loading(scheduler)
+        return False
+    ended = vars(scheduler).get("_kvfix_ended_loading")
+    if ended and waiting is not None:
+        ended.discard(request_id)
+    return not ended or request_id not in ended
 
 
 def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:

@@ -17,7 +17,7 @@ policy. The requests keep them; only others cannot find them.
 vLLM 0.11.2 to 0.32.0.
 
 ## Upstream
-None known.
+None known; that they stay was decided in https://github.com/vllm-project/vllm/pull/26813.
 
 ## Remove when
 `_handle_invalid_blocks` evicts them, or puts them back only once they are computed.

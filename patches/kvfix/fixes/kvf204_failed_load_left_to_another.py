@@ -18,7 +18,8 @@ the same into it.
 vLLM 0.11.2 to 0.32.0, with kv_load_failure_policy "recompute".
 
 ## Upstream
-None known.
+https://github.com/vllm-project/vllm/pull/37827 (closed) for asynchronous loads; that the others are left was decided in
+https://github.com/vllm-project/vllm/pull/26813.
 
 ## Remove when
 `_update_requests_with_invalid_blocks` takes every request back.

@@ -7,6 +7,7 @@ token is no row of it: whole blocks are moved, and the chunk size must be a mult
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 from pathlib import Path
@@ -106,6 +107,28 @@ def early_releases(adapter: Any) -> None:
         impl.register_kv_caches = lambda self, kv_caches: setattr(self, "kv_caches", kv_caches)
     if not hasattr(impl, "get_kv_events"):
         impl.get_kv_events = lambda self: []
+
+
+def in_tree(connector: Any) -> None:
+    """vLLM's own multi-process connector: it marks each step with an event of CUDA, which a copy on the CPU ignores.
+
+    And LMCache 0.4.6 does not know how vLLM for the CPU packs a block. It moves whole ones, so it is shown one that has
+    the K rows and then the V rows, of as many bytes.
+    """
+    event = SimpleNamespace(record=lambda: None)
+    cuda = {"stream": contextlib.nullcontext, "current_stream": lambda: None, "Event": lambda interprocess: event}
+    connector.torch = SimpleNamespace(cuda=SimpleNamespace(**cuda))  # it uses no more of it than these
+    owner = connector.LMCacheMPConnectorUpstream
+    register = owner.register_kv_caches
+
+    def register_kv_caches(self: Any, kv_caches: dict[str, torch.Tensor]) -> None:
+        seen = {}
+        for name, cache in kv_caches.items():
+            blocks, heads, block_size, both = cache.shape
+            seen[name] = cache.view(blocks, 2, heads, block_size, both // 2)
+        register(self, seen)
+
+    owner.register_kv_caches = register_kv_caches
 
 
 def deaf(cache_engine: Any) -> None:

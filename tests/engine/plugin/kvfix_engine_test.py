@@ -20,6 +20,7 @@ DEAF = "KVFIX_TEST_DEAF" in os.environ
 STAND_INS = {
     "lmcache.v1.gpu_connector": "current_releases",
     "lmcache.integration.vllm.vllm_v1_adapter": "early_releases",
+    "vllm.distributed.kv_transfer.kv_connector.v1.lmcache_mp_connector": "in_tree",
     **({"lmcache.v1.cache_engine": "deaf"} if DEAF else {}),
 }
 

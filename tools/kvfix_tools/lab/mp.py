@@ -174,3 +174,7 @@ class MP:
             **{f"worker_adapter.{name}": set(getattr(self.worker_adapter, name, ())) for name in worker},
             "read locks of the server": set(self.server.cache.pins),
         }
+
+    def remembered(self) -> dict[str, set[str]]:
+        """What is kept on purpose of requests that have ended, for a while."""
+        return {"worker_adapter._returned_finished": set(self.worker_adapter._returned_finished)}

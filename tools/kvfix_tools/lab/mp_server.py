@@ -64,7 +64,7 @@ class Server:
         self.unanswered = 0
         self.on_lost: Callable[[], None] = lambda: None
         self.heartbeats: list[Heartbeat] = []
-        #: request -> chunks found; None: the prefetch is under way
+        #: request -> chunks found, until it is told; None: the prefetch is under way
         self._hits: dict[str, int | None] = {}
         #: When it is due, whether it is a load, and what is done then.
         self._later: deque[tuple[int, bool, Callable[[], None]]] = deque()
@@ -142,15 +142,17 @@ class Server:
         self._hits[key.request_id] = None
 
         def prefetch() -> None:
-            if key.request_id in self._hits:
-                keys, _ = self.keys(key.token_ids, key.end, key.cache_salt)
-                self._hits[key.request_id] = self.cache.pinned_prefix(keys, key.request_id)
+            keys, _ = self.keys(key.token_ids, key.end, key.cache_salt)
+            self._hits[key.request_id] = self.cache.pinned_prefix(keys, key.request_id)
 
         self.later(prefetch)
         return self.answer(None)
 
     def query_prefetch_status(self, request_id: str) -> Any:
-        return self.answer(self._hits.get(request_id, 0))
+        found = self._hits.get(request_id, 0)
+        if found is not None:
+            self._hits.pop(request_id, None)  # it is told once
+        return self.answer(found)
 
     def free_lookup_locks(self, key: Any, tp_size: int) -> Any:
         keys, _ = self.keys(key.token_ids, key.end, key.cache_salt)
@@ -158,7 +160,7 @@ class Server:
         return self.answer(None)
 
     def end_session(self, request_id: str) -> Any:
-        self._hits.pop(request_id, None)
+        """A prefetch that is under way goes on, and locks what it finds (modules/lookup.py 0.5.6:462)."""
         return self.answer(None)
 
     def report_block_allocation(self, *args: Any) -> Any:

@@ -203,6 +203,12 @@ class World:
                 "LAB004", "not-stored", name, f"was computed, the chunks from tokens {missing} on are not stored"
             )
 
+    def expect_forgotten(self, name: str) -> None:
+        """This request ended long ago, and many have since: nobody knows its id any more."""
+        for where, names in {**self.side.state(), **self.side.remembered()}.items():
+            if name in names:
+                self.record.tell(ev.Left(name, where))
+
     def expect_hit(self, name: str) -> None:
         """What this request asks for is in the cache: it must have been found."""
         if not self.watcher.hits.get(name):

@@ -41,6 +41,8 @@ ENVIRONMENT = {
     "LMCACHE_DISABLE_BANNER": "1",
 }
 READY = "LMCache cache server is running"
+#: Of the newest LMCache's server: it takes what the worker has.
+ANY_MODE = ("--supported-transfer-mode", "auto")
 #: Seconds for the server to be there.
 SERVER_LIMIT = 180
 
@@ -116,14 +118,16 @@ def in_process(chunk: int, **settings: Any) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def server(log: Path, chunk: int, environment: dict[str, str], start: tuple[str, ...] = ()) -> Iterator[dict[str, Any]]:
+def server(
+    log: Path, chunk: int, environment: dict[str, str], start: tuple[str, ...] = (), mode: tuple[str, str] = ANY_MODE
+) -> Iterator[dict[str, Any]]:
     """A real `lmcache server`; kv_transfer_config for the multi-process connector with it. start: in front of it."""
     program = shutil.which("lmcache", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
     if program is None:
         raise FileNotFoundError("the program lmcache is not on PATH")
     port, http = free_port(), free_port()
     command = [*start, program, "server", "--port", str(port), "--http-port", str(http), "--chunk-size", str(chunk)]
-    command += ["--l1-size-gb", "0.5", "--eviction-policy", "LRU", "--supported-transfer-mode", "auto"]
+    command += ["--l1-size-gb", "0.5", "--eviction-policy", "LRU", *mode]
     with open(log, "w") as said:
         process = subprocess.Popen(
             [*command, "--disable-observability"], env={**environment, **ENVIRONMENT}, stdout=said, stderr=said

@@ -1,0 +1,91 @@
+"""The worker remembers the id of every request that has ended, for ever; one that comes again is never freed.
+
+## Symptom
+None at first: the workers' memory grows with every request, by 100 to 150 bytes. Where an id comes again (a vLLM that
+takes them as clients give them), that request's blocks are never freed: the KV cache fills up.
+
+## Cause
+The adapter keeps the ids that it has reported as done, since with asynchronous scheduling one may be asked about twice
+in steps that follow each other. Nothing takes them out (`_returned_finished`, vllm_multi_process_adapter.py
+0.5.6:2034), and it reports none twice.
+
+## Fix
+It keeps those of the last 64 steps in which requests ended.
+
+## Releases
+LMCache 0.4.3 to 0.5.6, with its own connector and with vLLM's copy.
+
+## Upstream
+None known in LMCache or vLLM; seen in the review of a fork, https://github.com/local-inference-lab/vllm/pull/525.
+
+## Remove when
+`_returned_finished` is emptied.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from kvfix.correction import after
+from kvfix.fix import Fix, Patch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import ModuleType
+
+STEPS = 64
+
+
+class Recent(set[str]):
+    """What the last updates have brought that brought anything."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._brought: deque[tuple[str, ...]] = deque()
+
+    def update(self, ids: set[str]) -> None:  # type: ignore[override]
+        if ids:  # it is called in every step
+            super().update(ids)
+            self._brought.append(tuple(ids))
+            if len(self._brought) > STEPS:
+                self.difference_update(self._brought.popleft())
+
+
+def correct(module: ModuleType) -> Callable[..., Any]:
+    def __init__(adapter: Any, answer: None, *_: Any, **__: Any) -> None:
+        adapter._returned_finished = Recent()
+        return answer
+
+    return after(__init__)
+
+
+def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+    """A request has ended in each of 128 steps. What is asked is the function that `__init__` makes the set for."""
+    adapter = SimpleNamespace(
+        finished_stores=set(),
+        store_futures={},
+        previously_finished=set(),
+        _returned_finished=set(),
+        _update_and_get_finished_store=set,
+    )
+    for number in range(2 * STEPS):
+        module.LMCacheMPWorkerAdapter._process_finished_stores(adapter, set(), {str(number)})
+    return len(adapter._returned_finished) == 2 * STEPS
+
+
+FIX = Fix(
+    __name__,
+    __doc__,
+    patches=(
+        Patch(
+            dist="lmcache",
+            module="lmcache.integration.vllm.vllm_multi_process_adapter",
+            function="LMCacheMPWorkerAdapter.__init__",
+            broken=">=0.4.3",
+            shows_bug=shows_bug,
+            correct=correct,
+        ),
+    ),
+)
