@@ -22,11 +22,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from kvfix_tools.roundtrip.engines import MODEL, free_port, in_process, wait_for
 from tests.bench.row import Row
 from tests.conftest import ROOT, clean_environment
-from tests.engine.run import v1, wait_for
-from tests.engine.serve import MODEL
-from tests.engine.server import free_port
 
 #: Prompts of one run of the client, and how often each server is asked for one, after one that warms it up.
 PROMPTS, ROUNDS = 48, 7
@@ -107,12 +105,11 @@ def server(folder: Path, mode: str, **settings: str) -> Iterator[int]:
     log = folder / f"log-{mode}"
     with open(log, "w") as out:
         process = subprocess.Popen(
-            [*program, *more, *SIZES, "--kv-transfer-config", json.dumps(v1(64))],
+            [*program, *more, *SIZES, "--kv-transfer-config", json.dumps(in_process(64))],
             env=environment, stdout=out, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
         try:
-            wait_for("Application startup complete", log, process)
-            assert process.poll() is None, log.read_text()[-3000:]
+            assert wait_for("Application startup complete", log, process, 300), log.read_text()[-3000:]
             yield port
             assert "SUMMARY" not in log.read_text()
         finally:

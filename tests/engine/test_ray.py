@@ -21,10 +21,10 @@ import pytest
 
 from kvfix_tools import merge, recording, replay
 from kvfix_tools.dump import processes
+from kvfix_tools.roundtrip.engines import free_port, wait_for
 from tests.conftest import ROOT, clean_environment
 from tests.engine import run as engine
 from tests.engine.run import CROWD, Ran
-from tests.engine.server import free_port
 
 pytest.importorskip("ray", reason="ray is not installed here: its engine is not run")
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
@@ -58,8 +58,7 @@ def node(folder: Path, name: str, *options: str) -> Iterator[int]:
     with open(log_path, "w") as log:
         process = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
         try:
-            engine.wait_for("Ray runtime started", log_path, process)
-            assert process.poll() is None, log_path.read_text()
+            assert wait_for("Ray runtime started", log_path, process, engine.LIMIT), log_path.read_text()
             yield process.pid
         finally:
             for each in reversed(processes.tree(process.pid)):

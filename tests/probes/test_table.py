@@ -31,7 +31,6 @@ UNSEEN = {
     "mp-heartbeat-never-starts": SERVER,
     "mp-free-locks-salt": SERVER,
     "mp-lookup-for-nothing": SERVER,
-    "mp-abort-while-prefetching": SERVER,
     "mp-idle-worker-forgotten": REQUEST,
     "reused-id-gets-dead-hit": REQUEST,
     "failed-load-reserves-itself": REQUEST,
@@ -45,7 +44,7 @@ UNSEEN = {
 #: Seen by another rule than the lab's own, which looks into slots: in the hooks it is this.
 BY = {"mp-freed-while-stored": "KVR009"}
 #: The connector lets the scheduler know of its locks only in these.
-ONLY = {"mp-abort-before-alloc": ["0.4.6", "0.5.4"]}
+ONLY = {"mp-abort-before-alloc": ["0.4.6", "0.5.4"], "mp-abort-while-prefetching": ["0.5.4"]}
 
 
 def name(scenario: Scenario) -> str:
