@@ -77,19 +77,28 @@ class Correction:
     def __call__(self, original: Callable[..., Any]) -> Callable[..., Any]:
         return corrected(original, [self])
 
-    def when_in(self, hook: list[str]) -> str:
-        """`when` with the names of a hook's parameters in place of its own; "" if they do not have names."""
+    def closed_over(self) -> dict[str, Any]:
+        """What the function sees of the one that made it, by name."""
+        cells = self.correct.__closure__ or ()
+        return {name: cell.cell_contents for name, cell in zip(self.correct.__code__.co_freevars, cells, strict=True)}
+
+    def when_in(self, hook: list[str], named: str) -> str:
+        """`when` with the names of a hook's parameters in place of its own; "" if they do not have names.
+
+        What it closes over is called `{named}_{name}`.
+        """
         own, given = self._parameters(), list(hook)
         if self.template is _AFTER:
             given.insert(1, "_answer")
         known = dict(zip(own, given, strict=False))
         if any(re.search(_NAME.format(name), self.when) for name in own[len(known) :]):
             return ""
-        return re.sub(_NAME.format("|".join(own)), lambda found: known[found[0]], self.when)
+        known |= {name: f"{named}_{name}" for name in self.closed_over()}
+        return re.sub(_NAME.format("|".join(known)), lambda found: known[found[0]], self.when)
 
     def guarded(self) -> Callable[..., Any]:
         """The correction with its `when` in front, for such a hook."""
-        has_to = eval(f"lambda {', '.join(self._parameters())}, *_, **__: {self.when}")
+        has_to = eval(f"lambda {', '.join(self._parameters())}, *_, **__: {self.when}", self.closed_over())
         has_to.__defaults__ = self.correct.__defaults__
 
         def correct(*args: Any, **kwargs: Any) -> Any:
@@ -109,7 +118,7 @@ def before(prepare: Callable[..., Any], when: str = "") -> Correction:
 
     prepare: (instance, *arguments of the hook); what it returns is not looked at. Should it fail, the hook runs all the
     same and the fault is said once.
-    when: an expression of its parameters, most often false, and then it is not called.
+    when: an expression of its parameters and of what it closes over, most often false, and then it is not called.
     """
     return Correction(_BEFORE, prepare, when)
 
@@ -119,7 +128,7 @@ def after(correct: Callable[..., Any], when: str = "") -> Correction:
 
     correct: (instance, answer, *arguments of the hook) -> the right answer. Should it fail, the hook's own answer
     stands and the fault is said once.
-    when: an expression of its parameters, most often false, and then it is not called.
+    when: an expression of its parameters and of what it closes over, most often false, and then it is not called.
     """
     return Correction(_AFTER, correct, when)
 
@@ -133,7 +142,7 @@ def around(correct: Callable[..., Any], when: str = "") -> Correction:
     Returning before the yield: the hook is not run. If the hook raises, its exception goes on to the caller, and the
     generator is closed where it stands (use `finally` for what must be put back). Should the correction fail, the
     hook runs with the caller's arguments, its own answer stands, and the fault is said once.
-    when: an expression of its parameters, most often false, and then it is not called.
+    when: an expression of its parameters and of what it closes over, most often false, and then it is not called.
     """
     return Correction(_AROUND, correct, when)
 
@@ -169,8 +178,10 @@ def _joined(original: Any, called: Any, corrections: list[Correction]) -> Callab
     text = _ORIGINAL.format(first=first, rest=rest)
     for place, each in enumerate(corrections):
         name = f"{each.name}_{place}"
-        when = each.when and each.when_in(by_place)
+        when = each.when and each.when_in(by_place, name)
         names[name] = each.guarded() if each.when and not when else each.correct
+        if when:
+            names |= {f"{name}_{closed}": value for closed, value in each.closed_over().items()}
         if each.template is _AROUND:
             names[f"{name}_inner"] = _joined(original, called, corrections[:place]) if place else called
         known = {"name": name, "when": when or "True", "where": each.where, "first": first, "rest": rest}

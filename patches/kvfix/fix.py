@@ -47,7 +47,7 @@ class Patch:
     shows_bug: Callable[[Callable[..., Any], ModuleType], bool]
     correct: Callable[[ModuleType], Callable[..., Any]] | None
     #: Where the correction is carried out, not where the bug is: it does nothing unless another patch of the fix asks
-    #: for it, and what is there says nothing about the bug.
+    #: for it, and what is there says nothing about the bug. Stands behind those of its module, and goes with them.
     helper: bool = False
 
     @property

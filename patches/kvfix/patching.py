@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from types import ModuleType
 
     from kvfix.choice import Choice
-    from kvfix.fix import Patch
+    from kvfix.fix import Fix, Patch
 
 _hooks: dict[tuple[str, str], _Hook] = {}
 _settled: dict[Patch, Verdict] = {}
@@ -63,10 +63,17 @@ def settle(module: ModuleType, choice: Choice | None, complete: bool) -> None:
         for patch in fix.patches:
             if patch.module != module.__name__ or patch.correct is None:
                 continue
-            if choice is not None and choice.takes(fix.code, fix.opt_in):
+            if choice is not None and choice.takes(fix.code, fix.opt_in) and _has_use(fix, patch):
                 _put(fix.code, fix.slug, patch, module, complete)
             else:
                 _take(fix.code, patch)
+
+
+def _has_use(fix: Fix, patch: Patch) -> bool:
+    """A helper costs something in every step: it is put beside patches that ask for it only if one is applied."""
+    asking = [other for other in fix.patches if other.module == patch.module and not other.helper]
+    applied = [other for other in asking if other in _settled and _settled[other].verdict == "applied"]
+    return not patch.helper or not asking or bool(applied)
 
 
 def attach(owner: Any, name: str, key: str, decorate: Callable[[Any], Any]) -> None:

@@ -61,6 +61,7 @@ def request(num_tokens: int, **more: Any) -> Any:
         "num_tokens": num_tokens,
         "all_token_ids": [0] * num_tokens,
         "prompt_token_ids": [0] * num_tokens,
+        "prompt_embeds": None,
         "num_computed_tokens": 0,
         "priority": 0,
         "status": None,

@@ -143,6 +143,18 @@ class TestWhen:
         assert hooked.told == [2, 3]
         assert hooked.seen == [((1,), {}), ((2,), {}), ((3,), {})]
 
+    def test_sees_what_the_correction_closes_over(self, hook: Callable[..., Any]) -> None:
+        """Each its own, also of the same name."""
+
+        def adds(wanted: int) -> Any:
+            def changes(hooked: Hooked, answer: str, one: int) -> str:
+                return f"{answer}{wanted}"
+
+            return after(changes, when="one >= wanted")
+
+        corrected_hook = corrected(hook, [adds(2), adds(3)])
+        assert [corrected_hook(Hooked(lambda _: None), one) for one in (1, 2, 3)] == ["own", "own2", "own23"]
+
     @pytest.mark.parametrize("kind", [before, around, after])
     def test_that_fails(self, kind: Any, hook: Callable[..., Any], caplog: Any) -> None:
         def correct(hooked: Hooked, *more: Any) -> Any:

@@ -71,6 +71,20 @@ def test_the_probe_tells_what_the_fingerprint_tells(name: str, zygote: Zygote, r
     assert zygote(PROBE.format(dist="lmcache", release=name, blind=BLIND), release(name)) == wrong("lmcache", name)
 
 
+HELPED = """
+import kvfix
+from lmcache.integration.vllm.lmcache_mp_connector import LMCacheMPConnector
+kvfix.apply(only=["KVF106"])
+result = [hasattr(getattr(LMCacheMPConnector, name), "__wrapped__") for name in ("build_connector_meta", {name!r})]
+"""
+
+
+@pytest.mark.parametrize(("name", "wrong"), [("0.5.5", True), ("0.5.6", False)])
+def test_a_helper_is_put_only_where_it_is_asked_for(name: str, wrong: bool, zygote: Zygote, release: Any) -> None:
+    """The hook that waits has the same code in both; what is right or wrong is another one of its module."""
+    assert zygote(HELPED.format(name="handle_preemptions"), release(name)) == [wrong, wrong]
+
+
 def test_the_probe_on_the_installed_vllm(zygote: Zygote, release: Any) -> None:
     assert zygote(PROBE.format(dist="vllm", release="", blind=BLIND), release("0.4.6")) == wrong(
         "vllm", KNOWN["vllm"]["releases"][-1]

@@ -54,6 +54,14 @@ def tokens(tracker: Any, name: str, block_size: int = 16) -> int:
     return int(found if found is not None else getattr(tracker, f"{name}_blocks") * block_size)
 
 
+def hits(tracker: Any, block_size: int) -> tuple[int, int]:
+    """`num_vllm_hit` and `num_lmcache_hit` in tokens: what is read of every request that is admitted, in one call."""
+    try:
+        return tracker.num_vllm_hit_tokens, tracker.num_lmcache_hit_tokens
+    except AttributeError:
+        return tracker.num_vllm_hit_blocks * block_size, tracker.num_lmcache_hit_blocks * block_size
+
+
 def set_tokens(tracker: Any, name: str, value: int, block_size: int = 16) -> None:
     """The opposite of `tokens`."""
     if hasattr(tracker, f"{name}_tokens"):
@@ -161,6 +169,7 @@ def request(tokens: int = 2048, **more: Any) -> Any:
         "cache_salt": None,
         "lora_request": None,
         "prompt_embeds": None,
+        "skip_reading_prefix_cache": False,
         "kv_transfer_params": None,
         "sampling_params": None,
         "mm_features": [],

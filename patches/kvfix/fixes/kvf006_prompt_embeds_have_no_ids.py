@@ -41,7 +41,7 @@ def correct_lookup(adapter: ModuleType) -> Callable[..., Any]:
     def get_num_new_matched_tokens(impl: Any, request: Any, num_computed_tokens: int) -> Any:
         return instead(0)
 
-    return around(get_num_new_matched_tokens, when='getattr(request, "prompt_embeds", None) is not None')
+    return around(get_num_new_matched_tokens, when="request.prompt_embeds is not None")
 
 
 def correct_metadata(adapter: ModuleType) -> Callable[..., Any]:

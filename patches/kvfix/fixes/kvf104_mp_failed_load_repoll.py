@@ -43,10 +43,9 @@ def correct(module: ModuleType) -> Callable[..., Any]:
     make_tracker, ready = module.LMCacheMPRequestTracker, module.LMCacheMPRequestState.READY
 
     def get_num_new_matched_tokens(connector: Any, request: Any, num_computed_tokens: int) -> None:
-        tracker = connector.request_trackers.get(request.request_id)
+        tracker = connector.request_trackers[request.request_id]
         if (
-            tracker is None
-            or tracker.state is not ready
+            tracker.state is not ready
             or request.num_computed_tokens
             or tracker.num_scheduled_tokens  # it ran: this is a preemption, not a load that failed
             or not _mp.tokens(tracker, "num_lmcache_hit")
@@ -55,7 +54,10 @@ def correct(module: ModuleType) -> Callable[..., Any]:
         connector.request_trackers[request.request_id] = make_tracker(request)
         _mp.nothing_cached(connector.scheduler_adapter, request.request_id)
 
-    return before(get_num_new_matched_tokens)
+    # It is asked in every step in which the request waits, and is not READY then.
+    asked_before = "request.request_id in connector.request_trackers"
+    is_ready = "connector.request_trackers[request.request_id].state is ready"
+    return before(get_num_new_matched_tokens, when=f"{asked_before} and {is_ready}")
 
 
 def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:

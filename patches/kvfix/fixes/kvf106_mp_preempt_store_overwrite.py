@@ -49,8 +49,8 @@ def mark(module: ModuleType) -> Callable[..., Any]:
         metadata._kvfix_preempted = True  # an attribute of the object, so it travels to the workers
         return metadata
 
-    resumed = 'getattr(scheduler_output.scheduled_cached_reqs, "resumed_req_ids", None)'
-    return after(build_connector_meta, when=f'{resumed} or getattr(scheduler_output, "preempted_req_ids", None)')
+    resumed = "scheduler_output.scheduled_cached_reqs.resumed_req_ids"
+    return after(build_connector_meta, when=f"{resumed} or scheduler_output.preempted_req_ids")
 
 
 def wait(module: ModuleType) -> Callable[..., Any]:
@@ -95,6 +95,12 @@ def connector_shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
     if module.__name__ == _mp.IN_TREE[1]:
         getattr(module, _mp.IN_TREE[2]).handle_preemptions(_worker(store), metadata)
         return not store.waited
+    return own_shows_bug(hook, module)
+
+
+def own_shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+    """What LMCache's own hook comes to in the end."""
+    store = _Store()
     context = SimpleNamespace(
         _inflight_lock=_mp.Lock(), _inflight_stores=[store], _store_settled=lambda each: False, _mq_timeout=1.0
     )
@@ -109,15 +115,15 @@ def base_shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
     return not store.waited
 
 
+_, _MODULE, _OWNER = _mp.LMCACHE
 FIX = Fix(
     __name__,
     __doc__,
     patches=(
         *_mp.patches("build_connector_meta", connector_shows_bug, mark, lmcache=">=0.4.5,<=0.5.5", vllm=">=0.26.0"),
-        # What the workers call first, in connectors that have no such hook of their own, and in those that have.
-        Patch("vllm", _BASE, "KVConnectorBase_V1.handle_preemptions", ">=0.15.1", base_shows_bug, wait, helper=True),
-        Patch(
-            "vllm", _BASE, "KVConnectorBase_V1.bind_connector_metadata", ">=0.11.2", base_shows_bug, wait, helper=True
-        ),
+        # What the workers call first, in connectors that have no such hook of their own, and in those that have. It is
+        # handed the metadata since https://github.com/vllm-project/vllm/pull/34805; none of them runs on older vLLM.
+        Patch("vllm", _BASE, "KVConnectorBase_V1.handle_preemptions", ">=0.20.2", base_shows_bug, wait, helper=True),
+        Patch("lmcache", _MODULE, f"{_OWNER}.handle_preemptions", ">=0.5.2,<=0.5.5", own_shows_bug, wait, helper=True),
     ),
 )

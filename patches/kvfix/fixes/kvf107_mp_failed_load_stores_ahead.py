@@ -65,7 +65,7 @@ def _scheduled(scheduler_output: Any) -> Iterator[tuple[str, int]]:
 
 def _count_from(connector: Any, tracker: Any, computed: int) -> None:
     size = _mp.block_size(connector)
-    hits = [_mp.tokens(tracker, name, size) for name in ("num_vllm_hit", "num_lmcache_hit")]
+    hits = _mp.hits(tracker, size)
     # The last token of a prompt that is hit whole is computed anew.
     if computed >= max(hits) - (max(hits) == len(tracker.all_token_ids)):
         return

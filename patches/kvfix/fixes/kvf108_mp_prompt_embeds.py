@@ -43,7 +43,7 @@ def correct(module: ModuleType) -> Callable[..., Any]:
     def asks(connector: Any, request: Any, num_computed_tokens: int = 0) -> Any:
         return _not_cached(connector, request)
 
-    return around(asks, when='getattr(request, "prompt_embeds", None) is not None')
+    return around(asks, when="request.prompt_embeds is not None")
 
 
 def _not_cached(connector: Any, request: Any) -> Generator[None, Any, Any]:

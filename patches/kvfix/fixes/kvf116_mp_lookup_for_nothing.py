@@ -41,7 +41,7 @@ def correct(module: ModuleType) -> Callable[..., Any]:
     def asks(connector: Any, request: Any, num_computed_tokens: int = 0) -> None:
         _mp.nothing_cached(connector.scheduler_adapter, request.request_id)
 
-    return before(asks, when='getattr(request, "skip_reading_prefix_cache", False)')
+    return before(asks, when="request.skip_reading_prefix_cache")
 
 
 def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
