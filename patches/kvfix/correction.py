@@ -175,7 +175,22 @@ def _joined(original: Any, called: Any, corrections: list[Correction]) -> Callab
             names[f"{name}_inner"] = _joined(original, called, corrections[:place]) if place else called
         known = {"name": name, "when": when or "True", "where": each.where, "first": first, "rest": rest}
         text = each.template.format(inner=text, inner_deeper=_deeper(text), **known)
-    exec(_compiled(_HOOK.format(parameters=parameters, inner=_deeper(text))), names)  # ours, but for the identifiers
+    return _made(original, _HOOK.format(parameters=parameters, inner=_deeper(text)), names)
+
+
+def like(original: Any, template: str, names: dict[str, Any]) -> Callable[..., Any]:
+    """A function made from the template that has the parameters of `original` and sees `names`, by name, as they are.
+
+    In the template `{parameters}` stands for them, `{first}` for the first, `{arguments}` for all as `_original` takes
+    them: by position, defaults filled in, keyword-only ones by name. For what is no plain function: any, as they came.
+    """
+    by_place, parameters, rest = _parameters(original)
+    text = template.format(parameters=parameters, first=by_place[0], arguments=f"{by_place[0]}{rest}")
+    return _made(original, text, {**names, "_original": original})
+
+
+def _made(original: Any, text: str, names: dict[str, Any]) -> Callable[..., Any]:
+    exec(_compiled(text), names)  # the text is ours, what is put into it are identifiers and expressions of ours
     hook = names.pop("hook")
     hook.__code__ = hook.__code__.replace()  # its own, since the interpreter keeps in it what it has seen of `names`
     if isinstance(original, FunctionType):
