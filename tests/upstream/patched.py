@@ -6,11 +6,14 @@ The patched copy is thin: the touched files are real, what lies beside them are 
 from __future__ import annotations
 
 import ast
+import hashlib
 import os
 import shutil
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 
@@ -141,21 +144,62 @@ def verdict_of(code: str, dist: str) -> str:
 def scenarios(code: str, connectors: list[str]) -> dict[str, str]:
     """{scenario of the fix: what comes of it here, without kvfix}; only those that the release would violate."""
     from kvfix_tools.lab import runner
+
+    played = {scenario.slug: runner.play(scenario, fixes=False) for scenario in _violated(code, connectors)}
+    return {slug: f"{result.outcome} {result.message}".strip() for slug, result in played.items()}
+
+
+def _violated(code: str, connectors: list[str]) -> list[Any]:
+    from kvfix_tools.lab import runner
     from kvfix_tools.lab.scenario import scenarios as known
 
-    played = {}
-    for scenario in known():
-        mine = code in scenario.fixes and scenario.options.connector in connectors
-        if mine and runner.expected(scenario) == "violated":
-            result = runner.play(scenario, fixes=False)
-            played[scenario.slug] = f"{result.outcome} {result.message}".strip()
-    return played
+    mine = [each for each in known() if code in each.fixes and each.options.connector in connectors]
+    return [scenario for scenario in mine if runner.expected(scenario) == "violated"]
+
+
+def plays(code: str, connectors: list[str], seeds: int, mended: bool) -> dict[str, str]:
+    """{schedule: a digest of all that happens in it, with kvfix's fix or without}: its scenarios, and random ones."""
+    import kvfix
+    from kvfix_tools.lab import runner
+
+    found = {}
+    with runner.quiet():
+        from kvfix_tools.lab.play import play
+        from kvfix_tools.lab.schedule import draw
+        from kvfix_tools.lab.world import Died, World
+
+        kvfix.revert()
+        if mended:
+            kvfix.apply(only=[code])
+        for scenario in _violated(code, connectors):
+            world = World(scenario.options)
+            with suppress(Died):
+                scenario.play(world)
+            found[scenario.slug] = _digest(_told(world))
+        for connector in connectors:
+            found |= {f"{connector} {seed}": _digest(_told(play(draw(seed, connector)))) for seed in range(seeds)}
+        kvfix.revert()
+    return found
+
+
+def _told(done: Any) -> list[tuple[Any, ...]]:
+    """All that happened. A promise of nothing is one, whether the client was asked for it or not."""
+    from kvfix.ledger.events import Asked
+    from tests.healthy import events
+
+    log = [
+        (step, event._replace(hit=0) if isinstance(event, Asked) and event.promised == 0 else event)
+        for step, event in done.log
+    ]
+    return events(SimpleNamespace(log=log))
+
+
+def _digest(happened: list[Any]) -> str:
+    return hashlib.sha256(repr(happened).encode()).hexdigest()
 
 
 def healthy(connector: str, seeds: int, fixes: list[str]) -> list[str]:
     """What happens in plain schedules with these fixes: a digest of all events of each, "" if something is violated."""
-    import hashlib
-
     import kvfix
     from kvfix_tools.lab import runner
     from tests.healthy import events, violated
@@ -168,4 +212,4 @@ def healthy(connector: str, seeds: int, fixes: list[str]) -> list[str]:
             kvfix.apply(only=fixes)
         played = [play(draw(seed, connector, plain=True)) for seed in range(seeds)]
         kvfix.revert()
-    return ["" if violated(each) else hashlib.sha256(repr(events(each)).encode()).hexdigest() for each in played]
+    return ["" if violated(each) else _digest(events(each)) for each in played]

@@ -26,6 +26,10 @@ FOLDERS = (HERE / "upstream_patches", HERE.parents[1] / "patches/upstream")
 
 #: Fixes that the newest releases need and that have no patch here, and why.
 WITHOUT = {
+    ("KVF020", "lmcache"): (
+        "https://github.com/LMCache/LMCache/pull/4467 and https://github.com/LMCache/LMCache/pull/4887 are open; the "
+        "second mends the compiled operations too, which cannot be tried without a GPU"
+    ),
     ("KVF901", "lmcache"): (
         "which hash is the default is for LMCache to decide: another one finds nothing of what is stored now"
     ),

@@ -140,6 +140,7 @@ def scheduler_side(module: ModuleType, found: int | None = 0) -> Any:
     vars(connector).update(
         _role=None,
         request_trackers={},
+        _abandoned_lookups={},  # of patches/upstream/mp-abort-before-alloc
         scheduler_adapter=Adapter(found),
         vllm_block_size=16,
         lazy_offload=False,

@@ -1,8 +1,9 @@
 """Without its compiled operations LMCache's layerwise connector takes an HND KV cache for NHD.
 
 ## Symptom
-With `use_layerwise` and heads outside of tokens: `IndexError: index 16 is out of bounds for dimension 1 with size 2`;
-wrong KV without a word where there are as many KV heads as tokens in a block.
+With `use_layerwise` and heads outside of tokens: `IndexError: index 450 is out of bounds for dimension 0 with size 64`,
+or `RuntimeError: shape mismatch: value tensor of shape [64, 128] cannot be broadcast to indexing result of shape
+[64, 16]`; wrong KV without a word where there are as many KV heads as tokens in a block.
 
 ## Cause
 LMCache falls back to operations in torch, without a word, where its compiled ones do not load (0.5.4 to 0.5.6 on torch

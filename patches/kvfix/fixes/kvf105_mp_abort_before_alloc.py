@@ -22,7 +22,8 @@ of the connector.
 
 ## Upstream
 https://github.com/vllm-project/vllm/issues/44100, https://github.com/vllm-project/vllm/pull/44101 (open),
-https://github.com/LMCache/LMCache/pull/5248. None known of a prefetch that is under way.
+https://github.com/LMCache/LMCache/pull/5248; of a prefetch that is under way:
+https://github.com/LMCache/LMCache/issues/5339 (open).
 
 ## Remove when
 `request_finished` frees the locks of a lookup that was not used.

@@ -16,7 +16,8 @@ It keeps those of the last 64 steps in which requests ended.
 LMCache 0.4.3 to 0.5.6, with its own connector and with vLLM's copy.
 
 ## Upstream
-None known in LMCache or vLLM; seen in the review of a fork, https://github.com/local-inference-lab/vllm/pull/525.
+https://github.com/LMCache/LMCache/issues/5339 (open); https://github.com/LMCache/LMCache/pull/5363 (open) bounds their
+number. Seen before that in the review of a fork, https://github.com/local-inference-lab/vllm/pull/525.
 
 ## Remove when
 `_returned_finished` is emptied.
@@ -68,6 +69,7 @@ def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
         store_futures={},
         previously_finished=set(),
         _returned_finished=set(),
+        _returned_finished_steps=deque(),  # of patches/upstream/mp-ended-ids-kept
         _update_and_get_finished_store=set,
     )
     for number in range(2 * STEPS):

@@ -51,6 +51,8 @@ def _page(found: Fix, pairs: Pairs) -> str:
     targets = dict.fromkeys(f"`{patch.target}`" for patch in found.patches)
     patches = [row for row in upstream.ready() if row.code == found.code]
     ready = ", ".join(f"{NAMES[row.dist]} {row.version}" for row in patches)
+    export = [f"for {ready}: `kvfix upstream export {found.code}`"] if ready else []
+    without = [f"none for {NAMES[dist]}: {why}" for (code, dist), why in upstream.WITHOUT.items() if code == found.code]
     rules = dict.fromkeys(rule for rule, _, codes in cures.CURES if found.code in codes)
     about = facts(
         {
@@ -60,7 +62,7 @@ def _page(found: Fix, pairs: Pairs) -> str:
             "Corrects" if found.mends else "Looks at": ", ".join(targets),
             "In a log": links(each.code for each in findings.catalogue() if found.code in each.fixes),
             "In the ledger": links(rules),
-            "Patch for upstream": f"for {ready}: `kvfix upstream export {found.code}`" if ready else "",
+            "Patch for upstream": "; ".join([*export, *without]),
         }
     )
     title, _, rest = (found.doc or "").strip().partition("\n")
