@@ -28,7 +28,7 @@ from tests.bench.row import Row
 from tests.conftest import ROOT, clean_environment
 
 #: Prompts of one run of the client, and how often each server is asked for one, after one that warms it up.
-PROMPTS, ROUNDS = 96, 11
+PROMPTS, ROUNDS = 96, 12
 #: Tokens of a prompt, and that are generated for it. 32 blocks of 32 tokens hold three such requests.
 INPUT, OUTPUT = 300, 40
 SIZES = ["--block-size", "32", "--num-gpu-blocks-override", "33", "--max-model-len", "1024"]
@@ -79,7 +79,8 @@ def measure() -> Iterator[Row]:
                     took[mode].append(done["request_throughput"])
         for port in ports.values():
             assert preemptions(port) > 0, "nobody was preempted: it tests nothing"
-        ratio = median(one / other for one, other in zip(took["check"], took[""], strict=True))
+        # Who is asked first is some per cent faster: each is so equally often, and all runs count.
+        ratio = sum(took["check"]) / sum(took[""])
         beside = f"{median(took['']):.1f} requests/s without kvfix; {ROUNDS} times {PROMPTS} requests each"
         yield Row("vllm serve in check, throughput", ratio, "of it", beside, at_least=0.97)
 
