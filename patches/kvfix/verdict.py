@@ -41,7 +41,7 @@ class Row(NamedTuple):
 
 
 @lru_cache(maxsize=1)
-def _fingerprints() -> dict[str, Any]:
+def fingerprints() -> dict[str, Any]:
     """{dist: {"releases": [version], "functions": {target: {fingerprint: [version]}}}}, oldest version first.
 
     Taken from the released files by `make fingerprints`.
@@ -61,17 +61,17 @@ def judge(patch: Patch) -> Verdict:
         return Verdict("unknown", f"{path} cannot be read as Python ({error}); reinstall {patch.dist}")
     if found is None:
         return _judge_absent(patch, path)
-    known = _fingerprints().get(patch.dist, {}).get("functions", {}).get(patch.target, {})
+    known = fingerprints().get(patch.dist, {}).get("functions", {}).get(patch.target, {})
     if found not in known:
         return Verdict(
             "unknown",
             f"the code of {patch.function} in {path} is of no known release; "
             "the behaviour probe decides in the process that imports it (kvfix status --probe)",
         )
-    return _judge_releases(patch, known[found])
+    return judge_releases(patch, known[found])
 
 
-def _judge_releases(patch: Patch, same_code: list[str]) -> Verdict:
+def judge_releases(patch: Patch, same_code: list[str]) -> Verdict:
     from packaging.specifiers import SpecifierSet
     from packaging.version import Version
 
@@ -79,7 +79,7 @@ def _judge_releases(patch: Patch, same_code: list[str]) -> Verdict:
     code_of = f"has the code of {patch.dist} {_span(same_code)}"
     if any(release in broken for release in same_code):
         return Verdict("applicable", f"{code_of}, which is wrong")
-    releases = _fingerprints()[patch.dist]["releases"]
+    releases = fingerprints()[patch.dist]["releases"]
     last_wrong = max((Version(release) for release in releases if release in broken), default=None)
     if last_wrong is not None and Version(same_code[-1]) > last_wrong:
         return Verdict("fixed-upstream", f"{code_of}; fixed after {last_wrong}")
@@ -89,7 +89,7 @@ def _judge_releases(patch: Patch, same_code: list[str]) -> Verdict:
 def _judge_absent(patch: Patch, path: Path | None) -> Verdict:
     what = f"{patch.function} in {path}" if path is not None else f"the module {patch.module}"
     version = target.version(patch.dist)
-    known = _fingerprints().get(patch.dist, {})
+    known = fingerprints().get(patch.dist, {})
     absent = [
         release
         for release in known.get("releases", ())

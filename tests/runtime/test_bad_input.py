@@ -80,7 +80,7 @@ def test_a_fault_of_kvfix_itself_leaves_the_engine_unpatched_and_running(zygote:
         ("patching", "settle", True),
         ("patching", "_hook", True),
         ("verdict", "judge_live", True),
-        ("verdict", "_fingerprints", True),
+        ("verdict", "fingerprints", True),
         ("target", "fingerprint", True),
         ("fix", "catalogue", True),
         ("target", "version", False),  # asked for the line that says what was done

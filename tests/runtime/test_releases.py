@@ -102,13 +102,13 @@ def test_code_of_broken_releases_is_broken_code_only() -> None:
     """A fingerprint that a broken and a right release share would make a verdict by accident."""
     from packaging.specifiers import SpecifierSet
 
-    from kvfix.verdict import _fingerprints
+    from kvfix.verdict import fingerprints
 
     for found in fix.catalogue():
         for patch in found.patches:
             if patch.helper:  # says nothing about the bug, and is put only beside one that does
                 continue
-            known = _fingerprints()[patch.dist]["functions"][patch.target]
+            known = fingerprints()[patch.dist]["functions"][patch.target]
             broken = SpecifierSet(patch.broken, prereleases=True)
             for fingerprint, releases in known.items():
                 assert len({release in broken for release in releases}) == 1, (found.code, fingerprint, releases)

@@ -114,7 +114,7 @@ def _unpack(wheel: Path, names: set[str], folder: Path) -> None:
 
 def _judge(patch: Patch, folder: Path) -> tuple[str, str, str]:
     """(change, verdict, reason) of one function."""
-    known = verdict._fingerprints()[patch.dist]
+    known = verdict.fingerprints()[patch.dist]
     newest = known["releases"][-1]
     prints = known["functions"].get(patch.target, {})
     path = folder / _file(patch)
@@ -132,7 +132,7 @@ def _judge(patch: Patch, folder: Path) -> tuple[str, str, str]:
             "unknown",
             f"{patch.function} has code of no release that kvfix knows; in an engine the probe decides",
         )
-    told = verdict._judge_releases(patch, prints[found])
+    told = verdict.judge_releases(patch, prints[found])
     same = newest in prints[found]
     return ("unchanged" if same else "changed"), told.verdict, f"{patch.function} {told.reason}"
 
@@ -141,7 +141,7 @@ def _print(rows: list[Row]) -> None:
     console = screen.console()
     for dist in DISTS:
         mine = [row for row in rows if row.dist == dist]
-        newest = verdict._fingerprints()[dist]["releases"][-1]
+        newest = verdict.fingerprints()[dist]["releases"][-1]
         if mine:
             known = "kvfix knows it" if Version(mine[0].version) <= Version(newest) else f"kvfix knows up to {newest}"
             counts = ", ".join(f"{sum(row.change == change for row in mine)} {change}" for change in CHANGES)

@@ -84,7 +84,7 @@ def _release(case: Case, found: Found, each: fix.Fix) -> Step:
 @lru_cache(maxsize=256)
 def first_right(found: fix.Fix, dist: str) -> str | None:
     """The first release of this distribution after all that are broken; None: there is none that kvfix knows."""
-    releases = verdict._fingerprints().get(dist, {}).get("releases", [])
+    releases = verdict.fingerprints().get(dist, {}).get("releases", [])
     specifiers = [SpecifierSet(patch.broken, prereleases=True) for patch in found.patches if patch.dist == dist]
     broken = [Version(each) for each in releases if any(each in specifier for specifier in specifiers)]
     if not broken:

@@ -22,7 +22,7 @@ def wrong_in(found: Fix) -> str:
     """Releases of whose code kvfix knows the fingerprint, and knows it to be wrong."""
     told = []
     for dist in dict.fromkeys(patch.dist for patch in found.patches):
-        known = verdict._fingerprints()[dist]
+        known = verdict.fingerprints()[dist]
         wrong = {
             release
             for patch in found.patches
