@@ -46,9 +46,18 @@ _AFTER = """
 {inner}
 try:
     if {when}:
-        _answer = {name}({first}, _answer{rest})
+        _answer = {name}({first}, _answer{and_noted}{rest})
 except Exception as _error:
     _fault({where!r}, _error)
+"""
+#: Before what an `after` adds, for one that notes something. `inner`: the hook and that.
+_NOTED = """
+try:
+    {name}_noted = {noted}
+except Exception as _error:
+    _fault({where!r}, _error)
+    {name}_noted = None
+{inner}
 """
 _AROUND = """
 try:
@@ -66,10 +75,15 @@ else:
 class Correction:
     """What `before`, `after` and `around` make of a function of a fix. Calling it puts it around a hook."""
 
-    def __init__(self, template: str, correct: Callable[..., Any], when: str) -> None:
+    def __init__(
+        self, template: str, correct: Callable[..., Any], when: str, known: dict[str, Any], noted: str = ""
+    ) -> None:
         self.template = template
         self.correct = correct
         self.when = when
+        self.noted = noted
+        #: What `when` and `noted` see beside the parameters.
+        self.known = known
         self.where = f"{correct.__module__}.{correct.__name__}"
         #: In the text of a hook, one for each correction: while texts are exchanged a call may see names of both.
         self.name = "_" + re.sub(r"\W", "_", self.where)
@@ -77,29 +91,22 @@ class Correction:
     def __call__(self, original: Callable[..., Any]) -> Callable[..., Any]:
         return corrected(original, [self])
 
-    def closed_over(self) -> dict[str, Any]:
-        """What the function sees of the one that made it, by name."""
-        cells = self.correct.__closure__ or ()
-        return {name: cell.cell_contents for name, cell in zip(self.correct.__code__.co_freevars, cells, strict=True)}
+    def in_hook(self, expression: str, hook: list[str], named: str) -> str:
+        """The expression with the names of a hook's parameters in place of its own; "" if they do not have names.
 
-    def when_in(self, hook: list[str], named: str) -> str:
-        """`when` with the names of a hook's parameters in place of its own; "" if they do not have names.
-
-        What it closes over is called `{named}_{name}`.
+        What is known to it is called `{named}_{name}`.
         """
         own, given = self._parameters(), list(hook)
-        if self.template is _AFTER:
-            given.insert(1, "_answer")
-        known = dict(zip(own, given, strict=False))
-        if any(re.search(_NAME.format(name), self.when) for name in own[len(known) :]):
+        given[1:1] = self._own_first(named)
+        names = dict(zip(own, given, strict=False))
+        if any(re.search(_NAME.format(name), expression) for name in own[len(names) :]):
             return ""
-        known |= {name: f"{named}_{name}" for name in self.closed_over()}
-        return re.sub(_NAME.format("|".join(known)), lambda found: known[found[0]], self.when)
+        names |= {name: f"{named}_{name}" for name in self.known}
+        return re.sub(_NAME.format("|".join(names)), lambda found: names[found[0]], expression)
 
     def guarded(self) -> Callable[..., Any]:
         """The correction with its `when` in front, for such a hook."""
-        has_to = eval(f"lambda {', '.join(self._parameters())}, *_, **__: {self.when}", self.closed_over())
-        has_to.__defaults__ = self.correct.__defaults__
+        has_to = self._asked(self.when, self._parameters())
 
         def correct(*args: Any, **kwargs: Any) -> Any:
             if has_to(*args, **kwargs):
@@ -108,32 +115,49 @@ class Correction:
 
         return correct
 
+    def note(self) -> Callable[..., Any]:
+        """`noted` as a function of what such a hook is called with."""
+        own = self._parameters()
+        return self._asked(self.noted, (*own[:1], *own[1 + len(self._own_first("")) :]))
+
+    def _asked(self, expression: str, parameters: tuple[str, ...]) -> Callable[..., Any]:
+        found: Callable[..., Any] = eval(f"lambda {', '.join(parameters)}, *_, **__: {expression}", self.known)
+        found.__defaults__ = self.correct.__defaults__
+        return found
+
+    def _own_first(self, named: str) -> list[str]:
+        """What the correction gets between the instance and the arguments of the hook."""
+        if self.template is not _AFTER:
+            return []
+        return ["_answer", f"{named}_noted"] if self.noted else ["_answer"]
+
     def _parameters(self) -> tuple[str, ...]:
         code = self.correct.__code__
         return code.co_varnames[: code.co_argcount]
 
 
-def before(prepare: Callable[..., Any], when: str = "") -> Correction:
+def before(prepare: Callable[..., Any], when: str = "", **known: Any) -> Correction:
     """A correction that sets right what the hook is going to read, then lets it answer.
 
     prepare: (instance, *arguments of the hook); what it returns is not looked at. Should it fail, the hook runs all the
     same and the fault is said once.
-    when: an expression of its parameters and of what it closes over, most often false, and then it is not called.
+    when: an expression of its parameters and of what is `known`, most often false, and then it is not called.
     """
-    return Correction(_BEFORE, prepare, when)
+    return Correction(_BEFORE, prepare, when, known)
 
 
-def after(correct: Callable[..., Any], when: str = "") -> Correction:
+def after(correct: Callable[..., Any], when: str = "", noted: str = "", **known: Any) -> Correction:
     """A correction that lets the hook answer, then corrects the answer: the cheapest one, for what runs often.
 
     correct: (instance, answer, *arguments of the hook) -> the right answer. Should it fail, the hook's own answer
     stands and the fault is said once.
-    when: an expression of its parameters and of what it closes over, most often false, and then it is not called.
+    when: an expression of its parameters and of what is `known`, most often false, and then it is not called.
+    noted: such an expression that is looked at before the hook; what it gave is the parameter after the answer.
     """
-    return Correction(_AFTER, correct, when)
+    return Correction(_AFTER, correct, when, known, noted)
 
 
-def around(correct: Callable[..., Any], when: str = "") -> Correction:
+def around(correct: Callable[..., Any], when: str = "", **known: Any) -> Correction:
     """A correction that has something to do before the hook, after it, or both: a generator that yields once.
 
     correct: (instance, *arguments of the hook) -> None where there is nothing to correct, which costs next to nothing;
@@ -142,9 +166,9 @@ def around(correct: Callable[..., Any], when: str = "") -> Correction:
     Returning before the yield: the hook is not run. If the hook raises, its exception goes on to the caller, and the
     generator is closed where it stands (use `finally` for what must be put back). Should the correction fail, the
     hook runs with the caller's arguments, its own answer stands, and the fault is said once.
-    when: an expression of its parameters and of what it closes over, most often false, and then it is not called.
+    when: an expression of its parameters and of what is `known`, most often false, and then it is not called.
     """
-    return Correction(_AROUND, correct, when)
+    return Correction(_AROUND, correct, when, known)
 
 
 def instead(answer: Any) -> Generator[None, Any, Any]:
@@ -178,14 +202,19 @@ def _joined(original: Any, called: Any, corrections: list[Correction]) -> Callab
     text = _ORIGINAL.format(first=first, rest=rest)
     for place, each in enumerate(corrections):
         name = f"{each.name}_{place}"
-        when = each.when and each.when_in(by_place, name)
+        when = each.when and each.in_hook(each.when, by_place, name)
         names[name] = each.guarded() if each.when and not when else each.correct
-        if when:
-            names |= {f"{name}_{closed}": value for closed, value in each.closed_over().items()}
+        names |= {f"{name}_{known}": value for known, value in each.known.items()}
         if each.template is _AROUND:
             names[f"{name}_inner"] = _joined(original, called, corrections[:place]) if place else called
-        known = {"name": name, "when": when or "True", "where": each.where, "first": first, "rest": rest}
-        text = each.template.format(inner=text, inner_deeper=_deeper(text), **known)
+        filled = {"name": name, "when": when or "True", "where": each.where, "first": first, "rest": rest}
+        and_noted = f", {name}_noted" if each.noted else ""
+        text = each.template.format(inner=text, inner_deeper=_deeper(text), and_noted=and_noted, **filled)
+        if each.noted:
+            noted = each.in_hook(each.noted, by_place, name)
+            if not noted:
+                names[f"{name}_note"], noted = each.note(), f"{name}_note({first}{rest})"
+            text = _NOTED.format(inner=text, noted=noted, **filled)
     return _made(original, _HOOK.format(parameters=parameters, inner=_deeper(text)), names)
 
 

@@ -7,6 +7,8 @@ imported at the first line only: `kvfix.apply()` is on the start-up path of ever
 from __future__ import annotations
 
 _said: set[str] = set()
+#: What went wrong in kvfix itself, and how often.
+faults: dict[str, int] = {}
 
 
 def note(text: str) -> None:
@@ -38,8 +40,8 @@ def _say(level: str, text: str) -> None:
 
 
 def fault(where: str, error: BaseException) -> None:
-    """Say that kvfix itself went wrong at `where`; the engine goes on as if kvfix were not there."""
-    warn(
-        f"a fault of kvfix itself in {where}: {type(error).__name__}: {error}; the engine goes on without it. "
-        "Please report it; KVFIX=off switches kvfix off."
-    )
+    """Say, once, that kvfix itself went wrong at `where`; the engine goes on as if kvfix were not there."""
+    kind = f"a fault of kvfix itself in {where}: {type(error).__name__}"
+    faults[kind] = faults.get(kind, 0) + 1
+    if faults[kind] == 1:  # the error's own words may differ each time
+        warn(f"{kind}: {error}; the engine goes on without it. Please report it; KVFIX=off switches kvfix off.")

@@ -82,6 +82,7 @@ def watched(plant: Callable[[], Any], decided: Callable[[], Any]) -> dict[str, A
         notice._said.clear()
         kvfix.apply("check")
         notice._said.clear()
+        notice.faults.clear()
         import_module("kvfix.probes.report")
 
         with plant():

@@ -143,17 +143,35 @@ class TestWhen:
         assert hooked.told == [2, 3]
         assert hooked.seen == [((1,), {}), ((2,), {}), ((3,), {})]
 
-    def test_sees_what_the_correction_closes_over(self, hook: Callable[..., Any]) -> None:
+    def test_sees_what_is_known(self, hook: Callable[..., Any]) -> None:
         """Each its own, also of the same name."""
 
         def adds(wanted: int) -> Any:
             def changes(hooked: Hooked, answer: str, one: int) -> str:
                 return f"{answer}{wanted}"
 
-            return after(changes, when="one >= wanted")
+            return after(changes, when="one >= wanted", wanted=wanted)
 
         corrected_hook = corrected(hook, [adds(2), adds(3)])
         assert [corrected_hook(Hooked(lambda _: None), one) for one in (1, 2, 3)] == ["own", "own2", "own23"]
+
+    def test_noted_before_the_hook(self, hook: Callable[..., Any]) -> None:
+        """By each for itself; `when` sees it too."""
+
+        def changes(hooked: Hooked, answer: str, before: int, one: int) -> str:
+            return f"{answer}{before}{len(hooked.seen)}"
+
+        calls = {"noted": "len(hooked.seen) * times", "when": "before >= 2"}
+        around_all = [after(changes, **calls, times=1), after(changes, **calls, times=2)]
+        corrected_hook, hooked = corrected(hook, around_all), Hooked(lambda _: None)
+        assert [corrected_hook(hooked, one) for one in (1, 2, 3)] == ["own", "own22", "own2343"]
+
+    def test_noted_that_fails(self, hook: Callable[..., Any], caplog: Any) -> None:
+        def correct(hooked: Hooked, answer: str, noted: None, one: int) -> str:
+            return answer + str(noted)
+
+        assert after(correct, noted="hooked.nobody_has_this")(hook)(Hooked(lambda _: None), 1) == "ownNone"
+        assert all("AttributeError" in line for line in caplog.messages)
 
     @pytest.mark.parametrize("kind", [before, around, after])
     def test_that_fails(self, kind: Any, hook: Callable[..., Any], caplog: Any) -> None:

@@ -54,12 +54,12 @@ def tokens(tracker: Any, name: str, block_size: int = 16) -> int:
     return int(found if found is not None else getattr(tracker, f"{name}_blocks") * block_size)
 
 
-def hits(tracker: Any, block_size: int) -> tuple[int, int]:
+def hits(connector: Any, tracker: Any) -> tuple[int, int]:
     """`num_vllm_hit` and `num_lmcache_hit` in tokens: what is read of every request that is admitted, in one call."""
-    try:
+    blocks = getattr(tracker, "num_vllm_hit_blocks", None)
+    if blocks is None:
         return tracker.num_vllm_hit_tokens, tracker.num_lmcache_hit_tokens
-    except AttributeError:
-        return tracker.num_vllm_hit_blocks * block_size, tracker.num_lmcache_hit_blocks * block_size
+    return blocks * connector.vllm_block_size, tracker.num_lmcache_hit_blocks * connector.vllm_block_size
 
 
 def set_tokens(tracker: Any, name: str, value: int, block_size: int = 16) -> None:

@@ -49,15 +49,19 @@ def correct_scheduler(adapter: ModuleType) -> Callable[..., Any]:
             impl.lookup_client.clear_lookup_status(name)
         return answer
 
-    return after(request_finished)
+    # One that is admitted has neither, but for the priority of a resumed one. Every lookup leaves one of the two.
+    return after(
+        request_finished, when="request.request_id in impl._requests_priority or request.request_id in impl.load_specs"
+    )
 
 
 def correct_worker(adapter: ModuleType) -> Callable[..., Any]:
     def get_finished(impl: Any, answer: Any, finished_req_ids: Any) -> Any:
         # With asynchronous loading a lookup pins nothing: what it fetched is let go by the clean-up of the lookup.
-        if impl.lmcache_engine is not None and not getattr(impl, "async_loading", False):
+        engine = impl.lmcache_engine
+        if engine is not None and not getattr(impl, "async_loading", False):
             for name in finished_req_ids:
-                impl.lmcache_engine.lookup_unpin(name)
+                engine.lookup_unpin(name)
         return answer
 
     return after(get_finished, when="finished_req_ids")

@@ -12,8 +12,9 @@ keeps the chunks that it has.
 
 ## Fix
 A request that has one of the failed blocks among its own is not saved in that step. vLLM takes it back to its last good
-token; when the connector follows, all of it counts as not saved (before 0.4.1 that is done by KVF008): the scheduler
-does not know which saves were left out, and a chunk that is in the cache is not stored twice.
+token, and kvfix notes whom it takes back; when the connector follows, all of it counts as not saved (before 0.4.1 that
+is done by KVF008): the scheduler does not know which saves were left out, and a chunk that is in the cache is not
+stored twice.
 
 ## Releases
 LMCache 0.3.9 to 0.5.6; 0.3.9 does not know which blocks failed, and cannot be cured of it. A kv_producer saves all the
@@ -28,11 +29,12 @@ None known.
 
 from __future__ import annotations
 
+import inspect
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from kvfix import probe
-from kvfix.correction import before
+from kvfix.correction import after, before
 from kvfix.fix import Fix, Patch
 
 if TYPE_CHECKING:
@@ -54,14 +56,29 @@ def _has_one_of(failed: Any, slot_mapping: Any, block_size: int) -> bool:
     return any(int(slot) // block_size in failed for slot in slot_mapping[::block_size])
 
 
+#: Requests that vLLM has taken back and not scheduled since.
+_TAKEN_BACK: set[str] = set()
+
+
+def note(scheduler: ModuleType) -> Callable[..., Any]:
+    def _update_requests_with_invalid_blocks(scheduler: Any, answer: Any, *_: Any, **__: Any) -> Any:
+        _TAKEN_BACK.intersection_update(scheduler.requests)
+        _TAKEN_BACK.update(answer[0])
+        return answer
+
+    return after(_update_requests_with_invalid_blocks)
+
+
 def correct_scheduler(adapter: ModuleType) -> Callable[..., Any]:
     def build_connector_meta(impl: Any, scheduler_output: Any) -> None:
         cached, trackers = scheduler_output.scheduled_cached_reqs, impl._request_trackers
         for name, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=False):
-            if computed < len(trackers[name].token_ids):
+            if name in _TAKEN_BACK and computed < len(trackers[name].token_ids):
                 trackers[name].num_saved_tokens = 0
+        _TAKEN_BACK.difference_update(cached.req_ids, scheduler_output.finished_req_ids)
 
-    return before(build_connector_meta)
+    # It is called in every step: looking at all that run would cost more than all other fixes together.
+    return before(build_connector_meta, when="taken_back", taken_back=_TAKEN_BACK)
 
 
 def worker_shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
@@ -91,11 +108,25 @@ def scheduler_shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
     """512 tokens count as saved, vLLM has gone back to 256 and computes 16 more. Right is to save the 272 from 0 on."""
     tracker = adapter.RequestTracker(probe.NAME, 900, [0] * 512, list(range(32)), num_saved_tokens=512)
     request = probe.request(900, num_computed_tokens=256)
+    _TAKEN_BACK.add(probe.NAME)
     meta = hook(
         probe.scheduler_side(_request_trackers={probe.NAME: tracker}, _unfinished_requests={probe.NAME: request}),
         probe.step(16, computed=256),
     )
     return not meta.requests or meta.requests[0].save_spec.skip_leading_tokens != 0
+
+
+def note_is_needed(hook: Callable[..., Any], scheduler: ModuleType) -> bool:
+    """One running request, its only block has failed: the hook takes it back, and nobody notes that."""
+    request = probe.request(32, num_computed_tokens=20, num_cached_tokens=16)
+    manager = SimpleNamespace(get_block_ids=lambda name: ([3],))
+    stub = SimpleNamespace(block_size=16, kv_cache_manager=manager, requests={probe.NAME: request})
+    tokens = [{probe.NAME: 4}] if "num_scheduled_tokens" in inspect.signature(hook).parameters else []
+    if hook(stub, [request], {3}, *tokens)[0] != {probe.NAME}:
+        raise LookupError("it does not name first whom it takes back")
+    noted = probe.NAME in _TAKEN_BACK
+    _TAKEN_BACK.discard(probe.NAME)
+    return not noted
 
 
 ADAPTER = "lmcache.integration.vllm.vllm_v1_adapter"
@@ -118,6 +149,15 @@ FIX = Fix(
             broken=">=0.4.1",
             shows_bug=scheduler_shows_bug,
             correct=correct_scheduler,
+        ),
+        Patch(
+            dist="vllm",
+            module="vllm.v1.core.sched.scheduler",
+            function="Scheduler._update_requests_with_invalid_blocks",
+            broken=">=0.11.2",
+            shows_bug=note_is_needed,
+            correct=note,
+            helper=True,
         ),
     ),
 )

@@ -45,13 +45,11 @@ def correct(module: ModuleType) -> Callable[..., Any]:
     make_tracker = module.LMCacheMPRequestTracker
 
     def request_finished(connector: Any, request: Any, block_ids: Any) -> None:
-        asked = getattr(request, "kv_transfer_params", None)
-        if not asked or request.request_id in connector.request_trackers:
-            return
-        if any(name in asked for name in STATISTICS):
+        asked = request.kv_transfer_params
+        if asked and any(name in asked for name in STATISTICS):
             connector.request_trackers[request.request_id] = make_tracker(request)
 
-    return before(request_finished)
+    return before(request_finished, when="request.request_id not in connector.request_trackers")
 
 
 def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:

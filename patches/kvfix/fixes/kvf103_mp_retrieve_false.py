@@ -29,30 +29,26 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from kvfix.correction import around
+from kvfix.correction import after
 from kvfix.fix import Fix, Patch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
+    from collections.abc import Callable
     from types import ModuleType
 
 _MODULE = "lmcache.integration.vllm.vllm_multi_process_adapter"
 
 
 def correct(module: ModuleType) -> Callable[..., Any]:
-    def get_finished(adapter: Any, *_: Any) -> Generator[None, Any, Any]:
-        return _blocks_reported(adapter, dict(adapter.retrieve_futures))
+    def get_finished(adapter: Any, answer: Any, under_way: dict[str, Any], *_: Any) -> Any:
+        for request_id, (future, blocks) in under_way.items():
+            # A server that is silent leaves futures that are not done; the hook has reported those itself.
+            if request_id not in adapter.retrieve_futures and future.query() and not future.result(timeout=60):
+                adapter.error_block_ids.update(blocks)
+        return answer
 
-    return around(get_finished, when="adapter.retrieve_futures")
-
-
-def _blocks_reported(adapter: Any, under_way: dict[str, Any]) -> Generator[None, Any, Any]:
-    answer = yield
-    for request_id, (future, blocks) in under_way.items():
-        # A server that is silent leaves futures that are not done; the hook has reported those itself.
-        if request_id not in adapter.retrieve_futures and future.query() and not future.result(timeout=60):
-            adapter.error_block_ids.update(blocks)
-    return answer
+    loads = "adapter.retrieve_futures and dict(adapter.retrieve_futures)"
+    return after(get_finished, when="under_way", noted=loads)
 
 
 def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:

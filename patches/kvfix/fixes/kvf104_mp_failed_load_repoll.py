@@ -57,7 +57,7 @@ def correct(module: ModuleType) -> Callable[..., Any]:
     # It is asked in every step in which the request waits, and is not READY then.
     asked_before = "request.request_id in connector.request_trackers"
     is_ready = "connector.request_trackers[request.request_id].state is ready"
-    return before(get_num_new_matched_tokens, when=f"{asked_before} and {is_ready}")
+    return before(get_num_new_matched_tokens, when=f"{asked_before} and {is_ready}", ready=ready)
 
 
 def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:

@@ -35,6 +35,7 @@ import functools
 import inspect
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 from kvfix.correction import around, before
 from kvfix.fix import Fix
@@ -45,30 +46,33 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 
+#: By connector: what frees the locks of a request that ended before its lookup was answered.
+_LOOKING: WeakKeyDictionary[Any, dict[str, Callable[..., Any]]] = WeakKeyDictionary()
+
+
 def correct(module: ModuleType) -> Callable[..., Any]:
     prefetching = module.LMCacheMPRequestState.PREFETCHING
 
-    @around
     def request_finished(connector: Any, request: Any, block_ids: Any) -> Generator[None, Any, Any] | None:
-        name = request.request_id
-        tracker = connector.request_trackers.get(name)
-        if tracker is None or tracker.state is not prefetching:
-            return None  # admitted: its locks went with that, or go with the load
-        adapter = connector.scheduler_adapter
+        name, adapter = request.request_id, connector.scheduler_adapter
+        tracker = connector.request_trackers[name]
         known = ("cache_salt", "request_configs")  # what the lookup was sent with
         more = {each: getattr(tracker, each) for each in known if hasattr(tracker, each)}
         tokens = _mp.token_ids(tracker)
         free = functools.partial(adapter.free_lookup_locks, token_ids=tokens, start=0, request_id=name, **more)
         locked = _mp.tokens(tracker, "num_lmcache_hit", _mp.block_size(connector)) or _found(adapter, name)
         if locked is None:
-            vars(connector).setdefault("_kvfix_looking", {})[name] = free
+            _LOOKING.setdefault(connector, {})[name] = free
             return _session_kept(adapter, name)
         if locked:
             free(end=locked)
         adapter.cleanup_lookup_result(name)
         return None
 
-    return request_finished
+    # Of one that is admitted they have gone with that, or go with the load.
+    looked_up = "request.request_id in connector.request_trackers"
+    not_admitted = "connector.request_trackers[request.request_id].state is prefetching"
+    return around(request_finished, when=f"{looked_up} and {not_admitted}", prefetching=prefetching)
 
 
 def _found(adapter: Any, name: str) -> int | None:
@@ -96,17 +100,19 @@ def _but_for(name: str, end: Callable[[str], None], request_id: str) -> None:
 
 def correct_step(module: ModuleType) -> Callable[..., Any]:
     def build_connector_meta(connector: Any, scheduler_output: Any) -> None:
-        adapter = connector.scheduler_adapter
-        for name, free in list(connector._kvfix_looking.items()):
+        adapter, looking = connector.scheduler_adapter, _LOOKING.get(connector, {})
+        for name, free in list(looking.items()):
             locked = adapter.check_lookup_result(name)
             if locked is not None:
-                del connector._kvfix_looking[name]
+                del looking[name]
                 if locked:
                     free(end=locked)
                 adapter.cleanup_lookup_result(name)
                 adapter.end_session(name)
+        if not looking:
+            _LOOKING.pop(connector, None)
 
-    return before(build_connector_meta, when='getattr(connector, "_kvfix_looking", None)')
+    return before(build_connector_meta, when="looking.data", looking=_LOOKING)  # the dict in it: nobody is asked
 
 
 def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:

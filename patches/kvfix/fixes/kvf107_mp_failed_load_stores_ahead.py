@@ -35,16 +35,21 @@ from kvfix.fix import Fix
 from kvfix.fixes import _mp
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable
     from types import ModuleType
 
 
 def correct(module: ModuleType) -> Callable[..., Any]:
     def build_connector_meta(connector: Any, scheduler_output: Any) -> None:
-        for request_id, computed in _scheduled(scheduler_output):
-            tracker = connector.request_trackers.get(request_id)
-            if tracker is not None and not tracker.num_scheduled_tokens:
-                _count_from(connector, tracker, computed)
+        trackers = connector.request_trackers
+        for new in scheduler_output.scheduled_new_reqs:
+            if new.req_id in trackers:
+                _count_from(connector, trackers[new.req_id], new.num_computed_tokens)
+        cached = scheduler_output.scheduled_cached_reqs
+        if cached.resumed_req_ids:
+            for request_id, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=False):
+                if request_id in cached.resumed_req_ids and request_id in trackers:
+                    _count_from(connector, trackers[request_id], computed)
 
     return before(
         build_connector_meta,
@@ -52,24 +57,13 @@ def correct(module: ModuleType) -> Callable[..., Any]:
     )
 
 
-def _scheduled(scheduler_output: Any) -> Iterator[tuple[str, int]]:
-    """Requests of this step that run for the first time, or again after a preemption, with their computed tokens."""
-    for new in scheduler_output.scheduled_new_reqs:
-        yield new.req_id, new.num_computed_tokens
-    cached = scheduler_output.scheduled_cached_reqs
-    if cached.resumed_req_ids:
-        for request_id, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=False):
-            if request_id in cached.resumed_req_ids:
-                yield request_id, computed
-
-
 def _count_from(connector: Any, tracker: Any, computed: int) -> None:
-    size = _mp.block_size(connector)
-    hits = _mp.hits(tracker, size)
-    # The last token of a prompt that is hit whole is computed anew.
-    if computed >= max(hits) - (max(hits) == len(tracker.all_token_ids)):
+    hits = _mp.hits(connector, tracker)
+    if tracker.num_scheduled_tokens or computed >= max(hits):
         return
-    chunk = _mp.chunk_size(connector)
+    if computed == max(hits) - 1 == len(tracker.all_token_ids) - 1:
+        return  # the last token of a prompt that is hit whole is computed anew
+    size, chunk = _mp.block_size(connector), _mp.chunk_size(connector)
     for name, found in zip(("num_vllm_hit", "num_lmcache_hit"), hits, strict=True):
         _mp.set_tokens(tracker, name, min(found, computed), size)
     stored = min(_mp.tokens(tracker, "num_stored", size), computed // chunk * chunk)

@@ -28,11 +28,11 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from kvfix.correction import around
+from kvfix.correction import after
 from kvfix.fix import Fix, Patch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator
+    from collections.abc import Callable
     from types import ModuleType
 
 
@@ -53,23 +53,16 @@ class Both:
 
 
 def correct(module: ModuleType) -> Callable[..., Any]:
-    @around
-    def submit_store_request(adapter: Any, request_id: str, *_: Any, **__: Any) -> Generator[None, Any, Any] | None:
-        first = adapter.store_futures.get(request_id)
-        known = first is not None or request_id in adapter.finished_stores
-        return _joined(adapter, request_id, first) if known else None
+    def submit_store_request(adapter: Any, answer: Any, first: Any, request_id: str, *_: Any, **__: Any) -> Any:
+        store = adapter.store_futures.get(request_id)
+        if store is not first:
+            adapter.finished_stores.discard(request_id)
+            if first is not None and not (first.query() and first.result(timeout=60)):
+                adapter.store_futures[request_id] = Both(first, store)
+        return answer
 
-    return submit_store_request
-
-
-def _joined(adapter: Any, request_id: str, first: Any) -> Generator[None, Any, Any]:
-    answer = yield
-    store = adapter.store_futures.get(request_id)
-    if store is not first:
-        adapter.finished_stores.discard(request_id)
-        if first is not None and not (first.query() and first.result(timeout=60)):
-            adapter.store_futures[request_id] = Both(first, store)
-    return answer
+    known = "first is not None or request_id in adapter.finished_stores"
+    return after(submit_store_request, when=known, noted="adapter.store_futures.get(request_id)")
 
 
 def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:

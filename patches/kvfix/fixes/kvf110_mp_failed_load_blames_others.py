@@ -39,8 +39,6 @@ if TYPE_CHECKING:
 def correct(module: ModuleType) -> Callable[..., Any]:
     def submit_retrieve_request(adapter: Any, answer: Any, request_id: str, op: Any, *_: Any, **__: Any) -> Any:
         spared = _skipped(op)
-        if not spared:
-            return answer
         if request_id in adapter.retrieve_futures:
             future, blocks = adapter.retrieve_futures[request_id]
             adapter.retrieve_futures[request_id] = (future, [block for block in blocks if block not in spared])
@@ -48,7 +46,7 @@ def correct(module: ModuleType) -> Callable[..., Any]:
             adapter.error_block_ids.difference_update(spared)
         return answer
 
-    return after(submit_retrieve_request)
+    return after(submit_retrieve_request, when="op.skip_first_n_tokens")
 
 
 def _skipped(op: Any) -> list[int]:

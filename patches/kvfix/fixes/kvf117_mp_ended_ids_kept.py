@@ -10,7 +10,7 @@ in steps that follow each other. Nothing takes them out (`_returned_finished`, v
 0.5.6:2034), and it reports none twice.
 
 ## Fix
-It keeps those of the last 64 steps in which requests ended.
+It keeps the last 64 of them and more, and those of the last step in which requests ended whatever their number.
 
 ## Releases
 LMCache 0.4.3 to 0.5.6, with its own connector and with vLLM's copy.
@@ -33,25 +33,32 @@ from kvfix.correction import after
 from kvfix.fix import Fix, Patch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from types import ModuleType
 
-STEPS = 64
+KEPT = 64
 
 
-class Recent(set[str]):
-    """What the last updates have brought that brought anything."""
+class Recent:
+    """A set of ids that forgets: when more than KEPT are new, those become the old ones, and what was old goes.
+
+    `update` is called in every step, and costs what it costs a set. Whether one is in it is asked of each request that
+    ends, so there it forgets: between two updates once at most, and the last one's ids are kept.
+    """
 
     def __init__(self) -> None:
-        super().__init__()
-        self._brought: deque[tuple[str, ...]] = deque()
+        self._old: set[str] = set()
+        self._new: set[str] = set()
+        self.update = self._new.update
 
-    def update(self, ids: set[str]) -> None:  # type: ignore[override]
-        if ids:  # it is called in every step
-            super().update(ids)
-            self._brought.append(tuple(ids))
-            if len(self._brought) > STEPS:
-                self.difference_update(self._brought.popleft())
+    def __contains__(self, request_id: str) -> bool:
+        if len(self._new) > KEPT:
+            self._old = set(self._new)
+            self._new.clear()
+        return request_id in self._new or request_id in self._old
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._new | self._old)
 
 
 def correct(module: ModuleType) -> Callable[..., Any]:
@@ -63,7 +70,7 @@ def correct(module: ModuleType) -> Callable[..., Any]:
 
 
 def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
-    """A request has ended in each of 128 steps. What is asked is the function that `__init__` makes the set for."""
+    """A request has ended in each of 256 steps. What is asked is the function that `__init__` makes the set for."""
     adapter = SimpleNamespace(
         finished_stores=set(),
         store_futures={},
@@ -72,9 +79,9 @@ def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
         _returned_finished_steps=deque(),  # of patches/upstream/mp-ended-ids-kept
         _update_and_get_finished_store=set,
     )
-    for number in range(2 * STEPS):
+    for number in range(4 * KEPT):
         module.LMCacheMPWorkerAdapter._process_finished_stores(adapter, set(), {str(number)})
-    return len(adapter._returned_finished) == 2 * STEPS
+    return len(set(adapter._returned_finished)) == 4 * KEPT
 
 
 FIX = Fix(

@@ -56,20 +56,27 @@ def correct_free(module: ModuleType) -> Callable[..., Any]:
 
 
 def correct(module: ModuleType) -> Callable[..., Any]:
-    waiting = module.RequestStatus.WAITING_FOR_REMOTE_KVS
+    waiting, unfinished = module.RequestStatus.WAITING_FOR_REMOTE_KVS, module.RequestStatus.PREEMPTED
 
     def _update_from_kv_xfer_finished(scheduler: Any, output: Any) -> Generator[Any, Any, Any] | None:
-        received, sent = output.finished_recving, output.finished_sending
-        freed = {each for each in received or () if _is_due(scheduler, each, waiting)}
-        stored = {each for each in sent or () if each not in freed and _is_due(scheduler, each, None)}
-        if len(freed) == len(received or ()) and len(stored) == len(sent or ()):
-            return None
-        return _with_reports(output, freed, stored)  # of a request with both, the first frees
+        if getattr(scheduler, "_kvfix_ended_loading", None):
+            return _with_reports(scheduler, output, waiting)
+        requests = scheduler.requests
+        for each in output.finished_recving or ():
+            if each not in requests or requests[each].status is not waiting:
+                return _with_reports(scheduler, output, waiting)
+        for each in output.finished_sending or ():
+            if each not in requests or requests[each].status <= unfinished:
+                return _with_reports(scheduler, output, waiting)
+        return None  # as it should be
 
     return around(_update_from_kv_xfer_finished, when="output.finished_recving or output.finished_sending")
 
 
-def _with_reports(output: Any, received: set[str], sent: set[str]) -> Generator[Any, Any, Any]:
+def _with_reports(scheduler: Any, output: Any, waiting: Any) -> Generator[Any, Any, Any]:
+    """The hook gets those that are due. Of a request with both, the first frees."""
+    received = {each for each in output.finished_recving or () if _is_due(scheduler, each, waiting)}
+    sent = {each for each in output.finished_sending or () if each not in received and _is_due(scheduler, each, None)}
     output = copy.copy(output)
     output.finished_recving, output.finished_sending = received, sent
     return (yield (output,))

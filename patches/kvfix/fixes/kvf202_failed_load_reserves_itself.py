@@ -41,11 +41,10 @@ if TYPE_CHECKING:
 
 def correct(module: ModuleType) -> Callable[..., Any]:
     def _update_waiting_for_remote_kv(scheduler: Any, answer: None, request: Any) -> None:
-        if not request.num_computed_tokens:
-            scheduler._inflight_prefills.discard(request)
+        scheduler._inflight_prefills.discard(request)
         return answer
 
-    return after(_update_waiting_for_remote_kv)
+    return after(_update_waiting_for_remote_kv, when="not request.num_computed_tokens")
 
 
 class _Request:

@@ -22,7 +22,7 @@ from kvfix.fix import catalogue
 from kvfix.ledger import Finding
 from kvfix.ledger.events import Event
 from kvfix_tools.lab.options import SINCE
-from kvfix_tools.lab.scenario import Scenario
+from kvfix_tools.lab.scenario import FAULT, Scenario
 from kvfix_tools.lab.schedule import Schedule
 
 
@@ -165,7 +165,11 @@ def play(scenario: Scenario, fixes: bool) -> Result:
                 scenario.play(world)
         finally:
             kvfix.revert()
-    hits = [found for found in world.findings if found.code == scenario.rule and scenario.text in found.message]
+    hits = [
+        found
+        for found in world.findings
+        if (found.code == scenario.rule and scenario.text in found.message) or found.code == FAULT
+    ]
     also = [str(found) for found in world.findings if found not in hits]
     story = [(step, event) for step, event in world.log if event.request in (scenario.request, "")]
     outcome = "violated" if hits else "clean"

@@ -20,6 +20,10 @@ if TYPE_CHECKING:
     from kvfix_tools.lab.world import World
 
 
+#: The rule that nothing goes wrong in kvfix itself.
+FAULT = "LAB007"
+
+
 @dataclass(frozen=True)
 class Scenario:
     """fixes: codes of those that cure it; none: nobody has fixed it yet. rule: code that must be among the findings.

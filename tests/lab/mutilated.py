@@ -1,0 +1,74 @@
+"""Plays with a fix that lacks something. What was found is in `result`."""
+
+from dataclasses import replace
+
+import kvfix
+from kvfix.correction import before
+from kvfix.fix import find
+from kvfix_tools.lab import runner, scenario
+from kvfix_tools.lab.options import Options
+
+with runner.quiet():
+    from kvfix_tools.lab.world import World
+
+
+def with_patches(code, change, play):
+    fix = find(code)
+    whole = fix.patches
+    object.__setattr__(fix, "patches", tuple(change(whole)))
+    try:
+        return [str(found) for found in play()]
+    finally:
+        object.__setattr__(fix, "patches", whole)
+
+
+def capped():
+    return runner.play(scenario.find("max-load-unaligned"), fixes=True).findings
+
+
+def shared():
+    """Of a prompt whose load fails, `sharing` has 64 tokens in vLLM's cache, by then none in LMCache, and computes the
+    rest in the same step. The worker leaves that save out, and vLLM takes it back to token 64."""
+    kvfix.apply()
+    try:
+        options = Options(block_size=16, chunk_size=16, num_blocks=40, max_num_batched_tokens=512)
+        world = World(options)
+        world.admit("first", scenario.prompt(160))
+        world.run()
+        world.reset_prefix_cache()
+        world.admit("before", scenario.prompt(64))
+        world.run()
+        world.fail_load("failing")
+        world.take_blocks(options.num_blocks - 6)
+        world.admit("failing", scenario.prompt(160))
+        world.step()
+        world.evict(6, forced=True)
+        world.free_blocks()
+        world.admit("sharing", scenario.prompt(112))
+        world.run()
+        world.settle()
+        return [*world.findings, *(["the load has failed"] if world.counts["loads_failed"] else [])]
+    finally:
+        kvfix.revert()
+
+
+def without(function):
+    return lambda patches: [patch for patch in patches if not patch.function.endswith(function)]
+
+
+def failing(patches):
+    return [replace(patch, correct=lambda module: before(lambda impl, *_: None, when="nobody")) for patch in patches]
+
+
+def whole(patches):
+    return patches
+
+
+result = {
+    "KVF003": with_patches("KVF003", whole, capped),
+    "KVF003 fails": with_patches("KVF003", failing, capped),
+    "KVF007": with_patches("KVF007", whole, shared),
+    "KVF007 without who notes it": with_patches("KVF007", without("_update_requests_with_invalid_blocks"), shared),
+    # Last: it leaves notes.
+    "KVF007 without what follows": with_patches("KVF007", without("build_connector_meta"), shared),
+}
