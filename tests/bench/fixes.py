@@ -15,7 +15,7 @@ from tests.conftest import RELEASES, Fresh
 
 #: vLLM's copy stores too little without KVF102: with it there is more to do.
 SKIP = {"mp-in-tree": ["KVF102"]}
-SCHEDULES, TURNS = 20, 12
+SCHEDULES, TURNS = 20, 20
 CASE = """
 import gc, statistics, time, kvfix
 from kvfix_tools.lab import runner

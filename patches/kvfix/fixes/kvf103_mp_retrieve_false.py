@@ -10,9 +10,9 @@ exception`, or `No GPU context registered for instance ID`.
 0.5.4:1635-1648). vLLM is told that the load is done, and nothing by `get_block_ids_with_load_errors`.
 
 ## Fix
-After `get_finished`: the blocks of each load that it has taken off its list, and whose result is false, are among the
-blocks with load errors. vLLM then does what `kv_load_failure_policy` says: `fail` (its default) ends the request with
-an error, `recompute` computes it.
+After `submit_retrieve_request`: the future that is kept of a load puts the load's blocks among those with load errors
+when it answers that it has failed. vLLM then does what `kv_load_failure_policy` says: `fail` (its default) ends the
+request with an error, `recompute` computes it.
 
 ## Releases
 LMCache 0.4.2 to 0.5.4, with its own connector and with vLLM's copy. Earlier ones have no way to report blocks.
@@ -26,6 +26,7 @@ LMCache 0.5.4 is no longer in use.
 
 from __future__ import annotations
 
+import inspect
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -36,31 +37,48 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from types import ModuleType
 
-_MODULE = "lmcache.integration.vllm.vllm_multi_process_adapter"
+
+class Load:
+    """The future of a load. `get_finished` asks it for the result, then takes it off its list."""
+
+    def __init__(self, adapter: Any, request_id: str, future: Any) -> None:
+        self._adapter, self._request_id, self._future = adapter, request_id, future
+        self.query, self.wait = future.query, future.wait
+
+    def result(self, timeout: float | None = None) -> Any:
+        loaded = self._future.result(timeout)
+        if not loaded:
+            _, blocks = self._adapter.retrieve_futures.get(self._request_id, (None, ()))
+            self._adapter.error_block_ids.update(blocks)
+        return loaded
 
 
 def correct(module: ModuleType) -> Callable[..., Any]:
-    def get_finished(adapter: Any, answer: Any, under_way: dict[str, Any], *_: Any) -> Any:
-        for request_id, (future, blocks) in under_way.items():
-            # A server that is silent leaves futures that are not done; the hook has reported those itself.
-            if request_id not in adapter.retrieve_futures and future.query() and not future.result(timeout=60):
-                adapter.error_block_ids.update(blocks)
+    def submit_retrieve_request(adapter: Any, answer: Any, request_id: str, *_: Any, **__: Any) -> Any:
+        future, blocks = adapter.retrieve_futures[request_id]
+        adapter.retrieve_futures[request_id] = (Load(adapter, request_id, future), blocks)
         return answer
 
-    loads = "adapter.retrieve_futures and dict(adapter.retrieve_futures)"
-    return after(get_finished, when="under_way", noted=loads)
+    # Where the server is silent no load is begun, and its blocks are there already.
+    return after(submit_retrieve_request, when="request_id in adapter.retrieve_futures")
 
 
 def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
-    """One load of blocks 3 and 4, whose result is false."""
-    failed = SimpleNamespace(query=lambda: True, result=lambda timeout=None: False)
+    """One load of blocks 3 and 4, whose result is false. What is asked is the function that takes the result."""
+    failed = SimpleNamespace(query=lambda: True, wait=lambda timeout=None: True, result=lambda timeout=None: False)
+    failed.to_cuda_future = lambda: failed  # to 0.4.5 it sends the request itself
     adapter = SimpleNamespace(
         is_healthy=True,
         dispatcher=None,
         lazy_offload=True,
+        instance_id=0,
+        kv_caches={},
+        blocks_in_chunk=4,
+        mq_client=SimpleNamespace(submit_request=lambda *_: failed),
+        transfer_ctx=SimpleNamespace(submit_retrieve=lambda *_, **__: failed),
         store_futures={},
         store_events={},
-        retrieve_futures={"kvfix-probe": (failed, [3, 4])},
+        retrieve_futures={},
         retrieve_events={},
         error_block_ids=set(),
         request_telemetry=SimpleNamespace(on_request_store_finished=lambda **_: None),
@@ -69,17 +87,31 @@ def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
         _failed_request_ids=set(),
         _failed_store_requests=set(),
         _pending_store_kv_events={},
+        _ensure_heartbeat_started=lambda: None,
+        _create_key=lambda *_, **__: None,
+        _block_ids_per_group=lambda op: [op.block_ids],
         _process_finished_stores=lambda *_: set(),
     )
-    hook(adapter, *([set()] if hook.__name__ == "get_finished" else []))
+    op = module.LoadStoreOp(token_ids=[0] * 32, block_ids=[3, 4], start=0, end=32)
+    hook(adapter, "kvfix-probe", op, SimpleNamespace(ipc_handle=lambda: b""))
+    if adapter.error_block_ids:
+        raise LookupError("the load was not begun")
+    takes = inspect.unwrap(module.LMCacheMPWorkerAdapter.get_finished)
+    takes(adapter, *([set()] * (len(inspect.signature(takes).parameters) - 1)))
     return bool(adapter.error_block_ids != {3, 4})
 
 
 FIX = Fix(
     __name__,
     __doc__,
-    patches=tuple(
-        Patch("lmcache", _MODULE, f"LMCacheMPWorkerAdapter.{name}", broken, shows_bug, correct)
-        for name, broken in (("get_finished", ">=0.4.2,<=0.5.4"), ("get_finished_with_lazy_offload", "==0.5.4"))
+    patches=(
+        Patch(
+            dist="lmcache",
+            module="lmcache.integration.vllm.vllm_multi_process_adapter",
+            function="LMCacheMPWorkerAdapter.submit_retrieve_request",
+            broken=">=0.4.2,<=0.5.4",
+            shows_bug=shows_bug,
+            correct=correct,
+        ),
     ),
 )
