@@ -121,7 +121,7 @@ class Correction:
         return self._asked(self.noted, (*own[:1], *own[1 + len(self._own_first("")) :]))
 
     def _asked(self, expression: str, parameters: tuple[str, ...]) -> Callable[..., Any]:
-        found: Callable[..., Any] = eval(f"lambda {', '.join(parameters)}, *_, **__: {expression}", self.known)
+        found: Callable[..., Any] = eval(f"lambda {', '.join(parameters)}, *_, **__: {expression}", dict(self.known))
         found.__defaults__ = self.correct.__defaults__
         return found
 
