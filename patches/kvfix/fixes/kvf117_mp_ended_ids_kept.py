@@ -10,7 +10,7 @@ in steps that follow each other. Nothing takes them out (`_returned_finished`, v
 0.5.6:2034), and it reports none twice.
 
 ## Fix
-It keeps the last 64 of them and more, and those of the last step in which requests ended whatever their number.
+It keeps the last 32 of them, at most twice as many, and those of the last step in which requests ended whatever their number.
 
 ## Releases
 LMCache 0.4.3 to 0.5.6, with its own connector and with vLLM's copy.
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from types import ModuleType
 
-KEPT = 64
+KEPT = 32
 
 
 class Recent:
@@ -70,7 +70,7 @@ def correct(module: ModuleType) -> Callable[..., Any]:
 
 
 def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
-    """A request has ended in each of 256 steps. What is asked is the function that `__init__` makes the set for."""
+    """A request has ended in each of 128 steps. What is asked is the function that `__init__` makes the set for."""
     adapter = SimpleNamespace(
         finished_stores=set(),
         store_futures={},
