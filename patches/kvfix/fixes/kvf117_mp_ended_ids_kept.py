@@ -10,7 +10,7 @@ in steps that follow each other. Nothing takes them out (`_returned_finished`, v
 0.5.6:2034), and it reports none twice.
 
 ## Fix
-It keeps the last 32 of them, at most twice as many, and those of the last step in which requests ended whatever their number.
+It keeps the last 32 of them, at most twice as many, and those of the last step in which requests ended, however many.
 
 ## Releases
 LMCache 0.4.3 to 0.5.6, with its own connector and with vLLM's copy.
