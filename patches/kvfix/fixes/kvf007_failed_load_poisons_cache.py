@@ -36,6 +36,7 @@ from typing import TYPE_CHECKING, Any
 from kvfix import probe
 from kvfix.correction import after, before
 from kvfix.fix import Fix, Patch
+from kvfix.fixes import _scheduler
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -152,8 +153,8 @@ FIX = Fix(
         ),
         Patch(
             dist="vllm",
-            module="vllm.v1.core.sched.scheduler",
-            function="Scheduler._update_requests_with_invalid_blocks",
+            module=_scheduler.MODULE,
+            function=_scheduler.TAKES_BACK,
             broken=">=0.11.2",
             shows_bug=note_is_needed,
             correct=note,

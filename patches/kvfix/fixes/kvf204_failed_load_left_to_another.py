@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING, Any
 from kvfix import probe
 from kvfix.correction import after
 from kvfix.fix import Fix, Patch
+from kvfix.fixes import _scheduler
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -44,12 +45,9 @@ def correct(scheduler: ModuleType) -> Callable[..., Any]:
     def _update_requests_with_invalid_blocks(
         scheduler: Any, answer: Any, requests: Any, invalid_block_ids: Any, *more: Any
     ) -> Any:
-        if not more or more[-1]:  # evict_blocks: loads within the step, the only ones that share
-            for name in answer[0]:
-                (blocks,) = scheduler.kv_cache_manager.get_block_ids(name)
-                first = next(place for place, block in enumerate(blocks) if block in invalid_block_ids)
-                request = scheduler.requests[name]
-                request.num_computed_tokens = min(request.num_computed_tokens, first * scheduler.block_size)
+        for name, first, _ in _scheduler.failed(scheduler, answer[0], invalid_block_ids, *more):
+            request = scheduler.requests[name]
+            request.num_computed_tokens = min(request.num_computed_tokens, first * scheduler.block_size)
         return answer
 
     return after(_update_requests_with_invalid_blocks)
@@ -71,8 +69,8 @@ FIX = Fix(
     patches=(
         Patch(
             dist="vllm",
-            module="vllm.v1.core.sched.scheduler",
-            function="Scheduler._update_requests_with_invalid_blocks",
+            module=_scheduler.MODULE,
+            function=_scheduler.TAKES_BACK,
             broken=">=0.11.2",
             shows_bug=shows_bug,
             correct=correct,

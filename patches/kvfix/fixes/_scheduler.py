@@ -1,0 +1,26 @@
+"""What the fixes of vLLM's scheduler share: whom it takes back after a load that failed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Iterator
+
+MODULE = "vllm.v1.core.sched.scheduler"
+TAKES_BACK = "Scheduler._update_requests_with_invalid_blocks"
+
+
+def failed(
+    scheduler: Any, names: Collection[str], invalid_block_ids: Collection[int], *more: Any
+) -> Iterator[tuple[str, int, list[int]]]:
+    """The requests of these whose load was one within the step: name, place of its first failed block, all its blocks.
+
+    Only within a step do others share the blocks of a load. `more`: what the hook has been called with beside; the last
+    one says it (`evict_blocks`), and 0.11 knows no other loads.
+    """
+    if more and not more[-1]:
+        return
+    for name in names:
+        (blocks,) = scheduler.kv_cache_manager.get_block_ids(name)
+        yield name, next(place for place, block in enumerate(blocks) if block in invalid_block_ids), blocks
