@@ -199,7 +199,7 @@ def _joined(original: Any, called: Any, corrections: list[Correction]) -> Callab
     names: dict[str, Any] = {"_original": called, "_fault": notice.fault, "_drive": _drive}
     by_place, parameters, rest = _parameters(original)
     first = by_place[0]
-    text = _ORIGINAL.format(first=first, rest=rest)
+    text = "_answer = None" if _does_nothing(called) else _ORIGINAL.format(first=first, rest=rest)
     for place, each in enumerate(corrections):
         name = f"{each.name}_{place}"
         when = each.when and each.in_hook(each.when, by_place, name)
@@ -216,6 +216,18 @@ def _joined(original: Any, called: Any, corrections: list[Correction]) -> Callab
                 names[f"{name}_note"], noted = each.note(), f"{name}_note({first}{rest})"
             text = _NOTED.format(inner=text, noted=noted, **filled)
     return _made(original, _HOOK.format(parameters=parameters, inner=_deeper(text)), names)
+
+
+def _does_nothing(function: Any) -> bool:
+    """Whether it is a docstring and no more, as hooks are in the base class of vLLM's connectors: calling it costs."""
+    if not isinstance(function, FunctionType):
+        return False
+    code, nothing = function.__code__, _does_nothing_itself.__code__
+    return code.co_code == nothing.co_code and code.co_consts[1:] == nothing.co_consts[1:]
+
+
+def _does_nothing_itself() -> None:
+    """What such a one is compiled to."""
 
 
 def like(original: Any, template: str, names: dict[str, Any]) -> Callable[..., Any]:

@@ -202,6 +202,28 @@ def test_one_function_for_all_of_them() -> None:
     assert seen == ["hook", "test_one_function_for_all_of_them", "hook", "between"]
 
 
+def test_a_hook_that_does_nothing_is_not_called() -> None:
+    """It is told by what it is compiled to: one that answers anything is."""
+
+    def nothing(told: list[str], one: int) -> None:
+        """For connectors that have something to do."""
+        return
+
+    def seven(told: list[str], one: int) -> int:
+        """Its words."""
+        return 7
+
+    def adds(told: list[str], one: int) -> None:
+        """Its words."""
+        told.append("hook")
+
+    told: list[str] = []
+    also = before(lambda told, one: told.append("kvfix"))
+    answers = [corrected(hook, [also])(told, 1) for hook in (nothing, seven, adds)]
+    assert answers == [None, 7, None]
+    assert told == ["kvfix", "kvfix", "kvfix", "hook"]
+
+
 def odd(it: Any, one: int, /, two: int = 2, *many: Any, three: int, four: int = 4, **more: Any) -> Any:
     """Its words."""
     return (one, two, many, three, four, more)

@@ -14,7 +14,7 @@ keeps the chunks that it has.
 A request that has one of the failed blocks among its own is not saved in that step. vLLM takes it back to its last good
 token, and kvfix notes whom it takes back; when the connector follows, all of it counts as not saved (before 0.4.1 that
 is done by KVF008): the scheduler does not know which saves were left out, and a chunk that is in the cache is not
-stored twice.
+stored twice. With asynchronous scheduling a step may be under way by then; what that stores stays: see KVF904.
 
 ## Releases
 LMCache 0.3.9 to 0.5.6; 0.3.9 does not know which blocks failed, and cannot be cured of it. A kv_producer saves all the

@@ -57,12 +57,14 @@ def correct(module: ModuleType) -> Callable[..., Any]:
         store = adapter.store_futures.get(request_id)
         if store is not first:
             adapter.finished_stores.discard(request_id)
-            if first is not None and not (first.query() and first.result(timeout=60)):
+            if first is not None:
                 adapter.store_futures[request_id] = Both(first, store)
         return answer
 
+    under_way = "adapter.store_futures[request_id]"
+    under_way = f"{under_way} if request_id in adapter.store_futures and not {under_way}.query() else None"
     known = "first is not None or request_id in adapter.finished_stores"
-    return after(submit_store_request, when=known, noted="adapter.store_futures.get(request_id)")
+    return after(submit_store_request, when=known, noted=under_way)
 
 
 def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:

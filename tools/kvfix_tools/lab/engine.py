@@ -26,6 +26,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.request import Request
@@ -110,7 +111,7 @@ def vllm_config(options: Options) -> VllmConfig:
             max_model_len=options.max_model_len,
             enable_chunked_prefill=True,
             is_encoder_decoder=False,
-            async_scheduling=False,
+            async_scheduling=options.async_scheduling,
             disable_hybrid_kv_cache_manager=True,
             # early releases have no such option, and do as if it were false
             **accepted(SchedulerConfig, scheduler_reserve_full_isl=options.reserve_full_isl),
@@ -134,8 +135,9 @@ def worker(options: Options, config: VllmConfig) -> Any:
 
 def scheduler(options: Options, config: VllmConfig) -> Scheduler:
     """The real scheduler; its connector, in the scheduler role, is at `.connector`."""
+    kind = AsyncScheduler if options.async_scheduling else Scheduler
     with no_sockets():
-        return Scheduler(
+        return kind(
             vllm_config=config,
             kv_cache_config=kv_cache(options),
             structured_output_manager=StructuredOutputManager(config),

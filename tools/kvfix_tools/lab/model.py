@@ -17,7 +17,7 @@ from kvfix_tools.lab.record import Record
 
 
 class Model:
-    """The slots' right contents for each request, and the step that reads and writes them (LAB001)."""
+    """The slots' right contents for each request, and the step that reads and writes them (LAB001, LAB008)."""
 
     def __init__(self, scheduler: Scheduler, slots: Slots, record: Record) -> None:
         self._scheduler = scheduler
@@ -27,6 +27,8 @@ class Model:
         self.prefixes: dict[str, Prefix] = {}
         #: Blocks that others write to in the next step.
         self.written_by_others: list[int] = []
+        #: Requests that this step has computed on top of what is not theirs.
+        self.misled: set[str] = set()
 
     def admit(self, name: str, request: Request) -> None:
         """KV depends on adapter and embeddings, and is not shared between tenants: all that is in a slot's content."""
@@ -40,6 +42,15 @@ class Model:
         """What belongs in the slots of the request's tokens."""
         return self.prefixes[name].of(self.requests[name].all_token_ids)
 
+    def ahead(self, name: str, end: int) -> list[int]:
+        """The same up to this token, which may be one that was sampled and that the scheduler has not been told."""
+        if end <= self.requests[name].num_tokens:
+            return self.right(name)
+        tokens = list(self.requests[name].all_token_ids)
+        while len(tokens) < end:
+            tokens.append(self.prefixes[name].of(tokens)[-1] % engine.VOCABULARY)
+        return self.prefixes[name].of(tokens)
+
     def blocks(self, name: str) -> list[int]:
         return list(self._scheduler.kv_cache_manager.get_block_ids(name)[0])
 
@@ -52,15 +63,17 @@ class Model:
         for block in self.written_by_others:
             self.slots.write([block], 0, [GARBAGE] * self.slots.block_size)
         self.written_by_others = []
+        self.misled.clear()
         for name, tokens in scheduled.items():
             done = self.requests[name].num_computed_tokens - tokens  # the scheduler has counted them in already
-            blocks, right = self.blocks(name), self.right(name)
+            blocks, right = self.blocks(name), self.ahead(name, done + tokens)
             wrong = self.slots.first_wrong(blocks, done, right)
             if wrong is not None and not failed.intersection(blocks):
                 what = f"the step reads token {wrong} of {done} computed ones, its slot holds other KV"
                 self._record.corrupt(name, what)
-            contents = right[done : done + tokens] if wrong is None else [GARBAGE] * tokens
-            self.slots.write(blocks, done, contents)
+            if wrong is not None:
+                self.misled.add(name)
+            self.slots.write(blocks, done, right[done : done + tokens] if wrong is None else [GARBAGE] * tokens)
 
     def output(self, scheduled: dict[str, int], report: KVConnectorOutput) -> ModelRunnerOutput:
         """A token for each request whose step reached its last one."""
@@ -79,4 +92,11 @@ class Model:
         request = self.requests[name]
         if request.num_computed_tokens < request.num_tokens:
             return []
-        return [self.right(name)[request.num_tokens - 1] % engine.VOCABULARY]
+        end = request.num_computed_tokens
+        return [(self.ahead(name, end)[end - 1] + (name in self.misled)) % engine.VOCABULARY]
+
+    def wrong_text(self, name: str) -> int | None:
+        """The first token of this request's answer that is not what the tokens before it make the model say."""
+        request, right = self.requests[name], self.right(name)
+        said = range(request.num_prompt_tokens, request.num_tokens)
+        return next((at for at in said if request.all_token_ids[at] != right[at - 1] % engine.VOCABULARY), None)

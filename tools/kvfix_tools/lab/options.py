@@ -15,7 +15,7 @@ SINCE = {
 }
 CONNECTORS = ("v1", "mp", "mp-in-tree")
 #: Options that are no sizes.
-_SWITCHES = ("beside", "prefix_caching", "reserve_full_isl", "kv_load_failure_policy")
+_SWITCHES = ("beside", "async_scheduling", "prefix_caching", "reserve_full_isl", "kv_load_failure_policy")
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,8 @@ class Options:
     prefix_caching: bool = True
     #: Admit a request only if all of it fits (vLLM's default since it has the option; before, the first chunk decided).
     reserve_full_isl: bool = True
+    #: A step is scheduled before the answer of the last one is there, as vLLM does by itself on a GPU.
+    async_scheduling: bool = False
     kv_role: str = "kv_both"
     kv_load_failure_policy: str = "recompute"
     lmcache: dict[str, Any] = field(default_factory=dict)

@@ -16,7 +16,7 @@ PATIENCE = 8
 
 
 class Watcher:
-    """Events of every request's story, and what is wrong with one that the ledger cannot see (LAB002, LAB003)."""
+    """Events of every request's story, and what is wrong that the ledger cannot see (LAB002, 003, 008)."""
 
     def __init__(self, scheduler: Scheduler, side: Any, model: Model, record: Record) -> None:
         self._scheduler = scheduler
@@ -79,6 +79,9 @@ class Watcher:
             if request.is_finished() and name not in self._ended:
                 self._ended.add(name)
                 self._record.counts["finished"] += 1
+                at = self._model.wrong_text(name)
+                if at is not None:
+                    self._record.found("LAB008", "wrong-text", name, f"token {at} is not what the model says there")
                 self._record.tell(ev.Finished(name, False))
 
     def aborted(self, name: str, doing: set[str]) -> None:

@@ -7,7 +7,7 @@ find wrong is in `findings`. An exception that leaves the scheduler ends the wor
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, deque
 from typing import Any
 
 from vllm.v1.outputs import KVConnectorOutput
@@ -74,6 +74,9 @@ class World:
         #: Steps in a row in which nothing was scheduled and no transfer was under way.
         self.idle = 0
         self._held: list[Any] = []
+        #: Steps whose answer the scheduler has not been given, and the blocks whose load has failed in them.
+        self._answers: deque[tuple[Any, Any]] = deque()
+        self._failed: deque[set[int]] = deque()
         self.watcher.listen(self.side.connector)
 
     @property
@@ -259,12 +262,16 @@ class World:
         self.idle = 0 if forward or self.side.busy() else self.idle + 1
         self._guard("start_load_kv", "", self.side.start_step, metadata, forward)
         self._load_beside()
-        self.model.compute(scheduled, self.side.failed_blocks())
+        self._failed.append(self.side.failed_blocks())
+        self.model.compute(scheduled, set().union(*self._failed))
         finish = (forward, output.finished_req_ids)
         sending, receiving, invalid = self._guard("wait_for_save", "", self.side.finish_step, *finish)
         report = KVConnectorOutput(finished_sending=sending, finished_recving=receiving, invalid_block_ids=invalid)
-        update = self.scheduler.update_from_output
-        self._guard("update_from_output", "", update, output, self.model.output(scheduled, report))
+        self._answers.append((output, self.model.output(scheduled, report)))
+        if self.options.async_scheduling and forward and len(self._answers) < 2:
+            return
+        self._guard("update_from_output", "", self.scheduler.update_from_output, *self._answers.popleft())
+        self._failed.popleft()
         self.watcher.ended()
         self.watcher.stuck()
 

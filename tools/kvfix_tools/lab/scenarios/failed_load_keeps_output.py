@@ -1,0 +1,40 @@
+"""A load fails while the next step is under way, and the token that this step says is taken for the request's.
+
+With asynchronous scheduling, vLLM's default on a GPU, a step is scheduled before the answer of the last one is there.
+160 tokens are promised of 161, the load brings none. vLLM takes the request back to token 0 and drops what the failed
+step has said (scheduler.py 0.32.0:2088); the next one has computed on top of it, and its token is kept.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvfix_tools.lab.options import Options
+from kvfix_tools.lab.scenario import Scenario, prompt
+
+if TYPE_CHECKING:
+    from kvfix_tools.lab.world import World
+
+
+def play(world: World) -> None:
+    world.admit("first", prompt(192))
+    world.run()
+    world.reset_prefix_cache()
+    world.fail_load("r")
+    world.admit("r", prompt(193), max_tokens=8)
+    world.run()
+    world.settle()
+
+
+SCENARIO = Scenario(
+    __name__,
+    __doc__,
+    play,
+    fixes=(),
+    rule="LAB008",
+    text="is not what the model says",
+    wrong={"vllm": ">=0.26"},
+    # before 0.4.1 LMCache dies of such a request (KVF008), and the lab plays it so with newer vLLM only
+    needs={"lmcache": ">=0.4.1", "vllm": ">=0.26"},
+    options=Options(max_num_batched_tokens=512, async_scheduling=True, kv_load_failure_policy="recompute"),
+)
