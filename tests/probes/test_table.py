@@ -20,6 +20,7 @@ WORKER = "what the worker has fetched is in a queue of LMCache's that has no nam
 UNSEEN = {
     "cache-salt-not-in-key": CONTENT,
     "failed-load-poisons-cache": CONTENT,
+    "failed-load-keeps-output": CONTENT,
     "failed-load-left-to-another": CONTENT,
     "failed-load-stays-cached": CONTENT,
     "lora-not-in-key": CONTENT,
