@@ -62,6 +62,12 @@ def hits(connector: Any, tracker: Any) -> tuple[int, int]:
     return blocks * connector.vllm_block_size, tracker.num_lmcache_hit_blocks * connector.vllm_block_size
 
 
+def in_state(name: str) -> str:
+    """For `when` of a hook that is handed a request: it has a tracker, in the state that is known by this name."""
+    trackers, request_id = "connector.request_trackers", "request.request_id"
+    return f"{request_id} in {trackers} and {trackers}[{request_id}].state is {name}"
+
+
 def set_tokens(tracker: Any, name: str, value: int, block_size: int = 16) -> None:
     """The opposite of `tokens`."""
     if hasattr(tracker, f"{name}_tokens"):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import inspect
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Iterator
+    from collections.abc import Callable, Collection, Iterator
 
 MODULE = "vllm.v1.core.sched.scheduler"
 TAKES_BACK = "Scheduler._update_requests_with_invalid_blocks"
@@ -24,3 +26,12 @@ def failed(
     for name in names:
         (blocks,) = scheduler.kv_cache_manager.get_block_ids(name)
         yield name, next(place for place, block in enumerate(blocks) if block in invalid_block_ids), blocks
+
+
+def take_back(hook: Callable[..., Any], *requests: Any) -> Any:
+    """For probes: what TAKES_BACK answers where block 3 has failed, the first of two of each of these that run."""
+    manager = SimpleNamespace(get_block_ids=lambda name: ([3, 4],), evict_blocks=lambda blocks: None)
+    running = {request.request_id: request for request in requests}
+    stub = SimpleNamespace(block_size=16, recompute_kv_load_failures=True, kv_cache_manager=manager, requests=running)
+    tokens = [dict.fromkeys(running, 4)] if "num_scheduled_tokens" in inspect.signature(hook).parameters else []
+    return hook(stub, list(requests), {3}, *tokens)

@@ -29,7 +29,6 @@ None known.
 
 from __future__ import annotations
 
-import inspect
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -118,12 +117,9 @@ def scheduler_shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
 
 
 def note_is_needed(hook: Callable[..., Any], scheduler: ModuleType) -> bool:
-    """One running request, its only block has failed: the hook takes it back, and nobody notes that."""
-    request = probe.request(32, num_computed_tokens=20, num_cached_tokens=16)
-    manager = SimpleNamespace(get_block_ids=lambda name: ([3],))
-    stub = SimpleNamespace(block_size=16, kv_cache_manager=manager, requests={probe.NAME: request})
-    tokens = [{probe.NAME: 4}] if "num_scheduled_tokens" in inspect.signature(hook).parameters else []
-    if hook(stub, [request], {3}, *tokens)[0] != {probe.NAME}:
+    """One running request, its first block has failed: the hook takes it back, and nobody notes that."""
+    taken_back, *_ = _scheduler.take_back(hook, probe.request(32, num_computed_tokens=20, num_cached_tokens=16))
+    if taken_back != {probe.NAME}:
         raise LookupError("it does not name first whom it takes back")
     noted = probe.NAME in _TAKEN_BACK
     _TAKEN_BACK.discard(probe.NAME)

@@ -45,8 +45,7 @@ def correct(module: ModuleType) -> Callable[..., Any]:
     def get_num_new_matched_tokens(connector: Any, request: Any, num_computed_tokens: int) -> None:
         tracker = connector.request_trackers[request.request_id]
         if (
-            tracker.state is not ready
-            or request.num_computed_tokens
+            request.num_computed_tokens
             or tracker.num_scheduled_tokens  # it ran: this is a preemption, not a load that failed
             or not _mp.tokens(tracker, "num_lmcache_hit")
         ):
@@ -55,9 +54,7 @@ def correct(module: ModuleType) -> Callable[..., Any]:
         _mp.nothing_cached(connector.scheduler_adapter, request.request_id)
 
     # It is asked in every step in which the request waits, and is not READY then.
-    asked_before = "request.request_id in connector.request_trackers"
-    is_ready = "connector.request_trackers[request.request_id].state is ready"
-    return before(get_num_new_matched_tokens, when=f"{asked_before} and {is_ready}", ready=ready)
+    return before(get_num_new_matched_tokens, when=_mp.in_state("ready"), ready=ready)
 
 
 def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:

@@ -70,9 +70,7 @@ def correct(module: ModuleType) -> Callable[..., Any]:
         return None
 
     # Of one that is admitted they have gone with that, or go with the load.
-    looked_up = "request.request_id in connector.request_trackers"
-    not_admitted = "connector.request_trackers[request.request_id].state is prefetching"
-    return around(request_finished, when=f"{looked_up} and {not_admitted}", prefetching=prefetching)
+    return around(request_finished, when=_mp.in_state("prefetching"), prefetching=prefetching)
 
 
 def _found(adapter: Any, name: str) -> int | None:

@@ -27,8 +27,6 @@ https://github.com/vllm-project/vllm/pull/26813.
 
 from __future__ import annotations
 
-import inspect
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from kvfix import probe
@@ -55,12 +53,9 @@ def correct(scheduler: ModuleType) -> Callable[..., Any]:
 
 def shows_bug(hook: Callable[..., Any], scheduler: ModuleType) -> bool:
     """Two requests that share the failed block. Wrong is to leave one of them where it is."""
-    both = {name: probe.request(32, request_id=name, num_computed_tokens=20, num_cached_tokens=16) for name in "ab"}
-    manager = SimpleNamespace(get_block_ids=lambda name: ([3, 4],), evict_blocks=lambda blocks: None)
-    stub = SimpleNamespace(block_size=16, recompute_kv_load_failures=True, kv_cache_manager=manager, requests=both)
-    tokens = [dict.fromkeys(both, 4)] if "num_scheduled_tokens" in inspect.signature(hook).parameters else []
-    hook(stub, list(both.values()), {3}, *tokens)
-    return any(request.num_computed_tokens for request in both.values())
+    both = [probe.request(32, request_id=name, num_computed_tokens=20, num_cached_tokens=16) for name in "ab"]
+    _scheduler.take_back(hook, *both)
+    return any(request.num_computed_tokens for request in both)
 
 
 FIX = Fix(

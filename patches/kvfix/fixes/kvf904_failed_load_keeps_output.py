@@ -29,8 +29,6 @@ https://github.com/vllm-project/vllm/pull/45146 (open), https://github.com/vllm-
 
 from __future__ import annotations
 
-import inspect
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from kvfix import probe
@@ -45,10 +43,7 @@ if TYPE_CHECKING:
 def shows_bug(hook: Callable[..., Any], scheduler: ModuleType) -> bool:
     """One running request of which two tokens are still to come. Wrong is to go on waiting for both."""
     request = probe.request(32, num_computed_tokens=20, num_cached_tokens=16, num_output_placeholders=2)
-    manager = SimpleNamespace(get_block_ids=lambda name: ([3, 4],))
-    stub = SimpleNamespace(block_size=16, kv_cache_manager=manager, requests={probe.NAME: request})
-    tokens = [{probe.NAME: 4}] if "num_scheduled_tokens" in inspect.signature(hook).parameters else []
-    hook(stub, [request], {3}, *tokens)
+    _scheduler.take_back(hook, request)
     return bool(request.num_output_placeholders == 2)
 
 
