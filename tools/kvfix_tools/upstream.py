@@ -33,9 +33,9 @@ WITHOUT = {
     ("KVF901", "lmcache"): (
         "which hash is the default is for LMCache to decide: another one finds nothing of what is stored now"
     ),
-    ("KVF904", "vllm"): (
-        "https://github.com/vllm-project/vllm/pull/49252 and https://github.com/vllm-project/vllm/pull/45146 are open; "
-        "none is known for the blocks of a request that is preempted in between"
+    ("KVF205", "vllm"): (
+        "https://github.com/vllm-project/vllm/pull/49252 and https://github.com/vllm-project/vllm/pull/45146 are open, "
+        "and mend it in the runner, which cannot be tried without a GPU"
     ),
     ("KVF902", "lmcache"): "a server that answers what it cannot do is a change of the protocol, not of a function",
 }

@@ -30,8 +30,17 @@ def failed(
 
 def take_back(hook: Callable[..., Any], *requests: Any) -> Any:
     """For probes: what TAKES_BACK answers where block 3 has failed, the first of two of each of these that run."""
-    manager = SimpleNamespace(get_block_ids=lambda name: ([3, 4],), evict_blocks=lambda blocks: None)
+    block = SimpleNamespace(ref_cnt=1)
+    manager = SimpleNamespace(
+        get_block_ids=lambda name: ([3, 4],),
+        evict_blocks=lambda blocks: None,
+        block_pool=SimpleNamespace(blocks=[block] * 5),
+    )
     running = {request.request_id: request for request in requests}
-    stub = SimpleNamespace(block_size=16, recompute_kv_load_failures=True, kv_cache_manager=manager, requests=running)
+    stub = SimpleNamespace(
+        block_size=16, recompute_kv_load_failures=True, kv_cache_manager=manager, requests=running,
+        running=list(requests), prev_step_scheduled_req_ids=set(running), _preempt_request=lambda *_: None,
+        scheduler_config=SimpleNamespace(async_scheduling=True),
+    )  # fmt: skip
     tokens = [dict.fromkeys(running, 4)] if "num_scheduled_tokens" in inspect.signature(hook).parameters else []
     return hook(stub, list(requests), {3}, *tokens)

@@ -11,10 +11,11 @@ not look at the failed blocks). With kv_load_failure_policy "recompute" the righ
 keeps the chunks that it has.
 
 ## Fix
-A request that has one of the failed blocks among its own is not saved in that step. vLLM takes it back to its last good
+A request that has one of the failed blocks among its own is not saved in that step, and with asynchronous scheduling
+not in the next one either, which is made before vLLM hears of the failure. vLLM takes the request back to its last good
 token, and kvfix notes whom it takes back; when the connector follows, all of it counts as not saved (before 0.4.1 that
 is done by KVF008): the scheduler does not know which saves were left out, and a chunk that is in the cache is not
-stored twice. With asynchronous scheduling a step may be under way by then; what that stores stays: see KVF904.
+stored twice. With pipeline parallelism more steps may be under way; they are not seen to.
 
 ## Releases
 LMCache 0.3.9 to 0.5.6; 0.3.9 does not know which blocks failed, and cannot be cured of it. A kv_producer saves all the
@@ -44,12 +45,22 @@ if TYPE_CHECKING:
 
 def correct_worker(adapter: ModuleType) -> Callable[..., Any]:
     def wait_for_save(impl: Any) -> None:
-        failed = impl._invalid_block_ids
+        failed = impl._invalid_block_ids | getattr(impl, "_kvfix_failed", set())
         for request in impl._parent._get_connector_metadata().requests:
             if request.save_spec is not None and _has_one_of(failed, request.slot_mapping, impl._block_size):
                 request.save_spec.can_save = False
 
-    return before(wait_for_save, when='getattr(impl, "_invalid_block_ids", None)')  # 0.3.9 does not know which
+    # 0.3.9 does not know which have failed
+    failed = 'getattr(impl, "_invalid_block_ids", None) or getattr(impl, "_kvfix_failed", None)'
+    return before(wait_for_save, when=failed)
+
+
+def remember(adapter: ModuleType) -> Callable[..., Any]:
+    def get_block_ids_with_load_errors(impl: Any, failed: set[int]) -> set[int]:
+        impl._kvfix_failed = failed if impl._vllm_config.scheduler_config.async_scheduling else set()
+        return failed
+
+    return after(get_block_ids_with_load_errors, when='failed or getattr(impl, "_kvfix_failed", None)')
 
 
 def _has_one_of(failed: Any, slot_mapping: Any, block_size: int) -> bool:
@@ -104,6 +115,15 @@ def worker_shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
     return bool(stored)
 
 
+def memory_is_needed(hook: Callable[..., Any], adapter: ModuleType) -> bool:
+    """Block 3 has failed, and the next step is under way: that is told, and forgotten."""
+    config = SimpleNamespace(scheduler_config=SimpleNamespace(async_scheduling=True))
+    impl = SimpleNamespace(_invalid_block_ids={3}, _vllm_config=config)
+    if hook(impl) != {3}:
+        raise LookupError("it does not tell which blocks have failed")
+    return not getattr(impl, "_kvfix_failed", None)
+
+
 def scheduler_shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
     """512 tokens count as saved, vLLM has gone back to 256 and computes 16 more. Right is to save the 272 from 0 on."""
     tracker = adapter.RequestTracker(probe.NAME, 900, [0] * 512, list(range(32)), num_saved_tokens=512)
@@ -138,6 +158,15 @@ FIX = Fix(
             broken=">=0.3.9",
             shows_bug=worker_shows_bug,
             correct=correct_worker,
+        ),
+        Patch(
+            dist="lmcache",
+            module=ADAPTER,
+            function="LMCacheConnectorV1Impl.get_block_ids_with_load_errors",
+            broken=">=0.3.9.post1",
+            shows_bug=memory_is_needed,
+            correct=remember,
+            helper=True,
         ),
         Patch(
             dist="lmcache",

@@ -7,11 +7,13 @@ begin with the same prompt.
 ## Cause
 With kv_load_failure_policy "recompute" vLLM leaves the blocks in the prefix cache, since the request is to compute them
 again at once (scheduler.py 0.32.0:3412). If it is aborted or preempted before that, nobody does. And with either policy
-what another request has computed in the same step, on top of blocks that it shares with the first, stays.
+what another request has computed in the same step, on top of blocks that it shares with the first, stays. And a request
+that is aborted while its step runs, or preempted where the next step is under way, is not looked at any more.
 
 ## Fix
 The failed blocks, and those after them of every request that has one, are taken out of the prefix cache with either
-policy. The requests keep them; only others cannot find them.
+policy. The requests keep them; only others cannot find them. If nobody has a failed block any more, its request is
+gone, and which blocks come after it is not known: all that nobody has are taken out.
 
 ## Releases
 vLLM 0.11.2 to 0.32.0.
@@ -44,11 +46,18 @@ def correct(scheduler: ModuleType) -> Callable[..., Any]:
     def _update_requests_with_invalid_blocks(
         scheduler: Any, answer: Any, requests: Any, invalid_block_ids: Any, *more: Any
     ) -> Any:
-        for _, first, blocks in _scheduler.failed(scheduler, answer[0], invalid_block_ids, *more):
-            _evict(scheduler.kv_cache_manager, set(blocks[first:]))
+        for _, first, own in _scheduler.failed(scheduler, answer[0], invalid_block_ids, *more):
+            _evict(scheduler.kv_cache_manager, set(own[first:]))
+        blocks = scheduler.kv_cache_manager.block_pool.blocks
+        if any(_is_nobodys(blocks[failed]) and blocks[failed].block_hash for failed in invalid_block_ids):
+            _evict(scheduler.kv_cache_manager, {block.block_id for block in blocks if _is_nobodys(block)})
         return answer
 
     return after(_update_requests_with_invalid_blocks)
+
+
+def _is_nobodys(block: Any) -> bool:
+    return not block.ref_cnt
 
 
 def _evict(manager: Any, blocks: set[int]) -> None:
@@ -63,6 +72,7 @@ def shows_bug(hook: Callable[..., Any], scheduler: ModuleType) -> bool:
     """One running request, one failed block. Wrong is not to evict it, neither in the hook nor in what calls it."""
     evicted: list[Any] = []
     manager = SimpleNamespace(get_block_ids=lambda name: ([3],), evict_blocks=evicted.append)
+    manager.block_pool = SimpleNamespace(blocks=[SimpleNamespace(ref_cnt=1) for _ in range(4)])
     stub = SimpleNamespace(
         block_size=16, recompute_kv_load_failures=True, kv_cache_manager=manager, waiting=(), kv_holding_waiting=(),
         running=[probe.request(32, num_computed_tokens=20, num_cached_tokens=16)], failed_recving_kv_req_ids=set(),

@@ -102,7 +102,7 @@ def vllm_config(options: Options) -> VllmConfig:
             "kv_connector_module_path": None,
             "kv_connector_extra_config": {"connectors": [other, transfer]},
         }
-    return VllmConfig(
+    config = VllmConfig(
         model_config=_model_config(options.max_model_len),
         cache_config=cache,
         scheduler_config=SchedulerConfig(
@@ -119,6 +119,8 @@ def vllm_config(options: Options) -> VllmConfig:
         device_config=DeviceConfig("cpu"),
         kv_transfer_config=KVTransferConfig(**transfer),
     )
+    config.scheduler_config.async_scheduling = options.async_scheduling  # vLLM's CPU platform switches it off
+    return config
 
 
 def kv_cache(options: Options) -> KVCacheConfig:

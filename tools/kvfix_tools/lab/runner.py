@@ -21,7 +21,7 @@ from kvfix import target
 from kvfix.fix import catalogue
 from kvfix.ledger import Finding
 from kvfix.ledger.events import Event
-from kvfix_tools.lab.options import SINCE
+from kvfix_tools.lab.options import DRAWN, SINCE
 from kvfix_tools.lab.scenario import FAULT, Scenario
 from kvfix_tools.lab.schedule import Schedule
 
@@ -104,9 +104,9 @@ PLAYABLE = {
 
 
 def lacking() -> set[str]:
-    """Settings of the lab that the installed LMCache does not have."""
-    installed = versions()["lmcache"]
-    return {name for name, releases in SINCE.items() if installed not in SpecifierSet(releases, prereleases=True)}
+    """Settings of the lab that the installed LMCache does not have, and options that the installed vLLM is not for."""
+    known = {**dict.fromkeys(SINCE, "lmcache"), **dict.fromkeys(DRAWN, "vllm")}
+    return {name for name, dist in known.items() if _missing({dist: {**SINCE, **DRAWN}[name]})}
 
 
 def cannot_play(connector: str) -> str:

@@ -74,7 +74,7 @@ def _settings(connector: str, chunk: int) -> dict[str, tuple[Any, ...]]:
 def draw(seed: int, connector: str, plain: bool = False, lacks: Collection[str] = ()) -> Schedule:
     """The schedule of this seed. plain: default options of LMCache, no aborts, no failed loads, no evictions.
 
-    lacks: settings that the installed LMCache does not have.
+    lacks: settings and options that what is installed does not have.
     """
     dice = random.Random(seed)
     block = dice.choice((4, 8, 16))
@@ -96,6 +96,8 @@ def draw(seed: int, connector: str, plain: bool = False, lacks: Collection[str] 
         max_num_seqs=dice.choice((2, 4, 8)),
         max_model_len=max(64, room),
         prefix_caching=dice.random() < 0.85,
+        # of its own, so that the rest of a seed is the same where it is not drawn
+        async_scheduling="async_scheduling" not in lacks and random.Random(f"async {seed}").random() < 0.3,
         reserve_full_isl=dice.random() < 0.5,
         lmcache=lmcache,
         beside=connector == "v1" and not plain and dice.random() < 0.2,

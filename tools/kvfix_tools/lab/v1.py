@@ -197,7 +197,15 @@ class V1:
         if hasattr(adapter, "get_pp_group"):
             adapter.get_pp_group = lambda: SimpleNamespace(is_last_rank=True)  # type: ignore[attr-defined]
         worker = kind.__new__(kind)
-        shared = ("kv_role", "config", "async_loading", "_block_size", "_lmcache_chunk_size", "_stats_monitor")
+        shared = (
+            "kv_role",
+            "config",
+            "async_loading",
+            "_block_size",
+            "_lmcache_chunk_size",
+            "_stats_monitor",
+            "_vllm_config",
+        )
         for name in shared:
             setattr(worker, name, getattr(scheduler_side, name))
         worker._invalid_block_ids = set()

@@ -30,11 +30,10 @@ SCENARIO = Scenario(
     __name__,
     __doc__,
     play,
-    fixes=(),
+    fixes=("KVF205",),
     rule="LAB008",
     text="is not what the model says",
-    wrong={"vllm": ">=0.26"},
-    # before 0.4.1 LMCache dies of such a request (KVF008), and the lab plays it so with newer vLLM only
-    needs={"lmcache": ">=0.4.1", "vllm": ">=0.26"},
+    wrong={"vllm": ">=0.11.2"},
+    needs={"lmcache": ">=0.4.1"},  # before, LMCache dies of such a request (KVF008)
     options=Options(max_num_batched_tokens=512, async_scheduling=True, kv_load_failure_policy="recompute"),
 )
