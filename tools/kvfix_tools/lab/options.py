@@ -13,8 +13,8 @@ SINCE = {
     "mp.eager_prefetch": ">=0.5.4",
     "mp.save_decode_cache": ">=0.5.6",
 }
-#: Options of the lab that are drawn only with these releases of vLLM. Before, it preempts between two steps only where it
-#: resets its prefix cache, all at once; the lab does it to one, and the output that is under way comes twice.
+#: Options of the lab that are drawn only with these releases of vLLM. Before, it preempts between two steps only where
+#: it resets its prefix cache, all at once; the lab does it to one, and the output that is under way comes twice.
 DRAWN = {"async_scheduling": ">=0.32"}
 CONNECTORS = ("v1", "mp", "mp-in-tree")
 #: Options that are no sizes.
