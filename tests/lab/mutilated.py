@@ -52,6 +52,30 @@ def shared():
         kvfix.revert()
 
 
+def under_way():
+    return runner.play(scenario.find("failed-load-stored-under-way"), fixes=True).findings
+
+
+def fails_again():
+    """The load of `r` fails, and would fail again when it is scheduled next."""
+    kvfix.apply()
+    try:
+        world = World(Options(max_num_batched_tokens=512, async_scheduling=True))
+        world.admit("first", scenario.prompt(192))
+        world.run()
+        world.reset_prefix_cache()
+        world.fail_load("r")
+        world.admit("r", scenario.prompt(193), max_tokens=4)
+        world.step()
+        world.step()
+        world.fail_load("r")
+        world.run()
+        world.settle()
+        return [*world.findings, *(["a load has failed"] * world.counts["loads_failed"])]
+    finally:
+        kvfix.revert()
+
+
 def without(function):
     return lambda patches: [patch for patch in patches if not patch.function.endswith(function)]
 
@@ -69,6 +93,9 @@ result = {
     "KVF003 fails": with_patches("KVF003", failing, capped),
     "KVF007": with_patches("KVF007", whole, shared),
     "KVF007 without who notes it": with_patches("KVF007", without("_update_requests_with_invalid_blocks"), shared),
+    "KVF007 without its memory": with_patches("KVF007", without("get_block_ids_with_load_errors"), under_way),
+    "KVF205": with_patches("KVF205", whole, fails_again),
+    "KVF205 without the lookup": with_patches("KVF205", without("get_num_new_matched_tokens"), fails_again),
     # Last: it leaves notes.
     "KVF007 without what follows": with_patches("KVF007", without("build_connector_meta"), shared),
 }

@@ -18,6 +18,7 @@ def found(once: Once) -> dict[str, list[str]]:
 def test_whole(found: dict[str, list[str]]) -> None:
     assert found["KVF003"] == []
     assert found["KVF007"] == ["the load has failed"]
+    assert found["KVF205"] == ["a load has failed"]
 
 
 def test_a_fault_of_kvfix_itself(found: dict[str, list[str]]) -> None:
@@ -30,3 +31,15 @@ def test_a_fault_of_kvfix_itself(found: dict[str, list[str]]) -> None:
 def test_a_half(found: dict[str, list[str]], less: str) -> None:
     hole = "KVR007 store-leaves-hole sharing: tokens 64 to 112 are stored, the cache holds 0: 0 to 64 never are"
     assert found[f"KVF007 without {less}"] == [hole, "the load has failed"]
+
+
+def test_a_step_under_way_that_is_saved(found: dict[str, list[str]]) -> None:
+    read = "LAB001 wrong-content r: the step reads token 192 of 326 computed ones, its slot holds other KV"
+    assert read in found["KVF007 without its memory"]
+
+
+def test_a_failed_load_that_is_tried_again(found: dict[str, list[str]]) -> None:
+    """It fails again, and is left to vLLM then: it must not be tried for ever."""
+    *wrong, first, second = found["KVF205 without the lookup"]
+    assert first == second == "a load has failed"
+    assert any(each.startswith("LAB008 wrong-text r: token") for each in wrong)

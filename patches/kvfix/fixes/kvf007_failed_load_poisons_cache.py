@@ -109,6 +109,7 @@ def worker_shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
     impl = SimpleNamespace(
         kv_role="kv_both", use_layerwise=False, enable_blending=False, lmcache_engine=engine, kv_caches={"layer": None},
         config=SimpleNamespace(), device="cpu", _lmcache_chunk_size=16, _block_size=16, _invalid_block_ids={3},
+        _unheard_block_ids=set(),  # as the patch for upstream names them
         _parent=SimpleNamespace(_get_connector_metadata=lambda: metadata),
     )  # fmt: skip
     hook(impl)

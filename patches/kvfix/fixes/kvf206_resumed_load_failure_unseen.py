@@ -5,7 +5,7 @@ None but LMCache's `Request ... failed to load ... tokens across ... blocks`. Wr
 also with kv_load_failure_policy "fail".
 
 ## Cause
-vLLM looks for failed blocks among the first `num_cached_tokens` of each running request (scheduler.py 0.15.1:1683).
+vLLM looks for failed blocks among the first `num_cached_tokens` of each running request (scheduler.py 0.15.1:2007).
 That is what was cached when it was scheduled for the first time; what it loads when it comes back is beyond it.
 
 ## Fix

@@ -33,7 +33,7 @@ SCENARIO = Scenario(
     play,
     fixes=("KVF203",),
     rule="LAB001",
-    wrong={"vllm": ">=0.11.2"},
+    wrong={"vllm": ">=0.11.2", "lmcache": ">=0.4.1,!=0.4.5,!=0.4.6,!=0.4.7,!=0.5.0"},
     needs={"lmcache": ">=0.4.1"},
     options=Options(chunk_size=32, max_num_batched_tokens=256, async_scheduling=True),
 )

@@ -32,7 +32,7 @@ SCENARIO = Scenario(
     __name__,
     __doc__,
     play,
-    fixes=("KVF203", "KVF205"),
+    fixes=("KVF205",),
     rule="LAB008",
     text="is not what the model says",
     wrong={"vllm": ">=0.11.2"},

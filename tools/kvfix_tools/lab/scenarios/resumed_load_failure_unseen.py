@@ -1,6 +1,6 @@
 """A request is preempted, comes back with a load, and that fails: vLLM does not see it and computes on top of nothing.
 
-vLLM looks for failed blocks among what was cached when the request was first scheduled (scheduler.py 0.15.1:1683).
+vLLM looks for failed blocks among what was cached when the request was first scheduled (scheduler.py 0.15.1:2007).
 """
 
 from __future__ import annotations
