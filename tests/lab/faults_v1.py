@@ -10,6 +10,7 @@ from typing import Any
 from kvfix_tools.lab import runner
 from kvfix_tools.lab.options import Options
 from kvfix_tools.lab.scenario import prompt
+from tests.healthy import own_blocks
 
 FAULTS: dict[str, tuple[str, str, Callable[[Any], None]]] = {}
 CHUNK = 64
@@ -220,6 +221,7 @@ def random_schedules(seeds: int) -> dict[str, Any]:
 
 def outcomes() -> dict[str, Any]:
     with runner.quiet():
+        own_blocks()
         return {
             "sound": [played(None), played(None, asynchronous=True)],
             "faults": {name: played(name) for name in FAULTS},

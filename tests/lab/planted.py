@@ -10,6 +10,7 @@ from kvfix_tools.lab import runner
 from kvfix_tools.lab.fuzz import fuzz
 from kvfix_tools.lab.options import Options
 from kvfix_tools.lab.scenario import prompt
+from tests.healthy import own_blocks
 
 with runner.quiet():
     from kvfix_tools.lab.world import Died, World
@@ -126,6 +127,7 @@ def store_gap(world):
 FAULTS = (promise_more, change_promise, wrong_chunk, wrong_slot, lost_chunk, hook_raises, leaks, drop_loads, store_gap)
 faults = {"nothing": lambda world: None, **{fault.__name__: fault for fault in FAULTS}}
 result = {"faults": {}, "plain": {}}
+own_blocks()
 with runner.quiet():
     for name, plant in faults.items():
         result["faults"][name] = codes("mp", plant)

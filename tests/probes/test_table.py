@@ -28,6 +28,8 @@ UNSEEN = {
     "failed-load-stored-under-way": CONTENT,
     "lora-not-in-key": CONTENT,
     "mp-lora-not-in-key": CONTENT,
+    "resume-shares-block-list": CONTENT,
+    "resume-then-sits-out": CONTENT,
     "mp-preempt-store-overwrite": CONTENT,
     "mp-prompt-embeds": CONTENT,
     "mp-retrieve-false": CONTENT,

@@ -12,6 +12,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 
 from kvfix_tools.lab import compat, engine
+from kvfix_tools.lab.batch import Batch
 from kvfix_tools.lab.memory import GARBAGE, Prefix, Slots
 from kvfix_tools.lab.record import Record
 
@@ -23,6 +24,7 @@ class Model:
         self._scheduler = scheduler
         self._record = record
         self.slots = slots
+        self.batch = Batch()
         self.requests: dict[str, Request] = {}
         self.prefixes: dict[str, Prefix] = {}
         #: Blocks that others write to in the next step.
@@ -66,7 +68,7 @@ class Model:
         self.misled.clear()
         for name, tokens in scheduled.items():
             done = self.requests[name].num_computed_tokens - tokens  # the scheduler has counted them in already
-            blocks, right = self.blocks(name), self.ahead(name, done + tokens)
+            blocks, right = self.batch.rows[name], self.ahead(name, done + tokens)
             wrong = self.slots.first_wrong(blocks, done, right)
             if wrong is not None and not failed.intersection(blocks):
                 what = f"the step reads token {wrong} of {done} computed ones, its slot holds other KV"

@@ -63,6 +63,8 @@ def prepare(lmcache_path: str | None) -> None:
     os.environ.setdefault("LMCACHE_DISABLE_BANNER", "1")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    # Else vLLM looks whether Triton is there, and the same schedule is another one on a machine with a GPU (batch.py).
+    os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
     for dist in ("vllm", "lmcache"):
         if target.package_dir(dist) is None:
             raise ValueError(f"{dist} is not installed here; the lab plays the real one")

@@ -260,6 +260,7 @@ class World:
         self.counts["full_steps"] += not self.free()
         self.counts["busy_steps"] += bool(self.side.busy())
         self.idle = 0 if forward or self.side.busy() else self.idle + 1
+        self.model.batch.update(output)
         self._guard("start_load_kv", "", self.side.start_step, metadata, forward)
         self._load_beside()
         self._failed.append(self.side.failed_blocks())
