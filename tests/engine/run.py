@@ -62,6 +62,7 @@ class Ran:
 def run(folder: Path, apply: bool, transfer: dict[str, Any] | None, **more: Any) -> Ran:
     """more: rounds, engine (arguments of LLM), lmcache (folder of a release), spoil_from (round), environment,
     abort (requests `running` and `waiting`, and `extra_args` of the latter), abort_before (round), mode,
+    apply_before (round: kvfix.apply() in the program, for an engine that is in it),
     when (a text, and a function of the pid that is called once the text is in the log), standin (False: LMCache's own
     GPU connector, which a machine without a GPU does not have)."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -77,6 +78,7 @@ def run(folder: Path, apply: bool, transfer: dict[str, Any] | None, **more: Any)
         "spoil_from": more.get("spoil_from"),
         "abort": more.get("abort"),
         "abort_before": more.get("abort_before"),
+        "apply_before": more.get("apply_before"),
     }
     (folder / "job.json").write_text(json.dumps(job))
     plugin = HERE / "plugin" if more.get("standin", True) else None

@@ -22,8 +22,13 @@ def main(job: dict[str, Any]) -> None:
 
         kvfix.apply(job["apply"])
     llm = engines.make(Path(job["model"]), job["transfer"], **job["engine"])
-    rounds = []
+    rounds: list[Any] = []
+    preempted: list[Any] = []
     for number, prompts in enumerate(job["rounds"]):
+        if number == job["apply_before"]:
+            import kvfix
+
+            kvfix.apply()
         if number == job["abort_before"]:
             abort_waiting(llm.llm_engine, job["abort"])
         if number == job["spoil_from"]:
@@ -32,13 +37,19 @@ def main(job: dict[str, Any]) -> None:
         outputs = llm.generate([{"prompt_token_ids": prompt} for prompt, _ in prompts], parameters, use_tqdm=False)
         rounds.append([list(output.outputs[0].token_ids) for output in outputs])
         llm.reset_prefix_cache()
+        preempted.append(preemptions(llm) - sum(preempted))
     ask_for_recorders(Path(os.environ["KVFIX_DUMP_DIR"]))
-    preemptions = sum(
+    answer = {"rounds": rounds, "preempted": preempted, "preemptions": sum(preempted)}
+    Path(job["out"]).write_text(json.dumps(answer))
+
+
+def preemptions(llm: Any) -> Any:
+    """Since the engine was made."""
+    return sum(
         metric.value
         for metric in llm.get_metrics()
         if metric.name == "vllm:num_preemptions" and hasattr(metric, "value")
     )
-    Path(job["out"]).write_text(json.dumps({"rounds": rounds, "preemptions": preemptions}))
 
 
 def ask_for_recorders(folder: Path) -> None:
@@ -71,3 +82,5 @@ def abort_waiting(engine: Any, job: dict[str, Any]) -> None:
 
 if __name__ == "__main__":
     main(json.loads(Path(sys.argv[1]).read_text()))
+    if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0":
+        os._exit(0)  # LMCache's threads are in here, and are never told to end

@@ -1,7 +1,7 @@
 """Bugs of the newest LMCache on real vLLM engines: they die, leak or crawl as released, and are right with kvfix.
 
-Ten engines. vLLM's own copy of the multi-process connector starts with LMCache 0.4.4 to 0.4.6 only, and on the CPU it
-takes a stand-in for CUDA's events (plugin/kvfix_engine_standin.py); client and server of 0.4.6 are the real ones.
+Eleven engines. vLLM's own copy of the multi-process connector starts with LMCache 0.4.4 to 0.4.6 only, and on the CPU
+it takes a stand-in for CUDA's events (plugin/kvfix_engine_standin.py); client and server of 0.4.6 are the real ones.
 """
 
 from __future__ import annotations
@@ -139,3 +139,26 @@ def test_a_worker_that_does_not_answer_lookups(apply: bool, tmp_path: Path) -> N
         assert any(row["hook"].startswith(STANDS) for row in told[-1]["processes"]), told
         recorders = [recording.read(path) for path in ran.dumps("signal")]
         assert any(type(entry.event).__name__ == "TimedOut" for found in recorders for entry in found.entries)
+
+
+def test_a_preempted_request_whose_worker_is_in_the_schedulers_process(tmp_path: Path) -> None:
+    """As on one GPU: one engine, as released and then with kvfix. One request runs, a longer one is preempted in the
+    middle of its prefill, resumed, and asked for once more: all of it is loaded, and the answer should be the same."""
+
+    def twice(seed: int) -> list[list[tuple[list[int], int]]]:
+        beside, preempted = (prompt(300, seed), 60), (prompt(900, seed + 1), 8)
+        return [[beside, preempted], [preempted]]
+
+    ran = engine.run(
+        tmp_path, False, engine.v1(64), rounds=[*twice(31), *twice(41)], apply_before=2,
+        engine={**engine.ENGINE, "max_num_batched_tokens": 64}, environment={"VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
+    )  # fmt: skip
+    assert ran.answer is not None, ran.log[-3000:]
+    assert {process["pid"] for process in ran.processes().values()} == {ran.pid}
+    assert [count > 0 for count in ran.answer["preempted"]] == [True, False, True, False]
+    granted = [line["tokens"] for line in ran.said if line["what"] == "grant"]
+    assert granted.count(896) == 2, granted
+    assert ran.count("load") > 0
+    (_, first), (again,), (_, other), (other_again,) = ran.answer["rounds"]
+    assert again != first
+    assert other_again == other
