@@ -144,3 +144,18 @@ for hit, first, then, total in {{cases}}:
     def test_switched_off_alone(self, zygote: Zygote, release: Any) -> None:
         found = zygote(self.CASE.format(only='skip=["KVF001"]', cases=self.CASES[:1]), release("0.3.10"))
         assert found[0][0] == [0, 256, 256]
+
+
+class TestKVF022:
+    """The probe on each code that `update` has had, as released and corrected."""
+
+    CASE = f"""
+import {ADAPTER} as adapter
+from kvfix.fixes.kvf022_resume_shares_block_list import correct, shows_bug
+update = adapter.RequestTracker.update
+result = [shows_bug(update, adapter), shows_bug(correct(adapter)(update), adapter)]
+"""
+
+    @pytest.mark.parametrize("name", ["0.3.10", "0.3.10.post1", "0.3.11", "0.4.1", "0.5.6"])
+    def test_probe(self, name: str, zygote: Zygote, release: Any) -> None:
+        assert zygote(self.CASE, release(name)) == [True, False]
