@@ -1,17 +1,18 @@
 """A load fails while the next step is under way, and what that step computes on top of it is kept: wrong text.
 
 ## Symptom
-With asynchronous scheduling, vLLM's default on a GPU, and a connector that loads within the step (LMCache in process).
-kv_load_failure_policy "recompute": wrong text after `Recovered from KV load failure: 1 request(s) rescheduled`, a
-request that stays among `Running` and never ends, or a worker that dies of a token id -1. With either policy, rarely:
-wrong text of a request that was preempted when its load failed.
+With asynchronous scheduling or model runner V2, vLLM's defaults on a GPU, and a connector that loads within the step
+(LMCache in process). kv_load_failure_policy "recompute": wrong text after `Recovered from KV load failure: 1 request(s)
+rescheduled`, a request that stays among `Running` and never ends, or a worker that dies of a token id -1. With either
+policy, rarely: wrong text of a request that was preempted when its load failed.
 
 ## Cause
 A step is scheduled before vLLM knows that a load of the last one has failed, and computes on top of it. vLLM drops what
 the failed step has said (scheduler.py 0.32.0:2088), not what the next one says, and `num_output_placeholders` goes on
 counting both. The worker takes the last token that it has sampled itself for the request's next one
-(gpu_model_runner.py 0.32.0:1846), or has more computed than the request (the second runner keeps it on the GPU). And a
-request that was preempted in between is not among those that are looked at: what it said in the failed step counts.
+(gpu_model_runner.py 0.32.0:1846); runner V2 goes on from where it was (gpu/model_runner.py 0.32.0:1244), also without
+asynchronous scheduling. And a request that was preempted in between is not looked at: what the failed step has said for
+it counts.
 
 ## Fix
 A request that is taken back is preempted, which drops what is under way in the scheduler and in the worker; when it is
@@ -19,11 +20,13 @@ scheduled again it is computed, and not loaded from LMCache. One that vLLM has p
 way. Its blocks are the business of KVF203, what LMCache stores of it that of KVF007.
 
 ## Releases
-vLLM 0.11.2 to 0.32.0 with asynchronous scheduling, without pipeline parallelism.
+vLLM 0.11.2 to 0.32.0 with asynchronous scheduling, without pipeline parallelism; with runner V2 also without it. Runner
+V2 has not been run: it needs a GPU.
 
 ## Upstream
 https://github.com/vllm-project/vllm/issues/45138, https://github.com/vllm-project/vllm/issues/49250,
-https://github.com/vllm-project/vllm/pull/45146 (open), https://github.com/vllm-project/vllm/pull/49252 (open).
+https://github.com/vllm-project/vllm/pull/45146 (open), https://github.com/vllm-project/vllm/pull/49252 (open),
+https://github.com/vllm-project/vllm/pull/53298 (open).
 
 ## Remove when
 `_update_requests_with_invalid_blocks` resets what is under way.
@@ -50,7 +53,7 @@ def correct(module: ModuleType) -> Callable[..., Any]:
     def _update_requests_with_invalid_blocks(
         scheduler: Any, answer: Any, requests: Any, invalid_block_ids: Any, *more: Any
     ) -> Any:
-        if (more and not more[-1]) or not scheduler.scheduler_config.async_scheduling:
+        if (more and not more[-1]) or not _is_ahead(scheduler):
             return answer
         not_theirs = [each for each in scheduler.requests.values() if each.status == preempted]
         if getattr(scheduler, "recompute_kv_load_failures", True):  # 0.11 has no other policy
@@ -64,6 +67,11 @@ def correct(module: ModuleType) -> Callable[..., Any]:
         return answer
 
     return after(_update_requests_with_invalid_blocks)
+
+
+def _is_ahead(scheduler: Any) -> bool:
+    """Whether the scheduler, or the worker, goes on from more tokens than a request that is taken back has computed."""
+    return scheduler.scheduler_config.async_scheduling or getattr(scheduler, "use_v2_model_runner", False)
 
 
 def _preempt(scheduler: Any, request: Any, preempted: Any) -> None:

@@ -139,12 +139,14 @@ def scheduler(options: Options, config: VllmConfig) -> Scheduler:
     """The real scheduler; its connector, in the scheduler role, is at `.connector`."""
     kind = AsyncScheduler if options.async_scheduling else Scheduler
     with no_sockets():
-        return kind(
+        made = kind(
             vllm_config=config,
             kv_cache_config=kv_cache(options),
             structured_output_manager=StructuredOutputManager(config),
             block_size=options.block_size,
         )
+    made.use_v2_model_runner = options.model_runner_v2  # vLLM takes it where there is Triton
+    return made
 
 
 @functools.cache

@@ -13,12 +13,20 @@ SINCE = {
     "mp.eager_prefetch": ">=0.5.4",
     "mp.save_decode_cache": ">=0.5.6",
 }
-#: Options of the lab that are drawn only with these releases of vLLM. Before, it preempts between two steps only where
-#: it resets its prefix cache, all at once; the lab does it to one, and the output that is under way comes twice.
-DRAWN = {"async_scheduling": ">=0.32"}
+#: Options of the lab that are drawn only with these releases of vLLM. With asynchronous scheduling earlier ones preempt
+#: between two steps only where they reset their prefix cache, all at once; the lab does it to one, and the output that
+#: is under way comes twice. The second runner was for trials then.
+DRAWN = {"async_scheduling": ">=0.32", "model_runner_v2": ">=0.32"}
 CONNECTORS = ("v1", "mp", "mp-in-tree")
 #: Options that are no sizes.
-_SWITCHES = ("beside", "async_scheduling", "prefix_caching", "reserve_full_isl", "kv_load_failure_policy")
+_SWITCHES = (
+    "beside",
+    "async_scheduling",
+    "model_runner_v2",
+    "prefix_caching",
+    "reserve_full_isl",
+    "kv_load_failure_policy",
+)
 
 
 @dataclass(frozen=True)
@@ -42,6 +50,8 @@ class Options:
     reserve_full_isl: bool = True
     #: A step is scheduled before the answer of the last one is there, as vLLM does by itself on a GPU.
     async_scheduling: bool = False
+    #: For vLLM's model runner V2, which it takes for most models on a GPU: a resumed request comes as a new one.
+    model_runner_v2: bool = False
     kv_role: str = "kv_both"
     kv_load_failure_policy: str = "recompute"
     lmcache: dict[str, Any] = field(default_factory=dict)

@@ -12,7 +12,7 @@ import random
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
-from kvfix_tools.lab.options import CONNECTORS, Options
+from kvfix_tools.lab.options import CONNECTORS, DRAWN, Options
 
 FORMAT = 1
 Step = tuple[Any, ...]
@@ -96,14 +96,15 @@ def draw(seed: int, connector: str, plain: bool = False, lacks: Collection[str] 
         max_num_seqs=dice.choice((2, 4, 8)),
         max_model_len=max(64, room),
         prefix_caching=dice.random() < 0.85,
-        # of its own, so that the rest of a seed is the same where it is not drawn
-        async_scheduling="async_scheduling" not in lacks and random.Random(f"async {seed}").random() < 0.3,
         reserve_full_isl=dice.random() < 0.5,
         lmcache=lmcache,
         beside=connector == "v1" and not plain and dice.random() < 0.2,
         delay=1 if plain else dice.choice((1, 1, 2, 5)),
         kv_load_failure_policy="recompute" if plain else dice.choice(("recompute", "recompute", "fail")),
     )
+    # with dice of their own, so that the rest of a seed is the same where they are not drawn
+    on: dict[str, Any] = {name: random.Random(f"{name} {seed}").random() < 0.3 for name in DRAWN if name not in lacks}
+    options = dataclasses.replace(options, **on)
     weights = dict(_PLEASANT) if plain else {**_PLEASANT, **_UNPLEASANT}
     if connector != "v1" and not plain:
         weights["lose_loads"] = 1

@@ -1,0 +1,39 @@
+"""To vLLM's model runner V2 a resumed request is a new one, and LMCache loads of it what belongs to the prompt.
+
+96 tokens are in the cache, 64 of them the prompt: the conversation has gone on elsewhere. The request has generated 33
+when it is preempted; 96 of its 97 are hit and promised, and the 32 generated ones are not loaded.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvfix_tools.lab.options import Options
+from kvfix_tools.lab.scenario import Scenario, continued, prompt
+
+if TYPE_CHECKING:
+    from kvfix_tools.lab.world import World
+
+
+def play(world: World) -> None:
+    world.stored_elsewhere(continued(prompt(64), 32))
+    world.admit("r", prompt(64), max_tokens=40)
+    for _ in range(33):
+        world.step()
+    world.preempt("r")
+    world.reset_prefix_cache()
+    world.run()
+    world.settle()
+
+
+SCENARIO = Scenario(
+    __name__,
+    __doc__,
+    play,
+    fixes=("KVF023",),
+    rule="LAB002",
+    text="of 96 that were promised",
+    wrong={"vllm": ">=0.32", "lmcache": ">=0.3.10"},
+    needs={"vllm": ">=0.32"},  # before, the second runner was for trials
+    options=Options(chunk_size=32, model_runner_v2=True),
+)
