@@ -14,8 +14,9 @@ stored with the blocks of other tokens.
 The tracker begins with all tokens of the request, as with runner V1.
 
 ## Releases
-LMCache 0.3.10 to 0.5.6 with vLLM's model runner V2, which vLLM 0.32 takes for most models on a GPU. There is a hit
+LMCache 0.3.9 to 0.5.6 with vLLM's model runner V2, which vLLM 0.32 takes for most models on a GPU. There is a hit
 beyond the prompt where generated tokens are stored: `save_decode_cache`, or the next turn of the same conversation.
+0.3.9 looks up the prompt only.
 
 ## Upstream
 None known.
@@ -65,7 +66,7 @@ FIX = Fix(
             dist="lmcache",
             module="lmcache.integration.vllm.vllm_v1_adapter",
             function="RequestTracker.from_new_request",
-            broken=">=0.3.10",
+            broken=">=0.3.9",
             shows_bug=shows_bug,
             correct=correct,
         ),
