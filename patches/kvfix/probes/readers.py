@@ -101,8 +101,12 @@ class V1(Reader):
         return {"chunk_size": self._chunk, **{name: value for name, value in told.items() if value is not None}}
 
     def loads(self, metadata: Any) -> Spans:
-        return [
-            (meta.req_id, meta.load_spec.vllm_cached_tokens, meta.load_spec.lmcache_cached_tokens)
+        return [  # of the tokens that it is given, the worker loads so many (0.5.6 vllm_v1_adapter.py:856)
+            (
+                meta.req_id,
+                meta.load_spec.vllm_cached_tokens,
+                min(meta.load_spec.lmcache_cached_tokens, len(meta.token_ids)),
+            )
             for meta in metadata.requests
             if meta.load_spec is not None and meta.load_spec.can_load
         ]
