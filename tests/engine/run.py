@@ -64,7 +64,7 @@ def run(folder: Path, apply: bool, transfer: dict[str, Any] | None, **more: Any)
     abort (requests `running` and `waiting`, and `extra_args` of the latter), abort_before (round), mode,
     apply_before (round: kvfix.apply() in the program, for an engine that is in it),
     when (a text, and a function of the pid that is called once the text is in the log), standin (False: LMCache's own
-    GPU connector, which a machine without a GPU does not have)."""
+    GPU connector, which a machine without a GPU does not have), program (in place of serve.py)."""
     folder.mkdir(parents=True, exist_ok=True)
     report = folder / "report"
     job = {
@@ -96,7 +96,7 @@ def run(folder: Path, apply: bool, transfer: dict[str, Any] | None, **more: Any)
         engines.wait_for(text, folder / "log", process, LIMIT)
         do(process.pid)
 
-    command = [sys.executable, str(HERE / "serve.py"), str(folder / "job.json")]
+    command = [sys.executable, str(HERE / more.get("program", "serve.py")), str(folder / "job.json")]
     code, text, pid = engines.run(command, environment, folder / "log", LIMIT, when if "when" in more else None)
     assert code is not None, f"the engine did not end in {LIMIT} s: {folder / 'log'}\n{text[-4000:]}"
     said = [json.loads(line) for file in sorted(folder.glob("report.*")) for line in file.read_text().splitlines()]
