@@ -121,28 +121,12 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def own_blocks() -> None:
-    """In place of a fix that kvfix has not yet: LMCache 0.5.6 extends a list that is the worker's too
-    (vllm_v1_adapter.py:245), and stores from wrong blocks what a resumed request computes in its third step."""
-    from lmcache.integration.vllm.vllm_v1_adapter import RequestTracker
-
-    update = RequestTracker.update
-
-    def update_and_copy(tracker: Any, *args: Any, **more: Any) -> None:
-        update(tracker, *args, **more)
-        tracker.allocated_block_ids = list(tracker.allocated_block_ids)
-
-    RequestTracker.update = update_and_copy
-
-
 def main(job: dict[str, Any]) -> None:
     import kvfix
 
     if job["apply"]:
         kvfix.apply(job["apply"])
     engine = Engine(job)
-    if job["apply"]:
-        own_blocks()
     out: dict[str, Any] = {"scheduler": type(engine.core.scheduler).__name__, "cases": {}, "died": None}
     try:
         for name, case in CASES.items():

@@ -19,6 +19,7 @@ MEMORY = "it is kept on purpose, for a while: a step does not tell that this is 
 WORKER = "what the worker has fetched is in a queue of LMCache's that has no names"
 UNSEEN = {
     "cache-salt-not-in-key": CONTENT,
+    "decode-tokens-left-out": CONTENT,
     "failed-load-poisons-cache": CONTENT,
     "failed-load-gone-under-way": CONTENT,
     "failed-load-keeps-output": CONTENT,
