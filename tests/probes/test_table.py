@@ -50,7 +50,7 @@ UNSEEN = {
     "mp-ended-ids-kept": MEMORY,
 }
 #: Seen by another rule than the lab's own, which looks into slots: in the hooks it is this.
-BY = {"mp-freed-while-stored": "KVR009", "resumed-as-new-loses-tokens": "KVR004"}
+BY = {"mp-freed-while-stored": "KVR009"}
 #: The connector lets the scheduler know of its locks only in these.
 ONLY = {"mp-abort-before-alloc": ["0.4.6", "0.5.4"], "mp-abort-while-prefetching": ["0.5.4"]}
 

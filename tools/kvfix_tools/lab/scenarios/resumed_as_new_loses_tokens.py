@@ -31,8 +31,8 @@ SCENARIO = Scenario(
     __doc__,
     play,
     fixes=("KVF023",),
-    rule="LAB002",
-    text="of 96 that were promised",
+    rule="KVR004",
+    text="tokens 0 to 64 are to be loaded",
     wrong={"vllm": ">=0.32", "lmcache": ">=0.3.10"},
     needs={"vllm": ">=0.32"},  # before, the second runner was for trials
     options=Options(chunk_size=32, model_runner_v2=True),
