@@ -30,7 +30,7 @@ def failed(
 
 def take_back(hook: Callable[..., Any], *requests: Any) -> Any:
     """For probes: what TAKES_BACK answers where block 3 has failed, the first of two of each of these that run."""
-    block = SimpleNamespace(ref_cnt=1)
+    block = SimpleNamespace(ref_cnt=1, block_hash=None)
     manager = SimpleNamespace(
         get_block_ids=lambda name: ([3, 4],),
         evict_blocks=lambda blocks: None,

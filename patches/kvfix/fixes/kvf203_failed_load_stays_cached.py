@@ -12,8 +12,8 @@ that is aborted while its step runs, or preempted where the next step is under w
 
 ## Fix
 The failed blocks, and those after them of every request that has one, are taken out of the prefix cache with either
-policy. The requests keep them; only others cannot find them. If nobody has a failed block any more, its request is
-gone, and which blocks come after it is not known: all that nobody has are taken out.
+policy. The requests keep them; only others cannot find them. If one of the step is gone, which blocks it had after the
+failed ones is not known: all that nobody has are taken out.
 
 ## Releases
 vLLM 0.11.2 to 0.32.0.
@@ -49,7 +49,8 @@ def correct(scheduler: ModuleType) -> Callable[..., Any]:
         for _, first, own in _scheduler.failed(scheduler, answer[0], invalid_block_ids, *more):
             _evict(scheduler.kv_cache_manager, set(own[first:]))
         blocks = scheduler.kv_cache_manager.block_pool.blocks
-        if any(_is_nobodys(blocks[failed]) and blocks[failed].block_hash for failed in invalid_block_ids):
+        cached = [blocks[block] for block in invalid_block_ids if blocks[block].block_hash]
+        if cached and (any(_is_nobodys(block) for block in cached) or _is_somebody_gone(requests, *more)):
             _evict(scheduler.kv_cache_manager, {block.block_id for block in blocks if _is_nobodys(block)})
         return answer
 
@@ -58,6 +59,11 @@ def correct(scheduler: ModuleType) -> Callable[..., Any]:
 
 def _is_nobodys(block: Any) -> bool:
     return not block.ref_cnt
+
+
+def _is_somebody_gone(running: Any, scheduled: Any = (), *_: Any) -> bool:
+    """Whether a request of the failed step, which may share its blocks, runs no more. To 0.15 vLLM does not tell."""
+    return isinstance(scheduled, dict) and not scheduled.keys() <= {request.request_id for request in running}
 
 
 def _evict(manager: Any, blocks: set[int]) -> None:
@@ -72,7 +78,7 @@ def shows_bug(hook: Callable[..., Any], scheduler: ModuleType) -> bool:
     """One running request, one failed block. Wrong is not to evict it, neither in the hook nor in what calls it."""
     evicted: list[Any] = []
     manager = SimpleNamespace(get_block_ids=lambda name: ([3],), evict_blocks=evicted.append)
-    manager.block_pool = SimpleNamespace(blocks=[SimpleNamespace(ref_cnt=1) for _ in range(4)])
+    manager.block_pool = SimpleNamespace(blocks=[SimpleNamespace(ref_cnt=1, block_hash=None)] * 4)
     stub = SimpleNamespace(
         block_size=16, recompute_kv_load_failures=True, kv_cache_manager=manager, waiting=(), kv_holding_waiting=(),
         running=[probe.request(32, num_computed_tokens=20, num_cached_tokens=16)], failed_recving_kv_req_ids=set(),

@@ -33,7 +33,7 @@ SCENARIO = Scenario(
     fixes=("KVF205",),
     rule="LAB008",
     text="is not what the model says",
-    wrong={"vllm": ">=0.11.2"},
+    wrong={"vllm": ">=0.15"},
     needs={"lmcache": ">=0.4.1"},  # before, LMCache dies of such a request (KVF008)
     options=Options(max_num_batched_tokens=512, async_scheduling=True, kv_load_failure_policy="recompute"),
 )
