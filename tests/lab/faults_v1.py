@@ -105,12 +105,12 @@ def changes_its_mind(world: Any) -> None:
 
 
 @fault("KVR004")
-def load_of_more_than_was_granted(world: Any) -> None:
-    def more(meta: Any) -> None:
+def load_of_less_than_was_granted(world: Any) -> None:
+    def less(meta: Any) -> None:
         if meta.load_spec is not None and meta.load_spec.can_load:
-            meta.load_spec.lmcache_cached_tokens += CHUNK
+            meta.load_spec.lmcache_cached_tokens -= CHUNK
 
-    _metadata(world, more)
+    _metadata(world, less)
 
 
 @fault("KVR006", "no load of them was started")
