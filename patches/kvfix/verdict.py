@@ -6,16 +6,17 @@ the behaviour probe decides; else the verdict is unknown and nothing is applied.
 from __future__ import annotations
 
 import json
+import pkgutil
 import sys
 from contextlib import contextmanager
 from functools import lru_cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvfix import target
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from pathlib import Path
     from types import ModuleType
 
     from kvfix.fix import Fix, Patch
@@ -46,8 +47,8 @@ def fingerprints() -> dict[str, Any]:
 
     Taken from the released files by `make fingerprints`.
     """
-    with open(Path(__file__).with_name("fingerprints.json"), encoding="utf-8") as file:
-        return dict(json.load(file))
+    text = pkgutil.get_data("kvfix", "fingerprints.json")  # a file, or in a zip
+    return dict(json.loads(text or b""))
 
 
 def judge(patch: Patch) -> Verdict:

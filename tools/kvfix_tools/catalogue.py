@@ -28,8 +28,11 @@ _STYLES = {"failed": "bold red", "unknown": "yellow", "applicable": "red", "appl
 
 
 def status(json: bool, probe: bool) -> int:
-    """Print a row for each fix and distribution. 1 if one of them is a finding."""
+    """Print a row for each fix and distribution. 1 if one of them is a finding, 2 if kvfix itself has no fixes."""
     rows = verdict.survey(_probed) if probe else kvfix.status()
+    if not rows:
+        print(f"kvfix status: this installation of kvfix has no fixes. {fix.ANEW}", file=sys.stderr)
+        return 2
     if json:
         print(jsonlib.dumps([row._asdict() for row in rows], indent=2))
     else:
