@@ -7,6 +7,7 @@ exception of its hooks breaks the import that met them, and what is registered c
 from __future__ import annotations
 
 import sys
+from _thread import get_ident
 
 from kvfix import notice
 
@@ -30,15 +31,17 @@ class Arrivals:
     """A meta path finder that finds nothing itself: it lets the others find, and is told when the module is there."""
 
     def __init__(self) -> None:
-        self._finding: set[str] = set()
+        #: Names that a thread has asked the others for.
+        self._finding: set[tuple[int, str]] = set()
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
         # The import system asks for thousands of modules: anything but the patient's leaves here.
-        if name.partition(".")[0] not in PATIENT or name in self._finding or not _is_target(name):
+        finding = get_ident(), name
+        if name.partition(".")[0] not in PATIENT or finding in self._finding or not _is_target(name):
             return None
-        self._finding.add(name)
+        self._finding.add(finding)
         try:
             for finder in sys.meta_path:
                 find = getattr(finder, "find_spec", None)
@@ -48,7 +51,7 @@ class Arrivals:
                     return spec
             return None
         finally:
-            self._finding.discard(name)
+            self._finding.discard(finding)
 
 
 _finder = Arrivals()

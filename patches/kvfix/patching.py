@@ -6,6 +6,8 @@ is nearest to the original), so that each can be switched off alone and the orig
 
 from __future__ import annotations
 
+import inspect
+import threading
 from typing import TYPE_CHECKING, Any
 
 from kvfix import notice, target, verdict
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
     from kvfix.choice import Choice
     from kvfix.fix import Fix, Patch
 
+#: Modules are imported in any thread, so fixes are put in place in any thread. Whoever holds it imports no target.
+_lock = threading.RLock()
 _hooks: dict[tuple[str, str], _Hook] = {}
 _settled: dict[Patch, Verdict] = {}
 _HALF_IMPORTED = Verdict("failed", "its module is half imported; call kvfix.apply() before, or once more after")
@@ -34,6 +38,10 @@ class _Hook:
     """
 
     def __init__(self, owner: Any, name: str, original: Any) -> None:
+        """Raises TypeError for what the hook would break: it hands its first argument on as an instance."""
+        kind = _other_kind(original)
+        if kind:
+            raise TypeError(f"{owner.__name__}.{name} is {kind}, and kvfix wraps plain functions only")
         self.owner = owner
         self.name = name
         self.original = original
@@ -51,6 +59,33 @@ class _Hook:
         elif not self.corrections and stands is self.hook:
             setattr(self.owner, self.name, self.original)
 
+    def is_gone(self, module: ModuleType, function: str) -> bool:
+        """Whether the module was executed again (importlib.reload), and has another function of this name now.
+
+        Another tool's wrapper around ours ends in the same function; one that does not say what it wraps is left alone.
+        """
+        found = target.live_function(module, function)
+        if found is None:
+            return True
+        was, now = inspect.unwrap(self.original), inspect.unwrap(found[2])
+        return now is not was and (found[0] is not self.owner or _source(now) == _source(was))
+
+
+def _other_kind(original: Any) -> str:
+    """What this is, if not a function that is called with an instance; "" if it is one."""
+    for kind in (staticmethod, classmethod, property):
+        if isinstance(original, kind):
+            return f"a {kind.__name__}"
+    if inspect.iscoroutinefunction(original) or inspect.isasyncgenfunction(original):
+        return "an async function"
+    return "" if callable(original) else f"a {type(original).__name__}"
+
+
+def _source(function: Any) -> tuple[str, str]:
+    """File and name of a function as it was compiled."""
+    code = getattr(function, "__code__", None)
+    return (code.co_filename, code.co_name) if code is not None else ("", "")
+
 
 def settle(module: ModuleType, choice: Choice | None, complete: bool) -> None:
     """Put in place what the choice takes of the fixes for this module, and take out what it does not.
@@ -59,14 +94,26 @@ def settle(module: ModuleType, choice: Choice | None, complete: bool) -> None:
     """
     from kvfix.fix import catalogue
 
-    for fix in catalogue():
-        for patch in fix.patches:
-            if patch.module != module.__name__ or patch.correct is None:
-                continue
-            if choice is not None and choice.takes(fix.code, fix.opt_in) and _has_use(fix, patch):
-                _put(fix.code, fix.slug, patch, module, complete)
-            else:
-                _take(fix.code, patch)
+    fixes = catalogue()  # imports: before the lock
+    with _lock:
+        _forget_reloaded(module)
+        for fix in fixes:
+            for patch in fix.patches:
+                if patch.module != module.__name__ or patch.correct is None:
+                    continue
+                if choice is not None and choice.takes(fix.code, fix.opt_in) and _has_use(fix, patch):
+                    _put(fix.code, fix.slug, patch, module, complete)
+                else:
+                    _take(fix.code, patch)
+
+
+def _forget_reloaded(module: ModuleType) -> None:
+    """The hooks of a module that was executed again, and what was said of them."""
+    for (name, function), hook in list(_hooks.items()):
+        if name == module.__name__ and hook.is_gone(module, function):
+            del _hooks[name, function]
+            for patch in [patch for patch in _settled if (patch.module, patch.function) == (name, function)]:
+                del _settled[patch]
 
 
 def _has_use(fix: Fix, patch: Patch) -> bool:
@@ -79,28 +126,31 @@ def _has_use(fix: Fix, patch: Patch) -> bool:
 def attach(owner: Any, name: str, key: str, decorate: Callable[[Any], Any]) -> None:
     """Something else than a fix around a function of the patient, a probe: outside of all corrections of it."""
     at = (owner.__module__, f"{owner.__qualname__}.{name}")
-    hook = _hooks.get(at)
-    if hook is None or hook.owner is not owner:
-        hook = _hooks[at] = _Hook(owner, name, vars(owner)[name])
-    if key not in hook.corrections:
-        hook.corrections[key] = decorate
-        hook.compose()
+    with _lock:
+        hook = _hooks.get(at)
+        if hook is None or hook.owner is not owner:
+            hook = _hooks[at] = _Hook(owner, name, vars(owner)[name])
+        if key not in hook.corrections:
+            hook.corrections[key] = decorate
+            hook.compose()
 
 
 def detach(key: str) -> None:
     """What `attach` put there under this key is gone everywhere."""
-    for hook in _hooks.values():
-        if hook.corrections.pop(key, None) is not None:
-            hook.compose()
+    with _lock:
+        for hook in _hooks.values():
+            if hook.corrections.pop(key, None) is not None:
+                hook.compose()
 
 
 def remove_all() -> None:
     """Every correction out, every original back."""
-    for hook in _hooks.values():
-        if hook.corrections:
-            hook.corrections.clear()
-            hook.compose()
-    _settled.clear()
+    with _lock:
+        for hook in _hooks.values():
+            if hook.corrections:
+                hook.corrections.clear()
+                hook.compose()
+        _settled.clear()
 
 
 def settled() -> dict[Patch, Verdict]:

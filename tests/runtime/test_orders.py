@@ -141,3 +141,31 @@ def test_applied_while_the_module_is_half_imported(first, verdicts, tmp_path, zy
 
     folder = copy(release("0.3.10"), tmp_path, edit)
     assert zygote(HALF.format(first=first, adapter=ADAPTER), folder) == verdicts
+
+
+RELOADED = f"""
+import importlib, kvfix, sys
+from kvfix.fixes.kvf001_lookup_cache_ignores_computed import shows_bug
+kvfix.apply(only=["KVF001"])
+import {ADAPTER} as adapter
+adapter.logger.disabled = True
+result = []
+for reload in (lambda: None, lambda: importlib.reload(adapter), again, lambda: importlib.reload(adapter)):
+    reload()
+    adapter = sys.modules[{ADAPTER!r}]
+    adapter.logger.disabled = True
+    result.append(shows_bug(vars(adapter.LMCacheConnectorV1Impl)["get_num_new_matched_tokens"], adapter))
+    result.append([row.verdict for row in kvfix.status()][0])
+kvfix.revert()
+result.append(shows_bug(vars(adapter.LMCacheConnectorV1Impl)["get_num_new_matched_tokens"], adapter))
+"""
+AGAIN = f"""import sys
+def again():
+    del sys.modules[{ADAPTER!r}]
+    import {ADAPTER}
+"""
+
+
+def test_a_module_that_is_executed_again_is_fixed_again(zygote: Zygote, release) -> None:  # type: ignore[no-untyped-def]
+    """By importlib.reload, and by an import after it was taken out of sys.modules."""
+    assert zygote(AGAIN.lstrip() + RELOADED, release("0.3.10")) == [False, "applied"] * 4 + [True]
