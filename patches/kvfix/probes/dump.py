@@ -25,6 +25,7 @@ import tempfile
 import time
 from contextlib import suppress
 from itertools import count
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from kvfix import clock
@@ -159,13 +160,14 @@ def process() -> dict[str, Any]:
 
 
 def _connector(watch: Watch) -> dict[str, Any]:
+    inside, since = min(watch.running.copy().values(), key=itemgetter(1), default=(None, 0.0))  # the longest
     return {
         "number": watch.number,
         "name": watch.name,
         "role": watch.role,
         **watch.place,
-        "inside": watch.inside,
-        "seconds": round(clock.now() - watch.since, 6) if watch.inside else None,
+        "inside": inside,
+        "seconds": round(clock.now() - since, 6) if inside else None,
         "steps": watch.steps,
         "calls": dict(watch.calls),
         "trusted": watch.trusted,

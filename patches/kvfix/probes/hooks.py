@@ -7,7 +7,9 @@ the class is wrapped, and once. Hooks that a class inherits from `KVConnectorBas
 from __future__ import annotations
 
 import functools
+import threading
 import weakref
+from _thread import get_ident
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -48,8 +50,16 @@ layers = False
 _SCHEDULER = ("add_request", "schedule", "update_from_output", "finish_requests")
 
 _factory: list[tuple[Any, Any]] = []
-#: Of the exception that was told last: it passes the scheduler's probe after the hook's.
-_told = 0
+
+
+class _Passing(threading.local):
+    """In this thread: probes that are entered, and the exception that one of them has told on its way out of them."""
+
+    depth = 0
+    error: BaseException | None = None
+
+
+_passing = _Passing()
 #: The life of the recorder in which a probe has failed.
 _faulty = -1
 
@@ -116,10 +126,12 @@ def _around(name: str, before: str, after: str, original: Callable[..., Any]) ->
         watch = connector.__dict__.get(_HELD)
         if watch is None or watch.life != recorder.life:
             watch = _begin(connector, is_scheduler)
-        if watch is None or watch.inside is not None:  # a hook of itself, or of the class that it extends
+        thread = get_ident()
+        if watch is None or watch.running is None or thread in watch.running:  # of the class that it extends
             return original(connector, *args, **kwargs)
-        watch.inside, watch.since = name, clock.now()
+        watch.running[thread] = name, clock.now()
         watch.calls[name] = watch.calls.get(name, 0) + 1
+        _passing.depth += 1
         try:
             if before:
                 _told_by(watch, before, args, kwargs)
@@ -133,7 +145,10 @@ def _around(name: str, before: str, after: str, original: Callable[..., Any]) ->
             _raised(watch, name, error, args)
             raise
         finally:
-            watch.inside = None
+            _passing.depth -= 1
+            if not _passing.depth:
+                _passing.error = None  # it would keep the frames that it has passed alive
+            del watch.running[thread]
 
     return hook
 
@@ -141,10 +156,10 @@ def _around(name: str, before: str, after: str, original: Callable[..., Any]) ->
 #: A hook of a layer, with its own parameters: `*args` and `**kwargs` alone would cost more than it may.
 _LAYER = """
 def hook({parameters}):
-    _watch = {first}.__dict__.get(_held)
-    if _watch is None or _watch.inside is not None:
+    _watch, _thread = {first}.__dict__.get(_held), _get_ident()
+    if _watch is None or _watch.running is None or _thread in _watch.running:
         return _original({arguments})
-    _watch.inside, _watch.since = _name, _clock.now()
+    _watch.running[_thread] = _name, _clock.now()
     _calls = _watch.calls
     _calls[_name] = _calls.get(_name, 0) + 1
     try:
@@ -153,13 +168,14 @@ def hook({parameters}):
         _raised(_watch, _name, _error, ())
         raise
     finally:
-        _watch.inside = None
+        del _watch.running[_thread]
 """
 
 
 def _around_layer(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
     """Until another hook has run, its connector is not known and nothing is counted."""
-    return correction.like(original, _LAYER, {"_held": _HELD, "_name": name, "_clock": clock, "_raised": _raised})
+    names = {"_held": _HELD, "_name": name, "_clock": clock, "_raised": _raised, "_get_ident": get_ident}
+    return correction.like(original, _LAYER, names)
 
 
 def _told_by(watch: Watch, what: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -172,10 +188,10 @@ def _told_by(watch: Watch, what: str, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def _raised(watch: Watch, name: str, error: Exception, args: tuple[Any, ...]) -> None:
-    global _told
-    if id(error) == _told:
+    if error is _passing.error:  # the scheduler's probe, after the hook's
         return
-    _told = id(error)
+    if _passing.depth:
+        _passing.error = error
     try:
         watch.raised(name, error, args)
     except alarm.Violation:
@@ -197,7 +213,7 @@ def _begin(connector: Any, is_scheduler: bool) -> Watch | None:
     """A watch for this connector, or one that takes the place of an earlier life's; None where that fails, for good."""
     held = vars(connector)
     try:
-        held[_HELD] = SimpleNamespace(life=recorder.life, inside="")  # should the next line fail: it is passed by
+        held[_HELD] = SimpleNamespace(life=recorder.life, running=None)  # should the next line fail: it is passed by
         held[_HELD] = watch = Watch(connector, next(recorder.numbers))
         recorder.watches[watch.number] = watch
         if is_scheduler:

@@ -7,6 +7,7 @@ only one that is loaded or stored in this step is told.
 
 from __future__ import annotations
 
+from _thread import get_ident
 from typing import TYPE_CHECKING, Any
 
 from kvfix import clock, step
@@ -29,7 +30,8 @@ GIVEN_UP = 1024
 
 
 class Watch:
-    """`inside`: the hook that runs now, since `since` (monotonic seconds). `calls`: how often each was called.
+    """`running`: by thread, the hook that runs now, and since when (monotonic seconds). `calls`: how often each was
+    called.
 
     trusted: False once a probe has failed: then something was not seen, and nothing is judged any more.
     """
@@ -43,8 +45,7 @@ class Watch:
         self.connector = connector
         self.reader = readers.reader(connector)
         self.trusted = True
-        self.inside: str | None = None
-        self.since = 0.0
+        self.running: dict[int, tuple[str, float]] = {}
         self.calls: dict[str, int] = {}
         self.steps = 0
         self.sees_loads = type(self.reader) is not readers.Reader
@@ -88,7 +89,7 @@ class Watch:
         if self._last.get(name) != asked:  # vLLM asks on each step until it has blocks
             self._last[name] = asked
             self.tell(asked)
-        waited, timeout = clock.now() - self.since, self.reader.lookup_timeout()
+        waited, timeout = clock.now() - self.running[get_ident()][1], self.reader.lookup_timeout()
         if timeout and waited >= timeout:
             self.tell(ev.TimedOut(name, round(waited, 3), clock.now()))
 
@@ -194,7 +195,7 @@ class Watch:
 
     def tell(self, event: Event, error: Exception | None = None) -> None:
         """Raises `alarm.Violation` in mode `strict`."""
-        hook = self.inside or self._hook
+        hook = self.running.get(get_ident(), (self._hook,))[0]
         recorder.add(self.number, hook, event)
         if alarm.mode != "observe" and self.trusted:
             for finding in self.ledger.feed(event):
