@@ -49,7 +49,7 @@ class Ran:
 
     def dumps(self, reason: str) -> list[Path]:
         """Recorder files that its processes wrote for this reason."""
-        return sorted((self.folder / "dumps").glob(f"kvfix-*-{reason}.jsonl"))
+        return sorted((self.folder / "dumps").rglob(f"kvfix-*-{reason}.jsonl"))
 
     def processes(self) -> dict[str, dict[str, Any]]:
         """{role of the connector: what its process said of itself}"""

@@ -54,11 +54,11 @@ def preemptions(llm: Any) -> Any:
 
 def ask_for_recorders(folder: Path) -> None:
     """As `kvfix dump` does: vLLM kills its processes at the end, and they would leave nothing."""
-    ready = [int(path.stem.rpartition("-")[2]) for path in folder.glob("*.ready")]
+    ready = [int(path.stem.rpartition("-")[2]) for path in folder.rglob("*.ready")]
     for pid in ready:
         os.kill(pid, signal.SIGUSR2)
     until = time.monotonic() + 30
-    while len(list(folder.glob("*-signal.jsonl"))) < len(ready) and time.monotonic() < until:
+    while len(list(folder.rglob("*-signal.jsonl"))) < len(ready) and time.monotonic() < until:
         time.sleep(0.05)
 
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -87,7 +88,7 @@ def watched(plant: Callable[[], Any], decided: Callable[[], Any]) -> dict[str, A
 
         with plant():
             again = decided()
-        names = os.listdir(folder)
+        names = [path.name for path in Path(folder).rglob("kvfix-*.*")]
         said = [line[:200] for line in sorted(notice._said) if "applied" not in line]
         kvfix.revert()
     return {"same": again, "said": said, "written": sum(name.endswith(".txt") for name in names), "dumps": len(names)}

@@ -43,8 +43,8 @@ def main(release: str, folder: Path) -> dict[str, Any]:
         def play(mode: str | None, name: str, only: list[str] | None = None, **environment: str) -> Any:
             """How the engine ended, and what is in the folder."""
             kvfix.revert()
-            place = folder / name
-            os.environ.update(KVFIX_DUMP_DIR=str(place), **environment)
+            place = folder / name / f"kvfix-{os.getuid()}"
+            os.environ.update(KVFIX_DUMP_DIR=str(place.parent), **environment)
             if mode:
                 kvfix.apply(mode, only=[] if only is None else only)
             died = ""
@@ -117,7 +117,7 @@ def bounded(play: Any, folder: Path) -> Any:
         "ring": len(recorder.ring),
         "bytes": Path(path).stat().st_size,
         "last": last[-1]["external"] == 3 * recorder.SIZE - 1,
-        "files": len(list((folder / "bounded").glob("*.jsonl"))),
+        "files": len(list((folder / "bounded").rglob("*.jsonl"))),
     }
 
 

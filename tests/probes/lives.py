@@ -57,7 +57,7 @@ def in_child(queue: Any, release: str) -> None:
         events = events_of(play(SEEDS[0]))
     from kvfix.probes import dump
 
-    ready = Path(os.environ["KVFIX_DUMP_DIR"], f"kvfix-{os.getpid()}.ready").exists()
+    ready = bool(list(Path(os.environ["KVFIX_DUMP_DIR"]).rglob(f"kvfix-{os.getpid()}.ready")))
     written = recording.read(Path(dump.write("exit")))
     queue.put({"pid": written.head["pid"], "events": len(events), "ready": ready, "mode": written.head["mode"]})
 
@@ -142,7 +142,7 @@ def forked(alone: list[str]) -> dict[str, Any]:
             "same": own == alone,
             "only its own": {entry.connector for entry in written.entries} <= set(written.connectors),
             "pid": written.head["pid"] == os.getpid(),
-            "ready": dump._announcement().endswith(f"-{os.getpid()}.ready") and Path(dump._announcement()).exists(),
+            "ready": bool(list(Path(os.environ["KVFIX_DUMP_DIR"]).rglob(f"kvfix-{os.getpid()}.ready"))),
         }
         os.write(write, json.dumps(told).encode())
         os._exit(0)

@@ -6,6 +6,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -59,15 +60,16 @@ def reported() -> list[str]:
 def test_four_in_a_row() -> None:
     """Each is gone before the next is made, which has its id most often."""
 
-    def fails(number: int) -> None:
-        raise ValueError(number)
+    ids = set()
 
-    connector, ids = Parent(), set()
+    def fails(number: int) -> None:
+        ids.add(id(error := ValueError(number)))
+        raise error
+
+    connector = Parent()
     for number in range(4):
-        try:
+        with suppress(ValueError):
             connector.start_load_kv(None, lambda number=number: fails(number))
-        except ValueError as error:
-            ids.add(id(error))
     assert reported() == [f"ValueError: {number}" for number in range(4)]
     assert len(ids) < 4
 

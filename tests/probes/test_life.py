@@ -86,7 +86,7 @@ def test_a_child_begins_with_an_empty_recorder(life: dict[str, Any]) -> None:
 
 
 def test_the_report(folder: Path, life: dict[str, Any]) -> None:
-    changed, died = sorted((folder / "check").glob("*.txt"), key=lambda path: int(path.name.split("-")[3]))
+    changed, died = sorted((folder / "check").rglob("*.txt"), key=lambda path: int(path.name.split("-")[3]))
     text = changed.read_text()
     for part in (
         "kvfix: KVR002 promise-changed: request long\n  promised 256 where 0 was promised before",
@@ -112,7 +112,7 @@ def test_no_token_is_written(folder: Path, life: dict[str, Any]) -> None:
 
 
 def test_replay_gives_the_same_verdicts(folder: Path, life: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
-    files = sorted((folder / "check").glob("*.jsonl"), key=lambda path: int(path.name.split("-")[3]))
+    files = sorted((folder / "check").rglob("*.jsonl"), key=lambda path: int(path.name.split("-")[3]))
     last = recording.read(files[-1])
     live = [recording.read(path).lines["finding"][0] for path in files]
     again = [told.finding for told in replay.judged(last)]
@@ -128,7 +128,7 @@ def test_replay_gives_the_same_verdicts(folder: Path, life: dict[str, Any], caps
 def test_replay_of_a_record_without_its_beginning_does_not_guess(
     folder: Path, life: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    whole = next(iter((folder / "check").glob("*.jsonl"))).read_text().splitlines()
+    whole = next(iter((folder / "check").rglob("*.jsonl"))).read_text().splitlines()
     head = [line for line in whole if '"kind":"event"' not in line]
     late = [line for line in whole if '"event":"Stored"' in line]
     assert late
@@ -174,7 +174,7 @@ def played_again(path: Path, option: str, fresh: Fresh) -> dict[str, Any]:
 @pytest.mark.parametrize("option", ["--no-fixes", "--fixes"])
 def test_the_lab_plays_its_own_record_again(option: str, folder: Path, life: dict[str, Any], fresh: Fresh) -> None:
     """The same verdicts as on record; with the fix none."""
-    last = max((folder / "check").glob("*.jsonl"), key=lambda path: int(path.name.split("-")[3]))
+    last = max((folder / "check").rglob("*.jsonl"), key=lambda path: int(path.name.split("-")[3]))
     told = played_again(last, option, fresh)
     assert told["on_record"] == [["KVR002", "long"], ["KVR011", "long"]]
     assert told["here"] == ([] if option == "--fixes" else told["on_record"])

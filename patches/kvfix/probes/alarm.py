@@ -107,7 +107,7 @@ def _guarded(reason: str, watch: Watch, hook: str, finding: Finding | None, cure
 
 def cannot_write(error: OSError) -> None:
     """Nothing can be written where dumps go."""
-    notice.warn(f"no dump can be written ({error.strerror}): name a folder of your own in KVFIX_DUMP_DIR")
+    notice.warn(f"no dump can be written ({error.strerror or error}): name another folder in KVFIX_DUMP_DIR")
 
 
 def _is_due(kind: str) -> bool:

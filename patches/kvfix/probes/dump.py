@@ -18,12 +18,13 @@ pid and began (clock ticks after boot) are one process of a node. Of a request t
 from __future__ import annotations
 
 import atexit
+import errno
 import os
 import stat
 import sys
 import tempfile
 import time
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from itertools import count
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
@@ -39,44 +40,56 @@ if TYPE_CHECKING:
     from kvfix.probes.watch import Watch
 
 SCHEMA = 1
-#: Where the files go; default: a folder of this user's own beside other temporary files.
+#: The files go into a folder of this user's own in this one; default: where temporary files go.
 DIRECTORY = "KVFIX_DUMP_DIR"
 #: Bytes of one file at most; the oldest events are left out. Files of one process that are kept.
 LARGEST, FILES = 8 << 20, 32
 
 _written: list[str] = []
+_announced: set[str] = set()
 _numbers = count(1)
 
 
-def directory() -> str:
-    """The folder, made if need be, 0700. Raises OSError if it cannot be had, or is somebody else's."""
-    path = os.environ.get(DIRECTORY) or os.path.join(tempfile.gettempdir(), f"kvfix-{os.getuid()}")
-    os.makedirs(path, mode=0o700, exist_ok=True)
-    found = os.stat(path)
-    if found.st_uid != os.getuid():
-        raise OSError(f"{path} belongs to another user; name a folder in {DIRECTORY}")
-    if stat.S_IMODE(found.st_mode) & 0o077:
-        os.chmod(path, 0o700)
-    return path
+@contextmanager
+def _folder() -> Iterator[tuple[str, int]]:
+    """Path and descriptor of the folder, 0700, made if need be. Raises OSError if it is not this user's alone.
+
+    The one that it is in may be shared with others (1777): what stands there under our name may be a link, or theirs.
+    Nothing is changed in its mode, and files are made by the descriptor, wherever the path leads by then.
+    """
+    shared = os.environ.get(DIRECTORY) or tempfile.gettempdir()
+    os.makedirs(shared, mode=0o700, exist_ok=True)
+    path = os.path.join(shared, f"kvfix-{os.getuid()}")
+    with suppress(FileExistsError):
+        os.mkdir(path, 0o700)
+    if os.path.islink(path):  # for the message: O_NOFOLLOW would refuse it in other words
+        raise PermissionError(errno.EPERM, f"{path} is a link")
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        found = os.fstat(descriptor)
+        if found.st_uid != os.getuid():
+            raise PermissionError(errno.EPERM, f"{path} belongs to another user")
+        if stat.S_IMODE(found.st_mode) & 0o077:
+            raise PermissionError(errno.EPERM, f"{path} is open to other users (chmod 700, or remove it)")
+        yield path, descriptor
+    finally:
+        os.close(descriptor)
 
 
 def announce() -> None:
     """Tell `kvfix dump` that this process answers its signal: to one that does not, the signal would be the end."""
     engines = sorted({watch.place["engine"] for watch in list(recorder.watches.values()) if watch.place})
     ready = {"kind": "ready", "schema": SCHEMA, "pid": os.getpid(), "began": _began(), "engines": engines}
-    _whole(_announcement(), _encode(ready))
+    with _folder() as folder:
+        _announced.add(_whole(folder, f"kvfix-{os.getpid()}.ready", _encode(ready)))
     atexit.unregister(withdraw)
     atexit.register(withdraw)
 
 
 def withdraw() -> None:
     """It does not any more. Idempotent."""
-    with suppress(OSError):
-        _remove(_announcement())
-
-
-def _announcement() -> str:
-    return os.path.join(directory(), f"kvfix-{os.getpid()}.ready")
+    while _announced:
+        _remove(_announced.pop())
 
 
 def write(
@@ -90,20 +103,18 @@ def write(
 
     reason: violation, exception, signal or exit. Raises OSError where the disk does not take it.
     """
-    folder = directory()
-    stem = os.path.join(folder, f"kvfix-{os.getpid()}-{time.time_ns() // 1_000_000}-{next(_numbers)}-{reason}")
-    recording = f"{stem}.jsonl"
-    lines = [_encode(line) for line in _lines(reason, finding)]
-    _whole(recording, _bounded(lines))
-    _written.append(recording)
-    while len(_written) > FILES:
-        _remove(_written.pop(0))
-    if finding is None or watch is None:
-        return recording
-    from kvfix.probes import report
+    stem = f"kvfix-{os.getpid()}-{time.time_ns() // 1_000_000}-{next(_numbers)}-{reason}"
+    with _folder() as folder:
+        lines = [_encode(line) for line in _lines(reason, finding)]
+        recording = _whole(folder, f"{stem}.jsonl", _bounded(lines))
+        _written.append(recording)
+        while len(_written) > FILES:
+            _remove(_written.pop(0))
+        if finding is None or watch is None:
+            return recording
+        from kvfix.probes import report
 
-    _whole(f"{stem}.txt", report.text(watch, hook, finding, cures, recording).encode())
-    return f"{stem}.txt"
+        return _whole(folder, f"{stem}.txt", report.text(watch, hook, finding, cures, recording).encode())
 
 
 def _began() -> int:
@@ -232,19 +243,30 @@ def _bounded(lines: list[bytes]) -> bytes:
     return b"".join(lines)
 
 
-def _whole(path: str, content: bytes) -> None:
-    """Written aside, then named: a reader finds all of it or nothing."""
-    aside = f"{path}.{os.getpid()}.{next(_numbers)}.part"  # two threads may write the same
-    handle = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
+def _whole(folder: tuple[str, int], name: str, content: bytes) -> str:
+    """Its path. Written aside, then named: a reader finds all of it or nothing."""
+    path, descriptor = folder
+    aside = f"{name}.{os.getpid()}.{next(_numbers)}.part"  # two threads may write the same
+    handle = os.open(aside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600, dir_fd=descriptor)
     try:
         with os.fdopen(handle, "wb") as file:
             file.write(content)
-        os.replace(aside, path)
+        os.replace(aside, name, src_dir_fd=descriptor, dst_dir_fd=descriptor)
     except BaseException:
-        _remove(aside)
+        _remove(os.path.join(path, aside))
         raise
+    return os.path.join(path, name)
 
 
 def _remove(path: str) -> None:
     with suppress(OSError):
         os.unlink(path)
+
+
+def _in_child() -> None:
+    """What the parent has written and announced is the parent's to remove."""
+    _written.clear()
+    _announced.clear()
+
+
+os.register_at_fork(after_in_child=_in_child)

@@ -74,7 +74,7 @@ def _write(bundle: Path, name: str, told: list[gather.Told], rows: list[dict[str
         if each.stacks is not None:
             parts[f"stacks-{each.process.pid}.json"] = jsonlib.dumps(each.stacks, indent=1)
         if each.recorder is not None:
-            parts[f"recorder-{each.process.pid}.jsonl"] = each.recorder.read_text()
+            parts[f"recorder-{each.process.pid}.jsonl"] = each.recorder
     handle = os.open(bundle, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(handle, "wb") as file, tarfile.open(fileobj=file, mode="w:gz") as archive:
         for part, text in parts.items():

@@ -14,19 +14,19 @@ from typing import Any, NamedTuple
 
 from kvfix.probes.hooks import HOOKS
 from kvfix_tools import recording
-from kvfix_tools.dump.processes import Process, ready
+from kvfix_tools.dump.processes import Process, own_text, ready
 
 #: Seconds for the stacks of one process, and for the recorders of all.
 STACKS, RECORDERS = 20, 5.0
 
 
 class Told(NamedTuple):
-    """stacks: py-spy's threads; None: `why_no_stacks`. recorder: path of its file; None: `why_no_recorder`."""
+    """stacks: py-spy's threads; None: `why_no_stacks`. recorder: text of its file; None: `why_no_recorder`."""
 
     process: Process
     stacks: list[dict[str, Any]] | None
     why_no_stacks: str
-    recorder: Path | None
+    recorder: str | None
     why_no_recorder: str
 
 
@@ -56,8 +56,8 @@ def _stacks(pid: int) -> tuple[list[dict[str, Any]] | None, str]:
         return None, f"py-spy: {error}"
 
 
-def _recorders(tree: list[Process]) -> dict[int, tuple[Path | None, str]]:
-    found: dict[int, tuple[Path | None, str]] = {}
+def _recorders(tree: list[Process]) -> dict[int, tuple[str | None, str]]:
+    found: dict[int, tuple[str | None, str]] = {}
     waiting: dict[int, tuple[Process, set[Path]]] = {}
     for process in tree:
         why = _not_ready(process)
@@ -75,12 +75,19 @@ def _recorders(tree: list[Process]) -> dict[int, tuple[Path | None, str]]:
         for pid, (process, before) in list(waiting.items()):
             new = sorted(set(_files(process)) - before)
             if new:
-                found[pid] = new[-1], ""
+                found[pid] = _text(process, new[-1])
                 del waiting[pid]
         time.sleep(0.02)
     for pid in waiting:
         found[pid] = None, f"no answer in {RECORDERS:g} s: its main thread runs no Python, see its stacks"
     return found
+
+
+def _text(process: Process, file: Path) -> tuple[str | None, str]:
+    try:
+        return own_text(process, file), ""
+    except OSError as error:
+        return None, f"its recorder cannot be read: {error}"
 
 
 def _files(process: Process) -> list[Path]:
@@ -111,8 +118,9 @@ def _connectors(told: Told) -> list[dict[str, Any]]:
     if told.recorder is None:
         return []
     try:
-        return list(recording.read(told.recorder).connectors.values())
-    except (OSError, ValueError):
+        text = recording.parsed("recorder", told.recorder.encode().splitlines())
+        return list(text.connectors.values())
+    except ValueError:
         return []
 
 

@@ -15,7 +15,10 @@ _SHOWN = ("KVFIX", "VLLM_", "LMCACHE_", "PYTHONHASHSEED")
 
 
 class Process(NamedTuple):
-    """began: clock ticks after boot. settings: of the environment that it was started with."""
+    """began: clock ticks after boot. settings: of the environment that it was started with. owner: user id.
+
+    directory: where it writes what it has recorded, if it does.
+    """
 
     pid: int
     parent: int
@@ -25,6 +28,7 @@ class Process(NamedTuple):
     threads: int
     command: list[str]
     settings: dict[str, str]
+    owner: int
     directory: str
 
 
@@ -44,7 +48,8 @@ def tree(pid: int) -> list[Process]:
             above = next((each for each in found if each.pid == process.parent), None)
             if above is not None and DIRECTORY not in process.settings:
                 settings = {**above.settings, **process.settings}
-                process = process._replace(settings=settings, directory=above.directory)
+                shared = os.path.dirname(above.directory)
+                process = process._replace(settings=settings, directory=_own_folder(shared, process.owner))
             found.append(process)
             wanted += sorted(each.pid for each in everyone.values() if each.parent == parent)
     return found
@@ -69,10 +74,27 @@ def elsewhere(tree: list[Process]) -> list[Process]:
 def ready(process: Process) -> dict[str, Any]:
     """What it has announced, if it answers `kvfix dump`; empty if it does not."""
     try:
-        said = json.loads(Path(process.directory, f"kvfix-{process.pid}.ready").read_text())
+        said = json.loads(own_text(process, Path(process.directory, f"kvfix-{process.pid}.ready")))
     except (OSError, ValueError):
         return {}
     return said if isinstance(said, dict) else {}
+
+
+def own_text(process: Process, path: Path) -> str:
+    """A file in the folder of this process. Raises OSError unless both belong to its user, and neither is a link.
+
+    Whoever reads may be root: a planted folder must not have it signal a process, or show another file.
+    """
+    flags = os.O_RDONLY | os.O_NOFOLLOW
+    folder = os.open(path.parent, flags | os.O_DIRECTORY)
+    try:
+        handle = os.open(path.name, flags, dir_fd=folder)
+        with os.fdopen(handle, encoding="utf-8") as file:
+            if {os.fstat(folder).st_uid, os.fstat(handle).st_uid} != {process.owner}:
+                raise PermissionError(f"{path} is not of the user of process {process.pid}")
+            return file.read()
+    finally:
+        os.close(folder)
 
 
 def _read(entry: Path) -> Process | None:
@@ -86,6 +108,8 @@ def _read(entry: Path) -> Process | None:
         return None
     name, rest = stat[stat.index("(") + 1 : stat.rindex(")")], stat[stat.rindex(")") + 1 :].split()
     environment = _environment(entry)
+    owner = _owner(entry)
+    settings = {key: _hidden(key, value) for key, value in environment.items() if key.startswith(_SHOWN)}
     return Process(
         pid=int(entry.name),
         parent=int(rest[1]),
@@ -94,11 +118,17 @@ def _read(entry: Path) -> Process | None:
         began=int(rest[19]),
         threads=int(rest[17]),
         command=without_secrets([word for word in command if word]),
-        settings={key: _hidden(key, value) for key, value in environment.items() if key.startswith(_SHOWN)},
-        directory=environment.get(DIRECTORY)
-        or os.environ.get(DIRECTORY)
-        or f"{environment.get('TMPDIR') or '/tmp'}/kvfix-{_owner(entry)}",
+        settings=settings,
+        owner=owner,
+        directory=_own_folder(
+            environment.get(DIRECTORY) or os.environ.get(DIRECTORY) or environment.get("TMPDIR") or "/tmp", owner
+        ),
     )
+
+
+def _own_folder(shared: str, owner: int) -> str:
+    """As probes/dump.py names it."""
+    return os.path.join(shared, f"kvfix-{owner}")
 
 
 def _environment(entry: Path) -> dict[str, str]:

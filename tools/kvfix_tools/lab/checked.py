@@ -71,5 +71,5 @@ def reports(scenario: Scenario, mode: str = "check") -> list[str]:
             os.environ.pop("KVFIX_DUMP_DIR")
             if before is not None:
                 os.environ["KVFIX_DUMP_DIR"] = before
-        written = sorted(Path(folder).glob("*.txt"), key=lambda path: int(path.name.split("-")[3]))
+        written = sorted(Path(folder).rglob("*.txt"), key=lambda path: int(path.name.split("-")[3]))
         return [path.read_text() for path in written]
