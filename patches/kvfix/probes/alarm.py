@@ -9,7 +9,7 @@ from collections import Counter
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any
 
-from kvfix import notice
+from kvfix import notice, redact
 from kvfix.probes import metrics
 
 if TYPE_CHECKING:
@@ -77,8 +77,8 @@ def crash(watch: Watch, hook: str, event: Raised) -> None:
 
 
 def words_of(error: BaseException) -> str:
-    """Type and message of an exception, short, without lists of numbers, which may be somebody's tokens."""
-    text = re.sub(r"[\[(]\s*\d+(,\s*\d+){7,}[^\])]*[\])]?", "[...]", str(error)[:2000])
+    """Type and message of an exception, short, without secrets and lists of numbers, which may be somebody's tokens."""
+    text = redact.text(re.sub(r"[\[(]\s*\d+(,\s*\d+){7,}[^\])]*[\])]?", "[...]", str(error)[:2000]))
     return f"{type(error).__name__}: {text[:300]}".rstrip(": ")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
+from kvfix import redact
 from kvfix.ledger import RULES, Ledger
 from kvfix.ledger.events import Raised
 from kvfix.ledger.wording import line as wording
@@ -197,7 +198,7 @@ class Case:
                 if len(found.evidence) < 5 and seen.evidence not in found.evidence:
                     found.evidence.append(seen.evidence)
             return
-        found = self.found[key] = Found(rule, answer.sentence, seen, request, answer.verdict)
+        found = self.found[key] = Found(rule, redact.text(answer.sentence), seen, request, answer.verdict)
         found.evidence += [each for each in answer.evidence if each not in found.evidence]
         if rule.severity.name == "CRASH":
             self._crashed.add(request)

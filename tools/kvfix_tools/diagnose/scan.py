@@ -13,6 +13,7 @@ from functools import lru_cache
 from operator import itemgetter
 from typing import TYPE_CHECKING, Union
 
+from kvfix import redact
 from kvfix_tools.diagnose import grammar
 
 if TYPE_CHECKING:
@@ -263,7 +264,7 @@ def trailer(body: bytes) -> tuple[str, int, str] | None:
 
 
 def text(body: bytes) -> str:
-    """The message, without its trailer, colours and what could do harm in a terminal."""
+    """The message, without its trailer, colours, secrets and what could do harm in a terminal."""
     shown = _COLOURS.sub(b"", _TRAILER.sub(b"", body)).decode("utf-8", "replace")
-    shown = _TOKEN_IDS.sub("<numbers left out>", shown)
+    shown = redact.text(_TOKEN_IDS.sub("<numbers left out>", shown))
     return "".join(sign if sign.isprintable() else " " for sign in shown).strip()[:600]

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from kvfix import redact
 from kvfix.probes.dump import DIRECTORY
 
-_SECRET = re.compile(r"key|token|secret|password|credential|auth", re.IGNORECASE)
 _SHOWN = ("KVFIX", "VLLM_", "LMCACHE_", "PYTHONHASHSEED")
 
 
@@ -109,7 +108,7 @@ def _read(entry: Path) -> Process | None:
     name, rest = stat[stat.index("(") + 1 : stat.rindex(")")], stat[stat.rindex(")") + 1 :].split()
     environment = _environment(entry)
     owner = _owner(entry)
-    settings = {key: _hidden(key, value) for key, value in environment.items() if key.startswith(_SHOWN)}
+    settings = {key: redact.setting(key, value) for key, value in environment.items() if key.startswith(_SHOWN)}
     return Process(
         pid=int(entry.name),
         parent=int(rest[1]),
@@ -117,7 +116,7 @@ def _read(entry: Path) -> Process | None:
         state=rest[0],
         began=int(rest[19]),
         threads=int(rest[17]),
-        command=without_secrets([word for word in command if word]),
+        command=redact.command(word for word in command if word),
         settings=settings,
         owner=owner,
         directory=_own_folder(
@@ -144,22 +143,3 @@ def _owner(entry: Path) -> int:
         return entry.stat().st_uid
     except OSError:
         return 0
-
-
-def _hidden(key: str, value: str) -> str:
-    return "<hidden>" if _SECRET.search(key) else value
-
-
-def without_secrets(words: list[str]) -> list[str]:
-    """A command line with the values of options that sound like secrets taken out."""
-    shown: list[str] = []
-    hide = False
-    for word in words:
-        option, equals, _ = word.partition("=")
-        is_secret = option.startswith("-") and bool(_SECRET.search(option)) and "tokens" not in option
-        if hide and not word.startswith("-"):
-            shown.append("<hidden>")
-        else:
-            shown.append(f"{option}=<hidden>" if is_secret and equals else word)
-        hide = (is_secret and not equals) or (hide and not word.startswith("-") and shown[-1] == "<hidden>")
-    return shown

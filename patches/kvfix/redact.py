@@ -1,0 +1,104 @@
+"""Secrets out of what is written for others to read: settings, command lines, configuration files, errors, log lines.
+
+By name (a password, a token, an API key), and by value, whatever the name is: a URL with a user in it, JSON at any
+depth, an Authorization header, a key in a form that services give out. Rather too much is hidden than too little.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from typing import Any
+
+HIDDEN = "<hidden>"
+
+#: Words of a name behind which a secret stands. "tokens" is a count.
+_WORDS = {
+    "apikey", "auth", "authentication", "authorization", "bearer", "cookie", "credential", "credentials", "dsn",
+    "passphrase", "passwd", "password", "pwd", "sas", "secret", "secrets", "signature", "token",
+}  # fmt: skip
+#: In text "key" names a chunk more often than a secret; as the name of a setting it does not.
+_KEYS = re.compile(r"(?i)(api|access|account|private|secret|signing|ssh|encryption)[-_.]?(access[-_.]?)?key")
+_SPLIT = re.compile(r"[^A-Za-z0-9]+|(?<=[a-z0-9])(?=[A-Z])")
+
+#: What is a secret wherever it stands, and what is written instead.
+_VALUES = (
+    # A user in a URL. A password may hold what a URL may not: then all goes up to the last @ of the word.
+    (
+        re.compile(r"""(?i)\b([a-z][a-z0-9+.-]*://)(?:[^\s/?#"'<>]*|[^\s/?#"'<>:]*:(?!\d+[/?#])[^\s"'<>]*)@"""),
+        rf"\1{HIDDEN}@",
+    ),
+    (re.compile(r"(?i)\b((?:bearer|basic)\s+)[\w.~+/=-]{8,}"), rf"\1{HIDDEN}"),
+    (re.compile(r"(?s)-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)"), HIDDEN),
+    (re.compile(r"\b(?:hf_\w{16,}|sk-[\w-]{16,}|gh[pousr]_\w{16,}|xox[abprs]-[\w-]{8,}|AKIA[0-9A-Z]{16})"), HIDDEN),
+)
+_QUOTE = r"\\*[\"']"
+#: A name, and what is written behind it: in JSON, YAML, a query, a repr, or an option of a command.
+_NAMED = re.compile(
+    rf"(?P<name>{_QUOTE}[\w.-]+{_QUOTE}|[\w.-]*[A-Za-z][\w.-]*)(?P<is>[ \t]*[=:][ \t]*)"
+    rf"(?P<value>(?P<quote>{_QUOTE})(?:(?!(?P=quote)).)*(?P=quote)|[^\s,;&\"'}})\]]+)"
+)
+
+
+def is_secret(name: str, keys: bool = True) -> bool:
+    """Whether what has this name is nobody's business. keys: "key" alone is enough."""
+    words = {word.lower() for word in _SPLIT.split(name)}
+    return bool(words & _WORDS or _KEYS.search(name) or (keys and "key" in words))
+
+
+def text(words: str) -> str:
+    """Any text, a line of a log or a whole file, without the secrets that show in it."""
+    loaded = _json(words)
+    if loaded is not None:
+        return json.dumps(_walked(loaded), ensure_ascii=False)
+    for pattern, shown in _VALUES:
+        words = pattern.sub(shown, words)
+    return _NAMED.sub(_named, words)
+
+
+def setting(name: str, value: str) -> str:
+    """The value of an environment variable or an option."""
+    return HIDDEN if value and is_secret(name) else text(value)
+
+
+def command(words: Iterable[str]) -> list[str]:
+    """A command line: options that sound like secrets lose their value, all others their secrets."""
+    shown: list[str] = []
+    hide = False
+    for word in words:
+        option, equals, value = word.partition("=")
+        is_option = option.startswith("-")
+        if hide and not is_option:
+            shown.append(HIDDEN)
+            continue  # an option may take several
+        hide = is_option and not equals and is_secret(option)
+        shown.append(f"{option}={setting(option, value)}" if is_option and equals else text(word))
+    return shown
+
+
+def _named(found: re.Match[str]) -> str:
+    name = found["name"].strip("\\\"'")
+    if not is_secret(name, keys=False) or found["value"].startswith(HIDDEN):
+        return found[0]
+    quote = found["quote"] or ""
+    return f"{found['name']}{found['is']}{quote}{HIDDEN}{quote}"
+
+
+def _json(words: str) -> Any:
+    """What this is as JSON, if it is an object or a list of it; else None."""
+    if words.lstrip()[:1] not in ("{", "["):
+        return None
+    try:
+        loaded = json.loads(words)
+    except (ValueError, RecursionError):
+        return None
+    return loaded if isinstance(loaded, dict | list) else None
+
+
+def _walked(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: HIDDEN if each and is_secret(name) else _walked(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [_walked(each) for each in value]
+    return text(value) if isinstance(value, str) else value

@@ -1,0 +1,90 @@
+"""Secrets that show by their name or by their form, in whatever they are written; and what is none and stays."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from kvfix import redact
+from kvfix.probes.alarm import words_of
+from kvfix_tools.diagnose import scan
+
+URL, SHOWN = "redis://user:hush@host:6379/0", "redis://<hidden>@host:6379/0"
+
+TEXTS = {
+    "a URL": (URL, SHOWN),
+    "a password alone": ("rediss://:hush@host", "rediss://<hidden>@host"),
+    "a user alone": ("https://hush@host/path", "https://<hidden>@host/path"),
+    "a password with what a URL may not hold": ("redis://user:hu/sh@hush@host", "redis://<hidden>@host"),
+    "several in a line": (f"from {URL}, {URL}", f"from {SHOWN}, {SHOWN}"),
+    "JSON": ('{"a": [{"b": {"password": "hush", "c": 1}}]}', '{"a": [{"b": {"password": "<hidden>", "c": 1}}]}'),
+    "JSON in JSON": (
+        json.dumps({"extra": json.dumps({"remote_url": URL, "apiKey": "hush"})}),
+        json.dumps({"extra": json.dumps({"remote_url": SHOWN, "apiKey": "<hidden>"})}),
+    ),
+    "a number, a list": ('{"secret": 123, "tokens": 1, "auth": ["hush"]}', None),
+    "YAML": (f"chunk_size: 256\nremote_url: {URL}\npassword: hush\n", f"chunk_size: 256\nremote_url: {SHOWN}\n"),
+    "a log's repr of a configuration": (
+        f"LMCache Configuration: {{'remote_url': '{URL}', 'extra_config': {{'s3_secret_access_key': 'hu sh'}}}}",
+        f"'remote_url': '{SHOWN}', 'extra_config': {{'s3_secret_access_key': '<hidden>'}}",
+    ),
+    "JSON within a log line": ('got {"api_key": "hush", "x": 1} from', 'got {"api_key": "<hidden>", "x": 1} from'),
+    "escaped JSON within a log line": (r"{\"password\": \"hush\"} x", r"{\"password\": \"<hidden>\"} x"),
+    "a query": ("GET /x?sig=1&access_token=hush&n=2", "access_token=<hidden>&n=2"),
+    "a header": ("Authorization: Bearer hush.hush.hush", None),
+    "a key of a service": ("with hf_hushhushhushhushhush and sk-hushhushhushhushhush", "with <hidden> and <hidden>"),
+    "a private key": ("-----BEGIN RSA PRIVATE KEY-----\nhush\n-----END RSA PRIVATE KEY----- end", " end"),
+    "a private key that is cut off": ("-----BEGIN PRIVATE KEY-----\nhush", None),
+}
+SAME = [
+    "tcp://localhost:5699",
+    "http://host:8000/v1/models@latest",
+    "Reqid: cmpl-1, Total tokens 512, LMCache hit tokens: 256, need to load: 256",
+    "key: vllm@model@1@0@5ab3, tokens: 12, max_num_batched_tokens=128",
+    '{"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}',
+    "AssertionError: Mismatch in tokens to load: 256 vs 256 (tokens in lmcache)",
+]
+
+
+@pytest.mark.parametrize(("words", "shown"), TEXTS.values(), ids=TEXTS)
+def test_hidden(words: str, shown: str | None) -> None:
+    found = redact.text(words)
+    assert "hush" not in found
+    assert (shown or "<hidden>") in found
+    assert redact.text(found) == found
+
+
+@pytest.mark.parametrize("words", SAME)
+def test_left_as_it_is(words: str) -> None:
+    assert redact.text(words) == words
+
+
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [
+        (["serve", "--api-key", "hush", "-v"], ["serve", "--api-key", "<hidden>", "-v"]),
+        (["serve", "--api-key=hush"], ["serve", "--api-key=<hidden>"]),
+        (["serve", "--api-key", "hush", "hush"], ["serve", "--api-key", "<hidden>", "<hidden>"]),
+        (["--max-num-batched-tokens", "128"], ["--max-num-batched-tokens", "128"]),
+        (["--remote-url", URL, f"--url={URL}"], ["--remote-url", SHOWN, f"--url={SHOWN}"]),
+        (["--hf-overrides", '{"token": "hush"}'], ["--hf-overrides", '{"token": "<hidden>"}']),
+        (["--tokenizer", "some/model"], ["--tokenizer", "some/model"]),
+    ],
+)
+def test_command_line(words: list[str], shown: list[str]) -> None:
+    assert redact.command(words) == shown
+
+
+def test_setting() -> None:
+    assert redact.setting("LMCACHE_API_KEY", "hush") == "<hidden>"
+    assert redact.setting("LMCACHE_REMOTE_URL", URL) == SHOWN
+    assert redact.setting("LMCACHE_API_KEY", "") == ""
+    assert redact.setting("LMCACHE_CHUNK_SIZE", "64") == "64"
+
+
+def test_an_error_in_a_dump_and_a_line_in_a_finding() -> None:
+    assert words_of(ConnectionError(f"Error 111 connecting to {URL}")) == (
+        f"ConnectionError: Error 111 connecting to {SHOWN}"
+    )
+    assert scan.text(f"cannot connect to {URL}".encode()) == f"cannot connect to {SHOWN}"
