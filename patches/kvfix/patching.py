@@ -38,25 +38,28 @@ class _Hook:
     """
 
     def __init__(self, owner: Any, name: str, original: Any) -> None:
-        """Raises TypeError for what the hook would break: it hands its first argument on as an instance."""
+        """Raises TypeError for what it would break."""
         kind = _other_kind(original)
         if kind:
-            raise TypeError(f"{owner.__name__}.{name} is {kind}, and kvfix wraps plain functions only")
+            raise TypeError(f"{owner.__name__}.{name} is {kind}, and kvfix wraps plain and static functions only")
         self.owner = owner
         self.name = name
         self.original = original
         self.corrections: dict[str, Callable[..., Any]] = {}
-        self.hook = corrected(original, [])
+        self.function = original.__func__ if isinstance(original, staticmethod) else original
+        self.hook = corrected(self.function, [])
+        #: What stands in the class.
+        self.placed: Any = staticmethod(self.hook) if isinstance(original, staticmethod) else self.hook
 
     def compose(self) -> None:
         """Put what `corrections` holds around the original; without any, the original itself is back."""
-        made = corrected(self.original, [self.corrections[code] for code in sorted(self.corrections)])
+        made = corrected(self.function, [self.corrections[code] for code in sorted(self.corrections)])
         self.hook.__globals__.update(made.__globals__)  # first: a call under way keeps the names that it has
         self.hook.__code__ = made.__code__
         stands = vars(self.owner).get(self.name)
         if self.corrections and stands is self.original:
-            setattr(self.owner, self.name, self.hook)
-        elif not self.corrections and stands is self.hook:
+            setattr(self.owner, self.name, self.placed)
+        elif not self.corrections and stands is self.placed:
             setattr(self.owner, self.name, self.original)
 
     def is_gone(self, module: ModuleType, function: str) -> bool:
@@ -72,10 +75,11 @@ class _Hook:
 
 
 def _other_kind(original: Any) -> str:
-    """What this is, if not a function that is called with an instance; "" if it is one."""
-    for kind in (staticmethod, classmethod, property):
+    """What this is, if not a function that answers at once; "" if it is one."""
+    for kind in (classmethod, property):
         if isinstance(original, kind):
             return f"a {kind.__name__}"
+    original = getattr(original, "__func__", original)
     if inspect.iscoroutinefunction(original) or inspect.isasyncgenfunction(original):
         return "an async function"
     return "" if callable(original) else f"a {type(original).__name__}"

@@ -20,14 +20,18 @@ class Target:
         return "plain"
 
     @staticmethod
-    def static() -> str:
-        return "static"
+    def static(one: int) -> str:
+        return f"static {one}"
 
     @classmethod
     def of_class(cls) -> str:
         return "class"
 
     async def later(self) -> str:
+        return "async"
+
+    @staticmethod
+    async def static_later() -> str:
         return "async"
 
     @property
@@ -40,18 +44,28 @@ class Target:
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
-        ("static", "a staticmethod"),
         ("of_class", "a classmethod"),
         ("later", "an async function"),
+        ("static_later", "an async function"),
         ("attribute", "a property"),
         ("constant", "a int"),
     ],
 )
 def test_what_a_wrapper_would_break_is_refused(name: str, kind: str) -> None:
     before = vars(Target)[name]
-    with pytest.raises(TypeError, match=f"Target.{name} is {kind}, and kvfix wraps plain functions only"):
+    with pytest.raises(TypeError, match=f"Target.{name} is {kind}, and kvfix wraps plain and static functions only"):
         patching.attach(Target, name, "test", after(lambda target, answer: answer))
     assert vars(Target)[name] is before
+
+
+def test_a_static_one_stays_static() -> None:
+    """It may be called on an instance, too, which it is not handed."""
+    before = vars(Target)["static"]
+    patching.attach(Target, "static", "test", after(lambda one, answer: f"fixed {answer}"))
+    answers = [Target.static(1), Target().static(one=2)]
+    patching.detach("test")
+    assert answers == ["fixed static 1", "fixed static 2"]
+    assert vars(Target)["static"] is before
 
 
 def test_two_threads_wrap_one_function(monkeypatch: pytest.MonkeyPatch) -> None:
