@@ -7,6 +7,7 @@ from kvfix.correction import before
 from kvfix.fix import find
 from kvfix_tools.lab import runner, scenario
 from kvfix_tools.lab.options import Options
+from tests.lab import two_engines
 
 with runner.quiet():
     from kvfix_tools.lab.world import World
@@ -27,27 +28,10 @@ def capped():
 
 
 def shared():
-    """Of a prompt whose load fails, `sharing` has 64 tokens in vLLM's cache, by then none in LMCache, and computes the
-    rest in the same step. The worker leaves that save out, and vLLM takes it back to token 64."""
     kvfix.apply()
     try:
-        options = Options(block_size=16, chunk_size=16, num_blocks=40, max_num_batched_tokens=512)
-        world = World(options)
-        world.admit("first", scenario.prompt(160))
-        world.run()
-        world.reset_prefix_cache()
-        world.admit("before", scenario.prompt(64))
-        world.run()
-        world.fail_load("failing")
-        world.take_blocks(options.num_blocks - 6)
-        world.admit("failing", scenario.prompt(160))
-        world.step()
-        world.evict(6, forced=True)
-        world.free_blocks()
-        world.admit("sharing", scenario.prompt(112))
-        world.run()
-        world.settle()
-        return [*world.findings, *(["the load has failed"] if world.counts["loads_failed"] else [])]
+        world = two_engines.until_its_load_failed()
+        return [*two_engines.end(world), "the load has failed"]
     finally:
         kvfix.revert()
 

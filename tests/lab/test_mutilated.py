@@ -43,3 +43,9 @@ def test_a_failed_load_that_is_tried_again(found: dict[str, list[str]]) -> None:
     *wrong, first, second = found["KVF205 without the lookup"]
     assert first == second == "a load has failed"
     assert any(each.startswith("LAB008 wrong-text r: token") for each in wrong)
+
+
+def test_another_engine_in_the_process_takes_nothing_away(once: Once) -> None:
+    """What is noted of a request is the scheduler's own: the other one has a request of the same name."""
+    code = "from tests.lab.two_engines import play\nwith runner.quiet(): result = [play(False), play(True)]"
+    assert once(code, RELEASES / "0.5.6") == [[], []]

@@ -28,8 +28,20 @@ def failed(
         yield name, next(place for place, block in enumerate(blocks) if block in invalid_block_ids), blocks
 
 
-def take_back(hook: Callable[..., Any], *requests: Any) -> Any:
-    """For probes: what TAKES_BACK answers where block 3 has failed, the first of two of each of these that run."""
+def lmcache_adapters(scheduler: Any) -> Iterator[Any]:
+    """The scheduler's sides of LMCache in process that this scheduler asks, also in a MultiConnector."""
+    connector = getattr(scheduler, "connector", None)
+    for each in (connector, *getattr(connector, "_connectors", ())):
+        adapter = getattr(each, "_lmcache_engine", None)
+        if adapter is not None:
+            yield adapter
+
+
+def take_back(hook: Callable[..., Any], *requests: Any, adapter: Any = None) -> Any:
+    """For probes: what TAKES_BACK answers where block 3 has failed, the first of two of each of these that run.
+
+    adapter: of the connector that the scheduler asks.
+    """
     block = SimpleNamespace(ref_cnt=1, block_hash=None)
     manager = SimpleNamespace(
         get_block_ids=lambda name: ([3, 4],),
@@ -40,7 +52,7 @@ def take_back(hook: Callable[..., Any], *requests: Any) -> Any:
     stub = SimpleNamespace(
         block_size=16, recompute_kv_load_failures=True, kv_cache_manager=manager, requests=running,
         running=list(requests), prev_step_scheduled_req_ids=set(running), _preempt_request=lambda *_: None,
-        scheduler_config=SimpleNamespace(async_scheduling=True),
+        scheduler_config=SimpleNamespace(async_scheduling=True), connector=SimpleNamespace(_lmcache_engine=adapter),
     )  # fmt: skip
     tokens = [dict.fromkeys(running, 4)] if "num_scheduled_tokens" in inspect.signature(hook).parameters else []
     return hook(stub, list(requests), {3}, *tokens)

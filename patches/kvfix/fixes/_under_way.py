@@ -15,21 +15,22 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from types import ModuleType
 
-#: Request -> the first step that is its own again; None until it is scheduled.
-_OWN_FROM: dict[str, Any] = {}
-#: The step whose output vLLM is told, if a load failed in it.
-_TOLD: list[Any] = []
+#: Of a scheduler: {request: the first step that is its own again; None until it is scheduled}.
+_OWN_FROM = "_kvfix_own_from"
+#: Of a scheduler: the step whose output it is handed, if a load failed in it.
+_HANDED = "_kvfix_handed"
 
 
-def drop(request: Any) -> None:
+def drop(scheduler: Any, request: Any) -> None:
     """Nothing of what is under way for this request counts: it is computed again."""
     if hasattr(request, "drop_stale_output"):  # whoever is preempted has its steps marked as stale
         request.drop_stale_output = request.num_stale_output_tokens > 0
     elif request.num_output_placeholders:
         request.num_output_placeholders = 0
-        _OWN_FROM[request.request_id] = None
-        for scheduler_output in _TOLD:
-            _leave_out(request, scheduler_output)
+        vars(scheduler).setdefault(_OWN_FROM, {})[request.request_id] = None
+        handed = getattr(scheduler, _HANDED, None)
+        if handed is not None:
+            _leave_out(request, handed)
 
 
 def _leave_out(request: Any, scheduler_output: Any) -> None:
@@ -41,25 +42,27 @@ def _leave_out(request: Any, scheduler_output: Any) -> None:
 
 def correct_schedule(module: ModuleType) -> Callable[..., Any]:
     def schedule(scheduler: Any, scheduler_output: Any, *_: Any) -> Any:
-        for name in _OWN_FROM.keys() & scheduler_output.num_scheduled_tokens:
-            if _OWN_FROM[name] is None:
-                _OWN_FROM[name] = scheduler_output
+        own_from = getattr(scheduler, _OWN_FROM)
+        for name in own_from.keys() & scheduler_output.num_scheduled_tokens:
+            if own_from[name] is None:
+                own_from[name] = scheduler_output
         return scheduler_output
 
-    return after(schedule, when="own_from", own_from=_OWN_FROM)
+    return after(schedule, when=f'getattr(scheduler, "{_OWN_FROM}", None)')
 
 
 def correct_output(module: ModuleType) -> Callable[..., Any]:
     def update_from_output(scheduler: Any, scheduler_output: Any, *_: Any) -> None:
-        _TOLD[:] = [scheduler_output]
-        for name, own_from in list(_OWN_FROM.items()):
-            if own_from is scheduler_output or name not in scheduler.requests:
-                del _OWN_FROM[name]
+        setattr(scheduler, _HANDED, scheduler_output)
+        own_from = getattr(scheduler, _OWN_FROM, {})
+        for name, step in list(own_from.items()):
+            if step is scheduler_output or name not in scheduler.requests:
+                del own_from[name]
             else:
                 _leave_out(scheduler.requests[name], scheduler_output)
 
     failed = 'getattr(model_runner_output.kv_connector_output, "invalid_block_ids", None)'
-    return before(update_from_output, when=f"own_from or {failed}", own_from=_OWN_FROM)
+    return before(update_from_output, when=f'getattr(scheduler, "{_OWN_FROM}", None) or {failed}')
 
 
 def is_needed(hook: Callable[..., Any], module: ModuleType) -> bool:

@@ -63,7 +63,7 @@ def correct(module: ModuleType) -> Callable[..., Any]:
                 _preempt(scheduler, request, preempted)
             not_theirs += taken_back
         for request in not_theirs:
-            _under_way.drop(request)
+            _under_way.drop(scheduler, request)
         return answer
 
     return after(_update_requests_with_invalid_blocks)

@@ -134,8 +134,10 @@ class MP:
         self.worker.handle_preemptions(metadata)
         self.worker.start_load_kv(SimpleNamespace(attn_metadata=object() if forward else None))
 
-    def finish_step(self, forward: bool, ended: set[str]) -> tuple[set[str] | None, set[str] | None, set[int]]:
-        if forward:
+    def finish_step(
+        self, forward: bool, ended: set[str], save_last: bool
+    ) -> tuple[set[str] | None, set[str] | None, set[int]]:
+        if forward and not save_last:
             self.worker.wait_for_save()
         if self.deaf:
             self.transfer.lose_loads(set(self.worker_adapter.retrieve_futures))
@@ -145,6 +147,8 @@ class MP:
             self.worker_adapter._health_event.set()
             self.deaf = False
         failed = self.worker.get_block_ids_with_load_errors()
+        if forward and save_last:
+            self.worker.wait_for_save()
         self.worker.clear_connector_metadata()
         return sending, receiving, failed
 

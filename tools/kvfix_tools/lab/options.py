@@ -23,6 +23,7 @@ _SWITCHES = (
     "beside",
     "async_scheduling",
     "model_runner_v2",
+    "save_last",
     "prefix_caching",
     "reserve_full_isl",
     "kv_load_failure_policy",
@@ -52,6 +53,8 @@ class Options:
     async_scheduling: bool = False
     #: For vLLM's model runner V2, which it takes for most models on a GPU: a resumed request comes as a new one.
     model_runner_v2: bool = False
+    #: With a drafter vLLM asks a worker what is done, and what has failed, before it has the step saved.
+    save_last: bool = False
     kv_role: str = "kv_both"
     kv_load_failure_policy: str = "recompute"
     lmcache: dict[str, Any] = field(default_factory=dict)

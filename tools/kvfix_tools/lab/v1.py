@@ -272,12 +272,17 @@ class V1:
         self.worker.bind_connector_metadata(metadata)
         self.worker.start_load_kv(SimpleNamespace(attn_metadata=object() if forward else None))
 
-    def finish_step(self, forward: bool, ended: set[str]) -> tuple[set[str] | None, set[str] | None, set[int]]:
+    def finish_step(
+        self, forward: bool, ended: set[str], save_last: bool
+    ) -> tuple[set[str] | None, set[str] | None, set[int]]:
         """What it calls after: (finished sending, finished receiving, blocks that failed to load)."""
-        if forward:
+        if forward and not save_last:
             self.worker.wait_for_save()
         sending, receiving = self.worker.get_finished(ended)
-        return sending, receiving, self.worker.get_block_ids_with_load_errors()
+        failed = self.worker.get_block_ids_with_load_errors()
+        if forward and save_last:
+            self.worker.wait_for_save()
+        return sending, receiving, failed
 
     def failed_blocks(self) -> set[int]:
         return set(self.worker_side._invalid_block_ids)

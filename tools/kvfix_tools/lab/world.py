@@ -265,7 +265,7 @@ class World:
         self._load_beside()
         self._failed.append(self.side.failed_blocks())
         self.model.compute(scheduled, set().union(*self._failed))
-        finish = (forward, output.finished_req_ids)
+        finish = (forward, output.finished_req_ids, self.options.save_last)
         sending, receiving, invalid = self._guard("wait_for_save", "", self.side.finish_step, *finish)
         report = KVConnectorOutput(finished_sending=sending, finished_recving=receiving, invalid_block_ids=invalid)
         self._answers.append((output, self.model.output(scheduled, report)))
