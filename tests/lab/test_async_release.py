@@ -15,7 +15,8 @@ import pytest
 
 from tests.conftest import Zygote
 
-CODE = """
+#: The engine, in the mode that is asked for: with layers, asynchronous, or neither.
+ENGINE = """
 import inspect, logging, os, sys, time
 os.environ["LMCACHE_TRACK_USAGE"] = "false"
 import kvfix
@@ -57,6 +58,10 @@ keys = ChunkedTokenDatabase(config, metadata)
 sys.modules[LMCacheEngine.__module__].assert_layerwise_gpu_connector = lambda connector: None
 engine = LMCacheEngine(config, metadata, keys, Connector(), lambda tensor, src: tensor, lambda thing, src: thing)
 engine.post_init(async_lookup_server=Server())
+"""
+CODE = (
+    ENGINE
+    + """
 tokens, slots, mask = list(range(64)), torch.arange(64), torch.ones(64, dtype=torch.bool)
 known = dict(kvcaches=[], slot_mapping=slots)
 def run(layers):
@@ -90,6 +95,7 @@ engine.lookup_unpin("r")
 cached = list(engine.storage_manager.local_cpu_backend.hot_cache.values())
 result = [moved, [[chunk.meta.ref_count, chunk.meta.pin_count, chunk.is_valid()] for chunk in cached]]
 """
+)
 
 #: (mode, release) -> references, pins and validity of each cached chunk after one load of it, as released and fixed
 AFTER_ONE_LOAD = {

@@ -79,11 +79,15 @@ def _as_granted(load_spec: Any, impl: Any, scheduler_output: Any, names: Any) ->
 
 
 def _save_from(hit: int, tracker: Any, requests: list[Any]) -> None:
-    """What was hit is saved already, and no more than that: saving goes on there, now and in the steps to come."""
-    saves = [each for each in requests if each.save_spec is not None and each.save_spec.can_save]
-    for each in saves:
-        each.save_spec.skip_leading_tokens = min(hit, len(each.token_ids))
-    tracker.num_saved_tokens = max(hit, tracker.num_saved_tokens if saves else 0)
+    """What was hit is saved already, and no more than that: saving goes on there, now and in the steps to come.
+
+    A kv_producer's worker saves also where the spec says not to (0.5.6 vllm_v1_adapter.py:1152).
+    """
+    specs = [(each.save_spec, len(each.token_ids)) for each in requests if each.save_spec is not None]
+    for spec, tokens in specs:
+        spec.skip_leading_tokens = min(hit, tokens)
+    saved = any(spec.can_save for spec, _ in specs)
+    tracker.num_saved_tokens = max(hit, tracker.num_saved_tokens if saved else 0)
 
 
 def shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:

@@ -13,7 +13,8 @@ not name LoRA or cache_salt). vLLM's own prefix cache has both in its keys.
 
 ## Fix
 A request with an adapter or a salt is looked up, stored and loaded under keys that hold a hash of the two, as a tag:
-LMCache has those for `kv_transfer_params` that begin with `lmcache.tag.`. All other keys stay as they are.
+LMCache has those for `kv_transfer_params` that begin with `lmcache.tag.`. All other keys stay as they are. With
+`use_layerwise` the adapter leaves the tags out where it calls the cache engine; it is told of them.
 
 ## Releases
 LMCache 0.3.9 to 0.5.6, in process.
@@ -35,6 +36,7 @@ from typing import TYPE_CHECKING, Any
 from kvfix import probe
 from kvfix.correction import around
 from kvfix.fix import Fix, Patch
+from kvfix.fixes import _layerwise
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -97,6 +99,19 @@ def correct_metadata(adapter: ModuleType) -> Callable[..., Any]:
     return build_connector_meta
 
 
+def _tell(call: dict[str, Any], request: Any) -> None:
+    if request.request_configs:
+        call.setdefault("request_configs", request.request_configs)
+
+
+def correct_layer_loads(adapter: ModuleType) -> Callable[..., Any]:
+    return _layerwise.loads(_tell)
+
+
+def correct_layer_saves(adapter: ModuleType) -> Callable[..., Any]:
+    return _layerwise.saves(_tell)
+
+
 def lookup_shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
     """A request with a salt is looked up. Wrong is to ask for it without one."""
     asked: list[Any] = []
@@ -119,6 +134,51 @@ def metadata_shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
     return not impl._request_trackers[probe.NAME].request_configs
 
 
+def _layers(adapter: ModuleType, **meta: Any) -> tuple[Any, list[Any]]:
+    """A worker that loads or saves one request by layers, and the configurations that its engine is handed."""
+    import torch  # the adapter has imported it
+
+    handed: list[Any] = []
+
+    def layers(*_: Any, request_configs: Any = None, **__: Any) -> Any:
+        handed.append(request_configs)
+        return iter([None, None, None])
+
+    request = SimpleNamespace(
+        req_id=probe.NAME, token_ids=[0] * 16, slot_mapping=torch.arange(16), request_configs={TAG: "a"},
+        load_spec=None, save_spec=None,
+    )  # fmt: skip
+    vars(request).update(meta)
+    metadata = adapter.LMCacheConnectorMetadata()
+    metadata.requests = [request]
+    nothing = SimpleNamespace(
+        update_interval_vllm_hit_tokens=lambda _: None, update_interval_prompt_tokens=lambda _: None
+    )
+    impl = SimpleNamespace(
+        kv_role="kv_both", use_layerwise=True, enable_blending=False, kv_caches={"layer": None}, device="cpu",
+        current_layer=0, layerwise_storers=[], _layerwise_save_storers={}, _lmcache_chunk_size=16,
+        _stats_monitor=nothing,
+        lmcache_engine=SimpleNamespace(retrieve_layer=layers, store_layer=layers), config=SimpleNamespace(),
+        _parent=SimpleNamespace(_connector_metadata=metadata, _get_connector_metadata=lambda: metadata),
+        _recent_load_errors=(),  # of patches/upstream/failed-load-poisons-cache
+    )  # fmt: skip
+    return impl, handed
+
+
+def layer_loads_show_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
+    """A request with a tag is loaded by layers. Wrong is to load it without."""
+    impl, handed = _layers(adapter, load_spec=adapter.LoadSpec(0, 16, can_load=True))
+    hook(impl, SimpleNamespace(attn_metadata=object()))
+    return handed == [None]
+
+
+def layer_saves_show_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
+    """The same, saved."""
+    impl, handed = _layers(adapter, save_spec=SimpleNamespace(skip_leading_tokens=0, can_save=True))
+    hook(impl, "layer", None, None)
+    return handed == [None]
+
+
 ADAPTER = "lmcache.integration.vllm.vllm_v1_adapter"
 FIX = Fix(
     __name__,
@@ -128,6 +188,8 @@ FIX = Fix(
         for function, shows, correct in (
             ("get_num_new_matched_tokens", lookup_shows_bug, correct_lookup),
             ("build_connector_meta", metadata_shows_bug, correct_metadata),
+            ("start_load_kv", layer_loads_show_bug, correct_layer_loads),
+            ("save_kv_layer", layer_saves_show_bug, correct_layer_saves),
         )
     ),
     opt_in=True,

@@ -13,7 +13,8 @@ request waits with a pin on the same chunk, it is that pin that goes.
 
 ## Fix
 While a load runs, each chunk of the CPU cache that its lookup has pinned has one pin more; where the load did not take
-it, it is taken back. The pins of the lookup are then taken back once, by `lookup_unpin`.
+it, it is taken back. The pins of the lookup are then taken back once, by `lookup_unpin`. The adapter does not say whose
+chunks it loads by layers (0.5.6 vllm_v1_adapter.py:842): the cache engine is told.
 
 ## Releases
 LMCache 0.5.2 to 0.5.5; with `use_layerwise` 0.4.3 to 0.5.6.
@@ -33,7 +34,7 @@ from typing import TYPE_CHECKING, Any
 from kvfix import probe
 from kvfix.correction import after, around
 from kvfix.fix import Fix, Patch
-from kvfix.fixes import _engine
+from kvfix.fixes import _engine, _layerwise
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator
@@ -93,14 +94,29 @@ def _layers(layers: Any, held: list[tuple[Any, int]]) -> Iterator[Any]:
         _take_back(held)
 
 
+def name_request(adapter: ModuleType) -> Callable[..., Any]:
+    return _layerwise.loads(lambda call, request: call.setdefault("req_id", request.req_id))
+
+
 FIX = Fix(
     __name__,
     __doc__,
-    patches=tuple(
-        Patch("lmcache", _engine.MODULE, f"LMCacheEngine.{function}", broken, probe.cannot_tell, correction)
-        for function, broken, correction in (
-            ("retrieve", ">=0.5.2,<0.5.6", correct),
-            ("retrieve_layer", ">=0.4.3", correct_layers),
-        )
+    patches=(
+        *(
+            Patch("lmcache", _engine.MODULE, f"LMCacheEngine.{function}", broken, probe.cannot_tell, correction)
+            for function, broken, correction in (
+                ("retrieve", ">=0.5.2,<0.5.6", correct),
+                ("retrieve_layer", ">=0.4.3", correct_layers),
+            )
+        ),
+        Patch(
+            dist="lmcache",
+            module="lmcache.integration.vllm.vllm_v1_adapter",
+            function="LMCacheConnectorV1Impl.start_load_kv",
+            broken=">=0.4.3",
+            shows_bug=probe.cannot_tell,
+            correct=name_request,
+            helper=True,
+        ),
     ),
 )
