@@ -13,10 +13,9 @@ from kvfix import notice
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
     from importlib.machinery import ModuleSpec
     from types import ModuleType
-    from typing import Any
 
     from kvfix.choice import Choice
 
@@ -69,7 +68,7 @@ def activate(choice: Choice) -> None:
     if _finder not in sys.meta_path:
         sys.meta_path.insert(0, _finder)
     if any(package in sys.modules for package in PATIENT):
-        _guarded("kvfix.apply", _settle_arrived)
+        notice.guarded("kvfix.apply", _settle_arrived)
 
 
 def deactivate() -> None:
@@ -81,11 +80,11 @@ def deactivate() -> None:
     if "kvfix.patching" in sys.modules:
         from kvfix import patching
 
-        _guarded("kvfix.revert", patching.remove_all)
+        notice.guarded("kvfix.revert", patching.remove_all)
     if "kvfix.probes" in sys.modules:
         from kvfix import probes
 
-        _guarded("kvfix.revert", probes.remove_all)
+        notice.guarded("kvfix.revert", probes.remove_all)
 
 
 def choice() -> Choice | None:
@@ -102,7 +101,7 @@ def _settle_arrived() -> None:
             half_imported = getattr(getattr(module, "__spec__", None), "_initializing", False)
             patching.settle(module, _choice, complete=not half_imported)
             if name in PROBED and not half_imported:
-                _guarded(f"probes of {name}", _probe, module)
+                notice.guarded(f"probes of {name}", _probe, module)
 
 
 def _settle(module: ModuleType) -> None:
@@ -124,7 +123,7 @@ def _probe(module: ModuleType) -> None:
 def _is_target(name: str) -> bool:
     global _targets
     if _targets is None:  # LMCache asks for modules that are not there at every start of a connector, and more often
-        _targets = _guarded("the catalogue of fixes", _all_targets) or frozenset()
+        _targets = notice.guarded("the catalogue of fixes", _all_targets) or frozenset()
     return name in _targets
 
 
@@ -151,7 +150,7 @@ def _tell_when_executed(spec: ModuleSpec) -> None:
         finally:
             _executing.discard(module.__name__)
         if _choice is not None:
-            _guarded(f"patching {module.__name__}", _settle, module)
+            notice.guarded(f"patching {module.__name__}", _settle, module)
 
     try:
         loader.exec_module = exec_module  # type: ignore[method-assign]
@@ -160,11 +159,3 @@ def _tell_when_executed(spec: ModuleSpec) -> None:
             f"{spec.name} is loaded by {type(loader).__name__}, which cannot be watched ({error}): its fixes are "
             "not applied. Call kvfix.apply() once more after it has been imported."
         )
-
-
-def _guarded(where: str, function: Callable[..., Any], *args: object) -> Any:
-    try:
-        return function(*args)
-    except Exception as error:  # noqa: BLE001
-        notice.fault(where, error)
-        return None

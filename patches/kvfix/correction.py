@@ -10,14 +10,14 @@ from __future__ import annotations
 
 import functools
 import re
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 from kvfix import notice
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Sequence
+    from collections.abc import Callable, Generator, Iterator, Sequence
     from types import CodeType
 
 #: Flags of a code object: it has `*args`, it has `**kwargs`.
@@ -175,6 +175,32 @@ def instead(answer: Any) -> Generator[None, Any, Any]:
     """For `around`: this is the answer, and the hook is not run."""
     return answer
     yield
+
+
+class View:
+    """An object of the engine as a hook is to see it: what is not `instead` is the object's own, also what is set."""
+
+    def __init__(self, own: Any, **instead: Any) -> None:
+        vars(self).update(instead, _own=own)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._own, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._own, name, value)
+
+
+@contextmanager
+def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
+    """For `around`: while the hook runs, the object has these; then what it had itself is there again."""
+    before = {name: vars(owner)[name] for name in attributes if name in vars(owner)}
+    vars(owner).update(attributes)
+    try:
+        yield
+    finally:
+        for name in attributes:
+            vars(owner).pop(name, None)
+        vars(owner).update(before)
 
 
 def corrected(original: Any, corrections: Sequence[Callable[[Any], Any]]) -> Callable[..., Any]:

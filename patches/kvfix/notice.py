@@ -6,6 +6,11 @@ imported at the first line only: `kvfix.apply()` is on the start-up path of ever
 
 from __future__ import annotations
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
 _said: set[str] = set()
 #: What went wrong in kvfix itself, and how often.
 faults: dict[str, int] = {}
@@ -45,3 +50,12 @@ def fault(where: str, error: BaseException) -> None:
     faults[kind] = faults.get(kind, 0) + 1
     if faults[kind] == 1:  # the error's own words may differ each time
         warn(f"{kind}: {error}; the engine goes on without it. Please report it; KVFIX=off switches kvfix off.")
+
+
+def guarded(where: str, function: Callable[..., Any], *args: Any) -> Any:
+    """Its answer; None where it fails, which is reported. What kvfix does in the engine goes through this."""
+    try:
+        return function(*args)
+    except Exception as error:  # noqa: BLE001
+        fault(where, error)
+        return None

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kvfix import notice
-from kvfix.correction import around
+from kvfix.correction import around, replaced
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
@@ -55,22 +55,16 @@ def _told(
     engine: Any, name: str, find: Callable[[Any], Any], tell: Callable[[dict[str, Any], Any], None]
 ) -> Generator[None, Any, Any]:
     """While the hook runs, the engine is told for whom it is called."""
-    before, call = vars(engine).get(name), getattr(engine, name)
+    call = getattr(engine, name)
+
+    def add(more: dict[str, Any], tokens: Any) -> None:
+        request = find(tokens)
+        if request is not None:
+            tell(more, request)
 
     def told(tokens: Any, *args: Any, **more: Any) -> Any:
-        try:
-            request = find(tokens)
-            if request is not None:
-                tell(more, request)
-        except Exception as error:  # noqa: BLE001
-            notice.fault(f"{__name__}.{name}", error)
+        notice.guarded(f"{__name__}.{name}", add, more, tokens)
         return call(tokens, *args, **more)
 
-    setattr(engine, name, told)
-    try:
+    with replaced(engine, **{name: told}):
         return (yield)
-    finally:
-        if before is None:
-            delattr(engine, name)
-        else:
-            setattr(engine, name, before)

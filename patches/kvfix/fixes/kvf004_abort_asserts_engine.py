@@ -27,24 +27,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kvfix import probe
-from kvfix.correction import around
+from kvfix.correction import View, around
 from kvfix.fix import Fix, Patch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
     from types import ModuleType
-
-
-class Ended:
-    """The request as the hook is to see it: ended, and by nobody's abort. All else is the request's own."""
-
-    status = None
-
-    def __init__(self, request: Any) -> None:
-        self._request = request
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._request, name)
 
 
 def correct(adapter: ModuleType) -> Callable[..., Any]:
@@ -60,7 +48,7 @@ def correct(adapter: ModuleType) -> Callable[..., Any]:
 
 
 def _without_engine(impl: Any, request: Any, block_ids: Any) -> Generator[Any, Any, Any]:
-    answer = yield Ended(request), block_ids
+    answer = yield View(request, status=None), block_ids
     if impl.async_loading and impl.lookup_client is not None:
         impl.lookup_client.cancel_lookup(request.request_id)
     return answer

@@ -34,7 +34,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from kvfix import probe
-from kvfix.correction import around
+from kvfix.correction import View, around
 from kvfix.fix import Fix, Patch
 from kvfix.fixes import _layerwise
 
@@ -58,23 +58,12 @@ def tagged(sampling_params: Any, lora_request: Any, salt: str | None) -> Any:
     return seen
 
 
-class Tagged:
-    """A request as the hook is to see it. All but the sampling parameters is the request's own."""
-
-    def __init__(self, request: Any, sampling_params: Any) -> None:
-        self._request = request
-        self.sampling_params = sampling_params
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._request, name)
-
-
 def correct_lookup(adapter: ModuleType) -> Callable[..., Any]:
     @around
     def get_num_new_matched_tokens(impl: Any, request: Any, num_computed_tokens: int) -> Generator[Any, Any, Any]:
         own = request.sampling_params
         seen = tagged(own, request.lora_request, getattr(request, "cache_salt", None))
-        return (yield None if seen is own else (Tagged(request, seen), num_computed_tokens))
+        return (yield None if seen is own else (View(request, sampling_params=seen), num_computed_tokens))
 
     return get_num_new_matched_tokens
 

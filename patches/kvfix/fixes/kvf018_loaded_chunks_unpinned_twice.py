@@ -31,7 +31,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvfix import probe
+from kvfix import notice, probe
 from kvfix.correction import after, around
 from kvfix.fix import Fix, Patch
 from kvfix.fixes import _engine, _layerwise
@@ -91,7 +91,7 @@ def _layers(layers: Any, held: list[tuple[Any, int]]) -> Iterator[Any]:
     try:
         yield from layers
     finally:
-        _take_back(held)
+        notice.guarded(f"{__name__}.retrieve_layer", _take_back, held)
 
 
 def name_request(adapter: ModuleType) -> Callable[..., Any]:

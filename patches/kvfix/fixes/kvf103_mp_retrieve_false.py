@@ -30,7 +30,8 @@ import inspect
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from kvfix.correction import after
+from kvfix import notice
+from kvfix.correction import View, after
 from kvfix.fix import Fix, Patch
 
 if TYPE_CHECKING:
@@ -38,25 +39,26 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 
-class Load:
+def load(adapter: Any, request_id: str, future: Any) -> Any:
     """The future of a load. `get_finished` asks it for the result, then takes it off its list."""
 
-    def __init__(self, adapter: Any, request_id: str, future: Any) -> None:
-        self._adapter, self._request_id, self._future = adapter, request_id, future
-        self.query, self.wait = future.query, future.wait
+    def failed() -> None:
+        _, blocks = adapter.retrieve_futures.get(request_id, (None, ()))
+        adapter.error_block_ids.update(blocks)
 
-    def result(self, timeout: float | None = None) -> Any:
-        loaded = self._future.result(timeout)
+    def result(*args: Any, **kwargs: Any) -> Any:
+        loaded = future.result(*args, **kwargs)
         if not loaded:
-            _, blocks = self._adapter.retrieve_futures.get(self._request_id, (None, ()))
-            self._adapter.error_block_ids.update(blocks)
+            notice.guarded(f"{__name__}.load", failed)
         return loaded
+
+    return View(future, result=result)
 
 
 def correct(module: ModuleType) -> Callable[..., Any]:
     def submit_retrieve_request(adapter: Any, answer: Any, request_id: str, *_: Any, **__: Any) -> Any:
         future, blocks = adapter.retrieve_futures[request_id]
-        adapter.retrieve_futures[request_id] = (Load(adapter, request_id, future), blocks)
+        adapter.retrieve_futures[request_id] = (load(adapter, request_id, future), blocks)
         return answer
 
     # Where the server is silent no load is begun, and its blocks are there already.

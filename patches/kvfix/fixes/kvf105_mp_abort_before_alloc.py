@@ -37,7 +37,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
-from kvfix.correction import around, before
+from kvfix.correction import around, before, replaced
 from kvfix.fix import Fix
 from kvfix.fixes import _mp
 
@@ -82,18 +82,17 @@ def _found(adapter: Any, name: str) -> int | None:
 def _session_kept(adapter: Any, name: str) -> Generator[None, Any, Any]:
     """The hook ends it and forgets the lookup; that is done later, by `correct_step`."""
     ends = ("cleanup_lookup_result", "end_session")
-    for end in ends:
-        setattr(adapter, end, functools.partial(_but_for, name, getattr(adapter, end)))
-    try:
+    with replaced(adapter, **{end: _but_for(name, getattr(adapter, end)) for end in ends}):
         return (yield)
-    finally:
-        for end in ends:
-            delattr(adapter, end)
 
 
-def _but_for(name: str, end: Callable[[str], None], request_id: str) -> None:
-    if request_id != name:
-        end(request_id)
+def _but_for(name: str, end: Callable[..., Any]) -> Callable[..., Any]:
+    """The same, of all requests but this one, however it is called."""
+
+    def but_for(*args: Any, **kwargs: Any) -> Any:
+        return None if name in (*args, *kwargs.values()) else end(*args, **kwargs)
+
+    return but_for
 
 
 def correct_step(module: ModuleType) -> Callable[..., Any]:

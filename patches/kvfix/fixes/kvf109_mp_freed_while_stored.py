@@ -28,7 +28,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from kvfix.correction import after
+from kvfix.correction import View, after
 from kvfix.fix import Fix, Patch
 
 if TYPE_CHECKING:
@@ -36,20 +36,13 @@ if TYPE_CHECKING:
     from types import ModuleType
 
 
-class Both:
+def both(first: Any, second: Any) -> Any:
     """Two futures as one: of the stores of a request, in the order in which they were handed over."""
 
-    def __init__(self, first: Any, second: Any) -> None:
-        self._first, self._second = first, second
+    def each(name: str) -> Callable[..., Any]:
+        return lambda *args, **kwargs: getattr(first, name)(*args, **kwargs) and getattr(second, name)(*args, **kwargs)
 
-    def query(self) -> Any:
-        return self._first.query() and self._second.query()
-
-    def wait(self, timeout: float | None = None) -> Any:
-        return self._first.wait(timeout) and self._second.wait(timeout)
-
-    def result(self, timeout: float | None = None) -> Any:
-        return self._first.result(timeout) and self._second.result(timeout)
+    return View(second, **{name: each(name) for name in ("query", "wait", "result")})
 
 
 def correct(module: ModuleType) -> Callable[..., Any]:
@@ -58,7 +51,7 @@ def correct(module: ModuleType) -> Callable[..., Any]:
         if store is not first:
             adapter.finished_stores.discard(request_id)
             if first is not None:
-                adapter.store_futures[request_id] = Both(first, store)
+                adapter.store_futures[request_id] = both(first, store)
         return answer
 
     under_way = "adapter.store_futures[request_id]"

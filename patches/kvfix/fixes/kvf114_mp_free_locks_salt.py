@@ -29,7 +29,7 @@ import functools
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from kvfix.correction import around
+from kvfix.correction import around, replaced
 from kvfix.fix import Fix
 from kvfix.fixes import _mp
 
@@ -49,11 +49,8 @@ def correct(module: ModuleType) -> Callable[..., Any]:
 
 
 def _salted(adapter: Any, salt: str) -> Generator[None, Any, Any]:
-    adapter.free_lookup_locks = functools.partial(adapter.free_lookup_locks, cache_salt=salt)
-    try:
+    with replaced(adapter, free_lookup_locks=functools.partial(adapter.free_lookup_locks, cache_salt=salt)):
         return (yield)
-    finally:
-        del adapter.free_lookup_locks
 
 
 def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:

@@ -26,6 +26,7 @@ number. Seen before that in the review of a fork, https://github.com/local-infer
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import MutableSet
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -33,13 +34,13 @@ from kvfix.correction import after
 from kvfix.fix import Fix, Patch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable, Iterator
     from types import ModuleType
 
 KEPT = 32
 
 
-class Recent:
+class Recent(MutableSet[str]):
     """A set of ids that forgets: when more than KEPT are new, those become the old ones, and what was old goes.
 
     `update` is called in every step, and costs what it costs a set. Whether one is in it is asked of each request that
@@ -51,7 +52,11 @@ class Recent:
         self._new: set[str] = set()
         self.update = self._new.update
 
-    def __contains__(self, request_id: str) -> bool:
+    @classmethod
+    def _from_iterable(cls, ids: Iterable[str]) -> set[str]:  # type: ignore[override]
+        return set(ids)
+
+    def __contains__(self, request_id: object) -> bool:
         if len(self._new) > KEPT:
             self._old = set(self._new)
             self._new.clear()
@@ -59,6 +64,16 @@ class Recent:
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._new | self._old)
+
+    def __len__(self) -> int:
+        return len(self._new | self._old)
+
+    def add(self, value: str) -> None:
+        self._new.add(value)
+
+    def discard(self, value: str) -> None:
+        self._new.discard(value)
+        self._old.discard(value)
 
 
 def correct(module: ModuleType) -> Callable[..., Any]:

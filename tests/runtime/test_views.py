@@ -1,0 +1,99 @@
+"""What a fix puts in the place of an object of the engine: it is that object but for one thing, and cannot fail."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from kvfix import notice
+from kvfix.correction import View, replaced
+from kvfix.fixes import kvf018_loaded_chunks_unpinned_twice as kvf018
+from kvfix.fixes import kvf103_mp_retrieve_false as kvf103
+from kvfix.fixes import kvf105_mp_abort_before_alloc as kvf105
+from kvfix.fixes import kvf109_mp_freed_while_stored as kvf109
+from kvfix.fixes import kvf117_mp_ended_ids_kept as kvf117
+
+
+class Future:
+    """As LMCache's, with one more function that a later release may have."""
+
+    def __init__(self, answer: Any) -> None:
+        self.answer = answer
+
+    def query(self) -> Any:
+        return self.answer
+
+    def wait(self, timeout: float | None = None) -> Any:
+        return self.answer
+
+    def result(self, timeout: float | None = None, *, strict: bool = False) -> Any:
+        return self.answer
+
+    def cancel(self) -> str:
+        return "cancelled"
+
+
+@pytest.fixture
+def faults(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
+    monkeypatch.setattr(notice, "faults", {})
+    return notice.faults
+
+
+def test_a_view_is_the_object_but_for_what_is_instead() -> None:
+    request = SimpleNamespace(status="aborted", request_id="r")
+    view = View(request, status=None)
+    assert (view.status, view.request_id) == (None, "r")
+    view.noted = 1
+    assert request.noted == 1
+    assert request.status == "aborted"
+    with pytest.raises(AttributeError):
+        view.nothing  # noqa: B018
+
+
+def test_what_was_replaced_is_put_back() -> None:
+    owner = SimpleNamespace(one=1)
+    with replaced(owner, one=2, other=3):
+        assert (owner.one, owner.other) == (2, 3)
+        del owner.other
+    assert vars(owner) == {"one": 1}
+
+
+def test_a_load_answers_also_where_it_cannot_be_noted(faults: dict[str, int]) -> None:
+    """A worker whose list of failed blocks has another name."""
+    load = kvf103.load(SimpleNamespace(retrieve_futures={}), "r", Future(False))
+    assert load.result(timeout=1, strict=True) is False
+    assert load.cancel() == "cancelled"
+    assert list(faults) == ["a fault of kvfix itself in kvfix.fixes.kvf103_mp_retrieve_false.load: AttributeError"]
+
+
+def test_two_stores_as_one() -> None:
+    both = kvf109.both(Future(True), Future(False))
+    assert (both.query(), both.wait(1), both.result(strict=True)) == (False, False, False)
+    assert both.cancel() == "cancelled"
+
+
+def test_a_session_is_kept_however_its_end_is_called() -> None:
+    ended: list[Any] = []
+    end = kvf105._but_for("r", lambda *args, **kwargs: ended.append((args, kwargs)))
+    end("r")
+    end(request_id="r")
+    end("other", force=True)
+    end(request_id="another")
+    assert ended == [(("other",), {"force": True}), ((), {"request_id": "another"})]
+
+
+def test_a_load_by_layers_ends_also_where_a_pin_cannot_be_taken_back(faults: dict[str, int]) -> None:
+    chunk = SimpleNamespace(meta=SimpleNamespace(pin_count=1))  # it cannot be unpinned
+    assert list(kvf018._layers(iter([1, 2]), [(chunk, 1)])) == [1, 2]
+    assert len(faults) == 1
+
+
+def test_recent_ids_are_a_set() -> None:
+    recent = kvf117.Recent()
+    recent.update({"a", "b"})
+    recent.add("c")
+    recent.discard("b")
+    assert ("a" in recent, "b" in recent, len(recent)) == (True, False, 2)
+    assert recent | {"d"} == {"a", "c", "d"}
