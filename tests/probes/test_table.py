@@ -7,6 +7,7 @@ import pytest
 
 from kvfix.cures import CURES
 from kvfix.fix import find as fix
+from kvfix_tools.lab import runner
 from kvfix_tools.lab.scenario import Scenario, find, scenarios
 from tests.conftest import Once
 from tests.lab.test_scenarios import PLAYED, played
@@ -26,6 +27,7 @@ UNSEEN = {
     "failed-load-left-to-another": CONTENT,
     "failed-load-preempted-under-way": CONTENT,
     "failed-load-stays-cached": CONTENT,
+    "failed-load-stored-last": CONTENT,
     "failed-load-stored-under-way": CONTENT,
     "lora-not-in-key": CONTENT,
     "mp-lora-not-in-key": CONTENT,
@@ -54,22 +56,34 @@ BY = {"mp-freed-while-stored": "KVR009"}
 #: The connector lets the scheduler know of its locks only in these.
 ONLY = {"mp-abort-before-alloc": ["0.4.6", "0.5.4"], "mp-abort-while-prefetching": ["0.5.4"]}
 
+#: To be seen, and by none of the releases that are played here.
+NOT_HERE = {
+    "resume-is-not-known": "0.3.9 has it, which `make matrix` plays",
+    "mp-abort-while-prefetching-in-tree": "the client of 0.4.6 keeps nothing of a lookup that was not answered",
+}
+
 
 def name(scenario: Scenario) -> str:
     return scenario.slug.removesuffix("-in-tree")
 
 
 SEEN = [scenario.slug for scenario in scenarios() if name(scenario) not in UNSEEN]
+VLLM = runner.versions()["vllm"]
+#: Each with the releases in which it is to be seen.
+SHOWN = [
+    (scenario.slug, release)
+    for scenario in scenarios()
+    for release in ONLY.get(name(scenario), PLAYED)
+    if scenario.slug in SEEN and runner.expected(scenario, {"vllm": VLLM, "lmcache": release}) == "violated"
+]
 
 
-@pytest.mark.parametrize("release", PLAYED)
-@pytest.mark.parametrize("slug", SEEN)
+@pytest.mark.parametrize(("slug", "release"), SHOWN)
 def test_the_report_has_the_rule_and_names_the_fix(slug: str, release: str, once: Once) -> None:
     scenario = find(slug)
     assert scenario is not None
     each = played(once, release)[slug, False]
-    if each["expected"] != "violated" or release not in ONLY.get(name(scenario), PLAYED):
-        return
+    assert each["expected"] == "violated"
     rule = BY.get(name(scenario), scenario.rule)
     reports = [report for report in each["reports"] if f"SUMMARY: kvfix {rule} " in report]
     assert reports, [report.splitlines()[-3] for report in each["reports"]]
@@ -80,7 +94,8 @@ def test_the_report_has_the_rule_and_names_the_fix(slug: str, release: str, once
 
 
 def test_the_table_is_whole() -> None:
-    """Each row that is not seen says why, and none is listed that is seen."""
+    """Each row that is not seen says why, none is listed that is seen, and each other is shown by some release."""
+    assert {slug for slug, _ in SHOWN} == set(SEEN) - set(NOT_HERE)
     assert set(UNSEEN) <= {name(scenario) for scenario in scenarios()}
     assert set(BY) | set(ONLY) <= {name(scenario) for scenario in scenarios()} - set(UNSEEN)
     assert {code for scenario in scenarios() if scenario.slug in SEEN for code in scenario.fixes} <= {

@@ -76,10 +76,10 @@ def versions() -> dict[str, str]:
     return {dist: target.version(dist) for dist in ("vllm", "lmcache")}
 
 
-def expected(scenario: Scenario) -> str:
-    """What must come of it without fixes on what is installed: violated, clean or not-applicable."""
-    installed = versions()
-    if cannot_play(scenario.options.connector) or _missing(scenario.needs or {}):
+def expected(scenario: Scenario, releases: dict[str, str] | None = None) -> str:
+    """What must come of it without fixes: violated, clean or not-applicable. releases: default, what is installed."""
+    installed = releases or versions()
+    if cannot_play(scenario.options.connector, installed) or _missing(scenario.needs or {}, installed):
         return "not-applicable"
     wrong = [installed[dist] in SpecifierSet(spec, prereleases=True) for dist, spec in scenario.wrong.items()]
     return "violated" if all(wrong) else "clean"
@@ -111,21 +111,21 @@ def lacking() -> set[str]:
     return {name for name, dist in known.items() if _missing({dist: {**SINCE, **DRAWN}[name]})}
 
 
-def cannot_play(connector: str) -> str:
-    """Why this connector cannot be played on what is installed; "" if it can."""
+def cannot_play(connector: str, releases: dict[str, str] | None = None) -> str:
+    """Why this connector cannot be played on these releases, by default what is installed; "" if it can."""
     needs = PLAYABLE[connector]
-    missing = _missing({dist: releases for dist, (releases, _) in needs.items()})
+    missing = _missing({dist: specifier for dist, (specifier, _) in needs.items()}, releases)
     why = "; ".join(reason for dist, (_, reason) in needs.items() if dist in missing)
     return f"the lab plays {connector} with {missing}: {why}" if missing else ""
 
 
-def _missing(needs: dict[str, str]) -> str:
+def _missing(needs: dict[str, str], releases: dict[str, str] | None = None) -> str:
     """Those of the needed releases that are not installed; "" if all are."""
-    installed = versions()
+    installed = releases or versions()
     return ", ".join(
-        f"{dist} {releases}"
-        for dist, releases in needs.items()
-        if installed[dist] not in SpecifierSet(releases, prereleases=True)
+        f"{dist} {specifier}"
+        for dist, specifier in needs.items()
+        if installed[dist] not in SpecifierSet(specifier, prereleases=True)
     )
 
 
