@@ -30,7 +30,13 @@ def clean_environment(**changes: str) -> dict[str, str]:
 
 
 class Fresh:
-    """Runs code in a fresh interpreter. The code leaves its answer in `result`, which must be JSON."""
+    """Runs code in a fresh interpreter. The code leaves its answer in `result`, which must be JSON.
+
+    limit: seconds that a process may take.
+    """
+
+    def __init__(self, limit: float | None = 300) -> None:
+        self._limit = limit
 
     def __call__(self, code: str, *flags: str, **environment: str) -> Any:
         done = self.run(
@@ -41,7 +47,12 @@ class Fresh:
 
     def run(self, command: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            command, env=clean_environment(**environment), capture_output=True, text=True, timeout=300, check=False
+            command,
+            env=clean_environment(**environment),
+            capture_output=True,
+            text=True,
+            timeout=self._limit,
+            check=False,
         )
 
 

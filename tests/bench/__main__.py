@@ -2,7 +2,8 @@
 
     python -m tests.bench [NAME ...] [--json]
 
-A bench is a module of this folder with `measure()`, which yields rows. Exit 1 if a promise was not kept.
+A bench is a module of this folder with `measure()`, which yields rows. They have no time limit: a busy machine takes
+longer. What one has measured is shown also where another fails. Exit 1 if one failed, or a promise was not kept.
 """
 
 from __future__ import annotations
@@ -10,12 +11,16 @@ from __future__ import annotations
 import json
 import pkgutil
 import sys
+import traceback
+from collections.abc import Callable, Iterable, Iterator
 from importlib import import_module
 
 from rich.console import Console
 from rich.table import Table
 
 from tests.bench.row import Row
+
+Bench = Callable[[], Iterable[Row]]
 
 
 def main(arguments: list[str]) -> int:
@@ -30,15 +35,31 @@ def main(arguments: list[str]) -> int:
     if unknown:
         print(f"no bench {', '.join(sorted(unknown))}; known: {', '.join(names)}", file=sys.stderr)
         return 2
-    rows: list[Row] = []
-    for name in wanted or names:
-        print(f"measuring {name} ...", file=sys.stderr)
-        rows += import_module(f"tests.bench.{name}").measure()
+    failed: list[str] = []
+    benches = ((name, import_module(f"tests.bench.{name}").measure) for name in wanted or names)
+    rows = list(measured(benches, failed))
     if as_json:
         print(json.dumps([{**row._asdict(), "kept": row.kept} for row in rows], indent=2))
     else:
         show(rows)
-    return int(not all(row.kept for row in rows))
+    if failed:
+        print(f"not measured: {', '.join(failed)}", file=sys.stderr)
+    return int(bool(failed) or not all(row.kept for row in rows))
+
+
+def measured(benches: Iterable[tuple[str, Bench]], failed: list[str]) -> Iterator[Row]:
+    """Rows as they come, until somebody has enough of it (ctrl-c). Names of benches that end otherwise: in `failed`."""
+    for name, measure in benches:
+        print(f"measuring {name} ...", file=sys.stderr)
+        try:
+            for row in measure():
+                print(f"  {row.what}: {row.measured:.3g} {row.unit}", file=sys.stderr)
+                yield row
+        except (Exception, KeyboardInterrupt) as error:  # noqa: BLE001
+            traceback.print_exc()
+            failed.append(name)
+            if isinstance(error, KeyboardInterrupt):
+                return
 
 
 def show(rows: list[Row]) -> None:

@@ -43,15 +43,15 @@ with runner.quiet():
 def measure() -> Iterator[Row]:
     for connector, release in (("v1", "0.5.6"), ("mp", "0.5.6"), ("mp-in-tree", "0.4.6")):
         options = ["--connector", connector, "--seconds", str(SECONDS), "--lmcache-path", str(RELEASES / release)]
-        done = json.loads(Fresh().run([*COMMAND, *options]).stdout)
+        done = json.loads(Fresh(limit=None).run([*COMMAND, *options]).stdout)
         rate = done["steps"] / done["seconds"]
         yield Row(f"lab fuzz, {connector}", rate, "steps/s", f"LMCache {release}", at_least=1000)
     path = str(RELEASES / "0.5.6")
-    before, after = Fresh()(MEMORY.format(path=path, worlds=WORLDS))
+    before, after = Fresh(limit=None)(MEMORY.format(path=path, worlds=WORLDS))
     beside = f"{WORLDS} worlds: {before:.0f} MiB"
     yield Row(f"lab fuzz, memory after {2 * WORLDS} worlds", after / before, "x", beside, at_most=1.1)
     for connector in ("v1", "mp"):
-        took = Fresh()(SHRINK.format(path=path, connector=connector))
+        took = Fresh(limit=None)(SHRINK.format(path=path, connector=connector))
         longest, steps, short = max(took)
         beside = f"{len(took)} violations; from {steps} steps to {short}"
         yield Row(f"lab shrink, the longest, {connector}", longest, "s", beside, at_most=60)

@@ -101,11 +101,11 @@ with runner.quiet():
 
 
 def measure() -> Iterator[Row]:
-    without, unwatched, watched = Fresh()(LAYER.format(path=str(RELEASES / "0.5.6")))
+    without, unwatched, watched = Fresh(limit=None)(LAYER.format(path=str(RELEASES / "0.5.6")))
     beside = f"without kvfix {without:.0f} ns"
     yield Row("a layer's hook, check", unwatched - without, "ns more", f"{beside}, the same function", at_most=15)
     yield Row("a layer's hook, check with layers", watched - without, "ns more", beside, at_most=300)
-    observe, check, rate = Fresh()(CASE.format(path=str(RELEASES / "0.5.6")))
+    observe, check, rate = Fresh(limit=None)(CASE.format(path=str(RELEASES / "0.5.6")))
     beside = f"{rate:.0f} steps/s without kvfix, 256 running"
     yield Row("scheduler steps, observe", observe, "of it", beside, at_least=0.99)
     yield Row("scheduler steps, check", check, "of it", beside, at_least=0.97)

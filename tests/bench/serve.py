@@ -19,6 +19,7 @@ import tempfile
 import urllib.request
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from math import inf
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -113,7 +114,7 @@ def server(folder: Path, mode: str, **settings: str) -> Iterator[int]:
             env=environment, stdout=out, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
         try:
-            assert wait_for("Application startup complete", log, process, 300), log.read_text()[-3000:]
+            assert wait_for("Application startup complete", log, process, inf), log.read_text()[-3000:]
             yield port
             assert "SUMMARY" not in log.read_text()
         finally:
@@ -123,7 +124,7 @@ def server(folder: Path, mode: str, **settings: str) -> Iterator[int]:
 
 
 def metrics(port: int) -> str:
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=600) as answer:
         return str(answer.read().decode())
 
 

@@ -95,21 +95,25 @@ def test_what_is_told_is_written_too(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert json.loads((tmp_path / "out.json").read_text()) == [{"slug": "s"}]
 
 
+#: What a user searches for: on one line.
+REPORTED = (
+    "Mismatch in tokens to load: 256 vs 256 (tokens in lmcache) - 336 (tokens in vllm) - 0 (full lmcache hits "
+    "subtracts last token to recalculate logits)"
+)
+
+
 def test_demo_shows_the_report(fresh: Fresh) -> None:
     """What `make demo` runs: both stories, the exact message on one side, the request finished on the other."""
     done = fresh.run([sys.executable, "-m", "kvfix_tools.lab.demo", "--lmcache-path", str(RELEASES / "0.3.10")])
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
     assert "\x1b[" not in done.stdout
-    assert "EngineCore is dead." in done.stdout
+    assert f"EngineCore is dead.\n    AssertionError: {REPORTED} for request long\n" in done.stdout
     assert "admitted, nothing loaded twice, finished." in done.stdout
     done = fresh.run(
         [sys.executable, "-m", "kvfix_tools.lab.demo", "--json", "--lmcache-path", str(RELEASES / "0.3.10")]
     )
     released, fixed = json.loads(done.stdout)
-    assert released["story"][-1] == (
-        "step 7: schedule raises AssertionError: Mismatch in tokens to load: 256 vs 256 (tokens in lmcache) - 336 "
-        "(tokens in vllm) - 0 (full lmcache hits subtracts last token to recalculate logits) for request long"
-    )
+    assert released["story"][-1] == (f"step 7: schedule raises AssertionError: {REPORTED} for request long")
     assert "step 6: match(336) promises 256, but hit 256 - computed 336 = -80: 0 is due" in released["story"]
     assert "step 7: admitted at 336 computed tokens, 9673 more are computed" in fixed["story"]
     assert "step 8: finished" in fixed["story"]

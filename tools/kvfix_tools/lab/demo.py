@@ -84,6 +84,9 @@ def show(released: Result, fixed: Result) -> None:
     console.print(table)
     ending = "[bold red]EngineCore is dead.[/]" if died_as_reported(released) else "It did not die as reported."
     console.print(f"As released: {ending}")
+    for _, event in released.story:
+        if isinstance(event, ev.Raised):  # whole: it is what a user searches for
+            console.print(f"    {event.error}", soft_wrap=True, markup=False, highlight=False)
     good = came_through(fixed)
     console.print(
         "With kvfix.apply(): "
@@ -94,7 +97,10 @@ def show(released: Result, fixed: Result) -> None:
 
 
 def _cell(result: Result, step: int) -> str:
-    lines = [line(event) for when, event in result.story if when == step and shown(event)]
+    events = [event for when, event in result.story if when == step and shown(event)]
+    lines = [
+        f"{event.where} raises the error below" if isinstance(event, ev.Raised) else line(event) for event in events
+    ]
     marked = [f"[red]{text}[/]" if " raises " in text or ", but hit " in text else text for text in lines]
     return "\n".join(marked)
 
