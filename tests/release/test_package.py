@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import json
 import sys
-import tarfile
 import zipfile
 from pathlib import Path
 
@@ -13,8 +12,9 @@ import pytest
 
 import kvfix
 from kvfix import fix
+from maintain import release
 from tests.conftest import ROOT
-from tests.release.conftest import Shell, built
+from tests.release.conftest import Shell
 
 LOGS = ROOT / "tests/diagnose/logs"
 
@@ -40,18 +40,26 @@ def test_the_version_is_one(wheel: Path) -> None:
     assert f"\n## {kvfix.__version__}" in (ROOT / "CHANGELOG.md").read_text()
 
 
-def test_the_sdist_builds_the_same_wheel(wheel: Path, tmp_path: Path) -> None:
-    sdist = built(ROOT, "sdist", tmp_path)
-    with tarfile.open(sdist) as archive:
-        archive.extractall(tmp_path, filter="data")
-    (root,) = (path for path in tmp_path.iterdir() if path.is_dir())
-    again = built(root, "wheel", tmp_path / "again")
+def test_the_sdist_is_a_checkout(wheel: Path, checkout: Path) -> None:
+    """The wheel was built from it, and is the one that the tree itself gives."""
+    again = release._built(ROOT, "wheel", wheel.parent / "again")
     with zipfile.ZipFile(wheel) as one, zipfile.ZipFile(again) as other:
         assert {(each.filename, each.CRC) for each in one.infolist()} == {
             (each.filename, each.CRC) for each in other.infolist()
         }
     for name in ("CHANGELOG.md", "SECURITY.md", "mkdocs.yml", "docs/matrix.json", "tests/conftest.py"):
-        assert (root / name).is_file()
+        assert (checkout / name).is_file()
+
+
+def test_the_wheel_works_in_an_empty_environment(wheel: Path, tmp_path: Path) -> None:
+    """As `make release` tries it; and the trial can fail."""
+    programs = release.install(wheel, tmp_path / "venv")
+    assert list(release.failures(programs, kvfix.__version__)) == []
+    package = next((tmp_path / "venv").rglob("site-packages/kvfix_tools/catalogue.py"))
+    package.write_text("raise RuntimeError('planted')")
+    (failure,) = release.failures(programs, kvfix.__version__)
+    assert failure.startswith("kvfix status: exit 1")
+    assert "planted" in failure
 
 
 def test_nothing_heavy_was_installed(shell: Shell) -> None:

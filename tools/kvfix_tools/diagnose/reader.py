@@ -88,7 +88,7 @@ def _zstd(path: str) -> BinaryIO:
         import zstandard
     except ImportError:
         raise Unreadable(
-            f"{path}: zstd needs `pip install 'kvfix[zstd]'`, or: zstd -dc {path} | kvfix-diagnose -"
+            f"{path}: zstd needs `pip install zstandard`, or: zstd -dc {path} | kvfix-diagnose -"
         ) from None
     return cast("BinaryIO", zstandard.open(path, "rb"))
 

@@ -1,0 +1,1 @@
+"""What only maintainers run. Not in the wheel."""
