@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import shutil
 import signal
 import socket
@@ -188,6 +189,9 @@ def wait_for(text: str, log: Path, process: subprocess.Popen[Any], limit: float)
 
 
 def free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return int(taken.getsockname()[1])
+    """One below those that the kernel hands to outgoing connections: it is still free when a server gets to it."""
+    while True:
+        port = random.randrange(20000, 32768)
+        with socket.socket() as taken, contextlib.suppress(OSError):
+            taken.bind(("127.0.0.1", port))
+            return port
