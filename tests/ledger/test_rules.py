@@ -13,6 +13,10 @@ from tests.conftest import clean_environment
 ASKED = ev.Asked("r", total=1000, computed=336, hit=256, promised=0)
 FRESH = ev.Asked("r", total=1000, computed=0, hit=512, promised=512)
 ADMITTED = [FRESH, ev.Granted("r", 512), ev.LoadDue("r", 0, 512), ev.Scheduled("r", 512, 488, first=True)]
+#: Of models that compute the last tokens of a hit again, and of those whose layers do not all have the same hit.
+REPLAYED = FRESH._replace(replay=128)
+REPLAYING = [REPLAYED, ev.Granted("r", 512), ev.LoadDue("r", 0, 512)]
+DIVERGENT = ASKED._replace(divergent=True)
 UNASKED = ev.Scheduled("r", 0, 16)
 
 #: code -> [(what, events before, event that is judged, verdict or None)]
@@ -42,6 +46,8 @@ CASES: dict[str, list[tuple[str, list[ev.Event], ev.Event, str | None]]] = {
         ("all", [FRESH], ev.Granted("r", 512), None),
         ("nothing of it", [FRESH], ev.Granted("r", 0), None),
         ("no promise on record", [UNASKED], ev.Granted("r", 512), "unknown"),
+        ("whole blocks of it, for a replay", [REPLAYED], ev.Granted("r", 496), "unknown"),
+        ("more than it, with a replay", [REPLAYED], ev.Granted("r", 528), "violated"),
     ],
     "KVR004": [
         ("more than granted", ADMITTED[:2], ev.LoadDue("r", 0, 768), "violated"),
@@ -63,6 +69,11 @@ CASES: dict[str, list[tuple[str, list[ev.Event], ev.Event, str | None]]] = {
         ("local and granted", ADMITTED[:3], ev.Scheduled("r", 512, 16, first=True), None),
         ("inside a block", [ASKED, ev.Granted("r", 0)], ev.Scheduled("r", 340, 16, first=True), None),
         ("runs on", ADMITTED, ev.Scheduled("r", 1000, 1), None),
+        ("a replay", REPLAYING, ev.Scheduled("r", 384, 16, first=True), None),
+        ("more than the replay", REPLAYING, ev.Scheduled("r", 383, 16, first=True), "violated"),
+        ("less than vLLM had", [ASKED, ev.Granted("r", 0)], ev.Scheduled("r", 320, 16, first=True), "violated"),
+        ("what all layers have", [DIVERGENT, ev.Granted("r", 0)], ev.Scheduled("r", 320, 16, first=True), None),
+        ("and a grant", [DIVERGENT, ev.Granted("r", 176)], ev.Scheduled("r", 496, 16, first=True), "violated"),
         ("no question on record", [UNASKED], ev.Scheduled("r", 512, 16, first=True), None),
     ],
     "KVR006": [

@@ -105,7 +105,7 @@ def _entry(line: dict[str, Any]) -> Entry:
     kind = getattr(ev, line["event"], None)
     if kind is None or not hasattr(kind, "_fields"):
         raise KeyError("event", line["event"])
-    event = msgspec.convert([line[field] for field in kind._fields], kind)
+    event = msgspec.convert([{**kind._field_defaults, **line}[field] for field in kind._fields], kind)
     whole = {**line, "event": None}
     made = msgspec.convert([whole[field] for field in Entry._fields[:-1]], tuple[int, int, int, str])
     return Entry(*made, event)

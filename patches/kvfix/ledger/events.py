@@ -14,6 +14,9 @@ class Asked(NamedTuple):
     total: tokens of the request. computed: those vLLM has, as shown to the connector (whole blocks). hit: tokens that
     the external cache has from the start of the request. promised: the answer; None: not known yet, ask again.
     asynchronous: the load is to run between steps.
+    replay: of a hit vLLM takes whole blocks only, and computes up to so many of its last tokens again (prefix replay,
+    `prefix_replay_tokens`). divergent: `computed` may be more than all kinds of layers have; where nothing is granted
+    vLLM starts with what they all have (`supports_divergent_local_hybrid_hits`).
     """
 
     request: str
@@ -22,6 +25,8 @@ class Asked(NamedTuple):
     hit: int | None
     promised: int | None
     asynchronous: bool = False
+    replay: int = 0
+    divergent: bool = False
 
 
 class Granted(NamedTuple):

@@ -98,7 +98,8 @@ def grant_differs(story: Story, event: ev.Granted) -> Outcome:
     """vLLM takes all of a promise or nothing of it.
 
     Nothing: another connector of a MultiConnector was chosen, prompt_logprobs are asked for, or vLLM's own prefix hit
-    ends inside a block (vllm/v1/core/sched/scheduler.py 0.32.0:971-1027).
+    ends inside a block (vllm/v1/core/sched/scheduler.py 0.32.0:971-1027). Models with prefix replay take whole blocks
+    of it (993-1005), whose size is not on record: then less is unknown.
     """
     if event.external == 0:
         return None
@@ -108,6 +109,8 @@ def grant_differs(story: Story, event: ev.Granted) -> Outcome:
         return unknown(f"granted {event.external}; the record has no promise")
     if event.external == story.asked.promised:
         return None
+    if story.asked.replay and event.external < (story.asked.promised or 0):
+        return unknown(f"granted {event.external}, promised {story.asked.promised}: whole blocks of it are taken")
     return violated(f"granted {event.external}, promised {story.asked.promised}", story.asked)
 
 
@@ -134,7 +137,9 @@ def computed_differs(story: Story, event: ev.Scheduled) -> Outcome:
     """A request that comes from waiting has computed what vLLM had and what was granted.
 
     A prefix hit of vLLM that ends inside a block is shown to the connector as whole blocks: then, with nothing granted,
-    it is up to a block more (scheduler.py 0.32.0:971-1027). After a load between steps that covers all, one less.
+    it is up to a block more (scheduler.py 0.32.0:971-1027). After a load between steps that covers all, one less. With
+    prefix replay up to a window less (1053-1124, 3159-3170); with nothing granted on top of a hit that the kinds of
+    layers do not share, what they all have (1029-1038).
     """
     if not event.first or story.asked is None or story.granted is None:
         return None
@@ -142,7 +147,9 @@ def computed_differs(story: Story, event: ev.Scheduled) -> Outcome:
     expected = asked.computed + granted
     if event.computed == expected or (asked.asynchronous and event.computed == min(expected, asked.total - 1)):
         return None
-    if granted == 0 and event.computed > asked.computed:
+    if granted == 0 and (event.computed > asked.computed or asked.divergent):
+        return None
+    if expected - asked.replay <= event.computed < expected:
         return None
     return violated(
         f"starts at {event.computed} computed tokens; vLLM had {asked.computed} + granted {granted} = {expected}", asked

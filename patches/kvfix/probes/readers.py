@@ -225,6 +225,16 @@ def place(connector: Any) -> dict[str, Any]:
         return {}
 
 
+def model(connector: Any) -> tuple[int, bool]:
+    """`replay` and `divergent` of `kvfix.ledger.events.Asked`; those of most models if it does not say."""
+    try:
+        groups = getattr(getattr(connector, "_kv_cache_config", None), "kv_cache_groups", None) or ()
+        replays = [int(getattr(group.kv_cache_spec, "prefix_replay_tokens", 0)) for group in groups]
+        return max(replays, default=0), bool(getattr(connector, "supports_divergent_local_hybrid_hits", False))
+    except Exception:  # noqa: BLE001  it is a supplement
+        return 0, False
+
+
 def sizes(connector: Any, reader: Reader) -> dict[str, Any]:
     """What the engine was made with, so that what is on record can be played again. Empty if it does not say."""
     try:

@@ -42,6 +42,7 @@ class Watch:
         self.name = type(connector).__name__
         self.role = getattr(getattr(connector, "role", None), "name", "")
         self.place = readers.place(connector)
+        self.model = readers.model(connector)
         self.connector = connector
         self.reader = readers.reader(connector)
         self.trusted = True
@@ -85,7 +86,7 @@ class Watch:
             self._unanswered.add(name)
         elif hit is not None and name not in self._given_up:
             self._unanswered.discard(name)
-        asked = ev.Asked(name, request.num_tokens, num_computed_tokens, hit, promised, bool(asynchronous))
+        asked = ev.Asked(name, request.num_tokens, num_computed_tokens, hit, promised, bool(asynchronous), *self.model)
         if self._last.get(name) != asked:  # vLLM asks on each step until it has blocks
             self._last[name] = asked
             self.tell(asked)
