@@ -98,7 +98,19 @@ CASES: dict[str, list[tuple[str, list[ev.Event], ev.Event, str | None]]] = {
     "KVR011": [("raises", ADMITTED, ev.Raised("r", "schedule", "AssertionError"), "violated")],
     "KVR012": [
         ("the first", [FRESH], ev.TimedOut("r", 3.0, 10.0), None),
-        ("at once again", [FRESH, ev.TimedOut("r", 3.0, 10.0)], ev.TimedOut("r", 3.0, 13.1), "violated"),
+        ("at once again", [FRESH, ev.TimedOut("r", 3.0, 10.0)], ev.TimedOut("r", 3.0, 13.1), None),
+        (
+            "a third time",
+            [FRESH, ev.TimedOut("r", 3.0, 10.0), ev.TimedOut("r", 3.0, 13.1)],
+            ev.TimedOut("r", 3.0, 16.2),
+            "violated",
+        ),
+        (
+            "a third time after a pause",
+            [FRESH, ev.TimedOut("r", 3.0, 10.0), ev.TimedOut("r", 3.0, 13.1)],
+            ev.TimedOut("r", 3.0, 19.2),
+            None,
+        ),
         ("after a pause", [FRESH, ev.TimedOut("r", 3.0, 10.0)], ev.TimedOut("r", 3.0, 16.0), None),
     ],
     "KVR013": [

@@ -47,6 +47,7 @@ class Story:
         "sees_loads",
         "stored_to",
         "timed_out",
+        "timed_out_again",
         "total",
         "waiting",
     )
@@ -66,7 +67,9 @@ class Story:
         self.asked: ev.Asked | None = None
         self.granted: ev.Granted | None = None
         self.due: ev.LoadDue | None = None
+        #: The last lookup that timed out, and whether it was tried at once after another.
         self.timed_out: ev.TimedOut | None = None
+        self.timed_out_again = False
         #: Tokens from the start that the external cache holds or was handed, as far as the connector knows.
         self.stored_to: int | None = None
 
@@ -114,6 +117,7 @@ def _waits_again(story: Story, event: ev.Preempted | ev.LoadFailed) -> None:
 
 
 def _timed_out(story: Story, event: ev.TimedOut) -> None:
+    story.timed_out_again = story.timed_out is not None and event.is_at_once_after(story.timed_out)
     story.timed_out = event
 
 

@@ -118,6 +118,10 @@ class TimedOut(NamedTuple):
     waited: float
     at: float
 
+    def is_at_once_after(self, other: TimedOut) -> bool:
+        """Whether less time was left between the two than was waited."""
+        return self.at - other.at < 2 * self.waited
+
 
 class Raised(NamedTuple):
     """An exception left a hook, or the scheduler."""

@@ -203,15 +203,19 @@ def waits_for_no_load(story: Story, event: ev.Stuck) -> Outcome:
 
 @rule("KVR012", "waits-for-lookup-again", ev.TimedOut)
 def waits_for_lookup_again(story: Story, event: ev.TimedOut) -> Outcome:
-    """A lookup that was waited for in vain is not waited for again at once: the scheduler would do nothing else.
+    """After two lookups in a row that were waited for in vain no third is, at once: nothing else would be done.
 
-    Half of the time may pass so at most. (The scheduler stands still while a lookup is waited for.)
+    Half of the time may pass so at most: the scheduler stands still while a lookup is waited for. One is tried again at
+    once, as the worker may be back.
     """
     before = story.timed_out
-    if before is None or event.at - before.at >= 2 * event.waited:
+    if before is None or not story.timed_out_again or not event.is_at_once_after(before):
         return None
     after = event.at - before.at - event.waited
-    return violated(f"{event.waited:g} s were waited for a lookup in vain, {after:.1f} s after the last", before)
+    return violated(
+        f"{event.waited:g} s were waited for a lookup in vain, {after:.1f} s after the last, which was the second",
+        before,
+    )
 
 
 @rule("KVR011", "exception-left-hook", ev.Raised)
