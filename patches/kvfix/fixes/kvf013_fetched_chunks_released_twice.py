@@ -9,8 +9,8 @@ the worker dies; or other KV in its place. Before that, perhaps, `Double unpin o
 (:1733); then `lookup_unpin` cleans up the lookup, which releases all of them once more (:1409-1441).
 
 ## Fix
-While `retrieve` runs, each fetched chunk has one reference more; the one that `retrieve` did not take is given back
-after it. The clean-up is then the only release.
+What `retrieve` has released is taken out of what the lookup has fetched: the clean-up releases the rest. A chunk that
+`retrieve` did not need loses its pin with its reference, which the clean-up would have taken back.
 
 ## Releases
 LMCache 0.4.1 to 0.5.6, with `enable_async_loading`: to 0.5.1 only chunks that vLLM has already.
@@ -24,10 +24,12 @@ One of `retrieve` and `cleanup_memory_objs` leaves what the other releases.
 
 from __future__ import annotations
 
+from _thread import get_ident
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from kvfix import probe
-from kvfix.correction import around
+from kvfix.correction import around, replaced
 from kvfix.fix import Fix, Patch
 from kvfix.fixes import _engine
 
@@ -39,22 +41,47 @@ if TYPE_CHECKING:
 def correct(engine: ModuleType) -> Callable[..., Any]:
     @around
     def retrieve(engine: Any, tokens: Any, mask: Any = None, **more: Any) -> Generator[None, Any, Any] | None:
-        held = []
-        if engine.async_loading and not engine.remove_after_retrieve:
-            for chunk in _engine.fetched(engine, more.get("req_id")):
-                chunk.ref_count_up()
-                held.append((chunk, chunk.get_ref_count()))
-        return _given_back(held) if held else None
+        lookup_id = more.get("req_id")
+        if not engine.async_loading or engine.remove_after_retrieve or not _engine.fetched(engine, lookup_id):
+            return None
+        return _consumed(engine, lookup_id)
 
     return retrieve
 
 
-def _given_back(held: list[tuple[Any, int]]) -> Generator[None, Any, Any]:
-    answer = yield
-    for chunk, references in held:
-        if chunk.get_ref_count() == references:
-            chunk.ref_count_down()
-    return answer
+class Calls:
+    """What this thread takes of a chunk while it loads it; others may have references to the same chunk meanwhile."""
+
+    def __init__(self, chunk: Any) -> None:
+        self.references = self.pins = 0
+        thread = get_ident()
+        down, unpin = chunk.ref_count_down, chunk.unpin
+
+        def ref_count_down() -> Any:
+            self.references += get_ident() == thread
+            return down()
+
+        def take_pin() -> Any:
+            self.pins += get_ident() == thread
+            return unpin()
+
+        self.counted = {"ref_count_down": ref_count_down, "unpin": take_pin}
+
+
+def _consumed(engine: Any, lookup_id: Any) -> Generator[None, Any, Any]:
+    chunks = {id(chunk): (chunk, Calls(chunk)) for chunk in _engine.fetched(engine, lookup_id)}
+    try:
+        with ExitStack() as stack:
+            for chunk, calls in chunks.values():
+                stack.enter_context(replaced(chunk, **calls.counted))
+            return (yield)
+    finally:
+        gone = {name for name, (_, calls) in chunks.items() if calls.references}
+        for name in gone:
+            chunk, calls = chunks[name]
+            if not calls.pins:
+                _engine.unpin(chunk)
+        _engine.keep_fetched(engine, lookup_id, lambda chunk: id(chunk) not in gone)
 
 
 FIX = Fix(
