@@ -13,7 +13,8 @@ a fresh tracker before that is looked at (0.5.6:1833): while the load fails they
 
 ## Fix
 Before `get_num_new_matched_tokens`: a request that was admitted with a hit, has never run since and has nothing
-computed starts anew, with the answer that nothing is cached. It is computed here, as in LMCache 0.5.5.
+computed starts anew, with the answer that nothing is cached. It is computed here, as in LMCache 0.5.5. Where LMCache
+has its own remedy, only a preempted request does, which that does not reach.
 
 ## Releases
 LMCache 0.4.5 to 0.5.4, and 0.5.6 for preempted requests; 0.4.4 to 0.5.5 with lmcache_mp_connector_0180 and _0201. vLLM
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
 
 def correct(module: ModuleType) -> Callable[..., Any]:
     make_tracker, ready = module.LMCacheMPRequestTracker, module.LMCacheMPRequestState.READY
+    preempted = module.RequestStatus.PREEMPTED
+    bypasses = hasattr(module.LMCacheMPRequestState, "BYPASS_LMCACHE")
 
     def get_num_new_matched_tokens(connector: Any, request: Any, num_computed_tokens: int) -> None:
         tracker = connector.request_trackers[request.request_id]
@@ -48,6 +51,7 @@ def correct(module: ModuleType) -> Callable[..., Any]:
             request.num_computed_tokens
             or tracker.num_scheduled_tokens  # it ran: this is a preemption, not a load that failed
             or not _mp.tokens(tracker, "num_lmcache_hit")
+            or (bypasses and request.status != preempted)
         ):
             return
         connector.request_trackers[request.request_id] = make_tracker(request)
