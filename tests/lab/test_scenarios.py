@@ -19,7 +19,7 @@ from tests.conftest import RELEASES, Fresh, Once
 PLAYED = ["0.3.10", "0.3.10.post1", "0.4.1", "0.4.6", "0.5.4", "0.5.5", "0.5.6"]
 EXISTING = {found.code for found in catalogue() if found.mends}
 #: Below what the lab plays, on LMCache's own functions: test_async_release.py, tests/runtime, tests/roundtrip.
-PROVEN_ELSEWHERE = {"KVF013", "KVF016", "KVF018", "KVF020", "KVF021"}
+PROVEN_ELSEWHERE = {"KVF013", "KVF016", "KVF018", "KVF020", "KVF021", "KVF025"}
 CODE = """
 from kvfix_tools.lab import checked
 from kvfix_tools.lab.scenario import scenarios
