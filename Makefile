@@ -4,7 +4,7 @@ PY := .venv/bin/python
 WORKERS ?= 2
 HEALTHY := --mode check --steps 200000 --seconds 900
 
-.PHONY: help install demo test lint docs bench healthy matrix fingerprints statements release requirements clean
+.PHONY: help install demo test lint docs bench healthy peers matrix fingerprints statements release requirements clean
 
 help: ## this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -30,6 +30,9 @@ bench: install ## speed, as ratios measured in one run
 healthy: install ## 200,000 fuzzed steps of each connector in mode `check`, with the fixes: no false alarm
 	@for connector in v1 mp; do $(PY) -m kvfix_tools.cli lab fuzz --connector $$connector $(HEALTHY) || exit 1; done
 	@$(PY) -m kvfix_tools.cli lab fuzz --connector mp-in-tree $(HEALTHY) --lmcache-path .cache/lmcache/0.4.6
+
+peers: install ## vLLM's and LMCache's own tests, without kvfix, with its fixes, and in mode `strict`
+	@PYTHONPATH=tools $(PY) -m maintain.peers
 
 matrix: install ## all scenarios under older vLLM releases too, with all LMCache releases; writes docs/matrix.json
 	@requirements/matrix && $(PY) -m kvfix_tools.lab.matrix

@@ -1,0 +1,244 @@
+"""`make peers`: vLLM's and LMCache's own tests, without kvfix, with its fixes, and in mode strict, test by test.
+
+    python -m maintain.peers [lmcache|vllm ...] [--mode fix|strict ...] [--anew] [--json]
+
+What passes without kvfix is taken once, with --anew, and kept in tests/peers/<dist>-<release>.json as the list of what
+does not. A test that passes there and fails with kvfix is run again alone, with kvfix and without: only one that fails
+with kvfix alone counts. tests/peers/exceptions.json has those that are meant, each with the reason. Exit 1 if there are
+others, or if one of the exceptions does not happen.
+
+The tests are in .cache/peers (requirements/peers); they run in the environment of the project, two processes a suite.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from kvfix import target
+from kvfix.fix import catalogue
+
+ROOT = Path(__file__).parents[2]
+KEPT = ROOT / "tests/peers"
+EXCEPTIONS = KEPT / "exceptions.json"
+MODES = ("fix", "strict")
+#: Where tests are that go through the scheduler, a connector or the cache.
+FOLDERS = {"vllm": ("tests/v1/kv_connector/unit", "tests/v1/core"), "lmcache": ("tests/v1",)}
+#: Files that are not run, and why.
+LEFT_OUT = {
+    "vllm": {
+        "tests/v1/core/test_scheduler_e2e.py": "loads the weights of a model",
+        "tests/v1/core/test_reset_prefix_cache_e2e.py": "loads the weights of a model",
+        "tests/v1/core/prefix_cache/test_hybrid_prefix_cache_hit_rate.py": "loads the weights of a model",
+        "tests/v1/kv_connector/unit/test_nixl_connector.py": "wants vLLM's state cleaned up after each test: 4 minutes",
+    },
+    "lmcache": {
+        "tests/v1/test_freeze_mode_integration.py": "takes more memory than the machine has",
+        "tests/v1/compute/attention/test_triton_sparse_e2e.py": "needs a GPU",
+        "tests/v1/storage_backend/test_valkey_connector.py": "a minute, and nothing of kvfix is in it",
+        "tests/v1/storage_backend/test_resp_connector.py": "half a minute, and nothing of kvfix is in it",
+    },
+}
+#: Modules that nearly all of LMCache's tests import, whatever they are about.
+EVERYWHERE = {"lmcache.v1.memory_management"}
+#: Of the models that the tests name, no more than their shape is read.
+_LLAMA = {
+    "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192,
+    "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64,
+    "max_position_embeddings": 131072, "vocab_size": 128256, "torch_dtype": "bfloat16",
+}  # fmt: skip
+MODELS: dict[str, dict[str, Any]] = {
+    "facebook/opt-125m": {
+        "architectures": ["OPTForCausalLM"], "model_type": "opt", "vocab_size": 50272, "hidden_size": 768,
+        "num_hidden_layers": 12, "ffn_dim": 3072, "num_attention_heads": 12, "max_position_embeddings": 2048,
+        "word_embed_proj_dim": 768, "torch_dtype": "float16",
+    },
+    "llava-hf/llava-1.5-7b-hf": {
+        "architectures": ["LlavaForConditionalGeneration"], "model_type": "llava", "image_token_index": 32000,
+        "text_config": {"model_type": "llama", "max_position_embeddings": 4096, "vocab_size": 32064},
+        "vision_config": {
+            "model_type": "clip_vision_model", "hidden_size": 1024, "image_size": 336, "intermediate_size": 4096,
+            "num_attention_heads": 16, "num_hidden_layers": 24, "patch_size": 14, "projection_dim": 768,
+        },
+        "torch_dtype": "float16",
+    },
+    "meta-llama/Llama-3.2-1B-Instruct": _LLAMA,
+    "Qwen/Qwen3-0.6B": {**_LLAMA, "architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"},
+}  # fmt: skip
+
+
+class Suite(NamedTuple):
+    """The tests of one distribution: where they are, and what is run of them."""
+
+    dist: str
+    release: str
+    folder: Path
+    paths: list[str]
+
+    @property
+    def file(self) -> Path:
+        """What is kept of it: outcomes of the tests that do not pass without kvfix, and how many do."""
+        return KEPT / f"{self.dist}-{self.release}.json"
+
+
+def suite(dist: str) -> Suite:
+    """Raises SystemExit where its tests are not there."""
+    release = target.version(dist).partition("+")[0]
+    folder = ROOT / ".cache/peers" / f"{dist}-{release}"
+    if not folder.is_dir():
+        raise SystemExit(f"make peers: there are no tests of {dist} {release} in {folder}: run requirements/peers")
+    if dist == "vllm":
+        return Suite(dist, release, folder, [*FOLDERS[dist], *(f"--ignore={path}" for path in LEFT_OUT[dist])])
+    changed = {patch.module for fix in catalogue() for patch in fix.patches if patch.dist == dist} - EVERYWHERE
+    return Suite(dist, release, folder, importing(dist, folder, changed))
+
+
+def importing(dist: str, folder: Path, modules: Iterable[str]) -> list[str]:
+    """Test files that import one of these modules, but for those that are left out."""
+    ways = []
+    for module in sorted(modules):
+        package, _, name = module.rpartition(".")
+        ways += [rf"{re.escape(module)}\b", rf"from {re.escape(package)} import [^\n]*\b{name}\b"]
+    names = re.compile("|".join(ways))
+    files = [path for place in FOLDERS[dist] for path in sorted((folder / place).rglob("test_*.py"))]
+    found = [str(path.relative_to(folder)) for path in files if names.search(path.read_text())]
+    return [path for path in found if path not in LEFT_OUT[dist]]
+
+
+def environment(folder: Path) -> dict[str, str]:
+    """For their tests. In `folder` it makes a cache of Hugging Face's hub with MODELS, so that nothing is asked for."""
+    for model, config in MODELS.items():
+        base = folder / "hf/hub" / f"models--{model.replace('/', '--')}"
+        snapshot = base / "snapshots" / ("0" * 40)
+        snapshot.mkdir(parents=True)
+        (snapshot / "config.json").write_text(json.dumps(config))
+        (base / "refs").mkdir()
+        (base / "refs/main").write_text("0" * 40)
+    return {
+        "HF_HOME": str(folder / "hf"), "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1",
+        "LMCACHE_TRACK_USAGE": "false", "PYTHONHASHSEED": "0", "KVFIX_DUMP_DIR": str(folder),
+    }  # fmt: skip
+
+
+def run(suite: Suite, mode: str, tests: Iterable[str] = (), processes: int = 2) -> dict[str, str]:
+    """{test: passed, skipped or failed} in this mode of kvfix; "": without it. tests: default, all of the suite."""
+    with tempfile.TemporaryDirectory(prefix="kvfix-peers-") as place:
+        outcomes = Path(place, "outcomes")
+        env = {
+            **{name: value for name, value in os.environ.items() if name != "KVFIX"},
+            "PYTHONPATH": os.pathsep.join(str(ROOT / folder) for folder in ("patches", "tools")),
+            "KVFIX_PEERS": json.dumps({"mode": mode, "outcomes": str(outcomes), "dist": suite.dist}),
+            **environment(Path(place)),
+        }  # fmt: skip
+        command = [
+            sys.executable, "-m", "pytest", "-q", "-p", "maintain.peers_plugin", "-p", "no:cacheprovider", "--tb=no",
+            "--timeout=60", "-o", "log_cli=false", "-W", "ignore", "-n", str(processes), "--dist", "loadfile",
+            *(tests or suite.paths),
+        ]  # fmt: skip
+        done = subprocess.run(command, cwd=suite.folder, env=env, capture_output=True, text=True, check=False)
+        found = read(outcomes)
+    if not found:
+        raise SystemExit(f"make peers: pytest ran nothing of {suite.dist}:\n{(done.stdout + done.stderr)[-3000:]}")
+    return found
+
+
+def read(file: Path) -> dict[str, str]:
+    """{test: outcome} as the plugin writes them. A test has one for each phase: the worst counts."""
+    order = ("passed", "skipped", "failed")
+    found: dict[str, str] = {}
+    for line in file.read_text().splitlines() if file.exists() else ():
+        name, _, outcome = line.rpartition("\t")
+        found[name] = max(found.get(name, "passed"), outcome, key=order.index)
+    return found
+
+
+def take(suite: Suite) -> None:
+    """Run it twice without kvfix; what does not pass both times is not asked again."""
+    first, again = run(suite, ""), run(suite, "")
+    worse = {name: outcome for name, outcome in (*again.items(), *first.items()) if outcome != "passed"}
+    passed = sum(outcome == "passed" for outcome in first.values()) - sum(first.get(name) == "passed" for name in worse)
+    kept = {"passed": passed, "not passed": dict(sorted(worse.items()))}
+    suite.file.parent.mkdir(exist_ok=True)
+    suite.file.write_text(json.dumps(kept, indent=1) + "\n")
+
+
+def not_passing(suite: Suite) -> dict[str, str]:
+    """{test: outcome} of those that do not pass without kvfix."""
+    found: dict[str, str] = json.loads(suite.file.read_text())["not passed"]
+    return found
+
+
+def compare(suite: Suite, mode: str) -> dict[str, Any]:
+    """What a mode of kvfix changes: tests that fail with it alone, and how many passed."""
+    begun, kept = time.monotonic(), json.loads(suite.file.read_text())
+    found = run(suite, mode)
+    red = [name for name, outcome in found.items() if outcome == "failed" and name not in kept["not passed"]]
+    if red:
+        again, without = run(suite, mode, red, 1), run(suite, "", red, 1)
+        red = [name for name in red if again.get(name) == "failed" and without.get(name) == "passed"]
+    passed = [name for name, outcome in found.items() if outcome == "passed"]
+    green = [name for name in passed if kept["not passed"].get(name) == "failed"]
+    gone = max(0, kept["passed"] - sum(name not in kept["not passed"] for name in found))
+    seconds = round(time.monotonic() - begun)
+    return {
+        "dist": suite.dist, "release": suite.release, "mode": mode, "passed": len(passed), "red": sorted(red),
+        "green": sorted(green), "not run": gone, "seconds": seconds,
+    }  # fmt: skip
+
+
+def exceptions(dist: str, mode: str) -> dict[str, str]:
+    """{test, without its parameters: why it fails with kvfix in this mode, and is meant to}"""
+    known = json.loads(EXCEPTIONS.read_text()) if EXCEPTIONS.exists() else []
+    return {each["test"]: each["why"] for each in known if each["dist"] == dist and mode in each["modes"]}
+
+
+def show(result: dict[str, Any]) -> None:
+    head = f"{result['dist']} {result['release']}, {result['mode']}: {result['passed']} passed"
+    print(f"{head}, {len(result['red'])} of them only without kvfix, {result['seconds']} s")
+    for kind in ("meant", "not meant", "no more"):
+        for name, why in result[kind].items():
+            print(f"  {kind}: {name}{f': {why}' if why else ''}")
+    if result["not run"]:
+        print(f"  {result['not run']} tests that pass without kvfix were not run")
+    for name in result["green"]:
+        print(f"  passes with kvfix only: {name}")
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m maintain.peers", description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("dists", nargs="*", choices=["lmcache", "vllm", []], help="default: both")
+    parser.add_argument("--mode", nargs="+", choices=MODES, default=MODES)
+    parser.add_argument("--anew", action="store_true", help="take what passes without kvfix first")
+    parser.add_argument("--json", action="store_true")
+    wanted = parser.parse_args(arguments)
+    results = []
+    for each in map(suite, wanted.dists or ("lmcache", "vllm")):
+        if wanted.anew or not each.file.exists():
+            print(f"{each.dist} {each.release}, without kvfix ...", file=sys.stderr)
+            take(each)
+        for mode in wanted.mode:
+            print(f"{each.dist} {each.release}, {mode} ...", file=sys.stderr)
+            result = compare(each, mode)
+            meant, red = exceptions(each.dist, mode), {name: name.partition("[")[0] for name in result["red"]}
+            result["meant"] = {name: meant[test] for name, test in red.items() if test in meant}
+            result["not meant"] = {name: "" for name, test in red.items() if test not in meant}
+            result["no more"] = {name: why for name, why in meant.items() if name not in red.values()}
+            results.append(result)
+            if not wanted.json:
+                show(result)
+    if wanted.json:
+        print(json.dumps(results, indent=2))
+    return int(any(result["not meant"] or result["no more"] or result["not run"] for result in results))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,54 @@
+"""For `make peers`: a plugin of pytest that puts kvfix into the process, and writes down what comes of each test."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import kvfix
+
+ASKED: dict[str, str] = json.loads(os.environ["KVFIX_PEERS"])
+#: The tests run in the processes that xdist starts; the first process hears of all of them.
+IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
+
+if IS_WORKER and ASKED["mode"]:
+    kvfix.apply(ASKED["mode"])
+
+
+def pytest_collection_modifyitems(items: list[Any]) -> None:
+    if ASKED["mode"] == "strict":
+        watch_connectors()
+    if ASKED["dist"] == "vllm":
+        for item in items:  # vLLM's own clean-up takes half a second a test: once a file will do
+            item.add_marker(pytest.mark.skip_global_cleanup)
+
+
+def watch_connectors() -> None:
+    """The tests make connectors of their classes; in an engine vLLM's factory gives those out, and they are watched."""
+    from kvfix.probes import hooks
+
+    base: Any = sys.modules.get("vllm.distributed.kv_transfer.kv_connector.v1.base")
+    known = list(base.KVConnectorBase_V1.__subclasses__()) if base is not None else []
+    for connector in known:
+        known += connector.__subclasses__()
+        hooks.watch_class(connector)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def clean_up() -> Iterator[None]:
+    yield
+    if ASKED["dist"] == "vllm":
+        from vllm.distributed import cleanup_dist_env_and_memory
+
+        cleanup_dist_env_and_memory()
+
+
+def pytest_runtest_logreport(report: Any) -> None:
+    if not IS_WORKER:
+        with open(ASKED["outcomes"], "a") as file:
+            print(f"{report.nodeid}\t{report.outcome}", file=file)
