@@ -79,12 +79,12 @@ class Zygote:
     vLLM takes 15 s and more to import: so every case can have a process of its own for the price of a fork.
     """
 
-    def __init__(self, first: str = "") -> None:
-        """first: Python that it runs before the first fork."""
+    def __init__(self, first: str = "", **settings: str) -> None:
+        """first: Python that it runs before the first fork. settings: of its environment."""
         self._process = subprocess.Popen(
             [sys.executable, "-m", "tests.zygote", *([first] if first else [])],
             cwd=ROOT,
-            env=clean_environment(),
+            env=clean_environment(**settings),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

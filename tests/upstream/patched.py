@@ -7,14 +7,18 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import json
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+
+from maintain import peers
 
 
 def touched(patch: str) -> list[str]:
@@ -22,13 +26,19 @@ def touched(patch: str) -> list[str]:
     return [line.partition(" b/")[2] for line in patch.splitlines() if line.startswith("diff --git a/")]
 
 
-def apply(patch: Path, release: Path, folder: Path) -> Path:
+def copy(patch: Path, released: Sequence[Path], folder: Path) -> None:
+    """Into `folder`, as released, the files that the patch changes: of the package, and of its tests."""
+    for file in touched(patch.read_text()):
+        for place in released:
+            if (place / file).exists():
+                (folder / file).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(place / file, folder / file)
+
+
+def apply(patch: Path, released: Sequence[Path], folder: Path) -> Path:
     """`folder` as a copy of the release with the patch on it; AssertionError where it does not apply cleanly."""
     folder.mkdir(parents=True)
-    for file in touched(patch.read_text()):
-        if (release / file).exists():
-            (folder / file).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(release / file, folder / file)
+    copy(patch, released, folder)
     done = subprocess.run(
         ["git", "apply", str(patch)],
         cwd=folder, env={**os.environ, "GIT_CEILING_DIRECTORIES": str(folder.parent)}, capture_output=True, text=True,
@@ -37,12 +47,15 @@ def apply(patch: Path, release: Path, folder: Path) -> Path:
     return folder
 
 
-def link(release: Path, folder: Path) -> None:
-    """Links beside the touched files of a package, so that it can be imported from `folder`."""
-    for parent in sorted({parent for file in folder.rglob("*.py") for parent in file.relative_to(folder).parents}):
-        # Not beside the packages: what else is installed there comes from where it is.
-        if parent.parts and parent.parts[0] != "tests" and (release / parent).is_dir():
-            for beside in (release / parent).iterdir():
+def link(released: Sequence[Path], folder: Path) -> None:
+    """Links beside the touched files of a package and of its tests, so that both can be imported from `folder`."""
+    release, *tests = released
+    (folder / "tests").mkdir(exist_ok=True)
+    parents = {parent for file in folder.rglob("*.py") for parent in file.relative_to(folder).parents}
+    # Not beside the packages: what else is installed there comes from where it is.
+    for parent in sorted(parents - {Path()} | {Path("tests")}):
+        for place in tests if parent.parts[0] == "tests" else [release]:
+            for beside in (place / parent).iterdir() if (place / parent).is_dir() else ():
                 if not (folder / parent / beside.name).exists() and beside.name != "__pycache__":
                     (folder / parent / beside.name).symlink_to(beside)
 
@@ -54,7 +67,7 @@ def prefer(folder: Path) -> None:
     """
     for name, module in list(sys.modules.items()):
         place = folder / name.replace(".", "/")
-        if "__path__" in vars(module) and place.is_dir() and _is_own(place, folder):
+        if "__path__" in vars(module) and place.is_dir() and _is_own(place, folder) and not _is_test(name):
             if isinstance(module.__path__, list):
                 module.__path__.insert(0, str(place))
             else:  # a namespace package
@@ -74,6 +87,11 @@ def prefer(folder: Path) -> None:
 
 
 _OURS = ("lmcache.", "kvfix_tools.lab.", "vllm.distributed.kv_transfer.kv_connector.", "vllm.v1.core.sched.")
+
+
+def _is_test(module: str) -> bool:
+    """In the package `tests`: ours, or theirs."""
+    return module.partition(".")[0] == "tests"
 
 
 def _is_own(path: Path, folder: Path) -> bool:
@@ -97,7 +115,6 @@ def _imports(module: Any) -> set[str]:
 
 def regression(folder: Path, tests: list[str]) -> dict[str, Any]:
     """Outcome of each regression test file of the folder: {file: [passed, failed, what the failed ones said]}."""
-    import pytest
 
     class Count:
         def __init__(self) -> None:
@@ -117,10 +134,37 @@ def regression(folder: Path, tests: list[str]) -> dict[str, Any]:
                 counts[2] += report.longreprtext[-1500:] if report.failed else ""
 
     count = Count()
-    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
-    options = ["-q", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", str(folder)]
-    pytest.main([*options, *(str(folder / file) for file in tests)], plugins=[count])
+    _run(folder, tests, plugins=[count])
     return count.found
+
+
+def theirs(folder: Path, dist: str, tests: list[str]) -> dict[str, str]:
+    """Outcome of each test in the released test files."""
+    outcomes = folder / "outcomes"
+    outcomes.unlink(missing_ok=True)
+    os.environ["KVFIX_PEERS"] = json.dumps({"mode": "", "outcomes": str(outcomes), "dist": dist})
+    _run(folder, ["-p", "maintain.peers_plugin", *tests], plugins=[])
+    return peers.read(outcomes)
+
+
+def _run(folder: Path, arguments: list[str], plugins: list[Any]) -> None:
+    """Where `tests` is theirs."""
+    import pytest
+
+    own = {name: module for name, module in sys.modules.items() if _is_test(name)}
+    for name in own:
+        del sys.modules[name]
+    os.environ["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
+    path = list(sys.path)
+    sys.path.insert(0, str(folder))
+    os.chdir(folder)
+    options = ["-q", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", str(folder)]
+    wanted = [option for plugin in ("pytest_asyncio", "pytest_mock", "pytest_timeout") for option in ("-p", plugin)]
+    pytest.main([*options, *wanted, "--timeout=60", *arguments], plugins=plugins)
+    for name in list(filter(_is_test, sys.modules)):
+        del sys.modules[name]
+    sys.path[:] = path
+    sys.modules.update(own)
 
 
 def verdict_of(code: str, dist: str) -> str:

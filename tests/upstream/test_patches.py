@@ -7,6 +7,7 @@ says without the patches comes from one more fork.
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -19,7 +20,8 @@ from packaging.specifiers import SpecifierSet
 
 from kvfix import fix, probe, target, verdict
 from kvfix_tools import upstream
-from tests.conftest import RELEASES, Zygote, clean_environment, release_names
+from maintain import peers
+from tests.conftest import RELEASES, ROOT, Zygote, clean_environment, release_names
 from tests.healthy import UNSEEN
 from tests.lab import test_async_release
 from tests.lab.test_scenarios import PROVEN_ELSEWHERE
@@ -33,10 +35,10 @@ SEEDS = 24
 #: Random schedules with faults, which the patch plays as kvfix's fix does.
 FAULTY = 4
 #: Where it does not, and why. The scenarios are clean and plain schedules the same with these too.
-DIFFERS = {
-    ("KVF104", "lmcache"): "LMCache's own bypass, of requests never preempted, stores some steps later (KVF107)",
-}
+DIFFERS: dict[tuple[str, str], str] = {}
 
+#: Of more of their test files than this, only those are run that are named after what a patch changes.
+MANY = 20
 #: What a process imports once, for all patches of a release.
 FIRST = """
 from kvfix_tools.lab import runner
@@ -62,6 +64,13 @@ if {code!r}:
     result["plays"] = patched.plays({code!r}, {connectors!r}, {faulty}, mended=False)
 result["healthy"] = {{each: patched.healthy(each, {seeds}, {fixes!r}) for each in {connectors!r}}}
 """
+THEIRS = """
+import torch
+torch.set_num_threads(1)  # a fork has none of the threads that its parent has started
+from pathlib import Path
+from tests.upstream import patched
+result = patched.theirs(Path({folder!r}), {dist!r}, {tests!r})
+"""
 MENDED = """
 from tests.upstream import patched
 result = {{code: patched.plays(code, connectors, {faulty}, mended=True) for code, connectors in {wanted!r}.items()}}
@@ -76,6 +85,29 @@ def release_of(row: upstream.Ready) -> Path:
     assert spec is not None
     assert spec.origin is not None
     return Path(spec.origin).parents[1]
+
+
+def released_tests(row: upstream.Ready) -> Path:
+    """Where the tests of the release are; for older releases there is no such folder."""
+    return ROOT / ".cache/peers" / f"{row.dist}-{row.version}"
+
+
+def released(row: upstream.Ready) -> tuple[Path, Path]:
+    return release_of(row), released_tests(row)
+
+
+def theirs(row: upstream.Ready) -> list[str]:
+    """Their tests of the files that the patch changes: those that import one; of many, those named after it."""
+    if not released_tests(row).is_dir():
+        return []
+    files = [Path(file) for file in patched.touched(row.path.read_text()) if not file.startswith("tests/")]
+    modules = [".".join(file.with_suffix("").parts) for file in files]
+    found = peers.importing(row.dist, released_tests(row), modules)
+    return (
+        found
+        if len(found) <= MANY
+        else [path for path in found if Path(path).stem[5:] in {file.stem for file in files}]
+    )
 
 
 def lmcache_of(row: upstream.Ready) -> str:
@@ -104,14 +136,17 @@ class Release:
     def __init__(self, lmcache: str, scratch: Path) -> None:
         rows = [row for row in PATCHES if lmcache_of(row) == lmcache]
         played = sorted({each for row in rows for each in connectors(row)})
-        self.zygote = Zygote(FIRST.format(lmcache=str(RELEASES / lmcache), connectors=played))
+        first = FIRST.format(lmcache=str(RELEASES / lmcache), connectors=played)
+        self.zygote = Zygote(first, **peers.environment(scratch))
         tests = []
         for row in rows:
-            patched.apply(row.path, release_of(row), scratch / row.slug / row.dist)
+            patched.apply(row.path, released(row), scratch / row.slug / row.dist)
             for file in regression_tests(row):
                 (scratch / file).parent.mkdir(parents=True, exist_ok=True)
                 (scratch / file).write_text((scratch / row.slug / row.dist / file).read_text())
                 tests.append(file)
+        for row in rows:
+            patched.link(released(row), scratch)
         self.scratch = scratch
         self.unpatched = self.ask(scratch, "", tests, "", played)
         wanted = {row.code: connectors(row) for row in rows}
@@ -161,14 +196,18 @@ def releases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str
 def test_on_the_release(row: upstream.Ready, releases: Callable[[str], Release], tmp_path: Path) -> None:
     release, tests = releases(lmcache_of(row)), regression_tests(row)
     assert tests, "a patch has a regression test"
-    folder = patched.apply(row.path, release_of(row), tmp_path / "patched")
-    patched.link(release_of(row), folder)
+    folder = patched.apply(row.path, released(row), tmp_path / "patched")
+    patched.link(released(row), folder)
     before, found = release.unpatched, release.ask(folder, row.dist, tests, row.code, connectors(row))
     for file in tests:
         passed, failed, said = found["regression"][file]
         assert passed, said
         assert not failed, said
-        assert before["regression"][file][1], f"{file} passes without the change"
+    can_fail = [file for file in tests if before["regression"][file][1]]
+    assert can_fail, "the tests pass without the change"
+    assert all((released_tests(row) / file).exists() for file in set(tests) - set(can_fail)), (
+        "a new test passes without it"
+    )
     # For code that no release has and no stub can show to be wrong, kvfix says that it does not know.
     assert found["verdict"].startswith("unknown" if has_no_probe(row) else "fixed-upstream"), found["verdict"]
     outcomes = set(found["scenarios"].values())
@@ -184,11 +223,36 @@ def test_on_the_release(row: upstream.Ready, releases: Callable[[str], Release],
         assert not changed, f"{connector}: schedules {changed} of `kvfix lab fuzz` play differently"
 
 
+@pytest.fixture(scope="module")
+def offline(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
+    """For their tests, which want to know of models."""
+    places = os.pathsep.join(str(ROOT / each) for each in ("patches", "tools"))
+    process = Zygote(PYTHONPATH=places, **peers.environment(tmp_path_factory.mktemp("hub")))
+    yield process
+    process.close()
+
+
+@pytest.mark.parametrize("row", [row for row in PATCHES if theirs(row)], ids=lambda row: f"{row.slug}-{row.dist}")
+def test_their_tests(row: upstream.Ready, offline: Zygote, tmp_path: Path) -> None:
+    """Those of the files that the patch changes: what is green on the release is green with it."""
+    patched.copy(row.path, released(row), tmp_path / "released")
+    folder = patched.apply(row.path, released(row), tmp_path / "patched")
+
+    def failing(folder: Path, tests: list[str]) -> set[str]:
+        patched.link(released(row), folder)
+        found = offline(THEIRS.format(folder=str(folder), dist=row.dist, tests=tests), folder)
+        assert found, f"{tests} do not run"
+        return {name for name, outcome in found.items() if outcome == "failed"}
+
+    for file in {name.partition("::")[0] for name in failing(folder, theirs(row))}:  # alone: some disturb others
+        assert failing(folder, [file]) <= failing(tmp_path / "released", [file])
+
+
 @pytest.mark.parametrize("row", [row for row in PATCHES if row.code in ENGINE], ids=lambda row: str(row.slug))
 def test_chunks_after_one_load(row: upstream.Ready, zygote: Zygote, tmp_path: Path) -> None:
     """On LMCache's own cache engine, which is below the lab's stand-in."""
-    folder = patched.apply(row.path, release_of(row), tmp_path / "patched")
-    patched.link(release_of(row), folder)
+    folder = patched.apply(row.path, released(row), tmp_path / "patched")
+    patched.link(released(row), folder)
     code = test_async_release.CODE.format(only="only=[]", mode=ENGINE[row.code], load=True, skip=0)
     moved, chunks = zygote(code, folder)
     _, right = test_async_release.AFTER_ONE_LOAD[ENGINE[row.code], row.version]
@@ -200,7 +264,8 @@ def test_chunks_after_one_load(row: upstream.Ready, zygote: Zygote, tmp_path: Pa
 def has_no_probe(row: upstream.Ready) -> bool:
     known = fix.find(row.code)
     assert known is not None
-    wrong = [patch for patch in known.patches if patch.dist == row.dist and row.version in SpecifierSet(patch.broken)]
+    mine = [patch for patch in known.patches if patch.dist == row.dist and not patch.helper]
+    wrong = [patch for patch in mine if row.version in SpecifierSet(patch.broken)]
     return any(patch.shows_bug is probe.cannot_tell for patch in wrong)
 
 
@@ -222,10 +287,7 @@ def test_export_is_signed_off_by_whoever_exports(tmp_path: Path) -> None:
     """And `git am` takes it, on a checkout of the released files."""
     row = PATCHES[0]
     folder, home = tmp_path / "checkout", tmp_path / "home"
-    for file in patched.touched(row.path.read_text()):
-        if (release_of(row) / file).exists():
-            (folder / file).parent.mkdir(parents=True, exist_ok=True)
-            (folder / file).write_bytes((release_of(row) / file).read_bytes())
+    patched.copy(row.path, released(row), folder)
     home.mkdir()
     environment = clean_environment(HOME=str(home), GIT_CONFIG_NOSYSTEM="1")
 

@@ -67,8 +67,9 @@ class PrefetchingEngine(CacheEngine):
         events: Any = importlib.import_module("lmcache.v1.event_manager")
         #: To 0.3.15 a load takes the event away; since 0.4.1 it stays until the lookup is unpinned (LMCache PR 2559).
         self._load_takes = not hasattr(events.EventManager, "get_event_future")
-        # What LMCacheEngine.lookup_unpin reads of itself.
+        # What LMCacheEngine.lookup_unpin reads of itself; the last with the patch for upstream of KVF013.
         self.lookup_pins = {}
+        self._consumed_prefetches: set[str] = set()
         self.async_loading = True
         status = events.EventStatus
         self.event_manager = SimpleNamespace(
