@@ -25,43 +25,44 @@ https://github.com/LMCache/LMCache/issues/3533 was closed as stale, about the on
 
 from __future__ import annotations
 
-import functools
 from collections import deque
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from kvfix import probe
-from kvfix.correction import before
+from kvfix.correction import around, before, instead
 from kvfix.fix import Fix, Patch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Generator
     from types import ModuleType
 
-#: What the collector has found: (the released `__del__`, chunk). Appending and taking are atomic.
-COLLECTED: deque[tuple[Callable[[Any], None], Any]] = deque()
+#: Chunks that the collector has found. Appending and taking are atomic.
+COLLECTED: deque[Any] = deque()
+#: Of a chunk that is to be freed now.
+FREE = "_kvfix_free"
 
 
 def correct(module: ModuleType) -> Callable[..., Any]:
-    def keeps(original: Callable[[Any], None]) -> Callable[[Any], None]:
-        @functools.wraps(original)
-        def __del__(chunk: Any) -> None:
-            if chunk.parent_allocator is not None and chunk.is_valid():
-                COLLECTED.append((original, chunk))
+    @around
+    def __del__(chunk: Any) -> Generator[None, Any, Any] | None:
+        if chunk.parent_allocator is None or not chunk.is_valid() or FREE in vars(chunk):
+            return None
+        COLLECTED.append(chunk)
+        return instead(None)
 
-        return __del__
-
-    return keeps
+    return __del__
 
 
 def correct_release(module: ModuleType) -> Callable[..., Any]:
     def ref_count_down(chunk: Any) -> None:
         while COLLECTED:
             try:
-                free, gone = COLLECTED.popleft()
+                gone = COLLECTED.popleft()
             except IndexError:  # another thread took it
                 return
-            free(gone)
+            vars(gone)[FREE] = True
+            gone.__del__()
 
     return before(ref_count_down, when="COLLECTED", COLLECTED=COLLECTED)
 
