@@ -142,6 +142,7 @@ def theirs(folder: Path, dist: str, tests: list[str]) -> dict[str, str]:
     """Outcome of each test in the released test files."""
     outcomes = folder / "outcomes"
     outcomes.unlink(missing_ok=True)
+    os.environ.pop("PYTEST_XDIST_WORKER", None)  # of the process that asks: the plugin writes down in the first only
     os.environ["KVFIX_PEERS"] = json.dumps({"mode": "", "outcomes": str(outcomes), "dist": dist})
     _run(folder, ["-p", "maintain.peers_plugin", *tests], plugins=[])
     return peers.read(outcomes)
