@@ -107,11 +107,8 @@ def theirs(row: upstream.Ready) -> list[str]:
     files = [Path(file) for file in patched.touched(row.path.read_text()) if not file.startswith("tests/")]
     modules = [".".join(file.with_suffix("").parts) for file in files]
     found = [path for path in peers.importing(row.dist, released_tests(row), modules) if path != TIMED]
-    return (
-        found
-        if len(found) <= MANY
-        else [path for path in found if Path(path).stem[5:] in {file.stem for file in files}]
-    )
+    named = {f"test_{file.stem}" for file in files}
+    return found if len(found) <= MANY else [path for path in found if Path(path).stem in named]
 
 
 def lmcache_of(row: upstream.Ready) -> str:
