@@ -91,7 +91,8 @@ def remember(adapter: ModuleType) -> Callable[..., Any]:
         impl._kvfix_failed.add(getattr(impl._parent, "_connector_metadata", None), blocks)
         return blocks
 
-    return after(get_block_ids_with_load_errors, when="blocks")
+    # A step that computes nothing saves nothing, and is asked for its failed blocks all the same: it counts.
+    return after(get_block_ids_with_load_errors, when='blocks or getattr(impl, "_kvfix_failed", None)')
 
 
 def _has_one_of(failed: Any, slot_mapping: Any, block_size: int) -> bool:
