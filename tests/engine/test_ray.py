@@ -30,6 +30,8 @@ pytest.importorskip("ray", reason="ray is not installed here: its engine is not 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 RANKS = 2
+#: Of all processes. A token that another cluster left in ~/.ray makes `ray start --head` alone ask for one.
+RAY = {"KVFIX_TEST_RAY": "1", "RAY_AUTH_MODE": "disabled"}
 #: Of a request, in EngineCore: now all ranks serve.
 SERVES = "LMCache hit tokens"
 
@@ -50,7 +52,7 @@ def cluster(folder: Path) -> Iterator[tuple[str, list[int]]]:
 @contextmanager
 def node(folder: Path, name: str, *options: str) -> Iterator[int]:
     places = [ROOT / "tests/engine/plugin", ROOT / "patches", ROOT / "tools"]
-    settings = {"KVFIX_TEST_RAY": "1", "KVFIX_TEST_REPORT": str(folder / "engine/report"), "PYTHONHASHSEED": "0"}
+    settings = {**RAY, "KVFIX_TEST_REPORT": str(folder / "engine/report"), "PYTHONHASHSEED": "0"}
     environment = clean_environment(PYTHONPATH=os.pathsep.join(map(str, places)), **settings)
     command = [sys.executable, "-m", "ray.scripts.scripts", "start", "--block", "--num-cpus=1", "--num-gpus=1"]
     command += ["--disable-usage-stats", "--object-store-memory=100000000", *options]
@@ -91,7 +93,7 @@ class Served:
             self.ran: Ran = engine.run(
                 folder / "engine", apply=True, transfer=engine.v1(64), rounds=[CROWD, CROWD], mode="check",
                 engine={**engine.ENGINE, **more}, when=(SERVES, dump),
-                environment={"RAY_ADDRESS": address, "KVFIX_TEST_RAY": "1"},
+                environment={"RAY_ADDRESS": address, **RAY},
             )  # fmt: skip
 
 

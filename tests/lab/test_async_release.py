@@ -132,7 +132,7 @@ UNUSED = {"0.4.1": ([0, 0, False], [1, 0, True]), "0.5.6": ([0, 0, False], [0, 0
 @pytest.mark.parametrize("name", UNUSED)
 @pytest.mark.parametrize("only", ["only=[]", ""])
 def test_chunks_that_vllm_has_are_released_once(only: str, name: str, zygote: Zygote, release: Any) -> None:
-    """They were fetched too, and nobody loads them: 0.4.1 releases these twice, 0.5.6 all."""
+    """They were fetched too, and no request loads them: 0.4.1 releases these twice, 0.5.6 all."""
     moved, chunks = zygote(CODE.format(only=only, mode="async", load=True, skip=32), release(name))
     unused, used = UNUSED[name] if only else ([1, 0, True], [1, 0, True])
     assert moved == 32

@@ -10,7 +10,7 @@ the worker dies; or other KV in its place. Before that, perhaps, `Double unpin o
 
 ## Fix
 What `retrieve` has released is taken out of what the lookup has fetched: the clean-up releases the rest. A chunk that
-`retrieve` did not need loses its pin with its reference, which the clean-up would have taken back.
+`retrieve` did not need loses its pin with its reference, which the clean-up would have released.
 
 ## Releases
 LMCache 0.4.1 to 0.5.6, with `enable_async_loading`: to 0.5.1 only chunks that vLLM has already.
