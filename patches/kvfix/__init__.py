@@ -3,11 +3,11 @@
     import kvfix
     kvfix.apply()          # before vLLM is launched
 
-The known bugs of the installed releases are then fixed in this process and in every process that vLLM starts
-from it. Nothing of vLLM, LMCache or torch is imported by this; a fix is put in place when its module arrives.
+This fixes the known bugs of the installed releases in this process and in every process that vLLM starts from it. It
+imports nothing of vLLM, LMCache or torch: kvfix applies a fix after the import of the fixed module.
 """
 
 from kvfix.activation import apply, revert, status
+from kvfix.version import VERSION as __version__
 
-__version__ = "0.1.0"
 __all__ = ["__version__", "apply", "revert", "status"]

@@ -1,31 +1,29 @@
-"""How one choice reaches every process.
+"""Brings one configuration to every process.
 
-vLLM starts EngineCore and its workers as other processes, most often by spawn: what the parent patched is not
-there. So `apply()` writes the choice into the environment, and vLLM's plugin entry point (`load`) reads it in
-each process, before scheduler, worker and connector are made (vllm/v1/engine/core.py, v1/worker/worker_base.py).
+vLLM starts EngineCore and its workers as other processes, most often by spawn, without the parent's patches. So
+`apply()` writes the configuration into the environment. vLLM's plugin entry point (`load`) reads it in each process,
+before it creates scheduler, worker and connector (vllm/v1/engine/core.py, v1/worker/worker_base.py).
 """
 
 from __future__ import annotations
 
 import os
 
-from kvfix import arrival, notice
-from kvfix.choice import Choice
+from kvfix import engine_log, import_hooks
+from kvfix.config import Config
+from kvfix.session import session
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from kvfix.verdict import Row
+    from kvfix.fix_status import Row
 
 ENV = "KVFIX"
-#: vLLM loads no plugin that is not in this list, where the list is set, and says nothing (vllm/plugins/__init__.py).
+#: If this list is set, vLLM skips every plugin that is not in it, without a message (vllm/plugins/__init__.py).
 _ALLOWED_PLUGINS = "VLLM_PLUGINS"
 #: Ray workers get only variables with a prefix from vLLM's own list and from this one (vllm/ray/ray_env.py).
 _RAY_PREFIXES = "VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY"
-
-#: What the environment held before `apply()` changed it.
-_before: dict[str, str | None] = {}
 
 
 def apply(
@@ -33,71 +31,70 @@ def apply(
 ) -> None:
     """Fix the known bugs of the installed vLLM and LMCache, here and in every process started from here.
 
-    Call it before vLLM is launched. Calling it again is harmless; the last choice holds. Importing heavy
-    modules is left to their users: a fix is put in place when its module has been imported.
+    Call it before you launch vLLM. You may call it again: the last configuration holds. It imports no heavy modules:
+    kvfix applies a fix after the import of the fixed module.
 
-    mode: `fix`; `observe`: and keep a flight recorder of the connector hooks; `check`: and look at the invariants
-    after each of them, log and dump what violates one; `strict`: and raise `kvfix.probes.Violation` there.
-    only, skip: codes (`KVF001`) or slugs of fixes; default all that are not opt-in.
-    layers: hooks that run once per layer and step are counted too, and where one hangs is told; not in mode `fix`.
-    Raises ValueError for an unknown mode or fix. Nothing else is raised here.
-    KVFIX=off in the environment keeps kvfix off, whatever the program says.
+    mode: `fix`: the fixes. `observe`: and a flight recorder of the connector hooks. `check`: and the rules after each
+    hook, with a log line and a dump for each violation. `strict`: and `kvfix.connector_events.Violation` is raised.
+    only, skip: codes (`KVF001`) or slugs of fixes; default: all that are not opt-in.
+    layers: also count the hooks that run once per layer and step, and record in which one hangs; not in mode `fix`.
+    Raises ValueError for an unknown mode or fix, and nothing else.
+    KVFIX=off in the environment keeps kvfix off, even if a program calls this function.
     """
-    choice = Choice.make(mode, only, skip, layers)
-    if Choice.is_off(os.environ.get(ENV)):
-        notice.warn(f"{ENV}=off is set in the environment: kvfix.apply() does nothing")
+    config = Config.make(mode, only, skip, layers)
+    if Config.is_off(os.environ.get(ENV)):
+        engine_log.warning(f"{ENV}=off is set in the environment: kvfix.apply() does nothing")
         return
-    _hand_over(choice)
-    arrival.activate(choice)
+    _hand_over(config)
+    import_hooks.activate(config)
 
 
 def revert() -> None:
-    """Take every fix out of this process, and the choice out of its environment. Idempotent.
+    """Remove every fix from this process, and the configuration from its environment. Idempotent.
 
-    Processes that are running already keep what they have.
+    Running child processes keep their fixes.
     """
-    for name, value in _before.items():
+    for name, value in session.environment.items():
         if value is None:
             os.environ.pop(name, None)
         else:
             os.environ[name] = value
-    _before.clear()
+    session.environment.clear()
     os.environ.pop(ENV, None)
-    arrival.deactivate()
+    import_hooks.deactivate()
 
 
 def status() -> list[Row]:
-    """One row for each fix and distribution: the verdict in this process, and why. Imports no patient."""
-    from kvfix.verdict import survey
+    """One row for each fix and distribution: its state in this process, and why. Imports neither vLLM nor LMCache."""
+    from kvfix import fix_status
 
-    return survey()
+    return fix_status.rows()
 
 
 def load() -> None:
-    """Entry point `vllm.general_plugins`, and of `kvfix run`: do here what the environment says.
+    """Entry point `vllm.general_plugins`, and of `kvfix run`: activate the configuration of the environment, if any.
 
-    vLLM calls it unguarded in each of its processes, so it never raises. No choice in the environment:
-    nothing happens.
+    vLLM calls it unguarded in each of its processes, so it never raises.
     """
     try:
         text = os.environ.get(ENV)
-        if not text or Choice.is_off(text):
+        if not text or Config.is_off(text):
             return
         try:
-            choice = Choice.parse(text)
+            config = Config.parse(text)
         except ValueError as error:
-            notice.warn(
+            engine_log.warning(
                 f"the environment has {ENV}={text[:200]!r}: {error}. Nothing is patched. "
                 f'Write {ENV}=fix, {ENV}="fix only=KVF001", {ENV}="fix skip=KVF001" or {ENV}=off.'
             )
             return
-        arrival.activate(choice)
+        import_hooks.activate(config)
     except Exception as error:  # noqa: BLE001
-        notice.fault("kvfix.activation.load", error)
+        engine_log.fault("kvfix.activation.load", error)
 
 
-def _hand_over(choice: Choice) -> None:
-    _set(ENV, str(choice))
+def _hand_over(config: Config) -> None:
+    _set(ENV, str(config))
     allowed = os.environ.get(_ALLOWED_PLUGINS)
     if allowed is not None:
         _set(_ALLOWED_PLUGINS, _with(allowed, "kvfix"))
@@ -105,7 +102,7 @@ def _hand_over(choice: Choice) -> None:
 
 
 def _set(name: str, value: str) -> None:
-    _before.setdefault(name, os.environ.get(name))
+    session.environment.setdefault(name, os.environ.get(name))
     os.environ[name] = value
 
 

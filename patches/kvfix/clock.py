@@ -1,8 +1,8 @@
-"""The time that corrections go by. The lab puts its own in its place."""
+"""The clock of the fixes and the connector events. The lab replaces it."""
 
 from __future__ import annotations
 
 import time
 
-#: Seconds; the same clock for all, and it never goes back.
+#: Seconds of the monotonic clock.
 now = time.monotonic

@@ -1,7 +1,8 @@
-"""Secrets out of what is written for others to read: settings, command lines, configuration files, errors, log lines.
+"""Hides secrets in text that others read: settings, command lines, configuration files, errors, log lines.
 
-By name (a password, a token, an API key), and by value, whatever the name is: a URL with a user in it, JSON at any
-depth, an Authorization header, a key in a form that services give out. Rather too much is hidden than too little.
+It finds them by name (a password, a token, an API key), also in JSON at any depth. It finds them by value, whatever the
+name: a URL with a user, an Authorization header, a key in the format of a known service. It hides too much rather than
+too little.
 """
 
 from __future__ import annotations
@@ -13,18 +14,18 @@ from typing import Any
 
 HIDDEN = "<hidden>"
 
-#: Words of a name behind which a secret stands. "tokens" is a count.
+#: Words in the name of a secret. "tokens" is a count.
 _WORDS = {
     "apikey", "auth", "authentication", "authorization", "bearer", "cookie", "credential", "credentials", "dsn",
     "passphrase", "passwd", "password", "pwd", "sas", "secret", "secrets", "signature", "token",
 }  # fmt: skip
-#: In text "key" names a chunk more often than a secret; as the name of a setting it does not.
+#: In text "key" more often means the key of a chunk. In the name of a setting it means a secret.
 _KEYS = re.compile(r"(?i)(api|access|account|private|secret|signing|ssh|encryption)[-_.]?(access[-_.]?)?key")
 _SPLIT = re.compile(r"[^A-Za-z0-9]+|(?<=[a-z0-9])(?=[A-Z])")
 
-#: What is a secret wherever it stands, and what is written instead.
+#: (pattern of a secret without a name, its replacement)
 _VALUES = (
-    # A user in a URL. A password may hold what a URL may not: then all goes up to the last @ of the word.
+    # A user in a URL. A password may have characters that a URL may not: then hide up to the last @ of the word.
     (
         re.compile(r"""(?i)\b([a-z][a-z0-9+.-]*://)(?:[^\s/?#"'<>]*|[^\s/?#"'<>:]*:(?!\d+[/?#])[^\s"'<>]*)@"""),
         rf"\1{HIDDEN}@",
@@ -34,7 +35,7 @@ _VALUES = (
     (re.compile(r"\b(?:hf_\w{16,}|sk-[\w-]{16,}|gh[pousr]_\w{16,}|xox[abprs]-[\w-]{8,}|AKIA[0-9A-Z]{16})"), HIDDEN),
 )
 _QUOTE = r"\\*[\"']"
-#: A name, and what is written behind it: in JSON, YAML, a query, a repr, or an option of a command.
+#: A name and its value: in JSON, YAML, a query, a repr, or an option of a command.
 _NAMED = re.compile(
     rf"(?P<name>{_QUOTE}[\w.-]+{_QUOTE}|[\w.-]*[A-Za-z][\w.-]*)(?P<is>[ \t]*[=:][ \t]*)"
     rf"(?P<value>(?P<quote>{_QUOTE})(?:(?!(?P=quote)).)*(?P=quote)|[^\s,;&\"'}})\]]+)"
@@ -42,13 +43,13 @@ _NAMED = re.compile(
 
 
 def is_secret(name: str, keys: bool = True) -> bool:
-    """Whether what has this name is nobody's business. keys: "key" alone is enough."""
+    """Whether the value of this name is a secret. keys: the word "key" is enough."""
     words = {word.lower() for word in _SPLIT.split(name)}
     return bool(words & _WORDS or _KEYS.search(name) or (keys and "key" in words))
 
 
 def text(words: str) -> str:
-    """Any text, a line of a log or a whole file, without the secrets that show in it."""
+    """A text, a line of a log or a whole file, without its secrets."""
     loaded = _json(words)
     if loaded is not None:
         return json.dumps(_walked(loaded), ensure_ascii=False)
@@ -58,12 +59,12 @@ def text(words: str) -> str:
 
 
 def setting(name: str, value: str) -> str:
-    """The value of an environment variable or an option."""
+    """The value of an environment variable or an option, without its secrets."""
     return HIDDEN if value and is_secret(name) else text(value)
 
 
 def command(words: Iterable[str]) -> list[str]:
-    """A command line: options that sound like secrets lose their value, all others their secrets."""
+    """A command line without its secrets: an option with the name of a secret loses its whole value."""
     shown: list[str] = []
     hide = False
     for word in words:
@@ -71,7 +72,7 @@ def command(words: Iterable[str]) -> list[str]:
         is_option = option.startswith("-")
         if hide and not is_option:
             shown.append(HIDDEN)
-            continue  # an option may take several
+            continue  # an option may have several values
         hide = is_option and not equals and is_secret(option)
         shown.append(f"{option}={setting(option, value)}" if is_option and equals else text(word))
     return shown
@@ -86,7 +87,7 @@ def _named(found: re.Match[str]) -> str:
 
 
 def _json(words: str) -> Any:
-    """What this is as JSON, if it is an object or a list of it; else None."""
+    """The parsed JSON object or list; None if the text is neither."""
     if words.lstrip()[:1] not in ("{", "["):
         return None
     try:

@@ -1,4 +1,4 @@
-"""`make bench`: every speed that kvfix promises, beside its peer or the unpatched code, measured in one run.
+"""`make bench`: every speed that kvfix promises, compared with its peer or the unpatched code, measured in one run.
 
     python -m tests.bench [NAME ...] [--json]
 
@@ -48,7 +48,7 @@ def main(arguments: list[str]) -> int:
 
 
 def measured(benches: Iterable[tuple[str, Bench]], failed: list[str]) -> Iterator[Row]:
-    """Rows as they come, until somebody has enough of it (ctrl-c). Names of benches that end otherwise: in `failed`."""
+    """Rows as they come, until ctrl-c. The names of benches that fail are added to `failed`."""
     for name, measure in benches:
         print(f"measuring {name} ...", file=sys.stderr)
         try:
@@ -63,7 +63,7 @@ def measured(benches: Iterable[tuple[str, Bench]], failed: list[str]) -> Iterato
 
 
 def show(rows: list[Row]) -> None:
-    table = Table("what", "measured", "beside", "promise", "kept", box=None, pad_edge=False, header_style="bold")
+    table = Table("what", "measured", "compared with", "promise", "kept", box=None, pad_edge=False, header_style="bold")
     for row in rows:
         kept = "[green]yes[/]" if row.kept else "[bold red]NO[/]"
         table.add_row(row.what, f"{row.measured:.3g} {row.unit}", row.beside, row.promise, kept)

@@ -10,7 +10,7 @@ from tests.bench.row import Row
 from tests.conftest import RELEASES, Fresh
 
 SECONDS = 10
-#: Worlds after which memory is looked at, and again after as many more. The first ones fill caches and the allocator.
+#: Worlds after which memory is measured, and again after as many more. The first ones fill caches and the allocator.
 WORLDS = 500
 COMMAND = [sys.executable, "-m", "kvfix_tools.cli", "lab", "fuzz", "--json", "--no-fixes", "--shrink", "0"]
 MEMORY = """
@@ -31,7 +31,7 @@ from kvfix_tools.lab import runner
 runner.prepare({path!r})
 from kvfix_tools.lab.fuzz import fuzz
 with runner.quiet():
-    from kvfix_tools.lab.play import shrink, signature
+    from kvfix_tools.lab.play_schedule import shrink, signature
     result = []
     for found in fuzz({connector!r}, range(60), 600, fixes=False, shrinking=0).violations:
         start = time.monotonic()

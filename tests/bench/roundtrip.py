@@ -1,4 +1,4 @@
-"""The round trip: its torch backend beside a plain copy, and the seconds of the default matrix, on the CPU.
+"""The round trip: its torch backend compared with a plain copy, and the seconds of the default matrix, on the CPU.
 
 The promise of 0.95 of a pinned copy is one for a GPU; `kvfix roundtrip --device cuda` measures it there.
 """

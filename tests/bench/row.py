@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Row(NamedTuple):
-    """`measured` in `unit`; `beside`: what it was measured against in the same run, with that one's figure."""
+    """`measured` in `unit`; `beside`: what it is compared with, measured in the same run, with that figure."""
 
     what: str
     measured: float

@@ -1,11 +1,11 @@
 """The first report's own workload: `vllm serve` with LMCache on the CPU, and `vllm bench serve` against it.
 
 Random prompts, few blocks, chunked prefill, so that it preempts. A server in mode `strict` has to answer every request.
-Then two servers, one without kvfix and one in mode `check`, are asked in turn by vLLM's own client in one process.
-A stand-in is LMCache's GPU connector (tests/engine/plugin).
+Then vLLM's own client, in one process, asks two servers in turn, one without kvfix and one in mode `check`. LMCache's
+GPU connector is replaced (tests/engine/plugin).
 
 Three servers: four minutes on two cores, which must have nothing else to do. One thread computes in each: threads that
-wait for one another spin, and two servers then tell more of them than of kvfix.
+wait for one another spin, and two servers would then measure that more than kvfix.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from kvfix_tools.roundtrip.engines import MODEL, free_port, in_process, wait_for
+from kvfix_tools.roundtrip.real_engine import MODEL, free_port, in_process, wait_for
 from tests.bench.row import Row
 from tests.conftest import ROOT, clean_environment
 
@@ -66,8 +66,8 @@ def measure() -> Iterator[Row]:
         (folder / "metrics").mkdir()
         with server(folder, "strict", PROMETHEUS_MULTIPROC_DIR=str(folder / "metrics")) as port:
             done = client.ask(port, seed=0)
-            told = [line for line in metrics(port).splitlines() if line.startswith("kvfix_fixes{")]
-            assert any('code="KVF013"' in line and 'verdict="applied"' in line for line in told), told
+            fixes = [line for line in metrics(port).splitlines() if line.startswith("kvfix_fixes{")]
+            assert any('code="KVF013"' in line and 'verdict="applied"' in line for line in fixes), fixes
             beside = f"{preemptions(port)} preemptions, {PROMPTS} requests"
         yield Row("vllm serve in strict, succeeded", done["completed"], "requests", beside, at_least=PROMPTS)
         ports = {mode: stack.enter_context(server(folder, mode)) for mode in ("", "check")}
@@ -79,8 +79,8 @@ def measure() -> Iterator[Row]:
                 if turn:
                     took[mode].append(done["request_throughput"])
         for port in ports.values():
-            assert preemptions(port) > 0, "nobody was preempted: it tests nothing"
-        # Who is asked first is some per cent faster: each is so equally often, and all runs count.
+            assert preemptions(port) > 0, "no request was preempted: it tests nothing"
+        # The first server of a turn is some per cent faster: each is first equally often, and all runs count.
         ratio = sum(took["check"]) / sum(took[""])
         beside = f"{median(took['']):.1f} requests/s without kvfix; {ROUNDS} times {PROMPTS} requests each"
         yield Row("vllm serve in check, throughput", ratio, "of it", beside, at_least=0.97)

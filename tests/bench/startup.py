@@ -1,4 +1,4 @@
-"""`import kvfix; kvfix.apply()` stands at the start of every process: what it adds to `python -c pass`."""
+"""`import kvfix; kvfix.apply()` runs at the start of every process: what it adds to `python -c pass`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A rank's record beside the scheduler's: what is certain is judged, and nothing else."""
+"""The comparison of a rank's record with the scheduler's: only what is certain is a finding."""
 
 import pytest
 
@@ -7,7 +7,7 @@ from kvfix.ledger.ranks import compare
 
 
 def sequence(text: str) -> list[ev.Event]:
-    """Capital: a load; small: a store of the same name; `-`: what only one of them tells."""
+    """Capital letter: a load; small letter: a store of the same name; `-`: an event of only one record."""
     made: list[ev.Event] = []
     for letter in text:
         if letter == "-":
@@ -17,10 +17,10 @@ def sequence(text: str) -> list[ev.Event]:
     return made
 
 
-#: what, the scheduler, the rank, pairs, what differs (letter, told), unknown loads
+#: what, the scheduler's record, the rank's, pairs, differences (letter, RankDiffers.told), unknown loads
 CASES = [
     ("the same", "AaBb", "AaBb", "AaBb", [], 0),
-    ("others between", "-Aa--B-b", "A-aBb-", "AaBb", [], 0),
+    ("other events between", "-Aa--B-b", "A-aBb-", "AaBb", [], 0),
     ("a load was lost", "ABC", "AC", "AC", [("B", True)], 0),
     ("a load of its own", "AC", "ABC", "AC", [("B", False)], 0),
     ("another load", "ABC", "AXC", "AC", [("B", True), ("X", False)], 0),
@@ -37,11 +37,11 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("what", "told", "begun", "pairs", "differs", "unknown"), CASES, ids=[c[0] for c in CASES])
-def test_compare(what: str, told: str, begun: str, pairs: str, differs: list[tuple[str, bool]], unknown: int) -> None:
-    scheduler, worker = sequence(told), sequence(begun)
+@pytest.mark.parametrize(("what", "due", "started", "pairs", "differs", "unknown"), CASES, ids=[c[0] for c in CASES])
+def test_compare(what: str, due: str, started: str, pairs: str, differs: list[tuple[str, bool]], unknown: int) -> None:
+    scheduler, worker = sequence(due), sequence(started)
     found = compare(1, scheduler, worker)
-    assert "".join(told[here] for here, _ in found.pairs) == "".join(begun[there] for _, there in found.pairs) == pairs
+    assert "".join(due[here] for here, _ in found.pairs) == "".join(started[there] for _, there in found.pairs) == pairs
     assert [(event.request, event.told) for _, event in found.differs] == differs
     assert {event.rank for _, event in found.differs} <= {1}
     assert found.unknown == unknown

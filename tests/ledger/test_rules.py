@@ -1,4 +1,4 @@
-"""Each rule: stories that it must catch, stories that it must leave alone, and stories that it cannot judge."""
+"""Each rule: histories that violate it, histories that do not, and histories that it cannot check."""
 
 import subprocess
 import sys
@@ -7,25 +7,25 @@ import pytest
 
 from kvfix.ledger import RULES, Ledger
 from kvfix.ledger import events as ev
-from kvfix.ledger.wording import line
+from kvfix.ledger.describe import line
 from tests.conftest import clean_environment
 
 ASKED = ev.Asked("r", total=1000, computed=336, hit=256, promised=0)
 FRESH = ev.Asked("r", total=1000, computed=0, hit=512, promised=512)
 ADMITTED = [FRESH, ev.Granted("r", 512), ev.LoadDue("r", 0, 512), ev.Scheduled("r", 512, 488, first=True)]
-#: Of models that compute the last tokens of a hit again, and of those whose layers do not all have the same hit.
+#: Models that recompute the last tokens of a hit, and models whose layers do not all have the same hit.
 REPLAYED = FRESH._replace(replay=128)
 REPLAYING = [REPLAYED, ev.Granted("r", 512), ev.LoadDue("r", 0, 512)]
 DIVERGENT = ASKED._replace(divergent=True)
 UNASKED = ev.Scheduled("r", 0, 16)
 
-#: code -> [(what, events before, event that is judged, verdict or None)]
+#: code -> [(what, events before, the event to check, "violated", "unknown" or None)]
 CASES: dict[str, list[tuple[str, list[ev.Event], ev.Event, str | None]]] = {
     "KVR001": [
         ("more than remains", [], ASKED._replace(promised=664), "violated"),
         ("negative", [], ASKED._replace(promised=-80), "violated"),
         ("all but the last token", [], ASKED._replace(promised=663), None),
-        ("nothing left, nothing promised", [], ASKED._replace(computed=1000), None),
+        ("nothing to compute, nothing promised", [], ASKED._replace(computed=1000), None),
         ("between steps the last token too", [], ASKED._replace(promised=664, asynchronous=True), None),
         ("not known yet", [], ASKED._replace(promised=None), None),
     ],
@@ -51,7 +51,7 @@ CASES: dict[str, list[tuple[str, list[ev.Event], ev.Event, str | None]]] = {
     ],
     "KVR004": [
         ("more than granted", ADMITTED[:2], ev.LoadDue("r", 0, 768), "violated"),
-        ("from behind the computed ones", ADMITTED[:2], ev.LoadDue("r", 16, 512), "violated"),
+        ("from after the computed ones", ADMITTED[:2], ev.LoadDue("r", 16, 512), "violated"),
         ("none were granted", [FRESH, ev.Granted("r", 0)], ev.LoadDue("r", 0, 512), "violated"),
         ("no grant at all", [FRESH], ev.LoadDue("r", 0, 512), "violated"),
         ("what was granted", ADMITTED[:2], ev.LoadDue("r", 0, 512), None),
@@ -74,17 +74,17 @@ CASES: dict[str, list[tuple[str, list[ev.Event], ev.Event, str | None]]] = {
         ("less than vLLM had", [ASKED, ev.Granted("r", 0)], ev.Scheduled("r", 320, 16, first=True), "violated"),
         ("what all layers have", [DIVERGENT, ev.Granted("r", 0)], ev.Scheduled("r", 320, 16, first=True), None),
         ("and a grant", [DIVERGENT, ev.Granted("r", 176)], ev.Scheduled("r", 496, 16, first=True), "violated"),
-        ("no question on record", [UNASKED], ev.Scheduled("r", 512, 16, first=True), None),
+        ("no Asked event on record", [UNASKED], ev.Scheduled("r", 512, 16, first=True), None),
     ],
     "KVR006": [
-        ("nobody loads", ADMITTED[:2], ev.Scheduled("r", 512, 16, first=True), "violated"),
-        ("somebody does", ADMITTED[:3], ev.Scheduled("r", 512, 16, first=True), None),
+        ("no load", ADMITTED[:2], ev.Scheduled("r", 512, 16, first=True), "violated"),
+        ("a load", ADMITTED[:3], ev.Scheduled("r", 512, 16, first=True), None),
         ("nothing was granted", [ASKED, ev.Granted("r", 0)], ev.Scheduled("r", 336, 16, first=True), None),
     ],
     "KVR007": [
         ("a hole", ADMITTED, ev.Stored("r", 768, 1000, covered=512), "violated"),
         ("a hole after a store", [*ADMITTED, ev.Stored("r", 512, 640)], ev.Stored("r", 704, 768), "violated"),
-        ("goes on", [*ADMITTED, ev.Stored("r", 512, 640, 512)], ev.Stored("r", 640, 768), None),
+        ("continues", [*ADMITTED, ev.Stored("r", 512, 640, 512)], ev.Stored("r", 640, 768), None),
         ("stores again", ADMITTED, ev.Stored("r", 256, 768, covered=512), None),
         ("what was stored is not on record", [UNASKED], ev.Stored("r", 4, 16), "unknown"),
     ],
@@ -93,7 +93,7 @@ CASES: dict[str, list[tuple[str, list[ev.Event], ev.Event, str | None]]] = {
         ("computed", ADMITTED, ev.Stored("r", 512, 1000, covered=512), None),
         ("computed is not on record", [], ev.Stored("r", 0, 16), None),
     ],
-    "KVR009": [("left", [*ADMITTED, ev.Finished("r", False)], ev.Left("r", "load_specs"), "violated")],
+    "KVR009": [("leaked", [*ADMITTED, ev.Finished("r", False)], ev.Left("r", "load_specs"), "violated")],
     "KVR010": [("waits", ADMITTED[:2], ev.Stuck("r", 32), "violated")],
     "KVR011": [("raises", ADMITTED, ev.Raised("r", "schedule", "AssertionError"), "violated")],
     "KVR012": [
@@ -114,8 +114,8 @@ CASES: dict[str, list[tuple[str, list[ev.Event], ev.Event, str | None]]] = {
         ("after a pause", [FRESH, ev.TimedOut("r", 3.0, 10.0)], ev.TimedOut("r", 3.0, 16.0), None),
     ],
     "KVR013": [
-        ("not begun", ADMITTED, ev.RankDiffers("r", 1, 0, 512, True), "violated"),
-        ("not told", ADMITTED, ev.RankDiffers("r", 1, 0, 512, False), "violated"),
+        ("not started", ADMITTED, ev.RankDiffers("r", 1, 0, 512, True), "violated"),
+        ("not scheduled", ADMITTED, ev.RankDiffers("r", 1, 0, 512, False), "violated"),
     ],
 }
 FLAT = [(code, *case) for code, cases in CASES.items() for case in cases]
@@ -133,7 +133,7 @@ def test_rule(code: str, what: str, before: list[ev.Event], event: ev.Event, ver
         assert line(event)
 
 
-def test_every_rule_has_cases_and_says_what_it_is() -> None:
+def test_every_rule_has_cases_and_a_docstring() -> None:
     assert {rule.code for rule in RULES} == set(CASES)
     assert len({rule.name for rule in RULES}) == len(RULES)
     for rule in RULES:
@@ -141,7 +141,7 @@ def test_every_rule_has_cases_and_says_what_it_is() -> None:
         assert rule.doc.strip()
 
 
-def test_a_healthy_story_has_no_finding() -> None:
+def test_a_healthy_history_has_no_finding() -> None:
     ledger = Ledger()
     healthy: list[ev.Event] = [
         *ADMITTED,
@@ -172,12 +172,12 @@ def test_loads_that_the_source_cannot_see_are_not_missed() -> None:
 
 
 def test_memory_is_bounded() -> None:
-    ledger = Ledger(history=8)
+    ledger = Ledger(events_kept=8)
     for _ in range(100):
         ledger.feed(ASKED)
-    assert len(ledger.stories["r"].events) == 8
+    assert len(ledger.histories["r"].events) == 8
     ledger.forget("r")
-    assert ledger.stories == {}
+    assert ledger.histories == {}
 
 
 def test_the_ledger_is_pure() -> None:

@@ -1,21 +1,21 @@
-"""What is missing, old, odd or broken: one clear line (what, where, what to do), never a traceback, never a patch."""
+"""Missing, old, odd or broken input: one clear line (what, where, what to do), no traceback, no fix applied."""
 
 import sys
 from pathlib import Path
 
-from tests.conftest import ADAPTER, ROOT, Fresh, Zygote
+from tests.conftest import ADAPTER, ROOT, ForkServer, Fresh
 from tests.runtime.test_releases import copy
 
 STATUS = "import kvfix; kvfix.apply(); result = [row.verdict for row in kvfix.status() if row.code == 'KVF001']"
 
 
 def test_nothing_installed(fresh: Fresh) -> None:
-    """Neither vLLM nor LMCache nor anything else: -S leaves the standard library."""
+    """Neither vLLM nor LMCache nor anything else: with -S there is only the standard library."""
     assert fresh(STATUS, "-S") == ["not-installed"]
 
 
 def test_too_old(tmp_path: Path, fresh: Fresh) -> None:
-    """A release from before the connector: no such module, and a version that kvfix does not know."""
+    """A release from before the connector: without the module, and of a version that kvfix does not know."""
     (tmp_path / "lmcache").mkdir()
     (tmp_path / "lmcache/__init__.py").touch()
     (tmp_path / "lmcache-0.1.4.dist-info").mkdir()
@@ -27,13 +27,13 @@ def test_too_old(tmp_path: Path, fresh: Fresh) -> None:
     assert "look for a kvfix release" in row[5]
 
 
-def test_target_gone_in_the_live_module(zygote: Zygote, release) -> None:  # type: ignore[no-untyped-def]
+def test_target_gone_in_the_live_module(fork_server: ForkServer, release) -> None:  # type: ignore[no-untyped-def]
     code = f"""
 import {ADAPTER} as adapter
 del adapter.LMCacheConnectorV1Impl
 {STATUS}
 """
-    assert zygote(code, release("0.3.10")) == ["unknown"]
+    assert fork_server(code, release("0.3.10")) == ["unknown"]
 
 
 def test_unreadable_target_does_not_stop_the_others(tmp_path: Path, release, fresh: Fresh) -> None:  # type: ignore[no-untyped-def]
@@ -45,11 +45,11 @@ def test_unreadable_target_does_not_stop_the_others(tmp_path: Path, release, fre
     assert "Traceback" not in done.stderr
 
 
-def test_a_fix_that_cannot_be_loaded_is_left_out_and_said(tmp_path: Path, fresh: Fresh) -> None:
+def test_a_fix_that_cannot_be_loaded_is_skipped_with_a_warning(tmp_path: Path, fresh: Fresh) -> None:
     import shutil
 
     shutil.copytree(ROOT / "patches/kvfix", tmp_path / "kvfix")
-    (tmp_path / "kvfix/fixes/kvf999_broken.py").write_text("raise RuntimeError('planted')")
+    (tmp_path / "kvfix/fixes/lmcache/kvf999_broken.py").write_text("raise RuntimeError('planted')")
     code = (
         "import kvfix; kvfix.apply(); print([row.code for row in kvfix.status()], [row.code for row in kvfix.status()])"
     )
@@ -62,34 +62,34 @@ def test_a_fix_that_cannot_be_loaded_is_left_out_and_said(tmp_path: Path, fresh:
 
 PLANTED = f"""
 import kvfix, kvfix.{{place}} as place
-def dies(*args, **kwargs):
+def raises(*args, **kwargs):
     raise RuntimeError("planted")
-place.{{name}} = dies
+place.{{name}} = raises
 kvfix.apply()
 import {ADAPTER} as adapter
 hook = vars(adapter.LMCacheConnectorV1Impl)["get_num_new_matched_tokens"]
 adapter.logger.disabled = True
-from kvfix.fixes.kvf001_lookup_cache_ignores_computed import shows_bug
+from kvfix.fixes.lmcache.kvf001_lookup_cache_ignores_computed import shows_bug
 result = shows_bug(hook, adapter)
 kvfix.revert()
 """
 
 
-def test_a_fault_of_kvfix_itself_leaves_the_engine_unpatched_and_running(zygote: Zygote, release) -> None:  # type: ignore[no-untyped-def]
+def test_an_error_in_kvfix_leaves_the_engine_unpatched_and_running(fork_server: ForkServer, release) -> None:  # type: ignore[no-untyped-def]
     for place, name, unpatched in (
-        ("patching", "settle", True),
-        ("patching", "_hook", True),
-        ("verdict", "judge_live", True),
-        ("verdict", "fingerprints", True),
-        ("target", "fingerprint", True),
-        ("fix", "catalogue", True),
-        ("target", "version", False),  # asked for the line that says what was done
+        ("applying", "settle", True),
+        ("applying", "_wrapped", True),
+        ("applicability", "judge_live", True),
+        ("applicability", "fingerprints", True),
+        ("installed_source", "fingerprint", True),
+        ("catalogue", "fixes", True),
+        ("installed_source", "version", False),  # only for the log line
     ):
         case = PLANTED.format(place=place, name=name)
-        assert zygote(case, release("0.3.10")) is unpatched, (place, name)
+        assert fork_server(case, release("0.3.10")) is unpatched, (place, name)
 
 
-def test_a_closed_stderr_is_no_reason_to_die(zygote: Zygote, release) -> None:  # type: ignore[no-untyped-def]
+def test_a_closed_stderr_stops_nothing(fork_server: ForkServer, release) -> None:  # type: ignore[no-untyped-def]
     code = f"""
 import os, sys, kvfix
 os.close(2)
@@ -98,4 +98,4 @@ kvfix.apply()
 import {ADAPTER}
 result = [row.verdict for row in kvfix.status() if row.code == "KVF001"]
 """
-    assert zygote(code, release("0.3.10")) == ["applied"]
+    assert fork_server(code, release("0.3.10")) == ["applied"]

@@ -1,8 +1,8 @@
-"""KVF025 on LMCache's own allocator: the collector finds a chunk while its thread holds a lock of LMCache."""
+"""KVF025 on LMCache's own allocator: the garbage collector runs while its thread holds a lock of LMCache."""
 
 import pytest
 
-from tests.conftest import Zygote
+from tests.conftest import ForkServer
 
 CASE = """
 import gc, threading
@@ -13,7 +13,7 @@ import lmcache.utils
 import lmcache.v1.memory_management as module
 try:
     from lmcache.v1.memory_allocators.host_memory_allocator import HostMemoryAllocator
-except ModuleNotFoundError:  # to 0.5.1
+except ModuleNotFoundError:  # up to 0.5.1
     HostMemoryAllocator = module.HostMemoryAllocator
 module.logger.disabled = True
 allocator = HostMemoryAllocator(1 << 20)
@@ -47,5 +47,5 @@ LOCKS = {
 @pytest.mark.parametrize(
     ("only", "result"), [("only=[]", ["hangs"]), ("", ["goes on", 2, 0])], ids=["released", "fixed"]
 )
-def test_a_chunk_that_is_collected(name, lock, only, result, zygote: Zygote, release) -> None:  # type: ignore[no-untyped-def]
-    assert zygote(CASE.format(only=only, lock=LOCKS[lock]), release(name)) == result
+def test_a_chunk_that_is_collected(name, lock, only, result, fork_server: ForkServer, release) -> None:  # type: ignore[no-untyped-def]
+    assert fork_server(CASE.format(only=only, lock=LOCKS[lock]), release(name)) == result

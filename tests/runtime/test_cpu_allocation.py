@@ -1,8 +1,8 @@
-"""KVF016 on LMCache's own `allocate`, with an allocator that has no memory and time that passes by itself."""
+"""KVF016 on LMCache's own `allocate`, with an allocator without memory and a simulated clock."""
 
 import pytest
 
-from tests.conftest import Zygote
+from tests.conftest import ForkServer
 
 CASE = """
 import time
@@ -42,5 +42,5 @@ except Never:
         ("", "None", ", eviction=False", [None, 0]),
     ],
 )
-def test_allocate(name, only, memory, more, answer, zygote: Zygote, release) -> None:  # type: ignore[no-untyped-def]
-    assert zygote(CASE.format(only=only, memory=memory, more=more), release(name)) == answer
+def test_allocate(name, only, memory, more, answer, fork_server: ForkServer, release) -> None:  # type: ignore[no-untyped-def]
+    assert fork_server(CASE.format(only=only, memory=memory, more=more), release(name)) == answer

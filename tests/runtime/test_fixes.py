@@ -1,30 +1,30 @@
-"""What every fix must keep, and what each does to the real function of the release that it is for."""
+"""Rules that every fix keeps, and KVF001 and KVF022 on the real functions of their releases."""
 
 from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
 
-from kvfix import fix
-from kvfix.fix import SECTIONS, SECTIONS_UNMENDED
-from kvfix.fixes import kvf001_lookup_cache_ignores_computed as kvf001
-from tests.conftest import ADAPTER, Zygote
+from kvfix import catalogue
+from kvfix.fixes.api import SECTIONS, SECTIONS_UNFIXABLE, Fix
+from kvfix.ledger.events import balance
+from tests.conftest import ADAPTER, ForkServer
 
-EVERY = pytest.mark.parametrize("found", fix.catalogue(), ids=lambda found: found.code)
+EVERY = pytest.mark.parametrize("found", catalogue.fixes(), ids=lambda found: found.code)
 
 
 def test_codes_are_unique_and_found_by_code_and_slug() -> None:
-    codes = [found.code for found in fix.catalogue()]
+    codes = [found.code for found in catalogue.fixes()]
     assert len(set(codes)) == len(codes) > 0
-    for found in fix.catalogue():
-        assert fix.find(found.code.lower()) is found
-        assert fix.find(found.slug) is found
+    for found in catalogue.fixes():
+        assert catalogue.find(found.code.lower()) is found
+        assert catalogue.find(found.slug) is found
 
 
 @EVERY
-def test_the_story_is_complete(found: fix.Fix) -> None:
+def test_the_docstring_is_complete(found: Fix) -> None:
     headings = [line[3:] for line in (found.doc or "").splitlines() if line.startswith("## ")]
-    assert tuple(headings) == (SECTIONS if found.mends else SECTIONS_UNMENDED)
+    assert tuple(headings) == (SECTIONS if found.fixable else SECTIONS_UNFIXABLE)
     assert all(found.section(name) for name in found.sections)
     assert found.title.endswith(".")
     assert "http" in found.section("Upstream") or "None known" in found.section("Upstream")
@@ -37,33 +37,33 @@ class Nothing:
 
 
 @EVERY
-def test_a_correction_that_fails_leaves_the_hook_alone(found: fix.Fix, caplog: Any) -> None:
+def test_a_wrapper_that_fails_changes_nothing(found: Fix, caplog: Any) -> None:
     """The engine is sacred: the hook's own answer, its own exception, the arguments as they were passed."""
-    for patch in found.patches:
-        if patch.correct is None:
+    for target in found.targets:
+        if target.fix is None:
             continue
-        correct = patch.correct(MagicMock())  # a module that has whatever is asked of it
+        wrap = target.fix(MagicMock())  # a module with any attribute
         request = object()
-        seen: list[Any] = []
+        calls: list[Any] = []
 
-        def hook(instance: Any, *args: Any, seen: list[Any] = seen, **kwargs: Any) -> str:
-            seen.append((instance, args, kwargs))
+        def hook(instance: Any, *args: Any, calls: list[Any] = calls, **kwargs: Any) -> str:
+            calls.append((instance, args, kwargs))
             return "the hook's own answer"
 
-        corrected = correct(hook)
+        wrapped = wrap(hook)
         instance = Nothing()
-        assert corrected(instance, request, one=1) == "the hook's own answer"
-        assert seen == [(instance, (request,), {"one": 1})]
+        assert wrapped(instance, request, one=1) == "the hook's own answer"
+        assert calls == [(instance, (request,), {"one": 1})]
 
-        def dies(*args: Any, **kwargs: Any) -> None:
+        def raises(*args: Any, **kwargs: Any) -> None:
             raise LookupError("its own")
 
         with pytest.raises(LookupError, match="its own"):
-            correct(dies)(instance, request)
+            wrap(raises)(instance, request)
 
 
 class TestKVF001:
-    """(hit, computed, tokens of the request, promised): the rule of the report, in all its faces."""
+    """RULE: (hit, computed, tokens of the request, promised)."""
 
     RULE = [
         (256, 0, 10009, 256),
@@ -78,11 +78,11 @@ class TestKVF001:
 
     @pytest.mark.parametrize(("hit", "computed", "total", "promised"), RULE)
     def test_balance(self, hit: int, computed: int, total: int, promised: int) -> None:
-        assert kvf001.balance(hit, computed, total) == promised
+        assert max(0, balance(hit, computed, total)) == promised
         assert 0 <= promised <= max(0, total - 1 - computed)
 
-    #: The real hook of 0.3.10, asked first with nothing in the lookup cache, then three times from the cache, each
-    #: time with other computed tokens: the lookup client is a stand-in with the real one's rule (a hit is kept).
+    #: The real hook of 0.3.10, first with an empty lookup cache, then twice from the cache with other computed tokens.
+    #: The lookup client is a stub that keeps a hit, like the real one.
     CASE = f"""
 import kvfix
 kvfix.apply({{only}})
@@ -117,8 +117,8 @@ for hit, first, then, total in {{cases}}:
 
     CASES = [(256, 336, 336, 10009), (256, 0, 240, 10009), (200, 0, 0, 200), (200, 96, 96, 200), (1024, 0, 800, 1100)]
 
-    def test_as_released(self, zygote: Zygote, release: Any) -> None:
-        found = zygote(self.CASE.format(only="only=[]", cases=self.CASES), release("0.3.10"))
+    def test_as_released(self, fork_server: ForkServer, release: Any) -> None:
+        found = fork_server(self.CASE.format(only="only=[]", cases=self.CASES), release("0.3.10"))
         assert [answers for answers, *_ in found] == [
             [0, 256, 256],
             [256, 256, 256],
@@ -131,8 +131,8 @@ for hit, first, then, total in {{cases}}:
             "(full lmcache hits subtracts last token to recalculate logits) for request r"
         )
 
-    def test_fixed(self, zygote: Zygote, release: Any) -> None:
-        found = zygote(self.CASE.format(only="", cases=self.CASES), release("0.3.10"))
+    def test_fixed(self, fork_server: ForkServer, release: Any) -> None:
+        found = fork_server(self.CASE.format(only="", cases=self.CASES), release("0.3.10"))
         assert found == [
             [[0, 0, 0], 336, 256, False, ""],
             [[256, 16, 16], 240, 256, True, ""],
@@ -141,21 +141,21 @@ for hit, first, then, total in {{cases}}:
             [[1024, 224, 224], 800, 1024, True, ""],
         ]
 
-    def test_switched_off_alone(self, zygote: Zygote, release: Any) -> None:
-        found = zygote(self.CASE.format(only='skip=["KVF001"]', cases=self.CASES[:1]), release("0.3.10"))
+    def test_switched_off_alone(self, fork_server: ForkServer, release: Any) -> None:
+        found = fork_server(self.CASE.format(only='skip=["KVF001"]', cases=self.CASES[:1]), release("0.3.10"))
         assert found[0][0] == [0, 256, 256]
 
 
 class TestKVF022:
-    """The probe on each code that `update` has had, as released and corrected."""
+    """The probe on each version of `update`, as released and fixed."""
 
     CASE = f"""
 import {ADAPTER} as adapter
-from kvfix.fixes.kvf022_resume_shares_block_list import correct, shows_bug
+from kvfix.fixes.lmcache.kvf022_resume_shares_block_list import fix, shows_bug
 update = adapter.RequestTracker.update
-result = [shows_bug(update, adapter), shows_bug(correct(adapter)(update), adapter)]
+result = [shows_bug(update, adapter), shows_bug(fix(adapter)(update), adapter)]
 """
 
     @pytest.mark.parametrize("name", ["0.3.10", "0.3.10.post1", "0.3.11", "0.4.1", "0.5.6"])
-    def test_probe(self, name: str, zygote: Zygote, release: Any) -> None:
-        assert zygote(self.CASE, release(name)) == [True, False]
+    def test_probe(self, name: str, fork_server: ForkServer, release: Any) -> None:
+        assert fork_server(self.CASE, release(name)) == [True, False]

@@ -1,4 +1,4 @@
-"""kvfix installed as compiled files only, or in a zip; an editable LMCache that has a finder of its own."""
+"""kvfix installed as bytecode only, or in a zip; an editable LMCache with its own finder."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from typing import Any
 import packaging
 import pytest
 
-from kvfix.choice import known_fixes
+from kvfix import fixes
 from tests.conftest import ROOT, Fresh
 
-#: The choice by name, the catalogue, and a verdict that needs the fingerprints.
+#: A configuration with a fix by name, the catalogue, and a status that needs the fingerprints.
 STATUS = """
 import sys; sys.path.insert(0, {lmcache!r})
-import kvfix, kvfix.choice
+import kvfix, kvfix.fixes
 kvfix.apply(only=["KVF001"])
 rows = {{row.code: row.verdict for row in kvfix.status()}}
-result = [kvfix.__file__, len(kvfix.choice.known_fixes()), rows.get("KVF001")]
+result = [kvfix.__file__, len(kvfix.fixes.modules()), rows.get("KVF001")]
 """
 
 
 def package(folder: Path) -> Path:
-    """A copy of the package, without what Python has compiled."""
+    """A copy of the package, without bytecode."""
     return shutil.copytree(ROOT / "patches/kvfix", folder / "kvfix", ignore=shutil.ignore_patterns("__pycache__"))
 
 
@@ -50,13 +50,13 @@ def zipped(folder: Path) -> Path:
 @pytest.mark.parametrize("install", [compiled_only, zipped])
 def test_no_fix_is_lost(install: Any, tmp_path: Path, release: Any, fresh: Fresh) -> None:
     place = install(tmp_path)
-    found, fixes, verdict = fresh(STATUS.format(lmcache=str(release("0.3.10"))), PYTHONPATH=str(place))
+    found, count, status = fresh(STATUS.format(lmcache=str(release("0.3.10"))), PYTHONPATH=str(place))
     assert found.startswith(str(place))
-    assert (fixes, verdict) == (len(known_fixes()), "applicable")
+    assert (count, status) == (len(fixes.modules()), "applicable")
 
 
 def test_an_installation_without_fixes_is_an_error(tmp_path: Path, release: Any, fresh: Fresh) -> None:
-    for fix in package(tmp_path).glob("fixes/kvf*.py"):
+    for fix in package(tmp_path).glob("fixes/*/kvf*.py"):
         fix.unlink()
     path = f"{tmp_path}:{ROOT / 'tools'}"
     applied = fresh.run(
@@ -70,7 +70,7 @@ def test_an_installation_without_fixes_is_an_error(tmp_path: Path, release: Any,
     assert "kvfix status: this installation of kvfix has no fixes" in status.stderr
 
 
-#: The finder that setuptools writes for a package in a folder of another layout; site runs its .pth at start.
+#: setuptools writes a finder for a package in a folder of another layout; site runs its .pth file at start.
 EDITABLE = """
 import site, sys
 site.addsitedir({site!r})

@@ -8,14 +8,14 @@ import pytest
 from packaging.specifiers import SpecifierSet
 
 import kvfix
-from kvfix import fix
-from tests.conftest import Zygote
+from kvfix import catalogue
+from tests.conftest import ForkServer
 
 PATCHES = [
-    (found.code, patch)
-    for found in fix.catalogue()
-    for patch in found.patches
-    if found.code >= "KVF100" and patch.correct
+    (found.code, target)
+    for found in catalogue.fixes()
+    for target in found.targets
+    if found.code >= "KVF100" and target.fix
 ]
 KNOWN = json.loads(Path(kvfix.__file__).with_name("fingerprints.json").read_text())
 
@@ -24,51 +24,52 @@ def releases_with(target: str, dist: str) -> list[str]:
     return sorted({release for same in KNOWN[dist]["functions"].get(target, {}).values() for release in same})
 
 
-#: The first whose adapter reports failed blocks.
+#: Releases from the first on whose adapter reports failed blocks.
 PLAYED = [name for name in KNOWN["lmcache"]["releases"] if name in SpecifierSet(">=0.4.2", prereleases=True)]
 
-#: Their probes look at another function than the one corrected, or at more than that one.
+#: Fixes whose probe calls another function than the fixed one, or more than one.
 BLIND = ["KVF106", "KVF112", "KVF117", "KVF201"]
 PROBE = """
 from importlib import import_module
-from kvfix import fix, target
-from kvfix.verdict import _silent
+from kvfix import installed_source
+from kvfix import catalogue
+from kvfix.applicability import _silent
 result = []
-for found in fix.catalogue():
-    for patch in found.patches:
-        if found.code < "KVF100" or patch.dist != {dist!r} or not patch.correct:
+for found in catalogue.fixes():
+    for target in found.targets:
+        if found.code < "KVF100" or target.dist != {dist!r} or not target.fix:
             continue
-        path = target.source_file(patch.dist, patch.module)
-        if path is None or target.fingerprint(path, patch.function) is None:
+        path = installed_source.source_file(target.dist, target.module)
+        if path is None or installed_source.fingerprint(path, target.function) is None:
             continue
-        module = import_module(patch.module)
+        module = import_module(target.module)
         try:
             with _silent(module):
-                shows = patch.shows_bug(target.live_function(module, patch.function)[2], module)
+                shows = target.probe(installed_source.live_function(module, target.function)[2], module)
         except Exception as error:
             shows = repr(error)
-            if {release!r} < patch.broken.lstrip(">="):  # from before the bug, and other than the probe expects
+            if {release!r} < target.broken.lstrip(">="):  # from before the bug: the probe does not fit
                 shows = False
-        result.append([found.code, patch.target, shows])
+        result.append([found.code, target.name, shows])
         if shows is True and found.code not in {blind!r}:
             with _silent(module):
-                mended = patch.correct(module)(target.live_function(module, patch.function)[2])
-                assert not patch.shows_bug(mended, module), (found.code, patch.target, "corrected, and still wrong")
+                fixed = target.fix(module)(installed_source.live_function(module, target.function)[2])
+                assert not target.probe(fixed, module), (found.code, target.name, "fixed, and still wrong")
 """
 
 
 def wrong(dist: str, release: str) -> list[list[Any]]:
-    """What the probes must say of the functions that this release has."""
+    """The right answers of the probes for the functions of this release."""
     return [
-        [code, patch.target, release in SpecifierSet(patch.broken, prereleases=True)]
-        for code, patch in PATCHES
-        if patch.dist == dist and release in releases_with(patch.target, dist)
+        [code, target.name, release in SpecifierSet(target.broken, prereleases=True)]
+        for code, target in PATCHES
+        if target.dist == dist and release in releases_with(target.name, dist)
     ]
 
 
 @pytest.mark.parametrize("name", PLAYED)
-def test_the_probe_tells_what_the_fingerprint_tells(name: str, zygote: Zygote, release: Any) -> None:
-    assert zygote(PROBE.format(dist="lmcache", release=name, blind=BLIND), release(name)) == wrong("lmcache", name)
+def test_the_probe_agrees_with_the_fingerprint(name: str, fork_server: ForkServer, release: Any) -> None:
+    assert fork_server(PROBE.format(dist="lmcache", release=name, blind=BLIND), release(name)) == wrong("lmcache", name)
 
 
 HELPED = """
@@ -80,12 +81,14 @@ result = [hasattr(getattr(LMCacheMPConnector, name), "__wrapped__") for name in 
 
 
 @pytest.mark.parametrize(("name", "wrong"), [("0.5.5", True), ("0.5.6", False)])
-def test_a_helper_is_put_only_where_it_is_asked_for(name: str, wrong: bool, zygote: Zygote, release: Any) -> None:
-    """The hook that waits has the same code in both; what is right or wrong is another one of its module."""
-    assert zygote(HELPED.format(name="handle_preemptions"), release(name)) == [wrong, wrong]
+def test_a_helper_is_applied_only_where_its_fix_is(
+    name: str, wrong: bool, fork_server: ForkServer, release: Any
+) -> None:
+    """`handle_preemptions` is the same in both releases. The bug is in another function of its module."""
+    assert fork_server(HELPED.format(name="handle_preemptions"), release(name)) == [wrong, wrong]
 
 
-def test_the_probe_on_the_installed_vllm(zygote: Zygote, release: Any) -> None:
-    assert zygote(PROBE.format(dist="vllm", release="", blind=BLIND), release("0.4.6")) == wrong(
+def test_the_probe_on_the_installed_vllm(fork_server: ForkServer, release: Any) -> None:
+    assert fork_server(PROBE.format(dist="vllm", release="", blind=BLIND), release("0.4.6")) == wrong(
         "vllm", KNOWN["vllm"]["releases"][-1]
     )

@@ -1,14 +1,14 @@
-"""Every order of importing the patient, apply, apply again and revert, each in a process of its own.
+"""Every order of import of LMCache, apply, second apply and revert, each in its own process.
 
-After every step the installed function must be right exactly when it has been imported and the last choice was to
-apply; and after a revert the class must hold the very function it had.
+After every step the installed function is right exactly if the module is imported and the last call was apply. After a
+revert the class has its original function object.
 """
 
 from itertools import permutations
 
 import pytest
 
-from tests.conftest import ADAPTER, Zygote
+from tests.conftest import ADAPTER, ForkServer
 
 STEPS = {
     "import": f"import {ADAPTER} as adapter",
@@ -26,7 +26,7 @@ ORDERS = [
 CASE = """
 import sys, kvfix
 from types import SimpleNamespace
-from kvfix.fixes.kvf001_lookup_cache_ignores_computed import shows_bug
+from kvfix.fixes.lmcache.kvf001_lookup_cache_ignores_computed import shows_bug
 name = "get_num_new_matched_tokens"
 adapter = sys.modules.get({adapter!r})
 originals, result = [], []
@@ -45,7 +45,7 @@ assert len(set(map(id, originals))) <= 1, "revert left another function than the
 
 
 @pytest.mark.parametrize("steps", ORDERS, ids="-".join)
-def test_order(steps: tuple[str, ...], zygote: Zygote, release) -> None:  # type: ignore[no-untyped-def]
+def test_order(steps: tuple[str, ...], fork_server: ForkServer, release) -> None:  # type: ignore[no-untyped-def]
     expected: list[str | None] = []
     imported = applied = False
     for step in steps:
@@ -53,7 +53,7 @@ def test_order(steps: tuple[str, ...], zygote: Zygote, release) -> None:  # type
         applied = step == "apply" or (applied and step != "revert")
         expected.append(("right" if applied else "wrong") if imported else None)
     case = CASE.format(adapter=ADAPTER, steps=steps, sources=STEPS)
-    assert zygote(case, release("0.3.10")) == expected
+    assert fork_server(case, release("0.3.10")) == expected
 
 
 def test_the_orders_are_complete() -> None:
@@ -75,7 +75,7 @@ def theirs(*args, **kwargs):
     return inner(*args, **kwargs)
 cls.get_num_new_matched_tokens = theirs
 kvfix.apply()
-from kvfix.fixes.kvf001_lookup_cache_ignores_computed import shows_bug
+from kvfix.fixes.lmcache.kvf001_lookup_cache_ignores_computed import shows_bug
 function = lambda *a: cls.get_num_new_matched_tokens(*a)
 result = [shows_bug(function, adapter)]
 kvfix.revert()
@@ -88,10 +88,10 @@ result.append([row.verdict for row in kvfix.status()][0])
 
 
 @pytest.mark.parametrize("before", [True, False], ids=["kvfix first", "the other first"])
-def test_another_tool_wraps_the_same_hook(before: bool, zygote: Zygote, release) -> None:  # type: ignore[no-untyped-def]
-    """Theirs is called in every state, and ours comes and goes under or over it."""
+def test_another_tool_wraps_the_same_hook(before: bool, fork_server: ForkServer, release) -> None:  # type: ignore[no-untyped-def]
+    """The other tool's wrapper is called in every state. Ours is added and removed inside or outside of it."""
     case = PATCHED_BY_ANOTHER.replace("{before!r}", repr(before))
-    assert zygote(case, release("0.3.10")) == [False, True, False, 3, "applied"]
+    assert fork_server(case, release("0.3.10")) == [False, True, False, 3, "applied"]
 
 
 REPLACED = f"""
@@ -107,11 +107,11 @@ result = [row.verdict, row.reason]
 
 
 @pytest.mark.parametrize(
-    ("answer", "verdict"), [("256", "applied"), ("0", "fixed-upstream"), ("17", "unknown"), ("self.odd", "unknown")]
+    ("answer", "status"), [("256", "applied"), ("0", "fixed-upstream"), ("17", "unknown"), ("self.odd", "unknown")]
 )
-def test_a_replaced_hook_is_left_to_the_probe(answer: str, verdict: str, zygote: Zygote, release) -> None:  # type: ignore[no-untyped-def]
-    found, reason = zygote(REPLACED.replace("{answer}", answer), release("0.3.10"))
-    assert found == verdict
+def test_the_probe_decides_on_a_replaced_hook(answer: str, status: str, fork_server: ForkServer, release) -> None:  # type: ignore[no-untyped-def]
+    found, reason = fork_server(REPLACED.replace("{answer}", answer), release("0.3.10"))
+    assert found == status
     assert "was replaced by" in reason
 
 
@@ -128,11 +128,11 @@ result.append({{row.code: row for row in kvfix.status()}}["KVF001"].verdict)
 
 
 @pytest.mark.parametrize(
-    ("first", "verdicts"),
+    ("first", "statuses"),
     [("", ["failed", "applied"]), ("kvfix.apply()", ["applied", "applied"])],
     ids=["late", "early"],
 )
-def test_applied_while_the_module_is_half_imported(first, verdicts, tmp_path, zygote, release) -> None:  # type: ignore[no-untyped-def]
+def test_applied_while_the_module_is_half_imported(first, statuses, tmp_path, fork_server, release) -> None:  # type: ignore[no-untyped-def]
     from tests.runtime.test_releases import copy
 
     def edit(text: str) -> str:
@@ -140,12 +140,12 @@ def test_applied_while_the_module_is_half_imported(first, verdicts, tmp_path, zy
         return f"{head}\nimport kvfix\nkvfix.apply()\n{mark}{tail}"
 
     folder = copy(release("0.3.10"), tmp_path, edit)
-    assert zygote(HALF.format(first=first, adapter=ADAPTER), folder) == verdicts
+    assert fork_server(HALF.format(first=first, adapter=ADAPTER), folder) == statuses
 
 
 RELOADED = f"""
 import importlib, kvfix, sys
-from kvfix.fixes.kvf001_lookup_cache_ignores_computed import shows_bug
+from kvfix.fixes.lmcache.kvf001_lookup_cache_ignores_computed import shows_bug
 kvfix.apply(only=["KVF001"])
 import {ADAPTER} as adapter
 adapter.logger.disabled = True
@@ -166,6 +166,6 @@ def again():
 """
 
 
-def test_a_module_that_is_executed_again_is_fixed_again(zygote: Zygote, release) -> None:  # type: ignore[no-untyped-def]
-    """By importlib.reload, and by an import after it was taken out of sys.modules."""
-    assert zygote(AGAIN.lstrip() + RELOADED, release("0.3.10")) == [False, "applied"] * 4 + [True]
+def test_a_reloaded_module_is_fixed_again(fork_server: ForkServer, release) -> None:  # type: ignore[no-untyped-def]
+    """By importlib.reload, and by a new import after its removal from sys.modules."""
+    assert fork_server(AGAIN.lstrip() + RELOADED, release("0.3.10")) == [False, "applied"] * 4 + [True]

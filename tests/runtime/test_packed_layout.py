@@ -1,6 +1,6 @@
-"""KVF020 and KVF021 move what they should: rows of every size, in every order in memory, to a device and back.
+"""KVF020 and KVF021 move the right rows: of every size, in every order in memory, to a device and back.
 
-That LMCache's connectors are right with them, and wrong without, is shown on the real ones: tests/roundtrip.
+tests/roundtrip shows on LMCache's real connectors that they are right with these fixes and wrong without.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-from kvfix.fixes import kvf020_packed_layout_moved_wrong as kvf020
-from kvfix.fixes import kvf021_layerwise_takes_heads_for_tokens as kvf021
+from kvfix.fixes.lmcache import kvf020_packed_layout_moved_wrong as kvf020
+from kvfix.fixes.lmcache import kvf021_layerwise_takes_heads_for_tokens as kvf021
 
 LAYERS, BLOCKS, BLOCK, HEADS = 2, 5, 4, 3
 SLOTS = torch.tensor([7, 0, 19, 5, 12])
 
 
 def caches(width: int, dtype: torch.dtype, order: str) -> list[torch.Tensor]:
-    """vLLM's tensors [blocks, heads, block, 2 * width], each byte by chance; `order`: theirs in memory."""
+    """vLLM's tensors [blocks, heads, block, 2 * width] of random bytes; `order`: of the axes in memory."""
     size = BLOCKS * HEADS * BLOCK * 2 * width * LAYERS
     held = torch.randint(0, 256, (size * dtype.itemsize,), dtype=torch.uint8).view(dtype)
     if order == "HND":
@@ -30,7 +30,7 @@ def caches(width: int, dtype: torch.dtype, order: str) -> list[torch.Tensor]:
 
 
 def row(cache: torch.Tensor, slot: int, kv: int, width: int) -> list[int]:
-    """All heads of a token's K or V: where vLLM's attention reads them."""
+    """All heads of a token's K or V, at the place where vLLM's attention reads them."""
     block, offset = divmod(slot, BLOCK)
     rows = [cache[block, head, offset, kv * width : (kv + 1) * width] for head in range(HEADS)]
     return torch.cat(rows).view(torch.uint8).tolist()
@@ -69,7 +69,7 @@ def test_the_widest_word_that_fits() -> None:
 
 
 class Elsewhere:
-    """A tensor of the host, as one on a GPU sees it: not on its device, not CUDA's."""
+    """A host tensor next to a GPU cache: on another device, and not CUDA."""
 
     device, is_cuda = torch.device("meta"), False
 
@@ -91,7 +91,7 @@ class Stream:
         self.waited += 1
 
 
-def test_by_a_buffer_on_the_device() -> None:
+def test_store_and_load_through_a_staging_buffer() -> None:
     import contextlib
 
     engine, stream = caches(32, torch.bfloat16, "NHD"), Stream()
@@ -99,20 +99,20 @@ def test_by_a_buffer_on_the_device() -> None:
     here = SimpleNamespace(torch=Streams(torch, contextlib.nullcontext))
     connector, chunk = SimpleNamespace(store_stream=stream, use_mla=False), SimpleNamespace(tensor=Elsewhere(tensor))
     more = {"kvcaches": engine, "slot_mapping": torch.cat([SLOTS, SLOTS])}
-    kvf020.correct_store(here)(unreached)(connector, chunk, 5, 10, **more)
+    kvf020.fix_store(here)(unreached)(connector, chunk, 5, 10, **more)
     right = torch.zeros_like(tensor)
     kvf020.gather(torch, right, engine, SLOTS)
     assert torch.equal(tensor.view(torch.int16), right.view(torch.int16))
     assert stream.waited == 1
     others = caches(32, torch.bfloat16, "NHD")
-    kvf020.correct_load(here)(unreached)(connector, chunk, 5, 10, kvcaches=others, slot_mapping=more["slot_mapping"])
+    kvf020.fix_load(here)(unreached)(connector, chunk, 5, 10, kvcaches=others, slot_mapping=more["slot_mapping"])
     for layer, cache in enumerate(others):
         for slot in SLOTS.tolist():
             assert row(cache, slot, 1, 32) == row(engine[layer], slot, 1, 32)
 
 
 class Streams:
-    """torch, whose streams do everything at once."""
+    """torch with streams that run everything at once."""
 
     def __init__(self, real: Any, stream: Any) -> None:
         self.real, self.cuda = real, SimpleNamespace(stream=lambda _: stream())
@@ -138,46 +138,46 @@ def theirs(connector: Any, memory_obj: Any, start: int, end: int, **more: Any) -
     ],
     ids=["split", "MLA", "K and V apart"],
 )
-def test_other_layouts_are_left_to_lmcache(mla: bool, kvcaches: Any) -> None:
+def test_lmcache_handles_other_layouts_itself(mla: bool, kvcaches: Any) -> None:
     connector = SimpleNamespace(use_mla=mla)
-    for correct in (kvf020.correct_store, kvf020.correct_load):
-        hook = correct(SimpleNamespace(torch=torch))(theirs)
+    for fix in (kvf020.fix_store, kvf020.fix_load):
+        hook = fix(SimpleNamespace(torch=torch))(theirs)
         assert hook(connector, None, 0, 5, kvcaches=kvcaches, slot_mapping=SLOTS) == "LMCache's own"
 
 
 def test_a_memory_object_of_another_size_is_not_written(caplog: pytest.LogCaptureFixture) -> None:
-    """LMCache's own answer, and it is said."""
+    """LMCache's own answer is returned, and the error is logged."""
     connector = SimpleNamespace(store_stream=Stream(), use_mla=False)
     here = SimpleNamespace(torch=torch)
-    for number, (correct, width) in enumerate(((kvf020.correct_store, 31), (kvf020.correct_load, 30))):
+    for number, (fix, width) in enumerate(((kvf020.fix_store, 31), (kvf020.fix_load, 30))):
         chunk = SimpleNamespace(tensor=torch.zeros(2, LAYERS, 5, HEADS * width, dtype=torch.bfloat16))
         more = {"kvcaches": caches(32, torch.bfloat16, "NHD"), "slot_mapping": SLOTS}
-        assert correct(here)(theirs)(connector, chunk, 0, 5, **more) == "LMCache's own"
+        assert fix(here)(theirs)(connector, chunk, 0, 5, **more) == "LMCache's own"
         assert len([one for one in caplog.records if "a fault of kvfix itself" in one.message]) == number + 1
 
 
 @pytest.mark.parametrize("name", ["0.5.2", "0.5.3", "0.5.5", "0.5.6"])
-def test_both_are_put_in_place_without_a_warning(zygote: Any, release: Any, name: str) -> None:
+def test_both_are_applied_without_a_warning(fork_server: Any, release: Any, name: str) -> None:
     code = """
 import kvfix
-from kvfix import notice
+from kvfix.session import session
 kvfix.apply()
 import lmcache.v1.gpu_connector.gpu_connectors
 rows = {row.code: row.verdict for row in kvfix.status()}
-warned = [said for said in notice._said if "KVF02" in said and "applied to" not in said]
+warned = [line for line in session.reported if "KVF02" in line and "applied to" not in line]
 result = [rows["KVF020"], rows["KVF021"], warned]
 """
-    assert zygote(code, release(name)) == ["applied", "applied", []]
+    assert fork_server(code, release(name)) == ["applied", "applied", []]
 
 
-def test_the_probe_of_kvf021_on_each_place_of_the_function(zygote: Any, release: Any) -> None:
+def test_the_probe_of_kvf021_in_each_module(fork_server: Any, release: Any) -> None:
     code = """
 import importlib
-from kvfix.fixes.kvf021_layerwise_takes_heads_for_tokens import correct, shows_bug
+from kvfix.fixes.lmcache.kvf021_layerwise_takes_heads_for_tokens import fix, shows_bug
 operations = importlib.import_module({module!r})
 function = operations.single_layer_kv_transfer
-result = [shows_bug(function, operations), shows_bug(correct(operations)(function), operations)]
+result = [shows_bug(function, operations), shows_bug(fix(operations)(function), operations)]
 """
-    places = dict(zip(("0.5.2", "0.5.3", "0.5.6"), [patch.module for patch in kvf021.FIX.patches], strict=True))
-    for name, module in places.items():
-        assert zygote(code.format(module=module), release(name)) == [True, False], name
+    modules = dict(zip(("0.5.2", "0.5.3", "0.5.6"), [target.module for target in kvf021.FIX.targets], strict=True))
+    for name, module in modules.items():
+        assert fork_server(code.format(module=module), release(name)) == [True, False], name

@@ -1,6 +1,6 @@
-"""How the choice reaches other processes; what the environment may hold; that without a choice nothing happens.
+"""How the configuration reaches other processes, and which text of KVFIX is valid. Without one nothing happens.
 
-The processes here import no vLLM: what is asked is whether kvfix is active there. tests/engine asks the real ones.
+These processes import no vLLM: the tests check whether kvfix is active in them. tests/engine checks real engines.
 """
 
 import os
@@ -11,7 +11,7 @@ import pytest
 
 from tests.conftest import Fresh
 
-ACTIVE = "import sys, kvfix.arrival as a; result = str(a.choice()) if a.choice() else None"
+ACTIVE = "from kvfix.session import session; result = str(session.config) if session.config else None"
 RAY = "VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY"
 
 
@@ -22,7 +22,7 @@ def test_apply_imports_nothing_heavy(fresh: Fresh) -> None:
     assert not loaded & heavy
 
 
-def test_plugin_does_what_the_environment_says(fresh: Fresh) -> None:
+def test_the_plugin_activates_the_configuration_of_the_environment(fresh: Fresh) -> None:
     load = f"from kvfix.activation import load; load(); {ACTIVE}"
     assert fresh(load) is None
     assert fresh(load, KVFIX="") is None
@@ -31,21 +31,21 @@ def test_plugin_does_what_the_environment_says(fresh: Fresh) -> None:
     assert fresh(load, KVFIX="fix skip=KVF001") == "fix skip=KVF001"
 
 
-def test_without_a_choice_nothing_changes(fresh: Fresh) -> None:
+def test_without_a_configuration_nothing_changes(fresh: Fresh) -> None:
     code = """
 import os, sys
 before = dict(os.environ), list(sys.meta_path)
 from kvfix.activation import load
 load()
-result = (dict(os.environ), list(sys.meta_path)) == before and "kvfix.patching" not in sys.modules
+result = (dict(os.environ), list(sys.meta_path)) == before and "kvfix.applying" not in sys.modules
 """
     assert fresh(code) is True
 
 
-@pytest.mark.parametrize("nonsense", ["yes please", "fix only=KVF999", "{'mode': 'fix'}", "fix only", "\u00fc\udcff"])
-def test_nonsense_is_one_clear_line_and_nothing_patched(nonsense: str, fresh: Fresh) -> None:
-    code = "from kvfix.activation import load; load(); load(); import kvfix.arrival as a; print(a.choice())"
-    done = fresh.run([sys.executable, "-c", code], KVFIX=nonsense)
+@pytest.mark.parametrize("invalid", ["yes please", "fix only=KVF999", "{'mode': 'fix'}", "fix only", "\u00fc\udcff"])
+def test_an_invalid_configuration_is_one_clear_line_and_applies_nothing(invalid: str, fresh: Fresh) -> None:
+    code = "from kvfix.activation import load; load(); load(); from kvfix.session import session; print(session.config)"
+    done = fresh.run([sys.executable, "-c", code], KVFIX=invalid)
     assert done.returncode == 0
     assert done.stdout.strip() == "None"
     (line,) = done.stderr.strip().splitlines()
@@ -79,21 +79,21 @@ result.append([os.environ.get(name) for name in names] == before)
     assert fresh(code, **environment, **{RAY: "NCCL_, MY_"})[2] == "NCCL_,MY_,KVFIX"
 
 
-def test_vllm_and_ray_read_what_was_handed_over(zygote) -> None:  # type: ignore[no-untyped-def]
-    """The real readers: vLLM's plugin loader and its list of variables for Ray workers."""
+def test_vllm_and_ray_read_the_configuration(fork_server) -> None:  # type: ignore[no-untyped-def]
+    """vLLM's own plugin loader, and its list of variables for Ray workers."""
     code = """
 import os
 os.environ["VLLM_PLUGINS"] = "something_else"
-import kvfix, kvfix.arrival
+import kvfix, kvfix.session
 kvfix.apply()
-choice, kvfix.arrival._choice = kvfix.arrival._choice, None
+config, kvfix.session.session.config = kvfix.session.session.config, None
 import vllm.plugins
 vllm.plugins.plugins_loaded = False
 vllm.plugins.load_general_plugins()
 from vllm.ray.ray_env import get_env_vars_to_copy
-result = [str(kvfix.arrival.choice()), "KVFIX" in get_env_vars_to_copy()]
+result = [str(kvfix.session.session.config), "KVFIX" in get_env_vars_to_copy()]
 """
-    assert zygote(code) == ["fix", True]
+    assert fork_server(code) == ["fix", True]
 
 
 def test_off_in_the_environment_wins(fresh: Fresh) -> None:
@@ -120,11 +120,11 @@ result.append(os.environ.get("KVFIX"))
 
 def test_fork_inherits(fresh: Fresh) -> None:
     code = """
-import os, kvfix, kvfix.arrival
+import os, kvfix, kvfix.session
 kvfix.apply()
 read, write = os.pipe()
 if os.fork() == 0:
-    os.write(write, str(kvfix.arrival.choice()).encode())
+    os.write(write, str(kvfix.session.session.config).encode())
     os._exit(0)
 os.wait()
 result = os.read(read, 99).decode()
@@ -136,12 +136,12 @@ def test_spawn_runs_the_main_script_again(tmp_path: Path, fresh: Fresh) -> None:
     script = tmp_path / "serve.py"
     script.write_text("""
 import multiprocessing, os, sys
-import kvfix, kvfix.arrival
+import kvfix, kvfix.session
 kvfix.apply(skip=["KVF001"])
 
 def child(queue):
-    finders = [f for f in sys.meta_path if type(f).__name__ == "Arrivals"]
-    queue.put((__name__, str(kvfix.arrival.choice()), os.environ["KVFIX"], len(finders)))
+    finders = [f for f in sys.meta_path if type(f).__name__ == "Finder"]
+    queue.put((__name__, str(kvfix.session.session.config), os.environ["KVFIX"], len(finders)))
 
 if __name__ == "__main__":
     context = multiprocessing.get_context("spawn")
@@ -159,31 +159,33 @@ class TestRun:
     """`kvfix run -- CMD`: programs that load no vLLM plugins, and all their children."""
 
     KVFIX = (sys.executable, "-m", "kvfix_tools.cli", "run")
-    SAY = "import kvfix.arrival as a, os, sys; print(a.choice(), sys.modules['sitecustomize'].__file__)"
+    SHOW = "import os, sys, kvfix.session as s; print(s.session.config, sys.modules['sitecustomize'].__file__)"
 
     def test_reaches_children_of_children(self, fresh: Fresh) -> None:
-        inner = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {self.SAY!r}])"
+        inner = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {self.SHOW!r}])"
         done = fresh.run([*self.KVFIX, "--skip", "KVF001", "--", sys.executable, "-c", inner])
         assert done.stdout.startswith("fix skip=KVF001 "), done.stderr
 
-    def test_hands_on_to_the_users_sitecustomize(self, tmp_path: Path, fresh: Fresh) -> None:
+    def test_imports_the_users_sitecustomize(self, tmp_path: Path, fresh: Fresh) -> None:
         (tmp_path / "sitecustomize.py").write_text("print('mine')")
         code = (
             f"import os, sys; os.environ['PYTHONPATH'] += ':{tmp_path}'; sys.argv[1:] = ['run', '--', sys.executable, "
         )
-        done = fresh.run([sys.executable, "-c", f"{code}'-c', {self.SAY!r}]\nfrom kvfix_tools.cli import main; main()"])
+        done = fresh.run(
+            [sys.executable, "-c", f"{code}'-c', {self.SHOW!r}]\nfrom kvfix_tools.cli import main; main()"]
+        )
         assert done.stdout.splitlines() == ["mine", f"fix {tmp_path / 'sitecustomize.py'}"], done.stderr
 
     def test_reaches_the_lmcache_server(self, fresh: Fresh, release) -> None:  # type: ignore[no-untyped-def]
-        """Its console script loads no vLLM plugin; `--help` imports LMCache and ends."""
+        """The console script of the server loads no vLLM plugin; `--help` imports LMCache and exits."""
         server = Path(sys.executable).with_name("lmcache")
         done = fresh.run([*self.KVFIX, "--", sys.executable, "-v", str(server), "server", "--help"])
         assert done.returncode == 0, done.stderr[-2000:]
-        assert "import 'kvfix.arrival'" in done.stderr
-        assert "import 'kvfix.fix'" in done.stderr, "the first module of LMCache must have loaded the catalogue"
+        assert "import 'kvfix.import_hooks'" in done.stderr
+        assert "import 'kvfix.fixes.api'" in done.stderr, "the first module of LMCache must have loaded the catalogue"
 
-    def test_a_python_without_kvfix_says_so_once(self, fresh: Fresh) -> None:
-        """-S: without site-packages there is no kvfix; the child inherits that it has been said."""
+    def test_a_python_without_kvfix_is_reported_once(self, fresh: Fresh) -> None:
+        """-S: without site-packages there is no kvfix. The child inherits the mark of the report."""
         child = [sys.executable, "-S", "-c", "import sitecustomize; print('ran')"]
         code = f"import sitecustomize, subprocess; subprocess.run({child!r})"
         bootstrap = str(Path(__file__).parents[2] / "patches/kvfix/bootstrap")
@@ -193,7 +195,7 @@ class TestRun:
         assert "cannot import kvfix" in line
         assert "Install kvfix there" in line
 
-    def test_clear_refusals(self, fresh: Fresh) -> None:
+    def test_errors_are_clear(self, fresh: Fresh) -> None:
         for arguments, code, text in (
             (["--", "no-such-program"], 127, "no-such-program: no such program"),
             (["--only", "KVF999", "--", "true"], 2, "known: KVF001"),

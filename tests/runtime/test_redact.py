@@ -1,4 +1,4 @@
-"""Secrets that show by their name or by their form, in whatever they are written; and what is none and stays."""
+"""Secrets are hidden by name and by form, in every format. Other text stays the same."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import json
 import pytest
 
 from kvfix import redact
-from kvfix.probes.alarm import words_of
-from kvfix_tools.diagnose import scan
+from kvfix.connector_events.violations import error_text
+from kvfix_tools.diagnose import log_line
 
 URL, SHOWN = "redis://user:hush@host:6379/0", "redis://<hidden>@host:6379/0"
 
 TEXTS = {
     "a URL": (URL, SHOWN),
-    "a password alone": ("rediss://:hush@host", "rediss://<hidden>@host"),
-    "a user alone": ("https://hush@host/path", "https://<hidden>@host/path"),
-    "a password with what a URL may not hold": ("redis://user:hu/sh@hush@host", "redis://<hidden>@host"),
+    "only a password": ("rediss://:hush@host", "rediss://<hidden>@host"),
+    "only a user": ("https://hush@host/path", "https://<hidden>@host/path"),
+    "a password with characters that a URL may not have": ("redis://user:hu/sh@hush@host", "redis://<hidden>@host"),
     "several in a line": (f"from {URL}, {URL}", f"from {SHOWN}, {SHOWN}"),
     "JSON": ('{"a": [{"b": {"password": "hush", "c": 1}}]}', '{"a": [{"b": {"password": "<hidden>", "c": 1}}]}'),
     "JSON in JSON": (
@@ -56,7 +56,7 @@ def test_hidden(words: str, shown: str | None) -> None:
 
 
 @pytest.mark.parametrize("words", SAME)
-def test_left_as_it_is(words: str) -> None:
+def test_other_text_stays_the_same(words: str) -> None:
     assert redact.text(words) == words
 
 
@@ -84,7 +84,7 @@ def test_setting() -> None:
 
 
 def test_an_error_in_a_dump_and_a_line_in_a_finding() -> None:
-    assert words_of(ConnectionError(f"Error 111 connecting to {URL}")) == (
+    assert error_text(ConnectionError(f"Error 111 connecting to {URL}")) == (
         f"ConnectionError: Error 111 connecting to {SHOWN}"
     )
-    assert scan.text(f"cannot connect to {URL}".encode()) == f"cannot connect to {SHOWN}"
+    assert log_line.shown(f"cannot connect to {URL}".encode()) == f"cannot connect to {SHOWN}"

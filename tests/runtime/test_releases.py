@@ -1,4 +1,4 @@
-"""Verdicts on the real files of every release, and on edited copies of them. Never by the version number."""
+"""The status on the real files of every release, and on edited copies. The version number never decides."""
 
 import json
 import os
@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from kvfix import fix
-from tests.conftest import ADAPTER, RELEASES, Fresh, Zygote, release_names
+from kvfix import catalogue
+from tests.conftest import ADAPTER, RELEASES, ForkServer, Fresh, release_names
 
 FILE = Path(*ADAPTER.split(".")).with_suffix(".py")
 #: The line of 0.3.10 that is the bug.
 BUG = "            return cached_num_hit_toks\n"
-MENDED = "            return max(0, cached_num_hit_toks - num_computed_tokens)\n"
+FIXED = "            return max(0, cached_num_hit_toks - num_computed_tokens)\n"
 
 STATUS = "import kvfix; result = {row.code: row for row in kvfix.status()}"
 SETTLE = f"""
@@ -25,8 +25,8 @@ import {ADAPTER}
 result = {{row.code: row for row in kvfix.status()}}
 """
 
-VERDICT, REASON, VERSION = 4, 5, 3
-#: In a row with the release before it.
+STATE, REASON, VERSION = 4, 5, 3
+#: In a row with the release in front.
 CODE = 1
 
 
@@ -44,7 +44,7 @@ def copy(folder: Path, into: Path, edit: Callable[[str], str] = lambda text: tex
 
 def rewrite(file: Path, edit: Callable[[str], str]) -> None:
     text = file.read_text()
-    file.unlink()  # a link to the release's own file
+    file.unlink()  # a hard link to the file of the release
     file.write_text(edit(text))
 
 
@@ -53,31 +53,31 @@ def test_kvf001_on_every_release(name: str, release, fresh: Fresh) -> None:  # t
     row = fresh(f"import sys; sys.path.insert(0, {str(release(name))!r}); {STATUS}")["KVF001"]
     before = ("0.3.9", "0.3.9.post1", "0.3.9.post2")
     expected = "applicable" if name == "0.3.10" else "not-affected" if name in before else "fixed-upstream"
-    assert (row[VERSION], row[VERDICT]) == (name, expected)
+    assert (row[VERSION], row[STATE]) == (name, expected)
     assert name in row[REASON] or "others up to" in row[REASON]
 
 
 SURVEY = """
 import sys, kvfix
-from kvfix.verdict import survey
+from kvfix import fix_status
 result = []
 for name, folder in {folders!r}.items():
     sys.path.insert(0, folder)
     sys.path_importer_cache.clear()
-    rows = [row for row in survey() if row.dist == {dist!r}]
+    rows = [row for row in fix_status.rows() if row.dist == {dist!r}]
     assert rows and all(row.reason for row in rows) and {{row.version for row in rows}} == {{name}}
     result += [(name, *row) for row in rows if row.verdict in ("unknown", "failed")]
     sys.path.remove(folder)
 """
-#: What cannot be mended from outside: there it says so.
-UNMENDED = {found.code for found in fix.catalogue() if not found.mends}
+#: Bugs that cannot be fixed from outside.
+UNFIXED = {found.code for found in catalogue.fixes() if not found.fixable}
 
 
 def test_no_release_is_unknown_to_any_fix(release, fresh: Fresh) -> None:  # type: ignore[no-untyped-def]
     folders = {name: str(release(name)) for name in release_names()}
     rows = fresh(SURVEY.format(folders=folders, dist="lmcache"))
-    assert {row[CODE] for row in rows} <= UNMENDED
-    assert all("cannot be mended from outside: " in row[-1] for row in rows)
+    assert {row[CODE] for row in rows} <= UNFIXED
+    assert all("cannot be fixed from outside: " in row[-1] for row in rows)
 
 
 def test_no_release_of_vllm_is_unknown_to_any_fix(fresh: Fresh) -> None:
@@ -86,48 +86,48 @@ def test_no_release_of_vllm_is_unknown_to_any_fix(fresh: Fresh) -> None:
         pytest.skip("no older vLLM is installed in .cache/vllm: `make matrix` does that")
     rows = fresh(SURVEY.format(folders=folders, dist="vllm"))
     assert {(row[0], row[CODE]) for row in rows} <= {(name, code) for name in folders for code in ("KVF903",)}
-    assert all("cannot be mended from outside: " in row[-1] for row in rows)
+    assert all("cannot be fixed from outside: " in row[-1] for row in rows)
 
 
-def test_what_cannot_be_mended_depends_on_where_it_is(fresh: Fresh, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unfixable_bug_can_be_harmless_here(fresh: Fresh, monkeypatch: pytest.MonkeyPatch) -> None:
     code = 'import kvfix; kvfix.apply(); result = [row for row in kvfix.status() if row.code == "KVF901"][0]'
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     row = fresh(code)
-    assert row[VERDICT] == "failed"
+    assert row[STATE] == "failed"
     assert "Set PYTHONHASHSEED=0 in the environment of every vLLM and LMCache process" in row[REASON]
     monkeypatch.setenv("PYTHONHASHSEED", "0")
-    assert fresh(code)[VERDICT] == "not-affected"
+    assert fresh(code)[STATE] == "not-affected"
 
 
 def test_code_of_broken_releases_is_broken_code_only() -> None:
-    """A fingerprint that a broken and a right release share would make a verdict by accident."""
+    """No fingerprint belongs to a broken and to a right release: the status would be an accident."""
     from packaging.specifiers import SpecifierSet
 
-    from kvfix.verdict import fingerprints
+    from kvfix.applicability import fingerprints
 
-    for found in fix.catalogue():
-        for patch in found.patches:
-            if patch.helper:  # says nothing about the bug, and is put only beside one that does
+    for found in catalogue.fixes():
+        for target in found.targets:
+            if target.helper:  # says nothing about the bug, and is applied only with another target
                 continue
-            known = fingerprints()[patch.dist]["functions"][patch.target]
-            broken = SpecifierSet(patch.broken, prereleases=True)
+            known = fingerprints()[target.dist]["functions"][target.name]
+            broken = SpecifierSet(target.broken, prereleases=True)
             for fingerprint, releases in known.items():
                 assert len({release in broken for release in releases}) == 1, (found.code, fingerprint, releases)
             assert any(release in broken for releases in known.values() for release in releases), found.code
 
 
 EDITS = {
-    # what was done to 0.3.10, version it claims -> verdict before and after the probe
+    # edit of 0.3.10, claimed version -> status before and after the probe
     "comments and blank lines": (
         lambda text: text.replace(BUG, "            # edited\n\n" + BUG),
         "",
         "applicable",
         "applied",
     ),
-    "a version that lies": (lambda text: text, "0.5.6", "applicable", "applied"),
+    "a wrong version number": (lambda text: text, "0.5.6", "applicable", "applied"),
     "another harmless line": (lambda text: text.replace(BUG, "            _ = 1\n" + BUG), "", "unknown", "applied"),
-    "mended by hand": (lambda text: text.replace(BUG, MENDED), "", "unknown", "fixed-upstream"),
-    "nothing the probe fits": (
+    "fixed by hand": (lambda text: text.replace(BUG, FIXED), "", "unknown", "fixed-upstream"),
+    "code that the probe does not fit": (
         lambda text: text.replace(BUG, "            return self.odd(1)\n"),
         "",
         "unknown",
@@ -139,7 +139,7 @@ EDITS = {
         "unknown",
         "unknown",
     ),
-    "the function gone, its release known": (
+    "the function gone, the version known": (
         lambda text: text.replace("def get_num_new_matched_tokens", "def matched"),
         "0.5.6",
         "unknown",
@@ -149,24 +149,24 @@ EDITS = {
 
 
 @pytest.mark.parametrize(("edit", "version", "by_file", "by_probe"), EDITS.values(), ids=EDITS)
-def test_edited_copies(edit, version, by_file, by_probe, tmp_path, release, fresh, zygote) -> None:  # type: ignore[no-untyped-def]
+def test_edited_copies(edit, version, by_file, by_probe, tmp_path, release, fresh, fork_server) -> None:  # type: ignore[no-untyped-def]
     folder = copy(release("0.3.10"), tmp_path, edit, version)
     row = fresh(f"import sys; sys.path.insert(0, {str(folder)!r}); {STATUS}")["KVF001"]
-    assert row[VERDICT] == by_file, row
-    row = zygote(SETTLE, folder)["KVF001"]
-    assert row[VERDICT] == by_probe, row
+    assert row[STATE] == by_file, row
+    row = fork_server(SETTLE, folder)["KVF001"]
+    assert row[STATE] == by_probe, row
 
 
-def test_a_right_release_that_claims_to_be_the_wrong_one(tmp_path, release, zygote: Zygote) -> None:  # type: ignore[no-untyped-def]
+def test_a_right_release_that_claims_to_be_the_wrong_one(tmp_path, release, fork_server: ForkServer) -> None:  # type: ignore[no-untyped-def]
     folder = copy(release("0.5.6"), tmp_path, version="0.3.10")
-    row = zygote(SETTLE, folder)["KVF001"]
+    row = fork_server(SETTLE, folder)["KVF001"]
     assert row[VERSION:] == ["0.3.10", "fixed-upstream", row[REASON]]
 
 
 def test_a_file_that_is_not_python(tmp_path, release, fresh: Fresh) -> None:  # type: ignore[no-untyped-def]
     folder = copy(release("0.3.10"), tmp_path, lambda text: text + "\ndef broken(:\n")
     row = fresh(f"import sys; sys.path.insert(0, {str(folder)!r}); {STATUS}")["KVF001"]
-    assert row[VERDICT] == "unknown"
+    assert row[STATE] == "unknown"
     assert "cannot be read as Python" in row[REASON]
     assert "reinstall lmcache" in row[REASON]
 
@@ -187,13 +187,13 @@ def test_status_command(release, fresh: Fresh) -> None:  # type: ignore[no-untyp
     assert "applicable" not in {row["verdict"] for row in rows if row["code"] == "KVF001"}
 
 
-def test_status_with_probe_decides_on_edited_code(tmp_path, release, zygote: Zygote) -> None:  # type: ignore[no-untyped-def]
-    """`kvfix status --probe`: what the process that imports the module would decide."""
+def test_status_with_probe_decides_on_edited_code(tmp_path, release, fork_server: ForkServer) -> None:  # type: ignore[no-untyped-def]
+    """`kvfix status --probe`: the decision of a process that imports the module."""
     folder = copy(release("0.3.10"), tmp_path, lambda text: text.replace(BUG, "            _ = 1\n" + BUG))
     case = (
-        "from kvfix_tools.catalogue import _probed\nfrom kvfix.verdict import survey\n"
-        "result = {row.code: row for row in survey(_probed)}"
+        "from kvfix_tools.status import _probed\nfrom kvfix import fix_status\n"
+        "result = {row.code: row for row in fix_status.rows(_probed)}"
     )
-    row = zygote(case, folder)["KVF001"]
-    assert row[VERDICT] == "applicable"
+    row = fork_server(case, folder)["KVF001"]
+    assert row[STATE] == "applicable"
     assert "the behaviour probe shows the bug" in row[REASON]

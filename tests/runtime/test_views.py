@@ -1,4 +1,4 @@
-"""What a fix puts in the place of an object of the engine: it is that object but for one thing, and cannot fail."""
+"""Objects that a fix puts in the place of an engine's object: they differ in one attribute, and cannot raise."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from typing import Any
 
 import pytest
 
-from kvfix import notice
-from kvfix.correction import View, replaced
-from kvfix.fixes import kvf018_loaded_chunks_unpinned_twice as kvf018
-from kvfix.fixes import kvf103_mp_retrieve_false as kvf103
-from kvfix.fixes import kvf105_mp_abort_before_alloc as kvf105
-from kvfix.fixes import kvf109_mp_freed_while_stored as kvf109
-from kvfix.fixes import kvf117_mp_ended_ids_kept as kvf117
+from kvfix.fixes.lmcache import kvf018_loaded_chunks_unpinned_twice as kvf018
+from kvfix.fixes.lmcache_mp import kvf103_mp_retrieve_false as kvf103
+from kvfix.fixes.lmcache_mp import kvf105_mp_abort_before_alloc as kvf105
+from kvfix.fixes.lmcache_mp import kvf109_mp_freed_while_stored as kvf109
+from kvfix.fixes.lmcache_mp import kvf117_mp_ended_ids_kept as kvf117
+from kvfix.session import session
+from kvfix.wrapping import View, replaced
 
 
 class Future:
-    """As LMCache's, with one more function that a later release may have."""
+    """Like LMCache's future, with one more function that a later release may have."""
 
     def __init__(self, answer: Any) -> None:
         self.answer = answer
@@ -37,11 +37,11 @@ class Future:
 
 @pytest.fixture
 def faults(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    monkeypatch.setattr(notice, "faults", {})
-    return notice.faults
+    monkeypatch.setattr(session, "faults", {})
+    return session.faults
 
 
-def test_a_view_is_the_object_but_for_what_is_instead() -> None:
+def test_a_view_is_the_object_except_for_the_replaced_attributes() -> None:
     request = SimpleNamespace(status="aborted", request_id="r")
     view = View(request, status=None)
     assert (view.status, view.request_id) == (None, "r")
@@ -52,7 +52,7 @@ def test_a_view_is_the_object_but_for_what_is_instead() -> None:
         view.nothing  # noqa: B018
 
 
-def test_what_was_replaced_is_put_back() -> None:
+def test_replaced_attributes_are_restored() -> None:
     owner = SimpleNamespace(one=1)
     with replaced(owner, one=2, other=3):
         assert (owner.one, owner.other) == (2, 3)
@@ -60,12 +60,14 @@ def test_what_was_replaced_is_put_back() -> None:
     assert vars(owner) == {"one": 1}
 
 
-def test_a_load_answers_also_where_it_cannot_be_noted(faults: dict[str, int]) -> None:
-    """A worker whose list of failed blocks has another name."""
+def test_a_failed_load_answers_even_if_it_cannot_be_recorded(faults: dict[str, int]) -> None:
+    """A worker without the list of failed blocks."""
     load = kvf103.load(SimpleNamespace(retrieve_futures={}), "r", Future(False))
     assert load.result(timeout=1, strict=True) is False
     assert load.cancel() == "cancelled"
-    assert list(faults) == ["a fault of kvfix itself in kvfix.fixes.kvf103_mp_retrieve_false.load: AttributeError"]
+    assert list(faults) == [
+        "a fault of kvfix itself in kvfix.fixes.lmcache_mp.kvf103_mp_retrieve_false.load: AttributeError"
+    ]
 
 
 def test_two_stores_as_one() -> None:
@@ -74,9 +76,9 @@ def test_two_stores_as_one() -> None:
     assert both.cancel() == "cancelled"
 
 
-def test_a_session_is_kept_however_its_end_is_called() -> None:
+def test_a_session_is_kept_for_calls_by_position_and_by_name() -> None:
     ended: list[Any] = []
-    end = kvf105._but_for("r", lambda *args, **kwargs: ended.append((args, kwargs)))
+    end = kvf105._except_for("r", lambda *args, **kwargs: ended.append((args, kwargs)))
     end("r")
     end(request_id="r")
     end("other", force=True)
@@ -84,7 +86,7 @@ def test_a_session_is_kept_however_its_end_is_called() -> None:
     assert ended == [(("other",), {"force": True}), ((), {"request_id": "another"})]
 
 
-def test_a_load_by_layers_ends_also_where_a_pin_cannot_be_taken_back(faults: dict[str, int]) -> None:
+def test_a_layerwise_load_ends_even_if_a_pin_cannot_be_released(faults: dict[str, int]) -> None:
     chunk = SimpleNamespace(meta=SimpleNamespace(pin_count=1))  # it cannot be unpinned
     assert list(kvf018._layers(iter([1, 2]), [(chunk, 1)])) == [1, 2]
     assert len(faults) == 1

@@ -1,6 +1,6 @@
-"""A release with a patch on it, and what is asked of it in a process of its own.
+"""A release with a patch applied, and the functions that run on it in a separate process.
 
-The patched copy is thin: the touched files are real, what lies beside them are links to the release.
+The patched copy is thin: the touched files are real, all others are links to the release.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from maintain import peers
 
 
 def touched(patch: str) -> list[str]:
-    """Files that the patch changes or makes."""
+    """Files that the patch changes or creates."""
     return [line.partition(" b/")[2] for line in patch.splitlines() if line.startswith("diff --git a/")]
 
 
 def copy(patch: Path, released: Sequence[Path], folder: Path) -> None:
-    """Into `folder`, as released, the files that the patch changes: of the package, and of its tests."""
+    """Copy the released files that the patch changes, of the package and its tests, into `folder`."""
     for file in touched(patch.read_text()):
         for place in released:
             if (place / file).exists():
@@ -36,7 +36,7 @@ def copy(patch: Path, released: Sequence[Path], folder: Path) -> None:
 
 
 def apply(patch: Path, released: Sequence[Path], folder: Path) -> Path:
-    """`folder` as a copy of the release with the patch on it; AssertionError where it does not apply cleanly."""
+    """`folder` as a copy of the release with the patch applied; AssertionError if it does not apply cleanly."""
     folder.mkdir(parents=True)
     copy(patch, released, folder)
     done = subprocess.run(
@@ -48,22 +48,22 @@ def apply(patch: Path, released: Sequence[Path], folder: Path) -> Path:
 
 
 def link(released: Sequence[Path], folder: Path) -> None:
-    """Links beside the touched files of a package and of its tests, so that both can be imported from `folder`."""
+    """Add links for all other files of a package and its tests, so that both can be imported from `folder`."""
     release, *tests = released
     (folder / "tests").mkdir(exist_ok=True)
     parents = {parent for file in folder.rglob("*.py") for parent in file.relative_to(folder).parents}
-    # Not beside the packages: what else is installed there comes from where it is.
+    # Not next to the packages: other packages are imported from the release.
     for parent in sorted(parents - {Path()} | {Path("tests")}):
         for place in tests if parent.parts[0] == "tests" else [release]:
-            for beside in (place / parent).iterdir() if (place / parent).is_dir() else ():
-                if not (folder / parent / beside.name).exists() and beside.name != "__pycache__":
-                    (folder / parent / beside.name).symlink_to(beside)
+            for other in (place / parent).iterdir() if (place / parent).is_dir() else ():
+                if not (folder / parent / other.name).exists() and other.name != "__pycache__":
+                    (folder / parent / other.name).symlink_to(other)
 
 
 def prefer(folder: Path) -> None:
-    """In a process that has imported the release: what the patch touches is imported from the folder, anew.
+    """In a process that has imported the release: import the touched modules again, from the folder.
 
-    So is whatever of LMCache, the lab, vLLM's connectors and its scheduler imports it.
+    Also all modules of LMCache, the lab, vLLM's connectors and its scheduler that import them.
     """
     for name, module in list(sys.modules.items()):
         place = folder / name.replace(".", "/")
@@ -81,7 +81,7 @@ def prefer(folder: Path) -> None:
         del sys.modules[name]
         package, _, module_name = name.rpartition(".")
         vars(sys.modules.get(package)).pop(module_name, None)  # `from package import module` would find it there
-    registry = sys.modules["prometheus_client"].REGISTRY  # LMCache registers what is there already, and would fail
+    registry = sys.modules["prometheus_client"].REGISTRY  # LMCache would register the same metrics again, and fail
     for collector in list(registry._collector_to_names):
         registry.unregister(collector)
 
@@ -90,19 +90,19 @@ _OURS = ("lmcache.", "kvfix_tools.lab.", "vllm.distributed.kv_transfer.kv_connec
 
 
 def _is_test(module: str) -> bool:
-    """In the package `tests`: ours, or theirs."""
+    """Whether the module is in the package `tests`, ours or upstream's."""
     return module.partition(".")[0] == "tests"
 
 
 def _is_own(path: Path, folder: Path) -> bool:
-    """Not a link to the release, nor in one."""
+    """Whether the path is neither a link to the release nor in one."""
     return path.resolve().is_relative_to(folder.resolve())
 
 
 def _imports(module: Any) -> set[str]:
-    """Names of modules that this one imports anywhere, and of what might be one."""
+    """Names that this module imports anywhere: modules, and attributes that may be modules."""
     file = Path(getattr(module, "__file__", None) or os.devnull)
-    if file.suffix != ".py" or file.name == "__init__.py":  # a package is what its modules are
+    if file.suffix != ".py" or file.name == "__init__.py":  # not of packages: their modules count
         return set()
     found = set()
     for node in ast.walk(ast.parse(file.read_text())):
@@ -114,7 +114,7 @@ def _imports(module: Any) -> set[str]:
 
 
 def regression(folder: Path, tests: list[str]) -> dict[str, Any]:
-    """Outcome of each regression test file of the folder: {file: [passed, failed, what the failed ones said]}."""
+    """Outcome of each regression test file of the folder: {file: [passed, failed, messages of the failed ones]}."""
 
     class Count:
         def __init__(self) -> None:
@@ -139,17 +139,17 @@ def regression(folder: Path, tests: list[str]) -> dict[str, Any]:
 
 
 def theirs(folder: Path, dist: str, tests: list[str]) -> dict[str, str]:
-    """Outcome of each test in the released test files."""
+    """{test: outcome} of the released test files."""
     outcomes = folder / "outcomes"
     outcomes.unlink(missing_ok=True)
-    os.environ.pop("PYTEST_XDIST_WORKER", None)  # of the process that asks: the plugin writes down in the first only
+    os.environ.pop("PYTEST_XDIST_WORKER", None)  # of the parent process: the plugin writes only in the first worker
     os.environ["KVFIX_PEERS"] = json.dumps({"mode": "", "outcomes": str(outcomes), "dist": dist})
     _run(folder, ["-p", "maintain.peers_plugin", *tests], plugins=[])
     return peers.read(outcomes)
 
 
 def _run(folder: Path, arguments: list[str], plugins: list[Any]) -> None:
-    """Where `tests` is theirs."""
+    """Run pytest with upstream's package `tests`."""
     import pytest
 
     own = {name: module for name, module in sys.modules.items() if _is_test(name)}
@@ -168,26 +168,27 @@ def _run(folder: Path, arguments: list[str], plugins: list[Any]) -> None:
     sys.modules.update(own)
 
 
-def verdict_of(code: str, dist: str) -> str:
-    """What `kvfix status` says of the patched copy in the process that has imported it, by fingerprint and probe."""
+def status_of(code: str, dist: str) -> str:
+    """The status of the patched copy in a process that has imported it, by fingerprint and probe."""
     from importlib import import_module
 
-    from kvfix import fix, target, verdict
+    from kvfix import applicability, catalogue, fix_status, installed_source
+    from kvfix.fixes.api import Target
 
-    known = fix.find(code)
+    known = catalogue.find(code)
     assert known is not None
 
-    def judge(patch: fix.Patch) -> verdict.Verdict:
-        if target.source_file(patch.dist, patch.module) is None:  # this release has no such module
-            return verdict.judge(patch)
-        return verdict.judge_live(patch, import_module(patch.module))
+    def judge(target: Target) -> applicability.Applicability:
+        if installed_source.source_file(target.dist, target.module) is None:  # this release has no such module
+            return applicability.judge(target)
+        return applicability.judge_live(target, import_module(target.module))
 
-    (row,) = (row for row in verdict.rows(known, judge) if row.dist == dist)
+    (row,) = (row for row in fix_status.rows_of(known, judge) if row.dist == dist)
     return f"{row.verdict}: {row.reason}"
 
 
 def scenarios(code: str, connectors: list[str]) -> dict[str, str]:
-    """{scenario of the fix: what comes of it here, without kvfix}; only those that the release would violate."""
+    """{scenario of the fix: its outcome here, without kvfix}; only scenarios that the release violates."""
     from kvfix_tools.lab import runner
 
     played = {scenario.slug: runner.play(scenario, fixes=False) for scenario in _violated(code, connectors)}
@@ -202,33 +203,33 @@ def _violated(code: str, connectors: list[str]) -> list[Any]:
     return [scenario for scenario in mine if runner.expected(scenario) == "violated"]
 
 
-def plays(code: str, connectors: list[str], seeds: int, mended: bool) -> dict[str, str]:
-    """{schedule: a digest of all that happens in it, with kvfix's fix or without}: its scenarios, and random ones."""
+def plays(code: str, connectors: list[str], seeds: int, fixed: bool) -> dict[str, str]:
+    """{schedule: digest of its events, with kvfix's fix or without}: the scenarios of the fix, and random schedules."""
     import kvfix
     from kvfix_tools.lab import runner
 
     found = {}
     with runner.quiet():
-        from kvfix_tools.lab.play import play
+        from kvfix_tools.lab.lab_engine import EngineDied, LabEngine
+        from kvfix_tools.lab.play_schedule import play
         from kvfix_tools.lab.schedule import draw
-        from kvfix_tools.lab.world import Died, World
 
         kvfix.revert()
-        if mended:
+        if fixed:
             kvfix.apply(only=[code])
         for scenario in _violated(code, connectors):
-            world = World(scenario.options)
-            with suppress(Died):
-                scenario.play(world)
-            found[scenario.slug] = _digest(_told(world))
+            engine = LabEngine(scenario.options)
+            with suppress(EngineDied):
+                scenario.play(engine)
+            found[scenario.slug] = _digest(_events(engine))
         for connector in connectors:
-            found |= {f"{connector} {seed}": _digest(_told(play(draw(seed, connector)))) for seed in range(seeds)}
+            found |= {f"{connector} {seed}": _digest(_events(play(draw(seed, connector)))) for seed in range(seeds)}
         kvfix.revert()
     return found
 
 
-def _told(done: Any) -> list[tuple[Any, ...]]:
-    """All that happened. A promise of nothing is one, whether the client was asked for it or not."""
+def _events(done: Any) -> list[tuple[Any, ...]]:
+    """All events. A promise of 0 is the same event with and without a lookup."""
     from kvfix.ledger.events import Asked
     from tests.healthy import events
 
@@ -239,18 +240,18 @@ def _told(done: Any) -> list[tuple[Any, ...]]:
     return events(SimpleNamespace(log=log))
 
 
-def _digest(happened: list[Any]) -> str:
-    return hashlib.sha256(repr(happened).encode()).hexdigest()
+def _digest(events: list[Any]) -> str:
+    return hashlib.sha256(repr(events).encode()).hexdigest()
 
 
 def healthy(connector: str, seeds: int, fixes: list[str]) -> list[str]:
-    """What happens in plain schedules with these fixes: a digest of all events of each, "" if something is violated."""
+    """For each plain schedule, with these fixes: a digest of all events, or "" if a rule is violated."""
     import kvfix
     from kvfix_tools.lab import runner
     from tests.healthy import events, violated
 
     with runner.quiet():
-        from kvfix_tools.lab.play import play
+        from kvfix_tools.lab.play_schedule import play
         from kvfix_tools.lab.schedule import draw
 
         if fixes:

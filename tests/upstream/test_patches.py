@@ -1,8 +1,8 @@
-"""The patches for upstream on the released code: they apply, they cure, and their own tests can fail.
+"""The patches for upstream on the released code: they apply, they fix the bug, and their own tests can fail.
 
-One process for each release of LMCache imports it, the lab and vLLM; each patch is tried in a fork of it: the release
-with the patch on it, its regression test, kvfix's verdict, the fix's scenarios and plain schedules. What the release
-says without the patches comes from one more fork.
+One process for each release of LMCache imports it, the lab and vLLM. A fork of it tries each patch: the release with
+the patch applied, its regression test, kvfix's status, the fix's scenarios and plain schedules. One more fork runs the
+release without the patches.
 """
 
 from __future__ import annotations
@@ -18,35 +18,35 @@ from typing import Any
 import pytest
 from packaging.specifiers import SpecifierSet
 
-from kvfix import fix, probe, target, verdict
+from kvfix import applicability, catalogue, installed_source
+from kvfix.fixes import stubs
 from kvfix_tools import upstream
 from maintain import peers
-from tests.conftest import RELEASES, ROOT, Zygote, clean_environment, release_names
+from tests.conftest import RELEASES, ROOT, ForkServer, clean_environment, release_names
 from tests.healthy import UNSEEN
 from tests.lab import test_async_release
-from tests.lab.test_scenarios import PROVEN_ELSEWHERE
 from tests.upstream import patched
 
-#: vLLM's copy of the multi-process connector does not take later ones.
+#: vLLM's copy of the multi-process connector does not work with later releases.
 FOR_IN_TREE = "0.4.6"
-#: Fixes below the lab's stand-in for the cache engine: what shows the bug in test_async_release.
+#: Fixes below the lab's stand-in for the cache engine: {code: mode of test_async_release that shows the bug}.
 ENGINE = {"KVF013": "async", "KVF018": "layers"}
 SEEDS = 24
-#: Random schedules with faults, which the patch plays as kvfix's fix does.
+#: Random schedules with faults, in which the patch has the same events as kvfix's fix.
 FAULTY = 4
-#: Where it does not, and why. The scenarios are clean and plain schedules the same with these too.
+#: {(code, dist): why the events differ}. The scenarios are clean and plain schedules the same with these too.
 DIFFERS: dict[tuple[str, str], str] = {}
 
-#: Of more of their test files than this, only those are run that are named after what a patch changes.
+#: If more test files than this import a changed module, only those named after a changed file run.
 MANY = 20
-#: Waits for its own timeouts, and fails on a busy machine: `make peers` runs it.
+#: Depends on time, and fails on a busy machine: `make peers` runs it.
 TIMED = "tests/v1/lookup_client/test_lmcache_lookup_client.py"
-#: What a process imports once, for all patches of a release.
+#: Imports of a process, once for all patches of a release.
 FIRST = """
 from kvfix_tools.lab import runner
 runner.prepare({lmcache!r})
 with runner.quiet():
-    from kvfix_tools.lab.play import play
+    from kvfix_tools.lab.play_schedule import play
     from kvfix_tools.lab.schedule import draw
     for connector in {connectors!r}:
         play(draw(0, connector, plain=True))
@@ -61,9 +61,9 @@ result = {{}}
 if {tests!r}:
     result["regression"] = patched.regression(Path({folder!r}), {tests!r})
 if {code!r}:
-    result["verdict"] = patched.verdict_of({code!r}, {dist!r})
+    result["status"] = patched.status_of({code!r}, {dist!r})
     result["scenarios"] = patched.scenarios({code!r}, {connectors!r})
-    result["plays"] = patched.plays({code!r}, {connectors!r}, {faulty}, mended=False)
+    result["plays"] = patched.plays({code!r}, {connectors!r}, {faulty}, fixed=False)
 result["healthy"] = {{each: patched.healthy(each, {seeds}, {fixes!r}) for each in {connectors!r}}}
 """
 THEIRS = """
@@ -71,18 +71,18 @@ import torch
 torch.set_num_threads(1)  # a fork has none of the threads that its parent has started
 from pathlib import Path
 from tests.upstream import patched
-if {dist!r} == "vllm":  # it is imported already
+if {dist!r} == "vllm":  # vLLM is imported already
     patched.prefer(Path({folder!r}))
 result = patched.theirs(Path({folder!r}), {dist!r}, {tests!r})
 """
-MENDED = """
+WITH_FIX = """
 from tests.upstream import patched
-result = {{code: patched.plays(code, connectors, {faulty}, mended=True) for code, connectors in {wanted!r}.items()}}
+result = {{code: patched.plays(code, connectors, {faulty}, fixed=True) for code, connectors in {wanted!r}.items()}}
 """
 
 
 def release_of(row: upstream.Ready) -> Path:
-    """Where the released code is: a folder that holds the package."""
+    """The folder with the released package."""
     if row.dist == "lmcache":
         return RELEASES / row.version
     spec = find_spec("vllm")
@@ -92,7 +92,7 @@ def release_of(row: upstream.Ready) -> Path:
 
 
 def released_tests(row: upstream.Ready) -> Path:
-    """Where the tests of the release are; for older releases there is no such folder."""
+    """The folder with the tests of the release; older releases have no such folder."""
     return ROOT / ".cache/peers" / f"{row.dist}-{row.version}"
 
 
@@ -101,7 +101,7 @@ def released(row: upstream.Ready) -> tuple[Path, Path]:
 
 
 def theirs(row: upstream.Ready) -> list[str]:
-    """Their tests of the files that the patch changes: those that import one; of many, those named after it."""
+    """Upstream's tests of the changed files: those that import one; if they are many, those named after one."""
     if not released_tests(row).is_dir():
         return []
     files = [Path(file) for file in patched.touched(row.path.read_text()) if not file.startswith("tests/")]
@@ -112,14 +112,14 @@ def theirs(row: upstream.Ready) -> list[str]:
 
 
 def lmcache_of(row: upstream.Ready) -> str:
-    """The LMCache under which it is tried."""
+    """The LMCache release with which the patch is tried."""
     if row.dist == "lmcache":
         return row.version
     return FOR_IN_TREE if row.code < "KVF200" else release_names()[-1]
 
 
 def connectors(row: upstream.Ready) -> list[str]:
-    """Those of the lab that run through what the patch changes."""
+    """Connectors of the lab that run the changed code."""
     if row.code < "KVF100":
         return ["v1"]
     if row.code < "KVF200":
@@ -132,13 +132,13 @@ IDS = [f"{row.slug}-{row.dist}-{row.version}" for row in PATCHES]
 
 
 class Release:
-    """A process with one LMCache imported, and what it says to the regression tests and plain schedules."""
+    """A process with one LMCache imported, and its results without patches: regression tests and plain schedules."""
 
     def __init__(self, lmcache: str, scratch: Path) -> None:
         rows = [row for row in PATCHES if lmcache_of(row) == lmcache]
         played = sorted({each for row in rows for each in connectors(row)})
         first = FIRST.format(lmcache=str(RELEASES / lmcache), connectors=played)
-        self.zygote = Zygote(first, **peers.environment(scratch))
+        self.fork_server = ForkServer(first, **peers.environment(scratch))
         tests = []
         for row in rows:
             patched.apply(row.path, released(row), scratch / row.slug / row.dist)
@@ -151,7 +151,7 @@ class Release:
         self.scratch = scratch
         self.unpatched = self.ask(scratch, "", tests, "", played)
         wanted = {row.code: connectors(row) for row in rows}
-        self.mended: dict[str, Any] = self.zygote(MENDED.format(faulty=FAULTY, wanted=wanted))
+        self.with_fix: dict[str, Any] = self.fork_server(WITH_FIX.format(faulty=FAULTY, wanted=wanted))
 
     def ask(
         self, folder: Path, dist: str, tests: list[str], code: str, played: list[str], fixes: tuple[str, ...] = ()
@@ -160,11 +160,11 @@ class Release:
             folder=str(folder), dist=dist, tests=tests, code=code, connectors=played, seeds=SEEDS, fixes=list(fixes),
             faulty=FAULTY,
         )  # fmt: skip
-        found: dict[str, Any] = self.zygote(text)
+        found: dict[str, Any] = self.fork_server(text)
         return found
 
     def plays(self, connector: str, code: str) -> list[str]:
-        """Plain schedules as they should be with the patch of this fix: as released, or else as kvfix mends it."""
+        """The right digests of plain schedules with the patch of this fix: as released, or as with kvfix's fix."""
         if code not in UNSEEN.get(connector, []):
             return list(self.unpatched["healthy"][connector])
         return list(self.ask(self.scratch, "", [], "", [connector], (code,))["healthy"][connector])
@@ -176,7 +176,7 @@ def regression_tests(row: upstream.Ready) -> list[str]:
 
 @pytest.fixture(scope="module")
 def releases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Release]]:
-    """One at a time: each takes most of a gigabyte."""
+    """One at a time: each needs almost a gigabyte."""
     kept: dict[str, Release] = {}
 
     def of(lmcache: str) -> Release:
@@ -187,7 +187,7 @@ def releases(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str
 
     def close() -> None:
         while kept:
-            kept.popitem()[1].zygote.close()
+            kept.popitem()[1].fork_server.close()
 
     yield of
     close()
@@ -201,20 +201,20 @@ def test_on_the_release(row: upstream.Ready, releases: Callable[[str], Release],
     patched.link(released(row), folder)
     before, found = release.unpatched, release.ask(folder, row.dist, tests, row.code, connectors(row))
     for file in tests:
-        passed, failed, said = found["regression"][file]
-        assert passed, said
-        assert not failed, said
+        passed, failed, messages = found["regression"][file]
+        assert passed, messages
+        assert not failed, messages
     can_fail = [file for file in tests if before["regression"][file][1]]
     assert can_fail, "the tests pass without the change"
     assert all((released_tests(row) / file).exists() for file in set(tests) - set(can_fail)), (
         "a new test passes without it"
     )
-    # For code that no release has and no stub can show to be wrong, kvfix says that it does not know.
-    assert found["verdict"].startswith("unknown" if has_no_probe(row) else "fixed-upstream"), found["verdict"]
+    # For code that no release has and that no probe can check, the status is unknown.
+    assert found["status"].startswith("unknown" if has_no_probe(row) else "fixed-upstream"), found["status"]
     outcomes = set(found["scenarios"].values())
-    assert outcomes == (set() if row.code in PROVEN_ELSEWHERE else {"clean"}), found["scenarios"]
-    mended = release.mended[row.code]
-    differ = [name for name in mended if found["plays"][name] != mended[name]]
+    assert outcomes == ({"clean"} if has_scenarios(row) else set()), found["scenarios"]
+    with_fix = release.with_fix[row.code]
+    differ = [name for name in with_fix if found["plays"][name] != with_fix[name]]
     assert bool(differ) == ((row.code, row.dist) in DIFFERS), f"{differ} play differently with kvfix's fix"
     for connector, digests in found["healthy"].items():
         expected = release.plays(connector, row.code)
@@ -225,17 +225,17 @@ def test_on_the_release(row: upstream.Ready, releases: Callable[[str], Release],
 
 
 @pytest.fixture(scope="module")
-def offline(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Zygote]:
-    """For their tests, which want to know of models."""
+def offline(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
+    """A process without network for upstream's tests, which look up models."""
     places = os.pathsep.join(str(ROOT / each) for each in ("patches", "tools"))
-    process = Zygote(PYTHONPATH=places, **peers.environment(tmp_path_factory.mktemp("hub")))
+    process = ForkServer(PYTHONPATH=places, **peers.environment(tmp_path_factory.mktemp("hub")))
     yield process
     process.close()
 
 
 @pytest.mark.parametrize("row", [row for row in PATCHES if theirs(row)], ids=lambda row: f"{row.slug}-{row.dist}")
-def test_their_tests(row: upstream.Ready, offline: Zygote, tmp_path: Path) -> None:
-    """Those of the files that the patch changes: what is green on the release is green with it."""
+def test_their_tests(row: upstream.Ready, offline: ForkServer, tmp_path: Path) -> None:
+    """Upstream's tests of the changed files: those that pass on the release pass with the patch."""
     known = peers.baseline(peers.suite(row.dist))["not passed"]
     patched.copy(row.path, released(row), tmp_path / "released")
     folder = patched.apply(row.path, released(row), tmp_path / "patched")
@@ -246,47 +246,56 @@ def test_their_tests(row: upstream.Ready, offline: Zygote, tmp_path: Path) -> No
         assert found, f"{tests} do not run"
         return {name for name, outcome in found.items() if outcome == "failed"} - known.keys()
 
-    for file in {name.partition("::")[0] for name in failing(folder, theirs(row))}:  # alone: some disturb others
+    for file in {
+        name.partition("::")[0] for name in failing(folder, theirs(row))
+    }:  # one file at a time: some disturb others
         assert failing(folder, [file]) <= failing(tmp_path / "released", [file])
 
 
 @pytest.mark.parametrize("row", [row for row in PATCHES if row.code in ENGINE], ids=lambda row: str(row.slug))
-def test_chunks_after_one_load(row: upstream.Ready, zygote: Zygote, tmp_path: Path) -> None:
-    """On LMCache's own cache engine, which is below the lab's stand-in."""
+def test_chunks_after_one_load(row: upstream.Ready, fork_server: ForkServer, tmp_path: Path) -> None:
+    """On LMCache's own cache engine, which the lab replaces by a stand-in."""
     folder = patched.apply(row.path, released(row), tmp_path / "patched")
     patched.link(released(row), folder)
     code = test_async_release.CODE.format(only="only=[]", mode=ENGINE[row.code], load=True, skip=0)
-    moved, chunks = zygote(code, folder)
+    moved, chunks = fork_server(code, folder)
     _, right = test_async_release.AFTER_ONE_LOAD[ENGINE[row.code], row.version]
     assert moved == 64
     assert chunks == [right] * len(chunks)
     assert len(chunks) >= 4
 
 
-def has_no_probe(row: upstream.Ready) -> bool:
-    known = fix.find(row.code)
+def has_scenarios(row: upstream.Ready) -> bool:
+    known = catalogue.find(row.code)
     assert known is not None
-    mine = [patch for patch in known.patches if patch.dist == row.dist and not patch.helper]
-    wrong = [patch for patch in mine if row.version in SpecifierSet(patch.broken)]
-    return any(patch.shows_bug is probe.cannot_tell for patch in wrong)
+    return bool(known.scenarios)
+
+
+def has_no_probe(row: upstream.Ready) -> bool:
+    known = catalogue.find(row.code)
+    assert known is not None
+    mine = [target for target in known.targets if target.dist == row.dist and not target.helper]
+    wrong = [target for target in mine if row.version in SpecifierSet(target.broken)]
+    return any(target.probe is stubs.cannot_tell for target in wrong)
 
 
 def test_every_fix_has_a_patch_or_a_reason() -> None:
-    """On the newest releases, which are installed here. What is right there needs no patch."""
+    """On the newest releases, which are installed here. A function that is right there needs no patch."""
     wrong = {
-        (known.code, patch.dist)
-        for known in fix.catalogue()
-        for patch in known.patches
-        if not patch.helper and verdict.judge(patch).verdict == "applicable"
+        (known.code, target.dist)
+        for known in catalogue.fixes()
+        for target in known.targets
+        if not target.helper and applicability.judge(target).state == "applicable"
     }
-    ready = {(row.code, row.dist) for row in PATCHES if row.version == target.version(row.dist)}
-    assert ready == wrong - set(upstream.WITHOUT)
-    assert set(upstream.WITHOUT) <= wrong
+    ready = {(row.code, row.dist) for row in PATCHES if row.version == installed_source.version(row.dist)}
+    without = {(fix.code, dist) for fix in catalogue.fixes() for dist in fix.no_patch}
+    assert ready == wrong - without
+    assert without <= wrong
     assert all(row.subject.startswith("[Bugfix]") for row in PATCHES)
 
 
-def test_export_is_signed_off_by_whoever_exports(tmp_path: Path) -> None:
-    """And `git am` takes it, on a checkout of the released files."""
+def test_export_is_signed_off_by_the_user(tmp_path: Path) -> None:
+    """And `git am` applies it to a checkout of the released files."""
     row = PATCHES[0]
     folder, home = tmp_path / "checkout", tmp_path / "home"
     patched.copy(row.path, released(row), folder)

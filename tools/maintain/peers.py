@@ -2,10 +2,10 @@
 
     python -m maintain.peers [lmcache|vllm ...] [--mode fix|strict ...] [--anew] [--json]
 
-What passes without kvfix is taken once, with --anew, and kept in tests/peers/<dist>-<release>.json as the list of what
-does not. A test that passes there and fails with kvfix is run again alone, with kvfix and without: only one that fails
-with kvfix alone counts. tests/peers/exceptions.json has those that are meant, each with the reason. Exit 1 if there are
-others, or if one of the exceptions does not happen.
+--anew runs them without kvfix once, and keeps the tests that do not pass in tests/peers/<dist>-<release>.json. A test
+that passes there and fails with kvfix is run again alone, with kvfix and without: it counts only if it fails with kvfix
+alone. tests/peers/exceptions.json has those that are meant to fail, each with the reason. Exit 1 if there are others,
+or if one of the exceptions does not fail.
 
 The tests are in .cache/peers (requirements/peers); they run in the environment of the project, two processes a suite.
 """
@@ -24,14 +24,13 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvfix import target
-from kvfix.fix import catalogue
+from kvfix import catalogue, installed_source
 
 ROOT = Path(__file__).parents[2]
 KEPT = ROOT / "tests/peers"
 EXCEPTIONS = KEPT / "exceptions.json"
 MODES = ("fix", "strict")
-#: Where tests are that go through the scheduler, a connector or the cache.
+#: Folders of the tests that go through the scheduler, a connector or the cache.
 FOLDERS = {"vllm": ("tests/v1/kv_connector/unit", "tests/v1/core"), "lmcache": ("tests/v1",)}
 #: Files that are not run, and why.
 LEFT_OUT = {
@@ -50,7 +49,7 @@ LEFT_OUT = {
 }
 #: Modules that nearly all of LMCache's tests import, whatever they are about.
 EVERYWHERE = {"lmcache.v1.memory_management"}
-#: Of the models that the tests name, no more than their shape is read.
+#: The models that the tests name: only their shape is read.
 _LLAMA = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 2048, "intermediate_size": 8192,
     "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64,
@@ -77,7 +76,7 @@ MODELS: dict[str, dict[str, Any]] = {
 
 
 class Suite(NamedTuple):
-    """The tests of one distribution: where they are, and what is run of them."""
+    """The tests of one distribution: their folder, and the paths in it that are run."""
 
     dist: str
     release: str
@@ -86,19 +85,19 @@ class Suite(NamedTuple):
 
     @property
     def file(self) -> Path:
-        """What is kept of it: outcomes of the tests that do not pass without kvfix, and how many do."""
+        """Its result without kvfix: how many tests pass, and the outcomes of those that do not."""
         return KEPT / f"{self.dist}-{self.release}.json"
 
 
 def suite(dist: str) -> Suite:
     """Raises SystemExit where its tests are not there."""
-    release = target.version(dist).partition("+")[0]
+    release = installed_source.version(dist).partition("+")[0]
     folder = ROOT / ".cache/peers" / f"{dist}-{release}"
     if not folder.is_dir():
         raise SystemExit(f"make peers: there are no tests of {dist} {release} in {folder}: run requirements/peers")
     if dist == "vllm":
         return Suite(dist, release, folder, [*FOLDERS[dist], *(f"--ignore={path}" for path in LEFT_OUT[dist])])
-    changed = {patch.module for fix in catalogue() for patch in fix.patches if patch.dist == dist} - EVERYWHERE
+    changed = {target.module for fix in catalogue.fixes() for target in fix.targets if target.dist == dist} - EVERYWHERE
     return Suite(dist, release, folder, importing(dist, folder, changed))
 
 
@@ -115,7 +114,7 @@ def importing(dist: str, folder: Path, modules: Iterable[str]) -> list[str]:
 
 
 def environment(folder: Path) -> dict[str, str]:
-    """For their tests. In `folder` it makes a cache of Hugging Face's hub with MODELS, so that nothing is asked for."""
+    """For their tests. In `folder` it makes a cache of Hugging Face's hub with MODELS: nothing is downloaded."""
     for model, config in MODELS.items():
         base = folder / "hf/hub" / f"models--{model.replace('/', '--')}"
         snapshot = base / "snapshots" / ("0" * 40)
@@ -163,7 +162,7 @@ def read(file: Path) -> dict[str, str]:
 
 
 def take(suite: Suite) -> None:
-    """Run it twice without kvfix; what does not pass both times is not asked again."""
+    """Run it twice without kvfix; a test that does not pass both times is left out from then on."""
     first, again = run(suite, ""), run(suite, "")
     worse = {name: outcome for name, outcome in (*again.items(), *first.items()) if outcome != "passed"}
     passed = sum(outcome == "passed" for outcome in first.values()) - sum(first.get(name) == "passed" for name in worse)
@@ -178,7 +177,7 @@ def baseline(suite: Suite) -> dict[str, Any]:
 
 
 def compare(suite: Suite, mode: str) -> dict[str, Any]:
-    """What a mode of kvfix changes: tests that fail with it alone, and how many passed."""
+    """The difference that a mode of kvfix makes: tests that fail with it alone, and how many passed."""
     begun, kept = time.monotonic(), baseline(suite)
     found = run(suite, mode)
     red = [name for name, outcome in found.items() if outcome == "failed" and name not in kept["not passed"]]

@@ -1,4 +1,4 @@
-"""For `make peers`: a plugin of pytest that puts kvfix into the process, and writes down what comes of each test."""
+"""For `make peers`: a plugin of pytest that applies kvfix in the process, and writes down the outcome of each test."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 import kvfix
 
 ASKED: dict[str, str] = json.loads(os.environ["KVFIX_PEERS"])
-#: The tests run in the processes that xdist starts; the first process hears of all of them.
+#: The tests run in the processes that xdist starts; the first process gets all their reports.
 IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ
 
 if IS_WORKER and ASKED["mode"]:
@@ -29,8 +29,8 @@ def pytest_collection_modifyitems(items: list[Any]) -> None:
 
 
 def watch_connectors() -> None:
-    """The tests make connectors of their classes; in an engine vLLM's factory gives those out, and they are watched."""
-    from kvfix.probes import hooks
+    """The tests use the connector classes themselves; in an engine kvfix wraps them as vLLM's factory returns them."""
+    from kvfix.connector_events import hooks
 
     base: Any = sys.modules.get("vllm.distributed.kv_transfer.kv_connector.v1.base")
     known = list(base.KVConnectorBase_V1.__subclasses__()) if base is not None else []

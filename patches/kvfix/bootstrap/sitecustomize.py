@@ -1,6 +1,6 @@
-# Reaches programs that load no vLLM plugins (`lmcache server`): `kvfix run` puts this folder first on PYTHONPATH, so
-# that every Python below it imports this file at its start. It then steps aside for the user's own sitecustomize.
-# Kept to syntax that any Python 3 reads: a child may be another interpreter.
+# For programs that load no vLLM plugins (`lmcache server`): `kvfix run` puts this folder first on PYTHONPATH, so that
+# every child Python imports this file at its start. The file then imports the user's own sitecustomize.
+# It uses only syntax that any Python 3 reads: a child may be another interpreter.
 import os
 import sys
 
@@ -11,7 +11,7 @@ try:
     from kvfix.activation import load
 except ImportError as error:
     if not os.environ.get("KVFIX_MISSING"):
-        os.environ["KVFIX_MISSING"] = "1"  # said once for this program and its children
+        os.environ["KVFIX_MISSING"] = "1"  # reported once for this program and its children
         sys.stderr.write(
             "kvfix WARNING [pid %d] %s cannot import kvfix (%s): it runs unpatched. Install kvfix there.\n"
             % (os.getpid(), sys.executable, error)
@@ -19,7 +19,7 @@ except ImportError as error:
 else:
     load()
 
-# sys.modules names this file under "sitecustomize"; the user's own, if there is one, takes its place.
+# sys.modules has this file as "sitecustomize"; the user's own, if there is one, replaces it.
 _ours = sys.modules.pop("sitecustomize", None)
 try:
     import sitecustomize  # noqa: F401

@@ -1,1 +1,31 @@
-"""One file, one bug. See CONTRIBUTING.md for how to add one."""
+"""The fixes. One file is one bug. `modules` finds the files by their names, without importing them.
+
+`fixes/lmcache/kvf001_lookup_cache_ignores_computed.py` is KVF001, lookup-cache-ignores-computed. The folders are
+`lmcache` (LMCache in the engine's process), `lmcache_mp` (its multi-process connectors), `vllm`, and `unfixable` (bugs
+that cannot be fixed from outside and have a workaround).
+"""
+
+from __future__ import annotations
+
+
+def modules() -> dict[str, tuple[str, str]]:
+    """{code: (slug, module)}, sorted by code. Finds modules as Python does: as source, as bytecode, or in a zip."""
+    import pkgutil  # only here: the start of a process does not need it
+
+    found = []
+    for folder in pkgutil.iter_modules(__path__):
+        if folder.ispkg:
+            inside = pkgutil.iter_modules([f"{path}/{folder.name}" for path in __path__])
+            found += [(each.name, f"{__name__}.{folder.name}.{each.name}") for each in inside]
+    return {
+        code: (slug, module)
+        for name, module in sorted(found)
+        for code, slug in [code_and_slug(name)]
+        if name.startswith("kvf")
+    }
+
+
+def code_and_slug(module: str) -> tuple[str, str]:
+    """Code and slug from the name of the module."""
+    code, _, slug = module.rpartition(".")[2].partition("_")
+    return code.upper(), slug.replace("_", "-")

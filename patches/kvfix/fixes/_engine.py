@@ -1,20 +1,16 @@
-"""What the fixes of LMCache's cache engine share: the memory objects of its chunks, and who holds them."""
+"""Shared by the fixes of LMCache's cache engine: the memory objects of the chunks that a lookup has fetched."""
 
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
-from kvfix.correction import View
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-MODULE = "lmcache.v1.cache_engine"
+from kvfix.wrapping import View
 
 
 def fetched(engine: Any, lookup_id: Any) -> list[Any]:
-    """Memory objects that an asynchronous lookup has fetched. None where the fetch is not done or has failed."""
+    """Memory objects that an asynchronous lookup has fetched. Empty if the fetch is not done or has failed."""
     future = _done(engine, lookup_id)
     if future is None or future.exception() is not None:
         return []
@@ -22,7 +18,7 @@ def fetched(engine: Any, lookup_id: Any) -> list[Any]:
 
 
 def keep_fetched(engine: Any, lookup_id: Any, wanted: Callable[[Any], bool]) -> None:
-    """Of what it has fetched, only these memory objects are the lookup's from now on."""
+    """Remove from the lookup the fetched memory objects that are not wanted."""
     future = _done(engine, lookup_id)
     if future is not None:
         kept = [[each for each in of_backend if wanted(_chunk(each))] for of_backend in future.result()]
@@ -34,16 +30,16 @@ def _done(engine: Any, lookup_id: Any) -> Any:
 
 
 def _done_events(engine: Any) -> Any:
-    """LMCache's own, by lookup id (0.5.6 event_manager.py:61)."""
+    """LMCache's own dict of finished fetches, by lookup id (0.5.6 event_manager.py:61)."""
     events = sys.modules["lmcache.v1.event_manager"]
     return engine.event_manager.events[events.EventType.LOADING][events.EventStatus.DONE]
 
 
 def _chunk(fetched: Any) -> Any:
-    return fetched[1] if isinstance(fetched, tuple) else fetched  # 0.3.10 has no key beside it
+    return fetched[1] if isinstance(fetched, tuple) else fetched  # later than 0.3.10: a pair of key and chunk
 
 
 def unpin(chunk: Any) -> None:
-    """Take one pin back, if it has any."""
+    """Release one pin of the chunk, if it has any."""
     if chunk.is_pinned:
         chunk.unpin()

@@ -1,27 +1,29 @@
-"""Loads and saves by layers: for which request LMCache's adapter calls its cache engine, which it does not say itself.
+"""Layerwise loads and saves: add the arguments of the request that LMCache's adapter does not pass to its cache engine.
 
-(0.5.6 vllm_v1_adapter.py:842; :1088 says the id, to 0.3.14 it did not.)
+(0.5.6 vllm_v1_adapter.py:842; :1088 passes the request id, up to 0.3.14 it did not.)
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvfix import notice
-from kvfix.correction import around, replaced
+from kvfix import engine_log
+from kvfix.wrapping import around, replaced
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator
 
-    from kvfix.correction import Correction
-
-_LAYERWISE = "impl.use_layerwise and impl.lmcache_engine is not None"
+    from kvfix.wrapping import Wrapper
 
 
-def loads(tell: Callable[[dict[str, Any], Any], None]) -> Correction:
-    """For `start_load_kv`, which loads the requests of a step in their order, and slices their tokens.
+def _layerwise(impl: Any, *_: Any, **__: Any) -> bool:
+    return impl.use_layerwise and impl.lmcache_engine is not None
 
-    tell: (arguments by name of the call, metadata of the request) adds to the first what it knows of the second.
+
+def loads(add: Callable[[dict[str, Any], Any], None]) -> Wrapper:
+    """For `start_load_kv`, which loads the requests of a step in order and slices their tokens.
+
+    add: (keyword arguments of the call, metadata of the request) adds to the arguments.
     """
 
     def start_load_kv(impl: Any, *_: Any, **__: Any) -> Generator[None, Any, Any]:
@@ -32,13 +34,13 @@ def loads(tell: Callable[[dict[str, Any], Any], None]) -> Correction:
             place = next((at for at, each in enumerate(pending) if each.token_ids[: len(tokens)] == tokens), None)
             return None if place is None else pending.pop(place)
 
-        return _told(impl.lmcache_engine, "retrieve_layer", find, tell)
+        return _with_request(impl.lmcache_engine, "retrieve_layer", find, add)
 
-    return around(start_load_kv, when=_LAYERWISE)
+    return around(start_load_kv, when=_layerwise)
 
 
-def saves(tell: Callable[[dict[str, Any], Any], None]) -> Correction:
-    """For `save_kv_layer`, which hands over the very list of tokens."""
+def saves(add: Callable[[dict[str, Any], Any], None]) -> Wrapper:
+    """For `save_kv_layer`, which passes the request's own list of tokens. add: as in `loads`."""
 
     def save_kv_layer(impl: Any, *_: Any, **__: Any) -> Generator[None, Any, Any] | None:
         metadata = impl._parent._connector_metadata
@@ -46,25 +48,25 @@ def saves(tell: Callable[[dict[str, Any], Any], None]) -> Correction:
         def find(tokens: Any) -> Any:
             return next((each for each in metadata.requests if each.token_ids is tokens), None)
 
-        return _told(impl.lmcache_engine, "store_layer", find, tell) if metadata is not None else None
+        return _with_request(impl.lmcache_engine, "store_layer", find, add) if metadata is not None else None
 
-    return around(save_kv_layer, when=_LAYERWISE)
+    return around(save_kv_layer, when=_layerwise)
 
 
-def _told(
-    engine: Any, name: str, find: Callable[[Any], Any], tell: Callable[[dict[str, Any], Any], None]
+def _with_request(
+    engine: Any, name: str, find: Callable[[Any], Any], add: Callable[[dict[str, Any], Any], None]
 ) -> Generator[None, Any, Any]:
-    """While the hook runs, the engine is told for whom it is called."""
+    """While the hook runs, calls of the engine's function get the arguments that `add` adds for their request."""
     call = getattr(engine, name)
 
-    def add(more: dict[str, Any], tokens: Any) -> None:
+    def add_arguments(more: dict[str, Any], tokens: Any) -> None:
         request = find(tokens)
         if request is not None:
-            tell(more, request)
+            add(more, request)
 
-    def told(tokens: Any, *args: Any, **more: Any) -> Any:
-        notice.guarded(f"{__name__}.{name}", add, more, tokens)
+    def with_request(tokens: Any, *args: Any, **more: Any) -> Any:
+        engine_log.guarded(f"{__name__}.{name}", add_arguments, more, tokens)
         return call(tokens, *args, **more)
 
-    with replaced(engine, **{name: told}):
+    with replaced(engine, **{name: with_request}):
         return (yield)

@@ -1,51 +1,15 @@
-"""What the fixes of the multi-process connector share: LMCache's class and vLLM's copy of it have the same hooks.
+"""Shared by the fixes of the multi-process connectors: LMCache's class and vLLM's copy of it have the same hooks.
 
-LMCache counts in tokens since 0.4.7; 0.4.6 and before, and vLLM's copy, count in blocks. So do two more for older vLLM
-that LMCache 0.4.4 to 0.5.5 bring along, chosen by `kv_connector_module_path`: `lmcache_mp_connector_0180` and `_0201`.
+LMCache counts in tokens since 0.4.7; 0.4.6 and before, its two connectors for older vLLM, and vLLM's copy count in
+blocks.
 """
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from types import ModuleType, SimpleNamespace
+from typing import Any
 
-from kvfix.fix import Patch
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from types import ModuleType
-
-LMCACHE = ("lmcache", "lmcache.integration.vllm.lmcache_mp_connector", "LMCacheMPConnector")
-FOR_0201 = (LMCACHE[0], LMCACHE[1] + "_0201", LMCACHE[2])
-FOR_0180 = (LMCACHE[0], LMCACHE[1] + "_0180", LMCACHE[2])
-IN_TREE = (
-    "vllm",
-    "vllm.distributed.kv_transfer.kv_connector.v1.lmcache_mp_connector",
-    "LMCacheMPConnectorUpstream",
-)
-
-
-def patches(
-    function: str,
-    shows_bug: Callable[[Callable[..., Any], ModuleType], bool],
-    correct: Callable[[ModuleType], Callable[..., Any]],
-    *,
-    lmcache: str,
-    vllm: str,
-    for_0201: str = ">=0.4.5",
-    for_0180: str = ">=0.4.4",
-) -> tuple[Patch, ...]:
-    """The same correction of a hook of all these classes, with the broken releases of each; "" where none is."""
-    return tuple(
-        Patch(dist, module, f"{owner}.{function}", broken, shows_bug, correct)
-        for (dist, module, owner), broken in (
-            (LMCACHE, lmcache),
-            (IN_TREE, vllm),
-            (FOR_0201, for_0201),
-            (FOR_0180, for_0180),
-        )
-        if broken
-    )
+from kvfix.fixes.targets import LMCACHE_MP, VLLM_MP
 
 
 def tokens(tracker: Any, name: str, block_size: int = 16) -> int:
@@ -55,17 +19,17 @@ def tokens(tracker: Any, name: str, block_size: int = 16) -> int:
 
 
 def hits(connector: Any, tracker: Any) -> tuple[int, int]:
-    """`num_vllm_hit` and `num_lmcache_hit` in tokens: what is read of every request that is admitted, in one call."""
+    """`num_vllm_hit` and `num_lmcache_hit` in tokens, in one call: the fix reads them of every admitted request."""
     blocks = getattr(tracker, "num_vllm_hit_blocks", None)
     if blocks is None:
         return tracker.num_vllm_hit_tokens, tracker.num_lmcache_hit_tokens
     return blocks * connector.vllm_block_size, tracker.num_lmcache_hit_blocks * connector.vllm_block_size
 
 
-def in_state(name: str) -> str:
-    """For `when` of a hook that is handed a request: it has a tracker, in the state that is known by this name."""
-    trackers, request_id = "connector.request_trackers", "request.request_id"
-    return f"{request_id} in {trackers} and {trackers}[{request_id}].state is {name}"
+def is_in(connector: Any, request: Any, state: Any) -> bool:
+    """For `when` of a hook that gets a request: whether its tracker exists and is in this state."""
+    tracker = connector.request_trackers.get(request.request_id)
+    return tracker is not None and tracker.state is state
 
 
 def set_tokens(tracker: Any, name: str, value: int, block_size: int = 16) -> None:
@@ -77,7 +41,7 @@ def set_tokens(tracker: Any, name: str, value: int, block_size: int = 16) -> Non
 
 
 def block_size(connector: Any) -> int:
-    """Only where trackers count in blocks does the connector keep it."""
+    """Tokens of a block. 1 if the trackers count in tokens: the connector then has no block size."""
     return int(getattr(connector, "vllm_block_size", 1))
 
 
@@ -90,18 +54,18 @@ def chunk_size(connector: Any) -> int:
 
 
 def token_ids(tracker: Any) -> list[int]:
-    """The tokens that the keys are made of: from 0.5.4 on not always those of the request."""
+    """The tokens that the keys are built from: from 0.5.4 on not always those of the request."""
     return list(tracker.get_token_ids() if hasattr(tracker, "get_token_ids") else tracker.all_token_ids)
 
 
 def nothing_cached(adapter: Any, request_id: str) -> None:
-    """The client answers 0 to the lookup of this request and sends none."""
+    """Set the lookup result of this request to 0, so that the client sends no lookup."""
     adapter._finished_lookup_results[request_id] = 0
     adapter._pending_lookups.add(request_id)
 
 
 class Lock:
-    """For probes: nobody else is there."""
+    """For probes: a lock that does nothing."""
 
     def __enter__(self) -> None: ...
 
@@ -109,7 +73,7 @@ class Lock:
 
 
 class Adapter:
-    """For probes: the scheduler's side of the client. It finds `found` tokens and keeps what it was asked to do."""
+    """For probes: the client in the scheduler role. Its hit is `found` tokens. It records its calls in `asked`."""
 
     lmcache_tokens_per_chunk = 256
     is_healthy = True
@@ -140,8 +104,10 @@ class Adapter:
 
 
 def scheduler_side(module: ModuleType, found: int | None = 0) -> Any:
-    """For probes: a connector that was never set up, with what its scheduler hooks read. Blocks of 16 tokens."""
-    owner = getattr(module, IN_TREE[2], None) or getattr(module, LMCACHE[2])  # vLLM's module has LMCache's class too
+    """For probes: a connector without `__init__`, with the attributes its scheduler hooks read. Blocks of 16 tokens."""
+    owner = getattr(module, VLLM_MP.name, None) or getattr(
+        module, LMCACHE_MP.name
+    )  # vLLM's module has LMCache's class too
     connector = owner.__new__(owner)
     vars(connector).update(
         _role=None,
@@ -163,7 +129,7 @@ def scheduler_side(module: ModuleType, found: int | None = 0) -> Any:
 
 
 def request(tokens: int = 2048, **more: Any) -> Any:
-    """For probes: what the hooks read of a request."""
+    """For probes: a request with the attributes that the hooks read."""
     ids = list(range(tokens))
     attributes = {
         "request_id": "kvfix-probe",

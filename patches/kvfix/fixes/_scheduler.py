@@ -1,25 +1,20 @@
-"""What the fixes of vLLM's scheduler share: whom it takes back after a load that failed."""
+"""Shared by the fixes of vLLM's scheduler: the requests that it rolls back after a failed load."""
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable, Collection, Iterator
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator
-
-MODULE = "vllm.v1.core.sched.scheduler"
-TAKES_BACK = "Scheduler._update_requests_with_invalid_blocks"
+from typing import Any
 
 
 def failed(
     scheduler: Any, names: Collection[str], invalid_block_ids: Collection[int], *more: Any
 ) -> Iterator[tuple[str, int, list[int]]]:
-    """The requests of these whose load was one within the step: name, place of its first failed block, all its blocks.
+    """Of these requests, those that load within the step: name, index of the first failed block, all blocks.
 
-    Only within a step do others share the blocks of a load. `more`: what the hook has been called with beside; the last
-    one says it (`evict_blocks`), and 0.11 knows no other loads.
+    Only loads within a step share their blocks with other requests. `more`: the other arguments of the hook. The last
+    one is `evict_blocks`, which is true for loads within a step. 0.11 has no other loads.
     """
     if more and not more[-1]:
         return
@@ -29,7 +24,7 @@ def failed(
 
 
 def lmcache_adapters(scheduler: Any) -> Iterator[Any]:
-    """The scheduler's sides of LMCache in process that this scheduler asks, also in a MultiConnector."""
+    """LMCache's in-process adapters of this scheduler, also those in a MultiConnector."""
     connector = getattr(scheduler, "connector", None)
     for each in (connector, *getattr(connector, "_connectors", ())):
         adapter = getattr(each, "_lmcache_engine", None)
@@ -37,10 +32,11 @@ def lmcache_adapters(scheduler: Any) -> Iterator[Any]:
             yield adapter
 
 
-def take_back(hook: Callable[..., Any], *requests: Any, adapter: Any = None) -> Any:
-    """For probes: what TAKES_BACK answers where block 3 has failed, the first of two of each of these that run.
+def roll_back(hook: Callable[..., Any], *requests: Any, adapter: Any = None) -> Any:
+    """For probes: the answer of `_update_requests_with_invalid_blocks` if block 3 has failed. Each request runs and has
+    blocks 3 and 4.
 
-    adapter: of the connector that the scheduler asks.
+    adapter: LMCache's adapter in the scheduler's connector.
     """
     block = SimpleNamespace(ref_cnt=1, block_hash=None)
     manager = SimpleNamespace(

@@ -1,11 +1,10 @@
-"""A ledger of tokens: typed events in, verdicts out. Pure: it imports neither vLLM nor LMCache nor torch.
+"""A ledger of tokens: typed events in, findings out. Pure: it imports neither vLLM nor LMCache nor torch.
 
-Every bug that kvfix knows is a wrong balance: how many tokens vLLM has computed, how many the external cache has,
-how many were promised, granted, loaded and stored. Live hooks, log lines, recorded dumps and the lab bring their
-events to the same model.
+Every known bug is a wrong balance of tokens: computed by vLLM, held by the external cache, promised, granted, loaded
+and stored. Live hooks, log lines, recorded dumps and the lab feed their events to the same model.
 """
 
-from kvfix.ledger.book import Finding, Ledger, Story
+from kvfix.ledger.history import Finding, History, Ledger
 from kvfix.ledger.rules import RULES, Rule
 
-__all__ = ["RULES", "Finding", "Ledger", "Rule", "Story"]
+__all__ = ["RULES", "Finding", "History", "Ledger", "Rule"]

@@ -1,4 +1,4 @@
-"""What happens to a request's tokens, whoever saw it. Counts are in tokens; None where the source cannot tell.
+"""Events of a request's tokens, from any source. Counts are in tokens; None: the source does not know.
 
 The names are those of vLLM's connector hooks (vllm/distributed/kv_transfer/kv_connector/v1/base.py).
 """
@@ -8,15 +8,23 @@ from __future__ import annotations
 from typing import NamedTuple, Union
 
 
-class Asked(NamedTuple):
-    """`get_num_new_matched_tokens` answered.
+def balance(hit: int, computed: int, total: int) -> int:
+    """Tokens to load: the hit minus the computed tokens, minus the last token if the whole request is hit.
 
-    total: tokens of the request. computed: those vLLM has, as shown to the connector (whole blocks). hit: tokens that
-    the external cache has from the start of the request. promised: the answer; None: not known yet, ask again.
-    asynchronous: the load is to run between steps.
-    replay: of a hit vLLM takes whole blocks only, and computes up to so many of its last tokens again (prefix replay,
-    `prefix_replay_tokens`). divergent: `computed` may be more than all kinds of layers have; where nothing is granted
-    vLLM starts with what they all have (`supports_divergent_local_hybrid_hits`).
+    vLLM recomputes the last token for its logits (LMCache issue 2158). 0 or less: there is nothing to load.
+    """
+    return hit - computed - (hit == total)
+
+
+class Asked(NamedTuple):
+    """`get_num_new_matched_tokens` returned.
+
+    total: tokens of the request. computed: tokens that vLLM has, as passed to the connector (whole blocks). hit: tokens
+    that the external cache has from the start of the request. promised: the answer; None: not known yet, ask again.
+    asynchronous: the load runs between steps.
+    replay: vLLM takes only whole blocks of a hit and recomputes up to so many of its last tokens (prefix replay,
+    `prefix_replay_tokens`). divergent: `computed` may be more than all kinds of layers have. If nothing is granted,
+    vLLM then starts with what they all have (`supports_divergent_local_hybrid_hits`).
     """
 
     request: str
@@ -39,7 +47,7 @@ class Granted(NamedTuple):
 class Scheduled(NamedTuple):
     """The request is in a scheduler output: `tokens` are computed on top of `computed` (local and loaded ones).
 
-    capacity: slots of its blocks. first: it was waiting before, new or preempted.
+    capacity: slots of its blocks. first: it waited before, as a new or a preempted request.
     """
 
     request: str
@@ -50,7 +58,7 @@ class Scheduled(NamedTuple):
 
 
 class LoadDue(NamedTuple):
-    """The connector's metadata tell the worker to load tokens [start, end) of the request."""
+    """The connector's metadata have a load of tokens [start, end) of the request for the worker."""
 
     request: str
     start: int
@@ -58,7 +66,7 @@ class LoadDue(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """The worker has loaded `tokens` tokens up to `end`, of those that were due; fewer than due: a failed load."""
+    """The worker has loaded `tokens` tokens up to `end`. Fewer than the LoadDue event: a failed load."""
 
     request: str
     tokens: int
@@ -66,9 +74,9 @@ class Loaded(NamedTuple):
 
 
 class Stored(NamedTuple):
-    """The worker has handed tokens [start, end) of the request to the external cache.
+    """The worker has stored tokens [start, end) of the request in the external cache.
 
-    covered: tokens from the start of the request that the cache holds already.
+    covered: tokens from the start of the request that the cache has already.
     """
 
     request: str
@@ -78,13 +86,13 @@ class Stored(NamedTuple):
 
 
 class Preempted(NamedTuple):
-    """vLLM has taken the request's blocks; it waits again."""
+    """vLLM has freed the request's blocks. The request waits again."""
 
     request: str
 
 
 class LoadFailed(NamedTuple):
-    """The load came short; vLLM takes the request back to `computed` tokens (None: not told)."""
+    """The load failed, all or in part. vLLM rolls the request back to `computed` tokens (None: not known)."""
 
     request: str
     computed: int | None
@@ -98,33 +106,33 @@ class Finished(NamedTuple):
 
 
 class Left(NamedTuple):
-    """State of an ended request was found in `where` (a dictionary, a pin, a lock) when it should be gone."""
+    """State of an ended request leaked in `where` (a dictionary, a pin, a lock)."""
 
     request: str
     where: str
 
 
 class Stuck(NamedTuple):
-    """The request waits for a load, and no load of it is under way."""
+    """The request waits for a load, and none is in flight."""
 
     request: str
     waited: int
 
 
 class TimedOut(NamedTuple):
-    """A lookup for the request was waited for, and not answered: `waited` seconds, until `at` on any steady clock."""
+    """A lookup of the request timed out after `waited` seconds, at `at` seconds of any monotonic clock."""
 
     request: str
     waited: float
     at: float
 
     def is_at_once_after(self, other: TimedOut) -> bool:
-        """Whether less time was left between the two than was waited."""
+        """Whether the pause between the two lookups was shorter than this lookup's wait."""
         return self.at - other.at < 2 * self.waited
 
 
 class Raised(NamedTuple):
-    """An exception left a hook, or the scheduler."""
+    """A hook or the scheduler raised an exception."""
 
     request: str
     where: str
@@ -132,9 +140,9 @@ class Raised(NamedTuple):
 
 
 class RankDiffers(NamedTuple):
-    """Between loads that the scheduler and this rank have both on record, one of [start, end) is on record once only.
+    """A load of [start, end) is in one record only, the scheduler's or the rank's, between loads that are in both.
 
-    told: by the scheduler, and the rank has not begun it; else it is the other way round.
+    told: True: in the scheduler's metadata, and the rank has not started it. False: the other way round.
     """
 
     request: str

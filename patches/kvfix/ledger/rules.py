@@ -1,7 +1,8 @@
-"""The invariants. Each is a function of the story so far and the event; its docstring is what `kvfix explain` prints.
+"""The rules: invariants of the token accounting. `kvfix explain` prints the docstring of a rule.
 
-A check answers None (valid), or (verdict, the arithmetic, the earlier event that this one contradicts). Where the
-record began after the request did, or the source cannot tell a count, the verdict is "unknown": never a guess.
+A rule checks an event against the history so far. It returns None (valid), or ("violated" or "unknown", the arithmetic,
+the earlier event that this one contradicts). It returns "unknown" if the record began after the request did or the
+source does not have a count: it never guesses.
 """
 
 from __future__ import annotations
@@ -13,19 +14,19 @@ from kvfix.ledger import events as ev
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from kvfix.ledger.book import Story
     from kvfix.ledger.events import Event
+    from kvfix.ledger.history import History
 
 Outcome = Optional["tuple[str, str, Event | None]"]
 
 
 class Rule(NamedTuple):
-    """`code` and `name` are for users; `on` is the event at which the rule is looked at."""
+    """`code` and `name` are for users; `on` is the type of event that the rule checks."""
 
     code: str
     name: str
     on: type
-    check: Callable[[Story, Any], Outcome]
+    check: Callable[[History, Any], Outcome]
 
     @property
     def doc(self) -> str:
@@ -55,11 +56,11 @@ def unknown(message: str) -> Outcome:
 
 
 @rule("KVR001", "promise-out-of-bounds", ev.Asked)
-def promise_out_of_bounds(story: Story, event: ev.Asked) -> Outcome:
-    """A promise is at least 0, and leaves one token to compute, whose logits are the next token.
+def promise_out_of_bounds(history: History, event: ev.Asked) -> Outcome:
+    """A promise is at least 0 and leaves one token to compute: its logits give the next token.
 
-    0 <= promised <= total - 1 - computed; a load between steps may cover the last token too, vLLM then computes it
-    again (vllm/v1/core/sched/scheduler.py 0.32.0, `_update_waiting_for_remote_kv`). Beyond it vLLM asserts.
+    0 <= promised <= total - 1 - computed. A load between steps may cover the last token too: vLLM then recomputes it
+    (vllm/v1/core/sched/scheduler.py 0.32.0, `_update_waiting_for_remote_kv`). vLLM asserts on a larger promise.
     """
     if event.promised is None:
         return None
@@ -72,20 +73,20 @@ def promise_out_of_bounds(story: Story, event: ev.Asked) -> Outcome:
 
 
 @rule("KVR002", "promise-changed", ev.Asked)
-def promise_changed(story: Story, event: ev.Asked) -> Outcome:
-    """Asked again about the same state, the connector answers the same.
+def promise_changed(history: History, event: ev.Asked) -> Outcome:
+    """The connector promises the same number of tokens each time it is asked about the same state.
 
-    vLLM asks on every step until it has blocks for the request. With the same hit, the same computed and total tokens,
-    a different promise is made of something else than the balance. (LMCache issue 2158.)
+    vLLM asks in every step until it has blocks for the request. With the same hit and the same computed and total
+    tokens, a different promise cannot be the balance (LMCache issue 2158).
     """
-    before = story.asked
-    if before is None or before.promised is None or event.promised is None or story.granted is not None:
+    before = history.asked
+    if before is None or before.promised is None or event.promised is None or history.granted is not None:
         return None
     if (before.computed, before.total, before.hit) != (event.computed, event.total, event.hit) or event.hit is None:
         return None
     if before.promised == event.promised:
         return None
-    due = max(0, event.hit - event.computed - (event.hit == event.total))
+    due = max(0, ev.balance(event.hit, event.computed, event.total))
     return violated(
         f"promised {event.promised} where {before.promised} was promised before: hit {event.hit} - computed "
         f"{event.computed}{' - 1 (the whole request is hit)' if event.hit == event.total else ''} -> {due}",
@@ -94,56 +95,56 @@ def promise_changed(story: Story, event: ev.Asked) -> Outcome:
 
 
 @rule("KVR003", "grant-differs-from-promise", ev.Granted)
-def grant_differs(story: Story, event: ev.Granted) -> Outcome:
+def grant_differs(history: History, event: ev.Granted) -> Outcome:
     """vLLM takes all of a promise or nothing of it.
 
-    Nothing: another connector of a MultiConnector was chosen, prompt_logprobs are asked for, or vLLM's own prefix hit
-    ends inside a block (vllm/v1/core/sched/scheduler.py 0.32.0:971-1027). Models with prefix replay take whole blocks
-    of it (993-1005), whose size is not on record: then less is unknown.
+    It takes nothing if it chose another connector of a MultiConnector, if the request asks for prompt_logprobs, or if
+    its own prefix hit ends inside a block (vllm/v1/core/sched/scheduler.py 0.32.0:971-1027). Models with prefix replay
+    take whole blocks of it (993-1005). The record has no block size, so a smaller grant is then unknown.
     """
     if event.external == 0:
         return None
-    if story.asked is None:
-        if story.seen_from_start:
+    if history.asked is None:
+        if history.recorded_from_start:
             return violated(f"granted {event.external}, and nothing was promised")
         return unknown(f"granted {event.external}; the record has no promise")
-    if event.external == story.asked.promised:
+    if event.external == history.asked.promised:
         return None
-    if story.asked.replay and event.external < (story.asked.promised or 0):
-        return unknown(f"granted {event.external}, promised {story.asked.promised}: whole blocks of it are taken")
-    return violated(f"granted {event.external}, promised {story.asked.promised}", story.asked)
+    if history.asked.replay and event.external < (history.asked.promised or 0):
+        return unknown(f"granted {event.external}, promised {history.asked.promised}: whole blocks of it are taken")
+    return violated(f"granted {event.external}, promised {history.asked.promised}", history.asked)
 
 
 @rule("KVR004", "load-differs-from-grant", ev.LoadDue)
-def load_differs(story: Story, event: ev.LoadDue) -> Outcome:
-    """What is loaded is what was granted, on top of what vLLM had; the last token of a full hit may be loaded too."""
-    if story.granted is None or story.asked is None:
-        if story.seen_from_start:
+def load_differs(history: History, event: ev.LoadDue) -> Outcome:
+    """A load has the granted tokens, after the computed ones; it may also have the last token of a full hit."""
+    if history.granted is None or history.asked is None:
+        if history.recorded_from_start:
             return violated(f"tokens {event.start} to {event.end} are to be loaded, and none were granted")
         return unknown("the record has no grant")
-    have, granted = story.asked.computed, story.granted.external
+    have, granted = history.asked.computed, history.granted.external
     if granted == 0:
-        return violated(f"tokens {event.start} to {event.end} are to be loaded, and 0 were granted", story.granted)
-    if event.start <= have and event.end in (have + granted, min(have + granted + 1, story.asked.total)):
+        return violated(f"tokens {event.start} to {event.end} are to be loaded, and 0 were granted", history.granted)
+    if event.start <= have and event.end in (have + granted, min(have + granted + 1, history.asked.total)):
         return None
     return violated(
         f"tokens {event.start} to {event.end} are to be loaded; computed {have} + granted {granted} = {have + granted}",
-        story.granted,
+        history.granted,
     )
 
 
 @rule("KVR005", "computed-differs-from-grant", ev.Scheduled)
-def computed_differs(story: Story, event: ev.Scheduled) -> Outcome:
-    """A request that comes from waiting has computed what vLLM had and what was granted.
+def computed_differs(history: History, event: ev.Scheduled) -> Outcome:
+    """An admitted request starts with the tokens that vLLM had and those that were granted.
 
-    A prefix hit of vLLM that ends inside a block is shown to the connector as whole blocks: then, with nothing granted,
-    it is up to a block more (scheduler.py 0.32.0:971-1027). After a load between steps that covers all, one less. With
-    prefix replay up to a window less (1053-1124, 3159-3170); with nothing granted on top of a hit that the kinds of
-    layers do not share, what they all have (1029-1038).
+    vLLM passes a prefix hit that ends inside a block to the connector as whole blocks: if nothing is granted, the
+    request starts with up to one block more (scheduler.py 0.32.0:971-1027). After a load between steps that covers all
+    tokens it starts with one less. With prefix replay it starts with up to a window less (1053-1124, 3159-3170). If
+    nothing is granted on top of a hit that the kinds of layers do not share, it starts with what all have (1029-1038).
     """
-    if not event.first or story.asked is None or story.granted is None:
+    if not event.first or history.asked is None or history.granted is None:
         return None
-    asked, granted = story.asked, story.granted.external
+    asked, granted = history.asked, history.granted.external
     expected = asked.computed + granted
     if event.computed == expected or (asked.asynchronous and event.computed == min(expected, asked.total - 1)):
         return None
@@ -157,81 +158,81 @@ def computed_differs(story: Story, event: ev.Scheduled) -> Outcome:
 
 
 @rule("KVR006", "load-without-start", ev.Scheduled)
-def load_without_start(story: Story, event: ev.Scheduled) -> Outcome:
-    """Tokens that were granted are loaded before a step reads them."""
-    if not event.first or story.granted is None or story.granted.external == 0 or story.due is not None:
+def load_without_start(history: History, event: ev.Scheduled) -> Outcome:
+    """Granted tokens are loaded before a step reads them."""
+    if not event.first or history.granted is None or history.granted.external == 0 or history.due is not None:
         return None
-    if not story.sees_loads:
-        return unknown(f"{story.granted.external} tokens were granted; whether a load was started is not on record")
-    return violated(f"{story.granted.external} tokens were granted, and no load of them was started", story.granted)
+    if not history.sees_loads:
+        return unknown(f"{history.granted.external} tokens were granted; whether a load was started is not on record")
+    return violated(f"{history.granted.external} tokens were granted, and no load of them was started", history.granted)
 
 
 @rule("KVR007", "store-leaves-hole", ev.Stored)
-def store_leaves_hole(story: Story, event: ev.Stored) -> Outcome:
-    """Stores continue where the cache ends: what lies behind a hole can never be found, a hit is a prefix.
+def store_leaves_hole(history: History, event: ev.Stored) -> Outcome:
+    """Stores continue at the end of what the cache has: a hit is a prefix, so tokens after a hole are never hit.
 
-    (LMCache issue 4508: the hit is counted once per poll, and [hit, polls * hit) is never stored.)
+    (LMCache issue 4508: each poll counts the hit again, and [hit, polls * hit) is never stored.)
     """
-    covered = max(event.covered, story.stored_to or 0)
+    covered = max(event.covered, history.stored_to or 0)
     if event.start <= covered:
         return None
-    if not story.seen_from_start:
+    if not history.recorded_from_start:
         return unknown(f"tokens {event.start} to {event.end} are stored; what was stored before is not on record")
     hole = f"{covered} to {event.start} never are"
     return violated(f"tokens {event.start} to {event.end} are stored, the cache holds {covered}: {hole}")
 
 
 @rule("KVR008", "store-beyond-computed", ev.Stored)
-def store_beyond_computed(story: Story, event: ev.Stored) -> Outcome:
-    """What is stored has been computed."""
-    if story.computed is None or event.end <= story.computed:
+def store_beyond_computed(history: History, event: ev.Stored) -> Outcome:
+    """Only computed tokens are stored."""
+    if history.computed is None or event.end <= history.computed:
         return None
-    return violated(f"tokens {event.start} to {event.end} are stored, {story.computed} are computed")
+    return violated(f"tokens {event.start} to {event.end} are stored, {history.computed} are computed")
 
 
 @rule("KVR009", "state-left-behind", ev.Left)
-def state_left_behind(story: Story, event: ev.Left) -> Outcome:
-    """When a request has ended, no dictionary, pin or lock speaks of it: it would leak, or meet a reused id."""
-    return violated(f"{event.where} still holds it", story.finished)
+def state_left_behind(history: History, event: ev.Left) -> Outcome:
+    """No dictionary, pin or lock holds an ended request: it would leak, or be used for a reused id."""
+    return violated(f"{event.where} still holds it", history.finished)
 
 
 @rule("KVR010", "waits-for-no-load", ev.Stuck)
-def waits_for_no_load(story: Story, event: ev.Stuck) -> Outcome:
-    """A request that waits for a load has one under way; else it waits for ever and keeps its blocks."""
-    return violated(f"has waited {event.waited} steps for a load that nobody started", story.granted)
+def waits_for_no_load(history: History, event: ev.Stuck) -> Outcome:
+    """A request that waits for a load has one in flight; otherwise it waits for ever and keeps its blocks."""
+    return violated(f"has waited {event.waited} steps for a load that was never started", history.granted)
 
 
 @rule("KVR012", "waits-for-lookup-again", ev.TimedOut)
-def waits_for_lookup_again(story: Story, event: ev.TimedOut) -> Outcome:
-    """After two lookups in a row that were waited for in vain no third is, at once: nothing else would be done.
+def waits_for_lookup_again(history: History, event: ev.TimedOut) -> Outcome:
+    """After two lookup timeouts in a row the scheduler pauses before it waits for a third lookup.
 
-    Half of the time may pass so at most: the scheduler stands still while a lookup is waited for. One is tried again at
-    once, as the worker may be back.
+    The scheduler is blocked while it waits for a lookup. A pause as long as the wait bounds that to half of the time.
+    One retry at once is allowed: the worker may be back.
     """
-    before = story.timed_out
-    if before is None or not story.timed_out_again or not event.is_at_once_after(before):
+    before = history.timed_out
+    if before is None or not history.timed_out_again or not event.is_at_once_after(before):
         return None
     after = event.at - before.at - event.waited
     return violated(
-        f"{event.waited:g} s were waited for a lookup in vain, {after:.1f} s after the last, which was the second",
+        f"a lookup timed out after {event.waited:g} s; it began {after:.1f} s after the second timeout in a row",
         before,
     )
 
 
 @rule("KVR011", "exception-left-hook", ev.Raised)
-def exception_left_hook(story: Story, event: ev.Raised) -> Outcome:
-    """No exception leaves a connector hook or the scheduler: EngineCore dies of it, with every request it had."""
+def exception_left_hook(history: History, event: ev.Raised) -> Outcome:
+    """No connector hook and no scheduler function raises: EngineCore dies of it, with all of its requests."""
     return violated(f"{event.where}: {event.error}")
 
 
 @rule("KVR013", "rank-loads-otherwise", ev.RankDiffers)
-def rank_loads_otherwise(story: Story, event: ev.RankDiffers) -> Outcome:
-    """Every rank begins the loads that the scheduler tells, and no other.
+def rank_loads_otherwise(history: History, event: ev.RankDiffers) -> Outcome:
+    """Every rank starts the loads in the scheduler's metadata, and no others.
 
-    A step's metadata reach all workers, whole and in order. Where one rank has not loaded what the others have, it
-    computes on KV that is not there. To be seen only where the records of several processes are laid side by side.
+    The metadata of a step reach all workers completely and in order. A rank that skips a load computes on KV that was
+    not loaded. Only a comparison of the records of several processes shows it.
     """
     tokens = f"tokens {event.start} to {event.end}"
     if event.told:
-        return violated(f"rank {event.rank} has not begun to load {tokens}, which the scheduler told it", story.due)
-    return violated(f"rank {event.rank} loads {tokens}, which the scheduler has not told it", story.due)
+        return violated(f"rank {event.rank} has not started the load of {tokens} that was scheduled", history.due)
+    return violated(f"rank {event.rank} loads {tokens}, which was not scheduled", history.due)

@@ -1,0 +1,92 @@
+"""The configuration: a mode and the fixes. The environment variable KVFIX has it as text.
+
+KVFIX=fix                      all fixes that are not opt-in
+KVFIX="fix only=KVF001"        these and no others
+KVFIX="fix skip=KVF001,KVF002" all but these
+KVFIX="check skip=KVF001"      the same in another mode
+KVFIX="observe layers=yes"     also count the hooks that run once per layer
+KVFIX=off                      nothing, even if a program calls kvfix.apply()
+"""
+
+from __future__ import annotations
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+#: Each includes the one before it and adds: the fixes; a flight recorder; the rules, with report and dump; an exception
+#: for each violation.
+MODES = ("fix", "observe", "check", "strict")
+
+
+class Config:
+    """only: None: all. `only` and `skip` have codes, never slugs."""
+
+    def __init__(self, mode: str, only: frozenset[str] | None, skip: frozenset[str], layers: bool) -> None:
+        self.mode = mode
+        self.only = only
+        self.skip = skip
+        self.layers = layers
+
+    @classmethod
+    def make(cls, mode: str, only: Iterable[str] | None, skip: Iterable[str] | None, layers: bool = False) -> Config:
+        """Raises ValueError that lists the known names."""
+        if mode not in MODES:
+            raise ValueError(f"unknown mode {mode!r}; known: {', '.join(MODES)}")
+        if layers and mode == "fix":
+            raise ValueError(f"mode fix does not record hooks, so layers has no effect; known: {', '.join(MODES)}")
+        return cls(mode, None if only is None else _codes(only), _codes(skip or ()), bool(layers))
+
+    @classmethod
+    def parse(cls, text: str) -> Config:
+        """Inverse of str(). Raises ValueError."""
+        mode, *rest = text.split()
+        lists: dict[str, list[str]] = {}
+        for word in rest:
+            key, equals, value = word.partition("=")
+            if key not in ("only", "skip", "layers") or not equals or key in lists:
+                raise ValueError(f"{word!r} is not understood")
+            if key == "layers" and value != "yes":
+                raise ValueError(f"{word!r} is not understood: write layers=yes, or leave it out")
+            lists[key] = [name for name in value.split(",") if name]
+        return cls.make(mode, lists.get("only"), lists.get("skip"), "layers" in lists)
+
+    @staticmethod
+    def is_off(text: str | None) -> bool:
+        return text is not None and text.strip().lower() in ("off", "0", "no", "none", "false")
+
+    def __str__(self) -> str:
+        only = "" if self.only is None else f" only={','.join(sorted(self.only))}"
+        skip = f" skip={','.join(sorted(self.skip))}" if self.skip else ""
+        return self.mode + only + skip + (" layers=yes" if self.layers else "")
+
+    @property
+    def watches(self) -> bool:
+        """Whether connector hooks are watched. If not, kvfix imports nothing of `kvfix.connector_events`."""
+        return self.mode != "fix"
+
+    def takes(self, code: str, opt_in: bool = False) -> bool:
+        """Whether the fix of this code is wanted. An opt-in fix must be named."""
+        if code in self.skip:
+            return False
+        return not opt_in if self.only is None else code in self.only
+
+
+def _codes(names: Iterable[str]) -> frozenset[str]:
+    if isinstance(names, str):
+        names = names.split(",")
+    from kvfix import fixes  # only here: the start of a process does not need it
+
+    known = {code: slug for code, (slug, _) in fixes.modules().items()}
+    by_slug = {slug: code for code, slug in known.items()}
+    codes = set()
+    for name in names:
+        code = name.strip().upper()
+        if code not in known:
+            code = by_slug.get(name.strip().lower(), "")
+        if not code:
+            listed = ", ".join(f"{code} ({slug})" for code, slug in known.items())
+            listed = listed or "none, this installation of kvfix has no fixes: reinstall it"
+            raise ValueError(f"unknown fix {name!r}; known: {listed}")
+        codes.add(code)
+    return frozenset(codes)

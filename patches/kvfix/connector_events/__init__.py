@@ -1,0 +1,37 @@
+"""Connector events: hook calls of a connector become events of the ledger. The flight recorder keeps them, and in modes
+`check` and `strict` the rules check them.
+
+Only modes that need this package import it. An error in it is reported once, and the engine goes on.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+
+from kvfix import applying
+from kvfix.connector_events import hooks, violations
+from kvfix.session import session
+
+Violation = violations.Violation
+
+
+def settle(module: ModuleType) -> None:
+    """Put the wrappers into this module, or remove all if the configuration needs none. Idempotent."""
+    if session.config is None or not session.config.watches:
+        remove_all()
+    elif hasattr(module, "Scheduler"):
+        hooks.watch_scheduler(module.Scheduler)
+    else:
+        hooks.watch_factory(module.KVConnectorFactory)
+
+
+def remove_all() -> None:
+    """Remove every wrapper and everything that was recorded."""
+    applying.detach(hooks.KEY)
+    hooks.release_factory()
+    if "kvfix.connector_events.signals" in sys.modules:
+        from kvfix.connector_events import signals
+
+        signals.remove()
+    session.restart_recording()

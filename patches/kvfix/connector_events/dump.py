@@ -1,0 +1,189 @@
+"""Recorder files: JSON lines, written atomically, in a directory that only its owner can read.
+
+The first line describes the file. The others follow in any order, each with its `kind`:
+
+    {"kind": "recorder", "schema": 1, "reason": "violation", "pid": 1, "process": "EngineCore", "mode": "check",
+     "node": "n1", "boot": "...", "began": 1, ...}
+    {"kind": "connector", "number": 1, "name": "LMCacheConnectorV1", "role": "SCHEDULER", "inside": null,
+     "engine": "0a1b2", "replica": 0, "rank": 0, "ranks": 2, ...}
+    {"kind": "scheduler", "running": 3, "waiting": 2, "blocks": 60, "free_blocks": 5}
+    {"kind": "event", "connector": 1, "hook": "...", "mono": 12, "wall": 34, "event": "Asked", "request": "r", ...}
+    {"kind": "finding", "code": "KVR002", "name": "promise-changed", "request": "r", "message": "...", ...}
+    {"kind": "fix", "code": "KVF001", "dist": "lmcache", "version": "0.3.10", "verdict": "applied", ...}
+
+mono: nanoseconds of the monotonic clock, which all processes of the same `boot` share; wall: nanoseconds since 1970.
+pid and began (clock ticks after boot) identify a process of a node. A request is its id and counts, without tokens.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import time
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any
+
+from kvfix import clock, installed_source
+from kvfix.connector_events import files, readers, recorder
+from kvfix.session import session
+from kvfix.version import VERSION
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from kvfix.connector_events.watched import WatchedConnector
+    from kvfix.ledger import Finding
+
+SCHEMA = 1
+#: Maximum bytes of one file: the oldest events are dropped. Number of files kept per process.
+LARGEST, FILES = 8 << 20, 32
+
+
+def announce() -> None:
+    """Announce to `kvfix dump` that this process handles its signal: any other process would die of it."""
+    engines = sorted({each.place["engine"] for each in recorder.connectors() if each.place})
+    ready = {"kind": "ready", "schema": SCHEMA, "pid": os.getpid(), "began": _began(), "engines": engines}
+    with files.folder() as folder:
+        session.announced.add(files.write(folder, f"kvfix-{os.getpid()}.ready", _encode(ready)))
+    atexit.unregister(withdraw)
+    atexit.register(withdraw)
+
+
+def withdraw() -> None:
+    """Remove the announcement. Idempotent."""
+    while session.announced:
+        files.remove(session.announced.pop())
+
+
+def write(reason: str, finding: Finding | None = None) -> str:
+    """Write a recorder file; its path. reason: violation, exception, signal or exit. Raises OSError."""
+    name = f"kvfix-{os.getpid()}-{time.time_ns() // 1_000_000}-{next(files.numbers)}-{reason}.jsonl"
+    with files.folder() as folder:
+        recording = files.write(folder, name, _bounded([_encode(line) for line in _lines(reason, finding)]))
+    session.files.append(recording)
+    while len(session.files) > FILES:
+        files.remove(session.files.pop(0))
+    return recording
+
+
+def _began() -> int:
+    """Start time of this process: a later process may get the same pid."""
+    with open("/proc/self/stat", "rb") as file:
+        return int(file.read().rpartition(b")")[2].split()[19])
+
+
+def _clock() -> dict[str, Any]:
+    """What identifies the monotonic clock. Containers of a machine share the clock and have names of their own."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            return {"node": os.uname().nodename, "boot": file.read().strip(), "began": _began()}
+    except (OSError, ValueError, IndexError):
+        return {"node": os.uname().nodename, "boot": "", "began": 0}
+
+
+def _lines(reason: str, finding: Finding | None) -> Iterator[dict[str, Any]]:
+    yield {"kind": "recorder", "schema": SCHEMA, "reason": reason, **process()}
+    for watched in recorder.connectors():
+        yield {"kind": "connector", **_connector(watched)}
+    yield from _fixes()
+    state = scheduler_state()
+    if state:
+        yield {"kind": "scheduler", **state}
+    if finding is not None:
+        fields = finding._asdict() | {
+            "event": _event(finding.event),
+            "earlier": finding.earlier and _event(finding.earlier),
+        }
+        yield {"kind": "finding", **fields}
+    for entry in recorder.snapshot():
+        yield {"kind": "event", **entry._asdict(), **_event(entry.event)}
+
+
+def process() -> dict[str, Any]:
+    """The fields of this process."""
+    multiprocessing: Any = sys.modules.get("multiprocessing")
+    name = multiprocessing.current_process().name if multiprocessing else ""
+    return {
+        "pid": os.getpid(),
+        "process": name,
+        **_clock(),
+        "mode": session.mode,
+        "kvfix": VERSION,
+        "versions": {dist: installed_source.version(dist) for dist in ("vllm", "lmcache")},
+        "wall": time.time_ns(),
+        "mono": time.monotonic_ns(),
+        "violations": dict(session.violations),
+    }
+
+
+def _connector(watched: WatchedConnector) -> dict[str, Any]:
+    inside, since = min(watched.running.copy().values(), key=itemgetter(1), default=(None, 0.0))  # the longest
+    return {
+        "number": watched.number,
+        "name": watched.name,
+        "role": watched.role,
+        **watched.place,
+        "inside": inside,
+        "seconds": round(clock.now() - since, 6) if inside else None,
+        "steps": watched.steps,
+        "calls": dict(watched.calls),
+        "trusted": watched.trusted,
+        "sees_loads": watched.sees_loads,
+        "sizes": readers.sizes(watched.connector, watched.reader),
+        "kept": kept(watched),
+    }
+
+
+def kept(watched: WatchedConnector) -> dict[str, int]:
+    """Number of requests in each place of the connector's own state. Empty if it cannot be read."""
+    try:
+        return {where: len(names) for where, names in watched.reader.kept()}
+    except Exception:  # noqa: BLE001  optional fields
+        return {}
+
+
+def scheduler_state() -> dict[str, int]:
+    """Requests running and waiting, blocks in all and free. Empty without exactly one scheduler that can be read.
+
+    With several engines in one process the state cannot be assigned to one.
+    """
+    try:
+        (found,) = (found for each in list(session.schedulers) if (found := each()) is not None)
+        pool = found.kv_cache_manager.block_pool
+        return {
+            "running": len(found.running),
+            "waiting": len(found.waiting),
+            "blocks": pool.num_gpu_blocks,
+            "free_blocks": pool.get_num_free_blocks(),
+        }
+    except Exception:  # noqa: BLE001  optional fields
+        return {}
+
+
+def _fixes() -> Iterator[dict[str, Any]]:
+    for target, found in list(session.outcomes.items()):
+        outcome = {"verdict": found.state, "reason": found.reason}
+        yield {"kind": "fix", "function": target.function, "dist": target.dist, **outcome}
+
+
+def _event(event: Any) -> dict[str, Any]:
+    return {"event": type(event).__name__, **event._asdict()}
+
+
+def _encode(line: dict[str, Any]) -> bytes:
+    import msgspec
+
+    return msgspec.json.encode(line, enc_hook=lambda other: f"<{type(other).__name__}>") + b"\n"
+
+
+def _bounded(lines: list[bytes]) -> bytes:
+    """All lines that are no events, and the newest events that fit into a file of LARGEST bytes."""
+    events = [index for index, line in enumerate(lines) if line.startswith(b'{"kind":"event"')]
+    size = sum(map(len, lines))
+    for index in events:
+        if size <= LARGEST:
+            break
+        size -= len(lines[index])
+        lines[index] = b""
+    return b"".join(lines)

@@ -1,0 +1,218 @@
+"""Wrappers around the hooks of every connector class that vLLM's factory returns, and around the scheduler.
+
+MultiConnector's children go through `get_connector_class` and never through `create_connector` (multi_connector.py
+0.32.0:232), so kvfix wraps the class, once. Hooks that a class inherits from `KVConnectorBase_V1` do nothing and are
+not wrapped.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import weakref
+from _thread import get_ident
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+from kvfix import applying, clock, engine_log
+from kvfix.connector_events import metrics, recorder, signals, violations
+from kvfix.connector_events.watched import WatchedConnector
+from kvfix.session import session
+
+KEY = "connector events"
+#: Attribute of a connector: its WatchedConnector.
+_HELD = "_kvfix_watched"
+_BASE = "KVConnectorBase_V1"
+
+#: {hook: (method of WatchedConnector before the hook, method after it, with its answer)}. "": none. For all of them
+#: the exceptions and the hook that runs now are recorded.
+HOOKS: dict[str, tuple[str, str]] = {
+    "get_num_new_matched_tokens": ("", "get_num_new_matched_tokens"),
+    "update_state_after_alloc": ("update_state_after_alloc", ""),
+    "build_connector_meta": ("", "build_connector_meta"),
+    "update_connector_output": ("", "update_connector_output"),
+    "request_finished": ("request_finished", "request_finished_answer"),
+    "request_finished_all_groups": ("request_finished", "request_finished_answer"),
+    "on_new_request": ("", ""),
+    "reset_cache": ("", ""),
+    "register_kv_caches": ("", ""),
+    "handle_preemptions": ("", ""),
+    "start_load_kv": ("start_load_kv", ""),
+    "wait_for_save": ("wait_for_save", "wait_for_save_answer"),
+    "get_finished": ("", "get_finished"),
+    "get_block_ids_with_load_errors": ("", ""),
+    "shutdown": ("", ""),
+}
+#: Hooks that run once per layer and step. Their calls are counted if the configuration has `layers`.
+LAYER_HOOKS = ("wait_for_layer_load", "save_kv_layer")
+#: EngineCore dies if one of these raises.
+_SCHEDULER = ("add_request", "schedule", "update_from_output", "finish_requests")
+
+
+class _Thread(threading.local):
+    """Depth of nested wrapped functions in this thread, and the exception that one of them has recorded."""
+
+    depth = 0
+    error: BaseException | None = None
+
+
+_thread = _Thread()
+
+
+def watch_factory(factory: Any) -> None:
+    """Watch every class that the factory returns from now on."""
+    original = vars(factory).get("get_connector_class")
+    if session.factory is not None or not isinstance(original, classmethod):
+        return
+    function = original.__func__
+
+    @functools.wraps(function)
+    def get_connector_class(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        found = function(cls, *args, **kwargs)
+        try:
+            watch_class(found)
+        except Exception as error:  # noqa: BLE001
+            engine_log.fault("kvfix.connector_events.hooks.watch_class", error)
+        return found
+
+    session.factory = factory, original
+    factory.get_connector_class = classmethod(get_connector_class)
+
+
+def release_factory() -> None:
+    """Put back the factory's own function. The wrappers of the classes are removed already."""
+    if session.factory is not None:
+        factory, factory.get_connector_class = session.factory[0], session.factory[1]
+        session.factory = None
+
+
+def watch_class(connector_class: type) -> None:
+    """Wrap the hooks that this class or one of its bases defines. Idempotent."""
+    for name, (before, after) in HOOKS.items():
+        _attach(connector_class, name, functools.partial(_around, name, before, after))
+    for name in LAYER_HOOKS if session.config is not None and session.config.layers else ():
+        _attach(connector_class, name, functools.partial(_around_layer, name))
+    signals.install()
+
+
+def _attach(connector_class: type, name: str, decorate: Callable[[Any], Any]) -> None:
+    for owner in connector_class.__mro__:
+        if owner.__name__ == _BASE:
+            return
+        if callable(vars(owner).get(name)):
+            applying.attach(owner, name, KEY, decorate)
+            return
+
+
+def watch_scheduler(scheduler_class: type) -> None:
+    """Wrap the scheduler, to record its exceptions and its running and waiting requests."""
+    for name in _SCHEDULER:
+        if callable(vars(scheduler_class).get(name)):
+            applying.attach(scheduler_class, name, KEY, functools.partial(_around, name, "", ""))
+
+
+def _around(name: str, before: str, after: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    is_scheduler = name in _SCHEDULER
+
+    @functools.wraps(original)
+    def hook(connector: Any, *args: Any, **kwargs: Any) -> Any:
+        watched = connector.__dict__.get(_HELD)
+        if watched is None or watched.generation != session.generation:
+            watched = _begin(connector, is_scheduler)
+        thread = get_ident()
+        # A thread that is in one already: a nested call, e.g. of the base class.
+        if watched is None or watched.running is None or thread in watched.running:
+            return original(connector, *args, **kwargs)
+        watched.running[thread] = name, clock.now()
+        watched.calls[name] = watched.calls.get(name, 0) + 1
+        _thread.depth += 1
+        try:
+            if before:
+                _record(watched, before, args, kwargs)
+            answer = original(connector, *args, **kwargs)
+            if after:
+                _record(watched, after, (answer, *args), kwargs)
+            return answer
+        except violations.Violation:
+            raise
+        except Exception as error:
+            _raised(watched, name, error, args)
+            raise
+        finally:
+            _thread.depth -= 1
+            if not _thread.depth:
+                _thread.error = None  # it would keep its frames alive
+            del watched.running[thread]
+
+    return hook
+
+
+def _around_layer(name: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Counts nothing until another hook of the connector has run."""
+
+    @functools.wraps(original)
+    def hook(connector: Any, *args: Any, **kwargs: Any) -> Any:
+        watched, thread = connector.__dict__.get(_HELD), get_ident()
+        if watched is None or watched.running is None or thread in watched.running:
+            return original(connector, *args, **kwargs)
+        watched.running[thread] = name, clock.now()
+        watched.calls[name] = watched.calls.get(name, 0) + 1
+        try:
+            return original(connector, *args, **kwargs)
+        except Exception as error:
+            _raised(watched, name, error, ())
+            raise
+        finally:
+            del watched.running[thread]
+
+    return hook
+
+
+def _record(watched: WatchedConnector, what: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    try:
+        getattr(watched, what)(*args, **kwargs)
+    except violations.Violation:
+        raise
+    except Exception as error:  # noqa: BLE001
+        _fault(watched, what, error)
+
+
+def _raised(watched: WatchedConnector, name: str, error: Exception, args: tuple[Any, ...]) -> None:
+    if error is _thread.error:  # recorded by a hook inside the scheduler
+        return
+    if _thread.depth:
+        _thread.error = error
+    try:
+        watched.raised(name, error, args)
+    except violations.Violation:
+        raise  # the exception is its context
+    except Exception as fault:  # noqa: BLE001
+        _fault(watched, "raised", fault)
+
+
+def _fault(watched: WatchedConnector, what: str, error: Exception) -> None:
+    """Report the error once, for all connectors. The record now has gaps: no rule is checked for this connector."""
+    watched.trusted = False
+    if session.failed_generation != session.generation:
+        session.failed_generation = session.generation
+        engine_log.fault(f"kvfix.connector_events.watched.{what}", error)
+
+
+def _begin(connector: Any, is_scheduler: bool) -> WatchedConnector | None:
+    """Start to record this connector, also after a restart. None if that fails: it is not tried again."""
+    held = vars(connector)
+    try:
+        held[_HELD] = SimpleNamespace(generation=session.generation, running=None)  # if the next line fails
+        held[_HELD] = watched = WatchedConnector(connector, next(session.numbers))
+        recorder.register(watched)
+        if is_scheduler:
+            alive = [each for each in session.schedulers if each() is not None]
+            session.schedulers[:] = [weakref.ref(connector), *alive]
+        else:
+            signals.announce()
+            metrics.settled()  # now that the modules of the connector are imported
+        return watched
+    except Exception as error:  # noqa: BLE001
+        engine_log.fault("kvfix.connector_events.watched", error)
+        return None

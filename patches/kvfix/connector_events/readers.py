@@ -1,0 +1,254 @@
+"""Readers of a connector's own state and metadata, for the known connectors.
+
+A reader runs after the hook. It only reads. If it raises, its connector is still recorded, but no rule is checked any
+more. None: this connector does not have the value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import Any, Optional
+
+#: (request, first token, end)
+Span = tuple[str, int, int]
+Spans = Optional["list[Span]"]
+#: Name of the place of the chunks that a lookup has pinned for its load.
+PINS = "pins of the worker"
+
+
+class Reader:
+    """Any connector: vLLM's hooks show promises and grants, but neither loads nor stores."""
+
+    #: Whether the worker reports every ended request as sent once its transfers are done.
+    reports_sent = False
+
+    def __init__(self, connector: Any) -> None:
+        self.connector = connector
+
+    def hit(self, request: str) -> int | None:
+        """Tokens that the last lookup of this request found in the external cache."""
+        return None
+
+    def lookup_timeout(self) -> float:
+        """Maximum seconds that the hook waits for a lookup; 0: it never waits."""
+        return 0.0
+
+    def loads(self, metadata: Any) -> Spans:
+        """Loads in the metadata, for the worker."""
+        return None
+
+    def stores(self, metadata: Any) -> Spans:
+        """Stores in the metadata, for the worker."""
+        return None
+
+    def settings(self) -> dict[str, Any]:
+        """Settings of the connector that change the accounting, above all `chunk_size`. Empty if it has none."""
+        return {}
+
+    def not_stored(self, metadata: Any) -> Collection[str]:
+        """Requests in these metadata whose store was cancelled in the worker (KVF007)."""
+        return ()
+
+    def kept(self) -> Iterable[tuple[str, Collection[str]]]:
+        """(place, its entries by request id): all state that must be gone when the request has ended."""
+        return ()
+
+    def pinned(self, request: str) -> Any:
+        """The pins of this request: another object for a later request of the same id. None: no pins."""
+        return None
+
+    def looks_up(self, request: str) -> bool:
+        """Whether the lookup client has state of this request."""
+        return False
+
+    def left(self, request: str) -> list[str]:
+        """Places in which this ended request has leaked."""
+        return [where for where, names in self.kept() if request in names]
+
+
+class V1(Reader):
+    """LMCache in vLLM's own processes (lmcache/integration/vllm/vllm_v1_adapter.py)."""
+
+    _LOOKUPS = ("reqs_status", "aborted_lookups")
+    _SETTINGS = (
+        "save_decode_cache",
+        "save_unfull_chunk",
+        "min_retrieve_tokens",
+        "max_tokens_per_load",
+        "enable_async_loading",
+    )
+    _KEPT = ("load_specs", "_request_trackers", "_unfinished_requests", "_requests_priority")
+
+    def __init__(self, connector: Any) -> None:
+        super().__init__(connector)
+        self.impl = connector._lmcache_engine
+        self.client = getattr(self.impl, "lookup_client", None)
+        self._statuses = getattr(self.client, "reqs_status", {})
+        config = getattr(self.impl, "config", None)
+        self._timeout = (getattr(config, "lookup_timeout_ms", None) or 3000) / 1000
+        self._chunk = getattr(self.impl, "_lmcache_chunk_size", 1)
+
+    def hit(self, request: str) -> int | None:
+        status = self._statuses.get(request)
+        return status if isinstance(status, int) else None
+
+    def lookup_timeout(self) -> float:
+        return 0.0 if getattr(self.impl, "async_loading", False) else float(self._timeout)
+
+    def settings(self) -> dict[str, Any]:
+        config = getattr(self.impl, "config", None)
+        found = {name: getattr(config, name, None) for name in self._SETTINGS}
+        return {"chunk_size": self._chunk, **{name: value for name, value in found.items() if value is not None}}
+
+    def loads(self, metadata: Any) -> Spans:
+        return [  # the worker loads no more tokens than it gets (0.5.6 vllm_v1_adapter.py:856)
+            (
+                meta.req_id,
+                meta.load_spec.vllm_cached_tokens,
+                min(meta.load_spec.lmcache_cached_tokens, len(meta.token_ids)),
+            )
+            for meta in metadata.requests
+            if meta.load_spec is not None and meta.load_spec.can_load
+        ]
+
+    def stores(self, metadata: Any) -> Spans:
+        if self.impl.kv_role == "kv_consumer":
+            return []
+        return [
+            (meta.req_id, meta.save_spec.skip_leading_tokens // self._chunk * self._chunk, len(meta.token_ids))
+            for meta in metadata.requests
+            if meta.save_spec is not None
+            and meta.save_spec.can_save
+            and meta.save_spec.skip_leading_tokens < len(meta.token_ids)
+        ]
+
+    def not_stored(self, metadata: Any) -> Collection[str]:
+        specs = [(meta.req_id, meta.save_spec) for meta in metadata.requests]
+        return {name for name, spec in specs if spec is not None and not spec.can_save}
+
+    def kept(self) -> Iterable[tuple[str, Collection[str]]]:
+        for name in self._KEPT:
+            if hasattr(self.impl, name):
+                yield name, getattr(self.impl, name)
+        for name in self._LOOKUPS:
+            if hasattr(self.client, name):
+                yield f"lookup_client.{name}", getattr(self.client, name)
+        pins = self._pins()
+        if pins is not None:
+            yield PINS, pins
+
+    def pinned(self, request: str) -> Any:
+        return (self._pins() or {}).get(request)
+
+    def looks_up(self, request: str) -> bool:
+        return any(request in getattr(self.client, name, ()) for name in self._LOOKUPS)
+
+    def _pins(self) -> Any:
+        """The worker's pins by request; None in the scheduler, and in a worker that has none."""
+        engine = None if self.client is not None else getattr(self.impl, "lmcache_engine", None)
+        return getattr(engine, "lookup_pins", None)
+
+    def left(self, request: str) -> list[str]:
+        """The next lookup of any request cleans up an aborted lookup that is answered
+        (lmcache_async_lookup_client.py 0.5.6:260): it has not leaked."""
+        if request in self._statuses and request in getattr(self.client, "aborted_lookups", ()):
+            return [where for where in super().left(request) if not where.startswith("lookup_client.")]
+        return super().left(request)
+
+
+class MP(Reader):
+    """LMCache's multi-process connector, and vLLM's copy of it (lmcache_mp_connector.py)."""
+
+    reports_sent = True
+    _LOOKUPS = ("_finished_lookup_results", "_per_server_hits", "_lookup_status", "_lookup_params")
+    _TRANSFERS = ("store_futures", "retrieve_futures", "finished_stores", "previously_finished")
+
+    def hit(self, request: str) -> int | None:
+        found = self.connector.scheduler_adapter._finished_lookup_results.get(request)
+        return found if isinstance(found, int) else None
+
+    def settings(self) -> dict[str, Any]:
+        adapter = getattr(self.connector, "scheduler_adapter", None)
+        chunk = getattr(adapter, "lmcache_tokens_per_chunk", getattr(adapter, "chunk_size", None))
+        return {"chunk_size": chunk} if isinstance(chunk, int) else {}
+
+    def loads(self, metadata: Any) -> Spans:
+        return [
+            (meta.request_id, meta.op.start + getattr(meta.op, "skip_first_n_tokens", 0), meta.op.end)
+            for meta in metadata.requests
+            if meta.direction == "RETRIEVE"
+        ]
+
+    def stores(self, metadata: Any) -> Spans:
+        return [
+            (meta.request_id, meta.op.start, meta.op.end) for meta in metadata.requests if meta.direction == "STORE"
+        ]
+
+    def kept(self) -> Iterable[tuple[str, Collection[str]]]:
+        adapter = getattr(self.connector, "scheduler_adapter", None)
+        if adapter is not None:
+            yield "request_trackers", self.connector.request_trackers
+            for name in self._LOOKUPS:
+                yield f"scheduler_adapter.{name}", getattr(adapter, name, ())
+        adapter = getattr(self.connector, "worker_adapter", None)
+        if adapter is not None:
+            for name in self._TRANSFERS:
+                yield f"worker_adapter.{name}", getattr(adapter, name, ())
+
+
+def reader(connector: Any) -> Reader:
+    """The reader for this connector, by its attributes, not by its name: forks and copies have the same attributes."""
+    if hasattr(connector, "_lmcache_engine"):
+        return V1(connector)
+    if hasattr(connector, "scheduler_adapter") or hasattr(connector, "worker_adapter"):
+        return MP(connector)
+    return Reader(connector)
+
+
+def place(connector: Any) -> dict[str, Any]:
+    """The connector's engine, data-parallel replica, rank and number of ranks. Empty if it does not have them.
+
+    `engine_id` is the same in all processes and nodes of an engine (vllm/config/kv_transfer.py 0.32.0). A scheduler is
+    rank 0.
+    """
+    try:
+        config = connector._vllm_config
+        parallel = config.parallel_config
+        replica = getattr(parallel, "data_parallel_rank", 0)
+        return {
+            "engine": str(config.kv_transfer_config.engine_id),
+            "replica": int(replica),
+            "rank": int(parallel.rank),
+            "ranks": int(parallel.world_size),
+        }
+    except Exception:  # noqa: BLE001  optional fields
+        return {}
+
+
+def model(connector: Any) -> tuple[int, bool]:
+    """`replay` and `divergent` of `kvfix.ledger.events.Asked`; the values of most models if they cannot be read."""
+    try:
+        groups = getattr(getattr(connector, "_kv_cache_config", None), "kv_cache_groups", None) or ()
+        replays = [int(getattr(group.kv_cache_spec, "prefix_replay_tokens", 0)) for group in groups]
+        return max(replays, default=0), bool(getattr(connector, "supports_divergent_local_hybrid_hits", False))
+    except Exception:  # noqa: BLE001  optional fields
+        return 0, False
+
+
+def sizes(connector: Any, reader: Reader) -> dict[str, Any]:
+    """Sizes of the engine, so that the lab can replay the record. Empty if they cannot be read."""
+    try:
+        config, settings = connector._vllm_config, reader.settings()
+        cache, scheduler = config.cache_config, config.scheduler_config
+        return {
+            "block_size": int(cache.block_size),
+            "num_blocks": int(cache.num_gpu_blocks),
+            "prefix_caching": bool(cache.enable_prefix_caching),
+            "max_num_batched_tokens": int(scheduler.max_num_batched_tokens),
+            "max_num_seqs": int(scheduler.max_num_seqs),
+            "max_model_len": int(config.model_config.max_model_len),
+            "chunk_size": int(settings.pop("chunk_size")),
+            "lmcache": settings,
+        }
+    except Exception:  # noqa: BLE001  optional fields
+        return {}

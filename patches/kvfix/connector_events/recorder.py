@@ -1,0 +1,51 @@
+"""The flight recorder: the last events of this process, in a bounded queue. Cheap: a tuple per event, no formatting.
+
+It keeps only events of requests. Hook calls without an event are counted: otherwise steps without a change would push
+the history out of the queue.
+"""
+
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+from typing import TYPE_CHECKING, NamedTuple
+from weakref import WeakValueDictionary
+
+from kvfix.session import session
+
+if TYPE_CHECKING:
+    from kvfix.connector_events.watched import WatchedConnector
+    from kvfix.ledger.events import Event
+
+
+class Entry(NamedTuple):
+    """An event of `hook` of a connector. mono: nanoseconds of the monotonic clock; wall: since 1970."""
+
+    mono: int
+    wall: int
+    connector: int
+    hook: str
+    event: Event
+
+
+def add(connector: int, hook: str, event: Event) -> None:
+    session.events.append(Entry(time.monotonic_ns(), time.time_ns(), connector, hook, event))
+
+
+def snapshot() -> list[Entry]:
+    """The events, oldest first. Other threads may add events meanwhile."""
+    for _ in range(8):
+        with suppress(RuntimeError):  # an event was added meanwhile
+            return list(session.events)
+    return []
+
+
+def connectors() -> list[WatchedConnector]:
+    """Every watched connector and scheduler of this process that still exists."""
+    return list(session.connectors.values()) if session.connectors is not None else []
+
+
+def register(watched: WatchedConnector) -> None:
+    if session.connectors is None:
+        session.connectors = WeakValueDictionary()
+    session.connectors[watched.number] = watched

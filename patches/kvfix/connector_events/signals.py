@@ -1,0 +1,77 @@
+"""A recorder file on demand: at SIGUSR2, if the process has no handler of its own, and at exit with
+KVFIX_DUMP_AT_EXIT=1.
+
+The handler logs nothing: it may have interrupted a log line.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import threading
+from contextlib import suppress
+from typing import Any
+
+from kvfix import engine_log
+from kvfix.connector_events import dump, violations
+from kvfix.session import session
+
+AT_EXIT = "KVFIX_DUMP_AT_EXIT"
+SIGNAL = signal.SIGUSR2
+
+
+def install() -> None:
+    """Install the handler once, in a process with a connector, from its main thread (as Python requires)."""
+    if session.signal_installed or threading.current_thread() is not threading.main_thread():
+        return
+    session.signal_installed = True
+    if os.environ.get(AT_EXIT, "") not in ("", "0"):
+        atexit.register(_at_exit)
+    if signal.getsignal(SIGNAL) in (signal.SIG_DFL, _on_signal):
+        signal.signal(SIGNAL, _on_signal)
+        _announce()
+
+
+def announce() -> None:
+    """Announce the process again after a new connector: the announcement has the engine ids."""
+    if session.signal_installed and signal.getsignal(SIGNAL) is _on_signal:
+        _announce()
+
+
+def _announce() -> None:
+    try:
+        dump.announce()
+    except OSError as error:
+        violations.cannot_write(error)
+    except Exception as error:  # noqa: BLE001
+        engine_log.fault("kvfix.connector_events.signals", error)
+
+
+def remove() -> None:
+    """Remove the handler, if it is still ours."""
+    if not session.signal_installed or threading.current_thread() is not threading.main_thread():
+        return
+    session.signal_installed = False
+    if signal.getsignal(SIGNAL) is _on_signal:
+        signal.signal(SIGNAL, signal.SIG_DFL)
+    atexit.unregister(_at_exit)
+    dump.withdraw()
+
+
+def _on_signal(number: int, frame: Any) -> None:
+    with suppress(Exception):  # it may interrupt anything
+        dump.write("signal")
+
+
+def _at_exit() -> None:
+    try:
+        dump.write("exit")
+    except OSError as error:
+        violations.cannot_write(error)
+    except Exception as error:  # noqa: BLE001
+        engine_log.fault("kvfix.connector_events.signals", error)
+
+
+# A forked child has the handler of its parent, but is not announced (kvfix.session).
+os.register_at_fork(after_in_child=lambda: atexit.unregister(_at_exit))

@@ -1,0 +1,124 @@
+"""Reports a violation: one line in the log, a report and a dump; in `strict` an exception."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING
+
+from kvfix import engine_log, redact
+from kvfix.connector_events import metrics
+from kvfix.session import session
+
+if TYPE_CHECKING:
+    from kvfix.connector_events.watched import WatchedConnector
+    from kvfix.fix_status import Row
+    from kvfix.ledger import Finding
+    from kvfix.ledger.events import Raised
+
+#: Environment variable: a file with one finding to suppress per line, `KVR009` or `KVR009 _requests_priority*`.
+SUPPRESS = "KVFIX_SUPPRESS"
+#: Maximum dumps of one process, and seconds between two of the same kind.
+DUMPS, PAUSE = 16, 60.0
+
+
+class Violation(Exception):
+    """Mode `strict`: an invariant of the KV-cache accounting was violated. `finding` has rule and arithmetic."""
+
+    def __init__(self, finding: Finding) -> None:
+        super().__init__(f"kvfix {finding}")
+        self.finding = finding
+
+
+def report(watched: WatchedConnector, hook: str, finding: Finding, error: Exception | None) -> None:
+    """Report that `hook` violated a rule. Raises Violation in `strict`, unless the hook raises itself."""
+    if _is_suppressed(finding):
+        return
+    session.violations[finding.code] = session.violations.get(finding.code, 0) + 1
+    metrics.violated(finding.code)
+    kind = f"{finding.code} {_without_numbers(finding.message)}"
+    if _is_due(kind):
+        fixes = _fixes(finding)
+        path = _write("violation", watched, hook, finding, fixes)
+        handled = f" Fixed by {', '.join(f'{row.code} {row.slug}' for row in fixes)}." if fixes else ""
+        written = f" Report: {path}" if path else ""
+        engine_log.warning(f"{finding} (in {hook} of {watched.name}).{handled}{written}")
+    if session.mode == "strict" and error is None:
+        raise Violation(finding)
+
+
+def report_exception(watched: WatchedConnector, hook: str, event: Raised) -> None:
+    """Mode `observe`: a hook raises. Write the events before it to a recorder file."""
+    if _is_due(f"exception {hook} {_without_numbers(event.error)}"):
+        path = _write("exception", watched, hook, None, [])
+        if path:
+            engine_log.warning(f"{event.where} of {watched.name} raises {event.error}. The events before it: {path}")
+
+
+def error_text(error: BaseException) -> str:
+    """Type and message of an exception, short, without secrets and without lists of numbers, which may be token ids."""
+    text = redact.text(re.sub(r"[\[(]\s*\d+(,\s*\d+){7,}[^\])]*[\])]?", "[...]", str(error)[:2000]))
+    return f"{type(error).__name__}: {text[:300]}".rstrip(": ")
+
+
+def _fixes(finding: Finding) -> list[Row]:
+    try:
+        from kvfix import fix_status
+
+        return fix_status.handling(finding)
+    except Exception as error:  # noqa: BLE001
+        engine_log.fault("kvfix.fix_status", error)
+        return []
+
+
+def _write(reason: str, watched: WatchedConnector, hook: str, finding: Finding | None, fixes: list[Row]) -> str:
+    """Path of the written file; "" if that failed, which is logged."""
+    try:
+        from kvfix.connector_events import dump, report
+
+        recording = dump.write(reason, finding)
+        return report.write(watched, hook, finding, fixes, recording) if finding is not None else recording
+    except OSError as error:
+        cannot_write(error)
+    except Exception as error:  # noqa: BLE001
+        engine_log.fault("kvfix.connector_events.dump", error)
+    return ""
+
+
+def cannot_write(error: OSError) -> None:
+    """Log that the folder for dumps cannot be written."""
+    engine_log.warning(f"no dump can be written ({error.strerror or error}): name another folder in KVFIX_DUMP_DIR")
+
+
+def _is_due(kind: str) -> bool:
+    now = time.monotonic()
+    if session.reports >= DUMPS or now - session.report_times.get(kind, -PAUSE) < PAUSE:
+        return False
+    session.report_times[kind] = now
+    session.reports += 1
+    return True
+
+
+def _without_numbers(text: str) -> str:
+    return re.sub(r"[0-9]+", "N", text)[:120]
+
+
+def _is_suppressed(finding: Finding) -> bool:
+    if session.suppressed is None:
+        session.suppressed = _read(os.environ.get(SUPPRESS, ""))
+    return any(code == finding.code and fnmatchcase(finding.message, words) for code, words in session.suppressed)
+
+
+def _read(path: str) -> list[tuple[str, str]]:
+    """Lines `CODE [PATTERN]`; `#` begins a comment."""
+    if not path:
+        return []
+    try:
+        with open(path, encoding="utf-8") as file:
+            lines = [line.partition("#")[0].split(None, 1) for line in file]
+    except (OSError, UnicodeDecodeError) as error:
+        engine_log.warning(f"{SUPPRESS}={path} cannot be read ({error}): nothing is suppressed")
+        return []
+    return [(parts[0], parts[1].strip() if len(parts) > 1 else "*") for parts in lines if parts]

@@ -1,0 +1,277 @@
+"""One watched connector of this process: its hook calls become events of the ledger.
+
+The methods named after hooks take the hook's own parameters (vllm/distributed/kv_transfer/kv_connector/v1/base.py
+0.32.0). The cost of a step must not grow with the number of running requests: of those, only a request that this step
+loads or stores is recorded.
+"""
+
+from __future__ import annotations
+
+from _thread import get_ident
+from typing import TYPE_CHECKING, Any
+
+from kvfix import clock, scheduling
+from kvfix.connector_events import readers, recorder, violations
+from kvfix.ledger import Ledger
+from kvfix.ledger import events as ev
+from kvfix.session import session
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from kvfix.ledger.events import Event
+
+#: An ended request is checked for leaks after so many steps and so many seconds: transfers and lookups in flight are
+#: done by then.
+STEPS, SECONDS = 32, 3.0
+#: Steps after a grant without a load: the request is then stuck. A load is in the next metadata.
+PATIENCE = 8
+#: Maximum requests kept whose lookup was never answered.
+GIVEN_UP = 1024
+
+
+class WatchedConnector:
+    """running: {thread: (hook that runs now, its start in monotonic seconds)}. calls: {hook: number of calls}.
+
+    trusted: False after an error in kvfix: the record then has gaps, and no rule is checked any more.
+    """
+
+    def __init__(self, connector: Any, number: int) -> None:
+        self.number = number
+        self.generation = session.generation
+        self.name = type(connector).__name__
+        self.role = getattr(getattr(connector, "role", None), "name", "")
+        self.place = readers.place(connector)
+        self.model = readers.model(connector)
+        self.connector = connector
+        self.reader = readers.reader(connector)
+        self.trusted = True
+        self.running: dict[int, tuple[str, float]] = {}
+        self.calls: dict[str, int] = {}
+        self.steps = 0
+        self.sees_loads = type(self.reader) is not readers.Reader
+        self.ledger = Ledger(sees_loads=self.sees_loads)
+        self._hook = ""
+        #: By request: the last Asked event without a grant; in the worker the last transfer.
+        self._last: dict[str, Event] = {}
+        self._due: dict[str, ev.LoadDue] = {}
+        self._storing: list[readers.Span] = []
+        #: Blocks of requests with a granted load, as long as they hold them.
+        self._blocks: dict[str, set[int]] = {}
+        self._hits: dict[str, int] = {}
+        self._admitted: set[str] = set()
+        #: Requests whose lookup is in flight or was given up: their state may go when the answer comes.
+        self._unanswered: set[str] = set()
+        #: request -> step of the grant, for a load between steps that is in no metadata yet
+        self._granted: dict[str, int] = {}
+        #: Ended requests whose blocks the connector still sends.
+        self._sending: set[str] = set()
+        #: Requests without any answer, of which the lookup client may keep state; the last GIVEN_UP.
+        self._given_up: dict[str, None] = {}
+        #: Ended requests to check for leaks: (step, seconds) of the end, and their pins at the end.
+        self._ended: dict[str, tuple[int, float, Any]] = {}
+
+    # ------------------------------------------------------------------ the scheduler's hooks
+
+    def get_num_new_matched_tokens(self, answer: Any, request: Any, num_computed_tokens: int) -> None:
+        name = request.request_id
+        promised, asynchronous = answer
+        if self._ended.pop(name, None) is not None and name in self._unanswered:  # a reused id
+            self._give_up(name)
+        if name in self._admitted:  # early releases do not report preemptions
+            self._preempted(name)
+        hit = self.reader.hit(name)
+        self._hits[name] = hit or 0
+        if promised is None:
+            self._unanswered.add(name)
+        elif hit is not None and name not in self._given_up:
+            self._unanswered.discard(name)
+        asked = ev.Asked(name, request.num_tokens, num_computed_tokens, hit, promised, bool(asynchronous), *self.model)
+        if self._last.get(name) != asked:  # vLLM asks in each step until it has blocks
+            self._last[name] = asked
+            self._record(asked)
+        waited, timeout = clock.now() - self.running[get_ident()][1], self.reader.lookup_timeout()
+        if timeout and waited >= timeout:
+            self._record(ev.TimedOut(name, round(waited, 3), clock.now()))
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        name = request.request_id
+        asked = self._last.pop(name, None)
+        if num_external_tokens and isinstance(asked, ev.Asked) and asked.asynchronous:
+            self._granted[name] = self.steps
+        if num_external_tokens:
+            self._blocks[name] = {block for group in blocks.get_block_ids() for block in group}
+        self._record(ev.Granted(name, num_external_tokens))
+
+    def build_connector_meta(self, answer: Any, scheduler_output: Any) -> None:
+        self.steps += 1
+        for name in getattr(scheduler_output, "preempted_req_ids", None) or ():
+            if name in self._admitted:  # else: preempted between steps, asked since, and recorded then
+                self._preempted(name)
+        loads, stores = self.reader.loads(answer), self.reader.stores(answer)
+        for name, start, end in loads or ():
+            self._granted.pop(name, None)
+            self._due_to_load(name, start, end)
+        self._scheduled(scheduler_output, {name for name, _, _ in stores or ()})
+        for name, start, end in stores or ():
+            self._record(ev.Stored(name, start, end, self._hits.get(name, 0)))
+        if loads is not None and self._granted:
+            self._look_for_stuck()
+        if self._ended:
+            self._look_for_leaks()
+
+    def update_connector_output(self, answer: Any, connector_output: Any) -> None:
+        for name in connector_output.finished_sending or ():
+            self._sent(name)
+        received = set(connector_output.finished_recving or ())
+        failed = set(getattr(connector_output, "failed_recving", None) or ())
+        invalid = connector_output.invalid_block_ids
+        if invalid:
+            failed.update(name for name, blocks in self._blocks.items() if not blocks.isdisjoint(invalid))
+        for name in failed:
+            self._blocks.pop(name, None)
+            self._record(ev.LoadFailed(name, None))
+        for name in received - failed:
+            self._received(name)
+
+    def request_finished(self, request: Any, *blocks: Any) -> None:
+        name = request.request_id
+        self._admitted.discard(name)
+        self._granted.pop(name, None)
+        self._blocks.pop(name, None)
+        self._end(name)
+        self._record(ev.Finished(name, request.status.name == "FINISHED_ABORTED"))
+
+    def request_finished_answer(self, answer: Any, request: Any, *blocks: Any) -> None:
+        if answer and answer[0]:  # the blocks are kept until the connector has sent them
+            self._ended.pop(request.request_id, None)
+            self._sending.add(request.request_id)
+
+    # ------------------------------------------------------------------ the worker's hooks
+
+    def start_load_kv(self, forward_context: Any, **_: Any) -> None:
+        metadata = getattr(self.connector, "_connector_metadata", None)
+        if metadata is not None:
+            for name, start, end in self.reader.loads(metadata) or ():
+                self._due_to_load(name, start, end)
+
+    def wait_for_save(self) -> None:
+        """Runs before the hook: the hook itself marks the stores as done."""
+        metadata = getattr(self.connector, "_connector_metadata", None)
+        self._storing = list(self.reader.stores(metadata) or ()) if metadata is not None else []
+
+    def wait_for_save_answer(self, answer: Any) -> None:
+        storing, self._storing = self._storing, []
+        not_stored = self.reader.not_stored(self.connector._connector_metadata) if storing else ()
+        for name, start, end in storing:
+            if name not in not_stored:
+                self._last[name] = stored = ev.Stored(name, start, end)
+                self._ended.pop(name, None)
+                self._record(stored)
+
+    def get_finished(self, answer: Any, finished_req_ids: Iterable[str]) -> None:
+        self.steps += 1
+        sending, receiving = answer
+        for name in receiving or ():
+            self._received(name)
+        for name in finished_req_ids:
+            if name in self._last:
+                self._record(ev.Finished(name, False))
+            if not self.reader.reports_sent:
+                self._end(name)
+            elif name in self._last:
+                self._sending.add(name)
+        for name in sending or ():
+            self._sent(name)
+        if self._ended:
+            self._look_for_leaks()
+
+    # ------------------------------------------------------------------ any of them
+
+    def raised(self, hook: str, error: Exception, arguments: tuple[Any, ...]) -> None:
+        """A hook raises."""
+        name = getattr(arguments[0], "request_id", "") if arguments else ""
+        self._hook = hook
+        self._record(ev.Raised(name, hook, violations.error_text(error)), error)
+
+    def _record(self, event: Event, error: Exception | None = None) -> None:
+        """Record the event and, in `check` and `strict`, check the rules. Raises Violation in `strict`."""
+        hook = self.running.get(get_ident(), (self._hook,))[0]
+        recorder.add(self.number, hook, event)
+        if session.mode in ("check", "strict") and self.trusted:
+            for finding in self.ledger.feed(event):
+                if finding.verdict == "violated":
+                    violations.report(self, hook, finding, error)
+        elif isinstance(event, ev.Raised):
+            violations.report_exception(self, hook, event)
+
+    def _preempted(self, name: str) -> None:
+        self._admitted.discard(name)
+        self._last.pop(name, None)
+        self._blocks.pop(name, None)  # a later failed load into them is another request's
+        self._record(ev.Preempted(name))
+
+    def _scheduled(self, output: Any, transferred: set[str]) -> None:
+        tokens = output.num_scheduled_tokens
+        for new in output.scheduled_new_reqs:
+            self._admitted.add(new.req_id)
+            self._record(ev.Scheduled(new.req_id, new.num_computed_tokens, tokens[new.req_id], None, True))
+        resumed = scheduling.resumed(output)
+        recorded = transferred.union(resumed)
+        if recorded:
+            cached = output.scheduled_cached_reqs
+            for name, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
+                if name in recorded:
+                    self._admitted.add(name)
+                    self._record(ev.Scheduled(name, computed, tokens[name], None, name in resumed))
+
+    def _due_to_load(self, name: str, start: int, end: int) -> None:
+        self._due[name] = self._last[name] = due = ev.LoadDue(name, start, end)
+        self._ended.pop(name, None)  # a reused id
+        self._record(due)
+
+    def _received(self, name: str) -> None:
+        due = self._due.pop(name, None)
+        if due is not None:
+            self._record(ev.Loaded(name, due.end - due.start, due.end))
+
+    def _sent(self, name: str) -> None:
+        if name in self._sending:
+            self._sending.discard(name)
+            self._end(name)
+
+    def _end(self, name: str) -> None:
+        self._ended[name] = (self.steps, clock.now(), self.reader.pinned(name))
+
+    def _give_up(self, name: str) -> None:
+        self._given_up[name] = None
+        if len(self._given_up) > GIVEN_UP:
+            oldest = next(iter(self._given_up))
+            del self._given_up[oldest]
+            self._unanswered.discard(oldest)
+
+    def _look_for_stuck(self) -> None:
+        for name, since in list(self._granted.items()):
+            if self.steps - since >= PATIENCE:
+                del self._granted[name]
+                self._record(ev.Stuck(name, self.steps - since))
+
+    def _look_for_leaks(self) -> None:
+        """Requests that ended first come first in the dictionary."""
+        now = clock.now()
+        for name, (at_step, at, pinned) in list(self._ended.items()):
+            if self.steps - at_step < STEPS or now - at < SECONDS:
+                return
+            del self._ended[name]
+            if name in self._unanswered and self.reader.looks_up(name):
+                self._give_up(name)
+            for where in self.reader.left(name):
+                if name in self._unanswered and where.startswith("lookup_client."):
+                    continue
+                if where != readers.PINS or self.reader.pinned(name) is pinned:  # else the id is reused
+                    self._record(ev.Left(name, where))
+            if name not in self._given_up:
+                self._unanswered.discard(name)
+            self.ledger.forget(name)
+            for state in (self._last, self._hits, self._due):
+                state.pop(name, None)

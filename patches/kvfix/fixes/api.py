@@ -1,0 +1,129 @@
+"""A fix: the record of one bug.
+
+A fix is one file in a folder of `fixes/`. The name of the file has code and slug. The docstring describes the bug in
+fixed sections. `FIX` has the fixed functions, the broken releases, a probe that shows the bug on the installed
+function, and all other facts. Every list of kvfix is a query over these records.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from kvfix.fixes import code_and_slug
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+    from types import ModuleType
+
+    from kvfix.wrapping import Wrapper
+
+    Probe = Callable[[Callable[..., Any], ModuleType], bool]
+
+#: Sections of a fix's docstring, in this order. `Fix.section` and the documentation read them.
+SECTIONS = ("Symptom", "Cause", "Fix", "Releases", "Upstream", "Remove when")
+#: The same for a bug that cannot be fixed from outside.
+SECTIONS_UNFIXABLE = ("Symptom", "Cause", "Workaround", "Releases", "Upstream", "Remove when")
+
+
+@dataclass(frozen=True)
+class Target:
+    """One function of one distribution that is wrong in some releases, and its fix.
+
+    dist, module, function: e.g. "lmcache", "lmcache.integration.vllm.vllm_v1_adapter",
+        "LMCacheConnectorV1Impl.get_num_new_matched_tokens".
+    broken: the releases whose code is wrong (PEP 440 specifiers). kvfix compares the fingerprints of these releases
+        (fingerprints.json) with the installed function, never the installed version number.
+    probe: (function, module) -> True if the bug shows on stub objects, False if the function is right. Runs only on
+        code that no release has, in milliseconds. If it raises, the status is unknown.
+    fix: (module) -> wrapper of the function (kvfix.wrapping). Called after the import of the module if the fix
+        applies. None: the bug cannot be fixed from outside, and the target only shows whether it is there.
+    place: order among the wrappers of one function; the lowest is nearest to the function.
+    helper: the fix needs this function, but the bug is not in it. Its code does not show the bug. It is applied
+        and reverted with the other targets of its module, and comes after them.
+    """
+
+    dist: str
+    module: str
+    function: str
+    broken: str
+    probe: Probe
+    fix: Callable[[ModuleType], Wrapper] | None
+    place: int = 0
+    helper: bool = False
+
+    @property
+    def name(self) -> str:
+        return f"{self.module}:{self.function}"
+
+
+class Owner:
+    """A class or a module with fixed functions: `SCHEDULER.schedule(broken=..., probe=..., fix=...)` is a target."""
+
+    def __init__(self, dist: str, module: str, name: str = "") -> None:
+        self.dist = dist
+        self.module = module
+        self.name = name
+
+    def target(self, function: str, **more: Any) -> Target:
+        """The target for this function; `more`: the other fields of `Target`."""
+        return Target(self.dist, self.module, f"{self.name}.{function}" if self.name else function, **more)
+
+    def __getattr__(self, function: str) -> Callable[..., Target]:
+        if function.startswith("__"):
+            raise AttributeError(function)
+        return partial(self.target, function)
+
+
+@dataclass(frozen=True, eq=False)
+class Fix:
+    """The record of a bug: `FIX = Fix(__name__, __doc__, targets=(...), ...)`.
+
+    evidence: {code of a rule or finding (KVR, KVD): regular expression for its message}. A match points to this bug.
+    scenarios: slugs of the scenarios that show the bug in the lab. Without any, `proof` names the test and the reason.
+    no_patch: {dist: why there is no patch for upstream}, if the newest release has the bug.
+    opt_in: not in the default set; `only=` must name it. The docstring has the reason.
+    harmless: () -> why the bug does no harm in this process, "" if it can. For a bug that cannot be fixed.
+    """
+
+    module_name: str
+    doc: str | None
+    targets: tuple[Target, ...]
+    evidence: Mapping[str, str] = field(default_factory=dict, kw_only=True)
+    scenarios: tuple[str, ...] = field(default=(), kw_only=True)
+    proof: str = field(default="", kw_only=True)
+    no_patch: Mapping[str, str] = field(default_factory=dict, kw_only=True)
+    opt_in: bool = field(default=False, kw_only=True)
+    harmless: Callable[[], str] = field(default=str, kw_only=True)
+
+    @property
+    def code(self) -> str:
+        return code_and_slug(self.module_name)[0]
+
+    @property
+    def slug(self) -> str:
+        return code_and_slug(self.module_name)[1]
+
+    @property
+    def fixable(self) -> bool:
+        """Whether any target has a fix."""
+        return any(target.fix is not None for target in self.targets)
+
+    @property
+    def dists(self) -> tuple[str, ...]:
+        """Distributions that have the bug, without those that have only helpers."""
+        return tuple(dict.fromkeys(target.dist for target in self.targets if not target.helper))
+
+    @property
+    def sections(self) -> tuple[str, ...]:
+        return SECTIONS if self.fixable else SECTIONS_UNFIXABLE
+
+    @property
+    def title(self) -> str:
+        return (self.doc or "").strip().partition("\n")[0]
+
+    def section(self, name: str) -> str:
+        """Text under `## name` of the docstring; "" if there is none."""
+        _, found, rest = (self.doc or "").partition(f"\n## {name}\n")
+        return rest.partition("\n## ")[0].strip() if found else ""

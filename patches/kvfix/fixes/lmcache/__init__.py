@@ -1,0 +1,1 @@
+"""LMCache in vLLM's own processes."""

@@ -1,0 +1,86 @@
+"""A hit from the lookup cache is promised whole: the tokens that vLLM has computed are not subtracted.
+
+## Symptom
+One of these, and EngineCore dies:
+- `AssertionError: Mismatch in tokens to load: 256 vs 256 (tokens in lmcache) - 336 (tokens in vllm) - 0 (full lmcache
+  hits subtracts last token to recalculate logits) for request ...`
+- a bare `AssertionError` at `assert num_new_tokens > 0`, or at the comparison of computed tokens with the tokens of
+  the request, in vLLM's scheduler: the raw hit is larger than what remains of the request.
+- The log may show the same request asked again, `LMCache hit tokens: 256, need to load: -80`.
+
+## Cause
+`get_num_new_matched_tokens` looks up a request once. The lookup client caches the hit until the request is scheduled.
+The first call returns `hit - computed`. A second call, which comes when there were too few free blocks, finds the
+cached hit and returns it unchanged. It subtracts neither the computed tokens nor the last token of a prompt that is
+cached whole, which must be recomputed. The LoadSpec still holds the first balance, so `update_state_after_alloc` finds
+256 promised where 256 - 336 was due. Chunked prefill and preemption lead to it: vLLM's prefix cache keeps 336 tokens,
+LMCache holds one chunk of 256.
+
+## Fix
+The fix checks each answer against the balance that the LoadSpec gives for the current computed tokens. If they differ,
+the answer is a raw hit. The fix returns `max(0, hit - computed - (1 if the hit is the whole request else 0))` and
+rewrites the LoadSpec to match. It does not change a right answer.
+
+## Releases
+LMCache 0.3.10. 0.3.9.post2 and earlier look up again on every call; 0.3.10.post1 takes the balance from the cached hit.
+
+## Upstream
+https://github.com/LMCache/LMCache/issues/2158 (also 2090, 2091, 2159), fixed in 0.3.10.post1.
+
+## Remove when
+LMCache 0.3.10 is no longer in use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from kvfix.fixes import stubs
+from kvfix.fixes.api import Fix
+from kvfix.fixes.targets import LMCACHE_V1
+from kvfix.ledger.events import balance
+from kvfix.wrapping import after
+
+
+def fix(adapter: ModuleType) -> Callable[..., Any]:
+    load_spec = adapter.LoadSpec
+
+    def get_num_new_matched_tokens(
+        impl: Any, promised: int | None, request: Any, num_computed_tokens: int
+    ) -> int | None:
+        if not promised:  # None: the lookup is still running; 0: nothing to load
+            return promised
+        spec = impl.load_specs.get(request.request_id)
+        accounted = spec is not None and spec.vllm_cached_tokens == num_computed_tokens
+        total = request.num_tokens
+        if accounted and promised == max(0, balance(spec.lmcache_cached_tokens, num_computed_tokens, total)):
+            return promised
+        hit = promised
+        if not accounted or spec.lmcache_cached_tokens != hit:
+            impl.load_specs[request.request_id] = load_spec(num_computed_tokens, hit, can_load=False)
+        return max(0, balance(hit, num_computed_tokens, total))
+
+    return after(get_num_new_matched_tokens)
+
+
+def shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
+    """The numbers of the report: 256 in the lookup cache, 336 computed, 10009 in all. Right is 0."""
+    answer = hook(stubs.scheduler_side(lookup_client=stubs.lookup_client(256)), stubs.request(10009), 336)
+    if answer not in (0, 256):
+        raise ValueError(f"the probe expects 0 or 256, got {answer!r}")
+    return bool(answer == 256)
+
+
+FIX = Fix(
+    __name__,
+    __doc__,
+    targets=(LMCACHE_V1.get_num_new_matched_tokens(broken="==0.3.10", probe=shows_bug, fix=fix, place=1),),
+    evidence={"KVD101": "", "KVR001": "", "KVR002": "", "KVR003": "", "KVR011": "Mismatch in tokens to load"},
+    scenarios=(
+        "full-hit-asked-twice",
+        "mismatch-in-tokens-to-load",
+        "raw-hit-beyond-request",
+    ),
+)

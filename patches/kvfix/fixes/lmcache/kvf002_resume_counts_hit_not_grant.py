@@ -1,0 +1,137 @@
+"""A resumed request has the tokens that were granted, and the connector expects those that were hit.
+
+## Symptom
+EngineCore dies in `build_connector_meta` when a preempted request is resumed, with one of
+- `AssertionError: Preempted request ... has num_computed_tokens 800 but expected 1024 (full_hit_adj=False)`
+- `... but max(lmcache_cached_tokens, vllm_cached_tokens) = 1024`, or `... but lmcache_cached_tokens 512`
+- `AssertionError: Request ... is preempted but was not given a load spec`
+
+0.3.10 continues, and tokens are missing from the middle of what it then stores. Those chunks are never hit.
+
+## Cause
+The LoadSpec holds what LMCache has. It does not record how much of the promise vLLM took. On a resume the connector
+asserts that the two are equal. They differ in five cases. The connector itself promised less (`min_retrieve_tokens`).
+vLLM took nothing (prompt_logprobs, or another connector of a MultiConnector). vLLM has more than LMCache (up to
+0.3.10.post2). All tokens are hit and the last one is recomputed (up to 0.4.2). There is no LoadSpec at all (a role or a
+client that does not look up).
+
+## Fix
+The fix takes vLLM's count of computed tokens. For a resumed request that loads nothing, the LoadSpec holds vLLM's count
+while the hook runs, and the hit afterwards. A granted load is not changed, except for the last token of a full hit.
+
+## Releases
+LMCache 0.3.10 to 0.5.6.
+
+## Upstream
+None known for the causes in current releases; https://github.com/LMCache/LMCache/pull/2243 for 0.3.10.post1 and post2.
+
+## Remove when
+LMCache takes `request.num_computed_tokens` instead of asserting it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from types import ModuleType
+from typing import Any
+
+from kvfix import scheduling
+from kvfix.fixes import stubs
+from kvfix.fixes.api import Fix
+from kvfix.fixes.targets import LMCACHE_V1
+from kvfix.wrapping import around
+
+
+def fix(adapter: ModuleType) -> Callable[..., Any]:
+    load_spec = adapter.LoadSpec
+
+    def build_connector_meta(impl: Any, scheduler_output: Any) -> Generator[None, Any, Any] | None:
+        names = scheduling.resumed(scheduler_output)
+        return _as_granted(load_spec, impl, scheduler_output, names) if names else None
+
+    # vLLM 0.11 has no such set: the wrapper then always looks for resumed requests.
+    return around(
+        build_connector_meta,
+        when=lambda impl, scheduler_output, *_, **__: getattr(
+            scheduler_output.scheduled_cached_reqs, "resumed_req_ids", True
+        ),
+    )
+
+
+def _as_granted(load_spec: Any, impl: Any, scheduler_output: Any, names: Any) -> Generator[None, Any, Any]:
+    as_hit = []
+    try:
+        for name in names:
+            request, tracker = impl._unfinished_requests[name], impl._request_trackers[name]
+            computed = request.num_computed_tokens
+            until = computed + scheduler_output.num_scheduled_tokens[name]
+            # Up to 0.3.10.post2 the hook keeps the tracker's own tokens. From 0.3.11 on it takes the request's.
+            tracker.token_ids = list(request.all_token_ids[:until])
+            spec = impl.load_specs.get(name)
+            if spec is None:
+                spec = impl.load_specs[name] = load_spec(computed, 0, can_load=False)
+            if not spec.can_load or spec.lmcache_cached_tokens == computed + 1:
+                as_hit.append((spec, spec.vllm_cached_tokens, spec.lmcache_cached_tokens, name))
+                spec.vllm_cached_tokens = spec.lmcache_cached_tokens = computed
+        meta = yield
+    finally:
+        for spec, vllm, lmcache, _ in as_hit:
+            spec.vllm_cached_tokens, spec.lmcache_cached_tokens = vllm, lmcache
+    for _, _, hit, name in as_hit:
+        _save_from(hit, impl._request_trackers[name], [each for each in meta.requests if each.req_id == name])
+    return meta
+
+
+def _save_from(hit: int, tracker: Any, requests: list[Any]) -> None:
+    """The hit is saved already, and nothing beyond it: this step and the later ones save from its end on.
+
+    The worker of a kv_producer saves even if the spec has can_save=False (0.5.6 vllm_v1_adapter.py:1152).
+    """
+    specs = [(each.save_spec, len(each.token_ids)) for each in requests if each.save_spec is not None]
+    for spec, tokens in specs:
+        spec.skip_leading_tokens = min(hit, tokens)
+    saved = any(spec.can_save for spec, _ in specs)
+    tracker.num_saved_tokens = max(hit, tracker.num_saved_tokens if saved else 0)
+
+
+def shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
+    """Resumed with 800 computed tokens, 1024 hit, none granted, 50 scheduled.
+
+    Right is a tracker of 850 tokens. Wrong is another number, or an AssertionError.
+    """
+    blocks = list(range(60))
+    tracker = adapter.RequestTracker(stubs.NAME, 900, [0] * 900, blocks)
+    impl = stubs.scheduler_side(
+        load_specs={stubs.NAME: adapter.LoadSpec(800, 1024, can_load=False)},
+        _request_trackers={stubs.NAME: tracker},
+        _unfinished_requests={stubs.NAME: stubs.request(900, num_computed_tokens=800)},
+    )
+    try:
+        hook(impl, stubs.step(50, computed=800, blocks=blocks, resumed=True))
+    except AssertionError as error:
+        if "Preempted request" not in str(error):
+            raise
+        return True
+    return len(tracker.token_ids) != 850
+
+
+FIX = Fix(
+    __name__,
+    __doc__,
+    targets=(LMCACHE_V1.build_connector_meta(broken=">=0.3.10", probe=shows_bug, fix=fix, place=1),),
+    evidence={
+        "KVD103": "",
+        "KVD104": "",
+        "KVD105": "",
+        "KVD106": "",
+        "KVD107": "",
+        "KVR011": "Preempted request|is preempted but was not given a load spec",
+    },
+    scenarios=(
+        "preempt-full-hit",
+        "preempt-local-exceeds-lmcache",
+        "preempt-min-retrieve",
+        "preempt-multiconnector-loser",
+        "preempt-prompt-logprobs",
+    ),
+)

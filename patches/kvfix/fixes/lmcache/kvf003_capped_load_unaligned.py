@@ -1,0 +1,66 @@
+"""A load capped by `max_tokens_per_load` is promised whole, and its LoadSpec ends at a chunk boundary before that.
+
+## Symptom
+`AssertionError: Mismatch in tokens to load: 1024 vs 1024 (tokens in lmcache) - 80 (tokens in vllm) - 0 (...)`, and
+EngineCore dies. It needs no preemption: only a prefix hit of vLLM that is no multiple of LMCache's chunk, and a hit of
+LMCache larger than the cap.
+
+## Cause
+`get_num_new_matched_tokens` promises the cap, but writes a LoadSpec that ends at the chunk boundary below `computed +
+cap`. With 80 computed tokens and a cap of 1,024 the LoadSpec ends at 1,024, of which 944 tokens are new (0.5.6
+vllm_v1_adapter.py:1490-1525). `update_state_after_alloc` asserts that the two are equal.
+
+## Fix
+The fix promises the end of the LoadSpec minus the computed tokens of vLLM.
+
+## Releases
+LMCache 0.4.7 to 0.5.6, with `max_tokens_per_load` set.
+
+## Upstream
+None known; the option came with https://github.com/LMCache/LMCache/pull/3382.
+
+## Remove when
+LMCache promises `capped_lmcache_tokens - num_computed_tokens`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from kvfix.fixes import stubs
+from kvfix.fixes.api import Fix
+from kvfix.fixes.targets import LMCACHE_V1
+from kvfix.wrapping import after
+
+
+def fix(adapter: ModuleType) -> Callable[..., Any]:
+    def get_num_new_matched_tokens(impl: Any, promised: int, request: Any, num_computed_tokens: int) -> int:
+        spec = impl.load_specs[request.request_id]
+        if spec.lmcache_cached_tokens == request.num_tokens:  # not capped: one less than all
+            return promised
+        due: int = spec.lmcache_cached_tokens - num_computed_tokens
+        return max(0, due)
+
+    return after(
+        get_num_new_matched_tokens, when=lambda impl, promised, *_, **__: promised and impl._max_tokens_per_load
+    )
+
+
+def shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
+    """80 computed tokens, a hit of 1280, a cap of 1024, chunks of 256. Right is 944, wrong is 1024."""
+    impl = stubs.scheduler_side(lookup_client=stubs.lookup_client(1280), _max_tokens_per_load=1024)
+    answer = hook(impl, stubs.request(1500), 80)
+    if answer not in (944, 1024):
+        raise ValueError(f"the probe expects 944 or 1024, got {answer!r}")
+    return bool(answer == 1024)
+
+
+FIX = Fix(
+    __name__,
+    __doc__,
+    targets=(LMCACHE_V1.get_num_new_matched_tokens(broken=">=0.4.7", probe=shows_bug, fix=fix, place=2),),
+    evidence={"KVD102": "", "KVR003": "", "KVR004": "", "KVR011": "Mismatch in tokens to load"},
+    scenarios=("max-load-unaligned",),
+)

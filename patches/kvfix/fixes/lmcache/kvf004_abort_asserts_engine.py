@@ -1,0 +1,71 @@
+"""The first aborted request kills EngineCore: the scheduler role is asserted to have a cache engine.
+
+## Symptom
+A bare `AssertionError` at `assert self.lmcache_engine is not None` in `request_finished`
+(vllm_v1_adapter.py:1779 in 0.4.5), and EngineCore dies, when a request is aborted.
+
+## Cause
+The hook asks for the cache engine to report the abort to the storage. Only the workers have one. The scheduler role has
+none, unless `enable_scheduler_bypass_lookup` is set.
+
+## Fix
+The hook handles an abort without a cache engine like any other end of a request. A lookup in flight is cancelled as
+before.
+
+## Releases
+LMCache 0.4.5 to 0.5.0.
+
+## Upstream
+https://github.com/LMCache/LMCache/issues/3337, https://github.com/LMCache/LMCache/pull/3340; fixed in 0.5.1.
+
+## Remove when
+LMCache 0.4.5 to 0.5.0 are no longer in use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from types import ModuleType
+from typing import Any
+
+from kvfix.fixes import stubs
+from kvfix.fixes.api import Fix
+from kvfix.fixes.targets import LMCACHE_V1
+from kvfix.wrapping import View, around
+
+
+def fix(adapter: ModuleType) -> Callable[..., Any]:
+    aborted = adapter.RequestStatus.FINISHED_ABORTED
+
+    @around
+    def request_finished(impl: Any, request: Any, block_ids: Any) -> Generator[Any, Any, Any] | None:
+        if impl.lmcache_engine is not None or request.status != aborted:
+            return None
+        return _without_engine(impl, request, block_ids)
+
+    return request_finished
+
+
+def _without_engine(impl: Any, request: Any, block_ids: Any) -> Generator[Any, Any, Any]:
+    answer = yield View(request, status=None), block_ids
+    if impl.async_loading and impl.lookup_client is not None:
+        impl.lookup_client.cancel_lookup(request.request_id)
+    return answer
+
+
+def shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
+    """An abort in the scheduler role. Wrong is an AssertionError."""
+    try:
+        hook(stubs.scheduler_side(), stubs.request(16, status=adapter.RequestStatus.FINISHED_ABORTED), [])
+    except AssertionError:
+        return True
+    return False
+
+
+FIX = Fix(
+    __name__,
+    __doc__,
+    targets=(LMCACHE_V1.request_finished(broken=">=0.4.5,<0.5.1", probe=shows_bug, fix=fix, place=1),),
+    evidence={"KVD108": "", "KVR011": "^request_finished: AssertionError$"},
+    scenarios=("abort-engine-assert",),
+)

@@ -1,0 +1,106 @@
+"""A request that ends before it is admitted leaks its LoadSpec, hit, priority and pins.
+
+## Symptom
+Nothing is logged at first. `load_specs` and `_requests_priority` grow. After 300 seconds, for chunks that could not be
+evicted until then, `Pin timeout detected for MemoryObj ...`. A reused request id gets the hit of the ended request:
+`Num retrieved tokens: 0, num expected tokens: ...`.
+
+## Cause
+A lookup pins the chunks it finds and keeps the hit until the request is admitted. If the client disconnects before
+that, both leak: `request_finished` releases neither, and the workers unpin only requests in the metadata of a step. The
+priority of a resumed request leaks in any case: only new requests remove theirs.
+
+## Fix
+When a request ends, the scheduler role drops its LoadSpec, priority and hit. The workers, which get the id of every
+ended request, release its pins.
+
+## Releases
+LMCache 0.3.9 to 0.5.6.
+
+## Upstream
+https://github.com/LMCache/LMCache/pull/4512 is open (pins only).
+
+## Remove when
+`request_finished` takes the request out of `load_specs`, `_requests_priority` and the lookup client, and `get_finished`
+unpins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from kvfix.fixes import stubs
+from kvfix.fixes.api import Fix
+from kvfix.fixes.targets import LMCACHE_V1
+from kvfix.wrapping import after
+
+
+def fix_scheduler(adapter: ModuleType) -> Callable[..., Any]:
+    def request_finished(impl: Any, answer: Any, request: Any, block_ids: Any) -> Any:
+        name = request.request_id
+        impl.load_specs.pop(name, None)
+        impl._requests_priority.pop(name, None)
+        # With asynchronous loading the hook itself cancels the lookup. It is cleaned up when its answer comes.
+        if impl.lookup_client is not None and not getattr(impl, "async_loading", False):
+            impl.lookup_client.clear_lookup_status(name)
+        return answer
+
+    # An admitted request has neither, except for the priority of a resumed one. Every lookup adds one of the two.
+    return after(
+        request_finished,
+        when=lambda impl, answer, request, *_, **__: (
+            request.request_id in impl._requests_priority or request.request_id in impl.load_specs
+        ),
+    )
+
+
+def fix_worker(adapter: ModuleType) -> Callable[..., Any]:
+    def get_finished(impl: Any, answer: Any, finished_req_ids: Any) -> Any:
+        # With asynchronous loading a lookup pins nothing: the clean-up of the lookup releases what it fetched.
+        engine = impl.lmcache_engine
+        if engine is not None and not getattr(impl, "async_loading", False):
+            for name in finished_req_ids:
+                engine.lookup_unpin(name)
+        return answer
+
+    return after(get_finished, when=lambda impl, answer, finished_req_ids, *_, **__: finished_req_ids)
+
+
+def scheduler_shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
+    """A request ends while its LoadSpec is there. Wrong is a LoadSpec that stays."""
+    client = SimpleNamespace(clear_lookup_status=lambda lookup_id: None)
+    impl = stubs.scheduler_side(lookup_client=client, load_specs={stubs.NAME: object()})
+    hook(impl, stubs.request(16), [])
+    return stubs.NAME in impl.load_specs
+
+
+def worker_shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
+    """The worker gets the id of an ended request. Wrong is not to unpin it."""
+    unpinned: list[Any] = []
+    engine = SimpleNamespace(lookup_unpin=unpinned.append)
+    hook(SimpleNamespace(lmcache_engine=engine, async_loading=False), {stubs.NAME})
+    return not unpinned
+
+
+FIX = Fix(
+    __name__,
+    __doc__,
+    targets=(
+        LMCACHE_V1.request_finished(broken=">=0.3.9", probe=scheduler_shows_bug, fix=fix_scheduler, place=2),
+        LMCACHE_V1.get_finished(broken=">=0.3.9", probe=worker_shows_bug, fix=fix_worker),
+    ),
+    evidence={
+        "KVD401": "",
+        "KVR009": (
+            r"^(load_specs|_request_trackers|_unfinished_requests|_requests_priority|lookup_client\.reqs_status) "
+            r"|^pins of the worker "
+        ),
+    },
+    scenarios=(
+        "abort-while-waiting",
+        "priority-left-after-resume",
+        "reused-id-gets-dead-hit",
+    ),
+)

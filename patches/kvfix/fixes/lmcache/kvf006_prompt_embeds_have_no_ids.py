@@ -1,0 +1,106 @@
+"""A prompt given as embeddings has no token ids, and EngineCore dies when it counts them.
+
+## Symptom
+`TypeError: object of type 'NoneType' has no len()` in `RequestTracker.from_new_request`, and EngineCore dies, at the
+first request with `prompt_embeds`.
+
+## Cause
+The tracker counts and copies `prompt_token_ids`, which is None for such a request (0.5.6 vllm_v1_adapter.py:190). The
+lookup uses `all_token_ids`, which vLLM fills with zeros (vllm/v1/request.py 0.32.0:148): all prompts of one length
+would share their KV.
+
+## Fix
+LMCache has no key for embeddings, so such a request is neither looked up nor loaded nor stored. The hook gets a copy of
+it with one zero for each token.
+
+## Releases
+LMCache 0.3.9 to 0.5.6.
+
+## Upstream
+https://github.com/vllm-project/vllm/issues/42119
+
+## Remove when
+LMCache skips such requests, or includes embeddings in its keys.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Generator
+from types import ModuleType
+from typing import Any
+
+from kvfix.fixes import stubs
+from kvfix.fixes.api import Fix
+from kvfix.fixes.targets import LMCACHE_V1
+from kvfix.wrapping import around, instead
+
+
+def fix_lookup(adapter: ModuleType) -> Callable[..., Any]:
+    def get_num_new_matched_tokens(impl: Any, request: Any, num_computed_tokens: int) -> Any:
+        return instead(0)
+
+    return around(get_num_new_matched_tokens, when=lambda impl, request, *_, **__: request.prompt_embeds is not None)
+
+
+def fix_metadata(adapter: ModuleType) -> Callable[..., Any]:
+    def build_connector_meta(impl: Any, scheduler_output: Any) -> Generator[Any, Any, Any] | None:
+        for new in scheduler_output.scheduled_new_reqs:
+            if new.prompt_token_ids is None:
+                return _not_cached(impl, scheduler_output)
+        return None
+
+    return around(
+        build_connector_meta, when=lambda impl, scheduler_output, *_, **__: scheduler_output.scheduled_new_reqs
+    )
+
+
+def _not_cached(impl: Any, scheduler_output: Any) -> Generator[Any, Any, Any]:
+    names = [new.req_id for new in scheduler_output.scheduled_new_reqs if new.prompt_token_ids is None]
+    with_ids = copy.copy(scheduler_output)
+    with_ids.scheduled_new_reqs = [
+        _with_zeros(new) if new.req_id in names else new for new in scheduler_output.scheduled_new_reqs
+    ]
+    meta = yield (with_ids,)
+    for name in names:
+        impl._request_trackers[name].skip_save = True  # in all later steps
+    meta.requests = [each for each in meta.requests if each.req_id not in names]
+    return meta
+
+
+def _with_zeros(new_request: Any) -> Any:
+    with_ids = copy.copy(new_request)
+    embeds = getattr(new_request, "prompt_embeds", None)
+    with_ids.prompt_token_ids = [0] * (len(embeds) if embeds is not None else 0)
+    return with_ids
+
+
+def lookup_shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
+    """A request with embeddings; the cache holds the zeros that stand for it. Right is 0, wrong is the hit."""
+    impl = stubs.scheduler_side(lookup_client=stubs.lookup_client(256))
+    return bool(hook(impl, stubs.request(300, prompt_token_ids=None, prompt_embeds=[0] * 300), 0) != 0)
+
+
+def metadata_shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
+    """A new request without token ids. Wrong is a TypeError."""
+    blocks = (list(range(20)),)
+    new = stubs.request(300, req_id=stubs.NAME, prompt_token_ids=None, prompt_embeds=[0] * 300, block_ids=blocks)
+    try:
+        hook(stubs.scheduler_side(), stubs.step(300, new=new))
+    except TypeError as error:
+        if "NoneType" not in str(error):
+            raise
+        return True
+    return False
+
+
+FIX = Fix(
+    __name__,
+    __doc__,
+    targets=(
+        LMCACHE_V1.get_num_new_matched_tokens(broken=">=0.3.9", probe=lookup_shows_bug, fix=fix_lookup, place=3),
+        LMCACHE_V1.build_connector_meta(broken=">=0.3.9", probe=metadata_shows_bug, fix=fix_metadata, place=2),
+    ),
+    evidence={"KVD113": "", "KVR011": "object of type 'NoneType' has no len|'NoneType' object is not"},
+    scenarios=("prompt-embeds",),
+)

@@ -1,0 +1,201 @@
+"""A load fails, and the KV that the step computes on top of it is stored under valid keys.
+
+## Symptom
+None at the time except `Request ... failed to load ... tokens across ... blocks`. Later, wrong text in other requests
+that begin with the same prompt.
+
+## Cause
+`start_load_kv` records the blocks whose load failed, and vLLM drops the output of the step. But the step has run on KV
+that was not loaded, and `wait_for_save` stores the result in the same step (0.5.6 vllm_v1_adapter.py:1104-1259 does not
+check the failed blocks). With kv_load_failure_policy "recompute" the right KV comes one step later, and the cache keeps
+the chunks that it has.
+
+## Fix
+The worker does not save a request that has a failed block in that step. With asynchronous scheduling it does not save
+it in the next step either, which is scheduled before vLLM knows of the failure. With speculative decoding vLLM asks for
+the failed blocks before the step is saved (gpu_model_runner.py 0.32.0:4179, 4509), otherwise after. So the worker keeps
+them by step.
+
+vLLM rolls the request back to its last good token, and kvfix records which requests are rolled back. When the connector
+schedules such a request again, all of it counts as not saved (before 0.4.1 KVF008 does that): the scheduler does not
+know which saves were skipped, and a cached chunk is not stored twice.
+
+## Releases
+LMCache 0.3.9 to 0.5.6. 0.3.9 does not know which blocks failed, so the fix has no effect there. A kv_producer saves in
+any case: its save is the transfer to the decoder.
+
+## Upstream
+None known.
+
+## Remove when
+`wait_for_save` skips the requests whose load failed.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from kvfix.fixes import _scheduler, stubs
+from kvfix.fixes.api import Fix
+from kvfix.fixes.targets import LMCACHE_V1, SCHEDULER
+from kvfix.wrapping import after, before
+
+
+class Failed:
+    """Blocks whose load failed in the last steps of a worker: all steps that vLLM schedules before it gets the report.
+
+    The metadata object identifies a step. It stays bound until the step is saved and asked for its failed blocks, in
+    either order. Without asynchronous scheduling vLLM gets the report before it schedules the next step: one step.
+    """
+
+    def __init__(self, config: Any) -> None:
+        in_flight = getattr(config, "max_concurrent_batches", None)  # since vLLM 0.26
+        in_flight = in_flight or 1 + bool(config.scheduler_config.async_scheduling)
+        self._steps: deque[tuple[Any, set[int]]] = deque(maxlen=in_flight)
+
+    def add(self, metadata: Any, blocks: set[int]) -> None:
+        if not self._steps or self._steps[0][0] is not metadata:
+            self._steps.appendleft((metadata, set()))
+        self._steps[0][1].update(blocks)
+
+    def blocks(self) -> set[int]:
+        return set().union(*(blocks for _, blocks in self._steps))
+
+
+def fix_worker(adapter: ModuleType) -> Callable[..., Any]:
+    def wait_for_save(impl: Any) -> None:
+        metadata, blocks = impl._parent._get_connector_metadata(), set(impl._invalid_block_ids)
+        failed = getattr(impl, "_kvfix_failed", None)
+        if failed is not None:
+            failed.add(metadata, set())
+            blocks |= failed.blocks()
+            if not failed.blocks():
+                del impl._kvfix_failed
+        for request in metadata.requests:
+            if request.save_spec is not None and _has_one_of(blocks, request.slot_mapping, impl._block_size):
+                request.save_spec.can_save = False
+
+    def some_failed(impl: Any) -> Any:
+        return getattr(impl, "_invalid_block_ids", None) or getattr(impl, "_kvfix_failed", None)  # 0.3.9 has neither
+
+    return before(wait_for_save, when=some_failed)
+
+
+def fix_failed_blocks(adapter: ModuleType) -> Callable[..., Any]:
+    def get_block_ids_with_load_errors(impl: Any, blocks: set[int]) -> set[int]:
+        if not hasattr(impl, "_kvfix_failed"):
+            impl._kvfix_failed = Failed(impl._vllm_config)
+        impl._kvfix_failed.add(getattr(impl._parent, "_connector_metadata", None), blocks)
+        return blocks
+
+    # A step that computes nothing saves nothing, but vLLM asks it for its failed blocks too: it counts.
+    return after(
+        get_block_ids_with_load_errors,
+        when=lambda impl, blocks, *_, **__: blocks or getattr(impl, "_kvfix_failed", None),
+    )
+
+
+def _has_one_of(failed: Any, slot_mapping: Any, block_size: int) -> bool:
+    return any(int(slot) // block_size in failed for slot in slot_mapping[::block_size])
+
+
+def fix_rollback(scheduler: ModuleType) -> Callable[..., Any]:
+    def _update_requests_with_invalid_blocks(scheduler: Any, answer: Any, *_: Any, **__: Any) -> Any:
+        for impl in _scheduler.lmcache_adapters(scheduler):
+            rolled_back = vars(impl).setdefault("_kvfix_rolled_back", set())
+            rolled_back.intersection_update(scheduler.requests)
+            rolled_back.update(answer[0])
+        return answer
+
+    return after(_update_requests_with_invalid_blocks)
+
+
+def fix_scheduler(adapter: ModuleType) -> Callable[..., Any]:
+    def build_connector_meta(impl: Any, scheduler_output: Any) -> None:
+        cached, trackers = scheduler_output.scheduled_cached_reqs, impl._request_trackers
+        for name, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=False):
+            if name in impl._kvfix_rolled_back and computed < len(trackers[name].token_ids):
+                trackers[name].num_saved_tokens = 0
+        impl._kvfix_rolled_back.difference_update(cached.req_ids, scheduler_output.finished_req_ids)
+
+    # The hook runs in every step: a loop over all running requests would cost more than all other fixes together.
+    return before(build_connector_meta, when=lambda impl, *_, **__: getattr(impl, "_kvfix_rolled_back", None))
+
+
+def worker_shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
+    """Block 3 failed to load, and the step saves its request. Wrong is to save it."""
+    import torch  # the adapter has imported it
+
+    stored: list[Any] = []
+    save = SimpleNamespace(skip_leading_tokens=0, can_save=True)
+    slots = torch.arange(48, 64)
+    request = SimpleNamespace(
+        req_id=stubs.NAME, token_ids=[0] * 16, slot_mapping=slots, save_spec=save, load_spec=None, disagg_spec=None,
+        is_last_prefill=True, request_configs=None,
+    )  # fmt: skip
+    metadata = adapter.LMCacheConnectorMetadata()
+    metadata.requests = [request]
+    engine = SimpleNamespace(lookup_unpin=lambda *_: None, store=lambda *_, **__: stored.append(1))
+    impl = SimpleNamespace(
+        kv_role="kv_both", use_layerwise=False, enable_blending=False, lmcache_engine=engine, kv_caches={"layer": None},
+        config=SimpleNamespace(), device="cpu", _lmcache_chunk_size=16, _block_size=16, _invalid_block_ids={3},
+        _recent_load_errors=(),  # of patches/upstream/failed-load-poisons-cache
+        _parent=SimpleNamespace(_get_connector_metadata=lambda: metadata),
+    )  # fmt: skip
+    hook(impl)
+    return bool(stored)
+
+
+def failed_blocks_are_forgotten(hook: Callable[..., Any], adapter: ModuleType) -> bool:
+    """Block 3 has failed, and the next step is in flight: the hook reports the block and forgets it."""
+    config = SimpleNamespace(scheduler_config=SimpleNamespace(async_scheduling=True))
+    impl = SimpleNamespace(_invalid_block_ids={3}, _vllm_config=config, _parent=None, _recent_load_errors=())
+    if hook(impl) != {3}:
+        raise LookupError("the hook does not report the failed blocks")
+    return not getattr(impl, "_kvfix_failed", None)
+
+
+def scheduler_shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
+    """512 tokens count as saved, vLLM has rolled back to 256 and computes 16 more. Right is to save all 272 tokens."""
+    tracker = adapter.RequestTracker(stubs.NAME, 900, [0] * 512, list(range(32)), num_saved_tokens=512)
+    impl = stubs.scheduler_side(
+        _request_trackers={stubs.NAME: tracker},
+        _unfinished_requests={stubs.NAME: stubs.request(900, num_computed_tokens=256)},
+        _kvfix_rolled_back={stubs.NAME},
+    )
+    meta = hook(impl, stubs.step(16, computed=256))
+    return not meta.requests or meta.requests[0].save_spec.skip_leading_tokens != 0
+
+
+def rollback_is_not_recorded(hook: Callable[..., Any], scheduler: ModuleType) -> bool:
+    """One running request, its first block has failed: the hook rolls it back, and nothing records that."""
+    request, impl = stubs.request(32, num_computed_tokens=20, num_cached_tokens=16), SimpleNamespace()
+    rolled_back, *_ = _scheduler.roll_back(hook, request, adapter=impl)
+    if rolled_back != {stubs.NAME}:
+        raise LookupError("the first value that the hook returns is not the rolled back requests")
+    return not getattr(impl, "_kvfix_rolled_back", None)
+
+
+FIX = Fix(
+    __name__,
+    __doc__,
+    targets=(
+        LMCACHE_V1.wait_for_save(broken=">=0.3.9", probe=worker_shows_bug, fix=fix_worker, place=1),
+        LMCACHE_V1.get_block_ids_with_load_errors(
+            broken=">=0.3.9.post1", probe=failed_blocks_are_forgotten, fix=fix_failed_blocks, helper=True
+        ),
+        LMCACHE_V1.build_connector_meta(broken=">=0.4.1", probe=scheduler_shows_bug, fix=fix_scheduler, place=3),
+        SCHEDULER._update_requests_with_invalid_blocks(
+            broken=">=0.11.2", probe=rollback_is_not_recorded, fix=fix_rollback, place=1, helper=True
+        ),
+    ),
+    evidence={"KVD302": ""},
+    scenarios=(
+        "failed-load-poisons-cache",
+        "failed-load-stored-last",
+        "failed-load-stored-under-way",
+    ),
+)

@@ -1,0 +1,68 @@
+"""After a failed load the tracker keeps tokens that vLLM has rolled back: the worker dies when it saves.
+
+## Symptom
+A bare `AssertionError` at `assert len(slot_mapping) == len(token_ids)` in `wait_for_save`, and the engine dies, after
+lines like `Request ... failed to load 1024 tokens across 64 blocks` and `The number of retrieved tokens is less than
+the expected number of tokens! This should not happen!`.
+
+## Cause
+When a load fails, vLLM rolls the request back to its last good token. The connector's tracker is not rolled back: it
+appends the tokens of the next step to those it has. It then has more tokens than the request has slots, and wrong ones.
+
+## Fix
+Before the step's metadata are built, the fix cuts a tracker that is ahead of vLLM to the tokens that vLLM has computed.
+It marks all of them as not saved: the scheduler does not know what the failed step saved, and a cached chunk is not
+stored twice.
+
+## Releases
+LMCache 0.3.9 to 0.3.15.
+
+## Upstream
+https://github.com/LMCache/LMCache/issues/2294, https://github.com/LMCache/LMCache/pull/2516; fixed in 0.4.1.
+
+## Remove when
+LMCache 0.3.15 is no longer in use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from kvfix.fixes import stubs
+from kvfix.fixes.api import Fix
+from kvfix.fixes.targets import LMCACHE_V1
+from kvfix.wrapping import before
+
+
+def fix(adapter: ModuleType) -> Callable[..., Any]:
+    def build_connector_meta(impl: Any, scheduler_output: Any) -> None:
+        cached = scheduler_output.scheduled_cached_reqs
+        for name, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=False):
+            tracker = impl._request_trackers[name]
+            if computed < len(tracker.token_ids):
+                tracker.token_ids = list(impl._unfinished_requests[name].all_token_ids[:computed])
+                tracker.num_saved_tokens = 0
+
+    return before(build_connector_meta)
+
+
+def shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
+    """The load of 512 tokens failed, vLLM has 256 and computes 16 more. Right is 272 tokens, wrong is 528."""
+    tracker = adapter.RequestTracker(stubs.NAME, 900, [0] * 512, list(range(32)))
+    request = stubs.request(900, num_computed_tokens=256)
+    hook(
+        stubs.scheduler_side(_request_trackers={stubs.NAME: tracker}, _unfinished_requests={stubs.NAME: request}),
+        stubs.step(16, computed=256),
+    )
+    return len(tracker.token_ids) != 272
+
+
+FIX = Fix(
+    __name__,
+    __doc__,
+    targets=(LMCACHE_V1.build_connector_meta(broken=">=0.3.9,<0.4.1", probe=shows_bug, fix=fix, place=4),),
+    evidence={"KVD112": "", "KVD302": "", "KVR008": "", "KVR011": "^wait_for_save: AssertionError"},
+    scenarios=("retrieve-fail-slot-mismatch",),
+)

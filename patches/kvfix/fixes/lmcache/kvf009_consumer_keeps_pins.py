@@ -1,0 +1,61 @@
+"""A decode instance (kv_consumer) never releases the pins of its lookups.
+
+## Symptom
+On a consumer, `Pin timeout detected for MemoryObj ...` and `Force unpinned ... timeout objects`. Before that the cache
+cannot evict chunks that are no longer needed.
+
+## Cause
+`wait_for_save` unpins the requests of the step and saves them. A consumer saves nothing, so the hook returns before it
+unpins.
+
+## Fix
+On a consumer the fix unpins the requests of the step after the hook.
+
+## Releases
+LMCache 0.3.9 to 0.4.2.
+
+## Upstream
+https://github.com/LMCache/LMCache/pull/2786; fixed in 0.4.3.
+
+## Remove when
+LMCache 0.4.2 is no longer in use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from kvfix.fixes.api import Fix
+from kvfix.fixes.targets import LMCACHE_V1
+from kvfix.wrapping import after
+
+
+def fix(adapter: ModuleType) -> Callable[..., Any]:
+    def wait_for_save(impl: Any, answer: None) -> None:
+        if impl.kv_role == "kv_consumer":
+            for request in impl._parent._get_connector_metadata().requests:
+                impl.lmcache_engine.lookup_unpin(request.req_id)
+
+    return after(wait_for_save)
+
+
+def shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
+    """A step with one request on a consumer. Wrong is not to unpin it."""
+    unpinned: list[Any] = []
+    metadata = adapter.LMCacheConnectorMetadata()
+    metadata.requests = [SimpleNamespace(req_id="kvfix-probe", save_spec=None)]
+    engine = SimpleNamespace(lookup_unpin=unpinned.append)
+    parent = SimpleNamespace(_get_connector_metadata=lambda: metadata)
+    hook(SimpleNamespace(kv_role="kv_consumer", lmcache_engine=engine, _parent=parent))
+    return not unpinned
+
+
+FIX = Fix(
+    __name__,
+    __doc__,
+    targets=(LMCACHE_V1.wait_for_save(broken=">=0.3.9,<0.4.3", probe=shows_bug, fix=fix, place=2),),
+    evidence={"KVD401": "", "KVR009": "^pins of the worker "},
+    scenarios=("consumer-pins-left",),
+)

@@ -1,0 +1,57 @@
+"""With asynchronous loading every aborted request leaks its id in the lookup client.
+
+## Symptom
+Nothing is logged. `aborted_lookups` grows by one id per aborted request, and each lookup iterates over all of them.
+
+## Cause
+`request_finished` cancels the lookup of every aborted request, even if its lookup was answered and used long ago (0.5.6
+vllm_v1_adapter.py:1903). `cancel_lookup` keeps the id until an answer comes, and none comes
+(lmcache_async_lookup_client.py 0.5.6:264-280).
+
+## Fix
+The fix does not cancel a lookup that the client does not have.
+
+## Releases
+LMCache 0.3.10 to 0.5.6, with `enable_async_loading`.
+
+## Upstream
+None known.
+
+## Remove when
+`cancel_lookup` checks whether the lookup exists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from kvfix.fixes import stubs
+from kvfix.fixes.api import Fix
+from kvfix.fixes.targets import ASYNC_LOOKUP_CLIENT
+from kvfix.wrapping import around, instead
+
+
+def fix(client: ModuleType) -> Callable[..., Any]:
+    @around
+    def cancel_lookup(client: Any, lookup_id: str) -> Any:
+        return None if lookup_id in client.reqs_status else instead(None)
+
+    return cancel_lookup
+
+
+def shows_bug(hook: Callable[..., Any], client: ModuleType) -> bool:
+    """A lookup that the client does not have is cancelled. Wrong is to keep its id."""
+    stub = SimpleNamespace(aborted_lookups=set(), reqs_status={})
+    hook(stub, stubs.NAME)
+    return stubs.NAME in stub.aborted_lookups
+
+
+FIX = Fix(
+    __name__,
+    __doc__,
+    targets=(ASYNC_LOOKUP_CLIENT.cancel_lookup(broken=">=0.3.10", probe=shows_bug, fix=fix),),
+    evidence={"KVR009": r"^lookup_client\.(aborted_lookups|reqs_status) "},
+    scenarios=("async-abort-keeps-lookup",),
+)

@@ -1,0 +1,107 @@
+"""A lookup times out, and the next `get_num_new_matched_tokens` for its request kills EngineCore.
+
+## Symptom
+`Request ... is still waiting for async lookup after 3 seconds, returning 0 lmcache cached tokens so vllm can
+recompute`, then `KeyError: '<request id>'` in the asynchronous lookup client, and EngineCore dies.
+
+## Cause
+With asynchronous loading the client gives up after `lookup_timeout_ms`. It returns 0 and deletes the start time of the
+lookup, but the lookup still counts as in flight. If no blocks are free for the request in this step, vLLM asks again in
+the next step, and the client reads the deleted start time (lmcache_async_lookup_client.py 0.5.6:174, :187). Up to
+0.3.15 the client does not cancel the lookup either: the late answer of the ended request leaks, and so do the chunks
+that were fetched for it.
+
+## Fix
+The fix returns 0 for a lookup that was given up, until its answer has come and was cleaned up. Up to 0.3.15 it also
+cancels the lookup, as 0.4.1 does.
+
+## Releases
+LMCache 0.3.10 to 0.5.6, with `enable_async_loading`.
+
+## Upstream
+https://github.com/LMCache/LMCache/issues/3685, https://github.com/LMCache/LMCache/pull/3766 is open.
+
+## Remove when
+`lookup_cache` returns an answer for a lookup that it has given up.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Generator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from kvfix.fixes import stubs
+from kvfix.fixes.api import Fix
+from kvfix.fixes.targets import ASYNC_LOOKUP_CLIENT
+from kvfix.wrapping import around, instead
+
+_UNKNOWN = -1
+
+
+def given_up(client: Any, lookup_id: str) -> bool:
+    """The lookup is in flight and has no start time."""
+    return client.reqs_status.get(lookup_id, _UNKNOWN) is None and lookup_id not in client.first_lookup_time
+
+
+def fix(module: ModuleType) -> Callable[..., Any]:
+    @around
+    def lookup_cache(client: Any, lookup_id: str) -> Any:
+        return instead(0) if given_up(client, lookup_id) else _cancelled(client, lookup_id)
+
+    return lookup_cache
+
+
+def _cancelled(client: Any, lookup_id: str) -> Generator[None, Any, Any]:
+    """If the hook gives up the lookup, cancel it, as 0.4.1 does."""
+    answer = yield
+    if given_up(client, lookup_id):
+        client.cancel_lookup(lookup_id)
+    return answer
+
+
+def fix_0_3_10(module: ModuleType) -> Callable[..., Any]:
+    """In 0.3.10 `lookup` itself keeps the state."""
+
+    @around
+    def lookup(client: Any, tokens: Any, lookup_id: str, request_configs: Any = None) -> Any:
+        return instead(0) if given_up(client, lookup_id) else _cancelled(client, lookup_id)
+
+    return lookup
+
+
+def shows_bug(hook: Callable[..., Any], module: ModuleType, *tokens: Any) -> bool:
+    """A lookup in flight without a start time. Right is 0, wrong is a KeyError."""
+    client = SimpleNamespace(
+        lock=threading.Lock(),
+        reqs_status={stubs.NAME: None},
+        first_lookup_time={},
+        lookup_backoff_time=0,
+        aborted_lookups=set(),
+        timeout_ms=3000,
+        config=SimpleNamespace(lookup_timeout_ms=3000),
+        _cleanup_finished_aborted_lookups=lambda: None,
+    )
+    try:
+        hook(client, *tokens, stubs.NAME)
+    except KeyError:
+        return True
+    return False
+
+
+FIX = Fix(
+    __name__,
+    __doc__,
+    targets=(
+        ASYNC_LOOKUP_CLIENT.lookup_cache(broken=">=0.3.10.post1", probe=shows_bug, fix=fix),
+        ASYNC_LOOKUP_CLIENT.lookup(
+            broken="==0.3.10", probe=lambda hook, module: shows_bug(hook, module, []), fix=fix_0_3_10
+        ),
+    ),
+    evidence={"KVD114": "", "KVD211": "", "KVR011": "KeyError"},
+    scenarios=(
+        "async-late-answer-left",
+        "async-lookup-timeout",
+    ),
+)

@@ -1,0 +1,110 @@
+"""Chunks fetched for a request that then loads nothing are never released: they fill up the cache.
+
+## Symptom
+With asynchronous loading, memory of the cache is never freed. In time `No eviction candidates found in local cpu
+backend. Local cpu memory is under pressure.`
+
+## Cause
+A lookup with a hit fetches and pins the chunks. If vLLM has as many tokens itself, nothing is promised and nothing is
+loaded. Only a load, or the clean-up of an aborted lookup, releases the fetched chunks. Neither releases the pins
+(0.3.15 cache_engine.py:1295). From 0.3.10.post1 on the clean-up takes pairs of key and chunk for chunks, and releases
+none: `Error releasing memory object: 'tuple' object has no attribute 'ref_count_down'`.
+
+## Fix
+When the pins of the request are released at the end of its step, the fix also releases the chunks that were fetched and
+not loaded. A load and a clean-up release the pins, and the clean-up releases the chunks.
+
+## Releases
+LMCache 0.3.10 to 0.3.15, with `enable_async_loading`.
+
+## Upstream
+https://github.com/LMCache/LMCache/pull/2559; fixed in 0.4.1.
+
+## Remove when
+LMCache 0.3.15 is no longer in use.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Generator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from kvfix.fixes import _engine, stubs
+from kvfix.fixes.api import Fix
+from kvfix.fixes.targets import CACHE_ENGINE
+from kvfix.wrapping import after, around
+
+
+def fix(engine: ModuleType) -> Callable[..., Any]:
+    def lookup_unpin(engine: Any, answer: None, lookup_id: str) -> None:
+        if engine.async_loading:
+            events = sys.modules["lmcache.v1.event_manager"]
+            if engine.event_manager.get_event_status(events.EventType.LOADING, lookup_id) == events.EventStatus.DONE:
+                engine.cleanup_memory_objs(lookup_id)
+
+    return after(lookup_unpin)
+
+
+def fix_clean_up(engine: ModuleType) -> Callable[..., Any]:
+    @around
+    def cleanup_memory_objs(engine: Any, lookup_id: str) -> Any:
+        chunks = _engine.fetched(engine, lookup_id)
+        return _released(engine, lookup_id, chunks) if chunks else None
+
+    return cleanup_memory_objs
+
+
+def _released(engine: Any, lookup_id: str, chunks: list[Any]) -> Generator[None, Any, None]:
+    engine.event_manager.pop_event(sys.modules["lmcache.v1.event_manager"].EventType.LOADING, lookup_id)
+    for chunk in chunks:
+        _engine.unpin(chunk)
+        chunk.ref_count_down()
+    return  # the hook does not run
+    yield
+
+
+def fix_load(engine: ModuleType) -> Callable[..., Any]:
+    @around
+    def retrieve(engine: Any, tokens: Any, mask: Any = None, **more: Any) -> Generator[None, Any, Any] | None:
+        chunks = _engine.fetched(engine, more.get("req_id")) if engine.async_loading else []
+        return _unpinned_after(chunks) if chunks else None
+
+    return retrieve
+
+
+def _unpinned_after(chunks: list[Any]) -> Generator[None, Any, Any]:
+    answer = yield
+    for chunk in chunks:
+        _engine.unpin(chunk)
+    return answer
+
+
+def shows_bug(hook: Callable[..., Any], engine: ModuleType) -> bool:
+    """Fetched, and not loaded. Wrong is not to clean up."""
+    cleaned: list[str] = []
+    done = sys.modules["lmcache.v1.event_manager"].EventStatus.DONE
+    stub = SimpleNamespace(
+        lookup_pins={},
+        async_loading=True,
+        storage_manager=None,
+        event_manager=SimpleNamespace(get_event_status=lambda kind, name: done),
+        cleanup_memory_objs=cleaned.append,
+    )
+    hook(stub, stubs.NAME)
+    return not cleaned
+
+
+BROKEN = ">=0.3.10,<0.4.1"
+FIX = Fix(
+    __name__,
+    __doc__,
+    targets=(
+        CACHE_ENGINE.lookup_unpin(broken=BROKEN, probe=shows_bug, fix=fix),
+        CACHE_ENGINE.cleanup_memory_objs(broken=BROKEN, probe=stubs.cannot_tell, fix=fix_clean_up),
+        CACHE_ENGINE.retrieve(broken=BROKEN, probe=stubs.cannot_tell, fix=fix_load, place=1),
+    ),
+    evidence={"KVD402": "", "KVR009": "^fetched chunks of the worker "},
+    scenarios=("async-fetched-left",),
+)

@@ -1,0 +1,92 @@
+"""A chunk that was loaded asynchronously is released twice: it is freed while the cache still lists it.
+
+## Symptom
+The next request that hits the chunk finds a memory object without a tensor: `assert memory_obj.tensor is not None`, and
+the worker dies. Or it finds other KV in its place. Before that, sometimes `Double unpin occurred somewhere.`
+
+## Cause
+`retrieve` releases the chunks that it has loaded (0.5.6 cache_engine.py:962-964) and those that it did not need
+(:1733). Then `lookup_unpin` cleans up the lookup, which releases all of them again (:1409-1441).
+
+## Fix
+The fix removes the chunks that `retrieve` has released from the chunks of the lookup, so the clean-up releases only the
+rest. A chunk that `retrieve` did not need loses its pin together with its reference: the clean-up would have released
+that pin.
+
+## Releases
+LMCache 0.4.1 to 0.5.6, with `enable_async_loading`. Up to 0.5.1 only chunks that vLLM already has.
+
+## Upstream
+https://github.com/LMCache/LMCache/issues/5090, https://github.com/LMCache/LMCache/pull/5120 are open.
+
+## Remove when
+One of `retrieve` and `cleanup_memory_objs` does not release what the other releases.
+"""
+
+from __future__ import annotations
+
+from _thread import get_ident
+from collections.abc import Callable, Generator
+from contextlib import ExitStack
+from types import ModuleType
+from typing import Any
+
+from kvfix.fixes import _engine, stubs
+from kvfix.fixes.api import Fix
+from kvfix.fixes.targets import CACHE_ENGINE
+from kvfix.wrapping import around, replaced
+
+
+def fix(engine: ModuleType) -> Callable[..., Any]:
+    @around
+    def retrieve(engine: Any, tokens: Any, mask: Any = None, **more: Any) -> Generator[None, Any, Any] | None:
+        lookup_id = more.get("req_id")
+        if not engine.async_loading or engine.remove_after_retrieve or not _engine.fetched(engine, lookup_id):
+            return None
+        return _consumed(engine, lookup_id)
+
+    return retrieve
+
+
+class Calls:
+    """References and pins of a chunk that this thread releases during a load. Other threads may use the chunk too."""
+
+    def __init__(self, chunk: Any) -> None:
+        self.references = self.pins = 0
+        thread = get_ident()
+        down, unpin = chunk.ref_count_down, chunk.unpin
+
+        def ref_count_down() -> Any:
+            self.references += get_ident() == thread
+            return down()
+
+        def take_pin() -> Any:
+            self.pins += get_ident() == thread
+            return unpin()
+
+        self.counted = {"ref_count_down": ref_count_down, "unpin": take_pin}
+
+
+def _consumed(engine: Any, lookup_id: Any) -> Generator[None, Any, Any]:
+    chunks = {id(chunk): (chunk, Calls(chunk)) for chunk in _engine.fetched(engine, lookup_id)}
+    try:
+        with ExitStack() as stack:
+            for chunk, calls in chunks.values():
+                stack.enter_context(replaced(chunk, **calls.counted))
+            return (yield)
+    finally:
+        gone = {name for name, (_, calls) in chunks.items() if calls.references}
+        for name in gone:
+            chunk, calls = chunks[name]
+            if not calls.pins:
+                _engine.unpin(chunk)
+        _engine.keep_fetched(engine, lookup_id, lambda chunk: id(chunk) not in gone)
+
+
+FIX = Fix(
+    __name__,
+    __doc__,
+    targets=(CACHE_ENGINE.retrieve(broken=">=0.4.1", probe=stubs.cannot_tell, fix=fix, place=2),),
+    evidence={"KVD115": "", "KVD403": ""},
+    proof="tests/lab/test_async_release.py, on LMCache's own functions: the lab has no asynchronous storage backend",
+)

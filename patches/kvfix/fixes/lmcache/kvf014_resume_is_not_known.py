@@ -1,0 +1,85 @@
+"""A resumed request is handled like a running one: its load never starts, and it stores wrong KV.
+
+## Symptom
+Nothing is logged. Wrong text in requests that were preempted, and in others that begin with the same tokens.
+
+## Cause
+The connector promises a resumed request what LMCache has. vLLM counts it as computed, but no load starts: only new
+requests load. The tracker appends the tokens and blocks of the resume to those from before the preemption. The old
+blocks belong to other requests now: their KV is stored under the keys of this one (0.3.9 vllm_v1_adapter.py,
+`build_connector_meta`).
+
+## Fix
+The fix promises nothing to a resumed request. It resets the tracker to the tokens that vLLM has computed and to the new
+blocks.
+
+## Releases
+LMCache 0.3.9 to 0.3.9.post2.
+
+## Upstream
+None known; 0.3.10 handles resumed requests.
+
+## Remove when
+LMCache 0.3.9.post2 is no longer in use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from kvfix import scheduling
+from kvfix.fixes import stubs
+from kvfix.fixes.api import Fix
+from kvfix.fixes.targets import LMCACHE_V1
+from kvfix.wrapping import around, before, instead
+
+
+def fix_lookup(adapter: ModuleType) -> Callable[..., Any]:
+    @around
+    def get_num_new_matched_tokens(impl: Any, request: Any, num_computed_tokens: int) -> Any:
+        return instead(0) if request.request_id in impl._request_trackers else None
+
+    return get_num_new_matched_tokens
+
+
+def fix_metadata(adapter: ModuleType) -> Callable[..., Any]:
+    def build_connector_meta(impl: Any, scheduler_output: Any) -> None:
+        for name in scheduling.resumed(scheduler_output):
+            tracker, request = impl._request_trackers[name], impl._unfinished_requests[name]
+            tracker.token_ids = list(request.all_token_ids[: request.num_computed_tokens])
+            tracker.allocated_block_ids = []
+            tracker.num_saved_tokens = 0
+
+    return before(build_connector_meta)
+
+
+def lookup_shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
+    """A lookup for a request that was scheduled before. Right is 0 here: no load would start."""
+    client = stubs.lookup_client(256)
+    impl = stubs.scheduler_side(lookup_client=client, _request_trackers={stubs.NAME: object()})
+    return bool(hook(impl, stubs.request(300), 0) != 0)
+
+
+def metadata_shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
+    """Resumed with 256 of 512 tokens and 20 new blocks. Wrong is to have the old blocks before them."""
+    tracker = adapter.RequestTracker(stubs.NAME, 900, [0] * 512, list(range(32)))
+    request = stubs.request(900, num_computed_tokens=256)
+    impl = stubs.scheduler_side(_request_trackers={stubs.NAME: tracker}, _unfinished_requests={stubs.NAME: request})
+    hook(impl, stubs.step(16, computed=256, blocks=list(range(40, 60)), resumed=True))
+    return bool(tracker.allocated_block_ids != list(range(40, 60)))
+
+
+FIX = Fix(
+    __name__,
+    __doc__,
+    targets=(
+        LMCACHE_V1.get_num_new_matched_tokens(
+            broken=">=0.3.9,<0.3.10", probe=lookup_shows_bug, fix=fix_lookup, place=4
+        ),
+        LMCACHE_V1.build_connector_meta(broken=">=0.3.9,<0.3.10", probe=metadata_shows_bug, fix=fix_metadata, place=5),
+    ),
+    evidence={"KVR006": ""},
+    scenarios=("resume-is-not-known",),
+)

@@ -1,0 +1,153 @@
+"""With a dead or degraded worker every lookup waits for the whole timeout, in every step.
+
+## Symptom
+`Timeout occurred for rank 0, recreating all sockets. Error: Resource temporarily unavailable`, over and over, and
+hardly any throughput: each step of the scheduler takes `lookup_timeout_ms` (3 seconds). Six short requests took 374
+seconds.
+
+## Cause
+A lookup that times out returns no hit, and nothing remembers the timeout. The next lookup, for the same request if it
+still has no blocks, waits as long again. The scheduler is blocked meanwhile, and so are all running requests.
+
+## Fix
+After two timeouts in a row (one is not enough: the worker may be back) the fix sends no lookup for as long as the last
+one waited. Then it sends one. If that times out too, the pause doubles, up to a minute. During a pause every lookup
+returns no hit. The first answer ends the pauses. The fix logs the first pause and the end, once each.
+
+## Releases
+LMCache 0.3.9 to 0.5.6.
+
+## Upstream
+None known.
+
+## Remove when
+LMCache's lookup transport backs off after a timeout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from kvfix import clock, engine_log
+from kvfix.fixes import stubs
+from kvfix.fixes.api import Fix
+from kvfix.fixes.targets import LOOKUP_CLIENT, ZMQ_CLIENT
+from kvfix.wrapping import after, around, instead
+
+SHORTEST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
+#: Seconds. Up to 0.3.15 a lookup does not report a timeout (3 s): an answer of 0 that took longer than this is one.
+SLOW = 0.5
+
+
+class Pause:
+    """When the next lookup may be sent, in seconds of the clock."""
+
+    def __init__(self) -> None:
+        self.failures = 0
+        self.length = self.until = 0.0
+
+    def answered(self) -> None:
+        if self.length:
+            engine_log.warning("KVF015: LMCache's worker answers lookups again; hits are looked for as before")
+        self.failures, self.length, self.until = 0, 0.0, 0.0
+
+    def failed(self, waited: float) -> None:
+        self.failures += 1
+        if self.failures < 2:
+            return
+        if not self.length:
+            engine_log.warning(
+                "KVF015: LMCache's worker did not answer two lookups in time: none is tried for a while, requests go "
+                "on without a hit. Is the worker alive, and its cache healthy?"
+            )
+        self.length = min(max(waited, SHORTEST_PAUSE, 2 * self.length), LONGEST_PAUSE)
+        self.until = clock.now() + self.length
+
+
+def pause_of(holder: Any) -> Pause:
+    """The pause of this client or transport."""
+    if not hasattr(holder, "_kvfix_pause"):
+        holder._kvfix_pause = Pause()
+    found: Pause = holder._kvfix_pause
+    return found
+
+
+def fix(module: ModuleType) -> Callable[..., Any]:
+    def unless_paused(transport: Any, message: Any) -> Generator[None, Any, Any] | None:
+        return instead([]) if clock.now() < transport._kvfix_pause.until else None
+
+    def send_and_recv_all(transport: Any, answers: Any, message: Any) -> Any:
+        pause = pause_of(transport)
+        if answers:
+            pause.answered()
+        else:
+            pause.failed(transport.timeout_ms / 1000)
+        return answers
+
+    def failed_before(transport: Any, *_: Any) -> bool:
+        return hasattr(transport, "_kvfix_pause")
+
+    inside = after(send_and_recv_all, when=lambda transport, answers, *_: not answers or failed_before(transport))
+    outside = around(unless_paused, when=failed_before)
+    return lambda function: outside(inside(function))
+
+
+def fix_lookup(module: ModuleType) -> Callable[..., Any]:
+    @around
+    def lookup(client: Any, *args: Any, **kwargs: Any) -> Generator[None, Any, Any]:
+        pause, begun = pause_of(client), clock.now()
+        if begun < pause.until:
+            return 0
+        hit = yield
+        waited = clock.now() - begun
+        if hit == 0 and waited > SLOW:
+            pause.failed(waited)
+        else:
+            pause.answered()
+        return hit
+
+    return lookup
+
+
+class _Silent:
+    """A socket whose peer is dead."""
+
+    def __init__(self, error: type[Exception]) -> None:
+        self.asked = 0
+        self.error = error
+
+    def send_multipart(self, *_: Any, **__: Any) -> None:
+        self.asked += 1
+
+    def recv(self) -> bytes:
+        raise self.error
+
+
+def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+    """Three lookups in a row to a worker that does not answer. Wrong is to wait for all three."""
+    socket = _Silent(module.zmq.Again)
+    transport = module.ZmqReqRepClientTransport.__new__(module.ZmqReqRepClientTransport)
+    vars(transport).update(
+        _world_size=1,
+        sockets=[socket],
+        timeout_ms=3000,
+        encoder=SimpleNamespace(encode=lambda part: b""),
+        _recreate_all_sockets=lambda: None,
+    )
+    for _ in range(3):
+        hook(transport, [[], [], "", ""])
+    return socket.asked == 3
+
+
+FIX = Fix(
+    __name__,
+    __doc__,
+    targets=(
+        ZMQ_CLIENT.send_and_recv_all(broken=">=0.4.1", probe=shows_bug, fix=fix),
+        LOOKUP_CLIENT.lookup(broken=">=0.3.9,<0.4.1", probe=stubs.cannot_tell, fix=fix_lookup, place=1),
+    ),
+    evidence={"KVD203": "", "KVD207": "", "KVR012": ""},
+    scenarios=("dead-worker-stalls-lookups",),
+)

@@ -1,0 +1,109 @@
+"""A load waits without end for memory of the CPU cache that is never freed, and blocks the worker.
+
+## Symptom
+`No eviction candidates found in local cpu backend. Local cpu memory is under pressure. Waiting for 0.1 seconds before
+retrying.`, every 0.1 seconds, for ever. `Running: N reqs`, and no throughput.
+
+## Cause
+`allocate` evicts only chunks of the CPU cache itself. With `local_cpu: false`, where the CPU only stages chunks for
+disk or remote, or with every chunk pinned, there is nothing to evict: a load waits without end (0.5.6
+local_cpu_backend.py:686-745).
+
+## Fix
+A load waits for at most ten seconds. Then it gets no memory and fails, and vLLM computes those tokens itself. A store
+does not wait, as before. A load from disk that gets no memory returns no chunk instead of an AssertionError.
+
+## Releases
+LMCache 0.3.9 to 0.5.6.
+
+## Upstream
+https://github.com/LMCache/LMCache/issues/2942 is open, https://github.com/LMCache/LMCache/issues/3804. Until then:
+`local_cpu: true`, a larger `max_local_cpu_size`, fewer requests at once.
+
+## Remove when
+`allocate` gives up.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from kvfix import clock, engine_log
+from kvfix.fixes import stubs
+from kvfix.fixes.api import Fix
+from kvfix.fixes.targets import LOCAL_CPU_BACKEND, LOCAL_DISK_BACKEND
+from kvfix.wrapping import positional
+
+LONGEST_WAIT, BETWEEN = 10.0, 0.1
+#: Places of `eviction` and `busy_loop` among the arguments, in every release.
+PLACES = {"allocate": (4, 5), "batched_allocate": (5, 6)}
+
+
+def fix(module: ModuleType) -> Callable[..., Any]:
+    def bounded(original: Callable[..., Any]) -> Callable[..., Any]:
+        evicts, loops = PLACES.get(original.__name__, (4, 5))
+        by_position = positional(original)
+
+        @functools.wraps(original)
+        def hook(*args: Any, **kwargs: Any) -> Any:
+            given, _ = by_position(args, kwargs)
+            if len(given) <= loops or not (given[evicts] and given[loops]):
+                return original(*args, **kwargs)
+            until = clock.now() + LONGEST_WAIT
+            while True:
+                memory = original(*given[:loops], False, *given[loops + 1 :])
+                if memory is not None:
+                    return memory
+                if clock.now() >= until:
+                    engine_log.warning(
+                        f"KVF016: LMCache's CPU cache has had no memory for a load for {LONGEST_WAIT:.0f} s; the load "
+                        "is given up, its tokens are computed. Look at local_cpu and max_local_cpu_size."
+                    )
+                    return None
+                time.sleep(BETWEEN)
+
+        return hook
+
+    return bounded
+
+
+def fix_disk(module: ModuleType) -> Callable[..., Any]:
+    def without_memory(original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def load_bytes_from_disk(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return original(*args, **kwargs)
+            except AssertionError as error:
+                if "Memory allocation failed" not in str(error):
+                    raise
+                return None
+
+        return load_bytes_from_disk
+
+    return without_memory
+
+
+def disk_shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+    """A load of a chunk without free memory. Right is None, wrong is an AssertionError."""
+    backend = SimpleNamespace(local_cpu_backend=SimpleNamespace(allocate=lambda *_, **__: None))
+    try:
+        return hook(backend, None, "", dtype=None, shape=None, fmt=None) is not None
+    except AssertionError:
+        return True
+
+
+FIX = Fix(
+    __name__,
+    __doc__,
+    targets=(
+        LOCAL_CPU_BACKEND.allocate(broken=">=0.3.9", probe=stubs.cannot_tell, fix=fix),
+        LOCAL_CPU_BACKEND.batched_allocate(broken=">=0.3.9", probe=stubs.cannot_tell, fix=fix),
+        LOCAL_DISK_BACKEND.load_bytes_from_disk(broken=">=0.3.9", probe=disk_shows_bug, fix=fix_disk),
+    ),
+    evidence={"KVD402": ""},
+    proof="tests/runtime/test_cpu_allocation.py, on LMCache's own backend: the lab's cache is never full",
+)

@@ -1,0 +1,182 @@
+"""Requests with different LoRA adapters, or different `cache_salt`, share KV: LMCache's key has neither.
+
+Opt-in: it changes the keys of requests with an adapter or a salt, so their cached chunks are no longer found.
+Name it: `kvfix.apply(only=["KVF017", ...])`, or KVFIX="fix only=KVF017,...".
+
+## Symptom
+None. Wrong text with a LoRA adapter if another adapter had the same prompt before. A tenant can detect the prompt of
+another tenant by its latency.
+
+## Cause
+LMCache's in-process connector builds its keys from token ids, model and layout (vllm_v1_adapter.py of every release
+does not name LoRA or cache_salt). vLLM's own prefix cache has both in its keys.
+
+## Fix
+A request with an adapter or a salt is looked up, stored and loaded under keys with a hash of the two, as a tag: LMCache
+has tags for `kv_transfer_params` that begin with `lmcache.tag.`. All other keys stay the same. With `use_layerwise` the
+adapter does not pass the tags to the cache engine; the fix adds them to the call.
+
+## Releases
+LMCache 0.3.9 to 0.5.6, in process.
+
+## Upstream
+https://github.com/LMCache/LMCache/issues/2961, https://github.com/vllm-project/vllm/issues/44250 are open.
+
+## Remove when
+LMCache has LoRA and cache_salt in its keys.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Callable, Generator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from kvfix.fixes import _layerwise, stubs
+from kvfix.fixes.api import Fix
+from kvfix.fixes.targets import LMCACHE_V1
+from kvfix.wrapping import View, around
+
+TAG = "lmcache.tag.kvfix"
+
+
+def tagged(sampling_params: Any, lora_request: Any, salt: str | None) -> Any:
+    """The sampling parameters with the tag in their transfer parameters; unchanged without adapter and salt."""
+    if lora_request is None and not salt:
+        return sampling_params
+    name = (lora_request.lora_name, lora_request.lora_int_id) if lora_request is not None else None
+    copied = copy.copy(sampling_params)
+    extra = dict(copied.extra_args or {})
+    tag = hashlib.sha256(repr((name, salt)).encode()).hexdigest()[:16]
+    extra["kv_transfer_params"] = {**(extra.get("kv_transfer_params") or {}), TAG: tag}
+    copied.extra_args = extra
+    return copied
+
+
+def fix_lookup(adapter: ModuleType) -> Callable[..., Any]:
+    @around
+    def get_num_new_matched_tokens(impl: Any, request: Any, num_computed_tokens: int) -> Generator[Any, Any, Any]:
+        own = request.sampling_params
+        with_tag = tagged(own, request.lora_request, getattr(request, "cache_salt", None))
+        return (yield None if with_tag is own else (View(request, sampling_params=with_tag), num_computed_tokens))
+
+    return get_num_new_matched_tokens
+
+
+def fix_metadata(adapter: ModuleType) -> Callable[..., Any]:
+    @around
+    def build_connector_meta(impl: Any, scheduler_output: Any) -> Generator[Any, Any, Any]:
+        new_requests, changed = [], False
+        for new in scheduler_output.scheduled_new_reqs:
+            salt = getattr(impl._unfinished_requests.get(new.req_id), "cache_salt", None)
+            with_tag = tagged(new.sampling_params, new.lora_request, salt)
+            if with_tag is not new.sampling_params:
+                new, changed = copy.copy(new), True
+                new.sampling_params = with_tag
+            new_requests.append(new)
+        if not changed:
+            return (yield)
+        output = copy.copy(scheduler_output)
+        output.scheduled_new_reqs = new_requests
+        return (yield (output,))
+
+    return build_connector_meta
+
+
+def _add_request_configs(call: dict[str, Any], request: Any) -> None:
+    if request.request_configs:
+        call.setdefault("request_configs", request.request_configs)
+
+
+def fix_layer_loads(adapter: ModuleType) -> Callable[..., Any]:
+    return _layerwise.loads(_add_request_configs)
+
+
+def fix_layer_saves(adapter: ModuleType) -> Callable[..., Any]:
+    return _layerwise.saves(_add_request_configs)
+
+
+def lookup_shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
+    """A request with a salt is looked up. Wrong is a lookup without request_configs."""
+    asked: list[Any] = []
+
+    def lookup(*_: Any, request_configs: Any = None, **__: Any) -> int:
+        asked.append(request_configs)
+        return 0
+
+    client = SimpleNamespace(lookup_cache=lambda lookup_id: -1, lookup=lookup)
+    hook(stubs.scheduler_side(lookup_client=client), stubs.request(300, lora_request=None, cache_salt="a"), 0)
+    return not (asked and asked[0])
+
+
+def metadata_shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
+    """A new request with an adapter. Wrong is a tracker without a tag."""
+    lora = SimpleNamespace(lora_name="a", lora_int_id=1)
+    new = stubs.request(300, req_id=stubs.NAME, lora_request=lora, block_ids=(list(range(20)),))
+    impl = stubs.scheduler_side()
+    hook(impl, stubs.step(300, new=new))
+    return not impl._request_trackers[stubs.NAME].request_configs
+
+
+def _layers(adapter: ModuleType, **meta: Any) -> tuple[Any, list[Any]]:
+    """A worker that loads or saves one request by layers, and the request_configs that its engine gets."""
+    import torch  # the adapter has imported it
+
+    passed: list[Any] = []
+
+    def layers(*_: Any, request_configs: Any = None, **__: Any) -> Any:
+        passed.append(request_configs)
+        return iter([None, None, None])
+
+    request = SimpleNamespace(
+        req_id=stubs.NAME, token_ids=[0] * 16, slot_mapping=torch.arange(16), request_configs={TAG: "a"},
+        load_spec=None, save_spec=None,
+    )  # fmt: skip
+    vars(request).update(meta)
+    metadata = adapter.LMCacheConnectorMetadata()
+    metadata.requests = [request]
+    nothing = SimpleNamespace(
+        update_interval_vllm_hit_tokens=lambda _: None, update_interval_prompt_tokens=lambda _: None
+    )
+    impl = SimpleNamespace(
+        kv_role="kv_both", use_layerwise=True, enable_blending=False, kv_caches={"layer": None}, device="cpu",
+        current_layer=0, layerwise_storers=[], _layerwise_save_storers={}, _lmcache_chunk_size=16,
+        _stats_monitor=nothing,
+        lmcache_engine=SimpleNamespace(retrieve_layer=layers, store_layer=layers), config=SimpleNamespace(),
+        _parent=SimpleNamespace(_connector_metadata=metadata, _get_connector_metadata=lambda: metadata),
+        _recent_load_errors=(),  # of patches/upstream/failed-load-poisons-cache
+    )  # fmt: skip
+    return impl, passed
+
+
+def layer_loads_show_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
+    """A request with a tag is loaded by layers. Wrong is a load without the tag."""
+    impl, passed = _layers(adapter, load_spec=adapter.LoadSpec(0, 16, can_load=True))
+    hook(impl, SimpleNamespace(attn_metadata=object()))
+    return passed == [None]
+
+
+def layer_saves_show_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
+    """A request with a tag is saved by layers. Wrong is a save without the tag."""
+    impl, passed = _layers(adapter, save_spec=SimpleNamespace(skip_leading_tokens=0, can_save=True))
+    hook(impl, "layer", None, None)
+    return passed == [None]
+
+
+FIX = Fix(
+    __name__,
+    __doc__,
+    targets=(
+        LMCACHE_V1.get_num_new_matched_tokens(broken=">=0.3.9", probe=lookup_shows_bug, fix=fix_lookup, place=5),
+        LMCACHE_V1.build_connector_meta(broken=">=0.3.9", probe=metadata_shows_bug, fix=fix_metadata, place=6),
+        LMCACHE_V1.start_load_kv(broken=">=0.3.9", probe=layer_loads_show_bug, fix=fix_layer_loads, place=1),
+        LMCACHE_V1.save_kv_layer(broken=">=0.3.9", probe=layer_saves_show_bug, fix=fix_layer_saves),
+    ),
+    scenarios=(
+        "cache-salt-not-in-key",
+        "lora-not-in-key",
+    ),
+    opt_in=True,
+)

@@ -1,0 +1,84 @@
+"""Tokens in vLLM's prefix cache count as found in LMCache, and are promised after vLLM has evicted them.
+
+## Symptom
+`Num retrieved tokens: 0, num expected tokens: ...`: a load returns fewer tokens than promised. With
+kv_load_failure_policy "fail" the request ends with an error. Some chunks are never stored: no hit of a prompt goes
+beyond them.
+
+## Cause
+The lookup skips the chunks that vLLM has computed, which LMCache may not have, and adds their tokens to the hit (0.3.11
+lmcache_lookup_client.py:190-243). The client caches the sum for the next lookup of the request, which may come with
+fewer computed tokens. And the sum counts as stored.
+
+## Fix
+The lookup asks for all chunks, as in the releases before and after.
+
+## Releases
+LMCache 0.3.10.post2 and 0.3.11.
+
+## Upstream
+None known; fixed in 0.3.12.
+
+## Remove when
+LMCache 0.3.11 is no longer in use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from kvfix.fixes import stubs
+from kvfix.fixes.api import Fix
+from kvfix.fixes.targets import BYPASS_LOOKUP_CLIENT, LOOKUP_CLIENT
+from kvfix.wrapping import around
+
+
+def fix(module: ModuleType) -> Callable[..., Any]:
+    @around
+    def lookup(
+        client: Any, token_ids: Any, lookup_id: str, request_configs: Any = None, num_computed_tokens: int = 0
+    ) -> Generator[Any, Any, Any] | None:
+        return _from_the_start(token_ids, lookup_id, request_configs) if num_computed_tokens else None
+
+    return lookup
+
+
+def _from_the_start(*arguments: Any) -> Generator[Any, Any, Any]:
+    return (yield (*arguments, 0))
+
+
+def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+    """All 512 tokens are computed. Wrong is to count them as found without asking a worker."""
+    asked: list[Any] = []
+
+    def ask(*_: Any, **__: Any) -> int:
+        asked.append(1)
+        return 0
+
+    keys = SimpleNamespace(process_tokens=lambda *_, **__: [(0, 256, 1), (256, 512, 2)])
+    socket = SimpleNamespace(send_multipart=ask, recv=lambda: bytes(8))
+    client = SimpleNamespace(
+        enable_blending=False,
+        token_database=keys,
+        encoder=SimpleNamespace(encode=lambda part: b""),
+        num_ranks=1,
+        sockets=[socket],
+        lmcache_engine=SimpleNamespace(lookup=ask),
+        reqs_status={},
+    )
+    hook(client, [0] * 512, stubs.NAME, None, 512)
+    return not asked
+
+
+FIX = Fix(
+    __name__,
+    __doc__,
+    targets=(
+        LOOKUP_CLIENT.lookup(broken=">=0.3.10.post2,<0.3.12", probe=shows_bug, fix=fix, place=2),
+        BYPASS_LOOKUP_CLIENT.lookup(broken=">=0.3.10.post2,<0.3.12", probe=shows_bug, fix=fix),
+    ),
+    evidence={"KVD302": ""},
+    scenarios=("lookup-skips-computed",),
+)

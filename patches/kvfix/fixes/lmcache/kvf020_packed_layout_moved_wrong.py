@@ -1,0 +1,168 @@
+"""From vLLM 0.26 on LMCache's in-process connector moves only half of each token's KV, to wrong places.
+
+## Symptom
+None: no exception, no warning. A prompt served from the cache gets another answer than the same prompt computed. With
+`use_gpu_connector_v3` the first whole chunk fails: `The size of tensor a (1024) must match the size of tensor b (2048)
+at non-singleton dimension 3`. `kvfix roundtrip --backend lmcache --layout packed --no-fixes` shows it.
+
+## Cause
+vLLM 0.26 packs K and V of a head next to each other: `[blocks, heads, block, 2 * head size]` (0.26.0
+flash_attn.py:141), in any order in memory. LMCache's transfer operation takes that for one plane of rows of double
+width. It takes the width of a row from the memory object, which has two planes: `[2, layers, tokens, heads * head
+size]` (0.5.6 gpu_connectors.py:325). So it computes half the real distance between slots, and never moves one plane.
+
+## Fix
+The fix moves the KV of packed layers by indexing vLLM's tensors by block and slot, for every order in memory. K goes
+into the first plane of the memory object and V into the second, as LMCache defines it and as it was under vLLM before
+0.26. Chunks that were stored before stay wrong: clear disks and remote caches.
+
+## Releases
+LMCache 0.4.3 to 0.5.6 under vLLM 0.26 and later (0.4.3 to 0.4.6 have no such layout and fail); with
+`use_gpu_connector_v3` 0.5.0 to 0.5.6. The layerwise connector refuses the layout. The multi-process mode is right.
+
+## Upstream
+https://github.com/LMCache/LMCache/issues/4463; open: https://github.com/LMCache/LMCache/pull/4467 and
+https://github.com/LMCache/LMCache/pull/4887.
+
+## Remove when
+`kvfix roundtrip --backend lmcache --layout packed packed-hnd --no-fixes` passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator
+from types import ModuleType
+from typing import Any
+
+from kvfix.fixes import stubs
+from kvfix.fixes.api import Fix
+from kvfix.fixes.targets import GPU_CONNECTOR_V2, GPU_CONNECTOR_V3
+from kvfix.wrapping import around
+
+
+def fix_store(connectors: ModuleType) -> Callable[..., Any]:
+    @around
+    def from_gpu(connector: Any, memory_obj: Any, start: int, end: int, **more: Any) -> Any:
+        caches = packed(connector, **more)
+        if not caches:
+            return None
+        parts = _parts(connector, memory_obj, caches, more)
+        return _stored(connectors.torch, connector, parts, more["slot_mapping"][start:end])
+
+    return from_gpu
+
+
+def fix_load(connectors: ModuleType) -> Callable[..., Any]:
+    @around
+    def to_gpu(connector: Any, memory_obj: Any, start: int, end: int, **more: Any) -> Any:
+        caches = packed(connector, **more)
+        if not caches:
+            return None
+        skip = min(end - start, max(0, more.get("vllm_cached_tokens", 0) - start))
+        parts = _parts(connector, memory_obj, caches, more)
+        return _loaded(connectors.torch, parts, more["slot_mapping"][start:end], skip)
+
+    return to_gpu
+
+
+def packed(connector: Any, kvcaches: Any = None, **_: Any) -> Any:
+    """vLLM's tensors if they are packed: vLLM has no other layout of four axes. None: LMCache moves them right."""
+    return kvcaches if kvcaches and not connector.use_mla and getattr(kvcaches[0], "ndim", 0) == 4 else None
+
+
+def _parts(connector: Any, memory_obj: Any, caches: Any, more: Any) -> list[tuple[Any, list[Any]]]:
+    """The tensors of the memory object, each with the layers it holds: V3 has one tensor for each group of layers."""
+    if not hasattr(connector, "_initialize_kv_cache_pointers"):
+        return [(memory_obj.tensor, caches)]
+    connector.initialize_kvcaches_ptr(**more)
+    connector._initialize_kv_cache_pointers()
+    groups = connector.metadata.kv_layer_groups_manager.kernel_groups
+    return [
+        (memory_obj.get_tensor(number), [caches[layer] for layer in group.layer_indices])
+        for number, group in enumerate(groups)
+    ]
+
+
+def _stored(torch: Any, connector: Any, parts: Any, slots: Any) -> Generator[None, Any, None]:
+    with torch.cuda.stream(connector.store_stream):
+        for tensor, caches in parts:
+            if tensor.device == caches[0].device:
+                gather(torch, tensor, caches, slots)
+            else:
+                staging = torch.empty(tensor.shape, dtype=tensor.dtype, device=caches[0].device)
+                gather(torch, staging, caches, slots)
+                tensor.copy_(staging, non_blocking=True)
+    if not all(tensor.is_cuda for tensor, _ in parts):
+        connector.store_stream.synchronize()
+    return  # the hook does not run
+    yield
+
+
+def _loaded(torch: Any, parts: Any, slots: Any, skip: int) -> Generator[None, Any, None]:
+    for tensor, caches in parts:
+        scatter(torch, tensor.to(caches[0].device, non_blocking=True), caches, slots, skip)
+    return
+    yield
+
+
+def gather(torch: Any, tensor: Any, caches: Any, slots: Any) -> None:
+    """The KV of the tokens in these slots [tokens] into a tensor [2, layers, tokens, heads * head size]."""
+    slots = slots.to(caches[0].device).clamp(min=0)  # -1: a token without a slot, its KV is not used
+    for held, cache, block in _layers(torch, tensor, caches):
+        held.copy_(cache[slots // block, slots % block])
+
+
+def scatter(torch: Any, tensor: Any, caches: Any, slots: Any, skip: int) -> None:
+    """The reverse of `gather`, without the first `skip` tokens."""
+    slots = slots.to(caches[0].device)
+    wanted = slots >= 0
+    wanted[:skip] = False
+    kept = wanted.nonzero()[:, 0]
+    slots = slots[kept]
+    for held, cache, block in _layers(torch, tensor, caches):
+        cache[slots // block, slots % block] = held[kept]
+
+
+def _layers(torch: Any, tensor: Any, caches: Any) -> Iterator[tuple[Any, Any, int]]:
+    """Of each layer: what the tensor has, [tokens, 2, heads, n]; the cache, [blocks, block, 2, heads, n]; its block."""
+    heads, block, width = caches[0].shape[1:]
+    word = _word(torch, [*caches, tensor], width * caches[0].element_size() // 2)
+    held = tensor.view(2, len(caches), -1, tensor.shape[3] * tensor.shape[0] // 2).view(word)
+    held = held.unflatten(3, (heads, -1)).permute(1, 2, 0, 3, 4)
+    for layer, cache in enumerate(caches):
+        paged = cache.view(word).unflatten(3, (2, -1)).permute(0, 2, 3, 1, 4)
+        if held.shape[2:] != paged.shape[2:]:
+            raise ValueError(f"memory object of {tuple(tensor.shape)} for a KV cache of {tuple(cache.shape)}")
+        yield held[layer], paged, block
+
+
+def _word(torch: Any, tensors: Any, row: int) -> Any:
+    """The widest integer type that divides rows of `row` bytes: fewer elements, and one way for every KV dtype."""
+    places = {row}
+    for tensor in tensors:
+        size = tensor.element_size()
+        places.update(step * size for step in (*tensor.stride()[:-1], tensor.storage_offset()))
+    for word in (torch.int64, torch.int32, torch.int16):
+        if not any(place % word.itemsize for place in places):
+            return word
+    return torch.uint8
+
+
+FIX = Fix(
+    __name__,
+    __doc__,
+    targets=(
+        GPU_CONNECTOR_V2.from_gpu(broken=">=0.4.3", probe=stubs.cannot_tell, fix=fix_store),
+        GPU_CONNECTOR_V2.to_gpu(broken=">=0.4.3", probe=stubs.cannot_tell, fix=fix_load),
+        GPU_CONNECTOR_V3.from_gpu(broken=">=0.5.0", probe=stubs.cannot_tell, fix=fix_store),
+        GPU_CONNECTOR_V3.to_gpu(broken=">=0.5.0", probe=stubs.cannot_tell, fix=fix_load),
+    ),
+    no_patch={
+        "lmcache": (
+            "https://github.com/LMCache/LMCache/pull/4467 and"
+            " https://github.com/LMCache/LMCache/pull/4887"
+            " are open; the second fixes the compiled operations too, which cannot be tried without a GPU"
+        )
+    },
+    proof="tests/runtime/test_packed_layout.py, on LMCache's own kernels: the lab moves hashes, not tensors",
+)

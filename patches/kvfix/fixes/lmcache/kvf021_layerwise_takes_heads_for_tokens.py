@@ -1,0 +1,82 @@
+"""Without its compiled operations LMCache's layerwise connector takes an HND KV cache for NHD.
+
+## Symptom
+With `use_layerwise` and the head axis before the token axis: `IndexError: index 450 is out of bounds for dimension 0
+with size 64`, or `RuntimeError: shape mismatch: value tensor of shape [64, 128] cannot be broadcast to indexing result
+of shape [64, 16]`. Wrong KV without an error if a block has as many tokens as there are KV heads.
+
+## Cause
+LMCache falls back to torch operations, without a warning, if its compiled ones do not load (0.5.4 to 0.5.6 on torch
+2.11). The operation that moves one layer indexes the head axis with the token's offset in its block (0.5.6
+torch_ops/mem_kernels.py:323). The operation that moves all layers rejects HND.
+
+## Fix
+The fix passes a view of the KV cache with the two axes swapped, and the layout that matches it.
+
+## Releases
+LMCache 0.5.0 to 0.5.6.
+
+## Upstream
+None known.
+
+## Remove when
+`kvfix roundtrip --backend lmcache-layerwise --layout hnd --no-fixes` passes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from types import ModuleType
+from typing import Any
+
+from kvfix.fixes.api import Fix, Owner
+from kvfix.wrapping import around
+
+#: Layouts of five axes whose third axis is the head, and the same with the third and fourth axes swapped.
+SWAPPED = {"NL_X_TWO_NB_NH_BS_HS": "NL_X_TWO_NB_BS_NH_HS", "NL_X_NB_TWO_NH_BS_HS": "NL_X_NB_TWO_BS_NH_HS"}
+
+
+def fix(operations: ModuleType) -> Callable[..., Any]:
+    @around
+    def single_layer_kv_transfer(
+        held: Any, cache: Any, slots: Any, direction: Any, layout: Any, token_major: bool = False
+    ) -> Generator[Any, Any, Any] | None:
+        swapped = SWAPPED.get(layout.name)
+        return _with_swap(cache, slots, direction, getattr(type(layout), swapped), token_major) if swapped else None
+
+    return single_layer_kv_transfer
+
+
+def _with_swap(cache: Any, *more: Any) -> Generator[Any, Any, Any]:
+    answer = yield (cache.transpose(2, 3), *more)
+    return answer
+
+
+def shows_bug(hook: Callable[..., Any], operations: ModuleType) -> bool:
+    """The token in slot 1, two heads, blocks of two: no index is out of range. Right is the two rows of the token."""
+    if getattr(hook, "__module__", operations.__name__) != operations.__name__:
+        return False  # re-exported by a package (0.5.6): another target has the module that defines it
+    import torch  # the module has imported it
+
+    held, cache = torch.zeros(2, 1, 2), torch.arange(16.0).view(2, 2, 2, 2, 1)
+    layout, direction = operations.EngineKVFormat.NL_X_TWO_NB_NH_BS_HS, operations.TransferDirection.D2H
+    hook(held, cache, torch.tensor([1]), direction, layout)
+    return bool(held.flatten().tolist() != [1, 3, 9, 11])
+
+
+FIX = Fix(
+    __name__,
+    __doc__,
+    targets=(
+        Owner("lmcache", "lmcache.python_ops_fallback").single_layer_kv_transfer(
+            broken=">=0.5.0,<0.5.3", probe=shows_bug, fix=fix
+        ),
+        Owner("lmcache", "lmcache.v1.platform.torch_ops").single_layer_kv_transfer(
+            broken=">=0.5.3,<0.5.6", probe=shows_bug, fix=fix
+        ),
+        Owner("lmcache", "lmcache.v1.platform.torch_ops.mem_kernels").single_layer_kv_transfer(
+            broken=">=0.5.6", probe=shows_bug, fix=fix
+        ),
+    ),
+    proof="tests/runtime/test_packed_layout.py, on LMCache's own kernels: the lab moves hashes, not tensors",
+)

@@ -1,0 +1,71 @@
+"""The tracker of a resumed request shares its list of blocks with the worker: both append to it.
+
+## Symptom
+Nothing is logged. After preemptions (`Preemptions:` in vLLM's statistics), wrong text in the requests that were
+preempted, and in others that begin with the same tokens, until the chunks are evicted.
+
+## Cause
+For a resumed request `RequestTracker.update` keeps the list of new blocks that the scheduler passes (0.5.6
+vllm_v1_adapter.py:245), and so does the worker (vLLM 0.32.0 v1/worker/gpu_model_runner.py:1428). With one worker, which
+runs in the scheduler's process by default (`uni`), it is the same list. In each step both append the new blocks to it
+(:1422): from the second step on each new block is in it twice. The slots of the tracker are then those of other tokens,
+and their KV is stored under valid keys. If a request skips a step, the worker fills its row of the block table from the
+list: it reads from and writes to wrong blocks.
+
+## Fix
+The fix gives the tracker of a resumed request its own list.
+
+## Releases
+LMCache 0.3.10 to 0.5.6 with vLLM's model runner V1. V2, which vLLM 0.32 uses for most models on a GPU, copies the list
+(and gets a resumed request as a new one). The multi-process connectors copy it too.
+
+## Upstream
+None known.
+
+## Remove when
+LMCache copies the list.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from kvfix.fixes import stubs
+from kvfix.fixes.api import Fix
+from kvfix.fixes.targets import REQUEST_TRACKER
+from kvfix.wrapping import after
+
+
+def fix(adapter: ModuleType) -> Callable[..., Any]:
+    def update(tracker: Any, answer: Any, tokens: Any, blocks: Any, preempted: bool = False, *_: Any, **__: Any) -> Any:
+        tracker.allocated_block_ids = list(tracker.allocated_block_ids)
+        return answer
+
+    return after(update, when=lambda tracker, answer, tokens, blocks, preempted=False, *_, **__: preempted)
+
+
+def shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
+    """Resumed with two blocks; the worker appends a third to its list. Wrong is a tracker that has it too."""
+    tracker, blocks = adapter.RequestTracker(stubs.NAME, 48, [0] * 16, [0]), [1, 2]
+    tokens = (
+        {"all_token_ids": [0] * 48} if "all_token_ids" in inspect.signature(hook).parameters else {}
+    )  # since 0.3.11
+    hook(tracker, [0] * 16, (blocks,), True, **tokens)
+    if tracker.allocated_block_ids != [1, 2]:
+        raise ValueError(f"the probe expects [1, 2], got {tracker.allocated_block_ids!r}")
+    blocks.append(3)
+    return bool(tracker.allocated_block_ids != [1, 2])
+
+
+FIX = Fix(
+    __name__,
+    __doc__,
+    targets=(REQUEST_TRACKER.update(broken=">=0.3.10", probe=shows_bug, fix=fix),),
+    scenarios=(
+        "resume-shares-block-list",
+        "resume-then-sits-out",
+    ),
+)

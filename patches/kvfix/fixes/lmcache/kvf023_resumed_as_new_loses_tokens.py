@@ -1,0 +1,65 @@
+"""A resumed request is handed over as new, and its generated tokens are missing from its load: wrong text, no error.
+
+## Symptom
+Nothing is logged. With vLLM's model runner V2, after preemptions (`Preemptions:` in vLLM's statistics), wrong text in
+the requests that were preempted, and in others that begin with the same tokens.
+
+## Cause
+vLLM passes a resumed request to runner V2 as a new one, with all of its tokens in `prefill_token_ids` (scheduler.py
+0.32.0:1418). The lookup covers all of them, and vLLM counts the hit as computed. The tracker begins with
+`prompt_token_ids` (0.5.6 vllm_v1_adapter.py:191): a hit beyond the prompt is not loaded, and later tokens are stored
+with the blocks of other tokens.
+
+## Fix
+The tracker begins with all tokens of the request, as with runner V1.
+
+## Releases
+LMCache 0.3.9 to 0.5.6 with vLLM's model runner V2, which vLLM 0.32 uses for most models on a GPU. A hit goes beyond the
+prompt if generated tokens are stored: with `save_decode_cache`, or by the next turn of the same conversation. 0.3.9
+looks up the prompt only.
+
+## Upstream
+None known.
+
+## Remove when
+`RequestTracker.from_new_request` takes `prefill_token_ids`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from kvfix.fixes import stubs
+from kvfix.fixes.api import Fix
+from kvfix.fixes.targets import REQUEST_TRACKER
+from kvfix.wrapping import after
+
+
+def fix(adapter: ModuleType) -> Callable[..., Any]:
+    def from_new_request(config: Any, tracker: Any, new_request: Any, num_tokens_to_compute: int, *_: Any) -> Any:
+        tokens = getattr(new_request, "prefill_token_ids", None)  # only for runner V2
+        if tokens is not None and len(tracker.token_ids) < num_tokens_to_compute:
+            tracker.token_ids = tokens[:num_tokens_to_compute].copy()
+        return tracker
+
+    return after(from_new_request)
+
+
+def shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
+    """A prompt of 32 tokens and 16 generated ones, all scheduled. Wrong is a tracker without the generated ones."""
+    new = SimpleNamespace(
+        req_id=stubs.NAME, prompt_token_ids=[0] * 32, prefill_token_ids=[0] * 48, block_ids=([0, 1, 2],),
+        sampling_params=SimpleNamespace(extra_args=None), mm_features=[], mm_hashes=[], mm_positions=[],
+    )  # fmt: skip
+    return len(hook(SimpleNamespace(), new, 48, 0, False).token_ids) != 48
+
+
+FIX = Fix(
+    __name__,
+    __doc__,
+    targets=(REQUEST_TRACKER.from_new_request(broken=">=0.3.9", probe=shows_bug, fix=fix),),
+    evidence={"KVR004": ""},
+    scenarios=("resumed-as-new-loses-tokens",),
+)

@@ -1,0 +1,64 @@
+"""With asynchronous scheduling `save_decode_cache` skips generated tokens, or stores them under wrong keys.
+
+## Symptom
+Nothing is logged. Wrong text in requests that begin with the generated text of another request, for example the next
+turn of a conversation.
+
+## Cause
+The tracker of a running request appends the tokens from `num_computed_tokens` on (0.4.1 vllm_v1_adapter.py,
+`build_connector_meta`). With asynchronous scheduling, vLLM's default on a GPU, the token at that position is in flight
+and not yet known: nothing is appended, and the next step starts one position later. If a token is known in time,
+because the request skipped a step, it is appended at a wrong position.
+
+## Fix
+Before the step's metadata are built, the fix appends the known tokens that the tracker lacks.
+
+## Releases
+LMCache 0.3.10 to 0.4.2.
+
+## Upstream
+None known; fixed in 0.4.3, which continues from the end of the tracker.
+
+## Remove when
+LMCache 0.4.2 is no longer in use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from kvfix.fixes import stubs
+from kvfix.fixes.api import Fix
+from kvfix.fixes.targets import LMCACHE_V1
+from kvfix.wrapping import before
+
+
+def fix(adapter: ModuleType) -> Callable[..., Any]:
+    def build_connector_meta(impl: Any, scheduler_output: Any) -> None:
+        cached = scheduler_output.scheduled_cached_reqs
+        for name, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
+            has = impl._request_trackers[name].token_ids
+            if len(has) < computed:
+                has.extend(impl._unfinished_requests[name].all_token_ids[len(has) : computed])
+
+    return before(build_connector_meta, when=lambda impl, *_, **__: impl.config.save_decode_cache)
+
+
+def shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
+    """The tracker has 512 tokens, 513 are computed and known. Wrong is to continue without the last one."""
+    tracker = adapter.RequestTracker(stubs.NAME, 512, [0] * 512, list(range(33)))
+    request = stubs.request(513, num_computed_tokens=513)
+    impl = stubs.scheduler_side(_request_trackers={stubs.NAME: tracker}, _unfinished_requests={stubs.NAME: request})
+    impl.config.save_decode_cache = True
+    hook(impl, stubs.step(1, computed=513))
+    return len(tracker.token_ids) != 513
+
+
+FIX = Fix(
+    __name__,
+    __doc__,
+    targets=(LMCACHE_V1.build_connector_meta(broken=">=0.3.10,<0.4.3", probe=shows_bug, fix=fix, place=7),),
+    scenarios=("decode-tokens-left-out",),
+)

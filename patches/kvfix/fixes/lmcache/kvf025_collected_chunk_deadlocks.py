@@ -1,0 +1,89 @@
+"""The garbage collector frees a chunk under a lock that its thread holds: the thread deadlocks.
+
+## Symptom
+The engine or the server hangs, at any time. `py-spy dump` shows `__del__ (lmcache/v1/memory_management.py)` and below
+it `free` or `wrapper (lmcache/utils.py)`, which wait for a lock, on top of a function that holds it.
+
+## Cause
+`TensorMemoryObj.__del__` frees a chunk that was never released. That takes the lock of `AddressManager`, and the one
+that all statistics share (0.5.6 utils.py:714-731). Both are plain locks. A chunk in a reference cycle, which an
+exception creates, can be collected whenever code allocates memory: also while `allocate` or
+`PrometheusLogger.GetOrCreate` holds one of the locks.
+
+## Fix
+`__del__` keeps the chunk. The next `ref_count_down` of any chunk frees it first: both locks are free there.
+
+## Releases
+LMCache 0.3.14 to 0.5.6.
+
+## Upstream
+https://github.com/LMCache/LMCache/pull/4675 is open, for the lock of the statistics;
+https://github.com/LMCache/LMCache/issues/3533, about the lock of the allocator, was closed as stale.
+
+## Remove when
+`__del__` takes no lock, or the locks are reentrant.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Generator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from kvfix.fixes import stubs
+from kvfix.fixes.api import Fix
+from kvfix.fixes.targets import TENSOR_MEMORY_OBJ
+from kvfix.wrapping import around, before, instead
+
+#: Chunks that the collector has found. append and popleft are atomic.
+COLLECTED: deque[Any] = deque()
+#: Attribute of a chunk that may be freed now.
+FREE = "_kvfix_free"
+
+
+def fix(module: ModuleType) -> Callable[..., Any]:
+    @around
+    def __del__(chunk: Any) -> Generator[None, Any, Any] | None:
+        if chunk.parent_allocator is None or not chunk.is_valid() or FREE in vars(chunk):
+            return None
+        COLLECTED.append(chunk)
+        return instead(None)
+
+    return __del__
+
+
+def fix_release(module: ModuleType) -> Callable[..., Any]:
+    def ref_count_down(chunk: Any) -> None:
+        while COLLECTED:
+            try:
+                gone = COLLECTED.popleft()
+            except IndexError:  # another thread took it
+                return
+            vars(gone)[FREE] = True
+            gone.__del__()
+
+    return before(ref_count_down, when=lambda *_: COLLECTED)
+
+
+def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+    """A chunk that is collected. Wrong is to free it at once."""
+    freed: list[Any] = []
+    chunk = SimpleNamespace(
+        parent_allocator=SimpleNamespace(free=freed.append),
+        is_valid=lambda: True,
+        meta=SimpleNamespace(ref_count=0, pin_count=0, address=0),
+    )
+    hook(chunk)
+    return bool(freed)
+
+
+FIX = Fix(
+    __name__,
+    __doc__,
+    targets=(
+        TENSOR_MEMORY_OBJ.target("__del__", broken=">=0.3.14", probe=shows_bug, fix=fix),
+        TENSOR_MEMORY_OBJ.ref_count_down(broken=">=0.3.14", probe=stubs.cannot_tell, fix=fix_release, helper=True),
+    ),
+    proof="tests/runtime/test_collected_chunks.py: the lab does not run the garbage collector in a step",
+)

@@ -1,0 +1,1 @@
+"""LMCache's multi-process connectors, and vLLM's copy of one."""

@@ -1,0 +1,77 @@
+"""A client that asks for cache statistics and disconnects before its lookup kills EngineCore.
+
+## Symptom
+EngineCore dies with `AssertionError: Request tracker for request_id cmpl-... not found. ` in `request_finished`. Any
+client can do it: send `kv_transfer_params` with `cached_token_stats` (`num_lmcache_extra_cached_tokens` in vLLM's copy
+and in LMCache 0.4.5), and close the connection while the request waits.
+
+## Cause
+`request_finished` reads the numbers from the request's tracker (lmcache_mp_connector.py 0.5.6:1552). The first
+`get_num_new_matched_tokens` creates the tracker. A request that is aborted before that has none, and
+`_get_request_tracker` asserts.
+
+## Fix
+Before `request_finished`: if a request asks for statistics and has no tracker, the fix creates one, with zero in all
+numbers. The hook deletes it, as it does with every tracker.
+
+## Releases
+LMCache 0.4.5 to 0.5.6, and 0.4.5 to 0.5.5 with lmcache_mp_connector_0201. vLLM 0.26.0 to 0.32.0, its own copy of the
+connector.
+
+## Upstream
+https://github.com/vllm-project/vllm/pull/56780 (open).
+
+## Remove when
+`request_finished` no longer asserts that there is a tracker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from kvfix.fixes import _mp
+from kvfix.fixes.api import Fix
+from kvfix.fixes.targets import multi_process
+from kvfix.wrapping import before
+
+#: The statistics that a client can ask for, by release.
+STATISTICS = ("cached_token_stats", "num_lmcache_extra_cached_tokens")
+
+
+def fix(module: ModuleType) -> Callable[..., Any]:
+    make_tracker = module.LMCacheMPRequestTracker
+
+    def request_finished(connector: Any, request: Any, block_ids: Any) -> None:
+        asked = request.kv_transfer_params
+        if asked and any(name in asked for name in STATISTICS):
+            connector.request_trackers[request.request_id] = make_tracker(request)
+
+    return before(
+        request_finished, when=lambda connector, request, *_, **__: request.request_id not in connector.request_trackers
+    )
+
+
+def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+    """A request without a lookup asks for its statistics. Wrong is an AssertionError."""
+    request = _mp.request(kv_transfer_params=dict.fromkeys(STATISTICS, True))
+    try:
+        hook(_mp.scheduler_side(module), request, [])
+    except AssertionError:
+        return True
+    return False
+
+
+FIX = Fix(
+    __name__,
+    __doc__,
+    targets=multi_process(
+        "request_finished", shows_bug, fix, lmcache=">=0.4.5,<=0.5.6", vllm=">=0.26.0", for_0180="", place=1
+    ),
+    evidence={"KVD110": "", "KVR011": "Request tracker for request_id"},
+    scenarios=(
+        "mp-stats-assert",
+        "mp-stats-assert-in-tree",
+    ),
+)

@@ -1,0 +1,85 @@
+"""Each poll of a waiting request counts its hit again as stored: a hole in the stored chunks, no hit beyond it.
+
+## Symptom
+No error. The external hit of a prompt never grows past the same token, although the prompt is used again and again: the
+chunks after that token are stored, the ones before them are not. It happens under pressure, when requests wait for
+blocks. Likewise after a miss: the tokens that vLLM's own prefix cache held of a prompt are missing from the end of what
+is stored.
+
+## Cause
+vLLM calls `get_num_new_matched_tokens` in every step in which the request waits. Each call adds the hit to
+`num_stored_tokens` (lmcache_mp_connector.py 0.5.5:1148; `num_stored_blocks` in vLLM's copy): after three polls with a
+hit of 512 the first store begins at 1536. On a miss it returns before it records what vLLM has computed itself
+(0.5.5:1143), so the store ends too early by that many tokens.
+
+## Fix
+After each answer for a request that is not admitted yet, the fix sets the stored tokens to the hit and records the
+tokens that vLLM has computed.
+
+## Releases
+LMCache 0.4.5 to 0.5.5, and 0.4.4 to 0.5.5 with lmcache_mp_connector_0180 and _0201. vLLM 0.26.0 to 0.32.0, its own copy
+of the connector.
+
+## Upstream
+https://github.com/LMCache/LMCache/issues/4508, fixed in 0.5.6. Open in vLLM's copy.
+
+## Remove when
+LMCache 0.5.5 is no longer in use, and vLLM's copy assigns where it adds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from kvfix.fixes import _mp
+from kvfix.fixes.api import Fix
+from kvfix.fixes.targets import multi_process
+from kvfix.wrapping import after
+
+
+def fix(module: ModuleType) -> Callable[..., Any]:
+    prefetching = module.LMCacheMPRequestState.PREFETCHING
+
+    def get_num_new_matched_tokens(
+        connector: Any, answer: tuple[int | None, bool], request: Any, num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        tracker = connector.request_trackers.get(request.request_id)
+        if answer[0] is None or tracker is None or tracker.state is not prefetching:
+            return answer
+        size = _mp.block_size(connector)
+        aligned = getattr(connector, "_hit_alignment_tokens", size)
+        _mp.set_tokens(tracker, "num_stored", _mp.tokens(tracker, "num_lmcache_hit", size), size)
+        _mp.set_tokens(tracker, "num_vllm_hit", num_computed_tokens // aligned * aligned, size)
+        return answer
+
+    return after(get_num_new_matched_tokens)
+
+
+def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+    """The numbers of the report: a hit of 512, looked up twice. Then a miss where vLLM has computed 1024."""
+    request = _mp.request()
+    connector = _mp.scheduler_side(module, found=512)
+    for _ in range(2):
+        hook(connector, request, 0)
+    stored = _mp.tokens(connector.request_trackers[request.request_id], "num_stored")
+    missed = _mp.scheduler_side(module, found=0)
+    hook(missed, request, 1024)
+    return stored != 512 or _mp.tokens(missed.request_trackers[request.request_id], "num_vllm_hit") != 1024
+
+
+FIX = Fix(
+    __name__,
+    __doc__,
+    targets=multi_process(
+        "get_num_new_matched_tokens", shows_bug, fix, lmcache=">=0.4.5,<=0.5.5", vllm=">=0.26.0", place=1
+    ),
+    evidence={"KVR007": ""},
+    scenarios=(
+        "mp-apc-hit-not-stored",
+        "mp-apc-hit-not-stored-in-tree",
+        "mp-lookup-double-count",
+        "mp-lookup-double-count-in-tree",
+    ),
+)

@@ -1,0 +1,116 @@
+"""A failed load is reported as done without its blocks: vLLM reads KV that was never loaded.
+
+## Symptom
+ERROR `Something went wrong when processing the retrieve request for request_id=..., result=False` in the worker, then
+wrong text with HTTP 200. The log of the server has the reason: `Some keys not found during retrieve!`, `Cannot retrieve
+keys due to exception`, or `No GPU context registered for instance ID`.
+
+## Cause
+`LMCacheMPWorkerAdapter.get_finished` logs the result and drops the blocks (vllm_multi_process_adapter.py
+0.5.4:1635-1648). It reports the load to vLLM as done, and `get_block_ids_with_load_errors` reports no block.
+
+## Fix
+After `submit_retrieve_request`: when the future of a load returns a failure, the fix adds the load's blocks to those
+with load errors. vLLM then follows `kv_load_failure_policy`: `fail` (its default) ends the request with an error,
+`recompute` computes it.
+
+## Releases
+LMCache 0.4.2 to 0.5.4, with its own connector and with vLLM's copy. Earlier releases cannot report blocks.
+
+## Upstream
+https://github.com/LMCache/LMCache/issues/3388, fixed in 0.5.5.
+
+## Remove when
+LMCache 0.5.4 is no longer in use.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from kvfix import engine_log
+from kvfix.fixes.api import Fix
+from kvfix.fixes.targets import MP_WORKER_ADAPTER
+from kvfix.wrapping import View, after
+
+
+def load(adapter: Any, request_id: str, future: Any) -> Any:
+    """The future of a load. `get_finished` reads its result, then removes it from `retrieve_futures`."""
+
+    def failed() -> None:
+        _, blocks = adapter.retrieve_futures.get(request_id, (None, ()))
+        adapter.error_block_ids.update(blocks)
+
+    def result(*args: Any, **kwargs: Any) -> Any:
+        loaded = future.result(*args, **kwargs)
+        if not loaded:
+            engine_log.guarded(f"{__name__}.load", failed)
+        return loaded
+
+    return View(future, result=result)
+
+
+def fix(module: ModuleType) -> Callable[..., Any]:
+    def submit_retrieve_request(adapter: Any, answer: Any, request_id: str, *_: Any, **__: Any) -> Any:
+        future, blocks = adapter.retrieve_futures[request_id]
+        adapter.retrieve_futures[request_id] = (load(adapter, request_id, future), blocks)
+        return answer
+
+    # If the server does not answer, no load starts, and its blocks are reported already.
+    return after(
+        submit_retrieve_request,
+        when=lambda adapter, answer, request_id, *_, **__: request_id in adapter.retrieve_futures,
+    )
+
+
+def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+    """One load of blocks 3 and 4, whose result is false. The probe then calls the function that reads the result."""
+    failed = SimpleNamespace(query=lambda: True, wait=lambda timeout=None: True, result=lambda timeout=None: False)
+    failed.to_cuda_future = lambda: failed  # up to 0.4.5 the hook sends the request itself
+    adapter = SimpleNamespace(
+        is_healthy=True,
+        dispatcher=None,
+        lazy_offload=True,
+        instance_id=0,
+        kv_caches={},
+        blocks_in_chunk=4,
+        mq_client=SimpleNamespace(submit_request=lambda *_: failed),
+        transfer_ctx=SimpleNamespace(submit_retrieve=lambda *_, **__: failed),
+        store_futures={},
+        store_events={},
+        retrieve_futures={},
+        retrieve_events={},
+        error_block_ids=set(),
+        request_telemetry=SimpleNamespace(on_request_store_finished=lambda **_: None),
+        _dropped_retrieves=set(),
+        _completed_store_requests={},
+        _failed_request_ids=set(),
+        _failed_store_requests=set(),
+        _pending_store_kv_events={},
+        _ensure_heartbeat_started=lambda: None,
+        _create_key=lambda *_, **__: None,
+        _block_ids_per_group=lambda op: [op.block_ids],
+        _process_finished_stores=lambda *_: set(),
+    )
+    op = module.LoadStoreOp(token_ids=[0] * 32, block_ids=[3, 4], start=0, end=32)
+    hook(adapter, "kvfix-probe", op, SimpleNamespace(ipc_handle=lambda: b""))
+    if adapter.error_block_ids:
+        raise LookupError("the load did not start")
+    takes = inspect.unwrap(module.LMCacheMPWorkerAdapter.get_finished)
+    takes(adapter, *([set()] * (len(inspect.signature(takes).parameters) - 1)))
+    return bool(adapter.error_block_ids != {3, 4})
+
+
+FIX = Fix(
+    __name__,
+    __doc__,
+    targets=(MP_WORKER_ADAPTER.submit_retrieve_request(broken=">=0.4.2,<=0.5.4", probe=shows_bug, fix=fix, place=1),),
+    evidence={"KVD301": "", "KVD310": ""},
+    scenarios=(
+        "mp-retrieve-false",
+        "mp-retrieve-false-in-tree",
+    ),
+)

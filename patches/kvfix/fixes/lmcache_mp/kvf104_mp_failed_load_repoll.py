@@ -1,0 +1,87 @@
+"""A request whose load failed is promised the same tokens again, nothing loads them, and it waits for ever.
+
+## Symptom
+With `kv_load_failure_policy=recompute`: after `Recovered from KV load failure: 1 request(s) rescheduled` the request
+stays in WAITING_FOR_REMOTE_KVS and keeps its blocks. `Running: 0 reqs, Waiting: 1 reqs`, no throughput, no error.
+LMCache 0.5.6: `<resume-load> req=...` for the same request in every other step, and it never runs.
+
+## Cause
+vLLM resets the request to nothing computed and asks again. The tracker is READY and keeps the hit: the hook promises it
+again (lmcache_mp_connector.py 0.5.4:777), but `update_state_after_alloc` starts a load only for a tracker that is
+PREFETCHING (0.5.4:852). LMCache 0.5.5 returns 0 instead. 0.5.6 also loads for preempted requests, and gives them a
+fresh tracker before that check (0.5.6:1833): while the load fails they are looked up and loaded in a loop.
+
+## Fix
+Before `get_num_new_matched_tokens`: a request that was admitted with a hit, has never run since and has nothing
+computed gets a fresh tracker and no hit. vLLM computes it, as with LMCache 0.5.5. Where LMCache has its own fix, this
+one handles only preempted requests, which that one misses.
+
+## Releases
+LMCache 0.4.5 to 0.5.4, and 0.5.6 for preempted requests; 0.4.4 to 0.5.5 with lmcache_mp_connector_0180 and _0201. vLLM
+0.26.0 to 0.32.0, its own copy of the connector.
+
+## Upstream
+None known. LMCache 0.5.5 has its own fix ("Bypassing LMCache for request").
+
+## Remove when
+LMCache 0.5.4 is no longer in use, LMCache bypasses preempted requests too, and so does vLLM's copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from kvfix.fixes import _mp
+from kvfix.fixes.api import Fix
+from kvfix.fixes.targets import multi_process
+from kvfix.wrapping import before
+
+
+def fix(module: ModuleType) -> Callable[..., Any]:
+    make_tracker, ready = module.LMCacheMPRequestTracker, module.LMCacheMPRequestState.READY
+    preempted = module.RequestStatus.PREEMPTED
+    bypasses = hasattr(module.LMCacheMPRequestState, "BYPASS_LMCACHE")
+
+    def get_num_new_matched_tokens(connector: Any, request: Any, num_computed_tokens: int) -> None:
+        tracker = connector.request_trackers[request.request_id]
+        if (
+            request.num_computed_tokens
+            or tracker.num_scheduled_tokens  # it ran: this is a preemption, not a failed load
+            or not _mp.tokens(tracker, "num_lmcache_hit")
+            or (bypasses and request.status != preempted)
+        ):
+            return
+        connector.request_trackers[request.request_id] = make_tracker(request)
+        _mp.nothing_cached(connector.scheduler_adapter, request.request_id)
+
+    # vLLM calls the hook in every step in which the request waits. The tracker is not READY then.
+    return before(get_num_new_matched_tokens, when=lambda connector, request, *_: _mp.is_in(connector, request, ready))
+
+
+def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+    """A tracker that is READY with a hit of 512, a request with nothing computed; then the same, preempted."""
+    for status in (None, module.RequestStatus.PREEMPTED):
+        connector, request = _mp.scheduler_side(module, found=512), _mp.request()
+        hook(connector, request, 0)
+        connector.request_trackers[request.request_id].state = module.LMCacheMPRequestState.READY
+        request.status = status
+        if hook(connector, request, 0)[0]:
+            return True
+    return False
+
+
+FIX = Fix(
+    __name__,
+    __doc__,
+    targets=multi_process(
+        "get_num_new_matched_tokens", shows_bug, fix, lmcache=">=0.4.5,<=0.5.6,!=0.5.5", vllm=">=0.26.0", place=2
+    ),
+    evidence={"KVD208": "", "KVR010": ""},
+    scenarios=(
+        "mp-failed-load-repoll",
+        "mp-failed-load-repoll-in-tree",
+        "mp-resume-load-circle",
+    ),
+)

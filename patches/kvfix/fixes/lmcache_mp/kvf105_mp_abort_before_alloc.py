@@ -1,0 +1,153 @@
+"""A request aborted between its lookup and its admission keeps the server's read locks until they time out.
+
+## Symptom
+Nothing in the log of vLLM. Chunks that were looked up stay read-locked in the LMCache server for the read TTL
+(`read_ttl_seconds`, 300 s by default): under pressure the server finds nothing to evict, and stores fail. Up to LMCache
+0.5.4, and in vLLM's copy, the scheduler also leaks the lookup of every such request, and a later request with the same
+id gets its hit.
+
+## Cause
+A lookup locks the chunks it finds until they are retrieved or released with `free_lookup_locks`. `request_finished`
+ends the session (lmcache_mp_connector.py 0.5.6:1579), which releases no lock (modules/lookup.py 0.5.6:462). A prefetch
+in flight continues and locks the chunks it fetches.
+
+## Fix
+Before `request_finished`, the fix releases the locks of a request that was looked up and never admitted, while the
+session still knows them. It also deletes the lookup. If the answer has not come yet, the session stays until then: the
+fix polls for it in the following steps.
+
+## Releases
+LMCache 0.4.5 to 0.5.6, and 0.4.4 to 0.5.5 with lmcache_mp_connector_0180 and _0201. vLLM 0.26.0 to 0.32.0, its own copy
+of the connector.
+
+## Upstream
+https://github.com/vllm-project/vllm/issues/44100, https://github.com/vllm-project/vllm/pull/44101 (open),
+https://github.com/LMCache/LMCache/pull/5248; for a prefetch in flight: https://github.com/LMCache/LMCache/issues/5339
+(open).
+
+## Remove when
+`request_finished` frees the locks of a lookup that was not used.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Generator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from kvfix.fixes import _mp
+from kvfix.fixes.api import Fix
+from kvfix.fixes.targets import multi_process
+from kvfix.wrapping import around, before, replaced
+
+#: Of a connector: {request that ended before its lookup was answered: function that frees its locks}.
+_LOOKING = "_kvfix_looking"
+
+
+def fix(module: ModuleType) -> Callable[..., Any]:
+    prefetching = module.LMCacheMPRequestState.PREFETCHING
+
+    def request_finished(connector: Any, request: Any, block_ids: Any) -> Generator[None, Any, Any] | None:
+        name, adapter = request.request_id, connector.scheduler_adapter
+        tracker = connector.request_trackers[name]
+        known = ("cache_salt", "request_configs")  # arguments of the lookup
+        more = {each: getattr(tracker, each) for each in known if hasattr(tracker, each)}
+        tokens = _mp.token_ids(tracker)
+        free = functools.partial(adapter.free_lookup_locks, token_ids=tokens, start=0, request_id=name, **more)
+        locked = _mp.tokens(tracker, "num_lmcache_hit", _mp.block_size(connector)) or _found(adapter, name)
+        if locked is None:
+            vars(connector).setdefault(_LOOKING, {})[name] = free
+            return _session_kept(adapter, name)
+        if locked:
+            free(end=locked)
+        adapter.cleanup_lookup_result(name)
+        return None
+
+    # The admission or the load releases the locks of an admitted request.
+    return around(request_finished, when=lambda connector, request, *_: _mp.is_in(connector, request, prefetching))
+
+
+def _found(adapter: Any, name: str) -> int | None:
+    """The hit of a lookup whose answer was not read yet. None: it has not come."""
+    answer: int | None = adapter.check_lookup_result(name) if name in adapter._pending_lookups else 0
+    return answer
+
+
+def _session_kept(adapter: Any, name: str) -> Generator[None, Any, Any]:
+    """Keep the session and the lookup, which the hook would end: `fix_step` ends them later."""
+    ends = ("cleanup_lookup_result", "end_session")
+    with replaced(adapter, **{end: _except_for(name, getattr(adapter, end)) for end in ends}):
+        return (yield)
+
+
+def _except_for(name: str, end: Callable[..., Any]) -> Callable[..., Any]:
+    """`end` for all requests except this one, whether it is called by position or by name."""
+
+    def except_for(*args: Any, **kwargs: Any) -> Any:
+        return None if name in (*args, *kwargs.values()) else end(*args, **kwargs)
+
+    return except_for
+
+
+def fix_step(module: ModuleType) -> Callable[..., Any]:
+    def build_connector_meta(connector: Any, scheduler_output: Any) -> None:
+        adapter, looking = connector.scheduler_adapter, getattr(connector, _LOOKING)
+        for name, free in list(looking.items()):
+            locked = adapter.check_lookup_result(name)
+            if locked is not None:
+                del looking[name]
+                if locked:
+                    free(end=locked)
+                adapter.cleanup_lookup_result(name)
+                adapter.end_session(name)
+
+    return before(build_connector_meta, when=lambda connector, *_: getattr(connector, _LOOKING, None))
+
+
+def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+    """512 tokens were found for a request that ends before it is admitted. Wrong is not to free their locks."""
+    connector, request = _mp.scheduler_side(module), _mp.request()
+    tracker = connector.request_trackers[request.request_id] = module.LMCacheMPRequestTracker(request)
+    _mp.set_tokens(tracker, "num_lmcache_hit", 512)
+    hook(connector, request, [])
+    return "free_lookup_locks" not in connector.scheduler_adapter.names()
+
+
+def step_shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+    """The request ends before the answer of 512 tokens has come, and a step follows. Wrong is not to free the locks."""
+    connector, request = _mp.scheduler_side(module, found=None), _mp.request()
+    connector.request_trackers[request.request_id] = module.LMCacheMPRequestTracker(request)
+    connector.scheduler_adapter._pending_lookups.add(request.request_id)
+    fix(module)(inspect.unwrap(type(connector).request_finished))(connector, request, [])  # the other part of the fix
+    connector.scheduler_adapter.found = 512
+    hook(
+        connector,
+        SimpleNamespace(
+            scheduled_new_reqs=[],
+            scheduled_cached_reqs=SimpleNamespace(req_ids=[], resumed_req_ids=set(), num_computed_tokens=[]),
+            num_scheduled_tokens={},
+            total_num_scheduled_tokens=0,
+            preempted_req_ids=set(),
+        ),
+    )
+    return "free_lookup_locks" not in connector.scheduler_adapter.names()
+
+
+_RELEASES = {"lmcache": ">=0.4.5,<=0.5.6", "vllm": ">=0.26.0"}
+FIX = Fix(
+    __name__,
+    __doc__,
+    targets=(
+        *multi_process("request_finished", shows_bug, fix, **_RELEASES, place=2),
+        *multi_process("build_connector_meta", step_shows_bug, fix_step, **_RELEASES, place=1),
+    ),
+    evidence={"KVR009": r"^scheduler_adapter\.|^read locks of the server "},
+    scenarios=(
+        "mp-abort-before-alloc",
+        "mp-abort-before-alloc-in-tree",
+        "mp-abort-while-prefetching",
+        "mp-abort-while-prefetching-in-tree",
+    ),
+)

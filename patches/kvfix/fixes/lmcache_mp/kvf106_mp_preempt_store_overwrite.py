@@ -1,0 +1,138 @@
+"""A request is preempted while its store is in flight, and others write to its blocks: wrong KV under its keys.
+
+## Symptom
+No error. After preemptions (`Preemptions:` in vLLM's statistics; `<preempted> by preempted requests` from LMCache 0.5.2
+on), prompts that hit the cache get wrong text, until the chunks are evicted.
+
+## Cause
+The server copies the blocks of a store after the step, and the engine does not wait for it. A preempted request frees
+its blocks at once, and the next step writes to them. LMCache up to 0.5.1 and vLLM's copy have no `handle_preemptions`.
+0.5.2 to 0.5.5 have it, but it ends in a `flush_inflight_stores` that is `pass` for the transfer used on CUDA
+(transfer_context/worker_transfer.py 0.5.5:648).
+
+## Fix
+The scheduler marks the metadata of a step that comes after a preemption. A worker that gets marked metadata waits for
+the stores in flight, for at most LMCache's own `mq_timeout` each, before anything is written. Steps without a
+preemption do not wait. KVF109 makes sure that the worker lists all stores of a request.
+
+## Releases
+LMCache 0.4.5 to 0.5.5, and 0.4.4 to 0.5.5 with lmcache_mp_connector_0180 and _0201. vLLM 0.26.0 to 0.32.0, its own copy
+of the connector.
+
+## Upstream
+https://github.com/LMCache/LMCache/issues/5248, https://github.com/LMCache/LMCache/issues/4612, fixed in 0.5.6.
+
+## Remove when
+LMCache 0.5.5 is no longer in use, and vLLM's copy waits.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from kvfix.fixes import _mp
+from kvfix.fixes.api import Fix
+from kvfix.fixes.targets import CONNECTOR_BASE, LMCACHE_MP, VLLM_MP, multi_process
+from kvfix.wrapping import after, before
+
+_TRANSFER = "lmcache.v1.multiprocess.transfer_context.worker_transfer"
+
+
+def mark(module: ModuleType) -> Callable[..., Any]:
+    def build_connector_meta(connector: Any, metadata: Any, scheduler_output: Any) -> Any:
+        metadata._kvfix_preempted = True  # an attribute of the object, so it travels to the workers
+        return metadata
+
+    def some_preempted(connector: Any, metadata: Any, scheduler_output: Any) -> Any:
+        return scheduler_output.scheduled_cached_reqs.resumed_req_ids or scheduler_output.preempted_req_ids
+
+    return after(build_connector_meta, when=some_preempted)
+
+
+def wait(module: ModuleType) -> Callable[..., Any]:
+    def wait_for_stores(connector: Any, metadata: Any) -> None:
+        adapter = getattr(connector, "worker_adapter", None)
+        if adapter is not None and adapter.is_healthy:
+            for store in list(adapter.store_futures.values()):
+                if not store.query():
+                    store.wait(timeout=adapter._mq_timeout)
+
+    return before(
+        wait_for_stores, when=lambda connector, metadata, *_, **__: getattr(metadata, "_kvfix_preempted", False)
+    )
+
+
+class _Store:
+    """A store in flight that records whether the hook waited for it."""
+
+    waited = False
+
+    def query(self) -> bool:
+        return False
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.waited = True
+        return True
+
+
+def _worker(store: _Store) -> Any:
+    """A worker's connector with this store in flight."""
+    adapter = SimpleNamespace(store_futures={"kvfix-probe": store}, is_healthy=True, _mq_timeout=1.0)
+    return SimpleNamespace(worker_adapter=adapter, mq_timeout=1.0)
+
+
+def connector_shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+    """A step after a preemption. Right is marked metadata, and a worker that then waits."""
+    output = SimpleNamespace(
+        scheduled_new_reqs=[],
+        scheduled_cached_reqs=SimpleNamespace(req_ids=[], resumed_req_ids=set(), num_computed_tokens=[]),
+        num_scheduled_tokens={},
+        total_num_scheduled_tokens=0,
+        preempted_req_ids={"kvfix-probe"},
+    )
+    metadata = hook(_mp.scheduler_side(module), output)
+    if not getattr(metadata, "need_flush_before_forward", False):
+        return True
+    store = _Store()
+    if module.__name__ == VLLM_MP.module:
+        getattr(module, VLLM_MP.name).handle_preemptions(_worker(store), metadata)
+        return not store.waited
+    return own_shows_bug(hook, module)
+
+
+def own_shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+    """The function that LMCache's own `handle_preemptions` calls in the end. Wrong is not to wait."""
+    store = _Store()
+    context = SimpleNamespace(
+        _inflight_lock=_mp.Lock(), _inflight_stores=[store], _store_settled=lambda each: False, _mq_timeout=1.0
+    )
+    sys.modules[_TRANSFER].LMCacheDrivenTransferContext.flush_inflight_stores(context)
+    return not store.waited
+
+
+def base_shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+    """The base class waits for nothing, which is right for connectors that store within the step."""
+    store = _Store()
+    hook(_worker(store), SimpleNamespace())
+    return not store.waited
+
+
+FIX = Fix(
+    __name__,
+    __doc__,
+    targets=(
+        *multi_process(
+            "build_connector_meta", connector_shows_bug, mark, lmcache=">=0.4.5,<=0.5.5", vllm=">=0.26.0", place=2
+        ),
+        CONNECTOR_BASE.handle_preemptions(broken=">=0.20.2", probe=base_shows_bug, fix=wait, helper=True),
+        LMCACHE_MP.handle_preemptions(broken=">=0.5.2,<=0.5.5", probe=own_shows_bug, fix=wait, helper=True),
+    ),
+    evidence={"KVD308": ""},
+    scenarios=(
+        "mp-preempt-store-overwrite",
+        "mp-preempt-store-overwrite-in-tree",
+    ),
+)

@@ -1,0 +1,106 @@
+"""After a failed load the store runs ahead of the computed tokens: KV that was never computed is stored.
+
+## Symptom
+Nothing in the log but `Recovered from KV load failure: 1 request(s) rescheduled`. Every later hit on the chunk is
+wrong: wrong text for other requests with the same prompt, until the chunk is evicted.
+
+## Cause
+The tracker counts as computed the larger of the two hits plus the tokens scheduled since (lmcache_mp_metadata.py
+0.5.6:275). vLLM had 64 tokens, the cache 128; the load fails and vLLM continues at 64. The tracker still counts from
+128: when 144 are computed it takes 208 for computed, and stores 128 to 192.
+
+## Fix
+Before `build_connector_meta`: if a request is scheduled for the first time since its lookup and has fewer computed
+tokens than the hits of its tracker, the tracker counts from vLLM's number. The part of the hit that was not loaded is
+stored again: it may be evicted.
+
+## Releases
+LMCache 0.4.5 to 0.5.6, and 0.4.4 to 0.5.5 with lmcache_mp_connector_0180 and _0201. vLLM 0.26.0 to 0.32.0, its own copy
+of the connector.
+
+## Upstream
+None known.
+
+## Remove when
+The tracker gets the report of a failed load.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from kvfix.fixes import _mp
+from kvfix.fixes.api import Fix
+from kvfix.fixes.targets import multi_process
+from kvfix.wrapping import before
+
+
+def fix(module: ModuleType) -> Callable[..., Any]:
+    def build_connector_meta(connector: Any, scheduler_output: Any) -> None:
+        trackers = connector.request_trackers
+        for new in scheduler_output.scheduled_new_reqs:
+            if new.req_id in trackers:
+                _count_from(connector, trackers[new.req_id], new.num_computed_tokens)
+        cached = scheduler_output.scheduled_cached_reqs
+        if cached.resumed_req_ids:
+            for request_id, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=False):
+                if request_id in cached.resumed_req_ids and request_id in trackers:
+                    _count_from(connector, trackers[request_id], computed)
+
+    return before(
+        build_connector_meta,
+        when=lambda connector, scheduler_output, *_, **__: (
+            scheduler_output.scheduled_new_reqs or scheduler_output.scheduled_cached_reqs.resumed_req_ids
+        ),
+    )
+
+
+def _count_from(connector: Any, tracker: Any, computed: int) -> None:
+    hits = _mp.hits(connector, tracker)
+    if tracker.num_scheduled_tokens or computed >= max(hits):
+        return
+    if computed == max(hits) - 1 == len(tracker.all_token_ids) - 1:
+        return  # the last token of a prompt that is hit whole is recomputed
+    size, chunk = _mp.block_size(connector), _mp.chunk_size(connector)
+    for name, found in zip(("num_vllm_hit", "num_lmcache_hit"), hits, strict=True):
+        _mp.set_tokens(tracker, name, min(found, computed), size)
+    stored = min(_mp.tokens(tracker, "num_stored", size), computed // chunk * chunk)
+    _mp.set_tokens(tracker, "num_stored", stored, size)
+
+
+def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+    """vLLM had 256 tokens, the cache 1024, the load failed. 1024 are scheduled: wrong is to store beyond 1280."""
+    connector, request = _mp.scheduler_side(module), _mp.request(4096)
+    tracker = connector.request_trackers[request.request_id] = module.LMCacheMPRequestTracker(request)
+    tracker.state = module.LMCacheMPRequestState.READY
+    blocks = list(range(256))
+    tracker.append_block_ids((blocks,) if isinstance(tracker.allocated_block_ids, dict) else blocks)
+    for name, found in (("num_vllm_hit", 256), ("num_lmcache_hit", 1024), ("num_stored", 1024)):
+        _mp.set_tokens(tracker, name, found)
+    cached = SimpleNamespace(req_ids=[], resumed_req_ids=set(), new_block_ids=[], num_computed_tokens=[])
+    new = SimpleNamespace(req_id=request.request_id, num_computed_tokens=256)
+    metadata = hook(
+        connector,
+        SimpleNamespace(
+            scheduled_new_reqs=[new],
+            scheduled_cached_reqs=cached,
+            num_scheduled_tokens={request.request_id: 1024},
+            total_num_scheduled_tokens=1024,
+            preempted_req_ids=set(),
+        ),
+    )
+    return any(each.direction == "STORE" and each.op.end > 1280 for each in metadata.requests)
+
+
+FIX = Fix(
+    __name__,
+    __doc__,
+    targets=multi_process("build_connector_meta", shows_bug, fix, lmcache=">=0.4.5,<=0.5.6", vllm=">=0.26.0", place=3),
+    evidence={"KVR008": ""},
+    scenarios=(
+        "mp-failed-load-stores-ahead",
+        "mp-failed-load-stores-ahead-in-tree",
+    ),
+)

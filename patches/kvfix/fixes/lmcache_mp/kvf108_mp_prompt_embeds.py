@@ -1,0 +1,84 @@
+"""Prompts given as embeddings share KV if they have the same length: their keys are made of zeros.
+
+## Symptom
+No error. With `--enable-prompt-embeds`, a prompt of embeddings gets the answer to another one of the same length. So
+does a prompt whose token ids are zeros.
+
+## Cause
+vLLM fills `all_token_ids` of such a request with zeros (v1/request.py 0.32.0:148), and the connector builds its keys
+from them (lmcache_mp_connector.py 0.5.6:1288).
+
+## Fix
+The fix returns no hit for a request with `prompt_embeds` and sends no lookup. Its tracker counts all of its tokens as
+stored, so nothing is stored. vLLM's own prefix cache, which hashes the embeddings, works as before.
+
+## Releases
+LMCache 0.4.5 to 0.5.6, and 0.4.4 to 0.5.5 with lmcache_mp_connector_0180 and _0201. vLLM 0.26.0 to 0.32.0, its own copy
+of the connector.
+
+## Upstream
+https://github.com/vllm-project/vllm/issues/42119 (closed as stale).
+
+## Remove when
+The connector distinguishes embeddings from tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from types import ModuleType
+from typing import Any
+
+from kvfix.fixes import _mp
+from kvfix.fixes.api import Fix
+from kvfix.fixes.targets import LMCACHE_MP, multi_process
+from kvfix.wrapping import around
+
+#: More tokens than any request has.
+ALL = 1 << 40
+
+
+def fix(module: ModuleType) -> Callable[..., Any]:
+    def asks(connector: Any, request: Any, num_computed_tokens: int = 0) -> Any:
+        return _not_cached(connector, request)
+
+    return around(asks, when=lambda connector, request, *_, **__: request.prompt_embeds is not None)
+
+
+def _not_cached(connector: Any, request: Any) -> Generator[None, Any, Any]:
+    _mp.nothing_cached(connector.scheduler_adapter, request.request_id)
+    answer = yield
+    tracker = connector.request_trackers.get(request.request_id)
+    if tracker is not None:
+        _mp.set_tokens(tracker, "num_stored", ALL, _mp.block_size(connector))
+    return answer
+
+
+def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+    """A request with embeddings; 512 zeros are cached. Wrong is a hit."""
+    connector = _mp.scheduler_side(module, found=512)
+    return bool(hook(connector, _mp.request(prompt_embeds=object()), 0)[0])
+
+
+def new_request_shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+    """A request with embeddings arrives, and lookups are sent on arrival. Wrong is to send one."""
+    connector = _mp.scheduler_side(module)
+    connector._eager_prefetch, connector._role = True, module.KVConnectorRole.SCHEDULER
+    hook(connector, _mp.request(prompt_embeds=object(), resumable=False))
+    return "maybe_submit_lookup_request" in connector.scheduler_adapter.names()
+
+
+FIX = Fix(
+    __name__,
+    __doc__,
+    targets=(
+        *multi_process(
+            "get_num_new_matched_tokens", shows_bug, fix, lmcache=">=0.4.5,<=0.5.6", vllm=">=0.26.0", place=3
+        ),
+        LMCACHE_MP.on_new_request(broken=">=0.5.4,<=0.5.6", probe=new_request_shows_bug, fix=fix, place=1),
+    ),
+    scenarios=(
+        "mp-prompt-embeds",
+        "mp-prompt-embeds-in-tree",
+    ),
+)

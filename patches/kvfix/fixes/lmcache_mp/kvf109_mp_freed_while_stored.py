@@ -1,0 +1,100 @@
+"""A request with two stores is reported done after the first: its blocks are freed while they are copied.
+
+## Symptom
+No error. Prompts longer than a step (chunked prefill) that hit the cache get wrong text, until the chunks are evicted.
+
+## Cause
+A worker keeps one store for each request: the next store replaces the last (vllm_multi_process_adapter.py 0.5.6:1848).
+And `finished_stores` keeps the id of a request whose first store has ended. When the request ends, the worker takes
+that for the end of all stores (0.5.6:2651), while the server still copies the last chunks. vLLM frees the blocks,
+others write to them, and their KV is stored under the keys of the request.
+
+## Fix
+After `submit_store_request`: the store that is kept for a request is done when all stores of the request are done. An
+earlier store that has ended does not count.
+
+## Releases
+LMCache 0.4.2 to 0.5.6.
+
+## Upstream
+https://github.com/LMCache/LMCache/issues/3640 (the futures of a request overwrite each other).
+
+## Remove when
+The worker keeps all stores of a request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from kvfix.fixes.api import Fix
+from kvfix.fixes.targets import MP_WORKER_ADAPTER
+from kvfix.wrapping import View, around
+
+
+def both(first: Any, second: Any) -> Any:
+    """Two futures as one: the stores of a request, in the order in which they were submitted."""
+
+    def each(name: str) -> Callable[..., Any]:
+        return lambda *args, **kwargs: getattr(first, name)(*args, **kwargs) and getattr(second, name)(*args, **kwargs)
+
+    return View(second, **{name: each(name) for name in ("query", "wait", "result")})
+
+
+def fix(module: ModuleType) -> Callable[..., Any]:
+    def submit_store_request(adapter: Any, request_id: str, *_: Any, **__: Any) -> Generator[None, Any, Any]:
+        first = adapter.store_futures.get(request_id)
+        is_in_flight = first is not None and not first.query()
+        answer = yield
+        store = adapter.store_futures.get(request_id)
+        if store is not first:
+            adapter.finished_stores.discard(request_id)
+            if is_in_flight:
+                adapter.store_futures[request_id] = both(first, store)
+        return answer
+
+    return around(submit_store_request)
+
+
+def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+    """Two stores of one request after one that has ended; only the second is done. Wrong is to count all as done."""
+    stores = [SimpleNamespace(query=lambda: False), SimpleNamespace(query=lambda: True)]
+    for store in stores:
+        store.to_cuda_future = lambda store=store: store  # 0.4.5 sends the request itself
+    queue = list(stores)
+    adapter = SimpleNamespace(
+        _ensure_heartbeat_started=lambda: None,
+        is_healthy=True,
+        is_kv_writer=True,
+        lazy_offload=False,
+        instance_id=0,
+        kv_caches={},
+        blocks_in_chunk=4,
+        mq_client=SimpleNamespace(submit_request=lambda *_: queue.pop(0)),
+        transfer_ctx=SimpleNamespace(submit_store=lambda *_, **__: queue.pop(0)),
+        store_futures={},
+        store_events={},
+        finished_stores={"kvfix-probe"},
+        dispatcher=None,
+        _create_key=lambda *_, **__: None,
+        _block_ids_per_group=lambda op: [op.block_ids],
+        _kv_events_enabled=False,
+    )
+    event = SimpleNamespace(ipc_handle=lambda: b"")
+    for _ in stores:
+        hook(adapter, "kvfix-probe", module.LoadStoreOp(token_ids=[0] * 64, block_ids=[3, 4, 5, 6], end=64), event)
+    return adapter.store_futures["kvfix-probe"].query() or "kvfix-probe" in adapter.finished_stores
+
+
+FIX = Fix(
+    __name__,
+    __doc__,
+    targets=(MP_WORKER_ADAPTER.submit_store_request(broken=">=0.4.2,<=0.5.6", probe=shows_bug, fix=fix),),
+    evidence={"KVR009": r"^worker_adapter\.finished_stores "},
+    scenarios=(
+        "mp-freed-while-stored",
+        "mp-freed-while-stored-in-tree",
+    ),
+)

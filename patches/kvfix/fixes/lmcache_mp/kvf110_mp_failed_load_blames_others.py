@@ -1,0 +1,83 @@
+"""A failed load also fails requests that only share computed blocks with it.
+
+## Symptom
+`Failing 2 request(s) due to KV load failure`, with ids of requests that loaded nothing or finished loading long ago:
+requests with a common prefix, such as a system prompt. With `kv_load_failure_policy=recompute` they recompute tokens
+that they had.
+
+## Cause
+A load begins at the start of a chunk. It does not write the blocks of the chunk that vLLM has computed
+(`skip_first_n_tokens`, lmcache_mp_metadata.py 0.5.6:387). If the load fails, the worker reports all blocks of the chunk
+(vllm_multi_process_adapter.py 0.5.6:1924), and vLLM fails every request that has one of them.
+
+## Fix
+After `submit_retrieve_request`: the fix removes the skipped blocks of the load from those that it can report.
+
+## Releases
+LMCache 0.4.2 to 0.5.6.
+
+## Upstream
+None known.
+
+## Remove when
+The worker keeps only the blocks that a load writes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from kvfix.fixes.api import Fix
+from kvfix.fixes.targets import MP_WORKER_ADAPTER
+from kvfix.wrapping import after
+
+
+def fix(module: ModuleType) -> Callable[..., Any]:
+    def submit_retrieve_request(adapter: Any, answer: Any, request_id: str, op: Any, *_: Any, **__: Any) -> Any:
+        skipped = _skipped(op)
+        if request_id in adapter.retrieve_futures:
+            future, blocks = adapter.retrieve_futures[request_id]
+            adapter.retrieve_futures[request_id] = (future, [block for block in blocks if block not in skipped])
+        else:  # the server does not answer: reported at once
+            adapter.error_block_ids.difference_update(skipped)
+        return answer
+
+    return after(submit_retrieve_request, when=lambda adapter, answer, request_id, op, *_, **__: op.skip_first_n_tokens)
+
+
+def _skipped(op: Any) -> list[int]:
+    """Blocks that the load does not write. With several groups of blocks LMCache reports requests, not blocks."""
+    blocks = op.block_ids
+    if blocks and isinstance(blocks[0], list):
+        if len(blocks) > 1:
+            return []
+        blocks = blocks[0]
+    return list(blocks[: op.skip_first_n_tokens * len(blocks) // (op.end - op.start)])
+
+
+def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+    """Blocks 3 to 6 of 16 tokens, vLLM has computed block 3, the server does not answer. Wrong is to report block 3."""
+    adapter = SimpleNamespace(
+        _ensure_heartbeat_started=lambda: None,
+        is_healthy=False,
+        retrieve_futures={},
+        error_block_ids=set(),
+        _dropped_retrieves=set(),
+        _failed_request_ids=set(),
+    )
+    op = module.LoadStoreOp(token_ids=[0] * 64, block_ids=[3, 4, 5, 6], start=0, end=64, skip_first_n_tokens=16)
+    hook(adapter, "kvfix-probe", op, None)
+    return 3 in adapter.error_block_ids
+
+
+FIX = Fix(
+    __name__,
+    __doc__,
+    targets=(MP_WORKER_ADAPTER.submit_retrieve_request(broken=">=0.4.2,<=0.5.6", probe=shows_bug, fix=fix, place=2),),
+    scenarios=(
+        "mp-failed-load-blames-others",
+        "mp-failed-load-blames-others-in-tree",
+    ),
+)

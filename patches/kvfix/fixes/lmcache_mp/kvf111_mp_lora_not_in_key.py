@@ -1,0 +1,88 @@
+"""LoRA adapters share KV through the multi-process server: the name of the LoRA is not in the cache key.
+
+Opt-in: it changes the keys of requests with a LoRA, so their stored chunks are no longer found. A
+server with quotas by `cache_salt` counts each adapter as a separate tenant.
+
+## Symptom
+No error. With `--enable-lora`, a prompt that another adapter (or the base model) has cached gets the KV of that
+adapter.
+
+## Cause
+The key consists of the model, the tokens and `cache_salt` (lmcache_mp_metadata.py 0.5.6:91). The adapter changes the KV
+and is not in the key. vLLM's own prefix cache has the name of the adapter in its hashes.
+
+## Fix
+The tracker of a request with a LoRA gets a `cache_salt` that combines the request's own salt and the name of the
+adapter. Lookups, loads and stores read it from there.
+
+## Releases
+LMCache 0.4.5 to 0.5.6, and 0.4.5 to 0.5.5 with lmcache_mp_connector_0201. vLLM 0.26.0 to 0.32.0, its own copy of the
+connector.
+
+## Upstream
+https://github.com/LMCache/LMCache/issues/2961, https://github.com/vllm-project/vllm/issues/44250 (open).
+
+## Remove when
+The adapter is in the key.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from kvfix.fixes import _mp
+from kvfix.fixes.api import Fix, Owner
+from kvfix.fixes.targets import LMCACHE_MP, LMCACHE_MP_0201, VLLM_MP
+from kvfix.wrapping import after
+
+
+def salt(own: str, lora_name: str) -> str:
+    """The same on every machine, with characters that are safe in file names and keys."""
+    return f"{own}+lora-{hashlib.sha256(lora_name.encode()).hexdigest()[:16]}"
+
+
+def fix(module: ModuleType) -> Callable[..., Any]:
+    def __init__(tracker: Any, answer: None, request: Any) -> None:
+        lora = getattr(request, "lora_request", None)
+        if lora is not None:
+            tracker.cache_salt = salt(request.cache_salt or "", lora.lora_name)
+        return answer
+
+    return after(__init__)
+
+
+class _LoRA:
+    lora_name = "kvfix-probe"
+
+
+def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+    """The same request with an adapter and without. Wrong is the same salt."""
+    salts = []
+    for lora in (None, _LoRA()):
+        tracker = module.LMCacheMPRequestTracker.__new__(module.LMCacheMPRequestTracker)
+        hook(tracker, _mp.request(cache_salt="tenant", lora_request=lora))
+        salts.append(tracker.cache_salt)
+    return bool(salts[0] == salts[1])
+
+
+FIX = Fix(
+    __name__,
+    __doc__,
+    targets=tuple(
+        Owner(dist, module, "LMCacheMPRequestTracker").target("__init__", broken=broken, probe=shows_bug, fix=fix)
+        for dist, module, broken in (
+            ("lmcache", LMCACHE_MP.module, ">=0.4.5,<=0.5.3"),
+            ("lmcache", "lmcache.integration.vllm.lmcache_mp_metadata", ">=0.5.4,<=0.5.6"),
+            ("lmcache", LMCACHE_MP_0201.module, ">=0.4.5"),
+            ("vllm", VLLM_MP.module, ">=0.11.2"),
+        )
+    ),
+    scenarios=(
+        "mp-lora-not-in-key",
+        "mp-lora-not-in-key-in-tree",
+    ),
+    opt_in=True,
+)

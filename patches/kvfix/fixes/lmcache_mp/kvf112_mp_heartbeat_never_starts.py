@@ -1,0 +1,67 @@
+"""After one lookup that timed out the scheduler never asks the server again: its heartbeat never starts.
+
+## Symptom
+WARNING `LOOKUP to ... timed out after 300.0s. Marking server as unhealthy.` once, and no external hit after it until
+vLLM restarts. The line `LMCache server is healthy again` never comes.
+
+## Cause
+The collection of heartbeats is created as an empty dict (vllm_multi_process_adapter.py 0.5.5:731). The function that
+starts them returns if it is not None (0.5.5:756), which is always.
+
+## Fix
+After `_ensure_heartbeat_started`: if there are no heartbeats, the fix starts them, like the unreachable lines of the
+hook.
+
+## Releases
+LMCache 0.5.0 to 0.5.5.
+
+## Upstream
+https://github.com/LMCache/LMCache/pull/5233, in 0.5.6.
+
+## Remove when
+LMCache 0.5.5 is no longer in use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from kvfix.fixes import _mp
+from kvfix.fixes.api import Fix
+from kvfix.fixes.targets import MP_SCHEDULER_ADAPTER
+from kvfix.wrapping import after
+
+
+def fix(module: ModuleType) -> Callable[..., Any]:
+    def _ensure_heartbeat_started(adapter: Any, answer: None) -> None:
+        if adapter._heartbeats:
+            return answer
+        with adapter._heartbeat_lock:
+            name = "req_client" if hasattr(adapter, "req_clients") else "mq_client"  # 0.5.5 renamed it
+            for url, client in getattr(adapter, f"{name}s").items():
+                if url not in adapter._heartbeats:
+                    event, interval = adapter._health_events[url], adapter._heartbeat_interval
+                    beats = module.HeartbeatThread(**{name: client}, health_event=event, interval=interval)
+                    beats.start()
+                    adapter._heartbeats[url] = beats
+        return answer
+
+    return after(_ensure_heartbeat_started)
+
+
+def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+    """No server, so no thread. Right is to replace None by the heartbeats that were started."""
+    adapter = SimpleNamespace(_heartbeats=None, _heartbeat_lock=_mp.Lock(), mq_clients={}, req_clients={})
+    hook(adapter)
+    return adapter._heartbeats is None
+
+
+FIX = Fix(
+    __name__,
+    __doc__,
+    targets=(MP_SCHEDULER_ADAPTER._ensure_heartbeat_started(broken=">=0.5.0,<=0.5.5", probe=shows_bug, fix=fix),),
+    evidence={"KVD205": ""},
+    scenarios=("mp-heartbeat-never-starts",),
+)

@@ -1,0 +1,65 @@
+"""The server drops a worker that has had no request for an hour, and the worker's next load fails.
+
+## Symptom
+Server: `Reaped GPU instance ...: silent for 3600.0s (pinged=False)`. At the first request afterwards
+`No GPU context registered for instance ID ...` (up to 0.5.4, and the request hangs) or `Rejecting RETRIEVE for
+unregistered GPU instance ID ...`.
+
+## Cause
+The server drops workers that have never pinged after `worker_registration_grace_seconds` (multiprocess/config.py
+0.5.6:134). A worker pings from its first store or load on, not from its registration (vllm_multi_process_adapter.py
+0.5.6:1811, 1892).
+
+## Fix
+The fix starts the worker's heartbeat after `register_kv_caches`.
+
+## Releases
+LMCache 0.4.5 to 0.5.6; servers drop workers from 0.5.0 on.
+
+## Upstream
+https://github.com/LMCache/LMCache/issues/4715 (open).
+
+## Remove when
+A worker pings from its registration on.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from kvfix.fixes.api import Fix
+from kvfix.fixes.targets import MP_WORKER_ADAPTER
+from kvfix.wrapping import after
+
+
+def fix(module: ModuleType) -> Callable[..., Any]:
+    def register_kv_caches(adapter: Any, answer: None, *_: Any, **__: Any) -> None:
+        adapter._ensure_heartbeat_started()
+        return answer
+
+    return after(register_kv_caches)
+
+
+def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+    """A registration. Wrong is not to start the heartbeat."""
+    started: list[bool] = []
+    adapter = SimpleNamespace(
+        lmcache_tokens_per_chunk=256,
+        _send_register_kv_caches_request=lambda kv_caches: None,
+        _ensure_heartbeat_started=lambda: started.append(True),
+    )
+    # With layout_hints the hook does not read the layout from the tensors; before 0.5.5 it has no such parameter.
+    hook(adapter, {}, **({"layout_hints": {}} if "layout_hints" in inspect.signature(hook).parameters else {}))
+    return not started
+
+
+FIX = Fix(
+    __name__,
+    __doc__,
+    targets=(MP_WORKER_ADAPTER.register_kv_caches(broken=">=0.4.5,<=0.5.6", probe=shows_bug, fix=fix),),
+    evidence={"KVD210": ""},
+    scenarios=("mp-idle-worker-forgotten",),
+)

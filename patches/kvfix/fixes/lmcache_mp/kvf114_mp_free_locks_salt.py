@@ -1,0 +1,85 @@
+"""The locks of a request with a `cache_salt` are released under another key, and held until they time out.
+
+## Symptom
+Nothing in the log of vLLM. With `cache_salt`, chunks that vLLM has itself stay read-locked in the server for the read
+TTL (`read_ttl_seconds`, 300 s): under pressure the server finds nothing to evict. The same chunks without a salt, which
+another request may have locked, lose a lock.
+
+## Cause
+`update_state_after_alloc` releases the locks of chunks that need no load, without the salt (lmcache_mp_connector.py
+0.5.0:1003). The salt is part of the key.
+
+## Fix
+While the hook runs, the client's `free_lookup_locks` gets the salt of the request.
+
+## Releases
+LMCache 0.4.5 to 0.5.0, and 0.4.5 to 0.5.4 with lmcache_mp_connector_0201. vLLM 0.26.0 to 0.32.0, its own copy of the
+connector.
+
+## Upstream
+https://github.com/LMCache/LMCache/issues/3770, fixed in 0.5.1; https://github.com/vllm-project/vllm/pull/44097.
+
+## Remove when
+LMCache 0.5.0 is no longer in use, and vLLM's copy passes the salt.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Generator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from kvfix.fixes import _mp
+from kvfix.fixes.api import Fix
+from kvfix.fixes.targets import multi_process
+from kvfix.wrapping import around, replaced
+
+
+def fix(module: ModuleType) -> Callable[..., Any]:
+    def update_state_after_alloc(
+        connector: Any, request: Any, blocks: Any, num_external_tokens: int
+    ) -> Generator[None, Any, Any]:
+        return _salted(connector.scheduler_adapter, connector.request_trackers[request.request_id].cache_salt)
+
+    def salt(connector: Any, request: Any, *_: Any) -> Any:
+        return getattr(connector.request_trackers.get(request.request_id), "cache_salt", "")
+
+    return around(update_state_after_alloc, when=salt)
+
+
+def _salted(adapter: Any, salt: str) -> Generator[None, Any, Any]:
+    with replaced(adapter, free_lookup_locks=functools.partial(adapter.free_lookup_locks, cache_salt=salt)):
+        return (yield)
+
+
+def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+    """512 tokens were found, and vLLM has them too. Wrong is to free their locks without the salt."""
+    connector, request = _mp.scheduler_side(module), _mp.request(cache_salt="tenant")
+    tracker = connector.request_trackers[request.request_id] = module.LMCacheMPRequestTracker(request)
+    for name in ("num_vllm_hit", "num_lmcache_hit"):
+        _mp.set_tokens(tracker, name, 512)
+    hook(connector, request, SimpleNamespace(get_block_ids=lambda: (list(range(32)),)), 0)
+    (asked,) = [more for name, _, more in connector.scheduler_adapter.asked if name == "free_lookup_locks"]
+    return bool(asked.get("cache_salt") != "tenant")
+
+
+FIX = Fix(
+    __name__,
+    __doc__,
+    targets=multi_process(
+        "update_state_after_alloc",
+        shows_bug,
+        fix,
+        lmcache=">=0.4.5,<=0.5.0",
+        vllm=">=0.26.0",
+        for_0201=">=0.4.5,<=0.5.4",
+        for_0180="",
+        place=1,
+    ),
+    evidence={"KVR009": "^read locks of the server "},
+    scenarios=(
+        "mp-free-locks-salt",
+        "mp-free-locks-salt-in-tree",
+    ),
+)

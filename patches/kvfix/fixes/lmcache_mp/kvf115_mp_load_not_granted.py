@@ -1,0 +1,79 @@
+"""A load starts for a request that vLLM computes itself, into blocks in use; EngineCore dies when the load is done.
+
+## Symptom
+EngineCore dies with a bare `AssertionError` at `assert RequestStatus.is_finished(req.status)` in
+`_update_from_kv_xfer_finished`. It takes a hit and one of: `prompt_logprobs`, with which vLLM reads no cache, or a
+MultiConnector that has chosen another connector.
+
+## Cause
+`update_state_after_alloc` starts a load if the hit is larger than what vLLM has (lmcache_mp_connector.py 0.5.4:850),
+even if nothing of it was granted (`num_external_tokens` 0).
+
+## Fix
+If nothing was granted, the tracker counts the whole hit as vLLM's own while the hook runs. The hook then starts no load
+and releases all locks.
+
+## Releases
+LMCache 0.4.5 to 0.5.4, and 0.4.4 to 0.5.5 with lmcache_mp_connector_0180 and _0201.
+
+## Upstream
+https://github.com/LMCache/LMCache/issues/4355, fixed in 0.5.5.
+
+## Remove when
+LMCache 0.5.4 is no longer in use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from kvfix.fixes import _mp
+from kvfix.fixes.api import Fix
+from kvfix.fixes.targets import multi_process
+from kvfix.wrapping import around
+
+
+def fix(module: ModuleType) -> Callable[..., Any]:
+    prefetching = module.LMCacheMPRequestState.PREFETCHING
+
+    def update_state_after_alloc(
+        connector: Any, request: Any, blocks: Any, num_external_tokens: int
+    ) -> Generator[None, Any, Any] | None:
+        tracker = connector.request_trackers.get(request.request_id)
+        if tracker is None or tracker.state is not prefetching:
+            return None
+        return _all_in_vllm(tracker, _mp.block_size(connector))
+
+    return around(
+        update_state_after_alloc,
+        when=lambda connector, request, blocks, num_external_tokens, *_, **__: not num_external_tokens,
+    )
+
+
+def _all_in_vllm(tracker: Any, size: int) -> Generator[None, Any, Any]:
+    in_vllm, found = (_mp.tokens(tracker, name, size) for name in ("num_vllm_hit", "num_lmcache_hit"))
+    _mp.set_tokens(tracker, "num_vllm_hit", max(in_vllm, found), size)
+    try:
+        return (yield)
+    finally:
+        _mp.set_tokens(tracker, "num_vllm_hit", in_vllm, size)
+
+
+def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+    """512 tokens were found and none granted. Wrong is to wait for a load."""
+    connector, request = _mp.scheduler_side(module), _mp.request()
+    tracker = connector.request_trackers[request.request_id] = module.LMCacheMPRequestTracker(request)
+    _mp.set_tokens(tracker, "num_lmcache_hit", 512)
+    hook(connector, request, SimpleNamespace(get_block_ids=lambda: (list(range(32)),)), 0)
+    return bool(tracker.state.name == "WAITING_FOR_LOAD")
+
+
+FIX = Fix(
+    __name__,
+    __doc__,
+    targets=multi_process("update_state_after_alloc", shows_bug, fix, lmcache=">=0.4.5,<=0.5.4", vllm="", place=2),
+    evidence={"KVD111": "", "KVR004": ""},
+    scenarios=("mp-load-not-granted",),
+)

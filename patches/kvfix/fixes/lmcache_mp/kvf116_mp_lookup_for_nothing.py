@@ -1,0 +1,74 @@
+"""A request that reads no cache is looked up, and the chunks that the lookup locks stay locked until they time out.
+
+## Symptom
+Nothing in the log of vLLM. With requests that ask for `prompt_logprobs`, or pooling requests that skip the cache,
+chunks stay read-locked in the server for the read TTL (`read_ttl_seconds`, 300 s): under pressure the server finds
+nothing to evict.
+
+## Cause
+vLLM asks the connector for every request and drops the answer for one with `skip_reading_prefix_cache` (scheduler.py
+0.32.0:983), even if the answer is that the lookup is still running. The request is admitted. The connector deletes its
+lookup (lmcache_mp_connector.py 0.5.6:1432) before it knows the hit, so it releases no lock.
+
+## Fix
+The fix returns no hit for a request that reads no cache, and sends no lookup. The request is stored as before.
+
+## Releases
+LMCache 0.4.5 to 0.5.6, and 0.4.4 to 0.5.5 with lmcache_mp_connector_0180 and _0201. vLLM 0.26.0 to 0.32.0, its own copy
+of the connector.
+
+## Upstream
+None known.
+
+## Remove when
+The connector sends no lookup for a request that reads no cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from kvfix.fixes import _mp
+from kvfix.fixes.api import Fix
+from kvfix.fixes.targets import LMCACHE_MP, multi_process
+from kvfix.wrapping import before
+
+
+def fix(module: ModuleType) -> Callable[..., Any]:
+    def asks(connector: Any, request: Any, num_computed_tokens: int = 0) -> None:
+        _mp.nothing_cached(connector.scheduler_adapter, request.request_id)
+
+    return before(asks, when=lambda connector, request, *_, **__: request.skip_reading_prefix_cache)
+
+
+def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+    """A request that reads no cache; 512 tokens are cached. Wrong is a hit."""
+    connector = _mp.scheduler_side(module, found=512)
+    return bool(hook(connector, _mp.request(skip_reading_prefix_cache=True), 0)[0])
+
+
+def new_request_shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+    """Such a request arrives, and lookups are sent on arrival. Wrong is to send one."""
+    connector = _mp.scheduler_side(module)
+    connector._eager_prefetch, connector._role = True, module.KVConnectorRole.SCHEDULER
+    hook(connector, _mp.request(skip_reading_prefix_cache=True, resumable=False))
+    return "maybe_submit_lookup_request" in connector.scheduler_adapter.names()
+
+
+FIX = Fix(
+    __name__,
+    __doc__,
+    targets=(
+        *multi_process(
+            "get_num_new_matched_tokens", shows_bug, fix, lmcache=">=0.4.5,<=0.5.6", vllm=">=0.26.0", place=4
+        ),
+        LMCACHE_MP.on_new_request(broken=">=0.5.4,<=0.5.6", probe=new_request_shows_bug, fix=fix, place=2),
+    ),
+    evidence={"KVR009": "^read locks of the server "},
+    scenarios=(
+        "mp-lookup-for-nothing",
+        "mp-lookup-for-nothing-in-tree",
+    ),
+)

@@ -1,0 +1,108 @@
+"""The worker leaks the id of every request that has ended; a request that reuses an id is never freed.
+
+## Symptom
+None at first: the workers' memory grows with every request, by 100 to 150 bytes. If an id is reused (a vLLM that takes
+ids from clients), the blocks of that request are never freed: the KV cache fills up.
+
+## Cause
+The adapter keeps the ids that it has reported as done: with asynchronous scheduling two consecutive steps may ask for
+the same id. It never removes an id (`_returned_finished`, vllm_multi_process_adapter.py 0.5.6:2034), and it reports
+none twice.
+
+## Fix
+The fix keeps the last 32 ids, at most twice as many, and all ids of the last step in which requests ended.
+
+## Releases
+LMCache 0.4.3 to 0.5.6, with its own connector and with vLLM's copy.
+
+## Upstream
+https://github.com/LMCache/LMCache/issues/5339 (open); https://github.com/LMCache/LMCache/pull/5363 (open) bounds their
+number. Found before that in the review of a fork, https://github.com/local-inference-lab/vllm/pull/525.
+
+## Remove when
+`_returned_finished` is emptied.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, MutableSet
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from kvfix.fixes.api import Fix
+from kvfix.fixes.targets import MP_WORKER_ADAPTER
+from kvfix.wrapping import after
+
+KEPT = 32
+
+
+class Recent(MutableSet[str]):
+    """A bounded set of ids. When more than KEPT ids are new, they become the old ones, and the old ones are dropped.
+
+    `update` runs in every step and is the `update` of a plain set. `in` runs once for each request that ends, so it
+    drops the old ids: at most once between two updates, and never the ids of the last update.
+    """
+
+    def __init__(self) -> None:
+        self._old: set[str] = set()
+        self._new: set[str] = set()
+        self.update = self._new.update
+
+    @classmethod
+    def _from_iterable(cls, ids: Iterable[str]) -> set[str]:  # type: ignore[override]
+        return set(ids)
+
+    def __contains__(self, request_id: object) -> bool:
+        if len(self._new) > KEPT:
+            self._old = set(self._new)
+            self._new.clear()
+        return request_id in self._new or request_id in self._old
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._new | self._old)
+
+    def __len__(self) -> int:
+        return len(self._new | self._old)
+
+    def add(self, value: str) -> None:
+        self._new.add(value)
+
+    def discard(self, value: str) -> None:
+        self._new.discard(value)
+        self._old.discard(value)
+
+
+def fix(module: ModuleType) -> Callable[..., Any]:
+    def __init__(adapter: Any, answer: None, *_: Any, **__: Any) -> None:
+        adapter._returned_finished = Recent()
+        return answer
+
+    return after(__init__)
+
+
+def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+    """A request ends in each of 128 steps. The probe calls the function that uses the set of `__init__`."""
+    adapter = SimpleNamespace(
+        finished_stores=set(),
+        store_futures={},
+        previously_finished=set(),
+        _returned_finished=set(),
+        _returned_finished_steps=deque(),  # of patches/upstream/mp-ended-ids-kept
+        _update_and_get_finished_store=set,
+    )
+    for number in range(4 * KEPT):
+        module.LMCacheMPWorkerAdapter._process_finished_stores(adapter, set(), {str(number)})
+    return len(set(adapter._returned_finished)) == 4 * KEPT
+
+
+FIX = Fix(
+    __name__,
+    __doc__,
+    targets=(MP_WORKER_ADAPTER.target("__init__", broken=">=0.4.3", probe=shows_bug, fix=fix),),
+    evidence={"KVR009": r"^worker_adapter\._returned_finished "},
+    scenarios=(
+        "mp-ended-ids-kept",
+        "mp-ended-ids-kept-in-tree",
+    ),
+)

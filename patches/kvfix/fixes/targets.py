@@ -1,0 +1,71 @@
+"""The classes and modules of vLLM and LMCache that have fixed functions."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvfix.fixes.api import Owner, Target
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from types import ModuleType
+
+    from kvfix.fixes.api import Probe
+    from kvfix.wrapping import Wrapper
+
+# LMCache in vLLM's own processes
+LMCACHE_V1 = Owner("lmcache", "lmcache.integration.vllm.vllm_v1_adapter", "LMCacheConnectorV1Impl")
+REQUEST_TRACKER = Owner("lmcache", "lmcache.integration.vllm.vllm_v1_adapter", "RequestTracker")
+CACHE_ENGINE = Owner("lmcache", "lmcache.v1.cache_engine", "LMCacheEngine")
+TOKEN_DATABASE = Owner("lmcache", "lmcache.v1.token_database", "TokenDatabase")
+TENSOR_MEMORY_OBJ = Owner("lmcache", "lmcache.v1.memory_management", "TensorMemoryObj")
+LOOKUP_CLIENT = Owner("lmcache", "lmcache.v1.lookup_client.lmcache_lookup_client", "LMCacheLookupClient")
+BYPASS_LOOKUP_CLIENT = Owner(
+    "lmcache", "lmcache.v1.lookup_client.lmcache_lookup_client_bypass", "LMCacheBypassLookupClient"
+)
+ASYNC_LOOKUP_CLIENT = Owner(
+    "lmcache", "lmcache.v1.lookup_client.lmcache_async_lookup_client", "LMCacheAsyncLookupClient"
+)
+ZMQ_CLIENT = Owner("lmcache", "lmcache.v1.rpc.zmq_transport", "ZmqReqRepClientTransport")
+LOCAL_CPU_BACKEND = Owner("lmcache", "lmcache.v1.storage_backend.local_cpu_backend", "LocalCPUBackend")
+LOCAL_DISK_BACKEND = Owner("lmcache", "lmcache.v1.storage_backend.local_disk_backend", "LocalDiskBackend")
+GPU_CONNECTOR_V2 = Owner("lmcache", "lmcache.v1.gpu_connector.gpu_connectors", "VLLMPagedMemGPUConnectorV2")
+GPU_CONNECTOR_V3 = Owner("lmcache", "lmcache.v1.gpu_connector.gpu_connectors", "VLLMPagedMemGPUConnectorV3")
+
+# LMCache's multi-process connectors. LMCache 0.4.4 to 0.5.5 have two more for older vLLM, `_0180` and `_0201`, which
+# `kv_connector_module_path` selects. vLLM has its own copy.
+_MP = "lmcache.integration.vllm.lmcache_mp_connector"
+LMCACHE_MP = Owner("lmcache", _MP, "LMCacheMPConnector")
+LMCACHE_MP_0201 = Owner("lmcache", f"{_MP}_0201", "LMCacheMPConnector")
+LMCACHE_MP_0180 = Owner("lmcache", f"{_MP}_0180", "LMCacheMPConnector")
+VLLM_MP = Owner(
+    "vllm", "vllm.distributed.kv_transfer.kv_connector.v1.lmcache_mp_connector", "LMCacheMPConnectorUpstream"
+)
+MP_WORKER_ADAPTER = Owner("lmcache", "lmcache.integration.vllm.vllm_multi_process_adapter", "LMCacheMPWorkerAdapter")
+MP_SCHEDULER_ADAPTER = Owner(
+    "lmcache", "lmcache.integration.vllm.vllm_multi_process_adapter", "LMCacheMPSchedulerAdapter"
+)
+
+# vLLM
+SCHEDULER = Owner("vllm", "vllm.v1.core.sched.scheduler", "Scheduler")
+CONNECTOR_BASE = Owner("vllm", "vllm.distributed.kv_transfer.kv_connector.v1.base", "KVConnectorBase_V1")
+
+
+def multi_process(
+    function: str,
+    probe: Probe,
+    fix: Callable[[ModuleType], Wrapper],
+    *,
+    lmcache: str,
+    vllm: str,
+    for_0201: str = ">=0.4.5",
+    for_0180: str = ">=0.4.4",
+    place: int = 0,
+) -> tuple[Target, ...]:
+    """Targets for one function of all multi-process connectors, with the broken releases of each; "" for none."""
+    broken = {LMCACHE_MP: lmcache, VLLM_MP: vllm, LMCACHE_MP_0201: for_0201, LMCACHE_MP_0180: for_0180}
+    return tuple(
+        getattr(owner, function)(broken=releases, probe=probe, fix=fix, place=place)
+        for owner, releases in broken.items()
+        if releases
+    )

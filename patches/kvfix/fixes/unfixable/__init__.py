@@ -1,0 +1,1 @@
+"""Bugs that cannot be fixed from outside, each with a workaround."""

@@ -1,0 +1,52 @@
+"""Keys use Python's own hash, which differs between processes: no process finds the chunks of another.
+
+## Symptom
+No hit across processes or machines, or after a restart, although everything is stored. With tensor parallelism `Lookup
+results (number of hit tokens) differ across (TP and PP) ranks`. The log may have `Using builtin hash without
+PYTHONHASHSEED set`, `Centralized cache sharing detected but PYTHONHASHSEED not set` or `P/D Disaggregation detected but
+PYTHONHASHSEED not set`.
+
+## Cause
+`pre_caching_hash_algorithm` is `builtin` unless it is set (0.5.6 config.py:133), and Python salts the hash of strings
+and bytes in each process. Up to 0.3.15 None is hashed too, which on Python 3.11 and earlier is an address: a fixed seed
+is not enough there. The seed is fixed when the interpreter starts, before kvfix runs.
+
+## Workaround
+Set PYTHONHASHSEED=0 in the environment of every vLLM and LMCache process, or `pre_caching_hash_algorithm: sha256_cbor`
+in LMCache's configuration, the same everywhere. A process that shares its cache with no other needs neither.
+
+## Releases
+LMCache 0.3.9 to 0.5.6.
+
+## Upstream
+https://github.com/LMCache/LMCache/issues/2136, https://github.com/LMCache/LMCache/issues/2511
+
+## Remove when
+The default is an algorithm that is the same everywhere.
+"""
+
+from __future__ import annotations
+
+import os
+
+from kvfix.fixes import stubs
+from kvfix.fixes.api import Fix
+from kvfix.fixes.targets import TOKEN_DATABASE
+
+
+def harmless() -> str:
+    """The hash seed of this process and its children is set."""
+    seed = os.environ.get("PYTHONHASHSEED", "random")
+    return f"PYTHONHASHSEED={seed} is set here; it must be the same in every process" if seed.isdigit() else ""
+
+
+FIX = Fix(
+    __name__,
+    __doc__,
+    targets=(TOKEN_DATABASE.target("__init__", broken=">=0.3.9", probe=stubs.cannot_tell, fix=None),),
+    evidence={"KVD304": "", "KVD305": ""},
+    no_patch={
+        "lmcache": "the default hash is LMCache's decision: with another one, no chunk that is stored now is found"
+    },
+    harmless=harmless,
+)

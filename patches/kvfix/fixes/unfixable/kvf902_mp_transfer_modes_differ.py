@@ -1,0 +1,49 @@
+"""Worker and server of the multi-process cache were started for different transfer modes, and neither reports it.
+
+## Symptom
+The worker does not start: it blocks for 300 seconds (`mq_timeout`) and dies. The server has logged `No handler
+registered for operation ...` (0.5.6, with `Available handlers: [...]`), or `No handler registered for request type
+...`, and has sent no answer.
+
+## Cause
+The server loads the handlers of one mode (`--supported-transfer-mode`). The worker chooses its mode by its device, or
+by `lmcache.mp.mp_transfer_mode` or LMCACHE_MP_TRANSFER_MODE. A request without a handler gets no reply. Each side runs
+in its own process, perhaps on another machine: kvfix can neither read nor change the options of the other side.
+
+## Workaround
+Start `lmcache server` with `--supported-transfer-mode auto`, or set LMCACHE_MP_TRANSFER_MODE of the worker to the mode
+of the server (its log has `Supported transfer mode: ...`). If both sides have the same mode, there is no problem.
+
+## Releases
+LMCache 0.4.7 to 0.5.6.
+
+## Upstream
+https://github.com/LMCache/LMCache/issues/4186 is open, https://github.com/LMCache/LMCache/pull/4194
+
+## Remove when
+The server answers a request that it has no handler for.
+"""
+
+from __future__ import annotations
+
+import os
+
+from kvfix.fixes import stubs
+from kvfix.fixes.api import Fix
+from kvfix.fixes.targets import MP_WORKER_ADAPTER
+
+
+def harmless() -> str:
+    """The transfer mode of this process is set."""
+    mode = os.environ.get("LMCACHE_MP_TRANSFER_MODE", "")
+    return f"LMCACHE_MP_TRANSFER_MODE={mode} is set here; it must be the server's too" if mode else ""
+
+
+FIX = Fix(
+    __name__,
+    __doc__,
+    targets=(MP_WORKER_ADAPTER._send_register_kv_caches_request(broken=">=0.4.7", probe=stubs.cannot_tell, fix=None),),
+    evidence={"KVD206": ""},
+    no_patch={"lmcache": "a server that answers unknown requests is a change of the protocol, not of a function"},
+    harmless=harmless,
+)

@@ -1,0 +1,39 @@
+"""Requests that load between steps hold the blocks that the others need for their last tokens, and none starts.
+
+## Symptom
+`Running: 0 reqs, Waiting: N reqs`, no throughput, no error, the KV cache nearly full. Under pressure, with a connector
+that loads between steps.
+
+## Cause
+A load holds its blocks, cannot be preempted, and needs one more block to start. If vLLM admits loads until the last
+block is taken, no request gets that block. vLLM reserves blocks for it since 0.26 at the latest (`reserved_blocks`),
+and for the tokens of speculative decoding since 0.32 at the latest (`_spec_decode_step_blocks`). The check is in the
+middle of `schedule`, 500 lines that differ in every release.
+
+## Workaround
+vLLM 0.32, or 0.26 without speculative decoding. Else fewer requests at once (`--max-num-seqs`), more blocks, or no
+asynchronous loading.
+
+## Releases
+vLLM 0.11.2 to 0.26.0; 0.26.0 with speculative decoding only. Read in the source and reported, not shown in the lab.
+
+## Upstream
+https://github.com/vllm-project/vllm/issues/45388, https://github.com/vllm-project/vllm/pull/44560,
+https://github.com/vllm-project/vllm/pull/57104
+
+## Remove when
+vLLM 0.26 is no longer in use.
+"""
+
+from __future__ import annotations
+
+from kvfix.fixes import stubs
+from kvfix.fixes.api import Fix
+from kvfix.fixes.targets import SCHEDULER
+
+FIX = Fix(
+    __name__,
+    __doc__,
+    targets=(SCHEDULER.schedule(broken="<0.32", probe=stubs.cannot_tell, fix=None),),
+    evidence={"KVD202": ""},
+)

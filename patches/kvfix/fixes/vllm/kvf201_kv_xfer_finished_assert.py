@@ -1,0 +1,124 @@
+"""A request aborted during its load is freed at the first of two reports, and vLLM dies of the second.
+
+## Symptom
+EngineCore dies with a bare `AssertionError` at `assert req_id in self.requests` in `_update_from_kv_xfer_finished`. Any
+client can cause it: it disconnects while its prompt is loading. With `kv_load_failure_policy=fail`, the default, a
+failed load causes it: `Failing 1 request(s) due to KV load failure`, and EngineCore dies in the next step.
+
+## Cause
+A connector that keeps the blocks of a finished request makes two reports about a request that was aborted during its
+load: the load is done, and nothing remains to store. At the first report the scheduler frees the blocks and deletes the
+request (scheduler.py 0.32.0:3231, 3235). At the second it asserts that the request exists. If the store is reported
+first, the load still writes into blocks that other requests have by then: their text is wrong, without an error.
+
+## Fix
+The scheduler records which requests were aborted during their load. For those, only the report of the load frees the
+blocks: they have computed nothing that could still be stored. The fix also filters reports of requests that the
+scheduler does not have, or that are neither finished nor waiting for a load. It does not change the connector's output
+object.
+
+## Releases
+vLLM 0.32.0, with every connector that stores asynchronously.
+
+## Upstream
+https://github.com/vllm-project/vllm/issues/43226, https://github.com/vllm-project/vllm/pull/56089 (open).
+
+## Remove when
+vLLM counts the reports of a finished request.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Callable, Generator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from kvfix.fixes.api import Fix
+from kvfix.fixes.targets import SCHEDULER
+from kvfix.wrapping import around, before
+
+
+def _loading(scheduler: Any) -> set[str]:
+    """Requests that have ended while their load was in flight."""
+    found: set[str] = vars(scheduler).setdefault("_kvfix_ended_loading", set())
+    return found
+
+
+def fix_free(module: ModuleType) -> Callable[..., Any]:
+    def _free_request(scheduler: Any, request: Any, delay_free_blocks: bool = False) -> None:
+        _loading(scheduler).add(request.request_id)
+
+    return before(_free_request, when=lambda scheduler, request, delay_free_blocks=False, *_, **__: delay_free_blocks)
+
+
+def fix(module: ModuleType) -> Callable[..., Any]:
+    waiting, unfinished = module.RequestStatus.WAITING_FOR_REMOTE_KVS, module.RequestStatus.PREEMPTED
+
+    def _update_from_kv_xfer_finished(scheduler: Any, output: Any) -> Generator[Any, Any, Any] | None:
+        if getattr(scheduler, "_kvfix_ended_loading", None):
+            return _with_reports(scheduler, output, waiting)
+        requests = scheduler.requests
+        for each in output.finished_recving or ():
+            if each not in requests or requests[each].status is not waiting:
+                return _with_reports(scheduler, output, waiting)
+        for each in output.finished_sending or ():
+            if each not in requests or requests[each].status <= unfinished:
+                return _with_reports(scheduler, output, waiting)
+        return None  # all reports are right
+
+    return around(
+        _update_from_kv_xfer_finished,
+        when=lambda scheduler, output, *_, **__: output.finished_recving or output.finished_sending,
+    )
+
+
+def _with_reports(scheduler: Any, output: Any, waiting: Any) -> Generator[Any, Any, Any]:
+    """Pass only the reports that are due. If a request has both, the report of the load frees it."""
+    received = {each for each in output.finished_recving or () if _is_due(scheduler, each, waiting)}
+    sent = {each for each in output.finished_sending or () if each not in received and _is_due(scheduler, each, None)}
+    output = copy.copy(output)
+    output.finished_recving, output.finished_sending = received, sent
+    return (yield (output,))
+
+
+def _is_due(scheduler: Any, request_id: str, waiting: Any) -> bool:
+    """Whether the scheduler must handle this report now. waiting: for reports of loads, WAITING_FOR_REMOTE_KVS."""
+    request = scheduler.requests.get(request_id)
+    if request is None:
+        return False
+    if request.status is waiting:
+        return True
+    if not request.is_finished():
+        return False
+    ended = vars(scheduler).get("_kvfix_ended_loading")
+    if ended and waiting is not None:
+        ended.discard(request_id)
+    return not ended or request_id not in ended
+
+
+def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+    """A report of a request that does not exist. The probe calls the function that reads it, for both targets."""
+    reads = inspect.unwrap(module.Scheduler._update_from_kv_xfer_finished)
+    scheduler = SimpleNamespace(connector=None, requests={}, finished_recving_kv_req_ids=set())
+    try:
+        reads(scheduler, SimpleNamespace(finished_recving=None, finished_sending={"kvfix-probe"}))
+    except AssertionError:
+        return True
+    return False
+
+
+FIX = Fix(
+    __name__,
+    __doc__,
+    targets=(
+        SCHEDULER._free_request(broken=">=0.11.2", probe=shows_bug, fix=fix_free),
+        SCHEDULER._update_from_kv_xfer_finished(broken=">=0.11.2", probe=shows_bug, fix=fix),
+    ),
+    evidence={"KVD109": "", "KVD303": "", "KVR011": "^update_from_output: AssertionError"},
+    scenarios=(
+        "kv-xfer-finished-assert",
+        "kv-xfer-finished-assert-in-tree",
+    ),
+)

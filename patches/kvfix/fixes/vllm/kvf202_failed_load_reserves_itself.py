@@ -1,0 +1,79 @@
+"""After a failed load vLLM reserves blocks for the request against its own next load, and it never starts.
+
+## Symptom
+With `kv_load_failure_policy=recompute` and a connector that loads between steps: after `Recovered from KV load failure:
+1 request(s) rescheduled` the request waits for ever with all blocks free. `Running: 0 reqs, Waiting: 1 reqs`. Requests
+behind it wait too.
+
+## Cause
+vLLM admits a load only if more blocks are free than all prefills in flight still need (scheduler.py 0.32.0:1249), so
+that loads cannot deadlock each other. A request whose load failed completely frees its blocks (0.32.0:3146) but stays
+in the list of prefills in flight: its own blocks are reserved when it asks for its next load. A request that needs more
+than half of the blocks never starts.
+
+## Fix
+After `_update_waiting_for_remote_kv`: a request without computed tokens is removed from the prefills in flight. vLLM
+adds it again when it is admitted.
+
+## Releases
+vLLM 0.26.0 to 0.32.0.
+
+## Upstream
+None known.
+
+## Remove when
+vLLM removes a request whose load failed from `_inflight_prefills`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from kvfix.fixes.api import Fix
+from kvfix.fixes.targets import SCHEDULER
+from kvfix.wrapping import after
+
+
+def fix(module: ModuleType) -> Callable[..., Any]:
+    def _update_waiting_for_remote_kv(scheduler: Any, answer: None, request: Any) -> None:
+        scheduler._inflight_prefills.discard(request)
+        return answer
+
+    return after(
+        _update_waiting_for_remote_kv, when=lambda scheduler, answer, request, *_, **__: not request.num_computed_tokens
+    )
+
+
+class _Request:
+    request_id = "kvfix-probe"
+    num_computed_tokens = 0
+    num_tokens = 100
+
+
+def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+    """A load that failed completely. A scheduler without a list of prefills in flight cannot have the bug."""
+    if "_inflight_prefills" not in inspect.unwrap(module.Scheduler.__init__).__code__.co_names:
+        return False
+    request = _Request()
+    scheduler = SimpleNamespace(
+        connector=object(),
+        failed_recving_kv_req_ids={request.request_id},
+        finished_recving_kv_req_ids={request.request_id},
+        kv_cache_manager=SimpleNamespace(free=lambda request: None),
+        _inflight_prefills={request},
+        _mark_prefix_replay=lambda *_, **__: 0,
+    )
+    hook(scheduler, request)
+    return request in scheduler._inflight_prefills
+
+
+FIX = Fix(
+    __name__,
+    __doc__,
+    targets=(SCHEDULER._update_waiting_for_remote_kv(broken=">=0.26.0", probe=shows_bug, fix=fix),),
+    evidence={"KVD208": "", "KVD303": ""},
+    scenarios=("failed-load-reserves-itself",),
+)

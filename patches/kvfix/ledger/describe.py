@@ -1,0 +1,91 @@
+"""One line of text for each event, with its arithmetic: for histories in reports, in the lab and in kvfix-diagnose."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvfix.ledger import events as ev
+
+if TYPE_CHECKING:
+    from kvfix.ledger.events import Event
+
+
+def line(event: Event) -> str:
+    """The text of the event, without the request id: a history has only one."""
+    return globals()["_" + type(event).__name__.lower()](event)  # type: ignore[no-any-return]
+
+
+def due(event: ev.Asked) -> int | None:
+    """The right promise for this event; None if the hit is not known."""
+    if event.hit is None:
+        return None
+    return max(0, ev.balance(event.hit, event.computed, event.total))
+
+
+def _asked(event: ev.Asked) -> str:
+    if event.promised is None:
+        return f"match({event.computed}) answers: not known yet"
+    answer = f"match({event.computed}) promises {event.promised}"
+    if event.hit is None:
+        return answer
+    last = " - 1" if event.hit == event.total else ""
+    balance = ev.balance(event.hit, event.computed, event.total)
+    arithmetic = f"hit {event.hit} - computed {event.computed}{last} = {balance}"
+    right = due(event)
+    if event.promised != right:
+        return f"{answer}, but {arithmetic}: {right} is due"
+    return f"{answer}: {arithmetic}" + (", nothing to load" if balance < 0 else "")
+
+
+def _granted(event: ev.Granted) -> str:
+    return f"blocks found, {event.external} external tokens granted"
+
+
+def _scheduled(event: ev.Scheduled) -> str:
+    start = "admitted" if event.first else "continues"
+    return f"{start} at {event.computed} computed tokens, {event.tokens} more are computed"
+
+
+def _loaddue(event: ev.LoadDue) -> str:
+    return f"tokens {event.start} to {event.end} are to be loaded"
+
+
+def _loaded(event: ev.Loaded) -> str:
+    return f"{event.tokens} tokens loaded, up to {event.end}"
+
+
+def _stored(event: ev.Stored) -> str:
+    return f"tokens {event.start} to {event.end} stored"
+
+
+def _preempted(event: ev.Preempted) -> str:
+    return "preempted: its blocks are freed"
+
+
+def _loadfailed(event: ev.LoadFailed) -> str:
+    return "its load failed" + ("" if event.computed is None else f", back to {event.computed} computed tokens")
+
+
+def _finished(event: ev.Finished) -> str:
+    return "aborted" if event.aborted else "finished"
+
+
+def _left(event: ev.Left) -> str:
+    return f"ended, and {event.where} still holds it"
+
+
+def _stuck(event: ev.Stuck) -> str:
+    return f"waits for a load that was never started, for {event.waited} steps"
+
+
+def _rankdiffers(event: ev.RankDiffers) -> str:
+    what = "was scheduled and not started" if event.told else "was started and not scheduled"
+    return f"rank {event.rank}: the load of tokens {event.start} to {event.end} {what}"
+
+
+def _raised(event: ev.Raised) -> str:
+    return f"{event.where} raises {event.error}"
+
+
+def _timedout(event: ev.TimedOut) -> str:
+    return f"a lookup timed out after {event.waited:g} s"

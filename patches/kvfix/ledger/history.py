@@ -1,0 +1,173 @@
+"""The ledger: one history per request, and the check of the rules at each event."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from kvfix.ledger import events as ev
+from kvfix.ledger.rules import RULES_FOR
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvfix.ledger.events import Event
+
+
+class Finding(NamedTuple):
+    """A rule that an event violates (`verdict` "violated"), or that cannot be checked ("unknown").
+
+    earlier: the earlier event that `event` contradicts, if there is one.
+    """
+
+    code: str
+    name: str
+    verdict: str
+    request: str
+    message: str
+    event: Event
+    earlier: Event | None = None
+
+    def __str__(self) -> str:
+        return f"{self.code} {self.name} {self.request}: {self.message}"
+
+
+class History:
+    """The known state of one request. A count is None until an event has it."""
+
+    __slots__ = (
+        "asked",
+        "computed",
+        "due",
+        "events",
+        "finished",
+        "granted",
+        "recorded_from_start",
+        "request",
+        "sees_loads",
+        "stored_to",
+        "timed_out",
+        "timed_out_again",
+        "total",
+        "waiting",
+    )
+
+    def __init__(self, request: str, events_kept: int, sees_loads: bool = True) -> None:
+        self.request = request
+        self.sees_loads = sees_loads
+        self.events: deque[Event] = deque(maxlen=events_kept)
+        #: False if the record began after the request did: many counts are then unknown.
+        self.recorded_from_start = False
+        self.waiting = True
+        self.finished: ev.Finished | None = None
+        self.total: int | None = None
+        #: Tokens with KV in vLLM once the last scheduled step is done.
+        self.computed: int | None = None
+        #: The last Asked event since the request began to wait, and what vLLM granted of the promise.
+        self.asked: ev.Asked | None = None
+        self.granted: ev.Granted | None = None
+        self.due: ev.LoadDue | None = None
+        #: The last lookup that timed out, and whether it directly followed another timeout.
+        self.timed_out: ev.TimedOut | None = None
+        self.timed_out_again = False
+        #: Tokens from the start that the external cache has or gets, as far as the connector knows.
+        self.stored_to: int | None = None
+
+    def take(self, event: Event) -> None:
+        """Add the event to the history. Called after the rules have checked the event against the history so far."""
+        change = _CHANGES.get(type(event))
+        if change is not None:
+            change(self, event)
+        self.events.append(event)
+
+    def admits_after_load(self, event: ev.Granted) -> bool:
+        """vLLM calls the hook again, with 0, when it admits a request after a load between steps."""
+        return event.external == 0 and self.granted is not None and bool(self.granted.external)
+
+
+def _asked(history: History, event: ev.Asked) -> None:
+    history.asked = event
+    history.total = event.total
+    history.granted = None
+
+
+def _granted(history: History, event: ev.Granted) -> None:
+    if not history.admits_after_load(event):
+        history.granted = event
+        history.due = None
+
+
+def _scheduled(history: History, event: ev.Scheduled) -> None:
+    history.computed = event.computed + event.tokens
+    if event.first:
+        history.waiting = False
+
+
+def _due(history: History, event: ev.LoadDue) -> None:
+    history.due = event
+
+
+def _stored(history: History, event: ev.Stored) -> None:
+    history.stored_to = max(history.stored_to or 0, event.end, event.covered)
+
+
+def _waits_again(history: History, event: ev.Preempted | ev.LoadFailed) -> None:
+    history.waiting = True
+    history.asked = history.granted = history.due = None
+
+
+def _timed_out(history: History, event: ev.TimedOut) -> None:
+    history.timed_out_again = history.timed_out is not None and event.is_at_once_after(history.timed_out)
+    history.timed_out = event
+
+
+def _finished(history: History, event: ev.Finished) -> None:
+    history.finished = event
+
+
+#: {type of event: how it changes the history}. The history only keeps other events.
+_CHANGES: dict[type, Callable[[History, Any], None]] = {
+    ev.Asked: _asked,
+    ev.Granted: _granted,
+    ev.Scheduled: _scheduled,
+    ev.LoadDue: _due,
+    ev.Stored: _stored,
+    ev.Preempted: _waits_again,
+    ev.LoadFailed: _waits_again,
+    ev.TimedOut: _timed_out,
+    ev.Finished: _finished,
+}
+
+
+class Ledger:
+    """Checks events, fed in the order in which they happened, against the rules.
+
+    events_kept: events kept per request, for the report. They and the open requests bound the memory. A finished
+    request is kept until `forget`, so that its leaks can be reported.
+    sees_loads: False if the source cannot see which loads are due, as with a connector of unknown metadata.
+    """
+
+    def __init__(self, events_kept: int = 64, sees_loads: bool = True) -> None:
+        self.histories: dict[str, History] = {}
+        self._events_kept = events_kept
+        self._sees_loads = sees_loads
+
+    def feed(self, event: Event) -> list[Finding]:
+        """Findings of this event, in the order of the rules. Empty: the event violates none."""
+        history = self.histories.get(event.request)
+        if history is None or (history.finished is not None and isinstance(event, ev.Asked)):
+            # A reused request id is another request.
+            history = self.histories[event.request] = History(event.request, self._events_kept, self._sees_loads)
+            history.recorded_from_start = isinstance(event, ev.Asked)
+        findings = []
+        for rule in RULES_FOR.get(type(event), ()):
+            found = rule.check(history, event)
+            if found is not None:
+                verdict, message, earlier = found
+                findings.append(Finding(rule.code, rule.name, verdict, event.request, message, event, earlier))
+        history.take(event)
+        return findings
+
+    def forget(self, request: str) -> None:
+        """Drop the history of a request that gets no more events."""
+        self.histories.pop(request, None)

@@ -1,0 +1,14 @@
+"""Reads vLLM's scheduler output, of any release."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def resumed(scheduler_output: Any) -> Any:
+    """Ids of the requests that this step resumes after a preemption (vLLM 0.11 has a list of booleans)."""
+    cached = scheduler_output.scheduled_cached_reqs
+    ids = getattr(cached, "resumed_req_ids", None)
+    if ids is not None:
+        return ids
+    return [name for name, was in zip(cached.req_ids, cached.resumed_from_preemption, strict=True) if was]

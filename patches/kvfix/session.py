@@ -1,0 +1,108 @@
+"""The state of kvfix in this process: its configuration, wrapped functions, reports and recorded events.
+
+One object has it all: the other modules of kvfix have no state. It imports only the standard library: `apply()` is on
+the start-up path of every process.
+"""
+
+from __future__ import annotations
+
+import os
+from _thread import RLock
+from collections import deque
+from itertools import count
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
+
+    from kvfix.applicability import Applicability
+    from kvfix.config import Config
+    from kvfix.fixes.api import Target
+    from kvfix.wrapping import WrappedFunction
+
+#: Events that the recorder keeps. An event takes about 200 bytes.
+EVENTS = 8192
+
+
+class Session:
+    """`session` is the only instance in this process."""
+
+    def __init__(self) -> None:
+        #: None: kvfix does nothing here.
+        self.config: Config | None = None
+        #: {environment variable: its value before `apply()` changed it; None: not set}.
+        self.environment: dict[str, str | None] = {}
+
+        # The log of the engine (engine_log): the texts that were logged, and the number of errors in kvfix by kind.
+        self.reported: set[str] = set()
+        self.faults: dict[str, int] = {}
+
+        # Imports (import_hooks). Any thread may import a module.
+        #: Modules with functions to wrap; None: not read yet.
+        self.modules: frozenset[str] | None = None
+        #: (thread, module) that the other finders look for now.
+        self.finding: set[tuple[int, str]] = set()
+        #: Modules that are executed now.
+        self.executing: set[str] = set()
+
+        # Fixes (applying). A thread that holds the lock imports no target.
+        self.lock = RLock()
+        self.wrapped: dict[tuple[str, str], WrappedFunction] = {}
+        #: The outcome of each target with a wanted fix whose module is imported.
+        self.outcomes: dict[Target, Applicability] = {}
+
+        # Connector events, in modes that have them.
+        #: `get_connector_class` of vLLM's factory, as (factory, original).
+        self.factory: tuple[Any, Any] | None = None
+        #: The last events (recorder.Entry).
+        self.events: deque[Any] = deque(maxlen=EVENTS)
+        #: Watched connectors and schedulers by number, as long as they exist (recorder).
+        self.connectors: Any = None
+        self.numbers = count(1)
+        #: Weak references to the schedulers that have run a watched function.
+        self.schedulers: list[Callable[[], Any]] = []
+        #: Incremented by each restart: a WatchedConnector of an earlier generation is not used again.
+        self.generation = 0
+        #: The last generation with an error in the connector events.
+        self.failed_generation = -1
+
+        # Reports (violations, dump, signals, metrics).
+        #: Violations by rule, reported or not.
+        self.violations: dict[str, int] = {}
+        #: Monotonic seconds of the last report of a kind, and how many there were.
+        self.report_times: dict[str, float] = {}
+        self.reports = 0
+        self.suppressed: list[tuple[str, str]] | None = None
+        #: Paths of recorder files, and of the files that announce this process to `kvfix dump`.
+        self.files: list[str] = []
+        self.announced: set[str] = set()
+        self.signal_installed = False
+        #: Prometheus metrics by name; None: the client has failed once.
+        self.metrics: dict[str, Any] | None = {}
+
+    @property
+    def mode(self) -> str:
+        return self.config.mode if self.config is not None else "fix"
+
+    def restart_recording(self) -> None:
+        """Forget everything that was recorded and reported of connectors."""
+        self.generation += 1
+        self.events.clear()
+        if self.connectors is not None:
+            self.connectors.clear()
+        self.schedulers.clear()
+        self.violations.clear()
+        self.report_times.clear()
+        self.reports, self.suppressed = 0, None
+
+    def _in_child(self) -> None:
+        """After a fork: records, files and announcements belong to the parent."""
+        self.restart_recording()
+        self.files.clear()
+        self.announced.clear()
+        self.signal_installed = False
+
+
+session = Session()
+os.register_at_fork(after_in_child=session._in_child)

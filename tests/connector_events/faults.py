@@ -1,0 +1,216 @@
+"""Plays healthy schedules without kvfix, and with a fault planted in each part of its connector events. Prints JSON.
+
+Run as `python faults.py RELEASE`. Real scheduler and connectors: their decisions must be the same each time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import kvfix
+from kvfix.session import session
+from kvfix_tools.lab import releases, runner
+
+FIRST = [("v1", 3), ("mp", 3)]
+#: Schedules of each connector that are fuzzed in mode `check`, with aborts, failed loads and all options.
+SEEDS = 12
+
+
+def fails(*_: Any, **__: Any) -> Any:
+    raise RuntimeError("planted")
+
+
+def full(*_: Any, **__: Any) -> Any:
+    raise OSError(28, "No space left on device")
+
+
+class Odd:
+    """An object that JSON cannot encode."""
+
+    def __eq__(self, other: object) -> bool:
+        return fails()
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def main(release: str) -> dict[str, Any]:
+    runner.prepare(release)
+    with runner.quiet():
+        from kvfix_tools.lab.play_schedule import play
+        from kvfix_tools.lab.schedule import draw
+
+        schedules = [draw(seed, connector, plain=True) for connector, seed in FIRST]
+
+        def decided() -> list[Any]:
+            """All events except leaks: a fix of kvfix may remove a leak."""
+            logs = [play(schedule).log for schedule in schedules]
+            return [[(step, *event) for step, event in log if type(event).__name__ != "Left"] for log in logs]
+
+        kvfix.revert()
+        alone = decided()
+        answer: dict[str, Any] = {"events": sum(map(len, alone)), "faults": {}}
+        for what, plant in FAULTS.items():
+            found = watch(plant, decided)
+            answer["faults"][what] = {**found, "same": found["same"] == alone}
+        steps = 0
+
+        def fuzz() -> None:
+            nonlocal steps
+            for connector, _ in FIRST:
+                for seed in range(SEEDS):
+                    steps += play(draw(seed, connector, lacks=releases.lacking())).steps
+
+        answer["fuzz"] = watch(lambda: mock.patch.dict(os.environ), fuzz)["logged"]
+        answer["steps"] = steps
+    return answer
+
+
+def watch(plant: Callable[[], Any], decided: Callable[[], Any]) -> dict[str, Any]:
+    kvfix.revert()
+    with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, KVFIX_DUMP_DIR=folder):
+        session.reported.clear()
+        kvfix.apply("check")
+        session.reported.clear()
+        session.faults.clear()
+        import_module("kvfix.connector_events.report")
+
+        with plant():
+            again = decided()
+        names = [path.name for path in Path(folder).rglob("kvfix-*.*")]
+        logged = [line[:200] for line in sorted(session.reported) if "applied" not in line]
+        kvfix.revert()
+    return {
+        "same": again,
+        "logged": logged,
+        "written": sum(name.endswith(".txt") for name in names),
+        "dumps": len(names),
+    }
+
+
+def patched(target: str, replacement: Any = fails) -> Callable[[], Any]:
+    return lambda: mock.patch(target, replacement)
+
+
+def ledger(feed: Callable[..., Any]) -> Any:
+    """Replace `feed` of the connector events' ledger, not of the lab's own."""
+    from kvfix.ledger import Ledger
+
+    return mock.patch("kvfix.connector_events.watched.Ledger", type("Planted", (Ledger,), {"feed": feed}))
+
+
+def reader(kind: str, method: str, replacement: Any = fails) -> Any:
+    """Replace a method of the connector events' reader, not of the lab's own."""
+    from kvfix.connector_events import readers
+
+    make = readers.reader
+
+    def planted(connector: Any) -> Any:
+        made = make(connector)
+        if type(made).__name__ == kind:
+            setattr(made, method, replacement)
+        return made
+
+    return mock.patch("kvfix.connector_events.readers.reader", planted)
+
+
+@contextmanager
+def violated(*more: Any) -> Iterator[None]:
+    """Every Asked event is a violation, and `more` plants faults in what handles the finding."""
+    from kvfix.ledger import Finding, events
+
+    def feed(self: Any, event: Any) -> list[Any]:
+        asked = isinstance(event, events.Asked)
+        return [Finding("KVR001", "planted", "violated", event.request, "it is planted", event)] if asked else []
+
+    with ExitStack() as stack:
+        for each in [ledger(feed), *more]:
+            stack.enter_context(each)
+        yield
+
+
+@contextmanager
+def odd_event() -> Iterator[None]:
+    from kvfix.connector_events import recorder
+    from kvfix.ledger import events
+
+    odd: Any = object()
+    with violated():
+        recorder.add(1, "planted", events.Asked(odd, odd, odd, odd, odd))
+        yield
+
+
+@contextmanager
+def signal_in_a_hook() -> Iterator[None]:
+    from kvfix.connector_events import readers
+
+    read = readers.V1.hit
+
+    def hit(self: Any, request: str) -> Any:
+        os.kill(os.getpid(), signal.SIGUSR2)
+        return read(self, request)
+
+    with mock.patch.object(readers.V1, "hit", hit):
+        yield
+
+
+def backwards(clock: str) -> Any:
+    return mock.patch(clock, iter(range(10**9, 0, -1)).__next__)
+
+
+def read_only() -> Any:
+    return mock.patch.dict(os.environ, KVFIX_DUMP_DIR="/proc/kvfix")
+
+
+HOOKS = (
+    "get_num_new_matched_tokens",
+    "update_state_after_alloc",
+    "build_connector_meta",
+    "update_connector_output",
+    "request_finished",
+    "request_finished_answer",
+    "start_load_kv",
+    "wait_for_save",
+    "wait_for_save_answer",
+    "get_finished",
+)
+READERS = ("hit", "loads", "stores", "kept", "lookup_timeout")
+FAULTS: dict[str, Callable[[], Any]] = {
+    "nothing": lambda: mock.patch.dict(os.environ),
+    **{f"hook {name}": patched(f"kvfix.connector_events.watched.WatchedConnector.{name}") for name in HOOKS},
+    **{f"reader V1.{name}": partial(reader, "V1", name) for name in READERS},
+    **{f"reader MP.{name}": partial(reader, "MP", name) for name in ("hit", "loads", "stores", "kept")},
+    "place": patched("kvfix.connector_events.readers.place"),
+    "sizes": lambda: violated(mock.patch("kvfix.connector_events.readers.sizes", fails)),
+    "announcement": patched("kvfix.connector_events.dump.announce"),
+    "no WatchedConnector": patched("kvfix.connector_events.watched.WatchedConnector.__init__"),
+    "recorder": patched("kvfix.connector_events.recorder.add"),
+    "a count that is none": partial(reader, "V1", "hit", lambda *_: Odd()),
+    "rule": lambda: ledger(fails),
+    "a violation": violated,
+    "odd object in an event": odd_event,
+    "report": lambda: violated(mock.patch("kvfix.connector_events.report.compose", fails)),
+    "fixes of a finding": lambda: violated(mock.patch("kvfix.fix_status.handling", fails)),
+    "metrics": lambda: violated(
+        mock.patch.dict(sys.modules, prometheus_client=object()), mock.patch.object(session, "metrics", {})
+    ),
+    "disk full": lambda: violated(mock.patch("os.replace", full)),
+    "read-only directory": lambda: violated(read_only()),
+    "snapshot": lambda: violated(mock.patch("kvfix.connector_events.recorder.snapshot", fails)),
+    "clock goes back": lambda: backwards("kvfix.clock.now"),
+    "wall clock goes back": lambda: backwards("time.time_ns"),
+    "signal in a hook": signal_in_a_hook,
+}
+
+if __name__ == "__main__":
+    print(json.dumps(main(sys.argv[1])))

@@ -1,0 +1,54 @@
+"""Splits a real recording of the lab, with both roles in one process, into files of several processes and nodes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+#: Plays a schedule on the real scheduler in mode `check`; `result` is the recorder file.
+PLAY = """
+import os, tempfile
+from pathlib import Path
+import kvfix
+os.environ["KVFIX_DUMP_DIR"] = tempfile.mkdtemp(prefix="kvfix-test-")
+with runner.quiet():
+    from kvfix_tools.lab.play_schedule import play
+    from kvfix_tools.lab.schedule import draw
+    kvfix.apply("check")
+    loaded = play(draw({seed}, {connector!r}, plain=True)).counts["loaded_tokens"]
+    assert loaded > 0
+    from kvfix.connector_events import dump
+    result = Path(dump.write("exit")).read_text()
+"""
+#: Seconds that the monotonic and the wall clock of a node are ahead.
+CLOCKS = {"n0": (0.0, 0.0), "n1": (5000.0, -3.0), "n2": (-700.0, 40.0)}
+
+
+class Split:
+    """The lines of one recording, as files of separate processes for scheduler and ranks."""
+
+    def __init__(self, text: str) -> None:
+        self._lines: list[dict[str, Any]] = [json.loads(line) for line in text.splitlines()]
+        self._connectors = [line for line in self._lines if line["kind"] == "connector" and line["role"]]
+
+    def number(self, role: str) -> int:
+        (found,) = (line["number"] for line in self._connectors if line["role"] == role)
+        return int(found)
+
+    def events(self, role: str) -> list[dict[str, Any]]:
+        number = self.number(role)
+        return [line for line in self._lines if line["kind"] == "event" and line["connector"] == number]
+
+    def write(self, path: Path, role: str, rank: int, node: str, events: list[dict[str, Any]], **more: Any) -> Path:
+        """Write a recorder file of this rank on this node; more: fields of the connector's line."""
+        mono, wall = (int(seconds * 1e9) for seconds in CLOCKS[node])
+        head = {**self._lines[0], "pid": 100 + rank, "node": node, "boot": f"boot of {node}", "began": 7}
+        head |= {"mono": head["mono"] + mono, "wall": head["wall"] + wall}
+        connector = next(line for line in self._connectors if line["role"] == role)
+        connector = {**connector, "engine": "e", "replica": 0, "rank": rank, "ranks": 2, **more}
+        if role == "SCHEDULER":
+            head["pid"] = 99
+        moved = [{**line, "mono": line["mono"] + mono, "wall": line["wall"] + wall} for line in events]
+        path.write_text("\n".join(json.dumps(line) for line in [head, connector, *moved]) + "\n")
+        return path

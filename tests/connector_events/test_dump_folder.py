@@ -1,0 +1,81 @@
+"""The folder for dumps: private to the user, in a folder that may be shared and whose mode does not change."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import pytest
+
+from kvfix.connector_events import dump, violations
+
+OWN = f"kvfix-{os.getuid()}"
+
+
+@pytest.fixture
+def shared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that everybody can write to, like /tmp or an emptyDir of Kubernetes."""
+    folder = tmp_path / "shared"
+    folder.mkdir()
+    folder.chmod(0o1777)
+    monkeypatch.setenv("KVFIX_DUMP_DIR", str(folder))
+    return folder
+
+
+def mode(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_the_mode_of_a_shared_folder_does_not_change(shared: Path) -> None:
+    written = Path(dump.write("signal"))
+    assert written.parent == shared / OWN
+    assert (mode(shared), mode(written.parent), mode(written)) == (0o1777, 0o700, 0o600)
+
+
+def test_a_missing_folder_is_created(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVFIX_DUMP_DIR", str(shared / "a/b"))
+    assert Path(dump.write("signal")).parent == shared / "a/b" / OWN
+
+
+def test_a_planted_link_is_not_followed(shared: Path, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir(mode=0o755)
+    (shared / OWN).symlink_to(elsewhere)
+    with pytest.raises(OSError, match="is a link"):
+        dump.write("signal")
+    assert list(elsewhere.iterdir()) == []
+    assert mode(elsewhere) == 0o755
+
+
+def test_a_folder_that_others_can_write_to_is_rejected(shared: Path) -> None:
+    (shared / OWN).mkdir()
+    (shared / OWN).chmod(0o777)
+    with pytest.raises(OSError, match="is open to other users"):
+        dump.write("signal")
+    assert mode(shared / OWN) == 0o777
+    assert list((shared / OWN).iterdir()) == []
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can make a folder of another user's")
+def test_a_folder_of_another_user_is_rejected(shared: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (shared / OWN).mkdir(mode=0o700)
+    os.chown(shared / OWN, 12345, 12345)
+    with pytest.raises(OSError, match="belongs to another user") as raised:
+        dump.write("signal")
+    violations.cannot_write(raised.value)
+    assert f"{shared / OWN} belongs to another user): name another folder in KVFIX_DUMP_DIR" in caplog.text
+
+
+def test_a_child_removes_nothing_of_its_parent(shared: Path) -> None:
+    dump.announce()
+    pid = os.fork()
+    if pid == 0:
+        dump.withdraw()
+        for _ in range(dump.FILES + 1):
+            dump.write("signal")
+        os._exit(0)
+    os.waitpid(pid, 0)
+    assert (shared / OWN / f"kvfix-{os.getpid()}.ready").exists()
+    dump.withdraw()
+    assert not list((shared / OWN).glob("*.ready"))

@@ -1,0 +1,182 @@
+"""Recordings of several processes, nodes and ranks of one engine: real ones of the lab, split by role."""
+
+from __future__ import annotations
+
+import io
+import json
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvfix.ledger import events as ev
+from kvfix_tools import engine_recordings, recording, replay
+from tests.conftest import RELEASES, Once
+from tests.connector_events.split import CLOCKS, PLAY, Split
+
+#: connector -> seed of a plain schedule with loads of several requests.
+SEEDS = {"v1": 3, "mp": 3}
+
+
+@pytest.fixture(scope="module", params=SEEDS)
+def split(request: pytest.FixtureRequest, once: Once) -> Split:
+    connector = request.param
+    return Split(once(PLAY.format(seed=SEEDS[connector], connector=connector), RELEASES / "0.5.6"))
+
+
+@pytest.fixture
+def files(split: Split, tmp_path: Path) -> dict[str, Path]:
+    """Scheduler, rank 0 and rank 1, each on its own node."""
+    return {
+        "scheduler": split.write(tmp_path / "s.jsonl", "SCHEDULER", 0, "n0", split.events("SCHEDULER")),
+        "0": split.write(tmp_path / "0.jsonl", "WORKER", 0, "n1", split.events("WORKER")),
+        "1": split.write(tmp_path / "1.jsonl", "WORKER", 1, "n2", split.events("WORKER")),
+    }
+
+
+def loads(lines: list[dict[str, Any]]) -> list[int]:
+    return [at for at, line in enumerate(lines) if line["event"] == "LoadDue"]
+
+
+def replayed(paths: list[Path], capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    capsys.readouterr()
+    code = replay.replay(paths, json=True)
+    (engine,) = json.loads(capsys.readouterr().out)
+    violated = [found for found in engine["findings"] if found["verdict"] == "violated"]
+    assert code == int(bool(violated))
+    return {**engine, "violated": violated, "unknown": len(engine["findings"]) - len(violated)}
+
+
+def engine_of(paths: list[Path]) -> engine_recordings.Engine:
+    (engine,) = engine_recordings.engines([recording.read(path) for path in paths])
+    return engine
+
+
+def test_a_whole_engine(files: dict[str, Path], split: Split, capsys: pytest.CaptureFixture[str]) -> None:
+    """Nothing is unknown: the loads of a rank are checked with the scheduler's events."""
+    found = replayed(list(files.values()), capsys)
+    assert (found["violated"], found["unknown"], found["missing"]) == ([], 0, [])
+    assert found["unknown_loads"] == {"0": 0, "1": 0}
+    assert len(loads(split.events("SCHEDULER"))) > 2
+    assert replay.replay([files["0"]], json=True) == 0
+    alone = json.loads(capsys.readouterr().out)["findings"]
+    assert {each["verdict"] for each in alone} == {"unknown"}
+
+
+def test_the_order_comes_from_the_ledger(files: dict[str, Path], split: Split) -> None:
+    """By the wall clocks a rank would start its loads seconds before the scheduler schedules them, or long after."""
+    engine = engine_of(list(files.values()))
+    for boot, clock in engine.clocks().items():
+        true = int((CLOCKS[boot.rpartition(" ")[2]][0] - CLOCKS["n0"][0]) * 1e9)
+        assert clock.low is not None
+        assert clock.high is not None
+        assert clock.low <= clock.ahead <= clock.high
+        assert clock.low <= true <= clock.high
+    for request in {line["request"] for line in split.events("WORKER")}:
+        history = engine.history(request)
+        for part in engine.parts:
+            own = [entry.event for one, entry in history if one is part]
+            assert own == [entry.event for entry in part.entries if entry.event.request == request]
+        scheduler = [at for at, (part, entry) in enumerate(history) if part.is_scheduler and is_load(entry)]
+        ranks = [at for at, (part, entry) in enumerate(history) if part.rank == 1 and is_load(entry)]
+        assert all(here < there for here, there in zip(scheduler, ranks, strict=True))
+
+
+def is_load(entry: Any) -> bool:
+    return isinstance(entry.event, ev.LoadDue)
+
+
+def test_a_missing_rank_is_unknown(files: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    paths = [files["scheduler"], files["0"]]
+    found = replayed(paths, capsys)
+    assert (found["violated"], found["missing"]) == ([], [1])
+    assert replay.replay(paths, json=False) == 0
+    assert "rank 1: no recording of it is here; what it did is unknown" in capsys.readouterr().out
+
+
+def test_without_the_scheduler_there_is_no_violation(
+    files: dict[str, Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = [files["0"], files["1"]]
+    assert replayed(paths, capsys)["violated"] == []
+    assert replayed(paths, capsys)["unknown"] > 0
+    replay.replay(paths, json=False)
+    assert "scheduler: no recording of it is here" in capsys.readouterr().out
+
+
+def test_a_load_that_one_rank_lost(
+    files: dict[str, Path], split: Split, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = split.events("WORKER")
+    lost = loads(lines)[1]
+    request = lines[lost]["request"]
+    files["1"] = split.write(tmp_path / "1.jsonl", "WORKER", 1, "n2", lines[:lost] + lines[lost + 1 :])
+    found = replayed(list(files.values()), capsys)
+    assert [(each["code"], each["request"]) for each in found["violated"]] == [("KVR013", request)]
+    assert "rank 1 has not started the load of tokens" in found["violated"][0]["message"]
+    assert replay.replay(list(files.values()), json=False) == 1
+    text = capsys.readouterr().out
+    assert "SUMMARY: kvfix KVR013 rank-loads-otherwise" in text
+    assert "[rank 0, pid 100 on n1]" in text
+
+
+@pytest.mark.parametrize("part", [slice(4), slice(-4, None)], ids=["ends early", "begins late"])
+def test_events_that_a_recorder_has_lost_are_unknown(
+    part: slice, files: dict[str, Path], split: Split, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files["1"] = split.write(tmp_path / "1.jsonl", "WORKER", 1, "n2", split.events("WORKER")[part])
+    found = replayed(list(files.values()), capsys)
+    assert found["violated"] == []
+    assert found["unknown_loads"]["0"] == 0
+    assert found["unknown_loads"]["1"] > 0
+
+
+def test_overlapping_recordings_of_a_process_are_merged(files: dict[str, Path], split: Split, tmp_path: Path) -> None:
+    lines = split.events("SCHEDULER")
+    early = split.write(tmp_path / "e.jsonl", "SCHEDULER", 0, "n0", lines[: len(lines) * 2 // 3])
+    late = split.write(tmp_path / "l.jsonl", "SCHEDULER", 0, "n0", lines[len(lines) // 3 :])
+    engine = engine_of([late, early, files["0"]])
+    assert engine.scheduler is not None
+    whole = engine_of([files["scheduler"]]).scheduler
+    assert whole is not None
+    assert engine.scheduler.entries == whole.entries
+
+
+def test_bundles_of_two_nodes(files: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    bundles = []
+    for name, members in (("here", ["scheduler", "0"]), ("there", ["1"])):
+        bundles.append(tmp_path / f"{name}.tar.gz")
+        with tarfile.open(bundles[-1], "w:gz") as archive:
+            for member in [*members, "summary"]:
+                content = files[member].read_bytes() if member in files else b"what"
+                kind = f"recorder-{member}.jsonl" if member in files else "summary.txt"
+                entry = tarfile.TarInfo(f"kvfix-dump-1/{kind}")
+                entry.size = len(content)
+                archive.addfile(entry, io.BytesIO(content))
+    assert (replayed(bundles, capsys)["violated"], replayed(bundles, capsys)["missing"]) == ([], [])
+    bundles[0].write_bytes(bundles[0].read_bytes()[:200])
+    assert replay.replay(bundles, json=False) == 2
+    assert "here.tar.gz: it is no whole bundle" in capsys.readouterr().err
+
+
+def test_two_engines_are_distinguished(
+    files: dict[str, Path], split: Split, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    other = split.write(tmp_path / "o.jsonl", "WORKER", 1, "n0", split.events("WORKER"), engine="other")
+    recordings = [recording.read(path) for path in [*files.values(), other]]
+    assert sorted(engine.name for engine in engine_recordings.engines(recordings)) == ["e.0", "other.0"]
+    again = split.write(tmp_path / "a.jsonl", "WORKER", 1, "n0", split.events("WORKER"))
+    assert replay.replay([*files.values(), again], json=False) == 2
+    assert "two of them are the same rank" in capsys.readouterr().err
+
+
+def test_without_common_events_the_wall_clocks_are_compared(
+    files: dict[str, Path], split: Split, tmp_path: Path
+) -> None:
+    """The records have no common event: only the wall clocks can be compared, and there are no bounds."""
+    files["1"] = split.write(tmp_path / "1.jsonl", "WORKER", 1, "n2", [])
+    clock = engine_of(list(files.values())).clocks()["boot of n2"]
+    assert (clock.low, clock.high) == (None, None)
+    assert clock.ahead == int((CLOCKS["n2"][0] - CLOCKS["n2"][1]) * 1e9)
+    assert replay.judged_engine(engine_of(list(files.values()))) == []

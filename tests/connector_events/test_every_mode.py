@@ -1,0 +1,200 @@
+"""Modes, dumps and reports on the real scheduler, with the LMCache release of the reported bug; and `kvfix replay`.
+
+One process plays the scenario in every mode (every_mode.py).
+"""
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvfix_tools import explain, recording, replay
+from tests.conftest import RELEASES, Fresh
+
+MISMATCH = "Mismatch in tokens to load: 256 vs 256 (tokens in lmcache) - 336 (tokens in vllm)"
+CHANGED = "KVR002 promise-changed long: promised 256 where 0 was promised before: hit 256 - computed 336 -> 0"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("every_mode")
+
+
+@pytest.fixture(scope="module")
+def played(folder: Path) -> dict[str, Any]:
+    script = Path(__file__).with_name("every_mode.py")
+    done = Fresh().run([sys.executable, str(script), str(RELEASES / "0.3.10"), str(folder)])
+    assert done.returncode == 0, done.stderr[-3000:]
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+@pytest.mark.parametrize("mode", ["alone", "fix", "observe", "check", "suppressed"])
+def test_only_strict_changes_the_end(mode: str, played: dict[str, Any]) -> None:
+    assert played[mode]["died"].startswith(MISMATCH)
+    assert played[mode]["events"] == played["alone"]["events"]
+
+
+def test_strict_raises_at_the_first_violation(played: dict[str, Any]) -> None:
+    assert played["strict"]["died"] == f"kvfix {CHANGED}"
+
+
+def test_with_the_fix_strict_has_nothing_to_raise(played: dict[str, Any]) -> None:
+    assert played["fixed"]["died"] == ""
+    assert ".txt" not in played["fixed"]["files"]
+
+
+def test_the_files_of_each_mode(played: dict[str, Any]) -> None:
+    """observe: a recorder file for the exception. check: a recorder file and a report for each violation."""
+    assert played["alone"]["files"] == played["fix"]["files"] == []
+    assert played["observe"]["files"].count(".jsonl") == 1
+    assert played["check"]["files"].count(".jsonl") == played["check"]["files"].count(".txt") == 2
+    assert played["strict"]["files"].count(".txt") == 1
+    assert played["suppressed"]["files"].count(".txt") == 0
+
+
+def test_only_the_owner_can_read_the_files(played: dict[str, Any]) -> None:
+    assert played["check"]["folder"] == "0o700"
+    assert played["check"]["modes"] == ["0o600"]
+
+
+def test_hooks_are_wrapped_and_unwrapped(played: dict[str, Any]) -> None:
+    """Layer hooks are not wrapped here. A revert restores the original functions."""
+    assert all(played["fix is unwrapped"])
+    assert played["observe is unwrapped"] == [False, False, False, False, True, True]
+    assert all(played["same signatures"])
+    assert played["reverted"] == [[True] * 6, True]
+
+
+def test_the_signal_is_used_only_if_it_is_free(played: dict[str, Any]) -> None:
+    assert played["signal is free"]
+    assert played["taken signal is theirs"]
+    assert played["ready left"] == []
+
+
+def test_memory_and_disk_are_bounded(played: dict[str, Any]) -> None:
+    assert played["bounded"]["entries"] == 8192
+    assert 100_000 < played["bounded"]["bytes"] <= 200_000
+    assert played["bounded"]["last"]
+    assert played["bounded"]["files"] == 32
+
+
+def test_a_child_begins_with_an_empty_recorder(played: dict[str, Any]) -> None:
+    assert played["forked"] == 0
+
+
+def test_the_report(folder: Path, played: dict[str, Any]) -> None:
+    changed, died = sorted((folder / "check").rglob("*.txt"), key=lambda path: int(path.name.split("-")[3]))
+    text = changed.read_text()
+    for part in (
+        "kvfix: KVR002 promise-changed: request long\n  promised 256 where 0 was promised before",
+        "in get_num_new_matched_tokens of LMCacheConnectorV1 (SCHEDULER), pid ",
+        "The rule: The connector promises the same number of tokens each time it is asked about the same state.",
+        "match(336) promises 256, but hit 256 - computed 336 = -80: 0 is due",
+        "contradicts this one:\n",
+        "match(336) promises 0: hit 256 - computed 336 = -80, nothing to load",
+        "admitted at 0 computed tokens, 336 more are computed",
+        "KVF001 lookup-cache-ignores-computed fixes it, and is not applied here",
+        "SUMMARY: kvfix KVR002 promise-changed request long: promised 256 where 0 was promised before",
+    ):
+        assert part in text, (part, text)
+    assert text.count("SUMMARY:") == 1
+    assert re.search(r"\nScheduler: \d running, \d waiting, \d+ of \d+ blocks free\n", text)
+    assert "KVR011 exception-left-hook" in died.read_text()
+
+
+def test_no_token_is_written(folder: Path, played: dict[str, Any]) -> None:
+    """No file has a list of eight numbers or more: any prompt is longer."""
+    for path in [*folder.rglob("*.jsonl"), *folder.rglob("*.txt")]:
+        assert not re.search(r"(\d+, ?){8}", path.read_text()), path
+
+
+def test_replay_gives_the_same_findings(
+    folder: Path, played: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = sorted((folder / "check").rglob("*.jsonl"), key=lambda path: int(path.name.split("-")[3]))
+    last = recording.read(files[-1])
+    live = [recording.read(path).lines["finding"][0] for path in files]
+    again = [each.finding for each in replay.judged(last)]
+    assert [(found["code"], found["message"]) for found in live] == [(found.code, found.message) for found in again]
+    assert replay.replay([files[-1]], json=False) == 1
+    output = capsys.readouterr().out
+    assert "match(336) promises 256, but hit 256 - computed 336 = -80: 0 is due" in output
+    assert "2 violations" in output.splitlines()[-1]
+    assert replay.replay([files[-1]], json=True) == 1
+    assert [found["code"] for found in json.loads(capsys.readouterr().out)["findings"]] == ["KVR002", "KVR011"]
+
+
+def test_replay_of_a_record_without_its_beginning_does_not_guess(
+    folder: Path, played: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = next(iter((folder / "check").rglob("*.jsonl"))).read_text().splitlines()
+    head = [line for line in whole if '"kind":"event"' not in line]
+    late = [line for line in whole if '"event":"Stored"' in line]
+    assert late
+    hole = late[0].replace('"start":0,', '"start":64,')
+    assert hole != late[0]
+    cut = tmp_path / "cut.jsonl"
+    cut.write_text("\n".join([*head, hole]))
+    assert replay.replay([cut], json=False) == 0
+    assert "0 violations, 1 not to be judged" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "it is empty"),
+        ("what\n", "line 1 is no line of a recorder"),
+        ('{"kind":"recorder","schema":99}\n', "it is of schema 99, this kvfix reads 1"),
+        ('{"kind":"recorder","schema":1}\n{"kind":"event","event":"RULES"}\n', "line 2 is no line"),
+        ('{"kind":"recorder","schema":1}\n{"kind":"event","event":"Granted","request":1}\n', "line 2 is no line"),
+        (None, "No such file"),
+    ],
+)
+def test_replay_rejects_other_files(
+    text: str | None, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "file"
+    if text is not None:
+        path.write_text(text)
+    assert replay.replay([path], json=False) == 2
+    assert message in capsys.readouterr().err
+
+
+def played_again(path: Path, option: str, fresh: Fresh) -> dict[str, Any]:
+    command = [sys.executable, "-m", "kvfix_tools.cli", "lab", "replay", str(path), "--json", option]
+    done = fresh.run([*command, "--lmcache-path", str(RELEASES / "0.3.10")])
+    assert done.returncode in (0, 1), done.stderr
+    output = dict(json.loads(done.stdout))
+    assert done.returncode == int(bool(output["here"]))
+    assert output["short"] == []
+    return output
+
+
+@pytest.mark.parametrize("option", ["--no-fixes", "--fixes"])
+def test_the_lab_plays_its_own_record_again(option: str, folder: Path, played: dict[str, Any], fresh: Fresh) -> None:
+    """Without the fix the findings of the record; with the fix none."""
+    last = max((folder / "check").rglob("*.jsonl"), key=lambda path: int(path.name.split("-")[3]))
+    output = played_again(last, option, fresh)
+    assert output["on_record"] == [["KVR002", "long"], ["KVR011", "long"]]
+    assert output["here"] == ([] if option == "--fixes" else output["on_record"])
+
+
+def test_the_lab_plays_an_engines_record_again(fresh: Fresh) -> None:
+    """The reported crash of a real engine (tests/engine/start.py: REPORT), by its recorder in mode `check only=`."""
+    output = played_again(Path(__file__).with_name("recordings") / "crash-lmcache-0.3.10.jsonl", "--no-fixes", fresh)
+    assert output["on_record"] == [["KVR002", "1-a2b47532"], ["KVR011", "1-a2b47532"]]
+    assert output["here"] == output["on_record"]
+
+
+def test_explain_a_rule(capsys: pytest.CaptureFixture[str]) -> None:
+    assert explain.explain("KVR002", json=False) == 0
+    output = capsys.readouterr().out
+    assert output.startswith("KVR002 promise-changed\n\nThe connector promises the same number of tokens each time")
+    assert "KVF001 lookup-cache-ignores-computed" in output
+    assert explain.explain("promise-changed", json=True) == 0
+    assert json.loads(capsys.readouterr().out)["fixes"] == ["KVF001"]
+    assert explain.explain("KVR999", json=False) == 2
+    assert "KVR002 (promise-changed)" in capsys.readouterr().err

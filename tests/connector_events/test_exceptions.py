@@ -1,0 +1,113 @@
+"""Every exception of a hook is recorded once, whatever its id, its thread, and the hooks that it passes through."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvfix import applying
+from kvfix.config import Config
+from kvfix.connector_events import hooks
+from kvfix.session import session
+
+#: Enough exceptions that some get the id of an earlier one, on any machine.
+MANY = 64
+
+
+class Child:
+    """A connector whose hook raises its argument."""
+
+    def start_load_kv(self, error: Exception | None, *more: Any) -> None:
+        for each in more:
+            each()
+        if error is not None:
+            raise error
+
+
+class Parent(Child):
+    """Like MultiConnector: it calls the hook of its own connector."""
+
+    def __init__(self) -> None:
+        self.child = Child()
+
+    def start_load_kv(self, error: Exception | None, *more: Any) -> None:
+        self.child.start_load_kv(error, *more)
+
+
+class Weak(Exception):
+    """An exception that can be weakly referenced."""
+
+
+@pytest.fixture(autouse=True)
+def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("KVFIX_DUMP_DIR", str(tmp_path))
+    monkeypatch.setattr(session, "config", Config.make("observe", None, None))
+    session.restart_recording()
+    for connector in (Parent, Child):
+        hooks.watch_class(connector)
+    yield
+    applying.detach(hooks.KEY)
+    session.restart_recording()
+
+
+def recorded() -> list[str]:
+    return [entry.event.error for entry in session.events]  # type: ignore[union-attr]
+
+
+def test_many_in_a_row() -> None:
+    """Each exception is gone before the next is created, which then often gets its id."""
+    connector, ids = Parent(), set()
+    for number in range(MANY):
+        with suppress(ValueError):
+            connector.start_load_kv(error := ValueError(number))
+        ids.add(id(error))
+        del error
+        gc.collect()  # the exception and its frames refer to each other
+    assert recorded() == [f"ValueError: {number}" for number in range(MANY)]
+    assert len(ids) < MANY
+
+
+def test_an_exception_that_is_raised_again() -> None:
+    """As a future does with its exception: each call has failed."""
+    connector, error = Child(), ValueError("held")
+    for _ in range(2):
+        with pytest.raises(ValueError, match="held"):
+            connector.start_load_kv(error)
+    assert len(recorded()) == 2
+
+
+def test_the_exception_is_not_kept_alive() -> None:
+    error: Any = Weak("large")
+    kept = weakref.ref(error)
+    with pytest.raises(Weak):
+        Parent().start_load_kv(error)
+    del error
+    gc.collect()  # the exception and its frames refer to each other
+    assert kept() is None
+
+
+def test_two_threads_in_one_connector() -> None:
+    """Both calls and both exceptions are recorded."""
+    connector, both = Child(), threading.Barrier(2, timeout=60)
+    connector.start_load_kv(None)
+
+    def call(name: str) -> None:
+        with pytest.raises(ValueError, match=name):
+            connector.start_load_kv(ValueError(name), both.wait, both.wait)
+
+    threads = [threading.Thread(target=call, args=(name,)) for name in "ab"]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    held: Any = vars(connector)["_kvfix_watched"]
+    assert held.calls == {"start_load_kv": 3}
+    assert held.running == {}
+    assert sorted(recorded()) == ["ValueError: a", "ValueError: b"]

@@ -1,0 +1,94 @@
+"""Which functions kvfix wraps, also from several threads."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import pytest
+
+from kvfix import applying
+from kvfix.wrapping import after
+
+
+class Target:
+    """Every kind of attribute that a class can have under the name of a hook."""
+
+    def hook(self) -> str:
+        return "plain"
+
+    @staticmethod
+    def static(one: int) -> str:
+        return f"static {one}"
+
+    @classmethod
+    def of_class(cls) -> str:
+        return "class"
+
+    async def later(self) -> str:
+        return "async"
+
+    @staticmethod
+    async def static_later() -> str:
+        return "async"
+
+    @property
+    def attribute(self) -> str:
+        return "property"
+
+    constant = 1
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("of_class", "a classmethod"),
+        ("later", "an async function"),
+        ("static_later", "an async function"),
+        ("attribute", "a property"),
+        ("constant", "a int"),
+    ],
+)
+def test_other_kinds_of_attributes_are_rejected(name: str, kind: str) -> None:
+    before = vars(Target)[name]
+    with pytest.raises(TypeError, match=f"Target.{name} is {kind}, and kvfix wraps plain and static functions only"):
+        applying.attach(Target, name, "test", after(lambda target, answer: answer))
+    assert vars(Target)[name] is before
+
+
+def test_a_static_method_stays_static() -> None:
+    """A call on an instance does not pass the instance."""
+    before = vars(Target)["static"]
+    applying.attach(Target, "static", "test", after(lambda one, answer: f"fixed {answer}"))
+    answers = [Target.static(1), Target().static(one=2)]
+    applying.detach("test")
+    assert answers == ["fixed static 1", "fixed static 2"]
+    assert vars(Target)["static"] is before
+
+
+def test_two_threads_wrap_one_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If both look for a table entry before either adds one, each adds its own, and one wrapper is lost."""
+    both = threading.Barrier(2, timeout=0.5)  # broken if only one thread at a time gets here
+
+    class Hook(applying.WrappedFunction):
+        def __init__(self, *arguments: Any) -> None:
+            with suppress(threading.BrokenBarrierError):
+                both.wait()
+            super().__init__(*arguments)
+
+    def adds(text: str) -> Callable[[], None]:
+        return lambda: applying.attach(Target, "hook", text, after(lambda target, answer: answer + text))
+
+    monkeypatch.setattr(applying, "WrappedFunction", Hook)
+    threads = [threading.Thread(target=adds(text)) for text in ("a", "b")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    answer = Target().hook()
+    for text in ("a", "b"):
+        applying.detach(text)
+    assert sorted(answer.removeprefix("plain")) == ["a", "b"]
+    assert Target().hook() == "plain"

@@ -1,0 +1,68 @@
+"""The configuration: valid text, and errors with the known names."""
+
+import pytest
+
+from kvfix import fixes
+from kvfix.config import MODES, Config
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "fix",
+        "fix only=KVF001",
+        "fix skip=KVF001",
+        "fix only=",
+        "fix only=KVF001 skip=KVF001",
+        "observe",
+        "check skip=KVF001",
+        "strict",
+        "observe layers=yes",
+        "check only= skip=KVF001 layers=yes",
+    ],
+)
+def test_text_form_survives_a_round_trip(text: str) -> None:
+    assert str(Config.parse(text)) == text
+
+
+def test_slugs_and_any_case_are_valid() -> None:
+    assert str(Config.make("fix", ["lookup-cache-ignores-computed"], None)) == "fix only=KVF001"
+    assert str(Config.make("fix", "kvf001", None)) == "fix only=KVF001"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "fixx",
+        "fix KVF001",
+        "fix only=KVF999",
+        "fix only=KVF001 only=KVF001",
+        "fix =",
+        "\0",
+        "fix layers=yes",
+        "check layers=no",
+    ],
+)
+def test_invalid_text_is_a_value_error(text: str) -> None:
+    with pytest.raises(ValueError, match=r"known|not understood"):
+        Config.parse(text)
+
+
+def test_the_error_for_an_unknown_fix_lists_all_fixes() -> None:
+    with pytest.raises(ValueError, match="KVF999") as raised:
+        Config.make("fix", ["KVF999"], None)
+    for code, (slug, _) in fixes.modules().items():
+        assert f"{code} ({slug})" in str(raised.value)
+
+
+def test_all_modes_except_fix_watch_the_hooks() -> None:
+    assert [mode for mode in MODES if Config.parse(mode).watches] == ["observe", "check", "strict"]
+
+
+def test_which_fixes_a_configuration_takes() -> None:
+    everything = Config.make("fix", None, None)
+    assert everything.takes("KVF001")
+    assert not everything.takes("KVF001", opt_in=True)
+    assert Config.make("fix", ["KVF001"], None).takes("KVF001", opt_in=True)
+    assert not Config.make("fix", [], None).takes("KVF001")
+    assert not Config.make("fix", ["KVF001"], ["KVF001"]).takes("KVF001")

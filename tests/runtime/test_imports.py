@@ -1,0 +1,69 @@
+"""The imports between the files of the engine package: no cycles, no tools, pure modules stay pure."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import ROOT
+
+PACKAGE = ROOT / "patches"
+FILES = {
+    ".".join(path.relative_to(PACKAGE).with_suffix("").parts).removesuffix(".__init__"): path
+    for path in (PACKAGE / "kvfix").rglob("*.py")
+    if "bootstrap" not in path.parts
+}
+
+
+def imported(path: Path) -> Iterator[str]:
+    """Modules of kvfix that this file imports, also in functions; without those for type checking only."""
+    tree = ast.parse(path.read_text())
+    skipped = {
+        id(node)
+        for block in ast.walk(tree)
+        if isinstance(block, ast.If) and isinstance(block.test, ast.Name) and block.test.id == "TYPE_CHECKING"
+        for statement in block.body
+        for node in ast.walk(statement)
+    }
+    for node in ast.walk(tree):
+        if id(node) in skipped:
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module is not None:
+            for alias in node.names:
+                inside = f"{node.module}.{alias.name}"
+                yield inside if inside in FILES else node.module
+
+
+def graph() -> dict[str, set[str]]:
+    return {name: {each for each in imported(path) if each in FILES} for name, path in FILES.items()}
+
+
+def test_there_is_no_cycle() -> None:
+    try:
+        order = list(TopologicalSorter(graph()).static_order())
+    except CycleError as error:
+        pytest.fail(f"imports in a cycle: {' <- '.join(error.args[1])}")
+    assert order.index("kvfix.session") < order.index("kvfix.applying") < order.index("kvfix")
+
+
+def test_pure_modules_do_not_import_the_session() -> None:
+    """Neither directly nor through another module."""
+    needs = graph()
+
+    def all_of(name: str) -> set[str]:
+        return needs[name].union(*(all_of(each) for each in needs[name]))
+
+    pure = [name for name in FILES if name.startswith("kvfix.ledger")]
+    for name in (*pure, "kvfix.applicability", "kvfix.installed_source", "kvfix.fixes.api", "kvfix.redact"):
+        assert "kvfix.session" not in all_of(name), name
+
+
+def test_the_engine_package_does_not_import_the_tools() -> None:
+    for path in FILES.values():
+        assert not {name for name in imported(path) if name.partition(".")[0] == "kvfix_tools"}, path

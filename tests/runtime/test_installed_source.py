@@ -1,0 +1,81 @@
+"""Fingerprints: what changes them, what does not, and that every Python version computes the same."""
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from kvfix import installed_source
+from tests.conftest import ADAPTER, clean_environment
+
+FUNCTION = '''
+class Connector:
+    @decorated
+    def hook(self, request):
+        """What it does."""
+        if request:  # a comment
+            return f"{request.id} and {request.total:>{4}} {{x}}"
+        return 0
+'''
+
+SAME = {
+    "a comment": ("# a comment", "# another one"),
+    "the docstring": ("What it does.", "What it\n        does, at length."),
+    "white space": ("return 0", "return   0\n"),
+    "an empty line": ("        return 0", "\n\n        return 0"),
+    "the rest of the file": ("class Connector", "import os\n\n\nclass Connector"),
+}
+DIFFERENT = {
+    "a number": ("return 0", "return 1"),
+    "an f-string": (">{4}", ">{5}"),
+    "blanks in a string": (" and ", "  and "),
+    "indentation": ("        return 0", "            return 0"),
+    "the decorator": ("@decorated", "@undecorated"),
+    "an argument": ("self, request", "self, request, more"),
+}
+
+
+def take(folder: Path, text: str) -> str | None:
+    file = folder / "connector.py"
+    file.write_text(text)
+    installed_source._fingerprint.cache_clear()
+    installed_source._parsed.cache_clear()
+    return installed_source.fingerprint(file, "Connector.hook")
+
+
+@pytest.mark.parametrize(("old", "new"), SAME.values(), ids=SAME)
+def test_same(tmp_path: Path, old: str, new: str) -> None:
+    assert take(tmp_path, FUNCTION) == take(tmp_path, FUNCTION.replace(old, new)) is not None
+
+
+@pytest.mark.parametrize(("old", "new"), DIFFERENT.values(), ids=DIFFERENT)
+def test_different(tmp_path: Path, old: str, new: str) -> None:
+    assert take(tmp_path, FUNCTION) != take(tmp_path, FUNCTION.replace(old, new)) is not None
+
+
+def test_a_missing_function_has_no_fingerprint(tmp_path: Path) -> None:
+    assert take(tmp_path, FUNCTION.replace("def hook", "def hooked")) is None
+
+
+def test_every_python_computes_the_same(tmp_path: Path, release) -> None:  # type: ignore[no-untyped-def]
+    """kvfix ships fingerprints that one Python has computed, and compares them on the user's Python."""
+    file = release("0.3.10").joinpath(*ADAPTER.split(".")).with_suffix(".py")
+    (tmp_path / "tricky.py").write_text(FUNCTION)
+    code = (
+        "from kvfix.installed_source import fingerprint; from pathlib import Path;"
+        f"print(fingerprint(Path({str(file)!r}), 'LMCacheConnectorV1Impl.get_num_new_matched_tokens'),"
+        f"fingerprint(Path({str(tmp_path / 'tricky.py')!r}), 'Connector.hook'))"
+    )
+    taken = {}
+    for python in ("python3.10", "python3.11", "python3.12", "python3.13", "python3.14"):
+        if shutil.which(python) is None:
+            continue
+        done = subprocess.run(
+            [python, "-c", code], env=clean_environment(), capture_output=True, text=True, check=False
+        )
+        if done.returncode == 0:
+            taken[python] = done.stdout.strip()
+    assert taken, "no Python found to compare"
+    print(f"compared: {', '.join(taken)}")
+    assert len(set(taken.values())) == 1, taken

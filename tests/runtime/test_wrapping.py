@@ -1,0 +1,206 @@
+"""`around`, `before` and `after` on a hook: its arguments, its answer, its exception, and errors of the wrapper."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Generator
+from typing import Any
+
+import pytest
+
+from kvfix.session import session
+from kvfix.wrapping import after, around, before, instead
+
+
+@pytest.fixture(autouse=True)
+def nothing_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """kvfix reports an error once in a process; each test needs its own report."""
+    monkeypatch.setattr(session, "faults", {})
+    monkeypatch.setattr(session, "reported", set())
+
+
+class Hooked:
+    """calls: the arguments of each call of the hook. steps: what the wrapper did."""
+
+    def __init__(self, wrap: Callable[..., Any], error: Exception | None = None) -> None:
+        self.calls: list[Any] = []
+        self.steps: list[Any] = []
+        self.error = error
+        self.call = wrap(self.hook)
+
+    def hook(self, instance: Any, *args: Any, **kwargs: Any) -> Any:
+        self.calls.append((args, kwargs))
+        if self.error is not None:
+            raise self.error
+        return "own"
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.call(self, *args, **kwargs)
+
+
+class TestAround:
+    def test_both_sides(self) -> None:
+        @around
+        def wrapper(hooked: Hooked, one: int) -> Generator[None, Any, Any]:
+            hooked.steps.append("before")
+            answer = yield
+            hooked.steps.append(answer)
+            return "changed"
+
+        hooked = Hooked(wrapper)
+        assert hooked(one=1) == "changed"
+        assert hooked.calls == [((), {"one": 1})]
+        assert hooked.steps == ["before", "own"]
+
+    def test_other_arguments(self) -> None:
+        @around
+        def wrapper(hooked: Hooked, one: int) -> Generator[Any, Any, Any]:
+            return (yield (one + 1,))
+
+        hooked = Hooked(wrapper)
+        assert hooked(1) == "own"
+        assert hooked.calls == [((2,), {})]
+
+    def test_nothing_to_do_and_instead(self) -> None:
+        hooked = Hooked(around(lambda hooked, one: None if one else instead("without")))
+        assert (hooked(1), hooked(0)) == ("own", "without")
+        assert hooked.calls == [((1,), {})]
+
+    def test_the_hooks_exception_is_raised_and_finally_runs(self) -> None:
+        @around
+        def wrapper(hooked: Hooked) -> Generator[None, Any, Any]:
+            try:
+                return (yield)
+            finally:
+                hooked.steps.append("put back")
+
+        hooked = Hooked(wrapper, LookupError("its own"))
+        with pytest.raises(LookupError, match="its own"):
+            hooked()
+        assert hooked.steps == ["put back"]
+
+    def test_the_hooks_exception_without_a_generator(self) -> None:
+        hooked = Hooked(around(lambda hooked: None), LookupError("its own"))
+        with pytest.raises(LookupError, match="its own"):
+            hooked()
+        assert len(hooked.calls) == 1  # not called again, and no error of kvfix
+
+    @pytest.mark.parametrize("where", ["at once", "before", "after"])
+    def test_a_wrapper_that_raises(self, where: str) -> None:
+        @around
+        def wrapper(hooked: Hooked, one: int) -> Any:
+            if where == "at once":
+                raise ValueError
+            return steps()
+
+        def steps() -> Generator[None, Any, Any]:
+            if where == "before":
+                raise ValueError
+            yield
+            raise ValueError
+
+        hooked = Hooked(wrapper)
+        assert hooked(1) == "own"
+        assert hooked.calls == [((1,), {})]  # once
+
+
+def test_before_and_after() -> None:
+    def prepare(hooked: Hooked, one: int) -> None:
+        hooked.steps.append(one)
+
+    def wrapper(hooked: Hooked, answer: str, one: int) -> str:
+        return answer + str(one)
+
+    hooked = Hooked(lambda original: after(wrapper)(before(prepare)(original)))
+    assert hooked(1) == "own1"
+    assert (hooked.steps, hooked.calls) == ([1], [((1,), {})])
+
+
+def as_named(answer: Hooked, hooked: int) -> str:
+    answer.calls.append(((hooked,), {}))
+    return "own"
+
+
+def as_any(*args: Any, **kwargs: Any) -> str:
+    return as_named(*args, **kwargs)
+
+
+@pytest.mark.parametrize("hook", [as_named, as_any])
+class TestWhen:
+    """`when` gets the wrapper's parameters, whatever their names in the function, and decides whether it is called."""
+
+    def test_true_and_false(self, hook: Callable[..., Any]) -> None:
+        def changes(hooked: Hooked, answer: str, one: int) -> str:
+            return answer + str(one)
+
+        def prepares(hooked: Hooked, one: int) -> None:
+            hooked.steps.append(one)
+
+        def answers(hooked: Hooked, one: int) -> Any:
+            return instead("without")
+
+        hooked = Hooked(lambda _: None)
+        wrapped = before(prepares, when=lambda hooked, one: one > 1)(hook)
+        wrapped = after(changes, when=lambda hooked, answer, one: answer == "own" and one > 2)(wrapped)
+        wrapped = around(answers, when=lambda hooked, one: getattr(hooked, "one", one) == 4)(wrapped)
+        assert [wrapped(hooked, one) for one in (1, 2, 3, 4)] == ["own", "own", "own3", "without"]
+        assert hooked.steps == [2, 3]
+        assert hooked.calls == [((1,), {}), ((2,), {}), ((3,), {})]
+
+    @pytest.mark.parametrize("kind", [before, around, after])
+    def test_when_that_raises(self, kind: Any, hook: Callable[..., Any], caplog: Any) -> None:
+        def wrapper(hooked: Hooked, *more: Any) -> Any:
+            raise AssertionError("is not called")
+
+        assert kind(wrapper, when=lambda hooked, *_: hooked.no_such_attribute)(hook)(Hooked(lambda _: None), 1) == "own"
+        (line,) = caplog.messages
+        assert line.startswith("a fault of kvfix itself in tests.runtime.test_wrapping.wrapper: AttributeError")
+
+
+def test_a_wrapper_gets_arguments_by_position_with_defaults() -> None:
+    """Callers of different releases pass arguments in different ways."""
+    given: list[Any] = []
+    for kind in (before, around):
+        hook = kind(lambda *args, **more: given.append((args, more)))(odd)
+        hook(0, 1, three=3)
+        hook(0, 1, two=5, three=6, four=7, five=8)
+    after(lambda it, answer, *args, **more: given.append((args, more)))(odd)(0, 1, three=3)
+    first, second = ((0, 1, 2), {"three": 3, "four": 4}), ((0, 1, 5), {"three": 6, "four": 7, "five": 8})
+    assert given == [first, second, first, second, ((1, 2), {"three": 3, "four": 4})]
+
+
+def odd(it: Any, one: int, /, two: int = 2, *many: Any, three: int, four: int = 4, **more: Any) -> Any:
+    """Its docstring."""
+    return (one, two, many, three, four, more)
+
+
+def plain(it: Any, one: int, two: int = 2) -> Any:
+    """Its docstring."""
+    return (one, two)
+
+
+@pytest.mark.parametrize(
+    "kind", [after(lambda it, answer, *_, **__: answer), before(lambda *_, **__: None), around(lambda *_, **__: None)]
+)
+class TestParameters:
+    """A wrapped function takes the same parameters: keywords, defaults, stars; `inspect.signature` shows them."""
+
+    def test_plain(self, kind: Any) -> None:
+        hook = kind(plain)
+        assert hook(0, 1) == hook(0, one=1) == hook(two=2, one=1, it=0) == (1, 2)
+        assert inspect.signature(hook) == inspect.signature(plain)
+        assert (hook.__name__, hook.__doc__, hook.__wrapped__) == ("plain", "Its docstring.", plain)
+        with pytest.raises(TypeError, match="missing 1 required positional argument: 'one'"):
+            hook(0)
+
+    def test_odd(self, kind: Any) -> None:
+        hook = kind(odd)
+        assert hook(0, 1, three=3) == (1, 2, (), 3, 4, {})
+        assert hook(0, 1, 5, 6, 7, three=3, four=8, five=9) == (1, 5, (6, 7), 3, 8, {"five": 9})
+        with pytest.raises(TypeError, match="three"):
+            hook(0, 1)
+
+    def test_a_callable_that_is_no_function(self, kind: Any) -> None:
+        hook = kind(functools.partial(plain, two=3))
+        assert hook(0, 1) == hook(0, one=1) == (1, 3)
