@@ -5,12 +5,12 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-from kvfix.fixes import kvf022_resume_shares_block_list as kvf022
+from kvfix.fixes.lmcache import kvf022_resume_shares_block_list as kvf022
 from tests.conftest import ADAPTER
 
-#: Fixes that also change what no rule sees, by connector: vLLM's copy stores too little after a miss where vLLM itself
-#: has a prefix. LMCache 0.3.11 forgets what was found where vLLM has it too, and KVF019 does not. With model runner V2
-#: what a resumed request has generated and computes again is not stored, as it is with V1 (KVF023).
+#: Fixes that also change what no rule looks at, by connector: vLLM's copy stores too little after a miss where vLLM
+#: has a prefix itself. LMCache 0.3.11 forgets what was found where vLLM has it too, and KVF019 does not. With model
+#: runner V2 what a resumed request has generated and computes again is not stored, as it is with V1 (KVF023).
 UNSEEN = {"mp-in-tree": ["KVF102"], "v1": ["KVF019", "KVF023"]}
 
 
@@ -20,15 +20,15 @@ def violated(done: Any) -> list[str]:
 
 
 def events(done: Any) -> list[tuple[Any, ...]]:
-    """All that happened, in order; but for what is left when all is over, which is what some fixes clean up."""
+    """All that happened, in order; but for leaks found at the end, which some fixes clean up."""
     return [(step, *event) for step, event in done.log if type(event).__name__ != "Left"]
 
 
 def own_blocks() -> None:
     """In this process LMCache's tracker has a list of blocks of its own, and all else is as released.
 
-    For what asks whether the lab sees ghosts: without it, plain schedules in which somebody is preempted go wrong.
+    For tests of the lab itself: without it, plain schedules in which a request is preempted violate rules.
     """
     adapter = import_module(ADAPTER)
     tracker = adapter.RequestTracker
-    tracker.update = kvf022.correct(adapter)(tracker.update)
+    tracker.update = kvf022.fix(adapter)(tracker.update)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import Zygote
+from tests.conftest import ForkServer
 
 #: The engine, in the mode that is asked for: with layers, asynchronous, or neither.
 ENGINE = """
@@ -111,17 +111,17 @@ AFTER_ONE_LOAD = {
 
 @pytest.mark.parametrize(("mode", "name"), AFTER_ONE_LOAD)
 @pytest.mark.parametrize("only", ["only=[]", ""])
-def test_chunks_after_one_load(mode: str, name: str, only: str, zygote: Zygote, release: Any) -> None:
-    moved, chunks = zygote(CODE.format(only=only, mode=mode, load=True, skip=0), release(name))
+def test_chunks_after_one_load(mode: str, name: str, only: str, fork_server: ForkServer, release: Any) -> None:
+    moved, chunks = fork_server(CODE.format(only=only, mode=mode, load=True, skip=0), release(name))
     assert moved == 64
     assert chunks == [AFTER_ONE_LOAD[mode, name][only == ""]] * len(chunks)
     assert len(chunks) >= 4
 
 
 @pytest.mark.parametrize(("only", "chunk"), [("only=[]", [2, 1, True]), ("", [1, 0, True])], ids=["released", "fixed"])
-def test_chunks_of_an_aborted_lookup(only: str, chunk: list[Any], zygote: Zygote, release: Any) -> None:
+def test_chunks_of_an_aborted_lookup(only: str, chunk: list[Any], fork_server: ForkServer, release: Any) -> None:
     """0.3.15 releases none of them."""
-    _, chunks = zygote(CODE.format(only=only, mode="async", load=False, skip=0), release("0.3.15"))
+    _, chunks = fork_server(CODE.format(only=only, mode="async", load=False, skip=0), release("0.3.15"))
     assert chunks == [chunk] * 4
 
 
@@ -131,9 +131,9 @@ UNUSED = {"0.4.1": ([0, 0, False], [1, 0, True]), "0.5.6": ([0, 0, False], [0, 0
 
 @pytest.mark.parametrize("name", UNUSED)
 @pytest.mark.parametrize("only", ["only=[]", ""])
-def test_chunks_that_vllm_has_are_released_once(only: str, name: str, zygote: Zygote, release: Any) -> None:
+def test_chunks_that_vllm_has_are_released_once(only: str, name: str, fork_server: ForkServer, release: Any) -> None:
     """They were fetched too, and no request loads them: 0.4.1 releases these twice, 0.5.6 all."""
-    moved, chunks = zygote(CODE.format(only=only, mode="async", load=True, skip=32), release(name))
+    moved, chunks = fork_server(CODE.format(only=only, mode="async", load=True, skip=32), release(name))
     unused, used = UNUSED[name] if only else ([1, 0, True], [1, 0, True])
     assert moved == 32
     assert chunks == [unused] * 2 + [used] * 2

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.conftest import ADAPTER, Zygote
+from tests.conftest import ADAPTER, ForkServer
 from tests.lab.test_async_release import ENGINE
 
 WORKER = (
@@ -58,13 +58,13 @@ step(asks("one", "a", False), asks("other", "b", False))
 result = [found("again", "a"), found("another", "b"), found("stranger", "c"), found("untagged", None)]
 loaded = []
 load = engine.retrieve_layer
-def seen(tokens, *args, **more):
+def recorded(tokens, *args, **more):
     loaded.append(more.get("request_configs"))
     return load(tokens, *args, **more)
-engine.retrieve_layer = seen
+engine.retrieve_layer = recorded
 step(asks("another", "b", True), asks("again", "a", True))
 result.append([configs["lmcache.tag.kvfix"] for configs in loaded if configs])
-result.append(engine.retrieve_layer is seen)
+result.append(engine.retrieve_layer is recorded)
 """
 PINS = """
 step(asks("one", None, False))
@@ -77,14 +77,16 @@ result = [chunk.meta.pin_count for chunk in cached]
 
 @pytest.mark.parametrize("name", ["0.4.6", "0.5.6"])
 @pytest.mark.parametrize(
-    ("only", "seen"), [("only=[]", [0, 0, 0, 64, []]), ('only=["KVF017"]', [64, 64, 0, 0, ["b", "a"]])]
+    ("only", "found"), [("only=[]", [0, 0, 0, 64, []]), ('only=["KVF017"]', [64, 64, 0, 0, ["b", "a"]])]
 )
-def test_each_tenant_has_keys_of_its_own(only: str, seen: list[Any], name: str, zygote: Zygote, release: Any) -> None:
+def test_each_tenant_has_keys_of_its_own(
+    only: str, found: list[Any], name: str, fork_server: ForkServer, release: Any
+) -> None:
     """What two tenants store of the same prompt; then what each finds, and with which tag it loads."""
-    assert zygote((WORKER + TENANTS).format(only=only, mode="layers"), release(name)) == [*seen, True]
+    assert fork_server((WORKER + TENANTS).format(only=only, mode="layers"), release(name)) == [*found, True]
 
 
 @pytest.mark.parametrize(("only", "pins"), [("only=[]", 0), ("", 1)], ids=["released", "fixed"])
-def test_a_load_leaves_the_pins_of_others(only: str, pins: int, zygote: Zygote, release: Any) -> None:
+def test_a_load_leaves_the_pins_of_others(only: str, pins: int, fork_server: ForkServer, release: Any) -> None:
     """The adapter does not say which request it loads, so KVF018 has to know."""
-    assert zygote((WORKER + PINS).format(only=only, mode="layers"), release("0.5.6")) == [pins] * 4
+    assert fork_server((WORKER + PINS).format(only=only, mode="layers"), release("0.5.6")) == [pins] * 4

@@ -2,8 +2,8 @@
 
 import pytest
 
-from kvfix_tools.lab.matrix import FILE, deviations, dump, load
 from kvfix_tools.lab.scenario import scenarios
+from maintain.scenario_matrix import FILE, deviations, dump, load
 from tests.conftest import ROOT, release_names
 
 TEXT = (ROOT / FILE).read_text()

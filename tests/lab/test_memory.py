@@ -1,4 +1,4 @@
-"""The memory that knows what belongs in it: every way to be wrong is seen, being right is not."""
+"""The memory that knows what belongs in it: every way to be wrong is found, being right is not."""
 
 import pytest
 

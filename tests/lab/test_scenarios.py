@@ -10,26 +10,23 @@ from typing import Any
 
 import pytest
 
-from kvfix.fix import catalogue
-from kvfix_tools.lab.cli import _tell
+from kvfix import catalogue
+from kvfix_tools.lab.cli import _write
 from kvfix_tools.lab.scenario import find, scenarios
-from tests.conftest import RELEASES, Fresh, Once
+from tests.conftest import RELEASES, ROOT, Fresh, Once
 
 #: The releases in which a bug appears or goes, and the newest. `make matrix` plays all of them.
 PLAYED = ["0.3.10", "0.3.10.post1", "0.4.1", "0.4.6", "0.5.4", "0.5.5", "0.5.6"]
-EXISTING = {found.code for found in catalogue() if found.mends}
-#: Below what the lab plays, on LMCache's own functions: test_async_release.py, tests/runtime, tests/roundtrip.
-PROVEN_ELSEWHERE = {"KVF013", "KVF016", "KVF018", "KVF020", "KVF021", "KVF025"}
 CODE = """
-from kvfix_tools.lab import checked
+from kvfix_tools.lab import check_mode
 from kvfix_tools.lab.scenario import scenarios
 result = []
 for scenario in scenarios():
     for fixes in (False, True):
         played = runner.play(scenario, fixes)
         expected = runner.expected(scenario)
-        # tests/probes/test_table.py reads these: the same process, for vLLM takes its time to import
-        reports = checked.reports(scenario) if expected == "violated" and not fixes else []
+        # tests/connector_events/test_table.py reads these: the same process, for vLLM takes its time to import
+        reports = check_mode.reports(scenario) if expected == "violated" and not fixes else []
         result.append(dict(played.as_json(), expected=expected, counts=played.counts, reports=reports))
 """
 SLUGS = [scenario.slug for scenario in scenarios()]
@@ -53,7 +50,7 @@ def test_with_fixes(slug: str, release: str, once: Once) -> None:
     scenario = find(slug)
     assert scenario is not None
     if not scenario.fixes:
-        # Nobody has fixed it yet: it is as it was, but where another bug ended it before, and that one is fixed.
+        # It is not fixed yet: it is as it was, unless another bug ended it before, and that one is fixed.
         assert each["outcome"] == each["expected"] or played(once, release)[slug, False]["also"], each
         return
     assert each["outcome"] in ("clean", "not-applicable"), each
@@ -62,7 +59,11 @@ def test_with_fixes(slug: str, release: str, once: Once) -> None:
 
 
 def test_every_fix_has_a_scenario_and_every_scenario_a_release_that_is_wrong() -> None:
-    assert {code for scenario in scenarios() for code in scenario.fixes} | PROVEN_ELSEWHERE == EXISTING
+    slugs = {scenario.slug for scenario in scenarios()}
+    for fix in catalogue.fixes():
+        assert slugs.issuperset(fix.scenarios), fix.code
+        assert bool(fix.scenarios) != bool(fix.proof) or not fix.fixable, (fix.code, "a scenario, or the test beside")
+        assert not fix.proof or (ROOT / fix.proof.partition(",")[0].partition(":")[0]).exists(), fix.proof
     for scenario in scenarios():
         assert scenario.wrong, scenario.slug
         assert scenario.title.endswith("."), scenario.slug
@@ -89,8 +90,8 @@ def test_a_table_that_is_piped_is_whole(fresh: Fresh) -> None:
         assert line.rstrip().endswith(scenario.title)
 
 
-def test_what_is_told_is_written_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    _tell([{"slug": "s"}], False, tmp_path / "out.json", lambda: print("the table"))
+def test_what_is_printed_is_written_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _write([{"slug": "s"}], False, tmp_path / "out.json", lambda: print("the table"))
     assert capsys.readouterr().out == "the table\n"
     assert json.loads((tmp_path / "out.json").read_text()) == [{"slug": "s"}]
 
@@ -103,7 +104,7 @@ REPORTED = (
 
 
 def test_demo_shows_the_report(fresh: Fresh) -> None:
-    """What `make demo` runs: both stories, the exact message on one side, the request finished on the other."""
+    """What `make demo` runs: both histories, the exact message on one side, the request finished on the other."""
     done = fresh.run([sys.executable, "-m", "kvfix_tools.lab.demo", "--lmcache-path", str(RELEASES / "0.3.10")])
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
     assert "\x1b[" not in done.stdout

@@ -7,7 +7,7 @@ import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Optional
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -15,7 +15,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from kvfix_tools import screen
-from kvfix_tools.lab import runner
+from kvfix_tools.lab import releases, runner
 from kvfix_tools.lab.fuzz import Fuzzed, fuzz
 from kvfix_tools.lab.options import CONNECTORS
 from kvfix_tools.lab.scenario import Scenario, find, scenarios
@@ -26,54 +26,52 @@ app = typer.Typer(
 )
 
 Json = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
-Output = Annotated[
-    Optional[Path],  # noqa: UP045  typer reads it at run time
-    typer.Option("-o", "--output", metavar="FILE", help="Write it there too, as JSON."),
-]
+Output = Annotated[Path | None, typer.Option("-o", "--output", metavar="FILE", help="Write it there too, as JSON.")]
 LMCachePath = Annotated[
-    Optional[str],  # noqa: UP045  typer reads it at run time
+    str | None,
     typer.Option(metavar="DIR", help="Folder with another LMCache release (pip install --no-deps --target DIR ...)."),
 ]
+Fixes = Annotated[bool, typer.Option(help="With the fixes of kvfix, or as released.")]
 
 
 @app.command("list")
 def list_scenarios(json: Json = False) -> None:
-    """Every scenario: what it shows, on which releases, and which fix cures it."""
+    """Every scenario: what it shows, on which releases, and which fix is for it."""
     if json:
         rows = [
             {"slug": s.slug, "title": s.title, "fixes": s.fixes, "rule": s.rule, "wrong": s.wrong} for s in scenarios()
         ]
         print(jsonlib.dumps(rows, indent=2))
         return
-    table = Table("scenario", "cured by", "violated on", "what happens", box=None, pad_edge=False, header_style="bold")
+    table = Table("scenario", "fixed by", "violated on", "what happens", box=None, pad_edge=False, header_style="bold")
     for scenario in scenarios():
-        wrong = ", ".join(f"{dist} {releases}" for dist, releases in scenario.wrong.items())
-        table.add_row(scenario.slug, " ".join(scenario.fixes) or "nothing yet", wrong, scenario.title)
+        table.add_row(
+            scenario.slug, " ".join(scenario.fixes) or "nothing yet", _versions(scenario.wrong), scenario.title
+        )
     screen.console().print(table)
 
 
 @app.command("run")
 def run_scenarios(
-    slugs: Annotated[Optional[list[str]], typer.Argument(metavar="SLUG...")] = None,  # noqa: UP045
+    slugs: Annotated[list[str] | None, typer.Argument(metavar="SLUG...")] = None,
     every: Annotated[bool, typer.Option("--all", help="All scenarios.")] = False,
-    fixes: Annotated[bool, typer.Option(help="With the fixes of kvfix, or as released.")] = True,
+    fixes: Fixes = True,
     lmcache_path: LMCachePath = None,
     output: Output = None,
     json: Json = False,
 ) -> None:
     """Play scenarios on what is installed. Exit 1 if one is violated."""
-    wanted = _wanted(slugs or [], every)
     try:
+        wanted = list(scenarios()) if every else _find_all(slugs or [])
         runner.prepare(lmcache_path)
     except ValueError as error:
-        print(f"kvfix lab run: {error}", file=sys.stderr)
-        raise typer.Exit(2) from None
+        raise _refusal("run", error) from None
     results = []
     for scenario in wanted:
         if sys.stderr.isatty():
             print(f"\r{scenario.slug:60}", end="\r", file=sys.stderr)
         results.append(runner.play(scenario, fixes))
-    _tell([result.as_json() for result in results], json, output, lambda: _print(wanted, results))
+    _write([result.as_json() for result in results], json, output, lambda: _print(wanted, results))
     raise typer.Exit(int(any(result.outcome == "violated" for result in results)))
 
 
@@ -83,11 +81,11 @@ def fuzz_connector(
     seeds: Annotated[str, typer.Option(metavar="A:B", help="Seeds A to B - 1; one number: that one.")] = "0:1000000",
     seconds: Annotated[float, typer.Option(help="Stop after so long; shrinking comes on top.")] = 60.0,
     steps: Annotated[float, typer.Option(help="Stop after so many steps of the scheduler.")] = math.inf,
-    fixes: Annotated[bool, typer.Option(help="With the fixes of kvfix, or as released.")] = True,
-    mode: Annotated[str, typer.Option(help="check: what the probes alarm about is a violation too.")] = "fix",
+    fixes: Fixes = True,
+    mode: Annotated[str, typer.Option(help="check: what kvfix reports is a violation too.")] = "fix",
     plain: Annotated[bool, typer.Option(help="Default options, no aborts, no failed loads, no evictions.")] = False,
     shrink: Annotated[float, typer.Option(metavar="SECONDS", help="For each violation; 0: as drawn.")] = 20.0,
-    save: Annotated[Optional[Path], typer.Option(metavar="DIR", help="Write each minimal schedule there.")] = None,  # noqa: UP045
+    save: Annotated[Path | None, typer.Option(metavar="DIR", help="Write each minimal schedule there.")] = None,
     lmcache_path: LMCachePath = None,
     output: Output = None,
     json: Json = False,
@@ -101,12 +99,11 @@ def fuzz_connector(
         if mode not in ("fix", "check"):
             raise ValueError(f"no mode {mode!r} here; known: fix, check")
         runner.prepare(lmcache_path)
-        why = runner.cannot_play(connector)
+        why = releases.cannot_play(connector)
         if why:
-            raise ValueError(f"not applicable: {why}; installed: {_versions(runner.versions())}")
+            raise ValueError(f"not applicable: {why}; installed: {_versions(releases.versions())}")
     except ValueError as error:
-        print(f"kvfix lab fuzz: {error}", file=sys.stderr)
-        raise typer.Exit(2) from None
+        raise _refusal("fuzz", error) from None
     with Progress(
         TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=Console(stderr=True),
         disable=json or not sys.stderr.isatty(),
@@ -120,73 +117,79 @@ def fuzz_connector(
     if save is not None:
         save.mkdir(parents=True, exist_ok=True)
         for violation in done.violations:
-            text = violation.schedule.to_json(runner.versions())
+            text = violation.schedule.to_json(releases.versions())
             (save / f"{connector}-{violation.rule}-{violation.seed}.json").write_text(text + "\n")
-    _tell(done.as_json(), json, output, lambda: _print_fuzzed(done))
+    _write(done.as_json(), json, output, lambda: _print_fuzzed(done))
     if done.tested_nothing:
-        print(f"kvfix lab fuzz: it tested nothing: {done.tested_nothing}", file=sys.stderr)
-        raise typer.Exit(2)
+        raise _refusal("fuzz", f"it tested nothing: {done.tested_nothing}")
     raise typer.Exit(int(bool(done.violations)))
 
 
 @app.command("play")
 def play_schedule(
     file: Annotated[Path, typer.Argument(help="A schedule that `lab fuzz --save` wrote.")],
-    fixes: Annotated[bool, typer.Option(help="With the fixes of kvfix, or as released.")] = True,
+    fixes: Fixes = True,
     lmcache_path: LMCachePath = None,
 ) -> None:
-    """Play a saved schedule once, and tell what happened. Exit 1 if a rule is violated."""
+    """Play a saved schedule once, and print what is violated. Exit 1 if a rule is."""
     try:
         runner.prepare(lmcache_path)
         schedule, found_on = Schedule.from_json(file.read_text())
-        if found_on != runner.versions():
-            raise ValueError(f"it was found on {_versions(found_on)}; installed here: {_versions(runner.versions())}")
-        why = runner.refused(schedule)
+        here = releases.versions()
+        if found_on != here:
+            raise ValueError(f"it was found on {_versions(found_on)}; installed here: {_versions(here)}")
+        why = releases.cannot_play_schedule(schedule)
         if why:
             raise ValueError(f"not applicable: {why}")
     except (OSError, ValueError) as error:
-        print(f"kvfix lab play: {file}: {error}", file=sys.stderr)
-        raise typer.Exit(2) from None
-    findings = runner.play_schedule(schedule, fixes)
-    for finding in findings:
+        raise _refusal("play", f"{file}: {error}") from None
+    with runner.applied(fixes):
+        from kvfix_tools.lab.play_schedule import play
+
+        violations = play(schedule).violations
+    for finding in violations:
         print(finding)
-    raise typer.Exit(int(bool(findings)))
+    raise typer.Exit(int(bool(violations)))
 
 
 @app.command("replay")
 def replay_recording(
     file: Annotated[Path, typer.Argument(help="A recorder file of an engine.")],
-    fixes: Annotated[bool, typer.Option(help="With the fixes of kvfix, or as released.")] = True,
+    fixes: Fixes = True,
     lmcache_path: LMCachePath = None,
     json: Json = False,
 ) -> None:
-    """What an engine's recorder has seen, once more in the lab: does it happen again? Exit 1 if a rule is violated."""
-    from kvfix_tools.lab import rerun
+    """What an engine's recorder file holds, made once more in the lab. Exit 1 if a rule is violated."""
+    from kvfix_tools.lab.replay_recording import kinds, replay_file
 
     try:
         runner.prepare(lmcache_path)
-        done = rerun.rerun(file, fixes)
+        done = replay_file(file, fixes)
     except (OSError, ValueError) as error:
-        print(f"kvfix lab replay: {file}: {getattr(error, 'strerror', None) or error}", file=sys.stderr)
-        raise typer.Exit(2) from None
-    told = {"on_record": rerun.kinds(done.on_record), "here": rerun.kinds(done.findings), "short": done.short}
-    _tell(told, json, None, lambda: _print_rerun(done))
+        raise _refusal("replay", f"{file}: {getattr(error, 'strerror', None) or error}") from None
+    answer = {"on_record": kinds(done.on_record), "here": kinds(done.findings), "short": done.short}
+    _write(answer, json, None, lambda: _print_replayed(done))
     raise typer.Exit(int(bool(done.findings)))
 
 
-def _print_rerun(done: Any) -> None:
-    console = screen.console()
-    for title, findings in (("on record", done.on_record), ("in the lab", done.findings)):
-        console.print(f"{title}: {len(findings) or 'no'} violations")
-        for finding in findings:
-            console.print(f"  {finding}", highlight=False)
-    for text in done.short:
-        console.print(f"not as on record: {text}", style="yellow", highlight=False)
+def _refusal(command: str, why: object) -> typer.Exit:
+    print(f"kvfix lab {command}: {why}", file=sys.stderr)
+    return typer.Exit(2)
 
 
-def _tell(told: Any, json: bool, file: Path | None, show: Callable[[], None]) -> None:
+def _find_all(slugs: list[str]) -> list[Scenario]:
+    """Raises ValueError if there is none of one of these names, or no name."""
+    found = {slug: find(slug) for slug in slugs}
+    unknown = [slug for slug, scenario in found.items() if scenario is None]
+    if unknown or not found:
+        what = f"no scenario {', '.join(unknown)}" if unknown else "name a scenario, or --all"
+        raise ValueError(f"{what}; known: {', '.join(scenario.slug for scenario in scenarios())}")
+    return [scenario for scenario in found.values() if scenario is not None]
+
+
+def _write(answer: Any, json: bool, file: Path | None, show: Callable[[], None]) -> None:
     """On stdout as text or as JSON, and as JSON in the file that was asked for."""
-    text = jsonlib.dumps(told, indent=2)
+    text = jsonlib.dumps(answer, indent=2)
     if file is not None:
         file.write_text(text + "\n")
     if json:
@@ -199,16 +202,29 @@ def _versions(versions: dict[str, str]) -> str:
     return ", ".join(f"{dist} {version}" for dist, version in versions.items())
 
 
+def _print(wanted: list[Scenario], results: list[runner.Result]) -> None:
+    table = Table(
+        box=None, pad_edge=False, header_style="bold", title=_versions(releases.versions()), title_justify="left"
+    )
+    for heading in ("scenario", "outcome", "expected as released", "message"):
+        table.add_column(heading, overflow="fold")
+    for scenario, result in zip(wanted, results, strict=True):
+        style = {"violated": "[red]", "clean": "[green]"}.get(result.outcome, "[yellow]")
+        text = result.message + "".join(f"\nalso: {other}" for other in dict.fromkeys(result.also))
+        table.add_row(result.slug, style + result.outcome, runner.expected(scenario), text)
+    screen.console().print(table)
+
+
 def _print_fuzzed(done: Fuzzed) -> None:
     console = screen.console()
     rate = done.steps / done.seconds if done.seconds else 0
     console.print(
-        f"{_versions(runner.versions())}: {done.seeds} seeds, {done.steps} steps ({rate:.0f} a second), "
+        f"{_versions(releases.versions())}: {done.seeds} seeds, {done.steps} steps ({rate:.0f} a second), "
         f"{done.counts['preemptions']} preemptions"
     )
     for title, counts in (("happened", done.counts), ("played with", done.options)):
-        told = ", ".join(f"{name} {count}" for name, count in sorted(counts.items()))
-        console.print(f"{title}: {told}", style="dim", highlight=False)
+        listed = ", ".join(f"{name} {count}" for name, count in sorted(counts.items()))
+        console.print(f"{title}: {listed}", style="dim", highlight=False)
     for violation in done.violations:
         console.print(f"\n[red]{violation.times} times[/], first with seed {violation.seed}: {violation.message}")
         console.print(f"  {violation.schedule.options}", style="dim", highlight=False)
@@ -218,26 +234,11 @@ def _print_fuzzed(done: Fuzzed) -> None:
         console.print("[green]nothing was violated[/]")
 
 
-def _wanted(slugs: list[str], every: bool) -> list[Scenario]:
-    if every:
-        return list(scenarios())
-    found = [(slug, find(slug)) for slug in slugs]
-    unknown = [slug for slug, scenario in found if scenario is None]
-    if unknown or not found:
-        known = ", ".join(scenario.slug for scenario in scenarios())
-        what = f"no scenario {', '.join(unknown)}" if unknown else "name a scenario, or --all"
-        print(f"kvfix lab run: {what}; known: {known}", file=sys.stderr)
-        raise typer.Exit(2)
-    return [scenario for _, scenario in found if scenario is not None]
-
-
-def _print(wanted: list[Scenario], results: list[runner.Result]) -> None:
-    installed = ", ".join(f"{dist} {version}" for dist, version in runner.versions().items())
-    table = Table(box=None, pad_edge=False, header_style="bold", title=f"{installed}", title_justify="left")
-    for heading in ("scenario", "outcome", "expected as released", "message"):
-        table.add_column(heading, overflow="fold")
-    for scenario, result in zip(wanted, results, strict=True):
-        style = {"violated": "[red]", "clean": "[green]"}.get(result.outcome, "[yellow]")
-        text = result.message + "".join(f"\nalso: {other}" for other in dict.fromkeys(result.also))
-        table.add_row(result.slug, style + result.outcome, runner.expected(scenario), text)
-    screen.console().print(table)
+def _print_replayed(done: Any) -> None:
+    console = screen.console()
+    for title, findings in (("on record", done.on_record), ("in the lab", done.findings)):
+        console.print(f"{title}: {len(findings) or 'no'} violations")
+        for finding in findings:
+            console.print(f"  {finding}", highlight=False)
+    for text in done.short:
+        console.print(f"not as on record: {text}", style="yellow", highlight=False)

@@ -8,16 +8,17 @@ and finishes it.
 
 from __future__ import annotations
 
-import json
+import json as jsonlib
 import sys
 from pathlib import Path
 
+import typer
 from rich.console import Console
 from rich.table import Table
 
 from kvfix.ledger import events as ev
-from kvfix.ledger.wording import line
-from kvfix_tools.lab import runner
+from kvfix.ledger.describe import line
+from kvfix_tools.lab import releases, runner
 from kvfix_tools.lab.runner import Result
 from kvfix_tools.lab.scenario import find
 
@@ -25,52 +26,46 @@ SLUG = "mismatch-in-tokens-to-load"
 RELEASE = Path(".cache/lmcache/0.3.10")
 
 
-def main(arguments: list[str]) -> int:
-    as_json = "--json" in arguments
-    rest = [argument for argument in arguments if argument != "--json"]
-    if rest and (len(rest) != 2 or rest[0] != "--lmcache-path"):
-        print(__doc__, file=sys.stderr)
-        return 2
-    path = rest[1] if rest else str(RELEASE)
+def main(lmcache_path: Path = RELEASE, json: bool = False) -> None:
     scenario = find(SLUG)
     assert scenario is not None
     try:
-        runner.prepare(path)
+        runner.prepare(str(lmcache_path))
     except ValueError as error:
         print(f"kvfix demo: {error}", file=sys.stderr)
-        return 2
+        raise typer.Exit(2) from None
     print("importing vLLM and LMCache, a quarter of a minute ...", file=sys.stderr)
     released, fixed = runner.play(scenario, fixes=False), runner.play(scenario, fixes=True)
-    if as_json:
-        print(json.dumps([{**each.as_json(), "story": story(each)} for each in (released, fixed)], indent=2))
+    if json:
+        print(jsonlib.dumps([{**each.as_json(), "story": history(each)} for each in (released, fixed)], indent=2))
     else:
         show(released, fixed)
-    return 0 if died_as_reported(released) and came_through(fixed) else 1
+    raise typer.Exit(0 if died_as_reported(released) and came_through(fixed) else 1)
 
 
 def died_as_reported(result: Result) -> bool:
     """EngineCore would be dead, with the message of the report."""
-    return result.outcome == "violated" and isinstance(result.story[-1][1], ev.Raised)
+    return result.outcome == "violated" and isinstance(result.history[-1][1], ev.Raised)
 
 
 def came_through(result: Result) -> bool:
     """Admitted with nothing loaded that vLLM had, and finished; nothing that the scenario expects was violated."""
-    events = [event for _, event in result.story]
+    events = [event for _, event in result.history]
     loaded = sum(event.tokens for event in events if isinstance(event, ev.Loaded))
     return result.outcome == "clean" and loaded == 0 and any(isinstance(event, ev.Finished) for event in events)
 
 
-def story(result: Result) -> list[str]:
-    return [f"step {step}: {line(event)}" for step, event in result.story]
+def history(result: Result) -> list[str]:
+    return [f"step {step}: {line(event)}" for step, event in result.history]
 
 
 def shown(event: ev.Event) -> bool:
-    """What is left behind is told below the table: it is no part of this story."""
+    """What has leaked is printed below the table: it is no part of this history."""
     return not isinstance(event, ev.Left)
 
 
 def show(released: Result, fixed: Result) -> None:
-    installed = runner.versions()
+    installed = releases.versions()
     console = Console()
     console.print(
         f"\n[bold]LMCache {installed['lmcache']} in the scheduler of vLLM {installed['vllm']}[/]: a prompt of 10,009 "
@@ -78,26 +73,26 @@ def show(released: Result, fixed: Result) -> None:
     )
     table = Table("step", "as released", "with kvfix.apply()", header_style="bold", show_lines=False, expand=True)
     table.columns[1].ratio = table.columns[2].ratio = 1
-    steps = sorted({step for result in (released, fixed) for step, event in result.story if shown(event)})
+    steps = sorted({step for result in (released, fixed) for step, event in result.history if shown(event)})
     for step in steps:
         table.add_row(str(step), *(_cell(result, step) for result in (released, fixed)), end_section=True)
     console.print(table)
     ending = "[bold red]EngineCore is dead.[/]" if died_as_reported(released) else "It did not die as reported."
     console.print(f"As released: {ending}")
-    for _, event in released.story:
+    for _, event in released.history:
         if isinstance(event, ev.Raised):  # whole: it is what a user searches for
             console.print(f"    {event.error}", soft_wrap=True, markup=False, highlight=False)
     good = came_through(fixed)
     console.print(
         "With kvfix.apply(): "
-        + ("[bold green]admitted, nothing loaded twice, finished.[/]" if good else "[bold red]not cured.[/]")
+        + ("[bold green]admitted, nothing loaded twice, finished.[/]" if good else "[bold red]not fixed.[/]")
     )
     for other in fixed.also:
-        console.print(f"Seen beside it, another bug of this release: {other}", style="dim")
+        console.print(f"Found as well, another bug of this release: {other}", style="dim")
 
 
 def _cell(result: Result, step: int) -> str:
-    events = [event for when, event in result.story if when == step and shown(event)]
+    events = [event for when, event in result.history if when == step and shown(event)]
     lines = [
         f"{event.where} raises the error below" if isinstance(event, ev.Raised) else line(event) for event in events
     ]
@@ -106,4 +101,4 @@ def _cell(result: Result, step: int) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    typer.run(main)

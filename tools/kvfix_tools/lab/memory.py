@@ -11,6 +11,12 @@ from collections.abc import Sequence
 #: What a slot holds that nothing was written to, or that a step wrote from wrong KV.
 NOTHING = 0
 GARBAGE = -1
+VOCABULARY = 512
+
+
+def next_token(content: int) -> int:
+    """What the lab's model samples after the token with this KV: a function of all tokens up to there."""
+    return content % VOCABULARY
 
 
 class Prefix:
@@ -110,7 +116,7 @@ class Cache:
         self.pins.pop(lookup_id, None)
 
     def evict(self, how_many: int, forced: bool = False) -> int:
-        """Drop the oldest chunks that nobody has pinned; `forced`: pinned ones too, as a pin that timed out."""
+        """Drop the oldest chunks that are not pinned; `forced`: pinned ones too, as when a pin times out."""
         pinned = set() if forced else {key for keys in self.pins.values() for key in keys}
         gone = [key for key in self._chunks if key not in pinned][:how_many]
         for key in gone:

@@ -11,25 +11,26 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 
-from kvfix_tools.lab import compat, engine
-from kvfix_tools.lab.batch import Batch
-from kvfix_tools.lab.memory import GARBAGE, Prefix, Slots
-from kvfix_tools.lab.record import Record
+from kvfix_tools.lab import rules
+from kvfix_tools.lab.block_table import BlockTable
+from kvfix_tools.lab.memory import GARBAGE, Prefix, Slots, next_token
+from kvfix_tools.lab.run_log import RunLog
+from kvfix_tools.lab.vllm_objects import sampled
 
 
 class Model:
     """The slots' right contents for each request, and the step that reads and writes them (LAB001, LAB008)."""
 
-    def __init__(self, scheduler: Scheduler, slots: Slots, record: Record) -> None:
+    def __init__(self, scheduler: Scheduler, slots: Slots, log: RunLog) -> None:
         self._scheduler = scheduler
-        self._record = record
+        self._log = log
         self.slots = slots
-        self.batch = Batch()
+        self.block_table = BlockTable()
         self.requests: dict[str, Request] = {}
         self.prefixes: dict[str, Prefix] = {}
         #: Blocks that others write to in the next step.
         self.written_by_others: list[int] = []
-        #: Requests that this step has computed on top of what is not theirs.
+        #: Requests that this step has computed on top of wrong KV.
         self.misled: set[str] = set()
 
     def admit(self, name: str, request: Request) -> None:
@@ -45,19 +46,19 @@ class Model:
         return self.prefixes[name].of(self.requests[name].all_token_ids)
 
     def ahead(self, name: str, end: int) -> list[int]:
-        """The same up to this token, which may be one that was sampled and that the scheduler has not been told."""
+        """The same up to this token, which may be a sampled one that the scheduler does not know yet."""
         if end <= self.requests[name].num_tokens:
             return self.right(name)
         tokens = list(self.requests[name].all_token_ids)
         while len(tokens) < end:
-            tokens.append(self.prefixes[name].of(tokens)[-1] % engine.VOCABULARY)
+            tokens.append(next_token(self.prefixes[name].of(tokens)[-1]))
         return self.prefixes[name].of(tokens)
 
     def blocks(self, name: str) -> list[int]:
         return list(self._scheduler.kv_cache_manager.get_block_ids(name)[0])
 
     def fill(self, name: str, start: int, end: int) -> None:
-        """Somebody whom the lab does not look at loads these tokens, as they are to be."""
+        """The other connector of a MultiConnector loads these tokens, as they are to be."""
         self.slots.write(self.blocks(name), start, self.right(name)[start:end])
 
     def compute(self, scheduled: dict[str, int], failed: set[int]) -> None:
@@ -68,11 +69,11 @@ class Model:
         self.misled.clear()
         for name, tokens in scheduled.items():
             done = self.requests[name].num_computed_tokens - tokens  # the scheduler has counted them in already
-            blocks, right = self.batch.rows[name], self.ahead(name, done + tokens)
+            blocks, right = self.block_table.rows[name], self.ahead(name, done + tokens)
             wrong = self.slots.first_wrong(blocks, done, right)
             if wrong is not None and not failed.intersection(blocks):
                 what = f"the step reads token {wrong} of {done} computed ones, its slot holds other KV"
-                self._record.corrupt(name, what)
+                self._log.violated(rules.WRONG_CONTENT, name, what)
             if wrong is not None:
                 self.misled.add(name)
             self.slots.write(blocks, done, right[done : done + tokens] if wrong is None else [GARBAGE] * tokens)
@@ -83,7 +84,7 @@ class Model:
         return ModelRunnerOutput(
             req_ids=names,
             req_id_to_index={name: index for index, name in enumerate(names)},
-            sampled_token_ids=compat.sampled([self._sampled(name) for name in names]),
+            sampled_token_ids=sampled([self._sampled(name) for name in names]),
             logprobs=None,
             prompt_logprobs_dict={},
             pooler_output=None,
@@ -95,10 +96,10 @@ class Model:
         if request.num_computed_tokens < request.num_tokens:
             return []
         end = request.num_computed_tokens
-        return [(self.ahead(name, end)[end - 1] + (name in self.misled)) % engine.VOCABULARY]
+        return [next_token(self.ahead(name, end)[end - 1] + (name in self.misled))]
 
     def wrong_text(self, name: str) -> int | None:
-        """The first token of this request's answer that is not what the tokens before it make the model say."""
+        """The first generated token of this request that is not what the model samples after the tokens before it."""
         request, right = self.requests[name], self.right(name)
-        said = range(request.num_prompt_tokens, request.num_tokens)
-        return next((at for at in said if request.all_token_ids[at] != right[at - 1] % engine.VOCABULARY), None)
+        generated = range(request.num_prompt_tokens, request.num_tokens)
+        return next((at for at in generated if request.all_token_ids[at] != next_token(right[at - 1])), None)

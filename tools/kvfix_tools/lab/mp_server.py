@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvfix_tools.lab.memory import Cache, Prefix
+
+if TYPE_CHECKING:
+    from kvfix_tools.lab.request_events import RequestEvents
 
 
 class Heartbeat:
@@ -39,13 +42,15 @@ class Server:
     A lookup is done `delay` steps after it was asked for, or at once.
     """
 
+    events: RequestEvents
+
     def __init__(self, cache: Cache, chunk_size: int, delay: int) -> None:
         from lmcache.v1.multiprocess.futures import MessagingFuture
 
         server = self
 
         class Future(MessagingFuture):  # type: ignore[misc]
-            """Who waits for it lets time pass: what is under way is done, in its order, until this is."""
+            """To wait for it lets time pass: what is in flight is done, in its order, until this is."""
 
             def wait(self, timeout: float | None = None) -> bool:
                 while not self.query() and server._later:
@@ -62,9 +67,8 @@ class Server:
         self.delay = delay
         self.now = 0
         self.unanswered = 0
-        self.on_lost: Callable[[], None] = lambda: None
         self.heartbeats: list[Heartbeat] = []
-        #: request -> chunks found, until it is told; None: the prefetch is under way
+        #: request -> chunks found, until that is answered; None: the prefetch is in flight
         self._hits: dict[str, int | None] = {}
         #: When it is due, whether it is a load, and what is done then.
         self._later: deque[tuple[int, bool, Callable[[], None]]] = deque()
@@ -78,14 +82,14 @@ class Server:
             self._later.popleft()[-1]()
 
     def finish(self) -> None:
-        """All that is under way is done now."""
+        """All that is in flight is done now."""
         while self._later:
             self._later.popleft()[-1]()
 
     def drop_loads(self) -> None:
-        """Loads that are under way are never done, stores and lookups at once."""
-        under_way, self._later = self._later, deque()
-        for _, is_load, action in under_way:
+        """Loads in flight are never done, stores and lookups at once."""
+        in_flight, self._later = self._later, deque()
+        for _, is_load, action in in_flight:
             if not is_load:
                 action()
 
@@ -135,7 +139,7 @@ class Server:
     def lookup(self, key: Any, tp_size: int) -> Any:
         if self.unanswered > 0:
             self.unanswered -= 1
-            self.on_lost()
+            self.events.lookup_unanswered()
             self._hits[key.request_id] = 0
             return self.answer(None)
 
@@ -151,7 +155,7 @@ class Server:
     def query_prefetch_status(self, request_id: str) -> Any:
         found = self._hits.get(request_id, 0)
         if found is not None:
-            self._hits.pop(request_id, None)  # it is told once
+            self._hits.pop(request_id, None)  # it is answered once
         return self.answer(found)
 
     def free_lookup_locks(self, key: Any, tp_size: int) -> Any:
@@ -160,14 +164,13 @@ class Server:
         return self.answer(None)
 
     def end_session(self, request_id: str) -> Any:
-        """A prefetch that is under way goes on, and locks what it finds (modules/lookup.py 0.5.6:462)."""
+        """A prefetch in flight goes on, and locks what it finds (modules/lookup.py 0.5.6:462)."""
         return self.answer(None)
 
     def report_block_allocation(self, *args: Any) -> Any:
         return self.answer(None)
 
-    def clear(self, *args: Any) -> Any:
-        return self.answer(None)
+    clear = report_block_allocation
 
     def close(self) -> None:
-        """The lab's server ends with its world."""
+        """The lab's server ends with its engine."""

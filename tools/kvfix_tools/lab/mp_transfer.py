@@ -5,17 +5,21 @@ from __future__ import annotations
 import ast
 import functools
 from collections import Counter
-from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvfix_tools.lab.memory import Slots
 from kvfix_tools.lab.mp_server import Server
 
+if TYPE_CHECKING:
+    from kvfix_tools.lab.request_events import RequestEvents
+
 
 class Transfer:
-    """The transfer context of the worker's adapter, under its own names. It tells of each load and store (`on_...`)."""
+    """The transfer context of the worker's adapter, under its own names. Each load and store goes to `events`."""
+
+    events: RequestEvents
 
     def __init__(self, server: Server, slots: Slots) -> None:
         self.server = server
@@ -25,20 +29,15 @@ class Transfer:
         self.registered = True
         self.failing: dict[str, int] = {}
         self.loading: set[str] = set()
-        #: request -> stores that are under way
+        #: request -> stores in flight
         self.storing: Counter[str] = Counter()
-        self.on_load: Callable[[str, int, int, int], None] = lambda *_: None
-        self.on_store: Callable[[str, list[int], int, int], None] = lambda *_: None
-        self.on_wrong: Callable[[str, str], None] = lambda *_: None
-        #: The right contents of a request's tokens, for what is stored of it.
-        self.right: Callable[[str], list[int]] = lambda _: []
 
     def lose_loads(self, unheard: set[str]) -> None:
-        """Loads under way are never done, those of `unheard` were for nothing; stores and lookups are done at once."""
+        """Loads in flight are never done, those of `unheard` were for nothing; stores and lookups are done at once."""
         self.server.drop_loads()
         for name in sorted(self.loading | unheard):
             self.server.cache.unpin(name)
-            self.on_load(name, 0, 0, 0)
+            self.events.loaded(name, 0, 0)
         self.loading.clear()
 
     def forget_silent_worker(self) -> None:
@@ -52,7 +51,7 @@ class Transfer:
         return None
 
     def flush_inflight_stores(self, *args: Any, **more: Any) -> None:
-        """All that is under way is done before this returns, in releases whose transfer on CUDA waits for it at all.
+        """All that is in flight is done before this returns, in releases whose transfer on CUDA waits for it at all.
 
         (LMCacheDrivenTransferContext, what LMCache chooses on CUDA, does nothing here up to 0.5.5.)
         """
@@ -61,7 +60,7 @@ class Transfer:
 
     def submit_store(self, request_id: str, key: Any, *rest: Any, **more: Any) -> Any:
         blocks = _block_ids(rest)
-        self.on_store(request_id, list(key.token_ids), key.start, key.end)
+        self.events.stored(request_id, list(key.token_ids), key.start, key.end)
 
         self.storing[request_id] += 1
 
@@ -70,12 +69,14 @@ class Transfer:
             if not self.registered:
                 return False
             keys, _ = self.server.keys(key.token_ids, key.end, key.cache_salt)
-            right = self.right(request_id)
+            right = self.events.right(request_id)
             for number in range(key.start // self.server.chunk_size, len(keys)):
                 begin = number * self.server.chunk_size
                 read = [self.slots.get(slot) for slot in self._slots(blocks, begin - key.start)]
                 if read != right[begin : begin + self.server.chunk_size]:
-                    self.on_wrong(request_id, f"other KV than that of tokens {begin} on is stored under their key")
+                    self.events.wrong_content(
+                        request_id, f"other KV than that of tokens {begin} on is stored under their key"
+                    )
                 self.server.cache.put(keys[number], read)
             return True
 
@@ -93,14 +94,14 @@ class Transfer:
             self.server.unlock(request_id, wanted)
             if request_id in self.failing or None in found or not self.registered:
                 self.failing.pop(request_id, None)
-                self.on_load(request_id, key.start, 0, 0)
+                self.events.loaded(request_id, 0, 0)
                 return False
             for number, contents in enumerate(found):
                 offset = number * self.server.chunk_size
                 for index, slot in enumerate(self._slots(blocks, offset)):
                     if offset + index >= skip_first_n_tokens and contents is not None:
                         self.slots.put(slot, contents[index])
-            self.on_load(request_id, key.start, key.end, key.end - key.start)
+            self.events.loaded(request_id, key.end, key.end - key.start)
             return True
 
         return self.server.later(load, is_load=True)

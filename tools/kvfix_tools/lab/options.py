@@ -5,29 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-#: Settings of LMCache that it has not always had, and the releases that have them.
-SINCE = {
-    "enable_async_loading": ">=0.3.10",
-    "min_retrieve_tokens": ">=0.3.14",
-    "max_tokens_per_load": ">=0.4.7",
-    "mp.eager_prefetch": ">=0.5.4",
-    "mp.save_decode_cache": ">=0.5.6",
-}
-#: Options of the lab that are drawn only with these releases of vLLM. With asynchronous scheduling earlier ones preempt
-#: between two steps only where they reset their prefix cache, all at once; the lab does it to one, and the output that
-#: is under way comes twice. The second runner was for trials then.
-DRAWN = {"async_scheduling": ">=0.32", "model_runner_v2": ">=0.32"}
 CONNECTORS = ("v1", "mp", "mp-in-tree")
-#: Options that are no sizes.
-_SWITCHES = (
-    "beside",
-    "async_scheduling",
-    "model_runner_v2",
-    "save_last",
-    "prefix_caching",
-    "reserve_full_isl",
-    "kv_load_failure_policy",
-)
+_ROLE = ("connector", "kv_role")
 
 
 @dataclass(frozen=True)
@@ -36,9 +15,9 @@ class Options:
 
     #: v1 (in process), mp (LMCache's multi-process connector) or mp-in-tree (vLLM's copy of it)
     connector: str = "v1"
-    #: In a MultiConnector, behind another one that is asked first (beside.py). v1 only.
+    #: In a MultiConnector, behind another one that is asked first (other_connector.py). v1 only.
     beside: bool = False
-    #: Steps until a lookup, load or store of the multi-process server is done; 0: at once.
+    #: Steps that a lookup, load or store of the multi-process server takes; 0: none.
     delay: int = 1
     block_size: int = 16
     num_blocks: int = 64
@@ -61,6 +40,6 @@ class Options:
 
     @property
     def changed(self) -> list[str]:
-        """What is not as it comes: settings of LMCache, and options of the lab by their own names."""
-        switches = [each for each in fields(self) if each.name in _SWITCHES]
-        return [*(each.name for each in switches if getattr(self, each.name) != each.default), *self.lmcache]
+        """What is not as it comes: settings of LMCache, and options that are no sizes by their own names."""
+        no_sizes = [each for each in fields(self) if each.type in ("bool", "str") and each.name not in _ROLE]
+        return [*(each.name for each in no_sizes if getattr(self, each.name) != each.default), *self.lmcache]

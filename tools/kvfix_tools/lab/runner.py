@@ -14,16 +14,13 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from packaging.specifiers import SpecifierSet
-
 import kvfix
-from kvfix import target
-from kvfix.fix import catalogue
+from kvfix import catalogue, installed_source
 from kvfix.ledger import Finding
 from kvfix.ledger.events import Event
-from kvfix_tools.lab.options import DRAWN, SINCE
-from kvfix_tools.lab.scenario import FAULT, Scenario
-from kvfix_tools.lab.schedule import Schedule
+from kvfix_tools.lab import rules
+from kvfix_tools.lab.releases import cannot_play, missing, versions
+from kvfix_tools.lab.scenario import Scenario
 
 
 class Result(NamedTuple):
@@ -34,18 +31,12 @@ class Result(NamedTuple):
     outcome: str
     message: str
     also: list[str]
-    story: list[tuple[int, Event]]
-    findings: list[Finding]
-    counts: dict[str, int]
+    history: list[tuple[int, Event]] = []
+    findings: list[Finding] = []
+    counts: dict[str, int] = {}
 
     def as_json(self) -> dict[str, Any]:
-        return {
-            "slug": self.slug,
-            "fixes": self.fixes,
-            "outcome": self.outcome,
-            "message": self.message,
-            "also": self.also,
-        }
+        return {name: getattr(self, name) for name in ("slug", "fixes", "outcome", "message", "also")}
 
 
 def prepare(lmcache_path: str | None) -> None:
@@ -63,120 +54,69 @@ def prepare(lmcache_path: str | None) -> None:
     os.environ.setdefault("LMCACHE_DISABLE_BANNER", "1")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    # Else vLLM looks whether Triton is there, and the same schedule is another one on a machine with a GPU (batch.py).
+    # Else vLLM looks whether Triton is there, and a seed plays otherwise on a machine with a GPU (block_table.py).
     os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
     for dist in ("vllm", "lmcache"):
-        if target.package_dir(dist) is None:
+        if installed_source.package_dir(dist) is None:
             raise ValueError(f"{dist} is not installed here; the lab plays the real one")
     # The fixes are applied anew for every scenario, and what is installed stays as it is: look for it once.
-    vars(target)["version"] = functools.cache(getattr(target.version, "__wrapped__", target.version))
-
-
-def versions() -> dict[str, str]:
-    return {dist: target.version(dist) for dist in ("vllm", "lmcache")}
+    vars(installed_source)["version"] = functools.cache(
+        getattr(installed_source.version, "__wrapped__", installed_source.version)
+    )
 
 
 def expected(scenario: Scenario, releases: dict[str, str] | None = None) -> str:
     """What must come of it without fixes: violated, clean or not-applicable. releases: default, what is installed."""
     installed = releases or versions()
-    if cannot_play(scenario.options.connector, installed) or _missing(scenario.needs or {}, installed):
+    if cannot_play(scenario.options.connector, installed) or missing(scenario.needs, installed):
         return "not-applicable"
-    wrong = [installed[dist] in SpecifierSet(spec, prereleases=True) for dist, spec in scenario.wrong.items()]
-    return "violated" if all(wrong) else "clean"
-
-
-#: Releases that the lab plays, by connector, and what is with the others.
-PLAYABLE = {
-    "v1": {
-        "lmcache": (">=0.3.9", "earlier ones do not import under vLLM 0.11 and later"),
-        "vllm": (">=0.11.2", "earlier ones were not tried"),
-    },
-    "mp": {
-        "lmcache": (">=0.4.5", "earlier ones have no connector that vLLM takes for LMCacheMPConnector"),
-        "vllm": (">=0.22.0", "LMCache's connector imports what earlier ones do not have"),
-    },
-    "mp-in-tree": {
-        "lmcache": (
-            ">=0.4.4,<0.4.7",
-            "vLLM's copy does not import with earlier ones, and hands later ones arguments that they do not take",
-        ),
-        "vllm": (">=0.22.0", "the copy in earlier ones was not tried"),
-    },
-}
-
-
-def lacking() -> set[str]:
-    """Settings of the lab that the installed LMCache does not have, and options that the installed vLLM is not for."""
-    known = {**dict.fromkeys(SINCE, "lmcache"), **dict.fromkeys(DRAWN, "vllm")}
-    return {name for name, dist in known.items() if _missing({dist: {**SINCE, **DRAWN}[name]})}
-
-
-def cannot_play(connector: str, releases: dict[str, str] | None = None) -> str:
-    """Why this connector cannot be played on these releases, by default what is installed; "" if it can."""
-    needs = PLAYABLE[connector]
-    missing = _missing({dist: specifier for dist, (specifier, _) in needs.items()}, releases)
-    why = "; ".join(reason for dist, (_, reason) in needs.items() if dist in missing)
-    return f"the lab plays {connector} with {missing}: {why}" if missing else ""
-
-
-def _missing(needs: dict[str, str], releases: dict[str, str] | None = None) -> str:
-    """Those of the needed releases that are not installed; "" if all are."""
-    installed = releases or versions()
-    return ", ".join(
-        f"{dist} {specifier}"
-        for dist, specifier in needs.items()
-        if installed[dist] not in SpecifierSet(specifier, prereleases=True)
-    )
-
-
-def refused(schedule: Schedule) -> str:
-    """Why this schedule cannot be played on what is installed; "" if it can."""
-    why = cannot_play(schedule.options.connector)
-    lacks = sorted(lacking() & set(schedule.options.lmcache))
-    return why or (f"LMCache {versions()['lmcache']} has no setting {', '.join(lacks)}" if lacks else "")
-
-
-def play_schedule(schedule: Schedule, fixes: bool) -> list[Finding]:
-    """Findings of a schedule played once."""
-    with quiet():
-        from kvfix_tools.lab.play import play as run
-
-        kvfix.revert()
-        if fixes:
-            kvfix.apply()
-        try:
-            return [found for found in run(schedule).findings if found.verdict == "violated"]
-        finally:
-            kvfix.revert()
+    return "clean" if missing(scenario.wrong, installed) else "violated"
 
 
 def play(scenario: Scenario, fixes: bool) -> Result:
     """Play it once. The choice of kvfix in this process is set for it, and gone afterwards."""
     if expected(scenario) == "not-applicable":
-        why = cannot_play(scenario.options.connector) or f"needs {_missing(scenario.needs or {})}"
-        return Result(scenario.slug, fixes, "not-applicable", why, [], [], [], {})
-    with quiet():
-        from kvfix_tools.lab.world import Died, World
+        why = cannot_play(scenario.options.connector) or f"needs {missing(scenario.needs)}"
+        return Result(scenario.slug, fixes, "not-applicable", why, [])
+    chosen = [fix.code for fix in catalogue.fixes() if not fix.opt_in or fix.code in scenario.fixes]
+    with applied(fixes, only=chosen):
+        from kvfix_tools.lab.lab_engine import EngineDied, LabEngine
 
-        kvfix.revert()
-        if fixes:
-            kvfix.apply(only=[fix.code for fix in catalogue() if not fix.opt_in or fix.code in scenario.fixes])
-        try:
-            world = World(scenario.options)
-            with suppress(Died):  # it is among the findings
-                scenario.play(world)
-        finally:
-            kvfix.revert()
+        engine = LabEngine(scenario.options)
+        with suppress(EngineDied):  # it is among the findings
+            scenario.play(engine)
+    findings = engine.findings
     hits = [
         found
-        for found in world.findings
-        if (found.code == scenario.rule and scenario.text in found.message) or found.code == FAULT
+        for found in findings
+        if (found.code == scenario.rule and scenario.text in found.message) or found.code == rules.FAULT_OF_KVFIX.code
     ]
-    also = [str(found) for found in world.findings if found not in hits]
-    story = [(step, event) for step, event in world.log if event.request in (scenario.request, "")]
-    outcome = "violated" if hits else "clean"
-    message = str(hits[0]) if hits else ""
-    return Result(scenario.slug, fixes, outcome, message, also, story, world.findings, world.counts)
+    return Result(
+        scenario.slug,
+        fixes,
+        "violated" if hits else "clean",
+        str(hits[0]) if hits else "",
+        [str(found) for found in findings if found not in hits],
+        [(step, event) for step, event in engine.log if event.request in (scenario.request, "")],
+        findings,
+        engine.counts,
+    )
+
+
+@contextmanager
+def applied(fixes: bool, mode: str = "fix", only: list[str] | None = None) -> Iterator[None]:
+    """The choice of kvfix in this process, gone afterwards; the engine's log lines are kept out. only: of the fixes.
+
+    Without fixes and in mode `fix` kvfix is not there at all: all is as released.
+    """
+    with quiet():
+        kvfix.revert()
+        if fixes or mode != "fix":
+            kvfix.apply(mode, only=only if fixes else [])
+        try:
+            yield
+        finally:
+            kvfix.revert()
 
 
 @contextmanager

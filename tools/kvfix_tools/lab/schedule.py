@@ -1,4 +1,4 @@
-"""A schedule: options of a world and the steps that move it, as data. Drawn from a seed, played, saved, shrunk.
+"""A schedule: the lab engine's options and the steps that it makes, as data. Drawn from a seed, played, saved, shrunk.
 
 {"kvfix-schedule": 1, "versions": {"vllm": "0.32.0", "lmcache": "0.5.6"}, "options": {...},
  "steps": [["admit", "r0", 3, 120, 8], ["step"], ...]}
@@ -12,24 +12,25 @@ import random
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
-from kvfix_tools.lab.options import CONNECTORS, DRAWN, Options
+from kvfix_tools.lab.options import CONNECTORS, Options
+from kvfix_tools.lab.releases import DRAWN_SINCE
 
 FORMAT = 1
-Step = tuple[Any, ...]
+DrawnStep = tuple[Any, ...]
 
-#: How often each step is drawn, beside the engine's own. The unpleasant ones are left out of a plain schedule.
+#: How often each step is drawn. The unpleasant ones are left out of a plain schedule.
 _PLEASANT = {"step": 60, "admit": 10, "take_blocks": 2, "free_blocks": 3, "budget": 1, "reset_prefix_cache": 1}
 _UNPLEASANT = {"abort": 4, "evict": 1, "fail_load": 2, "admit_again": 2, "timeout": 1, "preempt": 2}
 #: Only where lookups take time.
 _ASYNCHRONOUS = {"slow_lookups": 2, "wait": 1}
 #: Only where another connector is there: it has the next request, or one that was preempted.
-_BESIDE = {"is_beside": 5}
-KINDS = frozenset((*_PLEASANT, *_UNPLEASANT, *_ASYNCHRONOUS, *_BESIDE, "lose_loads"))
+_MULTI_CONNECTOR = {"is_beside": 5}
+KINDS = frozenset((*_PLEASANT, *_UNPLEASANT, *_ASYNCHRONOUS, *_MULTI_CONNECTOR, "lose_loads"))
 
 
 class Schedule(NamedTuple):
     options: Options
-    steps: tuple[Step, ...]
+    steps: tuple[DrawnStep, ...]
 
     def to_json(self, versions: dict[str, str]) -> str:
         options = dataclasses.asdict(self.options)
@@ -103,30 +104,32 @@ def draw(seed: int, connector: str, plain: bool = False, lacks: Collection[str] 
         kv_load_failure_policy="recompute" if plain else dice.choice(("recompute", "recompute", "fail")),
     )
     # with dice of their own, so that the rest of a seed is the same where they are not drawn
-    on: dict[str, Any] = {name: random.Random(f"{name} {seed}").random() < 0.3 for name in DRAWN if name not in lacks}
-    options = dataclasses.replace(options, **on)
+    switches: dict[str, Any] = {
+        name: random.Random(f"{name} {seed}").random() < 0.3 for name in DRAWN_SINCE if name not in lacks
+    }
+    options = dataclasses.replace(options, **switches)
     weights = dict(_PLEASANT) if plain else {**_PLEASANT, **_UNPLEASANT}
     if connector != "v1" and not plain:
         weights["lose_loads"] = 1
     if "enable_async_loading" in lmcache:
         weights |= _ASYNCHRONOUS
     if options.beside:
-        weights |= _BESIDE
+        weights |= _MULTI_CONNECTOR
     names = list(weights)
-    steps: list[Step] = []
+    steps: list[DrawnStep] = []
     for number in range(dice.randrange(30, 160)):
         kind = dice.choices(names, [weights[name] for name in names])[0] if number else "admit"
         steps.append(_step(dice, kind, number, options, room))
     return Schedule(options, tuple(steps))
 
 
-def _step(dice: random.Random, kind: str, number: int, options: Options, room: int) -> Step:
+def _step(dice: random.Random, kind: str, number: int, options: Options, room: int) -> DrawnStep:
     if kind in ("admit", "admit_again"):
         # few prompts, so that they share prefixes; lengths around the edges of blocks and chunks
         whole = dice.randrange(1, max(2, room // options.chunk_size)) * options.chunk_size
         tokens = max(1, min(room - 40, whole + dice.choice((-1, 0, 0, 1, dice.randrange(options.chunk_size)))))
         # vLLM makes every id its own (input_processor.py 0.32.0:371). The worker of the multi-process connector builds
-        # on it: it reports no id twice (vllm_multi_process_adapter.py 0.5.6:2034), so a second life is never freed.
+        # on it: it reports no id twice (vllm_multi_process_adapter.py 0.5.6:2034), so the second one is never freed.
         again = kind == "admit_again" and options.connector == "v1"
         which = dice.randrange(8) if again else number
         return ("admit", f"r{which}", dice.randrange(3), tokens, dice.choice((1, 2, 5, 20, 30)))

@@ -4,32 +4,18 @@
 `aborted_lookups` and waits for an answer that was given long ago (lmcache_async_lookup_client.py 0.5.6:267-280).
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-from kvfix_tools.lab.options import Options
-from kvfix_tools.lab.scenario import Scenario, prompt
-
-if TYPE_CHECKING:
-    from kvfix_tools.lab.world import World
-
-
-def play(world: World) -> None:
-    world.admit("r", prompt(300), max_tokens=8)
-    world.step()
-    world.step()
-    world.abort("r")
-    world.admit("next", prompt(300, seed=1))
-    world.run()
-    world.settle()
-
+from kvfix_tools.lab.scenario import Options, Scenario
+from kvfix_tools.lab.steps import abort, admit, prompt, run, settle, step
 
 SCENARIO = Scenario(
-    __name__,
-    __doc__,
-    play,
-    fixes=("KVF010",),
+    schedule=[
+        admit("r", prompt(300), max_tokens=8),
+        step(2),
+        abort("r"),
+        admit("next", prompt(300, seed=1)),
+        run(),
+        settle(),
+    ],
     rule="KVR009",
     text="lookup_client.aborted_lookups",
     wrong={"lmcache": ">=0.3.10,!=0.4.5,!=0.4.6,!=0.4.7,!=0.5.0"},

@@ -6,36 +6,23 @@ and the client looks for the time that it has forgotten (lmcache_async_lookup_cl
 LMCache issue 3685; PR 3766 is open.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-from kvfix_tools.lab.options import Options
-from kvfix_tools.lab.scenario import Scenario, prompt
-
-if TYPE_CHECKING:
-    from kvfix_tools.lab.world import World
-
-
-def play(world: World) -> None:
-    world.slow_lookups(99)
-    world.take_blocks(world.free())
-    world.admit("r", prompt(300))
-    world.step()  # match(0): the lookup is sent
-    world.step()  # match(0): not known yet
-    world.wait(4)  # the worker is busy; lookup_timeout_ms is 3,000
-    world.step()  # match(0): given up, 0; no free blocks
-    world.step()  # match(0) again
-    world.free_blocks()
-    world.run()
-    world.settle()
-
+from kvfix_tools.lab.scenario import Options, Scenario
+from kvfix_tools.lab.steps import admit, free_blocks, keep_blocks, prompt, run, settle, slow_lookups, step, wait
 
 SCENARIO = Scenario(
-    __name__,
-    __doc__,
-    play,
-    fixes=("KVF011",),
+    schedule=[
+        slow_lookups(99),
+        keep_blocks(0),
+        admit("r", prompt(300)),
+        step(),  # match(0): the lookup is sent
+        step(),  # match(0): not known yet
+        wait(4),  # the worker is busy; lookup_timeout_ms is 3,000
+        step(),  # match(0): given up, 0; no free blocks
+        step(),  # match(0) again
+        free_blocks(),
+        run(),
+        settle(),
+    ],
     rule="KVR011",
     text="schedule: KeyError: 'r'",
     wrong={"lmcache": ">=0.3.10"},

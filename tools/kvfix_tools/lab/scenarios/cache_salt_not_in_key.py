@@ -1,30 +1,18 @@
 """Two tenants share KV: LMCache in the engine does not look at the cache_salt that keeps them apart in vLLM."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-from kvfix_tools.lab.options import Options
-from kvfix_tools.lab.scenario import Scenario, prompt
-
-if TYPE_CHECKING:
-    from kvfix_tools.lab.world import World
-
-
-def play(world: World) -> None:
-    world.admit("before", prompt(600), cache_salt="one")
-    world.run()
-    world.admit("r", prompt(600), max_tokens=2, cache_salt="two")
-    world.run()
-    world.settle()
-
+from kvfix_tools.lab.scenario import CONTENT, Options, Scenario
+from kvfix_tools.lab.steps import admit, prompt, run, settle
 
 SCENARIO = Scenario(
-    __name__,
-    __doc__,
-    play,
-    fixes=("KVF017",),
+    schedule=[
+        admit("before", prompt(600), cache_salt="one"),
+        run(),
+        admit("r", prompt(600), max_tokens=2, cache_salt="two"),
+        run(),
+        settle(),
+    ],
     rule="LAB001",
+    not_in_hooks=CONTENT,
     wrong={"lmcache": ">=0.3.9"},
     options=Options(num_blocks=90, chunk_size=256, max_num_batched_tokens=1024),
 )

@@ -3,33 +3,19 @@
 There is no room for the request, so vLLM asks for it on every step; a lookup that timed out is not remembered.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-from kvfix_tools.lab.options import Options
-from kvfix_tools.lab.scenario import Scenario, prompt
-
-if TYPE_CHECKING:
-    from kvfix_tools.lab.world import World
-
-
-def play(world: World) -> None:
-    world.lookups_fail(4)
-    world.take_blocks(world.free())
-    world.admit("r", prompt(300))
-    for _ in range(4):
-        world.step()
-    world.free_blocks()
-    world.run()
-    world.settle()
-
+from kvfix_tools.lab.scenario import Options, Scenario
+from kvfix_tools.lab.steps import admit, free_blocks, keep_blocks, lookups_fail, prompt, run, settle, step
 
 SCENARIO = Scenario(
-    __name__,
-    __doc__,
-    play,
-    fixes=("KVF015",),
+    schedule=[
+        lookups_fail(4),
+        keep_blocks(0),
+        admit("r", prompt(300)),
+        step(4),
+        free_blocks(),
+        run(),
+        settle(),
+    ],
     rule="KVR012",
     wrong={"lmcache": ">=0.3.9"},
     options=Options(chunk_size=256, max_num_batched_tokens=512),

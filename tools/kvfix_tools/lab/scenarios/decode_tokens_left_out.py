@@ -4,36 +4,22 @@ LMCache to 0.4.2 adds the tokens from the computed ones on; the one there is und
 where the request has sat out a step, here for want of budget: then it is added behind those that the tracker has.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-from kvfix_tools.lab.options import Options
-from kvfix_tools.lab.scenario import Scenario, prompt
-
-if TYPE_CHECKING:
-    from kvfix_tools.lab.world import World
-
-
-def play(world: World) -> None:
-    world.admit("other", prompt(20, seed=1), max_tokens=9)
-    world.admit("r", prompt(43), max_tokens=9)
-    world.step()
-    world.step()
-    world.budget(1)
-    world.step()
-    world.step()
-    world.budget(128)
-    world.run()
-    world.settle()
-
+from kvfix_tools.lab.scenario import CONTENT, Options, Scenario
+from kvfix_tools.lab.steps import admit, budget, prompt, run, settle, step
 
 SCENARIO = Scenario(
-    __name__,
-    __doc__,
-    play,
-    fixes=("KVF024",),
+    schedule=[
+        admit("other", prompt(20, seed=1), max_tokens=9),
+        admit("r", prompt(43), max_tokens=9),
+        step(2),
+        budget(1),
+        step(2),
+        budget(128),
+        run(),
+        settle(),
+    ],
     rule="LAB001",
+    not_in_hooks=CONTENT,
     text="not the first ones",
     wrong={"vllm": ">=0.11.2", "lmcache": ">=0.3.10,<0.4.3"},
     needs={"lmcache": ">=0.3.10"},

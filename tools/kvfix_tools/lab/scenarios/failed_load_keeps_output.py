@@ -5,33 +5,21 @@ With asynchronous scheduling, vLLM's default on a GPU, a step is scheduled befor
 step has said (scheduler.py 0.32.0:2088); the next one has computed on top of it, and its token is kept.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-from kvfix_tools.lab.options import Options
-from kvfix_tools.lab.scenario import Scenario, prompt
-
-if TYPE_CHECKING:
-    from kvfix_tools.lab.world import World
-
-
-def play(world: World) -> None:
-    world.admit("first", prompt(192))
-    world.run()
-    world.reset_prefix_cache()
-    world.fail_load("r")
-    world.admit("r", prompt(193), max_tokens=8)
-    world.run()
-    world.settle()
-
+from kvfix_tools.lab.scenario import CONTENT, Options, Scenario
+from kvfix_tools.lab.steps import admit, fail_load, prompt, reset_prefix_cache, run, settle
 
 SCENARIO = Scenario(
-    __name__,
-    __doc__,
-    play,
-    fixes=("KVF205",),
+    schedule=[
+        admit("first", prompt(192)),
+        run(),
+        reset_prefix_cache(),
+        fail_load("r"),
+        admit("r", prompt(193), max_tokens=8),
+        run(),
+        settle(),
+    ],
     rule="LAB008",
+    not_in_hooks=CONTENT,
     text="is not what the model says",
     wrong={"vllm": ">=0.15"},
     needs={"lmcache": ">=0.4.1"},  # before, LMCache dies of such a request (KVF008)

@@ -8,36 +8,24 @@ With kv_load_failure_policy "recompute" the right KV is computed and stored agai
 chunks that it has.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-from kvfix_tools.lab.options import Options
-from kvfix_tools.lab.scenario import Scenario, prompt
-
-if TYPE_CHECKING:
-    from kvfix_tools.lab.world import World
-
-
-def play(world: World) -> None:
-    world.admit("first", prompt(128))
-    world.run()
-    world.reset_prefix_cache()
-    world.fail_load("failing")
-    world.admit("failing", prompt(300))
-    world.run()
-    world.reset_prefix_cache()
-    world.admit("r", prompt(300))
-    world.run()
-    world.settle()
-
+from kvfix_tools.lab.scenario import CONTENT, Options, Scenario
+from kvfix_tools.lab.steps import admit, fail_load, prompt, reset_prefix_cache, run, settle
 
 SCENARIO = Scenario(
-    __name__,
-    __doc__,
-    play,
-    fixes=("KVF007",),
+    schedule=[
+        admit("first", prompt(128)),
+        run(),
+        reset_prefix_cache(),
+        fail_load("failing"),
+        admit("failing", prompt(300)),
+        run(),
+        reset_prefix_cache(),
+        admit("r", prompt(300)),
+        run(),
+        settle(),
+    ],
     rule="LAB001",
+    not_in_hooks=CONTENT,
     text="the step reads token 128 of",
     wrong={"lmcache": ">=0.3.9.post1"},
     # 0.3.9 does not tell vLLM that a load failed; before 0.13 vLLM has no such option, and computes it again

@@ -4,36 +4,34 @@ vLLM looks at the requests that run. With asynchronous scheduling the next step 
 last one is there; here another request needs a block for its first token, and there is none.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-from kvfix_tools.lab.options import Options
-from kvfix_tools.lab.scenario import Scenario, prompt
-
-if TYPE_CHECKING:
-    from kvfix_tools.lab.world import World
-
-
-def play(world: World) -> None:
-    world.stored_elsewhere(prompt(96))
-    world.fail_load("r")
-    world.admit("other", prompt(32, seed=1), max_tokens=4)
-    world.admit("r", prompt(100), max_tokens=4)
-    world.step()
-    world.keep_blocks(0)
-    world.step()
-    world.free_blocks()
-    world.run()
-    world.settle()
-
+from kvfix_tools.lab.scenario import CONTENT, Options, Scenario
+from kvfix_tools.lab.steps import (
+    admit,
+    fail_load,
+    free_blocks,
+    keep_blocks,
+    prompt,
+    run,
+    settle,
+    step,
+    stored_elsewhere,
+)
 
 SCENARIO = Scenario(
-    __name__,
-    __doc__,
-    play,
-    fixes=("KVF205",),
+    schedule=[
+        stored_elsewhere(prompt(96)),
+        fail_load("r"),
+        admit("other", prompt(32, seed=1), max_tokens=4),
+        admit("r", prompt(100), max_tokens=4),
+        step(),
+        keep_blocks(0),
+        step(),
+        free_blocks(),
+        run(),
+        settle(),
+    ],
     rule="LAB008",
+    not_in_hooks=CONTENT,
     text="is not what the model says",
     wrong={"vllm": ">=0.11.2"},
     needs={"lmcache": ">=0.4.1"},

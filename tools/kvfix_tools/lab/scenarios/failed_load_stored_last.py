@@ -5,35 +5,23 @@ With a drafter vLLM defers `wait_for_save` until the drafts are made, and asks f
 load brings none; both compute the rest of their prompts on top of them, and both are saved.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-from kvfix_tools.lab.options import Options
-from kvfix_tools.lab.scenario import Scenario, prompt
-
-if TYPE_CHECKING:
-    from kvfix_tools.lab.world import World
-
-
-def play(world: World) -> None:
-    world.stored_elsewhere(prompt(128))
-    world.fail_load("failing")
-    world.admit("failing", prompt(300))
-    world.admit("sharing", prompt(260))
-    world.run()
-    world.reset_prefix_cache()
-    world.admit("r", prompt(300))
-    world.run()
-    world.settle()
-
+from kvfix_tools.lab.scenario import CONTENT, Options, Scenario
+from kvfix_tools.lab.steps import admit, fail_load, prompt, reset_prefix_cache, run, settle, stored_elsewhere
 
 SCENARIO = Scenario(
-    __name__,
-    __doc__,
-    play,
-    fixes=("KVF007",),
+    schedule=[
+        stored_elsewhere(prompt(128)),
+        fail_load("failing"),
+        admit("failing", prompt(300)),
+        admit("sharing", prompt(260)),
+        run(),
+        reset_prefix_cache(),
+        admit("r", prompt(300)),
+        run(),
+        settle(),
+    ],
     rule="LAB001",
+    not_in_hooks=CONTENT,
     text="the step reads token 128 of",
     wrong={"lmcache": ">=0.3.9.post1"},
     needs={"lmcache": ">=0.4.1"},  # before, LMCache dies of such a request (KVF008)

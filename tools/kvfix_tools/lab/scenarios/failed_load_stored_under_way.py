@@ -4,34 +4,22 @@ With asynchronous scheduling a step is scheduled before the answer of the last o
 320, 64 are computed in a step: the load brings none, and the second step stores what it has computed after the first.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-from kvfix_tools.lab.options import Options
-from kvfix_tools.lab.scenario import Scenario, prompt
-
-if TYPE_CHECKING:
-    from kvfix_tools.lab.world import World
-
-
-def play(world: World) -> None:
-    world.stored_elsewhere(prompt(128))
-    world.fail_load("first")
-    world.admit("first", prompt(320))
-    world.run()
-    world.reset_prefix_cache()
-    world.admit("r", prompt(324), max_tokens=4)
-    world.run()
-    world.settle()
-
+from kvfix_tools.lab.scenario import CONTENT, Options, Scenario
+from kvfix_tools.lab.steps import admit, fail_load, prompt, reset_prefix_cache, run, settle, stored_elsewhere
 
 SCENARIO = Scenario(
-    __name__,
-    __doc__,
-    play,
-    fixes=("KVF007",),
+    schedule=[
+        stored_elsewhere(prompt(128)),
+        fail_load("first"),
+        admit("first", prompt(320)),
+        run(),
+        reset_prefix_cache(),
+        admit("r", prompt(324), max_tokens=4),
+        run(),
+        settle(),
+    ],
     rule="LAB001",
+    not_in_hooks=CONTENT,
     wrong={"vllm": ">=0.11.2"},
     # before 0.4.1 LMCache dies of such a request (KVF008)
     needs={"lmcache": ">=0.4.1"},

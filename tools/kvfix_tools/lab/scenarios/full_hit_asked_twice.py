@@ -4,35 +4,22 @@
 too few blocks; the second is 200, and vLLM asserts that there are new tokens (scheduler.py 0.32.0:1170).
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-from kvfix_tools.lab.options import Options
-from kvfix_tools.lab.scenario import Scenario, prompt
-
-if TYPE_CHECKING:
-    from kvfix_tools.lab.world import World
-
-
-def play(world: World) -> None:
-    world.admit("before", prompt(200))
-    world.run()
-    world.reset_prefix_cache()
-    world.take_blocks(world.free())
-    world.admit("r", prompt(200), max_tokens=2)
-    world.step()  # match(0) by a lookup
-    world.step()  # match(0) from the lookup cache
-    world.free_blocks()
-    world.run()
-    world.settle()
-
+from kvfix_tools.lab.scenario import Options, Scenario
+from kvfix_tools.lab.steps import admit, free_blocks, keep_blocks, prompt, reset_prefix_cache, run, settle, step
 
 SCENARIO = Scenario(
-    __name__,
-    __doc__,
-    play,
-    fixes=("KVF001",),
+    schedule=[
+        admit("before", prompt(200)),
+        run(),
+        reset_prefix_cache(),
+        keep_blocks(0),
+        admit("r", prompt(200), max_tokens=2),
+        step(),  # match(0) by a lookup
+        step(),  # match(0) from the lookup cache
+        free_blocks(),
+        run(),
+        settle(),
+    ],
     rule="KVR001",
     wrong={"lmcache": "==0.3.10"},
     options=Options(block_size=8, num_blocks=40, chunk_size=40, max_num_batched_tokens=256),

@@ -3,32 +3,19 @@
 vLLM frees the request at the first report and looks for it at the other (scheduler.py 0.32.0:3222-3235).
 """
 
-from __future__ import annotations
+from kvfix_tools.lab.scenario import mp_scenarios
+from kvfix_tools.lab.steps import abort, admit, prompt, run, settle, step, stored_elsewhere
 
-from typing import TYPE_CHECKING
-
-from kvfix_tools.lab.scenario import both, prompt
-
-if TYPE_CHECKING:
-    from kvfix_tools.lab.world import World
-
-
-def play(world: World) -> None:
-    world.stored_elsewhere(prompt(128))
-    world.admit("r", prompt(140), max_tokens=4)
-    for _ in range(5):
-        world.step()
-    world.abort("r")
-    world.admit("next", prompt(200))  # if EngineCore lives, it serves the next one
-    world.run()
-    world.settle()
-
-
-SCENARIO = both(
-    __name__,
-    __doc__,
-    play,
-    fixes=("KVF201",),
+SCENARIO = mp_scenarios(
+    schedule=[
+        stored_elsewhere(prompt(128)),
+        admit("r", prompt(140), max_tokens=4),
+        step(5),
+        abort("r"),
+        admit("next", prompt(200)),  # if EngineCore lives, it serves the next one
+        run(),
+        settle(),
+    ],
     rule="KVR011",
     text="update_from_output: AssertionError",
     wrong=">=0.4.5",

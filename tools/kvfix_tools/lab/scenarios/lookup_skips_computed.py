@@ -7,37 +7,25 @@ short, and vLLM computes them again; with kv_load_failure_policy "fail" the requ
 count as stored, so they never are: rule KVR007.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-from kvfix_tools.lab.options import Options
-from kvfix_tools.lab.scenario import Scenario, prompt
-
-if TYPE_CHECKING:
-    from kvfix_tools.lab.world import World
-
-
-def play(world: World) -> None:
-    world.admit("before", prompt(300))
-    world.run()
-    world.evict(9)
-    world.keep_blocks(20)  # the prefix is among them
-    world.admit("r", prompt(600))
-    world.step()  # match(288): hit 256, of which LMCache has nothing; no free blocks
-    world.keep_blocks(0)
-    world.step()  # match(0) from the lookup cache: 256 are promised
-    world.free_blocks()
-    world.run()
-    world.settle()
-
+from kvfix_tools.lab.scenario import REQUEST, Options, Scenario
+from kvfix_tools.lab.steps import admit, evict, free_blocks, keep_blocks, prompt, run, settle, step
 
 SCENARIO = Scenario(
-    __name__,
-    __doc__,
-    play,
-    fixes=("KVF019",),
+    schedule=[
+        admit("before", prompt(300)),
+        run(),
+        evict(9),
+        keep_blocks(20),  # the prefix is among them
+        admit("r", prompt(600)),
+        step(),  # match(288): hit 256, of which LMCache has nothing; no free blocks
+        keep_blocks(0),
+        step(),  # match(0) from the lookup cache: 256 are promised
+        free_blocks(),
+        run(),
+        settle(),
+    ],
     rule="LAB002",
+    not_in_hooks=REQUEST,
     wrong={"lmcache": ">=0.3.10.post2,<0.3.12"},
     options=Options(num_blocks=64, chunk_size=256, max_num_batched_tokens=512),
 )

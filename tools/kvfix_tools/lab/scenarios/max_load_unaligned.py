@@ -4,33 +4,20 @@ max_tokens_per_load 1024, 80 tokens in vLLM: the promise is 1,024, the LoadSpec 
 `update_state_after_alloc` finds 1,024 promised where 1,024 - 80 is due. No preemption is needed.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-from kvfix_tools.lab.options import Options
-from kvfix_tools.lab.scenario import Scenario, prompt
-
-if TYPE_CHECKING:
-    from kvfix_tools.lab.world import World
-
-
-def play(world: World) -> None:
-    world.admit("before", prompt(1500))
-    world.run()
-    world.reset_prefix_cache()
-    world.admit("short", prompt(80))
-    world.run()
-    world.admit("r", prompt(1500), max_tokens=2)
-    world.run()
-    world.settle()
-
+from kvfix_tools.lab.scenario import Options, Scenario
+from kvfix_tools.lab.steps import admit, prompt, reset_prefix_cache, run, settle
 
 SCENARIO = Scenario(
-    __name__,
-    __doc__,
-    play,
-    fixes=("KVF003",),
+    schedule=[
+        admit("before", prompt(1500)),
+        run(),
+        reset_prefix_cache(),
+        admit("short", prompt(80)),
+        run(),
+        admit("r", prompt(1500), max_tokens=2),
+        run(),
+        settle(),
+    ],
     rule="KVR011",
     text="Mismatch in tokens to load: 1024 vs 1024 (tokens in lmcache) - 80 (tokens in vllm)",
     wrong={"lmcache": ">=0.4.7"},

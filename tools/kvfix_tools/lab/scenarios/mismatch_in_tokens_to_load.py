@@ -6,41 +6,28 @@ the long one's blocks. While there are too few free blocks to take it back, vLLM
 first answer is made by a lookup and is 0, the next come from the lookup cache. Then the blocks come free.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-from kvfix_tools.lab.options import Options
-from kvfix_tools.lab.scenario import Scenario, prompt
-
-if TYPE_CHECKING:
-    from kvfix_tools.lab.world import World
+from kvfix_tools.lab.scenario import Options, Scenario
+from kvfix_tools.lab.steps import admit, budget, prompt, run, settle, step
 
 LONG = "long"
 
-
-def play(world: World) -> None:
-    # 637 of the 659 usable blocks, full after its third token; six tokens long
-    world.admit("other", prompt(10190, seed=1), max_tokens=6)
-    world.step()
-    world.admit(LONG, prompt(10009, seed=2), max_tokens=2)
-    world.budget(1 + 336)
-    world.step()
-    world.budget(1 + 1)
-    world.step()  # the 22nd block of the long one: none is free now
-    world.budget(16384)
-    world.step()  # the other one needs a block: the long one is preempted
-    world.step()  # match(336) by a lookup; too few blocks
-    world.step()  # match(336) from the lookup cache; too few blocks; the other one finishes
-    world.run()
-    world.settle()
-
-
 SCENARIO = Scenario(
-    __name__,
-    __doc__,
-    play,
-    fixes=("KVF001",),
+    schedule=[
+        # 637 of the 659 usable blocks, full after its third token; six tokens long
+        admit("other", prompt(10190, seed=1), max_tokens=6),
+        step(),
+        admit(LONG, prompt(10009, seed=2), max_tokens=2),
+        budget(1 + 336),
+        step(),
+        budget(1 + 1),
+        step(),  # the 22nd block of the long one: none is free now
+        budget(16384),
+        step(),  # the other one needs a block: the long one is preempted
+        step(),  # match(336) by a lookup; too few blocks
+        step(),  # match(336) from the lookup cache; too few blocks; the other one finishes
+        run(),
+        settle(),
+    ],
     rule="KVR011",
     text="Mismatch in tokens to load: 256 vs 256 (tokens in lmcache) - 336 (tokens in vllm) - 0 (full lmcache hits "
     f"subtracts last token to recalculate logits) for request {LONG}",

@@ -1,31 +1,21 @@
-"""A request aborted while its prefetch runs: the server locks what it finds afterwards, and nobody gives it back."""
+"""A request aborted while its prefetch runs: the server locks what it finds afterwards, and the lock is never freed."""
 
-from __future__ import annotations
+from kvfix_tools.lab.scenario import mp_scenarios
+from kvfix_tools.lab.steps import abort, admit, prompt, run, settle, step, stored_elsewhere
 
-from typing import TYPE_CHECKING
-
-from kvfix_tools.lab.scenario import both, prompt
-
-if TYPE_CHECKING:
-    from kvfix_tools.lab.world import World
-
-
-def play(world: World) -> None:
-    world.stored_elsewhere(prompt(128))
-    world.admit("r", prompt(140))
-    world.step()
-    world.abort("r")
-    world.admit("next", prompt(200))
-    world.run()
-    world.settle()
-
-
-SCENARIO = both(
-    __name__,
-    __doc__,
-    play,
-    fixes=("KVF105",),
+SCENARIO = mp_scenarios(
+    schedule=[
+        stored_elsewhere(prompt(128)),
+        admit("r", prompt(140)),
+        step(),
+        abort("r"),
+        admit("next", prompt(200)),
+        run(),
+        settle(),
+    ],
     rule="KVR009",
+    # the connector lets the scheduler know of its locks only in this one
+    hooks_releases=("0.5.4",),
     text="read locks of the server",
     wrong=">=0.4.5",
     max_num_batched_tokens=256,

@@ -1,32 +1,21 @@
 """A miss in the cache, a hit in vLLM: so many tokens at the end of the prompt are computed and not stored."""
 
-from __future__ import annotations
+from kvfix_tools.lab.scenario import CONTENT, mp_scenarios
+from kvfix_tools.lab.steps import admit, evict, expect_stored, prompt, run, settle
 
-from typing import TYPE_CHECKING
-
-from kvfix_tools.lab.scenario import both, prompt
-
-if TYPE_CHECKING:
-    from kvfix_tools.lab.world import World
-
-
-def play(world: World) -> None:
-    world.admit("before", prompt(140))
-    world.run()
-    world.settle()
-    world.evict(8)  # vLLM still has the prompt
-    world.admit("r", prompt(270))
-    world.run()
-    world.settle()
-    world.expect_stored("r")
-
-
-SCENARIO = both(
-    __name__,
-    __doc__,
-    play,
-    fixes=("KVF102",),
+SCENARIO = mp_scenarios(
+    schedule=[
+        admit("before", prompt(140)),
+        run(),
+        settle(),
+        evict(8),  # vLLM still has the prompt
+        admit("r", prompt(270)),
+        run(),
+        settle(),
+        expect_stored("r"),
+    ],
     rule="LAB004",
+    not_in_hooks=CONTENT,
     wrong=">=0.4.5,<0.5.6",
     max_num_batched_tokens=256,
 )

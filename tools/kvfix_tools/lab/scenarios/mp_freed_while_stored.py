@@ -3,34 +3,21 @@
 The first chunk is stored early and done; the last one is still being copied when the request ends.
 """
 
-from __future__ import annotations
+from kvfix_tools.lab.scenario import mp_scenarios
+from kvfix_tools.lab.steps import admit, free_blocks, keep_blocks, prompt, run_until_finished, settle, step
 
-from typing import TYPE_CHECKING
-
-from kvfix_tools.lab.scenario import both, prompt
-
-if TYPE_CHECKING:
-    from kvfix_tools.lab.world import World
-
-
-def play(world: World) -> None:
-    world.admit("r", prompt(256))
-    while not world.requests["r"].is_finished():
-        world.step()
-    world.step()  # the worker hears of it, and answers
-    world.keep_blocks(0)  # others take its blocks and write to them
-    for _ in range(4):
-        world.step()
-    world.free_blocks()
-    world.settle()
-
-
-SCENARIO = both(
-    __name__,
-    __doc__,
-    play,
-    fixes=("KVF109",),
+SCENARIO = mp_scenarios(
+    schedule=[
+        admit("r", prompt(256)),
+        run_until_finished("r"),
+        step(),  # the worker hears of it, and answers
+        keep_blocks(0),  # others take its blocks and write to them
+        step(4),
+        free_blocks(),
+        settle(),
+    ],
     rule="LAB001",
+    hooks_rule="KVR009",
     text="is stored under their key",
     wrong=">=0.4.5",
     max_num_batched_tokens=16,

@@ -4,29 +4,16 @@ With `prompt_logprobs` vLLM reads no cache, its own or another. The connector is
 nothing is granted.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-from kvfix_tools.lab.options import Options
-from kvfix_tools.lab.scenario import Scenario, prompt
-
-if TYPE_CHECKING:
-    from kvfix_tools.lab.world import World
-
-
-def play(world: World) -> None:
-    world.stored_elsewhere(prompt(128))
-    world.admit("r", prompt(200), max_tokens=4, sampling={"prompt_logprobs": 1})
-    world.run()
-    world.settle()
-
+from kvfix_tools.lab.scenario import Options, Scenario
+from kvfix_tools.lab.steps import admit, prompt, run, settle, stored_elsewhere
 
 SCENARIO = Scenario(
-    __name__,
-    __doc__,
-    play,
-    fixes=("KVF115",),
+    schedule=[
+        stored_elsewhere(prompt(128)),
+        admit("r", prompt(200), max_tokens=4, sampling={"prompt_logprobs": 1}),
+        run(),
+        settle(),
+    ],
     rule="KVR004",
     # before vLLM 0.31 such a request takes what the connector has
     wrong={"vllm": ">=0.31.0", "lmcache": ">=0.4.5,<0.5.5"},

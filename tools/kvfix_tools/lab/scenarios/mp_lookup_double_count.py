@@ -1,31 +1,18 @@
 """Each poll of a waiting request counts its hit again as stored: a hole is left, and what follows is unreachable."""
 
-from __future__ import annotations
+from kvfix_tools.lab.scenario import mp_scenarios
+from kvfix_tools.lab.steps import admit, free_blocks, keep_blocks, prompt, run, settle, step, stored_elsewhere
 
-from typing import TYPE_CHECKING
-
-from kvfix_tools.lab.scenario import both, prompt
-
-if TYPE_CHECKING:
-    from kvfix_tools.lab.world import World
-
-
-def play(world: World) -> None:
-    world.stored_elsewhere(prompt(128))
-    world.keep_blocks(4)
-    world.admit("r", prompt(800), max_tokens=2)
-    for _ in range(4):  # the lookup, then three polls without enough blocks
-        world.step()
-    world.free_blocks()
-    world.run()
-    world.settle()
-
-
-SCENARIO = both(
-    __name__,
-    __doc__,
-    play,
-    fixes=("KVF102",),
+SCENARIO = mp_scenarios(
+    schedule=[
+        stored_elsewhere(prompt(128)),
+        keep_blocks(4),
+        admit("r", prompt(800), max_tokens=2),
+        step(4),  # the lookup, then three polls without enough blocks
+        free_blocks(),
+        run(),
+        settle(),
+    ],
     rule="KVR007",
     wrong=">=0.4.5,<0.5.6",
     max_num_batched_tokens=256,

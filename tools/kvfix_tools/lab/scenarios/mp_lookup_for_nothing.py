@@ -3,29 +3,18 @@
 With `prompt_logprobs` vLLM reads no cache. It admits the request before the lookup is answered.
 """
 
-from __future__ import annotations
+from kvfix_tools.lab.scenario import SERVER, mp_scenarios
+from kvfix_tools.lab.steps import admit, prompt, run, settle, stored_elsewhere
 
-from typing import TYPE_CHECKING
-
-from kvfix_tools.lab.scenario import both, prompt
-
-if TYPE_CHECKING:
-    from kvfix_tools.lab.world import World
-
-
-def play(world: World) -> None:
-    world.stored_elsewhere(prompt(128))
-    world.admit("r", prompt(200), max_tokens=4, sampling={"prompt_logprobs": 1})
-    world.run()
-    world.settle()
-
-
-SCENARIO = both(
-    __name__,
-    __doc__,
-    play,
-    fixes=("KVF116",),
+SCENARIO = mp_scenarios(
+    schedule=[
+        stored_elsewhere(prompt(128)),
+        admit("r", prompt(200), max_tokens=4, sampling={"prompt_logprobs": 1}),
+        run(),
+        settle(),
+    ],
     rule="KVR009",
+    not_in_hooks=SERVER,
     text="read locks of the server",
     wrong=">=0.4.5",
     vllm=">=0.31.0",  # before, such a request takes what the connector has

@@ -1,29 +1,18 @@
 """A load that failed is reported as done without its blocks: vLLM reads what was never loaded. Wrong text, no error."""
 
-from __future__ import annotations
+from kvfix_tools.lab.scenario import CONTENT, mp_scenarios
+from kvfix_tools.lab.steps import admit, fail_load, prompt, run, settle, stored_elsewhere
 
-from typing import TYPE_CHECKING
-
-from kvfix_tools.lab.scenario import both, prompt
-
-if TYPE_CHECKING:
-    from kvfix_tools.lab.world import World
-
-
-def play(world: World) -> None:
-    world.stored_elsewhere(prompt(128))
-    world.admit("r", prompt(140), max_tokens=2)
-    world.fail_load("r")
-    world.run(60)
-    world.settle()
-
-
-SCENARIO = both(
-    __name__,
-    __doc__,
-    play,
-    fixes=("KVF103",),
+SCENARIO = mp_scenarios(
+    schedule=[
+        stored_elsewhere(prompt(128)),
+        admit("r", prompt(140), max_tokens=2),
+        fail_load("r"),
+        run(60),
+        settle(),
+    ],
     rule="LAB001",
+    not_in_hooks=CONTENT,
     wrong=">=0.4.5,<0.5.5",
     max_num_batched_tokens=256,
 )

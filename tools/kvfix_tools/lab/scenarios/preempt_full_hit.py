@@ -4,32 +4,18 @@ Another request whose prompt is this one with what was generated since has store
 computed again, so 255 of 256 are there.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-from kvfix_tools.lab.options import Options
-from kvfix_tools.lab.scenario import Scenario, continued, prompt
-
-if TYPE_CHECKING:
-    from kvfix_tools.lab.world import World
-
-
-def play(world: World) -> None:
-    world.stored_elsewhere(continued(prompt(250), 6))
-    world.admit("r", prompt(250), max_tokens=16)
-    for _ in range(6):
-        world.step()
-    world.preempt("r")
-    world.run()
-    world.settle()
-
+from kvfix_tools.lab.scenario import Options, Scenario
+from kvfix_tools.lab.steps import admit, continued, preempt, prompt, run, settle, step, stored_elsewhere
 
 SCENARIO = Scenario(
-    __name__,
-    __doc__,
-    play,
-    fixes=("KVF002",),
+    schedule=[
+        stored_elsewhere(continued(prompt(250), 6)),
+        admit("r", prompt(250), max_tokens=16),
+        step(6),
+        preempt("r"),
+        run(),
+        settle(),
+    ],
     rule="KVR011",
     text="Preempted request r has num_computed_tokens 255 but",
     wrong={"lmcache": ">=0.3.10.post1,<0.4.3"},

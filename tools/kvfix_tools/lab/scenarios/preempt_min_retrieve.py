@@ -4,33 +4,20 @@ min_retrieve_tokens 512: of 1,024 tokens in LMCache, 800 are in vLLM, so the con
 says 1,024 all the same, and `build_connector_meta` asserts that the resumed request has as many computed tokens.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-from kvfix_tools.lab.options import Options
-from kvfix_tools.lab.scenario import Scenario, prompt
-
-if TYPE_CHECKING:
-    from kvfix_tools.lab.world import World
-
-
-def play(world: World) -> None:
-    world.admit("r", prompt(1100), max_tokens=8)
-    world.step()
-    world.preempt("r")
-    world.keep_blocks(50)  # 800 tokens stay in the prefix cache, 1,024 are in LMCache
-    world.step()
-    world.free_blocks()
-    world.run()
-    world.settle()
-
+from kvfix_tools.lab.scenario import Options, Scenario
+from kvfix_tools.lab.steps import admit, free_blocks, keep_blocks, preempt, prompt, run, settle, step
 
 SCENARIO = Scenario(
-    __name__,
-    __doc__,
-    play,
-    fixes=("KVF002",),
+    schedule=[
+        admit("r", prompt(1100), max_tokens=8),
+        step(),
+        preempt("r"),
+        keep_blocks(50),  # 800 tokens stay in the prefix cache, 1,024 are in LMCache
+        step(),
+        free_blocks(),
+        run(),
+        settle(),
+    ],
     rule="KVR011",
     text="Preempted request r has num_computed_tokens 800 but",
     wrong={"lmcache": ">=0.3.14"},

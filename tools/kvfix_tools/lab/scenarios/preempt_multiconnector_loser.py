@@ -4,33 +4,30 @@ vLLM asks all connectors and takes the first that promises something; LMCache's 
 and `build_connector_meta` asserts it of the resumed request.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-from kvfix_tools.lab.options import Options
-from kvfix_tools.lab.scenario import Scenario, prompt
-
-if TYPE_CHECKING:
-    from kvfix_tools.lab.world import World
-
-
-def play(world: World) -> None:
-    world.admit("r", prompt(1100), max_tokens=8)
-    world.step()
-    world.preempt("r")
-    world.keep_blocks(50)  # 800 tokens stay in the prefix cache, LMCache has 1,024, the other connector 1,088
-    world.is_beside("r")
-    world.free_blocks()
-    world.run()
-    world.settle()
-
+from kvfix_tools.lab.scenario import Options, Scenario
+from kvfix_tools.lab.steps import (
+    admit,
+    free_blocks,
+    has_in_other_connector,
+    keep_blocks,
+    preempt,
+    prompt,
+    run,
+    settle,
+    step,
+)
 
 SCENARIO = Scenario(
-    __name__,
-    __doc__,
-    play,
-    fixes=("KVF002",),
+    schedule=[
+        admit("r", prompt(1100), max_tokens=8),
+        step(),
+        preempt("r"),
+        keep_blocks(50),  # 800 tokens stay in the prefix cache, LMCache has 1,024, the other connector 1,088
+        has_in_other_connector("r"),
+        free_blocks(),
+        run(),
+        settle(),
+    ],
     rule="KVR011",
     text="Preempted request r has num_computed_tokens 1088 but",
     wrong={"lmcache": ">=0.3.10.post1"},

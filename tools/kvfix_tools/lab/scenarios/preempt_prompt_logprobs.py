@@ -4,30 +4,17 @@ vLLM skips reading prefix caches for such a request (scheduler.py 0.32.0:982), i
 LoadSpec still says what was hit, and `build_connector_meta` asserts it of the resumed request.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-from kvfix_tools.lab.options import Options
-from kvfix_tools.lab.scenario import Scenario, prompt
-
-if TYPE_CHECKING:
-    from kvfix_tools.lab.world import World
-
-
-def play(world: World) -> None:
-    world.admit("r", prompt(1100), max_tokens=8, sampling={"prompt_logprobs": 1})
-    world.step()
-    world.preempt("r")
-    world.run()
-    world.settle()
-
+from kvfix_tools.lab.scenario import Options, Scenario
+from kvfix_tools.lab.steps import admit, preempt, prompt, run, settle, step
 
 SCENARIO = Scenario(
-    __name__,
-    __doc__,
-    play,
-    fixes=("KVF002",),
+    schedule=[
+        admit("r", prompt(1100), max_tokens=8, sampling={"prompt_logprobs": 1}),
+        step(),
+        preempt("r"),
+        run(),
+        settle(),
+    ],
     rule="KVR011",
     text="Preempted request r has num_computed_tokens 0 but",
     # vLLM before 0.31 skips only its own prefix cache for such a request, and takes what the connector has

@@ -1,29 +1,14 @@
 """A prompt given as embeddings has no token ids, and EngineCore dies counting them."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-from kvfix_tools.lab.options import Options
-from kvfix_tools.lab.scenario import Scenario
-
-if TYPE_CHECKING:
-    from kvfix_tools.lab.world import World
-
-
-def play(world: World) -> None:
-    import torch
-
-    world.admit("r", None, max_tokens=2, prompt_embeds=torch.zeros(300, 64))
-    world.run()
-    world.settle()
-
+from kvfix_tools.lab.scenario import Options, Scenario
+from kvfix_tools.lab.steps import admit, run, settle
 
 SCENARIO = Scenario(
-    __name__,
-    __doc__,
-    play,
-    fixes=("KVF006",),
+    schedule=[
+        admit("r", None, max_tokens=2, embeddings=(300, 0.0)),
+        run(),
+        settle(),
+    ],
     rule="KVR011",
     text="schedule: ",
     wrong={"lmcache": ">=0.3.9"},

@@ -5,34 +5,21 @@ are too few blocks; the second is 1,024, and vLLM finds 1,824 computed tokens in
 AssertionError (vllm/v1/core/sched/scheduler.py 0.32.0:1048).
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-from kvfix_tools.lab.options import Options
-from kvfix_tools.lab.scenario import Scenario, prompt
-
-if TYPE_CHECKING:
-    from kvfix_tools.lab.world import World
-
-
-def play(world: World) -> None:
-    world.admit("r", prompt(1100), max_tokens=8)
-    world.step()
-    world.preempt("r")
-    world.keep_blocks(50)  # of its 69 blocks, 50 stay in the prefix cache: 800 tokens
-    world.step()  # match(800) by a lookup
-    world.step()  # match(800) from the lookup cache
-    world.free_blocks()
-    world.run()
-    world.settle()
-
+from kvfix_tools.lab.scenario import Options, Scenario
+from kvfix_tools.lab.steps import admit, free_blocks, keep_blocks, preempt, prompt, run, settle, step
 
 SCENARIO = Scenario(
-    __name__,
-    __doc__,
-    play,
-    fixes=("KVF001",),
+    schedule=[
+        admit("r", prompt(1100), max_tokens=8),
+        step(),
+        preempt("r"),
+        keep_blocks(50),  # of its 69 blocks, 50 stay in the prefix cache: 800 tokens
+        step(),  # match(800) by a lookup
+        step(),  # match(800) from the lookup cache
+        free_blocks(),
+        run(),
+        settle(),
+    ],
     rule="KVR001",
     wrong={"lmcache": "==0.3.10"},
     options=Options(block_size=16, num_blocks=100, chunk_size=256, max_num_batched_tokens=2048),

@@ -4,33 +4,29 @@
 when it is preempted; 96 of its 97 are hit and promised, and the 32 generated ones are not loaded.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-from kvfix_tools.lab.options import Options
-from kvfix_tools.lab.scenario import Scenario, continued, prompt
-
-if TYPE_CHECKING:
-    from kvfix_tools.lab.world import World
-
-
-def play(world: World) -> None:
-    world.stored_elsewhere(continued(prompt(64), 32))
-    world.admit("r", prompt(64), max_tokens=40)
-    for _ in range(33):
-        world.step()
-    world.preempt("r")
-    world.reset_prefix_cache()
-    world.run()
-    world.settle()
-
+from kvfix_tools.lab.scenario import Options, Scenario
+from kvfix_tools.lab.steps import (
+    admit,
+    continued,
+    preempt,
+    prompt,
+    reset_prefix_cache,
+    run,
+    settle,
+    step,
+    stored_elsewhere,
+)
 
 SCENARIO = Scenario(
-    __name__,
-    __doc__,
-    play,
-    fixes=("KVF023",),
+    schedule=[
+        stored_elsewhere(continued(prompt(64), 32)),
+        admit("r", prompt(64), max_tokens=40),
+        step(33),
+        preempt("r"),
+        reset_prefix_cache(),
+        run(),
+        settle(),
+    ],
     rule="KVR004",
     text="tokens 0 to 64 are to be loaded",
     wrong={"vllm": ">=0.32", "lmcache": ">=0.3.10"},

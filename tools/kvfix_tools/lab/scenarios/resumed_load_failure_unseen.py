@@ -3,33 +3,21 @@
 vLLM looks for failed blocks among what was cached when the request was first scheduled (scheduler.py 0.15.1:2007).
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-from kvfix_tools.lab.options import Options
-from kvfix_tools.lab.scenario import Scenario, prompt
-
-if TYPE_CHECKING:
-    from kvfix_tools.lab.world import World
-
-
-def play(world: World) -> None:
-    world.admit("r", prompt(100), max_tokens=4)
-    world.step()
-    world.preempt("r")
-    world.reset_prefix_cache()
-    world.fail_load("r")
-    world.run()
-    world.settle()
-
+from kvfix_tools.lab.scenario import CONTENT, Options, Scenario
+from kvfix_tools.lab.steps import admit, fail_load, preempt, prompt, reset_prefix_cache, run, settle, step
 
 SCENARIO = Scenario(
-    __name__,
-    __doc__,
-    play,
-    fixes=("KVF206",),
+    schedule=[
+        admit("r", prompt(100), max_tokens=4),
+        step(),
+        preempt("r"),
+        reset_prefix_cache(),
+        fail_load("r"),
+        run(),
+        settle(),
+    ],
     rule="LAB001",
+    not_in_hooks=CONTENT,
     text="its slot holds other KV",
     wrong={"vllm": ">=0.11.2,<0.20"},
     needs={"lmcache": ">=0.3.10"},  # before, a resumed request loads nothing

@@ -1,29 +1,16 @@
 """After a failed load the tracker holds tokens for which the request has no slots: the worker dies when it saves."""
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
-from kvfix_tools.lab.options import Options
-from kvfix_tools.lab.scenario import Scenario, prompt
-
-if TYPE_CHECKING:
-    from kvfix_tools.lab.world import World
-
-
-def play(world: World) -> None:
-    world.stored_elsewhere(prompt(1536))
-    world.admit("r", prompt(1540), max_tokens=2)
-    world.fail_load("r", after_chunks=1)
-    world.run(20)
-    world.settle()
-
+from kvfix_tools.lab.scenario import Options, Scenario
+from kvfix_tools.lab.steps import admit, fail_load, prompt, run, settle, stored_elsewhere
 
 SCENARIO = Scenario(
-    __name__,
-    __doc__,
-    play,
-    fixes=("KVF008",),
+    schedule=[
+        stored_elsewhere(prompt(1536)),
+        admit("r", prompt(1540), max_tokens=2),
+        fail_load("r", after_chunks=1),
+        run(20),
+        settle(),
+    ],
     rule="KVR011",
     text="wait_for_save: AssertionError",
     wrong={"lmcache": ">=0.3.10,<=0.3.15"},  # before, the tracker is as wrong, but nothing is saved then

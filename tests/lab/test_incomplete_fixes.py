@@ -1,4 +1,4 @@
-"""The lab sees that something is missing of a fix: one that fails, and one of whose patches one is left out."""
+"""The lab finds that something is missing of a fix: one that fails, and one of whose patches one is left out."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from tests.conftest import RELEASES, Once
 
 @pytest.fixture(scope="module")
 def found(once: Once) -> dict[str, list[str]]:
-    told: Any = once("from tests.lab.mutilated import result", RELEASES / "0.5.6")
-    return dict(told)
+    answer: Any = once("from tests.lab.incomplete_fixes import result", RELEASES / "0.5.6")
+    return dict(answer)
 
 
 def test_whole(found: dict[str, list[str]]) -> None:
@@ -23,17 +23,17 @@ def test_whole(found: dict[str, list[str]]) -> None:
 
 def test_a_fault_of_kvfix_itself(found: dict[str, list[str]]) -> None:
     """The engine goes on without the fix, and says it once: here one looks at a name that is not there."""
-    fault = "a fault of kvfix itself in tests.lab.mutilated.<lambda>: NameError"
+    fault = "a fault of kvfix itself in tests.lab.incomplete_fixes.<lambda>: LookupError"
     assert f"LAB007 fault-of-kvfix : {fault}" in found["KVF003 fails"]
 
 
-@pytest.mark.parametrize("less", ["what follows", "who notes it"])
+@pytest.mark.parametrize("less", ["what follows", "the note"])
 def test_a_half(found: dict[str, list[str]], less: str) -> None:
     hole = "KVR007 store-leaves-hole sharing: tokens 64 to 112 are stored, the cache holds 0: 0 to 64 never are"
     assert found[f"KVF007 without {less}"] == [hole, "the load has failed"]
 
 
-def test_a_step_under_way_that_is_saved(found: dict[str, list[str]]) -> None:
+def test_a_step_in_flight_that_is_saved(found: dict[str, list[str]]) -> None:
     read = "LAB001 wrong-content r: the step reads token 192 of 326 computed ones, its slot holds other KV"
     assert read in found["KVF007 without its memory"]
 

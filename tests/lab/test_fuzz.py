@@ -1,4 +1,4 @@
-"""Is the lab a sound instrument? What is healthy comes out clean, every planted fault is seen by the right oracle."""
+"""The fuzzer: what is healthy comes out clean, all that it draws happens, and what it cannot play it refuses."""
 
 import json
 from pathlib import Path
@@ -6,24 +6,11 @@ from typing import Any
 
 import pytest
 
-from kvfix_tools.lab import runner
+from kvfix_tools.lab import releases
 from tests.conftest import RELEASES, Fresh, Once
 
 #: The one bug of LMCache 0.5.6 that a plain schedule shows: facts say so, and so does a scenario.
 KNOWN = {"KVR009 state-left-behind: _requests_priority still holds it"}
-
-SEEN_BY = {
-    "promise_more": ["KVR001"],
-    "change_promise": ["KVR002"],
-    "wrong_chunk": ["LAB001"],
-    "wrong_slot": ["LAB001"],
-    "lost_chunk": ["LAB002"],
-    "hook_raises": ["KVR011"],
-    "leaks": ["KVR009"],
-    "drop_loads": ["KVR006", "KVR010"],
-    "store_gap": ["KVR007"],
-}
-
 
 #: What cannot happen: the stores of v1 end within their step, a load of mp is all or nothing and alone; no id of its
 #: comes again.
@@ -36,18 +23,8 @@ Measured = dict[str, Any]
 
 @pytest.fixture(scope="module")
 def measured(once: Once) -> Measured:
-    path = str(Path(__file__).with_name("planted.py"))
+    path = str(Path(__file__).with_name("fuzz_runs.py"))
     return dict(once(f"import runpy; result = runpy.run_path({path!r})['result']", RELEASES / "0.5.6"))
-
-
-@pytest.mark.parametrize("fault", SEEN_BY)
-def test_a_planted_fault_is_seen(fault: str, measured: Measured) -> None:
-    codes = {found.split()[0] for found in measured["faults"][fault]}
-    assert codes & set(SEEN_BY[fault]), codes
-
-
-def test_without_a_fault_nothing_is_seen(measured: Measured) -> None:
-    assert measured["faults"]["nothing"] == []
 
 
 @pytest.mark.parametrize("connector", ["v1", "mp"])
@@ -77,9 +54,9 @@ def test_all_that_is_drawn_happens(connector: str, measured: Measured) -> None:
     assert {what for what, count in counts.items() if not count} == NEVER[connector]
 
 
-def test_a_world_is_let_go_when_it_is_over(measured: Measured) -> None:
+def test_an_engine_is_released_when_its_run_is_over(measured: Measured) -> None:
     """The last ones may still be looked at, by the metrics of LMCache. (Of v1 alone, more than 200 were played.)"""
-    assert measured["worlds"] < 10
+    assert measured["engines"] < 10
 
 
 ASK = """
@@ -97,7 +74,7 @@ def test_refusals(fresh: Fresh, tmp_path: Path) -> None:
     (tmp_path / "old.json").write_text(json.dumps({"kvfix-schedule": 0, "versions": {}, "options": {}, "steps": []}))
     elsewhere = {"kvfix-schedule": 1, "versions": {"vllm": "0.1", "lmcache": "0.1"}, "options": {}, "steps": []}
     (tmp_path / "elsewhere.json").write_text(json.dumps(elsewhere))
-    here = {**elsewhere, "versions": runner.versions()}
+    here = {**elsewhere, "versions": releases.versions()}
     for name, changed in (
         ("nixl", {"options": {"connector": "nixl"}}),
         ("option", {"options": {"no_such": 1}}),

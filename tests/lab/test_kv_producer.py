@@ -11,24 +11,23 @@ from tests.conftest import RELEASES, Once
 #: A request is preempted in its decode phase. vLLM has all of its prompt, and LMCache by then half of it.
 PLAY = """
 import kvfix
-from kvfix_tools.lab import scenario
 from kvfix_tools.lab.options import Options
+from kvfix_tools.lab.steps import prompt
 with runner.quiet():
-    from kvfix_tools.lab.world import World
+    from kvfix_tools.lab.lab_engine import LabEngine
     kvfix.revert()
     if {fixes}:
         kvfix.apply()
     options = Options(kv_role="kv_producer", block_size=16, chunk_size=16, num_blocks=40, max_num_batched_tokens=512)
-    world = World(options)
-    world.admit("r", scenario.prompt(128), max_tokens=8)
-    for _ in range(3):
-        world.step()
-    result = [len(world.cache)]
-    world.evict(4)
-    result.append(len(world.cache))
-    world.preempt("r")
-    world.run()
-    result.append(len(world.cache))
+    engine = LabEngine(options)
+    engine.admit("r", prompt(128), max_tokens=8)
+    engine.step(3)
+    result = [len(engine.cache)]
+    engine.evict(4)
+    result.append(len(engine.cache))
+    engine.preempt("r")
+    engine.run()
+    result.append(len(engine.cache))
     kvfix.revert()
 """
 

@@ -1,4 +1,4 @@
-"""The other connector of a MultiConnector: a stand-in that has what the world says it has, and is asked first.
+"""The other connector of a MultiConnector: a stand-in that has what the schedule says it has, and is asked first.
 
 vLLM takes the first connector that promises tokens; the other ones are asked too, and granted nothing.
 """
@@ -10,8 +10,8 @@ from typing import Any
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata
 
 
-class Beside(KVConnectorBase_V1):  # type: ignore[misc]
-    """Scheduler's and worker's side. What it loads, the world writes into the slots."""
+class OtherConnector(KVConnectorBase_V1):  # type: ignore[misc]
+    """Both roles. What it loads, the lab's engine writes into the slots."""
 
     def __init__(self, *arguments: Any, **more: Any) -> None:
         super().__init__(*arguments, **more)

@@ -1,11 +1,11 @@
-"""LMCache's connectors made without opening a socket, starting a thread or staying when their world is gone."""
+"""LMCache's connectors made without opening a socket, starting a thread or staying when their engine is gone."""
 
 from __future__ import annotations
 
 import importlib
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -29,20 +29,16 @@ class _Nothing:
 @contextmanager
 def no_sockets() -> Iterator[None]:
     """A connector made here opens no socket, starts no thread for its lookups, and is not kept for the exit."""
-    patches = []
-    for name in (*_OPENERS, *_LAUNCHERS):
-        try:
-            module = importlib.import_module(name)
-        except ModuleNotFoundError:
-            continue
-        replaced: dict[str, Any] = {"get_zmq_socket": _Nothing, "get_zmq_context": _Nothing, "atexit": _Nothing()}
-        if name == CLIENT:
-            replaced["threading"] = SimpleNamespace(Thread=_Nothing, Lock=threading.Lock)
-        patches += [mock.patch.object(module, key, value) for key, value in replaced.items() if hasattr(module, key)]
-    for each in patches:
-        each.start()
-    try:
+    with ExitStack() as patches:
+        for name in (*_OPENERS, *_LAUNCHERS):
+            try:
+                module = importlib.import_module(name)
+            except ModuleNotFoundError:
+                continue
+            replaced: dict[str, Any] = {"get_zmq_socket": _Nothing, "get_zmq_context": _Nothing, "atexit": _Nothing()}
+            if name == CLIENT:
+                replaced["threading"] = SimpleNamespace(Thread=_Nothing, Lock=threading.Lock)
+            for key, value in replaced.items():
+                if hasattr(module, key):
+                    patches.enter_context(mock.patch.object(module, key, value))
         yield
-    finally:
-        for each in patches:
-            each.stop()

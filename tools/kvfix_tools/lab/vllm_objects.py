@@ -1,42 +1,40 @@
 """The real vLLM scheduler with a real connector, made by hand: no model, no GPU, no sockets.
 
-Importing this module imports vLLM, which takes 15 seconds and more.
+Where older vLLM releases differ from 0.32.0, from 0.11.2 on, the release itself is asked, never its number. Importing
+this module imports vLLM, which takes 15 seconds and more.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
+import inspect
 import json
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
-from vllm.config import (
-    CacheConfig,
-    DeviceConfig,
-    KVTransferConfig,
-    ModelConfig,
-    SchedulerConfig,
-    VllmConfig,
-)
+from vllm.config import CacheConfig, DeviceConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
+from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-from vllm.v1.request import Request
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
-from kvfix_tools.lab.compat import accepted
+from kvfix_tools.lab.memory import VOCABULARY
+from kvfix_tools.lab.no_sockets import no_sockets
 from kvfix_tools.lab.options import Options
-from kvfix_tools.lab.sockets import no_sockets
 
-VOCABULARY = 512
 LAYER = "model.layers.0.self_attn.attn"
 #: connector of the options -> (class that vLLM loads, its module where vLLM would prefer another)
 _CONNECTORS = {
@@ -47,7 +45,7 @@ _CONNECTORS = {
         "vllm.distributed.kv_transfer.kv_connector.v1.lmcache_mp_connector",
     ),
 }
-_MODEL = {
+_MODEL: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
     "vocab_size": VOCABULARY,
@@ -60,6 +58,32 @@ _MODEL = {
     "max_position_embeddings": 1 << 20,
     "torch_dtype": "float32",
 }
+#: 0.11 hands sampled tokens on as arrays.
+_ARRAYS = "ndarray" in str(ModelRunnerOutput.__annotations__["sampled_token_ids"])
+
+
+def accepted(made: Callable[..., Any], **arguments: Any) -> dict[str, Any]:
+    """Those of the arguments that this release knows."""
+    known = inspect.signature(made).parameters
+    return {name: value for name, value in arguments.items() if name in known}
+
+
+def sampled(tokens: list[list[int]]) -> list[Any]:
+    """Sampled tokens per request, as ModelRunnerOutput has them in this release."""
+    return [numpy.array(each, dtype=numpy.int64) for each in tokens] if _ARRAYS else tokens
+
+
+def preempt(scheduler: Scheduler, request: Request, timestamp: float) -> None:
+    """Scheduler._preempt_request, which 0.11 has inline in schedule()."""
+    if hasattr(scheduler, "_preempt_request"):
+        scheduler._preempt_request(request, timestamp)
+        return
+    scheduler.kv_cache_manager.free(request)
+    scheduler.encoder_cache_manager.free(request)
+    request.status = RequestStatus.PREEMPTED
+    request.num_computed_tokens = 0
+    request.num_preemptions += 1
+    scheduler.waiting.prepend_request(request)
 
 
 @functools.cache
@@ -71,7 +95,7 @@ def _model() -> ModelConfig:
 
 
 def _model_config(max_model_len: int) -> ModelConfig:
-    """One model for all worlds: LMCache keeps its metrics, and what they look at, for each name of a model for ever."""
+    """One model for all engines: for each name of a model LMCache keeps its metrics, and what they hold, for ever."""
     model = copy.copy(_model())
     model.max_model_len = max_model_len
     return model
@@ -95,7 +119,8 @@ def vllm_config(options: Options) -> VllmConfig:
         **accepted(KVTransferConfig, kv_load_failure_policy=options.kv_load_failure_policy),
     }
     if options.beside:
-        other = {"kv_connector": "Beside", "kv_connector_module_path": "kvfix_tools.lab.beside", "kv_role": "kv_both"}
+        module = "kvfix_tools.lab.other_connector"
+        other = {"kv_connector": "OtherConnector", "kv_connector_module_path": module, "kv_role": "kv_both"}
         transfer = {
             **transfer,
             "kv_connector": "MultiConnector",
@@ -160,12 +185,22 @@ def request(
     prompt: list[int] | None,
     max_tokens: int,
     sampling: dict[str, Any] | None = None,
+    lora: str = "",
+    embeddings: tuple[int, float] | None = None,
     **more: Any,
 ) -> Request:
-    """A request as EngineCore makes it. sampling: of SamplingParams; `more`: other arguments of vLLM's Request."""
+    """A request as EngineCore makes it. sampling: of SamplingParams; `more`: other arguments of vLLM's Request.
+
+    lora: name of its adapter. embeddings: in place of a prompt, so many, all of whose elements are this.
+    """
     _none_hash()
     parameters = SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=0.0, **(sampling or {}))
     parameters.update_from_generation_config({}, 0)
+    if lora:
+        more["lora_request"] = LoRARequest(lora, len(lora), lora)
+    if embeddings:
+        tokens, element = embeddings
+        more["prompt_embeds"] = torch.full((tokens, _MODEL["hidden_size"]), element)
     return Request(
         request_id=name,
         prompt_token_ids=prompt,

@@ -1,4 +1,4 @@
-"""LMCache's asynchronous loading in the lab: the real lookup client and server, by letters instead of sockets.
+"""LMCache's asynchronous loading in the lab: the real lookup client and server, over queues instead of sockets.
 
 With `enable_async_loading` a lookup is sent and answered later; until then the connector answers "not known yet", and
 the worker fetches the chunks ahead of the load. Real: both ends' message handling, the client's states, time-outs and
@@ -13,28 +13,32 @@ import sys
 from collections import deque
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvfix_tools.lab.memory import Cache, Slots
-from kvfix_tools.lab.sockets import CLIENT
-from kvfix_tools.lab.v1 import V1, CacheEngine, tags_of
+from kvfix_tools.lab.no_sockets import CLIENT
+from kvfix_tools.lab.v1 import V1
+from kvfix_tools.lab.v1_stand_ins import CacheEngine, tags_of
+
+if TYPE_CHECKING:
+    from kvfix_tools.lab.request_events import RequestEvents
 
 
-class Letters:
-    """One direction between client and server. Read by the loop of `reader`, which ends with the last letter."""
+class MessageQueue:
+    """One direction between client and server. Read by the loop of `reader`, which ends with the last message."""
 
-    def __init__(self) -> None:
+    def __init__(self, reader: Any) -> None:
         self.waiting: deque[bytes] = deque()
-        self.reader: Any = None
+        self.reader = reader
 
-    def send(self, letter: bytes, copy: bool = True) -> None:
-        self.waiting.append(bytes(letter))
+    def send(self, message: bytes, copy: bool = True) -> None:
+        self.waiting.append(bytes(message))
 
     def recv(self, copy: bool = True) -> bytes:
-        letter = self.waiting.popleft()
+        message = self.waiting.popleft()
         if not self.waiting:
             self.reader.running = False
-        return letter
+        return message
 
     def deliver(self, loop: Callable[[], None]) -> None:
         """Run the reader's own loop over what waits."""
@@ -58,11 +62,10 @@ class PrefetchingEngine(CacheEngine):
         self.delay = 0
         #: So many of the next lookups are never answered.
         self.lost = 0
-        self.on_lost: Callable[[], None] = lambda: None
         self.fetched: dict[str, dict[object, list[int]]] = {}
         self.respond: Callable[[str, int], None] = lambda *_: None
         #: Lookups that were never answered, or not yet.
-        self.owed: set[str] = set()
+        self.unanswered: set[str] = set()
         self._asked: list[tuple[int, str, list[Any], list[int]]] = []
         events: Any = importlib.import_module("lmcache.v1.event_manager")
         #: To 0.3.15 a load takes the event away; since 0.4.1 it stays until the lookup is unpinned (LMCache PR 2559).
@@ -77,16 +80,16 @@ class PrefetchingEngine(CacheEngine):
         )
 
     def async_lookup_and_prefetch(self, lookup_id: str, hashes: Any, offsets: Any, **more: Any) -> None:
-        self.owed.add(lookup_id)
+        self.unanswered.add(lookup_id)
         if self.lost > 0:
             self.lost -= 1
-            self.on_lost()
+            self.events.lookup_unanswered()
         else:
             tags = tags_of(more.get("request_configs"))
             self._asked.append((self.delay, lookup_id, [(key, *tags) for key in hashes], list(offsets)))
 
     def answer(self) -> None:
-        """A step has passed: fetch for the lookups that are due and tell the scheduler."""
+        """A step has passed: fetch for the lookups that are due and answer the scheduler."""
         due = [each for each in self._asked if each[0] <= 0]
         self._asked = [(delay - 1, *rest) for delay, *rest in self._asked if delay > 0]  # type: ignore[misc]
         for _, name, keys, offsets in due:
@@ -94,7 +97,7 @@ class PrefetchingEngine(CacheEngine):
             self.cache.unpin(name)  # what is fetched is referenced, not looked for again
             if found:
                 self.fetched[name] = {key: list(self.cache.get(key) or ()) for key in keys[:found]}
-            self.owed.discard(name)
+            self.unanswered.discard(name)
             self.respond(name, sum(offsets[:found]))
 
     def retrieve(self, tokens: Any, mask: Any = None, **more: Any) -> Any:
@@ -111,13 +114,13 @@ class PrefetchingEngine(CacheEngine):
         return self.fetched[name].get(key)
 
     def lookup_unpin(self, lookup_ids: str | list[str]) -> None:
-        """The real engine's own code decides whether what was fetched is let go."""
+        """The real engine's own code decides whether what was fetched is released."""
         real: Any = importlib.import_module("lmcache.v1.cache_engine").LMCacheEngine
         for name in [lookup_ids] if isinstance(lookup_ids, str) else lookup_ids:
             real.lookup_unpin(self, name)
 
     def cleanup_memory_objs(self, lookup_id: str) -> None:
-        """The server's answer to a clean-up letter of the client: an aborted lookup's chunks are let go."""
+        """The server's answer to a clean-up message of the client: an aborted lookup's chunks are released."""
         self.fetched.pop(lookup_id, None)
 
 
@@ -128,13 +131,12 @@ class AsyncLookups:
         module: Any = sys.modules[CLIENT]
         self.client = client
         self.engine = engine
-        self.server = module.LMCacheAsyncLookupServer.__new__(module.LMCacheAsyncLookupServer)
-        self.server.lmcache_engine = engine
-        self.to_worker, self.to_scheduler = Letters(), Letters()
-        self.to_worker.reader, self.to_scheduler.reader = self.server, client
+        self.server = server = module.LMCacheAsyncLookupServer.__new__(module.LMCacheAsyncLookupServer)
+        server.lmcache_engine = engine
+        self.to_worker, self.to_scheduler = MessageQueue(server), MessageQueue(client)
         client.push_sockets, client.pull_socket = [self.to_worker], self.to_scheduler
-        self.server.pull_socket, self.server.push_socket = self.to_worker, self.to_scheduler
-        engine.respond = self.server.send_response_to_scheduler
+        server.pull_socket, server.push_socket = self.to_worker, self.to_scheduler
+        engine.respond = server.send_response_to_scheduler
         #: The time of day at both ends, in seconds. Sleeping between polls makes it pass, and so does `wait`.
         self.now = 0.0
         module.time = SimpleNamespace(time=lambda: self.now, sleep=self.wait)
@@ -144,21 +146,21 @@ class AsyncLookups:
         self.now += seconds
 
     def deliver(self) -> None:
-        """Letters to the worker, its answers, letters to the scheduler."""
+        """Messages to the worker, its answers, messages to the scheduler."""
         self.to_worker.deliver(self.server.process_requests_from_scheduler)
         self.engine.answer()
         self.to_scheduler.deliver(self.client.process_responses_from_workers)
 
-    def state(self) -> dict[str, set[str]]:
+    def kept(self) -> dict[str, set[str]]:
         """What is kept by request id. A finished lookup of an aborted request is cleaned up by the next lookup of any
         other, and so is not counted, nor is one that waits for an answer; an aborted id without either is kept for
         ever."""
         status = self.client.reqs_status
         aborted = set(getattr(self.client, "aborted_lookups", ()))
-        to_clean = {name for name in aborted if status.get(name) is not None} | self.engine.owed
+        to_clean = {name for name in aborted if status.get(name) is not None} | self.engine.unanswered
         return {
             "lookup_client.reqs_status": set(status) - to_clean,
-            "lookup_client.aborted_lookups": aborted - set(status) - self.engine.owed,
+            "lookup_client.aborted_lookups": aborted - set(status) - self.engine.unanswered,
             "fetched chunks of the worker": set(self.engine.fetched) - to_clean,
         }
 
@@ -166,16 +168,16 @@ class AsyncLookups:
 class AsyncV1(V1):
     """The v1 connector with `enable_async_loading`."""
 
-    engine: PrefetchingEngine
-
-    def listen(self, on_load: Any, on_store: Any, on_wrong: Any, right: Any, on_timeout: Any, lost: Any) -> None:
-        """No lookup is waited for."""
-        self.engine.on_load, self.engine.on_store, self.engine.on_lost = on_load, on_store, lost
+    cache_engine: PrefetchingEngine
 
     def _join(self, client: Any, slots: Slots, cache: Cache) -> PrefetchingEngine:
         engine = PrefetchingEngine(slots, cache, client.token_database)
         self.lookups = AsyncLookups(client, engine)
         return engine
+
+    def listen(self, events: RequestEvents) -> None:
+        """No lookup is waited for."""
+        self.events = self.cache_engine.events = events
 
     def tick(self) -> None:
         """A step takes a tenth of a second of the lookups' time: one that is never answered is given up after 30."""
@@ -186,10 +188,10 @@ class AsyncV1(V1):
         super().start_step(metadata, forward)
 
     def lookups_fail(self, how_many: int) -> None:
-        self.engine.lost = how_many
+        self.cache_engine.lost = how_many
 
-    def under_way(self, request: str) -> set[str]:
-        return {"looking"} if request in self.engine.owed else set()
+    def in_flight(self, request: str) -> set[str]:
+        return {"looking"} if request in self.cache_engine.unanswered else set()
 
-    def state(self) -> dict[str, set[str]]:
-        return {**super().state(), **self.lookups.state()}
+    def kept(self) -> dict[str, set[str]]:
+        return {**super().kept(), **self.lookups.kept()}

@@ -1,8 +1,8 @@
-"""`kvfix lab replay FILE`: what an engine's recorder has seen, made to happen again in the lab, as far as it is told.
+"""`kvfix lab replay FILE`: what is in an engine's recorder file, made to happen again in the lab, as far as it goes.
 
 On record are lengths, arrivals, answers of lookups, grants, preemptions, failed loads, ends; not prompts, nor the steps
-in which nothing was told. So the lab's requests have prompts of their own, and it steps until what is next on record
-can happen: who waited for blocks waits again, with as much of its prefix in vLLM as then.
+without an event. So the lab's requests have prompts of their own, and it steps until what is next on record can happen:
+who waited for blocks waits again, with as much of its prefix in vLLM as then.
 """
 
 from __future__ import annotations
@@ -12,27 +12,27 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-import kvfix
 from kvfix.ledger import Finding
 from kvfix.ledger import events as ev
 from kvfix_tools import recording, replay
-from kvfix_tools.lab import checked
+from kvfix_tools.lab import check_mode
 from kvfix_tools.lab.options import Options
-from kvfix_tools.lab.runner import lacking, quiet
-from kvfix_tools.lab.scenario import prompt
+from kvfix_tools.lab.releases import lacking
+from kvfix_tools.lab.runner import applied
+from kvfix_tools.lab.steps import prompt
 
 if TYPE_CHECKING:
     from kvfix.ledger.events import Event
-    from kvfix_tools.lab.world import World
+    from kvfix_tools.lab.lab_engine import LabEngine
 
-#: Connectors by the classes that vLLM loads. Which of the two with the same name it was, the recorder does not tell.
+#: Connectors by the classes that vLLM loads. Which of the two with the same name it was, the recorder does not say.
 KINDS = {"LMCacheConnectorV1": "v1", "LMCacheMPConnector": "mp", "LMCacheMPConnectorUpstream": "mp-in-tree"}
 #: Generated tokens of a request that has not ended on record; steps that are made for one event at most.
 ENDLESS, PATIENCE = 1 << 14, 2000
 
 
-class Rerun(NamedTuple):
-    """findings: what the probes alarm about in the lab; on_record: what is violated in the record itself.
+class Replayed(NamedTuple):
+    """findings: what kvfix reports in the lab; on_record: what is violated in the record itself.
 
     short: what could not be made to happen, in words.
     """
@@ -48,7 +48,7 @@ def kinds(findings: list[Finding]) -> list[list[str]]:
 
 
 def options(found: recording.Recording) -> Options:
-    """The lab's for this record. Raises ValueError where it does not tell, or the lab has no such connector.
+    """The lab's for this record. Raises ValueError where it does not say, or the lab has no such connector.
 
     Blocks are there in plenty: who waits on record is made to.
     """
@@ -73,99 +73,90 @@ def options(found: recording.Recording) -> Options:
     )
 
 
-def rerun(path: Path, fixes: bool) -> Rerun:
+def replay_file(path: Path, fixes: bool) -> Replayed:
     """Raises OSError and ValueError for a file that cannot be played."""
     found = recording.read(path)
     wanted = options(found)
-    with quiet():
-        from kvfix_tools.lab.world import Died, World
-
-        kvfix.revert()
-        kvfix.apply("check", only=None if fixes else [])
-        try:
-            world = World(wanted)
-            play = _Play(world, [entry.event for entry in told(found)])
-            with checked.alarms() as alarms, suppress(Died):
-                play.all()
-        finally:
-            kvfix.revert()
     roles = {number: line.get("role") for number, line in found.connectors.items()}
+    events = [entry.event for entry in found.entries if roles.get(entry.connector) == "SCHEDULER"]
+    with applied(fixes, "check"):
+        from kvfix_tools.lab.lab_engine import EngineDied, LabEngine
+
+        player = _Player(LabEngine(wanted), events)
+        with check_mode.reported() as reported, suppress(EngineDied):
+            player.play()
     judged = [each.finding for each in replay.judged(found) if roles.get(each.entry.connector) != "WORKER"]
-    return Rerun(alarms, [finding for finding in judged if finding.verdict == "violated"], play.short)
+    return Replayed(reported, [finding for finding in judged if finding.verdict == "violated"], player.short)
 
 
-def told(found: recording.Recording) -> Iterator[Any]:
-    """What the scheduler's side told."""
-    roles = {number: line.get("role") for number, line in found.connectors.items()}
-    return (entry for entry in found.entries if roles.get(entry.connector) == "SCHEDULER")
+class _Player:
+    """Makes one event after the other happen: a method for each kind of event that can be made."""
 
-
-class _Play:
-    def __init__(self, world: World, events: list[Event]) -> None:
-        self.world = world
+    def __init__(self, engine: LabEngine, events: list[Event]) -> None:
+        self.engine = engine
         self.events = events
         self.short: list[str] = []
         self._seeds: dict[str, int] = {}
         self._reached: dict[str, int] = {}
 
-    def all(self) -> None:
+    def play(self) -> None:
         for at, event in enumerate(self.events):
             make = getattr(self, f"_{type(event).__name__.lower()}", None)
             if make is not None:
                 make(event, [later for later in self.events[at + 1 :] if later.request == event.request])
-        self.world.free_blocks()
-        self.world.budget(self.world.options.max_num_batched_tokens)
-        checked.look_for_left(self.world)
+        self.engine.free_blocks()
+        self.engine.budget(self.engine.options.max_num_batched_tokens)
+        check_mode.let_leaks_be_reported(self.engine)
 
     def _asked(self, event: ev.Asked, later: list[Event]) -> None:
-        world, name = self.world, event.request
-        if name not in world.requests or world.requests[name].is_finished():
+        engine, name = self.engine, event.request
+        if name not in engine.requests or engine.requests[name].is_finished():
             self._seeds[name] = self._seed(event)
-            world.admit(name, prompt(event.total, self._seeds[name]), ENDLESS)
-        tokens = list(world.requests[name].all_token_ids)
+            engine.admit(name, prompt(event.total, self._seeds[name]), ENDLESS)
+        tokens = list(engine.requests[name].all_token_ids)
         if event.hit:
-            world.stored_elsewhere(tokens[: event.hit])
+            engine.stored_elsewhere(tokens[: event.hit])
         follows = later[0] if later else None
         if isinstance(follows, ev.TimedOut):
-            world.lookups_fail(1)
-        block = world.options.block_size
-        world.free_blocks()
-        world.keep_blocks(min(world.free(), event.computed // block))
+            engine.lookups_fail(1)
+        block = engine.options.block_size
+        engine.free_blocks()
+        engine.keep_blocks(min(engine.free(), event.computed // block))
         if isinstance(follows, ev.Granted):
-            world.free_blocks()
+            engine.free_blocks()
             if any(isinstance(each, ev.LoadFailed) for each in _until_asked(later)):
-                world.fail_load(name, 0)
+                engine.fail_load(name, 0)
             first = next((each for each in later if isinstance(each, ev.Scheduled) and each.first), None)
-            others = sum(each.num_tokens - each.num_computed_tokens for each in world.scheduler.running)
-            most = world.options.max_num_batched_tokens
-            world.budget(min(most, first.tokens + others) if first is not None else most)
-        world.step()
+            others = sum(each.num_tokens - each.num_computed_tokens for each in engine.scheduler.running)
+            most = engine.options.max_num_batched_tokens
+            engine.budget(min(most, first.tokens + others) if first is not None else most)
+        engine.step()
 
     def _scheduled(self, event: ev.Scheduled, later: list[Event]) -> None:
         self._reached[event.request] = event.computed + event.tokens
-        request = self.world.requests.get(event.request)
+        request = self.engine.requests.get(event.request)
         if request is not None and not event.first:
             self._compute(request, event.computed + event.tokens)
 
     def _preempted(self, event: ev.Preempted, later: list[Event]) -> None:
         """When it is asked about again it has so many tokens, of which so many were computed."""
-        request = self.world.requests.get(event.request)
+        request = self.engine.requests.get(event.request)
         asked = next((each for each in later if isinstance(each, ev.Asked)), None)
-        if request is None or request not in self.world.scheduler.running:
+        if request is None or request not in self.engine.scheduler.running:
             self.short.append(f"{event.request} is not running where it was preempted")
             return
         if asked is not None:
             self._compute(request, asked.computed)
             self._step_until(lambda: request.num_tokens >= asked.total)
-        if request in self.world.scheduler.running:
-            self.world.preempt(event.request)
+        if request in self.engine.scheduler.running:
+            self.engine.preempt(event.request)
 
     def _finished(self, event: ev.Finished, later: list[Event]) -> None:
-        request = self.world.requests.get(event.request)
+        request = self.engine.requests.get(event.request)
         if request is None or request.is_finished():
             return
         if event.aborted:
-            self.world.abort(event.request)
+            self.engine.abort(event.request)
             return
         self._step_until(lambda: request.is_finished() or request.num_output_tokens > 0)
         request.max_tokens = max(1, request.num_output_tokens)
@@ -174,18 +165,18 @@ class _Play:
     def _compute(self, request: Any, tokens: int) -> None:
         """So many of the request's tokens, and not one more: what is stored depends on it."""
         self._step_until(
-            lambda: request not in self.world.scheduler.running or request.num_computed_tokens >= tokens,
-            lambda: tokens - request.num_computed_tokens + len(self.world.scheduler.running) - 1,
+            lambda: request not in self.engine.scheduler.running or request.num_computed_tokens >= tokens,
+            lambda: tokens - request.num_computed_tokens + len(self.engine.scheduler.running) - 1,
         )
 
     def _step_until(self, done: Callable[[], bool], budget: Callable[[], int] | None = None) -> None:
-        self.world.free_blocks()
-        most = self.world.options.max_num_batched_tokens
+        self.engine.free_blocks()
+        most = self.engine.options.max_num_batched_tokens
         for _ in range(PATIENCE):
             if done():
                 return
-            self.world.budget(min(most, budget()) if budget is not None else most)
-            self.world.step()
+            self.engine.budget(min(most, budget()) if budget is not None else most)
+            self.engine.step()
         self.short.append(f"nothing came of it in {PATIENCE} steps")
 
     def _seed(self, event: ev.Asked) -> int:

@@ -1,0 +1,80 @@
+"""Which releases of vLLM and LMCache the lab plays, and what it can draw with them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from packaging.specifiers import SpecifierSet
+
+from kvfix import installed_source
+
+if TYPE_CHECKING:
+    from kvfix_tools.lab.schedule import Schedule
+
+#: Settings of LMCache that it has not always had, and the releases that have them.
+SINCE = {
+    "enable_async_loading": ">=0.3.10",
+    "min_retrieve_tokens": ">=0.3.14",
+    "max_tokens_per_load": ">=0.4.7",
+    "mp.eager_prefetch": ">=0.5.4",
+    "mp.save_decode_cache": ">=0.5.6",
+}
+#: Options of the lab that are drawn only with these releases of vLLM. With asynchronous scheduling earlier ones preempt
+#: between two steps only where they reset their prefix cache, all at once; the lab does it to one, and the output that
+#: is in flight comes twice. The second runner was for trials then.
+DRAWN_SINCE = {"async_scheduling": ">=0.32", "model_runner_v2": ">=0.32"}
+#: Releases that the lab plays, by connector, and what is with the others.
+PLAYABLE = {
+    "v1": {
+        "lmcache": (">=0.3.9", "earlier ones do not import under vLLM 0.11 and later"),
+        "vllm": (">=0.11.2", "earlier ones were not tried"),
+    },
+    "mp": {
+        "lmcache": (">=0.4.5", "earlier ones have no connector that vLLM takes for LMCacheMPConnector"),
+        "vllm": (">=0.22.0", "LMCache's connector imports what earlier ones do not have"),
+    },
+    "mp-in-tree": {
+        "lmcache": (
+            ">=0.4.4,<0.4.7",
+            "vLLM's copy does not import with earlier ones, and hands later ones arguments that they do not take",
+        ),
+        "vllm": (">=0.22.0", "the copy in earlier ones was not tried"),
+    },
+}
+
+
+def versions() -> dict[str, str]:
+    """What is installed."""
+    return {dist: installed_source.version(dist) for dist in ("vllm", "lmcache")}
+
+
+def matches(version: str, specifier: str) -> bool:
+    return version in SpecifierSet(specifier, prereleases=True)
+
+
+def missing(needs: dict[str, str], installed: dict[str, str] | None = None) -> str:
+    """Those of the needed releases that are not installed, "" if all are. needs: {distribution: PEP 440 specifiers}."""
+    found = installed or versions()
+    return ", ".join(f"{dist} {specifier}" for dist, specifier in needs.items() if not matches(found[dist], specifier))
+
+
+def lacking() -> set[str]:
+    """Settings of the lab that the installed LMCache does not have, and options that the installed vLLM is not for."""
+    found = versions()
+    settings = {name for name, specifier in SINCE.items() if not matches(found["lmcache"], specifier)}
+    return settings | {name for name, specifier in DRAWN_SINCE.items() if not matches(found["vllm"], specifier)}
+
+
+def cannot_play(connector: str, installed: dict[str, str] | None = None) -> str:
+    """Why this connector cannot be played on these releases, by default what is installed; "" if it can."""
+    needs = PLAYABLE[connector]
+    lacks = missing({dist: specifier for dist, (specifier, _) in needs.items()}, installed)
+    why = "; ".join(reason for dist, (_, reason) in needs.items() if dist in lacks)
+    return f"the lab plays {connector} with {lacks}: {why}" if lacks else ""
+
+
+def cannot_play_schedule(schedule: Schedule) -> str:
+    """Why this schedule cannot be played on what is installed; "" if it can."""
+    why = cannot_play(schedule.options.connector)
+    lacks = sorted(lacking() & set(schedule.options.lmcache))
+    return why or (f"LMCache {versions()['lmcache']} has no setting {', '.join(lacks)}" if lacks else "")
