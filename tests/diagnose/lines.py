@@ -8,8 +8,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from kvfix_tools.diagnose import scan, statements
-from kvfix_tools.diagnose.case import Case
+from kvfix_tools.diagnose import statements
+from kvfix_tools.diagnose.diagnosis import Diagnosis, diagnosed
+from maintain import logging_statements
 from tests.conftest import RELEASES
 from tests.diagnose import releases
 from tests.diagnose.releases import fail, files
@@ -17,10 +18,10 @@ from tests.diagnose.releases import fail, files
 NEWEST = "0.5.6"
 
 
-def say(release: str, message: str, *values: Any, which: str = "") -> str:
+def logged(release: str, message: str, *values: Any, which: str = "") -> str:
     """A line of this release. which: part of the template, where the release has several."""
     found = [p for p in releases.places(release, message) if which in ast.unparse(p.text)]
-    assert found, f"{release} does not say {message}"
+    assert found, f"{release} does not log {message}"
     return releases.line(found[0], *values)[0]
 
 
@@ -29,8 +30,8 @@ def crash(release: str, message: str, *values: Any) -> str:
 
 
 def version(release: str) -> str:
-    """The line that tells the release, where it has it (0.3.9 and later)."""
-    return say(release, "version", "KVConnectorRole.SCHEDULER", release, "0.11.2", "{}")
+    """The line that names the release, where it has it (0.3.9 and later)."""
+    return logged(release, "version", "KVConnectorRole.SCHEDULER", release, "0.11.2", "{}")
 
 
 def stats(running: int = 0, waiting: int = 0, generation: float = 0.0, second: int = 0) -> str:
@@ -64,13 +65,13 @@ def vllm(message: str, *values: Any, release: str = "0.32.0", which: str = "") -
     for row in statements.known()["vllm"]:
         if row.message == message and release in row.lines and which in row.template:
             return framed(row.template, *values, at=f"{row.file}:{row.lines[release][0]}")
-    raise AssertionError(f"vLLM {release} does not say {message}")
+    raise AssertionError(f"vLLM {release} does not log {message}")
 
 
-def vllm_beside(file: str, words: str, *values: Any) -> str:
+def vllm_unread(file: str, words: str, *values: Any) -> str:
     """A line of the installed vLLM that the grammar does not read."""
     place = releases.statement(site_packages() / file, words)
-    return framed(statements.template(place.text) or "", *values, at=f"{Path(file).name}:{place.node.lineno}")
+    return framed(logging_statements.template(place.text) or "", *values, at=f"{Path(file).name}:{place.node.lineno}")
 
 
 def framed(template: str, *values: Any, at: str) -> str:
@@ -78,30 +79,27 @@ def framed(template: str, *values: Any, at: str) -> str:
     return f"(EngineCore_DP0 pid=276) WARNING 12-03 01:24:36 [{at}] {text}\n"
 
 
-def beside(release: str, file: str, words: str, *values: Any) -> str:
+def unread(release: str, file: str, words: str, *values: Any) -> str:
     """A line of this LMCache release that the grammar does not read. file: below `lmcache/`."""
     return releases.line(releases.statement(RELEASES / release / "lmcache" / file, words, release), *values)[0]
 
 
-def diagnose(*lines: str) -> Case:
-    case = Case()
-    case.take("log", 1, scan.hits("".join(lines).encode()))
-    case.end()
-    return case
+def diagnose(*lines: str) -> Diagnosis:
+    return diagnosed("".join(lines).encode())
 
 
-def codes(case: Case) -> list[str]:
-    return [found.rule.code for found in case.findings]
+def codes(log: Diagnosis) -> list[str]:
+    return [found.rule.code for found in log.findings]
 
 
 def asked(release: str, total: int, computed: int, hit: int, need: int, request: str = "cmpl-1") -> str:
     if releases.places(release, "asked")[0].release < "0.3.14" or release.startswith(("0.3.9", "0.3.10")):
-        return say(release, "asked", request, total, hit, need, which="%d, need to load")
-    return say(release, "asked", request, total, computed, hit, need, which="%d, need to load")
+        return logged(release, "asked", request, total, hit, need, which="%d, need to load")
+    return logged(release, "asked", request, total, computed, hit, need, which="%d, need to load")
 
 
 def below(release: str, request: str, computed: int, hit: int) -> str:
-    return say(release, "asked", request, 1500, computed, hit, hit - computed, 512, which="min_retrieve")
+    return logged(release, "asked", request, 1500, computed, hit, hit - computed, 512, which="min_retrieve")
 
 
 V1 = "vllm_v1_adapter.py"

@@ -1,8 +1,8 @@
-"""Logs as they come in: cut, glued, doubled, with rubbish in them. Reading each of them ends, and says something.
+"""Logs as they come in: cut, glued, doubled, with rubbish in them. Each is read to its end, and reported.
 
     python -m tests.diagnose.mutate --count 100000 [--first N] [--seed S]
 
-The logs are made of lines of the real ones in logs/. Each has a number: one that fails is told by it, and comes again.
+The logs are made of lines of the real ones in logs/. Each has a number, by which one that fails can be made again.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from kvfix_tools.diagnose import page, reader, report, scan, trace
-from kvfix_tools.diagnose.case import Case
+from kvfix_tools.diagnose import log_files, report_html, report_json, report_perfetto, report_text
+from kvfix_tools.diagnose.diagnosis import Diagnosis
+from kvfix_tools.diagnose.line_scanner import NEEDLE, scan
 from kvfix_tools.diagnose.timeline import Timeline
 
 LOGS = Path(__file__).parent / "logs"
@@ -41,9 +42,8 @@ def corpus() -> list[bytes]:
     """Lines of the real logs that mean something, and some between them."""
     lines: list[bytes] = (LOGS / "recorder.jsonl").read_bytes().splitlines()
     for path in sorted(LOGS.glob("*.gz")):
-        block = gzip.decompress(path.read_bytes())
-        spans = list(scan.spans(block))
-        lines += [block[start:end] for start, end in spans[:20] + spans[-40:]]
+        found = [text for text in gzip.decompress(path.read_bytes()).split(b"\n") if NEEDLE.search(text)]
+        lines += found[:20] + found[-40:]
     return lines
 
 
@@ -69,7 +69,7 @@ def draw(seed: int, number: int) -> bytes:
     """The log of this number. A fifth of them are only cut off."""
     dice = random.Random(f"{seed}:{number}")
     lines = corpus()
-    if dice.random() < 0.5:  # lines that follow one another in a real log tell a story
+    if dice.random() < 0.5:  # lines that follow one another in a real log make a history
         first = dice.randrange(len(lines))
         picked = lines[first : first + dice.randint(1, 40)]
     else:
@@ -84,33 +84,21 @@ def draw(seed: int, number: int) -> bytes:
     return mutated(log, changes)
 
 
-def check(log: bytes, size: int = reader.BLOCK) -> list[str]:
+def check(log: bytes, size: int = log_files.BLOCK) -> list[str]:
     """Read it, in blocks of this size, and put out all that can be. Answers the codes of what was found."""
-    case = Case(watch="1-aa", timeline=Timeline())
-    base = 1
-    for block in reader.blocks(reader.Source("log", len(log)), io.BytesIO(log), size):
-        case.take("log", base, scan.hits(block))
-        base += block.count(b"\n")
-    findings = case.end()
-    json.loads(report.as_json(case, findings))
-    report.print_all(case, findings, Console(file=io.StringIO(), force_terminal=True), True)
-    assert page.page(case, findings).endswith("</html>\n")
-    json.dumps(trace.events(case, findings))
-    same_either_way(log)
+    timeline = Timeline()
+    diagnosis = Diagnosis(request="1-aa", timeline=timeline)
+    number = 1
+    for block in log_files.blocks(log_files.Source("log", len(log)), io.BytesIO(log), size):
+        for line in scan(block, "log", number):
+            diagnosis.take(line)
+        number += block.count(b"\n")
+    findings = diagnosis.end()
+    json.loads(report_json.text(diagnosis, findings))
+    report_text.print_all(diagnosis, findings, Console(file=io.StringIO(), force_terminal=True), True)
+    assert report_html.page(diagnosis, timeline, findings).endswith("</html>\n")
+    json.loads(report_perfetto.trace(diagnosis, timeline, findings))
     return [found.rule.code for found in findings]
-
-
-def same_either_way(log: bytes) -> None:
-    """Lines that are taken at one go are those found one by one; what is kept from the ledger changes nothing."""
-    assert _known(scan.hits(log)) == _known(scan._others(log, scan.spans))
-    lazy, eager = Case(), Case(timeline=Timeline())
-    for each in (lazy, eager):
-        each.take("log", 1, scan.hits(log))
-    assert report.as_json(lazy, lazy.end()) == report.as_json(eager, eager.end())
-
-
-def _known(hits: list[scan.Hit]) -> list[scan.Hit]:
-    return [hit for hit in hits if hit[3] != scan.DEBUG]
 
 
 def main() -> int:
@@ -119,24 +107,24 @@ def main() -> int:
     options.add_argument("--first", type=int, default=0, help="number of the first")
     options.add_argument("--seed", type=int, default=0)
     given = options.parse_args()
-    start, told, bad = time.monotonic(), time.monotonic(), 0
+    start, shown, bad = time.monotonic(), time.monotonic(), 0
     codes: dict[str, int] = {}
     size = 0
     for number in range(given.first, given.first + given.count):
         log = draw(given.seed, number)
         size += len(log)
         try:
-            found = check(log, (1 << 12, 1 << 16, reader.BLOCK)[number % 3])
+            found = check(log, (1 << 12, 1 << 16, log_files.BLOCK)[number % 3])
         except Exception:  # noqa: BLE001
             bad += 1
             print(f"log {number} of seed {given.seed} ({len(log)} bytes):\n{traceback.format_exc()}", file=sys.stderr)
             continue
         for code in found or ["nothing"]:
             codes[code] = codes.get(code, 0) + 1
-        if time.monotonic() - told > 10:
-            told = time.monotonic()
+        if time.monotonic() - shown > 10:
+            shown = time.monotonic()
             done = number + 1 - given.first
-            print(f"{done} of {given.count} logs, {done / (told - start):.0f} a second", file=sys.stderr)
+            print(f"{done} of {given.count} logs, {done / (shown - start):.0f} a second", file=sys.stderr)
     print(f"{given.count} logs, {size / 1e6:.0f} MB, {time.monotonic() - start:.0f} s: {bad} were not read")
     print("found: " + ", ".join(f"{code} {many}" for code, many in sorted(codes.items())))
     return int(bool(bad))

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvfix_tools.diagnose import statements
+from maintain import logging_statements
 from tests.conftest import RELEASES, ROOT
 
 #: In front of each line of a traceback that EngineCore logs.
@@ -43,12 +44,12 @@ def _parsed(source: bytes) -> list[tuple[ast.stmt | ast.Call, ast.expr, str, str
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             function = node.name
         waiting += [(child, function) for child in ast.iter_child_nodes(node)]
-    return [(call.node, call.text, call.level, within[id(call.node)]) for call in statements.calls(tree)]
+    return [(call.node, call.text, call.level, within[id(call.node)]) for call in logging_statements.calls(tree)]
 
 
 @lru_cache(maxsize=512)
 def _extracted(source: bytes) -> list[tuple[str, str, str, int]]:
-    return statements.extract(source)
+    return logging_statements.extract(source)
 
 
 @lru_cache(maxsize=64)
@@ -77,7 +78,7 @@ def places(release: str, message: str) -> list[Place]:
     for row in rows:
         for path in files(release)[row.file]:
             for node, text, level, function in _parsed(path.read_bytes()):
-                if node.lineno in row.lines[release] and statements.template(text) == row.template:
+                if node.lineno in row.lines[release] and logging_statements.template(text) == row.template:
                     found.append(Place(release, path, node, text, level, function))
     return found
 
@@ -85,7 +86,7 @@ def places(release: str, message: str) -> list[Place]:
 def statement(path: Path, words: str, release: str = "") -> Place:
     """The logging statement or assertion with these words in its text, whether the grammar reads it or not."""
     for node, text, level, function in _parsed(path.read_bytes()):
-        if level != "text" and words in (statements.template(text) or ""):
+        if level != "text" and words in (logging_statements.template(text) or ""):
             return Place(release, path, node, text, level, function)
     raise AssertionError(f"{path} does not say {words!r}")
 

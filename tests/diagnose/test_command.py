@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import jsonschema
 import pytest
 
-from kvfix_tools.diagnose import command, lnav, report
+from kvfix_tools.diagnose import command, report_json
 from tests.conftest import ROOT, clean_environment
 
 LOGS = Path(__file__).parent / "logs"
@@ -20,8 +21,8 @@ CRASH, HEALTHY = str(LOGS / "crash-0.3.10.log.gz"), str(LOGS / "healthy-0.5.6.lo
 
 def run(capsys: pytest.CaptureFixture[str], *paths: str, **options: Any) -> tuple[int, str, str]:
     code = command.main(list(paths), **options)
-    said = capsys.readouterr()
-    return code, said.out, said.err
+    printed = capsys.readouterr()
+    return code, printed.out, printed.err
 
 
 def test_exit_codes_and_summary(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -40,7 +41,7 @@ def test_exit_codes_and_summary(capsys: pytest.CaptureFixture[str], tmp_path: Pa
     assert "nothing.log" in err
 
 
-def test_what_can_be_read_is_told_when_something_cannot(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_what_can_be_read_is_reported_when_something_cannot(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     (tmp_path / "cut.gz").write_bytes(Path(CRASH).read_bytes()[:-40])
     code, out, err = run(capsys, str(tmp_path / "cut.gz"), CRASH)
     assert code == 2
@@ -48,7 +49,7 @@ def test_what_can_be_read_is_told_when_something_cannot(capsys: pytest.CaptureFi
     assert "cut.gz: damaged" in err
 
 
-def test_findings_are_told_when_the_page_cannot_be_written(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_findings_are_shown_when_the_page_cannot_be_written(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     code, out, err = run(capsys, CRASH, html=str(tmp_path / "no/page.html"), perfetto=str(tmp_path / "trace.json"))
     assert code == 2
     assert "KVD101" in out
@@ -65,7 +66,7 @@ def test_json_is_as_documented(capsys: pytest.CaptureFixture[str]) -> None:
         assert exit_code == code
         answer = json.loads(out)
         jsonschema.validate(answer, schema)
-        assert answer["schema"] == report.SCHEMA
+        assert answer["schema"] == report_json.SCHEMA
         assert len(answer["findings"]) == code
     jsonschema.Draft202012Validator.check_schema(schema)
 
@@ -87,7 +88,7 @@ def test_page_stands_alone(capsys: pytest.CaptureFixture[str], tmp_path: Path) -
     assert not any(word in page for word in ("<script", "http:", "https:", "src=", "@import", "url("))
 
 
-def test_page_shows_what_a_log_says_and_does_not_obey_it(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_the_page_escapes_what_a_log_holds(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     evil = "<script>alert(1)</script>"
     (tmp_path / "evil.log").write_text(
         "[2026-11-21 01:41:27,007] LMCache INFO: Reqid: <b>x</b>, Total tokens 9, LMCache hit tokens: 4, need to load: "
@@ -124,7 +125,7 @@ def test_trace_is_chrome_trace_json(capsys: pytest.CaptureFixture[str], tmp_path
     assert {event["name"] for event in events if event["ph"] == "C"} >= {"lookups", "loaded tokens", "stored tokens"}
 
 
-def test_a_stream_is_told_as_it_comes() -> None:
+def test_findings_of_a_stream_are_shown_as_they_come() -> None:
     """The finding is there while the pipe is still open."""
     import gzip
 
@@ -150,6 +151,37 @@ def test_a_stream_is_told_as_it_comes() -> None:
         process.stdout.close()  # type: ignore[union-attr]
 
 
+def test_the_help_names_the_command_once() -> None:
+    """As the console script has it, and as a command of `kvfix`."""
+    script = "import sys; sys.argv[0] = 'kvfix-diagnose'; from kvfix_tools.cli import main_diagnose; main_diagnose()"
+    for program, usage in (
+        (["-c", script], "Usage: kvfix-diagnose [OPTIONS] {PATH... | -}..."),
+        (["-m", "kvfix_tools.cli", "diagnose"], "Usage: python -m kvfix_tools.cli diagnose [OPTIONS] {PATH... | -}..."),
+    ):
+        done = subprocess.run(
+            [sys.executable, *program, "--help"],
+            env=clean_environment(COLUMNS="200"), capture_output=True, text=True, check=True,
+        )  # fmt: skip
+        (line,) = (line.strip() for line in done.stdout.splitlines() if "Usage:" in line)
+        assert line == usage
+
+
+def test_progress_goes_to_a_terminal_and_only_there(tmp_path: Path) -> None:
+    log = tmp_path / "long.log"
+    log.write_bytes(b"nothing that is read\n" * 1_700_000)
+    ours, theirs = os.openpty()
+    done = subprocess.run(
+        [sys.executable, "-m", "kvfix_tools.cli", "diagnose", str(log)],
+        stderr=theirs, stdout=subprocess.PIPE, env=clean_environment(TERM="xterm"), check=False,
+    )  # fmt: skip
+    os.close(theirs)
+    shown = os.read(ours, 1 << 16)
+    os.close(ours)
+    assert done.returncode == 0
+    assert b"MB" in shown
+    assert done.stdout.startswith(b"read 35.7 MB: ")
+
+
 def test_no_token_ids_in_what_is_shown(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """vLLM dumps a request's tokens when a step fails; what stands on a line that is shown is left out."""
     ids = ", ".join(str(number) for number in range(9001, 9031))
@@ -164,37 +196,21 @@ def test_no_token_ids_in_what_is_shown(capsys: pytest.CaptureFixture[str], tmp_p
         assert "9015" not in out + page
 
 
-def test_lnav_format_matches_its_samples() -> None:
-    """As lnav itself checks it: each sample line is matched by the pattern, which lnav has as PCRE."""
-    import re
-
-    form = lnav.format_file()["kvfix"]
-    patterns = [
-        re.compile(regex["pattern"].replace("(?<", "(?P<").replace("(?P<!", "(?<!")) for regex in form["regex"].values()
-    ]
-    for sample in form["sample"]:
-        match = next((match for pattern in patterns if (match := pattern.match(sample["line"]))), None)
-        assert match is not None, sample
-        if "Reqid: 7" in sample["line"] or "[req_id=7]" in sample["line"]:
-            assert match["request"] == "7"
-    assert len(form["sample"]) > 60
-
-
-def test_explain_tells_each_finding(capsys: pytest.CaptureFixture[str]) -> None:
-    from kvfix_tools import catalogue
+def test_explain_shows_each_finding(capsys: pytest.CaptureFixture[str]) -> None:
+    from kvfix_tools import explain
     from kvfix_tools.diagnose.findings import catalogue as findings
 
     for rule in findings():
-        assert catalogue.explain(rule.code.lower(), json=False) == 0
-        said = capsys.readouterr().out
-        assert said.startswith(f"{rule.code} {rule.name} (")
-        assert rule.title in said
-        assert "\nCause: " in said
-        assert all(code in said for code in rule.fixes)
-        assert catalogue.explain(rule.code, json=True) == 0
+        assert explain.explain(rule.code.lower(), json=False) == 0
+        printed = capsys.readouterr().out
+        assert printed.startswith(f"{rule.code} {rule.name} (")
+        assert rule.title in printed
+        assert "\nCause: " in printed
+        assert all(code in printed for code in rule.fixes)
+        assert explain.explain(rule.code, json=True) == 0
         assert json.loads(capsys.readouterr().out)["fixes"] == list(rule.fixes)
     # A fix has the name first.
-    assert catalogue.explain("abort-asserts-engine", json=False) == 0
+    assert explain.explain("abort-asserts-engine", json=False) == 0
     assert capsys.readouterr().out.startswith("KVF004")
-    assert catalogue.explain("KVD999", json=False) == 2
+    assert explain.explain("KVD999", json=False) == 2
     assert "no finding" in capsys.readouterr().err

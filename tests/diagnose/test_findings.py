@@ -10,8 +10,8 @@ from functools import lru_cache
 
 import pytest
 
-from kvfix import fix
-from kvfix_tools.diagnose import remedy
+from kvfix import catalogue as known_fixes
+from kvfix_tools.diagnose import advice
 from kvfix_tools.diagnose.findings import catalogue
 from tests.diagnose import releases
 from tests.diagnose.lines import (
@@ -24,7 +24,7 @@ from tests.diagnose.lines import (
     codes,
     crash,
     diagnose,
-    say,
+    logged,
     site_packages,
     stats,
     version,
@@ -80,47 +80,48 @@ def hits() -> dict[str, list[str]]:
             # At INFO there is but one such line.
             stats(running=2, waiting=3, generation=120.0) + stats(waiting=3, second=10),
         ],
-        "KVD203": [say(release, "lookup_timeout", 0, "Resource temporarily unavailable") * 3
+        "KVD203": [logged(release, "lookup_timeout", 0, "Resource temporarily unavailable") * 3
                    for release in ("0.3.9.post1", "0.3.10", NEWEST)],
-        "KVD204": [say(release, "mp_timeout", which="LOOKUP") for release in ("0.4.2", "0.4.7", NEWEST)],
-        "KVD205": [say(release, "mp_timeout", which="LOOKUP") for release in ("0.5.0", "0.5.5")],
+        "KVD204": [logged(release, "mp_timeout", which="LOOKUP") for release in ("0.4.2", "0.4.7", NEWEST)],
+        "KVD205": [logged(release, "mp_timeout", which="LOOKUP") for release in ("0.5.0", "0.5.5")],
         "KVD206": [
-            say("0.4.7", "transfer_mode", "lmcache_driven")
-            + say("0.4.7", "no_handler", "RequestType.REGISTER_KV_CACHE_NON_GPU_CONTEXT"),
-            say(NEWEST, "no_handler", "register_kv_cache_engine_driven_context"),
-            say("0.3.10", "no_handler", "RequestType.REGISTER_KV_CACHE"),
+            logged("0.4.7", "transfer_mode", "lmcache_driven")
+            + logged("0.4.7", "no_handler", "RequestType.REGISTER_KV_CACHE_NON_GPU_CONTEXT"),
+            logged(NEWEST, "no_handler", "register_kv_cache_engine_driven_context"),
+            logged("0.3.10", "no_handler", "RequestType.REGISTER_KV_CACHE"),
         ],
-        "KVD207": [say(release, "degraded", "No supported connector.") for release in ("0.3.14", NEWEST)],
+        "KVD207": [logged(release, "degraded", "No supported connector.") for release in ("0.3.14", NEWEST)],
         "KVD208": [vllm("kv_waiting", "cmpl-7", release=release) * 1000 for release in ("0.9.1", "0.32.0")],
         "KVD209": [vllm("broadcast", 60, release=release) * 2 for release in ("0.9.1", "0.11.0", "0.32.0")],
-        "KVD210": [say("0.5.0", "reaped", 7, 3600.5, False), say(NEWEST, "unregistered", 7, which="RETRIEVE"),
-                   say("0.4.6", "unregistered", 7)],
-        "KVD211": [say(release, "lookup_given_up", "r1", 3) for release in ("0.3.10", NEWEST)],
-        "KVD301": [say(release, "mp_failed", "r1", False, which="retrieve") for release in ("0.3.13", "0.5.4")],
+        "KVD210": [logged("0.5.0", "reaped", 7, 3600.5, False), logged(NEWEST, "unregistered", 7, which="RETRIEVE"),
+                   logged("0.4.6", "unregistered", 7)],
+        "KVD211": [logged(release, "lookup_given_up", "r1", 3) for release in ("0.3.10", NEWEST)],
+        "KVD301": [logged(release, "mp_failed", "r1", False, which="retrieve") for release in ("0.3.13", "0.5.4")],
         "KVD302": [
-            say("0.3.9", "retrieved", 0, 256, 5888, 0.1, 1.0, 2.0, which="required"),
-            say(NEWEST, "retrieved", "r1", 256, 512, 512, 0.1, 1.0, 2.0, which="required"),
-            say(NEWEST, "load_failed", "r1", 1024, 64),
+            logged("0.3.9", "retrieved", 0, 256, 5888, 0.1, 1.0, 2.0, which="required"),
+            logged(NEWEST, "retrieved", "r1", 256, 512, 512, 0.1, 1.0, 2.0, which="required"),
+            logged(NEWEST, "load_failed", "r1", 1024, 64),
         ],
         "KVD303": [
             vllm("kv_recovered", 1, 128, release="0.11.2.post2"), vllm("kv_recovered", 1, 128),
             vllm("kv_failing", 1, 9, {"a"}),
         ],
-        "KVD304": [say(release, "ranks_differ", "[256, 0]") for release in ("0.3.9.post1", NEWEST)],
+        "KVD304": [logged(release, "ranks_differ", "[256, 0]") for release in ("0.3.9.post1", NEWEST)],
         "KVD305": [
-            say(NEWEST, "hash_seed", which="builtin") + say(NEWEST, "stored", "r1", 256, 256, which="offload") * 10
+            logged(NEWEST, "hash_seed", which="builtin")
+            + logged(NEWEST, "stored", "r1", 256, 256, which="offload") * 10
             + "".join(asked(NEWEST, 300, 0, 0, 0, f"r{n}") for n in range(100)),
         ],
-        "KVD306": [say(NEWEST, "mp_servers_differ", "r1", "[1, 2]", 1)],
-        "KVD307": [say(release, "save_skipped", "r1", 1024, 1536) for release in ("0.4.7", NEWEST)],
-        "KVD308": [say("0.5.2", "mp_preempted", "{'r1'}", which="by preempted")],
-        "KVD309": [say(NEWEST, "underflow", "r1", 3, "[4]", which="RETRIEVE")],
-        "KVD310": [say(NEWEST, "keys_missing")],
-        "KVD401": [say(release, "pin_timeout", "1403", 1, 301.0) for release in ("0.3.12", NEWEST)]
-        + [say(NEWEST, "forced_unpin", 3, 10, 300)],
-        "KVD402": [say(release, "no_candidates", 0.1) * 20 for release in ("0.3.9", NEWEST)],
-        "KVD403": [say(release, "double_unpin", "1403", -1) for release in ("0.3.9", NEWEST)],
-        "KVD404": [say(NEWEST, "not_stored", which="not store") * 20],
+        "KVD306": [logged(NEWEST, "mp_servers_differ", "r1", "[1, 2]", 1)],
+        "KVD307": [logged(release, "save_skipped", "r1", 1024, 1536) for release in ("0.4.7", NEWEST)],
+        "KVD308": [logged("0.5.2", "mp_preempted", "{'r1'}", which="by preempted")],
+        "KVD309": [logged(NEWEST, "underflow", "r1", 3, "[4]", which="RETRIEVE")],
+        "KVD310": [logged(NEWEST, "keys_missing")],
+        "KVD401": [logged(release, "pin_timeout", "1403", 1, 301.0) for release in ("0.3.12", NEWEST)]
+        + [logged(NEWEST, "forced_unpin", 3, 10, 300)],
+        "KVD402": [logged(release, "no_candidates", 0.1) * 20 for release in ("0.3.9", NEWEST)],
+        "KVD403": [logged(release, "double_unpin", "1403", -1) for release in ("0.3.9", NEWEST)],
+        "KVD404": [logged(NEWEST, "not_stored", which="not store") * 20],
         "KVD109": [
             bare("", SCHEDULER, "_update_from_kv_xfer_finished", "assert req_id in self.requests", root=site_packages())
         ],
@@ -130,7 +131,7 @@ def hits() -> dict[str, list[str]]:
         ],
         "KVD113": [raise_in(adapter(NEWEST), "from_new_request", ast.parse("len(None)").body[0], 190)],
         "KVD114": [
-            say(NEWEST, "lookup_given_up", "r1", 3)
+            logged(NEWEST, "lookup_given_up", "r1", 3)
             + raise_in(files(NEWEST)["lmcache_async_lookup_client.py"][0], "lookup_cache",
                        ast.parse("{}['r1']").body[0], 175)
         ],
@@ -142,12 +143,12 @@ def hits() -> dict[str, list[str]]:
 @pytest.mark.parametrize("code", [rule.code for rule in catalogue()])
 def test_is_found(code: str) -> None:
     for log in hits()[code]:
-        case = diagnose(log)
-        assert code in codes(case), log[-2000:]
-        found = next(each for each in case.findings if each.rule.code == code)
+        diagnosis = diagnose(log)
+        assert code in codes(diagnosis), log[-2000:]
+        found = next(each for each in diagnosis.findings if each.rule.code == code)
         assert found.sentence
-        assert remedy.cause(case, found)
-        assert remedy.steps(case, found) or code == "KVD199"
+        assert advice.cause(diagnosis, found)
+        assert advice.advice(diagnosis, found) or code == "KVD199"
 
 
 def test_a_crash_has_one_name() -> None:
@@ -164,27 +165,27 @@ def test_what_the_catalogue_says() -> None:
         assert rule.section("Setting") or rule.fixes or rule.code == "KVD199", rule.code
         assert rule.look.__name__.replace("_", "-") in (rule.name, "unknown-crash"), rule.code
         for code in rule.fixes:
-            assert fix.find(code) is not None, code
+            assert known_fixes.find(code) is not None, code
 
 
 class TestTheFirstReport:
     """LMCache issue 2158, with its numbers."""
 
-    def test_story_arithmetic_and_remedy(self) -> None:
-        case = diagnose(hits()["KVD101"][0])
-        found = case.findings[0]
+    def test_history_arithmetic_and_advice(self) -> None:
+        diagnosis = diagnose(hits()["KVD101"][0])
+        found = diagnosis.findings[0]
         assert (found.rule.code, found.request, found.verdict) == ("KVD101", "cmpl-1", "violated")
         assert found.sentence == "granted 256, but hit 256 - computed 336 = -80; vLLM had 336"
-        assert found.story[0].what == "match(336) promises 0: hit 256 - computed 336 = -80, nothing to load"
-        assert found.verdicts[0].message == "granted 256, promised 0"
-        steps = [(step.kind, step.name) for step in remedy.steps(case, found)]
-        assert steps == [("fix", "KVF001"), ("release", "LMCache 0.3.10.post1")]
+        assert found.history[0].what == "match(336) promises 0: hit 256 - computed 336 = -80, nothing to load"
+        assert found.violated[0].message == "granted 256, promised 0"
+        given = [(each.kind, each.name) for each in advice.advice(diagnosis, found)]
+        assert given == [("fix", "KVF001"), ("release", "LMCache 0.3.10.post1")]
 
-    def test_the_line_number_tells_the_release(self) -> None:
+    def test_the_release_by_a_line_number(self) -> None:
         """No line names it: 1511 of vllm_v1_adapter.py is where 0.3.10 says `Reqid`."""
-        case = diagnose(hits()["KVD101"][1])
-        assert case.releases.one("lmcache") == "0.3.10"
-        assert case.findings[0].verdict == "violated"
+        diagnosis = diagnose(hits()["KVD101"][1])
+        assert diagnosis.releases.one("lmcache") == "0.3.10"
+        assert diagnosis.findings[0].verdict == "violated"
 
     def test_without_a_release_it_is_not_certain(self) -> None:
         found = diagnose(hits()["KVD101"][2]).findings[0]
@@ -193,10 +194,10 @@ class TestTheFirstReport:
 
 
 def test_what_the_level_hides_is_unknown() -> None:
-    """From 0.3.13 on stores are told at DEBUG only."""
+    """From 0.3.13 on stores are logged at DEBUG only."""
     hidden = [rule for rule, _, _ in diagnose(version(NEWEST), asked(NEWEST, 900, 0, 256, 256)).hidden()]
     assert hidden == ["KVR004 load-differs-from-grant", "KVR007 store-leaves-hole"]
-    debug = say(NEWEST, "storing", 256, 512, 256, "cmpl-1")
+    debug = logged(NEWEST, "storing", 256, 512, 256, "cmpl-1")
     assert diagnose(version(NEWEST), asked(NEWEST, 900, 0, 256, 256), debug).hidden() == []
     hidden = [rule for rule, _, _ in diagnose(version("0.3.12"), asked("0.3.12", 900, 0, 256, 256)).hidden()]
     assert hidden == ["KVR004 load-differs-from-grant"]
@@ -204,35 +205,53 @@ def test_what_the_level_hides_is_unknown() -> None:
 
 def test_the_ledger_judges_log_lines() -> None:
     """LMCache issue 4508 in a log: what lies between the hit and what is stored is never stored."""
-    hole = say("0.3.12", "storing", 512, 2048, 1536, "cmpl-1")
-    case = diagnose(asked("0.3.12", 4096, 0, 512, 512), hole)
-    assert codes(case) == ["KVR007"]
-    assert "512 to 1536 never are" in case.findings[0].sentence
-    assert case.findings[0].rule.fixes == ("KVF102",)
+    hole = logged("0.3.12", "storing", 512, 2048, 1536, "cmpl-1")
+    diagnosis = diagnose(asked("0.3.12", 4096, 0, 512, 512), hole)
+    assert codes(diagnosis) == ["KVR007"]
+    assert "512 to 1536 never are" in diagnosis.findings[0].sentence
+    assert diagnosis.findings[0].rule.fixes == ("KVF102",)
     beyond = diagnose(asked(NEWEST, 900, 0, 1000, 1000))
     assert codes(beyond) == ["KVR001"]
-    steps = [step.name for step in remedy.steps(beyond, beyond.findings[0])]
-    assert steps == []  # KVF001 is for 0.3.10, and the line is of 0.5.6
+    given = [each.name for each in advice.advice(beyond, beyond.findings[0])]
+    assert given == []  # KVF001 is for 0.3.10, and the line is of 0.5.6
     beyond = diagnose(version("0.3.10") + asked("0.3.10", 900, 0, 1000, 1000))
-    assert "KVF001" in [step.name for step in remedy.steps(beyond, beyond.findings[0])]
-    right = say("0.3.12", "storing", 1536, 2048, 512, "cmpl-1")
+    assert "KVF001" in [each.name for each in advice.advice(beyond, beyond.findings[0])]
+    right = logged("0.3.12", "storing", 1536, 2048, 512, "cmpl-1")
     assert codes(diagnose(asked("0.3.12", 4096, 0, 512, 512), right)) == []
     alone = diagnose(hole)
     assert codes(alone) == []
     assert alone.unknowns["KVR007"] == 1
 
 
-def test_loads_are_judged_where_debug_lines_tell_them() -> None:
+def test_a_history_has_each_event_with_its_line() -> None:
+    """A request that waits is asked about on every step: the same answer again is no event."""
+    ask = asked(NEWEST, 900, 64, 256, 192)
+    diagnosis = diagnose(
+        ask, ask, logged(NEWEST, "due", 256, 64, "cmpl-1"),
+        logged(NEWEST, "retrieved", "cmpl-1", 192, 192, 256, 0.1, 1.0, 2.0, which="required"),
+        logged(NEWEST, "storing", 256, 512, 256, "cmpl-1"), ask, asked(NEWEST, 900, 64, 128, 64),
+    )  # fmt: skip
+    assert [(event.line, event.what) for event in diagnosis.history("cmpl-1")] == [
+        (1, "match(64) promises 192: hit 256 - computed 64 = 192"),
+        (3, "blocks found, 192 external tokens granted"),
+        (3, "tokens 64 to 256 are to be loaded"),
+        (4, "192 tokens loaded, up to 256"),
+        (5, "tokens 256 to 512 stored"),
+        (7, "match(64) promises 64: hit 128 - computed 64 = 64"),
+    ]
+
+
+def test_loads_are_judged_by_debug_lines() -> None:
     ask = asked(NEWEST, 3000, 0, 2048, 2048)
-    capped = say(NEWEST, "capped", "cmpl-1", 2048, 1024, 1024)
-    assert codes(diagnose(ask, say(NEWEST, "due", 2048, 0, "cmpl-1"))) == []
-    assert codes(diagnose(ask, capped, say(NEWEST, "due", 1024, 0, "cmpl-1"))) == []
-    assert codes(diagnose(ask, say(NEWEST, "due", 1024, 0, "cmpl-1"))) == ["KVR004"]
-    assert codes(diagnose(ask, capped, say(NEWEST, "due", 2048, 0, "cmpl-1"))) == ["KVR004"]
+    capped = logged(NEWEST, "capped", "cmpl-1", 2048, 1024, 1024)
+    assert codes(diagnose(ask, logged(NEWEST, "due", 2048, 0, "cmpl-1"))) == []
+    assert codes(diagnose(ask, capped, logged(NEWEST, "due", 1024, 0, "cmpl-1"))) == []
+    assert codes(diagnose(ask, logged(NEWEST, "due", 1024, 0, "cmpl-1"))) == ["KVR004"]
+    assert codes(diagnose(ask, capped, logged(NEWEST, "due", 2048, 0, "cmpl-1"))) == ["KVR004"]
 
 
-def test_a_crash_without_its_lookup_is_told_all_the_same() -> None:
+def test_a_crash_without_its_lookup_is_found() -> None:
     """The log begins after the request did: the crash has its name, and nothing is made up of the balance."""
-    case = diagnose(version(NEWEST), crash(NEWEST, "resume_differs", "r1", 800, 1024, False))
-    assert codes(case) == ["KVD107"]
-    assert [each.code for each in case.findings[0].verdicts] == ["KVR011"]
+    diagnosis = diagnose(version(NEWEST), crash(NEWEST, "resume_differs", "r1", 800, 1024, False))
+    assert codes(diagnosis) == ["KVD107"]
+    assert [each.code for each in diagnosis.findings[0].violated] == ["KVR011"]

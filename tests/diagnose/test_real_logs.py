@@ -1,4 +1,4 @@
-"""Logs of real engines on the CPU (tests/engine/run.py), whole, with the paths of the machine taken out.
+"""Logs of real engines on the CPU (tests/engine/start.py), whole, with the paths of the machine taken out.
 
 In-process ones have a stand-in for LMCache's GPU connector; nothing else in them is ours.
 """
@@ -12,18 +12,17 @@ from pathlib import Path
 import pytest
 
 from kvfix.ledger.events import Stored
-from kvfix_tools.diagnose import reader, work
-from kvfix_tools.diagnose.case import Case
-from kvfix_tools.diagnose.timeline import Timeline
+from kvfix_tools.diagnose import log_files
+from kvfix_tools.diagnose.diagnosis import Diagnosis
 
 LOGS = Path(__file__).parent / "logs"
 
 
-def diagnose(*names: str, timeline: Timeline | None = None) -> Case:
-    case = Case(timeline=timeline)
-    assert work.read(case, reader.sources([str(LOGS / f"{name}.log.gz") for name in names]), 1) == []
-    case.end()
-    return case
+def diagnose(*names: str) -> Diagnosis:
+    diagnosis = Diagnosis()
+    assert log_files.read(diagnosis, log_files.sources([str(LOGS / f"{name}.log.gz") for name in names])) == []
+    diagnosis.end()
+    return diagnosis
 
 
 @pytest.mark.parametrize(
@@ -50,22 +49,22 @@ def diagnose(*names: str, timeline: Timeline | None = None) -> Case:
     ids=lambda value: "+".join(value) or "nothing",
 )
 def test_real_logs(names: list[str], codes: list[str]) -> None:
-    case = diagnose(*names)
-    assert [found.rule.code for found in case.findings] == codes
+    diagnosis = diagnose(*names)
+    assert [found.rule.code for found in diagnosis.findings] == codes
     if "server" not in names[0]:
-        assert case.releases.one("vllm") == "0.32.0"
-        assert case.releases.one("lmcache") == names[0].split("-")[-1 if "debug" not in names[0] else 1]
+        assert diagnosis.releases.one("vllm") == "0.32.0"
+        assert diagnosis.releases.one("lmcache") == names[0].split("-")[-1 if "debug" not in names[0] else 1]
 
 
 def test_a_recorder_file_is_judged_as_in_the_engine() -> None:
     """Written by kvfix's own recorder, of the first report's numbers, where LMCache 0.5.6 was installed."""
-    case = Case()
-    assert work.read(case, reader.sources([str(LOGS / "recorder.jsonl")]), 1) == []
-    findings = case.end()
+    diagnosis = Diagnosis()
+    assert log_files.read(diagnosis, log_files.sources([str(LOGS / "recorder.jsonl")])) == []
+    findings = diagnosis.end()
     assert [found.rule.code for found in findings] == ["KVD102"]
-    assert [each.code for each in findings[0].verdicts] == ["KVR002", "KVR011"]
-    assert [told.line for told in findings[0].story] == [2, 3, 4, 5]
-    assert case.releases.one("lmcache") == "0.5.6"
+    assert [each.code for each in findings[0].violated] == ["KVR002", "KVR011"]
+    assert [event.line for event in findings[0].history] == [2, 3, 4, 5]
+    assert diagnosis.releases.one("lmcache") == "0.5.6"
 
 
 def test_a_bundle_of_kvfix_dump_is_read(tmp_path: Path) -> None:
@@ -80,15 +79,19 @@ def test_a_bundle_of_kvfix_dump_is_read(tmp_path: Path) -> None:
             entry = tarfile.TarInfo(f"kvfix-dump-7/{name}")
             entry.size = len(content)
             bundle.addfile(entry, io.BytesIO(content))
-    case = Case()
-    assert work.read(case, reader.sources([str(tmp_path)]), 1) == []
-    assert [(found.rule.code, found.request) for found in case.end()] == [("KVD102", "cmpl-1"), ("KVD102", "cmpl-2")]
-    assert case.releases.one("lmcache") == "0.5.6"
-    assert len(case._recorders.cases) == 2
+    diagnosis = Diagnosis()
+    assert log_files.read(diagnosis, log_files.sources([str(tmp_path)])) == []
+    findings = [(found.rule.code, found.request) for found in diagnosis.end()]
+    assert findings == [
+        ("KVD102", "cmpl-1"),
+        ("KVD102", "cmpl-2"),
+    ]
+    assert diagnosis.releases.one("lmcache") == "0.5.6"
+    assert len(diagnosis._recorders.connectors) == 2
 
 
 def test_a_damaged_recorder_file_is_read_as_far_as_it_goes(tmp_path: Path) -> None:
-    text = (LOGS / "recorder.jsonl").read_text()
+    whole = (LOGS / "recorder.jsonl").read_bytes()
     for old, new in [
         ('"total":10009', '"total":"x"'),
         ('"event":"Asked"', '"event":"Later"'),
@@ -96,19 +99,21 @@ def test_a_damaged_recorder_file_is_read_as_far_as_it_goes(tmp_path: Path) -> No
         ('"connector":1', '"connector":[]'),
         ('"versions":{', '"versions":7,"v":{'),
         ("}\n", "}\x00{\n"),
+        ("cmpl-1", "\x80"),  # no UTF-8
+        ('"cmpl-1"', "[" * 5000),
         ('"wall":', '"wall":"'),
     ]:
         path = tmp_path / "damaged.jsonl"
-        path.write_text(text.replace(old, new))
-        case = Case()
-        assert work.read(case, reader.sources([str(path)]), 1) == []
-        case.end()
+        path.write_bytes(whole.replace(old.encode(), new.encode("latin-1")))
+        diagnosis = Diagnosis()
+        assert log_files.read(diagnosis, log_files.sources([str(path)])) == []
+        diagnosis.end()
 
 
-def test_the_crash_tells_its_story() -> None:
+def test_the_history_of_a_crash() -> None:
     found = diagnose("crash-0.3.10").findings[0]
     assert found.sentence == "granted 256, but hit 256 - computed 288 = -32; vLLM had 288"
-    assert [told.what for told in found.story] == [
+    assert [event.what for event in found.history] == [
         "match(0) promises 0: hit 0 - computed 0 = 0",
         "tokens 0 to 256 stored",
         "match(288) promises 0: hit 256 - computed 288 = -32, nothing to load",
@@ -119,7 +124,7 @@ def test_the_crash_tells_its_story() -> None:
     ]
 
 
-def test_a_worker_that_goes_on_without_lmcache_says_why() -> None:
+def test_why_a_worker_goes_on_without_lmcache() -> None:
     """The reason is a traceback in the middle of the line."""
     found = diagnose("degraded-0.5.6").findings[1]
     assert found.sentence == "LMCache failed to start: RuntimeError: No supported cpu connector found."
@@ -127,9 +132,9 @@ def test_a_worker_that_goes_on_without_lmcache_says_why() -> None:
 
 
 def test_a_debug_log_hides_nothing() -> None:
-    case = diagnose("healthy-0.5.6-debug", timeline=Timeline())  # which has the ledger told of every line at once
-    assert case.debug
-    assert case.hidden() == []
-    assert case.counts["storing"] > 0
-    stored = [event for story in case.ledger.stories.values() for event in story.events if isinstance(event, Stored)]
-    assert len(stored) == case.counts["storing"]
+    diagnosis = diagnose("healthy-0.5.6-debug")
+    assert diagnosis.debug
+    assert diagnosis.hidden() == []
+    assert diagnosis.counts["storing"] > 0
+    events = [event for history in diagnosis.ledger.histories.values() for event in history.events]
+    assert sum(isinstance(event, Stored) for event in events) == diagnosis.counts["storing"]

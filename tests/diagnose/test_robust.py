@@ -1,4 +1,4 @@
-"""Whatever happened to a log on its way, reading it ends, and says something. KVFIX_TEST_EXAMPLES sets how often.
+"""Whatever happened to a log on its way, it is read to its end, and reported. KVFIX_TEST_EXAMPLES sets how often.
 
 100,000 of them: `python -m tests.diagnose.mutate --count 100000`.
 """
@@ -10,8 +10,7 @@ import os
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvfix_tools.diagnose import scan
-from kvfix_tools.diagnose.case import Case
+from kvfix_tools.diagnose.diagnosis import diagnosed
 from tests.diagnose import mutate
 
 EXAMPLES = int(os.environ.get("KVFIX_TEST_EXAMPLES", "300"))
@@ -38,6 +37,4 @@ def test_the_first_logs_of_the_corpus() -> None:
 @given(log=st.binary(max_size=4000))
 @settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck), database=None)
 def test_any_bytes_at_all(log: bytes) -> None:
-    case = Case()
-    case.take("log", 1, scan.hits(log))
-    case.end()
+    diagnosed(log)

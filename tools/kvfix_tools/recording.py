@@ -1,6 +1,6 @@
-"""A recorder file of `kvfix.probes`, read back: who wrote it, its connectors, and its entries in their order.
+"""A recorder file of `kvfix.connector_events`, read back: who wrote it, its connectors, and its entries in their order.
 
-A bundle of `kvfix dump` has those of all processes of a node.
+A bundle of `kvfix dump` has those of all processes of a node. kvfix/connector_events/dump.py writes and describes them.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from kvfix.ledger import events as ev
-from kvfix.probes.dump import SCHEMA
-from kvfix.probes.recorder import Entry
+from kvfix.connector_events.dump import SCHEMA
+from kvfix.connector_events.recorder import Entry
+from kvfix.ledger.events import Event
 
 #: Files that are larger were not written by a recorder.
 LARGEST = 64 << 20
+#: {name: the event's type}
+_EVENTS: dict[str, Any] = {kind.__name__: kind for kind in Event.__args__}  # type: ignore[attr-defined]
 
 
 class Recording(NamedTuple):
@@ -74,21 +76,21 @@ def parsed(name: str, texts: Iterable[bytes]) -> Recording:
     head: dict[str, Any] | None = None
     lines: dict[str, list[dict[str, Any]]] = {}
     entries: list[Entry] = []
-    read = 0
+    number = 0
     try:
-        for text in texts:
-            read += 1
-            line = msgspec.json.decode(text, type=dict[str, Any])
+        for number, text in enumerate(texts, 1):  # noqa: B007
+            line = decoded(text)
             kind = line.pop("kind")
             if head is None:
                 _check(kind, line)
                 head = line
             elif kind == "event":
-                entries.append(_entry(line))
+                place = msgspec.convert([line[field] for field in Entry._fields[:-1]], tuple[int, int, int, str])
+                entries.append(Entry(*place, event(line)))
             else:
                 lines.setdefault(kind, []).append(line)
-    except (KeyError, msgspec.DecodeError, msgspec.ValidationError) as error:
-        raise ValueError(f"line {read} is no line of a recorder ({type(error).__name__}: {error})") from None
+    except (KeyError, msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"line {number} is no line of a recorder ({type(error).__name__}: {error})") from None
     if head is None:
         raise ValueError("it is empty")
     return Recording(name, head, lines, entries)
@@ -101,11 +103,13 @@ def _check(kind: Any, head: dict[str, Any]) -> None:
         raise ValueError(f"it is of schema {head['schema']!r}, this kvfix reads {SCHEMA}: use the kvfix that wrote it")
 
 
-def _entry(line: dict[str, Any]) -> Entry:
-    kind = getattr(ev, line["event"], None)
-    if kind is None or not hasattr(kind, "_fields"):
-        raise KeyError("event", line["event"])
-    event = msgspec.convert([{**kind._field_defaults, **line}[field] for field in kind._fields], kind)
-    whole = {**line, "event": None}
-    made = msgspec.convert([whole[field] for field in Entry._fields[:-1]], tuple[int, int, int, str])
-    return Entry(*made, event)
+def decoded(text: bytes) -> dict[str, Any]:
+    """One line of the file. Raises msgspec.DecodeError or UnicodeDecodeError for what is no JSON object."""
+    return msgspec.json.decode(text, type=dict[str, Any])
+
+
+def event(line: dict[str, Any]) -> Event:
+    """The event of such a line. Raises KeyError or msgspec.ValidationError where this kvfix has no such event."""
+    kind = _EVENTS[str(line["event"])]
+    values = {**kind._field_defaults, **line}
+    return msgspec.convert([values[field] for field in kind._fields], kind)  # type: ignore[no-any-return]

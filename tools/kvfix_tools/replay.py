@@ -1,4 +1,9 @@
-"""`kvfix replay FILE ...`: the ledger once more over what recorders kept. The same verdicts, with their stories."""
+"""`kvfix replay FILE ...`: the ledger once more over what recorders kept. The same findings, with their histories.
+
+Recordings of several processes, or a bundle, are judged as one engine: each process' own events by a ledger, as alone,
+then each rank's loads against the scheduler's. A load that a rank and the scheduler both have on record is judged with
+the scheduler's events. What a missing rank did, or one whose record ends before, is unknown.
+"""
 
 from __future__ import annotations
 
@@ -7,34 +12,27 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvfix.cures import candidates
-from kvfix.fix import find
+from kvfix import catalogue
+from kvfix.connector_events import report
+from kvfix.connector_events.recorder import Entry
 from kvfix.ledger import Finding, Ledger
-from kvfix.probes import report
-from kvfix.probes.recorder import Entry
-from kvfix_tools import recording, replay_many
+from kvfix.ledger import events as ev
+from kvfix_tools import engine_recordings, recording
+from kvfix_tools.engine_recordings import Engine, Part
+from kvfix_tools.recording import Recording
 
 
-class Told(NamedTuple):
-    """A finding, and the entry at which it was found."""
+class Judged(NamedTuple):
+    """A finding, and the entry at which it was found; part: the process' part of an engine, where there are several."""
 
     finding: Finding
     entry: Entry
-
-
-def judged(found: recording.Recording) -> list[Told]:
-    """Findings in the order of the events; those that cannot be judged ("unknown") among them."""
-    ledgers = {number: Ledger(sees_loads=line.get("sees_loads", True)) for number, line in found.connectors.items()}
-    told = []
-    for entry in found.entries:
-        ledger = ledgers.setdefault(entry.connector, Ledger())
-        told += [Told(finding, entry) for finding in ledger.feed(entry.event)]
-    return told
+    part: Part | None = None
 
 
 def replay(paths: list[Path], json: bool) -> int:
     """Print what is violated. 0: nothing; 1: something; 2: a file cannot be read, or they are of different engines."""
-    recordings: list[recording.Recording] = []
+    recordings: list[Recording] = []
     for path in paths:
         try:
             recordings += recording.read_all(path)
@@ -42,67 +40,189 @@ def replay(paths: list[Path], json: bool) -> int:
             print(f"kvfix replay: {path}: {getattr(error, 'strerror', None) or error}", file=sys.stderr)
             return 2
     if len(recordings) == 1:
-        return _alone(recordings[0], json)
+        return _replay_process(recordings[0], json)
     try:
-        return replay_many.replay(recordings, json)
+        return _replay_engines(engine_recordings.engines(recordings), json)
     except ValueError as error:
         print(f"kvfix replay: {error}", file=sys.stderr)
         return 2
 
 
-def _alone(found: recording.Recording, json: bool) -> int:
-    told = judged(found)
-    violated = [each for each in told if each.finding.verdict == "violated"]
+def judged(found: Recording) -> list[Judged]:
+    """Findings of one process in the order of its events; those that cannot be judged ("unknown") among them."""
+    ledgers = {number: Ledger(sees_loads=line.get("sees_loads", True)) for number, line in found.connectors.items()}
+    findings = []
+    for entry in found.entries:
+        ledger = ledgers.setdefault(entry.connector, Ledger())
+        findings += [Judged(finding, entry) for finding in ledger.feed(entry.event)]
+    return findings
+
+
+def judged_engine(engine: Engine) -> list[Judged]:
+    """Findings of the scheduler, of each rank, and of each rank against the scheduler."""
+    compared = engine.compared()
+    findings = []
+    for part in engine.parts:
+        pairs = compared[part.rank].pairs if not part.is_scheduler and part.rank in compared else []
+        judged_with_scheduler = {there for _, there in pairs}
+        ledger = Ledger(sees_loads=part.line.get("sees_loads", True))
+        for at, entry in enumerate(part.entries):
+            found = ledger.feed(entry.event)
+            if at not in judged_with_scheduler:
+                findings += [Judged(finding, entry, part) for finding in found]
+    scheduler = engine.scheduler
+    if scheduler is not None:
+        for comparison in compared.values():
+            for at, event in comparison.differs:
+                entries = scheduler.entries[: at + 1]
+                findings += [Judged(finding, entries[-1], scheduler) for finding in _against(entries, event)]
+    return findings
+
+
+def _against(entries: list[Entry], event: ev.RankDiffers) -> list[Finding]:
+    """Findings of a rank's event after these of the scheduler."""
+    ledger = Ledger()
+    for entry in entries:
+        if entry.event.request == event.request:
+            ledger.feed(entry.event)
+    return ledger.feed(event)
+
+
+def _replay_process(found: Recording, json: bool) -> int:
+    findings = judged(found)
+    violated = _violated(findings)
     if json:
-        print(jsonlib.dumps(_as_json(found, told), indent=2))
-    else:
-        for each in violated:
-            print(_text(found, each), end="")
-        unknown = len(told) - len(violated)
-        reason, events = found.head["reason"], len(found.entries)
-        print(
-            f"{found.path}: {events} events of pid {found.head['pid']} ({reason}): {len(violated)} violations"
-            + (f", {unknown} not to be judged: the record began after the request did" if unknown else "")
-        )
+        rows = [
+            {
+                **_as_dict(each.finding),
+                "connector": each.entry.connector,
+                "hook": each.entry.hook,
+                "mono": each.entry.mono,
+                "wall": each.entry.wall,
+                "cures": [fix.code for fix in catalogue.handling(each.finding.code, each.finding.message)],
+            }
+            for each in findings
+        ]
+        print(jsonlib.dumps({"recorder": found.head, "events": len(found.entries), "findings": rows}, indent=2))
+        return int(bool(violated))
+    for each in violated:
+        print(_process_report(found, each), end="")
+    unknown = len(findings) - len(violated)
+    print(
+        f"{found.path}: {len(found.entries)} events of pid {found.head['pid']} ({found.head['reason']}): "
+        f"{len(violated)} violations"
+        + (f", {unknown} not to be judged: the record began after the request did" if unknown else "")
+    )
     return int(bool(violated))
 
 
-def _text(found: recording.Recording, told: Told) -> str:
-    finding, entry = told
+def _replay_engines(engines: list[Engine], json: bool) -> int:
+    findings = [judged_engine(engine) for engine in engines]
+    if json:
+        rows = [_engine_as_dict(*each) for each in zip(engines, findings, strict=True)]
+        print(jsonlib.dumps(rows, indent=2))
+    else:
+        for engine, found in zip(engines, findings, strict=True):
+            print("".join(_engine_report(engine, each) for each in _violated(found)), end="")
+        for engine, found in zip(engines, findings, strict=True):
+            print("\n".join(_summary(engine, found)))
+    return int(any(_violated(found) for found in findings))
+
+
+def _violated(findings: list[Judged]) -> list[Judged]:
+    return [each for each in findings if each.finding.verdict == "violated"]
+
+
+def _process_report(found: Recording, each: Judged) -> str:
+    finding, entry, _ = each
     connector = found.connectors.get(entry.connector, {})
     role = f" ({connector['role']})" if connector.get("role") else ""
-    story = [
-        each
-        for each in found.entries
-        if (each.connector, each.event.request) == (entry.connector, finding.request) and each.mono <= entry.mono
+    history = [
+        one
+        for one in found.entries
+        if (one.connector, one.event.request) == (entry.connector, finding.request) and one.mono <= entry.mono
     ]
-    return report.told(
+    fixes = [
+        f"{fix.code} {fix.slug} fixes findings of this kind."
+        for fix in catalogue.handling(finding.code, finding.message)
+    ]
+    return report.compose(
         finding,
-        story,
+        history,
         where=f"{entry.hook} of {connector.get('name', 'a connector')}{role}, pid {found.head['pid']}",
         whose=finding.request or "the engine",
         holds=[],
-        cured=[
-            f"{code} {fix.slug} cures findings of this kind." for code in candidates(finding) if (fix := find(code))
-        ],
+        fixes=fixes,
         recording=found.path,
     )
 
 
-def _as_json(found: recording.Recording, told: list[Told]) -> dict[str, Any]:
-    findings = [
-        {
-            "code": finding.code,
-            "name": finding.name,
-            "verdict": finding.verdict,
-            "request": finding.request,
-            "message": finding.message,
-            "connector": entry.connector,
-            "hook": entry.hook,
-            "mono": entry.mono,
-            "wall": entry.wall,
-            "cures": candidates(finding),
-        }
-        for finding, entry in told
+def _engine_report(engine: Engine, each: Judged) -> str:
+    finding, entry, part = each
+    assert part is not None
+    history = engine.history(finding.request)
+    if not isinstance(finding.event, ev.RankDiffers):
+        ends = (n for n, (one, other) in enumerate(history) if one is part and other.event == entry.event)
+        history = history[: next(ends, len(history)) + 1]
+    return report.compose(
+        finding,
+        [one for _, one in history],
+        where=f"{entry.hook} of {engine.connector} ({part.label})",
+        whose=finding.request or "the engine",
+        holds=[],
+        fixes=[
+            f"{fix.code} may fix it: kvfix explain {fix.code}"
+            for fix in catalogue.handling(finding.code, finding.message)
+        ],
+        recording=part.recording.path,
+        who=[one.label for one, _ in history],
+    )
+
+
+def _summary(engine: Engine, findings: list[Judged]) -> list[str]:
+    lines = [f"engine {engine.name}, {engine.connector}:"]
+    lines += [f"  {part.label}: {len(part.entries)} events" for part in engine.parts]
+    if engine.scheduler is None:
+        lines.append("  scheduler: no recording of it is here; what the ranks were told is unknown")
+    lines += [f"  rank {rank}: no recording of it is here; what it did is unknown" for rank in engine.missing]
+    if not engine.ranks:
+        lines.append("  how many ranks there are is not on record")
+    lines += [
+        f"  rank {rank}: {comparison.unknown} loads lie outside of what is certainly on record here"
+        for rank, comparison in engine.compared().items()
+        if comparison.unknown
     ]
-    return {"recorder": found.head, "events": len(found.entries), "findings": findings}
+    for boot, clock in engine.clocks().items():
+        node = next(part.recording.head.get("node") for part in engine.parts if part.boot == boot)
+        bounds = [f"{value / 1e9:+.6f}" if value is not None else "?" for value in (clock.low, clock.high)]
+        lines.append(
+            f"  clock of {node}: {clock.ahead / 1e9:+.6f} s beside the scheduler's, within {' and '.join(bounds)}"
+        )
+    verdicts = [each.finding.verdict for each in findings]
+    lines.append(f"  {verdicts.count('violated')} violations, {verdicts.count('unknown')} events not to be judged")
+    return lines
+
+
+def _as_dict(finding: Finding) -> dict[str, Any]:
+    return {name: getattr(finding, name) for name in ("code", "name", "verdict", "request", "message")}
+
+
+def _engine_as_dict(engine: Engine, findings: list[Judged]) -> dict[str, Any]:
+    rows = [
+        {
+            **_as_dict(finding),
+            "part": part.label if part else "",
+            "cures": [fix.code for fix in catalogue.handling(finding.code, finding.message)],
+        }
+        for finding, _, part in findings
+    ]
+    return {
+        "engine": engine.name,
+        "connector": engine.connector,
+        "scheduler": engine.scheduler.recording.path if engine.scheduler else None,
+        "ranks": {rank: part.recording.path for rank, part in sorted(engine.workers.items())},
+        "missing": engine.missing,
+        "unknown_loads": {rank: comparison.unknown for rank, comparison in engine.compared().items()},
+        "clocks": {boot: clock._asdict() for boot, clock in engine.clocks().items()},
+        "findings": rows,
+    }

@@ -1,12 +1,13 @@
 """Log text to events to findings: `kvfix-diagnose`.
 
-reader      files, folders, compressed files and streams, in blocks of whole lines
-scan        blocks to hits: only lines with a literal of the grammar are looked at
-merge       several files in the order of time
-grammar     which lines mean something, checked against the releases' own statements (statements.json)
-events      hits to events of the ledger (kvfix.ledger), the same as in the engine
-usual       lines that the ledger need not hear of yet, being as they should
-case        what is known so far: stories, releases, counts
-findings/   one function is one finding; nothing lists them
-report, page, trace, lnav   what comes out
+log_files        files, folders, compressed files and streams, in blocks of whole lines; several in the order of time
+line_scanner     blocks to lines that mean something (log_line)
+grammar          which lines mean something, checked against the releases' own statements (statements.json)
+tracebacks       frames and exceptions, which stand on lines of their own, put together
+ledger_events    lines to events of the ledger (kvfix.ledger), the same as in the engine
+recorder_lines   lines of kvfix's own recorder, which are such events
+diagnosis        what is known so far: histories, releases (releases), counts, findings
+findings/        one function is one rule for logs; nothing lists them
+log_finding      what a rule has found in this input; advice: its cause, and what to do
+report_...       what comes out; timeline: what pages and traces draw
 """

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
-from kvfix_tools.diagnose import reader, report, work
-from kvfix_tools.diagnose.case import Case
+from kvfix_tools.diagnose import log_files, report_html, report_json, report_perfetto, report_text
+from kvfix_tools.diagnose.diagnosis import Diagnosis
+from kvfix_tools.diagnose.timeline import Timeline
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from kvfix_tools.diagnose.log_finding import LogFinding
 
-    from kvfix_tools.diagnose.seen import Found
+#: Bytes of input from which on progress is shown.
+_LONG = 32 << 20
 
 
 def main(
@@ -23,60 +27,61 @@ def main(
     html: str = "",
     perfetto: str = "",
     everything: bool = False,
-    jobs: int = 0,
 ) -> int:
     """0 nothing found, 1 findings, 2 something could not be read, or written."""
     console = Console(highlight=False, soft_wrap=False)
     try:
-        sources = reader.sources(paths)
-    except reader.Unreadable as error:
+        sources = log_files.sources(paths)
+    except log_files.Unreadable as error:
         print(f"kvfix-diagnose: {error}", file=sys.stderr)
         return 2
-    timeline = None
-    if html or perfetto:
-        from kvfix_tools.diagnose.timeline import Timeline
-
-        timeline = Timeline()
+    timeline = Timeline() if html or perfetto else None
     live = not json and not request and any(source.path == "-" for source in sources)
-    told: set[int] = set()
 
-    def as_it_comes(found: Found) -> None:
-        told.add(id(found))
-        report.print_found(case, found, console)
+    def on_found(found: LogFinding) -> None:
+        report_text.print_finding(log, found, console)
 
-    case = Case(on_found=as_it_comes if live else None, watch=request, timeline=timeline)
-    progress = work.bar(sum(source.size or 0 for source in sources))
-    try:
-        unreadable = work.read(case, sources, jobs or work.cores(), progress)
-    except KeyboardInterrupt:  # a stream is ended so; what was read counts
-        unreadable = []
-    findings = case.end()
-    unwritten = _write(case, findings, html, perfetto)
+    log = Diagnosis(on_found if live else None, request, timeline)
+    unreadable = _read(log, sources)
+    findings = log.end()
+    unwritten = _write(log, timeline, findings, html, perfetto)
     for reason in unreadable + unwritten:
         print(f"kvfix-diagnose: {reason}", file=sys.stderr)
     if json:
-        print(report.as_json(case, findings))
+        print(report_json.text(log, findings))
     elif request:
-        report.print_request(case, request, console)
+        report_text.print_request(log, request, console)
     elif live:
-        report.print_summary(case, findings, console)
+        report_text.print_summary(log, findings, console)
     else:
-        report.print_all(case, findings, console, everything)
+        report_text.print_all(log, findings, console, everything)
     return 2 if unreadable or unwritten else int(bool(findings))
 
 
-def _write(case: Case, findings: list[Found], html: str, perfetto: str) -> list[str]:
+def _read(log: Diagnosis, sources: list[log_files.Source]) -> list[str]:
+    """What could not be read. Progress goes to stderr, for a person and long work only."""
+    sizes = [source.size or 0 for source in sources]
+    shown = sys.stderr.isatty() and sum(sizes) >= _LONG and not any(source.size is None for source in sources)
+    columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=not shown) as progress:
+        # How much comes out of what is packed is not known before.
+        packed = any(source.packed for source in sources)
+        task = progress.add_task("", total=None if packed else sum(sizes))
+        try:
+            return log_files.read(log, sources, lambda size: progress.advance(task, size))
+        except KeyboardInterrupt:  # a stream is ended so; what was read counts
+            return []
+
+
+def _write(
+    log: Diagnosis, timeline: Timeline | None, findings: list[LogFinding], html: str, perfetto: str
+) -> list[str]:
     """The page and the trace, where they are asked for. What could not be written, each with its reason."""
-    from kvfix_tools.diagnose import page, trace
-
-    reasons = [_attempt(page.write, html, case, findings), _attempt(trace.write, perfetto, case, findings)]
-    return [reason for reason in reasons if reason]
-
-
-def _attempt(write: Callable[[str, Case, list[Found]], None], path: str, case: Case, findings: list[Found]) -> str:
-    try:
-        if path:
-            write(path, case, findings)
-    except OSError as error:
-        return f"{path}: {error.strerror or error}; nothing was written there"
-    return ""
+    reasons = []
+    for path, report in ((html, report_html.page), (perfetto, report_perfetto.trace)):
+        try:
+            if path and timeline is not None:
+                Path(path).write_text(report(log, timeline, findings), encoding="utf-8")
+        except OSError as error:  # noqa: PERF203  it is one of two files
+            reasons.append(f"{path}: {error.strerror or error}; nothing was written there")
+    return reasons

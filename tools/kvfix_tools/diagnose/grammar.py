@@ -13,9 +13,9 @@ from typing import NamedTuple
 class Message(NamedTuple):
     """One kind of line.
 
-    starts: what the body begins with where the frame of LMCache tells where that is; empty: anywhere in the line.
+    starts: what the body begins with where LMCache's frame is before it; empty: anywhere in the line.
     literal: without it the line is not of this kind. pattern: its groups are the fields (name, is it a count).
-    source: who says it: `lmcache` (by logging), `vllm`, `kvfix`; `trace` is part of a traceback, `raised` the text
+    source: whose line it is: `lmcache` (by logging), `vllm`, `kvfix`; `trace` is part of a traceback, `raised` the text
     of an exception.
     """
 
@@ -30,19 +30,16 @@ class Message(NamedTuple):
 MESSAGES: list[Message] = []
 
 #: Groups that take digits only are counts; everything else is text.
-_COUNT = re.compile(rb"\(\?P<(\w+)>-\??\\d\+\)|\(\?P<(\w+)>\\d\+\)")
-#: White space written out: a class with \s in it takes twice as long to match.
-_ID = rb"(?P<request>[^ \t-\r,'\"()\[\]]+)"
+_COUNT = re.compile(rb"\(\?P<(\w+)>(?:-\?)?\\d\+\)")
+_ID = rb"(?P<request>[^\s,'\"()\[\]]+)"
 
 
 def _message(name: str, source: str, starts: str, literal: str, pattern: bytes) -> None:
     # 18 digits: int() refuses a very long number, and no count is that long.
     compiled = re.compile(pattern.replace(b"<ID>", _ID).replace(rb"\d+)", rb"\d{1,18})"))
     heads = tuple(start.encode() for start in starts.split("|") if start)
-    counts = {(one or other).decode() for one, other in _COUNT.findall(pattern)}
-    fields = tuple(
-        (field, field in counts) for field in sorted(compiled.groupindex, key=compiled.groupindex.__getitem__)
-    )
+    counts = _COUNT.findall(pattern)
+    fields = tuple((field, field.encode() in counts) for field in compiled.groupindex)
     assert compiled.groups == len(fields), f"{name}: only named groups"
     MESSAGES.append(Message(name, heads, literal.encode(), compiled, source, fields))
 
@@ -51,12 +48,12 @@ def _lmcache(name: str, starts: str, literal: str, pattern: bytes) -> None:
     _message(name, "lmcache", starts, literal, pattern)
 
 
-# kvfix's own recorder: a line is JSON (kvfix_tools.diagnose.recorded). In a bundle of `kvfix dump` a file's first line
+# kvfix's own recorder: a line is JSON (kvfix_tools.recording). In a bundle of `kvfix dump` a file's first line
 # stands behind the header of the archive.
 _message("recorded", "kvfix", "", '{"kind":"', rb'(?:^|\0)\{"kind":"(?P<kind>recorder|connector|event)"')
 
-# The adapter of LMCacheConnectorV1 (lmcache/integration/vllm/vllm_v1_adapter.py). From 0.3.14 on a line tells what vLLM
-# had; before, `need to load` may be negative.
+# The adapter of LMCacheConnectorV1 (lmcache/integration/vllm/vllm_v1_adapter.py). From 0.3.14 on a line has vLLM's
+# computed tokens; before, `need to load` may be negative.
 _lmcache(
     "asked", "Reqid: ", "LMCache hit tokens: ",
     rb"Reqid: <ID>, Total tokens (?P<total>\d+), (?:Inference Engine computed tokens: (?P<computed>\d+), )?"
@@ -112,11 +109,9 @@ _lmcache(
 
 # Lookups of the in-process mode.
 _lmcache(
-    "lookup_timeout",
-    "Timeout occurred for rank",
-    "Timeout occurred for rank",
+    "lookup_timeout", "Timeout occurred for rank", "Timeout occurred for rank",
     rb"Timeout occurred for rank (?P<rank>\w+)",
-)
+)  # fmt: skip
 _lmcache(
     "lookup_given_up", "Request ", " is still waiting for async lookup",
     rb"Request <ID> is still waiting for async lookup after (?P<seconds>\d+) seconds",
@@ -202,11 +197,9 @@ _lmcache(
     rb"\(pinged=(?P<pinged>\w+)\)",
 )  # fmt: skip
 _lmcache(
-    "keys_missing",
-    "Some keys not found",
-    "Some keys not found during retrieve!",
+    "keys_missing", "Some keys not found", "Some keys not found during retrieve!",
     rb"Some keys not found during retrieve!",
-)
+)  # fmt: skip
 _lmcache(
     "underflow", "STORE block ID|RETRIEVE block ID", " block ID underflow for request_id=",
     rb"(?P<what>STORE|RETRIEVE) block ID underflow for request_id=<ID>:",
@@ -225,7 +218,7 @@ _lmcache(
     rb"LMCache initialized for role (?P<role>[\w.]+) with version (?P<lmcache>[^\s,]+), vllm version (?P<vllm>[^\s,]+)",
 )  # fmt: skip
 
-# The multi-process connector does not name its release; where it says these does.
+# The multi-process connector does not name its release; from these lines' places it is known.
 _lmcache("mp_started", "LMCache MP worker", "LMCache MP worker adapter created", rb"LMCache MP worker adapter created")
 _lmcache("mp_registers", "Registering kv", "Registering kv caches", rb"Registering kv caches")
 
@@ -248,24 +241,18 @@ _message(
     rb"Recovered from KV load failure: (?P<objects>\d+) request\(s\) rescheduled \((?P<tokens>\d+) tokens affected\)",
 )  # fmt: skip
 _message(
-    "kv_waiting",
-    "vllm",
-    "",
-    " is still in WAITING_FOR_REMOTE_KVS state",
+    "kv_waiting", "vllm", "", " is still in WAITING_FOR_REMOTE_KVS state",
     rb"<ID> is still in WAITING_FOR_REMOTE_KVS state",
-)
+)  # fmt: skip
 _message(
     "broadcast", "vllm", "", "No available shared memory broadcast block found",
     rb"No available shared memory broadcast block found in (?P<seconds>\d+)",
 )  # fmt: skip
 _message("fatal", "vllm", "", "EngineCore encountered a fatal error", rb"EngineCore encountered a fatal error")
 _message(
-    "vllm_version",
-    "vllm",
-    "",
-    "Initializing a V1 LLM engine (v",
+    "vllm_version", "vllm", "", "Initializing a V1 LLM engine (v",
     rb"Initializing a V1 LLM engine \(v(?P<vllm>[^\s)]+)\)",
-)
+)  # fmt: skip
 
 # Texts of exceptions: looked for in what a traceback ends with.
 _message(
@@ -299,22 +286,10 @@ _message(
     rb"(?:^|\] |\) |\s\s)(?P<type>(?:[A-Za-z_]\w*\.)*[A-Z]\w*Error)(?:: (?P<text>.*?))?\s*$",
 )  # fmt: skip
 
-BY_NAME = {message.name: message for message in MESSAGES}
-
-#: A line that is to be looked at holds one of these. Few, for each costs a pass over the input; a test shows that they
-#: cover every message, also where a line has lost its beginning or its end.
+#: A line that is read holds one of these. A test shows that they cover every message, also where a line has lost its
+#: beginning or its end.
 NEEDLES: tuple[bytes, ...] = (
-    b" LMCache ",
-    b":lmcache.",
-    b"Avg prompt throughput: ",
-    b"KV load failure",
-    b"WAITING_FOR_REMOTE_KVS",
-    b"shared memory broadcast block",
-    b"encountered a fatal error",
-    b"Initializing a V1 LLM engine",
-    b'{"kind":"',
-    b'.py", line ',
-    b"assert ",
-    b"Error",
-    b"_mp_connector)",
-)
+    b" LMCache ", b":lmcache.", b"_mp_connector)", b'{"kind":"',
+    b"Avg prompt throughput: ", b"KV load failure", b"WAITING_FOR_REMOTE_KVS", b"shared memory broadcast block",
+    b"encountered a fatal error", b"Initializing a V1 LLM engine", b'.py", line ', b"assert ", b"Error",
+)  # fmt: skip

@@ -1,4 +1,4 @@
-"""Which releases a log is of: it names them, or the line numbers of its statements give them away."""
+"""Which releases a log is of: it names them, or the line numbers of its statements are theirs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from functools import lru_cache
 from packaging.specifiers import SpecifierSet
 from packaging.version import VERSION_PATTERN, Version
 
-from kvfix_tools.diagnose import scan, statements
+from kvfix_tools.diagnose import statements
+from kvfix_tools.diagnose.log_line import statement_place
 
 _VERSION = re.compile(VERSION_PATTERN, re.VERBOSE | re.IGNORECASE)
 
@@ -28,12 +29,12 @@ class Releases:
             self._named.setdefault((dist, file), Counter())[Version(plain).public] += 1
 
     def place(self, message: str, body: bytes) -> bool:
-        """A line of LMCache: which releases have its statement there. False: it does not tell where it is from."""
-        at = scan.trailer(body)
+        """A line of LMCache: which releases have its statement there. False: it does not name the statement's place."""
+        at = statement_place(body)
         if at is None:
             return False
-        found = statements.releases_at(message, at[0], at[1])
-        # Two releases in one log: what the first lines tell stands.
+        found = statements.releases_at(message, *at)
+        # Two releases in one log: the first one's lines decide.
         self._candidates = (self._candidates & found or self._candidates) if self._candidates else found
         return True
 
@@ -43,13 +44,13 @@ class Releases:
 
     @property
     def candidates(self) -> list[str]:
-        """LMCache releases that the line numbers allow, the oldest first; empty: they tell nothing."""
+        """LMCache releases that the line numbers allow, the oldest first; empty: none is known."""
         return sorted(self._candidates, key=Version)
 
     def one(self, dist: str, file: str | None = None) -> str | None:
         """The release that the file names (the one being read), else that of the others if they agree.
 
-        Else the one that the line numbers give away.
+        Else the one that alone has these line numbers.
         """
         own = self._named.get((dist, self.file if file is None else file))
         if own:

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from kvfix.ledger.wording import line
-from kvfix_tools.diagnose import scan
+from kvfix.ledger.describe import line as in_words
+from kvfix.ledger.events import Asked
 
+if TYPE_CHECKING:
+    from kvfix.ledger.events import Event
+    from kvfix_tools.diagnose.log_line import LogLine
+
+#: Seconds since 1970: what is before 2001 is no time, but a damaged line.
+_LONG_AGO = 1e9
 #: Requests that are drawn; what is longer ago than so many is not.
 DRAWN = 2000
 #: Intervals of the counters; they grow wider as the log goes on.
@@ -19,7 +25,8 @@ _COUNTED = {
     "mp_stored": (("stored tokens", "tokens"),),
     "stats": (("running", "running"), ("waiting", "waiting")),
 }
-COUNTERS = ("lookups", "hit tokens", "loaded tokens", "stored tokens", "running", "waiting")
+_LEVELS = ("running", "waiting")
+COUNTERS = ("lookups", "hit tokens", "loaded tokens", "stored tokens", *_LEVELS)
 
 
 class Mark(NamedTuple):
@@ -31,7 +38,7 @@ class Mark(NamedTuple):
 
 
 class Timeline:
-    """Fed by a case with every event, and with the statistics of vLLM."""
+    """Fed by a diagnosis with every line and every event."""
 
     def __init__(self) -> None:
         self.requests: dict[str, list[Mark]] = {}
@@ -39,10 +46,10 @@ class Timeline:
         self.bins: dict[int, dict[str, float]] = {}
         self._now: float | None = None
 
-    def take(self, event: Any, time: float | None) -> None:
-        if time is None or time < 1e9:  # vLLM's lines have no year
+    def event(self, event: Event, time: float | None) -> None:
+        if time is None or time < _LONG_AGO:
             return
-        if type(event).__name__ == "Asked":
+        if isinstance(event, Asked):
             # Once for each answer: it is asked again on every step until there is room.
             self.count(time, "lookups", 1)
             self.count(time, "hit tokens", event.hit or 0)
@@ -50,34 +57,30 @@ class Timeline:
         if marks is None and len(self.requests) < DRAWN and event.request:
             marks = self.requests[event.request] = []
         if marks is not None and len(marks) < 200:
-            marks.append(Mark(time, type(event).__name__, line(event)))
+            marks.append(Mark(time, type(event).__name__, in_words(event)))
 
-    def hit(self, name: str, groups: scan.Groups, time: float | None) -> None:
+    def line(self, line: LogLine) -> None:
         """Every line counts, also those that are nothing new to the ledger."""
-        if time is not None and time >= 1e9:
-            self._now = time
-        counted = _COUNTED.get(name)
-        if counted is None:
-            return
-        fields = scan.fields(name, groups)
-        for counter, field in counted:
-            self.count(self._now, counter, float(fields.get(field, 0)), level=name == "stats")
+        if line.time is not None and line.time >= _LONG_AGO:
+            self._now = line.time
+        for counter, field in _COUNTED.get(line.name, ()):
+            self.count(self._now, counter, float(line.fields.get(field, 0)))
 
-    def count(self, time: float | None, name: str, value: float, level: bool = False) -> None:
-        """Add to the counter's interval; `level`: the value stands, it is no sum."""
-        if time is None or time < 1e9:
+    def count(self, time: float | None, name: str, value: float) -> None:
+        """Add to the counter's interval; of a level the last value stands."""
+        if time is None or time < _LONG_AGO:
             return
-        slot = self.bins.setdefault(int(time / self.width), {})
-        slot[name] = value if level else slot.get(name, 0) + value
+        counters = self.bins.setdefault(int(time / self.width), {})
+        counters[name] = value if name in _LEVELS else counters.get(name, 0) + value
         if len(self.bins) > BINS:
             self._widen()
 
     def _widen(self) -> None:
         old, self.bins, self.width = self.bins, {}, self.width * 2
         for number in sorted(old):
-            slot = self.bins.setdefault(number // 2, {})
+            counters = self.bins.setdefault(number // 2, {})
             for name, value in old[number].items():
-                slot[name] = value if name in ("running", "waiting") else slot.get(name, 0) + value
+                counters[name] = value if name in _LEVELS else counters.get(name, 0) + value
 
     def series(self) -> dict[str, list[tuple[float, float]]]:
         """{counter: [(seconds, value)]}, in the order of time."""
@@ -87,5 +90,5 @@ class Timeline:
         return {
             name: [(number * self.width, self.bins.get(number, {}).get(name, 0.0)) for number in sorted(numbers)]
             for name in COUNTERS
-            if any(name in slot for slot in self.bins.values())
+            if any(name in counters for counters in self.bins.values())
         }

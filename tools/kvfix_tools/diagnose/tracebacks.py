@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from kvfix_tools.diagnose import scan
+from kvfix_tools.diagnose import line_scanner
 
 if TYPE_CHECKING:
-    from kvfix_tools.diagnose.seen import Seen
+    from kvfix_tools.diagnose.log_line import Fields, LogLine
 
 #: Kinds of lines that make a traceback; the last one ends it.
 LINES = ("frame", "assertion", "exception")
@@ -26,24 +26,24 @@ class Tracebacks:
     def __init__(self) -> None:
         self._open: dict[str, _Traceback] = {}
 
-    def take(self, seen: Seen) -> Seen | None:
+    def take(self, line: LogLine) -> LogLine | None:
         """The exception with its frames, as a line of the kind `raised`; None: it has not ended."""
         if len(self._open) > _OPEN:
             self._open.clear()
-        trace = self._open.setdefault(seen.process, _Traceback())
-        if seen.name == "frame":
-            trace.frames.append((seen.fields["file"], seen.fields["line"], seen.fields["function"]))
+        trace = self._open.setdefault(line.process, _Traceback())
+        if line.name == "frame":
+            trace.frames.append((line.fields["file"], line.fields["line"], line.fields["function"]))
             trace.source = ""
             return None
-        if seen.name == "assertion":
-            trace.source = seen.fields["source"]
+        if line.name == "assertion":
+            trace.source = line.fields["source"]
             return None
-        del self._open[seen.process]
-        kind, text = seen.fields["type"].rpartition(".")[2], seen.fields.get("text", "")
-        return seen._replace(name="raised", fields=raised(kind, text, list(trace.frames), trace.source))
+        del self._open[line.process]
+        kind, text = line.fields["type"].rpartition(".")[2], line.fields.get("text", "")
+        return line._replace(name="raised", fields=raised(kind, text, list(trace.frames), trace.source))
 
 
-def raised(kind: str, text: str, frames: list[tuple[str, int, str]], source: str = "") -> dict[str, Any]:
+def raised(kind: str, text: str, frames: list[tuple[str, int, str]], source: str = "") -> Fields:
     """Fields of a line of the kind `raised`. source: what was asserted; meaning: what the grammar reads in the text."""
-    name, fields = scan.raised(text) or ("", {})
+    name, fields = line_scanner.raised(text) or ("", {})
     return {**fields, "type": kind, "text": text, "meaning": name, "source": source, "frames": frames}

@@ -1,12 +1,12 @@
 """What is wrong, one function each. A function is a finding by its decorator; nothing lists them.
 
-    @finding("KVD101", "cached-hit-promised-whole", Severity.CRASH, on=["raised"], fixes=["KVF001"])
-    def cached_hit_promised_whole(case, seen): ...
+    @finding("KVD101", "cached-hit-promised-whole", Severity.CRASH, on=["raised"])
+    def cached_hit_promised_whole(log, line): ...
 
 `on`: kinds of lines (grammar) at which it is asked; "" is the end of the log. It answers None, or an `Answer` with the
-sentence that tells the numbers of this case. Its docstring: a title, then paragraphs `Cause:` (left out where the fix
-tells it), `Setting:` (what avoids it), `Normal:` (what looks like it and is not). What a fix knows (cause, releases) is
-taken from the catalogue of kvfix.fixes, not told again.
+sentence with the numbers of this case. Its docstring: a title, then paragraphs `Cause:` (left out where the fix has
+it), `Setting:` (what avoids it), `Normal:` (what looks like it and is not). What a fix knows (cause, releases) is
+taken from the catalogue of kvfix.fixes, not written again.
 """
 
 from __future__ import annotations
@@ -16,11 +16,10 @@ import pkgutil
 from collections.abc import Callable
 from functools import lru_cache
 from importlib import import_module
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple
 
-from kvfix.cures import candidates
-from kvfix.ledger import RULES
-from kvfix.ledger import Finding as Verdict
+from kvfix import catalogue as known_fixes
+from kvfix.ledger import RULES, Finding
 
 
 class Severity(enum.Enum):
@@ -35,17 +34,7 @@ class Severity(enum.Enum):
 
     @property
     def word(self) -> str:
-        return _WORDS[self]
-
-
-_WORDS = {
-    Severity.CRASH: "crash",
-    Severity.WRONG: "wrong KV",
-    Severity.HANG: "hang",
-    Severity.LEAK: "leak",
-    Severity.SLOW: "slow",
-    Severity.RISK: "risk",
-}
+        return "wrong KV" if self is Severity.WRONG else self.name.lower()
 
 
 class Answer(NamedTuple):
@@ -57,14 +46,20 @@ class Answer(NamedTuple):
     evidence: tuple[Any, ...] = ()
 
 
-class Rule(NamedTuple):
+class LogRule(NamedTuple):
     code: str
     name: str
     severity: Severity
     on: tuple[str, ...]
-    fixes: tuple[str, ...]
-    look: Callable[[Any, Any], Optional[Answer]]  # noqa: UP045
+    look: Callable[[Any, Any], Answer | None]
     doc: str
+    #: Of a rule of the ledger: the violation, by which its fixes are found.
+    message: str | None = None
+
+    @property
+    def fixes(self) -> tuple[str, ...]:
+        """Codes of the fixes of which this is evidence."""
+        return tuple(fix.code for fix in known_fixes.handling(self.code, self.message))
 
     @property
     def title(self) -> str:
@@ -79,10 +74,10 @@ class Rule(NamedTuple):
         return ""
 
 
-_FOUND: list[Rule] = []
+_RULES: list[LogRule] = []
 _NOTES: dict[str, list[Callable[[Any, Any], None]]] = {}
 
-#: (rule of the ledger, the line that it needs, what that line tells): what a log without DEBUG lines cannot show.
+#: (rule of the ledger, the line that it needs, what that line shows): what a log without DEBUG lines cannot show.
 HIDDEN = (
     ("KVR004", "due", "what was granted, and what is loaded"),
     ("KVR007", "storing", "which tokens are stored, and what is left out"),
@@ -90,17 +85,17 @@ HIDDEN = (
 
 
 def finding(
-    code: str, name: str, severity: Severity, on: list[str], fixes: list[str] | None = None
+    code: str, name: str, severity: Severity, on: list[str]
 ) -> Callable[[Callable[..., Answer | None]], Callable[..., Answer | None]]:
     def register(look: Callable[..., Answer | None]) -> Callable[..., Answer | None]:
-        _FOUND.append(Rule(code, name, severity, tuple(on), tuple(fixes or ()), look, look.__doc__ or ""))
+        _RULES.append(LogRule(code, name, severity, tuple(on), look, look.__doc__ or ""))
         return look
 
     return register
 
 
 def note(on: str) -> Callable[[Callable[[Any, Any], None]], Callable[[Any, Any], None]]:
-    """A function that remembers something of this kind of line in `case.memory`, for findings to look at."""
+    """A function that remembers something of this kind of line in `log.memory`, for findings to look at."""
 
     def register(keep: Callable[[Any, Any], None]) -> Callable[[Any, Any], None]:
         _NOTES.setdefault(on, []).append(keep)
@@ -116,30 +111,30 @@ def notes() -> dict[str, list[Callable[[Any, Any], None]]]:
 
 
 @lru_cache(maxsize=1)
-def catalogue() -> tuple[Rule, ...]:
+def catalogue() -> tuple[LogRule, ...]:
     """Every finding, in the order of its code."""
     for module in pkgutil.iter_modules(__path__):
         import_module(f"{__name__}.{module.name}")
-    return tuple(sorted(_FOUND, key=lambda rule: rule.code))
+    return tuple(sorted(_RULES, key=lambda rule: rule.code))
 
 
-def find(name: str) -> Rule | None:
+def find(name: str) -> LogRule | None:
     """The finding of this code or name; None if there is none."""
     return next((rule for rule in catalogue() if name.upper() == rule.code or name.lower() == rule.name), None)
 
 
 @lru_cache(maxsize=1)
-def rules() -> dict[str, tuple[Rule, ...]]:
+def rules() -> dict[str, tuple[LogRule, ...]]:
     """{kind of line: the findings that look at it}"""
-    by_name: dict[str, tuple[Rule, ...]] = {}
+    by_name: dict[str, tuple[LogRule, ...]] = {}
     for rule in catalogue():
         for name in rule.on:
             by_name[name] = (*by_name.get(name, ()), rule)
     return by_name
 
 
-def ledger_rule(verdict: Verdict) -> Rule:
-    """A rule of the ledger as a finding: what no finding of the log explains. Its fixes are those that cure it."""
-    known = next(rule for rule in RULES if rule.code == verdict.code)
+def ledger_rule(violated: Finding) -> LogRule:
+    """A rule of the ledger as a finding: what no finding of the log explains. Its fixes are those that handle it."""
+    known = next(rule for rule in RULES if rule.code == violated.code)
     doc = f"{known.name.replace('-', ' ').capitalize()}.\n\nCause: {known.doc}"
-    return Rule(known.code, known.name, Severity.WRONG, (), tuple(candidates(verdict)), lambda case, seen: None, doc)
+    return LogRule(known.code, known.name, Severity.WRONG, (), lambda log, line: None, doc, message=violated.message)

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 from kvfix_tools.diagnose.findings import Answer, Severity, finding
 
+if TYPE_CHECKING:
+    from kvfix_tools.diagnose.diagnosis import Diagnosis
+    from kvfix_tools.diagnose.log_line import LogLine
 
-@finding("KVD301", "failed-load-taken-for-done", Severity.WRONG, on=["mp_failed"], fixes=["KVF103"])
-def failed_load_taken_for_done(case: Any, seen: Any) -> Answer | None:
+
+@finding("KVD301", "failed-load-taken-for-done", Severity.WRONG, on=["mp_failed"])
+def failed_load_taken_for_done(log: Diagnosis, line: LogLine) -> Answer | None:
     """A load from the server failed and was reported done: the request reads what lies in its blocks. Wrong text.
 
     Setting: none; a server with room enough, so that chunks are not evicted between lookup and load.
     """
-    if seen.fields["what"] != "retrieve" or case.releases.within("lmcache", ">=0.5.5"):
+    if line.fields["what"] != "retrieve" or log.releases.within("lmcache", ">=0.5.5"):
         return None
-    sure = case.releases.within("lmcache", "<0.5.5")
+    sure = log.releases.within("lmcache", "<0.5.5")
     return Answer(
         "its load failed, and is reported as done" + ("" if sure else " (if LMCache is older than 0.5.5)"),
         verdict="violated" if sure else "unknown",
@@ -27,19 +31,18 @@ def failed_load_taken_for_done(case: Any, seen: Any) -> Answer | None:
     "load-comes-short",
     Severity.WRONG,
     on=["retrieved", "short", "load_failed"],
-    fixes=["KVF007", "KVF008", "KVF019", "KVF203"],
 )
-def load_comes_short(case: Any, seen: Any) -> Answer | None:
+def load_comes_short(log: Diagnosis, line: LogLine) -> Answer | None:
     """What was hit could not be loaded. vLLM computes it again; what is stored meanwhile may be wrong.
 
     Cause: between lookup and load the chunks were evicted or their pins ran out, or the backend lost them.
 
     Setting: a larger cache (`max_local_cpu_size`), a longer `pin_timeout_sec`.
     """
-    f = seen.fields
-    if seen.name == "load_failed":
+    f = line.fields
+    if line.name == "load_failed":
         return Answer(f"{f['tokens']} tokens in {f['blocks']} blocks were not loaded")
-    due = f["expected"] if seen.name == "short" else f["required"]
+    due = f["expected"] if line.name == "short" else f["required"]
     if f["tokens"] >= due:
         return None
     return Answer(f"{f['tokens']} of {due} tokens were loaded: {due - f['tokens']} are missing")
@@ -50,21 +53,20 @@ def load_comes_short(case: Any, seen: Any) -> Answer | None:
     "load-failed-in-vllm",
     Severity.WRONG,
     on=["kv_failing", "kv_recovered"],
-    fixes=["KVF203", "KVF201", "KVF202"],
 )
-def load_failed_in_vllm(case: Any, seen: Any) -> Answer | None:
+def load_failed_in_vllm(log: Diagnosis, line: LogLine) -> Answer | None:
     """vLLM was told of blocks whose load failed.
 
     Setting: `kv_load_failure_policy: recompute` computes them again; `fail`, the default, ends the requests.
     """
-    f = seen.fields
-    if seen.name == "kv_failing":
+    f = line.fields
+    if line.name == "kv_failing":
         return Answer(f"{f['objects']} requests were ended with an error, {f['tokens']} tokens", request="")
     return Answer(f"{f['objects']} requests are computed again, {f['tokens']} tokens", request="")
 
 
-@finding("KVD304", "ranks-differ", Severity.WRONG, on=["ranks_differ"], fixes=["KVF901"])
-def ranks_differ(case: Any, seen: Any) -> Answer | None:
+@finding("KVD304", "ranks-differ", Severity.WRONG, on=["ranks_differ"])
+def ranks_differ(log: Diagnosis, line: LogLine) -> Answer | None:
     """The ranks of one engine find different hits for the same tokens.
 
     Cause: their keys differ: each process hashes with a seed of its own (PYTHONHASHSEED), or their caches do not hold
@@ -72,11 +74,11 @@ def ranks_differ(case: Any, seen: Any) -> Answer | None:
 
     Setting: `PYTHONHASHSEED=0` for every process; `pre_caching_hash_algorithm: sha256_cbor`.
     """
-    return Answer(f"hit tokens by rank: {seen.fields['results'][:80]}", request="")
+    return Answer(f"hit tokens by rank: {line.fields['results'][:80]}", request="")
 
 
-@finding("KVD305", "never-a-hit", Severity.SLOW, on=[""], fixes=["KVF901"])
-def never_a_hit(case: Any, seen: Any) -> Answer | None:
+@finding("KVD305", "never-a-hit", Severity.SLOW, on=[""])
+def never_a_hit(log: Diagnosis, line: LogLine) -> Answer | None:
     """Tokens are stored, and never found again.
 
     Cause: the processes hash tokens differently, so that none finds what another has stored (up to 0.3.15 the default
@@ -84,14 +86,14 @@ def never_a_hit(case: Any, seen: Any) -> Answer | None:
 
     Setting: `PYTHONHASHSEED=0` for every process, `pre_caching_hash_algorithm: sha256_cbor`.
     """
-    asked, stored = case.counts["asked"], case.counts["stored"]
-    if asked < 100 or case.hit or stored < 10 or not case.counts["hash_seed"]:
+    asked, stored = log.counts["asked"], log.counts["stored"]
+    if asked < 100 or log.hit or stored < 10 or not log.counts["hash_seed"]:
         return None
     return Answer(f"{asked} lookups, {stored} stores, 0 hits, and PYTHONHASHSEED is not set", request="")
 
 
 @finding("KVD306", "servers-differ", Severity.WRONG, on=["mp_servers_differ"])
-def servers_differ(case: Any, seen: Any) -> Answer | None:
+def servers_differ(log: Diagnosis, line: LogLine) -> Answer | None:
     """The cache servers of one engine hold different parts of a prompt; the least is taken.
 
     Cause: one of them has evicted or lost what the others have.
@@ -102,41 +104,41 @@ def servers_differ(case: Any, seen: Any) -> Answer | None:
 
 
 @finding("KVD307", "save-left-out", Severity.SLOW, on=["save_skipped"])
-def save_left_out(case: Any, seen: Any) -> Answer | None:
+def save_left_out(log: Diagnosis, line: LogLine) -> Answer | None:
     """A save was left out, since the tracker counts other tokens than vLLM has slots for.
 
     Cause: the two came apart after a failed load or a preemption; from 0.4.7 on the worker goes on.
 
     Setting: more KV blocks, so that fewer requests are preempted.
     """
-    f = seen.fields
+    f = line.fields
     return Answer(f"{f['ids']} token ids and {f['slots']} slots: not stored")
 
 
-@finding("KVD308", "preempted-while-stored", Severity.RISK, on=["mp_preempted"], fixes=["KVF106"])
-def preempted_while_stored(case: Any, seen: Any) -> Answer | None:
+@finding("KVD308", "preempted-while-stored", Severity.RISK, on=["mp_preempted"])
+def preempted_while_stored(log: Diagnosis, line: LogLine) -> Answer | None:
     """Requests are preempted while the server may still copy their blocks: wrong KV under valid keys, silently.
 
     Setting: more KV blocks, so that nothing is preempted.
     """
-    if seen.fields["what"] != "preempted" or case.releases.within("lmcache", ">=0.5.2,<0.5.6") is not True:
+    if line.fields["what"] != "preempted" or log.releases.within("lmcache", ">=0.5.2,<0.5.6") is not True:
         return None
     return Answer("preempted, and this LMCache does not wait for stores under way", request="")
 
 
 @finding("KVD309", "block-ids-missing", Severity.WRONG, on=["underflow"])
-def block_ids_missing(case: Any, seen: Any) -> Answer | None:
+def block_ids_missing(log: Diagnosis, line: LogLine) -> Answer | None:
     """The server was given fewer blocks than the chunks need, and left the transfer out.
 
     Cause: connector and server count blocks differently: other block or chunk sizes, or another release.
 
     Setting: the same LMCache release on both sides, `--chunk-size` a multiple of vLLM's block size.
     """
-    return Answer(f"{seen.fields['what']}: too few block ids, left out")
+    return Answer(f"{line.fields['what']}: too few block ids, left out")
 
 
-@finding("KVD310", "keys-lost", Severity.SLOW, on=["keys_missing"], fixes=["KVF103"])
-def keys_lost(case: Any, seen: Any) -> Answer | None:
+@finding("KVD310", "keys-lost", Severity.SLOW, on=["keys_missing"])
+def keys_lost(log: Diagnosis, line: LogLine) -> Answer | None:
     """The server no longer has what it said it had: the load fails.
 
     Cause: the chunks were evicted between lookup and load, their read locks having run out.

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from kvfix_tools.diagnose import reader, report, scan, work
-from kvfix_tools.diagnose.case import Case
+from kvfix_tools.diagnose import log_files, report_json
+from kvfix_tools.diagnose.diagnosis import REQUESTS, Diagnosis, diagnosed
+from kvfix_tools.diagnose.line_scanner import LONGEST_LINE, scan
 from tests.conftest import clean_environment
 
 POLL = (
@@ -25,10 +26,10 @@ def polls(many: int, start: int = 0) -> bytes:
     return b"".join(POLL % (n % 1000, start + n) for n in range(many))
 
 
-def count(paths: list[str], jobs: int = 1) -> tuple[int, list[str]]:
-    case = Case()
-    unreadable = work.read(case, reader.sources(paths), jobs)
-    return case.counts["asked"], unreadable
+def count(paths: list[str]) -> tuple[int, list[str]]:
+    log = Diagnosis()
+    unreadable = log_files.read(log, log_files.sources(paths))
+    return log.counts["asked"], unreadable
 
 
 def test_plain_gzip_zstd_and_folders(tmp_path: Path) -> None:
@@ -44,11 +45,11 @@ def test_plain_gzip_zstd_and_folders(tmp_path: Path) -> None:
     assert count([str(tmp_path)]) == (900, [])
 
 
-def test_what_cannot_be_read_is_said(tmp_path: Path) -> None:
-    with pytest.raises(reader.Unreadable, match="no log files"):
-        reader.sources([str(tmp_path)])
-    with pytest.raises(reader.Unreadable, match=r"nothing\.log: No such file"):
-        reader.sources([str(tmp_path / "nothing.log")])
+def test_what_cannot_be_read_is_reported(tmp_path: Path) -> None:
+    with pytest.raises(log_files.Unreadable, match="no log files"):
+        log_files.sources([str(tmp_path)])
+    with pytest.raises(log_files.Unreadable, match=r"nothing\.log: No such file"):
+        log_files.sources([str(tmp_path / "nothing.log")])
     packed = gzip.compress(polls(2000))
     (tmp_path / "cut.gz").write_bytes(packed[: len(packed) // 2])
     _, unreadable = count([str(tmp_path / "cut.gz")])
@@ -60,38 +61,24 @@ def test_what_cannot_be_read_is_said(tmp_path: Path) -> None:
 
 def test_blocks_end_with_lines_and_lose_nothing() -> None:
     log = polls(20_000) + b"no end of line"
-    source = reader.Source("log", len(log))
-    blocks = list(reader.blocks(source, io.BytesIO(log)))
+    source = log_files.Source("log", len(log))
+    blocks = list(log_files.blocks(source, io.BytesIO(log)))
     assert len(blocks) > 2
     assert b"".join(blocks) == log
     assert all(block.endswith(b"\n") for block in blocks[:-1])
 
 
-def test_chunks_for_many_cores_are_the_same_lines(tmp_path: Path) -> None:
-    path = tmp_path / "log"
-    path.write_bytes(polls(5000))
-    source = reader.sources([str(path)])[0]
-    pieces = [reader.chunk(str(path), *edges) for edges in reader.chunks(source, 10_000)]
-    assert len(pieces) > 50
-    assert b"".join(pieces) == path.read_bytes()
-    assert all(piece.endswith(b"\n") for piece in pieces)
-
-
-def test_many_cores_find_what_one_finds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(work, "WORTH_A_POOL", 0)
-    monkeypatch.setattr(reader, "BLOCK", 1 << 16)
+def test_a_log_in_blocks_is_diagnosed_as_one_in_memory(tmp_path: Path) -> None:
     crash = gzip.decompress((Path(__file__).parent / "logs/crash-0.3.10.log.gz").read_bytes())
-    for name, start in (("a", 0), ("b", 7000)):
-        (tmp_path / name).write_bytes(polls(3000, start) + crash + polls(1, start) * 10)
-    (tmp_path / "c.gz").write_bytes(gzip.compress(polls(3000, 20_000)))
-    for paths in ([tmp_path], [tmp_path / "a"], [tmp_path / "c.gz"]):
-        told = []
-        for jobs in (1, 2):
-            case = Case()
-            assert work.read(case, reader.sources([str(path) for path in paths]), jobs) == []
-            told.append((report.as_json(case, case.end()), case.story("r7000"), case.story("r42")))
-        assert told[0] == told[1]
-        assert ('"KVD101"' in told[0][0]) == (paths[0].name != "c.gz")
+    text = polls(3000) + crash + polls(1) * 10
+    path = tmp_path / "log"
+    path.write_bytes(text)
+    log, whole = Diagnosis(), diagnosed(text, str(path))
+    assert log_files.read(log, log_files.sources([str(path)])) == []
+    assert report_json.text(log, log.end()) == report_json.text(whole, whole.findings)
+    assert '"KVD101"' in report_json.text(log, log.findings)
+    assert [event.line for event in log.history("r2999")] == [3000]
+    assert len(list(log_files.blocks(log_files.Source("log", None), io.BytesIO(text)))) > 2
 
 
 @pytest.mark.parametrize(
@@ -108,7 +95,7 @@ def test_many_cores_find_what_one_finds(tmp_path: Path, monkeypatch: pytest.Monk
 )
 def test_rubbish_between_lines(what: bytes) -> None:
     log = b"".join(POLL % (n, n) + what + b"\n" for n in range(50))
-    assert sum(hit[3] == "asked" for hit in scan.hits(log)) == 50
+    assert sum(line.name == "asked" for line in scan(log)) == 50
 
 
 def test_a_line_of_100_megabytes(tmp_path: Path) -> None:
@@ -121,14 +108,14 @@ def test_a_line_of_100_megabytes(tmp_path: Path) -> None:
         file.write(b"\n" + polls(10, 10))
     code = (
         "import re, sys\n"
-        "from kvfix_tools.diagnose import reader, work\n"
-        "from kvfix_tools.diagnose.case import Case\n"
-        "case = Case()\n"
+        "from kvfix_tools.diagnose import log_files\n"
+        "from kvfix_tools.diagnose.diagnosis import Diagnosis\n"
+        "log = Diagnosis()\n"
         # Not getrusage: what the parent had counts there too.
         "peak = lambda: int(re.search(r'VmHWM:\\s+(\\d+)', open('/proc/self/status').read())[1])\n"
         "before = peak()\n"
-        "work.read(case, reader.sources(sys.argv[1:]), 1)\n"
-        "print(case.counts['asked'], peak() - before)\n"
+        "log_files.read(log, log_files.sources(sys.argv[1:]))\n"
+        "print(log.counts['asked'], peak() - before)\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", code, str(path)], env=clean_environment(), capture_output=True, text=True, check=True
@@ -143,9 +130,8 @@ def test_a_line_of_100_megabytes(tmp_path: Path) -> None:
 )
 def test_one_piece_many_times_over(piece: bytes) -> None:
     """A line of 64 kB that is glued together of nothing else."""
-    case = Case()
-    case.take("log", 1, scan.hits(piece * (scan.LONGEST_LINE // len(piece)) + b" Error\n" + polls(1)))
-    assert case.counts["asked"] == 1
+    log = diagnosed(piece * (LONGEST_LINE // len(piece)) + b" Error\n" + polls(1))
+    assert log.counts["asked"] == 1
 
 
 def test_numbers_without_end() -> None:
@@ -164,36 +150,24 @@ def test_numbers_without_end() -> None:
     ]  # fmt: skip
     for _ in range(2):
         for line in lines:
-            case = Case()
-            case.take("log", 1, scan.hits(line))
-            case.end()
+            diagnosed(line)
 
 
 def test_files_are_merged_by_time(tmp_path: Path) -> None:
-    """What one node says between two lines of another is taken between them."""
+    """A line of one node comes between the lines of another by its time."""
     early, late = POLL.replace(b"01:41:27", b"01:41:00"), POLL.replace(b"01:41:27", b"01:42:00")
     (tmp_path / "a").write_bytes(early % (0, 1) + late % (0, 1))
     (tmp_path / "b").write_bytes(POLL % (0, 1))
-    case = Case()
-    order: list[str] = []
-    take = case.take
-
-    def noted(file: str, base: int, hits: list[scan.Hit]) -> None:
-        order.extend(f"{Path(file).name}:{base + hit[0]}" for hit in hits)
-        take(file, base, hits)
-
-    case.take = noted  # type: ignore[method-assign]
-    work.read(case, reader.sources([str(tmp_path)]), 1)
-    assert order == ["a:1", "b:1", "a:2"]
+    log = Diagnosis(request="r1")
+    log_files.read(log, log_files.sources([str(tmp_path)]))
+    assert [f"{Path(line.file).name}:{line.line}" for line in log.request_lines] == ["a:1", "b:1", "a:2"]
 
 
 def test_memory_does_not_grow_with_requests() -> None:
     """Requests are forgotten, the oldest first; what is counted is not."""
-    case = Case()
-    numbers = iter(range(10**9))
-    for _ in range(30):
-        start = next(numbers) * 1000
-        case.take("log", 1, scan.hits(polls(1000, start)))
-    assert case.counts["asked"] == 30_000
-    assert len(case.ledger.stories) <= 10_001
-    assert len(case.told) <= 10_001
+    log = diagnosed(polls(30_000))
+    assert log.counts["asked"] == 30_000
+    assert len(log.ledger.histories) <= REQUESTS
+    assert len(log._requests) <= REQUESTS
+    assert log.history("r29999")
+    assert not log.history("r0")

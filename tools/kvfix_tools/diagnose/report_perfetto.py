@@ -9,18 +9,17 @@ import json
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from kvfix_tools.diagnose.case import Case
-    from kvfix_tools.diagnose.seen import Found
+    from kvfix_tools.diagnose.diagnosis import Diagnosis
+    from kvfix_tools.diagnose.log_finding import LogFinding
+    from kvfix_tools.diagnose.timeline import Timeline
 
 
-def write(path: str, case: Case, findings: list[Found]) -> None:
-    with open(path, "w", encoding="utf-8") as file:
-        json.dump({"traceEvents": events(case, findings), "displayTimeUnit": "ms"}, file)
+def trace(log: Diagnosis, timeline: Timeline, findings: list[LogFinding]) -> str:
+    return json.dumps({"traceEvents": _events(timeline, findings), "displayTimeUnit": "ms"})
 
 
-def events(case: Case, findings: list[Found]) -> list[dict[str, Any]]:
+def _events(timeline: Timeline, findings: list[LogFinding]) -> list[dict[str, Any]]:
     """In the order of time. `ts` in microseconds since the first event."""
-    timeline = case.timeline
     series = timeline.series()
     times = [mark.time for marks in timeline.requests.values() for mark in marks]
     times += [time for points in series.values() for time, _ in points]

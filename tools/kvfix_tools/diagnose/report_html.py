@@ -8,12 +8,12 @@ from time import gmtime, strftime
 from typing import TYPE_CHECKING
 
 import kvfix
-from kvfix_tools.diagnose import remedy, report
+from kvfix_tools.diagnose import advice, report_text
 
 if TYPE_CHECKING:
-    from kvfix_tools.diagnose.case import Case
-    from kvfix_tools.diagnose.seen import Found
-    from kvfix_tools.diagnose.timeline import Mark
+    from kvfix_tools.diagnose.diagnosis import Diagnosis
+    from kvfix_tools.diagnose.log_finding import LogFinding
+    from kvfix_tools.diagnose.timeline import Mark, Timeline
 
 #: Requests with a line of their own on the page; those of findings first.
 LANES = 60
@@ -46,44 +46,40 @@ svg { display: block; width: 100%; height: auto; } svg text { font: 11px ui-mono
 """
 
 
-def write(path: str, case: Case, findings: list[Found]) -> None:
-    with open(path, "w", encoding="utf-8") as file:
-        file.write(page(case, findings))
-
-
-def page(case: Case, findings: list[Found]) -> str:
-    parts = [_article(case, found) for found in findings] or ["<p>Nothing found.</p>"]
+def page(log: Diagnosis, timeline: Timeline, findings: list[LogFinding]) -> str:
+    parts = [_article(log, found) for found in findings] or ["<p>Nothing found.</p>"]
     hidden = "".join(
         f"<p class=soft>Not known: {escape(rule)} ({escape(what)}) is hidden by the log's level; "
         f"<code>{escape(how)}</code> shows it.</p>"
-        for rule, what, how in case.hidden()
+        for rule, what, how in log.hidden()
     )
     return (
         "<!doctype html><html lang=en><meta charset=utf-8><meta name=viewport content='width=device-width'>"
         f"<title>kvfix-diagnose: {len(findings)} findings</title><style>{_STYLE}</style>"
         f"<h1>{len(findings) or 'No'} finding{'' if len(findings) == 1 else 's'}</h1>"
-        f"<p class=soft>{escape(report.read_words(case))}. "
-        f"kvfix {kvfix.__version__}</p>{''.join(parts)}{hidden}{_counters(case)}{_requests(case, findings)}</html>\n"
+        f"<p class=soft>{escape(report_text.read_words(log))}. "
+        f"kvfix {kvfix.__version__}</p>{''.join(parts)}{hidden}"
+        f"{_counters(timeline)}{_requests(timeline, findings)}</html>\n"
     )
 
 
-def _article(case: Case, found: Found) -> str:
+def _article(log: Diagnosis, found: LogFinding) -> str:
     rule = found.rule
     request = f"<span class=soft>request {escape(found.request)}</span>" if found.request else ""
     times = f"<span class=soft>{found.count} times</span>" if found.count > 1 else ""
     unsure = "<span class=soft>not certain</span>" if found.verdict == "unknown" else ""
-    story = "\n".join(f"{told.what}  ({told.file}:{told.line})" for told in found.story)
-    ledger = "\n".join(f"{each.code} {each.name}: {each.message}" for each in found.verdicts)
+    history = "\n".join(map(str, found.history))
+    ledger = "\n".join(f"{each.code} {each.name}: {each.message}" for each in found.violated)
     lines = "\n".join(str(line) for line in found.evidence)
-    steps = "".join(f"<li>{_words(step.text)}" for step in remedy.steps(case, found))
+    steps = "".join(f"<li>{_words(each.text)}" for each in advice.advice(log, found))
     return (
         f"<article class={rule.severity.name.lower()}><div class=head>"
         f"<span class=word>{escape(rule.severity.word)}</span>"
         f"<span class=code>{rule.code} {rule.name}</span>{request}{times}{unsure}</div>"
         f"<p>{_words(rule.title)}</p><p class=sentence>{_words(found.sentence)}</p>"
-        + (f"<pre>{escape(story)}\n{escape(ledger)}</pre>" if story or ledger else "")
+        + (f"<pre>{escape(history)}\n{escape(ledger)}</pre>" if history or ledger else "")
         + f"<details><summary>In the log ({len(found.evidence)})</summary><pre>{escape(lines)}</pre></details>"
-        + f"<p>{_words(remedy.cause(case, found))}</p>"
+        + f"<p>{_words(advice.cause(log, found))}</p>"
         + (f"<ol>{steps}</ol>" if steps else "")
         + "</article>"
     )
@@ -94,8 +90,8 @@ def _words(text: str) -> str:
     return re.sub(r"`([^`]+)`", r"<code>\1</code>", escape(text))
 
 
-def _counters(case: Case) -> str:
-    series = {name: points for name, points in case.timeline.series().items() if any(value for _, value in points)}
+def _counters(timeline: Timeline) -> str:
+    series = {name: points for name, points in timeline.series().items() if any(value for _, value in points)}
     if not series:
         return ""
     start = min(points[0][0] for points in series.values())
@@ -110,12 +106,12 @@ def _counters(case: Case) -> str:
             f"<polyline class=curve points='{curve}' />"
         )
     return f"<h2>Over time</h2>{_svg(len(series) * 64 + 20, ''.join(charts), start, end)}" + (
-        f"<p class=soft>Sums of {case.timeline.width:g} s each.</p>"
+        f"<p class=soft>Sums of {timeline.width:g} s each.</p>"
     )
 
 
-def _requests(case: Case, findings: list[Found]) -> str:
-    known = case.timeline.requests
+def _requests(timeline: Timeline, findings: list[LogFinding]) -> str:
+    known = timeline.requests
     accused = [found.request for found in findings if found.request in known]
     shown = list(dict.fromkeys([*accused, *known]))[:LANES]
     if not shown:

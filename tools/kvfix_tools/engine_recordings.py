@@ -1,8 +1,8 @@
 """Recordings of several processes, nodes and ranks as one: which engine each is of, what rank, and in what order.
 
 Processes of one machine have one monotonic clock. Between machines only wall clocks could be compared, and they differ:
-what the scheduler told before a rank began it, and a rank before the scheduler heard of it, bounds how much (`Clock`).
-A rank without a recording is missing, and what it did is unknown.
+a rank begins a load after the scheduler has ordered it, and before the scheduler hears of its end, which bounds how
+much (`Clock`). A rank without a recording is missing, and what it did is unknown.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
+from kvfix.connector_events.recorder import Entry
 from kvfix.ledger import events as ev
 from kvfix.ledger.ranks import Compared, compare
-from kvfix.probes.recorder import Entry
 from kvfix_tools.recording import Recording
 
 
@@ -32,6 +32,11 @@ class Part(NamedTuple):
         return bool(self.line.get("role") == "SCHEDULER")
 
     @property
+    def boot(self) -> str:
+        """Whose monotonic clock its times are."""
+        return str(self.recording.head.get("boot", ""))
+
+    @property
     def label(self) -> str:
         where = f"pid {self.recording.head['pid']}"
         node = self.recording.head.get("node")
@@ -39,7 +44,7 @@ class Part(NamedTuple):
 
 
 class Clock(NamedTuple):
-    """Nanoseconds that a machine's monotonic clock is ahead of the scheduler's: by its wall clock's word, brought
+    """Nanoseconds that a machine's monotonic clock is ahead of the scheduler's: by their wall clocks, brought
     between what the events allow. low, high: None where nothing bounds it.
     """
 
@@ -51,7 +56,7 @@ class Clock(NamedTuple):
 class Engine(NamedTuple):
     """One connector of one replica of an engine. `scheduler` None: its recording is not here.
 
-    workers: by rank. ranks: how many there are; 0: nobody says.
+    workers: by rank. ranks: how many there are; 0: not on record.
     """
 
     name: str
@@ -69,12 +74,12 @@ class Engine(NamedTuple):
         return ([self.scheduler] if self.scheduler else []) + [self.workers[rank] for rank in sorted(self.workers)]
 
     def compared(self) -> dict[int, Compared]:
-        """Each rank beside the scheduler. Empty where the scheduler is missing, or loads are not on record."""
+        """Each rank against the scheduler. Empty where the scheduler is missing, or loads are not on record."""
         if self.scheduler is None or not self.scheduler.line.get("sees_loads", True):
             return {}
-        told = [entry.event for entry in self.scheduler.entries]
+        ordered = [entry.event for entry in self.scheduler.entries]
         return {
-            rank: compare(rank, told, [entry.event for entry in part.entries]) for rank, part in self.workers.items()
+            rank: compare(rank, ordered, [entry.event for entry in part.entries]) for rank, part in self.workers.items()
         }
 
     def clocks(self) -> dict[str, Clock]:
@@ -82,15 +87,14 @@ class Engine(NamedTuple):
         if self.scheduler is None:
             return {}
         compared = self.compared()
-        here = str(self.scheduler.recording.head.get("boot", ""))
-        others = {str(part.recording.head.get("boot", "")) for part in self.workers.values()} - {here}
-        return {boot: self._clock(boot, compared) for boot in others}
+        boots = dict.fromkeys(part.boot for part in self.parts)
+        return {boot: self._clock(boot, compared) for boot in boots if boot != self.scheduler.boot}
 
     def _clock(self, boot: str, compared: dict[int, Compared]) -> Clock:
         assert self.scheduler is not None
         highs, lows, ahead = [], [], 0
         for rank, part in self.workers.items():
-            if part.recording.head.get("boot", "") != boot:
+            if part.boot != boot:
                 continue
             ahead = _mono_at_same_wall(part) - _mono_at_same_wall(self.scheduler)
             pairs = compared[rank].pairs if rank in compared else []
@@ -103,27 +107,27 @@ class Engine(NamedTuple):
             ahead = min(ahead, high)
         return Clock(ahead, low, high)
 
-    def story(self, request: str) -> list[tuple[Part, Entry]]:
-        """What all parts tell of a request, in order; `mono` is by the scheduler's clock."""
+    def history(self, request: str) -> list[tuple[Part, Entry]]:
+        """A request's entries of all parts, in order; `mono` is by the scheduler's clock."""
         clocks = self.clocks()
-        told = []
+        found = []
         for part in self.parts:
-            clock = clocks.get(str(part.recording.head.get("boot", "")))
+            clock = clocks.get(part.boot)
             ahead = clock.ahead if clock is not None else 0
             entries = [entry for entry in part.entries if entry.event.request == request]
-            told += [(part, entry._replace(mono=entry.mono - ahead)) for entry in entries]
-        return sorted(told, key=lambda each: each[1].mono)  # the scheduler's are first where it is the same
+            found += [(part, entry._replace(mono=entry.mono - ahead)) for entry in entries]
+        return sorted(found, key=lambda each: each[1].mono)  # the scheduler's are first where it is the same
 
 
 def engines(recordings: Iterable[Recording]) -> list[Engine]:
-    """Every connector of every engine that they tell of."""
+    """Every connector of every engine that is on record."""
     found: dict[tuple[str, str, int], list[Part]] = {}
     for recording in processes(recordings):
-        seen: dict[str, int] = {}
+        counts: dict[str, int] = {}
         for number, line in recording.connectors.items():
             if not line.get("role"):  # the scheduler itself
                 continue
-            seen[line["name"]] = nth = seen.get(line["name"], -1) + 1  # a MultiConnector may have two of a kind
+            counts[line["name"]] = nth = counts.get(line["name"], -1) + 1  # a MultiConnector may have two of a kind
             name = f"{line.get('engine', '?')}.{line.get('replica', 0)}"
             entries = [entry for entry in recording.entries if entry.connector == number]
             found.setdefault((name, line["name"], nth), []).append(Part(recording, line, entries))
@@ -131,18 +135,18 @@ def engines(recordings: Iterable[Recording]) -> list[Engine]:
 
 
 def _engine(name: str, connector: str, parts: list[Part]) -> Engine:
-    """Raises ValueError where two processes say that they are the same rank: then they are of two engines."""
+    """Raises ValueError where two processes are the same rank by their records: then they are of two engines."""
     schedulers = [part for part in parts if part.is_scheduler]
     workers = {part.rank: part for part in parts if not part.is_scheduler}
     if len(schedulers) > 1 or len(workers) + len(schedulers) != len(parts):
         names = ", ".join(part.recording.path for part in parts)
         raise ValueError(f"two of them are the same rank of {connector}, so they are not of one engine: {names}")
-    told = max((int(part.line.get("ranks", 0)) for part in parts), default=0)
-    return Engine(name, connector, schedulers[0] if schedulers else None, workers, told)
+    ranks = max((int(part.line.get("ranks", 0)) for part in parts), default=0)
+    return Engine(name, connector, schedulers[0] if schedulers else None, workers, ranks)
 
 
 def processes(recordings: Iterable[Recording]) -> list[Recording]:
-    """One recording for each process, of all that it has written: each holds what was in its ring at the time."""
+    """One recording for each process, of all that it has written: each file holds the last events of its time."""
     by_process: dict[tuple[str, str, int, int], list[Recording]] = {}
     for recording in recordings:
         by_process.setdefault(recording.process, []).append(recording)

@@ -1,0 +1,248 @@
+"""What is known of a log as far as it has been read: histories in the ledger, counts, releases, findings."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from kvfix import redact
+from kvfix.ledger import RULES, Finding, Ledger
+from kvfix.ledger.describe import line as in_words
+from kvfix.ledger.events import Raised
+from kvfix_tools.diagnose import findings, ledger_events, statements, tracebacks
+from kvfix_tools.diagnose.line_scanner import DEBUG, scan
+from kvfix_tools.diagnose.log_finding import HistoryEvent, LogFinding
+from kvfix_tools.diagnose.recorder_lines import RecorderLines
+from kvfix_tools.diagnose.releases import Releases
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvfix.ledger.events import Event
+    from kvfix_tools.diagnose.findings import Answer, LogRule
+    from kvfix_tools.diagnose.log_line import Evidence, LogLine
+    from kvfix_tools.diagnose.timeline import Timeline
+
+#: Requests that are kept in mind; the oldest are forgotten: millions take no more memory.
+REQUESTS = 10_000
+#: Events and violations kept of one request; lines kept of the one that is asked for.
+HISTORY, _VIOLATED, _REQUEST_LINES = 24, 8, 5000
+
+
+class _Request:
+    """places: (file, line) of its events. asked: the fields of its last lookup. violated: what its events violate."""
+
+    def __init__(self) -> None:
+        self.places: deque[tuple[str, int]] = deque(maxlen=HISTORY)
+        self.asked: dict[str, Any] | None = None
+        self.violated: list[Finding] = []
+
+
+class Diagnosis:
+    """Feed it lines in the order of the log; look at `findings` any time.
+
+    on_found: called with each new finding, for streams. request: one whose lines are all kept.
+    timeline: gets every event too, for pages and traces. sees_loads: as the ledger's.
+    """
+
+    def __init__(
+        self,
+        on_found: Callable[[LogFinding], None] | None = None,
+        request: str = "",
+        timeline: Timeline | None = None,
+        sees_loads: bool = True,
+    ) -> None:
+        self.ledger = Ledger(HISTORY, sees_loads)
+        #: {kind of line: how many}
+        self.counts: Counter[str] = Counter()
+        self.releases = Releases()
+        #: {rule of the ledger: events that it could not judge}
+        self.unknowns: Counter[str] = Counter()
+        #: Whether the log has lines at DEBUG.
+        self.debug = False
+        #: Whether any lookup found anything.
+        self.hit = False
+        self.bytes = 0
+        self.request_lines: list[Evidence] = []
+        #: What findings remember, by names of theirs.
+        self.memory: dict[str, Any] = {}
+        self.timeline = timeline
+        self._request = request.encode()
+        self._on_found = on_found
+        self._rules = findings.rules()
+        self._notes = findings.notes()
+        self._found: dict[tuple[str, str], LogFinding] = {}
+        self._requests: dict[str, _Request] = {}
+        #: Requests that have a finding of a crash.
+        self._crashed: set[str] = set()
+        self._tracebacks = tracebacks.Tracebacks()
+        self._recorders = RecorderLines()
+        #: Kinds of lines whose place in LMCache's source has been looked at.
+        self._placed: set[str] = set()
+        self._time: float | None = None
+
+    def take(self, line: LogLine) -> None:
+        self.releases.file = line.file
+        if line.name == DEBUG:
+            self.debug = True
+            return
+        self.counts[line.name] += 1
+        if self.timeline is not None:
+            self.timeline.line(line)
+        if self._request and self._request in line.body and len(self.request_lines) < _REQUEST_LINES:
+            self.request_lines.append(line.evidence)
+        if line.time is not None:
+            self._time = line.time
+        if line.name == "recorded":
+            self._recorders.take(self, line)
+            return
+        if line.name in tracebacks.LINES:
+            raised = self._tracebacks.take(line)
+            if raised is None:
+                return
+            line = raised
+        elif line.name not in self._placed:
+            self._place(line)
+        if line.name == "asked" and self._is_repeated(line):
+            self._look(line)
+            return
+        violated = [each for event in ledger_events.of(self.ledger, line) for each in self._feed(event, line)]
+        self._look(line)
+        self._judge(violated, line)
+
+    def take_event(self, event: Event, line: LogLine) -> None:
+        """An event that kvfix recorded in the engine. An exception that left a hook is looked at as in a log."""
+        self._time = line.time
+        violated = self._feed(event, line)
+        if isinstance(event, Raised):
+            kind, _, text = event.error.partition(": ")
+            fields = tracebacks.raised(kind, text, [("", 0, event.where)])
+            self._look(line._replace(name="raised", fields={**fields, "request": event.request}))
+        self._judge(violated, line)
+
+    def of_connector(self, sees_loads: bool) -> Diagnosis:
+        """One with a ledger of its own, of the same releases; its findings go to the same place."""
+        own = Diagnosis(self._on_found, timeline=self.timeline, sees_loads=sees_loads)
+        own.releases = self.releases
+        return own
+
+    def end(self) -> list[LogFinding]:
+        """All is read. The findings, the worst first."""
+        for rule in self._rules.get("", ()):
+            answer = rule.look(self, None)
+            if answer is not None:
+                self._add(rule, answer, None)
+        return self.findings
+
+    @property
+    def findings(self) -> list[LogFinding]:
+        """The worst first. Of a request that crashed no rule of the ledger is a finding of its own."""
+        shown = [found for own in self._recorders.connectors.values() for found in own.findings]
+        shown += [
+            found
+            for found in self._found.values()
+            if not (found.rule.code.startswith("KVR") and found.request in self._crashed)
+        ]
+        return sorted(shown, key=lambda found: found.order)
+
+    def history(self, request: str) -> list[HistoryEvent]:
+        """The request's events so far, in words, each with its line."""
+        history, known = self.ledger.histories.get(request), self._requests.get(request)
+        if not request or history is None or known is None:
+            return []
+        events, places = reversed(history.events), reversed(known.places)  # either may begin before the other
+        return [HistoryEvent(in_words(event), *place) for event, place in zip(events, places, strict=False)][::-1]
+
+    def hidden(self) -> list[tuple[str, str, str]]:
+        """(rule, what it would have to see, what shows it): what this log's level leaves out."""
+        if self.debug or not self.counts["asked"]:
+            return []
+        release = self.releases.one("lmcache") or (self.releases.candidates or ["0.5.6"])[-1]
+        names = {rule.code: rule.name for rule in RULES}
+        return [
+            (f"{code} {names[code]}", what, "LMCACHE_LOG_LEVEL=DEBUG")
+            for code, message, what in findings.HIDDEN
+            if statements.levels(message, release) == {"debug"}
+        ]
+
+    def _place(self, line: LogLine) -> None:
+        """Once for each kind of line: which releases have this statement at this line."""
+        if line.name in ("version", "vllm_version"):
+            for dist in ("lmcache", "vllm"):
+                self.releases.name(dist, str(line.fields.get(dist, "")), line.file)
+        elif self.releases.place(line.name, line.body):
+            self._placed.add(line.name)
+
+    def _is_repeated(self, line: LogLine) -> bool:
+        """A request that waits is asked about on every step. The same answer as before is no event."""
+        self.hit = self.hit or bool(line.fields.get("hit"))
+        known = self._known(line.request)
+        before, known.asked = known.asked, line.fields
+        return before == line.fields
+
+    def _known(self, request: str) -> _Request:
+        known = self._requests.get(request)
+        if known is None:
+            if len(self._requests) >= REQUESTS:
+                for oldest in list(islice(self._requests, REQUESTS // 4)):
+                    del self._requests[oldest]
+                    self.ledger.forget(oldest)
+            known = self._requests[request] = _Request()
+        return known
+
+    def _feed(self, event: Event, line: LogLine) -> list[Finding]:
+        """What the event violates; what could not be judged is counted."""
+        judged = self.ledger.feed(event)
+        known = self._known(event.request)
+        known.places.append((line.file, line.number))
+        if self.timeline is not None:
+            self.timeline.event(event, self._time if line.time is None else line.time)
+        self.unknowns.update(each.code for each in judged if each.verdict == "unknown")
+        violated = [each for each in judged if each.verdict != "unknown"]
+        known.violated += violated[: _VIOLATED - len(known.violated)]
+        return violated
+
+    def _look(self, line: LogLine) -> None:
+        for note in self._notes.get(line.name, ()):
+            note(self, line)
+        for rule in self._rules.get(line.name, ()):
+            answer = rule.look(self, line)
+            if answer is not None:
+                self._add(rule, answer, line)
+
+    def _judge(self, violated: list[Finding], line: LogLine) -> None:
+        """A rule of the ledger that is violated is a finding of its own, unless its request has crashed."""
+        for each in violated:
+            if each.code != "KVR011" and each.request not in self._crashed:
+                self._add(findings.ledger_rule(each), findings.Answer(each.message, each.request), line)
+
+    def _add(self, rule: LogRule, answer: Answer, line: LogLine | None) -> None:
+        request = answer.request if answer.request is not None else (line.request if line else "")
+        crash = rule.severity is findings.Severity.CRASH
+        # One finding of a kind for a crash of a request, one for all requests of what repeats.
+        key = (rule.code, request if crash else "")
+        found = self._found.get(key)
+        if found is not None:
+            found.again(line)
+            return
+        found = self._found[key] = LogFinding(rule, answer, redact.text(answer.sentence), request, line)
+        if crash:
+            self._crashed.add(request)
+        if found.first is None:
+            found.first = found.last = self._time
+        found.history = self.history(request)
+        if request in self._requests:
+            found.violated = list(self._requests[request].violated)
+        if self._on_found is not None:
+            self._on_found(found)
+
+
+def diagnosed(log: bytes, file: str = "log") -> Diagnosis:
+    """Of a log in memory."""
+    found = Diagnosis()
+    found.bytes = len(log)
+    for line in scan(log, file):
+        found.take(line)
+    found.end()
+    return found

@@ -1,0 +1,74 @@
+"""A line of a log that means something, and what is shown of it."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, NamedTuple
+
+from kvfix import redact
+
+#: {name: a count (int) or a text}
+Fields = dict[str, Any]
+#: Pasted logs lose the escape character; JSON (Docker's own files) spells it out.
+ANSI = rb"(?:\x1b|\\u001b)?\[[0-9;]*m"
+#: ` (vllm_v1_adapter.py:1476:lmcache.integration.vllm.vllm_v1_adapter)`
+_TRAILER = re.compile(rb" ?(?:" + ANSI + rb")?\(([\w]+\.py):(\d+):([\w.]+)\)(?:" + ANSI + rb")?(?:\\n\x22.*|\s*)$")
+_COLOURS = re.compile(ANSI)
+#: Lists of token ids stand in dumps of requests; they are a prompt.
+_TOKEN_IDS = re.compile(r"\d+(?:, ?\d+){7,}")
+
+
+class Evidence(NamedTuple):
+    """A line of the input, as it is shown."""
+
+    file: str
+    line: int
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}: {self.text}"
+
+
+class LogLine(NamedTuple):
+    """name: of its message in the grammar, or `raised`: an exception with its traceback (tracebacks.py).
+
+    fields: of the message. time: seconds since 1970, as the log's clock has it. number: of the line in its file,
+    from 1. body: the message itself, cut to 16 kB.
+    """
+
+    name: str
+    fields: Fields
+    time: float | None
+    process: str
+    file: str
+    number: int
+    body: bytes
+
+    @property
+    def evidence(self) -> Evidence:
+        return Evidence(self.file, self.number, shown(self.body))
+
+    @property
+    def request(self) -> str:
+        return str(self.fields.get("request", ""))
+
+
+def without_colours(text: bytes) -> bytes:
+    return _COLOURS.sub(b"", text)
+
+
+def without_tokens(text: str) -> str:
+    return _TOKEN_IDS.sub("<numbers left out>", text)
+
+
+def statement_place(body: bytes) -> tuple[str, int] | None:
+    """File name and line of LMCache's logging statement that made this line."""
+    match = _TRAILER.search(body)
+    return (match[1].decode(), int(match[2][:9])) if match else None
+
+
+def shown(body: bytes) -> str:
+    """The message, without the place of its statement, colours, secrets and what could do harm in a terminal."""
+    text = without_colours(_TRAILER.sub(b"", body)).decode("utf-8", "replace")
+    text = redact.text(without_tokens(text))
+    return "".join(sign if sign.isprintable() else " " for sign in text).strip()[:600]

@@ -1,0 +1,52 @@
+"""Findings as JSON. docs/diagnose.md has the schema."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from kvfix_tools.diagnose import advice
+from kvfix_tools.diagnose.report_text import versions
+
+if TYPE_CHECKING:
+    from kvfix_tools.diagnose.diagnosis import Diagnosis
+    from kvfix_tools.diagnose.log_finding import LogFinding
+
+#: Raised when a name changes its meaning or goes.
+SCHEMA = 1
+
+
+def text(log: Diagnosis, findings: list[LogFinding]) -> str:
+    return json.dumps(
+        {
+            "schema": SCHEMA,
+            "findings": [_as_dict(log, found) for found in findings],
+            "hidden": [{"rule": rule, "what": what, "shown_by": how} for rule, what, how in log.hidden()],
+            "unknown": dict(log.unknowns),
+            "versions": versions(log),
+            "counts": dict(sorted(log.counts.items())),
+            "bytes": log.bytes,
+        },
+        indent=2,
+    )
+
+
+def _as_dict(log: Diagnosis, found: LogFinding) -> dict[str, Any]:
+    rule = found.rule
+    return {
+        "code": rule.code,
+        "name": rule.name,
+        "severity": rule.severity.name.lower(),
+        "verdict": found.verdict,
+        "title": rule.title,
+        "sentence": found.sentence,
+        "request": found.request or None,
+        "count": found.count,
+        "first": found.first,
+        "last": found.last,
+        "story": [event._asdict() for event in found.history],
+        "ledger": [{"rule": each.code, "name": each.name, "message": each.message} for each in found.violated],
+        "evidence": [line._asdict() for line in found.evidence],
+        "cause": advice.cause(log, found),
+        "remedy": [each._asdict() for each in advice.advice(log, found)],
+    }

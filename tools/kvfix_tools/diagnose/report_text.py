@@ -1,0 +1,127 @@
+"""Findings on the terminal."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.padding import Padding
+from rich.text import Text
+
+from kvfix_tools.diagnose import advice
+
+if TYPE_CHECKING:
+    from kvfix_tools.diagnose.diagnosis import Diagnosis
+    from kvfix_tools.diagnose.log_finding import LogFinding
+
+_STYLES = {"crash": "bold white on red", "wrong KV": "bold red", "hang": "bold red", "leak": "yellow", "slow": "yellow"}
+#: Findings that are shown in full without --all.
+SHOWN = 4
+#: Events of a history and lines of evidence that are shown of each.
+EVENTS, LINES = 6, 3
+
+
+def print_finding(log: Diagnosis, found: LogFinding, console: Console, full: bool = False) -> None:
+    """One finding: what, the history with its arithmetic, where it stands, why, and what to do."""
+    rule = found.rule
+    head = Text.assemble(
+        (f" {rule.severity.word} ", _STYLES.get(rule.severity.word, "bold")), " ", (rule.code, "bold"), f" {rule.name}"
+    )
+    if found.request:
+        head.append(f"  request {found.request}")
+    if found.count > 1:
+        head.append(f"  {found.count} times")
+    if found.verdict == "unknown":
+        head.append("  not certain", "yellow")
+    console.print(head)
+    _print(console, rule.title, 2)
+    _print(console, found.sentence, 2, "bold")
+    history = found.history if full else found.history[-EVENTS:]
+    for event in history:
+        _print(console, str(event), 4)
+    for violated in found.violated[-2:]:
+        _print(console, f"{violated.code} {violated.name}: {violated.message}", 4, "red")
+    for line in found.evidence[: None if full else LINES]:
+        _print(console, str(line), 4, "dim")
+    why = advice.cause(log, found)
+    if why:
+        _print(console, f"Why: {why if full else _short(why)}", 2)
+    for number, each in enumerate(advice.advice(log, found), 1):
+        _print(console, f"{number}. {each.text}", 2, "green" if each.kind == "fix" else "")
+    console.print()
+
+
+def _print(console: Console, text: str, indent: int, style: str = "") -> None:
+    """Wrapped for a person; one line for a program, to grep."""
+    shown = Text(text, style)
+    if console.is_terminal:
+        console.print(Padding(shown, (0, 0, 0, indent)))
+    else:
+        console.print(Text(" " * indent).append(shown), soft_wrap=True)
+
+
+def _short(text: str) -> str:
+    """The first sentences, to about two lines."""
+    if len(text) <= 260:
+        return text
+    cut = text[:260].rfind(". ")
+    return text[: cut + 1] if cut > 80 else text[:257] + "..."
+
+
+def print_all(log: Diagnosis, findings: list[LogFinding], console: Console, everything: bool) -> None:
+    shown = findings if everything else findings[:SHOWN]
+    for found in shown:
+        print_finding(log, found, console, everything)
+    for found in findings[len(shown) :]:
+        times = f", {found.count} times" if found.count > 1 else ""
+        console.print(
+            f"also {found.rule.code} {found.rule.name}: {found.sentence}{times}", soft_wrap=True, markup=False
+        )
+    print_summary(log, findings, console)
+
+
+def print_summary(log: Diagnosis, findings: list[LogFinding], console: Console) -> None:
+    """What was read, what the log does not show, and one line to grep."""
+    for rule, what, how in log.hidden():
+        console.print(
+            f"unknown: {rule} ({what}) is hidden by the log's level; {how} shows it", soft_wrap=True, markup=False
+        )
+    for code, many in sorted(log.unknowns.items()):
+        console.print(
+            f"unknown: {code} {many} times: the log does not hold what came before", soft_wrap=True, markup=False
+        )
+    console.print(read_words(log), soft_wrap=True, markup=False)
+    words = ", ".join(f"{found.rule.code} {found.rule.name}" for found in findings)
+    console.print(f"SUMMARY: kvfix-diagnose: {words or 'nothing found'}", soft_wrap=True, markup=False)
+
+
+def read_words(log: Diagnosis) -> str:
+    counts = log.counts
+    releases = [f"{name} {release}" for name, release in versions(log).items() if release]
+    of = f" of {', '.join(releases)}" if releases else ""
+    size = f"{log.bytes / 1e6:.1f} MB" if log.bytes > 1e5 else f"{log.bytes / 1e3:.1f} kB"
+    return (
+        f"read {size}{of}: {counts['asked'] + counts['mp_prefetched']} lookups, "
+        f"{counts['retrieved'] + counts['mp_retrieved']} loads, {counts['stored'] + counts['mp_stored']} stores"
+    )
+
+
+def versions(log: Diagnosis) -> dict[str, str]:
+    """{"LMCache": releases, "vLLM": releases}; "" where none is known."""
+    named = {"LMCache": ", ".join(log.releases.named("lmcache")), "vLLM": ", ".join(log.releases.named("vllm"))}
+    if not named["LMCache"] and log.releases.candidates:
+        first, last = log.releases.candidates[0], log.releases.candidates[-1]
+        named["LMCache"] = f"{first if first == last else f'{first} to {last}'} (by the lines of its statements)"
+    return named
+
+
+def print_request(log: Diagnosis, request: str, console: Console) -> None:
+    """One request's history in full, then every line that names it."""
+    for event in log.history(request):
+        _print(console, str(event), 0)
+    if log.request_lines:
+        console.print()
+    for line in log.request_lines:
+        _print(console, str(line), 0, "dim")
+    if not log.request_lines:
+        console.print(f"no line that is read names {request}", markup=False)
