@@ -1,5 +1,8 @@
 """A user's program: apply kvfix, start vLLM, generate. Run as `python serve.py JOB.json`; it writes the job's `out`.
 
+The job: `apply` (mode, or None), `transfer`, `engine` (arguments of LLM), `rounds` (of requests), `spoil`; and
+numbers of rounds, if they are there: `apply_before` (kvfix.apply() in the program, for an engine that is in it),
+`abort_before` (`abort`: requests `running` and `waiting`, and `extra_args` of the latter), `spoil_from`.
 Everything of kvfix that the user does stands in this file, and only in the parent process.
 """
 
@@ -13,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from kvfix_tools.roundtrip import engines
+from kvfix_tools.roundtrip import real_engine
 
 
 def main(job: dict[str, Any]) -> None:
@@ -21,35 +24,23 @@ def main(job: dict[str, Any]) -> None:
         import kvfix
 
         kvfix.apply(job["apply"])
-    llm = engines.make(Path(job["model"]), job["transfer"], **job["engine"])
-    rounds: list[Any] = []
-    preempted: list[Any] = []
-    for number, prompts in enumerate(job["rounds"]):
-        if number == job["apply_before"]:
+    llm = real_engine.make(Path(job["model"]), job["transfer"], **job["engine"])
+    rounds: list[list[list[int]]] = []
+    preempted: list[int] = []
+    for number, requests in enumerate(job["rounds"]):
+        if number == job.get("apply_before"):
             import kvfix
 
             kvfix.apply()
-        if number == job["abort_before"]:
+        if number == job.get("abort_before"):
             abort_waiting(llm.llm_engine, job["abort"])
-        if number == job["spoil_from"]:
+        if number == job.get("spoil_from"):
             Path(job["spoil"]).touch()
-        parameters = [engines.greedy(tokens) for _, tokens in prompts]
-        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt, _ in prompts], parameters, use_tqdm=False)
-        rounds.append([list(output.outputs[0].token_ids) for output in outputs])
-        llm.reset_prefix_cache()
-        preempted.append(preemptions(llm) - sum(preempted))
+        rounds.append(real_engine.generate(llm, requests))
+        preempted.append(real_engine.counter(llm, "vllm:num_preemptions") - sum(preempted))
     ask_for_recorders(Path(os.environ["KVFIX_DUMP_DIR"]))
     answer = {"rounds": rounds, "preempted": preempted, "preemptions": sum(preempted)}
     Path(job["out"]).write_text(json.dumps(answer))
-
-
-def preemptions(llm: Any) -> Any:
-    """Since the engine was made."""
-    return sum(
-        metric.value
-        for metric in llm.get_metrics()
-        if metric.name == "vllm:num_preemptions" and hasattr(metric, "value")
-    )
 
 
 def ask_for_recorders(folder: Path) -> None:
@@ -67,7 +58,7 @@ def abort_waiting(engine: Any, job: dict[str, Any]) -> None:
 
     def add(name: str, **more: Any) -> None:
         prompt, tokens = job[name]
-        engine.add_request(name, {"prompt_token_ids": prompt}, engines.greedy(tokens, **more))
+        engine.add_request(name, {"prompt_token_ids": prompt}, real_engine.greedy(tokens, **more))
 
     add("running")
     for _ in range(4):
@@ -83,4 +74,4 @@ def abort_waiting(engine: Any, job: dict[str, Any]) -> None:
 if __name__ == "__main__":
     main(json.loads(Path(sys.argv[1]).read_text()))
     if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0":
-        os._exit(0)  # LMCache's threads are in here, and are never told to end
+        os._exit(0)  # LMCache's threads are in here, and never end

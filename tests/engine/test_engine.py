@@ -1,7 +1,7 @@
 """Real vLLM engines on the CPU: kvfix reaches EngineCore and worker, the reported crash is gone, the answers are right.
 
 Real: vLLM with its processes, scheduler and model; LMCache with adapter, keys, lookup, storage, server. A stand-in is
-LMCache's GPU connector (plugin/kvfix_engine_standin.py) in the in-process mode. Five engines, most of a minute each.
+LMCache's GPU connector (plugin/kvfix_engine_stand_ins.py) in the in-process mode. Five engines, most of a minute each.
 """
 
 from __future__ import annotations
@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 
 from kvfix_tools import recording, replay
-from tests.engine import run as engine
-from tests.engine.run import CROWD, REPORT, ROUNDS, Ran
-from tests.engine.server import server
+from tests.engine import start
+from tests.engine.start import CROWD, REPORT, ROUNDS, Ran, server
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
@@ -28,7 +27,7 @@ MISMATCH = (
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Ran:
     """No connector: what the outputs have to be."""
-    return engine.run(tmp_path_factory.mktemp("plain"), apply=False, transfer=None)
+    return start.run(tmp_path_factory.mktemp("plain"), apply=False, transfer=None)
 
 
 @pytest.fixture(scope="module")
@@ -36,22 +35,22 @@ def in_process(tmp_path_factory: pytest.TempPathFactory) -> Ran:
     """The newest LMCache, in mode `check`. In the fifth round what is loaded has been spoiled."""
     rounds = [*ROUNDS, CROWD]
     folder = tmp_path_factory.mktemp("v1")
-    return engine.run(folder, apply=True, transfer=engine.v1(64), rounds=rounds, spoil_from=4, mode="check")
+    return start.run(folder, apply=True, transfer=start.v1(64), rounds=rounds, spoil_from=4, mode="check")
 
 
 @pytest.fixture(scope="module")
 def early(tmp_path_factory: pytest.TempPathFactory, release) -> Ran:  # type: ignore[no-untyped-def]
     """The LMCache that has the bug, fixed."""
-    return engine.run(tmp_path_factory.mktemp("early"), apply=True, transfer=engine.v1(256), lmcache=release(EARLY))
+    return start.run(tmp_path_factory.mktemp("early"), apply=True, transfer=start.v1(256), lmcache=release(EARLY))
 
 
 @pytest.fixture(scope="module")
 def multi_process(tmp_path_factory: pytest.TempPathFactory) -> Ran:
-    """LMCacheMPConnector against a server of its own, in mode `check`, every part of whose probes fails."""
+    """LMCacheMPConnector against a server of its own, in mode `check`, where all that kvfix does in a hook fails."""
     with server() as transfer:
         folder = tmp_path_factory.mktemp("mp")
         more = {"mode": "check", "environment": {"KVFIX_TEST_FAULTS": "1"}}
-        return engine.run(folder, apply=True, transfer=transfer, **more)
+        return start.run(folder, apply=True, transfer=transfer, **more)
 
 
 def assert_same_outputs(ran: Ran, plain: Ran) -> None:
@@ -81,22 +80,22 @@ def test_in_process_connector(in_process: Ran, plain: Ran) -> None:
     assert_same_outputs(in_process, plain)
 
 
-def test_check_finds_nothing_and_has_seen_all(in_process: Ran) -> None:
-    """The recorders of EngineCore and worker at the end: what they saw is whole, and nothing in it is wrong."""
+def test_check_finds_nothing_and_has_recorded_all(in_process: Ran) -> None:
+    """The recorders of EngineCore and worker at the end: what they hold is whole, and nothing in it is wrong."""
     assert "Report: " not in in_process.log
     assert "a fault of kvfix itself" not in in_process.log
     recorders = [recording.read(path) for path in in_process.dumps("signal")]
     found = {each.head["process"]: each for each in recorders if each.connectors}
     assert len(found) == 2, found
     for name, recorder in found.items():
-        seen = {type(entry.event).__name__ for entry in recorder.entries}
+        recorded = {type(entry.event).__name__ for entry in recorder.entries}
         assert recorder.head["mode"] == "check"
         assert recorder.head["violations"] == {}
         assert replay.judged(recorder) == [] or "Worker" in name
         assert all(connector["trusted"] for connector in recorder.connectors.values())
         wanted = {"LoadDue", "Stored", "Finished"}
         wanted |= set() if "Worker" in name else {"Asked", "Granted", "Scheduled", "Preempted"}
-        assert wanted <= seen, (name, seen)
+        assert wanted <= recorded, (name, recorded)
 
 
 def test_spoiled_loads_are_seen(in_process: Ran, plain: Ran) -> None:
@@ -111,18 +110,18 @@ def test_multi_process_connector(multi_process: Ran, plain: Ran) -> None:
     assert_same_outputs(multi_process, plain)
 
 
-def test_faults_in_all_probes_are_said_once(multi_process: Ran) -> None:
-    """The outputs are those of plain vLLM (above), though in both processes every probe raises."""
-    said = [line for line in multi_process.log.splitlines() if "a fault of kvfix itself" in line]
-    assert len(said) == len({line.partition("[pid ")[2].partition("]")[0] for line in said}) == 2, said
-    assert all("planted" in line for line in said)
+def test_faults_in_all_hooks_are_logged_once(multi_process: Ran) -> None:
+    """The outputs are those of plain vLLM (above), though in both processes all that kvfix does in a hook raises."""
+    logged = [line for line in multi_process.log.splitlines() if "a fault of kvfix itself" in line]
+    assert len(logged) == len({line.partition("[pid ")[2].partition("]")[0] for line in logged}) == 2, logged
+    assert all("planted" in line for line in logged)
 
 
 class TestTheReportedCrash:
     """LMCache issue 2158, where the user meets it."""
 
     def test_as_released_the_engine_dies(self, tmp_path: Path, release) -> None:  # type: ignore[no-untyped-def]
-        ran = engine.run(tmp_path, apply=False, transfer=engine.v1(256), lmcache=release(EARLY), rounds=[REPORT])
+        ran = start.run(tmp_path, apply=False, transfer=start.v1(256), lmcache=release(EARLY), rounds=[REPORT])
         assert ran.answer is None
         assert MISMATCH in ran.log
         assert "EngineDeadError" in ran.log
@@ -136,5 +135,5 @@ class TestTheReportedCrash:
         assert_same_outputs(early, plain)
 
     def test_the_log_says_it_once_in_each_process(self, early: Ran) -> None:
-        said = [line for line in early.log.splitlines() if "KVF001 lookup-cache-ignores-computed applied" in line]
-        assert len(said) == len({line.partition("[pid ")[2].partition("]")[0] for line in said}) == 2, said
+        logged = [line for line in early.log.splitlines() if "KVF001 lookup-cache-ignores-computed applied" in line]
+        assert len(logged) == len({line.partition("[pid ")[2].partition("]")[0] for line in logged}) == 2, logged

@@ -19,12 +19,12 @@ from typing import Any
 
 import pytest
 
-from kvfix_tools import merge, recording, replay
+from kvfix_tools import engine_recordings, recording, replay
 from kvfix_tools.dump import processes
-from kvfix_tools.roundtrip.engines import free_port, wait_for
+from kvfix_tools.roundtrip.real_engine import free_port, wait_for
 from tests.conftest import ROOT, clean_environment
-from tests.engine import run as engine
-from tests.engine.run import CROWD, Ran
+from tests.engine import start
+from tests.engine.start import CROWD, Ran
 
 pytest.importorskip("ray", reason="ray is not installed here: its engine is not run")
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
@@ -60,7 +60,7 @@ def node(folder: Path, name: str, *options: str) -> Iterator[int]:
     with open(log_path, "w") as log:
         process = subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
         try:
-            assert wait_for("Ray runtime started", log_path, process, engine.LIMIT), log_path.read_text()
+            assert wait_for("Ray runtime started", log_path, process, start.LIMIT), log_path.read_text()
             yield process.pid
         finally:
             for each in reversed(processes.tree(process.pid)):
@@ -90,9 +90,9 @@ class Served:
                 self.dumps = [dumped(each, folder) for each in (pid, nodes[1])]
 
             more = {"distributed_executor_backend": "ray", "tensor_parallel_size": RANKS}
-            self.ran: Ran = engine.run(
-                folder / "engine", apply=True, transfer=engine.v1(64), rounds=[CROWD, CROWD], mode="check",
-                engine={**engine.ENGINE, **more}, when=(SERVES, dump),
+            self.ran: Ran = start.run(
+                folder / "engine", apply=True, transfer=start.v1(64), rounds=[CROWD, CROWD], mode="check",
+                engine={**start.ENGINE, **more}, when=(SERVES, dump),
                 environment={"RAY_ADDRESS": address, **RAY},
             )  # fmt: skip
 
@@ -103,7 +103,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Served:
 
 
 def workers(served: Served) -> list[dict[str, Any]]:
-    return [line for line in served.ran.said if line["what"] == "connector" and line["role"] == "WORKER"]
+    return [line for line in served.ran.notes if line["what"] == "connector" and line["role"] == "WORKER"]
 
 
 def test_it_serves(served: Served) -> None:
@@ -126,7 +126,7 @@ def test_fixes_reach_every_actor(served: Served) -> None:
 
 
 def test_the_recorders_of_all_ranks_are_one(served: Served) -> None:
-    (found,) = merge.engines(map(recording.read, served.ran.dumps("signal")))
+    (found,) = engine_recordings.engines(map(recording.read, served.ran.dumps("signal")))
     assert sorted(found.workers) == list(range(RANKS))
     assert found.missing == []
     assert all(compared.pairs for compared in found.compared().values())
@@ -142,5 +142,5 @@ def test_a_dump_of_the_engine_has_the_actors(served: Served, capsys: pytest.Capt
         assert {line["pid"] for line in workers(served)} <= set(rows)
     capsys.readouterr()
     assert replay.replay([Path(found["bundle"]) for found in served.dumps], json=True) == 0
-    (told,) = json.loads(capsys.readouterr().out)
-    assert (told["missing"], sorted(told["ranks"])) == ([], ["0", "1"])
+    (replayed,) = json.loads(capsys.readouterr().out)
+    assert (replayed["missing"], sorted(replayed["ranks"])) == ([], ["0", "1"])

@@ -16,59 +16,60 @@ import pytest
 import torch
 
 from kvfix_tools import roundtrip
-from kvfix_tools.roundtrip import backend, command
+from kvfix_tools.roundtrip import backends, command
 from kvfix_tools.roundtrip.backends.torch_copy import TorchCopy
-from kvfix_tools.roundtrip.trip import Refused
+from kvfix_tools.roundtrip.cell_check import Refused
 from tests.conftest import Fresh
+from tests.roundtrip.output import output_of
 
 QUICK = ["--gib", "0", "--layout", "nhd", "--block", "16", "--chunk", "32", "--heads", "2", "--tokens", "33"]
 #: A cell of which nothing is left to choose.
 ONE = [*QUICK, "--dtype", "uint8", "--slots", "random", "--skip", "none"]
 
 
-def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, Any]:
-    code = command.main([*arguments, "--device", "cpu", "--json"])
-    return code, json.loads(capsys.readouterr().out)
+def run(*arguments: str) -> tuple[int, Any]:
+    answer = output_of(*arguments)
+    return answer["exit"], answer
 
 
-def test_sound(capsys: pytest.CaptureFixture[str]) -> None:
-    code, answer = run(capsys, *QUICK)
+def test_all_right() -> None:
+    code, answer = run(*QUICK)
     assert code == answer["exit"] == 0
     assert {cell["verdict"] for cell in answer["cells"]} == {"passed"}
     assert answer["verified_bytes"] == sum(cell["verified"] for cell in answer["cells"])
     assert not any(cell["race"] for cell in answer["cells"])
-    code, answer = run(capsys, "--race")
+    code, answer = run("--race")
     assert (code, [cell["race"] for cell in answer["cells"]]) == (0, list(command.races.RACES))
 
 
-def test_the_line_runs_the_cell_again(capsys: pytest.CaptureFixture[str]) -> None:
-    _, answer = run(capsys, *ONE, "--inject", "bitflip", "--seed", "5")
+def test_the_line_runs_the_cell_again() -> None:
+    _, answer = run(*ONE, "--inject", "bitflip", "--seed", "5")
     [cell] = answer["cells"]
     _, _, *again = shlex.split(cell["command"])
-    code, answer = run(capsys, *again)
+    code, answer = run(*again)
     assert code == 1
     assert answer["cells"][0]["findings"] == cell["findings"]
     assert answer["cells"][0]["cell"] == cell["cell"]
 
 
-def test_a_race_again(capsys: pytest.CaptureFixture[str]) -> None:
-    code, answer = run(capsys, "--inject", "missing-event")
+def test_a_race_again() -> None:
+    code, answer = run("--inject", "missing-event")
     assert code == 1
     _, _, *again = shlex.split(answer["cells"][0]["command"])
-    assert run(capsys, *again)[1]["cells"][0]["findings"] == answer["cells"][0]["findings"]
+    assert run(*again)[1]["cells"][0]["findings"] == answer["cells"][0]["findings"]
 
 
 def test_the_text_names_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main([*ONE, "--device", "cpu", "--inject", "swap-kv"]) == 1
-    said = capsys.readouterr().out
-    assert "K and V swapped: layer 0 K, token 0, head 0 holds layer 0 V, slot" in said
-    assert "swap-kv was planted in 1 cells and named in 1" in said
-    assert "kvfix roundtrip --backend torch --layout nhd" in said
-    assert "SUMMARY: 1 failed" in said
-    assert "\x1b" not in said
+    text = capsys.readouterr().out
+    assert "K and V swapped: layer 0 K, token 0, head 0 holds layer 0 V, slot" in text
+    assert "swap-kv was planted in 1 cells and named in 1" in text
+    assert "kvfix roundtrip --backend torch --layout nhd" in text
+    assert "SUMMARY: 1 failed" in text
+    assert "\x1b" not in text
 
 
-def test_full_is_more(capsys: pytest.CaptureFixture[str]) -> None:
+def test_full_is_more() -> None:
     some = [
         "--layout",
         "nhd",
@@ -84,26 +85,26 @@ def test_full_is_more(capsys: pytest.CaptureFixture[str]) -> None:
         "part",
     ]
     some += ["--tokens", "17", "--block", "16", "--chunk", "16", "--heads", "1", "--gib", "0"]
-    _, pairs = run(capsys, *some)
-    code, every = run(capsys, *some, "--full")
+    _, pairs = run(*some)
+    code, every = run(*some, "--full")
     assert (code, len(every["cells"])) == (0, 16)
     assert len(pairs["cells"]) < 16
 
 
 def test_progress_is_for_a_terminal(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    run(capsys, *ONE)
+    run(*ONE)
     assert capsys.readouterr().err == ""
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     code = command.main([*ONE, "--device", "cpu", "--json"])
-    said = capsys.readouterr()
-    assert code == json.loads(said.out)["exit"] == 0
-    assert "0/1 torch nhd uint8" in said.err
+    printed = capsys.readouterr()
+    assert code == json.loads(printed.out)["exit"] == 0
+    assert "0/1 torch nhd uint8" in printed.err
 
 
-def test_speed_beside_a_plain_copy(capsys: pytest.CaptureFixture[str]) -> None:
-    code, answer = run(capsys, "--race", "late-producer")
+def test_speed_and_that_of_a_plain_copy(capsys: pytest.CaptureFixture[str]) -> None:
+    code, answer = run("--race", "late-producer")
     assert (code, answer["speed"]) == (0, [])
-    code, answer = run(capsys, *ONE, "--gib", "0.01")
+    code, answer = run(*ONE, "--gib", "0.01")
     [speed] = answer["speed"]
     assert speed["verdict"] == "passed"
     rates = ("store_gb_s", "load_gb_s", "plain_store_gb_s", "plain_load_gb_s")
@@ -132,24 +133,22 @@ def test_usage(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None
     assert "kvfix roundtrip: " in capsys.readouterr().err
 
 
-def test_a_backend_that_refuses_and_one_that_falls(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def refuse(trip: Any) -> Any:
+def test_a_backend_that_refuses_and_one_that_crashes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(check: Any) -> Any:
         raise Refused("not this one")
 
-    def fall(trip: Any) -> Any:
+    def crash(check: Any) -> Any:
         return [][1]
 
-    those = {"no": backend.Backend("no", "", refuse), "falls": backend.Backend("falls", "", fall)}
-    absent = backend.Backend("absent", "", refuse, lambda device: "it is not installed")
-    monkeypatch.setattr(backend, "all_backends", lambda: {**those, "absent": absent})
-    code, answer = run(capsys, *ONE, "--backend", "no")
+    those = {"no": backends.Backend("no", "", refuse), "crashes": backends.Backend("crashes", "", crash)}
+    absent = backends.Backend("absent", "", refuse, lambda device: "it is not installed")
+    monkeypatch.setattr(backends, "all_backends", lambda: {**those, "absent": absent})
+    code, answer = run(*ONE, "--backend", "no")
     assert (code, answer["cells"][0]["verdict"], answer["cells"][0]["reason"]) == (77, "refused", "not this one")
-    code, answer = run(capsys, *ONE, "--backend", "falls")
+    code, answer = run(*ONE, "--backend", "crashes")
     assert (code, answer["cells"][0]["verdict"]) == (1, "crashed")
     assert "IndexError: list index out of range (test_command.py:" in answer["cells"][0]["reason"]
-    code, answer = run(capsys, *ONE, "--backend", "absent")
+    code, answer = run(*ONE, "--backend", "absent")
     assert (code, answer["skipped"]) == (77, {"absent": "it is not installed"})
 
 
@@ -157,8 +156,7 @@ def test_a_backend_that_refuses_and_one_that_falls(
     ("more", "before", "inside"),
     [([], None, "fix"), ([], "off", "off"), (["--no-fixes"], None, "off"), (["--no-fixes"], "fix", "off")],
 )
-def test_kvfixes_fixes_are_in_place_while_it_runs(
-    capsys: pytest.CaptureFixture[str],
+def test_kvfixes_fixes_are_applied_while_it_runs(
     monkeypatch: pytest.MonkeyPatch,
     more: list[str],
     before: str | None,
@@ -169,22 +167,20 @@ def test_kvfixes_fixes_are_in_place_while_it_runs(
         monkeypatch.delenv("KVFIX", raising=False)
     else:
         monkeypatch.setenv("KVFIX", before)
-    seen: list[str | None] = []
+    inside_it: list[str | None] = []
 
-    def look(trip: Any) -> Any:
-        seen.append(os.environ.get("KVFIX"))
+    def look(check: Any) -> Any:
+        inside_it.append(os.environ.get("KVFIX"))
         raise Refused("looked")
 
-    monkeypatch.setattr(backend, "all_backends", lambda: {"looks": backend.Backend("looks", "", look)})
-    run(capsys, *ONE, "--backend", "looks", *more)
-    assert seen == [inside]
+    monkeypatch.setattr(backends, "all_backends", lambda: {"looks": backends.Backend("looks", "", look)})
+    run(*ONE, "--backend", "looks", *more)
+    assert inside_it == [inside]
     assert os.environ.get("KVFIX") == before
     assert logging.getLogger("kvfix").propagate
 
 
-def test_what_was_found_before_an_error_is_not_lost(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_was_found_before_an_error_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """A store that moves nothing, and then a load that says that it cannot: that is no refusal."""
 
     class Half(TorchCopy):
@@ -193,8 +189,8 @@ def test_what_was_found_before_an_error_is_not_lost(
         def load(self, slots: torch.Tensor, skip: int) -> None:
             raise NotImplementedError("to load")
 
-    monkeypatch.setattr(backend, "all_backends", lambda: {"half": backend.Backend("half", "", Half)})
-    code, answer = run(capsys, *ONE, "--backend", "half")
+    monkeypatch.setattr(backends, "all_backends", lambda: {"half": backends.Backend("half", "", Half)})
+    code, answer = run(*ONE, "--backend", "half")
     [cell] = answer["cells"]
     assert (code, cell["verdict"], cell["findings"][0]["classes"].keys()) == (1, "failed", {"not written"})
     assert cell["reason"].startswith("NotImplementedError: to load (test_command.py:")

@@ -1,4 +1,4 @@
-"""The element code: it can be taken back, and says who is who."""
+"""The element code: it is a bijection, and says who is who."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def every_identity(seed: int) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2**62])
-def test_decode_takes_encode_back(seed: int) -> None:
+def test_decode_is_the_inverse_of_encode(seed: int) -> None:
     largest = Identity(*((1 << bits) - 1 for bits in element.BITS.values())).number()
     numbers = torch.cat([torch.arange(5000) * 1_000_003, torch.tensor([0, largest])])
     assert torch.equal(element.decode(element.encode(numbers.clone(), seed), seed), numbers)
@@ -45,6 +45,6 @@ def test_every_kind_of_float_occurs(name: str) -> None:
         assert bool(((held == 0) & held.signbit()).any())
 
 
-def test_sizes_that_do_not_fit_are_said() -> None:
+def test_sizes_that_do_not_fit_are_refused() -> None:
     assert element.too_large(80, 1 << 20, 128, 512) is None
     assert "2000 layers" in str(element.too_large(2000, 1, 1, 1))

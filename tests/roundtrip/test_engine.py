@@ -1,19 +1,20 @@
-"""The backend `engine`: what it makes of an engine's answers. The engines themselves are those of tests/engine."""
+"""The backend `engine`: its judgement of an engine's answers. The engines themselves are those of tests/engine."""
 
 from __future__ import annotations
 
 import copy
-import json
 import os
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from kvfix_tools.roundtrip import command, engine_loads
+from kvfix_tools.roundtrip import engine_rounds
 from kvfix_tools.roundtrip.backends import engine
-from kvfix_tools.roundtrip.engine_child import ASKED, BLOCK, BLOCKS, GENERATE, OTHERS
+from kvfix_tools.roundtrip.engine_rounds import ASKED, BLOCK, BLOCKS, GENERATE, OTHERS
+from tests.roundtrip.output import output_of
 
 PLAIN: dict[str, Any] = {
     name: {"tokens": tokens, "hits": 0, "loads": {"loaded": 0, "failed": 0}, "asked": 600}
@@ -96,19 +97,19 @@ def test_the_others_write_over_nearly_all_blocks() -> None:
     ids=["nothing", "not granted", "in process", "a store", "multi-process"],
 )
 def test_what_is_loaded_is_written_down(request_: Any, tokens: int, tmp_path: Path) -> None:
-    assert engine_loads.read(str(tmp_path / "none")) == {"loaded": 0, "failed": 0}
+    assert engine_rounds.loads(tmp_path / "none") == {"loaded": 0, "failed": 0}
     (tmp_path / "some").write_text("loaded=192\nfailed=2\nloaded=8\n")
-    assert engine_loads.read(str(tmp_path / "some")) == {"loaded": 200, "failed": 2}
-    assert engine_loads.due(request_) == tokens
+    assert engine_rounds.loads(tmp_path / "some") == {"loaded": 200, "failed": 2}
+    assert engine_rounds.tokens_to_load(request_) == tokens
 
 
-def test_an_engine_that_dies_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine.sys, "executable", "/bin/false")
+def test_an_engine_that_dies_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(RuntimeError, match="the engine ended with 1"):
         engine.run_engine(tmp_path, None, "cpu")
 
 
-def test_the_error_that_came_first_is_said() -> None:
+def test_the_error_that_came_first_is_reported() -> None:
     log = (
         "WARNING ValueError: none of it\n(Worker pid=1) KeyError: 'the cause'\nTraceback:\nEngineDeadError: look above"
     )
@@ -121,23 +122,21 @@ def test_the_error_that_came_first_is_said() -> None:
 class TestOnRealEngines:
     """LMCache's own connector V2 moves the KV of vLLM's attention. (Multi-process: tests/engine, the same set-up.)"""
 
-    def run(self, capsys: pytest.CaptureFixture[str], *more: str) -> tuple[int, dict[str, Any]]:
-        code = command.main(["--backend", "engine-v1", "--device", "cpu", "--json", *more])
-        [cell] = json.loads(capsys.readouterr().out)["cells"]
-        return code, cell
+    def run(self, *more: str) -> tuple[int, dict[str, Any]]:
+        answer = output_of("--backend", "engine-v1", *more)
+        [cell] = answer["cells"]
+        return answer["exit"], cell
 
-    def test_with_kvfix(self, capsys: pytest.CaptureFixture[str]) -> None:
-        code, cell = self.run(capsys)
+    def test_with_kvfix(self) -> None:
+        code, cell = self.run()
         assert code == 0, cell
         assert "of 600 prompt tokens 576 promised, 576 loaded" in cell["operations"]
 
-    def test_as_released(
-        self, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, release: Any
-    ) -> None:
+    def test_as_released(self, monkeypatch: pytest.MonkeyPatch, release: Any) -> None:
         """LMCache issue 4463: everything is promised and loaded, nothing is said, and the answers are others. (0.5.6 is
         the first whose torch operations refuse the layout that vLLM for the CPU has.)"""
         monkeypatch.setenv("PYTHONPATH", str(release("0.5.5")) + os.pathsep + os.environ.get("PYTHONPATH", ""))
-        code, cell = self.run(capsys, "--no-fixes")
+        code, cell = self.run("--no-fixes")
         assert (code, cell["verdict"]) == (1, "failed")
         assert cell["reason"] == "warm: 3 of 3 outputs differ from those without connector"
         assert "of 600 prompt tokens 576 promised, 576 loaded" in cell["operations"]

@@ -1,4 +1,4 @@
-"""The definition of each layout, beside a third statement of it: where vLLM's attention reads a head's row."""
+"""The definition of each layout, and another statement of it: where vLLM's attention reads a head's row."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 
 from kvfix_tools.roundtrip import region as regions
 from kvfix_tools.roundtrip.backends.torch_copy import layers, paged
+from kvfix_tools.roundtrip.cell_check import everywhere
 from kvfix_tools.roundtrip.element import FIRST
 from kvfix_tools.roundtrip.layout import LAYOUTS, Geometry
-from kvfix_tools.roundtrip.trip import everywhere
 
 HS = 8
 Read = Callable[[list[torch.Tensor], int, int, int, int, int], torch.Tensor]

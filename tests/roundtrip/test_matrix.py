@@ -8,11 +8,11 @@ from math import prod
 import pytest
 import torch
 
-from kvfix_tools.roundtrip import backend, region
+from kvfix_tools.roundtrip import backends, region
 from kvfix_tools.roundtrip.backends.torch_copy import TorchCopy
-from kvfix_tools.roundtrip.cell import AXES, Cell, full, pairs
-from kvfix_tools.roundtrip.command import once
-from kvfix_tools.roundtrip.trip import Trip
+from kvfix_tools.roundtrip.cell_check import CellCheck
+from kvfix_tools.roundtrip.command import run_cell
+from kvfix_tools.roundtrip.matrix import AXES, Cell, full, pairs
 
 CPU = torch.device("cpu")
 
@@ -47,8 +47,8 @@ def test_source_and_target_have_no_slot_in_common(cell: Cell) -> None:
 
 
 def test_the_torch_backend_passes() -> None:
-    [torch_copy] = backend.named(["torch"])
-    results = [once(torch_copy, cell, CPU) for cell in pairs("torch", AXES)]
+    [torch_copy] = backends.named(["torch"])
+    results = [run_cell(torch_copy, cell, CPU) for cell in pairs("torch", AXES)]
     wrong = [
         (result.cell, result.reason, *map(str, result.findings)) for result in results if result.verdict != "passed"
     ]
@@ -61,5 +61,5 @@ def test_the_torch_backend_passes() -> None:
 def test_what_is_compared_at_once_makes_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
     """Large regions are looked at in parts."""
     monkeypatch.setattr(region, "AT_ONCE", 7)
-    trip = Trip(Cell("torch", layout="hnd", tokens="33"), CPU)
-    assert trip.run(TorchCopy(trip)).verdict == "passed"
+    check = CellCheck(Cell("torch", layout="hnd", tokens="33"), CPU)
+    assert check.run(TorchCopy(check)).verdict == "passed"

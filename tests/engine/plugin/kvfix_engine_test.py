@@ -16,12 +16,12 @@ from typing import Any
 
 REPORT = os.environ.get("KVFIX_TEST_REPORT", "")
 #: With this in the environment the worker's end of lookups is there, and never answers.
-DEAF = "KVFIX_TEST_DEAF" in os.environ
+LOOKUPS_HANG = "KVFIX_TEST_LOOKUPS_HANG" in os.environ
 STAND_INS = {
     "lmcache.v1.gpu_connector": "current_releases",
     "lmcache.integration.vllm.vllm_v1_adapter": "early_releases",
     "vllm.distributed.kv_transfer.kv_connector.v1.lmcache_mp_connector": "in_tree",
-    **({"lmcache.v1.cache_engine": "deaf"} if DEAF else {}),
+    **({"lmcache.v1.cache_engine": "lookups_hang"} if LOOKUPS_HANG else {}),
 }
 
 
@@ -33,31 +33,31 @@ def platform() -> str | None:
 def load() -> None:
     if not REPORT:
         return
-    sys.meta_path.insert(0, Watch())
+    sys.meta_path.insert(0, StandInFinder())
     if "KVFIX_TEST_FAULTS" in os.environ:
-        spoil_probes()
+        plant_faults()
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 
     create = KVConnectorFactory.create_connector
 
     def create_connector(*args: Any, **kwargs: Any) -> Any:
         connector = create(*args, **kwargs)
-        say("connector", role=connector.role.name, **kvfix_here())
-        watch(connector)
+        note("connector", role=connector.role.name, **kvfix_here())
+        note_grants_and_loads(connector)
         return connector
 
     KVConnectorFactory.create_connector = staticmethod(create_connector)
 
 
-def spoil_probes() -> None:
-    """Every probe, reader and dump raises."""
-    from kvfix.probes import dump, hooks, readers, recorder, watch
+def plant_faults() -> None:
+    """All that kvfix does in a hook raises."""
+    from kvfix.connector_events import dump, hooks, readers, recorder, watched
 
     def planted(*_: Any, **__: Any) -> Any:
         raise RuntimeError("planted")
 
-    for told in {what for hook in hooks.HOOKS.values() for what in hook if what}:
-        setattr(watch.Watch, told, planted)
+    for name in {what for hook in hooks.HOOKS.values() for what in hook if what}:
+        setattr(watched.WatchedConnector, name, planted)
     for name in ("hit", "loads", "stores", "kept", "left"):
         setattr(readers.MP, name, planted)
     recorder.add = dump.write = planted
@@ -65,14 +65,14 @@ def spoil_probes() -> None:
 
 def kvfix_here() -> dict[str, Any]:
     import kvfix
-    import kvfix.arrival
+    import kvfix.session
 
-    choice = kvfix.arrival.choice()
+    choice = kvfix.session.session.config
     rows = [row._asdict() for row in kvfix.status()]
     return {"choice": str(choice) if choice else None, "status": rows}
 
 
-def say(what: str, **more: Any) -> None:
+def note(what: str, **more: Any) -> None:
     import multiprocessing
 
     line = {"what": what, "pid": os.getpid(), "process": multiprocessing.current_process().name, **more}
@@ -80,19 +80,19 @@ def say(what: str, **more: Any) -> None:
         file.write(json.dumps(line) + "\n")
 
 
-def watch(connector: Any) -> None:
+def note_grants_and_loads(connector: Any) -> None:
     """Count on the instance: grants in the scheduler, finished loads in the worker."""
     granted, finished = connector.update_state_after_alloc, connector.get_finished
 
     def update_state_after_alloc(request: Any, blocks: Any, external: int) -> Any:
         if external:
-            say("grant", tokens=external, request=request.request_id)
+            note("grant", tokens=external, request=request.request_id)
         return granted(request, blocks, external)
 
     def get_finished(*args: Any, **kwargs: Any) -> Any:
         sending, receiving = finished(*args, **kwargs)
         for request in receiving or ():
-            say("load", request=request)
+            note("load", request=request)
         return sending, receiving
 
     built, impl = connector.build_connector_meta, getattr(connector, "_lmcache_engine", None)
@@ -104,7 +104,7 @@ def watch(connector: Any) -> None:
         now = [len(impl.load_specs), len(impl._requests_priority), len(client.reqs_status)]
         if now != kept:
             kept[:] = now
-            say("kept", load_specs=now[0], priorities=now[1], lookups=now[2])
+            note("kept", load_specs=now[0], priorities=now[1], lookups=now[2])
         return metadata
 
     if hasattr(impl, "load_specs") and hasattr(client, "reqs_status"):
@@ -113,7 +113,7 @@ def watch(connector: Any) -> None:
     connector.get_finished = get_finished
 
 
-class Watch(importlib.abc.MetaPathFinder):
+class StandInFinder(importlib.abc.MetaPathFinder):
     """Calls the stand-in's function for a module when it has been executed."""
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> Any:
@@ -129,8 +129,8 @@ class Watch(importlib.abc.MetaPathFinder):
     def _then(self, execute: Any, stand_in: str) -> Any:
         def exec_module(module: Any) -> None:
             execute(module)
-            import kvfix_engine_standin
+            import kvfix_engine_stand_ins
 
-            getattr(kvfix_engine_standin, stand_in)(module)
+            getattr(kvfix_engine_stand_ins, stand_in)(module)
 
         return exec_module

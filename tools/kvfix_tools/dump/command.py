@@ -23,12 +23,12 @@ def dump(pid: int, out: Path, json: bool) -> int:
         return 2
     tree += processes.elsewhere(tree)
     print(f"{len(tree)} processes: stacks and recorders ...", file=sys.stderr)
-    told = gather.gather(tree)
-    rows = [_row(each) for each in told]
+    gathered = gather.gather(tree)
+    rows = [_row(each) for each in gathered]
     name = f"kvfix-dump-{pid}-{time.strftime('%Y%m%dT%H%M%S')}"
     bundle = out / f"{name}.tar.gz"
     try:
-        _write(bundle, name, told, rows)
+        _write(bundle, name, gathered, rows)
     except OSError as error:
         print(f"kvfix dump: {bundle}: {error.strerror}", file=sys.stderr)
         return 2
@@ -40,18 +40,18 @@ def dump(pid: int, out: Path, json: bool) -> int:
     return 0
 
 
-def _row(told: gather.Told) -> dict[str, Any]:
-    process = told.process
+def _row(of: gather.Gathered) -> dict[str, Any]:
+    process = of.process
     return {
         "pid": process.pid,
         "parent": process.parent,
         "name": process.name,
         "state": process.state,
         "threads": process.threads,
-        "ranks": gather.ranks(told),
-        "hook": gather.where(told),
-        "stacks": told.why_no_stacks or f"stacks-{process.pid}.json",
-        "recorder": told.why_no_recorder or f"recorder-{process.pid}.jsonl",
+        "ranks": gather.ranks(of),
+        "hook": gather.where(of),
+        "stacks": of.why_no_stacks or f"stacks-{process.pid}.json",
+        "recorder": of.why_no_recorder or f"recorder-{process.pid}.jsonl",
     }
 
 
@@ -64,13 +64,13 @@ def _summary(rows: list[dict[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _write(bundle: Path, name: str, told: list[gather.Told], rows: list[dict[str, Any]]) -> None:
+def _write(bundle: Path, name: str, gathered: list[gather.Gathered], rows: list[dict[str, Any]]) -> None:
     parts = {
         "summary.txt": _summary(rows),
-        "processes.json": jsonlib.dumps([each.process._asdict() for each in told], indent=2),
+        "processes.json": jsonlib.dumps([each.process._asdict() for each in gathered], indent=2),
         "status.json": jsonlib.dumps([row._asdict() for row in kvfix.status()], indent=2),
     }
-    for each in told:
+    for each in gathered:
         if each.stacks is not None:
             parts[f"stacks-{each.process.pid}.json"] = jsonlib.dumps(each.stacks, indent=1)
         if each.recorder is not None:

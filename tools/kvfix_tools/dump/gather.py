@@ -1,4 +1,4 @@
-"""What each process can tell: its stacks by py-spy, its flight recorder by the signal that it has announced."""
+"""What each process shows: its stacks by py-spy, its flight recorder by the signal that it answers to."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvfix.probes.hooks import HOOKS
+from kvfix.connector_events.hooks import HOOKS
 from kvfix_tools import recording
 from kvfix_tools.dump.processes import Process, own_text, ready
 
@@ -20,7 +20,7 @@ from kvfix_tools.dump.processes import Process, own_text, ready
 STACKS, RECORDERS = 20, 5.0
 
 
-class Told(NamedTuple):
+class Gathered(NamedTuple):
     """stacks: py-spy's threads; None: `why_no_stacks`. recorder: text of its file; None: `why_no_recorder`."""
 
     process: Process
@@ -30,10 +30,10 @@ class Told(NamedTuple):
     why_no_recorder: str
 
 
-def gather(tree: list[Process]) -> list[Told]:
+def gather(tree: list[Process]) -> list[Gathered]:
     """Recorders are asked for first: a process that py-spy holds does not answer."""
     recorders = _recorders(tree)
-    return [Told(process, *_stacks(process.pid), *recorders[process.pid]) for process in tree]
+    return [Gathered(process, *_stacks(process.pid), *recorders[process.pid]) for process in tree]
 
 
 def _stacks(pid: int) -> tuple[list[dict[str, Any]] | None, str]:
@@ -48,8 +48,8 @@ def _stacks(pid: int) -> tuple[list[dict[str, Any]] | None, str]:
         )
         if done.returncode == 0:
             return list(json.loads(done.stdout)), ""
-        said = done.stderr.strip().splitlines()
-        return None, said[-1] if said else f"py-spy ended with {done.returncode}"
+        lines = done.stderr.strip().splitlines()
+        return None, lines[-1] if lines else f"py-spy ended with {done.returncode}"
     except subprocess.TimeoutExpired:
         return None, f"py-spy had no answer in {STACKS} s"
     except (OSError, json.JSONDecodeError) as error:
@@ -95,44 +95,44 @@ def _files(process: Process) -> list[Path]:
 
 
 def _not_ready(process: Process) -> str:
-    """Why this process must not be signalled; "" if it has said that it answers."""
-    said = ready(process)
-    if not said:
+    """Why this process must not be signalled; "" if it has announced that it answers."""
+    announced = ready(process)
+    if not announced:
         return "no recorder: it has no connector, or runs without `kvfix run --mode observe`"
-    if said.get("began") != process.began:
+    if announced.get("began") != process.began:
         return "no recorder: the one of this number belongs to a process that has ended"
     return ""
 
 
-def ranks(told: Told) -> list[str]:
+def ranks(of: Gathered) -> list[str]:
     """What this process is of its engine: "scheduler of 0a1b2", "rank 1 of 2 of 0a1b2". Nothing without a recorder."""
     found = set()
-    for line in _connectors(told):
+    for line in _connectors(of):
         if line.get("engine"):
             rank = f"rank {line['rank']} of {line['ranks']}" if line["role"] == "WORKER" else "scheduler"
             found.add(f"{rank} of {line['engine']}")
     return sorted(found)
 
 
-def _connectors(told: Told) -> list[dict[str, Any]]:
-    if told.recorder is None:
+def _connectors(of: Gathered) -> list[dict[str, Any]]:
+    if of.recorder is None:
         return []
     try:
-        text = recording.parsed("recorder", told.recorder.encode().splitlines())
+        text = recording.parsed("recorder", of.recorder.encode().splitlines())
         return list(text.connectors.values())
     except ValueError:
         return []
 
 
-def where(told: Told) -> str:
+def where(of: Gathered) -> str:
     """The hook that the process is in, how long, and the line at which it stands; "" if it is in none."""
-    line = _line(told.stacks)
-    inside = [each for each in _connectors(told) if each.get("inside")]
+    line = _line(of.stacks)
+    inside = [each for each in _connectors(of) if each.get("inside")]
     if inside:  # a connector within the scheduler
         last = min(inside, key=lambda each: each["seconds"])
         return f"in {last['inside']} of {last['name']} for {last['seconds']:.1f} s{line}"
-    for frame in _frames(told.stacks):
-        if frame["name"].rpartition(".")[2] in HOOKS:  # py-spy tells the class too, from Python 3.11 on
+    for frame in _frames(of.stacks):
+        if frame["name"].rpartition(".")[2] in HOOKS:  # py-spy has the class too, from Python 3.11 on
             return f"in {frame['name']} ({frame['short_filename']}:{frame['line']}){line}"
     return ""
 

@@ -1,14 +1,17 @@
-"""The processes of an engine, from /proc; settings of vLLM, LMCache and kvfix, without secrets."""
+"""The processes of an engine; settings of vLLM, LMCache and kvfix, without secrets."""
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import psutil
+
 from kvfix import redact
-from kvfix.probes.dump import DIRECTORY
+from kvfix.connector_events.files import DIRECTORY
 
 _SHOWN = ("KVFIX", "VLLM_", "LMCACHE_", "PYTHONHASHSEED")
 
@@ -35,22 +38,23 @@ def tree(pid: int) -> list[Process]:
     """This process and all below it, parents first. Empty if there is none of this number.
 
     vLLM gives its processes names (setproctitle), which overwrites some of what /proc shows of their environment: what
-    is missing there is what the parent was started with. Ray's workers are told theirs later: it is not there either,
-    and the one of `kvfix dump` itself is taken.
+    is missing there is what the parent was started with. Ray's workers get theirs later: it is not there either, and
+    the one of `kvfix dump` itself is taken.
     """
-    everyone = {each.pid: each for entry in Path("/proc").iterdir() if (each := _read(entry)) is not None}
-    wanted, found = [pid], list[Process]()
-    while wanted:
-        parent = wanted.pop(0)
-        if parent in everyone:
-            process = everyone[parent]
-            above = next((each for each in found if each.pid == process.parent), None)
-            if above is not None and DIRECTORY not in process.settings:
-                settings = {**above.settings, **process.settings}
-                shared = os.path.dirname(above.directory)
-                process = process._replace(settings=settings, directory=_own_folder(shared, process.owner))
-            found.append(process)
-            wanted += sorted(each.pid for each in everyone.values() if each.parent == parent)
+    found: list[Process] = []
+    below = [pid]
+    for each in below:  # it grows: a process' children come after it
+        process = _described(each)
+        if process is None:
+            continue
+        parent = next((other for other in found if other.pid == process.parent), None)
+        if parent is not None and DIRECTORY not in process.settings:
+            settings = {**parent.settings, **process.settings}
+            shared = os.path.dirname(parent.directory)
+            process = process._replace(settings=settings, directory=_own_folder(shared, process.owner))
+        found.append(process)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            below += sorted(child.pid for child in psutil.Process(each).children())
     return found
 
 
@@ -60,12 +64,13 @@ def elsewhere(tree: list[Process]) -> list[Process]:
     found: list[Process] = []
     for directory in dict.fromkeys(process.directory for process in tree):
         for path in sorted(Path(directory).glob("kvfix-*.ready")):
-            process = _read(Path("/proc", path.stem.rpartition("-")[2]))
+            pid = path.stem.rpartition("-")[2]
+            process = _described(int(pid)) if pid.isdecimal() else None
             if process is None or process.pid in {each.pid for each in [*tree, *found]}:
                 continue
             process = process._replace(directory=directory)
-            said = ready(process)
-            if said.get("began") == process.began and engines.intersection(said.get("engines", ())):
+            announced = ready(process)
+            if announced.get("began") == process.began and engines.intersection(announced.get("engines", ())):
                 found.append(process)
     return found
 
@@ -73,10 +78,10 @@ def elsewhere(tree: list[Process]) -> list[Process]:
 def ready(process: Process) -> dict[str, Any]:
     """What it has announced, if it answers `kvfix dump`; empty if it does not."""
     try:
-        said = json.loads(own_text(process, Path(process.directory, f"kvfix-{process.pid}.ready")))
+        announced = json.loads(own_text(process, Path(process.directory, f"kvfix-{process.pid}.ready")))
     except (OSError, ValueError):
         return {}
-    return said if isinstance(said, dict) else {}
+    return announced if isinstance(announced, dict) else {}
 
 
 def own_text(process: Process, path: Path) -> str:
@@ -96,50 +101,46 @@ def own_text(process: Process, path: Path) -> str:
         os.close(folder)
 
 
-def _read(entry: Path) -> Process | None:
-    """None: no process, or gone meanwhile."""
-    if not entry.name.isdigit():
+def _described(pid: int) -> Process | None:
+    """None: no process, or gone meanwhile. What another user's process does not show is left empty."""
+    if pid not in psutil.pids():
         return None
     try:
-        stat = (entry / "stat").read_text(errors="replace")
-        command = (entry / "cmdline").read_text(errors="replace").split("\0")
-    except OSError:
+        shown = psutil.Process(pid).as_dict(["ppid", "name", "num_threads", "cmdline", "uids"])
+        state, began = _state_and_start(pid)
+    except (psutil.NoSuchProcess, OSError):
         return None
-    name, rest = stat[stat.index("(") + 1 : stat.rindex(")")], stat[stat.rindex(")") + 1 :].split()
-    environment = _environment(entry)
-    owner = _owner(entry)
-    settings = {key: redact.setting(key, value) for key, value in environment.items() if key.startswith(_SHOWN)}
+    environment, owner = _environment(pid), shown["uids"].effective
+    shared = environment.get(DIRECTORY) or os.environ.get(DIRECTORY) or environment.get("TMPDIR") or "/tmp"
     return Process(
-        pid=int(entry.name),
-        parent=int(rest[1]),
-        name=name,
-        state=rest[0],
-        began=int(rest[19]),
-        threads=int(rest[17]),
-        command=redact.command(word for word in command if word),
-        settings=settings,
+        pid=pid,
+        parent=shown["ppid"],
+        name=shown["name"],
+        state=state,
+        began=began,
+        threads=shown["num_threads"],
+        command=redact.command(word for word in shown["cmdline"] or () if word),
+        settings={key: redact.setting(key, value) for key, value in environment.items() if key.startswith(_SHOWN)},
         owner=owner,
-        directory=_own_folder(
-            environment.get(DIRECTORY) or os.environ.get(DIRECTORY) or environment.get("TMPDIR") or "/tmp", owner
-        ),
+        directory=_own_folder(shared, owner),
     )
 
 
 def _own_folder(shared: str, owner: int) -> str:
-    """As probes/dump.py names it."""
+    """As connector_events/dump.py names it."""
     return os.path.join(shared, f"kvfix-{owner}")
 
 
-def _environment(entry: Path) -> dict[str, str]:
+def _state_and_start(pid: int) -> tuple[str, int]:
+    """The kernel's letter, and the clock ticks by which a ready file names a process; psutil has neither."""
+    fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    return fields[0], int(fields[19])
+
+
+def _environment(pid: int) -> dict[str, str]:
+    """psutil's ends at the first empty entry, and setproctitle leaves such in front of what it has not overwritten."""
     try:
-        texts = (entry / "environ").read_text(errors="replace").split("\0")
+        texts = Path(f"/proc/{pid}/environ").read_text(errors="replace").split("\0")
     except OSError:  # another user's
         return {}
     return {key: value for key, _, value in (text.partition("=") for text in texts) if key}
-
-
-def _owner(entry: Path) -> int:
-    try:
-        return entry.stat().st_uid
-    except OSError:
-        return 0

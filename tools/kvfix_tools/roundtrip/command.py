@@ -14,17 +14,16 @@ from functools import partial
 
 import torch
 
-from kvfix_tools.roundtrip import backend as backends
-from kvfix_tools.roundtrip import fixes, races, speed
-from kvfix_tools.roundtrip.backend import Backend
-from kvfix_tools.roundtrip.cell import AXES, Axes, Cell, full, pairs
+from kvfix_tools.roundtrip import apply_fixes, backends, races, speed
+from kvfix_tools.roundtrip.backends import Backend
+from kvfix_tools.roundtrip.cell_check import CellCheck, Refused, Result
 from kvfix_tools.roundtrip.element import too_large
-from kvfix_tools.roundtrip.inject import FAULTS, Faulty
-from kvfix_tools.roundtrip.report import Report
-from kvfix_tools.roundtrip.trip import Refused, Result, Trip
+from kvfix_tools.roundtrip.matrix import AXES, Axes, Cell, full, pairs
+from kvfix_tools.roundtrip.planted_faults import FAULTS, Faulty
+from kvfix_tools.roundtrip.run_report import RunReport
 
-OK, FINDINGS, USAGE, NOT_HERE = 0, 1, 2, 77
-#: Said by a backend that cannot do what it is asked: in the open, and before it moves anything in silence.
+OK, USAGE, NOT_HERE = 0, 2, 77
+#: Raised by a backend that cannot do what it is asked, before it moves anything.
 REFUSALS = (Refused, NotImplementedError, ValueError, AssertionError)
 
 
@@ -64,7 +63,7 @@ def main(arguments: list[str] | None = None) -> int:
         device = torch.device("cuda", torch.cuda.current_device())  # as a tensor says it: LMCache compares the two
     if options.list:
         for one in backends.all_backends().values():
-            print(f"{one.name:18} {one.missing(device) or one.says}")
+            print(f"{one.name:18} {one.missing(device) or one.summary}")
         return OK
     try:
         chosen = backends.named(options.backend)
@@ -82,13 +81,14 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def run(chosen: list[Backend], cells: dict[str, list[Cell]], device: torch.device, options: argparse.Namespace) -> int:
-    report = Report(device, options)
-    with contextlib.ExitStack() as placed:
+    report = RunReport(device, options)
+    with contextlib.ExitStack() as stack:
         if any(one.name != "torch" for one in chosen):
-            placed.enter_context(fixes.placed(not options.no_fixes))
-        here = [one for one in chosen if not report.without(one, one.missing(device))]
+            stack.enter_context(apply_fixes.applied(not options.no_fixes))
+        report.skipped = {one.name: why for one in chosen if (why := one.missing(device))}
+        here = [one for one in chosen if one.name not in report.skipped]
         if device.type == "cpu":  # the cells are small: threads would only wait for one another
-            placed.callback(torch.set_num_threads, torch.get_num_threads())
+            stack.callback(torch.set_num_threads, torch.get_num_threads())
             torch.set_num_threads(1)
         work = list(jobs(here, cells, device, options))
         for number, (cell, job) in enumerate(work):
@@ -97,7 +97,7 @@ def run(chosen: list[Backend], cells: dict[str, list[Cell]], device: torch.devic
         timed = options.gib != 0 and options.race is None and options.inject is None
         for one in [one for one in here if timed and not one.whole]:
             report.progress(len(work), len(work), Cell(one.name))
-            report.speed(speed.measure(one, device, options.gib, options.seed))
+            report.add_speed(speed.measure(one, device, options.gib, options.seed))
         return report.end()
 
 
@@ -111,27 +111,27 @@ def jobs(
             if one.whole and options.inject is None:
                 yield Cell(one.name), partial(guarded, Cell(one.name, seed=options.seed), partial(one.whole, device))
             for cell in cells[one.name] if not one.whole else []:
-                yield cell, partial(once, one, cell, device, options.inject)
+                yield cell, partial(run_cell, one, cell, device, options.inject)
     some = any(getattr(options, axis) for axis in AXES)  # asked for cells, not for races
     if options.race is not None or not events or not (some or options.inject):
         for one in chosen:
             cell = Cell(one.name, layers=options.layers, head_size=options.head_size, seed=options.seed)
             for name in [name for name in options.race or races.RACES if name in races.of(one.name)]:
-                yield cell, partial(guarded, cell, partial(raced, name, cell, device, events))
+                yield cell, partial(guarded, cell, partial(run_race, name, cell, device, events))
 
 
-def once(one: Backend, cell: Cell, device: torch.device, fault: str | None = None) -> Result:
+def run_cell(one: Backend, cell: Cell, device: torch.device, fault: str | None = None) -> Result:
     """One cell of a backend, with a fault or without."""
 
     def moved(result: Result) -> Result:
-        trip = Trip(cell, device, result)
-        transfer = one.open(trip)
-        return trip.run(Faulty(transfer, trip, fault) if fault else transfer)
+        check = CellCheck(cell, device, result)
+        transfer = one.open(check)
+        return check.run(Faulty(transfer, check, fault) if fault else transfer)
 
     return guarded(cell, moved)
 
 
-def raced(name: str, cell: Cell, device: torch.device, events: bool, result: Result) -> Result:
+def run_race(name: str, cell: Cell, device: torch.device, events: bool, result: Result) -> Result:
     result.race = name
     return races.run(name, cell, device, events)
 
@@ -143,11 +143,11 @@ def guarded(cell: Cell, job: Callable[[Result], Result]) -> Result:
         return job(result)
     except Exception as error:  # noqa: BLE001 - whatever the backend raises is what there is to report
         verdict = "failed" if result.findings else "refused" if isinstance(error, REFUSALS) else "crashed"
-        return replace(result, verdict=verdict, reason=words(error))
+        return replace(result, verdict=verdict, reason=in_one_line(error))
 
 
-def words(error: BaseException) -> str:
-    """An error in one line, with the place it was raised at where it says nothing itself."""
+def in_one_line(error: BaseException) -> str:
+    """An error, with the place it was raised at."""
     text = " ".join(str(error).split())
     if isinstance(error, Refused):
         return text
@@ -161,9 +161,8 @@ def words(error: BaseException) -> str:
 def choose(one: Backend, options: argparse.Namespace) -> list[Cell]:
     """The cells of a backend. Raises ValueError for sizes that cannot be."""
     axes: Axes = {name: tuple(getattr(options, name) or one.axes.get(name, values)) for name, values in AXES.items()}
-    made = (full if options.full else pairs)(one.name, axes, options.seed)
-    fixed = {"layers": options.layers, "head_size": options.head_size, "seed": options.seed}
-    cells = [cell.with_sizes(**fixed) for cell in made]
+    made = full(one.name, axes) if options.full else pairs(one.name, axes, options.seed)
+    cells = [replace(cell, layers=options.layers, head_size=options.head_size, seed=options.seed) for cell in made]
     for cell in cells:
         sizes = cell.geometry()
         wrong = too_large(sizes.layers, sizes.slots, sizes.heads, sizes.row_words)

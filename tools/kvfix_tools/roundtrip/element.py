@@ -1,4 +1,4 @@
-"""What each KV element says of itself: who it is, through a mixing hash that can be taken back.
+"""The content of each KV element: who it is, through a mixing hash that is a bijection.
 
 Eight bytes are one word, and a word's 63 bits of identity (generation, layer, K or V, slot, head, place in the row) go
 through a bijection of 64 bits. So two words differ in about half their bits, every pattern of a float occurs (NaN,
@@ -67,7 +67,7 @@ def encode(numbers: torch.Tensor, seed: int) -> torch.Tensor:
 
 
 def decode(words: torch.Tensor, seed: int) -> torch.Tensor:
-    """The numbers of the identities; negative or out of range where a word is nobody's."""
+    """The numbers of the identities; negative or out of range where a word has none."""
     x = words ^ _logical_shift(words, _S2) ^ _logical_shift(words, 2 * _S2)
     x = x * _signed(pow(_B, -1, 1 << 64))
     x ^= _logical_shift(x, _S1)

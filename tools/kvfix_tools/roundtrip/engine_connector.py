@@ -1,4 +1,4 @@
-"""LMCache's connectors as vLLM has them, which write down what the worker loads: a hit is a promise, a load is none.
+"""LMCache's connectors as vLLM has them, which write down what the worker loads (engine_rounds.py reads it).
 
 vLLM imports this module by its name (`kv_connector_module_path`), in each of its processes. On the CPU, for which
 LMCache has no connector in process, it also puts the stand-ins in place that `lmcache-v2` has: the engine's KV goes
@@ -16,30 +16,31 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.platforms import current_platform
 
-from kvfix_tools.roundtrip import engine_loads, standin
+from kvfix_tools.roundtrip import cuda_stand_in, engine_rounds
 
 
-def watched(name: str) -> type:
+def with_loads(name: str) -> type:
     """The connector that vLLM knows by this name, as a class that writes down its loads."""
     connector: Any = KVConnectorFactory.get_connector_class_by_name(name)
 
-    class Watched(connector):  # type: ignore[misc]
+    class WithLoads(connector):  # type: ignore[misc]
         def start_load_kv(self, forward_context: Any, **more: Any) -> None:
             super().start_load_kv(forward_context, **more)
             for request in self._get_connector_metadata().requests:
-                self._say("loaded", engine_loads.due(request))
+                self._write("loaded", engine_rounds.tokens_to_load(request))
 
         def get_block_ids_with_load_errors(self) -> set[int]:
             failed: set[int] = super().get_block_ids_with_load_errors()
-            self._say("failed", len(failed))
+            self._write("failed", len(failed))
             return failed
 
-        def _say(self, what: str, count: int) -> None:
-            file = self._vllm_config.kv_transfer_config.get_from_extra_config(engine_loads.FILE, None)
-            if count and file:
-                engine_loads.say(file, what, count)
+        def _write(self, kind: str, count: int) -> None:
+            path = self._vllm_config.kv_transfer_config.get_from_extra_config(engine_rounds.LOADS, None)
+            if count and path:
+                with open(path, "a") as file:
+                    file.write(f"{kind}={count}\n")
 
-    return Watched
+    return WithLoads
 
 
 def on_cpu() -> None:
@@ -49,13 +50,13 @@ def on_cpu() -> None:
     from kvfix_tools.roundtrip.backends import lmcache
 
     lmcache.connectors("cpu")
-    here = standin.Torch()
+    here = cuda_stand_in.Torch()
     here.device = lambda name: torch.device("cpu")  # type: ignore[attr-defined]
     named = {"torch_device_type": "cuda", "torch_dev": SimpleNamespace(set_device=lambda number: None), "torch": here}
     gpu_connector.__dict__.update(named)
 
 
-class InProcess(watched("LMCacheConnectorV1")):  # type: ignore[misc]
+class InProcess(with_loads("LMCacheConnectorV1")):  # type: ignore[misc]
     def __init__(self, vllm_config: Any, role: Any, kv_cache_config: Any) -> None:
         if current_platform.is_cpu() and role == KVConnectorRole.WORKER:
             on_cpu()
@@ -65,6 +66,6 @@ class InProcess(watched("LMCacheConnectorV1")):  # type: ignore[misc]
 def __getattr__(name: str) -> type:
     """`MultiProcess` only if it is asked for: vLLM's module of it imports LMCache."""
     if name == "MultiProcess":
-        globals()[name] = watched("LMCacheMPConnector")
+        globals()[name] = with_loads("LMCacheMPConnector")
         return globals()[name]  # type: ignore[no-any-return]
     raise AttributeError(name)

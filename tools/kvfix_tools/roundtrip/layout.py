@@ -1,7 +1,7 @@
 """How KV lies in memory, as data: the order of the axes. Everything else of a layout follows from it.
 
 The innermost axis is always the elements of one head, a *row*: contiguous in every layout that vLLM or LMCache has. So
-a layout is an order of rows, and what a row holds is said by its coordinates.
+a layout is an order of rows, and coordinates say what a row holds.
 """
 
 from __future__ import annotations
@@ -106,17 +106,9 @@ class Geometry:
             raise ValueError(f"a row of {self.row_bytes} bytes is not a multiple of {WORD}: take another head size")
         return self.row_bytes // WORD
 
-    @property
-    def token_rows(self) -> int:
-        """Rows of one token in all layers."""
-        return self.layers * self.planes * self.heads
-
-    def token_bytes(self, tokens: int = 1) -> int:
-        return tokens * self.token_rows * self.row_bytes
-
-    @property
-    def tensors(self) -> int:
-        return 1 if self.layout.one_tensor else self.layers
+    def token_bytes(self, tokens: int) -> int:
+        """Bytes of so many tokens in all layers."""
+        return tokens * self.layers * self.planes * self.heads * self.row_bytes
 
     def sizes(self, chunk: int = 0) -> dict[str, int]:
         """Size of each axis; `token` is the axis of a host chunk."""

@@ -13,7 +13,7 @@ from kvfix_tools.roundtrip.layout import Geometry, coordinates, count
 
 #: Words of a guard band (4 KiB), before, between and behind the tensors: alignment of what lies there is kept.
 BAND = 512
-#: Rows that are made or compared at once: bounds the memory needed beside the region.
+#: Rows that are made or compared at once: bounds the memory needed besides the region.
 AT_ONCE = 1 << 20
 #: Wrong words of one part that are kept to be named; the rest are counted.
 KEPT = 1 << 16
@@ -47,14 +47,14 @@ class Section:
 
 
 @dataclass
-class Bad:
+class WrongWords:
     """Words that are not what they should be. All tensors [n], int64, on the CPU."""
 
     what: str
     address: torch.Tensor  # in words, from the beginning of the region
     expected: torch.Tensor  # numbers of identities
     found: torch.Tensor  # words
-    more: int = 0  # wrong words beside these
+    more: int = 0  # wrong words besides these
 
 
 @dataclass
@@ -67,7 +67,7 @@ class Region:
     device: torch.device
     seed: int
     name: str
-    verified: int = field(default=0)  # bytes that check() has compared, in all
+    verified: int = field(default=0)  # bytes that compare() has looked at, in all
 
     def tensors(self) -> list[torch.Tensor]:
         """The rows of each section: [rows, words of a row], views."""
@@ -80,6 +80,11 @@ class Region:
         """The engine's tensors (of the KV cache), views."""
         return [rows.view(self.geometry.dtype).view(self.geometry.tensor_shape()) for rows in self.tensors()]
 
+    def coordinates(self) -> Coordinates:
+        """Of all rows, the tensors one after the other."""
+        parts = [section.coordinates(0, section.rows, self.words.device) for section in self.sections]
+        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
     def fill(self, expected: Expected, guards: bool = True) -> None:
         for section, first, last, into in self._parts():
             into.copy_(self._rows(section, expected, first, last))
@@ -87,7 +92,7 @@ class Region:
             for start, end in self._bands():
                 self.words[start:end] = self._band(start, end).to(self.words.device)
 
-    def check(self, expected: Expected) -> Iterator[Bad]:
+    def compare(self, expected: Expected) -> Iterator[WrongWords]:
         """Every word of the region, guard bands included."""
         for section, first, last, rows in self._parts():
             right = self._rows(section, expected, first, last)
@@ -98,22 +103,22 @@ class Region:
                 more, at = max(0, len(at) - KEPT), at[:KEPT]
                 numbers = element.decode(right[at[:, 0], at[:, 1]], self.seed)
                 address = section.start + (first + at[:, 0]) * self.geometry.row_words + at[:, 1]
-                yield Bad("content", address.cpu(), numbers.cpu(), held[at[:, 0], at[:, 1]].cpu(), more)
+                yield WrongWords("content", address.cpu(), numbers.cpu(), held[at[:, 0], at[:, 1]].cpu(), more)
         for start, end in self._bands():
             held, right = self.words[start:end].to(self.device), self._band(start, end)
             if not torch.equal(held, right):
                 at = (held != right).nonzero()[:, 0]
-                yield Bad("guard", (start + at).cpu(), element.decode(right[at], self.seed).cpu(), held[at].cpu())
+                numbers = element.decode(right[at], self.seed)
+                yield WrongWords("guard", (start + at).cpu(), numbers.cpu(), held[at].cpu())
 
-    def locate(self, address: int) -> tuple[dict[str, int], int] | None:
-        """Coordinates of a word's row and its place in the row; None in a guard band."""
-        size = self.geometry.row_words
+    def locate(self, address: int) -> dict[str, int]:
+        """Coordinates of the row that a word lies in. Raises ValueError in a guard band."""
         for section in self.sections:
-            row, word = divmod(address - section.start, size)
+            row = (address - section.start) // self.geometry.row_words
             if 0 <= row < section.rows:
                 found = section.coordinates(row, row + 1, torch.device("cpu"))
-                return {name: int(value) for name, value in found.items()}, word
-        return None
+                return {name: int(value) for name, value in found.items()}
+        raise ValueError(f"word {address} is in no row")
 
     def _parts(self) -> Iterator[tuple[Section, int, int, torch.Tensor]]:
         for section, rows in zip(self.sections, self.tensors(), strict=True):
@@ -143,40 +148,46 @@ class Region:
 
 def kv_cache(geometry: Geometry, device: torch.device, seed: int) -> Region:
     """The paged memory of an engine: one tensor, or one for each layer."""
-    axes, sizes = geometry.layout.axes, geometry.sizes()
-    fixed: list[dict[str, int]] = [{}] if geometry.layout.one_tensor else [{"layer": n} for n in range(geometry.layers)]
-    return _region("KV cache", geometry, axes, [(sizes, one) for one in fixed], device, device, seed, pin=False)
+    axes = geometry.layout.axes
+    parts = [(geometry.sizes(), layer) for layer in _layers(geometry, axes)]
+    return _region("KV cache", geometry, axes, parts, device, seed)
 
 
 def host(geometry: Geometry, axes: str, chunk: int, tokens: int, device: torch.device, seed: int) -> Region:
     """Host buffers, one for each chunk of `chunk` tokens, the last one as short as it has to be. `axes`: outermost
     first; without `layer`, each layer of a chunk is a buffer of its own. Pinned where there is a GPU."""
     order = tuple(axis for axis in axes.split() if axis not in ("kv", "head") or not geometry.layout.latent)
-    each = [{}] if "layer" in order else [{"layer": n} for n in range(geometry.layers)]
     parts = [
-        (geometry.sizes(min(chunk, tokens - first)), {**one, "first": first})
+        (geometry.sizes(min(chunk, tokens - first)), {**layer, "first": first})
         for first in range(0, tokens, chunk)
-        for one in each
+        for layer in _layers(geometry, order)
     ]
-    return _region("host", geometry, order, parts, torch.device("cpu"), device, seed, pin=device.type == "cuda")
+    return _region("host", geometry, order, parts, device, seed)
 
 
 def host_blocks(geometry: Geometry, blocks: int, device: torch.device, seed: int) -> Region:
     """Host buffers for whole blocks, as vLLM's own offload has them: the tensors of the KV cache, with fewer blocks."""
     axes, sizes = geometry.layout.axes, {**geometry.sizes(), "block": blocks}
-    each = [{"first": 0}] if geometry.layout.one_tensor else [{"layer": n, "first": 0} for n in range(geometry.layers)]
-    parts = [(sizes, one) for one in each]
-    return _region("host", geometry, axes, parts, torch.device("cpu"), device, seed, pin=device.type == "cuda")
+    parts = [(sizes, {**layer, "first": 0}) for layer in _layers(geometry, axes)]
+    return _region("host", geometry, axes, parts, device, seed)
+
+
+def _layers(geometry: Geometry, axes: tuple[str, ...]) -> list[dict[str, int]]:
+    """What the rows of each tensor have in common: their layer, if it is not one of the axes."""
+    return [{}] if "layer" in axes else [{"layer": number} for number in range(geometry.layers)]
 
 
 def _region(
     name: str, geometry: Geometry, axes: tuple[str, ...], parts: list[tuple[dict[str, int], dict[str, int]]],
-    where: torch.device, device: torch.device, seed: int, pin: bool,
+    device: torch.device, seed: int,
 ) -> Region:  # fmt: skip
     sections, at = [], BAND
     for sizes, fixed in parts:
         rows = count(axes, sizes)
         sections.append(Section(at, rows, axes, sizes, fixed))
         at += -(-rows * geometry.row_words // BAND) * BAND + BAND
-    words = torch.empty(at, dtype=torch.int64, device=where, pin_memory=pin)
+    if name == "host":
+        words = torch.empty(at, dtype=torch.int64, pin_memory=device.type == "cuda")
+    else:
+        words = torch.empty(at, dtype=torch.int64, device=device)
     return Region(words, sections, geometry, device, seed, name)

@@ -1,32 +1,112 @@
-"""Streams of a device, taken in turn. On the CPU everything is done at once, in order."""
+"""The streams of a race, and the events by which one waits for another.
+
+On a GPU they are CUDA's, and a slow one sleeps on the device. On the CPU they are a stand-in, queues of deferred work:
+nothing runs until all has been submitted, then a slow stream runs only when no other can go on. So an event that is
+missing is seen every time, and never by chance.
+"""
 
 from __future__ import annotations
 
-import contextlib
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+#: Clock cycles that a slow stream sleeps: tens of milliseconds, longer than what it races with.
+SLEEP = 50_000_000
+Work = Callable[[], Any]
+
+
+@dataclass
+class Event:
+    """`native`: of CUDA. `done`: of the stand-in."""
+
+    native: Any = None
+    done: bool = False
+
+
+class CudaStream:
+    def __init__(self, device: torch.device, slow: bool) -> None:
+        self.device, self.native = device, torch.cuda.Stream(device)
+        self.kept: list[Work] = []  # and so the tensors in it: they must live until the device has read them
+        if slow:
+            with torch.cuda.stream(self.native):
+                torch.cuda._sleep(SLEEP)
+
+    def submit(self, work: Work, host: bool = False) -> None:
+        """host: it is the host that does it, at once; it waits for what the stream waits for."""
+        if host:
+            self.native.synchronize()
+            work()
+            return
+        self.kept.append(work)
+        self.native.wait_stream(torch.cuda.current_stream(self.device))  # where its operands were made
+        with torch.cuda.stream(self.native):
+            work()
+
+    def record(self) -> Event:
+        return Event(self.native.record_event())
+
+    def wait(self, event: Event) -> None:
+        self.native.wait_event(event.native)
+
+
+@dataclass
+class DeferredStream:
+    """The stand-in on the CPU."""
+
+    slow: bool
+    queue: deque[Work | Event] = field(default_factory=deque)
+
+    def submit(self, work: Work, host: bool = False) -> None:
+        self.queue.append(work)
+
+    def record(self) -> Event:
+        event = Event()
+        self.queue.append(lambda: setattr(event, "done", True))
+        return event
+
+    def wait(self, event: Event) -> None:
+        self.queue.append(event)
+
+    def step(self) -> bool:
+        """Do what is next; False if there is nothing, or it has to wait."""
+        while self.queue and isinstance(self.queue[0], Event) and self.queue[0].done:
+            self.queue.popleft()
+        if not self.queue or isinstance(self.queue[0], Event):
+            return False
+        self.queue.popleft()()  # type: ignore[operator]
+        return True
+
 
 class Streams:
-    """`count` streams that run beside one another, between begin() and finish()."""
+    """Those of one race. `events`: whether they wait for one another."""
 
-    def __init__(self, device: torch.device, count: int) -> None:
-        self.streams = [torch.cuda.Stream(device) for _ in range(count)] if device.type == "cuda" else []
-        self.device = device
+    def __init__(self, device: torch.device, events: bool) -> None:
+        self.device, self.events = device, events
+        self.streams: list[Any] = []
 
-    def begin(self) -> None:
-        """What was submitted before comes first."""
-        for stream in self.streams:
-            stream.wait_stream(torch.cuda.current_stream(self.device))
+    def stream(self, slow: bool = False) -> Any:
+        """A new one."""
+        stream = CudaStream(self.device, slow) if self.device.type == "cuda" else DeferredStream(slow)
+        self.streams.append(stream)
+        return stream
 
-    def take(self, number: int) -> Any:
-        """Within it, work goes to stream `number` (modulo their count)."""
-        if not self.streams:
-            return contextlib.nullcontext()
-        return torch.cuda.stream(self.streams[number % len(self.streams)])
+    def after(self, stream: Any, earlier: Any) -> None:
+        """What `stream` does from here on comes after what `earlier` has so far: the event that a race turns on."""
+        event = earlier.record()
+        if self.events:
+            stream.wait(event)
 
-    def finish(self) -> None:
-        """Wait for all of them."""
-        for stream in self.streams:
-            stream.synchronize()
+    def finish(self, until: Any = None) -> None:
+        """Everything; or until nothing is left to do in this stream."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            return
+        order = sorted(self.streams, key=lambda stream: stream.slow)
+        while (until is None or until.queue) and any(stream.step() for stream in order):
+            pass
+        if any(stream.queue for stream in ([until] if until else self.streams)):
+            raise RuntimeError("streams that wait for one another")

@@ -3,7 +3,7 @@
 That alone would prove nothing: in the last round tokens must have been promised and loaded, and no load must have
 failed, for then vLLM computes them; other requests have written over nearly all blocks before it; and the model gives
 other answers to prompts that begin otherwise. So an engine that loads something else answers something else
-(engine_child.py has the rounds).
+(engine_rounds.py has the rounds).
 """
 
 from __future__ import annotations
@@ -12,10 +12,8 @@ import contextlib
 import functools
 import importlib.metadata
 import importlib.util
-import json
 import os
 import re
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -24,9 +22,9 @@ from typing import Any
 
 import torch
 
-from kvfix_tools.roundtrip import engine_loads, engines, fixes
-from kvfix_tools.roundtrip.backend import Backend
-from kvfix_tools.roundtrip.trip import Refused, Result, Trip
+from kvfix_tools.roundtrip import apply_fixes, engine_rounds, real_engine
+from kvfix_tools.roundtrip.backends import Backend, vllm_offload
+from kvfix_tools.roundtrip.cell_check import CellCheck, Refused, Result
 
 #: Seconds for one engine.
 LIMIT = 600
@@ -40,7 +38,7 @@ def missing(device: torch.device) -> str | None:
 
 
 def judge(plain: dict[str, Any], ran: dict[str, Any]) -> str | None:
-    """What is wrong with an engine's answers, beside those of one without connector; None if nothing is."""
+    """What is wrong with an engine's answers, given those of one without connector; None if nothing is."""
     for name, other in plain.items():
         mine = ran[name]
         differ = sum(one != right for one, right in zip(mine["tokens"], other["tokens"], strict=True))
@@ -66,18 +64,16 @@ def check(kind: str, device: torch.device, result: Result) -> Result:
     with tempfile.TemporaryDirectory() as folder, TRANSFERS[kind](Path(folder)) as transfer:
         ran = run_engine(Path(folder), transfer, device.type)
     wrong, warm = judge(plain, ran), ran["warm"]
-    releases = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in (vllm_name(), "lmcache"))
+    releases = ", ".join(
+        f"{name} {importlib.metadata.version(name)}" for name in (vllm_offload.distribution(), "lmcache")
+    )
     stood_in = "; torch.cuda stood in for" if kind == "v1" and device.type == "cpu" else ""
-    fixed = "with kvfix's fixes" if fixes.in_children() else "as released"
+    fixed = "with kvfix's fixes" if apply_fixes.in_children() else "as released"
     operations = (
         f"{releases}, {NAMES[kind]}, {fixed}{stood_in}: of {warm['asked']} prompt tokens {warm['hits']} promised, "
         f"{warm['loads']['loaded']} loaded"
     )
     return replace(result, verdict="failed" if wrong else "passed", reason=wrong or "", operations=operations)
-
-
-def vllm_name() -> str:
-    return importlib.metadata.packages_distributions()["vllm"][0]
 
 
 @functools.cache
@@ -89,49 +85,44 @@ def without_connector(device: str) -> dict[str, Any]:
 def run_engine(folder: Path, transfer: dict[str, Any] | None, device: str) -> dict[str, Any]:
     """What the child has written. Raises RuntimeError with the end of its log if it dies or hangs."""
     job = {
-        "model": str(folder / "model"),
-        "out": str(folder / "out.json"),
         "loads": str(folder / "loads"),
         "transfer": transfer,
         "dtype": "float32" if device == "cpu" else "bfloat16",
     }
-    (folder / "job.json").write_text(json.dumps(job))
-    command = [sys.executable, "-m", "kvfix_tools.roundtrip.engine_child", str(folder / "job.json")]
+    program = ["-m", "kvfix_tools.roundtrip.engine_rounds"]
     here = str(Path(__file__).parents[3])  # vLLM's processes import the connectors from there, and so does the child
     path = os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])
-    code, said, _ = engines.run(command, {**os.environ, "PYTHONPATH": path}, folder / "log", LIMIT)
-    out = folder / "out.json"
-    if code != 0 or not out.exists():
-        ended = f"none after {LIMIT} s" if code is None else code
-        raise RuntimeError(f"the engine ended with {ended}: {cause(said)}")
-    answer: dict[str, Any] = json.loads(out.read_text())
-    return answer
+    ended = real_engine.run(program, job, folder, {**os.environ, "PYTHONPATH": path}, LIMIT)
+    if ended.code != 0 or ended.answer is None:
+        code = f"none after {LIMIT} s" if ended.code is None else ended.code
+        raise RuntimeError(f"the engine ended with {code}: {cause(ended.log)}")
+    return dict(ended.answer)
 
 
-def cause(said: str) -> str:
+def cause(log: str) -> str:
     """Of a log: the error that came first, or its end."""
-    lines = [line for line in said.splitlines() if "WARNING" not in line and "EngineDeadError" not in line]
+    lines = [line for line in log.splitlines() if "WARNING" not in line and "EngineDeadError" not in line]
     first = next((found for line in lines if (found := re.search(r"\b\w*(Error|Exception)\b: .+", line))), None)
-    return first[0][:500] if first else f"... {said[-1000:]}"
+    return first[0][:500] if first else f"... {log[-1000:]}"
 
 
 @contextlib.contextmanager
 def in_process(folder: Path) -> Iterator[dict[str, Any]]:
-    yield watched(folder, engines.in_process(CHUNK), "InProcess")
+    yield with_loads(folder, real_engine.in_process(CHUNK), "InProcess")
 
 
 @contextlib.contextmanager
 def server(folder: Path) -> Iterator[dict[str, Any]]:
     try:
-        with engines.server(folder / "server.log", CHUNK, dict(os.environ)) as transfer:
-            yield watched(folder, transfer, "MultiProcess")
+        with real_engine.server(folder / "server.log", CHUNK, dict(os.environ)) as transfer:
+            yield with_loads(folder, transfer, "MultiProcess")
     except FileNotFoundError as error:
         raise Refused(str(error)) from error
 
 
-def watched(folder: Path, transfer: dict[str, Any], name: str) -> dict[str, Any]:
+def with_loads(folder: Path, transfer: dict[str, Any], name: str) -> dict[str, Any]:
     """The same connector, as one that writes down its loads."""
-    extra = {**transfer["kv_connector_extra_config"], engine_loads.FILE: str(folder / "loads")}
+    extra = {**transfer["kv_connector_extra_config"], engine_rounds.LOADS: str(folder / "loads")}
     here = {"kv_connector": name, "kv_connector_module_path": CONNECTORS, "kv_connector_extra_config": extra}
     return {**transfer, **here}
 
@@ -140,7 +131,7 @@ TRANSFERS: dict[str, Callable[[Path], Any]] = {"mp": server, "v1": in_process}
 NAMES = {"mp": "LMCacheMPConnector", "v1": "LMCacheConnectorV1"}
 
 
-def _no_cells(trip: Trip) -> Any:
+def _no_cells(check: CellCheck) -> Any:
     raise Refused("an engine has no cells")
 
 

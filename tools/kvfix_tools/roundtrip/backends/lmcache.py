@@ -1,7 +1,7 @@
 """`lmcache-v2`, `lmcache-v3`, `lmcache-layerwise`: the GPU connectors of the installed LMCache.
 
 On a GPU they run as they are. LMCache has none for the CPU: there the same classes run on CPU tensors, with two things
-stood in for (and said so in the report): their `torch.cuda` has streams that do everything at once, and the assertions
+stood in for (and named in the report): their `torch.cuda` has streams that do everything at once, and the assertions
 that a device is CUDA are left out. What moves the bytes is LMCache's own in both cases: `lmcache.device_ops`, whose
 operations are compiled ones for CUDA or, silently, LMCache's torch fall-back. The report says which.
 """
@@ -19,13 +19,13 @@ from typing import Any
 
 import torch
 
+from kvfix_tools.roundtrip import cuda_stand_in
 from kvfix_tools.roundtrip import region as regions
-from kvfix_tools.roundtrip import standin
-from kvfix_tools.roundtrip.backend import Backend
+from kvfix_tools.roundtrip.backends import Backend
 from kvfix_tools.roundtrip.backends.torch_copy import layers
+from kvfix_tools.roundtrip.cell_check import CellCheck, Refused, Transfer
 from kvfix_tools.roundtrip.layout import Geometry
 from kvfix_tools.roundtrip.region import Region
-from kvfix_tools.roundtrip.trip import Refused, Trip
 
 #: LMCache's memory objects, outermost first: KV_2LTD, and KV_T2D for each layer (0.5.6 memory_management.py).
 AXES = {"v2": "kv layer token head", "v3": "kv layer token head", "layerwise": "token kv head"}
@@ -50,25 +50,24 @@ def missing(device: torch.device) -> str | None:
     return None if importlib.util.find_spec("lmcache") else "LMCache is not installed"
 
 
-class Connector:
+class Connector(Transfer):
     """One of LMCache's GPU connectors and its memory objects, which are views of the host region."""
 
-    def __init__(self, kind: str, trip: Trip, buffer: bool = True) -> None:
+    def __init__(self, kind: str, check: CellCheck, buffer: bool = True) -> None:
         """buffer: chunks go by a buffer on the device, as the engine has it by default."""
-        module = connectors(trip.device.type)
-        geometry, self.caches = as_vllm(trip)
-        self.cell, self.kind = trip.cell, kind
-        self.geometry, self.count, self.chunk = geometry, trip.cell.count, int(trip.cell.chunk)
-        if kind == "layerwise" and trip.cell.skipped:
+        module = connectors(check.device.type)
+        geometry, self.caches = as_vllm(check)
+        self.cell, self.kind = check.cell, kind
+        self.geometry, self.count, self.chunk = geometry, check.cell.count, int(check.cell.chunk)
+        if kind == "layerwise" and check.cell.skipped:
             raise Refused("the layerwise connector loads whole chunks")
-        region = regions.host(geometry, AXES[kind], self.chunk, self.count, trip.device, trip.cell.seed)
-        self.objects = memory_objects(region, geometry, kind)
-        self.host: Region | None = region
+        self.host: Region = regions.host(geometry, AXES[kind], self.chunk, self.count, check.device, check.cell.seed)
+        self.objects = memory_objects(self.host, geometry, kind)
         made = getattr(module, CLASSES[kind]).from_metadata
         metadata = make_metadata(geometry, self.chunk)
-        self.connector = made(metadata, buffer, trip.device, layout_hints=hints(geometry))
+        self.connector = made(metadata, buffer, check.device, layout_hints=hints(geometry))
         moved_by = "single_layer_kv_transfer" if kind == "layerwise" else "multi_layer_kv_transfer"
-        self.operations = operations(trip.device, moved_by)
+        self.operations = operations(check.device, moved_by)
 
     def store(self, slots: torch.Tensor) -> None:
         starts, ends, more = *self._bounds(), self._more(slots)
@@ -93,9 +92,6 @@ class Connector:
         objects = self.objects[first:]
         self.connector.batched_to_gpu(objects, starts[first:], ends[first:], vllm_cached_tokens=skip, **more)
 
-    def close(self) -> None:
-        pass
-
     def _bounds(self) -> tuple[list[int], list[int]]:
         starts = list(range(0, self.count, self.chunk))
         return starts, [min(start + self.chunk, self.count) for start in starts]
@@ -107,14 +103,14 @@ class Connector:
         return [self.objects[layer :: self.geometry.layers] for layer in range(self.geometry.layers)]
 
 
-def as_vllm(trip: Trip) -> tuple[Geometry, list[torch.Tensor]]:
+def as_vllm(check: CellCheck) -> tuple[Geometry, list[torch.Tensor]]:
     """The KV cache as vLLM hands it on: a tensor for each layer, and fp8 as uint8 (0.32.0 utils/torch_utils.py:33)."""
-    geometry = trip.geometry
+    geometry = check.geometry
     if geometry.layout.one_tensor and geometry.layout.name not in VIEWS:
         raise Refused("LMCache's connectors take a tensor for each layer")
     if geometry.dtype.itemsize == 1:
         geometry = replace(geometry, dtype=torch.uint8)
-    tensors = [tensor.view(geometry.dtype) for tensor in layers(trip.cache.typed(), geometry)]
+    tensors = [tensor.view(geometry.dtype) for tensor in layers(check.cache.typed(), geometry)]
     view = VIEWS.get(geometry.layout.name)
     return geometry, [tensor.permute(view) if view else tensor for tensor in tensors]
 
@@ -161,7 +157,7 @@ def connectors(device: str) -> Any:
     from lmcache.v1.gpu_connector import gpu_connectors
 
     if device == "cpu":
-        standin.on_cpu(gpu_connectors)
+        cuda_stand_in.on_cpu(gpu_connectors)
         # It would take the layout of vLLM's CPU attention for granted (0.5.6 kv_format/detectors/vllm.py:31).
         with contextlib.suppress(ImportError):
             detector = importlib.import_module("lmcache.v1.gpu_connector.kv_format.detectors.vllm")
@@ -184,8 +180,8 @@ def operations(device: torch.device, name: str) -> str:
 
 def _backend(kind: str) -> Backend:
     axes = {"layout": LAYOUTS, **({"skip": ("none",)} if kind == "layerwise" else {})}
-    says = f"LMCache's {CLASSES[kind]}"
-    return Backend(f"lmcache-{kind}", says, lambda trip: Connector(kind, trip), missing, "lmcache", axes)
+    summary = f"LMCache's {CLASSES[kind]}"
+    return Backend(f"lmcache-{kind}", summary, lambda check: Connector(kind, check), missing, "lmcache", axes)
 
 
 BACKENDS = tuple(_backend(kind) for kind in CLASSES)

@@ -12,33 +12,29 @@ from typing import Any
 
 import torch
 
-from kvfix_tools.roundtrip.backend import Backend
-from kvfix_tools.roundtrip.backends import lmcache
-from kvfix_tools.roundtrip.region import Region
-from kvfix_tools.roundtrip.trip import Trip
+from kvfix_tools.roundtrip.backends import Backend, lmcache
+from kvfix_tools.roundtrip.cell_check import CellCheck, Transfer
 
 NUMBERS = itertools.count()
 
 
-class ThroughEngine:
-    host: Region | None = None
-
-    def __init__(self, trip: Trip) -> None:
-        module = lmcache.connectors(trip.device.type)
+class ThroughEngine(Transfer):
+    def __init__(self, check: CellCheck) -> None:
+        module = lmcache.connectors(check.device.type)
         from lmcache.v1.cache_engine import LMCacheEngine
         from lmcache.v1.config import LMCacheEngineConfig
         from lmcache.v1.token_database import ChunkedTokenDatabase
 
-        (geometry, self.caches), cell = lmcache.as_vllm(trip), trip.cell
+        (geometry, self.caches), cell = lmcache.as_vllm(check), check.cell
         self.chunk, name = int(cell.chunk), f"kvfix-{next(NUMBERS)}"
         self.count, self.tokens = cell.count, list[int]()
         config = LMCacheEngineConfig.from_defaults(
-            chunk_size=self.chunk, local_cpu=True, max_local_cpu_size=gib(trip.result.moved), save_unfull_chunk=True,
+            chunk_size=self.chunk, local_cpu=True, max_local_cpu_size=gib(check.result.moved), save_unfull_chunk=True,
             lmcache_instance_id=name,
         )  # fmt: skip
         metadata = lmcache.make_metadata(geometry, self.chunk)
         connector = module.VLLMPagedMemGPUConnectorV2.from_metadata(
-            metadata, True, trip.device, layout_hints=lmcache.hints(geometry)
+            metadata, True, check.device, layout_hints=lmcache.hints(geometry)
         )
         keys = ChunkedTokenDatabase(config, metadata)
         # An engine collects garbage when it is made: a second and more for what vLLM's imports have left on the heap.
@@ -47,7 +43,7 @@ class ThroughEngine:
         gc.unfreeze()
         self.engine.post_init()
         self.operations = (
-            f"{lmcache.operations(trip.device, 'multi_layer_kv_transfer')}; V2, cache engine, LocalCPUBackend"
+            f"{lmcache.operations(check.device, 'multi_layer_kv_transfer')}; V2, cache engine, LocalCPUBackend"
         )
 
     def store(self, slots: torch.Tensor) -> None:

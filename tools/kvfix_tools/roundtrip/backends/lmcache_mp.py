@@ -1,20 +1,17 @@
 """`lmcache-mp`: the block transfer of LMCache's multi-process mode, as vLLM's worker calls it. Whole chunks only.
 
-LMCache issue 4463 says that this mode is not affected: beside `lmcache-v2` it shows what the packed layout should give.
+LMCache issue 4463 says that this mode is not affected: it shows what `lmcache-v2` should make of the packed layout.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from kvfix_tools.roundtrip import region as regions
-from kvfix_tools.roundtrip.backend import Backend
-from kvfix_tools.roundtrip.backends import lmcache
+from kvfix_tools.roundtrip.backends import Backend, lmcache
 from kvfix_tools.roundtrip.backends.vllm_offload import block_ids
+from kvfix_tools.roundtrip.cell_check import CellCheck, Refused, Transfer
 from kvfix_tools.roundtrip.region import Region
-from kvfix_tools.roundtrip.trip import Refused, Trip
 
 #: A chunk, outermost first; K and V packed in one axis stay so (0.5.6 torch_ops/mp_mem_kernels.py:283).
 SPLIT, FUSED = "kv layer token head", "layer token head kv"
@@ -28,39 +25,33 @@ AXES = {
 }
 
 
-class BlockTransfer:
-    def __init__(self, trip: Trip) -> None:
-        lmcache.connectors(trip.device.type)
+class BlockTransfer(Transfer):
+    def __init__(self, check: CellCheck) -> None:
+        lmcache.connectors(check.device.type)
         try:
             from lmcache.v1.multiprocess.transfer_context import base
         except ImportError as error:
             raise Refused("this LMCache has another multi-process mode") from error
-        (geometry, layers), chunk = lmcache.as_vllm(trip), int(trip.cell.chunk)
+        (geometry, layers), chunk = lmcache.as_vllm(check), int(check.cell.chunk)
         self.block, self.per_chunk = geometry.block, chunk // geometry.block
-        if chunk % geometry.block or trip.cell.count % chunk:
+        if chunk % geometry.block or check.cell.count % chunk:
             raise Refused("whole chunks of whole blocks only")
         self.gather, self.scatter = base.gather_paged_kv_to_cpu, base.scatter_cpu_to_paged_kv
         self.caches = {str(layer): tensor for layer, tensor in enumerate(layers)}
         axes = FUSED if geometry.layout.fused else SPLIT
-        self.host: Region = regions.host(geometry, axes, chunk, trip.cell.count, trip.device, trip.cell.seed)
+        self.host: Region = regions.host(geometry, axes, chunk, check.cell.count, check.device, check.cell.seed)
         width, planes = geometry.planes * geometry.heads * geometry.head_size, [geometry.layers, chunk]
         shape = [*planes, width] if geometry.planes == 1 or geometry.layout.fused else [2, *planes, width // 2]
         self.chunks = [rows.view(geometry.dtype).view(shape) for rows in self.host.tensors()]
         self.hints = lmcache.hints(geometry)
-        self.operations = lmcache.operations(trip.device, "multi_layer_block_kv_transfer")
+        self.operations = lmcache.operations(check.device, "multi_layer_block_kv_transfer")
 
     def store(self, slots: torch.Tensor) -> None:
-        self.gather(self.caches, block_ids(slots, self.block), self.per_chunk, out=self.chunks, **self._more())
+        self.gather(self.caches, block_ids(slots, self.block), self.per_chunk, out=self.chunks, layout_hints=self.hints)
 
     def load(self, slots: torch.Tensor, skip: int) -> None:
         ids = block_ids(slots, self.block)
-        self.scatter(self.caches, ids, self.chunks, self.per_chunk, skip_first_n_tokens=skip, **self._more())
-
-    def close(self) -> None:
-        pass
-
-    def _more(self) -> dict[str, Any]:
-        return {"layout_hints": self.hints}
+        self.scatter(self.caches, ids, self.chunks, self.per_chunk, skip_first_n_tokens=skip, layout_hints=self.hints)
 
 
 BACKENDS = (

@@ -6,13 +6,16 @@ shape, and knows nothing of the arithmetic by which its work is checked (layout.
 
 from __future__ import annotations
 
+import contextlib
+from typing import Any
+
 import torch
 
 from kvfix_tools.roundtrip import region as regions
-from kvfix_tools.roundtrip.backend import Backend
+from kvfix_tools.roundtrip.backends import Backend
+from kvfix_tools.roundtrip.cell_check import CellCheck, Transfer
 from kvfix_tools.roundtrip.layout import Geometry
-from kvfix_tools.roundtrip.streams import Streams
-from kvfix_tools.roundtrip.trip import Trip
+from kvfix_tools.roundtrip.region import Region
 
 #: Host buffers, one for each chunk, outermost first: all layers of a token together.
 HOST = "layer token kv head"
@@ -20,14 +23,38 @@ HOST = "layer token kv head"
 IN_FLIGHT = 2
 
 
-class TorchCopy:
-    def __init__(self, trip: Trip) -> None:
-        self.geometry, self.chunk, device = trip.geometry, int(trip.cell.chunk), trip.device
-        self.host = regions.host(self.geometry, HOST, self.chunk, trip.cell.count, device, trip.cell.seed)
+class StreamsInTurn:
+    """`count` streams that run at the same time, between begin() and finish(). On the CPU all is done at once."""
+
+    def __init__(self, device: torch.device, count: int) -> None:
+        self.streams = [torch.cuda.Stream(device) for _ in range(count)] if device.type == "cuda" else []
+        self.device = device
+
+    def begin(self) -> None:
+        """What was submitted before comes first."""
+        for stream in self.streams:
+            stream.wait_stream(torch.cuda.current_stream(self.device))
+
+    def take(self, number: int) -> Any:
+        """Within it, work goes to stream `number` (modulo their count)."""
+        return torch.cuda.stream(self.streams[number % len(self.streams)]) if self.streams else contextlib.nullcontext()
+
+    def finish(self) -> None:
+        """Wait for all of them."""
+        for stream in self.streams:
+            stream.synchronize()
+
+
+class TorchCopy(Transfer):
+    def __init__(self, check: CellCheck, tokens: int | None = None) -> None:
+        """tokens: that there is host memory for; by default those of the cell."""
+        self.geometry, self.chunk, device = check.geometry, int(check.cell.chunk), check.device
+        tokens = tokens or check.cell.count
+        self.host: Region = regions.host(self.geometry, HOST, self.chunk, tokens, device, check.cell.seed)
         self.operations = f"torch {torch.__version__}: index, index_put_, copy_ on {device.type}"
-        self.layers = [paged(tensor, self.geometry) for tensor in layers(trip.cache.typed(), self.geometry)]
+        self.layers = [paged(tensor, self.geometry) for tensor in layers(check.cache.typed(), self.geometry)]
         self.buffers = [rows.view(self.geometry.layers, -1, *self.layers[0].shape[2:]) for rows in self.host.tensors()]
-        self.streams, self.staged = Streams(device, IN_FLIGHT), device.type == "cuda"
+        self.streams, self.staged = StreamsInTurn(device, IN_FLIGHT), device.type == "cuda"
         self.staging = (
             [torch.empty_like(self.buffers[0], device=device) for _ in range(IN_FLIGHT)] if self.buffers else []
         )
@@ -65,9 +92,6 @@ class TorchCopy:
             held.copy_(buffer, non_blocking=True)
         for layer, tensor in enumerate(self.layers):
             tensor[block, offset] = held[layer, skip:]
-
-    def close(self) -> None:
-        pass
 
 
 def layers(tensors: list[torch.Tensor], geometry: Geometry) -> list[torch.Tensor]:

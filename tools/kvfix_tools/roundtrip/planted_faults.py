@@ -1,7 +1,7 @@
 """Faults to be planted, so that the tool can show that it fails: `--inject`.
 
 Each damages what a sound backend has moved: the host buffers after the store, or, where a backend keeps those to
-itself, the KV cache after the load. What the tool says of the cell must be the class that stands beside the fault.
+itself, the KV cache after the load. The class of what is found must be the one that FAULTS has for it.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 import torch
 
+from kvfix_tools.roundtrip.cell_check import CellCheck, Refused, Transfer
 from kvfix_tools.roundtrip.element import BITS, STALE, Identity, rows
 from kvfix_tools.roundtrip.region import Coordinates, Region
-from kvfix_tools.roundtrip.trip import Refused, Transfer, Trip
 
-#: fault -> the class (verdict.py) that it must be seen as.
+#: fault -> the class (mismatch.py) that it must be seen as.
 FAULTS = {
     "swap-kv": "K and V swapped",
     "shift-slot": "wrong slot",
@@ -28,15 +28,15 @@ FAULTS = {
 
 
 @dataclass
-class Faulty:
+class Faulty(Transfer):
     """A transfer with a fault in it."""
 
     inner: Transfer
-    trip: Trip
+    check: CellCheck
     fault: str
 
     def __post_init__(self) -> None:
-        geometry, cell = self.trip.geometry, self.trip.cell
+        geometry, cell = self.check.geometry, self.check.cell
         if self.fault == "swap-kv" and geometry.layout.latent:
             raise Refused("MLA has neither K nor V")
         if self.fault == "shift-slot" and cell.count - cell.skipped < 2:
@@ -53,76 +53,61 @@ class Faulty:
     def load(self, slots: torch.Tensor, skip: int) -> None:
         self.inner.load(slots, skip)
         if self.fault == "neighbour-write":
-            self.write_beside(slots)
+            self.write_to_neighbour(slots)
         elif self.host is None:
-            self.damage(self.trip.cache)
+            self.damage(self.check.cache)
 
     def close(self) -> None:
         self.inner.close()
 
     def damage(self, region: Region) -> None:
         """Rows of the tokens of this region take what the fault makes them."""
-        held, at = torch.cat(region.tensors()), everything(region)
+        held, at = torch.cat(region.tensors()), region.coordinates()
         token = at["token"] if "token" in at else self._token_of(at["slot"])
-        last = self.trip.cell.count - 1
-        live = token >= (0 if region is self.host else self.trip.cell.skipped)
+        last = self.check.cell.count - 1
+        live = token >= (0 if region is self.host else self.check.cell.skipped)
         if self.fault == "stale":
             chosen = live & (token >= last // 2)
-            slots = self.trip.source[token.clamp(min=0)].to(region.words.device)
+            slots = self.check.source[token.clamp(min=0)].to(region.words.device)
             old = Identity(STALE, at["layer"], at["kv"], slots, at["head"], 0).number()
             changed = rows(old, region.geometry.row_words, region.seed)
         elif self.fault == "drop-tail":
             chosen = live & (token == last)
-            changed = self._untouched(region, at)
+            changed = rows(self.check.poison(region)(at).number(), region.geometry.row_words, region.seed)
         elif self.fault == "bitflip":
             chosen = live & (token == last) & (at["layer"] == 0) & (at["kv"] == 0) & (at["head"] == 0)
             changed = held.clone()
             changed[:, 0] ^= 1 << 37
         else:
             chosen, changed = live, held[self._partners(at, token)]
-        at_row = 0
-        for tensor in region.tensors():
-            part = slice(at_row, at_row + len(tensor))
-            tensor.copy_(torch.where(chosen[part, None], changed[part], tensor))
-            at_row += len(tensor)
+        tensors = region.tensors()
+        lengths = [len(tensor) for tensor in tensors]
+        for tensor, here, content in zip(tensors, chosen.split(lengths), changed.split(lengths), strict=True):
+            tensor.copy_(torch.where(here[:, None], content, tensor))
 
-    def write_beside(self, slots: torch.Tensor) -> None:
-        """A row goes into a slot that nobody asked for."""
+    def write_to_neighbour(self, slots: torch.Tensor) -> None:
+        """A row goes into a slot of no token of this load."""
         taken = set(slots.tolist())
-        free = next(slot for slot in range(self.trip.geometry.slots) if slot not in taken)
-        cache = self.trip.cache
-        held, at, row = cache.tensors(), everything(cache), 0
-        for tensor in held:
-            here = {name: values[row : row + len(tensor)] for name, values in at.items()}
-            tensor[int((here["slot"] == free).nonzero()[0])] = tensor[
-                int((here["slot"] == int(slots[-1])).nonzero()[0])
-            ]
-            row += len(tensor)
+        free = next(slot for slot in range(self.check.geometry.slots) if slot not in taken)
+        cache, last = self.check.cache, int(slots[-1])
+        for section, tensor in zip(cache.sections, cache.tensors(), strict=True):
+            slot = section.coordinates(0, section.rows, tensor.device)["slot"]
+            tensor[int((slot == free).nonzero()[0])] = tensor[int((slot == last).nonzero()[0])]
 
     def _partners(self, at: Coordinates, token: torch.Tensor) -> torch.Tensor:
         """For each row the row whose content it takes; itself where there is none."""
-        last, geometry = self.trip.cell.count - 1, self.trip.geometry
+        last, geometry = self.check.cell.count - 1, self.check.geometry
         kv = 1 - at["kv"] if self.fault == "swap-kv" else at["kv"]
         layer = (at["layer"] + 1) % geometry.layers if self.fault == "wrong-layer" else at["layer"]
         moved = torch.where(token < last, token + 1, token) if self.fault == "shift-slot" else token
-        nobody = (1 << BITS["slot"]) - 1
-        who = Identity(0, at["layer"], at["kv"], torch.where(token < 0, nobody, token), at["head"], 0).number()
-        wanted = Identity(0, layer, kv, torch.where(token < 0, nobody, moved), at["head"], 0).number()
+        none = (1 << BITS["slot"]) - 1
+        who = Identity(0, at["layer"], at["kv"], torch.where(token < 0, none, token), at["head"], 0).number()
+        wanted = Identity(0, layer, kv, torch.where(token < 0, none, moved), at["head"], 0).number()
         order = who.argsort()
         return order[torch.searchsorted(who[order], wanted).clamp(max=len(order) - 1)]
 
     def _token_of(self, slots: torch.Tensor) -> torch.Tensor:
         """Token loaded into each slot; -1 for none."""
-        table = torch.full((self.trip.geometry.slots,), -1, dtype=torch.int64, device=slots.device)
-        table[self.trip.target] = torch.arange(self.trip.cell.count, device=slots.device)
+        table = torch.full((self.check.geometry.slots,), -1, dtype=torch.int64, device=slots.device)
+        table[self.check.target] = torch.arange(self.check.cell.count, device=slots.device)
         return table[slots]
-
-    def _untouched(self, region: Region, at: Coordinates) -> torch.Tensor:
-        poison = self.trip.poison(region)
-        return rows(poison(at).number(), region.geometry.row_words, region.seed)
-
-
-def everything(region: Region) -> Coordinates:
-    """Coordinates of all rows of a region, its tensors one after the other."""
-    parts = [section.coordinates(0, section.rows, region.words.device) for section in region.sections]
-    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}

@@ -9,46 +9,47 @@ definition, with generation 2, and loaded: so a store and a load that are wrong 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from kvfix_tools.roundtrip import region as regions
-from kvfix_tools.roundtrip.cell import Cell
 from kvfix_tools.roundtrip.element import FIRST, HOST_POISON, POISON, SECOND, Identity
+from kvfix_tools.roundtrip.matrix import Cell
+from kvfix_tools.roundtrip.mismatch import Finding, find
 from kvfix_tools.roundtrip.region import Coordinates, Expected, Region
-from kvfix_tools.roundtrip.verdict import Finding, look
 
 
 class Refused(Exception):
-    """The backend says itself that it cannot do this; its reason. Not a finding: nothing was moved in silence."""
+    """The backend cannot do this, and says why before it moves anything: no finding."""
 
 
-class Transfer(Protocol):
-    """What moves KV between the KV cache and host buffers, for one cell."""
+class Transfer:
+    """What moves KV between the KV cache and host buffers, for one cell. `host`: these buffers; None where the backend
+    keeps them to itself. `operations`: which operations it runs, in words."""
 
-    @property
-    def host(self) -> Region | None:
-        """The host buffers; None where the backend keeps them to itself."""
-
-    @property
-    def operations(self) -> str:
-        """Which operations it runs, in words."""
+    host: Region | None = None
+    operations = ""
 
     def store(self, slots: torch.Tensor) -> None:
         """The KV of the tokens in these slots [tokens] to the host; done when it returns."""
+        raise NotImplementedError
 
     def load(self, slots: torch.Tensor, skip: int) -> None:
         """From the host into these slots, but for the first `skip` tokens; done when it returns."""
+        raise NotImplementedError
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """At the end, whatever has happened."""
 
 
 @dataclass
 class Result:
     """`verdict`: passed, failed, refused (with `reason`). Bytes, seconds of the fastest store and load; and of a plain
-    copy of as many bytes there and back."""
+    copy of as many bytes there and back. `check_seconds`: of a whole check, filling and verifying included, if that was
+    timed (speed.py)."""
 
     cell: Cell
     verdict: str
@@ -60,11 +61,12 @@ class Result:
     load: float = 0.0
     plain_store: float = 0.0
     plain_load: float = 0.0
+    check_seconds: float = 0.0
     operations: str = ""
     race: str = ""
 
 
-class Trip:
+class CellCheck:
     """One cell on one device. `cache`: the KV cache that the backend works on; `result`: what is found, as it is."""
 
     def __init__(self, cell: Cell, device: torch.device, result: Result | None = None) -> None:
@@ -85,18 +87,18 @@ class Trip:
             else:
                 self.prepare(transfer)
             result.store = self._timed(transfer.store, self.source, result.store)
-            self.check("store", self.cache, everywhere(FIRST), source=True)
+            self.compare("store", self.cache, everywhere(FIRST), source=True)
             if transfer.host is not None:
-                self.check("store", transfer.host, self.tokens(FIRST))
+                self.compare("store", transfer.host, self.tokens(FIRST))
             self.cache.fill(everywhere(POISON))
             result.load = self._timed(transfer.load, self.target, result.load, skip)
-            self.check("round trip", self.cache, self.loaded(FIRST, skip))
+            self.compare("round trip", self.cache, self.loaded(FIRST, skip))
             if transfer.host is not None and not brief:
                 self.cache.fill(everywhere(POISON))
                 transfer.host.fill(self.tokens(SECOND))
                 result.load = self._timed(transfer.load, self.target, result.load, skip)
-                self.check("load", self.cache, self.loaded(SECOND, skip))
-                self.check("load", transfer.host, self.tokens(SECOND), source=True)
+                self.compare("load", self.cache, self.loaded(SECOND, skip))
+                self.compare("load", transfer.host, self.tokens(SECOND), source=True)
         finally:
             transfer.close()
         result.verdict = "failed" if result.findings else "passed"
@@ -114,8 +116,8 @@ class Trip:
             return everywhere(POISON)
         return lambda at: Identity(HOST_POISON, at["layer"], at["kv"], at["token"], at["head"], 0)
 
-    def check(self, stage: str, region: Region, expected: Expected, source: bool = False) -> None:
-        finding = look(region, list(region.check(expected)), f"{stage}, {region.name}", source)
+    def compare(self, stage: str, region: Region, expected: Expected, source: bool = False) -> None:
+        finding = find(region, list(region.compare(expected)), f"{stage}, {region.name}", source)
         if finding is not None:
             self.result.findings.append(finding)
 
@@ -137,23 +139,26 @@ class Trip:
         return expected
 
     def time_both(self, transfer: Transfer) -> None:
-        """A store and a load of another generation that nobody looks at; the fastest count."""
+        """A store and a load of another generation that is not looked at; the fastest count."""
         self.cache.fill(everywhere(SECOND))
         self.result.store = self._timed(transfer.store, self.source, self.result.store)
         self.result.load = self._timed(transfer.load, self.target, self.result.load, self.cell.skipped)
 
     def _timed(self, move: Any, slots: torch.Tensor, best: float, *more: int) -> float:
-        """Seconds, or the best so far; the device has finished before and after."""
-        self._finish()
-        start = time.perf_counter()
-        move(slots, *more)
-        self._finish()
-        taken = time.perf_counter() - start
+        """Seconds, or the best so far."""
+        taken = seconds(lambda: move(slots, *more), self.device)
         return min(taken, best or taken)
 
-    def _finish(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
+
+def seconds(work: Callable[[], object], device: torch.device) -> float:
+    """That this work takes; the device has finished before and after."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    start = time.perf_counter()
+    work()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start
 
 
 def everywhere(generation: int) -> Expected:

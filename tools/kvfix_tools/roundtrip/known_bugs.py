@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from kvfix_tools.roundtrip.trip import Result
+from kvfix_tools.roundtrip.cell_check import Result
 
 
-class Known(NamedTuple):
-    """`fix`: kvfix's fix for it; with that in place such a cell has another reason. `remedy`: in the engine."""
+class KnownBug(NamedTuple):
+    """`fix`: kvfix's fix for it; with that applied such a cell has another reason. `remedy`: in the engine."""
 
     bug: str
-    says: str
+    effect: str
     remedy: str
     fix: str
     backends: tuple[str, ...]
@@ -19,7 +19,7 @@ class Known(NamedTuple):
 
 
 KNOWN = (
-    Known(
+    KnownBug(
         "LMCache issue 4463",
         "wrong KV from the packed layout of vLLM 0.26 and later",
         "kvfix.apply() before vLLM is launched (KVF020), or LMCacheMPConnector",
@@ -27,7 +27,7 @@ KNOWN = (
         ("lmcache-v2", "lmcache-v3", "lmcache-engine"),
         ("packed", "packed-hnd", "packed-pool"),
     ),
-    Known(
+    KnownBug(
         "heads taken for tokens",
         "LMCache's torch operation for one layer takes HND for NHD",
         "kvfix.apply() before vLLM is launched (KVF021), or an LMCache whose compiled operations load",
@@ -38,17 +38,10 @@ KNOWN = (
 )
 
 
-def known(result: Result, in_place: list[str]) -> Known | None:
-    """The bug that a cell which is not right shows."""
+def known_bug(result: Result, applied: list[str]) -> KnownBug | None:
+    """The bug that a cell which is not right shows. applied: codes of fixes."""
+    if result.verdict not in ("failed", "crashed"):
+        return None
     cell = result.cell
-    return next(
-        (
-            one
-            for one in KNOWN
-            if result.verdict in ("failed", "crashed")
-            and cell.backend in one.backends
-            and cell.layout in one.layouts
-            and one.fix not in in_place
-        ),
-        None,
-    )
+    shown = (bug for bug in KNOWN if cell.backend in bug.backends and cell.layout in bug.layouts)
+    return next((bug for bug in shown if bug.fix not in applied), None)

@@ -1,7 +1,7 @@
 """Stand-ins for what cannot run without a GPU: streams that do everything at once, and the driver's copies as memmove.
 
-Code of LMCache or vLLM that says that its tensors are CUDA's runs with them on CPU tensors. Everything else of it is as
-installed, and the report names what was stood in for.
+With them code of LMCache or vLLM that asserts that its tensors are CUDA's runs on CPU tensors. Everything else of it is
+as installed, and the report names what was stood in for.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ class Event:
 
 #: `torch.cuda`, or vLLM's `current_platform`, as far as the code uses it.
 CUDA = SimpleNamespace(
+    Event=Event,
     Stream=Stream,
     stream=lambda stream: contextlib.nullcontext(),
     current_stream=lambda *_: Stream(),

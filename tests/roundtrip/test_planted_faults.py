@@ -8,21 +8,21 @@ from typing import Any
 import pytest
 import torch
 
-from kvfix_tools.roundtrip import backend, races
+from kvfix_tools.roundtrip import backends, races
 from kvfix_tools.roundtrip.backends.torch_copy import TorchCopy, paged
-from kvfix_tools.roundtrip.cell import Cell
-from kvfix_tools.roundtrip.command import once
+from kvfix_tools.roundtrip.cell_check import CellCheck, Result
+from kvfix_tools.roundtrip.command import run_cell
 from kvfix_tools.roundtrip.element import WORD
-from kvfix_tools.roundtrip.inject import FAULTS
 from kvfix_tools.roundtrip.layout import DTYPES, LAYOUTS
-from kvfix_tools.roundtrip.trip import Result, Trip
+from kvfix_tools.roundtrip.matrix import Cell
+from kvfix_tools.roundtrip.planted_faults import FAULTS
 
 CPU = torch.device("cpu")
 
 
 def ran(cell: Cell, fault: str | None = None) -> Result:
-    [torch_copy] = backend.named(["torch"])
-    return once(torch_copy, cell, CPU, fault)
+    [torch_copy] = backends.named(["torch"])
+    return run_cell(torch_copy, cell, CPU, fault)
 
 
 @pytest.mark.parametrize("layout", ["nhd", "packed-hnd", "block-outermost"])
@@ -41,7 +41,7 @@ def test_it_is_named_for_every_width(fault: str, dtype: str) -> None:
     assert set(first.classes) == {FAULTS[fault]}
 
 
-def test_what_is_said() -> None:
+def test_what_lies_where() -> None:
     """`layer 3 V, slot 21 holds layer 4 K, slot 5`: what lies where, and what should."""
     result = ran(Cell("torch", slots="contiguous", tokens="3", heads="1", layers=5), "wrong-layer")
     assert result.findings[1].first == (
@@ -50,22 +50,22 @@ def test_what_is_said() -> None:
     assert result.findings[1].words * WORD == result.moved
 
 
-def seen(copy: type[TorchCopy], **cell: str) -> dict[str, set[str]]:
+def classes(copy: type[TorchCopy], **cell: str) -> dict[str, set[str]]:
     """{check: classes} of a cell with another copy in place of the tool's own."""
-    trip = Trip(Cell("torch", **cell), CPU)  # type: ignore[arg-type]
-    return {finding.stage: set(finding.classes) for finding in trip.run(copy(trip)).findings}
+    check = CellCheck(Cell("torch", **cell), CPU)  # type: ignore[arg-type]
+    return {finding.stage: set(finding.classes) for finding in check.run(copy(check)).findings}
 
 
 @pytest.mark.parametrize(
-    ("fault", "said"),
+    ("fault", "text"),
     [
         ("stale", "of an earlier generation; it should hold layer"),
         ("neighbour-write", ", slot LAST, head 0; it should hold the poison"),
     ],
 )
-def test_a_generation_is_named_where_it_matters(fault: str, said: str) -> None:
+def test_a_generation_is_named_where_it_matters(fault: str, text: str) -> None:
     finding = ran(Cell("torch"), fault).findings[-1]
-    assert said.replace("LAST", str(int(Cell("torch").mappings()[0][-1]))) in finding.first
+    assert text.replace("LAST", str(int(Cell("torch").mappings()[0][-1]))) in finding.first
 
 
 class TestErrorsInTheToolsOwnCopy:
@@ -81,19 +81,19 @@ class TestErrorsInTheToolsOwnCopy:
             def scatter(self, buffer: torch.Tensor, slots: torch.Tensor, staging: torch.Tensor, skip: int) -> None:
                 super().scatter(buffer.flip(2), slots, staging, skip)
 
-        found = seen(Swapped)
+        found = classes(Swapped)
         assert found == {"store, host": {"K and V swapped"}, "load, KV cache": {"K and V swapped"}}
 
     def test_the_other_layout_of_the_same_shape(self) -> None:
         """LMCache issue 4463: nothing about the tensor tells the two apart."""
 
         class Mistaken(TorchCopy):
-            def __init__(self, trip: Trip) -> None:
-                super().__init__(trip)
-                inside = replace(trip.geometry, layout=LAYOUTS["kv-inside"])
-                self.layers = [paged(tensor, inside) for tensor in trip.cache.typed()]
+            def __init__(self, check: CellCheck) -> None:
+                super().__init__(check)
+                inside = replace(check.geometry, layout=LAYOUTS["kv-inside"])
+                self.layers = [paged(tensor, inside) for tensor in check.cache.typed()]
 
-        found = seen(Mistaken, layout="packed", heads="2")
+        found = classes(Mistaken, layout="packed", heads="2")
         assert found == {"store, host": {"misplaced"}, "load, KV cache": {"misplaced"}}
 
     def test_every_slot_off_by_one(self) -> None:
@@ -104,21 +104,21 @@ class TestErrorsInTheToolsOwnCopy:
             def load(self, slots: torch.Tensor, skip: int) -> None:
                 super().load(slots + 1, skip)
 
-        found = seen(Shifted, slots="contiguous")
+        found = classes(Shifted, slots="contiguous")
         assert found["store, host"] == {"wrong slot"}
         assert found["load, KV cache"] == {"wrong slot", "bystander written", "not written"}
 
     def test_a_write_in_front_of_a_tensor(self) -> None:
         class Beyond(TorchCopy):
-            def __init__(self, trip: Trip) -> None:
-                super().__init__(trip)
-                self.words = trip.cache.words
+            def __init__(self, check: CellCheck) -> None:
+                super().__init__(check)
+                self.words = check.cache.words
 
             def load(self, slots: torch.Tensor, skip: int) -> None:
                 super().load(slots, skip)
                 self.words[0] = 0
 
-        assert seen(Beyond)["load, KV cache"] == {"guard band written"}
+        assert classes(Beyond)["load, KV cache"] == {"guard band written"}
 
     def test_a_write_behind_a_host_buffer(self) -> None:
         class Beyond(TorchCopy):
@@ -126,7 +126,7 @@ class TestErrorsInTheToolsOwnCopy:
                 super().store(slots)
                 self.host.words[-1] = 0
 
-        assert seen(Beyond)["store, host"] == {"guard band written"}
+        assert classes(Beyond)["store, host"] == {"guard band written"}
 
     def test_a_store_that_changes_its_source(self) -> None:
         class Touching(TorchCopy):
@@ -134,7 +134,7 @@ class TestErrorsInTheToolsOwnCopy:
                 super().store(slots)
                 self.layers[0][slots[0] // 16, slots[0] % 16] = 0
 
-        assert seen(Touching) == {"store, KV cache": {"source changed"}}
+        assert classes(Touching) == {"store, KV cache": {"source changed"}}
 
     def test_nothing_moves(self) -> None:
         class Idle(TorchCopy):
@@ -142,7 +142,7 @@ class TestErrorsInTheToolsOwnCopy:
 
             def load(self, slots: torch.Tensor, skip: int) -> None: ...
 
-        assert set.union(*seen(Idle).values()) == {"not written"}
+        assert set.union(*classes(Idle).values()) == {"not written"}
 
     def test_rows_shifted_by_a_byte(self) -> None:
         class Crooked(TorchCopy):
@@ -152,13 +152,13 @@ class TestErrorsInTheToolsOwnCopy:
                     held = rows.view(torch.uint8).flatten()
                     held.copy_(held.roll(3))
 
-        found = seen(Crooked)["store, host"]
+        found = classes(Crooked)["store, host"]
         assert "shifted by bytes" in found
         assert found <= {"shifted by bytes", "unknown"}  # a tensor's first word holds the end of its last
 
 
 class TestRaces:
-    """On the CPU lanes are queues of deferred work (races.py says so in its report): each event counts every time."""
+    """On the CPU a race's streams are queues of deferred work, as its report says: each event counts every time."""
 
     @pytest.mark.parametrize("name", races.RACES)
     def test_with_its_events_it_is_sound(self, name: str) -> None:

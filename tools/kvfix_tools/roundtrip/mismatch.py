@@ -1,4 +1,4 @@
-"""What a wrong word says: its class, and in words what lies where."""
+"""What a wrong word is: its class, and in plain text what lies where."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 from kvfix_tools.roundtrip import element
 from kvfix_tools.roundtrip.element import GENERATIONS, GUARD, HOST_POISON, POISON, WORD, Identity
-from kvfix_tools.roundtrip.region import Bad, Region
+from kvfix_tools.roundtrip.region import Region, WrongWords
 
 #: Bits that may differ in a word that is still called the right one with flipped bits.
 FEW_BITS = 4
@@ -48,11 +48,11 @@ class Finding:
         return f"{self.stage}: {self.first} (byte {self.address:#x} of it)\n    {counted}"
 
 
-def look(region: Region, bad: list[Bad], stage: str, source: bool = False) -> Finding | None:
+def find(region: Region, wrong: list[WrongWords], stage: str, source: bool = False) -> Finding | None:
     """Names and counts what a check of the region has found. source: nothing was to be written there at all."""
     found: Counter[str] = Counter()
     first: tuple[int, str] | None = None
-    for part in bad:
+    for part in wrong:
         kinds = classify(region, part, source)
         found.update(CLASSES[kind] for kind in kinds.tolist())
         found.update({"not looked at": part.more} if part.more else {})
@@ -62,13 +62,13 @@ def look(region: Region, bad: list[Bad], stage: str, source: bool = False) -> Fi
     return Finding(stage, first[1], first[0] * WORD, found) if first else None
 
 
-def classify(region: Region, bad: Bad, source: bool) -> torch.Tensor:
+def classify(region: Region, wrong: WrongWords, source: bool) -> torch.Tensor:
     """[n]: place in CLASSES of each wrong word."""
-    expected, number = Identity.of(bad.expected), element.decode(bad.found, region.seed)
+    expected, number = Identity.of(wrong.expected), element.decode(wrong.found, region.seed)
     held, known = Identity.of(number), _known(region, number)
-    kinds = torch.full_like(bad.found, CLASSES.index("unknown"))
-    kinds[_shifted(region, bad)] = CLASSES.index("shifted by bytes")
-    kinds[_bits(bad.found ^ _words(region, bad.expected)) <= FEW_BITS] = CLASSES.index("bit flip")
+    kinds = torch.full_like(wrong.found, CLASSES.index("unknown"))
+    kinds[_shifted(region, wrong)] = CLASSES.index("shifted by bytes")
+    kinds[_bits(wrong.found ^ _words(region, wrong.expected)) <= FEW_BITS] = CLASSES.index("bit flip")
     kinds[known] = CLASSES.index("misplaced")
     differ = {name: getattr(held, name) != getattr(expected, name) for name in NAMED}
     alone = sum(value.to(torch.int64) for value in differ.values()) == 1
@@ -78,29 +78,28 @@ def classify(region: Region, bad: Bad, source: bool) -> torch.Tensor:
     kinds[later] = CLASSES.index("overwritten")
     kinds[known & ((held.generation == POISON) | (held.generation == HOST_POISON))] = CLASSES.index("not written")
     kinds[(expected.generation == POISON) | (expected.generation == HOST_POISON)] = CLASSES.index("bystander written")
-    if bad.what == "guard":
+    if wrong.what == "guard":
         kinds[:] = CLASSES.index("guard band written")
     if source:
         kinds[:] = CLASSES.index("source changed")
     return kinds
 
 
-def describe(region: Region, bad: Bad, at: int, kind: str) -> str:
+def describe(region: Region, wrong: WrongWords, at: int, kind: str) -> str:
     """`layer 3 V, slot 21 holds layer 4 K, slot 5; ...`"""
-    number = element.decode(bad.found[at : at + 1], region.seed)
+    number = element.decode(wrong.found[at : at + 1], region.seed)
     held, known = Identity.of(int(number)), bool(_known(region, number))
-    expected = Identity.of(int(bad.expected[at]))
-    if bad.what == "guard":
+    expected = Identity.of(int(wrong.expected[at]))
+    if wrong.what == "guard":
         here = "the guard band"
     else:
-        located = region.locate(int(bad.address[at]))
-        assert located is not None
-        here = place(region, Identity(0, located[0]["layer"], located[0]["kv"], 0, 0, 0), False)
-        here += f", {'token' if 'token' in located[0] else 'slot'} {located[0].get('token', located[0].get('slot'))}"
-        here += f", head {located[0]['head']}" if region.geometry.heads > 1 else ""
+        row = region.locate(int(wrong.address[at]))
+        slot = "token" if "token" in row else "slot"
+        here = f"{_layer(region, row['layer'], row['kv'])}, {slot} {row[slot]}"
+        here += f", head {row['head']}" if region.geometry.heads > 1 else ""
     should = place(region, expected)
     if not known:
-        flipped = int(bad.found[at] ^ _words(region, bad.expected[at : at + 1])[0]) & ((1 << 64) - 1)
+        flipped = int(wrong.found[at] ^ _words(region, wrong.expected[at : at + 1])[0]) & ((1 << 64) - 1)
         what = f"differs in bits {flipped:#x}" if kind == "bit flip" else "holds what is nobody's"
         return f"{kind}: {here} {what}; it should hold {should}"
     holds = place(region, held)
@@ -113,15 +112,16 @@ def describe(region: Region, bad: Bad, at: int, kind: str) -> str:
     return f"{kind}: {here} holds {holds}; it should hold {should}"
 
 
-def place(region: Region, who: Identity, slot: bool = True) -> str:
-    """In words. slot: with slot and head."""
-    text = f"layer {who.layer}" + ("" if region.geometry.layout.latent else f" {'KV'[who.kv]}")
-    if not slot:
-        return text
+def place(region: Region, who: Identity) -> str:
+    """In words."""
     if who.generation in (POISON, HOST_POISON, GUARD):
         return f"the {GENERATIONS[who.generation]} that was there"
-    text += f", slot {who.slot}" + (f", head {who.head}" if region.geometry.heads > 1 else "")
-    return text
+    head = f", head {who.head}" if region.geometry.heads > 1 else ""
+    return f"{_layer(region, who.layer, who.kv)}, slot {who.slot}{head}"
+
+
+def _layer(region: Region, layer: int, kv: int) -> str:
+    return f"layer {layer}" + ("" if region.geometry.layout.latent else f" {'KV'[kv]}")
 
 
 def _words(region: Region, numbers: torch.Tensor) -> torch.Tensor:
@@ -139,13 +139,13 @@ def _known(region: Region, numbers: torch.Tensor) -> torch.Tensor:
     )  # fmt: skip
 
 
-def _shifted(region: Region, bad: Bad) -> torch.Tensor:
+def _shifted(region: Region, wrong: WrongWords) -> torch.Tensor:
     """Does a known word begin within this one, at a byte that is not a word's first?"""
-    next_one = (bad.address + 1).clamp(max=len(region.words) - 1)
+    next_one = (wrong.address + 1).clamp(max=len(region.words) - 1)
     behind = region.words[next_one.to(region.words.device)].cpu()
-    found = torch.zeros_like(bad.found, dtype=torch.bool)
+    found = torch.zeros_like(wrong.found, dtype=torch.bool)
     for by in range(8, 64, 8):
-        low = (bad.found >> by) & ((1 << (64 - by)) - 1)
+        low = (wrong.found >> by) & ((1 << (64 - by)) - 1)
         found |= _known(region, element.decode(low | (behind << (64 - by)), region.seed))
     return found
 

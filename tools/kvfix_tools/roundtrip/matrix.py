@@ -1,4 +1,4 @@
-"""One cell of the matrix, the axes it is taken from, and which cells are run: all, or enough to have every pair."""
+"""The matrix: its axes, one cell of it, and which cells are run: all, or enough to have every pair of values."""
 
 from __future__ import annotations
 
@@ -54,9 +54,6 @@ class Cell:
         options = [f"--{name.replace('_', '-')} {value}" for name, value in asdict(self).items()]
         return " ".join(["kvfix roundtrip", *options, *more])
 
-    def with_sizes(self, layers: int, head_size: int, seed: int) -> Cell:
-        return replace(self, layers=layers, head_size=head_size, seed=seed)
-
     @property
     def count(self) -> int:
         """Tokens. `prime` is a prime number: no multiple of anything."""
@@ -93,20 +90,20 @@ class Cell:
             shuffled = (order[:, None] * block + torch.arange(block)).flatten()
             return shuffled[:tokens], shuffled[-(-tokens // block) * block :][:tokens]
         step = 2 if self.slots == "holes" else 1
-        source = torch.arange(tokens) * step + int(self.block)  # the first block is nobody's, as in vLLM
+        source = torch.arange(tokens) * step + int(self.block)  # the first block belongs to no request, as in vLLM
         target = source + tokens * step + step // 2
         if self.slots == "reversed":
             source, target = source.flip(0), target.flip(0)
         return source, target
 
 
-def of(backend: str, values: dict[str, str]) -> Cell:
+def cell_of(backend: str, values: dict[str, str]) -> Cell:
     return replace(Cell(backend), **values)  # type: ignore[arg-type]
 
 
-def full(backend: str, axes: Axes, seed: int = 0) -> list[Cell]:
+def full(backend: str, axes: Axes) -> list[Cell]:
     """Every combination."""
-    return [of(backend, dict(zip(axes, values, strict=True))) for values in itertools.product(*axes.values())]
+    return [cell_of(backend, dict(zip(axes, values, strict=True))) for values in itertools.product(*axes.values())]
 
 
 def pairs(backend: str, axes: Axes, seed: int = 0) -> list[Cell]:
@@ -120,7 +117,7 @@ def pairs(backend: str, axes: Axes, seed: int = 0) -> list[Cell]:
     while missing:
         chosen = _next(names, axes, missing, choose)
         missing -= {(a, chosen[a], b, chosen[b]) for a, b in itertools.combinations(names, 2)}
-        cells.append(of(backend, chosen))
+        cells.append(cell_of(backend, chosen))
     return cells
 
 

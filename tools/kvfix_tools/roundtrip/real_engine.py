@@ -1,6 +1,7 @@
-"""A real vLLM engine on a model made up here, and LMCache's connectors for it: how they are set up, in one place.
+"""A real vLLM engine on a small model made up here, and LMCache's connectors for it.
 
-The backend `engine` runs them, and so do the tests of the fixes (tests/engine).
+The backend `engine` and the tests of the fixes (tests/engine) start it in the same way: run() starts a program with a
+job, the program makes the engine, and writes its answer to the job's `out`.
 """
 
 from __future__ import annotations
@@ -17,9 +18,9 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-#: A small model. Its weights are drawn (weights()).
+#: A small model. Its weights are drawn (write_model()).
 MODEL: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -57,9 +58,7 @@ def make(model: Path, transfer: dict[str, Any] | None, dtype: str = "float32", *
     from vllm import LLM
     from vllm.config import KVTransferConfig
 
-    model.mkdir(exist_ok=True)
-    (model / "config.json").write_text(json.dumps({**MODEL, "torch_dtype": dtype}))
-    weights(model / "model.safetensors")
+    write_model(model, dtype)
     return LLM(
         model=str(model), skip_tokenizer_init=True, dtype=dtype, enforce_eager=True, seed=0,
         block_size=BLOCK, disable_log_stats=False,
@@ -67,40 +66,35 @@ def make(model: Path, transfer: dict[str, Any] | None, dtype: str = "float32", *
     )  # fmt: skip
 
 
-def weights(file: Path) -> None:
-    """Drawn with a variance that makes attention count. vLLM's own dummy weights, of 0.001 at most, do not: with them
-    the last token alone decides, and an engine that loads anything at all gives the right answers."""
+def write_model(folder: Path, dtype: str) -> None:
+    """Weights drawn with a deviation that makes attention count. vLLM's own dummy weights, of 0.001 at most, do not:
+    with them the last token alone decides, and an engine that loads anything at all gives the right answers."""
     import torch
-    from safetensors.torch import save_file
+    from transformers import LlamaConfig, LlamaForCausalLM
 
-    hidden, inner, words = MODEL["hidden_size"], MODEL["intermediate_size"], MODEL["vocab_size"]
-    queries, keys = (MODEL["head_dim"] * MODEL[f"num_{which}_heads"] for which in ("attention", "key_value"))
-    of_layer = {
-        "self_attn.q_proj": (queries, hidden),
-        "self_attn.k_proj": (keys, hidden),
-        "self_attn.v_proj": (keys, hidden),
-        "self_attn.o_proj": (hidden, queries),
-        "mlp.gate_proj": (inner, hidden),
-        "mlp.up_proj": (inner, hidden),
-        "mlp.down_proj": (hidden, inner),
-    }
-    layers = [f"model.layers.{number}" for number in range(MODEL["num_hidden_layers"])]
-    shapes = {f"{layer}.{name}": shape for layer in layers for name, shape in of_layer.items()}
-    chance = torch.Generator().manual_seed(0)
-    held = {
-        f"{name}.weight": torch.randn(shape, generator=chance) * 2 / shape[1] ** 0.5
-        for name, shape in {**shapes, "lm_head": (words, hidden)}.items()
-    }
-    held["model.embed_tokens.weight"] = torch.randn(words, hidden, generator=chance)
-    norms = [f"{layer}.{name}_layernorm" for layer in layers for name in ("input", "post_attention")]
-    held.update({f"{name}.weight": torch.ones(hidden) for name in (*norms, "model.norm")})
-    save_file(held, file)
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**MODEL, initializer_range=0.125))
+    model.to(getattr(torch, dtype)).save_pretrained(folder)
 
 
 def greedy(tokens: int, **more: Any) -> Any:
     from vllm import SamplingParams
 
     return SamplingParams(temperature=0, ignore_eos=True, detokenize=False, max_tokens=tokens, **more)
+
+
+def generate(engine: Any, requests: list[tuple[list[int], int]]) -> list[list[int]]:
+    """What each prompt is answered, greedily, in so many tokens. Then the prefix cache is emptied: who asks again has
+    it from the external cache, or has it computed."""
+    prompts = [{"prompt_token_ids": tokens} for tokens, _ in requests]
+    outputs = engine.generate(prompts, [greedy(tokens) for _, tokens in requests], use_tqdm=False)
+    engine.reset_prefix_cache()
+    return [list(output.outputs[0].token_ids) for output in outputs]
+
+
+def counter(engine: Any, name: str) -> int:
+    """One of vLLM's counters, since the engine was made."""
+    return sum(int(metric.value) for metric in engine.get_metrics() if metric.name == name)
 
 
 def in_process(chunk: int, **settings: Any) -> dict[str, Any]:
@@ -129,9 +123,9 @@ def server(
     port, http = free_port(), free_port()
     command = [*start, program, "server", "--port", str(port), "--http-port", str(http), "--chunk-size", str(chunk)]
     command += ["--l1-size-gb", "0.5", "--eviction-policy", "LRU", *mode]
-    with open(log, "w") as said:
+    with open(log, "w") as file:
         process = subprocess.Popen(
-            [*command, "--disable-observability"], env={**environment, **ENVIRONMENT}, stdout=said, stderr=said
+            [*command, "--disable-observability"], env={**environment, **ENVIRONMENT}, stdout=file, stderr=file
         )
     try:
         if not wait_for(READY, log, process, SERVER_LIMIT):
@@ -146,21 +140,35 @@ def server(
         process.wait()
 
 
+class Ended(NamedTuple):
+    """code: None if it was killed after the limit. answer: what it has written; None if it died before. log: all that
+    its processes printed."""
+
+    code: int | None
+    answer: Any
+    log: str
+    pid: int
+
+
 def run(
-    command: list[str],
+    program: list[str],
+    job: dict[str, Any],
+    folder: Path,
     environment: dict[str, str],
-    log: Path,
     limit: float,
-    while_it_runs: Callable[..., Any] | None = None,
-) -> tuple[int | None, str, int]:
-    """(exit code, or None after so many seconds; all it said; pid). while_it_runs: called with the process."""
-    with open(log, "w+") as said:
+    while_it_runs: Callable[[subprocess.Popen[bytes]], None] | None = None,
+) -> Ended:
+    """Runs a Python program with the file of this job as its argument. The job gets the folder of the `model`, and the
+    file for the answer, `out`. folder: for all its files, `log` among them. limit: seconds."""
+    out = folder / "out.json"
+    (folder / "job.json").write_text(json.dumps({**job, "model": str(folder / "model"), "out": str(out)}))
+    with open(folder / "log", "w+") as log:
         process = subprocess.Popen(
-            command,
+            [sys.executable, *program, str(folder / "job.json")],
             env={**environment, **ENVIRONMENT},
-            stdout=said,
-            stderr=said,
-            cwd=log.parent,
+            stdout=log,
+            stderr=log,
+            cwd=folder,
             start_new_session=True,
         )
         code: int | None = None
@@ -174,8 +182,8 @@ def run(
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-        said.seek(0)
-        return code, said.read(), process.pid
+        log.seek(0)
+        return Ended(code, json.loads(out.read_text()) if out.exists() else None, log.read(), process.pid)
 
 
 def wait_for(text: str, log: Path, process: subprocess.Popen[Any], limit: float) -> bool:

@@ -7,14 +7,14 @@ token is no row of it: whole blocks are moved, and the chunk size must be a mult
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
+
+from kvfix_tools.roundtrip import cuda_stand_in
 
 #: While this file exists, 1.0 is added to what is loaded: a negative control. The outputs must then differ, or the
 #: comparison proves nothing.
@@ -45,7 +45,7 @@ def make(interface: Any, metadata: Any) -> Any:
             loaded = memory_obj.tensor.view(len(caches), len(blocks), *caches[0].shape[1:])
             for cache, layer in zip(caches, loaded, strict=True):
                 cache[blocks] = layer + (1.0 if SPOIL.exists() else 0.0)
-            kvfix_engine_test.say("load", tokens=end - start)
+            kvfix_engine_test.note("load", tokens=end - start)
 
         def batched_from_gpu(self, memory_objs: Any, starts: Any, ends: Any, **more: Any) -> None:
             for memory_obj, start, end in zip(memory_objs, starts, ends, strict=True):
@@ -74,16 +74,15 @@ def early_releases(adapter: Any) -> None:
     if not hasattr(adapter, "_init_lmcache_engine") or not hasattr(adapter, "LMCacheEngineBuilder"):
         return
     torch.Tensor.cuda = lambda tensor, *args, **kwargs: tensor
-    torch.cuda.Stream = lambda *args, **kwargs: SimpleNamespace(synchronize=lambda: None)
+    torch.cuda.Stream = cuda_stand_in.Stream
 
     def init(config: Any, vllm_config: Any, role: str) -> Any:
         from lmcache.v1.gpu_connector import GPUConnectorInterface
 
-        metadata, _ = (
-            adapter.create_lmcache_metadata(vllm_config)
-            if hasattr(adapter, "create_lmcache_metadata")
-            else _metadata(vllm_config)
-        )
+        make_metadata = getattr(adapter, "create_lmcache_metadata", None)
+        if make_metadata is None:
+            from lmcache.integration.vllm.utils import create_lmcache_metadata as make_metadata
+        metadata, _ = make_metadata(vllm_config)
         metadata.role = role
         return adapter.LMCacheEngineBuilder.get_or_create(
             adapter.ENGINE_NAME,
@@ -93,11 +92,6 @@ def early_releases(adapter: Any) -> None:
             lambda tensor, src: tensor,
             lambda obj, src: obj,
         )
-
-    def _metadata(vllm_config: Any) -> Any:
-        from lmcache.integration.vllm.utils import create_lmcache_metadata
-
-        return create_lmcache_metadata(vllm_config)
 
     adapter._init_lmcache_engine = init
     impl = adapter.LMCacheConnectorV1Impl
@@ -115,22 +109,20 @@ def in_tree(connector: Any) -> None:
     And LMCache 0.4.6 does not know how vLLM for the CPU packs a block. It moves whole ones, so it is shown one that has
     the K rows and then the V rows, of as many bytes.
     """
-    event = SimpleNamespace(record=lambda: None)
-    cuda = {"stream": contextlib.nullcontext, "current_stream": lambda: None, "Event": lambda interprocess: event}
-    connector.torch = SimpleNamespace(cuda=SimpleNamespace(**cuda))  # it uses no more of it than these
+    connector.torch = cuda_stand_in.Torch()
     owner = connector.LMCacheMPConnectorUpstream
     register = owner.register_kv_caches
 
     def register_kv_caches(self: Any, kv_caches: dict[str, torch.Tensor]) -> None:
-        seen = {}
+        shown = {}
         for name, cache in kv_caches.items():
             blocks, heads, block_size, both = cache.shape
-            seen[name] = cache.view(blocks, 2, heads, block_size, both // 2)
-        register(self, seen)
+            shown[name] = cache.view(blocks, 2, heads, block_size, both // 2)
+        register(self, shown)
 
     owner.register_kv_caches = register_kv_caches
 
 
-def deaf(cache_engine: Any) -> None:
+def lookups_hang(cache_engine: Any) -> None:
     """A worker that hangs: whoever looks something up waits for ever. It is a thread of its own that does."""
     cache_engine.LMCacheEngine.lookup = lambda *args, **kwargs: threading.Event().wait()

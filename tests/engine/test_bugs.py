@@ -1,7 +1,7 @@
 """Bugs of the newest LMCache on real vLLM engines: they die, leak or crawl as released, and are right with kvfix.
 
 Eleven engines. vLLM's own copy of the multi-process connector starts with LMCache 0.4.4 to 0.4.6 only, and on the CPU
-it takes a stand-in for CUDA's events (plugin/kvfix_engine_standin.py); client and server of 0.4.6 are the real ones.
+it takes a stand-in for CUDA's events (plugin/kvfix_engine_stand_ins.py); client and server of 0.4.6 are the real ones.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ import pytest
 
 from kvfix_tools import recording
 from tests.conftest import clean_environment
-from tests.engine import run as engine
-from tests.engine.run import CROWD, Ran, prompt
-from tests.engine.server import server
+from tests.engine import start
+from tests.engine.start import CROWD, Ran, prompt, server
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 APPLY = pytest.mark.parametrize("apply", [False, True], ids=["as released", "with kvfix"])
 ONE = prompt(300, 1)
-#: Runs in 32 blocks of 32 tokens, and leaves no room for the one that waits.
-ABORT: dict[str, Any] = {"running": (prompt(900, 9), 60), "waiting": (ONE, 2), "extra_args": None}
+#: `running` has 31 blocks of 32 tokens for itself in the end, and leaves no room for `waiting` from the start. It is
+#: long: EngineCore runs on while the program comes to abort `waiting`.
+ABORT: dict[str, Any] = {"running": (prompt(760, 9), 230), "waiting": (ONE, 2), "extra_args": None}
 #: Of a process in a dump.
 STANDS = "in get_num_new_matched_tokens of LMCacheConnectorV1 for "
 #: Stored; then its first 96 tokens are computed again, and the whole is looked up on top of them.
@@ -44,8 +44,8 @@ def died(ran: Ran, text: str) -> bool:
 
 @APPLY
 def test_preempt_min_retrieve(apply: bool, tmp_path: Path) -> None:
-    transfer = engine.v1(32, min_retrieve_tokens=100_000)
-    ran = engine.run(tmp_path, apply, transfer, rounds=[CROWD])
+    transfer = start.v1(32, min_retrieve_tokens=100_000)
+    ran = start.run(tmp_path, apply, transfer, rounds=[CROWD])
     assert died(ran, "Preempted request") is not apply
     if apply:
         assert ran.answer is not None
@@ -54,9 +54,9 @@ def test_preempt_min_retrieve(apply: bool, tmp_path: Path) -> None:
 
 @APPLY
 def test_aborted_while_waiting_then_max_load_unaligned(apply: bool, tmp_path: Path) -> None:
-    transfer = engine.v1(64, max_tokens_per_load=128)
-    ran = engine.run(tmp_path, apply, transfer, rounds=ON_TOP, abort=ABORT, abort_before=1)
-    kept = [line for line in ran.said if line["what"] == "kept"]
+    transfer = start.v1(64, max_tokens_per_load=128)
+    ran = start.run(tmp_path, apply, transfer, rounds=ON_TOP, abort=ABORT, abort_before=1)
+    kept = [line for line in ran.notes if line["what"] == "kept"]
     assert any(line["lookups"] for line in kept), "the request that was aborted had no hit"
     left = (kept[-1]["load_specs"], kept[-1]["priorities"], kept[-1]["lookups"])
     assert left == ((0, 0, 0) if apply else (1, 1, 1))
@@ -72,9 +72,9 @@ def test_statistics_of_an_aborted_request(apply: bool, tmp_path: Path) -> None:
     """Any client can do this to a multi-process connector: ask for statistics, and go."""
     abort = {**ABORT, "extra_args": {"kv_transfer_params": {"cached_token_stats": True}}}
     with server() as transfer:
-        ran = engine.run(
+        ran = start.run(
             tmp_path, apply, transfer, rounds=[[(ONE, 2)]], abort=abort, abort_before=0,
-            engine={**engine.ENGINE, "max_num_seqs": 1},
+            engine={**start.ENGINE, "max_num_seqs": 1},
         )  # fmt: skip
     assert died(ran, "Request tracker for request_id") is not apply
 
@@ -89,13 +89,13 @@ def test_polls_of_a_waiting_request_in_vllms_own_copy(apply: bool, tmp_path: Pat
     long, other = prompt(900, 21), prompt(640, 22)
     rounds = [[(long[:512], 1)], [(other, 40), (long, 2)], [(long, 2)]]
     with server(release("0.4.6")) as transfer:
-        ran = engine.run(
+        ran = start.run(
             tmp_path, apply, transfer, rounds=rounds, lmcache=release("0.4.6"),
             environment={"LMCACHE_USE_UPSTREAM_MP": "1"},
         )  # fmt: skip
     assert ran.answer is not None, ran.log[-3000:]
     assert "Force use builtin LMCacheMPConnectorUpstream" in ran.log
-    granted = [line["tokens"] for line in ran.said if line["what"] == "grant"]
+    granted = [line["tokens"] for line in ran.notes if line["what"] == "grant"]
     assert granted == [512, 896 if apply else 512]
     assert ran.count("load") == 2
     assert ran.answer["rounds"][1][1] == ran.answer["rounds"][2][0]
@@ -117,17 +117,17 @@ def test_a_worker_that_does_not_answer_lookups(apply: bool, tmp_path: Path) -> N
 
     As released the engine stands still in the lookup, and a dump says so. (It has the recorder, and no fix.)
     """
-    told: list[dict[str, Any]] = []
+    dumps: list[dict[str, Any]] = []
 
     def stands_in_the_lookup(pid: int) -> None:
         for found in dump(pid, tmp_path) if not apply else ():
-            told.append(found)
+            dumps.append(found)
             if any(row["hook"].startswith(STANDS) for row in found["processes"]):
                 return
 
-    transfer = engine.v1(64, lookup_timeout_ms=300)
-    environment = {"KVFIX_TEST_DEAF": "1", **({} if apply else {"KVFIX": "observe only="})}
-    ran = engine.run(
+    transfer = start.v1(64, lookup_timeout_ms=300)
+    environment = {"KVFIX_TEST_LOOKUPS_HANG": "1", **({} if apply else {"KVFIX": "observe only="})}
+    ran = start.run(
         tmp_path, apply, transfer, rounds=[CROWD], environment=environment,
         when=("Timeout occurred for rank", stands_in_the_lookup),
     )  # fmt: skip
@@ -136,7 +136,7 @@ def test_a_worker_that_does_not_answer_lookups(apply: bool, tmp_path: Path) -> N
     assert waits <= 10 if apply else waits > 10
     assert ("worker did not answer two lookups in time" in ran.log) is apply
     if not apply:
-        assert any(row["hook"].startswith(STANDS) for row in told[-1]["processes"]), told
+        assert any(row["hook"].startswith(STANDS) for row in dumps[-1]["processes"]), dumps
         recorders = [recording.read(path) for path in ran.dumps("signal")]
         assert any(type(entry.event).__name__ == "TimedOut" for found in recorders for entry in found.entries)
 
@@ -146,17 +146,17 @@ def test_a_preempted_request_whose_worker_is_in_the_schedulers_process(tmp_path:
     middle of its prefill, resumed, and asked for once more: all of it is loaded, and the answer should be the same."""
 
     def twice(seed: int) -> list[list[tuple[list[int], int]]]:
-        beside, preempted = (prompt(300, seed), 60), (prompt(900, seed + 1), 8)
-        return [[beside, preempted], [preempted]]
+        other, preempted = (prompt(300, seed), 60), (prompt(900, seed + 1), 8)
+        return [[other, preempted], [preempted]]
 
-    ran = engine.run(
-        tmp_path, False, engine.v1(64), rounds=[*twice(31), *twice(41)], apply_before=2,
-        engine={**engine.ENGINE, "max_num_batched_tokens": 64}, environment={"VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
+    ran = start.run(
+        tmp_path, False, start.v1(64), rounds=[*twice(31), *twice(41)], apply_before=2,
+        engine={**start.ENGINE, "max_num_batched_tokens": 64}, environment={"VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
     )  # fmt: skip
     assert ran.answer is not None, ran.log[-3000:]
     assert {process["pid"] for process in ran.processes().values()} == {ran.pid}
     assert [count > 0 for count in ran.answer["preempted"]] == [True, False, True, False]
-    granted = [line["tokens"] for line in ran.said if line["what"] == "grant"]
+    granted = [line["tokens"] for line in ran.notes if line["what"] == "grant"]
     assert granted.count(896) == 2, granted
     assert ran.count("load") > 0
     (_, first), (again,), (_, other), (other_again,) = ran.answer["rounds"]

@@ -1,4 +1,4 @@
-"""The installed LMCache's and vLLM's own code moves KV on CPU tensors: what comes back, and what each says of itself.
+"""The installed LMCache's and vLLM's own code moves KV on CPU tensors: what comes back, and what is refused.
 
 Everything is real but what the report names as stood in for: `torch.cuda`, and the driver's batched copy.
 """
@@ -12,25 +12,16 @@ import pytest
 from kvfix_tools.roundtrip import races
 from kvfix_tools.roundtrip.backends.lmcache import LAYOUTS
 from kvfix_tools.roundtrip.layout import LAYOUTS as EVERY_LAYOUT
-from tests.conftest import Zygote
+from tests.conftest import ForkServer
 
-RUN = """
-import contextlib, io, json
-from kvfix_tools.roundtrip import command
-said = io.StringIO()
-with contextlib.redirect_stdout(said):
-    code = command.main([*{arguments!r}, "--device", "cpu", "--gib", "0", "--json"])
-result = {{**json.loads(said.getvalue()), "exit": code}}
-"""
-
-
+RUN = "from tests.roundtrip.output import output_of; result = output_of(*{arguments!r}, '--gib', '0')"
 PACKED = ("packed", "packed-hnd", "packed-pool")
 
 
 @pytest.fixture(scope="module")
-def run(zygote: Zygote) -> Any:
+def run(fork_server: ForkServer) -> Any:
     """`kvfix roundtrip` where vLLM has been imported already."""
-    return lambda *arguments, lmcache=None: zygote(RUN.format(arguments=arguments), lmcache)
+    return lambda *arguments, lmcache=None: fork_server(RUN.format(arguments=arguments), lmcache)
 
 
 def verdicts(answer: dict[str, Any], backend: str) -> dict[str, set[str]]:
@@ -63,13 +54,13 @@ def engine(run: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("backend", ["lmcache-v2", "lmcache-v3", "lmcache-layerwise", "lmcache-mp"])
-def test_what_lmcache_says_that_it_can_it_can(lmcache: dict[str, Any], backend: str) -> None:
+def test_plain_layouts_come_back(lmcache: dict[str, Any], backend: str) -> None:
     """All layouts but the packed one, and those with heads outside, for which its torch operations have no code."""
     found = verdicts(lmcache, backend)
     for layout in ("nhd", "nhd-block-first", "mla"):
         assert found[layout] == {"passed"}, layout
-    said = {cell["operations"] for cell in lmcache["cells"] if cell["verdict"] == "passed" and not cell["race"]}
-    assert all("its torch fall-back" in one and "stood in for" in one for one in said)
+    operations = {cell["operations"] for cell in lmcache["cells"] if cell["verdict"] == "passed" and not cell["race"]}
+    assert all("its torch fall-back" in one and "stood in for" in one for one in operations)
 
 
 def test_what_is_refused_is_refused_for_a_reason(lmcache: dict[str, Any], engine: dict[str, Any]) -> None:
@@ -97,7 +88,7 @@ def test_the_packed_layout_comes_back_wrong_in_silence(as_released: dict[str, An
     for backend in ("lmcache-v2", "lmcache-engine"):
         found = verdicts(as_released, backend)
         assert found["packed"] == {"failed"}  # never right, and never an error
-        assert {layout for layout, seen in found.items() if seen & {"failed", "crashed"}} <= set(PACKED)
+        assert {layout for layout, verdict in found.items() if verdict & {"failed", "crashed"}} <= set(PACKED)
     for cell in of(as_released, "packed"):
         assert cell["known"].startswith("LMCache issue 4463: wrong KV from the packed layout")
         assert "What to do: kvfix.apply() before vLLM is launched (KVF020)" in cell["known"]
@@ -108,7 +99,7 @@ def test_the_packed_layout_comes_back_wrong_in_silence(as_released: dict[str, An
 
 
 def test_the_multi_process_mode_takes_every_layout(lmcache: dict[str, Any]) -> None:
-    """The packed ones too, host memory included: the issue says that it is not affected."""
+    """The packed ones too, host memory included: by the issue it is not affected."""
     assert verdicts(lmcache, "lmcache-mp") == {layout: {"passed"} for layout in LAYOUTS}
 
 
@@ -134,7 +125,7 @@ def test_a_fault_is_named_where_the_host_memory_is_lmcaches_own(run: Any, fault:
     one += ["--chunk", "64", "--heads", "2", "--skip", "none"]
     answer = run("--backend", "lmcache-engine", *one, "--inject", fault)
     [cell] = answer["cells"]
-    from kvfix_tools.roundtrip.inject import FAULTS
+    from kvfix_tools.roundtrip.planted_faults import FAULTS
 
     assert cell["verdict"] == "failed"
     assert set(cell["findings"][0]["classes"]) == {FAULTS[fault]}
@@ -146,7 +137,7 @@ def test_vllms_own_offload(run: Any) -> None:
     for backend in ("vllm-simple", "vllm-offload"):
         found = verdicts(answer, backend)
         assert len(found) == len(EVERY_LAYOUT)
-        assert all(seen == {"passed"} for seen in found.values())
+        assert all(verdict == {"passed"} for verdict in found.values())
 
 
 def test_whole_blocks_only(run: Any) -> None:
@@ -194,7 +185,12 @@ def test_an_older_lmcache(run: Any, release: Any) -> None:
     answer = run("--backend", "lmcache", lmcache=release("0.5.3"))
     assert answer["exit"] == 0
     found = verdicts(answer, "lmcache-v2")
-    assert {layout for layout, seen in found.items() if "passed" in seen} == {"nhd", "nhd-block-first", "mla", *PACKED}
+    assert {layout for layout, verdict in found.items() if "passed" in verdict} == {
+        "nhd",
+        "nhd-block-first",
+        "mla",
+        *PACKED,
+    }
     assert "lmcache 0.5.3" in of(answer, "nhd", "passed")[0]["operations"]
 
 

@@ -1,7 +1,7 @@
-"""A load fails while the next step is under way, on a real engine with asynchronous scheduling: KVF205, KVF007, KVF203.
+"""A load fails while the next step is in flight, on a real engine with asynchronous scheduling: KVF205, KVF007, KVF203.
 
 As released answers are wrong, those of later requests too, and the engine dies; with kvfix all are right. The cases
-are those of under_way.py; two engines, each plays all of them. What is stood in for: asynchronous.py, and LMCache's GPU
+are those of failed_loads.py; two engines, each plays all of them. Stand-ins: async_scheduling.py, and LMCache's GPU
 connector.
 """
 
@@ -11,40 +11,40 @@ from typing import Any
 
 import pytest
 
-from tests.engine import run as engine
-from tests.engine.run import Ran
+from tests.engine import start
+from tests.engine.start import Ran
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 JOB: dict[str, Any] = {
-    "program": "under_way.py",
+    "program": "failed_loads.py",
     "engine": {
         "max_model_len": 1024,
         "num_gpu_blocks_override": 129,
         "max_num_batched_tokens": 384,
-        "long_prefill_token_threshold": 256,  # leaves room for the sharer beside the long prompt
+        "long_prefill_token_threshold": 256,  # leaves room for the sharer next to the long prompt
     },
     "environment": {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
 }
-TRANSFER = {**engine.v1(64), "kv_load_failure_policy": "recompute"}
-#: Tokens in the step whose load fails, and in the one that is under way by then.
+TRANSFER = {**start.v1(64), "kv_load_failure_policy": "recompute"}
+#: Tokens in the step whose load fails, and in the one that is in flight by then.
 STEPS = {
     "healthy": None,
-    "long": [{"beside": 1, "load": 256}, {"beside": 1, "load": 256}],
-    "sharer": [{"beside": 1, "load": 256}, {"beside": 1, "load": 256, "sharer": 108}],
-    "short": [{"beside": 1, "load": 8}, {"beside": 1, "load": 1}],
+    "long": [{"other": 1, "load": 256}, {"other": 1, "load": 256}],
+    "sharer": [{"other": 1, "load": 256}, {"other": 1, "load": 256, "sharer": 108}],
+    "short": [{"other": 1, "load": 8}, {"other": 1, "load": 1}],
 }
 
 
 @pytest.fixture(scope="module")
 def released(tmp_path_factory: pytest.TempPathFactory) -> Ran:
-    return engine.run(tmp_path_factory.mktemp("released"), apply=False, transfer=TRANSFER, **JOB)
+    return start.run(tmp_path_factory.mktemp("released"), apply=False, transfer=TRANSFER, **JOB)
 
 
 @pytest.fixture(scope="module")
 def fixed(tmp_path_factory: pytest.TempPathFactory) -> Ran:
-    """In mode `check`: what it would say of a sound engine is seen too."""
-    return engine.run(tmp_path_factory.mktemp("fixed"), apply=True, transfer=TRANSFER, mode="check", **JOB)
+    """In mode `check`: what it reports of a sound engine is seen too."""
+    return start.run(tmp_path_factory.mktemp("fixed"), apply=True, transfer=TRANSFER, mode="check", **JOB)
 
 
 def case(ran: Ran, name: str) -> dict[str, Any]:
@@ -56,14 +56,14 @@ def case(ran: Ran, name: str) -> dict[str, Any]:
     return found
 
 
-def said(answers: dict[str, Any]) -> dict[str, list[int]]:
-    return {name: answer["said"] for name, answer in answers.items()}
+def tokens(answers: dict[str, Any]) -> dict[str, list[int]]:
+    return {name: answer["tokens"] for name, answer in answers.items()}
 
 
 def wrong(found: dict[str, Any]) -> tuple[set[str], set[str]]:
     """Whose answer was wrong, and who was answered wrong from LMCache when asked for again."""
-    right = said(found["right"])
-    first, again = said(found["answers"]), said(found["again"])
+    right = tokens(found["right"])
+    first, again = tokens(found["answers"]), tokens(found["again"])
     assert first.keys() == right.keys() - {"first"}
     assert not any(answer["cached"] for answer in found["right"].values())
     return (
@@ -91,7 +91,7 @@ def test_every_hit_was_loaded(fixed: Ran) -> None:
         "sharer": {"load": 704, "sharer": 256},
         "short": {"load": 192},
     }
-    loaded = sum(line["tokens"] for line in fixed.said if line["what"] == "load")
+    loaded = sum(line["tokens"] for line in fixed.notes if line["what"] == "load")
     assert loaded == cases["healthy"]["answers"]["load"]["cached"] + sum(sum(each.values()) for each in cached.values())
 
 
@@ -101,7 +101,7 @@ def test_with_kvfix_all_are_right(name: str, fixed: Ran) -> None:
     assert wrong(found) == (set(), set())
 
 
-def test_check_says_nothing_and_kvfix_has_no_fault(fixed: Ran) -> None:
+def test_check_reports_nothing_and_kvfix_has_no_fault(fixed: Ran) -> None:
     assert "Report: " not in fixed.log
     assert "a fault of kvfix itself" not in fixed.log
     assert fixed.answer is not None
@@ -111,7 +111,7 @@ def test_check_says_nothing_and_kvfix_has_no_fault(fixed: Ran) -> None:
 
 class TestAsReleased:
     def test_what_is_stored_is_wrong(self, released: Ran) -> None:
-        """No token of it was under way, so its own answer is right."""
+        """No token of it was in flight, so its own answer is right."""
         assert wrong(case(released, "long")) == (set(), {"load"})
 
     def test_who_shares_its_blocks_is_answered_wrong(self, released: Ran) -> None:

@@ -1,4 +1,4 @@
-"""The report: a line of progress, a table for each backend, what is wrong in words, and JSON."""
+"""The report of one run: a line of progress, a table for each backend, what is wrong in words, and JSON."""
 
 from __future__ import annotations
 
@@ -13,32 +13,25 @@ from statistics import median
 
 import torch
 
-from kvfix_tools.roundtrip import fixes
-from kvfix_tools.roundtrip.backend import Backend
-from kvfix_tools.roundtrip.cell import Cell
-from kvfix_tools.roundtrip.inject import FAULTS
-from kvfix_tools.roundtrip.known import known
-from kvfix_tools.roundtrip.speed import Speed, plain
-from kvfix_tools.roundtrip.trip import Result
+from kvfix_tools.roundtrip import apply_fixes
+from kvfix_tools.roundtrip.cell_check import Result
+from kvfix_tools.roundtrip.known_bugs import known_bug
+from kvfix_tools.roundtrip.matrix import Cell
+from kvfix_tools.roundtrip.planted_faults import FAULTS
+from kvfix_tools.roundtrip.speed import plain
 
-#: Cells whose findings are told in full; the others are counted, and all are in the JSON.
-TOLD = 5
+#: Cells whose findings are shown in full; the others are counted, and all are in the JSON.
+SHOWN = 5
 BAD = ("failed", "crashed")
 
 
-class Report:
+class RunReport:
     def __init__(self, device: torch.device, options: argparse.Namespace) -> None:
         self.device, self.options = device, options
         self.results: list[Result] = []
-        self.speeds: list[Speed] = []
+        self.speeds: list[Result] = []
         self.skipped: dict[str, str] = {}
         self.fixes: list[str] = []
-
-    def without(self, backend: Backend, why: str | None) -> bool:
-        """Is the backend left out? Then it is said why."""
-        if why:
-            self.skipped[backend.name] = why
-        return bool(why)
 
     def progress(self, done: int, of: int, cell: Cell) -> None:
         if not sys.stderr.isatty():
@@ -52,10 +45,10 @@ class Report:
             result.plain_store, result.plain_load = plain(result.moved, self.device)
         self.results.append(result)
 
-    def speed(self, speed: Speed) -> None:
-        self.speeds.append(speed)
-        if speed.result.verdict in BAD:
-            self.results.append(speed.result)
+    def add_speed(self, result: Result) -> None:
+        self.speeds.append(result)
+        if result.verdict in BAD:
+            self.results.append(result)
 
     @property
     def code(self) -> int:
@@ -66,7 +59,7 @@ class Report:
     def end(self) -> int:
         if sys.stderr.isatty():
             print("\r\x1b[K", end="", file=sys.stderr)
-        self.fixes = fixes.in_place()
+        self.fixes = apply_fixes.codes()
         print(json.dumps(self.as_dict(), indent=2) if self.options.json else "\n".join(self.lines()))
         return self.code
 
@@ -80,28 +73,25 @@ class Report:
             "verified_bytes": self.verified,
             "skipped": self.skipped,
             "cells": [{**as_dict(result, self.options), "known": self._known(result)} for result in self.results],
-            "speed": [speed.as_dict() for speed in self.speeds],
+            "speed": [speed_as_dict(result) for result in self.speeds],
             "exit": self.code,
         }
 
     @property
     def verified(self) -> int:
-        return sum(result.verified for result in [*self.results, *(speed.result for speed in self.speeds)])
-
-    @property
-    def _timed(self) -> bool:
-        return any(map(rates, ([result] for result in self.results)))
+        return sum(result.verified for result in [*self.results, *self.speeds])
 
     def lines(self) -> list[str]:
         lines = [f"{name(self.device)}, torch {torch.__version__}, seed {self.options.seed}"]
         here = [one for one in self.results if one.operations and one.cell.backend != "torch" and not of_engine(one)]
         lines += [f"kvfix's fixes: {', '.join(self.fixes) or 'none'}"] if here else []
-        lines += ["GB/s of the median cell, and percent of a plain copy of as many bytes"] if self._timed else []
+        if rates(self.results):
+            lines.append("GB/s of the median cell, and percent of a plain copy of as many bytes")
         lines += [f"{backend}: skipped: {why}" for backend, why in self.skipped.items()]
         for backend in dict.fromkeys(result.cell.backend for result in self.results):
             lines += ["", *self._table(backend)]
-        for speed in self.speeds:
-            lines += ["", *self._speed(speed)]
+        for result in self.speeds:
+            lines += ["", *self._speed(result)]
         lines += ["", *self._wrong()]
         return lines
 
@@ -113,8 +103,8 @@ class Report:
         width, most = max(map(len, rows)), max(map(len, cells.values()))
         for layout, here in rows.items():
             lines.append(f"  {layout:{width}}  {cells[layout]:{most}}  {rates(here)}".rstrip())
-            bugs = dict.fromkeys(bug for result in here if (bug := known(result, self.fixes)))
-            lines += [f"  {'':{width}}    known: {bug.bug}: {bug.says}" for bug in bugs]
+            bugs = dict.fromkeys(bug for result in here if (bug := known_bug(result, self.fixes)))
+            lines += [f"  {'':{width}}    known: {bug.bug}: {bug.effect}" for bug in bugs]
             reasons = Counter(
                 re.sub(r"\d{2,}|\d(?=[],])", "N", result.reason) if result.verdict == "crashed" else result.reason
                 for result in here
@@ -123,27 +113,25 @@ class Report:
             lines += [f"  {'':{width}}    {count} x {reason}" for reason, count in reasons.items()]
         return lines
 
-    def _speed(self, speed: Speed) -> list[str]:
-        backend, size = speed.result.cell.backend, speed.result.moved / (1 << 20)
-        if speed.result.verdict == "refused":
-            return [f"{backend}: not timed: {speed.result.reason}"]
-        bare = speed.result.moved * (1 / speed.plain_store + 1 / speed.plain_load)
+    def _speed(self, result: Result) -> list[str]:
+        backend, gigabytes, took = result.cell.backend, result.moved / 1e9, result.check_seconds
+        if result.verdict == "refused":
+            return [f"{backend}: not timed: {result.reason}"]
+        pinned = "pinned " if self.device.type == "cuda" else ""
+        ways = ("store", result.store, result.plain_store), ("load", result.load, result.plain_load)
         lines = [
-            f"{backend}: {size:.0f} MiB, {way} {rate / 1e9:.2f} GB/s, {100 * rate / beside:.0f} % of a plain "
-            f"{'pinned ' if self.device.type == 'cuda' else ''}copy ({beside / 1e9:.2f} GB/s)"
-            for way, rate, beside in (
-                ("store", speed.store, speed.plain_store),
-                ("load", speed.load, speed.plain_load),
-            )
+            f"{backend}: {result.moved / (1 << 20):.0f} MiB, {way} {gigabytes / seconds:.2f} GB/s, "
+            f"{100 * plain_copy / seconds:.0f} % of a plain {pinned}copy ({gigabytes / plain_copy:.2f} GB/s)"
+            for way, seconds, plain_copy in ways
         ]
-        times = speed.seconds / bare
-        return [*lines, f"{backend}: checked in {speed.seconds:.2f} s, {times:.1f} times a plain copy there and back"]
+        times = took / (result.plain_store + result.plain_load)
+        return [*lines, f"{backend}: checked in {took:.2f} s, {times:.1f} times a plain copy there and back"]
 
     def _wrong(self) -> list[str]:
         wrong = [result for result in self.results if result.verdict in BAD]
         every = Counter(result.verdict for result in self.results)
         lines = []
-        for result in wrong[:TOLD]:
+        for result in wrong[:SHOWN]:
             lines += [f"{result.verdict}: {command(result, self.options)}"]
             lines += [f"  {line}" for finding in result.findings for line in str(finding).splitlines()]
             lines += [f"  {result.reason}"] if result.reason else []
@@ -155,13 +143,13 @@ class Report:
         if self.options.inject:
             lines += [self._injected()]
         verdicts = ", ".join(f"{count} {verdict}" for verdict, count in every.items()) or "nothing was checked"
-        bugs = Counter(bug for result in wrong if (bug := known(result, self.fixes)))
+        bugs = Counter(bug for result in wrong if (bug := known_bug(result, self.fixes)))
         lines += [f"{count} of the {len(wrong)} are {bug.bug}. What to do: {bug.remedy}" for bug, count in bugs.items()]
         return [*lines, f"SUMMARY: {verdicts}; {self.verified / (1 << 20):.0f} MiB verified"]
 
     def _known(self, result: Result) -> str | None:
-        bug = known(result, self.fixes)
-        return bug and f"{bug.bug}: {bug.says}. What to do: {bug.remedy}"
+        bug = known_bug(result, self.fixes)
+        return bug and f"{bug.bug}: {bug.effect}. What to do: {bug.remedy}"
 
     def _injected(self) -> str:
         tried = [result for result in self.results if result.verdict != "refused"]
@@ -187,40 +175,43 @@ def row(result: Result) -> str:
 
 def command(result: Result, options: argparse.Namespace) -> str:
     """One line that runs it again."""
-    cell, planted = result.cell, [f"--inject {options.inject}"] * bool(options.inject)
-    more = [*planted, *["--no-fixes"] * options.no_fixes]
-    if of_engine(result):
-        return " ".join([f"kvfix roundtrip --backend {cell.backend}", *more])
-    if result.race:
-        return " ".join([f"kvfix roundtrip --backend {cell.backend} --race {result.race} --seed {cell.seed}", *more])
-    return cell.command("--gib 0", *more)
+    cell = result.cell
+    more = [*[f"--inject {options.inject}"] * bool(options.inject), *["--no-fixes"] * options.no_fixes]
+    if not of_engine(result) and not result.race:
+        return cell.command("--gib 0", *more)
+    race = [f"--race {result.race} --seed {cell.seed}"] if result.race else []
+    return " ".join([f"kvfix roundtrip --backend {cell.backend}", *race, *more])
+
+
+def gb_per_second(result: Result) -> dict[str, float | None]:
+    taken = {way: getattr(result, way) for way in ("store", "load", "plain_store", "plain_load")}
+    return {f"{way}_gb_s": result.moved / seconds / 1e9 if seconds else None for way, seconds in taken.items()}
+
+
+def speed_as_dict(result: Result) -> dict[str, object]:
+    return {
+        "backend": result.cell.backend,
+        "verdict": result.verdict,
+        "reason": result.reason,
+        "bytes": result.moved,
+        **{name: rate or 0.0 for name, rate in gb_per_second(result).items()},
+        "check_seconds": result.check_seconds,
+        "command": result.cell.command("--gib 0"),
+    }
 
 
 def as_dict(result: Result, options: argparse.Namespace) -> dict[str, object]:
-    about = {
-        field: getattr(result, field) for field in ("verdict", "reason", "race", "operations", "moved", "verified")
+    about = ("verdict", "reason", "race", "operations", "moved", "verified")
+    return {
+        **{name: getattr(result, name) for name in about},
+        **gb_per_second(result),
+        "cell": asdict(result.cell),
+        "command": command(result, options),
+        "findings": [
+            {"check": one.stage, "first": one.first, "address": one.address, "words": one.words, "classes": one.classes}
+            for one in result.findings
+        ],
     }
-    speeds = {
-        name: result.moved / seconds / 1e9 if seconds else None
-        for name, seconds in (
-            ("store_gb_s", result.store),
-            ("load_gb_s", result.load),
-            ("plain_store_gb_s", result.plain_store),
-            ("plain_load_gb_s", result.plain_load),
-        )
-    }
-    findings = [
-        {
-            "check": one.stage,
-            "first": one.first,
-            "address": one.address,
-            "words": one.words,
-            "classes": dict(one.classes),
-        }
-        for one in result.findings
-    ]
-    again = {"cell": asdict(result.cell), "command": command(result, options)}
-    return {**about, **speeds, **again, "findings": findings}
 
 
 def rates(results: list[Result]) -> str:
@@ -228,12 +219,12 @@ def rates(results: list[Result]) -> str:
     timed = [result for result in results if result.verdict == "passed" and result.plain_load]
     if not timed:
         return ""
-    said = []
+    ways = []
     for way in ("store", "load"):
         rate = median(result.moved / getattr(result, way) for result in timed)
-        beside = median(getattr(result, f"plain_{way}") / getattr(result, way) for result in timed)
-        said.append(f"{way} {rate / 1e9:.2f} GB/s {100 * beside:.0f} %")
-    return "  ".join(said)
+        of_plain = median(getattr(result, f"plain_{way}") / getattr(result, way) for result in timed)
+        ways.append(f"{way} {rate / 1e9:.2f} GB/s {100 * of_plain:.0f} %")
+    return "  ".join(ways)
 
 
 def name(device: torch.device) -> str:

@@ -2,38 +2,23 @@
 
 vLLM's CPU platform switches it off (cpu.py 0.32.0:331). Scheduler, queue of steps and runner have all that it takes,
 but for the events and streams of CUDA by which the runner copies sampled tokens. Here the switch is put back, and
-events and streams are stood in for by some that do nothing: on the CPU a copy is done when it returns.
+events and streams are stand-ins that do nothing: on the CPU a copy is done when it returns.
 
 The forward pass runs inside `execute_model`, so the order of calls is that of a GPU: step N + 1 is scheduled and handed
-to the worker before the scheduler is told what step N has said. That the two overlap on a device is not played.
+to the worker before the scheduler has what step N has sampled. That the two overlap on a device is not played.
 """
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import torch
 
-
-class Event:
-    def __init__(self, blocking: bool = False) -> None:
-        pass
-
-    def record(self) -> None:
-        pass
-
-    def synchronize(self) -> None:
-        pass
-
-
-class Stream:
-    def wait_stream(self, stream: Stream) -> None:
-        pass
+from kvfix_tools.roundtrip import cuda_stand_in
 
 
 def switch_on() -> None:
-    """Before the engine is made. Its LLM is still to be told `async_scheduling=True`."""
+    """Before the engine is made. Its LLM still needs `async_scheduling=True`."""
     from vllm.platforms.cpu import CpuPlatform
 
     check = CpuPlatform.check_and_update_config
@@ -44,6 +29,5 @@ def switch_on() -> None:
         vllm_config.scheduler_config.async_scheduling = asked_for
 
     CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
-    torch.cuda.Event, torch.cuda.Stream = Event, Stream
-    torch.cuda.current_stream = Stream
-    torch.cuda.stream = lambda stream: contextlib.nullcontext()
+    for name in ("Event", "Stream", "current_stream", "stream"):
+        setattr(torch.cuda, name, getattr(cuda_stand_in.CUDA, name))

@@ -1,0 +1,36 @@
+"""A process whose connector hangs in a hook: a stand-in for an engine, which tests/engine has.
+
+It prints a line and waits. Run as `python hanging_process.py deaf` for one whose signal handlers do not run meanwhile,
+and as `python hanging_process.py engine NAME` for a worker of this engine.
+"""
+
+import signal
+import sys
+import threading
+from types import SimpleNamespace
+
+from kvfix.config import Config
+from kvfix.connector_events import hooks
+from kvfix.session import session
+
+
+class Connector:
+    role = SimpleNamespace(name="WORKER")
+
+    def __init__(self) -> None:
+        if sys.argv[1:2] == ["engine"]:
+            self._vllm_config = SimpleNamespace(
+                kv_transfer_config=SimpleNamespace(engine_id=sys.argv[2]),
+                parallel_config=SimpleNamespace(rank=1, world_size=2),
+            )
+
+    def start_load_kv(self, forward_context: object) -> None:
+        if sys.argv[1:] == ["deaf"]:
+            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])
+        print("hangs", flush=True)
+        threading.Event().wait(120)
+
+
+session.config = Config.make("observe", None, None)
+hooks.watch_class(Connector)
+Connector().start_load_kv(None)

@@ -1,0 +1,116 @@
+"""`kvfix dump PID` on processes that hang in a hook. A real engine that hangs: tests/engine/test_bugs.py."""
+
+import json
+import os
+import subprocess
+import sys
+import tarfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvfix_tools.dump import command
+from tests.conftest import clean_environment
+
+#: Each holds "hush", which must not be in a bundle.
+SECRETS = {
+    "LMCACHE_API_KEY": "hush",
+    "LMCACHE_REMOTE_URL": "redis://user:hush@cache:6379",
+    "LMCACHE_EXTRA_CONFIG": '{"a": [{"redis_password": "hush"}]}',
+}
+OPTIONS = ["--kv-transfer-config", '{"kv_connector_extra_config": {"remote_url": "redis://user:hush@cache:6379"}}']
+
+
+@contextmanager
+def hanging(folder: Path, *arguments: str) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(
+        [sys.executable, str(Path(__file__).with_name("hanging_process.py")), *arguments],
+        env=clean_environment(KVFIX_DUMP_DIR=str(folder), LMCACHE_CHUNK_SIZE="64", **SECRETS),
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "hangs\n"
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def members(bundle: str) -> dict[str, str]:
+    with tarfile.open(bundle) as archive:
+        files = {entry.name.partition("/")[2]: archive.extractfile(entry) for entry in archive.getmembers()}
+        return {name: file.read().decode() for name, file in files.items() if file is not None}
+
+
+def dumped(pid: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    assert command.dump(pid, tmp_path, json=True) == 0
+    return dict(json.loads(capsys.readouterr().out))
+
+
+def test_it_says_which_process_hangs_in_which_hook(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with hanging(tmp_path / "dumps", *OPTIONS) as process:
+        found = dumped(process.pid, tmp_path, capsys)
+        again = dumped(process.pid, tmp_path / "dumps", capsys)  # it goes on after the signal
+    assert found["processes"][0]["hook"].startswith("in start_load_kv of Connector for ")
+    assert again["processes"][0]["hook"].startswith("in start_load_kv of Connector for ")
+    parts = members(found["bundle"])
+    pid = process.pid
+    assert os.stat(found["bundle"]).st_mode & 0o777 == 0o600
+    assert {"summary.txt", "processes.json", "status.json", f"recorder-{pid}.jsonl"} <= set(parts)
+    assert json.loads(parts[f"recorder-{pid}.jsonl"].splitlines()[0])["reason"] == "signal"
+    shown = json.loads(parts["processes.json"])[0]
+    assert shown["settings"]["LMCACHE_CHUNK_SIZE"] == "64"
+    assert shown["settings"]["LMCACHE_REMOTE_URL"] == "redis://<hidden>@cache:6379"
+    assert SECRETS.keys() <= shown["settings"].keys()
+    assert shown["command"][-2] == "--kv-transfer-config"
+    assert "hush" not in "".join(parts.values())
+    if f"stacks-{pid}.json" in parts:
+        assert "start_load_kv" in parts[f"stacks-{pid}.json"]
+    else:
+        assert found["processes"][0]["stacks"]  # why not: py-spy is not allowed here
+
+
+def test_workers_that_are_not_below_it_are_found_by_their_engine(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As Ray's are, which are children of its raylet."""
+    dumps = tmp_path / "dumps"
+    with (
+        hanging(dumps, "engine", "mine") as one,
+        hanging(dumps, "engine", "mine") as other,
+        hanging(dumps, "engine", "another's"),
+    ):
+        rows = {row["pid"]: row for row in dumped(one.pid, tmp_path, capsys)["processes"]}
+    assert set(rows) == {one.pid, other.pid}
+    assert rows[other.pid]["ranks"] == ["rank 1 of 2 of mine"]
+    assert rows[other.pid]["hook"].startswith("in start_load_kv of Connector for ")
+
+
+def test_one_that_does_not_answer_is_found_by_its_stacks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with hanging(tmp_path / "dumps", "deaf") as process:
+        found = dumped(process.pid, tmp_path, capsys)["processes"][0]
+    assert "no answer in 5 s: " in found["recorder"]
+    assert "start_load_kv" in found["hook"] or " " in found["stacks"]
+
+
+def test_a_process_without_a_recorder_gets_no_signal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The signal would be its end."""
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        found = dumped(process.pid, tmp_path, capsys)["processes"][0]
+        assert process.poll() is None
+        process.communicate(b"\n")
+    assert process.returncode == 0
+    assert found["recorder"].startswith("no recorder")
+
+
+def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for pid in (0, -1, 2**22 + 1, 2**40):
+        assert command.dump(pid, tmp_path, json=False) == 2
+        assert f"there is no process {pid}" in capsys.readouterr().err
+    assert command.dump(os.getpid(), tmp_path / "nowhere", json=False) == 2
+    assert "No such file or directory" in capsys.readouterr().err

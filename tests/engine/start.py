@@ -1,0 +1,121 @@
+"""Starts one real engine, or a real `lmcache server`, and collects what the processes of an engine write down."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvfix_tools.roundtrip import real_engine
+from kvfix_tools.roundtrip.real_engine import prompt
+from tests.conftest import ROOT, clean_environment
+
+HERE = Path(__file__).parent
+#: Seconds for a whole engine; it needs one minute, and two or three while others run.
+LIMIT = 300
+
+
+#: Six requests of 300 tokens that generate 60, in 32 blocks of 32 tokens: they preempt one another.
+CROWD = [(prompt(300, seed), 60) for seed in range(1, 7)]
+#: The report in small: the second one is preempted in the middle of its prefill with 288 tokens computed and 256
+#: stored, and polled until the first has ended. With LMCache 0.3.10 EngineCore dies of it.
+REPORT = [(prompt(411, 11), 20), (prompt(657, 12), 102)]
+ENGINE = {
+    "max_model_len": 1024,
+    "num_gpu_blocks_override": 33,
+    "max_num_batched_tokens": 352,
+    "scheduler_reserve_full_isl": False,
+}
+
+
+#: LMCache in the engine's own processes.
+v1 = real_engine.in_process
+#: Cold, then from the cache.
+ROUNDS = [REPORT, REPORT, CROWD, CROWD]
+
+
+@dataclass
+class Ran:
+    """`answer`: what the program wrote; None if the engine died. `notes`: lines of the test suite's plugin in its
+    processes. `log`: all output."""
+
+    answer: dict[str, Any] | None
+    notes: list[dict[str, Any]]
+    log: str
+    pid: int
+    folder: Path
+
+    def dumps(self, reason: str) -> list[Path]:
+        """Recorder files that its processes wrote for this reason."""
+        return sorted((self.folder / "dumps").rglob(f"kvfix-*-{reason}.jsonl"))
+
+    def processes(self) -> dict[str, dict[str, Any]]:
+        """{role of the connector: the note of its process}"""
+        return {note["role"]: note for note in self.notes if note["what"] == "connector"}
+
+    def count(self, what: str) -> int:
+        return sum(note["what"] == what for note in self.notes)
+
+
+def run(
+    folder: Path,
+    apply: bool,
+    transfer: dict[str, Any] | None,
+    *,
+    mode: str = "fix",
+    rounds: list[Any] = ROUNDS,
+    engine: dict[str, Any] = ENGINE,
+    environment: dict[str, str] | None = None,
+    lmcache: Path | None = None,
+    program: str = "serve.py",
+    when: tuple[str, Callable[[int], None]] | None = None,
+    **more: Any,
+) -> Ran:
+    """engine: arguments of LLM. lmcache: folder of a release. program: of this folder. when: a text, and what is called
+    with the pid once the text is in the log. more: of serve.py's job."""
+    folder.mkdir(parents=True, exist_ok=True)
+    places = [lmcache, HERE / "plugin", ROOT / "patches", ROOT / "tools"]
+    spoil = str(folder / "spoil")
+    settings = clean_environment(
+        PYTHONPATH=os.pathsep.join(str(place) for place in places if place),
+        KVFIX_TEST_REPORT=str(folder / "report"),
+        KVFIX_DUMP_DIR=str(folder / "dumps"),
+        KVFIX_TEST_SPOIL=spoil,
+        **(environment or {}),
+    )
+    job = {"apply": mode if apply else None, "transfer": transfer, "rounds": rounds, "engine": engine, "spoil": spoil}
+
+    def while_it_runs(process: Any) -> None:
+        if when is not None:
+            text, do = when
+            real_engine.wait_for(text, folder / "log", process, LIMIT)
+            do(process.pid)
+
+    ended = real_engine.run([str(HERE / program)], {**job, **more}, folder, settings, LIMIT, while_it_runs)
+    assert ended.code is not None, f"the engine did not end in {LIMIT} s: {folder / 'log'}\n{ended.log[-4000:]}"
+    notes = [json.loads(line) for file in sorted(folder.glob("report.*")) for line in file.read_text().splitlines()]
+    return Ran(ended.answer, notes, ended.log, ended.pid, folder)
+
+
+@contextmanager
+def server(lmcache: Path | None = None) -> Iterator[dict[str, Any]]:
+    """A real `lmcache server`, started by `kvfix run`: it loads no vLLM plugin. vLLM's kv_transfer_config for
+    LMCacheMPConnector with it. lmcache: folder of 0.4.6; else the newest."""
+    start = (sys.executable, "-m", "kvfix_tools.cli", "run", "--")
+    environment = clean_environment()
+    transfer_mode = real_engine.ANY_MODE
+    if lmcache:
+        places = [str(place) for place in (lmcache, ROOT / "patches", ROOT / "tools")]
+        environment["PYTHONPATH"] = os.pathsep.join(places)
+        transfer_mode = ("--transfer-mode", "non_gpu")
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        real_engine.server(Path(folder) / "log", 64, environment, start, transfer_mode) as transfer,
+    ):
+        yield transfer
