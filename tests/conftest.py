@@ -1,4 +1,4 @@
-"""What the tests share: the released LMCache on disk, fresh processes, and a zygote that has imported vLLM once."""
+"""Shared by all tests: the released LMCache on disk, fresh processes, and a fork server that has imported vLLM once."""
 
 from __future__ import annotations
 
@@ -11,6 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests import quick
+from tests.quick import (  # noqa: F401  hooks of pytest
+    pytest_addoption,
+    pytest_configure,
+    pytest_ignore_collect,
+    pytest_runtest_call,
+    pytest_terminal_summary,
+)
 
 ROOT = Path(__file__).parent.parent
 RELEASES = Path(os.environ.get("KVFIX_TEST_RELEASES", ROOT / ".cache/lmcache"))
@@ -26,7 +35,8 @@ def release_names() -> list[str]:
 
 def clean_environment(**changes: str) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if name not in _OURS}
-    return {**kept, "PYTHONPATH": os.pathsep.join([str(ROOT / "patches"), str(ROOT / "tools")]), **changes}
+    places = [*quick.site(), str(ROOT / "patches"), str(ROOT / "tools")]
+    return {**kept, "PYTHONPATH": os.pathsep.join(places), **changes}
 
 
 class Fresh:
@@ -46,7 +56,7 @@ class Fresh:
         return json.loads(done.stdout.splitlines()[-1])
 
     def run(self, command: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
+        done = subprocess.run(
             command,
             env=clean_environment(**environment),
             capture_output=True,
@@ -54,6 +64,8 @@ class Fresh:
             timeout=self._limit,
             check=False,
         )
+        quick.skip_if_wanted()
+        return done
 
 
 @pytest.fixture(scope="session")
@@ -73,7 +85,7 @@ def release() -> Callable[[str], Path]:
     return folder
 
 
-class Zygote:
+class ForkServer:
     """A process that has imported vLLM and torch, and nothing of LMCache or kvfix; each call runs in a fork of it.
 
     vLLM takes 15 s and more to import: so every case can have a process of its own for the price of a fork.
@@ -81,8 +93,9 @@ class Zygote:
 
     def __init__(self, first: str = "", **settings: str) -> None:
         """first: Python that it runs before the first fork. settings: of its environment."""
+        quick.skip()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.zygote", *([first] if first else [])],
+            [sys.executable, "-m", "tests.fork_server", *([first] if first else [])],
             cwd=ROOT,
             env=clean_environment(**settings),
             stdin=subprocess.PIPE,
@@ -91,12 +104,12 @@ class Zygote:
         )
 
     def __call__(self, code: str, lmcache: Path | None = None) -> Any:
-        """`result` of the code, run with this LMCache first on sys.path. What it prints on stderr is in `said`."""
+        """`result` of the code, run with this LMCache first on sys.path. A failure has what it printed."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         print(json.dumps({"code": code, "lmcache": str(lmcache or "")}), file=self._process.stdin, flush=True)
         answer = json.loads(self._process.stdout.readline())
-        assert answer["error"] is None, answer["error"] + answer["said"]
+        assert answer["error"] is None, answer["error"] + answer["printed"]
         return answer["result"]
 
     def close(self) -> None:
@@ -106,8 +119,8 @@ class Zygote:
 
 
 @pytest.fixture(scope="session")
-def zygote() -> Iterator[Zygote]:
-    process = Zygote()
+def fork_server() -> Iterator[ForkServer]:
+    process = ForkServer()
     yield process
     process.close()
 
@@ -125,14 +138,14 @@ runner.prepare(None)
 class Once:
     """`result` of the code; if it failed, every test that asks says why and none runs it again."""
 
-    def __init__(self, zygote: Zygote) -> None:
-        self._zygote = zygote
+    def __init__(self, fork_server: ForkServer) -> None:
+        self._fork_server = fork_server
         self._answers: dict[tuple[str, Path], tuple[Any, str]] = {}
 
     def __call__(self, code: str, lmcache: Path) -> Any:
         if (code, lmcache) not in self._answers:
             try:
-                self._answers[code, lmcache] = self._zygote(BEFORE + code, lmcache), ""
+                self._answers[code, lmcache] = self._fork_server(BEFORE + code, lmcache), ""
             except AssertionError as error:
                 self._answers[code, lmcache] = None, str(error)[-4000:]
         result, error = self._answers[code, lmcache]
@@ -141,5 +154,5 @@ class Once:
 
 
 @pytest.fixture(scope="session")
-def once(zygote: Zygote) -> Once:
-    return Once(zygote)
+def once(fork_server: ForkServer) -> Once:
+    return Once(fork_server)

@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from kvfix import fix
+from kvfix import catalogue
 from kvfix.ledger import RULES
-from kvfix_tools import docs
 from kvfix_tools.diagnose import findings
-from kvfix_tools.docs import errors, matrix
-from kvfix_tools.docs.markdown import span
-from kvfix_tools.docs.picture import picture
+from maintain import documentation, scenario_matrix
+from maintain.documentation import error_index, support_matrix
+from maintain.documentation.diagnose_picture import picture
+from maintain.documentation.markdown import span
 from tests.conftest import ROOT, clean_environment
 
 
@@ -38,7 +38,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_there_is_a_page_for_everything(site: Path) -> None:
     for folder, codes in {
-        "fixes": [each.code for each in fix.catalogue()],
+        "fixes": [each.code for each in catalogue.fixes()],
         "findings": [each.code for each in findings.catalogue()],
         "rules": [each.code for each in RULES],
     }.items():
@@ -60,7 +60,7 @@ def test_the_site_takes_nothing_from_elsewhere(site: Path) -> None:
 def test_what_is_broken_ends_the_build(tmp_path: Path) -> None:
     """Links to no page and to no heading, and a page that nothing leads to. (With `--quiet` nothing would warn.)"""
     shutil.copytree(ROOT / "docs", tmp_path / "docs")
-    for name in ("mkdocs.yml", *docs.TOP):
+    for name in ("mkdocs.yml", *documentation.TOP):
         shutil.copy(ROOT / name, tmp_path)
     (tmp_path / "tools").symlink_to(ROOT / "tools")
     planted = {
@@ -72,43 +72,43 @@ def test_what_is_broken_ends_the_build(tmp_path: Path) -> None:
         with (tmp_path / page).open("a") as file:
             file.write(f"\n{text}\n")
     done = build(tmp_path, tmp_path / "site")
-    said = done.stdout + done.stderr
+    output = done.stdout + done.stderr
     assert done.returncode != 0
-    assert all(word in said for word in ("nowhere.md", "lmcache-9.9", "nothing.md", "alone.md", "4 warnings")), said
+    assert all(word in output for word in ("nowhere.md", "lmcache-9.9", "nothing.md", "alone.md", "4 warnings")), output
 
 
-PAIRS = matrix.load((ROOT / "docs/matrix.json").read_text())
+PAIRS = scenario_matrix.load((ROOT / "docs/matrix.json").read_text())
 
 
 def test_the_matrix_is_what_the_lab_ran() -> None:
-    page = matrix.page(PAIRS)
-    assert all(told["date"] in page and told["python"] in page for told in PAIRS.values())
+    page = support_matrix.page(PAIRS)
+    assert all(played["date"] in page and played["python"] in page for played in PAIRS.values())
     assert all(f"## LMCache {lmcache} " in page and f"vLLM {vllm} |" in page for vllm, lmcache in PAIRS)
     section = page.partition("## LMCache 0.3.10 ")[2].partition("\n## ")[0]
     row = next(line for line in section.splitlines() if "KVF001" in line)
-    assert row.count(matrix.CURED) == len({vllm for vllm, _ in PAIRS})
+    assert row.count(support_matrix.FIXED) == len({vllm for vllm, _ in PAIRS})
     after = page.partition("## LMCache 0.3.10.post1 ")[2].partition("\n## ")[0]
     assert "KVF001" not in after
     assert "KVF002" in after
 
 
-def test_the_matrix_tells_what_is_not_cured_and_what_was_not_played() -> None:
-    pairs = {pair: {**told, "outcomes": [dict(row) for row in told["outcomes"]]} for pair, told in PAIRS.items()}
+def test_the_matrix_shows_bugs_that_are_not_fixed_and_pairs_that_could_not_be_played() -> None:
+    pairs = {pair: {**played, "outcomes": [dict(row) for row in played["outcomes"]]} for pair, played in PAIRS.items()}
     pair = ("0.32.0", "0.3.10")
     for row in pairs[pair]["outcomes"]:
         if row["scenario"] == "mismatch-in-tokens-to-load":
             row["fixed"] = "violated"
     pairs["0.32.0", "0.5.6"] = {"date": "2026-01-01", "python": "3.11", "code": "x", "why": "ImportError: no"}
-    page = matrix.page(pairs)
+    page = support_matrix.page(pairs)
     line = next(line for line in page.splitlines() if line.startswith("| [0.3.10]"))
-    assert line.endswith(" cured, **1 not** |")
-    assert matrix.NOT_CURED in page.partition("## LMCache 0.3.10 ")[2].partition("\n## ")[0]
-    assert matrix.NOT_CURED in matrix.of_fix(pairs, "KVF001")
+    assert line.endswith(" fixed, **1 not** |")
+    assert support_matrix.NOT_FIXED in page.partition("## LMCache 0.3.10 ")[2].partition("\n## ")[0]
+    assert support_matrix.NOT_FIXED in support_matrix.of_fix(pairs, "KVF001")
     assert "could not be played |" in next(line for line in page.splitlines() if line.startswith("| [0.5.6]"))
 
 
 def test_of_a_fix_the_matrix_has_every_pair() -> None:
-    text = matrix.of_fix(PAIRS, "KVF001")
+    text = support_matrix.of_fix(PAIRS, "KVF001")
     head, _, *rows = text.partition("\n\n")[0].splitlines()
     assert [cell.strip() for cell in head.split("|")[2:-1]] == [
         "0.3.9 to 0.3.9.post2",
@@ -116,17 +116,17 @@ def test_of_a_fix_the_matrix_has_every_pair() -> None:
         "0.3.10.post1 to 0.5.6",
     ]
     assert len(rows) == len({vllm for vllm, _ in PAIRS})
-    assert "does not play it" in matrix.of_fix(PAIRS, "KVF902")
+    assert "does not play it" in support_matrix.of_fix(PAIRS, "KVF902")
 
 
-def test_releases_are_told_as_runs() -> None:
+def test_releases_are_listed_as_runs() -> None:
     known = ["0.3.9", "0.3.10", "0.3.11", "0.4.1"]
     assert span(known, known) == "0.3.9 to 0.4.1"
     assert span(["0.3.9", "0.3.11", "0.4.1"], known) == "0.3.9, 0.3.11 to 0.4.1"
 
 
 def test_messages_lead_to_their_findings_and_fixes() -> None:
-    by_text = {entry.text: entry for entry in errors.entries()}
+    by_text = {entry.text: entry for entry in error_index.entries()}
     crash = next(entry for text, entry in by_text.items() if "Mismatch in tokens to load" in text)
     assert (crash.findings, crash.fixes) == (("KVD101", "KVD102"), ("KVF001", "KVF003"))
     spec = next(entry for text, entry in by_text.items() if "was not given a load spec" in text)
@@ -140,13 +140,13 @@ def test_messages_lead_to_their_findings_and_fixes() -> None:
 
 
 def test_no_message_is_left_without_an_answer() -> None:
-    assert all(entry.findings or entry.fixes for entry in errors.entries())
-    told = {code for entry in errors.entries() for code in entry.findings}
-    # Told by counts over the whole log, or by numbers in lines that every log has; of the unknown there is no text.
-    untold = [rule for rule in findings.catalogue() if rule.code not in told]
-    assert [rule.code for rule in untold if not {"", "asked", "stats", "retrieved"} >= set(rule.on)] == ["KVD199"]
-    page = errors.page()
-    assert all(f"findings/{code.lower()}.md" in page for code in told)
+    assert all(entry.findings or entry.fixes for entry in error_index.entries())
+    found = {code for entry in error_index.entries() for code in entry.findings}
+    # By counts over the whole log, or by numbers in lines that every log has; the unknown exception has no text.
+    without = [rule for rule in findings.catalogue() if rule.code not in found]
+    assert [rule.code for rule in without if not {"", "asked", "stats", "retrieved"} >= set(rule.on)] == ["KVD199"]
+    page = error_index.page()
+    assert all(f"findings/{code.lower()}.md" in page for code in found)
 
 
 def test_the_picture_is_of_the_present_program() -> None:
@@ -154,4 +154,4 @@ def test_the_picture_is_of_the_present_program() -> None:
     made = picture(gzip.decompress(log.read_bytes()))
     assert "KVD101" in made
     assert "KVF001" in made
-    assert made == (ROOT / "docs/diagnose.svg").read_text(), "make it anew: see kvfix_tools/docs/picture.py"
+    assert made == (ROOT / "docs/diagnose.svg").read_text(), "make it anew: maintain/documentation/diagnose_picture.py"

@@ -1,7 +1,8 @@
-"""Wheel and sdist: what is in them, and that kvfix works where vLLM, LMCache and torch are not."""
+"""Wheel and source archive: their content, and that kvfix works where vLLM, LMCache and torch are not installed."""
 
 from __future__ import annotations
 
+import ast
 import gzip
 import json
 import sys
@@ -11,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import kvfix
-from kvfix import fix
+from kvfix import catalogue
 from maintain import release
 from tests.conftest import ROOT
 from tests.release.conftest import Shell
@@ -19,7 +20,7 @@ from tests.release.conftest import Shell
 LOGS = ROOT / "tests/diagnose/logs"
 
 
-def test_the_wheel_holds_what_runs_and_no_more(wheel: Path) -> None:
+def test_the_wheel_has_both_packages_and_nothing_else(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
         metadata = archive.read(next(name for name in names if name.endswith("METADATA"))).decode()
@@ -29,6 +30,7 @@ def test_the_wheel_holds_what_runs_and_no_more(wheel: Path) -> None:
         str(path.relative_to(ROOT / "patches/upstream")) for path in (ROOT / "patches/upstream").rglob("*.patch")
     }
     assert {name.partition("upstream_patches/")[2] for name in names if name.endswith(".patch")} == patches
+    # `maintain` is not among them: what only maintainers run.
     assert {name.partition("/")[0].partition("-")[0] for name in names} == {"kvfix", "kvfix_tools"}
     needed = [line for line in metadata.splitlines() if line.startswith("Requires-Dist")]
     assert needed
@@ -38,6 +40,23 @@ def test_the_wheel_holds_what_runs_and_no_more(wheel: Path) -> None:
 def test_the_version_is_one(wheel: Path) -> None:
     assert wheel.name.split("-")[1] == kvfix.__version__
     assert f"\n## {kvfix.__version__}" in (ROOT / "CHANGELOG.md").read_text()
+
+
+def imported(folder: Path) -> set[str]:
+    """Names of all modules that the files in this folder import, anywhere in them."""
+    nodes = [node for file in folder.rglob("*.py") for node in ast.walk(ast.parse(file.read_text()))]
+    names = {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    return names | {node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module}
+
+
+@pytest.mark.parametrize(
+    ("folder", "never"),
+    [("patches/kvfix", {"kvfix_tools", "maintain", "tests"}), ("tools/kvfix_tools", {"maintain", "tests", "mkdocs"})],
+)
+def test_no_package_needs_what_is_not_installed_with_it(folder: str, never: set[str]) -> None:
+    packages = {name.partition(".")[0] for name in imported(ROOT / folder)}
+    assert "kvfix" in packages
+    assert not packages & never
 
 
 def test_the_sdist_is_a_checkout(wheel: Path, checkout: Path) -> None:
@@ -55,7 +74,7 @@ def test_the_wheel_works_in_an_empty_environment(wheel: Path, tmp_path: Path) ->
     """As `make release` tries it; and the trial can fail."""
     programs = release.install(wheel, tmp_path / "venv")
     assert list(release.failures(programs, kvfix.__version__)) == []
-    package = next((tmp_path / "venv").rglob("site-packages/kvfix_tools/catalogue.py"))
+    package = next((tmp_path / "venv").rglob("site-packages/kvfix_tools/status.py"))
     package.write_text("raise RuntimeError('planted')")
     (failure,) = release.failures(programs, kvfix.__version__)
     assert failure.startswith("kvfix status: exit 1")
@@ -81,18 +100,18 @@ def test_a_log_is_diagnosed(shell: Shell, tmp_path: Path) -> None:
     done = shell(
         f"kvfix-diagnose {log}; echo $?; kubectl() {{ cat {log}; }}; kubectl logs -f POD | kvfix-diagnose - --json"
     )
-    told, _, rest = done.stdout.partition("\n1\n")
-    assert "SUMMARY: kvfix-diagnose: KVD101" in told
+    text, _, rest = done.stdout.partition("\n1\n")
+    assert "SUMMARY: kvfix-diagnose: KVD101" in text
     assert [found["code"] for found in json.loads(rest)["findings"]] == ["KVD101"]
     healthy = shell(f"kvfix-diagnose {LOGS / 'healthy-0.5.6.log.gz'}")
     assert healthy.returncode == 0, healthy.stdout
 
 
 def test_the_other_commands_say_something_useful(shell: Shell, tmp_path: Path) -> None:
-    status = shell("kvfix status")
+    status = shell("kvfix status --all")
     assert status.returncode == 0
     assert "Run it where the engine runs" in status.stdout
-    for each in fix.catalogue():
+    for each in catalogue.fixes():
         assert each.code in status.stdout
     explained = shell("kvfix explain KVF001")
     assert explained.returncode == 0
@@ -103,9 +122,9 @@ def test_the_other_commands_say_something_useful(shell: Shell, tmp_path: Path) -
     played = shell("kvfix lab run --all")
     assert played.returncode == 2
     assert "vllm is not installed here" in played.stderr
-    trip = shell("kvfix roundtrip")
-    assert (trip.returncode, trip.stdout) == (77, "")
-    assert "no torch" in trip.stderr
+    roundtrip = shell("kvfix roundtrip")
+    assert (roundtrip.returncode, roundtrip.stdout) == (77, "")
+    assert "no torch" in roundtrip.stderr
 
 
 @pytest.mark.parametrize(

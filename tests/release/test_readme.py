@@ -28,12 +28,12 @@ import sys
 from vllm.plugins import load_general_plugins
 load_general_plugins()
 from kvfix_tools.lab.scenario import find
-from kvfix_tools.lab.world import Died, World
+from kvfix_tools.lab.lab_engine import EngineDied, LabEngine
 scenario = find("mismatch-in-tokens-to-load")
-world = World(scenario.options)
+world = LabEngine(scenario.options)
 try:
     scenario.play(world)
-except Died:
+except EngineDied:
     sys.exit("\\n".join(str(found) for found in world.findings))
 print("finished:", len(world.log), "events")
 """
@@ -87,8 +87,8 @@ def test_the_error_is_the_engines_own(died: dict[str, str]) -> None:
 
 def test_two_lines_fix_the_engine(died: dict[str, str]) -> None:
     assert "finished:" in died["fixed"]
-    (told,) = (block.text for block in of(DIED) if block.text.startswith("kvfix INFO"))
-    assert re.search(re.escape(told).replace("7703", r"\d+"), died["fixed"]), died["fixed"]
+    (line,) = (block.text for block in of(DIED) if block.text.startswith("kvfix INFO"))
+    assert re.search(re.escape(line).replace("7703", r"\d+"), died["fixed"]), died["fixed"]
 
 
 def test_the_two_other_ways_reach_the_program(shell: Shell) -> None:

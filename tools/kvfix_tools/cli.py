@@ -13,7 +13,7 @@ from typing import Annotated, Optional
 import typer
 
 import kvfix
-from kvfix.choice import MODES
+from kvfix.config import MODES
 from kvfix_tools.lab.cli import app as lab
 
 app = typer.Typer(
@@ -52,30 +52,31 @@ def status(
         bool,
         typer.Option("--released", help="Not the installation: the newest releases of the package index (by pip)."),
     ] = False,
+    everything: Annotated[bool, typer.Option("--all", help="List also what needs nothing.")] = False,
 ) -> None:
     """Which fixes this installation needs, has, or does not need, and why. Exit 1 if one is needed or unclear."""
     if released:
-        if probe:
-            raise typer.BadParameter("--probe imports what is installed; with --released nothing is")
-        from kvfix_tools import released as newest
+        if probe or everything:
+            raise typer.BadParameter("--probe and --all are for what is installed, and --released is not")
+        from kvfix_tools import status_released
 
-        raise typer.Exit(newest.status(json))
-    from kvfix_tools import catalogue
+        raise typer.Exit(status_released.status(json))
+    from kvfix_tools import status
 
-    raise typer.Exit(catalogue.status(json, probe))
+    raise typer.Exit(status.status(json, probe, everything))
 
 
 @app.command()
 def explain(name: Annotated[str, typer.Argument(metavar="CODE|SLUG")], json: Json = False) -> None:
     """A fix (KVF...): symptom, cause, releases; a rule of the ledger (KVR...); a finding in logs (KVD...)."""
-    from kvfix_tools import catalogue
+    from kvfix_tools import explain
 
-    raise typer.Exit(catalogue.explain(name, json))
+    raise typer.Exit(explain.explain(name, json))
 
 
 @app.command()
 def replay(files: Annotated[list[Path], typer.Argument(metavar="FILE...")], json: Json = False) -> None:
-    """Recorder files or bundles through the ledger once more: what was violated, and its story. Exit 1 if anything was.
+    """Recorder files or bundles through the ledger again: what was violated, and its history. Exit 1 if anything was.
 
     Those of several processes, ranks and nodes are laid side by side.
     """
@@ -102,7 +103,7 @@ def run(
     mode: Annotated[str, typer.Option(help=f"What kvfix does in it: {', '.join(MODES)}.")] = "fix",
     only: Names = None,
     skip: Names = None,
-    layers: Annotated[bool, typer.Option("--layers", help="Watch hooks that run once per layer too.")] = False,
+    layers: Annotated[bool, typer.Option("--layers", help="Record hooks that run once per layer too.")] = False,
 ) -> None:
     """A program with kvfix in it and in all its children, also one that loads no vLLM plugins (lmcache server)."""
     from kvfix_tools import launch
@@ -139,16 +140,15 @@ def upstream_export(
 def diagnose(
     paths: Annotated[list[str], typer.Argument(metavar="PATH... | -", help="Logs, folders, .gz, .zst; - is stdin.")],
     json: Json = False,
-    request: Annotated[str, typer.Option(metavar="ID", help="One request's story in full.")] = "",
+    request: Annotated[str, typer.Option(metavar="ID", help="One request's history in full.")] = "",
     html: Annotated[str, typer.Option(metavar="FILE", help="One self-contained page.")] = "",
     perfetto: Annotated[str, typer.Option(metavar="FILE", help="Chrome trace JSON, for ui.perfetto.dev.")] = "",
     everything: Annotated[bool, typer.Option("--all", help="Every finding in full.")] = False,
-    jobs: Annotated[int, typer.Option(help="Processes; 0: all cores.")] = 0,
 ) -> None:
-    """What a log tells: findings with their arithmetic, cause and remedy. Exit 1 if there are any."""
+    """Known bugs in a log: findings with their arithmetic, cause and remedy. Exit 1 if there are any."""
     from kvfix_tools.diagnose import command
 
-    raise typer.Exit(command.main(paths, json, request, html, perfetto, everything, jobs))
+    raise typer.Exit(command.main(paths, json, request, html, perfetto, everything))
 
 
 @app.command(add_help_option=False, context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
@@ -168,8 +168,10 @@ def main() -> None:
 
 
 def main_diagnose() -> None:
-    """Entry point of `kvfix-diagnose`."""
-    app(["diagnose", *sys.argv[1:]], prog_name="kvfix-diagnose")
+    """Entry point of `kvfix-diagnose`, which is the command `diagnose` alone."""
+    alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    alone.command()(diagnose)
+    alone(prog_name="kvfix-diagnose")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`kvfix run -- CMD`: hand the choice to a program through its environment, then become that program."""
+"""`kvfix run -- CMD`: write the choice of fixes into the environment, then become the program CMD."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import kvfix
-from kvfix.choice import Choice
+from kvfix.config import Config
 
 BOOTSTRAP = Path(kvfix.__file__).with_name("bootstrap")
 
@@ -17,7 +17,7 @@ BOOTSTRAP = Path(kvfix.__file__).with_name("bootstrap")
 def run(command: Sequence[str], mode: str, only: Sequence[str] | None, skip: Sequence[str] | None, layers: bool) -> int:
     """Replaces this process. Returns only if it cannot: 2 for a wrong choice, 126 or 127 as a shell does."""
     try:
-        choice = Choice.make(mode, only, skip, layers)
+        choice = Config.make(mode, only, skip, layers)
     except ValueError as error:
         print(f"kvfix run: {error}", file=sys.stderr)
         return 2
@@ -25,7 +25,7 @@ def run(command: Sequence[str], mode: str, only: Sequence[str] | None, skip: Seq
     if program is None:
         print(f"kvfix run: {command[0]}: no such program on PATH", file=sys.stderr)
         return 127
-    if not Choice.is_off(os.environ.get("KVFIX")):
+    if not Config.is_off(os.environ.get("KVFIX")):
         kvfix.apply(choice.mode, choice.only, choice.skip, choice.layers)
     else:
         print("kvfix run: KVFIX=off is set in the environment: the program runs unpatched", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Where text goes that people read: the terminal, or a file or pipe that has no edge."""
+"""Where text for people goes: a terminal, or a file or pipe, which has no width."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import sys
 
 from rich.console import Console
 
-#: Columns of what is no terminal: rich would take 80, and cut tables there.
-_NO_EDGE = 10_000
+#: Columns where there is no terminal: rich would take 80, and cut tables there.
+_COLUMNS = 10_000
 
 
 def console() -> Console:
-    """Of stdout: as wide as the terminal, and without an edge or colour where there is none."""
-    return Console() if sys.stdout.isatty() else Console(width=_NO_EDGE)
+    """Of stdout: as wide as the terminal; without a terminal it cuts nothing and has no colour."""
+    return Console() if sys.stdout.isatty() else Console(width=_COLUMNS)

@@ -17,28 +17,33 @@ from typing import NamedTuple
 
 from rich.table import Table
 
-from kvfix import fix
+from kvfix import catalogue
 from kvfix_tools import screen
 
-#: In a wheel the patches are beside this file, in a checkout where they are kept.
-HERE = Path(__file__).parent
-FOLDERS = (HERE / "upstream_patches", HERE.parents[1] / "patches/upstream")
+#: Of the patches: in a wheel, and in a checkout.
+FOLDERS = (Path(__file__).with_name("upstream_patches"), Path(__file__).parents[2] / "patches/upstream")
 
 #: Fixes that the newest releases need and that have no patch here, and why.
 WITHOUT = {
     ("KVF020", "lmcache"): (
         "https://github.com/LMCache/LMCache/pull/4467 and https://github.com/LMCache/LMCache/pull/4887 are open; the "
-        "second mends the compiled operations too, which cannot be tried without a GPU"
+        "second fixes the compiled operations too, which cannot be tried without a GPU"
     ),
     ("KVF901", "lmcache"): (
         "which hash is the default is for LMCache to decide: another one finds nothing of what is stored now"
     ),
     ("KVF205", "vllm"): (
         "https://github.com/vllm-project/vllm/pull/49252 and https://github.com/vllm-project/vllm/pull/45146 are open, "
-        "and mend it in the runner, which cannot be tried without a GPU"
+        "and fix it in the runner, which cannot be tried without a GPU"
     ),
     ("KVF902", "lmcache"): "a server that answers what it cannot do is a change of the protocol, not of a function",
 }
+
+
+NO_SUBMITTER = (
+    "git does not know who you are, and both projects ask for your sign-off (DCO). Set it with: "
+    "git config --global user.name NAME; git config --global user.email ADDRESS"
+)
 
 
 class Ready(NamedTuple):
@@ -61,7 +66,7 @@ def ready() -> list[Ready]:
     for folder in FOLDERS:
         for path in folder.glob("*/*.patch"):
             dist, _, version = path.stem.partition("-")
-            known = fix.find(path.parent.name)
+            known = catalogue.find(path.parent.name)
             found.append(Ready(known.code if known else "", path.parent.name, dist, version, _subject(path), path))
     return sorted(found)
 
@@ -82,30 +87,27 @@ def show(json: bool) -> int:
     for row in rows:
         table.add_row(row.code, row.slug, f"{row.dist} {row.version}", row.subject)
     screen.console().print(table)
-    for (code, dist), why in WITHOUT.items():
-        print(f"no patch of {code} for {dist}: {why}")
+    for known in catalogue.fixes():
+        for dist, why in known.no_patch.items():
+            print(f"no patch of {known.code} for {dist}: {why}")
     return 0
 
 
 def export(name: str, dist: str | None, version: str | None, folder: Path) -> int:
     """Write the patches of one fix, signed off by the submitter. 2 where there is none, or git knows no submitter."""
-    known = fix.find(name)
+    known = catalogue.find(name)
     wanted = [
         row
         for row in ready()
         if known is not None and row.code == known.code and dist in (None, row.dist) and version in (None, row.version)
     ]
     if not wanted:
-        kept = ", ".join(f"{row.slug} ({row.dist} {row.version})" for row in ready())
-        print(f"kvfix upstream export: there is no such patch; there are: {kept}", file=sys.stderr)
+        known_patches = ", ".join(f"{row.slug} ({row.dist} {row.version})" for row in ready())
+        print(f"kvfix upstream export: there is no such patch; there are: {known_patches}", file=sys.stderr)
         return 2
     submitter = {key: _git_config(f"user.{key}") for key in ("name", "email")}
     if not all(submitter.values()):
-        print(
-            "kvfix upstream export: git does not know who you are, and both projects ask for your sign-off (DCO). Set "
-            "it with: git config --global user.name NAME; git config --global user.email ADDRESS",
-            file=sys.stderr,
-        )
+        print(f"kvfix upstream export: {NO_SUBMITTER}", file=sys.stderr)
         return 2
     folder.mkdir(parents=True, exist_ok=True)
     for row in wanted:

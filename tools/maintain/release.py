@@ -2,13 +2,14 @@
 
     python -m maintain.release [FOLDER]
 
-The wheel is built from the source archive, as whoever has only that would. Exit 1 if what is installed from it does not
-work.
+The wheel is built from the source archive. It is installed in an empty environment, without vLLM and LMCache, and a few
+commands are run there. Exit 1 if one of them does not work.
 """
 
 from __future__ import annotations
 
 import gzip
+import os
 import subprocess
 import sys
 import tarfile
@@ -46,15 +47,19 @@ def install(wheel: Path, environment: Path) -> Path:
 
 
 def failures(programs: Path, version: str) -> Iterator[str]:
-    """What does not work of kvfix installed there, without vLLM and LMCache."""
+    """Each command of kvfix that does not work as installed there; and `maintain`, if it is installed too."""
     log = gzip.decompress(LOG.read_bytes())
-    tried = (
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    no_maintain = ["python", "-c", "import importlib.util as u; print('maintain:', u.find_spec('maintain'))"]
+    commands = (
         (["kvfix", "--version"], 0, f"kvfix {version}"),
         (["kvfix", "status"], 0, "Run it where the engine runs"),
         (["kvfix-diagnose", "-"], 1, "SUMMARY: kvfix-diagnose: KVD101"),
+        (no_maintain, 0, "maintain: None"),
     )
-    for (program, *arguments), code, text in tried:
-        done = subprocess.run([str(programs / program), *arguments], input=log, capture_output=True, check=False)
+    for (program, *arguments), code, text in commands:
+        command = [str(programs / program), *arguments]
+        done = subprocess.run(command, input=log, env=environment, capture_output=True, check=False)
         if done.returncode != code or text not in done.stdout.decode():
             yield f"{program} {' '.join(arguments)}: exit {done.returncode}\n{(done.stdout + done.stderr).decode()}"
 

@@ -1,6 +1,6 @@
 """docs/diagnose.svg: what kvfix-diagnose prints of the log of a real engine that died, as a picture for the README.
 
-python -m kvfix_tools.docs.picture tests/diagnose/logs/crash-0.3.10.log.gz > docs/diagnose.svg
+python -m maintain.documentation.diagnose_picture tests/diagnose/logs/crash-0.3.10.log.gz > docs/diagnose.svg
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import Any
 
 from rich.console import Console
 
-from kvfix_tools.diagnose import report, scan
-from kvfix_tools.diagnose.case import Case
+from kvfix_tools.diagnose import report_text
+from kvfix_tools.diagnose.diagnosis import diagnosed
 
 NAME = "engine.log"
 COLUMNS = 118
@@ -29,14 +29,12 @@ class _Terminal(Console):
 
 
 def picture(log: bytes) -> str:
-    case = Case()
-    case.bytes = len(log)
-    case.take(NAME, 1, scan.hits(log))
+    found = diagnosed(log, NAME)
     console = _Terminal(
         record=True, width=COLUMNS, force_terminal=True, color_system="truecolor", file=io.StringIO(), highlight=False
     )
     console.print(f"[bold]$ kvfix-diagnose {NAME}[/]")
-    report.print_all(case, case.end(), console, everything=False)
+    report_text.print_all(found, found.findings, console, everything=False)
     svg = console.export_svg(title="kvfix-diagnose", unique_id="kvfix")
     # rich has the reader's browser fetch a font from elsewhere; any monospaced one will do.
     lines = re.sub(r"@font-face \{.*?\}\s*", "", svg, flags=re.S).splitlines()

@@ -1,17 +1,18 @@
-"""Markdown, written: links from one made page to another, tables, spans of releases."""
+"""Markdown, written: links from one made page to another, tables, sections, spans of releases."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from itertools import groupby
 
-_FOLDERS = {"KVF": "fixes", "KVD": "findings", "KVR": "rules"}
+FOLDERS = {"KVF": "fixes", "KVD": "findings", "KVR": "rules"}
 NAMES = {"lmcache": "LMCache", "vllm": "vLLM"}
 
 
-def link(code: str, words: str = "", up: str = "../") -> str:
+def link(code: str, up: str = "../") -> str:
     """To the page of a fix, finding or rule. up: from this page to the top."""
-    return f"[{words or code}]({up}{_FOLDERS[code[:3]]}/{code.lower()}.md)"
+    return f"[{code}]({up}{FOLDERS[code[:3]]}/{code.lower()}.md)"
 
 
 def links(codes: Iterable[str], up: str = "../") -> str:
@@ -25,13 +26,17 @@ def code(text: str) -> str:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [list(head), ["---"] * len(head), *(list(row) for row in rows)]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    return "".join(f"| {' | '.join(line)} |\n" for line in (head, ["---"] * len(head), *rows))
 
 
 def facts(rows: dict[str, str]) -> str:
-    """A list of what has a value."""
+    """A list of the rows that have a value."""
     return "".join(f"- {name}: {value}\n" for name, value in rows.items() if value)
+
+
+def sections(parts: dict[str, str]) -> str:
+    """A heading and its text for each part that has a text."""
+    return "".join(f"## {name}\n\n{text}\n" for name, text in parts.items() if text)
 
 
 def prose(text: str) -> str:
@@ -41,13 +46,5 @@ def prose(text: str) -> str:
 
 def span(releases: Sequence[str], among: Sequence[str]) -> str:
     """`0.3.9 to 0.3.11, 0.4.1`: those of a sorted list, as runs of it."""
-    runs: list[list[str]] = []
-    before = ""
-    for release in among:
-        if release in releases:
-            if before in releases:
-                runs[-1].append(release)
-            else:
-                runs.append([release])
-        before = release
+    runs = [list(run) for inside, run in groupby(among, key=lambda release: release in releases) if inside]
     return ", ".join(run[0] if len(run) == 1 else f"{run[0]} to {run[-1]}" for run in runs)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from kvfix import fix
+from kvfix import catalogue
 from tests.conftest import RELEASES, Fresh
 
 RELEASED = [sys.executable, "-m", "kvfix_tools.cli", "status", "--released"]
@@ -32,8 +32,8 @@ def publish(index: Path, dist: str, version: str, changes: dict[str, str | None]
     """A small wheel of the released files that kvfix's fixes are for, in an index as pip reads it. None: left out."""
     names = {
         f"{patch.module.replace('.', '/')}.py"
-        for each in fix.catalogue()
-        for patch in each.patches
+        for each in catalogue.fixes()
+        for patch in each.targets
         if patch.dist == dist
     }
     texts = {name: (root(dist) / name).read_text() for name in sorted(names) if (root(dist) / name).is_file()}
@@ -69,35 +69,35 @@ def test_nothing_has_changed(fresh: Fresh, index: Path) -> None:
     assert code == 0
     assert {row["change"] for row in rows} == {"unchanged"}
     assert {(row["dist"], row["version"]) for row in rows} == {("lmcache", "0.5.6"), ("vllm", "0.32.0")}
-    told = {row["code"]: row["verdict"] for row in rows}
-    assert told["KVF001"] == "fixed-upstream"
-    assert told["KVF003"] == "applicable"
-    assert told["KVF201"] == "applicable"
-    assert set(told) == {each.code for each in fix.catalogue()}
+    verdicts = {row["code"]: row["verdict"] for row in rows}
+    assert verdicts["KVF001"] == "fixed-upstream"
+    assert verdicts["KVF003"] == "applicable"
+    assert verdicts["KVF201"] == "applicable"
+    assert set(verdicts) == {each.code for each in catalogue.fixes()}
 
 
-def test_what_has_changed_is_told(fresh: Fresh, index: Path) -> None:
+def test_what_has_changed_is_listed(fresh: Fresh, index: Path) -> None:
     """A newer LMCache in which one function is written anew and one file has gone; a vLLM that Python cannot read."""
     text = (root("lmcache") / ADAPTER).read_text()
     hook = "def get_num_new_matched_tokens("
     assert text.count(hook) == 1
     body = text.index('"""', text.index('"""', text.index(hook)) + 3) + 3
     changed = f"{text[:body]}\n        logger.debug('new')\n{text[body:]}"
-    gone = next(patch.module for each in fix.catalogue() for patch in each.patches if each.code == "KVF016")
+    gone = next(patch.module for each in catalogue.fixes() for patch in each.targets if each.code == "KVF016")
     publish(index, "lmcache", "0.5.7", {ADAPTER: changed, f"{gone.replace('.', '/')}.py": None})
     publish(index, "lmcache", "0.6.0rc1", {ADAPTER: None})  # no release, and so not the newest
     publish(index, "vllm", "0.33.0", {SCHEDULER: "this is no Python"})
     code, rows, _ = ask(fresh, index)
     assert code == 1
     assert {(row["dist"], row["version"]) for row in rows} == {("lmcache", "0.5.7"), ("vllm", "0.33.0")}
-    told = {row["code"]: (row["change"], row["verdict"], row["reason"]) for row in rows}
-    assert told["KVF003"][:2] == ("changed", "unknown")
-    assert "get_num_new_matched_tokens has code of no release" in told["KVF003"][2]
-    assert told["KVF016"][:2] == ("unknown", "unknown")
-    assert "has gone" in told["KVF016"][2]
-    assert told["KVF201"][0] == "unknown"
-    assert "cannot be read as Python" in told["KVF201"][2]
-    assert told["KVF005"][:2] == ("unchanged", "applicable")
+    found = {row["code"]: (row["change"], row["verdict"], row["reason"]) for row in rows}
+    assert found["KVF003"][:2] == ("changed", "unknown")
+    assert "get_num_new_matched_tokens has code of no release" in found["KVF003"][2]
+    assert found["KVF016"][:2] == ("unknown", "unknown")
+    assert "has gone" in found["KVF016"][2]
+    assert found["KVF201"][0] == "unknown"
+    assert "cannot be read as Python" in found["KVF201"][2]
+    assert found["KVF005"][:2] == ("unchanged", "applicable")
     code, text, _ = ask(fresh, index, "")
     assert code == 1
     assert "newest lmcache: 0.5.7 (kvfix knows up to 0.5.6)" in text
@@ -117,8 +117,8 @@ def test_an_older_release_is_put_back(fresh: Fresh, index: Path) -> None:
 
 
 def test_without_an_index_it_says_so(fresh: Fresh, tmp_path: Path) -> None:
-    code, text, said = ask(fresh, tmp_path / "nowhere")
+    code, text, error = ask(fresh, tmp_path / "nowhere")
     assert (code, text) == (77, "")
-    assert "pip could not fetch lmcache" in said
-    assert "Traceback" not in said
+    assert "pip could not fetch lmcache" in error
+    assert "Traceback" not in error
     assert fresh.run([*RELEASED, "--probe"]).returncode == 2

@@ -1,7 +1,7 @@
 """`kvfix status --released`: have the newest LMCache and vLLM of the package index changed what the fixes correct?
 
-pip fetches the wheels, with all its settings (index, mirrors, proxies, find-links, certificates); the files of the
-functions in question are read from them. Nothing is installed, and nothing of them is run.
+pip downloads the wheels, with all its settings (index, mirrors, proxies, find-links, certificates); kvfix reads the
+files of the functions in question from them. Nothing is installed, and no code of theirs is run.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from packaging.utils import parse_wheel_filename
 from packaging.version import Version
 from rich.table import Table
 
-from kvfix import target, verdict
-from kvfix.fix import Patch, catalogue
+from kvfix import applicability, catalogue, installed_source
+from kvfix.fixes.api import Target
 from kvfix_tools import screen
 
 DISTS = ("lmcache", "vllm")
-#: Whatever machine this is, the wheel for Linux is looked at: the code of the functions is the same in all.
+#: On whatever machine, the wheel for Linux is read: the code of the functions is the same in all.
 _PLATFORMS = [f"manylinux_2_{minor}_x86_64" for minor in (39, 35, 34, 31, 28, 27, 24, 17)]
 _PYTHON = "3.12"
 #: Seconds for one download; vLLM's wheel has several hundred megabytes.
 _LIMIT = 1800
 
-#: The worst first: a row tells of the worst of a fix's functions. `unknown`: cannot be compared.
+#: The worst first: a row is about the worst of a fix's functions. `unknown`: cannot be compared.
 CHANGES = ("unknown", "changed", "unchanged")
 
 
@@ -38,7 +38,7 @@ class Unavailable(Exception):
 
 
 class Row(NamedTuple):
-    """A fix on the newest release. change: beside the newest release that kvfix knows. verdict: as `kvfix status`."""
+    """A fix on the newest release. change: since the newest release that kvfix knows. verdict: as `kvfix status`."""
 
     code: str
     slug: str
@@ -79,8 +79,8 @@ def _wheel(dist: str, folder: Path) -> Path:
         return wheels[0]
     if "No module named pip" in done.stderr:
         raise Unavailable(f"{sys.executable} has no pip, which fetches the releases: {sys.executable} -m ensurepip")
-    said = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or done.stderr.splitlines()
-    why = said[-1].removeprefix("ERROR: ") if said else f"it ended with {done.returncode}"
+    errors = [line for line in done.stderr.splitlines() if line.startswith("ERROR")] or done.stderr.splitlines()
+    why = errors[-1].removeprefix("ERROR: ") if errors else f"it ended with {done.returncode}"
     raise Unavailable(
         f"pip could not fetch {dist}: {why}. Is the index reached from here? Try: pip download --no-deps {dist}; "
         "pip's own settings (PIP_INDEX_URL, PIP_FIND_LINKS, PIP_PROXY, pip.conf) are what counts"
@@ -90,20 +90,20 @@ def _wheel(dist: str, folder: Path) -> Path:
 def survey(dist: str, wheel: Path) -> list[Row]:
     """A row for each fix that has a function in this distribution."""
     version = str(parse_wheel_filename(wheel.name)[1])
-    patches = [(fix, [patch for patch in fix.patches if patch.dist == dist]) for fix in catalogue()]
+    patches = [(fix, [target for target in fix.targets if target.dist == dist]) for fix in catalogue.fixes()]
     with tempfile.TemporaryDirectory(prefix="kvfix-released-") as folder:
-        _unpack(wheel, {_file(patch) for _, mine in patches for patch in mine}, Path(folder))
+        _unpack(wheel, {_file(target) for _, mine in patches for target in mine}, Path(folder))
         rows = []
         for fix, mine in patches:
-            told = [_judge(patch, Path(folder)) for patch in mine]
-            if told:
-                worst = min(told, key=lambda each: (CHANGES.index(each[0]), verdict.VERDICTS.index(each[1])))
+            judged = [_judge(target, Path(folder)) for target in mine]
+            if judged:
+                worst = min(judged, key=lambda each: (CHANGES.index(each[0]), applicability.STATES.index(each[1])))
                 rows.append(Row(fix.code, fix.slug, dist, version, *worst))
     return rows
 
 
-def _file(patch: Patch) -> str:
-    return f"{patch.module.replace('.', '/')}.py"
+def _file(target: Target) -> str:
+    return f"{target.module.replace('.', '/')}.py"
 
 
 def _unpack(wheel: Path, names: set[str], folder: Path) -> None:
@@ -112,47 +112,43 @@ def _unpack(wheel: Path, names: set[str], folder: Path) -> None:
             archive.extract(name, folder)
 
 
-def _judge(patch: Patch, folder: Path) -> tuple[str, str, str]:
+def _judge(target: Target, folder: Path) -> tuple[str, str, str]:
     """(change, verdict, reason) of one function."""
-    known = verdict.fingerprints()[patch.dist]
+    known = applicability.fingerprints()[target.dist]
     newest = known["releases"][-1]
-    prints = known["functions"].get(patch.target, {})
-    path = folder / _file(patch)
+    prints = known["functions"].get(target.name, {})
+    path = folder / _file(target)
     try:
-        found = target.fingerprint(path, patch.function) if path.is_file() else None
+        found = installed_source.fingerprint(path, target.function) if path.is_file() else None
     except (SyntaxError, UnicodeDecodeError) as error:
-        return "unknown", "unknown", f"{_file(patch)} cannot be read as Python here ({error})"
+        return "unknown", "unknown", f"{_file(target)} cannot be read as Python here ({error})"
     if found is None:
         if not any(newest in releases for releases in prints.values()):
-            return "unchanged", "not-affected", f"{patch.function} is not there, as in {newest}"
-        return "unknown", "unknown", f"{patch.function} has gone from {_file(patch)}"
+            return "unchanged", "not-affected", f"{target.function} is not there, as in {newest}"
+        return "unknown", "unknown", f"{target.function} has gone from {_file(target)}"
     if found not in prints:
-        return (
-            "changed",
-            "unknown",
-            f"{patch.function} has code of no release that kvfix knows; in an engine the probe decides",
-        )
-    told = verdict.judge_releases(patch, prints[found])
-    same = newest in prints[found]
-    return ("unchanged" if same else "changed"), told.verdict, f"{patch.function} {told.reason}"
+        reason = f"{target.function} has code of no release that kvfix knows; in an engine the probe decides"
+        return "changed", "unknown", reason
+    verdict, reason = applicability.judge_releases(target, prints[found])
+    return ("unchanged" if newest in prints[found] else "changed"), verdict, f"{target.function} {reason}"
 
 
 def _print(rows: list[Row]) -> None:
     console = screen.console()
     for dist in DISTS:
         mine = [row for row in rows if row.dist == dist]
-        newest = verdict.fingerprints()[dist]["releases"][-1]
+        newest = applicability.fingerprints()[dist]["releases"][-1]
         if mine:
             known = "kvfix knows it" if Version(mine[0].version) <= Version(newest) else f"kvfix knows up to {newest}"
             counts = ", ".join(f"{sum(row.change == change for row in mine)} {change}" for change in CHANGES)
             console.print(f"newest {dist}: {mine[0].version} ({known}); what the fixes correct: {counts}", markup=False)
-    looked_at = [row for row in rows if row.change != "unchanged"]
-    if not looked_at:
+    changed = [row for row in rows if row.change != "unchanged"]
+    if not changed:
         return
     table = Table(box=None, header_style="bold", pad_edge=False)
-    for heading in ("code", "fix", "release", "change", "verdict", "reason"):
-        table.add_column(heading, overflow="fold", no_wrap=heading in ("code", "change", "verdict"))
-    for row in looked_at:
+    for heading in ("code", "fix", "release", "change", "status", "reason"):
+        table.add_column(heading, overflow="fold", no_wrap=heading in ("code", "change", "status"))
+    for row in changed:
         table.add_row(row.code, row.slug, f"{row.dist} {row.version}", row.change, row.verdict, row.reason)
     console.print()
     console.print(table)

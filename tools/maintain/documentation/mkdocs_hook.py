@@ -8,12 +8,12 @@ from pathlib import Path
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
-from kvfix_tools import docs
+from maintain import documentation
 
 
 @lru_cache(maxsize=1)
 def _pages(config_file: str) -> dict[str, str]:
-    return docs.pages(Path(config_file).parent)
+    return documentation.pages(Path(config_file).parent)
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:

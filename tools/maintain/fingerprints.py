@@ -1,57 +1,58 @@
-"""Take the fingerprints of every function that a fix corrects, from unpacked releases, into `fingerprints.json`.
+"""`make fingerprints`: take the fingerprints of every function that a fix corrects, from unpacked releases, into
+`kvfix/fingerprints.json`.
 
-    python -m kvfix_tools.fingerprints lmcache .cache/lmcache/*
+    python -m maintain.fingerprints lmcache .cache/lmcache/*
 
 Each folder is one release as `pip install --no-deps --target FOLDER` makes it; `site-packages` will do for the one
-installed. Releases that are in the file already and are not named stay as they are.
+installed. What the file has of other releases stays.
 """
 
 from __future__ import annotations
 
 import json
 import sys
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from packaging.version import Version
 
 import kvfix
-from kvfix import target
-from kvfix.fix import catalogue
+from kvfix import catalogue, installed_source
 
 FILE = Path(kvfix.__file__).with_name("fingerprints.json")
 
 
 def take(dist: str, folder: Path) -> tuple[str, dict[str, str]]:
     """(version, {target: fingerprint}) of the release in this folder. Raises ValueError if there is none."""
-    from importlib import metadata
-
-    found_here = {found.name: found.version for found in metadata.distributions(path=[str(folder)])}
-    versions = [found_here[name] for name in target.PROVIDERS.get(dist, (dist,)) if name in found_here]
-    if not versions:
+    versions = {found.name: found.version for found in metadata.distributions(path=[str(folder)])}
+    providers = [name for name in installed_source.PROVIDERS.get(dist, (dist,)) if name in versions]
+    if not providers:
         raise ValueError(f"{folder} holds no distribution of {dist}")
     found = {}
-    for patch in {patch.target: patch for fix in catalogue() for patch in fix.patches if patch.dist == dist}.values():
-        path = folder.joinpath(*patch.module.split(".")).with_suffix(".py")
-        fingerprint = target.fingerprint(path, patch.function) if path.is_file() else None
+    for target in {
+        target.name: target for fix in catalogue.fixes() for target in fix.targets if target.dist == dist
+    }.values():
+        path = folder.joinpath(*target.module.split(".")).with_suffix(".py")
+        fingerprint = installed_source.fingerprint(path, target.function) if path.is_file() else None
         if fingerprint is not None:
-            found[patch.target] = fingerprint
-    return versions[0], found
+            found[target.name] = fingerprint
+    return versions[providers[0]], found
 
 
 def merge(known: dict[str, Any], dist: str, taken: dict[str, dict[str, str]]) -> dict[str, Any]:
     """`known` with the releases in `taken` added or replaced; sorted, so that the file changes little."""
     by_release: dict[str, dict[str, str]] = {release: {} for release in known.get(dist, {}).get("releases", ())}
-    for name, prints in known.get(dist, {}).get("functions", {}).items():
-        for fingerprint, releases in prints.items():
+    for target, fingerprints in known.get(dist, {}).get("functions", {}).items():
+        for fingerprint, releases in fingerprints.items():
             for release in releases:
-                by_release[release][name] = fingerprint
+                by_release[release][target] = fingerprint
     by_release.update(taken)
     releases = sorted(by_release, key=Version)
     functions: dict[str, dict[str, list[str]]] = {}
     for release in releases:
-        for name, fingerprint in sorted(by_release[release].items()):
-            functions.setdefault(name, {}).setdefault(fingerprint, []).append(release)
+        for target, fingerprint in sorted(by_release[release].items()):
+            functions.setdefault(target, {}).setdefault(fingerprint, []).append(release)
     return {**known, dist: {"releases": releases, "functions": dict(sorted(functions.items()))}}
 
 

@@ -12,9 +12,9 @@ import tempfile
 import traceback
 
 
-def child(job: dict[str, str], answer_to: int, stderr_to: int) -> None:
-    os.dup2(stderr_to, 2)
-    os.dup2(stderr_to, 1)
+def child(job: dict[str, str], answer_to: int, print_to: int) -> None:
+    os.dup2(print_to, 2)
+    os.dup2(print_to, 1)
     if job["lmcache"]:
         sys.path.insert(0, job["lmcache"])
     names: dict[str, object] = {"result": None}
@@ -37,18 +37,18 @@ def main() -> None:
         exec("".join(sys.argv[1:]), {})
     for line in sys.stdin:
         read, write = os.pipe()
-        with tempfile.TemporaryFile() as said:
+        with tempfile.TemporaryFile() as printed:
             pid = os.fork()
             if pid == 0:
                 os.close(read)
-                child(json.loads(line), write, said.fileno())
+                child(json.loads(line), write, printed.fileno())
             os.close(write)
             with os.fdopen(read) as pipe:
                 text = pipe.read()
             os.waitpid(pid, 0)
-            said.seek(0)
+            printed.seek(0)
             answer = json.loads(text) if text else {"result": None, "error": "the case ended its process\n"}
-            print(json.dumps({**answer, "said": said.read().decode(errors="replace")}), flush=True)
+            print(json.dumps({**answer, "printed": printed.read().decode(errors="replace")}), flush=True)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,79 @@
+"""`make quick` (pytest --quick): a test is left out where it, or a program that it starts, imports torch.
+
+vLLM and LMCache import torch before anything else: so this leaves out all tests that take one of them, and needs no
+list of tests. An audit hook (PEP 578) sees the import. In pytest's own process the test is skipped; a program that it
+starts ends there (without_torch/sitecustomize.py), and the test is skipped for that.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+WHY = "imports torch, vLLM or LMCache"
+#: Folders that are not even collected: their tests install kvfix, start engines, or build a release with a patch.
+FOLDERS = ("engine", "release", "upstream")
+#: Names a file that a program makes where it imports torch.
+VARIABLE = "KVFIX_TEST_WANTS_TORCH"
+SITE = Path(__file__).with_name("without_torch")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--quick", action="store_true", help=f"leave out each test that {WHY}")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--quick"):
+        os.environ[VARIABLE] = str(Path(tempfile.gettempdir(), f"kvfix-wants-torch-{os.getpid()}"))
+        sys.addaudithook(_skip_import)
+
+
+def _skip_import(event: str, arguments: Any) -> None:
+    if event == "import" and arguments[0].partition(".")[0] == "torch":
+        pytest.skip(WHY, allow_module_level=True)
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    return True if config.getoption("--quick") and collection_path.name in FOLDERS else None
+
+
+def site() -> list[str]:
+    """First on the path of the programs that tests start."""
+    return [str(SITE)] if VARIABLE in os.environ else []
+
+
+def skip() -> None:
+    """Where a test is about to import vLLM: leave it out, if --quick was given."""
+    if VARIABLE in os.environ:
+        pytest.skip(WHY)
+
+
+def skip_if_wanted() -> None:
+    """After a program has ended: leave the test out if it ended where it imports torch."""
+    with suppress(KeyError, FileNotFoundError):
+        os.unlink(os.environ[VARIABLE])
+        pytest.skip(WHY)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Iterator[None]:
+    """For a test that starts programs by itself, and fails since one has ended."""
+    try:
+        yield
+    finally:
+        skip_if_wanted()
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    if terminalreporter.config.getoption("--quick"):
+        skipped = terminalreporter.stats.get("skipped", ())
+        count = sum(WHY in str(report.longrepr) for report in skipped)
+        folders = ", ".join(f"tests/{folder}" for folder in FOLDERS)
+        terminalreporter.write_line(f"quick: left out {count} tests, each of which {WHY}; and {folders}")

@@ -1,0 +1,109 @@
+"""A new fix is one file, and its scenario another: every list knows both, because every list is a query."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from pathlib import Path
+
+from tests.conftest import ROOT, Fresh
+
+FIX = '''"""A hit is promised twice.
+
+## Symptom
+`Planted in a test`.
+
+## Cause
+None.
+
+## Fix
+None.
+
+## Releases
+LMCache 0.3.10.
+
+## Upstream
+None.
+
+## Remove when
+Never.
+"""
+
+from kvfix.fixes import stubs
+from kvfix.fixes.api import Fix
+from kvfix.fixes.targets import LMCACHE_V1
+from kvfix.wrapping import after
+
+
+def fix(adapter):
+    return after(lambda impl, answer, *_: answer)
+
+
+FIX = Fix(
+    __name__,
+    __doc__,
+    targets=(LMCACHE_V1.get_num_new_matched_tokens(broken=">=0.3.10", probe=stubs.cannot_tell, fix=fix, place=99),),
+    evidence={"KVR010": "", "KVD101": "", "KVR011": "Planted"},
+    scenarios=("planted-scenario",),
+    no_patch={"lmcache": "it is planted"},
+)
+'''
+SCENARIO = '''"""A planted one."""
+
+from kvfix_tools.lab.scenario import Scenario
+from kvfix_tools.lab.steps import admit, prompt, run
+
+SCENARIO = Scenario(
+    schedule=[admit("r", prompt(8)), run()], rule="LAB004", wrong={"lmcache": ">=0.3.10"}
+)
+'''
+ASK = """
+from kvfix import catalogue, fix_status
+from kvfix.ledger import Finding
+from kvfix_tools import explain, upstream
+from kvfix_tools.diagnose import findings
+from maintain import scenario_matrix
+from maintain.documentation import code_pages
+import contextlib, io, kvfix
+
+def printed(function, *arguments):
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        function(*arguments)
+    return out.getvalue()
+
+finding = Finding("KVR011", "exception-left-hook", "violated", "r", "Planted", None)
+result = {{
+    "status": [row.verdict for row in kvfix.status() if row.code == "KVF099"],
+    "report": [row.code for row in fix_status.handling(finding)],
+    "explain": printed(explain.explain, "kvf099", True),
+    "explain rule": printed(explain.explain, "KVR010", True),
+    "explain lab rule": printed(explain.explain, "LAB004", True),
+    "diagnose": findings.find("KVD101").fixes,
+    "upstream": printed(upstream.show, False),
+    "page": code_pages.of_fix(catalogue.find("KVF099"), scenario_matrix.load(open({matrix!r}).read())),
+}}
+"""
+
+
+def test_every_list_knows_a_new_fix(tmp_path: Path, release, fresh: Fresh) -> None:  # type: ignore[no-untyped-def]
+    ignored = shutil.ignore_patterns("__pycache__")
+    for folder in ("patches/kvfix", "tools/kvfix_tools", "tools/maintain"):
+        shutil.copytree(ROOT / folder, tmp_path / Path(folder).name, ignore=ignored)
+    (tmp_path / "kvfix/fixes/lmcache/kvf099_planted_fix.py").write_text(FIX)
+    (tmp_path / "kvfix_tools/lab/scenarios/planted_scenario.py").write_text(SCENARIO)
+    path = f"{tmp_path}:{release('0.3.10')}"
+    found = fresh(ASK.format(matrix=str(ROOT / "docs/matrix.json")), PYTHONPATH=path)
+    assert found["status"] == ["applicable"]
+    assert found["report"] == ["KVF099"]
+    assert json.loads(found["explain"])["slug"] == "planted-fix"
+    assert "KVF099" in json.loads(found["explain rule"])["fixes"]
+    assert "KVF099" in json.loads(found["explain lab rule"])["fixes"]
+    assert found["diagnose"] == ["KVF001", "KVF099"]
+    assert "no patch of KVF099 for lmcache: it is planted" in found["upstream"]
+    assert "none for LMCache: it is planted" in found["page"]
+    assert "planted-scenario" in found["page"]
+    listed = fresh.run([sys.executable, "-m", "kvfix_tools.cli", "lab", "list", "--json"], PYTHONPATH=path)
+    rows = {row["slug"]: row["fixes"] for row in json.loads(listed.stdout)}
+    assert rows["planted-scenario"] == ["KVF099"]

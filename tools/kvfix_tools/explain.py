@@ -1,0 +1,89 @@
+"""`kvfix explain`: everything that has a code. Fixes (KVF), rules of the ledger (KVR) and of the lab (LAB), findings in
+logs (KVD).
+"""
+
+from __future__ import annotations
+
+import inspect
+import json as jsonlib
+import sys
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
+
+from rich.console import Console
+from rich.markdown import Markdown
+
+from kvfix import catalogue
+from kvfix.fixes.api import Fix
+from kvfix.ledger import RULES, Rule
+from kvfix_tools.diagnose import findings
+from kvfix_tools.lab import rules as lab_rules
+from kvfix_tools.lab.scenario import scenarios
+
+
+class Entry(NamedTuple):
+    """Something that has a code, and its explanation: facts for --json, a text for people."""
+
+    code: str
+    name: str
+    facts: dict[str, Any]
+    text: str
+    is_markdown: bool = False
+
+
+def entries() -> Iterator[Entry]:
+    """All of them. Some findings have the name of their fix: the fix comes first."""
+    yield from map(_of_fix, catalogue.fixes())
+    yield from map(_of_rule, RULES)
+    yield from map(_of_rule, lab_rules.RULES)
+    yield from map(_of_finding, findings.catalogue())
+
+
+def explain(name: str, json: bool) -> int:
+    """Print what has this code or name. 2 if nothing has."""
+    found = next((each for each in entries() if name.upper() == each.code or name.lower() == each.name), None)
+    if found is None:
+        known = ", ".join(f"{each.code} ({each.name})" for each in entries())
+        print(f"kvfix explain: there is no fix, no rule and no finding {name!r}; known: {known}", file=sys.stderr)
+        return 2
+    if json:
+        print(jsonlib.dumps(found.facts, indent=2))
+    elif found.is_markdown and sys.stdout.isatty():
+        Console().print(Markdown(f"# {found.text}"))
+    else:
+        print(found.text)
+    return 0
+
+
+def _of_fix(fix: Fix) -> Entry:
+    sections = {section.lower().replace(" ", "_"): fix.section(section) for section in fix.sections}
+    targets = [{"dist": target.dist, "target": target.name, "broken": target.broken} for target in fix.targets]
+    facts = {"code": fix.code, "slug": fix.slug, "title": fix.title, **sections, "targets": targets}
+    return Entry(fix.code, fix.slug, facts, f"{fix.code} {fix.slug}\n\n{(fix.doc or '').strip()}", is_markdown=True)
+
+
+def _of_rule(rule: Rule | lab_rules.LabRule) -> Entry:
+    doc = inspect.cleandoc(rule.doc)
+    shown = {code for scenario in scenarios() if scenario.rule == rule.code for code in scenario.fixes}
+    fixes = sorted(shown.union(fix.code for fix in catalogue.handling(rule.code)))
+    text = f"{rule.code} {rule.name}\n\n{doc}{_fix_list('Fixes for violations of it:', fixes)}"
+    return Entry(rule.code, rule.name, {"code": rule.code, "name": rule.name, "doc": doc, "fixes": fixes}, text)
+
+
+def _of_finding(finding: findings.LogRule) -> Entry:
+    """Cause, what avoids it, what looks like it. Where the finding has no cause of its own, its first fix has it."""
+    first = catalogue.find(finding.fixes[0]) if finding.fixes else None
+    cause = finding.section("Cause") or (" ".join(first.section("Cause").split()) if first else "")
+    sections = {"Cause": cause, "Setting": finding.section("Setting"), "Normal": finding.section("Normal")}
+    facts = {"code": finding.code, "name": finding.name, "severity": finding.severity.name.lower()}
+    facts |= {"title": finding.title, **{name.lower(): text for name, text in sections.items() if text}}
+    head = f"{finding.code} {finding.name} ({finding.severity.word}, found in logs by kvfix-diagnose)"
+    paragraphs = [head, finding.title, *(f"{name}: {text}" for name, text in sections.items() if text)]
+    text = "\n\n".join(paragraphs) + _fix_list("Fixes:", finding.fixes)
+    return Entry(finding.code, finding.name, {**facts, "fixes": list(finding.fixes)}, text)
+
+
+def _fix_list(heading: str, codes: Iterable[str]) -> str:
+    """Fixes by code and slug; "" without any."""
+    lines = [f"  {code} {fix.slug if (fix := catalogue.find(code)) else ''}" for code in codes]
+    return "\n".join(["\n", heading, *lines]) if lines else ""

@@ -1,0 +1,34 @@
+"""The pages of the documentation that are made from the code and from the lab's results, for mkdocs (mkdocs_hook).
+
+A page for each fix, finding and rule, the support matrix, the index of messages, and the texts at the top of the
+repository. None of them is kept in docs/.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from maintain import scenario_matrix
+from maintain.documentation import code_pages, error_index, support_matrix
+
+#: At the top of the repository, and the page that each becomes.
+TOP = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md",
+       "SECURITY.md": "security.md"}  # fmt: skip
+
+
+def pages(root: Path) -> dict[str, str]:
+    """{path below docs/: markdown}, in the order in which a section lists them."""
+    pairs = scenario_matrix.load((root / scenario_matrix.FILE).read_text())
+    return {
+        **{page: _relinked((root / name).read_text()) for name, page in TOP.items()},
+        "matrix.md": support_matrix.page(pairs),
+        "errors.md": error_index.page(),
+        **code_pages.pages(pairs),
+    }
+
+
+def _relinked(text: str) -> str:
+    """Links from the top of the repository lead to the pages."""
+    text = text.replace("](docs/", "](")
+    return re.sub(r"\]\((\w+\.md)", lambda found: f"]({TOP.get(found[1], found[1])}", text)

@@ -1,0 +1,129 @@
+"""A page for everything that has a code: fixes, findings of kvfix-diagnose, rules of the ledger; and a list of each."""
+
+from __future__ import annotations
+
+import inspect
+
+from packaging.specifiers import SpecifierSet
+
+from kvfix import applicability, catalogue
+from kvfix.fixes.api import Fix
+from kvfix.ledger import RULES, Rule
+from kvfix_tools import upstream
+from kvfix_tools.diagnose import advice, findings
+from maintain.documentation import error_index, support_matrix
+from maintain.documentation.markdown import NAMES, code, facts, link, links, prose, sections, span, table
+from maintain.scenario_matrix import Pairs
+
+FIXES = """# Fixes
+
+A file of `patches/kvfix/fixes/` each; `kvfix explain CODE` prints the same. KVF0xx is LMCache in the engine's own
+process, KVF1xx its multi-process connectors, KVF2xx vLLM; KVF9xx cannot be fixed from outside, and has a workaround.
+
+"""
+FINDINGS = """# Findings
+
+What [kvfix-diagnose](../diagnose.md) finds in a log. It also shows KVR codes: [rules](../rules/index.md) that a line
+violates and that no finding explains.
+
+"""
+RULES_INDEX = """# Rules
+
+What must hold of each request's tokens, whatever connector is used. The modes `check` and `strict` check them in the
+engine ([modes](../engine.md)); the lab, `kvfix replay` and `kvfix-diagnose` use the same rules.
+
+"""
+
+
+def pages(pairs: Pairs) -> dict[str, str]:
+    """{path below docs/: markdown}, in the order in which a section lists them."""
+    fixes, rules = catalogue.fixes(), sorted(RULES)
+    fix_rows = [(link(each.code), each.slug, each.title, wrong_in(each)) for each in fixes]
+    finding_rows = [(link(each.code), each.name, each.severity.word, each.title) for each in findings.catalogue()]
+    rule_rows = [(link(each.code), each.name, _first_paragraph(each)) for each in rules]
+    return {
+        "fixes/index.md": FIXES + table(("code", "fix", "what is wrong", "wrong in"), fix_rows),
+        **{f"fixes/{each.code.lower()}.md": of_fix(each, pairs) for each in fixes},
+        "findings/index.md": FINDINGS + table(("code", "finding", "severity", "what"), finding_rows),
+        **{f"findings/{each.code.lower()}.md": of_finding(each) for each in findings.catalogue()},
+        "rules/index.md": RULES_INDEX + table(("code", "rule", ""), rule_rows),
+        **{f"rules/{each.code.lower()}.md": of_rule(each) for each in rules},
+    }
+
+
+def of_fix(fix: Fix, pairs: Pairs) -> str:
+    dists = dict.fromkeys(target.dist for target in fix.targets)
+    ready = ", ".join(f"{NAMES[row.dist]} {row.version}" for row in upstream.ready() if row.code == fix.code)
+    export = [f"for {ready}: `kvfix upstream export {fix.code}`"] if ready else []
+    without = [f"none for {NAMES[dist]}: {why}" for dist, why in fix.no_patch.items()]
+    about = {
+        "Wrong in": wrong_in(fix),
+        "First right release": "; ".join(
+            f"{NAMES[dist]} {advice.first_right(fix, dist) or 'none yet'}" for dist in dists
+        ),
+        "Applied": _applied(fix),
+        "Fixes" if fix.fixable else "Looks at": ", ".join(dict.fromkeys(f"`{each.name}`" for each in fix.targets)),
+        "In a log": links(rule for rule in fix.evidence if rule.startswith("KVD")),
+        "In the ledger": links(rule for rule in fix.evidence if rule.startswith("KVR")),
+        "Patch for upstream": "; ".join([*export, *without]),
+    }
+    rest = (fix.doc or "").strip().partition("\n")[2]
+    played = f"## Played by the lab\n\n{support_matrix.of_fix(pairs, fix.code)}"
+    return f"# {fix.code} {fix.slug}\n\n**{fix.title}**\n\n{facts(about)}\n{prose(rest)}\n\n{played}"
+
+
+def wrong_in(fix: Fix) -> str:
+    """Releases of whose code kvfix knows the fingerprint, and knows it to be wrong."""
+    by_dist = []
+    for dist in dict.fromkeys(target.dist for target in fix.targets):
+        known = applicability.fingerprints()[dist]
+        wrong = {
+            release
+            for target in fix.targets
+            for releases in known["functions"].get(target.name, {}).values()
+            for release in releases
+            if target.dist == dist and release in SpecifierSet(target.broken, prereleases=True)
+        }
+        by_dist.append(f"{NAMES[dist]} {span(sorted(wrong), known['releases'])}")
+    return "; ".join(by_dist)
+
+
+def _applied(fix: Fix) -> str:
+    if not fix.fixable:
+        return "never, it cannot be fixed from outside; `kvfix status` reports it"
+    if fix.opt_in:
+        return f'if you ask for it: `kvfix.apply(only=["{fix.code}"])`, or `KVFIX="fix only={fix.code}"`'
+    return f'by default; `KVFIX="fix skip={fix.code}"` leaves it out'
+
+
+def of_finding(finding: findings.LogRule) -> str:
+    fixes = [fix for each in finding.fixes if (fix := catalogue.find(each)) is not None]
+    cause = finding.section("Cause")
+    if not cause and fixes:
+        cause = f"{prose(fixes[0].section('Cause'))}\n\n({link(fixes[0].code)})"
+    rows = [(link(each.code), f"{each.slug}: {each.title}", wrong_in(each)) for each in fixes]
+    apply = f"{table(('fix', '', 'wrong in'), rows)}\n`kvfix run -- CMD`, or `kvfix.apply()` before vLLM is launched.\n"
+    parts = {
+        "In the log": "".join(f"    {text}\n" for text in error_index.of_finding(finding)),
+        "Cause": cause,
+        "Fixed by": apply if fixes else "",
+        "Setting that avoids it": finding.section("Setting"),
+        "Normal": finding.section("Normal"),
+    }
+    head = f"# {finding.code} {finding.name}\n\n**{finding.title}** ({finding.severity.word})"
+    return f"{head}\n\n{sections(parts)}"
+
+
+def of_rule(rule: Rule) -> str:
+    event = inspect.cleandoc(rule.on.__doc__ or "").partition("\n")[0]
+    rows = [
+        (link(fix.code), fix.slug, code(words) if (words := fix.evidence[rule.code]) else "")
+        for fix in catalogue.handling(rule.code)
+    ]
+    fixed = table(("fix", "", "where the message matches"), rows) if rows else "No fix of kvfix.\n"
+    text = f"{prose(inspect.cleandoc(rule.doc))}\n\nChecked at this event: {event} (`{rule.on.__name__}`)"
+    return f"# {rule.code} {rule.name}\n\n{text}\n\n## Fixed by\n\n{fixed}"
+
+
+def _first_paragraph(rule: Rule) -> str:
+    return inspect.cleandoc(rule.doc).partition("\n\n")[0].replace("\n", " ")

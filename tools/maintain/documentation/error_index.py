@@ -1,0 +1,156 @@
+"""The index of messages: the text that is in a log, and which finding and fix that is.
+
+Messages are the releases' own statements that a finding looks at (statements.json), and those that a fix quotes as its
+symptom. Which finding an exception is, kvfix-diagnose itself decides: it reads a traceback with the exception's text.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+from itertools import count, repeat
+from typing import NamedTuple
+
+from kvfix import catalogue
+from kvfix.fixes.api import Fix
+from kvfix_tools.diagnose import findings, grammar, statements
+from kvfix_tools.diagnose.diagnosis import diagnosed
+from kvfix_tools.diagnose.findings import LogRule, Severity
+from maintain.documentation.markdown import code, link, links, table
+
+#: Kinds of lines that are in every log; only their numbers matter, and kvfix-diagnose reads those.
+_ORDINARY = {"asked", "retrieved", "stats"}
+_HEADINGS = {
+    Severity.CRASH: "The engine dies",
+    Severity.WRONG: "KV is not what it should be",
+    Severity.HANG: "Nothing moves, or hardly",
+    Severity.LEAK: "Kept too long, or let go twice",
+    Severity.SLOW: "Slower than it should be",
+    Severity.RISK: "May go wrong in silence",
+    None: "Also quoted by fixes",
+}
+#: Names of the texts of exceptions, and the finding of those that no other finding knows.
+_RAISED = {message.name for message in grammar.MESSAGES if message.source == "raised"}
+_UNKNOWN = "KVD199"
+_EXCEPTION = """Traceback (most recent call last):
+  File "/lmcache/integration/vllm/vllm_v1_adapter.py", line 1, in build_connector_meta
+    assert True
+AssertionError: {}
+"""
+
+
+class Entry(NamedTuple):
+    """A message as it is logged, with an ellipsis for values; findings and fixes, in the order of their codes."""
+
+    text: str
+    findings: tuple[str, ...]
+    fixes: tuple[str, ...]
+
+    @property
+    def rules(self) -> list[LogRule]:
+        return [rule for rule in findings.catalogue() if rule.code in self.findings]
+
+    @property
+    def severity(self) -> Severity | None:
+        """The worst of its findings; None: no finding has it."""
+        return min((rule.severity for rule in self.rules), key=lambda severity: severity.value, default=None)
+
+
+@lru_cache(maxsize=1)
+def entries() -> tuple[Entry, ...]:
+    quoted = [(fix, span) for fix in catalogue.fixes() for span in _quoted(fix)]
+    kinds = _RAISED | {kind for rule in findings.catalogue() for kind in rule.on} | {_kind(span) for _, span in quoted}
+    #: {text: (its findings, its fixes)}, and {kind of line: its texts}
+    found: dict[str, tuple[set[str], set[str]]] = {}
+    texts: dict[str, list[str]] = {}
+    for row in (row for rows in statements.known().values() for row in rows if row.message in kinds - _ORDINARY):
+        prefix = "AssertionError: " if row.level == "assert" else ""
+        text = " ".join((prefix + statements.sample(row.template.partition("\n")[0], "…")).split())
+        found.setdefault(text, (set(_findings_of(row.message)), set()))
+        texts.setdefault(row.message, []).append(text)
+    for fix, span in quoted:
+        kind = _kind(span)
+        if kind not in texts and kind not in _ORDINARY:
+            found.setdefault(span, ({rule.code for rule in _of_exceptions() if fix.code in rule.fixes}, set()))
+        for text in texts.get(kind, [] if kind in _ORDINARY else [span]):
+            found[text][1].add(fix.code)
+    return tuple(sorted(_entry(text, *codes) for text, codes in found.items()))
+
+
+def _entry(text: str, of: set[str], fixes: set[str]) -> Entry:
+    rules = [rule for rule in findings.catalogue() if rule.code in of]
+    return Entry(text, tuple(rule.code for rule in rules), tuple(sorted(fixes.union(*(rule.fixes for rule in rules)))))
+
+
+@lru_cache(maxsize=64)
+def _findings_of(kind: str) -> frozenset[str]:
+    """Findings of a kind of line. Where an exception's numbers decide, also those that need the lines before it."""
+    if kind not in _RAISED:
+        return frozenset(rule.code for rule in findings.catalogue() if kind in rule.on)
+    diagnosed = _diagnosed(kind)
+    if len(diagnosed) < 2:
+        return diagnosed
+    fixes = {each for rule in findings.catalogue() if rule.code in diagnosed for each in rule.fixes}
+    elsewhere = {code for other in _RAISED - {kind} for code in _diagnosed(other)}
+    return diagnosed | frozenset(rule.code for rule in _of_exceptions() if fixes & set(rule.fixes)) - elsewhere
+
+
+@lru_cache(maxsize=64)
+def _diagnosed(kind: str) -> frozenset[str]:
+    """Codes that kvfix-diagnose finds where an exception has this text, with numbers equal, rising, falling."""
+    codes: set[str] = set()
+    for template in {row.template for rows in statements.known().values() for row in rows if row.message == kind}:
+        for numbers in (repeat(70), count(70), count(70, -1)):
+            text = _EXCEPTION.format(statements.filled(template, map(str, numbers)))
+            codes |= {found.rule.code for found in diagnosed(text.encode()).findings}
+    return frozenset(codes - {_UNKNOWN})
+
+
+def _of_exceptions() -> list[LogRule]:
+    return [rule for rule in findings.catalogue() if "raised" in rule.on]
+
+
+def _quoted(fix: Fix) -> list[str]:
+    """What the symptom quotes as a message: it has words, and a beginning."""
+    spans = (" ".join(span.split()) for span in re.findall(r"`([^`]+)`", fix.section("Symptom")))
+    return [span for span in spans if " " in span and not span.startswith("...")]
+
+
+def _kind(span: str) -> str:
+    """Name of the kind of line of which this is a part; "": of none."""
+    for message in grammar.MESSAGES:
+        literal = message.literal.decode().strip()
+        if message.source != "trace" and len(literal) > 12 and literal in span:
+            return message.name
+    return ""
+
+
+def of_finding(rule: LogRule) -> list[str]:
+    """The messages that lead to this finding."""
+    return [entry.text for entry in entries() if rule.code in entry.findings]
+
+
+def page() -> str:
+    sections = []
+    for severity, heading in _HEADINGS.items():
+        rows = [(code(entry.text), _what(entry), links(entry.fixes, up="")) for entry in entries()
+                if entry.severity == severity]  # fmt: skip
+        sections.append(f"## {heading}\n\n{table(('message', 'what it is', 'fix'), rows)}" if rows else "")
+    return f"""# I see this error
+
+The texts as vLLM and LMCache log them, in the releases that kvfix has read; `…` stands for a value. Search this page
+for a few words of yours. Better: give the whole log to [kvfix-diagnose](diagnose.md), which reads the numbers too, and
+tells what is normal from what is not:
+
+    kvfix-diagnose engine.log
+
+{chr(10).join(sections)}"""
+
+
+def _what(entry: Entry) -> str:
+    if len(entry.rules) == 1:
+        return f"{link(entry.rules[0].code, up='')} {entry.rules[0].title}"
+    if entry.rules:
+        return "By its numbers: " + "; ".join(f"{link(rule.code, up='')} {rule.name}" for rule in entry.rules)
+    fix = catalogue.find(entry.fixes[0]) if entry.fixes else None
+    return fix.title if fix else ""

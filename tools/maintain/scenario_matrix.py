@@ -1,0 +1,130 @@
+"""`make matrix`: all scenarios under several vLLM releases with all LMCache releases, as data: docs/matrix.json.
+
+    make matrix                                  what is new or has changed since it was written
+    python -m maintain.scenario_matrix --again   all of it
+
+`requirements/matrix` has made the environments, .cache/vllm/<release>; the vLLM of the running Python is played too.
+In the file, a row of `outcomes` holds for all its LMCache releases; `code` is a digest of the fixes and the lab.
+"""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from packaging.version import Version
+
+import kvfix
+import kvfix_tools
+from kvfix import installed_source
+
+FILE = Path("docs/matrix.json")
+VLLM = Path(".cache/vllm")
+LMCACHE = Path(os.environ.get("KVFIX_TEST_RELEASES", ".cache/lmcache"))
+#: Plays the pairs of one vLLM release, in that release's environment.
+PROCESS = Path(__file__).with_name("scenario_matrix_process.py")
+#: Seconds for the import of vLLM, and for one pair, which takes about ten.
+LIMIT = 300
+
+#: {(vllm, lmcache): {"date", "python", "code", and "outcomes" or, where it could not be played, "why"}}
+Pairs = dict[tuple[str, str], dict[str, Any]]
+
+
+def digest() -> str:
+    """Of all that the outcomes depend on, but vLLM and LMCache: the fixes and the lab."""
+    folders = Path(kvfix.__path__[0]), Path(kvfix_tools.__path__[0], "lab")
+    files = [path for folder in folders for path in folder.rglob("*") if path.suffix in (".py", ".json")]
+    contents = b"\0".join(path.name.encode() + b"\0" + path.read_bytes() for path in sorted([*files, PROCESS]))
+    return hashlib.sha256(contents).hexdigest()[:12]
+
+
+def load(text: str) -> Pairs:
+    """The pairs of a file."""
+    whole, pairs = json.loads(text), Pairs()
+    for run in whole["runs"]:
+        for lmcache in run["lmcache"].split():
+            pair = {name: value for name, value in run.items() if name not in ("vllm", "lmcache")}
+            pairs[run["vllm"], lmcache] = pair if "why" in pair else {**pair, "outcomes": []}
+    for row in whole["outcomes"]:
+        for lmcache in row["lmcache"].split():
+            outcome = {name: value for name, value in row.items() if name not in ("vllm", "lmcache")}
+            pairs[row["vllm"], lmcache]["outcomes"].append(outcome)
+    return pairs
+
+
+def dump(pairs: Pairs) -> str:
+    """One line for all LMCache releases with the same values; sorted, so that a difference can be read."""
+    runs: dict[str, list[str]] = {}
+    outcomes: dict[str, list[str]] = {}
+    for (vllm, lmcache), pair in sorted(pairs.items(), key=lambda each: (Version(each[0][0]), Version(each[0][1]))):
+        run = {name: value for name, value in pair.items() if name != "outcomes"}
+        runs.setdefault(json.dumps({"vllm": vllm, **run}), []).append(lmcache)
+        for row in pair.get("outcomes", ()):
+            outcomes.setdefault(json.dumps({"scenario": row["scenario"], "vllm": vllm, **row}), []).append(lmcache)
+
+    def lines(rows: dict[str, list[str]]) -> str:
+        merged = [json.dumps({**json.loads(row), "lmcache": " ".join(releases)}) for row, releases in rows.items()]
+        return ",\n".join(merged)
+
+    by_scenario = dict(sorted(outcomes.items(), key=lambda item: json.loads(item[0])["scenario"]))
+    return f'{{"runs": [\n{lines(runs)}\n],\n"outcomes": [\n{lines(by_scenario)}\n]}}\n'
+
+
+def deviations(pairs: Pairs) -> list[str]:
+    """Whatever did not come out as expected, a line each."""
+    found = []
+    for (vllm, lmcache), pair in pairs.items():
+        where = f"vLLM {vllm}, LMCache {lmcache}"
+        if "why" in pair:
+            found.append(f"{where}: {pair['why']}")
+        for row in pair.get("outcomes", ()):
+            if not row["as_expected"]:
+                became = f"expected {row['expected']}, is {row['released']}, with fixes {row['fixed']}"
+                found.append(f"{where}: {row['scenario']}: {became} {row.get('why', '')}".rstrip())
+    return found
+
+
+def play(python: Path, releases: list[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each of these LMCache releases under the vLLM of this interpreter, as it is done."""
+    packages = os.pathsep.join(str(Path(package.__path__[0]).parent) for package in (kvfix, kvfix_tools))
+    environment = {name: value for name, value in os.environ.items() if name != "KVFIX"} | {"PYTHONPATH": packages}
+    command = [str(python), "-m", f"maintain.{PROCESS.stem}", str(LIMIT), *(str(LMCACHE / name) for name in releases)]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        for release in releases:
+            line = process.stdout.readline()
+            yield release, json.loads(line) if line else {"why": "the process of this vLLM ended"}
+
+
+def main(arguments: list[str]) -> int:
+    code, own = digest(), installed_source.version("vllm").partition("+")[0]
+    pythons = {own: Path(sys.executable)}
+    for release in Path("requirements/vllm-releases.txt").read_text().split():
+        pythons[release] = VLLM / release / "bin" / "python"
+    wanted = Path("requirements/lmcache-releases.txt").read_text().split()
+    before = load(FILE.read_text()) if FILE.exists() else {}
+    pairs = {pair: known for pair, known in before.items() if pair[0] in pythons and pair[1] in wanted}
+    for vllm, python in pythons.items():
+        stale = [name for name in wanted if "--again" in arguments or pairs.get((vllm, name), {}).get("code") != code]
+        for lmcache, answer in play(python, stale) if stale else ():
+            about = {"date": datetime.date.today().isoformat(), "python": answer.pop("python", ""), "code": code}
+            pairs[vllm, lmcache] = {**about, **answer}
+            FILE.write_text(dump(pairs))
+            wrong = len(deviations({(vllm, lmcache): pairs[vllm, lmcache]}))
+            outcome = f"{wrong} not as expected" if wrong else "as expected"
+            print(f"vLLM {vllm}, LMCache {lmcache}: {outcome}", file=sys.stderr, flush=True)
+    missing = [f"vLLM {vllm}, LMCache {name}" for vllm in pythons for name in wanted if (vllm, name) not in pairs]
+    found = [*deviations(pairs), *(f"{pair}: not played" for pair in missing)]
+    print("\n".join(found) or f"{len(pairs)} pairs, all as expected")
+    return int(bool(found))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,99 @@
+"""For `make matrix`: all scenarios under this environment's vLLM, with one LMCache release after the other.
+
+    python -m maintain.scenario_matrix_process LIMIT FOLDER...
+
+Each folder holds an LMCache release; for each, in this order, a line of JSON is printed. vLLM is imported once; each
+release is played in a fork of this process, since one process holds one release. LIMIT: seconds, for the import of
+vLLM and for each release.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import platform
+import signal
+import sys
+from multiprocessing.connection import Connection
+from typing import Any
+
+from kvfix_tools.lab import runner
+from kvfix_tools.lab.scenario import Scenario, scenarios
+
+
+def play(scenario: Scenario) -> dict[str, Any]:
+    """Outcomes as released and with the fixes, and whether both are as expected."""
+    expected = runner.expected(scenario)
+    row: dict[str, Any] = {"scenario": scenario.slug, "expected": expected}
+    try:
+        released, fixed = runner.play(scenario, False), runner.play(scenario, True)
+    except Exception as error:  # noqa: BLE001  any error of the lab under this pair belongs into the row
+        row |= {"released": "error", "fixed": "error", "why": first_line(error)}
+        return row | {"as_expected": False}
+    row |= {"released": released.outcome, "fixed": fixed.outcome}
+    if released.outcome == "not-applicable":
+        row["why"] = released.message
+    # A bug without a fix stays as it was; but not where another bug ended the schedule before, and that one is fixed.
+    good = ("clean", "not-applicable") if scenario.fixes else (expected,)
+    as_expected = released.outcome == expected and (fixed.outcome in good or bool(not scenario.fixes and released.also))
+    return row | {"as_expected": as_expected}
+
+
+def play_all(folder: str, answer: Connection) -> None:
+    """In a fork: every scenario with the LMCache release of this folder."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.dup2(nowhere, 2)
+    try:
+        runner.prepare(folder)
+        answer.send({"outcomes": [play(scenario) for scenario in scenarios()]})
+    except BaseException as error:  # noqa: BLE001
+        answer.send({"why": first_line(error)})
+    os._exit(0)  # threads of LMCache may never end
+
+
+def in_fork(folder: str, limit: int) -> dict[str, Any]:
+    fork = multiprocessing.get_context("fork")
+    answer, to_parent = fork.Pipe(duplex=False)
+    process = fork.Process(target=play_all, args=(folder, to_parent))
+    process.start()
+    to_parent.close()
+    try:
+        if answer.poll(limit):
+            return dict(answer.recv())
+        return {"why": f"not done after {limit} s"}
+    except EOFError:
+        process.join()
+        return {"why": f"the process ended, status {process.exitcode}"}
+    finally:
+        process.kill()
+        process.join()
+
+
+def first_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def main(limit: int, folders: list[str]) -> None:
+    answers = os.dup(1)
+    os.dup2(2, 1)  # vLLM prints while it is imported
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    failed = ""
+    signal.alarm(limit)
+    try:
+        import torch
+        import vllm.v1.core.sched.scheduler  # noqa: F401
+
+        torch.set_num_threads(1)  # a fork has none of the threads that its parent has started
+    except Exception as error:  # noqa: BLE001  an old vLLM among new packages may fail in any way
+        failed = first_line(error)
+    signal.alarm(0)
+    with os.fdopen(answers, "w") as out:
+        for folder in folders:
+            answer = {"why": failed} if failed else in_fork(folder, limit)
+            print(json.dumps({"python": platform.python_version(), **answer}), file=out, flush=True)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), sys.argv[2:])
