@@ -20,13 +20,18 @@ REINSTALL = "Install kvfix again, from its wheel or its checkout."
 @functools.lru_cache(maxsize=1)
 def fixes() -> tuple[Fix, ...]:
     """Every fix, sorted by code. A fix that cannot be loaded is skipped, with a warning."""
-    loaded = [engine_log.guarded(f"loading {module}", import_module, module) for _, module in folder.modules().values()]
-    found = [module.FIX for module in loaded if hasattr(module, "FIX")]
+    loaded = [engine_log.guarded(f"loading {module}", _load, module) for _, module in folder.modules().values()]
+    found = [fix for fix in loaded if fix is not None]
     if not found:
         engine_log.warning(
             f"this installation of kvfix is broken and fixes nothing: no fix in {folder.__file__}. {REINSTALL}"
         )
     return tuple(found)
+
+
+def _load(module: str) -> Fix:
+    fix: Fix = import_module(module).FIX
+    return fix
 
 
 def find(name: str) -> Fix | None:

@@ -50,6 +50,7 @@ def test_a_fix_that_cannot_be_loaded_is_skipped_with_a_warning(tmp_path: Path, f
 
     shutil.copytree(ROOT / "patches/kvfix", tmp_path / "kvfix")
     (tmp_path / "kvfix/fixes/lmcache/kvf999_broken.py").write_text("raise RuntimeError('planted')")
+    (tmp_path / "kvfix/fixes/lmcache/kvf998_without_record.py").write_text("")
     code = (
         "import kvfix; kvfix.apply(); print([row.code for row in kvfix.status()], [row.code for row in kvfix.status()])"
     )
@@ -58,6 +59,7 @@ def test_a_fix_that_cannot_be_loaded_is_skipped_with_a_warning(tmp_path: Path, f
     assert "KVF001" in done.stdout
     assert "KVF999" not in done.stdout
     assert done.stderr.count("planted") == 1
+    assert done.stderr.count("loading kvfix.fixes.lmcache.kvf998_without_record: AttributeError") == 1
 
 
 PLANTED = f"""
