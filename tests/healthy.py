@@ -30,5 +30,5 @@ def own_blocks() -> None:
     For tests of the lab itself: without it, plain schedules in which a request is preempted violate rules.
     """
     adapter = import_module(ADAPTER)
-    tracker = adapter.RequestTracker
-    tracker.update = kvf022.fix(adapter)(tracker.update)
+    impl = adapter.LMCacheConnectorV1Impl
+    impl.build_connector_meta = kvf022.fix(adapter)(impl.build_connector_meta)

@@ -35,7 +35,7 @@ def settle(module: ModuleType, complete: bool) -> None:
         _forget_reloaded(module)
         for fix in fixes:
             for target in fix.targets:
-                if target.module == module.__name__ and target.fix is not None:
+                if target.module == module.__name__ and fix.fixable:
                     if _is_wanted(fix, target):
                         _apply(fix, target, module, complete)
                     else:
@@ -78,8 +78,8 @@ def _is_wanted(fix: Fix, target: Target) -> bool:
 
 
 def _apply(fix: Fix, target: Target, module: ModuleType, complete: bool) -> None:
-    function = session.wrapped.get((target.module, target.function))
-    if function is not None and fix.code in function:
+    earlier = session.outcomes.get(target)
+    if earlier is not None and earlier.state == "applied":
         return
     try:
         found = applicability.judge_live(target, module) if complete else _HALF_IMPORTED
@@ -117,8 +117,9 @@ def _forget_reloaded(module: ModuleType) -> None:
     for (name, function), wrapped in list(session.wrapped.items()):
         if name == module.__name__ and _is_gone(wrapped, module, function):
             del session.wrapped[name, function]
-            for target in [each for each in session.outcomes if (each.module, each.function) == (name, function)]:
-                del session.outcomes[target]
+            for target in list(session.outcomes):
+                if target.module == name and (target.function == function or target.fix is None):
+                    del session.outcomes[target]
 
 
 def _is_gone(wrapped: WrappedFunction, module: ModuleType, function: str) -> bool:

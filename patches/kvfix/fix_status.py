@@ -34,14 +34,22 @@ def rows(judge: Callable[[Target], Applicability] = applicability.judge) -> list
 def rows_of(fix: Fix, judge: Callable[[Target], Applicability] = applicability.judge) -> Iterator[Row]:
     """One row for each distribution of this fix."""
     for dist in fix.dists:
-        targets = [target for target in fix.targets if target.dist == dist and not target.helper]
-        found = [session.outcomes.get(target) or judge(target) for target in targets]
-        state, reason = min(found, key=lambda each: STATES.index(each.state))
+        targets = [target for target in fix.targets if target.dist == dist]
+        state, reason = _worst([target for target in targets if not target.helper], judge)
+        if state in ("applicable", "applied"):  # it needs its helpers
+            helpers = _worst([target for target in targets if target.helper], judge)
+            if helpers.state in ("failed", "unknown"):
+                state, reason = helpers
         if state == "applicable" and not fix.fixable:
             state, reason = _unfixable(fix, reason)
         if state == "applicable" and session.config is not None and not session.config.takes(fix.code, fix.opt_in):
             reason += "; switched off by the configuration " + repr(str(session.config))
         yield Row(fix.code, fix.slug, dist, installed_source.version(dist), state, reason)
+
+
+def _worst(targets: list[Target], judge: Callable[[Target], Applicability]) -> Applicability:
+    found = [session.outcomes.get(target) or judge(target) for target in targets]
+    return min(found, key=lambda each: STATES.index(each.state), default=Applicability("not-affected", ""))
 
 
 def handling(finding: Finding) -> list[Row]:

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from kvfix import applying
+from kvfix import applying, catalogue, fix_status
+from kvfix.applicability import Applicability
 from kvfix.wrapping import after
 
 
@@ -92,3 +93,12 @@ def test_two_threads_wrap_one_function(monkeypatch: pytest.MonkeyPatch) -> None:
         applying.detach(text)
     assert sorted(answer.removeprefix("plain")) == ["a", "b"]
     assert Target().hook() == "plain"
+
+
+@pytest.mark.parametrize(("bug", "expected"), [("applicable", "unknown"), ("fixed-upstream", "fixed-upstream")])
+def test_a_fix_is_as_good_as_its_helpers(bug: str, expected: str) -> None:
+    """A helper of unknown code is not applied, and then the fix does nothing."""
+    fix = catalogue.find("KVF022")
+    assert fix is not None
+    [row] = fix_status.rows_of(fix, lambda target: Applicability("unknown" if target.helper else bug, ""))
+    assert row.verdict == expected

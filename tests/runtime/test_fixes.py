@@ -147,15 +147,19 @@ for hit, first, then, total in {{cases}}:
 
 
 class TestKVF022:
-    """The probe on each version of `update`, as released and fixed."""
+    """The probes on each version of `update` and `build_connector_meta`, as released and fixed."""
 
     CASE = f"""
 import {ADAPTER} as adapter
-from kvfix.fixes.lmcache.kvf022_resume_shares_block_list import fix, shows_bug
-update = adapter.RequestTracker.update
-result = [shows_bug(update, adapter), shows_bug(fix(adapter)(update), adapter)]
+from kvfix.fixes.lmcache.kvf022_resume_shares_block_list import fix, shows_bug, step_shows_bug
+step = adapter.LMCacheConnectorV1Impl.build_connector_meta
+result = [
+    shows_bug(adapter.RequestTracker.update, adapter),
+    step_shows_bug(step, adapter),
+    step_shows_bug(fix(adapter)(step), adapter),
+]
 """
 
     @pytest.mark.parametrize("name", ["0.3.10", "0.3.10.post1", "0.3.11", "0.4.1", "0.5.6"])
     def test_probe(self, name: str, fork_server: ForkServer, release: Any) -> None:
-        assert fork_server(self.CASE, release(name)) == [True, False]
+        assert fork_server(self.CASE, release(name)) == [True, True, False]

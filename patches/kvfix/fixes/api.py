@@ -38,7 +38,7 @@ class Target:
     probe: (function, module) -> True if the bug shows on stub objects, False if the function is right. Runs only on
         code that no release has, in milliseconds. If it raises, the status is unknown.
     fix: (module) -> wrapper of the function (kvfix.wrapping). Called after the import of the module if the fix
-        applies. None: the bug cannot be fixed from outside, and the target only shows whether it is there.
+        applies. None: the target only shows whether the bug is there. A helper in its module fixes it, or nothing can.
     place: order among the wrappers of one function; the lowest is nearest to the function.
     helper: the fix needs this function, but the bug is not in it. Its code does not show the bug. It is applied
         and reverted with the other targets of its module, and comes after them.
