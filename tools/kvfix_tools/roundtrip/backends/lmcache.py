@@ -20,7 +20,6 @@ from typing import Any
 import torch
 
 from kvfix_tools.roundtrip import cuda_stand_in
-from kvfix_tools.roundtrip import region as regions
 from kvfix_tools.roundtrip.backends import Backend
 from kvfix_tools.roundtrip.backends.torch_copy import layers
 from kvfix_tools.roundtrip.cell_check import CellCheck, Refused, Transfer
@@ -55,52 +54,41 @@ class Connector(Transfer):
 
     def __init__(self, kind: str, check: CellCheck, buffer: bool = True) -> None:
         """buffer: chunks go by a buffer on the device, as the engine has it by default."""
-        module = connectors(check.device.type)
         geometry, self.caches = as_vllm(check)
-        self.cell, self.kind = check.cell, kind
-        self.geometry, self.count, self.chunk = geometry, check.cell.count, int(check.cell.chunk)
+        self.connector, _ = make(CLASSES[kind], geometry, check, buffer)
+        self.kind, self.count, self.chunk = kind, check.cell.count, int(check.cell.chunk)
         if kind == "layerwise" and check.cell.skipped:
             raise Refused("the layerwise connector loads whole chunks")
-        self.host: Region = regions.host(geometry, AXES[kind], self.chunk, self.count, check.device, check.cell.seed)
+        self.host: Region = check.host(AXES[kind])
         self.objects = memory_objects(self.host, geometry, kind)
-        made = getattr(module, CLASSES[kind]).from_metadata
-        metadata = make_metadata(geometry, self.chunk)
-        self.connector = made(metadata, buffer, check.device, layout_hints=hints(geometry))
+        self.by_layer = [self.objects[layer :: geometry.layers] for layer in range(geometry.layers)]
+        self.starts = list(range(0, self.count, self.chunk))
+        self.ends = [min(start + self.chunk, self.count) for start in self.starts]
         moved_by = "single_layer_kv_transfer" if kind == "layerwise" else "multi_layer_kv_transfer"
         self.operations = operations(check.device, moved_by)
 
     def store(self, slots: torch.Tensor) -> None:
-        starts, ends, more = *self._bounds(), self._more(slots)
+        to = {"kvcaches": self.caches, "slot_mapping": slots}
         if self.kind == "layerwise":
-            for _ in self.connector.batched_from_gpu(self._by_layer(), starts, ends, sync=True, **more):
+            for _ in self.connector.batched_from_gpu(self.by_layer, self.starts, self.ends, sync=True, **to):
                 pass
         else:
-            self.connector.batched_from_gpu(self.objects, starts, ends, **more)
+            self.connector.batched_from_gpu(self.objects, self.starts, self.ends, **to)
 
     def load(self, slots: torch.Tensor, skip: int) -> None:
-        starts, ends, more = *self._bounds(), self._more(slots)
+        to = {"kvcaches": self.caches, "slot_mapping": slots}
         if self.kind == "layerwise":
-            mover = self.connector.batched_to_gpu(starts, ends, sync=True, **more)
+            mover = self.connector.batched_to_gpu(self.starts, self.ends, sync=True, **to)
             next(mover)
-            for objects in self._by_layer():
+            for objects in self.by_layer:
                 mover.send(objects)
             for _ in mover:
                 pass
             return
         # The engine asks for the chunks from the one on in which its own tokens end (0.5.6 vllm_v1_adapter.py).
-        first = skip // self.chunk
-        objects = self.objects[first:]
-        self.connector.batched_to_gpu(objects, starts[first:], ends[first:], vllm_cached_tokens=skip, **more)
-
-    def _bounds(self) -> tuple[list[int], list[int]]:
-        starts = list(range(0, self.count, self.chunk))
-        return starts, [min(start + self.chunk, self.count) for start in starts]
-
-    def _more(self, slots: torch.Tensor) -> dict[str, Any]:
-        return {"kvcaches": self.caches, "slot_mapping": slots}
-
-    def _by_layer(self) -> list[list[Any]]:
-        return [self.objects[layer :: self.geometry.layers] for layer in range(self.geometry.layers)]
+        chunks = slice(skip // self.chunk, None)
+        wanted = self.objects[chunks], self.starts[chunks], self.ends[chunks]
+        self.connector.batched_to_gpu(*wanted, vllm_cached_tokens=skip, **to)
 
 
 def as_vllm(check: CellCheck) -> tuple[Geometry, list[torch.Tensor]]:
@@ -135,14 +123,18 @@ def memory_objects(region: Region, geometry: Geometry, kind: str) -> list[Any]:
     return objects
 
 
-def make_metadata(geometry: Geometry, chunk: int) -> Any:
+def make(name: str, geometry: Geometry, check: CellCheck, buffer: bool = True) -> tuple[Any, Any]:
+    """One of LMCache's GPU connectors, and its metadata."""
+    chunk, module = int(check.cell.chunk), connectors(check.device.type)
     from lmcache.v1.metadata import LMCacheMetadata
 
-    return LMCacheMetadata(
+    metadata = LMCacheMetadata(
         model_name="kvfix", world_size=1, local_world_size=1, worker_id=0, local_worker_id=0, kv_dtype=geometry.dtype,
         kv_shape=(geometry.layers, geometry.planes, chunk, geometry.heads, geometry.head_size),
         use_mla=geometry.layout.latent, role="worker", chunk_size=chunk,
     )  # fmt: skip
+    made = getattr(module, name).from_metadata
+    return made(metadata, buffer, check.device, layout_hints=hints(geometry)), metadata
 
 
 def hints(geometry: Geometry) -> dict[str, str]:

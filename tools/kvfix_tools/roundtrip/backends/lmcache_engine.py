@@ -20,31 +20,27 @@ NUMBERS = itertools.count()
 
 class ThroughEngine(Transfer):
     def __init__(self, check: CellCheck) -> None:
-        module = lmcache.connectors(check.device.type)
+        (geometry, self.caches), cell = lmcache.as_vllm(check), check.cell
+        connector, metadata = lmcache.make(lmcache.CLASSES["v2"], geometry, check)
         from lmcache.v1.cache_engine import LMCacheEngine
         from lmcache.v1.config import LMCacheEngineConfig
         from lmcache.v1.token_database import ChunkedTokenDatabase
 
-        (geometry, self.caches), cell = lmcache.as_vllm(check), check.cell
         self.chunk, name = int(cell.chunk), f"kvfix-{next(NUMBERS)}"
         self.count, self.tokens = cell.count, list[int]()
         config = LMCacheEngineConfig.from_defaults(
-            chunk_size=self.chunk, local_cpu=True, max_local_cpu_size=gib(check.result.moved), save_unfull_chunk=True,
+            chunk_size=self.chunk, local_cpu=True, save_unfull_chunk=True,
+            max_local_cpu_size=2 * check.result.moved / (1 << 30) + 0.02,  # GiB, with room to align
             lmcache_instance_id=name,
         )  # fmt: skip
-        metadata = lmcache.make_metadata(geometry, self.chunk)
-        connector = module.VLLMPagedMemGPUConnectorV2.from_metadata(
-            metadata, True, check.device, layout_hints=lmcache.hints(geometry)
-        )
         keys = ChunkedTokenDatabase(config, metadata)
         # An engine collects garbage when it is made: a second and more for what vLLM's imports have left on the heap.
         gc.freeze()
         self.engine = LMCacheEngine(config, metadata, keys, connector, _same, _same)
         gc.unfreeze()
         self.engine.post_init()
-        self.operations = (
-            f"{lmcache.operations(check.device, 'multi_layer_kv_transfer')}; V2, cache engine, LocalCPUBackend"
-        )
+        moved_by = lmcache.operations(check.device, "multi_layer_kv_transfer")
+        self.operations = f"{moved_by}; V2, cache engine, LocalCPUBackend"
 
     def store(self, slots: torch.Tensor) -> None:
         first = next(NUMBERS) * self.count  # tokens of its own: LMCache stores nothing that it has
@@ -64,11 +60,6 @@ class ThroughEngine(Transfer):
 
     def _more(self, slots: torch.Tensor) -> dict[str, Any]:
         return {"kvcaches": self.caches, "slot_mapping": slots, "req_id": "kvfix"}
-
-
-def gib(size: int) -> float:
-    """Storage for so many bytes, with room to align."""
-    return 2 * size / (1 << 30) + 0.02
 
 
 def _same(thing: Any, source: int) -> Any:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import torch
 
-from kvfix_tools.roundtrip import region as regions
 from kvfix_tools.roundtrip.backends import Backend, lmcache
 from kvfix_tools.roundtrip.backends.vllm_offload import block_ids
 from kvfix_tools.roundtrip.cell_check import CellCheck, Refused, Transfer
@@ -38,8 +37,7 @@ class BlockTransfer(Transfer):
             raise Refused("whole chunks of whole blocks only")
         self.gather, self.scatter = base.gather_paged_kv_to_cpu, base.scatter_cpu_to_paged_kv
         self.caches = {str(layer): tensor for layer, tensor in enumerate(layers)}
-        axes = FUSED if geometry.layout.fused else SPLIT
-        self.host: Region = regions.host(geometry, axes, chunk, check.cell.count, check.device, check.cell.seed)
+        self.host: Region = check.host(FUSED if geometry.layout.fused else SPLIT)
         width, planes = geometry.planes * geometry.heads * geometry.head_size, [geometry.layers, chunk]
         shape = [*planes, width] if geometry.planes == 1 or geometry.layout.fused else [2, *planes, width // 2]
         self.chunks = [rows.view(geometry.dtype).view(shape) for rows in self.host.tensors()]
@@ -54,13 +52,5 @@ class BlockTransfer(Transfer):
         self.scatter(self.caches, ids, self.chunks, self.per_chunk, skip_first_n_tokens=skip, layout_hints=self.hints)
 
 
-BACKENDS = (
-    Backend(
-        "lmcache-mp",
-        "the block transfer of LMCache's multi-process mode",
-        BlockTransfer,
-        lmcache.missing,
-        "lmcache",
-        AXES,
-    ),
-)
+SUMMARY = "the block transfer of LMCache's multi-process mode"
+BACKENDS = (Backend("lmcache-mp", SUMMARY, BlockTransfer, lmcache.missing, "lmcache", AXES),)
