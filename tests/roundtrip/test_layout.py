@@ -1,4 +1,4 @@
-"""The element code, which says who is who; and each layout's definition, stated once more: where attention reads a row."""
+"""The element code; and each layout's definition, stated another way: where vLLM's attention reads a head's row."""
 
 from __future__ import annotations
 

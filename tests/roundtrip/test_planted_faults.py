@@ -110,7 +110,36 @@ class TestErrorsInTheToolsOwnCopy:
         assert found["store, host"] == {"wrong slot"}
         assert found["load, KV cache"] == {"wrong slot", "bystander written", "not written"}
 
-    def test_a_write_in_front_of_a_tensor(self) -> None:
+    def test_nothing_moves(self) -> None:
+        class Idle(TorchCopy):
+            def store(self, slots: torch.Tensor) -> None: ...
+
+            def load(self, slots: torch.Tensor, skip: int) -> None: ...
+
+        assert set.union(*classes(Idle).values()) == {"not written"}
+
+    @pytest.mark.parametrize(
+        ("spoil", "stage", "kind"),
+        [
+            (lambda cache, host: cache.words[:1].zero_(), "store, KV cache", "source changed"),
+            (lambda cache, host: cache.tensors()[0][0].zero_(), "store, KV cache", "source changed"),
+            (lambda cache, host: host.words[-1:].zero_(), "store, host", "guard band written"),
+        ],
+        ids=["in front of the KV cache", "in it", "behind the host buffers"],
+    )
+    def test_a_store_that_writes_elsewhere(self, spoil: Any, stage: str, kind: str) -> None:
+        class Touching(TorchCopy):
+            def __init__(self, check: CellCheck) -> None:
+                super().__init__(check)
+                self.cache = check.cache
+
+            def store(self, slots: torch.Tensor) -> None:
+                super().store(slots)
+                spoil(self.cache, self.host)
+
+        assert classes(Touching) == {stage: {kind}}
+
+    def test_a_load_that_writes_in_front_of_a_tensor(self) -> None:
         class Beyond(TorchCopy):
             def __init__(self, check: CellCheck) -> None:
                 super().__init__(check)
@@ -121,30 +150,6 @@ class TestErrorsInTheToolsOwnCopy:
                 self.words[0] = 0
 
         assert classes(Beyond)["load, KV cache"] == {"guard band written"}
-
-    def test_a_write_behind_a_host_buffer(self) -> None:
-        class Beyond(TorchCopy):
-            def store(self, slots: torch.Tensor) -> None:
-                super().store(slots)
-                self.host.words[-1] = 0
-
-        assert classes(Beyond)["store, host"] == {"guard band written"}
-
-    def test_a_store_that_changes_its_source(self) -> None:
-        class Touching(TorchCopy):
-            def store(self, slots: torch.Tensor) -> None:
-                super().store(slots)
-                self.layers[0][slots[0] // 16, slots[0] % 16] = 0
-
-        assert classes(Touching) == {"store, KV cache": {"source changed"}}
-
-    def test_nothing_moves(self) -> None:
-        class Idle(TorchCopy):
-            def store(self, slots: torch.Tensor) -> None: ...
-
-            def load(self, slots: torch.Tensor, skip: int) -> None: ...
-
-        assert set.union(*classes(Idle).values()) == {"not written"}
 
     def test_rows_shifted_by_a_byte(self) -> None:
         class Crooked(TorchCopy):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import lru_cache, partial
 
 import torch
 
@@ -19,6 +20,9 @@ from kvfix_tools.roundtrip.element import FIRST, HOST_POISON, POISON, SECOND, Id
 from kvfix_tools.roundtrip.matrix import Cell
 from kvfix_tools.roundtrip.mismatch import Finding, find
 from kvfix_tools.roundtrip.region import Coordinates, Expected, Region
+
+#: Of a timed copy.
+REPEATS = 3
 
 
 class Refused(Exception):
@@ -48,7 +52,7 @@ class Transfer:
 class Result:
     """`verdict`: passed, failed, refused or crashed (with `reason`). Bytes, seconds of the fastest store and load; and
     of a plain copy of as many bytes there and back. `check_seconds`: of a whole check, filling and verifying included,
-    if that was timed (speed.py)."""
+    if that was timed."""
 
     cell: Cell
     verdict: str = "passed"
@@ -162,6 +166,20 @@ def seconds(work: Callable[[], object], device: torch.device) -> float:
     work()
     synchronize(device)
     return time.perf_counter() - start
+
+
+@lru_cache(maxsize=512)
+def plain(size: int, device: torch.device) -> tuple[float, float]:
+    """Seconds of one plain copy of so many bytes to pinned memory, and of one back: measured once in a run. The fastest
+    counts, and the first does not."""
+    on_device = torch.zeros(size, dtype=torch.uint8, device=device)
+    on_host = torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    both = (on_host, on_device), (on_device, on_host)
+    store, load = (
+        min([seconds(partial(to.copy_, source, non_blocking=True), device) for _ in range(REPEATS + 1)][1:])
+        for to, source in both
+    )
+    return store, load
 
 
 def everywhere(generation: int) -> Expected:

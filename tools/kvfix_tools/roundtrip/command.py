@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -16,18 +17,22 @@ from pathlib import Path
 
 import torch
 
-from kvfix_tools.roundtrip import backends, fixes, races, speed
+from kvfix_tools.roundtrip import backends, fixes, races
 from kvfix_tools.roundtrip.backends import Backend
-from kvfix_tools.roundtrip.cell_check import CellCheck, Refused, Result
-from kvfix_tools.roundtrip.element import too_large
+from kvfix_tools.roundtrip.cell_check import REPEATS, CellCheck, Refused, Result, everywhere, plain
+from kvfix_tools.roundtrip.element import SECOND, WORD, too_large
 from kvfix_tools.roundtrip.matrix import AXES, Axes, Cell, full, pairs
 from kvfix_tools.roundtrip.planted_faults import FAULTS, Faulty
+from kvfix_tools.roundtrip.region import BAND
 from kvfix_tools.roundtrip.run_report import RunReport
 
 OK, USAGE, NOT_HERE = 0, 2, 77
 Job = Callable[[Result], Result]
 #: Raised by a backend that cannot do what it is asked, before it moves anything.
 REFUSALS = (Refused, NotImplementedError, ValueError, AssertionError)
+#: Sizes of a model of 8 billion parameters: 128 KiB of KV for a token in bfloat16.
+MODEL = {"dtype": "bfloat16", "heads": "8", "layers": 32, "head_size": 128, "block": "16", "chunk": "256"}
+DEFAULT_GIB = {"cpu": 1 / 32, "cuda": 4.0}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -97,7 +102,7 @@ def run(chosen: list[Backend], cells: dict[str, list[Cell]], device: torch.devic
         timed = options.gib != 0 and options.race is None and options.inject is None
         for one in [one for one in here if timed and not one.whole]:
             report.progress(len(work), len(work), Cell(one.name))
-            report.add_speed(speed.measure(one, device, options.gib, options.seed))
+            report.add_speed(measure(one, device, options.gib, options.seed))
         return report.end()
 
 
@@ -134,6 +139,32 @@ def guarded(result: Result, job: Job) -> Result:
     except Exception as error:  # noqa: BLE001 - whatever the backend raises is what there is to report
         verdict = "failed" if result.findings else "refused" if isinstance(error, REFUSALS) else "crashed"
         return replace(result, verdict=verdict, reason=in_one_line(error))
+
+
+def measure(backend: Backend, device: torch.device, gib: float | None, seed: int) -> Result:
+    """One large transfer of a backend, verified as every cell is; the fastest of a few of each way, and of plain copies
+    of as many bytes."""
+    cell = Cell(backend.name, layout="nhd", slots="blocks", seed=seed, **MODEL)  # type: ignore[arg-type]
+    wanted, chunk = (DEFAULT_GIB[device.type] if gib is None else gib) * (1 << 30), int(cell.chunk)
+    # With its guard bands: pinned memory is taken in powers of two.
+    chunks = max(1, int(wanted // (cell.geometry().token_bytes(chunk) + 2 * BAND * WORD)))
+    cell = replace(cell, tokens=str(chunks * chunk))
+    try:
+        check = CellCheck(cell, device)
+        transfer = backend.open(check)
+        check.prepare(transfer)
+        check.cache.fill(everywhere(SECOND))  # another generation, which is not looked at
+        for _ in range(REPEATS):
+            check.store(transfer)
+            check.load(transfer)
+        start = time.perf_counter()
+        result = check.run(transfer, brief=True)
+        result.check_seconds = time.perf_counter() - start
+        del check, transfer  # their memory
+    except (Refused, NotImplementedError, RuntimeError, ValueError, AssertionError) as error:
+        return Result(cell, "refused", reason=str(error))
+    result.plain_store, result.plain_load = plain(result.moved, device)
+    return result
 
 
 def in_one_line(error: BaseException) -> str:

@@ -31,18 +31,20 @@ def applied(wanted: bool) -> Iterator[None]:
         kvfix.apply()
     else:
         os.environ["KVFIX"] = "off"
-    logger, handler = logging.getLogger("kvfix"), logging.StreamHandler()
-    handler.setLevel(logging.WARNING)  # the report names those that are applied
-    propagated, logger.propagate = logger.propagate, False
-    logger.addHandler(handler)
+    logger = logging.getLogger("kvfix")
+    logger.addFilter(_warnings)
     try:
         yield
     finally:
-        logger.removeHandler(handler)
-        logger.propagate = propagated
+        logger.removeFilter(_warnings)
         kvfix.revert()
         if before is not None:
             os.environ["KVFIX"] = before
+
+
+def _warnings(record: logging.LogRecord) -> bool:
+    """The report names the fixes that are applied."""
+    return record.levelno >= logging.WARNING
 
 
 def in_children() -> bool:

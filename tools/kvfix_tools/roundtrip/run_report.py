@@ -14,10 +14,9 @@ from statistics import median
 import torch
 
 from kvfix_tools.roundtrip import fixes
-from kvfix_tools.roundtrip.cell_check import Result
+from kvfix_tools.roundtrip.cell_check import Result, plain
 from kvfix_tools.roundtrip.matrix import Cell
 from kvfix_tools.roundtrip.planted_faults import FAULTS
-from kvfix_tools.roundtrip.speed import plain
 
 #: Cells whose findings are shown in full; the others are counted, and all are in the JSON.
 SHOWN = 5
