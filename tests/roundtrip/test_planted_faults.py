@@ -48,24 +48,16 @@ def test_what_lies_where() -> None:
         "wrong layer: layer 0 K, slot 19 holds layer 1 K, slot 16; it should hold layer 0 K, slot 16"
     )
     assert result.findings[1].words * WORD == result.moved
+    assert "of an earlier generation; it should hold layer" in ran(Cell("torch"), "stale").findings[-1].first
+    last = int(Cell("torch").mappings()[0][-1])
+    beside = ran(Cell("torch"), "neighbour-write").findings[-1].first
+    assert f", slot {last}, head 0; it should hold the poison" in beside
 
 
 def classes(copy: type[TorchCopy], **cell: str) -> dict[str, set[str]]:
     """{check: classes} of a cell with another copy in place of the tool's own."""
     check = CellCheck(Cell("torch", **cell), CPU)  # type: ignore[arg-type]
     return {finding.stage: set(finding.classes) for finding in check.run(copy(check)).findings}
-
-
-@pytest.mark.parametrize(
-    ("fault", "text"),
-    [
-        ("stale", "of an earlier generation; it should hold layer"),
-        ("neighbour-write", ", slot LAST, head 0; it should hold the poison"),
-    ],
-)
-def test_a_generation_is_named_where_it_matters(fault: str, text: str) -> None:
-    finding = ran(Cell("torch"), fault).findings[-1]
-    assert text.replace("LAST", str(int(Cell("torch").mappings()[0][-1]))) in finding.first
 
 
 class TestErrorsInTheToolsOwnCopy:

@@ -63,11 +63,10 @@ class Faulty(Transfer):
         for section, tensor in zip(region.sections, region.tensors(), strict=True):
             at = section.coordinates(0, section.rows, self.check.device)
             chosen, who = self.planted(at)
-            content = rows(who.number(), region.geometry.row_words, region.seed)
+            content = rows(who.number()[chosen], tensor.shape[1], region.seed)
             if self.fault == "bitflip":
                 content[:, 0] ^= 1 << 37
-            chosen = chosen.to(tensor.device)
-            tensor[chosen] = content.to(tensor.device)[chosen]
+            tensor[chosen.to(tensor.device)] = content.to(tensor.device)
 
     def planted(self, at: Coordinates) -> tuple[torch.Tensor, Identity]:
         """Which rows are damaged, and what they hold then."""

@@ -17,7 +17,7 @@ from kvfix_tools.roundtrip import cuda_stand_in
 from kvfix_tools.roundtrip.backends import lmcache
 from kvfix_tools.roundtrip.backends.torch_copy import TorchCopy
 from kvfix_tools.roundtrip.cell_check import CellCheck, Refused, Result, everywhere, host_poison
-from kvfix_tools.roundtrip.element import FIRST, OTHER, POISON, STALE, Identity
+from kvfix_tools.roundtrip.element import FIRST, OTHER, POISON, STALE, Identity, rows
 from kvfix_tools.roundtrip.matrix import Cell
 from kvfix_tools.roundtrip.region import Coordinates, Expected, Region
 from kvfix_tools.roundtrip.streams import Streams
@@ -49,11 +49,11 @@ class Race(CellCheck):
         self, stream: Any, region: Region, expected: Expected, where: Callable[[Coordinates], torch.Tensor]
     ) -> None:
         """Other work: those rows of the region take that content, tensor by tensor."""
-        image = Region(region.words.clone(), region.sections, self.geometry, self.device, self.cell.seed, "")
-        image.fill(expected)
-        for section, into, content in zip(region.sections, region.tensors(), image.tensors(), strict=True):
-            chosen = where(section.coordinates(0, section.rows, into.device)).nonzero()[:, 0]
-            work = partial(into.index_copy_, 0, chosen, content[chosen])
+        for section, into in zip(region.sections, region.tensors(), strict=True):
+            at = section.coordinates(0, section.rows, self.device)
+            chosen = where(at).nonzero()[:, 0]
+            content = rows(expected(at).number()[chosen], into.shape[1], self.cell.seed)
+            work = partial(into.index_copy_, 0, chosen.to(into.device), content.to(into.device))
             stream.submit(work, host=into.device.type != self.device.type)
 
     def write_to_source(self, stream: Any, generation: int) -> None:
