@@ -161,7 +161,7 @@ def measure(backend: Backend, device: torch.device, gib: float | None, seed: int
         result = check.run(transfer, brief=True)
         result.check_seconds = time.perf_counter() - start
         del check, transfer  # their memory
-    except (Refused, NotImplementedError, RuntimeError, ValueError, AssertionError) as error:
+    except (*REFUSALS, RuntimeError) as error:
         return Result(cell, "refused", reason=str(error))
     result.plain_store, result.plain_load = plain(result.moved, device)
     return result

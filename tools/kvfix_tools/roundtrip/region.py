@@ -121,7 +121,7 @@ class Region:
         yield True, end, self._band(end, len(self.words))
 
     def _band(self, start: int, end: int) -> torch.Tensor:
-        """Each word of a guard band is its own: what is copied from one to another is seen."""
+        """Each word of a guard band is its own: what is copied from one to another is found."""
         places = torch.arange(start, end, dtype=torch.int64, device=self.device)
         slot, word = places >> element.BITS["word"], places % (1 << element.BITS["word"])
         who = Identity(GUARD, 0, 0, slot % (1 << element.BITS["slot"]), 0, word)
