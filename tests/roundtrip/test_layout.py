@@ -1,4 +1,4 @@
-"""The definition of each layout, and another statement of it: where vLLM's attention reads a head's row."""
+"""The element code; and each layout's definition, stated another way: where vLLM's attention reads a head's row."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from itertools import product
 import pytest
 import torch
 
+from kvfix_tools.roundtrip import element
 from kvfix_tools.roundtrip import region as regions
 from kvfix_tools.roundtrip.backends.torch_copy import layers, paged
 from kvfix_tools.roundtrip.cell_check import everywhere
-from kvfix_tools.roundtrip.element import FIRST
-from kvfix_tools.roundtrip.layout import LAYOUTS, Geometry
+from kvfix_tools.roundtrip.element import FIRST, Identity
+from kvfix_tools.roundtrip.layout import DTYPES, LAYOUTS, Geometry
 
 HS = 8
 Read = Callable[[list[torch.Tensor], int, int, int, int, int], torch.Tensor]
@@ -34,19 +35,44 @@ READ: dict[str, Read] = {
 }  # fmt: skip
 
 
-def cache(name: str, heads: int = 2) -> regions.Region:
-    heads = 1 if LAYOUTS[name].latent else heads
+def every_identity(seed: int) -> torch.Tensor:
+    """[rows, 16] words: four layers, K and V, 64 slots, 3 heads."""
+    grid = torch.cartesian_prod(*(torch.arange(size) for size in (2, 4, 2, 64, 3)))
+    return element.rows(Identity(*grid.unbind(1), 0).number(), 16, seed)
+
+
+@pytest.mark.parametrize("seed", [0, 1, 2**62])
+def test_decode_is_the_inverse_of_encode(seed: int) -> None:
+    largest = Identity(*((1 << bits) - 1 for bits in element.BITS.values())).number()
+    numbers = torch.cat([torch.arange(5000) * 1_000_003, torch.tensor([0, largest])])
+    assert torch.equal(element.decode(element.encode(numbers.clone(), seed), seed), numbers)
+    assert largest > 0
+    who = Identity(2, 31, 1, 12345, 7, 63)
+    assert Identity.of(who.number()) == who
+
+
+def test_no_two_words_are_alike_and_a_seed_changes_all() -> None:
+    words = every_identity(0)
+    assert len(words.unique()) == words.numel()
+    assert not bool((words == every_identity(1)).any())
+
+
+@pytest.mark.parametrize("name", [name for name in DTYPES if name != "uint8"])
+def test_every_kind_of_float_occurs(name: str) -> None:
+    """NaN and -0.0 would hide a difference, or show one that is none, if floats were compared."""
+    held = every_identity(0).view(DTYPES[name]).float()
+    assert bool(held.isnan().any())
+    assert bool((held < 0).any())
+    if DTYPES[name].itemsize < 4:  # of four bytes there are too few here for such a rare one
+        assert bool(((held == 0) & held.signbit()).any())
+
+
+def cache(name: str) -> regions.Region:
+    heads = 1 if LAYOUTS[name].latent else 2
     geometry = Geometry(LAYOUTS[name], torch.float32, layers=3, blocks=5, block=4, heads=heads, head_size=HS)
     region = regions.kv_cache(geometry, torch.device("cpu"), seed=1)
     region.fill(everywhere(FIRST))
     return region
-
-
-def row(region: regions.Region, layer: int, kv: int, slot: int, head: int) -> torch.Tensor:
-    from kvfix_tools.roundtrip import element
-
-    number = torch.tensor([element.Identity(FIRST, layer, kv, slot, head, 0).number()])
-    return element.rows(number, region.geometry.row_words, region.seed)[0].view(torch.float32)
 
 
 def test_every_layout_is_stated_here() -> None:
@@ -55,24 +81,16 @@ def test_every_layout_is_stated_here() -> None:
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_each_row_lies_where_attention_reads_it(name: str) -> None:
+    """And where the torch backend does."""
     region = cache(name)
     sizes, tensors = region.geometry, region.typed()
+    of_backend = [paged(tensor, sizes) for tensor in layers(tensors, sizes)]
     for at in product(range(3), range(sizes.planes), range(5), range(4), range(sizes.heads)):
         layer, kv, block, offset, head = at
-        wanted = row(region, layer, kv, block * 4 + offset, head)
+        number = torch.tensor([Identity(FIRST, layer, kv, block * 4 + offset, head, 0).number()])
+        wanted = element.rows(number, sizes.row_words, region.seed)[0]
         assert torch.equal(READ[name](tensors, *at).view(torch.int32), wanted.view(torch.int32)), at
-
-
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_the_torch_backend_reads_the_same(name: str) -> None:
-    region = cache(name)
-    sizes, tensors = region.geometry, region.typed()
-    for layer, tensor in enumerate(layers(tensors, sizes)):
-        held = paged(tensor, sizes)
-        for at in product(range(5), range(4), range(sizes.planes), range(sizes.heads)):
-            block, offset, kv, head = at
-            wanted = READ[name](tensors, layer, kv, block, offset, head)
-            assert torch.equal(held[at].view(torch.int32), wanted.view(torch.int32)), (layer, at)
+        assert torch.equal(of_backend[layer][block, offset, kv, head], wanted), at
 
 
 def test_two_kv_heads_make_two_layouts_of_one_shape() -> None:

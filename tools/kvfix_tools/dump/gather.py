@@ -115,34 +115,22 @@ def ranks(of: Gathered) -> list[str]:
 
 
 def _connectors(of: Gathered) -> list[dict[str, Any]]:
-    if of.recorder is None:
-        return []
     try:
-        text = recording.parsed("recorder", of.recorder.encode().splitlines())
-        return list(text.connectors.values())
+        return list(recording.parsed("recorder", (of.recorder or "").encode().splitlines()).connectors.values())
     except ValueError:
         return []
 
 
 def where(of: Gathered) -> str:
     """The hook that the process is in, how long, and the line at which it stands; "" if it is in none."""
-    line = _line(of.stacks)
+    main = next((thread for thread in of.stacks or () if thread.get("thread_name") == "MainThread"), None)
+    frames = list(main["frames"]) if main else []  # the innermost first
+    line = f", at {frames[0]['name']} ({frames[0]['filename']}:{frames[0]['line']})" if frames else ""
     inside = [each for each in _connectors(of) if each.get("inside")]
     if inside:  # a connector within the scheduler
         last = min(inside, key=lambda each: each["seconds"])
         return f"in {last['inside']} of {last['name']} for {last['seconds']:.1f} s{line}"
-    for frame in _frames(of.stacks):
+    for frame in frames:
         if frame["name"].rpartition(".")[2] in HOOKS:  # py-spy has the class too, from Python 3.11 on
             return f"in {frame['name']} ({frame['short_filename']}:{frame['line']}){line}"
     return ""
-
-
-def _frames(stacks: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
-    """Of the main thread, the innermost first."""
-    main = next((thread for thread in stacks or () if thread.get("thread_name") == "MainThread"), None)
-    return list(main["frames"]) if main else []
-
-
-def _line(stacks: list[dict[str, Any]] | None) -> str:
-    frames = _frames(stacks)
-    return f", at {frames[0]['name']} ({frames[0]['filename']}:{frames[0]['line']})" if frames else ""

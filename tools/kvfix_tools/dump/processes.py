@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 from pathlib import Path
@@ -41,21 +40,19 @@ def tree(pid: int) -> list[Process]:
     is missing there is what the parent was started with. Ray's workers get theirs later: it is not there either, and
     the one of `kvfix dump` itself is taken.
     """
-    found: list[Process] = []
-    below = [pid]
-    for each in below:  # it grows: a process' children come after it
-        process = _described(each)
-        if process is None:
-            continue
-        parent = next((other for other in found if other.pid == process.parent), None)
+    try:
+        pids = [pid, *(child.pid for child in psutil.Process(pid).children(recursive=True))]
+    except (psutil.NoSuchProcess, ValueError):
+        return []
+    found: dict[int, Process] = {}
+    for process in filter(None, map(_described, pids)):
+        parent = found.get(process.parent)
         if parent is not None and DIRECTORY not in process.settings:
             settings = {**parent.settings, **process.settings}
             shared = os.path.dirname(parent.directory)
             process = process._replace(settings=settings, directory=_own_folder(shared, process.owner))
-        found.append(process)
-        with contextlib.suppress(psutil.NoSuchProcess):
-            below += sorted(child.pid for child in psutil.Process(each).children())
-    return found
+        found[process.pid] = process
+    return list(found.values())
 
 
 def elsewhere(tree: list[Process]) -> list[Process]:

@@ -3,7 +3,7 @@
 The KV cache is filled with generation 1, every slot with its own identity, and the host buffers with poison. After the
 store the host must hold exactly the stored tokens, and the KV cache what it held. Then the KV cache is poisoned and the
 tokens are loaded into other slots: these must hold them, and every other word its poison. Last the host is made by the
-definition, with generation 2, and loaded: so a store and a load that are wrong in the same way are both seen.
+definition, with generation 2, and loaded: so a store and a load that are wrong in the same way are both found.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from functools import lru_cache, partial
 
 import torch
 
@@ -20,6 +20,9 @@ from kvfix_tools.roundtrip.element import FIRST, HOST_POISON, POISON, SECOND, Id
 from kvfix_tools.roundtrip.matrix import Cell
 from kvfix_tools.roundtrip.mismatch import Finding, find
 from kvfix_tools.roundtrip.region import Coordinates, Expected, Region
+
+#: Of a timed copy.
+REPEATS = 3
 
 
 class Refused(Exception):
@@ -47,12 +50,12 @@ class Transfer:
 
 @dataclass
 class Result:
-    """`verdict`: passed, failed, refused (with `reason`). Bytes, seconds of the fastest store and load; and of a plain
-    copy of as many bytes there and back. `check_seconds`: of a whole check, filling and verifying included, if that was
-    timed (speed.py)."""
+    """`verdict`: passed, failed, refused or crashed (with `reason`). Bytes, seconds of the fastest store and load; and
+    of a plain copy of as many bytes there and back. `check_seconds`: of a whole check, filling and verifying included,
+    if that was timed."""
 
     cell: Cell
-    verdict: str
+    verdict: str = "passed"
     findings: list[Finding] = field(default_factory=list)
     reason: str = ""
     moved: int = 0
@@ -74,47 +77,49 @@ class CellCheck:
         self.geometry = cell.geometry()
         self.source, self.target = (slots.to(device) for slots in cell.mappings())
         self.cache = regions.kv_cache(self.geometry, device, cell.seed)
-        self.result = result or Result(cell, "passed")
+        self.result = result or Result(cell)
         self.result.moved = self.geometry.token_bytes(cell.count)
+
+    def host(self, axes: str, tokens: int = 0) -> Region:
+        """Host buffers for the tokens of the cell, or for so many; a chunk's axes, outermost first."""
+        chunk, tokens = int(self.cell.chunk), tokens or self.cell.count
+        return regions.host(self.geometry, axes, chunk, tokens, self.device, self.cell.seed)
 
     def run(self, transfer: Transfer, brief: bool = False) -> Result:
         """brief: without the load from host buffers made by the definition; after a right store they hold the same."""
-        result, skip = self.result, self.cell.skipped
-        result.operations = transfer.operations
+        self.result.operations = transfer.operations
+        host = transfer.host
         try:
             if brief:  # the host buffers hold an earlier generation: that is poison enough
                 self.cache.fill(everywhere(FIRST))
             else:
                 self.prepare(transfer)
-            result.store = self._timed(transfer.store, self.source, result.store)
+            self.store(transfer)
             self.compare("store", self.cache, everywhere(FIRST), source=True)
-            if transfer.host is not None:
-                self.compare("store", transfer.host, self.tokens(FIRST))
+            if host is not None:
+                self.compare("store", host, self.tokens(FIRST))
             self.cache.fill(everywhere(POISON))
-            result.load = self._timed(transfer.load, self.target, result.load, skip)
-            self.compare("round trip", self.cache, self.loaded(FIRST, skip))
-            if transfer.host is not None and not brief:
+            self.load(transfer)
+            self.compare("round trip", self.cache, self.loaded(FIRST))
+            if host is not None and not brief:
                 self.cache.fill(everywhere(POISON))
-                transfer.host.fill(self.tokens(SECOND))
-                result.load = self._timed(transfer.load, self.target, result.load, skip)
-                self.compare("load", self.cache, self.loaded(SECOND, skip))
-                self.compare("load", transfer.host, self.tokens(SECOND), source=True)
+                host.fill(self.tokens(SECOND))
+                self.load(transfer)
+                self.compare("load", self.cache, self.loaded(SECOND))
+                self.compare("load", host, self.tokens(SECOND), source=True)
         finally:
             transfer.close()
-        result.verdict = "failed" if result.findings else "passed"
-        result.verified = self.cache.verified + (transfer.host.verified if transfer.host is not None else 0)
-        return result
+        return self.ended(host)
+
+    def ended(self, host: Region | None) -> Result:
+        self.result.verdict = "failed" if self.result.findings else "passed"
+        self.result.verified = self.cache.verified + (host.verified if host is not None else 0)
+        return self.result
 
     def prepare(self, transfer: Transfer) -> None:
         self.cache.fill(everywhere(FIRST))
         if transfer.host is not None:
-            transfer.host.fill(self.poison(transfer.host))
-
-    def poison(self, region: Region) -> Expected:
-        """What is in the KV cache, or in the host buffers, before anything is moved there."""
-        if region is self.cache:
-            return everywhere(POISON)
-        return lambda at: Identity(HOST_POISON, at["layer"], at["kv"], at["token"], at["head"], 0)
+            transfer.host.fill(host_poison)
 
     def compare(self, stage: str, region: Region, expected: Expected, source: bool = False) -> None:
         finding = find(region, list(region.compare(expected)), f"{stage}, {region.name}", source)
@@ -125,42 +130,63 @@ class CellCheck:
         """What the host must hold: of each token what was in its slot."""
         return lambda at: Identity(generation, at["layer"], at["kv"], self.source[at["token"]], at["head"], 0)
 
-    def loaded(self, generation: int, skip: int) -> Expected:
+    def token_in(self, skip: int) -> torch.Tensor:
+        """[slots]: the token that a load brings into each slot; -1 for none."""
+        found = torch.full((self.geometry.slots,), -1, dtype=torch.int64, device=self.device)
+        found[self.target[skip:]] = torch.arange(skip, self.cell.count, device=self.device)
+        return found
+
+    def loaded(self, generation: int, skip: int | None = None) -> Expected:
         """What the KV cache must hold after a load into poison: the tokens in their slots, elsewhere the poison."""
-        source_of = torch.full((self.geometry.slots,), -1, dtype=torch.int64, device=self.device)
-        source_of[self.target[skip:]] = self.source[skip:]
+        token_in = self.token_in(self.cell.skipped if skip is None else skip)
 
         def expected(at: Coordinates) -> Identity:
-            held = source_of[at["slot"]]
-            known = held >= 0
-            generations = torch.where(known, generation, POISON)
-            return Identity(generations, at["layer"], at["kv"], torch.where(known, held, at["slot"]), at["head"], 0)
+            token = token_in[at["slot"]]
+            known = token >= 0
+            slot = torch.where(known, self.source[token.clamp(min=0)], at["slot"])
+            return Identity(torch.where(known, generation, POISON), at["layer"], at["kv"], slot, at["head"], 0)
 
         return expected
 
-    def time_both(self, transfer: Transfer) -> None:
-        """A store and a load of another generation that is not looked at; the fastest count."""
-        self.cache.fill(everywhere(SECOND))
-        self.result.store = self._timed(transfer.store, self.source, self.result.store)
-        self.result.load = self._timed(transfer.load, self.target, self.result.load, self.cell.skipped)
+    def store(self, transfer: Transfer) -> None:
+        """Timed; the fastest counts."""
+        taken = seconds(lambda: transfer.store(self.source), self.device)
+        self.result.store = min(taken, self.result.store or taken)
 
-    def _timed(self, move: Any, slots: torch.Tensor, best: float, *more: int) -> float:
-        """Seconds, or the best so far."""
-        taken = seconds(lambda: move(slots, *more), self.device)
-        return min(taken, best or taken)
+    def load(self, transfer: Transfer) -> None:
+        taken = seconds(lambda: transfer.load(self.target, self.cell.skipped), self.device)
+        self.result.load = min(taken, self.result.load or taken)
 
 
 def seconds(work: Callable[[], object], device: torch.device) -> float:
     """That this work takes; the device has finished before and after."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda device: None
+    synchronize(device)
     start = time.perf_counter()
     work()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    synchronize(device)
     return time.perf_counter() - start
+
+
+@lru_cache(maxsize=512)
+def plain(size: int, device: torch.device) -> tuple[float, float]:
+    """Seconds of one plain copy of so many bytes to pinned memory, and of one back: measured once in a run. The fastest
+    counts, and the first does not."""
+    on_device = torch.zeros(size, dtype=torch.uint8, device=device)
+    on_host = torch.zeros(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    both = (on_host, on_device), (on_device, on_host)
+    store, load = (
+        min([seconds(partial(to.copy_, source, non_blocking=True), device) for _ in range(REPEATS + 1)][1:])
+        for to, source in both
+    )
+    return store, load
 
 
 def everywhere(generation: int) -> Expected:
     """Every slot holds itself."""
     return lambda at: Identity(generation, at["layer"], at["kv"], at["slot"], at["head"], 0)
+
+
+def host_poison(at: Coordinates) -> Identity:
+    """What is in the host buffers before anything is moved there."""
+    return Identity(HOST_POISON, at["layer"], at["kv"], at["token"], at["head"], 0)

@@ -8,23 +8,31 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
+import time
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import torch
 
-from kvfix_tools.roundtrip import apply_fixes, backends, races, speed
+from kvfix_tools.roundtrip import backends, fixes, races
 from kvfix_tools.roundtrip.backends import Backend
-from kvfix_tools.roundtrip.cell_check import CellCheck, Refused, Result
-from kvfix_tools.roundtrip.element import too_large
+from kvfix_tools.roundtrip.cell_check import REPEATS, CellCheck, Refused, Result, everywhere, plain
+from kvfix_tools.roundtrip.element import SECOND, WORD, too_large
 from kvfix_tools.roundtrip.matrix import AXES, Axes, Cell, full, pairs
 from kvfix_tools.roundtrip.planted_faults import FAULTS, Faulty
+from kvfix_tools.roundtrip.region import BAND
 from kvfix_tools.roundtrip.run_report import RunReport
 
 OK, USAGE, NOT_HERE = 0, 2, 77
+Job = Callable[[Result], Result]
 #: Raised by a backend that cannot do what it is asked, before it moves anything.
 REFUSALS = (Refused, NotImplementedError, ValueError, AssertionError)
+#: Sizes of a model of 8 billion parameters: 128 KiB of KV for a token in bfloat16.
+MODEL = {"dtype": "bfloat16", "heads": "8", "layers": 32, "head_size": 128, "block": "16", "chunk": "256"}
+DEFAULT_GIB = {"cpu": 1 / 32, "cuda": 4.0}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -66,14 +74,11 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"{one.name:18} {one.missing(device) or one.summary}")
         return OK
     try:
-        chosen = backends.named(options.backend)
         unknown = set(options.race or ()) - set(races.RACES)
         if unknown:
-            raise KeyError(min(unknown))
+            raise ValueError(f"no race {min(unknown)}; --help names them")
+        chosen = backends.named(options.backend)
         cells = {one.name: choose(one, options) for one in chosen}
-    except KeyError as error:
-        print(f"kvfix roundtrip: no backend or race {error}; --list and --help name them", file=sys.stderr)
-        return USAGE
     except ValueError as error:
         print(f"kvfix roundtrip: {error}", file=sys.stderr)
         return USAGE
@@ -84,61 +89,51 @@ def run(chosen: list[Backend], cells: dict[str, list[Cell]], device: torch.devic
     report = RunReport(device, options)
     with contextlib.ExitStack() as stack:
         if any(one.name != "torch" for one in chosen):
-            stack.enter_context(apply_fixes.applied(not options.no_fixes))
+            stack.enter_context(fixes.applied(not options.no_fixes))
         report.skipped = {one.name: why for one in chosen if (why := one.missing(device))}
         here = [one for one in chosen if one.name not in report.skipped]
         if device.type == "cpu":  # the cells are small: threads would only wait for one another
             stack.callback(torch.set_num_threads, torch.get_num_threads())
             torch.set_num_threads(1)
         work = list(jobs(here, cells, device, options))
-        for number, (cell, job) in enumerate(work):
-            report.progress(number, len(work), cell)
-            report.add(job())
+        for number, (result, job) in enumerate(work):
+            report.progress(number, len(work), result.cell)
+            report.add(guarded(result, job))
         timed = options.gib != 0 and options.race is None and options.inject is None
         for one in [one for one in here if timed and not one.whole]:
             report.progress(len(work), len(work), Cell(one.name))
-            report.add_speed(speed.measure(one, device, options.gib, options.seed))
+            report.add_speed(measure(one, device, options.gib, options.seed))
         return report.end()
 
 
 def jobs(
     chosen: list[Backend], cells: dict[str, list[Cell]], device: torch.device, options: argparse.Namespace
-) -> Iterator[tuple[Cell, Callable[[], Result]]]:
-    """What is to be done, and for which cell."""
+) -> Iterator[tuple[Result, Job]]:
+    """What is to be done, and the result that it fills in."""
     events = options.inject != "missing-event"
     if options.race is None and events:
         for one in chosen:
             if one.whole and options.inject is None:
-                yield Cell(one.name), partial(guarded, Cell(one.name, seed=options.seed), partial(one.whole, device))
+                yield Result(Cell(one.name, seed=options.seed)), partial(one.whole, device)
             for cell in cells[one.name] if not one.whole else []:
-                yield cell, partial(run_cell, one, cell, device, options.inject)
+                yield Result(cell), partial(check_cell, one, device, options.inject)
     some = any(getattr(options, axis) for axis in AXES)  # asked for cells, not for races
     if options.race is not None or not events or not (some or options.inject):
         for one in chosen:
             cell = Cell(one.name, layers=options.layers, head_size=options.head_size, seed=options.seed)
             for name in [name for name in options.race or races.RACES if name in races.of(one.name)]:
-                yield cell, partial(guarded, cell, partial(run_race, name, cell, device, events))
+                yield Result(cell, race=name), partial(races.run, name, cell, device, events)
 
 
-def run_cell(one: Backend, cell: Cell, device: torch.device, fault: str | None = None) -> Result:
+def check_cell(one: Backend, device: torch.device, fault: str | None, result: Result) -> Result:
     """One cell of a backend, with a fault or without."""
-
-    def moved(result: Result) -> Result:
-        check = CellCheck(cell, device, result)
-        transfer = one.open(check)
-        return check.run(Faulty(transfer, check, fault) if fault else transfer)
-
-    return guarded(cell, moved)
+    check = CellCheck(result.cell, device, result)
+    transfer = one.open(check)
+    return check.run(Faulty(transfer, check, fault) if fault else transfer)
 
 
-def run_race(name: str, cell: Cell, device: torch.device, events: bool, result: Result) -> Result:
-    result.race = name
-    return races.run(name, cell, device, events)
-
-
-def guarded(cell: Cell, job: Callable[[Result], Result]) -> Result:
+def guarded(result: Result, job: Job) -> Result:
     """What a job answers, or raises. What it has found before is not lost."""
-    result = Result(cell, "passed")
     try:
         return job(result)
     except Exception as error:  # noqa: BLE001 - whatever the backend raises is what there is to report
@@ -146,15 +141,39 @@ def guarded(cell: Cell, job: Callable[[Result], Result]) -> Result:
         return replace(result, verdict=verdict, reason=in_one_line(error))
 
 
+def measure(backend: Backend, device: torch.device, gib: float | None, seed: int) -> Result:
+    """One large transfer of a backend, verified as every cell is; the fastest of a few of each way, and of plain copies
+    of as many bytes."""
+    cell = Cell(backend.name, layout="nhd", slots="blocks", seed=seed, **MODEL)  # type: ignore[arg-type]
+    wanted, chunk = (DEFAULT_GIB[device.type] if gib is None else gib) * (1 << 30), int(cell.chunk)
+    # With its guard bands: pinned memory is taken in powers of two.
+    chunks = max(1, int(wanted // (cell.geometry().token_bytes(chunk) + 2 * BAND * WORD)))
+    cell = replace(cell, tokens=str(chunks * chunk))
+    try:
+        check = CellCheck(cell, device)
+        transfer = backend.open(check)
+        check.prepare(transfer)
+        check.cache.fill(everywhere(SECOND))  # another generation, which is not looked at
+        for _ in range(REPEATS):
+            check.store(transfer)
+            check.load(transfer)
+        start = time.perf_counter()
+        result = check.run(transfer, brief=True)
+        result.check_seconds = time.perf_counter() - start
+        del check, transfer  # their memory
+    except (*REFUSALS, RuntimeError) as error:
+        return Result(cell, "refused", reason=str(error))
+    result.plain_store, result.plain_load = plain(result.moved, device)
+    return result
+
+
 def in_one_line(error: BaseException) -> str:
     """An error, with the place it was raised at."""
     text = " ".join(str(error).split())
     if isinstance(error, Refused):
         return text
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    place = f" ({trace.tb_frame.f_code.co_filename.rsplit('/', 1)[-1]}:{trace.tb_lineno})" if trace else ""
+    frames = traceback.extract_tb(error.__traceback__)
+    place = f" ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}{': ' + text if text else ''}{place}"
 
 

@@ -16,13 +16,11 @@ import torch
 WORD = 8
 #: field -> bits, most significant first: 63 in all, so that an identity is never negative.
 BITS = {"generation": 6, "layer": 10, "kv": 1, "slot": 26, "head": 8, "word": 12}
-FIELDS = tuple(BITS)
 _SHIFT = {name: sum(list(BITS.values())[place + 1 :]) for place, name in enumerate(BITS)}
 
 #: Generations with a meaning of their own; those of the content are 1 and up, and what was before it is 0.
 STALE, FIRST, SECOND, OTHER = 0, 1, 2, 3
 POISON, HOST_POISON, GUARD = 60, 61, 62
-GENERATIONS = {STALE: "stale", POISON: "poison", HOST_POISON: "host poison", GUARD: "guard band"}
 
 _A, _B = 0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93  # odd, so they have an inverse modulo 2**64
 _S1, _S2 = 32, 29
@@ -40,11 +38,11 @@ class Identity(NamedTuple):
 
     def number(self) -> Any:
         """The identity as one number (or a tensor of them)."""
-        return sum((getattr(self, name) << _SHIFT[name] for name in FIELDS[1:]), self.generation << _SHIFT[FIELDS[0]])
+        return sum(value << _SHIFT[name] for name, value in self._asdict().items())
 
     @classmethod
     def of(cls, number: Any) -> Identity:
-        return cls(*((number >> _SHIFT[name]) & ((1 << BITS[name]) - 1) for name in FIELDS))
+        return cls(*((number >> _SHIFT[name]) & ((1 << bits) - 1) for name, bits in BITS.items()))
 
 
 def too_large(layers: int, slots: int, heads: int, words: int) -> str | None:

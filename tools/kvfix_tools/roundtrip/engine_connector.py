@@ -1,4 +1,4 @@
-"""LMCache's connectors as vLLM has them, which write down what the worker loads (engine_rounds.py reads it).
+"""LMCache's connectors as vLLM has them, which write down what the worker loads (backends/engine.py reads it).
 
 vLLM imports this module by its name (`kv_connector_module_path`), in each of its processes. On the CPU, for which
 LMCache has no connector in process, it also puts the stand-ins in place that `lmcache-v2` has: the engine's KV goes
@@ -16,7 +16,8 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.platforms import current_platform
 
-from kvfix_tools.roundtrip import cuda_stand_in, engine_rounds
+from kvfix_tools.roundtrip import cuda_stand_in
+from kvfix_tools.roundtrip.backends import engine, lmcache
 
 
 def with_loads(name: str) -> type:
@@ -27,7 +28,7 @@ def with_loads(name: str) -> type:
         def start_load_kv(self, forward_context: Any, **more: Any) -> None:
             super().start_load_kv(forward_context, **more)
             for request in self._get_connector_metadata().requests:
-                self._write("loaded", engine_rounds.tokens_to_load(request))
+                self._write("loaded", engine.tokens_to_load(request))
 
         def get_block_ids_with_load_errors(self) -> set[int]:
             failed: set[int] = super().get_block_ids_with_load_errors()
@@ -35,7 +36,7 @@ def with_loads(name: str) -> type:
             return failed
 
         def _write(self, kind: str, count: int) -> None:
-            path = self._vllm_config.kv_transfer_config.get_from_extra_config(engine_rounds.LOADS, None)
+            path = self._vllm_config.kv_transfer_config.get_from_extra_config(engine.LOADS, None)
             if count and path:
                 with open(path, "a") as file:
                     file.write(f"{kind}={count}\n")
@@ -46,8 +47,6 @@ def with_loads(name: str) -> type:
 def on_cpu() -> None:
     """LMCache makes its connector for CUDA, on the CPU."""
     from lmcache.v1 import gpu_connector
-
-    from kvfix_tools.roundtrip.backends import lmcache
 
     lmcache.connectors("cpu")
     here = cuda_stand_in.Torch()

@@ -13,7 +13,7 @@ import torch
 
 from kvfix_tools.roundtrip.element import WORD
 
-#: name -> bytes per element. fp8 by torch's names, shortened.
+#: fp8 by torch's names, shortened.
 DTYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
@@ -113,13 +113,9 @@ class Geometry:
     def sizes(self, chunk: int = 0) -> dict[str, int]:
         """Size of each axis; `token` is the axis of a host chunk."""
         return {
-            "layer": self.layers,
-            "kv": self.planes,
-            "block": self.blocks,
-            "offset": self.block,
-            "head": self.heads,
+            "layer": self.layers, "kv": self.planes, "block": self.blocks, "offset": self.block, "head": self.heads,
             "token": chunk,
-        }
+        }  # fmt: skip
 
     def tensor_shape(self) -> tuple[int, ...]:
         """Of one of the engine's tensors."""
@@ -134,8 +130,3 @@ def coordinates(axes: tuple[str, ...], sizes: dict[str, int], rows: torch.Tensor
         found[axis] = (rows // inner) % sizes[axis]
         inner *= sizes[axis]
     return found
-
-
-def count(axes: tuple[str, ...], sizes: dict[str, int]) -> int:
-    """Rows of one tensor with these axes."""
-    return math.prod(sizes[axis] for axis in axes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 
 import torch
 
@@ -97,10 +98,6 @@ class Cell:
         return source, target
 
 
-def cell_of(backend: str, values: dict[str, str]) -> Cell:
-    return replace(Cell(backend), **values)  # type: ignore[arg-type]
-
-
 def full(backend: str, axes: Axes) -> list[Cell]:
     """Every combination."""
     return [cell_of(backend, dict(zip(axes, values, strict=True))) for values in itertools.product(*axes.values())]
@@ -109,36 +106,28 @@ def full(backend: str, axes: Axes) -> list[Cell]:
 def pairs(backend: str, axes: Axes, seed: int = 0) -> list[Cell]:
     """Cells in which every value of an axis meets every value of every other: a greedy covering of pairs. The same seed
     gives the same cells."""
-    names, choose = list(axes), random.Random(seed)
-    missing = {
-        (a, x, b, y) for a, b in itertools.combinations(names, 2) for x in axes[a] for y in axes[b]
-    }  # fmt: skip
+    order, draw = list(axes), random.Random(seed)
+    choices = [(axis, value) for axis in axes for value in axes[axis]]
+    missing = {(one, other) for one, other in itertools.combinations(choices, 2) if one[0] != other[0]}
+
+    def pair(one: tuple[str, str], other: tuple[str, str]) -> tuple[tuple[str, str], tuple[str, str]]:
+        return (one, other) if order.index(one[0]) < order.index(other[0]) else (other, one)
+
+    def gain(chosen: dict[str, str], axis: str, value: str) -> tuple[int, float]:
+        """Missing pairs that this value brings; of equal ones any."""
+        return sum(pair(one, (axis, value)) in missing for one in chosen.items()), draw.random()
+
     cells: list[Cell] = []
     while missing:
-        chosen = _next(names, axes, missing, choose)
-        missing -= {(a, chosen[a], b, chosen[b]) for a, b in itertools.combinations(names, 2)}
+        chosen = dict(min(missing))
+        rest = [axis for axis in axes if axis not in chosen]
+        draw.shuffle(rest)
+        for axis in rest:
+            chosen[axis] = max(axes[axis], key=partial(gain, chosen, axis))
+        missing -= {pair(one, other) for one, other in itertools.combinations(chosen.items(), 2)}
         cells.append(cell_of(backend, chosen))
     return cells
 
 
-def _next(
-    names: list[str], axes: Axes, missing: set[tuple[str, str, str, str]], choose: random.Random
-) -> dict[str, str]:
-    """One cell, around a pair that is still missing: each axis takes the value that brings most missing pairs."""
-    first = min(missing)
-    chosen = {first[0]: first[1], first[2]: first[3]}
-    rest = [name for name in names if name not in chosen]
-    choose.shuffle(rest)
-    for name in rest:
-        chosen[name] = max(
-            axes[name],
-            key=lambda value: (
-                sum(
-                    ((a, chosen[a], name, value) if names.index(a) < names.index(name) else (name, value, a, chosen[a]))
-                    in missing
-                    for a in chosen
-                ),
-                choose.random(),
-            ),
-        )
-    return {name: chosen[name] for name in names}
+def cell_of(backend: str, values: dict[str, str]) -> Cell:
+    return replace(Cell(backend), **values)  # type: ignore[arg-type]

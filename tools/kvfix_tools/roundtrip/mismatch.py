@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
 from kvfix_tools.roundtrip import element
-from kvfix_tools.roundtrip.element import GENERATIONS, GUARD, HOST_POISON, POISON, WORD, Identity
+from kvfix_tools.roundtrip.element import GUARD, HOST_POISON, POISON, WORD, Identity
 from kvfix_tools.roundtrip.region import Region, WrongWords
 
 #: Bits that may differ in a word that is still called the right one with flipped bits.
@@ -22,11 +22,11 @@ NAMED = {
     "head": "wrong head",
     "word": "shifted in its row",
 }
-#: In the order in which they are tried.
 CLASSES = (
     "source changed", "guard band written", "bystander written", "not written", *NAMED.values(), "overwritten",
     "misplaced", "bit flip", "shifted by bytes", "unknown",
 )  # fmt: skip
+_POISONS = {POISON: "poison", HOST_POISON: "host poison", GUARD: "guard band"}
 
 
 @dataclass
@@ -37,7 +37,7 @@ class Finding:
     stage: str
     first: str
     address: int
-    classes: Counter[str] = field(default_factory=Counter)
+    classes: Counter[str]
 
     @property
     def words(self) -> int:
@@ -51,58 +51,57 @@ class Finding:
 def find(region: Region, wrong: list[WrongWords], stage: str, source: bool = False) -> Finding | None:
     """Names and counts what a check of the region has found. source: nothing was to be written there at all."""
     found: Counter[str] = Counter()
-    first: tuple[int, str] | None = None
-    for part in wrong:
+    first = ""
+    for part in wrong:  # by address
         kinds = classify(region, part, source)
         found.update(CLASSES[kind] for kind in kinds.tolist())
         found.update({"not looked at": part.more} if part.more else {})
-        at = int(part.address.argmin())
-        if first is None or int(part.address[at]) < first[0]:
-            first = int(part.address[at]), describe(region, part, at, CLASSES[int(kinds[at])])
-    return Finding(stage, first[1], first[0] * WORD, found) if first else None
+        first = first or describe(region, part, CLASSES[int(kinds[0])])
+    return Finding(stage, first, int(wrong[0].address[0]) * WORD, found) if wrong else None
 
 
 def classify(region: Region, wrong: WrongWords, source: bool) -> torch.Tensor:
-    """[n]: place in CLASSES of each wrong word."""
+    """[n]: place in CLASSES of each wrong word. The last class that holds for a word is its own."""
     expected, number = Identity.of(wrong.expected), element.decode(wrong.found, region.seed)
     held, known = Identity.of(number), _known(region, number)
     kinds = torch.full_like(wrong.found, CLASSES.index("unknown"))
-    kinds[_shifted(region, wrong)] = CLASSES.index("shifted by bytes")
-    kinds[_bits(wrong.found ^ _words(region, wrong.expected)) <= FEW_BITS] = CLASSES.index("bit flip")
-    kinds[known] = CLASSES.index("misplaced")
-    differ = {name: getattr(held, name) != getattr(expected, name) for name in NAMED}
-    alone = sum(value.to(torch.int64) for value in differ.values()) == 1
-    for name, kind in NAMED.items():
-        kinds[known & alone & differ[name]] = CLASSES.index(kind)
-    later = known & alone & differ["generation"] & (held.generation > expected.generation)
-    kinds[later] = CLASSES.index("overwritten")
-    kinds[known & ((held.generation == POISON) | (held.generation == HOST_POISON))] = CLASSES.index("not written")
-    kinds[(expected.generation == POISON) | (expected.generation == HOST_POISON)] = CLASSES.index("bystander written")
-    if wrong.what == "guard":
-        kinds[:] = CLASSES.index("guard band written")
+
+    def name(kind: str, where: torch.Tensor | slice) -> None:
+        kinds[where] = CLASSES.index(kind)
+
+    name("shifted by bytes", _shifted(region, wrong))
+    name("bit flip", _bits(wrong.found ^ _words(region, wrong.expected)) <= FEW_BITS)
+    name("misplaced", known)
+    differ = {field: getattr(held, field) != getattr(expected, field) for field in NAMED}
+    alone = known & (torch.stack(list(differ.values())).sum(0) == 1)
+    for field, kind in NAMED.items():
+        name(kind, alone & differ[field])
+    name("overwritten", alone & (held.generation > expected.generation))
+    name("not written", known & _poisoned(held))
+    name("bystander written", _poisoned(expected))
+    if wrong.guard:
+        name("guard band written", slice(None))
     if source:
-        kinds[:] = CLASSES.index("source changed")
+        name("source changed", slice(None))
     return kinds
 
 
-def describe(region: Region, wrong: WrongWords, at: int, kind: str) -> str:
-    """`layer 3 V, slot 21 holds layer 4 K, slot 5; ...`"""
-    number = element.decode(wrong.found[at : at + 1], region.seed)
-    held, known = Identity.of(int(number)), bool(_known(region, number))
-    expected = Identity.of(int(wrong.expected[at]))
-    if wrong.what == "guard":
+def describe(region: Region, wrong: WrongWords, kind: str) -> str:
+    """Of the first word: `layer 3 V, slot 21 holds layer 4 K, slot 5; ...`"""
+    number = element.decode(wrong.found[:1], region.seed)
+    held, expected = Identity.of(int(number)), Identity.of(int(wrong.expected[0]))
+    if wrong.guard:
         here = "the guard band"
     else:
-        row = region.locate(int(wrong.address[at]))
+        row = region.locate(int(wrong.address[0]))
         slot = "token" if "token" in row else "slot"
-        here = f"{_layer(region, row['layer'], row['kv'])}, {slot} {row[slot]}"
-        here += f", head {row['head']}" if region.geometry.heads > 1 else ""
-    should = place(region, expected)
-    if not known:
-        flipped = int(wrong.found[at] ^ _words(region, wrong.expected[at : at + 1])[0]) & ((1 << 64) - 1)
-        what = f"differs in bits {flipped:#x}" if kind == "bit flip" else "holds what is nobody's"
+        here = _place(region, row["layer"], row["kv"], f"{slot} {row[slot]}", row["head"])
+    should = _who(region, expected)
+    if not _known(region, number):
+        flipped = int(wrong.found[0] ^ _words(region, wrong.expected[:1])[0]) & ((1 << 64) - 1)
+        what = f"differs in bits {flipped:#x}" if kind == "bit flip" else "holds what no word here is"
         return f"{kind}: {here} {what}; it should hold {should}"
-    holds = place(region, held)
+    holds = _who(region, held)
     if held.generation < expected.generation < POISON:
         holds += " of an earlier generation"
     elif expected.generation < held.generation < POISON:
@@ -112,16 +111,19 @@ def describe(region: Region, wrong: WrongWords, at: int, kind: str) -> str:
     return f"{kind}: {here} holds {holds}; it should hold {should}"
 
 
-def place(region: Region, who: Identity) -> str:
-    """In words."""
-    if who.generation in (POISON, HOST_POISON, GUARD):
-        return f"the {GENERATIONS[who.generation]} that was there"
-    head = f", head {who.head}" if region.geometry.heads > 1 else ""
-    return f"{_layer(region, who.layer, who.kv)}, slot {who.slot}{head}"
+def _who(region: Region, who: Identity) -> str:
+    if who.generation in _POISONS:
+        return f"the {_POISONS[who.generation]} that was there"
+    return _place(region, who.layer, who.kv, f"slot {who.slot}", who.head)
 
 
-def _layer(region: Region, layer: int, kv: int) -> str:
-    return f"layer {layer}" + ("" if region.geometry.layout.latent else f" {'KV'[kv]}")
+def _place(region: Region, layer: int, kv: int, slot: str, head: int) -> str:
+    plane = "" if region.geometry.layout.latent else f" {'KV'[kv]}"
+    return f"layer {layer}{plane}, {slot}" + (f", head {head}" if region.geometry.heads > 1 else "")
+
+
+def _poisoned(who: Identity) -> torch.Tensor:
+    return (who.generation == POISON) | (who.generation == HOST_POISON)
 
 
 def _words(region: Region, numbers: torch.Tensor) -> torch.Tensor:

@@ -5,16 +5,19 @@ A race is some work on a few streams (streams.py), and the events between them. 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import torch
 
-from kvfix_tools.roundtrip import region as regions
+from kvfix_tools.roundtrip import cuda_stand_in
+from kvfix_tools.roundtrip.backends import lmcache
 from kvfix_tools.roundtrip.backends.torch_copy import TorchCopy
-from kvfix_tools.roundtrip.cell_check import CellCheck, Result, everywhere
-from kvfix_tools.roundtrip.element import FIRST, OTHER, POISON, STALE, Identity
+from kvfix_tools.roundtrip.cell_check import CellCheck, Refused, Result, everywhere, host_poison
+from kvfix_tools.roundtrip.element import FIRST, OTHER, POISON, STALE, Identity, rows
 from kvfix_tools.roundtrip.matrix import Cell
 from kvfix_tools.roundtrip.region import Coordinates, Expected, Region
 from kvfix_tools.roundtrip.streams import Streams
@@ -23,70 +26,105 @@ from kvfix_tools.roundtrip.streams import Streams
 class Race(CellCheck):
     """A cell whose transfer runs while other work does: that of the torch backend."""
 
-    def __init__(self, cell: Cell, device: torch.device, events: bool) -> None:
-        super().__init__(cell, device)
+    def __init__(self, cell: Cell, device: torch.device, events: bool, result: Result | None) -> None:
+        super().__init__(cell, device, result)
         self.streams = Streams(device, events)
         self.result.operations = "streams" if device.type == "cuda" else "streams by a stand-in: deferred, in order"
-        self.copy: Any = self.transfer()
-        self.host: Region = self.copy.host
+        self.copy = self.transfer()
+        self.prepare(self.copy)
         self.cache.fill(everywhere(STALE))
-        self.host.fill(self.poison(self.host))
 
     def transfer(self) -> Any:
         return TorchCopy(self)
 
-    def ended(self) -> Result:
-        self.result.verdict = "failed" if self.result.findings else "passed"
-        self.result.verified = self.cache.verified + self.host.verified
-        return self.result
+    def store_on(self, stream: Any, copy: Any = None, slots: torch.Tensor | None = None) -> None:
+        for work in (copy or self.copy).stores(self.source if slots is None else slots):
+            stream.submit(work)
 
-    def store(self, stream: Any, copy: TorchCopy | None = None, slots: torch.Tensor | None = None) -> None:
-        self._each(stream, copy or self.copy, self.source if slots is None else slots, TorchCopy.gather)
-
-    def load(self, stream: Any, copy: TorchCopy | None = None, slots: torch.Tensor | None = None) -> None:
-        def scatter(one: TorchCopy, buffer: torch.Tensor, part: torch.Tensor, staging: torch.Tensor) -> None:
-            one.scatter(buffer, part, staging, 0)
-
-        self._each(stream, copy or self.copy, self.target if slots is None else slots, scatter)
+    def load_on(self, stream: Any, copy: Any = None, slots: torch.Tensor | None = None) -> None:
+        for work in (copy or self.copy).loads(self.target if slots is None else slots):
+            stream.submit(work)
 
     def write(
         self, stream: Any, region: Region, expected: Expected, where: Callable[[Coordinates], torch.Tensor]
     ) -> None:
         """Other work: those rows of the region take that content, tensor by tensor."""
-        image = regions.Region(region.words.clone(), region.sections, self.geometry, self.device, self.cell.seed, "")
-        image.fill(expected, guards=False)
-        for section, into, content in zip(region.sections, region.tensors(), image.tensors(), strict=True):
-            chosen = where(section.coordinates(0, section.rows, into.device)).nonzero()[:, 0]
-            work = partial(into.index_copy_, 0, chosen, content[chosen])
+        for section, into in zip(region.sections, region.tensors(), strict=True):
+            at = section.coordinates(0, section.rows, self.device)
+            chosen = where(at).nonzero()[:, 0]
+            content = rows(expected(at).number()[chosen], into.shape[1], self.cell.seed)
+            work = partial(into.index_copy_, 0, chosen.to(into.device), content.to(into.device))
             stream.submit(work, host=into.device.type != self.device.type)
 
-    def in_slots(self, slots: torch.Tensor) -> Callable[[Coordinates], torch.Tensor]:
-        return lambda at: torch.isin(at["slot"], slots)
+    def write_to_source(self, stream: Any, generation: int) -> None:
+        self.write(stream, self.cache, everywhere(generation), lambda at: torch.isin(at["slot"], self.source))
 
-    def _each(self, stream: Any, copy: TorchCopy, slots: torch.Tensor, move: Any) -> None:
-        for buffer, part in zip(copy.buffers, slots.split(copy.chunk), strict=True):
-            stream.submit(partial(move, copy, buffer, part, copy.staging[0]))
+
+class ConnectorRace(Race):
+    """LMCache's connectors V2 and V3 in place of the tool's own copy.
+
+    What waits is LMCache: a store or a load has been done when it returns. On a GPU its streams are those of the race.
+    On the CPU they are the stand-in's: what LMCache gives to its operations is deferred, and its `synchronize` lets it
+    run; with the events taken out it does not.
+    """
+
+    def transfer(self) -> Any:
+        """Without its buffer on the device, from which it copies at once."""
+        if self.device.type == "cuda" and not self.streams.events:
+            raise Refused("what LMCache waits for cannot be taken out of it on a GPU")
+        connector = lmcache.Connector(self.cell.backend.partition("-")[2], self, buffer=False)
+        self.result.operations = f"{connector.operations.partition(',')[0]}, its {self.result.operations}"
+        return connector
+
+    def store_on(self, stream: Any, copy: Any = None, slots: torch.Tensor | None = None) -> None:
+        with self._runs_on(stream):
+            self.copy.store(self.source)
+
+    def load_on(self, stream: Any, copy: Any = None, slots: torch.Tensor | None = None) -> None:
+        with self._runs_on(stream):
+            self.copy.load(self.target, 0)
+
+    @contextlib.contextmanager
+    def _runs_on(self, stream: Any) -> Iterator[None]:
+        """LMCache's streams are this one, and its operations are submitted to it."""
+        connector, module = self.copy.connector, lmcache.connectors(self.device.type)
+        if self.device.type == "cuda":
+            connector.store_stream = connector.load_stream = stream.native
+            yield
+            return
+        its_own = cuda_stand_in.Stream()
+        if self.streams.events:
+            its_own.synchronize = partial(self.streams.finish, stream)  # type: ignore[method-assign]
+        connector.store_stream = connector.load_stream = its_own
+        operations = getattr(module, "device_ops", None) or module.lmc_ops
+        transfer = operations.multi_layer_kv_transfer
+
+        def submit(*arguments: Any, **more: Any) -> None:
+            stream.submit(partial(transfer, *arguments, **more))
+
+        with mock.patch.object(operations, "multi_layer_kv_transfer", submit):
+            yield
 
 
 def late_producer(race: Race) -> None:
     """The kernel that writes the KV is still to run when the store is submitted."""
     producer, copier = race.streams.stream(slow=True), race.streams.stream()
-    race.write(producer, race.cache, everywhere(FIRST), race.in_slots(race.source))
+    race.write_to_source(producer, FIRST)
     race.streams.after(copier, producer)
-    race.store(copier)
+    race.store_on(copier)
     race.streams.finish()
-    race.compare("store after a late producer", race.host, race.tokens(FIRST))
+    race.compare("store after a late producer", race.copy.host, race.tokens(FIRST))
 
 
 def early_reuse(race: Race) -> None:
     """The blocks of a request are given to another one, which writes to them, while they are being stored."""
     race.cache.fill(everywhere(FIRST))
     copier, other = race.streams.stream(slow=True), race.streams.stream()
-    race.store(copier)
+    race.store_on(copier)
     race.streams.after(other, copier)
-    race.write(other, race.cache, everywhere(OTHER), race.in_slots(race.source))
+    race.write_to_source(other, OTHER)
     race.streams.finish()
-    race.compare("store of blocks that are used again", race.host, race.tokens(FIRST))
+    race.compare("store of blocks that are used again", race.copy.host, race.tokens(FIRST))
 
 
 def neighbours(race: Race) -> None:
@@ -95,10 +133,10 @@ def neighbours(race: Race) -> None:
     race.cache.fill(everywhere(FIRST))
     copier, hostile, loader = race.streams.stream(slow=True), race.streams.stream(), race.streams.stream()
     both = torch.cat([race.source, race.target])
-    race.store(copier)
+    race.store_on(copier)
     race.write(hostile, race.cache, everywhere(OTHER), lambda at: ~torch.isin(at["slot"], both))
     race.streams.after(loader, copier)
-    race.load(loader)
+    race.load_on(loader)
     race.streams.finish()
     loaded = race.loaded(FIRST, 0)
 
@@ -115,26 +153,24 @@ def many_in_flight(race: Race) -> None:
     race.cache.fill(everywhere(FIRST))
     for source, target in zip(race.source.chunk(4), race.target.chunk(4), strict=False):
         copy = TorchCopy(race, len(source))
-        copy.host.fill(race.poison(copy.host))
+        copy.host.fill(host_poison)
         storing, loading = race.streams.stream(slow=True), race.streams.stream()
-        race.store(storing, copy, source)
+        race.store_on(storing, copy, source)
         race.streams.after(loading, storing)
-        race.load(loading, copy, target)
+        race.load_on(loading, copy, target)
     race.streams.finish()
     loaded = race.loaded(FIRST, 0)
-    race.compare(
-        "many in flight", race.cache, lambda at: loaded(at)._replace(generation=torch.full_like(at["slot"], FIRST))
-    )
+    race.compare("many in flight", race.cache, lambda at: loaded(at)._replace(generation=FIRST))
 
 
 def buffer_taken_again(race: Race) -> None:
     """Host buffers are handed back while a load still reads them, and the next store takes them."""
     race.cache.fill(everywhere(POISON))
-    race.host.fill(race.tokens(FIRST))
+    race.copy.host.fill(race.tokens(FIRST))
     loader, other = race.streams.stream(slow=True), race.streams.stream()
-    race.load(loader)
+    race.load_on(loader)
     race.streams.after(other, loader)
-    race.write(other, race.host, race.tokens(OTHER), lambda at: at["token"] >= 0)
+    race.write(other, race.copy.host, race.tokens(OTHER), lambda at: at["token"] >= 0)
     race.streams.finish()
     race.compare("load from a buffer that is taken again", race.cache, race.loaded(FIRST, 0))
 
@@ -155,14 +191,8 @@ def of(backend: str) -> tuple[str, ...]:
     return tuple(name for name in RACES if name != "many-in-flight") if backend in ("lmcache-v2", "lmcache-v3") else ()
 
 
-def run(name: str, cell: Cell, device: torch.device, events: bool = True) -> Result:
+def run(name: str, cell: Cell, device: torch.device, events: bool = True, result: Result | None = None) -> Result:
     """One race. events: False takes out what the streams wait for."""
-    if cell.backend == "torch":
-        race = Race(cell, device, events)
-    else:
-        from kvfix_tools.roundtrip.races_lmcache import ConnectorRace  # imports LMCache
-
-        race = ConnectorRace(cell, device, events)
-    race.result.race = name
+    race = (Race if cell.backend == "torch" else ConnectorRace)(cell, device, events, result)
     RACES[name](race)
-    return race.ended()
+    return race.ended(race.copy.host)

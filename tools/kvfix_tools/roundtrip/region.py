@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from kvfix_tools.roundtrip import element
 from kvfix_tools.roundtrip.element import GUARD, WORD, Identity
-from kvfix_tools.roundtrip.layout import Geometry, coordinates, count
+from kvfix_tools.roundtrip.layout import Geometry, coordinates
 
 #: Words of a guard band (4 KiB), before, between and behind the tensors: alignment of what lies there is kept.
 BAND = 512
@@ -25,36 +26,38 @@ Expected = Callable[[Coordinates], Identity]
 
 @dataclass
 class Section:
-    """One tensor of a region: `rows` rows of it from word `start` on. `fixed`: coordinates that all its rows share."""
+    """One tensor of a region, from word `start` on. `fixed`: the layer of all its rows, if that is not one of the axes.
+    `token`: the first one of a host buffer; None in a KV cache."""
 
     start: int
-    rows: int
     axes: tuple[str, ...]
     sizes: dict[str, int]
     fixed: dict[str, int]
+    token: int | None
+
+    @property
+    def rows(self) -> int:
+        return math.prod(self.sizes[axis] for axis in self.axes)
 
     def coordinates(self, first: int, last: int, device: torch.device) -> Coordinates:
-        places = torch.arange(first, last, dtype=torch.int64, device=device)
-        found = coordinates(self.axes, self.sizes, places)
-        nothing = torch.zeros_like(places)
-        for name in ("layer", "kv", "head"):
-            found.setdefault(name, nothing)
-        found.update({name: nothing + value for name, value in self.fixed.items()})
-        first = found.pop("first", None)
-        slot = found.pop("block") * self.sizes["offset"] + found.pop("offset") if "offset" in found else found["token"]
-        found["slot" if first is None else "token"] = slot if first is None else slot + first
+        rows = torch.arange(first, last, dtype=torch.int64, device=device)
+        nothing = torch.zeros_like(rows)
+        found = dict.fromkeys(("layer", "kv", "head"), nothing) | coordinates(self.axes, self.sizes, rows)
+        found |= {axis: nothing + value for axis, value in self.fixed.items()}
+        place = found.pop("block") * self.sizes["offset"] + found.pop("offset") if "block" in found else found["token"]
+        found["slot" if self.token is None else "token"] = place + (self.token or 0)
         return found
 
 
 @dataclass
 class WrongWords:
-    """Words that are not what they should be. All tensors [n], int64, on the CPU."""
+    """Words that are not what they should be, of a guard band or not. All tensors [n], int64, on the CPU."""
 
-    what: str
+    guard: bool
     address: torch.Tensor  # in words, from the beginning of the region
     expected: torch.Tensor  # numbers of identities
     found: torch.Tensor  # words
-    more: int = 0  # wrong words besides these
+    more: int  # wrong words besides these
 
 
 @dataclass
@@ -67,7 +70,7 @@ class Region:
     device: torch.device
     seed: int
     name: str
-    verified: int = field(default=0)  # bytes that compare() has looked at, in all
+    verified: int = 0  # bytes that compare() has looked at, in all
 
     def tensors(self) -> list[torch.Tensor]:
         """The rows of each section: [rows, words of a row], views."""
@@ -80,36 +83,21 @@ class Region:
         """The engine's tensors (of the KV cache), views."""
         return [rows.view(self.geometry.dtype).view(self.geometry.tensor_shape()) for rows in self.tensors()]
 
-    def coordinates(self) -> Coordinates:
-        """Of all rows, the tensors one after the other."""
-        parts = [section.coordinates(0, section.rows, self.words.device) for section in self.sections]
-        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-
-    def fill(self, expected: Expected, guards: bool = True) -> None:
-        for section, first, last, into in self._parts():
-            into.copy_(self._rows(section, expected, first, last))
-        if guards:
-            for start, end in self._bands():
-                self.words[start:end] = self._band(start, end).to(self.words.device)
+    def fill(self, expected: Expected) -> None:
+        """Every word of the region, guard bands included."""
+        for _, start, right in self._parts(expected):
+            self.words[start : start + len(right)].copy_(right)
 
     def compare(self, expected: Expected) -> Iterator[WrongWords]:
         """Every word of the region, guard bands included."""
-        for section, first, last, rows in self._parts():
-            right = self._rows(section, expected, first, last)
-            held = rows.to(self.device, non_blocking=True)
-            self.verified += rows.numel() * WORD
-            if not torch.equal(held, right):
-                at = (held != right).nonzero()
-                more, at = max(0, len(at) - KEPT), at[:KEPT]
-                numbers = element.decode(right[at[:, 0], at[:, 1]], self.seed)
-                address = section.start + (first + at[:, 0]) * self.geometry.row_words + at[:, 1]
-                yield WrongWords("content", address.cpu(), numbers.cpu(), held[at[:, 0], at[:, 1]].cpu(), more)
-        for start, end in self._bands():
-            held, right = self.words[start:end].to(self.device), self._band(start, end)
+        for guard, start, right in self._parts(expected):
+            held = self.words[start : start + len(right)].to(self.device, non_blocking=True)
+            self.verified += len(right) * WORD
             if not torch.equal(held, right):
                 at = (held != right).nonzero()[:, 0]
+                more, at = max(0, len(at) - KEPT), at[:KEPT]
                 numbers = element.decode(right[at], self.seed)
-                yield WrongWords("guard", (start + at).cpu(), numbers.cpu(), held[at].cpu())
+                yield WrongWords(guard, (start + at).cpu(), numbers.cpu(), held[at].cpu(), more)
 
     def locate(self, address: int) -> dict[str, int]:
         """Coordinates of the row that a word lies in. Raises ValueError in a guard band."""
@@ -120,74 +108,54 @@ class Region:
                 return {name: int(value) for name, value in found.items()}
         raise ValueError(f"word {address} is in no row")
 
-    def _parts(self) -> Iterator[tuple[Section, int, int, torch.Tensor]]:
-        for section, rows in zip(self.sections, self.tensors(), strict=True):
-            for first in range(0, section.rows, AT_ONCE):
-                last = min(first + AT_ONCE, section.rows)
-                yield section, first, last, rows[first:last]
-
-    def _rows(self, section: Section, expected: Expected, first: int, last: int) -> torch.Tensor:
-        numbers = expected(section.coordinates(first, last, self.device)).number()
-        return element.rows(numbers, self.geometry.row_words, self.seed)
-
-    def _bands(self) -> Iterator[tuple[int, int]]:
-        at = 0
+    def _parts(self, expected: Expected) -> Iterator[tuple[bool, int, torch.Tensor]]:
+        """(is it a guard band, its first word, the words that it should hold) of the whole region, in order."""
+        size, end = self.geometry.row_words, 0
         for section in self.sections:
-            yield at, section.start
-            at = section.start + section.rows * self.geometry.row_words
-        yield at, len(self.words)
+            yield True, end, self._band(end, section.start)
+            for first in range(0, section.rows, AT_ONCE):
+                at = section.coordinates(first, min(first + AT_ONCE, section.rows), self.device)
+                right = element.rows(expected(at).number(), size, self.seed)
+                yield False, section.start + first * size, right.flatten()
+            end = section.start + section.rows * size
+        yield True, end, self._band(end, len(self.words))
 
     def _band(self, start: int, end: int) -> torch.Tensor:
-        """Each word of a guard band is its own: what is copied from one to another is seen."""
+        """Each word of a guard band is its own: what is copied from one to another is found."""
         places = torch.arange(start, end, dtype=torch.int64, device=self.device)
-        word = places % (1 << element.BITS["word"])
-        slot = (places // (1 << element.BITS["word"])) % (1 << element.BITS["slot"])
-        nothing = torch.zeros_like(places)
-        return element.encode(Identity(nothing + GUARD, nothing, nothing, slot, nothing, word).number(), self.seed)
+        slot, word = places >> element.BITS["word"], places % (1 << element.BITS["word"])
+        who = Identity(GUARD, 0, 0, slot % (1 << element.BITS["slot"]), 0, word)
+        return element.encode(who.number(), self.seed)
 
 
 def kv_cache(geometry: Geometry, device: torch.device, seed: int) -> Region:
     """The paged memory of an engine: one tensor, or one for each layer."""
-    axes = geometry.layout.axes
-    parts = [(geometry.sizes(), layer) for layer in _layers(geometry, axes)]
-    return _region("KV cache", geometry, axes, parts, device, seed)
+    return _region("KV cache", geometry, geometry.layout.axes, [(geometry.sizes(), None)], device, seed)
 
 
 def host(geometry: Geometry, axes: str, chunk: int, tokens: int, device: torch.device, seed: int) -> Region:
     """Host buffers, one for each chunk of `chunk` tokens, the last one as short as it has to be. `axes`: outermost
     first; without `layer`, each layer of a chunk is a buffer of its own. Pinned where there is a GPU."""
     order = tuple(axis for axis in axes.split() if axis not in ("kv", "head") or not geometry.layout.latent)
-    parts = [
-        (geometry.sizes(min(chunk, tokens - first)), {**layer, "first": first})
-        for first in range(0, tokens, chunk)
-        for layer in _layers(geometry, order)
-    ]
+    parts = [(geometry.sizes(min(chunk, tokens - first)), first) for first in range(0, tokens, chunk)]
     return _region("host", geometry, order, parts, device, seed)
 
 
 def host_blocks(geometry: Geometry, blocks: int, device: torch.device, seed: int) -> Region:
     """Host buffers for whole blocks, as vLLM's own offload has them: the tensors of the KV cache, with fewer blocks."""
-    axes, sizes = geometry.layout.axes, {**geometry.sizes(), "block": blocks}
-    parts = [(sizes, {**layer, "first": 0}) for layer in _layers(geometry, axes)]
-    return _region("host", geometry, axes, parts, device, seed)
-
-
-def _layers(geometry: Geometry, axes: tuple[str, ...]) -> list[dict[str, int]]:
-    """What the rows of each tensor have in common: their layer, if it is not one of the axes."""
-    return [{}] if "layer" in axes else [{"layer": number} for number in range(geometry.layers)]
+    parts = [({**geometry.sizes(), "block": blocks}, 0)]
+    return _region("host", geometry, geometry.layout.axes, parts, device, seed)
 
 
 def _region(
-    name: str, geometry: Geometry, axes: tuple[str, ...], parts: list[tuple[dict[str, int], dict[str, int]]],
+    name: str, geometry: Geometry, axes: tuple[str, ...], parts: Sequence[tuple[dict[str, int], int | None]],
     device: torch.device, seed: int,
 ) -> Region:  # fmt: skip
     sections, at = [], BAND
-    for sizes, fixed in parts:
-        rows = count(axes, sizes)
-        sections.append(Section(at, rows, axes, sizes, fixed))
-        at += -(-rows * geometry.row_words // BAND) * BAND + BAND
-    if name == "host":
-        words = torch.empty(at, dtype=torch.int64, pin_memory=device.type == "cuda")
-    else:
-        words = torch.empty(at, dtype=torch.int64, device=device)
-    return Region(words, sections, geometry, device, seed, name)
+    layers: list[dict[str, int]] = [{}] if "layer" in axes else [{"layer": number} for number in range(geometry.layers)]
+    for sizes, token in parts:
+        for layer in layers:
+            sections.append(Section(at, axes, sizes, layer, token))
+            at += -(-sections[-1].rows * geometry.row_words // BAND) * BAND + BAND
+    place = {"pin_memory": device.type == "cuda"} if name == "host" else {"device": device}
+    return Region(torch.empty(at, dtype=torch.int64, **place), sections, geometry, device, seed, name)

@@ -13,12 +13,10 @@ from statistics import median
 
 import torch
 
-from kvfix_tools.roundtrip import apply_fixes
-from kvfix_tools.roundtrip.cell_check import Result
-from kvfix_tools.roundtrip.known_bugs import known_bug
+from kvfix_tools.roundtrip import fixes
+from kvfix_tools.roundtrip.cell_check import Result, plain
 from kvfix_tools.roundtrip.matrix import Cell
 from kvfix_tools.roundtrip.planted_faults import FAULTS
-from kvfix_tools.roundtrip.speed import plain
 
 #: Cells whose findings are shown in full; the others are counted, and all are in the JSON.
 SHOWN = 5
@@ -56,10 +54,14 @@ class RunReport:
             return 77
         return int(any(result.verdict in BAD for result in self.results))
 
+    @property
+    def verified(self) -> int:
+        return sum(result.verified for result in [*self.results, *self.speeds])
+
     def end(self) -> int:
         if sys.stderr.isatty():
             print("\r\x1b[K", end="", file=sys.stderr)
-        self.fixes = apply_fixes.codes()
+        self.fixes = fixes.codes()
         print(json.dumps(self.as_dict(), indent=2) if self.options.json else "\n".join(self.lines()))
         return self.code
 
@@ -72,14 +74,21 @@ class RunReport:
             "fixes": self.fixes,
             "verified_bytes": self.verified,
             "skipped": self.skipped,
-            "cells": [{**as_dict(result, self.options), "known": self._known(result)} for result in self.results],
-            "speed": [speed_as_dict(result) for result in self.speeds],
+            "cells": [self._cell_as_dict(result) for result in self.results],
+            "speed": [
+                {
+                    "backend": result.cell.backend,
+                    "verdict": result.verdict,
+                    "reason": result.reason,
+                    "bytes": result.moved,
+                    **{name: rate or 0.0 for name, rate in gb_per_second(result).items()},
+                    "check_seconds": result.check_seconds,
+                    "command": result.cell.command("--gib 0"),
+                }
+                for result in self.speeds
+            ],
             "exit": self.code,
         }
-
-    @property
-    def verified(self) -> int:
-        return sum(result.verified for result in [*self.results, *self.speeds])
 
     def lines(self) -> list[str]:
         lines = [f"{name(self.device)}, torch {torch.__version__}, seed {self.options.seed}"]
@@ -92,25 +101,39 @@ class RunReport:
             lines += ["", *self._table(backend)]
         for result in self.speeds:
             lines += ["", *self._speed(result)]
-        lines += ["", *self._wrong()]
-        return lines
+        return [*lines, "", *self._wrong(), *self._summary()]
+
+    def _cell_as_dict(self, result: Result) -> dict[str, object]:
+        about = ("verdict", "reason", "race", "operations", "moved", "verified")
+        bug = self._known(result)
+        return {
+            **{name: getattr(result, name) for name in about},
+            **gb_per_second(result),
+            "cell": asdict(result.cell),
+            "command": self._command(result),
+            "findings": [
+                {"check": f.stage, "first": f.first, "address": f.address, "words": f.words, "classes": f.classes}
+                for f in result.findings
+            ],
+            "known": bug and f"{bug}. What to do: {bug.remedy}",
+        }
 
     def _table(self, backend: str) -> list[str]:
         mine = [result for result in self.results if result.cell.backend == backend]
         lines = [f"{backend}: {', '.join(dict.fromkeys(result.operations for result in mine if result.operations))}"]
-        rows = {layout: [one for one in mine if row(one) == layout] for layout in dict.fromkeys(map(row, mine))}
-        cells = {layout: counted(here) for layout, here in rows.items()}
+        rows = {title: [one for one in mine if row(one) == title] for title in dict.fromkeys(map(row, mine))}
+        cells = {title: counted(here) for title, here in rows.items()}
         width, most = max(map(len, rows)), max(map(len, cells.values()))
-        for layout, here in rows.items():
-            lines.append(f"  {layout:{width}}  {cells[layout]:{most}}  {rates(here)}".rstrip())
-            bugs = dict.fromkeys(bug for result in here if (bug := known_bug(result, self.fixes)))
-            lines += [f"  {'':{width}}    known: {bug.bug}: {bug.effect}" for bug in bugs]
+        for title, here in rows.items():
+            lines.append(f"  {title:{width}}  {cells[title]:{most}}  {rates(here)}".rstrip())
+            notes = [f"known: {bug}" for bug in dict.fromkeys(filter(None, map(self._known, here)))]
             reasons = Counter(
                 re.sub(r"\d{2,}|\d(?=[],])", "N", result.reason) if result.verdict == "crashed" else result.reason
                 for result in here
                 if result.reason
             )
-            lines += [f"  {'':{width}}    {count} x {reason}" for reason, count in reasons.items()]
+            notes += [f"{count} x {reason}" for reason, count in reasons.items()]
+            lines += [f"  {'':{width}}    {note}" for note in notes]
         return lines
 
     def _speed(self, result: Result) -> list[str]:
@@ -128,11 +151,10 @@ class RunReport:
         return [*lines, f"{backend}: checked in {took:.2f} s, {times:.1f} times a plain copy there and back"]
 
     def _wrong(self) -> list[str]:
-        wrong = [result for result in self.results if result.verdict in BAD]
-        every = Counter(result.verdict for result in self.results)
-        lines = []
+        """The first wrong cells in full, and what is wrong in all of them."""
+        wrong, lines = [result for result in self.results if result.verdict in BAD], []
         for result in wrong[:SHOWN]:
-            lines += [f"{result.verdict}: {command(result, self.options)}"]
+            lines += [f"{result.verdict}: {self._command(result)}"]
             lines += [f"  {line}" for finding in result.findings for line in str(finding).splitlines()]
             lines += [f"  {result.reason}"] if result.reason else []
             lines.append("")
@@ -140,22 +162,32 @@ class RunReport:
         if classes:
             lines += ["wrong words of 8 bytes, by what they are:"]
             lines += [f"  {kind:20} {words:>10}" for kind, words in classes.most_common()] + [""]
+        return lines
+
+    def _summary(self) -> list[str]:
+        lines, wrong = [], [result for result in self.results if result.verdict in BAD]
         if self.options.inject:
-            lines += [self._injected()]
-        verdicts = ", ".join(f"{count} {verdict}" for verdict, count in every.items()) or "nothing was checked"
-        bugs = Counter(bug for result in wrong if (bug := known_bug(result, self.fixes)))
+            tried = [result for result in self.results if result.verdict != "refused"]
+            kind = FAULTS[self.options.inject]
+            named = [r for r in tried if any(not kind or kind in finding.classes for finding in r.findings)]
+            lines += [f"{self.options.inject} was planted in {len(tried)} cells and named in {len(named)}"]
+        bugs = Counter(filter(None, map(self._known, wrong)))
         lines += [f"{count} of the {len(wrong)} are {bug.bug}. What to do: {bug.remedy}" for bug, count in bugs.items()]
+        every = Counter(result.verdict for result in self.results)
+        verdicts = ", ".join(f"{count} {verdict}" for verdict, count in every.items()) or "nothing was checked"
         return [*lines, f"SUMMARY: {verdicts}; {self.verified / (1 << 20):.0f} MiB verified"]
 
-    def _known(self, result: Result) -> str | None:
-        bug = known_bug(result, self.fixes)
-        return bug and f"{bug.bug}: {bug.effect}. What to do: {bug.remedy}"
+    def _known(self, result: Result) -> fixes.KnownBug | None:
+        return fixes.known_bug(result, self.fixes)
 
-    def _injected(self) -> str:
-        tried = [result for result in self.results if result.verdict != "refused"]
-        wanted = FAULTS[self.options.inject]
-        caught = [r for r in tried if any(not wanted or wanted in finding.classes for finding in r.findings)]
-        return f"{self.options.inject} was planted in {len(tried)} cells and named in {len(caught)}"
+    def _command(self, result: Result) -> str:
+        """One line that runs it again."""
+        cell, inject = result.cell, self.options.inject
+        more = [*([f"--inject {inject}"] if inject else []), *(["--no-fixes"] if self.options.no_fixes else [])]
+        if not of_engine(result) and not result.race:
+            return cell.command("--gib 0", *more)
+        race = [f"--race {result.race} --seed {cell.seed}"] if result.race else []
+        return " ".join([f"kvfix roundtrip --backend {cell.backend}", *race, *more])
 
 
 def counted(results: list[Result]) -> str:
@@ -173,45 +205,9 @@ def row(result: Result) -> str:
     return f"race {result.race}" if result.race else result.cell.layout
 
 
-def command(result: Result, options: argparse.Namespace) -> str:
-    """One line that runs it again."""
-    cell = result.cell
-    more = [*[f"--inject {options.inject}"] * bool(options.inject), *["--no-fixes"] * options.no_fixes]
-    if not of_engine(result) and not result.race:
-        return cell.command("--gib 0", *more)
-    race = [f"--race {result.race} --seed {cell.seed}"] if result.race else []
-    return " ".join([f"kvfix roundtrip --backend {cell.backend}", *race, *more])
-
-
 def gb_per_second(result: Result) -> dict[str, float | None]:
     taken = {way: getattr(result, way) for way in ("store", "load", "plain_store", "plain_load")}
     return {f"{way}_gb_s": result.moved / seconds / 1e9 if seconds else None for way, seconds in taken.items()}
-
-
-def speed_as_dict(result: Result) -> dict[str, object]:
-    return {
-        "backend": result.cell.backend,
-        "verdict": result.verdict,
-        "reason": result.reason,
-        "bytes": result.moved,
-        **{name: rate or 0.0 for name, rate in gb_per_second(result).items()},
-        "check_seconds": result.check_seconds,
-        "command": result.cell.command("--gib 0"),
-    }
-
-
-def as_dict(result: Result, options: argparse.Namespace) -> dict[str, object]:
-    about = ("verdict", "reason", "race", "operations", "moved", "verified")
-    return {
-        **{name: getattr(result, name) for name in about},
-        **gb_per_second(result),
-        "cell": asdict(result.cell),
-        "command": command(result, options),
-        "findings": [
-            {"check": one.stage, "first": one.first, "address": one.address, "words": one.words, "classes": one.classes}
-            for one in result.findings
-        ],
-    }
 
 
 def rates(results: list[Result]) -> str:

@@ -1,8 +1,8 @@
-"""The streams of a race, and the events by which one waits for another.
+"""Streams, and the events by which one waits for another.
 
 On a GPU they are CUDA's, and a slow one sleeps on the device. On the CPU they are a stand-in, queues of deferred work:
 nothing runs until all has been submitted, then a slow stream runs only when no other can go on. So an event that is
-missing is seen every time, and never by chance.
+missing is found every time, and never by chance.
 """
 
 from __future__ import annotations
@@ -19,16 +19,8 @@ SLEEP = 50_000_000
 Work = Callable[[], Any]
 
 
-@dataclass
-class Event:
-    """`native`: of CUDA. `done`: of the stand-in."""
-
-    native: Any = None
-    done: bool = False
-
-
 class CudaStream:
-    def __init__(self, device: torch.device, slow: bool) -> None:
+    def __init__(self, device: torch.device, slow: bool = False) -> None:
         self.device, self.native = device, torch.cuda.Stream(device)
         self.kept: list[Work] = []  # and so the tensors in it: they must live until the device has read them
         if slow:
@@ -46,11 +38,22 @@ class CudaStream:
         with torch.cuda.stream(self.native):
             work()
 
-    def record(self) -> Event:
-        return Event(self.native.record_event())
+    def record(self) -> Any:
+        return self.native.record_event()
 
-    def wait(self, event: Event) -> None:
-        self.native.wait_event(event.native)
+    def wait(self, event: Any) -> None:
+        self.native.wait_event(event)
+
+    def synchronize(self) -> None:
+        self.native.synchronize()
+        self.kept.clear()
+
+
+@dataclass
+class Event:
+    """The stand-in's."""
+
+    done: bool = False
 
 
 @dataclass

@@ -35,11 +35,11 @@ def all_backends() -> dict[str, Backend]:
 
 
 def named(names: list[str]) -> list[Backend]:
-    """Those of these names and groups, each once. Raises KeyError with the name that is neither."""
+    """Those of these names and groups, each once. Raises ValueError for a name that is neither."""
     every, found = all_backends(), dict[str, Backend]()
     for name in names:
         here = [backend for backend in every.values() if name in (backend.name, backend.group)]
         if not here:
-            raise KeyError(name)
+            raise ValueError(f"no backend {name}; --list names them")
         found.update({backend.name: backend for backend in here})
     return list(found.values())

@@ -1,9 +1,14 @@
 """`engine-mp`, `engine-v1`: a real vLLM engine, with and without LMCache: greedy outputs must be the same.
 
+Rounds of greedy requests: cold; the same with other first tokens, for which the answers must be others, or equal ones
+prove nothing; others, which write over nearly all blocks; the first ones again. After each the prefix cache is emptied,
+so that what the last round does not compute can only come from the external cache.
+
 That alone would prove nothing: in the last round tokens must have been promised and loaded, and no load must have
-failed, for then vLLM computes them; other requests have written over nearly all blocks before it; and the model gives
-other answers to prompts that begin otherwise. So an engine that loads something else answers something else
-(engine_rounds.py has the rounds).
+failed, for then vLLM computes them. A hit is a promise: what the worker loads of it the connector writes down, a line
+for each load (engine_connector.py).
+
+The process of one engine is `python -m kvfix_tools.roundtrip.backends.engine JOB.json`.
 """
 
 from __future__ import annotations
@@ -12,29 +17,60 @@ import contextlib
 import functools
 import importlib.metadata
 import importlib.util
+import json
 import os
 import re
+import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from kvfix_tools.roundtrip import apply_fixes, engine_rounds, real_engine
+from kvfix_tools.roundtrip import fixes, real_engine
 from kvfix_tools.roundtrip.backends import Backend, vllm_offload
 from kvfix_tools.roundtrip.cell_check import CellCheck, Refused, Result
+from kvfix_tools.roundtrip.real_engine import BLOCK, prompt
 
 #: Seconds for one engine.
 LIMIT = 600
 CHUNK = 64
-CONNECTORS = "kvfix_tools.roundtrip.engine_connector"
+BLOCKS = 41  # the first one is vLLM's own
+GENERATE = 24
+ASKED = [prompt(200, seed) for seed in (1, 2, 3)]
+OTHERS = [prompt(BLOCK * (BLOCKS - 1) // 2 - GENERATE - BLOCK, seed) for seed in (11, 12)]
+CHANGED = [[*prompt(BLOCK, seed + 20), *one[BLOCK:]] for seed, one in enumerate(ASKED)]
+ROUNDS = {"cold": ASKED, "changed": CHANGED, "others": OTHERS, "warm": ASKED}
+#: Name in kv_connector_extra_config: the file of loads. Its lines: tokens that were loaded, blocks whose load failed.
+LOADS = "kvfix.loads"
+KINDS = ("loaded", "failed")
+#: LMCache's connector as vLLM knows it, and the class of engine_connector.py that writes down its loads.
+CONNECTORS = {"mp": ("LMCacheMPConnector", "MultiProcess"), "v1": ("LMCacheConnectorV1", "InProcess")}
 
 
 def missing(device: torch.device) -> str | None:
     absent = [name for name in ("vllm", "lmcache") if not importlib.util.find_spec(name)]
     return f"{' and '.join(absent)} not installed" if absent else None
+
+
+def check(kind: str, device: torch.device, result: Result) -> Result:
+    """Runs the engine with this connector, and once the one without."""
+    plain = without_connector(device.type)
+    with tempfile.TemporaryDirectory() as folder, connector(kind, Path(folder)) as transfer:
+        ran = run_engine(Path(folder), transfer, device.type)
+    wrong, warm = judge(plain, ran), ran["warm"]
+    releases = ", ".join(
+        f"{name} {importlib.metadata.version(name)}" for name in (vllm_offload.distribution(), "lmcache")
+    )
+    stood_in = "; torch.cuda stood in for" if kind == "v1" and device.type == "cpu" else ""
+    fixed = "with kvfix's fixes" if fixes.in_children() else "as released"
+    operations = (
+        f"{releases}, {CONNECTORS[kind][0]}, {fixed}{stood_in}: of {warm['asked']} prompt tokens {warm['hits']} "
+        f"promised, {warm['loads']['loaded']} loaded"
+    )
+    return replace(result, verdict="failed" if wrong else "passed", reason=wrong or "", operations=operations)
 
 
 def judge(plain: dict[str, Any], ran: dict[str, Any]) -> str | None:
@@ -59,40 +95,37 @@ def judge(plain: dict[str, Any], ran: dict[str, Any]) -> str | None:
     return None
 
 
-def check(kind: str, device: torch.device, result: Result) -> Result:
-    plain = without_connector(device.type)
-    with tempfile.TemporaryDirectory() as folder, TRANSFERS[kind](Path(folder)) as transfer:
-        ran = run_engine(Path(folder), transfer, device.type)
-    wrong, warm = judge(plain, ran), ran["warm"]
-    releases = ", ".join(
-        f"{name} {importlib.metadata.version(name)}" for name in (vllm_offload.distribution(), "lmcache")
-    )
-    stood_in = "; torch.cuda stood in for" if kind == "v1" and device.type == "cpu" else ""
-    fixed = "with kvfix's fixes" if apply_fixes.in_children() else "as released"
-    operations = (
-        f"{releases}, {NAMES[kind]}, {fixed}{stood_in}: of {warm['asked']} prompt tokens {warm['hits']} promised, "
-        f"{warm['loads']['loaded']} loaded"
-    )
-    return replace(result, verdict="failed" if wrong else "passed", reason=wrong or "", operations=operations)
-
-
 @functools.cache
 def without_connector(device: str) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         return run_engine(Path(folder), None, device)
 
 
+@contextlib.contextmanager
+def connector(kind: str, folder: Path) -> Iterator[dict[str, Any]]:
+    """kv_transfer_config for LMCache's connector of this kind, as one that writes down its loads."""
+    with contextlib.ExitStack() as stack:
+        if kind == "v1":
+            transfer = real_engine.in_process(CHUNK)
+        else:
+            try:
+                server = real_engine.server(folder / "server.log", CHUNK, dict(os.environ))
+                transfer = stack.enter_context(server)
+            except FileNotFoundError as error:
+                raise Refused(str(error)) from error
+        extra = {**transfer["kv_connector_extra_config"], LOADS: str(folder / "loads")}
+        module = "kvfix_tools.roundtrip.engine_connector"
+        here = {"kv_connector": CONNECTORS[kind][1], "kv_connector_module_path": module}
+        yield {**transfer, **here, "kv_connector_extra_config": extra}
+
+
 def run_engine(folder: Path, transfer: dict[str, Any] | None, device: str) -> dict[str, Any]:
-    """What the child has written. Raises RuntimeError with the end of its log if it dies or hangs."""
-    job = {
-        "loads": str(folder / "loads"),
-        "transfer": transfer,
-        "dtype": "float32" if device == "cpu" else "bfloat16",
-    }
-    program = ["-m", "kvfix_tools.roundtrip.engine_rounds"]
-    here = str(Path(__file__).parents[3])  # vLLM's processes import the connectors from there, and so does the child
+    """What the process of the engine has written. Raises RuntimeError with the end of its log if it dies or hangs."""
+    dtype = "float32" if device == "cpu" else "bfloat16"
+    job = {"loads": str(folder / "loads"), "transfer": transfer, "dtype": dtype}
+    here = str(Path(__file__).parents[3])  # vLLM's processes import the connectors from there, and so does this one
     path = os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])
-    ended = real_engine.run(program, job, folder, {**os.environ, "PYTHONPATH": path}, LIMIT)
+    ended = real_engine.run(["-m", __spec__.name], job, folder, {**os.environ, "PYTHONPATH": path}, LIMIT)
     if ended.code != 0 or ended.answer is None:
         code = f"none after {LIMIT} s" if ended.code is None else ended.code
         raise RuntimeError(f"the engine ended with {code}: {cause(ended.log)}")
@@ -106,29 +139,41 @@ def cause(log: str) -> str:
     return first[0][:500] if first else f"... {log[-1000:]}"
 
 
-@contextlib.contextmanager
-def in_process(folder: Path) -> Iterator[dict[str, Any]]:
-    yield with_loads(folder, real_engine.in_process(CHUNK), "InProcess")
+def ask(job: dict[str, Any]) -> None:
+    """In the process of the engine: the rounds, and what came of each."""
+    engine = real_engine.make(
+        Path(job["model"]), job["transfer"], job["dtype"], num_gpu_blocks_override=BLOCKS, max_model_len=1024
+    )
+    answer = {}
+    for name, prompts in ROUNDS.items():
+        hits, before = hit_tokens(engine), loads(Path(job["loads"]))
+        answer[name] = {
+            "tokens": real_engine.generate(engine, [(one, GENERATE) for one in prompts]),
+            "hits": hit_tokens(engine) - hits,
+            "loads": {kind: count - before[kind] for kind, count in loads(Path(job["loads"])).items()},
+            "asked": sum(map(len, prompts)),
+        }
+    Path(job["out"]).write_text(json.dumps(answer))
 
 
-@contextlib.contextmanager
-def server(folder: Path) -> Iterator[dict[str, Any]]:
-    try:
-        with real_engine.server(folder / "server.log", CHUNK, dict(os.environ)) as transfer:
-            yield with_loads(folder, transfer, "MultiProcess")
-    except FileNotFoundError as error:
-        raise Refused(str(error)) from error
+def hit_tokens(engine: Any) -> int:
+    """That the scheduler was granted from the external cache so far."""
+    return real_engine.counter(engine, "vllm:external_prefix_cache_hits")
 
 
-def with_loads(folder: Path, transfer: dict[str, Any], name: str) -> dict[str, Any]:
-    """The same connector, as one that writes down its loads."""
-    extra = {**transfer["kv_connector_extra_config"], engine_rounds.LOADS: str(folder / "loads")}
-    here = {"kv_connector": name, "kv_connector_module_path": CONNECTORS, "kv_connector_extra_config": extra}
-    return {**transfer, **here}
+def loads(file: Path) -> dict[str, int]:
+    """{kind: how many so far}"""
+    lines = [line.partition("=") for line in file.read_text().split()] if file.exists() else []
+    return {kind: sum(int(count) for of, _, count in lines if of == kind) for kind in KINDS}
 
 
-TRANSFERS: dict[str, Callable[[Path], Any]] = {"mp": server, "v1": in_process}
-NAMES = {"mp": "LMCacheMPConnector", "v1": "LMCacheConnectorV1"}
+def tokens_to_load(request: Any) -> int:
+    """That a request of the connector's metadata has the worker load."""
+    if hasattr(request, "op"):  # multi-process
+        skipped = getattr(request.op, "skip_first_n_tokens", 0)
+        return int(request.op.end - request.op.start - skipped) if request.direction == "RETRIEVE" else 0
+    spec = request.load_spec
+    return int(spec.lmcache_cached_tokens - spec.vllm_cached_tokens) if spec is not None and spec.can_load else 0
 
 
 def _no_cells(check: CellCheck) -> Any:
@@ -140,5 +185,8 @@ BACKENDS = tuple(
         f"engine-{kind}", f"a vLLM engine with {name}", _no_cells, missing, "engine",
         whole=functools.partial(check, kind),
     )
-    for kind, name in NAMES.items()
+    for kind, (name, _) in CONNECTORS.items()
 )  # fmt: skip
+
+if __name__ == "__main__":
+    ask(json.loads(Path(sys.argv[1]).read_text()))

@@ -4,15 +4,24 @@ On a GPU they run as they are. LMCache has none for the CPU: there the same clas
 stood in for (and named in the report): their `torch.cuda` has streams that do everything at once, and the assertions
 that a device is CUDA are left out. What moves the bytes is LMCache's own in both cases: `lmcache.device_ops`, whose
 operations are compiled ones for CUDA or, silently, LMCache's torch fall-back. The report says which.
+
+`lmcache-engine`: the same through LMCache's cache engine and its CPU storage, as its vLLM adapter calls it. Keys,
+chunks, allocation and storage manager are real. The host memory is LMCache's, so what is looked at is what comes back;
+how many tokens do is asked of the engine's answer.
+
+`lmcache-mp`: the block transfer of LMCache's multi-process mode, as vLLM's worker calls it. Whole chunks only. LMCache
+issue 4463 says that this mode is not affected: it shows what `lmcache-v2` should make of the packed layout.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import importlib
 import importlib.metadata
 import importlib.util
+import itertools
 import os
 from dataclasses import replace
 from typing import Any
@@ -20,15 +29,20 @@ from typing import Any
 import torch
 
 from kvfix_tools.roundtrip import cuda_stand_in
-from kvfix_tools.roundtrip import region as regions
 from kvfix_tools.roundtrip.backends import Backend
 from kvfix_tools.roundtrip.backends.torch_copy import layers
+from kvfix_tools.roundtrip.backends.vllm_offload import block_ids
 from kvfix_tools.roundtrip.cell_check import CellCheck, Refused, Transfer
 from kvfix_tools.roundtrip.layout import Geometry
 from kvfix_tools.roundtrip.region import Region
 
-#: LMCache's memory objects, outermost first: KV_2LTD, and KV_T2D for each layer (0.5.6 memory_management.py).
-AXES = {"v2": "kv layer token head", "v3": "kv layer token head", "layerwise": "token kv head"}
+#: LMCache's memory objects, outermost first: KV_2LTD, and KV_T2D for each layer (0.5.6 memory_management.py). A chunk
+#: of `lmcache-mp`: K and V packed in one axis stay so (0.5.6 torch_ops/mp_mem_kernels.py:283).
+AXES = {
+    **dict.fromkeys(("v2", "v3", "split"), "kv layer token head"),
+    "layerwise": "token kv head",
+    "fused": "layer token head kv",
+}
 CLASSES = {
     "v2": "VLLMPagedMemGPUConnectorV2",
     "v3": "VLLMPagedMemGPUConnectorV3",
@@ -44,6 +58,7 @@ VIEWS = {
 }
 #: What vLLM tells LMCache of the layout (0.5.6 integration/vllm/utils.py:43).
 HND = ("hnd", "hnd-block-first", "packed-hnd", "packed-cpu")
+NUMBERS = itertools.count()
 
 
 def missing(device: torch.device) -> str | None:
@@ -55,52 +70,117 @@ class Connector(Transfer):
 
     def __init__(self, kind: str, check: CellCheck, buffer: bool = True) -> None:
         """buffer: chunks go by a buffer on the device, as the engine has it by default."""
-        module = connectors(check.device.type)
         geometry, self.caches = as_vllm(check)
-        self.cell, self.kind = check.cell, kind
-        self.geometry, self.count, self.chunk = geometry, check.cell.count, int(check.cell.chunk)
+        self.connector, _ = make(CLASSES[kind], geometry, check, buffer)
+        self.kind, self.count, self.chunk = kind, check.cell.count, int(check.cell.chunk)
         if kind == "layerwise" and check.cell.skipped:
             raise Refused("the layerwise connector loads whole chunks")
-        self.host: Region = regions.host(geometry, AXES[kind], self.chunk, self.count, check.device, check.cell.seed)
+        self.host: Region = check.host(AXES[kind])
         self.objects = memory_objects(self.host, geometry, kind)
-        made = getattr(module, CLASSES[kind]).from_metadata
-        metadata = make_metadata(geometry, self.chunk)
-        self.connector = made(metadata, buffer, check.device, layout_hints=hints(geometry))
+        self.by_layer = [self.objects[layer :: geometry.layers] for layer in range(geometry.layers)]
+        self.starts = list(range(0, self.count, self.chunk))
+        self.ends = [min(start + self.chunk, self.count) for start in self.starts]
         moved_by = "single_layer_kv_transfer" if kind == "layerwise" else "multi_layer_kv_transfer"
         self.operations = operations(check.device, moved_by)
 
     def store(self, slots: torch.Tensor) -> None:
-        starts, ends, more = *self._bounds(), self._more(slots)
+        to = {"kvcaches": self.caches, "slot_mapping": slots}
         if self.kind == "layerwise":
-            for _ in self.connector.batched_from_gpu(self._by_layer(), starts, ends, sync=True, **more):
+            for _ in self.connector.batched_from_gpu(self.by_layer, self.starts, self.ends, sync=True, **to):
                 pass
         else:
-            self.connector.batched_from_gpu(self.objects, starts, ends, **more)
+            self.connector.batched_from_gpu(self.objects, self.starts, self.ends, **to)
 
     def load(self, slots: torch.Tensor, skip: int) -> None:
-        starts, ends, more = *self._bounds(), self._more(slots)
+        to = {"kvcaches": self.caches, "slot_mapping": slots}
         if self.kind == "layerwise":
-            mover = self.connector.batched_to_gpu(starts, ends, sync=True, **more)
+            mover = self.connector.batched_to_gpu(self.starts, self.ends, sync=True, **to)
             next(mover)
-            for objects in self._by_layer():
+            for objects in self.by_layer:
                 mover.send(objects)
             for _ in mover:
                 pass
             return
         # The engine asks for the chunks from the one on in which its own tokens end (0.5.6 vllm_v1_adapter.py).
-        first = skip // self.chunk
-        objects = self.objects[first:]
-        self.connector.batched_to_gpu(objects, starts[first:], ends[first:], vllm_cached_tokens=skip, **more)
+        chunks = slice(skip // self.chunk, None)
+        wanted = self.objects[chunks], self.starts[chunks], self.ends[chunks]
+        self.connector.batched_to_gpu(*wanted, vllm_cached_tokens=skip, **to)
 
-    def _bounds(self) -> tuple[list[int], list[int]]:
-        starts = list(range(0, self.count, self.chunk))
-        return starts, [min(start + self.chunk, self.count) for start in starts]
+
+class ThroughEngine(Transfer):
+    def __init__(self, check: CellCheck) -> None:
+        (geometry, self.caches), cell = as_vllm(check), check.cell
+        connector, metadata = make(CLASSES["v2"], geometry, check)
+        from lmcache.v1.cache_engine import LMCacheEngine
+        from lmcache.v1.config import LMCacheEngineConfig
+        from lmcache.v1.token_database import ChunkedTokenDatabase
+
+        self.chunk, name = int(cell.chunk), f"kvfix-{next(NUMBERS)}"
+        self.count, self.tokens = cell.count, list[int]()
+        config = LMCacheEngineConfig.from_defaults(
+            chunk_size=self.chunk, local_cpu=True, save_unfull_chunk=True,
+            max_local_cpu_size=2 * check.result.moved / (1 << 30) + 0.02,  # GiB, with room to align
+            lmcache_instance_id=name,
+        )  # fmt: skip
+        keys = ChunkedTokenDatabase(config, metadata)
+        # An engine collects garbage when it is made: a second and more for what vLLM's imports have left on the heap.
+        gc.freeze()
+        self.engine = LMCacheEngine(config, metadata, keys, connector, _same, _same)
+        gc.unfreeze()
+        self.engine.post_init()
+        moved_by = operations(check.device, "multi_layer_kv_transfer")
+        self.operations = f"{moved_by}; V2, cache engine, LocalCPUBackend"
+
+    def store(self, slots: torch.Tensor) -> None:
+        first = next(NUMBERS) * self.count  # tokens of its own: LMCache stores nothing that it has
+        self.tokens = list(range(first, first + self.count))
+        everything = torch.ones(len(self.tokens), dtype=torch.bool)
+        self.engine.store(self.tokens, mask=everything, offset=0, **self._more(slots))
+
+    def load(self, slots: torch.Tensor, skip: int) -> None:
+        wanted = torch.ones(len(self.tokens), dtype=torch.bool)
+        wanted[: skip // self.chunk * self.chunk] = False
+        found = self.engine.retrieve(self.tokens, wanted, vllm_cached_tokens=skip, **self._more(slots))
+        if int(found.sum()) != int(wanted.sum()):
+            raise RuntimeError(f"retrieved {int(found.sum())} of {int(wanted.sum())} tokens")
+
+    def close(self) -> None:
+        self.engine.close()
 
     def _more(self, slots: torch.Tensor) -> dict[str, Any]:
-        return {"kvcaches": self.caches, "slot_mapping": slots}
+        return {"kvcaches": self.caches, "slot_mapping": slots, "req_id": "kvfix"}
 
-    def _by_layer(self) -> list[list[Any]]:
-        return [self.objects[layer :: self.geometry.layers] for layer in range(self.geometry.layers)]
+
+def _same(thing: Any, source: int) -> Any:
+    return thing
+
+
+class BlockTransfer(Transfer):
+    def __init__(self, check: CellCheck) -> None:
+        connectors(check.device.type)
+        try:
+            from lmcache.v1.multiprocess.transfer_context import base
+        except ImportError as error:
+            raise Refused("this LMCache has another multi-process mode") from error
+        (geometry, layers), chunk = as_vllm(check), int(check.cell.chunk)
+        self.block, self.per_chunk = geometry.block, chunk // geometry.block
+        if chunk % geometry.block or check.cell.count % chunk:
+            raise Refused("whole chunks of whole blocks only")
+        self.gather, self.scatter = base.gather_paged_kv_to_cpu, base.scatter_cpu_to_paged_kv
+        self.caches = {str(layer): tensor for layer, tensor in enumerate(layers)}
+        self.host: Region = check.host(AXES["fused" if geometry.layout.fused else "split"])
+        width, planes = geometry.planes * geometry.heads * geometry.head_size, [geometry.layers, chunk]
+        shape = [*planes, width] if geometry.planes == 1 or geometry.layout.fused else [2, *planes, width // 2]
+        self.chunks = [rows.view(geometry.dtype).view(shape) for rows in self.host.tensors()]
+        self.hints = hints(geometry)
+        self.operations = operations(check.device, "multi_layer_block_kv_transfer")
+
+    def store(self, slots: torch.Tensor) -> None:
+        self.gather(self.caches, block_ids(slots, self.block), self.per_chunk, out=self.chunks, layout_hints=self.hints)
+
+    def load(self, slots: torch.Tensor, skip: int) -> None:
+        ids = block_ids(slots, self.block)
+        self.scatter(self.caches, ids, self.chunks, self.per_chunk, skip_first_n_tokens=skip, layout_hints=self.hints)
 
 
 def as_vllm(check: CellCheck) -> tuple[Geometry, list[torch.Tensor]]:
@@ -135,14 +215,18 @@ def memory_objects(region: Region, geometry: Geometry, kind: str) -> list[Any]:
     return objects
 
 
-def make_metadata(geometry: Geometry, chunk: int) -> Any:
+def make(name: str, geometry: Geometry, check: CellCheck, buffer: bool = True) -> tuple[Any, Any]:
+    """One of LMCache's GPU connectors, and its metadata."""
+    chunk, module = int(check.cell.chunk), connectors(check.device.type)
     from lmcache.v1.metadata import LMCacheMetadata
 
-    return LMCacheMetadata(
+    metadata = LMCacheMetadata(
         model_name="kvfix", world_size=1, local_world_size=1, worker_id=0, local_worker_id=0, kv_dtype=geometry.dtype,
         kv_shape=(geometry.layers, geometry.planes, chunk, geometry.heads, geometry.head_size),
         use_mla=geometry.layout.latent, role="worker", chunk_size=chunk,
     )  # fmt: skip
+    made = getattr(module, name).from_metadata
+    return made(metadata, buffer, check.device, layout_hints=hints(geometry)), metadata
 
 
 def hints(geometry: Geometry) -> dict[str, str]:
@@ -178,10 +262,26 @@ def operations(device: torch.device, name: str) -> str:
     return f"lmcache {importlib.metadata.version('lmcache')}, {name} of {kind}{stood_in}"
 
 
+MP_AXES = {
+    "layout": LAYOUTS,
+    "tokens": ("chunk", "512"),  # one chunk, and two or more of any size
+    "block": ("16", "32"),
+    "chunk": ("32", "64", "128", "256"),
+    "slots": ("blocks", "contiguous"),
+    "skip": ("none",),
+}
+MP = "the block transfer of LMCache's multi-process mode"
+ENGINE = "LMCache's cache engine and its CPU storage"
+
+
 def _backend(kind: str) -> Backend:
     axes = {"layout": LAYOUTS, **({"skip": ("none",)} if kind == "layerwise" else {})}
     summary = f"LMCache's {CLASSES[kind]}"
     return Backend(f"lmcache-{kind}", summary, lambda check: Connector(kind, check), missing, "lmcache", axes)
 
 
-BACKENDS = tuple(_backend(kind) for kind in CLASSES)
+BACKENDS = (
+    *map(_backend, CLASSES),
+    Backend("lmcache-mp", MP, BlockTransfer, missing, "lmcache", MP_AXES),
+    Backend("lmcache-engine", ENGINE, ThroughEngine, missing, axes={"layout": LAYOUTS}),
+)

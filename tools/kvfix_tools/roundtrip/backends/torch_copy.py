@@ -6,16 +6,15 @@ shape, and knows nothing of the arithmetic by which its work is checked (layout.
 
 from __future__ import annotations
 
-import contextlib
-from typing import Any
+from functools import partial
 
 import torch
 
-from kvfix_tools.roundtrip import region as regions
 from kvfix_tools.roundtrip.backends import Backend
 from kvfix_tools.roundtrip.cell_check import CellCheck, Transfer
 from kvfix_tools.roundtrip.layout import Geometry
 from kvfix_tools.roundtrip.region import Region
+from kvfix_tools.roundtrip.streams import CudaStream, Work
 
 #: Host buffers, one for each chunk, outermost first: all layers of a token together.
 HOST = "layer token kv head"
@@ -23,75 +22,60 @@ HOST = "layer token kv head"
 IN_FLIGHT = 2
 
 
-class StreamsInTurn:
-    """`count` streams that run at the same time, between begin() and finish(). On the CPU all is done at once."""
-
-    def __init__(self, device: torch.device, count: int) -> None:
-        self.streams = [torch.cuda.Stream(device) for _ in range(count)] if device.type == "cuda" else []
-        self.device = device
-
-    def begin(self) -> None:
-        """What was submitted before comes first."""
-        for stream in self.streams:
-            stream.wait_stream(torch.cuda.current_stream(self.device))
-
-    def take(self, number: int) -> Any:
-        """Within it, work goes to stream `number` (modulo their count)."""
-        return torch.cuda.stream(self.streams[number % len(self.streams)]) if self.streams else contextlib.nullcontext()
-
-    def finish(self) -> None:
-        """Wait for all of them."""
-        for stream in self.streams:
-            stream.synchronize()
-
-
 class TorchCopy(Transfer):
-    def __init__(self, check: CellCheck, tokens: int | None = None) -> None:
+    def __init__(self, check: CellCheck, tokens: int = 0) -> None:
         """tokens: that there is host memory for; by default those of the cell."""
-        self.geometry, self.chunk, device = check.geometry, int(check.cell.chunk), check.device
-        tokens = tokens or check.cell.count
-        self.host: Region = regions.host(self.geometry, HOST, self.chunk, tokens, device, check.cell.seed)
+        self.block, self.chunk, device = check.geometry.block, int(check.cell.chunk), check.device
+        self.host: Region = check.host(HOST, tokens)
         self.operations = f"torch {torch.__version__}: index, index_put_, copy_ on {device.type}"
-        self.layers = [paged(tensor, self.geometry) for tensor in layers(check.cache.typed(), self.geometry)]
-        self.buffers = [rows.view(self.geometry.layers, -1, *self.layers[0].shape[2:]) for rows in self.host.tensors()]
-        self.streams, self.staged = StreamsInTurn(device, IN_FLIGHT), device.type == "cuda"
-        self.staging = (
-            [torch.empty_like(self.buffers[0], device=device) for _ in range(IN_FLIGHT)] if self.buffers else []
-        )
+        self.layers = [paged(tensor, check.geometry) for tensor in layers(check.cache.typed(), check.geometry)]
+        self.buffers = [rows.view(len(self.layers), -1, *self.layers[0].shape[2:]) for rows in self.host.tensors()]
+        in_flight = range(IN_FLIGHT if device.type == "cuda" else 0)
+        self.streams = [CudaStream(device) for _ in in_flight]
+        self.staging = [torch.empty_like(self.buffers[0], device=device) for _ in in_flight]
 
     def store(self, slots: torch.Tensor) -> None:
-        self.streams.begin()
-        for number, (buffer, part) in enumerate(zip(self.buffers, slots.split(self.chunk), strict=True)):
-            with self.streams.take(number):
-                self.gather(buffer, part, self.staging[number % IN_FLIGHT])
-        self.streams.finish()
+        self._run(self.stores(slots))
 
     def load(self, slots: torch.Tensor, skip: int) -> None:
-        self.streams.begin()
-        for number, (buffer, part) in enumerate(zip(self.buffers, slots.split(self.chunk), strict=True)):
-            left_out = min(max(skip - number * self.chunk, 0), len(part))
-            if left_out < len(part):
-                with self.streams.take(number):
-                    self.scatter(buffer, part, self.staging[number % IN_FLIGHT], left_out)
-        self.streams.finish()
+        self._run(self.loads(slots, skip))
 
-    def gather(self, buffer: torch.Tensor, slots: torch.Tensor, staging: torch.Tensor) -> None:
-        block, offset = slots // self.geometry.block, slots % self.geometry.block
-        into = staging[:, : len(slots)] if self.staged else buffer
+    def stores(self, slots: torch.Tensor) -> list[Work]:
+        """The work of a store, chunk by chunk."""
+        return [partial(self.gather, number, part) for number, part in enumerate(slots.split(self.chunk))]
+
+    def loads(self, slots: torch.Tensor, skip: int = 0) -> list[Work]:
+        chunks = enumerate(slots.split(self.chunk))
+        left_out = [(number, part, max(skip - number * self.chunk, 0)) for number, part in chunks]
+        return [partial(self.scatter, number, part, out) for number, part, out in left_out if out < len(part)]
+
+    def gather(self, number: int, slots: torch.Tensor) -> None:
+        """The KV in these slots to host buffer `number`."""
+        block, offset, buffer = slots // self.block, slots % self.block, self.buffers[number]
+        into = self.staging[number % IN_FLIGHT][:, : len(slots)] if self.staging else buffer
         for layer, tensor in enumerate(self.layers):
             into[layer] = tensor[block, offset]
-        if self.staged:
+        if self.staging:
             buffer.copy_(into, non_blocking=True)
 
-    def scatter(self, buffer: torch.Tensor, slots: torch.Tensor, staging: torch.Tensor, skip: int) -> None:
-        slots = slots[skip:]
-        block, offset = slots // self.geometry.block, slots % self.geometry.block
-        held = buffer
-        if self.staged:
-            held = staging[:, : buffer.shape[1]]
-            held.copy_(buffer, non_blocking=True)
+    def scatter(self, number: int, slots: torch.Tensor, skip: int) -> None:
+        held = self.buffers[number]
+        if self.staging:
+            held = self.staging[number % IN_FLIGHT][:, : len(slots)]
+            held.copy_(self.buffers[number], non_blocking=True)
+        block, offset = slots[skip:] // self.block, slots[skip:] % self.block
         for layer, tensor in enumerate(self.layers):
             tensor[block, offset] = held[layer, skip:]
+
+    def _run(self, work: list[Work]) -> None:
+        """In turn on the streams, to the end; what was submitted before comes first. On the CPU at once."""
+        for number, each in enumerate(work):
+            if self.streams:
+                self.streams[number % IN_FLIGHT].submit(each)
+            else:
+                each()
+        for stream in self.streams:
+            stream.synchronize()
 
 
 def layers(tensors: list[torch.Tensor], geometry: Geometry) -> list[torch.Tensor]:

@@ -51,10 +51,15 @@ class Simple(Transfer):
     """vllm/v1/simple_kv_offload/cuda_mem_ops.py: build_params and copy_blocks."""
 
     def __init__(self, check: CellCheck) -> None:
-        self.ops, cpu = simple(check.device.type), check.device.type == "cpu"
+        from vllm.v1.simple_kv_offload import cuda_mem_ops
+
+        self.ops, cpu = cuda_mem_ops, check.device.type == "cpu"
+        if cpu:
+            cuda_mem_ops._batch_memcpy = (_batch_memcpy, 0)
         self.block = check.geometry.block
         blocks = len(block_ids(check.source, self.block))
         self.host: Region = regions.host_blocks(check.geometry, blocks, check.device, check.cell.seed)
+        self.numbers = list(range(blocks))  # of the host
         self.stream = cuda_stand_in.Stream() if cpu else torch.cuda.Stream(check.device)
         caches, copies = pages(check.cache), pages(self.host)
         self.storing = self.ops.build_params(caches, copies, self.stream)
@@ -62,13 +67,11 @@ class Simple(Transfer):
         self.operations = f"vllm {version()}, copy_blocks by {'memmove (stand-in)' if cpu else 'cuMemcpyBatchAsync'}"
 
     def store(self, slots: torch.Tensor) -> None:
-        ids = block_ids(slots, self.block)
-        self.ops.copy_blocks(ids, list(range(len(ids))), self.storing)
+        self.ops.copy_blocks(block_ids(slots, self.block), self.numbers, self.storing)
         self.stream.synchronize()
 
     def load(self, slots: torch.Tensor, skip: int) -> None:
-        ids = block_ids(slots, self.block)
-        self.ops.copy_blocks(list(range(len(ids))), ids, self.loading)
+        self.ops.copy_blocks(self.numbers, block_ids(slots, self.block), self.loading)
         self.stream.synchronize()
 
 
@@ -138,15 +141,6 @@ def block_ids(slots: torch.Tensor, block: int) -> list[int]:
     return [int(slot) // block for slot in by_block[:, 0]]
 
 
-@functools.cache
-def simple(device: str) -> Any:
-    from vllm.v1.simple_kv_offload import cuda_mem_ops
-
-    if device == "cpu":
-        cuda_mem_ops._batch_memcpy = (_batch_memcpy, 0)
-    return cuda_mem_ops
-
-
 def _batch_memcpy(to: int, source: int, sizes: int, count: int, *_: Any) -> int:
     """cuMemcpyBatchAsync: arrays of addresses and of sizes."""
     arrays = [(ctypes.c_uint64 * count).from_address(array) for array in (to, source, sizes)]
@@ -162,17 +156,11 @@ def offload(device: str) -> Any:
         batch = SimpleNamespace(swap_blocks_batch=_swap_blocks_batch)
         names = {"ops": batch, "current_platform": cuda_stand_in.CUDA, "HAS_TRITON": False, "PIN_MEMORY": False}
         cuda_stand_in.on_cpu(gpu_worker, **names)
-        gpu_worker._new_descriptor_buffers = _descriptors
     return gpu_worker
 
 
 def _swap_blocks_batch(source: torch.Tensor, to: torch.Tensor, sizes: torch.Tensor, **_: Any) -> None:
     cuda_stand_in.copy_all(to.tolist(), source.tolist(), sizes.tolist())
-
-
-def _descriptors(count: int) -> tuple[torch.Tensor, ...]:
-    """The worker's own are pinned."""
-    return tuple(torch.empty(count, dtype=torch.int64) for _ in range(3))
 
 
 BACKENDS = (

@@ -1,0 +1,140 @@
+"""The cells: which are run, that the torch backend passes them all, and what of it is written for CUDA.
+
+For the latter `torch.cuda` is stood in for; that a GPU does the same is not shown by this.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import combinations
+from typing import Any
+
+import pytest
+import torch
+
+from kvfix_tools.roundtrip import cuda_stand_in, region, streams
+from kvfix_tools.roundtrip.backends import named
+from kvfix_tools.roundtrip.backends.torch_copy import IN_FLIGHT, TorchCopy
+from kvfix_tools.roundtrip.cell_check import CellCheck, Result
+from kvfix_tools.roundtrip.command import check_cell
+from kvfix_tools.roundtrip.matrix import AXES, Cell, pairs
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+CELLS = pairs("torch", AXES)
+
+
+def test_every_pair_of_values_meets() -> None:
+    for one, other in combinations(AXES, 2):
+        met = {(getattr(cell, one), getattr(cell, other)) for cell in CELLS}
+        assert len(met) == len(AXES[one]) * len(AXES[other]), (one, other)
+    assert len(CELLS) < 120
+    assert pairs("torch", AXES) == CELLS
+
+
+def test_the_torch_backend_passes() -> None:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    [torch_copy] = named(["torch"])
+    results = list(map(partial(check_cell, torch_copy, CPU, None), map(Result, CELLS)))
+    torch.set_num_threads(threads)
+    assert [(result.cell, *map(str, result.findings)) for result in results if result.verdict != "passed"] == []
+    for result in results:
+        cell, (source, target) = result.cell, result.cell.mappings()
+        assert len(set(source.tolist()) | set(target.tolist())) == 2 * cell.count  # no slot in common
+        assert result.moved == cell.geometry().token_bytes(cell.count) > 0
+        assert result.verified > 4 * result.moved  # the whole KV cache and the host, more than once
+
+
+def test_what_is_compared_at_once_makes_no_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large regions are looked at in parts."""
+    monkeypatch.setattr(region, "AT_ONCE", 7)
+    check = CellCheck(Cell("torch", layout="hnd", tokens="33"), CPU)
+    assert check.run(TorchCopy(check)).verdict == "passed"
+
+
+class Recorded(cuda_stand_in.Stream):
+    """A stream that keeps what is asked of it."""
+
+    def __init__(self, *_: Any) -> None:
+        self.asked: list[str] = []
+
+    def synchronize(self) -> None:
+        self.asked.append("synchronize")
+
+    def wait_stream(self, other: Any) -> None:
+        self.asked.append("wait_stream")
+
+    def wait_event(self, event: Any) -> None:
+        self.asked.append("wait_event")
+
+    def record_event(self) -> str:
+        self.asked.append("record_event")
+        return "event"
+
+
+@pytest.fixture
+def no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Stream", Recorded)
+    monkeypatch.setattr(torch.cuda, "stream", cuda_stand_in.CUDA.stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: Recorded())
+    monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: None)
+
+
+def staged(copy: TorchCopy) -> TorchCopy:
+    """As on a GPU: streams, and a staging buffer for each."""
+    copy.streams = [streams.CudaStream(CUDA) for _ in range(IN_FLIGHT)]
+    copy.staging = [torch.empty_like(copy.buffers[0]) for _ in range(IN_FLIGHT)]
+    return copy
+
+
+@pytest.mark.usefixtures("no_cuda")
+@pytest.mark.parametrize("layout", ["nhd", "packed-hnd", "mla", "block-outermost"])
+@pytest.mark.parametrize(("skip", "loads"), [("none", [2, 2]), ("chunk", [2, 1])])
+def test_through_staging_buffers(layout: str, skip: str, loads: list[int]) -> None:
+    """A store of four chunks and two loads, each chunk after what was submitted before, and to its end."""
+    check = CellCheck(Cell("torch", layout=layout, skip=skip), CPU)
+    copy = staged(TorchCopy(check))
+    result = check.run(copy)
+    assert [str(finding) for finding in result.findings] == []
+    for stream, chunks in zip(copy.streams, loads, strict=True):
+        load = [*["wait_stream"] * chunks, "synchronize"]
+        assert stream.native.asked == ["wait_stream", "wait_stream", "synchronize", *load, *load]
+        assert stream.kept == []
+
+
+@pytest.mark.usefixtures("no_cuda")
+def test_a_staging_buffer_that_is_shared_by_mistake_is_found() -> None:
+    """What is left in it from the chunk before goes to the host."""
+
+    class Stale(TorchCopy):
+        def gather(self, number: int, slots: torch.Tensor) -> None:
+            if len(slots) == self.chunk:
+                super().gather(number, slots)
+            else:
+                self.buffers[number].copy_(self.staging[number % IN_FLIGHT][:, : len(slots)])
+
+    check = CellCheck(Cell("torch"), CPU)
+    assert set(check.run(staged(Stale(check))).findings[0].classes) == {"wrong slot"}
+
+
+@pytest.mark.usefixtures("no_cuda")
+def test_what_the_host_does_waits_for_what_its_stream_waits_for() -> None:
+    """A stream does not keep the host from writing to a buffer that it still reads."""
+    stream, done = streams.CudaStream(CUDA), list[str]()
+    stream.wait("event")
+    stream.submit(lambda: done.extend(stream.native.asked), host=True)
+    assert done == ["wait_event", "synchronize"]
+
+
+@pytest.mark.usefixtures("no_cuda")
+def test_a_stream_of_a_race_is_one_of_cuda() -> None:
+    """Its work comes after that of the current stream, where its operands were made, and they live until its end."""
+    slow, other = streams.CudaStream(CUDA, slow=True), streams.CudaStream(CUDA)
+    done: list[str] = []
+    slow.submit(lambda: done.append("slow"))
+    other.wait(slow.record())
+    other.submit(lambda: done.append("other"))
+    assert done == ["slow", "other"]
+    assert slow.native.asked == ["wait_stream", "record_event"]
+    assert other.native.asked == ["wait_event", "wait_stream"]
+    assert len(slow.kept) == len(other.kept) == 1
