@@ -31,7 +31,7 @@ from kvfix_tools.lab import runner
 runner.prepare({path!r})
 from kvfix_tools.lab.fuzz import fuzz
 with runner.quiet():
-    from kvfix_tools.lab.play_schedule import shrink, signature
+    from kvfix_tools.lab.fuzz import shrink, signature
     result = []
     for found in fuzz({connector!r}, range(60), 600, fixes=False, shrinking=0).violations:
         start = time.monotonic()

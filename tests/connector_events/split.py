@@ -13,7 +13,7 @@ from pathlib import Path
 import kvfix
 os.environ["KVFIX_DUMP_DIR"] = tempfile.mkdtemp(prefix="kvfix-test-")
 with runner.quiet():
-    from kvfix_tools.lab.play_schedule import play
+    from kvfix_tools.lab.fuzz import play
     from kvfix_tools.lab.schedule import draw
     kvfix.apply("check")
     loaded = play(draw({seed}, {connector!r}, plain=True)).counts["loaded_tokens"]

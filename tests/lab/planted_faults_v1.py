@@ -200,7 +200,7 @@ def played(name: str | None, asynchronous: bool = False) -> dict[str, Any]:
 
 def random_schedules(seeds: int) -> dict[str, Any]:
     """Plain schedules with asynchronous loading: no aborts, no failed loads, no evictions."""
-    from kvfix_tools.lab.play_schedule import play
+    from kvfix_tools.lab.fuzz import play
     from kvfix_tools.lab.schedule import draw
 
     found: dict[str, int] = {}

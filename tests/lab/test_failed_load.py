@@ -7,7 +7,7 @@ from tests.conftest import RELEASES, Once
 CODE = """
 import kvfix
 kvfix.apply()
-from kvfix_tools.lab.play_schedule import play
+from kvfix_tools.lab.fuzz import play
 from kvfix_tools.lab.schedule import draw
 from kvfix.ledger.events import LoadFailed, Stored
 with runner.quiet():

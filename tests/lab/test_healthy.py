@@ -15,7 +15,7 @@ CODE = """
 import kvfix
 from tests.healthy import events, violated
 with runner.quiet():
-    from kvfix_tools.lab.play_schedule import play
+    from kvfix_tools.lab.fuzz import play
     from kvfix_tools.lab.schedule import draw
     healthy, differ, loaded, preempted = 0, [], 0, 0
     for seed in range({seeds}):

@@ -18,7 +18,7 @@ from tests.conftest import RELEASES, ROOT, Fresh, Once
 #: The releases in which a bug appears or goes, and the newest. `make matrix` plays all of them.
 PLAYED = ["0.3.10", "0.3.10.post1", "0.4.1", "0.4.6", "0.5.4", "0.5.5", "0.5.6"]
 CODE = """
-from kvfix_tools.lab import check_mode
+from kvfix_tools.lab import runner
 from kvfix_tools.lab.scenario import scenarios
 result = []
 for scenario in scenarios():
@@ -26,7 +26,7 @@ for scenario in scenarios():
         played = runner.play(scenario, fixes)
         expected = runner.expected(scenario)
         # tests/connector_events/test_table.py reads these: the same process, for vLLM takes its time to import
-        reports = check_mode.reports(scenario) if expected == "violated" and not fixes else []
+        reports = runner.reports(scenario) if expected == "violated" and not fixes else []
         result.append(dict(played.as_json(), expected=expected, counts=played.counts, reports=reports))
 """
 SLUGS = [scenario.slug for scenario in scenarios()]

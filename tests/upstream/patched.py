@@ -210,8 +210,8 @@ def plays(code: str, connectors: list[str], seeds: int, fixed: bool) -> dict[str
 
     found = {}
     with runner.quiet():
+        from kvfix_tools.lab.fuzz import play
         from kvfix_tools.lab.lab_engine import EngineDied, LabEngine
-        from kvfix_tools.lab.play_schedule import play
         from kvfix_tools.lab.schedule import draw
 
         kvfix.revert()
@@ -251,7 +251,7 @@ def healthy(connector: str, seeds: int, fixes: list[str]) -> list[str]:
     from tests.healthy import events, violated
 
     with runner.quiet():
-        from kvfix_tools.lab.play_schedule import play
+        from kvfix_tools.lab.fuzz import play
         from kvfix_tools.lab.schedule import draw
 
         if fixes:

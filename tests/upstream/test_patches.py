@@ -46,7 +46,7 @@ FIRST = """
 from kvfix_tools.lab import runner
 runner.prepare({lmcache!r})
 with runner.quiet():
-    from kvfix_tools.lab.play_schedule import play
+    from kvfix_tools.lab.fuzz import play
     from kvfix_tools.lab.schedule import draw
     for connector in {connectors!r}:
         play(draw(0, connector, plain=True))

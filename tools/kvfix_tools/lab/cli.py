@@ -7,7 +7,7 @@ import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -16,10 +16,13 @@ from rich.table import Table
 
 from kvfix_tools import screen
 from kvfix_tools.lab import releases, runner
-from kvfix_tools.lab.fuzz import Fuzzed, fuzz
 from kvfix_tools.lab.options import CONNECTORS
 from kvfix_tools.lab.scenario import Scenario, find, scenarios
 from kvfix_tools.lab.schedule import Schedule
+
+if TYPE_CHECKING:
+    from kvfix_tools.lab.fuzz import Fuzzed
+    from kvfix_tools.lab.replay_recording import Replayed
 
 app = typer.Typer(
     help="The bugs on the real vLLM scheduler and LMCache's real connectors, without a GPU.", no_args_is_help=True
@@ -113,6 +116,8 @@ def fuzz_connector(
         def progress(played: int, made: int, kinds: int, took: float) -> None:
             bar.update(task, completed=took, description=f"{played} seeds, {made} steps, {kinds} kinds of violation")
 
+        with runner.quiet():
+            from kvfix_tools.lab.fuzz import fuzz
         done = fuzz(connector, drawn, seconds, fixes, plain, shrink, progress, mode, steps)
     if save is not None:
         save.mkdir(parents=True, exist_ok=True)
@@ -144,7 +149,7 @@ def play_schedule(
     except (OSError, ValueError) as error:
         raise _refusal("play", f"{file}: {error}") from None
     with runner.applied(fixes):
-        from kvfix_tools.lab.play_schedule import play
+        from kvfix_tools.lab.fuzz import play
 
         violations = play(schedule).violations
     for finding in violations:
@@ -234,7 +239,7 @@ def _print_fuzzed(done: Fuzzed) -> None:
         console.print("[green]nothing was violated[/]")
 
 
-def _print_replayed(done: Any) -> None:
+def _print_replayed(done: Replayed) -> None:
     console = screen.console()
     for title, findings in (("on record", done.on_record), ("in the lab", done.findings)):
         console.print(f"{title}: {len(findings) or 'no'} violations")

@@ -31,8 +31,8 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from kvfix_tools.lab.connector import OtherConnector, no_sockets
 from kvfix_tools.lab.memory import VOCABULARY
-from kvfix_tools.lab.no_sockets import no_sockets
 from kvfix_tools.lab.options import Options
 
 LAYER = "model.layers.0.self_attn.attn"
@@ -119,8 +119,8 @@ def vllm_config(options: Options) -> VllmConfig:
         **accepted(KVTransferConfig, kv_load_failure_policy=options.kv_load_failure_policy),
     }
     if options.beside:
-        module = "kvfix_tools.lab.other_connector"
-        other = {"kv_connector": "OtherConnector", "kv_connector_module_path": module, "kv_role": "kv_both"}
+        name, module = OtherConnector.__name__, OtherConnector.__module__
+        other = {"kv_connector": name, "kv_connector_module_path": module, "kv_role": "kv_both"}
         transfer = {
             **transfer,
             "kv_connector": "MultiConnector",
@@ -149,7 +149,7 @@ def vllm_config(options: Options) -> VllmConfig:
 
 
 def kv_cache(options: Options) -> KVCacheConfig:
-    """One group of full attention. The tensors are the workers' business."""
+    """One KV group of full attention, without tensors: the lab's memory has the contents."""
     spec = FullAttentionSpec(block_size=options.block_size, num_kv_heads=1, head_size=32, dtype=torch.float32)
     groups = [KVCacheGroupSpec([LAYER], spec)]
     return KVCacheConfig(num_blocks=options.num_blocks, kv_cache_tensors=[], kv_cache_groups=groups)
