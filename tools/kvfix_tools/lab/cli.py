@@ -5,7 +5,8 @@ from __future__ import annotations
 import json as jsonlib
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,7 +18,7 @@ from rich.table import Table
 from kvfix_tools import screen
 from kvfix_tools.lab import releases, runner
 from kvfix_tools.lab.options import CONNECTORS
-from kvfix_tools.lab.scenario import Scenario, find, scenarios
+from kvfix_tools.lab.scenario import Scenario, scenarios
 from kvfix_tools.lab.schedule import Schedule
 
 if TYPE_CHECKING:
@@ -64,11 +65,9 @@ def run_scenarios(
     json: Json = False,
 ) -> None:
     """Play scenarios on what is installed. Exit 1 if one is violated."""
-    try:
+    with _refusing("run"):
         wanted = list(scenarios()) if every else _find_all(slugs or [])
         runner.prepare(lmcache_path)
-    except ValueError as error:
-        raise _refusal("run", error) from None
     results = []
     for scenario in wanted:
         if sys.stderr.isatty():
@@ -94,7 +93,7 @@ def fuzz_connector(
     json: Json = False,
 ) -> None:
     """Random schedules until the time or the seeds are out. Exit 1 if a rule was violated, 2 if nothing was tested."""
-    try:
+    with _refusing("fuzz"):
         first, _, last = seeds.partition(":")
         drawn = range(int(first), int(last) if last else int(first) + 1)
         if connector not in CONNECTORS:
@@ -105,8 +104,6 @@ def fuzz_connector(
         why = releases.cannot_play(connector)
         if why:
             raise ValueError(f"not applicable: {why}; installed: {_versions(releases.versions())}")
-    except ValueError as error:
-        raise _refusal("fuzz", error) from None
     with Progress(
         TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=Console(stderr=True),
         disable=json or not sys.stderr.isatty(),
@@ -125,8 +122,9 @@ def fuzz_connector(
             text = violation.schedule.to_json(releases.versions())
             (save / f"{connector}-{violation.rule}-{violation.seed}.json").write_text(text + "\n")
     _write(done.as_json(), json, output, lambda: _print_fuzzed(done))
-    if done.tested_nothing:
-        raise _refusal("fuzz", f"it tested nothing: {done.tested_nothing}")
+    with _refusing("fuzz"):
+        if done.tested_nothing:
+            raise ValueError(f"it tested nothing: {done.tested_nothing}")
     raise typer.Exit(int(bool(done.violations)))
 
 
@@ -137,7 +135,7 @@ def play_schedule(
     lmcache_path: LMCachePath = None,
 ) -> None:
     """Play a saved schedule once, and print what is violated. Exit 1 if a rule is."""
-    try:
+    with _refusing("play", file):
         runner.prepare(lmcache_path)
         schedule, found_on = Schedule.from_json(file.read_text())
         here = releases.versions()
@@ -146,8 +144,6 @@ def play_schedule(
         why = releases.cannot_play_schedule(schedule)
         if why:
             raise ValueError(f"not applicable: {why}")
-    except (OSError, ValueError) as error:
-        raise _refusal("play", f"{file}: {error}") from None
     with runner.applied(fixes):
         from kvfix_tools.lab.fuzz import play
 
@@ -167,29 +163,34 @@ def replay_recording(
     """What an engine's recorder file holds, made once more in the lab. Exit 1 if a rule is violated."""
     from kvfix_tools.lab.replay_recording import kinds, replay_file
 
-    try:
+    with _refusing("replay", file):
         runner.prepare(lmcache_path)
         done = replay_file(file, fixes)
-    except (OSError, ValueError) as error:
-        raise _refusal("replay", f"{file}: {getattr(error, 'strerror', None) or error}") from None
     answer = {"on_record": kinds(done.on_record), "here": kinds(done.findings), "short": done.short}
     _write(answer, json, None, lambda: _print_replayed(done))
     raise typer.Exit(int(bool(done.findings)))
 
 
-def _refusal(command: str, why: object) -> typer.Exit:
-    print(f"kvfix lab {command}: {why}", file=sys.stderr)
-    return typer.Exit(2)
+@contextmanager
+def _refusing(command: str, file: Path | None = None) -> Iterator[None]:
+    """What cannot be played, or has tested nothing, ends the command with its reason."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        about = f"{file}: " if file is not None else ""
+        why = getattr(error, "strerror", None) or error
+        print(f"kvfix lab {command}: {about}{why}", file=sys.stderr)
+        raise typer.Exit(2) from None
 
 
 def _find_all(slugs: list[str]) -> list[Scenario]:
     """Raises ValueError if there is none of one of these names, or no name."""
-    found = {slug: find(slug) for slug in slugs}
-    unknown = [slug for slug, scenario in found.items() if scenario is None]
-    if unknown or not found:
+    known = {scenario.slug: scenario for scenario in scenarios()}
+    unknown = [slug for slug in slugs if slug not in known]
+    if unknown or not slugs:
         what = f"no scenario {', '.join(unknown)}" if unknown else "name a scenario, or --all"
-        raise ValueError(f"{what}; known: {', '.join(scenario.slug for scenario in scenarios())}")
-    return [scenario for scenario in found.values() if scenario is not None]
+        raise ValueError(f"{what}; known: {', '.join(known)}")
+    return [known[slug] for slug in dict.fromkeys(slugs)]
 
 
 def _write(answer: Any, json: bool, file: Path | None, show: Callable[[], None]) -> None:

@@ -74,9 +74,9 @@ def move(engine: LabEngine, step: DrawnStep) -> None:
         if open_now:
             _move_request(engine, kind, open_now[rest[0] % len(open_now)], rest[1])
     elif kind == "timeout":
-        engine.lookups_fail(1)
-    else:  # named after the engine's own methods
-        getattr(engine, kind)(*rest)
+        engine.do("lookups_fail", 1)
+    else:
+        engine.do(kind, *rest)
 
 
 def _move_request(engine: LabEngine, kind: str, name: str, chunks: int) -> None:

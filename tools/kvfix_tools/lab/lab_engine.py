@@ -1,8 +1,8 @@
 """The lab's engine: the real scheduler and connector over memory that knows what belongs in it.
 
-`iterate` is one iteration of EngineCore; the other public methods are the steps that a schedule names (steps.py). All
-that happens to a request's tokens goes to the ledger as an event; what rules and memory find wrong is in `findings`. An
-exception that leaves the scheduler ends the engine, as it ends EngineCore.
+`iterate` is one iteration of EngineCore; `do` makes a step that a schedule names (steps.py). All that happens to a
+request's tokens goes to the ledger as an event; what rules and memory find wrong is in `findings`. An exception that
+leaves the scheduler ends the engine, as it ends EngineCore.
 """
 
 from __future__ import annotations
@@ -32,8 +32,6 @@ from kvfix_tools.lab.v1_async import AsyncV1
 STEP = 0.1
 #: After so many steps in which nothing happened, nothing will: longer than any lookup or load of the lab takes.
 IDLE = 64
-#: Steps that `settle` waits for transfers.
-TRANSFERS = 64
 #: What an aborted request was in, apart from its transfers.
 _STATE = {
     RequestStatus.WAITING: "waiting",
@@ -150,7 +148,11 @@ class LabEngine:
             self.request_events.add(ev.Raised(name, where, f"{type(error).__name__}: {error}".rstrip(": ")))
             raise EngineDied(str(error)) from error
 
-    # ------------------------------------------------------------------ steps: requests
+    # ------------------------------------------------------------------ steps
+
+    def do(self, step: str, *arguments: Any, **keywords: Any) -> None:
+        """The step of this name: a method below, or one of the connector where it is about its server or lookups."""
+        getattr(self if hasattr(self, step) else self.connector, step)(*arguments, **keywords)
 
     def admit(self, name: str, prompt: list[int] | None, max_tokens: int = 1, **more: Any) -> None:
         """A request arrives. more: of vllm_objects.request."""
@@ -183,8 +185,6 @@ class LabEngine:
         self.scheduler.prev_step_scheduled_req_ids.discard(name)  # as vLLM does where it preempts between steps
         self.request_events.preempted()
 
-    # ------------------------------------------------------------------ steps: blocks of vLLM
-
     def budget(self, tokens: int) -> None:
         """From the next step on, at most so many tokens are scheduled in one."""
         self.scheduler.max_num_scheduled_tokens = tokens
@@ -210,12 +210,6 @@ class LabEngine:
         self.counts["resets"] += 1
         self.scheduler.reset_prefix_cache()
 
-    # ------------------------------------------------------------------ steps: the external cache
-
-    def stored_elsewhere(self, prompt: list[int]) -> None:
-        """Another instance has stored this prompt in the cache, whole chunks of it."""
-        self.connector.put(prompt)
-
     def has_in_other_connector(self, name: str) -> None:
         """The other connector of a MultiConnector has the KV of this request."""
         self.connector.other.has.add(name)
@@ -238,28 +232,6 @@ class LabEngine:
         self.connector.unheard = True
         self.step()
 
-    def lookup_times_out(self) -> None:
-        """A lookup of the multi-process scheduler was not answered in time: it takes the server for dead."""
-        self.connector.lookup_times_out()
-
-    def hour_of_silence(self) -> None:
-        """Nothing is asked for an hour; the multi-process server forgets a worker that has never pinged."""
-        self.connector.server.forget_silent_worker()
-
-    def lookups_fail(self, how_many: int) -> None:
-        """So many of the next lookups time out, which is answered as no hit. It takes the lab's time only."""
-        self.connector.lookups_fail(how_many)
-
-    def slow_lookups(self, steps: int) -> None:
-        """Asynchronous lookups made from now on are answered so many steps later than they could be."""
-        self.connector.cache_engine.delay = steps
-
-    def wait(self, seconds: float) -> None:
-        """So much time passes for asynchronous lookups, which give up after `lookup_timeout_ms`."""
-        self.connector.wait(seconds)
-
-    # ------------------------------------------------------------------ steps: time
-
     def step(self, times: int = 1) -> None:
         """So many iterations of EngineCore."""
         for _ in range(times):
@@ -281,13 +253,11 @@ class LabEngine:
     def settle(self) -> None:
         """All requests have ended: two more steps let the connector clean up, then nothing may be kept of them."""
         self.step(2)
-        for _ in range(TRANSFERS):  # a transfer in flight holds its blocks
+        for _ in range(IDLE):  # a transfer in flight holds its blocks
             if not self.scheduler.requests and not self.connector.busy():
                 break
             self.step()
         self.request_events.leaked()
-
-    # ------------------------------------------------------------------ steps: what must have come of it
 
     def expect_all_ended(self) -> bool:
         """All is free, many steps were made: every request has ended, and nothing is kept of it."""

@@ -96,8 +96,8 @@ class MP(Connector):
     def listen(self, events: RequestEvents) -> None:
         self.events = self.server.events = events
 
-    def put(self, prompt: list[int]) -> None:
-        """Another instance has stored this prompt."""
+    def stored_elsewhere(self, prompt: list[int]) -> None:
+        """A step: another instance has stored this prompt in the cache, whole chunks of it."""
         keys, contents = self.server.keys(prompt, len(prompt), "")
         size = self.server.chunk_size
         for number, key in enumerate(keys):
@@ -109,12 +109,18 @@ class MP(Connector):
         return [number * self.server.chunk_size for number, key in enumerate(keys) if key not in self.server.cache]
 
     def lookup_times_out(self) -> None:
+        """A step: a lookup was not answered in time, and the scheduler's adapter takes the server for dead."""
         adapter = self.scheduler_adapter
         for event in getattr(adapter, "_health_events", {"": getattr(adapter, "_health_event", None)}).values():
             event.clear()
 
     def lookups_fail(self, how_many: int) -> None:
+        """A step: so many of the next lookups time out, which is answered as no hit."""
         self.server.unanswered = how_many
+
+    def hour_of_silence(self) -> None:
+        """A step: nothing is asked for an hour, and the server forgets a worker that has never pinged."""
+        self.server.forget_silent_worker()
 
     # ------------------------------------------------------------------ a step
 

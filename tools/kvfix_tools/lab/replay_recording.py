@@ -114,10 +114,10 @@ class _Player:
             engine.admit(name, prompt(event.total, self._seeds[name]), ENDLESS)
         tokens = list(engine.requests[name].all_token_ids)
         if event.hit:
-            engine.stored_elsewhere(tokens[: event.hit])
+            engine.do("stored_elsewhere", tokens[: event.hit])
         follows = later[0] if later else None
         if isinstance(follows, ev.TimedOut):
-            engine.lookups_fail(1)
+            engine.do("lookups_fail", 1)
         block = engine.options.block_size
         engine.free_blocks()
         engine.keep_blocks(min(engine.free(), event.computed // block))

@@ -74,7 +74,7 @@ class Scenario:
         for step in self.schedule:
             # a copy: vLLM and LMCache may change what they are given
             arguments, keywords = copy.deepcopy((step.arguments, step.keywords))
-            getattr(engine, step.method)(*arguments, **keywords)
+            engine.do(step.method, *arguments, **keywords)
 
     def played(self, then: Callable[[LabEngine], None] = lambda _: None) -> LabEngine:
         """A new engine that has played it, and done what comes `then`. That it died is among its findings."""

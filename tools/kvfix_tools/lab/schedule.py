@@ -18,7 +18,7 @@ from kvfix_tools.lab.releases import DRAWN_SINCE
 FORMAT = 1
 DrawnStep = tuple[Any, ...]
 
-#: How often each step is drawn. The unpleasant ones are left out of a plain schedule.
+#: How often each step is drawn. A plain schedule has no unpleasant ones.
 _PLEASANT = {"step": 60, "admit": 10, "take_blocks": 2, "free_blocks": 3, "budget": 1, "reset_prefix_cache": 1}
 _UNPLEASANT = {"abort": 4, "evict": 1, "fail_load": 2, "admit_again": 2, "timeout": 1, "preempt": 2}
 #: Only where lookups take time.
@@ -44,9 +44,8 @@ class Schedule(NamedTuple):
             whole = json.loads(text)
             version = whole["kvfix-schedule"]
             if version != FORMAT:
-                raise ValueError(
-                    f"it is of schedule format {version}, this kvfix reads {FORMAT}: find it again by its seed"
-                )
+                text = f"it is of schedule format {version}, this kvfix reads {FORMAT}: find it again by its seed"
+                raise ValueError(text)
             steps = tuple(tuple(step) for step in whole["steps"])
             unknown = {str(step[0]) for step in steps} - KINDS
             if unknown:
@@ -82,12 +81,9 @@ def draw(seed: int, connector: str, plain: bool = False, lacks: Collection[str] 
     chunk = block * dice.choice((1, 2, 4) if connector != "v1" else (1, 2, 3, 4))
     blocks = dice.randrange(12, 48)
     room = block * (blocks - 2)
-    lmcache: dict[str, Any] = {}
-    if not plain:
-        drawn = {
-            name: dice.choice(values) for name, values in _settings(connector, chunk).items() if dice.random() < 0.3
-        }
-        lmcache = {name: value for name, value in drawn.items() if name not in lacks}
+    settings = {} if plain else _settings(connector, chunk)
+    drawn = {name: dice.choice(values) for name, values in settings.items() if dice.random() < 0.3}
+    lmcache: dict[str, Any] = {name: value for name, value in drawn.items() if name not in lacks}
     options = Options(
         connector=connector,
         block_size=block,

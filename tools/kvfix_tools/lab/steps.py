@@ -1,6 +1,6 @@
-"""The words of a scenario's schedule: steps of the lab's engine as data, and the prompts in them.
+"""The steps of a scenario's schedule, as data, and the prompts in them.
 
-`steps.admit("r", ...)` is a step that calls the method `admit` of `LabEngine`; its docstring says what it does.
+`admit("r", ...)` stands for the method `admit` of `LabEngine` or of its connector, whose docstring says what it does.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from kvfix_tools.lab.memory import Prefix, next_token
 
 
 class Step(NamedTuple):
-    """A call of this method of `LabEngine`."""
+    """What `LabEngine.do` does."""
 
     method: str
     arguments: tuple[Any, ...]

@@ -218,14 +218,15 @@ class V1(Connector):
     def listen(self, events: RequestEvents) -> None:
         self.events = self.cache_engine.events = self.socket.events = events
 
-    def put(self, prompt: list[int]) -> None:
-        """Another instance has stored this prompt, whole chunks of it."""
+    def stored_elsewhere(self, prompt: list[int]) -> None:
+        """A step: another instance has stored this prompt in the cache, whole chunks of it."""
         contents, size = Prefix().of(prompt), self.scheduler_adapter._lmcache_chunk_size
         for start, end, key in self.cache_engine.tokens.process_tokens(prompt, make_key=False):
             if end - start == size:
                 self.cache_engine.cache[(key,)] = contents[start:end]
 
     def lookups_fail(self, how_many: int) -> None:
+        """A step: so many of the next lookups time out, which is answered as no hit. It takes the lab's time only."""
         self.socket.fails = how_many
 
     def start_step(self, metadata: Any, forward: bool) -> None:

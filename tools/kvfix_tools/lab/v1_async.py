@@ -150,7 +150,7 @@ class AsyncV1(V1):
         self.events = self.cache_engine.events = events
 
     def wait(self, seconds: float) -> None:
-        """Time passes."""
+        """A step: so much time passes for lookups, which are given up after `lookup_timeout_ms`."""
         self.now += seconds
 
     def tick(self) -> None:
@@ -164,7 +164,12 @@ class AsyncV1(V1):
         self.to_scheduler.deliver(self.client.process_responses_from_workers)
         super().start_step(metadata, forward)
 
+    def slow_lookups(self, steps: int) -> None:
+        """A step: lookups made from now on are answered so many steps later than they could be."""
+        self.cache_engine.delay = steps
+
     def lookups_fail(self, how_many: int) -> None:
+        """A step: so many of the next lookups are never answered."""
         self.cache_engine.lost = how_many
 
     def in_flight(self, request: str) -> set[str]:

@@ -94,13 +94,6 @@ def _model() -> ModelConfig:
         return ModelConfig(model=folder, skip_tokenizer_init=True, dtype="float32", seed=0)
 
 
-def _model_config(max_model_len: int) -> ModelConfig:
-    """One model for all engines: for each name of a model LMCache keeps its metrics, and what they hold, for ever."""
-    model = copy.copy(_model())
-    model.max_model_len = max_model_len
-    return model
-
-
 def vllm_config(options: Options) -> VllmConfig:
     """The engine's configuration, as `vllm serve` would have made it from these options."""
     cache = CacheConfig(block_size=options.block_size, enable_prefix_caching=options.prefix_caching)
@@ -110,9 +103,10 @@ def vllm_config(options: Options) -> VllmConfig:
     if options.lmcache.get("enable_async_loading"):
         # early releases insist on it, and set it themselves only where they read their own configuration
         extra.setdefault("lmcache.save_unfull_chunk", False)
+    name, module = _CONNECTORS[options.connector]
     transfer: dict[str, Any] = {
-        "kv_connector": _CONNECTORS[options.connector][0],
-        "kv_connector_module_path": _CONNECTORS[options.connector][1],
+        "kv_connector": name,
+        "kv_connector_module_path": module,
         "kv_role": options.kv_role,
         "kv_connector_extra_config": extra,
         # before 0.13 there is no such option, and vLLM does as with "recompute"
@@ -127,8 +121,11 @@ def vllm_config(options: Options) -> VllmConfig:
             "kv_connector_module_path": None,
             "kv_connector_extra_config": {"connectors": [other, transfer]},
         }
+    # One model for all engines: for each name of a model LMCache keeps its metrics, and what they hold, for ever.
+    model = copy.copy(_model())
+    model.max_model_len = options.max_model_len
     config = VllmConfig(
-        model_config=_model_config(options.max_model_len),
+        model_config=model,
         cache_config=cache,
         scheduler_config=SchedulerConfig(
             max_num_seqs=options.max_num_seqs,
