@@ -5,13 +5,11 @@ Whatever takes some steps is done `delay` steps after it was asked for, or at on
 
 from __future__ import annotations
 
-import ast
-import functools
 from collections import Counter, deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from kvfix import installed_source
+from kvfix_tools.lab import releases
 from kvfix_tools.lab.memory import Cache, Prefix, Slots
 
 if TYPE_CHECKING:
@@ -242,12 +240,10 @@ class Server:
         return [blocks[position // size] * size + position % size for position in positions]
 
     def flush_inflight_stores(self, *args: Any, **more: Any) -> None:
-        """All that is in flight is done before this returns, in releases whose transfer on CUDA waits for it at all.
-
-        (LMCacheDrivenTransferContext, what LMCache chooses on CUDA, does nothing here up to 0.5.5.)
-        """
-        while _flushes() and self._later:
-            self._later.popleft()[-1]()
+        """All that is in flight is done before this returns, in releases whose transfer on CUDA waits for it at all."""
+        if not releases.missing(releases.FLUSHES):
+            while self._later:
+                self._later.popleft()[-1]()
 
     def lose_loads(self, unheard: set[str]) -> None:
         """Loads in flight are never done, those of `unheard` were for nothing; stores and lookups are done at once."""
@@ -262,33 +258,11 @@ class Server:
 
     def forget_silent_worker(self) -> None:
         """As the server does when `worker_registration_grace_seconds` are over, in releases that have it."""
-        self._registered = not _forgets() or any(heartbeat.is_of_worker for heartbeat in self.heartbeats)
+        pinged = any(heartbeat.is_of_worker for heartbeat in self.heartbeats)
+        self._registered = pinged or bool(releases.missing(releases.FORGETS))
 
 
 def _block_ids(arguments: tuple[Any, ...]) -> list[int]:
     """The blocks of the one KV group among a transfer's arguments: their place and nesting differ by release."""
     found: list[Any] = next(argument for argument in arguments if isinstance(argument, list))
     return found[0] if found and isinstance(found[0], list) else found
-
-
-def _source(module: str) -> str:
-    """Of a module of the installed LMCache, which is not imported; "" if it has none."""
-    file = installed_source.source_file("lmcache", module)
-    return file.read_text(encoding="utf-8") if file is not None else ""
-
-
-@functools.cache
-def _forgets() -> bool:
-    """Whether the installed release's server forgets workers that are silent: since 0.5.0."""
-    return "worker_registration_grace_seconds" in _source("lmcache.v1.multiprocess.config")
-
-
-@functools.cache
-def _flushes() -> bool:
-    """Whether the installed release's transfer on CUDA has more than `pass` where it should wait for its stores."""
-    for node in ast.walk(ast.parse(_source("lmcache.v1.multiprocess.transfer_context.worker_transfer"))):
-        if isinstance(node, ast.ClassDef) and node.name == "LMCacheDrivenTransferContext":
-            for method in node.body:
-                if isinstance(method, ast.FunctionDef) and method.name == "flush_inflight_stores":
-                    return any(not isinstance(line, ast.Pass | ast.Expr) for line in method.body)
-    return False
