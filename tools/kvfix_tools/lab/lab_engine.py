@@ -227,9 +227,9 @@ class LabEngine:
         self.request_events.may_fail.add(name)
 
     def lose_loads(self) -> None:
-        """A step in which the worker of a multi-process connector hears nothing from its server: its loads fail."""
+        """A step in which the worker of a multi-process connector gets no answer from its server: its loads fail."""
         self.request_events.may_fail.add("")
-        self.connector.unheard = True
+        self.connector.unanswered = True
         self.step()
 
     def step(self, times: int = 1) -> None:

@@ -80,8 +80,8 @@ class MP(Connector):
         adapter.create_transfer_context = lambda *_, **__: self.server
         adapter.vllm_layout_hints = dict  # it asks the model
         _without_gpu()
-        #: In this step the worker hears nothing from the server.
-        self.unheard = False
+        #: In this step the worker gets no answer from the server.
+        self.unanswered = False
         config = vllm_objects.vllm_config(options)
         self.scheduler = vllm_objects.scheduler(options, config)
         self.in_scheduler = self.scheduler.connector
@@ -132,9 +132,9 @@ class MP(Connector):
         super().start_step(metadata, forward)
 
     def get_finished(self, ended: set[str]) -> Any:
-        if not self.unheard:
+        if not self.unanswered:
             return self.in_worker.get_finished(ended)
-        self.unheard = False
+        self.unanswered = False
         self.server.lose_loads(set(self.worker_adapter.retrieve_futures))
         self.worker_adapter._health_event.clear()
         finished = self.in_worker.get_finished(ended)

@@ -245,13 +245,13 @@ class Server:
             while self._later:
                 self._later.popleft()[-1]()
 
-    def lose_loads(self, unheard: set[str]) -> None:
-        """Loads in flight are never done, those of `unheard` were for nothing; stores and lookups are done at once."""
+    def lose_loads(self, unreported: set[str]) -> None:
+        """Loads in flight are never done, `unreported` ones were for nothing; stores and lookups are done at once."""
         in_flight, self._later = self._later, deque()
         for _, is_load, action in in_flight:
             if not is_load:
                 action()
-        for name in sorted(self.loading | unheard):
+        for name in sorted(self.loading | unreported):
             self.cache.unpin(name)
             self.events.loaded(name, 0, 0)
         self.loading.clear()
