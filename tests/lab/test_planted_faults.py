@@ -105,7 +105,7 @@ def test_nothing_planted_nothing_found(outcomes: dict[str, Any]) -> None:
         assert run["counts"]["stored_tokens"] >= 224
 
 
-@pytest.mark.parametrize(("number", "fault"), enumerate(FAULTS.values()), ids=["-".join(key) for key in FAULTS])
+@pytest.mark.parametrize(("number", "fault"), list(enumerate(FAULTS.values())), ids=["-".join(key) for key in FAULTS])
 def test_planted(number: int, fault: Fault, outcomes: dict[str, Any]) -> None:
     found = outcomes["faults"][number]["found"]
     assert any(code in fault.rules and fault.text in message for code, message in found), found
