@@ -125,27 +125,34 @@ def fork_server() -> Iterator[ForkServer]:
     process.close()
 
 
-#: A fork has none of the threads that its parent has started.
-BEFORE = f"""
-import sys, torch
+def call(function: Callable[..., Any], *arguments: Any) -> str:
+    """Code for a fork server: what this function of a module of the tests answers, with the lab prepared.
+
+    A fork has none of the threads that its parent has started.
+    """
+    return f"""
+import torch
 torch.set_num_threads(1)
-sys.path.insert(0, {str(ROOT)!r})
 from kvfix_tools.lab import runner
 runner.prepare(None)
+with runner.quiet():
+    from {function.__module__} import {function.__name__}
+    result = {function.__name__}(*{arguments!r})
 """
 
 
 class Once:
-    """`result` of the code; if it failed, every test that asks says why and none runs it again."""
+    """What a function answers in a fork; if it failed, every test that asks says why and none runs it again."""
 
     def __init__(self, fork_server: ForkServer) -> None:
         self._fork_server = fork_server
         self._answers: dict[tuple[str, Path], tuple[Any, str]] = {}
 
-    def __call__(self, code: str, lmcache: Path) -> Any:
+    def __call__(self, function: Callable[..., Any], lmcache: Path, *arguments: Any) -> Any:
+        code = call(function, *arguments)
         if (code, lmcache) not in self._answers:
             try:
-                self._answers[code, lmcache] = self._fork_server(BEFORE + code, lmcache), ""
+                self._answers[code, lmcache] = self._fork_server(code, lmcache), ""
             except AssertionError as error:
                 self._answers[code, lmcache] = None, str(error)[-4000:]
         result, error = self._answers[code, lmcache]

@@ -10,8 +10,8 @@ from tests.bench.row import Row
 from tests.conftest import RELEASES, Fresh
 
 SECONDS = 10
-#: Worlds after which memory is measured, and again after as many more. The first ones fill caches and the allocator.
-WORLDS = 500
+#: Engines after which memory is measured, and again after as many more. The first ones fill caches and the allocator.
+ENGINES = 500
 COMMAND = [sys.executable, "-m", "kvfix_tools.cli", "lab", "fuzz", "--json", "--no-fixes", "--shrink", "0"]
 MEMORY = """
 import os
@@ -21,8 +21,8 @@ from kvfix_tools.lab.fuzz import fuzz
 def resident():
     return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
 result = []
-for first in (0, {worlds}):
-    fuzz("v1", range(first, first + {worlds}), 3600, fixes=False, shrinking=0)
+for first in (0, {engines}):
+    fuzz("v1", range(first, first + {engines}), 3600, fixes=False, shrinking=0)
     result.append(resident())
 """
 SHRINK = """
@@ -31,7 +31,7 @@ from kvfix_tools.lab import runner
 runner.prepare({path!r})
 from kvfix_tools.lab.fuzz import fuzz
 with runner.quiet():
-    from kvfix_tools.lab.play_schedule import shrink, signature
+    from kvfix_tools.lab.fuzz import shrink, signature
     result = []
     for found in fuzz({connector!r}, range(60), 600, fixes=False, shrinking=0).violations:
         start = time.monotonic()
@@ -47,9 +47,9 @@ def measure() -> Iterator[Row]:
         rate = done["steps"] / done["seconds"]
         yield Row(f"lab fuzz, {connector}", rate, "steps/s", f"LMCache {release}", at_least=1000)
     path = str(RELEASES / "0.5.6")
-    before, after = Fresh(limit=None)(MEMORY.format(path=path, worlds=WORLDS))
-    beside = f"{WORLDS} worlds: {before:.0f} MiB"
-    yield Row(f"lab fuzz, memory after {2 * WORLDS} worlds", after / before, "x", beside, at_most=1.1)
+    before, after = Fresh(limit=None)(MEMORY.format(path=path, engines=ENGINES))
+    beside = f"{ENGINES} engines: {before:.0f} MiB"
+    yield Row(f"lab fuzz, memory after {2 * ENGINES} engines", after / before, "x", beside, at_most=1.1)
     for connector in ("v1", "mp"):
         took = Fresh(limit=None)(SHRINK.format(path=path, connector=connector))
         longest, steps, short = max(took)

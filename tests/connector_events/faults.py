@@ -47,7 +47,7 @@ class Odd:
 def main(release: str) -> dict[str, Any]:
     runner.prepare(release)
     with runner.quiet():
-        from kvfix_tools.lab.play_schedule import play
+        from kvfix_tools.lab.fuzz import play
         from kvfix_tools.lab.schedule import draw
 
         schedules = [draw(seed, connector, plain=True) for connector, seed in FIRST]

@@ -72,7 +72,7 @@ def create(seed: int) -> Any:
 
 
 def run(made: Any) -> Any:
-    from kvfix_tools.lab.play_schedule import move
+    from kvfix_tools.lab.fuzz import move
 
     engine, schedule = made
     for step in schedule.steps:
@@ -113,7 +113,7 @@ def in_threads() -> list[list[str]]:
 
 def in_turn() -> list[list[str]]:
     """One step of each engine in turn."""
-    from kvfix_tools.lab.play_schedule import move
+    from kvfix_tools.lab.fuzz import move
 
     made = [create(seed) for seed in SEEDS]
     for number in range(max(len(schedule.steps) for _, schedule in made)):

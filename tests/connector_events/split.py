@@ -3,26 +3,28 @@
 from __future__ import annotations
 
 import json
+import os
+import tempfile
 from pathlib import Path
 from typing import Any
 
-#: Plays a schedule on the real scheduler in mode `check`; `result` is the recorder file.
-PLAY = """
-import os, tempfile
-from pathlib import Path
 import kvfix
-os.environ["KVFIX_DUMP_DIR"] = tempfile.mkdtemp(prefix="kvfix-test-")
-with runner.quiet():
-    from kvfix_tools.lab.play_schedule import play
-    from kvfix_tools.lab.schedule import draw
-    kvfix.apply("check")
-    loaded = play(draw({seed}, {connector!r}, plain=True)).counts["loaded_tokens"]
-    assert loaded > 0
-    from kvfix.connector_events import dump
-    result = Path(dump.write("exit")).read_text()
-"""
+from kvfix_tools.lab.schedule import draw
+
 #: Seconds that the monotonic and the wall clock of a node are ahead.
 CLOCKS = {"n0": (0.0, 0.0), "n1": (5000.0, -3.0), "n2": (-700.0, 40.0)}
+
+
+def recorded(connector: str, seed: int) -> str:
+    """The recorder file of a schedule on the real scheduler in mode `check`."""
+    os.environ["KVFIX_DUMP_DIR"] = tempfile.mkdtemp(prefix="kvfix-test-")
+    from kvfix_tools.lab.fuzz import play
+
+    kvfix.apply("check")
+    assert play(draw(seed, connector, plain=True)).counts["loaded_tokens"] > 0
+    from kvfix.connector_events import dump
+
+    return Path(dump.write("exit")).read_text()
 
 
 class Split:

@@ -13,7 +13,7 @@ import pytest
 from kvfix.ledger import events as ev
 from kvfix_tools import engine_recordings, recording, replay
 from tests.conftest import RELEASES, Once
-from tests.connector_events.split import CLOCKS, PLAY, Split
+from tests.connector_events.split import CLOCKS, Split, recorded
 
 #: connector -> seed of a plain schedule with loads of several requests.
 SEEDS = {"v1": 3, "mp": 3}
@@ -22,7 +22,7 @@ SEEDS = {"v1": 3, "mp": 3}
 @pytest.fixture(scope="module", params=SEEDS)
 def split(request: pytest.FixtureRequest, once: Once) -> Split:
     connector = request.param
-    return Split(once(PLAY.format(seed=SEEDS[connector], connector=connector), RELEASES / "0.5.6"))
+    return Split(once(recorded, RELEASES / "0.5.6", connector, SEEDS[connector]))
 
 
 @pytest.fixture

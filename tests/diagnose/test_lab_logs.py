@@ -18,7 +18,7 @@ os.environ["LMCACHE_LOG_LEVEL"] = "DEBUG"
 sys.stderr = log = io.StringIO()  # LMCache's handlers take it when they are made
 from kvfix_tools.lab import runner
 runner.prepare(None)
-from kvfix_tools.lab.play_schedule import play
+from kvfix_tools.lab.fuzz import play
 from kvfix_tools.lab.schedule import draw
 result = []
 for seed in range({seeds}):

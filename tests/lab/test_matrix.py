@@ -22,8 +22,8 @@ def test_it_covers_every_release() -> None:
 
 def test_it_covers_every_scenario() -> None:
     slugs = {scenario.slug for scenario in scenarios()}
-    for pair, told in PAIRS.items():
-        assert {row["scenario"] for row in told["outcomes"]} == slugs, f"{pair}: run `make matrix`"
+    for pair, played in PAIRS.items():
+        assert {row["scenario"] for row in played["outcomes"]} == slugs, f"{pair}: run `make matrix`"
 
 
 def test_all_is_as_expected() -> None:
@@ -37,7 +37,7 @@ def test_the_report_is_shown_where_it_was_made() -> None:
 
 
 @pytest.mark.parametrize("fixed", ["violated", "clean"])
-def test_same_rows_are_one_line_and_what_deviates_is_told(fixed: str) -> None:
+def test_same_rows_are_one_line_and_what_deviates_is_listed(fixed: str) -> None:
     row = {"scenario": "s", "expected": "violated", "released": "violated", "fixed": fixed}
     run = {"date": "2026-01-01", "python": "3.11", "code": "x"}
     good = {**run, "outcomes": [{**row, "as_expected": fixed == "clean"}]}
@@ -45,10 +45,10 @@ def test_same_rows_are_one_line_and_what_deviates_is_told(fixed: str) -> None:
     text = dump(pairs)
     assert load(text) == pairs
     assert text.count('"lmcache": "0.3.9 0.3.10"') == 2
-    told = ["vLLM 0.10, LMCache 0.3.9: ImportError: no"]
+    listed = ["vLLM 0.10, LMCache 0.3.9: ImportError: no"]
     if fixed == "violated":
-        told += [
+        listed += [
             f"vLLM 0.9, LMCache {release}: s: expected violated, is violated, with fixes violated"
             for release in ("0.3.9", "0.3.10")
         ]
-    assert sorted(deviations(load(text))) == sorted(told)
+    assert sorted(deviations(load(text))) == sorted(listed)

@@ -60,7 +60,7 @@ def test_another_request_with_the_same_beginning_shares_it(filled: tuple[Slots, 
 def test_cache_finds_prefixes_pins_and_evicts_the_oldest() -> None:
     cache = Cache()
     for key in "abd":
-        cache.put(key, [1])
+        cache[key] = [1]
     assert cache.pinned_prefix("abcd", "r") == 2
     assert cache.pins == {"r": ["a", "b"]}
     assert cache.evict(2) == 1

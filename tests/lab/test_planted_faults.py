@@ -2,67 +2,113 @@
 
 from __future__ import annotations
 
-from pathlib import Path
+import dataclasses
+from collections import Counter
+from contextlib import suppress
 from typing import Any
 
 import pytest
 
+from kvfix_tools.lab.options import Options
+from kvfix_tools.lab.schedule import draw
+from kvfix_tools.lab.steps import prompt
 from tests.conftest import RELEASES, Once
-from tests.lab.planted_faults_v1 import FAULTS
+from tests.healthy import own_blocks
+from tests.lab.planted_faults import CHUNK, FAULTS, Fault
 
 #: A bug of the release that even plain schedules show (scenario priority-left-after-resume).
 KNOWN = "_requests_priority still holds it"
 
-
-#: Fault of the multi-process connector -> rules of which one must find it.
-FAULTS_MP = {
-    "promise_more": ["KVR001"],
-    "change_promise": ["KVR002"],
-    "wrong_chunk": ["LAB001"],
-    "wrong_slot": ["LAB001"],
-    "lost_chunk": ["LAB002"],
-    "hook_raises": ["KVR011"],
-    "leaks": ["KVR009"],
-    "drop_loads": ["KVR006", "KVR010"],
-    "store_gap": ["KVR007"],
+OPTIONS = {
+    "v1": Options(chunk_size=CHUNK, num_blocks=64, max_num_batched_tokens=256),
+    "mp": Options(connector="mp", block_size=16, num_blocks=40, chunk_size=32, max_num_batched_tokens=64),
 }
+
+
+def schedule_v1(engine: Any) -> None:
+    """Computes, stores, preempts, resumes with a load, hits vLLM's cache and LMCache's; clean on a sound release."""
+    engine.admit("first", prompt(300), max_tokens=3)
+    engine.run()
+    engine.reset_prefix_cache()
+    engine.admit("again", prompt(300), max_tokens=20)
+    engine.admit("other", prompt(200, seed=1), max_tokens=20)
+    engine.step(4)
+    engine.preempt("again")
+    engine.keep_blocks(3)
+    engine.step(2)
+    engine.free_blocks()
+    engine.run()
+    engine.settle()
+
+
+def schedule_mp(engine: Any) -> None:
+    engine.do("stored_elsewhere", prompt(64))
+    engine.admit("a", prompt(200), max_tokens=12)
+    engine.step(2)
+    engine.admit("b", prompt(120, seed=1), max_tokens=12)
+    while engine.requests["b"] not in engine.scheduler.running:
+        engine.step()
+    engine.preempt("b")
+    engine.run()
+    engine.admit("c", prompt(200), max_tokens=4)
+    engine.run()
+    engine.settle()
+
+
+def played(connector: str, name: str = "", **lmcache: Any) -> dict[str, Any]:
+    """Codes and messages of what is found with this fault, and the counts of the run."""
+    from kvfix_tools.lab.lab_engine import EngineDied, LabEngine
+
+    engine = LabEngine(dataclasses.replace(OPTIONS[connector], lmcache=lmcache))
+    if name:
+        FAULTS[connector, name].plant(engine)
+    with suppress(EngineDied):
+        (schedule_v1 if connector == "v1" else schedule_mp)(engine)
+        if engine.scheduler.has_unfinished_requests():
+            engine.expect_all_ended()
+    return {"found": [(found.code, found.message) for found in engine.findings], "counts": engine.counts}
+
+
+def random_schedules(seeds: int) -> dict[str, Any]:
+    """Plain schedules with asynchronous loading: no aborts, no failed loads, no evictions."""
+    from kvfix_tools.lab.fuzz import play
+
+    found, counts = {}, Counter[str]()
+    for seed in range(seeds):
+        drawn = draw(seed, "v1", plain=True)
+        done = play(drawn._replace(options=dataclasses.replace(drawn.options, lmcache={"enable_async_loading": True})))
+        found |= {f"{finding.code} {finding.message}": seed for finding in done.findings}
+        counts.update(done.counts)
+    return {"found": found, "counts": counts}
+
+
+def play_all() -> dict[str, Any]:
+    own_blocks()
+    return {
+        "sound": [played("v1"), played("v1", enable_async_loading=True), played("mp")],
+        "faults": [played(connector, name) for connector, name in FAULTS],
+        "random": random_schedules(60),
+        "twice": [played("v1", "two_blocks_are_exchanged", enable_async_loading=True) for _ in range(2)],
+    }
 
 
 @pytest.fixture(scope="module")
 def outcomes(once: Once) -> dict[str, Any]:
-    code = "from tests.lab.planted_faults_v1 import outcomes; result = outcomes()"
-    return dict(once(code, RELEASES / "0.5.6"))
-
-
-@pytest.fixture(scope="module")
-def outcomes_mp(once: Once) -> dict[str, list[str]]:
-    path = str(Path(__file__).with_name("planted_faults_mp.py"))
-    return dict(once(f"import runpy; result = runpy.run_path({path!r})['result']", RELEASES / "0.5.6"))
+    return dict(once(play_all, RELEASES / "0.5.6"))
 
 
 def test_nothing_planted_nothing_found(outcomes: dict[str, Any]) -> None:
     for run in outcomes["sound"]:
         assert [message for _, message in run["found"] if message != KNOWN] == []
-        assert run["counts"]["loaded_tokens"] > 256
+        assert run["counts"]["loaded_tokens"] >= 64
         assert run["counts"]["preemptions"] == 1
-        assert run["counts"]["stored_tokens"] > 256
+        assert run["counts"]["stored_tokens"] >= 224
 
 
-@pytest.mark.parametrize("name", FAULTS)
-def test_planted(name: str, outcomes: dict[str, Any]) -> None:
-    rule, text, _ = FAULTS[name]
-    found = outcomes["faults"][name]["found"]
-    assert any(code == rule and text in message for code, message in found), found
-
-
-@pytest.mark.parametrize("name", FAULTS_MP)
-def test_planted_in_the_multi_process_connector(name: str, outcomes_mp: dict[str, list[str]]) -> None:
-    codes = {found.split()[0] for found in outcomes_mp[name]}
-    assert codes & set(FAULTS_MP[name]), codes
-
-
-def test_nothing_planted_in_the_multi_process_connector(outcomes_mp: dict[str, list[str]]) -> None:
-    assert outcomes_mp["nothing"] == []
+@pytest.mark.parametrize(("number", "fault"), list(enumerate(FAULTS.values())), ids=["-".join(key) for key in FAULTS])
+def test_planted(number: int, fault: Fault, outcomes: dict[str, Any]) -> None:
+    found = outcomes["faults"][number]["found"]
+    assert any(code in fault.rules and fault.text in message for code, message in found), found
 
 
 def test_plain_random_schedules_are_clean_with_asynchronous_loading(outcomes: dict[str, Any]) -> None:

@@ -11,29 +11,30 @@ from typing import Any
 import pytest
 
 from kvfix import catalogue
+from kvfix_tools.lab import runner
 from kvfix_tools.lab.cli import _write
 from kvfix_tools.lab.scenario import find, scenarios
 from tests.conftest import RELEASES, ROOT, Fresh, Once
 
 #: The releases in which a bug appears or goes, and the newest. `make matrix` plays all of them.
 PLAYED = ["0.3.10", "0.3.10.post1", "0.4.1", "0.4.6", "0.5.4", "0.5.5", "0.5.6"]
-CODE = """
-from kvfix_tools.lab import check_mode
-from kvfix_tools.lab.scenario import scenarios
-result = []
-for scenario in scenarios():
-    for fixes in (False, True):
-        played = runner.play(scenario, fixes)
-        expected = runner.expected(scenario)
-        # tests/connector_events/test_table.py reads these: the same process, for vLLM takes its time to import
-        reports = check_mode.reports(scenario) if expected == "violated" and not fixes else []
-        result.append(dict(played.as_json(), expected=expected, counts=played.counts, reports=reports))
-"""
 SLUGS = [scenario.slug for scenario in scenarios()]
 
 
+def play_all() -> list[dict[str, Any]]:
+    answer = []
+    for scenario in scenarios():
+        for fixes in (False, True):
+            result = runner.play(scenario, fixes)
+            expected = runner.expected(scenario)
+            # tests/connector_events/test_table.py reads these: the same process, for vLLM takes its time to import
+            reports = runner.reports(scenario) if expected == "violated" and not fixes else []
+            answer.append(dict(result.as_json(), expected=expected, counts=result.counts, reports=reports))
+    return answer
+
+
 def played(once: Once, release: str) -> dict[tuple[str, bool], dict[str, Any]]:
-    return {(each["slug"], each["fixes"]): each for each in once(CODE, RELEASES / release)}
+    return {(each["slug"], each["fixes"]): each for each in once(play_all, RELEASES / release)}
 
 
 @pytest.mark.parametrize("release", PLAYED)

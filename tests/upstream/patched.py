@@ -13,7 +13,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -210,18 +209,14 @@ def plays(code: str, connectors: list[str], seeds: int, fixed: bool) -> dict[str
 
     found = {}
     with runner.quiet():
-        from kvfix_tools.lab.lab_engine import EngineDied, LabEngine
-        from kvfix_tools.lab.play_schedule import play
+        from kvfix_tools.lab.fuzz import play
         from kvfix_tools.lab.schedule import draw
 
         kvfix.revert()
         if fixed:
             kvfix.apply(only=[code])
         for scenario in _violated(code, connectors):
-            engine = LabEngine(scenario.options)
-            with suppress(EngineDied):
-                scenario.play(engine)
-            found[scenario.slug] = _digest(_events(engine))
+            found[scenario.slug] = _digest(_events(scenario.played()))
         for connector in connectors:
             found |= {f"{connector} {seed}": _digest(_events(play(draw(seed, connector)))) for seed in range(seeds)}
         kvfix.revert()
@@ -251,7 +246,7 @@ def healthy(connector: str, seeds: int, fixes: list[str]) -> list[str]:
     from tests.healthy import events, violated
 
     with runner.quiet():
-        from kvfix_tools.lab.play_schedule import play
+        from kvfix_tools.lab.fuzz import play
         from kvfix_tools.lab.schedule import draw
 
         if fixes:

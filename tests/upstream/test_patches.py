@@ -22,14 +22,14 @@ from kvfix import applicability, catalogue, installed_source
 from kvfix.fixes import stubs
 from kvfix_tools import upstream
 from maintain import peers
-from tests.conftest import RELEASES, ROOT, ForkServer, clean_environment, release_names
+from tests.conftest import RELEASES, ROOT, ForkServer, call, clean_environment, release_names
 from tests.healthy import UNSEEN
 from tests.lab import test_async_release
 from tests.upstream import patched
 
 #: vLLM's copy of the multi-process connector does not work with later releases.
 FOR_IN_TREE = "0.4.6"
-#: Fixes below the lab's stand-in for the cache engine: {code: mode of test_async_release that shows the bug}.
+#: Fixes below the cache engine that the lab replaces: {code: mode of test_async_release that shows the bug}.
 ENGINE = {"KVF013": "async", "KVF018": "layers"}
 SEEDS = 24
 #: Random schedules with faults, in which the patch has the same events as kvfix's fix.
@@ -46,7 +46,7 @@ FIRST = """
 from kvfix_tools.lab import runner
 runner.prepare({lmcache!r})
 with runner.quiet():
-    from kvfix_tools.lab.play_schedule import play
+    from kvfix_tools.lab.fuzz import play
     from kvfix_tools.lab.schedule import draw
     for connector in {connectors!r}:
         play(draw(0, connector, plain=True))
@@ -254,11 +254,10 @@ def test_their_tests(row: upstream.Ready, offline: ForkServer, tmp_path: Path) -
 
 @pytest.mark.parametrize("row", [row for row in PATCHES if row.code in ENGINE], ids=lambda row: str(row.slug))
 def test_chunks_after_one_load(row: upstream.Ready, fork_server: ForkServer, tmp_path: Path) -> None:
-    """On LMCache's own cache engine, which the lab replaces by a stand-in."""
+    """On LMCache's own cache engine, which the lab replaces."""
     folder = patched.apply(row.path, released(row), tmp_path / "patched")
     patched.link(released(row), folder)
-    code = test_async_release.CODE.format(only="only=[]", mode=ENGINE[row.code], load=True, skip=0)
-    moved, chunks = fork_server(code, folder)
+    moved, chunks = fork_server(call(test_async_release.after_one_load, ENGINE[row.code], []), folder)
     _, right = test_async_release.AFTER_ONE_LOAD[ENGINE[row.code], row.version]
     assert moved == 64
     assert chunks == [right] * len(chunks)

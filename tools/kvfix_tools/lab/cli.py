@@ -5,9 +5,10 @@ from __future__ import annotations
 import json as jsonlib
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -16,10 +17,13 @@ from rich.table import Table
 
 from kvfix_tools import screen
 from kvfix_tools.lab import releases, runner
-from kvfix_tools.lab.fuzz import Fuzzed, fuzz
 from kvfix_tools.lab.options import CONNECTORS
-from kvfix_tools.lab.scenario import Scenario, find, scenarios
+from kvfix_tools.lab.scenario import Scenario, scenarios
 from kvfix_tools.lab.schedule import Schedule
+
+if TYPE_CHECKING:
+    from kvfix_tools.lab.fuzz import Fuzzed
+    from kvfix_tools.lab.replay_recording import Replayed
 
 app = typer.Typer(
     help="The bugs on the real vLLM scheduler and LMCache's real connectors, without a GPU.", no_args_is_help=True
@@ -61,11 +65,9 @@ def run_scenarios(
     json: Json = False,
 ) -> None:
     """Play scenarios on what is installed. Exit 1 if one is violated."""
-    try:
+    with _refusing("run"):
         wanted = list(scenarios()) if every else _find_all(slugs or [])
         runner.prepare(lmcache_path)
-    except ValueError as error:
-        raise _refusal("run", error) from None
     results = []
     for scenario in wanted:
         if sys.stderr.isatty():
@@ -91,7 +93,7 @@ def fuzz_connector(
     json: Json = False,
 ) -> None:
     """Random schedules until the time or the seeds are out. Exit 1 if a rule was violated, 2 if nothing was tested."""
-    try:
+    with _refusing("fuzz"):
         first, _, last = seeds.partition(":")
         drawn = range(int(first), int(last) if last else int(first) + 1)
         if connector not in CONNECTORS:
@@ -102,8 +104,6 @@ def fuzz_connector(
         why = releases.cannot_play(connector)
         if why:
             raise ValueError(f"not applicable: {why}; installed: {_versions(releases.versions())}")
-    except ValueError as error:
-        raise _refusal("fuzz", error) from None
     with Progress(
         TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=Console(stderr=True),
         disable=json or not sys.stderr.isatty(),
@@ -113,6 +113,8 @@ def fuzz_connector(
         def progress(played: int, made: int, kinds: int, took: float) -> None:
             bar.update(task, completed=took, description=f"{played} seeds, {made} steps, {kinds} kinds of violation")
 
+        with runner.quiet():
+            from kvfix_tools.lab.fuzz import fuzz
         done = fuzz(connector, drawn, seconds, fixes, plain, shrink, progress, mode, steps)
     if save is not None:
         save.mkdir(parents=True, exist_ok=True)
@@ -120,8 +122,9 @@ def fuzz_connector(
             text = violation.schedule.to_json(releases.versions())
             (save / f"{connector}-{violation.rule}-{violation.seed}.json").write_text(text + "\n")
     _write(done.as_json(), json, output, lambda: _print_fuzzed(done))
-    if done.tested_nothing:
-        raise _refusal("fuzz", f"it tested nothing: {done.tested_nothing}")
+    with _refusing("fuzz"):
+        if done.tested_nothing:
+            raise ValueError(f"it tested nothing: {done.tested_nothing}")
     raise typer.Exit(int(bool(done.violations)))
 
 
@@ -132,7 +135,7 @@ def play_schedule(
     lmcache_path: LMCachePath = None,
 ) -> None:
     """Play a saved schedule once, and print what is violated. Exit 1 if a rule is."""
-    try:
+    with _refusing("play", file):
         runner.prepare(lmcache_path)
         schedule, found_on = Schedule.from_json(file.read_text())
         here = releases.versions()
@@ -141,10 +144,8 @@ def play_schedule(
         why = releases.cannot_play_schedule(schedule)
         if why:
             raise ValueError(f"not applicable: {why}")
-    except (OSError, ValueError) as error:
-        raise _refusal("play", f"{file}: {error}") from None
     with runner.applied(fixes):
-        from kvfix_tools.lab.play_schedule import play
+        from kvfix_tools.lab.fuzz import play
 
         violations = play(schedule).violations
     for finding in violations:
@@ -162,29 +163,34 @@ def replay_recording(
     """What an engine's recorder file holds, made once more in the lab. Exit 1 if a rule is violated."""
     from kvfix_tools.lab.replay_recording import kinds, replay_file
 
-    try:
+    with _refusing("replay", file):
         runner.prepare(lmcache_path)
         done = replay_file(file, fixes)
-    except (OSError, ValueError) as error:
-        raise _refusal("replay", f"{file}: {getattr(error, 'strerror', None) or error}") from None
     answer = {"on_record": kinds(done.on_record), "here": kinds(done.findings), "short": done.short}
     _write(answer, json, None, lambda: _print_replayed(done))
     raise typer.Exit(int(bool(done.findings)))
 
 
-def _refusal(command: str, why: object) -> typer.Exit:
-    print(f"kvfix lab {command}: {why}", file=sys.stderr)
-    return typer.Exit(2)
+@contextmanager
+def _refusing(command: str, file: Path | None = None) -> Iterator[None]:
+    """What cannot be played, or has tested nothing, ends the command with its reason."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        about = f"{file}: " if file is not None else ""
+        why = getattr(error, "strerror", None) or error
+        print(f"kvfix lab {command}: {about}{why}", file=sys.stderr)
+        raise typer.Exit(2) from None
 
 
 def _find_all(slugs: list[str]) -> list[Scenario]:
     """Raises ValueError if there is none of one of these names, or no name."""
-    found = {slug: find(slug) for slug in slugs}
-    unknown = [slug for slug, scenario in found.items() if scenario is None]
-    if unknown or not found:
+    known = {scenario.slug: scenario for scenario in scenarios()}
+    unknown = [slug for slug in slugs if slug not in known]
+    if unknown or not slugs:
         what = f"no scenario {', '.join(unknown)}" if unknown else "name a scenario, or --all"
-        raise ValueError(f"{what}; known: {', '.join(scenario.slug for scenario in scenarios())}")
-    return [scenario for scenario in found.values() if scenario is not None]
+        raise ValueError(f"{what}; known: {', '.join(known)}")
+    return [known[slug] for slug in dict.fromkeys(slugs)]
 
 
 def _write(answer: Any, json: bool, file: Path | None, show: Callable[[], None]) -> None:
@@ -234,7 +240,7 @@ def _print_fuzzed(done: Fuzzed) -> None:
         console.print("[green]nothing was violated[/]")
 
 
-def _print_replayed(done: Any) -> None:
+def _print_replayed(done: Replayed) -> None:
     console = screen.console()
     for title, findings in (("on record", done.on_record), ("in the lab", done.findings)):
         console.print(f"{title}: {len(findings) or 'no'} violations")

@@ -22,12 +22,9 @@ from kvfix_tools.lab import releases, runner
 from kvfix_tools.lab.runner import Result
 from kvfix_tools.lab.scenario import find
 
-SLUG = "mismatch-in-tokens-to-load"
-RELEASE = Path(".cache/lmcache/0.3.10")
 
-
-def main(lmcache_path: Path = RELEASE, json: bool = False) -> None:
-    scenario = find(SLUG)
+def main(lmcache_path: Path = Path(".cache/lmcache/0.3.10"), json: bool = False) -> None:
+    scenario = find("mismatch-in-tokens-to-load")
     assert scenario is not None
     try:
         runner.prepare(str(lmcache_path))
@@ -35,12 +32,14 @@ def main(lmcache_path: Path = RELEASE, json: bool = False) -> None:
         print(f"kvfix demo: {error}", file=sys.stderr)
         raise typer.Exit(2) from None
     print("importing vLLM and LMCache, a quarter of a minute ...", file=sys.stderr)
-    released, fixed = runner.play(scenario, fixes=False), runner.play(scenario, fixes=True)
+    both = released, fixed = runner.play(scenario, fixes=False), runner.play(scenario, fixes=True)
     if json:
-        print(jsonlib.dumps([{**each.as_json(), "story": history(each)} for each in (released, fixed)], indent=2))
+        histories = [[f"step {step}: {line(event)}" for step, event in each.history] for each in both]
+        rows = [{**each.as_json(), "story": lines} for each, lines in zip(both, histories, strict=True)]
+        print(jsonlib.dumps(rows, indent=2))
     else:
         show(released, fixed)
-    raise typer.Exit(0 if died_as_reported(released) and came_through(fixed) else 1)
+    raise typer.Exit(0 if died_as_reported(released) and finished(fixed) else 1)
 
 
 def died_as_reported(result: Result) -> bool:
@@ -48,20 +47,11 @@ def died_as_reported(result: Result) -> bool:
     return result.outcome == "violated" and isinstance(result.history[-1][1], ev.Raised)
 
 
-def came_through(result: Result) -> bool:
+def finished(result: Result) -> bool:
     """Admitted with nothing loaded that vLLM had, and finished; nothing that the scenario expects was violated."""
     events = [event for _, event in result.history]
     loaded = sum(event.tokens for event in events if isinstance(event, ev.Loaded))
     return result.outcome == "clean" and loaded == 0 and any(isinstance(event, ev.Finished) for event in events)
-
-
-def history(result: Result) -> list[str]:
-    return [f"step {step}: {line(event)}" for step, event in result.history]
-
-
-def shown(event: ev.Event) -> bool:
-    """What has leaked is printed below the table: it is no part of this history."""
-    return not isinstance(event, ev.Left)
 
 
 def show(released: Result, fixed: Result) -> None:
@@ -73,31 +63,30 @@ def show(released: Result, fixed: Result) -> None:
     )
     table = Table("step", "as released", "with kvfix.apply()", header_style="bold", show_lines=False, expand=True)
     table.columns[1].ratio = table.columns[2].ratio = 1
-    steps = sorted({step for result in (released, fixed) for step, event in result.history if shown(event)})
-    for step in steps:
-        table.add_row(str(step), *(_cell(result, step) for result in (released, fixed)), end_section=True)
+    cells = [_cells(released), _cells(fixed)]
+    for step in sorted({step for each in cells for step in each}):
+        table.add_row(str(step), *("\n".join(each.get(step, ())) for each in cells), end_section=True)
     console.print(table)
     ending = "[bold red]EngineCore is dead.[/]" if died_as_reported(released) else "It did not die as reported."
     console.print(f"As released: {ending}")
     for _, event in released.history:
         if isinstance(event, ev.Raised):  # whole: it is what a user searches for
             console.print(f"    {event.error}", soft_wrap=True, markup=False, highlight=False)
-    good = came_through(fixed)
-    console.print(
-        "With kvfix.apply(): "
-        + ("[bold green]admitted, nothing loaded twice, finished.[/]" if good else "[bold red]not fixed.[/]")
-    )
+    good = "[bold green]admitted, nothing loaded twice, finished.[/]"
+    console.print(f"With kvfix.apply(): {good if finished(fixed) else '[bold red]not fixed.[/]'}")
     for other in fixed.also:
         console.print(f"Found as well, another bug of this release: {other}", style="dim")
 
 
-def _cell(result: Result, step: int) -> str:
-    events = [event for when, event in result.history if when == step and shown(event)]
-    lines = [
-        f"{event.where} raises the error below" if isinstance(event, ev.Raised) else line(event) for event in events
-    ]
-    marked = [f"[red]{text}[/]" if " raises " in text or ", but hit " in text else text for text in lines]
-    return "\n".join(marked)
+def _cells(result: Result) -> dict[int, list[str]]:
+    """The lines of each step. What has leaked is printed below the table."""
+    cells: dict[int, list[str]] = {}
+    for step, event in result.history:
+        if not isinstance(event, ev.Left):
+            text = f"{event.where} raises the error below" if isinstance(event, ev.Raised) else line(event)
+            marked = f"[red]{text}[/]" if " raises " in text or ", but hit " in text else text
+            cells.setdefault(step, []).append(marked)
+    return cells
 
 
 if __name__ == "__main__":

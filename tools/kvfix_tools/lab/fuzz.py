@@ -1,20 +1,133 @@
 """`kvfix lab fuzz`: random schedules against the real scheduler and connector, until time, steps or seeds are out.
 
-A run that loaded nothing, preempted nothing or never filled the blocks has tested nothing, and says so. In mode `check`
-what kvfix reports is a violation too: a false one if the lab finds none.
+One that violates a rule is shrunk to its shortest form. A run that loaded nothing, preempted nothing or never filled
+the blocks has tested nothing, and says so. In mode `check` what kvfix reports is a violation too: a false one if the
+lab finds none.
 """
 
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, NamedTuple
 
+from vllm.v1.request import RequestStatus
+
+from kvfix.ledger import Finding
+from kvfix.ledger.events import Event
+from kvfix_tools.lab.lab_engine import EngineDied, LabEngine
 from kvfix_tools.lab.releases import lacking
-from kvfix_tools.lab.runner import applied
-from kvfix_tools.lab.schedule import Schedule, draw
+from kvfix_tools.lab.request_events import COUNTED
+from kvfix_tools.lab.runner import applied, let_leaks_be_reported, reported
+from kvfix_tools.lab.schedule import DrawnStep, Schedule, draw
+from kvfix_tools.lab.steps import prompt
+
+
+class Played(NamedTuple):
+    """What came of a schedule: `log` has all that happened, (step, event)."""
+
+    findings: list[Finding]
+    steps: int
+    counts: dict[str, int]
+    log: list[tuple[int, Event]]
+
+    @property
+    def violations(self) -> list[Finding]:
+        return [found for found in self.findings if found.verdict == "violated"]
+
+
+def play(schedule: Schedule, end: int = 4000) -> Played:
+    """All steps, then everything is freed and the engine runs until nothing is to be done, at most `end` steps.
+
+    In mode `check` what kvfix reports is among the findings.
+    """
+    engine = LabEngine(schedule.options)
+    steps = None
+    with reported() as reports, suppress(EngineDied):  # among the findings
+        for step in schedule.steps:
+            move(engine, step)
+        engine.free_blocks()
+        engine.budget(schedule.options.max_num_batched_tokens)
+        engine.run(end)
+        if engine.expect_all_ended():
+            steps = engine.steps
+            let_leaks_be_reported(engine)
+    return Played(engine.findings + reports, steps or engine.steps, engine.counts, engine.log)
+
+
+def move(engine: LabEngine, step: DrawnStep) -> None:
+    """One step; one that does not fit (an abort where no request is open) does nothing."""
+    kind, *rest = step
+    if kind in ("step", "lose_loads"):
+        if engine.scheduler.has_requests():
+            getattr(engine, kind)()
+    elif kind == "admit":
+        name, seed, tokens, max_tokens = rest
+        if engine.is_free(name):
+            engine.admit(name, prompt(tokens, seed), max_tokens)
+    elif kind in ("abort", "fail_load", "preempt", "is_beside"):
+        open_now = [name for name, request in engine.requests.items() if not request.is_finished()]
+        if open_now:
+            _move_request(engine, kind, open_now[rest[0] % len(open_now)], rest[1])
+    elif kind == "timeout":
+        engine.do("lookups_fail", 1)
+    else:
+        engine.do(kind, *rest)
+
+
+def _move_request(engine: LabEngine, kind: str, name: str, chunks: int) -> None:
+    if kind == "abort":
+        engine.abort(name)
+    elif kind == "is_beside":
+        engine.has_in_other_connector(name)
+    elif kind == "fail_load":
+        engine.fail_load(name, chunks)
+    elif engine.requests[name].status == RequestStatus.RUNNING:
+        engine.preempt(name)
+
+
+def signature(finding: Finding) -> str:
+    """What is the same about two findings of one bug: the rule, and its words without numbers and names."""
+    return f"{finding.code} {re.sub(r'r?[0-9]+', 'N', finding.message)[:160]}"
+
+
+def shrink(schedule: Schedule, wanted: str, seconds: float = 45.0) -> Schedule:
+    """The shortest schedule found in the time that still has a finding of this signature: steps out, numbers down."""
+    until = time.monotonic() + seconds
+
+    def shows(candidate: Schedule) -> bool:
+        return any(signature(found) == wanted for found in play(candidate).findings)
+
+    best = schedule
+    size = max(1, len(best.steps) // 2)
+    while size and time.monotonic() < until:
+        start, shorter = 0, False
+        while start < len(best.steps) and time.monotonic() < until:
+            candidate = best._replace(steps=best.steps[:start] + best.steps[start + size :])
+            if candidate.steps and shows(candidate):
+                best, shorter = candidate, True
+            else:
+                start += size
+        if not shorter or size > len(best.steps):
+            size //= 2
+    for index, step in enumerate(best.steps):
+        for smaller in _smaller(step):
+            candidate = best._replace(steps=(*best.steps[:index], smaller, *best.steps[index + 1 :]))
+            if time.monotonic() < until and shows(candidate):
+                best = candidate
+                break
+    return best
+
+
+def _smaller(step: DrawnStep) -> list[DrawnStep]:
+    """The same step with its last number small."""
+    if step[0] == "admit":
+        return [(*step[:4], tokens) for tokens in (1, 2, 5) if tokens < step[4]]
+    return [(step[0], 1)] if step[0] == "take_blocks" and step[1] > 1 else []
 
 
 class Violation(NamedTuple):
@@ -25,7 +138,7 @@ class Violation(NamedTuple):
     seed: int
     message: str
     schedule: Schedule
-    #: What all findings of this bug have in common (play_schedule.signature).
+    #: What all findings of this bug have in common.
     signature: str
 
     def as_json(self) -> dict[str, Any]:
@@ -47,7 +160,7 @@ class Fuzzed(NamedTuple):
     seconds: float
     #: Seeds that were played with each option of LMCache and behind another connector.
     options: dict[str, int]
-    #: See run_log.py.
+    #: See request_events.py.
     counts: dict[str, int]
     violations: list[Violation]
 
@@ -57,7 +170,7 @@ class Fuzzed(NamedTuple):
         needed = {
             "loaded_tokens": "loaded no token",
             "stored_tokens": "stored no token",
-            "preemptions": "preempted nobody",
+            "preemptions": "preempted no request",
             "full_steps": "never filled the blocks",
         }
         return ", ".join(missing for count, missing in needed.items() if not self.counts[count])
@@ -87,14 +200,12 @@ def fuzz(
 
     mode: of `kvfix.apply`. most: steps after which no other seed is played.
     """
+    start, lacks = time.monotonic(), lacking()
+    steps = played = 0
+    counts, options = Counter(dict.fromkeys(COUNTED, 0)), Counter[str]()
+    found: dict[str, list[Any]] = {}
+    violations = []
     with applied(fixes, mode):
-        from kvfix_tools.lab.play_schedule import play, shrink, signature
-        from kvfix_tools.lab.run_log import COUNTED
-
-        start, lacks = time.monotonic(), lacking()
-        steps = played = 0
-        counts, options = Counter(dict.fromkeys(COUNTED, 0)), Counter[str]()
-        found: dict[str, list[Any]] = {}
         for seed in seeds:
             if steps >= most or time.monotonic() - start > seconds:
                 break
@@ -108,7 +219,6 @@ def fuzz(
                 found.setdefault(signature(finding), [0, seed, finding])[0] += 1
             progress(played, steps, len(found), time.monotonic() - start)
         took = time.monotonic() - start
-        violations = []
         for wanted, (count, seed, finding) in sorted(found.items(), key=lambda item: -item[1][0]):
             schedule = draw(seed, connector, plain, lacks)
             if shrinking:

@@ -1,23 +1,37 @@
-"""The lab's engine: EngineCore, moved by named steps. A scenario's schedule names them (steps.py)."""
+"""The lab's engine: the real scheduler and connector over memory that knows what belongs in it.
+
+`iterate` is one iteration of EngineCore; `do` makes a step that a schedule names (steps.py). All that happens to a
+request's tokens goes to the ledger as an event; what rules and memory find wrong is in `findings`. An exception that
+leaves the scheduler ends the engine, as it ends EngineCore.
+"""
 
 from __future__ import annotations
 
+import sys
 import time
+from collections import deque
 from typing import Any
 
+from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
+from kvfix import clock
+from kvfix.ledger import Finding
 from kvfix.ledger import events as ev
+from kvfix.session import session
 from kvfix_tools.lab import rules, vllm_objects
-from kvfix_tools.lab.engine_core import EngineCore, EngineDied
+from kvfix_tools.lab.memory import Cache, Slots
+from kvfix_tools.lab.model import Model
+from kvfix_tools.lab.mp import MP
 from kvfix_tools.lab.options import Options
+from kvfix_tools.lab.request_events import RequestEvents
+from kvfix_tools.lab.v1 import ADAPTER, V1
+from kvfix_tools.lab.v1_async import AsyncV1
 
-__all__ = ["EngineDied", "LabEngine"]
-
+#: Seconds of the lab's time that a step takes.
+STEP = 0.1
 #: After so many steps in which nothing happened, nothing will: longer than any lookup or load of the lab takes.
 IDLE = 64
-#: Steps that `settle` waits for transfers.
-TRANSFERS = 64
 #: What an aborted request was in, apart from its transfers.
 _STATE = {
     RequestStatus.WAITING: "waiting",
@@ -27,15 +41,118 @@ _STATE = {
 }
 
 
-class LabEngine(EngineCore):
-    """The steps. What happened is in `log`, `findings` and `counts`."""
+class EngineDied(Exception):
+    """EngineCore would be dead: an exception left the scheduler."""
+
+
+def _connector_class(options: Options) -> type[V1 | MP]:
+    if options.connector != "v1":
+        return MP
+    return AsyncV1 if options.lmcache.get("enable_async_loading") else V1
+
+
+def _forget_configuration() -> None:
+    """LMCache keeps one configuration per process; the next connector is to read its own."""
+    for name in ("lmcache.integration.vllm.utils", ADAPTER):
+        if name in sys.modules and hasattr(sys.modules[name], "_config_instance"):
+            sys.modules[name]._config_instance = None  # type: ignore[attr-defined]
+
+
+class LabEngine:
+    """`log` has the events, `requests` all that were admitted, `counts` what the run has done (request_events.py)."""
 
     def __init__(self, options: Options) -> None:
-        super().__init__(options)
+        self.options = options
+        self._faults_before = dict(session.faults)
+        self.slots = Slots(options.num_blocks, options.block_size)
+        self.cache = Cache()
+        _forget_configuration()
+        self.connector: Any = _connector_class(options)(options, self.slots, self.cache)
+        self.scheduler = self.connector.scheduler
+        self.model = Model(self.scheduler, self.slots)
+        self.request_events = events = RequestEvents(self.scheduler, self.connector, self.model)
+        self.connector.listen(events)
+        events.wrap_hooks(self.connector.in_scheduler)
+        self.requests, self.log, self.counts = self.model.requests, events.log, events.counts
+        clock.now = lambda: events.seconds  # what fixes go by
+        #: Steps in a row in which nothing was scheduled and no transfer was in flight.
+        self.idle = 0
+        #: Steps whose answer the scheduler has not been given, and the blocks whose load has failed in them.
+        self._answers: deque[tuple[Any, Any]] = deque()
+        self._failed: deque[set[int]] = deque()
         #: Blocks that others have taken.
         self._held: list[Any] = []
 
-    # ------------------------------------------------------------------ requests
+    @property
+    def steps(self) -> int:
+        return self.request_events.steps
+
+    @property
+    def findings(self) -> list[Finding]:
+        """With what has gone wrong in kvfix itself meanwhile: an engine goes on without the fix."""
+        events = self.request_events
+        went_wrong = [kind for kind, times in session.faults.items() if times > self._faults_before.get(kind, 0)]
+        return events.findings + [events.finding(rules.FAULT_OF_KVFIX, "", kind) for kind in went_wrong]
+
+    def free(self) -> int:
+        """Free blocks, those that hold a cached prefix among them."""
+        return int(self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
+
+    # ------------------------------------------------------------------ EngineCore
+
+    def iterate(self) -> None:
+        """One iteration: schedule, load, compute, store, sample, update."""
+        connector, events = self.connector, self.request_events
+        events.steps += 1
+        events.seconds += STEP
+        connector.tick()
+        output = self._guard("schedule", "", self.scheduler.schedule)
+        metadata = connector.metadata(output)
+        scheduled: dict[str, int] = output.num_scheduled_tokens
+        events.preempted()
+        events.scheduled(output, metadata)
+        forward = output.total_num_scheduled_tokens > 0
+        self.counts["full_steps"] += not self.free()
+        self.counts["busy_steps"] += bool(connector.busy())
+        self.idle = 0 if forward or connector.busy() else self.idle + 1
+        self.model.block_table.update(output)
+        self._guard("start_load_kv", "", connector.start_step, metadata, forward)
+        self._load_from_other_connector()
+        self._failed.append(connector.failed_blocks())
+        for name, message in self.model.compute(scheduled, set().union(*self._failed)):
+            events.wrong_content(name, message)
+        finish = (forward, output.finished_req_ids, self.options.save_last)
+        sending, receiving, invalid = self._guard("wait_for_save", "", connector.finish_step, *finish)
+        report = KVConnectorOutput(finished_sending=sending, finished_recving=receiving, invalid_block_ids=invalid)
+        self._answers.append((output, self.model.output(scheduled, report)))
+        if self.options.async_scheduling and forward and len(self._answers) < 2:
+            return
+        self._guard("update_from_output", "", self.scheduler.update_from_output, *self._answers.popleft())
+        self._failed.popleft()
+        events.ended()
+        events.stuck()
+
+    def _load_from_other_connector(self) -> None:
+        """What the other connector was granted is in its slots before the step reads them."""
+        if self.connector.other is not None:
+            for name, (start, end) in self.connector.other.loads.items():
+                self.model.fill(name, start, end)
+                self.counts["loaded_beside"] += 1
+            self.connector.other.loads.clear()
+
+    def _guard(self, where: str, name: str, function: Any, *args: Any) -> Any:
+        """Call it for this request; EngineDied if it raises."""
+        try:
+            return function(*args)
+        except Exception as error:
+            self.request_events.add(ev.Raised(name, where, f"{type(error).__name__}: {error}".rstrip(": ")))
+            raise EngineDied(str(error)) from error
+
+    # ------------------------------------------------------------------ steps
+
+    def do(self, step: str, *arguments: Any, **keywords: Any) -> None:
+        """The step of this name: a method below, or one of the connector where it is about its server or lookups."""
+        getattr(self if hasattr(self, step) else self.connector, step)(*arguments, **keywords)
 
     def admit(self, name: str, prompt: list[int] | None, max_tokens: int = 1, **more: Any) -> None:
         """A request arrives. more: of vllm_objects.request."""
@@ -46,17 +163,17 @@ class LabEngine(EngineCore):
         self.scheduler.add_request(request)
 
     def is_free(self, name: str) -> bool:
-        """Whether a request of this id may arrive: none has, or it is gone and scheduler and worker know it."""
+        """Whether a request of this id may arrive: none has, or it has ended and scheduler and worker know it."""
         known = self.requests.get(name)
         if known is None:
             return True
         return known.is_finished() and name not in self.scheduler.requests and not self.scheduler.finished_req_ids
 
     def abort(self, name: str) -> None:
-        """The client is gone."""
+        """The client has disconnected."""
         request = self.requests[name]
         doing = {_STATE[request.status], *self.connector.in_flight(name)} if request.status in _STATE else set()
-        self.guard("finish_requests", name, self.scheduler.finish_requests, name, RequestStatus.FINISHED_ABORTED)
+        self._guard("finish_requests", name, self.scheduler.finish_requests, name, RequestStatus.FINISHED_ABORTED)
         if request.is_finished():
             self.request_events.aborted(name, doing)
 
@@ -68,8 +185,6 @@ class LabEngine(EngineCore):
         self.scheduler.prev_step_scheduled_req_ids.discard(name)  # as vLLM does where it preempts between steps
         self.request_events.preempted()
 
-    # ------------------------------------------------------------------ blocks of vLLM
-
     def budget(self, tokens: int) -> None:
         """From the next step on, at most so many tokens are scheduled in one."""
         self.scheduler.max_num_scheduled_tokens = tokens
@@ -79,7 +194,7 @@ class LabEngine(EngineCore):
         self.take_blocks(self.free() - how_many)
 
     def take_blocks(self, how_many: int) -> None:
-        """Others need blocks and write to them: so many of the free ones are gone until `free_blocks`."""
+        """Others take so many of the free blocks and write to them, until `free_blocks`."""
         pool = self.scheduler.kv_cache_manager.block_pool
         taken = pool.get_new_blocks(min(how_many, self.free()))
         self.model.written_by_others += [block.block_id for block in taken]
@@ -95,55 +210,27 @@ class LabEngine(EngineCore):
         self.counts["resets"] += 1
         self.scheduler.reset_prefix_cache()
 
-    # ------------------------------------------------------------------ the external cache
-
-    def stored_elsewhere(self, prompt: list[int]) -> None:
-        """Another instance has stored this prompt in the cache, whole chunks of it."""
-        self.connector.put(prompt)
-
     def has_in_other_connector(self, name: str) -> None:
         """The other connector of a MultiConnector has the KV of this request."""
-        self.other_connector.has.add(name)
+        self.connector.other.has.add(name)
 
     def evict(self, chunks: int, forced: bool = False) -> None:
         """The cache drops its oldest chunks; `forced`: also those that a lookup has pinned, as when a pin times out."""
-        gone = self.cache.evict(chunks, forced)
-        self.counts["evicted_pinned" if forced else "evicted"] += gone
-        if gone and forced:
+        evicted = self.cache.evict(chunks, forced)
+        self.counts["evicted_pinned" if forced else "evicted"] += evicted
+        if evicted and forced:
             self.request_events.may_fail.add("")
 
     def fail_load(self, name: str, after_chunks: int = 0) -> None:
         """The next load of this request brings only so many chunks."""
-        self.connector.fail_load(name, after_chunks)
+        self.connector.failing[name] = after_chunks
         self.request_events.may_fail.add(name)
 
     def lose_loads(self) -> None:
-        """A step in which the worker of a multi-process connector hears nothing from its server: its loads fail."""
+        """A step in which the worker of a multi-process connector gets no answer from its server: its loads fail."""
         self.request_events.may_fail.add("")
-        self.connector.lose_loads()
+        self.connector.unanswered = True
         self.step()
-
-    def lookup_times_out(self) -> None:
-        """A lookup of the multi-process scheduler was not answered in time: it takes the server for gone."""
-        self.connector.lookup_times_out()
-
-    def hour_of_silence(self) -> None:
-        """Nothing is asked for an hour; the multi-process server forgets a worker that has never pinged."""
-        self.connector.transfer.forget_silent_worker()
-
-    def lookups_fail(self, how_many: int) -> None:
-        """So many of the next lookups time out, which is answered as no hit. It takes the lab's time only."""
-        self.connector.lookups_fail(how_many)
-
-    def slow_lookups(self, steps: int) -> None:
-        """Asynchronous lookups made from now on are answered so many steps later than they could be."""
-        self.connector.cache_engine.delay = steps
-
-    def wait(self, seconds: float) -> None:
-        """So much time passes for asynchronous lookups, which give up after `lookup_timeout_ms`."""
-        self.connector.lookups.wait(seconds)
-
-    # ------------------------------------------------------------------ time
 
     def step(self, times: int = 1) -> None:
         """So many iterations of EngineCore."""
@@ -166,13 +253,11 @@ class LabEngine(EngineCore):
     def settle(self) -> None:
         """All requests have ended: two more steps let the connector clean up, then nothing may be kept of them."""
         self.step(2)
-        for _ in range(TRANSFERS):  # a transfer in flight holds its blocks
+        for _ in range(IDLE):  # a transfer in flight holds its blocks
             if not self.scheduler.requests and not self.connector.busy():
                 break
             self.step()
         self.request_events.leaked()
-
-    # ------------------------------------------------------------------ what must have come of it
 
     def expect_all_ended(self) -> bool:
         """All is free, many steps were made: every request has ended, and nothing is kept of it."""
@@ -187,21 +272,21 @@ class LabEngine(EngineCore):
         missing = self.connector.not_stored(self.requests[name])
         if missing:
             message = f"was computed, the chunks from tokens {missing} on are not stored"
-            self.run_log.violated(rules.NOT_STORED, name, message)
+            self.request_events.violated(rules.NOT_STORED, name, message)
 
     def expect_forgotten(self, name: str) -> None:
         """This request ended long ago, and many have since: nothing is kept of it."""
         for where, names in {**self.connector.kept(), **self.connector.kept_for_a_while()}.items():
             if name in names:
-                self.run_log.add(ev.Left(name, where))
+                self.request_events.add(ev.Left(name, where))
 
     def expect_hit(self, name: str) -> None:
         """What this request asks for is in the cache: it must have been found."""
         if not self.request_events.hits.get(name):
-            self.run_log.violated(rules.NOT_FOUND, name, "is in the cache and was not found there")
+            self.request_events.violated(rules.NOT_FOUND, name, "is in the cache and was not found there")
 
     def expect_unharmed(self, name: str) -> None:
         """No load of this request's own failed: if it has ended, then with an answer."""
         status = self.requests[name].status
         if status == RequestStatus.FINISHED_ERROR:
-            self.run_log.violated(rules.HARMED_BY_OTHERS, name, f"ended as {status.name}")
+            self.request_events.violated(rules.HARMED_BY_OTHERS, name, f"ended as {status.name}")

@@ -83,30 +83,18 @@ class Slots:
         return None
 
 
-class Cache:
+class Cache(dict[object, list[int]]):
     """The external cache: chunks by LMCache's own keys, oldest first, with the pins of lookups."""
 
     def __init__(self) -> None:
-        self._chunks: dict[object, list[int]] = {}
+        super().__init__()
         #: lookup id -> keys it has pinned
         self.pins: dict[str, list[object]] = {}
-
-    def __len__(self) -> int:
-        return len(self._chunks)
-
-    def __contains__(self, key: object) -> bool:
-        return key in self._chunks
-
-    def put(self, key: object, contents: list[int]) -> None:
-        self._chunks[key] = contents
-
-    def get(self, key: object) -> list[int] | None:
-        return self._chunks.get(key)
 
     def pinned_prefix(self, keys: Sequence[object], lookup_id: str) -> int:
         """How many of the keys, from the first on, are there; they are pinned for this lookup."""
         found = 0
-        while found < len(keys) and keys[found] in self._chunks:
+        while found < len(keys) and keys[found] in self:
             found += 1
         if found:
             self.pins[lookup_id] = list(keys[:found])
@@ -118,7 +106,7 @@ class Cache:
     def evict(self, how_many: int, forced: bool = False) -> int:
         """Drop the oldest chunks that are not pinned; `forced`: pinned ones too, as when a pin times out."""
         pinned = set() if forced else {key for keys in self.pins.values() for key in keys}
-        gone = [key for key in self._chunks if key not in pinned][:how_many]
-        for key in gone:
-            del self._chunks[key]
-        return len(gone)
+        evicted = [key for key in self if key not in pinned][:how_many]
+        for key in evicted:
+            del self[key]
+        return len(evicted)

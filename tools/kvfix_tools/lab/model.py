@@ -1,4 +1,4 @@
-"""In place of the model and its memory: it reads and writes slots, and says which of them hold what they must.
+"""In place of the model: it reads and writes slots in the blocks that a model runner would, and compares contents.
 
 A token sampled is a function of all tokens before it, as a model's is.
 """
@@ -11,19 +11,55 @@ from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 
-from kvfix_tools.lab import rules
-from kvfix_tools.lab.block_table import BlockTable
+from kvfix import scheduling
 from kvfix_tools.lab.memory import GARBAGE, Prefix, Slots, next_token
-from kvfix_tools.lab.run_log import RunLog
 from kvfix_tools.lab.vllm_objects import sampled
+
+
+class BlockTable:
+    """What vLLM's model runner keeps of each request's blocks, in one process with the scheduler.
+
+    With one worker vLLM's executor is `uni`: nothing that the scheduler hands out is serialised. So the runner keeps,
+    and adds to, the very lists that the connector was handed before (v1/worker/gpu_model_runner.py 0.32.0:1284 for a
+    new request, 1419-1428 for one that goes on or is resumed; 0.11.2.post2:745 and 830-839). A request that is in the
+    batch also has a row of the block table, to which the step's blocks are added (1450); one that comes into the batch
+    has its row filled from the list (gpu_input_batch.py 0.32.0:393).
+    """
+
+    def __init__(self) -> None:
+        #: Blocks in which a step reads and writes the KV of each request that is scheduled in it.
+        self.rows: dict[str, list[int]] = {}
+        self._blocks: dict[str, list[int]] = {}
+
+    def update(self, output: Any) -> None:
+        """A step begins for which the scheduler hands out this, as `_update_states` takes it."""
+        for name in output.finished_req_ids:
+            self._blocks.pop(name, None)
+            self.rows.pop(name, None)
+        resumed = scheduling.resumed(output)
+        for name in [name for name in self.rows if name not in output.num_scheduled_tokens or name in resumed]:
+            del self.rows[name]
+        for new in output.scheduled_new_reqs:
+            self._blocks[new.req_id] = new.block_ids[0]
+            self.rows[new.req_id] = list(new.block_ids[0])
+        cached = output.scheduled_cached_reqs
+        for name, groups in zip(cached.req_ids, cached.new_block_ids, strict=True):
+            blocks = groups[0] if groups is not None else []
+            if name in resumed:
+                self._blocks[name] = blocks
+            else:
+                self._blocks[name].extend(blocks)
+            if name in self.rows:
+                self.rows[name] += blocks
+            else:
+                self.rows[name] = list(self._blocks[name])
 
 
 class Model:
     """The slots' right contents for each request, and the step that reads and writes them (LAB001, LAB008)."""
 
-    def __init__(self, scheduler: Scheduler, slots: Slots, log: RunLog) -> None:
+    def __init__(self, scheduler: Scheduler, slots: Slots) -> None:
         self._scheduler = scheduler
-        self._log = log
         self.slots = slots
         self.block_table = BlockTable()
         self.requests: dict[str, Request] = {}
@@ -31,7 +67,7 @@ class Model:
         #: Blocks that others write to in the next step.
         self.written_by_others: list[int] = []
         #: Requests that this step has computed on top of wrong KV.
-        self.misled: set[str] = set()
+        self._misled: set[str] = set()
 
     def admit(self, name: str, request: Request) -> None:
         """KV depends on adapter and embeddings, and is not shared between tenants: all that is in a slot's content."""
@@ -41,18 +77,17 @@ class Model:
         self.requests[name] = request
         self.prefixes[name] = Prefix(hash(seed if embeds is None else (*seed, embeds.numpy().tobytes())))
 
-    def right(self, name: str) -> list[int]:
-        """What belongs in the slots of the request's tokens."""
-        return self.prefixes[name].of(self.requests[name].all_token_ids)
+    def right(self, name: str, end: int = 0) -> list[int]:
+        """What belongs in the slots of the request's tokens.
 
-    def ahead(self, name: str, end: int) -> list[int]:
-        """The same up to this token, which may be a sampled one that the scheduler does not know yet."""
-        if end <= self.requests[name].num_tokens:
-            return self.right(name)
-        tokens = list(self.requests[name].all_token_ids)
-        while len(tokens) < end:
-            tokens.append(next_token(self.prefixes[name].of(tokens)[-1]))
-        return self.prefixes[name].of(tokens)
+        end: at least up to there. The last may be a sampled token that the scheduler does not know yet.
+        """
+        tokens, prefix = self.requests[name].all_token_ids, self.prefixes[name]
+        if end > len(tokens):
+            tokens = list(tokens)
+            while len(tokens) < end:
+                tokens.append(next_token(prefix.of(tokens)[-1]))
+        return prefix.of(tokens)
 
     def blocks(self, name: str) -> list[int]:
         return list(self._scheduler.kv_cache_manager.get_block_ids(name)[0])
@@ -61,22 +96,28 @@ class Model:
         """The other connector of a MultiConnector loads these tokens, as they are to be."""
         self.slots.write(self.blocks(name), start, self.right(name)[start:end])
 
-    def compute(self, scheduled: dict[str, int], failed: set[int]) -> None:
-        """Each request reads the KV of all its computed tokens and writes that of the scheduled ones."""
+    def compute(self, scheduled: dict[str, int], failed: set[int]) -> list[tuple[str, str]]:
+        """Each request reads the KV of all its computed tokens and writes that of the scheduled ones.
+
+        Returns (request, what it has read), where that is wrong. failed: blocks in which no load has arrived.
+        """
         for block in self.written_by_others:
             self.slots.write([block], 0, [GARBAGE] * self.slots.block_size)
         self.written_by_others = []
-        self.misled.clear()
+        self._misled.clear()
+        found = []
         for name, tokens in scheduled.items():
             done = self.requests[name].num_computed_tokens - tokens  # the scheduler has counted them in already
-            blocks, right = self.block_table.rows[name], self.ahead(name, done + tokens)
+            blocks, right = self.block_table.rows[name], self.right(name, done + tokens)
             wrong = self.slots.first_wrong(blocks, done, right)
-            if wrong is not None and not failed.intersection(blocks):
-                what = f"the step reads token {wrong} of {done} computed ones, its slot holds other KV"
-                self._log.violated(rules.WRONG_CONTENT, name, what)
-            if wrong is not None:
-                self.misled.add(name)
-            self.slots.write(blocks, done, right[done : done + tokens] if wrong is None else [GARBAGE] * tokens)
+            if wrong is None:
+                self.slots.write(blocks, done, right[done : done + tokens])
+                continue
+            if not failed.intersection(blocks):
+                found.append((name, f"the step reads token {wrong} of {done} computed ones, its slot holds other KV"))
+            self._misled.add(name)
+            self.slots.write(blocks, done, [GARBAGE] * tokens)
+        return found
 
     def output(self, scheduled: dict[str, int], report: KVConnectorOutput) -> ModelRunnerOutput:
         """A token for each request whose step reached its last one."""
@@ -92,11 +133,10 @@ class Model:
         )
 
     def _sampled(self, name: str) -> list[Any]:
-        request = self.requests[name]
-        if request.num_computed_tokens < request.num_tokens:
+        end = self.requests[name].num_computed_tokens
+        if end < self.requests[name].num_tokens:
             return []
-        end = request.num_computed_tokens
-        return [next_token(self.ahead(name, end)[end - 1] + (name in self.misled))]
+        return [next_token(self.right(name, end)[end - 1] + (name in self._misled))]
 
     def wrong_text(self, name: str) -> int | None:
         """The first generated token of this request that is not what the model samples after the tokens before it."""

@@ -1,8 +1,8 @@
 """LMCache's multi-process connectors in the lab: LMCache's own and vLLM's in-tree copy, both roles, without a server.
 
 Real: the connector classes, their trackers and metadata, LMCache's scheduler and worker adapters with their futures.
-Stand-ins: the client that speaks to the server (a server of the lab answers, after as many steps as the options say),
-and the transfer context, which copies between the lab's slots and chunks.
+Replaced: the client that speaks to the server, and the transfer context, which copies between slots and chunks
+(mp_server.py, which answers after as many steps as the options say).
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from kvfix_tools.lab import vllm_objects
 from kvfix_tools.lab.connector import Connector
 from kvfix_tools.lab.memory import Cache, Slots
 from kvfix_tools.lab.mp_server import Heartbeat, Server
-from kvfix_tools.lab.mp_transfer import Transfer
 from kvfix_tools.lab.options import Options
 
 if TYPE_CHECKING:
@@ -46,24 +45,21 @@ class MessageQueue:
     Before 0.4.6 it takes the transfers too: (key, worker, blocks, event), and how many tokens not to write.
     """
 
-    def __init__(self, server: Server, transfer: Transfer) -> None:
+    def __init__(self, server: Server) -> None:
         self._server = server
-        self._transfer = transfer
 
     def submit_request(self, request_type: Any, payloads: list[Any], response_class: Any = None) -> Any:
         name = request_type.name.lower()
-        answering = self if hasattr(self, name) else self._server
-        return getattr(answering, name)(*payloads)
+        return getattr(self if hasattr(self, name) else self._server, name)(*payloads)
 
     def register_kv_cache(self, *_: Any) -> Any:
-        self._transfer.register()
-        return self._server.answer(None)
+        return self._server.register()
 
     def store(self, key: Any, worker: int, blocks: list[int], event: bytes) -> Any:
-        return self._transfer.submit_store(key.request_id, key, blocks)
+        return self._server.submit_store(key.request_id, key, blocks)
 
     def retrieve(self, key: Any, worker: int, blocks: list[int], event: bytes, skip: int) -> Any:
-        return self._transfer.submit_retrieve(key.request_id, key, blocks, skip_first_n_tokens=skip)
+        return self._server.submit_retrieve(key.request_id, key, blocks, skip_first_n_tokens=skip)
 
     def close(self) -> None:
         """The lab's server ends with its engine."""
@@ -73,19 +69,19 @@ class MP(Connector):
     """Both roles, joined by the lab's server."""
 
     def __init__(self, options: Options, slots: Slots, cache: Cache) -> None:
-        self.server = Server(cache, options.chunk_size, options.delay)
-        self.transfer = Transfer(self.server, slots)
+        self.server = Server(slots, cache, options.chunk_size, options.delay)
+        self.failing = self.server.failing
         adapter: Any = import_module(ADAPTER)
         if hasattr(adapter, "RequestClientFactory"):
             adapter.RequestClientFactory = SimpleNamespace(create=lambda url, context=None: self.server)
         else:
-            adapter.MessageQueueClient = lambda url, context: MessageQueue(self.server, self.transfer)
+            adapter.MessageQueueClient = lambda url, context: MessageQueue(self.server)
         adapter.HeartbeatThread = functools.partial(Heartbeat, self.server)  # no threads
-        adapter.create_transfer_context = lambda *_, **__: self.transfer
+        adapter.create_transfer_context = lambda *_, **__: self.server
         adapter.vllm_layout_hints = dict  # it asks the model
         _without_gpu()
-        #: In this step the worker hears nothing from the server.
-        self.unheard = False
+        #: In this step the worker gets no answer from the server.
+        self.unanswered = False
         config = vllm_objects.vllm_config(options)
         self.scheduler = vllm_objects.scheduler(options, config)
         self.in_scheduler = self.scheduler.connector
@@ -98,68 +94,69 @@ class MP(Connector):
             self.worker_adapter._block_ids_per_group = lambda op: [op.flat_block_ids]
 
     def listen(self, events: RequestEvents) -> None:
-        self.events = self.server.events = self.transfer.events = events
+        self.events = self.server.events = events
 
-    def put(self, prompt: list[int]) -> None:
-        """Another instance has stored this prompt."""
+    def stored_elsewhere(self, prompt: list[int]) -> None:
+        """A step: another instance has stored this prompt in the cache, whole chunks of it."""
         keys, contents = self.server.keys(prompt, len(prompt), "")
         size = self.server.chunk_size
         for number, key in enumerate(keys):
-            self.server.cache.put(key, contents[number * size : (number + 1) * size])
+            self.server.cache[key] = contents[number * size : (number + 1) * size]
 
     def not_stored(self, request: Any) -> list[int]:
         """First tokens of the whole chunks of this request's prompt that are not in the cache."""
         keys, _ = self.server.keys(request.prompt_token_ids, request.num_prompt_tokens, request.cache_salt or "")
         return [number * self.server.chunk_size for number, key in enumerate(keys) if key not in self.server.cache]
 
-    def fail_load(self, request: str, after_chunks: int) -> None:
-        self.transfer.failing[request] = after_chunks
-
-    def lose_loads(self) -> None:
-        self.unheard = True
-
     def lookup_times_out(self) -> None:
+        """A step: a lookup was not answered in time, and the scheduler's adapter takes the server for dead."""
         adapter = self.scheduler_adapter
         for event in getattr(adapter, "_health_events", {"": getattr(adapter, "_health_event", None)}).values():
             event.clear()
 
     def lookups_fail(self, how_many: int) -> None:
+        """A step: so many of the next lookups time out, which is answered as no hit."""
         self.server.unanswered = how_many
+
+    def hour_of_silence(self) -> None:
+        """A step: nothing is asked for an hour, and the server forgets a worker that has never pinged."""
+        self.server.forget_silent_worker()
+
+    # ------------------------------------------------------------------ a step
 
     def tick(self) -> None:
         self.server.tick()
 
     def start_step(self, metadata: Any, forward: bool) -> None:
-        self.in_worker.bind_connector_metadata(metadata)
         self.in_worker.handle_preemptions(metadata)
-        self.in_worker.start_load_kv(SimpleNamespace(attn_metadata=object() if forward else None))
+        super().start_step(metadata, forward)
 
     def get_finished(self, ended: set[str]) -> Any:
-        if not self.unheard:
+        if not self.unanswered:
             return self.in_worker.get_finished(ended)
-        self.unheard = False
-        self.transfer.lose_loads(set(self.worker_adapter.retrieve_futures))
+        self.unanswered = False
+        self.server.lose_loads(set(self.worker_adapter.retrieve_futures))
         self.worker_adapter._health_event.clear()
         finished = self.in_worker.get_finished(ended)
         self.worker_adapter._health_event.set()
         return finished
 
-    def finish_step(
-        self, forward: bool, ended: set[str], save_last: bool
-    ) -> tuple[set[str] | None, set[str] | None, set[int]]:
+    def finish_step(self, forward: bool, ended: set[str], save_last: bool) -> Any:
         finished = super().finish_step(forward, ended, save_last)
         self.in_worker.clear_connector_metadata()
         return finished
+
+    # ------------------------------------------------------------------ what is in flight, and what is kept
 
     def busy(self) -> bool:
         return bool(self.server.busy)
 
     def loading(self) -> set[str]:
-        return self.transfer.loading
+        return self.server.loading
 
     def in_flight(self, request: str) -> set[str]:
-        doing = {"looking": self.server.is_looking(request), "loading": request in self.transfer.loading}
-        doing["storing"] = self.transfer.storing[request] > 0
+        doing = {"looking": self.server.is_looking(request), "loading": request in self.server.loading}
+        doing["storing"] = self.server.storing[request] > 0
         return {name for name, yes in doing.items() if yes}
 
     def kept(self) -> dict[str, set[str]]:

@@ -1,12 +1,16 @@
-"""In place of `lmcache server`: lookups that lock, prefetch status, and a clock for whatever takes some steps."""
+"""In place of `lmcache server`, its client and the transfer context: lookups that lock, loads, stores, and a clock.
+
+Whatever takes some steps is done `delay` steps after it was asked for, or at once.
+"""
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from kvfix_tools.lab.memory import Cache, Prefix
+from kvfix_tools.lab import releases
+from kvfix_tools.lab.memory import Cache, Prefix, Slots
 
 if TYPE_CHECKING:
     from kvfix_tools.lab.request_events import RequestEvents
@@ -37,14 +41,14 @@ class Heartbeat:
 
 
 class Server:
-    """What LMCache's adapters ask of their client is answered under its own names; the transfers are mp_transfer.py's.
+    """What LMCache's adapters ask of their client and of their transfer context is answered under its own names.
 
-    A lookup is done `delay` steps after it was asked for, or at once.
+    Each load and store goes to `events`.
     """
 
     events: RequestEvents
 
-    def __init__(self, cache: Cache, chunk_size: int, delay: int) -> None:
+    def __init__(self, slots: Slots, cache: Cache, chunk_size: int, delay: int) -> None:
         from lmcache.v1.multiprocess.futures import MessagingFuture
 
         server = self
@@ -62,43 +66,54 @@ class Server:
                 return self
 
         self._future = Future
+        self.slots = slots
         self.cache = cache
         self.chunk_size = chunk_size
-        self.delay = delay
-        self.now = 0
-        self.unanswered = 0
-        self.heartbeats: list[Heartbeat] = []
-        #: request -> chunks found, until that is answered; None: the prefetch is in flight
-        self._hits: dict[str, int | None] = {}
+        self._delay = delay
+        self._now = 0
         #: When it is due, whether it is a load, and what is done then.
         self._later: deque[tuple[int, bool, Callable[[], None]]] = deque()
+        #: So many of the next lookups are not answered.
+        self.unanswered = 0
+        self.heartbeats: list[Heartbeat] = []
+        #: Whether the server knows the worker's KV memory.
+        self._registered = True
+        #: Requests whose next load fails.
+        self.failing: dict[str, int] = {}
+        self.loading: set[str] = set()
+        #: request -> stores in flight
+        self.storing: Counter[str] = Counter()
+        #: request -> chunks found, until that is answered; None: the prefetch is in flight
+        self._hits: dict[str, int | None] = {}
+
+    # ------------------------------------------------------------------ time
 
     def tick(self) -> None:
         """A step of the engine has begun: what is due by now happens."""
-        self.now += 1
+        self._now += 1
         for heartbeat in self.heartbeats:
             heartbeat.beat()
-        while self._later and self._later[0][0] <= self.now:
+        while self._later and self._later[0][0] <= self._now:
             self._later.popleft()[-1]()
-
-    def finish(self) -> None:
-        """All that is in flight is done now."""
-        while self._later:
-            self._later.popleft()[-1]()
-
-    def drop_loads(self) -> None:
-        """Loads in flight are never done, stores and lookups at once."""
-        in_flight, self._later = self._later, deque()
-        for _, is_load, action in in_flight:
-            if not is_load:
-                action()
 
     @property
     def busy(self) -> int:
         return len(self._later)
 
-    def is_looking(self, request_id: str) -> bool:
-        return self._hits.get(request_id, 0) is None
+    def _answer(self, result: Any) -> Any:
+        future = self._future()
+        future.set_result(result)
+        return future
+
+    def _answer_later(self, action: Callable[[], Any], is_load: bool = False) -> Any:
+        """A future of what `action` returns when it is due."""
+        if not self._delay:
+            return self._answer(action())
+        future = self._future()
+        self._later.append((self._now + self._delay, is_load, lambda: future.set_result(action())))
+        return future
+
+    # ------------------------------------------------------------------ lookups and their locks
 
     def keys(self, tokens: Any, end: int, salt: str) -> tuple[list[Any], list[int]]:
         """Keys of the whole chunks up to `end`, and the right contents: a key stands for all tokens up to its chunk."""
@@ -106,21 +121,11 @@ class Server:
         ends = range(self.chunk_size, end + 1, self.chunk_size)
         return [(salt, contents[last - 1]) for last in ends], contents
 
-    def answer(self, result: Any) -> Any:
-        future = self._future()
-        future.set_result(result)
-        return future
+    def _keys_from_start(self, key: Any) -> list[Any]:
+        """Keys of the chunks that LMCache's key of a whole transfer stands for."""
+        return self.keys(key.token_ids, key.end, key.cache_salt)[0][key.start // self.chunk_size :]
 
-    def later(self, action: Callable[[], Any], is_load: bool = False) -> Any:
-        """A future of what `action` returns when it is due."""
-        future = self._future()
-        if self.delay:
-            self._later.append((self.now + self.delay, is_load, lambda: future.set_result(action())))
-        else:
-            future.set_result(action())
-        return future
-
-    def unlock(self, request_id: str, keys: list[Any]) -> None:
+    def _unlock(self, request_id: str, keys: list[Any]) -> None:
         """The request has no need of these chunks any more."""
         held = [key for key in self.cache.pins.get(request_id, ()) if key not in keys]
         if held:
@@ -128,20 +133,15 @@ class Server:
         else:
             self.cache.unpin(request_id)
 
-    # ------------------------------------------------------------------ by the client's own names
-
-    def get_chunk_size(self) -> Any:
-        return self.answer(self.chunk_size)
-
-    def get_experimental(self) -> Any:
-        return self.answer([])
+    def is_looking(self, request_id: str) -> bool:
+        return self._hits.get(request_id, 0) is None
 
     def lookup(self, key: Any, tp_size: int) -> Any:
         if self.unanswered > 0:
             self.unanswered -= 1
             self.events.lookup_unanswered()
             self._hits[key.request_id] = 0
-            return self.answer(None)
+            return self._answer(None)
 
         self._hits[key.request_id] = None
 
@@ -149,28 +149,120 @@ class Server:
             keys, _ = self.keys(key.token_ids, key.end, key.cache_salt)
             self._hits[key.request_id] = self.cache.pinned_prefix(keys, key.request_id)
 
-        self.later(prefetch)
-        return self.answer(None)
+        self._answer_later(prefetch)
+        return self._answer(None)
 
     def query_prefetch_status(self, request_id: str) -> Any:
         found = self._hits.get(request_id, 0)
         if found is not None:
             self._hits.pop(request_id, None)  # it is answered once
-        return self.answer(found)
+        return self._answer(found)
 
     def free_lookup_locks(self, key: Any, tp_size: int) -> Any:
-        keys, _ = self.keys(key.token_ids, key.end, key.cache_salt)
-        self.unlock(key.request_id, keys[key.start // self.chunk_size :])
-        return self.answer(None)
+        self._unlock(key.request_id, self._keys_from_start(key))
+        return self._answer(None)
 
-    def end_session(self, request_id: str) -> Any:
+    # ------------------------------------------------------------------ other questions of the client
+
+    def get_chunk_size(self) -> Any:
+        return self._answer(self.chunk_size)
+
+    def get_experimental(self) -> Any:
+        return self._answer([])
+
+    def end_session(self, *args: Any) -> Any:
         """A prefetch in flight goes on, and locks what it finds (modules/lookup.py 0.5.6:462)."""
-        return self.answer(None)
+        return self._answer(None)
 
-    def report_block_allocation(self, *args: Any) -> Any:
-        return self.answer(None)
-
-    clear = report_block_allocation
+    report_block_allocation = clear = end_session
 
     def close(self) -> None:
         """The lab's server ends with its engine."""
+
+    # ------------------------------------------------------------------ transfers
+
+    def register(self, *args: Any, **more: Any) -> Any:
+        self._registered = True
+        return self._answer(None)
+
+    def create_recorded_event(self) -> Any:
+        return None
+
+    def submit_store(self, request_id: str, key: Any, *rest: Any, **more: Any) -> Any:
+        blocks = _block_ids(rest)
+        self.events.stored(request_id, list(key.token_ids), key.start, key.end)
+        self.storing[request_id] += 1
+
+        def store() -> bool:
+            self.storing[request_id] -= 1
+            if not self._registered:
+                return False
+            right = self.events.right(request_id)
+            for number, chunk in enumerate(self._keys_from_start(key), key.start // self.chunk_size):
+                begin = number * self.chunk_size
+                read = [self.slots.get(slot) for slot in self._slots_of(blocks, begin - key.start)]
+                if read != right[begin : begin + self.chunk_size]:
+                    self.events.wrong_content(
+                        request_id, f"other KV than that of tokens {begin} on is stored under their key"
+                    )
+                self.cache[chunk] = read
+            return True
+
+        return self._answer_later(store)
+
+    def submit_retrieve(self, request_id: str, key: Any, *rest: Any, skip_first_n_tokens: int = 0, **more: Any) -> Any:
+        blocks = _block_ids(rest)
+        self.loading.add(request_id)
+
+        def load() -> bool:
+            self.loading.discard(request_id)
+            wanted = self._keys_from_start(key)
+            found = [self.cache.get(each) for each in wanted]
+            self._unlock(request_id, wanted)
+            if request_id in self.failing or None in found or not self._registered:
+                self.failing.pop(request_id, None)
+                self.events.loaded(request_id, 0, 0)
+                return False
+            for number, contents in enumerate(found):
+                offset = number * self.chunk_size
+                for index, slot in enumerate(self._slots_of(blocks, offset)):
+                    if offset + index >= skip_first_n_tokens and contents is not None:
+                        self.slots.put(slot, contents[index])
+            self.events.loaded(request_id, key.end, key.end - key.start)
+            return True
+
+        return self._answer_later(load, is_load=True)
+
+    def _slots_of(self, blocks: list[int], offset: int) -> list[int]:
+        """Slots of the chunk that begins at this token of the blocks."""
+        size = self.slots.block_size
+        positions = range(offset, offset + self.chunk_size)
+        return [blocks[position // size] * size + position % size for position in positions]
+
+    def flush_inflight_stores(self, *args: Any, **more: Any) -> None:
+        """All that is in flight is done before this returns, in releases whose transfer on CUDA waits for it at all."""
+        if not releases.missing(releases.FLUSHES):
+            while self._later:
+                self._later.popleft()[-1]()
+
+    def lose_loads(self, unreported: set[str]) -> None:
+        """Loads in flight are never done, `unreported` ones were for nothing; stores and lookups are done at once."""
+        in_flight, self._later = self._later, deque()
+        for _, is_load, action in in_flight:
+            if not is_load:
+                action()
+        for name in sorted(self.loading | unreported):
+            self.cache.unpin(name)
+            self.events.loaded(name, 0, 0)
+        self.loading.clear()
+
+    def forget_silent_worker(self) -> None:
+        """As the server does when `worker_registration_grace_seconds` are over, in releases that have it."""
+        pinged = any(heartbeat.is_of_worker for heartbeat in self.heartbeats)
+        self._registered = pinged or bool(releases.missing(releases.FORGETS))
+
+
+def _block_ids(arguments: tuple[Any, ...]) -> list[int]:
+    """The blocks of the one KV group among a transfer's arguments: their place and nesting differ by release."""
+    found: list[Any] = next(argument for argument in arguments if isinstance(argument, list))
+    return found[0] if found and isinstance(found[0], list) else found

@@ -15,7 +15,7 @@ class Options:
 
     #: v1 (in process), mp (LMCache's multi-process connector) or mp-in-tree (vLLM's copy of it)
     connector: str = "v1"
-    #: In a MultiConnector, behind another one that is asked first (other_connector.py). v1 only.
+    #: In a MultiConnector, behind another one that is asked first (connector.py). v1 only.
     beside: bool = False
     #: Steps that a lookup, load or store of the multi-process server takes; 0: none.
     delay: int = 1

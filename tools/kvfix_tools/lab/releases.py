@@ -23,7 +23,10 @@ SINCE = {
 #: between two steps only where they reset their prefix cache, all at once; the lab does it to one, and the output that
 #: is in flight comes twice. The second runner was for trials then.
 DRAWN_SINCE = {"async_scheduling": ">=0.32", "model_runner_v2": ">=0.32"}
-#: Releases that the lab plays, by connector, and what is with the others.
+#: Releases whose server forgets workers that are silent (`worker_registration_grace_seconds`), and those whose transfer
+#: on CUDA waits for its stores (LMCacheDrivenTransferContext.flush_inflight_stores, which is `pass` up to 0.5.5).
+FORGETS, FLUSHES = {"lmcache": ">=0.5.0"}, {"lmcache": ">=0.5.6"}
+#: Releases that the lab plays, by connector, and why not the others.
 PLAYABLE = {
     "v1": {
         "lmcache": (">=0.3.9", "earlier ones do not import under vLLM 0.11 and later"),

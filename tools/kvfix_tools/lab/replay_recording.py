@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from kvfix.ledger import Finding
 from kvfix.ledger import events as ev
 from kvfix_tools import recording, replay
-from kvfix_tools.lab import check_mode
+from kvfix_tools.lab import runner
 from kvfix_tools.lab.options import Options
 from kvfix_tools.lab.releases import lacking
-from kvfix_tools.lab.runner import applied
 from kvfix_tools.lab.steps import prompt
 
 if TYPE_CHECKING:
@@ -28,7 +27,7 @@ if TYPE_CHECKING:
 #: Connectors by the classes that vLLM loads. Which of the two with the same name it was, the recorder does not say.
 KINDS = {"LMCacheConnectorV1": "v1", "LMCacheMPConnector": "mp", "LMCacheMPConnectorUpstream": "mp-in-tree"}
 #: Generated tokens of a request that has not ended on record; steps that are made for one event at most.
-ENDLESS, PATIENCE = 1 << 14, 2000
+ENDLESS, MOST_STEPS = 1 << 14, 2000
 
 
 class Replayed(NamedTuple):
@@ -79,11 +78,11 @@ def replay_file(path: Path, fixes: bool) -> Replayed:
     wanted = options(found)
     roles = {number: line.get("role") for number, line in found.connectors.items()}
     events = [entry.event for entry in found.entries if roles.get(entry.connector) == "SCHEDULER"]
-    with applied(fixes, "check"):
+    with runner.applied(fixes, "check"):
         from kvfix_tools.lab.lab_engine import EngineDied, LabEngine
 
         player = _Player(LabEngine(wanted), events)
-        with check_mode.reported() as reported, suppress(EngineDied):
+        with runner.reported() as reported, suppress(EngineDied):
             player.play()
     judged = [each.finding for each in replay.judged(found) if roles.get(each.entry.connector) != "WORKER"]
     return Replayed(reported, [finding for finding in judged if finding.verdict == "violated"], player.short)
@@ -106,7 +105,7 @@ class _Player:
                 make(event, [later for later in self.events[at + 1 :] if later.request == event.request])
         self.engine.free_blocks()
         self.engine.budget(self.engine.options.max_num_batched_tokens)
-        check_mode.let_leaks_be_reported(self.engine)
+        runner.let_leaks_be_reported(self.engine)
 
     def _asked(self, event: ev.Asked, later: list[Event]) -> None:
         engine, name = self.engine, event.request
@@ -115,10 +114,10 @@ class _Player:
             engine.admit(name, prompt(event.total, self._seeds[name]), ENDLESS)
         tokens = list(engine.requests[name].all_token_ids)
         if event.hit:
-            engine.stored_elsewhere(tokens[: event.hit])
+            engine.do("stored_elsewhere", tokens[: event.hit])
         follows = later[0] if later else None
         if isinstance(follows, ev.TimedOut):
-            engine.lookups_fail(1)
+            engine.do("lookups_fail", 1)
         block = engine.options.block_size
         engine.free_blocks()
         engine.keep_blocks(min(engine.free(), event.computed // block))
@@ -172,12 +171,12 @@ class _Player:
     def _step_until(self, done: Callable[[], bool], budget: Callable[[], int] | None = None) -> None:
         self.engine.free_blocks()
         most = self.engine.options.max_num_batched_tokens
-        for _ in range(PATIENCE):
+        for _ in range(MOST_STEPS):
             if done():
                 return
             self.engine.budget(min(most, budget()) if budget is not None else most)
             self.engine.step()
-        self.short.append(f"nothing came of it in {PATIENCE} steps")
+        self.short.append(f"nothing came of it in {MOST_STEPS} steps")
 
     def _seed(self, event: ev.Asked) -> int:
         """A prompt of its own; where vLLM had some of it already, the one of a request that has computed so much."""

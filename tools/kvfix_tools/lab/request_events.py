@@ -1,37 +1,53 @@
-"""What happens to each request as events of the ledger: hook calls, the scheduler's steps, the connector's transfers.
+"""What happens in a run as events of the ledger, what is wrong with it, and counts of what the run has done.
 
-Not those of kvfix's own hooks in an engine (kvfix.connector_events): these see what the connector says. The lab tells
-of every question, of every request in every step, and of what its memory has really moved, on the lab's own time.
+Not those of kvfix's own hooks in an engine (kvfix.connector_events): these have what the connector says. The lab has
+every question, every request in every step, and what its memory has really moved, on the lab's own time.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
 from kvfix import scheduling
+from kvfix.ledger import Finding, Ledger
 from kvfix.ledger import events as ev
 from kvfix_tools.lab import rules
 from kvfix_tools.lab.connector import Connector
 from kvfix_tools.lab.model import Model
-from kvfix_tools.lab.run_log import RunLog
 
 #: Steps that a request may wait for a load that is not in flight: longer than an answer takes.
-PATIENCE = 8
+STUCK = 8
 #: Seconds that LMCache waits for a lookup (lookup_timeout_ms).
 LOOKUP_TIMEOUT = 3.0
+#: What a run counts: tokens of loads and stores, steps without a free block and with a transfer or lookup of the
+#: multi-process server in flight, evicted chunks; requests, calls and answers else.
+#: A store of the in-process connector ends within its step: no request is aborted in one.
+COUNTED = (
+    "preemptions", "loaded_tokens", "stored_tokens", "finished", "full_steps", "aborted", "aborted_waiting",
+    "aborted_running", "aborted_preempted", "aborted_looking", "aborted_loading", "aborted_storing", "ids_used_again",
+    "resets", "evicted", "evicted_pinned", "loads_failed", "loads_partial", "lookups_unanswered", "busy_steps",
+    "loaded_beside",
+)  # fmt: skip
 
 
 class RequestEvents:
-    """Also looks for what the ledger cannot see (LAB001 of stores, LAB002, LAB003, LAB008)."""
+    """`log`: (step, event). `findings`: what rules say of them, the ledger's and the lab's own."""
 
-    def __init__(self, scheduler: Scheduler, connector: Connector, model: Model, log: RunLog) -> None:
+    def __init__(self, scheduler: Scheduler, connector: Connector, model: Model) -> None:
         self._scheduler = scheduler
         self._connector = connector
         self._model = model
-        self._log = log
+        self.steps = 0
+        #: The lab's own time, in seconds.
+        self.seconds = 0.0
+        self.log: list[tuple[int, ev.Event]] = []
+        self.findings: list[Finding] = []
+        self.counts = Counter(dict.fromkeys(COUNTED, 0))
+        self._ledger = Ledger()
         self._ended: set[str] = set()
         self._preemptions: dict[str, int] = {}
         self._waited: dict[str, int] = {}
@@ -40,64 +56,76 @@ class RequestEvents:
         #: Requests whose load may come short because the schedule makes it; "" for all.
         self.may_fail: set[str] = set()
 
+    def add(self, event: ev.Event) -> None:
+        """The ledger's rules look at it."""
+        self.log.append((self.steps, event))
+        self.findings += self._ledger.feed(event)
+
+    def violated(self, rule: rules.LabRule, request: str, message: str) -> None:
+        """A rule of the lab's own is violated."""
+        self.findings.append(self.finding(rule, request, message))
+
+    def finding(self, rule: rules.LabRule, request: str, message: str) -> Finding:
+        return Finding(rule.code, rule.name, "violated", request, message, self.log[-1][1])
+
     def wrap_hooks(self, connector: Any) -> None:
-        """See the hooks' answers. The wrappers stand on the instance, over whatever the class holds, fixes included."""
+        """Record the hooks' answers. The wrappers are set on the instance, over what the class has, fixes included."""
         ask, grant = connector.get_num_new_matched_tokens, connector.update_state_after_alloc
 
         def asked(request: Any, computed: int) -> Any:
             promised, asynchronous = ask(request, computed)
-            hit = self._connector.hit(request.request_id)
+            hit = self._connector.reader.hit(request.request_id)
             self.hits[request.request_id] = hit or 0
-            self._log.add(ev.Asked(request.request_id, request.num_tokens, computed, hit, promised, asynchronous))
+            self.add(ev.Asked(request.request_id, request.num_tokens, computed, hit, promised, asynchronous))
             return promised, asynchronous
 
         def granted(request: Any, blocks: Any, external: int) -> Any:
-            self._log.add(ev.Granted(request.request_id, external))
+            self.add(ev.Granted(request.request_id, external))
             return grant(request, blocks, external)
 
         connector.get_num_new_matched_tokens = asked
         connector.update_state_after_alloc = granted
+
+    # ------------------------------------------------------------------ what the scheduler did
 
     def admitted(self, name: str) -> None:
         """Forget an earlier request of this id."""
         self._ended.discard(name)
         self._preemptions[name] = 0
 
-    # ------------------------------------------------------------------ what the scheduler did
-
     def preempted(self) -> None:
         for name, request in self._model.requests.items():
             if request.num_preemptions > self._preemptions[name]:
                 self._preemptions[name] = request.num_preemptions
-                self._log.counts["preemptions"] += 1
-                self._log.add(ev.Preempted(name))
+                self.counts["preemptions"] += 1
+                self.add(ev.Preempted(name))
 
     def scheduled(self, output: Any, metadata: Any) -> None:
         first = {new.req_id for new in output.scheduled_new_reqs}.union(scheduling.resumed(output))
-        for due in self._connector.due(metadata):
-            self._log.add(ev.LoadDue(*due))
+        for load in self._connector.reader.loads(metadata) or []:
+            self.add(ev.LoadDue(*load))
         for name, tokens in output.num_scheduled_tokens.items():
             done = self._model.requests[name].num_computed_tokens - tokens
             capacity = len(self._model.blocks(name)) * self._model.slots.block_size
-            self._log.add(ev.Scheduled(name, done, tokens, capacity, name in first))
+            self.add(ev.Scheduled(name, done, tokens, capacity, name in first))
 
     def ended(self) -> None:
         for name, request in self._model.requests.items():
             if request.is_finished() and name not in self._ended:
                 self._ended.add(name)
-                self._log.counts["finished"] += 1
+                self.counts["finished"] += 1
                 at = self._model.wrong_text(name)
                 if at is not None:
-                    self._log.violated(rules.WRONG_TEXT, name, f"token {at} is not what the model says there")
-                self._log.add(ev.Finished(name, False))
+                    self.violated(rules.WRONG_TEXT, name, f"token {at} is not what the model says there")
+                self.add(ev.Finished(name, False))
 
     def aborted(self, name: str, doing: set[str]) -> None:
-        self._log.add(ev.Finished(name, True))
-        self._log.counts.update(("aborted", *(f"aborted_{each}" for each in doing)))
+        self.add(ev.Finished(name, True))
+        self.counts.update(("aborted", *(f"aborted_{each}" for each in doing)))
         self._ended.add(name)
 
     def stuck(self) -> None:
-        """Who waits for a load that is not in flight, for longer than an answer takes.
+        """Which requests wait for a load that is not in flight, for longer than an answer takes.
 
         One whose load is done and reported waits for a place in a step, as all do.
         """
@@ -106,44 +134,44 @@ class RequestEvents:
             waits = request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
             waits = waits and name not in self._connector.loading() and name not in done
             self._waited[name] = self._waited.get(name, 0) + 1 if waits else 0
-            if self._waited[name] == PATIENCE:
-                self._log.add(ev.Stuck(name, PATIENCE))
+            if self._waited[name] == STUCK:
+                self.add(ev.Stuck(name, STUCK))
 
     def never_end(self) -> None:
-        """All is free, many steps were made, and these requests are still there."""
+        """All blocks are free, many steps were made, and these requests are still there."""
         for name, request in self._model.requests.items():
             if not request.is_finished():
-                self._log.violated(rules.NEVER_ENDS, name, f"is {request.status.name} for ever")
+                self.violated(rules.NEVER_ENDS, name, f"is {request.status.name} for ever")
 
     def leaked(self) -> None:
-        """All is over: what is kept of requests that have ended."""
+        """All requests have ended: what the connector keeps of them."""
         for where, names in self._connector.kept().items():
             for name in sorted(names & self._ended):
-                self._log.add(ev.Left(name, where))
+                self.add(ev.Left(name, where))
 
     # ------------------------------------------------------------------ what the connector did
 
     def loaded(self, name: str, end: int, tokens: int) -> None:
         """A load is done: so many tokens were moved, the last before `end`."""
-        self._log.counts["loaded_tokens"] += tokens
-        self._log.add(ev.Loaded(name, tokens, end))
-        due = self._log.ledger.histories[name].due
+        self.counts["loaded_tokens"] += tokens
+        self.add(ev.Loaded(name, tokens, end))
+        due = self._ledger.histories[name].due
         if due is not None and end < due.end:
             if not self.may_fail.intersection((name, "")):
-                self._log.violated(rules.LOAD_CAME_SHORT, name, f"loaded up to {end} of {due.end} that were promised")
-            self._log.counts["loads_partial" if tokens else "loads_failed"] += 1
-            self._log.add(ev.LoadFailed(name, None))
+                self.violated(rules.LOAD_CAME_SHORT, name, f"loaded up to {end} of {due.end} that were promised")
+            self.counts["loads_partial" if tokens else "loads_failed"] += 1
+            self.add(ev.LoadFailed(name, None))
         self.may_fail.discard(name)
 
     def stored(self, name: str, tokens: list[int], start: int, end: int) -> None:
         """What was hit is there, also if the load of it failed."""
-        self._log.counts["stored_tokens"] += end - start
-        self._log.add(ev.Stored(name, start, end, self.hits.get(name, 0)))
+        self.counts["stored_tokens"] += end - start
+        self.add(ev.Stored(name, start, end, self.hits.get(name, 0)))
         if not self._model.prefixes[name].is_prefix(tokens):
             self.wrong_content(name, f"stores {len(tokens)} tokens that are not the first ones of the request")
 
     def wrong_content(self, name: str, message: str) -> None:
-        self._log.violated(rules.WRONG_CONTENT, name, message)
+        self.violated(rules.WRONG_CONTENT, name, message)
 
     def right(self, name: str) -> list[int]:
         """The right contents of this request's tokens."""
@@ -151,8 +179,8 @@ class RequestEvents:
 
     def lookup_timed_out(self, name: str) -> None:
         """The scheduler has waited for it."""
-        self._log.seconds += LOOKUP_TIMEOUT
-        self._log.add(ev.TimedOut(name, LOOKUP_TIMEOUT, self._log.seconds))
+        self.seconds += LOOKUP_TIMEOUT
+        self.add(ev.TimedOut(name, LOOKUP_TIMEOUT, self.seconds))
 
     def lookup_unanswered(self) -> None:
-        self._log.counts["lookups_unanswered"] += 1
+        self.counts["lookups_unanswered"] += 1

@@ -1,4 +1,4 @@
-"""Rules that only the lab can look at: it has the slots, the requests and the server. LAB007 is about kvfix itself.
+"""Rules that only the lab can check: it has the slots, the requests and the server. LAB007 is about kvfix itself.
 
 The rules of the ledger (KVR) are in kvfix.ledger.rules; of both a `Finding` has code and name.
 """
@@ -16,60 +16,33 @@ class LabRule(NamedTuple):
     doc: str
 
 
-WRONG_CONTENT = LabRule(
-    "LAB001",
-    "wrong-content",
-    """Each slot that a step reads holds the KV of the token that belongs there, and so does each chunk that is stored.
-
-    A slot of the lab holds the hash of all tokens up to the one whose KV it stands for: a load into the wrong slot, a
-    stale block, KV of another prompt, tenant or adapter is found where it is read. In an engine it is wrong text.
-    """,
-)
-LOAD_CAME_SHORT = LabRule(
-    "LAB002",
-    "load-came-short",
-    """A load brings all tokens that were promised, but where the schedule makes it fail.
-
-    What it does not bring vLLM computes again, or ends the request with an error (`kv_load_failure_policy`).
-    """,
-)
-NEVER_ENDS = LabRule(
-    "LAB003",
-    "never-ends",
-    """Every request ends, once all blocks are free and many steps were made: else its client waits for ever.""",
-)
-NOT_STORED = LabRule(
-    "LAB004",
-    "not-stored",
-    """Each whole chunk of a prompt that was computed is in the cache afterwards, where the scenario expects it.""",
-)
-HARMED_BY_OTHERS = LabRule(
-    "LAB005",
-    "harmed-by-others",
-    """A request none of whose own loads has failed ends with an answer, not with an error.""",
-)
-NOT_FOUND = LabRule(
-    "LAB006",
-    "not-found",
-    """A lookup finds what is in the cache, where the scenario expects it.""",
-)
-FAULT_OF_KVFIX = LabRule(
-    "LAB007",
-    "fault-of-kvfix",
-    """Nothing goes wrong in kvfix itself.
-
-    An engine goes on without the fix and logs it once; in the lab it is a violation, so that it is noticed.
-    """,
-)
-WRONG_TEXT = LabRule(
-    "LAB008",
-    "wrong-text",
-    """Each token of an answer is the one that the model samples after the tokens before it.
-
-    A token sampled in the lab is a function of all tokens before it, and another one where the step has read wrong KV.
-    """,
-)
-
 RULES = (
-    WRONG_CONTENT, LOAD_CAME_SHORT, NEVER_ENDS, NOT_STORED, HARMED_BY_OTHERS, NOT_FOUND, FAULT_OF_KVFIX, WRONG_TEXT,
+    LabRule("LAB001", "wrong-content", """\
+Each slot that a step reads holds the KV of the token that belongs there, and so does each chunk that is stored.
+
+A slot of the lab holds the hash of all tokens up to the one whose KV it stands for: a load into the wrong slot, a
+stale block, KV of another prompt, tenant or adapter is found where it is read. In an engine it is wrong text."""),
+    LabRule("LAB002", "load-came-short", """\
+A load brings all tokens that were promised, but where the schedule makes it fail.
+
+What it does not bring vLLM computes again, or ends the request with an error (`kv_load_failure_policy`)."""),
+    LabRule("LAB003", "never-ends", """\
+Every request ends, once all blocks are free and many steps were made: else its client waits for ever."""),
+    LabRule("LAB004", "not-stored", """\
+Each whole chunk of a prompt that was computed is in the cache afterwards, where the scenario expects it."""),
+    LabRule("LAB005", "harmed-by-others", """\
+A request none of whose own loads has failed ends with an answer, not with an error."""),
+    LabRule("LAB006", "not-found", """\
+A lookup finds what is in the cache, where the scenario expects it."""),
+    LabRule("LAB007", "fault-of-kvfix", """\
+Nothing goes wrong in kvfix itself.
+
+An engine goes on without the fix and logs it once; in the lab it is a violation, so that it is noticed."""),
+    LabRule("LAB008", "wrong-text", """\
+Each token of an answer is the one that the model samples after the tokens before it.
+
+A token sampled in the lab is a function of all tokens before it, and another one where the step has read wrong KV."""),
 )  # fmt: skip
+(
+    WRONG_CONTENT, LOAD_CAME_SHORT, NEVER_ENDS, NOT_STORED, HARMED_BY_OTHERS, NOT_FOUND, FAULT_OF_KVFIX, WRONG_TEXT,
+) = RULES  # fmt: skip

@@ -9,18 +9,29 @@ import functools
 import logging
 import os
 import sys
+import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
+from unittest import mock
 
 import kvfix
 from kvfix import catalogue, installed_source
 from kvfix.ledger import Finding
 from kvfix.ledger.events import Event
+from kvfix.session import session
 from kvfix_tools.lab import rules
 from kvfix_tools.lab.releases import cannot_play, missing, versions
 from kvfix_tools.lab.scenario import Scenario
+
+if TYPE_CHECKING:
+    from kvfix_tools.lab.lab_engine import LabEngine
+
+#: Steps after a schedule: kvfix looks for what is kept of an ended request some steps later.
+AFTER = 40
+#: How the message of a finding begins that kvfix reported, to tell it from the lab's own.
+REPORTED = "kvfix reports: "
 
 
 class Result(NamedTuple):
@@ -40,7 +51,7 @@ class Result(NamedTuple):
 
 
 def prepare(lmcache_path: str | None) -> None:
-    """Before anything is imported: this LMCache first, and its chatter kept out. Raises ValueError for a wrong path."""
+    """Before anything is imported: this LMCache first, and its log lines off. Raises ValueError for a wrong path."""
     if lmcache_path is not None:
         if not Path(lmcache_path, "lmcache", "__init__.py").is_file():
             raise ValueError(
@@ -54,7 +65,7 @@ def prepare(lmcache_path: str | None) -> None:
     os.environ.setdefault("LMCACHE_DISABLE_BANNER", "1")
     os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
-    # Else vLLM looks whether Triton is there, and a seed plays otherwise on a machine with a GPU (block_table.py).
+    # Else vLLM looks whether Triton is there, and a seed plays otherwise on a machine with a GPU (model.BlockTable).
     os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
     for dist in ("vllm", "lmcache"):
         if installed_source.package_dir(dist) is None:
@@ -74,17 +85,12 @@ def expected(scenario: Scenario, releases: dict[str, str] | None = None) -> str:
 
 
 def play(scenario: Scenario, fixes: bool) -> Result:
-    """Play it once. The choice of kvfix in this process is set for it, and gone afterwards."""
+    """Play it once. The choice of kvfix in this process is set for it, and reverted afterwards."""
     if expected(scenario) == "not-applicable":
         why = cannot_play(scenario.options.connector) or f"needs {missing(scenario.needs)}"
         return Result(scenario.slug, fixes, "not-applicable", why, [])
-    chosen = [fix.code for fix in catalogue.fixes() if not fix.opt_in or fix.code in scenario.fixes]
-    with applied(fixes, only=chosen):
-        from kvfix_tools.lab.lab_engine import EngineDied, LabEngine
-
-        engine = LabEngine(scenario.options)
-        with suppress(EngineDied):  # it is among the findings
-            scenario.play(engine)
+    with applied(fixes, only=[fix.code for fix in catalogue.fixes() if not fix.opt_in or fix.code in scenario.fixes]):
+        engine = scenario.played()
     findings = engine.findings
     hits = [
         found
@@ -105,7 +111,7 @@ def play(scenario: Scenario, fixes: bool) -> Result:
 
 @contextmanager
 def applied(fixes: bool, mode: str = "fix", only: list[str] | None = None) -> Iterator[None]:
-    """The choice of kvfix in this process, gone afterwards; the engine's log lines are kept out. only: of the fixes.
+    """The choice of kvfix in this process, reverted afterwards; the engine logs nothing. only: of the fixes.
 
     Without fixes and in mode `fix` kvfix is not there at all: all is as released.
     """
@@ -128,3 +134,39 @@ def quiet() -> Iterator[None]:
         yield
     finally:
         logging.disable(before)
+
+
+# ---------------------------------------------------------------------- mode `check`: what an engine reports
+
+
+@contextmanager
+def reported() -> Iterator[list[Finding]]:
+    """What kvfix reports meanwhile. Empty in the modes that look at no rule."""
+    found: list[Finding] = []
+    violations: Any = sys.modules.get("kvfix.connector_events.violations")
+    if violations is None:
+        yield found
+        return
+    report = violations.report
+
+    def listen(watched: Any, hook: str, finding: Finding, error: Exception | None) -> None:
+        found.append(finding._replace(message=f"{REPORTED}{finding.message}"))
+        report(watched, hook, finding, error)
+
+    with mock.patch.object(violations, "report", listen):
+        yield found
+
+
+def let_leaks_be_reported(engine: LabEngine) -> None:
+    """Make the steps after which kvfix, if it watches, looks for what is kept of the last requests."""
+    if session.config is not None and session.config.watches:
+        engine.step(AFTER)
+
+
+def reports(scenario: Scenario) -> list[str]:
+    """The reports of mode `check` without fixes, the first one first."""
+    with tempfile.TemporaryDirectory(prefix="kvfix-lab-") as folder:
+        with mock.patch.dict("os.environ", KVFIX_DUMP_DIR=folder), applied(False, "check"):
+            scenario.played(let_leaks_be_reported)
+        written = sorted(Path(folder).rglob("*.txt"), key=lambda path: int(path.name.split("-")[3]))
+        return [path.read_text() for path in written]

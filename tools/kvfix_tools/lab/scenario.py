@@ -10,18 +10,18 @@ from __future__ import annotations
 import copy
 import functools
 import pkgutil
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, fields, replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from kvfix import catalogue
-from kvfix_tools.lab.options import Options
+from kvfix_tools.lab.options import Options as Options
 from kvfix_tools.lab.steps import Step
 
 if TYPE_CHECKING:
     from kvfix_tools.lab.lab_engine import LabEngine
-
 
 #: Why the hooks of a connector do not show a bug.
 CONTENT = "only the contents of slots or chunks show it"
@@ -29,20 +29,6 @@ SERVER = "only the server of the multi-process connector holds it"
 REQUEST = "no hook is called wrongly: what a request gets is what shows it"
 MEMORY = "it is kept on purpose, for a while: a step does not show that this is for ever"
 WORKER = "what the worker has fetched is in a queue of LMCache's that has no names"
-
-__all__ = [
-    "CONTENT",
-    "MEMORY",
-    "REQUEST",
-    "SERVER",
-    "WORKER",
-    "Options",
-    "Scenario",
-    "Step",
-    "find",
-    "mp_scenarios",
-    "scenarios",
-]
 
 
 @dataclass(frozen=True)
@@ -88,35 +74,37 @@ class Scenario:
         for step in self.schedule:
             # a copy: vLLM and LMCache may change what they are given
             arguments, keywords = copy.deepcopy((step.arguments, step.keywords))
-            getattr(engine, step.method)(*arguments, **keywords)
+            engine.do(step.method, *arguments, **keywords)
+
+    def played(self, then: Callable[[LabEngine], None] = lambda _: None) -> LabEngine:
+        """A new engine that has played it, and done what comes `then`. That it died is among its findings."""
+        from kvfix_tools.lab.lab_engine import EngineDied, LabEngine
+
+        engine = LabEngine(self.options)
+        with suppress(EngineDied):
+            self.play(engine)
+            then(engine)
+        return engine
 
 
 def mp_scenarios(
-    schedule: Sequence[Step],
-    *,
-    rule: str,
-    wrong: str,
-    text: str = "",
-    request: str = "r",
-    vllm: str = ">=0.22.0",
-    not_in_hooks: str = "",
-    hooks_rule: str = "",
-    hooks_releases: tuple[str, ...] = (),
-    **options: Any,
+    schedule: Sequence[Step], *, wrong: str, vllm: str = ">=0.22.0", **more: Any
 ) -> tuple[Scenario, Scenario]:
     """The same schedule on LMCache's multi-process connector and on vLLM's copy of it.
 
     wrong: releases of LMCache that have the bug. vllm: releases of vLLM that show it, if not all that the lab can play.
     Its copy has what LMCache's own of that time had; the lab plays it with the LMCache that it starts with.
+    more: of `Scenario` and of `Options`.
     """
-    sizes = {"block_size": 16, "num_blocks": 60, "chunk_size": 64, **options}
-    mp, in_tree = Options(connector="mp", **sizes), Options(connector="mp-in-tree", **sizes)
-    hooks = (not_in_hooks, hooks_rule, hooks_releases)
+    names = {each.name for each in fields(Options)} & set(more)
+    sizes = {"block_size": 16, "num_blocks": 60, "chunk_size": 64, **{name: more.pop(name) for name in names}}
     own, copied = {"lmcache": ">=0.4.5"}, {"lmcache": ">=0.4.4,<0.4.7"}
-    return (
-        Scenario(schedule, rule, {"vllm": vllm, "lmcache": wrong}, text, request, mp, own, *hooks),
-        Scenario(schedule, rule, {"vllm": vllm, **copied}, text, request, in_tree, copied, *hooks),
-    )
+
+    def scenario(connector: str, wrong: dict[str, str], needs: dict[str, str]) -> Scenario:
+        options = Options(connector=connector, **sizes)
+        return Scenario(schedule, wrong={"vllm": vllm, **wrong}, needs=needs, options=options, **more)
+
+    return scenario("mp", {"lmcache": wrong}, own), scenario("mp-in-tree", copied, copied)
 
 
 @functools.cache

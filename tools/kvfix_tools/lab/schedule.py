@@ -18,14 +18,14 @@ from kvfix_tools.lab.releases import DRAWN_SINCE
 FORMAT = 1
 DrawnStep = tuple[Any, ...]
 
-#: How often each step is drawn. The unpleasant ones are left out of a plain schedule.
-_PLEASANT = {"step": 60, "admit": 10, "take_blocks": 2, "free_blocks": 3, "budget": 1, "reset_prefix_cache": 1}
-_UNPLEASANT = {"abort": 4, "evict": 1, "fail_load": 2, "admit_again": 2, "timeout": 1, "preempt": 2}
+#: How often each step is drawn. A plain schedule has no faults.
+_PLAIN = {"step": 60, "admit": 10, "take_blocks": 2, "free_blocks": 3, "budget": 1, "reset_prefix_cache": 1}
+_FAULTS = {"abort": 4, "evict": 1, "fail_load": 2, "admit_again": 2, "timeout": 1, "preempt": 2}
 #: Only where lookups take time.
 _ASYNCHRONOUS = {"slow_lookups": 2, "wait": 1}
 #: Only where another connector is there: it has the next request, or one that was preempted.
 _MULTI_CONNECTOR = {"is_beside": 5}
-KINDS = frozenset((*_PLEASANT, *_UNPLEASANT, *_ASYNCHRONOUS, *_MULTI_CONNECTOR, "lose_loads"))
+KINDS = frozenset((*_PLAIN, *_FAULTS, *_ASYNCHRONOUS, *_MULTI_CONNECTOR, "lose_loads"))
 
 
 class Schedule(NamedTuple):
@@ -44,9 +44,8 @@ class Schedule(NamedTuple):
             whole = json.loads(text)
             version = whole["kvfix-schedule"]
             if version != FORMAT:
-                raise ValueError(
-                    f"it is of schedule format {version}, this kvfix reads {FORMAT}: find it again by its seed"
-                )
+                text = f"it is of schedule format {version}, this kvfix reads {FORMAT}: find it again by its seed"
+                raise ValueError(text)
             steps = tuple(tuple(step) for step in whole["steps"])
             unknown = {str(step[0]) for step in steps} - KINDS
             if unknown:
@@ -77,38 +76,35 @@ def draw(seed: int, connector: str, plain: bool = False, lacks: Collection[str] 
 
     lacks: settings and options that what is installed does not have.
     """
-    dice = random.Random(seed)
-    block = dice.choice((4, 8, 16))
-    chunk = block * dice.choice((1, 2, 4) if connector != "v1" else (1, 2, 3, 4))
-    blocks = dice.randrange(12, 48)
+    rng = random.Random(seed)
+    block = rng.choice((4, 8, 16))
+    chunk = block * rng.choice((1, 2, 4) if connector != "v1" else (1, 2, 3, 4))
+    blocks = rng.randrange(12, 48)
     room = block * (blocks - 2)
-    lmcache: dict[str, Any] = {}
-    if not plain:
-        drawn = {
-            name: dice.choice(values) for name, values in _settings(connector, chunk).items() if dice.random() < 0.3
-        }
-        lmcache = {name: value for name, value in drawn.items() if name not in lacks}
+    settings = {} if plain else _settings(connector, chunk)
+    drawn = {name: rng.choice(values) for name, values in settings.items() if rng.random() < 0.3}
+    lmcache: dict[str, Any] = {name: value for name, value in drawn.items() if name not in lacks}
     options = Options(
         connector=connector,
         block_size=block,
         num_blocks=blocks,
         chunk_size=chunk,
-        max_num_batched_tokens=dice.choice((max(block, 8), 3 * block + 1, 8 * block, 64 * block)),
-        max_num_seqs=dice.choice((2, 4, 8)),
+        max_num_batched_tokens=rng.choice((max(block, 8), 3 * block + 1, 8 * block, 64 * block)),
+        max_num_seqs=rng.choice((2, 4, 8)),
         max_model_len=max(64, room),
-        prefix_caching=dice.random() < 0.85,
-        reserve_full_isl=dice.random() < 0.5,
+        prefix_caching=rng.random() < 0.85,
+        reserve_full_isl=rng.random() < 0.5,
         lmcache=lmcache,
-        beside=connector == "v1" and not plain and dice.random() < 0.2,
-        delay=1 if plain else dice.choice((1, 1, 2, 5)),
-        kv_load_failure_policy="recompute" if plain else dice.choice(("recompute", "recompute", "fail")),
+        beside=connector == "v1" and not plain and rng.random() < 0.2,
+        delay=1 if plain else rng.choice((1, 1, 2, 5)),
+        kv_load_failure_policy="recompute" if plain else rng.choice(("recompute", "recompute", "fail")),
     )
-    # with dice of their own, so that the rest of a seed is the same where they are not drawn
+    # each from a generator of its own, so that the rest of a seed is the same where they are not drawn
     switches: dict[str, Any] = {
         name: random.Random(f"{name} {seed}").random() < 0.3 for name in DRAWN_SINCE if name not in lacks
     }
     options = dataclasses.replace(options, **switches)
-    weights = dict(_PLEASANT) if plain else {**_PLEASANT, **_UNPLEASANT}
+    weights = dict(_PLAIN) if plain else {**_PLAIN, **_FAULTS}
     if connector != "v1" and not plain:
         weights["lose_loads"] = 1
     if "enable_async_loading" in lmcache:
@@ -117,30 +113,30 @@ def draw(seed: int, connector: str, plain: bool = False, lacks: Collection[str] 
         weights |= _MULTI_CONNECTOR
     names = list(weights)
     steps: list[DrawnStep] = []
-    for number in range(dice.randrange(30, 160)):
-        kind = dice.choices(names, [weights[name] for name in names])[0] if number else "admit"
-        steps.append(_step(dice, kind, number, options, room))
+    for number in range(rng.randrange(30, 160)):
+        kind = rng.choices(names, [weights[name] for name in names])[0] if number else "admit"
+        steps.append(_step(rng, kind, number, options, room))
     return Schedule(options, tuple(steps))
 
 
-def _step(dice: random.Random, kind: str, number: int, options: Options, room: int) -> DrawnStep:
+def _step(rng: random.Random, kind: str, number: int, options: Options, room: int) -> DrawnStep:
     if kind in ("admit", "admit_again"):
         # few prompts, so that they share prefixes; lengths around the edges of blocks and chunks
-        whole = dice.randrange(1, max(2, room // options.chunk_size)) * options.chunk_size
-        tokens = max(1, min(room - 40, whole + dice.choice((-1, 0, 0, 1, dice.randrange(options.chunk_size)))))
+        whole = rng.randrange(1, max(2, room // options.chunk_size)) * options.chunk_size
+        tokens = max(1, min(room - 40, whole + rng.choice((-1, 0, 0, 1, rng.randrange(options.chunk_size)))))
         # vLLM makes every id its own (input_processor.py 0.32.0:371). The worker of the multi-process connector builds
         # on it: it reports no id twice (vllm_multi_process_adapter.py 0.5.6:2034), so the second one is never freed.
         again = kind == "admit_again" and options.connector == "v1"
-        which = dice.randrange(8) if again else number
-        return ("admit", f"r{which}", dice.randrange(3), tokens, dice.choice((1, 2, 5, 20, 30)))
+        which = rng.randrange(8) if again else number
+        return ("admit", f"r{which}", rng.randrange(3), tokens, rng.choice((1, 2, 5, 20, 30)))
     if kind in ("abort", "fail_load", "preempt", "is_beside"):
-        return (kind, dice.randrange(8), dice.randrange(3))
+        return (kind, rng.randrange(8), rng.randrange(3))
     if kind == "take_blocks":
-        return (kind, dice.randrange(1, options.num_blocks))
+        return (kind, rng.randrange(1, options.num_blocks))
     if kind == "evict":
-        return (kind, dice.randrange(1, 6), dice.random() < 0.3)
+        return (kind, rng.randrange(1, 6), rng.random() < 0.3)
     if kind in ("slow_lookups", "wait"):
-        return (kind, dice.randrange(5))
+        return (kind, rng.randrange(5))
     if kind == "budget":
-        return (kind, dice.choice((1, options.block_size, options.max_num_batched_tokens)))
+        return (kind, rng.choice((1, options.block_size, options.max_num_batched_tokens)))
     return (kind,)

@@ -1,27 +1,30 @@
-"""LMCache's in-process connector in the lab: the real adapter in both roles, over stand-ins for what needs a GPU.
+"""LMCache's in-process connector in the lab: the real adapter in both roles, with replacements for what needs a GPU.
 
 Real: `LMCacheConnectorV1Impl`, scheduler and worker, its trackers and metadata, the lookup client with its cache of
-results, LMCache's chunking and keys. Stand-ins (v1_stand_ins.py): the socket between lookup client and worker, and the
-cache engine, which copies between the lab's slots and chunks instead of GPU and CPU memory.
+results, LMCache's chunking and keys. Replaced: the socket between lookup client and worker, and the cache engine, which
+copies between the lab's slots and chunks instead of GPU and CPU memory.
 """
 
 from __future__ import annotations
 
+import json
 import sys
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
+import zmq
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 
 from kvfix.connector_events import readers
+from kvfix_tools.lab import vllm_objects
 from kvfix_tools.lab.connector import Connector
 from kvfix_tools.lab.memory import Cache, Prefix, Slots
-from kvfix_tools.lab.v1_stand_ins import CacheEngine, LookupSocket
+from kvfix_tools.lab.options import Options
 
 if TYPE_CHECKING:
-    from vllm.v1.core.sched.scheduler import Scheduler
-
     from kvfix_tools.lab.request_events import RequestEvents
 
 ADAPTER = "lmcache.integration.vllm.vllm_v1_adapter"
@@ -29,17 +32,152 @@ ADAPTER = "lmcache.integration.vllm.vllm_v1_adapter"
 _SHARED = ["kv_role", "config", "async_loading", "_block_size", "_lmcache_chunk_size", "_stats_monitor", "_vllm_config"]
 
 
+class LookupSocket:
+    """In place of the socket between lookup client and worker: the worker's answer, at once.
+
+    `fails`: how many of the next questions time out. Real is what uses the socket: the client's own code (to 0.3.15),
+    LMCache's transport (since 0.4.1).
+    """
+
+    events: RequestEvents
+
+    def __init__(self, lookup: Callable[[list[Any], list[int], str, str], int], packed: bool) -> None:
+        self._lookup = lookup
+        #: Whether every part of a question is packed, or hashes and offsets only.
+        self._packed = packed
+        self._question: list[Any] = []
+        self.fails = 0
+
+    def send_multipart(self, parts: list[bytes], copy: bool = True) -> None:
+        unpack = msgspec.msgpack.decode
+        texts = [unpack(part) if self._packed else part.decode() for part in parts[2:]]
+        self._question = [unpack(parts[0]), unpack(parts[1]), *texts]
+
+    def recv(self) -> bytes:
+        if self.fails > 0:
+            self.fails -= 1
+            self.events.lookup_unanswered()
+            self.events.lookup_timed_out(self._question[2])
+            raise zmq.Again
+        return self._lookup(*self._question).to_bytes(4, "big")
+
+    def close(self, linger: int = 0) -> None: ...
+
+
+class CacheEngine:
+    """In place of `LMCacheEngine`: the calls that the adapter makes of it, on the lab's memory."""
+
+    storage_manager = None
+    gpu_connector = None
+    events: RequestEvents
+
+    def __init__(self, slots: Slots, cache: Cache, tokens: Any) -> None:
+        self.slots = slots
+        self.cache = cache
+        self.tokens = tokens
+        self.lookup_pins: dict[str, Any] = cache.pins
+        #: The connector's metadata of the step that runs.
+        self.metadata: Any = None
+        #: request -> loads that fail after so many chunks
+        self.failing: dict[str, int] = {}
+        #: Requests whose store in this step was named by its slots.
+        self._named: set[str] = set()
+
+    def is_healthy(self) -> bool:
+        return True
+
+    def post_init(self, **more: Any) -> None:
+        """The real one looks at the KV tensors here."""
+
+    def lookup(self, hashes: list[Any], offsets: list[int], lookup_id: str, configs: str = "") -> int:
+        """Tokens found, pinned for this lookup (LMCacheEngine.lookup with pin=True)."""
+        tags = tags_of(json.loads(configs) if configs else None)
+        return sum(offsets[: self.cache.pinned_prefix([(key, *tags) for key in hashes], lookup_id)])
+
+    def lookup_unpin(self, lookup_ids: str | list[str]) -> None:
+        for lookup_id in [lookup_ids] if isinstance(lookup_ids, str) else lookup_ids:
+            self.cache.unpin(lookup_id)
+
+    def retrieve(self, tokens: Any, mask: Any = None, **more: Any) -> Any:
+        """Chunks from the cache into slots, up to the first that is not there. Which tokens were moved, as a mask."""
+        slot_mapping, name = more["slot_mapping"].tolist(), str(more["req_id"])
+        moved = torch.zeros(len(tokens), dtype=torch.bool)
+        chunks_to_load = self.failing.pop(name, sys.maxsize)
+        last = 0
+        for start, end, key in self._keys(tokens, mask, more):
+            contents = self.chunk(name, key)
+            if contents is None or chunks_to_load == 0 or end > len(slot_mapping):
+                break
+            chunks_to_load -= 1
+            for slot, content in zip(slot_mapping[start:end], contents, strict=True):
+                self.slots.put(slot, content)
+            moved[start:end] = True
+            last = end
+        self.events.loaded(name, last, int(moved.sum()))
+        return moved
+
+    def chunk(self, name: str, key: object) -> list[int] | None:
+        """What a load of this request finds under the key."""
+        return self.cache.get(key)
+
+    def store(self, tokens: Any, mask: Any = None, **more: Any) -> None:
+        """Slots into the cache, chunk by chunk; a chunk that is there already stays as it is."""
+        slot_mapping, name = more["slot_mapping"].tolist(), self._name(more)
+        first, last = None, 0
+        for start, end, key in self._keys(tokens, mask, more):
+            first, last = start if first is None else first, end
+            if key not in self.cache:
+                self.cache[key] = [self.slots.get(slot) for slot in slot_mapping[start:end]]
+        if first is not None:
+            self.events.stored(name, list(tokens), first, last)
+
+    def begin(self, metadata: Any) -> None:
+        """A step begins, with these metadata of the scheduler's role."""
+        self.metadata = metadata
+        self._named.clear()
+
+    def _keys(self, tokens: Any, mask: Any, call: dict[str, Any]) -> Iterator[tuple[int, int, object]]:
+        """(first token, end, key) of each chunk: LMCache's own hash, and the tags that it puts into its keys."""
+        tags = tags_of(call.get("request_configs"))
+        for start, end, key in self.tokens.process_tokens(tokens, mask=mask, make_key=False):
+            yield start, end, (key, *tags)
+
+    def _name(self, call: dict[str, Any]) -> str:
+        """The request that a store is for. Early releases do not say; its slots do, which it may share with others."""
+        if call.get("req_id"):
+            return str(call["req_id"])
+        slots = call["slot_mapping"]
+        for meta in self.metadata.requests:
+            saves = meta.save_spec is None or meta.save_spec.can_save
+            if saves and meta.req_id not in self._named and torch.equal(meta.slot_mapping[: len(slots)], slots):
+                self._named.add(meta.req_id)
+                return str(meta.req_id)
+        raise LookupError("a store for no request of this step")
+
+
+def tags_of(configs: dict[str, Any] | None) -> list[tuple[str, Any]]:
+    """What of a request's configuration is part of a key (CacheEngineKey, lmcache/utils.py)."""
+    return sorted(item for item in (configs or {}).items() if item[0].startswith("lmcache.tag."))
+
+
 class V1(Connector):
     """Both roles, joined by the lab's memory."""
 
-    def __init__(self, scheduler: Scheduler, connector: Any, slots: Slots, cache: Cache) -> None:
-        self.scheduler = scheduler
-        self.in_scheduler = connector
-        self.scheduler_adapter = connector._lmcache_engine
+    def __init__(self, options: Options, slots: Slots, cache: Cache) -> None:
+        self.scheduler = vllm_objects.scheduler(options, vllm_objects.vllm_config(options))
+        self.in_scheduler = self.scheduler.connector
+        if options.beside:
+            self.other, self.in_scheduler = self.scheduler.connector._connectors
+        self.scheduler_adapter = self.in_scheduler._lmcache_engine
         self.cache_engine = self._join(self.scheduler_adapter.lookup_client, slots, cache)
+        self.failing = self.cache_engine.failing
         self.worker_adapter = self._make_worker_adapter()
-        self.in_worker = self._connector_over(self.worker_adapter)
-        self.reader = readers.V1(connector)
+        kind: Any = type(self.in_scheduler)
+        self.in_worker = kind.__new__(kind)
+        vars(self.in_worker).update(_lmcache_engine=self.worker_adapter, _connector_metadata=None)
+        vars(self.in_worker).update(_role=KVConnectorRole.WORKER)
+        self.worker_adapter._parent = self.in_worker
+        self.reader = readers.V1(self.in_scheduler)
 
     def _join(self, client: Any, slots: Slots, cache: Cache) -> CacheEngine:
         """The worker's cache, answering the scheduler's lookup client."""
@@ -77,28 +215,18 @@ class V1(Connector):
             adapter.lmcache_engine = self.cache_engine
         return adapter
 
-    def _connector_over(self, adapter: Any) -> Any:
-        """The connector in the worker's role, as vLLM calls it: it hands on to the adapter."""
-        kind: Any = type(self.in_scheduler)
-        connector = kind.__new__(kind)
-        vars(connector).update(_lmcache_engine=adapter, _role=KVConnectorRole.WORKER, _connector_metadata=None)
-        adapter._parent = connector
-        return connector
-
     def listen(self, events: RequestEvents) -> None:
         self.events = self.cache_engine.events = self.socket.events = events
 
-    def put(self, prompt: list[int]) -> None:
-        """Another instance has stored this prompt, whole chunks of it."""
+    def stored_elsewhere(self, prompt: list[int]) -> None:
+        """A step: another instance has stored this prompt in the cache, whole chunks of it."""
         contents, size = Prefix().of(prompt), self.scheduler_adapter._lmcache_chunk_size
         for start, end, key in self.cache_engine.tokens.process_tokens(prompt, make_key=False):
             if end - start == size:
-                self.cache_engine.cache.put((key,), contents[start:end])
-
-    def fail_load(self, request: str, after_chunks: int) -> None:
-        self.cache_engine.failing[request] = after_chunks
+                self.cache_engine.cache[(key,)] = contents[start:end]
 
     def lookups_fail(self, how_many: int) -> None:
+        """A step: so many of the next lookups time out, which is answered as no hit. It takes the lab's time only."""
         self.socket.fails = how_many
 
     def start_step(self, metadata: Any, forward: bool) -> None:

@@ -2,7 +2,7 @@
 
 With `enable_async_loading` a lookup is sent and answered later; until then the connector answers "not known yet", and
 the worker fetches the chunks ahead of the load. Real: both ends' message handling, the client's states, time-outs and
-clean-up. Stand-ins: sockets, threads, and where the fetched chunks wait. Each end runs when the lab says so, never
+clean-up. Replaced: sockets, threads, and where the fetched chunks are kept. Each end runs when the lab calls it, never
 by itself: the same schedule gives the same run.
 """
 
@@ -15,10 +15,9 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from kvfix_tools.lab.connector import CLIENT
 from kvfix_tools.lab.memory import Cache, Slots
-from kvfix_tools.lab.no_sockets import CLIENT
-from kvfix_tools.lab.v1 import V1
-from kvfix_tools.lab.v1_stand_ins import CacheEngine, tags_of
+from kvfix_tools.lab.v1 import V1, CacheEngine, tags_of
 
 if TYPE_CHECKING:
     from kvfix_tools.lab.request_events import RequestEvents
@@ -124,74 +123,67 @@ class PrefetchingEngine(CacheEngine):
         self.fetched.pop(lookup_id, None)
 
 
-class AsyncLookups:
-    """Joins the client in the scheduler with a server over `engine`; `deliver` once per step."""
+class AsyncV1(V1):
+    """The v1 connector with `enable_async_loading`: the client in the scheduler, joined with a server over the cache.
 
-    def __init__(self, client: Any, engine: PrefetchingEngine) -> None:
+    `now`: the time of day at both ends, in seconds. Sleeping between polls makes it pass, and so does `wait`.
+    """
+
+    cache_engine: PrefetchingEngine
+
+    def _join(self, client: Any, slots: Slots, cache: Cache) -> PrefetchingEngine:
         module: Any = sys.modules[CLIENT]
+        engine = PrefetchingEngine(slots, cache, client.token_database)
         self.client = client
-        self.engine = engine
         self.server = server = module.LMCacheAsyncLookupServer.__new__(module.LMCacheAsyncLookupServer)
         server.lmcache_engine = engine
         self.to_worker, self.to_scheduler = MessageQueue(server), MessageQueue(client)
         client.push_sockets, client.pull_socket = [self.to_worker], self.to_scheduler
         server.pull_socket, server.push_socket = self.to_worker, self.to_scheduler
         engine.respond = server.send_response_to_scheduler
-        #: The time of day at both ends, in seconds. Sleeping between polls makes it pass, and so does `wait`.
         self.now = 0.0
         module.time = SimpleNamespace(time=lambda: self.now, sleep=self.wait)
-
-    def wait(self, seconds: float) -> None:
-        """Time passes."""
-        self.now += seconds
-
-    def deliver(self) -> None:
-        """Messages to the worker, its answers, messages to the scheduler."""
-        self.to_worker.deliver(self.server.process_requests_from_scheduler)
-        self.engine.answer()
-        self.to_scheduler.deliver(self.client.process_responses_from_workers)
-
-    def kept(self) -> dict[str, set[str]]:
-        """What is kept by request id. A finished lookup of an aborted request is cleaned up by the next lookup of any
-        other, and so is not counted, nor is one that waits for an answer; an aborted id without either is kept for
-        ever."""
-        status = self.client.reqs_status
-        aborted = set(getattr(self.client, "aborted_lookups", ()))
-        to_clean = {name for name in aborted if status.get(name) is not None} | self.engine.unanswered
-        return {
-            "lookup_client.reqs_status": set(status) - to_clean,
-            "lookup_client.aborted_lookups": aborted - set(status) - self.engine.unanswered,
-            "fetched chunks of the worker": set(self.engine.fetched) - to_clean,
-        }
-
-
-class AsyncV1(V1):
-    """The v1 connector with `enable_async_loading`."""
-
-    cache_engine: PrefetchingEngine
-
-    def _join(self, client: Any, slots: Slots, cache: Cache) -> PrefetchingEngine:
-        engine = PrefetchingEngine(slots, cache, client.token_database)
-        self.lookups = AsyncLookups(client, engine)
         return engine
 
     def listen(self, events: RequestEvents) -> None:
         """No lookup is waited for."""
         self.events = self.cache_engine.events = events
 
+    def wait(self, seconds: float) -> None:
+        """A step: so much time passes for lookups, which are given up after `lookup_timeout_ms`."""
+        self.now += seconds
+
     def tick(self) -> None:
         """A step takes a tenth of a second of the lookups' time: one that is never answered is given up after 30."""
-        self.lookups.wait(0.1)
+        self.wait(0.1)
 
     def start_step(self, metadata: Any, forward: bool) -> None:
-        self.lookups.deliver()
+        """First messages to the worker, its answers, messages to the scheduler."""
+        self.to_worker.deliver(self.server.process_requests_from_scheduler)
+        self.cache_engine.answer()
+        self.to_scheduler.deliver(self.client.process_responses_from_workers)
         super().start_step(metadata, forward)
 
+    def slow_lookups(self, steps: int) -> None:
+        """A step: lookups made from now on are answered so many steps later than they could be."""
+        self.cache_engine.delay = steps
+
     def lookups_fail(self, how_many: int) -> None:
+        """A step: so many of the next lookups are never answered."""
         self.cache_engine.lost = how_many
 
     def in_flight(self, request: str) -> set[str]:
         return {"looking"} if request in self.cache_engine.unanswered else set()
 
     def kept(self) -> dict[str, set[str]]:
-        return {**super().kept(), **self.lookups.kept()}
+        """A finished lookup of an aborted request is cleaned up by the next lookup of any other, and so is not counted,
+        nor is one that waits for an answer; an aborted id without either is kept for ever."""
+        status, unanswered = self.client.reqs_status, self.cache_engine.unanswered
+        aborted = set(getattr(self.client, "aborted_lookups", ()))
+        to_clean = {name for name in aborted if status.get(name) is not None} | unanswered
+        return {
+            **super().kept(),
+            "lookup_client.reqs_status": set(status) - to_clean,
+            "lookup_client.aborted_lookups": aborted - set(status) - unanswered,
+            "fetched chunks of the worker": set(self.cache_engine.fetched) - to_clean,
+        }

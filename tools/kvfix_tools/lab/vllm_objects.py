@@ -31,8 +31,8 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
+from kvfix_tools.lab.connector import OtherConnector, no_sockets
 from kvfix_tools.lab.memory import VOCABULARY
-from kvfix_tools.lab.no_sockets import no_sockets
 from kvfix_tools.lab.options import Options
 
 LAYER = "model.layers.0.self_attn.attn"
@@ -94,13 +94,6 @@ def _model() -> ModelConfig:
         return ModelConfig(model=folder, skip_tokenizer_init=True, dtype="float32", seed=0)
 
 
-def _model_config(max_model_len: int) -> ModelConfig:
-    """One model for all engines: for each name of a model LMCache keeps its metrics, and what they hold, for ever."""
-    model = copy.copy(_model())
-    model.max_model_len = max_model_len
-    return model
-
-
 def vllm_config(options: Options) -> VllmConfig:
     """The engine's configuration, as `vllm serve` would have made it from these options."""
     cache = CacheConfig(block_size=options.block_size, enable_prefix_caching=options.prefix_caching)
@@ -110,25 +103,29 @@ def vllm_config(options: Options) -> VllmConfig:
     if options.lmcache.get("enable_async_loading"):
         # early releases insist on it, and set it themselves only where they read their own configuration
         extra.setdefault("lmcache.save_unfull_chunk", False)
+    name, module = _CONNECTORS[options.connector]
     transfer: dict[str, Any] = {
-        "kv_connector": _CONNECTORS[options.connector][0],
-        "kv_connector_module_path": _CONNECTORS[options.connector][1],
+        "kv_connector": name,
+        "kv_connector_module_path": module,
         "kv_role": options.kv_role,
         "kv_connector_extra_config": extra,
         # before 0.13 there is no such option, and vLLM does as with "recompute"
         **accepted(KVTransferConfig, kv_load_failure_policy=options.kv_load_failure_policy),
     }
     if options.beside:
-        module = "kvfix_tools.lab.other_connector"
-        other = {"kv_connector": "OtherConnector", "kv_connector_module_path": module, "kv_role": "kv_both"}
+        name, module = OtherConnector.__name__, OtherConnector.__module__
+        other = {"kv_connector": name, "kv_connector_module_path": module, "kv_role": "kv_both"}
         transfer = {
             **transfer,
             "kv_connector": "MultiConnector",
             "kv_connector_module_path": None,
             "kv_connector_extra_config": {"connectors": [other, transfer]},
         }
+    # One model for all engines: for each name of a model LMCache keeps its metrics, and what they hold, for ever.
+    model = copy.copy(_model())
+    model.max_model_len = options.max_model_len
     config = VllmConfig(
-        model_config=_model_config(options.max_model_len),
+        model_config=model,
         cache_config=cache,
         scheduler_config=SchedulerConfig(
             max_num_seqs=options.max_num_seqs,
@@ -149,7 +146,7 @@ def vllm_config(options: Options) -> VllmConfig:
 
 
 def kv_cache(options: Options) -> KVCacheConfig:
-    """One group of full attention. The tensors are the workers' business."""
+    """One KV group of full attention, without tensors: the lab's memory has the contents."""
     spec = FullAttentionSpec(block_size=options.block_size, num_kv_heads=1, head_size=32, dtype=torch.float32)
     groups = [KVCacheGroupSpec([LAYER], spec)]
     return KVCacheConfig(num_blocks=options.num_blocks, kv_cache_tensors=[], kv_cache_groups=groups)
