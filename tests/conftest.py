@@ -85,6 +85,10 @@ def release() -> Callable[[str], Path]:
     return folder
 
 
+#: The function is imported in the fork: it has its arguments by their repr.
+CALL = "from {case.__module__} import {case.__name__} as case; result = case(*{arguments!r})"
+
+
 class ForkServer:
     """A process that has imported vLLM and torch, and nothing of LMCache or kvfix; each call runs in a fork of it.
 
@@ -103,8 +107,12 @@ class ForkServer:
             text=True,
         )
 
-    def __call__(self, code: str, lmcache: Path | None = None) -> Any:
-        """`result` of the code, run with this LMCache first on sys.path. A failure has what it printed."""
+    def __call__(self, case: str | Callable[..., Any], lmcache: Path | None = None, *arguments: Any) -> Any:
+        """`result` of the case, run with this LMCache first on sys.path. A failure has what it printed.
+
+        case: Python that leaves its answer in `result`, or a function of a test module, with these arguments.
+        """
+        code = case if isinstance(case, str) else CALL.format(case=case, arguments=arguments)
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         print(json.dumps({"code": code, "lmcache": str(lmcache or "")}), file=self._process.stdin, flush=True)

@@ -32,6 +32,8 @@ def main() -> None:
     with contextlib.redirect_stdout(io.StringIO()):
         import vllm.distributed.kv_transfer.kv_connector.factory
         import vllm.v1.core.sched.scheduler  # noqa: F401
+
+        import tests.conftest  # noqa: F401  every module with a function for a fork imports it
     assert not any(name.startswith(("lmcache", "kvfix")) for name in sys.modules)
     with contextlib.redirect_stdout(sys.stderr):
         exec("".join(sys.argv[1:]), {})

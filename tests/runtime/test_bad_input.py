@@ -1,8 +1,14 @@
 """Missing, old, odd or broken input: one clear line (what, where, what to do), no traceback, no fix applied."""
 
+import os
+import shutil
 import sys
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
+import kvfix
+from kvfix.fixes.lmcache.kvf001_lookup_cache_ignores_computed import shows_bug
 from tests.conftest import ADAPTER, ROOT, ForkServer, Fresh
 from tests.runtime.test_releases import copy
 
@@ -27,13 +33,18 @@ def test_too_old(tmp_path: Path, fresh: Fresh) -> None:
     assert "look for a kvfix release" in row[5]
 
 
+def status() -> str:
+    kvfix.apply()
+    return next(row.verdict for row in kvfix.status() if row.code == "KVF001")
+
+
+def without_target() -> str:
+    del import_module(ADAPTER).LMCacheConnectorV1Impl
+    return status()
+
+
 def test_target_gone_in_the_live_module(fork_server: ForkServer, release) -> None:  # type: ignore[no-untyped-def]
-    code = f"""
-import {ADAPTER} as adapter
-del adapter.LMCacheConnectorV1Impl
-{STATUS}
-"""
-    assert fork_server(code, release("0.3.10")) == ["unknown"]
+    assert fork_server(without_target, release("0.3.10")) == "unknown"
 
 
 def test_unreadable_target_does_not_stop_the_others(tmp_path: Path, release, fresh: Fresh) -> None:  # type: ignore[no-untyped-def]
@@ -46,8 +57,6 @@ def test_unreadable_target_does_not_stop_the_others(tmp_path: Path, release, fre
 
 
 def test_a_fix_that_cannot_be_loaded_is_skipped_with_a_warning(tmp_path: Path, fresh: Fresh) -> None:
-    import shutil
-
     shutil.copytree(ROOT / "patches/kvfix", tmp_path / "kvfix")
     (tmp_path / "kvfix/fixes/lmcache/kvf999_broken.py").write_text("raise RuntimeError('planted')")
     (tmp_path / "kvfix/fixes/lmcache/kvf998_without_record.py").write_text("")
@@ -62,19 +71,17 @@ def test_a_fix_that_cannot_be_loaded_is_skipped_with_a_warning(tmp_path: Path, f
     assert done.stderr.count("loading kvfix.fixes.lmcache.kvf998_without_record: AttributeError") == 1
 
 
-PLANTED = f"""
-import kvfix, kvfix.{{place}} as place
-def raises(*args, **kwargs):
-    raise RuntimeError("planted")
-place.{{name}} = raises
-kvfix.apply()
-import {ADAPTER} as adapter
-hook = vars(adapter.LMCacheConnectorV1Impl)["get_num_new_matched_tokens"]
-adapter.logger.disabled = True
-from kvfix.fixes.lmcache.kvf001_lookup_cache_ignores_computed import shows_bug
-result = shows_bug(hook, adapter)
-kvfix.revert()
-"""
+def with_error_in(place: str, name: str) -> bool:
+    """Whether the hook is still wrong if this function of kvfix raises."""
+
+    def raises(*_: Any, **__: Any) -> None:
+        raise RuntimeError("planted")
+
+    setattr(import_module(f"kvfix.{place}"), name, raises)
+    kvfix.apply()
+    adapter = import_module(ADAPTER)
+    adapter.logger.disabled = True
+    return shows_bug(vars(adapter.LMCacheConnectorV1Impl)["get_num_new_matched_tokens"], adapter)
 
 
 def test_an_error_in_kvfix_leaves_the_engine_unpatched_and_running(fork_server: ForkServer, release) -> None:  # type: ignore[no-untyped-def]
@@ -87,17 +94,16 @@ def test_an_error_in_kvfix_leaves_the_engine_unpatched_and_running(fork_server: 
         ("catalogue", "fixes", True),
         ("installed_source", "version", False),  # only for the log line
     ):
-        case = PLANTED.format(place=place, name=name)
-        assert fork_server(case, release("0.3.10")) is unpatched, (place, name)
+        assert fork_server(with_error_in, release("0.3.10"), place, name) is unpatched, (place, name)
+
+
+def without_stderr() -> str:
+    os.close(2)
+    sys.stderr = None  # type: ignore[assignment]
+    kvfix.apply()
+    import_module(ADAPTER)
+    return status()
 
 
 def test_a_closed_stderr_stops_nothing(fork_server: ForkServer, release) -> None:  # type: ignore[no-untyped-def]
-    code = f"""
-import os, sys, kvfix
-os.close(2)
-sys.stderr = None
-kvfix.apply()
-import {ADAPTER}
-result = [row.verdict for row in kvfix.status() if row.code == "KVF001"]
-"""
-    assert fork_server(code, release("0.3.10")) == ["applied"]
+    assert fork_server(without_stderr, release("0.3.10")) == "applied"

@@ -1,12 +1,16 @@
 """Rules that every fix keeps, and KVF001 and KVF022 on the real functions of their releases."""
 
+from importlib import import_module
 from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
 
+import kvfix
 from kvfix import catalogue
+from kvfix.fixes import stubs
 from kvfix.fixes.api import SECTIONS, SECTIONS_UNFIXABLE, Fix
+from kvfix.fixes.lmcache import kvf022_resume_shares_block_list as kvf022
 from kvfix.ledger.events import balance
 from tests.conftest import ADAPTER, ForkServer
 
@@ -31,7 +35,7 @@ def test_the_docstring_is_complete(found: Fix) -> None:
 
 
 class Nothing:
-    """An instance that has none of the attributes a correction may ask for."""
+    """An instance that has none of the attributes that a wrapper reads."""
 
     __slots__ = ()
 
@@ -62,6 +66,50 @@ def test_a_wrapper_that_fails_changes_nothing(found: Fix, caplog: Any) -> None:
             wrap(raises)(instance, request)
 
 
+def promises(cases: list[tuple[int, int, int, int]], only: list[str] | None, skip: list[str] | None) -> list[Any]:
+    """The real hook of 0.3.10, first with an empty lookup cache, then twice from the cache with other computed tokens.
+
+    The lookup client is a stub that keeps a hit, like the real one. cases: hit, computed tokens at first, then, total.
+    """
+    kvfix.apply(only=only, skip=skip)
+    adapter = import_module(ADAPTER)
+    adapter.logger.disabled = True
+    adapter.extract_request_configs = lambda params: None
+
+    class Client:
+        supports_producer_reuse = True
+
+        def __init__(self, hit: int) -> None:
+            self.hit = hit
+            self.kept: dict[str, int] = {}
+
+        def lookup_cache(self, lookup_id: str) -> int | None:
+            return self.kept.get(lookup_id)
+
+        def clear_lookup_status(self, lookup_id: str) -> None:
+            self.kept.pop(lookup_id, None)
+
+        def lookup(self, tokens: Any, lookup_id: str, request_configs: Any) -> int:
+            return self.kept.setdefault(lookup_id, self.hit)
+
+    result = []
+    for hit, first, then, total in cases:
+        impl = adapter.LMCacheConnectorV1Impl.__new__(adapter.LMCacheConnectorV1Impl)
+        impl.kv_role, impl.lookup_client, impl.skip_last_n_tokens = "kv_both", Client(hit), 0
+        impl.load_specs, impl._requests_priority, impl._unfinished_requests = {}, {}, {}
+        request = stubs.request(total)
+        answers = [impl.get_num_new_matched_tokens(request, first)]
+        answers += [impl.get_num_new_matched_tokens(request=request, num_computed_tokens=then) for _ in range(2)]
+        spec = impl.load_specs[stubs.NAME]
+        try:
+            impl.update_state_after_alloc(request, answers[-1])
+            died = ""
+        except AssertionError as error:
+            died = str(error)
+        result.append([answers, spec.vllm_cached_tokens, spec.lmcache_cached_tokens, spec.can_load, died])
+    return result
+
+
 class TestKVF001:
     """RULE: (hit, computed, tokens of the request, promised)."""
 
@@ -81,44 +129,10 @@ class TestKVF001:
         assert max(0, balance(hit, computed, total)) == promised
         assert 0 <= promised <= max(0, total - 1 - computed)
 
-    #: The real hook of 0.3.10, first with an empty lookup cache, then twice from the cache with other computed tokens.
-    #: The lookup client is a stub that keeps a hit, like the real one.
-    CASE = f"""
-import kvfix
-kvfix.apply({{only}})
-import {ADAPTER} as adapter
-adapter.logger.disabled = True
-class Client:
-    supports_producer_reuse = True
-    def __init__(self): self.kept = {{{{}}}}
-    def lookup_cache(self, lookup_id): return self.kept.get(lookup_id)
-    def clear_lookup_status(self, lookup_id): self.kept.pop(lookup_id, None)
-    def lookup(self, tokens, lookup_id, request_configs): return self.kept.setdefault(lookup_id, hit)
-class Request:
-    request_id, priority, sampling_params, mm_features, mm_hashes = "r", 0, None, [], []
-    def __init__(self, total): self.num_tokens = total; self.all_token_ids = self.prompt_token_ids = [0] * total
-adapter.extract_request_configs = lambda params: None
-result = []
-for hit, first, then, total in {{cases}}:
-    impl = adapter.LMCacheConnectorV1Impl.__new__(adapter.LMCacheConnectorV1Impl)
-    impl.kv_role, impl.lookup_client, impl.skip_last_n_tokens = "kv_both", Client(), 0
-    impl.load_specs, impl._requests_priority, impl._unfinished_requests = {{{{}}}}, {{{{}}}}, {{{{}}}}
-    request = Request(total)
-    answers = [impl.get_num_new_matched_tokens(request, first)]
-    answers += [impl.get_num_new_matched_tokens(request=request, num_computed_tokens=then) for _ in range(2)]
-    spec = impl.load_specs["r"]
-    try:
-        impl.update_state_after_alloc(request, answers[-1])
-        died = ""
-    except AssertionError as error:
-        died = str(error)
-    result.append([answers, spec.vllm_cached_tokens, spec.lmcache_cached_tokens, spec.can_load, died])
-"""
-
     CASES = [(256, 336, 336, 10009), (256, 0, 240, 10009), (200, 0, 0, 200), (200, 96, 96, 200), (1024, 0, 800, 1100)]
 
     def test_as_released(self, fork_server: ForkServer, release: Any) -> None:
-        found = fork_server(self.CASE.format(only="only=[]", cases=self.CASES), release("0.3.10"))
+        found = fork_server(promises, release("0.3.10"), self.CASES, [], None)
         assert [answers for answers, *_ in found] == [
             [0, 256, 256],
             [256, 256, 256],
@@ -128,11 +142,11 @@ for hit, first, then, total in {{cases}}:
         ]
         assert found[0][4] == (
             "Mismatch in tokens to load: 256 vs 256 (tokens in lmcache) - 336 (tokens in vllm) - 0 "
-            "(full lmcache hits subtracts last token to recalculate logits) for request r"
+            "(full lmcache hits subtracts last token to recalculate logits) for request kvfix-probe"
         )
 
     def test_fixed(self, fork_server: ForkServer, release: Any) -> None:
-        found = fork_server(self.CASE.format(only="", cases=self.CASES), release("0.3.10"))
+        found = fork_server(promises, release("0.3.10"), self.CASES, None, None)
         assert found == [
             [[0, 0, 0], 336, 256, False, ""],
             [[256, 16, 16], 240, 256, True, ""],
@@ -142,24 +156,17 @@ for hit, first, then, total in {{cases}}:
         ]
 
     def test_switched_off_alone(self, fork_server: ForkServer, release: Any) -> None:
-        found = fork_server(self.CASE.format(only='skip=["KVF001"]', cases=self.CASES[:1]), release("0.3.10"))
+        found = fork_server(promises, release("0.3.10"), self.CASES[:1], None, ["KVF001"])
         assert found[0][0] == [0, 256, 256]
 
 
-class TestKVF022:
-    """The probes on each version of `update` and `build_connector_meta`, as released and fixed."""
+def probed_kvf022() -> list[bool]:
+    """The probe as released, and fixed."""
+    adapter = import_module(ADAPTER)
+    update = adapter.RequestTracker.update
+    return [kvf022.shows_bug(update, adapter), kvf022.shows_bug(kvf022.fix(adapter)(update), adapter)]
 
-    CASE = f"""
-import {ADAPTER} as adapter
-from kvfix.fixes.lmcache.kvf022_resume_shares_block_list import fix, shows_bug, step_shows_bug
-step = adapter.LMCacheConnectorV1Impl.build_connector_meta
-result = [
-    shows_bug(adapter.RequestTracker.update, adapter),
-    step_shows_bug(step, adapter),
-    step_shows_bug(fix(adapter)(step), adapter),
-]
-"""
 
-    @pytest.mark.parametrize("name", ["0.3.10", "0.3.10.post1", "0.3.11", "0.4.1", "0.5.6"])
-    def test_probe(self, name: str, fork_server: ForkServer, release: Any) -> None:
-        assert fork_server(self.CASE, release(name)) == [True, True, False]
+@pytest.mark.parametrize("name", ["0.3.10", "0.3.10.post1", "0.3.11", "0.4.1", "0.5.6"])
+def test_the_probe_of_kvf022_on_each_version_of_update(name: str, fork_server: ForkServer, release: Any) -> None:
+    assert fork_server(probed_kvf022, release(name)) == [True, False]

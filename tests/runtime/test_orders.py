@@ -4,17 +4,20 @@ After every step the installed function is right exactly if the module is import
 revert the class has its original function object.
 """
 
+import functools
+import importlib
+import sys
 from itertools import permutations
+from typing import Any
 
 import pytest
 
+import kvfix
+from kvfix.fixes.lmcache.kvf001_lookup_cache_ignores_computed import shows_bug
 from tests.conftest import ADAPTER, ForkServer
 
-STEPS = {
-    "import": f"import {ADAPTER} as adapter",
-    "apply": "kvfix.apply()",
-    "revert": "kvfix.revert()",
-}
+HOOK = "get_num_new_matched_tokens"
+STEPS = {"import": lambda: importlib.import_module(ADAPTER), "apply": kvfix.apply, "revert": kvfix.revert}
 ORDERS = [
     *sorted(set(permutations(["import", "apply", "apply", "revert"]))),
     ("apply", "import", "revert", "revert"),
@@ -23,25 +26,27 @@ ORDERS = [
     ("apply", "revert", "import", "apply"),
 ]
 
-CASE = """
-import sys, kvfix
-from types import SimpleNamespace
-from kvfix.fixes.lmcache.kvf001_lookup_cache_ignores_computed import shows_bug
-name = "get_num_new_matched_tokens"
-adapter = sys.modules.get({adapter!r})
-originals, result = [], []
-for step in {steps!r}:
-    exec({sources!r}[step])
-    if adapter is None:
-        result.append(None)
-        continue
-    function = vars(adapter.LMCacheConnectorV1Impl)[name]
-    adapter.logger.disabled = True
-    if shows_bug(function, adapter):
-        originals.append(function)
-    result.append("wrong" if shows_bug(function, adapter) else "right")
-assert len(set(map(id, originals))) <= 1, "revert left another function than the original"
-"""
+
+def status() -> str:
+    return next(row.verdict for row in kvfix.status() if row.code == "KVF001")
+
+
+def play(steps: tuple[str, ...]) -> list[str | None]:
+    originals, result = [], []
+    for step in steps:
+        STEPS[step]()
+        adapter = sys.modules.get(ADAPTER)
+        if adapter is None:
+            result.append(None)
+            continue
+        adapter.logger.disabled = True
+        function = vars(adapter.LMCacheConnectorV1Impl)[HOOK]
+        wrong = shows_bug(function, adapter)
+        if wrong:
+            originals.append(function)
+        result.append("wrong" if wrong else "right")
+    assert len(set(map(id, originals))) <= 1, "revert left another function than the original"
+    return result
 
 
 @pytest.mark.parametrize("steps", ORDERS, ids="-".join)
@@ -52,8 +57,7 @@ def test_order(steps: tuple[str, ...], fork_server: ForkServer, release) -> None
         imported |= step == "import"
         applied = step == "apply" or (applied and step != "revert")
         expected.append(("right" if applied else "wrong") if imported else None)
-    case = CASE.format(adapter=ADAPTER, steps=steps, sources=STEPS)
-    assert fork_server(case, release("0.3.10")) == expected
+    assert fork_server(play, release("0.3.10"), steps) == expected
 
 
 def test_the_orders_are_complete() -> None:
@@ -61,111 +65,102 @@ def test_the_orders_are_complete() -> None:
     assert len(ORDERS) == 16
 
 
-PATCHED_BY_ANOTHER = f"""
-import kvfix, functools
-kvfix.apply() if {{before!r}} else None
-import {ADAPTER} as adapter
-adapter.logger.disabled = True
-cls = adapter.LMCacheConnectorV1Impl
-calls = []
-inner = vars(cls)["get_num_new_matched_tokens"]
-@functools.wraps(inner)
-def theirs(*args, **kwargs):
-    calls.append(1)
-    return inner(*args, **kwargs)
-cls.get_num_new_matched_tokens = theirs
-kvfix.apply()
-from kvfix.fixes.lmcache.kvf001_lookup_cache_ignores_computed import shows_bug
-function = lambda *a: cls.get_num_new_matched_tokens(*a)
-result = [shows_bug(function, adapter)]
-kvfix.revert()
-result.append(shows_bug(function, adapter))
-kvfix.apply()
-result.append(shows_bug(function, adapter))
-result.append(len(calls))
-result.append([row.verdict for row in kvfix.status()][0])
-"""
+def wrapped_by_another(kvfix_first: bool) -> list[Any]:
+    if kvfix_first:
+        kvfix.apply()
+    adapter = importlib.import_module(ADAPTER)
+    adapter.logger.disabled = True
+    cls = adapter.LMCacheConnectorV1Impl
+    calls = []
+    inner = vars(cls)[HOOK]
+
+    @functools.wraps(inner)
+    def theirs(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        return inner(*args, **kwargs)
+
+    def wrong() -> bool:
+        return shows_bug(lambda *arguments: cls.get_num_new_matched_tokens(*arguments), adapter)
+
+    cls.get_num_new_matched_tokens = theirs
+    result = []
+    for step in (kvfix.apply, kvfix.revert, kvfix.apply):
+        step()
+        result.append(wrong())
+    return [*result, len(calls), status()]
 
 
-@pytest.mark.parametrize("before", [True, False], ids=["kvfix first", "the other first"])
-def test_another_tool_wraps_the_same_hook(before: bool, fork_server: ForkServer, release) -> None:  # type: ignore[no-untyped-def]
+@pytest.mark.parametrize("kvfix_first", [True, False], ids=["kvfix first", "the other first"])
+def test_another_tool_wraps_the_same_hook(kvfix_first: bool, fork_server: ForkServer, release) -> None:  # type: ignore[no-untyped-def]
     """The other tool's wrapper is called in every state. Ours is added and removed inside or outside of it."""
-    case = PATCHED_BY_ANOTHER.replace("{before!r}", repr(before))
-    assert fork_server(case, release("0.3.10")) == [False, True, False, 3, "applied"]
+    assert fork_server(wrapped_by_another, release("0.3.10"), kvfix_first) == [False, True, False, 3, "applied"]
 
 
-REPLACED = f"""
-import {ADAPTER} as adapter
-def theirs(self, request, num_computed_tokens):
-    return {{answer}}
-adapter.LMCacheConnectorV1Impl.get_num_new_matched_tokens = theirs
-import kvfix
-kvfix.apply()
-row = [row for row in kvfix.status() if row.code == "KVF001"][0]
-result = [row.verdict, row.reason]
-"""
+def replaced_by_another(answer: int | None) -> list[str]:
+    """answer: None: an AttributeError."""
+
+    def theirs(self: Any, request: Any, num_computed_tokens: int) -> Any:
+        return self.odd if answer is None else answer
+
+    importlib.import_module(ADAPTER).LMCacheConnectorV1Impl.get_num_new_matched_tokens = theirs
+    kvfix.apply()
+    return next([row.verdict, row.reason] for row in kvfix.status() if row.code == "KVF001")
 
 
 @pytest.mark.parametrize(
-    ("answer", "status"), [("256", "applied"), ("0", "fixed-upstream"), ("17", "unknown"), ("self.odd", "unknown")]
+    ("answer", "verdict"), [(256, "applied"), (0, "fixed-upstream"), (17, "unknown"), (None, "unknown")]
 )
-def test_the_probe_decides_on_a_replaced_hook(answer: str, status: str, fork_server: ForkServer, release) -> None:  # type: ignore[no-untyped-def]
-    found, reason = fork_server(REPLACED.replace("{answer}", answer), release("0.3.10"))
-    assert found == status
+def test_the_probe_decides_on_a_replaced_hook(answer, verdict, fork_server: ForkServer, release) -> None:  # type: ignore[no-untyped-def]
+    found, reason = fork_server(replaced_by_another, release("0.3.10"), answer)
+    assert found == verdict
     assert "was replaced by" in reason
 
 
-HALF = """
-import sys, kvfix
-from pathlib import Path
-{first}
-import {adapter} as adapter
-rows = {{row.code: row for row in kvfix.status()}}
-result = [rows["KVF001"].verdict]
-kvfix.apply()
-result.append({{row.code: row for row in kvfix.status()}}["KVF001"].verdict)
-"""
+def applied_in_between(early: bool) -> list[str]:
+    """The status after the import of a module that calls `kvfix.apply()` itself, and after one more call."""
+    if early:
+        kvfix.apply()
+    importlib.import_module(ADAPTER)
+    half = status()
+    kvfix.apply()
+    return [half, status()]
 
 
 @pytest.mark.parametrize(
-    ("first", "statuses"),
-    [("", ["failed", "applied"]), ("kvfix.apply()", ["applied", "applied"])],
-    ids=["late", "early"],
+    ("early", "statuses"), [(False, ["failed", "applied"]), (True, ["applied", "applied"])], ids=["late", "early"]
 )
-def test_applied_while_the_module_is_half_imported(first, statuses, tmp_path, fork_server, release) -> None:  # type: ignore[no-untyped-def]
+def test_applied_while_the_module_is_half_imported(early, statuses, tmp_path, fork_server, release) -> None:  # type: ignore[no-untyped-def]
     from tests.runtime.test_releases import copy
 
     def edit(text: str) -> str:
         head, mark, tail = text.partition("\nclass LMCacheConnectorV1Impl")
         return f"{head}\nimport kvfix\nkvfix.apply()\n{mark}{tail}"
 
-    folder = copy(release("0.3.10"), tmp_path, edit)
-    assert fork_server(HALF.format(first=first, adapter=ADAPTER), folder) == statuses
+    assert fork_server(applied_in_between, copy(release("0.3.10"), tmp_path, edit), early) == statuses
 
 
-RELOADED = f"""
-import importlib, kvfix, sys
-from kvfix.fixes.lmcache.kvf001_lookup_cache_ignores_computed import shows_bug
-kvfix.apply(only=["KVF001"])
-import {ADAPTER} as adapter
-adapter.logger.disabled = True
-result = []
-for reload in (lambda: None, lambda: importlib.reload(adapter), again, lambda: importlib.reload(adapter)):
-    reload()
-    adapter = sys.modules[{ADAPTER!r}]
-    adapter.logger.disabled = True
-    result.append(shows_bug(vars(adapter.LMCacheConnectorV1Impl)["get_num_new_matched_tokens"], adapter))
-    result.append([row.verdict for row in kvfix.status()][0])
-kvfix.revert()
-result.append(shows_bug(vars(adapter.LMCacheConnectorV1Impl)["get_num_new_matched_tokens"], adapter))
-"""
-AGAIN = f"""import sys
-def again():
-    del sys.modules[{ADAPTER!r}]
-    import {ADAPTER}
-"""
+def reloaded() -> list[Any]:
+    def wrong() -> bool:
+        adapter = sys.modules[ADAPTER]
+        adapter.logger.disabled = True
+        return shows_bug(vars(adapter.LMCacheConnectorV1Impl)[HOOK], adapter)
+
+    def import_again() -> None:
+        del sys.modules[ADAPTER]
+        importlib.import_module(ADAPTER)
+
+    def reload() -> None:
+        importlib.reload(sys.modules[ADAPTER])
+
+    kvfix.apply(only=["KVF001"])
+    result: list[Any] = []
+    for change in (STEPS["import"], reload, import_again, reload):
+        change()
+        result += [wrong(), status()]
+    kvfix.revert()
+    return [*result, wrong()]
 
 
 def test_a_reloaded_module_is_fixed_again(fork_server: ForkServer, release) -> None:  # type: ignore[no-untyped-def]
     """By importlib.reload, and by a new import after its removal from sys.modules."""
-    assert fork_server(AGAIN.lstrip() + RELOADED, release("0.3.10")) == [False, "applied"] * 4 + [True]
+    assert fork_server(reloaded, release("0.3.10")) == [False, "applied"] * 4 + [True]

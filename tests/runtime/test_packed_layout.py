@@ -5,14 +5,18 @@ tests/roundtrip shows on LMCache's real connectors that they are right with thes
 
 from __future__ import annotations
 
+import contextlib
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+import kvfix
 from kvfix.fixes.lmcache import kvf020_packed_layout_moved_wrong as kvf020
 from kvfix.fixes.lmcache import kvf021_layerwise_takes_heads_for_tokens as kvf021
+from kvfix.session import session
 
 LAYERS, BLOCKS, BLOCK, HEADS = 2, 5, 4, 3
 SLOTS = torch.tensor([7, 0, 19, 5, 12])
@@ -92,8 +96,6 @@ class Stream:
 
 
 def test_store_and_load_through_a_staging_buffer() -> None:
-    import contextlib
-
     engine, stream = caches(32, torch.bfloat16, "NHD"), Stream()
     tensor = torch.zeros(2, LAYERS, len(SLOTS), HEADS * 32, dtype=torch.bfloat16)
     here = SimpleNamespace(torch=Streams(torch, contextlib.nullcontext))
@@ -156,28 +158,28 @@ def test_a_memory_object_of_another_size_is_not_written(caplog: pytest.LogCaptur
         assert len([one for one in caplog.records if "a fault of kvfix itself" in one.message]) == number + 1
 
 
+def applied() -> list[Any]:
+    """The status of both fixes, and the warnings about them."""
+    kvfix.apply()
+    import_module("lmcache.v1.gpu_connector.gpu_connectors")
+    rows = {row.code: row.verdict for row in kvfix.status()}
+    warned = [line for line in session.reported if "KVF02" in line and "applied to" not in line]
+    return [rows["KVF020"], rows["KVF021"], warned]
+
+
 @pytest.mark.parametrize("name", ["0.5.2", "0.5.3", "0.5.5", "0.5.6"])
 def test_both_are_applied_without_a_warning(fork_server: Any, release: Any, name: str) -> None:
-    code = """
-import kvfix
-from kvfix.session import session
-kvfix.apply()
-import lmcache.v1.gpu_connector.gpu_connectors
-rows = {row.code: row.verdict for row in kvfix.status()}
-warned = [line for line in session.reported if "KVF02" in line and "applied to" not in line]
-result = [rows["KVF020"], rows["KVF021"], warned]
-"""
-    assert fork_server(code, release(name)) == ["applied", "applied", []]
+    assert fork_server(applied, release(name)) == ["applied", "applied", []]
+
+
+def probed_kvf021(module: str) -> list[bool]:
+    """The probe as released, and fixed."""
+    operations = import_module(module)
+    function = operations.single_layer_kv_transfer
+    return [kvf021.shows_bug(function, operations), kvf021.shows_bug(kvf021.fix(operations)(function), operations)]
 
 
 def test_the_probe_of_kvf021_in_each_module(fork_server: Any, release: Any) -> None:
-    code = """
-import importlib
-from kvfix.fixes.lmcache.kvf021_layerwise_takes_heads_for_tokens import fix, shows_bug
-operations = importlib.import_module({module!r})
-function = operations.single_layer_kv_transfer
-result = [shows_bug(function, operations), shows_bug(fix(operations)(function), operations)]
-"""
     modules = dict(zip(("0.5.2", "0.5.3", "0.5.6"), [target.module for target in kvf021.FIX.targets], strict=True))
     for name, module in modules.items():
-        assert fork_server(code.format(module=module), release(name)) == [True, False], name
+        assert fork_server(probed_kvf021, release(name), module) == [True, False], name

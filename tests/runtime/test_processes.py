@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+import kvfix
+from kvfix.session import session
 from tests.conftest import Fresh
 
 ACTIVE = "from kvfix.session import session; result = str(session.config) if session.config else None"
@@ -79,21 +81,21 @@ result.append([os.environ.get(name) for name in names] == before)
     assert fresh(code, **environment, **{RAY: "NCCL_, MY_"})[2] == "NCCL_,MY_,KVFIX"
 
 
+def read_by_vllm() -> list[object]:
+    """The configuration by vLLM's own plugin loader, and whether its list of variables for Ray workers has it."""
+    os.environ["VLLM_PLUGINS"] = "something_else"
+    kvfix.apply()
+    session.config = None
+    import vllm.plugins
+    from vllm.ray.ray_env import get_env_vars_to_copy
+
+    vllm.plugins.plugins_loaded = False
+    vllm.plugins.load_general_plugins()
+    return [str(session.config), "KVFIX" in get_env_vars_to_copy()]
+
+
 def test_vllm_and_ray_read_the_configuration(fork_server) -> None:  # type: ignore[no-untyped-def]
-    """vLLM's own plugin loader, and its list of variables for Ray workers."""
-    code = """
-import os
-os.environ["VLLM_PLUGINS"] = "something_else"
-import kvfix, kvfix.session
-kvfix.apply()
-config, kvfix.session.session.config = kvfix.session.session.config, None
-import vllm.plugins
-vllm.plugins.plugins_loaded = False
-vllm.plugins.load_general_plugins()
-from vllm.ray.ray_env import get_env_vars_to_copy
-result = [str(kvfix.session.session.config), "KVFIX" in get_env_vars_to_copy()]
-"""
-    assert fork_server(code) == ["fix", True]
+    assert fork_server(read_by_vllm) == ["fix", True]
 
 
 def test_off_in_the_environment_wins(fresh: Fresh) -> None:

@@ -4,12 +4,18 @@ import json
 import os
 import re
 import shutil
+import sys
 from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
+from packaging.specifiers import SpecifierSet
 
-from kvfix import catalogue
+import kvfix
+from kvfix import catalogue, fix_status
+from kvfix.applicability import fingerprints
 from tests.conftest import ADAPTER, RELEASES, ForkServer, Fresh, release_names
 
 FILE = Path(*ADAPTER.split(".")).with_suffix(".py")
@@ -18,16 +24,16 @@ BUG = "            return cached_num_hit_toks\n"
 FIXED = "            return max(0, cached_num_hit_toks - num_computed_tokens)\n"
 
 STATUS = "import kvfix; result = {row.code: row for row in kvfix.status()}"
-SETTLE = f"""
-import kvfix
-kvfix.apply()
-import {ADAPTER}
-result = {{row.code: row for row in kvfix.status()}}
-"""
 
 STATE, REASON, VERSION = 4, 5, 3
 #: In a row with the release in front.
 CODE = 1
+
+
+def settled() -> dict[str, Any]:
+    kvfix.apply()
+    import_module(ADAPTER)
+    return {row.code: row for row in kvfix.status()}
 
 
 def copy(folder: Path, into: Path, edit: Callable[[str], str] = lambda text: text, version: str = "") -> Path:
@@ -101,10 +107,6 @@ def test_an_unfixable_bug_can_be_harmless_here(fresh: Fresh, monkeypatch: pytest
 
 def test_code_of_broken_releases_is_broken_code_only() -> None:
     """No fingerprint belongs to a broken and to a right release: the status would be an accident."""
-    from packaging.specifiers import SpecifierSet
-
-    from kvfix.applicability import fingerprints
-
     for found in catalogue.fixes():
         for target in found.targets:
             if target.helper:  # says nothing about the bug, and is applied only with another target
@@ -153,13 +155,13 @@ def test_edited_copies(edit, version, by_file, by_probe, tmp_path, release, fres
     folder = copy(release("0.3.10"), tmp_path, edit, version)
     row = fresh(f"import sys; sys.path.insert(0, {str(folder)!r}); {STATUS}")["KVF001"]
     assert row[STATE] == by_file, row
-    row = fork_server(SETTLE, folder)["KVF001"]
+    row = fork_server(settled, folder)["KVF001"]
     assert row[STATE] == by_probe, row
 
 
 def test_a_right_release_that_claims_to_be_the_wrong_one(tmp_path, release, fork_server: ForkServer) -> None:  # type: ignore[no-untyped-def]
     folder = copy(release("0.5.6"), tmp_path, version="0.3.10")
-    row = fork_server(SETTLE, folder)["KVF001"]
+    row = fork_server(settled, folder)["KVF001"]
     assert row[VERSION:] == ["0.3.10", "fixed-upstream", row[REASON]]
 
 
@@ -172,8 +174,6 @@ def test_a_file_that_is_not_python(tmp_path, release, fresh: Fresh) -> None:  # 
 
 
 def test_status_command(release, fresh: Fresh) -> None:  # type: ignore[no-untyped-def]
-    import sys
-
     def status(name: str) -> tuple[int, list[dict[str, str]]]:
         code = f"import sys; sys.path.insert(0, {str(release(name))!r}); sys.argv[1:] = ['status', '--json']; "
         done = fresh.run([sys.executable, "-c", code + "from kvfix_tools.cli import main; main()"])
@@ -187,13 +187,15 @@ def test_status_command(release, fresh: Fresh) -> None:  # type: ignore[no-untyp
     assert "applicable" not in {row["verdict"] for row in rows if row["code"] == "KVF001"}
 
 
+def probed() -> dict[str, Any]:
+    from kvfix_tools.status import _probed
+
+    return {row.code: row for row in fix_status.rows(_probed)}
+
+
 def test_status_with_probe_decides_on_edited_code(tmp_path, release, fork_server: ForkServer) -> None:  # type: ignore[no-untyped-def]
     """`kvfix status --probe`: the decision of a process that imports the module."""
     folder = copy(release("0.3.10"), tmp_path, lambda text: text.replace(BUG, "            _ = 1\n" + BUG))
-    case = (
-        "from kvfix_tools.status import _probed\nfrom kvfix import fix_status\n"
-        "result = {row.code: row for row in fix_status.rows(_probed)}"
-    )
-    row = fork_server(case, folder)["KVF001"]
+    row = fork_server(probed, folder)["KVF001"]
     assert row[STATE] == "applicable"
     assert "the behaviour probe shows the bug" in row[REASON]

@@ -10,6 +10,7 @@ import atexit
 import os
 import signal
 import threading
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
@@ -27,21 +28,22 @@ def install() -> None:
         return
     session.signal_installed = True
     if os.environ.get(AT_EXIT, "") not in ("", "0"):
-        atexit.register(_at_exit)
+        atexit.register(_write, dump.write, "exit")
     if signal.getsignal(SIGNAL) in (signal.SIG_DFL, _on_signal):
         signal.signal(SIGNAL, _on_signal)
-        _announce()
+        _write(dump.announce)
 
 
 def announce() -> None:
     """Announce the process again after a new connector: the announcement has the engine ids."""
     if session.signal_installed and signal.getsignal(SIGNAL) is _on_signal:
-        _announce()
+        _write(dump.announce)
 
 
-def _announce() -> None:
+def _write(function: Callable[..., object], *arguments: str) -> None:
+    """Call a function that writes a file, and log its error."""
     try:
-        dump.announce()
+        function(*arguments)
     except OSError as error:
         violations.cannot_write(error)
     except Exception as error:  # noqa: BLE001
@@ -55,7 +57,7 @@ def remove() -> None:
     session.signal_installed = False
     if signal.getsignal(SIGNAL) is _on_signal:
         signal.signal(SIGNAL, signal.SIG_DFL)
-    atexit.unregister(_at_exit)
+    atexit.unregister(_write)
     dump.withdraw()
 
 
@@ -64,14 +66,5 @@ def _on_signal(number: int, frame: Any) -> None:
         dump.write("signal")
 
 
-def _at_exit() -> None:
-    try:
-        dump.write("exit")
-    except OSError as error:
-        violations.cannot_write(error)
-    except Exception as error:  # noqa: BLE001
-        engine_log.fault("kvfix.connector_events.signals", error)
-
-
 # A forked child has the handler of its parent, but is not announced (kvfix.session).
-os.register_at_fork(after_in_child=lambda: atexit.unregister(_at_exit))
+os.register_at_fork(after_in_child=lambda: atexit.unregister(_write))

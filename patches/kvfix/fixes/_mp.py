@@ -6,9 +6,11 @@ blocks.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+from kvfix.fixes import stubs
 from kvfix.fixes.targets import LMCACHE_MP, VLLM_MP
 
 
@@ -33,7 +35,7 @@ def is_in(connector: Any, request: Any, state: Any) -> bool:
 
 
 def set_tokens(tracker: Any, name: str, value: int, block_size: int = 16) -> None:
-    """The opposite of `tokens`."""
+    """Set what `tokens` returns."""
     if hasattr(tracker, f"{name}_tokens"):
         setattr(tracker, f"{name}_tokens", value)
     else:
@@ -62,14 +64,6 @@ def nothing_cached(adapter: Any, request_id: str) -> None:
     """Set the lookup result of this request to 0, so that the client sends no lookup."""
     adapter._finished_lookup_results[request_id] = 0
     adapter._pending_lookups.add(request_id)
-
-
-class Lock:
-    """For probes: a lock that does nothing."""
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *_: object) -> None: ...
 
 
 class Adapter:
@@ -105,9 +99,8 @@ class Adapter:
 
 def scheduler_side(module: ModuleType, found: int | None = 0) -> Any:
     """For probes: a connector without `__init__`, with the attributes its scheduler hooks read. Blocks of 16 tokens."""
-    owner = getattr(module, VLLM_MP.name, None) or getattr(
-        module, LMCACHE_MP.name
-    )  # vLLM's module has LMCache's class too
+    # vLLM's module has LMCache's class too.
+    owner = getattr(module, VLLM_MP.name, None) or getattr(module, LMCACHE_MP.name)
     connector = owner.__new__(owner)
     vars(connector).update(
         _role=None,
@@ -128,24 +121,44 @@ def scheduler_side(module: ModuleType, found: int | None = 0) -> Any:
     return connector
 
 
-def request(tokens: int = 2048, **more: Any) -> Any:
-    """For probes: a request with the attributes that the hooks read."""
-    ids = list(range(tokens))
-    attributes = {
-        "request_id": "kvfix-probe",
-        "all_token_ids": ids,
-        "prompt_token_ids": ids,
-        "num_tokens": tokens,
-        "num_prompt_tokens": tokens,
-        "num_computed_tokens": 0,
-        "block_hashes": [b""] * (tokens // 16),
-        "cache_salt": None,
-        "lora_request": None,
-        "prompt_embeds": None,
-        "skip_reading_prefix_cache": False,
-        "kv_transfer_params": None,
-        "sampling_params": None,
-        "mm_features": [],
-        "status": None,
+def tracked(connector: Any, module: ModuleType, request: Any, **counts: int) -> Any:
+    """For probes: a new tracker of this request in the connector.
+
+    counts: its `num_stored`, `num_vllm_hit` and `num_lmcache_hit` in tokens.
+    """
+    tracker = connector.request_trackers[request.request_id] = module.LMCacheMPRequestTracker(request)
+    for name, count in counts.items():
+        set_tokens(tracker, name, count)
+    return tracker
+
+
+def looks_up_on_arrival(hook: Callable[..., Any], module: ModuleType, **more: Any) -> bool:
+    """For probes: whether `on_new_request` sends a lookup for a request with these attributes."""
+    connector = scheduler_side(module)
+    connector._eager_prefetch, connector._role = True, module.KVConnectorRole.SCHEDULER
+    hook(connector, stubs.request(2048, resumable=False, **more))
+    return "maybe_submit_lookup_request" in connector.scheduler_adapter.names()
+
+
+def worker_side(**more: Any) -> Any:
+    """For probes: the attributes that the client in the worker role reads, with `more` added or replaced."""
+    attributes: dict[str, Any] = {
+        "is_healthy": True,
+        "lazy_offload": False,
+        "dispatcher": None,
+        "instance_id": 0,
+        "kv_caches": {},
+        "blocks_in_chunk": 4,
+        "store_futures": {},
+        "store_events": {},
+        "finished_stores": set(),
+        "retrieve_futures": {},
+        "retrieve_events": {},
+        "error_block_ids": set(),
+        "_dropped_retrieves": set(),
+        "_failed_request_ids": set(),
+        "_ensure_heartbeat_started": lambda: None,
+        "_create_key": lambda *_, **__: None,
+        "_block_ids_per_group": lambda op: [op.block_ids],
     }
     return SimpleNamespace(**{**attributes, **more})

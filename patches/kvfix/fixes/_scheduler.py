@@ -8,17 +8,23 @@ from types import SimpleNamespace
 from typing import Any
 
 
+def is_within_step(*more: Any) -> bool:
+    """Whether the hook handles loads within the step, and not loads between steps.
+
+    more: the arguments of `_update_requests_with_invalid_blocks` after the block ids. The last one is `evict_blocks`,
+    which is true for loads within the step. 0.11 has no such argument and no other loads.
+    """
+    return not more or bool(more[-1])
+
+
 def failed(
     scheduler: Any, names: Collection[str], invalid_block_ids: Collection[int], *more: Any
 ) -> Iterator[tuple[str, int, list[int]]]:
     """Of these requests, those that load within the step: name, index of the first failed block, all blocks.
 
-    Only loads within a step share their blocks with other requests. `more`: the other arguments of the hook. The last
-    one is `evict_blocks`, which is true for loads within a step. 0.11 has no other loads.
+    Only loads within a step share their blocks with other requests. more: as in `is_within_step`.
     """
-    if more and not more[-1]:
-        return
-    for name in names:
+    for name in names if is_within_step(*more) else ():
         (blocks,) = scheduler.kv_cache_manager.get_block_ids(name)
         yield name, next(place for place, block in enumerate(blocks) if block in invalid_block_ids), blocks
 
@@ -32,23 +38,33 @@ def lmcache_adapters(scheduler: Any) -> Iterator[Any]:
             yield adapter
 
 
-def roll_back(hook: Callable[..., Any], *requests: Any, adapter: Any = None) -> Any:
-    """For probes: the answer of `_update_requests_with_invalid_blocks` if block 3 has failed. Each request runs and has
-    blocks 3 and 4.
+def running(*requests: Any, adapter: Any = None) -> Any:
+    """For probes: a scheduler in which these requests run. Each has blocks 3 and 4.
 
     adapter: LMCache's adapter in the scheduler's connector.
     """
-    block = SimpleNamespace(ref_cnt=1, block_hash=None)
     manager = SimpleNamespace(
         get_block_ids=lambda name: ([3, 4],),
         evict_blocks=lambda blocks: None,
-        block_pool=SimpleNamespace(blocks=[block] * 5),
+        block_pool=SimpleNamespace(blocks=[SimpleNamespace(ref_cnt=1, block_hash=None)] * 5),
     )
-    running = {request.request_id: request for request in requests}
-    stub = SimpleNamespace(
-        block_size=16, recompute_kv_load_failures=True, kv_cache_manager=manager, requests=running,
-        running=list(requests), prev_step_scheduled_req_ids=set(running), _preempt_request=lambda *_: None,
-        scheduler_config=SimpleNamespace(async_scheduling=True), connector=SimpleNamespace(_lmcache_engine=adapter),
+    by_name = {request.request_id: request for request in requests}
+    return SimpleNamespace(
+        block_size=16, recompute_kv_load_failures=True, kv_cache_manager=manager, requests=by_name,
+        running=list(requests), waiting=(), skipped_waiting=(), kv_holding_waiting=(), failed_recving_kv_req_ids=set(),
+        prev_step_scheduled_req_ids=set(by_name), _preempt_request=lambda *_: None,
+        kv_cache_config=SimpleNamespace(kv_cache_groups=[None]), connector=SimpleNamespace(_lmcache_engine=adapter),
+        scheduler_config=SimpleNamespace(async_scheduling=True),
     )  # fmt: skip
-    tokens = [dict.fromkeys(running, 4)] if "num_scheduled_tokens" in inspect.signature(hook).parameters else []
-    return hook(stub, list(requests), {3}, *tokens)
+
+
+def scheduled_tokens(function: Callable[..., Any], scheduler: Any) -> list[dict[str, int]]:
+    """For probes: the argument `num_scheduled_tokens`, if the function has it (since vLLM 0.20)."""
+    has_it = "num_scheduled_tokens" in inspect.signature(function).parameters
+    return [dict.fromkeys(scheduler.requests, 4)] if has_it else []
+
+
+def roll_back(hook: Callable[..., Any], *requests: Any, adapter: Any = None) -> Any:
+    """For probes: the answer of `_update_requests_with_invalid_blocks` if block 3 has failed; else as `running`."""
+    scheduler = running(*requests, adapter=adapter)
+    return hook(scheduler, list(requests), {3}, *scheduled_tokens(hook, scheduler))

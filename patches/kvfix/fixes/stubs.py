@@ -1,4 +1,4 @@
-"""Stubs for behaviour probes: LMCache's in-process adapter in the scheduler role, its lookup client, a request, a step.
+"""Stubs for behaviour probes: LMCache's in-process adapter, its lookup client, a request, a step.
 
 The module imports nothing: a probe runs in a production engine.
 """
@@ -46,20 +46,58 @@ def scheduler_side(**more: Any) -> Any:
     return SimpleNamespace(**{**attributes, **more})
 
 
+def scheduled(adapter: ModuleType, total: int, tracked: int, computed: int, **more: Any) -> tuple[Any, Any]:
+    """A scheduler side with one request of `total` tokens, and the request's tracker.
+
+    tracked: tokens in the tracker. computed: tokens that vLLM has computed. more: as in `scheduler_side`.
+    """
+    tracker = adapter.RequestTracker(NAME, total, [0] * tracked, list(range(-(-total // 16))))
+    known = request(total, num_computed_tokens=computed)
+    impl = scheduler_side(_request_trackers={NAME: tracker}, _unfinished_requests={NAME: known}, **more)
+    return impl, tracker
+
+
+def worker_side(adapter: ModuleType, meta: Any, **more: Any) -> Any:
+    """The attributes that `LMCacheConnectorV1Impl` reads in a worker, in a step with this request's metadata.
+
+    more: attributes to add or replace.
+    """
+    metadata = adapter.LMCacheConnectorMetadata()
+    metadata.requests = [meta]
+    attributes: dict[str, Any] = {
+        "kv_role": "kv_both",
+        "use_layerwise": False,
+        "enable_blending": False,
+        "kv_caches": {"layer": None},
+        "config": SimpleNamespace(),
+        "device": "cpu",
+        "_lmcache_chunk_size": 16,
+        "_block_size": 16,
+        "_recent_load_errors": (),  # of patches/upstream/failed-load-poisons-cache
+        "_parent": SimpleNamespace(_connector_metadata=metadata, _get_connector_metadata=lambda: metadata),
+    }
+    return SimpleNamespace(**{**attributes, **more})
+
+
 def lookup_client(hit: int) -> Any:
     """A lookup client that returns this hit, also from its cache."""
     return SimpleNamespace(lookup_cache=lambda lookup_id: hit, lookup=lambda *_, **__: hit)
 
 
 def request(num_tokens: int, **more: Any) -> Any:
-    """A request of vLLM's scheduler."""
+    """A request of vLLM's scheduler; `more`: attributes to add or replace."""
     attributes: dict[str, Any] = {
         "request_id": NAME,
         "num_tokens": num_tokens,
+        "num_prompt_tokens": num_tokens,
         "all_token_ids": [0] * num_tokens,
         "prompt_token_ids": [0] * num_tokens,
         "prompt_embeds": None,
+        "block_hashes": [b""] * (num_tokens // 16),
         "num_computed_tokens": 0,
+        "cache_salt": None,
+        "lora_request": None,
+        "skip_reading_prefix_cache": False,
         "priority": 0,
         "status": None,
         "kv_transfer_params": None,
@@ -71,22 +109,30 @@ def request(num_tokens: int, **more: Any) -> Any:
 
 
 def step(
-    tokens: int, *, new: Any = None, computed: int = 0, blocks: list[int] | None = None, resumed: bool = False
+    tokens: int = 0,
+    *,
+    new: Any = None,
+    computed: int = 0,
+    blocks: list[int] | None = None,
+    resumed: bool = False,
+    preempted: bool = False,
 ) -> Any:
-    """A scheduler output with one request: `new`, or a cached one with `computed` tokens.
+    """A scheduler output with one request: `new`, or a cached one with `computed` tokens. Without tokens: with none.
 
-    blocks: new blocks of a cached request. resumed: it was preempted.
+    blocks: new blocks of a cached request. resumed: it was preempted. preempted: it is preempted in this step.
     """
-    known = [] if new is not None else [NAME]
+    known = [NAME] if tokens and new is None else []
     return SimpleNamespace(
         finished_req_ids=set(),
         scheduled_new_reqs=[] if new is None else [new],
         scheduled_cached_reqs=SimpleNamespace(
             req_ids=known,
             num_computed_tokens=[computed for _ in known],
-            new_block_ids=[None if blocks is None else (blocks,)],
+            new_block_ids=[None if blocks is None else (blocks,) for _ in known],
             resumed_req_ids=set(known) if resumed else set(),
-            resumed_from_preemption=[resumed],
+            resumed_from_preemption=[resumed for _ in known],
         ),
-        num_scheduled_tokens={NAME: tokens},
+        num_scheduled_tokens={NAME: tokens} if tokens else {},
+        total_num_scheduled_tokens=tokens,
+        preempted_req_ids={NAME} if preempted else set(),
     )

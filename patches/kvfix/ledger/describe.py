@@ -15,13 +15,6 @@ def line(event: Event) -> str:
     return globals()["_" + type(event).__name__.lower()](event)  # type: ignore[no-any-return]
 
 
-def due(event: ev.Asked) -> int | None:
-    """The right promise for this event; None if the hit is not known."""
-    if event.hit is None:
-        return None
-    return max(0, ev.balance(event.hit, event.computed, event.total))
-
-
 def _asked(event: ev.Asked) -> str:
     if event.promised is None:
         return f"match({event.computed}) answers: not known yet"
@@ -31,9 +24,9 @@ def _asked(event: ev.Asked) -> str:
     last = " - 1" if event.hit == event.total else ""
     balance = ev.balance(event.hit, event.computed, event.total)
     arithmetic = f"hit {event.hit} - computed {event.computed}{last} = {balance}"
-    right = due(event)
-    if event.promised != right:
-        return f"{answer}, but {arithmetic}: {right} is due"
+    due = max(0, balance)
+    if event.promised != due:
+        return f"{answer}, but {arithmetic}: {due} is due"
     return f"{answer}: {arithmetic}" + (", nothing to load" if balance < 0 else "")
 
 

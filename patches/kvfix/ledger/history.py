@@ -43,24 +43,18 @@ class History:
         "finished",
         "granted",
         "recorded_from_start",
-        "request",
         "sees_loads",
         "stored_to",
         "timed_out",
         "timed_out_again",
-        "total",
-        "waiting",
     )
 
-    def __init__(self, request: str, events_kept: int, sees_loads: bool = True) -> None:
-        self.request = request
+    def __init__(self, events_kept: int, sees_loads: bool) -> None:
         self.sees_loads = sees_loads
         self.events: deque[Event] = deque(maxlen=events_kept)
         #: False if the record began after the request did: many counts are then unknown.
         self.recorded_from_start = False
-        self.waiting = True
         self.finished: ev.Finished | None = None
-        self.total: int | None = None
         #: Tokens with KV in vLLM once the last scheduled step is done.
         self.computed: int | None = None
         #: The last Asked event since the request began to wait, and what vLLM granted of the promise.
@@ -87,7 +81,6 @@ class History:
 
 def _asked(history: History, event: ev.Asked) -> None:
     history.asked = event
-    history.total = event.total
     history.granted = None
 
 
@@ -99,8 +92,6 @@ def _granted(history: History, event: ev.Granted) -> None:
 
 def _scheduled(history: History, event: ev.Scheduled) -> None:
     history.computed = event.computed + event.tokens
-    if event.first:
-        history.waiting = False
 
 
 def _due(history: History, event: ev.LoadDue) -> None:
@@ -112,7 +103,6 @@ def _stored(history: History, event: ev.Stored) -> None:
 
 
 def _waits_again(history: History, event: ev.Preempted | ev.LoadFailed) -> None:
-    history.waiting = True
     history.asked = history.granted = history.due = None
 
 
@@ -157,7 +147,7 @@ class Ledger:
         history = self.histories.get(event.request)
         if history is None or (history.finished is not None and isinstance(event, ev.Asked)):
             # A reused request id is another request.
-            history = self.histories[event.request] = History(event.request, self._events_kept, self._sees_loads)
+            history = self.histories[event.request] = History(self._events_kept, self._sees_loads)
             history.recorded_from_start = isinstance(event, ev.Asked)
         findings = []
         for rule in RULES_FOR.get(type(event), ()):

@@ -99,15 +99,10 @@ def shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
 
     Right is a tracker of 850 tokens. Wrong is another number, or an AssertionError.
     """
-    blocks = list(range(60))
-    tracker = adapter.RequestTracker(stubs.NAME, 900, [0] * 900, blocks)
-    impl = stubs.scheduler_side(
-        load_specs={stubs.NAME: adapter.LoadSpec(800, 1024, can_load=False)},
-        _request_trackers={stubs.NAME: tracker},
-        _unfinished_requests={stubs.NAME: stubs.request(900, num_computed_tokens=800)},
-    )
+    specs = {stubs.NAME: adapter.LoadSpec(800, 1024, can_load=False)}
+    impl, tracker = stubs.scheduled(adapter, 900, tracked=900, computed=800, load_specs=specs)
     try:
-        hook(impl, stubs.step(50, computed=800, blocks=blocks, resumed=True))
+        hook(impl, stubs.step(50, computed=800, blocks=list(range(60)), resumed=True))
     except AssertionError as error:
         if "Preempted request" not in str(error):
             raise

@@ -37,20 +37,16 @@ from kvfix.wrapping import View, around
 def fix(adapter: ModuleType) -> Callable[..., Any]:
     aborted = adapter.RequestStatus.FINISHED_ABORTED
 
-    @around
-    def request_finished(impl: Any, request: Any, block_ids: Any) -> Generator[Any, Any, Any] | None:
-        if impl.lmcache_engine is not None or request.status != aborted:
-            return None
-        return _without_engine(impl, request, block_ids)
+    def request_finished(impl: Any, request: Any, block_ids: Any) -> Generator[Any, Any, Any]:
+        answer = yield View(request, status=None), block_ids
+        if impl.async_loading and impl.lookup_client is not None:
+            impl.lookup_client.cancel_lookup(request.request_id)
+        return answer
 
-    return request_finished
-
-
-def _without_engine(impl: Any, request: Any, block_ids: Any) -> Generator[Any, Any, Any]:
-    answer = yield View(request, status=None), block_ids
-    if impl.async_loading and impl.lookup_client is not None:
-        impl.lookup_client.cancel_lookup(request.request_id)
-    return answer
+    return around(
+        request_finished,
+        when=lambda impl, request, *_, **__: impl.lmcache_engine is None and request.status == aborted,
+    )
 
 
 def shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:

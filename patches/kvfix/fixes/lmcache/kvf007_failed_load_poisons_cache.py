@@ -136,16 +136,8 @@ def worker_shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
         req_id=stubs.NAME, token_ids=[0] * 16, slot_mapping=slots, save_spec=save, load_spec=None, disagg_spec=None,
         is_last_prefill=True, request_configs=None,
     )  # fmt: skip
-    metadata = adapter.LMCacheConnectorMetadata()
-    metadata.requests = [request]
     engine = SimpleNamespace(lookup_unpin=lambda *_: None, store=lambda *_, **__: stored.append(1))
-    impl = SimpleNamespace(
-        kv_role="kv_both", use_layerwise=False, enable_blending=False, lmcache_engine=engine, kv_caches={"layer": None},
-        config=SimpleNamespace(), device="cpu", _lmcache_chunk_size=16, _block_size=16, _invalid_block_ids={3},
-        _recent_load_errors=(),  # of patches/upstream/failed-load-poisons-cache
-        _parent=SimpleNamespace(_get_connector_metadata=lambda: metadata),
-    )  # fmt: skip
-    hook(impl)
+    hook(stubs.worker_side(adapter, request, lmcache_engine=engine, _invalid_block_ids={3}))
     return bool(stored)
 
 
@@ -160,12 +152,8 @@ def failed_blocks_are_forgotten(hook: Callable[..., Any], adapter: ModuleType) -
 
 def scheduler_shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
     """512 tokens count as saved, vLLM has rolled back to 256 and computes 16 more. Right is to save all 272 tokens."""
-    tracker = adapter.RequestTracker(stubs.NAME, 900, [0] * 512, list(range(32)), num_saved_tokens=512)
-    impl = stubs.scheduler_side(
-        _request_trackers={stubs.NAME: tracker},
-        _unfinished_requests={stubs.NAME: stubs.request(900, num_computed_tokens=256)},
-        _kvfix_rolled_back={stubs.NAME},
-    )
+    impl, tracker = stubs.scheduled(adapter, 900, tracked=512, computed=256, _kvfix_rolled_back={stubs.NAME})
+    tracker.num_saved_tokens = 512
     meta = hook(impl, stubs.step(16, computed=256))
     return not meta.requests or meta.requests[0].save_spec.skip_leading_tokens != 0
 

@@ -50,12 +50,8 @@ def fix(adapter: ModuleType) -> Callable[..., Any]:
 
 def shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
     """The load of 512 tokens failed, vLLM has 256 and computes 16 more. Right is 272 tokens, wrong is 528."""
-    tracker = adapter.RequestTracker(stubs.NAME, 900, [0] * 512, list(range(32)))
-    request = stubs.request(900, num_computed_tokens=256)
-    hook(
-        stubs.scheduler_side(_request_trackers={stubs.NAME: tracker}, _unfinished_requests={stubs.NAME: request}),
-        stubs.step(16, computed=256),
-    )
+    impl, tracker = stubs.scheduled(adapter, 900, tracked=512, computed=256)
+    hook(impl, stubs.step(16, computed=256))
     return len(tracker.token_ids) != 272
 
 

@@ -27,6 +27,7 @@ from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+from kvfix.fixes import stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import LMCACHE_V1
 from kvfix.wrapping import after
@@ -44,11 +45,9 @@ def fix(adapter: ModuleType) -> Callable[..., Any]:
 def shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
     """A step with one request on a consumer. Wrong is not to unpin it."""
     unpinned: list[Any] = []
-    metadata = adapter.LMCacheConnectorMetadata()
-    metadata.requests = [SimpleNamespace(req_id="kvfix-probe", save_spec=None)]
     engine = SimpleNamespace(lookup_unpin=unpinned.append)
-    parent = SimpleNamespace(_get_connector_metadata=lambda: metadata)
-    hook(SimpleNamespace(kv_role="kv_consumer", lmcache_engine=engine, _parent=parent))
+    meta = SimpleNamespace(req_id=stubs.NAME, save_spec=None)
+    hook(stubs.worker_side(adapter, meta, kv_role="kv_consumer", lmcache_engine=engine))
     return not unpinned
 
 

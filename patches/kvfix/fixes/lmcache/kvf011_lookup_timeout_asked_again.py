@@ -35,7 +35,7 @@ from typing import Any
 from kvfix.fixes import stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import ASYNC_LOOKUP_CLIENT
-from kvfix.wrapping import around, instead
+from kvfix.wrapping import around
 
 _UNKNOWN = -1
 
@@ -47,16 +47,17 @@ def given_up(client: Any, lookup_id: str) -> bool:
 
 def fix(module: ModuleType) -> Callable[..., Any]:
     @around
-    def lookup_cache(client: Any, lookup_id: str) -> Any:
-        return instead(0) if given_up(client, lookup_id) else _cancelled(client, lookup_id)
+    def lookup_cache(client: Any, lookup_id: str) -> Generator[None, Any, Any]:
+        return _answered(client, lookup_id)
 
     return lookup_cache
 
 
-def _cancelled(client: Any, lookup_id: str) -> Generator[None, Any, Any]:
-    """If the hook gives up the lookup, cancel it, as 0.4.1 does."""
-    answer = yield
+def _answered(client: Any, lookup_id: str) -> Generator[None, Any, Any]:
     if given_up(client, lookup_id):
+        return 0
+    answer = yield
+    if given_up(client, lookup_id):  # by the hook: cancel it, as 0.4.1 does
         client.cancel_lookup(lookup_id)
     return answer
 
@@ -65,8 +66,8 @@ def fix_0_3_10(module: ModuleType) -> Callable[..., Any]:
     """In 0.3.10 `lookup` itself keeps the state."""
 
     @around
-    def lookup(client: Any, tokens: Any, lookup_id: str, request_configs: Any = None) -> Any:
-        return instead(0) if given_up(client, lookup_id) else _cancelled(client, lookup_id)
+    def lookup(client: Any, tokens: Any, lookup_id: str, request_configs: Any = None) -> Generator[None, Any, Any]:
+        return _answered(client, lookup_id)
 
     return lookup
 

@@ -34,7 +34,7 @@ from typing import Any
 from kvfix.fixes import _engine, stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import CACHE_ENGINE
-from kvfix.wrapping import after, around
+from kvfix.wrapping import after, around, instead
 
 
 def fix(engine: ModuleType) -> Callable[..., Any]:
@@ -51,18 +51,15 @@ def fix_clean_up(engine: ModuleType) -> Callable[..., Any]:
     @around
     def cleanup_memory_objs(engine: Any, lookup_id: str) -> Any:
         chunks = _engine.fetched(engine, lookup_id)
-        return _released(engine, lookup_id, chunks) if chunks else None
+        if not chunks:
+            return None
+        engine.event_manager.pop_event(sys.modules["lmcache.v1.event_manager"].EventType.LOADING, lookup_id)
+        for chunk in chunks:
+            _engine.unpin(chunk)
+            chunk.ref_count_down()
+        return instead(None)
 
     return cleanup_memory_objs
-
-
-def _released(engine: Any, lookup_id: str, chunks: list[Any]) -> Generator[None, Any, None]:
-    engine.event_manager.pop_event(sys.modules["lmcache.v1.event_manager"].EventType.LOADING, lookup_id)
-    for chunk in chunks:
-        _engine.unpin(chunk)
-        chunk.ref_count_down()
-    return  # the hook does not run
-    yield
 
 
 def fix_load(engine: ModuleType) -> Callable[..., Any]:

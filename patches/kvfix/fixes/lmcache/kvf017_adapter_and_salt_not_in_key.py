@@ -135,18 +135,12 @@ def _layers(adapter: ModuleType, **meta: Any) -> tuple[Any, list[Any]]:
         load_spec=None, save_spec=None,
     )  # fmt: skip
     vars(request).update(meta)
-    metadata = adapter.LMCacheConnectorMetadata()
-    metadata.requests = [request]
     nothing = SimpleNamespace(
         update_interval_vllm_hit_tokens=lambda _: None, update_interval_prompt_tokens=lambda _: None
     )
-    impl = SimpleNamespace(
-        kv_role="kv_both", use_layerwise=True, enable_blending=False, kv_caches={"layer": None}, device="cpu",
-        current_layer=0, layerwise_storers=[], _layerwise_save_storers={}, _lmcache_chunk_size=16,
-        _stats_monitor=nothing,
-        lmcache_engine=SimpleNamespace(retrieve_layer=layers, store_layer=layers), config=SimpleNamespace(),
-        _parent=SimpleNamespace(_connector_metadata=metadata, _get_connector_metadata=lambda: metadata),
-        _recent_load_errors=(),  # of patches/upstream/failed-load-poisons-cache
+    impl = stubs.worker_side(
+        adapter, request, use_layerwise=True, current_layer=0, layerwise_storers=[], _layerwise_save_storers={},
+        _stats_monitor=nothing, lmcache_engine=SimpleNamespace(retrieve_layer=layers, store_layer=layers),
     )  # fmt: skip
     return impl, passed
 

@@ -39,14 +39,10 @@ def fix(module: ModuleType) -> Callable[..., Any]:
     @around
     def lookup(
         client: Any, token_ids: Any, lookup_id: str, request_configs: Any = None, num_computed_tokens: int = 0
-    ) -> Generator[Any, Any, Any] | None:
-        return _from_the_start(token_ids, lookup_id, request_configs) if num_computed_tokens else None
+    ) -> Generator[Any, Any, Any]:
+        return (yield (token_ids, lookup_id, request_configs, 0))
 
     return lookup
-
-
-def _from_the_start(*arguments: Any) -> Generator[Any, Any, Any]:
-    return (yield (*arguments, 0))
 
 
 def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:

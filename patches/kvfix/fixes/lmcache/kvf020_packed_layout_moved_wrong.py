@@ -30,14 +30,14 @@ https://github.com/LMCache/LMCache/pull/4887.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
 from kvfix.fixes import stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import GPU_CONNECTOR_V2, GPU_CONNECTOR_V3
-from kvfix.wrapping import around
+from kvfix.wrapping import around, instead
 
 
 def fix_store(connectors: ModuleType) -> Callable[..., Any]:
@@ -47,7 +47,8 @@ def fix_store(connectors: ModuleType) -> Callable[..., Any]:
         if not caches:
             return None
         parts = _parts(connector, memory_obj, caches, more)
-        return _stored(connectors.torch, connector, parts, more["slot_mapping"][start:end])
+        _store(connectors.torch, connector, parts, more["slot_mapping"][start:end])
+        return instead(None)
 
     return from_gpu
 
@@ -60,7 +61,10 @@ def fix_load(connectors: ModuleType) -> Callable[..., Any]:
             return None
         skip = min(end - start, max(0, more.get("vllm_cached_tokens", 0) - start))
         parts = _parts(connector, memory_obj, caches, more)
-        return _loaded(connectors.torch, parts, more["slot_mapping"][start:end], skip)
+        for tensor, held in parts:
+            moved = tensor.to(held[0].device, non_blocking=True)
+            scatter(connectors.torch, moved, held, more["slot_mapping"][start:end], skip)
+        return instead(None)
 
     return to_gpu
 
@@ -83,7 +87,7 @@ def _parts(connector: Any, memory_obj: Any, caches: Any, more: Any) -> list[tupl
     ]
 
 
-def _stored(torch: Any, connector: Any, parts: Any, slots: Any) -> Generator[None, Any, None]:
+def _store(torch: Any, connector: Any, parts: Any, slots: Any) -> None:
     with torch.cuda.stream(connector.store_stream):
         for tensor, caches in parts:
             if tensor.device == caches[0].device:
@@ -94,15 +98,6 @@ def _stored(torch: Any, connector: Any, parts: Any, slots: Any) -> Generator[Non
                 tensor.copy_(staging, non_blocking=True)
     if not all(tensor.is_cuda for tensor, _ in parts):
         connector.store_stream.synchronize()
-    return  # the hook does not run
-    yield
-
-
-def _loaded(torch: Any, parts: Any, slots: Any, skip: int) -> Generator[None, Any, None]:
-    for tensor, caches in parts:
-        scatter(torch, tensor.to(caches[0].device, non_blocking=True), caches, slots, skip)
-    return
-    yield
 
 
 def gather(torch: Any, tensor: Any, caches: Any, slots: Any) -> None:

@@ -37,19 +37,15 @@ SWAPPED = {"NL_X_TWO_NB_NH_BS_HS": "NL_X_TWO_NB_BS_NH_HS", "NL_X_NB_TWO_NH_BS_HS
 
 
 def fix(operations: ModuleType) -> Callable[..., Any]:
-    @around
     def single_layer_kv_transfer(
         held: Any, cache: Any, slots: Any, direction: Any, layout: Any, token_major: bool = False
-    ) -> Generator[Any, Any, Any] | None:
-        swapped = SWAPPED.get(layout.name)
-        return _with_swap(cache, slots, direction, getattr(type(layout), swapped), token_major) if swapped else None
+    ) -> Generator[Any, Any, Any]:
+        swapped = getattr(type(layout), SWAPPED[layout.name])
+        return (yield (cache.transpose(2, 3), slots, direction, swapped, token_major))
 
-    return single_layer_kv_transfer
-
-
-def _with_swap(cache: Any, *more: Any) -> Generator[Any, Any, Any]:
-    answer = yield (cache.transpose(2, 3), *more)
-    return answer
+    return around(
+        single_layer_kv_transfer, when=lambda held, cache, slots, direction, layout, *_: layout.name in SWAPPED
+    )
 
 
 def shows_bug(hook: Callable[..., Any], operations: ModuleType) -> bool:

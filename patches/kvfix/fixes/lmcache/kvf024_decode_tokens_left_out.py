@@ -48,9 +48,7 @@ def fix(adapter: ModuleType) -> Callable[..., Any]:
 
 def shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
     """The tracker has 512 tokens, 513 are computed and known. Wrong is to continue without the last one."""
-    tracker = adapter.RequestTracker(stubs.NAME, 512, [0] * 512, list(range(33)))
-    request = stubs.request(513, num_computed_tokens=513)
-    impl = stubs.scheduler_side(_request_trackers={stubs.NAME: tracker}, _unfinished_requests={stubs.NAME: request})
+    impl, tracker = stubs.scheduled(adapter, 513, tracked=512, computed=513)
     impl.config.save_decode_cache = True
     hook(impl, stubs.step(1, computed=513))
     return len(tracker.token_ids) != 513

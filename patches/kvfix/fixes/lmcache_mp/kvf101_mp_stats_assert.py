@@ -31,7 +31,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from kvfix.fixes import _mp
+from kvfix.fixes import _mp, stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import multi_process
 from kvfix.wrapping import before
@@ -55,7 +55,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
 
 def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
     """A request without a lookup asks for its statistics. Wrong is an AssertionError."""
-    request = _mp.request(kv_transfer_params=dict.fromkeys(STATISTICS, True))
+    request = stubs.request(2048, kv_transfer_params=dict.fromkeys(STATISTICS, True))
     try:
         hook(_mp.scheduler_side(module), request, [])
     except AssertionError:

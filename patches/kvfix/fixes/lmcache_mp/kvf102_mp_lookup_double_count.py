@@ -33,7 +33,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from kvfix.fixes import _mp
+from kvfix.fixes import _mp, stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import multi_process
 from kvfix.wrapping import after
@@ -45,21 +45,23 @@ def fix(module: ModuleType) -> Callable[..., Any]:
     def get_num_new_matched_tokens(
         connector: Any, answer: tuple[int | None, bool], request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        tracker = connector.request_trackers.get(request.request_id)
-        if answer[0] is None or tracker is None or tracker.state is not prefetching:
-            return answer
-        size = _mp.block_size(connector)
+        tracker, size = connector.request_trackers[request.request_id], _mp.block_size(connector)
         aligned = getattr(connector, "_hit_alignment_tokens", size)
         _mp.set_tokens(tracker, "num_stored", _mp.tokens(tracker, "num_lmcache_hit", size), size)
         _mp.set_tokens(tracker, "num_vllm_hit", num_computed_tokens // aligned * aligned, size)
         return answer
 
-    return after(get_num_new_matched_tokens)
+    return after(
+        get_num_new_matched_tokens,
+        when=lambda connector, answer, request, *_: (
+            answer[0] is not None and _mp.is_in(connector, request, prefetching)
+        ),
+    )
 
 
 def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
     """The numbers of the report: a hit of 512, looked up twice. Then a miss where vLLM has computed 1024."""
-    request = _mp.request()
+    request = stubs.request(2048)
     connector = _mp.scheduler_side(module, found=512)
     for _ in range(2):
         hook(connector, request, 0)

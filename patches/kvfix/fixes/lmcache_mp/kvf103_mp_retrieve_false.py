@@ -32,6 +32,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from kvfix import engine_log
+from kvfix.fixes import _mp, stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import MP_WORKER_ADAPTER
 from kvfix.wrapping import View, after
@@ -70,33 +71,18 @@ def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
     """One load of blocks 3 and 4, whose result is false. The probe then calls the function that reads the result."""
     failed = SimpleNamespace(query=lambda: True, wait=lambda timeout=None: True, result=lambda timeout=None: False)
     failed.to_cuda_future = lambda: failed  # up to 0.4.5 the hook sends the request itself
-    adapter = SimpleNamespace(
-        is_healthy=True,
-        dispatcher=None,
+    adapter = _mp.worker_side(
         lazy_offload=True,
-        instance_id=0,
-        kv_caches={},
-        blocks_in_chunk=4,
         mq_client=SimpleNamespace(submit_request=lambda *_: failed),
         transfer_ctx=SimpleNamespace(submit_retrieve=lambda *_, **__: failed),
-        store_futures={},
-        store_events={},
-        retrieve_futures={},
-        retrieve_events={},
-        error_block_ids=set(),
         request_telemetry=SimpleNamespace(on_request_store_finished=lambda **_: None),
-        _dropped_retrieves=set(),
         _completed_store_requests={},
-        _failed_request_ids=set(),
         _failed_store_requests=set(),
         _pending_store_kv_events={},
-        _ensure_heartbeat_started=lambda: None,
-        _create_key=lambda *_, **__: None,
-        _block_ids_per_group=lambda op: [op.block_ids],
         _process_finished_stores=lambda *_: set(),
     )
     op = module.LoadStoreOp(token_ids=[0] * 32, block_ids=[3, 4], start=0, end=32)
-    hook(adapter, "kvfix-probe", op, SimpleNamespace(ipc_handle=lambda: b""))
+    hook(adapter, stubs.NAME, op, SimpleNamespace(ipc_handle=lambda: b""))
     if adapter.error_block_ids:
         raise LookupError("the load did not start")
     takes = inspect.unwrap(module.LMCacheMPWorkerAdapter.get_finished)

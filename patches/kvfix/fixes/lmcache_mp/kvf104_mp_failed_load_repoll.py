@@ -33,7 +33,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from kvfix.fixes import _mp
+from kvfix.fixes import _mp, stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import multi_process
 from kvfix.wrapping import before
@@ -63,7 +63,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
 def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
     """A tracker that is READY with a hit of 512, a request with nothing computed; then the same, preempted."""
     for status in (None, module.RequestStatus.PREEMPTED):
-        connector, request = _mp.scheduler_side(module, found=512), _mp.request()
+        connector, request = _mp.scheduler_side(module, found=512), stubs.request(2048)
         hook(connector, request, 0)
         connector.request_trackers[request.request_id].state = module.LMCacheMPRequestState.READY
         request.status = status

@@ -34,10 +34,10 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Generator
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
-from kvfix.fixes import _mp
+from kvfix.fixes import _mp, stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import multi_process
 from kvfix.wrapping import around, before, replaced
@@ -108,30 +108,20 @@ def fix_step(module: ModuleType) -> Callable[..., Any]:
 
 def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
     """512 tokens were found for a request that ends before it is admitted. Wrong is not to free their locks."""
-    connector, request = _mp.scheduler_side(module), _mp.request()
-    tracker = connector.request_trackers[request.request_id] = module.LMCacheMPRequestTracker(request)
-    _mp.set_tokens(tracker, "num_lmcache_hit", 512)
+    connector, request = _mp.scheduler_side(module), stubs.request(2048)
+    _mp.tracked(connector, module, request, num_lmcache_hit=512)
     hook(connector, request, [])
     return "free_lookup_locks" not in connector.scheduler_adapter.names()
 
 
 def step_shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
     """The request ends before the answer of 512 tokens has come, and a step follows. Wrong is not to free the locks."""
-    connector, request = _mp.scheduler_side(module, found=None), _mp.request()
-    connector.request_trackers[request.request_id] = module.LMCacheMPRequestTracker(request)
+    connector, request = _mp.scheduler_side(module, found=None), stubs.request(2048)
+    _mp.tracked(connector, module, request)
     connector.scheduler_adapter._pending_lookups.add(request.request_id)
     fix(module)(inspect.unwrap(type(connector).request_finished))(connector, request, [])  # the other part of the fix
     connector.scheduler_adapter.found = 512
-    hook(
-        connector,
-        SimpleNamespace(
-            scheduled_new_reqs=[],
-            scheduled_cached_reqs=SimpleNamespace(req_ids=[], resumed_req_ids=set(), num_computed_tokens=[]),
-            num_scheduled_tokens={},
-            total_num_scheduled_tokens=0,
-            preempted_req_ids=set(),
-        ),
-    )
+    hook(connector, stubs.step())
     return "free_lookup_locks" not in connector.scheduler_adapter.names()
 
 

@@ -30,10 +30,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from kvfix.fixes import _mp
+from kvfix.fixes import _mp, stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import CONNECTOR_BASE, LMCACHE_MP, VLLM_MP, multi_process
 from kvfix.wrapping import after, before
@@ -80,20 +81,13 @@ class _Store:
 
 def _worker(store: _Store) -> Any:
     """A worker's connector with this store in flight."""
-    adapter = SimpleNamespace(store_futures={"kvfix-probe": store}, is_healthy=True, _mq_timeout=1.0)
+    adapter = SimpleNamespace(store_futures={stubs.NAME: store}, is_healthy=True, _mq_timeout=1.0)
     return SimpleNamespace(worker_adapter=adapter, mq_timeout=1.0)
 
 
 def connector_shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
     """A step after a preemption. Right is marked metadata, and a worker that then waits."""
-    output = SimpleNamespace(
-        scheduled_new_reqs=[],
-        scheduled_cached_reqs=SimpleNamespace(req_ids=[], resumed_req_ids=set(), num_computed_tokens=[]),
-        num_scheduled_tokens={},
-        total_num_scheduled_tokens=0,
-        preempted_req_ids={"kvfix-probe"},
-    )
-    metadata = hook(_mp.scheduler_side(module), output)
+    metadata = hook(_mp.scheduler_side(module), stubs.step(preempted=True))
     if not getattr(metadata, "need_flush_before_forward", False):
         return True
     store = _Store()
@@ -107,7 +101,7 @@ def own_shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
     """The function that LMCache's own `handle_preemptions` calls in the end. Wrong is not to wait."""
     store = _Store()
     context = SimpleNamespace(
-        _inflight_lock=_mp.Lock(), _inflight_stores=[store], _store_settled=lambda each: False, _mq_timeout=1.0
+        _inflight_lock=nullcontext(), _inflight_stores=[store], _store_settled=lambda each: False, _mq_timeout=1.0
     )
     sys.modules[_TRANSFER].LMCacheDrivenTransferContext.flush_inflight_stores(context)
     return not store.waited

@@ -31,7 +31,7 @@ from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from kvfix.fixes import _mp
+from kvfix.fixes import _mp, stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import multi_process
 from kvfix.wrapping import before
@@ -72,25 +72,13 @@ def _count_from(connector: Any, tracker: Any, computed: int) -> None:
 
 def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
     """vLLM had 256 tokens, the cache 1024, the load failed. 1024 are scheduled: wrong is to store beyond 1280."""
-    connector, request = _mp.scheduler_side(module), _mp.request(4096)
-    tracker = connector.request_trackers[request.request_id] = module.LMCacheMPRequestTracker(request)
+    connector, request = _mp.scheduler_side(module), stubs.request(4096)
+    tracker = _mp.tracked(connector, module, request, num_vllm_hit=256, num_lmcache_hit=1024, num_stored=1024)
     tracker.state = module.LMCacheMPRequestState.READY
     blocks = list(range(256))
     tracker.append_block_ids((blocks,) if isinstance(tracker.allocated_block_ids, dict) else blocks)
-    for name, found in (("num_vllm_hit", 256), ("num_lmcache_hit", 1024), ("num_stored", 1024)):
-        _mp.set_tokens(tracker, name, found)
-    cached = SimpleNamespace(req_ids=[], resumed_req_ids=set(), new_block_ids=[], num_computed_tokens=[])
     new = SimpleNamespace(req_id=request.request_id, num_computed_tokens=256)
-    metadata = hook(
-        connector,
-        SimpleNamespace(
-            scheduled_new_reqs=[new],
-            scheduled_cached_reqs=cached,
-            num_scheduled_tokens={request.request_id: 1024},
-            total_num_scheduled_tokens=1024,
-            preempted_req_ids=set(),
-        ),
-    )
+    metadata = hook(connector, stubs.step(1024, new=new))
     return any(each.direction == "STORE" and each.op.end > 1280 for each in metadata.requests)
 
 

@@ -29,7 +29,7 @@ from collections.abc import Callable, Generator
 from types import ModuleType
 from typing import Any
 
-from kvfix.fixes import _mp
+from kvfix.fixes import _mp, stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import LMCACHE_MP, multi_process
 from kvfix.wrapping import around
@@ -39,33 +39,26 @@ ALL = 1 << 40
 
 
 def fix(module: ModuleType) -> Callable[..., Any]:
-    def asks(connector: Any, request: Any, num_computed_tokens: int = 0) -> Any:
-        return _not_cached(connector, request)
+    def asks(connector: Any, request: Any, num_computed_tokens: int = 0) -> Generator[None, Any, Any]:
+        _mp.nothing_cached(connector.scheduler_adapter, request.request_id)
+        answer = yield
+        tracker = connector.request_trackers.get(request.request_id)
+        if tracker is not None:
+            _mp.set_tokens(tracker, "num_stored", ALL, _mp.block_size(connector))
+        return answer
 
     return around(asks, when=lambda connector, request, *_, **__: request.prompt_embeds is not None)
-
-
-def _not_cached(connector: Any, request: Any) -> Generator[None, Any, Any]:
-    _mp.nothing_cached(connector.scheduler_adapter, request.request_id)
-    answer = yield
-    tracker = connector.request_trackers.get(request.request_id)
-    if tracker is not None:
-        _mp.set_tokens(tracker, "num_stored", ALL, _mp.block_size(connector))
-    return answer
 
 
 def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
     """A request with embeddings; 512 zeros are cached. Wrong is a hit."""
     connector = _mp.scheduler_side(module, found=512)
-    return bool(hook(connector, _mp.request(prompt_embeds=object()), 0)[0])
+    return bool(hook(connector, stubs.request(2048, prompt_embeds=object()), 0)[0])
 
 
 def new_request_shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
     """A request with embeddings arrives, and lookups are sent on arrival. Wrong is to send one."""
-    connector = _mp.scheduler_side(module)
-    connector._eager_prefetch, connector._role = True, module.KVConnectorRole.SCHEDULER
-    hook(connector, _mp.request(prompt_embeds=object(), resumable=False))
-    return "maybe_submit_lookup_request" in connector.scheduler_adapter.names()
+    return _mp.looks_up_on_arrival(hook, module, prompt_embeds=object())
 
 
 FIX = Fix(

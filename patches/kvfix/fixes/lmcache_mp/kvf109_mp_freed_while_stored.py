@@ -29,6 +29,7 @@ from collections.abc import Callable, Generator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+from kvfix.fixes import _mp, stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import MP_WORKER_ADAPTER
 from kvfix.wrapping import View, around
@@ -64,28 +65,17 @@ def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
     for store in stores:
         store.to_cuda_future = lambda store=store: store  # 0.4.5 sends the request itself
     queue = list(stores)
-    adapter = SimpleNamespace(
-        _ensure_heartbeat_started=lambda: None,
-        is_healthy=True,
+    adapter = _mp.worker_side(
         is_kv_writer=True,
-        lazy_offload=False,
-        instance_id=0,
-        kv_caches={},
-        blocks_in_chunk=4,
         mq_client=SimpleNamespace(submit_request=lambda *_: queue.pop(0)),
         transfer_ctx=SimpleNamespace(submit_store=lambda *_, **__: queue.pop(0)),
-        store_futures={},
-        store_events={},
-        finished_stores={"kvfix-probe"},
-        dispatcher=None,
-        _create_key=lambda *_, **__: None,
-        _block_ids_per_group=lambda op: [op.block_ids],
+        finished_stores={stubs.NAME},
         _kv_events_enabled=False,
     )
     event = SimpleNamespace(ipc_handle=lambda: b"")
     for _ in stores:
-        hook(adapter, "kvfix-probe", module.LoadStoreOp(token_ids=[0] * 64, block_ids=[3, 4, 5, 6], end=64), event)
-    return adapter.store_futures["kvfix-probe"].query() or "kvfix-probe" in adapter.finished_stores
+        hook(adapter, stubs.NAME, module.LoadStoreOp(token_ids=[0] * 64, block_ids=[3, 4, 5, 6], end=64), event)
+    return adapter.store_futures[stubs.NAME].query() or stubs.NAME in adapter.finished_stores
 
 
 FIX = Fix(

@@ -26,9 +26,10 @@ The worker keeps only the blocks that a load writes.
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
+from kvfix.fixes import _mp, stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import MP_WORKER_ADAPTER
 from kvfix.wrapping import after
@@ -59,16 +60,9 @@ def _skipped(op: Any) -> list[int]:
 
 def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
     """Blocks 3 to 6 of 16 tokens, vLLM has computed block 3, the server does not answer. Wrong is to report block 3."""
-    adapter = SimpleNamespace(
-        _ensure_heartbeat_started=lambda: None,
-        is_healthy=False,
-        retrieve_futures={},
-        error_block_ids=set(),
-        _dropped_retrieves=set(),
-        _failed_request_ids=set(),
-    )
+    adapter = _mp.worker_side(is_healthy=False)
     op = module.LoadStoreOp(token_ids=[0] * 64, block_ids=[3, 4, 5, 6], start=0, end=64, skip_first_n_tokens=16)
-    hook(adapter, "kvfix-probe", op, None)
+    hook(adapter, stubs.NAME, op, None)
     return 3 in adapter.error_block_ids
 
 

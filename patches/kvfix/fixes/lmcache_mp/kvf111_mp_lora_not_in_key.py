@@ -30,10 +30,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from kvfix.fixes import _mp
+from kvfix.fixes import stubs
 from kvfix.fixes.api import Fix, Owner
 from kvfix.fixes.targets import LMCACHE_MP, LMCACHE_MP_0201, VLLM_MP
 from kvfix.wrapping import after
@@ -54,16 +54,12 @@ def fix(module: ModuleType) -> Callable[..., Any]:
     return after(__init__)
 
 
-class _LoRA:
-    lora_name = "kvfix-probe"
-
-
 def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
     """The same request with an adapter and without. Wrong is the same salt."""
     salts = []
-    for lora in (None, _LoRA()):
+    for lora in (None, SimpleNamespace(lora_name=stubs.NAME)):
         tracker = module.LMCacheMPRequestTracker.__new__(module.LMCacheMPRequestTracker)
-        hook(tracker, _mp.request(cache_salt="tenant", lora_request=lora))
+        hook(tracker, stubs.request(2048, cache_salt="tenant", lora_request=lora))
         salts.append(tracker.cache_salt)
     return bool(salts[0] == salts[1])
 

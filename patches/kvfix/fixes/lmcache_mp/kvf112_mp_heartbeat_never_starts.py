@@ -25,10 +25,10 @@ LMCache 0.5.5 is no longer in use.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from kvfix.fixes import _mp
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import MP_SCHEDULER_ADAPTER
 from kvfix.wrapping import after
@@ -53,7 +53,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
 
 def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
     """No server, so no thread. Right is to replace None by the heartbeats that were started."""
-    adapter = SimpleNamespace(_heartbeats=None, _heartbeat_lock=_mp.Lock(), mq_clients={}, req_clients={})
+    adapter = SimpleNamespace(_heartbeats=None, _heartbeat_lock=nullcontext(), mq_clients={}, req_clients={})
     hook(adapter)
     return adapter._heartbeats is None
 

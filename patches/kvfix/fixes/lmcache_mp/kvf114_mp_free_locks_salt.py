@@ -30,7 +30,7 @@ from collections.abc import Callable, Generator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from kvfix.fixes import _mp
+from kvfix.fixes import _mp, stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import multi_process
 from kvfix.wrapping import around, replaced
@@ -40,25 +40,20 @@ def fix(module: ModuleType) -> Callable[..., Any]:
     def update_state_after_alloc(
         connector: Any, request: Any, blocks: Any, num_external_tokens: int
     ) -> Generator[None, Any, Any]:
-        return _salted(connector.scheduler_adapter, connector.request_trackers[request.request_id].cache_salt)
+        adapter, salt = connector.scheduler_adapter, connector.request_trackers[request.request_id].cache_salt
+        with replaced(adapter, free_lookup_locks=functools.partial(adapter.free_lookup_locks, cache_salt=salt)):
+            return (yield)
 
-    def salt(connector: Any, request: Any, *_: Any) -> Any:
+    def has_salt(connector: Any, request: Any, *_: Any) -> Any:
         return getattr(connector.request_trackers.get(request.request_id), "cache_salt", "")
 
-    return around(update_state_after_alloc, when=salt)
-
-
-def _salted(adapter: Any, salt: str) -> Generator[None, Any, Any]:
-    with replaced(adapter, free_lookup_locks=functools.partial(adapter.free_lookup_locks, cache_salt=salt)):
-        return (yield)
+    return around(update_state_after_alloc, when=has_salt)
 
 
 def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
     """512 tokens were found, and vLLM has them too. Wrong is to free their locks without the salt."""
-    connector, request = _mp.scheduler_side(module), _mp.request(cache_salt="tenant")
-    tracker = connector.request_trackers[request.request_id] = module.LMCacheMPRequestTracker(request)
-    for name in ("num_vllm_hit", "num_lmcache_hit"):
-        _mp.set_tokens(tracker, name, 512)
+    connector, request = _mp.scheduler_side(module), stubs.request(2048, cache_salt="tenant")
+    _mp.tracked(connector, module, request, num_vllm_hit=512, num_lmcache_hit=512)
     hook(connector, request, SimpleNamespace(get_block_ids=lambda: (list(range(32)),)), 0)
     (asked,) = [more for name, _, more in connector.scheduler_adapter.asked if name == "free_lookup_locks"]
     return bool(asked.get("cache_salt") != "tenant")

@@ -29,7 +29,7 @@ from collections.abc import Callable, Generator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from kvfix.fixes import _mp
+from kvfix.fixes import _mp, stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import multi_process
 from kvfix.wrapping import around
@@ -40,32 +40,27 @@ def fix(module: ModuleType) -> Callable[..., Any]:
 
     def update_state_after_alloc(
         connector: Any, request: Any, blocks: Any, num_external_tokens: int
-    ) -> Generator[None, Any, Any] | None:
-        tracker = connector.request_trackers.get(request.request_id)
-        if tracker is None or tracker.state is not prefetching:
-            return None
-        return _all_in_vllm(tracker, _mp.block_size(connector))
+    ) -> Generator[None, Any, Any]:
+        tracker, size = connector.request_trackers[request.request_id], _mp.block_size(connector)
+        in_vllm, found = (_mp.tokens(tracker, name, size) for name in ("num_vllm_hit", "num_lmcache_hit"))
+        _mp.set_tokens(tracker, "num_vllm_hit", max(in_vllm, found), size)
+        try:
+            return (yield)
+        finally:
+            _mp.set_tokens(tracker, "num_vllm_hit", in_vllm, size)
 
     return around(
         update_state_after_alloc,
-        when=lambda connector, request, blocks, num_external_tokens, *_, **__: not num_external_tokens,
+        when=lambda connector, request, blocks, num_external_tokens, *_, **__: (
+            not num_external_tokens and _mp.is_in(connector, request, prefetching)
+        ),
     )
-
-
-def _all_in_vllm(tracker: Any, size: int) -> Generator[None, Any, Any]:
-    in_vllm, found = (_mp.tokens(tracker, name, size) for name in ("num_vllm_hit", "num_lmcache_hit"))
-    _mp.set_tokens(tracker, "num_vllm_hit", max(in_vllm, found), size)
-    try:
-        return (yield)
-    finally:
-        _mp.set_tokens(tracker, "num_vllm_hit", in_vllm, size)
 
 
 def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
     """512 tokens were found and none granted. Wrong is to wait for a load."""
-    connector, request = _mp.scheduler_side(module), _mp.request()
-    tracker = connector.request_trackers[request.request_id] = module.LMCacheMPRequestTracker(request)
-    _mp.set_tokens(tracker, "num_lmcache_hit", 512)
+    connector, request = _mp.scheduler_side(module), stubs.request(2048)
+    tracker = _mp.tracked(connector, module, request, num_lmcache_hit=512)
     hook(connector, request, SimpleNamespace(get_block_ids=lambda: (list(range(32)),)), 0)
     return bool(tracker.state.name == "WAITING_FOR_LOAD")
 

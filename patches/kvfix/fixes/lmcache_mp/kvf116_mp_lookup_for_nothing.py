@@ -30,7 +30,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from kvfix.fixes import _mp
+from kvfix.fixes import _mp, stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import LMCACHE_MP, multi_process
 from kvfix.wrapping import before
@@ -46,15 +46,12 @@ def fix(module: ModuleType) -> Callable[..., Any]:
 def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
     """A request that reads no cache; 512 tokens are cached. Wrong is a hit."""
     connector = _mp.scheduler_side(module, found=512)
-    return bool(hook(connector, _mp.request(skip_reading_prefix_cache=True), 0)[0])
+    return bool(hook(connector, stubs.request(2048, skip_reading_prefix_cache=True), 0)[0])
 
 
 def new_request_shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
     """Such a request arrives, and lookups are sent on arrival. Wrong is to send one."""
-    connector = _mp.scheduler_side(module)
-    connector._eager_prefetch, connector._role = True, module.KVConnectorRole.SCHEDULER
-    hook(connector, _mp.request(skip_reading_prefix_cache=True, resumable=False))
-    return "maybe_submit_lookup_request" in connector.scheduler_adapter.names()
+    return _mp.looks_up_on_arrival(hook, module, skip_reading_prefix_cache=True)
 
 
 FIX = Fix(

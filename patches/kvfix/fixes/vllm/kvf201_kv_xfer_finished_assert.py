@@ -35,20 +35,18 @@ from collections.abc import Callable, Generator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+from kvfix.fixes import stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import SCHEDULER
 from kvfix.wrapping import around, before
 
-
-def _loading(scheduler: Any) -> set[str]:
-    """Requests that have ended while their load was in flight."""
-    found: set[str] = vars(scheduler).setdefault("_kvfix_ended_loading", set())
-    return found
+#: Attribute of a scheduler: requests that have ended while their load was in flight.
+_ENDED_LOADING = "_kvfix_ended_loading"
 
 
 def fix_free(module: ModuleType) -> Callable[..., Any]:
     def _free_request(scheduler: Any, request: Any, delay_free_blocks: bool = False) -> None:
-        _loading(scheduler).add(request.request_id)
+        vars(scheduler).setdefault(_ENDED_LOADING, set()).add(request.request_id)
 
     return before(_free_request, when=lambda scheduler, request, delay_free_blocks=False, *_, **__: delay_free_blocks)
 
@@ -57,7 +55,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
     waiting, unfinished = module.RequestStatus.WAITING_FOR_REMOTE_KVS, module.RequestStatus.PREEMPTED
 
     def _update_from_kv_xfer_finished(scheduler: Any, output: Any) -> Generator[Any, Any, Any] | None:
-        if getattr(scheduler, "_kvfix_ended_loading", None):
+        if getattr(scheduler, _ENDED_LOADING, None):
             return _with_reports(scheduler, output, waiting)
         requests = scheduler.requests
         for each in output.finished_recving or ():
@@ -92,7 +90,7 @@ def _is_due(scheduler: Any, request_id: str, waiting: Any) -> bool:
         return True
     if not request.is_finished():
         return False
-    ended = vars(scheduler).get("_kvfix_ended_loading")
+    ended = getattr(scheduler, _ENDED_LOADING, None)
     if ended and waiting is not None:
         ended.discard(request_id)
     return not ended or request_id not in ended
@@ -103,7 +101,7 @@ def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
     reads = inspect.unwrap(module.Scheduler._update_from_kv_xfer_finished)
     scheduler = SimpleNamespace(connector=None, requests={}, finished_recving_kv_req_ids=set())
     try:
-        reads(scheduler, SimpleNamespace(finished_recving=None, finished_sending={"kvfix-probe"}))
+        reads(scheduler, SimpleNamespace(finished_recving=None, finished_sending={stubs.NAME}))
     except AssertionError:
         return True
     return False

@@ -32,6 +32,7 @@ from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+from kvfix.fixes import stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import SCHEDULER
 from kvfix.wrapping import after
@@ -48,7 +49,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
 
 
 class _Request:
-    request_id = "kvfix-probe"
+    request_id = stubs.NAME
     num_computed_tokens = 0
     num_tokens = 100
 

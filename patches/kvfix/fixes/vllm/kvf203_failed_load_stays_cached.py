@@ -30,7 +30,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 from kvfix.fixes import _scheduler, stubs
@@ -74,16 +74,11 @@ def _evict(manager: Any, blocks: set[int]) -> None:
 def shows_bug(hook: Callable[..., Any], scheduler: ModuleType) -> bool:
     """One running request, one failed block. Wrong is to evict it neither in the hook nor in its caller."""
     evicted: list[Any] = []
-    manager = SimpleNamespace(get_block_ids=lambda name: ([3],), evict_blocks=evicted.append)
-    manager.block_pool = SimpleNamespace(blocks=[SimpleNamespace(ref_cnt=1, block_hash=None)] * 4)
-    stub = SimpleNamespace(
-        block_size=16, recompute_kv_load_failures=True, kv_cache_manager=manager, waiting=(), kv_holding_waiting=(),
-        running=[stubs.request(32, num_computed_tokens=20, num_cached_tokens=16)], failed_recving_kv_req_ids=set(),
-        kv_cache_config=SimpleNamespace(kv_cache_groups=[None]), skipped_waiting=(),
-    )  # fmt: skip
+    stub = _scheduler.running(stubs.request(32, num_computed_tokens=20, num_cached_tokens=16))
+    stub.kv_cache_manager.evict_blocks = evicted.append
     stub._update_requests_with_invalid_blocks = functools.partial(hook, stub)
     calls = inspect.unwrap(scheduler.Scheduler._handle_invalid_blocks)
-    calls(stub, {3}, *([{stubs.NAME: 4}] if "num_scheduled_tokens" in inspect.signature(calls).parameters else []))
+    calls(stub, {3}, *_scheduler.scheduled_tokens(calls, stub))
     return not evicted
 
 

@@ -51,7 +51,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
     def _update_requests_with_invalid_blocks(
         scheduler: Any, answer: Any, requests: Any, invalid_block_ids: Any, *more: Any
     ) -> Any:
-        if (more and not more[-1]) or not _is_ahead(scheduler):
+        if not _scheduler.is_within_step(*more) or not _is_ahead(scheduler):
             return answer
         with_stale_output = [each for each in scheduler.requests.values() if each.status == preempted]
         if getattr(scheduler, "recompute_kv_load_failures", True):  # 0.11 has no other policy
@@ -100,9 +100,7 @@ def fix_lookup(adapter: ModuleType) -> Callable[..., Any]:
         impl.load_specs[request.request_id] = load_spec(num_computed_tokens, 0, can_load=False)
         return instead(0)
 
-    return around(
-        get_num_new_matched_tokens, when=lambda impl, request, *_, **__: getattr(request, "_kvfix_compute", False)
-    )
+    return around(get_num_new_matched_tokens, when=lambda impl, request, *_, **__: _is_to_compute(request))
 
 
 def shows_bug(hook: Callable[..., Any], scheduler: ModuleType) -> bool:

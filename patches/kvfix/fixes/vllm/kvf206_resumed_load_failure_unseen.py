@@ -36,27 +36,25 @@ from kvfix.wrapping import around
 
 def fix(scheduler: ModuleType) -> Callable[..., Any]:
     def _update_requests_with_invalid_blocks(
-        scheduler: Any, requests: Any, invalid_block_ids: Any, evict_blocks: bool = True
-    ) -> Generator[None, Any, Any] | None:
-        # Requests with loads between steps come as an iterator and are checked in another way (0.11 has no such loads).
-        return _reaching_all(scheduler, requests, invalid_block_ids) if evict_blocks else None
+        scheduler: Any, requests: Any, invalid_block_ids: Any, *_: Any
+    ) -> Generator[None, Any, Any]:
+        before = [(request, request.num_cached_tokens) for request in requests]
+        try:
+            for request, cached in before:
+                (blocks,) = scheduler.kv_cache_manager.get_block_ids(request.request_id)
+                failed = [place for place, block in enumerate(blocks) if block in invalid_block_ids]
+                if failed:
+                    request.num_cached_tokens = max(cached, (failed[-1] + 1) * scheduler.block_size)
+            return (yield)
+        finally:
+            for request, cached in before:
+                request.num_cached_tokens = cached
 
-    return around(_update_requests_with_invalid_blocks)
-
-
-def _reaching_all(scheduler: Any, requests: Any, invalid_block_ids: Any) -> Generator[None, Any, Any]:
-    before = [(request, request.num_cached_tokens) for request in requests]
-    try:
-        for request, cached in before:
-            (blocks,) = scheduler.kv_cache_manager.get_block_ids(request.request_id)
-            failed = [place for place, block in enumerate(blocks) if block in invalid_block_ids]
-            if failed:
-                request.num_cached_tokens = max(cached, (failed[-1] + 1) * scheduler.block_size)
-        answer = yield
-    finally:
-        for request, cached in before:
-            request.num_cached_tokens = cached
-    return answer
+    # Requests with loads between steps come as an iterator and are checked in another way.
+    return around(
+        _update_requests_with_invalid_blocks,
+        when=lambda scheduler, requests, invalid_block_ids, *more: _scheduler.is_within_step(*more),
+    )
 
 
 def shows_bug(hook: Callable[..., Any], scheduler: ModuleType) -> bool:
