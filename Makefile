@@ -19,7 +19,7 @@ quick: install ## the tests that import neither vLLM nor torch, in about a minut
 	@$(PY) -m pytest -n $(WORKERS) --dist loadfile -rfE --quick
 
 test: install lint ## the whole suite
-	@$(PY) -m pytest -n $(WORKERS) --dist loadfile
+	@$(PY) -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 lint: install ## ruff and mypy --strict
 	@.venv/bin/ruff check --quiet . && .venv/bin/ruff format --quiet --check . && .venv/bin/mypy --no-error-summary

@@ -161,12 +161,16 @@ class TestKVF001:
 
 
 def probed_kvf022() -> list[bool]:
-    """The probe as released, and fixed."""
+    """The probes of `update` and of a step as released, and of a step with the fix."""
     adapter = import_module(ADAPTER)
-    update = adapter.RequestTracker.update
-    return [kvf022.shows_bug(update, adapter), kvf022.shows_bug(kvf022.fix(adapter)(update), adapter)]
+    step = adapter.LMCacheConnectorV1Impl.build_connector_meta
+    return [
+        kvf022.shows_bug(adapter.RequestTracker.update, adapter),
+        kvf022.step_shows_bug(step, adapter),
+        kvf022.step_shows_bug(kvf022.fix(adapter)(step), adapter),
+    ]
 
 
 @pytest.mark.parametrize("name", ["0.3.10", "0.3.10.post1", "0.3.11", "0.4.1", "0.5.6"])
-def test_the_probe_of_kvf022_on_each_version_of_update(name: str, fork_server: ForkServer, release: Any) -> None:
-    assert fork_server(probed_kvf022, release(name)) == [True, False]
+def test_the_probes_of_kvf022_on_each_version_of_update(name: str, fork_server: ForkServer, release: Any) -> None:
+    assert fork_server(probed_kvf022, release(name)) == [True, True, False]

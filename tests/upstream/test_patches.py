@@ -7,7 +7,6 @@ release without the patches.
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -37,10 +36,6 @@ FAULTY = 4
 #: {(code, dist): why the events differ}. The scenarios are clean and plain schedules the same with these too.
 DIFFERS: dict[tuple[str, str], str] = {}
 
-#: If more test files than this import a changed module, only those named after a changed file run.
-MANY = 20
-#: Depends on time, and fails on a busy machine: `make peers` runs it.
-TIMED = "tests/v1/lookup_client/test_lmcache_lookup_client.py"
 #: Imports of a process, once for all patches of a release.
 FIRST = """
 from kvfix_tools.lab import runner
@@ -66,15 +61,6 @@ if {code!r}:
     result["plays"] = patched.plays({code!r}, {connectors!r}, {faulty}, fixed=False)
 result["healthy"] = {{each: patched.healthy(each, {seeds}, {fixes!r}) for each in {connectors!r}}}
 """
-THEIRS = """
-import torch
-torch.set_num_threads(1)  # a fork has none of the threads that its parent has started
-from pathlib import Path
-from tests.upstream import patched
-if {dist!r} == "vllm":  # vLLM is imported already
-    patched.prefer(Path({folder!r}))
-result = patched.theirs(Path({folder!r}), {dist!r}, {tests!r})
-"""
 WITH_FIX = """
 from tests.upstream import patched
 result = {{code: patched.plays(code, connectors, {faulty}, fixed=True) for code, connectors in {wanted!r}.items()}}
@@ -98,17 +84,6 @@ def released_tests(row: upstream.Ready) -> Path:
 
 def released(row: upstream.Ready) -> tuple[Path, Path]:
     return release_of(row), released_tests(row)
-
-
-def theirs(row: upstream.Ready) -> list[str]:
-    """Upstream's tests of the changed files: those that import one; if they are many, those named after one."""
-    if not released_tests(row).is_dir():
-        return []
-    files = [Path(file) for file in patched.touched(row.path.read_text()) if not file.startswith("tests/")]
-    modules = [".".join(file.with_suffix("").parts) for file in files]
-    found = [path for path in peers.importing(row.dist, released_tests(row), modules) if path != TIMED]
-    named = {f"test_{file.stem}" for file in files}
-    return found if len(found) <= MANY else [path for path in found if Path(path).stem in named]
 
 
 def lmcache_of(row: upstream.Ready) -> str:
@@ -222,34 +197,6 @@ def test_on_the_release(row: upstream.Ready, releases: Callable[[str], Release],
         changed = [seed for seed in healthy if digests[seed] != expected[seed]]
         assert healthy
         assert not changed, f"{connector}: schedules {changed} of `kvfix lab fuzz` play differently"
-
-
-@pytest.fixture(scope="module")
-def offline(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
-    """A process without network for upstream's tests, which look up models."""
-    places = os.pathsep.join(str(ROOT / each) for each in ("patches", "tools"))
-    process = ForkServer(PYTHONPATH=places, **peers.environment(tmp_path_factory.mktemp("hub")))
-    yield process
-    process.close()
-
-
-@pytest.mark.parametrize("row", [row for row in PATCHES if theirs(row)], ids=lambda row: f"{row.slug}-{row.dist}")
-def test_their_tests(row: upstream.Ready, offline: ForkServer, tmp_path: Path) -> None:
-    """Upstream's tests of the changed files: those that pass on the release pass with the patch."""
-    known = peers.baseline(peers.suite(row.dist))["not passed"]
-    patched.copy(row.path, released(row), tmp_path / "released")
-    folder = patched.apply(row.path, released(row), tmp_path / "patched")
-
-    def failing(folder: Path, tests: list[str]) -> set[str]:
-        patched.link(released(row), folder)
-        found = offline(THEIRS.format(folder=str(folder), dist=row.dist, tests=tests), folder)
-        assert found, f"{tests} do not run"
-        return {name for name, outcome in found.items() if outcome == "failed"} - known.keys()
-
-    for file in {
-        name.partition("::")[0] for name in failing(folder, theirs(row))
-    }:  # one file at a time: some disturb others
-        assert failing(folder, [file]) <= failing(tmp_path / "released", [file])
 
 
 @pytest.mark.parametrize("row", [row for row in PATCHES if row.code in ENGINE], ids=lambda row: str(row.slug))
