@@ -14,6 +14,7 @@ import pytest
 from kvfix import catalogue
 from kvfix.ledger import RULES
 from kvfix_tools.diagnose import findings
+from kvfix_tools.lab import rules as lab_rules
 from maintain import documentation, scenario_matrix
 from maintain.documentation import error_index, support_matrix
 from maintain.documentation.diagnose_picture import picture
@@ -40,7 +41,7 @@ def test_there_is_a_page_for_everything(site: Path) -> None:
     for folder, codes in {
         "fixes": [each.code for each in catalogue.fixes()],
         "findings": [each.code for each in findings.catalogue()],
-        "rules": [each.code for each in RULES],
+        "rules": [each.code for each in (*RULES, *lab_rules.RULES)],
     }.items():
         pages = {page.stem.upper() for page in (site / folder).glob("*.html")} - {"INDEX"}
         assert pages == set(codes)

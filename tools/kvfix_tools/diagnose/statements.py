@@ -1,7 +1,7 @@
 """The releases' own logging statements and assertion texts that the grammar reads: `statements.json`.
 
 From it come the level of a line (what a log cannot show), the release that a statement's line number gives away, and
-samples for tests and for lnav. `make statements` writes it (tools/maintain/logging_statements.py).
+samples for tests. `make statements` writes it (tools/maintain/logging_statements.py).
 """
 
 from __future__ import annotations

@@ -11,6 +11,8 @@ from kvfix.fixes.api import Fix
 from kvfix.ledger import RULES, Rule
 from kvfix_tools import upstream
 from kvfix_tools.diagnose import advice, findings
+from kvfix_tools.lab import rules as lab_rules
+from kvfix_tools.lab.rules import LabRule
 from maintain.documentation import error_index, support_matrix
 from maintain.documentation.markdown import NAMES, code, facts, link, links, prose, sections, span, table
 from maintain.scenario_matrix import Pairs
@@ -37,7 +39,8 @@ engine ([modes](../engine.md)); the lab, `kvfix replay` and `kvfix-diagnose` use
 
 def pages(pairs: Pairs) -> dict[str, str]:
     """{path below docs/: markdown}, in the order in which a section lists them."""
-    fixes, rules = catalogue.fixes(), sorted(RULES)
+    fixes = catalogue.fixes()
+    rules: list[Rule | LabRule] = [*sorted(RULES), *lab_rules.RULES]
     fix_rows = [(link(each.code), each.slug, each.title, wrong_in(each)) for each in fixes]
     finding_rows = [(link(each.code), each.name, each.severity.word, each.title) for each in findings.catalogue()]
     rule_rows = [(link(each.code), each.name, _first_paragraph(each)) for each in rules]
@@ -52,14 +55,13 @@ def pages(pairs: Pairs) -> dict[str, str]:
 
 
 def of_fix(fix: Fix, pairs: Pairs) -> str:
-    dists = dict.fromkeys(target.dist for target in fix.targets)
     ready = ", ".join(f"{NAMES[row.dist]} {row.version}" for row in upstream.ready() if row.code == fix.code)
     export = [f"for {ready}: `kvfix upstream export {fix.code}`"] if ready else []
     without = [f"none for {NAMES[dist]}: {why}" for dist, why in fix.no_patch.items()]
     about = {
         "Wrong in": wrong_in(fix),
         "First right release": "; ".join(
-            f"{NAMES[dist]} {advice.first_right(fix, dist) or 'none yet'}" for dist in dists
+            f"{NAMES[dist]} {advice.first_right(fix, dist) or 'none yet'}" for dist in fix.dists
         ),
         "Applied": _applied(fix),
         "Fixes" if fix.fixable else "Looks at": ", ".join(dict.fromkeys(f"`{each.name}`" for each in fix.targets)),
@@ -114,16 +116,22 @@ def of_finding(finding: findings.LogRule) -> str:
     return f"{head}\n\n{sections(parts)}"
 
 
-def of_rule(rule: Rule) -> str:
-    event = inspect.cleandoc(rule.on.__doc__ or "").partition("\n")[0]
+def of_rule(rule: Rule | LabRule) -> str:
     rows = [
         (link(fix.code), fix.slug, code(words) if (words := fix.evidence[rule.code]) else "")
         for fix in catalogue.handling(rule.code)
     ]
     fixed = table(("fix", "", "where the message matches"), rows) if rows else "No fix of kvfix.\n"
-    text = f"{prose(inspect.cleandoc(rule.doc))}\n\nChecked at this event: {event} (`{rule.on.__name__}`)"
-    return f"# {rule.code} {rule.name}\n\n{text}\n\n## Fixed by\n\n{fixed}"
+    text = prose(inspect.cleandoc(rule.doc))
+    return f"# {rule.code} {rule.name}\n\n{text}\n\n{_checked(rule)}\n\n## Fixed by\n\n{fixed}"
 
 
-def _first_paragraph(rule: Rule) -> str:
+def _checked(rule: Rule | LabRule) -> str:
+    if isinstance(rule, LabRule):
+        return "Checked by the lab (`kvfix lab`)."
+    event = inspect.cleandoc(rule.on.__doc__ or "").partition("\n")[0]
+    return f"Checked at this event: {event} (`{rule.on.__name__}`)"
+
+
+def _first_paragraph(rule: Rule | LabRule) -> str:
     return inspect.cleandoc(rule.doc).partition("\n\n")[0].replace("\n", " ")

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 
-FOLDERS = {"KVF": "fixes", "KVD": "findings", "KVR": "rules"}
+FOLDERS = {"KVF": "fixes", "KVD": "findings", "KVR": "rules", "LAB": "rules"}
 NAMES = {"lmcache": "LMCache", "vllm": "vLLM"}
 
 

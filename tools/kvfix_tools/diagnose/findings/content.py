@@ -55,7 +55,7 @@ def load_comes_short(log: Diagnosis, line: LogLine) -> Answer | None:
     on=["kv_failing", "kv_recovered"],
 )
 def load_failed_in_vllm(log: Diagnosis, line: LogLine) -> Answer | None:
-    """vLLM was told of blocks whose load failed.
+    """The connector reported blocks whose load failed.
 
     Setting: `kv_load_failure_policy: recompute` computes them again; `fail`, the default, ends the requests.
     """
@@ -123,7 +123,7 @@ def preempted_while_stored(log: Diagnosis, line: LogLine) -> Answer | None:
     """
     if line.fields["what"] != "preempted" or log.releases.within("lmcache", ">=0.5.2,<0.5.6") is not True:
         return None
-    return Answer("preempted, and this LMCache does not wait for stores under way", request="")
+    return Answer("preempted, and this LMCache does not wait for stores in flight", request="")
 
 
 @finding("KVD309", "block-ids-missing", Severity.WRONG, on=["underflow"])

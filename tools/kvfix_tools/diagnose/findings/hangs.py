@@ -176,7 +176,7 @@ def _note_raised(log: Diagnosis, line: LogLine) -> None:
 def waits_for_load(log: Diagnosis, line: LogLine) -> Answer | None:
     """A request waits for a load for very many steps.
 
-    Normal: some hundred steps, while a load is under way.
+    Normal: some hundred steps, while a load is in flight.
     """
     waits = log.memory.setdefault("waits", {})
     if len(waits) < 10_000 or line.request in waits:

@@ -1,6 +1,6 @@
 """Every client that goes away leaves its request's id in the asynchronous lookup client, for ever.
 
-`request_finished` cancels the lookup of an aborted request, also if none is under way: the id goes to
+`request_finished` cancels the lookup of an aborted request, also if none is in flight: the id goes to
 `aborted_lookups` and waits for an answer that was given long ago (lmcache_async_lookup_client.py 0.5.6:267-280).
 """
 

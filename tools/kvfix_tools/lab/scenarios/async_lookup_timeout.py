@@ -1,7 +1,7 @@
 """A lookup takes too long, and the next question about the request kills EngineCore: KeyError.
 
 With asynchronous loading the client gives up after `lookup_timeout_ms`: it answers 0 and forgets when the lookup began;
-the lookup still counts as under way. If no blocks are free for the request in this step, vLLM asks again in the next,
+the lookup still counts as in flight. If no blocks are free for the request in this step, vLLM asks again in the next,
 and the client looks for the time that it has forgotten (lmcache_async_lookup_client.py 0.5.6:174, :187).
 LMCache issue 3685; PR 3766 is open.
 """

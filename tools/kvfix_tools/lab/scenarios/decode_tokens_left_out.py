@@ -1,6 +1,6 @@
 """With asynchronous scheduling the tracker leaves out what is generated, and a later token comes to the wrong place.
 
-LMCache to 0.4.2 adds the tokens from the computed ones on; the one there is under way and not known yet. It is known
+LMCache to 0.4.2 adds the tokens from the computed ones on; the one there is in flight and not known yet. It is known
 where the request has sat out a step, here for want of budget: then it is added behind those that the tracker has.
 """
 

@@ -1,4 +1,4 @@
-"""A load fails while the next step is under way, and the token that this step says is taken for the request's.
+"""A load fails while the next step is in flight, and the token that this step says is taken for the request's.
 
 With asynchronous scheduling, vLLM's default on a GPU, a step is scheduled before the answer of the last one is there.
 160 tokens are promised of 161, the load brings none. vLLM takes the request back to token 0 and drops what the failed

@@ -1,6 +1,6 @@
 """A load fails, and what the step computes on top of it is stored under valid keys: others get wrong answers from it.
 
-128 tokens are hit and promised, the load brings none of them. vLLM is told of the failed blocks and drops the output of
+128 tokens are hit and promised, the load brings none of them. vLLM learns of the failed blocks and drops the output of
 the request, but the step has run: it computed tokens 128 to 300 from KV that is not there, and in the same step
 `wait_for_save` stores 128 to 256 of them (vllm_v1_adapter.py 0.5.6:1104-1259 does not look at the failed blocks that
 `start_load_kv` has just recorded). The next request with this prompt is answered from them. No line is logged for it.

@@ -1,4 +1,4 @@
-"""A load fails while the next step is under way, and what that step computes on top of it is stored for others.
+"""A load fails while the next step is in flight, and what that step computes on top of it is stored for others.
 
 With asynchronous scheduling a step is scheduled before the answer of the last one is there. 128 tokens are promised of
 320, 64 are computed in a step: the load brings none, and the second step stores what it has computed after the first.

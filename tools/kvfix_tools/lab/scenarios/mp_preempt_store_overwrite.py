@@ -1,4 +1,4 @@
-"""A store is under way, its request is preempted, others write to its blocks: their KV is stored under its keys."""
+"""A store is in flight, its request is preempted, others write to its blocks: their KV is stored under its keys."""
 
 from kvfix_tools.lab.scenario import CONTENT, mp_scenarios
 from kvfix_tools.lab.steps import admit, free_blocks, keep_blocks, preempt, prompt, run, settle, step
