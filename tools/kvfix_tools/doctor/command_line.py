@@ -1,0 +1,154 @@
+"""Reads a command line that starts vLLM or an LMCache server. Leniently: what it does not know, it keeps.
+
+The environment in front of the program counts (`LMCACHE_X=1 vllm serve ...`, `env X=1 ...`, `docker run -e X=1 ...`).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import PurePath
+from typing import Any, NamedTuple
+
+ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)=(.*)", re.DOTALL)
+#: Short names of vLLM's options (vllm/engine/arg_utils.py 0.32.0).
+SHORT = {
+    "tp": "tensor-parallel-size",
+    "pp": "pipeline-parallel-size",
+    "dp": "data-parallel-size",
+    "dcp": "decode-context-parallel-size",
+    "pcp": "prefill-context-parallel-size",
+    "q": "quantization",
+}
+#: Options of vLLM that are JSON; `--NAME.key value` sets one key.
+OBJECTS = ("kv-transfer-config",)
+_SWITCH = re.compile(r"(enable|disable|no|enforce|trust|skip|use|async|headless|isolated)-")
+_MODULES = {
+    "vllm.entrypoints.openai.api_server": "vllm serve",
+    "vllm.entrypoints.cli.main": "",
+    "lmcache.v1.multiprocess.http_server": "lmcache server",
+    "lmcache.v1.multiprocess.server": "lmcache server",
+    "lmcache.cli.main": "",
+}
+
+
+class Command(NamedTuple):
+    """program: "vllm serve" or "lmcache server", say. model: "" if not given. options: by their long name, without
+    dashes in front; "" for a switch. container: it runs in a container of its own (docker run)."""
+
+    program: str
+    model: str
+    options: dict[str, str]
+    environment: dict[str, str]
+    container: bool
+    executable: str
+
+    @property
+    def serves(self) -> bool:
+        """Whether it is an engine, and not LMCache's server."""
+        return self.program.startswith("vllm")
+
+    def number(self, option: str, default: int) -> int:
+        """Raises ValueError if it is set and is no whole number."""
+        return int(self.options.get(option) or default)
+
+    def json(self, option: str) -> dict[str, Any]:
+        """An option that holds a JSON object, with keys that are set one by one. Raises ValueError for other text."""
+        value = self.options.get(option)
+        loaded = json.loads(value) if value else {}
+        if not isinstance(loaded, dict):
+            raise ValueError(f"it is {type(loaded).__name__}, not an object")
+        for name, each in self.options.items():
+            first, dot, keys = name.partition(".")
+            if dot and first == option:
+                _put(loaded, keys.split("."), _loosely(each))
+        return loaded
+
+
+def read(words: list[str]) -> Command | None:
+    """The command; None if it starts neither vLLM nor LMCache. Raises ValueError for a quote without an end."""
+    if len(words) == 1 and " " in words[0]:
+        words = shlex.split(words[0])
+    at, program, after = _program(words)
+    if not program:
+        return None
+    front = words[:at]
+    container = any(PurePath(word).name in ("docker", "podman", "nerdctl") for word in front)
+    model, options = _options(words[after:], program.startswith("vllm"))
+    executable = "" if container else words[at]
+    return Command(program, model, options, _environment(front), container, executable)
+
+
+def _program(words: list[str]) -> tuple[int, str, int]:
+    """(place of the program, its name with the subcommand, place of what follows)"""
+    for at, word in enumerate(words):
+        name, following = PurePath(word).name, words[at + 1 : at + 2]
+        if name in ("vllm", "lmcache") and following and not following[0].startswith("-"):
+            return at, f"{name} {following[0]}", at + 2
+        if word == "-m" and following and following[0] in _MODULES:
+            program, after = _MODULES[following[0]], at + 2
+            if not program and after < len(words):
+                program, after = f"{following[0].partition('.')[0]} {words[after]}", after + 1
+            return max(at - 1, 0), program, after
+        if at and not word.startswith("-") and re.search(r"vllm[-/]openai|/vllm(-\w+)*:", word):  # an image of vLLM
+            return at, "vllm serve", at + 1
+    return 0, "", 0
+
+
+def _environment(front: list[str]) -> dict[str, str]:
+    found = {}
+    for at, word in enumerate(front):
+        word = re.sub(r"^(-e|--env)=?", "", word)
+        match = ASSIGNMENT.fullmatch(word)
+        if match and (at == 0 or front[at - 1] not in ("-v", "--volume", "--mount", "-l", "--label")):
+            found[match[1]] = match[2]
+    return found
+
+
+def _options(words: list[str], serves: bool) -> tuple[str, dict[str, str]]:
+    model, options, at = "", {}, 0
+    while at < len(words):
+        word = words[at]
+        at += 1
+        if not word.startswith("-") or word == "-":
+            model = model or word
+            continue
+        name, equals, value = word.partition("=")
+        name = _long(name)
+        if not equals and at < len(words) and not _is_option(words[at]) and not _takes_none(name, words[at]):
+            value = words[at]
+            at += 1
+        options[name] = value
+    return (options.get("model") or model) if serves else "", options
+
+
+def _long(name: str) -> str:
+    name = name.lstrip("-")
+    first, dot, keys = name.partition(".")  # keys of a JSON option stay as they are
+    first = first.replace("_", "-")
+    return SHORT.get(first, first) + dot + keys
+
+
+def _is_option(word: str) -> bool:
+    return bool(re.match(r"--?[A-Za-z]", word))
+
+
+def _takes_none(name: str, following: str) -> bool:
+    return bool(_SWITCH.match(name)) and following.lower() not in ("true", "false", "0", "1") and "." not in name
+
+
+def _put(into: dict[str, Any], keys: list[str], value: Any) -> None:
+    # Keys of a connector have dots themselves: everything after kv_connector_extra_config is one key.
+    if keys[0] == "kv_connector_extra_config" and len(keys) > 1:
+        keys = [keys[0], ".".join(keys[1:])]
+    for key in keys[:-1]:
+        into = into.setdefault(key, {})
+    into[keys[-1]] = value
+
+
+def _loosely(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text

@@ -1,0 +1,166 @@
+"""The settings that an installed release of LMCache knows, read from its own definitions (lmcache/v1/config.py).
+
+Never a list of ours: names come and go with the releases.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterable
+from difflib import get_close_matches
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+from kvfix_tools.doctor.packages import Package, assigned, constant, defined
+
+CONFIG = "lmcache.v1.config"
+#: What a setting's type is called for people; a type that is not here is not judged.
+KINDS = {
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "str": "text",
+    "list[int]": "a list of whole numbers",
+    "list[float]": "a list of numbers",
+    "list[str]": "a list of text",
+    "dict": "a mapping",
+}
+#: Where each of LMCache's connectors looks for keys of kv_connector_extra_config: modules of LMCache, and of vLLM.
+READERS = {
+    "LMCacheConnectorV1": (("vllm_v1_adapter", "lmcache_connector_v1"), "lmcache_connector"),
+    "LMCacheMPConnector": (
+        ("lmcache_mp_connector", "lmcache_mp_metadata", "mp_server_launcher", "vllm_multi_process_adapter"),
+        "lmcache_mp_connector",
+    ),
+}
+VLLM_CONNECTORS = "vllm.distributed.kv_transfer.kv_connector.v1"
+_KEY = re.compile(r"lmcache\.[a-z_.]*[a-z]")
+
+
+class Definition(NamedTuple):
+    """kind: a key of KINDS, or another type as it is written. optional: None is allowed."""
+
+    name: str
+    kind: str
+    optional: bool
+    default: Any
+
+
+class Definitions(NamedTuple):
+    """Of one release. aliases: {old name: new name}. deprecated: {name: what LMCache says of it}."""
+
+    known: dict[str, Definition]
+    aliases: dict[str, str]
+    deprecated: dict[str, str]
+
+    def default(self, name: str) -> Any:
+        """None if it is not known."""
+        return self.known[name].default if name in self.known else None
+
+    def is_read(self, name: str) -> bool:
+        """Whether the release takes this name in a file or the environment. An alias counts only where the release
+        also lists it as deprecated: else it warns of an unknown key and drops it (config_base.py 0.5.6:185-210)."""
+        return name in self.known or (name in self.deprecated and self.aliases.get(name) in self.known)
+
+
+@lru_cache(maxsize=4)
+def read(lmcache: Package) -> Definitions | None:
+    """None if this release has no such definitions."""
+    tree = lmcache.tree(CONFIG)
+    table = assigned(tree, "_CONFIG_DEFINITIONS") if tree else None
+    if tree is None or not isinstance(table, ast.Dict):
+        return None
+    known = {}
+    for key, value in zip(table.keys, table.values, strict=True):
+        name = constant(key)
+        if isinstance(name, str) and isinstance(value, ast.Dict):
+            known[name] = _definition(name, value)
+    aliases, deprecated = (constant(assigned(tree, each)) for each in ("_CONFIG_ALIASES", "_DEPRECATED_CONFIGS"))
+    return Definitions(known, _texts(aliases), _texts(deprecated))
+
+
+def _texts(value: object) -> dict[str, str]:
+    return value if isinstance(value, dict) else {}
+
+
+def _definition(name: str, node: ast.Dict) -> Definition:
+    parts = {constant(key): value for key, value in zip(node.keys, node.values, strict=True)}
+    written = ast.unparse(parts["type"]).replace(" ", "").replace("List", "list").replace("Dict", "dict")
+    found = re.fullmatch(r"Optional\[(.+)\]", written)
+    default = parts.get("default")
+    if isinstance(default, ast.Call) and ast.unparse(default) == "float('inf')":
+        return Definition(name, "float", False, float("inf"))
+    return Definition(name, found[1] if found else written, bool(found), constant(default))
+
+
+def connector_keys(connector: str, lmcache: Package | None, vllm: Package | None) -> dict[str, Any]:
+    """Keys `lmcache.*` of kv_connector_extra_config that this connector looks up, each with its default (None
+    if it cannot be told); {} if its source cannot be read."""
+    modules, own = READERS[connector]
+    trees = [lmcache.tree(f"lmcache.integration.vllm.{module}") for module in modules] if lmcache else []
+    trees.append(vllm.tree(f"{VLLM_CONNECTORS}.{own}") if vllm else None)
+    keys: dict[str, Any] = {}
+    for tree in trees:
+        if tree is None:
+            continue
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str) and _KEY.fullmatch(node.value):
+                keys.setdefault(node.value, None)
+            elif isinstance(node, ast.Call) and len(node.args) == 2:
+                name = constant(node.args[0])
+                if isinstance(name, str) and _KEY.fullmatch(name):
+                    keys[name] = constant(node.args[1])
+        defaults = defined(tree, "ExtraConfigDefault")
+        for each in getattr(defaults, "body", ()):
+            if isinstance(each, ast.Assign) and isinstance(each.targets[0], ast.Name):
+                keys[f"lmcache.mp.{each.targets[0].id}"] = constant(each.value)
+    definitions = read(lmcache) if lmcache and connector == "LMCacheConnectorV1" else None
+    if definitions:
+        keys.update({f"lmcache.{name}": each.default for name, each in definitions.known.items()})
+    return keys
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """The known name that it is most like; "" if none is near."""
+    close = get_close_matches(name.lower(), list(known), n=1, cutoff=0.7)
+    return close[0] if close else ""
+
+
+def also(name: str, known: Iterable[str], first: str) -> str:
+    """Others that it may have been, where it is not like one above all: " (or X, Y)"."""
+    close = get_close_matches(name.lower(), list(known), n=3, cutoff=0.7)
+    others = [each for each in close if each != first]
+    return f" (or {', '.join(others)})" if first and others and not _is_typo(name, first) else ""
+
+
+def _is_typo(name: str, known: str) -> bool:
+    return bool(get_close_matches(name.lower(), [known], n=1, cutoff=0.9))
+
+
+def wrong_type(kind: str, optional: bool, value: Any, typed: bool) -> bool:
+    """Whether LMCache cannot take the value. typed: from YAML or JSON, which have types; the environment has text."""
+    if value is None:
+        return not optional
+    if kind == "bool":
+        # _to_bool: everything but true and 1 is silently false
+        return not isinstance(value, bool) and str(value).strip().lower() not in ("true", "false", "1", "0")
+    if kind in ("int", "float"):
+        return isinstance(value, bool) or not _converts(int if kind == "int" else float, value)
+    if kind in ("list[int]", "list[float]"):
+        convert = int if kind == "list[int]" else float
+        items = value if isinstance(value, list) else [part for part in str(value).split(",") if part.strip()]
+        return not all(_converts(convert, each) for each in items)
+    if kind == "dict":
+        return typed and not isinstance(value, dict | str)
+    return kind == "str" and typed and isinstance(value, dict | list)
+
+
+def _converts(convert: Any, value: Any) -> bool:
+    if convert is int and isinstance(value, float):
+        return value.is_integer()
+    try:
+        convert(value)
+    except (ValueError, TypeError):
+        return False
+    return True

@@ -1,0 +1,121 @@
+"""Do the compiled extensions load with this torch? Tried in a child process: there a crash is an answer.
+
+The child imports torch once, and opens each library in a fork of itself with all symbols resolved (RTLD_NOW), as
+Python's own import does; Python code of vLLM or LMCache does not run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+#: Seconds for all of it; torch alone takes 2 to 20.
+LIMIT = 180
+
+_CHILD = r"""
+import ctypes, json, os, sys
+places, targets = json.loads(sys.argv[1])
+sys.path[:0] = places
+def say(**what): print("@" + json.dumps(what), flush=True)
+try:
+    import torch
+except BaseException as error:
+    say(torch=None, error=f"{type(error).__name__}: {error}")
+    sys.exit()
+facts = {"version": str(torch.__version__), "cuda": None, "available": False, "devices": [], "archs": []}
+try:
+    facts["cuda"] = torch.version.cuda or (torch.version.hip and "ROCm " + torch.version.hip)
+    facts["available"] = bool(torch.cuda.is_available())
+    if facts["available"]:
+        facts["archs"] = list(torch.cuda.get_arch_list())
+        facts["devices"] = [["%d%d" % torch.cuda.get_device_capability(number), torch.cuda.get_device_name(number)]
+                            for number in range(torch.cuda.device_count())]
+except Exception as error:
+    facts["error"] = f"{type(error).__name__}: {error}"
+say(torch=facts)
+for kind, name in targets:
+    sys.stdout.flush()
+    pid = os.fork()
+    if not pid:
+        code = 0
+        try:
+            if kind == "library":
+                ctypes.CDLL(name, mode=os.RTLD_NOW)
+            else:
+                __import__(name)
+        except BaseException as error:
+            say(name=name, error=f"{type(error).__name__}: {error}")
+            code = 3
+        os._exit(code)
+    status = os.waitpid(pid, 0)[1]
+    if os.WIFSIGNALED(status):
+        say(name=name, error="crashed", signal=os.WTERMSIG(status))
+    elif not status:
+        say(name=name, error="")
+"""
+
+
+class Tried(NamedTuple):
+    """torch: its facts; None if it cannot be imported. errors: {library or module: "" if it loads}. why: of the whole,
+    where it could not be done."""
+
+    torch: dict[str, Any] | None
+    errors: dict[str, str]
+    why: str
+
+
+def attempt(places: list[str], libraries: list[Path], modules: list[str], limit: float = LIMIT) -> Tried:
+    """Open each library and import each module, after torch. places: first on the path of the child."""
+    targets = [*(("library", str(each)) for each in libraries), *(("module", each) for each in modules)]
+    with tempfile.TemporaryDirectory() as folder:
+        process = subprocess.Popen(
+            [sys.executable, "-c", _CHILD, json.dumps([places, targets])],
+            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=folder, start_new_session=True,
+            env={**os.environ, "KVFIX": "off", "PYTHONDONTWRITEBYTECODE": "1", "CUDA_MODULE_LOADING": "LAZY"},
+        )  # fmt: skip
+        late = False
+        try:
+            output, _ = process.communicate(timeout=limit)
+        except subprocess.TimeoutExpired:
+            late = True
+        finally:  # its forks too
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+        if late:
+            output, _ = process.communicate()
+    return _answer(output, late, limit, process.returncode)
+
+
+def _answer(output: str, late: bool, limit: float, code: int) -> Tried:
+    torch: dict[str, Any] | None = None
+    errors: dict[str, str] = {}
+    why = ""
+    for line in output.splitlines():
+        if not line.startswith("@"):
+            continue
+        said = json.loads(line[1:])
+        if "torch" in said:
+            torch, why = said["torch"], said.get("error", "")
+        elif "signal" in said:
+            errors[said["name"]] = f"crashed with {_signal(said['signal'])}"
+        else:
+            errors[said["name"]] = said["error"]
+    if late:
+        why = f"not done after {limit:g} s"
+    elif torch is None and not why:
+        why = f"import torch crashed with {_signal(-code)}" if code < 0 else f"import torch ended the process ({code})"
+    return Tried(torch, errors, why)
+
+
+def _signal(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

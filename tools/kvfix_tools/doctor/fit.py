@@ -1,0 +1,206 @@
+"""Do two packages go together? What one imports and the other has not, and arguments that the other does not take.
+
+Read from the installed files. What cannot be decided by reading (an import within a condition, a name made at run time,
+`*args`) is no fault.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from typing import NamedTuple
+
+from kvfix_tools.doctor.packages import Package, defined
+
+_CATCHES = {"ImportError", "ModuleNotFoundError", "Exception", "BaseException"}
+
+
+class Misfit(NamedTuple):
+    """where: file and line, below site-packages. what: `cannot import ...`, as Python would say it."""
+
+    where: str
+    what: str
+
+
+class _Import(NamedTuple):
+    module: str
+    name: str  # "" for `import module`
+    bound: str
+    line: int
+
+
+def misfits(start: tuple[Package, str], other: Package) -> list[Misfit]:
+    """From a module of one package on, through what it imports of its own package at its top: everything that does not
+    fit the other. start: package and module. The start's functions count too, where they import."""
+    package, first = start
+    found: list[Misfit] = []
+    seen: set[str] = set()
+    waiting = [first]
+    while waiting:
+        module = waiting.pop()
+        if module in seen:
+            continue
+        seen.add(module)
+        tree = package.tree(module)
+        if tree is None:
+            continue
+        file = "/".join(module.split("."))
+        names: dict[str, tuple[str, str]] = {}
+        for each in _imports(tree.body, package, other, module == first):
+            top = each.module.partition(".")[0]
+            if top == package.name:
+                waiting += [each.module, *([f"{each.module}.{each.name}"] if each.name else [])]
+                waiting += _parents(each.module)
+            elif top == other.name:
+                lacks = _lacks(each, other)
+                if lacks:
+                    found.append(Misfit(f"{file}.py:{each.line}", lacks))
+                elif each.name:
+                    names[each.bound] = each.module, each.name
+        found += [Misfit(f"{file}.py:{line}", what) for line, what in _calls(tree, names, other)]
+    return found
+
+
+def _parents(module: str) -> list[str]:
+    parts = module.split(".")
+    return [".".join(parts[:end]) for end in range(1, len(parts))]
+
+
+def _imports(body: list[ast.stmt], package: Package, other: Package, inside: bool) -> Iterator[_Import]:
+    """Imports that run when these statements do. Of a `try` that catches a failed import: what fits of its parts,
+    or the last one if none does. inside: of `__init__` too."""
+    for node in body:
+        if isinstance(node, ast.Import):
+            yield from (_Import(each.name, "", each.asname or each.name, node.lineno) for each in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            for each in node.names:
+                if each.name != "*":
+                    yield _Import(node.module, each.name, each.asname or each.name, node.lineno)
+        elif isinstance(node, ast.Try):
+            yield from _of_try(node, package, other, inside)
+        elif isinstance(node, ast.ClassDef | ast.With) or (
+            inside and isinstance(node, ast.FunctionDef) and node.name == "__init__"
+        ):
+            yield from _imports(node.body, package, other, inside)
+        elif isinstance(node, ast.If) and inside and "TYPE_CHECKING" not in ast.unparse(node.test):
+            # Which branch runs is decided at run time: what fits is followed, what does not is no fault.
+            both = [*_imports(node.body, package, other, inside), *_imports(node.orelse, package, other, inside)]
+            yield from (each for each in both if not _is_of(each, other) or not _lacks(each, other))
+
+
+def _of_try(node: ast.Try, package: Package, other: Package, inside: bool) -> Iterator[_Import]:
+    tried = list(_imports(node.body, package, other, inside))
+    handler = next((each for each in node.handlers if _catches(each)), None)
+    if handler is None or not any(_lacks(each, other) for each in tried if _is_of(each, other)):
+        yield from tried
+    elif not any(isinstance(each, ast.Raise) for each in handler.body):
+        yield from _imports(handler.body, package, other, inside)
+    else:
+        yield from tried
+    yield from _imports(node.orelse, package, other, inside)
+
+
+def _is_of(each: _Import, package: Package) -> bool:
+    return each.module.partition(".")[0] == package.name
+
+
+def _catches(handler: ast.ExceptHandler) -> bool:
+    if handler.type is None:
+        return True
+    types = handler.type.elts if isinstance(handler.type, ast.Tuple) else [handler.type]
+    return any(ast.unparse(each).rpartition(".")[2] in _CATCHES for each in types)
+
+
+def _lacks(each: _Import, package: Package) -> str:
+    """What Python would say; "" if the import succeeds or cannot be judged."""
+    if not package.has(each.module):
+        return f"No module named '{each.module}'"
+    if not each.name or package.has(f"{each.module}.{each.name}"):
+        return ""
+    tree = package.tree(each.module)
+    if tree is None or not _names(tree).isdisjoint((each.name, "*")):
+        return ""
+    return f"cannot import name '{each.name}' from '{each.module}'"
+
+
+@cache
+def _names(tree: ast.Module) -> frozenset[str]:
+    """What the module may provide; with "*" anything."""
+    names = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add("*" if node.name == "__getattr__" and node in tree.body else node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            names.update(each.asname or each.name.partition(".")[0] for each in node.names)
+        elif isinstance(node, ast.Name) and node.id in ("globals", "setattr", "exec"):
+            names.add("*")
+    return frozenset(names)
+
+
+class _Signature(NamedTuple):
+    names: list[str]  # those that may be given by position come first
+    positional: int
+    required: set[str]
+
+
+def _calls(tree: ast.Module, names: dict[str, tuple[str, str]], other: Package) -> Iterator[tuple[int, str]]:
+    signatures = {bound: _signature(other, *where) for bound, where in names.items()}
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
+            continue
+        signature = signatures.get(node.func.id)
+        starred = any(isinstance(each, ast.Starred) for each in node.args) or any(
+            not each.arg for each in node.keywords
+        )
+        if signature is None or starred:
+            continue
+        given = [*signature.names[: len(node.args)], *(each.arg or "" for each in node.keywords)]
+        unknown = [each for each in given if each not in signature.names]
+        missing = sorted(signature.required - set(given))
+        name = names[node.func.id][1]
+        if len(node.args) > signature.positional:
+            yield node.lineno, f"{name}() takes {signature.positional} positional arguments, {len(node.args)} are given"
+        elif unknown:
+            yield node.lineno, f"{name}() got an unexpected keyword argument '{unknown[0]}'"
+        elif missing:
+            yield node.lineno, f"{name}() missing required argument '{missing[0]}'"
+
+
+def _signature(package: Package, module: str, name: str) -> _Signature | None:
+    """Of a function, or of a class with an `__init__` of its own or a plain dataclass; None if it cannot be told."""
+    tree = package.tree(module)
+    node = defined(tree, name) if tree else None
+    if isinstance(node, ast.ClassDef):
+        init = defined(node, "__init__")
+        if isinstance(init, ast.FunctionDef) and not init.decorator_list and not node.keywords:
+            return _of_function(init, 1)
+        plain = any(ast.unparse(each) in ("dataclass", "dataclasses.dataclass") for each in node.decorator_list)
+        if plain and not node.bases:
+            return _of_dataclass(node)
+        return None
+    if isinstance(node, ast.FunctionDef) and not node.decorator_list:
+        return _of_function(node, 0)
+    return None
+
+
+def _of_function(node: ast.FunctionDef, skip: int) -> _Signature | None:
+    if node.args.vararg or node.args.kwarg or node.args.posonlyargs:
+        return None
+    positional = [each.arg for each in node.args.args][skip:]
+    required = set(positional[: len(positional) - len(node.args.defaults)])
+    for each, default in zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True):
+        if default is None:
+            required.add(each.arg)
+    return _Signature(positional + [each.arg for each in node.args.kwonlyargs], len(positional), required)
+
+
+def _of_dataclass(node: ast.ClassDef) -> _Signature | None:
+    fields = [each for each in node.body if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)]
+    if any("field(" in ast.unparse(each) or "ClassVar" in ast.unparse(each.annotation) for each in fields):
+        return None
+    names = [each.target.id for each in fields if isinstance(each.target, ast.Name)]
+    required = {each.target.id for each in fields if isinstance(each.target, ast.Name) and each.value is None}
+    return _Signature(names, len(names), required)

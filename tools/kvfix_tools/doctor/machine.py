@@ -1,0 +1,124 @@
+"""What the machine, or the container, allows: memory, shared memory, locked memory, ports. All sizes are in bytes.
+
+root: of the file system that is read; another one in tests.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import resource
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+GIB = 2**30
+#: cgroup v1 writes a number near 2**63 where there is no limit.
+_NO_LIMIT = 2**60
+
+
+class Memory(NamedTuple):
+    """limit: what processes here may have together; None if neither can be read. source: what sets it."""
+
+    limit: int | None
+    available: int | None
+    source: str
+
+
+class Machine:
+    def __init__(self, root: Path = Path("/")) -> None:
+        self._root = root
+
+    def memory(self) -> Memory:
+        """The smaller of the container's limit and the machine's memory."""
+        values = self._meminfo()
+        total, available = values.get("MemTotal"), values.get("MemAvailable")
+        limit, file = min(self._cgroup_limits(), default=(None, ""))
+        if limit is not None and (total is None or limit < total):
+            return Memory(limit, min(limit, available) if available is not None else None, f"the container ({file})")
+        return Memory(total, available, "this machine")
+
+    def shared_memory(self) -> tuple[int, int] | None:
+        """(size, free) of /dev/shm; None if there is none."""
+        try:
+            found = os.statvfs(self._root / "dev/shm")
+        except OSError:
+            return None
+        return found.f_blocks * found.f_frsize, found.f_bavail * found.f_frsize
+
+    def locked_memory(self) -> int | None:
+        """What `ulimit -l` shows; None if there is no limit."""
+        soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+        return None if soft == resource.RLIM_INFINITY else soft
+
+    def is_wsl(self) -> bool:
+        """Windows' subsystem for Linux, whose driver allows little pinned memory."""
+        return "microsoft" in self._text("proc/version").lower()
+
+    def has_nvidia(self) -> bool:
+        return (self._root / "dev/nvidiactl").exists() or (self._root / "dev/dxg").exists()
+
+    def _meminfo(self) -> dict[str, int]:
+        lines = (line.split() for line in self._text("proc/meminfo").splitlines())
+        return {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines if len(words) > 1 and words[1].isdigit()}
+
+    def _cgroup_limits(self) -> Iterator[tuple[int, str]]:
+        """Limits of this process's group and of those above it, of both versions. In a container the path that the
+        process sees may not exist below its own mount: then the top is its group."""
+        for line in self._text("proc/self/cgroup").splitlines():
+            number, _, rest = line.partition(":")
+            controllers, _, path = rest.partition(":")
+            if number == "0" and not controllers:
+                top, file = "sys/fs/cgroup", "memory.max"
+            elif "memory" in controllers.split(","):
+                top, file = "sys/fs/cgroup/memory", "memory.limit_in_bytes"
+            else:
+                continue
+            here = Path(path.strip("/"))
+            for group in {here, *here.parents, Path()}:
+                text = self._text(f"{top}/{group}/{file}").strip()
+                if text.isdigit() and int(text) < _NO_LIMIT:
+                    yield int(text), file
+
+    def _text(self, path: str) -> str:
+        try:
+            return (self._root / path).read_text()
+        except (OSError, UnicodeDecodeError):
+            return ""
+
+
+def port_in_use(host: str, port: int) -> bool:
+    """Whether a server could not listen there now. A host that is not of this machine: False."""
+    with contextlib.suppress(OSError), socket.create_server((host, port)):
+        return False
+    try:
+        with socket.create_server((host, port)):
+            return False
+    except OSError as error:
+        return error.errno == errno.EADDRINUSE
+    except OverflowError:
+        return False
+
+
+def resolves(host: str) -> bool:
+    """Whether the name has an address here."""
+    try:
+        return bool(socket.getaddrinfo(host, None))
+    except (OSError, UnicodeError):
+        return False
+
+
+def connects(host: str, port: int, seconds: float = 3.0) -> str:
+    """ "" if a TCP connection opens; else why it does not."""
+    try:
+        with socket.create_connection((host, port), seconds):
+            return ""
+    except (OSError, OverflowError, UnicodeError) as error:
+        return getattr(error, "strerror", None) or str(error)
+
+
+def gib(size: float) -> str:
+    """A number of bytes for people."""
+    return f"{size / GIB:.4g} GiB" if size >= GIB / 10 else f"{size / 2**20:.4g} MiB"

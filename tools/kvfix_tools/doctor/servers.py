@@ -1,0 +1,134 @@
+"""The LMCache server that the multi-process connector is to reach: where, is it there, and what was it started with.
+
+On this machine its command line tells; elsewhere, or beside that, its HTTP port if it is known: `GET /version` and
+`GET /config` (lmcache/v1/multiprocess/http_apis 0.5.6).
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+import psutil
+
+from kvfix_tools.doctor import command_line
+from kvfix_tools.doctor.command_line import Command
+from kvfix_tools.doctor.connectors import Connector
+from kvfix_tools.doctor.machine import connects
+
+PORT, HTTP_PORT = 5555, 8080  # lmcache/v1/multiprocess/config.py 0.5.6: MPServerConfig, HTTPFrontendConfig
+LOCAL = ("localhost", "127.0.0.1", "::1", "0.0.0.0", "")
+
+
+class Address(NamedTuple):
+    """url: as the connector has it. port: None if it is none."""
+
+    url: str
+    host: str
+    port: int | None
+
+
+def addresses(connector: Connector) -> list[Address]:
+    """As lmcache_mp_connector.py 0.5.6:627-648 reads them: server_urls, else host and port."""
+    urls = connector.extra.get("lmcache.mp.server_urls")
+    if isinstance(urls, str):
+        urls = urls.split(",")
+    if not isinstance(urls, list) or not urls:
+        host = connector.extra.get("lmcache.mp.host", "tcp://localhost")
+        urls = [f"{host}:{connector.extra.get('lmcache.mp.port', PORT)}"]
+    return [address(str(each).strip()) for each in urls if str(each).strip()]
+
+
+def address(url: str) -> Address:
+    """Of `scheme://host:port` or `host:port`."""
+    scheme, _, rest = url.rpartition("://")
+    found = re.fullmatch(r"\[?((?<=\[)[^\]]+|[^:/\[\]]*)\]?:(\d+)(/.*)?", rest.rpartition("@")[2])
+    if found is None or scheme == "ipc":
+        return Address(url, rest.partition("/")[0].partition(":")[0] if scheme != "ipc" else "", None)
+    return Address(url, found[1], int(found[2]))
+
+
+def autostart(connector: Connector) -> bool:
+    """Whether the connector starts the server itself (lmcache.mp.autostart)."""
+    return str(connector.extra.get("lmcache.mp.autostart", "")).lower() in ("true", "1", "yes", "on")
+
+
+def running(port: int) -> Command | None:
+    """The `lmcache server` of this machine on that port, by its command line; None if none is seen."""
+    for process in psutil.process_iter(["cmdline"]):
+        words = process.info["cmdline"] or []
+        if not any("lmcache" in word for word in words):
+            continue
+        try:
+            command = command_line.read(words)
+        except ValueError:
+            continue
+        if command and command.program == "lmcache server" and port_of(command) == port:
+            return command
+    return None
+
+
+def port_of(command: Command) -> int | None:
+    """The port of an `lmcache server` command; None if it is no number."""
+    try:
+        return command.number("port", PORT)
+    except ValueError:
+        return None
+
+
+def http_address(given: str, command: Command | None, host: str) -> tuple[str, int] | None:
+    """Of its HTTP frontend: what was given with --server-http, else what its command line says; else None."""
+    if given:
+        parts = urlsplit(given if "://" in given else f"http://{given}")
+        return parts.hostname or "localhost", parts.port or HTTP_PORT
+    try:
+        return (host or "localhost", command.number("http-port", HTTP_PORT)) if command else None
+    except ValueError:
+        return None
+
+
+def ask(host: str, port: int, path: str, seconds: float = 3.0) -> Any:
+    """The JSON that it answers; None if it does not answer, or not with JSON."""
+    connection = http.client.HTTPConnection(host, port, timeout=seconds)
+    try:
+        connection.request("GET", path)
+        answer = connection.getresponse()
+        return json.loads(answer.read(2**20)) if answer.status == 200 else None
+    except (OSError, http.client.HTTPException, ValueError):
+        return None
+    finally:
+        connection.close()
+
+
+class Server(NamedTuple):
+    """What is known of it; None or "" for what is not. options: `chunk_size`, `supported_transfer_mode`, ..."""
+
+    address: Address
+    why_not: str  # "" if the port answers
+    options: dict[str, Any]
+    release: str
+
+
+def inspect(each: Address, http_given: str) -> Server:
+    """Whether it answers, its options and its release, as far as they can be read. http_given: --server-http."""
+    if each.port is None:
+        return Server(each, "it has no port", {}, "")
+    why_not = connects(each.host, each.port)
+    if why_not:
+        return Server(each, why_not, {}, "")
+    command = running(each.port) if each.host in LOCAL else None
+    options: dict[str, Any] = {}
+    if command:
+        options = {name.replace("-", "_"): value for name, value in command.options.items()}
+    at = http_address(http_given, command, each.host if each.host != "0.0.0.0" else "localhost")
+    if at is None:
+        return Server(each, "", options, "")
+    told = ask(*at, "/config")
+    for part in told.values() if isinstance(told, dict) else ():
+        if isinstance(part, dict) and "chunk_size" in part:
+            options.update(part)
+    version = ask(*at, "/version")
+    return Server(each, "", options, str(version).partition("-")[0] if isinstance(version, str) else "")

@@ -1,0 +1,245 @@
+"""What was read: releases, command, KV-transfer configuration, settings, environment, model. Checks look at it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from kvfix_tools.doctor import connectors, definitions, extensions, servers
+from kvfix_tools.doctor.command_line import Command
+from kvfix_tools.doctor.connectors import Connector
+from kvfix_tools.doctor.definitions import Definitions
+from kvfix_tools.doctor.machine import Machine
+from kvfix_tools.doctor.packages import Package, Packages, assigned, constant
+
+#: The compiled operations of LMCache: `cuda_ops` from 0.5.4 on, `c_ops` before.
+OPERATIONS = ("cuda_ops", "c_ops")
+FILE, ENVIRONMENT, TRANSFER = "the file", "the environment", "--kv-transfer-config"
+#: Variables that Kubernetes makes for a service called lmcache-...
+_OF_KUBERNETES = re.compile(r"_(SERVICE_HOST|SERVICE_PORT(_\w+)?|PORT_\d+_(TCP|UDP)(_\w+)?)$|_PORT=tcp://")
+
+
+class Setting(NamedTuple):
+    """name: LMCache's own, in lower case. spelled: as the user typed it. source: FILE, ENVIRONMENT or TRANSFER."""
+
+    name: str
+    spelled: str
+    value: Any
+    source: str
+
+
+class Setup:
+    def __init__(
+        self,
+        command: Command | None,
+        environment: Mapping[str, str],
+        packages: Packages | None = None,
+        machine: Machine | None = None,
+        limit: float = extensions.LIMIT,
+        server_http: str = "",
+    ) -> None:
+        """environment: of this process; the command's own comes on top of it, and stands alone in a container. limit:
+        seconds for trying the compiled extensions. server_http: address of the LMCache server's HTTP port."""
+        self.command = command
+        inherited = {} if command and command.container else environment
+        self.environment = {**inherited, **(command.environment if command else {})}
+        self.packages = packages or Packages([] if command and command.container else None)
+        self.machine = machine or Machine()
+        self.server_http = server_http
+        self._limit = limit
+
+    @property
+    def vllm(self) -> Package | None:
+        return self.packages.get("vllm")
+
+    @property
+    def lmcache(self) -> Package | None:
+        return self.packages.get("lmcache")
+
+    @cached_property
+    def definitions(self) -> Definitions | None:
+        """The settings of the installed LMCache; None without one."""
+        return definitions.read(self.lmcache) if self.lmcache else None
+
+    # The KV-transfer configuration
+
+    @cached_property
+    def transfer(self) -> dict[str, Any]:
+        """{} if there is none, or it cannot be read: `transfer_error` says why."""
+        return self._transfer[0]
+
+    @property
+    def transfer_error(self) -> str:
+        return self._transfer[1]
+
+    @cached_property
+    def _transfer(self) -> tuple[dict[str, Any], str]:
+        if self.command is None or not self.command.serves:
+            return {}, ""
+        try:
+            return self.command.json("kv-transfer-config"), ""
+        except (ValueError, AttributeError, TypeError) as error:
+            return {}, str(error)
+
+    @cached_property
+    def connectors(self) -> list[Connector]:
+        return list(connectors.read(self.transfer)) if self.transfer else []
+
+    def connector(self, kind: str) -> Connector | None:
+        """The first of LMCache's connectors of this kind, "v1" or "mp"."""
+        return next((each for each in self.connectors if (each.is_v1 if kind == "v1" else each.is_mp)), None)
+
+    @cached_property
+    def servers(self) -> list[servers.Server]:
+        """Those that the multi-process connector is to reach, with what is known of them."""
+        connector = self.connector("mp")
+        if connector is None or servers.autostart(connector):
+            return []
+        return [servers.inspect(each, self.server_http) for each in servers.addresses(connector)]
+
+    # LMCache's settings
+
+    @cached_property
+    def config_file(self) -> tuple[str, dict[str, Any], str]:
+        """(path, its content, why it cannot be read); the path is "" where none is set."""
+        path = self.environment.get("LMCACHE_CONFIG_FILE", "")
+        if not path:
+            return "", {}, ""
+        try:
+            import yaml  # type: ignore[import-untyped]  # LMCache itself needs it
+        except ImportError:
+            return path, {}, "PyYAML is not installed for this Python"
+        try:
+            loaded = yaml.safe_load(Path(path).read_text(encoding="utf-8")) or {}
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            return path, {}, " ".join(str(getattr(error, "strerror", None) or error).split())
+        if not isinstance(loaded, dict):
+            return path, {}, f"it is a {type(loaded).__name__}, not a mapping of settings"
+        return path, {str(key): value for key, value in loaded.items()}, ""
+
+    @cached_property
+    def settings(self) -> list[Setting]:
+        """Those of the in-process connector, wherever they are set; a later one of the same name wins. Unknown ones
+        too, but of the environment only what has the name of a setting or an alias."""
+        found = [Setting(name, name, value, FILE) for name, value in self.config_file[1].items()]
+        if self.definitions:
+            for name in (*self.definitions.known, *self.definitions.aliases):
+                spelled = f"LMCACHE_{name.upper()}"
+                if spelled in self.environment:
+                    value = self.environment[spelled].strip()
+                    quoted = len(value) > 1 and value[0] == value[-1] and value[0] in "'\""
+                    found.append(Setting(name, spelled, value[1:-1] if quoted else value, ENVIRONMENT))
+        v1 = self.connector("v1")
+        for key, value in (v1.extra if v1 else {}).items():
+            if key.startswith("lmcache."):
+                found.append(Setting(key.removeprefix("lmcache."), key, value, TRANSFER))
+        return found
+
+    def lmcache_variables(self) -> list[str]:
+        """Variables LMCACHE_* of the environment."""
+        names = (name for name in self.environment if name.startswith("LMCACHE_"))
+        own = (name for name in names if not _OF_KUBERNETES.search(name))
+        return sorted(name for name in own if not _OF_KUBERNETES.search(f"{name}={self.environment[name]}"))
+
+    def setting(self, name: str) -> Any:
+        """The value that counts, the release's default if it is not set; None if neither is known."""
+        values = [each.value for each in self.settings if self.current(each.name) == name]
+        value = values[-1] if values else None
+        if value is None:
+            value = self.definitions.default(name) if self.definitions else None
+        return value
+
+    def number(self, name: str) -> float | None:
+        """A setting as a number; None if it is not one."""
+        try:
+            return float(self.setting(name))
+        except (TypeError, ValueError):
+            return None
+
+    def on(self, name: str) -> bool:
+        """A switch, as LMCache reads it (config_base.py 0.5.6, _to_bool)."""
+        return str(self.setting(name)).strip().lower() in ("true", "1")
+
+    def current(self, name: str) -> str:
+        """The setting that this name sets: a deprecated one sets another; one that is not read sets itself."""
+        if self.definitions and name not in self.definitions.known and self.definitions.is_read(name):
+            return self.definitions.aliases[name]
+        return name
+
+    # The engine
+
+    def parallel(self, which: str) -> int:
+        """Size of tensor-, pipeline-, data- or decode-context-parallel; 1 if it is not given or no number."""
+        try:
+            return max(self.command.number(f"{which}-parallel-size", 1), 1) if self.command else 1
+        except ValueError:
+            return 1
+
+    @property
+    def ranks(self) -> int:
+        """Workers of one engine."""
+        return self.parallel("tensor") * self.parallel("pipeline")
+
+    @cached_property
+    def model(self) -> dict[str, Any]:
+        """config.json of the model, from its folder or the Hugging Face cache; {} if it is not here. Of a multi-modal
+        model the part for text."""
+        name = self.command.model if self.command and not self.command.container else ""
+        for file in self._model_files(name) if name else ():
+            try:
+                loaded = json.loads(file.read_text(encoding="utf-8"))
+            except (OSError, ValueError):
+                continue
+            if isinstance(loaded, dict):
+                text = loaded.get("text_config")
+                return {**loaded, **text} if isinstance(text, dict) else loaded
+        return {}
+
+    def _model_files(self, name: str) -> Iterator[Path]:
+        yield Path(name, "config.json")
+        home = Path(self.environment.get("HF_HOME") or Path.home() / ".cache/huggingface")
+        hub = Path(self.environment.get("HF_HUB_CACHE") or home / "hub", "models--" + name.replace("/", "--"))
+        yield from sorted(hub.glob("snapshots/*/config.json"))
+
+    @property
+    def on_cpu(self) -> bool:
+        """Whether the installed torch is built for the CPU only; False if it cannot be told."""
+        torch = self.packages.get("torch")
+        tree = torch.tree("torch.version") if torch else None
+        named = [assigned(tree, name) for name in ("cuda", "hip", "xpu")] if tree else []
+        return bool(named) and named[0] is not None and not any(constant(each) for each in named)
+
+    # Compiled extensions
+
+    @cached_property
+    def tried(self) -> extensions.Tried:
+        """Of the libraries in `libraries`, and the transfer modules that the connectors need."""
+        modules = [name for name in ("nixl", "mooncake") if self.needs(name) and self.packages.get(name)]
+        imports = {"nixl": "nixl._api", "mooncake": "mooncake.engine"}
+        return extensions.attempt(
+            self.packages.places or [], self.libraries, [imports[name] for name in modules], self._limit
+        )
+
+    @property
+    def libraries(self) -> list[Path]:
+        """The compiled operations of LMCache and vLLM. vLLM for the CPU has several `_C`, of which it takes one by the
+        processor."""
+        found: list[Path] = []
+        if self.lmcache:
+            found += [file for name in OPERATIONS for file in sorted(self.lmcache.folder.glob(f"{name}.*so"))]
+        if self.vllm:
+            found += [file for file in sorted(self.vllm.folder.glob("_C*.so")) if not file.name.startswith("_C_AVX")]
+        return found
+
+    def needs(self, transport: str) -> bool:
+        """Whether a connector moves KV with nixl or mooncake."""
+        if any(transport in each.name.lower() for each in self.connectors):
+            return True
+        channel = str(self.setting("transfer_channel") or "").lower()
+        uses = self.connector("v1") is not None and (self.on("enable_pd") or self.on("enable_p2p"))
+        remote = str(self.setting("remote_url") or "")
+        return (uses and (channel or "nixl") == transport) or remote.startswith(f"{transport}store")
