@@ -98,6 +98,25 @@ def dump(
 
 
 @app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+def doctor(
+    command: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Argument(metavar="[-- CMD ...]", help="vllm serve ..., lmcache server ..."),
+    ] = None,
+    json: Json = False,
+    server_http: Annotated[
+        str,
+        typer.Option(metavar="HOST:PORT", help="HTTP port of the LMCache server, to ask it."),
+    ] = "",
+    names: Annotated[bool, typer.Option("--list", help="The checks, and what each looks at.")] = False,
+) -> None:
+    """What cannot work in this set-up, before it is launched. It starts nothing and changes nothing."""
+    from kvfix_tools.doctor import command as work
+
+    raise typer.Exit(work.doctor(command or [], json, server_http, names))
+
+
+@app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 def run(
     command: Annotated[list[str], typer.Argument(metavar="-- CMD ...", help="The program and its arguments.")],
     mode: Annotated[str, typer.Option(help=f"What kvfix does in it: {', '.join(MODES)}.")] = "fix",

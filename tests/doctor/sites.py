@@ -1,0 +1,103 @@
+"""Folders like site-packages, made of links to released files, and a machine made of text files."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from kvfix import installed_source
+from kvfix_tools.doctor import checks, command_line
+from kvfix_tools.doctor.checks import Line
+from kvfix_tools.doctor.machine import Machine
+from kvfix_tools.doctor.packages import Packages
+from kvfix_tools.doctor.setup import Setup
+from tests.conftest import RELEASES
+
+NEWEST = "0.5.6"
+V1 = {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}
+MP = {"kv_connector": "LMCacheMPConnector", "kv_role": "kv_both"}
+
+
+def site(folder: Path, lmcache: str = NEWEST, vllm: bool = True) -> Path:
+    """Links to a release of LMCache, and to the installed vLLM. There is no torch in it, so no child process."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if lmcache:
+        for each in (RELEASES / lmcache).glob("lmcache*"):
+            (folder / each.name).symlink_to(each)
+    package = installed_source.package_dir("vllm") if vllm else None
+    if vllm and package is None:
+        pytest.skip("vLLM is not installed")
+    if package:
+        for each in [package, *package.parent.glob("vllm*.dist-info")]:
+            (folder / each.name).symlink_to(each)
+    return folder
+
+
+def serve(transfer: dict[str, Any], *more: str, **extra: Any) -> list[str]:
+    """`vllm serve` with this configuration. extra: more of its keys; `extra` is kv_connector_extra_config."""
+    given = {**transfer, **({"kv_connector_extra_config": extra.pop("extra")} if "extra" in extra else {}), **extra}
+    return ["vllm", "serve", "org/model", "--kv-transfer-config", json.dumps(given), *more]
+
+
+class Planted(NamedTuple):
+    """A fault: the check that finds it, the command, and a part of what is said and of the remedy. yaml: LMCache's
+    file."""
+
+    check: str
+    words: list[str]
+    what: str
+    do: str
+    environment: dict[str, str] = {}
+    yaml: str = ""
+
+    def setup(self, folder: Path, place: Path) -> Setup:
+        environment = dict(self.environment)
+        if self.yaml:
+            (folder / "lmcache.yaml").write_text(self.yaml)
+            environment["LMCACHE_CONFIG_FILE"] = str(folder / "lmcache.yaml")
+        return look(self.words, place, environment=environment)
+
+
+def machine(
+    root: Path,
+    memory_gib: float = 64,
+    available_gib: float = 48,
+    cgroup: dict[str, str] | None = None,
+    text: str = "Linux",
+) -> Machine:
+    """cgroup: {path below the root: content}"""
+    (root / "proc/self").mkdir(parents=True)
+    (root / "dev/shm").mkdir(parents=True)
+    (root / "proc/version").write_text(text)
+    kib = 2**20
+    lines = [f"MemTotal: {int(memory_gib * kib)} kB", f"MemAvailable: {int(available_gib * kib)} kB"]
+    (root / "proc/meminfo").write_text("\n".join(lines) + "\n")
+    for path, content in (cgroup or {}).items():
+        (root / path).parent.mkdir(parents=True, exist_ok=True)
+        (root / path).write_text(content)
+    return Machine(root)
+
+
+def look(
+    words: str | list[str],
+    place: Path,
+    where: Machine | None = None,
+    environment: dict[str, str] | None = None,
+    server_http: str = "",
+) -> Setup:
+    command = command_line.read([words] if isinstance(words, str) else words) if words else None
+    assert command or not words
+    return Setup(command, environment or {}, Packages([str(place)]), where, server_http=server_http)
+
+
+def say(setup: Setup, name: str) -> list[Line]:
+    """What one check says."""
+    check = next(each for each in checks.catalogue() if each.name == name)
+    return list(check.look(setup))
+
+
+def problems(setup: Setup, name: str) -> list[Line]:
+    return [line for line in say(setup, name) if line.status == checks.PROBLEM]

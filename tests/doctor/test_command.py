@@ -1,0 +1,104 @@
+"""The command: output, exit codes, JSON; and no secret in any of it."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from kvfix_tools.doctor import checks, command
+from kvfix_tools.doctor.checks import Line
+from tests.conftest import ROOT
+from tests.doctor.sites import V1, look, serve, site
+
+GOOD, BAD = Line("installed", "ok", "a", ""), Line("memory", "problem", "b", "c")
+UNCHECKED, OTHER = Line("extensions", "unchecked", "d", "e"), Line("memory", "ok", "f", "")
+
+
+@pytest.mark.parametrize(
+    ("lines", "code"),
+    [
+        ([GOOD, OTHER], 0),
+        ([GOOD, UNCHECKED], 0),
+        ([GOOD, UNCHECKED, BAD], 1),
+        ([UNCHECKED, BAD], 1),
+        ([UNCHECKED, OTHER], 77),
+        ([UNCHECKED], 77),
+        ([], 77),
+    ],
+)
+def test_exit_codes(lines: list[Line], code: int) -> None:
+    """77: no problem, and none of the essential checks could be done. The machine's memory is not essential."""
+    assert command.exit_code(lines) == code
+
+
+def test_problems_come_first_and_the_summary_last() -> None:
+    text = command.text([GOOD, UNCHECKED, BAD])
+    assert [line.split()[0] for line in text.splitlines()] == ["PROBLEM", "do:", "not", "do:", "ok", "SUMMARY:"]
+    assert text.endswith("SUMMARY: kvfix doctor: 1 problem, 1 ok, 1 not checked\n")
+
+
+@pytest.mark.parametrize("words", [["ls"], ["vllm"], ["vllm serve 'm"]])
+def test_a_command_that_is_none(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.doctor(words, json=False) == 2
+    assert "kvfix doctor: the command " in capsys.readouterr().err
+
+
+def test_the_json_is_stable(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(checks, "lines", lambda setup: iter([GOOD, BAD]))
+    assert command.doctor([], json=True) == 1
+    assert json.loads(capsys.readouterr().out) == [
+        {"check": "installed", "status": "ok", "what": "a", "do": ""},
+        {"check": "memory", "status": "problem", "what": "b", "do": "c"},
+    ]
+
+
+def test_no_secret_is_printed(tmp_path: Path) -> None:
+    """In the file, the environment, the command and a URL; in settings that are wrong, so that they are shown."""
+    secret = "hunter2hunter2"
+    (tmp_path / "lmcache.yaml").write_text(
+        f"remote_url: redis://:{secret}@no-such-host.invalid:1\nchunk_size: 'api_key={secret}'\n"
+        f"redis_passwrd: {secret}\nredis_password: {secret}\n"
+    )
+    environment = {"LMCACHE_CONFIG_FILE": str(tmp_path / "lmcache.yaml"), "LMCACHE_RESP_PASSWORD": secret,
+                   "LMCACHE_REMOTE_URL": f"redis://user:{secret}@localhost:1", "HF_TOKEN": secret}  # fmt: skip
+    extra = {"lmcache.api_key": secret, "lmcache.remote_url": f"lm://{secret}@localhost:1"}
+    words = serve(V1, "--api-key", secret, "--block-size", "48", extra=extra)
+    lines = list(checks.lines(look(words, site(tmp_path / "site", vllm=False), environment=environment)))
+    assert sum(line.status == checks.PROBLEM for line in lines) > 4
+    assert secret not in command.text(lines)
+    assert "<hidden>" in command.text(lines)
+
+
+def test_a_check_that_fails_does_not_end_the_others(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def broken(setup: object) -> None:
+        raise ZeroDivisionError("planted")
+
+    first, *others = checks.catalogue()
+    monkeypatch.setattr(checks, "catalogue", lambda: (first._replace(look=broken), *others))
+    lines = list(checks.lines(look("", tmp_path)))
+    assert lines[0] == Line(
+        first.name, "unchecked", "this check failed: ZeroDivisionError: planted", "report it to kvfix"
+    )
+    assert len(lines) > 1
+
+
+def test_on_a_machine_without_anything(tmp_path: Path) -> None:
+    lines = list(checks.lines(look("", tmp_path)))
+    assert command.exit_code(lines) == 77
+    assert all("kvfix doctor where the engine runs" in line.do for line in lines if line.check == "installed")
+
+
+def test_every_check_says_what_it_looks_at(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.doctor([], json=False, names=True) == 0
+    listed = capsys.readouterr().out.splitlines()
+    names = [each.name for each in checks.catalogue()]
+    assert len(set(names)) == len(names) == len(listed)
+    assert all(re.fullmatch(r"[a-z-]+: \S.*\.", line) for line in listed)
+
+
+def test_the_page_tells_the_exit_codes() -> None:
+    page = (ROOT / "docs/doctor.md").read_text()
+    assert all(f"| {code} |" in page for code in (0, 1, 2, 77))

@@ -1,0 +1,171 @@
+"""Compiled extensions: broken ones, and a crash while they load. torch is a stand-in, and the child process real."""
+
+from __future__ import annotations
+
+import sys
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from kvfix_tools.doctor import extensions
+from kvfix_tools.doctor.cuda_code import architectures
+from tests.conftest import RELEASES
+from tests.doctor.sites import V1, look, machine, problems, say, serve, site
+
+TORCH = """
+__version__ = "2.99.0+cu130"
+class version:
+    cuda, hip = {cuda!r}, None
+class cuda:
+    is_available = staticmethod(lambda: {available})
+    get_arch_list = staticmethod(lambda: ["sm_80", "sm_90", "sm_120"])
+    device_count = staticmethod(lambda: 1)
+    get_device_capability = staticmethod(lambda number: {capability})
+    get_device_name = staticmethod(lambda number: "NVIDIA Test")
+"""
+SUFFIX = EXTENSION_SUFFIXES[0]
+SYMBOL = "_ZN3c105ErrorC2ENS_14SourceLocationE"
+
+
+def make(
+    folder: Path,
+    files: dict[str, bytes],
+    cuda: str | None = "13.0",
+    available: bool = False,
+    capability: str = "(9, 0)",
+) -> Path:
+    """LMCache with these compiled files, and a torch."""
+    (folder / "lmcache").mkdir(parents=True)
+    (folder / "lmcache/__init__.py").touch()
+    for name, content in files.items():
+        (folder / "lmcache" / name).write_bytes(content)
+    (folder / "torch").mkdir()
+    (folder / "torch/__init__.py").write_text(TORCH.format(cuda=cuda, available=available, capability=capability))
+    return folder
+
+
+def library() -> bytes:
+    """Any library that loads in this Python."""
+    return Path(msgspec._core.__file__).read_bytes()
+
+
+def without(content: bytes, names: tuple[bytes, ...] = (b"PyObject_GetAttr", b"PyUnicode_FromStringAndSize")) -> bytes:
+    """The library, needing a symbol of C++ that nobody has, in place of one of Python's."""
+    for name in names:
+        at = content.find(b"\0" + name + b"\0")
+        if at >= 0:
+            symbol = SYMBOL.encode()[: len(name)]
+            return content[: at + 1] + symbol + content[at + 1 + len(name) :]
+    raise AssertionError("the library has none of these symbols")
+
+
+def test_built_for_another_torch(tmp_path: Path) -> None:
+    setup = look(serve(V1), make(tmp_path, {f"c_ops{SUFFIX}": without(library())}))
+    found = problems(setup, "extensions")
+    assert (
+        "lmcache.c_ops is built for another torch than torch 2.99.0+cu130 (undefined symbol _ZN3c105Error"
+        in found[0].what
+    )
+    assert "a wheel that is built for torch 2.99.0+cu130" in found[0].do
+
+
+def test_what_loads_is_right(tmp_path: Path) -> None:
+    setup = look(serve(V1), make(tmp_path, {f"c_ops{SUFFIX}": library()}))
+    assert [line.what for line in say(setup, "extensions")] == ["lmcache.c_ops loads with torch 2.99.0+cu130"]
+
+
+def test_no_library_at_all(tmp_path: Path) -> None:
+    setup = look(serve(V1), make(tmp_path, {f"c_ops{SUFFIX}": b"\x7fELF no"}))
+    assert "does not load" in problems(setup, "extensions")[0].what
+
+
+@pytest.mark.parametrize(("cuda", "count"), [("13.0", 1), (None, 0)])
+def test_no_compiled_operations(cuda: str | None, count: int, tmp_path: Path) -> None:
+    setup = look(serve(V1), make(tmp_path, {}, cuda))
+    assert len(problems(setup, "extensions")) == count
+
+
+def test_built_for_another_python(tmp_path: Path) -> None:
+    setup = look(serve(V1), make(tmp_path, {"c_ops.cpython-37m-x86_64-linux-gnu.so": library()}))
+    assert "built for another Python" in problems(setup, "extensions")[0].what
+
+
+@pytest.mark.parametrize(("cuda", "status"), [("13.0", "problem"), (None, "unchecked")])
+def test_a_library_of_cuda_is_missing(cuda: str | None, status: str, tmp_path: Path) -> None:
+    """LMCache 0.3.10 is built with CUDA 12. With a torch for the CPU there is nothing wrong with that."""
+    folder = make(tmp_path, {}, cuda)
+    released = next((RELEASES / "0.3.10/lmcache").glob("c_ops*.so"))
+    content = released.read_bytes().replace(b"libc10.so\0", b"libcudaX.\0")
+    (folder / "lmcache" / f"c_ops{SUFFIX}").write_bytes(content)
+    lines = [line for line in say(look(serve(V1), folder), "extensions") if "libcuda" in line.what]
+    assert [line.status for line in lines] == [status]
+
+
+def test_a_crash_is_an_answer_and_the_others_are_tried(tmp_path: Path) -> None:
+    make(tmp_path, {f"c_ops{SUFFIX}": library()})
+    (tmp_path / "crashing.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")
+    (tmp_path / "failing.py").write_text("raise RuntimeError('no device')")
+    (tmp_path / "quiet.py").touch()
+    tried = extensions.attempt([str(tmp_path)], [], ["crashing", "failing", "quiet"])
+    assert tried.errors == {"crashing": "crashed with SIGSEGV", "failing": "RuntimeError: no device", "quiet": ""}
+
+
+@pytest.mark.parametrize(
+    ("torch", "what"),
+    [
+        ("raise OSError('libcudart.so.13')", "import torch fails: OSError: libcudart.so.13"),
+        ("import os; os.abort()", "import torch crashed with SIGABRT"),
+    ],
+)
+def test_a_torch_that_does_not_import(torch: str, what: str, tmp_path: Path) -> None:
+    make(tmp_path, {f"c_ops{SUFFIX}": library()})
+    (tmp_path / "torch/__init__.py").write_text(torch)
+    assert what in problems(look(serve(V1), tmp_path), "extensions")[0].what
+
+
+def test_what_takes_too_long_is_not_checked(tmp_path: Path) -> None:
+    make(tmp_path, {})
+    (tmp_path / "torch/__init__.py").write_text("import threading; threading.Event().wait()")
+    assert extensions.attempt([str(tmp_path)], [], [], limit=0.5) == (None, {}, "not done after 0.5 s")
+
+
+def test_the_architectures_in_a_library() -> None:
+    """As `cuobjdump --list-elf` shows them."""
+    released = next((RELEASES / "0.3.10/lmcache").glob("c_ops*.so"))
+    assert architectures(released) == ["70", "75", "80", "86", "89", "90", "100"]
+    assert architectures(Path(sys.executable)) == []
+
+
+@pytest.mark.parametrize(("capability", "count"), [("(9, 0)", 0), ("(8, 6)", 0), ("(12, 1)", 1), ("(7, 0)", 1)])
+def test_a_gpu_that_nobody_built_for(capability: str, count: int, tmp_path: Path) -> None:
+    """LMCache 0.3.10 has no code for 12.x; this torch none for 7.0."""
+    folder = make(tmp_path, {}, available=True, capability=capability)
+    released = next((RELEASES / "0.3.10/lmcache").glob("c_ops*.so"))
+    (folder / "lmcache" / released.name).symlink_to(released)
+    found = problems(look(serve(V1), folder), "gpu")
+    assert len(found) == count
+    assert all("has no code for NVIDIA Test" in line.what for line in found)
+
+
+def test_a_gpu_that_torch_cannot_use(tmp_path: Path) -> None:
+    folder = make(tmp_path / "site", {})
+    where = machine(tmp_path / "root")
+    assert problems(look(serve(V1), folder, where), "gpu") == []
+    (tmp_path / "root/dev/nvidiactl").touch()
+    assert "cannot use the GPU that is here" in problems(look(serve(V1), folder, where), "gpu")[0].what
+
+
+@pytest.mark.parametrize(("version", "count"), [("2.13.0", 0), ("2.13.0+cu130", 0), ("2.12.1", 1)])
+def test_the_torch_that_vllm_is_built_for(version: str, count: int, tmp_path: Path) -> None:
+    """vLLM 0.32.0 asks for torch 2.13.0."""
+    place = site(tmp_path, lmcache="")
+    (place / "torch").mkdir()
+    (place / f"torch-{version}.dist-info").mkdir()
+    (place / f"torch-{version}.dist-info/METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: torch\nVersion: {version}\n"
+    )
+    found = problems(look(serve(V1), place), "torch")
+    assert len(found) == count
+    assert all('pip install "torch==2.13.0' in line.do for line in found)

@@ -1,0 +1,101 @@
+"""Memory, shared memory and locked memory: a planted machine for each case."""
+
+from __future__ import annotations
+
+import json
+import resource
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from kvfix_tools.doctor import machine as doctor_machine
+from kvfix_tools.doctor.machine import GIB
+from tests.doctor.sites import V1, look, machine, problems, say, serve, site
+
+GROUP = "proc/self/cgroup"
+#: {how the container's limit is written: its files}
+LIMITED = {
+    "v2": {GROUP: "0::/\n", "sys/fs/cgroup/memory.max": f"{8 * GIB}\n"},
+    "v2 above": {GROUP: "0::/pod/c\n", "sys/fs/cgroup/pod/memory.max": f"{8 * GIB}",
+                 "sys/fs/cgroup/pod/c/memory.max": "max"},
+    "v1": {GROUP: "4:cpu,memory:/docker/1\n", "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{8 * GIB}"},
+    "v1 own": {GROUP: "4:memory:/a\n", "sys/fs/cgroup/memory/a/memory.limit_in_bytes": f"{8 * GIB}",
+               "sys/fs/cgroup/memory/memory.limit_in_bytes": str(2**63 - 4096)},
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return site(tmp_path_factory.mktemp("site"), vllm=False)
+
+
+def cpu(size: float, *more: str) -> list[str]:
+    return serve(V1, *more, extra={"lmcache.max_local_cpu_size": size})
+
+
+@pytest.mark.parametrize("how", LIMITED)
+def test_a_container_that_is_too_small(how: str, tmp_path: Path, place: Path) -> None:
+    where = machine(tmp_path, cgroup=LIMITED[how])
+    assert where.memory().limit == 8 * GIB
+    found = problems(look(cpu(5, "-tp", "2"), place, where), "memory")
+    assert len(found) == 1
+    assert "max_local_cpu_size 5 for each of 2 workers is 10 GiB; the container" in found[0].what
+    assert "has 8 GiB" in found[0].what
+    assert problems(look(cpu(3, "-tp", "2"), place, where), "memory") == []
+
+
+@pytest.mark.parametrize(("size", "count"), [(65, 1), (50, 1), (40, 0)])
+def test_a_machine_that_is_too_small(size: float, count: int, tmp_path: Path, place: Path) -> None:
+    """64 GiB, of which 48 are free."""
+    where = machine(tmp_path, cgroup={GROUP: "0::/\n", "sys/fs/cgroup/memory.max": "max"})
+    assert len(problems(look(cpu(size), place, where), "memory")) == count
+
+
+def test_a_server_that_wants_too_much(tmp_path: Path, place: Path) -> None:
+    found = problems(look(["lmcache", "server", "--l1-size-gb", "100"], place, machine(tmp_path)), "memory")
+    assert "--l1-size-gb 100 is 100 GiB; this machine has 64 GiB" in found[0].what
+
+
+def test_pinned_memory_under_windows(tmp_path: Path, place: Path) -> None:
+    where = machine(tmp_path / "wsl", text="Linux version 5.15 (Microsoft@Microsoft.com)")
+    assert "WSL 2" in problems(look(cpu(5), place, where), "pinned-memory")[0].what
+    assert problems(look(cpu(5), place, machine(tmp_path / "linux")), "pinned-memory") == []
+
+
+def test_locked_memory_counts_for_rdma(tmp_path: Path, place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    nixl = serve({"kv_connector": "NixlConnector", "kv_role": "kv_both"})
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (64 * 1024, resource.RLIM_INFINITY))
+    where = machine(tmp_path)
+    assert "ulimit -l is 0.0625 MiB: nixl" in problems(look(nixl, place, where), "locked-memory")[0].what
+    assert problems(look(cpu(1), place, where), "locked-memory") == []
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (resource.RLIM_INFINITY,) * 2)
+    assert problems(look(nixl, place, where), "locked-memory") == []
+
+
+@pytest.mark.parametrize(
+    ("words", "mib", "why"),
+    [
+        (cpu(1, "-tp", "2"), 64, "processes send messages"),
+        (cpu(1, "-tp", "2"), 1024, ""),
+        (cpu(1), 64, ""),
+        (["lmcache", "server", "--shm-name", "l1", "--l1-size-gb", "2"], 1024, "--shm-name puts L1 there"),
+        (["lmcache", "server", "--l1-size-gb", "2"], 1024, ""),
+    ],
+)
+def test_shared_memory(
+    words: list[str], mib: int, why: str, tmp_path: Path, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = SimpleNamespace(f_blocks=mib, f_bavail=mib, f_frsize=2**20)
+    monkeypatch.setattr(doctor_machine.os, "statvfs", lambda path: size)
+    found = problems(look(words, place, machine(tmp_path)), "shared-memory")
+    assert bool(found) == bool(why)
+    assert all(why in line.what and "--ipc=host" in line.do for line in found)
+
+
+def test_of_a_container_that_is_not_this_one_nothing_is_said(tmp_path: Path) -> None:
+    words = f"docker run vllm/vllm-openai:latest --model m --kv-transfer-config '{json.dumps(V1)}'"
+    setup = look(words, tmp_path, machine(tmp_path / "m"), {"LMCACHE_MAX_LOCAL_CPU_SIZE": "999"})
+    assert setup.settings == []
+    for name in ("installed", "locked-memory", "shared-memory"):
+        assert {line.status for line in say(setup, name)} == {"unchecked"}

@@ -1,0 +1,106 @@
+"""The checks. One check is one small function; it is found by its decorator, and nothing lists them.
+
+    @check("chunk-size", essential=True)
+    def chunk_size(setup): ...
+
+It yields lines: `ok`, `problem`, `unchecked`; none where it does not apply. Its docstring says what it looks at; the
+documentation is made of it. essential: where none of these could be done, nothing could be checked (exit code 77).
+"""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from importlib import import_module
+from typing import NamedTuple
+
+from kvfix import catalogue as catalogue_of_fixes
+from kvfix import redact
+from kvfix_tools.doctor.setup import Setup
+
+OK, PROBLEM, UNCHECKED = "ok", "problem", "unchecked"
+
+
+class Line(NamedTuple):
+    """what: found, in one sentence. do: the remedy, settings as they are typed; "" where there is nothing to do."""
+
+    check: str
+    status: str
+    what: str
+    do: str
+
+
+class Check(NamedTuple):
+    name: str
+    essential: bool
+    look: Callable[[Setup], Iterator[Line]]
+
+    @property
+    def doc(self) -> str:
+        return " ".join((self.look.__doc__ or "").split())
+
+
+_CHECKS: list[Check] = []
+
+
+def check(
+    name: str, essential: bool = False
+) -> Callable[[Callable[[Setup], Iterator[Line]]], Callable[[Setup], Iterator[Line]]]:
+    def register(look: Callable[[Setup], Iterator[Line]]) -> Callable[[Setup], Iterator[Line]]:
+        _CHECKS.append(Check(name, essential, look))
+        return look
+
+    return register
+
+
+def ok(what: str, do: str = "") -> Line:
+    return Line("", OK, what, do)
+
+
+def problem(what: str, do: str) -> Line:
+    return Line("", PROBLEM, what, do)
+
+
+def unchecked(what: str, do: str = "") -> Line:
+    return Line("", UNCHECKED, what, do)
+
+
+def explained(slug: str) -> str:
+    """ "; kvfix explain CODE" of a known bug; "" if there is none of this name."""
+    return next((f"; kvfix explain {fix.code}" for fix in catalogue_of_fixes.fixes() if fix.slug == slug), "")
+
+
+#: The order in the report: what all the rest stands on comes first.
+_ORDER = (
+    "installation",
+    "releases",
+    "transfer",
+    "settings",
+    "cache",
+    "model",
+    "addresses",
+    "disaggregated",
+    "memory",
+    "kvfix",
+)
+
+
+@lru_cache(maxsize=1)
+def catalogue() -> tuple[Check, ...]:
+    """Every check, in the order of the report."""
+    names = [module.name for module in pkgutil.iter_modules(__path__)]
+    for name in sorted(names, key=lambda each: (_ORDER.index(each) if each in _ORDER else len(_ORDER), each)):
+        import_module(f"{__name__}.{name}")
+    return tuple(_CHECKS)
+
+
+def lines(setup: Setup) -> Iterator[Line]:
+    """What every check says, without secrets. A check that fails itself says so, and the others go on."""
+    for each in catalogue():
+        try:
+            found = list(each.look(setup))
+        except Exception as error:  # noqa: BLE001
+            found = [unchecked(f"this check failed: {type(error).__name__}: {error}", "report it to kvfix")]
+        for line in found:
+            yield line._replace(check=each.name, what=redact.text(line.what), do=redact.text(line.do))

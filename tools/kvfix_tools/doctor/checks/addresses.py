@@ -1,0 +1,145 @@
+"""Hosts and ports: what this command listens on, and what it is to reach."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kvfix import redact
+from kvfix_tools.doctor import servers
+from kvfix_tools.doctor.checks import Line, check, ok, problem, unchecked
+from kvfix_tools.doctor.machine import connects, port_in_use, resolves
+from kvfix_tools.doctor.setup import Setup
+
+_ANY = ("0.0.0.0", "::", "*")
+
+
+@check("listens")
+def listens(setup: Setup) -> Iterator[Line]:
+    """The ports that this command listens on are free, and it names none twice."""
+    if setup.command is None or setup.command.container:
+        return
+    taken: dict[int, str] = {}
+    for name, host, port in _own(setup):
+        if not 0 < port < 65536:
+            yield problem(f"{name} is {port}, which is no port", f"{name} 1 to 65535")
+        elif port in taken:
+            yield problem(f"{name} and {taken[port]} are both {port}", f"another port for {name}")
+        elif port_in_use(host, port):
+            yield problem(f"port {port} ({name}) is in use on this machine", f"another port for {name}")
+        else:
+            yield ok(f"port {port} ({name}) is free")
+        taken.setdefault(port, name)
+
+
+def _own(setup: Setup) -> Iterator[tuple[str, str, int]]:
+    command = setup.command
+    if command is None:
+        return
+    options = {"--port": 8000} if command.serves else {"--port": servers.PORT, "--http-port": servers.HTTP_PORT}
+    for option, default in options.items():
+        name = option.removeprefix("--")
+        value = command.options.get(name, str(default))
+        host = command.options.get("host" if name == "port" else "http-host", "") or (
+            "" if command.serves else "localhost"
+        )
+        if value.isdigit() and not (value == "0" and command.serves):
+            yield option, host, int(value)
+    if any("Nixl" in each.name for each in setup.connectors):
+        value = setup.environment.get("VLLM_NIXL_SIDE_CHANNEL_PORT", "5600")  # vllm/envs.py 0.32.0:234
+        if value.isdigit():
+            yield "VLLM_NIXL_SIDE_CHANNEL_PORT", "", int(value)
+    names = {"enable_p2p": ("p2p_init_ports", "p2p_lookup_ports"), "internal_api_server_enabled": ()}
+    if str(setup.setting("pd_role")) == "receiver":
+        names["enable_pd"] = ("pd_peer_init_port", "pd_peer_alloc_port")
+    for switch, several in names.items():
+        for name in several if setup.connector("v1") and setup.on(switch) else ():
+            value = setup.setting(name)
+            for part in value if isinstance(value, list) else str(value or "").split(","):
+                if str(part).strip().isdigit() and int(part):
+                    yield name, "", int(part)
+
+
+@check("hosts")
+def hosts(setup: Setup) -> Iterator[Line]:
+    """Addresses that this command connects to have a host that is an address, resolves, and is not 0.0.0.0."""
+    for name, url in _reached(setup):
+        shown, at = redact.text(url), servers.address(url)
+        if at.host in _ANY:
+            yield problem(
+                f"{name} is {shown}: {at.host} is where a server listens, not where it is", "its name or address"
+            )
+        elif at.host and not resolves(at.host):
+            yield problem(
+                f"{name} is {shown}: no address is known for {at.host} here",
+                "correct the host; in Kubernetes SERVICE.NAMESPACE",
+            )
+        elif at.port is None or not 0 < at.port < 65536:
+            yield problem(f"{name} is {shown}, which has no port from 1 to 65535", "tcp://HOST:PORT")
+
+
+def _reached(setup: Setup) -> Iterator[tuple[str, str]]:
+    connector = setup.connector("mp")
+    if connector is not None:
+        name = "lmcache.mp.server_urls" if "lmcache.mp.server_urls" in connector.extra else "lmcache.mp.host and port"
+        yield from ((name, each.url) for each in servers.addresses(connector))
+    if setup.connector("v1") is None:
+        return
+    remote = str(setup.setting("remote_url") or "")
+    if remote.startswith(("lm://", "redis://", "rediss://", "valkey://")):
+        for part in remote.split(","):
+            yield "remote_url", part
+    if setup.on("enable_pd") and str(setup.setting("pd_role")) == "sender" and setup.setting("pd_proxy_host"):
+        yield "pd_proxy_host and port", f"{setup.setting('pd_proxy_host')}:{setup.setting('pd_proxy_port')}"
+    if setup.on("enable_controller"):
+        for name in ("controller_pull_url", "controller_reply_url"):
+            if setup.setting(name):
+                yield name, str(setup.setting(name))
+
+
+@check("server")
+def server(setup: Setup) -> Iterator[Line]:
+    """The LMCache server of the multi-process connector answers on its port, and its release is the connector's."""
+    connector = setup.connector("mp")
+    if connector is None:
+        return
+    if servers.autostart(connector):
+        yield ok("lmcache.mp.autostart is set: the connector starts the server itself")
+        return
+    start = "lmcache server --port {} --l1-size-gb 20 --eviction-policy LRU --supported-transfer-mode auto"
+    for each in setup.servers:
+        if each.address.port is None:
+            continue
+        if each.why_not:
+            yield problem(
+                f"no LMCache server answers at {each.address.url}: {each.why_not}",
+                f"start it before vLLM: {start.format(each.address.port)}",
+            )
+            continue
+        yield ok(f"something answers at {each.address.url}")
+        own = setup.lmcache.version if setup.lmcache else ""
+        if not each.release:
+            yield unchecked(
+                f"the release of the server at {each.address.url}: its HTTP port is not known, or does not answer",
+                "kvfix doctor --server-http HOST:PORT -- ... (lmcache server --http-port)",
+            )
+        elif own and each.release != own:
+            yield problem(
+                f"the server at {each.address.url} is LMCache {each.release}, the connector LMCache {own}",
+                f"pip install lmcache=={own} where the server runs: their messages differ between releases",
+            )
+        else:
+            yield ok(f"the server at {each.address.url} is LMCache {each.release}")
+
+
+@check("remote-store")
+def remote_store(setup: Setup) -> Iterator[Line]:
+    """The store in remote_url answers on its port (lm, redis and valkey)."""
+    for name, url in _reached(setup):
+        at = servers.address(url)
+        if name != "remote_url" or at.port is None or at.host in _ANY or not resolves(at.host):
+            continue
+        why = connects(at.host, at.port)
+        if why:
+            yield problem(f"remote_url {redact.text(url)} does not answer: {why}", "start it, or correct remote_url")
+        else:
+            yield ok(f"remote_url {redact.text(url)} answers")

@@ -1,0 +1,160 @@
+"""Will anything be found again: chunks, hashes, and what the multi-process server was started with."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+
+from kvfix_tools.doctor import server_options
+from kvfix_tools.doctor.checks import Line, check, explained, ok, problem, unchecked
+from kvfix_tools.doctor.setup import Setup
+
+#: vLLM's usual block sizes in tokens: 16, and 32, 64, 128 for some attention backends.
+_BLOCKS = (16, 32, 64, 128)
+
+
+@check("chunk-size")
+def chunk_size(setup: Setup) -> Iterator[Line]:
+    """LMCache's chunk size is a multiple of vLLM's block size, times the ranks of decode context parallelism."""
+    sizes: dict[str, object] = {}
+    if setup.connector("v1"):
+        sizes["chunk_size"] = setup.setting("chunk_size")
+    for server in setup.servers:
+        sizes["--chunk-size of the LMCache server"] = server.options.get("chunk_size", 256 if server.options else None)
+    if setup.command and not setup.command.serves:
+        sizes["--chunk-size"] = setup.command.options.get("chunk-size", 256)
+    given = setup.command.options.get("block-size", "") if setup.command else ""
+    share = setup.parallel("decode-context")
+    times = f" times {share} ranks" if share > 1 else ""
+    for name, value in sizes.items():
+        chunk = int(str(value)) if str(value).isdigit() else 0
+        if not chunk:
+            yield unchecked(f"{name} is not known here, so not compared with vLLM's block size")
+        elif given.isdigit() and chunk % (int(given) * share):
+            block = int(given) * share
+            yield problem(
+                f"{name} {chunk} is no multiple of vLLM's block size {given}{times}",
+                f"a multiple of {block}: {max(round(chunk / block), 1) * block}",
+            )
+        elif not given.isdigit() and chunk % (_BLOCKS[0] * share):
+            yield problem(
+                f"{name} {chunk} is no multiple of {_BLOCKS[0] * share}, and so of no block size that vLLM takes",
+                f"a multiple of {_BLOCKS[-1] * share}, 256 is the default",
+            )
+        elif given.isdigit() or not chunk % (_BLOCKS[-1] * share):
+            yield ok(f"{name} {chunk} is a multiple of vLLM's block size{f' {given}' if given else ''}")
+        else:
+            yield unchecked(f"{name} {chunk} is a multiple of 16; vLLM's block size is not given", "--block-size N")
+
+
+@check("load-cap")
+def load_cap(setup: Setup) -> Iterator[Line]:
+    """lmcache.max_tokens_per_load, where it is set, is at least one chunk: with less nothing is loaded."""
+    connector = setup.connector("v1")
+    cap = str(connector.extra.get("lmcache.max_tokens_per_load", "")) if connector else ""
+    chunk = setup.number("chunk_size")
+    if cap.isdigit() and chunk and 0 < int(cap) < chunk:
+        yield problem(
+            f"lmcache.max_tokens_per_load {cap} is less than chunk_size {chunk:g}: nothing is ever loaded",
+            f'"lmcache.max_tokens_per_load": {int(chunk)} or more, or 0 for no limit',
+        )
+
+
+@check("hash-seed")
+def hash_seed(setup: Setup) -> Iterator[Line]:
+    """Every process that shares a cache makes the same keys: PYTHONHASHSEED, or a hash that is the same everywhere."""
+    seed = setup.environment.get("PYTHONHASHSEED", "random")
+    if setup.connector("v1"):
+        algorithm, how = str(setup.setting("pre_caching_hash_algorithm") or "builtin"), "pre_caching_hash_algorithm"
+        shared = _shared(setup)
+    elif setup.command and setup.command.program == "lmcache server":
+        algorithm, how = setup.command.options.get("hash-algorithm", ""), "--hash-algorithm"
+        shared = ["other servers and what is stored beyond a restart"] if algorithm == "builtin" else []
+    else:
+        return
+    if algorithm != "builtin":
+        yield ok(f"keys are made with {algorithm or 'the default hash'}, which is the same in every process")
+        return
+    fixed = seed.isdigit()
+    none_too = fixed and setup.connector("v1") is not None and _hashes_none(setup)
+    remedy = "PYTHONHASHSEED=0 in the environment of every process"
+    if how.startswith("pre"):
+        stable = f"{how}: sha256_cbor (LMCACHE_PRE_CACHING_HASH_ALGORITHM=sha256_cbor)"
+        remedy = f"{stable}, the same everywhere" if none_too else f"{remedy}, or {stable}"
+    if not shared:
+        yield ok("keys are made with Python's own hash; no other process shares this cache")
+    elif none_too:
+        yield problem(f"this LMCache hashes None, on this Python an address: nothing is found by {shared[0]}", remedy)
+    elif not fixed:
+        yield problem(
+            f"PYTHONHASHSEED is {seed!r} and {how} is builtin: keys differ in every process, and nothing is found by "
+            f"{', '.join(shared)}",
+            remedy + explained("hash-differs-by-process"),
+        )
+    else:
+        yield ok(f"PYTHONHASHSEED is {seed}; it must be so in every process that shares the cache")
+
+
+def _shared(setup: Setup) -> list[str]:
+    """Who else has to find the chunks."""
+    found = []
+    executor = setup.command.options.get("distributed-executor-backend", "") if setup.command else ""
+    if setup.ranks > 1 or executor in ("mp", "ray"):
+        found.append(f"the {setup.ranks} workers and the scheduler" if setup.ranks > 1 else "the worker")
+    if setup.parallel("data") > 1:
+        found.append("the other engines (data parallel)")
+    places = {"remote_url": "whoever shares remote_url", "local_disk": "the next start, from local_disk"}
+    found += [text for name, text in places.items() if setup.setting(name)]
+    switches = {
+        "enable_p2p": "its peers",
+        "enable_pd": "the other side of prefill and decode",
+        "enable_controller": "others",
+    }
+    return found + [text for name, text in switches.items() if setup.on(name)]
+
+
+def _hashes_none(setup: Setup) -> bool:
+    """Read from the code (KVF901 is this bug). From Python 3.12 on the hash of None is a constant."""
+    source = setup.lmcache.text("lmcache.v1.token_database") if setup.lmcache else ""
+    return bool(source) and "_canonicalize_hash_inputs" not in source and sys.version_info < (3, 12)
+
+
+@check("transfer-mode")
+def transfer_mode(setup: Setup) -> Iterator[Line]:
+    """The multi-process worker asks for a transfer mode that its server was started for."""
+    connector = setup.connector("mp")
+    if connector is None:
+        return
+    # The connector's key wins over the variable (vllm_multi_process_adapter.py 0.5.6, ExtraConfigDefault).
+    mode = str(
+        connector.extra.get("lmcache.mp.mp_transfer_mode")
+        or setup.environment.get("LMCACHE_MP_TRANSFER_MODE")
+        or "auto"
+    ).lower()
+    for server in setup.servers:
+        if not server.options:
+            yield unchecked(
+                f"which transfer modes the server at {server.address.url} was started for",
+                "lmcache server --supported-transfer-mode auto takes every worker",
+            )
+            continue
+        options = server_options.read(setup.lmcache) if setup.lmcache else {}
+        default = next(
+            (options[each].default for each in ("--supported-transfer-mode", "--transfer-mode") if each in options),
+            "auto",
+        )
+        supported = str(server.options.get("supported_transfer_mode") or server.options.get("transfer_mode") or default)
+        if mode not in ("auto", supported) and supported != "auto":
+            yield problem(
+                f"the worker asks for {mode}, and the server at {server.address.url} was started for {supported}: "
+                "the worker waits for mq_timeout and dies",
+                "lmcache server --supported-transfer-mode auto" + explained("mp-transfer-modes-differ"),
+            )
+        elif mode == "auto" and supported != "auto" and setup.on_cpu and "lmcache" in supported:
+            yield problem(
+                f"a worker without a GPU asks for engine_driven, and the server at {server.address.url} was started "
+                f"for {supported}",
+                "lmcache server --supported-transfer-mode auto" + explained("mp-transfer-modes-differ"),
+            )
+        else:
+            yield ok(f"transfer mode: the worker asks for {mode}, the server takes {supported}")

@@ -1,0 +1,114 @@
+"""Prefill and decode in engines of their own, and the libraries that carry KV between machines."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kvfix_tools.doctor.checks import Line, check, ok, problem, unchecked
+from kvfix_tools.doctor.machine import gib
+from kvfix_tools.doctor.setup import Setup
+
+#: What is imported, and what is to be installed for it.
+_LIBRARIES = {"nixl": "nixl", "mooncake": "mooncake-transfer-engine"}
+_MODULES = {"nixl": "nixl._api", "mooncake": "mooncake.engine"}
+_ROLES = {"sender": "kv_producer", "receiver": "kv_consumer"}
+_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2, "half": 2, "float": 4}
+
+
+@check("transfer-library")
+def library(setup: Setup) -> Iterator[Line]:
+    """NIXL or Mooncake is installed where a connector moves KV with it, and can be imported."""
+    for name, dist in _LIBRARIES.items():
+        if not setup.needs(name):
+            continue
+        package = setup.packages.get(name) or (setup.packages.get("nixl_rocm") if name == "nixl" else None)
+        if package is None:
+            if setup.vllm is None and setup.lmcache is None:
+                yield unchecked(f"{name} is not installed here, and neither is vLLM")
+            else:
+                yield problem(f"KV is moved with {name}, which is not installed for this Python", f"pip install {dist}")
+            continue
+        error = setup.tried.errors.get(_MODULES[name])
+        if error is None:
+            yield unchecked(f"{package.title} is installed; not imported: {setup.tried.why or 'there is no torch'}")
+        elif error:
+            yield problem(f"{_MODULES[name]} cannot be imported: {' '.join(error.split())[:300]}",
+                          f"install {dist} for this CUDA (nixl-cu12 or nixl-cu13), and what it names")  # fmt: skip
+        else:
+            yield ok(f"{package.title} can be imported")
+
+
+@check("prefill-decode")
+def prefill_decode(setup: Setup) -> Iterator[Line]:
+    """enable_pd has the settings that LMCache asserts, the roles agree, and the buffer holds a chunk."""
+    connector = setup.connector("v1")
+    if connector is None or not setup.on("enable_pd"):
+        return
+    faults = list(_missing(setup))
+    role = str(setup.setting("pd_role") or "")
+    if role and role not in _ROLES:
+        faults.append(problem(f"pd_role is {role!r}", "pd_role: sender (prefill) or receiver (decode)"))
+    elif role and connector.role not in (_ROLES[role], "kv_both"):
+        faults.append(problem(f"pd_role is {role}, and kv_role {connector.role}", f'"kv_role": "{_ROLES[role]}"'))
+    if setup.on("enable_p2p"):
+        faults.append(problem("enable_pd and enable_p2p are both on", "enable_p2p: false"))
+    mode = setup.setting("pd_backend_mode")
+    if mode is not None and mode not in ("sync", "async"):
+        faults.append(problem(f"pd_backend_mode is {mode!r}", "pd_backend_mode: async"))
+    faults += list(_buffer(setup))
+    yield from faults
+    if not faults:
+        yield ok(f"enable_pd: {role}")
+
+
+def _missing(setup: Setup) -> Iterator[Line]:
+    """config.py 0.5.6:756-767 and pd_backend.py 0.5.6:124-137."""
+    examples = {"pd_role": "sender", "pd_buffer_size": "4294967296", "pd_buffer_device": "cuda"}
+    if setup.setting("pd_role") == "receiver":
+        examples.update(pd_peer_host="0.0.0.0", pd_peer_init_port="[7300]", pd_peer_alloc_port="[7400]")
+    elif setup.setting("pd_role") == "sender" and not setup.on("pd_skip_proxy_notification"):
+        examples.update(pd_proxy_host="HOST", pd_proxy_port="7500")
+    for name, example in examples.items():
+        known = setup.definitions is None or name in setup.definitions.known
+        if known and setup.setting(name) is None:
+            yield problem(f"enable_pd needs {name}", f"{name}: {example}")
+
+
+def _buffer(setup: Setup) -> Iterator[Line]:
+    size, chunk = setup.number("pd_buffer_size"), setup.number("chunk_size")
+    token = bytes_per_token(setup)
+    if size is None or chunk is None:
+        return
+    if token is None:
+        yield from ()
+    elif size < token * chunk:
+        yield problem(
+            f"pd_buffer_size {gib(size)} is smaller than a chunk: {chunk:g} tokens, {gib(token * chunk)} a worker",
+            f"pd_buffer_size: {int(token * chunk) * 16} or more",
+        )
+    longest = setup.command.options.get("max-model-len", "") if setup.command else ""
+    wanted = int(longest) if longest.isdigit() else 0
+    if token and size >= token * chunk and size < token * wanted:
+        yield problem(
+            f"pd_buffer_size {gib(size)} does not hold {wanted} tokens, --max-model-len ({gib(token * wanted)})",
+            f"pd_buffer_size: {int(token * wanted)} or more",
+        )
+
+
+def bytes_per_token(setup: Setup) -> float | None:
+    """KV of one token in one worker, in bytes; None if config.json does not tell."""
+    model = setup.model
+    layers, heads = model.get("num_hidden_layers"), model.get("num_attention_heads")
+    if not isinstance(layers, int) or not isinstance(heads, int) or not heads:
+        return None
+    asked = (setup.command.options.get("dtype", "auto") if setup.command else "auto").removeprefix("torch.")
+    named = str(model.get("torch_dtype") or model.get("dtype") or "bfloat16")
+    width = _BYTES.get(named if asked == "auto" else asked, 2)
+    if "fp8" in (setup.command.options.get("kv-cache-dtype", "") if setup.command else ""):
+        width = 1
+    here = layers / setup.parallel("pipeline")
+    if isinstance(model.get("kv_lora_rank"), int):  # MLA: one latent for all heads, in every rank
+        return here * (int(model["kv_lora_rank"]) + int(model.get("qk_rope_head_dim") or 0)) * width
+    kv_heads = int(model.get("num_key_value_heads") or heads)
+    size = int(model.get("head_dim") or int(model.get("hidden_size") or 0) / heads)
+    return 2 * here * max(kv_heads / setup.parallel("tensor"), 1) * size * width or None

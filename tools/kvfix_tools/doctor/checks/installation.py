@@ -1,0 +1,223 @@
+"""What is installed, and does it load with this torch and on this GPU."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import sys
+from collections.abc import Iterator
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+
+from packaging.requirements import InvalidRequirement, Requirement
+
+from kvfix_tools.doctor.checks import Line, check, ok, problem, unchecked
+from kvfix_tools.doctor.cuda_code import architectures
+from kvfix_tools.doctor.packages import Package
+from kvfix_tools.doctor.setup import OPERATIONS, Setup
+
+_WHERE = "run kvfix doctor where the engine runs: in its container, with its Python"
+#: The last word of the messages that dlopen gives.
+_LIBRARY = re.compile(r"(lib[\w.+-]+): cannot open shared object file")
+_SYMBOL = re.compile(r"undefined symbol: (\S+)")
+
+
+@check("installed", essential=True)
+def installed(setup: Setup) -> Iterator[Line]:
+    """vLLM is installed for this Python, and LMCache where the command needs it."""
+    if setup.command and setup.command.container:
+        yield unchecked("the command runs in a container of its own, and this is not it", _WHERE)
+        return
+    uses = any(each.is_v1 or each.is_mp for each in setup.connectors)
+    for name, package in (("vLLM", setup.vllm), ("LMCache", setup.lmcache)):
+        if package:
+            yield ok(f"{package.title} in {package.folder}")
+        elif name == "LMCache" and uses and setup.vllm:
+            yield problem(f"the connector needs LMCache, and {sys.executable} has none", "pip install lmcache")
+        else:
+            yield unchecked(f"{name} is not installed for {sys.executable}", _WHERE)
+
+
+@check("program")
+def program(setup: Setup) -> Iterator[Line]:
+    """The program of the command runs with this Python: otherwise all of this is about another installation."""
+    name = setup.command.executable if setup.command else ""
+    path = shutil.which(name, path=setup.environment.get("PATH")) if name else None
+    if not path or not name.endswith(("vllm", "lmcache")):
+        return
+    try:
+        with open(path, "rb") as file:
+            first = file.readline(300).decode(errors="replace").strip()
+    except OSError:
+        return
+    python = first.removeprefix("#!").strip()
+    if first.startswith("#!") and "python" in python and " " not in python and Path(python).parent != _bin():
+        yield unchecked(
+            f"{path} runs with {python}; what is checked here is the installation of {sys.executable}",
+            f"{python} -m kvfix_tools.cli doctor -- ... (kvfix must be installed for it)",
+        )
+
+
+def _bin() -> Path:
+    return Path(sys.executable).parent
+
+
+@check("torch")
+def torch(setup: Setup) -> Iterator[Line]:
+    """The installed torch is the release that vLLM and LMCache ask for."""
+    found = setup.packages.get("torch")
+    for package in (setup.vllm, setup.lmcache):
+        wanted = _wanted(package, "torch") if package else None
+        if package is None or wanted is None or not str(wanted.specifier):
+            continue
+        if found is None or not found.version:
+            yield problem(
+                f"{package.title} needs torch{wanted.specifier}, and there is none",
+                f'pip install "torch{wanted.specifier}"',
+            )
+        elif not _satisfies(wanted, found.version):
+            yield problem(
+                f"{package.title} is built for torch{wanted.specifier}; torch {found.version} is installed",
+                f'pip install "torch{wanted.specifier}", or a release that is built for torch {found.version}',
+            )
+        else:
+            yield ok(f"torch {found.version} is what {package.title} asks for")
+
+
+def _wanted(package: Package, name: str) -> Requirement | None:
+    for line in package.needs:
+        try:
+            each = Requirement(line)
+        except InvalidRequirement:
+            continue
+        if each.name == name and (each.marker is None or each.marker.evaluate({"extra": ""})):
+            return each
+    return None
+
+
+def _satisfies(wanted: Requirement, version: str) -> bool:
+    """The local part (+cu130, +cpu) counts on neither side: PyTorch's own index has it, others do not."""
+    specifier = re.sub(r"\+[\w.]+", "", str(wanted.specifier))
+    return Requirement(f"{wanted.name}{specifier}").specifier.contains(version.partition("+")[0], prereleases=True)
+
+
+@check("extensions", essential=True)
+def loads(setup: Setup) -> Iterator[Line]:
+    """The compiled extensions of vLLM and LMCache load with this torch. They are tried in a child process."""
+    yield from _other_python(setup)
+    if not setup.vllm and not setup.lmcache:
+        yield unchecked("neither vLLM nor LMCache is installed", _WHERE)
+        return
+    if setup.packages.get("torch") is None:
+        yield unchecked(f"there is no torch for {sys.executable}", _WHERE)
+        return
+    tried = setup.tried
+    if tried.torch is None:
+        if tried.why.startswith("not done"):
+            yield unchecked(f"import torch: {tried.why}", "try again when the machine is less busy")
+        else:
+            yield problem(f"import torch fails: {tried.why}", "install torch again, for the CUDA of this machine")
+        return
+    built = f"torch {tried.torch['version']}"
+    for file in setup.libraries:
+        name = _name(file)
+        error = tried.errors.get(str(file))
+        if error is None:
+            yield unchecked(f"{name}: {tried.why or 'not tried'}", "try again when the machine is less busy")
+        elif not error:
+            yield ok(f"{name} loads with {built}")
+        else:
+            yield _failed(name, error, built, tried.torch["cuda"])
+    if setup.lmcache and tried.torch["cuda"] and not _operations(setup):
+        yield problem(
+            f"{setup.lmcache.title} has no compiled operations ({' or '.join(OPERATIONS)}): it was built without CUDA",
+            f"pip install --force-reinstall --no-deps lmcache=={setup.lmcache.version}",
+        )
+
+
+def _other_python(setup: Setup) -> Iterator[Line]:
+    for file in _operations(setup):
+        suffix = file.name[file.name.index(".") :]
+        if suffix not in EXTENSION_SUFFIXES:
+            yield problem(
+                f"{_name(file)} is built for another Python ({suffix}), not for "
+                f"{sys.version_info.major}.{sys.version_info.minor}",
+                "install LMCache again, with the pip of this Python",
+            )
+
+
+def _operations(setup: Setup) -> list[Path]:
+    return [file for file in setup.libraries if file.name.partition(".")[0] in OPERATIONS]
+
+
+def _name(file: Path) -> str:
+    return f"{file.parent.name}.{file.name.partition('.')[0]}"
+
+
+def _failed(name: str, error: str, torch: str, cuda: str | None) -> Line:
+    again = (
+        f"install a wheel that is built for {torch}, or build it here: pip install --no-build-isolation --no-deps ..."
+    )
+    missing, symbol = _LIBRARY.search(error), _SYMBOL.search(error)
+    if symbol:
+        return problem(f"{name} is built for another torch than {torch} (undefined symbol {symbol[1]})", again)
+    if missing and re.search("cud|nv|c10_cuda|torch_cuda|hip|roc", missing[1]):
+        if not cuda:
+            return unchecked(
+                f"{name} needs {missing[1]}, and {torch} is built for the CPU", "run it on the GPU's machine"
+            )
+        return problem(f"{name} needs {missing[1]}, and {torch} is built for CUDA {cuda}", again)
+    if missing:
+        return problem(f"{name} needs {missing[1]}, which is not on this machine", f"install {missing[1]}, or {again}")
+    return problem(f"{name} does not load with {torch}: {' '.join(error.split())[:300]}", again)
+
+
+@check("gpu")
+def gpu(setup: Setup) -> Iterator[Line]:
+    """torch can use the GPU, and the compiled code has its architecture."""
+    if setup.packages.get("torch") is None or not (setup.vllm or setup.lmcache):
+        return
+    facts = setup.tried.torch
+    if facts is None:
+        return
+    if not facts["cuda"]:
+        yield unchecked(f"torch {facts['version']} is built for the CPU: nothing about a GPU can be checked")
+    elif not facts["available"] and setup.machine.has_nvidia():
+        yield problem(
+            f"torch {facts['version']} (CUDA {facts['cuda']}) cannot use the GPU that is here",
+            f"a driver for CUDA {facts['cuda']} (nvidia-smi shows what yours has), or torch for the driver's CUDA",
+        )
+    elif not facts["available"]:
+        yield unchecked("there is no GPU here", _WHERE)
+    for capability, model in facts["devices"] if facts["available"] else ():
+        listed = [each for each in facts["archs"] if each.startswith("sm_")]
+        if listed and not _covers([each.removeprefix("sm_") for each in listed], capability):
+            yield problem(
+                f"torch {facts['version']} has no code for {model} (sm_{capability}), only for {' '.join(listed)}",
+                "install a torch that is built for this GPU",
+            )
+        for file in _operations(setup):
+            codes = architectures(file)
+            if codes and not _covers(codes, capability):
+                shown = " ".join(f"sm_{each}" for each in codes)
+                yield problem(
+                    f"{_name(file)} has no code for {model} (sm_{capability}), only for {shown}",
+                    f"build LMCache here: TORCH_CUDA_ARCH_LIST={int(capability) / 10} pip install --no-build-isolation "
+                    "--no-binary lmcache lmcache",
+                )
+            elif codes:
+                yield ok(f"{_name(file)} has code for {model} (sm_{capability})")
+
+
+def _covers(codes: list[str], capability: str) -> bool:
+    """Code runs on its own architecture, and on a later one of the same generation (sm_80 on 8.6). Names that end in a
+    letter (sm_90a) run on that one only; code for a virtual architecture (compute_90) on all later ones."""
+    device = int(capability)
+    for each in codes:
+        number = int(re.sub(r"\D", "", each) or 0)
+        if each.startswith("compute_"):
+            if number <= device:
+                return True
+        elif number == device or (each[-1].isdigit() and number // 10 == device // 10 and number <= device):
+            return True
+    return False

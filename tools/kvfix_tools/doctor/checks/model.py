@@ -1,0 +1,203 @@
+"""The model, the parallel sizes and the layout, as far as the command line and config.json tell."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+
+from kvfix_tools.doctor import servers
+from kvfix_tools.doctor.checks import Line, check, ok, problem, unchecked
+from kvfix_tools.doctor.packages import Package, constant, defined
+from kvfix_tools.doctor.setup import Setup
+
+#: Keys of config.json that say that some layers have state in place of KV: Mamba, linear attention, their hybrids.
+_STATE = (
+    "mamba_d_state", "ssm_cfg", "mamba_d_conv", "hybrid_override_pattern", "linear_num_key_heads", "attn_layer_period",
+    "layers_block_type", "ssm_state_size", "linear_attn_config", "lightning_nope",
+)  # fmt: skip
+
+
+@check("hybrid-model")
+def hybrid(setup: Setup) -> Iterator[Line]:
+    """A model with Mamba or linear attention layers needs a connector that takes several KV groups."""
+    lmcache = next((each for each in setup.connectors if each.is_v1 or each.is_mp), None)
+    if lmcache is None or setup.command is None:
+        return
+    if not setup.model:
+        yield unchecked(
+            f"whether {setup.command.model or 'the model'} is hybrid: its config.json is not on this machine"
+        )
+        return
+    layers = {str(each) for each in setup.model.get("layer_types") or ()}
+    state = bool(layers & {"linear_attention", "mamba", "mamba2"}) or any(setup.model.get(key) for key in _STATE)
+    sliding = bool(layers & {"sliding_attention", "chunked_attention"}) and len(layers) > 1
+    kind = str(setup.model.get("model_type") or "this model")
+    off = "disable-hybrid-kv-cache-manager" in setup.command.options
+    takes = not lmcache.is_v1 and _takes_groups(setup)
+    if state and (off or not takes):
+        why = "--disable-hybrid-kv-cache-manager is set" if off and takes else f"{lmcache.name} does not take them"
+        yield problem(
+            f"{kind} has layers with state beside those with KV, so several KV groups, and {why}: it will not start",
+            "LMCacheMPConnector with a newer LMCache and vLLM, without --disable-hybrid-kv-cache-manager",
+        )
+    elif lmcache.is_v1 and "no-disable-hybrid-kv-cache-manager" in setup.command.options:
+        yield problem(
+            f"{lmcache.name} takes one KV group, and --no-disable-hybrid-kv-cache-manager asks for several",
+            "leave --no-disable-hybrid-kv-cache-manager out",
+        )
+    elif sliding and not takes:
+        yield ok(
+            f"{kind} has sliding-window layers: with {lmcache.name} vLLM keeps all of their KV, which takes more memory"
+        )
+    else:
+        yield ok(f"{kind}: {lmcache.name} takes its KV groups")
+
+
+def _takes_groups(setup: Setup) -> bool:
+    """Whether LMCache's multi-process connector is a SupportsHMA."""
+    module = "lmcache.integration.vllm.lmcache_mp_connector"
+    tree = setup.lmcache.tree(module) if setup.lmcache else None
+    node = defined(tree, "LMCacheMPConnector") if tree else None
+    bases = [ast.unparse(each) for each in node.bases] if isinstance(node, ast.ClassDef) else []
+    return "SupportsHMA" in bases and not setup.environment.get("LMCACHE_USE_UPSTREAM_MP")
+
+
+@check("parallel")
+def parallel(setup: Setup) -> Iterator[Line]:
+    """Tensor, pipeline, data and decode context parallel sizes fit the model, the servers and the lists of ports."""
+    command = setup.command
+    if command is None or not command.serves or not setup.connectors:
+        return
+    faults = []
+    for which in ("tensor", "pipeline", "data", "decode-context"):
+        value = command.options.get(f"{which}-parallel-size")
+        if value is not None and not (value.isdigit() and int(value)):
+            faults.append(problem(f"--{which}-parallel-size is {value!r}", f"--{which}-parallel-size 1 or more"))
+    tensor, context = setup.parallel("tensor"), setup.parallel("decode-context")
+    if tensor % context:
+        faults.append(
+            problem(
+                f"--decode-context-parallel-size {context} does not divide --tensor-parallel-size {tensor}",
+                f"--decode-context-parallel-size {max(n for n in range(1, context + 1) if not tensor % n)}",
+            )
+        )
+    heads = setup.model.get("num_attention_heads")
+    if isinstance(heads, int) and heads % tensor:
+        divisor = max(size for size in range(1, tensor) if not heads % size)
+        what = f"{heads} attention heads cannot be divided by --tensor-parallel-size {tensor}"
+        faults.append(problem(what, f"--tensor-parallel-size {divisor}"))
+    faults += [*_servers(setup), *_ports(setup)]
+    yield from faults
+    if not faults:
+        yield ok(f"{setup.ranks} workers (tensor {tensor}, pipeline {setup.parallel('pipeline')})")
+
+
+def _servers(setup: Setup) -> Iterator[Line]:
+    """As LMCacheMPConnector checks it at its start (lmcache_mp_connector.py 0.5.6:656-705)."""
+    connector = setup.connector("mp")
+    count = len(servers.addresses(connector)) if connector else 1
+    if count < 2:
+        return
+    if setup.ranks % count:
+        yield problem(
+            f"{setup.ranks} workers cannot be shared by {count} LMCache servers", "as many workers for each server"
+        )
+    for which in ("pipeline", "data"):
+        if setup.parallel(which) > 1:
+            yield problem(
+                f"several LMCache servers do not go with --{which}-parallel-size {setup.parallel(which)}",
+                f"one server in lmcache.mp.server_urls, or --{which}-parallel-size 1",
+            )
+    if setup.ranks // count < setup.parallel("decode-context"):
+        yield problem("each LMCache server has fewer workers than --decode-context-parallel-size", "fewer servers")
+
+
+def _ports(setup: Setup) -> Iterator[Line]:
+    """Each worker takes the port at its rank (pd_backend.py 0.5.6:146); a shorter list is `list index out of range`."""
+    if setup.connector("v1") is None:
+        return
+    uses = {
+        "enable_pd": ("pd_peer_init_port", "pd_peer_alloc_port"),
+        "enable_p2p": ("p2p_init_ports", "p2p_lookup_ports"),
+        "enable_controller": ("lmcache_worker_ports",),
+    }
+    for switch, names in uses.items():
+        for name in names if setup.on(switch) else ():
+            value = setup.setting(name)
+            if value is None:
+                continue
+            ports = value if isinstance(value, list) else [part for part in str(value).split(",") if part.strip()]
+            if len(ports) < setup.parallel("tensor"):
+                first = int(ports[0]) if ports and str(ports[0]).strip().isdigit() else 7300
+                wanted = ", ".join(str(first + rank) for rank in range(setup.parallel("tensor")))
+                yield problem(
+                    f"{name} has {len(ports)} ports for {setup.parallel('tensor')} workers", f"{name}: [{wanted}]"
+                )
+
+
+@check("layout")
+def layout(setup: Setup) -> Iterator[Line]:
+    """VLLM_KV_CACHE_LAYOUT is one that vLLM has and LMCache moves."""
+    wanted = setup.environment.get("VLLM_KV_CACHE_LAYOUT", "")
+    if not wanted:
+        return
+    choices = _layouts(setup.vllm)
+    uses = next((each for each in setup.connectors if each.is_v1 or each.is_mp), None)
+    moves = _translated(setup.lmcache) if uses else []
+    if choices and wanted not in choices:
+        yield problem(
+            f"VLLM_KV_CACHE_LAYOUT={wanted}: this vLLM has {', '.join(choices)}", "unset VLLM_KV_CACHE_LAYOUT"
+        )
+    elif moves and wanted not in moves:
+        yield problem(
+            f"LMCache cannot move KV in the layout {wanted}", f"unset VLLM_KV_CACHE_LAYOUT, or {', '.join(moves)}"
+        )
+    elif choices:
+        yield ok(f"VLLM_KV_CACHE_LAYOUT={wanted}")
+    else:
+        yield unchecked(f"VLLM_KV_CACHE_LAYOUT={wanted}: vLLM's choices cannot be read")
+
+
+def _layouts(vllm: Package | None) -> list[str]:
+    source = vllm.text("vllm.envs") if vllm else ""
+    found = re.search(r'env_with_choices\(\s*"VLLM_KV_CACHE_LAYOUT",\s*None,\s*(\[[^\]]*\])', source)
+    return list(ast.literal_eval(found[1])) if found else []
+
+
+def _translated(lmcache: Package | None) -> list[str]:
+    tree = lmcache.tree("lmcache.integration.vllm.utils") if lmcache else None
+    function = defined(tree, "translate_vllm_kv_cache_layout") if tree else None
+    tables = [node for node in ast.walk(function) if isinstance(node, ast.Dict)] if function else []
+    return [str(constant(key)) for key in tables[0].keys] if tables else []
+
+
+@check("blending")
+def blending(setup: Setup) -> Iterator[Line]:
+    """CacheBlend needs a line in vLLM's worker that hands it the model, and a model that LMCache knows."""
+    if setup.connector("v1") is None or not setup.on("enable_blending"):
+        return
+    worker = setup.vllm.text("vllm.v1.worker.gpu_worker") if setup.vllm else ""
+    tree = setup.lmcache.tree("lmcache.v1.compute.models.utils") if setup.lmcache else None
+    if not worker or tree is None:
+        yield unchecked("enable_blending: vLLM or LMCache is not installed here")
+        return
+    function = defined(tree, "infer_model_from_vllm")
+    models = [
+        str(constant(node.comparators[0])) for node in ast.walk(function) if isinstance(node, ast.Compare)
+    ] if function else []  # fmt: skip
+    architecture = next(iter(setup.model.get("architectures") or ()), "")
+    faults = []
+    if "VLLMModelTracker" not in worker:
+        faults.append(
+            problem(
+                "enable_blending: vLLM's gpu_worker.py does not hand the model to LMCache (`vllm model for "
+                "vllm-instance not found`)",
+                "add VLLMModelTracker.register_model(ENGINE_NAME, self.model_runner.model) at the end of load_model in "
+                "vllm/v1/worker/gpu_worker.py, as LMCache's examples/blend_kv_v1 has it; or enable_blending: false",
+            )
+        )
+    if models and architecture and architecture not in models:
+        faults.append(problem(f"enable_blending: LMCache has it for {', '.join(models)}, not for {architecture}",
+                              "enable_blending: false"))  # fmt: skip
+    yield from faults or [ok(f"enable_blending: {architecture or 'the model is not known here'}")]

@@ -1,0 +1,226 @@
+"""LMCache's settings: its YAML file, LMCACHE_* and the keys of the connector."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from kvfix import redact
+from kvfix_tools.doctor import server_options
+from kvfix_tools.doctor.checks import Line, check, ok, problem, unchecked
+from kvfix_tools.doctor.definitions import KINDS, also, nearest, wrong_type
+from kvfix_tools.doctor.packages import Package
+from kvfix_tools.doctor.setup import ENVIRONMENT, FILE, TRANSFER, Setting, Setup
+
+#: Keys of the file that other parts of LMCache read (config.py 0.5.6: `ec`, `ec_...`).
+_OTHERS = ("ec", "ec_")
+#: (from, to) of settings, both included, with what they must be; LMCache checks few of them. 0.5.6, by the definition's
+#: own description, or by what the value is used for.
+_RANGES: dict[str, tuple[float, float, str]] = {
+    "chunk_size": (1, math.inf, "tokens"),
+    "max_local_cpu_size": (0, math.inf, "GiB for each worker"),
+    "reserve_local_cpu_size": (0, math.inf, "GiB"),
+    "max_local_disk_size": (0, math.inf, "GiB"),
+    "min_retrieve_tokens": (0, math.inf, "tokens"),
+    "lookup_timeout_ms": (1, math.inf, "milliseconds"),
+    "blocking_timeout_secs": (1, math.inf, "seconds"),
+    "pin_timeout_sec": (1, math.inf, "seconds"),
+    "pin_check_interval_sec": (1, math.inf, "seconds"),
+    "lazy_memory_initial_ratio": (0, 1, "a part of the memory"),
+    "lazy_memory_expand_trigger_ratio": (0, 1, "a part of the memory"),
+    "lazy_memory_step_ratio": (0, 1, "a part of the memory"),
+    "pd_buffer_size": (1, math.inf, "bytes"),
+    "nixl_buffer_size": (1, math.inf, "bytes"),
+}
+
+
+@check("config-file", essential=True)
+def file(setup: Setup) -> Iterator[Line]:
+    """LMCACHE_CONFIG_FILE is there, and is a mapping in YAML."""
+    path, content, why = setup.config_file
+    if not path:
+        return
+    if why.startswith("PyYAML"):
+        yield unchecked(f"LMCACHE_CONFIG_FILE {path}: {why}")
+    elif why:
+        yield problem(f"LMCACHE_CONFIG_FILE {path}: {why}", "correct the path or the file; one `name: value` in a line")
+    else:
+        yield ok(f"LMCACHE_CONFIG_FILE {path}: {len(content)} settings")
+
+
+@check("setting-names", essential=True)
+def names(setup: Setup) -> Iterator[Line]:
+    """Every setting in the file and every LMCACHE_* variable is known to the installed LMCache."""
+    if not setup.settings and not setup.lmcache_variables():
+        return
+    known = setup.definitions
+    if known is None or setup.lmcache is None:
+        yield unchecked("the names of LMCache's settings: there is no LMCache here, or it is too old to be read")
+        return
+    title, wrong = setup.lmcache.title, 0
+    for each in setup.settings:
+        if each.source == TRANSFER or known.is_read(each.name) or each.name.startswith(_OTHERS):
+            continue
+        wrong += 1
+        new = known.aliases.get(each.name) or nearest(each.name, known.known)
+        do = _instead(each, new) + also(each.name, known.known, new)
+        yield problem(f"{title} has no setting {each.spelled!r} ({each.source}), and ignores it", do)
+    for variable in setup.lmcache_variables():
+        name = variable.removeprefix("LMCACHE_").lower()
+        if name in known.known or name in known.aliases or _occurs(variable, setup.lmcache, setup.vllm):
+            continue
+        if name.startswith("ec_") and name.removeprefix("ec_") in known.known:
+            continue
+        wrong += 1
+        near = nearest(name, known.known)
+        yield problem(f"{title} reads no variable {variable}", f"LMCACHE_{near.upper()}" if near else "take it out")
+    if not wrong:
+        yield ok(f"the names of {len(setup.settings)} settings are known to {title}")
+
+
+def _instead(each: Setting, name: str) -> str:
+    if not name:
+        return "take it out"
+    return f"LMCACHE_{name.upper()}={_shown(each)}" if each.source == ENVIRONMENT else f"{name}: {_shown(each)}"
+
+
+def _occurs(variable: str, *packages: Package | None) -> bool:
+    """Whether the name is anywhere in their source; a plugin of the user may have its own."""
+    for package in packages:
+        folders = [package.folder] if package and package.name == "lmcache" else []
+        folders += [package.folder / "distributed/kv_transfer"] if package and package.name == "vllm" else []
+        for folder in folders:
+            for source in folder.rglob("*.py"):
+                if variable in source.read_text(encoding="utf-8", errors="replace"):
+                    return True
+    return False
+
+
+@check("setting-values")
+def values(setup: Setup) -> Iterator[Line]:
+    """Values have the type that the installed LMCache's definitions name, and are in range."""
+    known = setup.definitions
+    if known is None or not setup.settings:
+        return
+    faults = []
+    for each in setup.settings:
+        name = each.name if each.name in known.known else known.aliases.get(each.name, "")
+        definition = known.known.get(name)
+        if definition is None or definition.kind not in KINDS:
+            continue
+        if wrong_type(definition.kind, definition.optional, each.value, each.source != ENVIRONMENT):
+            faults.append(
+                problem(
+                    f"{each.spelled} is {_shown(each)} ({each.source}); it takes {KINDS[definition.kind]}",
+                    f"{each.spelled}: {definition.default!r} is the default" if each.source == FILE
+                    else f"the default is {definition.default!r}",
+                )
+            )  # fmt: skip
+        else:
+            faults += _range(name, each)
+    yield from faults
+    yield from _disk(setup)
+    if not faults:
+        yield ok(f"the values of {len(setup.settings)} settings have the right type")
+
+
+def _range(name: str, each: Setting) -> Iterator[Line]:
+    low, high, unit = _RANGES.get(name, (-math.inf, math.inf, ""))
+    if name.endswith(("_port", "_ports")):
+        low, high, unit = 0, 65535, "a port"
+    items = each.value if isinstance(each.value, list) else str(each.value).split(",")
+    for item in items:
+        try:
+            number = float(item)
+        except (TypeError, ValueError):
+            continue
+        if not low <= number <= high:
+            upper = f" to {high:g}" if high < math.inf else " or more"
+            yield problem(f"{each.spelled} is {item} ({each.source}), out of range", f"{low:g}{upper} ({unit})")
+
+
+def _disk(setup: Setup) -> Iterator[Line]:
+    size = setup.number("max_local_disk_size")
+    if setup.setting("local_disk") and size is not None and size <= 0:
+        yield problem("local_disk is set, and max_local_disk_size is 0: nothing fits on it", "max_local_disk_size: 100")
+
+
+@check("set-twice")
+def twice(setup: Setup) -> Iterator[Line]:
+    """No setting has different values in the file, the environment and --kv-transfer-config. The last of these wins."""
+    found: dict[str, list[Setting]] = {}
+    for each in setup.settings:
+        found.setdefault(setup.current(each.name), []).append(each)
+    for name, several in found.items():
+        if len({_plain(each.value) for each in several}) > 1:
+            listed = ", ".join(f"{each.spelled} is {_shown(each)} in {each.source}" for each in several)
+            yield problem(f"{name} is set differently: {listed}; the last one wins", "set it in one place only")
+
+
+def _plain(value: Any) -> str:
+    """`true`, True and "True" are the same; so are 256, 256.0 and "256"."""
+    text = json.dumps(value, sort_keys=True) if isinstance(value, dict | list) else str(value).strip().lower()
+    try:
+        return f"{float(text):g}"
+    except ValueError:
+        return text
+
+
+@check("deprecated")
+def deprecated(setup: Setup) -> Iterator[Line]:
+    """No setting has a name that the installed LMCache calls deprecated."""
+    known = setup.definitions
+    for each in setup.settings if known else ():
+        if known and each.name in known.deprecated and known.is_read(each.name):
+            new = known.aliases.get(each.name, "")
+            yield problem(f"{each.spelled} ({each.source}): {known.deprecated[each.name]}", _instead(each, new))
+
+
+@check("settings-read")
+def who_reads(setup: Setup) -> Iterator[Line]:
+    """With the multi-process connector alone, settings of the in-process one have no effect: the server has options."""
+    mp = setup.connector("mp")
+    if mp is None or setup.connector("v1") is not None or setup.definitions is None:
+        return
+    unread = sorted(each.spelled for each in setup.settings if each.name in setup.definitions.known)
+    if unread:
+        yield problem(
+            f"{mp.name} does not read {', '.join(unread)}: these are settings of the in-process connector",
+            "give them to the server: lmcache server --chunk-size N --l1-size-gb N ... (lmcache server --help)",
+        )
+
+
+@check("server-options")
+def server_options_known(setup: Setup) -> Iterator[Line]:
+    """Every option of an `lmcache server` command is known to the installed release, and none is missing."""
+    command = setup.command
+    if command is None or command.program != "lmcache server":
+        return
+    known = server_options.read(setup.lmcache) if setup.lmcache else {}
+    if not known or setup.lmcache is None:
+        yield unchecked("the options of lmcache server: this LMCache has no such command, or is not here")
+        return
+    wrong = 0
+    for name, value in command.options.items():
+        option = known.get(f"--{name}")
+        near = nearest(f"--{name}", known)
+        if option is None:
+            wrong += 1
+            yield problem(
+                f"lmcache server of {setup.lmcache.title} has no option --{name}", near or "lmcache server --help"
+            )
+        elif option.choices and value not in option.choices:
+            wrong += 1
+            yield problem(f"--{name} is {value!r}", f"--{name} {' | '.join(option.choices)}")
+    for name, option in known.items():
+        if option.required and name.removeprefix("--") not in command.options:
+            wrong += 1
+            yield problem(f"lmcache server needs {name}", f"{name} {' | '.join(option.choices) or 'VALUE'}")
+    if not wrong:
+        yield ok(f"{len(command.options)} options are known to {setup.lmcache.title}")
+
+
+def _shown(each: Setting) -> str:
+    return redact.setting(each.name, str(each.value))

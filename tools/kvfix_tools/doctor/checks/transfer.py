@@ -1,0 +1,210 @@
+"""The KV-transfer configuration of the command: --kv-transfer-config."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from kvfix_tools.doctor.checks import Line, check, ok, problem, unchecked
+from kvfix_tools.doctor.connectors import Connector
+from kvfix_tools.doctor.definitions import READERS, VLLM_CONNECTORS, connector_keys, nearest
+from kvfix_tools.doctor.packages import Package, constant, defined, parse
+from kvfix_tools.doctor.setup import Setup
+
+_CONFIGS = ("vllm.config.kv_transfer", "vllm.config", "vllm.config.__init__")
+_FACTORY = "vllm.distributed.kv_transfer.kv_connector.factory"
+#: In the code of vLLM 0.11 to 0.33; the installed release's own are read where it is there.
+_ROLES = ("kv_producer", "kv_consumer", "kv_both")
+_EXAMPLE = """--kv-transfer-config '{"kv_connector":"LMCacheConnectorV1","kv_role":"kv_both"}'"""
+
+
+@check("kv-transfer-config", essential=True)
+def configuration(setup: Setup) -> Iterator[Line]:
+    """The JSON can be read, its keys and values are of the installed vLLM, and the connector is registered there."""
+    if setup.command is None or not setup.command.serves:
+        return
+    if setup.transfer_error:
+        yield problem(f"--kv-transfer-config is not JSON: {setup.transfer_error}", f"{_EXAMPLE} (in single quotes)")
+        return
+    if not setup.transfer:
+        yield unchecked("the command has no --kv-transfer-config: no connector is used", _EXAMPLE)
+        return
+    faults = [line for each in setup.connectors for line in _entry(setup, each)]
+    yield from faults
+    if not faults:
+        names = " with ".join(each.name for each in setup.connectors)
+        yield ok(f"--kv-transfer-config: {names}, kv_role {setup.transfer.get('kv_role')}")
+
+
+def _entry(setup: Setup, entry: Connector) -> Iterator[Line]:
+    fields = _fields(setup.vllm)
+    for key, value in entry.keys.items():
+        choices = fields.get(key)
+        if fields and key not in fields:
+            near = nearest(key, fields)
+            where = '"kv_connector_extra_config": {...}' if key.startswith("lmcache.") else ""
+            yield problem(
+                f"{_title(setup)} has no key {key!r} in --kv-transfer-config",
+                f'"{near}"' if near else f"move it into {where}" if where else f"known are: {', '.join(fields)}",
+            )
+        elif choices and value is not None and value not in choices:
+            near = nearest(str(value), choices)
+            yield problem(f"{key} {value!r} is none of {', '.join(choices)}", f'"{key}": "{near or choices[-1]}"')
+    if "kv_connector_extra_config" in entry.keys and not isinstance(entry.keys["kv_connector_extra_config"], dict):
+        yield problem("kv_connector_extra_config is no JSON object", '"kv_connector_extra_config": {"KEY": VALUE}')
+    if not entry.name:
+        yield problem("kv_connector is missing in --kv-transfer-config", _EXAMPLE)
+        return
+    if not entry.role:
+        yield problem(f"{entry.name} has no kv_role", '"kv_role": "kv_both" (or kv_producer, kv_consumer)')
+    elif not fields and entry.role not in _ROLES:
+        yield problem(f"kv_role {entry.role!r} is none of {', '.join(_ROLES)}", '"kv_role": "kv_both"')
+    yield from _registered(setup, entry)
+    if entry.name == "MultiConnector" and not entry.extra.get("connectors"):
+        yield problem("MultiConnector has no connectors", '"kv_connector_extra_config": {"connectors": [{...}, {...}]}')
+
+
+def _registered(setup: Setup, entry: Connector) -> Iterator[Line]:
+    if entry.module:
+        package = setup.packages.get(entry.module.partition(".")[0])
+        file = package.file(entry.module) if package else None
+        tree = parse(file) if file else None
+        if file is None and not Path(*entry.module.split(".")).with_suffix(".py").is_file():
+            yield problem(f"there is no module {entry.module} for this Python", "correct kv_connector_module_path")
+        elif tree is not None and entry.name not in {getattr(node, "name", None) for node in ast.walk(tree)}:
+            yield problem(f"{entry.module} has no class {entry.name}", "correct kv_connector")
+        return
+    known = _connectors(setup.vllm)
+    if known and entry.name not in known:
+        near = next((name for name in sorted(known) if name.startswith(entry.name)), nearest(entry.name, known))
+        yield problem(
+            f"{_title(setup)} has no connector {entry.name!r}",
+            f'"kv_connector": "{near}"' if near else f"known are: {', '.join(sorted(known))}",
+        )
+
+
+def _title(setup: Setup) -> str:
+    return setup.vllm.title if setup.vllm else "vLLM"
+
+
+def _fields(vllm: Package | None) -> dict[str, list[str]]:
+    """{field of KVTransferConfig: its choices, [] for any}; {} if it cannot be read."""
+    for module in _CONFIGS:
+        tree = vllm.tree(module) if vllm else None
+        node = defined(tree, "KVTransferConfig") if tree else None
+        if tree is None or node is None:
+            continue
+        aliases = {
+            each.targets[0].id: each.value
+            for each in tree.body
+            if isinstance(each, ast.Assign) and isinstance(each.targets[0], ast.Name)
+        }
+        return {
+            each.target.id: list(dict.fromkeys(_choices(each.annotation, aliases)))
+            for each in node.body
+            if isinstance(each, ast.AnnAssign) and isinstance(each.target, ast.Name)
+        }
+    return {}
+
+
+def _choices(node: ast.AST, aliases: dict[str, ast.expr]) -> Iterator[str]:
+    """Of `Literal[...] | None`, also through names of such (KVRole)."""
+    if isinstance(node, ast.Subscript) and ast.unparse(node.value).endswith("Literal"):
+        for each in node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]:
+            value = constant(each)
+            if isinstance(value, str):
+                yield value
+            elif isinstance(each, ast.Name) and each.id in aliases:
+                yield from _choices(aliases[each.id], aliases)
+    elif isinstance(node, ast.BinOp):
+        yield from _choices(node.left, aliases)
+        yield from _choices(node.right, aliases)
+    elif isinstance(node, ast.Name) and node.id in aliases:
+        yield from _choices(aliases[node.id], aliases)
+
+
+def _connectors(vllm: Package | None) -> set[str]:
+    tree = vllm.tree(_FACTORY) if vllm else None
+    found = set()
+    for node in ast.walk(tree) if tree else ():
+        if (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and node.func.attr == "register_connector"
+        ):
+            found.add(constant(node.args[0]) if node.args else None)
+    return {name for name in found if isinstance(name, str)}
+
+
+@check("connector-keys")
+def keys(setup: Setup) -> Iterator[Line]:
+    """Keys `lmcache.*` of kv_connector_extra_config are known to the connector, and their values of the right type."""
+    for entry in setup.connectors:
+        given = {key: value for key, value in entry.extra.items() if key.startswith("lmcache")}
+        if not (entry.is_v1 or entry.is_mp):
+            continue
+        known = connector_keys(_class(entry), setup.lmcache, setup.vllm)
+        yield from _without_prefix(setup, entry, known)
+        if not given:
+            continue
+        if not known:
+            yield unchecked(f"the keys of {entry.name}: its source is not here")
+            continue
+        faults = [line for key, value in given.items() for line in _key(setup, entry, key, value, known)]
+        yield from faults or [ok(f"{len(given)} keys lmcache.* are known to {entry.name}")]
+
+
+def _class(entry: Connector) -> str:
+    return "LMCacheConnectorV1" if entry.is_v1 else "LMCacheMPConnector"
+
+
+def _without_prefix(setup: Setup, entry: Connector, known: dict[str, Any]) -> Iterator[Line]:
+    own = _own_keys(entry, setup.vllm)
+    for key in entry.extra:
+        if key in own:
+            continue
+        for full in (f"lmcache.{key}", f"lmcache.mp.{key}"):
+            if full in known and not key.startswith("lmcache"):
+                yield problem(f"{entry.name} does not read {key!r} of kv_connector_extra_config", f'"{full}": ...')
+                break
+
+
+def _own_keys(entry: Connector, vllm: Package | None) -> set[str]:
+    """Keys that vLLM itself looks up: `use_layerwise`, say, is for its CUDA graphs, beside lmcache.use_layerwise."""
+    tree = vllm.tree(f"{VLLM_CONNECTORS}.{READERS[_class(entry)][1]}") if vllm else None
+    return {str(node.value) for node in ast.walk(tree) if isinstance(node, ast.Constant)} if tree else set()
+
+
+def _key(setup: Setup, entry: Connector, key: str, value: Any, known: dict[str, Any]) -> Iterator[Line]:
+    if key not in known:
+        near = nearest(key, known)
+        other = connector_keys("LMCacheMPConnector" if entry.is_v1 else "LMCacheConnectorV1", setup.lmcache, setup.vllm)
+        if near and key not in other:
+            do = f'"{near}"'
+        elif key in other:
+            wants = "LMCacheMPConnector" if entry.is_v1 else "LMCacheConnectorV1"
+            do = f"take it out: only {wants} has it; an LMCache server has options of its own (lmcache server --help)"
+        else:
+            do = "take it out"
+        title = setup.lmcache.title if setup.lmcache else "LMCache"
+        yield problem(f"{entry.name} of {title} has no key {key!r}, and ignores it", do)
+    elif entry.is_mp and known[key] is not None and _other_type(known[key], value):
+        default = known[key]
+        yield problem(
+            f"{key} is {value!r}; it takes a {type(default).__name__}", f'"{key}": {default!r} is the default'
+        )
+
+
+def _other_type(default: Any, value: Any) -> bool:
+    """An integer is as good as a fraction, and a number in quotes is taken too."""
+    if isinstance(default, bool):
+        return str(value).strip().lower() not in ("1", "0", "true", "false", "yes", "no", "on", "off")
+    if isinstance(default, int | float):
+        try:
+            float(value)
+        except (TypeError, ValueError):
+            return True
+        return isinstance(value, bool)
+    return not isinstance(value, str)

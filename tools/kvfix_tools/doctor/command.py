@@ -1,0 +1,66 @@
+"""The command: read the set-up, look, print."""
+
+from __future__ import annotations
+
+import json as jsonlib
+import os
+import sys
+from collections import Counter
+
+from kvfix_tools.doctor import checks, command_line
+from kvfix_tools.doctor.checks import OK, PROBLEM, UNCHECKED, Line
+from kvfix_tools.doctor.setup import Setup
+
+_WORDS = {OK: "ok", PROBLEM: "PROBLEM", UNCHECKED: "not checked"}
+
+
+def doctor(words: list[str], json: bool, server_http: str = "", names: bool = False) -> int:
+    """1: a problem. 2: the words start neither vLLM nor LMCache. 77: no problem, and none of the essential checks could
+    be done. 0: no problem; what could not be checked is listed."""
+    if names:
+        for each in checks.catalogue():
+            print(f"{each.name}: {each.doc}")
+        return 0
+    command = None
+    if words:
+        try:
+            command = command_line.read(words)
+        except ValueError as error:
+            print(f"kvfix doctor: the command cannot be read: {error}", file=sys.stderr)
+            return 2
+        if command is None:
+            print("kvfix doctor: the command starts neither vLLM nor an LMCache server", file=sys.stderr)
+            return 2
+    setup = Setup(command, os.environ, server_http=server_http)
+    print("reading the installation, and trying the compiled extensions ...", file=sys.stderr)
+    lines = list(checks.lines(setup))
+    if json:
+        print(jsonlib.dumps([line._asdict() for line in lines], indent=2))
+    else:
+        print(text(lines), end="")
+    return exit_code(lines)
+
+
+def exit_code(lines: list[Line]) -> int:
+    """As `doctor` says."""
+    if any(line.status == PROBLEM for line in lines):
+        return 1
+    essential = {each.name for each in checks.catalogue() if each.essential}
+    return 0 if any(line.status == OK and line.check in essential for line in lines) else 77
+
+
+def text(lines: list[Line]) -> str:
+    """For people: problems first, then what could not be checked, then what is right; the summary last."""
+    shown = []
+    for status in (PROBLEM, UNCHECKED, OK):
+        for line in lines:
+            if line.status == status:
+                shown.append(f"{_WORDS[status]:<11}  {line.check}: {line.what}")
+                if line.do:
+                    shown.append(f"{'':<11}      do: {line.do}")
+    count = Counter(line.status for line in lines)
+    shown.append(
+        f"SUMMARY: kvfix doctor: {count[PROBLEM]} {'problem' if count[PROBLEM] == 1 else 'problems'}, "
+        f"{count[OK]} ok, {count[UNCHECKED]} not checked"
+    )
+    return "\n".join(shown) + "\n"
