@@ -9,9 +9,12 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from kvfix_tools.doctor import checks
 from maintain import scenario_matrix
 from maintain.documentation import code_pages, error_index, support_matrix
 
+#: Where the page of kvfix doctor has its checks.
+CHECKS = "<!-- the checks -->"
 #: At the top of the repository, and the page that each becomes.
 TOP = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md",
        "SECURITY.md": "security.md"}  # fmt: skip
@@ -26,6 +29,14 @@ def pages(root: Path) -> dict[str, str]:
         "errors.md": error_index.page(),
         **code_pages.pages(pairs),
     }
+
+
+def filled(text: str) -> str:
+    """A page with the table of kvfix doctor's checks, where it has its mark."""
+    if CHECKS not in text:
+        return text
+    rows = [f"| `{each.name}` | {each.doc} |" for each in checks.catalogue()]
+    return text.replace(CHECKS, "\n".join(["| check | what must be so |", "|---|---|", *rows]))
 
 
 def _relinked(text: str) -> str:

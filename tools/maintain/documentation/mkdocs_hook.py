@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
@@ -25,6 +26,11 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
         for title, place in entry.items()
     ]
     return config
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """What a page leaves to be made from the code."""
+    return documentation.filled(markdown)
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
