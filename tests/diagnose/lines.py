@@ -115,3 +115,16 @@ def site_packages() -> Path:
 
 def adapter(release: str) -> Path:
     return files(release)[V1][0]
+
+
+def handler_failed(head: str = "Error in blocking handler", error: str = "broken", function: str = "store") -> str:
+    """A handler of the LMCache server raises, as its log has it."""
+    return (
+        f"[2026-11-21 11:26:49,358] LMCache ERROR: {head} (mq.py:738:lmcache.v1.multiprocess.transport.zmq_impl.mq)\n"
+        "Traceback (most recent call last):\n"
+        '  File "/opt/lmcache/v1/multiprocess/transport/zmq_impl/mq.py", line 725, in _notify_response\n'
+        "    response = fut.result()\n"
+        f'  File "/opt/lmcache/v1/multiprocess/modules/any.py", line 7, in {function}\n'
+        f"    raise ValueError({error!r})\n"
+        f"ValueError: {error}\n"
+    )

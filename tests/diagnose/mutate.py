@@ -22,7 +22,7 @@ from rich.console import Console
 
 from kvfix_tools.diagnose import log_files, report_html, report_json, report_perfetto, report_text
 from kvfix_tools.diagnose.diagnosis import Diagnosis
-from kvfix_tools.diagnose.line_scanner import NEEDLE, scan
+from kvfix_tools.diagnose.line_scanner import NEEDLES, Scanner
 from kvfix_tools.diagnose.timeline import Timeline
 
 LOGS = Path(__file__).parent / "logs"
@@ -42,7 +42,11 @@ def corpus() -> list[bytes]:
     """Lines of the real logs that mean something, and some between them."""
     lines: list[bytes] = (LOGS / "recorder.jsonl").read_bytes().splitlines()
     for path in sorted(LOGS.glob("*.gz")):
-        found = [text for text in gzip.decompress(path.read_bytes()).split(b"\n") if NEEDLE.search(text)]
+        found = [
+            text
+            for text in gzip.decompress(path.read_bytes()).split(b"\n")
+            if any(needle in text for needle in NEEDLES)
+        ]
         lines += found[:20] + found[-40:]
     return lines
 
@@ -88,11 +92,12 @@ def check(log: bytes, size: int = log_files.BLOCK) -> list[str]:
     """Read it, in blocks of this size, and put out all that can be. Answers the codes of what was found."""
     timeline = Timeline()
     diagnosis = Diagnosis(request="1-aa", timeline=timeline)
-    number = 1
+    scanner = Scanner()
     for block in log_files.blocks(log_files.Source("log", len(log)), io.BytesIO(log), size):
-        for line in scan(block, "log", number):
+        for line in scanner.scan(block):
             diagnosis.take(line)
-        number += block.count(b"\n")
+    for line in scanner.end():
+        diagnosis.take(line)
     findings = diagnosis.end()
     json.loads(report_json.text(diagnosis, findings))
     report_text.print_all(diagnosis, findings, Console(file=io.StringIO(), force_terminal=True), True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import subprocess
@@ -28,13 +29,13 @@ def run(capsys: pytest.CaptureFixture[str], *paths: str, **options: Any) -> tupl
 def test_exit_codes_and_summary(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     code, out, err = run(capsys, HEALTHY)
     assert (code, err) == (0, "")
-    assert out.endswith("SUMMARY: kvfix-diagnose: nothing found\n")
+    assert out.endswith("nothing found: 12 requests, 221 lookups, 6 loads, 6 stores; no error\n")
     code, out, err = run(capsys, CRASH)
     assert (code, err) == (1, "")
     assert out.endswith("SUMMARY: kvfix-diagnose: KVD101 cached-hit-promised-whole\n")
     assert "granted 256, but hit 256 - computed 288 = -32; vLLM had 288" in out
-    assert "1. KVF001 lookup-cache-ignores-computed: kvfix run -- CMD" in out
-    assert "2. upgrade to LMCache 0.3.10.post1" in out
+    assert "Do now: KVF001 lookup-cache-ignores-computed: kvfix run -- CMD" in out
+    assert "For good: upgrade to LMCache 0.3.10.post1" in out
     assert "\x1b" not in out
     code, out, err = run(capsys, str(tmp_path / "nothing.log"))
     assert (code, out) == (2, "")
@@ -168,7 +169,7 @@ def test_the_help_names_the_command_once() -> None:
 
 def test_progress_goes_to_a_terminal_and_only_there(tmp_path: Path) -> None:
     log = tmp_path / "long.log"
-    log.write_bytes(b"nothing that is read\n" * 1_700_000)
+    log.write_bytes(gzip.decompress(Path(HEALTHY).read_bytes()) + b"nothing that is read\n" * 1_700_000)
     ours, theirs = os.openpty()
     done = subprocess.run(
         [sys.executable, "-m", "kvfix_tools.cli", "diagnose", str(log)],
@@ -179,7 +180,7 @@ def test_progress_goes_to_a_terminal_and_only_there(tmp_path: Path) -> None:
     os.close(ours)
     assert done.returncode == 0
     assert b"MB" in shown
-    assert done.stdout.startswith(b"read 35.7 MB: ")
+    assert b"\nread 35.8 MB of " in done.stdout
 
 
 def test_no_token_ids_in_what_is_shown(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import ast
 from functools import lru_cache
+from pathlib import Path
 
 import pytest
 
 from kvfix import catalogue as known_fixes
 from kvfix_tools.diagnose import advice
 from kvfix_tools.diagnose.findings import catalogue
-from tests.diagnose import releases
+from tests.diagnose import releases, test_stacks
 from tests.diagnose.lines import (
     NEWEST,
     SCHEDULER,
@@ -24,6 +25,7 @@ from tests.diagnose.lines import (
     codes,
     crash,
     diagnose,
+    handler_failed,
     logged,
     site_packages,
     stats,
@@ -74,6 +76,11 @@ def hits() -> dict[str, list[str]]:
             for release in ("0.4.2", NEWEST)
             for place in releases.places(release, "server_silent")
         ],
+        "KVD117": [
+            bare("0.3.15", V1, "wait_for_save", "assert len(slot_mapping) == len(token_ids)").replace(
+                "(EngineCore_DP0 pid", "(Worker_TP0_DCP0 pid"
+            )
+        ],
         "KVD201": [stats(running=1, waiting=4) + asked("0.3.10", 900, 320, 256, -64) * 1500],
         "KVD202": [
             "".join(stats(waiting=3, second=10 * n) for n in range(3)),
@@ -95,7 +102,13 @@ def hits() -> dict[str, list[str]]:
         "KVD209": [vllm("broadcast", 60, release=release) * 2 for release in ("0.9.1", "0.11.0", "0.32.0")],
         "KVD210": [logged("0.5.0", "reaped", 7, 3600.5, False), logged(NEWEST, "unregistered", 7, which="RETRIEVE"),
                    logged("0.4.6", "unregistered", 7)],
+        "KVD213": [test_stacks.DUMP.decode()],
         "KVD211": [logged(release, "lookup_given_up", "r1", 3) for release in ("0.3.10", NEWEST)],
+        "KVD212": [
+            handler_failed(), handler_failed("Error handling operation register_kv_cache"),
+            handler_failed("Error handling request RequestType.LOOKUP: no model"),
+            handler_failed("Error in blocking handler").partition("Traceback")[0],
+        ],
         "KVD301": [logged(release, "mp_failed", "r1", False, which="retrieve") for release in ("0.3.13", "0.5.4")],
         "KVD302": [
             logged("0.3.9", "retrieved", 0, 256, 5888, 0.1, 1.0, 2.0, which="required"),
@@ -107,6 +120,7 @@ def hits() -> dict[str, list[str]]:
             vllm("kv_failing", 1, 9, {"a"}),
         ],
         "KVD304": [logged(release, "ranks_differ", "[256, 0]") for release in ("0.3.9.post1", NEWEST)],
+        "KVD311": [logged(release, "ranks_differ", "[512, 256]") for release in ("0.3.9.post1", NEWEST)],
         "KVD305": [
             logged(NEWEST, "hash_seed", which="builtin")
             + logged(NEWEST, "stored", "r1", 256, 256, which="offload") * 10
@@ -136,7 +150,12 @@ def hits() -> dict[str, list[str]]:
                        ast.parse("{}['r1']").body[0], 175)
         ],
         "KVD115": [bare(NEWEST, "gpu_connectors.py", "to_gpu", "assert memory_obj.tensor is not None")],
-        "KVD199": [raise_in(adapter(NEWEST), "start_load_kv", ast.parse("raise RuntimeError('what?')").body[0], 800)],
+        "KVD199": [
+            raise_in(path, function, ast.parse("raise RuntimeError('what?')").body[0], 800)
+            for path, function in (
+                (adapter(NEWEST), "start_load_kv"), (Path("/opt/app/vllm/v1/gpu_model_runner.py"), "execute_model")
+            )
+        ],
     }  # fmt: skip
 
 
@@ -255,3 +274,15 @@ def test_a_crash_without_its_lookup_is_found() -> None:
     diagnosis = diagnose(version(NEWEST), crash(NEWEST, "resume_differs", "r1", 800, 1024, False))
     assert codes(diagnosis) == ["KVD107"]
     assert [each.code for each in diagnosis.findings[0].violated] == ["KVR011"]
+
+
+def test_what_the_server_says_stands_beside_its_clients_silence() -> None:
+    place = releases.places(NEWEST, "server_silent")[0]
+    client = fail(place, *(["tcp://h:5"] if place.level == "text" else []), "300.0")
+    server = handler_failed() + handler_failed("Error handling operation register_kv_cache", "no such device")
+    for log in (client + server, server + client):
+        diagnosis = diagnose(log)
+        assert {"KVD116", "KVD212"} <= set(codes(diagnosis))
+        found = next(each for each in diagnosis.findings if each.rule.code == "KVD116")
+        assert "no such device" in found.sentence, "the failure at the registration counts most"
+        assert any("no such device" in each.text for each in found.evidence)

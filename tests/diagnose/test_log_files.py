@@ -12,7 +12,7 @@ import pytest
 
 from kvfix_tools.diagnose import log_files, report_json
 from kvfix_tools.diagnose.diagnosis import REQUESTS, Diagnosis, diagnosed
-from kvfix_tools.diagnose.line_scanner import LONGEST_LINE, scan
+from kvfix_tools.diagnose.line_scanner import LONGEST_LINE, scanned
 from tests.conftest import clean_environment
 
 POLL = (
@@ -95,7 +95,7 @@ def test_a_log_in_blocks_is_diagnosed_as_one_in_memory(tmp_path: Path) -> None:
 )
 def test_rubbish_between_lines(what: bytes) -> None:
     log = b"".join(POLL % (n, n) + what + b"\n" for n in range(50))
-    assert sum(line.name == "asked" for line in scan(log)) == 50
+    assert sum(line.name == "asked" for line in scanned(log)) == 50
 
 
 def test_a_line_of_100_megabytes(tmp_path: Path) -> None:

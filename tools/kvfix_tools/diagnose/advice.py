@@ -10,6 +10,7 @@ from packaging.version import Version
 
 from kvfix import applicability, catalogue
 from kvfix.fixes.api import Fix
+from kvfix_tools.diagnose.problems import Problem
 
 if TYPE_CHECKING:
     from kvfix_tools.diagnose.diagnosis import Diagnosis
@@ -37,7 +38,11 @@ def _named(found: LogFinding) -> list[Fix]:
 
 def _dist(log: Diagnosis, found: LogFinding, each: Fix) -> str | None:
     """The distribution that the fix is for here; None: the log's releases do not need it."""
-    concerned = (p.dist for p in each.targets if log.releases.within(p.dist, p.broken, found.file) is not False)
+    concerned = (
+        p.dist
+        for p in each.targets
+        if log.releases.within(p.dist, p.broken, found.file) is not False and (p.dist != "lmcache" or log.who.lmcache)
+    )
     return next(concerned, None)
 
 
@@ -51,16 +56,63 @@ def cause(log: Diagnosis, found: LogFinding) -> str:
 
 
 def advice(log: Diagnosis, found: LogFinding) -> list[Advice]:
-    """What to do, the surest first: kvfix's fix, the release that has it right, the setting that avoids it."""
+    """What to do, the surest first: kvfix's fix, the one release that is right for all of it, the setting."""
     concerned = fixes(log, found)
     made = [Advice("fix", each.code, f"{each.code} {each.slug}: {_how(each)}") for each in concerned if each.fixable]
-    releases = (_release(log, found, each) for each in concerned)
-    made += dict.fromkeys(one for each, one in zip(concerned, releases, strict=True) if each.fixable or one.name)
-    workarounds = [Advice("setting", each.code, _workaround(each)) for each in concerned if not each.fixable]
-    made += workarounds
+    made += _releases(log, found, [each for each in concerned if each.fixable])
+    made += [Advice("setting", each.code, _workaround(each)) for each in concerned if not each.fixable]
     setting = found.rule.section("Setting")
-    if setting and not workarounds:
+    if setting and not any(each.kind == "setting" for each in made):
         made.append(Advice("setting", "", setting))
+    if isinstance(found.rule, Problem):
+        made.append(Advice("setting", "", found.rule.now))
+        made += _release_of(log, found.rule)
+    return made
+
+
+class Remedy(NamedTuple):
+    """now: what to do tonight. good: what ends it. Each one line; "" where there is none."""
+
+    now: str
+    good: str
+
+
+def remedy(log: Diagnosis, found: LogFinding) -> Remedy:
+    made = advice(log, found)
+    by_kind = {kind: [each.text for each in made if each.kind == kind] for kind in ("fix", "setting", "release")}
+    now = by_kind["fix"] or by_kind["setting"]
+    good = by_kind["release"]
+    if isinstance(found.rule, Problem) and found.rule.good:
+        good = [found.rule.good]
+    return Remedy("; ".join(now[:2]) if by_kind["fix"] else "".join(now[:1]), "; ".join(good))
+
+
+def _release_of(log: Diagnosis, problem: Problem) -> list[Advice]:
+    """The releases that a record names, where the log's are older."""
+    made = []
+    for dist, release in problem.fixed.items():
+        if log.releases.within(dist, f">={release}") is not True:
+            name = _NAMES.get(dist, dist)
+            made.append(Advice("release", f"{name} {release}", f"upgrade to {name} {release}"))
+    return made
+
+
+def _releases(log: Diagnosis, found: LogFinding, concerned: list[Fix]) -> list[Advice]:
+    """For each distribution the one release that needs none of these fixes."""
+    by_dist: dict[str, list[Fix]] = {}
+    for each in concerned:
+        by_dist.setdefault(_dist(log, found, each) or each.targets[0].dist, []).append(each)
+    made = []
+    for dist, needed in by_dist.items():
+        name, codes = _NAMES.get(dist, dist), ", ".join(each.code for each in needed)
+        rights = [first_right(each, dist) for each in needed]
+        if None in rights:
+            made.append(Advice("release", "", f"no release of {name} is right yet: keep kvfix ({codes})"))
+        else:
+            right = max((each for each in rights if each is not None), key=Version)
+            made.append(
+                Advice("release", f"{name} {right}", f"upgrade to {name} {right}, which needs none of: {codes}")
+            )
     return made
 
 
@@ -71,15 +123,6 @@ def _how(each: Fix) -> str:
 def _workaround(each: Fix) -> str:
     """Of what cannot be fixed from outside."""
     return f"{' '.join(each.section('Workaround').split())} ({each.code} {each.slug})"
-
-
-def _release(log: Diagnosis, found: LogFinding, each: Fix) -> Advice:
-    dist = _dist(log, found, each) or each.targets[0].dist
-    release = first_right(each, dist)
-    named = _NAMES.get(dist, dist)
-    if release is None:
-        return Advice("release", "", f"no release of {named} is right yet ({each.code})")
-    return Advice("release", f"{named} {release}", f"upgrade to {named} {release}, which does not need {each.code}")
 
 
 @lru_cache(maxsize=256)

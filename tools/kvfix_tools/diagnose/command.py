@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
 
-from kvfix_tools.diagnose import log_files, report_html, report_json, report_perfetto, report_text
+from kvfix_tools.diagnose import log_files, report_brief, report_html, report_json, report_perfetto, report_text
 from kvfix_tools.diagnose.diagnosis import Diagnosis
 from kvfix_tools.diagnose.timeline import Timeline
 
@@ -27,6 +27,8 @@ def main(
     html: str = "",
     perfetto: str = "",
     everything: bool = False,
+    brief: str = "",
+    issue: str = "",
 ) -> int:
     """0 nothing found, 1 findings, 2 something could not be read, or written."""
     console = Console(highlight=False, soft_wrap=False)
@@ -45,9 +47,15 @@ def main(
     unreadable = _read(log, sources)
     findings = log.end()
     unwritten = _write(log, timeline, findings, html, perfetto)
+    if brief not in ("", "-"):
+        unwritten += _written(brief, report_brief.brief(log, findings))
+    if issue:
+        unwritten += _written(issue, report_brief.issue(log, findings))
     for reason in unreadable + unwritten:
         print(f"kvfix-diagnose: {reason}", file=sys.stderr)
-    if json:
+    if brief == "-":
+        print(report_brief.brief(log, findings), end="")
+    elif json:
         print(report_json.text(log, findings))
     elif request:
         report_text.print_request(log, request, console)
@@ -55,7 +63,14 @@ def main(
         report_text.print_summary(log, findings, console)
     else:
         report_text.print_all(log, findings, console, everything)
-    return 2 if unreadable or unwritten else int(bool(findings))
+    foreign = not findings and not log.counts and not log.debug
+    if foreign:
+        print(
+            "kvfix-diagnose: no line of vLLM, LMCache or a KV connector was recognised in this input; "
+            "give the engine's log (kubectl logs, docker logs, journalctl), or the excerpt with the error",
+            file=sys.stderr,
+        )
+    return 2 if unreadable or unwritten or foreign else int(bool(findings))
 
 
 def _read(log: Diagnosis, sources: list[log_files.Source]) -> list[str]:
@@ -77,11 +92,18 @@ def _write(
     log: Diagnosis, timeline: Timeline | None, findings: list[LogFinding], html: str, perfetto: str
 ) -> list[str]:
     """The page and the trace, where they are asked for. What could not be written, each with its reason."""
-    reasons = []
-    for path, report in ((html, report_html.page), (perfetto, report_perfetto.trace)):
-        try:
-            if path and timeline is not None:
-                Path(path).write_text(report(log, timeline, findings), encoding="utf-8")
-        except OSError as error:  # noqa: PERF203  it is one of two files
-            reasons.append(f"{path}: {error.strerror or error}; nothing was written there")
-    return reasons
+    unwritten = []
+    if html and timeline is not None:
+        unwritten += _written(html, report_html.page(log, timeline, findings))
+    if perfetto and timeline is not None:
+        unwritten += _written(perfetto, report_perfetto.trace(log, timeline, findings))
+    return unwritten
+
+
+def _written(path: str, text: str) -> list[str]:
+    """Write this text there; the reason if it cannot be."""
+    try:
+        Path(path).write_text(text, encoding="utf-8")
+    except OSError as error:
+        return [f"{path}: {error.strerror or error}; nothing was written there"]
+    return []

@@ -10,11 +10,14 @@ from kvfix import redact
 from kvfix.ledger import RULES, Finding, Ledger
 from kvfix.ledger.describe import line as in_words
 from kvfix.ledger.events import Raised
-from kvfix_tools.diagnose import findings, ledger_events, statements, tracebacks
-from kvfix_tools.diagnose.line_scanner import DEBUG, scan
+from kvfix_tools.diagnose import findings, ledger_events, problems, statements
+from kvfix_tools.diagnose.failures import Failures
+from kvfix_tools.diagnose.line_scanner import DEBUG, WHO, scanned, with_meaning
 from kvfix_tools.diagnose.log_finding import HistoryEvent, LogFinding
 from kvfix_tools.diagnose.recorder_lines import RecorderLines
 from kvfix_tools.diagnose.releases import Releases
+from kvfix_tools.diagnose.tracebacks import Raised as RaisedInLog
+from kvfix_tools.diagnose.who_ran import WhoRan
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -57,12 +60,16 @@ class Diagnosis:
         #: {kind of line: how many}
         self.counts: Counter[str] = Counter()
         self.releases = Releases()
+        self.who = WhoRan()
+        self.failures = Failures()
         #: {rule of the ledger: events that it could not judge}
         self.unknowns: Counter[str] = Counter()
         #: Whether the log has lines at DEBUG.
         self.debug = False
         #: Whether any lookup found anything.
         self.hit = False
+        #: Requests that the log names.
+        self.requests = 0
         self.bytes = 0
         self.request_lines: list[Evidence] = []
         #: What findings remember, by names of theirs.
@@ -76,7 +83,6 @@ class Diagnosis:
         self._requests: dict[str, _Request] = {}
         #: Requests that have a finding of a crash.
         self._crashed: set[str] = set()
-        self._tracebacks = tracebacks.Tracebacks()
         self._recorders = RecorderLines()
         #: Kinds of lines whose place in LMCache's source has been looked at.
         self._placed: set[str] = set()
@@ -86,6 +92,9 @@ class Diagnosis:
         self.releases.file = line.file
         if line.name == DEBUG:
             self.debug = True
+            return
+        if line.name == WHO:
+            self.who.take(line)
             return
         self.counts[line.name] += 1
         if self.timeline is not None:
@@ -97,12 +106,9 @@ class Diagnosis:
         if line.name == "recorded":
             self._recorders.take(self, line)
             return
-        if line.name in tracebacks.LINES:
-            raised = self._tracebacks.take(line)
-            if raised is None:
-                return
-            line = raised
-        elif line.name not in self._placed:
+        self.who.take(line)
+        self.failures.take(line)
+        if line.name not in self._placed:
             self._place(line)
         if line.name == "asked" and self._is_repeated(line):
             self._look(line)
@@ -117,7 +123,7 @@ class Diagnosis:
         violated = self._feed(event, line)
         if isinstance(event, Raised):
             kind, _, text = event.error.partition(": ")
-            fields = tracebacks.raised(kind, text, [("", 0, event.where)])
+            fields = with_meaning(RaisedInLog(kind, text, [("", 0, event.where)], "", False))
             self._look(line._replace(name="raised", fields={**fields, "request": event.request}))
         self._judge(violated, line)
 
@@ -189,6 +195,7 @@ class Diagnosis:
                     del self._requests[oldest]
                     self.ledger.forget(oldest)
             known = self._requests[request] = _Request()
+            self.requests += bool(request)
         return known
 
     def _feed(self, event: Event, line: LogLine) -> list[Finding]:
@@ -206,10 +213,18 @@ class Diagnosis:
     def _look(self, line: LogLine) -> None:
         for note in self._notes.get(line.name, ()):
             note(self, line)
-        for rule in self._rules.get(line.name, ()):
+        known = False
+        rules: list[LogRule | problems.Problem] = [*self._rules.get(line.name, ()), *self._problems(line)]
+        for rule in rules:
             answer = rule.look(self, line)
             if answer is not None:
+                known = True
                 self._add(rule, answer, line)
+        if line.name in problems.LINES and not known:
+            self.failures.unknown(line)
+
+    def _problems(self, line: LogLine) -> tuple[problems.Problem, ...]:
+        return problems.at(line) if line.name in problems.LINES else ()
 
     def _judge(self, violated: list[Finding], line: LogLine) -> None:
         """A rule of the ledger that is violated is a finding of its own, unless its request has crashed."""
@@ -217,7 +232,7 @@ class Diagnosis:
             if each.code != "KVR011" and each.request not in self._crashed:
                 self._add(findings.ledger_rule(each), findings.Answer(each.message, each.request), line)
 
-    def _add(self, rule: LogRule, answer: Answer, line: LogLine | None) -> None:
+    def _add(self, rule: LogRule | problems.Problem, answer: Answer, line: LogLine | None) -> None:
         request = answer.request if answer.request is not None else (line.request if line else "")
         crash = rule.severity is findings.Severity.CRASH
         # One finding of a kind for a crash of a request, one for all requests of what repeats.
@@ -242,7 +257,7 @@ def diagnosed(log: bytes, file: str = "log") -> Diagnosis:
     """Of a log in memory."""
     found = Diagnosis()
     found.bytes = len(log)
-    for line in scan(log, file):
+    for line in scanned(log, file):
         found.take(line)
     found.end()
     return found

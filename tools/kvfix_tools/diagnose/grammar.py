@@ -15,8 +15,7 @@ class Message(NamedTuple):
 
     starts: what the body begins with where LMCache's frame is before it; empty: anywhere in the line.
     literal: without it the line is not of this kind. pattern: its groups are the fields (name, is it a count).
-    source: whose line it is: `lmcache` (by logging), `vllm`, `kvfix`; `trace` is part of a traceback, `raised` the text
-    of an exception.
+    source: whose line it is: `lmcache` (by logging), `vllm`, `kvfix`; `raised`: the text of an exception.
     """
 
     name: str
@@ -277,19 +276,3 @@ _message(
 _message(
     "no_tracker", "raised", "", "Request tracker for request_id ", rb"Request tracker for request_id <ID> not found"
 )
-
-# Tracebacks, in whatever prefix. An exception's text ends with its line.
-_message("frame", "trace", "", '.py", line ', rb'File "(?P<file>[^"]*)", line (?P<line>\d+), in (?P<function>[^\s(]+)')
-_message("assertion", "trace", "", "assert ", rb"(?:^|\s\s)(?P<source>assert [^\n]*?)\s*$")
-_message(
-    "exception", "trace", "", "Error",
-    rb"(?:^|\] |\) |\s\s)(?P<type>(?:[A-Za-z_]\w*\.)*[A-Z]\w*Error)(?:: (?P<text>.*?))?\s*$",
-)  # fmt: skip
-
-#: A line that is read holds one of these. A test shows that they cover every message, also where a line has lost its
-#: beginning or its end.
-NEEDLES: tuple[bytes, ...] = (
-    b" LMCache ", b":lmcache.", b"_mp_connector)", b'{"kind":"',
-    b"Avg prompt throughput: ", b"KV load failure", b"WAITING_FOR_REMOTE_KVS", b"shared memory broadcast block",
-    b"encountered a fatal error", b"Initializing a V1 LLM engine", b'.py", line ', b"assert ", b"Error",
-)  # fmt: skip

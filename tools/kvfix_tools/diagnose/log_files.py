@@ -15,7 +15,7 @@ from operator import itemgetter
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, NamedTuple, cast
 
-from kvfix_tools.diagnose.line_scanner import scan
+from kvfix_tools.diagnose.line_scanner import Scanner
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -78,17 +78,17 @@ def read(log: Diagnosis, sources: list[Source], advance: Callable[[int], None] |
     size = max(1 << 16, BLOCK * 8 // max(8, len(sources)))
 
     def lines(source: Source) -> Iterator[LogLine]:
-        number = 1
+        scanner = Scanner(source.path)
         try:
             with _opened(source) as stream:
                 for block in blocks(source, stream, size):
                     log.bytes += len(block)
                     if advance is not None:
                         advance(len(block))
-                    yield from scan(block, source.path, number)
-                    number += block.count(b"\n")
+                    yield from scanner.scan(block)
         except (Unreadable, OSError) as error:
             unreadable.append(str(error))
+        yield from scanner.end()
 
     for line in _by_time([lines(source) for source in sources]):
         log.take(line)

@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from kvfix.ledger import Finding
     from kvfix_tools.diagnose.findings import Answer, LogRule
     from kvfix_tools.diagnose.log_line import Evidence, LogLine
+    from kvfix_tools.diagnose.problems import Problem
 
 
 class HistoryEvent(NamedTuple):
@@ -24,7 +25,9 @@ class HistoryEvent(NamedTuple):
 class LogFinding:
     """violated: rules of the ledger that events of the request violate. first, last: seconds since 1970."""
 
-    def __init__(self, rule: LogRule, answer: Answer, sentence: str, request: str, line: LogLine | None) -> None:
+    def __init__(
+        self, rule: LogRule | Problem, answer: Answer, sentence: str, request: str, line: LogLine | None
+    ) -> None:
         self.rule = rule
         self.sentence = sentence
         self.request = request

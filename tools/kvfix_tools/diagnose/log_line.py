@@ -9,8 +9,9 @@ from kvfix import redact
 
 #: {name: a count (int) or a text}
 Fields = dict[str, Any]
-#: Pasted logs lose the escape character; JSON (Docker's own files) spells it out.
-ANSI = rb"(?:\x1b|\\u001b)?\[[0-9;]*m"
+#: Pasted logs lose the escape character; JSON (Docker's own files) spells it out. Without it a colour has a number:
+#: `[multiproc_executor.py]` begins with none.
+ANSI = rb"(?:(?:\x1b|\\u001b)\[[0-9;]*m|\[[0-9;]+m)"
 #: ` (vllm_v1_adapter.py:1476:lmcache.integration.vllm.vllm_v1_adapter)`
 _TRAILER = re.compile(rb" ?(?:" + ANSI + rb")?\(([\w]+\.py):(\d+):([\w.]+)\)(?:" + ANSI + rb")?(?:\\n\x22.*|\s*)$")
 _COLOURS = re.compile(ANSI)
@@ -30,7 +31,8 @@ class Evidence(NamedTuple):
 
 
 class LogLine(NamedTuple):
-    """name: of its message in the grammar, or `raised`: an exception with its traceback (tracebacks.py).
+    """name: of its message in the grammar; or `raised`: an exception with its traceback (tracebacks.py), `died`: a
+    process that died of none, `logged`: an error or a warning that the grammar does not know.
 
     fields: of the message. time: seconds since 1970, as the log's clock has it. number: of the line in its file,
     from 1. body: the message itself, cut to 16 kB.
@@ -65,6 +67,11 @@ def statement_place(body: bytes) -> tuple[str, int] | None:
     """File name and line of LMCache's logging statement that made this line."""
     match = _TRAILER.search(body)
     return (match[1].decode(), int(match[2][:9])) if match else None
+
+
+def without_place(body: bytes) -> str:
+    """The message, without the place of its statement."""
+    return _TRAILER.sub(b"", body).decode("utf-8", "replace")
 
 
 def shown(body: bytes) -> str:

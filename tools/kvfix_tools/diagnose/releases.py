@@ -9,6 +9,7 @@ from functools import lru_cache
 from packaging.specifiers import SpecifierSet
 from packaging.version import VERSION_PATTERN, Version
 
+from kvfix.applicability import fingerprints
 from kvfix_tools.diagnose import statements
 from kvfix_tools.diagnose.log_line import statement_place
 
@@ -59,6 +60,14 @@ class Releases:
         if others:
             return others[0] if len(others) == 1 else None
         return next(iter(self._candidates)) if dist == "lmcache" and len(self._candidates) == 1 else None
+
+    @property
+    def too_old(self) -> str:
+        """What to say of a release that is older than all that kvfix knows; "" if it is not."""
+        release, known = self.one("lmcache"), fingerprints()["lmcache"]["releases"]
+        if release is None or Version(release) >= Version(known[0]):
+            return ""
+        return f"LMCache {release} is older than what kvfix knows ({known[0]}): its fixes and releases may not fit"
 
     def within(self, dist: str, specifier: str, file: str | None = None) -> bool | None:
         """Whether the release of the file (the one being read) is among these; None: it is not known."""

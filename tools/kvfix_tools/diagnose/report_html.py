@@ -34,7 +34,7 @@ article.crash, article.wrong, article.hang { border-left-color: var(--bad); }
 .head { display: flex; flex-wrap: wrap; gap: .2rem .8rem; align-items: baseline; }
 .word { color: var(--bad); font-weight: 600; } .code { font-weight: 600; }
 .sentence { font-weight: 600; overflow-wrap: anywhere; }
-ol { margin: .4rem 0; padding-left: 1.4rem; } li { overflow-wrap: anywhere; }
+svg.dot { display: inline; width: .8rem; height: .8rem; vertical-align: -1px; margin-right: .2rem; }
 pre { font: 12.5px/1.5 ui-monospace, monospace; white-space: pre-wrap; overflow-wrap: anywhere; margin: .4rem 0;
   color: var(--soft); }
 summary { cursor: pointer; color: var(--soft); }
@@ -71,16 +71,19 @@ def _article(log: Diagnosis, found: LogFinding) -> str:
     history = "\n".join(map(str, found.history))
     ledger = "\n".join(f"{each.code} {each.name}: {each.message}" for each in found.violated)
     lines = "\n".join(str(line) for line in found.evidence)
-    steps = "".join(f"<li>{_words(each.text)}" for each in advice.advice(log, found))
+    now, good = advice.remedy(log, found)
+    steps = "".join(
+        f"<p><b>{name}:</b> {_words(text)}</p>" for name, text in (("Do now", now), ("For good", good)) if text
+    )
     return (
         f"<article class={rule.severity.name.lower()}><div class=head>"
         f"<span class=word>{escape(rule.severity.word)}</span>"
         f"<span class=code>{rule.code} {rule.name}</span>{request}{times}{unsure}</div>"
         f"<p>{_words(rule.title)}</p><p class=sentence>{_words(found.sentence)}</p>"
+        + steps
+        + f"<p>{_words(advice.cause(log, found))}</p>"
         + (f"<pre>{escape(history)}\n{escape(ledger)}</pre>" if history or ledger else "")
         + f"<details><summary>In the log ({len(found.evidence)})</summary><pre>{escape(lines)}</pre></details>"
-        + f"<p>{_words(advice.cause(log, found))}</p>"
-        + (f"<ol>{steps}</ol>" if steps else "")
         + "</article>"
     )
 
@@ -120,7 +123,17 @@ def _requests(timeline: Timeline, findings: list[LogFinding]) -> str:
     end = max(max(known[name][-1].time for name in shown), start + 0.001)
     lanes = "".join(_lane(name, known[name], row * 18 + 12, start, end) for row, name in enumerate(shown))
     more = f"<p class=soft>{len(known) - len(shown)} more are not shown.</p>" if len(known) > len(shown) else ""
-    return f"<h2>Requests</h2>{_svg(len(shown) * 18 + 24, lanes, start, end)}{more}"
+    return f"<h2>Requests</h2>{_legend()}{_svg(len(shown) * 18 + 24, lanes, start, end)}{more}"
+
+
+def _legend() -> str:
+    """What the colours of the dots mean."""
+    kinds = (("Asked", "asked"), ("Loaded", "granted, loaded or stored"), ("Raised", "raised, failed or ended"))
+    dots = "".join(
+        f"<svg class=dot viewBox='0 0 12 12'><circle class={kind} cx=6 cy=6 r=4 /></svg>{words} "
+        for kind, words in kinds
+    )
+    return f"<p class=soft>{dots}</p>"
 
 
 def _lane(name: str, marks: list[Mark], y: int, start: float, end: float) -> str:

@@ -49,4 +49,6 @@ def _as_dict(log: Diagnosis, found: LogFinding) -> dict[str, Any]:
         "evidence": [line._asdict() for line in found.evidence],
         "cause": advice.cause(log, found),
         "remedy": [each._asdict() for each in advice.advice(log, found)],
+        "do_now": advice.remedy(log, found).now,
+        "for_good": advice.remedy(log, found).good,
     }

@@ -46,8 +46,11 @@ def print_finding(log: Diagnosis, found: LogFinding, console: Console, full: boo
     why = advice.cause(log, found)
     if why:
         _print(console, f"Why: {why if full else _short(why)}", 2)
-    for number, each in enumerate(advice.advice(log, found), 1):
-        _print(console, f"{number}. {each.text}", 2, "green" if each.kind == "fix" else "")
+    now, good = advice.remedy(log, found)
+    if now:
+        _print(console, f"Do now: {now}", 2, "green")
+    if good:
+        _print(console, f"For good: {good}", 2)
     console.print()
 
 
@@ -90,9 +93,24 @@ def print_summary(log: Diagnosis, findings: list[LogFinding], console: Console) 
         console.print(
             f"unknown: {code} {many} times: the log does not hold what came before", soft_wrap=True, markup=False
         )
+    if log.releases.too_old:
+        console.print(f"note: {log.releases.too_old}", soft_wrap=True, markup=False)
     console.print(read_words(log), soft_wrap=True, markup=False)
     words = ", ".join(f"{found.rule.code} {found.rule.name}" for found in findings)
-    console.print(f"SUMMARY: kvfix-diagnose: {words or 'nothing found'}", soft_wrap=True, markup=False)
+    console.print(f"SUMMARY: kvfix-diagnose: {words or nothing_found(log)}", soft_wrap=True, markup=False)
+
+
+def nothing_found(log: Diagnosis) -> str:
+    """What was looked at and shows no failure."""
+    counts = log.counts
+    if not counts and not log.debug:
+        return "no line of vLLM, LMCache or a KV connector was recognised"
+    loads, stores = counts["retrieved"] + counts["mp_retrieved"], counts["stored"] + counts["mp_stored"]
+    seen = (
+        f"{log.requests} requests, {counts['asked'] + counts['mp_prefetched']} lookups, {loads} loads, {stores} stores"
+    )
+    other = len(log.failures.lines)
+    return f"nothing found: {seen}; {f'{other} errors that did not stop it' if other else 'no error'}"
 
 
 def read_words(log: Diagnosis) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 from kvfix_tools.diagnose.findings import Answer, Severity, finding
@@ -65,15 +66,37 @@ def load_failed_in_vllm(log: Diagnosis, line: LogLine) -> Answer | None:
     return Answer(f"{f['objects']} requests are computed again, {f['tokens']} tokens", request="")
 
 
+def _evicted_in_parts(line: LogLine) -> bool:
+    """Some ranks have a shorter hit than others, and all have one: their hashes agree, or none would hit."""
+    hits = {int(each) for each in re.findall(r"\d+", line.fields["results"])}
+    return len(hits) > 1 and 0 not in hits
+
+
 @finding("KVD304", "ranks-differ", Severity.WRONG, on=["ranks_differ"])
 def ranks_differ(log: Diagnosis, line: LogLine) -> Answer | None:
     """The ranks of one engine find different hits for the same tokens.
 
-    Cause: their keys differ: each process hashes with a seed of its own (PYTHONHASHSEED), or their caches do not hold
-    the same.
+    Cause: a rank that never hits hashes with a seed of its own (PYTHONHASHSEED). One that misses now and then: the
+    store has evicted its part of the chunks (KVD311); the least hit is taken, and nothing is wrong.
 
     Setting: `PYTHONHASHSEED=0` for every process; `pre_caching_hash_algorithm: sha256_cbor`.
     """
+    if _evicted_in_parts(line):
+        return None
+    return Answer(f"hit tokens by rank: {line.fields['results'][:80]}", request="")
+
+
+@finding("KVD311", "ranks-evicted-apart", Severity.SLOW, on=["ranks_differ"])
+def ranks_evicted_apart(log: Diagnosis, line: LogLine) -> Answer | None:
+    """The store holds more of a prompt for some ranks than for others; the least is taken.
+
+    Cause: each rank keeps its part of a chunk under its own key, and a store evicts key by key (Redis at its maxmemory,
+    or a full CPU cache). All ranks hit, so their hashes agree: PYTHONHASHSEED is not the cause.
+
+    Setting: more memory for the store (`maxmemory`, `max_local_cpu_size`); nothing where it is rare.
+    """
+    if not _evicted_in_parts(line):
+        return None
     return Answer(f"hit tokens by rank: {line.fields['results'][:80]}", request="")
 
 

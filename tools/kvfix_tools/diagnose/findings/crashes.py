@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvfix_tools.diagnose.findings import Answer, Severity, finding, note, rules
+from kvfix_tools.diagnose.findings import Answer, Severity, finding, note
 
 if TYPE_CHECKING:
     from kvfix_tools.diagnose.diagnosis import Diagnosis
     from kvfix_tools.diagnose.log_line import LogLine
-
-#: Consequences of a death, not its cause.
-_ECHOES = ("EngineDeadError", "EngineCore", "Engine core initialization failed", "WorkerProc initialization failed")
 
 
 def _is(line: LogLine, meaning: str) -> bool:
@@ -192,7 +189,8 @@ def load_not_granted(log: Diagnosis, line: LogLine) -> Answer | None:
 
     Setting: no `prompt_logprobs`; the LMCache connector alone, not in a MultiConnector.
     """
-    if _asserts(line, "assert RequestStatus.is_finished(req.status)"):
+    mooncake = any(name.startswith("Mooncake") and "Store" not in name for name in log.who.connectors)  # KVD659
+    if _asserts(line, "assert RequestStatus.is_finished(req.status)") and not mooncake:
         return Answer("a load was reported done of a request that waits for none", request="")
     return None
 
@@ -200,7 +198,7 @@ def load_not_granted(log: Diagnosis, line: LogLine) -> Answer | None:
 @finding("KVD112", "failed-load-keeps-tokens", Severity.CRASH, on=["raised"])
 def failed_load_keeps_tokens(log: Diagnosis, line: LogLine) -> Answer | None:
     """A load failed, vLLM took tokens back, and the tracker kept them: what is saved has no slots."""
-    if not _asserts(line, "assert len(slot_mapping) == len(token_ids)"):
+    if not _asserts(line, "assert len(slot_mapping) == len(token_ids)") or "_DCP" in line.process:
         return None
     failed = log.counts["load_failed"] + log.counts["short"]
     return Answer(f"more token ids than slots in a save; {failed} lines tell of failed loads before it", request="")
@@ -240,22 +238,31 @@ def chunk_released_twice(log: Diagnosis, line: LogLine) -> Answer | None:
 
     Setting: `enable_async_loading: false`.
     """
-    if _asserts(line, "assert memory_obj.tensor is not None"):
+    recent = log.releases.within("lmcache", ">=0.4.1")
+    if recent is False:
+        return None  # with Mooncake it is KVD801
+    if _asserts(line, "assert memory_obj.tensor is not None") or _asserts(line, "assert memory_obj_tensor is not None"):
         return Answer(
-            f"a listed chunk has no tensor; double unpins before it: {log.counts['double_unpin']}", request=""
+            f"a listed chunk has no tensor; double unpins before it: {log.counts['double_unpin']}",
+            request="",
+            verdict="violated" if recent else "unknown",
         )
     return None
 
 
-@finding("KVD116", "server-silent-at-start", Severity.CRASH, on=["raised"])
-def server_silent_at_start(log: Diagnosis, line: LogLine) -> Answer | None:
+@finding("KVD116", "server-silent-at-start", Severity.CRASH, on=["raised", ""])
+def server_silent_at_start(log: Diagnosis, line: LogLine | None) -> Answer | None:
     """A worker could not register with the LMCache server, and vLLM does not start.
 
-    Cause: there is no server at `lmcache.mp.host` and `lmcache.mp.port`; or there is, and it does not know the
-    operation, which only its own log tells (KVD206): a server does not answer what it does not know.
+    Cause: there is no server at `lmcache.mp.host` and `lmcache.mp.port`; or there is, and it failed at the registration
+    (KVD212) or does not know the operation (KVD206). Then its own log alone tells why: it sends no answer.
 
-    Setting: start the server before vLLM, with `--supported-transfer-mode auto` and the same release of LMCache.
+    Setting: start the server before vLLM, with `--supported-transfer-mode auto` and the same release of LMCache; in
+    containers both with `--network host --ipc host --gpus all`. If it runs, look for `Error handling` in its log.
     """
+    if line is None:
+        _beside_what_the_server_says(log)
+        return None
     if not _is(line, "server_silent"):
         return None
     server = line.fields.get("server")
@@ -263,35 +270,27 @@ def server_silent_at_start(log: Diagnosis, line: LogLine) -> Answer | None:
     return Answer(f"{what}: {line.fields['text'][:160]}", request="")
 
 
-@finding("KVD199", "unknown-crash-in-connector", Severity.CRASH, on=["raised"])
-def unknown_crash(log: Diagnosis, line: LogLine) -> Answer | None:
-    """An exception left a connector hook, and no finding knows it.
+def _beside_what_the_server_says(log: Diagnosis) -> None:
+    """The server's error (KVD212) next to the silence that its client met."""
+    if "server_error" not in log.memory:
+        return
+    _, error, *evidence = log.memory["server_error"]
+    for found in log.findings:
+        if found.rule.code in ("KVD116", "KVD204"):
+            found.sentence += f"; the server failed meanwhile: {error}"
+            found.evidence += [each for each in evidence if each not in found.evidence]
 
-    Cause: not known to this release of kvfix. `kvfix run --mode strict -- CMD` tells which rule was broken first.
+
+@finding("KVD117", "context-parallel-in-process", Severity.CRASH, on=["raised"])
+def context_parallel_in_process(log: Diagnosis, line: LogLine) -> Answer | None:
+    """LMCacheConnectorV1 runs with decode context parallelism, which it does not support, and dies at a save.
+
+    Cause: each rank holds a part of the tokens' slots; the adapter counts the slots of the whole request. No release of
+    it (0.3.9 to 0.5.6) knows of context parallelism, nor refuses it at the start.
+
+    Setting: leave `--decode-context-parallel-size` (`-dcp`) out; or LMCacheMPConnector of LMCache 0.5.5 or newer, which
+    supports it.
     """
-    fields = line.fields
-    if fields["text"].startswith(_ECHOES) or fields["type"] in _ECHOES:
+    if not _asserts(line, "assert len(slot_mapping) == len(token_ids)") or "_DCP" not in line.process:
         return None
-    last = fields["frames"][-1:] and fields["frames"][-1]
-    if not last or not any(_of_connector(*frame) for frame in fields["frames"][-4:]):
-        return None
-    if not any(frame[2] in _HOOKS for frame in fields["frames"]):
-        return None
-    for rule in rules()["raised"]:
-        if rule.code != "KVD199" and rule.look(log, line) is not None:
-            return None
-    where = f"{last[0].rpartition('/')[2]}:{last[1]} in {last[2]}"
-    return Answer(f"{fields['type']} at {where}{': ' + fields['source'] if fields['source'] else ''}")
-
-
-_HOOKS = {
-    "create_connector", "ensure_kv_transfer_initialized", "register_kv_caches",
-    "get_num_new_matched_tokens", "update_state_after_alloc", "build_connector_meta", "update_connector_output",
-    "request_finished", "request_finished_all_groups", "_update_from_kv_xfer_finished",
-    "handle_preemptions", "start_load_kv", "wait_for_layer_load", "save_kv_layer", "wait_for_save", "get_finished",
-    "get_block_ids_with_load_errors",
-}  # fmt: skip
-
-
-def _of_connector(file: str, line: int, function: str) -> bool:
-    return "/lmcache/" in file or "kv_connector" in file or function == "_update_from_kv_xfer_finished"
+    return Answer(f"{line.process.partition(' ')[0]}: more token ids than this rank has slots", request="")

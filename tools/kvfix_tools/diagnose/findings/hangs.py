@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
+from kvfix import redact
+from kvfix_tools.diagnose.failures import hook
 from kvfix_tools.diagnose.findings import Answer, Severity, finding, note
 
 if TYPE_CHECKING:
@@ -186,8 +189,8 @@ def waits_for_load(log: Diagnosis, line: LogLine) -> Answer | None:
     return None
 
 
-@finding("KVD209", "start-waits-for-worker", Severity.HANG, on=["broadcast"])
-def start_waits_for_worker(log: Diagnosis, line: LogLine) -> Answer | None:
+@finding("KVD209", "start-waits-for-worker", Severity.HANG, on=[""])
+def start_waits_for_worker(log: Diagnosis, line: LogLine | None) -> Answer | None:
     """EngineCore waits for a worker that does not answer.
 
     Cause: the worker is busy or stuck: with the multi-process connector it waits for a server that is not there, or
@@ -195,9 +198,9 @@ def start_waits_for_worker(log: Diagnosis, line: LogLine) -> Answer | None:
 
     Setting: look whether the LMCache server runs, and at its log.
 
-    Normal: once or twice, while a large model is compiled.
+    Normal: for minutes, while a large model is compiled, and then the engine serves.
     """
-    if log.counts["broadcast"] < 2:
+    if log.counts["broadcast"] < 2 or log.failures.worked_since_wait:
         return None
     return Answer(f"{log.counts['broadcast']} times no worker took what EngineCore gave it in time", request="")
 
@@ -221,3 +224,70 @@ def lookups_given_up(log: Diagnosis, line: LogLine) -> Answer | None:
     Setting: a longer `lookup_timeout_ms`, or `enable_async_loading: false`.
     """
     return Answer(f"not answered after {line.fields['seconds']} seconds, computed instead")
+
+
+#: How the server begins to tell of a handler that failed; the traceback stands below it, within so many lines.
+_HANDLER = re.compile(
+    r"Error (?:in blocking handler|handling (?:request RequestType\.|operation )(?P<operation>\w+))(?:: (?P<error>.+))?"
+)
+_BELOW = 120
+#: Operations whose answer nobody waits for: they fail when a worker has gone.
+_UNASKED = frozenset({"end_session"})
+
+
+@finding("KVD212", "server-handler-fails", Severity.HANG, on=["logged", "raised", ""])
+def server_handler_fails(log: Diagnosis, line: LogLine | None) -> Answer | None:
+    """The server failed at a request and sent no answer: the client waits until its own timeout.
+
+    Cause: a handler of the server raised; what is wrong is the last line of its traceback. No release tells the client
+    (0.5.6), which can only say that it timed out.
+
+    Setting: put right what the traceback's last line says, then restart the server and after it vLLM;
+    `lmcache.mp.mq_timeout` in kv_connector_extra_config makes the client give up earlier.
+    """
+    head: LogLine | None = log.memory.get("handler")
+    if line is None:
+        return Answer(head.evidence.text[:160], request="", evidence=(head.evidence,)) if head is not None else None
+    if line.name == "logged":
+        found = _HANDLER.search(line.evidence.text)
+        if found is None:
+            return None
+        log.memory["handler"] = None if found["error"] else line
+        return _failed_handler(log, line, line, found["error"]) if found["error"] else None
+    if head is None or line.process or head.file != line.file or not 0 < line.number - head.number < _BELOW:
+        return None
+    log.memory["handler"] = None
+    if any(frame[2] in _UNASKED for frame in line.fields["frames"]):
+        return None
+    fields = line.fields
+    return _failed_handler(log, head, line, f"{fields['type']}: {fields['text']}".rstrip(": "))
+
+
+def _failed_handler(log: Diagnosis, head: LogLine, line: LogLine, error: str) -> Answer:
+    """Noted for the findings of its client. What fails at a registration counts most."""
+    found = _HANDLER.search(head.evidence.text)
+    operation = (found["operation"] if found is not None else None) or "a request"
+    registers = "register" in operation.lower()
+    known = log.memory.get("server_error")
+    if known is None or (registers and not known[0]):
+        log.memory["server_error"] = (registers, redact.text(error[:160]), head.evidence, line.evidence)
+    return Answer(f"{operation.lower()}: {error[:200]}", request="", evidence=(head.evidence,))
+
+
+@finding("KVD213", "stands-in-connector", Severity.HANG, on=["stack"])
+def stands_in_connector(log: Diagnosis, line: LogLine) -> Answer | None:
+    """A stack of the engine (py-spy) shows a thread inside a connector hook.
+
+    Cause: one stack shows where it is, not how long: take three, some seconds apart. If they are the same, it waits
+    there: for a server or a worker that does not answer, or for a lock.
+
+    Setting: `kvfix dump PID` takes the stacks of all processes with the state of the connector, and says who waits.
+    """
+    fields = line.fields
+    in_hook = hook(fields["frames"])
+    if not in_hook:
+        return None
+    file, number, function = fields["frames"][-1]
+    where = f"{'/'.join(file.split('/')[-2:])}:{number}"
+    process = line.process or "a process"
+    return Answer(f"{process} is in {in_hook}, {fields['state']} in {function} ({where})", verdict="unknown")

@@ -1,0 +1,94 @@
+"""The same log as people paste it: whatever is put around its lines, the findings stay."""
+
+from __future__ import annotations
+
+import gzip
+import html
+import json
+from pathlib import Path
+
+import pytest
+
+from kvfix_tools.diagnose.diagnosis import diagnosed
+from kvfix_tools.diagnose.log_line import without_colours
+
+LOGS = Path(__file__).parent / "logs"
+CRASH = gzip.decompress((LOGS / "crash-0.3.10.log.gz").read_bytes())
+
+
+def lines(log: bytes) -> list[str]:
+    return log.decode().splitlines()
+
+
+def each(log: bytes, prefix: str) -> bytes:
+    return "".join(f"{prefix}{line}\n" for line in lines(log)).encode()
+
+
+def docker(log: bytes) -> bytes:
+    """Docker's json-file driver: a line of the program each."""
+    rows = ({"log": f"{line}\n", "stream": "stderr", "time": "2026-11-21T10:22:55.1Z"} for line in lines(log))
+    return "".join(json.dumps(row) + "\n" for row in rows).encode()
+
+
+def loki(log: bytes) -> bytes:
+    rows = ({"timestamp": "2026-11-21T10:22:55.1Z", "labels": {"pod": "vllm-0"}, "line": line} for line in lines(log))
+    return "".join(json.dumps(row) + "\n" for row in rows).encode()
+
+
+def one_message(log: bytes) -> bytes:
+    """A JSON logger that gets the whole output in messages of several lines."""
+    found = lines(log)
+    groups = ["\n".join(found[at : at + 40]) for at in range(0, len(found), 40)]
+    return "".join(json.dumps({"level": "info", "message": group}) + "\n" for group in groups).encode()
+
+
+def wrapped(log: bytes, width: int) -> bytes:
+    """A terminal of this width: longer lines go on in the next."""
+    cut = [line[at : at + width] for line in lines(without_colours(log)) for at in range(0, max(1, len(line)), width)]
+    return "".join(f"{line}\n" for line in cut).encode()
+
+
+FORMATS = {
+    "as it is": lambda log: log,
+    "CRLF": lambda log: log.replace(b"\n", b"\r\n"),
+    "Docker": docker,
+    "Loki": loki,
+    "messages of several lines": one_message,
+    "kubectl": lambda log: each(log, "[pod/vllm-decode-6d4b/engine] 2026-11-21T10:22:55.123456789Z "),
+    "journald": lambda log: each(log, "Nov 21 10:22:55 node-3 vllm[4144]: "),
+    "journald in French": lambda log: each(log, "déc. 19 02:07:16 node-3 bash[2211]: "),
+    "CRI": lambda log: each(log, "2026-11-21T10:22:55.123456789Z stderr F "),
+    "Docker Compose": lambda log: each(log, "vllm-1  | "),
+    "found by grep": lambda log: each(docker(log), "f847-json.log:190174:"),
+    "quoted": lambda log: each(log, "> "),
+    "code fence": lambda log: b"Here is the log:\n```text\n" + log + b"```\n",
+    "HTML entities": lambda log: html.escape(log.decode()).encode(),
+    "without colours": without_colours,
+    "colours without their escape": lambda log: log.replace(b"\x1b", b""),
+    "wrapped at 80": lambda log: wrapped(log, 80),
+    "wrapped at 133": lambda log: wrapped(log, 133),
+    "wrapped at 200": lambda log: wrapped(log, 200),
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_a_crash_is_explained_in_every_format(name: str) -> None:
+    log, plain = diagnosed(FORMATS[name](CRASH)), diagnosed(CRASH)
+    assert [found.rule.code for found in log.findings] == ["KVD101"]
+    assert log.findings[0].sentence == plain.findings[0].sentence
+    assert log.counts["asked"] == plain.counts["asked"]
+    assert {line.fields["class"] for line in log.failures.raised} == {
+        line.fields["class"] for line in plain.failures.raised
+    }
+
+
+@pytest.mark.parametrize("name", [name for name in FORMATS if "several" not in name and "fence" not in name])
+def test_line_numbers_are_those_of_the_input(name: str) -> None:
+    log = FORMATS[name](CRASH)
+    number = diagnosed(log).findings[0].evidence[0].line
+    assert b"Mismatch in tokens to load" in b"".join(log.split(b"\n")[number - 1 : number + 3])
+
+
+@pytest.mark.parametrize("width", range(60, 220, 7))
+def test_a_traceback_wrapped_at_any_width(width: int) -> None:
+    assert [found.rule.code for found in diagnosed(wrapped(CRASH, width)).findings] == ["KVD101"]

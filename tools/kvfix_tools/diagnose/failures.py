@@ -1,0 +1,146 @@
+"""Failures that no finding knows: the first error of a log whose engine died, and whose code raised it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from kvfix_tools.diagnose.log_line import Evidence, LogLine
+    from kvfix_tools.diagnose.tracebacks import Frame
+
+#: Consequences of a death, not its cause.
+_ECHOES = (
+    "EngineDeadError", "EngineGenerateError", "EngineCore encountered an issue", "EngineCore died",
+    "Engine core initialization failed", "WorkerProc initialization failed", "cancelled", "Executor failed",
+    "Worker failed with error", "CancelledError", "KeyboardInterrupt", "SystemExit", "BrokenPipeError",
+)  # fmt: skip
+#: What an engine says when it is dead.
+_DEAD = (
+    b"EngineDeadError", b"ngine core initialization failed", b"WorkerProc initialization failed",
+    b"EngineCore encountered a fatal error", b"EngineCore failed to start", b"died unexpectedly", b"Worker proc ",
+    b"Shutting down due to", b"EngineCore encountered an issue",
+)  # fmt: skip
+#: Lines of an engine at work.
+_WORK = frozenset({"asked", "stored", "retrieved", "storing", "mp_stored", "mp_retrieved", "mp_prefetched"})
+#: Failures and processes that are kept in mind.
+_MOST, _PROCESSES, _SHOWN = 200, 64, 8
+#: {part of a file's path: whose code it is}. The first that fits counts.
+_OWNERS = (
+    ("/lmcache_ascend/", "LMCache"), ("/lmcache/", "LMCache"), ("/vllm_ascend/", "vLLM"), ("/vllm/", "vLLM"),
+    ("/nixl", "the transport (NIXL)"), ("/mooncake", "the transport (Mooncake)"), ("/zmq/", "the transport (ZeroMQ)"),
+    ("/redis/", "the store's client (Redis)"), ("/boto", "the store's client (S3)"), ("/aiohttp/", "an HTTP client"),
+    ("/torch/", "torch or CUDA"), ("/triton/", "torch or CUDA"), ("/ray/", "Ray"), ("/transformers/", "transformers"),
+    ("/python3.", "Python"), ("/asyncio/", "Python"),
+)  # fmt: skip
+HOOKS = frozenset({
+    "create_connector", "ensure_kv_transfer_initialized", "register_kv_caches",
+    "get_num_new_matched_tokens", "update_state_after_alloc", "build_connector_meta", "update_connector_output",
+    "request_finished", "request_finished_all_groups", "_update_from_kv_xfer_finished",
+    "handle_preemptions", "start_load_kv", "wait_for_layer_load", "save_kv_layer", "wait_for_save", "get_finished",
+    "get_block_ids_with_load_errors",
+})  # fmt: skip
+
+
+class Last(NamedTuple):
+    """The last line of a process that means something."""
+
+    what: str
+    evidence: Evidence
+
+
+class Failures:
+    def __init__(self) -> None:
+        #: Lines of failures that no finding and no record knows, the first ones.
+        self.lines: list[LogLine] = []
+        #: Exceptions of the log, known or not, each once.
+        self.raised: list[LogLine] = []
+        self._shown: set[tuple[object, ...]] = set()
+        #: Whether an engine or a worker has said that it is dead.
+        self.dead = False
+        #: {process: its last line}
+        self.last: dict[str, LogLine] = {}
+        #: Whether it was asked to end.
+        self._closing = False
+        self._taken = 0
+        self._worked = 0
+        self._waited = 0
+        self._at: list[int] = []
+
+    def take(self, line: LogLine) -> None:
+        self._taken += 1
+        if line.name == "broadcast":
+            self._waited = self._taken
+        if line.name in _WORK or (line.name == "stats" and float(line.fields["generation"]) > 0):
+            self._worked = self._taken
+        if line.name == "closing":
+            self._closing = True
+        if line.name in ("fatal", "died") or any(sign in line.body for sign in _DEAD):
+            self.dead = True
+        if line.name == "raised" and len(self.raised) < _SHOWN and _is_failure(line):
+            key = (line.fields["class"], line.fields["text"][:80], *line.fields["frames"][-1:])
+            if key not in self._shown:
+                self._shown.add(key)
+                self.raised.append(line)
+        if line.process in self.last or len(self.last) < _PROCESSES:
+            self.last[line.process] = line
+
+    def unknown(self, line: LogLine) -> None:
+        """No finding knows this line."""
+        ending = self._closing and not self.dead
+        if len(self.lines) < _MOST and not ending and _is_failure(line):
+            self.lines.append(line)
+            self._at.append(self._taken)
+
+    @property
+    def worked_since_wait(self) -> bool:
+        """Whether the engine worked after the last time that it waited for a worker."""
+        return self._worked > self._waited
+
+    @property
+    def first(self) -> LogLine | None:
+        """What to report: of a dead engine the first exception, else the first error; None: the engine works."""
+        after = [line for line, at in zip(self.lines, self._at, strict=True) if self.dead or at > self._worked]
+        own = [line for line in after if line.name in ("raised", "died")] or after
+        if own:
+            return own[0]
+        # A connector's exception that the engine survives is not its normal work either.
+        return next((line for line in self.lines if line.name == "raised" and of_connector(line)), None)
+
+
+def _is_failure(line: LogLine) -> bool:
+    fields = line.fields
+    if line.name == "stack":
+        return False
+    if line.name == "raised":
+        text = fields["text"]
+        if fields["class"].endswith("Warning") or (fields["level"] == "warning" and not of_connector(line)):
+            return False
+        return fields["type"] not in _ECHOES and not text.startswith(_ECHOES)
+    if line.name == "died":
+        return True
+    return fields["level"] in ("error", "critical") and not any(sign in line.body for sign in _DEAD)
+
+
+def of_connector(line: LogLine) -> bool:
+    """Whether a hook of a connector, or its own code, raised it."""
+    frames = line.fields["frames"]
+    return any(frame[2] in HOOKS or "/lmcache/" in frame[0] or "kv_connector" in frame[0] for frame in frames[-12:])
+
+
+def hook(frames: list[Frame]) -> str:
+    """The connector hook that the exception left; "" if it left none."""
+    return next((frame[2] for frame in frames if frame[2] in HOOKS), "")
+
+
+def owner(frames: list[Frame]) -> str:
+    """Whose code raised it, by the innermost frame."""
+    if not frames:
+        return ""
+    for file, _, _ in reversed(frames):
+        path = file.replace("\\", "/")
+        for part, name in _OWNERS:
+            if part in f"/{path}":
+                return name
+        if path.startswith("/"):
+            return "code of your own"
+    return "code whose path the log leaves out"  # `.../file.py`

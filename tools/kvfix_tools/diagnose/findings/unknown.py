@@ -1,0 +1,60 @@
+"""The last rung: something failed that neither a finding nor a record of a problem knows."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvfix_tools.diagnose.failures import hook, owner
+from kvfix_tools.diagnose.findings import Answer, Severity, finding
+
+if TYPE_CHECKING:
+    from kvfix_tools.diagnose.diagnosis import Diagnosis
+    from kvfix_tools.diagnose.log_line import LogLine
+
+#: Findings of these explain why an engine is dead.
+_EXPLAINS = (Severity.CRASH, Severity.HANG)
+
+
+@finding("KVD199", "unknown-failure", Severity.CRASH, on=[""])
+def unknown_failure(log: Diagnosis, line: LogLine | None) -> Answer | None:
+    """Something failed, and kvfix does not know it. What is shown is the first error, not what followed from it.
+
+    Cause: not known to this release of kvfix.
+
+    Setting: look at the code and the hook that the sentence names; report it there with
+    `kvfix-diagnose LOG --issue FILE.md`. `kvfix run --mode strict -- CMD` says which rule of a connector broke first.
+    """
+    if any(found.rule.severity in _EXPLAINS for found in log.findings):
+        return None
+    first = log.failures.first
+    if first is not None and first.name == "logged" and log.findings:
+        return None  # what was found says it already
+    if first is None:
+        return Answer("the engine is dead, and the log does not show why", request="") if log.failures.dead else None
+    return Answer(_sentence(log, first), request=str(first.fields.get("request", "")), evidence=_evidence(log, first))
+
+
+def _sentence(log: Diagnosis, line: LogLine) -> str:
+    fields = line.fields
+    if line.name == "died":
+        return f"a process died: {line.evidence.text[:200]}"
+    if line.name == "logged":
+        return f"{fields['level']}: {line.evidence.text[:200]}"
+    what = f"{fields['class'] or 'fatal error'}{': ' + fields['text'][:200] if fields['text'] else ''}"
+    if not fields["frames"]:
+        return what
+    file, number, function = fields["frames"][-1]
+    parts = [f"{what} at {'/'.join(file.split('/')[-2:])}:{number} in {function}"]
+    if fields["source"]:
+        parts.append(f"`{fields['source']}`")
+    parts.append(f"raised by {owner(fields['frames'])}")
+    if hook(fields["frames"]):
+        connectors = ", ".join(sorted(log.who.connectors))
+        parts.append(f"in the hook {hook(fields['frames'])}{' of ' + connectors if connectors else ''}")
+    return ", ".join(parts)
+
+
+def _evidence(log: Diagnosis, first: LogLine) -> tuple[object, ...]:
+    """The error, then the last line of each process."""
+    last = [line.evidence for line in log.failures.last.values() if line is not first]
+    return (first.evidence, *last[:4])

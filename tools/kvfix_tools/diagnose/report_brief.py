@@ -1,0 +1,154 @@
+"""What a person or a language model needs of a log of any size, in at most 8 kB; and a bug report made of it.
+
+Nothing of a prompt, no secret, no host, no path of a machine: what stands here is meant to be posted.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+import kvfix
+from kvfix import redact
+from kvfix_tools.diagnose import advice
+from kvfix_tools.diagnose.log_line import without_tokens
+from kvfix_tools.diagnose.problems import Problem
+from kvfix_tools.diagnose.report_text import nothing_found, read_words, versions
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from kvfix_tools.diagnose.diagnosis import Diagnosis
+    from kvfix_tools.diagnose.log_finding import LogFinding
+    from kvfix_tools.diagnose.log_line import LogLine
+
+#: Bytes of the whole, of each line, and how much of each kind is shown.
+LIMIT, _WIDTH = 8000, 300
+_EXCEPTIONS, _FRAMES, _FINDINGS, _UNKNOWN, _PROCESSES = 4, 6, 6, 5, 6
+#: Settings of vLLM that decide what a connector does.
+_SETTINGS = re.compile(
+    r"'(?P<name>kv_transfer_config|max_model_len|block_size|max_num_seqs|max_num_batched_tokens|num_gpu_blocks_override"
+    r"|gpu_memory_utilization|tensor_parallel_size|pipeline_parallel_size|data_parallel_size"
+    r"|decode_context_parallel_size|enable_prefix_caching|async_scheduling|speculative_config|scheduling_policy"
+    r"|kv_cache_dtype|disable_hybrid_kv_cache_manager)': (?P<value>KVTransferConfig\(.*?\)(?=, '|\})|\{[^{}]*\}"
+    r"|'[^']*'|[^,}]+)"
+)
+_HOSTS = (
+    (re.compile(r"\b(?:\d{1,3}\.){3}\d{1,3}\b"), "<address>"),
+    (re.compile(r"\b([a-z][a-z0-9+]{1,20}://)[^\s'\",/:}\])]+"), r"\1<host>"),
+    (re.compile(r"(?i)\b((?:engine_id|hostname|host|server)['\"]?\s*[=:]\s*['\"]?)[^\s'\",}\])]+"), r"\1<left out>"),
+    (re.compile(r"(?<![\w.])/(?:[\w.@+-]+/){2,}(?=[\w.@+-])"), ".../"),
+)
+#: Text of a request that an error repeats.
+_PROMPT = re.compile(
+    r"(?is)(\b(?:prompt|messages|content|input_text|text)\b['\"]?\s*[=:]\s*)(?:'[^']*'|\"[^\"]*\"|\[[^\]]*\])"
+)
+
+
+def brief(log: Diagnosis, findings: list[LogFinding]) -> str:
+    """At most LIMIT bytes, in the order of what matters: where it does not all fit, the end is left out."""
+    text = "\n".join(line[:_WIDTH] for line in _lines(log, findings))
+    cut = text.encode()
+    if len(cut) <= LIMIT:
+        return text + "\n"
+    kept = cut[: LIMIT - 40].decode("utf-8", "ignore")
+    return kept[: kept.rfind("\n") + 1] + "(the rest is left out)\n"
+
+
+def issue(log: Diagnosis, findings: list[LogFinding]) -> str:
+    """A bug report to post: Markdown."""
+    first = findings[0] if findings else None
+    title = safe(first.sentence) if first is not None else "no failure was found in the log"
+    threads = dict.fromkeys(
+        thread for found in findings if isinstance(found.rule, Problem) for thread in found.rule.threads
+    )
+    parts = [f"# {title[:120]}", "", "## What happened", ""]
+    parts += [safe(f"- {event}") for found in findings[:2] for event in found.history[-8:]] or [
+        f"{first.rule.title if first else 'See the log.'}"
+    ]
+    parts += ["", "## How to see it again", "", "(the command, the model and the requests, without their texts)", ""]
+    parts += ["## The log in short", "", "```text", brief(log, findings).rstrip(), "```", ""]
+    if threads:
+        parts += ["## Nearest known", "", *(f"- {thread}" for thread in threads), ""]
+    terms = _search_terms(log, findings)
+    if terms:
+        parts += ["## Search terms", "", *(f"- `{term}`" for term in terms), ""]
+    return "\n".join(parts)
+
+
+def safe(text: str) -> str:
+    """Without secrets, prompts, token ids, hosts and paths."""
+    text = redact.text(without_tokens(text))
+    text = _PROMPT.sub(r"\1<left out>", text)
+    for pattern, shown in _HOSTS:
+        text = pattern.sub(shown, text)
+    return " ".join(text.split())
+
+
+def _lines(log: Diagnosis, findings: list[LogFinding]) -> Iterator[str]:
+    yield f"kvfix {kvfix.__version__} read a log: {read_words(log)}"
+    named = ", ".join(f"{name} {release}" for name, release in versions(log).items() if release)
+    yield f"releases: {named or 'not named in the log'}"
+    if log.releases.too_old:
+        yield f"note: {log.releases.too_old}"
+    who = log.who
+    yield f"connector: {', '.join(sorted(who.connectors)) or 'not named'}; role: {', '.join(sorted(who.roles)) or '?'}"
+    for name, value in settings(who.settings):
+        yield f"setting: {name}={value}"
+    for number, found in enumerate(findings[:_FINDINGS]):
+        yield from _finding(log, found, full=number < 3)
+    if not findings:
+        yield safe(nothing_found(log))
+    for line in log.failures.raised[:_EXCEPTIONS]:
+        yield from _exception(line)
+    for line in [each for each in log.failures.lines if each.name != "raised"][:_UNKNOWN]:
+        yield f"not recognised, line {line.number}: {safe(line.evidence.text)}"
+    for process, line in list(log.failures.last.items())[:_PROCESSES]:
+        yield f"last of {process or 'a process without a name'}, line {line.number}: {safe(line.evidence.text)}"
+    yield "counts: " + ", ".join(f"{name} {many}" for name, many in log.counts.most_common(20))
+
+
+def _finding(log: Diagnosis, found: LogFinding, full: bool) -> Iterator[str]:
+    rule = found.rule
+    times = f", {found.count} times" if found.count > 1 else ""
+    sure = ", not certain" if found.verdict == "unknown" else ""
+    yield f"finding: {rule.code} {rule.name} ({rule.severity.word}{times}{sure}): {safe(found.sentence)}"
+    if not full:
+        return
+    yield f"  cause: {safe(advice.cause(log, found))}"
+    now, good = advice.remedy(log, found)
+    if now:
+        yield f"  do now: {safe(now)}"
+    if good:
+        yield f"  for good: {safe(good)}"
+    for line in found.evidence[:2]:
+        yield f"  line {line.line}: {safe(line.text)}"
+
+
+def _exception(line: LogLine) -> Iterator[str]:
+    fields = line.fields
+    at = f" of {line.process}" if line.process else ""
+    yield f"exception{at}, line {line.number}: {fields['class'] or 'fatal error'}: {safe(fields['text'])}"
+    for file, number, function in fields["frames"][-_FRAMES:]:
+        yield f"  {'/'.join(file.split('/')[-3:])}:{number} {function}"
+    if fields["source"]:
+        yield f"  {safe(fields['source'])}"
+
+
+def settings(line: str) -> list[tuple[str, str]]:
+    """(name, value) of the settings that matter, in vLLM's line of its non-default arguments."""
+    return [(found["name"], safe(found["value"])) for found in _SETTINGS.finditer(line)]
+
+
+def _search_terms(log: Diagnosis, findings: list[LogFinding]) -> list[str]:
+    """What another report of the same would have: classes with their functions, and texts without values."""
+    terms: dict[str, None] = {}
+    for line in log.failures.raised[:3]:
+        fields = line.fields
+        text = re.split(r"\d|'|\"|<", fields["text"])[0].strip()
+        function = fields["frames"][-1][2] if fields["frames"] else ""
+        terms[safe(" ".join(part for part in (fields["type"], fields["source"] or text, function) if part))] = None
+    for found in findings[:3]:
+        for each in found.evidence[:1]:
+            terms[safe(re.split(r"\d|'|\"|<", each.text)[0].strip())[:80]] = None
+    return [term for term in terms if len(term) > 12]

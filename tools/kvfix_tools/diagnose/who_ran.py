@@ -1,0 +1,70 @@
+"""Who ran, as the log says: connectors and their roles, whether a server's log is among the inputs, what was served."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvfix_tools.diagnose.log_line import LogLine
+
+#: {what stands in a line or in a path of a traceback: the connector that it gives away}
+_MARKS = (
+    (b"lmcache_mp_connector", "LMCacheMPConnector"),
+    (b"vllm_multi_process_adapter", "LMCacheMPConnector"),
+    (b"LMCache MP worker", "LMCacheMPConnector"),
+    (b"vllm_v1_adapter", "LMCacheConnectorV1"),
+    (b"lmcache_connector.py", "LMCacheConnectorV1"),
+    (b"nixl_connector", "NixlConnector"),
+    (b"kv_connector/v1/nixl", "NixlConnector"),
+    (b"mooncake_store", "MooncakeStoreConnector"),
+    (b"mooncake_connector", "MooncakeConnector"),
+    (b"kv_connector/v1/mooncake", "MooncakeConnector"),
+    (b"p2p_nccl_connector", "P2pNcclConnector"),
+    (b"offloading_connector", "OffloadingConnector"),
+    (b"kv_connector/v1/offloading", "OffloadingConnector"),
+    (b"v1/kv_offload", "OffloadingConnector"),
+    (b"simple_kv_offload", "SimpleCPUOffloadConnector"),
+    (b"simple_cpu_offload", "SimpleCPUOffloadConnector"),
+    (b"multi_connector", "MultiConnector"),
+    (b"moriio", "MoRIIOConnector"),
+)
+_NAMED = re.compile(rb"kv_connector['\"]?\s*[=:]\s*['\"]?(\w+)|connector with name: (\w+)")
+_ROLE = re.compile(rb"kv_role['\"]?\s*[=:]\s*['\"]?(kv_\w+)")
+
+
+class WhoRan:
+    def __init__(self) -> None:
+        #: Names of vLLM's connector classes, e.g. "LMCacheConnectorV1".
+        self.connectors: set[str] = set()
+        self.roles: set[str] = set()
+        #: vLLM's line of its non-default arguments, cut to 4 kB; "" if the log has none.
+        self.settings = ""
+
+    @property
+    def lmcache(self) -> bool:
+        """Whether LMCache may have run: as far as the log says."""
+        return not self.connectors or any(name.startswith(("LMCache", "Multi")) for name in self.connectors)
+
+    def take(self, line: LogLine) -> None:
+        body = line.body
+        if b"onnector" in body:
+            for either in _NAMED.findall(body):
+                self.connectors.add(_plain(either[0] or either[1]))
+            self.roles.update(role.decode() for role in _ROLE.findall(body))
+            if not self.settings and b"non-default args" in body:
+                self.settings = body[:4096].decode("utf-8", "replace")
+        if line.name == "raised":
+            paths = " ".join(frame[0] for frame in line.fields["frames"]).encode()
+            self._mark(paths)
+        elif not self.connectors:
+            self._mark(body)
+
+    def _mark(self, text: bytes) -> None:
+        self.connectors.update(name for mark, name in _MARKS if mark in text)
+
+
+def _plain(name: bytes) -> str:
+    """LMCacheConnectorV1Dynamic and its like are the connector itself."""
+    text = name.decode("ascii", "replace")
+    return "LMCacheConnectorV1" if text.startswith("LMCacheConnectorV1") else text
