@@ -1,0 +1,131 @@
+"""Every record of a problem: its signs stand in the releases that it names, and a log with one is explained by it."""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+from packaging.specifiers import SpecifierSet
+
+from kvfix_tools.diagnose import advice, problems
+from kvfix_tools.diagnose.problems import Died, Logged, Problem, Stuck
+from tests.conftest import RELEASES, ROOT, release_names
+from tests.diagnose.lines import codes, diagnose, site_packages
+from tests.diagnose.releases import CORE
+
+EVERY = pytest.mark.parametrize("problem", problems.catalogue(), ids=lambda problem: str(problem.name))
+#: Where a record names no file of a release, or none that is here.
+LMCACHE = "[2026-11-21 01:41:27,007] LMCache {level}: {text} (any.py:7:lmcache.any)\n"
+VLLM = "(EngineCore_DP0 pid=276) {level} 12-03 01:24:36 [any.py:7] {text}\n"
+
+
+def filled(text: str) -> str:
+    return re.sub(r"<\w+>", "7", text)
+
+
+def shown(problem: Problem, sign: problems.Sign) -> str:
+    """A log with this sign, as the process of its code prints it."""
+    if isinstance(sign, Logged):
+        frame = LMCACHE if not sign.at.startswith("vllm/") else VLLM
+        return frame.format(level="ERROR", text=filled(sign.text))
+    if isinstance(sign, Stuck):
+        file, _, function = sign.within.rpartition(":")
+        return f"Thread 4242 (active+gil)\n    {function} (lmcache/{file}:7)\n    run (threading.py:9)\n"
+    if isinstance(sign, Died):
+        if not sign.within:
+            text = filled(sign.text)
+            return f"library.cpp:77: {text}: Assertion `held' failed.\n" if text.isidentifier() else f"{text}\n"
+        file, _, function = sign.within.rpartition(":")
+        return (
+            f"Fatal Python error: {sign.text or 'Segmentation fault'}\n\n"
+            "Current thread 0x00007f (most recent call first):\n"
+            f'  File "/opt/app/{file or "any.py"}", line 7 in {function}\n'
+            '  File "/opt/app/vllm/core.py", line 9 in run\n\n'
+        )
+    file, _, function = sign.within.rpartition(":")
+    path = sign.at if sign.at.endswith(file) and sign.at else file or "lmcache/any.py"
+    text = f": {filled(sign.text)}" if sign.text else ""
+    lines = [
+        "Traceback (most recent call last):",
+        f'  File "/opt/app/{path}", line 7, in {function or "any"}',
+        f"    {sign.source or 'call()'}",
+        f"{sign.kind or 'RuntimeError'}{text}",
+    ]
+    return "".join(f"{CORE}{line}\n" for line in lines)
+
+
+@EVERY
+def test_each_sign_is_explained(problem: Problem) -> None:
+    for sign in problem.shows:
+        ran = (
+            f"INFO 12-03 01:24:31 [factory.py:64] Creating v1 connector with name: {(*problem.connectors, '')[0]} and\n"
+        )
+        log = diagnose((ran if problem.named else "") + shown(problem, sign))
+        assert problem.code in codes(log), (sign, shown(problem, sign))
+        found = next(each for each in log.findings if each.rule.code == problem.code)
+        assert "{" not in found.sentence
+        assert "?" not in found.sentence, "a value that no sign has"
+        remedy = advice.remedy(log, found)
+        assert remedy.now
+        assert remedy.good
+
+
+@EVERY
+def test_the_record_is_whole(problem: Problem) -> None:
+    assert re.fullmatch(r"KVD\d{3}", problem.code)
+    assert re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)+", problem.name)
+    assert problem.title.endswith(".")
+    assert problem.cause.endswith(".")
+    assert "\n" not in problem.title
+    assert len(problem.now) < 400
+    assert all(thread.startswith("https://github.com/") for thread in problem.threads)
+    for specifier in problem.releases.values():
+        SpecifierSet(specifier)
+
+
+def test_codes_and_names_are_unique() -> None:
+    from kvfix_tools.diagnose import findings
+
+    every = [*problems.catalogue(), *findings.catalogue()]
+    assert len({each.code for each in every}) == len(every)
+    assert len({each.name for each in every}) == len(every)
+
+
+@lru_cache(maxsize=4096)
+def source(path: Path) -> str:
+    """Of the file, with strings that stand over several lines in one."""
+    return re.sub(r"""["']\s*\n\s*[rbf]*["']""", "", path.read_text(errors="replace")) if path.exists() else ""
+
+
+def places(at: str) -> dict[str, Path]:
+    """{release: this file of it} of all releases that are here."""
+    if at.startswith("lmcache/"):
+        return {name: RELEASES / name / at for name in release_names()}
+    found = {"0.32.0": site_packages() / at}
+    for path in sorted((ROOT / ".cache/vllm").glob("*/lib/python*/site-packages")):
+        found[path.parents[2].name] = path / at
+    return found
+
+
+@EVERY
+def test_signs_stand_in_the_releases(problem: Problem) -> None:
+    """The longest part of the sign without a value, in the file that it names, of every release that is in range."""
+    for sign in problem.shows:
+        if isinstance(sign, Died | Stuck) or not sign.at:
+            continue
+        dist = sign.at.partition("/")[0]
+        part = max(re.split(r"<\w+>", sign.text or getattr(sign, "source", "")), key=len).strip()
+        range_ = SpecifierSet(problem.releases.get(dist, ""), prereleases=True)
+        inside = {name: path for name, path in places(sign.at).items() if name in range_ and path.exists()}
+        assert inside, f"{sign.at} is in no release of {range_}"
+        without = [name for name, path in inside.items() if not _stands(part, source(path))]
+        assert len(without) < len(inside), (sign, part)
+        assert not without, f"{part!r} is not in {sign.at} of {without}: narrow `releases`"
+
+
+def _stands(part: str, text: str) -> bool:
+    """Whatever the quotes and the line breaks."""
+    plain, own = (re.sub(r"\s+", "", each).replace('"', "'") for each in (part, text))
+    return plain in own

@@ -1,0 +1,178 @@
+"""Settings that cannot work: what vLLM or LMCache refuses at the start, or silently leaves out."""
+
+from __future__ import annotations
+
+from kvfix_tools.diagnose.findings import Severity
+from kvfix_tools.diagnose.problems import Failed, Logged, Problem
+
+_FACTORY = "vllm/distributed/kv_transfer/kv_connector/factory.py"
+_KV_TRANSFER = "vllm/config/kv_transfer.py"
+_TRANSFER = '--kv-transfer-config \'{"kv_connector":"LMCacheConnectorV1","kv_role":"kv_both"}\''
+
+PROBLEMS = (
+    Problem(
+        code="KVD740",
+        name="unknown-setting",
+        severity=Severity.RISK,
+        title="LMCache does not know a setting, and goes on without it.",
+        shows=(
+            Logged(text="Unknown configuration key: <key> (source: <source>)"),
+            Logged(text="Unknown config key: <key>, ignoring"),
+        ),
+        sentence="{key} is no setting of this release: it is left out",
+        cause="The key is misspelt, of another release, or belongs into extra_config; what it should have set keeps "
+        "its default. `pd_backends` is meant to be `nixl_backends`.",
+        now="rename it: python -c 'from lmcache.v1.config import LMCacheEngineConfig as c; print(c.from_defaults())' "
+        "prints every key of the installed release",
+        good="a configuration file of the installed release; keys of a backend's own go below extra_config",
+        threads=("https://github.com/LMCache/LMCache/issues/2854",),
+    ),
+    Problem(
+        code="KVD741",
+        name="connector-of-v1-in-v0",
+        severity=Severity.CRASH,
+        title="vLLM fell back to its V0 engine, which cannot use a connector of the V1 engine.",
+        shows=(
+            Failed(kind="AssertionError", source="assert issubclass(connector_cls, KVConnectorBase)"),
+            Logged(text="--kv-transfer-config is not supported by the V1 Engine. Falling back to V0"),
+        ),
+        releases={"vllm": "<0.11"},
+        cause="vLLM before 0.11 chose V0 where V1 could not run: a GPU older than Ampere (V100, T4), VLLM_USE_V1=0, or "
+        "an option that V1 did not know; before 0.9 also because of --kv-transfer-config itself.",
+        now="VLLM_USE_V1=1 on a GPU of compute capability 8.0 or more, without the option that the log names before it",
+        fixed={"vllm": "0.11.2"},
+        threads=(
+            "https://github.com/vllm-project/production-stack/issues/582",
+            "https://github.com/vllm-project/vllm/issues/18933",
+            "https://github.com/LMCache/LMCache/issues/462",
+        ),
+    ),
+    Problem(
+        code="KVD742",
+        name="no-such-connector",
+        severity=Severity.CRASH,
+        title="vLLM does not know the connector that --kv-transfer-config names.",
+        shows=(
+            Failed(kind="ValueError", text="Unsupported connector type: <name>", at=_FACTORY),
+            Logged(text="Unsupported connector type: <name>", at=_FACTORY),
+            Failed(kind="ValueError", text="Connector '<name>' is not registered.", at=_FACTORY),
+        ),
+        sentence="no connector {name} in this vLLM",
+        cause="The name is misspelt, or this release has no such connector: LMCacheConnector, PyNcclConnector and "
+        "MooncakeStoreConnector of the V0 engine are gone, P2pNcclConnector is gone from 0.26 on, MooncakeConnector "
+        "came with 0.15, MooncakeStoreConnector for V1 with 0.26, connectors of other packages need "
+        "kv_connector_module_path.",
+        now="the name as `python -c 'from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory "
+        "as f; print(sorted(f._registry))'` prints it; for LMCache LMCacheConnectorV1 or LMCacheMPConnector",
+        good="a connector of the installed vLLM, or kv_connector_module_path with the module that has it",
+        threads=("https://github.com/LMCache/LMCache/issues/638",),
+    ),
+    Problem(
+        code="KVD743",
+        name="connector-not-in-module",
+        severity=Severity.CRASH,
+        title="The module in kv_connector_module_path has no class of the connector's name.",
+        shows=(Failed(kind="AttributeError", text="Class <name> not found in <module>", at=_FACTORY),),
+        sentence="{module} has no class {name}",
+        cause="`kv_connector` is the name of the class, `kv_connector_module_path` the module in which it stands.",
+        now='for LMCache: "kv_connector":"LMCacheConnectorV1Dynamic", "kv_connector_module_path":'
+        '"lmcache.integration.vllm.lmcache_connector_v1"; or "LMCacheMPConnector" and '
+        '"lmcache.integration.vllm.lmcache_mp_connector"',
+        good="class and module as the installed release has them",
+    ),
+    Problem(
+        code="KVD744",
+        name="kv-role-missing",
+        severity=Severity.CRASH,
+        title="--kv-transfer-config has no kv_role, or one that vLLM does not know.",
+        shows=(
+            Failed(text="Please specify kv_role when kv_connector is set", at=_KV_TRANSFER),
+            Failed(text="Unsupported kv_role:", at=_KV_TRANSFER),
+            Logged(text="error: argument --kv-transfer-config: Value <json> cannot be converted"),
+            Logged(text="error: argument --kv-transfer-config: invalid from_cli value"),
+            Logged(text="error: argument --kv-transfer-config: <n> validation error for KVTransferConfig"),
+            Failed(kind="ValidationError", text="validation error for KVTransferConfig"),
+        ),
+        cause="The JSON of --kv-transfer-config is not valid, has a field that vLLM does not know, or lacks kv_role "
+        "(kv_producer, kv_consumer or kv_both).",
+        now=_TRANSFER + ", in single quotes; settings of the connector go into kv_connector_extra_config",
+        good="the fields of vllm/config/kv_transfer.py of the installed release",
+        threads=("https://github.com/vllm-project/vllm/issues/19448",),
+    ),
+    Problem(
+        code="KVD745",
+        name="argument-unknown-to-vllm",
+        severity=Severity.CRASH,
+        title="This vLLM does not know an argument for KV transfer.",
+        shows=(
+            Logged(text="error: unrecognized arguments: --kv-transfer-config"),
+            Logged(text="error: unrecognized arguments: --kv-offloading<rest>"),
+            Logged(text="error: unrecognized arguments: --mamba-cache-mode"),
+            Logged(text="error: unrecognized arguments: --decode-context-parallel-size"),
+            Logged(text="error: unrecognized arguments: --disable-hybrid-kv-cache-manager"),
+        ),
+        cause="The argument came with a later release: --kv-transfer-config with 0.6.4, --kv-offloading-size with "
+        "0.11.1, --mamba-cache-mode with 0.15.",
+        now="vllm serve --help=all | grep kv- shows what the installed release takes",
+        fixed={"vllm": "0.15.1"},
+        threads=("https://github.com/kvcache-ai/Mooncake/issues/421",),
+    ),
+    Problem(
+        code="KVD746",
+        name="cacheblend-without-hook",
+        severity=Severity.CRASH,
+        title="CacheBlend needs a hook in vLLM that no released vLLM has.",
+        shows=(
+            Failed(kind="ValueError", text="vllm model for <name> not found.", at="lmcache/v1/compute/models/utils.py"),
+            Failed(kind="ValueError", text="Blender for <name> not found.", at="lmcache/v1/compute/blend/utils.py"),
+        ),
+        sentence="nobody has handed vLLM's model to LMCache ({name})",
+        connectors=("LMCacheConnectorV1", "MultiConnector"),
+        cause="`enable_blending` in the engine's own process needs VLLMModelTracker.register_model to be called in "
+        "vLLM's gpu_worker.py before the connector is made. vLLM 0.11.2 to 0.32 do not call it; it must be written in "
+        "by hand.",
+        now="LMCACHE_ENABLE_BLENDING=False (enable_blending: false), restart",
+        good="no release of vLLM or LMCacheConnectorV1 is right yet; the multi-process server has a CacheBlend of its "
+        "own (lmcache server --engine-type blend, with LMCacheMPConnector)",
+        threads=(
+            "https://github.com/LMCache/LMCache/issues/2306",
+            "https://github.com/LMCache/LMCache/issues/1405",
+        ),
+    ),
+    Problem(
+        code="KVD747",
+        name="cacheblend-model-unsupported",
+        severity=Severity.CRASH,
+        title="CacheBlend does not support this model, its position encoding or its attention backend.",
+        shows=(
+            Failed(text="Model type <name> is not supported in LMCache.", at="lmcache/v1/compute/models/utils.py"),
+            Failed(
+                text="Attention backend <name> is not supported in LMCache.", at="lmcache/v1/compute/attention/utils.py"
+            ),
+            Failed(text="We haven't supported MLA with Cacheblend yet"),
+            Failed(
+                text="Currently KV blending do not support rope scaling", at="lmcache/v1/compute/positional_encoding.py"
+            ),
+            Failed(
+                text="The rope parameters is not supported! Cannot use cacheblend in this case",
+                at="lmcache/v1/compute/positional_encoding.py",
+            ),
+        ),
+        cause="CacheBlend computes attention itself, for a few models (Llama, Qwen), plain rotary positions and "
+        "FlashAttention or sparse FlashInfer only.",
+        now="LMCACHE_ENABLE_BLENDING=False (enable_blending: false), restart",
+        good="no release supports more yet: LMCache 0.5.6 has the same check",
+        connectors=("LMCacheConnectorV1", "MultiConnector"),
+        threads=("https://github.com/LMCache/LMCache/issues/1257",),
+    ),
+    Problem(
+        code="KVD748",
+        name="serde-with-mla",
+        severity=Severity.CRASH,
+        title="A model with MLA and a compressing remote_serde do not go together.",
+        shows=(Failed(kind="ValueError", text="MLA only works with naive serde mode"),),
+        cause="CacheGen and KIVI compress keys and values, which MLA does not keep apart.",
+        now="LMCACHE_REMOTE_SERDE=naive (remote_serde: naive)",
+        good="naive; no release of LMCache compresses MLA",
+    ),
+)

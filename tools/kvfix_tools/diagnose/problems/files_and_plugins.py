@@ -1,0 +1,101 @@
+"""Files as a store (fs://, local_disk), and stores of one's own."""
+
+from __future__ import annotations
+
+from kvfix_tools.diagnose.findings import Severity
+from kvfix_tools.diagnose.problems import Failed, Logged, Problem
+
+_LMCACHE = "https://github.com/LMCache/LMCache/"
+_IN_PROCESS = ("LMCacheConnectorV1", "MultiConnector")
+_CONNECTORS = "lmcache/v1/storage_backend/connector"
+
+PROBLEMS = (
+    Problem(
+        code="KVD876",
+        name="files-not-written",
+        severity=Severity.SLOW,
+        title="Chunks could not be written to the file system: later requests will not find them.",
+        shows=(
+            Logged("Failed to write file <path>: ", f"{_CONNECTORS}/fs_connector.py"),
+            Logged("Failed to write to file <path>: "),
+        ),
+        connectors=_IN_PROCESS,
+        cause="The errno decides: 28 the file system is full (fs:// evicts nothing), 13 or 30 no right to write, 2 the "
+        "folder is gone, 22 no direct I/O there (extra_config use_odirect).",
+        now="df -h and ls -ld on the folder of remote_url; use_odirect: false in extra_config for errno 22",
+        good="a job that deletes old files: no release of the fs:// connector evicts; local_disk with "
+        "max_local_disk_size does",
+        threads=(_LMCACHE + "issues/1862",),
+    ),
+    Problem(
+        code="KVD877",
+        name="files-not-read",
+        severity=Severity.SLOW,
+        title="A chunk's file could not be read: it is computed again.",
+        shows=(
+            Logged("Failed to read from file <path>: ", f"{_CONNECTORS}/fs_connector.py"),
+            Logged("Failed to load chunk from disk for key"),
+        ),
+        connectors=_IN_PROCESS,
+        cause="The error at the end decides: a file that was cut off by a crash (`Partial read`), written with another "
+        "chunk_size or release, deleted meanwhile, or without the right to read.",
+        now="delete the files of the folder once, and restart; one folder for each model, chunk_size and release",
+        good="the same: a change of set-up",
+        sure=False,
+    ),
+    Problem(
+        code="KVD878",
+        name="disk-is-full",
+        severity=Severity.SLOW,
+        title="The file system of a cache is full: chunks cannot be written.",
+        shows=(
+            Logged("No space left on device"),
+            Failed(kind="OSError", text="[Errno 28] No space left on device"),
+        ),
+        cause="max_local_disk_size is for each worker, so with tensor parallel 8 eight times that is used; fs:// and "
+        "the "
+        "server's fs and fs_native adapters evict nothing unless max_capacity_gb and eviction are set. In /dev/shm it "
+        "is the container's shared memory (--shm-size).",
+        now="df -h; max_local_disk_size at most the free space divided by the workers; docker --shm-size=16g if it is "
+        "/dev/shm",
+        good="the same: a change of set-up",
+        sentence="no space left on device",
+        sure=False,
+        threads=(_LMCACHE + "issues/1399", _LMCACHE + "issues/1454"),
+    ),
+    Problem(
+        code="KVD879",
+        name="storage-plugin-fails",
+        severity=Severity.SLOW,
+        title="A storage plugin or a remote connector of one's own could not be loaded; LMCache goes on without it.",
+        shows=(
+            Logged("Failed to create backend <name>: <error>", "lmcache/v1/storage_backend/__init__.py"),
+            Logged("Failed to create remote backend for plugin <name>: <error>"),
+            Logged("Failed to load remote connector <name> due to import/attribute error: <error>"),
+            Logged("Failed to create remote connector <name> adapter: <error>"),
+        ),
+        sentence="{name}: {error}",
+        connectors=_IN_PROCESS,
+        cause="The module does not import in vLLM's environment, the class is not in it, or its constructor raised: "
+        "the "
+        "error after the name says which.",
+        now="python -c 'import MODULE' in vLLM's environment; extra_config storage_plugin.NAME.module_path and "
+        "storage_plugin.NAME.class_name",
+        good="the same: a change of set-up",
+    ),
+    Problem(
+        code="KVD880",
+        name="storage-plugin-not-configured",
+        severity=Severity.SLOW,
+        title="A storage plugin is named, but not where its class is: it is left out.",
+        shows=(
+            Logged("Backend <name> missing module_path or class_name"),
+            Logged("is set but extra_config is empty; plugin settings must be provided under extra_config"),
+            Logged("missing adapter module_path or class_name"),
+        ),
+        connectors=_IN_PROCESS,
+        cause="extra_config lacks module_path or class_name of the plugin, or they stand one level too deep.",
+        now="extra_config: {storage_plugin.NAME.module_path: my.module, storage_plugin.NAME.class_name: MyBackend}",
+        good="the same: a change of set-up",
+    ),
+)

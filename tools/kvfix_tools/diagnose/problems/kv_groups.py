@@ -1,0 +1,257 @@
+"""Hybrid models, several KV groups and MLA in vLLM's own connectors; transfers whose end comes late."""
+
+from __future__ import annotations
+
+from kvfix_tools.diagnose.findings import Severity
+from kvfix_tools.diagnose.problems import Failed, Problem
+
+_V1 = "vllm/distributed/kv_transfer/kv_connector/v1"
+_ISSUES = "https://github.com/vllm-project/vllm/issues"
+_PULLS = "https://github.com/vllm-project/vllm/pull"
+_LMCACHE = "https://github.com/LMCache/LMCache/issues"
+_BASE_WORKER = f"{_V1}/nixl/base_worker.py"
+_MULTI_CONNECTOR = f"{_V1}/multi_connector.py"
+
+PROBLEMS = (
+    Problem(
+        code="KVD650",
+        name="hybrid-model-with-plain-connector",
+        severity=Severity.CRASH,
+        title="A hybrid model cannot start: the connector makes vLLM switch its hybrid KV cache manager off.",
+        shows=(
+            Failed(
+                kind="ValueError",
+                text="Hybrid KV cache manager is disabled but failed to convert the KV cache specs to one unified type",
+                at="vllm/v1/core/kv_cache_utils.py",
+            ),
+        ),
+        releases={"vllm": "<0.32"},
+        cause="The model has attention and state (Mamba, GDN) layers. The connector does not support several KV "
+        "groups (or vLLM before 0.21 switches the manager off for every connector), and without the manager "
+        "the model cannot run.",
+        now="NixlConnector, OffloadingConnector or SimpleCPUOffloadConnector on vLLM 0.20: add "
+        "`--no-disable-hybrid-kv-cache-manager`; LMCache: LMCacheMPConnector (LMCache 0.4.7 or later, vLLM "
+        "0.26 or later) instead of LMCacheConnectorV1; else no --kv-transfer-config for this model",
+        good="vLLM 0.26.0 with a connector that supports several groups; LMCacheConnectorV1 does in no release",
+        threads=(
+            f"{_LMCACHE}/3163",
+            "https://github.com/ai-dynamo/dynamo/issues/10741",
+            f"{_ISSUES}/41830",
+        ),
+    ),
+    Problem(
+        code="KVD651",
+        name="connector-without-kv-groups",
+        severity=Severity.CRASH,
+        title="The connector cannot handle several KV groups, and the hybrid KV cache manager is on.",
+        shows=(
+            Failed(
+                kind="ValueError",
+                text="Connector <connector> does not support HMA but HMA is enabled",
+                at="vllm/distributed/kv_transfer/kv_connector/factory.py",
+            ),
+        ),
+        sentence="{connector} with the hybrid KV cache manager",
+        cause="`--no-disable-hybrid-kv-cache-manager` was given (or the connector's class is not a SupportsHMA one,"
+        " also when it comes from another package).",
+        now="models with sliding window: `--disable-hybrid-kv-cache-manager`; models with Mamba or GDN layers "
+        "cannot run with it: another connector (NixlConnector, OffloadingConnector, LMCacheMPConnector of "
+        "LMCache 0.4.7 or later)",
+        good="a connector that supports several groups; LMCacheConnectorV1 does in no release",
+        threads=(f"{_LMCACHE}/3163",),
+    ),
+    Problem(
+        code="KVD652",
+        name="hybrid-manager-forced-on",
+        severity=Severity.CRASH,
+        title="The hybrid KV cache manager was asked for where vLLM must switch it off.",
+        shows=(
+            Failed(
+                kind="ValueError",
+                text="Hybrid KV cache manager was explicitly enabled but is not supported",
+                at="vllm/config/vllm.py",
+            ),
+        ),
+        releases={"vllm": ">=0.15"},
+        cause="A connector without support for several KV groups, KV events, or a platform without it is configured.",
+        now="remove `--no-disable-hybrid-kv-cache-manager`; if the model needs it (Mamba, GDN): a connector that "
+        "supports it, no --kv-events-config",
+        good="the configuration",
+    ),
+    Problem(
+        code="KVD653",
+        name="mamba-with-connector-not-allowed",
+        severity=Severity.CRASH,
+        title="This vLLM refuses KV from outside for models with Mamba layers.",
+        shows=(
+            Failed(
+                kind="AssertionError",
+                text="External KV connector is not verified yet",
+                at="vllm/v1/core/sched/scheduler.py",
+            ),
+            Failed(
+                kind="AssertionError",
+                within="_mamba_block_aligned_split",
+                source="assert num_external_computed_tokens == 0",
+            ),
+        ),
+        releases={"vllm": ">=0.15,<0.26"},
+        cause="With mamba cache mode `align` (what prefix caching turns on) the scheduler asserts that no connector"
+        " brings tokens: the first hit kills EngineCore.",
+        now="`--no-enable-prefix-caching` on the instance that loads, restart",
+        fixed={"vllm": "0.26.0"},
+        threads=(
+            f"{_ISSUES}/43508",
+            f"{_PULLS}/41635",
+        ),
+    ),
+    Problem(
+        code="KVD654",
+        name="mamba-state-layout",
+        severity=Severity.CRASH,
+        title="NIXL needs the other layout of Mamba's convolution state.",
+        shows=(
+            Failed(
+                kind="AssertionError", text="3-read Mamba conv transfer requires DS conv state layout", at=_BASE_WORKER
+            ),
+        ),
+        releases={"vllm": ">=0.20"},
+        cause="The default layout is SD; NIXL reads the state in parts, which needs DS.",
+        now="`export VLLM_SSM_CONV_STATE_LAYOUT=DS` on prefill and decode, restart (CPU platform with AVX-512 "
+        "BF16: it forces SD, no way)",
+        good="the configuration; on CPU no release is right yet",
+        threads=(
+            f"{_ISSUES}/54387",
+            f"{_ISSUES}/58034",
+            "https://github.com/1CatAI/1Cat-vLLM/issues/555",
+        ),
+    ),
+    Problem(
+        code="KVD655",
+        name="multi-connector-mixes-hma",
+        severity=Severity.CRASH,
+        title="A MultiConnector holds a connector that cannot handle several KV groups.",
+        shows=(
+            Failed(
+                kind="AssertionError",
+                text="HMA should not be enabled unless all sub-connectors support it",
+                at=_MULTI_CONNECTOR,
+            ),
+            Failed(
+                kind="AssertionError",
+                text="HMA with multiple kv_cache_groups requires all sub-connectors to support HMA",
+                at=_MULTI_CONNECTOR,
+            ),
+        ),
+        releases={"vllm": ">=0.26"},
+        cause="The hybrid KV cache manager was forced on, but one of the connectors has no support for it.",
+        now="remove `--no-disable-hybrid-kv-cache-manager`; a model with Mamba or GDN layers needs connectors "
+        "that all support it (not LMCacheConnectorV1)",
+        good="the configuration",
+    ),
+    Problem(
+        code="KVD656",
+        name="multi-connector-layouts-differ",
+        severity=Severity.CRASH,
+        title="Connectors in a MultiConnector want different KV layouts.",
+        shows=(
+            Failed(
+                kind="ValueError", text="KV cache layout mismatch: found <count> different layouts", at=_MULTI_CONNECTOR
+            ),
+        ),
+        sentence="{count} layouts",
+        releases={"vllm": ">=0.26"},
+        cause="The GPU cache has one layout; NixlConnector wants HND, another one NHD or its own.",
+        now="`export VLLM_KV_CACHE_LAYOUT=HND`, or one of the connectors alone",
+        good="connectors of one layout",
+    ),
+    Problem(
+        code="KVD657",
+        name="multi-connector-two-transfers",
+        severity=Severity.CRASH,
+        title="Two connectors of a MultiConnector both hand KV of the same request to another engine.",
+        shows=(
+            Failed(
+                kind="RuntimeError",
+                text="Key clash in kv_transfer_params from multiple connectors: <keys>",
+                at=_MULTI_CONNECTOR,
+            ),
+        ),
+        sentence="{keys}",
+        releases={"vllm": ">=0.32"},
+        cause="Each wants to put its address into the answer under the same name: two P/D connectors (NIXL, "
+        "Mooncake) at once.",
+        now="one P/D connector in the MultiConnector; the others for storing and offloading",
+        good="the configuration",
+    ),
+    Problem(
+        code="KVD658",
+        name="hybrid-nixl-sizes-differ",
+        severity=Severity.CRASH,
+        title="NIXL cannot map this hybrid model between instances of different sizes.",
+        shows=(
+            Failed(
+                kind="RuntimeError",
+                text="Prefix caching with heterogeneous physical_blocks_per_logical",
+                at=_BASE_WORKER,
+            ),
+            Failed(kind="AssertionError", text="HMA does not support block size post processing", at=_BASE_WORKER),
+            Failed(kind="RuntimeError", text="heterogeneous attn post process is not supported with HMA"),
+            Failed(kind="RuntimeError", text="Hybrid MLA+Mamba NIXL transfers require matching DCP sizes"),
+        ),
+        releases={"vllm": ">=0.26"},
+        cause="With another tensor parallel (or DCP) size the block sizes of the groups differ between prefill and "
+        "decode, and a hit in decode's own prefix cache, or a layout change, cannot be mapped.",
+        now="the same --tensor-parallel-size, --block-size and --decode-context-parallel-size on both sides; or "
+        "`--no-enable-prefix-caching` on decode",
+        good="instances of the same size; no release maps it yet",
+        threads=(f"{_ISSUES}/42895",),
+    ),
+    Problem(
+        code="KVD659",
+        name="full-local-hit-reported-as-load",
+        severity=Severity.CRASH,
+        title="Decode had the whole prompt itself, and the connector still reported a finished load.",
+        shows=(
+            Failed(
+                kind="AssertionError",
+                source="assert RequestStatus.is_finished(req.status)",
+                at="vllm/v1/core/sched/scheduler.py",
+            ),
+        ),
+        connectors=(
+            "MooncakeConnector",
+            "MooncakeConnectorV1",
+            "MooncakeConnectorV2",
+            "MooncakeHybridConnector",
+            "MooncakeLayerwiseConnector",
+        ),
+        named=True,
+        releases={"vllm": ">=0.16"},
+        cause="With the prompt in decode's prefix cache there is nothing to pull, and the request does not wait; "
+        "the connector tells prefill to free its blocks, and reports that as a load that is done.",
+        now="`--no-enable-prefix-caching` on the decode instance, restart",
+        good="vllm-ascend after March 2026 (pull 7236); vLLM's own MooncakeConnector: 0.32.0",
+        threads=("https://github.com/vllm-project/vllm-ascend/pull/7236",),
+    ),
+    Problem(
+        code="KVD660",
+        name="offload-truncates-too-far",
+        severity=Severity.CRASH,
+        title="A hit was cut back below the blocks of a KV group, and EngineCore dies.",
+        shows=(
+            Failed(
+                kind="AssertionError",
+                within="truncate_computed_blocks",
+                source="assert num_blocks <= len(group_blocks)",
+            ),
+        ),
+        releases={"vllm": ">=0.27"},
+        sure=False,
+        cause="Hybrid model with prefix caching and a connector: what the groups hold differs from what the "
+        "connector's answer is cut to. Seen on 0.27.1 where 0.25 died of KVD602.",
+        now="`--no-enable-prefix-caching`, or without the connector for this model; restart",
+        good="no release is known to be right: vLLM 0.32.0 has the assertion too",
+        threads=(f"{_ISSUES}/50454",),
+    ),
+)

@@ -1,0 +1,177 @@
+"""LMCache layer by layer (`use_layerwise`): loads and stores that fail."""
+
+from __future__ import annotations
+
+from kvfix_tools.diagnose.findings import Severity
+from kvfix_tools.diagnose.problems import Failed, Logged, Problem
+
+_LMCACHE = "https://github.com/LMCache/LMCache/"
+_IN_PROCESS = ("LMCacheConnectorV1", "MultiConnector")
+_ENGINE = "lmcache/v1/cache_engine.py"
+
+PROBLEMS = (
+    Problem(
+        code="KVD805",
+        name="layer-evicted-before-load",
+        severity=Severity.CRASH,
+        title="A layer's chunk is gone when it is to be loaded, and the worker dies.",
+        shows=(Failed(kind="KeyError", text="LayerCacheEngineKey("),),
+        connectors=_IN_PROCESS,
+        cause="With use_layerwise only the first layer of a chunk is looked up; another layer's part was evicted "
+        "since, "
+        "or never stored, and the load takes it from the CPU cache without asking (local_cpu_backend.py, "
+        "batched_get_non_blocking).",
+        now="use_layerwise: false (LMCACHE_USE_LAYERWISE=False), and restart",
+        good="no release of LMCache is right yet (0.5.6): leave use_layerwise at false, or a larger max_local_cpu_size",
+        threads=("https://github.com/vllm-project/vllm/pull/37270",),
+    ),
+    Problem(
+        code="KVD807",
+        name="layerwise-store-advanced-too-often",
+        severity=Severity.CRASH,
+        title="Layerwise stores of several requests are in one list, and one is advanced beyond its end.",
+        shows=(
+            Failed(kind="StopIteration", within="vllm_v1_adapter.py:wait_for_save"),
+            Failed(kind="StopIteration", within="vllm_v1_adapter.py:save_kv_layer"),
+        ),
+        sentence="a layerwise store of another request had ended already",
+        connectors=_IN_PROCESS,
+        releases={"lmcache": "<0.3.15"},
+        cause="All stores are advanced for each layer and once more at the end; where requests interleave, one of them "
+        "has ended. vLLM's own copy of the adapter (use_native: true) does the same in every release.",
+        now="use_layerwise: false (LMCACHE_USE_LAYERWISE=False), and no use_native: true in kv_connector_extra_config",
+        fixed={"lmcache": "0.3.15"},
+        threads=(_LMCACHE + "issues/2453", _LMCACHE + "issues/1844"),
+    ),
+    Problem(
+        code="KVD808",
+        name="layerwise-while-unhealthy",
+        severity=Severity.CRASH,
+        title="LMCache is unhealthy or frozen, leaves a layerwise load or store out, and the worker dies of it.",
+        shows=(
+            Failed(kind="StopIteration", within="vllm_v1_adapter.py:wait_for_save"),
+            Failed(kind="StopIteration", within="vllm_v1_adapter.py:save_kv_layer"),
+            Failed(kind="StopIteration", within="vllm_v1_adapter.py:start_load_kv"),
+            Logged("LMCache is unhealthy, skipping store_layer operation", _ENGINE),
+            Logged("LMCache is unhealthy, skipping retrieve_layer operation", _ENGINE),
+        ),
+        sentence="a layerwise operation was left out, and its caller expects one step a layer",
+        connectors=_IN_PROCESS,
+        releases={"lmcache": ">=0.3.15"},
+        cause="Where LMCache is unhealthy (a failed start, or a remote store that does not answer its health check) or "
+        "frozen, the generator of the operation ends at once; the adapter advances it for every layer: StopIteration.",
+        now="use_layerwise: false (LMCACHE_USE_LAYERWISE=False), and see why LMCache is unhealthy: its first ERROR",
+        good="no release of LMCache is right yet (0.5.6): leave use_layerwise at false",
+        threads=(_LMCACHE + "issues/4927", _LMCACHE + "pull/4928"),
+    ),
+    Problem(
+        code="KVD809",
+        name="layerwise-wants-tensor",
+        severity=Severity.CRASH,
+        title="The layerwise store demands token ids as a tensor and gets a list.",
+        shows=(
+            Failed(
+                kind="AssertionError",
+                within="vllm_v1_adapter.py:save_kv_layer",
+                source="assert isinstance(token_ids, torch.Tensor)",
+            ),
+        ),
+        sentence="token ids became a list in this release, and the layerwise store was forgotten",
+        connectors=_IN_PROCESS,
+        releases={"lmcache": "<0.3.9"},
+        cause="Token ids became a list in the adapter; the assertion of the layerwise store stayed as it was.",
+        now="use_layerwise: false (LMCACHE_USE_LAYERWISE=False), and restart",
+        fixed={"lmcache": "0.3.9"},
+        threads=(_LMCACHE + "issues/1150", _LMCACHE + "pull/1517"),
+    ),
+    Problem(
+        code="KVD810",
+        name="layerwise-load-finds-nothing",
+        severity=Severity.CRASH,
+        title="A layerwise load finds none of the chunks that were hit, and the worker dies.",
+        shows=(
+            Failed(kind="UnboundLocalError", text="mem_obj_consumer", at=_ENGINE),
+            Failed(kind="NameError", text="mem_obj_consumer", at=_ENGINE),
+        ),
+        sentence="all chunks of the hit were gone when they were to be loaded",
+        connectors=_IN_PROCESS,
+        cause="The chunks were evicted between lookup and load; retrieve_layer then goes on with a variable that is "
+        "set only where there is something to load.",
+        now="use_layerwise: false (LMCACHE_USE_LAYERWISE=False), or a larger max_local_cpu_size, and restart",
+        good="no release of LMCache is right yet (0.5.6): leave use_layerwise at false",
+        threads=(_LMCACHE + "issues/899",),
+    ),
+    Problem(
+        code="KVD811",
+        name="layerwise-load-of-two-tiers",
+        severity=Severity.CRASH,
+        title="The chunks of a layerwise load lie in different tiers, and the worker dies.",
+        shows=(
+            Failed(
+                kind="AssertionError",
+                text="All retrieved keys should be from the same location when use layerwise retrieval.",
+                at=_ENGINE,
+            ),
+        ),
+        sentence="some chunks of the prompt are in one tier and the rest in another",
+        connectors=_IN_PROCESS,
+        releases={"lmcache": ">=0.3.9.post1"},
+        cause="A layerwise load takes all its chunks from one tier only; with local_disk or remote_url beside the CPU "
+        "cache, older chunks of a prompt are soon only in the other one.",
+        now="use_layerwise: false (LMCACHE_USE_LAYERWISE=False); or one tier only: no local_disk and no remote_url",
+        good="no release of LMCache is right yet (0.5.6): leave use_layerwise at false with more than one tier",
+    ),
+    Problem(
+        code="KVD812",
+        name="layerwise-to-remote-store",
+        severity=Severity.SLOW,
+        title="Chunks of single layers cannot be written to a remote store: nothing is stored there.",
+        shows=(
+            Logged("Shape dimension should be 4", "lmcache/v1/protocol.py"),
+            Failed(kind="AssertionError", text="Shape dimension should be 4", at="lmcache/v1/protocol.py"),
+        ),
+        connectors=_IN_PROCESS,
+        releases={"lmcache": "<0.4.4"},
+        cause="With use_layerwise a chunk has three dimensions; the header of remote stores (redis, fs, lm) takes "
+        "four.",
+        now="use_layerwise: false (LMCACHE_USE_LAYERWISE=False), and restart",
+        good="LMCache 0.4.4 writes such chunks (protocol.py fills up their shape); use_layerwise: false with a remote "
+        "store is what is known to work",
+        threads=(_LMCACHE + "issues/1150", _LMCACHE + "issues/1862"),
+    ),
+    Problem(
+        code="KVD813",
+        name="layerwise-without-serializer",
+        severity=Severity.CRASH,
+        title="Layerwise loads need the asynchronous lookup server, which was not started.",
+        shows=(
+            Failed(
+                kind="AssertionError",
+                text="Async serializer must be initialized via post_init before using layerwise_batched_get.",
+                at="lmcache/v1/storage_backend/storage_manager.py",
+            ),
+        ),
+        sentence="the layerwise load has no serializer",
+        releases={"lmcache": ">=0.3.9,<0.3.10.post1"},
+        cause="In these releases layerwise_batched_get takes a serializer that only enable_async_loading makes.",
+        now="use_layerwise: false (LMCACHE_USE_LAYERWISE=False), and restart",
+        fixed={"lmcache": "0.3.10.post1"},
+        threads=(_LMCACHE + "issues/1794", _LMCACHE + "issues/1987"),
+    ),
+    Problem(
+        code="KVD819",
+        name="freed-chunk-copied",
+        severity=Severity.CRASH,
+        title="A layerwise load copies a chunk that was freed already, and the worker dies.",
+        shows=(Failed(kind="TypeError", text="copy_(): argument 'other' (position 1) must be Tensor, not NoneType"),),
+        sentence="a chunk of the load has no memory any more",
+        connectors=_IN_PROCESS,
+        cause="A chunk that was hit had been freed: it was evicted between lookup and load, or released twice. The "
+        "line "
+        "`Trying to access an invalidated MemoryObj` before it says so.",
+        now="use_layerwise: false (LMCACHE_USE_LAYERWISE=False), and restart",
+        good="from LMCache 0.3.9 on an assertion stands before the copy; leave use_layerwise at false",
+        sure=False,
+        threads=(_LMCACHE + "issues/951",),
+    ),
+)

@@ -1,0 +1,263 @@
+"""Life of a chunk in LMCache's memory: pins, counts of references, loads that fail, layer by layer."""
+
+from __future__ import annotations
+
+from kvfix_tools.diagnose.findings import Severity
+from kvfix_tools.diagnose.problems import Failed, Logged, Problem
+
+_LMCACHE = "https://github.com/LMCache/LMCache/"
+_IN_PROCESS = ("LMCacheConnectorV1", "MultiConnector")
+_ENGINE = "lmcache/v1/cache_engine.py"
+_DISK = "lmcache/v1/storage_backend/local_disk_backend.py"
+
+PROBLEMS = (
+    Problem(
+        code="KVD801",
+        name="mooncake-put-frees-chunk",
+        severity=Severity.CRASH,
+        title="A chunk that was put to the Mooncake store has no memory any more, and its next hit kills the worker.",
+        shows=(
+            Failed(kind="AssertionError", source="assert memory_obj.tensor is not None"),
+            Failed(kind="AssertionError", source="assert memory_obj_tensor is not None"),
+            Logged("Trying to access an invalidated MemoryObj", "lmcache/v1/memory_management.py"),
+        ),
+        connectors=_IN_PROCESS,
+        releases={"lmcache": ">=0.3.10,<0.3.13"},
+        cause="After a batched put both the Mooncake connector and the wrapper around it take a reference off, though "
+        "one was added: the chunk is freed while the CPU cache lists it. It is this with a remote_url of "
+        "mooncakestore://, on the second request with the same prompt.",
+        now="local_cpu: false in LMCache's configuration, and restart",
+        fixed={"lmcache": "0.3.13"},
+        sure=False,
+        threads=(_LMCACHE + "issues/2238", _LMCACHE + "issues/2368", _LMCACHE + "issues/2240"),
+    ),
+    Problem(
+        code="KVD802",
+        name="invalid-chunk-read",
+        severity=Severity.WRONG,
+        title="A chunk that LMCache lists has been freed already.",
+        shows=(Logged("Trying to access an invalidated MemoryObj", "lmcache/v1/memory_management.py"),),
+        connectors=_IN_PROCESS,
+        releases={"lmcache": ">=0.4.1"},
+        cause="Its references were counted down once too often. With enable_async_loading chunks that are fetched and "
+        "then not used are released twice (KVF013); an assertion memory_obj.tensor is not None is the end of it.",
+        now="enable_async_loading: false, and restart; or kvfix run -- CMD (KVF013)",
+        good="no release of LMCache up to 0.5.6 counts right with enable_async_loading: keep kvfix (KVF013)",
+        sure=False,
+        threads=(_LMCACHE + "pull/2772", _LMCACHE + "issues/5090"),
+    ),
+    Problem(
+        code="KVD803",
+        name="chunk-freed-twice",
+        severity=Severity.WRONG,
+        title="The references of a chunk were counted below zero: it is freed while others use it.",
+        shows=(
+            Logged(
+                "Ref count of MemoryObj <chunk>is negative: <count>.Double free occurred somewhere.",
+                "lmcache/v1/memory_management.py",
+            ),
+        ),
+        sentence="the chunk at {chunk} has {count} references",
+        cause="The chunk's address tells: -1 is a chunk decoded by cachegen, which is in no pool, and the line is "
+        "harmless. Any other address: with enable_async_loading it is KVF013; with Mooncake in LMCache 0.3.10 to "
+        "0.3.12 it is KVD801. Another request may get the memory while it is read.",
+        now="enable_async_loading: false; with remote_serde: cachegen and address -1 nothing is to be done",
+        good="no release of LMCache up to 0.5.6 counts right with enable_async_loading: keep kvfix (KVF013)",
+        sure=False,
+        threads=(_LMCACHE + "issues/1365", _LMCACHE + "issues/5005", _LMCACHE + "pull/2559"),
+    ),
+    Problem(
+        code="KVD804",
+        name="chunk-collected-while-used",
+        severity=Severity.RISK,
+        title="Python's garbage collector frees chunks that were never released; a thread may deadlock over it.",
+        shows=(
+            Logged(
+                "MemoryObj at <chunk> is being garbage collected with ref_count=<references>, pin_count=<pins>.",
+                "lmcache/v1/memory_management.py",
+            ),
+        ),
+        sentence="the chunk at {chunk} had {references} references and {pins} pins",
+        releases={"lmcache": ">=0.3.14"},
+        cause="The chunk's last user forgot it without releasing it: a load that was given up, or a request that ended "
+        "during its lookup. It is freed in its destructor, which takes a lock that the thread may hold (KVF025).",
+        now="kvfix run -- CMD (KVF025)",
+        good="no release of LMCache is right yet (0.5.6): keep kvfix (KVF025)",
+    ),
+    Problem(
+        code="KVD806",
+        name="fetched-chunk-evicted",
+        severity=Severity.HANG,
+        title="A chunk was evicted while an asynchronous lookup fetched it, and the lookup is never answered.",
+        shows=(Failed(kind="KeyError", text="CacheEngineKey(", within="prefetch_all_done_callback"),),
+        connectors=_IN_PROCESS,
+        cause="The fetch takes chunks from the CPU cache without asking whether they are still there; the error ends "
+        "the task that would answer, so the scheduler waits until lookup_timeout_ms is over.",
+        now="enable_async_loading: false, or a larger max_local_cpu_size, and restart",
+        good="no release of LMCache is right yet (0.5.6): leave enable_async_loading at false",
+    ),
+    Problem(
+        code="KVD814",
+        name="disk-file-gone",
+        severity=Severity.CRASH,
+        title="A file of the disk cache was gone when it was to be read, and the worker dies.",
+        shows=(Failed(kind="KeyError", within="local_disk_backend.py:load_bytes_from_disk"),),
+        sentence="a chunk's file was gone, its entry was dropped, and then asked for",
+        connectors=_IN_PROCESS,
+        releases={"lmcache": ">=0.3.9.post1,<0.5.2"},
+        cause="read_file drops the entry of a file that is not there (or another thread evicts it meanwhile), and "
+        "load_bytes_from_disk asks for that entry next. Files vanish where two engines share one local_disk folder, or "
+        "somebody cleans it up.",
+        now="give every engine a local_disk folder of its own, delete nothing in it while vLLM runs, and restart",
+        fixed={"lmcache": "0.5.2"},
+        threads=(_LMCACHE + "issues/2420",),
+    ),
+    Problem(
+        code="KVD815",
+        name="disk-file-missing",
+        severity=Severity.SLOW,
+        title="Files that the disk cache lists are not there: their chunks are computed again.",
+        shows=(Logged("File not found on disk: <path>", _DISK),),
+        sentence="{path} is gone",
+        connectors=_IN_PROCESS,
+        releases={"lmcache": ">=0.3.9.post1"},
+        cause="Somebody else deletes them: a second engine with the same local_disk folder (the names are the same for "
+        "the same model), a clean-up job, or a container's storage limit. Before LMCache 0.5.2, and with "
+        "enable_async_loading in every release, a KeyError follows.",
+        now="give every engine a local_disk folder of its own, and delete nothing in it while vLLM runs",
+        good="LMCache 0.5.2 survives it without enable_async_loading; the cause is the folder, not the release",
+        threads=(_LMCACHE + "issues/2420",),
+    ),
+    Problem(
+        code="KVD816",
+        name="async-lookup-fails",
+        severity=Severity.SLOW,
+        title="A worker fails at every lookup that the scheduler asks for; each request waits, and hits nothing.",
+        shows=(
+            Logged(
+                "Error processing request from scheduler:",
+                "lmcache/v1/lookup_client/lmcache_async_lookup_client.py",
+            ),
+        ),
+        connectors=_IN_PROCESS,
+        releases={"lmcache": ">=0.3.10"},
+        cause="The error after the colon decides. Empty: an assertion without a text; with decode context parallelism "
+        "(workers are named ..._DCP0) that is because LMCacheConnectorV1 does not support it.",
+        now="enable_async_loading: false; with --decode-context-parallel-size: leave it out, and restart",
+        good="with decode context parallelism LMCacheMPConnector of LMCache 0.5.5 or newer; else by the error",
+        sure=False,
+        threads=(_LMCACHE + "issues/1732",),
+    ),
+    Problem(
+        code="KVD817",
+        name="async-event-missing",
+        severity=Severity.CRASH,
+        title="A load asks for chunks that no asynchronous lookup has fetched, and the worker dies.",
+        shows=(
+            Failed(
+                kind="AssertionError",
+                text="of type <kind> is not done or not found.",
+                at="lmcache/v1/event_manager.py",
+            ),
+        ),
+        connectors=_IN_PROCESS,
+        releases={"lmcache": ">=0.3.9.post1"},
+        cause="The lookup's result was handed out or cleaned up already: the request was preempted and loads again, or "
+        "its lookup was given up (`is still waiting for async lookup` before it). Which, the lines of this request "
+        "tell.",
+        now="enable_async_loading: false, and restart",
+        good="no release of LMCache is known to be right (0.5.6 asserts it too): leave enable_async_loading at false",
+        sure=False,
+    ),
+    Problem(
+        code="KVD818",
+        name="more-tokens-than-slots-at-load",
+        severity=Severity.CRASH,
+        title="A load has more token ids than slots, or fewer, and the worker dies.",
+        shows=(
+            Failed(
+                kind="AssertionError",
+                source="assert len(tokens) == len(slot_mapping)",
+                at="lmcache/integration/vllm/vllm_v1_adapter.py",
+            ),
+        ),
+        sentence="the tracker counts other tokens than the request has slots for",
+        connectors=_IN_PROCESS,
+        cause="The request was preempted or a load of it failed: its tracker kept the tokens of before and has the "
+        "blocks of after, or its list of blocks was extended twice (KVF014, KVF022, KVF023).",
+        now="kvfix run -- CMD; without it fewer preemptions: a higher --gpu-memory-utilization, a lower --max-num-seqs",
+        good="no release of LMCache is right yet: 0.5.6 with kvfix (KVF022, KVF023)",
+        sure=False,
+        threads=(_LMCACHE + "issues/1361",),
+    ),
+    Problem(
+        code="KVD820",
+        name="backend-answers-nothing",
+        severity=Severity.CRASH,
+        title="A store that said it had the chunks gives none of them, and the worker dies.",
+        shows=(Failed(kind="AssertionError", text="Failed to get memory objects from storage backend", at=_ENGINE),),
+        sentence="the store that was to give the chunks gave nothing at all",
+        connectors=_IN_PROCESS,
+        releases={"lmcache": "<0.3.13"},
+        cause="The store lost its connection or its chunks between lookup and load; an empty answer is asserted not to "
+        "happen.",
+        now="unset remote_url (or the store that failed) and restart; the WARNING before it says what went wrong",
+        fixed={"lmcache": "0.3.13"},
+    ),
+    Problem(
+        code="KVD821",
+        name="mask-not-aligned",
+        severity=Severity.CRASH,
+        title="What vLLM has itself does not end at a chunk, and the load is refused.",
+        shows=(
+            Failed(
+                kind="ValueError",
+                text="The number of Falses in the mask is not a multiple of the chunk size.",
+                at="lmcache/v1/token_database.py",
+            ),
+        ),
+        sentence="vLLM's own part of the prompt ends within a chunk",
+        connectors=_IN_PROCESS,
+        cause="The part that vLLM has itself must be cut to whole chunks before LMCache is asked. Releases before "
+        "0.3.9 "
+        "did not do it everywhere; in newer ones another caller of LMCache gives such a mask, or the processes have "
+        "other chunk sizes.",
+        now="chunk_size: 256 and the same file for every process (LMCACHE_CONFIG_FILE); --no-enable-prefix-caching",
+        good="LMCache 0.3.9 or newer, whose adapter cuts the mask to whole chunks",
+        sure=False,
+        threads=(_LMCACHE + "issues/727",),
+    ),
+    Problem(
+        code="KVD822",
+        name="remote-lookup-timed-out",
+        severity=Severity.SLOW,
+        title="A remote store answers an asynchronous lookup or fetch too late, and it is given up.",
+        shows=(
+            Logged("batched_async_contains timed out", "lmcache/v1/storage_backend/remote_backend.py"),
+            Logged("batched_get_non_blocking timed out", "lmcache/v1/storage_backend/remote_backend.py"),
+        ),
+        connectors=_IN_PROCESS,
+        releases={"lmcache": ">=0.3.10"},
+        cause="The store needs longer than blocking_timeout_secs (10 seconds unless set) for the chunks of one "
+        "request. "
+        "What was fetched so far is not released in every case.",
+        now="blocking_timeout_secs: 30, or enable_async_loading: false, and restart; look at the store's own load",
+        good="a store, or a network, that brings a prompt's chunks in time; no release changes that",
+        threads=(_LMCACHE + "issues/3381", _LMCACHE + "pull/1960"),
+    ),
+    Problem(
+        code="KVD824",
+        name="fetch-fails",
+        severity=Severity.SLOW,
+        title="What an asynchronous lookup had fetched failed on its way: the load is left out and computed again.",
+        shows=(Logged("Error popping event for request <request>: <error>", _ENGINE),),
+        sentence="request {request}: {error}",
+        connectors=_IN_PROCESS,
+        releases={"lmcache": ">=0.3.10.post1"},
+        cause="The error at the end is of the store that fetched (remote, disk, P2P). The scheduler had counted the "
+        "hit.",
+        now="look at that store; enable_async_loading: false where it fails often, and restart",
+        good="the same: a change of set-up; no release fetches again",
+        sure=False,
+    ),
+)

@@ -1,0 +1,193 @@
+"""MooncakeConnector of vLLM: prefill, decode, bootstrap server and router."""
+
+from __future__ import annotations
+
+from kvfix_tools.diagnose.findings import Severity
+from kvfix_tools.diagnose.problems import Failed, Logged, Problem
+
+_V1 = "vllm/distributed/kv_transfer/kv_connector/v1"
+_ISSUES = "https://github.com/vllm-project/vllm/issues"
+_MOONCAKE_CONNECTOR = f"{_V1}/mooncake/mooncake_connector.py"
+
+PROBLEMS = (
+    Problem(
+        code="KVD501",
+        name="mooncake-prefill-not-ready",
+        severity=Severity.HANG,
+        title="Decode asked prefill for a request that prefill never made ready.",
+        shows=(
+            Logged("pulling kv_caches for <requests> failed: Timeout waiting for P side ready"),
+            Logged("Timeout waiting for P side ready: <requests>", at=_MOONCAKE_CONNECTOR),
+        ),
+        sentence="requests {requests}",
+        releases={"vllm": ">=0.20"},
+        cause="Prefill had aborted the request, or never got it or still has it in its queue, "
+        "VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT (480 s) after decode asked: the cause is that long before this "
+        "line. Up to vLLM 0.26 decode then keeps the request and its blocks for ever.",
+        now="restart decode (frees its blocks); the router sends prefill's request first and aborts on both "
+        "sides; --max-num-seqs of prefill larger, or a limit on its queue; "
+        "`VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT=120` on both sides shows it sooner",
+        good='vLLM 0.32.0, which reports the failed pull, with `"kv_load_failure_policy": "recompute"` on decode',
+        threads=(
+            f"{_ISSUES}/50719",
+            f"{_ISSUES}/55870",
+        ),
+    ),
+    Problem(
+        code="KVD509",
+        name="mooncake-not-installed",
+        severity=Severity.CRASH,
+        title="Mooncake cannot be imported, and MooncakeConnector does not start.",
+        shows=(
+            Failed(kind="RuntimeError", text="Mooncake is not available", at=_MOONCAKE_CONNECTOR),
+            Failed(kind="ImportError", text="Please install mooncake by following the instructions"),
+        ),
+        cause="mooncake-transfer-engine is missing or its import fails: built for another CUDA, or libibverbs is "
+        "missing.",
+        now='`python -c "from mooncake.engine import TransferEngine"` shows why; `pip install '
+        "mooncake-transfer-engine` (CUDA 13: mooncake-transfer-engine-cuda13; without CUDA: -non-cuda), "
+        "`apt-get install libibverbs1`",
+        good="an image with mooncake for its CUDA",
+    ),
+    Problem(
+        code="KVD510",
+        name="mooncake-bootstrap-unreachable",
+        severity=Severity.HANG,
+        title="Decode cannot reach prefill's Mooncake bootstrap server.",
+        shows=(
+            Logged("Failed to connect to bootstrap server <server>: <reason>"),
+            Logged("Failed to connect to bootstrap server <server> (<reason>)", at=_MOONCAKE_CONNECTOR),
+        ),
+        sentence="{server}: {reason}",
+        releases={"vllm": ">=0.20"},
+        cause="Prefill is down or not up yet, its VLLM_MOONCAKE_BOOTSTRAP_PORT (8998) is closed, or the router "
+        "hands out an address that decode cannot reach. Up to vLLM 0.26 the requests that wait for it never "
+        "end.",
+        now="`curl http://PREFILL:8998/query` from decode; `remote_bootstrap_addr` of the router = prefill's "
+        "address and VLLM_MOONCAKE_BOOTSTRAP_PORT; start prefill first; restart decode (frees the requests)",
+        good="vLLM 0.32.0 (tries again and reports the failed load), and a reachable bootstrap server",
+        threads=(f"{_ISSUES}/55870",),
+    ),
+    Problem(
+        code="KVD511",
+        name="mooncake-engine-unknown-to-bootstrap",
+        severity=Severity.HANG,
+        title="Prefill's bootstrap server does not know the engine that the request names.",
+        shows=(Logged("Failed to find remote engine_id <engine> from bootstrap server <server>"),),
+        sentence="engine {engine} at {server}",
+        cause="The prefill engine was restarted with a new id, or the router pairs the id of one prefill with the "
+        "bootstrap address of another.",
+        now="restart the router (it keeps old ids) and decode; one `remote_bootstrap_addr` for each prefill engine",
+        good="a router that takes engine id and bootstrap address from the same prefill",
+    ),
+    Problem(
+        code="KVD512",
+        name="mooncake-not-registered-at-bootstrap",
+        severity=Severity.CRASH,
+        title="A prefill worker cannot register at the Mooncake bootstrap server.",
+        shows=(
+            Logged("Error registering <payload> with bootstrap server: <reason>", at=_MOONCAKE_CONNECTOR),
+            Failed(kind="RuntimeError", text="with the Mooncake bootstrap server at"),
+        ),
+        releases={"vllm": ">=0.20"},
+        sure=False,
+        cause="The bootstrap server runs in the first worker of prefill's first node. It is not up, its port "
+        "VLLM_MOONCAKE_BOOTSTRAP_PORT (8998) is taken by another engine of the host, or an HTTP proxy stands "
+        "between.",
+        now="another `VLLM_MOONCAKE_BOOTSTRAP_PORT` for each prefill engine of a host; `export NO_PROXY=*` (no "
+        "HTTP proxy between the nodes); port open between prefill's nodes",
+        good="the set-up: one port for each prefill engine",
+    ),
+    Problem(
+        code="KVD513",
+        name="mooncake-router-sends-no-id",
+        severity=Severity.SLOW,
+        title="The router sends no transfer_id, so prefill keeps no blocks for decode.",
+        shows=(Logged("Missing transfer_id in kv_transfer_params from router!", at=_MOONCAKE_CONNECTOR),),
+        releases={"vllm": ">=0.20"},
+        cause="vLLM's MooncakeConnector pairs the two halves of a request by `transfer_id` of kv_transfer_params; a"
+        " router for NixlConnector or for an older vLLM sends none.",
+        now="use a router for MooncakeConnector: the same `transfer_id` in both requests, and `remote_engine_id` "
+        "and `remote_bootstrap_addr` in decode's (vLLM's example mooncake_connector_proxy.py)",
+        good="a router that fits this vLLM release",
+    ),
+    Problem(
+        code="KVD514",
+        name="mooncake-blocks-timed-out",
+        severity=Severity.RISK,
+        title="Prefill gave up KV blocks that decode did not ask for in time.",
+        shows=(
+            Logged(
+                "Request <request> timed out after <seconds> seconds without being sent. Freeing its blocks",
+                at=_MOONCAKE_CONNECTOR,
+            ),
+            Logged(
+                "Request <request> timed out after <seconds> seconds without being sent. Freeing its blocks",
+                at=f"{_V1}/mooncake_connector.py",
+            ),
+        ),
+        sentence="request {request} after {seconds} s",
+        sure=False,
+        cause="Decode never asked: it is down or overloaded, the router lost the second half of the request, or the"
+        " client had gone (then it is harmless).",
+        now="look at decode's log and the router's of that time; `VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT` (480 s) on"
+        " both sides alike",
+        good="a router that aborts on both sides",
+        threads=(f"{_ISSUES}/55870",),
+    ),
+    Problem(
+        code="KVD515",
+        name="mooncake-blocks-do-not-fit",
+        severity=Severity.HANG,
+        title="Prefill has fewer KV blocks or other KV groups than decode asks for.",
+        shows=(
+            Logged("KV group count mismatch: local=<local>, remote=<remote>", at=_MOONCAKE_CONNECTOR),
+            Logged(": local blocks(<local>) < remote blocks(<remote>)", at=_MOONCAKE_CONNECTOR),
+        ),
+        sentence="prefill {local}, decode {remote}",
+        releases={"vllm": ">=0.20"},
+        cause="Prefill and decode are started differently: a draft model (MTP, EAGLE) on one side only, another "
+        "--block-size, the hybrid KV cache manager on one side only; or prefill computed another prompt.",
+        now="the same --speculative-config, --block-size, --kv-cache-dtype and hybrid manager flag on both sides",
+        good="one set of options for prefill and decode",
+    ),
+    Problem(
+        code="KVD516",
+        name="mooncake-no-pipeline-parallel",
+        severity=Severity.CRASH,
+        title="This vLLM's MooncakeConnector has no pipeline parallelism.",
+        shows=(
+            Failed(
+                kind="ValueError",
+                text="Mooncake Transfer Engine does not support pipeline parallelism yet",
+                at=_MOONCAKE_CONNECTOR,
+            ),
+        ),
+        releases={"vllm": ">=0.20,<0.26"},
+        cause="Its workers are found by tensor parallel rank alone.",
+        now="`--pipeline-parallel-size 1` with more --tensor-parallel-size",
+        fixed={"vllm": "0.26.0"},
+    ),
+    Problem(
+        code="KVD517",
+        name="multi-connector-counts-unknown-child",
+        severity=Severity.CRASH,
+        title="The API server dies of the statistics of a connector inside MultiConnector.",
+        shows=(
+            Failed(
+                kind="AssertionError",
+                text="<connector> is not contained in the list of registered connectors",
+                at=f"{_V1}/multi_connector.py",
+            ),
+        ),
+        sentence="{connector} reports statistics and registers none",
+        cause="MultiConnector asserts that each child that reports statistics has Prometheus metrics. "
+        "MooncakeConnector reports and registers none, so the first good transfer kills the API server.",
+        now="`--disable-log-stats` on both engines, or that connector alone, not in MultiConnector",
+        good="no release of vLLM is right yet (0.32.0 is so)",
+        threads=(
+            f"{_ISSUES}/43828",
+            "https://github.com/gpustack/runner/pull/273",
+        ),
+    ),
+)

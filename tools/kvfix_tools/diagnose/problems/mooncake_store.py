@@ -1,0 +1,144 @@
+"""The Mooncake store as LMCache's remote store, or as vLLM's own connector."""
+
+from __future__ import annotations
+
+from kvfix_tools.diagnose.findings import Severity
+from kvfix_tools.diagnose.problems import Failed, Logged, Problem
+
+_LMCACHE = "https://github.com/LMCache/LMCache/"
+_MOONCAKE_ISSUES = "https://github.com/kvcache-ai/Mooncake/issues/"
+_IN_PROCESS = ("LMCacheConnectorV1", "MultiConnector")
+_CONNECTORS = "lmcache/v1/storage_backend/connector"
+_MOONCAKE = f"{_CONNECTORS}/mooncakestore_connector.py"
+
+PROBLEMS = (
+    Problem(
+        code="KVD885",
+        name="mooncake-put-too-slow",
+        severity=Severity.SLOW,
+        title="A put to the Mooncake store takes longer than transfer_timeout, and is given up.",
+        shows=(
+            Logged("Timeout when putting key <key> using", _MOONCAKE),
+            Logged("Timeout during batch_put_from; some decoders may redo prefill."),
+        ),
+        connectors=_IN_PROCESS,
+        cause="transfer_timeout (1 second unless set) is over: the segment that takes the chunk is on a machine that "
+        "is "
+        "gone or cannot be reached (a pod that was restarted keeps its old address in the master), or the link is "
+        "slow.",
+        now="extra_config: {transfer_timeout: 10}; after a pod was restarted wait until the master has dropped its "
+        "segment, or restart mooncake_master",
+        good="the same: a change of set-up",
+        sure=False,
+        threads=(_LMCACHE + "issues/2143",),
+    ),
+    Problem(
+        code="KVD886",
+        name="mooncake-put-fails",
+        severity=Severity.SLOW,
+        title="The Mooncake store cannot write: LMCache says `Stored`, and nothing is ever found.",
+        shows=(
+            Logged("Put operation failed with error"),
+            Logged("Failed to end put operation"),
+            Logged("Failed to put key <key> using"),
+            Logged("Failed to open segment"),
+        ),
+        cause="Mooncake's client does not reach the master, the metadata server or the other segment: local_hostname "
+        "is "
+        "an address that others cannot reach, a proxy is set, or device_name is not an RDMA device of this machine. "
+        "Puts are not waited for, so LMCache reports success.",
+        now='extra_config: {local_hostname: "THIS_MACHINES_ADDRESS", protocol: "tcp", metadata_server: '
+        '"P2PHANDSHAKE"}, unset http_proxy, and restart; if that works go back to rdma with its device_name',
+        good="the same: a change of set-up",
+        sure=False,
+        threads=(_LMCACHE + "issues/1518", _MOONCAKE_ISSUES + "809", _MOONCAKE_ISSUES + "456"),
+    ),
+    Problem(
+        code="KVD887",
+        name="mooncake-store-full",
+        severity=Severity.SLOW,
+        title="The Mooncake store has no room: chunks are not stored.",
+        shows=(Logged("NO_AVAILABLE_HANDLE"),),
+        sentence="the master has no free segment for the chunk",
+        cause="All segments together (global_segment_size of every client) are full, and eviction does not keep up "
+        "with "
+        "the writes; or no client has mounted a segment.",
+        now="a larger global_segment_size (bytes, for each worker); mooncake_master -eviction_high_watermark_ratio=0.8",
+        good="the same: a change of set-up",
+        threads=(_MOONCAKE_ISSUES + "915",),
+    ),
+    Problem(
+        code="KVD888",
+        name="mooncake-get-fails",
+        severity=Severity.SLOW,
+        title="A chunk that the Mooncake master lists cannot be read: the load comes short.",
+        shows=(
+            Logged("batch_get_into failed for key <key> (code=<code>)", _MOONCAKE),
+            Logged("batch_get_into threw exception: ", _MOONCAKE),
+            Logged("batch_get_buffer failed: ", _MOONCAKE),
+            Logged("is None for key"),
+        ),
+        connectors=_IN_PROCESS,
+        cause="The machine with the segment is gone or was restarted, or the object was evicted after the lookup; the "
+        "master still lists it until its client's lease ends.",
+        now="restart mooncake_master (it forgets what it lists), or wait; all segments on machines that stay up",
+        good="the same: a change of set-up",
+        sure=False,
+        threads=(_LMCACHE + "issues/1690",),
+    ),
+    Problem(
+        code="KVD889",
+        name="mooncake-too-old",
+        severity=Severity.SLOW,
+        title="The installed Mooncake package lacks what this LMCache calls: nothing can be loaded from it.",
+        shows=(
+            Logged("batch_get_buffer failed: 'mooncake.store.MooncakeDistributedStore' object has no attribute"),
+            Logged("batched put error: unsupported format string passed to bytes.__format__"),
+            Failed(kind="AttributeError", text="MooncakeDistributedStore' object has no attribute"),
+        ),
+        connectors=_IN_PROCESS,
+        cause="mooncake-transfer-engine and LMCache are of different times: a method is missing, or takes other types.",
+        now="extra_config: {save_chunk_meta: false} (it uses the older calls), or pip install -U "
+        "mooncake-transfer-engine, and restart",
+        good="releases of the same month of both; LMCache 0.3.11 or newer for the format error of 0.3.10",
+        threads=(_LMCACHE + "issues/1514", _LMCACHE + "issues/2166"),
+    ),
+    Problem(
+        code="KVD890",
+        name="mooncake-not-set-up",
+        severity=Severity.CRASH,
+        title="LMCache's Mooncake connector lacks its configuration or its package.",
+        shows=(
+            Failed(kind="ValueError", text="The environment variable 'MOONCAKE_CONFIG_PATH' is not set.", at=_MOONCAKE),
+            Failed(kind="ValueError", text="The extra config is not set.", at=_MOONCAKE),
+            Failed(kind="ImportError", text="Please install mooncake by following the instructions", at=_MOONCAKE),
+            Logged("The environment variable 'MOONCAKE_CONFIG_PATH' is not set."),
+            Logged("Please install mooncake by following the instructions"),
+        ),
+        connectors=("LMCacheConnectorV1", "MooncakeStoreConnector", "MultiConnector"),
+        cause="The connector takes its settings from extra_config of LMCache's file, or from the JSON file that "
+        "MOONCAKE_CONFIG_PATH names; the package is mooncake-transfer-engine.",
+        now='pip install mooncake-transfer-engine; extra_config: {local_hostname: "HOST", metadata_server: '
+        '"P2PHANDSHAKE", master_server_address: "HOST:50051", protocol: "tcp", global_segment_size: 21474836480}',
+        good="the same: a change of set-up",
+    ),
+    Problem(
+        code="KVD898",
+        name="mooncake-segment-not-mounted",
+        severity=Severity.CRASH,
+        title="A worker could not mount its memory at the Mooncake master.",
+        shows=(
+            Logged("Failed to mount segment"),
+            Logged("mount_segment_to_master_failed"),
+            Logged("Failed to mount segment due to rpc error"),
+            Logged("Initialize mooncake failed."),
+        ),
+        cause="The master did not answer in time: it is not there (master_server_address), a proxy stands between, or "
+        "the segment is so large that registering it takes longer than the call.",
+        now="start mooncake_master first, check master_server_address from the worker's container, unset http_proxy, "
+        "a smaller global_segment_size; then restart",
+        good="the same: a change of set-up",
+        sure=False,
+        threads=(_MOONCAKE_ISSUES + "1050", _MOONCAKE_ISSUES + "180"),
+    ),
+)

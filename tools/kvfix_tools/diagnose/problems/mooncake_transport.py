@@ -1,0 +1,174 @@
+"""Mooncake's transport below the connectors of vLLM and vllm-ascend: RDMA, NPU links, memory."""
+
+from __future__ import annotations
+
+from kvfix_tools.diagnose.findings import Severity
+from kvfix_tools.diagnose.problems import Failed, Logged, Problem
+
+_V1 = "vllm/distributed/kv_transfer/kv_connector/v1"
+_ISSUES = "https://github.com/vllm-project/vllm/issues"
+_PULLS = "https://github.com/vllm-project/vllm/pull"
+_ASCEND = "https://github.com/vllm-project/vllm-ascend/issues"
+
+PROBLEMS = (
+    Problem(
+        code="KVD502",
+        name="mooncake-transfer-engine-failed",
+        severity=Severity.HANG,
+        title="Mooncake's transport could not move the KV from prefill to decode.",
+        shows=(
+            Logged("pulling kv_caches for <requests> failed: Mooncake transfer engine returned <ret>"),
+            Logged("Sending to <session> failed (ret=<ret>) after"),
+            Failed(kind="RuntimeError", text="Error in batch_transfer_sync_write: <ret>"),
+        ),
+        sentence="Mooncake answers {ret}",
+        sure=False,
+        cause="RDMA between the two nodes does not work for this memory. Mooncake's own E and W lines just before, "
+        "on prefill, decide: `No RDMA devices found` (container without /dev/infiniband), `transport retry "
+        "counter exceeded` (network, GID), `Requested address ... not found` (memory not registered with that"
+        " transport).",
+        now="container with `--device /dev/infiniband --ulimit memlock=-1 --network host`; without RDMA "
+        '`"kv_connector_extra_config": {"mooncake_protocol": "tcp"}` on both sides; `"device_name": "mlx5_0"`'
+        " takes one NIC",
+        good="a transport that both nodes have; vLLM before 0.32 leaves the request waiting after it (0.32.0 "
+        "reports it)",
+        threads=(f"{_ISSUES}/51518",),
+    ),
+    Problem(
+        code="KVD503",
+        name="mooncake-ascend-transfer-failed",
+        severity=Severity.HANG,
+        title="Mooncake could not move KV between NPUs, and the request waits for ever.",
+        shows=(
+            Logged("Mooncake transfer failed for request <request>"),
+            Logged("Failed to transfer KV cache for request <request>: Mooncake transfer failed"),
+        ),
+        sentence="request {request}",
+        sure=False,
+        cause="The link of the NPUs or its time limit: `Failed to connect to target ... status: 103900` just before"
+        " it: no connection; `Sync batch data transfer timeout` or `Transfer slice failed with status: "
+        "503900`: the transfer. vllm-ascend's receiver only logs it, so the request keeps its blocks and "
+        "never runs.",
+        now='`"use_ascend_direct": true` in kv_connector_extra_config, CANN newer than 8.3.RC1, '
+        "`ASCEND_CONNECT_TIMEOUT` and `ASCEND_TRANSFER_TIMEOUT` larger; check the links with `hccn_tool -i 0 "
+        "-link -g` on both nodes; restart decode",
+        good="working NPU links and a vllm-ascend of today: which release reports such requests is not known here",
+        threads=(
+            f"{_ASCEND}/7846",
+            f"{_ASCEND}/5635",
+            f"{_ASCEND}/7401",
+        ),
+    ),
+    Problem(
+        code="KVD504",
+        name="mooncake-ascend-not-connected",
+        severity=Severity.HANG,
+        title="An NPU cannot connect to the other node's NPU.",
+        shows=(
+            Logged("Failed to connect to target: <target>, status: <status>"),
+            Logged("Connect timeout to: <target>, you can increase the timeout"),
+        ),
+        sentence="{target}",
+        cause="The NPUs' own network (not the hosts') has no way between the nodes, or the connection takes longer "
+        "than ASCEND_CONNECT_TIMEOUT.",
+        now="`hccn_tool -i N -ping -g address IP` between the NPUs, `ASCEND_CONNECT_TIMEOUT=30000`; "
+        '`"use_ascend_direct": true` in kv_connector_extra_config, CANN newer than 8.3.RC1; restart decode',
+        good="NPU addresses and links set up on every node",
+        threads=(
+            f"{_ASCEND}/5635",
+            f"{_ASCEND}/7401",
+        ),
+    ),
+    Problem(
+        code="KVD505",
+        name="mooncake-rdma-fails",
+        severity=Severity.HANG,
+        title="Mooncake's RDMA between the nodes fails.",
+        shows=(
+            Logged("Process failed for slice (<slice>): <reason>"),
+            Logged("Failed to modify QP to RTR, check mtu, gid, peer lid, peer qp num<reason>"),
+        ),
+        sentence="{reason}",
+        cause="The queue pair to the peer breaks or does not come up: another GID index or MTU, a NIC that does not"
+        " reach the other node's NIC, or a peer that died (`transport retry counter exceeded`).",
+        now='name NICs that reach each other: `"kv_connector_extra_config": {"device_name": "mlx5_0"}`, '
+        '`MC_GID_INDEX=3`; without RDMA `"mooncake_protocol": "tcp"` on both sides; look whether the peer '
+        "still runs",
+        good="RDMA that `ib_write_bw` confirms between the nodes",
+        threads=(f"{_PULLS}/10884",),
+    ),
+    Problem(
+        code="KVD506",
+        name="mooncake-address-not-registered",
+        severity=Severity.HANG,
+        title="Mooncake moves KV over a transport with which its memory is not registered.",
+        shows=(Logged("Requested address <address> not found"),),
+        cause="The container has no /dev/infiniband, or the host no RDMA NIC. Mooncake says `No RDMA devices found`"
+        " and takes NVLink or TCP (vLLM still says `using rdma`), and KV memory is not registered with that "
+        "transport: the first transfer fails.",
+        now="container with `--device /dev/infiniband --cap-add IPC_LOCK --ulimit memlock=-1`; or say it: "
+        '`"kv_connector_extra_config": {"mooncake_protocol": "tcp"}` on both sides',
+        good="the set-up; no release of vLLM says it",
+        threads=(f"{_ISSUES}/51518",),
+    ),
+    Problem(
+        code="KVD507",
+        name="mooncake-memory-not-registered",
+        severity=Severity.CRASH,
+        title="Mooncake cannot register the KV cache, and the engine does not start.",
+        shows=(
+            Failed(
+                kind="RuntimeError",
+                text="Mooncake batch memory registration failed",
+                at=f"{_V1}/mooncake/mooncake_connector.py",
+            ),
+            Failed(kind="RuntimeError", text="Mooncake memory registration failed"),
+        ),
+        sure=False,
+        cause="The NIC (on Ascend the card) refuses the memory; Mooncake's E line just before decides: "
+        "nvidia_peermem not loaded, memlock too small, no /dev/infiniband; Ascend `ret:103900`: too much or "
+        "too fragmented for the card.",
+        now="`modprobe nvidia_peermem` on the host; container with `--ulimit memlock=-1 --device "
+        '/dev/infiniband`; no --enable-sleep-mode; without RDMA `"kv_connector_extra_config": '
+        '{"mooncake_protocol": "tcp"}`; Ascend: a smaller --gpu-memory-utilization',
+        good="GPUDirect RDMA set up on every node",
+        threads=(
+            "https://github.com/kvcache-ai/Mooncake/issues/281",
+            f"{_ASCEND}/13966",
+        ),
+    ),
+    Problem(
+        code="KVD508",
+        name="mooncake-engine-not-initialized",
+        severity=Severity.CRASH,
+        title="Mooncake's transfer engine does not start.",
+        shows=(
+            Failed(
+                kind="RuntimeError",
+                text="Mooncake Transfer Engine initialization failed",
+                at=f"{_V1}/mooncake/mooncake_connector.py",
+            ),
+        ),
+        sure=False,
+        cause="Mooncake's own E lines before it decide: a NIC of `device_name` that does not exist or has no "
+        "address, a protocol that this build does not have, or a host name that does not resolve to this "
+        "node.",
+        now='`ibv_devinfo` names the NICs: `"kv_connector_extra_config": {"device_name": "mlx5_0"}`; without RDMA'
+        ' `"mooncake_protocol": "tcp"`; `export VLLM_HOST_IP=<this node\'s address>`',
+        good="the set-up that Mooncake's line names",
+    ),
+    Problem(
+        code="KVD518",
+        name="mooncake-ascend-port-taken",
+        severity=Severity.HANG,
+        title="The port of Mooncake's sender is taken, and decode never gets KV from this worker.",
+        shows=(Logged("Mooncake KVCacheSendingThread exception: Address already in use (addr='<address>')"),),
+        sentence="{address} is taken",
+        cause="Engines of one host use ports from `kv_port` upwards, one for each rank; two of them overlap, or an "
+        "engine of before still holds it. Only the thread dies; the engine looks healthy.",
+        now="`kv_port` of the engines of a host further apart than their number of ranks, and outside of `sysctl "
+        "net.ipv4.ip_local_port_range`; restart this engine",
+        good="the set-up: ports that do not overlap",
+        threads=(f"{_ASCEND}/8938",),
+    ),
+)

@@ -1,0 +1,247 @@
+"""The LMCache server (multi-process mode) and its clients: registration, handlers that fail, IPC, shared memory."""
+
+from __future__ import annotations
+
+from kvfix_tools.diagnose.findings import Severity
+from kvfix_tools.diagnose.problems import Failed, Logged, Problem, Stuck
+
+_MP = ("LMCacheMPConnector", "MultiConnector")
+_LMCACHE = "https://github.com/LMCache/LMCache/"
+
+PROBLEMS = (
+    Problem(
+        code="KVD921",
+        name="server-stands-while-unmapping",
+        severity=Severity.HANG,
+        title="The whole server stands still while it unmaps a worker's GPU memory.",
+        shows=(Stuck("lmcache_driven_transfer.py:_release_entries"),),
+        releases={"lmcache": ">=0.5.2"},
+        cause="Dropping the memory of a worker that was reaped or has unregistered waits for the GPU. In LMCache "
+        "0.5.2 to "
+        "0.5.4 it holds Python's global lock meanwhile, so the server answers nobody; from 0.5.5 on only this thread "
+        "waits, and the memory stays.",
+        now="restart the LMCache server, then vLLM; --worker-reap-timeout-seconds 0 keeps the server from reaping live "
+        "workers",
+        good="LMCache 0.5.5 or newer: the server goes on (the memory may still stay until it is restarted)",
+        threads=(_LMCACHE + "issues/4676",),
+    ),
+    Problem(
+        code="KVD922",
+        name="rocm-event-blocks",
+        severity=Severity.HANG,
+        title="vLLM stands still while it opens the server's event: on ROCm that call does not return.",
+        shows=(Stuck("streams.py:from_ipc_handle"), Stuck("event_ipc.py:import_event")),
+        connectors=_MP,
+        cause="With lmcache_driven transfers the worker opens an event of the server's process after each load. On "
+        "ROCm "
+        "the call blocks for ever, with Python's global lock held: no request moves, though /health says 200.",
+        now="export LMCACHE_MP_TRANSFER_MODE=engine_driven for vLLM (LMCache 0.4.7 and newer), "
+        "--supported-transfer-mode "
+        "auto for the server, and restart both",
+        good="no release of LMCache is right on ROCm yet (0.5.6): engine_driven; on CUDA it is another fault",
+        sure=False,
+        threads=(_LMCACHE + "issues/4419",),
+    ),
+    Problem(
+        code="KVD902",
+        name="server-sees-no-gpu",
+        severity=Severity.HANG,
+        title="The server cannot see the worker's GPU, and the worker's registration is never answered.",
+        shows=(
+            Failed(kind="RuntimeError", text="Device UUID <device> not found in the discovered devices"),
+            Logged("Device UUID <device> not found in the discovered devices"),
+        ),
+        sentence="the server does not see the GPU {device}",
+        cause="With lmcache_driven transfers the server opens the worker's GPU memory: its container has no GPU, or "
+        "others (NVIDIA_VISIBLE_DEVICES, Kubernetes gives each container its own).",
+        now="the server's container with --gpus all (Kubernetes: NVIDIA_VISIBLE_DEVICES=all, no nvidia.com/gpu of its "
+        "own) and --ipc host; or LMCACHE_MP_TRANSFER_MODE=engine_driven for vLLM and --supported-transfer-mode auto",
+        good="the same: a change of set-up",
+        threads=(_LMCACHE + "issues/4186", _LMCACHE + "pull/4202"),
+    ),
+    Problem(
+        code="KVD920",
+        name="server-does-not-know-worker",
+        severity=Severity.HANG,
+        title="The server does not know the worker that stores or loads, and sends it no answer.",
+        shows=(
+            Failed(kind="AssertionError", text="KV cache not registered for GPU ID <worker>"),
+            Failed(kind="ValueError", text="No GPU context registered for instance ID <worker>"),
+            Failed(kind="ValueError", text="context not registered (or reaped) for instance ID <worker>"),
+            Failed(kind="ValueError", text="non-CUDA context not registered for instance ID <worker>"),
+            Logged("KV cache not registered for GPU ID <worker>"),
+            Logged("No GPU context registered for instance ID <worker>"),
+        ),
+        sentence="worker {worker} is not registered with the server",
+        cause="The server was restarted while vLLM went on (a new one knows nobody), or it dropped the worker: a line "
+        "`Reaped ... instance` before this one says so (KVD210). The number is the worker's, no GPU's.",
+        now="restart vLLM (its workers register anew); from now on the server first, then vLLM",
+        good="LMCache 0.5.5 or newer on both sides: the server refuses, and answers; workers register again after a "
+        "missed heartbeat from 0.4.5 on",
+        threads=(_LMCACHE + "pull/2884", _LMCACHE + "issues/4715", _LMCACHE + "issues/4642"),
+    ),
+    Problem(
+        code="KVD903",
+        name="server-lacks-mla-of-sglang",
+        severity=Severity.HANG,
+        title="SGLang's memory of an MLA model cannot be registered with the server.",
+        shows=(
+            Failed(kind="ValueError", text="is undefined for the fused format <format>"),
+            Logged("is undefined for the fused format <format>"),
+        ),
+        sentence="the server asks for a block size that {format} does not have",
+        releases={"lmcache": ">=0.5.0,<0.5.5"},
+        cause="SGLang's MLA pool is one tensor for each layer with blocks and slots in one dimension; the server's "
+        "detector has no case for it and takes another format.",
+        now="SGLang with LMCache in its own process (no server) for MLA models",
+        fixed={"lmcache": "0.5.5"},
+        threads=(_LMCACHE + "issues/4793",),
+    ),
+    Problem(
+        code="KVD906",
+        name="gpu-memory-not-shared",
+        severity=Severity.HANG,
+        title="The worker's GPU memory cannot be shared with the server.",
+        shows=(
+            Failed(kind="RuntimeError", text="cudaIpcOpenMemHandle failed: <error>"),
+            Failed(kind="RuntimeError", text="cudaIpcGetMemHandle failed: <error>"),
+            Logged("cudaIpcOpenMemHandle failed: <error>"),
+            Logged("cudaIpcGetMemHandle failed: <error>"),
+        ),
+        sentence="CUDA says {error}",
+        cause="Get (in the worker): the memory is not of cudaMalloc: "
+        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True or "
+        "vLLM's sleep mode. Open (in the server): other containers without a common IPC name space, another GPU or "
+        "driver, MIG, or a handle that this process opened already.",
+        now="unset PYTORCH_CUDA_ALLOC_CONF, no --enable-sleep-mode; both containers with --ipc host --gpus all, the "
+        "same "
+        "CUDA; or LMCACHE_MP_TRANSFER_MODE=engine_driven for vLLM and --supported-transfer-mode auto for the server",
+        good="the same: a change of set-up",
+        sure=False,
+        threads=(_LMCACHE + "issues/3326",),
+    ),
+    Problem(
+        code="KVD909",
+        name="model-not-registered",
+        severity=Severity.SLOW,
+        title="The server is asked about a model that no worker has registered: every lookup is a miss.",
+        shows=(
+            Logged("No GPU context found for model <model> with world size <size> during lookup!"),
+            Logged("No group layout descs found for model <model> with world size <size> during lookup!"),
+        ),
+        sentence="nobody has registered {model} with world size {size}",
+        cause="The server was restarted and the workers have not come back (they do after a missed heartbeat, from "
+        "0.4.5 "
+        "on; a restart faster than a heartbeat is not noticed), the worker was reaped, or scheduler and workers use "
+        "another server or world size (an MLA model over P2P: LMCache issue 4894).",
+        now="restart vLLM after the server; the same lmcache.mp.host and lmcache.mp.port for scheduler and workers",
+        good="the same release of LMCache, 0.5.5 or newer, on both sides; P2P with MLA models is not right in 0.5.4",
+        sure=False,
+        threads=(_LMCACHE + "issues/4894", _LMCACHE + "pull/2884", _LMCACHE + "issues/4642"),
+    ),
+    Problem(
+        code="KVD913",
+        name="shared-memory-too-small",
+        severity=Severity.SLOW,
+        title="/dev/shm is smaller than the server's L1: KV is sent by copying it through messages, slowly.",
+        shows=(
+            Logged("Insufficient /dev/shm capacity: need <need> bytes, have <have> bytes."),
+            Logged("Cannot verify /dev/shm capacity; disabling SHM."),
+            Logged("Failed to initialize SHM context (shm_name=<name>), falling back to pickle transport"),
+        ),
+        cause="Docker gives a container 64 MB of /dev/shm unless told otherwise. With lmcache_driven transfers it does "
+        "not matter; engine_driven ones use it for every chunk.",
+        now="docker --shm-size=60g (more than --l1-size-gb) or --ipc host for server and vLLM; Kubernetes: an emptyDir "
+        "with medium: Memory at /dev/shm; restart both",
+        good="the same: a change of set-up",
+    ),
+    Problem(
+        code="KVD915",
+        name="server-store-fails",
+        severity=Severity.SLOW,
+        title="The server failed while it copied KV to or from the GPU; the request goes on without the cache.",
+        shows=(
+            Logged("Cannot store keys due to exception"),
+            Logged("Cannot retrieve keys due to exception"),
+            Logged("Cannot retrieve keys: "),
+            Logged("Exception occurred while processing read prefetched results"),
+        ),
+        cause="The traceback below this line says what; often a CUDA error, after which the server's process is no "
+        "good "
+        "any more, or blocks that are not where they were registered. Before LMCache 0.5.5 the client takes a failed "
+        "load for done (KVD301).",
+        now="restart the server, then vLLM; look at the last line of the traceback",
+        good="by the traceback; LMCache 0.5.5 or newer recomputes after a failed load",
+        sure=False,
+        threads=(_LMCACHE + "issues/3388",),
+    ),
+    Problem(
+        code="KVD916",
+        name="session-recreated",
+        severity=Severity.SLOW,
+        title="A store or load came for a request whose session the server had ended.",
+        shows=(
+            Failed(kind="ValueError", text="get_hashes end (<end>) exceeds the session's <tokens> token(s)"),
+            Logged("get_hashes end (<end>) exceeds the session's <tokens> token(s)"),
+        ),
+        sentence="asked for {end} tokens, the session has {tokens}",
+        releases={"lmcache": ">=0.5.5"},
+        cause="The request ended or was aborted, and its last store arrived after END_SESSION: a new session without "
+        "tokens was made for it. The store is left out.",
+        now="nothing where it is rare (aborted requests); else the same release of LMCache on both sides",
+        good="LMCache 0.5.5 refuses it where older ones stored under wrong keys",
+        sure=False,
+    ),
+    Problem(
+        code="KVD917",
+        name="address-in-use",
+        severity=Severity.CRASH,
+        title="A port or socket that LMCache wants to open is taken by another process.",
+        shows=(
+            Failed(kind="ZMQError", text="Address already in use"),
+            Logged("Address already in use (addr="),
+        ),
+        cause="A server or vLLM from before still runs (`Killed` parents leave workers behind), or two engines on one "
+        "host have the same port: lmcache_rpc_port, lmcache.mp.port, internal_api_server_port_start, p2p_init_ports.",
+        now="ss -ltnp | grep PORT, end the old process; a lmcache_rpc_port of its own for each engine in "
+        "kv_connector_extra_config",
+        good="the same: a change of set-up",
+        sentence="the address is in use",
+        threads=(_LMCACHE + "issues/961",),
+    ),
+    Problem(
+        code="KVD938",
+        name="server-locks-run-out",
+        severity=Severity.WRONG,
+        title="A load ended after its chunks' read locks had run out: they may have been replaced while it read.",
+        shows=(
+            Logged("L1Manager: finish read on non-existing key <key>, potential inconsistent data might be read"),
+            Logged("L1Manager: finish read on non-read-locked key <key>, potential inconsistent data might be read"),
+            Logged("L1Manager: finish write on non-write-locked key <key>, potential inconsistent data"),
+        ),
+        releases={"lmcache": ">=0.3.14"},
+        cause="A lookup locks chunks for --l1-read-ttl-seconds (300); the request waited longer in vLLM's queue, or "
+        "the "
+        "locks were released twice. Once in a while after an abort it is harmless.",
+        now="--l1-read-ttl-seconds 1800 and a larger --l1-size-gb for the server, fewer waiting requests; restart the "
+        "server, then vLLM",
+        good="kvfix run -- CMD for what releases locks wrongly (KVF105, KVF114, KVF116); no release is right in all "
+        "of it",
+        sure=False,
+    ),
+    Problem(
+        code="KVD939",
+        name="prefetched-chunk-gone",
+        severity=Severity.SLOW,
+        title="A chunk that the lookup promised is not in the server's L1 any more: the load fails.",
+        shows=(Logged("Failed to read prefetched object <key> from L1 storage: <reason>"),),
+        sentence="the server cannot read a chunk that it had promised: {reason}",
+        releases={"lmcache": ">=0.3.14"},
+        cause="It was evicted after its read lock ran out (--l1-read-ttl-seconds, 300), or another request is "
+        "writing the "
+        "same key. Before LMCache 0.5.5 the client takes the failed load for done: wrong text (KVD301).",
+        now="a larger --l1-size-gb, --l1-read-ttl-seconds 1800, fewer waiting requests; restart the server, then vLLM",
+        good="LMCache 0.5.5 or newer computes such requests again",
+        threads=(_LMCACHE + "issues/3388",),
+    ),
+)

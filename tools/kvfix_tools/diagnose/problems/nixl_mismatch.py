@@ -1,0 +1,153 @@
+"""NixlConnector: prefill and decode do not fit each other."""
+
+from __future__ import annotations
+
+from kvfix_tools.diagnose.findings import Severity
+from kvfix_tools.diagnose.problems import Failed, Problem
+
+_V1 = "vllm/distributed/kv_transfer/kv_connector/v1"
+_ISSUES = "https://github.com/vllm-project/vllm/issues"
+_BASE_WORKER = f"{_V1}/nixl/base_worker.py"
+_NIXL_CONNECTOR = f"{_V1}/nixl_connector.py"
+
+PROBLEMS = (
+    Problem(
+        code="KVD578",
+        name="nixl-block-counts-differ",
+        severity=Severity.CRASH,
+        title="Workers of the prefill engine have different numbers of KV blocks, and decode refuses them.",
+        shows=(
+            Failed(
+                kind="AssertionError",
+                source="assert self.dst_num_blocks[remote_engine_id] == nixl_agent_meta.num_blocks",
+                at=_BASE_WORKER,
+            ),
+            Failed(kind="AssertionError", source="assert self.dst_num_blocks[engine_id] == nixl_agent_meta.num_blocks"),
+            Failed(kind="AssertionError", source="assert self.num_blocks >= nixl_agent_meta.num_blocks"),
+        ),
+        cause="Ranks of one engine id say different sizes: vLLM before 0.11 sized each rank by its own free memory,"
+        " or an engine with a fixed `engine_id` came back with another size. The older `self.num_blocks >=` "
+        "(before 0.10) compared decode with prefill.",
+        now="`--num-gpu-blocks-override N` on prefill and decode, no `engine_id` in --kv-transfer-config, restart"
+        " decode after prefill",
+        good="vLLM 0.11.2 or later, where the ranks agree, and no fixed `engine_id`",
+        threads=(
+            f"{_ISSUES}/23086",
+            f"{_ISSUES}/19338",
+        ),
+    ),
+    Problem(
+        code="KVD579",
+        name="nixl-shapes-differ",
+        severity=Severity.CRASH,
+        title="The KV of prefill and decode has different shapes, and the handshake asserts.",
+        shows=(
+            Failed(
+                kind="AssertionError", text="Remote P worker KV layer cache must be of shape [2, N,", at=_NIXL_CONNECTOR
+            ),
+            Failed(kind="AssertionError", text="All remote layers must have the same block size", at=_NIXL_CONNECTOR),
+        ),
+        releases={"vllm": "<0.26"},
+        cause="Another dtype, block size or tensor parallel size than these releases can map: with more ranks than "
+        "KV heads on one side the heads are repeated, and the size no longer follows the number of ranks.",
+        now="the same --tensor-parallel-size, --block-size, --dtype and --kv-cache-dtype on both sides",
+        fixed={"vllm": "0.26.0"},
+        threads=(f"{_ISSUES}/45330",),
+    ),
+    Problem(
+        code="KVD580",
+        name="nixl-regions-differ",
+        severity=Severity.CRASH,
+        title="Prefill and decode hold different KV for the same layers.",
+        shows=(
+            Failed(kind="AssertionError", text="KV cache sizes must match between P and D when", at=_BASE_WORKER),
+            Failed(
+                kind="AssertionError", text="Number of KV layers must match between prefill and decode", at=_BASE_WORKER
+            ),
+            Failed(
+                kind="AssertionError", text=": remote P KV block_len <remote> must equal local <local> * remote_heads"
+            ),
+            Failed(
+                kind="AssertionError",
+                text="Different local/remote block sizes are not supported when P TP > D TP",
+                at=_BASE_WORKER,
+            ),
+        ),
+        releases={"vllm": ">=0.26"},
+        cause="One side has other layers (a draft model on one side only), another KV cache dtype, block size or "
+        "layout.",
+        now="the same --speculative-config, --kv-cache-dtype, --dtype and --block-size on both sides; else the "
+        "same --tensor-parallel-size too",
+        good="one set of options for prefill and decode; no release maps these differences",
+        threads=(f"{_ISSUES}/42895",),
+    ),
+    Problem(
+        code="KVD581",
+        name="nixl-layouts-differ",
+        severity=Severity.CRASH,
+        title="Prefill and decode have different tensor parallel sizes and different KV layouts.",
+        shows=(Failed(kind="RuntimeError", text="Heterogeneous TP expects same kv_cache_layout", at=_BASE_WORKER),),
+        cause="Heads are exchanged between ranks of different number, which needs one layout on both sides.",
+        now='`export VLLM_KV_CACHE_LAYOUT=HND` on both sides, or `"enable_permute_local_kv": true` beside '
+        "kv_connector in decode's --kv-transfer-config; or the same --tensor-parallel-size",
+        good="one layout on both sides; no release changes that",
+    ),
+    Problem(
+        code="KVD582",
+        name="pd-sizes-do-not-divide",
+        severity=Severity.CRASH,
+        title="A size of decode is no multiple of prefill's, or the other way round.",
+        shows=(
+            Failed(
+                kind="AssertionError",
+                text="Local tensor parallel size <local> is not divisible by remote tensor parallel size <remote>",
+            ),
+            Failed(
+                kind="AssertionError",
+                text="Remote tensor parallel size <remote> is not divisible by local tensor parallel size <local>",
+            ),
+            Failed(
+                kind="AssertionError", text="Local block size <local> is not divisible by remote block size <remote>"
+            ),
+        ),
+        sentence="here {local}, there {remote}",
+        cause="KV is mapped between ranks and blocks only where one size divides the other (before vLLM 0.15 "
+        "prefill's tensor parallel size must not be the larger one).",
+        now="--tensor-parallel-size and --block-size of prefill and decode equal, or one a multiple of the other",
+        good="the set-up; no release maps other sizes",
+        threads=(f"{_ISSUES}/43523",),
+    ),
+    Problem(
+        code="KVD583",
+        name="nixl-fewer-remote-blocks",
+        severity=Severity.CRASH,
+        title="Decode expects more KV blocks than prefill has for the request.",
+        shows=(
+            Failed(kind="AssertionError", source="assert num_local_blocks <= num_remote_blocks", at=_NIXL_CONNECTOR),
+        ),
+        releases={"vllm": "<0.26"},
+        cause="Decode allocated blocks that prefill never had: speculative decoding on decode only, another block "
+        "size, or another prompt (template, tokenizer) than prefill computed.",
+        now="the same --speculative-config, --block-size and chat template on both sides",
+        good="one set of options for prefill and decode",
+        threads=(f"{_ISSUES}/21583",),
+    ),
+    Problem(
+        code="KVD585",
+        name="nixl-no-pipeline-parallel",
+        severity=Severity.CRASH,
+        title="NixlConnector cannot do pipeline parallelism here.",
+        shows=(
+            Failed(kind="ValueError", text="received pp_rank > 0 handshake metadata", at=f"{_V1}/base.py"),
+            Failed(kind="NotImplementedError", text="NixlConnector (pull) does not support pipeline_parallel_size"),
+            Failed(kind="NotImplementedError", text="NixlPushConnector consumer (decode) does not support"),
+            Failed(kind="NotImplementedError", text="NixlPushConnector does not support pipeline_parallel_size > 1"),
+        ),
+        releases={"vllm": ">=0.26"},
+        cause="Only prefill with NixlPushConnector (vLLM 0.32) can be split into pipeline stages.",
+        now="`--pipeline-parallel-size 1` with more --tensor-parallel-size; on prefill with vLLM 0.32 "
+        "NixlPushConnector on both sides",
+        good="no release is right for pipeline parallel decode yet",
+        threads=(f"{_ISSUES}/22430",),
+    ),
+)

@@ -1,0 +1,219 @@
+"""S3, the Mooncake store, InfiniStore, SageMaker, GPUDirect Storage and NIXL's storage, in the engine's process."""
+
+from __future__ import annotations
+
+from kvfix_tools.diagnose.findings import Severity
+from kvfix_tools.diagnose.problems import Died, Failed, Logged, Problem
+
+_LMCACHE = "https://github.com/LMCache/LMCache/"
+_IN_PROCESS = ("LMCacheConnectorV1", "MultiConnector")
+_CONNECTORS = "lmcache/v1/storage_backend/connector"
+_S3 = f"{_CONNECTORS}/s3_connector.py"
+_SAGEMAKER = f"{_CONNECTORS}/sagemaker_hyperpod_connector.py"
+_GDS = "lmcache/v1/storage_backend/gds_backend.py"
+
+PROBLEMS = (
+    Problem(
+        code="KVD881",
+        name="s3-refuses",
+        severity=Severity.SLOW,
+        title="S3 answers LMCache with an error: nothing is stored there, and nothing found.",
+        shows=(
+            Logged("Encountering error in S3 HEAD request with error code", _S3),
+            Logged("Failed to upload <key> to S3: "),
+            Logged("Failed to download <key> from S3: "),
+            Failed(kind="RuntimeError", text="Upload failed in S3Connector:", at=_S3),
+        ),
+        connectors=_IN_PROCESS,
+        cause="The status decides: 403 credentials or rights, 301 another region than s3_region, 400 or "
+        "AWS_ERROR_S3_INVALID_RESPONSE_STATUS from MinIO, Ceph and the like: the connector puts the bucket into the "
+        "host's name (bucket.host), and these are asked as host/bucket.",
+        now="remote_url: s3://BUCKET.HOST with that name in DNS (MinIO: MINIO_DOMAIN=HOST); extra_config: {s3_region: "
+        '"REGION", aws_access_key_id: ..., aws_secret_access_key: ..., disable_tls: true where it has no TLS}',
+        good="no release takes host/bucket addresses (0.5.6; LMCache pull requests 2624 and 4739 are open)",
+        sure=False,
+        threads=(_LMCACHE + "issues/3376", _LMCACHE + "issues/2621", _LMCACHE + "pull/4484"),
+    ),
+    Problem(
+        code="KVD882",
+        name="s3-given-up",
+        severity=Severity.SLOW,
+        title="LMCache gave S3 up after a few failures, until vLLM is restarted.",
+        shows=(
+            Logged("S3 connection disabled after <count> consecutive failures."),
+            Logged("S3 connection error (<count>/<most>): "),
+            Logged("S3L2Adapter disabled after <count> consecutive connection failures"),
+            Logged("S3L2Adapter connection error (<count>/<most>): "),
+        ),
+        cause="Three connection errors in a row (refused, DNS, time out) switch the store off; nothing switches it on "
+        "again. The line before has the error.",
+        now="curl -I https://BUCKET.HOST from the worker's (or server's) container; then restart it",
+        good="no release tries again (0.5.6): a change of network or address",
+    ),
+    Problem(
+        code="KVD883",
+        name="s3-object-of-other-size",
+        severity=Severity.SLOW,
+        title="Objects in S3 are of another size than this configuration's chunks, and are left out.",
+        shows=(Logged("Size mismatch for <key>: S3 has <stored> bytes, but current config expects <size> bytes."),),
+        sentence="S3 has {stored} bytes, a chunk of this configuration {size}",
+        connectors=_IN_PROCESS,
+        releases={"lmcache": ">=0.3.10.post1"},
+        cause="They were stored with another chunk_size, dtype or layout of the same model under the same key.",
+        now="empty the bucket (aws s3 rm --recursive), or a bucket for each chunk_size and release; then restart",
+        good="the same: a change of set-up",
+    ),
+    Problem(
+        code="KVD884",
+        name="s3-partial-chunk",
+        severity=Severity.SLOW,
+        title="A partial chunk cannot be written to S3: the end of prompts is not stored.",
+        shows=(
+            Logged("bytes does not match S3 part size <size> bytes. Partial/unfull chunks are not supported."),
+            Failed(kind="AssertionError", text="Saving unfull chunk is not supported in S3Connector."),
+            Failed(kind="AssertionError", text="S3 part size must be equal to chunk size in S3Connector"),
+        ),
+        connectors=_IN_PROCESS,
+        cause="The S3 connector stores whole chunks only, and save_unfull_chunk is on (its default before 0.3.11).",
+        now="save_unfull_chunk: false (and in LMCache 0.3.9 and 0.3.10 s3_part_size = the chunk's bytes), and restart",
+        good="LMCache 0.3.11 or newer, whose default is save_unfull_chunk: false",
+    ),
+    Problem(
+        code="KVD891",
+        name="infinistore-chunk-too-large",
+        severity=Severity.SLOW,
+        title="A chunk is larger than InfiniStore's buffer, and is not stored.",
+        shows=(
+            Logged("exceeds the maximum allowed size(<most> bytes). Please decrease chunk_size."),
+            Failed(
+                kind="ValueError",
+                text="exceeds the maximum allowed size(<most> bytes). Please decrease chunk_size.",
+                at=f"{_CONNECTORS}/infinistore_connector.py",
+            ),
+        ),
+        sentence="the buffer takes {most} bytes",
+        connectors=_IN_PROCESS,
+        cause="The connector's buffers have a fixed size, and a chunk of this model with its chunk_size is larger.",
+        now="chunk_size: 128 (half, until it fits), in every process, and restart",
+        good="the same: a change of set-up",
+    ),
+    Problem(
+        code="KVD892",
+        name="infinistore-write-fails",
+        severity=Severity.SLOW,
+        title="InfiniStore does not take a chunk over RDMA.",
+        shows=(Logged("exception happens in rdma_write_cache_async kv_bytes "),),
+        connectors=_IN_PROCESS,
+        cause="The error at the end decides; across machines it is RoCE's GID or the link type: the connector speaks "
+        "RDMA only, with the device of the URL.",
+        now="remote_url: infinistore://HOST:12345/?device=mlx5_0 and extra_config: {infinistore_link_type: "
+        "LINK_ETHERNET} (or LINK_IB), the same for the server (--link-type Ethernet), and restart",
+        good="the same: a change of set-up",
+        sure=False,
+        threads=(_LMCACHE + "issues/503",),
+    ),
+    Problem(
+        code="KVD893",
+        name="sagemaker-daemon-missing",
+        severity=Severity.CRASH,
+        title="The shared memory of SageMaker HyperPod's daemon is not there.",
+        shows=(
+            Logged("Shared memory segment '<name>' not found. Ensure ai-toolkit daemon is running.", _SAGEMAKER),
+            Logged("Invalid offset or length: offset="),
+        ),
+        connectors=_IN_PROCESS,
+        releases={"lmcache": ">=0.3.9.post1"},
+        cause="ai-toolkit's daemon does not run on this node, or its /dev/shm is not the container's: the segment is "
+        "shared by name.",
+        now="start the daemon on the node, give the pod hostIPC: true (or the /dev/shm volume), check "
+        "sagemaker_hyperpod_shared_memory_name, and restart",
+        good="the same: a change of set-up",
+    ),
+    Problem(
+        code="KVD894",
+        name="gds-write-fails",
+        severity=Severity.SLOW,
+        title="GPUDirect Storage cannot write or read chunks on this file system.",
+        shows=(
+            Logged("GDS write operation failed for key <key> at path"),
+            Logged("GDS/cuFile write operation failed for key <key> at path"),
+            Logged("GDS read failed for <path>: "),
+            Logged("CuFile read failed for <path>: "),
+            Logged("Error saving <path>: "),
+            Logged("Error loading <path>: ret: "),
+        ),
+        connectors=_IN_PROCESS,
+        cause="cuFile refuses the file system (overlay, NFS without RDMA, tmpfs), nvidia-fs is not loaded, or the "
+        "folder "
+        "is full or read-only: the error at the end says which.",
+        now="extra_config: {use_cufile: false} (LMCache 0.4.4 and newer: use_gds: false), which reads and writes "
+        "through "
+        "the page cache; /usr/local/cuda/gds/tools/gdscheck -p",
+        good="a file system that gdscheck lists as supported; else local_disk",
+        sure=False,
+    ),
+    Problem(
+        code="KVD895",
+        name="gds-not-there",
+        severity=Severity.CRASH,
+        title="The GDS backend does not start: cuFile, its folder or its file system does not fit.",
+        shows=(
+            Failed(kind="RuntimeError", text="Unable to detect fstype for <path>", at=_GDS),
+            Failed(kind="AssertionError", text="Need to specify gds_path for GdsBackend", at=_GDS),
+            Failed(kind="ModuleNotFoundError", text="No module named 'cufile'"),
+            Failed(kind="OSError", text="libcufile.so"),
+            Logged("Unable to detect fstype for"),
+        ),
+        connectors=_IN_PROCESS,
+        cause="The text says which: gds_path is not an absolute path on a mounted file system, the Python package "
+        "cufile-python is missing, or NVIDIA's libcufile is not in the container.",
+        now="pip install cufile-python and the package libcufile-dev of this CUDA, gds_path: /mnt/nvme/kv; or without "
+        "gds_path and local_disk: /mnt/nvme/kv",
+        good="the same: a change of set-up",
+        threads=(_LMCACHE + "issues/795",),
+    ),
+    Problem(
+        code="KVD896",
+        name="cufile-aborts",
+        severity=Severity.CRASH,
+        title="NVIDIA's cuFile library aborts the LMCache server in an asynchronous read.",
+        shows=(
+            Died(within="read_async"),
+            Died(within="cuFileReadAsync"),
+            Died("putStreamOp"),
+        ),
+        sentence="an assertion in libcufile ended the process",
+        releases={"lmcache": ">=0.4.7"},
+        cause="The library asserts in its own queue of stream operations while many reads of a retrieve are queued; "
+        "the code is not LMCache's. Workers see time-outs only.",
+        now="restart the server without --gds-l1-path: lmcache server --l1-size-gb 50 --eviction-policy LRU, then vLLM",
+        good="no release is right yet; LMCache 0.5.6 can take another --gds-l1-backend",
+        sure=False,
+        threads=(_LMCACHE + "issues/4589",),
+    ),
+    Problem(
+        code="KVD897",
+        name="nixl-storage-transfer-fails",
+        severity=Severity.SLOW,
+        title="NIXL's storage backend cannot read or write its objects.",
+        shows=(
+            Failed(
+                kind="RuntimeError",
+                text="NIXL transfer failed",
+                at="lmcache/v1/storage_backend/nixl_storage_backend.py",
+            ),
+            Logged("Batch Transfer failed"),
+            Logged("NIXL batched put failed for <count> key(s); skipping best-effort offload"),
+            Failed(kind="nixlInvalidParamError", within="nixl_storage_backend.py:mem_to_storage"),
+            Failed(kind="nixlInvalidParamError", within="nixl_storage_backend.py:storage_to_mem"),
+        ),
+        connectors=_IN_PROCESS,
+        cause="NIXL's own error stands before it (nixl_agent.cpp). `object segment key ... is not registered` with "
+        "nixl_async_put: a put and a get at once take each other's place. Else the backend (POSIX, GDS, OBJ) refuses "
+        "path, credentials or direct I/O.",
+        now="extra_config: {nixl_async_put: false, use_direct_io: false}, and restart",
+        good="no release is known to be right with nixl_async_put; else a change of set-up",
+        sure=False,
+        threads=(_LMCACHE + "issues/2983",),
+    ),
+)

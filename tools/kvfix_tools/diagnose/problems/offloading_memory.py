@@ -1,0 +1,287 @@
+"""OffloadingConnector and SimpleCPUOffloadConnector of vLLM: copies, host memory and native crashes."""
+
+from __future__ import annotations
+
+from kvfix_tools.diagnose.findings import Severity
+from kvfix_tools.diagnose.problems import Died, Failed, Logged, Problem
+
+_V1 = "vllm/distributed/kv_transfer/kv_connector/v1"
+_OFFLOAD = "vllm/v1/kv_offload"
+_ISSUES = "https://github.com/vllm-project/vllm/issues"
+_PULLS = "https://github.com/vllm-project/vllm/pull"
+
+PROBLEMS = (
+    Problem(
+        code="KVD620",
+        name="offload-skips-on-wrong-side",
+        severity=Severity.CRASH,
+        title="A load that begins inside an offloaded block is counted wrong, and the copy asserts.",
+        shows=(
+            Failed(
+                kind="AssertionError",
+                within="cpu_gpu.py:transfer_async",
+                source="src_sub_block_count == dst_blocks.size",
+            ),
+            Failed(kind="AssertionError", within="kv_offload/worker/cpu_gpu.py:transfer_async"),
+            Logged("Exception in ('CPU', 'GPU') transfer <job>: AssertionError()"),
+        ),
+        releases={"vllm": "<0.15"},
+        cause="The GPU's own prefix hit ends inside a CPU block, which is larger than the GPU's: the blocks to skip"
+        " are taken from the wrong side. `assert success` after it is only the echo.",
+        now="leave `block_size` (or `cpu_block_size`) out of kv_connector_extra_config, or "
+        "`--no-enable-prefix-caching`; restart",
+        fixed={"vllm": "0.15.1"},
+        threads=(
+            f"{_ISSUES}/28950",
+            f"{_PULLS}/28951",
+        ),
+    ),
+    Problem(
+        code="KVD621",
+        name="offload-copy-out-of-range",
+        severity=Severity.CRASH,
+        title="A copy between GPU and CPU cache was refused by the driver.",
+        shows=(
+            Failed(kind="RuntimeError", text="cuMemcpyBatchAsync failed at index <index> with error <error>"),
+            Logged("cuMemcpyBatchAsync failed at index <index> with error <error>"),
+        ),
+        sentence="copy {index}: CUDA error {error}",
+        sure=False,
+        cause="Error 1 (invalid value): an address or size outside of its memory. With a draft model (MTP, EAGLE) "
+        "and vLLM before 0.26 its KV group is offloaded with wrong block numbers; fp8 or different page sizes"
+        " before 0.20.2 too. Else open: with very many copies the driver itself is suspected.",
+        now="without OffloadingConnector (--kv-offloading-size), or without --speculative-config; restart",
+        good="vLLM 0.26.0 for draft models; no release is known to be right for all (vllm#40259 is open)",
+        threads=(
+            f"{_ISSUES}/40259",
+            f"{_ISSUES}/39491",
+            f"{_ISSUES}/44780",
+        ),
+    ),
+    Problem(
+        code="KVD622",
+        name="offload-cpu-cache-too-small",
+        severity=Severity.CRASH,
+        title="The CPU cache has fewer blocks than are handed out: copies beyond its end crash the worker.",
+        shows=(Died(within="swap_blocks"),),
+        releases={"vllm": "<0.20"},
+        cause="For models with two page sizes in one KV group (Gemma 4, other sliding-window hybrids) the page size"
+        " is counted twice, so the workers' buffers are far smaller than the scheduler thinks.",
+        now="without OffloadingConnector (--kv-offloading-size) for this model, restart",
+        fixed={"vllm": "0.20.2"},
+        threads=(
+            f"{_ISSUES}/42348",
+            f"{_PULLS}/50443",
+        ),
+    ),
+    Problem(
+        code="KVD623",
+        name="offload-batch-copy-crashes",
+        severity=Severity.CRASH,
+        title="The batch copy between GPU and CPU cache crashed the worker.",
+        shows=(
+            Died(within="swap_blocks_batch"),
+            Died(within="cuMemcpyBatchAsync"),
+        ),
+        sure=False,
+        cause="With MTP or EAGLE and vLLM before 0.26: the draft's KV group is offloaded with block numbers of "
+        "another size. Without a draft model: a batch of tens of thousands of copies (long prompts) in the "
+        "driver, or MLA with an indexer; both are open.",
+        now="without --speculative-config, or without OffloadingConnector (--kv-offloading-size); restart",
+        good="vLLM 0.26.0 if a draft model is in use (of the releases known here); otherwise no release is known "
+        "to be right",
+        threads=(
+            f"{_ISSUES}/44780",
+            f"{_PULLS}/44784",
+            f"{_ISSUES}/49276",
+        ),
+    ),
+    Problem(
+        code="KVD624",
+        name="offload-transfer-reported-failed",
+        severity=Severity.CRASH,
+        title="A copy of the OffloadingConnector failed, and the worker asserts that none does.",
+        shows=(
+            Failed(kind="AssertionError", source="assert transfer_result.success", at=f"{_V1}/offloading/worker.py"),
+            Failed(kind="AssertionError", within="offloading_connector.py:get_finished", source="assert success"),
+            Failed(kind="AssertionError", within="offloading_connector.py:start_kv_transfers", source="assert success"),
+            Failed(kind="AssertionError", within="offloading/worker.py:start_kv_transfers", source="assert success"),
+            Failed(kind="AssertionError", within="offloading/worker.py:handle_preemptions", source="assert success"),
+            Logged("Failed to submit <kind> transfer <job>"),
+        ),
+        releases={"vllm": ">=0.11"},
+        sure=False,
+        cause="Failed copies are not handled: the worker dies. Why it failed stands before it: `Exception in ... "
+        "transfer`, a CUDA error, or a secondary tier's error.",
+        now="look at the first WARNING or ERROR of kv_offload before it; without OffloadingConnector "
+        "(--kv-offloading-size) the engine runs",
+        good="no release handles a failed copy yet (vLLM 0.32.0 asserts too)",
+    ),
+    Problem(
+        code="KVD625",
+        name="offload-shm-too-small",
+        severity=Severity.CRASH,
+        title="/dev/shm has no room for the CPU cache.",
+        shows=(
+            Failed(kind="RuntimeError", text="Insufficient space in <path> for CPU KV offload shared region"),
+            Failed(kind="OSError", text="[Errno 14] Bad address", within="shared_offload_region.py:__init__"),
+            Failed(
+                kind="OSError", text="[Errno 12] Cannot allocate memory", within="shared_offload_region.py:__init__"
+            ),
+            Failed(
+                kind="OSError", text="[Errno 28] No space left on device", within="shared_offload_region.py:__init__"
+            ),
+            Died(within="shared_offload_region.py:__init__"),
+        ),
+        releases={"vllm": ">=0.20"},
+        cause="The CPU cache of all ranks is one file in /dev/shm, of cpu_bytes_to_use (--kv-offloading-size) "
+        "bytes. A container has 64 MB there unless it is told otherwise, and Kubernetes counts it as the "
+        "pod's memory.",
+        now="`--shm-size` above the CPU cache (docker; or `--ipc host`), Kubernetes: an emptyDir with medium "
+        "Memory and a sizeLimit at /dev/shm, memory limit raised by as much; or a smaller `cpu_bytes_to_use`",
+        good="/dev/shm and memory limit larger than the CPU cache; vLLM 0.32.0 checks it at the start",
+        threads=(f"{_ISSUES}/52656",),
+    ),
+    Problem(
+        code="KVD626",
+        name="offload-old-kernel",
+        severity=Severity.CRASH,
+        title="The kernel is too old for the way in which this vLLM fills its shared CPU cache.",
+        shows=(Failed(kind="OSError", text="[Errno 22] Invalid argument", within="shared_offload_region.py:__init__"),),
+        releases={"vllm": ">=0.20,<0.32"},
+        cause="MADV_POPULATE_WRITE needs Linux 5.14; the call is not guarded.",
+        now="a host with Linux 5.14 or later; on this one SimpleCPUOffloadConnector, which has no shared region",
+        fixed={"vllm": "0.32.0"},
+        threads=(f"{_ISSUES}/44888",),
+    ),
+    Problem(
+        code="KVD627",
+        name="offload-region-not-ready",
+        severity=Severity.CRASH,
+        title="A worker waited in vain for the shared CPU cache that another worker creates.",
+        shows=(
+            Failed(
+                kind="TimeoutError",
+                text="Timed out waiting for mmap file to reach <size> bytes",
+                at=f"{_OFFLOAD}/cpu/shared_offload_region.py",
+            ),
+            Failed(kind="RuntimeError", text="Shared offload region creator failed during initialization"),
+        ),
+        releases={"vllm": ">=0.20"},
+        sure=False,
+        cause="The worker that creates it died (its own error stands before this one: /dev/shm too small, memory "
+        "limit), or a file of an engine that crashed before is still there.",
+        now="look for the first error of the other workers; `rm /dev/shm/vllm_offload_*.mmap` while no engine "
+        "runs; /dev/shm larger than the CPU cache",
+        good="what the first worker's error names",
+        threads=(f"{_ISSUES}/52656",),
+    ),
+    Problem(
+        code="KVD628",
+        name="offload-region-not-pinned",
+        severity=Severity.RISK,
+        title="The CPU cache could not be pinned: copies are slow, and before vLLM 0.32 the worker may die of it "
+        "later.",
+        shows=(
+            Logged("cudaHostRegister failed for rank=<rank> (code=<code>)"),
+            Logged("cudaHostRegister failed (code=<code>)", at=f"{_OFFLOAD}/cpu/host_register.py"),
+            Failed(
+                kind="RuntimeError",
+                text="cudaHostRegister failed: <code>",
+                at="vllm/v1/simple_kv_offload/cuda_mem_ops.py",
+            ),
+        ),
+        sentence="cudaHostRegister answers {code}",
+        releases={"vllm": ">=0.20"},
+        cause="The driver does not pin that much: 512 GiB or more in one call, the memlock limit, or more than the "
+        "card can address. Every rank pins the whole region. Before 0.32 the error stays pending, and an "
+        "unrelated CUDA call then reports `out of memory` or `invalid argument`.",
+        now="`cpu_bytes_to_use` (--kv-offloading-size) below 512 GiB, on AMD below about 128 GB; container with "
+        "`--ulimit memlock=-1`",
+        good="vLLM 0.32.0, which pins in parts of 64 GiB and clears the error",
+        threads=(
+            f"{_ISSUES}/51080",
+            f"{_PULLS}/51081",
+            f"{_ISSUES}/52656",
+        ),
+    ),
+    Problem(
+        code="KVD629",
+        name="simple-offload-copy-refused",
+        severity=Severity.CRASH,
+        title="A batch copy of SimpleCPUOffloadConnector was refused by the driver.",
+        shows=(
+            Failed(kind="RuntimeError", text="cuMemcpyBatchAsync failed: err=<error> failIdx=<index>"),
+            Failed(
+                kind="RuntimeError",
+                text="batch memcpy failed: err=<error> failIdx=<index>",
+                at="vllm/v1/simple_kv_offload/cuda_mem_ops.py",
+            ),
+        ),
+        sentence="copy {index}: error {error}",
+        releases={"vllm": ">=0.26"},
+        sure=False,
+        cause="Error 1: an address outside of its memory (a layout that the connector computed wrong); 2 or 700: an"
+        " earlier CUDA error that shows here.",
+        now="without SimpleCPUOffloadConnector, restart; `CUDA_LAUNCH_BLOCKING=1` once shows whether an earlier "
+        "kernel is at fault",
+        good="no release is known to be right or wrong here: report it with model and --kv-cache-dtype",
+    ),
+    Problem(
+        code="KVD630",
+        name="simple-offload-hash-does-not-fit",
+        severity=Severity.CRASH,
+        title="A KV group's blocks are smaller than vLLM's hash size, and CPU offloading asserts on the first request.",
+        shows=(
+            Failed(
+                kind="AssertionError",
+                within="resolve_block_hashes",
+                source="assert block_size % hash_block_size == 0",
+                at="vllm/v1/core/kv_cache_utils.py",
+            ),
+        ),
+        releases={"vllm": ">=0.26"},
+        cause="The model has a group with small blocks (a window or circular buffer, as DeepSeek V4.1 Flash), which"
+        " the connector hashes like the others.",
+        now="without SimpleCPUOffloadConnector (or OffloadingConnector) for this model, restart",
+        good="no release is known to be right for such a group yet",
+        threads=(f"{_ISSUES}/56396",),
+    ),
+    Problem(
+        code="KVD631",
+        name="simple-offload-needs-prefix-cache",
+        severity=Severity.SLOW,
+        title="SimpleCPUOffloadConnector does nothing: prefix caching is off.",
+        shows=(
+            Logged(
+                "Detected prefix caching disabled, disabling CPU offload", at=f"{_V1}/simple_cpu_offload_connector.py"
+            ),
+        ),
+        cause="It keeps blocks by the hashes of vLLM's prefix cache.",
+        now="remove `--no-enable-prefix-caching`, restart",
+        good="the configuration",
+    ),
+    Problem(
+        code="KVD632",
+        name="simple-offload-old-rocm",
+        severity=Severity.CRASH,
+        title="SimpleCPUOffloadConnector needs a newer ROCm.",
+        shows=(Failed(kind="RuntimeError", text="hipMemcpyBatchAsync is unavailable in this ROCm install"),),
+        cause="Its copies use hipMemcpyBatchAsync, which ROCm has from 7.1 on.",
+        now="OffloadingConnector (--kv-offloading-size) instead, or an image with ROCm 7.1",
+        good="ROCm 7.1 or later",
+    ),
+    Problem(
+        code="KVD633",
+        name="offload-registered-nothing",
+        severity=Severity.CRASH,
+        title="KV offloading does not know this kind of KV cache.",
+        shows=(
+            Failed(kind="NotImplementedError", within="offloading/worker.py:register_kv_caches"),
+            Failed(kind="ValueError", text="KV offloading found no eligible cache groups"),
+        ),
+        cause="The model has only caches (or one kind of cache) that the connector has no copy for.",
+        now="without OffloadingConnector (--kv-offloading-size) for this model",
+        good="no release has it for this cache yet",
+    ),
+)

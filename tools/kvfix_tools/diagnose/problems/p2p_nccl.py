@@ -1,0 +1,106 @@
+"""P2pNcclConnector of vLLM (up to 0.20; gone from 0.26 on)."""
+
+from __future__ import annotations
+
+from kvfix_tools.diagnose.findings import Severity
+from kvfix_tools.diagnose.problems import Failed, Logged, Problem
+
+_V1 = "vllm/distributed/kv_transfer/kv_connector/v1"
+_ISSUES = "https://github.com/vllm-project/vllm/issues"
+_P2P_NCCL_CONNECTOR = f"{_V1}/p2p/p2p_nccl_connector.py"
+_P2P_NCCL_ENGINE = f"{_V1}/p2p/p2p_nccl_engine.py"
+
+PROBLEMS = (
+    Problem(
+        code="KVD540",
+        name="p2p-nccl-prefill-decodes",
+        severity=Severity.CRASH,
+        title="A request goes on decoding on the prefill instance of P2pNcclConnector, and EngineCore dies.",
+        shows=(Failed(kind="AssertionError", source="assert req_id in self.chunked_prefill", at=_P2P_NCCL_CONNECTOR),),
+        releases={"vllm": "<0.26"},
+        cause="Prefill expects that a request that is scheduled again is still in its prompt. The proxy sets "
+        "`max_tokens` to 1; for the chat endpoint the client's `max_completion_tokens` is left, so prefill "
+        "generates more than one token.",
+        now="in the proxy set both `max_tokens` and `max_completion_tokens` to 1 for prefill's request (and drop "
+        "`min_tokens`)",
+        good="NixlConnector: P2pNcclConnector is right in no release, and is not in vLLM 0.26.0 and later",
+        threads=(
+            f"{_ISSUES}/21712",
+            f"{_ISSUES}/33092",
+        ),
+    ),
+    Problem(
+        code="KVD541",
+        name="p2p-nccl-id-without-address",
+        severity=Severity.CRASH,
+        title="A request reached P2pNcclConnector without addresses in its id.",
+        shows=(
+            Failed(
+                kind="ValueError",
+                text="Request id <request> does not contain hostname and port",
+                at=_P2P_NCCL_CONNECTOR,
+            ),
+        ),
+        sentence="request {request}",
+        releases={"vllm": "<0.26"},
+        cause="The connector reads the other side's address from the request id, which its proxy writes there; this"
+        " request came past the proxy, or the id was replaced.",
+        now="send requests only through the example proxy disagg_proxy_p2p_nccl_xpyd.py; health checks to /health",
+        good="NixlConnector: P2pNcclConnector is not in vLLM 0.26.0 and later",
+    ),
+    Problem(
+        code="KVD542",
+        name="p2p-nccl-no-new-block",
+        severity=Severity.CRASH,
+        title="The last part of a prompt needs no new block, and P2pNcclConnector asserts one.",
+        shows=(
+            Failed(
+                kind="AssertionError",
+                within="p2p_nccl_connector.py:build_connector_meta",
+                source="assert new_block_ids is not None",
+                at=_P2P_NCCL_CONNECTOR,
+            ),
+        ),
+        releases={"vllm": "<0.26"},
+        cause="A prompt that is computed in parts may end inside a block that it has already.",
+        now="`--max-num-batched-tokens` at least as large as --max-model-len, so that prompts are computed in one part",
+        good="NixlConnector: P2pNcclConnector is right in no release, and is not in vLLM 0.26.0 and later",
+        threads=(f"{_ISSUES}/28860",),
+    ),
+    Problem(
+        code="KVD543",
+        name="p2p-nccl-nothing-received",
+        severity=Severity.HANG,
+        title="Decode gets no KV from prefill with P2pNcclConnector.",
+        shows=(
+            Logged("kv_cache is None, <request>", at=_P2P_NCCL_CONNECTOR),
+            Logged("[GET]Recv From <remote>, tensor_id: <tensor>, ret: <ret>", at=_P2P_NCCL_ENGINE),
+        ),
+        releases={"vllm": "<0.26"},
+        sure=False,
+        cause="Tensors are named by request id. From about vLLM 0.14 on each engine puts a random part behind it, "
+        "so the names differ (decode waits or gets none). Else: prefill's buffer was full and it dropped "
+        "them.",
+        now='`export VLLM_DISABLE_REQUEST_ID_RANDOMIZATION=1` on both sides; larger `"kv_buffer_size": "8e9"` on '
+        'decode, `"1e9"` on prefill; restart both',
+        good="NixlConnector: P2pNcclConnector is right in no release, and is not in vLLM 0.26.0 and later",
+        threads=(f"{_ISSUES}/42839",),
+    ),
+    Problem(
+        code="KVD544",
+        name="p2p-nccl-buffer-full",
+        severity=Severity.SLOW,
+        title="Decode's buffer for received KV is full, and P2pNcclConnector drops or spills it.",
+        shows=(
+            Logged("Recv Tensor, Out Of Threshold", at=_P2P_NCCL_ENGINE),
+            Logged("Recv Tensor, Out Of Memory", at=_P2P_NCCL_ENGINE),
+            Logged("Send Tensor, Peer Out Of Memory/Threshold", at=_P2P_NCCL_ENGINE),
+        ),
+        releases={"vllm": "<0.26"},
+        cause="More KV arrives than decode takes: `kv_buffer_size` (bytes of GPU memory) and the memory pool of the"
+        " host are used up.",
+        now='on decode `"kv_buffer_size": "8e9"` with a --gpu-memory-utilization that leaves room for it, '
+        '`"kv_connector_extra_config": {"mem_pool_size_gb": "64"}`; fewer requests at once on prefill',
+        good="NixlConnector: P2pNcclConnector is not in vLLM 0.26.0 and later",
+    ),
+)

@@ -1,0 +1,157 @@
+"""Host memory that the driver, the container or the machine does not let a process pin."""
+
+from __future__ import annotations
+
+from kvfix_tools.diagnose.findings import Severity
+from kvfix_tools.diagnose.problems import Failed, Logged, Problem
+
+_THREAD = "https://github.com/LMCache/LMCache/"
+_LESS = (
+    "a smaller max_local_cpu_size (LMCACHE_MAX_LOCAL_CPU_SIZE, in GB, for EACH worker: eight times with TP=8; server: "
+    "--l1-size-gb)"
+)
+_MEMLOCK = "docker run --ulimit memlock=-1 (Kubernetes: LimitMEMLOCK=infinity for containerd), ulimit -l inside"
+
+PROBLEMS = (
+    Problem(
+        code="KVD790",
+        name="pinned-memory-refused",
+        severity=Severity.CRASH,
+        title="The driver does not give LMCache as much pinned host memory as it asks for.",
+        shows=(
+            Failed(text="cudaHostAlloc failed: <why>"),
+            Failed(text="cudaHostRegister failed: <why>"),
+            Logged(text="cudaHostAlloc failed: <why>"),
+        ),
+        sentence="pinning failed: {why}",
+        cause="`out of memory`: the machine or the container has less memory than all workers ask for together, or "
+        "ulimit -l is small. `invalid argument`: too much in one call: some drivers refuse 512 GB and more, WSL and "
+        "small containers a few GB.",
+        now=_LESS + "; " + _MEMLOCK,
+        good="max_local_cpu_size times the workers well below the container's memory; pools of 512 GB and more: a "
+        "driver that takes them, no release of LMCache splits the call yet (0.5.6; pull request 5177 is open)",
+        threads=(_THREAD + "issues/1063", _THREAD + "pull/5177"),
+    ),
+    Problem(
+        code="KVD791",
+        name="pinned-by-torch-refused",
+        severity=Severity.CRASH,
+        title="torch cannot pin LMCache's CPU buffer.",
+        shows=(
+            Failed(text="CUDA error: invalid argument", within="memory_management.py:__init__"),
+            Failed(text="CUDA error: invalid argument", within="cache_engine.py:_Create_memory_allocator"),
+            Failed(text="CUDA error: out of memory", within="memory_management.py:__init__"),
+        ),
+        releases={"lmcache": "<0.3.9"},
+        cause="LMCache before 0.3.9 pinned through torch, which asks for powers of two in one piece; the driver "
+        "refuses.",
+        now=_LESS + "; below 2 GB worked for one reporter",
+        fixed={"lmcache": "0.3.9"},
+        threads=(_THREAD + "issues/1063", _THREAD + "issues/1425"),
+    ),
+    Problem(
+        code="KVD792",
+        name="buffer-not-mapped",
+        severity=Severity.CRASH,
+        title="The system does not give LMCache the memory for its CPU buffer.",
+        shows=(
+            Failed(text="mmap failed: <why>"),
+            Failed(text="mbind failed: <why>"),
+            Failed(text="shm_open failed: <why>"),
+            Failed(text="ftruncate failed: <why>"),
+        ),
+        sentence="{why}",
+        cause="mmap: not enough memory, or not enough huge pages where they are asked for. shm_open, ftruncate: "
+        "/dev/shm is too small (docker: 64 MB). mbind: the container may not choose NUMA nodes (CAP_SYS_NICE).",
+        now=_LESS + "; docker run --shm-size=<more than --l1-size-gb> --cap-add SYS_NICE, or --ipc host",
+        good="memory, /dev/shm and huge pages of the container as large as the buffers",
+    ),
+    Problem(
+        code="KVD793",
+        name="huge-pages-missing",
+        severity=Severity.CRASH,
+        title="There are fewer huge pages than LMCache's buffer needs.",
+        shows=(
+            Failed(kind="RuntimeError", text="Insufficient hugepages: <free> free, <needed> required"),
+            Logged(text="Failed to allocate huge pages. Pool has <total> pages (<free> free, each <needed>)"),
+            Logged(text="Hugepage availability check failed: Insufficient hugepages: <free> free, <needed> required"),
+        ),
+        sentence="{free} huge pages are free, {needed}",
+        releases={"lmcache": ">=0.4.6"},
+        cause="Huge pages of 2 MB are set aside by the system, for all processes together: a buffer of N GB needs N * "
+        "512.",
+        now="sudo sysctl -w vm.nr_hugepages=<pages that are required>, for each worker; or local_cpu_use_hugepages: "
+        "false (server: without --l1-use-hugepages)",
+        good="vm.nr_hugepages in /etc/sysctl.conf; Kubernetes: hugepages-2Mi in the pod's limits",
+    ),
+    Problem(
+        code="KVD794",
+        name="l1-not-pinned-slow",
+        severity=Severity.SLOW,
+        title="A part of the server's memory could not be pinned: copies to and from it are slow.",
+        shows=(
+            Logged(text="pin_memory failed for chunk at ptr="),
+            Logged(text="cudaHostRegister failed for ptr="),
+            Logged(text="pin_memory failed for Device-DAX L1 mapping"),
+        ),
+        releases={"lmcache": ">=0.5.1"},
+        cause="ulimit -l is too small, or the machine's memory is nearly used up: the server goes on with memory that "
+        "the GPU cannot reach directly.",
+        now=_MEMLOCK + "; a smaller --l1-size-gb",
+        good="unlimited memlock, and --l1-size-gb at most 80 % of the container's memory",
+    ),
+    Problem(
+        code="KVD795",
+        name="ascend-pin-limit",
+        severity=Severity.CRASH,
+        title="The Ascend driver registers no more than some 200 GB of host memory in one call.",
+        shows=(
+            Failed(kind="RuntimeError", text="register ptr failed"),
+            Logged(text="register ptr failed"),
+        ),
+        cause="aclrtHostRegister answers 207001 above 200 to 250 GB, whatever ulimit and memory there are.",
+        now="LMCACHE_MAX_LOCAL_CPU_SIZE=200 or less, for each worker",
+        good="no release of LMCache-Ascend is known to split the call",
+        threads=("https://github.com/LMCache/LMCache-Ascend/issues/242",),
+    ),
+    Problem(
+        code="KVD796",
+        name="hccl-buffer-larger-than-card",
+        severity=Severity.CRASH,
+        title="P2P over HCCL registers the whole CPU buffer with the card, and it is larger than the card's memory.",
+        shows=(Failed(text="Failed to register memory | HCCL Error Code"),),
+        cause="The network card of the NPU registers no more than the NPU has (64 GB); with large models less.",
+        now="LMCACHE_MAX_LOCAL_CPU_SIZE=16",
+        good="LMCache-Ascend with its pull request 259, which stages through a small buffer",
+        threads=("https://github.com/LMCache/LMCache-Ascend/pull/184",),
+    ),
+    Problem(
+        code="KVD797",
+        name="memlock-too-small",
+        severity=Severity.CRASH,
+        title="The process may not lock memory: ulimit -l is too small.",
+        shows=(
+            Failed(text="Unable to pin host memory with error code"),
+            Failed(text="ibv_reg_mr<what>: Cannot allocate memory"),
+            Logged(text="ibv_reg_mr<what>Cannot allocate memory"),
+            Logged(text="Please set max locked memory (ulimit -l) to 'unlimited'"),
+            Logged(text="mlock<what>Cannot allocate memory"),
+        ),
+        cause="RDMA and pinned buffers are locked into memory, and the container's limit (64 kB to 8 MB by default) "
+        "is far below them.",
+        now=_MEMLOCK,
+        good="memlock unlimited for every container that uses RDMA or pinned buffers; --cap-add IPC_LOCK",
+        threads=("https://github.com/LMCache/LMCache-Ascend/issues/5",),
+    ),
+    Problem(
+        code="KVD798",
+        name="buffer-not-pinned-for-kernel",
+        severity=Severity.CRASH,
+        title="A kernel was given a host buffer that is not pinned.",
+        shows=(Failed(text="Host tensor not registered/pinned (or bad ptr)"),),
+        cause="The buffer was allocated without being pinned (the driver refused, or a backend brought its own), and "
+        "the copy kernel reads host memory directly.",
+        now=_LESS + "; " + _MEMLOCK,
+        good="a buffer that the driver pins; look for an earlier line about cudaHostRegister",
+    ),
+)

@@ -1,0 +1,139 @@
+"""Redis, Valkey and the lm:// server as remote stores: restarts, limits, passwords."""
+
+from __future__ import annotations
+
+from kvfix_tools.diagnose.findings import Severity
+from kvfix_tools.diagnose.problems import Failed, Logged, Problem
+
+_LMCACHE = "https://github.com/LMCache/LMCache/"
+_IN_PROCESS = ("LMCacheConnectorV1", "MultiConnector")
+
+PROBLEMS = (
+    Problem(
+        code="KVD863",
+        name="store-wants-tls",
+        severity=Severity.SLOW,
+        title="The Redis server breaks off plain connections: it speaks TLS only.",
+        shows=(
+            Logged("Remote connection failed in contains: Error while reading from <server> : (104, 'Connection reset"),
+            Logged("Remote connection failed in batched_contains: Error while reading from <server> : (104, 'Conn"),
+        ),
+        sentence="{server} reset the connection",
+        connectors=_IN_PROCESS,
+        cause="Redis services in clouds take TLS connections only, and reset those that begin in plain text. A server "
+        "that was restarted resets once; this one resets each time.",
+        now="remote_url: rediss://:PASSWORD@HOST:6379 (two s), and restart",
+        good="the same: a change of set-up; rediss:// is in LMCache 0.3.9 and newer",
+        sure=False,
+        threads=(_LMCACHE + "issues/929",),
+    ),
+    Problem(
+        code="KVD864",
+        name="lm-server-restarted",
+        severity=Severity.SLOW,
+        title="The lm:// server was stopped or restarted; the connector never connects anew, and never hits again.",
+        shows=(
+            Logged("Remote connection failed in contains: unpack requires a buffer of <count> bytes"),
+            Logged("Remote connection failed in batched_contains: unpack requires a buffer of <count> bytes"),
+            Logged("lm connector failed in exists: unpack requires a buffer of <count> bytes"),
+            Logged("Error in LMCache lookup server: unpack requires a buffer of <count> bytes"),
+            Failed(kind="error", text="unpack requires a buffer of <count> bytes"),
+        ),
+        sentence="the lm server closed the connection",
+        connectors=_IN_PROCESS,
+        cause="A dead socket gives 0 bytes where an answer should be. The connector opens its socket once and keeps "
+        "it; "
+        "the error is logged, and the next question goes to the same socket.",
+        now="restart vLLM after the lm server (python -m lmcache.v1.server, lmcache_server) is up again",
+        good="no release of LMCache reconnects an lm:// socket (0.5.6): redis:// or valkey://, or `lmcache server` "
+        "with "
+        "LMCacheMPConnector",
+        threads=(_LMCACHE + "issues/651", _LMCACHE + "issues/471"),
+    ),
+    Problem(
+        code="KVD866",
+        name="store-died-under-writes",
+        severity=Severity.SLOW,
+        title="The remote store went away while chunks were written to it.",
+        shows=(
+            Logged("Put task failed for key <key>: [Errno 32] Broken pipe"),
+            Logged("Put task failed for key <key>: [Errno 104] Connection reset by peer"),
+            Logged("batched put error: [Errno 32] Broken pipe"),
+            Logged("Remote connection failed in contains: [Errno 32] Broken pipe"),
+        ),
+        sentence="the store closed the connection while a chunk was written",
+        connectors=_IN_PROCESS,
+        cause="The store's process ended: look whether its pod says OOMKilled. lmcache_server (lm://) evicts nothing "
+        "in "
+        "any release, so it grows until its memory limit; and an lm:// connector does not connect anew.",
+        now="restart the store with more memory, then vLLM; or remote_url: redis://HOST:6379 with Redis set to "
+        "maxmemory 50gb and maxmemory-policy allkeys-lru",
+        good="no release of lmcache_server evicts: Redis or Valkey with a limit, or `lmcache server --l1-size-gb 50 "
+        "--eviction-policy LRU` with LMCacheMPConnector",
+        threads=("https://github.com/vllm-project/production-stack/issues/923", _LMCACHE + "issues/900"),
+    ),
+    Problem(
+        code="KVD872",
+        name="redis-evicted-half-a-chunk",
+        severity=Severity.SLOW,
+        title="Redis or Valkey has evicted a chunk's data and kept its header: the load comes short.",
+        shows=(Logged("Key exists but KV cache does not exist.Might happen when the cache is evicted by"),),
+        sentence="the header is there, the data is gone",
+        connectors=_IN_PROCESS,
+        cause="Header and data are two keys, and the server evicts key by key at its maxmemory. With tensor "
+        "parallelism "
+        "each rank has keys of its own, so the ranks differ too (KVD304).",
+        now="more maxmemory for the server, or a shorter life of keys than its limit; the line is harmless if rare",
+        good="no release of the redis:// connector keeps header and data in one key (0.5.6)",
+        threads=(_LMCACHE + "issues/1467",),
+    ),
+    Problem(
+        code="KVD823",
+        name="ranks-differ-and-die",
+        severity=Severity.CRASH,
+        title="The store has evicted chunks of some ranks and not of others, and the lookup kills EngineCore.",
+        shows=(Failed(text="Lookup results (number of hit tokens) differ across"),),
+        sentence="the ranks find different hits for the same tokens",
+        connectors=_IN_PROCESS,
+        releases={"lmcache": "<0.3.6"},
+        cause="Each rank keeps its part of a chunk under a key of its own, and Redis evicts key by key; these releases "
+        "raise where the ranks differ. A rank that is 0 from the first request on: PYTHONHASHSEED is not the same.",
+        now="redis-cli config set maxmemory to more than is stored, or maxmemory-policy noeviction; PYTHONHASHSEED=0",
+        fixed={"lmcache": "0.3.6"},
+        threads=(_LMCACHE + "issues/1467",),
+    ),
+    Problem(
+        code="KVD873",
+        name="redis-full",
+        severity=Severity.SLOW,
+        title="Redis is full and takes no more: nothing is stored there.",
+        shows=(
+            Logged("OOM command not allowed when used memory"),
+            Failed(kind="OutOfMemoryError", text="command not allowed when used memory"),
+            Failed(kind="ResponseError", text="OOM command not allowed when used memory"),
+        ),
+        cause="The server is at its maxmemory with maxmemory-policy noeviction, which is Redis' default.",
+        now="redis-cli config set maxmemory-policy allkeys-lru, or more maxmemory",
+        good="both in redis.conf: maxmemory 50gb, maxmemory-policy allkeys-lru",
+        sentence="the server refuses writes: used memory > maxmemory",
+    ),
+    Problem(
+        code="KVD874",
+        name="redis-refuses",
+        severity=Severity.SLOW,
+        title="Redis refuses LMCache: a password is missing or wrong, or the server is not ready.",
+        shows=(
+            Logged("NOAUTH Authentication required"),
+            Logged("invalid username-password pair"),
+            Logged("Authentication required."),
+            Logged("max number of clients reached"),
+            Logged("MISCONF Redis is configured to save RDB snapshots"),
+            Failed(kind="AuthenticationError"),
+        ),
+        cause="What the line says: NOAUTH or a wrong pair: user and password in remote_url. `max number of clients`: "
+        "every worker opens its own connections. MISCONF: the server cannot write its snapshot and takes no writes.",
+        now="remote_url: redis://USER:PASSWORD@HOST:6379; redis-cli config set maxclients 10000; redis-cli config set "
+        "stop-writes-on-bgsave-error no",
+        good="the same: a change of set-up",
+    ),
+)

@@ -1,0 +1,194 @@
+"""Remote stores of the in-process connector that fail: the connection, Redis and Valkey, lm://, files, plugins."""
+
+from __future__ import annotations
+
+from kvfix_tools.diagnose.findings import Severity
+from kvfix_tools.diagnose.problems import Failed, Logged, Problem
+
+_LMCACHE = "https://github.com/LMCache/LMCache/"
+_IN_PROCESS = ("LMCacheConnectorV1", "MultiConnector")
+_REMOTE = "lmcache/v1/storage_backend/remote_backend.py"
+_CONNECTORS = "lmcache/v1/storage_backend/connector"
+_SCHEMES = "redis://, rediss://, unix://, redis-sentinel://, valkey://, lm://, s3://, fs://, mooncakestore://, ..."
+
+PROBLEMS = (
+    Problem(
+        code="KVD860",
+        name="remote-store-not-reached",
+        severity=Severity.SLOW,
+        title="LMCache does not reach its remote store: nothing is stored there, and nothing found.",
+        shows=(
+            Logged("Failed to initialize/re-establish remote connection", _REMOTE),
+            Logged("Failed to initialize/re-establish remote connection: "),
+        ),
+        cause="The error after the colon decides. `Connection refused`, `timed out`, `Name or service not known`: no "
+        "store at remote_url, as seen from the workers' container (localhost is the container itself). `Authentication "
+        "required` or `NOAUTH`: user and password are missing in the URL.",
+        now="remote_url: redis://:PASSWORD@HOST:6379 (or lm://HOST:65432, ...) with a host that the worker's container "
+        "reaches, and start the store first; its health check tries again by itself",
+        good="the same: a change of set-up",
+        connectors=_IN_PROCESS,
+        threads=(_LMCACHE + "issues/929", _LMCACHE + "issues/2581"),
+    ),
+    Problem(
+        code="KVD861",
+        name="remote-store-unconnected",
+        severity=Severity.SLOW,
+        title="LMCache has no connection to its remote store, and leaves it out.",
+        shows=(
+            Logged("Connection is None in contains, returning False", _REMOTE),
+            Logged("Connection is None in batched_contains, returning"),
+            Logged("Connection is None in submit_put_task, returning None", _REMOTE),
+            Logged("Connection is None in batched_submit_put_task, returning None", _REMOTE),
+            Logged("Connection is None in get_blocking, returning None", _REMOTE),
+            Logged("Connection is None in batched_get_blocking, returning", _REMOTE),
+            Logged("Connection is None in batched_async_contains, returning 0", _REMOTE),
+            Logged("Connection will not be re-established yet", _REMOTE),
+        ),
+        connectors=_IN_PROCESS,
+        cause="The connection failed when LMCache started; `Failed to initialize/re-establish remote connection` "
+        "before "
+        "it has the reason. Its health check tries again from time to time, loads and stores do not.",
+        now="make the store at remote_url reachable from the worker's container, then restart vLLM",
+        good="the same: a change of set-up",
+    ),
+    Problem(
+        code="KVD862",
+        name="remote-store-drops-lookups",
+        severity=Severity.SLOW,
+        title="The remote store fails at lookups: every one counts as a miss.",
+        shows=(
+            Logged("Remote connection failed in contains: "),
+            Logged("Remote connection failed in batched_contains: "),
+            Logged("lm connector failed in exists: "),
+        ),
+        connectors=_IN_PROCESS,
+        cause="The error after the colon decides: the store was stopped or restarted, refuses more clients, or the "
+        "network drops idle connections.",
+        now="look at the store's own log; restart vLLM once the store is up",
+        good="the same: a change of set-up",
+        sure=False,
+        threads=(_LMCACHE + "issues/929",),
+    ),
+    Problem(
+        code="KVD865",
+        name="remote-put-fails",
+        severity=Severity.SLOW,
+        title="Chunks could not be written to the remote store: later requests will not find them.",
+        shows=(
+            Logged("Put task failed for key <key>: ", _REMOTE),
+            Logged("batched put error: ", f"{_CONNECTORS}/instrumented_connector.py"),
+        ),
+        connectors=_IN_PROCESS,
+        releases={"lmcache": ">=0.3.15"},
+        cause="The error at the end of the line decides: the store is full, gone, or refuses the size. Requests are "
+        "answered all the same; only the cache suffers.",
+        now="look at the store's own log and its memory; take remote_url out if it floods the log",
+        good="the same: a change of set-up",
+        sure=False,
+        threads=("https://github.com/vllm-project/production-stack/issues/923",),
+    ),
+    Problem(
+        code="KVD867",
+        name="remote-get-too-slow",
+        severity=Severity.SLOW,
+        title="A remote store brings chunks too slowly, and the load is given up.",
+        shows=(Logged("get blocking timeout, trigger cancel the future task", _REMOTE),),
+        sentence="a load from the remote store took longer than blocking_timeout_secs",
+        connectors=_IN_PROCESS,
+        cause="blocking_timeout_secs (10 seconds unless set) is for all chunks of a prompt: network and store do not "
+        "bring them in that time. The load comes short and vLLM computes the rest.",
+        now="blocking_timeout_secs: 30, and restart; a smaller prompt share (min_retrieve_tokens), a faster network",
+        good="LMCache 0.4.1 or newer survives the short load (before, a save may die of it: KVD112)",
+        threads=(_LMCACHE + "issues/2204",),
+    ),
+    Problem(
+        code="KVD868",
+        name="remote-get-fails",
+        severity=Severity.SLOW,
+        title="A load from the remote store failed: it is computed again.",
+        shows=(
+            Logged("Error occurred in get_blocking: ", _REMOTE),
+            Logged("Error occurred in batched_get_blocking: ", _REMOTE),
+            Logged("Error occurred in batched_async_contains: ", _REMOTE),
+            Logged("Error occurred in batched_get_non_blocking: "),
+        ),
+        connectors=_IN_PROCESS,
+        cause="The error after the colon decides: connection lost, an object of another chunk size or model under the "
+        "same key, or a format that this release does not read.",
+        now="look at the store's own log; empty the store if chunk_size, model or LMCache's release was changed",
+        good="the same: a change of set-up",
+        sure=False,
+    ),
+    Problem(
+        code="KVD869",
+        name="remote-url-not-known",
+        severity=Severity.SLOW,
+        title="remote_url has a scheme that this release has no connector for.",
+        shows=(
+            Logged("Failed to initialize/re-establish remote connection: No adapter found for URL: <url>"),
+            Failed(kind="ValueError", text="No adapter found for URL: <url>", at=f"{_CONNECTORS}/__init__.py"),
+        ),
+        sentence="no connector for {url}",
+        connectors=_IN_PROCESS,
+        cause=f"Known are {_SCHEMES}; a connector whose Python package does not import is missing in the list, and a "
+        "WARNING at the start says so.",
+        now="remote_url with one of these schemes, redis://HOST:6379 for example, and restart; install the package of "
+        "the connector",
+        good="the same: a change of set-up",
+    ),
+    Problem(
+        code="KVD870",
+        name="remote-url-incomplete",
+        severity=Severity.SLOW,
+        title="remote_url lacks its host or its port.",
+        shows=(
+            Logged("Failed to initialize/re-establish remote connection: Invalid URL <url>: missing"),
+            Failed(kind="AssertionError", text="Invalid URL <url>: missing", at=f"{_CONNECTORS}/__init__.py"),
+            Failed(kind="ValueError", text="Invalid remote url <url>: missing scheme", at=f"{_CONNECTORS}/__init__.py"),
+        ),
+        sentence="remote_url is {url}",
+        connectors=_IN_PROCESS,
+        cause="Every remote_url needs scheme, host and port, also where they mean nothing: fs://host:0/path.",
+        now="remote_url: redis://HOST:6379, lm://HOST:65432, or fs://host:0/mnt/kv, and restart",
+        good="the same: a change of set-up",
+    ),
+    Problem(
+        code="KVD871",
+        name="store-settings-refused",
+        severity=Severity.CRASH,
+        title="The connector of a remote store does not start with these settings.",
+        shows=(
+            Logged("save_chunk_meta must be False for"),
+            Logged("save_unfull_chunk must be False for"),
+            Logged("s3_region is required"),
+            Failed(kind="AssertionError", text="save_chunk_meta must be False for"),
+            Failed(kind="AssertionError", text="save_unfull_chunk must be False for"),
+            Failed(kind="ValueError", text="save_unfull_chunk must be False for"),
+            Failed(kind="AssertionError", text="s3_region is required"),
+        ),
+        connectors=_IN_PROCESS,
+        cause="S3, RESP and Valkey's glide connector store whole chunks without a header; S3 needs its region also "
+        "where the server has none.",
+        now='save_unfull_chunk: false and extra_config: {save_chunk_meta: false, s3_region: "us-east-1"}, and restart',
+        good="the same: a change of set-up",
+    ),
+    Problem(
+        code="KVD875",
+        name="store-health-check-fails",
+        severity=Severity.SLOW,
+        title="LMCache took itself out of service because a store does not answer its health check.",
+        shows=(
+            Logged("HealthMonitor: System unhealthy, entering degraded mode", "lmcache/v1/health_monitor/base.py"),
+            Logged("LMCache is unhealthy, skipping store operation", "lmcache/v1/cache_engine.py"),
+            Logged("LMCache is unhealthy, skipping retrieve operation", "lmcache/v1/cache_engine.py"),
+            Logged("LMCache is unhealthy, skipping lookup operation", "lmcache/v1/cache_engine.py"),
+        ),
+        connectors=_IN_PROCESS,
+        releases={"lmcache": ">=0.3.13"},
+        cause="The remote store was pinged in vain, or LMCache failed to start (`marked as init failed` at the log's "
+        "beginning). All loads and stores are left out until a ping succeeds; after a failed start, for ever.",
+        now="bring the store at remote_url up; after a failed start put right what its first ERROR says and restart",
+        good="the same: a change of set-up; extra_config fallback_policy: local_cpu keeps the CPU cache in use",
+    ),
+)
