@@ -1,5 +1,5 @@
 """`kvfix explain`: everything that has a code. Fixes (KVF), rules of the ledger (KVR) and of the lab (LAB), findings in
-logs (KVD).
+logs and known problems (KVD).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from rich.markdown import Markdown
 from kvfix import catalogue
 from kvfix.fixes.api import Fix
 from kvfix.ledger import RULES, Rule
-from kvfix_tools.diagnose import findings
+from kvfix_tools.diagnose import findings, problems
 from kvfix_tools.lab import rules as lab_rules
 from kvfix_tools.lab.scenario import scenarios
 
@@ -37,6 +37,7 @@ def entries() -> Iterator[Entry]:
     yield from map(_of_rule, RULES)
     yield from map(_of_rule, lab_rules.RULES)
     yield from map(_of_finding, findings.catalogue())
+    yield from map(_of_problem, problems.catalogue())
 
 
 def explain(name: str, json: bool) -> int:
@@ -81,6 +82,28 @@ def _of_finding(finding: findings.LogRule) -> Entry:
     paragraphs = [head, finding.title, *(f"{name}: {text}" for name, text in sections.items() if text)]
     text = "\n\n".join(paragraphs) + _fix_list("Fixes:", finding.fixes)
     return Entry(finding.code, finding.name, {**facts, "fixes": list(finding.fixes)}, text)
+
+
+def _of_problem(problem: problems.Problem) -> Entry:
+    """What shows it, its cause, and what to do."""
+    signs = [problems.in_words(sign) for sign in problem.shows]
+    facts = {
+        "code": problem.code, "name": problem.name, "severity": problem.severity.name.lower(), "title": problem.title,
+        "shows": signs, "cause": problem.cause, "do_now": problem.now, "for_good": problem.for_good,
+        "connectors": list(problem.connectors), "releases": dict(problem.releases), "fixed": dict(problem.fixed),
+        "sure": problem.sure, "threads": list(problem.threads),
+    }  # fmt: skip
+    head = f"{problem.code} {problem.name} ({problem.severity.word}, found in logs by kvfix-diagnose)"
+    paragraphs = [
+        head,
+        problem.title,
+        "Shows as:\n" + "\n".join(f"  {sign}" for sign in signs),
+        f"Cause: {problem.cause}",
+        f"Do now: {problem.now}",
+        f"For good: {problem.for_good}",
+        *(["Reports:\n" + "\n".join(f"  {thread}" for thread in problem.threads)] if problem.threads else []),
+    ]
+    return Entry(problem.code, problem.name, facts, "\n\n".join(paragraphs))
 
 
 def _fix_list(heading: str, codes: Iterable[str]) -> str:

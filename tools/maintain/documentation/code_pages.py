@@ -10,7 +10,7 @@ from kvfix import applicability, catalogue
 from kvfix.fixes.api import Fix
 from kvfix.ledger import RULES, Rule
 from kvfix_tools import upstream
-from kvfix_tools.diagnose import advice, findings
+from kvfix_tools.diagnose import advice, findings, problems
 from kvfix_tools.lab import rules as lab_rules
 from kvfix_tools.lab.rules import LabRule
 from maintain.documentation import error_index, support_matrix
@@ -42,13 +42,16 @@ def pages(pairs: Pairs) -> dict[str, str]:
     fixes = catalogue.fixes()
     rules: list[Rule | LabRule] = [*sorted(RULES), *lab_rules.RULES]
     fix_rows = [(link(each.code), each.slug, each.title, wrong_in(each)) for each in fixes]
-    finding_rows = [(link(each.code), each.name, each.severity.word, each.title) for each in findings.catalogue()]
+    found: list[findings.LogRule | problems.Problem] = [*findings.catalogue(), *problems.catalogue()]
+    found.sort(key=lambda each: each.code)
+    finding_rows = [(link(each.code), each.name, each.severity.word, each.title) for each in found]
     rule_rows = [(link(each.code), each.name, _first_paragraph(each)) for each in rules]
     return {
         "fixes/index.md": FIXES + table(("code", "fix", "what is wrong", "wrong in"), fix_rows),
         **{f"fixes/{each.code.lower()}.md": of_fix(each, pairs) for each in fixes},
         "findings/index.md": FINDINGS + table(("code", "finding", "severity", "what"), finding_rows),
         **{f"findings/{each.code.lower()}.md": of_finding(each) for each in findings.catalogue()},
+        **{f"findings/{each.code.lower()}.md": of_problem(each) for each in problems.catalogue()},
         "rules/index.md": RULES_INDEX + table(("code", "rule", ""), rule_rows),
         **{f"rules/{each.code.lower()}.md": of_rule(each) for each in rules},
     }
@@ -114,6 +117,22 @@ def of_finding(finding: findings.LogRule) -> str:
     }
     head = f"# {finding.code} {finding.name}\n\n**{finding.title}** ({finding.severity.word})"
     return f"{head}\n\n{sections(parts)}"
+
+
+def of_problem(problem: problems.Problem) -> str:
+    parts = {
+        "In the log": "".join(f"    {problems.in_words(sign)}\n" for sign in problem.shows),
+        "Cause": problem.cause + ("" if problem.sure else " The line alone does not prove it."),
+        "Do now": problem.now,
+        "For good": problem.for_good,
+        "Reports": "".join(f"- <{thread}>\n" for thread in problem.threads),
+    }
+    about = {
+        "Connectors": ", ".join(problem.connectors),
+        "Releases": ", ".join(f"{NAMES.get(dist, dist)} {which}" for dist, which in problem.releases.items()),
+    }
+    head = f"# {problem.code} {problem.name}\n\n**{problem.title}** ({problem.severity.word})"
+    return f"{head}\n\n{facts(about)}\n{sections(parts)}"
 
 
 def of_rule(rule: Rule | LabRule) -> str:
