@@ -86,6 +86,16 @@ def replay(files: Annotated[list[Path], typer.Argument(metavar="FILE...")], json
 
 
 @app.command()
+def mcp(
+    root: Annotated[Path, typer.Argument(metavar="DIR", help="Files are read below this folder only.")] = Path(),
+) -> None:
+    """A Model Context Protocol server on standard input and output, with kvfix's commands as tools (kvfix[mcp])."""
+    from kvfix_tools import mcp_server
+
+    raise typer.Exit(mcp_server.serve(root))
+
+
+@app.command()
 def dump(
     pid: Annotated[int, typer.Argument(metavar="PID", help="The engine: this process and all below it.")],
     out: Annotated[Path, typer.Option("-o", metavar="DIR", help="Where the bundle goes.")] = Path(),
@@ -162,12 +172,19 @@ def diagnose(
     request: Annotated[str, typer.Option(metavar="ID", help="One request's history in full.")] = "",
     html: Annotated[str, typer.Option(metavar="FILE", help="One self-contained page.")] = "",
     perfetto: Annotated[str, typer.Option(metavar="FILE", help="Chrome trace JSON, for ui.perfetto.dev.")] = "",
+    brief: Annotated[
+        str,
+        typer.Option(metavar="FILE", help="The log in 8 kB, for a person or a language model; - prints it."),
+    ] = "",
+    issue: Annotated[
+        str, typer.Option(metavar="FILE", help="A bug report to post: versions, settings, excerpt, known threads.")
+    ] = "",
     everything: Annotated[bool, typer.Option("--all", help="Every finding in full.")] = False,
 ) -> None:
     """Known bugs in a log: findings with their arithmetic, cause and remedy. Exit 1 if there are any."""
     from kvfix_tools.diagnose import command
 
-    raise typer.Exit(command.main(paths, json, request, html, perfetto, everything))
+    raise typer.Exit(command.main(paths, json, request, html, perfetto, everything, brief, issue))
 
 
 @app.command(add_help_option=False, context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
