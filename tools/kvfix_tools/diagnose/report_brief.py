@@ -33,6 +33,7 @@ _SETTINGS = re.compile(
     r"|kv_cache_dtype|disable_hybrid_kv_cache_manager)': (?P<value>KVTransferConfig\(.*?\)(?=, '|\})|\{[^{}]*\}"
     r"|'[^']*'|[^,}]+)"
 )
+_URL = re.compile(r"https://github\.com/[\w./-]*\w")
 _HOSTS = (
     (re.compile(r"\b(?:\d{1,3}\.){3}\d{1,3}\b"), "<address>"),
     (re.compile(r"\b([a-z][a-z0-9+]{1,20}://)[^\s'\",/:}\])]+"), r"\1<host>"),
@@ -59,9 +60,7 @@ def issue(log: Diagnosis, findings: list[LogFinding]) -> str:
     """A bug report to post: Markdown."""
     first = findings[0] if findings else None
     title = safe(first.sentence) if first is not None else "no failure was found in the log"
-    threads = dict.fromkeys(
-        thread for found in findings if isinstance(found.rule, Problem) for thread in found.rule.threads
-    )
+    threads = dict.fromkeys(thread for found in findings for thread in _threads(log, found))
     parts = [f"# {title[:120]}", "", "## What happened", ""]
     parts += [safe(f"- {event}") for found in findings[:2] for event in found.history[-8:]] or [
         f"{first.rule.title if first else 'See the log.'}"
@@ -74,6 +73,13 @@ def issue(log: Diagnosis, findings: list[LogFinding]) -> str:
     if terms:
         parts += ["## Search terms", "", *(f"- `{term}`" for term in terms), ""]
     return "\n".join(parts)
+
+
+def _threads(log: Diagnosis, found: LogFinding) -> list[str]:
+    """Addresses of reports of the same: those of the record, or of the fixes."""
+    if isinstance(found.rule, Problem):
+        return list(found.rule.threads)
+    return [url for fix in advice.fixes(log, found) for url in _URL.findall(fix.section("Upstream"))]
 
 
 def safe(text: str) -> str:

@@ -1,0 +1,97 @@
+"""The log in 8 kB, and the bug report: the root exception is in it, and nothing that must not be posted."""
+
+from __future__ import annotations
+
+import gzip
+from pathlib import Path
+
+import pytest
+
+from kvfix_tools.diagnose import command, report_brief
+from kvfix_tools.diagnose.diagnosis import Diagnosis, diagnosed
+
+LOGS = Path(__file__).parent / "logs"
+CRASH = gzip.decompress((LOGS / "crash-0.3.10.log.gz").read_bytes())
+
+
+def brief(log: bytes) -> str:
+    found = diagnosed(log)
+    return report_brief.brief(found, found.findings)
+
+
+@pytest.mark.parametrize("path", sorted(LOGS.glob("*.gz")), ids=lambda path: path.name)
+def test_every_log_fits(path: Path) -> None:
+    log = gzip.decompress(path.read_bytes())
+    for times in (1, 40):
+        text = brief(log * times)
+        assert 0 < len(text.encode()) <= report_brief.LIMIT
+        assert text.endswith("\n")
+
+
+def test_what_it_has() -> None:
+    text = brief(CRASH)
+    assert "releases: LMCache 0.3.10, vLLM 0.32.0" in text
+    assert "connector: LMCacheConnectorV1; role: kv_both" in text
+    assert "setting: max_num_batched_tokens=352" in text
+    assert "exception of EngineCore pid=4427, line 137: AssertionError: Mismatch in tokens to load: 256 vs 256" in text
+    assert "integration/vllm/vllm_v1_adapter.py:1589 update_state_after_alloc" in text
+    assert "do now: KVF001" in text
+    assert "for good: upgrade to LMCache 0.3.10.post1" in text
+
+
+def test_an_unknown_failure_is_in_it() -> None:
+    log = (
+        b"(EngineCore pid=7) ERROR 12-03 01:24:36 [core.py:844] Traceback (most recent call last):\n"
+        b'(EngineCore pid=7) ERROR 12-03 01:24:36 [core.py:844]   File "/home/ada/site/mine.py", line 7, in load\n'
+        b"(EngineCore pid=7) ERROR 12-03 01:24:36 [core.py:844] mine.OddError: no such thing\n"
+    )
+    text = brief(log)
+    assert "KVD199" in text
+    assert "mine.OddError: no such thing" in text
+    assert "mine.py:7 load" in text
+    assert "/home/ada" not in text
+
+
+SECRETS = [
+    "prompt='tell me about my secret illness'",
+    'prompt: "tell me about my secret illness"',
+    "messages=[{'role': 'user', 'content': 'my secret illness'}]",
+    "redis://user:pa55word@10.1.2.3:6379 refused",
+    "tcp://gpu-node-17.corp.example:5555 is silent",
+    "api_key=sk-abcdefghijklmnop1234 refused",
+    "token ids [15496, 995, 318, 257, 1332, 286, 262, 3496, 99, 100]",
+    "cannot read /home/ada/models/private-model/config.json",
+]
+HIDDEN = ("secret illness", "pa55word", "10.1.2.3", "gpu-node-17", "sk-abcdef", "15496, 995, 318", "/home/ada")
+
+
+@pytest.mark.parametrize("secret", SECRETS)
+def test_nothing_that_must_not_be_posted(secret: str) -> None:
+    log = (
+        f"[2026-11-21 01:41:27,007] LMCache ERROR: it failed: {secret} (any.py:7:lmcache.any)\n"
+        "(EngineCore pid=7) ERROR 12-03 01:24:36 [core.py:844] EngineCore encountered a fatal error.\n"
+        f"(EngineCore pid=7) ERROR 12-03 01:24:36 [core.py:844] RuntimeError: it failed: {secret}\n"
+    ).encode()
+    found = diagnosed(log)
+    for text in (report_brief.brief(found, found.findings), report_brief.issue(found, found.findings)):
+        assert "it failed" in text
+        assert not [word for word in HIDDEN if word in text], text
+
+
+def test_the_bug_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log = tmp_path / "engine.log"
+    log.write_bytes(CRASH)
+    out = tmp_path / "issue.md"
+    assert command.main([str(log)], issue=str(out), brief=str(tmp_path / "brief.txt")) == 1
+    text = out.read_text()
+    assert text.startswith("# granted 256, but hit 256 - computed 288 = -32")
+    assert "match(288) promises 0" in text
+    assert (tmp_path / "brief.txt").read_text().rstrip() in text
+    assert "https://github.com/LMCache/LMCache/issues/2158" in text.partition("## Nearest known")[2]
+    assert "AssertionError" in text.partition("## Search terms")[2]
+    assert command.main([str(log)], issue=str(tmp_path / "no/issue.md")) == 2
+    assert "nothing was written there" in capsys.readouterr().err
+
+
+def test_an_empty_log() -> None:
+    assert "no line of vLLM" in report_brief.brief(Diagnosis(), [])
