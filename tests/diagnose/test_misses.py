@@ -107,7 +107,7 @@ def misses() -> list[tuple[str, str]]:
         ("KVD207", unread(NEWEST, "v1/cache_engine.py", "unhealthy, skipping lookup")),
         ("KVD210", unread(NEWEST, DRIVEN, "Unregistered KV cache for GPU ID", 7)),
         ("KVD210", unread(NEWEST, DRIVEN, "already registered; refreshing liveness", 7)),
-        # A session is ended after its worker has gone: nobody waits for that answer.
+        # A session is ended after its worker has gone: no client waits for that answer.
         ("KVD212", handler_failed(function="end_session")),
         ("KVD304", logged(NEWEST, "ranks_differ", "[512, 256]")),
         ("KVD311", logged(NEWEST, "ranks_differ", "[512, 0]")),

@@ -52,7 +52,7 @@ def library() -> bytes:
 
 
 def without(content: bytes, names: tuple[bytes, ...] = (b"PyObject_GetAttr", b"PyUnicode_FromStringAndSize")) -> bytes:
-    """The library, needing a symbol of C++ that nobody has, in place of one of Python's."""
+    """The library, needing a symbol of C++ that no library has, in place of one of Python's."""
     for name in names:
         at = content.find(b"\0" + name + b"\0")
         if at >= 0:

@@ -68,7 +68,7 @@ PLANTED = {
     "deprecated": Planted(
         "deprecated", serve(V1), "is deprecated", "runtime_plugin_locations", yaml="plugin_locations: [x]"
     ),
-    "settings that nobody reads": Planted(
+    "settings that no connector reads": Planted(
         "settings-read",
         serve(MP),
         "does not read LMCACHE_CHUNK_SIZE",

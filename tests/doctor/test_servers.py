@@ -99,7 +99,7 @@ def test_the_options_of_a_server(place: Path, listening: int) -> None:
 def test_a_worker_without_a_gpu(
     cuda: str, supported: str, count: int, tmp_path: Path, listening: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The server of LMCache 0.5.6 takes lmcache_driven only, unless it is told; its command line shows it."""
+    """The server of LMCache 0.5.6 takes lmcache_driven only, unless its command line has another mode."""
     options = {"port": str(listening), **({"supported-transfer-mode": supported} if supported else {})}
     monkeypatch.setattr(servers, "running", lambda port: Command("lmcache server", "", options, {}, False, ""))
     here = site(tmp_path, vllm=False)

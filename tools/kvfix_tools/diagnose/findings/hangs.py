@@ -231,7 +231,7 @@ _HANDLER = re.compile(
     r"Error (?:in blocking handler|handling (?:request RequestType\.|operation )(?P<operation>\w+))(?:: (?P<error>.+))?"
 )
 _BELOW = 120
-#: Operations whose answer nobody waits for: they fail when a worker has gone.
+#: Operations whose answer no client waits for: they fail when a worker has gone.
 _UNASKED = frozenset({"end_session"})
 
 

@@ -126,7 +126,7 @@ PROBLEMS = (
             Failed(kind="ValueError", text="vllm model for <name> not found.", at="lmcache/v1/compute/models/utils.py"),
             Failed(kind="ValueError", text="Blender for <name> not found.", at="lmcache/v1/compute/blend/utils.py"),
         ),
-        sentence="nobody has handed vLLM's model to LMCache ({name})",
+        sentence="vLLM's model was not handed to LMCache ({name})",
         connectors=("LMCacheConnectorV1", "MultiConnector"),
         cause="`enable_blending` in the engine's own process needs VLLMModelTracker.register_model to be called in "
         "vLLM's gpu_worker.py before the connector is made. vLLM 0.11.2 to 0.32 do not call it; it must be written in "

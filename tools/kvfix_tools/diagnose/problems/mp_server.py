@@ -18,7 +18,7 @@ PROBLEMS = (
         releases={"lmcache": ">=0.5.2"},
         cause="Dropping the memory of a worker that was reaped or has unregistered waits for the GPU. In LMCache "
         "0.5.2 to "
-        "0.5.4 it holds Python's global lock meanwhile, so the server answers nobody; from 0.5.5 on only this thread "
+        "0.5.4 it holds Python's global lock meanwhile, so the server answers no client; from 0.5.5 on only this thread "
         "waits, and the memory stays.",
         now="restart the LMCache server, then vLLM; --worker-reap-timeout-seconds 0 keeps the server from reaping live "
         "workers",
@@ -73,7 +73,7 @@ PROBLEMS = (
             Logged("No GPU context registered for instance ID <worker>"),
         ),
         sentence="worker {worker} is not registered with the server",
-        cause="The server was restarted while vLLM went on (a new one knows nobody), or it dropped the worker: a line "
+        cause="The server was restarted while vLLM went on (a new one knows no worker), or it dropped the worker: a line "
         "`Reaped ... instance` before this one says so (KVD210). The number is the worker's, no GPU's.",
         now="restart vLLM (its workers register anew); from now on the server first, then vLLM",
         good="LMCache 0.5.5 or newer on both sides: the server refuses, and answers; workers register again after a "
@@ -129,7 +129,7 @@ PROBLEMS = (
             Logged("No GPU context found for model <model> with world size <size> during lookup!"),
             Logged("No group layout descs found for model <model> with world size <size> during lookup!"),
         ),
-        sentence="nobody has registered {model} with world size {size}",
+        sentence="no worker has registered {model} with world size {size}",
         cause="The server was restarted and the workers have not come back (they do after a missed heartbeat, from "
         "0.4.5 "
         "on; a restart faster than a heartbeat is not noticed), the worker was reaped, or scheduler and workers use "

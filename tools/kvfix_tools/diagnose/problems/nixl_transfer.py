@@ -21,7 +21,7 @@ PROBLEMS = (
             Logged("Handshake failed for request <request>, marking blocks as invalid"),
         ),
         sure=False,
-        cause="The exception below that line decides: `zmq.error.Again` nobody answers, `engine ID mismatch` "
+        cause="The exception below that line decides: `zmq.error.Again` no answer came, `engine ID mismatch` "
         "another engine answers, `compatibility hash mismatch` other settings, `NIXL_ERR_BACKEND` no way for "
         "UCX, an assertion: the two do not fit.",
         now="read the exception below it; start prefill, and set VLLM_NIXL_SIDE_CHANNEL_HOST there to the address"

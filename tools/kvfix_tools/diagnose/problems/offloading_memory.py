@@ -135,7 +135,7 @@ PROBLEMS = (
         ),
         releases={"vllm": ">=0.20"},
         cause="The CPU cache of all ranks is one file in /dev/shm, of cpu_bytes_to_use (--kv-offloading-size) "
-        "bytes. A container has 64 MB there unless it is told otherwise, and Kubernetes counts it as the "
+        "bytes. A container has 64 MB there unless its settings say otherwise, and Kubernetes counts it as the "
         "pod's memory.",
         now="`--shm-size` above the CPU cache (docker; or `--ipc host`), Kubernetes: an emptyDir with medium "
         "Memory and a sizeLimit at /dev/shm, memory limit raised by as much; or a smaller `cpu_bytes_to_use`",

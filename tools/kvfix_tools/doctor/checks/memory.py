@@ -22,7 +22,7 @@ def _wanted(setup: Setup) -> tuple[float, str] | None:
     size = setup.number("max_local_cpu_size")
     if setup.connector("v1") is None or size is None:
         return None
-    # Only the first worker of a model with MLA stores, if save_only_first_rank is not taken back
+    # Only the first worker of a model with MLA stores, if save_only_first_rank is not unset
     # (local_cpu_backend.py 0.5.6:384-394).
     extra = setup.setting("extra_config")
     first_only = extra.get("save_only_first_rank", True) if isinstance(extra, dict) else True
