@@ -55,8 +55,7 @@ PROBLEMS = (
         "written, so nothing may be evicted.",
         now="a larger max_local_cpu_size, local_cpu: true, and fewer requests at once (--max-num-seqs)",
         good="LMCache 0.3.9 or newer waits for memory here (KVD402 where it waits for ever); a max_local_cpu_size "
-        "above "
-        "the prompts at once ends it",
+        "above the prompts at once ends it",
         threads=(_LMCACHE + "issues/969", _LMCACHE + "issues/559"),
     ),
     Problem(
@@ -135,8 +134,7 @@ PROBLEMS = (
         sentence="the machine's free memory is less than what is reserved",
         connectors=_IN_PROCESS,
         cause="max_local_cpu_size is cut to the machine's free memory less reserve_local_cpu_size, and nothing is "
-        "left: "
-        "each worker takes its own share.",
+        "left: each worker takes its own share.",
         now="reserve_local_cpu_size: 0, a max_local_cpu_size that fits as many times as there are workers, and restart",
         good="the same: a change of set-up",
     ),

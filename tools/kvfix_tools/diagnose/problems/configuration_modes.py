@@ -119,8 +119,8 @@ PROBLEMS = (
             Failed(text="must be no greater than and evenly divide every resolved attention block size"),
         ),
         connectors=("LMCacheMPConnector", "MultiConnector"),
-        cause="From 0.5.5 on it serves decode context parallelism if the interleave size divides every block size, "
-        "and no prefill context parallelism beside it.",
+        cause="From 0.5.5 on it serves decode context parallelism if the interleave size divides every block size, and "
+        "no prefill context parallelism beside it.",
         now="--prefill-context-parallel-size 1, and --cp-kv-cache-interleave-size a divisor of the block sizes in the "
         "line",
         good="LMCache 0.5.6 with decode context parallelism alone",
@@ -134,8 +134,8 @@ PROBLEMS = (
             Failed(text="incompatible with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True", at="vllm/config/vllm.py"),
         ),
         releases={"vllm": ">=0.26.0"},
-        cause="Expandable segments may give the KV cache other physical pages while transports have registered the "
-        "old ones.",
+        cause="Expandable segments may give the KV cache other physical pages while transports have registered the old "
+        "ones.",
         now="unset PYTORCH_CUDA_ALLOC_CONF",
         good="the same; or the cumem allocator (--enable-sleep-mode), which vLLM accepts beside it",
     ),

@@ -53,9 +53,8 @@ PROBLEMS = (
             Failed(kind="OSError", text="[Errno 28] No space left on device"),
         ),
         cause="max_local_disk_size is for each worker, so with tensor parallel 8 eight times that is used; fs:// and "
-        "the "
-        "server's fs and fs_native adapters evict nothing unless max_capacity_gb and eviction are set. In /dev/shm it "
-        "is the container's shared memory (--shm-size).",
+        "the server's fs and fs_native adapters evict nothing unless max_capacity_gb and eviction are set. In /dev/shm "
+        "it is the container's shared memory (--shm-size).",
         now="df -h; max_local_disk_size at most the free space divided by the workers; docker --shm-size=16g if it is "
         "/dev/shm",
         good="the same: a change of set-up",
@@ -77,8 +76,7 @@ PROBLEMS = (
         sentence="{name}: {error}",
         connectors=_IN_PROCESS,
         cause="The module does not import in vLLM's environment, the class is not in it, or its constructor raised: "
-        "the "
-        "error after the name says which.",
+        "the error after the name says which.",
         now="python -c 'import MODULE' in vLLM's environment; extra_config storage_plugin.NAME.module_path and "
         "storage_plugin.NAME.class_name",
         good="the same: a change of set-up",

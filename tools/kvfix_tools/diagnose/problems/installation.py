@@ -163,8 +163,8 @@ PROBLEMS = (
         ),
         sentence="a libnvJitLink without __nvJitLink{symbol} is found before torch's own",
         cause="LD_LIBRARY_PATH names a CUDA of the system that is older than torch's.",
-        now="unset LD_LIBRARY_PATH, and start again; or put torch's own first: "
-        "python -c 'import nvidia.nvjitlink as n; print(n.__path__[0] + \"/lib\")'",
+        now="unset LD_LIBRARY_PATH, and start again; or put torch's own first: python -c 'import nvidia.nvjitlink as "
+        'n; print(n.__path__[0] + "/lib")\'',
         good="no CUDA of the system in LD_LIBRARY_PATH: torch's wheels bring theirs",
         threads=("https://github.com/LMCache/LMCache/issues/180",),
     ),
@@ -270,8 +270,8 @@ PROBLEMS = (
             Failed(text="No module named 'lmcache.native_storage_ops'"),
             Failed(text="No module named 'lmcache.lmcache_native'"),
         ),
-        cause="It was installed without being compiled, or a source folder named lmcache in the working directory "
-        "or in PYTHONPATH is imported instead of the installed package.",
+        cause="It was installed without being compiled, or a source folder named lmcache in the working directory or "
+        "in PYTHONPATH is imported instead of the installed package.",
         now="start from another directory; python -c 'import lmcache; print(lmcache.__file__)' must name "
         "site-packages. If it does: " + _REBUILD.partition(";")[0],
         good="LMCache from a wheel, or compiled in vLLM's environment",

@@ -40,8 +40,8 @@ PROBLEMS = (
             Failed(text="No module named 'lmcache_vllm"),
             Logged(text="No module named 'lmcache.experimental"),
         ),
-        cause="`lmcache.experimental` became `lmcache.v1` in 0.3; `lmcache_vllm` was given up. vLLM's connector of "
-        "the V0 engine (LMCacheConnector) and old examples still ask for them.",
+        cause="`lmcache.experimental` became `lmcache.v1` in 0.3; `lmcache_vllm` was given up. vLLM's connector of the "
+        "V0 engine (LMCacheConnector) and old examples still ask for them.",
         now='--kv-transfer-config \'{"kv_connector":"LMCacheConnectorV1","kv_role":"kv_both"}\', with the V1 engine',
         good="vLLM 0.11.2 or newer with LMCacheConnectorV1",
         threads=(

@@ -26,12 +26,12 @@ PROBLEMS = (
             ),
         ),
         releases={"vllm": "<0.32"},
-        cause="The model has attention and state (Mamba, GDN) layers. The connector does not support several KV "
-        "groups (or vLLM before 0.21 switches the manager off for every connector), and without the manager "
-        "the model cannot run.",
+        cause="The model has attention and state (Mamba, GDN) layers. The connector does not support several KV groups "
+        "(or vLLM before 0.21 switches the manager off for every connector), and without the manager the model cannot "
+        "run.",
         now="NixlConnector, OffloadingConnector or SimpleCPUOffloadConnector on vLLM 0.20: add "
-        "`--no-disable-hybrid-kv-cache-manager`; LMCache: LMCacheMPConnector (LMCache 0.4.7 or later, vLLM "
-        "0.26 or later) instead of LMCacheConnectorV1; else no --kv-transfer-config for this model",
+        "`--no-disable-hybrid-kv-cache-manager`; LMCache: LMCacheMPConnector (LMCache 0.4.7 or later, vLLM 0.26 or "
+        "later) instead of LMCacheConnectorV1; else no --kv-transfer-config for this model",
         good="vLLM 0.26.0 with a connector that supports several groups; LMCacheConnectorV1 does in no release",
         threads=(
             f"{_LMCACHE}/3163",
@@ -52,11 +52,11 @@ PROBLEMS = (
             ),
         ),
         sentence="{connector} with the hybrid KV cache manager",
-        cause="`--no-disable-hybrid-kv-cache-manager` was given (or the connector's class is not a SupportsHMA one,"
-        " also when it comes from another package).",
-        now="models with sliding window: `--disable-hybrid-kv-cache-manager`; models with Mamba or GDN layers "
-        "cannot run with it: another connector (NixlConnector, OffloadingConnector, LMCacheMPConnector of "
-        "LMCache 0.4.7 or later)",
+        cause="`--no-disable-hybrid-kv-cache-manager` was given (or the connector's class is not a SupportsHMA one, "
+        "also when it comes from another package).",
+        now="models with sliding window: `--disable-hybrid-kv-cache-manager`; models with Mamba or GDN layers cannot "
+        "run with it: another connector (NixlConnector, OffloadingConnector, LMCacheMPConnector of LMCache 0.4.7 or "
+        "later)",
         good="a connector that supports several groups; LMCacheConnectorV1 does in no release",
         threads=(f"{_LMCACHE}/3163",),
     ),
@@ -96,8 +96,8 @@ PROBLEMS = (
             ),
         ),
         releases={"vllm": ">=0.15,<0.26"},
-        cause="With mamba cache mode `align` (what prefix caching turns on) the scheduler asserts that no connector"
-        " brings tokens: the first hit kills EngineCore.",
+        cause="With mamba cache mode `align` (what prefix caching turns on) the scheduler asserts that no connector "
+        "brings tokens: the first hit kills EngineCore.",
         now="`--no-enable-prefix-caching` on the instance that loads, restart",
         fixed={"vllm": "0.26.0"},
         threads=(
@@ -117,8 +117,8 @@ PROBLEMS = (
         ),
         releases={"vllm": ">=0.20"},
         cause="The default layout is SD; NIXL reads the state in parts, which needs DS.",
-        now="`export VLLM_SSM_CONV_STATE_LAYOUT=DS` on prefill and decode, restart (CPU platform with AVX-512 "
-        "BF16: it forces SD, no way)",
+        now="`export VLLM_SSM_CONV_STATE_LAYOUT=DS` on prefill and decode, restart (CPU platform with AVX-512 BF16: it "
+        "forces SD, no way)",
         good="the configuration; on CPU no release is right yet",
         threads=(
             f"{_ISSUES}/54387",
@@ -145,8 +145,8 @@ PROBLEMS = (
         ),
         releases={"vllm": ">=0.26"},
         cause="The hybrid KV cache manager was forced on, but one of the connectors has no support for it.",
-        now="remove `--no-disable-hybrid-kv-cache-manager`; a model with Mamba or GDN layers needs connectors "
-        "that all support it (not LMCacheConnectorV1)",
+        now="remove `--no-disable-hybrid-kv-cache-manager`; a model with Mamba or GDN layers needs connectors that all "
+        "support it (not LMCacheConnectorV1)",
         good="the configuration",
     ),
     Problem(
@@ -179,8 +179,8 @@ PROBLEMS = (
         ),
         sentence="{keys}",
         releases={"vllm": ">=0.32"},
-        cause="Each wants to put its address into the answer under the same name: two P/D connectors (NIXL, "
-        "Mooncake) at once.",
+        cause="Each wants to put its address into the answer under the same name: two P/D connectors (NIXL, Mooncake) "
+        "at once.",
         now="one P/D connector in the MultiConnector; the others for storing and offloading",
         good="the configuration",
     ),
@@ -228,8 +228,8 @@ PROBLEMS = (
         ),
         named=True,
         releases={"vllm": ">=0.16"},
-        cause="With the prompt in decode's prefix cache there is nothing to pull, and the request does not wait; "
-        "the connector tells prefill to free its blocks, and reports that as a load that is done.",
+        cause="With the prompt in decode's prefix cache there is nothing to pull, and the request does not wait; the "
+        "connector tells prefill to free its blocks, and reports that as a load that is done.",
         now="`--no-enable-prefix-caching` on the decode instance, restart",
         good="vllm-ascend after March 2026 (pull 7236); vLLM's own MooncakeConnector: 0.32.0",
         threads=("https://github.com/vllm-project/vllm-ascend/pull/7236",),

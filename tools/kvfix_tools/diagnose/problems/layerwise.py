@@ -18,8 +18,7 @@ PROBLEMS = (
         shows=(Failed(kind="KeyError", text="LayerCacheEngineKey("),),
         connectors=_IN_PROCESS,
         cause="With use_layerwise only the first layer of a chunk is looked up; another layer's part was evicted "
-        "since, "
-        "or never stored, and the load takes it from the CPU cache without asking (local_cpu_backend.py, "
+        "since, or never stored, and the load takes it from the CPU cache without asking (local_cpu_backend.py, "
         "batched_get_non_blocking).",
         now="use_layerwise: false (LMCACHE_USE_LAYERWISE=False), and restart",
         good="no release of LMCache is right yet (0.5.6): leave use_layerwise at false, or a larger max_local_cpu_size",
@@ -167,8 +166,7 @@ PROBLEMS = (
         sentence="a chunk of the load has no memory any more",
         connectors=_IN_PROCESS,
         cause="A chunk that was hit had been freed: it was evicted between lookup and load, or released twice. The "
-        "line "
-        "`Trying to access an invalidated MemoryObj` before it says so.",
+        "line `Trying to access an invalidated MemoryObj` before it says so.",
         now="use_layerwise: false (LMCACHE_USE_LAYERWISE=False), and restart",
         good="from LMCache 0.3.9 on an assertion stands before the copy; leave use_layerwise at false",
         sure=False,

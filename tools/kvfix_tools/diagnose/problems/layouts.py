@@ -138,8 +138,8 @@ PROBLEMS = (
         title="This multi-process connector knows one KV group only, and the model has several.",
         shows=(Failed(kind="RuntimeError", text="LMCacheMPConnector only works without hybrid kv cache manager"),),
         connectors=_MP,
-        cause="vLLM's own copy of the connector, LMCache's up to 0.4.6, and its _0180 and _0201 variants take one "
-        "list of blocks for each request.",
+        cause="vLLM's own copy of the connector, LMCache's up to 0.4.6, and its _0180 and _0201 variants take one list "
+        "of blocks for each request.",
         now="--disable-hybrid-kv-cache-manager (models with sliding window only: Mamba and GDN cannot run with it)",
         good="LMCache's own connector of 0.4.7 or newer with vLLM 0.26 or newer: the log says `Using external "
         "LMCacheMPConnector`",

@@ -44,9 +44,8 @@ PROBLEMS = (
             ),
             Failed(kind="ValueError", text="tensor is non-contiguous for reasons other than permutation"),
         ),
-        cause="Hybrid models (GDN, Mamba) and packed formats (NVFP4) have caches with padding between heads or "
-        "tokens; only padding between blocks can be copied. In the server's log the worker sees a timeout of 300 s "
-        "instead.",
+        cause="Hybrid models (GDN, Mamba) and packed formats (NVFP4) have caches with padding between heads or tokens; "
+        "only padding between blocks can be copied. In the server's log the worker sees a timeout of 300 s instead.",
         now="take --kv-transfer-config out for this model, or --kv-cache-dtype auto if it is packed",
         good="LMCache 0.5.6, which takes more of these layouts; not all: issue 4771 is open",
         sure=False,
@@ -74,8 +73,8 @@ PROBLEMS = (
         sure=False,
         cause="vLLM changed how it lays hybrid caches out with nearly every release from 0.23 to 0.32; this LMCache "
         "was made for another one. What decides is which pair it is: LMCache 0.5.6 fits vLLM 0.32.",
-        now="the newest LMCache for the newest vLLM: pip install --upgrade --no-deps lmcache==0.5.6 (of this torch "
-        "and CUDA), server and workers",
+        now="the newest LMCache for the newest vLLM: pip install --upgrade --no-deps lmcache==0.5.6 (of this torch and "
+        "CUDA), server and workers",
         good="releases of vLLM and LMCache of the same weeks",
         threads=(_THREAD + "pull/4729",),
     ),
@@ -138,8 +137,8 @@ PROBLEMS = (
         title="The layerwise mode of this release cannot serve a model with MLA.",
         shows=(Failed(text="layerwise MLA connector is not supported yet"),),
         connectors=_IN_PROCESS,
-        cause="LMCache before 0.3.10, and vLLM's own copy of its connector (`use_native: true`) in every release, "
-        "have no layerwise copy for MLA.",
+        cause="LMCache before 0.3.10, and vLLM's own copy of its connector (`use_native: true`) in every release, have "
+        "no layerwise copy for MLA.",
         now="LMCACHE_USE_LAYERWISE=False (use_layerwise: false)",
         fixed={"lmcache": "0.3.10"},
     ),

@@ -18,11 +18,11 @@ PROBLEMS = (
         title="The decoder's PD buffer is full, and its receiver tries for ever to find room.",
         shows=(Logged("Failed to allocate memory object, retrying...", at=f"{_STORE}/pd_backend.py"),),
         sure=False,
-        cause="Chunks in the decoder's PD buffer are not freed: a shared prefix is pinned once more for each "
-        "request, and chunks that the decoder's own prefix cache covers are received and never loaded. A few "
-        "such lines that end again are only a small buffer; a flood without end is this.",
-        now="restart the decoder; larger `pd_buffer_size` (before 0.3.9 `nixl_buffer_size`) on both sides; "
-        "decoder with `--no-enable-prefix-caching`; LMCache 0.4.5 or later: remove `pd_backend_mode: sync`",
+        cause="Chunks in the decoder's PD buffer are not freed: a shared prefix is pinned once more for each request, "
+        "and chunks that the decoder's own prefix cache covers are received and never loaded. A few such lines that "
+        "end again are only a small buffer; a flood without end is this.",
+        now="restart the decoder; larger `pd_buffer_size` (before 0.3.9 `nixl_buffer_size`) on both sides; decoder "
+        "with `--no-enable-prefix-caching`; LMCache 0.4.5 or later: remove `pd_backend_mode: sync`",
         good="LMCache 0.4.5 or later with its default `pd_backend_mode: async`, which gives up after "
         "`pd_allocation_timeout_sec`; the sync backend is right in no release yet",
         threads=(
@@ -44,10 +44,10 @@ PROBLEMS = (
             Failed(kind="IndexError", text="list index out of range", within="cache_controller/worker.py:__init__"),
         ),
         connectors=("LMCacheConnectorV1", "MultiConnector"),
-        cause="pd_peer_init_port, pd_peer_alloc_port, p2p_init_ports, p2p_lookup_ports and lmcache_worker_ports are"
-        " lists with one port for each tensor parallel rank; rank 0 comes up, the others do not.",
-        now="as many ports as ranks: `pd_peer_init_port: [7300, 7301, 7302, 7303]`, `pd_peer_alloc_port: [7400, "
-        "7401, 7402, 7403]` (P2P: `p2p_init_ports`, `p2p_lookup_ports`, `lmcache_worker_ports`), restart",
+        cause="pd_peer_init_port, pd_peer_alloc_port, p2p_init_ports, p2p_lookup_ports and lmcache_worker_ports are "
+        "lists with one port for each tensor parallel rank; rank 0 comes up, the others do not.",
+        now="as many ports as ranks: `pd_peer_init_port: [7300, 7301, 7302, 7303]`, `pd_peer_alloc_port: [7400, 7401, "
+        "7402, 7403]` (P2P: `p2p_init_ports`, `p2p_lookup_ports`, `lmcache_worker_ports`), restart",
         good="the configuration; no release checks it at the start",
         threads=(
             f"{_LMCACHE}/2854",
@@ -61,10 +61,10 @@ PROBLEMS = (
         title="LMCache did not start on a rank because a list of its configuration is too short.",
         shows=(Logged("LMCacheEngine marked as init failed: list index out of range"),),
         sure=False,
-        cause="With `enable_pd` or `enable_p2p`: a list of ports has one entry, and this rank has none (rank 0 "
-        "runs). The engine computes everything itself. Another list is at fault if neither is on.",
-        now="one port for each rank: `pd_peer_init_port: [7300, 7301, ...]`, `pd_peer_alloc_port: [7400, 7401, "
-        "...]`, for P2P `p2p_init_ports`, `p2p_lookup_ports`, `lmcache_worker_ports`; restart",
+        cause="With `enable_pd` or `enable_p2p`: a list of ports has one entry, and this rank has none (rank 0 runs). "
+        "The engine computes everything itself. Another list is at fault if neither is on.",
+        now="one port for each rank: `pd_peer_init_port: [7300, 7301, ...]`, `pd_peer_alloc_port: [7400, 7401, ...]`, "
+        "for P2P `p2p_init_ports`, `p2p_lookup_ports`, `lmcache_worker_ports`; restart",
         good="the configuration; no release checks it at the start",
         threads=(f"{_LMCACHE}/2854",),
     ),
@@ -100,8 +100,8 @@ PROBLEMS = (
         sentence="needed {need}, room for {have}",
         releases={"lmcache": ">=0.4.5"},
         cause="A request must fit into the decoder's buffer as a whole.",
-        now="`pd_buffer_size` on both sides times the factor of the two numbers, and `pd_max_prefill_len` or "
-        "vLLM's --max-model-len no larger than it holds",
+        now="`pd_buffer_size` on both sides times the factor of the two numbers, and `pd_max_prefill_len` or vLLM's "
+        "--max-model-len no larger than it holds",
         good="the configuration: pd_buffer_size for --max-model-len tokens",
     ),
     Problem(
@@ -118,8 +118,8 @@ PROBLEMS = (
         releases={"lmcache": ">=0.4.5"},
         cause="More requests are on their way than the decoder's PD buffer holds, and what is in it is not loaded "
         "within `pd_allocation_timeout_sec`. Decode computes the prompt itself.",
-        now="larger `pd_buffer_size` on both sides, longer `pd_allocation_timeout_sec`, fewer requests at once on"
-        " prefill (--max-num-seqs)",
+        now="larger `pd_buffer_size` on both sides, longer `pd_allocation_timeout_sec`, fewer requests at once on "
+        "prefill (--max-num-seqs)",
         good="a decoder as fast as its prefillers, and a buffer for the requests that it may have waiting",
     ),
     Problem(
@@ -155,8 +155,8 @@ PROBLEMS = (
             Logged("NIXL read failed in worker thread: <reason>"),
         ),
         sure=False,
-        cause="The peer died or was restarted, or UCX lost it (see `UCX  ERROR` just before); the connection is not"
-        " made anew.",
+        cause="The peer died or was restarted, or UCX lost it (see `UCX  ERROR` just before); the connection is not "
+        "made anew.",
         now="restart the decoder, then the prefillers; for a try without RDMA `UCX_TLS=tcp,cuda_copy,cuda_ipc` on both",
         good="a stable link; no release of LMCache connects again by itself in PD mode",
     ),
@@ -182,8 +182,8 @@ PROBLEMS = (
         ),
         cause="The assertion names the setting. A receiver needs pd_peer_host, pd_peer_init_port and "
         "pd_peer_alloc_port, a sender pd_proxy_host and pd_proxy_port, both pd_role, pd_buffer_size and "
-        "pd_buffer_device; P2P needs p2p_host, p2p_init_ports and p2p_lookup_ports. Or the YAML was not read:"
-        " LMCACHE_CONFIG_FILE of this process.",
+        "pd_buffer_device; P2P needs p2p_host, p2p_init_ports and p2p_lookup_ports. Or the YAML was not read: "
+        "LMCACHE_CONFIG_FILE of this process.",
         now="set it in the file that LMCACHE_CONFIG_FILE names (the log prints `Loading LMCache config file`), restart",
         good="the configuration",
     ),
@@ -218,10 +218,10 @@ PROBLEMS = (
         ),
         sentence="lookup {lookup}",
         releases={"lmcache": ">=0.3.11"},
-        cause="The peer is down or restarted, or its `p2p_host` with `p2p_init_ports` and `p2p_lookup_ports` cannot"
-        " be reached from here (`localhost`, closed ports, another pod network).",
-        now="`p2p_host` = an address of each node that the others reach, ports open; restart the peer; a slow "
-        "one: `extra_config: {p2p_socket_recv_timeout_ms: 60000}`",
+        cause="The peer is down or restarted, or its `p2p_host` with `p2p_init_ports` and `p2p_lookup_ports` cannot be "
+        "reached from here (`localhost`, closed ports, another pod network).",
+        now="`p2p_host` = an address of each node that the others reach, ports open; restart the peer; a slow one: "
+        "`extra_config: {p2p_socket_recv_timeout_ms: 60000}`",
         good="the set-up; from LMCache 0.3.11 on a restarted peer is connected anew",
         threads=(
             "https://github.com/LMCache/LMCache/pull/2088",
@@ -237,8 +237,8 @@ PROBLEMS = (
         sentence="{error}",
         releases={"lmcache": ">=0.3.12"},
         sure=False,
-        cause="The controller does not know this instance or its workers (it was restarted, or "
-        "`lmcache_instance_id` is not unique), or is of another release.",
+        cause="The controller does not know this instance or its workers (it was restarted, or `lmcache_instance_id` "
+        "is not unique), or is of another release.",
         now="the same LMCache release for controller and engines, another `lmcache_instance_id` for each engine, "
         "restart the engines after the controller",
         good="the set-up",
@@ -257,8 +257,8 @@ PROBLEMS = (
             ),
         ),
         releases={"lmcache": "<0.3.9"},
-        cause="With P2P the CPU buffer is paged memory; the chunk budget of asynchronous loading took the other "
-        "kind for granted. Without asynchronous loading it starts, and P2P never hits.",
+        cause="With P2P the CPU buffer is paged memory; the chunk budget of asynchronous loading took the other kind "
+        "for granted. Without asynchronous loading it starts, and P2P never hits.",
         now="`pip install lmcache==0.3.9.post2` with `enable_async_loading: true`; `enable_p2p: false` until then",
         fixed={"lmcache": "0.3.9"},
         threads=(f"{_LMCACHE}/1791",),
@@ -269,9 +269,8 @@ PROBLEMS = (
         severity=Severity.CRASH,
         title="A request reached the prefiller without the address of its decoder.",
         shows=(Failed(kind="AttributeError", text="'NoneType' object has no attribute 'num_transferred_tokens'"),),
-        cause="With kv_role kv_producer each request needs `disagg_spec` in kv_transfer_params, which LMCache's "
-        "proxy adds; this one came past the proxy (health check, warm-up, a client) or through a proxy of "
-        "another release.",
+        cause="With kv_role kv_producer each request needs `disagg_spec` in kv_transfer_params, which LMCache's proxy "
+        "adds; this one came past the proxy (health check, warm-up, a client) or through a proxy of another release.",
         now="send requests through the proxy only (its example belongs to the LMCache release); health checks to "
         "/health, not to /v1/completions",
         good="the set-up; no release of LMCache refuses such a request cleanly yet",

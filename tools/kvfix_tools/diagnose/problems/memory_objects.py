@@ -219,9 +219,8 @@ PROBLEMS = (
         sentence="vLLM's own part of the prompt ends within a chunk",
         connectors=_IN_PROCESS,
         cause="The part that vLLM has itself must be cut to whole chunks before LMCache is asked. Releases before "
-        "0.3.9 "
-        "did not do it everywhere; in newer ones another caller of LMCache gives such a mask, or the processes have "
-        "other chunk sizes.",
+        "0.3.9 did not do it everywhere; in newer ones another caller of LMCache gives such a mask, or the processes "
+        "have other chunk sizes.",
         now="chunk_size: 256 and the same file for every process (LMCACHE_CONFIG_FILE); --no-enable-prefix-caching",
         good="LMCache 0.3.9 or newer, whose adapter cuts the mask to whole chunks",
         sure=False,
@@ -239,8 +238,7 @@ PROBLEMS = (
         connectors=_IN_PROCESS,
         releases={"lmcache": ">=0.3.10"},
         cause="The store needs longer than blocking_timeout_secs (10 seconds unless set) for the chunks of one "
-        "request. "
-        "What was fetched so far is not released in every case.",
+        "request. What was fetched so far is not released in every case.",
         now="blocking_timeout_secs: 30, or enable_async_loading: false, and restart; look at the store's own load",
         good="a store, or a network, that brings a prompt's chunks in time; no release changes that",
         threads=(_LMCACHE + "issues/3381", _LMCACHE + "pull/1960"),

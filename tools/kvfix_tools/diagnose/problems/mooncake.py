@@ -22,11 +22,11 @@ PROBLEMS = (
         sentence="requests {requests}",
         releases={"vllm": ">=0.20"},
         cause="Prefill had aborted the request, or never got it or still has it in its queue, "
-        "VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT (480 s) after decode asked: the cause is that long before this "
-        "line. Up to vLLM 0.26 decode then keeps the request and its blocks for ever.",
-        now="restart decode (frees its blocks); the router sends prefill's request first and aborts on both "
-        "sides; --max-num-seqs of prefill larger, or a limit on its queue; "
-        "`VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT=120` on both sides shows it sooner",
+        "VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT (480 s) after decode asked: the cause is that long before this line. Up "
+        "to vLLM 0.26 decode then keeps the request and its blocks for ever.",
+        now="restart decode (frees its blocks); the router sends prefill's request first and aborts on both sides; "
+        "--max-num-seqs of prefill larger, or a limit on its queue; `VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT=120` on both "
+        "sides shows it sooner",
         good='vLLM 0.32.0, which reports the failed pull, with `"kv_load_failure_policy": "recompute"` on decode',
         threads=(
             f"{_ISSUES}/50719",
@@ -60,11 +60,10 @@ PROBLEMS = (
         ),
         sentence="{server}: {reason}",
         releases={"vllm": ">=0.20"},
-        cause="Prefill is down or not up yet, its VLLM_MOONCAKE_BOOTSTRAP_PORT (8998) is closed, or the router "
-        "hands out an address that decode cannot reach. Up to vLLM 0.26 the requests that wait for it never "
-        "end.",
-        now="`curl http://PREFILL:8998/query` from decode; `remote_bootstrap_addr` of the router = prefill's "
-        "address and VLLM_MOONCAKE_BOOTSTRAP_PORT; start prefill first; restart decode (frees the requests)",
+        cause="Prefill is down or not up yet, its VLLM_MOONCAKE_BOOTSTRAP_PORT (8998) is closed, or the router hands "
+        "out an address that decode cannot reach. Up to vLLM 0.26 the requests that wait for it never end.",
+        now="`curl http://PREFILL:8998/query` from decode; `remote_bootstrap_addr` of the router = prefill's address "
+        "and VLLM_MOONCAKE_BOOTSTRAP_PORT; start prefill first; restart decode (frees the requests)",
         good="vLLM 0.32.0 (tries again and reports the failed load), and a reachable bootstrap server",
         threads=(f"{_ISSUES}/55870",),
     ),
@@ -92,10 +91,9 @@ PROBLEMS = (
         releases={"vllm": ">=0.20"},
         sure=False,
         cause="The bootstrap server runs in the first worker of prefill's first node. It is not up, its port "
-        "VLLM_MOONCAKE_BOOTSTRAP_PORT (8998) is taken by another engine of the host, or an HTTP proxy stands "
-        "between.",
-        now="another `VLLM_MOONCAKE_BOOTSTRAP_PORT` for each prefill engine of a host; `export NO_PROXY=*` (no "
-        "HTTP proxy between the nodes); port open between prefill's nodes",
+        "VLLM_MOONCAKE_BOOTSTRAP_PORT (8998) is taken by another engine of the host, or an HTTP proxy stands between.",
+        now="another `VLLM_MOONCAKE_BOOTSTRAP_PORT` for each prefill engine of a host; `export NO_PROXY=*` (no HTTP "
+        "proxy between the nodes); port open between prefill's nodes",
         good="the set-up: one port for each prefill engine",
     ),
     Problem(
@@ -105,10 +103,10 @@ PROBLEMS = (
         title="The router sends no transfer_id, so prefill keeps no blocks for decode.",
         shows=(Logged("Missing transfer_id in kv_transfer_params from router!", at=_MOONCAKE_CONNECTOR),),
         releases={"vllm": ">=0.20"},
-        cause="vLLM's MooncakeConnector pairs the two halves of a request by `transfer_id` of kv_transfer_params; a"
-        " router for NixlConnector or for an older vLLM sends none.",
-        now="use a router for MooncakeConnector: the same `transfer_id` in both requests, and `remote_engine_id` "
-        "and `remote_bootstrap_addr` in decode's (vLLM's example mooncake_connector_proxy.py)",
+        cause="vLLM's MooncakeConnector pairs the two halves of a request by `transfer_id` of kv_transfer_params; a "
+        "router for NixlConnector or for an older vLLM sends none.",
+        now="use a router for MooncakeConnector: the same `transfer_id` in both requests, and `remote_engine_id` and "
+        "`remote_bootstrap_addr` in decode's (vLLM's example mooncake_connector_proxy.py)",
         good="a router that fits this vLLM release",
     ),
     Problem(
@@ -128,10 +126,10 @@ PROBLEMS = (
         ),
         sentence="request {request} after {seconds} s",
         sure=False,
-        cause="Decode never asked: it is down or overloaded, the router lost the second half of the request, or the"
-        " client had gone (then it is harmless).",
-        now="look at decode's log and the router's of that time; `VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT` (480 s) on"
-        " both sides alike",
+        cause="Decode never asked: it is down or overloaded, the router lost the second half of the request, or the "
+        "client had gone (then it is harmless).",
+        now="look at decode's log and the router's of that time; `VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT` (480 s) on both "
+        "sides alike",
         good="a router that aborts on both sides",
         threads=(f"{_ISSUES}/55870",),
     ),

@@ -23,8 +23,7 @@ PROBLEMS = (
         ),
         connectors=_IN_PROCESS,
         cause="transfer_timeout (1 second unless set) is over: the segment that takes the chunk is on a machine that "
-        "is "
-        "gone or cannot be reached (a pod that was restarted keeps its old address in the master), or the link is "
+        "is gone or cannot be reached (a pod that was restarted keeps its old address in the master), or the link is "
         "slow.",
         now="extra_config: {transfer_timeout: 10}; after a pod was restarted wait until the master has dropped its "
         "segment, or restart mooncake_master",
@@ -44,8 +43,7 @@ PROBLEMS = (
             Logged("Failed to open segment"),
         ),
         cause="Mooncake's client does not reach the master, the metadata server or the other segment: local_hostname "
-        "is "
-        "an address that others cannot reach, a proxy is set, or device_name is not an RDMA device of this machine. "
+        "is an address that others cannot reach, a proxy is set, or device_name is not an RDMA device of this machine. "
         "Puts are not waited for, so LMCache reports success.",
         now='extra_config: {local_hostname: "THIS_MACHINES_ADDRESS", protocol: "tcp", metadata_server: '
         '"P2PHANDSHAKE"}, unset http_proxy, and restart; if that works go back to rdma with its device_name',
@@ -61,8 +59,7 @@ PROBLEMS = (
         shows=(Logged("NO_AVAILABLE_HANDLE"),),
         sentence="the master has no free segment for the chunk",
         cause="All segments together (global_segment_size of every client) are full, and eviction does not keep up "
-        "with "
-        "the writes; or no client has mounted a segment.",
+        "with the writes; or no client has mounted a segment.",
         now="a larger global_segment_size (bytes, for each worker); mooncake_master -eviction_high_watermark_ratio=0.8",
         good="the same: a change of set-up",
         threads=(_MOONCAKE_ISSUES + "915",),
@@ -135,8 +132,8 @@ PROBLEMS = (
         ),
         cause="The master did not answer in time: it is not there (master_server_address), a proxy stands between, or "
         "the segment is so large that registering it takes longer than the call.",
-        now="start mooncake_master first, check master_server_address from the worker's container, unset http_proxy, "
-        "a smaller global_segment_size; then restart",
+        now="start mooncake_master first, check master_server_address from the worker's container, unset http_proxy, a "
+        "smaller global_segment_size; then restart",
         good="the same: a change of set-up",
         sure=False,
         threads=(_MOONCAKE_ISSUES + "1050", _MOONCAKE_ISSUES + "180"),

@@ -23,15 +23,14 @@ PROBLEMS = (
         ),
         sentence="Mooncake answers {ret}",
         sure=False,
-        cause="RDMA between the two nodes does not work for this memory. Mooncake's own E and W lines just before, "
-        "on prefill, decide: `No RDMA devices found` (container without /dev/infiniband), `transport retry "
-        "counter exceeded` (network, GID), `Requested address ... not found` (memory not registered with that"
-        " transport).",
+        cause="RDMA between the two nodes does not work for this memory. Mooncake's own E and W lines just before, on "
+        "prefill, decide: `No RDMA devices found` (container without /dev/infiniband), `transport retry counter "
+        "exceeded` (network, GID), `Requested address ... not found` (memory not registered with that transport).",
         now="container with `--device /dev/infiniband --ulimit memlock=-1 --network host`; without RDMA "
         '`"kv_connector_extra_config": {"mooncake_protocol": "tcp"}` on both sides; `"device_name": "mlx5_0"`'
         " takes one NIC",
-        good="a transport that both nodes have; vLLM before 0.32 leaves the request waiting after it (0.32.0 "
-        "reports it)",
+        good="a transport that both nodes have; vLLM before 0.32 leaves the request waiting after it (0.32.0 reports "
+        "it)",
         threads=(f"{_ISSUES}/51518",),
     ),
     Problem(
@@ -45,10 +44,9 @@ PROBLEMS = (
         ),
         sentence="request {request}",
         sure=False,
-        cause="The link of the NPUs or its time limit: `Failed to connect to target ... status: 103900` just before"
-        " it: no connection; `Sync batch data transfer timeout` or `Transfer slice failed with status: "
-        "503900`: the transfer. vllm-ascend's receiver only logs it, so the request keeps its blocks and "
-        "never runs.",
+        cause="The link of the NPUs or its time limit: `Failed to connect to target ... status: 103900` just before "
+        "it: no connection; `Sync batch data transfer timeout` or `Transfer slice failed with status: 503900`: the "
+        "transfer. vllm-ascend's receiver only logs it, so the request keeps its blocks and never runs.",
         now='`"use_ascend_direct": true` in kv_connector_extra_config, CANN newer than 8.3.RC1, '
         "`ASCEND_CONNECT_TIMEOUT` and `ASCEND_TRANSFER_TIMEOUT` larger; check the links with `hccn_tool -i 0 "
         "-link -g` on both nodes; restart decode",
@@ -89,8 +87,8 @@ PROBLEMS = (
             Logged("Failed to modify QP to RTR, check mtu, gid, peer lid, peer qp num<reason>"),
         ),
         sentence="{reason}",
-        cause="The queue pair to the peer breaks or does not come up: another GID index or MTU, a NIC that does not"
-        " reach the other node's NIC, or a peer that died (`transport retry counter exceeded`).",
+        cause="The queue pair to the peer breaks or does not come up: another GID index or MTU, a NIC that does not "
+        "reach the other node's NIC, or a peer that died (`transport retry counter exceeded`).",
         now='name NICs that reach each other: `"kv_connector_extra_config": {"device_name": "mlx5_0"}`, '
         '`MC_GID_INDEX=3`; without RDMA `"mooncake_protocol": "tcp"` on both sides; look whether the peer '
         "still runs",
@@ -103,9 +101,9 @@ PROBLEMS = (
         severity=Severity.HANG,
         title="Mooncake moves KV over a transport with which its memory is not registered.",
         shows=(Logged("Requested address <address> not found"),),
-        cause="The container has no /dev/infiniband, or the host no RDMA NIC. Mooncake says `No RDMA devices found`"
-        " and takes NVLink or TCP (vLLM still says `using rdma`), and KV memory is not registered with that "
-        "transport: the first transfer fails.",
+        cause="The container has no /dev/infiniband, or the host no RDMA NIC. Mooncake says `No RDMA devices found` "
+        "and takes NVLink or TCP (vLLM still says `using rdma`), and KV memory is not registered with that transport: "
+        "the first transfer fails.",
         now="container with `--device /dev/infiniband --cap-add IPC_LOCK --ulimit memlock=-1`; or say it: "
         '`"kv_connector_extra_config": {"mooncake_protocol": "tcp"}` on both sides',
         good="the set-up; no release of vLLM says it",
@@ -125,9 +123,9 @@ PROBLEMS = (
             Failed(kind="RuntimeError", text="Mooncake memory registration failed"),
         ),
         sure=False,
-        cause="The NIC (on Ascend the card) refuses the memory; Mooncake's E line just before decides: "
-        "nvidia_peermem not loaded, memlock too small, no /dev/infiniband; Ascend `ret:103900`: too much or "
-        "too fragmented for the card.",
+        cause="The NIC (on Ascend the card) refuses the memory; Mooncake's E line just before decides: nvidia_peermem "
+        "not loaded, memlock too small, no /dev/infiniband; Ascend `ret:103900`: too much or too fragmented for the "
+        "card.",
         now="`modprobe nvidia_peermem` on the host; container with `--ulimit memlock=-1 --device "
         '/dev/infiniband`; no --enable-sleep-mode; without RDMA `"kv_connector_extra_config": '
         '{"mooncake_protocol": "tcp"}`; Ascend: a smaller --gpu-memory-utilization',
@@ -150,9 +148,8 @@ PROBLEMS = (
             ),
         ),
         sure=False,
-        cause="Mooncake's own E lines before it decide: a NIC of `device_name` that does not exist or has no "
-        "address, a protocol that this build does not have, or a host name that does not resolve to this "
-        "node.",
+        cause="Mooncake's own E lines before it decide: a NIC of `device_name` that does not exist or has no address, "
+        "a protocol that this build does not have, or a host name that does not resolve to this node.",
         now='`ibv_devinfo` names the NICs: `"kv_connector_extra_config": {"device_name": "mlx5_0"}`; without RDMA'
         ' `"mooncake_protocol": "tcp"`; `export VLLM_HOST_IP=<this node\'s address>`',
         good="the set-up that Mooncake's line names",

@@ -61,9 +61,8 @@ PROBLEMS = (
         ),
         connectors=("LMCacheMPConnector",),
         cause="A worker that ended without UNREGISTER leaves its KV pool mapped in the server until the server reaps "
-        "it: "
-        "after 2 minutes (0.5.0 and newer; an hour if it had no request yet), or never. nvidia-smi shows the server's "
-        "process with tens of GB. Without a running server it is another process on the GPU.",
+        "it: after 2 minutes (0.5.0 and newer; an hour if it had no request yet), or never. nvidia-smi shows the "
+        "server's process with tens of GB. Without a running server it is another process on the GPU.",
         now="nvidia-smi --query-compute-apps=pid,used_memory --format=csv; restart the LMCache server, then vLLM",
         good="no release drops the memory at once (0.5.6): --worker-registration-grace-seconds 120 shortens the hour",
         sure=False,
@@ -118,9 +117,8 @@ PROBLEMS = (
         ),
         sentence="engine_driven transfers take one group of layers only",
         connectors=_MP,
-        cause="engine_driven transfers (non-GPU in older releases) copy by one list of blocks; hybrid, "
-        "sliding-window and "
-        "sparse models have several.",
+        cause="engine_driven transfers (non-GPU in older releases) copy by one list of blocks; hybrid, sliding-window "
+        "and sparse models have several.",
         now="LMCACHE_MP_TRANSFER_MODE=lmcache_driven for vLLM and --supported-transfer-mode auto for the server, which "
         "then needs the GPUs and --ipc host",
         good="no release can yet (0.5.6): lmcache_driven for such models",
@@ -141,8 +139,7 @@ PROBLEMS = (
         connectors=_MP,
         cause="The server would have to open the device's memory and events, which this platform does not offer.",
         now="LMCACHE_MP_TRANSFER_MODE=engine_driven for vLLM and --supported-transfer-mode auto for the server "
-        "(LMCache "
-        "0.5.0 and newer; 0.4.7 calls it data)",
+        "(LMCache 0.5.0 and newer; 0.4.7 calls it data)",
         good="the same: a change of set-up",
     ),
     Problem(
@@ -157,8 +154,7 @@ PROBLEMS = (
         sentence="worker {instance} waited {seconds} s",
         connectors=_MP,
         cause="The server is gone, busy, or its handler failed at the request (its own log: `Error in blocking "
-        "handler`, "
-        "often a worker that it has forgotten).",
+        "handler`, often a worker that it has forgotten).",
         now="read the server's log of that time; restart the server, then vLLM; `lmcache.mp.mq_timeout: 30` keeps the "
         "wait short",
         good="no release answers a failed handler yet (0.5.6)",
@@ -176,8 +172,7 @@ PROBLEMS = (
         connectors=_MP,
         releases={"lmcache": ">=0.5.6"},
         cause="Its own lines, above in the same log, say why: an argument that it does not know, a port that is in "
-        "use, "
-        "or too little memory for its L1.",
+        "use, or too little memory for its L1.",
         now="start the command of this message by hand and read its first ERROR; or start `lmcache server` yourself "
         "before vLLM with lmcache.mp.autostart: false",
         good="the same: a change of set-up",
@@ -208,8 +203,7 @@ PROBLEMS = (
         connectors=("LMCacheConnectorV1", "MultiConnector"),
         releases={"lmcache": ">=0.3.14,<0.5.1"},
         cause="The start failed (`System will operate in degraded mode`, at the beginning of the log: that line has "
-        "the "
-        "reason), and the worker's hooks assert an engine all the same.",
+        "the reason), and the worker's hooks assert an engine all the same.",
         now="put right what the `degraded mode` line says; until then start vLLM without --kv-transfer-config",
         fixed={"lmcache": "0.5.1"},
         threads=("https://github.com/vllm-project/vllm/issues/44249", _LMCACHE + "pull/3487"),
@@ -223,8 +217,7 @@ PROBLEMS = (
         connectors=("LMCacheConnectorV1", "MultiConnector"),
         releases={"lmcache": ">=0.3.14"},
         cause="The error after the colon decides (a traceback from 0.4.3 on: its last line). An empty one is an "
-        "assertion "
-        "without a text; with enable_controller it is a missing lmcache_instance_id, controller_pull_url, "
+        "assertion without a text; with enable_controller it is a missing lmcache_instance_id, controller_pull_url, "
         "controller_reply_url or lmcache_worker_ports.",
         now="put right what it says and restart; until then start vLLM without --kv-transfer-config",
         good="the same: a change of set-up",
@@ -247,8 +240,7 @@ PROBLEMS = (
         releases={"lmcache": ">=0.5.0"},
         cause="The server reaps a worker after --worker-reap-timeout-seconds (120) of silence.",
         now="lmcache.mp.heartbeat_interval: 10 in kv_connector_extra_config, or --worker-reap-timeout-seconds of at "
-        "least "
-        "three intervals for the server",
+        "least three intervals for the server",
         good="the same: a change of set-up",
     ),
 )

@@ -16,10 +16,9 @@ PROBLEMS = (
         title="The whole server stands still while it unmaps a worker's GPU memory.",
         shows=(Stuck("lmcache_driven_transfer.py:_release_entries"),),
         releases={"lmcache": ">=0.5.2"},
-        cause="Dropping the memory of a worker that was reaped or has unregistered waits for the GPU. In LMCache "
-        "0.5.2 to "
-        "0.5.4 it holds Python's global lock meanwhile, so the server answers no client; from 0.5.5 on only this thread "
-        "waits, and the memory stays.",
+        cause="Dropping the memory of a worker that was reaped or has unregistered waits for the GPU. In LMCache 0.5.2 "
+        "to 0.5.4 it holds Python's global lock meanwhile, so the server answers no client; from 0.5.5 on only this "
+        "thread waits, and the memory stays.",
         now="restart the LMCache server, then vLLM; --worker-reap-timeout-seconds 0 keeps the server from reaping live "
         "workers",
         good="LMCache 0.5.5 or newer: the server goes on (the memory may still stay until it is restarted)",
@@ -33,11 +32,9 @@ PROBLEMS = (
         shows=(Stuck("streams.py:from_ipc_handle"), Stuck("event_ipc.py:import_event")),
         connectors=_MP,
         cause="With lmcache_driven transfers the worker opens an event of the server's process after each load. On "
-        "ROCm "
-        "the call blocks for ever, with Python's global lock held: no request moves, though /health says 200.",
+        "ROCm the call blocks for ever, with Python's global lock held: no request moves, though /health says 200.",
         now="export LMCACHE_MP_TRANSFER_MODE=engine_driven for vLLM (LMCache 0.4.7 and newer), "
-        "--supported-transfer-mode "
-        "auto for the server, and restart both",
+        "--supported-transfer-mode auto for the server, and restart both",
         good="no release of LMCache is right on ROCm yet (0.5.6): engine_driven; on CUDA it is another fault",
         sure=False,
         threads=(_LMCACHE + "issues/4419",),
@@ -73,8 +70,8 @@ PROBLEMS = (
             Logged("No GPU context registered for instance ID <worker>"),
         ),
         sentence="worker {worker} is not registered with the server",
-        cause="The server was restarted while vLLM went on (a new one knows no worker), or it dropped the worker: a line "
-        "`Reaped ... instance` before this one says so (KVD210). The number is the worker's, no GPU's.",
+        cause="The server was restarted while vLLM went on (a new one knows no worker), or it dropped the worker: a "
+        "line `Reaped ... instance` before this one says so (KVD210). The number is the worker's, no GPU's.",
         now="restart vLLM (its workers register anew); from now on the server first, then vLLM",
         good="LMCache 0.5.5 or newer on both sides: the server refuses, and answers; workers register again after a "
         "missed heartbeat from 0.4.5 on",
@@ -109,13 +106,12 @@ PROBLEMS = (
             Logged("cudaIpcGetMemHandle failed: <error>"),
         ),
         sentence="CUDA says {error}",
-        cause="Get (in the worker): the memory is not of cudaMalloc: "
-        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True or "
-        "vLLM's sleep mode. Open (in the server): other containers without a common IPC name space, another GPU or "
+        cause="Get (in the worker): the memory is not of cudaMalloc: PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True "
+        "or vLLM's sleep mode. Open (in the server): other containers without a common IPC name space, another GPU or "
         "driver, MIG, or a handle that this process opened already.",
         now="unset PYTORCH_CUDA_ALLOC_CONF, no --enable-sleep-mode; both containers with --ipc host --gpus all, the "
-        "same "
-        "CUDA; or LMCACHE_MP_TRANSFER_MODE=engine_driven for vLLM and --supported-transfer-mode auto for the server",
+        "same CUDA; or LMCACHE_MP_TRANSFER_MODE=engine_driven for vLLM and --supported-transfer-mode auto for the "
+        "server",
         good="the same: a change of set-up",
         sure=False,
         threads=(_LMCACHE + "issues/3326",),
@@ -131,9 +127,8 @@ PROBLEMS = (
         ),
         sentence="no worker has registered {model} with world size {size}",
         cause="The server was restarted and the workers have not come back (they do after a missed heartbeat, from "
-        "0.4.5 "
-        "on; a restart faster than a heartbeat is not noticed), the worker was reaped, or scheduler and workers use "
-        "another server or world size (an MLA model over P2P: LMCache issue 4894).",
+        "0.4.5 on; a restart faster than a heartbeat is not noticed), the worker was reaped, or scheduler and workers "
+        "use another server or world size (an MLA model over P2P: LMCache issue 4894).",
         now="restart vLLM after the server; the same lmcache.mp.host and lmcache.mp.port for scheduler and workers",
         good="the same release of LMCache, 0.5.5 or newer, on both sides; P2P with MLA models is not right in 0.5.4",
         sure=False,
@@ -167,9 +162,8 @@ PROBLEMS = (
             Logged("Exception occurred while processing read prefetched results"),
         ),
         cause="The traceback below this line says what; often a CUDA error, after which the server's process is no "
-        "good "
-        "any more, or blocks that are not where they were registered. Before LMCache 0.5.5 the client takes a failed "
-        "load for done (KVD301).",
+        "good any more, or blocks that are not where they were registered. Before LMCache 0.5.5 the client takes a "
+        "failed load for done (KVD301).",
         now="restart the server, then vLLM; look at the last line of the traceback",
         good="by the traceback; LMCache 0.5.5 or newer recomputes after a failed load",
         sure=False,
@@ -221,12 +215,11 @@ PROBLEMS = (
         ),
         releases={"lmcache": ">=0.3.14"},
         cause="A lookup locks chunks for --l1-read-ttl-seconds (300); the request waited longer in vLLM's queue, or "
-        "the "
-        "locks were released twice. Once in a while after an abort it is harmless.",
+        "the locks were released twice. Once in a while after an abort it is harmless.",
         now="--l1-read-ttl-seconds 1800 and a larger --l1-size-gb for the server, fewer waiting requests; restart the "
         "server, then vLLM",
-        good="kvfix run -- CMD for what releases locks wrongly (KVF105, KVF114, KVF116); no release is right in all "
-        "of it",
+        good="kvfix run -- CMD for what releases locks wrongly (KVF105, KVF114, KVF116); no release is right in all of "
+        "it",
         sure=False,
     ),
     Problem(
@@ -237,9 +230,8 @@ PROBLEMS = (
         shows=(Logged("Failed to read prefetched object <key> from L1 storage: <reason>"),),
         sentence="the server cannot read a chunk that it had promised: {reason}",
         releases={"lmcache": ">=0.3.14"},
-        cause="It was evicted after its read lock ran out (--l1-read-ttl-seconds, 300), or another request is "
-        "writing the "
-        "same key. Before LMCache 0.5.5 the client takes the failed load for done: wrong text (KVD301).",
+        cause="It was evicted after its read lock ran out (--l1-read-ttl-seconds, 300), or another request is writing "
+        "the same key. Before LMCache 0.5.5 the client takes the failed load for done: wrong text (KVD301).",
         now="a larger --l1-size-gb, --l1-read-ttl-seconds 1800, fewer waiting requests; restart the server, then vLLM",
         good="LMCache 0.5.5 or newer computes such requests again",
         threads=(_LMCACHE + "issues/3388",),

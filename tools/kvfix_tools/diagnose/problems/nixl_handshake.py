@@ -19,8 +19,8 @@ PROBLEMS = (
         title="The prefill engine does not answer the NIXL handshake, so decode cannot fetch its KV.",
         shows=(Failed(kind="Again", text="Resource temporarily unavailable", within="_nixl_handshake"),),
         cause="Nothing answers in 5 seconds on the host and port that prefill handed out: prefill is down or "
-        "restarting, its VLLM_NIXL_SIDE_CHANNEL_HOST is still the default `localhost`, or the port is closed."
-        " Every data parallel rank has its own: VLLM_NIXL_SIDE_CHANNEL_PORT (5600) + rank.",
+        "restarting, its VLLM_NIXL_SIDE_CHANNEL_HOST is still the default `localhost`, or the port is closed. Every "
+        "data parallel rank has its own: VLLM_NIXL_SIDE_CHANNEL_PORT (5600) + rank.",
         now="on each prefill node `export VLLM_NIXL_SIDE_CHANNEL_HOST=<its address as decode sees it>`, open its "
         "VLLM_NIXL_SIDE_CHANNEL_PORT, restart prefill; `nc -vz HOST PORT` from decode shows whether it is "
         'open. `"kv_load_failure_policy": "recompute"` on decode answers requests meanwhile',
@@ -43,12 +43,11 @@ PROBLEMS = (
             ),
         ),
         sentence="expected engine {expected}, reached {got}",
-        cause="Two engines hand out the same host and port, mostly because VLLM_NIXL_SIDE_CHANNEL_HOST is not set "
-        "and `localhost` is decode itself; or prefill was restarted, and the request still names the engine "
-        "before it.",
+        cause="Two engines hand out the same host and port, mostly because VLLM_NIXL_SIDE_CHANNEL_HOST is not set and "
+        "`localhost` is decode itself; or prefill was restarted, and the request still names the engine before it.",
         now="`export VLLM_NIXL_SIDE_CHANNEL_HOST=<this node's own address>` on every node, another "
-        "VLLM_NIXL_SIDE_CHANNEL_PORT for each engine of one host, restart them; right after a restart of "
-        "prefill: send the requests again",
+        "VLLM_NIXL_SIDE_CHANNEL_PORT for each engine of one host, restart them; right after a restart of prefill: send "
+        "the requests again",
         good="the set-up: each engine with a host and port of its own; no release changes that",
         threads=(f"{_ISSUES}/27083",),
     ),
@@ -65,9 +64,8 @@ PROBLEMS = (
             ),
         ),
         releases={"vllm": ">=0.15"},
-        cause="The two hashes are of vLLM's and the connector's version, the model, dtype, KV cache dtype and "
-        "layout, attention backend and the connector's settings; one of them differs between prefill and "
-        "decode.",
+        cause="The two hashes are of vLLM's and the connector's version, the model, dtype, KV cache dtype and layout, "
+        "attention backend and the connector's settings; one of them differs between prefill and decode.",
         now="start both with the same vLLM, --model, --dtype, --kv-cache-dtype and --attention-backend, and the "
         "same kv_connector_extra_config (also `enable_cross_layers_blocks`); if they do fit: "
         '`"kv_connector_extra_config": {"enforce_handshake_compat": false}` on both',
@@ -85,8 +83,8 @@ PROBLEMS = (
         ),
         releases={"vllm": ">=0.15"},
         cause="The content of the handshake changes from release to release; the other side runs another one.",
-        now="the same vLLM release (the same image) on prefill and decode; after a rolling update restart the "
-        "older side",
+        now="the same vLLM release (the same image) on prefill and decode; after a rolling update restart the older "
+        "side",
         good="roll prefill and decode over together; no release reads another one's handshake",
     ),
     Problem(
@@ -99,12 +97,10 @@ PROBLEMS = (
             Failed(kind="nixlUnknownError", within="add_remote_agent"),
         ),
         sure=False,
-        cause="UCX found no way to the peer. The line `UCX  ERROR` just before decides: no common transport "
-        "(UCX_TLS or UCX_NET_DEVICES differ), an unreachable NIC, or UCX or nixl of different releases on the"
-        " two sides.",
+        cause="UCX found no way to the peer. The line `UCX  ERROR` just before decides: no common transport (UCX_TLS "
+        "or UCX_NET_DEVICES differ), an unreachable NIC, or UCX or nixl of different releases on the two sides.",
         now="the same nixl and the same UCX_TLS and UCX_NET_DEVICES on both sides, best unset; without RDMA "
-        "`UCX_TLS=tcp,cuda_copy,cuda_ipc`; containers with `--network host --ipc host --device "
-        "/dev/infiniband`",
+        "`UCX_TLS=tcp,cuda_copy,cuda_ipc`; containers with `--network host --ipc host --device /dev/infiniband`",
         good="the set-up of the transport; `UCX_LOG_LEVEL=info` shows which one is taken",
         threads=(
             f"{_ISSUES}/50765",
@@ -118,15 +114,14 @@ PROBLEMS = (
         title="NIXL cannot register memory with its backend, and the engine does not start.",
         shows=(Failed(kind="nixlBackendError", text="NIXL_ERR_BACKEND", within="register_memory"),),
         sure=False,
-        cause="The `UCX` line just before decides. `transports 'cuda_ipc','cuda_copy' are not available`: UCX "
-        "without CUDA. `ibv_reg_mr ... failed`: the NIC cannot reach GPU memory (nvidia_peermem, memlock). "
-        "Neither, and --pipeline-parallel-size > 1 with vLLM before 0.11.2: registered under the wrong device"
-        " number.",
+        cause="The `UCX` line just before decides. `transports 'cuda_ipc','cuda_copy' are not available`: UCX without "
+        "CUDA. `ibv_reg_mr ... failed`: the NIC cannot reach GPU memory (nvidia_peermem, memlock). Neither, and "
+        "--pipeline-parallel-size > 1 with vLLM before 0.11.2: registered under the wrong device number.",
         now="`pip install --force-reinstall nixl` of the image's CUDA (CUDA 13: nixl-cu13), no other UCX in "
         "LD_LIBRARY_PATH; containers with `--ulimit memlock=-1 --device /dev/infiniband`; without RDMA "
         "`UCX_TLS=tcp,cuda_copy,cuda_ipc`; `--pipeline-parallel-size 1`",
-        good="nixl and UCX built for this CUDA; pipeline parallel with NixlConnector: no release of vLLM is right "
-        "for both roles yet",
+        good="nixl and UCX built for this CUDA; pipeline parallel with NixlConnector: no release of vLLM is right for "
+        "both roles yet",
         threads=(
             f"{_ISSUES}/22430",
             "https://github.com/vllm-project/aibrix/issues/1433",
@@ -147,9 +142,8 @@ PROBLEMS = (
         ),
         cause="The UCX that NIXL loaded was built without CUDA, or its CUDA modules were not found: another UCX "
         "(HPC-X, /opt/ucx) stands first in LD_LIBRARY_PATH, or the wheel's modules are not where it looks.",
-        now="take other UCX out of LD_LIBRARY_PATH; `pip install --force-reinstall nixl-cu12` (CUDA 13: "
-        "nixl-cu13); if it stays: `export UCX_MODULE_DIR=` the folder of libuct_cuda.so in "
-        "site-packages/nixl*.libs/ucx",
+        now="take other UCX out of LD_LIBRARY_PATH; `pip install --force-reinstall nixl-cu12` (CUDA 13: nixl-cu13); if "
+        "it stays: `export UCX_MODULE_DIR=` the folder of libuct_cuda.so in site-packages/nixl*.libs/ucx",
         good="one UCX with CUDA on the path, the one of the nixl wheel",
         threads=(
             f"{_LMCACHE}/605",
@@ -164,8 +158,8 @@ PROBLEMS = (
         shows=(Logged("UCP API version is incompatible: required >= <need>, actual <have>"),),
         sentence="needs UCX {need}, loaded is {have}",
         cause="A UCX of the system or of HPC-X is found before the one that NIXL brings; transfers then fail or crash.",
-        now="`unset LD_LIBRARY_PATH` of HPC-X and /usr/lib UCX (or put the nixl wheel's *.libs folder first), "
-        "restart both engines",
+        now="`unset LD_LIBRARY_PATH` of HPC-X and /usr/lib UCX (or put the nixl wheel's *.libs folder first), restart "
+        "both engines",
         good="remove the older UCX from the image",
         threads=(
             "https://github.com/ai-dynamo/dynamo/issues/418",
@@ -180,12 +174,11 @@ PROBLEMS = (
         shows=(Logged("ibv_reg_mr(address=<address>, length=<length>, access=<access>) failed: <reason>"),),
         sentence="{length} bytes: {reason}",
         sure=False,
-        cause="`Bad address`: the NIC cannot see GPU memory, because nvidia_peermem is not loaded, or the KV cache "
-        "is in memory that cannot be registered (--enable-sleep-mode with vLLM before 0.15). `Cannot allocate"
-        " memory`: the memlock limit, or the NIC's table is full.",
-        now="`modprobe nvidia_peermem` on the host; container with `--ulimit memlock=-1 --device "
-        "/dev/infiniband`; no --enable-sleep-mode with vLLM before 0.15; without RDMA "
-        "`UCX_TLS=tcp,cuda_copy,cuda_ipc`",
+        cause="`Bad address`: the NIC cannot see GPU memory, because nvidia_peermem is not loaded, or the KV cache is "
+        "in memory that cannot be registered (--enable-sleep-mode with vLLM before 0.15). `Cannot allocate memory`: "
+        "the memlock limit, or the NIC's table is full.",
+        now="`modprobe nvidia_peermem` on the host; container with `--ulimit memlock=-1 --device /dev/infiniband`; no "
+        "--enable-sleep-mode with vLLM before 0.15; without RDMA `UCX_TLS=tcp,cuda_copy,cuda_ipc`",
         good="nvidia_peermem (or dma-buf) and memlock on every node; vLLM 0.15.1 for sleep mode",
         threads=(f"{_PULLS}/29569",),
     ),
@@ -198,8 +191,8 @@ PROBLEMS = (
             Failed(kind="RuntimeError", text="NIXL is not available", at=_BASE_WORKER),
             Failed(kind="RuntimeError", text="NIXL is not available", at="lmcache/v1/transfer_channel/nixl_channel.py"),
         ),
-        cause="The package is missing, or its import fails although pip lists it: built for another CUDA, a library"
-        " of it is missing, or it is in another environment.",
+        cause="The package is missing, or its import fails although pip lists it: built for another CUDA, a library of "
+        "it is missing, or it is in another environment.",
         now='`python -c "import nixl._api"` in the engine\'s environment shows why; `pip install nixl` (CUDA 13: '
         "nixl-cu13; ROCm: nixl_rocm for vLLM 0.32), restart",
         good="an image with nixl for its CUDA",
@@ -238,8 +231,8 @@ PROBLEMS = (
         ),
         sentence="{address} is taken",
         cause="Two engines of this host (prefill and decode, or data parallel ranks) use the same "
-        "VLLM_NIXL_SIDE_CHANNEL_PORT; each takes port + data parallel rank. Before vLLM 0.11 the default 5557"
-        " is also the port of KV events.",
+        "VLLM_NIXL_SIDE_CHANNEL_PORT; each takes port + data parallel rank. Before vLLM 0.11 the default 5557 is also "
+        "the port of KV events.",
         now="another VLLM_NIXL_SIDE_CHANNEL_PORT for each engine of the host (5600, 5700, ...), restart",
         good="the set-up: ports that do not overlap; no release changes that",
         threads=(
@@ -260,8 +253,8 @@ PROBLEMS = (
             Died(within="loadRemoteMD"),
         ),
         sure=False,
-        cause="NIXL or UCX crashes in the handshake: mostly after the peer was restarted under the same address "
-        "while the old connection was known, else two different UCX in one process.",
+        cause="NIXL or UCX crashes in the handshake: mostly after the peer was restarted under the same address while "
+        "the old connection was known, else two different UCX in one process.",
         now="restart both engines together, the crashed one last; no UCX of the system in LD_LIBRARY_PATH",
         good="no release of vLLM or nixl is known to be right yet",
         threads=(
@@ -275,8 +268,8 @@ PROBLEMS = (
         severity=Severity.CRASH,
         title="Dynamo asks the workers for NIXL in a way that only its own vLLM knows.",
         shows=(Failed(kind="NotImplementedError", text="Method 'initialize_nixl' is not implemented"),),
-        cause="Dynamo's disaggregated mode of that time calls a method of its patched vLLM 0.7 (ai_dynamo_vllm); "
-        "plain vLLM is installed.",
+        cause="Dynamo's disaggregated mode of that time calls a method of its patched vLLM 0.7 (ai_dynamo_vllm); plain "
+        "vLLM is installed.",
         now="install the vLLM that belongs to this release of Dynamo: `pip install ai_dynamo_vllm`",
         good="a Dynamo and vLLM of today, with NixlConnector in --kv-transfer-config",
         threads=("https://github.com/ai-dynamo/dynamo/issues/331",),

@@ -25,11 +25,11 @@ PROBLEMS = (
             Failed(kind="AssertionError", source="assert self.dst_num_blocks[engine_id] == nixl_agent_meta.num_blocks"),
             Failed(kind="AssertionError", source="assert self.num_blocks >= nixl_agent_meta.num_blocks"),
         ),
-        cause="Ranks of one engine id say different sizes: vLLM before 0.11 sized each rank by its own free memory,"
-        " or an engine with a fixed `engine_id` came back with another size. The older `self.num_blocks >=` "
-        "(before 0.10) compared decode with prefill.",
-        now="`--num-gpu-blocks-override N` on prefill and decode, no `engine_id` in --kv-transfer-config, restart"
-        " decode after prefill",
+        cause="Ranks of one engine id say different sizes: vLLM before 0.11 sized each rank by its own free memory, or "
+        "an engine with a fixed `engine_id` came back with another size. The older `self.num_blocks >=` (before 0.10) "
+        "compared decode with prefill.",
+        now="`--num-gpu-blocks-override N` on prefill and decode, no `engine_id` in --kv-transfer-config, restart "
+        "decode after prefill",
         good="vLLM 0.11.2 or later, where the ranks agree, and no fixed `engine_id`",
         threads=(
             f"{_ISSUES}/23086",
@@ -48,8 +48,8 @@ PROBLEMS = (
             Failed(kind="AssertionError", text="All remote layers must have the same block size", at=_NIXL_CONNECTOR),
         ),
         releases={"vllm": "<0.26"},
-        cause="Another dtype, block size or tensor parallel size than these releases can map: with more ranks than "
-        "KV heads on one side the heads are repeated, and the size no longer follows the number of ranks.",
+        cause="Another dtype, block size or tensor parallel size than these releases can map: with more ranks than KV "
+        "heads on one side the heads are repeated, and the size no longer follows the number of ranks.",
         now="the same --tensor-parallel-size, --block-size, --dtype and --kv-cache-dtype on both sides",
         fixed={"vllm": "0.26.0"},
         threads=(f"{_ISSUES}/45330",),
@@ -76,8 +76,8 @@ PROBLEMS = (
         releases={"vllm": ">=0.26"},
         cause="One side has other layers (a draft model on one side only), another KV cache dtype, block size or "
         "layout.",
-        now="the same --speculative-config, --kv-cache-dtype, --dtype and --block-size on both sides; else the "
-        "same --tensor-parallel-size too",
+        now="the same --speculative-config, --kv-cache-dtype, --dtype and --block-size on both sides; else the same "
+        "--tensor-parallel-size too",
         good="one set of options for prefill and decode; no release maps these differences",
         threads=(f"{_ISSUES}/42895",),
     ),
@@ -111,8 +111,8 @@ PROBLEMS = (
             ),
         ),
         sentence="here {local}, there {remote}",
-        cause="KV is mapped between ranks and blocks only where one size divides the other (before vLLM 0.15 "
-        "prefill's tensor parallel size must not be the larger one).",
+        cause="KV is mapped between ranks and blocks only where one size divides the other (before vLLM 0.15 prefill's "
+        "tensor parallel size must not be the larger one).",
         now="--tensor-parallel-size and --block-size of prefill and decode equal, or one a multiple of the other",
         good="the set-up; no release maps other sizes",
         threads=(f"{_ISSUES}/43523",),

@@ -21,9 +21,9 @@ PROBLEMS = (
             Logged("Handshake failed for request <request>, marking blocks as invalid"),
         ),
         sure=False,
-        cause="The exception below that line decides: `zmq.error.Again` no answer came, `engine ID mismatch` "
-        "another engine answers, `compatibility hash mismatch` other settings, `NIXL_ERR_BACKEND` no way for "
-        "UCX, an assertion: the two do not fit.",
+        cause="The exception below that line decides: `zmq.error.Again` no answer came, `engine ID mismatch` another "
+        "engine answers, `compatibility hash mismatch` other settings, `NIXL_ERR_BACKEND` no way for UCX, an "
+        "assertion: the two do not fit.",
         now="read the exception below it; start prefill, and set VLLM_NIXL_SIDE_CHANNEL_HOST there to the address"
         ' that decode can reach; `"kv_load_failure_policy": "recompute"` on decode (vLLM 0.15 or later) '
         "answers requests meanwhile",
@@ -47,12 +47,12 @@ PROBLEMS = (
         ),
         sure=False,
         cause="Prefill went away or freed the blocks, or the link broke. The exception below decides: "
-        "REMOTE_DISCONNECT or NOT_FOUND: the peer is gone (KVD572); BACKEND: UCX or the NIC, see `UCX  ERROR`"
-        " before it.",
+        "REMOTE_DISCONNECT or NOT_FOUND: the peer is gone (KVD572); BACKEND: UCX or the NIC, see `UCX  ERROR` before "
+        "it.",
         now='`"kv_load_failure_policy": "recompute"` on decode, so that it computes what did not come; restart '
         "the engine whose log ends first",
-        good="a stable link; with hybrid models (several KV groups) a failed transfer is not recomputed rightly in"
-        " any release yet: use `fail` there",
+        good="a stable link; with hybrid models (several KV groups) a failed transfer is not recomputed rightly in any "
+        "release yet: use `fail` there",
         threads=(
             f"{_ISSUES}/52234",
             "https://github.com/ai-dynamo/nixl/issues/1614",
@@ -73,8 +73,8 @@ PROBLEMS = (
         ),
         releases={"vllm": "<0.32"},
         cause="The peer died or restarted, or UCX gave the connection up (seen after days of uptime). NIXL then "
-        "forgets the peer, and vLLM does no new handshake with an engine that it knows already. Before 0.15 "
-        "the worker dies of it.",
+        "forgets the peer, and vLLM does no new handshake with an engine that it knows already. Before 0.15 the worker "
+        "dies of it.",
         now='restart the engine whose peer was lost (both for a fixed pair); `"kv_load_failure_policy": '
         '"recompute"` on decode until then',
         fixed={"vllm": "0.32.0"},
@@ -97,14 +97,14 @@ PROBLEMS = (
         ),
         sentence="request {request}",
         sure=False,
-        cause="With `Releasing expired KV blocks` for the same id before it: the lease ended, the blocks were given"
-        " away, and decode read them after that, HTTP 200. Without it: prefill was restarted, the request was"
-        " aborted there, or decode reported it twice. vLLM only logs it.",
+        cause="With `Releasing expired KV blocks` for the same id before it: the lease ended, the blocks were given "
+        "away, and decode read them after that, HTTP 200. Without it: prefill was restarted, the request was aborted "
+        "there, or decode reported it twice. vLLM only logs it.",
         now='distrust the answers of these ids. vLLM 0.26 or later: `"kv_connector_extra_config": '
         '{"kv_lease_duration": 300}` on both sides; before: `VLLM_NIXL_ABORT_REQUEST_TIMEOUT=600`; fewer '
         "waiting requests on decode (--max-num-seqs up)",
-        good="no release of vLLM is right yet (0.32.0 logs it and goes on): a lease longer than the longest wait "
-        "on decode",
+        good="no release of vLLM is right yet (0.32.0 logs it and goes on): a lease longer than the longest wait on "
+        "decode",
         threads=(
             "https://github.com/aws-samples/aws-do-eks/issues/84",
             "https://github.com/vllm-project/aibrix/issues/1772",
@@ -125,8 +125,8 @@ PROBLEMS = (
         sentence="request {request}, fetched by {count} workers",
         releases={"vllm": ">=0.26"},
         sure=False,
-        cause="Decode did not fetch them in `kv_lease_duration` (30 s, longer with heartbeats): it is down, "
-        "overloaded or never got the request, or the client had gone (then it is harmless).",
+        cause="Decode did not fetch them in `kv_lease_duration` (30 s, longer with heartbeats): it is down, overloaded "
+        "or never got the request, or the client had gone (then it is harmless).",
         now='look at decode\'s log of that time; `"kv_connector_extra_config": {"kv_lease_duration": 300}` on both'
         " sides",
         good="decode fast enough for what prefill sends; a router that aborts on both sides",
@@ -162,11 +162,10 @@ PROBLEMS = (
             Failed(kind="KeyError", within="get_engine_info"),
         ),
         releases={"vllm": "<0.26"},
-        cause="The handshake with prefill failed before (prefill down or restarted; before 0.15 also prefill with a"
-        " larger tensor parallel size than decode), and what is known of an engine is looked up for it all "
-        "the same.",
-        now="restart decode when prefill is up again; the same --tensor-parallel-size on both sides with vLLM "
-        "before 0.15",
+        cause="The handshake with prefill failed before (prefill down or restarted; before 0.15 also prefill with a "
+        "larger tensor parallel size than decode), and what is known of an engine is looked up for it all the same.",
+        now="restart decode when prefill is up again; the same --tensor-parallel-size on both sides with vLLM before "
+        "0.15",
         fixed={"vllm": "0.26.0"},
         threads=(
             f"{_PULLS}/41863",
@@ -185,8 +184,8 @@ PROBLEMS = (
             Failed(kind="KeyError", within="get_finished", source="self._reqs_to_process.remove(req_id)"),
         ),
         releases={"vllm": "<0.11.2"},
-        cause="The client went away around the end of the prefill: the scheduler forgot the request, and the "
-        "connector still reported its blocks as sent or expired.",
+        cause="The client went away around the end of the prefill: the scheduler forgot the request, and the connector "
+        "still reported its blocks as sent or expired.",
         now="restart prefill; no client timeouts shorter than decode's queue; `VLLM_NIXL_ABORT_REQUEST_TIMEOUT=600`",
         fixed={"vllm": "0.11.2"},
         threads=(
@@ -219,11 +218,11 @@ PROBLEMS = (
             ),
         ),
         sentence="{params}",
-        cause="The router asks decode to load from prefill, but does not hand over what prefill answered (engine "
-        "id, blocks, host, port; for Mooncake also transfer_id and bootstrap address): it is for another "
-        "release or connector.",
-        now="send prefill's whole `kv_transfer_params` of its answer to decode; use the proxy example of this "
-        "vLLM release",
+        cause="The router asks decode to load from prefill, but does not hand over what prefill answered (engine id, "
+        "blocks, host, port; for Mooncake also transfer_id and bootstrap address): it is for another release or "
+        "connector.",
+        now="send prefill's whole `kv_transfer_params` of its answer to decode; use the proxy example of this vLLM "
+        "release",
         good="a router that fits this vLLM release and connector",
         threads=("https://github.com/llm-d/llm-d/issues/355",),
     ),
@@ -235,8 +234,8 @@ PROBLEMS = (
         shows=(Logged("Unexpected UCX error: <reason>"),),
         sentence="{reason}",
         sure=False,
-        cause="Transfers of an engine that died or was cut off are cancelled one by one; the other engine's log has"
-        " the cause.",
+        cause="Transfers of an engine that died or was cut off are cancelled one by one; the other engine's log has "
+        "the cause.",
         now="restart the engine that died (its log tells why), then this one",
         good="what the other engine's log says",
         threads=("https://github.com/llm-d/llm-d/issues/187",),
@@ -252,10 +251,10 @@ PROBLEMS = (
         ),
         sure=False,
         cause="UCX prints this for any crash of the process. Frames of libucp, libuct or libnixl in the backtrace "
-        "below: two UCX in one process, GPU memory moved by a UCX without CUDA, or a peer that restarted. "
-        "Other frames: not UCX.",
-        now="one UCX only (none of the system in LD_LIBRARY_PATH), `pip install --force-reinstall nixl`; for a "
-        "try `UCX_TLS=tcp,cuda_copy,cuda_ipc`; restart both engines together",
+        "below: two UCX in one process, GPU memory moved by a UCX without CUDA, or a peer that restarted. Other "
+        "frames: not UCX.",
+        now="one UCX only (none of the system in LD_LIBRARY_PATH), `pip install --force-reinstall nixl`; for a try "
+        "`UCX_TLS=tcp,cuda_copy,cuda_ipc`; restart both engines together",
         good="nixl and UCX of one build, for this CUDA",
         threads=(
             f"{_ISSUES}/32375",

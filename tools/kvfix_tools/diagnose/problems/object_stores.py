@@ -144,11 +144,9 @@ PROBLEMS = (
         ),
         connectors=_IN_PROCESS,
         cause="cuFile refuses the file system (overlay, NFS without RDMA, tmpfs), nvidia-fs is not loaded, or the "
-        "folder "
-        "is full or read-only: the error at the end says which.",
+        "folder is full or read-only: the error at the end says which.",
         now="extra_config: {use_cufile: false} (LMCache 0.4.4 and newer: use_gds: false), which reads and writes "
-        "through "
-        "the page cache; /usr/local/cuda/gds/tools/gdscheck -p",
+        "through the page cache; /usr/local/cuda/gds/tools/gdscheck -p",
         good="a file system that gdscheck lists as supported; else local_disk",
         sure=False,
     ),

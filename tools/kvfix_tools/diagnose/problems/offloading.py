@@ -22,9 +22,9 @@ PROBLEMS = (
             Failed(kind="AssertionError", source="assert len(offload_keys) == len(offload_block_ids)", at=_SCHEDULER),
         ),
         releases={"vllm": ">=0.20,<0.32"},
-        cause="Blocks are allocated for tokens whose hashes are not computed yet (speculative decoding, "
-        "asynchronous scheduling); or a request was aborted in the queue, which has all its hashes and no "
-        "blocks (then no draft model is needed, and `Aborted request(s)` stands before it).",
+        cause="Blocks are allocated for tokens whose hashes are not computed yet (speculative decoding, asynchronous "
+        "scheduling); or a request was aborted in the queue, which has all its hashes and no blocks (then no draft "
+        "model is needed, and `Aborted request(s)` stands before it).",
         now="remove OffloadingConnector (--kv-offloading-size, --kv-transfer-config) and restart; keeping it: no "
         "--speculative-config, and no client that gives up while its request waits (larger --max-num-seqs)",
         fixed={"vllm": "0.32.0"},
@@ -52,8 +52,8 @@ PROBLEMS = (
         ),
         releases={"vllm": ">=0.20,<0.32"},
         cause="It takes the first block without a hash for the end of what is computed. Hybrid models (Mamba, GDN, "
-        "sliding window) rightly have blocks without a hash before that; up to 0.25 also a block of one KV "
-        "group could be evicted while another group was allocated.",
+        "sliding window) rightly have blocks without a hash before that; up to 0.25 also a block of one KV group could "
+        "be evicted while another group was allocated.",
         now="`--no-enable-prefix-caching`, or without OffloadingConnector (--kv-offloading-size); restart",
         fixed={"vllm": "0.32.0"},
         threads=(
@@ -76,8 +76,8 @@ PROBLEMS = (
             ),
         ),
         releases={"vllm": ">=0.21,<0.32"},
-        cause="Such a window touches one block more than its size divided by the block's; the bound allows none. "
-        "The data are right, only the assertion is wrong.",
+        cause="Such a window touches one block more than its size divided by the block's; the bound allows none. The "
+        "data are right, only the assertion is wrong.",
         now="without OffloadingConnector (--kv-offloading-size) for this model, restart; no setting moves the bound",
         fixed={"vllm": "0.32.0"},
         threads=(
@@ -96,8 +96,8 @@ PROBLEMS = (
         releases={"vllm": ">=0.20,<0.32"},
         sure=False,
         cause="This Python prints only the first line of the assertion. It is one of two: fewer computed blocks "
-        "counted than vLLM says (hybrid models with prefix caching, KVD602), or a sliding window that begins "
-        "inside a block (KVD603; DeepSeek V4). vLLM 0.32.0 has both right.",
+        "counted than vLLM says (hybrid models with prefix caching, KVD602), or a sliding window that begins inside a "
+        "block (KVD603; DeepSeek V4). vLLM 0.32.0 has both right.",
         now="`--no-enable-prefix-caching`, or without OffloadingConnector (--kv-offloading-size); restart",
         fixed={"vllm": "0.32.0"},
         threads=(
@@ -114,8 +114,8 @@ PROBLEMS = (
         shows=(Failed(kind="AssertionError", source="assert not req_status.transfer_jobs"),),
         releases={"vllm": ">=0.21,<0.26"},
         cause="The connector allows a request one load or several stores, never both; preemption brings them together.",
-        now="so much KV cache that nothing is preempted (`--max-num-seqs` smaller, `--gpu-memory-utilization` "
-        "larger), or without OffloadingConnector; restart",
+        now="so much KV cache that nothing is preempted (`--max-num-seqs` smaller, `--gpu-memory-utilization` larger), "
+        "or without OffloadingConnector; restart",
         fixed={"vllm": "0.26.0"},
         threads=(
             f"{_ISSUES}/46014",
@@ -129,10 +129,10 @@ PROBLEMS = (
         title="A transfer holds the same GPU block twice, and EngineCore dies when it takes it off its list again.",
         shows=(Failed(kind="KeyError", within="_remove_pending_job"),),
         releases={"vllm": ">=0.21"},
-        cause="Several KV groups share physical blocks (sliding window, MLA with an indexer): one job names a block"
-        " once per group, and its entry is removed once per mention.",
-        now="without OffloadingConnector (--kv-offloading-size) for this model, restart; "
-        "SimpleCPUOffloadConnector keeps no such list",
+        cause="Several KV groups share physical blocks (sliding window, MLA with an indexer): one job names a block "
+        "once per group, and its entry is removed once per mention.",
+        now="without OffloadingConnector (--kv-offloading-size) for this model, restart; SimpleCPUOffloadConnector "
+        "keeps no such list",
         good="no release is known to be right: vLLM 0.32.0 has the same lines",
         threads=(
             f"{_ISSUES}/42761",
@@ -174,9 +174,8 @@ PROBLEMS = (
         ),
         sentence="blocks of {block} tokens, hashes of {hash}",
         releases={"vllm": ">=0.20"},
-        cause="Hybrid models have groups of different block sizes, and one (an indexer's tail, a small window) is "
-        "not a multiple of the hash size. --enable-prefix-caching, which the message names, helps only if it "
-        "was off.",
+        cause="Hybrid models have groups of different block sizes, and one (an indexer's tail, a small window) is not "
+        "a multiple of the hash size. --enable-prefix-caching, which the message names, helps only if it was off.",
         now="no --block-size and no `block_size` in kv_connector_extra_config; if prefix caching is on already: "
         "without OffloadingConnector for this model",
         good="vLLM 0.32.0 leaves groups out that cannot be cached; whether your model then starts is seen at once",
@@ -223,8 +222,8 @@ PROBLEMS = (
             Failed(kind="AssertionError", source="assert offloaded_block_size_int % gpu_block_size == 0"),
             Failed(kind="AssertionError", source="assert tokens_per_chunk_int % tokens_per_block == 0"),
         ),
-        cause="A chunk on the CPU holds whole GPU blocks. For hybrid models vLLM raises the GPU's block size at the"
-        " start, also above the one that was asked for.",
+        cause="A chunk on the CPU holds whole GPU blocks. For hybrid models vLLM raises the GPU's block size at the "
+        "start, also above the one that was asked for.",
         now="take `block_size` out of kv_connector_extra_config, or set it to a multiple of the block size that "
         'the log prints; vLLM 0.26 or later: `"blocks_per_chunk": 4`',
         good="the configuration",
@@ -262,8 +261,8 @@ PROBLEMS = (
             Failed(kind="ValueError", text="Unknown cache policy: <name>"),
         ),
         sentence="{name}",
-        cause="Names differ between releases: the file tier was `fs_python` and is `fs` (with `obj`, `p2p`) now; "
-        "specs are CPUOffloadingSpec and TieringOffloadingSpec.",
+        cause="Names differ between releases: the file tier was `fs_python` and is `fs` (with `obj`, `p2p`) now; specs "
+        "are CPUOffloadingSpec and TieringOffloadingSpec.",
         now='`"secondary_tiers": [{"type": "fs", "root_dir": "/kvcache"}]` with `"spec_name": '
         '"TieringOffloadingSpec"`; the message lists what this release has',
         good="the configuration",

@@ -26,8 +26,8 @@ PROBLEMS = (
             Logged("Exception in ('CPU', 'GPU') transfer <job>: AssertionError()"),
         ),
         releases={"vllm": "<0.15"},
-        cause="The GPU's own prefix hit ends inside a CPU block, which is larger than the GPU's: the blocks to skip"
-        " are taken from the wrong side. `assert success` after it is only the echo.",
+        cause="The GPU's own prefix hit ends inside a CPU block, which is larger than the GPU's: the blocks to skip "
+        "are taken from the wrong side. `assert success` after it is only the echo.",
         now="leave `block_size` (or `cpu_block_size`) out of kv_connector_extra_config, or "
         "`--no-enable-prefix-caching`; restart",
         fixed={"vllm": "0.15.1"},
@@ -47,9 +47,9 @@ PROBLEMS = (
         ),
         sentence="copy {index}: CUDA error {error}",
         sure=False,
-        cause="Error 1 (invalid value): an address or size outside of its memory. With a draft model (MTP, EAGLE) "
-        "and vLLM before 0.26 its KV group is offloaded with wrong block numbers; fp8 or different page sizes"
-        " before 0.20.2 too. Else open: with very many copies the driver itself is suspected.",
+        cause="Error 1 (invalid value): an address or size outside of its memory. With a draft model (MTP, EAGLE) and "
+        "vLLM before 0.26 its KV group is offloaded with wrong block numbers; fp8 or different page sizes before "
+        "0.20.2 too. Else open: with very many copies the driver itself is suspected.",
         now="without OffloadingConnector (--kv-offloading-size), or without --speculative-config; restart",
         good="vLLM 0.26.0 for draft models; no release is known to be right for all (vllm#40259 is open)",
         threads=(
@@ -65,8 +65,8 @@ PROBLEMS = (
         title="The CPU cache has fewer blocks than are handed out: copies beyond its end crash the worker.",
         shows=(Died(within="swap_blocks"),),
         releases={"vllm": "<0.20"},
-        cause="For models with two page sizes in one KV group (Gemma 4, other sliding-window hybrids) the page size"
-        " is counted twice, so the workers' buffers are far smaller than the scheduler thinks.",
+        cause="For models with two page sizes in one KV group (Gemma 4, other sliding-window hybrids) the page size is "
+        "counted twice, so the workers' buffers are far smaller than the scheduler thinks.",
         now="without OffloadingConnector (--kv-offloading-size) for this model, restart",
         fixed={"vllm": "0.20.2"},
         threads=(
@@ -84,12 +84,12 @@ PROBLEMS = (
             Died(within="cuMemcpyBatchAsync"),
         ),
         sure=False,
-        cause="With MTP or EAGLE and vLLM before 0.26: the draft's KV group is offloaded with block numbers of "
-        "another size. Without a draft model: a batch of tens of thousands of copies (long prompts) in the "
-        "driver, or MLA with an indexer; both are open.",
+        cause="With MTP or EAGLE and vLLM before 0.26: the draft's KV group is offloaded with block numbers of another "
+        "size. Without a draft model: a batch of tens of thousands of copies (long prompts) in the driver, or MLA with "
+        "an indexer; both are open.",
         now="without --speculative-config, or without OffloadingConnector (--kv-offloading-size); restart",
-        good="vLLM 0.26.0 if a draft model is in use (of the releases known here); otherwise no release is known "
-        "to be right",
+        good="vLLM 0.26.0 if a draft model is in use (of the releases known here); otherwise no release is known to be "
+        "right",
         threads=(
             f"{_ISSUES}/44780",
             f"{_PULLS}/44784",
@@ -134,11 +134,10 @@ PROBLEMS = (
             Died(within="shared_offload_region.py:__init__"),
         ),
         releases={"vllm": ">=0.20"},
-        cause="The CPU cache of all ranks is one file in /dev/shm, of cpu_bytes_to_use (--kv-offloading-size) "
-        "bytes. A container has 64 MB there unless its settings say otherwise, and Kubernetes counts it as the "
-        "pod's memory.",
-        now="`--shm-size` above the CPU cache (docker; or `--ipc host`), Kubernetes: an emptyDir with medium "
-        "Memory and a sizeLimit at /dev/shm, memory limit raised by as much; or a smaller `cpu_bytes_to_use`",
+        cause="The CPU cache of all ranks is one file in /dev/shm, of cpu_bytes_to_use (--kv-offloading-size) bytes. A "
+        "container has 64 MB there unless its settings say otherwise, and Kubernetes counts it as the pod's memory.",
+        now="`--shm-size` above the CPU cache (docker; or `--ipc host`), Kubernetes: an emptyDir with medium Memory "
+        "and a sizeLimit at /dev/shm, memory limit raised by as much; or a smaller `cpu_bytes_to_use`",
         good="/dev/shm and memory limit larger than the CPU cache; vLLM 0.32.0 checks it at the start",
         threads=(f"{_ISSUES}/52656",),
     ),
@@ -171,8 +170,8 @@ PROBLEMS = (
         sure=False,
         cause="The worker that creates it died (its own error stands before this one: /dev/shm too small, memory "
         "limit), or a file of an engine that crashed before is still there.",
-        now="look for the first error of the other workers; `rm /dev/shm/vllm_offload_*.mmap` while no engine "
-        "runs; /dev/shm larger than the CPU cache",
+        now="look for the first error of the other workers; `rm /dev/shm/vllm_offload_*.mmap` while no engine runs; "
+        "/dev/shm larger than the CPU cache",
         good="what the first worker's error names",
         threads=(f"{_ISSUES}/52656",),
     ),
@@ -194,8 +193,8 @@ PROBLEMS = (
         sentence="cudaHostRegister answers {code}",
         releases={"vllm": ">=0.20"},
         cause="The driver does not pin that much: 512 GiB or more in one call, the memlock limit, or more than the "
-        "card can address. Every rank pins the whole region. Before 0.32 the error stays pending, and an "
-        "unrelated CUDA call then reports `out of memory` or `invalid argument`.",
+        "card can address. Every rank pins the whole region. Before 0.32 the error stays pending, and an unrelated "
+        "CUDA call then reports `out of memory` or `invalid argument`.",
         now="`cpu_bytes_to_use` (--kv-offloading-size) below 512 GiB, on AMD below about 128 GB; container with "
         "`--ulimit memlock=-1`",
         good="vLLM 0.32.0, which pins in parts of 64 GiB and clears the error",
@@ -221,10 +220,10 @@ PROBLEMS = (
         sentence="copy {index}: error {error}",
         releases={"vllm": ">=0.26"},
         sure=False,
-        cause="Error 1: an address outside of its memory (a layout that the connector computed wrong); 2 or 700: an"
-        " earlier CUDA error that shows here.",
-        now="without SimpleCPUOffloadConnector, restart; `CUDA_LAUNCH_BLOCKING=1` once shows whether an earlier "
-        "kernel is at fault",
+        cause="Error 1: an address outside of its memory (a layout that the connector computed wrong); 2 or 700: an "
+        "earlier CUDA error that shows here.",
+        now="without SimpleCPUOffloadConnector, restart; `CUDA_LAUNCH_BLOCKING=1` once shows whether an earlier kernel "
+        "is at fault",
         good="no release is known to be right or wrong here: report it with model and --kv-cache-dtype",
     ),
     Problem(
@@ -241,8 +240,8 @@ PROBLEMS = (
             ),
         ),
         releases={"vllm": ">=0.26"},
-        cause="The model has a group with small blocks (a window or circular buffer, as DeepSeek V4.1 Flash), which"
-        " the connector hashes like the others.",
+        cause="The model has a group with small blocks (a window or circular buffer, as DeepSeek V4.1 Flash), which "
+        "the connector hashes like the others.",
         now="without SimpleCPUOffloadConnector (or OffloadingConnector) for this model, restart",
         good="no release is known to be right for such a group yet",
         threads=(f"{_ISSUES}/56396",),

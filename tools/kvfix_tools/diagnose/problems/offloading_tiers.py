@@ -19,8 +19,8 @@ PROBLEMS = (
         sentence="{reason}",
         releases={"vllm": ">=0.26"},
         cause="The reason is the operating system's: no space, no permission, a file that is gone or short, a file "
-        "system without O_DIRECT. Before vLLM 0.32 a failed read is tried again on every step, and its "
-        "request never ends.",
+        "system without O_DIRECT. Before vLLM 0.32 a failed read is tried again on every step, and its request never "
+        "ends.",
         now="space and rights of `root_dir` (`df -h`, `ls -ld`); empty it while no engine runs; without "
         "`secondary_tiers` until then; abort the requests that hang",
         good="vLLM 0.32.0 (a failed read counts as a miss), and a file system with room",
@@ -34,8 +34,8 @@ PROBLEMS = (
         shows=(Failed(kind="RuntimeError", text="Object store tier connectivity probe failed", at=_MANAGER),),
         releases={"vllm": ">=0.26"},
         cause="Bucket, endpoint, scheme or credentials do not fit: the probe at the start could not look up an object.",
-        now="`aws s3 ls s3://BUCKET --endpoint-url URL` with the same credentials in the engine's container; "
-        "`bucket`, `endpoint_override` and `scheme` of the tier; no HTTP proxy between",
+        now="`aws s3 ls s3://BUCKET --endpoint-url URL` with the same credentials in the engine's container; `bucket`, "
+        "`endpoint_override` and `scheme` of the tier; no HTTP proxy between",
         good="the configuration",
     ),
     Problem(
@@ -67,10 +67,10 @@ PROBLEMS = (
             Failed(kind="nixlRemoteDisconnectError", within="nixl.py:write_blocks"),
             Failed(kind="nixlNotFoundError", within="nixl.py:write_blocks"),
         ),
-        cause="A failed transfer of this tier is only logged, never reported as failed, so the request that waits "
-        "for it does not come to kv_load_failure_policy.",
-        now="restart the engine whose connection broke (both, if it does not come back); leave the `p2p` tier out"
-        " of secondary_tiers",
+        cause="A failed transfer of this tier is only logged, never reported as failed, so the request that waits for "
+        "it does not come to kv_load_failure_policy.",
+        now="restart the engine whose connection broke (both, if it does not come back); leave the `p2p` tier out of "
+        "secondary_tiers",
         good="no release is right yet (vLLM 0.32.0 is so)",
         threads=(f"{_ISSUES}/55181",),
     ),
@@ -85,8 +85,8 @@ PROBLEMS = (
             Logged("hash seed mismatch from <peer>"),
         ),
         sentence="peer {peer}",
-        cause="Model, KV dtype, block size or layout (fingerprint, block_len), or the seed of the hashes differ, so"
-        " their blocks cannot be exchanged.",
+        cause="Model, KV dtype, block size or layout (fingerprint, block_len), or the seed of the hashes differ, so "
+        "their blocks cannot be exchanged.",
         now="the same options on all peers, and `export PYTHONHASHSEED=0` on each; restart",
         good="the configuration",
     ),
@@ -112,8 +112,8 @@ PROBLEMS = (
         ),
         releases={"vllm": ">=0.32"},
         cause="The peer is down, or its address and port are not reachable from here.",
-        now="start the peer, open its port; the address that the router or the tier's configuration names must be"
-        " reachable from every engine",
+        now="start the peer, open its port; the address that the router or the tier's configuration names must be "
+        "reachable from every engine",
         good="the set-up",
     ),
 )

@@ -19,8 +19,8 @@ PROBLEMS = (
         shows=(Failed(kind="AssertionError", source="assert req_id in self.chunked_prefill", at=_P2P_NCCL_CONNECTOR),),
         releases={"vllm": "<0.26"},
         cause="Prefill expects that a request that is scheduled again is still in its prompt. The proxy sets "
-        "`max_tokens` to 1; for the chat endpoint the client's `max_completion_tokens` is left, so prefill "
-        "generates more than one token.",
+        "`max_tokens` to 1; for the chat endpoint the client's `max_completion_tokens` is left, so prefill generates "
+        "more than one token.",
         now="in the proxy set both `max_tokens` and `max_completion_tokens` to 1 for prefill's request (and drop "
         "`min_tokens`)",
         good="NixlConnector: P2pNcclConnector is right in no release, and is not in vLLM 0.26.0 and later",
@@ -43,8 +43,8 @@ PROBLEMS = (
         ),
         sentence="request {request}",
         releases={"vllm": "<0.26"},
-        cause="The connector reads the other side's address from the request id, which its proxy writes there; this"
-        " request came past the proxy, or the id was replaced.",
+        cause="The connector reads the other side's address from the request id, which its proxy writes there; this "
+        "request came past the proxy, or the id was replaced.",
         now="send requests only through the example proxy disagg_proxy_p2p_nccl_xpyd.py; health checks to /health",
         good="NixlConnector: P2pNcclConnector is not in vLLM 0.26.0 and later",
     ),
@@ -78,9 +78,8 @@ PROBLEMS = (
         ),
         releases={"vllm": "<0.26"},
         sure=False,
-        cause="Tensors are named by request id. From about vLLM 0.14 on each engine puts a random part behind it, "
-        "so the names differ (decode waits or gets none). Else: prefill's buffer was full and it dropped "
-        "them.",
+        cause="Tensors are named by request id. From about vLLM 0.14 on each engine puts a random part behind it, so "
+        "the names differ (decode waits or gets none). Else: prefill's buffer was full and it dropped them.",
         now='`export VLLM_DISABLE_REQUEST_ID_RANDOMIZATION=1` on both sides; larger `"kv_buffer_size": "8e9"` on '
         'decode, `"1e9"` on prefill; restart both',
         good="NixlConnector: P2pNcclConnector is right in no release, and is not in vLLM 0.26.0 and later",
@@ -97,8 +96,8 @@ PROBLEMS = (
             Logged("Send Tensor, Peer Out Of Memory/Threshold", at=_P2P_NCCL_ENGINE),
         ),
         releases={"vllm": "<0.26"},
-        cause="More KV arrives than decode takes: `kv_buffer_size` (bytes of GPU memory) and the memory pool of the"
-        " host are used up.",
+        cause="More KV arrives than decode takes: `kv_buffer_size` (bytes of GPU memory) and the memory pool of the "
+        "host are used up.",
         now='on decode `"kv_buffer_size": "8e9"` with a --gpu-memory-utilization that leaves room for it, '
         '`"kv_connector_extra_config": {"mem_pool_size_gb": "64"}`; fewer requests at once on prefill',
         good="NixlConnector: P2pNcclConnector is not in vLLM 0.26.0 and later",

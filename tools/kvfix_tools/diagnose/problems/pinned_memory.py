@@ -137,8 +137,8 @@ PROBLEMS = (
             Logged(text="Please set max locked memory (ulimit -l) to 'unlimited'"),
             Logged(text="mlock<what>Cannot allocate memory"),
         ),
-        cause="RDMA and pinned buffers are locked into memory, and the container's limit (64 kB to 8 MB by default) "
-        "is far below them.",
+        cause="RDMA and pinned buffers are locked into memory, and the container's limit (64 kB to 8 MB by default) is "
+        "far below them.",
         now=_MEMLOCK,
         good="memlock unlimited for every container that uses RDMA or pinned buffers; --cap-add IPC_LOCK",
         threads=("https://github.com/LMCache/LMCache-Ascend/issues/5",),

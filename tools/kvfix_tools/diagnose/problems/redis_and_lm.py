@@ -42,12 +42,10 @@ PROBLEMS = (
         sentence="the lm server closed the connection",
         connectors=_IN_PROCESS,
         cause="A dead socket gives 0 bytes where an answer should be. The connector opens its socket once and keeps "
-        "it; "
-        "the error is logged, and the next question goes to the same socket.",
+        "it; the error is logged, and the next question goes to the same socket.",
         now="restart vLLM after the lm server (python -m lmcache.v1.server, lmcache_server) is up again",
         good="no release of LMCache reconnects an lm:// socket (0.5.6): redis:// or valkey://, or `lmcache server` "
-        "with "
-        "LMCacheMPConnector",
+        "with LMCacheMPConnector",
         threads=(_LMCACHE + "issues/651", _LMCACHE + "issues/471"),
     ),
     Problem(
@@ -64,8 +62,7 @@ PROBLEMS = (
         sentence="the store closed the connection while a chunk was written",
         connectors=_IN_PROCESS,
         cause="The store's process ended: look whether its pod says OOMKilled. lmcache_server (lm://) evicts nothing "
-        "in "
-        "any release, so it grows until its memory limit; and an lm:// connector does not connect anew.",
+        "in any release, so it grows until its memory limit; and an lm:// connector does not connect anew.",
         now="restart the store with more memory, then vLLM; or remote_url: redis://HOST:6379 with Redis set to "
         "maxmemory 50gb and maxmemory-policy allkeys-lru",
         good="no release of lmcache_server evicts: Redis or Valkey with a limit, or `lmcache server --l1-size-gb 50 "
@@ -81,8 +78,7 @@ PROBLEMS = (
         sentence="the header is there, the data is gone",
         connectors=_IN_PROCESS,
         cause="Header and data are two keys, and the server evicts key by key at its maxmemory. With tensor "
-        "parallelism "
-        "each rank has keys of its own, so the ranks differ too (KVD304).",
+        "parallelism each rank has keys of its own, so the ranks differ too (KVD304).",
         now="more maxmemory for the server, or a shorter life of keys than its limit; the line is harmless if rare",
         good="no release of the redis:// connector keeps header and data in one key (0.5.6)",
         threads=(_LMCACHE + "issues/1467",),

@@ -47,8 +47,7 @@ PROBLEMS = (
         ),
         connectors=_IN_PROCESS,
         cause="The connection failed when LMCache started; `Failed to initialize/re-establish remote connection` "
-        "before "
-        "it has the reason. Its health check tries again from time to time, loads and stores do not.",
+        "before it has the reason. Its health check tries again from time to time, loads and stores do not.",
         now="make the store at remote_url reachable from the worker's container, then restart vLLM",
         good="the same: a change of set-up",
     ),

@@ -23,8 +23,7 @@ PROBLEMS = (
         sentence="direct I/O fails",
         releases={"lmcache": ">=0.4.2"},
         cause="The file is opened with O_DIRECT and the write is refused: the buffer's address is not aligned (only "
-        "its "
-        "length is checked), or the file system has no direct I/O. There is no second try without it.",
+        "its length is checked), or the file system has no direct I/O. There is no second try without it.",
         now='lmcache server ... --l2-adapter \'{"type": "fs", "base_path": "/mnt/kv", "use_odirect": false}\', and '
         "restart the server",
         good="no release falls back by itself yet (0.5.6; LMCache pull request 4388 is open): use_odirect: false",
@@ -60,8 +59,7 @@ PROBLEMS = (
         ),
         releases={"lmcache": ">=0.4.2"},
         cause="The file was cut off (the server was killed while it wrote, the disk was full), is of another chunk "
-        "size, "
-        "or was deleted meanwhile.",
+        "size, or was deleted meanwhile.",
         now="stop the server, empty base_path, start it again",
         good="a base_path for each chunk size and release; a disk with room",
         sure=False,
@@ -75,8 +73,7 @@ PROBLEMS = (
         sentence="adapter {adapter} did not store what it was given",
         releases={"lmcache": ">=0.3.15"},
         cause="The adapters are numbered from 0 in the order of --l2-adapter. fs_native leaves a half-written file "
-        "that "
-        "later lookups find and load: gibberish with HTTP 200. Other adapters only lose the chunks.",
+        "that later lookups find and load: gibberish with HTTP 200. Other adapters only lose the chunks.",
         now='with fs_native: stop the server, empty base_path, take "type": "fs" instead; df -h on it',
         good='no release of fs_native is known to be right (0.5.6): "type": "fs"',
         sure=False,
@@ -94,8 +91,7 @@ PROBLEMS = (
         ),
         releases={"lmcache": ">=0.4.5"},
         cause="The status or error after the key decides: 403 rights or credentials, 301 region, 404 bucket, "
-        "connection "
-        "errors the address.",
+        "connection errors the address.",
         now='"s3_endpoint": "BUCKET.s3.REGION.amazonaws.com", "s3_region": "REGION" and credentials in the adapter\'s '
         "JSON (or in the environment), and restart the server",
         good="the same: a change of set-up",
@@ -113,8 +109,7 @@ PROBLEMS = (
         sentence="no credentials for S3",
         releases={"lmcache": ">=0.4.5"},
         cause="Without aws_access_key_id and aws_secret_access_key in the JSON the adapter asks boto3, which finds "
-        "none "
-        "or is not installed.",
+        "none or is not installed.",
         now="export AWS_ACCESS_KEY_ID=... AWS_SECRET_ACCESS_KEY=... for the server, and pip install boto3",
         good="the same: a change of set-up",
     ),
@@ -131,8 +126,7 @@ PROBLEMS = (
         ),
         releases={"lmcache": ">=0.5.2"},
         cause="The error at the end decides: request_timeout too short for chunks of several MB, the server's "
-        "maxmemory "
-        "with noeviction, cluster_mode set wrongly, or the connection lost.",
+        "maxmemory with noeviction, cluster_mode set wrongly, or the connection lost.",
         now='"request_timeout": 10 in the adapter\'s JSON, valkey-cli config set maxmemory-policy allkeys-lru, '
         '"cluster_mode" as the server is; restart the LMCache server',
         good="the same: a change of set-up",
@@ -150,8 +144,7 @@ PROBLEMS = (
         sentence="the {name} extension is not built",
         releases={"lmcache": ">=0.4.2"},
         cause="The resp, fs_native and mooncake_store adapters are C++; PyPI's wheel has not all of them (Mooncake's "
-        "is "
-        "built from source only).",
+        "is built from source only).",
         now='"type": "fs" in place of fs_native, "type": "valkey" in place of resp; for Mooncake build LMCache with '
         "MOONCAKE_INCLUDE_DIR=... pip install -e .",
         good="the same: a change of set-up",
@@ -189,8 +182,7 @@ PROBLEMS = (
         ),
         releases={"lmcache": ">=0.4.3"},
         cause="The traceback or the error at the end decides: `Insufficient NIXL storage capacity` or `Storage "
-        "capacity "
-        "exceeded`: pool_size or max_capacity_gb is used up; else NIXL's backend refuses path or credentials.",
+        "capacity exceeded`: pool_size or max_capacity_gb is used up; else NIXL's backend refuses path or credentials.",
         now="a larger pool_size (or max_capacity_gb in backend_params), with an eviction block, and restart the server",
         good="the same: a change of set-up",
         sure=False,
