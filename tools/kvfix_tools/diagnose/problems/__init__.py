@@ -168,9 +168,20 @@ def at(line: LogLine) -> tuple[Problem, ...]:
     """Records whose signs fit the line, whatever ran. Floods of a line cost one search."""
     if line.name == "logged":
         return _logged(_DIGITS.sub(b"7", line.body[:2000]))
-    return tuple(each for each in catalogue() if any(_fits(sign, line) is not None for sign in each.shows))
+    fields = line.fields
+    frames = [(file, function) for file, _, function in fields.get("frames", ())[-_FRAMES:]]
+    key = (line.name, fields.get("type"), _DIGITS.sub(b"7", line.body[:400]), fields.get("source"), *frames)
+    if key not in _RAISED:
+        if len(_RAISED) >= _MOST:
+            _RAISED.clear()
+        _RAISED[key] = tuple(each for each in catalogue() if any(_fits(sign, line) is not None for sign in each.shows))
+    return _RAISED[key]
 
 
+#: {an exception with its innermost frames: its records}; the same one comes again and again.
+_RAISED: dict[tuple[Any, ...], tuple[Problem, ...]] = {}
+#: Innermost frames in which a sign is looked for; exceptions that are kept in mind.
+_FRAMES, _MOST = 8, 4096
 _DIGITS = re.compile(rb"\d+")
 
 
@@ -232,7 +243,7 @@ def _fits(sign: Sign, line: LogLine) -> dict[str, Any] | None:
         return None
     if sign.source and sign.source not in fields["source"]:
         return None
-    if sign.within and not _within(sign.within, fields["frames"][-8:]):
+    if sign.within and not _within(sign.within, fields["frames"][-_FRAMES:]):
         return None
     found = _pattern(sign.text).search(fields["text"]) if sign.text else None
     if sign.text and found is None:
