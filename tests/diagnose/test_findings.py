@@ -34,10 +34,62 @@ from tests.diagnose.lines import (
 )
 from tests.diagnose.releases import bare, fail, files, raise_in
 
+METADATA = (
+    "LMCacheMetadata(model_name='{}', world_size={}, worker_id=0, kv_dtype=torch.bfloat16, "
+    "kv_shape=(36, 2, {}, 8, 128))"
+)
+SEED = logged(NEWEST, "hash_seed", which="builtin")
+NOWHERE = "('', '', 0, '')"
+
+
+def worker(model: str = "/m/a", ranks: int = 1, chunk: int = 256, release: str = NEWEST) -> str:
+    """The line of a worker that names its model and its chunks."""
+    metadata = METADATA.format(model, ranks, chunk)
+    return logged(release, "version", "KVConnectorRole.WORKER", release, "0.32.0", metadata)
+
+
+def lookups(number: int, total: int, computed: int = 0, release: str = NEWEST) -> str:
+    return "".join(asked(release, total, computed, 0, 0, f"r{n}") for n in range(number))
+
+
+def stores(number: int, process: str = "") -> str:
+    return "".join(f"{process}{logged(NEWEST, 'stored', f'r{n}', 512, 512, which='offload')}" for n in range(number))
+
+
+def without_hits() -> dict[str, list[str]]:
+    settings = {"chunk_size": 256, "local_cpu": True, "enable_p2p": True, "enable_async_loading": False}
+    configured = logged(NEWEST, "configured", str({**settings, "enable_async_loading": True, "local_cpu": False}))
+    return {
+        "KVD305": [
+            SEED + stores(10) + lookups(100, 300),
+            worker() + SEED + stores(10) + lookups(10, 900, computed=512),
+            SEED + stores(10, "(VllmWorker TP1 pid=9) ") + lookups(10, 900),
+            logged("0.3.9", "hash_seed", which="Centralized") + stores(1) + lookups(10, 900),
+        ],
+        "KVD320": [lookups(10, 26), worker(chunk=512) + lookups(10, 300), lookups(10, 26, release="0.3.12")],
+        "KVD321": [lookups(10, 900), "kv_connector='LMCacheConnectorV1', kv_role='kv_consumer'\n" + lookups(12, 900)],
+        "KVD322": [worker() + stores(10) + lookups(10, 900, computed=128)],
+        "KVD323": ["".join(below(NEWEST, f"r{n}", 0, 256) for n in range(10))],
+        "KVD324": [
+            logged(release, message, str(settings)) + lookups(10, 900)
+            for release in ("0.3.12", NEWEST)
+            for message in ("configured", "engine_configured")
+        ],
+        "KVD325": [
+            logged(NEWEST, "peer_asked", NOWHERE) * 10 + lookups(10, 900),
+            configured + logged("0.3.10", "peer_asked", NOWHERE) * 10 + lookups(10, 900),
+        ],
+        "KVD326": [
+            logged(NEWEST, "configured", "{'remote_url': 'redis://h:6379'}")
+            + worker("/m/a") + worker("/models/a", 2) + stores(10) + lookups(10, 900)
+        ],
+    }  # fmt: skip
+
 
 @lru_cache(maxsize=1)
 def hits() -> dict[str, list[str]]:
     return {
+        **without_hits(),
         "KVD101": [
             version("0.3.10") + asked("0.3.10", 10009, 336, 256, -80)
             + crash("0.3.10", "mismatch", 256, 256, 336, 0, "cmpl-1"),
@@ -121,11 +173,6 @@ def hits() -> dict[str, list[str]]:
         ],
         "KVD304": [logged(release, "ranks_differ", "[256, 0]") for release in ("0.3.9.post1", NEWEST)],
         "KVD311": [logged(release, "ranks_differ", "[512, 256]") for release in ("0.3.9.post1", NEWEST)],
-        "KVD305": [
-            logged(NEWEST, "hash_seed", which="builtin")
-            + logged(NEWEST, "stored", "r1", 256, 256, which="offload") * 10
-            + "".join(asked(NEWEST, 300, 0, 0, 0, f"r{n}") for n in range(100)),
-        ],
         "KVD306": [logged(NEWEST, "mp_servers_differ", "r1", "[1, 2]", 1)],
         "KVD307": [logged(release, "save_skipped", "r1", 1024, 1536) for release in ("0.4.7", NEWEST)],
         "KVD308": [logged("0.5.2", "mp_preempted", "{'r1'}", which="by preempted")],
@@ -286,3 +333,25 @@ def test_what_the_server_says_stands_beside_its_clients_silence() -> None:
         found = next(each for each in diagnosis.findings if each.rule.code == "KVD116")
         assert "no such device" in found.sentence, "the failure at the registration counts most"
         assert any("no such device" in each.text for each in found.evidence)
+
+
+class TestLookupsWithoutHits:
+    def test_in_numbers(self) -> None:
+        known = {found.rule.code: found for log in without_hits().values() for found in diagnose(log[0]).findings}
+        assert known["KVD320"].sentence == (
+            "10 lookups, the longest of 26 tokens, no stores, 0 hits; "
+            "a chunk has 256 tokens, if chunk_size is the default"
+        )
+        assert known["KVD322"].sentence == (
+            "10 lookups, 10 stores, 0 hits; vLLM itself had at most 128 tokens of a prompt, and a chunk has 256"
+        )
+        assert known["KVD323"].sentence == "10 lookups hit up to 256 tokens, and none was loaded: the minimum is 512"
+        assert "model /m/a and /models/a; ranks 1 and 2" in known["KVD326"].sentence
+
+    def test_what_is_not_known_is_not_certain(self) -> None:
+        certain = diagnose(worker(chunk=512) + lookups(10, 300)).findings[0]
+        guessed = diagnose(lookups(10, 26)).findings[0]
+        assert (certain.verdict, guessed.verdict) == ("violated", "unknown")
+
+    def test_a_request_that_is_asked_for_often_is_one_lookup(self) -> None:
+        assert codes(diagnose(asked(NEWEST, 26, 0, 0, 0) * 50)) == []

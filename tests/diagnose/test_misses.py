@@ -30,7 +30,7 @@ from tests.diagnose.lines import (
     vllm_unread,
 )
 from tests.diagnose.releases import bare, fail, raise_in
-from tests.diagnose.test_findings import hits
+from tests.diagnose.test_findings import NOWHERE, SEED, hits, lookups, stores, worker
 
 MP = "integration/vllm/vllm_multi_process_adapter.py"
 DRIVEN = "v1/multiprocess/modules/lmcache_driven_transfer.py"
@@ -69,7 +69,29 @@ def misses() -> list[tuple[str, str]]:
         ("KVD302", logged(NEWEST, "retrieved", "r1", 512, 512, 512, 0.1, 1.0, 2.0, which="required")),
         # On each resume after a preemption.
         ("KVD302", logged(NEWEST, "rolled_back", "r1", 320, 256)),
-        ("KVD305", logged(NEWEST, "hash_seed", which="builtin")),
+        ("KVD305", SEED),
+        # Prompts that are all new, in one process: no hit is to be expected, seed or not.
+        ("KVD305", SEED + stores(10) + lookups(10, 900)),
+        ("KVD305", SEED + stores(10, "(VllmWorker TP1 pid=9) ") + lookups(10, 900)
+         + asked(NEWEST, 900, 0, 512, 512, "x")),
+        # Up to 0.3.10.post2 a chunk need not be full: it is stored.
+        ("KVD320", stores(1) + lookups(10, 26)),
+        ("KVD320", lookups(9, 26)),
+        ("KVD320", lookups(10, 26) + asked(NEWEST, 26, 0, 26, 25, "x")),
+        ("KVD321", stores(1) + lookups(10, 900)),
+        ("KVD321", lookups(10, 26)),
+        ("KVD322", worker() + stores(10) + lookups(10, 900)),
+        ("KVD322", worker(chunk=64) + stores(10) + lookups(10, 900, computed=128)),
+        ("KVD323", "".join(below(NEWEST, f"r{n}", 0, 0) for n in range(20))),
+        ("KVD323", "".join(below(NEWEST, f"r{n}", 0, 256) for n in range(20)) + asked(NEWEST, 900, 0, 512, 512, "x")),
+        ("KVD324", logged(NEWEST, "configured", "{'enable_p2p': False, 'enable_async_loading': False}")
+         + lookups(10, 900)),
+        ("KVD324", logged(NEWEST, "configured", "{'enable_p2p': True, 'enable_async_loading': True}")
+         + lookups(10, 900)),
+        ("KVD325", logged(NEWEST, "peer_asked", NOWHERE) * 10 + lookups(10, 900)
+         + logged(NEWEST, "peer_asked", "('engine_2', 'LocalCPUBackend', 4, '10.0.0.2:8200')")),
+        # Engines of one machine that share nothing.
+        ("KVD326", worker("/m/a") + worker("/m/b") + stores(10) + lookups(10, 900)),
         ("KVD308", logged("0.5.2", "mp_preempted", "{'r1'}", which="by resumed")),
         ("KVD308", logged(NEWEST, "mp_preempted", "{'r1'}", which="by preempted")),
         ("KVD402", logged(NEWEST, "no_candidates", 0.1) * 19),

@@ -30,6 +30,8 @@ MESSAGES: list[Message] = []
 
 #: Groups that take digits only are counts; everything else is text.
 _COUNT = re.compile(rb"\(\?P<(\w+)>(?:-\?)?\\d\+\)")
+#: Up to the place of LMCache's statement, or to the line's end.
+_TO_PLACE = rb"(?=\s(?:\x1b?\[3m)?\(\w+\.py:\d+:|\s*$)"
 _ID = rb"(?P<request>[^\s,'\"()\[\]]+)"
 
 
@@ -123,6 +125,19 @@ _lmcache(
     "hash_seed", "Using builtin hash|Centralized cache|P/D Disaggregation", "PYTHONHASHSEED",
     rb"(?P<why>Using builtin hash without|Centralized cache sharing detected but|P/D Disaggregation detected but) "
     rb"PYTHONHASHSEED (?:not )?set",
+)  # fmt: skip
+
+_lmcache(
+    "configured", "LMCache Configuration", "LMCache Configuration: ",
+    rb"LMCache Configuration: (?P<settings>.+?)" + _TO_PLACE,
+)  # fmt: skip
+_lmcache(
+    "engine_configured", "Creating LMCacheEngine", "Creating LMCacheEngine with config: ",
+    rb"Creating LMCacheEngine with config: (?P<settings>.+?)" + _TO_PLACE,
+)  # fmt: skip
+_lmcache(
+    "peer_asked", "Got layout info", "Got layout info from controller: ",
+    rb"Got layout info from controller: (?P<layout>.+?)" + _TO_PLACE,
 )  # fmt: skip
 
 # Memory.

@@ -100,21 +100,6 @@ def ranks_evicted_apart(log: Diagnosis, line: LogLine) -> Answer | None:
     return Answer(f"hit tokens by rank: {line.fields['results'][:80]}", request="")
 
 
-@finding("KVD305", "never-a-hit", Severity.SLOW, on=[""])
-def never_a_hit(log: Diagnosis, line: LogLine) -> Answer | None:
-    """Tokens are stored, and never found again.
-
-    Cause: the processes hash tokens differently, so that none finds what another has stored (up to 0.3.15 the default
-    hash has None in it, whose hash is an address in Python 3.11 and older), or no two prompts begin alike.
-
-    Setting: `PYTHONHASHSEED=0` for every process, `pre_caching_hash_algorithm: sha256_cbor`.
-    """
-    asked, stored = log.counts["asked"], log.counts["stored"]
-    if asked < 100 or log.hit or stored < 10 or not log.counts["hash_seed"]:
-        return None
-    return Answer(f"{asked} lookups, {stored} stores, 0 hits, and PYTHONHASHSEED is not set", request="")
-
-
 @finding("KVD306", "servers-differ", Severity.WRONG, on=["mp_servers_differ"])
 def servers_differ(log: Diagnosis, line: LogLine) -> Answer | None:
     """The cache servers of one engine hold different parts of a prompt; the least is taken.

@@ -65,7 +65,7 @@ PROBLEMS = (
         "0.3.9 to 0.3.12 and never brought on. It is used with `use_native: true`, by vLLM 0.11's LMCacheMPConnector "
         "always, and by that of vLLM 0.15 to 0.25 where LMCache has no connector of its own.",
         now='take "use_native" out of kv_connector_extra_config; with LMCacheMPConnector: LMCache 0.4.4 or newer (vLLM '
-        "0.20 on), vLLM 0.11 has none that works",
+        "0.20 on), vLLM 0.11: LMCache 0.3.9",
         good="LMCache's own connector: LMCacheConnectorV1 without use_native, or LMCacheMPConnector with vLLM 0.26 or "
         "newer and LMCache 0.5.2 or newer",
     ),
@@ -195,6 +195,26 @@ PROBLEMS = (
         "LD_LIBRARY_PATH=$LD_LIBRARY_PATH:/usr/local/lib; libcufile: CUDA's own package (libcufile-<release>)",
         good="these packages in the image",
         threads=("https://github.com/vllm-project/vllm-ascend/issues/6949",),
+    ),
+    Problem(
+        code="KVD728",
+        name="mp-connector-module-gone",
+        severity=Severity.CRASH,
+        title="The module of a multi-process connector is not in this LMCache.",
+        shows=(
+            Failed(kind="ModuleNotFoundError", text="No module named 'lmcache.integration.vllm.lmcache_mp_connector"),
+            Failed(
+                kind="ModuleNotFoundError", text="No module named 'lmcache.integration.vllm.vllm_multi_process_adapter'"
+            ),
+        ),
+        connectors=("LMCacheMPConnector", "MultiConnector"),
+        cause="lmcache_mp_connector came with LMCache 0.4.5; lmcache_mp_connector_0180 (for vLLM 0.18) is in 0.4.4 to "
+        "0.5.5, lmcache_mp_connector_0201 (for vLLM 0.20) in 0.4.5 to 0.5.5, both are gone from 0.5.6 on; the adapter "
+        "came with 0.3.13.",
+        now="for vLLM 0.26 or newer: no kv_connector_module_path; for an older vLLM: LMCache 0.5.5 and "
+        '"kv_connector_module_path": "lmcache.integration.vllm.lmcache_mp_connector_0201"',
+        good="vLLM 0.26 or newer with LMCache 0.5.2 or newer",
+        threads=("https://github.com/LMCache/LMCache/issues/4134",),
     ),
     Problem(
         code="KVD731",

@@ -148,7 +148,6 @@ PROBLEMS = (
         severity=Severity.CRASH,
         title="LMCache has no copy for this kind of device.",
         shows=(
-            Failed(kind="RuntimeError", text="No supported <device> connector found"),
             Failed(kind="RuntimeError", text="Unsupported device platform for LMCache engine"),
             Failed(kind="RuntimeError", text="No DeviceSpec registered for accelerator <device>;"),
         ),
