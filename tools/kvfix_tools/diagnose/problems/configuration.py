@@ -36,6 +36,7 @@ PROBLEMS = (
             Failed(kind="AssertionError", source="assert issubclass(connector_cls, KVConnectorBase)"),
             Logged(text="--kv-transfer-config is not supported by the V1 Engine. Falling back to V0"),
         ),
+        sentence="a connector of the V1 engine in the V0 engine",
         releases={"vllm": "<0.11"},
         cause="vLLM before 0.11 chose V0 where V1 could not run: a GPU older than Ampere (V100, T4), VLLM_USE_V1=0, or "
         "an option that V1 did not know; before 0.9 also because of --kv-transfer-config itself.",

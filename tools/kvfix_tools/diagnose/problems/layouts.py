@@ -42,7 +42,7 @@ PROBLEMS = (
         severity=Severity.CRASH,
         title="A chunk has another shape than the model's KV: the indexer's cache was taken for it.",
         shows=(Failed(kind="RuntimeError", text="shape '[1, <layers>, <chunk>, 132]' is invalid for input of size"),),
-        sentence="{layers} layers with 132 bytes a token: that is the indexer's cache, not the KV",
+        sentence="{layers} layers of 132 bytes each: that is the indexer's cache, not the KV",
         connectors=_IN_PROCESS,
         cause="DeepSeek-V3.2 and GLM-5 keep an indexer cache (132 bytes a token) beside the MLA cache (576), and the "
         "in-process connector takes all caches for one kind.",

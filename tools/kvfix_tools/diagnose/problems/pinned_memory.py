@@ -42,6 +42,7 @@ PROBLEMS = (
             Failed(text="CUDA error: invalid argument", within="cache_engine.py:_Create_memory_allocator"),
             Failed(text="CUDA error: out of memory", within="memory_management.py:__init__"),
         ),
+        sentence="the driver refused to pin the CPU buffer in one piece",
         releases={"lmcache": "<0.3.9"},
         cause="LMCache before 0.3.9 pinned through torch, which asks for powers of two in one piece; the driver "
         "refuses.",
