@@ -136,7 +136,7 @@ PROBLEMS = (
         cause="max_local_cpu_size is cut to the machine's free memory less reserve_local_cpu_size, and nothing is "
         "left: each worker takes its own share.",
         now="reserve_local_cpu_size: 0, a max_local_cpu_size that fits as many times as there are workers, and restart",
-        good="the same: a change of set-up",
+        good="keep it so: the set-up was wrong, and no release changes that",
     ),
     Problem(
         code="KVD850",
@@ -155,7 +155,7 @@ PROBLEMS = (
         connectors=_IN_PROCESS,
         cause="With enable_async_loading all chunks of a request are fetched into the CPU pool at once.",
         now="a larger max_local_cpu_size (it must hold the longest prompt), or enable_async_loading: false",
-        good="the same: a change of set-up",
+        good="keep it so: the set-up was wrong, and no release changes that",
     ),
     Problem(
         code="KVD851",
@@ -208,7 +208,8 @@ PROBLEMS = (
         "model's own host memory. `lmcache server`: --l1-size-gb.",
         now="max_local_cpu_size (or --l1-size-gb) times the workers at most 70 % of the container's limit; in place of "
         "lmcache_server redis with maxmemory-policy allkeys-lru",
-        good="the same: a change of set-up; no release of lmcache_server evicts, `lmcache server` (MP) does",
+        good="keep it so: the set-up was wrong, and no release changes that; no release of lmcache_server evicts, "
+        "`lmcache server` (MP) does",
         sure=False,
         threads=(
             "https://github.com/vllm-project/production-stack/issues/923",

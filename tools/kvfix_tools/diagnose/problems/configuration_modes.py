@@ -137,7 +137,7 @@ PROBLEMS = (
         cause="Expandable segments may give the KV cache other physical pages while transports have registered the old "
         "ones.",
         now="unset PYTORCH_CUDA_ALLOC_CONF",
-        good="the same; or the cumem allocator (--enable-sleep-mode), which vLLM accepts beside it",
+        good="keep it so; or the cumem allocator (--enable-sleep-mode), which vLLM accepts beside it",
     ),
     Problem(
         code="KVD758",
@@ -166,7 +166,7 @@ PROBLEMS = (
         cause="The scheduler may look up by itself only where one rank holds everything: MLA with "
         "save_only_first_rank, or remote_enable_mla_worker_id_as0.",
         now="enable_scheduler_bypass_lookup: false",
-        good="the same, but for MLA models",
+        good="keep it so, but for MLA models",
     ),
     Problem(
         code="KVD760",
@@ -191,7 +191,7 @@ PROBLEMS = (
         releases={"lmcache": ">=0.5.6"},
         cause="Lazy offload stores blocks when vLLM's prefix cache evicts them; without that cache nothing is evicted.",
         now='--enable-prefix-caching, or "lmcache.mp.lazy_offload": false',
-        good="the same",
+        good="keep it so: the set-up was wrong, and no release changes that",
     ),
     Problem(
         code="KVD762",

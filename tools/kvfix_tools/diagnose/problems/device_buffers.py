@@ -99,6 +99,7 @@ PROBLEMS = (
         cause="nixl_pool_size (extra_config) is the number of chunks that the pool holds; all of them are pinned or "
         "being written.",
         now="a larger nixl_pool_size in extra_config, and restart",
-        good="the same: a change of set-up; nixl_pool_size: 0 makes objects as they are needed",
+        good="keep it so: the set-up was wrong, and no release changes that; nixl_pool_size: 0 makes objects as they "
+        "are needed",
     ),
 )

@@ -40,7 +40,7 @@ PROBLEMS = (
         cause="The error at the end decides: a file that was cut off by a crash (`Partial read`), written with another "
         "chunk_size or release, deleted meanwhile, or without the right to read.",
         now="delete the files of the folder once, and restart; one folder for each model, chunk_size and release",
-        good="the same: a change of set-up",
+        good="keep it so: the set-up was wrong, and no release changes that",
         sure=False,
     ),
     Problem(
@@ -57,7 +57,7 @@ PROBLEMS = (
         "it is the container's shared memory (--shm-size).",
         now="df -h; max_local_disk_size at most the free space divided by the workers; docker --shm-size=16g if it is "
         "/dev/shm",
-        good="the same: a change of set-up",
+        good="keep it so: the set-up was wrong, and no release changes that",
         sentence="no space left on device",
         sure=False,
         threads=(_LMCACHE + "issues/1399", _LMCACHE + "issues/1454"),
@@ -79,7 +79,7 @@ PROBLEMS = (
         "the error after the name says which.",
         now="python -c 'import MODULE' in vLLM's environment; extra_config storage_plugin.NAME.module_path and "
         "storage_plugin.NAME.class_name",
-        good="the same: a change of set-up",
+        good="keep it so: the set-up was wrong, and no release changes that",
     ),
     Problem(
         code="KVD880",
@@ -94,6 +94,6 @@ PROBLEMS = (
         connectors=_IN_PROCESS,
         cause="extra_config lacks module_path or class_name of the plugin, or they stand one level too deep.",
         now="extra_config: {storage_plugin.NAME.module_path: my.module, storage_plugin.NAME.class_name: MyBackend}",
-        good="the same: a change of set-up",
+        good="keep it so: the set-up was wrong, and no release changes that",
     ),
 )

@@ -255,7 +255,7 @@ PROBLEMS = (
         cause="The error at the end is of the store that fetched (remote, disk, P2P). The scheduler had counted the "
         "hit.",
         now="look at that store; enable_async_loading: false where it fails often, and restart",
-        good="the same: a change of set-up; no release fetches again",
+        good="keep it so: no release fetches again",
         sure=False,
     ),
 )

@@ -27,7 +27,7 @@ PROBLEMS = (
         "slow.",
         now="extra_config: {transfer_timeout: 10}; after a pod was restarted wait until the master has dropped its "
         "segment, or restart mooncake_master",
-        good="the same: a change of set-up",
+        good="keep it so: the set-up was wrong, and no release changes that",
         sure=False,
         threads=(_LMCACHE + "issues/2143",),
     ),
@@ -47,7 +47,7 @@ PROBLEMS = (
         "Puts are not waited for, so LMCache reports success.",
         now='extra_config: {local_hostname: "THIS_MACHINES_ADDRESS", protocol: "tcp", metadata_server: '
         '"P2PHANDSHAKE"}, unset http_proxy, and restart; if that works go back to rdma with its device_name',
-        good="the same: a change of set-up",
+        good="keep it so: the set-up was wrong, and no release changes that",
         sure=False,
         threads=(_LMCACHE + "issues/1518", _MOONCAKE_ISSUES + "809", _MOONCAKE_ISSUES + "456"),
     ),
@@ -61,7 +61,7 @@ PROBLEMS = (
         cause="All segments together (global_segment_size of every client) are full, and eviction does not keep up "
         "with the writes; or no client has mounted a segment.",
         now="a larger global_segment_size (bytes, for each worker); mooncake_master -eviction_high_watermark_ratio=0.8",
-        good="the same: a change of set-up",
+        good="keep it so: the set-up was wrong, and no release changes that",
         threads=(_MOONCAKE_ISSUES + "915",),
     ),
     Problem(
@@ -79,7 +79,7 @@ PROBLEMS = (
         cause="The machine with the segment is gone or was restarted, or the object was evicted after the lookup; the "
         "master still lists it until its client's lease ends.",
         now="restart mooncake_master (it forgets what it lists), or wait; all segments on machines that stay up",
-        good="the same: a change of set-up",
+        good="keep it so: the set-up was wrong, and no release changes that",
         sure=False,
         threads=(_LMCACHE + "issues/1690",),
     ),
@@ -117,7 +117,7 @@ PROBLEMS = (
         "MOONCAKE_CONFIG_PATH names; the package is mooncake-transfer-engine.",
         now='pip install mooncake-transfer-engine; extra_config: {local_hostname: "HOST", metadata_server: '
         '"P2PHANDSHAKE", master_server_address: "HOST:50051", protocol: "tcp", global_segment_size: 21474836480}',
-        good="the same: a change of set-up",
+        good="keep it so: the set-up was wrong, and no release changes that",
     ),
     Problem(
         code="KVD898",
@@ -134,7 +134,7 @@ PROBLEMS = (
         "the segment is so large that registering it takes longer than the call.",
         now="start mooncake_master first, check master_server_address from the worker's container, unset http_proxy, a "
         "smaller global_segment_size; then restart",
-        good="the same: a change of set-up",
+        good="keep it so: the set-up was wrong, and no release changes that",
         sure=False,
         threads=(_MOONCAKE_ISSUES + "1050", _MOONCAKE_ISSUES + "180"),
     ),

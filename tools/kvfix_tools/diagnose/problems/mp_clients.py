@@ -81,7 +81,7 @@ PROBLEMS = (
         cause="A chunk must hold whole blocks. Hybrid models (Mamba, GDN) have blocks of odd sizes (544, 640, 1056 "
         "tokens); vLLM logs `Setting attention block size to N tokens`, and this message names N in newer releases.",
         now="lmcache server --chunk-size N, with N that block size (or a multiple); one server for each such model",
-        good="the same: no release agrees on it by itself yet (0.5.6; LMCache pull request 5222 is open)",
+        good="keep it so: no release agrees on it by itself yet (0.5.6; LMCache pull request 5222 is open)",
         threads=(_LMCACHE + "issues/4782", _LMCACHE + "issues/5217"),
     ),
     Problem(
@@ -140,7 +140,7 @@ PROBLEMS = (
         cause="The server would have to open the device's memory and events, which this platform does not offer.",
         now="LMCACHE_MP_TRANSFER_MODE=engine_driven for vLLM and --supported-transfer-mode auto for the server "
         "(LMCache 0.5.0 and newer; 0.4.7 calls it data)",
-        good="the same: a change of set-up",
+        good="keep it so: the set-up was wrong, and no release changes that",
     ),
     Problem(
         code="KVD914",
@@ -175,7 +175,7 @@ PROBLEMS = (
         "use, or too little memory for its L1.",
         now="start the command of this message by hand and read its first ERROR; or start `lmcache server` yourself "
         "before vLLM with lmcache.mp.autostart: false",
-        good="the same: a change of set-up",
+        good="keep it so: the set-up was wrong, and no release changes that",
     ),
     Problem(
         code="KVD919",
@@ -220,7 +220,7 @@ PROBLEMS = (
         "assertion without a text; with enable_controller it is a missing lmcache_instance_id, controller_pull_url, "
         "controller_reply_url or lmcache_worker_ports.",
         now="put right what it says and restart; until then start vLLM without --kv-transfer-config",
-        good="the same: a change of set-up",
+        good="keep it so: the set-up was wrong, and no release changes that",
         sure=False,
         threads=(_LMCACHE + "issues/2854", _LMCACHE + "issues/2907"),
     ),
@@ -241,6 +241,6 @@ PROBLEMS = (
         cause="The server reaps a worker after --worker-reap-timeout-seconds (120) of silence.",
         now="lmcache.mp.heartbeat_interval: 10 in kv_connector_extra_config, or --worker-reap-timeout-seconds of at "
         "least three intervals for the server",
-        good="the same: a change of set-up",
+        good="keep it so: the set-up was wrong, and no release changes that",
     ),
 )

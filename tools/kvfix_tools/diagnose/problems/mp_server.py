@@ -53,7 +53,7 @@ PROBLEMS = (
         "others (NVIDIA_VISIBLE_DEVICES, Kubernetes gives each container its own).",
         now="the server's container with --gpus all (Kubernetes: NVIDIA_VISIBLE_DEVICES=all, no nvidia.com/gpu of its "
         "own) and --ipc host; or LMCACHE_MP_TRANSFER_MODE=engine_driven for vLLM and --supported-transfer-mode auto",
-        good="the same: a change of set-up",
+        good="keep it so: the set-up was wrong, and no release changes that",
         threads=(_LMCACHE + "issues/4186", _LMCACHE + "pull/4202"),
     ),
     Problem(
@@ -112,7 +112,7 @@ PROBLEMS = (
         now="unset PYTORCH_CUDA_ALLOC_CONF, no --enable-sleep-mode; both containers with --ipc host --gpus all, the "
         "same CUDA; or LMCACHE_MP_TRANSFER_MODE=engine_driven for vLLM and --supported-transfer-mode auto for the "
         "server",
-        good="the same: a change of set-up",
+        good="keep it so: the set-up was wrong, and no release changes that",
         sure=False,
         threads=(_LMCACHE + "issues/3326",),
     ),
@@ -148,7 +148,7 @@ PROBLEMS = (
         "not matter; engine_driven ones use it for every chunk.",
         now="docker --shm-size=60g (more than --l1-size-gb) or --ipc host for server and vLLM; Kubernetes: an emptyDir "
         "with medium: Memory at /dev/shm; restart both",
-        good="the same: a change of set-up",
+        good="keep it so: the set-up was wrong, and no release changes that",
     ),
     Problem(
         code="KVD915",
@@ -199,7 +199,7 @@ PROBLEMS = (
         "host have the same port: lmcache_rpc_port, lmcache.mp.port, internal_api_server_port_start, p2p_init_ports.",
         now="ss -ltnp | grep PORT, end the old process; a lmcache_rpc_port of its own for each engine in "
         "kv_connector_extra_config",
-        good="the same: a change of set-up",
+        good="keep it so: the set-up was wrong, and no release changes that",
         sentence="the address is in use",
         threads=(_LMCACHE + "issues/961",),
     ),

@@ -61,7 +61,7 @@ PROBLEMS = (
         releases={"lmcache": ">=0.3.10.post1"},
         cause="They were stored with another chunk_size, dtype or layout of the same model under the same key.",
         now="empty the bucket (aws s3 rm --recursive), or a bucket for each chunk_size and release; then restart",
-        good="the same: a change of set-up",
+        good="keep it so: the set-up was wrong, and no release changes that",
     ),
     Problem(
         code="KVD884",
@@ -95,7 +95,7 @@ PROBLEMS = (
         connectors=_IN_PROCESS,
         cause="The connector's buffers have a fixed size, and a chunk of this model with its chunk_size is larger.",
         now="chunk_size: 128 (half, until it fits), in every process, and restart",
-        good="the same: a change of set-up",
+        good="keep it so: the set-up was wrong, and no release changes that",
     ),
     Problem(
         code="KVD892",
@@ -108,7 +108,7 @@ PROBLEMS = (
         "RDMA only, with the device of the URL.",
         now="remote_url: infinistore://HOST:12345/?device=mlx5_0 and extra_config: {infinistore_link_type: "
         "LINK_ETHERNET} (or LINK_IB), the same for the server (--link-type Ethernet), and restart",
-        good="the same: a change of set-up",
+        good="keep it so: the set-up was wrong, and no release changes that",
         sure=False,
         threads=(_LMCACHE + "issues/503",),
     ),
@@ -127,7 +127,7 @@ PROBLEMS = (
         "shared by name.",
         now="start the daemon on the node, give the pod hostIPC: true (or the /dev/shm volume), check "
         "sagemaker_hyperpod_shared_memory_name, and restart",
-        good="the same: a change of set-up",
+        good="keep it so: the set-up was wrong, and no release changes that",
     ),
     Problem(
         code="KVD894",
@@ -167,7 +167,7 @@ PROBLEMS = (
         "cufile-python is missing, or NVIDIA's libcufile is not in the container.",
         now="pip install cufile-python and the package libcufile-dev of this CUDA, gds_path: /mnt/nvme/kv; or without "
         "gds_path and local_disk: /mnt/nvme/kv",
-        good="the same: a change of set-up",
+        good="keep it so: the set-up was wrong, and no release changes that",
         threads=(_LMCACHE + "issues/795",),
     ),
     Problem(

@@ -23,7 +23,7 @@ PROBLEMS = (
         cause="Redis services in clouds take TLS connections only, and reset those that begin in plain text. A server "
         "that was restarted resets once; this one resets each time.",
         now="remote_url: rediss://:PASSWORD@HOST:6379 (two s), and restart",
-        good="the same: a change of set-up; rediss:// is in LMCache 0.3.9 and newer",
+        good="keep it so: the set-up was wrong, and no release changes that; rediss:// is in LMCache 0.3.9 and newer",
         sure=False,
         threads=(_LMCACHE + "issues/929",),
     ),
@@ -130,6 +130,6 @@ PROBLEMS = (
         "every worker opens its own connections. MISCONF: the server cannot write its snapshot and takes no writes.",
         now="remote_url: redis://USER:PASSWORD@HOST:6379; redis-cli config set maxclients 10000; redis-cli config set "
         "stop-writes-on-bgsave-error no",
-        good="the same: a change of set-up",
+        good="keep it so: the set-up was wrong, and no release changes that",
     ),
 )

@@ -26,7 +26,7 @@ PROBLEMS = (
         "required` or `NOAUTH`: user and password are missing in the URL.",
         now="remote_url: redis://:PASSWORD@HOST:6379 (or lm://HOST:65432, ...) with a host that the worker's container "
         "reaches, and start the store first; its health check tries again by itself",
-        good="the same: a change of set-up",
+        good="keep it so: the set-up was wrong, and no release changes that",
         connectors=_IN_PROCESS,
         threads=(_LMCACHE + "issues/929", _LMCACHE + "issues/2581"),
     ),
@@ -49,7 +49,7 @@ PROBLEMS = (
         cause="The connection failed when LMCache started; `Failed to initialize/re-establish remote connection` "
         "before it has the reason. Its health check tries again from time to time, loads and stores do not.",
         now="make the store at remote_url reachable from the worker's container, then restart vLLM",
-        good="the same: a change of set-up",
+        good="keep it so: the set-up was wrong, and no release changes that",
     ),
     Problem(
         code="KVD862",
@@ -65,7 +65,7 @@ PROBLEMS = (
         cause="The error after the colon decides: the store was stopped or restarted, refuses more clients, or the "
         "network drops idle connections.",
         now="look at the store's own log; restart vLLM once the store is up",
-        good="the same: a change of set-up",
+        good="keep it so: the set-up was wrong, and no release changes that",
         sure=False,
         threads=(_LMCACHE + "issues/929",),
     ),
@@ -83,7 +83,7 @@ PROBLEMS = (
         cause="The error at the end of the line decides: the store is full, gone, or refuses the size. Requests are "
         "answered all the same; only the cache suffers.",
         now="look at the store's own log and its memory; take remote_url out if it floods the log",
-        good="the same: a change of set-up",
+        good="keep it so: the set-up was wrong, and no release changes that",
         sure=False,
         threads=("https://github.com/vllm-project/production-stack/issues/923",),
     ),
@@ -116,7 +116,7 @@ PROBLEMS = (
         cause="The error after the colon decides: connection lost, an object of another chunk size or model under the "
         "same key, or a format that this release does not read.",
         now="look at the store's own log; empty the store if chunk_size, model or LMCache's release was changed",
-        good="the same: a change of set-up",
+        good="keep it so: the set-up was wrong, and no release changes that",
         sure=False,
     ),
     Problem(
@@ -134,7 +134,7 @@ PROBLEMS = (
         "WARNING at the start says so.",
         now="remote_url with one of these schemes, redis://HOST:6379 for example, and restart; install the package of "
         "the connector",
-        good="the same: a change of set-up",
+        good="keep it so: the set-up was wrong, and no release changes that",
     ),
     Problem(
         code="KVD870",
@@ -150,7 +150,7 @@ PROBLEMS = (
         connectors=_IN_PROCESS,
         cause="Every remote_url needs scheme, host and port, also where they mean nothing: fs://host:0/path.",
         now="remote_url: redis://HOST:6379, lm://HOST:65432, or fs://host:0/mnt/kv, and restart",
-        good="the same: a change of set-up",
+        good="keep it so: the set-up was wrong, and no release changes that",
     ),
     Problem(
         code="KVD871",
@@ -170,7 +170,7 @@ PROBLEMS = (
         cause="S3, RESP and Valkey's glide connector store whole chunks without a header; S3 needs its region also "
         "where the server has none.",
         now='save_unfull_chunk: false and extra_config: {save_chunk_meta: false, s3_region: "us-east-1"}, and restart',
-        good="the same: a change of set-up",
+        good="keep it so: the set-up was wrong, and no release changes that",
     ),
     Problem(
         code="KVD875",
@@ -188,6 +188,7 @@ PROBLEMS = (
         cause="The remote store was pinged in vain, or LMCache failed to start (`marked as init failed` at the log's "
         "beginning). All loads and stores are left out until a ping succeeds; after a failed start, for ever.",
         now="bring the store at remote_url up; after a failed start put right what its first ERROR says and restart",
-        good="the same: a change of set-up; extra_config fallback_policy: local_cpu keeps the CPU cache in use",
+        good="keep it so: the set-up was wrong, and no release changes that; extra_config fallback_policy: local_cpu "
+        "keeps the CPU cache in use",
     ),
 )

@@ -94,7 +94,7 @@ PROBLEMS = (
         "connection errors the address.",
         now='"s3_endpoint": "BUCKET.s3.REGION.amazonaws.com", "s3_region": "REGION" and credentials in the adapter\'s '
         "JSON (or in the environment), and restart the server",
-        good="the same: a change of set-up",
+        good="keep it so: the set-up was wrong, and no release changes that",
         sure=False,
     ),
     Problem(
@@ -111,7 +111,7 @@ PROBLEMS = (
         cause="Without aws_access_key_id and aws_secret_access_key in the JSON the adapter asks boto3, which finds "
         "none or is not installed.",
         now="export AWS_ACCESS_KEY_ID=... AWS_SECRET_ACCESS_KEY=... for the server, and pip install boto3",
-        good="the same: a change of set-up",
+        good="keep it so: the set-up was wrong, and no release changes that",
     ),
     Problem(
         code="KVD931",
@@ -129,7 +129,7 @@ PROBLEMS = (
         "maxmemory with noeviction, cluster_mode set wrongly, or the connection lost.",
         now='"request_timeout": 10 in the adapter\'s JSON, valkey-cli config set maxmemory-policy allkeys-lru, '
         '"cluster_mode" as the server is; restart the LMCache server',
-        good="the same: a change of set-up",
+        good="keep it so: the set-up was wrong, and no release changes that",
         sure=False,
     ),
     Problem(
@@ -147,7 +147,7 @@ PROBLEMS = (
         "is built from source only).",
         now='"type": "fs" in place of fs_native, "type": "valkey" in place of resp; for Mooncake build LMCache with '
         "MOONCAKE_INCLUDE_DIR=... pip install -e .",
-        good="the same: a change of set-up",
+        good="keep it so: the set-up was wrong, and no release changes that",
     ),
     Problem(
         code="KVD933",
@@ -164,7 +164,7 @@ PROBLEMS = (
         "release does not know, or a field that is missing.",
         now='--l2-adapter \'{"type": "fs", "base_path": "/mnt/kv"}\' in single quotes; lmcache server --help lists '
         "types",
-        good="the same: a change of set-up",
+        good="keep it so: the set-up was wrong, and no release changes that",
     ),
     Problem(
         code="KVD934",
@@ -184,7 +184,7 @@ PROBLEMS = (
         cause="The traceback or the error at the end decides: `Insufficient NIXL storage capacity` or `Storage "
         "capacity exceeded`: pool_size or max_capacity_gb is used up; else NIXL's backend refuses path or credentials.",
         now="a larger pool_size (or max_capacity_gb in backend_params), with an eviction block, and restart the server",
-        good="the same: a change of set-up",
+        good="keep it so: the set-up was wrong, and no release changes that",
         sure=False,
     ),
     Problem(
