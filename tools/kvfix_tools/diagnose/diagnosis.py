@@ -108,7 +108,7 @@ class Diagnosis:
             return
         self.who.take(line)
         self.failures.take(line)
-        if line.name not in self._placed:
+        if line.name not in self._placed and line.name not in problems.LINES:
             self._place(line)
         if line.name == "asked" and self._is_repeated(line):
             self._look(line)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -15,11 +16,10 @@ _ECHOES = (
     "Worker failed with error", "CancelledError", "KeyboardInterrupt", "SystemExit", "BrokenPipeError",
 )  # fmt: skip
 #: What an engine says when it is dead.
-_DEAD = (
-    b"EngineDeadError", b"ngine core initialization failed", b"WorkerProc initialization failed",
-    b"EngineCore encountered a fatal error", b"EngineCore failed to start", b"died unexpectedly", b"Worker proc ",
-    b"Shutting down due to", b"EngineCore encountered an issue",
-)  # fmt: skip
+_DEAD = re.compile(
+    rb"EngineDeadError|ngine core initialization failed|WorkerProc initialization failed|EngineCore failed to start"
+    rb"|EngineCore encountered a|died unexpectedly|Worker proc |Shutting down due to"
+)
 #: Lines of an engine at work.
 _WORK = frozenset({"asked", "stored", "retrieved", "storing", "mp_stored", "mp_retrieved", "mp_prefetched"})
 #: Failures and processes that are kept in mind.
@@ -74,7 +74,7 @@ class Failures:
             self._worked = self._taken
         if line.name == "closing":
             self._closing = True
-        if line.name in ("fatal", "died") or any(sign in line.body for sign in _DEAD):
+        if line.name in ("fatal", "died") or (line.name in ("raised", "logged") and _DEAD.search(line.body)):
             self.dead = True
         if line.name == "raised" and len(self.raised) < _SHOWN and _is_failure(line):
             key = (line.fields["class"], line.fields["text"][:80], *line.fields["frames"][-1:])
@@ -118,7 +118,7 @@ def _is_failure(line: LogLine) -> bool:
         return fields["type"] not in _ECHOES and not text.startswith(_ECHOES)
     if line.name == "died":
         return True
-    return fields["level"] in ("error", "critical") and not any(sign in line.body for sign in _DEAD)
+    return fields["level"] in ("error", "critical") and _DEAD.search(line.body) is None
 
 
 def of_connector(line: LogLine) -> bool:

@@ -23,6 +23,8 @@ DEBUG = "debug"
 WHO = "who"
 #: Bytes of a line that are read, and of a message that are kept for evidence.
 LONGEST_LINE, _LONGEST_BODY = 1 << 16, 1 << 14
+#: Bodies of messages that are kept, to know them again.
+_BODIES = 4096
 #: `[2026-11-21 01:41:27,007] LMCache INFO: `, the same in 0.3.0 to 0.5.6.
 _FRAME = b"] LMCache "
 _LEVEL = re.compile(rb"\] LMCache ([A-Z]{4,8}):(?:" + ANSI + rb")? ?")
@@ -73,6 +75,8 @@ class Scanner:
         self._debug = False
         self._tracebacks = Tracebacks()
         self._stacks = Stacks()
+        #: {a body: its message and fields}
+        self._bodies: dict[bytes, tuple[str, Fields]] = {}
 
     def scan(self, block: bytes) -> Iterator[LogLine]:
         text, numbers = log_formats.plain(block)
@@ -133,13 +137,13 @@ class Scanner:
 
     def _of_lmcache(self, text: bytes, level: re.Match[bytes], number: int) -> LogLine | None:
         start, at = level.span()
-        for message in _BY_HEAD.get(text[at : at + 4], ()):
-            match = message.pattern.match(text, at)
-            if match is not None:
-                return self._line(
-                    message.name, _fields(message, match), text[max(0, start - _STAMP) : start],
-                    _process(text[:start]), number, text[at:],
-                )  # fmt: skip
+        messages = _BY_HEAD.get(text[at : at + 4])
+        if messages is not None:
+            body = text[at:]
+            known = self._bodies.get(body) or self._matched(messages, body)
+            if known is not None:
+                stamp = text[max(0, start - _STAMP) : start]
+                return self._line(*known, stamp, _process(text[:start]), number, body)
         if level[1] in (b"INFO", b"DEBUG"):
             closing = text.startswith(_CLOSING, at)
             return self._line("closing", {}, b"", "", number, text[at:]) if closing else None
@@ -147,6 +151,17 @@ class Scanner:
         self._tracebacks.take(process, text[at:])
         fields = {"level": level[1].decode().lower(), "logger": "lmcache", "place": ""}
         return self._line("logged", fields, text[max(0, start - _STAMP) : start], process, number, text[at:])
+
+    def _matched(self, messages: list[grammar.Message], body: bytes) -> tuple[str, Fields] | None:
+        """(name, fields) of a body. A request that waits is asked about on every step: its line comes again."""
+        for message in messages:
+            match = message.pattern.match(body)
+            if match is not None:
+                if len(self._bodies) >= _BODIES:
+                    self._bodies.clear()
+                self._bodies[body] = message.name, _fields(message, match)
+                return self._bodies[body]
+        return None
 
     def _unframed(self, text: bytes, number: int) -> Iterator[LogLine]:
         """A line of vLLM, of another logger, of a traceback, or one that has lost its beginning."""
