@@ -83,14 +83,15 @@ def _apply(fix: Fix, target: Target, module: ModuleType, complete: bool) -> None
         return
     try:
         found = applicability.judge_live(target, module) if complete else _HALF_IMPORTED
-        if found.state == "applicable" and target.fix is not None:
-            _wrapped(target, module).add(fix.code, target.place, target.fix(module))
+        if found.state == "applicable":
+            if target.fix is not None:
+                _wrapped(target, module).add(fix.code, target.place, target.fix(module))
             found = Applicability("applied", found.reason)
     except Exception as error:  # noqa: BLE001
         found = Applicability("failed", f"{type(error).__name__}: {error}")
     session.outcomes[target] = found
     installed = f"{target.dist} {installed_source.version(target.dist)}"
-    if found.state == "applied":
+    if found.state == "applied" and target.fix is not None:
         engine_log.info(f"{fix.code} {fix.slug} applied to {target.function} ({installed}: {found.reason})")
     elif found.state in ("failed", "unknown"):
         engine_log.warning(f"{fix.code} {fix.slug} not applied ({installed}): {found.state}: {found.reason}")
