@@ -10,13 +10,11 @@ from packaging.version import Version
 
 from kvfix import applicability, catalogue
 from kvfix.fixes.api import Fix
-from kvfix_tools.diagnose.problems import Problem
+from kvfix_tools.diagnose.problems import NAMES, Problem
 
 if TYPE_CHECKING:
     from kvfix_tools.diagnose.diagnosis import Diagnosis
     from kvfix_tools.diagnose.log_finding import LogFinding
-
-_NAMES = {"lmcache": "LMCache", "vllm": "vLLM"}
 
 
 class Advice(NamedTuple):
@@ -92,7 +90,7 @@ def _release_of(log: Diagnosis, problem: Problem) -> list[Advice]:
     made = []
     for dist, release in problem.fixed.items():
         if log.releases.within(dist, f">={release}") is not True:
-            name = _NAMES.get(dist, dist)
+            name = NAMES.get(dist, dist)
             made.append(Advice("release", f"{name} {release}", f"upgrade to {name} {release}"))
     return made
 
@@ -104,7 +102,7 @@ def _releases(log: Diagnosis, found: LogFinding, concerned: list[Fix]) -> list[A
         by_dist.setdefault(_dist(log, found, each) or each.targets[0].dist, []).append(each)
     made = []
     for dist, needed in by_dist.items():
-        name, codes = _NAMES.get(dist, dist), ", ".join(each.code for each in needed)
+        name, codes = NAMES.get(dist, dist), ", ".join(each.code for each in needed)
         rights = [first_right(each, dist) for each in needed]
         if None in rights:
             made.append(Advice("release", "", f"no release of {name} is right yet: keep kvfix ({codes})"))

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvfix_tools.diagnose.log_line import Evidence, LogLine
+    from kvfix_tools.diagnose.log_line import LogLine
     from kvfix_tools.diagnose.tracebacks import Frame
 
 #: Consequences of a death, not its cause.
@@ -39,13 +39,6 @@ HOOKS = frozenset({
     "handle_preemptions", "start_load_kv", "wait_for_layer_load", "save_kv_layer", "wait_for_save", "get_finished",
     "get_block_ids_with_load_errors",
 })  # fmt: skip
-
-
-class Last(NamedTuple):
-    """The last line of a process that means something."""
-
-    what: str
-    evidence: Evidence
 
 
 class Failures:

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from kvfix_tools.diagnose.diagnosis import Diagnosis
     from kvfix_tools.diagnose.log_line import LogLine
 
+#: {dist: its name for people}
+NAMES = {"lmcache": "LMCache", "vllm": "vLLM"}
 #: Kinds of lines in which problems show.
 LINES = ("logged", "raised", "died", "stack")
 _PLACE = re.compile(r"<(\w+)>")
@@ -112,8 +114,7 @@ class Problem:
     @property
     def for_good(self) -> str:
         """`good`, or the releases that are right."""
-        names = {"lmcache": "LMCache", "vllm": "vLLM"}
-        upgrade = " and ".join(f"{names.get(dist, dist)} {release}" for dist, release in self.fixed.items())
+        upgrade = " and ".join(f"{NAMES.get(dist, dist)} {release}" for dist, release in self.fixed.items())
         return self.good or f"upgrade to {upgrade}"
 
     def section(self, name: str) -> str:
