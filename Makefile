@@ -2,6 +2,8 @@
 PY := .venv/bin/python
 # Test processes side by side; each needs up to 4 GB, and most tests keep one core busy.
 WORKERS ?= 2
+# vLLM's imports take 20 s of a core from source, and half of it from the bytecode that the first process leaves.
+unexport PYTHONDONTWRITEBYTECODE
 HEALTHY := --mode check --steps 200000 --seconds 900
 
 .PHONY: help install demo quick test lint docs bench healthy peers matrix fingerprints statements release requirements clean
@@ -34,8 +36,9 @@ healthy: install ## 200,000 fuzzed steps of each connector in mode `check`, with
 	@for connector in v1 mp; do $(PY) -m kvfix_tools.cli lab fuzz --connector $$connector $(HEALTHY) || exit 1; done
 	@$(PY) -m kvfix_tools.cli lab fuzz --connector mp-in-tree $(HEALTHY) --lmcache-path .cache/lmcache/0.4.6
 
-peers: install ## vLLM's and LMCache's own tests, without kvfix, with its fixes, and in mode `strict`
+peers: install ## vLLM's and LMCache's own tests, without kvfix, with its fixes, in mode `strict`, and with the patches
 	@$(PY) -m maintain.peers
+	@$(PY) -m pytest -n $(WORKERS) --dist load -rf -q -m peers tests/upstream
 
 matrix: install ## every scenario under every vLLM and LMCache release; writes docs/matrix.json
 	@requirements/matrix && $(PY) -m maintain.scenario_matrix

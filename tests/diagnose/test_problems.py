@@ -118,7 +118,10 @@ def test_signs_stand_in_the_releases(problem: Problem) -> None:
         dist = sign.at.partition("/")[0]
         part = max(re.split(r"<\w+>", sign.text or getattr(sign, "source", "")), key=len).strip()
         range_ = SpecifierSet(problem.releases.get(dist, ""), prereleases=True)
-        inside = {name: path for name, path in places(sign.at).items() if name in range_ and path.exists()}
+        here = {name: path for name, path in places(sign.at).items() if name in range_}
+        if not here:
+            pytest.skip(f"no release of {dist} {range_} is here; `requirements/matrix` fetches some")
+        inside = {name: path for name, path in here.items() if path.exists()}
         assert inside, f"{sign.at} is in no release of {range_}"
         without = [name for name, path in inside.items() if not _stands(part, source(path))]
         assert len(without) < len(inside), (sign, part)

@@ -1,4 +1,7 @@
-"""Upstream's own tests of the files that a patch changes: those that pass on the release pass with the patch."""
+"""Upstream's own tests of the files that a patch changes: those that pass on the release pass with the patch.
+
+`make peers` runs them: they take a quarter of an hour.
+"""
 
 from __future__ import annotations
 
@@ -14,9 +17,11 @@ from tests.conftest import ROOT, ForkServer
 from tests.upstream import patched
 from tests.upstream.test_patches import PATCHES, released, released_tests
 
+pytestmark = pytest.mark.peers
+
 #: If more test files than this import a changed module, only those named after a changed file run.
 MANY = 20
-#: Depends on time, and fails on a busy machine: `make peers` runs it.
+#: Depends on time, and fails on a busy machine. `python -m maintain.peers` runs it, and again alone where it fails.
 TIMED = "tests/v1/lookup_client/test_lmcache_lookup_client.py"
 THEIRS = """
 import torch
