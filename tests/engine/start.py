@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvfix_tools.diagnose.diagnosis import diagnosed
 from kvfix_tools.roundtrip import real_engine
 from kvfix_tools.roundtrip.real_engine import prompt
 from tests.conftest import ROOT, clean_environment
@@ -58,6 +59,10 @@ class Ran:
     def processes(self) -> dict[str, dict[str, Any]]:
         """{role of the connector: the note of its process}"""
         return {note["role"]: note for note in self.notes if note["what"] == "connector"}
+
+    def findings(self) -> set[str]:
+        """Codes of what kvfix-diagnose finds in the log."""
+        return {found.rule.code for found in diagnosed(self.log.encode()).findings}
 
     def count(self, what: str) -> int:
         return sum(note["what"] == what for note in self.notes)

@@ -64,6 +64,10 @@ def assert_same_outputs(ran: Ran, plain: Ran) -> None:
     assert ran.answer["rounds"][: len(ROUNDS)] == plain.answer["rounds"]
 
 
+def test_kvfix_diagnose_finds_nothing(plain: Ran, in_process: Ran, early: Ran, multi_process: Ran) -> None:
+    assert [ran.findings() for ran in (plain, in_process, early, multi_process)] == [set()] * 4
+
+
 def assert_arrived(ran: Ran, verdict: str, mode: str = "fix") -> None:
     """kvfix is in EngineCore and worker, which are processes of their own, though only the parent called apply()."""
     found = ran.processes()
@@ -125,6 +129,7 @@ class TestTheReportedCrash:
         assert ran.answer is None
         assert MISMATCH in ran.log
         assert "EngineDeadError" in ran.log
+        assert ran.findings() == {"KVD101"}
         for process in ran.processes().values():  # kvfix is installed, and without a choice it does nothing
             assert process["choice"] is None
             assert {row["code"]: row["verdict"] for row in process["status"]}["KVF001"] == "applicable"

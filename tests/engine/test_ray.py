@@ -113,6 +113,7 @@ def test_it_serves(served: Served) -> None:
     assert served.ran.answer["rounds"][0] == served.ran.answer["rounds"][1]
     assert "Report: " not in served.ran.log
     assert "a fault of kvfix itself" not in served.ran.log
+    assert served.ran.findings() == set()
 
 
 def test_fixes_reach_every_actor(served: Served) -> None:

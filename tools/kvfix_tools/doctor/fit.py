@@ -148,7 +148,7 @@ class _Signature(NamedTuple):
 
 def _calls(tree: ast.Module, names: dict[str, tuple[str, str]], other: Package) -> Iterator[tuple[int, str]]:
     signatures = {bound: _signature(other, *where) for bound, where in names.items()}
-    for node in ast.walk(tree):
+    for node in ast.walk(tree) if signatures else ():
         if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name):
             continue
         signature = signatures.get(node.func.id)

@@ -148,7 +148,7 @@ PROBLEMS = (
     Problem(
         code="KVD777",
         name="layout-unknown-to-old-lmcache",
-        severity=Severity.WRONG,
+        severity=Severity.RISK,
         title="LMCache cannot ask this vLLM for the layout of its KV, and guesses.",
         shows=(
             Logged(
