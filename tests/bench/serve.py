@@ -24,6 +24,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from kvfix_tools.diagnose.diagnosis import diagnosed
 from kvfix_tools.roundtrip.real_engine import MODEL, free_port, in_process, wait_for
 from tests.bench.row import Row
 from tests.conftest import ROOT, clean_environment
@@ -117,6 +118,7 @@ def server(folder: Path, mode: str, **settings: str) -> Iterator[int]:
             assert wait_for("Application startup complete", log, process, inf), log.read_text()[-3000:]
             yield port
             assert "SUMMARY" not in log.read_text()
+            assert diagnosed(log.read_bytes()).findings == []
         finally:
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
