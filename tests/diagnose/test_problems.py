@@ -16,6 +16,7 @@ from tests.diagnose.lines import codes, diagnose, site_packages
 from tests.diagnose.releases import CORE
 
 EVERY = pytest.mark.parametrize("problem", problems.catalogue(), ids=lambda problem: str(problem.name))
+OLDER_VLLM = sorted((ROOT / ".cache/vllm").glob("*/lib/python*/site-packages"))
 #: Where a record names no file of a release, or none that is here.
 LMCACHE = "[2026-11-21 01:41:27,007] LMCache {level}: {text} (any.py:7:lmcache.any)\n"
 VLLM = "(EngineCore_DP0 pid=276) {level} 12-03 01:24:36 [any.py:7] {text}\n"
@@ -104,7 +105,7 @@ def places(at: str) -> dict[str, Path]:
     if at.startswith("lmcache/"):
         return {name: RELEASES / name / at for name in release_names()}
     found = {"0.32.0": site_packages() / at}
-    for path in sorted((ROOT / ".cache/vllm").glob("*/lib/python*/site-packages")):
+    for path in OLDER_VLLM:
         found[path.parents[2].name] = path / at
     return found
 
@@ -118,10 +119,9 @@ def test_signs_stand_in_the_releases(problem: Problem) -> None:
         dist = sign.at.partition("/")[0]
         part = max(re.split(r"<\w+>", sign.text or getattr(sign, "source", "")), key=len).strip()
         range_ = SpecifierSet(problem.releases.get(dist, ""), prereleases=True)
-        here = {name: path for name, path in places(sign.at).items() if name in range_}
-        if not here:
-            pytest.skip(f"no release of {dist} {range_} is here; `requirements/matrix` fetches some")
-        inside = {name: path for name, path in here.items() if path.exists()}
+        inside = {name: path for name, path in places(sign.at).items() if name in range_ and path.exists()}
+        if not inside and dist == "vllm" and not OLDER_VLLM:
+            pytest.skip(f"no vLLM {range_} with this file is here: `requirements/matrix` fetches older ones")
         assert inside, f"{sign.at} is in no release of {range_}"
         without = [name for name, path in inside.items() if not _stands(part, source(path))]
         assert len(without) < len(inside), (sign, part)

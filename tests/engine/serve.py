@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import time
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,11 @@ def abort_waiting(engine: Any, job: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    main(json.loads(Path(sys.argv[1]).read_text()))
-    if os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0":
-        os._exit(0)  # LMCache's threads are in here, and never end
+    in_one_process = os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING") == "0"
+    try:
+        main(json.loads(Path(sys.argv[1]).read_text()))
+    finally:
+        if in_one_process:  # LMCache's threads are in here, and never end
+            if sys.exc_info()[0]:
+                traceback.print_exc()
+            os._exit(0)

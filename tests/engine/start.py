@@ -35,6 +35,8 @@ ENGINE = {
 }
 
 
+#: Scheduler and worker in the program's own process: vLLM is imported once, not three times.
+ONE_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 #: LMCache in the engine's own processes.
 v1 = real_engine.in_process
 #: Cold, then from the cache.

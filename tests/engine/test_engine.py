@@ -27,7 +27,7 @@ MISMATCH = (
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Ran:
     """No connector: what the outputs have to be."""
-    return start.run(tmp_path_factory.mktemp("plain"), apply=False, transfer=None)
+    return start.run(tmp_path_factory.mktemp("plain"), apply=False, transfer=None, environment=start.ONE_PROCESS)
 
 
 @pytest.fixture(scope="module")

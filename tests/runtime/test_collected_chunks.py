@@ -13,8 +13,10 @@ from tests.conftest import ForkServer
 KEPT: list[Any] = []
 
 
-def collect(locked: str, only: list[str] | None) -> list[Any]:
-    """Whether the thread hangs. If not: the chunks that are allocated then, and after the next release."""
+def collect(locked: str, only: list[str] | None, limit: float) -> list[Any]:
+    """Whether the thread hangs. If not: the chunks that are allocated then, and after the next release.
+
+    limit: seconds that it is waited for: all of them only where it hangs."""
     kvfix.apply(only=only)
     import lmcache.utils
     import lmcache.v1.memory_management as module
@@ -45,7 +47,7 @@ def collect(locked: str, only: list[str] | None) -> list[Any]:
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    thread.join(10)
+    thread.join(limit)
     if thread.is_alive():
         KEPT.append(kept)
         return ["hangs"]
@@ -56,6 +58,8 @@ def collect(locked: str, only: list[str] | None) -> list[Any]:
 
 @pytest.mark.parametrize("name", ["0.3.14", "0.4.7", "0.5.6"])
 @pytest.mark.parametrize("locked", ["allocator", "statistics"])
-@pytest.mark.parametrize(("only", "result"), [([], ["hangs"]), (None, ["goes on", 2, 0])], ids=["released", "fixed"])
-def test_a_chunk_that_is_collected(name, locked, only, result, fork_server: ForkServer, release) -> None:  # type: ignore[no-untyped-def]
-    assert fork_server(collect, release(name), locked, only) == result
+@pytest.mark.parametrize(
+    ("only", "limit", "result"), [([], 2, ["hangs"]), (None, 60, ["goes on", 2, 0])], ids=["released", "fixed"]
+)
+def test_a_chunk_that_is_collected(name, locked, only, limit, result, fork_server: ForkServer, release) -> None:  # type: ignore[no-untyped-def]
+    assert fork_server(collect, release(name), locked, only, limit) == result
