@@ -36,9 +36,11 @@ def failed_load_taken_for_done(log: Diagnosis, line: LogLine) -> Answer | None:
 def load_comes_short(log: Diagnosis, line: LogLine) -> Answer | None:
     """What was hit could not be loaded. vLLM computes it again; what is stored meanwhile may be wrong.
 
-    Cause: between lookup and load the chunks were evicted or their pins ran out, or the backend lost them.
+    Cause: between lookup and load the chunks were evicted or their pins ran out, or the backend lost them. LMCache
+    before 0.3.9 also loses loads by itself: with `enable_p2p` (0.3.2: what a peer sends is not counted) and with
+    `skip_last_n_tokens` (0.3.1: cut off twice).
 
-    Setting: a larger cache (`max_local_cpu_size`), a longer `pin_timeout_sec`.
+    First: a larger `max_local_cpu_size`; before LMCache 0.3.9 upgrade, `skip_last_n_tokens` at 0, `enable_p2p: false`.
     """
     f = line.fields
     if line.name == "load_failed":
@@ -57,6 +59,11 @@ def load_comes_short(log: Diagnosis, line: LogLine) -> Answer | None:
 )
 def load_failed_in_vllm(log: Diagnosis, line: LogLine) -> Answer | None:
     """The connector reported blocks whose load failed.
+
+    Cause: lines before this one tell why: a handshake or a transfer that failed, a server or a peer that is gone,
+    chunks that were evicted after the lookup.
+
+    First: put right what failed before it.
 
     Setting: `kv_load_failure_policy: recompute` computes them again; `fail`, the default, ends the requests.
     """
@@ -80,6 +87,8 @@ def ranks_differ(log: Diagnosis, line: LogLine) -> Answer | None:
     store has evicted its part of the chunks (KVD311); the least hit is taken, and nothing is wrong.
 
     Setting: `PYTHONHASHSEED=0` for every process; `pre_caching_hash_algorithm: sha256_cbor`.
+
+    Good: the same, for good; LMCache 0.4.1 or newer (older ones hash None, which differs on Python 3.11 and older).
     """
     if _evicted_in_parts(line):
         return None

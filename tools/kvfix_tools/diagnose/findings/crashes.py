@@ -189,8 +189,8 @@ def load_not_granted(log: Diagnosis, line: LogLine) -> Answer | None:
 
     Setting: no `prompt_logprobs`; the LMCache connector alone, not in a MultiConnector.
     """
-    mooncake = any(name.startswith("Mooncake") and "Store" not in name for name in log.who.connectors)  # KVD659
-    if _asserts(line, "assert RequestStatus.is_finished(req.status)") and not mooncake:
+    lmcache = any(name.startswith(("LMCache", "Multi")) for name in log.who.connectors)  # KVD659: others
+    if _asserts(line, "assert RequestStatus.is_finished(req.status)") and lmcache:
         return Answer("a load was reported done of a request that waits for none", request="")
     return None
 
@@ -239,7 +239,8 @@ def chunk_released_twice(log: Diagnosis, line: LogLine) -> Answer | None:
     Setting: `enable_async_loading: false`.
     """
     recent = log.releases.within("lmcache", ">=0.4.1")
-    if recent is False:
+    old = any(file.endswith("/gpu_connector.py") for file, _, _ in line.fields["frames"][-4:])  # up to 0.3.13
+    if recent is False or (recent is None and old):
         return None  # with Mooncake it is KVD801
     if _asserts(line, "assert memory_obj.tensor is not None") or _asserts(line, "assert memory_obj_tensor is not None"):
         return Answer(
@@ -259,6 +260,8 @@ def server_silent_at_start(log: Diagnosis, line: LogLine | None) -> Answer | Non
 
     Setting: start the server before vLLM, with `--supported-transfer-mode auto` and the same release of LMCache; in
     containers both with `--network host --ipc host --gpus all`. If it runs, look for `Error handling` in its log.
+
+    Good: what the server's log says, put right; no release up to 0.5.6 sends its error to the client.
     """
     if line is None:
         _beside_what_the_server_says(log)
@@ -281,16 +284,23 @@ def _beside_what_the_server_says(log: Diagnosis) -> None:
             found.evidence += [each for each in evidence if each not in found.evidence]
 
 
-@finding("KVD117", "context-parallel-in-process", Severity.CRASH, on=["raised"])
+@finding("KVD117", "context-parallel-in-process", Severity.CRASH, on=["raised", "logged"])
 def context_parallel_in_process(log: Diagnosis, line: LogLine) -> Answer | None:
-    """LMCacheConnectorV1 runs with decode context parallelism, which it does not support, and dies at a save.
+    """LMCacheConnectorV1 runs with decode context parallelism, which it does not support.
 
-    Cause: each rank holds a part of the tokens' slots; the adapter counts the slots of the whole request. No release of
-    it (0.3.9 to 0.5.6) knows of context parallelism, nor refuses it at the start.
+    Cause: each rank holds a part of the tokens' slots; the adapter counts the slots of the whole request, and a save or
+    a lookup fails. No release of it (0.3.9 to 0.5.6) knows of context parallelism, nor refuses it at the start.
 
-    Setting: leave `--decode-context-parallel-size` (`-dcp`) out; or LMCacheMPConnector of LMCache 0.5.5 or newer, which
-    supports it.
+    Setting: leave `--decode-context-parallel-size` (`-dcp`) out, and restart.
+
+    Good: LMCacheMPConnector of LMCache 0.5.5 or newer, which supports it; LMCacheConnectorV1 does in no release.
     """
-    if not _asserts(line, "assert len(slot_mapping) == len(token_ids)") or "_DCP" not in line.process:
+    worker = line.process.partition(" ")[0]
+    if "_DCP" not in worker:
         return None
-    return Answer(f"{line.process.partition(' ')[0]}: more token ids than this rank has slots", request="")
+    if line.name == "logged":
+        fails = b"Error processing request from scheduler" in line.body
+        return Answer(f"{worker}: its asynchronous lookups fail", request="") if fails else None
+    if not _asserts(line, "assert len(slot_mapping) == len(token_ids)"):
+        return None
+    return Answer(f"{worker}: more token ids than this rank has slots", request="")

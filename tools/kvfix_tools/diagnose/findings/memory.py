@@ -22,17 +22,19 @@ def pins_run_out(log: Diagnosis, line: LogLine) -> Answer | None:
     return Answer(f"a chunk with {line.fields['pins']} pins that were not released", request="")
 
 
-@finding("KVD402", "no-memory-to-be-had", Severity.HANG, on=["no_candidates"])
-def no_memory_to_be_had(log: Diagnosis, line: LogLine) -> Answer | None:
+@finding("KVD402", "no-memory-to-be-had", Severity.HANG, on=["no_candidates", ""])
+def no_memory_to_be_had(log: Diagnosis, line: LogLine | None) -> Answer | None:
     """A worker waits for memory of the CPU cache that is never freed.
 
     Setting: `local_cpu: true`, a larger `max_local_cpu_size`, fewer requests at once.
 
     Normal: a few lines under load.
     """
-    if log.counts["no_candidates"] < 20:
-        return None
-    return Answer(f"nothing to evict, {log.counts['no_candidates']} times and more", request="")
+    times = log.counts["no_candidates"]
+    if line is None and 0 < times < 20 and times == log.counts.total():
+        sentence = f"nothing to evict, {times} times, and nothing else in this log. It is this if the lines do not end"
+        return Answer(sentence, request="", verdict="unknown")
+    return Answer(f"nothing to evict, {times} times and more", request="") if line is not None and times >= 20 else None
 
 
 @finding("KVD403", "unpinned-twice", Severity.LEAK, on=["double_unpin"])

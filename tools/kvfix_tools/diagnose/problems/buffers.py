@@ -184,7 +184,6 @@ PROBLEMS = (
         title="The CPU cache was given another backend's memory, and dies when it is full or at the start.",
         shows=(
             Failed(kind="AssertionError", within="local_cpu_backend.py:allocate"),
-            Failed(kind="AssertionError", within="local_cpu_backend.py:calculate_chunk_budget"),
             Failed(kind="UnboundLocalError", text="local_cpu_backend"),
             Failed(kind="AssertionError", within="storage_manager.py:_get_allocator_backend"),
         ),
@@ -195,7 +194,7 @@ PROBLEMS = (
         "which takes a plain pool for granted.",
         now="local_cpu: false (LMCACHE_LOCAL_CPU=False) with gds_path; enable_async_loading: false with P2P",
         fixed={"lmcache": "0.3.9"},
-        threads=(_LMCACHE + "issues/1330", _LMCACHE + "issues/1791", _LMCACHE + "issues/1478"),
+        threads=(_LMCACHE + "issues/1330", _LMCACHE + "issues/1478"),
     ),
     Problem(
         code="KVD853",

@@ -211,7 +211,7 @@ PROBLEMS = (
         code="KVD659",
         name="full-local-hit-reported-as-load",
         severity=Severity.CRASH,
-        title="Decode had the whole prompt itself, and the connector still reported a finished load.",
+        title="A load was reported done of a request that waits for none, and EngineCore dies.",
         shows=(
             Failed(
                 kind="AssertionError",
@@ -226,10 +226,11 @@ PROBLEMS = (
             "MooncakeHybridConnector",
             "MooncakeLayerwiseConnector",
         ),
-        named=True,
         releases={"vllm": ">=0.16"},
-        cause="With the prompt in decode's prefix cache there is nothing to pull, and the request does not wait; the "
-        "connector tells prefill to free its blocks, and reports that as a load that is done.",
+        sure=False,
+        cause="vllm-ascend's Mooncake connectors before March 2026: with the whole prompt in decode's own prefix cache "
+        "there is nothing to pull, and the end of that is reported as a load. LMCacheMPConnector (its lines are in the "
+        "log then) loads what vLLM did not grant: KVD111.",
         now="`--no-enable-prefix-caching` on the decode instance, restart",
         good="vllm-ascend after March 2026 (pull 7236); vLLM's own MooncakeConnector: 0.32.0",
         threads=("https://github.com/vllm-project/vllm-ascend/pull/7236",),

@@ -93,9 +93,10 @@ PROBLEMS = (
                 "Potentially invalid KV blocks for unrecognized request <request> were retrieved by",
                 at=f"{_V1}/nixl/pull_worker.py",
             ),
+            # Its end stands in the next line where it was wrapped by hand.
+            Logged("Potentially invalid KV blocks for unrecognized request", at=f"{_V1}/nixl/pull_worker.py"),
             Logged("Unrecognized request <request> notif (may have expired)", at=f"{_V1}/nixl/push_worker.py"),
         ),
-        sentence="request {request}",
         sure=False,
         cause="With `Releasing expired KV blocks` for the same id before it: the lease ended, the blocks were given "
         "away, and decode read them after that, HTTP 200. Without it: prefill was restarted, the request was aborted "
