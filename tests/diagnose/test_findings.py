@@ -194,8 +194,9 @@ def hits() -> dict[str, list[str]]:
         "KVD401": [logged(release, "pin_timeout", "1403", 1, 301.0) for release in ("0.3.12", NEWEST)]
         + [logged(NEWEST, "forced_unpin", 3, 10, 300)],
         "KVD402": [logged(release, "no_candidates", 0.1) * many for release in ("0.3.9", NEWEST) for many in (1, 20)],
-        "KVD403": [logged(release, "double_unpin", "1403", -1) for release in ("0.3.9", NEWEST)],
-        "KVD404": [logged(NEWEST, "not_stored", which="not store") * 20],
+        "KVD403": [logged(release, "double_unpin", "1403", -1) for release in ("0.3.9", NEWEST)]
+        + [logged(NEWEST, "double_unpin", "1403 ", -1)],  # as people type it
+        "KVD404": [logged(NEWEST, "not_stored", which="not store") * many for many in (1, 20)],
         "KVD109": [
             bare("", SCHEDULER, "_update_from_kv_xfer_finished", "assert req_id in self.requests", root=site_packages())
         ],

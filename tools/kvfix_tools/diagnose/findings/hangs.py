@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from kvfix_tools.diagnose.failures import hook
 from kvfix_tools.diagnose.findings import Answer, Severity, finding, note
+from kvfix_tools.diagnose.findings.memory import PASTE
 
 if TYPE_CHECKING:
     from kvfix_tools.diagnose.diagnosis import Diagnosis
@@ -13,8 +14,6 @@ if TYPE_CHECKING:
 
 #: The same answer for the same request so many times, and no admission.
 POLLS = 1000
-#: Lines up to which a log is a paste of a few lines.
-PASTE = 20
 #: Intervals of vLLM's statistics (10 seconds each) without a token, with requests waiting.
 IDLE = 3
 

@@ -6,17 +6,15 @@ from typing import TYPE_CHECKING
 
 from kvfix_tools.diagnose.findings import Answer, Severity, finding
 from kvfix_tools.diagnose.findings.lookups import CHUNK, ENOUGH, lookups_of
+from kvfix_tools.diagnose.findings.memory import PASTE
 
 if TYPE_CHECKING:
     from kvfix_tools.diagnose.diagnosis import Diagnosis
     from kvfix_tools.diagnose.log_line import LogLine
 
-#: Lines that are read up to which a log is a paste of a few lines.
-_PASTE = 40
-
 
 def _is_paste(log: Diagnosis) -> bool:
-    return not log.hit and not log.findings and log.counts.total() <= _PASTE
+    return not log.hit and not log.findings and log.counts.total() <= PASTE
 
 
 @finding("KVD327", "no-hit-in-a-paste", Severity.RISK, on=[""])
