@@ -36,7 +36,7 @@ def shown(problem: Problem, sign: problems.Sign) -> str:
     if isinstance(sign, Died):
         if not sign.within:
             text = filled(sign.text)
-            return f"library.cpp:77: {text}: Assertion `held' failed.\n" if text.isidentifier() else f"{text}\n"
+            return f"library.cpp:77: {text}: Assertion `held' failed.\n" if text.isidentifier() else f"ERROR {text}\n"
         file, _, function = sign.within.rpartition(":")
         return (
             f"Fatal Python error: {sign.text or 'Segmentation fault'}\n\n"

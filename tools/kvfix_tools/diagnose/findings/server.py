@@ -51,8 +51,9 @@ def server_never_asked_again(log: Diagnosis, line: LogLine) -> Answer | None:
 def transfer_mode_mismatch(log: Diagnosis, line: LogLine) -> Answer | None:
     """The server does not know the operation a worker asks for, and does not answer: the worker waits for 300 seconds.
 
-    Cause: the server was started for one transfer mode, the worker chose another. The answer that would tell it is
-    never sent.
+    Cause: the server was started for one transfer mode, the worker chose another; or they are of different releases of
+    LMCache. Operations that begin with CB_ are CacheBlend's: their names differ by release, and only a server with
+    `--engine-type blend` has them. The answer that would tell it is never sent.
 
     Setting: start the server with `--supported-transfer-mode auto`, or the worker with the mode of the server
     (`lmcache.mp.mp_transfer_mode`, `LMCACHE_MP_TRANSFER_MODE`); and the same LMCache release on both sides.

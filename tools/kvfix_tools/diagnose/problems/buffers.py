@@ -201,7 +201,12 @@ PROBLEMS = (
         name="killed-for-memory",
         severity=Severity.CRASH,
         title="The kernel or Kubernetes killed a process because it used too much memory.",
-        shows=(Died("OOMKilled"), Died("Out of memory: Killed")),
+        shows=(
+            Died("OOMKilled"),
+            Died("Out of memory: Killed"),
+            Died("exit code: -9"),
+            Died("exit code -9"),
+        ),
         cause="Who was killed decides. A pod of `lmcache_server` (lm://): it never evicts, in any release. A vLLM pod: "
         "max_local_cpu_size is for each worker, so tensor parallel 8 takes eight times that, pinned, beside the "
         "model's own host memory. `lmcache server`: --l1-size-gb.",

@@ -206,8 +206,8 @@ PROBLEMS = (
         shows=(
             Logged("createBackend: unsupported backend '<backend>'"),
             Logged("getPluginParams: backend '<backend>' not found"),
+            Failed(kind="KeyError", text="'UCX'"),
         ),
-        sentence="backend {backend}",
         cause="libplugin_<backend>.so is not in NIXL's plugin folder, or one of the libraries that it needs is "
         "missing.",
         now="`ldd` on libplugin_<backend>.so names what is missing; `export NIXL_PLUGIN_DIR=` its folder; else "
