@@ -255,4 +255,27 @@ PROBLEMS = (
         good="no release is known to be right: vLLM 0.32.0 has the assertion too",
         threads=(f"{_ISSUES}/50454",),
     ),
+    Problem(
+        code="KVD661",
+        name="failed-load-of-hybrid-model",
+        severity=Severity.CRASH,
+        title="A load failed for a model with several KV groups, and EngineCore dies of it.",
+        shows=(
+            Failed(
+                kind="ValueError",
+                text="too many values to unpack (expected 1",
+                within="_update_requests_with_invalid_blocks",
+            ),
+        ),
+        releases={"vllm": ">=0.11,<0.32"},
+        cause="The scheduler takes the failed blocks for those of one KV group; hybrid models have several. Why the "
+        "load failed stands before it.",
+        now="put right why the load failed (a peer or a store that is gone); `--no-enable-prefix-caching` does not "
+        "help; without the connector the model runs",
+        fixed={"vllm": "0.32.0"},
+        threads=(
+            "https://github.com/vllm-project/vllm/issues/50687",
+            "https://github.com/vllm-project/vllm/pull/50388",
+        ),
+    ),
 )

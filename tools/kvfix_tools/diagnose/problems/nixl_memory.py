@@ -1,12 +1,11 @@
-"""NIXL: memory that it does not find, that is not registered, and what it dies of."""
+"""NIXL: memory that it does not find, that is not registered."""
 
 from __future__ import annotations
 
 from kvfix_tools.diagnose.findings import Severity
-from kvfix_tools.diagnose.problems import Died, Failed, Logged, Problem
+from kvfix_tools.diagnose.problems import Failed, Logged, Problem
 
 _ISSUES = "https://github.com/vllm-project/vllm/issues"
-_NIXL = "https://github.com/ai-dynamo/nixl/issues"
 _DYNAMO = "https://github.com/ai-dynamo/dynamo/issues"
 
 PROBLEMS = (
@@ -26,24 +25,6 @@ PROBLEMS = (
     ),
     Problem(
         code="KVD565",
-        name="nixl-dies-of-restarted-peer",
-        severity=Severity.CRASH,
-        title="A process died in NIXL while it took up an engine that had been restarted.",
-        shows=(
-            Died(within="add_remote_agent"),
-            Died(within="ucp_ep_rkey_unpack"),
-        ),
-        sure=False,
-        cause="UCX closes the connection to the engine that is gone, while another thread unpacks the keys of the new "
-        "one. `UCX error handling callback was invoked with status -80 (Endpoint timeout)` before it says that the "
-        "peer had gone. Without a restart of a peer: two UCX in one process, or nixl of another CUDA.",
-        now="restart decode too whenever prefill was restarted, and the other way round; meanwhile "
-        "`UCX_TLS=tcp,cuda_copy,cuda_ipc` to get along without RDMA",
-        good="a nixl newer than 1.3.1 (nixl issue 1986 is closed; in which release is not known here)",
-        threads=(f"{_ISSUES}/49238", f"{_NIXL}/1986", "https://github.com/smg-project/smg/issues/2503"),
-    ),
-    Problem(
-        code="KVD566",
         name="rdma-memory-not-registered",
         severity=Severity.CRASH,
         title="The RDMA card refused memory in a transfer: it is not registered with it.",

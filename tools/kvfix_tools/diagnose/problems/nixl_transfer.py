@@ -127,11 +127,12 @@ PROBLEMS = (
         releases={"vllm": ">=0.26"},
         sure=False,
         cause="Decode did not fetch them in `kv_lease_duration` (30 s, longer with heartbeats): it is down, overloaded "
-        "or never got the request, or the client had gone (then it is harmless).",
+        "or never got the request, or the client had gone (then it is harmless). With NixlPushConnector the "
+        "heartbeats do not renew the lease (vllm#53095): it ends although decode waits.",
         now='look at decode\'s log of that time; `"kv_connector_extra_config": {"kv_lease_duration": 300}` on both'
         " sides",
         good="decode fast enough for what prefill sends; a router that aborts on both sides",
-        threads=("https://github.com/aws-samples/aws-do-eks/issues/84",),
+        threads=("https://github.com/aws-samples/aws-do-eks/issues/84", f"{_ISSUES}/53095"),
     ),
     Problem(
         code="KVD575",
