@@ -349,6 +349,21 @@ def test_what_the_server_says_stands_beside_its_clients_silence() -> None:
         assert any("no such device" in each.text for each in found.evidence)
 
 
+@pytest.mark.parametrize(("release", "said"), [("", True), (NEWEST, False)])
+def test_tokens_that_are_cut_off_twice(release: str, said: bool) -> None:
+    """As LMCache#889 has it: the load asks for three tokens fewer than the lookup promised, and gets none."""
+    log = "".join(
+        f"(Worker_TP4 pid=7) [2025-06-21 20:59:57,672] LMCache {text} (vllm_v1_adapter.py:1:lmcache.v1.adapter)\n"
+        for text in (
+            "INFO: Reqid: chatcmpl-1, Total tokens 263, LMCache hit tokens: 256, need to load: 256",
+            "ERROR: Num retrieved tokens: 0, num expected tokens: 253",
+        )
+    )
+    found = diagnose(version(release) if release else "", log).findings[0]
+    assert found.rule.code == "KVD302"
+    assert ("skip_last_n_tokens" in found.sentence) is said
+
+
 class TestLookupsWithoutHits:
     def test_in_numbers(self) -> None:
         known = {found.rule.code: found for log in without_hits().values() for found in diagnose(log[0]).findings}

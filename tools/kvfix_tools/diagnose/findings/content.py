@@ -5,11 +5,14 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from kvfix_tools.diagnose.findings import Answer, Severity, finding
+from kvfix_tools.diagnose.findings import Answer, Severity, finding, note
 
 if TYPE_CHECKING:
     from kvfix_tools.diagnose.diagnosis import Diagnosis
     from kvfix_tools.diagnose.log_line import LogLine
+
+#: `skip_last_n_tokens` is smaller than this.
+_CUT = 32
 
 
 @finding("KVD301", "failed-load-taken-for-done", Severity.WRONG, on=["mp_failed"])
@@ -37,8 +40,8 @@ def load_comes_short(log: Diagnosis, line: LogLine) -> Answer | None:
     """What was hit could not be loaded. vLLM computes it again; what is stored meanwhile may be wrong.
 
     Cause: between lookup and load the chunks were evicted or their pins ran out, or the backend lost them. LMCache
-    before 0.3.9 also loses loads by itself: with `enable_p2p` (0.3.2: what a peer sends is not counted) and with
-    `skip_last_n_tokens` (0.3.1: cut off twice).
+    before 0.3.9 also loses loads by itself: in 0.3.1 tokens are cut off wrongly (with `skip_last_n_tokens` twice), in
+    0.3.2 with `enable_p2p` what a peer sends is not counted.
 
     First: a larger `max_local_cpu_size`; before LMCache 0.3.9 upgrade, `skip_last_n_tokens` at 0, `enable_p2p: false`.
     """
@@ -48,7 +51,19 @@ def load_comes_short(log: Diagnosis, line: LogLine) -> Answer | None:
     due = f["expected"] if line.name == "short" else f["required"]
     if f["tokens"] >= due:
         return None
-    return Answer(f"{f['tokens']} of {due} tokens were loaded: {due - f['tokens']} are missing")
+    missing = f"{f['tokens']} of {due} tokens were loaded: {due - f['tokens']} are missing"
+    cut = log.memory.get("promised", 0) - due
+    if line.name == "short" and 0 < cut < _CUT and log.releases.within("lmcache", ">=0.3.9") is not True:
+        missing += (
+            f"; the lookup promised {cut} more than the load asks for, as skip_last_n_tokens {cut} does before 0.3.9"
+        )
+    return Answer(missing)
+
+
+@note("asked")
+def _note_promise(log: Diagnosis, line: LogLine) -> None:
+    """What KVD302 has to know: the tokens of the last lookup that are to be loaded."""
+    log.memory["promised"] = line.fields.get("need") or 0
 
 
 @finding(

@@ -104,7 +104,7 @@ def worker_fell_silent(log: Diagnosis, line: LogLine) -> Answer | None:
     f = line.fields
     if f["pinged"] != "True":
         return None  # KVD210
-    return Answer(f"worker {f['instance']} was silent for {f['silent']} s", request="")
+    return Answer(f"worker {f['instance']} was silent for {f['silent']} s", request="", verdict="unknown")
 
 
 @finding("KVD212", "server-handler-fails", Severity.HANG, on=["logged", "raised", ""])
