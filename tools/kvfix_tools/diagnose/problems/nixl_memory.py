@@ -8,6 +8,8 @@ from kvfix_tools.diagnose.problems import Failed, Logged, Problem
 _ISSUES = "https://github.com/vllm-project/vllm/issues"
 _DYNAMO = "https://github.com/ai-dynamo/dynamo/issues"
 
+_BASE = "vllm/distributed/kv_transfer/kv_connector/v1/nixl/base_worker.py"
+
 PROBLEMS = (
     Problem(
         code="KVD564",
@@ -41,5 +43,26 @@ PROBLEMS = (
         "`UCX_TLS=tcp,cuda_copy,cuda_ipc` on both sides",
         good="the same nixl on both sides, and GPU memory that the card can reach (`ib_write_bw --use_cuda=0`)",
         threads=(f"{_DYNAMO}/843",),
+    ),
+    Problem(
+        code="KVD589",
+        name="nixl-cannot-map-sizes",
+        severity=Severity.CRASH,
+        title="Prefill and decode are started so differently that NIXL cannot map their KV onto each other.",
+        shows=(
+            Failed(kind="AssertionError", text="Heterogeneous block sizes are not supported with host buffer"),
+            Failed(kind="RuntimeError", text="Heterogeneous TP head-dimension splitting requires contiguous heads"),
+            Failed(kind="AssertionError", text="DCP sizes must divide one another", at=_BASE),
+            Failed(kind="AssertionError", text="Hybrid MLA kernel-granularity block lengths must match", at=_BASE),
+            Failed(kind="AssertionError", text="NIXL transfer regions must name the same model caches", at=_BASE),
+            Failed(kind="AssertionError", text="Remote is missing locally owned layers", at=_BASE),
+            Failed(kind="ValueError", text="NixlPushConnector does not support decode_context_parallel_size > 1."),
+        ),
+        releases={"vllm": ">=0.32"},
+        cause="What the message says: other block sizes, tensor or context parallel sizes, attention backends (they "
+        "choose the KV layout) or models on the two sides.",
+        now="the same --block-size, --tensor-parallel-size, --decode-context-parallel-size, --attention-backend, "
+        "--kv-cache-dtype and model on prefill and decode; `kv_buffer_device` left out; restart both",
+        good="two sides that are started alike; no release maps these",
     ),
 )
