@@ -197,7 +197,15 @@ def load_not_granted(log: Diagnosis, line: LogLine) -> Answer | None:
 
 @finding("KVD112", "failed-load-keeps-tokens", Severity.CRASH, on=["raised"])
 def failed_load_keeps_tokens(log: Diagnosis, line: LogLine) -> Answer | None:
-    """A load failed, vLLM took tokens back, and the tracker kept them: what is saved has no slots."""
+    """A load failed, vLLM took tokens back, and the tracker kept them: what is saved has no slots.
+
+    Cause: a load came short (a remote store that is slow or gone, chunks that were evicted), vLLM rolled the request
+    back, and the connector's tracker was not: it has more tokens than the request has slots. In 0.4.1 to 0.4.6, which
+    roll it back, a preemption leaves the two apart.
+
+    Good: LMCache 0.4.7 or newer: 0.4.1 takes the tokens back after a failed load, and from 0.4.7 on no difference ends
+    the worker (KVD307).
+    """
     if not _asserts(line, "assert len(slot_mapping) == len(token_ids)") or "_DCP" in line.process:
         return None
     failed = log.counts["load_failed"] + log.counts["short"]
@@ -249,39 +257,6 @@ def chunk_released_twice(log: Diagnosis, line: LogLine) -> Answer | None:
             verdict="violated" if recent else "unknown",
         )
     return None
-
-
-@finding("KVD116", "server-silent-at-start", Severity.CRASH, on=["raised", ""])
-def server_silent_at_start(log: Diagnosis, line: LogLine | None) -> Answer | None:
-    """A worker could not register with the LMCache server, and vLLM does not start.
-
-    Cause: there is no server at `lmcache.mp.host` and `lmcache.mp.port`; or there is, and it failed at the registration
-    (KVD212) or does not know the operation (KVD206). Then its own log alone tells why: it sends no answer.
-
-    Setting: start the server before vLLM, with `--supported-transfer-mode auto` and the same release of LMCache; in
-    containers both with `--network host --ipc host --gpus all`. If it runs, look for `Error handling` in its log.
-
-    Good: what the server's log says, put right; no release up to 0.5.6 sends its error to the client.
-    """
-    if line is None:
-        _beside_what_the_server_says(log)
-        return None
-    if not _is(line, "server_silent"):
-        return None
-    server = line.fields.get("server")
-    what = f"no server at {server}" if server else f"no answer to {line.fields.get('operation', 'a question')}"
-    return Answer(f"{what}: {line.fields['text'][:160]}", request="")
-
-
-def _beside_what_the_server_says(log: Diagnosis) -> None:
-    """The server's error (KVD212) next to the silence that its client met."""
-    if "server_error" not in log.memory:
-        return
-    _, error, *evidence = log.memory["server_error"]
-    for found in log.findings:
-        if found.rule.code in ("KVD116", "KVD204"):
-            found.sentence += f"; the server failed meanwhile: {error}"
-            found.evidence += [each for each in evidence if each not in found.evidence]
 
 
 @finding("KVD117", "context-parallel-in-process", Severity.CRASH, on=["raised", "logged"])

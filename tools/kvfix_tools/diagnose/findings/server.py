@@ -22,6 +22,39 @@ _BELOW = 120
 _UNASKED = frozenset({"end_session"})
 
 
+@finding("KVD116", "server-silent-at-start", Severity.CRASH, on=["raised", ""])
+def server_silent_at_start(log: Diagnosis, line: LogLine | None) -> Answer | None:
+    """A worker could not register with the LMCache server, and vLLM does not start.
+
+    Cause: there is no server at `lmcache.mp.host` and `lmcache.mp.port`; or there is, and it failed at the registration
+    (KVD212) or does not know the operation (KVD206). Then its own log alone tells why: it sends no answer.
+
+    Setting: start the server before vLLM, with `--supported-transfer-mode auto` and the same release of LMCache; in
+    containers both with `--network host --ipc host --gpus all`. If it runs, look for `Error handling` in its log.
+
+    Good: what the server's log says, put right; no release up to 0.5.6 sends its error to the client.
+    """
+    if line is None:
+        _beside_what_the_server_says(log)
+        return None
+    if line.fields["meaning"] != "server_silent":
+        return None
+    server = line.fields.get("server")
+    what = f"no server at {server}" if server else f"no answer to {line.fields.get('operation', 'a question')}"
+    return Answer(f"{what}: {line.fields['text'][:160]}", request="")
+
+
+def _beside_what_the_server_says(log: Diagnosis) -> None:
+    """The server's error (KVD212) next to the silence that its client met."""
+    if "server_error" not in log.memory:
+        return
+    _, error, *evidence = log.memory["server_error"]
+    for found in log.findings:
+        if found.rule.code in ("KVD116", "KVD204"):
+            found.sentence += f"; the server failed meanwhile: {error}"
+            found.evidence += [each for each in evidence if each not in found.evidence]
+
+
 @finding("KVD204", "server-does-not-answer", Severity.HANG, on=["mp_timeout", "mp_unhealthy"])
 def server_does_not_answer(log: Diagnosis, line: LogLine) -> Answer | None:
     """The LMCache server does not answer: vLLM goes on without the cache.
