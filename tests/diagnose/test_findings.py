@@ -364,6 +364,18 @@ def test_tokens_that_are_cut_off_twice(release: str, said: bool) -> None:
     assert ("skip_last_n_tokens" in found.sentence) is said
 
 
+def test_what_the_log_says_is_put_right_before_a_fix_is_taken() -> None:
+    diagnosis = diagnose(logged(NEWEST, "degraded", "list index out of range"))
+    found = next(each for each in diagnosis.findings if each.rule.code == "KVD207")
+    assert advice.remedy(diagnosis, found).now.startswith("Put right what LMCache says")
+    assert "KVF015" in advice.remedy(diagnosis, found).now
+
+
+def test_what_ends_it_may_be_more_than_the_release_of_the_fix() -> None:
+    diagnosis = diagnose(bare("0.3.15", V1, "wait_for_save", "assert len(slot_mapping) == len(token_ids)"))
+    assert "0.4.7" in advice.remedy(diagnosis, diagnosis.findings[0]).good
+
+
 class TestLookupsWithoutHits:
     def test_in_numbers(self) -> None:
         known = {found.rule.code: found for log in without_hits().values() for found in diagnose(log[0]).findings}
