@@ -29,11 +29,13 @@ from tests.diagnose.lines import (
     logged,
     site_packages,
     stats,
+    unread,
     version,
     vllm,
 )
 from tests.diagnose.releases import bare, fail, files, raise_in
 
+LOOKUPS = "v1/lookup_client/lmcache_async_lookup_client.py"
 METADATA = (
     "LMCacheMetadata(model_name='{}', world_size={}, worker_id=0, kv_dtype=torch.bfloat16, "
     "kv_shape=(36, 2, {}, 8, 128))"
@@ -83,6 +85,12 @@ def without_hits() -> dict[str, list[str]]:
             logged(NEWEST, "configured", "{'remote_url': 'redis://h:6379'}")
             + worker("/m/a") + worker("/models/a", 2) + stores(10) + lookups(10, 900)
         ],
+        # Few lines, as they are pasted: one short prompt, the same prompt twice, peers that know nothing.
+        "KVD327": [
+            lookups(1, 26), lookups(2, 14), worker() + lookups(1, 900) + stores(1) + asked(NEWEST, 900, 0, 0, 0, "x"),
+        ],
+        "KVD328": [logged("0.3.9", "hash_seed", which="Centralized") + lookups(1, 900) + stores(1)],
+        "KVD329": [logged(release, "peer_asked", NOWHERE) + lookups(1, 1201) for release in ("0.3.9", NEWEST)],
     }  # fmt: skip
 
 
@@ -131,9 +139,13 @@ def hits() -> dict[str, list[str]]:
         "KVD117": [
             bare("0.3.15", V1, "wait_for_save", "assert len(slot_mapping) == len(token_ids)").replace(
                 "(EngineCore_DP0 pid", "(Worker_TP0_DCP0 pid"
-            )
+            ),
+            "(Worker_TP0_DCP0 pid=7) " + unread("0.3.13", LOOKUPS, "Error processing request from scheduler", ""),
         ],
-        "KVD201": [stats(running=1, waiting=4) + asked("0.3.10", 900, 320, 256, -64) * 1500],
+        "KVD201": [
+            stats(running=1, waiting=4) + asked("0.3.10", 900, 320, 256, -64) * 1500,
+            asked("0.3.10", 900, 320, 256, -64) * 2,  # two lines of such a flood
+        ],
         "KVD202": [
             "".join(stats(waiting=3, second=10 * n) for n in range(3)),
             # At INFO there is but one such line.
@@ -154,6 +166,7 @@ def hits() -> dict[str, list[str]]:
         "KVD209": [vllm("broadcast", 60, release=release) * 2 for release in ("0.9.1", "0.11.0", "0.32.0")],
         "KVD210": [logged("0.5.0", "reaped", 7, 3600.5, False), logged(NEWEST, "unregistered", 7, which="RETRIEVE"),
                    logged("0.4.6", "unregistered", 7)],
+        "KVD214": [logged(release, "reaped", 7, 130.4, True) for release in ("0.5.0", NEWEST)],
         "KVD213": [test_stacks.DUMP.decode()],
         "KVD211": [logged(release, "lookup_given_up", "r1", 3) for release in ("0.3.10", NEWEST)],
         "KVD212": [
@@ -180,9 +193,10 @@ def hits() -> dict[str, list[str]]:
         "KVD310": [logged(NEWEST, "keys_missing")],
         "KVD401": [logged(release, "pin_timeout", "1403", 1, 301.0) for release in ("0.3.12", NEWEST)]
         + [logged(NEWEST, "forced_unpin", 3, 10, 300)],
-        "KVD402": [logged(release, "no_candidates", 0.1) * 20 for release in ("0.3.9", NEWEST)],
-        "KVD403": [logged(release, "double_unpin", "1403", -1) for release in ("0.3.9", NEWEST)],
-        "KVD404": [logged(NEWEST, "not_stored", which="not store") * 20],
+        "KVD402": [logged(release, "no_candidates", 0.1) * many for release in ("0.3.9", NEWEST) for many in (1, 20)],
+        "KVD403": [logged(release, "double_unpin", "1403", -1) for release in ("0.3.9", NEWEST)]
+        + [logged(NEWEST, "double_unpin", "1403 ", -1)],  # as people type it
+        "KVD404": [logged(NEWEST, "not_stored", which="not store") * many for many in (1, 20)],
         "KVD109": [
             bare("", SCHEDULER, "_update_from_kv_xfer_finished", "assert req_id in self.requests", root=site_packages())
         ],
@@ -333,6 +347,33 @@ def test_what_the_server_says_stands_beside_its_clients_silence() -> None:
         found = next(each for each in diagnosis.findings if each.rule.code == "KVD116")
         assert "no such device" in found.sentence, "the failure at the registration counts most"
         assert any("no such device" in each.text for each in found.evidence)
+
+
+@pytest.mark.parametrize(("release", "said"), [("", True), (NEWEST, False)])
+def test_tokens_that_are_cut_off_twice(release: str, said: bool) -> None:
+    """As LMCache#889 has it: the load asks for three tokens fewer than the lookup promised, and gets none."""
+    log = "".join(
+        f"(Worker_TP4 pid=7) [2025-06-21 20:59:57,672] LMCache {text} (vllm_v1_adapter.py:1:lmcache.v1.adapter)\n"
+        for text in (
+            "INFO: Reqid: chatcmpl-1, Total tokens 263, LMCache hit tokens: 256, need to load: 256",
+            "ERROR: Num retrieved tokens: 0, num expected tokens: 253",
+        )
+    )
+    found = diagnose(version(release) if release else "", log).findings[0]
+    assert found.rule.code == "KVD302"
+    assert ("skip_last_n_tokens" in found.sentence) is said
+
+
+def test_what_the_log_says_is_put_right_before_a_fix_is_taken() -> None:
+    diagnosis = diagnose(logged(NEWEST, "degraded", "list index out of range"))
+    found = next(each for each in diagnosis.findings if each.rule.code == "KVD207")
+    assert advice.remedy(diagnosis, found).now.startswith("Put right what LMCache says")
+    assert "KVF015" in advice.remedy(diagnosis, found).now
+
+
+def test_what_ends_it_may_be_more_than_the_release_of_the_fix() -> None:
+    diagnosis = diagnose(bare("0.3.15", V1, "wait_for_save", "assert len(slot_mapping) == len(token_ids)"))
+    assert "0.4.7" in advice.remedy(diagnosis, diagnosis.findings[0]).good
 
 
 class TestLookupsWithoutHits:

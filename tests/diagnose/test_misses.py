@@ -30,7 +30,7 @@ from tests.diagnose.lines import (
     vllm_unread,
 )
 from tests.diagnose.releases import bare, fail, raise_in
-from tests.diagnose.test_findings import NOWHERE, SEED, hits, lookups, stores, worker
+from tests.diagnose.test_findings import LOOKUPS, NOWHERE, SEED, hits, lookups, stores, worker
 
 MP = "integration/vllm/vllm_multi_process_adapter.py"
 DRIVEN = "v1/multiprocess/modules/lmcache_driven_transfer.py"
@@ -55,6 +55,10 @@ def misses() -> list[tuple[str, str]]:
         ("KVD201", stats(running=1, waiting=4) + asked("0.3.10", 900, 320, 256, -64) * 900),
         ("KVD201", stats(running=1, waiting=4) + "".join(
             asked(NEWEST, 900, 0, 256, 256, "a") + asked(NEWEST, 900, 0, 256, 256, "b") for _ in range(800))),
+        # Asked about once more with something to load; one line; one among others.
+        ("KVD201", asked(NEWEST, 900, 0, 256, 256) * 2),
+        ("KVD201", asked("0.3.10", 900, 320, 256, -64)),
+        ("KVD201", asked("0.3.10", 900, 320, 256, -64) * 2 + stores(1)),
         ("KVD202", "".join(stats(waiting=0, second=10 * n) for n in range(9))),
         ("KVD202", (stats(waiting=3) * 2 + stats(running=1, waiting=2, generation=0.1)) * 2),
         ("KVD202", stats(running=4, waiting=3, generation=0.1) + stats()),
@@ -77,6 +81,16 @@ def misses() -> list[tuple[str, str]]:
         # Up to 0.3.10.post2 a chunk need not be full: it is stored.
         ("KVD320", stores(1) + lookups(10, 26)),
         ("KVD320", lookups(9, 26)),
+        # The first sight of a prompt, and one that is found at its second.
+        ("KVD327", lookups(1, 900) + stores(1)),
+        ("KVD327", lookups(2, 26) + asked(NEWEST, 900, 0, 512, 512, "x")),
+        ("KVD327", lookups(1, 26) + logged(NEWEST, "degraded", "No supported connector.")),
+        ("KVD327", lookups(2, 26) + stores(1) * 60),
+        ("KVD328", SEED + lookups(1, 900) + stores(1)),
+        ("KVD328", logged("0.3.9", "hash_seed", which="Centralized") + asked(NEWEST, 900, 0, 512, 512, "x")),
+        ("KVD329", logged(NEWEST, "peer_asked", NOWHERE) + asked(NEWEST, 900, 0, 512, 512, "x")),
+        ("KVD329", logged(NEWEST, "peer_asked", "('engine_2', 'LocalCPUBackend', 4, '10.0.0.2:8200')")
+         + logged(NEWEST, "peer_asked", NOWHERE)),
         ("KVD320", lookups(10, 26) + asked(NEWEST, 26, 0, 26, 25, "x")),
         ("KVD321", stores(1) + lookups(10, 900)),
         ("KVD321", lookups(10, 26)),
@@ -94,8 +108,8 @@ def misses() -> list[tuple[str, str]]:
         ("KVD326", worker("/m/a") + worker("/m/b") + stores(10) + lookups(10, 900)),
         ("KVD308", logged("0.5.2", "mp_preempted", "{'r1'}", which="by resumed")),
         ("KVD308", logged(NEWEST, "mp_preempted", "{'r1'}", which="by preempted")),
-        ("KVD402", logged(NEWEST, "no_candidates", 0.1) * 19),
-        ("KVD404", logged(NEWEST, "not_stored", which="not store") * 19),
+        ("KVD402", logged(NEWEST, "no_candidates", 0.1) * 19 + stores(1)),
+        ("KVD404", logged(NEWEST, "not_stored", which="not store") * 19 + stores(1)),
         # A failed load that vLLM recovers from is no failure of the engine.
         ("KVD199", vllm("kv_recovered", 1, 512)),
         # The same threads outside of a hook.
@@ -111,6 +125,9 @@ def misses() -> list[tuple[str, str]]:
         ("KVD109", vllm_unread(SCHEDULER, "Finished recving KV transfer", "r1")),
         ("KVD111", bare("", SCHEDULER, "_update_from_kv_xfer_finished", "assert req_id in self.requests",
                         root=site_packages())),
+        # The same assertion with another connector.
+        ("KVD111", bare("", SCHEDULER, "_update_from_kv_xfer_finished",
+                        "assert RequestStatus.is_finished(req.status)", root=site_packages())),
         # A request that is not found, in another dictionary.
         ("KVD110", fail(releases.statement(adapter(NEWEST), "not found in _unfinished_requests", NEWEST), "r1")),
         # The warning that took the assertion's place in 0.4.7; and another assertion of the function.
@@ -119,14 +136,22 @@ def misses() -> list[tuple[str, str]]:
         ("KVD114", logged(NEWEST, "lookup_given_up", "r1", 3)),
         ("KVD114", raise_in(adapter(NEWEST), "get_num_new_matched_tokens", ast.parse("{}['r1']").body[0], 1400)),
         ("KVD115", logged(NEWEST, "double_unpin", "1403", -1)),
+        # The file's name is that of releases before asynchronous loading lost its count.
+        ("KVD115", bare("0.3.12", "gpu_connector.py", "to_gpu", "assert memory_obj.tensor is not None")),
         ("KVD115", bare(NEWEST, "gpu_connectors.py", "to_gpu", "assert memory_obj.raw_tensor is not None")),
         # The server does not answer, later: the worker goes on.
         ("KVD116", logged(NEWEST, "mp_timeout", which="LOOKUP")),
         ("KVD116", unread(NEWEST, MP, "did not respond to unregister", 5)),
+        # The line of a worker without context parallelism.
+        ("KVD117", "(Worker_TP0 pid=7) " + unread("0.3.13", LOOKUPS, "Error processing request from scheduler", "")),
         ("KVD117", bare("0.3.15", V1, "wait_for_save", "assert len(slot_mapping) == len(token_ids)")),
         ("KVD204", logged(NEWEST, "mp_healthy")),
         ("KVD204", unread(NEWEST, MP, "Heartbeat stop requested")),
         ("KVD207", unread(NEWEST, "v1/cache_engine.py", "unhealthy, skipping lookup")),
+        ("KVD210", logged(NEWEST, "reaped", 7, 130.4, True)),
+        ("KVD214", logged(NEWEST, "reaped", 7, 3600.5, False)),
+        # A record explains what failed in the handler.
+        ("KVD212", handler_failed(error="No GPU context registered for instance ID 7")),
         ("KVD210", unread(NEWEST, DRIVEN, "Unregistered KV cache for GPU ID", 7)),
         ("KVD210", unread(NEWEST, DRIVEN, "already registered; refreshing liveness", 7)),
         # A session is ended after its worker has gone: no client waits for that answer.

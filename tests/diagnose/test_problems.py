@@ -37,8 +37,8 @@ def shown(problem: Problem, sign: problems.Sign) -> str:
     if isinstance(sign, Died):
         if not sign.within:
             text = filled(sign.text)
-            return f"library.cpp:77: {text}: Assertion `held' failed.\n" if text.isidentifier() else f"{text}\n"
-        file, _, function = sign.within.rpartition(":")
+            return f"library.cpp:77: {text}: Assertion `held' failed.\n" if text.isidentifier() else f"ERROR {text}\n"
+        file, _, function = ("", "", sign.within) if "::" in sign.within else sign.within.rpartition(":")
         return (
             f"Fatal Python error: {sign.text or 'Segmentation fault'}\n\n"
             "Current thread 0x00007f (most recent call first):\n"

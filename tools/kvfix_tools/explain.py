@@ -75,7 +75,7 @@ def _of_finding(finding: findings.LogRule) -> Entry:
     """Cause, what avoids it, what looks like it. Where the finding has no cause of its own, its first fix has it."""
     first = catalogue.find(finding.fixes[0]) if finding.fixes else None
     cause = finding.section("Cause") or (" ".join(first.section("Cause").split()) if first else "")
-    sections = {"Cause": cause, "Setting": finding.section("Setting"), "Normal": finding.section("Normal")}
+    sections = {"Cause": cause, **{name: finding.section(name) for name in ("First", "Setting", "Good", "Normal")}}
     facts = {"code": finding.code, "name": finding.name, "severity": finding.severity.name.lower()}
     facts |= {"title": finding.title, **{name.lower(): text for name, text in sections.items() if text}}
     head = f"{finding.code} {finding.name} ({finding.severity.word}, found in logs by kvfix-diagnose)"

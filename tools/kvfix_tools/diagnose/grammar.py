@@ -150,8 +150,8 @@ _lmcache(
     rb"Force unpinned (?P<objects>\d+) timeout objects",
 )  # fmt: skip
 _lmcache(
-    "double_unpin", "Pin count of MemoryObj", "Double unpin occurred somewhere",
-    rb"Pin count of MemoryObj (?P<object>\w+?)is negative: (?P<count>-?\d+)",
+    "double_unpin", "Pin count of MemoryObj", "is negative: ",
+    rb"Pin count of MemoryObj (?P<object>\w+?) ?is negative: (?P<count>-?\d+)",
 )  # fmt: skip
 _lmcache(
     "no_candidates", "No eviction candidates", "No eviction candidates found in local cpu backend",

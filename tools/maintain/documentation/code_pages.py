@@ -112,7 +112,9 @@ def of_finding(finding: findings.LogRule) -> str:
         "In the log": "".join(f"    {text}\n" for text in error_index.of_finding(finding)),
         "Cause": cause,
         "Fixed by": apply if fixes else "",
+        "What to do first": finding.section("First"),
         "Setting that avoids it": finding.section("Setting"),
+        "What ends it": finding.section("Good"),
         "Normal": finding.section("Normal"),
     }
     head = f"# {finding.code} {finding.name}\n\n**{finding.title}** ({finding.severity.word})"

@@ -5,8 +5,9 @@
 
 `on`: kinds of lines (grammar) at which it is asked; "" is the end of the log. It answers None, or an `Answer` with the
 sentence with the numbers of this case. Its docstring: a title, then paragraphs `Cause:` (left out where the fix has
-it), `Setting:` (what avoids it), `Normal:` (what looks like it and is not). What a fix knows (cause, releases) is
-taken from the catalogue of kvfix.fixes, not written again.
+it), `Setting:` (what avoids it), `First:` (before a fix), `Good:` (what ends it, if not a release of the fix),
+`Normal:` (what looks like it and is not). What a fix knows (cause, releases) is taken from the catalogue of
+kvfix.fixes, not written again.
 """
 
 from __future__ import annotations

@@ -5,11 +5,14 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from kvfix_tools.diagnose.findings import Answer, Severity, finding
+from kvfix_tools.diagnose.findings import Answer, Severity, finding, note
 
 if TYPE_CHECKING:
     from kvfix_tools.diagnose.diagnosis import Diagnosis
     from kvfix_tools.diagnose.log_line import LogLine
+
+#: `skip_last_n_tokens` is smaller than this.
+_CUT = 32
 
 
 @finding("KVD301", "failed-load-taken-for-done", Severity.WRONG, on=["mp_failed"])
@@ -36,9 +39,11 @@ def failed_load_taken_for_done(log: Diagnosis, line: LogLine) -> Answer | None:
 def load_comes_short(log: Diagnosis, line: LogLine) -> Answer | None:
     """What was hit could not be loaded. vLLM computes it again; what is stored meanwhile may be wrong.
 
-    Cause: between lookup and load the chunks were evicted or their pins ran out, or the backend lost them.
+    Cause: between lookup and load the chunks were evicted or their pins ran out, or the backend lost them. LMCache
+    before 0.3.9 also loses loads by itself: in 0.3.1 tokens are cut off wrongly (with `skip_last_n_tokens` twice), in
+    0.3.2 with `enable_p2p` what a peer sends is not counted.
 
-    Setting: a larger cache (`max_local_cpu_size`), a longer `pin_timeout_sec`.
+    First: a larger `max_local_cpu_size`; before LMCache 0.3.9 upgrade, `skip_last_n_tokens` at 0, `enable_p2p: false`.
     """
     f = line.fields
     if line.name == "load_failed":
@@ -46,7 +51,19 @@ def load_comes_short(log: Diagnosis, line: LogLine) -> Answer | None:
     due = f["expected"] if line.name == "short" else f["required"]
     if f["tokens"] >= due:
         return None
-    return Answer(f"{f['tokens']} of {due} tokens were loaded: {due - f['tokens']} are missing")
+    missing = f"{f['tokens']} of {due} tokens were loaded: {due - f['tokens']} are missing"
+    cut = log.memory.get("promised", 0) - due
+    if line.name == "short" and 0 < cut < _CUT and log.releases.within("lmcache", ">=0.3.9") is not True:
+        missing += (
+            f"; the lookup promised {cut} more than the load asks for, as skip_last_n_tokens {cut} does before 0.3.9"
+        )
+    return Answer(missing)
+
+
+@note("asked")
+def _note_promise(log: Diagnosis, line: LogLine) -> None:
+    """What KVD302 has to know: the tokens of the last lookup that are to be loaded."""
+    log.memory["promised"] = line.fields.get("need") or 0
 
 
 @finding(
@@ -57,6 +74,11 @@ def load_comes_short(log: Diagnosis, line: LogLine) -> Answer | None:
 )
 def load_failed_in_vllm(log: Diagnosis, line: LogLine) -> Answer | None:
     """The connector reported blocks whose load failed.
+
+    Cause: lines before this one tell why: a handshake or a transfer that failed, a server or a peer that is gone,
+    chunks that were evicted after the lookup.
+
+    First: put right what failed before it.
 
     Setting: `kv_load_failure_policy: recompute` computes them again; `fail`, the default, ends the requests.
     """
@@ -80,6 +102,8 @@ def ranks_differ(log: Diagnosis, line: LogLine) -> Answer | None:
     store has evicted its part of the chunks (KVD311); the least hit is taken, and nothing is wrong.
 
     Setting: `PYTHONHASHSEED=0` for every process; `pre_caching_hash_algorithm: sha256_cbor`.
+
+    Good: the same, for good; LMCache 0.4.1 or newer (older ones hash None, which differs on Python 3.11 and older).
     """
     if _evicted_in_parts(line):
         return None

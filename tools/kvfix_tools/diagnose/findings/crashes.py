@@ -189,15 +189,23 @@ def load_not_granted(log: Diagnosis, line: LogLine) -> Answer | None:
 
     Setting: no `prompt_logprobs`; the LMCache connector alone, not in a MultiConnector.
     """
-    mooncake = any(name.startswith("Mooncake") and "Store" not in name for name in log.who.connectors)  # KVD659
-    if _asserts(line, "assert RequestStatus.is_finished(req.status)") and not mooncake:
+    lmcache = any(name.startswith(("LMCache", "Multi")) for name in log.who.connectors)  # KVD659: others
+    if _asserts(line, "assert RequestStatus.is_finished(req.status)") and lmcache:
         return Answer("a load was reported done of a request that waits for none", request="")
     return None
 
 
 @finding("KVD112", "failed-load-keeps-tokens", Severity.CRASH, on=["raised"])
 def failed_load_keeps_tokens(log: Diagnosis, line: LogLine) -> Answer | None:
-    """A load failed, vLLM took tokens back, and the tracker kept them: what is saved has no slots."""
+    """A load failed, vLLM took tokens back, and the tracker kept them: what is saved has no slots.
+
+    Cause: a load came short (a remote store that is slow or gone, chunks that were evicted), vLLM rolled the request
+    back, and the connector's tracker was not: it has more tokens than the request has slots. In 0.4.1 to 0.4.6, which
+    roll it back, a preemption leaves the two apart.
+
+    Good: LMCache 0.4.7 or newer: 0.4.1 takes the tokens back after a failed load, and from 0.4.7 on no difference ends
+    the worker (KVD307).
+    """
     if not _asserts(line, "assert len(slot_mapping) == len(token_ids)") or "_DCP" in line.process:
         return None
     failed = log.counts["load_failed"] + log.counts["short"]
@@ -239,7 +247,8 @@ def chunk_released_twice(log: Diagnosis, line: LogLine) -> Answer | None:
     Setting: `enable_async_loading: false`.
     """
     recent = log.releases.within("lmcache", ">=0.4.1")
-    if recent is False:
+    old = any(file.endswith("/gpu_connector.py") for file, _, _ in line.fields["frames"][-4:])  # up to 0.3.13
+    if recent is False or (recent is None and old):
         return None  # with Mooncake it is KVD801
     if _asserts(line, "assert memory_obj.tensor is not None") or _asserts(line, "assert memory_obj_tensor is not None"):
         return Answer(
@@ -250,47 +259,23 @@ def chunk_released_twice(log: Diagnosis, line: LogLine) -> Answer | None:
     return None
 
 
-@finding("KVD116", "server-silent-at-start", Severity.CRASH, on=["raised", ""])
-def server_silent_at_start(log: Diagnosis, line: LogLine | None) -> Answer | None:
-    """A worker could not register with the LMCache server, and vLLM does not start.
-
-    Cause: there is no server at `lmcache.mp.host` and `lmcache.mp.port`; or there is, and it failed at the registration
-    (KVD212) or does not know the operation (KVD206). Then its own log alone tells why: it sends no answer.
-
-    Setting: start the server before vLLM, with `--supported-transfer-mode auto` and the same release of LMCache; in
-    containers both with `--network host --ipc host --gpus all`. If it runs, look for `Error handling` in its log.
-    """
-    if line is None:
-        _beside_what_the_server_says(log)
-        return None
-    if not _is(line, "server_silent"):
-        return None
-    server = line.fields.get("server")
-    what = f"no server at {server}" if server else f"no answer to {line.fields.get('operation', 'a question')}"
-    return Answer(f"{what}: {line.fields['text'][:160]}", request="")
-
-
-def _beside_what_the_server_says(log: Diagnosis) -> None:
-    """The server's error (KVD212) next to the silence that its client met."""
-    if "server_error" not in log.memory:
-        return
-    _, error, *evidence = log.memory["server_error"]
-    for found in log.findings:
-        if found.rule.code in ("KVD116", "KVD204"):
-            found.sentence += f"; the server failed meanwhile: {error}"
-            found.evidence += [each for each in evidence if each not in found.evidence]
-
-
-@finding("KVD117", "context-parallel-in-process", Severity.CRASH, on=["raised"])
+@finding("KVD117", "context-parallel-in-process", Severity.CRASH, on=["raised", "logged"])
 def context_parallel_in_process(log: Diagnosis, line: LogLine) -> Answer | None:
-    """LMCacheConnectorV1 runs with decode context parallelism, which it does not support, and dies at a save.
+    """LMCacheConnectorV1 runs with decode context parallelism, which it does not support.
 
-    Cause: each rank holds a part of the tokens' slots; the adapter counts the slots of the whole request. No release of
-    it (0.3.9 to 0.5.6) knows of context parallelism, nor refuses it at the start.
+    Cause: each rank holds a part of the tokens' slots; the adapter counts the slots of the whole request, and a save or
+    a lookup fails. No release of it (0.3.9 to 0.5.6) knows of context parallelism, nor refuses it at the start.
 
-    Setting: leave `--decode-context-parallel-size` (`-dcp`) out; or LMCacheMPConnector of LMCache 0.5.5 or newer, which
-    supports it.
+    Setting: leave `--decode-context-parallel-size` (`-dcp`) out, and restart.
+
+    Good: LMCacheMPConnector of LMCache 0.5.5 or newer, which supports it; LMCacheConnectorV1 does in no release.
     """
-    if not _asserts(line, "assert len(slot_mapping) == len(token_ids)") or "_DCP" not in line.process:
+    worker = line.process.partition(" ")[0]
+    if "_DCP" not in worker:
         return None
-    return Answer(f"{line.process.partition(' ')[0]}: more token ids than this rank has slots", request="")
+    if line.name == "logged":
+        fails = b"Error processing request from scheduler" in line.body
+        return Answer(f"{worker}: its asynchronous lookups fail", request="") if fails else None
+    if not _asserts(line, "assert len(slot_mapping) == len(token_ids)"):
+        return None
+    return Answer(f"{worker}: more token ids than this rank has slots", request="")

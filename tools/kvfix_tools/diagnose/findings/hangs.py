@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from typing import TYPE_CHECKING
 
-from kvfix import redact
 from kvfix_tools.diagnose.failures import hook
 from kvfix_tools.diagnose.findings import Answer, Severity, finding, note
+from kvfix_tools.diagnose.findings.memory import PASTE
 
 if TYPE_CHECKING:
     from kvfix_tools.diagnose.diagnosis import Diagnosis
@@ -19,8 +18,8 @@ POLLS = 1000
 IDLE = 3
 
 
-@finding("KVD201", "asked-for-ever", Severity.HANG, on=["asked"])
-def asked_for_ever(log: Diagnosis, line: LogLine) -> Answer | None:
+@finding("KVD201", "asked-for-ever", Severity.HANG, on=["asked", ""])
+def asked_for_ever(log: Diagnosis, line: LogLine | None) -> Answer | None:
     """One request is asked about on every step, and never admitted.
 
     Cause: the head of the queue gets no blocks: its load needs more than is ever free, or what it is promised can never
@@ -29,6 +28,8 @@ def asked_for_ever(log: Diagnosis, line: LogLine) -> Answer | None:
     Setting: more KV blocks (`gpu_memory_utilization`), a smaller `max_model_len` or `max_num_seqs`, or
     `max_tokens_per_load` unset.
     """
+    if line is None:
+        return _asked_in_a_paste(log)
     key = (line.request, line.fields.get("hit"), line.fields.get("computed"), line.fields.get("need"))
     done = log.counts["stored"] + log.counts["retrieved"]
     asked = log.counts["asked"]
@@ -46,6 +47,22 @@ def asked_for_ever(log: Diagnosis, line: LogLine) -> Answer | None:
         f"asked {POLLS} times in a row with the same answer and more: hit {f.get('hit')}, need to load {f.get('need')}"
         + ("" if moving is not None else "; without vLLM's statistics it may be the queue of a busy engine"),
         verdict="unknown" if moving is None else "violated",
+    )
+
+
+def _asked_in_a_paste(log: Diagnosis) -> Answer | None:
+    """A few lines of a flood: one request that has nothing to load, asked about again, and nothing else."""
+    asked = log.counts["asked"]
+    if not 2 <= asked <= PASTE or asked != log.counts.total() or "head" not in log.memory:
+        return None
+    (request, hit, _, need), since, _ = log.memory["head"]
+    if since != 1 or not hit or need is None or need > 0:
+        return None
+    return Answer(
+        f"asked {asked} times, hit {hit}, need to load {need}: nothing is to be loaded, and it is not admitted. It is "
+        "this if the log goes on so; else the queue of a busy engine",
+        request=request,
+        verdict="unknown",
     )
 
 
@@ -106,58 +123,13 @@ def lookups_not_answered(log: Diagnosis, line: LogLine) -> Answer | None:
     return Answer(f"rank {rank} did not answer a lookup in time", request="")
 
 
-@finding("KVD204", "server-does-not-answer", Severity.HANG, on=["mp_timeout", "mp_unhealthy"])
-def server_does_not_answer(log: Diagnosis, line: LogLine) -> Answer | None:
-    """The LMCache server does not answer: vLLM goes on without the cache.
-
-    Cause: no server at `lmcache.mp.host` and `lmcache.mp.port`, or it is overloaded, or has gone.
-
-    Setting: start the server before vLLM, and give both the same port; look into the server's log.
-    """
-    what = line.fields.get("what", "a ping")
-    server = line.fields.get("server")
-    return Answer(f"{what} timed out{' at ' + server if server else ''}; the server is marked unhealthy", request="")
-
-
-@finding("KVD205", "server-never-asked-again", Severity.HANG, on=[""])
-def server_never_asked_again(log: Diagnosis, line: LogLine) -> Answer | None:
-    """After one lookup that timed out the cache is off until vLLM is started again."""
-    timed_out = log.counts["mp_timeout"]
-    if not timed_out or log.counts["mp_healthy"] or log.releases.within("lmcache", ">=0.5.0,<0.5.6") is not True:
-        return None
-    return Answer(f"{timed_out} lookups timed out, and `LMCache server is healthy again` never comes", request="")
-
-
-@finding("KVD206", "transfer-mode-mismatch", Severity.HANG, on=["no_handler"])
-def transfer_mode_mismatch(log: Diagnosis, line: LogLine) -> Answer | None:
-    """The server does not know the operation a worker asks for, and does not answer: the worker waits for 300 seconds.
-
-    Cause: the server was started for one transfer mode, the worker chose another. The answer that would tell it is
-    never sent.
-
-    Setting: start the server with `--supported-transfer-mode auto`, or the worker with the mode of the server
-    (`lmcache.mp.mp_transfer_mode`, `LMCACHE_MP_TRANSFER_MODE`); and the same LMCache release on both sides.
-    """
-    mode = log.memory.get("mode")
-    return Answer(
-        f"the server has no handler for {line.fields['operation']}{'; its transfer mode is ' + mode if mode else ''}",
-        request="",
-    )
-
-
-@note("transfer_mode")
-def _note_mode(log: Diagnosis, line: LogLine) -> None:
-    """What KVD206 has to know."""
-    log.memory["mode"] = line.fields["mode"]
-
-
 @finding("KVD207", "worker-without-lmcache", Severity.HANG, on=["degraded"])
 def worker_without_lmcache(log: Diagnosis, line: LogLine) -> Answer | None:
     """LMCache failed to start in a process, which goes on without it; the scheduler is not told, and waits for it.
 
     Cause: what the line says. Every lookup then runs into its timeout.
 
-    Setting: put right what LMCache says; it is at the beginning of the log.
+    First: put right what LMCache says (it is at the beginning of the log), and restart.
     """
     f = line.fields
     if "what" in f:
@@ -205,18 +177,6 @@ def start_waits_for_worker(log: Diagnosis, line: LogLine | None) -> Answer | Non
     return Answer(f"{log.counts['broadcast']} times no worker took what EngineCore gave it in time", request="")
 
 
-@finding("KVD210", "worker-forgotten", Severity.HANG, on=["reaped", "unregistered"])
-def worker_forgotten(log: Diagnosis, line: LogLine) -> Answer | None:
-    """The server has forgotten a worker, and refuses what it asks for.
-
-    Setting: a longer `worker_registration_grace_seconds` of the server.
-    """
-    f = line.fields
-    if line.name == "reaped":
-        return Answer(f"worker {f['instance']} was silent for {f['silent']} s (pinged={f['pinged']})", request="")
-    return Answer(f"worker {f['instance']} is not registered", request="")
-
-
 @finding("KVD211", "lookups-given-up", Severity.SLOW, on=["lookup_given_up"])
 def lookups_given_up(log: Diagnosis, line: LogLine) -> Answer | None:
     """Asynchronous lookups take too long and are given up. The next question about such a request kills EngineCore.
@@ -224,54 +184,6 @@ def lookups_given_up(log: Diagnosis, line: LogLine) -> Answer | None:
     Setting: a longer `lookup_timeout_ms`, or `enable_async_loading: false`.
     """
     return Answer(f"not answered after {line.fields['seconds']} seconds, computed instead")
-
-
-#: How the server begins to tell of a handler that failed; the traceback stands below it, within so many lines.
-_HANDLER = re.compile(
-    r"Error (?:in blocking handler|handling (?:request RequestType\.|operation )(?P<operation>\w+))(?:: (?P<error>.+))?"
-)
-_BELOW = 120
-#: Operations whose answer no client waits for: they fail when a worker has gone.
-_UNASKED = frozenset({"end_session"})
-
-
-@finding("KVD212", "server-handler-fails", Severity.HANG, on=["logged", "raised", ""])
-def server_handler_fails(log: Diagnosis, line: LogLine | None) -> Answer | None:
-    """The server failed at a request and sent no answer: the client waits until its own timeout.
-
-    Cause: a handler of the server raised; what is wrong is the last line of its traceback. No release tells the client
-    (0.5.6), which can only say that it timed out.
-
-    Setting: put right what the traceback's last line says, then restart the server and after it vLLM;
-    `lmcache.mp.mq_timeout` in kv_connector_extra_config makes the client give up earlier.
-    """
-    head: LogLine | None = log.memory.get("handler")
-    if line is None:
-        return Answer(head.evidence.text[:160], request="", evidence=(head.evidence,)) if head is not None else None
-    if line.name == "logged":
-        found = _HANDLER.search(line.evidence.text) if b"andl" in line.body else None
-        if found is None:
-            return None
-        log.memory["handler"] = None if found["error"] else line
-        return _failed_handler(log, line, line, found["error"]) if found["error"] else None
-    if head is None or line.process or head.file != line.file or not 0 < line.number - head.number < _BELOW:
-        return None
-    log.memory["handler"] = None
-    if any(frame[2] in _UNASKED for frame in line.fields["frames"]):
-        return None
-    fields = line.fields
-    return _failed_handler(log, head, line, f"{fields['type']}: {fields['text']}".rstrip(": "))
-
-
-def _failed_handler(log: Diagnosis, head: LogLine, line: LogLine, error: str) -> Answer:
-    """Noted for the findings of its client. What fails at a registration counts most."""
-    found = _HANDLER.search(head.evidence.text)
-    operation = (found["operation"] if found is not None else None) or "a request"
-    registers = "register" in operation.lower()
-    known = log.memory.get("server_error")
-    if known is None or (registers and not known[0]):
-        log.memory["server_error"] = (registers, redact.text(error[:160]), head.evidence, line.evidence)
-    return Answer(f"{operation.lower()}: {error[:200]}", request="", evidence=(head.evidence,))
 
 
 @finding("KVD213", "stands-in-connector", Severity.HANG, on=["stack"])

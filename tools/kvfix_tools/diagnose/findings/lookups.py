@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from kvfix_tools.diagnose.findings import Answer, Severity, finding, note
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 #: Lookups of different requests from which on "never" is worth a word; requests and engines that are kept in mind.
 ENOUGH, _REQUESTS, _ENGINES = 10, 20_000, 64
 #: `chunk_size` where nothing is configured, in every release.
-_CHUNK = 256
+CHUNK = 256
 #: `kv_shape=(layers, 2, tokens of a chunk, heads, head size)` in 0.3.9 to 0.5.6.
 _SHAPE = re.compile(r"kv_shape=\(\d+, \d+, (\d+)")
 _ENGINE = re.compile(r"model_name='([^']*)'.*?world_size=(\d+).*?kv_dtype=([\w.]+)")
@@ -22,11 +23,13 @@ _SETTING = re.compile(r"'?(\w+)'?(?:: |=)('[^']*'|[^\s,{}()]+)")
 _NOWHERE = re.compile(r"\(?'', '', 0, ''\)?")
 
 
-class _Lookups:
+class Lookups:
     """What the lookups of a log had in common. Polls of the same request count once."""
 
     def __init__(self) -> None:
         self.requests: set[str] = set()
+        #: {tokens of a prompt: requests that have so many}
+        self.totals: Counter[int] = Counter()
         self.longest = 0
         #: Most tokens that vLLM's own prefix cache had of a request.
         self.local = 0
@@ -45,15 +48,15 @@ class _Lookups:
         return len(self.requests)
 
 
-def _of(log: Diagnosis) -> _Lookups:
-    kept = log.memory.setdefault("lookups", _Lookups())
-    assert isinstance(kept, _Lookups)
+def lookups_of(log: Diagnosis) -> Lookups:
+    kept = log.memory.setdefault("lookups", Lookups())
+    assert isinstance(kept, Lookups)
     return kept
 
 
 @note("asked")
 def _note_asked(log: Diagnosis, line: LogLine) -> None:
-    f, kept = line.fields, _of(log)
+    f, kept = line.fields, lookups_of(log)
     if f.get("hit") is None:  # asynchronous: not answered yet
         return
     kept.longest = max(kept.longest, f["total"])
@@ -61,6 +64,7 @@ def _note_asked(log: Diagnosis, line: LogLine) -> None:
     if line.request in kept.requests or len(kept.requests) >= _REQUESTS:
         return
     kept.requests.add(line.request)
+    kept.totals[f["total"]] += 1
     kept.askers.add(line.process)
     kept.hits += f["hit"] > 0
     if f.get("least") is not None and f["hit"] > 0:
@@ -72,7 +76,7 @@ def _note_asked(log: Diagnosis, line: LogLine) -> None:
 @note("stored")
 def _note_stored(log: Diagnosis, line: LogLine) -> None:
     if line.fields["tokens"]:
-        kept = _of(log)
+        kept = lookups_of(log)
         kept.stored += 1
         if len(kept.storers) < _ENGINES:
             kept.storers.add(line.process)
@@ -80,12 +84,12 @@ def _note_stored(log: Diagnosis, line: LogLine) -> None:
 
 @note("hash_seed")
 def _note_shared(log: Diagnosis, line: LogLine) -> None:
-    _of(log).shared += not line.fields["why"].startswith("Using builtin")
+    lookups_of(log).shared += not line.fields["why"].startswith("Using builtin")
 
 
 @note("configured")
 def _note_settings(log: Diagnosis, line: LogLine) -> None:
-    kept = _of(log)
+    kept = lookups_of(log)
     for name, value in _SETTING.findall(line.fields["settings"]):
         kept.settings[name] = value.strip("'")
     if kept.settings.get("chunk_size", "").isdigit():
@@ -101,7 +105,7 @@ def _note_engine_settings(log: Diagnosis, line: LogLine) -> None:
 @note("version")
 def _note_engine(log: Diagnosis, line: LogLine) -> None:
     text = line.body.decode("utf-8", "replace")
-    shape, engine, kept = _SHAPE.search(text), _ENGINE.search(text), _of(log)
+    shape, engine, kept = _SHAPE.search(text), _ENGINE.search(text), lookups_of(log)
     if shape is None:
         return
     kept.chunk = kept.chunk or int(shape[1])
@@ -111,12 +115,12 @@ def _note_engine(log: Diagnosis, line: LogLine) -> None:
 
 @note("peer_asked")
 def _note_peer(log: Diagnosis, line: LogLine) -> None:
-    _of(log).empty += bool(_NOWHERE.search(line.fields["layout"]))
+    lookups_of(log).empty += bool(_NOWHERE.search(line.fields["layout"]))
 
 
-def _never(log: Diagnosis) -> _Lookups | None:
+def _never(log: Diagnosis) -> Lookups | None:
     """The lookups, if there are enough of them and none found anything."""
-    kept = _of(log)
+    kept = lookups_of(log)
     return kept if kept.number >= ENOUGH and not log.hit else None
 
 
@@ -131,13 +135,15 @@ def never_a_hit(log: Diagnosis, line: LogLine) -> Answer | None:
     Setting: `export PYTHONHASHSEED=0` before every vLLM process (each engine, and the controller), and restart; or
     `pre_caching_hash_algorithm: sha256_cbor`.
 
+    Good: the same, in every unit file and container; LMCache 0.4.1 or newer.
+
     Normal: the first sight of each prompt. Prompts that never begin alike have no hits whatever the seed.
     """
     kept = _never(log)
     if kept is None or not kept.stored or not log.counts["hash_seed"]:
         return None
     apart = bool(kept.storers - kept.askers) or len(kept.askers) > 1
-    lost = kept.local >= (kept.chunk or _CHUNK)
+    lost = kept.local >= (kept.chunk or CHUNK)
     if not (apart or lost or kept.shared or kept.number >= 100):
         return None
     why = f"; vLLM's own prefix cache had up to {kept.local} tokens of them" if lost else ""
@@ -156,10 +162,10 @@ def prompts_below_a_chunk(log: Diagnosis, line: LogLine) -> Answer | None:
     `chunk_size` tokens is left out.
 
     Setting: a test with prompts of more than `chunk_size` tokens, each sent twice; or a smaller `chunk_size`
-    (LMCACHE_CHUNK_SIZE), a multiple of vLLM's block size.
+    (LMCACHECHUNK_SIZE), a multiple of vLLM's block size.
     """
     kept = _never(log)
-    chunk = kept.chunk or _CHUNK if kept else 0
+    chunk = kept.chunk or CHUNK if kept else 0
     if kept is None or kept.stored or kept.longest >= chunk:
         return None
     return Answer(
@@ -182,7 +188,7 @@ def nothing_stored(log: Diagnosis, line: LogLine) -> Answer | None:
     workers' part of the log.
     """
     kept = _never(log)
-    if kept is None or kept.stored or kept.longest < (kept.chunk or _CHUNK):
+    if kept is None or kept.stored or kept.longest < (kept.chunk or CHUNK):
         return None
     consumer = log.who.roles == {"kv_consumer"}
     return Answer(
@@ -199,7 +205,7 @@ def shared_prefix_below_a_chunk(log: Diagnosis, line: LogLine) -> Answer | None:
 
     Cause: LMCache compares whole chunks from the beginning of the prompt, vLLM whole blocks.
 
-    Setting: a smaller `chunk_size` (LMCACHE_CHUNK_SIZE), a multiple of vLLM's block size; it costs more keys.
+    Setting: a smaller `chunk_size` (LMCACHECHUNK_SIZE), a multiple of vLLM's block size; it costs more keys.
     """
     kept = _never(log)
     if kept is None or not kept.stored or not kept.chunk or not 0 < kept.local < kept.chunk:
@@ -219,7 +225,7 @@ def below_the_minimum(log: Diagnosis, line: LogLine) -> Answer | None:
 
     Setting: a smaller `min_retrieve_tokens` (LMCACHE_MIN_RETRIEVE_TOKENS), or 0.
     """
-    kept = _of(log)
+    kept = lookups_of(log)
     if kept.below < ENOUGH or kept.loads or log.counts["retrieved"]:
         return None
     return Answer(

@@ -10,6 +10,9 @@ if TYPE_CHECKING:
     from kvfix_tools.diagnose.diagnosis import Diagnosis
     from kvfix_tools.diagnose.log_line import LogLine
 
+#: Lines that are read up to which a log is a paste of a few lines.
+PASTE = 40
+
 
 @finding("KVD401", "pins-run-out", Severity.LEAK, on=["pin_timeout", "forced_unpin"])
 def pins_run_out(log: Diagnosis, line: LogLine) -> Answer | None:
@@ -22,17 +25,19 @@ def pins_run_out(log: Diagnosis, line: LogLine) -> Answer | None:
     return Answer(f"a chunk with {line.fields['pins']} pins that were not released", request="")
 
 
-@finding("KVD402", "no-memory-to-be-had", Severity.HANG, on=["no_candidates"])
-def no_memory_to_be_had(log: Diagnosis, line: LogLine) -> Answer | None:
+@finding("KVD402", "no-memory-to-be-had", Severity.HANG, on=["no_candidates", ""])
+def no_memory_to_be_had(log: Diagnosis, line: LogLine | None) -> Answer | None:
     """A worker waits for memory of the CPU cache that is never freed.
 
     Setting: `local_cpu: true`, a larger `max_local_cpu_size`, fewer requests at once.
 
     Normal: a few lines under load.
     """
-    if log.counts["no_candidates"] < 20:
-        return None
-    return Answer(f"nothing to evict, {log.counts['no_candidates']} times and more", request="")
+    times = log.counts["no_candidates"]
+    if line is None and 0 < times < 20 and times == log.counts.total():
+        sentence = f"nothing to evict, {times} times, and nothing else in this log. It is this if the lines do not end"
+        return Answer(sentence, request="", verdict="unknown")
+    return Answer(f"nothing to evict, {times} times and more", request="") if line is not None and times >= 20 else None
 
 
 @finding("KVD403", "unpinned-twice", Severity.LEAK, on=["double_unpin"])
@@ -44,14 +49,20 @@ def unpinned_twice(log: Diagnosis, line: LogLine) -> Answer | None:
     return Answer(f"pin count {line.fields['count']} of a chunk", request="")
 
 
-@finding("KVD404", "stores-dropped", Severity.SLOW, on=["not_stored"])
-def stores_dropped(log: Diagnosis, line: LogLine) -> Answer | None:
+@finding("KVD404", "stores-dropped", Severity.SLOW, on=["not_stored", ""])
+def stores_dropped(log: Diagnosis, line: LogLine | None) -> Answer | None:
     """KV is not stored for want of CPU memory: later requests will not find it.
 
     Cause: the CPU cache is full, and what is in it is pinned or being written.
 
-    Setting: a larger `max_local_cpu_size`.
+    Setting: a larger `max_local_cpu_size` (LMCACHE_MAX_LOCAL_CPU_SIZE, in GB, for each worker); with `enable_pd` also
+    `pd_buffer_size`.
+
+    Normal: a few lines under load, while others are stored.
     """
-    if log.counts["not_stored"] < 20:
-        return None
-    return Answer(f"{log.counts['not_stored']} stores and more were cut or dropped", request="")
+    times = log.counts["not_stored"]
+    if line is None and 0 < times < 20 and log.counts.total() <= PASTE and not log.counts["stored"]:
+        return Answer(f"{times} stores were cut or dropped, and none succeeds in this log", "", "unknown")
+    return (
+        Answer(f"{times} stores and more were cut or dropped", request="") if line is not None and times >= 20 else None
+    )

@@ -255,7 +255,7 @@ def _fits(sign: Sign, line: LogLine) -> dict[str, Any] | None:
 def _within(place: str, frames: list[tuple[str, int, str]]) -> bool:
     if place.endswith("/"):
         return any(f"/{place}" in f"/{frame[0]}" for frame in frames)
-    file, _, function = place.rpartition(":")
+    file, _, function = ("", "", place) if "::" in place else place.rpartition(":")
     return any(frame[2] == function and (not file or frame[0].endswith(file)) for frame in frames)
 
 

@@ -184,7 +184,6 @@ PROBLEMS = (
         title="The CPU cache was given another backend's memory, and dies when it is full or at the start.",
         shows=(
             Failed(kind="AssertionError", within="local_cpu_backend.py:allocate"),
-            Failed(kind="AssertionError", within="local_cpu_backend.py:calculate_chunk_budget"),
             Failed(kind="UnboundLocalError", text="local_cpu_backend"),
             Failed(kind="AssertionError", within="storage_manager.py:_get_allocator_backend"),
         ),
@@ -195,14 +194,19 @@ PROBLEMS = (
         "which takes a plain pool for granted.",
         now="local_cpu: false (LMCACHE_LOCAL_CPU=False) with gds_path; enable_async_loading: false with P2P",
         fixed={"lmcache": "0.3.9"},
-        threads=(_LMCACHE + "issues/1330", _LMCACHE + "issues/1791", _LMCACHE + "issues/1478"),
+        threads=(_LMCACHE + "issues/1330", _LMCACHE + "issues/1478"),
     ),
     Problem(
         code="KVD853",
         name="killed-for-memory",
         severity=Severity.CRASH,
         title="The kernel or Kubernetes killed a process because it used too much memory.",
-        shows=(Died("OOMKilled"), Died("Out of memory: Killed")),
+        shows=(
+            Died("OOMKilled"),
+            Died("Out of memory: Killed"),
+            Died("exit code: -9"),
+            Died("exit code -9"),
+        ),
         cause="Who was killed decides. A pod of `lmcache_server` (lm://): it never evicts, in any release. A vLLM pod: "
         "max_local_cpu_size is for each worker, so tensor parallel 8 takes eight times that, pinned, beside the "
         "model's own host memory. `lmcache server`: --l1-size-gb.",

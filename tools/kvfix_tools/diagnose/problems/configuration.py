@@ -49,6 +49,20 @@ PROBLEMS = (
         ),
     ),
     Problem(
+        code="KVD734",
+        name="connector-of-v0-in-v1",
+        severity=Severity.CRASH,
+        title="A connector of the V0 engine is named, and vLLM runs its V1 engine.",
+        shows=(Failed(kind="AssertionError", source="assert issubclass(connector_cls, KVConnectorBase_V1)"),),
+        sentence="a connector of the V0 engine in the V1 engine",
+        releases={"vllm": "<0.11"},
+        cause="LMCacheConnector, MooncakeStoreConnector and PyNcclConnector of that time are the V0 engine's; V1 has "
+        "connectors of its own.",
+        now='"kv_connector": "LMCacheConnectorV1" in --kv-transfer-config, and restart',
+        good="the V1 engine with a connector of its own: V0 is gone from vLLM 0.11 on",
+        threads=("https://github.com/vllm-project/vllm/pull/15960",),
+    ),
+    Problem(
         code="KVD742",
         name="no-such-connector",
         severity=Severity.CRASH,

@@ -16,8 +16,8 @@ PROBLEMS = (
         severity=Severity.SLOW,
         title="Chunks could not be written to the file system: later requests will not find them.",
         shows=(
-            Logged("Failed to write file <path>: ", f"{_CONNECTORS}/fs_connector.py"),
-            Logged("Failed to write to file <path>: "),
+            Logged("Failed to write file <path>: [Errno", f"{_CONNECTORS}/fs_connector.py"),
+            Logged("Failed to write to file <path>: [Errno"),
         ),
         connectors=_IN_PROCESS,
         cause="The errno decides: 28 the file system is full (fs:// evicts nothing), 13 or 30 no right to write, 2 the "

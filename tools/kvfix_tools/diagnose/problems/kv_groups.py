@@ -211,7 +211,7 @@ PROBLEMS = (
         code="KVD659",
         name="full-local-hit-reported-as-load",
         severity=Severity.CRASH,
-        title="Decode had the whole prompt itself, and the connector still reported a finished load.",
+        title="A load was reported done of a request that waits for none, and EngineCore dies.",
         shows=(
             Failed(
                 kind="AssertionError",
@@ -226,10 +226,11 @@ PROBLEMS = (
             "MooncakeHybridConnector",
             "MooncakeLayerwiseConnector",
         ),
-        named=True,
         releases={"vllm": ">=0.16"},
-        cause="With the prompt in decode's prefix cache there is nothing to pull, and the request does not wait; the "
-        "connector tells prefill to free its blocks, and reports that as a load that is done.",
+        sure=False,
+        cause="vllm-ascend's Mooncake connectors before March 2026: with the whole prompt in decode's own prefix cache "
+        "there is nothing to pull, and the end of that is reported as a load. LMCacheMPConnector (its lines are in the "
+        "log then) loads what vLLM did not grant: KVD111.",
         now="`--no-enable-prefix-caching` on the decode instance, restart",
         good="vllm-ascend after March 2026 (pull 7236); vLLM's own MooncakeConnector: 0.32.0",
         threads=("https://github.com/vllm-project/vllm-ascend/pull/7236",),
@@ -253,5 +254,28 @@ PROBLEMS = (
         now="`--no-enable-prefix-caching`, or without the connector for this model; restart",
         good="no release is known to be right: vLLM 0.32.0 has the assertion too",
         threads=(f"{_ISSUES}/50454",),
+    ),
+    Problem(
+        code="KVD661",
+        name="failed-load-of-hybrid-model",
+        severity=Severity.CRASH,
+        title="A load failed for a model with several KV groups, and EngineCore dies of it.",
+        shows=(
+            Failed(
+                kind="ValueError",
+                text="too many values to unpack (expected 1",
+                within="_update_requests_with_invalid_blocks",
+            ),
+        ),
+        releases={"vllm": ">=0.11,<0.32"},
+        cause="The scheduler takes the failed blocks for those of one KV group; hybrid models have several. Why the "
+        "load failed stands before it.",
+        now="put right why the load failed (a peer or a store that is gone); `--no-enable-prefix-caching` does not "
+        "help; without the connector the model runs",
+        fixed={"vllm": "0.32.0"},
+        threads=(
+            "https://github.com/vllm-project/vllm/issues/50687",
+            "https://github.com/vllm-project/vllm/pull/50388",
+        ),
     ),
 )

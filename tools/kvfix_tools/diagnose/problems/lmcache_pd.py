@@ -151,6 +151,7 @@ PROBLEMS = (
             ),
             Failed(kind="RuntimeError", text="Failed to read objects from remote peer"),
             Logged("Error in send operation", at="lmcache/v1/transfer_channel/nixl_channel.py"),
+            Failed(kind="nixlBackendError", within="_commit_write"),  # 0.2 and 0.3, before 0.3.9
             Logged("NIXL write failed in worker thread: <reason>"),
             Logged("NIXL read failed in worker thread: <reason>"),
         ),

@@ -206,8 +206,8 @@ PROBLEMS = (
         shows=(
             Logged("createBackend: unsupported backend '<backend>'"),
             Logged("getPluginParams: backend '<backend>' not found"),
+            Failed(kind="KeyError", text="'UCX'"),
         ),
-        sentence="backend {backend}",
         cause="libplugin_<backend>.so is not in NIXL's plugin folder, or one of the libraries that it needs is "
         "missing.",
         now="`ldd` on libplugin_<backend>.so names what is missing; `export NIXL_PLUGIN_DIR=` its folder; else "
@@ -251,14 +251,17 @@ PROBLEMS = (
             Died(within="nixl_cu13/_api.py:add_remote_agent"),
             Died(within="nixlAgent::loadRemoteMD"),
             Died(within="loadRemoteMD"),
+            Died(within="ucp_ep_rkey_unpack"),
         ),
         sure=False,
         cause="NIXL or UCX crashes in the handshake: mostly after the peer was restarted under the same address while "
-        "the old connection was known, else two different UCX in one process.",
+        "the old connection was known (`status -80 (Endpoint timeout)` before it), else two different UCX in one "
+        "process.",
         now="restart both engines together, the crashed one last; no UCX of the system in LD_LIBRARY_PATH",
-        good="no release of vLLM or nixl is known to be right yet",
+        good="a nixl newer than 1.3.1 (nixl issue 1986 is closed; in which release is not known here)",
         threads=(
             f"{_ISSUES}/49238",
+            "https://github.com/ai-dynamo/nixl/issues/1986",
             "https://github.com/smg-project/smg/issues/2503",
         ),
     ),

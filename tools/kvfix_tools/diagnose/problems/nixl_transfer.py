@@ -93,9 +93,10 @@ PROBLEMS = (
                 "Potentially invalid KV blocks for unrecognized request <request> were retrieved by",
                 at=f"{_V1}/nixl/pull_worker.py",
             ),
+            # Its end stands in the next line where it was wrapped by hand.
+            Logged("Potentially invalid KV blocks for unrecognized request", at=f"{_V1}/nixl/pull_worker.py"),
             Logged("Unrecognized request <request> notif (may have expired)", at=f"{_V1}/nixl/push_worker.py"),
         ),
-        sentence="request {request}",
         sure=False,
         cause="With `Releasing expired KV blocks` for the same id before it: the lease ended, the blocks were given "
         "away, and decode read them after that, HTTP 200. Without it: prefill was restarted, the request was aborted "
@@ -126,11 +127,12 @@ PROBLEMS = (
         releases={"vllm": ">=0.26"},
         sure=False,
         cause="Decode did not fetch them in `kv_lease_duration` (30 s, longer with heartbeats): it is down, overloaded "
-        "or never got the request, or the client had gone (then it is harmless).",
+        "or never got the request, or the client had gone (then it is harmless). With NixlPushConnector the "
+        "heartbeats do not renew the lease (vllm#53095): it ends although decode waits.",
         now='look at decode\'s log of that time; `"kv_connector_extra_config": {"kv_lease_duration": 300}` on both'
         " sides",
         good="decode fast enough for what prefill sends; a router that aborts on both sides",
-        threads=("https://github.com/aws-samples/aws-do-eks/issues/84",),
+        threads=("https://github.com/aws-samples/aws-do-eks/issues/84", f"{_ISSUES}/53095"),
     ),
     Problem(
         code="KVD575",
@@ -179,7 +181,11 @@ PROBLEMS = (
         severity=Severity.CRASH,
         title="Prefill dies of the end of a transfer whose request was aborted.",
         shows=(
-            Failed(kind="KeyError", within="_update_from_kv_xfer_finished"),
+            Failed(
+                kind="KeyError",
+                within="_update_from_kv_xfer_finished",
+                source="self._free_blocks(self.requests[req_id])",
+            ),
             Failed(kind="KeyError", within="get_finished", source="del self._reqs_to_send[req_id]"),
             Failed(kind="KeyError", within="get_finished", source="self._reqs_to_process.remove(req_id)"),
         ),

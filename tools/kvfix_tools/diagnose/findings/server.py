@@ -1,0 +1,182 @@
+"""The LMCache server, as its own log and its clients' tell of it."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from kvfix import redact
+from kvfix_tools.diagnose import problems
+from kvfix_tools.diagnose.findings import Answer, Severity, finding, note
+
+if TYPE_CHECKING:
+    from kvfix_tools.diagnose.diagnosis import Diagnosis
+    from kvfix_tools.diagnose.log_line import LogLine
+
+#: How the server begins to tell of a handler that failed; the traceback stands below it, within so many lines.
+_HANDLER = re.compile(
+    r"Error (?:in blocking handler|handling (?:request RequestType\.|operation )(?P<operation>\w+))(?:: (?P<error>.+))?"
+)
+_BELOW = 120
+#: Operations whose answer no client waits for: they fail when a worker has gone.
+_UNASKED = frozenset({"end_session"})
+
+
+@finding("KVD116", "server-silent-at-start", Severity.CRASH, on=["raised", ""])
+def server_silent_at_start(log: Diagnosis, line: LogLine | None) -> Answer | None:
+    """A worker could not register with the LMCache server, and vLLM does not start.
+
+    Cause: there is no server at `lmcache.mp.host` and `lmcache.mp.port`; or there is, and it failed at the registration
+    (KVD212) or does not know the operation (KVD206). Then its own log alone tells why: it sends no answer.
+
+    Setting: start the server before vLLM, with `--supported-transfer-mode auto` and the same release of LMCache; in
+    containers both with `--network host --ipc host --gpus all`. If it runs, look for `Error handling` in its log.
+
+    Good: what the server's log says, put right; no release up to 0.5.6 sends its error to the client.
+    """
+    if line is None:
+        _beside_what_the_server_says(log)
+        return None
+    if line.fields["meaning"] != "server_silent":
+        return None
+    server = line.fields.get("server")
+    what = f"no server at {server}" if server else f"no answer to {line.fields.get('operation', 'a question')}"
+    return Answer(f"{what}: {line.fields['text'][:160]}", request="")
+
+
+def _beside_what_the_server_says(log: Diagnosis) -> None:
+    """The server's error (KVD212) next to the silence that its client met."""
+    if "server_error" not in log.memory:
+        return
+    _, error, *evidence = log.memory["server_error"]
+    for found in log.findings:
+        if found.rule.code in ("KVD116", "KVD204"):
+            found.sentence += f"; the server failed meanwhile: {error}"
+            found.evidence += [each for each in evidence if each not in found.evidence]
+
+
+@finding("KVD204", "server-does-not-answer", Severity.HANG, on=["mp_timeout", "mp_unhealthy"])
+def server_does_not_answer(log: Diagnosis, line: LogLine) -> Answer | None:
+    """The LMCache server does not answer: vLLM goes on without the cache.
+
+    Cause: no server at `lmcache.mp.host` and `lmcache.mp.port`, or it is overloaded, or has gone.
+
+    Setting: start the server before vLLM, and give both the same port; look into the server's log.
+
+    Good: a server that is started again by itself, and LMCache 0.5.6, where a lookup that timed out does not switch the
+    cache off for good (KVD205).
+    """
+    what = line.fields.get("what", "a ping")
+    server = line.fields.get("server")
+    return Answer(f"{what} timed out{' at ' + server if server else ''}; the server is marked unhealthy", request="")
+
+
+@finding("KVD205", "server-never-asked-again", Severity.HANG, on=[""])
+def server_never_asked_again(log: Diagnosis, line: LogLine) -> Answer | None:
+    """After one lookup that timed out the cache is off until vLLM is started again."""
+    timed_out = log.counts["mp_timeout"]
+    if not timed_out or log.counts["mp_healthy"] or log.releases.within("lmcache", ">=0.5.0,<0.5.6") is not True:
+        return None
+    return Answer(f"{timed_out} lookups timed out, and `LMCache server is healthy again` never comes", request="")
+
+
+@finding("KVD206", "transfer-mode-mismatch", Severity.HANG, on=["no_handler"])
+def transfer_mode_mismatch(log: Diagnosis, line: LogLine) -> Answer | None:
+    """The server does not know the operation a worker asks for, and does not answer: the worker waits for 300 seconds.
+
+    Cause: the server was started for one transfer mode, the worker chose another; or they are of different releases of
+    LMCache. Operations that begin with CB_ are CacheBlend's: their names differ by release, and only a server with
+    `--engine-type blend` has them. The answer that would tell it is never sent.
+
+    Setting: start the server with `--supported-transfer-mode auto`, or the worker with the mode of the server
+    (`lmcache.mp.mp_transfer_mode`, `LMCACHE_MP_TRANSFER_MODE`); and the same LMCache release on both sides.
+
+    Good: the same, in both units; no release up to 0.5.6 answers what it does not know.
+    """
+    mode = log.memory.get("mode")
+    return Answer(
+        f"the server has no handler for {line.fields['operation']}{'; its transfer mode is ' + mode if mode else ''}",
+        request="",
+    )
+
+
+@note("transfer_mode")
+def _note_mode(log: Diagnosis, line: LogLine) -> None:
+    """What KVD206 has to know."""
+    log.memory["mode"] = line.fields["mode"]
+
+
+@finding("KVD210", "worker-forgotten", Severity.HANG, on=["reaped", "unregistered"])
+def worker_forgotten(log: Diagnosis, line: LogLine) -> Answer | None:
+    """The server has forgotten a worker, and refuses what it asks for.
+
+    Setting: a longer `worker_registration_grace_seconds` of the server.
+    """
+    f = line.fields
+    if line.name == "unregistered":
+        return Answer(f"worker {f['instance']} is not registered", request="")
+    if f["pinged"] == "True":
+        return None  # KVD214
+    return Answer(f"worker {f['instance']} was silent for {f['silent']} s and has never pinged", request="")
+
+
+@finding("KVD214", "worker-fell-silent", Severity.HANG, on=["reaped"])
+def worker_fell_silent(log: Diagnosis, line: LogLine) -> Answer | None:
+    """A worker that had pinged the server fell silent, and the server dropped it.
+
+    Cause: the worker's process has ended, hangs (a thread holds Python's global lock, as on ROCm: KVD922), or was
+    stopped; the server drops it after `worker_reap_timeout_seconds` (120). A worker that lives on is refused from then.
+
+    Setting: look at vLLM's log of that time; `py-spy dump --pid PID` of its worker, where it still runs; restart vLLM.
+    `--worker-reap-timeout-seconds 0` of the server keeps live workers registered.
+
+    Good: what made the worker silent, put right; no release lets a worker that hangs go on.
+
+    Normal: a vLLM that was stopped or killed.
+    """
+    f = line.fields
+    if f["pinged"] != "True":
+        return None  # KVD210
+    return Answer(f"worker {f['instance']} was silent for {f['silent']} s", request="", verdict="unknown")
+
+
+@finding("KVD212", "server-handler-fails", Severity.HANG, on=["logged", "raised", ""])
+def server_handler_fails(log: Diagnosis, line: LogLine | None) -> Answer | None:
+    """The server failed at a request and sent no answer: the client waits until its own timeout.
+
+    Cause: a handler of the server raised; what is wrong is the last line of its traceback. No release tells the client
+    (0.5.6), which can only say that it timed out.
+
+    Setting: put right what the traceback's last line says, then restart the server and after it vLLM;
+    `lmcache.mp.mq_timeout` in kv_connector_extra_config makes the client give up earlier.
+
+    Good: what the traceback's last line says; no release up to 0.5.6 sends the error to the client.
+    """
+    head: LogLine | None = log.memory.get("handler")
+    if line is None:
+        return Answer(head.evidence.text[:160], request="", evidence=(head.evidence,)) if head is not None else None
+    if line.name == "logged":
+        found = _HANDLER.search(line.evidence.text) if b"andl" in line.body else None
+        if found is None:
+            return None
+        log.memory["handler"] = None if found["error"] else line
+        return _failed_handler(log, line, line, found["error"]) if found["error"] else None
+    if head is None or line.process or head.file != line.file or not 0 < line.number - head.number < _BELOW:
+        return None
+    log.memory["handler"] = None
+    if any(frame[2] in _UNASKED for frame in line.fields["frames"]):
+        return None
+    fields = line.fields
+    answer = _failed_handler(log, head, line, f"{fields['type']}: {fields['text']}".rstrip(": "))
+    return None if any(each.look(log, line) for each in problems.at(line)) else answer
+
+
+def _failed_handler(log: Diagnosis, head: LogLine, line: LogLine, error: str) -> Answer:
+    """Noted for the findings of its client. What fails at a registration counts most."""
+    found = _HANDLER.search(head.evidence.text)
+    operation = (found["operation"] if found is not None else None) or "a request"
+    registers = "register" in operation.lower()
+    known = log.memory.get("server_error")
+    if known is None or (registers and not known[0]):
+        log.memory["server_error"] = (registers, redact.text(error[:160]), head.evidence, line.evidence)
+    return Answer(f"{operation.lower()}: {error[:200]}", request="", evidence=(head.evidence,))

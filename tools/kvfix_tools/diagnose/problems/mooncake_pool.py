@@ -1,0 +1,119 @@
+"""The Mooncake store as a pool of KV: vLLM's MooncakeStoreConnector, and vllm-ascend's AscendStoreConnector."""
+
+from __future__ import annotations
+
+from kvfix_tools.diagnose.findings import Severity
+from kvfix_tools.diagnose.problems import Failed, Logged, Problem
+
+_WORKER = "vllm/distributed/kv_transfer/kv_connector/v1/mooncake/store/worker.py"
+_DATA = "vllm/distributed/kv_transfer/kv_connector/v1/mooncake/store/data.py"
+_ISSUES = "https://github.com/vllm-project/vllm/issues/"
+_ASCEND = "https://github.com/vllm-project/vllm-ascend/issues/"
+_MOONCAKE = "https://github.com/kvcache-ai/Mooncake/issues/"
+_KEPT = "keep it so: the set-up was wrong, and no release changes that"
+
+PROBLEMS = (
+    Problem(
+        code="KVD519",
+        name="mooncake-pool-get-fails",
+        severity=Severity.SLOW,
+        title="Blocks that a lookup found in the Mooncake store could not be loaded.",
+        shows=(
+            Logged("Failed to get <number> Mooncake keys from sub-batch", _WORKER),
+            Logged("Failed to get Mooncake sub-batch", _WORKER),
+            # vllm-ascend's mooncake_backend.py and memcache_backend.py.
+            Logged("Failed to get key ["),
+            Logged("Check key existence and memory state."),
+        ),
+        releases={"vllm": ">=0.26"},
+        sure=False,
+        cause="The code decides. -704: evicted between lookup and load. -707: the lease of the lookup "
+        "(default_kv_lease_ttl, 5000 ms) was over before the copy ended. -800: the transfer failed, the link or the "
+        "other client. -900: the master does not answer. -101, -103: the client with the segment is gone.",
+        now="-704: a larger global_segment_size; -707: mooncake_master --default_kv_lease_ttl=60000 (ms); -800: as the "
+        "E lines of Mooncake before it say; and answer requests meanwhile: "
+        '"kv_load_failure_policy": "recompute" in --kv-transfer-config',
+        good="a pool larger than what is in use, and a lease longer than the longest wait; no release keeps what a "
+        "lookup found for ever",
+        threads=(f"{_ASCEND}9168", f"{_ASCEND}15060", f"{_MOONCAKE}3076"),
+    ),
+    Problem(
+        code="KVD520",
+        name="mooncake-pool-put-fails",
+        severity=Severity.SLOW,
+        title="Blocks could not be written to the Mooncake store: later requests will not find them.",
+        shows=(
+            Logged("batch_put failed: <failed>/<all> keys failed (codes=<codes>,", _WORKER),
+            Logged("Failed to put key ["),
+        ),
+        sure=False,
+        cause="The code decides. -200: the store is full (all global_segment_size together), or no client has mounted "
+        "a segment. -800: the transfer to the client with the segment failed. -900: the master does not answer. "
+        "-705: it is there already, which is harmless.",
+        now="-200: a larger global_segment_size, mooncake_master --eviction_high_watermark_ratio=0.8; -800: as the E "
+        "lines of Mooncake before it say, and look whether all clients still run; -900: look at mooncake_master",
+        good=_KEPT,
+        threads=(f"{_ASCEND}10532", f"{_MOONCAKE}915"),
+    ),
+    Problem(
+        code="KVD521",
+        name="mooncake-pool-counts-drafts",
+        severity=Severity.HANG,
+        title="MooncakeStoreConnector counts draft tokens that have no block hash yet, and its thread fails.",
+        shows=(
+            Failed(
+                kind="AssertionError",
+                source="assert token_len // self.hash_block_size <= len(block_hashes)",
+                at=_DATA,
+            ),
+        ),
+        releases={"vllm": ">=0.27"},
+        cause="With speculative decoding (MTP, EAGLE) the scheduled tokens include drafts: the store is told of more "
+        "tokens than are hashed.",
+        now="no --speculative-config on that instance, or take MooncakeStoreConnector out there; restart",
+        good="no release of vLLM is known to be right yet (0.32.0 has the same assertion)",
+        threads=(f"{_ISSUES}51805", "https://github.com/vllm-project/vllm/pull/44304"),
+    ),
+    Problem(
+        code="KVD522",
+        name="mooncake-pool-lookup-fails",
+        severity=Severity.SLOW,
+        title="Lookups in the Mooncake store fail: every one counts as a miss.",
+        shows=(
+            Logged("Remote connection failed in lookup: <error>", _WORKER),
+            Logged("Async Mooncake lookup failed for <request>: <error>", _WORKER),
+        ),
+        releases={"vllm": ">=0.26"},
+        cause="The client does not reach mooncake_master (it was restarted, or master_server_address is wrong), or "
+        "rank 0's lookup server, which answers the scheduler, does not answer.",
+        now="look whether mooncake_master runs at master_server_address of the file in MOONCAKE_CONFIG_PATH; restart "
+        "it, then vLLM",
+        good=_KEPT,
+    ),
+    Problem(
+        code="KVD523",
+        name="mooncake-pool-memory-not-registered",
+        severity=Severity.CRASH,
+        title="MooncakeStoreConnector cannot register the KV cache with the transport.",
+        shows=(Logged("register_buffer failed for addr", _WORKER),),
+        releases={"vllm": ">=0.26"},
+        sure=False,
+        cause="The NIC cannot reach GPU memory (no nvidia_peermem or dma-buf), the memory lock limit is small, or the "
+        "device_name is no RDMA device of this machine.",
+        now='"protocol": "tcp" in the file of MOONCAKE_CONFIG_PATH to try; rdma: modprobe nvidia_peermem, containers '
+        "with --ulimit memlock=-1 --device /dev/infiniband, device_name as ibv_devices says",
+        good=_KEPT,
+    ),
+    Problem(
+        code="KVD524",
+        name="mooncake-pool-load-too-large",
+        severity=Severity.SLOW,
+        title="A block in the Mooncake store is larger than the buffer through which it is read from disk.",
+        shows=(Logged("Skipping Mooncake load for request <request> because key <key> requires <size>", _WORKER),),
+        releases={"vllm": ">=0.26"},
+        cause="With enable_offload what lies on disk is read through a staging buffer of a fixed size; a larger block "
+        "is never loaded, and the request waits for what does not come or computes it again.",
+        now="enable_offload: false in the file of MOONCAKE_CONFIG_PATH, or a smaller --block-size; restart",
+        good="no release up to vLLM 0.32.0 reads it in parts",
+    ),
+)
