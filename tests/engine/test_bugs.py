@@ -1,8 +1,8 @@
 """Bugs of the newest LMCache on real vLLM engines: they die, leak or crawl as released, and are right with kvfix.
 
-Eleven engines, in one process or two. vLLM's own copy of the multi-process connector starts with LMCache 0.4.4 to 0.4.6
-only, and on the CPU it takes a stand-in for CUDA's events (plugin/kvfix_engine_stand_ins.py); client and server of 0.4.6
-are the real ones.
+Eleven engines, in one process or two. vLLM's own copy of the multi-process connector starts with LMCache 0.4.4 to
+0.4.6 only, and on the CPU it takes a stand-in for CUDA's events (plugin/kvfix_engine_stand_ins.py); client and server
+of 0.4.6 are the real ones.
 """
 
 from __future__ import annotations

@@ -119,6 +119,11 @@ def regression(folder: Path, tests: list[str]) -> dict[str, Any]:
         def __init__(self) -> None:
             self.found: dict[str, list[Any]] = {file: [0, 0, ""] for file in tests}
 
+        def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+            """Without LMCache's shared allocator (tests/conftest.py 0.5.6:785): it fills 5 GB in each process."""
+            for item in items:
+                item.add_marker("no_shared_allocator")
+
         def pytest_runtest_logreport(self, report: Any) -> None:
             self.add(report, passed=report.passed and report.when == "call")
 
