@@ -12,10 +12,11 @@ from kvfix.ledger.describe import line as in_words
 from kvfix.ledger.events import Raised
 from kvfix_tools.diagnose import findings, ledger_events, problems, statements
 from kvfix_tools.diagnose.failures import Failures
-from kvfix_tools.diagnose.line_scanner import DEBUG, WHO, scanned, with_meaning
+from kvfix_tools.diagnose.line_scanner import DEBUG, scanned
 from kvfix_tools.diagnose.log_finding import HistoryEvent, LogFinding
 from kvfix_tools.diagnose.recorder_lines import RecorderLines
 from kvfix_tools.diagnose.releases import Releases
+from kvfix_tools.diagnose.texts import WHO, with_meaning
 from kvfix_tools.diagnose.tracebacks import Raised as RaisedInLog
 from kvfix_tools.diagnose.who_ran import WhoRan
 

@@ -53,14 +53,19 @@ def plain(block: bytes) -> Plain:
         return _without_json(block)
     if b"\n> " in block[:4096] or block.startswith(b"> "):
         block = _QUOTE.sub(b"", block)
-    if b"&gt;" in block or b"&quot;" in block or b"&#" in block:
+    if b"&" in block and (b"&gt;" in block or b"&quot;" in block or b"&#" in block):
         block = html.unescape(block.decode("utf-8", "surrogateescape")).encode("utf-8", "surrogateescape")
     return _unwrapped(block) if len(block) < _PASTED else Plain(block)
 
 
-def without_prefix(line: bytes) -> bytes:
+def prefix(line: bytes) -> int:
+    """How long the container's prefix is."""
     found = _PREFIX.match(line)
-    return line[found.end() :] if found is not None else line
+    return found.end() if found is not None else 0
+
+
+def without_prefix(line: bytes) -> bytes:
+    return line[prefix(line) :]
 
 
 def _is_json(block: bytes) -> bool:
