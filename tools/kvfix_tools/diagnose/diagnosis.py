@@ -116,7 +116,8 @@ class Diagnosis:
             return
         violated = [each for event in ledger_events.of(self.ledger, line) for each in self._feed(event, line)]
         self._look(line)
-        self._judge(violated, line)
+        if violated:
+            self._judge(violated, line)
 
     def take_event(self, event: Event, line: LogLine) -> None:
         """An event that kvfix recorded in the engine. An exception that left a hook is looked at as in a log."""
@@ -206,6 +207,8 @@ class Diagnosis:
         known.places.append((line.file, line.number))
         if self.timeline is not None:
             self.timeline.event(event, self._time if line.time is None else line.time)
+        if not judged:
+            return judged
         self.unknowns.update(each.code for each in judged if each.verdict == "unknown")
         violated = [each for each in judged if each.verdict != "unknown"]
         known.violated += violated[: _VIOLATED - len(known.violated)]
@@ -215,7 +218,9 @@ class Diagnosis:
         for note in self._notes.get(line.name, ()):
             note(self, line)
         known = False
-        rules: list[LogRule | problems.Problem] = [*self._rules.get(line.name, ()), *self._problems(line)]
+        rules: tuple[LogRule | problems.Problem, ...] = self._rules.get(line.name, ())
+        if line.name in problems.LINES:
+            rules += problems.at(line)
         for rule in rules:
             answer = rule.look(self, line)
             if answer is not None:
@@ -223,9 +228,6 @@ class Diagnosis:
                 self._add(rule, answer, line)
         if line.name in problems.LINES and not known:
             self.failures.unknown(line)
-
-    def _problems(self, line: LogLine) -> tuple[problems.Problem, ...]:
-        return problems.at(line) if line.name in problems.LINES else ()
 
     def _judge(self, violated: list[Finding], line: LogLine) -> None:
         """A rule of the ledger that is violated is a finding of its own, unless its request has crashed."""

@@ -32,8 +32,8 @@ def asked_for_ever(log: Diagnosis, line: LogLine) -> Answer | None:
     key = (line.request, line.fields.get("hit"), line.fields.get("computed"), line.fields.get("need"))
     done = log.counts["stored"] + log.counts["retrieved"]
     asked = log.counts["asked"]
-    head = log.memory.setdefault("head", [key, asked, done])
-    if head[0] != key or head[2] != done:
+    head = log.memory.get("head")
+    if head is None or head[0] != key or head[2] != done:
         # Another request, or work was done: a queue behind a busy engine is asked about on every step too.
         log.memory["head"] = [key, asked, done]
         return None
@@ -162,17 +162,17 @@ def worker_without_lmcache(log: Diagnosis, line: LogLine) -> Answer | None:
     f = line.fields
     if "what" in f:
         return Answer(f"{f['what']}: {f['error'] or 'no reason given'}", request="")
-    process, error, evidence = log.memory.get("raised", ("", "", None))
+    process, error, raised = log.memory.get("raised", ("", "", None))
     if process != line.process or not error:
         return Answer("it failed to start; the beginning of the line is not in the log", request="")
-    return Answer(f"LMCache failed to start: {error}", request="", evidence=(evidence,))
+    return Answer(f"LMCache failed to start: {error}", request="", evidence=(raised.evidence,))
 
 
 @note("raised")
 def _note_raised(log: Diagnosis, line: LogLine) -> None:
     """What KVD207 has to know: where the error is a whole traceback, the line that tells of it begins before it."""
     f = line.fields
-    log.memory["raised"] = (line.process, f"{f['type']}: {f['text']}" if f["text"] else f["type"], line.evidence)
+    log.memory["raised"] = (line.process, f"{f['type']}: {f['text']}" if f["text"] else f["type"], line)
 
 
 @finding("KVD208", "waits-for-load", Severity.HANG, on=["kv_waiting"])

@@ -46,8 +46,9 @@ class _Lookups:
 
 
 def _of(log: Diagnosis) -> _Lookups:
-    kept = log.memory.setdefault("lookups", _Lookups())
-    assert isinstance(kept, _Lookups)
+    kept: _Lookups | None = log.memory.get("lookups")
+    if kept is None:
+        kept = log.memory["lookups"] = _Lookups()
     return kept
 
 
