@@ -36,10 +36,13 @@ class Scanner:
         self._debug = False
         self._tracebacks = Tracebacks()
         self._stacks = Stacks()
-        #: {from LMCache's frame to the line's end: what it says}; None: only the whole line tells.
-        self._said: dict[bytes, Said | None] = {}
-        #: {a line of another logger, without its time: what it says}
+        #: {from LMCache's frame to the line's end: what it says}
+        self._said: dict[bytes, Said] = {}
+        #: {a line of another logger: what it says}
         self._others: dict[bytes, Other] = {}
+        #: {what stands in front of a line of vLLM, its time too: {body: what it says}}; one for all times.
+        self._heads: dict[bytes, dict[bytes, Other]] = {}
+        self._kinds: dict[tuple[bytes, ...], dict[bytes, Other]] = {}
         self._remembered = 0
         #: {what a container puts in front of a line, without its numbers: whether it says nothing}
         self._prefixes: dict[bytes, bool] = {}
@@ -47,21 +50,36 @@ class Scanner:
     def scan(self, block: bytes) -> Iterator[LogLine]:
         text, at = log_formats.plain(block)
         first, file, known = self._number, self._file, self._said
-        traces, stacks = self._tracebacks.open, self._stacks
+        traces, stacks, heads = self._tracebacks.open, self._stacks, self._heads
         lines, places = needles.places(text)
         numbers = count(first) if at is None else (first + number for number in at)
         for line, place, number in zip(lines, places, numbers, strict=False):
             if place >= 0:
                 tail = line[place:]
-                said = known[tail] if tail in known else self._behind_frame(tail)
-                if said is None or (traces and said.name == "logged") or not self._is_alone(line, place):
+                said = known.get(tail) or self._behind_frame(tail)
+                if (
+                    not said.is_alone
+                    or (traces and said.name == "logged")
+                    or (place > _HEAD and not self._is_prefix(line[:place]))
+                ):
                     yield from self._read(line[:LONGEST_LINE], number)
                 elif said.name:
                     yield _framed(said, line, place, file, number)
             elif place == needles.PART or traces or stacks.open:
-                other = self._other(line[:LONGEST_LINE])
-                if traces or stacks.open or other.counts or len(line) > LONGEST_LINE:
+                head, bracket, body = line.partition(b"] ")
+                alike = heads.get(head)
+                other = (alike and alike.get(body)) or self._other(line[:LONGEST_LINE], head + bracket, body)
+                if not traces and not stacks.open:
+                    if not other.counts and len(line) <= LONGEST_LINE:
+                        continue
+                elif stacks.open or other.process in traces:
                     yield from self._unframed(other, number)
+                    continue
+                if not other.is_alone:
+                    yield from self._unframed(other, number)
+                elif other.said is not None:
+                    name, fields = other.said
+                    yield LogLine(name, fields, None, other.process, file, number, other.evidence)
         self._number += block.count(b"\n")
 
     def end(self) -> Iterator[LogLine]:
@@ -72,51 +90,53 @@ class Scanner:
         if stack is not None:
             yield self._stack(stack, self._number)
 
-    def _behind_frame(self, tail: bytes) -> Said | None:
+    def _behind_frame(self, tail: bytes) -> Said:
         level = LEVEL.match(tail)
         if level is None or len(tail) > _LONGEST or (level[1] == b"DEBUG" and not self._debug):
-            return None
-        said = None
+            return texts.IN_ITS_LINE
         body = tail[level.end() :]
-        if FRAME not in body:
-            said = texts.said(level[1], body)
-            if said.name == "logged" and Part(body).sure:
-                said = None
+        said = texts.said(level[1], body) if FRAME not in body else texts.IN_ITS_LINE
+        if said.name == "logged" and Part(body).sure:
+            said = texts.IN_ITS_LINE
         self._remember(len(tail))
         self._said[tail] = said
         return said
 
-    def _other(self, line: bytes) -> Other:
-        key, _ = texts.without_time(line)
-        other = self._others.get(key)
+    def _other(self, line: bytes, head: bytes, body: bytes) -> Other:
+        other = self._others.get(line)
         if other is None:
             other = Other(line)
             if len(line) <= _LONGEST:
-                self._remember(len(line))
-                self._others[other.key] = other
+                self._remember(len(line) + len(head))
+                kind = other.kind(head, body)
+                if kind is None:
+                    self._others[line] = other
+                else:
+                    self._heads.setdefault(head[:-2], self._kinds.setdefault(kind, {}))[body] = other
         return other
 
     def _remember(self, size: int) -> None:
         """Room for a text of this size."""
         self._remembered += size
         if self._remembered > _REMEMBERED:
-            self._said.clear()
-            self._others.clear()
+            for kept in (self._said, self._others, self._heads, self._kinds):
+                kept.clear()
             self._remembered = size
 
-    def _is_alone(self, line: bytes, place: int) -> bool:
-        """Whether nothing but a prefix stands in front of LMCache's line: no end of another one."""
-        if place <= _HEAD:
-            return True
+    def _is_prefix(self, text: bytes) -> bool:
+        """Whether a container has put it in front of LMCache's frame: it is no end of another line."""
         if self._tracebacks.open or self._stacks.open:
             return False
-        key = line[:place].translate(None, _DIGITS)
+        key = text.translate(None, _DIGITS)
         known = self._prefixes.get(key)
         if known is None:
             if len(self._prefixes) >= _PREFIXES:
                 self._prefixes.clear()
-            alone = place - log_formats.prefix(line) <= _HEAD
-            known = self._prefixes[key] = alone and Other(line[:place]).is_nothing
+            known = len(log_formats.without_prefix(text)) <= _HEAD
+            if known:
+                other = Other(text)
+                known = other.is_alone and other.said is None
+            self._prefixes[key] = known
         return known
 
     def _read(self, text: bytes, number: int) -> Iterator[LogLine]:

@@ -58,14 +58,9 @@ def plain(block: bytes) -> Plain:
     return _unwrapped(block) if len(block) < _PASTED else Plain(block)
 
 
-def prefix(line: bytes) -> int:
-    """How long the container's prefix is."""
-    found = _PREFIX.match(line)
-    return found.end() if found is not None else 0
-
-
 def without_prefix(line: bytes) -> bytes:
-    return line[prefix(line) :]
+    found = _PREFIX.match(line)
+    return line[found.end() :] if found is not None else line
 
 
 def _is_json(block: bytes) -> bool:

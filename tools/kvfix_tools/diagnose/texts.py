@@ -23,16 +23,13 @@ STAMP = len(b"2026-11-21 01:41:27,007")
 #: `ERROR 12-03 01:24:36 [core.py:844] `, and whose it is: `(EngineCore_DP0 pid=7703) `, `(VllmWorker rank=0 pid=31) `.
 _VLLM = re.compile(rb"(DEBUG|INFO|WARNING|ERROR|CRITICAL) +\d\d-\d\d \d\d:\d\d:\d\d(?:\.\d+)? \[?([^\[\]\s]*:\d+)\] ?")
 _PROCESS = re.compile(rb"\((\w+)(?: rank=(\d+))?[^()\n]{0,40}? ?pid=(\d+)\)")
-#: The time in front of vLLM's bracket; it is no part of what a line says.
-_CLOCK = re.compile(rb"\d\d-\d\d \d\d:\d\d:\d\d")
-_CLOCKED = len(b"12-03 01:24:36")
-_DIGITS = b"0123456789"
 #: Levels of other loggers: logging's own format, uvicorn, glog (Mooncake, NIXL), UCX; and what argparse says.
 _OTHER = re.compile(
     rb"(?:^|[\s\]|])(?:(?P<level>WARNING|WARN|ERROR|CRITICAL|FATAL)\b[\s:\]-]"
     rb"|(?P<glog>[WEF])(?:\d{4}){1,2} \d\d:\d\d:\d\d|(?P<usage>error): (?:argument|unrecognized|the following) )"
 )
 _LEVELS = {b"W": "warning", b"E": "error", b"F": "critical", b"WARN": "warning", b"FATAL": "critical"}
+_MILLISECONDS = {b"%03d" % number: number / 1000 for number in range(1000)}
 #: A process that died of something that is no exception.
 _DIED = re.compile(
     rb"(?P<what>Segmentation fault|Segfault encountered|SIGSEGV|SIGABRT|SIGBUS|Bus error|oom-kill|OOMKilled"
@@ -61,7 +58,12 @@ class Said(NamedTuple):
     body: bytes
     level: bytes
     placed: bool = True
+    #: Whether nothing else in its line is of interest.
+    is_alone: bool = True
 
+
+#: Of a line that has to be read whole.
+IN_ITS_LINE = Said("", {}, b"", b"", is_alone=False)
 
 def said(level: bytes, body: bytes) -> Said:
     for message in _BY_HEAD.get(body[:4], ()):
@@ -142,28 +144,17 @@ class Other:
             return "logged", {"level": self.level, "logger": "vllm" if head else "", "place": place}
         return None
 
-    @property
-    def is_nothing(self) -> bool:
-        """Whether it says nothing, wherever it stands."""
-        return not self.of_stack and not self.part.sure and self.said is None
+    @cached_property
+    def is_alone(self) -> bool:
+        """Whether it says what it says, whatever stood before it: where no traceback and no stack is open."""
+        return not self.of_stack and not self.part.sure and (self.said is None or self.said[0] != "raised")
 
-    @property
-    def key(self) -> bytes:
-        """By which a line that says the same is known: without its time, where that is no part of the body."""
-        short, time = without_time(self._line)
-        return short if self._head is not None and time in self._head[0] else self._line
-
-
-def without_time(line: bytes) -> tuple[bytes, bytes]:
-    """(the line without the time in front of its first bracket and the numbers of a container's prefix, that time)."""
-    start = 0 if line[:1] in b" (" else log_formats.prefix(line)
-    end = line.find(b" [", start)
-    at = end - _CLOCKED
-    if at < start or _CLOCK.match(line, at, end) is None:
-        return line, b"-"
-    if not start:
-        return line[:at] + line[end:], line[at:end]
-    return line[:start].translate(None, _DIGITS) + line[start:at] + line[end:], line[at:end]
+    def kind(self, head: bytes, body: bytes) -> tuple[bytes, ...] | None:
+        """What the head says besides its time, if the line is made of these two and its body names no process."""
+        start = without_colours(head)
+        if self._head is None or self.body != body or b"pid=" in body or self._text != start + body:
+            return None
+        return start[: self._head.start()], self._head[1], self._head[2]
 
 
 def _fields(message: grammar.Message, match: re.Match[bytes]) -> Fields:
@@ -207,7 +198,7 @@ def _process_name(parts: tuple[bytes, bytes, bytes]) -> str:
 def seconds(stamp: bytes) -> float | None:
     """`2026-11-21 01:41:27,007` as seconds since 1970, as if the log's clock were UTC; None: it is no time."""
     second = _second(stamp[:19]) if len(stamp) == STAMP else None
-    return second + int(stamp[20:]) / 1000 if second is not None and stamp[20:].isdigit() else second
+    return second + _MILLISECONDS.get(stamp[20:], 0.0) if second is not None else None
 
 
 @lru_cache(maxsize=1024)

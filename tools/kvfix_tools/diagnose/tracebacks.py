@@ -76,10 +76,7 @@ class Part:
         self.links = any(link in text for link in _LINKS)
         #: Whether it is part of a traceback for sure.
         self.sure = self.frame is not None or self.begins or self.fault is not None or self.links
-
-    @property
-    def in_group(self) -> bool:
-        return self.text.lstrip()[:1] in b"|+"
+        self.in_group = text.lstrip()[:1] in b"|+"
 
     @cached_property
     def ungrouped(self) -> Part:
