@@ -90,29 +90,30 @@ class Diagnosis:
         self._time: float | None = None
 
     def take(self, line: LogLine) -> None:
+        name = line.name
         self.releases.file = line.file
-        if line.name == DEBUG:
+        if name == DEBUG:
             self.debug = True
             return
-        if line.name == WHO:
+        if name == WHO:
             self.who.take(line)
             return
-        self.counts[line.name] += 1
+        self.counts[name] += 1
         if self.timeline is not None:
             self.timeline.line(line)
         if self._request and self._request in line.body and len(self.request_lines) < _REQUEST_LINES:
             self.request_lines.append(line.evidence)
         if line.time is not None:
             self._time = line.time
-        if line.name == "recorded":
+        if name == "recorded":
             self._recorders.take(self, line)
             return
         self.who.take(line)
         self.failures.take(line)
-        if line.name not in self._placed and line.name not in problems.LINES:
+        if name not in self._placed and name not in problems.LINES:
             self._place(line)
-        if line.name == "asked" and self._is_repeated(line):
-            self._look(line)
+        if name == "asked" and self._is_repeated(line):
+            self._answers(line)  # nothing new to note
             return
         violated = [each for event in ledger_events.of(self.ledger, line) for each in self._feed(event, line)]
         self._look(line)
@@ -187,7 +188,7 @@ class Diagnosis:
         self.hit = self.hit or bool(line.fields.get("hit"))
         known = self._known(line.request)
         before, known.asked = known.asked, line.fields
-        return before == line.fields
+        return before is line.fields or before == line.fields
 
     def _known(self, request: str) -> _Request:
         known = self._requests.get(request)
@@ -217,6 +218,9 @@ class Diagnosis:
     def _look(self, line: LogLine) -> None:
         for note in self._notes.get(line.name, ()):
             note(self, line)
+        self._answers(line)
+
+    def _answers(self, line: LogLine) -> None:
         known = False
         rules: tuple[LogRule | problems.Problem, ...] = self._rules.get(line.name, ())
         if line.name in problems.LINES:

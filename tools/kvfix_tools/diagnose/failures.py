@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -119,6 +120,7 @@ def _is_failure(line: LogLine) -> bool:
     return fields["level"] in ("error", "critical") and not _is_dead(line.body)
 
 
+@lru_cache(maxsize=256)
 def _is_dead(body: bytes) -> bool:
     return any(word in body for word in _DEATHS) and _DEAD.search(body) is not None
 

@@ -11,7 +11,7 @@ from kvfix_tools.diagnose.findings import Answer, Severity, finding, note
 
 if TYPE_CHECKING:
     from kvfix_tools.diagnose.diagnosis import Diagnosis
-    from kvfix_tools.diagnose.log_line import Evidence, LogLine
+    from kvfix_tools.diagnose.log_line import Evidence, Fields, LogLine
 
 #: The same answer for the same request so many times, and no admission.
 POLLS = 1000
@@ -29,24 +29,27 @@ def asked_for_ever(log: Diagnosis, line: LogLine) -> Answer | None:
     Setting: more KV blocks (`gpu_memory_utilization`), a smaller `max_model_len` or `max_num_seqs`, or
     `max_tokens_per_load` unset.
     """
-    key = (line.request, line.fields.get("hit"), line.fields.get("computed"), line.fields.get("need"))
+    f = line.fields
     done = log.counts["stored"] + log.counts["retrieved"]
     asked = log.counts["asked"]
     head = log.memory.get("head")
-    if head is None or head[0] != key or head[2] != done:
+    if head is None or head[2] != done or (head[0] is not f and _answer(head[0]) != _answer(f)):
         # Another request, or work was done: a queue behind a busy engine is asked about on every step too.
-        log.memory["head"] = [key, asked, done]
+        log.memory["head"] = [f, asked, done]
         return None
     moving = log.memory.get("generation")
     if moving or asked - head[1] < (POLLS if moving is not None else 5 * POLLS):
         return None
     head[1] = asked
-    f = line.fields
     return Answer(
         f"asked {POLLS} times in a row with the same answer and more: hit {f.get('hit')}, need to load {f.get('need')}"
         + ("" if moving is not None else "; without vLLM's statistics it may be the queue of a busy engine"),
         verdict="unknown" if moving is None else "violated",
     )
+
+
+def _answer(fields: Fields) -> tuple[object, ...]:
+    return fields["request"], fields.get("hit"), fields.get("computed"), fields.get("need")
 
 
 @note("stats")
