@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 REQUESTS = 10_000
 #: Events and violations kept of one request; lines kept of the one that is asked for.
 HISTORY, _VIOLATED, _REQUEST_LINES = 24, 8, 5000
+#: Findings from which on the crashes of a kind are one.
+FINDINGS = 1000
 
 
 class _Request:
@@ -245,11 +247,14 @@ class Diagnosis:
         # One finding of a kind for a crash of a request, one for all requests of what repeats.
         key = (rule.code, request if crash else "")
         found = self._found.get(key)
+        if found is None and len(self._found) >= FINDINGS:
+            key = (rule.code, "")
+            found = self._found.get(key)
         if found is not None:
             found.again(line)
             return
         found = self._found[key] = LogFinding(rule, answer, redact.text(answer.sentence), request, line)
-        if crash:
+        if crash and len(self._crashed) < REQUESTS:
             self._crashed.add(request)
         if found.first is None:
             found.first = found.last = self._time

@@ -95,7 +95,7 @@ class Scanner:
         if level is None or len(tail) > _LONGEST or (level[1] == b"DEBUG" and not self._debug):
             return texts.IN_ITS_LINE
         body = tail[level.end() :]
-        said = texts.said(level[1], body) if FRAME not in body else texts.IN_ITS_LINE
+        said = texts.said(level[1], body) if body.find(FRAME) < 0 else texts.IN_ITS_LINE
         if said.name == "logged" and Part(body).sure:
             said = texts.IN_ITS_LINE
         self._remember(len(tail))

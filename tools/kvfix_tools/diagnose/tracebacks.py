@@ -138,6 +138,8 @@ class Tracebacks:
         elif part.fault is not None:
             self._begin(process).fault = part.fault
         elif part.links:
+            if len(self._linked) >= _OPEN:
+                self._linked.clear()
             self._linked.add(process)
         else:
             return (False, None) if known is None else self._go_on(process, known, part)

@@ -49,7 +49,7 @@ class WhoRan:
 
     def take(self, line: LogLine) -> None:
         body = line.body
-        if b"onnector" in body:
+        if body.find(b"onnector") >= 0:
             connectors, roles = _named(body)
             self.connectors |= connectors
             self.roles |= roles

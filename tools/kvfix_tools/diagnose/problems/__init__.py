@@ -175,16 +175,25 @@ def at(line: LogLine) -> tuple[Problem, ...]:
     if key not in _RAISED:
         if len(_RAISED) >= _MOST:
             _RAISED.clear()
-        may = _may_show(fields.get("type", ""))
-        _RAISED[key] = tuple(each for each, signs in may if any(_fits(sign, line) is not None for sign in signs))
+        text = fields.get("text", "")
+        fits = {
+            each.code: each
+            for each, sign, part in _may_show(line.name, fields.get("type", ""))
+            if (line.name != "raised" or part in text) and _fits(sign, line) is not None
+        }
+        _RAISED[key] = tuple(fits.values())
     return _RAISED[key]
 
 
 @lru_cache(maxsize=256)
-def _may_show(kind: str) -> list[tuple[Problem, list[Sign]]]:
-    """Records with their signs, without those of other classes of exceptions."""
-    every = ((each, [sign for sign in each.shows if getattr(sign, "kind", "") in ("", kind)]) for each in catalogue())
-    return [(each, signs) for each, signs in every if signs]
+def _may_show(name: str, kind: str) -> list[tuple[Problem, Sign, str]]:
+    """(record, sign, the longest part of its text without a value) for lines of errors of this class."""
+    return [
+        (each, sign, _longest(sign.text))
+        for each in catalogue()
+        for sign in each.shows
+        if isinstance(sign, _SIGNS[name]) and getattr(sign, "kind", "") in ("", kind)
+    ]
 
 
 #: {an exception with its innermost frames: its records}; the same one comes again and again.
@@ -192,6 +201,7 @@ _RAISED: dict[tuple[Any, ...], tuple[Problem, ...]] = {}
 #: Innermost frames in which a sign is looked for; exceptions that are kept in mind.
 _FRAMES, _MOST = 8, 4096
 _DIGITS = re.compile(rb"\d+")
+_SIGNS: dict[str, tuple[type, ...]] = {"raised": (Failed, Died), "died": (Died,), "stack": (Stuck,)}
 
 
 @lru_cache(maxsize=4096)
