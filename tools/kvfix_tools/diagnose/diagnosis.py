@@ -117,7 +117,11 @@ class Diagnosis:
         if name == "asked" and self._is_repeated(line):
             self._answers(line)  # nothing new to note
             return
-        violated = [each for event in ledger_events.of(self.ledger, line) for each in self._feed(event, line)]
+        make = ledger_events.MAKERS.get(name)
+        if make is None:
+            self._look(line)
+            return
+        violated = [each for event in make(self.ledger, line.fields) for each in self._feed(event, line)]
         self._look(line)
         if violated:
             self._judge(violated, line)
@@ -225,14 +229,15 @@ class Diagnosis:
     def _answers(self, line: LogLine) -> None:
         known = False
         rules: tuple[LogRule | problems.Problem, ...] = self._rules.get(line.name, ())
-        if line.name in problems.LINES:
+        is_error = line.name in problems.LINES
+        if is_error:
             rules += problems.at(line)
         for rule in rules:
             answer = rule.look(self, line)
             if answer is not None:
                 known = True
                 self._add(rule, answer, line)
-        if line.name in problems.LINES and not known:
+        if is_error and not known:
             self.failures.unknown(line)
 
     def _judge(self, violated: list[Finding], line: LogLine) -> None:

@@ -51,7 +51,7 @@ _RAISED = [message for message in grammar.MESSAGES if message.source == "raised"
 
 
 class Said(NamedTuple):
-    """A message behind LMCache's frame. name: "": it means nothing. placed: its time and its process are of interest."""
+    """A message behind LMCache's frame. name: "": it means nothing. placed: its time and its process count."""
 
     name: str
     fields: Fields
@@ -65,6 +65,7 @@ class Said(NamedTuple):
 #: Of a line that has to be read whole.
 IN_ITS_LINE = Said("", {}, b"", b"", is_alone=False)
 
+
 def said(level: bytes, body: bytes) -> Said:
     for message in _BY_HEAD.get(body[:4], ()):
         match = message.pattern.match(body)
@@ -72,7 +73,9 @@ def said(level: bytes, body: bytes) -> Said:
             return Said(message.name, _fields(message, match), body[:LONGEST_BODY], level)
     if level in (b"INFO", b"DEBUG"):
         return Said("closing" if body.startswith(_CLOSING) else "", {}, body[:LONGEST_BODY], level, placed=False)
-    return Said("logged", {"level": level.decode().lower(), "logger": "lmcache", "place": ""}, body[:LONGEST_BODY], level)
+    return Said(
+        "logged", {"level": level.decode().lower(), "logger": "lmcache", "place": ""}, body[:LONGEST_BODY], level
+    )
 
 
 class Other:
@@ -159,11 +162,15 @@ class Other:
 
 def _fields(message: grammar.Message, match: re.Match[bytes]) -> Fields:
     """{field: count or text}"""
-    return {
-        field: int(value) if count else without_tokens(value.decode("utf-8", "replace"))
-        for (field, count), value in zip(message.fields, match.groups(), strict=True)
-        if value is not None
-    }
+    fields: Fields = {}
+    for (field, count), value in zip(message.fields, match.groups(), strict=True):
+        if value is not None:
+            if count:
+                fields[field] = int(value)
+            else:
+                text = value.decode("utf-8", "replace")
+                fields[field] = without_tokens(text) if "," in text else text
+    return fields
 
 
 def with_meaning(raised: Raised) -> Fields:
