@@ -131,7 +131,8 @@ class Tracebacks:
             part = part.ungrouped
         if part.frame is not None:
             trace = known or self._begin(process)
-            trace.frames.append(part.frame)
+            if trace.fault is None or len(trace.frames) < _FRAMES:
+                trace.frames.append(part.frame)
             trace.source, trace.missed = "", 0
         elif part.begins:
             self._begin(process)
