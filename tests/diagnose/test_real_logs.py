@@ -13,7 +13,7 @@ import pytest
 
 from kvfix.ledger.events import Stored
 from kvfix_tools.diagnose import log_files
-from kvfix_tools.diagnose.diagnosis import Diagnosis
+from kvfix_tools.diagnose.diagnosis import Diagnosis, diagnosed
 
 LOGS = Path(__file__).parent / "logs"
 
@@ -138,3 +138,12 @@ def test_a_debug_log_hides_nothing() -> None:
     assert diagnosis.counts["storing"] > 0
     events = [event for history in diagnosis.ledger.histories.values() for event in history.events]
     assert sum(isinstance(event, Stored) for event in events) == diagnosis.counts["storing"]
+
+
+def test_the_innermost_frames_of_a_deep_fault_are_kept() -> None:
+    """faulthandler names the innermost frame first: it is who crashed."""
+    frames = "".join(f'  File "/opt/app/x.py", line {number} in f{number}\n' for number in range(1, 91))
+    log = diagnosed(
+        f"Fatal Python error: Segmentation fault\n\nThread 7 (most recent call first):\n{frames}\n".encode()
+    )
+    assert log.failures.raised[0].fields["frames"][-1] == ("/opt/app/x.py", 1, "f1")

@@ -12,10 +12,11 @@ from kvfix.ledger.describe import line as in_words
 from kvfix.ledger.events import Raised
 from kvfix_tools.diagnose import findings, ledger_events, problems, statements
 from kvfix_tools.diagnose.failures import Failures
-from kvfix_tools.diagnose.line_scanner import DEBUG, WHO, scanned, with_meaning
+from kvfix_tools.diagnose.line_scanner import DEBUG, scanned
 from kvfix_tools.diagnose.log_finding import HistoryEvent, LogFinding
 from kvfix_tools.diagnose.recorder_lines import RecorderLines
 from kvfix_tools.diagnose.releases import Releases
+from kvfix_tools.diagnose.texts import WHO, with_meaning
 from kvfix_tools.diagnose.tracebacks import Raised as RaisedInLog
 from kvfix_tools.diagnose.who_ran import WhoRan
 
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
 REQUESTS = 10_000
 #: Events and violations kept of one request; lines kept of the one that is asked for.
 HISTORY, _VIOLATED, _REQUEST_LINES = 24, 8, 5000
+#: Findings from which on the crashes of a kind are one.
+FINDINGS = 1000
 
 
 class _Request:
@@ -89,33 +92,39 @@ class Diagnosis:
         self._time: float | None = None
 
     def take(self, line: LogLine) -> None:
+        name = line.name
         self.releases.file = line.file
-        if line.name == DEBUG:
+        if name == DEBUG:
             self.debug = True
             return
-        if line.name == WHO:
+        if name == WHO:
             self.who.take(line)
             return
-        self.counts[line.name] += 1
+        self.counts[name] += 1
         if self.timeline is not None:
             self.timeline.line(line)
         if self._request and self._request in line.body and len(self.request_lines) < _REQUEST_LINES:
             self.request_lines.append(line.evidence)
         if line.time is not None:
             self._time = line.time
-        if line.name == "recorded":
+        if name == "recorded":
             self._recorders.take(self, line)
             return
         self.who.take(line)
         self.failures.take(line)
-        if line.name not in self._placed and line.name not in problems.LINES:
+        if name not in self._placed and name not in problems.LINES:
             self._place(line)
-        if line.name == "asked" and self._is_repeated(line):
+        if name == "asked" and self._is_repeated(line):
+            self._answers(line)  # nothing new to note
+            return
+        make = ledger_events.MAKERS.get(name)
+        if make is None:
             self._look(line)
             return
-        violated = [each for event in ledger_events.of(self.ledger, line) for each in self._feed(event, line)]
+        violated = [each for event in make(self.ledger, line.fields) for each in self._feed(event, line)]
         self._look(line)
-        self._judge(violated, line)
+        if violated:
+            self._judge(violated, line)
 
     def take_event(self, event: Event, line: LogLine) -> None:
         """An event that kvfix recorded in the engine. An exception that left a hook is looked at as in a log."""
@@ -185,7 +194,7 @@ class Diagnosis:
         self.hit = self.hit or bool(line.fields.get("hit"))
         known = self._known(line.request)
         before, known.asked = known.asked, line.fields
-        return before == line.fields
+        return before is line.fields or before == line.fields
 
     def _known(self, request: str) -> _Request:
         known = self._requests.get(request)
@@ -205,6 +214,8 @@ class Diagnosis:
         known.places.append((line.file, line.number))
         if self.timeline is not None:
             self.timeline.event(event, self._time if line.time is None else line.time)
+        if not judged:
+            return judged
         self.unknowns.update(each.code for each in judged if each.verdict == "unknown")
         violated = [each for each in judged if each.verdict != "unknown"]
         known.violated += violated[: _VIOLATED - len(known.violated)]
@@ -213,18 +224,21 @@ class Diagnosis:
     def _look(self, line: LogLine) -> None:
         for note in self._notes.get(line.name, ()):
             note(self, line)
+        self._answers(line)
+
+    def _answers(self, line: LogLine) -> None:
         known = False
-        rules: list[LogRule | problems.Problem] = [*self._rules.get(line.name, ()), *self._problems(line)]
+        rules: tuple[LogRule | problems.Problem, ...] = self._rules.get(line.name, ())
+        is_error = line.name in problems.LINES
+        if is_error:
+            rules += problems.at(line)
         for rule in rules:
             answer = rule.look(self, line)
             if answer is not None:
                 known = True
                 self._add(rule, answer, line)
-        if line.name in problems.LINES and not known:
+        if is_error and not known:
             self.failures.unknown(line)
-
-    def _problems(self, line: LogLine) -> tuple[problems.Problem, ...]:
-        return problems.at(line) if line.name in problems.LINES else ()
 
     def _judge(self, violated: list[Finding], line: LogLine) -> None:
         """A rule of the ledger that is violated is a finding of its own, unless its request has crashed."""
@@ -238,11 +252,14 @@ class Diagnosis:
         # One finding of a kind for a crash of a request, one for all requests of what repeats.
         key = (rule.code, request if crash else "")
         found = self._found.get(key)
+        if found is None and len(self._found) >= FINDINGS:
+            key = (rule.code, "")
+            found = self._found.get(key)
         if found is not None:
             found.again(line)
             return
         found = self._found[key] = LogFinding(rule, answer, redact.text(answer.sentence), request, line)
-        if crash:
+        if crash and len(self._crashed) < REQUESTS:
             self._crashed.add(request)
         if found.first is None:
             found.first = found.last = self._time

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -20,6 +21,8 @@ _DEAD = re.compile(
     rb"EngineDeadError|ngine core initialization failed|WorkerProc initialization failed|EngineCore failed to start"
     rb"|EngineCore encountered a|died unexpectedly|Worker proc |Shutting down due to"
 )
+#: What all of those hold.
+_DEATHS = (b"ngine", b"orker", b"died unexpectedly", b"Shutting down due to")
 #: Lines of an engine at work.
 _WORK = frozenset({"asked", "stored", "retrieved", "storing", "mp_stored", "mp_retrieved", "mp_prefetched"})
 #: Failures and processes that are kept in mind.
@@ -61,19 +64,22 @@ class Failures:
 
     def take(self, line: LogLine) -> None:
         self._taken += 1
-        if line.name == "broadcast":
-            self._waited = self._taken
-        if line.name in _WORK or (line.name == "stats" and float(line.fields["generation"]) > 0):
+        name = line.name
+        if name in _WORK or (name == "stats" and float(line.fields["generation"]) > 0):
             self._worked = self._taken
-        if line.name == "closing":
+        elif name in ("raised", "logged"):
+            self.dead = self.dead or _is_dead(line.body)
+            if name == "raised" and len(self.raised) < _SHOWN and _is_failure(line):
+                key = (line.fields["class"], line.fields["text"][:80], *line.fields["frames"][-1:])
+                if key not in self._shown:
+                    self._shown.add(key)
+                    self.raised.append(line)
+        elif name == "closing":
             self._closing = True
-        if line.name in ("fatal", "died") or (line.name in ("raised", "logged") and _DEAD.search(line.body)):
+        elif name == "broadcast":
+            self._waited = self._taken
+        elif name in ("fatal", "died"):
             self.dead = True
-        if line.name == "raised" and len(self.raised) < _SHOWN and _is_failure(line):
-            key = (line.fields["class"], line.fields["text"][:80], *line.fields["frames"][-1:])
-            if key not in self._shown:
-                self._shown.add(key)
-                self.raised.append(line)
         if line.process in self.last or len(self.last) < _PROCESSES:
             self.last[line.process] = line
 
@@ -111,7 +117,12 @@ def _is_failure(line: LogLine) -> bool:
         return fields["type"] not in _ECHOES and not text.startswith(_ECHOES)
     if line.name == "died":
         return True
-    return fields["level"] in ("error", "critical") and _DEAD.search(line.body) is None
+    return fields["level"] in ("error", "critical") and not _is_dead(line.body)
+
+
+@lru_cache(maxsize=256)
+def _is_dead(body: bytes) -> bool:
+    return any(word in body for word in _DEATHS) and _DEAD.search(body) is not None
 
 
 def of_connector(line: LogLine) -> bool:

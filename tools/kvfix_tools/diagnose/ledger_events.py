@@ -11,13 +11,7 @@ from kvfix.ledger import events as ev
 if TYPE_CHECKING:
     from kvfix.ledger import Ledger
     from kvfix.ledger.events import Event
-    from kvfix_tools.diagnose.log_line import Fields, LogLine
-
-
-def of(ledger: Ledger, line: LogLine) -> list[Event]:
-    """Events of this line, in their order."""
-    make = _MAKERS.get(line.name)
-    return make(ledger, line.fields) if make is not None else []
+    from kvfix_tools.diagnose.log_line import Fields
 
 
 def _asked(ledger: Ledger, fields: Fields) -> list[Event]:
@@ -94,7 +88,8 @@ def _raised(ledger: Ledger, fields: Fields) -> list[Event]:
     return made
 
 
-_MAKERS: dict[str, Callable[[Ledger, Fields], list[Event]]] = {
+#: {kind of line: the function that makes its events, in their order}
+MAKERS: dict[str, Callable[[Ledger, Fields], list[Event]]] = {
     "asked": _asked,
     "capped": _capped,
     "due": _due,

@@ -53,7 +53,7 @@ def plain(block: bytes) -> Plain:
         return _without_json(block)
     if b"\n> " in block[:4096] or block.startswith(b"> "):
         block = _QUOTE.sub(b"", block)
-    if b"&gt;" in block or b"&quot;" in block or b"&#" in block:
+    if b"&" in block and (b"&gt;" in block or b"&quot;" in block or b"&#" in block):
         block = html.unescape(block.decode("utf-8", "surrogateescape")).encode("utf-8", "surrogateescape")
     return _unwrapped(block) if len(block) < _PASTED else Plain(block)
 

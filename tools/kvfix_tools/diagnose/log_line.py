@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 from kvfix import redact
@@ -65,15 +66,17 @@ def without_tokens(text: str) -> str:
 
 def statement_place(body: bytes) -> tuple[str, int] | None:
     """File name and line of LMCache's logging statement that made this line."""
-    match = _TRAILER.search(body)
+    match = _TRAILER.search(body) if b".py:" in body else None
     return (match[1].decode(), int(match[2][:9])) if match else None
 
 
+@lru_cache(maxsize=256)
 def without_place(body: bytes) -> str:
     """The message, without the place of its statement."""
     return _TRAILER.sub(b"", body).decode("utf-8", "replace")
 
 
+@lru_cache(maxsize=256)
 def shown(body: bytes) -> str:
     """The message, without the place of its statement, colours, secrets and what could do harm in a terminal."""
     text = without_colours(_TRAILER.sub(b"", body)).decode("utf-8", "replace")

@@ -25,9 +25,9 @@ class Releases:
 
     def name(self, dist: str, text: str, file: str) -> None:
         """This file names a release of the distribution."""
-        plain = text[:64].partition("-g")[0]  # 0.5.6-g3e11e108 is 0.5.6, as a checkout says it
-        if _VERSION.fullmatch(plain):
-            self._named.setdefault((dist, file), Counter())[Version(plain).public] += 1
+        release = _public(text[:64].partition("-g")[0])  # 0.5.6-g3e11e108 is 0.5.6, as a checkout says it
+        if release is not None:
+            self._named.setdefault((dist, file), Counter())[release] += 1
 
     def place(self, message: str, body: bytes) -> bool:
         """A line of LMCache: which releases have its statement there. False: it does not name the statement's place."""
@@ -78,6 +78,11 @@ class Releases:
             return None
         inside = {_within(each, specifier) for each in self._candidates}
         return inside.pop() if len(inside) == 1 else None
+
+
+@lru_cache(maxsize=256)
+def _public(text: str) -> str | None:
+    return Version(text).public if _VERSION.fullmatch(text) else None
 
 
 @lru_cache(maxsize=4096)

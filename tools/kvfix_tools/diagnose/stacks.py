@@ -32,11 +32,8 @@ class Stacks:
         self._process = ""
         self._thread: tuple[str, str] | None = None
         self._frames: list[Frame] = []
-
-    @property
-    def open(self) -> bool:
-        """Whether the next lines may be frames."""
-        return self._thread is not None
+        #: Whether the next lines may be frames.
+        self.open = False
 
     def take(self, text: bytes) -> tuple[bool, Stack | None]:
         """(whether the line is part of a dump, the thread that ends with it)."""
@@ -44,6 +41,7 @@ class Stacks:
         if thread is not None:
             ended = self.end()
             self._thread = (_decoded(thread["name"] or b""), _decoded(thread["state"]))
+            self.open = True
             return True, ended
         process = _PROCESS.match(text)
         if process is not None:
@@ -64,7 +62,7 @@ class Stacks:
         if self._thread is None:
             return None
         (name, state), frames = self._thread, self._frames[::-1]
-        self._thread, self._frames = None, []
+        self._thread, self._frames, self.open = None, [], False
         return Stack(self._process, name, state, frames) if frames else None
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import deque
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
@@ -23,6 +24,7 @@ _BY_NAME = re.compile(
     rb"(?:^|\] |\) |\s\s|: )(?P<type>(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*"
     rb"(?:Error|Exception|Interrupt|Exit|Timeout|Empty|Full|StopIteration))(?:: (?P<text>.*))?\s*$"
 )
+_ENDS = (b"Error", b"Exception", b"Interrupt", b"Exit", b"Timeout", b"Empty", b"Full", b"StopIteration")
 #: What a check of pydantic's says, in the line below `ValidationError: 1 validation error for VllmConfig`.
 _CHECKED = re.compile(rb"^\s*Value error, (?P<text>.*?)(?: \[type=.*)?$")
 _HEADER = re.compile(rb"Traceback \(most recent call last\):?")
@@ -58,13 +60,57 @@ class Raised(NamedTuple):
         }  # fmt: skip
 
 
+class Part:
+    """A line's body as tracebacks see it, whatever came before it."""
+
+    def __init__(self, body: bytes) -> None:
+        text = self.text = body.rstrip()
+        found = _FRAME.search(text) if b'", line ' in text else None
+        self.frame: Frame | None = None
+        if found is not None:
+            self.frame = (_decoded(found["file"]), int(found["line"]), _decoded(found["function"]))
+        self.begins = b"Traceback (" in text and _HEADER.search(text) is not None
+        fault = _FAULT.search(text) if b"Fatal Python error" in text or b"!!! Segfault" in text else None
+        #: Text of a fatal error of Python's, whose stack follows.
+        self.fault = _decoded(fault["text"] or fault["native"]) if fault is not None else None
+        self.links = any(link in text for link in _LINKS)
+        #: Whether it is part of a traceback for sure.
+        self.sure = self.frame is not None or self.begins or self.fault is not None or self.links
+        self.in_group = text.lstrip()[:1] in b"|+"
+
+    @cached_property
+    def ungrouped(self) -> Part:
+        return Part(_GROUP.sub(b"", self.text))
+
+    @cached_property
+    def indented(self) -> bool:
+        return self.text[:1].isspace()
+
+    @cached_property
+    def named(self) -> tuple[str, str] | None:
+        """(class, text) of an exception that is indented: a whole traceback is, where it is pasted into a list."""
+        found = _NAMED.match(self.text)
+        return (_decoded(found["type"]), _decoded(found["text"] or b"")) if found is not None else None
+
+    @cached_property
+    def exception(self) -> tuple[str, str] | None:
+        found = _EXCEPTION.match(self.text)
+        if found is None or self.text.startswith((b"INFO", b"WARNING", b"ERROR", b"DEBUG")):
+            return None
+        return _decoded(found["type"]), _decoded(found["text"] or b"")
+
+    @cached_property
+    def source(self) -> str:
+        """Of a frame; "" if it only points at it."""
+        return "" if set(self.text) <= _CARETS else _decoded(self.text)
+
+
 class _Traceback:
     def __init__(self) -> None:
         self.frames: deque[Frame] = deque(maxlen=_FRAMES)
         self.source = ""
         self.missed = 0
         self.follows = False
-        #: Text of a fatal error of Python's, whose stack follows.
         self.fault: str | None = None
 
 
@@ -72,95 +118,88 @@ class Tracebacks:
     """One for each input. Feed it the bodies of lines, without the prefix of their logger."""
 
     def __init__(self) -> None:
-        self._open: dict[str, _Traceback] = {}
+        #: {process: its traceback}: the next lines may belong to one of them.
+        self.open: dict[str, _Traceback] = {}
         self._linked: set[str] = set()
 
-    @property
-    def open(self) -> bool:
-        """Whether the next lines may belong to a traceback."""
-        return bool(self._open)
-
-    def take(self, process: str, body: bytes) -> tuple[bool, Raised | None]:
+    def take(self, process: str, part: Part) -> tuple[bool, Raised | None]:
         """(whether the line is part of a traceback, the exception that it ends with)."""
-        text = body.rstrip()
-        known = self._open.get(process)
-        if known is not None and text.lstrip()[:1] in b"|+":
-            text = _GROUP.sub(b"", text)
-        frame = _FRAME.search(text) if b'", line ' in text else None
-        if frame is not None:
+        known = self.open.get(process)
+        if known is None and not part.sure:
+            return False, None
+        if known is not None and part.in_group:
+            part = part.ungrouped
+        if part.frame is not None:
             trace = known or self._begin(process)
-            trace.frames.append((_decoded(frame["file"]), int(frame["line"]), _decoded(frame["function"])))
-            trace.source, trace.missed = "", 0
-            return True, None
-        if b"Traceback (" in text and _HEADER.search(text):
-            self._begin(process)
-            return True, None
-        fault = _FAULT.search(text) if b"Fatal Python error" in text or b"!!! Segfault" in text else None
-        if fault is not None:
-            self._begin(process).fault = _decoded(fault["text"] or fault["native"])
-            return True, None
-        frame = _FRAME.search(text) if b'", line ' in text else None
-        if frame is not None:
-            trace = self._open.get(process) or self._begin(process)
             if trace.fault is None or len(trace.frames) < _FRAMES:
-                trace.frames.append((_decoded(frame["file"]), int(frame["line"]), _decoded(frame["function"])))
+                trace.frames.append(part.frame)
             trace.source, trace.missed = "", 0
-            return True, None
-        if any(link in text for link in _LINKS):
+        elif part.begins:
+            self._begin(process)
+        elif part.fault is not None:
+            self._begin(process).fault = part.fault
+        elif part.links:
+            if len(self._linked) >= _OPEN:
+                self._linked.clear()
             self._linked.add(process)
-            return True, None
-        return (False, None) if known is None else self._go_on(process, known, text)
+        else:
+            return (False, None) if known is None else self._go_on(process, known, part)
+        return True, None
 
-    def by_name(self, process: str, body: bytes, anywhere: bool) -> Raised | None:
-        """An exception whose traceback is not in the log. anywhere: also behind a prefix that is not known."""
-        checked = _CHECKED.match(body) if b"Value error, " in body else None
-        if checked is not None:
-            return Raised("ValueError", _decoded(checked["text"]), [], "", False)
-        found = _BY_NAME.search(body)
-        if found is None or not (anywhere or found.start("type") == 0):
-            return None
+    def follows(self, process: str) -> bool:
+        """Whether the process has said that its next exception stands in a chain behind another one."""
         linked = process in self._linked
         self._linked.discard(process)
-        return Raised(_decoded(found["type"]), _decoded(found["text"] or b""), [], "", linked)
+        return linked
 
     def cut(self) -> list[tuple[str, Raised]]:
         """At the end of the input: (process, what its traceback shows without its end)."""
-        left = [(process, trace) for process, trace in self._open.items() if trace.frames or trace.fault is not None]
-        self._open.clear()
+        left = [(process, trace) for process, trace in self.open.items() if trace.frames or trace.fault is not None]
+        self.open.clear()
         return [(process, _raised(trace, "", "")) for process, trace in left]
 
     def _begin(self, process: str) -> _Traceback:
-        if len(self._open) >= _OPEN:
-            self._open.clear()
-        trace = self._open[process] = _Traceback()
-        trace.follows = process in self._linked
-        self._linked.discard(process)
+        if len(self.open) >= _OPEN:
+            self.open.clear()
+        trace = self.open[process] = _Traceback()
+        trace.follows = self.follows(process)
         return trace
 
-    def _go_on(self, process: str, trace: _Traceback, text: bytes) -> tuple[bool, Raised | None]:
-        indented = text[:1].isspace()
+    def _go_on(self, process: str, trace: _Traceback, part: Part) -> tuple[bool, Raised | None]:
+        text, indented = part.text, part.indented
         if trace.fault is not None:
             if _NATIVE_STACK in text or not text or (indented and not trace.frames):
                 return True, None
-            del self._open[process]
+            del self.open[process]
             return False, _raised(trace, "", "")
-        # A whole traceback is indented where it is pasted into a list.
-        named = _NAMED.match(text) if indented and trace.frames else None
-        if named is not None:
-            del self._open[process]
-            return True, _raised(trace, _decoded(named["type"]), _decoded(named["text"] or b""))
+        if indented and trace.frames and part.named is not None:
+            del self.open[process]
+            return True, _raised(trace, *part.named)
         if indented or not text:
-            if trace.frames and not set(text) <= _CARETS:  # Python 3.13 prints every line of a statement
-                trace.source = f"{trace.source} {_decoded(text.strip())}".strip()[:_SOURCE]
+            if trace.frames and part.source:  # Python 3.13 prints every line of a statement
+                trace.source = f"{trace.source} {part.source}".strip()[:_SOURCE]
             return True, None
-        found = _EXCEPTION.match(text) if trace.frames else None
-        if found is not None and not text.startswith((b"INFO", b"WARNING", b"ERROR", b"DEBUG")):
-            del self._open[process]
-            return True, _raised(trace, _decoded(found["type"]), _decoded(found["text"] or b""))
+        if trace.frames and part.exception is not None:
+            del self.open[process]
+            return True, _raised(trace, *part.exception)
         trace.missed += 1
         if trace.missed > _GOES_ON:
-            del self._open[process]
+            del self.open[process]
         return False, None
+
+
+def by_name(body: bytes, anywhere: bool) -> Raised | None:
+    """An exception whose traceback is not in the log. anywhere: also behind a prefix that is not known.
+
+    It follows another one if its process has said so (`Tracebacks.follows`).
+    """
+    checked = _CHECKED.match(body) if b"Value error, " in body else None
+    if checked is not None:
+        return Raised("ValueError", _decoded(checked["text"]), [], "", False)
+    found = _BY_NAME.search(body) if any(end in body for end in _ENDS) else None
+    if found is None or not (anywhere or found.start("type") == 0):
+        return None
+    return Raised(_decoded(found["type"]), _decoded(found["text"] or b""), [], "", True)
 
 
 def _raised(trace: _Traceback, kind: str, text: str) -> Raised:

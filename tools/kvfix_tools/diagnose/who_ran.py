@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -48,20 +49,28 @@ class WhoRan:
 
     def take(self, line: LogLine) -> None:
         body = line.body
-        if b"onnector" in body:
-            for either in _NAMED.findall(body):
-                self.connectors.add(_plain(either[0] or either[1]))
-            self.roles.update(role.decode() for role in _ROLE.findall(body))
+        if body.find(b"onnector") >= 0:
+            connectors, roles = _named(body)
+            self.connectors |= connectors
+            self.roles |= roles
             if not self.settings and b"non-default args" in body:
                 self.settings = body[:4096].decode("utf-8", "replace")
         if line.name == "raised":
-            paths = " ".join(frame[0] for frame in line.fields["frames"]).encode()
-            self._mark(paths)
+            self.connectors |= _marked(" ".join(frame[0] for frame in line.fields["frames"]).encode())
         elif not self.connectors:
-            self._mark(body)
+            self.connectors |= _marked(body)
 
-    def _mark(self, text: bytes) -> None:
-        self.connectors.update(name for mark, name in _MARKS if mark in text)
+
+@lru_cache(maxsize=256)
+def _named(text: bytes) -> tuple[frozenset[str], frozenset[str]]:
+    """(connectors, roles) by their names."""
+    connectors = frozenset(_plain(either[0] or either[1]) for either in _NAMED.findall(text))
+    return connectors, frozenset(role.decode() for role in _ROLE.findall(text))
+
+
+@lru_cache(maxsize=256)
+def _marked(text: bytes) -> frozenset[str]:
+    return frozenset(name for mark, name in _MARKS if mark in text)
 
 
 def _plain(name: bytes) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvfix_tools.diagnose.failures import hook
 from kvfix_tools.diagnose.findings import Answer, Severity, finding, note
@@ -10,7 +10,7 @@ from kvfix_tools.diagnose.findings.memory import PASTE
 
 if TYPE_CHECKING:
     from kvfix_tools.diagnose.diagnosis import Diagnosis
-    from kvfix_tools.diagnose.log_line import Evidence, LogLine
+    from kvfix_tools.diagnose.log_line import Evidence, Fields, LogLine
 
 #: The same answer for the same request so many times, and no admission.
 POLLS = 1000
@@ -30,19 +30,18 @@ def asked_for_ever(log: Diagnosis, line: LogLine | None) -> Answer | None:
     """
     if line is None:
         return _asked_in_a_paste(log)
-    key = (line.request, line.fields.get("hit"), line.fields.get("computed"), line.fields.get("need"))
+    f = line.fields
     done = log.counts["stored"] + log.counts["retrieved"]
     asked = log.counts["asked"]
-    head = log.memory.setdefault("head", [key, asked, done])
-    if head[0] != key or head[2] != done:
+    head = log.memory.get("head")
+    if head is None or head[2] != done or (head[0] is not f and _answer(head[0]) != _answer(f)):
         # Another request, or work was done: a queue behind a busy engine is asked about on every step too.
-        log.memory["head"] = [key, asked, done]
+        log.memory["head"] = [f, asked, done]
         return None
     moving = log.memory.get("generation")
     if moving or asked - head[1] < (POLLS if moving is not None else 5 * POLLS):
         return None
     head[1] = asked
-    f = line.fields
     return Answer(
         f"asked {POLLS} times in a row with the same answer and more: hit {f.get('hit')}, need to load {f.get('need')}"
         + ("" if moving is not None else "; without vLLM's statistics it may be the queue of a busy engine"),
@@ -55,7 +54,8 @@ def _asked_in_a_paste(log: Diagnosis) -> Answer | None:
     asked = log.counts["asked"]
     if not 2 <= asked <= PASTE or asked != log.counts.total() or "head" not in log.memory:
         return None
-    (request, hit, _, need), since, _ = log.memory["head"]
+    fields, since, _ = log.memory["head"]
+    request, hit, _, need = _answer(fields)
     if since != 1 or not hit or need is None or need > 0:
         return None
     return Answer(
@@ -64,6 +64,10 @@ def _asked_in_a_paste(log: Diagnosis) -> Answer | None:
         request=request,
         verdict="unknown",
     )
+
+
+def _answer(fields: Fields) -> tuple[Any, ...]:
+    return fields["request"], fields.get("hit"), fields.get("computed"), fields.get("need")
 
 
 @note("stats")
@@ -134,17 +138,17 @@ def worker_without_lmcache(log: Diagnosis, line: LogLine) -> Answer | None:
     f = line.fields
     if "what" in f:
         return Answer(f"{f['what']}: {f['error'] or 'no reason given'}", request="")
-    process, error, evidence = log.memory.get("raised", ("", "", None))
+    process, error, raised = log.memory.get("raised", ("", "", None))
     if process != line.process or not error:
         return Answer("it failed to start; the beginning of the line is not in the log", request="")
-    return Answer(f"LMCache failed to start: {error}", request="", evidence=(evidence,))
+    return Answer(f"LMCache failed to start: {error}", request="", evidence=(raised.evidence,))
 
 
 @note("raised")
 def _note_raised(log: Diagnosis, line: LogLine) -> None:
     """What KVD207 has to know: where the error is a whole traceback, the line that tells of it begins before it."""
     f = line.fields
-    log.memory["raised"] = (line.process, f"{f['type']}: {f['text']}" if f["text"] else f["type"], line.evidence)
+    log.memory["raised"] = (line.process, f"{f['type']}: {f['text']}" if f["text"] else f["type"], line)
 
 
 @finding("KVD208", "waits-for-load", Severity.HANG, on=["kv_waiting"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from kvfix_tools.diagnose.findings import Answer, Severity, finding, note
@@ -49,8 +50,9 @@ class Lookups:
 
 
 def lookups_of(log: Diagnosis) -> Lookups:
-    kept = log.memory.setdefault("lookups", Lookups())
-    assert isinstance(kept, Lookups)
+    kept: Lookups | None = log.memory.get("lookups")
+    if kept is None:
+        kept = log.memory["lookups"] = Lookups()
     return kept
 
 
@@ -90,11 +92,15 @@ def _note_shared(log: Diagnosis, line: LogLine) -> None:
 @note("configured")
 def _note_settings(log: Diagnosis, line: LogLine) -> None:
     kept = lookups_of(log)
-    for name, value in _SETTING.findall(line.fields["settings"]):
-        kept.settings[name] = value.strip("'")
+    kept.settings.update(_settings(line.fields["settings"]))
     if kept.settings.get("chunk_size", "").isdigit():
         kept.chunk = int(kept.settings["chunk_size"])
     kept.shared += kept.settings.get("remote_url", "None") != "None"
+
+
+@lru_cache(maxsize=64)
+def _settings(text: str) -> dict[str, str]:
+    return {name: value.strip("'") for name, value in _SETTING.findall(text)}
 
 
 @note("engine_configured")
@@ -104,11 +110,12 @@ def _note_engine_settings(log: Diagnosis, line: LogLine) -> None:
 
 @note("version")
 def _note_engine(log: Diagnosis, line: LogLine) -> None:
-    text = line.body.decode("utf-8", "replace")
-    shape, engine, kept = _SHAPE.search(text), _ENGINE.search(text), lookups_of(log)
+    text, kept = line.body.decode("utf-8", "replace"), lookups_of(log)
+    shape = _SHAPE.search(text)
     if shape is None:
         return
     kept.chunk = kept.chunk or int(shape[1])
+    engine = _ENGINE.search(text)
     if engine is not None and len(kept.engines) < _ENGINES:
         kept.engines.setdefault((engine[1], engine[2], engine[3], shape[1]), line)
 

@@ -156,7 +156,7 @@ def server_handler_fails(log: Diagnosis, line: LogLine | None) -> Answer | None:
     if line is None:
         return Answer(head.evidence.text[:160], request="", evidence=(head.evidence,)) if head is not None else None
     if line.name == "logged":
-        found = _HANDLER.search(line.evidence.text) if b"andl" in line.body else None
+        found = _HANDLER.search(line.evidence.text) if line.body.find(b"andl") >= 0 else None
         if found is None:
             return None
         log.memory["handler"] = None if found["error"] else line

@@ -168,15 +168,32 @@ def find(name: str) -> Problem | None:
 def at(line: LogLine) -> tuple[Problem, ...]:
     """Records whose signs fit the line, whatever ran. Floods of a line cost one search."""
     if line.name == "logged":
-        return _logged(_DIGITS.sub(b"7", line.body[:2000]))
+        return _logged(line.body[:2000])
     fields = line.fields
     frames = [(file, function) for file, _, function in fields.get("frames", ())[-_FRAMES:]]
     key = (line.name, fields.get("type"), _DIGITS.sub(b"7", line.body[:400]), fields.get("source"), *frames)
     if key not in _RAISED:
         if len(_RAISED) >= _MOST:
             _RAISED.clear()
-        _RAISED[key] = tuple(each for each in catalogue() if any(_fits(sign, line) is not None for sign in each.shows))
+        text = fields.get("text", "")
+        fits = {
+            each.code: each
+            for each, sign, part in _may_show(line.name, fields.get("type", ""))
+            if (line.name != "raised" or part in text) and _fits(sign, line) is not None
+        }
+        _RAISED[key] = tuple(fits.values())
     return _RAISED[key]
+
+
+@lru_cache(maxsize=256)
+def _may_show(name: str, kind: str) -> list[tuple[Problem, Sign, str]]:
+    """(record, sign, the longest part of its text without a value) for lines of errors of this class."""
+    return [
+        (each, sign, _longest(sign.text))
+        for each in catalogue()
+        for sign in each.shows
+        if isinstance(sign, _SIGNS[name]) and getattr(sign, "kind", "") in ("", kind)
+    ]
 
 
 #: {an exception with its innermost frames: its records}; the same one comes again and again.
@@ -184,10 +201,16 @@ _RAISED: dict[tuple[Any, ...], tuple[Problem, ...]] = {}
 #: Innermost frames in which a sign is looked for; exceptions that are kept in mind.
 _FRAMES, _MOST = 8, 4096
 _DIGITS = re.compile(rb"\d+")
+_SIGNS: dict[str, tuple[type, ...]] = {"raised": (Failed, Died), "died": (Died,), "stack": (Stuck,)}
 
 
 @lru_cache(maxsize=4096)
 def _logged(body: bytes) -> tuple[Problem, ...]:
+    return _logged_alike(_DIGITS.sub(b"7", body))
+
+
+@lru_cache(maxsize=4096)
+def _logged_alike(body: bytes) -> tuple[Problem, ...]:
     """By the body with its numbers made equal. A sign that goes on where another one ends is the better one."""
     text = body.decode("utf-8", "replace")
     fits = [(each, sign) for each, sign, part in _signs() if part in text and _pattern(sign).search(text)]
@@ -209,7 +232,17 @@ def _signs() -> tuple[tuple[Problem, str, str], ...]:
         for sign in each.shows
         if isinstance(sign, Logged)
     ]
-    return tuple((each, text, max(re.split(r"<\w+>", text), key=len)) for each, text in texts)
+    return tuple((each, text, _longest(text)) for each, text in texts)
+
+
+@lru_cache(maxsize=4096)
+def _longest(text: str) -> str:
+    """The longest part of a template without a value."""
+    return max(_PLACE.split(text)[::2], key=len)
+
+
+def _search(template: str, text: str) -> re.Match[str] | None:
+    return _pattern(template).search(text) if _longest(template) in text else None
 
 
 @lru_cache(maxsize=4096)
@@ -226,7 +259,7 @@ def _fits(sign: Sign, line: LogLine) -> dict[str, Any] | None:
     """The values of the sign's text in this line; None: it does not show."""
     fields = line.fields
     if isinstance(sign, Logged):
-        found = _pattern(sign.text).search(without_place(line.body)) if line.name == "logged" else None
+        found = _search(sign.text, without_place(line.body)) if line.name == "logged" else None
         return found.groupdict() if found is not None else None
     if isinstance(sign, Stuck):
         return {} if line.name == "stack" and _within(sign.within, fields["frames"][-4:]) else None
@@ -246,7 +279,7 @@ def _fits(sign: Sign, line: LogLine) -> dict[str, Any] | None:
         return None
     if sign.within and not _within(sign.within, fields["frames"][-_FRAMES:]):
         return None
-    found = _pattern(sign.text).search(fields["text"]) if sign.text else None
+    found = _search(sign.text, fields["text"]) if sign.text else None
     if sign.text and found is None:
         return None
     return found.groupdict() if found is not None else {}

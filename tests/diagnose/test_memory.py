@@ -1,0 +1,74 @@
+"""Memory on a log without end: what is kept stops to grow, whatever the lines are of."""
+
+from __future__ import annotations
+
+import gc
+import types
+from collections.abc import Iterator
+from itertools import chain
+
+import pytest
+
+from kvfix_tools.diagnose import diagnosis, line_scanner
+from kvfix_tools.diagnose.diagnosis import FINDINGS
+from kvfix_tools.diagnose.findings import lookups
+from tests.bench.lives import FIXTURES, lives
+
+#: What is not kept of a log: code.
+CODE = (types.ModuleType, types.FunctionType, types.MethodType, type)
+
+
+def kept(*roots: object) -> int:
+    """Objects that can be reached from these."""
+    seen = {id(root) for root in roots}
+    waiting = list(roots)
+    while waiting:
+        for each in gc.get_referents(waiting.pop()):
+            if id(each) not in seen and not isinstance(each, CODE):
+                seen.add(id(each))
+                waiting.append(each)
+    return len(seen)
+
+
+def requests(first: int, many: int) -> Iterator[bytes]:
+    """Of each a question and its answer, and a worker that dies in the middle of its traceback."""
+    for number in range(first, first + many):
+        yield (
+            b"[2026-11-21 11:22:55,512] LMCache INFO: Reqid: r%d, Total tokens 300, Inference Engine computed tokens: "
+            b"0, LMCache hit tokens: 256, need to load: 256 (vllm_v1_adapter.py:1476:lmcache.integration)\n"
+            b"[2026-11-21 11:22:55,518] LMCache INFO: [req_id=r%d] Retrieved 256 out of 256 required tokens "
+            b"(from 256 total tokens). size: 0.0002 gb (cache_engine.py:985:lmcache.v1.cache_engine)\n"
+            b"[2026-11-21 11:22:55,519] LMCache WARNING: nobody has heard of %d before\n"
+            b"(Worker pid=%d) ERROR 11-21 11:22:55 [core.py:7] Traceback (most recent call last):\n"
+            b'(Worker pid=%d) ERROR 11-21 11:22:55 [core.py:7]   File "x%d.py", line 7, in f\n'
+        ) % ((number,) * 6)
+
+
+def test_what_is_kept_of_a_log_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some 50 MB. The limits are lowered, so that one object kept of each request would show."""
+    monkeypatch.setattr(diagnosis, "REQUESTS", 200)
+    monkeypatch.setattr(line_scanner, "_REMEMBERED", 1 << 16)
+    for name in ("_REQUESTS", "_ENGINES"):
+        monkeypatch.setattr(lookups, name, 50)
+    log, scanner = diagnosis.Diagnosis(), line_scanner.Scanner()
+    counted: list[int] = []
+    size = 0
+    for part in range(10):
+        parts = [lives(name, 1 << 20, fresh=True, first=part * 100) for name in FIXTURES if "crash" not in name]
+        for block in chain(*parts, requests(part * 3000, 3000)):
+            size += len(block)
+            for line in scanner.scan(block):
+                log.take(line)
+        counted.append(kept(log, scanner))
+    assert size > 45e6
+    assert log.requests > 30_000
+    assert max(counted) < counted[0] + 10_000, counted
+
+
+def test_crashes_without_end() -> None:
+    log, scanner = diagnosis.Diagnosis(), line_scanner.Scanner()
+    for life in lives("crash-0.3.10", 36 << 20, fresh=True):
+        for line in scanner.scan(life):
+            log.take(line)
+    assert FINDINGS <= len(log._found) < FINDINGS + 10
+    assert sum(found.count for found in log.findings if found.rule.code == "KVD101") == log.counts["fatal"]

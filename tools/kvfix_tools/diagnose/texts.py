@@ -1,0 +1,217 @@
+"""What the text of one line says, whatever stands around it: LMCache's lines by their frame, and all others.
+
+Nothing here depends on other lines: a text that comes again says the same again.
+"""
+
+from __future__ import annotations
+
+import calendar
+import re
+from functools import cached_property, lru_cache
+from typing import NamedTuple
+
+from kvfix_tools.diagnose import grammar, log_formats, needles
+from kvfix_tools.diagnose.log_line import ANSI, Fields, without_colours, without_tokens
+from kvfix_tools.diagnose.tracebacks import Part, Raised, by_name
+
+#: Name of a line that names a connector, and says nothing else.
+WHO = "who"
+#: Bytes of a message that are kept for evidence.
+LONGEST_BODY = 1 << 14
+LEVEL = re.compile(rb"\] LMCache ([A-Z]{4,8}):(?:" + ANSI + rb")? ?")
+STAMP = len(b"2026-11-21 01:41:27,007")
+#: `ERROR 12-03 01:24:36 [core.py:844] `, and whose it is: `(EngineCore_DP0 pid=7703) `, `(VllmWorker rank=0 pid=31) `.
+_VLLM = re.compile(rb"(DEBUG|INFO|WARNING|ERROR|CRITICAL) +\d\d-\d\d \d\d:\d\d:\d\d(?:\.\d+)? \[?([^\[\]\s]*:\d+)\] ?")
+_PROCESS = re.compile(rb"\((\w+)(?: rank=(\d+))?[^()\n]{0,40}? ?pid=(\d+)\)")
+#: Levels of other loggers: logging's own format, uvicorn, glog (Mooncake, NIXL), UCX; and what argparse says.
+_OTHER = re.compile(
+    rb"(?:^|[\s\]|])(?:(?P<level>WARNING|WARN|ERROR|CRITICAL|FATAL)\b[\s:\]-]"
+    rb"|(?P<glog>[WEF])(?:\d{4}){1,2} \d\d:\d\d:\d\d|(?P<usage>error): (?:argument|unrecognized|the following) )"
+)
+_LEVELS = {b"W": "warning", b"E": "error", b"F": "critical", b"WARN": "warning", b"FATAL": "critical"}
+_MILLISECONDS = {b"%03d" % number: number / 1000 for number in range(1000)}
+#: A process that died of something that is no exception.
+_DIED = re.compile(
+    rb"(?P<what>Segmentation fault|Segfault encountered|SIGSEGV|SIGABRT|SIGBUS|Bus error|oom-kill|OOMKilled"
+    rb"|Out of memory: Killed process \d+|(?:^|\s)Killed\s*(?:process \d+|$)|terminate called"
+    rb"|exit code:? -(?:6|7|9|11)\b|symbol lookup error|Assertion [`'][^\n]{1,300}' failed)"
+)
+_DEATHS = (b"ault", b"illed", b"SIG", b"Bus error", b"terminate called", b"exit code", b"lookup error", b"Assertion")
+#: What an engine or a server says when it is asked to end: errors after it are no failure.
+_CLOSING = (b"Unregistered ", b"Shutting down LMCache", b"Gracefully shutting down")
+#: LMCache's messages by the first bytes of their bodies.
+_BY_HEAD: dict[bytes, list[grammar.Message]] = {}
+for _message in grammar.MESSAGES:
+    for _start in _message.starts:
+        _BY_HEAD.setdefault(_start[:4], []).append(_message)
+#: LMCache's where a line has lost its beginning, or a launcher has put another in front of it.
+_ANYWHERE = [message for message in grammar.MESSAGES if message.source != "raised"]
+_OF_VLLM = [message for message in _ANYWHERE if message.source != "lmcache"]
+_RAISED = [message for message in grammar.MESSAGES if message.source == "raised"]
+
+
+class Said(NamedTuple):
+    """A message behind LMCache's frame. name: "": it means nothing. placed: its time and its process count."""
+
+    name: str
+    fields: Fields
+    body: bytes
+    level: bytes
+    placed: bool = True
+    #: Whether nothing else in its line is of interest.
+    is_alone: bool = True
+
+
+#: Of a line that has to be read whole.
+IN_ITS_LINE = Said("", {}, b"", b"", is_alone=False)
+
+
+def said(level: bytes, body: bytes) -> Said:
+    for message in _BY_HEAD.get(body[:4], ()):
+        match = message.pattern.match(body)
+        if match is not None:
+            return Said(message.name, _fields(message, match), body[:LONGEST_BODY], level)
+    if level in (b"INFO", b"DEBUG"):
+        return Said("closing" if body.startswith(_CLOSING) else "", {}, body[:LONGEST_BODY], level, placed=False)
+    return Said(
+        "logged", {"level": level.decode().lower(), "logger": "lmcache", "place": ""}, body[:LONGEST_BODY], level
+    )
+
+
+class Other:
+    """A line of vLLM, of another logger, of a traceback, or one that has lost its beginning."""
+
+    def __init__(self, line: bytes) -> None:
+        self._line = line
+        text = self._text = without_colours(line) if b"\x1b" in line or b"[0" in line else line
+        self.process = process(text)
+        self._head = _VLLM.search(text)
+        if self._head is not None:
+            self.body = text[self._head.end() :]
+        elif self.process:
+            self.body = text[text.find(b"pid=") :].partition(b") ")[2] or text
+        else:
+            self.body = log_formats.without_prefix(text)
+        #: Whether it may be of a dump of stacks.
+        self.of_stack = b"Thread " in self.body or b"Process " in self.body
+
+    @cached_property
+    def part(self) -> Part:
+        """What it is to a traceback."""
+        return Part(self.body)
+
+    @cached_property
+    def counts(self) -> bool:
+        """Whether it is read where no traceback is open."""
+        return needles.in_line(self._line)
+
+    @cached_property
+    def evidence(self) -> bytes:
+        return self.body[:LONGEST_BODY]
+
+    @cached_property
+    def level(self) -> str:
+        """Of vLLM's frame, or of another logger's; "" if the line has none."""
+        if self._head is not None:
+            return self._head[1].decode().lower()
+        other = _OTHER.search(self._text)
+        if other is None:
+            return ""
+        name = other["level"] or other["glog"] or other["usage"]
+        return _LEVELS.get(name, name.decode().lower())
+
+    @cached_property
+    def said(self) -> tuple[str, Fields] | None:
+        """(name, fields), where it is no part of a traceback; None: it means nothing."""
+        text, body, head = self._text, self.body, self._head
+        cut = head is None and (b"lmcache" in text or b"LMCache" in text)
+        for message in _ANYWHERE if cut else _OF_VLLM:
+            if message.literal in text:
+                match = message.pattern.search(body) or message.pattern.search(text)
+                if match is not None:
+                    return message.name, _fields(message, match)
+        if b"non-default args" in text:
+            return "settings", {}
+        if b"[shutdown]" in text:
+            return "closing", {}
+        died = _DIED.search(body) if any(word in body for word in _DEATHS) else None
+        if died is not None:
+            return "died", {"text": died["what"].strip().decode("utf-8", "replace")}
+        raised = by_name(body, anywhere=head is None)
+        if raised is not None:
+            return "raised", {**with_meaning(raised), "level": self.level}
+        if self.level in ("", "info") and (b"kv_connector" in body or b"connector with name" in body):
+            return WHO, {}
+        if self.level in ("warning", "error", "critical"):
+            place = head[2].decode("utf-8", "replace") if head else ""
+            return "logged", {"level": self.level, "logger": "vllm" if head else "", "place": place}
+        return None
+
+    @cached_property
+    def is_alone(self) -> bool:
+        """Whether it says what it says, whatever stood before it: where no traceback and no stack is open."""
+        return not self.of_stack and not self.part.sure and (self.said is None or self.said[0] != "raised")
+
+    def kind(self, head: bytes, body: bytes) -> tuple[bytes, ...] | None:
+        """What the head says besides its time, if the line is made of these two and its body names no process."""
+        start = without_colours(head)
+        if self._head is None or self.body != body or b"pid=" in body or self._text != start + body:
+            return None
+        return start[: self._head.start()], self._head[1], self._head[2]
+
+
+def _fields(message: grammar.Message, match: re.Match[bytes]) -> Fields:
+    """{field: count or text}"""
+    fields: Fields = {}
+    for (field, count), value in zip(message.fields, match.groups(), strict=True):
+        if value is not None:
+            if count:
+                fields[field] = int(value)
+            else:
+                text = value.decode("utf-8", "replace")
+                fields[field] = without_tokens(text) if "," in text else text
+    return fields
+
+
+def with_meaning(raised: Raised) -> Fields:
+    """Fields of a line of the kind `raised`. meaning: what the grammar reads in the exception's text."""
+    name, fields = _meaning(raised.text)
+    return {**fields, **raised.fields, "meaning": name}
+
+
+def _meaning(text: str) -> tuple[str, Fields]:
+    line = text.encode()
+    for message in _RAISED:
+        match = message.pattern.search(line) if message.literal in line else None
+        if match is not None:
+            return message.name, _fields(message, match)
+    return "", {}
+
+
+def process(prefix: bytes) -> str:
+    """Of the last process that is named there: what stands before it is another line's end."""
+    if prefix.find(b"pid=") < 0:  # `in` first tries whether that is a number, and takes three times as long
+        return ""
+    named = _PROCESS.findall(prefix)
+    return _process_name(named[-1]) if named else ""
+
+
+@lru_cache(maxsize=1024)
+def _process_name(parts: tuple[bytes, bytes, bytes]) -> str:
+    name, rank, pid = (part.decode("ascii", "replace") for part in parts)
+    return f"{name}{'_' if rank else ''}{rank} pid={pid}"
+
+
+def seconds(stamp: bytes) -> float | None:
+    """`2026-11-21 01:41:27,007` as seconds since 1970, as if the log's clock were UTC; None: it is no time."""
+    second = _second(stamp[:19]) if len(stamp) == STAMP else None
+    return second + _MILLISECONDS.get(stamp[20:], 0.0) if second is not None else None
+
+
+@lru_cache(maxsize=1024)
+def _second(stamp: bytes) -> float | None:
+    try:
+        year, month, day, hour, minute, second = map(int, re.split(rb"[- :]", stamp))
+        return float(calendar.timegm((year, month, day, hour, minute, second, 0, 0, 0)))
+    except (ValueError, OverflowError):
+        return None
