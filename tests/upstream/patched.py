@@ -98,6 +98,49 @@ def _is_own(path: Path, folder: Path) -> bool:
     return path.resolve().is_relative_to(folder.resolve())
 
 
+def prepare(lmcache: str, connectors: list[str]) -> None:
+    """Imports of a process, once for all patches of a release of LMCache, whose folder it is."""
+    from kvfix_tools.lab import runner
+
+    runner.prepare(lmcache)
+    with runner.quiet():
+        from kvfix_tools.lab.fuzz import play
+        from kvfix_tools.lab.schedule import draw
+
+        for connector in connectors:
+            play(draw(0, connector, plain=True))
+
+
+def tried(
+    folder: str,
+    dist: str,
+    tests: list[str],
+    code: str,
+    connectors: list[str],
+    faulty: int,
+    seeds: int,
+    fixes: list[str],
+) -> dict[str, Any]:
+    """All results of the release in this folder. tests: files of regression tests. code: of the fix that its patch
+    replaces; "" without a patch. faulty, seeds: random schedules with faults and without. fixes: of the latter."""
+    place = Path(folder)
+    prefer(place)
+    found: dict[str, Any] = {}
+    if tests:
+        found["regression"] = regression(place, tests)
+    if code:
+        found["status"] = status_of(code, dist)
+        found["scenarios"] = scenarios(code, connectors)
+        found["plays"] = plays(code, connectors, faulty, fixed=False)
+    found["healthy"] = {each: healthy(each, seeds, fixes) for each in connectors}
+    return found
+
+
+def plays_with_fixes(wanted: dict[str, list[str]], faulty: int) -> dict[str, dict[str, str]]:
+    """{code: what plays() says of the release with this fix of kvfix}. wanted: {code: connectors}."""
+    return {code: plays(code, connectors, faulty, fixed=True) for code, connectors in wanted.items()}
+
+
 def _imports(module: Any) -> set[str]:
     """Names that this module imports anywhere: modules, and attributes that may be modules."""
     file = Path(getattr(module, "__file__", None) or os.devnull)
@@ -142,8 +185,14 @@ def regression(folder: Path, tests: list[str]) -> dict[str, Any]:
     return count.found
 
 
-def theirs(folder: Path, dist: str, tests: list[str]) -> dict[str, str]:
-    """{test: outcome} of the released test files."""
+def theirs(place: str, dist: str, tests: list[str]) -> dict[str, str]:
+    """{test: outcome} of the released test files in this folder."""
+    import torch
+
+    torch.set_num_threads(1)  # a fork has none of the threads that its parent has started
+    folder = Path(place)
+    if dist == "vllm":  # it is imported already
+        prefer(folder)
     outcomes = folder / "outcomes"
     outcomes.unlink(missing_ok=True)
     os.environ.pop("PYTEST_XDIST_WORKER", None)  # of the parent process: the plugin writes only in the first worker

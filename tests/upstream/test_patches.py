@@ -37,34 +37,7 @@ FAULTY = 4
 DIFFERS: dict[tuple[str, str], str] = {}
 
 #: Imports of a process, once for all patches of a release.
-FIRST = """
-from kvfix_tools.lab import runner
-runner.prepare({lmcache!r})
-with runner.quiet():
-    from kvfix_tools.lab.fuzz import play
-    from kvfix_tools.lab.schedule import draw
-    for connector in {connectors!r}:
-        play(draw(0, connector, plain=True))
-"""
-PATCHED = """
-from pathlib import Path
-from tests.upstream import patched
-patched.prefer(Path({folder!r}))
-"""
-CHILD = """
-result = {{}}
-if {tests!r}:
-    result["regression"] = patched.regression(Path({folder!r}), {tests!r})
-if {code!r}:
-    result["status"] = patched.status_of({code!r}, {dist!r})
-    result["scenarios"] = patched.scenarios({code!r}, {connectors!r})
-    result["plays"] = patched.plays({code!r}, {connectors!r}, {faulty}, fixed=False)
-result["healthy"] = {{each: patched.healthy(each, {seeds}, {fixes!r}) for each in {connectors!r}}}
-"""
-WITH_FIX = """
-from tests.upstream import patched
-result = {{code: patched.plays(code, connectors, {faulty}, fixed=True) for code, connectors in {wanted!r}.items()}}
-"""
+FIRST = "from tests.upstream import patched; patched.prepare({lmcache!r}, {connectors!r})"
 
 
 def release_of(row: upstream.Ready) -> Path:
@@ -126,16 +99,13 @@ class Release:
         self.scratch = scratch
         self.unpatched = self.ask(scratch, "", tests, "", played)
         wanted = {row.code: connectors(row) for row in rows}
-        self.with_fix: dict[str, Any] = self.fork_server(WITH_FIX.format(faulty=FAULTY, wanted=wanted))
+        self.with_fix: dict[str, Any] = self.fork_server(patched.plays_with_fixes, None, wanted, FAULTY)
 
     def ask(
         self, folder: Path, dist: str, tests: list[str], code: str, played: list[str], fixes: tuple[str, ...] = ()
     ) -> dict[str, Any]:
-        text = (PATCHED + CHILD).format(
-            folder=str(folder), dist=dist, tests=tests, code=code, connectors=played, seeds=SEEDS, fixes=list(fixes),
-            faulty=FAULTY,
-        )  # fmt: skip
-        found: dict[str, Any] = self.fork_server(text)
+        arguments = (str(folder), dist, tests, code, played, FAULTY, SEEDS, list(fixes))
+        found: dict[str, Any] = self.fork_server(patched.tried, None, *arguments)
         return found
 
     def plays(self, connector: str, code: str) -> list[str]:

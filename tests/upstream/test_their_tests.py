@@ -23,15 +23,6 @@ pytestmark = pytest.mark.peers
 MANY = 20
 #: Depends on time, and fails on a busy machine. `python -m maintain.peers` runs it, and again alone where it fails.
 TIMED = "tests/v1/lookup_client/test_lmcache_lookup_client.py"
-THEIRS = """
-import torch
-torch.set_num_threads(1)  # a fork has none of the threads that its parent has started
-from pathlib import Path
-from tests.upstream import patched
-if {dist!r} == "vllm":  # vLLM is imported already
-    patched.prefer(Path({folder!r}))
-result = patched.theirs(Path({folder!r}), {dist!r}, {tests!r})
-"""
 
 
 def theirs(row: upstream.Ready) -> list[str]:
@@ -63,7 +54,7 @@ def test_their_tests(row: upstream.Ready, offline: ForkServer, tmp_path: Path) -
 
     def failing(folder: Path, tests: list[str]) -> set[str]:
         patched.link(released(row), folder)
-        found = offline(THEIRS.format(folder=str(folder), dist=row.dist, tests=tests), folder)
+        found = offline(patched.theirs, folder, str(folder), row.dist, tests)
         assert found, f"{tests} do not run"
         return {name for name, outcome in found.items() if outcome == "failed"} - known.keys()
 
