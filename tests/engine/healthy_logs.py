@@ -29,8 +29,6 @@ WORKLOADS: dict[str, dict[str, Any]] = {
     "aborts": {"rounds": [[(ONE, 5)], [(ONE, 5)], [(ONE, 5)]], "abort": ABORT, "abort_before": 1},
     "two ranks": {"rounds": [CROWD, CROWD], "engine": {**start.ENGINE, "tensor_parallel_size": 2}},
 }
-#: Else vLLM wants a NUMA node for each rank; and threads of two ranks that wait for one another spin.
-UNBOUND = {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": "1"}
 #: In process with these, and in the multi-process mode with the newest. Those before 0.5.5 warn that they guess the
 #: layout of this vLLM (KVD777): theirs is not a healthy log.
 IN_PROCESS = ("0.5.6", "0.5.5")
@@ -57,7 +55,7 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
     """What kvfix-diagnose finds in the log of this engine, or of its server, and whether it worked."""
     with ExitStack() as stack:
         transfer = start.v1(64) if case.connector == "v1" else stack.enter_context(start.server())
-        levels = {"LMCACHE_LOG_LEVEL": case.level, "VLLM_LOGGING_LEVEL": case.level, **UNBOUND}
+        levels = {"LMCACHE_LOG_LEVEL": case.level, "VLLM_LOGGING_LEVEL": case.level}
         ran = start.run(
             folder, True, transfer, mode=case.mode, lmcache=RELEASES / case.lmcache, environment=levels,
             **WORKLOADS[case.workload],

@@ -39,6 +39,9 @@ ENVIRONMENT = {
     "PYTHONHASHSEED": "0",  # else scheduler and worker hash differently, and nothing is ever found
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
+    # The model is small, and threads that wait for one another spin; vLLM binds them to cores that others use too.
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "LMCACHE_TRACK_USAGE": "false",
     "LMCACHE_DISABLE_BANNER": "1",
 }

@@ -142,8 +142,9 @@ def cause(log: str) -> str:
 def ask(job: dict[str, Any]) -> None:
     """In the process of the engine: the rounds, and what came of each."""
     engine = real_engine.make(
-        Path(job["model"]), job["transfer"], job["dtype"], num_gpu_blocks_override=BLOCKS, max_model_len=1024
-    )
+        Path(job["model"]), job["transfer"], job["dtype"], num_gpu_blocks_override=BLOCKS, max_model_len=1024,
+        distributed_executor_backend="uni",  # as on one GPU; for the CPU vLLM would start one more process
+    )  # fmt: skip
     answer = {}
     for name, prompts in ROUNDS.items():
         hits, before = hit_tokens(engine), loads(Path(job["loads"]))
