@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import builtins
 import gzip
 import html
 import json
+import sys
+import traceback
 from pathlib import Path
 
 import pytest
@@ -92,3 +95,28 @@ def test_line_numbers_are_those_of_the_input(name: str) -> None:
 @pytest.mark.parametrize("width", range(60, 220, 7))
 def test_a_traceback_wrapped_at_any_width(width: int) -> None:
     assert [found.rule.code for found in diagnosed(wrapped(CRASH, width)).findings] == ["KVD101"]
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 has no exception groups")
+def test_a_group_of_exceptions_is_what_its_members_are() -> None:
+    """The first error is a member's, with the frames of the group before its own; a group that is cut off counts."""
+
+    def failed(kind: type[Exception], text: str) -> Exception:
+        try:
+            raise kind(text)
+        except kind as error:
+            return error
+
+    def start_load_kv() -> None:
+        raise builtins.ExceptionGroup(
+            "two loads", [failed(ConnectionError, "no store"), failed(ValueError, "odd size")]
+        )
+
+    with pytest.raises(builtins.ExceptionGroup) as raised:
+        start_load_kv()
+    log = "".join(traceback.format_exception(raised.value))
+    (found,) = diagnosed(log.encode()).findings
+    assert found.rule.code == "KVD199"
+    assert found.sentence.startswith("ConnectionError: no store")
+    (cut,) = diagnosed(log.partition("  +-+--")[0].encode()).findings
+    assert cut.sentence.startswith("ExceptionGroup: two loads")

@@ -33,6 +33,8 @@ _LINKS = (b"The above exception was the direct cause", b"During handling of the 
 _FAULT = re.compile(rb"Fatal Python error: (?P<text>[^\n]*)|!!! (?P<native>Segfault encountered)")
 _NATIVE_STACK = b"most recent call first"
 _CARETS = frozenset(b" ~^")
+#: What was raised is in a group's members.
+_GROUPS = ("ExceptionGroup", "BaseExceptionGroup")
 #: Lines of its process in which a traceback has to go on; processes whose tracebacks are open.
 _GOES_ON, _OPEN = 40, 256
 #: Frames kept: the last ones, of a fault the first ones, which are the innermost. Characters kept of their source.
@@ -121,21 +123,23 @@ class Tracebacks:
         #: {process: its traceback}: the next lines may belong to one of them.
         self.open: dict[str, _Traceback] = {}
         self._linked: set[str] = set()
+        #: {process: an exception group, until a traceback that is no member of it; whether a member came}
+        self._groups: dict[str, tuple[Raised, bool]] = {}
 
     def take(self, process: str, part: Part) -> tuple[bool, Raised | None]:
         """(whether the line is part of a traceback, the exception that it ends with)."""
-        known = self.open.get(process)
+        known, in_group = self.open.get(process), part.in_group
         if known is None and not part.sure:
             return False, None
-        if known is not None and part.in_group:
+        if known is not None and in_group:
             part = part.ungrouped
         if part.frame is not None:
-            trace = known or self._begin(process)
+            trace = known or self._begin(process, in_group)
             if trace.fault is None or len(trace.frames) < _FRAMES:
                 trace.frames.append(part.frame)
             trace.source, trace.missed = "", 0
         elif part.begins:
-            self._begin(process)
+            self._begin(process, in_group)
         elif part.fault is not None:
             self._begin(process).fault = part.fault
         elif part.links:
@@ -156,14 +160,29 @@ class Tracebacks:
         """At the end of the input: (process, what its traceback shows without its end)."""
         left = [(process, trace) for process, trace in self.open.items() if trace.frames or trace.fault is not None]
         self.open.clear()
-        return [(process, _raised(trace, "", "")) for process, trace in left]
+        groups = [(process, group) for process, (group, has_member) in self._groups.items() if not has_member]
+        return [*groups, *((process, _raised(trace, "", "")) for process, trace in left)]
 
-    def _begin(self, process: str) -> _Traceback:
+    def _begin(self, process: str, in_group: bool = False) -> _Traceback:
         if len(self.open) >= _OPEN:
             self.open.clear()
         trace = self.open[process] = _Traceback()
         trace.follows = self.follows(process)
+        if in_group and process in self._groups:
+            group, _ = self._groups[process]
+            trace.frames.extend(group.frames)  # the hook is among them
+            self._groups[process] = group, True
         return trace
+
+    def _ended(self, process: str, trace: _Traceback, kind: str, text: str) -> tuple[bool, Raised | None]:
+        del self.open[process]
+        raised = _raised(trace, kind, text)
+        if kind.rpartition(".")[2] not in _GROUPS:
+            return True, raised
+        if len(self._groups) >= _OPEN:
+            self._groups.clear()
+        self._groups[process] = raised, False
+        return True, None
 
     def _go_on(self, process: str, trace: _Traceback, part: Part) -> tuple[bool, Raised | None]:
         text, indented = part.text, part.indented
@@ -173,15 +192,13 @@ class Tracebacks:
             del self.open[process]
             return False, _raised(trace, "", "")
         if indented and trace.frames and part.named is not None:
-            del self.open[process]
-            return True, _raised(trace, *part.named)
+            return self._ended(process, trace, *part.named)
         if indented or not text:
             if trace.frames and part.source:  # Python 3.13 prints every line of a statement
                 trace.source = f"{trace.source} {part.source}".strip()[:_SOURCE]
             return True, None
         if trace.frames and part.exception is not None:
-            del self.open[process]
-            return True, _raised(trace, *part.exception)
+            return self._ended(process, trace, *part.exception)
         trace.missed += 1
         if trace.missed > _GOES_ON:
             del self.open[process]
