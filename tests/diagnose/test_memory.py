@@ -38,7 +38,7 @@ def requests(first: int, many: int) -> Iterator[bytes]:
             b"0, LMCache hit tokens: 256, need to load: 256 (vllm_v1_adapter.py:1476:lmcache.integration)\n"
             b"[2026-11-21 11:22:55,518] LMCache INFO: [req_id=r%d] Retrieved 256 out of 256 required tokens "
             b"(from 256 total tokens). size: 0.0002 gb (cache_engine.py:985:lmcache.v1.cache_engine)\n"
-            b"[2026-11-21 11:22:55,519] LMCache WARNING: nobody has heard of %d before\n"
+            b"[2026-11-21 11:22:55,519] LMCache WARNING: no peer has heard of %d before\n"
             b"(Worker pid=%d) ERROR 11-21 11:22:55 [core.py:7] Traceback (most recent call last):\n"
             b'(Worker pid=%d) ERROR 11-21 11:22:55 [core.py:7]   File "x%d.py", line 7, in f\n'
         ) % ((number,) * 6)

@@ -81,7 +81,7 @@ def misses() -> list[tuple[str, str]]:
         # Up to 0.3.10.post2 a chunk need not be full: it is stored.
         ("KVD320", stores(1) + lookups(10, 26)),
         ("KVD320", lookups(9, 26)),
-        # The first sight of a prompt, and one that is found at its second.
+        # The first request with a prompt, and one that is found at its second.
         ("KVD327", lookups(1, 900) + stores(1)),
         ("KVD327", lookups(2, 26) + asked(NEWEST, 900, 0, 512, 512, "x")),
         ("KVD327", lookups(1, 26) + logged(NEWEST, "degraded", "No supported connector.")),

@@ -144,7 +144,7 @@ def never_a_hit(log: Diagnosis, line: LogLine) -> Answer | None:
 
     Good: the same, in every unit file and container; LMCache 0.4.1 or newer.
 
-    Normal: the first sight of each prompt. Prompts that never begin alike have no hits whatever the seed.
+    Normal: the first request with each prompt. Prompts that never begin alike have no hits whatever the seed.
     """
     kept = _never(log)
     if kept is None or not kept.stored or not log.counts["hash_seed"]:

@@ -21,8 +21,8 @@ def _is_paste(log: Diagnosis) -> bool:
 def no_hit_in_a_paste(log: Diagnosis, line: LogLine) -> Answer | None:
     """A few lookups, none of which finds anything: too few to tell why.
 
-    Cause: in this order. A prompt is found from its second sight on. One of fewer tokens than `chunk_size` (256) is not
-    stored from 0.3.11 on (`save_unfull_chunk` is false). Else the processes hash differently: PYTHONHASHSEED is not
+    Cause: in this order. A prompt is found from its second request on. One of fewer tokens than `chunk_size` (256) is
+    not stored from 0.3.11 on (`save_unfull_chunk` is false). Else the processes hash differently: PYTHONHASHSEED is not
     set, so what a worker or another engine stored is not found; up to 0.3.15 on Python 3.11 and older not even with it.
 
     Setting: `export PYTHONHASHSEED=0` before every vLLM process (each engine, and the controller) or
@@ -30,7 +30,7 @@ def no_hit_in_a_paste(log: Diagnosis, line: LogLine) -> Answer | None:
 
     Good: the same, in every unit file and container; LMCache 0.4.1 or newer.
 
-    Normal: the first sight of each prompt.
+    Normal: the first request with each prompt.
     """
     kept = lookups_of(log)
     if not 0 < kept.number < ENOUGH or not _is_paste(log):
@@ -57,7 +57,7 @@ def shared_without_a_seed(log: Diagnosis, line: LogLine) -> Answer | None:
 
     Good: the same, in every unit file and container; LMCache 0.4.1 or newer.
 
-    Normal: the first sight of each prompt.
+    Normal: the first request with each prompt.
     """
     kept = lookups_of(log)
     if not 0 < kept.number < ENOUGH or not _is_paste(log) or not (kept.shared and log.counts["hash_seed"]):
