@@ -37,6 +37,9 @@ ENGINE = {
 
 #: Scheduler and worker in the program's own process: vLLM is imported once, not three times.
 ONE_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+#: EngineCore with the worker in it, as on one GPU. With a multi-process connector vLLM's worker for the CPU does not
+#: start in the program's own process.
+TWO_PROCESSES = {**ENGINE, "distributed_executor_backend": "uni"}
 #: LMCache in the engine's own processes.
 v1 = real_engine.in_process
 #: Cold, then from the cache.

@@ -28,8 +28,6 @@ ONE = prompt(300, 1)
 #: `running` has 31 blocks of 32 tokens for itself in the end, and leaves no room for `waiting` from the start. It is
 #: long: EngineCore runs on while the program comes to abort `waiting`.
 ABORT: dict[str, Any] = {"running": (prompt(760, 9), 230), "waiting": (ONE, 2), "extra_args": None}
-#: With a multi-process connector vLLM's worker for the CPU does not start in the program's own process.
-TWO_PROCESSES = {**start.ENGINE, "distributed_executor_backend": "uni"}
 #: Of a process in a dump.
 STANDS = "in get_num_new_matched_tokens of LMCacheConnectorV1 for "
 #: Stored; then its first 96 tokens are computed again, and the whole is looked up on top of them.
@@ -85,9 +83,10 @@ def test_statistics_of_an_aborted_request(apply: bool, tmp_path: Path) -> None:
     with server() as transfer:
         ran = start.run(
             tmp_path, apply, transfer, rounds=[[(ONE, 2)]], abort=abort, abort_before=0,
-            engine={**TWO_PROCESSES, "max_num_seqs": 1},
+            engine={**start.TWO_PROCESSES, "max_num_seqs": 1},
         )  # fmt: skip
     assert died(ran, "Request tracker for request_id") is not apply
+    assert ("EngineDeadError" in ran.log) is not apply
     assert ran.findings() == (set() if apply else {"KVD110"})
 
 
@@ -102,7 +101,7 @@ def test_polls_of_a_waiting_request_in_vllms_own_copy(apply: bool, tmp_path: Pat
     rounds = [[(long[:512], 1)], [(other, 40), (long, 2)], [(long, 2)]]
     with server(release("0.4.6")) as transfer:
         ran = start.run(
-            tmp_path, apply, transfer, rounds=rounds, lmcache=release("0.4.6"), engine=TWO_PROCESSES,
+            tmp_path, apply, transfer, rounds=rounds, lmcache=release("0.4.6"), engine=start.TWO_PROCESSES,
             environment={"LMCACHE_USE_UPSTREAM_MP": "1"},
         )  # fmt: skip
     assert ran.answer is not None, ran.log[-3000:]

@@ -125,10 +125,10 @@ class TestTheReportedCrash:
     """LMCache issue 2158, where the user meets it."""
 
     def test_as_released_the_engine_dies(self, tmp_path: Path, release) -> None:  # type: ignore[no-untyped-def]
-        engine = {**start.ENGINE, "distributed_executor_backend": "uni"}
         ran = start.run(
-            tmp_path, apply=False, transfer=start.v1(256), lmcache=release(EARLY), rounds=[REPORT], engine=engine
-        )
+            tmp_path, apply=False, transfer=start.v1(256), lmcache=release(EARLY), rounds=[REPORT],
+            engine=start.TWO_PROCESSES,
+        )  # fmt: skip
         assert ran.answer is None
         assert MISMATCH in ran.log
         assert "EngineDeadError" in ran.log

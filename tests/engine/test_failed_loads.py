@@ -24,7 +24,7 @@ JOB: dict[str, Any] = {
         "max_num_batched_tokens": 384,
         "long_prefill_token_threshold": 256,  # leaves room for the sharer next to the long prompt
     },
-    "environment": {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
+    "environment": start.ONE_PROCESS,
 }
 TRANSFER = {**start.v1(64), "kv_load_failure_policy": "recompute"}
 #: Tokens in the step whose load fails, and in the one that is in flight by then.
