@@ -58,7 +58,7 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
         levels = {"LMCACHE_LOG_LEVEL": case.level, "VLLM_LOGGING_LEVEL": case.level}
         ran = start.run(
             folder, True, transfer, mode=case.mode, lmcache=RELEASES / case.lmcache, environment=levels,
-            **WORKLOADS[case.workload],
+            forked=False, **WORKLOADS[case.workload],
         )  # fmt: skip
     found = diagnosed(ran.log.encode())
     return {

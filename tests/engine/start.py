@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ from kvfix_tools.diagnose.diagnosis import diagnosed
 from kvfix_tools.roundtrip import real_engine
 from kvfix_tools.roundtrip.real_engine import prompt
 from tests.conftest import ROOT, clean_environment
+from tests.engine.forked import FORK_WORKERS, Forked
 
 HERE = Path(__file__).parent
 #: Seconds for a whole engine; it needs one minute, and two or three while others run.
@@ -84,11 +86,13 @@ def run(
     environment: dict[str, str] | None = None,
     lmcache: Path | None = None,
     program: str = "serve.py",
+    forked: bool = True,
     when: tuple[str, Callable[[int], None]] | None = None,
     **more: Any,
 ) -> Ran:
-    """engine: arguments of LLM. lmcache: folder of a release. program: of this folder. when: a text, and what is called
-    with the pid once the text is in the log. more: of serve.py's job."""
+    """engine: arguments of LLM. lmcache: folder of a release. program: of this folder. forked: from a process that has
+    vLLM; else it starts and ends as a user's program does. when: a text, and what is called with the pid once the text
+    is in the log. more: of serve.py's job."""
     folder.mkdir(parents=True, exist_ok=True)
     places = [lmcache, HERE / "plugin", ROOT / "patches", ROOT / "tools"]
     spoil = str(folder / "spoil")
@@ -107,7 +111,10 @@ def run(
             real_engine.wait_for(text, folder / "log", process, LIMIT)
             do(process.pid)
 
-    ended = real_engine.run([str(HERE / program)], {**job, **more}, folder, settings, LIMIT, while_it_runs)
+    if transfer is None or transfer["kv_connector"] == "LMCacheConnectorV1":
+        settings[FORK_WORKERS] = ""
+    popen: Any = Forked if forked else subprocess.Popen
+    ended = real_engine.run([str(HERE / program)], {**job, **more}, folder, settings, LIMIT, while_it_runs, popen)
     assert ended.code is not None, f"the engine did not end in {LIMIT} s: {folder / 'log'}\n{ended.log[-4000:]}"
     notes = [json.loads(line) for file in sorted(folder.glob("report.*")) for line in file.read_text().splitlines()]
     return Ran(ended.answer, notes, ended.log, ended.pid, folder)

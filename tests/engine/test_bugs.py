@@ -127,7 +127,8 @@ def dump(pid: int, folder: Path) -> Iterator[dict[str, Any]]:
 def test_a_worker_that_does_not_answer_lookups(apply: bool, tmp_path: Path) -> None:
     """Every lookup that is waited for says so. Waits double: in 300 seconds there are eight at most.
 
-    As released the engine stands still in the lookup, and a dump says so. (It has the recorder, and no fix.)
+    As released the engine stands still in the lookup, and a dump says so. (It has the recorder, and no fix; no fork,
+    for a dump reads the environment that a process was started with.)
     """
     dumps: list[dict[str, Any]] = []
 
@@ -141,7 +142,7 @@ def test_a_worker_that_does_not_answer_lookups(apply: bool, tmp_path: Path) -> N
     environment = {"KVFIX_TEST_LOOKUPS_HANG": "1", **({} if apply else {"KVFIX": "observe only="})}
     ran = run(
         tmp_path, apply, transfer, rounds=[CROWD], environment=environment,
-        when=("Timeout occurred for rank", stands_in_the_lookup),
+        when=("Timeout occurred for rank", stands_in_the_lookup), forked=apply,
     )  # fmt: skip
     assert ran.answer is not None, ran.log[-3000:]
     waits = ran.log.count("Timeout occurred for rank")

@@ -93,7 +93,7 @@ class Served:
             self.ran: Ran = start.run(
                 folder / "engine", apply=True, transfer=start.v1(64), rounds=[CROWD, CROWD], mode="check",
                 engine={**start.ENGINE, **more}, when=(SERVES, dump),
-                environment={"RAY_ADDRESS": address, **RAY},
+                environment={"RAY_ADDRESS": address, **RAY}, forked=False,
             )  # fmt: skip
 
 

@@ -159,14 +159,15 @@ def run(
     folder: Path,
     environment: dict[str, str],
     limit: float,
-    while_it_runs: Callable[[subprocess.Popen[bytes]], None] | None = None,
+    while_it_runs: Callable[[Any], None] | None = None,
+    popen: Callable[..., Any] = subprocess.Popen,
 ) -> Ended:
     """Runs a Python program with the file of this job as its argument. The job gets the folder of the `model`, and the
-    file for the answer, `out`. folder: for all its files, `log` among them. limit: seconds."""
+    file for the answer, `out`. folder: for all its files, `log` among them. limit: seconds. popen: starts it."""
     out = folder / "out.json"
     (folder / "job.json").write_text(json.dumps({**job, "model": str(folder / "model"), "out": str(out)}))
     with open(folder / "log", "w+") as log:
-        process = subprocess.Popen(
+        process = popen(
             [sys.executable, *program, str(folder / "job.json")],
             env={**environment, **ENVIRONMENT},
             stdout=log,
