@@ -65,7 +65,7 @@ class Scanner:
                     yield from self._read(line[:LONGEST_LINE], number)
                 elif said.name:
                     yield _framed(said, line, place, file, number)
-            elif place == needles.PART or traces or stacks.open:
+            elif place == needles.NEEDLE or traces or stacks.open:
                 head, bracket, body = line.partition(b"] ")
                 alike = heads.get(head)
                 other = (alike and alike.get(body)) or self._other(line[:LONGEST_LINE], head + bracket, body)

@@ -9,6 +9,8 @@ from __future__ import annotations
 from bisect import bisect_right
 from itertools import accumulate
 
+from ahocorasick_rs import BytesAhoCorasick, Implementation
+
 #: `[2026-11-21 01:41:27,007] LMCache INFO: `, the same in 0.3.0 to 0.5.6.
 FRAME = b"] LMCache "
 #: What a line that is read holds. A test shows that they cover every message of the grammar.
@@ -19,23 +21,20 @@ NEEDLES: tuple[bytes, ...] = (
     b"kv_connector", b"connector with name", b"[shutdown]", b"Thread ", b"Process ", b".cpp:",
     b"Assertion `",
 )  # fmt: skip
-#: What is looked for in a block: a part that several needles share.
-_SHARED = {b"_mp_connector)": b"onnector", b"kv_connector": b"onnector", b"connector with name": b"onnector",
-           b"assert ": b"ssert", b"Assertion `": b"ssert"}  # fmt: skip
-_PARTS = tuple(dict.fromkeys(_SHARED.get(needle, needle) for needle in NEEDLES))
-#: Places of a line that has no frame: with a part of a needle, and without.
-PART, NOTHING = -2, -1
+_ANY = BytesAhoCorasick(NEEDLES, implementation=Implementation.DFA)
+#: Places of a line that has no frame: with a needle, and without.
+NEEDLE, NOTHING = -2, -1
 
 
 def places(block: bytes) -> tuple[list[bytes], list[int]]:
-    """The lines of a block, and where in each LMCache's frame begins; `PART` or `NOTHING`: it has none."""
+    """The lines of a block, and where in each LMCache's frame begins; `NEEDLE` or `NOTHING`: it has none."""
     lines = block.split(b"\n")
     if not lines[-1]:
         lines.pop()
     found = [line.find(FRAME) for line in lines]
     others = [number for number, place in enumerate(found) if place < 0]
-    for number in _with_part([lines[number] for number in others]):
-        found[others[number]] = PART
+    for number in _with_needle([lines[number] for number in others]):
+        found[others[number]] = NEEDLE
     return lines, found
 
 
@@ -43,15 +42,8 @@ def in_line(line: bytes) -> bool:
     return any(needle in line for needle in NEEDLES)
 
 
-def _with_part(lines: list[bytes]) -> set[int]:
-    """Numbers of the lines with a part of a needle. One search for each in all of them."""
-    text = b"\n".join(lines)
+def _with_needle(lines: list[bytes]) -> set[int]:
+    """Numbers of the lines with a needle. One search for all needles in all of them."""
     ends = list(accumulate(len(line) + 1 for line in lines))
-    numbers: set[int] = set()
-    for part in _PARTS:
-        at = text.find(part)
-        while at >= 0:
-            number = bisect_right(ends, at)
-            numbers.add(number)
-            at = text.find(part, ends[number])
-    return numbers
+    found = _ANY.find_matches_as_indexes(b"\n".join(lines))
+    return {bisect_right(ends, at) for _, at, _ in found}
