@@ -43,7 +43,7 @@ class Forked:
     """Like subprocess.Popen, as far as real_engine.run() needs it."""
 
     def __init__(self, command: list[str], *, env: dict[str, str], stdout: IO[str], cwd: Path, **_: Any) -> None:
-        """command: Python, a program's file, its arguments. stdout: a file that has a name."""
+        """command: Python, a program's file or `-m` and a module, one argument. stdout: a file that has a name."""
         # Hash seed and number of threads are read once, by the process that is forked.
         with mock.patch.dict(os.environ, {**clean_environment(), **real_engine.ENVIRONMENT}, clear=True):
             CONTEXT.set_forkserver_preload(PRELOADED)
@@ -64,8 +64,8 @@ class Forked:
 
 
 def run_program(arguments: list[str], environment: dict[str, str], folder: str, log: str) -> None:
-    """In the fork: the program, as `python PROGRAM ARGUMENT...`. Its end is abrupt: vLLM takes 8 s to end its
-    processes, and who started it kills them."""
+    """In the fork: the program, as `python PROGRAM ARGUMENT`. Its end is abrupt: vLLM takes 8 s to end its processes,
+    and who started it kills them."""
     os.setsid()
     os.chdir(folder)
     output = os.open(log, os.O_WRONLY | os.O_APPEND)
@@ -73,13 +73,14 @@ def run_program(arguments: list[str], environment: dict[str, str], folder: str, 
     os.dup2(output, 2)
     os.environ.clear()
     os.environ.update(environment)
-    sys.path[:0] = [str(Path(arguments[0]).parent), *environment["PYTHONPATH"].split(os.pathsep)]
-    sys.argv = arguments
+    *flags, program, argument = arguments
+    sys.path[:0] = [str(Path(program).parent), *environment["PYTHONPATH"].split(os.pathsep)]
+    sys.argv = [program, argument]
     if FORK_WORKERS in environment:
         multiprocessing.get_context = lambda method=None: FORK  # type: ignore[assignment]
     code = 1
     try:
-        runpy.run_path(arguments[0], run_name="__main__")
+        (runpy.run_module if flags else runpy.run_path)(program, run_name="__main__")
         code = 0
     except BaseException:  # noqa: BLE001
         traceback.print_exc()

@@ -107,6 +107,10 @@ class Diagnosis:
             self.request_lines.append(line.evidence)
         if line.time is not None:
             self._time = line.time
+        if name == "asked" and self._is_repeated(line):  # nothing new to note
+            self.failures.take(line)
+            self._answers(line)
+            return
         if name == "recorded":
             self._recorders.take(self, line)
             return
@@ -114,9 +118,6 @@ class Diagnosis:
         self.failures.take(line)
         if name not in self._placed and name not in problems.LINES:
             self._place(line)
-        if name == "asked" and self._is_repeated(line):
-            self._answers(line)  # nothing new to note
-            return
         make = ledger_events.MAKERS.get(name)
         if make is None:
             self._look(line)
