@@ -4,7 +4,11 @@ PY := .venv/bin/python
 WORKERS ?= 3
 # vLLM's imports take 20 s of a core from source, and half of it from the bytecode that the first process leaves.
 unexport PYTHONDONTWRITEBYTECODE
-HEALTHY := --mode check --steps 200000 --seconds 900
+# A night's run is `make healthy STEPS=1000000 JOBS=2`; what is done is noted, and a run that was stopped goes on.
+STEPS ?= 200000
+JOBS ?= 1
+LAB := $(PY) -m kvfix_tools.cli lab fuzz
+HEALTHY = --mode check --steps $(STEPS) --seconds 36000 --jobs $(JOBS) --notes .bench/healthy-$(STEPS)-
 
 .PHONY: help install demo quick test lint docs bench healthy peers matrix fingerprints statements release requirements clean
 
@@ -33,8 +37,9 @@ bench: install ## speed, as ratios measured in one run
 	@$(PY) -m tests.bench
 
 healthy: install ## 200,000 fuzzed steps of each connector in mode `check`, with the fixes: no violation
-	@for connector in v1 mp; do $(PY) -m kvfix_tools.cli lab fuzz --connector $$connector $(HEALTHY) || exit 1; done
-	@$(PY) -m kvfix_tools.cli lab fuzz --connector mp-in-tree $(HEALTHY) --lmcache-path .cache/lmcache/0.4.6
+	@mkdir -p .bench
+	@for connector in v1 mp; do $(LAB) --connector $$connector $(HEALTHY)$$connector.json || exit 1; done
+	@$(LAB) --connector mp-in-tree $(HEALTHY)mp-in-tree.json --lmcache-path .cache/lmcache/0.4.6
 
 peers: install ## vLLM's and LMCache's own tests, without kvfix, with its fixes, in mode `strict`, and with the patches
 	@$(PY) -m maintain.peers

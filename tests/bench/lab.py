@@ -17,23 +17,23 @@ MEMORY = """
 import os
 from kvfix_tools.lab import runner
 runner.prepare({path!r})
-from kvfix_tools.lab.fuzz import fuzz
+from kvfix_tools.lab.fuzz_run import Run, fuzz
 def resident():
     return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
 result = []
 for first in (0, {engines}):
-    fuzz("v1", range(first, first + {engines}), 3600, fixes=False, shrinking=0)
+    fuzz(Run("v1", False), range(first, first + {engines}), 3600, shrinking=0)
     result.append(resident())
 """
 SHRINK = """
 import time
 from kvfix_tools.lab import runner
 runner.prepare({path!r})
-from kvfix_tools.lab.fuzz import fuzz
+from kvfix_tools.lab.fuzz_run import Run, fuzz
 with runner.quiet():
     from kvfix_tools.lab.fuzz import shrink, signature
     result = []
-    for found in fuzz({connector!r}, range(60), 600, fixes=False, shrinking=0).violations:
+    for found in fuzz(Run({connector!r}, False), range(60), 600, shrinking=0).violations:
         start = time.monotonic()
         short = shrink(found.schedule, found.signature, 120)
         result.append([time.monotonic() - start, len(found.schedule.steps), len(short.steps)])

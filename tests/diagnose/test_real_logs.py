@@ -67,6 +67,13 @@ def test_a_recorder_file_is_judged_as_in_the_engine() -> None:
     assert diagnosis.releases.one("lmcache") == "0.5.6"
 
 
+def test_an_unknown_exception_in_a_recorder_file_is_a_failure() -> None:
+    recorder = (LOGS / "recorder.jsonl").read_bytes().replace(b"AssertionError: Mismatch in", b"KeyError: unknown")
+    diagnosis = diagnosed(recorder)
+    assert [found.rule.code for found in diagnosis.findings] == ["KVD199", "KVR002"]
+    assert "KeyError: unknown" in diagnosis.findings[0].sentence
+
+
 def test_a_bundle_of_kvfix_dump_is_read(tmp_path: Path) -> None:
     """A tar.gz with the recorders of two processes: each has a ledger of its own, though both number from 1."""
     recorder = (LOGS / "recorder.jsonl").read_bytes()

@@ -76,34 +76,44 @@ def test_aborted_while_waiting_then_max_load_unaligned(apply: bool, tmp_path: Pa
         assert ran.answer["rounds"][0][0] == ran.answer["rounds"][1][1]
 
 
+@pytest.fixture(scope="module")
+def newest_server() -> Iterator[dict[str, Any]]:
+    with server() as transfer:
+        yield transfer
+
+
+@pytest.fixture(scope="module")
+def server_of_046(release) -> Iterator[dict[str, Any]]:  # type: ignore[no-untyped-def]
+    with server(release("0.4.6")) as transfer:
+        yield transfer
+
+
 @APPLY
-def test_statistics_of_an_aborted_request(apply: bool, tmp_path: Path) -> None:
+def test_statistics_of_an_aborted_request(apply: bool, tmp_path: Path, newest_server: dict[str, Any]) -> None:
     """Any client can do this to a multi-process connector: ask for statistics, and go."""
     abort = {**ABORT, "extra_args": {"kv_transfer_params": {"cached_token_stats": True}}}
-    with server() as transfer:
-        ran = start.run(
-            tmp_path, apply, transfer, rounds=[[(ONE, 2)]], abort=abort, abort_before=0,
-            engine={**start.TWO_PROCESSES, "max_num_seqs": 1},
-        )  # fmt: skip
+    ran = start.run(
+        tmp_path, apply, newest_server, rounds=[[(ONE, 2)]], abort=abort, abort_before=0,
+        engine={**start.TWO_PROCESSES, "max_num_seqs": 1},
+    )  # fmt: skip
     assert died(ran, "Request tracker for request_id") is not apply
     assert ("EngineDeadError" in ran.log) is not apply
     assert ran.findings() == (set() if apply else {"KVD110"})
 
 
 @APPLY
-def test_polls_of_a_waiting_request_in_vllms_own_copy(apply: bool, tmp_path: Path, release) -> None:  # type: ignore[no-untyped-def]
+def test_polls_of_a_waiting_request_in_vllms_own_copy(apply: bool, tmp_path: Path, release, server_of_046) -> None:  # type: ignore[no-untyped-def]
     """The hit of a request that waits for blocks counts as stored again at each poll: what follows it is not stored.
 
     The first 512 tokens of a prompt of 900 are cached. It waits while another one has 22 of the 32 blocks, and runs.
     Then it is asked for again, and all 14 chunks of 64 tokens should be found.
     """
-    long, other = prompt(900, 21), prompt(640, 22)
+    long, other = prompt(900, 21 + apply), prompt(640, 23 + apply)  # one server has what both engines store
     rounds = [[(long[:512], 1)], [(other, 40), (long, 2)], [(long, 2)]]
-    with server(release("0.4.6")) as transfer:
-        ran = start.run(
-            tmp_path, apply, transfer, rounds=rounds, lmcache=release("0.4.6"), engine=start.TWO_PROCESSES,
-            environment={"LMCACHE_USE_UPSTREAM_MP": "1"},
-        )  # fmt: skip
+    ran = start.run(
+        tmp_path, apply, server_of_046, rounds=rounds, lmcache=release("0.4.6"), engine=start.TWO_PROCESSES,
+        environment={"LMCACHE_USE_UPSTREAM_MP": "1"},
+    )  # fmt: skip
     assert ran.answer is not None, ran.log[-3000:]
     assert "Force use builtin LMCacheMPConnectorUpstream" in ran.log
     granted = [line["tokens"] for line in ran.notes if line["what"] == "grant"]

@@ -2,6 +2,7 @@
 
 import gc
 import json
+import tempfile
 from math import inf
 from pathlib import Path
 from typing import Any
@@ -25,26 +26,45 @@ Measured = dict[str, Any]
 
 
 def measure() -> Measured:
-    from kvfix_tools.lab.fuzz import fuzz
+    from kvfix_tools.lab.fuzz_run import Run, fuzz
     from kvfix_tools.lab.lab_engine import LabEngine
 
     own_blocks()
-    plain = {}
+    run, plain = Run("v1", False), {}
     for connector in ("v1", "mp"):
-        done = fuzz(connector, range(150), inf, fixes=False, plain=True, shrinking=0)
+        done = fuzz(Run(connector, False, plain=True), range(150), inf, shrinking=0)
         kinds = sorted({f"{v.rule} {v.message.split()[1]}: {v.message.split(': ', 1)[1]}" for v in done.violations})
         plain[connector] = {"seeds": done.seeds, "nothing": done.tested_nothing, "violations": kinds}
-    once, again = (fuzz("v1", range(5, 9), inf, fixes=False, shrinking=0) for _ in range(2))
-    happened = {name: fuzz(name, range(60), inf, fixes=False, shrinking=0).counts for name in ("v1", "mp")}
+    once, again = (fuzz(Run("v1", False), range(5, 9), inf, shrinking=0) for _ in range(2))
+    happened = {name: fuzz(Run(name, False), range(60), inf, shrinking=0).counts for name in ("v1", "mp")}
     gc.collect()
     return {
         "plain": plain,
         "same": (once.steps, once.counts) == (again.steps, again.counts),
         "happened": happened,
         "engines": sum(type(each) is LabEngine for each in gc.get_objects()),
-        "nothing": fuzz("v1", range(0), inf, fixes=False).tested_nothing,
-        "shrunk": [len(v.schedule.steps) for v in fuzz("v1", range(3), inf, fixes=False, shrinking=inf).violations],
+        "nothing": fuzz(Run("v1", False), range(0), inf).tested_nothing,
+        "jobs": [_counts(fuzz(run, range(70), inf, shrinking=0, jobs=jobs)) for jobs in (1, 2)],
+        "resumed": _resumed(run),
+        "shrunk": [len(v.schedule.steps) for v in fuzz(Run("v1", False), range(3), inf, shrinking=inf).violations],
     }
+
+
+def _counts(done: Any) -> list[Any]:
+    return [done.steps, done.counts, [[each.times, each.seed, each.message] for each in done.violations]]
+
+
+def _resumed(run: Any) -> dict[str, Any]:
+    """A run that is stopped after some seeds, goes on, and is asked for by another."""
+    from kvfix_tools.lab.fuzz_run import Run, fuzz
+
+    with tempfile.TemporaryDirectory() as folder:
+        notes = Path(folder, "notes.json")
+        stopped = fuzz(run, range(70), inf, shrinking=0, most=1, notes=notes)
+        whole = fuzz(run, range(70), inf, shrinking=0, notes=notes)
+        with pytest.raises(ValueError, match="with another options: remove it") as refused:
+            fuzz(Run("mp", False), range(70), inf, notes=notes)
+    return {"seeds": [stopped.seeds, whole.seeds], "counts": _counts(whole), "refused": str(refused.value)}
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +82,17 @@ def test_plain_schedules_are_clean_and_have_tested_something(connector: str, mea
 
 def test_a_seed_is_a_schedule(measured: Measured) -> None:
     assert measured["same"]
+
+
+def test_two_processes_find_what_one_does(measured: Measured) -> None:
+    one, two = measured["jobs"]
+    assert one == two
+    assert one[2], "there is something to find"
+
+
+def test_a_run_that_was_stopped_goes_on(measured: Measured) -> None:
+    assert measured["resumed"]["seeds"] == [32, 70]
+    assert measured["resumed"]["counts"] == measured["jobs"][0]
 
 
 def test_a_run_that_tested_nothing_says_so(measured: Measured) -> None:

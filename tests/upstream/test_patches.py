@@ -30,7 +30,7 @@ from tests.upstream import patched
 FOR_IN_TREE = "0.4.6"
 #: Fixes below the cache engine that the lab replaces: {code: mode of test_async_release that shows the bug}.
 ENGINE = {"KVF013": "async", "KVF018": "layers"}
-SEEDS = 12
+SEEDS = 24
 #: Random schedules with faults, in which the patch has the same events as kvfix's fix.
 FAULTY = 4
 #: {(code, dist): why the events differ}. The scenarios are clean and plain schedules the same with these too.

@@ -24,6 +24,7 @@ from packaging.version import Version
 import kvfix
 import kvfix_tools
 from kvfix import installed_source
+from kvfix_tools.lab.releases import code
 
 FILE = Path("docs/matrix.json")
 VLLM = Path(".cache/vllm")
@@ -38,11 +39,8 @@ Pairs = dict[tuple[str, str], dict[str, Any]]
 
 
 def digest() -> str:
-    """Of all that the outcomes depend on, but vLLM and LMCache: the fixes and the lab."""
-    folders = Path(kvfix.__path__[0]), Path(kvfix_tools.__path__[0], "lab")
-    files = [path for folder in folders for path in folder.rglob("*") if path.suffix in (".py", ".json")]
-    contents = b"\0".join(path.name.encode() + b"\0" + path.read_bytes() for path in sorted([*files, PROCESS]))
-    return hashlib.sha256(contents).hexdigest()[:12]
+    """Of all that the outcomes depend on, but vLLM and LMCache."""
+    return hashlib.sha256(code().encode() + PROCESS.read_bytes()).hexdigest()[:12]
 
 
 def load(text: str) -> Pairs:

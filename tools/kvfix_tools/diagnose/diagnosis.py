@@ -134,13 +134,15 @@ class Diagnosis:
         if isinstance(event, Raised):
             kind, _, text = event.error.partition(": ")
             fields = with_meaning(RaisedInLog(kind, text, [("", 0, event.where)], "", False))
-            self._look(line._replace(name="raised", fields={**fields, "request": event.request}))
+            raised = line._replace(name="raised", fields={**fields, "request": event.request, "level": ""})
+            self.failures.take(raised)
+            self._look(raised)
         self._judge(violated, line)
 
     def of_connector(self, sees_loads: bool) -> Diagnosis:
-        """One with a ledger of its own, of the same releases; its findings go to the same place."""
+        """One with a ledger of its own, of the same releases; what it finds goes to the same place."""
         own = Diagnosis(self._on_found, timeline=self.timeline, sees_loads=sees_loads)
-        own.releases = self.releases
+        own.releases, own.failures = self.releases, self.failures
         return own
 
     def end(self) -> list[LogFinding]:

@@ -194,8 +194,9 @@ def _framed(said: Said, line: bytes, place: int, file: str, number: int) -> LogL
     """Of LMCache's line with its frame there."""
     if not said.placed:
         return LogLine(said.name, said.fields, None, "", file, number, said.body)
-    time = texts.seconds(line[max(0, place - STAMP) : place])
-    return LogLine(said.name, said.fields, time, texts.process(line[:place]), file, number, said.body)
+    stamp = max(0, place - STAMP)
+    time, process = texts.seconds(line[stamp:place]), texts.process(line[:stamp])
+    return LogLine(said.name, said.fields, time, process, file, number, said.body)
 
 
 def scanned(log: bytes, file: str = "log") -> Iterator[LogLine]:

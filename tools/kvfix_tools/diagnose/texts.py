@@ -188,6 +188,7 @@ def _meaning(text: str) -> tuple[str, Fields]:
     return "", {}
 
 
+@lru_cache(maxsize=256)
 def process(prefix: bytes) -> str:
     """Of the last process that is named there: what stands before it is another line's end."""
     if prefix.find(b"pid=") < 0:  # `in` first tries whether that is a number, and takes three times as long

@@ -22,7 +22,7 @@ from kvfix_tools.lab.scenario import Scenario, scenarios
 from kvfix_tools.lab.schedule import Schedule
 
 if TYPE_CHECKING:
-    from kvfix_tools.lab.fuzz import Fuzzed
+    from kvfix_tools.lab.fuzz_run import Fuzzed
     from kvfix_tools.lab.replay_recording import Replayed
 
 app = typer.Typer(
@@ -87,6 +87,8 @@ def fuzz_connector(
     mode: Annotated[str, typer.Option(help="check: what kvfix reports is a violation too.")] = "fix",
     plain: Annotated[bool, typer.Option(help="Default options, no aborts, no failed loads, no evictions.")] = False,
     shrink: Annotated[float, typer.Option(metavar="SECONDS", help="For each violation; 0: as drawn.")] = 20.0,
+    jobs: Annotated[int, typer.Option(min=1, metavar="N", help="Processes side by side.")] = 1,
+    notes: Annotated[Path | None, typer.Option(metavar="FILE", help="Note what is done, and go on from it.")] = None,
     save: Annotated[Path | None, typer.Option(metavar="DIR", help="Write each minimal schedule there.")] = None,
     lmcache_path: LMCachePath = None,
     output: Output = None,
@@ -114,8 +116,10 @@ def fuzz_connector(
             bar.update(task, completed=took, description=f"{played} seeds, {made} steps, {kinds} kinds of violation")
 
         with runner.quiet():
-            from kvfix_tools.lab.fuzz import fuzz
-        done = fuzz(connector, drawn, seconds, fixes, plain, shrink, progress, mode, steps)
+            from kvfix_tools.lab import fuzz_run
+        with _refusing("fuzz"):
+            run = fuzz_run.Run(connector, fixes, plain, mode)
+            done = fuzz_run.fuzz(run, drawn, seconds, shrink, progress, steps, jobs, notes)
     if save is not None:
         save.mkdir(parents=True, exist_ok=True)
         for violation in done.violations:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from packaging.specifiers import SpecifierSet
 
+import kvfix
 from kvfix import installed_source
 
 if TYPE_CHECKING:
@@ -49,6 +52,14 @@ PLAYABLE = {
 def versions() -> dict[str, str]:
     """What is installed."""
     return {dist: installed_source.version(dist) for dist in ("vllm", "lmcache")}
+
+
+def code() -> str:
+    """A digest of the fixes and the lab: of all that an outcome depends on, but vLLM and LMCache."""
+    folders = Path(kvfix.__path__[0]), Path(__file__).parent
+    files = [path for folder in folders for path in folder.rglob("*") if path.suffix in (".py", ".json")]
+    contents = b"\0".join(path.name.encode() + b"\0" + path.read_bytes() for path in sorted(files))
+    return hashlib.sha256(contents).hexdigest()
 
 
 def matches(version: str, specifier: str) -> bool:

@@ -1,0 +1,238 @@
+"""`kvfix lab fuzz`: many random schedules, until time, steps or seeds are out, on several processes if one likes.
+
+What violates a rule is shrunk to its shortest form. A run that loaded nothing, preempted nothing or never filled the
+blocks has tested nothing, and says so.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from kvfix_tools.lab import releases
+from kvfix_tools.lab.fuzz import play, shrink, signature
+from kvfix_tools.lab.request_events import COUNTED
+from kvfix_tools.lab.runner import applied
+from kvfix_tools.lab.schedule import Schedule, draw
+
+#: Seeds that a process plays before it answers: a second or two.
+BATCH = 32
+
+
+class Violation(NamedTuple):
+    """One bug as far as its signature tells: how often it was found, and the first schedule, shrunk."""
+
+    rule: str
+    times: int
+    seed: int
+    message: str
+    schedule: Schedule
+    #: What all findings of this bug have in common.
+    signature: str
+
+    def as_json(self) -> dict[str, Any]:
+        steps = [list(step) for step in self.schedule.steps]
+        return {
+            "rule": self.rule,
+            "count": self.times,
+            "seed": self.seed,
+            "message": self.message,
+            "schedule": {"options": vars(self.schedule.options), "steps": steps},
+        }
+
+
+class Fuzzed(NamedTuple):
+    """What was done, in steps of the scheduler, and what was found, the most frequent first."""
+
+    steps: int
+    seeds: int
+    seconds: float
+    #: Seeds that were played with each option of LMCache and behind another connector.
+    options: dict[str, int]
+    #: See request_events.py.
+    counts: dict[str, int]
+    violations: list[Violation]
+
+    @property
+    def tested_nothing(self) -> str:
+        """Why the run proves nothing; "" if it does."""
+        needed = {
+            "loaded_tokens": "loaded no token",
+            "stored_tokens": "stored no token",
+            "preemptions": "preempted no request",
+            "full_steps": "never filled the blocks",
+        }
+        return ", ".join(missing for count, missing in needed.items() if not self.counts[count])
+
+    def as_json(self) -> dict[str, Any]:
+        violations = [violation.as_json() for violation in self.violations]
+        counts = {
+            "preemptions": self.counts["preemptions"],
+            "retrieved_tokens": self.counts["loaded_tokens"],
+            "stored_tokens": self.counts["stored_tokens"],
+        }
+        return {**self._asdict(), **counts, "violations": violations, "tested_nothing": self.tested_nothing}
+
+
+class Tally(msgspec.Struct):
+    """What the seeds that were played came to, added up. Times in seconds."""
+
+    seeds: int = 0
+    steps: int = 0
+    seconds: float = 0.0
+    counts: dict[str, int] = {}
+    options: dict[str, int] = {}
+    #: {signature: (times, first seed, rule, message)}
+    found: dict[str, tuple[int, int, str, str]] = {}
+
+    def add(self, other: Tally) -> None:
+        self.seeds += other.seeds
+        self.steps += other.steps
+        self.counts = dict(Counter(self.counts) + Counter(other.counts))
+        self.options = dict(Counter(self.options) + Counter(other.options))
+        for wanted, (times, *first) in other.found.items():
+            before, *kept = self.found.get(wanted, (0, *first))
+            self.found[wanted] = (before + times, *kept)  # type: ignore[arg-type]
+
+
+class Run(msgspec.Struct, frozen=True):
+    """What is played: the same run plays the same seeds in the same way."""
+
+    connector: str
+    fixes: bool
+    plain: bool = False
+    #: Of `kvfix.apply`.
+    mode: str = "fix"
+
+    def schedule(self, seed: int) -> Schedule:
+        return draw(seed, self.connector, self.plain, releases.lacking())
+
+    def play(self, seeds: range, until: float) -> Tally:
+        """These seeds, in order, until this time of `time.monotonic`."""
+        counts, options, tally = Counter[str](), Counter[str](), Tally()
+        with applied(self.fixes, self.mode):
+            for seed in seeds:
+                if time.monotonic() > until:
+                    break
+                schedule = self.schedule(seed)
+                done = play(schedule)
+                tally.seeds += 1
+                tally.steps += done.steps
+                counts.update(done.counts)
+                options.update(schedule.options.changed)
+                for finding in done.violations:
+                    each = {signature(finding): (1, seed, finding.code, str(finding))}
+                    tally.add(Tally(found=each))
+        tally.counts, tally.options = dict(counts), dict(options)
+        return tally
+
+
+class Notes(msgspec.Struct):
+    """What has been done, and of which run."""
+
+    releases: dict[str, str]
+    code: str
+    options: Run
+    first_seed: int
+    tally: Tally
+
+
+def fuzz(
+    run: Run,
+    seeds: range,
+    seconds: float,
+    shrinking: float = 45.0,
+    progress: Callable[[int, int, int, float], None] = lambda *_: None,
+    most: float = math.inf,
+    jobs: int = 1,
+    notes: Path | None = None,
+) -> Fuzzed:
+    """Play the seeds in order, at most so many seconds. shrinking: seconds for each kind of violation; 0: as drawn.
+
+    most: steps after which no more seeds are played. jobs: processes. notes: a file where the run goes on from, and
+    notes what is done. Raises ValueError if it is of another run.
+    """
+    start, tally = time.monotonic(), _noted(run, seeds, notes)
+    before = tally.seconds
+    for done in _batches(run, seeds[tally.seeds :], start + seconds, jobs):
+        tally.add(done)
+        tally.seconds = before + time.monotonic() - start
+        if notes is not None:
+            _note(run, seeds, tally, notes)
+        progress(tally.seeds, tally.steps, len(tally.found), tally.seconds)
+        if tally.steps >= most:
+            break
+    violations = []
+    with applied(run.fixes, run.mode):
+        for wanted, (times, seed, rule, message) in sorted(tally.found.items(), key=lambda item: -item[1][0]):
+            schedule = run.schedule(seed)
+            if shrinking:
+                schedule = shrink(schedule, wanted, shrinking)
+                message = str(next(each for each in play(schedule).findings if signature(each) == wanted))
+            violations.append(Violation(rule, times, seed, message, schedule, wanted))
+    counts = {**dict.fromkeys(COUNTED, 0), **tally.counts}
+    return Fuzzed(tally.steps, tally.seeds, round(tally.seconds, 3), tally.options, counts, violations)
+
+
+def _batches(run: Run, seeds: range, until: float, jobs: int) -> Iterator[Tally]:
+    """The seeds in order, some at a time; the first that the time cuts is the last that is answered."""
+    batches = (seeds[at : at + BATCH] for at in range(0, len(seeds), BATCH))
+    if jobs == 1:
+        for batch in batches:
+            done = run.play(batch, until)
+            yield done
+            if done.seeds < len(batch):
+                return
+        return
+    with ProcessPoolExecutor(jobs, get_context("fork")) as pool:
+        ahead: deque[tuple[range, Future[Tally]]] = deque()
+        try:
+            for batch in batches:
+                ahead.append((batch, pool.submit(run.play, batch, until)))
+                if len(ahead) > 2 * jobs and not (yield from _first(ahead)):
+                    return
+            while ahead and (yield from _first(ahead)):
+                pass
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _first(ahead: deque[tuple[range, Future[Tally]]]) -> Generator[Tally, None, bool]:
+    """What the first of them came to; whether it was played to its end."""
+    batch, future = ahead.popleft()
+    done = future.result()
+    yield done
+    return done.seeds == len(batch)
+
+
+def _noted(run: Run, seeds: range, notes: Path | None) -> Tally:
+    """What this run has done before."""
+    if notes is None or not notes.exists():
+        return Tally()
+    try:
+        kept = msgspec.json.decode(notes.read_bytes(), type=Notes)
+    except msgspec.DecodeError as error:
+        raise ValueError(f"{notes} has no notes of a run of `kvfix lab fuzz`: {error}") from None
+    now = _notes(run, seeds, kept.tally)
+    changed = [name for name in Notes.__struct_fields__ if getattr(kept, name) != getattr(now, name)]
+    if changed:
+        raise ValueError(f"{notes} is of a run with another {' and '.join(changed)}: remove it, or name another file")
+    return kept.tally
+
+
+def _notes(run: Run, seeds: range, tally: Tally) -> Notes:
+    return Notes(releases.versions(), releases.code(), run, seeds.start, tally)
+
+
+def _note(run: Run, seeds: range, tally: Tally, notes: Path) -> None:
+    part = notes.with_name(notes.name + ".part")
+    part.write_bytes(msgspec.json.encode(_notes(run, seeds, tally)))
+    part.replace(notes)
