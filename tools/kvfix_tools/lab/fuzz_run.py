@@ -98,9 +98,9 @@ class Tally(msgspec.Struct):
         self.steps += other.steps
         self.counts = dict(Counter(self.counts) + Counter(other.counts))
         self.options = dict(Counter(self.options) + Counter(other.options))
-        for wanted, (times, *first) in other.found.items():
-            before, *kept = self.found.get(wanted, (0, *first))
-            self.found[wanted] = (before + times, *kept)  # type: ignore[arg-type]
+        for wanted, new in other.found.items():
+            first = self.found.get(wanted, (0, *new[1:]))
+            self.found[wanted] = (first[0] + new[0], *first[1:])
 
 
 class Run(msgspec.Struct, frozen=True):
