@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -12,7 +13,8 @@ from typing import Any
 
 import pytest
 
-from tests import quick
+from tests import fork_server as server
+from tests import forked, quick
 from tests.quick import (  # noqa: F401  hooks of pytest
     pytest_addoption,
     pytest_configure,
@@ -104,22 +106,16 @@ CALL = "from {case.__module__} import {case.__name__} as case; result = case(*{a
 
 
 class ForkServer:
-    """A process that has imported vLLM and torch, and nothing of LMCache or kvfix; each call runs in a fork of it.
+    """A process that has vLLM and torch, and nothing of LMCache or kvfix; each call runs in a fork of it.
 
-    vLLM takes 15 s and more to import: so every case can have a process of its own for the price of a fork.
+    So every case can have a process of its own, and none imports vLLM.
     """
 
     def __init__(self, first: str = "", **settings: str) -> None:
         """first: Python that it runs before the first fork. settings: of its environment."""
-        quick.skip()
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.fork_server", *([first] if first else [])],
-            cwd=ROOT,
-            env=clean_environment(**settings),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
+        self._connection, there = multiprocessing.Pipe()
+        self._process = forked.start(server.serve, there, first, clean_environment(**settings))
+        there.close()
 
     def __call__(self, case: str | Callable[..., Any], lmcache: Path | None = None, *arguments: Any) -> Any:
         """`result` of the case, run with this LMCache first on sys.path. A failure has what it printed.
@@ -127,17 +123,23 @@ class ForkServer:
         case: Python that leaves its answer in `result`, or a function of a test module, with these arguments.
         """
         code = case if isinstance(case, str) else CALL.format(case=case, arguments=arguments)
-        assert self._process.stdin is not None
-        assert self._process.stdout is not None
-        print(json.dumps({"code": code, "lmcache": str(lmcache or "")}), file=self._process.stdin, flush=True)
-        answer = json.loads(self._process.stdout.readline())
+        self._connection.send({"code": code, "lmcache": str(lmcache or "")})
+        answer = self._connection.recv()
         assert answer["error"] is None, answer["error"] + answer["printed"]
         return answer["result"]
 
     def close(self) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(timeout=30)
+        self._connection.close()
+        self._process.join(30)
+
+
+def run_forked(command: list[str], folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """A Python program, in a fork of a process that has imported vLLM. folder: for what it prints."""
+    files = [folder / "stdout", folder / "stderr"]
+    with open(files[0], "w") as stdout, open(files[1], "w") as stderr:
+        process = forked.Forked(command, env=clean_environment(**environment), stdout=stdout, stderr=stderr, cwd=ROOT)
+        code = process.wait(300)
+    return subprocess.CompletedProcess(command, code, *(file.read_text() for file in files))
 
 
 @pytest.fixture(scope="session")

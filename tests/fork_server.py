@@ -1,57 +1,102 @@
-"""Imports vLLM once, then forks for every line on stdin, runs its code and answers with one line of JSON.
+"""What runs in a fork of the process that has imported vLLM (forked.py): a program, or a server of further forks.
 
-With an argument: Python that is run before the first fork, e.g. to import more.
+It imports nothing of LMCache or kvfix.
 """
 
+from __future__ import annotations
+
 import contextlib
-import io
-import json
+import multiprocessing
 import os
+import runpy
 import sys
 import tempfile
 import traceback
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+FORK = multiprocessing.get_context("fork")
+#: In a program's environment: what vLLM starts is forked too.
+FORK_WORKERS = "KVFIX_TEST_FORK"
 
 
-def child(job: dict[str, str], answer_to: int, print_to: int) -> None:
+def run_program(arguments: list[str], environment: dict[str, str], folder: str, output: str, errors: str) -> None:
+    """`python PROGRAM ARGUMENT...`, or `python -m MODULE ARGUMENT...`, in a session of its own.
+
+    Its end is abrupt: vLLM takes 8 s to end its processes, and who started it kills them.
+    """
+    os.setsid()
+    os.chdir(folder)
+    for number, file in ((1, output), (2, errors)):
+        os.dup2(os.open(file, os.O_WRONLY | os.O_APPEND), number)
+    set_environment(environment)
+    module = arguments[0] == "-m"
+    program, *rest = arguments[1:] if module else arguments
+    sys.path[:0] = [str(Path(program).parent), *environment["PYTHONPATH"].split(os.pathsep)]
+    sys.argv = [program, *rest]
+    if FORK_WORKERS in environment:
+        multiprocessing.get_context = lambda method=None: FORK  # type: ignore[assignment]
+    code = 1
+    try:
+        (runpy.run_module if module else runpy.run_path)(program, run_name="__main__")
+        code = 0
+    except SystemExit as end:
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+        code = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:  # noqa: BLE001
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def serve(connection: Connection, first: str, environment: dict[str, str]) -> None:
+    """Forks for every job that comes, and answers what came of it. first: Python that is run before the first fork."""
+    set_environment(environment)
+    sys.path[:0] = environment["PYTHONPATH"].split(os.pathsep)
+    assert not any(name.startswith(("lmcache", "kvfix")) for name in sys.modules)
+    with contextlib.redirect_stdout(sys.stderr):
+        exec(first, {})
+    with contextlib.suppress(EOFError):
+        while True:
+            connection.send(_forked(connection.recv()))
+
+
+def set_environment(environment: dict[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(environment)
+
+
+def _forked(job: dict[str, str]) -> dict[str, Any]:
+    """{"result", "error", "printed"} of the job's `code`, with its `lmcache` first on the path."""
+    here, there = multiprocessing.Pipe(duplex=False)
+    with tempfile.TemporaryFile() as printed:
+        pid = os.fork()
+        if pid == 0:
+            _run(job, there, printed.fileno())
+        there.close()
+        answer = {"result": None, "error": "the case ended its process\n"}
+        with contextlib.suppress(EOFError):
+            answer = here.recv()
+        here.close()
+        os.waitpid(pid, 0)
+        printed.seek(0)
+        return {**answer, "printed": printed.read().decode(errors="replace")}
+
+
+def _run(job: dict[str, str], answer_to: Connection, print_to: int) -> None:
     os.dup2(print_to, 2)
     os.dup2(print_to, 1)
     if job["lmcache"]:
         sys.path.insert(0, job["lmcache"])
-    names: dict[str, object] = {"result": None}
+    names: dict[str, Any] = {"result": None}
     error = None
     try:
         exec(compile(job["code"], "<case>", "exec"), names)
     except BaseException:  # noqa: BLE001
         error = traceback.format_exc()
-    with os.fdopen(answer_to, "w") as pipe:
-        json.dump({"result": names["result"], "error": error}, pipe)
+    answer_to.send({"result": names["result"], "error": error})
     os._exit(0)
-
-
-def main() -> None:
-    with contextlib.redirect_stdout(io.StringIO()):
-        import vllm.distributed.kv_transfer.kv_connector.factory
-        import vllm.v1.core.sched.scheduler  # noqa: F401
-
-        import tests.conftest  # noqa: F401  every module with a function for a fork imports it
-    assert not any(name.startswith(("lmcache", "kvfix")) for name in sys.modules)
-    with contextlib.redirect_stdout(sys.stderr):
-        exec("".join(sys.argv[1:]), {})
-    for line in sys.stdin:
-        read, write = os.pipe()
-        with tempfile.TemporaryFile() as printed:
-            pid = os.fork()
-            if pid == 0:
-                os.close(read)
-                child(json.loads(line), write, printed.fileno())
-            os.close(write)
-            with os.fdopen(read) as pipe:
-                text = pipe.read()
-            os.waitpid(pid, 0)
-            printed.seek(0)
-            answer = json.loads(text) if text else {"result": None, "error": "the case ended its process\n"}
-            print(json.dumps({**answer, "printed": printed.read().decode(errors="replace")}), flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from kvfix_tools import explain, recording, replay
-from tests.conftest import RELEASES, Fresh
+from tests.conftest import RELEASES, run_forked
 
 MISMATCH = "Mismatch in tokens to load: 256 vs 256 (tokens in lmcache) - 336 (tokens in vllm)"
 CHANGED = "KVR002 promise-changed long: promised 256 where 0 was promised before: hit 256 - computed 336 -> 0"
@@ -26,7 +26,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def played(folder: Path) -> dict[str, Any]:
     script = Path(__file__).with_name("every_mode.py")
-    done = Fresh().run([sys.executable, str(script), str(RELEASES / "0.3.10"), str(folder)])
+    done = run_forked([sys.executable, str(script), str(RELEASES / "0.3.10"), str(folder)], folder)
     assert done.returncode == 0, done.stderr[-3000:]
     return dict(json.loads(done.stdout.splitlines()[-1]))
 
@@ -163,9 +163,9 @@ def test_replay_rejects_other_files(
     assert message in capsys.readouterr().err
 
 
-def played_again(path: Path, option: str, fresh: Fresh) -> dict[str, Any]:
+def played_again(path: Path, option: str, folder: Path) -> dict[str, Any]:
     command = [sys.executable, "-m", "kvfix_tools.cli", "lab", "replay", str(path), "--json", option]
-    done = fresh.run([*command, "--lmcache-path", str(RELEASES / "0.3.10")])
+    done = run_forked([*command, "--lmcache-path", str(RELEASES / "0.3.10")], folder)
     assert done.returncode in (0, 1), done.stderr
     output = dict(json.loads(done.stdout))
     assert done.returncode == int(bool(output["here"]))
@@ -174,17 +174,17 @@ def played_again(path: Path, option: str, fresh: Fresh) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("option", ["--no-fixes", "--fixes"])
-def test_the_lab_plays_its_own_record_again(option: str, folder: Path, played: dict[str, Any], fresh: Fresh) -> None:
+def test_the_lab_plays_its_own_record_again(option: str, folder: Path, played: dict[str, Any], tmp_path: Path) -> None:
     """Without the fix the findings of the record; with the fix none."""
     last = max((folder / "check").rglob("*.jsonl"), key=lambda path: int(path.name.split("-")[3]))
-    output = played_again(last, option, fresh)
+    output = played_again(last, option, tmp_path)
     assert output["on_record"] == [["KVR002", "long"], ["KVR011", "long"]]
     assert output["here"] == ([] if option == "--fixes" else output["on_record"])
 
 
-def test_the_lab_plays_an_engines_record_again(fresh: Fresh) -> None:
+def test_the_lab_plays_an_engines_record_again(tmp_path: Path) -> None:
     """The reported crash of a real engine (tests/engine/start.py: REPORT), by its recorder in mode `check only=`."""
-    output = played_again(Path(__file__).with_name("recordings") / "crash-lmcache-0.3.10.jsonl", "--no-fixes", fresh)
+    output = played_again(Path(__file__).with_name("recordings") / "crash-lmcache-0.3.10.jsonl", "--no-fixes", tmp_path)
     assert output["on_record"] == [["KVR002", "1-a2b47532"], ["KVR011", "1-a2b47532"]]
     assert output["here"] == output["on_record"]
 

@@ -3,13 +3,14 @@
 import json
 import subprocess
 import sys
+import tempfile
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.conftest import RELEASES, Fresh
+from tests.conftest import RELEASES, run_forked
 from tests.connector_events.faults import FAULTS
 
 #: These plant a finding, which is logged like any other, in its own line.
@@ -24,7 +25,8 @@ HARMLESS += ["signal in a hook"]
 def _run() -> dict[str, Any]:
     script = Path(__file__).with_name("faults.py")
     try:
-        done = Fresh().run([sys.executable, str(script), str(RELEASES / "0.5.6")])
+        with tempfile.TemporaryDirectory() as folder:
+            done = run_forked([sys.executable, str(script), str(RELEASES / "0.5.6")], Path(folder))
     except subprocess.TimeoutExpired as error:
         return {"error": str(error)}
     return {"error": done.stderr[-3000:]} if done.returncode else dict(json.loads(done.stdout.splitlines()[-1]))

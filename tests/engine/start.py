@@ -17,7 +17,8 @@ from kvfix_tools.diagnose.diagnosis import diagnosed
 from kvfix_tools.roundtrip import real_engine
 from kvfix_tools.roundtrip.real_engine import prompt
 from tests.conftest import ROOT, clean_environment
-from tests.engine.forked import FORK_WORKERS, Forked
+from tests.fork_server import FORK_WORKERS
+from tests.forked import Forked
 
 HERE = Path(__file__).parent
 #: Seconds for a whole engine; it needs one minute, and two or three while others run.

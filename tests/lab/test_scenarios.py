@@ -14,7 +14,7 @@ from kvfix import catalogue
 from kvfix_tools.lab import runner
 from kvfix_tools.lab.cli import _write
 from kvfix_tools.lab.scenario import find, scenarios
-from tests.conftest import RELEASES, ROOT, Fresh, Once
+from tests.conftest import RELEASES, ROOT, Fresh, Once, run_forked
 
 #: The releases in which a bug appears or goes, and the newest. `make matrix` plays all of them.
 PLAYED = ["0.3.10", "0.3.10.post1", "0.4.1", "0.4.6", "0.5.4", "0.5.5", "0.5.6"]
@@ -104,16 +104,15 @@ REPORTED = (
 )
 
 
-def test_demo_shows_the_report(fresh: Fresh) -> None:
+def test_demo_shows_the_report(tmp_path: Path) -> None:
     """What `make demo` runs: both histories, the exact message on one side, the request finished on the other."""
-    done = fresh.run([sys.executable, "-m", "kvfix_tools.lab.demo", "--lmcache-path", str(RELEASES / "0.3.10")])
+    demo = [sys.executable, "-m", "kvfix_tools.lab.demo", "--lmcache-path"]
+    done = run_forked([*demo, str(RELEASES / "0.3.10")], tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
     assert "\x1b[" not in done.stdout
     assert f"EngineCore is dead.\n    AssertionError: {REPORTED} for request long\n" in done.stdout
     assert "admitted, nothing loaded twice, finished." in done.stdout
-    done = fresh.run(
-        [sys.executable, "-m", "kvfix_tools.lab.demo", "--json", "--lmcache-path", str(RELEASES / "0.3.10")]
-    )
+    done = run_forked([*demo, str(RELEASES / "0.3.10"), "--json"], tmp_path)
     released, fixed = json.loads(done.stdout)
     assert released["story"][-1] == (f"step 7: schedule raises AssertionError: {REPORTED} for request long")
     assert "step 6: match(336) promises 256, but hit 256 - computed 336 = -80: 0 is due" in released["story"]
@@ -121,7 +120,8 @@ def test_demo_shows_the_report(fresh: Fresh) -> None:
     assert "step 8: finished" in fixed["story"]
 
 
-def test_demo_on_a_release_without_the_bug_says_that_it_did_not_die(fresh: Fresh) -> None:
-    done = fresh.run([sys.executable, "-m", "kvfix_tools.lab.demo", "--lmcache-path", str(RELEASES / "0.5.6")])
+def test_demo_on_a_release_without_the_bug_says_that_it_did_not_die(tmp_path: Path) -> None:
+    demo = [sys.executable, "-m", "kvfix_tools.lab.demo", "--lmcache-path"]
+    done = run_forked([*demo, str(RELEASES / "0.5.6")], tmp_path)
     assert done.returncode == 1
     assert "It did not die as reported." in done.stdout

@@ -15,7 +15,8 @@ import pytest
 from kvfix_tools.roundtrip import real_engine
 from kvfix_tools.roundtrip.backends import engine
 from kvfix_tools.roundtrip.backends.engine import ASKED, BLOCK, BLOCKS, GENERATE, OTHERS
-from tests.engine.forked import FORK_WORKERS, Forked
+from tests.fork_server import FORK_WORKERS
+from tests.forked import Forked
 from tests.roundtrip.output import output_of
 
 PLAIN: dict[str, Any] = {
