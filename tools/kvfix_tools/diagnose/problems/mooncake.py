@@ -188,4 +188,26 @@ PROBLEMS = (
             "https://github.com/gpustack/runner/pull/273",
         ),
     ),
+    Problem(
+        code="KVD547",
+        name="mooncake-store-of-v0",
+        severity=Severity.CRASH,
+        title="The MooncakeStoreConnector of vLLM's V0 engine hands a kernel flat KV that it no longer takes.",
+        shows=(
+            Failed(
+                kind="IndexError",
+                text="Dimension out of range (expected to be in range of [-2, 1], but got 2)",
+                within="mooncake_store_connector.py:recv_kv_caches_and_hidden_states",
+            ),
+        ),
+        releases={"vllm": "<0.11"},
+        cause="reshape_and_cache was changed for tensors of three dimensions (vLLM 0.8.5), and the connectors of V0 "
+        "pass two. V0 was removed with vLLM 0.11; nobody changed them.",
+        now="LMCacheConnectorV1 with remote_url: mooncakestore://HOST:50051/ on the V1 engine",
+        good="vLLM 0.26.0 or newer: MooncakeConnector (P/D) or MooncakeStoreConnector (pool) of the V1 engine",
+        threads=(
+            "https://github.com/vllm-project/vllm/issues/18834",
+            "https://github.com/kvcache-ai/Mooncake/issues/504",
+        ),
+    ),
 )
