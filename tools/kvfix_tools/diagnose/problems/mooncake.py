@@ -210,4 +210,20 @@ PROBLEMS = (
             "https://github.com/kvcache-ai/Mooncake/issues/504",
         ),
     ),
+    Problem(
+        code="KVD548",
+        name="mooncake-store-of-v0-missed",
+        severity=Severity.SLOW,
+        title="Decode did not find all of a prompt's KV in the Mooncake store, and computes the prompt itself.",
+        shows=(Logged("Failed to receive all KVs and hidden states, redo model forwarding."),),
+        releases={"vllm": "<0.11"},
+        sure=False,
+        cause="V0's MooncakeStoreConnector takes a prompt whole or not at all. Known: chunked prefill on the prefill "
+        "instance, which it cannot store; a store that is full or has evicted it; decode that asked too early. "
+        "Mooncake's own lines (get failed, no available handle) say which.",
+        now="--enable-chunked-prefill=False on prefill, a larger global_segment_size in the file of "
+        "MOONCAKE_CONFIG_PATH",
+        good="vLLM 0.26.0 or newer: MooncakeConnector (P/D) or MooncakeStoreConnector (pool) of the V1 engine",
+        threads=("https://github.com/kvcache-ai/Mooncake/issues/269",),
+    ),
 )

@@ -111,4 +111,20 @@ PROBLEMS = (
         good="ai-dynamo, ai-dynamo-runtime and kvbm of one release that has kvbm on PyPI",
         threads=("https://github.com/ai-dynamo/dynamo/issues/3952",),
     ),
+    Problem(
+        code="KVD947",
+        name="context-was-terminated",
+        severity=Severity.RISK,
+        title="A thread of LMCache still listened while its ZeroMQ context was closed.",
+        shows=(
+            Logged("loop: Context was terminated"),
+            Logged("error response: Context was terminated"),
+        ),
+        sure=False,
+        cause="The engine is ending, and this thread was not told: it says so again and again, which is harmless. Why "
+        "the engine ends stands before the first of these lines.",
+        now="look before the first of these lines; if nothing is there, somebody ended the engine",
+        good="what the earlier line says",
+        threads=("https://github.com/LMCache/LMCache-Ascend/issues/187",),
+    ),
 )
