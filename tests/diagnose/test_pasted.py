@@ -103,3 +103,46 @@ def test_the_summary_says_where_a_multi_process_log_has_its_loads(
     log.write_text(MP.replace("LMCacheMPConnector", "LMCacheConnectorV1") + stats(running=1, generation=3.0))
     assert command.main([str(log)]) == 0
     assert "lmcache server" not in capsys.readouterr().out
+
+
+def test_an_object_that_is_dropped_is_not_the_failure() -> None:
+    """Its `__del__` raises because what failed before has left it half made."""
+    dropped = raised([("vllm/any_connector.py", "__del__", "self.close()")], "AttributeError: no attribute 'context'")
+    failed = raised([("vllm/any.py", "start", "open_device()")], "LookupError: no device 7")
+    log = diagnose(dropped + failed)
+    assert codes(log) == ["KVD199"]
+    assert "no device 7" in log.findings[0].sentence
+    assert "'context'" in diagnose(dropped).findings[0].sentence
+
+
+def test_a_number_in_a_sign_tells_failures_apart() -> None:
+    """What was explained before must not decide: numbers of other lines are taken for equal."""
+    frames = [("lmcache/v1/multiprocess/server.py", "store", "lmc_ops.multi_layer_block_kv_transfer(")]
+    for number, code in ((7, "KVD766"), (10, "KVD767"), (99, "KVD199"), (6, "KVD766")):
+        assert codes(diagnose(raised(frames, f"RuntimeError: Unsupported GPUKVFormat: {number}"))) == [code]
+
+
+@pytest.mark.parametrize(
+    ("frame", "code"),
+    [
+        (("lmcache/v1/rpc_utils.py", "get_zmq_socket", "socket.bind(socket_addr)"), "KVD917"),
+        (
+            ("vllm/distributed/device_communicators/shm_broadcast.py", "__init__", "self.remote_socket.bind(a)"),
+            "KVD948",
+        ),
+        (("vllm/distributed/kv_events.py", "_socket_setup", "self._pub.bind(self._endpoint)"), "KVD949"),
+        (("vllm/distributed/p2p/p2p_nccl_engine.py", "__init__", "self.router_socket.bind(a)"), "KVD950"),
+        (("vllm/distributed/nixl/base_scheduler.py", "_nixl_handshake_listener", "with zmq_ctx(a, b):"), "KVD561"),
+        (("opt/router.py", "listen", "socket.bind(a)"), "KVD199"),
+    ],
+)
+def test_whose_port_is_taken(frame: tuple[str, str, str], code: str) -> None:
+    error = "zmq.error.ZMQError: Address already in use (addr='tcp://10.0.0.7:5557')"
+    assert codes(diagnose(raised([frame, ("zmq/sugar/socket.py", "bind", "super().bind(addr)")], error))) == [code]
+
+
+def test_files_of_lmcache_do_not_say_that_vllms_connector_ran() -> None:
+    frames = [("lmcache/v1/storage_backend/connector/nixl_connector_v3.py", "from_cache_engine_config", "ports[rank]")]
+    log = diagnose(raised(frames, "IndexError: list index out of range"))
+    assert codes(log) == ["KVD526"]
+    assert "NixlConnector" not in log.who.connectors

@@ -63,9 +63,6 @@ PROBLEMS = (
                 kind="OSError", text="[Errno 98] error while attempting to bind on address <address>: address already"
             ),
             Logged(text="[Errno 98] error while attempting to bind on address <address>: address already in use"),
-            Failed(
-                kind="ZMQError", text="Address already in use (addr='<address>')", within="_nixl_handshake_listener"
-            ),
         ),
         sentence="{address} is taken",
         cause="Another process listens there, mostly a second instance on the same machine with the same defaults, or "

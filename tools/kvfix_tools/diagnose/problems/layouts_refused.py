@@ -261,4 +261,27 @@ PROBLEMS = (
         good="lmcache-ascend on Ascend; for other devices no release is known to be right in this mode",
         threads=(_THREAD + "issues/2121",),
     ),
+    Problem(
+        code="KVD765",
+        name="padded-blocks-refused",
+        severity=Severity.CRASH,
+        title="vLLM pads the blocks of this model, and LMCache refuses to copy them in this layout.",
+        shows=(
+            Failed(
+                kind="ValueError",
+                text="but engine_kv_format=<format> is not a supported dim-0-padded format",
+                at="lmcache/v1/gpu_connector/utils.py",
+            ),
+            Failed(kind="ValueError", text="but gpu_kv_format=<format> is not a supported dim-0-padded format"),
+        ),
+        sentence="padded blocks in the format {format}",
+        releases={"lmcache": ">=0.5.0"},
+        cause="For hybrid models (GDN, Mamba) vLLM makes the pages of all layers equal by padding. LMCache before "
+        "0.5.3 takes that in NL_X_NB_BS_HS alone; 0.5.5 also in NL_X_NB_BS_NH_CS and NL_X_NB_NH_BS_CS, 0.5.6 in "
+        "NL_X_NB_BS_NH_HS too. The worker only sees that its registration times out after 300 s.",
+        now="NL_X_NB_BS_NH_CS, NL_X_NB_NH_BS_CS, NL_X_NB_BS_NH_HS: pip install --no-deps lmcache==0.5.6 (of this "
+        "torch and CUDA), server and workers; another format: take --kv-transfer-config out for this model",
+        good="LMCache 0.5.6 for these three formats (issue 4771 is still open); no release for the others",
+        threads=(_THREAD + "issues/4771",),
+    ),
 )

@@ -44,7 +44,7 @@ PROBLEMS = (
         now="an endpoint of its own for each engine: --kv-events-config "
         '\'{"enable_kv_cache_events":true,"publisher":"zmq","endpoint":"tcp://*:5567"}\', and the same in the router',
         good="the configuration",
-        threads=(_VLLM + "issues/20965", "https://github.com/ai-dynamo/dynamo/issues/4121"),
+        threads=("https://github.com/ai-dynamo/dynamo/issues/4121",),
     ),
     Problem(
         code="KVD950",
