@@ -101,9 +101,15 @@ class Failures:
         after = [line for line, at in zip(self.lines, self._at, strict=True) if self.dead or at > self._worked]
         own = [line for line in after if line.name in ("raised", "died")] or after
         if own:
-            return own[0]
+            return next((line for line in own if not _while_ending(line)), own[0])
         # A connector's exception that the engine survives is not its normal work either.
         return next((line for line in self.lines if line.name == "raised" and of_connector(line)), None)
+
+
+def _while_ending(line: LogLine) -> bool:
+    """Whether an object that was dropped raised it, which Python ignores: it comes after a failure, if there is one."""
+    frames = line.fields.get("frames") or [("", 0, "")]
+    return bool(frames[0][2] == "__del__")
 
 
 def _is_failure(line: LogLine) -> bool:

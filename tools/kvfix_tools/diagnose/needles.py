@@ -19,7 +19,8 @@ NEEDLES: tuple[bytes, ...] = (
     b"throughput: ", b"KV load failure", b"FOR_REMOTE_KVS", b"broadcast block", b"Initializing a V", b"assert ",
     b'", line ', b"rror", b"ERROR", b"WARN", b"Traceback (", b"xception", b"fault", b"illed", b"terminate called",
     b"kv_connector", b"connector with name", b"[shutdown]", b"Thread ", b"Process ", b".cpp:",
-    b"Assertion `",
+    b"Assertion `", b"undefined symbol", b"shared object", b"GLIBC", b"CXXABI_", b"FATAL", b"core dumped", b"Aborted",
+    b"double free", b"free(): ", b"malloc(): ", b"corrupted ", b"code 137", b"Exit Code: ",
 )  # fmt: skip
 _ANY = BytesAhoCorasick(NEEDLES, implementation=Implementation.DFA)
 #: Places of a line that has no frame: with a needle, and without.

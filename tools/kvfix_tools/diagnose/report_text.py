@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 _STYLES = {"crash": "bold white on red", "wrong KV": "bold red", "hang": "bold red", "leak": "yellow", "slow": "yellow"}
 #: Findings that are shown in full without --all.
 SHOWN = 4
+#: Lines that count lookups, loads and stores.
+_COUNTED = ("asked", "retrieved", "stored", "mp_prefetched", "mp_retrieved", "mp_stored")
 #: Events of a history and lines of evidence that are shown of each.
 EVENTS, LINES = 6, 3
 
@@ -95,6 +97,13 @@ def print_summary(log: Diagnosis, findings: list[LogFinding], console: Console) 
         )
     if log.releases.too_old:
         console.print(f"note: {log.releases.too_old}", soft_wrap=True, markup=False)
+    if "LMCacheMPConnector" in log.who.connectors and not any(log.counts[name] for name in _COUNTED):
+        console.print(
+            "note: with LMCacheMPConnector lookups, loads and stores are in the log of `lmcache server`, not in an "
+            "engine's: give that file too",
+            soft_wrap=True,
+            markup=False,
+        )
     console.print(read_words(log), soft_wrap=True, markup=False)
     words = ", ".join(f"{found.rule.code} {found.rule.name}" for found in findings)
     console.print(f"SUMMARY: kvfix-diagnose: {words or nothing_found(log)}", soft_wrap=True, markup=False)

@@ -27,6 +27,13 @@ _BY_NAME = re.compile(
 _ENDS = (b"Error", b"Exception", b"Interrupt", b"Exit", b"Timeout", b"Empty", b"Full", b"StopIteration")
 #: What a check of pydantic's says, in the line below `ValidationError: 1 validation error for VllmConfig`.
 _CHECKED = re.compile(rb"^\s*Value error, (?P<text>.*?)(?: \[type=.*)?$")
+#: What the loader of libraries and the device say, pasted without the exception's class before it.
+_BARE = {
+    "ImportError": re.compile(
+        rb"^\s*(\S+\.so[\w.]*: (?:undefined symbol: |cannot open shared object file|version [`'].* not found).*)$"
+    ),
+    "RuntimeError": re.compile(rb"^\s*(?:what\(\): +)?((?:CUDA|HIP) error: .*)$"),
+}
 _HEADER = re.compile(rb"Traceback \(most recent call last\):?")
 _GROUP = re.compile(rb"^\s*(?:\| |\+-\+?|\+ )(?:-+ [\d.]+ -+)? ?")
 _LINKS = (b"The above exception was the direct cause", b"During handling of the above exception")
@@ -213,6 +220,11 @@ def by_name(body: bytes, anywhere: bool) -> Raised | None:
     checked = _CHECKED.match(body) if b"Value error, " in body else None
     if checked is not None:
         return Raised("ValueError", _decoded(checked["text"]), [], "", False)
+    if b".so" in body or b" error: " in body:
+        for kind, pattern in _BARE.items():
+            bare = pattern.match(body)
+            if bare is not None:
+                return Raised(kind, _decoded(bare[1]), [], "", False)
     found = _BY_NAME.search(body) if any(end in body for end in _ENDS) else None
     if found is None or not (anywhere or found.start("type") == 0):
         return None

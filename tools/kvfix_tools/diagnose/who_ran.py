@@ -16,7 +16,7 @@ _MARKS = (
     (b"LMCache MP worker", "LMCacheMPConnector"),
     (b"vllm_v1_adapter", "LMCacheConnectorV1"),
     (b"lmcache_connector.py", "LMCacheConnectorV1"),
-    (b"nixl_connector", "NixlConnector"),
+    (b"nixl_connector.py", "NixlConnector"),
     (b"kv_connector/v1/nixl", "NixlConnector"),
     (b"mooncake_store", "MooncakeStoreConnector"),
     (b"mooncake_connector", "MooncakeConnector"),

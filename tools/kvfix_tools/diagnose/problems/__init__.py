@@ -171,7 +171,7 @@ def at(line: LogLine) -> tuple[Problem, ...]:
         return _logged(line.body[:2000])
     fields = line.fields
     frames = [(file, function) for file, _, function in fields.get("frames", ())[-_FRAMES:]]
-    key = (line.name, fields.get("type"), _DIGITS.sub(b"7", line.body[:400]), fields.get("source"), *frames)
+    key = (line.name, fields.get("type"), _DIGITS.sub(_alike, line.body[:400]), fields.get("source"), *frames)
     if key not in _RAISED:
         if len(_RAISED) >= _MOST:
             _RAISED.clear()
@@ -183,6 +183,17 @@ def at(line: LogLine) -> tuple[Problem, ...]:
         }
         _RAISED[key] = tuple(fits.values())
     return _RAISED[key]
+
+
+def _alike(number: re.Match[bytes]) -> bytes:
+    """All numbers are one, but those that a sign asks for."""
+    return number[0] if number[0] in _asked_for() else b"7"
+
+
+@lru_cache(maxsize=1)
+def _asked_for() -> frozenset[bytes]:
+    signs = (sign for each in catalogue() for sign in each.shows if not isinstance(sign, Logged))
+    return frozenset(number for sign in signs for number in _DIGITS.findall(sign.text.encode()))
 
 
 @lru_cache(maxsize=256)

@@ -184,7 +184,6 @@ PROBLEMS = (
         title="The CPU cache was given another backend's memory, and dies when it is full or at the start.",
         shows=(
             Failed(kind="AssertionError", within="local_cpu_backend.py:allocate"),
-            Failed(kind="UnboundLocalError", text="local_cpu_backend"),
             Failed(kind="AssertionError", within="storage_manager.py:_get_allocator_backend"),
         ),
         sentence="the CPU cache has a kind of memory that it cannot evict from",
@@ -206,10 +205,15 @@ PROBLEMS = (
             Died("Out of memory: Killed"),
             Died("exit code: -9"),
             Died("exit code -9"),
+            Died("Killed"),
+            Died("code 137"),
+            Died("Code:    137"),
+            Died("Code: 137"),
         ),
-        cause="Who was killed decides. A pod of `lmcache_server` (lm://): it never evicts, in any release. A vLLM pod: "
-        "max_local_cpu_size is for each worker, so tensor parallel 8 takes eight times that, pinned, beside the "
-        "model's own host memory. `lmcache server`: --l1-size-gb.",
+        cause="A bare `Killed` only says SIGKILL: `dmesg -T | grep -i 'killed process'` or `kubectl describe pod` "
+        "tells whether it was for memory. Who was killed decides. A pod of `lmcache_server` (lm://): it never evicts, "
+        "in any release. A vLLM pod: max_local_cpu_size is for each worker, so tensor parallel 8 takes eight times "
+        "that, pinned, beside the model's own host memory. `lmcache server`: --l1-size-gb.",
         now="max_local_cpu_size (or --l1-size-gb) times the workers at most 70 % of the container's limit; in place of "
         "lmcache_server redis with maxmemory-policy allkeys-lru",
         good="keep it so: the set-up was wrong, and no release changes that; no release of lmcache_server evicts, "
@@ -252,5 +256,38 @@ PROBLEMS = (
         now="restart the server with --eviction-policy LRU, then vLLM",
         good="no release of LMCache is right yet (0.5.6 does the same): --eviction-policy LRU",
         threads=(_LMCACHE + "issues/4817",),
+    ),
+    Problem(
+        code="KVD856",
+        name="cpu-size-zero",
+        severity=Severity.CRASH,
+        title="max_local_cpu_size is 0, and LMCache does not start.",
+        shows=(
+            Failed(kind="ValueError", text="both buffer length (0) and count (-1) must not be 0", within="lmcache/"),
+        ),
+        sentence="the CPU buffer has 0 bytes",
+        connectors=_IN_PROCESS,
+        cause="Every backend goes through the CPU buffer, also with local_cpu: false, which only keeps chunks from "
+        "staying there. A size of 0 makes an empty buffer.",
+        now="take max_local_cpu_size: 0 out (LMCACHE_MAX_LOCAL_CPU_SIZE; the default is 5), or set it to some GB for "
+        "each worker; local_cpu: false may stay",
+        good="keep it so: no release takes 0",
+        threads=(_LMCACHE + "issues/1901", _LMCACHE + "issues/1889"),
+    ),
+    Problem(
+        code="KVD857",
+        name="pd-backend-without-cpu-backend",
+        severity=Severity.CRASH,
+        title="With P/D and local_cpu: false LMCache has no CPU backend, and another backend asks for it.",
+        shows=(Failed(kind="UnboundLocalError", text="local_cpu_backend"),),
+        sentence="local_cpu_backend is used and was never made",
+        connectors=_IN_PROCESS,
+        releases={"lmcache": "<0.3.10"},
+        cause="enable_nixl (enable_pd from 0.3.9 on) with local_cpu: false makes no CPU backend; remote_url, "
+        "local_disk, P2P and before 0.3.9 every start then use the name all the same.",
+        now="local_cpu: true with max_local_cpu_size: 5 in that configuration file, or without remote_url and "
+        "local_disk (0.3.9)",
+        fixed={"lmcache": "0.3.10"},
+        threads=(_LMCACHE + "issues/1473", _LMCACHE + "issues/1478"),
     ),
 )

@@ -190,4 +190,23 @@ PROBLEMS = (
         now="LMCACHE_REMOTE_SERDE=naive (remote_serde: naive)",
         good="naive; no release of LMCache compresses MLA",
     ),
+    Problem(
+        code="KVD764",
+        name="multi-connector-two-answers",
+        severity=Severity.CRASH,
+        title="Two connectors below MultiConnector answer the end of a request with transfer parameters, and "
+        "EngineCore dies.",
+        shows=(
+            Failed(kind="RuntimeError", text="Only one connector can produce KV transfer params"),
+            Failed(kind="RuntimeError", text="Key clash in kv_transfer_params from multiple connectors"),
+        ),
+        cause="vLLM before 0.26 allows one answer only, and LMCacheMPConnector (vLLM's own, and LMCache's before "
+        "0.5.1) answers every request of a P/D pair with an empty one beside NixlConnector's. vLLM 0.26 and newer "
+        "merges answers, and dies only where both name the same key: then two P/D connectors are listed.",
+        now='LMCache 0.5.1 or newer, and its own connector in "connectors": {"kv_connector":"LMCacheMPConnector",'
+        '"kv_role":"kv_both","kv_connector_module_path":"lmcache.integration.vllm.lmcache_mp_connector"}; one P/D '
+        "connector only",
+        good="vLLM 0.26.0 or newer",
+        threads=("https://github.com/LMCache/LMCache/pull/3866", "https://github.com/vllm-project/vllm/pull/46777"),
+    ),
 )

@@ -67,11 +67,15 @@ PROBLEMS = (
         sentence="{address} is taken",
         cause="Another process listens there, mostly a second instance on the same machine with the same defaults, or "
         "one that has not ended. Defaults: 5600 VLLM_NIXL_SIDE_CHANNEL_PORT, 8998 VLLM_MOONCAKE_BOOTSTRAP_PORT, 5555 "
-        "and 8080 lmcache server (--port, --http-port), 6999 internal_api_server_port_start, 8000 vllm serve --port.",
+        "and 8080 lmcache server (--port, --http-port), 6999 internal_api_server_port_start, 8000 vllm serve --port. "
+        "8998 with data parallel: each instance of an external or hybrid load balancer starts one (vLLM 51531, open).",
         now="ss -ltnp | grep <the port> says who has it; end it, or give each instance on the machine ports of its own",
         good="for each instance its own of: vllm --port, VLLM_NIXL_SIDE_CHANNEL_PORT (TP and DP ranks take the next "
         "ones), lmcache server --port and --http-port, the ports of PD and P2P",
-        threads=("https://github.com/LMCache/LMCache/issues/961",),
+        threads=(
+            "https://github.com/LMCache/LMCache/issues/961",
+            "https://github.com/vllm-project/vllm/pull/51532",
+        ),
     ),
     Problem(
         code="KVD754",

@@ -34,8 +34,9 @@ PROBLEMS = (
         shows=(
             *(Failed(kind="ImportError", text=f"lmcache/<file>.so: undefined symbol: {name}") for name in _TORCH),
             *(Logged(text=f"lmcache/<file>.so: undefined symbol: {name}") for name in _TORCH),
+            *(Failed(kind="ImportError", text=f"c_ops.cpython<file>.so: undefined symbol: {name}") for name in _TORCH),
         ),
-        sentence="lmcache/{file}.so asks torch for a function that this torch does not have",
+        sentence="LMCache's library asks torch for a function that this torch does not have",
         cause="The library was compiled against another torch. pip does not see it: LMCache's wheels ask for torch "
         "without a release. A name that ends in `Ss` is of a torch with the old C++ ABI; `SetDeviceEa` is torch 2.7 or "
         "older, `SetDeviceEab` newer.",
@@ -54,7 +55,7 @@ PROBLEMS = (
         name="torchac-of-another-torch",
         severity=Severity.CRASH,
         title="torchac_cuda, a separate package of LMCache 0.2, was built for another torch and does not load.",
-        shows=(Failed(kind="ImportError", text="torchac_cuda.cpython"),),
+        shows=(Failed(kind="ImportError", text="torchac_cuda.cpython<file>undefined symbol"),),
         sentence="torchac_cuda does not load with this torch",
         releases={"lmcache": "<0.3.9"},
         cause="LMCache 0.2 keeps its kernels in a package of its own, which must be compiled against the installed "

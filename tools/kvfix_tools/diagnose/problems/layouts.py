@@ -15,6 +15,8 @@ _TO_MP = (
     '\'{"kv_connector":"LMCacheMPConnector","kv_role":"kv_both"}\''
 )
 
+_TOO_MANY = "could not broadcast input array from shape (<caches>,) into shape (<layers>,)"
+
 PROBLEMS = (
     Problem(
         code="KVD770",
@@ -24,8 +26,18 @@ PROBLEMS = (
         shows=(
             Failed(
                 kind="ValueError",
-                text="could not broadcast input array from shape (<caches>,) into shape (<layers>,)",
-                within="lmcache/",
+                text=_TOO_MANY,
+                within="gpu_connector.py:_initialize_pointers",
+            ),
+            Failed(
+                kind="ValueError",
+                text=_TOO_MANY,
+                within="gpu_connectors.py:_initialize_pointers",
+            ),
+            Failed(
+                kind="ValueError",
+                text=_TOO_MANY,
+                within="xpu_connectors.py:_initialize_pointers",
             ),
         ),
         sentence="vLLM has registered {caches} caches, LMCache has room for {layers}",

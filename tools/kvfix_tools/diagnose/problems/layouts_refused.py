@@ -177,4 +177,111 @@ PROBLEMS = (
         good="as the true place says; an indexer cache or mixed block sizes: LMCacheMPConnector",
         threads=(_THREAD + "issues/1422", _THREAD + "issues/2776", _THREAD + "pull/2951"),
     ),
+    Problem(
+        code="KVD766",
+        name="layout-without-kernel",
+        severity=Severity.SLOW,
+        title="The server's copy kernel does not know this layout of vLLM's KV: nothing is stored.",
+        shows=(
+            Failed(kind="RuntimeError", text="Unsupported GPUKVFormat: 6"),
+            Failed(kind="RuntimeError", text="Unsupported GPUKVFormat: 7"),
+        ),
+        releases={"lmcache": "<0.4.6"},
+        connectors=("LMCacheMPConnector", "MultiConnector"),
+        cause="6 and 7 are layouts with the heads before the tokens (HND), which vLLM takes for FlashInfer on "
+        "Blackwell. The in-process kernel has them, the server's got them with 0.4.6: each store fails, each load "
+        "finds nothing.",
+        now="pip install --no-deps lmcache==0.4.6 (of this torch and CUDA) for the server and the workers; or where "
+        "the attention backend allows it VLLM_KV_CACHE_LAYOUT=NHD for vLLM",
+        fixed={"lmcache": "0.4.6"},
+        threads=(_THREAD + "issues/3281",),
+    ),
+    Problem(
+        code="KVD767",
+        name="packed-layout-without-kernel",
+        severity=Severity.SLOW,
+        title="LMCache's copy kernel does not know the layout in which vLLM packs K and V: nothing is stored.",
+        shows=(
+            Failed(kind="RuntimeError", text="Unsupported GPUKVFormat: 10"),
+            Failed(kind="RuntimeError", text="Unsupported EngineKVFormat: 10"),
+            Failed(kind="RuntimeError", text="Unsupported EngineKVFormat: 11"),
+        ),
+        releases={"lmcache": "<0.5.2"},
+        cause="From 0.26 on vLLM packs K and V of a head next to each other. LMCache 0.4.7 to 0.5.1 recognise that, "
+        "but have no kernel for it.",
+        now="pip install --no-deps lmcache==0.5.2 or newer (of this torch and CUDA) for the server and the workers",
+        fixed={"lmcache": "0.5.2"},
+        threads=(_THREAD + "issues/4111",),
+    ),
+    Problem(
+        code="KVD768",
+        name="packed-layout-with-connector-v3",
+        severity=Severity.CRASH,
+        title="LMCache takes the packed K and V of this vLLM for one plane, and the first whole chunk does not fit.",
+        shows=(
+            Failed(
+                kind="RuntimeError",
+                text="The size of tensor a (<here>) must match the size of tensor b (<there>) at non-singleton "
+                "dimension 3",
+                within="gpu_connectors.py:from_gpu",
+            ),
+        ),
+        sentence="the chunk's rows are {here} wide, the cache's {there}",
+        releases={"lmcache": ">=0.5.0"},
+        connectors=_IN_PROCESS,
+        cause="vLLM 0.26 and newer pack K and V of a head next to each other; with use_gpu_connector_v3 that is seen "
+        "at the first store. Without it nothing is seen, and half of the KV goes to wrong places: answers are wrong.",
+        now="do not only turn use_gpu_connector_v3 off: LMCacheMPConnector (an lmcache server), or kvfix run -- CMD "
+        "(KVF020); empty local_disk and remote stores that were filled so",
+        good="no release of LMCacheConnectorV1 is right yet (0.5.6); issue 4463, pulls 4467 and 4887 are open",
+        threads=(_THREAD + "issues/4463",),
+    ),
+    Problem(
+        code="KVD769",
+        name="pairs-of-caches-on-another-device",
+        severity=Severity.CRASH,
+        title="The layers' caches are pairs (K, V), as vLLM-Ascend has them, and LMCache's CUDA connector runs.",
+        shows=(
+            Failed(
+                kind="AttributeError",
+                text="'tuple' object has no attribute 'device'",
+                within="gpu_connector.py:_initialize_pointers",
+            ),
+            Failed(
+                kind="AttributeError",
+                text="'tuple' object has no attribute 'device'",
+                within="gpu_connectors.py:_initialize_pointers",
+            ),
+        ),
+        connectors=_IN_PROCESS,
+        cause="On NVIDIA and ROCm vLLM has one tensor for each layer; other platforms register a pair, which their "
+        "own connector has to take.",
+        now="Ascend: the package lmcache-ascend of the same LMCache release, which replaces this connector; another "
+        "device: without --kv-transfer-config",
+        good="lmcache-ascend on Ascend; for other devices no release is known to be right in this mode",
+        threads=(_THREAD + "issues/2121",),
+    ),
+    Problem(
+        code="KVD765",
+        name="padded-blocks-refused",
+        severity=Severity.CRASH,
+        title="vLLM pads the blocks of this model, and LMCache refuses to copy them in this layout.",
+        shows=(
+            Failed(
+                kind="ValueError",
+                text="but engine_kv_format=<format> is not a supported dim-0-padded format",
+                at="lmcache/v1/gpu_connector/utils.py",
+            ),
+            Failed(kind="ValueError", text="but gpu_kv_format=<format> is not a supported dim-0-padded format"),
+        ),
+        sentence="padded blocks in the format {format}",
+        releases={"lmcache": ">=0.5.0"},
+        cause="For hybrid models (GDN, Mamba) vLLM makes the pages of all layers equal by padding. LMCache before "
+        "0.5.3 takes that in NL_X_NB_BS_HS alone; 0.5.5 also in NL_X_NB_BS_NH_CS and NL_X_NB_NH_BS_CS, 0.5.6 in "
+        "NL_X_NB_BS_NH_HS too. The worker only sees that its registration times out after 300 s.",
+        now="NL_X_NB_BS_NH_CS, NL_X_NB_NH_BS_CS, NL_X_NB_BS_NH_HS: pip install --no-deps lmcache==0.5.6 (of this "
+        "torch and CUDA), server and workers; another format: take --kv-transfer-config out for this model",
+        good="LMCache 0.5.6 for these three formats (issue 4771 is still open); no release for the others",
+        threads=(_THREAD + "issues/4771",),
+    ),
 )

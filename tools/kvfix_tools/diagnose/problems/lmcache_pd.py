@@ -40,18 +40,25 @@ PROBLEMS = (
             Failed(
                 kind="IndexError", text="list index out of range", within="pd_backend_async.py:from_cache_engine_config"
             ),
+            Failed(
+                kind="IndexError",
+                text="list index out of range",
+                within="nixl_connector_v3.py:from_cache_engine_config",
+            ),
             Failed(kind="IndexError", text="list index out of range", within="p2p_backend.py:__init__"),
             Failed(kind="IndexError", text="list index out of range", within="cache_controller/worker.py:__init__"),
         ),
         connectors=("LMCacheConnectorV1", "MultiConnector"),
-        cause="pd_peer_init_port, pd_peer_alloc_port, p2p_init_ports, p2p_lookup_ports and lmcache_worker_ports are "
-        "lists with one port for each tensor parallel rank; rank 0 comes up, the others do not.",
+        cause="pd_peer_init_port, pd_peer_alloc_port (nixl_peer_init_port, nixl_peer_alloc_port in 0.3.4 and its "
+        "like), p2p_init_ports, p2p_lookup_ports and lmcache_worker_ports are lists with one port for each tensor "
+        "parallel rank; rank 0 comes up, the others do not.",
         now="as many ports as ranks: `pd_peer_init_port: [7300, 7301, 7302, 7303]`, `pd_peer_alloc_port: [7400, 7401, "
         "7402, 7403]` (P2P: `p2p_init_ports`, `p2p_lookup_ports`, `lmcache_worker_ports`), restart",
         good="the configuration; no release checks it at the start",
         threads=(
             f"{_LMCACHE}/2854",
             f"{_LMCACHE}/1966",
+            f"{_LMCACHE}/1381",
         ),
     ),
     Problem(

@@ -258,4 +258,23 @@ PROBLEMS = (
         good="keep it so: no release fetches again",
         sure=False,
     ),
+    Problem(
+        code="KVD826",
+        name="chunk-without-pool",
+        severity=Severity.RISK,
+        title="A chunk that is in no pool was given up. The line speaks of a leak; there is none.",
+        shows=(
+            Logged(
+                "Parent allocator is None when trying to free MemoryObj.This could cause memory leak",
+                "lmcache/v1/memory_management.py",
+            ),
+        ),
+        sentence="the chunk's memory is torch's own, and goes with it",
+        cause="Chunks that CacheGen has decoded (remote_serde: cachegen, the controller's decompress) hold a tensor of "
+        "their own and no place in the CPU buffer, so there is nothing to give back.",
+        now="nothing; to be rid of the line remote_serde: naive (LMCACHE_REMOTE_SERDE=naive)",
+        good="harmless in every release",
+        sure=False,
+        threads=(_LMCACHE + "issues/1704",),
+    ),
 )

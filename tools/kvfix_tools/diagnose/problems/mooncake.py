@@ -179,13 +179,52 @@ PROBLEMS = (
             ),
         ),
         sentence="{connector} reports statistics and registers none",
+        releases={"vllm": "<0.33"},
         cause="MultiConnector asserts that each child that reports statistics has Prometheus metrics. "
         "MooncakeConnector reports and registers none, so the first good transfer kills the API server.",
         now="`--disable-log-stats` on both engines, or that connector alone, not in MultiConnector",
-        good="no release of vLLM is right yet (0.32.0 is so)",
+        fixed={"vllm": "0.33.0"},
         threads=(
             f"{_ISSUES}/43828",
             "https://github.com/gpustack/runner/pull/273",
         ),
+    ),
+    Problem(
+        code="KVD547",
+        name="mooncake-store-of-v0",
+        severity=Severity.CRASH,
+        title="The MooncakeStoreConnector of vLLM's V0 engine hands a kernel flat KV that it no longer takes.",
+        shows=(
+            Failed(
+                kind="IndexError",
+                text="Dimension out of range (expected to be in range of [-2, 1], but got 2)",
+                within="mooncake_store_connector.py:recv_kv_caches_and_hidden_states",
+            ),
+        ),
+        releases={"vllm": "<0.11"},
+        cause="reshape_and_cache was changed for tensors of three dimensions (vLLM 0.8.5), and the connectors of V0 "
+        "pass two. V0 was removed with vLLM 0.11; nobody changed them.",
+        now="LMCacheConnectorV1 with remote_url: mooncakestore://HOST:50051/ on the V1 engine",
+        good="vLLM 0.26.0 or newer: MooncakeConnector (P/D) or MooncakeStoreConnector (pool) of the V1 engine",
+        threads=(
+            "https://github.com/vllm-project/vllm/issues/18834",
+            "https://github.com/kvcache-ai/Mooncake/issues/504",
+        ),
+    ),
+    Problem(
+        code="KVD548",
+        name="mooncake-store-of-v0-missed",
+        severity=Severity.SLOW,
+        title="Decode did not find all of a prompt's KV in the Mooncake store, and computes the prompt itself.",
+        shows=(Logged("Failed to receive all KVs and hidden states, redo model forwarding."),),
+        releases={"vllm": "<0.11"},
+        sure=False,
+        cause="V0's MooncakeStoreConnector takes a prompt whole or not at all. Known: chunked prefill on the prefill "
+        "instance, which it cannot store; a store that is full or has evicted it; decode that asked too early. "
+        "Mooncake's own lines (get failed, no available handle) say which.",
+        now="--enable-chunked-prefill=False on prefill, a larger global_segment_size in the file of "
+        "MOONCAKE_CONFIG_PATH",
+        good="vLLM 0.26.0 or newer: MooncakeConnector (P/D) or MooncakeStoreConnector (pool) of the V1 engine",
+        threads=("https://github.com/kvcache-ai/Mooncake/issues/269",),
     ),
 )

@@ -56,7 +56,11 @@ PROBLEMS = (
         name="mooncake-store-full",
         severity=Severity.SLOW,
         title="The Mooncake store has no room: chunks are not stored.",
-        shows=(Logged("NO_AVAILABLE_HANDLE"),),
+        shows=(
+            Logged("NO_AVAILABLE_HANDLE"),
+            Logged("Put operation failed with error: NO_AVAILABLE_HANDLE"),
+            Logged("Failed to start put operation: NO_AVAILABLE_HANDLE"),
+        ),
         sentence="the master has no free segment for the chunk",
         cause="All segments together (global_segment_size of every client) are full, and eviction does not keep up "
         "with the writes; or no client has mounted a segment.",

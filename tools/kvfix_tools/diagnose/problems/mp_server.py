@@ -192,8 +192,9 @@ PROBLEMS = (
         severity=Severity.CRASH,
         title="A port or socket that LMCache wants to open is taken by another process.",
         shows=(
-            Failed(kind="ZMQError", text="Address already in use"),
-            Logged("Address already in use (addr="),
+            Failed(kind="ZMQError", text="Address already in use", within="lmcache/"),
+            Failed(kind="ZMQError", text="Address already in use (addr='<address>lmcache_rpc_port_<port>"),
+            Logged("Address already in use (addr='<address>lmcache_rpc_port_<port>"),
         ),
         cause="A server or vLLM from before still runs (`Killed` parents leave workers behind), or two engines on one "
         "host have the same port: lmcache_rpc_port, lmcache.mp.port, internal_api_server_port_start, p2p_init_ports.",

@@ -207,6 +207,7 @@ PROBLEMS = (
             Logged("createBackend: unsupported backend '<backend>'"),
             Logged("getPluginParams: backend '<backend>' not found"),
             Failed(kind="KeyError", text="'UCX'"),
+            Failed(kind="RuntimeError", text="Worker failed with error ''UCX''"),
         ),
         cause="libplugin_<backend>.so is not in NIXL's plugin folder, or one of the libraries that it needs is "
         "missing.",

@@ -189,6 +189,7 @@ PROBLEMS = (
             Failed(kind="KeyError", within="get_finished", source="del self._reqs_to_send[req_id]"),
             Failed(kind="KeyError", within="get_finished", source="self._reqs_to_process.remove(req_id)"),
         ),
+        connectors=("NixlConnector", "MultiConnector"),
         releases={"vllm": "<0.11.2"},
         cause="The client went away around the end of the prefill: the scheduler forgot the request, and the connector "
         "still reported its blocks as sent or expired.",

@@ -1,4 +1,4 @@
-"""OffloadingConnector and SimpleCPUOffloadConnector of vLLM: copies, host memory and native crashes."""
+"""OffloadingConnector of vLLM: copies, host memory and native crashes."""
 
 from __future__ import annotations
 
@@ -134,12 +134,16 @@ PROBLEMS = (
             Died(within="shared_offload_region.py:__init__"),
         ),
         releases={"vllm": ">=0.20"},
-        cause="The CPU cache of all ranks is one file in /dev/shm, of cpu_bytes_to_use (--kv-offloading-size) bytes. A "
-        "container has 64 MB there unless its settings say otherwise, and Kubernetes counts it as the pod's memory.",
-        now="`--shm-size` above the CPU cache (docker; or `--ipc host`), Kubernetes: an emptyDir with medium Memory "
-        "and a sizeLimit at /dev/shm, memory limit raised by as much; or a smaller `cpu_bytes_to_use`",
-        good="/dev/shm and memory limit larger than the CPU cache; vLLM 0.32.0 checks it at the start",
-        threads=(f"{_ISSUES}/52656",),
+        cause="The CPU cache of all ranks is one file in /dev/shm, of cpu_bytes_to_use (--kv-offloading-size) bytes: a "
+        "container has 64 MB there by default. If it worked before: an engine that died leaves "
+        "/dev/shm/vllm_offload_*.mmap behind (before vLLM 0.32), which also outlives a restart of the container in its "
+        "pod, and the next start finds no room.",
+        now="no engine runs: rm -f /dev/shm/vllm_offload_*.mmap (Kubernetes: delete the pod). Else `--shm-size` above "
+        "the CPU cache (docker; or `--ipc host`), Kubernetes: an emptyDir with medium Memory and a sizeLimit at "
+        "/dev/shm, memory limit raised by as much; or a smaller `cpu_bytes_to_use`",
+        good="/dev/shm and memory limit larger than the CPU cache; vLLM 0.32.0 checks it at the start and leaves no "
+        "file behind",
+        threads=(f"{_ISSUES}/52656", f"{_ISSUES}/54002", f"{_ISSUES}/46949", f"{_PULLS}/50358"),
     ),
     Problem(
         code="KVD626",
@@ -225,50 +229,6 @@ PROBLEMS = (
         now="without SimpleCPUOffloadConnector, restart; `CUDA_LAUNCH_BLOCKING=1` once shows whether an earlier kernel "
         "is at fault",
         good="no release is known to be right or wrong here: report it with model and --kv-cache-dtype",
-    ),
-    Problem(
-        code="KVD630",
-        name="simple-offload-hash-does-not-fit",
-        severity=Severity.CRASH,
-        title="A KV group's blocks are smaller than vLLM's hash size, and CPU offloading asserts on the first request.",
-        shows=(
-            Failed(
-                kind="AssertionError",
-                within="resolve_block_hashes",
-                source="assert block_size % hash_block_size == 0",
-                at="vllm/v1/core/kv_cache_utils.py",
-            ),
-        ),
-        releases={"vllm": ">=0.26"},
-        cause="The model has a group with small blocks (a window or circular buffer, as DeepSeek V4.1 Flash), which "
-        "the connector hashes like the others.",
-        now="without SimpleCPUOffloadConnector (or OffloadingConnector) for this model, restart",
-        good="no release is known to be right for such a group yet",
-        threads=(f"{_ISSUES}/56396",),
-    ),
-    Problem(
-        code="KVD631",
-        name="simple-offload-needs-prefix-cache",
-        severity=Severity.SLOW,
-        title="SimpleCPUOffloadConnector does nothing: prefix caching is off.",
-        shows=(
-            Logged(
-                "Detected prefix caching disabled, disabling CPU offload", at=f"{_V1}/simple_cpu_offload_connector.py"
-            ),
-        ),
-        cause="It keeps blocks by the hashes of vLLM's prefix cache.",
-        now="remove `--no-enable-prefix-caching`, restart",
-        good="the configuration",
-    ),
-    Problem(
-        code="KVD632",
-        name="simple-offload-old-rocm",
-        severity=Severity.CRASH,
-        title="SimpleCPUOffloadConnector needs a newer ROCm.",
-        shows=(Failed(kind="RuntimeError", text="hipMemcpyBatchAsync is unavailable in this ROCm install"),),
-        cause="Its copies use hipMemcpyBatchAsync, which ROCm has from 7.1 on.",
-        now="OffloadingConnector (--kv-offloading-size) instead, or an image with ROCm 7.1",
-        good="ROCm 7.1 or later",
     ),
     Problem(
         code="KVD633",

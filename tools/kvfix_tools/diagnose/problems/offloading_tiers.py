@@ -116,4 +116,28 @@ PROBLEMS = (
         "reachable from every engine",
         good="the set-up",
     ),
+    Problem(
+        code="KVD647",
+        name="tiering-ended-before-last-store",
+        severity=Severity.CRASH,
+        title="The tiers had forgotten a finished request when its last block was to be stored, and EngineCore dies.",
+        shows=(
+            Failed(
+                kind="KeyError",
+                within="tiering/manager.py:prepare_store",
+                source="self._req_state[req_context.req_id]",
+                at=f"{_OFFLOAD}/tiering/manager.py",
+            ),
+        ),
+        releases={"vllm": ">=0.26,<0.32"},
+        cause="In vLLM 0.26.0 OffloadingConnector tells the tiers that a request has ended at once, and stores its "
+        "last block a step later. Without another store under way they no longer know the request. 0.32.0 tells them "
+        "after the store.",
+        now='without "secondary_tiers" in kv_connector_extra_config (the CPU tier alone), restart',
+        fixed={"vllm": "0.32.0"},
+        threads=(
+            "https://github.com/local-inference-lab/rtx6kpro/issues/60",
+            "https://github.com/vllm-project/vllm/pull/46284",
+        ),
+    ),
 )

@@ -105,15 +105,22 @@ PROBLEMS = (
         code="KVD795",
         name="ascend-pin-limit",
         severity=Severity.CRASH,
-        title="The Ascend driver registers no more than some 200 GB of host memory in one call.",
+        title="The Ascend driver does not register LMCache's host memory.",
         shows=(
             Failed(kind="RuntimeError", text="register ptr failed"),
             Logged(text="register ptr failed"),
         ),
-        cause="aclrtHostRegister answers 207001 above 200 to 250 GB, whatever ulimit and memory there are.",
-        now="LMCACHE_MAX_LOCAL_CPU_SIZE=200 or less, for each worker",
-        good="no release of LMCache-Ascend is known to split the call",
-        threads=("https://github.com/LMCache/LMCache-Ascend/issues/242",),
+        sure=False,
+        cause="Size and driver decide. Above 200 to 250 GB aclrtHostRegister answers 207001, whatever ulimit and "
+        "memory there are. At any size, with `Unable to halHostRegister: 65534` before it: the NPU driver is older "
+        "than 24.1, or the container lacks IPC_LOCK.",
+        now="LMCACHE_MAX_LOCAL_CPU_SIZE=200 or less, for each worker; is it less already: `npu-smi info` must show "
+        "driver 24.1.0 or newer (25.3 is best), docker run --privileged or --cap-add IPC_LOCK --ulimit memlock=-1",
+        good="NPU driver 25.3 or newer; no release of LMCache-Ascend is known to split the call",
+        threads=(
+            "https://github.com/LMCache/LMCache-Ascend/issues/242",
+            "https://github.com/LMCache/LMCache-Ascend/issues/91",
+        ),
     ),
     Problem(
         code="KVD796",

@@ -132,4 +132,20 @@ PROBLEMS = (
         "stop-writes-on-bgsave-error no",
         good="keep it so: the set-up was wrong, and no release changes that",
     ),
+    Problem(
+        code="KVD899",
+        name="lm-server-rejects-keys",
+        severity=Severity.SLOW,
+        title="lmcache_server (lm://) cannot read a key, and its thread for that engine ends.",
+        shows=(Failed(kind="ValueError", text="Invalid key string: <key>", within="server/__main__.py:handle_client"),),
+        sentence="{key}",
+        sure=False,
+        cause="With use_layerwise: true keys carry a layer's number, which lmcache_server before 0.3.10 does not read. "
+        "Else engine and server are of different releases: the form of keys changed with 0.3.10 and again up to "
+        "0.3.15.",
+        now="the same LMCache, 0.3.10 or newer, on engines and server, restart both; before 0.3.10 use_layerwise: "
+        "false (LMCACHE_USE_LAYERWISE=False)",
+        fixed={"lmcache": "0.3.10"},
+        threads=(_LMCACHE + "issues/1790", "https://github.com/LMCache/LMCache-Ascend/issues/89"),
+    ),
 )

@@ -123,17 +123,17 @@ PROBLEMS = (
         code="KVD869",
         name="remote-url-not-known",
         severity=Severity.SLOW,
-        title="remote_url has a scheme that this release has no connector for.",
+        title="LMCache has no connector for remote_url: its scheme is unknown, or the connector did not import.",
         shows=(
             Logged("Failed to initialize/re-establish remote connection: No adapter found for URL: <url>"),
             Failed(kind="ValueError", text="No adapter found for URL: <url>", at=f"{_CONNECTORS}/__init__.py"),
         ),
         sentence="no connector for {url}",
         connectors=_IN_PROCESS,
-        cause=f"Known are {_SCHEMES}; a connector whose Python package does not import is missing in the list, and a "
-        "WARNING at the start says so.",
-        now="remote_url with one of these schemes, redis://HOST:6379 for example, and restart; install the package of "
-        "the connector",
+        cause=f"Known are {_SCHEMES}. With one of these in remote_url the connector's module did not import (a package "
+        "is missing): a WARNING at the start says which.",
+        now="a known scheme: pip install the package that the WARNING names; another: remote_url with one of these "
+        "schemes, redis://HOST:6379 for example; restart",
         good="keep it so: the set-up was wrong, and no release changes that",
     ),
     Problem(

@@ -1,0 +1,158 @@
+"""Lines as people paste them: without a logger, without an exception's class; and what looks like one and is none."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvfix_tools.diagnose import command
+from tests.diagnose.lines import codes, diagnose, stats
+from tests.diagnose.releases import CORE
+
+LIBRARY = "/x/site-packages/lmcache/c_ops.cpython-312-x86_64-linux-gnu.so"
+TORCH = "_ZN3c106detail14torchCheckFailEPKcS2_jRKSs"
+MP = "INFO 12-03 01:24:31 [factory.py:64] Creating v1 connector with name: LMCacheMPConnector and engine_id: 47\n"
+
+
+@pytest.mark.parametrize(
+    ("line", "code"),
+    [
+        (f"{LIBRARY}: undefined symbol: {TORCH}", "KVD701"),
+        (f"/x/c_ops.cpython-312-x86_64-linux-gnu.so: undefined symbol: {TORCH}", "KVD701"),
+        ("/x/plugin.so: undefined symbol: any_other", "KVD199"),
+        ("libcudart.so.12: cannot open shared object file: No such file or directory", "KVD704"),
+        ("  /lib/libc.so.6: version `GLIBC_2.32' not found (required by /x/torchac_cuda.cpython-312.so)", "KVD709"),
+        ("Killed", "KVD853"),
+        ("command terminated with exit code 137", "KVD853"),
+        ("      Exit Code:    137", "KVD853"),
+        ("Memory access fault by GPU node-4 (Agent handle: 0x55) on address 0x7f. Reason: Unknown.", "KVD941"),
+        ("[0a1b2c3d:1    ] FATAL: UCX library was compiled with avx but CPU does not support it.", "KVD940"),
+        ("Aborted (core dumped)", "KVD199"),
+        ("Aborted", "KVD199"),
+        ("Illegal instruction (core dumped)", "KVD199"),
+        ("double free or corruption (!prev)", "KVD199"),
+        ("CUDA error: an illegal memory access was encountered", "KVD199"),
+        ("  what():  HIP error: invalid device function", "KVD199"),
+    ],
+)
+def test_a_bare_line_is_explained_or_noticed(line: str, code: str) -> None:
+    assert codes(diagnose(f"{line}\n")) == [code]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "INFO 12-03 01:24:31 [pynccl.py:70] loaded /x/libnccl.so: 2.27.3",
+        "INFO 12-03 01:24:31 [async_llm.py:436] Aborted request(s) cmpl-7.",
+        "loading /x/libnixl.so",
+        "DEBUG 12-03 01:24:31 [x.py:7] the shared object store has 137 blocks",
+    ],
+)
+def test_a_line_of_a_healthy_system_is_nothing(line: str) -> None:
+    log = diagnose(f"{line}\n")
+    assert codes(log) == []
+    assert log.failures.lines == []
+
+
+def raised(frames: list[tuple[str, str, str]], error: str) -> str:
+    lines = ["Traceback (most recent call last):"]
+    for file, function, source in frames:
+        lines += [f'  File "/opt/app/{file}", line 7, in {function}', f"    {source}"]
+    return "".join(f"{CORE}{line}\n" for line in [*lines, error])
+
+
+def test_an_engine_that_gives_up_on_a_worker_is_one_finding() -> None:
+    """The time-out of the queue is the cause of the one that is raised; neither is an unknown failure."""
+    read = raised([("vllm/distributed/device_communicators/shm_broadcast.py", "acquire_read", "raise")], "TimeoutError")
+    link = f"{CORE}The above exception was the direct cause of the following exception:\n"
+    call = raised(
+        [("vllm/v1/executor/multiproc_executor.py", "get_response", "raise TimeoutError(")],
+        "TimeoutError: RPC call to sample_tokens timed out.",
+    )
+    assert codes(diagnose(read, link, call)) == ["KVD945"]
+
+
+def test_a_full_mooncake_store_is_no_unreachable_one() -> None:
+    put = "E0616 07:25:02.2 40411 store_py.cpp:372] Put operation failed with error: {}\n"
+    assert codes(diagnose(put.format("NO_AVAILABLE_HANDLE"))) == ["KVD887"]
+    assert codes(diagnose(put.format("RPC_FAIL"))) == ["KVD886"]
+
+
+def test_another_connectors_lost_request_is_not_nixls() -> None:
+    lost = raised(
+        [
+            (
+                "vllm/v1/core/sched/scheduler.py",
+                "_update_from_kv_xfer_finished",
+                "self._free_blocks(self.requests[req_id])",
+            )
+        ],
+        "KeyError: 'cmpl-7'",
+    )
+    name = "INFO 12-03 01:24:31 [factory.py:64] Creating v1 connector with name: {} and engine_id: 47\n"
+    assert "KVD577" in codes(diagnose(name.format("NixlConnector"), lost))
+    assert codes(diagnose(name.format("DynamoConnector"), lost)) == ["KVD199"]
+
+
+def test_the_summary_says_where_a_multi_process_log_has_its_loads(
+    capsys: pytest.CaptureFixture[str], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    log = tmp_path_factory.mktemp("pasted") / "engine.log"
+    log.write_text(MP + stats(running=1, generation=3.0))
+    assert command.main([str(log)]) == 0
+    assert "lookups, loads and stores are in the log of `lmcache server`" in capsys.readouterr().out
+    log.write_text(MP.replace("LMCacheMPConnector", "LMCacheConnectorV1") + stats(running=1, generation=3.0))
+    assert command.main([str(log)]) == 0
+    assert "lmcache server" not in capsys.readouterr().out
+
+
+def test_an_object_that_is_dropped_is_not_the_failure() -> None:
+    """Its `__del__` raises because what failed before has left it half made."""
+    dropped = raised([("vllm/any_connector.py", "__del__", "self.close()")], "AttributeError: no attribute 'context'")
+    failed = raised([("vllm/any.py", "start", "open_device()")], "LookupError: no device 7")
+    log = diagnose(dropped + failed)
+    assert codes(log) == ["KVD199"]
+    assert "no device 7" in log.findings[0].sentence
+    assert "'context'" in diagnose(dropped).findings[0].sentence
+
+
+def test_a_number_in_a_sign_tells_failures_apart() -> None:
+    """What was explained before must not decide: numbers of other lines are taken for equal."""
+    frames = [("lmcache/v1/multiprocess/server.py", "store", "lmc_ops.multi_layer_block_kv_transfer(")]
+    for number, code in ((7, "KVD766"), (10, "KVD767"), (99, "KVD199"), (6, "KVD766")):
+        assert codes(diagnose(raised(frames, f"RuntimeError: Unsupported GPUKVFormat: {number}"))) == [code]
+
+
+@pytest.mark.parametrize(
+    ("frame", "code"),
+    [
+        (("lmcache/v1/rpc_utils.py", "get_zmq_socket", "socket.bind(socket_addr)"), "KVD917"),
+        (
+            ("vllm/distributed/device_communicators/shm_broadcast.py", "__init__", "self.remote_socket.bind(a)"),
+            "KVD948",
+        ),
+        (("vllm/distributed/kv_events.py", "_socket_setup", "self._pub.bind(self._endpoint)"), "KVD949"),
+        (("vllm/distributed/p2p/p2p_nccl_engine.py", "__init__", "self.router_socket.bind(a)"), "KVD950"),
+        (("vllm/distributed/nixl/base_scheduler.py", "_nixl_handshake_listener", "with zmq_ctx(a, b):"), "KVD561"),
+        (("opt/router.py", "listen", "socket.bind(a)"), "KVD199"),
+    ],
+)
+def test_whose_port_is_taken(frame: tuple[str, str, str], code: str) -> None:
+    error = "zmq.error.ZMQError: Address already in use (addr='tcp://10.0.0.7:5557')"
+    assert codes(diagnose(raised([frame, ("zmq/sugar/socket.py", "bind", "super().bind(addr)")], error))) == [code]
+
+
+def test_files_of_lmcache_do_not_say_that_vllms_connector_ran() -> None:
+    frames = [("lmcache/v1/storage_backend/connector/nixl_connector_v3.py", "from_cache_engine_config", "ports[rank]")]
+    log = diagnose(raised(frames, "IndexError: list index out of range"))
+    assert codes(log) == ["KVD526"]
+    assert "NixlConnector" not in log.who.connectors
+
+
+def test_too_many_caches_are_those_of_lmcaches_own_connectors() -> None:
+    """LMCache-Ascend counts its caches in its own way: there it may be too few."""
+    error = "ValueError: could not broadcast input array from shape (122,) into shape (61,)"
+    frames = [("lmcache/v1/cache_engine.py", "store", "self.gpu_connector.batched_from_gpu(")]
+    own = ("lmcache/v1/gpu_connector/gpu_connectors.py", "_initialize_pointers", "pointers.numpy()[:] = found")
+    other = ("lmcache_ascend/v1/npu_connector.py", "_initialize_pointers", "pointers.numpy()[:] = found")
+    assert codes(diagnose(raised([*frames, own], error))) == ["KVD770"]
+    assert codes(diagnose(raised([*frames, other], error))) == ["KVD199"]

@@ -1,0 +1,90 @@
+"""Parallel sizes of prefill, decode and caches that a connector of some release cannot map."""
+
+from __future__ import annotations
+
+from kvfix_tools.diagnose.findings import Severity
+from kvfix_tools.diagnose.problems import Failed, Problem
+
+_VLLM = "https://github.com/vllm-project/vllm/"
+_ASCEND = "https://github.com/vllm-project/vllm-ascend/"
+
+PROBLEMS = (
+    Problem(
+        code="KVD588",
+        name="nixl-prefill-has-more-ranks",
+        severity=Severity.CRASH,
+        title="Prefill has a larger tensor parallel size than decode, which this release's handshake cannot map.",
+        shows=(
+            Failed(kind="ZeroDivisionError", within="nixl_connector.py:_nixl_handshake"),
+            Failed(kind="ZeroDivisionError", within="nixl_connector.py:add_remote_agent"),
+        ),
+        sentence="decode's tensor parallel size divided by prefill's is 0",
+        releases={"vllm": "<0.15"},
+        cause="Decode divides its own tensor parallel size by prefill's, which must be the smaller one: for decode "
+        "with data parallel and tensor parallel 1 that is never so.",
+        now="prefill with a --tensor-parallel-size that is not above decode's (more prefill instances or "
+        "--data-parallel-size instead), restart both",
+        fixed={"vllm": "0.15.1"},
+        threads=(f"{_VLLM}issues/21576", "https://github.com/llm-d/llm-d/issues/394", f"{_VLLM}pull/27274"),
+    ),
+    Problem(
+        code="KVD615",
+        name="offload-with-context-parallel",
+        severity=Severity.CRASH,
+        title="The OffloadingConnector counts more blocks than there are hashes: context parallel is not reckoned "
+        "with.",
+        shows=(
+            Failed(
+                kind="AssertionError",
+                source="assert len(offload_keys) >= num_blocks",
+                within="offloading/scheduler.py:get_num_new_matched_tokens",
+            ),
+            Failed(
+                kind="AssertionError",
+                source="assert len(offload_keys) >= num_blocks",
+                within="offloading/scheduler.py:update_state_after_alloc",
+            ),
+            Failed(
+                kind="AssertionError",
+                source="assert len(offload_keys) >= num_blocks",
+                within="offloading/scheduler.py:_get_reqs_to_store",
+            ),
+        ),
+        connectors=("OffloadingConnector", "MultiConnector"),
+        releases={"vllm": "<0.26"},
+        sure=False,
+        cause="With --decode-context-parallel-size (or --prefill-context-parallel-size) above 1 a block of a rank "
+        "holds that many times its tokens, and these releases divide by the plain block size: the first request kills "
+        "EngineCore. Without either option it is something else.",
+        now="`--decode-context-parallel-size 1`, or without OffloadingConnector (--kv-offloading-size); restart",
+        fixed={"vllm": "0.26.0"},
+        threads=(f"{_VLLM}issues/40992", f"{_VLLM}pull/41549"),
+    ),
+    Problem(
+        code="KVD545",
+        name="ascend-mooncake-groups-mixed-up",
+        severity=Severity.CRASH,
+        title="vllm-ascend's MooncakeConnector takes the number of a transfer group for that of a KV group.",
+        shows=(Failed(kind="IndexError", within="mooncake_connector.py:_get_kv_split_metadata"),),
+        cause="It splits a KV group into several transfer groups (hybrid models, MLA with an indexer, MTP), and looks "
+        "up block numbers, which it has for each KV group, by the number of the transfer group. Where that does not "
+        "raise, blocks of another layout are read.",
+        now="decode without --decode-context-parallel-size and without --speculative-config to go on; or vllm-ascend "
+        "of after 2026-08-11",
+        good="a vllm-ascend with pull request 13965 (releases/v0.26.0rc: 13968; without context parallel: 11439)",
+        threads=(f"{_ASCEND}issues/13934", f"{_ASCEND}pull/13965", f"{_ASCEND}pull/11439"),
+    ),
+    Problem(
+        code="KVD546",
+        name="ascend-mooncake-rank-not-mapped",
+        severity=Severity.CRASH,
+        title="vllm-ascend's MooncakeConnector has fewer remote ranks in its table than this engine has ranks.",
+        shows=(Failed(kind="IndexError", within="mooncake_connector.py:_get_remote_rank"),),
+        cause="The table is made for decode's tensor parallel size. A prefill engine that loads from another prefill "
+        "engine (external load balancing: --data-parallel-rank is given) asks with its own, larger size.",
+        now="no --data-parallel-rank on prefill (the load balancer of vLLM itself), or the same --tensor-parallel-size "
+        'on prefill and decode, with both sizes so in "prefill" and "decode" of kv_connector_extra_config; restart',
+        good="no release of vllm-ascend is known to be right: its master of September 2026 has it too",
+        threads=(f"{_ASCEND}issues/16723",),
+    ),
+)

@@ -1,0 +1,63 @@
+"""Ports of vLLM's own that are taken: its message queue, the publisher of KV events, P2P and side channels."""
+
+from __future__ import annotations
+
+from kvfix_tools.diagnose.findings import Severity
+from kvfix_tools.diagnose.problems import Failed, Problem
+
+_VLLM = "https://github.com/vllm-project/vllm/"
+_TAKEN = "Address already in use"
+
+PROBLEMS = (
+    Problem(
+        code="KVD948",
+        name="message-queue-lost-its-port",
+        severity=Severity.CRASH,
+        title="vLLM's message queue chose a free port, and another process took it before the queue did.",
+        shows=(
+            Failed(kind="ZMQError", text=_TAKEN, within="shm_broadcast.py:__init__"),
+            Failed(kind="ZMQError", text=_TAKEN, within="_init_message_queues"),
+        ),
+        releases={"vllm": "<0.32"},
+        cause="With several nodes each worker asks for a free port, gives it back and binds it later; workers that "
+        "start together may have the same one. No connector and no setting of yours is at fault. 0.20.2 and 0.26.0 "
+        "are so; 0.32.0 binds at once (pull 50960).",
+        now="start it again, all nodes; it is a matter of luck",
+        good="vLLM 0.32.0 or newer; releases between 0.26.0 and 0.32.0 were not looked at",
+        threads=(
+            "https://github.com/gpustack/gpustack/issues/6019",
+            _VLLM + "pull/50960",
+            "https://github.com/vllm-project/vllm-ascend/issues/16237",
+        ),
+    ),
+    Problem(
+        code="KVD949",
+        name="kv-events-port-in-use",
+        severity=Severity.CRASH,
+        title="Two engines on one machine publish their KV events at the same port.",
+        shows=(
+            Failed(kind="ZMQError", text=_TAKEN, within="kv_events.py:_socket_setup"),
+            Failed(kind="ZMQError", text=_TAKEN, within="kv_events.py:_bind"),
+        ),
+        cause="The endpoint of --kv-events-config is tcp://*:5557 unless it is set; data parallel ranks take the next "
+        "ones.",
+        now="an endpoint of its own for each engine: --kv-events-config "
+        '\'{"enable_kv_cache_events":true,"publisher":"zmq","endpoint":"tcp://*:5567"}\', and the same in the router',
+        good="the configuration",
+        threads=("https://github.com/ai-dynamo/dynamo/issues/4121",),
+    ),
+    Problem(
+        code="KVD950",
+        name="p2p-nccl-port-in-use",
+        severity=Severity.CRASH,
+        title="Two instances with P2pNcclConnector on one machine have the same kv_port.",
+        shows=(Failed(kind="ZMQError", text=_TAKEN, within="p2p_nccl_engine.py:__init__"),),
+        releases={"vllm": "<0.26"},
+        cause="Each rank binds kv_port (14579 unless it is set) plus its rank in its own instance; kv_rank does not "
+        "count.",
+        now='"kv_port":"21001" for prefill and "kv_port":"22001" for decode in --kv-transfer-config, as far apart as '
+        "there are ranks",
+        good="the configuration; the connector is gone from vLLM 0.26 on",
+        threads=(_VLLM + "issues/44061", _VLLM + "issues/28498"),
+    ),
+)
