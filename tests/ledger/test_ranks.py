@@ -7,11 +7,13 @@ from kvfix.ledger.ranks import compare
 
 
 def sequence(text: str) -> list[ev.Event]:
-    """Capital letter: a load; small letter: a store of the same name; `-`: an event of only one record."""
+    """Capital letter: a load; small letter: a store of the same name. In only one record: `-`; `2`: B is aborted."""
     made: list[ev.Event] = []
     for letter in text:
         if letter == "-":
             made.append(ev.Granted("x", 0))
+        elif letter.isdigit():
+            made.append(ev.Finished(chr(ord("@") + int(letter)), True))
         else:
             made.append(ev.LoadDue(letter, 0, 64) if letter.isupper() else ev.Stored(letter, 64, 128, 64))
     return made
@@ -33,6 +35,10 @@ CASES = [
     ("one of two equal loads", "AXXB", "AXB", "AB", [("X", True)], 0),
     ("both at the end: which?", "AXX", "AX", "AX", [], 1),
     ("only what is there twice", "XX", "X", "", [], 2),
+    ("a rank has failed, all are aborted", "AB2C", "AC", "AC", [], 1),
+    ("another one is aborted", "AB4C", "AC", "AC", [("B", True)], 0),
+    ("aborted after a later load of all", "ABC2D", "ACD", "ACD", [("B", True)], 0),
+    ("of its own, and aborted", "A2C", "ABC", "AC", [("B", False)], 0),
     ("another order: not one engine", "AB", "BA", "", [], 2),
 ]
 

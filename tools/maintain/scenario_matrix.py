@@ -28,6 +28,8 @@ from kvfix_tools.lab.releases import code
 
 FILE = Path("docs/matrix.json")
 VLLM = Path(".cache/vllm")
+#: Releases of vLLM with an environment there: with a build for the CPU, and the Python files of a wheel.
+VLLM_RELEASES = Path("requirements/vllm-releases.txt"), Path("requirements/vllm-python-only.txt")
 LMCACHE = Path(os.environ.get("KVFIX_TEST_RELEASES", ".cache/lmcache"))
 #: Plays the pairs of one vLLM release, in that release's environment.
 PROCESS = Path(__file__).with_name("scenario_matrix_process.py")
@@ -104,7 +106,7 @@ def play(python: Path, releases: list[str]) -> Iterator[tuple[str, dict[str, Any
 def main(arguments: list[str]) -> int:
     code, own = digest(), installed_source.version("vllm").partition("+")[0]
     pythons = {own: Path(sys.executable)}
-    for release in Path("requirements/vllm-releases.txt").read_text().split():
+    for release in [release for file in VLLM_RELEASES for release in file.read_text().split()]:
         pythons[release] = VLLM / release / "bin" / "python"
     wanted = Path("requirements/lmcache-releases.txt").read_text().split()
     before = load(FILE.read_text()) if FILE.exists() else {}

@@ -37,6 +37,8 @@ HOOKS: dict[str, tuple[str, str]] = {
     "on_new_request": ("", ""),
     "reset_cache": ("", ""),
     "register_kv_caches": ("", ""),
+    "unregister_kv_caches": ("", ""),  # since vLLM 0.33, before and after sleep
+    "restore_kv_caches": ("", ""),
     "handle_preemptions": ("", ""),
     "start_load_kv": ("start_load_kv", ""),
     "wait_for_save": ("wait_for_save", "wait_for_save_answer"),

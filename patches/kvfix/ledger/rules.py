@@ -98,9 +98,10 @@ def promise_changed(history: History, event: ev.Asked) -> Outcome:
 def grant_differs(history: History, event: ev.Granted) -> Outcome:
     """vLLM takes all of a promise or nothing of it.
 
-    It takes nothing if it chose another connector of a MultiConnector, if the request asks for prompt_logprobs, or if
-    its own prefix hit ends inside a block (vllm/v1/core/sched/scheduler.py 0.32.0:971-1027). Models with prefix replay
-    take whole blocks of it (993-1005). The record has no block size, so a smaller grant is then unknown.
+    It takes nothing if it chose another connector of a MultiConnector, if the request asks for prompt_logprobs, if its
+    own prefix hit ends inside a block (vllm/v1/core/sched/scheduler.py 0.32.0:971-1027), or if it lacks the routed
+    experts of the hit, which it is to return (`cap_external_hit`, 0.33.0:1189). Models with prefix replay take whole
+    blocks of it (0.32.0:993-1005). The record has no block size, so a smaller grant is then unknown.
     """
     if event.external == 0:
         return None

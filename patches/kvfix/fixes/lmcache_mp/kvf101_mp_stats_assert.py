@@ -15,7 +15,7 @@ Before `request_finished`: if a request asks for statistics and has no tracker, 
 numbers. The hook deletes it, as it does with every tracker.
 
 ## Releases
-LMCache 0.4.5 to 0.5.6, and 0.4.5 to 0.5.5 with lmcache_mp_connector_0201. vLLM 0.26.0 to 0.32.0, its own copy of the
+LMCache 0.4.5 to 0.5.6, and 0.4.5 to 0.5.5 with lmcache_mp_connector_0201. vLLM 0.26.0 to 0.33.0, its own copy of the
 connector.
 
 ## Upstream

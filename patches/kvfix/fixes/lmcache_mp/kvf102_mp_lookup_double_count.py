@@ -17,7 +17,7 @@ After each answer for a request that is not admitted yet, the fix sets the store
 tokens that vLLM has computed.
 
 ## Releases
-LMCache 0.4.5 to 0.5.5, and 0.4.4 to 0.5.5 with lmcache_mp_connector_0180 and _0201. vLLM 0.26.0 to 0.32.0, its own copy
+LMCache 0.4.5 to 0.5.5, and 0.4.4 to 0.5.5 with lmcache_mp_connector_0180 and _0201. vLLM 0.26.0 to 0.33.0, its own copy
 of the connector.
 
 ## Upstream

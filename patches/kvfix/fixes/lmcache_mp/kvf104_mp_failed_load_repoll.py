@@ -18,7 +18,7 @@ one handles only preempted requests, which that one misses.
 
 ## Releases
 LMCache 0.4.5 to 0.5.4, and 0.5.6 for preempted requests; 0.4.4 to 0.5.5 with lmcache_mp_connector_0180 and _0201. vLLM
-0.26.0 to 0.32.0, its own copy of the connector.
+0.26.0 to 0.33.0, its own copy of the connector.
 
 ## Upstream
 None known. LMCache 0.5.5 has its own fix ("Bypassing LMCache for request").

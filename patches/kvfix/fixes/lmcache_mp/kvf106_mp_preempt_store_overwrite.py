@@ -16,7 +16,7 @@ the stores in flight, for at most LMCache's own `mq_timeout` each, before anythi
 preemption do not wait. KVF109 makes sure that the worker lists all stores of a request.
 
 ## Releases
-LMCache 0.4.5 to 0.5.5, and 0.4.4 to 0.5.5 with lmcache_mp_connector_0180 and _0201. vLLM 0.26.0 to 0.32.0, its own copy
+LMCache 0.4.5 to 0.5.5, and 0.4.4 to 0.5.5 with lmcache_mp_connector_0180 and _0201. vLLM 0.26.0 to 0.33.0, its own copy
 of the connector.
 
 ## Upstream

@@ -15,7 +15,7 @@ tokens than the hits of its tracker, the tracker counts from vLLM's number. The 
 stored again: it may be evicted.
 
 ## Releases
-LMCache 0.4.5 to 0.5.6, and 0.4.4 to 0.5.5 with lmcache_mp_connector_0180 and _0201. vLLM 0.26.0 to 0.32.0, its own copy
+LMCache 0.4.5 to 0.5.6, and 0.4.4 to 0.5.5 with lmcache_mp_connector_0180 and _0201. vLLM 0.26.0 to 0.33.0, its own copy
 of the connector.
 
 ## Upstream

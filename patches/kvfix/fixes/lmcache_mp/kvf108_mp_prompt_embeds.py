@@ -13,7 +13,7 @@ The fix returns no hit for a request with `prompt_embeds` and sends no lookup. I
 stored, so nothing is stored. vLLM's own prefix cache, which hashes the embeddings, works as before.
 
 ## Releases
-LMCache 0.4.5 to 0.5.6, and 0.4.4 to 0.5.5 with lmcache_mp_connector_0180 and _0201. vLLM 0.26.0 to 0.32.0, its own copy
+LMCache 0.4.5 to 0.5.6, and 0.4.4 to 0.5.5 with lmcache_mp_connector_0180 and _0201. vLLM 0.26.0 to 0.33.0, its own copy
 of the connector.
 
 ## Upstream

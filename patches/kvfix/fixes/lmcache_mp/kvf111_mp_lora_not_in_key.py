@@ -16,7 +16,7 @@ The tracker of a request with a LoRA gets a `cache_salt` that combines the reque
 adapter. Lookups, loads and stores read it from there.
 
 ## Releases
-LMCache 0.4.5 to 0.5.6, and 0.4.5 to 0.5.5 with lmcache_mp_connector_0201. vLLM 0.26.0 to 0.32.0, its own copy of the
+LMCache 0.4.5 to 0.5.6, and 0.4.5 to 0.5.5 with lmcache_mp_connector_0201. vLLM 0.26.0 to 0.33.0, its own copy of the
 connector.
 
 ## Upstream

@@ -13,7 +13,7 @@ another request may have locked, lose a lock.
 While the hook runs, the client's `free_lookup_locks` gets the salt of the request.
 
 ## Releases
-LMCache 0.4.5 to 0.5.0, and 0.4.5 to 0.5.4 with lmcache_mp_connector_0201. vLLM 0.26.0 to 0.32.0, its own copy of the
+LMCache 0.4.5 to 0.5.0, and 0.4.5 to 0.5.4 with lmcache_mp_connector_0201. vLLM 0.26.0 to 0.33.0, its own copy of the
 connector.
 
 ## Upstream

@@ -14,7 +14,7 @@ lookup (lmcache_mp_connector.py 0.5.6:1432) before it knows the hit, so it relea
 The fix returns no hit for a request that reads no cache, and sends no lookup. The request is stored as before.
 
 ## Releases
-LMCache 0.4.5 to 0.5.6, and 0.4.4 to 0.5.5 with lmcache_mp_connector_0180 and _0201. vLLM 0.26.0 to 0.32.0, its own copy
+LMCache 0.4.5 to 0.5.6, and 0.4.4 to 0.5.5 with lmcache_mp_connector_0180 and _0201. vLLM 0.26.0 to 0.33.0, its own copy
 of the connector.
 
 ## Upstream

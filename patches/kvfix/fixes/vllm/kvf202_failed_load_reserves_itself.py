@@ -16,7 +16,7 @@ After `_update_waiting_for_remote_kv`: a request without computed tokens is remo
 adds it again when it is admitted.
 
 ## Releases
-vLLM 0.26.0 to 0.32.0.
+vLLM 0.26.0 to 0.33.0.
 
 ## Upstream
 None known.

@@ -16,7 +16,7 @@ has one. The requests keep the blocks; other requests cannot find them. If a req
 later blocks are not known: the fix evicts all blocks that no request holds.
 
 ## Releases
-vLLM 0.11.2 to 0.32.0.
+vLLM 0.11.2 to 0.33.0.
 
 ## Upstream
 None known; https://github.com/vllm-project/vllm/pull/26813 decided that they stay.

@@ -15,7 +15,7 @@ The fix rolls back each request to its own first failed block. Two requests that
 KV into it.
 
 ## Releases
-vLLM 0.11.2 to 0.32.0, with kv_load_failure_policy "recompute".
+vLLM 0.11.2 to 0.33.0, with kv_load_failure_policy "recompute".
 
 ## Upstream
 https://github.com/vllm-project/vllm/pull/37827 (closed) for asynchronous loads;

@@ -20,7 +20,7 @@ When it is scheduled again it is computed, and not loaded from LMCache. A reques
 loses its outputs in flight. KVF203 handles its blocks, and KVF007 what LMCache stores of it.
 
 ## Releases
-vLLM 0.11.2 to 0.32.0 with asynchronous scheduling, without pipeline parallelism; with runner V2 also without it. Runner
+vLLM 0.11.2 to 0.33.0 with asynchronous scheduling, without pipeline parallelism; with runner V2 also without it. Runner
 V2 has not been run: it needs a GPU.
 
 ## Upstream

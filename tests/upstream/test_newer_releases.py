@@ -1,0 +1,37 @@
+"""The patches for upstream on vLLM's releases of which only the Python files are here: no patch needs another version.
+
+A patch that no longer applies is brought over: `vllm-<release>.patch` beside the one for the release before.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from kvfix_tools import upstream
+from maintain.scenario_matrix import VLLM, VLLM_RELEASES
+from tests.conftest import ROOT
+from tests.upstream import patched
+
+PATCHES = [row for row in upstream.ready() if row.dist == "vllm"]
+
+
+@pytest.mark.parametrize("release", (ROOT / VLLM_RELEASES[1]).read_text().split())
+@pytest.mark.parametrize("row", PATCHES, ids=lambda row: str(row.slug))
+def test_the_patch_applies(row: upstream.Ready, release: str, tmp_path: Path) -> None:
+    places = list((ROOT / VLLM / release).glob("lib/python*/site-packages"))
+    if not places:
+        pytest.skip(f"vLLM {release} is not in {VLLM}: `requirements/matrix` fetches it")
+    if row.version != release and row.path.with_name(f"vllm-{release}.patch").exists():
+        pytest.skip(f"there is one for {release}")
+    patched.copy(row.path, places, tmp_path)
+    done = subprocess.run(
+        ["git", "apply", "--exclude=tests/*", "--verbose", str(row.path)],
+        cwd=tmp_path, env={**os.environ, "GIT_CEILING_DIRECTORIES": str(tmp_path.parent)},
+        capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "Applied patch vllm/" in done.stderr
