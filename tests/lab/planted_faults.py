@@ -208,6 +208,11 @@ def no_question_is_ever_answered(engine: Any) -> None:
     _answer(engine, lambda request, computed, promised: None if request.num_preemptions else promised)
 
 
+@fault("LAB009", text="again needs ", on=V1)
+def blocks_of_others_never_come_free(engine: Any) -> None:
+    engine.free_blocks = engine._held.clear
+
+
 def _answer(engine: Any, change: Callable[[Any, int, Any], Any]) -> None:
     """The hook itself promises otherwise; the lab's wrapper is put around it again."""
     connector = engine.scheduler.connector

@@ -1,7 +1,8 @@
 """Loads and saves by layers, on LMCache's real adapter in the worker's role and its real cache engine.
 
 As released the adapter does not tell the engine whose tokens it loads (0.5.6 vllm_v1_adapter.py:842), nor under which
-tags it saves (:1088). With a GPU connector that moves nothing.
+tags it saves (:1088), and does not look at how much was loaded (:990). With a GPU connector that moves nothing; the lab
+has one that moves its contents (tools/kvfix_tools/lab/v1_layers.py).
 """
 
 from __future__ import annotations
@@ -41,11 +42,11 @@ class Worker:
         else:
             self.adapter.lmcache_engine = self.engine.cache_engine
 
-    def _meta(self, name: str, tag: str, load: bool) -> Any:
+    def _meta(self, name: str, tag: str, load: bool, hit: int) -> Any:
         import torch
 
-        save = self.module.SaveSpec(skip_leading_tokens=0, can_save=not load)
-        spec = self.module.LoadSpec(vllm_cached_tokens=0, lmcache_cached_tokens=64, can_load=True) if load else None
+        save = self.module.SaveSpec(skip_leading_tokens=0, can_save=not load or hit < len(TOKENS))
+        spec = self.module.LoadSpec(vllm_cached_tokens=0, lmcache_cached_tokens=hit, can_load=True) if load else None
         meta = self.module.ReqMeta(
             req_id=name, token_ids=list(TOKENS), slot_mapping=torch.arange(64), save_spec=save, load_spec=spec,
             is_last_prefill=True,
@@ -53,12 +54,12 @@ class Worker:
         meta.request_configs = {"lmcache.tag.kvfix": tag} if tag else None
         return meta
 
-    def step(self, requests: dict[str, str], load: bool) -> None:
-        """One step that loads or saves these requests, each with its tag."""
+    def step(self, requests: dict[str, str], load: bool, hit: int = 64) -> None:
+        """One step that loads or saves these requests, each with its tag. If not all is hit, the rest is saved."""
         import torch
 
         metadata = self.module.LMCacheConnectorMetadata()
-        metadata.requests = [self._meta(name, tag, load) for name, tag in requests.items()]
+        metadata.requests = [self._meta(name, tag, load, hit) for name, tag in requests.items()]
         self.adapter._parent = SimpleNamespace(_connector_metadata=metadata, _get_connector_metadata=lambda: metadata)
         self.adapter.start_load_kv(SimpleNamespace(attn_metadata=object()))
         self.adapter.wait_for_layer_load("layer")
@@ -97,6 +98,74 @@ def pins(only: list[str] | None) -> list[int]:
     worker.found("waits")
     worker.step({"r": ""}, load=True)
     return [chunk.meta.pin_count for chunk in worker.engine.cached()]
+
+
+def short(only: list[str] | None, left: int, hit: int) -> tuple[Any, int]:
+    """What a load of so many tokens reports, of whose chunks only the first are left; and chunks that are cached then.
+
+    "dies": as the worker does.
+    """
+    worker = Worker(only)
+    worker.step({"one": ""}, load=False)
+    cached = worker.engine.cache_engine.storage_manager.local_cpu_backend.hot_cache
+    for key in list(cached)[left:]:
+        del cached[key]
+    try:
+        worker.step({"r": ""}, load=True, hit=hit)
+    except UnboundLocalError:
+        return "dies", len(cached)
+    return sorted(worker.adapter._invalid_block_ids), len(cached)
+
+
+@pytest.mark.parametrize("name", ["0.3.15", "0.5.6"])
+@pytest.mark.parametrize(
+    ("only", "left", "found"),
+    [([], 0, "dies"), ([], 2, []), (["KVF026"], 0, [0, 1, 2, 3]), (None, 2, [2, 3]), (None, 4, [])],
+)
+def test_a_load_that_comes_short(only: list[str] | None, left: int, found: Any, name: str, once: Once) -> None:
+    assert once(short, RELEASES / name, only, left, 64) == [found, left]
+
+
+@pytest.mark.parametrize(("only", "cached"), [(["KVF026"], 4), (None, 1)])
+def test_what_is_computed_on_a_load_that_came_short_is_not_stored(
+    only: list[str] | None, cached: int, once: Once
+) -> None:
+    """Two chunks were hit, one of them is left. The step computes the other two on top of what was not loaded."""
+    assert once(short, RELEASES / "0.5.6", only, 1, 32) == [[1], cached]
+
+
+def in_the_lab(layers_loaded: int) -> tuple[list[str], int]:
+    """Rules that are violated, and tokens loaded, if only so many of the layers are."""
+    from kvfix_tools.lab import v1_layers
+    from kvfix_tools.lab.lab_engine import LabEngine
+    from kvfix_tools.lab.options import Options
+    from kvfix_tools.lab.steps import prompt
+
+    load = v1_layers._GPUConnector.batched_to_gpu
+
+    def some(self: Any, *arguments: Any, **more: Any) -> Any:
+        layers = load(self, *arguments, **more)
+        next(layers)
+        for number in range(len(v1_layers.LAYERS)):
+            chunks = yield
+            layers.send(chunks if number < layers_loaded else [v1_layers._Chunk() for _ in chunks])
+        yield
+        yield
+
+    engine = LabEngine(Options(lmcache={"use_layerwise": True}, max_num_batched_tokens=512))
+    with mock.patch.object(v1_layers._GPUConnector, "batched_to_gpu", some):
+        for name in ("first", "again"):
+            engine.admit(name, prompt(300), max_tokens=4)
+            engine.run()
+            engine.reset_prefix_cache()
+    engine.settle()
+    return [found.code for found in engine.findings], engine.counts["loaded_tokens"]
+
+
+def test_the_lab_sees_a_layer_that_was_not_loaded(once: Once) -> None:
+    assert once(in_the_lab, RELEASES / "0.5.6", 2) == [[], 256]
+    found, _ = once(in_the_lab, RELEASES / "0.5.6", 1)
+    assert "LAB001" in found
 
 
 @pytest.mark.parametrize("name", ["0.4.6", "0.5.6"])

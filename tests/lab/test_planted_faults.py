@@ -19,6 +19,8 @@ from tests.lab.planted_faults import CHUNK, FAULTS, Fault
 #: A bug of the release that even plain schedules show (scenario priority-left-after-resume).
 KNOWN = "_requests_priority still holds it"
 
+#: LMCache's other ways to load in process.
+LOADING = ("enable_async_loading", "use_layerwise")
 OPTIONS = {
     "v1": Options(chunk_size=CHUNK, num_blocks=64, max_num_batched_tokens=256),
     "mp": Options(connector="mp", block_size=16, num_blocks=40, chunk_size=32, max_num_batched_tokens=64),
@@ -85,7 +87,7 @@ def random_schedules(seeds: int) -> dict[str, Any]:
 def play_all() -> dict[str, Any]:
     own_blocks()
     return {
-        "sound": [played("v1"), played("v1", enable_async_loading=True), played("mp")],
+        "sound": [played("v1"), *(played("v1", **{each: True}) for each in LOADING), played("mp")],
         "faults": [played(connector, name) for connector, name in FAULTS],
         "random": random_schedules(60),
         "twice": [played("v1", "two_blocks_are_exchanged", enable_async_loading=True) for _ in range(2)],

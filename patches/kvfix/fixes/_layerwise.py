@@ -16,27 +16,32 @@ if TYPE_CHECKING:
     from kvfix.wrapping import Wrapper
 
 
-def _layerwise(impl: Any, *_: Any, **__: Any) -> bool:
+def is_used(impl: Any, *_: Any, **__: Any) -> bool:
     return impl.use_layerwise and impl.lmcache_engine is not None
 
 
-def loads(add: Callable[[dict[str, Any], Any], None]) -> Wrapper:
+def find_load(impl: Any) -> Callable[[Any], Any]:
     """For `start_load_kv`, which loads the requests of a step in order and slices their tokens.
 
-    add: (keyword arguments of the call, metadata of the request) adds to the arguments.
+    Returns a function: tokens of a load -> metadata of its request, each once; None if there is none.
     """
+    metas = impl._parent._get_connector_metadata().requests
+    pending = [each for each in metas if each.load_spec is not None and each.load_spec.can_load]
+
+    def find(tokens: Any) -> Any:
+        place = next((at for at, each in enumerate(pending) if each.token_ids[: len(tokens)] == tokens), None)
+        return None if place is None else pending.pop(place)
+
+    return find
+
+
+def loads(add: Callable[[dict[str, Any], Any], None]) -> Wrapper:
+    """For `start_load_kv`. add: (keyword arguments of the call, metadata of the request) adds to the arguments."""
 
     def start_load_kv(impl: Any, *_: Any, **__: Any) -> Generator[None, Any, Any]:
-        metas = impl._parent._get_connector_metadata().requests
-        pending = [each for each in metas if each.load_spec is not None and each.load_spec.can_load]
+        return _with_request(impl.lmcache_engine, "retrieve_layer", find_load(impl), add)
 
-        def find(tokens: Any) -> Any:
-            place = next((at for at, each in enumerate(pending) if each.token_ids[: len(tokens)] == tokens), None)
-            return None if place is None else pending.pop(place)
-
-        return _with_request(impl.lmcache_engine, "retrieve_layer", find, add)
-
-    return around(start_load_kv, when=_layerwise)
+    return around(start_load_kv, when=is_used)
 
 
 def saves(add: Callable[[dict[str, Any], Any], None]) -> Wrapper:
@@ -50,7 +55,7 @@ def saves(add: Callable[[dict[str, Any], Any], None]) -> Wrapper:
 
         return _with_request(impl.lmcache_engine, "store_layer", find, add) if metadata is not None else None
 
-    return around(save_kv_layer, when=_layerwise)
+    return around(save_kv_layer, when=is_used)
 
 
 def _with_request(

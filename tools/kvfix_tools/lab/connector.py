@@ -85,6 +85,10 @@ class Connector:
         """Requests with a load in flight."""
         return set()
 
+    def looking(self) -> set[str]:
+        """Requests whose lookup is not answered yet."""
+        return set()
+
     def in_flight(self, request: str) -> set[str]:
         """What is in flight for this request between steps: looking, loading, storing."""
         return set()

@@ -61,7 +61,8 @@ def move(engine: LabEngine, step: DrawnStep) -> None:
     elif kind == "admit":
         name, seed, tokens, max_tokens = rest
         if engine.is_free(name):
-            engine.admit(name, prompt(tokens, seed), max_tokens)
+            priority = {"priority": seed} if engine.options.policy == "priority" else {}
+            engine.admit(name, prompt(tokens, seed), max_tokens, **priority)
     elif kind in ("abort", "fail_load", "preempt", "is_beside"):
         open_now = [name for name, request in engine.requests.items() if not request.is_finished()]
         if open_now:

@@ -10,16 +10,18 @@ from __future__ import annotations
 import sys
 import time
 from collections import deque
+from contextlib import suppress
 from typing import Any
 
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
 from kvfix import clock
-from kvfix.ledger import Finding
+from kvfix.ledger import Finding, liveness
 from kvfix.ledger import events as ev
 from kvfix.session import session
 from kvfix_tools.lab import rules, vllm_objects
+from kvfix_tools.lab.liveness import Liveness
 from kvfix_tools.lab.memory import Cache, Slots
 from kvfix_tools.lab.model import Model
 from kvfix_tools.lab.mp import MP
@@ -27,6 +29,7 @@ from kvfix_tools.lab.options import Options
 from kvfix_tools.lab.request_events import RequestEvents
 from kvfix_tools.lab.v1 import ADAPTER, V1
 from kvfix_tools.lab.v1_async import AsyncV1
+from kvfix_tools.lab.v1_layers import LayerwiseV1
 
 #: Seconds of the lab's time that a step takes.
 STEP = 0.1
@@ -48,6 +51,8 @@ class EngineDied(Exception):
 def _connector_class(options: Options) -> type[V1 | MP]:
     if options.connector != "v1":
         return MP
+    if options.lmcache.get("use_layerwise"):
+        return LayerwiseV1
     return AsyncV1 if options.lmcache.get("enable_async_loading") else V1
 
 
@@ -70,6 +75,7 @@ class LabEngine:
         self.connector: Any = _connector_class(options)(options, self.slots, self.cache)
         self.scheduler = self.connector.scheduler
         self.model = Model(self.scheduler, self.slots)
+        self.liveness = Liveness(self.scheduler)
         self.request_events = events = RequestEvents(self.scheduler, self.connector, self.model)
         self.connector.listen(events)
         events.wrap_hooks(self.connector.in_scheduler)
@@ -106,6 +112,7 @@ class LabEngine:
         events.steps += 1
         events.seconds += STEP
         connector.tick()
+        self.liveness.begin()
         output = self._guard("schedule", "", self.scheduler.schedule)
         metadata = connector.metadata(output)
         scheduled: dict[str, int] = output.num_scheduled_tokens
@@ -131,6 +138,16 @@ class LabEngine:
         self._failed.popleft()
         events.ended()
         events.stuck()
+        self._look_whether_it_stands_still(forward)
+
+    def _look_whether_it_stands_still(self, forward: bool) -> None:
+        """Nothing can move (LAB009). What is owed: answers to steps, and the blocks of others, which come free."""
+        if forward or self.connector.busy() or not self.scheduler.has_unfinished_requests():
+            self.request_events.stands_still(None)
+            return
+        owed = len(self._answers) + len(self._held)
+        state = self.liveness.state(owed, self.request_events.undecided, len(self.connector.looking()))
+        self.request_events.stands_still(liveness.can_move(state))
 
     def _load_from_other_connector(self) -> None:
         """What the other connector was granted is in its slots before the step reads them."""
@@ -209,6 +226,19 @@ class LabEngine:
         """vLLM forgets its own prefix cache, if no blocks are in use."""
         self.counts["resets"] += 1
         self.scheduler.reset_prefix_cache()
+
+    def new_weights(self) -> None:
+        """The weights change, and vLLM is to forget all KV, the connector's too; the weights stay where it says no.
+
+        It raises if a request that does not run holds blocks (scheduler.py 0.32.0:2874-2880): its caller gets that.
+        """
+        self.counts["connector_resets"] += 1
+        done = False
+        with suppress(RuntimeError):
+            done = self.scheduler.reset_prefix_cache(True, True)
+        self.request_events.preempted()
+        if done:
+            self.model.change_weights()
 
     def has_in_other_connector(self, name: str) -> None:
         """The other connector of a MultiConnector has the KV of this request."""

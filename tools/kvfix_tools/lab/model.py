@@ -64,6 +64,9 @@ class Model:
         self.block_table = BlockTable()
         self.requests: dict[str, Request] = {}
         self.prefixes: dict[str, Prefix] = {}
+        #: How often the weights have changed, and the tokens that each request had then.
+        self._weights = 0
+        self._given: dict[str, int] = {}
         #: Blocks that others write to in the next step.
         self.written_by_others: list[int] = []
         #: Requests that this step has computed on top of wrong KV.
@@ -71,11 +74,23 @@ class Model:
 
     def admit(self, name: str, request: Request) -> None:
         """KV depends on adapter and embeddings, and is not shared between tenants: all that is in a slot's content."""
+        self.requests[name] = request
+        self.prefixes[name] = Prefix(self._seed(request))
+        self._given[name] = request.num_prompt_tokens
+
+    def _seed(self, request: Request) -> int:
         lora = request.lora_request.lora_name if request.lora_request else 1
         embeds = request.prompt_embeds
-        seed = (lora, request.cache_salt or 1)
-        self.requests[name] = request
-        self.prefixes[name] = Prefix(hash(seed if embeds is None else (*seed, embeds.numpy().tobytes())))
+        seed = (lora, request.cache_salt or 1) if not self._weights else (lora, request.cache_salt or 1, self._weights)
+        return hash(seed if embeds is None else (*seed, embeds.numpy().tobytes()))
+
+    def change_weights(self) -> None:
+        """From now on other contents are right, for all requests. What they have generated before stays."""
+        self._weights += 1
+        for name, request in self.requests.items():
+            if not request.is_finished():
+                self.prefixes[name] = Prefix(self._seed(request))
+                self._given[name] = request.num_tokens
 
     def right(self, name: str, end: int = 0) -> list[int]:
         """What belongs in the slots of the request's tokens.
@@ -141,5 +156,5 @@ class Model:
     def wrong_text(self, name: str) -> int | None:
         """The first generated token of this request that is not what the model samples after the tokens before it."""
         request, right = self.requests[name], self.right(name)
-        generated = range(request.num_prompt_tokens, request.num_tokens)
+        generated = range(self._given[name], request.num_tokens)
         return next((at for at in generated if request.all_token_ids[at] != next_token(right[at - 1])), None)

@@ -174,10 +174,15 @@ class Server:
         """A prefetch in flight goes on, and locks what it finds (modules/lookup.py 0.5.6:462)."""
         return self._answer(None)
 
-    report_block_allocation = clear = end_session
+    report_block_allocation = end_session
 
     def close(self) -> None:
         """The lab's server ends with its engine."""
+
+    def clear(self, force: bool = False) -> Any:
+        """All chunks go but those with a read lock, which are in use (v1/distributed/storage_manager.py 0.5.6:1244)."""
+        self.cache.evict(len(self.cache))
+        return self._answer(None)
 
     # ------------------------------------------------------------------ transfers
 

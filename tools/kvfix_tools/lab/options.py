@@ -28,6 +28,8 @@ class Options:
     prefix_caching: bool = True
     #: Admit a request only if all of it fits (vLLM's default since it has the option; before, the first chunk decided).
     reserve_full_isl: bool = True
+    #: Which request is first: fcfs, or priority, by the number that each request has.
+    policy: str = "fcfs"
     #: A step is scheduled before the answer of the last one is there, as vLLM does by itself on a GPU.
     async_scheduling: bool = False
     #: For vLLM's model runner V2, which it takes for most models on a GPU: a resumed request comes as a new one.

@@ -14,10 +14,12 @@ from kvfix import installed_source
 if TYPE_CHECKING:
     from kvfix_tools.lab.schedule import Schedule
 
-#: Settings of LMCache that it has not always had, and the releases that have them.
+#: Settings of LMCache that it has not always had, and the releases that have them. Before 0.3.15 stores by layers of
+#: several requests are in one list, and one is advanced beyond its end: EngineCore dies (KVD807).
 SINCE = {
     "enable_async_loading": ">=0.3.10",
     "min_retrieve_tokens": ">=0.3.14",
+    "use_layerwise": ">=0.3.15",
     "max_tokens_per_load": ">=0.4.7",
     "mp.eager_prefetch": ">=0.5.4",
     "mp.save_decode_cache": ">=0.5.6",
@@ -29,6 +31,9 @@ DRAWN_SINCE = {"async_scheduling": ">=0.32", "model_runner_v2": ">=0.32"}
 #: Releases whose server forgets workers that are silent (`worker_registration_grace_seconds`), and those whose transfer
 #: on CUDA waits for its stores (LMCacheDrivenTransferContext.flush_inflight_stores, which is `pass` up to 0.5.5).
 FORGETS, FLUSHES = {"lmcache": ">=0.5.0"}, {"lmcache": ">=0.5.6"}
+#: Releases of vLLM that can be told to reset a connector's cache; and those with which priorities are drawn. Earlier
+#: ones have other queues, and lock out (KVF903).
+RESETS, PRIORITIES = {"vllm": ">=0.15.1"}, {"vllm": ">=0.32"}
 #: Releases that the lab plays, by connector, and why not the others.
 PLAYABLE = {
     "v1": {
@@ -73,9 +78,10 @@ def missing(needs: dict[str, str], installed: dict[str, str] | None = None) -> s
 
 
 def lacking() -> set[str]:
-    """Settings of the lab that the installed LMCache does not have, and options that the installed vLLM is not for."""
+    """Settings of the lab that the installed LMCache does not have; options and steps that the vLLM is not for."""
     found = versions()
     settings = {name for name, specifier in SINCE.items() if not matches(found["lmcache"], specifier)}
+    settings |= {name for name, needs in (("new_weights", RESETS), ("policy", PRIORITIES)) if missing(needs)}
     return settings | {name for name, specifier in DRAWN_SINCE.items() if not matches(found["vllm"], specifier)}
 
 

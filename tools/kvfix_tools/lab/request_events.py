@@ -15,6 +15,7 @@ from vllm.v1.request import RequestStatus
 from kvfix import scheduling
 from kvfix.ledger import Finding, Ledger
 from kvfix.ledger import events as ev
+from kvfix.ledger.liveness import Answer
 from kvfix_tools.lab import rules
 from kvfix_tools.lab.connector import Connector
 from kvfix_tools.lab.model import Model
@@ -30,7 +31,7 @@ COUNTED = (
     "preemptions", "loaded_tokens", "stored_tokens", "finished", "full_steps", "aborted", "aborted_waiting",
     "aborted_running", "aborted_preempted", "aborted_looking", "aborted_loading", "aborted_storing", "ids_used_again",
     "resets", "evicted", "evicted_pinned", "loads_failed", "loads_partial", "lookups_unanswered", "busy_steps",
-    "loaded_beside",
+    "loaded_beside", "connector_resets",
 )  # fmt: skip
 
 
@@ -51,6 +52,10 @@ class RequestEvents:
         self._ended: set[str] = set()
         self._preemptions: dict[str, int] = {}
         self._waited: dict[str, int] = {}
+        #: That no request can move, and in how many steps in a row.
+        self._still: tuple[Answer | None, int] = (None, 0)
+        #: Requests for which the connector has not decided what it promises.
+        self.undecided: set[str] = set()
         #: request -> tokens that its last lookup found
         self.hits: dict[str, int] = {}
         #: Requests whose load may come short because the schedule makes it; "" for all.
@@ -76,6 +81,7 @@ class RequestEvents:
             promised, asynchronous = ask(request, computed)
             hit = self._connector.reader.hit(request.request_id)
             self.hits[request.request_id] = hit or 0
+            (self.undecided.add if promised is None else self.undecided.discard)(request.request_id)
             self.add(ev.Asked(request.request_id, request.num_tokens, computed, hit, promised, asynchronous))
             return promised, asynchronous
 
@@ -136,6 +142,19 @@ class RequestEvents:
             self._waited[name] = self._waited.get(name, 0) + 1 if waits else 0
             if self._waited[name] == STUCK:
                 self.add(ev.Stuck(name, STUCK))
+
+    def stands_still(self, answer: Answer | None) -> None:
+        """Whether a request can move, after a step that has scheduled nothing; None: after another one.
+
+        It is reported if two steps in a row say so: a lookup may have been answered since the scheduler asked for it.
+        """
+        before, steps = self._still
+        if answer is None or answer.verdict != "violated":
+            self._still = None, 0
+            return
+        self._still = answer, steps + 1 if answer == before else 1
+        if self._still[1] == 2:
+            self.violated(rules.NO_REQUEST_CAN_MOVE, answer.request, answer.message)
 
     def never_end(self) -> None:
         """All blocks are free, many steps were made, and these requests are still there."""

@@ -42,7 +42,13 @@ An engine goes on without the fix and logs it once; in the lab it is a violation
 Each token of an answer is the one that the model samples after the tokens before it.
 
 A token sampled in the lab is a function of all tokens before it, and another one where the step has read wrong KV."""),
+    LabRule("LAB009", "no-request-can-move", """\
+Where requests wait, something runs, is in flight or is owed; or the first of them has the blocks that it needs.
+
+vLLM asks its waiting requests in order and stops at the first one that it has no blocks for. If nothing runs and
+nothing is in flight, no block ever comes free (kvfix.ledger.liveness)."""),
 )  # fmt: skip
 (
     WRONG_CONTENT, LOAD_CAME_SHORT, NEVER_ENDS, NOT_STORED, HARMED_BY_OTHERS, NOT_FOUND, FAULT_OF_KVFIX, WRONG_TEXT,
+    NO_REQUEST_CAN_MOVE,
 ) = RULES  # fmt: skip

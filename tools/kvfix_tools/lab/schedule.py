@@ -25,7 +25,7 @@ _FAULTS = {"abort": 4, "evict": 1, "fail_load": 2, "admit_again": 2, "timeout": 
 _ASYNCHRONOUS = {"slow_lookups": 2, "wait": 1}
 #: Only where another connector is there: it has the next request, or one that was preempted.
 _MULTI_CONNECTOR = {"is_beside": 5}
-KINDS = frozenset((*_PLAIN, *_FAULTS, *_ASYNCHRONOUS, *_MULTI_CONNECTOR, "lose_loads"))
+KINDS = frozenset((*_PLAIN, *_FAULTS, *_ASYNCHRONOUS, *_MULTI_CONNECTOR, "lose_loads", "new_weights"))
 
 
 class Schedule(NamedTuple):
@@ -103,6 +103,11 @@ def draw(seed: int, connector: str, plain: bool = False, lacks: Collection[str] 
     switches: dict[str, Any] = {
         name: random.Random(f"{name} {seed}").random() < 0.3 for name in DRAWN_SINCE if name not in lacks
     }
+    if not plain and "policy" not in lacks and random.Random(f"policy {seed}").random() < 0.2:
+        options = dataclasses.replace(options, policy="priority")
+    may_load_by_layers = connector == "v1" and not plain and "enable_async_loading" not in lmcache
+    if may_load_by_layers and "use_layerwise" not in lacks and random.Random(f"use_layerwise {seed}").random() < 0.2:
+        lmcache["use_layerwise"] = True
     options = dataclasses.replace(options, **switches)
     weights = dict(_PLAIN) if plain else {**_PLAIN, **_FAULTS}
     if connector != "v1" and not plain:
@@ -116,6 +121,9 @@ def draw(seed: int, connector: str, plain: bool = False, lacks: Collection[str] 
     for number in range(rng.randrange(30, 160)):
         kind = rng.choices(names, [weights[name] for name in names])[0] if number else "admit"
         steps.append(_step(rng, kind, number, options, room))
+    own = random.Random(f"new_weights {seed}")
+    if not plain and "new_weights" not in lacks and own.random() < 0.2:
+        steps.insert(own.randrange(len(steps)), ("new_weights",))
     return Schedule(options, tuple(steps))
 
 

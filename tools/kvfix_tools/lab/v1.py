@@ -163,6 +163,8 @@ def tags_of(configs: dict[str, Any] | None) -> list[tuple[str, Any]]:
 class V1(Connector):
     """Both roles, joined by the lab's memory."""
 
+    engine: type[CacheEngine] = CacheEngine
+
     def __init__(self, options: Options, slots: Slots, cache: Cache) -> None:
         self.scheduler = vllm_objects.scheduler(options, vllm_objects.vllm_config(options))
         self.in_scheduler = self.scheduler.connector
@@ -181,7 +183,7 @@ class V1(Connector):
 
     def _join(self, client: Any, slots: Slots, cache: Cache) -> CacheEngine:
         """The worker's cache, answering the scheduler's lookup client."""
-        cache_engine = CacheEngine(slots, cache, client.token_database)
+        cache_engine = self.engine(slots, cache, client.token_database)
         owner = getattr(client, "transport", client)
         self.socket = LookupSocket(cache_engine.lookup, packed=owner is not client)
         owner.sockets = [self.socket]

@@ -172,6 +172,9 @@ class AsyncV1(V1):
         """A step: so many of the next lookups are never answered."""
         self.cache_engine.lost = how_many
 
+    def looking(self) -> set[str]:
+        return self.cache_engine.unanswered
+
     def in_flight(self, request: str) -> set[str]:
         return {"looking"} if request in self.cache_engine.unanswered else set()
 

@@ -66,7 +66,7 @@ class Failed:
 
 
 def fix_worker(adapter: ModuleType) -> Callable[..., Any]:
-    def wait_for_save(impl: Any) -> None:
+    def wait_for_save(impl: Any, *_: Any, **__: Any) -> None:
         metadata, blocks = impl._parent._get_connector_metadata(), set(impl._invalid_block_ids)
         failed = getattr(impl, "_kvfix_failed", None)
         if failed is not None:
@@ -78,7 +78,7 @@ def fix_worker(adapter: ModuleType) -> Callable[..., Any]:
             if request.save_spec is not None and _has_one_of(blocks, request.slot_mapping, impl._block_size):
                 request.save_spec.can_save = False
 
-    def some_failed(impl: Any) -> Any:
+    def some_failed(impl: Any, *_: Any, **__: Any) -> Any:
         return getattr(impl, "_invalid_block_ids", None) or getattr(impl, "_kvfix_failed", None)  # 0.3.9 has neither
 
     return before(wait_for_save, when=some_failed)
@@ -172,6 +172,7 @@ FIX = Fix(
     __doc__,
     targets=(
         LMCACHE_V1.wait_for_save(broken=">=0.3.9", probe=worker_shows_bug, fix=fix_worker, place=1),
+        LMCACHE_V1.save_kv_layer(broken=">=0.3.9.post1", probe=stubs.cannot_tell, fix=fix_worker, helper=True),
         LMCACHE_V1.get_block_ids_with_load_errors(
             broken=">=0.3.9.post1", probe=failed_blocks_are_forgotten, fix=fix_failed_blocks, helper=True
         ),

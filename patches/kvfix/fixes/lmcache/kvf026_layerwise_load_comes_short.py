@@ -1,0 +1,124 @@
+"""A layerwise load that brings less than was hit kills the worker, or is not reported: the step reads other KV.
+
+## Symptom
+With `use_layerwise`, if none of the chunks is left: `UnboundLocalError: cannot access local variable 'mem_obj_consumer'
+where it is not associated with a value`, and EngineCore dies. If a part of them is left: no line but `Retrieved ...
+tokens` with a smaller number, and wrong text.
+
+## Cause
+`retrieve_layer` looks for the chunks again, and takes those up to the first that is gone: evicted since the lookup, its
+pins released by another request (KVF018) or timed out. If none is left it goes on with a variable that is set only
+where there is something to load (0.5.6 cache_engine.py:1133). If a part is left it says how many tokens; the adapter
+only logs that (vllm_v1_adapter.py:990-992). Where it does not load by layers, it reports the blocks of the others as
+failed (:886-893).
+
+## Fix
+The first value of `retrieve_layer` is the number of tokens that it will load. The fix reports the blocks of the others
+at once, before the step saves anything; vLLM computes them again, or ends the request with an error
+(`kv_load_failure_policy`). If there is nothing to load, it takes the place of the rest of `retrieve_layer`. That the
+step does not store what it computes is KVF007.
+
+## Releases
+LMCache 0.3.9.post1 to 0.5.6. 0.3.9 has it too, and cannot report failed blocks: there a crash would become wrong text.
+
+## Upstream
+https://github.com/LMCache/LMCache/issues/899
+
+## Remove when
+`start_load_kv` records the failed blocks of a layerwise load.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from kvfix import engine_log
+from kvfix.fixes import _layerwise, stubs
+from kvfix.fixes.api import Fix
+from kvfix.fixes.targets import LMCACHE_V1
+from kvfix.wrapping import around, replaced
+
+_WHERE = f"{__name__}.retrieve_layer"
+
+
+def fix(adapter: ModuleType) -> Callable[..., Any]:
+    def start_load_kv(impl: Any, *_: Any, **__: Any) -> Generator[None, Any, Any]:
+        find, load = _layerwise.find_load(impl), impl.lmcache_engine.retrieve_layer
+
+        def retrieve_layer(tokens: Any, mask: Any = None, **more: Any) -> Any:
+            layers, request = load(tokens, mask, **more), engine_log.guarded(_WHERE, find, tokens)
+            return layers if request is None else _layers(impl, layers, request, mask)
+
+        with replaced(impl.lmcache_engine, retrieve_layer=retrieve_layer):
+            return (yield)
+
+    return around(start_load_kv, when=_layerwise.is_used)
+
+
+def _layers(impl: Any, layers: Any, request: Any, mask: Any) -> Iterator[Any]:
+    """What `retrieve_layer` yields: the number of tokens, None for each layer, and which tokens were loaded."""
+    first = next(layers, None)
+    loaded = engine_log.guarded(_WHERE, _report, impl, request, mask, first)
+    yield first
+    if loaded != 0:
+        yield from layers
+        return
+    layers.close()
+    for _ in range(impl.num_layers):
+        yield None
+    yield mask & False
+
+
+def _report(impl: Any, request: Any, mask: Any, first: Any) -> int:
+    """Record the blocks that will not be loaded, and return how many tokens will be.
+
+    first: their number; None if there are none. LMCache that is unhealthy yields a mask at once, of no token.
+    """
+    loaded = 0 if first is None or first.dim() else int(first)
+    start = len(mask) - int(mask.sum())
+    expected, arrived = mask.clone(), mask & False
+    expected[: request.load_spec.vllm_cached_tokens] = False
+    arrived[start : start + loaded] = True
+    failed = impl.record_failed_blocks(request.req_id, expected, arrived, request.slot_mapping)
+    impl._invalid_block_ids.update(failed)
+    return loaded
+
+
+def shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
+    """Of 32 tokens in blocks 3 and 4 the first 16 are loaded. Right is to record block 4."""
+    import torch  # the adapter has imported it
+
+    load = SimpleNamespace(vllm_cached_tokens=0, lmcache_cached_tokens=32, can_load=True)
+    request = SimpleNamespace(
+        req_id=stubs.NAME, token_ids=[0] * 32, slot_mapping=torch.arange(48, 80), load_spec=load, save_spec=None,
+        request_configs=None,
+    )  # fmt: skip
+    mask = torch.arange(32) < 16
+    engine = SimpleNamespace(retrieve_layer=lambda *_, **__: iter([torch.sum(mask), None, mask]))
+    impl = stubs.worker_side(
+        adapter, request, lmcache_engine=engine, use_layerwise=True, _invalid_block_ids=set(), num_layers=1,
+        _stats_monitor=_Nothing(), enable_blending=False,
+    )  # fmt: skip
+    impl.record_failed_blocks = adapter.LMCacheConnectorV1Impl.record_failed_blocks.__get__(impl)
+    hook(impl, SimpleNamespace(attn_metadata=object()))
+    if impl._invalid_block_ids not in (set(), {4}):
+        raise LookupError(f"it records blocks {impl._invalid_block_ids}")
+    return not impl._invalid_block_ids
+
+
+class _Nothing:
+    """It does nothing, whatever it is asked."""
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *_, **__: None
+
+
+FIX = Fix(
+    __name__,
+    __doc__,
+    targets=(LMCACHE_V1.start_load_kv(broken=">=0.3.9.post1", probe=shows_bug, fix=fix, place=3),),
+    evidence={"KVD810": "", "KVR011": "mem_obj_consumer"},
+    scenarios=("layerwise-load-finds-nothing", "layerwise-load-finds-a-part"),
+)

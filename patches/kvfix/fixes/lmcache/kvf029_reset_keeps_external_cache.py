@@ -1,0 +1,83 @@
+"""`reset_prefix_cache(reset_connector=True)` answers True, and LMCache keeps all: old KV after a weight update.
+
+## Symptom
+None. After an update of the weights and `POST /reset_prefix_cache?reset_external=true` (200), or
+`LLM.reset_prefix_cache(reset_connector=True)` (True): hits on chunks that the old weights have computed, wrong text.
+With debug logging: `Connector cache reset requested, but ... does not implement reset_cache().`
+
+## Cause
+LMCache's in-process connector has no `reset_cache`, in any release; its multi-process connector has one since 0.5.6,
+vLLM's copy of it has none. vLLM's base class answers None for them (kv_connector/v1/base.py 0.32.0:785-790), and
+`reset_connector_cache` takes anything but False for success (scheduler.py 0.32.0:2898).
+
+## Fix
+The answer is False for a connector of LMCache's that has no `reset_cache`, also in a MultiConnector: the reset has
+failed. LMCache's cache is not emptied. The scheduler cannot do that: the cache is in the workers, in other processes,
+perhaps on disk or in a store that others share. To empty it: `DELETE /cache/clear` at the internal API server of each
+worker (`internal_api_server_enabled`), `POST /cache/clear` at the multi-process server; or restart them, with an empty
+disk and store. Then `reset_prefix_cache()` without the connector answers for vLLM's own.
+
+## Releases
+vLLM 0.15.1 to 0.32.0, with LMCache in process, multi-process before LMCache 0.5.6, and vLLM's copy.
+
+## Upstream
+None known.
+
+## Remove when
+LMCache's connectors have a `reset_cache` that empties the cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from kvfix import engine_log
+from kvfix.fixes.api import Fix
+from kvfix.fixes.targets import SCHEDULER
+from kvfix.wrapping import after
+
+
+def fix(scheduler: ModuleType) -> Callable[..., Any]:
+    def reset_connector_cache(scheduler: Any, answer: bool) -> bool:
+        engine_log.warning(
+            "reset_prefix_cache: LMCache's connector cannot empty its cache, which keeps KV of the old weights; "
+            "the answer is False (KVF029)"
+        )
+        return False
+
+    return after(reset_connector_cache, when=lambda scheduler, answer: answer and keeps_its_cache(scheduler))
+
+
+def keeps_its_cache(scheduler: Any) -> bool:
+    """Whether a connector of LMCache's has only the `reset_cache` of vLLM's base class."""
+    connector = scheduler.connector
+    for each in (connector, *getattr(connector, "_connectors", ())):
+        kind = type(each)
+        owner = next((base for base in kind.__mro__ if "reset_cache" in vars(base)), None)
+        if kind.__name__.startswith("LMCache") and owner is not None and owner.__name__ == "KVConnectorBase_V1":
+            return True
+    return False
+
+
+def shows_bug(hook: Callable[..., Any], scheduler: ModuleType) -> bool:
+    """The connector has no `reset_cache` of its own. Wrong is to take that for success."""
+    connector = SimpleNamespace(reset_cache=lambda: None)
+    return hook(SimpleNamespace(connector=connector, log_stats=False)) is not False
+
+
+FIX = Fix(
+    __name__,
+    __doc__,
+    targets=(SCHEDULER.reset_connector_cache(broken=">=0.15.1", probe=shows_bug, fix=fix),),
+    scenarios=(
+        "reset-keeps-external-cache",
+        "mp-reset-keeps-external-cache",
+        "mp-reset-keeps-external-cache-in-tree",
+    ),
+    no_patch={
+        "vllm": "connectors that have no cache answer None too; what empties LMCache's is a message to its workers, "
+        "which is for its owners to design"
+    },
+)

@@ -1,0 +1,76 @@
+"""`reset_cache` answers True while chunks are in use: their old KV is still hit, or stored after the reset.
+
+## Symptom
+None. After an update of the weights and `reset_prefix_cache(reset_running_requests=True, reset_connector=True)`, which
+answers True: hits on KV of the old weights, wrong text.
+
+## Cause
+`reset_cache` (0.5.6 lmcache_mp_connector.py:1201) asks the servers to clear what has no lock, and answers True when
+they have answered. A store in flight has a lock: when it is done, KV of the old weights is under valid keys. So has a
+chunk that a waiting request has found: it is loaded after the reset.
+
+## Fix
+The answer is False if vLLM still has requests, running, waiting, or ended with a store in flight. The servers are
+cleared all the same: ask again when the requests have ended.
+
+What a server has in L2 (`--l2-adapter`) is never cleared (v1/distributed/storage_manager.py:1244-1255), and the answer
+is True: the connector cannot know it. Empty it yourself.
+
+## Releases
+LMCache 0.5.6; earlier ones and vLLM's copy have no `reset_cache`: KVF029.
+
+## Upstream
+None known.
+
+## Remove when
+The server drops what is in use when it is cleared, as soon as it is no more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from kvfix.fixes import stubs
+from kvfix.fixes.api import Fix
+from kvfix.fixes.targets import LMCACHE_MP, SCHEDULER
+from kvfix.wrapping import after, before
+
+
+def fix(connector: ModuleType) -> Callable[..., Any]:
+    def reset_cache(impl: Any, answer: bool) -> bool:
+        return answer and not impl.request_trackers and not getattr(impl, "_kvfix_requests", 0)
+
+    return after(reset_cache, when=lambda impl, answer: answer)
+
+
+def fix_scheduler(scheduler: ModuleType) -> Callable[..., Any]:
+    """The connector does not know requests that have ended."""
+
+    def reset_connector_cache(scheduler: Any) -> None:
+        for each in (scheduler.connector, *getattr(scheduler.connector, "_connectors", ())):
+            if hasattr(each, "request_trackers"):
+                each._kvfix_requests = len(scheduler.requests)
+
+    return before(reset_connector_cache)
+
+
+def shows_bug(hook: Callable[..., Any], connector: ModuleType) -> bool:
+    """A request is open, and the servers answer. Wrong is True."""
+    adapter = SimpleNamespace(reset_cache=lambda: True)
+    role = connector.KVConnectorRole.SCHEDULER
+    impl = SimpleNamespace(role=role, scheduler_adapter=adapter, request_trackers={stubs.NAME: None})
+    return bool(hook(impl))
+
+
+FIX = Fix(
+    __name__,
+    __doc__,
+    targets=(
+        LMCACHE_MP.reset_cache(broken=">=0.5.6", probe=shows_bug, fix=fix),
+        SCHEDULER.reset_connector_cache(broken=">=0.15.1", probe=stubs.cannot_tell, fix=fix_scheduler, helper=True),
+    ),
+    scenarios=("mp-reset-keeps-what-is-in-flight",),
+    no_patch={"lmcache": "what is in use can be dropped only when that is done: a change of the server's protocol"},
+)

@@ -1,0 +1,88 @@
+"""A loaded request needs more blocks than are free, and those behind it, which hold the blocks, are not asked.
+
+## Symptom
+`Running: 0 reqs, Waiting: N reqs` for ever, no throughput, no error. With a connector that loads between steps, the
+priority policy (`--scheduling-policy priority`) and `scheduler_reserve_full_isl=False`.
+
+## Cause
+Requests that hold blocks are asked first, by priority, and `schedule` stops at the first one that it has no blocks for
+(scheduler.py 0.32.0:1275-1282). A load is admitted if the blocks are free that those before it need (:1249); for the
+rest of its own prompt they need not be, without `scheduler_reserve_full_isl`. First come, first served, the last one
+admitted is asked last. By priority it may be the first: then those behind it, which have all that they need, wait for
+it, and it for them.
+
+## Fix
+After a step that has scheduled nothing because of such a request: in the next one it steps aside, for the first of the
+others whose blocks are free. That one runs, ends, and its blocks come free.
+
+## Releases
+vLLM 0.32.0. Earlier ones have other queues: KVF903.
+
+## Upstream
+https://github.com/vllm-project/vllm/pull/45406 describes it, https://github.com/vllm-project/vllm/pull/57841 is the
+case without priorities, which 0.32.0 has right in another way.
+
+## Remove when
+`schedule` goes on to the next request that holds blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator
+from types import ModuleType
+from typing import Any
+
+from kvfix.fixes import stubs
+from kvfix.fixes.api import Fix
+from kvfix.fixes.targets import SCHEDULER
+from kvfix.wrapping import around
+
+
+def fix(module: ModuleType) -> Callable[..., Any]:
+    def schedule(scheduler: Any, *_: Any, **__: Any) -> Generator[None, Any, Any]:
+        queue, aside = scheduler.kv_holding_waiting, _to_step_aside(scheduler)
+        if aside:
+            queue.remove_requests(aside)
+        try:
+            output = yield
+        finally:
+            if aside:
+                queue.prepend_requests(reversed(aside))
+        is_idle = not scheduler.running and not output.total_num_scheduled_tokens
+        scheduler._kvfix_refused = next(_ready(scheduler), None) if is_idle else None
+        return output
+
+    # Steps in which no waiting request holds blocks are almost all.
+    return around(schedule, when=lambda scheduler, *_, **__: scheduler.kv_holding_waiting)
+
+
+def _ready(scheduler: Any) -> Iterator[Any]:
+    """The waiting requests that hold blocks and whose load is done, in order."""
+    for request in scheduler.kv_holding_waiting:
+        loaded = request.request_id in scheduler.finished_recving_kv_req_ids
+        if loaded or request.status.name in ("WAITING", "PREEMPTED"):
+            yield request
+
+
+def _to_step_aside(scheduler: Any) -> list[Any]:
+    """The first one, if it was refused in the last step, and all up to one that needs no more blocks than are free."""
+    refused, aside = getattr(scheduler, "_kvfix_refused", None), list[Any]()
+    if refused is None:
+        return aside
+    free = scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+    for request in _ready(scheduler):
+        if not aside and request is not refused:
+            return []
+        if scheduler._request_remaining_blocks(request) <= free:
+            return aside
+        aside.append(request)
+    return []
+
+
+FIX = Fix(
+    __name__,
+    __doc__,
+    targets=(SCHEDULER.schedule(broken=">=0.32.0", probe=stubs.cannot_tell, fix=fix),),
+    evidence={"KVD202": ""},
+    scenarios=("loaded-requests-lock-out",),
+)

@@ -1,0 +1,185 @@
+"""LMCache's loads and stores by layers in the lab (`use_layerwise`): its own `retrieve_layer` and `store_layer`.
+
+Real: the two generators, their keys by layer, and the adapter that advances them. Replaced: what they read of the
+engine, its storage and the GPU connector, which copies between the lab's slots and chunks. A chunk is stored with its
+last layer and leaves the cache with all of them. A slot that not every layer has come to holds something else than its
+KV. A step loads all layers, computes, and saves all layers; in an engine the three alternate layer by layer.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+
+from kvfix_tools.lab.memory import GARBAGE, Cache, Slots
+from kvfix_tools.lab.v1 import V1, CacheEngine, tags_of
+
+LAYERS = [f"model.layers.{number}.self_attn.attn" for number in range(2)]
+_MODULE = "lmcache.v1.cache_engine"
+
+
+class _Chunk:
+    """In place of a memory object: the contents of a chunk in one layer. Pins are the lookup's (v1.py)."""
+
+    is_pinned = False
+
+    def __init__(self, contents: Sequence[int] = ()) -> None:
+        self.contents = list(contents)
+
+    def get_size(self) -> int:
+        return len(self.contents)
+
+    def ref_count_down(self) -> None: ...
+
+
+class _Storage:
+    """In place of the storage manager, for one load or store. left: chunks that it still has, of those it is asked."""
+
+    def __init__(self, cache: Cache, left: int = sys.maxsize) -> None:
+        self._cache = cache
+        self._left = left
+
+    def contains(self, key: Any, *_: Any) -> str | None:
+        self._left -= 1
+        return "LocalCPUBackend" if self._left >= 0 and _key(key) in self._cache else None
+
+    def layerwise_batched_get(self, keys: list[list[Any]], location: str | None = None) -> Iterator[Future[Any]]:
+        for layer in keys:
+            future: Future[Any] = Future()
+            future.set_result([_Chunk(self._cache[_key(key)]) for key in layer])
+            yield future
+
+    def batched_allocate(self, *_: Any, batch_size: int, **__: Any) -> list[_Chunk]:
+        return [_Chunk() for _ in range(batch_size)]
+
+    def batched_put(self, keys: list[Any], chunks: list[_Chunk], **_: Any) -> None:
+        for key, chunk in zip(keys, chunks, strict=True):
+            if key.layer_id == len(LAYERS) - 1:
+                self._cache[_key(key)] = chunk.contents
+
+
+class _GPUConnector(NamedTuple):
+    """The generators that `retrieve_layer` and `store_layer` advance, once for each layer."""
+
+    slots: Slots
+
+    def get_shape(self, tokens: int) -> torch.Size:
+        return torch.Size([tokens])
+
+    def batched_to_gpu(self, starts: list[int], ends: list[int], **more: Any) -> Iterator[None]:
+        slot_mapping = more["slot_mapping"].tolist()
+        for layer in range(len(LAYERS)):
+            chunks: Any = yield
+            for chunk, start, end in zip(chunks, starts, ends, strict=True):
+                for slot, content in zip(slot_mapping[start:end], chunk.contents, strict=False):
+                    self.slots.put(slot, content if layer == len(LAYERS) - 1 else GARBAGE)
+        yield
+        yield
+
+    def batched_from_gpu(
+        self, layers: list[list[_Chunk]], starts: list[int], ends: list[int], **more: Any
+    ) -> Iterator[None]:
+        slot_mapping = more["slot_mapping"].tolist()
+        for chunks in layers:
+            for chunk, start, end in zip(chunks, starts, ends, strict=True):
+                chunk.contents = [self.slots.get(slot) for slot in slot_mapping[start:end]]
+            yield
+        yield
+
+
+def _key(key: Any) -> object:
+    """The lab's key of a chunk, of LMCache's key of one layer of it."""
+    return (key.chunk_hash, *tags_of(key.request_configs))
+
+
+class LayerwiseEngine(CacheEngine):
+    """The worker's cache, whose loads and stores by layers are LMCache's own."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        module: Any = importlib.import_module(_MODULE)
+        module.assert_layerwise_gpu_connector = lambda connector: None
+        self._real = module.LMCacheEngine
+
+    def _as_real(self, storage: _Storage) -> Any:
+        """What the two functions read of their engine. The lookup's pins by chunk are not in the lab."""
+        nothing = lambda *_, **__: None  # noqa: E731
+        return SimpleNamespace(
+            storage_manager=storage,
+            gpu_connector=_GPUConnector(self.slots),
+            token_database=self.tokens,
+            num_layers=len(LAYERS),
+            metadata=SimpleNamespace(kv_dtype=torch.float32),
+            config=SimpleNamespace(get_extra_config_value=lambda name, default: default),
+            stats_monitor=SimpleNamespace(
+                on_retrieve_request=nothing,
+                on_retrieve_finished=nothing,
+                on_store_request=nothing,
+                on_store_finished=nothing,
+            ),
+            is_healthy=lambda: True,
+            is_frozen=lambda: False,
+            _is_passive=lambda: False,
+            _get_req_id=lambda more: more.get("req_id", ""),
+            _log_kvcache_for_check=nothing,
+            retrieve_locations=None,
+            store_location=None,
+            kv_events_enabled=False,
+            fmt=None,
+            lookup_pins={},
+            async_loading=False,
+            remove_after_retrieve=False,
+        )
+
+    def retrieve_layer(self, tokens: Any, mask: Any = None, **more: Any) -> Iterator[Any]:
+        """The first value is the number of tokens that are loaded, None for none."""
+        name = self._load_name(more["slot_mapping"])
+        real = self._as_real(_Storage(self.cache, self.failing.pop(name, sys.maxsize)))
+        skipped = len(tokens) - int(mask.sum())
+        for number, layer in enumerate(self._real.retrieve_layer(real, tokens, mask, **more)):
+            if number == 0:
+                moved = 0 if layer is None else int(layer)
+                self.events.loaded(name, skipped + moved if moved else 0, moved)
+            yield layer
+
+    def store_layer(self, tokens: Any, mask: Any = None, **more: Any) -> Iterator[None]:
+        spans = [(start, end) for start, end, _ in self._keys(tokens, mask, more)]
+        if spans:
+            self.events.stored(self._name(more), list(tokens), spans[0][0], spans[-1][1])
+        yield from self._real.store_layer(self._as_real(_Storage(self.cache)), tokens, mask=mask, **more)
+
+    def _load_name(self, slots: Any) -> str:
+        """The request that these slots are to be loaded for: the adapter does not pass it."""
+        for meta in self.metadata.requests:
+            loads = meta.load_spec is not None and meta.load_spec.can_load
+            if loads and torch.equal(meta.slot_mapping[: len(slots)], slots):
+                return str(meta.req_id)
+        raise LookupError("a load for no request of this step")
+
+
+class LayerwiseV1(V1):
+    """The v1 connector with `use_layerwise`."""
+
+    engine = LayerwiseEngine
+
+    def _make_worker_adapter(self) -> Any:
+        adapter = super()._make_worker_adapter()
+        caches = {name: torch.zeros(1) for name in LAYERS}
+        vars(adapter).update(use_layerwise=True, num_layers=len(LAYERS), kv_caches=caches)
+        return adapter
+
+    def start_step(self, metadata: Any, forward: bool) -> None:
+        super().start_step(metadata, forward)
+        for name in LAYERS if forward else ():
+            self.in_worker.wait_for_layer_load(name)
+
+    def finish_step(self, forward: bool, ended: set[str], save_last: bool) -> Any:
+        for name in LAYERS if forward else ():
+            self.in_worker.save_kv_layer(name, torch.zeros(1), None)
+        return super().finish_step(forward, ended, save_last)
