@@ -66,5 +66,7 @@ def scheduler_side(module: Any, window: int, *groups: list[int], computed: int) 
     connector._group_tokens_per_block = [16, 16]
     tracker = _mp.tracked(connector, module, request, num_vllm_hit=computed)
     tracker.state = module.LMCacheMPRequestState.READY
+    if not isinstance(tracker.allocated_block_ids, dict):
+        raise TypeError("this release knows one KV group")
     tracker.append_block_ids(groups)
     return connector

@@ -1,13 +1,14 @@
 """A model with a sliding window: the load of a request fails, its connector reports blocks, and EngineCore dies."""
 
 from kvfix_tools.lab.scenario import Options, Scenario
-from kvfix_tools.lab.steps import admit, expect_unharmed, fail_load, prompt, run, settle, stored_elsewhere
+from kvfix_tools.lab.steps import admit, expect_unharmed, lose_loads, prompt, run, settle, step, stored_elsewhere
 
 SCENARIO = Scenario(
     schedule=[
         stored_elsewhere(prompt(128)),
         admit("r", prompt(200), max_tokens=2),
-        fail_load("r"),
+        step(2),
+        lose_loads(),  # the load was in flight
         run(),
         expect_unharmed("r"),
         settle(),

@@ -11,7 +11,7 @@ SCENARIO = Scenario(
         admit("first", prompt(256)),
         run(),
         evict(4),
-        admit("r", prompt(256)),
+        admit("r", prompt(512)),
         run(),
         reset_prefix_cache(),
         admit("short", prompt(100)),
