@@ -33,6 +33,8 @@ def fault(*rules: str, text: str = "", on: tuple[str, ...] = ("v1", "mp")) -> Ca
 
 
 V1, MP = ("v1",), ("mp",)
+#: `mp` with KV groups of sliding windows, in objects of their own.
+WINDOWS = ("mp-windows",)
 
 
 @fault("LAB001")
@@ -55,6 +57,20 @@ def load_takes_the_chunk_of_another_key(engine: Any) -> None:
 def store_reads_the_next_block(engine: Any) -> None:
     get = engine.slots.get
     engine.slots.get = lambda slot: get((slot + 16) % (engine.options.num_blocks * 16))
+
+
+@fault("LAB001", text="computed ones, its slot holds other KV in KV group 1", on=WINDOWS)
+def load_of_a_window_goes_to_blocks_of_full_attention(engine: Any) -> None:
+    chunks = engine.connector.server.chunks
+    load = chunks.load
+    chunks.load = lambda groups, *more: load([groups[0], groups[0], *groups[2:]], *more)
+
+
+@fault("LAB001", text="is stored under their key", on=WINDOWS)
+def store_of_a_window_reads_other_blocks(engine: Any) -> None:
+    chunks = engine.connector.server.chunks
+    read = chunks.read
+    chunks.read = lambda stored, groups, number: read(stored, [groups[0], groups[2], groups[1]], number)
 
 
 @fault("LAB001", on=MP)

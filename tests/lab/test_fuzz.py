@@ -16,10 +16,17 @@ from tests.healthy import own_blocks
 #: The one bug of LMCache 0.5.6 that a plain schedule shows: facts say so, and so does a scenario.
 KNOWN = {"KVR009 state-left-behind: _requests_priority still holds it"}
 
-#: What cannot happen: the stores of v1 end within their step, a load of mp is all or nothing and alone; no id of its
-#: comes again.
+#: What cannot happen: the stores of v1 end within their step, and it has one KV group; a load of mp is all or nothing
+#: and alone; no id of its comes again.
 NEVER = {
-    "v1": {"aborted_loading", "aborted_storing", "busy_steps"},
+    "v1": {
+        "aborted_loading",
+        "aborted_storing",
+        "busy_steps",
+        "loads_of_groups",
+        "stores_of_groups",
+        "null_objects_left_out",
+    },
     "mp": {"loads_partial", "ids_used_again", "loaded_beside"},
 }
 Measured = dict[str, Any]

@@ -69,3 +69,15 @@ def test_cache_finds_prefixes_pins_and_evicts_the_oldest() -> None:
     assert cache.evict(1) == 1
     assert "a" not in cache
     assert cache.evict(9, forced=True) == 1
+
+
+def test_a_kv_group_with_larger_blocks_sees_the_same_memory() -> None:
+    slots = Slots(4, 2, room=4)
+    larger = slots.of_group(4)
+    larger.write([3, 1], 0, [1, 2, 3, 4, 5])
+    assert larger.read([3, 1], 1, 5) == [2, 3, 4, 5]
+    assert larger.read([3], 1, 5) == [2, 3, 4]  # the other block is not there
+    assert slots.read([3], 0, 2) == [1, 2]
+    assert slots.first_wrong([3, 1], 4, [1, 2, 5, 0]) is None
+    slots.spoil(3)
+    assert larger.read([3], 0, 4) == [-1] * 4

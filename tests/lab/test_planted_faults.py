@@ -25,6 +25,9 @@ OPTIONS = {
     "v1": Options(chunk_size=CHUNK, num_blocks=64, max_num_batched_tokens=256),
     "mp": Options(connector="mp", block_size=16, num_blocks=40, chunk_size=32, max_num_batched_tokens=64),
 }
+OPTIONS["mp-windows"] = dataclasses.replace(
+    OPTIONS["mp"], num_blocks=100, windows=(32, 64), separate_object_groups=True
+)
 
 
 def schedule_v1(engine: Any) -> None:
@@ -87,7 +90,12 @@ def random_schedules(seeds: int) -> dict[str, Any]:
 def play_all() -> dict[str, Any]:
     own_blocks()
     return {
-        "sound": [played("v1"), *(played("v1", **{each: True}) for each in LOADING), played("mp")],
+        "sound": [
+            played("v1"),
+            *(played("v1", **{each: True}) for each in LOADING),
+            played("mp"),
+            played("mp-windows"),
+        ],  # fmt: skip
         "faults": [played(connector, name) for connector, name in FAULTS],
         "random": random_schedules(60),
         "twice": [played("v1", "two_blocks_are_exchanged", enable_async_loading=True) for _ in range(2)],

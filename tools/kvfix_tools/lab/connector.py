@@ -93,6 +93,10 @@ class Connector:
         """What is in flight for this request between steps: looking, loading, storing."""
         return set()
 
+    def failed_requests(self) -> dict[str, set[str]]:
+        """Requests whose load has failed within this step, where vLLM wants them by name (`failed_recving`)."""
+        return {}
+
     def failed_blocks(self) -> set[int]:
         """Blocks whose load has failed within this step."""
         return set()

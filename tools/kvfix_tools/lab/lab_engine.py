@@ -21,6 +21,7 @@ from kvfix.ledger import Finding, liveness
 from kvfix.ledger import events as ev
 from kvfix.session import session
 from kvfix_tools.lab import rules, vllm_objects
+from kvfix_tools.lab.kv_groups import kv_groups
 from kvfix_tools.lab.liveness import Liveness
 from kvfix_tools.lab.memory import Cache, Slots
 from kvfix_tools.lab.model import Model
@@ -69,12 +70,13 @@ class LabEngine:
     def __init__(self, options: Options) -> None:
         self.options = options
         self._faults_before = dict(session.faults)
-        self.slots = Slots(options.num_blocks, options.block_size)
+        self.groups = kv_groups(options)
+        self.slots = Slots(options.num_blocks, options.block_size, self.groups[-1].block_size)
         self.cache = Cache()
         _forget_configuration()
         self.connector: Any = _connector_class(options)(options, self.slots, self.cache)
         self.scheduler = self.connector.scheduler
-        self.model = Model(self.scheduler, self.slots)
+        self.model = Model(self.scheduler, self.slots, self.groups)
         self.liveness = Liveness(self.scheduler)
         self.request_events = events = RequestEvents(self.scheduler, self.connector, self.model)
         self.connector.listen(events)
@@ -122,7 +124,7 @@ class LabEngine:
         self.counts["full_steps"] += not self.free()
         self.counts["busy_steps"] += bool(connector.busy())
         self.idle = 0 if forward or connector.busy() else self.idle + 1
-        self.model.block_table.update(output)
+        self.model.step_begins(output)
         self._guard("start_load_kv", "", connector.start_step, metadata, forward)
         self._load_from_other_connector()
         self._failed.append(connector.failed_blocks())
@@ -130,7 +132,12 @@ class LabEngine:
             events.wrong_content(name, message)
         finish = (forward, output.finished_req_ids, self.options.save_last)
         sending, receiving, invalid = self._guard("wait_for_save", "", connector.finish_step, *finish)
-        report = KVConnectorOutput(finished_sending=sending, finished_recving=receiving, invalid_block_ids=invalid)
+        report = KVConnectorOutput(
+            finished_sending=sending,
+            finished_recving=receiving,
+            invalid_block_ids=invalid,
+            **connector.failed_requests(),
+        )
         self._answers.append((output, self.model.output(scheduled, report)))
         if self.options.async_scheduling and forward and len(self._answers) < 2:
             return

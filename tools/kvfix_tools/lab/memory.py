@@ -6,6 +6,7 @@ offset, a chunk under the wrong key: each leaves a slot whose content is not wha
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 
 #: What a slot holds that nothing was written to, or that a step wrote from wrong KV.
@@ -44,11 +45,31 @@ class Prefix:
 
 
 class Slots:
-    """vLLM's paged KV memory: `num_blocks` blocks of `block_size` slots."""
+    """vLLM's paged KV memory: `num_blocks` blocks of `block_size` slots.
 
-    def __init__(self, num_blocks: int, block_size: int) -> None:
+    room: slots of a block of the KV group whose blocks are larger.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, room: int = 0) -> None:
         self.block_size = block_size
-        self._blocks = [[NOTHING] * block_size for _ in range(num_blocks)]
+        self._blocks = [[NOTHING] * max(block_size, room) for _ in range(num_blocks)]
+
+    def of_group(self, block_size: int) -> Slots:
+        """The same memory, as a KV group with blocks of this size sees it."""
+        slots = copy.copy(self)
+        slots.block_size = block_size
+        return slots
+
+    def spoil(self, block: int) -> None:
+        """Others write to this block."""
+        self._blocks[block][:] = [GARBAGE] * len(self._blocks[block])
+
+    def read(self, blocks: Sequence[int], start: int, end: int) -> list[int]:
+        """Contents of the slots of tokens start to `end` of a request with these blocks; fewer if they end before."""
+        size = self.block_size
+        first = start // size
+        held = [content for block in blocks[first : -(-end // size)] for content in self._blocks[block][:size]]
+        return held[start - first * size : end - first * size]
 
     def write(self, blocks: Sequence[int], start: int, contents: Sequence[int]) -> None:
         """Put `contents` where tokens start, start + 1, ... of a request with these blocks have their slots."""
@@ -78,7 +99,7 @@ class Slots:
                 return start
             held = self._blocks[blocks[number]]
             right = contents[start:end]
-            if (held if end - start == size else held[: end - start]) != right:
+            if (held if end - start == len(held) else held[: end - start]) != right:
                 return start + next(i for i, (has, needs) in enumerate(zip(held, right, strict=False)) if has != needs)
         return None
 

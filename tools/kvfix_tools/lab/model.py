@@ -5,6 +5,7 @@ A token sampled is a function of all tokens before it, as a model's is.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -12,6 +13,7 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 
 from kvfix import scheduling
+from kvfix_tools.lab.kv_groups import KVGroup
 from kvfix_tools.lab.memory import GARBAGE, Prefix, Slots, next_token
 from kvfix_tools.lab.vllm_objects import sampled
 
@@ -26,7 +28,8 @@ class BlockTable:
     has its row filled from the list (gpu_input_batch.py 0.32.0:393).
     """
 
-    def __init__(self) -> None:
+    def __init__(self, group: int = 0) -> None:
+        self._group = group
         #: Blocks in which a step reads and writes the KV of each request that is scheduled in it.
         self.rows: dict[str, list[int]] = {}
         self._blocks: dict[str, list[int]] = {}
@@ -40,11 +43,11 @@ class BlockTable:
         for name in [name for name in self.rows if name not in output.num_scheduled_tokens or name in resumed]:
             del self.rows[name]
         for new in output.scheduled_new_reqs:
-            self._blocks[new.req_id] = new.block_ids[0]
-            self.rows[new.req_id] = list(new.block_ids[0])
+            self._blocks[new.req_id] = new.block_ids[self._group]
+            self.rows[new.req_id] = list(new.block_ids[self._group])
         cached = output.scheduled_cached_reqs
         for name, groups in zip(cached.req_ids, cached.new_block_ids, strict=True):
-            blocks = groups[0] if groups is not None else []
+            blocks = groups[self._group] if groups is not None else []
             if name in resumed:
                 self._blocks[name] = blocks
             else:
@@ -55,11 +58,34 @@ class BlockTable:
                 self.rows[name] = list(self._blocks[name])
 
 
+class WindowGroup:
+    """A KV group of a sliding window: its blocks for each request, and what the step reads and writes in them."""
+
+    def __init__(self, group: KVGroup, slots: Slots) -> None:
+        self.group = group
+        self._slots = slots.of_group(group.block_size)
+        self.block_table = BlockTable(group.number)
+
+    def first_wrong(self, name: str, done: int, contents: list[int]) -> int | None:
+        """The first token that the step reads whose slot does not hold what belongs there; None if all do."""
+        start = self.group.reads_from(done)
+        held, right = self._slots.read(self.block_table.rows[name], start, done), self.group.right(contents[start:done])
+        if held == right:
+            return None
+        same = (has == needs for has, needs in zip(held, right, strict=False))
+        return start + next((number for number, each in enumerate(same) if not each), len(held))
+
+    def write(self, name: str, done: int, contents: list[int]) -> None:
+        self._slots.write(self.block_table.rows[name], done, self.group.right(contents))
+
+
 class Model:
     """The slots' right contents for each request, and the step that reads and writes them (LAB001, LAB008)."""
 
-    def __init__(self, scheduler: Scheduler, slots: Slots) -> None:
+    def __init__(self, scheduler: Scheduler, slots: Slots, groups: Sequence[KVGroup] = ()) -> None:
         self._scheduler = scheduler
+        #: The KV groups beside that of full attention.
+        self.windows = [WindowGroup(group, slots) for group in groups if group.window]
         self.slots = slots
         self.block_table = BlockTable()
         self.requests: dict[str, Request] = {}
@@ -117,22 +143,33 @@ class Model:
         Returns (request, what it has read), where that is wrong. failed: blocks in which no load has arrived.
         """
         for block in self.written_by_others:
-            self.slots.write([block], 0, [GARBAGE] * self.slots.block_size)
+            self.slots.spoil(block)
         self.written_by_others = []
         self._misled.clear()
         found = []
         for name, tokens in scheduled.items():
             done = self.requests[name].num_computed_tokens - tokens  # the scheduler has counted them in already
             blocks, right = self.block_table.rows[name], self.right(name, done + tokens)
-            wrong = self.slots.first_wrong(blocks, done, right)
+            wrong, where = self.slots.first_wrong(blocks, done, right), ""
+            for window in self.windows:
+                if wrong is None:
+                    wrong, where = window.first_wrong(name, done, right), f" in KV group {window.group.number}"
+            written = right[done : done + tokens] if wrong is None else [GARBAGE] * tokens
+            self.slots.write(blocks, done, written)
+            for window in self.windows:
+                window.write(name, done, written)
             if wrong is None:
-                self.slots.write(blocks, done, right[done : done + tokens])
                 continue
             if not failed.intersection(blocks):
-                found.append((name, f"the step reads token {wrong} of {done} computed ones, its slot holds other KV"))
+                message = f"the step reads token {wrong} of {done} computed ones, its slot holds other KV{where}"
+                found.append((name, message))
             self._misled.add(name)
-            self.slots.write(blocks, done, [GARBAGE] * tokens)
         return found
+
+    def step_begins(self, output: Any) -> None:
+        """The scheduler hands out this."""
+        for table in (self.block_table, *(window.block_table for window in self.windows)):
+            table.update(output)
 
     def output(self, scheduled: dict[str, int], report: KVConnectorOutput) -> ModelRunnerOutput:
         """A token for each request whose step reached its last one."""

@@ -69,7 +69,7 @@ class MP(Connector):
     """Both roles, joined by the lab's server."""
 
     def __init__(self, options: Options, slots: Slots, cache: Cache) -> None:
-        self.server = Server(slots, cache, options.chunk_size, options.delay)
+        self.server = Server(slots, cache, options)
         self.failing = self.server.failing
         adapter: Any = import_module(ADAPTER)
         if hasattr(adapter, "RequestClientFactory"):
@@ -91,22 +91,24 @@ class MP(Connector):
         self.worker_adapter = self.in_worker.worker_adapter
         self.worker_adapter.register_kv_caches({})
         if hasattr(self.worker_adapter, "_block_ids_per_group"):
-            self.worker_adapter._block_ids_per_group = lambda op: [op.flat_block_ids]
+            several = bool(options.windows)
+            self.worker_adapter._block_ids_per_group = lambda op: op.block_ids if several else [op.flat_block_ids]
+        #: With several KV groups vLLM wants failed loads by request, from releases of LMCache that know them.
+        self._by_request = bool(options.windows) and hasattr(self.in_worker, "get_transfer_results")
+        self._failed_requests: set[str] = set()
 
     def listen(self, events: RequestEvents) -> None:
         self.events = self.server.events = events
 
     def stored_elsewhere(self, prompt: list[int]) -> None:
         """A step: another instance has stored this prompt in the cache, whole chunks of it."""
-        keys, contents = self.server.keys(prompt, len(prompt), "")
-        size = self.server.chunk_size
-        for number, key in enumerate(keys):
-            self.server.cache[key] = contents[number * size : (number + 1) * size]
+        self.server.chunks.put(prompt)
 
     def not_stored(self, request: Any) -> list[int]:
         """First tokens of the whole chunks of this request's prompt that are not in the cache."""
-        keys, _ = self.server.keys(request.prompt_token_ids, request.num_prompt_tokens, request.cache_salt or "")
-        return [number * self.server.chunk_size for number, key in enumerate(keys) if key not in self.server.cache]
+        chunks = self.server.chunks
+        keys, _ = chunks.keys(request.prompt_token_ids, request.num_prompt_tokens, request.cache_salt or "")
+        return [number * chunks.size for number, key in enumerate(keys) if key not in chunks.cache]
 
     def lookup_times_out(self) -> None:
         """A step: a lookup was not answered in time, and the scheduler's adapter takes the server for dead."""
@@ -133,13 +135,23 @@ class MP(Connector):
 
     def get_finished(self, ended: set[str]) -> Any:
         if not self.unanswered:
-            return self.in_worker.get_finished(ended)
+            return self._get_finished(ended)
         self.unanswered = False
         self.server.lose_loads(set(self.worker_adapter.retrieve_futures))
         self.worker_adapter._health_event.clear()
-        finished = self.in_worker.get_finished(ended)
+        finished = self._get_finished(ended)
         self.worker_adapter._health_event.set()
         return finished
+
+    def _get_finished(self, ended: set[str]) -> Any:
+        if not self._by_request:
+            return self.in_worker.get_finished(ended)
+        results = self.in_worker.get_transfer_results(ended)
+        self._failed_requests = results.failed_recving
+        return results.finished_sending, results.finished_recving
+
+    def failed_requests(self) -> dict[str, set[str]]:
+        return {"failed_recving": self._failed_requests} if self._by_request else {}
 
     def finish_step(self, forward: bool, ended: set[str], save_last: bool) -> Any:
         finished = super().finish_step(forward, ended, save_last)
@@ -166,7 +178,12 @@ class MP(Connector):
             for name in ("_pending_lookups", "_unacked_lookups")
         }
         in_worker = {where: set(names) for where, names in readers.MP(self.in_worker).kept()}
-        return {**lookups, **super().kept(), **in_worker, "read locks of the server": set(self.server.cache.pins)}
+        return {
+            **lookups,
+            **super().kept(),
+            **in_worker,
+            "read locks of the server": set(self.server.chunks.cache.pins),
+        }
 
     def kept_for_a_while(self) -> dict[str, set[str]]:
         """What is kept on purpose of requests that have ended, for a while."""

@@ -10,7 +10,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from kvfix_tools.lab import releases
-from kvfix_tools.lab.memory import Cache, Prefix, Slots
+from kvfix_tools.lab.memory import Cache, Slots
+from kvfix_tools.lab.mp_chunks import Chunks
+from kvfix_tools.lab.options import Options
 
 if TYPE_CHECKING:
     from kvfix_tools.lab.request_events import RequestEvents
@@ -48,7 +50,7 @@ class Server:
 
     events: RequestEvents
 
-    def __init__(self, slots: Slots, cache: Cache, chunk_size: int, delay: int) -> None:
+    def __init__(self, slots: Slots, cache: Cache, options: Options) -> None:
         from lmcache.v1.multiprocess.futures import MessagingFuture
 
         server = self
@@ -66,10 +68,9 @@ class Server:
                 return self
 
         self._future = Future
-        self.slots = slots
-        self.cache = cache
-        self.chunk_size = chunk_size
-        self._delay = delay
+        self.chunks = Chunks(slots, cache, options)
+        self.chunk_size = options.chunk_size
+        self._delay = options.delay
         self._now = 0
         #: When it is due, whether it is a load, and what is done then.
         self._later: deque[tuple[int, bool, Callable[[], None]]] = deque()
@@ -115,23 +116,9 @@ class Server:
 
     # ------------------------------------------------------------------ lookups and their locks
 
-    def keys(self, tokens: Any, end: int, salt: str) -> tuple[list[Any], list[int]]:
-        """Keys of the whole chunks up to `end`, and the right contents: a key stands for all tokens up to its chunk."""
-        contents = Prefix(hash((1, salt or 1))).of(list(tokens[:end]))
-        ends = range(self.chunk_size, end + 1, self.chunk_size)
-        return [(salt, contents[last - 1]) for last in ends], contents
-
     def _keys_from_start(self, key: Any) -> list[Any]:
         """Keys of the chunks that LMCache's key of a whole transfer stands for."""
-        return self.keys(key.token_ids, key.end, key.cache_salt)[0][key.start // self.chunk_size :]
-
-    def _unlock(self, request_id: str, keys: list[Any]) -> None:
-        """The request has no need of these chunks any more."""
-        held = [key for key in self.cache.pins.get(request_id, ()) if key not in keys]
-        if held:
-            self.cache.pins[request_id] = held
-        else:
-            self.cache.unpin(request_id)
+        return self.chunks.keys(key.token_ids, key.end, key.cache_salt)[0][key.start // self.chunk_size :]
 
     def is_looking(self, request_id: str) -> bool:
         return self._hits.get(request_id, 0) is None
@@ -146,8 +133,8 @@ class Server:
         self._hits[key.request_id] = None
 
         def prefetch() -> None:
-            keys, _ = self.keys(key.token_ids, key.end, key.cache_salt)
-            self._hits[key.request_id] = self.cache.pinned_prefix(keys, key.request_id)
+            keys, _ = self.chunks.keys(key.token_ids, key.end, key.cache_salt)
+            self._hits[key.request_id] = self.chunks.lock(keys, key.request_id)
 
         self._answer_later(prefetch)
         return self._answer(None)
@@ -159,7 +146,7 @@ class Server:
         return self._answer(found)
 
     def free_lookup_locks(self, key: Any, tp_size: int) -> Any:
-        self._unlock(key.request_id, self._keys_from_start(key))
+        self.chunks.unlock(key.request_id, self._keys_from_start(key))
         return self._answer(None)
 
     # ------------------------------------------------------------------ other questions of the client
@@ -194,7 +181,7 @@ class Server:
         return None
 
     def submit_store(self, request_id: str, key: Any, *rest: Any, **more: Any) -> Any:
-        blocks = _block_ids(rest)
+        groups, counts = _block_ids(rest), self.events.counts
         self.events.stored(request_id, list(key.token_ids), key.start, key.end)
         self.storing[request_id] += 1
 
@@ -202,47 +189,45 @@ class Server:
             self.storing[request_id] -= 1
             if not self._registered:
                 return False
-            right = self.events.right(request_id)
-            for number, chunk in enumerate(self._keys_from_start(key), key.start // self.chunk_size):
-                begin = number * self.chunk_size
-                read = [self.slots.get(slot) for slot in self._slots_of(blocks, begin - key.start)]
-                if read != right[begin : begin + self.chunk_size]:
-                    self.events.wrong_content(
-                        request_id, f"other KV than that of tokens {begin} on is stored under their key"
-                    )
-                self.cache[chunk] = read
+            chunks, right = self._keys_from_start(key), self.events.right(request_id)
+            if not self.chunks.covered(groups, len(chunks)):
+                return False
+            counts["stores_of_groups"] += len(groups) > 1
+            left_out = self.chunks.not_stored(groups, len(chunks))
+            for number, chunk in enumerate(chunks):
+                place = number + key.start // self.chunk_size
+                for stored in self.chunks.objects:
+                    if left_out[stored.number][number]:
+                        counts["null_objects_left_out"] += 1
+                        continue
+                    read, null = self.chunks.read(stored, groups, number)
+                    if read != self.chunks.right(stored, right, place):
+                        message = f"other KV than that of tokens {place * self.chunk_size} on is stored under their key"
+                        self.events.wrong_content(request_id, message + ", from null blocks" * null)
+                    self.chunks.cache[stored.key(chunk)] = read
             return True
 
         return self._answer_later(store)
 
     def submit_retrieve(self, request_id: str, key: Any, *rest: Any, skip_first_n_tokens: int = 0, **more: Any) -> Any:
-        blocks = _block_ids(rest)
+        groups = _block_ids(rest)
         self.loading.add(request_id)
 
         def load() -> bool:
             self.loading.discard(request_id)
             wanted = self._keys_from_start(key)
-            found = [self.cache.get(each) for each in wanted]
-            self._unlock(request_id, wanted)
-            if request_id in self.failing or None in found or not self._registered:
-                self.failing.pop(request_id, None)
+            fails = request_id in self.failing or not self._registered
+            self.failing.pop(request_id, None)
+            done = not fails and self.chunks.load(groups, wanted, skip_first_n_tokens)
+            self.chunks.unlock(request_id, wanted)
+            if not done:
                 self.events.loaded(request_id, 0, 0)
                 return False
-            for number, contents in enumerate(found):
-                offset = number * self.chunk_size
-                for index, slot in enumerate(self._slots_of(blocks, offset)):
-                    if offset + index >= skip_first_n_tokens and contents is not None:
-                        self.slots.put(slot, contents[index])
+            self.events.counts["loads_of_groups"] += len(groups) > 1
             self.events.loaded(request_id, key.end, key.end - key.start)
             return True
 
         return self._answer_later(load, is_load=True)
-
-    def _slots_of(self, blocks: list[int], offset: int) -> list[int]:
-        """Slots of the chunk that begins at this token of the blocks."""
-        size = self.slots.block_size
-        positions = range(offset, offset + self.chunk_size)
-        return [blocks[position // size] * size + position % size for position in positions]
 
     def flush_inflight_stores(self, *args: Any, **more: Any) -> None:
         """All that is in flight is done before this returns, in releases whose transfer on CUDA waits for it at all."""
@@ -257,7 +242,7 @@ class Server:
             if not is_load:
                 action()
         for name in sorted(self.loading | unreported):
-            self.cache.unpin(name)
+            self.chunks.cache.unpin(name)
             self.events.loaded(name, 0, 0)
         self.loading.clear()
 
@@ -267,7 +252,7 @@ class Server:
         self._registered = pinged or bool(releases.missing(releases.FORGETS))
 
 
-def _block_ids(arguments: tuple[Any, ...]) -> list[int]:
-    """The blocks of the one KV group among a transfer's arguments: their place and nesting differ by release."""
+def _block_ids(arguments: tuple[Any, ...]) -> list[list[int]]:
+    """The blocks in each KV group among a transfer's arguments: their place and nesting differ by release."""
     found: list[Any] = next(argument for argument in arguments if isinstance(argument, list))
-    return found[0] if found and isinstance(found[0], list) else found
+    return found if found and isinstance(found[0], list) else [found]

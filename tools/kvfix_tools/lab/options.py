@@ -30,6 +30,12 @@ class Options:
     reserve_full_isl: bool = True
     #: Which request is first: fcfs, or priority, by the number that each request has.
     policy: str = "fcfs"
+    #: Beside the KV group of full attention one for each of these sliding windows, in tokens. mp only.
+    windows: tuple[int, ...] = ()
+    #: A block of these groups has so many times the tokens of one of full attention.
+    window_blocks: int = 1
+    #: The server keeps the KV groups of a chunk under keys of their own (`--separate-object-groups`).
+    separate_object_groups: bool = False
     #: A step is scheduled before the answer of the last one is there, as vLLM does by itself on a GPU.
     async_scheduling: bool = False
     #: For vLLM's model runner V2, which it takes for most models on a GPU: a resumed request comes as a new one.
@@ -40,8 +46,13 @@ class Options:
     kv_load_failure_policy: str = "recompute"
     lmcache: dict[str, Any] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "windows", tuple(self.windows))  # JSON has lists
+
     @property
     def changed(self) -> list[str]:
         """What is not as it comes: settings of LMCache, and options that are no sizes by their own names."""
-        no_sizes = [each for each in fields(self) if each.type in ("bool", "str") and each.name not in _ROLE]
+        no_sizes = [
+            each for each in fields(self) if each.type in ("bool", "str", "tuple[int, ...]") and each.name not in _ROLE
+        ]
         return [*(each.name for each in no_sizes if getattr(self, each.name) != each.default), *self.lmcache]

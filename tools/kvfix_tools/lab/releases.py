@@ -28,6 +28,8 @@ SINCE = {
 #: between two steps only where they reset their prefix cache, all at once; the lab does it to one, and the output that
 #: is in flight comes twice. The second runner was for trials then.
 DRAWN_SINCE = {"async_scheduling": ">=0.32", "model_runner_v2": ">=0.32"}
+#: Several KV groups are drawn with these: earlier connectors name no failed requests, and vLLM raises (KVF207).
+WINDOWS_SINCE = {"lmcache": ">=0.5.6", "vllm": ">=0.32"}
 #: Releases whose server forgets workers that are silent (`worker_registration_grace_seconds`), and those whose transfer
 #: on CUDA waits for its stores (LMCacheDrivenTransferContext.flush_inflight_stores, which is `pass` up to 0.5.5).
 FORGETS, FLUSHES = {"lmcache": ">=0.5.0"}, {"lmcache": ">=0.5.6"}
@@ -81,8 +83,9 @@ def lacking() -> set[str]:
     """Settings of the lab that the installed LMCache does not have; options and steps that the vLLM is not for."""
     found = versions()
     settings = {name for name, specifier in SINCE.items() if not matches(found["lmcache"], specifier)}
-    settings |= {name for name, needs in (("new_weights", RESETS), ("policy", PRIORITIES)) if missing(needs)}
-    return settings | {name for name, specifier in DRAWN_SINCE.items() if not matches(found["vllm"], specifier)}
+    options = {name for name, specifier in DRAWN_SINCE.items() if not matches(found["vllm"], specifier)}
+    others = {"new_weights": RESETS, "policy": PRIORITIES, "windows": WINDOWS_SINCE}
+    return settings | options | {name for name, needs in others.items() if missing(needs, found)}
 
 
 def cannot_play(connector: str, installed: dict[str, str] | None = None) -> str:

@@ -26,12 +26,13 @@ STUCK = 8
 LOOKUP_TIMEOUT = 3.0
 #: What a run counts: tokens of loads and stores, steps without a free block and with a transfer or lookup of the
 #: multi-process server in flight, evicted chunks; requests, calls and answers else.
+#: Transfers with several KV groups, and what the server did not store because all its blocks are null.
 #: A store of the in-process connector ends within its step: no request is aborted in one.
 COUNTED = (
     "preemptions", "loaded_tokens", "stored_tokens", "finished", "full_steps", "aborted", "aborted_waiting",
     "aborted_running", "aborted_preempted", "aborted_looking", "aborted_loading", "aborted_storing", "ids_used_again",
     "resets", "evicted", "evicted_pinned", "loads_failed", "loads_partial", "lookups_unanswered", "busy_steps",
-    "loaded_beside", "connector_resets",
+    "loaded_beside", "connector_resets", "loads_of_groups", "stores_of_groups", "null_objects_left_out",
 )  # fmt: skip
 
 

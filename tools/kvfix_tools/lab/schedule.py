@@ -109,6 +109,8 @@ def draw(seed: int, connector: str, plain: bool = False, lacks: Collection[str] 
     if may_load_by_layers and "use_layerwise" not in lacks and random.Random(f"use_layerwise {seed}").random() < 0.2:
         lmcache["use_layerwise"] = True
     options = dataclasses.replace(options, **switches)
+    if connector == "mp" and not plain and "windows" not in lacks:
+        options = _with_windows(options, random.Random(f"windows {seed}"))
     weights = dict(_PLAIN) if plain else {**_PLAIN, **_FAULTS}
     if connector != "v1" and not plain:
         weights["lose_loads"] = 1
@@ -125,6 +127,27 @@ def draw(seed: int, connector: str, plain: bool = False, lacks: Collection[str] 
     if not plain and "new_weights" not in lacks and own.random() < 0.2:
         steps.insert(own.randrange(len(steps)), ("new_weights",))
     return Schedule(options, tuple(steps))
+
+
+def _with_windows(options: Options, rng: random.Random) -> Options:
+    """With one or two KV groups of sliding windows in a third of the schedules, and blocks for them."""
+    if rng.random() < 0.67:
+        return options
+    chunk = options.chunk_size
+    window_blocks = rng.choice((1, 1, 2)) if chunk > options.block_size else 1
+    block = options.block_size * window_blocks
+    # LMCache takes a window shorter than a chunk only in whole blocks (v1/kv_layer_groups.py 0.5.6:727)
+    windows = tuple(rng.sample(sorted({block, chunk, 2 * chunk, chunk + block}), rng.choice((1, 1, 2))))
+    # as many as a request of the longest prompt takes, for vLLM starts with no fewer (kv_cache_interface.py 0.32.0:859)
+    in_flight = options.max_num_batched_tokens * (1 + options.async_scheduling)
+    most = [-(-min(window - 1 + in_flight, options.max_model_len) // block) + 1 for window in windows]
+    return dataclasses.replace(
+        options,
+        windows=windows,
+        window_blocks=window_blocks,
+        separate_object_groups=rng.random() < 0.5,
+        num_blocks=options.num_blocks + sum(most),
+    )
 
 
 def _step(rng: random.Random, kind: str, number: int, options: Options, room: int) -> DrawnStep:

@@ -26,16 +26,17 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from kvfix_tools.lab.connector import OtherConnector, no_sockets
+from kvfix_tools.lab.kv_groups import kv_groups
 from kvfix_tools.lab.memory import VOCABULARY
 from kvfix_tools.lab.options import Options
 
-LAYER = "model.layers.0.self_attn.attn"
+LAYER = "model.layers.{}.self_attn.attn"
 #: connector of the options -> (class that vLLM loads, its module where vLLM would prefer another)
 _CONNECTORS = {
     "v1": ("LMCacheConnectorV1", None),
@@ -142,14 +143,24 @@ def vllm_config(options: Options) -> VllmConfig:
         device_config=DeviceConfig("cpu"),
         kv_transfer_config=KVTransferConfig(**transfer),
     )
-    config.scheduler_config.async_scheduling = options.async_scheduling  # vLLM's CPU platform switches it off
+    # vLLM's CPU platform switches the one off, and refuses the other
+    config.scheduler_config.async_scheduling = options.async_scheduling
+    config.scheduler_config.disable_hybrid_kv_cache_manager = not options.windows
     return config
 
 
 def kv_cache(options: Options) -> KVCacheConfig:
-    """One KV group of full attention, without tensors: the lab's memory has the contents."""
-    spec = FullAttentionSpec(block_size=options.block_size, num_kv_heads=1, head_size=32, dtype=torch.float32)
-    groups = [KVCacheGroupSpec([LAYER], spec)]
+    """The KV groups, one layer in each, without tensors: the lab's memory has the contents."""
+    shape: dict[str, Any] = {"num_kv_heads": 1, "head_size": 32, "dtype": torch.float32}
+    groups = [
+        KVCacheGroupSpec(
+            [LAYER.format(group.number)],
+            SlidingWindowSpec(block_size=group.block_size, sliding_window=group.window, **shape)
+            if group.window
+            else FullAttentionSpec(block_size=group.block_size, **shape),
+        )
+        for group in kv_groups(options)
+    ]
     return KVCacheConfig(num_blocks=options.num_blocks, kv_cache_tensors=[], kv_cache_groups=groups)
 
 
@@ -166,7 +177,9 @@ def scheduler(options: Options, config: VllmConfig) -> Scheduler:
             vllm_config=config,
             kv_cache_config=kv_cache(options),
             structured_output_manager=StructuredOutputManager(config),
-            block_size=options.block_size,
+            # a multiple of all groups' blocks; a request's blocks are hashed by the smallest
+            block_size=options.block_size * (options.window_blocks if options.windows else 1),
+            **(accepted(Scheduler, hash_block_size=options.block_size) if options.windows else {}),
         )
     made.use_v2_model_runner = options.model_runner_v2  # vLLM takes it where there is Triton
     return made

@@ -1,0 +1,72 @@
+"""Shared by the fixes for several KV groups: sliding windows, and the blocks that vLLM has taken from their lists.
+
+vLLM replaces a block by null block 0 once a step begins whose window starts behind it, and frees it
+(v1/core/single_type_kv_cache_manager.py 0.32.0:580, 1149). LMCache keeps the list as it was.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from kvfix.fixes import _mp, stubs
+
+
+def of(connector: Any) -> dict[int, tuple[int, int]]:
+    """{KV group: (tokens of its window, tokens of a block)} of the groups with a sliding window."""
+    found = {}
+    for number, group in enumerate(connector._kv_cache_config.kv_cache_groups):
+        spec = group.kv_cache_spec
+        spec = next(iter((getattr(spec, "kv_cache_specs", None) or {0: spec}).values()))
+        if any(kind.__name__ == "SlidingWindowSpec" for kind in type(spec).__mro__):
+            found[number] = (spec.sliding_window, spec.block_size)
+    return found
+
+
+def kept_from(computed: int, window: int, block_size: int) -> int:
+    """The first token whose block vLLM keeps when a step begins with so many computed tokens."""
+    return max(0, computed - window + 1) // block_size * block_size
+
+
+def computed(scheduler_output: Any) -> dict[str, int]:
+    """{request: tokens computed before the step} of the requests in it."""
+    cached = scheduler_output.scheduled_cached_reqs
+    found = dict(zip(cached.req_ids, cached.num_computed_tokens, strict=False))
+    found.update((new.req_id, new.num_computed_tokens) for new in scheduler_output.scheduled_new_reqs)
+    return found
+
+
+def has_several_groups(connector: Any) -> bool:
+    """Whether the model has. Not with lazy stores: they look at the blocks themselves."""
+    return len(connector._group_tokens_per_block) > 1 and not getattr(connector, "lazy_offload", False)
+
+
+def stored(hook: Any, module: Any, connector: Any, computed: int, tokens: int, **blocks: Any) -> list[Any]:
+    """For probes: the metadata of a step that computes so many tokens more of a request with two groups.
+
+    blocks: of `step`, for a request that has been scheduled before; its list in the groups is in the tracker.
+    """
+    metadata = module.LMCacheMPConnectorMetadata()
+    new = None if blocks else SimpleNamespace(req_id=stubs.NAME, num_computed_tokens=computed)
+    hook(connector, stubs.step(tokens, new=new, computed=computed, **blocks), metadata)
+    return [metadata, *metadata.requests]
+
+
+def scheduler_side(module: Any, window: int, *groups: list[int], computed: int) -> Any:
+    """For probes: a connector with a group of full attention and one of this window, and a request of 1024 tokens.
+
+    groups: its blocks in each. computed: vLLM has so many of its tokens, LMCache none.
+    """
+    connector, request = _mp.scheduler_side(module), stubs.request(1024)
+    spec = type("SlidingWindowSpec", (), {"sliding_window": window, "block_size": 16})()
+    kinds = (SimpleNamespace(), spec)
+    connector._kv_cache_config = SimpleNamespace(
+        kv_cache_groups=[SimpleNamespace(kv_cache_spec=each) for each in kinds]
+    )
+    connector._group_tokens_per_block = [16, 16]
+    tracker = _mp.tracked(connector, module, request, num_vllm_hit=computed)
+    tracker.state = module.LMCacheMPRequestState.READY
+    if not isinstance(tracker.allocated_block_ids, dict):
+        raise TypeError("this release knows one KV group")
+    tracker.append_block_ids(groups)
+    return connector

@@ -1,0 +1,123 @@
+"""With a sliding window, blocks that vLLM no longer has are stored: null blocks, or what others have written since.
+
+## Symptom
+No error. Wrong text for prompts that hit the cache, with models that have layers of full attention and of sliding
+windows (Gemma, gpt-oss), until the chunks are evicted.
+
+## Cause
+vLLM keeps the blocks of a window only: in front of it the request's list has null block 0 after a prefix hit, and
+blocks are freed as the window moves on. LMCache's tracker adds to its own list and takes nothing out. What it has not
+stored yet it stores from there (`slice_block_ids_per_group`, v1/multiprocess/group_view.py 0.5.6:202). After a prefix
+hit in vLLM of what LMCache has evicted, these are null blocks; after a failed load, which sets the tracker's hit to 0
+(lmcache_mp_connector.py 0.5.6:1158), the store is late by the prefix hit, and others have the blocks. The server leaves
+a chunk out only if all blocks of all its groups are null (modules/lmcache_driven_transfer.py 0.5.6:86), so the rest is
+a valid key with wrong KV. A later hit that ends there reads it.
+
+## Fix
+After the hooks that add stores to the step's metadata: a store ends before the first chunk of which a window's part is
+null or no longer vLLM's, and the request stores nothing behind it, where no prefix hit would find it. With
+`--separate-object-groups` the server could have kept the part of full attention.
+
+## Releases
+LMCache 0.4.7 to 0.5.6; before, no model with several KV groups is played.
+
+## Upstream
+None known.
+
+## Remove when
+The tracker stores no block that vLLM has taken out of the list.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from kvfix.fixes import _mp, _windows
+from kvfix.fixes.api import Fix
+from kvfix.fixes.targets import LMCACHE_MP
+from kvfix.wrapping import after
+
+
+def fix_new(module: ModuleType) -> Callable[..., Any]:
+    def _process_new_requests(connector: Any, answer: Any, scheduler_output: Any, metadata: Any) -> Any:
+        computed = {new.req_id: new.num_computed_tokens for new in scheduler_output.scheduled_new_reqs}
+        _keep_whole(connector, metadata, computed)
+        return answer
+
+    return after(_process_new_requests, when=_has_transfers)
+
+
+def fix_cached(module: ModuleType) -> Callable[..., Any]:
+    def _process_cached_requests(connector: Any, answer: Any, scheduler_output: Any, metadata: Any) -> Any:
+        cached = scheduler_output.scheduled_cached_reqs
+        _keep_whole(connector, metadata, dict(zip(cached.req_ids, cached.num_computed_tokens, strict=False)))
+        return answer
+
+    return after(_process_cached_requests, when=_has_transfers)
+
+
+def _has_transfers(connector: Any, answer: Any, scheduler_output: Any, metadata: Any) -> bool:
+    return bool(metadata.requests) and _windows.has_several_groups(connector)
+
+
+def _keep_whole(connector: Any, metadata: Any, computed: dict[str, int]) -> None:
+    """Of these requests' stores keep the chunks that vLLM has all of. computed: tokens before the step."""
+    windows, chunk = _windows.of(connector), _mp.chunk_size(connector)
+    for meta in list(metadata.requests):
+        if meta.direction != "STORE" or meta.request_id not in computed:
+            continue
+        tracker, op = connector.request_trackers[meta.request_id], meta.op
+        has_hole, before = hasattr(tracker, "_kvfix_hole"), computed[meta.request_id]
+        end = op.start if has_hole else _whole_until(op, windows, chunk, before)
+        if end == op.end:
+            continue
+        tracker._kvfix_hole = end
+        if end == op.start:
+            metadata.requests.remove(meta)
+            continue
+        sizes = connector._group_tokens_per_block
+        op.block_ids = [
+            ids[: (end - op.start) // size] if size else ids for ids, size in zip(op.block_ids, sizes, strict=True)
+        ]
+        op.end = end
+
+
+def _whole_until(op: Any, windows: dict[int, tuple[int, int]], chunk: int, computed: int) -> int:
+    """The end of the last chunk before the first one of which a window's part is not in vLLM's blocks."""
+    for start in range(op.start, op.end, chunk):
+        for group, (window, size) in windows.items():
+            # of a chunk the server keeps no more than the window (v1/kv_layer_groups.py 0.5.6:580)
+            first, last = start + chunk - min(window, chunk), start + chunk
+            ids = op.block_ids[group][(first - op.start) // size : (last - op.start) // size]
+            if 0 in ids or first < _windows.kept_from(computed, window, size):
+                return start
+    return int(op.end)
+
+
+def new_shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+    """vLLM has 512 tokens, LMCache none; the window's list begins with null blocks. Wrong is to store them."""
+    connector = _windows.scheduler_side(module, 256, list(range(1, 65)), [0] * 16 + list(range(65, 113)), computed=512)
+    return any(0 in meta.op.block_ids[1] for meta in _windows.stored(hook, module, connector, 512, 512)[1:])
+
+
+def cached_shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+    """768 tokens are computed, and the tracker knows of none. Wrong is to store the first 256 of them."""
+    connector = _windows.scheduler_side(module, 256, list(range(1, 65)), list(range(65, 129)), computed=0)
+    return len(_windows.stored(hook, module, connector, 768, 256, blocks=[])) > 1
+
+
+FIX = Fix(
+    __name__,
+    __doc__,
+    targets=(
+        LMCACHE_MP._process_new_requests(broken=">=0.4.7,<=0.5.6", probe=new_shows_bug, fix=fix_new),
+        LMCACHE_MP._process_cached_requests(broken=">=0.4.7,<=0.5.6", probe=cached_shows_bug, fix=fix_cached),
+    ),
+    scenarios=("mp-window-stored-null", "mp-window-stored-late"),
+    no_patch={
+        "lmcache": "the tracker is given neither windows nor what vLLM has taken out of a list: which it is to have is "
+        "for LMCache to decide"
+    },
+)

@@ -1,0 +1,128 @@
+"""A block leaves the sliding window while it is stored, and others write to it: wrong KV under valid keys.
+
+## Symptom
+No error. Under load, wrong text for prompts that hit the cache, with models that have layers of full attention and of
+sliding windows (Gemma, gpt-oss), until the chunks are evicted.
+
+## Cause
+The server copies the blocks of a store after the step, and the engine does not wait for it. The next step's window
+begins further on: vLLM frees the blocks in front of it at once (`remove_skipped_blocks`,
+v1/core/single_type_kv_cache_manager.py 0.32.0:580), and may give them to another request in the same step. It does so
+at the end of a request, too (scheduler.py 0.32.0:3025), while the other blocks wait for the end of the stores. LMCache
+waits for its stores only after a preemption (`need_flush_before_forward`, lmcache_mp_connector.py 0.5.6:1441).
+
+## Fix
+After the last hook that adds to the step's metadata: the scheduler notes the blocks of a window that are stored, and
+which of them vLLM has freed since. In the step in which one of these is in use again, the metadata are marked as after
+a preemption: workers then wait for the stores in flight, for at most LMCache's own `mq_timeout` each, before anything
+is written. Up to 0.5.5 that takes KVF106.
+
+## Releases
+LMCache 0.4.7 to 0.5.6; before, no model with several KV groups is played.
+
+## Upstream
+None known.
+
+## Remove when
+vLLM keeps a block, or LMCache holds it, until it is stored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from kvfix.fixes import _windows
+from kvfix.fixes.api import Fix
+from kvfix.fixes.targets import LMCACHE_MP
+from kvfix.wrapping import after
+
+#: With more freed blocks that may still be copied a step waits anyway: each step looks at all of them.
+_MOST = 1024
+
+
+class Stored:
+    """Blocks of a window, from token `first` on, in a store that may be in flight.
+
+    computed: tokens of the request once the last step is done, with which vLLM frees blocks at its end.
+    """
+
+    def __init__(self, window: tuple[int, int], request: str, first: int, blocks: list[int], computed: int) -> None:
+        self.window = window
+        self.request = request
+        self.first = first
+        self.blocks = blocks
+        self.computed = computed
+
+    def leave(self, computed: int) -> list[int]:
+        """The blocks that vLLM frees with so many computed tokens."""
+        size = self.window[1]
+        out = max(0, _windows.kept_from(computed, *self.window) - self.first) // size
+        left, self.blocks = self.blocks[:out], self.blocks[out:]
+        self.first += out * size
+        return left
+
+
+class Stores:
+    """What vLLM has not freed of the blocks in stores that may be in flight, and what it has."""
+
+    def __init__(self) -> None:
+        self.held: list[Stored] = []
+        self.freed: set[int] = set()
+
+    def step(self, computed: dict[str, int], scheduled: dict[str, int], open_requests: Any) -> None:
+        """A step begins. computed, scheduled: tokens of the requests in it."""
+        for stored in self.held:
+            if stored.request in computed:
+                self.freed.update(stored.leave(computed[stored.request]))
+                stored.computed = computed[stored.request] + scheduled[stored.request]
+            elif stored.request not in open_requests:
+                self.freed.update(stored.leave(stored.computed))
+        self.held = [stored for stored in self.held if stored.blocks and stored.request in open_requests]
+
+
+def fix(module: ModuleType) -> Callable[..., Any]:
+    def _process_cached_requests(connector: Any, answer: Any, scheduler_output: Any, metadata: Any) -> Any:
+        stores = vars(connector).setdefault("_kvfix_stores", Stores())
+        computed, scheduled = _windows.computed(scheduler_output), scheduler_output.num_scheduled_tokens
+        stores.step(computed, scheduled, connector.request_trackers)
+        if stores.freed and (len(stores.freed) > _MOST or _any_in_use(connector, stores.freed)):
+            # what LMCache from 0.5.2 on reads, and what KVF106 does
+            metadata.need_flush_before_forward = metadata._kvfix_preempted = True
+        if getattr(metadata, "need_flush_before_forward", False):
+            stores.held, stores.freed = [], set()
+        windows = _windows.of(connector)
+        for meta in metadata.requests:
+            if meta.direction == "STORE":
+                done = computed[meta.request_id] + scheduled[meta.request_id]
+                stores.held += [
+                    Stored(window, meta.request_id, meta.op.start, list(meta.op.block_ids[group]), done)
+                    for group, window in windows.items()
+                ]
+        return answer
+
+    return after(_process_cached_requests, when=lambda connector, *_, **__: _windows.has_several_groups(connector))
+
+
+def _any_in_use(connector: Any, blocks: set[int]) -> bool:
+    pool = getattr(connector, "_gpu_block_pool", None) or connector._kv_cache_manager.block_pool
+    return any(pool.blocks[block].ref_cnt for block in blocks)
+
+
+def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+    """256 tokens are stored with a window of 16; their blocks are used when the next step begins. Right is to wait."""
+    connector = _windows.scheduler_side(module, 16, list(range(1, 65)), list(range(65, 129)), computed=0)
+    connector._gpu_block_pool = SimpleNamespace(blocks=[SimpleNamespace(ref_cnt=1)] * 129)
+    _windows.stored(hook, module, connector, 0, 256, blocks=[])
+    metadata = _windows.stored(hook, module, connector, 256, 256, blocks=[])[0]
+    return not getattr(metadata, "need_flush_before_forward", False)
+
+
+FIX = Fix(
+    __name__,
+    __doc__,
+    targets=(LMCACHE_MP._process_cached_requests(broken=">=0.4.7,<=0.5.6", probe=shows_bug, fix=fix, place=1),),
+    scenarios=("mp-window-freed-while-stored", "mp-window-freed-at-end"),
+    no_patch={"lmcache": "who keeps a block until it is stored, vLLM or the connector, is for both to decide"},
+)

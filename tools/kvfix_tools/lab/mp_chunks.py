@@ -1,0 +1,131 @@
+"""What the multi-process server keeps of a request's chunks: objects with keys of their own, in the cache or locked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from types import SimpleNamespace
+from typing import Any
+
+from kvfix_tools.lab.kv_groups import KVGroup, StoredObject, kv_groups, stored_objects
+from kvfix_tools.lab.memory import Cache, Prefix, Slots
+from kvfix_tools.lab.options import Options
+
+
+class Chunks:
+    """`cache` has the objects. `groups` in the arguments: a transfer's blocks in each KV group."""
+
+    def __init__(self, slots: Slots, cache: Cache, options: Options) -> None:
+        self.cache = cache
+        self.size = options.chunk_size
+        self.objects = stored_objects(options)
+        #: The memory as each KV group sees it.
+        self._slots = [slots, *(slots.of_group(group.block_size) for group in kv_groups(options)[1:])]
+        self._all_null = _all_null(options, self.objects) if options.windows else None
+
+    # ------------------------------------------------------------------ keys and contents
+
+    def keys(self, tokens: Any, end: int, salt: str) -> tuple[list[Any], list[int]]:
+        """Keys of the whole chunks up to `end`, and the right contents: a key stands for all tokens up to its chunk.
+
+        Those of a chunk's objects are made of its key (`StoredObject.key`).
+        """
+        contents = Prefix(hash((1, salt or 1))).of(list(tokens[:end]))
+        ends = range(self.size, end + 1, self.size)
+        return [(salt, contents[last - 1]) for last in ends], contents
+
+    def right(self, stored: StoredObject, contents: list[int], number: int) -> list[int]:
+        """What belongs in this object of a request's chunk, from the right contents of the request's tokens."""
+        end = (number + 1) * self.size
+        parts = [group.right(contents[end - kept : end]) for group, kept in stored.parts]
+        return parts[0] if len(parts) == 1 else [content for part in parts for content in part]
+
+    def put(self, tokens: list[int]) -> None:
+        """All objects of the whole chunks of this prompt, with what belongs in them."""
+        keys, contents = self.keys(tokens, len(tokens), "")
+        for number, key in enumerate(keys):
+            for stored in self.objects:
+                self.cache[stored.key(key)] = self.right(stored, contents, number)
+
+    # ------------------------------------------------------------------ locks
+
+    def lock(self, keys: list[Any], request_id: str) -> int:
+        """How many of these chunks, from the first on, are hit; what the hit needs of them is locked."""
+        found = self.cache.pinned_prefix(keys, request_id)
+        if found and len(self.objects) > 1:
+            while found and any(key not in self.cache for key in self._needed(keys, found)):
+                found -= 1
+            self.cache.unpin(request_id)
+            if found:
+                self.cache.pins[request_id] = self._needed(keys, found)
+        return found
+
+    def _needed(self, keys: list[Any], hit: int) -> list[object]:
+        return [stored.key(keys[number]) for stored in self.objects for number in stored.needed(hit)]
+
+    def unlock(self, request_id: str, keys: list[Any]) -> None:
+        """The request has no need of these chunks any more."""
+        if len(self.objects) > 1:
+            keys = [stored.key(key) for key in keys for stored in self.objects]
+        held = [key for key in self.cache.pins.get(request_id, ()) if key not in keys]
+        if held:
+            self.cache.pins[request_id] = held
+        else:
+            self.cache.unpin(request_id)
+
+    # ------------------------------------------------------------------ transfers
+
+    def covered(self, groups: list[list[int]], chunks: int) -> bool:
+        """Whether each KV group has the blocks of so many chunks; else the server neither stores nor loads."""
+        return not self._all_null or all(
+            len(blocks) * slots.block_size >= chunks * self.size
+            for blocks, slots in zip(groups, self._slots, strict=True)
+        )
+
+    def not_stored(self, groups: list[list[int]], chunks: int) -> list[list[bool]]:
+        """By object and chunk, whether the server leaves it out."""
+        return self._all_null(groups, chunks) if self._all_null else [[False] * chunks]
+
+    def read(self, stored: StoredObject, groups: list[list[int]], number: int) -> tuple[list[int], bool]:
+        """What is in the slots of this object of the transfer's chunk, and whether null blocks are among them."""
+        found: list[int] = []
+        null = False
+        for group, kept in stored.parts:
+            slots, places = self._slots[group.number], self._slots_of(groups, group, kept, number)
+            found += [slots.get(place) for place in places]
+            null |= places[0] < slots.block_size
+        return found, null
+
+    def load(self, groups: list[list[int]], keys: list[Any], skip_tokens: int) -> bool:
+        """Bring these chunks into the slots, but for the first tokens. False: not all of what is needed is there."""
+        needed = [(stored, number) for stored in self.objects for number in stored.needed(len(keys))]
+        found = [self.cache.get(stored.key(keys[number])) for stored, number in needed]
+        if None in found or not self.covered(groups, len(keys)):
+            return False
+        for (stored, number), contents in zip(needed, found, strict=True):
+            position = 0
+            for group, kept in stored.parts:
+                slots, begin = self._slots[group.number], (number + 1) * self.size - kept
+                for index, place in enumerate(self._slots_of(groups, group, kept, number)):
+                    if begin + index >= skip_tokens and contents is not None:
+                        slots.put(place, contents[position + index])
+                position += kept
+        return True
+
+    def _slots_of(self, groups: list[list[int]], group: KVGroup, kept: int, number: int) -> list[int]:
+        """Slots of so many tokens at the end of the transfer's chunk."""
+        blocks, size = groups[group.number], group.block_size
+        end = (number + 1) * self.size
+        return [blocks[position // size] * size + position % size for position in range(end - kept, end)]
+
+
+def _all_null(options: Options, objects: list[StoredObject]) -> Callable[[list[list[int]], int], list[list[bool]]]:
+    """The server's own rule which objects it does not store, from 0.5.4 on: those of null blocks only."""
+    try:
+        module: Any = import_module("lmcache.v1.multiprocess.modules.lmcache_driven_transfer")
+        masks = module.all_null_chunk_masks
+    except (ImportError, AttributeError):
+        return lambda groups, chunks: [[False] * chunks for _ in objects]
+    members = [SimpleNamespace(kernel_group_indices=[group.number for group, _ in each.parts]) for each in objects]
+    blocks = [options.chunk_size // group.block_size for group in kv_groups(options)]
+    return lambda groups, chunks: masks(groups, members, blocks, chunks)
