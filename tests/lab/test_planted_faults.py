@@ -95,7 +95,7 @@ def play_all() -> dict[str, Any]:
             *(played("v1", **{each: True}) for each in LOADING),
             played("mp"),
             played("mp-windows"),
-        ],  # fmt: skip
+        ],
         "faults": [played(connector, name) for connector, name in FAULTS],
         "random": random_schedules(60),
         "twice": [played("v1", "two_blocks_are_exchanged", enable_async_loading=True) for _ in range(2)],

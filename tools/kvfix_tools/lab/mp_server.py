@@ -168,7 +168,7 @@ class Server:
 
     def clear(self, force: bool = False) -> Any:
         """All chunks go but those with a read lock, which are in use (v1/distributed/storage_manager.py 0.5.6:1244)."""
-        self.cache.evict(len(self.cache))
+        self.chunks.cache.evict(len(self.chunks.cache))
         return self._answer(None)
 
     # ------------------------------------------------------------------ transfers
