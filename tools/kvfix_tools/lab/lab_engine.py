@@ -69,7 +69,7 @@ class LabEngine:
         _forget_configuration()
         self.connector: Any = _connector_class(options)(options, self.slots, self.cache)
         self.scheduler = self.connector.scheduler
-        self.model = Model(self.scheduler, self.slots)
+        self.model = Model(self.scheduler, self.slots, options)
         self.request_events = events = RequestEvents(self.scheduler, self.connector, self.model)
         self.connector.listen(events)
         events.wrap_hooks(self.connector.in_scheduler)
@@ -110,6 +110,7 @@ class LabEngine:
         metadata = connector.metadata(output)
         scheduled: dict[str, int] = output.num_scheduled_tokens
         events.preempted()
+        self.model.begin(output)
         events.scheduled(output, metadata)
         forward = output.total_num_scheduled_tokens > 0
         self.counts["full_steps"] += not self.free()
@@ -119,7 +120,7 @@ class LabEngine:
         self._guard("start_load_kv", "", connector.start_step, metadata, forward)
         self._load_from_other_connector()
         self._failed.append(connector.failed_blocks())
-        for name, message in self.model.compute(scheduled, set().union(*self._failed)):
+        for name, message in self.model.compute(output, set().union(*self._failed)):
             events.wrong_content(name, message)
         finish = (forward, output.finished_req_ids, self.options.save_last)
         sending, receiving, invalid = self._guard("wait_for_save", "", connector.finish_step, *finish)
@@ -129,6 +130,7 @@ class LabEngine:
             return
         self._guard("update_from_output", "", self.scheduler.update_from_output, *self._answers.popleft())
         self._failed.popleft()
+        self._take_drafts(forward)
         events.ended()
         events.stuck()
 
@@ -139,6 +141,11 @@ class LabEngine:
                 self.model.fill(name, start, end)
                 self.counts["loaded_beside"] += 1
             self.connector.other.loads.clear()
+
+    def _take_drafts(self, forward: bool) -> None:
+        """EngineCore.post_step: with asynchronous scheduling the drafts stay in the worker."""
+        if self.model.drafter is not None and forward and not self.options.async_scheduling:
+            self.scheduler.update_draft_token_ids(self.model.drafter.take())
 
     def _guard(self, where: str, name: str, function: Any, *args: Any) -> Any:
         """Call it for this request; EngineDied if it raises."""

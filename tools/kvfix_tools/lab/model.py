@@ -12,7 +12,9 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 
 from kvfix import scheduling
+from kvfix_tools.lab.drafts import Drafter
 from kvfix_tools.lab.memory import GARBAGE, Prefix, Slots, next_token
+from kvfix_tools.lab.options import Options
 from kvfix_tools.lab.vllm_objects import sampled
 
 
@@ -58,9 +60,10 @@ class BlockTable:
 class Model:
     """The slots' right contents for each request, and the step that reads and writes them (LAB001, LAB008)."""
 
-    def __init__(self, scheduler: Scheduler, slots: Slots) -> None:
+    def __init__(self, scheduler: Scheduler, slots: Slots, options: Options) -> None:
         self._scheduler = scheduler
         self.slots = slots
+        self.drafter = Drafter(options) if options.drafter else None
         self.block_table = BlockTable()
         self.requests: dict[str, Request] = {}
         self.prefixes: dict[str, Prefix] = {}
@@ -68,6 +71,8 @@ class Model:
         self.written_by_others: list[int] = []
         #: Requests that this step has computed on top of wrong KV.
         self._misled: set[str] = set()
+        #: request -> (end of what this step has computed without drafts, end of what it has computed rightly)
+        self._ends: dict[str, tuple[int, int]] = {}
 
     def admit(self, name: str, request: Request) -> None:
         """KV depends on adapter and embeddings, and is not shared between tenants: all that is in a slot's content."""
@@ -96,8 +101,18 @@ class Model:
         """The other connector of a MultiConnector loads these tokens, as they are to be."""
         self.slots.write(self.blocks(name), start, self.right(name)[start:end])
 
-    def compute(self, scheduled: dict[str, int], failed: set[int]) -> list[tuple[str, str]]:
-        """Each request reads the KV of all its computed tokens and writes that of the scheduled ones.
+    def begin(self, output: Any) -> None:
+        """A step begins for which the scheduler hands out this."""
+        if self.drafter is not None:
+            self.drafter.begin(output)
+
+    def start(self, name: str, tokens: int) -> int:
+        """The first of so many tokens of this request in the step. The scheduler has counted them in already."""
+        computed = self.requests[name].num_computed_tokens - tokens
+        return computed if self.drafter is None else self.drafter.start(name, computed)
+
+    def compute(self, output: Any, failed: set[int]) -> list[tuple[str, str]]:
+        """Each request reads the KV of all its computed tokens and writes that of the scheduled ones, drafts too.
 
         Returns (request, what it has read), where that is wrong. failed: blocks in which no load has arrived.
         """
@@ -105,13 +120,21 @@ class Model:
             self.slots.write([block], 0, [GARBAGE] * self.slots.block_size)
         self.written_by_others = []
         self._misled.clear()
+        self._ends.clear()
         found = []
-        for name, tokens in scheduled.items():
-            done = self.requests[name].num_computed_tokens - tokens  # the scheduler has counted them in already
+        for name, tokens in output.num_scheduled_tokens.items():
+            done = self.start(name, tokens)
             blocks, right = self.block_table.rows[name], self.right(name, done + tokens)
+            scheduled = output.scheduled_spec_decode_tokens.get(name)
+            end = done + tokens - len(scheduled or ())
             wrong = self.slots.first_wrong(blocks, done, right)
+            contents, accepted = right[done:end], 0
+            if scheduled and self.drafter is not None:
+                accepted, drafts = self.drafter.verify(name, scheduled, right, end, misled=wrong is not None)
+                contents += drafts
+            self._ends[name] = end, end + accepted
             if wrong is None:
-                self.slots.write(blocks, done, right[done : done + tokens])
+                self.slots.write(blocks, done, contents)
                 continue
             if not failed.intersection(blocks):
                 found.append((name, f"the step reads token {wrong} of {done} computed ones, its slot holds other KV"))
@@ -133,10 +156,13 @@ class Model:
         )
 
     def _sampled(self, name: str) -> list[Any]:
-        end = self.requests[name].num_computed_tokens
+        end, accepted_end = self._ends[name]
         if end < self.requests[name].num_tokens:
             return []
-        return [next_token(self.right(name, end)[end - 1] + (name in self._misled))]
+        if self.drafter is not None:
+            self.drafter.propose(name, accepted_end, self.right)
+        contents = self.right(name, accepted_end)[end - 1 : accepted_end]
+        return [next_token(content + (name in self._misled)) for content in contents]
 
     def wrong_text(self, name: str) -> int | None:
         """The first generated token of this request that is not what the model samples after the tokens before it."""

@@ -101,8 +101,12 @@ def draw(seed: int, connector: str, plain: bool = False, lacks: Collection[str] 
     )
     # each from a generator of its own, so that the rest of a seed is the same where they are not drawn
     switches: dict[str, Any] = {
-        name: random.Random(f"{name} {seed}").random() < 0.3 for name in DRAWN_SINCE if name not in lacks
+        name: random.Random(f"{name} {seed}").random() < 0.3
+        for name in DRAWN_SINCE
+        if name not in lacks and name != "drafter"
     }
+    if "drafter" not in lacks:
+        switches |= _drafts(random.Random(f"drafter {seed}"), block)
     options = dataclasses.replace(options, **switches)
     weights = dict(_PLAIN) if plain else {**_PLAIN, **_FAULTS}
     if connector != "v1" and not plain:
@@ -117,6 +121,19 @@ def draw(seed: int, connector: str, plain: bool = False, lacks: Collection[str] 
         kind = rng.choices(names, [weights[name] for name in names])[0] if number else "admit"
         steps.append(_step(rng, kind, number, options, room))
     return Schedule(options, tuple(steps))
+
+
+def _drafts(rng: random.Random, block: int) -> dict[str, Any]:
+    """Options of speculative decoding. vLLM refuses more modules of MTP than a block has tokens."""
+    if rng.random() >= 0.3:
+        return {}
+    drafter, drafts = rng.choice(("ngram", "eagle", "mtp")), rng.randrange(1, 8)
+    return {
+        "drafter": drafter,
+        "drafts": min(drafts, block) if drafter == "mtp" else drafts,
+        "acceptance": rng.choice((0, 30, 70, 95, 100)),
+        "save_last": rng.random() < 0.5,
+    }
 
 
 def _step(rng: random.Random, kind: str, number: int, options: Options, room: int) -> DrawnStep:
