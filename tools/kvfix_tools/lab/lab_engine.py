@@ -12,6 +12,7 @@ import time
 from collections import deque
 from typing import Any
 
+from vllm.v1.core.sched import interface
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
@@ -130,6 +131,7 @@ class LabEngine:
             return
         self._guard("update_from_output", "", self.scheduler.update_from_output, *self._answers.popleft())
         self._failed.popleft()
+        self.model.take_input()
         self._take_drafts(forward)
         events.ended()
         events.stuck()
@@ -168,6 +170,29 @@ class LabEngine:
         self.model.admit(name, request)
         self.request_events.admitted(name)
         self.scheduler.add_request(request)
+
+    def add_input(self, name: str, prompt: list[int], max_tokens: int = 1) -> None:
+        """More input for a session, a request that was admitted as `resumable`."""
+        self.counts["inputs"] += 1
+        more = vllm_objects.request(self.options, name, prompt, max_tokens, resumable=True)
+        self._guard("add_request", name, self.scheduler.add_request, more)
+        self.model.take_input()
+
+    def end_input(self, name: str) -> None:
+        """A session gets no more input: it ends, at once if it waits for some."""
+        self._guard("add_request", name, self.scheduler.add_request, vllm_objects.request(self.options, name, [1], 1))
+        if self.requests[name].is_finished():
+            self.request_events.aborted(name, set())
+
+    def pause(self, everything: bool = False) -> None:
+        """No new request is scheduled, or none at all (`pause_scheduler` of EngineCore), until `unpause`."""
+        self.counts["pauses"] += 1
+        states = interface.PauseState
+        self.scheduler.set_pause_state(states.PAUSED_ALL if everything else states.PAUSED_NEW)
+
+    def unpause(self) -> None:
+        """Requests are scheduled again."""
+        self.scheduler.set_pause_state(interface.PauseState.UNPAUSED)
 
     def is_free(self, name: str) -> bool:
         """Whether a request of this id may arrive: none has, or it has ended and scheduler and worker know it."""

@@ -67,6 +67,8 @@ class Model:
         self.block_table = BlockTable()
         self.requests: dict[str, Request] = {}
         self.prefixes: dict[str, Prefix] = {}
+        #: Tokens of the prompt of each session, which grows with its input.
+        self._sessions: dict[str, int] = {}
         #: Blocks that others write to in the next step.
         self.written_by_others: list[int] = []
         #: Requests that this step has computed on top of wrong KV.
@@ -80,7 +82,18 @@ class Model:
         embeds = request.prompt_embeds
         seed = (lora, request.cache_salt or 1)
         self.requests[name] = request
+        self._sessions.pop(name, None)
+        if getattr(request, "resumable", False):
+            self._sessions[name] = request.num_prompt_tokens
         self.prefixes[name] = Prefix(hash(seed if embeds is None else (*seed, embeds.numpy().tobytes())))
+
+    def take_input(self) -> None:
+        """A session that has got input since has other tokens: the last one that was sampled is dropped."""
+        for name, tokens in self._sessions.items():
+            request = self.requests[name]
+            if request.num_prompt_tokens != tokens:
+                self._sessions[name] = request.num_prompt_tokens
+                self.prefixes[name].keep(request.all_token_ids)
 
     def right(self, name: str, end: int = 0) -> list[int]:
         """What belongs in the slots of the request's tokens.

@@ -41,6 +41,8 @@ class Options:
     drafts: int = 0
     #: Of 100 drafts, so many are what the model samples.
     acceptance: int = 0
+    #: fcfs or priority: who is preempted
+    policy: str = "fcfs"
     kv_role: str = "kv_both"
     kv_load_failure_policy: str = "recompute"
     lmcache: dict[str, Any] = field(default_factory=dict)

@@ -31,6 +31,7 @@ COUNTED = (
     "aborted_running", "aborted_preempted", "aborted_looking", "aborted_loading", "aborted_storing", "ids_used_again",
     "resets", "evicted", "evicted_pinned", "loads_failed", "loads_partial", "lookups_unanswered", "busy_steps",
     "loaded_beside", "drafts_proposed", "drafts_accepted", "drafts_rejected",
+    "inputs", "pauses",
 )  # fmt: skip
 
 

@@ -25,7 +25,9 @@ _FAULTS = {"abort": 4, "evict": 1, "fail_load": 2, "admit_again": 2, "timeout": 
 _ASYNCHRONOUS = {"slow_lookups": 2, "wait": 1}
 #: Only where another connector is there: it has the next request, or one that was preempted.
 _MULTI_CONNECTOR = {"is_beside": 5}
-KINDS = frozenset((*_PLAIN, *_FAULTS, *_ASYNCHRONOUS, *_MULTI_CONNECTOR, "lose_loads"))
+#: Drawn for three seeds of ten each, by what they are called in DRAWN_SINCE.
+_SOMETIMES = {"pause": {"pause": 1, "unpause": 3}, "sessions": {"session": 3, "input": 6, "end_input": 1}}
+KINDS = frozenset((*_PLAIN, *_FAULTS, *_ASYNCHRONOUS, *_MULTI_CONNECTOR, "lose_loads")).union(*_SOMETIMES.values())
 
 
 class Schedule(NamedTuple):
@@ -72,7 +74,7 @@ def _settings(connector: str, chunk: int) -> dict[str, tuple[Any, ...]]:
 
 
 def draw(seed: int, connector: str, plain: bool = False, lacks: Collection[str] = ()) -> Schedule:
-    """The schedule of this seed. plain: default options of LMCache, no aborts, no failed loads, no evictions.
+    """The schedule of this seed. plain: default options of LMCache, no aborts, no failed loads, no evictions, no sessions.
 
     lacks: settings and options that what is installed does not have.
     """
@@ -82,8 +84,8 @@ def draw(seed: int, connector: str, plain: bool = False, lacks: Collection[str] 
     blocks = rng.randrange(12, 48)
     room = block * (blocks - 2)
     settings = {} if plain else _settings(connector, chunk)
-    drawn = {name: rng.choice(values) for name, values in settings.items() if rng.random() < 0.3}
-    lmcache: dict[str, Any] = {name: value for name, value in drawn.items() if name not in lacks}
+    chosen = {name: rng.choice(values) for name, values in settings.items() if rng.random() < 0.3}
+    lmcache: dict[str, Any] = {name: value for name, value in chosen.items() if name not in lacks}
     options = Options(
         connector=connector,
         block_size=block,
@@ -100,13 +102,14 @@ def draw(seed: int, connector: str, plain: bool = False, lacks: Collection[str] 
         kv_load_failure_policy="recompute" if plain else rng.choice(("recompute", "recompute", "fail")),
     )
     # each from a generator of its own, so that the rest of a seed is the same where they are not drawn
-    switches: dict[str, Any] = {
-        name: random.Random(f"{name} {seed}").random() < 0.3
-        for name in DRAWN_SINCE
-        if name not in lacks and name != "drafter"
-    }
-    if "drafter" not in lacks:
-        switches |= _drafts(random.Random(f"drafter {seed}"), block)
+    drawn = {name for name in DRAWN_SINCE if name not in lacks and random.Random(f"{name} {seed}").random() < 0.3}
+    if plain:
+        drawn.discard("sessions")
+    switches: dict[str, Any] = {name: name in drawn for name in ("async_scheduling", "model_runner_v2")}
+    if "policy" in drawn:
+        switches["policy"] = "priority"
+    if "drafter" in drawn:
+        switches |= _drafts(random.Random(f"drafts {seed}"), block)
     options = dataclasses.replace(options, **switches)
     weights = dict(_PLAIN) if plain else {**_PLAIN, **_FAULTS}
     if connector != "v1" and not plain:
@@ -115,6 +118,8 @@ def draw(seed: int, connector: str, plain: bool = False, lacks: Collection[str] 
         weights |= _ASYNCHRONOUS
     if options.beside:
         weights |= _MULTI_CONNECTOR
+    for name, kinds in _SOMETIMES.items():
+        weights |= kinds if name in drawn else {}
     names = list(weights)
     steps: list[DrawnStep] = []
     for number in range(rng.randrange(30, 160)):
@@ -125,8 +130,6 @@ def draw(seed: int, connector: str, plain: bool = False, lacks: Collection[str] 
 
 def _drafts(rng: random.Random, block: int) -> dict[str, Any]:
     """Options of speculative decoding. vLLM refuses more modules of MTP than a block has tokens."""
-    if rng.random() >= 0.3:
-        return {}
     drafter, drafts = rng.choice(("ngram", "eagle", "mtp")), rng.randrange(1, 8)
     return {
         "drafter": drafter,
@@ -146,6 +149,13 @@ def _step(rng: random.Random, kind: str, number: int, options: Options, room: in
         again = kind == "admit_again" and options.connector == "v1"
         which = rng.randrange(8) if again else number
         return ("admit", f"r{which}", rng.randrange(3), tokens, rng.choice((1, 2, 5, 20, 30)))
+    if kind in ("session", "input"):
+        session = f"r{number}" if kind == "session" else rng.randrange(3)
+        return (kind, session, rng.randrange(3), rng.randrange(1, room // 8), rng.choice((1, 2, 5)))
+    if kind == "pause":
+        return (kind, rng.random() < 0.5)
+    if kind == "end_input":
+        return (kind, rng.randrange(3))
     if kind in ("abort", "fail_load", "preempt", "is_beside"):
         return (kind, rng.randrange(8), rng.randrange(3))
     if kind == "take_blocks":

@@ -161,6 +161,7 @@ def vllm_config(options: Options) -> VllmConfig:
             enable_chunked_prefill=True,
             is_encoder_decoder=False,
             async_scheduling=options.async_scheduling,
+            policy=options.policy,
             disable_hybrid_kv_cache_manager=True,
             # early releases have no such option, and do as if it were false
             **accepted(SchedulerConfig, scheduler_reserve_full_isl=options.reserve_full_isl),
