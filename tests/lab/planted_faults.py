@@ -13,20 +13,27 @@ Plant = Callable[[Any], None]
 
 
 class Fault(NamedTuple):
-    """`rules`: of which one must find it, with this text in its message."""
+    """`rules`: of which one must find it, with this text in its message. options: of the lab, to play it with."""
 
     rules: tuple[str, ...]
     text: str
     plant: Plant
+    options: dict[str, Any] = {}
 
 
 #: (connector, name) -> fault
 FAULTS: dict[tuple[str, str], Fault] = {}
 
 
-def fault(*rules: str, text: str = "", on: tuple[str, ...] = ("v1", "mp")) -> Callable[[Plant], Plant]:
+def fault(
+    *rules: str, text: str = "", on: tuple[str, ...] = ("v1", "mp"), **options: dict[str, Any]
+) -> Callable[[Plant], Plant]:
+    """options: of the lab, by connector."""
+
     def register(plant: Plant) -> Plant:
-        FAULTS.update({(connector, plant.__name__): Fault(rules, text, plant) for connector in on})
+        FAULTS.update(
+            {(connector, plant.__name__): Fault(rules, text, plant, options.get(connector, {})) for connector in on}
+        )
         return plant
 
     return register
@@ -35,6 +42,11 @@ def fault(*rules: str, text: str = "", on: tuple[str, ...] = ("v1", "mp")) -> Ca
 V1, MP = ("v1",), ("mp",)
 #: `mp` with KV groups of sliding windows, in objects of their own.
 WINDOWS = ("mp-windows",)
+#: Speculative decoding, and a connector that stores what is generated.
+DRAFTS: dict[str, dict[str, Any]] = {
+    "v1": {"drafter": "eagle", "drafts": 3, "acceptance": 70, "lmcache": {"save_decode_cache": True}},
+    "mp": {"drafter": "eagle", "drafts": 3, "acceptance": 70, "lmcache": {"mp.save_decode_cache": True}},
+}
 
 
 @fault("LAB001")
@@ -81,6 +93,40 @@ def step_writes_a_wrong_slot(engine: Any) -> None:
         write(blocks, start, [*contents[:-1], 7] if len(contents) > 40 else contents)
 
     engine.slots.write = shifted
+
+
+@fault("LAB001", text="store", **DRAFTS)
+def drafts_are_stored_before_they_are_accepted(engine: Any) -> None:
+    """The connector takes the scheduled drafts for tokens of the request."""
+    connector = engine.scheduler.connector
+    build = connector.build_connector_meta
+
+    def with_drafts(output: Any) -> Any:
+        known = {name: len(engine.requests[name].all_token_ids) for name in output.scheduled_spec_decode_tokens}
+        for name, drafts in output.scheduled_spec_decode_tokens.items():
+            engine.requests[name]._all_token_ids += drafts
+        try:
+            return build(output)
+        finally:
+            for name, tokens in known.items():
+                del engine.requests[name]._all_token_ids[tokens:]
+
+    connector.build_connector_meta = with_drafts
+
+
+@fault("LAB001", text="the step reads", **DRAFTS)
+def rejected_drafts_stay_computed(engine: Any) -> None:
+    """The scheduler does not take back the computed tokens of rejected drafts."""
+    update = engine.scheduler.update_from_output
+
+    def update_from_output(output: Any, answer: Any) -> Any:
+        computed = {name: engine.requests[name].num_computed_tokens for name in output.scheduled_spec_decode_tokens}
+        outputs = update(output, answer)
+        for name, tokens in computed.items():
+            engine.requests[name].num_computed_tokens = tokens
+        return outputs
+
+    engine.scheduler.update_from_output = update_from_output
 
 
 @fault("LAB001", on=V1)

@@ -14,13 +14,13 @@ from kvfix_tools.lab.schedule import draw
 from kvfix_tools.lab.steps import prompt
 from tests.conftest import RELEASES, Once
 from tests.healthy import own_blocks
-from tests.lab.planted_faults import CHUNK, FAULTS, Fault
+from tests.lab.planted_faults import CHUNK, DRAFTS, FAULTS, Fault
 
 #: A bug of the release that even plain schedules show (scenario priority-left-after-resume).
 KNOWN = "_requests_priority still holds it"
 
 #: LMCache's other ways to load in process.
-LOADING = ("enable_async_loading", "use_layerwise")
+FETCH, LAYERS = {"enable_async_loading": True}, {"use_layerwise": True}
 OPTIONS = {
     "v1": Options(chunk_size=CHUNK, num_blocks=64, max_num_batched_tokens=256),
     "mp": Options(connector="mp", block_size=16, num_blocks=40, chunk_size=32, max_num_batched_tokens=64),
@@ -60,11 +60,12 @@ def schedule_mp(engine: Any) -> None:
     engine.settle()
 
 
-def played(connector: str, name: str = "", **lmcache: Any) -> dict[str, Any]:
+def played(connector: str, name: str = "", **options: Any) -> dict[str, Any]:
     """Codes and messages of what is found with this fault, and the counts of the run."""
     from kvfix_tools.lab.lab_engine import EngineDied, LabEngine
 
-    engine = LabEngine(dataclasses.replace(OPTIONS[connector], lmcache=lmcache))
+    options = options or (FAULTS[connector, name].options if name else {})
+    engine = LabEngine(dataclasses.replace(OPTIONS[connector], **options))
     if name:
         FAULTS[connector, name].plant(engine)
     with suppress(EngineDied):
@@ -81,7 +82,7 @@ def random_schedules(seeds: int) -> dict[str, Any]:
     found, counts = {}, Counter[str]()
     for seed in range(seeds):
         drawn = draw(seed, "v1", plain=True)
-        done = play(drawn._replace(options=dataclasses.replace(drawn.options, lmcache={"enable_async_loading": True})))
+        done = play(drawn._replace(options=dataclasses.replace(drawn.options, lmcache=FETCH)))
         found |= {f"{finding.code} {finding.message}": seed for finding in done.findings}
         counts.update(done.counts)
     return {"found": found, "counts": counts}
@@ -92,13 +93,14 @@ def play_all() -> dict[str, Any]:
     return {
         "sound": [
             played("v1"),
-            *(played("v1", **{each: True}) for each in LOADING),
+            *(played("v1", lmcache=each) for each in (FETCH, LAYERS)),
             played("mp"),
             played("mp-windows"),
+            *(played(each, **DRAFTS[each]) for each in DRAFTS),
         ],
         "faults": [played(connector, name) for connector, name in FAULTS],
         "random": random_schedules(60),
-        "twice": [played("v1", "two_blocks_are_exchanged", enable_async_loading=True) for _ in range(2)],
+        "twice": [played("v1", "two_blocks_are_exchanged", lmcache=FETCH) for _ in range(2)],
     }
 
 
@@ -113,6 +115,8 @@ def test_nothing_planted_nothing_found(outcomes: dict[str, Any]) -> None:
         assert run["counts"]["loaded_tokens"] >= 64
         assert run["counts"]["preemptions"] == 1
         assert run["counts"]["stored_tokens"] >= 224
+    for run in outcomes["sound"][-len(DRAFTS) :]:
+        assert min(run["counts"][f"drafts_{each}"] for each in ("proposed", "accepted", "rejected")) > 5
 
 
 @pytest.mark.parametrize(("number", "fault"), list(enumerate(FAULTS.values())), ids=["-".join(key) for key in FAULTS])

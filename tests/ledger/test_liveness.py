@@ -61,5 +61,8 @@ def test_all_wait_for_what_is_not_in_flight(waits_for: str) -> None:
 def test_only_the_engine_owes() -> None:
     """A session waits for its client; and one that waits for a load does not keep the next from its place."""
     assert can_move(replace(STUCK, waiting=(Waiting("r", OUTSIDE),))).verdict == "valid"
+    session = Waiting("s", OUTSIDE, holds=4)
+    assert can_move(replace(STUCK, waiting=(*STUCK.waiting, session))).verdict == "valid"
+    assert can_move(replace(STUCK, waiting=(*STUCK.waiting, replace(session, holds=3)))).verdict == "violated"
     waiting = (Waiting("r", LOAD), Waiting("s", needs=2))
     assert can_move(replace(STUCK, waiting=waiting)).verdict == "valid"

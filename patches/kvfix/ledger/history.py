@@ -36,6 +36,7 @@ class History:
     """The known state of one request. A count is None until an event has it."""
 
     __slots__ = (
+        "admitted",
         "asked",
         "computed",
         "due",
@@ -61,6 +62,8 @@ class History:
         self.asked: ev.Asked | None = None
         self.granted: ev.Granted | None = None
         self.due: ev.LoadDue | None = None
+        #: Whether a step has begun with what was granted last.
+        self.admitted = False
         #: The last lookup that timed out, and whether it directly followed another timeout.
         self.timed_out: ev.TimedOut | None = None
         self.timed_out_again = False
@@ -76,22 +79,26 @@ class History:
 
     def admits_after_load(self, event: ev.Granted) -> bool:
         """vLLM calls the hook again, with 0, when it admits a request after a load between steps."""
-        return event.external == 0 and self.granted is not None and bool(self.granted.external)
+        return event.external == 0 and self.granted is not None and bool(self.granted.external) and not self.admitted
 
 
 def _asked(history: History, event: ev.Asked) -> None:
     history.asked = event
     history.granted = None
+    history.admitted = False
 
 
 def _granted(history: History, event: ev.Granted) -> None:
     if not history.admits_after_load(event):
+        if history.admitted:
+            history.asked = None  # a session goes on with more input: vLLM does not ask
         history.granted = event
         history.due = None
 
 
 def _scheduled(history: History, event: ev.Scheduled) -> None:
     history.computed = event.computed + event.tokens
+    history.admitted = True
 
 
 def _due(history: History, event: ev.LoadDue) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 import time
 from contextlib import suppress
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from vllm.v1.request import RequestStatus
 
@@ -45,6 +45,10 @@ def play(schedule: Schedule, end: int = 4000) -> Played:
             move(engine, step)
         engine.free_blocks()
         engine.budget(schedule.options.max_num_batched_tokens)
+        if engine.counts["pauses"]:
+            engine.unpause()
+        for session in open_sessions(engine):
+            engine.end_input(session)
         engine.run(end)
         if engine.expect_all_ended():
             steps = engine.steps
@@ -61,8 +65,10 @@ def move(engine: LabEngine, step: DrawnStep) -> None:
     elif kind == "admit":
         name, seed, tokens, max_tokens = rest
         if engine.is_free(name):
-            priority = {"priority": seed} if engine.options.policy == "priority" else {}
-            engine.admit(name, prompt(tokens, seed), max_tokens, **priority)
+            more = {"priority": seed} if engine.options.policy == "priority" else {}
+            engine.admit(name, prompt(tokens, seed), max_tokens, **more)
+    elif kind in ("session", "input", "end_input"):
+        _move_session(engine, kind, *rest)
     elif kind in ("abort", "fail_load", "preempt", "is_beside"):
         open_now = [name for name, request in engine.requests.items() if not request.is_finished()]
         if open_now:
@@ -71,6 +77,37 @@ def move(engine: LabEngine, step: DrawnStep) -> None:
         engine.do("lookups_fail", 1)
     else:
         engine.do(kind, *rest)
+
+
+def open_sessions(engine: LabEngine) -> list[str]:
+    """Requests that may get input."""
+    queues = [(name, request, getattr(request, "streaming_queue", None)) for name, request in engine.requests.items()]
+    return [name for name, request, queue in queues if not (queue is None or None in queue or request.is_finished())]
+
+
+def _move_session(
+    engine: LabEngine, kind: str, which: Any, seed: int = 0, tokens: int = 1, max_tokens: int = 1
+) -> None:
+    """A session begins, or an open one gets input or its end.
+
+    What waits for input keeps its blocks. So that all can go on, there are at most three, each with a fourth of the
+    blocks.
+    """
+    sessions = open_sessions(engine)
+    room = engine.options.max_model_len // 4
+    if kind == "session":
+        if len(sessions) < 3 and tokens + max_tokens <= room and engine.is_free(which):
+            engine.admit(which, prompt(tokens, seed), max_tokens, resumable=True)
+        return
+    if not sessions:
+        return
+    name = sessions[which % len(sessions)]
+    request: Any = engine.requests[name]
+    queued = sum(len(update.prompt_token_ids) + update.max_tokens for update in request.streaming_queue)
+    if kind == "end_input":
+        engine.end_input(name)
+    elif request.num_prompt_tokens + request.max_tokens + queued + tokens + max_tokens <= room:
+        engine.add_input(name, prompt(tokens, seed), max_tokens)
 
 
 def _move_request(engine: LabEngine, kind: str, name: str, chunks: int) -> None:

@@ -13,6 +13,7 @@ from collections import deque
 from contextlib import suppress
 from typing import Any
 
+from vllm.v1.core.sched import interface
 from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
@@ -76,7 +77,7 @@ class LabEngine:
         _forget_configuration()
         self.connector: Any = _connector_class(options)(options, self.slots, self.cache)
         self.scheduler = self.connector.scheduler
-        self.model = Model(self.scheduler, self.slots, self.groups)
+        self.model = Model(self.scheduler, self.slots, options, self.groups)
         self.liveness = Liveness(self.scheduler)
         self.request_events = events = RequestEvents(self.scheduler, self.connector, self.model)
         self.connector.listen(events)
@@ -119,6 +120,7 @@ class LabEngine:
         metadata = connector.metadata(output)
         scheduled: dict[str, int] = output.num_scheduled_tokens
         events.preempted()
+        self.model.begin(output)
         events.scheduled(output, metadata)
         forward = output.total_num_scheduled_tokens > 0
         self.counts["full_steps"] += not self.free()
@@ -128,7 +130,7 @@ class LabEngine:
         self._guard("start_load_kv", "", connector.start_step, metadata, forward)
         self._load_from_other_connector()
         self._failed.append(connector.failed_blocks())
-        for name, message in self.model.compute(scheduled, set().union(*self._failed)):
+        for name, message in self.model.compute(output, set().union(*self._failed)):
             events.wrong_content(name, message)
         finish = (forward, output.finished_req_ids, self.options.save_last)
         sending, receiving, invalid = self._guard("wait_for_save", "", connector.finish_step, *finish)
@@ -143,13 +145,17 @@ class LabEngine:
             return
         self._guard("update_from_output", "", self.scheduler.update_from_output, *self._answers.popleft())
         self._failed.popleft()
+        self.model.take_input()
+        self._take_drafts(forward)
         events.ended()
         events.stuck()
         self._look_whether_it_stands_still(forward)
 
     def _look_whether_it_stands_still(self, forward: bool) -> None:
         """Nothing can move (LAB009). What is owed: answers to steps, and the blocks of others, which come free."""
-        if forward or self.connector.busy() or not self.scheduler.has_unfinished_requests():
+        paused = bool(getattr(self.scheduler, "pause_state", 0))  # 0.15 has no pause
+        idle = paused or not self.scheduler.has_unfinished_requests()
+        if forward or idle or self.connector.busy():
             self.request_events.stands_still(None)
             return
         owed = len(self._answers) + len(self._held)
@@ -163,6 +169,11 @@ class LabEngine:
                 self.model.fill(name, start, end)
                 self.counts["loaded_beside"] += 1
             self.connector.other.loads.clear()
+
+    def _take_drafts(self, forward: bool) -> None:
+        """EngineCore.post_step: with asynchronous scheduling the drafts stay in the worker."""
+        if self.model.drafter is not None and forward and not self.options.async_scheduling:
+            self.scheduler.update_draft_token_ids(self.model.drafter.take())
 
     def _guard(self, where: str, name: str, function: Any, *args: Any) -> Any:
         """Call it for this request; EngineDied if it raises."""
@@ -185,6 +196,29 @@ class LabEngine:
         self.model.admit(name, request)
         self.request_events.admitted(name)
         self.scheduler.add_request(request)
+
+    def add_input(self, name: str, prompt: list[int], max_tokens: int = 1) -> None:
+        """More input for a session, a request that was admitted as `resumable`."""
+        self.counts["inputs"] += 1
+        more = vllm_objects.request(self.options, name, prompt, max_tokens, resumable=True)
+        self._guard("add_request", name, self.scheduler.add_request, more)
+        self.model.take_input()
+
+    def end_input(self, name: str) -> None:
+        """A session gets no more input: it ends, at once if it waits for some."""
+        self._guard("add_request", name, self.scheduler.add_request, vllm_objects.request(self.options, name, [1], 1))
+        if self.requests[name].is_finished():
+            self.request_events.aborted(name, set())
+
+    def pause(self, everything: bool = False) -> None:
+        """No new request is scheduled, or none at all (`pause_scheduler` of EngineCore), until `unpause`."""
+        self.counts["pauses"] += 1
+        states = interface.PauseState
+        self.scheduler.set_pause_state(states.PAUSED_ALL if everything else states.PAUSED_NEW)
+
+    def unpause(self) -> None:
+        """Requests are scheduled again."""
+        self.scheduler.set_pause_state(interface.PauseState.UNPAUSED)
 
     def is_free(self, name: str) -> bool:
         """Whether a request of this id may arrive: none has, or it has ended and scheduler and worker know it."""

@@ -40,6 +40,12 @@ class Prefix:
             self._tokens += new
         return self.contents
 
+    def keep(self, tokens: Sequence[int]) -> None:
+        """The request has these tokens from now on: what was given before and is not among them is forgotten."""
+        pairs = enumerate(zip(self._tokens, tokens, strict=False))
+        end = next((at for at, (has, is_to_have) in pairs if has != is_to_have), min(len(self._tokens), len(tokens)))
+        del self._tokens[end:], self.contents[end:]
+
     def is_prefix(self, tokens: Sequence[int]) -> bool:
         return self._tokens[: len(tokens)] == list(tokens)
 

@@ -13,8 +13,10 @@ from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 
 from kvfix import scheduling
+from kvfix_tools.lab.drafts import Drafter
 from kvfix_tools.lab.kv_groups import KVGroup
 from kvfix_tools.lab.memory import GARBAGE, Prefix, Slots, next_token
+from kvfix_tools.lab.options import Options
 from kvfix_tools.lab.vllm_objects import sampled
 
 
@@ -82,27 +84,35 @@ class WindowGroup:
 class Model:
     """The slots' right contents for each request, and the step that reads and writes them (LAB001, LAB008)."""
 
-    def __init__(self, scheduler: Scheduler, slots: Slots, groups: Sequence[KVGroup] = ()) -> None:
+    def __init__(self, scheduler: Scheduler, slots: Slots, options: Options, groups: Sequence[KVGroup] = ()) -> None:
         self._scheduler = scheduler
         #: The KV groups beside that of full attention.
         self.windows = [WindowGroup(group, slots) for group in groups if group.window]
         self.slots = slots
+        self.drafter = Drafter(options) if options.drafter else None
         self.block_table = BlockTable()
         self.requests: dict[str, Request] = {}
         self.prefixes: dict[str, Prefix] = {}
         #: How often the weights have changed, and the tokens that each request had then.
         self._weights = 0
         self._given: dict[str, int] = {}
+        #: Tokens of the prompt of each session, which grows with its input.
+        self._sessions: dict[str, int] = {}
         #: Blocks that others write to in the next step.
         self.written_by_others: list[int] = []
         #: Requests that this step has computed on top of wrong KV.
         self._misled: set[str] = set()
+        #: request -> (end of what this step has computed without drafts, end of what it has computed rightly)
+        self._ends: dict[str, tuple[int, int]] = {}
 
     def admit(self, name: str, request: Request) -> None:
         """KV depends on adapter and embeddings, and is not shared between tenants: all that is in a slot's content."""
         self.requests[name] = request
         self.prefixes[name] = Prefix(self._seed(request))
         self._given[name] = request.num_prompt_tokens
+        self._sessions.pop(name, None)
+        if getattr(request, "resumable", False):
+            self._sessions[name] = request.num_prompt_tokens
 
     def _seed(self, request: Request) -> int:
         lora = request.lora_request.lora_name if request.lora_request else 1
@@ -117,6 +127,14 @@ class Model:
             if not request.is_finished():
                 self.prefixes[name] = Prefix(self._seed(request))
                 self._given[name] = request.num_tokens
+
+    def take_input(self) -> None:
+        """A session that has got input since has other tokens: the last one that was sampled is dropped."""
+        for name, tokens in self._sessions.items():
+            request = self.requests[name]
+            if request.num_prompt_tokens != tokens:
+                self._sessions[name] = request.num_prompt_tokens
+                self.prefixes[name].keep(request.all_token_ids)
 
     def right(self, name: str, end: int = 0) -> list[int]:
         """What belongs in the slots of the request's tokens.
@@ -137,8 +155,18 @@ class Model:
         """The other connector of a MultiConnector loads these tokens, as they are to be."""
         self.slots.write(self.blocks(name), start, self.right(name)[start:end])
 
-    def compute(self, scheduled: dict[str, int], failed: set[int]) -> list[tuple[str, str]]:
-        """Each request reads the KV of all its computed tokens and writes that of the scheduled ones.
+    def begin(self, output: Any) -> None:
+        """A step begins for which the scheduler hands out this."""
+        if self.drafter is not None:
+            self.drafter.begin(output)
+
+    def start(self, name: str, tokens: int) -> int:
+        """The first of so many tokens of this request in the step. The scheduler has counted them in already."""
+        computed = self.requests[name].num_computed_tokens - tokens
+        return computed if self.drafter is None else self.drafter.start(name, computed)
+
+    def compute(self, output: Any, failed: set[int]) -> list[tuple[str, str]]:
+        """Each request reads the KV of all its computed tokens and writes that of the scheduled ones, drafts too.
 
         Returns (request, what it has read), where that is wrong. failed: blocks in which no load has arrived.
         """
@@ -146,15 +174,23 @@ class Model:
             self.slots.spoil(block)
         self.written_by_others = []
         self._misled.clear()
+        self._ends.clear()
         found = []
-        for name, tokens in scheduled.items():
-            done = self.requests[name].num_computed_tokens - tokens  # the scheduler has counted them in already
+        for name, tokens in output.num_scheduled_tokens.items():
+            done = self.start(name, tokens)
             blocks, right = self.block_table.rows[name], self.right(name, done + tokens)
+            scheduled = output.scheduled_spec_decode_tokens.get(name)
+            end = done + tokens - len(scheduled or ())
             wrong, where = self.slots.first_wrong(blocks, done, right), ""
             for window in self.windows:
                 if wrong is None:
                     wrong, where = window.first_wrong(name, done, right), f" in KV group {window.group.number}"
-            written = right[done : done + tokens] if wrong is None else [GARBAGE] * tokens
+            contents, accepted = right[done:end], 0
+            if scheduled and self.drafter is not None:
+                accepted, drafts = self.drafter.verify(name, scheduled, right, end, misled=wrong is not None)
+                contents += drafts
+            self._ends[name] = end, end + accepted
+            written = contents if wrong is None else [GARBAGE] * tokens
             self.slots.write(blocks, done, written)
             for window in self.windows:
                 window.write(name, done, written)
@@ -185,13 +221,16 @@ class Model:
         )
 
     def _sampled(self, name: str) -> list[Any]:
-        end = self.requests[name].num_computed_tokens
+        end, accepted_end = self._ends[name]
         if end < self.requests[name].num_tokens:
             return []
-        return [next_token(self.right(name, end)[end - 1] + (name in self._misled))]
+        if self.drafter is not None:
+            self.drafter.propose(name, accepted_end, self.right)
+        contents = self.right(name, accepted_end)[end - 1 : accepted_end]
+        return [next_token(content + (name in self._misled)) for content in contents]
 
     def wrong_text(self, name: str) -> int | None:
         """The first generated token of this request that is not what the model samples after the tokens before it."""
         request, right = self.requests[name], self.right(name)
-        generated = range(self._given[name], request.num_tokens)
+        generated = range(max(self._given[name], request.num_prompt_tokens), request.num_tokens)
         return next((at for at in generated if request.all_token_ids[at] != next_token(right[at - 1])), None)

@@ -42,6 +42,13 @@ class Options:
     model_runner_v2: bool = False
     #: With a drafter vLLM asks a worker what is done, and what has failed, before it has the step saved.
     save_last: bool = False
+    #: Speculative decoding: who drafts (ngram, eagle, or mtp with a module for each draft); "": nobody. ngram proposes
+    #: only what it finds, where scheduling is not asynchronous.
+    drafter: str = ""
+    #: Tokens that it drafts in a step.
+    drafts: int = 0
+    #: Of 100 drafts, so many are what the model samples.
+    acceptance: int = 0
     kv_role: str = "kv_both"
     kv_load_failure_policy: str = "recompute"
     lmcache: dict[str, Any] = field(default_factory=dict)

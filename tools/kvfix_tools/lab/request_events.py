@@ -33,6 +33,7 @@ COUNTED = (
     "aborted_running", "aborted_preempted", "aborted_looking", "aborted_loading", "aborted_storing", "ids_used_again",
     "resets", "evicted", "evicted_pinned", "loads_failed", "loads_partial", "lookups_unanswered", "busy_steps",
     "loaded_beside", "connector_resets", "loads_of_groups", "stores_of_groups", "null_objects_left_out",
+    "drafts_proposed", "drafts_accepted", "drafts_rejected", "inputs", "pauses",
 )  # fmt: skip
 
 
@@ -49,6 +50,8 @@ class RequestEvents:
         self.log: list[tuple[int, ev.Event]] = []
         self.findings: list[Finding] = []
         self.counts = Counter(dict.fromkeys(COUNTED, 0))
+        if model.drafter is not None:
+            model.drafter.counts = self.counts
         self._ledger = Ledger()
         self._ended: set[str] = set()
         self._preemptions: dict[str, int] = {}
@@ -111,8 +114,10 @@ class RequestEvents:
         first = {new.req_id for new in output.scheduled_new_reqs}.union(scheduling.resumed(output))
         for load in self._connector.reader.loads(metadata) or []:
             self.add(ev.LoadDue(*load))
+        drafts = output.scheduled_spec_decode_tokens
         for name, tokens in output.num_scheduled_tokens.items():
-            done = self._model.requests[name].num_computed_tokens - tokens
+            done = self._model.start(name, tokens)
+            tokens -= len(drafts.get(name, ()))
             capacity = len(self._model.blocks(name)) * self._model.slots.block_size
             self.add(ev.Scheduled(name, done, tokens, capacity, name in first))
 

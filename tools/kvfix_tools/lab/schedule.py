@@ -25,7 +25,11 @@ _FAULTS = {"abort": 4, "evict": 1, "fail_load": 2, "admit_again": 2, "timeout": 
 _ASYNCHRONOUS = {"slow_lookups": 2, "wait": 1}
 #: Only where another connector is there: it has the next request, or one that was preempted.
 _MULTI_CONNECTOR = {"is_beside": 5}
-KINDS = frozenset((*_PLAIN, *_FAULTS, *_ASYNCHRONOUS, *_MULTI_CONNECTOR, "lose_loads", "new_weights"))
+#: Drawn for three seeds of ten each, by what they are called in DRAWN_SINCE.
+_SOMETIMES = {"pause": {"pause": 1, "unpause": 3}, "sessions": {"session": 3, "input": 6, "end_input": 1}}
+KINDS = frozenset((*_PLAIN, *_FAULTS, *_ASYNCHRONOUS, *_MULTI_CONNECTOR, "lose_loads", "new_weights")).union(
+    *_SOMETIMES.values()
+)
 
 
 class Schedule(NamedTuple):
@@ -72,7 +76,7 @@ def _settings(connector: str, chunk: int) -> dict[str, tuple[Any, ...]]:
 
 
 def draw(seed: int, connector: str, plain: bool = False, lacks: Collection[str] = ()) -> Schedule:
-    """The schedule of this seed. plain: default options of LMCache, no aborts, no failed loads, no evictions.
+    """The schedule of this seed. plain: default options of LMCache, no aborts, failed loads, evictions and sessions.
 
     lacks: settings and options that what is installed does not have.
     """
@@ -82,8 +86,8 @@ def draw(seed: int, connector: str, plain: bool = False, lacks: Collection[str] 
     blocks = rng.randrange(12, 48)
     room = block * (blocks - 2)
     settings = {} if plain else _settings(connector, chunk)
-    drawn = {name: rng.choice(values) for name, values in settings.items() if rng.random() < 0.3}
-    lmcache: dict[str, Any] = {name: value for name, value in drawn.items() if name not in lacks}
+    chosen = {name: rng.choice(values) for name, values in settings.items() if rng.random() < 0.3}
+    lmcache: dict[str, Any] = {name: value for name, value in chosen.items() if name not in lacks}
     options = Options(
         connector=connector,
         block_size=block,
@@ -100,16 +104,19 @@ def draw(seed: int, connector: str, plain: bool = False, lacks: Collection[str] 
         kv_load_failure_policy="recompute" if plain else rng.choice(("recompute", "recompute", "fail")),
     )
     # each from a generator of its own, so that the rest of a seed is the same where they are not drawn
-    switches: dict[str, Any] = {
-        name: random.Random(f"{name} {seed}").random() < 0.3 for name in DRAWN_SINCE if name not in lacks
-    }
+    drawn = {name for name in DRAWN_SINCE if name not in lacks and random.Random(f"{name} {seed}").random() < 0.3}
+    if plain:
+        drawn.discard("sessions")
+    switches: dict[str, Any] = {name: name in drawn for name in ("async_scheduling", "model_runner_v2")}
     if not plain and "policy" not in lacks and random.Random(f"policy {seed}").random() < 0.2:
-        options = dataclasses.replace(options, policy="priority")
+        switches["policy"] = "priority"
     may_load_by_layers = connector == "v1" and not plain and "enable_async_loading" not in lmcache
     if may_load_by_layers and "use_layerwise" not in lacks and random.Random(f"use_layerwise {seed}").random() < 0.2:
         lmcache["use_layerwise"] = True
+    if "drafter" in drawn:
+        switches |= _drafts(random.Random(f"drafts {seed}"), block)
     options = dataclasses.replace(options, **switches)
-    if connector == "mp" and not plain and "windows" not in lacks:
+    if connector == "mp" and not plain and not options.drafter and "windows" not in lacks:
         options = _with_windows(options, random.Random(f"windows {seed}"))
     weights = dict(_PLAIN) if plain else {**_PLAIN, **_FAULTS}
     if connector != "v1" and not plain:
@@ -118,6 +125,8 @@ def draw(seed: int, connector: str, plain: bool = False, lacks: Collection[str] 
         weights |= _ASYNCHRONOUS
     if options.beside:
         weights |= _MULTI_CONNECTOR
+    for name, kinds in _SOMETIMES.items():
+        weights |= kinds if name in drawn else {}
     names = list(weights)
     steps: list[DrawnStep] = []
     for number in range(rng.randrange(30, 160)):
@@ -150,6 +159,17 @@ def _with_windows(options: Options, rng: random.Random) -> Options:
     )
 
 
+def _drafts(rng: random.Random, block: int) -> dict[str, Any]:
+    """Options of speculative decoding. vLLM refuses more modules of MTP than a block has tokens."""
+    drafter, drafts = rng.choice(("ngram", "eagle", "mtp")), rng.randrange(1, 8)
+    return {
+        "drafter": drafter,
+        "drafts": min(drafts, block) if drafter == "mtp" else drafts,
+        "acceptance": rng.choice((0, 30, 70, 95, 100)),
+        "save_last": rng.random() < 0.5,
+    }
+
+
 def _step(rng: random.Random, kind: str, number: int, options: Options, room: int) -> DrawnStep:
     if kind in ("admit", "admit_again"):
         # few prompts, so that they share prefixes; lengths around the edges of blocks and chunks
@@ -160,6 +180,13 @@ def _step(rng: random.Random, kind: str, number: int, options: Options, room: in
         again = kind == "admit_again" and options.connector == "v1"
         which = rng.randrange(8) if again else number
         return ("admit", f"r{which}", rng.randrange(3), tokens, rng.choice((1, 2, 5, 20, 30)))
+    if kind in ("session", "input"):
+        session = f"r{number}" if kind == "session" else rng.randrange(3)
+        return (kind, session, rng.randrange(3), rng.randrange(1, room // 8), rng.choice((1, 2, 5)))
+    if kind == "pause":
+        return (kind, rng.random() < 0.5)
+    if kind == "end_input":
+        return (kind, rng.randrange(3))
     if kind in ("abort", "fail_load", "preempt", "is_beside"):
         return (kind, rng.randrange(8), rng.randrange(3))
     if kind == "take_blocks":

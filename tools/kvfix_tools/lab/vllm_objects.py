@@ -17,7 +17,16 @@ from typing import Any
 
 import numpy
 import torch
-from vllm.config import CacheConfig, DeviceConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.config import (
+    CacheConfig,
+    DeviceConfig,
+    KVTransferConfig,
+    ModelConfig,
+    ParallelConfig,
+    SchedulerConfig,
+    SpeculativeConfig,
+    VllmConfig,
+)
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.lora.request import LoRARequest
@@ -95,6 +104,24 @@ def _model() -> ModelConfig:
         return ModelConfig(model=folder, skip_tokenizer_init=True, dtype="float32", seed=0)
 
 
+def _speculative(options: Options, model: ModelConfig) -> SpeculativeConfig | None:
+    """What the scheduler reads of it. There is no draft model: the configuration is that of ngram, which has none."""
+    if not options.drafter:
+        return None
+    config = SpeculativeConfig(
+        method="ngram",
+        num_speculative_tokens=options.drafts,
+        target_model_config=model,
+        target_parallel_config=ParallelConfig(),
+    )
+    config.method = options.drafter
+    if options.drafter == "mtp":
+        config.draft_model_config = copy.copy(model)
+        config.draft_model_config.hf_config = copy.copy(model.hf_config)
+        config.draft_model_config.hf_config.num_nextn_predict_layers = options.drafts
+    return config
+
+
 def vllm_config(options: Options) -> VllmConfig:
     """The engine's configuration, as `vllm serve` would have made it from these options."""
     cache = CacheConfig(block_size=options.block_size, enable_prefix_caching=options.prefix_caching)
@@ -146,6 +173,7 @@ def vllm_config(options: Options) -> VllmConfig:
     # vLLM's CPU platform switches the one off, and refuses the other
     config.scheduler_config.async_scheduling = options.async_scheduling
     config.scheduler_config.disable_hybrid_kv_cache_manager = not options.windows
+    config.speculative_config = _speculative(options, model)  # vLLM refuses some drafters on a CPU
     return config
 
 
