@@ -249,8 +249,8 @@ PROBLEMS = (
         sure=False,
         cause="CUDA IPC does not work between these two containers. Known: GPUs that Kubernetes gives by DRA (CDI, "
         "NVIDIA_VISIBLE_DEVICES=void), also with hostIPC and hostPID. An ordinary device plugin is not known to do it.",
-        now="LMCACHE_MP_TRANSFER_MODE=engine_driven for vLLM and --supported-transfer-mode auto for the server (LMCache "
-        "0.4.7 or newer), which need no CUDA IPC; or server and vLLM in one container",
+        now="LMCACHE_MP_TRANSFER_MODE=engine_driven for vLLM and --supported-transfer-mode auto for the server "
+        "(LMCache 0.4.7 or newer), which need no CUDA IPC; or server and vLLM in one container",
         good="no release is known to be right with DRA: issue 4534 is open",
         threads=(_LMCACHE + "issues/4534",),
     ),
