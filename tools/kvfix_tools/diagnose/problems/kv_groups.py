@@ -252,7 +252,7 @@ PROBLEMS = (
         cause="Hybrid model with prefix caching and a connector: what the groups hold differs from what the "
         "connector's answer is cut to. Seen on 0.27.1 where 0.25 died of KVD602.",
         now="`--no-enable-prefix-caching`, or without the connector for this model; restart",
-        good="no release is known to be right: vLLM 0.32.0 has the assertion too",
+        good="no release is known to be right: vLLM 0.33.0 has the assertion too",
         threads=(f"{_ISSUES}/50454",),
     ),
     Problem(

@@ -167,29 +167,6 @@ PROBLEMS = (
         fixed={"vllm": "0.26.0"},
     ),
     Problem(
-        code="KVD517",
-        name="multi-connector-counts-unknown-child",
-        severity=Severity.CRASH,
-        title="The API server dies of the statistics of a connector inside MultiConnector.",
-        shows=(
-            Failed(
-                kind="AssertionError",
-                text="<connector> is not contained in the list of registered connectors",
-                at=f"{_V1}/multi_connector.py",
-            ),
-        ),
-        sentence="{connector} reports statistics and registers none",
-        releases={"vllm": "<0.33"},
-        cause="MultiConnector asserts that each child that reports statistics has Prometheus metrics. "
-        "MooncakeConnector reports and registers none, so the first good transfer kills the API server.",
-        now="`--disable-log-stats` on both engines, or that connector alone, not in MultiConnector",
-        fixed={"vllm": "0.33.0"},
-        threads=(
-            f"{_ISSUES}/43828",
-            "https://github.com/gpustack/runner/pull/273",
-        ),
-    ),
-    Problem(
         code="KVD547",
         name="mooncake-store-of-v0",
         severity=Severity.CRASH,

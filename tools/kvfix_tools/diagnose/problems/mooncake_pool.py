@@ -71,7 +71,7 @@ PROBLEMS = (
         cause="With speculative decoding (MTP, EAGLE) the scheduled tokens include drafts: the store is told of more "
         "tokens than are hashed.",
         now="no --speculative-config on that instance, or take MooncakeStoreConnector out there; restart",
-        good="no release of vLLM is known to be right yet (0.32.0 has the same assertion)",
+        good="no release of vLLM is known to be right yet (0.33.0 has the same assertion)",
         threads=(f"{_ISSUES}51805", "https://github.com/vllm-project/vllm/pull/44304"),
     ),
     Problem(

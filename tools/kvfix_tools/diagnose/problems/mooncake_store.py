@@ -94,6 +94,10 @@ PROBLEMS = (
         title="The installed Mooncake package lacks what this LMCache calls: nothing can be loaded from it.",
         shows=(
             Logged("batch_get_buffer failed: 'mooncake.store.MooncakeDistributedStore' object has no attribute"),
+            Logged(
+                "Failed to initialize/re-establish remote connection: 'mooncake.store.MooncakeDistributedStore' object "
+                "has no attribute"
+            ),
             Logged("batched put error: unsupported format string passed to bytes.__format__"),
             Failed(kind="AttributeError", text="MooncakeDistributedStore' object has no attribute"),
         ),

@@ -237,4 +237,42 @@ PROBLEMS = (
         good="LMCache 0.5.5 or newer computes such requests again",
         threads=(_LMCACHE + "issues/3388",),
     ),
+    Problem(
+        code="KVD952",
+        name="server-cannot-map-gpu-memory",
+        severity=Severity.HANG,
+        title="The server sees the GPU, but cannot map the worker's memory on it: the registration fails.",
+        shows=(
+            Failed(text="mapping of buffer object failed", within="to_tensor"),
+            Failed(text="MapBufferObjectFailed", within="to_tensor"),
+        ),
+        sure=False,
+        cause="CUDA IPC does not work between these two containers. Known: GPUs that Kubernetes gives by DRA (CDI, "
+        "NVIDIA_VISIBLE_DEVICES=void), also with hostIPC and hostPID. An ordinary device plugin is not known to do it.",
+        now="LMCACHE_MP_TRANSFER_MODE=engine_driven for vLLM and --supported-transfer-mode auto for the server "
+        "(LMCache 0.4.7 or newer), which need no CUDA IPC; or server and vLLM in one container",
+        good="no release is known to be right with DRA: issue 4534 is open",
+        threads=(_LMCACHE + "issues/4534",),
+    ),
+    Problem(
+        code="KVD953",
+        name="isolated-ipc-needs-tight-caches",
+        severity=Severity.CRASH,
+        title="With isolated IPC LMCache cannot hand over caches whose blocks are padded.",
+        shows=(
+            Failed(
+                kind="ValueError",
+                text="RawCudaIPCWrapper requires a tensor that is contiguous (possibly after permutation); got "
+                "shape=<shape> stride=",
+            ),
+        ),
+        sentence="a cache of the shape {shape} is not contiguous",
+        releases={"lmcache": ">=0.5.5"},
+        connectors=_MP,
+        cause="For hybrid models vLLM pads blocks; isolated IPC describes a cache by its beginning and shape alone.",
+        now='without --isolated-ipc, and without "lmcache.mp.isolated_ipc" in kv_connector_extra_config; both '
+        "containers then share /dev/shm (Docker: --ipc host, Kubernetes: hostIPC: true)",
+        good="no release is right yet (0.5.6 is so)",
+        threads=(_LMCACHE + "issues/5097",),
+    ),
 )

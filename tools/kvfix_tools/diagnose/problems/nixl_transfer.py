@@ -104,7 +104,7 @@ PROBLEMS = (
         now='distrust the answers of these ids. vLLM 0.26 or later: `"kv_connector_extra_config": '
         '{"kv_lease_duration": 300}` on both sides; before: `VLLM_NIXL_ABORT_REQUEST_TIMEOUT=600`; fewer '
         "waiting requests on decode (--max-num-seqs up)",
-        good="no release of vLLM is right yet (0.32.0 logs it and goes on): a lease longer than the longest wait on "
+        good="no release of vLLM is right yet (0.33.0 logs it and goes on): a lease longer than the longest wait on "
         "decode",
         threads=(
             "https://github.com/aws-samples/aws-do-eks/issues/84",

@@ -115,7 +115,7 @@ PROBLEMS = (
         "transfer`, a CUDA error, or a secondary tier's error.",
         now="look at the first WARNING or ERROR of kv_offload before it; without OffloadingConnector "
         "(--kv-offloading-size) the engine runs",
-        good="no release handles a failed copy yet (vLLM 0.32.0 asserts too)",
+        good="no release handles a failed copy yet (vLLM 0.33.0 asserts too)",
     ),
     Problem(
         code="KVD625",

@@ -239,4 +239,41 @@ PROBLEMS = (
         good="LMCache 0.5.6, which ends such a prefetch (prefetch_controller.py)",
         sure=False,
     ),
+    Problem(
+        code="KVD944",
+        name="l2-objects-of-another-group",
+        severity=Severity.SLOW,
+        title="What was loaded from L2 has the size of another KV group, and the load fails.",
+        shows=(
+            Failed(
+                kind="ValueError",
+                text="Size mismatch: memory_obj nbytes=<loaded>, gpu_buffer nbytes=<wanted>",
+                at="lmcache/v1/gpu_connector/gpu_ops.py",
+            ),
+        ),
+        sentence="{loaded} bytes were loaded, the group has {wanted}",
+        releases={"lmcache": ">=0.5.1,<0.5.3"},
+        connectors=("LMCacheMPConnector", "MultiConnector"),
+        cause="A model with several kinds of attention (sliding windows, DeepSeek V4): the server stores an object "
+        "for each kind, and makes room for all of them by the layout of the first when it loads from L2.",
+        now="lmcache server --no-separate-object-groups, with an L2 that is empty; or without --l2-adapter",
+        fixed={"lmcache": "0.5.3"},
+        threads=(_LMCACHE + "issues/4179",),
+    ),
+    Problem(
+        code="KVD951",
+        name="l2-serde-with-several-groups",
+        severity=Severity.SLOW,
+        title="The serde of an L2 adapter takes an object of several KV groups for one: nothing is stored in L2.",
+        shows=(
+            Failed(kind="RuntimeError", text="' is invalid for input of size <size>", within="serde/fp8.py:serialize"),
+            Failed(kind="RuntimeError", text="' is invalid for input of size <size>", within="turboquant.py:serialize"),
+        ),
+        releases={"lmcache": ">=0.5.1"},
+        cause="A hybrid model has several groups in one object; fp8 and turboquant look at it in the form of the first "
+        "group.",
+        now='without "serde" in --l2-adapter',
+        good="no release is right yet (0.5.6 is so); issue 4972 is open",
+        threads=(_LMCACHE + "issues/4972",),
+    ),
 )

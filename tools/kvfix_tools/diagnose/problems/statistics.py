@@ -1,0 +1,63 @@
+"""Statistics of requests and connectors that kill the API server."""
+
+from __future__ import annotations
+
+from kvfix_tools.diagnose.findings import Severity
+from kvfix_tools.diagnose.problems import Failed, Problem
+
+_V1 = "vllm/distributed/kv_transfer/kv_connector/v1"
+_ISSUES = "https://github.com/vllm-project/vllm/issues"
+_ASCEND = "https://github.com/vllm-project/vllm-ascend/issues"
+
+PROBLEMS = (
+    Problem(
+        code="KVD517",
+        name="multi-connector-counts-unknown-child",
+        severity=Severity.CRASH,
+        title="The API server dies of the statistics of a connector inside MultiConnector.",
+        shows=(
+            Failed(
+                kind="AssertionError",
+                text="<connector> is not contained in the list of registered connectors",
+                at=f"{_V1}/multi_connector.py",
+            ),
+        ),
+        sentence="{connector} reports statistics and registers none",
+        releases={"vllm": "<0.33"},
+        cause="MultiConnector asserts that each child that reports statistics has Prometheus metrics. "
+        "MooncakeConnector reports and registers none, so the first good transfer kills the API server.",
+        now="`--disable-log-stats` on both engines, or that connector alone, not in MultiConnector",
+        fixed={"vllm": "0.33.0"},
+        threads=(
+            f"{_ISSUES}/43828",
+            "https://github.com/gpustack/runner/pull/273",
+        ),
+    ),
+    Problem(
+        code="KVD662",
+        name="prompt-token-counter-goes-down",
+        severity=Severity.CRASH,
+        title="The API server dies of its own count of prompt tokens, which a connector's hits made negative.",
+        shows=(
+            Failed(
+                kind="ValueError",
+                text="Counters can only be incremented by non-negative amounts",
+                within="loggers.py:record",
+            ),
+        ),
+        releases={"vllm": "<0.20.2"},
+        cause="vLLM 0.16 to 0.19 take the tokens of the connector from those that were cached at the first try. A "
+        "request that was preempted and finds more in the connector at its second try makes the rest negative, and "
+        "Prometheus refuses it. Every connector that stores can do that.",
+        now="`--disable-log-stats`, restart (no metrics then); fewer preemptions make it rarer: a larger "
+        "--gpu-memory-utilization, a smaller --max-num-seqs",
+        good="vLLM 0.20.2, which counts each request once (pull 37460); releases between 0.18 and it were not looked "
+        "at",
+        threads=(
+            "https://github.com/LMCache/LMCache/pull/3269",
+            f"{_ISSUES}/37354",
+            f"{_ASCEND}/7489",
+            f"{_ASCEND}/10028",
+        ),
+    ),
+)
