@@ -178,11 +178,12 @@ PROBLEMS = (
                 at=f"{_V1}/multi_connector.py",
             ),
         ),
+        releases={"vllm": "<0.33"},
         sentence="{connector} reports statistics and registers none",
         cause="MultiConnector asserts that each child that reports statistics has Prometheus metrics. "
         "MooncakeConnector reports and registers none, so the first good transfer kills the API server.",
         now="`--disable-log-stats` on both engines, or that connector alone, not in MultiConnector",
-        good="no release of vLLM is right yet (0.32.0 is so)",
+        fixed={"vllm": "0.33.0"},
         threads=(
             f"{_ISSUES}/43828",
             "https://github.com/gpustack/runner/pull/273",
