@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import sys
 import zipfile
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvfix import catalogue
-from tests.conftest import RELEASES, Fresh
+from kvfix import applicability, catalogue, installed_source
+from maintain.scenario_matrix import VLLM
+from tests.conftest import RELEASES, ROOT, Fresh
 
 RELEASED = [sys.executable, "-m", "kvfix_tools.cli", "status", "--released"]
 SCHEDULER = "vllm/v1/core/sched/scheduler.py"
@@ -23,9 +23,13 @@ def root(dist: str) -> Path:
     """Where the released files of the newest release that is here lie."""
     if dist == "lmcache":
         return RELEASES / "0.5.6"
-    spec = find_spec("vllm")
-    assert spec is not None, "vLLM is missing: run `make install`"
-    return Path(str(spec.origin)).parents[1]
+    newest = applicability.fingerprints()[dist]["releases"][-1]
+    places = list((ROOT / VLLM / newest).glob("lib/python*/site-packages"))
+    if newest == installed_source.version(dist):
+        places = [Path(str(installed_source.package_dir(dist))).parent]
+    if not places:
+        pytest.skip(f"vLLM {newest} is not in {VLLM}: `requirements/matrix` fetches it")
+    return places[0]
 
 
 def publish(index: Path, dist: str, version: str, changes: dict[str, str | None] | None = None) -> None:
@@ -53,7 +57,7 @@ def publish(index: Path, dist: str, version: str, changes: dict[str, str | None]
 
 @pytest.fixture
 def index(tmp_path: Path) -> Path:
-    for dist, version in {"lmcache": "0.5.6", "vllm": "0.32.0"}.items():
+    for dist, version in {"lmcache": "0.5.6", "vllm": "0.33.0"}.items():
         publish(tmp_path, dist, version)
     return tmp_path
 
@@ -68,7 +72,7 @@ def test_nothing_has_changed(fresh: Fresh, index: Path) -> None:
     code, rows, _ = ask(fresh, index)
     assert code == 0
     assert {row["change"] for row in rows} == {"unchanged"}
-    assert {(row["dist"], row["version"]) for row in rows} == {("lmcache", "0.5.6"), ("vllm", "0.32.0")}
+    assert {(row["dist"], row["version"]) for row in rows} == {("lmcache", "0.5.6"), ("vllm", "0.33.0")}
     verdicts = {row["code"]: row["verdict"] for row in rows}
     assert verdicts["KVF001"] == "fixed-upstream"
     assert verdicts["KVF003"] == "applicable"
@@ -86,10 +90,10 @@ def test_what_has_changed_is_listed(fresh: Fresh, index: Path) -> None:
     gone = next(patch.module for each in catalogue.fixes() for patch in each.targets if each.code == "KVF016")
     publish(index, "lmcache", "0.5.7", {ADAPTER: changed, f"{gone.replace('.', '/')}.py": None})
     publish(index, "lmcache", "0.6.0rc1", {ADAPTER: None})  # no release, and so not the newest
-    publish(index, "vllm", "0.33.0", {SCHEDULER: "this is no Python"})
+    publish(index, "vllm", "0.34.0", {SCHEDULER: "this is no Python"})
     code, rows, _ = ask(fresh, index)
     assert code == 1
-    assert {(row["dist"], row["version"]) for row in rows} == {("lmcache", "0.5.7"), ("vllm", "0.33.0")}
+    assert {(row["dist"], row["version"]) for row in rows} == {("lmcache", "0.5.7"), ("vllm", "0.34.0")}
     found = {row["code"]: (row["change"], row["verdict"], row["reason"]) for row in rows}
     assert found["KVF003"][:2] == ("changed", "unknown")
     assert "get_num_new_matched_tokens has code of no release" in found["KVF003"][2]
