@@ -28,6 +28,7 @@ CONTENT = "only the contents of slots or chunks show it"
 SERVER = "only the server of the multi-process connector holds it"
 REQUEST = "no hook is called wrongly: what a request gets is what shows it"
 MEMORY = "it is kept on purpose, for a while: a step does not show that this is for ever"
+LAYERS = "a hook that is called for each layer raises, and those are not watched without `layers=yes`"
 WORKER = "what the worker has fetched is in a queue of LMCache's that has no names"
 
 

@@ -106,6 +106,13 @@ class LayerwiseEngine(CacheEngine):
         module: Any = importlib.import_module(_MODULE)
         module.assert_layerwise_gpu_connector = lambda connector: None
         self._real = module.LMCacheEngine
+        #: The metadata of the requests that this step loads, those that are not yet.
+        self._to_load: list[Any] = []
+
+    def begin(self, metadata: Any) -> None:
+        super().begin(metadata)
+        loads = ((each, each.load_spec) for each in metadata.requests)
+        self._to_load = [each for each, spec in loads if spec is not None and spec.can_load]
 
     def _as_real(self, storage: _Storage) -> Any:
         """What the two functions read of their engine. The lookup's pins by chunk are not in the lab."""
@@ -139,7 +146,7 @@ class LayerwiseEngine(CacheEngine):
 
     def retrieve_layer(self, tokens: Any, mask: Any = None, **more: Any) -> Iterator[Any]:
         """The first value is the number of tokens that are loaded, None for none."""
-        name = self._load_name(more["slot_mapping"])
+        name = self._load_name()
         real = self._as_real(_Storage(self.cache, self.failing.pop(name, sys.maxsize)))
         skipped = len(tokens) - int(mask.sum())
         for number, layer in enumerate(self._real.retrieve_layer(real, tokens, mask, **more)):
@@ -154,13 +161,9 @@ class LayerwiseEngine(CacheEngine):
             self.events.stored(self._name(more), list(tokens), spans[0][0], spans[-1][1])
         yield from self._real.store_layer(self._as_real(_Storage(self.cache)), tokens, mask=mask, **more)
 
-    def _load_name(self, slots: Any) -> str:
-        """The request that these slots are to be loaded for: the adapter does not pass it."""
-        for meta in self.metadata.requests:
-            loads = meta.load_spec is not None and meta.load_spec.can_load
-            if loads and torch.equal(meta.slot_mapping[: len(slots)], slots):
-                return str(meta.req_id)
-        raise LookupError("a load for no request of this step")
+    def _load_name(self) -> str:
+        """The request that is loaded: the adapter does not pass it, and loads those of a step in order."""
+        return str(self._to_load.pop(0).req_id)
 
 
 class LayerwiseV1(V1):

@@ -85,4 +85,5 @@ FIX = Fix(
     targets=(SCHEDULER.schedule(broken=">=0.32.0", probe=stubs.cannot_tell, fix=fix),),
     evidence={"KVD202": ""},
     scenarios=("loaded-requests-lock-out",),
+    no_patch={"vllm": "https://github.com/vllm-project/vllm/pull/45406 proposed one; who is first is policy"},
 )

@@ -3,7 +3,7 @@
 `retrieve_layer` (cache_engine.py 0.5.6:1133) goes on with a variable that is set only where a chunk was found.
 """
 
-from kvfix_tools.lab.scenario import Options, Scenario
+from kvfix_tools.lab.scenario import LAYERS, Options, Scenario
 from kvfix_tools.lab.steps import admit, expect_all_ended, fail_load, prompt, run, stored_elsewhere
 
 SCENARIO = Scenario(
@@ -16,6 +16,7 @@ SCENARIO = Scenario(
     ],
     rule="KVR011",
     text="mem_obj_consumer",
+    not_in_hooks=LAYERS,
     wrong={"lmcache": ">=0.3.15"},
     needs={"lmcache": ">=0.3.15"},
     options=Options(lmcache={"use_layerwise": True}, max_num_batched_tokens=512),
