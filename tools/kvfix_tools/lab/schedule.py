@@ -74,7 +74,7 @@ def _settings(connector: str, chunk: int) -> dict[str, tuple[Any, ...]]:
 
 
 def draw(seed: int, connector: str, plain: bool = False, lacks: Collection[str] = ()) -> Schedule:
-    """The schedule of this seed. plain: default options of LMCache, no aborts, no failed loads, no evictions, no sessions.
+    """The schedule of this seed. plain: default options of LMCache, no aborts, failed loads, evictions and sessions.
 
     lacks: settings and options that what is installed does not have.
     """

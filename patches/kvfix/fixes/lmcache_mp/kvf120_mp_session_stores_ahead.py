@@ -1,0 +1,69 @@
+"""A session that gets more input has chunks stored whose KV is not computed yet: wrong KV under valid keys.
+
+## Symptom
+None. Wrong text in requests that hit what a session (streaming input) has stored, with speculative decoding or
+asynchronous scheduling.
+
+## Cause
+The tracker adds up the tokens of all steps (`num_scheduled_tokens`, lmcache_mp_metadata.py 0.5.6:273). Among them are
+rejected drafts, and what was in flight when a turn ended, which vLLM drops. While a turn is generated, the known tokens
+bound what is stored. When input comes, many more are known than are computed, and the tracker stores ahead of the
+computation.
+
+## Fix
+When vLLM schedules a request that the tracker has counted before as a new one, the count is what vLLM has computed.
+
+## Releases
+LMCache 0.4.5 to 0.5.6, from 0.5.6 on with `lmcache.mp.save_decode_cache`; 0.4.4 to 0.5.5 with
+lmcache_mp_connector_0180 and _0201. vLLM 0.26.0 to 0.32.0.
+
+## Upstream
+None known.
+
+## Remove when
+`_process_new_requests` sets the count from `num_computed_tokens`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from kvfix.fixes import _mp, stubs
+from kvfix.fixes.api import Fix
+from kvfix.fixes.targets import multi_process
+from kvfix.wrapping import before
+
+
+def fix(module: ModuleType) -> Callable[..., Any]:
+    def _process_new_requests(connector: Any, scheduler_output: Any, metadata: Any) -> None:
+        for new in scheduler_output.scheduled_new_reqs:
+            tracker = connector.request_trackers.get(new.req_id)
+            if tracker is not None and tracker.num_scheduled_tokens:
+                tracker.num_scheduled_tokens = new.num_computed_tokens - max(_mp.hits(connector, tracker))
+
+    return before(
+        _process_new_requests,
+        when=lambda connector, scheduler_output, *_, **__: scheduler_output.scheduled_new_reqs,
+    )
+
+
+def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+    """A session with 400 tokens counted goes on with 100 computed ones, and 16 new ones. Wrong is to count 416."""
+    connector = _mp.scheduler_side(module)
+    tracker = _mp.tracked(connector, module, stubs.request(2048))
+    tracker.num_scheduled_tokens = 400
+    new = SimpleNamespace(req_id=stubs.NAME, num_computed_tokens=100)
+    hook(connector, stubs.step(16, new=new), SimpleNamespace(add_request_metadata=lambda meta: None))
+    return bool(tracker.num_scheduled_tokens != 116)
+
+
+FIX = Fix(
+    __name__,
+    __doc__,
+    targets=multi_process("_process_new_requests", shows_bug, fix, lmcache=">=0.4.5", vllm=">=0.26.0"),
+    evidence={"KVR008": ""},
+    scenarios=("mp-session-stores-ahead", "mp-session-stores-ahead-in-tree"),
+    no_patch=dict.fromkeys(("lmcache", "vllm"), "none has been written yet: the tracker has to take vLLM's own count"),
+)

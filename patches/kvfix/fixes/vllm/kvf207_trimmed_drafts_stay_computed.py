@@ -1,0 +1,77 @@
+"""A session's turn ends within accepted drafts, and the first tokens of its next input are never computed: wrong text.
+
+## Symptom
+None. Wrong text in a session (streaming input) with speculative decoding, without asynchronous scheduling. Connectors
+store the wrong KV under valid keys.
+
+## Cause
+A step may bring more tokens than the turn has left: the accepted drafts, and one token more. vLLM drops those after the
+stop (`_update_request_with_output`, scheduler.py 0.32.0:2506), but `num_computed_tokens` keeps them. The session goes
+on from there (2471): tokens of the next input take the places of the dropped ones, and count as computed.
+
+## Fix
+When a turn ends, its computed tokens are at most those before its last token, which vLLM drops anyway.
+
+## Releases
+vLLM 0.15.1 to 0.32.0. With asynchronous scheduling `num_output_placeholders` counts the dropped tokens.
+
+## Upstream
+None known.
+
+## Remove when
+`_handle_stopped_request` keeps no more computed tokens than the request has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from kvfix.fixes import stubs
+from kvfix.fixes.api import Fix
+from kvfix.fixes.targets import SCHEDULER
+from kvfix.wrapping import before
+
+
+def _ahead(request: Any) -> int:
+    """Tokens that count as computed, and are not before the last one."""
+    return int(request.num_computed_tokens - request.num_output_placeholders - (request.num_tokens - 1))
+
+
+def fix(module: ModuleType) -> Callable[..., Any]:
+    def _handle_stopped_request(scheduler: Any, request: Any) -> None:
+        request.num_computed_tokens -= _ahead(request)
+
+    return before(
+        _handle_stopped_request,
+        when=lambda scheduler, request, *_, **__: request.resumable and _ahead(request) > 0,
+    )
+
+
+def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+    """A turn ends with 22 tokens, and 24 count as computed. Wrong is to go on from there."""
+    request = stubs.request(
+        22,
+        num_computed_tokens=24,
+        num_output_placeholders=0,
+        num_in_flight_tokens=0,
+        resumable=True,
+        streaming_queue=(),
+    )
+    scheduler = SimpleNamespace(
+        num_waiting_for_streaming_input=0,
+        waiting=SimpleNamespace(add_request=lambda request: None),
+        _enqueue_waiting_request=lambda request: None,
+    )
+    hook(scheduler, request)
+    return bool(request.num_computed_tokens > 22)
+
+
+FIX = Fix(
+    __name__,
+    __doc__,
+    targets=(SCHEDULER._handle_stopped_request(broken=">=0.15.1", probe=shows_bug, fix=fix),),
+    scenarios=("trimmed-drafts-stay-computed",),
+    no_patch={"vllm": "no patch has been written yet: `_handle_stopped_request` has to cap `safe_frontier`"},
+)
