@@ -21,7 +21,7 @@ SINCE = {
 }
 #: Options of the lab that are drawn only with these releases of vLLM. With asynchronous scheduling earlier ones preempt
 #: between two steps only where they reset their prefix cache, all at once; the lab does it to one, and the output that
-#: is in flight comes twice. The second runner was for trials then.
+#: is in flight comes twice. The second runner was for trials then. The others were not tried with earlier releases.
 DRAWN_SINCE = dict.fromkeys(("async_scheduling", "model_runner_v2", "drafter", "policy", "pause", "sessions"), ">=0.32")
 #: Releases whose server forgets workers that are silent (`worker_registration_grace_seconds`), and those whose transfer
 #: on CUDA waits for its stores (LMCacheDrivenTransferContext.flush_inflight_stores, which is `pass` up to 0.5.5).
