@@ -75,6 +75,8 @@ CASES: dict[str, list[tuple[str, list[ev.Event], ev.Event, str | None]]] = {
         ("what all layers have", [DIVERGENT, ev.Granted("r", 0)], ev.Scheduled("r", 320, 16, first=True), None),
         ("and a grant", [DIVERGENT, ev.Granted("r", 176)], ev.Scheduled("r", 496, 16, first=True), "violated"),
         ("no Asked event on record", [UNASKED], ev.Scheduled("r", 512, 16, first=True), None),
+        ("more input", [*ADMITTED, ev.Granted("r", 0)], ev.Scheduled("r", 1003, 60, first=True), None),
+        ("after its load", [*ADMITTED[:3], ev.Granted("r", 0)], ev.Scheduled("r", 500, 16, first=True), "violated"),
     ],
     "KVR006": [
         ("no load", ADMITTED[:2], ev.Scheduled("r", 512, 16, first=True), "violated"),

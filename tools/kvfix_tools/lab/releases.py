@@ -26,7 +26,7 @@ SINCE = {
 }
 #: Options of the lab that are drawn only with these releases of vLLM. With asynchronous scheduling earlier ones preempt
 #: between two steps only where they reset their prefix cache, all at once; the lab does it to one, and the output that
-#: is in flight comes twice. The second runner was for trials then.
+#: is in flight comes twice. The second runner was for trials then. The others were not tried with earlier releases.
 DRAWN_SINCE = dict.fromkeys(("async_scheduling", "model_runner_v2", "drafter", "pause", "sessions"), ">=0.32")
 #: Several KV groups are drawn with these: earlier connectors name no failed requests, and vLLM raises (KVF207).
 WINDOWS_SINCE = {"lmcache": ">=0.5.6", "vllm": ">=0.32"}

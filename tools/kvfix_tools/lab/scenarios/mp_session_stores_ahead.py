@@ -4,7 +4,7 @@ Nine steps have had 63 drafts rejected. Of the input's 200 tokens the next step 
 tracker counts 176, and has tokens 64 to 128 stored.
 """
 
-from kvfix_tools.lab.scenario import CONTENT, mp_scenarios
+from kvfix_tools.lab.scenario import mp_scenarios
 from kvfix_tools.lab.steps import add_input, admit, end_input, prompt, run, settle, step
 
 SCENARIO = mp_scenarios(
@@ -18,7 +18,7 @@ SCENARIO = mp_scenarios(
         settle(),
     ],
     rule="LAB001",
-    not_in_hooks=CONTENT,
+    hooks_rule="KVR008",
     text="other KV than that of tokens 64 on is stored under their key",
     wrong=">=0.4.5",
     max_num_batched_tokens=64,
