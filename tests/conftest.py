@@ -126,7 +126,7 @@ class ForkServer:
         self._connection.send({"code": code, "lmcache": str(lmcache or "")})
         answer = self._connection.recv()
         assert answer["error"] is None, answer["error"] + answer["printed"]
-        return answer["result"]
+        return json.loads(answer["result"])
 
     def close(self) -> None:
         self._connection.close()

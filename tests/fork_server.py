@@ -6,6 +6,7 @@ It imports nothing of LMCache or kvfix.
 from __future__ import annotations
 
 import contextlib
+import json
 import multiprocessing
 import os
 import runpy
@@ -71,14 +72,14 @@ def set_environment(environment: dict[str, str]) -> None:
 
 
 def _forked(job: dict[str, str]) -> dict[str, Any]:
-    """{"result", "error", "printed"} of the job's `code`, with its `lmcache` first on the path."""
+    """{"result" (JSON), "error", "printed"} of the job's `code`, with its `lmcache` first on the path."""
     here, there = multiprocessing.Pipe(duplex=False)
     with tempfile.TemporaryFile() as printed:
         pid = os.fork()
         if pid == 0:
             _run(job, there, printed.fileno())
         there.close()
-        answer = {"result": None, "error": "the case ended its process\n"}
+        answer: dict[str, Any] = {"result": None, "error": "the case ended its process\n"}
         with contextlib.suppress(EOFError):
             answer = here.recv()
         here.close()
@@ -93,10 +94,11 @@ def _run(job: dict[str, str], answer_to: Connection, print_to: int) -> None:
     if job["lmcache"]:
         sys.path.insert(0, job["lmcache"])
     names: dict[str, Any] = {"result": None}
-    error = None
+    answer = error = None
     try:
         exec(compile(job["code"], "<case>", "exec"), names)
+        answer = json.dumps(names["result"])
     except BaseException:  # noqa: BLE001
         error = traceback.format_exc()
-    answer_to.send({"result": names["result"], "error": error})
+    answer_to.send({"result": answer, "error": error})
     os._exit(0)

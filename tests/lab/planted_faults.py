@@ -72,10 +72,10 @@ def store_reads_the_next_block(engine: Any) -> None:
 
 
 @fault("LAB001", text="computed ones, its slot holds other KV in KV group 1", on=WINDOWS)
-def load_of_a_window_goes_to_blocks_of_full_attention(engine: Any) -> None:
+def load_of_a_window_goes_to_blocks_of_another(engine: Any) -> None:
     chunks = engine.connector.server.chunks
     load = chunks.load
-    chunks.load = lambda groups, *more: load([groups[0], groups[0], *groups[2:]], *more)
+    chunks.load = lambda groups, *more: load([groups[0], groups[2], groups[1]], *more)
 
 
 @fault("LAB001", text="is stored under their key", on=WINDOWS)

@@ -1,7 +1,7 @@
 """Shared by the fixes for several KV groups: sliding windows, and the blocks that vLLM has taken from their lists.
 
 vLLM replaces a block by null block 0 once a step begins whose window starts behind it, and frees it
-(v1/core/single_type_kv_cache_manager.py 0.32.0:580, 1149). LMCache keeps the list as it was.
+(v1/core/single_type_kv_cache_manager.py 0.32.0:672, 1135). LMCache keeps the list as it was.
 """
 
 from __future__ import annotations

@@ -7,9 +7,10 @@ windows (Gemma, gpt-oss), until the chunks are evicted.
 ## Cause
 vLLM keeps the blocks of a window only: in front of it the request's list has null block 0 after a prefix hit, and
 blocks are freed as the window moves on. LMCache's tracker adds to its own list and takes nothing out. What it has not
-stored yet it stores from there (`slice_block_ids_per_group`, v1/multiprocess/group_view.py 0.5.6:202). After a prefix
+stored yet it stores from there (`slice_block_ids_per_group`, v1/multiprocess/group_view.py 0.5.6:180). After a prefix
 hit in vLLM of what LMCache has evicted, these are null blocks; after a failed load, which sets the tracker's hit to 0
-(lmcache_mp_connector.py 0.5.6:1158), the store is late by the prefix hit, and others have the blocks. The server leaves
+(lmcache_mp_connector.py 0.5.6:1288), the store is late by the prefix hit, and others have the blocks. (Up to 0.5.5 it
+is after every prefix hit in vLLM of which LMCache has nothing.) The server leaves
 a chunk out only if all blocks of all its groups are null (modules/lmcache_driven_transfer.py 0.5.6:86), so the rest is
 a valid key with wrong KV. A later hit that ends there reads it.
 

@@ -7,9 +7,9 @@ sliding windows (Gemma, gpt-oss), until the chunks are evicted.
 ## Cause
 The server copies the blocks of a store after the step, and the engine does not wait for it. The next step's window
 begins further on: vLLM frees the blocks in front of it at once (`remove_skipped_blocks`,
-v1/core/single_type_kv_cache_manager.py 0.32.0:580), and may give them to another request in the same step. It does so
+v1/core/single_type_kv_cache_manager.py 0.32.0:672), and may give them to another request in the same step. It does so
 at the end of a request, too (scheduler.py 0.32.0:3025), while the other blocks wait for the end of the stores. LMCache
-waits for its stores only after a preemption (`need_flush_before_forward`, lmcache_mp_connector.py 0.5.6:1441).
+waits for its stores only after a preemption (`need_flush_before_forward`, lmcache_mp_connector.py 0.5.6:1478).
 
 ## Fix
 After the last hook that adds to the step's metadata: the scheduler notes the blocks of a window that are stored, and
