@@ -13,7 +13,8 @@ on from there (2471): tokens of the next input take the places of the dropped on
 When a turn ends, its computed tokens are at most those before its last token, which vLLM drops anyway.
 
 ## Releases
-vLLM 0.15.1 to 0.32.0. With asynchronous scheduling `num_output_placeholders` counts the dropped tokens.
+vLLM 0.15.1 to 0.32.0; 0.33.0 plays clean. With asynchronous scheduling `num_output_placeholders` counts the dropped
+tokens.
 
 ## Upstream
 None known.
@@ -71,7 +72,7 @@ def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
 FIX = Fix(
     __name__,
     __doc__,
-    targets=(SCHEDULER._handle_stopped_request(broken=">=0.15.1", probe=shows_bug, fix=fix),),
+    targets=(SCHEDULER._handle_stopped_request(broken=">=0.15.1,<0.33", probe=shows_bug, fix=fix),),
     scenarios=("trimmed-drafts-stay-computed",),
     no_patch={"vllm": "no patch has been written yet: `_handle_stopped_request` has to cap `safe_frontier`"},
 )

@@ -19,7 +19,7 @@ SCENARIO = Scenario(
     rule="LAB001",
     not_in_hooks=CONTENT,
     text="the step reads token 22 of 24 computed ones",
-    wrong={"vllm": ">=0.32"},
+    wrong={"vllm": ">=0.32,<0.33"},
     needs={"vllm": ">=0.32"},
     options=Options(max_num_batched_tokens=128, drafter="eagle", drafts=3, acceptance=100),
 )
