@@ -112,9 +112,14 @@ class ForkServer:
     """
 
     def __init__(self, first: str = "", **settings: str) -> None:
-        """first: Python that it runs before the first fork. settings: of its environment."""
+        """first: Python that it runs before the first fork. settings: of its environment, with which it imports all."""
         self._connection, there = multiprocessing.Pipe()
-        self._process = forked.start(server.serve, there, first, clean_environment(**settings))
+        environment = clean_environment(**settings)
+        if settings:
+            first = f"import {', '.join(forked.PRELOADED)}\n{first}"
+            self._process = forked.spawn(server.serve, there, first, environment, environment=environment)
+        else:
+            self._process = forked.start(server.serve, there, first, environment)
         there.close()
 
     def __call__(self, case: str | Callable[..., Any], lmcache: Path | None = None, *arguments: Any) -> Any:

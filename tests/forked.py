@@ -37,6 +37,15 @@ PRELOADED = [
 ENVIRONMENT = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 
 
+def spawn(target: Callable[..., None], *arguments: Any, environment: dict[str, str]) -> Any:
+    """A process of its own, for what reads its environment when it is imported."""
+    quick.skip()
+    process = multiprocessing.get_context("spawn").Process(target=target, args=arguments)
+    with mock.patch.dict(os.environ, environment, clear=True):
+        process.start()
+    return process
+
+
 def start(target: Callable[..., None], *arguments: Any) -> Any:
     """A process that runs this function of fork_server.py."""
     quick.skip()
