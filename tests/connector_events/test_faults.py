@@ -48,7 +48,7 @@ def test_the_engine_goes_on(fault: str) -> None:
 
 
 def test_the_schedules_have_events() -> None:
-    assert played()["events"] > 300
+    assert played()["events"] > 500
     assert played()["faults"]["a violation"]["written"] == 1  # once for all of this kind
     assert played()["faults"]["odd object in an event"]["written"] > 0
     assert played()["faults"]["signal in a hook"]["dumps"] > 0

@@ -189,7 +189,7 @@ def shown_by(terminal: int) -> bytes:
     """What comes next; nothing at its end. A terminal holds 4 KB; unread it would stop a program on a slow machine."""
     try:
         return os.read(terminal, 1 << 16)
-    except OSError:  # Linux: nobody writes any more.
+    except OSError:  # Linux: no process writes any more.
         return b""
 
 

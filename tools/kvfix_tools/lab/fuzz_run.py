@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
@@ -112,17 +112,17 @@ class Run(msgspec.Struct, frozen=True):
     #: Of `kvfix.apply`.
     mode: str = "fix"
 
-    def schedule(self, seed: int) -> Schedule:
-        return draw(seed, self.connector, self.plain, releases.lacking())
+    def schedules(self, seeds: Iterable[int]) -> Iterator[Schedule]:
+        lacks = releases.lacking()
+        return (draw(seed, self.connector, self.plain, lacks) for seed in seeds)
 
     def play(self, seeds: range, until: float) -> Tally:
         """These seeds, in order, until this time of `time.monotonic`."""
         counts, options, tally = Counter[str](), Counter[str](), Tally()
         with applied(self.fixes, self.mode):
-            for seed in seeds:
+            for seed, schedule in zip(seeds, self.schedules(seeds), strict=True):
                 if time.monotonic() > until:
                     break
-                schedule = self.schedule(seed)
                 done = play(schedule)
                 tally.seeds += 1
                 tally.steps += done.steps
@@ -160,20 +160,23 @@ def fuzz(
     most: steps after which no more seeds are played. jobs: processes. notes: a file where the run goes on from, and
     notes what is done. Raises ValueError if it is of another run.
     """
-    start, tally = time.monotonic(), _noted(run, seeds, notes)
-    before = tally.seconds
+    start = time.monotonic()
+    kept = Notes(releases.versions(), releases.code(), run, seeds.start, Tally())
+    if notes is not None and notes.exists():
+        kept.tally = _noted(kept, notes)
+    tally, before = kept.tally, kept.tally.seconds
     for done in _batches(run, seeds[tally.seeds :], start + seconds, jobs):
         tally.add(done)
         tally.seconds = before + time.monotonic() - start
         if notes is not None:
-            _note(run, seeds, tally, notes)
+            _note(kept, notes)
         progress(tally.seeds, tally.steps, len(tally.found), tally.seconds)
         if tally.steps >= most:
             break
     violations = []
     with applied(run.fixes, run.mode):
         for wanted, (times, seed, rule, message) in sorted(tally.found.items(), key=lambda item: -item[1][0]):
-            schedule = run.schedule(seed)
+            (schedule,) = run.schedules([seed])
             if shrinking:
                 schedule = shrink(schedule, wanted, shrinking)
                 message = str(next(each for each in play(schedule).findings if signature(each) == wanted))
@@ -213,26 +216,20 @@ def _first(ahead: deque[tuple[range, Future[Tally]]]) -> Generator[Tally, None, 
     return done.seeds == len(batch)
 
 
-def _noted(run: Run, seeds: range, notes: Path | None) -> Tally:
+def _noted(now: Notes, notes: Path) -> Tally:
     """What this run has done before."""
-    if notes is None or not notes.exists():
-        return Tally()
     try:
         kept = msgspec.json.decode(notes.read_bytes(), type=Notes)
     except msgspec.DecodeError as error:
         raise ValueError(f"{notes} has no notes of a run of `kvfix lab fuzz`: {error}") from None
-    now = _notes(run, seeds, kept.tally)
-    changed = [name for name in Notes.__struct_fields__ if getattr(kept, name) != getattr(now, name)]
+    names = [name for name in Notes.__struct_fields__ if name != "tally"]
+    changed = [name for name in names if getattr(kept, name) != getattr(now, name)]
     if changed:
         raise ValueError(f"{notes} is of a run with another {' and '.join(changed)}: remove it, or name another file")
     return kept.tally
 
 
-def _notes(run: Run, seeds: range, tally: Tally) -> Notes:
-    return Notes(releases.versions(), releases.code(), run, seeds.start, tally)
-
-
-def _note(run: Run, seeds: range, tally: Tally, notes: Path) -> None:
+def _note(kept: Notes, notes: Path) -> None:
     part = notes.with_name(notes.name + ".part")
-    part.write_bytes(msgspec.json.encode(_notes(run, seeds, tally)))
+    part.write_bytes(msgspec.json.encode(kept))
     part.replace(notes)

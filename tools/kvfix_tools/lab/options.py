@@ -42,7 +42,7 @@ class Options:
     model_runner_v2: bool = False
     #: With a drafter vLLM asks a worker what is done, and what has failed, before it has the step saved.
     save_last: bool = False
-    #: Speculative decoding: who drafts (ngram, eagle, or mtp with a module for each draft); "": nobody. ngram proposes
+    #: Speculative decoding: who drafts (ngram, eagle, or mtp with a module for each draft); "": none. ngram proposes
     #: only what it finds, where scheduling is not asynchronous.
     drafter: str = ""
     #: Tokens that it drafts in a step.

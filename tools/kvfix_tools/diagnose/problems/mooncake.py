@@ -180,7 +180,7 @@ PROBLEMS = (
         ),
         releases={"vllm": "<0.11"},
         cause="reshape_and_cache was changed for tensors of three dimensions (vLLM 0.8.5), and the connectors of V0 "
-        "pass two. V0 was removed with vLLM 0.11; nobody changed them.",
+        "pass two. V0 was removed with vLLM 0.11, and they were never changed.",
         now="LMCacheConnectorV1 with remote_url: mooncakestore://HOST:50051/ on the V1 engine",
         good="vLLM 0.26.0 or newer: MooncakeConnector (P/D) or MooncakeStoreConnector (pool) of the V1 engine",
         threads=(

@@ -131,7 +131,7 @@ PROBLEMS = (
         ),
         releases={"vllm": ">=0.26,<0.32"},
         cause="In vLLM 0.26.0 OffloadingConnector tells the tiers that a request has ended at once, and stores its "
-        "last block a step later. Without another store under way they no longer know the request. 0.32.0 tells them "
+        "last block a step later. Without another store in flight they no longer know the request. 0.32.0 tells them "
         "after the store.",
         now='without "secondary_tiers" in kv_connector_extra_config (the CPU tier alone), restart',
         fixed={"vllm": "0.32.0"},
