@@ -66,11 +66,13 @@ def remove_all() -> None:
         for function in session.wrapped.values():
             function.clear()
         session.outcomes.clear()
+    for fix in catalogue.fixes():
+        fix.let_go()
 
 
 def _is_wanted(fix: Fix, target: Target) -> bool:
     """A helper costs time in every step: it is wanted only if another target of the fix in its module is applied."""
-    if session.config is None or not session.config.takes(fix.code, fix.opt_in):
+    if session.config is None or not session.config.takes(fix.code, fix.opt_in) or fix.code in session.held_back:
         return False
     needing = [other for other in fix.targets if other.module == target.module and not other.helper]
     applied = [other for other in needing if other in session.outcomes and session.outcomes[other].state == "applied"]

@@ -27,18 +27,18 @@ _SPLIT = re.compile(r"[^A-Za-z0-9]+|(?<=[a-z0-9])(?=[A-Z])")
 _VALUES = (
     # A user in a URL. A password may have characters that a URL may not: then hide up to the last @ of the word.
     (
-        re.compile(r"""(?i)\b([a-z][a-z0-9+.-]*://)(?:[^\s/?#"'<>]*|[^\s/?#"'<>:]*:(?!\d+[/?#])[^\s"'<>]*)@"""),
+        re.compile(r"""(?i)([a-z0-9+.-]://)(?:[^\s/?#"'<>]*|[^\s/?#"'<>:]*:(?!\d+[/?#])[^\s"'<>]*)@"""),
         rf"\1{HIDDEN}@",
     ),
     (re.compile(r"(?i)\b((?:bearer|basic)\s+)[\w.~+/=-]{8,}"), rf"\1{HIDDEN}"),
     (re.compile(r"(?s)-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)"), HIDDEN),
     (re.compile(r"\b(?:hf_\w{16,}|sk-[\w-]{16,}|gh[pousr]_\w{16,}|xox[abprs]-[\w-]{8,}|AKIA[0-9A-Z]{16})"), HIDDEN),
 )
-_QUOTE = r"\\*[\"']"
-#: A name and its value: in JSON, YAML, a query, a repr, or an option of a command.
+#: A name and its value: in JSON, YAML, a query, a repr, or an option of a command. A name starts where a word starts,
+#: and a word of any length is read twice at most: a command line may have kilobytes of base64.
 _NAMED = re.compile(
-    rf"(?P<name>{_QUOTE}[\w.-]+{_QUOTE}|[\w.-]*[A-Za-z][\w.-]*)(?P<is>[ \t]*[=:][ \t]*)"
-    rf"(?P<value>(?P<quote>{_QUOTE})(?:(?!(?P=quote)).)*(?P=quote)|[^\s,;&\"'}})\]]+)"
+    r"(?P<name>\\{0,16}[\"'][\w.-]+\\*[\"']|(?<![\w.-])(?=[\w.-]*?[A-Za-z])[\w.-]+)(?P<is>[ \t]*[=:][ \t]*)"
+    r"(?P<value>(?P<quote>\\*[\"'])(?:(?!(?P=quote)).)*(?P=quote)|[^\s,;&\"'})\]]+)"
 )
 
 

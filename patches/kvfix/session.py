@@ -13,7 +13,7 @@ from itertools import count
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Container
     from typing import Any
 
     from kvfix.applicability import Applicability
@@ -51,6 +51,10 @@ class Session:
         self.wrapped: dict[tuple[str, str], WrappedFunction] = {}
         #: The outcome of each target with a wanted fix whose module is imported.
         self.outcomes: dict[Target, Applicability] = {}
+        #: {code of a fix that may not come into the running engine: why} (attaching).
+        self.held_back: dict[str, str] = {}
+        #: Requests that began before kvfix was attached: no rule is checked for them; fixes with notes leave them out.
+        self.before: Container[str] = ()
 
         # Connector events, in modes that have them.
         #: `get_connector_class` of vLLM's factory, as (factory, original).
@@ -78,6 +82,8 @@ class Session:
         self.files: list[str] = []
         self.announced: set[str] = set()
         self.signal_installed = False
+        #: The watchdog of this process (watchdog.Watchdog), while its thread runs.
+        self.watchdog: Any = None
         #: Prometheus metrics by name; None: the client has failed once.
         self.metrics: dict[str, Any] | None = {}
 
@@ -102,6 +108,7 @@ class Session:
         self.files.clear()
         self.announced.clear()
         self.signal_installed = False
+        self.watchdog = None
 
 
 session = Session()

@@ -4,6 +4,7 @@ It prints a line and waits. Run as `python hanging_process.py deaf` for one whos
 and as `python hanging_process.py engine NAME` for a worker of this engine.
 """
 
+import ctypes
 import signal
 import sys
 import threading
@@ -25,9 +26,10 @@ class Connector:
             )
 
     def start_load_kv(self, forward_context: object) -> None:
+        print("hangs", flush=True)
         if sys.argv[1:] == ["deaf"]:
             signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR2])
-        print("hangs", flush=True)
+            ctypes.PyDLL(None).sleep(120)  # it keeps the GIL
         threading.Event().wait(120)
 
 

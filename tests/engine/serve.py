@@ -1,8 +1,13 @@
 """A user's program: apply kvfix, start vLLM, generate. Run as `python serve.py JOB.json`; it writes the job's `out`.
 
-The job: `apply` (mode, or None), `transfer`, `engine` (arguments of LLM), `rounds` (of requests), `spoil`; and
-numbers of rounds, if they are there: `apply_before` (kvfix.apply() in the program, for an engine that is in it),
-`abort_before` (`abort`: requests `running` and `waiting`, and `extra_args` of the latter), `spoil_from`.
+The job: `apply` (mode, or None), `transfer`, `engine` (arguments of LLM), `rounds` (of requests), `spoil`. If they are
+there: `config` (of the model), `counters` (of vLLM, to be answered), `l2` (of l2.py), and numbers of rounds:
+`apply_before` (kvfix.apply() in the program, for an engine that is in it), `abort_before` (`abort`: requests `running`
+and `waiting`, `extra_args` of the latter, `steps` between), `spoil_from`, `l2_before` (all come from the L2),
+`mix_before` (L2).
+
+A request is a prompt, and the number of tokens that it generates. A number as the prompt: that request of the round
+before, with its answer.
 Everything of kvfix that the user does stands in this file, and only in the parent process.
 """
 
@@ -17,6 +22,8 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+import l2
+
 from kvfix_tools.roundtrip import real_engine
 
 
@@ -25,10 +32,12 @@ def main(job: dict[str, Any]) -> None:
         import kvfix
 
         kvfix.apply(job["apply"])
-    llm = real_engine.make(Path(job["model"]), job["transfer"], **job["engine"])
+    llm = real_engine.make(Path(job["model"]), job["transfer"], config=job.get("config"), **job["engine"])
     rounds: list[list[list[int]]] = []
+    requests: list[tuple[list[int], int]] = []
     preempted: list[int] = []
-    for number, requests in enumerate(job["rounds"]):
+    for number, asked in enumerate(job["rounds"]):
+        requests = [(continued(each, requests, rounds), tokens) for each, tokens in asked]
         if number == job.get("apply_before"):
             import kvfix
 
@@ -37,11 +46,22 @@ def main(job: dict[str, Any]) -> None:
             abort_waiting(llm.llm_engine, job["abort"])
         if number == job.get("spoil_from"):
             Path(job["spoil"]).touch()
+        if number in job.get("l2_before", ()):
+            l2.empty_l1(job["l2"])
+        if number == job.get("mix_before"):
+            l2.mix(job["l2"])
         rounds.append(real_engine.generate(llm, requests))
         preempted.append(real_engine.counter(llm, "vllm:num_preemptions") - sum(preempted))
     ask_for_recorders(Path(os.environ["KVFIX_DUMP_DIR"]))
-    answer = {"rounds": rounds, "preempted": preempted, "preemptions": sum(preempted)}
+    counters = {name: real_engine.counter(llm, name) for name in job.get("counters", ())}
+    answer = {"rounds": rounds, "preempted": preempted, "preemptions": sum(preempted), "counters": counters}
     Path(job["out"]).write_text(json.dumps(answer))
+
+
+def continued(
+    prompt: list[int] | int, requests: list[tuple[list[int], int]], rounds: list[list[list[int]]]
+) -> list[int]:
+    return [*requests[prompt][0], *rounds[-1][prompt]] if isinstance(prompt, int) else prompt
 
 
 def ask_for_recorders(folder: Path) -> None:
@@ -55,17 +75,20 @@ def ask_for_recorders(folder: Path) -> None:
 
 
 def abort_waiting(engine: Any, job: dict[str, Any]) -> None:
-    """One request runs, another waits behind it and is aborted; the first one runs to its end."""
+    """One request runs, another waits behind it and is aborted; the first one runs to its end.
+
+    `steps` of each are between these: an engine in another process does not wait for this one, and 0 lets it do none.
+    """
 
     def add(name: str, **more: Any) -> None:
         prompt, tokens = job[name]
         engine.add_request(name, {"prompt_token_ids": prompt}, real_engine.greedy(tokens, **more))
 
     add("running")
-    for _ in range(4):
+    for _ in range(job["steps"]):
         engine.step()
     add("waiting", extra_args=job["extra_args"])
-    for _ in range(4):  # each is a step of the scheduler at least
+    for _ in range(job["steps"]):
         engine.step()
     engine.abort_request(["waiting"])
     while engine.has_unfinished_requests():

@@ -102,6 +102,7 @@ def run(
         KVFIX_TEST_REPORT=str(folder / "report"),
         KVFIX_DUMP_DIR=str(folder / "dumps"),
         KVFIX_TEST_SPOIL=spoil,
+        **{FORK_WORKERS: ""},
         **(environment or {}),
     )
     job = {"apply": mode if apply else None, "transfer": transfer, "rounds": rounds, "engine": engine, "spoil": spoil}
@@ -112,8 +113,6 @@ def run(
             real_engine.wait_for(text, folder / "log", process, LIMIT)
             do(process.pid)
 
-    if transfer is None or transfer["kv_connector"] == "LMCacheConnectorV1":
-        settings[FORK_WORKERS] = ""
     popen: Any = Forked if forked else subprocess.Popen
     ended = real_engine.run([str(HERE / program)], {**job, **more}, folder, settings, LIMIT, while_it_runs, popen)
     assert ended.code is not None, f"the engine did not end in {LIMIT} s: {folder / 'log'}\n{ended.log[-4000:]}"
@@ -122,9 +121,9 @@ def run(
 
 
 @contextmanager
-def server(lmcache: Path | None = None) -> Iterator[dict[str, Any]]:
+def server(lmcache: Path | None = None, options: tuple[str, ...] = ()) -> Iterator[dict[str, Any]]:
     """A real `lmcache server`, started by `kvfix run`: it loads no vLLM plugin. vLLM's kv_transfer_config for
-    LMCacheMPConnector with it. lmcache: folder of 0.4.6; else the newest."""
+    LMCacheMPConnector with it. lmcache: folder of 0.4.6; else the newest. options: more of the server's own."""
     start = (sys.executable, "-m", "kvfix_tools.cli", "run", "--")
     environment = clean_environment()
     transfer_mode = real_engine.ANY_MODE
@@ -134,6 +133,6 @@ def server(lmcache: Path | None = None) -> Iterator[dict[str, Any]]:
         transfer_mode = ("--transfer-mode", "non_gpu")
     with (
         tempfile.TemporaryDirectory() as folder,
-        real_engine.server(Path(folder) / "log", 64, environment, start, transfer_mode) as transfer,
+        real_engine.server(Path(folder) / "log", 64, environment, start, (*transfer_mode, *options)) as transfer,
     ):
         yield transfer

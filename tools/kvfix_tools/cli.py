@@ -46,6 +46,10 @@ def main_options(
 
 @app.command()
 def status(
+    pid: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Argument(metavar="[PID]", help="Of a running engine: what is applied in its processes."),
+    ] = None,
     json: Json = False,
     probe: Annotated[bool, typer.Option(help="Import vLLM and LMCache, and run the behaviour probes.")] = False,
     released: Annotated[
@@ -55,6 +59,10 @@ def status(
     everything: Annotated[bool, typer.Option("--all", help="List also what needs nothing.")] = False,
 ) -> None:
     """Which fixes this installation needs, has, or does not need, and why. Exit 1 if one is needed or unclear."""
+    if pid is not None:
+        from kvfix_tools.look import attach
+
+        raise typer.Exit(attach.status(pid, json))
     if released:
         if probe or everything:
             raise typer.BadParameter("--probe and --all are for what is installed, and --released is not")
@@ -105,6 +113,61 @@ def dump(
     from kvfix_tools.dump import command
 
     raise typer.Exit(command.dump(pid, out, json))
+
+
+@app.command()
+def look(
+    pid: Annotated[
+        Optional[int],  # noqa: UP045
+        typer.Argument(metavar="PID", help="Any process of the engine."),
+    ] = None,
+    watch: Annotated[bool, typer.Option("--watch", help="Redraw once a second, with rates.")] = False,
+    request: Annotated[str, typer.Option(metavar="ID", help="One request in full.")] = "",
+    json: Json = False,
+    save: Annotated[str, typer.Option(metavar="FILE", help="The state, with each request's blocks.")] = "",
+    core: Annotated[str, typer.Option(metavar="FILE", help="A core file in place of PID (kvfix[core]).")] = "",
+) -> None:
+    """Why nothing moves in a running engine, started with kvfix or without: the verdict, and who owes what to whom.
+
+    Exit 0: nothing is known to be wrong. 1: a verdict. 77: it may not be read, and which setting is missing.
+    """
+    from kvfix_tools.look import command, core_file
+
+    if (pid is None) == (not core):
+        raise typer.BadParameter("give a PID, or --core FILE")
+    if pid is None:
+        raise typer.Exit(core_file.look(core, json))
+    raise typer.Exit(command.look(pid, watch, request, json, save))
+
+
+Wait = Annotated[float, typer.Option(metavar="SECONDS", help="How long to wait for a moment between two steps.")]
+
+
+@app.command()
+def attach(
+    pid: Annotated[int, typer.Argument(metavar="PID", help="The engine: this process and all below it.")],
+    mode: Annotated[str, typer.Option(help="What kvfix does in it: fix, observe, check.")] = "fix",
+    only: Names = None,
+    idle: Annotated[bool, typer.Option("--idle", help="Wait until no request is there.")] = False,
+    wait: Wait = 60.0,
+    json: Json = False,
+) -> None:
+    """Fixes into an engine that runs, between two of its steps. Exit 1 if one has to wait, or is not applied."""
+    from kvfix_tools.look import attach
+
+    raise typer.Exit(attach.attach(pid, mode, only, idle, wait, json))
+
+
+@app.command()
+def detach(
+    pid: Annotated[int, typer.Argument(metavar="PID", help="The engine: this process and all below it.")],
+    wait: Wait = 60.0,
+    json: Json = False,
+) -> None:
+    """Fixes out of an engine that runs: every original is back."""
+    from kvfix_tools.look import attach
+
+    raise typer.Exit(attach.detach(pid, wait, json))
 
 
 @app.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})

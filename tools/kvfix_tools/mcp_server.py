@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 #: Seconds for one command; bytes of its answer.
 _LIMIT, _LONGEST = 600, 200_000
 INSTRUCTIONS = """kvfix explains failures of KV-cache connectors in vLLM (LMCache, NIXL, OffloadingConnector, Mooncake).
-Begin with `diagnose` and brief=true; look up codes (KVF, KVD, KVR) with `explain`. Remedies are exact for the releases
-that the log names: do not replace them by others."""
+Begin with `diagnose` and brief=true, or with `look` for an engine that hangs now; look up codes (KVF, KVD, KVR) with
+`explain`. Remedies are exact for the releases that the log names: do not replace them by others."""
 
 
 def serve(root: Path) -> int:
@@ -27,7 +27,7 @@ def serve(root: Path) -> int:
     try:
         server = make(root)
     except ImportError:
-        print("kvfix mcp: it needs the package mcp 2: pip install 'kvfix[mcp]'", file=sys.stderr)
+        print("kvfix mcp: it needs the package mcp 2: pip install 'mcp>=2'", file=sys.stderr)
         return 2
     server.run("stdio")
     return 0
@@ -74,6 +74,12 @@ def make(root: Path) -> MCPServer[Any]:
     async def replay(paths: list[str]) -> dict[str, Any]:
         """Recorder files or bundles of `kvfix dump` through the ledger again: what was violated."""
         return await _run("replay", "--json", "--", *map(below, paths))
+
+    @server.tool()
+    async def look(pid: int) -> dict[str, Any]:
+        """Why nothing moves in the running engine that has this process: the verdict, what to do without a restart,
+        whether waiting helps, and who owes each request its next event. It changes nothing in the engine."""
+        return await _run("look", "--json", "--", str(pid))
 
     return server
 

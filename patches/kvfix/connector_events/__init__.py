@@ -31,7 +31,8 @@ def remove_all() -> None:
     applying.detach(hooks.KEY)
     hooks.release_factory()
     if "kvfix.connector_events.signals" in sys.modules:
-        from kvfix.connector_events import signals
+        from kvfix.connector_events import signals, watchdog
 
         signals.remove()
+        watchdog.stop()
     session.restart_recording()

@@ -9,6 +9,8 @@ The first line describes the file. The others follow in any order, each with its
     {"kind": "scheduler", "running": 3, "waiting": 2, "blocks": 60, "free_blocks": 5}
     {"kind": "event", "connector": 1, "hook": "...", "mono": 12, "wall": 34, "event": "Asked", "request": "r", ...}
     {"kind": "finding", "code": "KVR002", "name": "promise-changed", "request": "r", "message": "...", ...}
+    {"kind": "state", "schema": 1, "scheduler": {...}, ...}    at a signal and of a standstill: see kvfix.engine_state
+    {"kind": "stacks", "text": "Thread 0x... (most recent call first): ..."}
     {"kind": "fix", "code": "KVF001", "dist": "lmcache", "version": "0.3.10", "verdict": "applied", ...}
 
 mono: nanoseconds of the monotonic clock, which all processes of the same `boot` share; wall: nanoseconds since 1970.
@@ -21,16 +23,17 @@ import atexit
 import os
 import sys
 import time
+from contextlib import suppress
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
-from kvfix import clock, installed_source
+from kvfix import clock, engine_state, installed_source
 from kvfix.connector_events import files, readers, recorder
 from kvfix.session import session
 from kvfix.version import VERSION
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from kvfix.connector_events.watched import WatchedConnector
     from kvfix.ledger import Finding
@@ -42,12 +45,32 @@ LARGEST, FILES = 8 << 20, 32
 
 def announce() -> None:
     """Announce to `kvfix dump` that this process handles its signal: any other process would die of it."""
-    engines = sorted({each.place["engine"] for each in recorder.connectors() if each.place})
-    ready = {"kind": "ready", "schema": SCHEMA, "pid": os.getpid(), "began": _began(), "engines": engines}
+    ready = {"kind": "ready", "schema": SCHEMA, "pid": os.getpid(), "began": _began(), "engines": sorted(_engines())}
     with files.folder() as folder:
         session.announced.add(files.write(folder, f"kvfix-{os.getpid()}.ready", _encode(ready)))
     atexit.unregister(withdraw)
     atexit.register(withdraw)
+
+
+def _engines() -> set[str]:
+    return {each.place["engine"] for each in recorder.connectors() if each.place}
+
+
+def announced() -> Iterator[int]:
+    """The other processes of this process's engines that have announced themselves. Raises OSError."""
+    import json
+
+    engines = _engines()
+    with files.folder() as (_, descriptor):
+        for name in os.listdir(descriptor):
+            if not name.endswith(".ready"):
+                continue
+            with suppress(OSError, ValueError, KeyError, TypeError):  # it has just ended
+                with open(os.open(name, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=descriptor), encoding="utf-8") as file:
+                    ready = json.load(file)
+                pid = int(ready["pid"])
+                if pid != os.getpid() and engines.intersection(ready["engines"]) and _began(pid) == ready["began"]:
+                    yield pid
 
 
 def withdraw() -> None:
@@ -56,20 +79,20 @@ def withdraw() -> None:
         files.remove(session.announced.pop())
 
 
-def write(reason: str, finding: Finding | None = None) -> str:
-    """Write a recorder file; its path. reason: violation, exception, signal or exit. Raises OSError."""
+def write(reason: str, finding: Finding | None = None, more: Iterable[dict[str, Any]] = ()) -> str:
+    """Write a recorder file; its path. reason: violation, exception, standstill, signal or exit. Raises OSError."""
     name = f"kvfix-{os.getpid()}-{time.time_ns() // 1_000_000}-{next(files.numbers)}-{reason}.jsonl"
     with files.folder() as folder:
-        recording = files.write(folder, name, _bounded([_encode(line) for line in _lines(reason, finding)]))
+        recording = files.write(folder, name, _bounded([_encode(line) for line in (*_lines(reason, finding), *more)]))
     session.files.append(recording)
     while len(session.files) > FILES:
         files.remove(session.files.pop(0))
     return recording
 
 
-def _began() -> int:
-    """Start time of this process: a later process may get the same pid."""
-    with open("/proc/self/stat", "rb") as file:
+def _began(pid: int | str = "self") -> int:
+    """Start time of a process: a later one may get the same pid."""
+    with open(f"/proc/{pid}/stat", "rb") as file:
         return int(file.read().rpartition(b")")[2].split()[19])
 
 
@@ -90,6 +113,8 @@ def _lines(reason: str, finding: Finding | None) -> Iterator[dict[str, Any]]:
     state = scheduler_state()
     if state:
         yield {"kind": "scheduler", **state}
+    if reason == "signal":
+        yield {"kind": "state", **engine_state.collect()}
     if finding is not None:
         fields = finding._asdict() | {
             "event": _event(finding.event),
@@ -149,7 +174,7 @@ def scheduler_state() -> dict[str, int]:
     With several engines in one process the state cannot be assigned to one.
     """
     try:
-        (found,) = (found for each in list(session.schedulers) if (found := each()) is not None)
+        (found,) = recorder.schedulers()
         pool = found.kv_cache_manager.block_pool
         return {
             "running": len(found.running),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from contextlib import suppress
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakValueDictionary
 
 from kvfix.session import session
@@ -43,6 +43,11 @@ def snapshot() -> list[Entry]:
 def connectors() -> list[WatchedConnector]:
     """Every watched connector and scheduler of this process that still exists."""
     return list(session.connectors.values()) if session.connectors is not None else []
+
+
+def schedulers() -> list[Any]:
+    """Every scheduler of this process that still exists and has run a watched function."""
+    return [found for each in list(session.schedulers) if (found := each()) is not None]
 
 
 def register(watched: WatchedConnector) -> None:

@@ -11,7 +11,7 @@ from _thread import get_ident
 from typing import TYPE_CHECKING, Any
 
 from kvfix import clock, scheduling
-from kvfix.connector_events import readers, recorder, violations
+from kvfix.connector_events import readers, recorder, violations, windows
 from kvfix.ledger import Ledger
 from kvfix.ledger import events as ev
 from kvfix.session import session
@@ -58,6 +58,8 @@ class WatchedConnector:
         self._storing: list[readers.Span] = []
         #: Blocks of requests with a granted load, as long as they hold them.
         self._blocks: dict[str, set[int]] = {}
+        #: Where the model has sliding windows.
+        self._windows = windows.stores(connector)
         self._hits: dict[str, int] = {}
         self._admitted: set[str] = set()
         #: Requests whose lookup is in flight or was given up: their state may go when the answer comes.
@@ -115,6 +117,9 @@ class WatchedConnector:
         self._scheduled(scheduler_output, {name for name, _, _ in stores or ()})
         for name, start, end in stores or ():
             self._record(ev.Stored(name, start, end, self._hits.get(name, 0)))
+        if self._windows is not None:
+            for lost in self._windows.step(answer, scheduler_output):
+                self._record(lost)
         if loads is not None and self._granted:
             self._look_for_stuck()
         if self._ended:
@@ -198,7 +203,7 @@ class WatchedConnector:
         """Record the event and, in `check` and `strict`, check the rules. Raises Violation in `strict`."""
         hook = self.running.get(get_ident(), (self._hook,))[0]
         recorder.add(self.number, hook, event)
-        if session.mode in ("check", "strict") and self.trusted:
+        if session.mode in ("check", "strict") and self.trusted and event.request not in session.before:
             for finding in self.ledger.feed(event):
                 if finding.verdict == "violated":
                     violations.report(self, hook, finding, error)

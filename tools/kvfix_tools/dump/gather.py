@@ -32,11 +32,12 @@ class Gathered(NamedTuple):
 
 def gather(tree: list[Process]) -> list[Gathered]:
     """Recorders are asked for first: a process that py-spy holds does not answer."""
-    recorders = _recorders(tree)
-    return [Gathered(process, *_stacks(process.pid), *recorders[process.pid]) for process in tree]
+    recorded = recorders(tree)
+    return [Gathered(process, *stacks(process.pid), *recorded[process.pid]) for process in tree]
 
 
-def _stacks(pid: int) -> tuple[list[dict[str, Any]] | None, str]:
+def stacks(pid: int) -> tuple[list[dict[str, Any]] | None, str]:
+    """py-spy's threads of this process; None, and why not."""
     program = shutil.which(
         "py-spy", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     )
@@ -56,7 +57,8 @@ def _stacks(pid: int) -> tuple[list[dict[str, Any]] | None, str]:
         return None, f"py-spy: {error}"
 
 
-def _recorders(tree: list[Process]) -> dict[int, tuple[str | None, str]]:
+def recorders(tree: list[Process]) -> dict[int, tuple[str | None, str]]:
+    """{process: (text of its recorder file, or None and why not)}"""
     found: dict[int, tuple[str | None, str]] = {}
     waiting: dict[int, tuple[Process, set[Path]]] = {}
     for process in tree:

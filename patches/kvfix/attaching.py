@@ -1,0 +1,201 @@
+"""`kvfix attach` and `detach`, inside the engine: the fixes come and go while it runs, between two of its steps.
+
+What is called here runs in the main thread, between two bytecodes (kvfix_tools/look/inject.py). `prepare` runs in a
+thread of its own before: it imports kvfix and reads the installed source, which would hold the engine up.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TYPE_CHECKING, Any
+
+from kvfix import activation, applicability, catalogue, engine_log, fix_status, import_hooks
+from kvfix.applicability import Applicability
+from kvfix.config import Config
+from kvfix.fixes.api import AT_START, NEW_REQUESTS
+from kvfix.session import session
+
+if TYPE_CHECKING:
+    from collections.abc import Container, Iterator
+    from types import FrameType
+
+    from kvfix.fixes.api import Fix, Target
+
+#: A function of one of these on any stack: not now.
+_PLACES = ("/vllm/", "/lmcache/", "/kvfix/wrapping.py", "/kvfix/connector_events/hooks.py")
+_BUSY = ("schedule", "update_from_output", "add_request", "finish_requests", "execute_model", "sample_tokens")
+_SHOWN = ("applied", "applicable", "failed", "unknown")
+_STATE = "vllm.distributed.kv_transfer.kv_transfer_state"
+#: Where an engine's scheduler is, from a local variable of a frame: EngineCore's loop, a user's LLM, a scheduler's own.
+_PATHS = ("", "scheduler", "engine.scheduler", "llm_engine.engine_core.engine_core.scheduler")
+
+
+class _Everything:
+    def __contains__(self, request: object) -> bool:
+        return True
+
+
+def prepare() -> None:
+    """Import and read all that `attach` needs. Runs in a thread of its own."""
+    from kvfix import applying, connector_events  # noqa: F401
+
+    for fix in catalogue.fixes():
+        for target in fix.targets:
+            if target.module in sys.modules:
+                engine_log.guarded("kvfix.attaching.prepare", applicability.judge, target)
+
+
+def ready() -> dict[str, Any]:
+    return {"state": "ready", "scheduler": _scheduler() is not None}
+
+
+def attach(text: str, idle: bool = False) -> dict[str, Any]:
+    """Activate this configuration, if now is a safe point; `state` is then "attached", else "unsafe" or "busy".
+
+    idle: only if no request runs. The answer has the ids of the scheduler's requests, which `attached` of the other
+    processes gets. Raises ValueError for a configuration that cannot be attached.
+    """
+    config = Config.parse(text)
+    if config.mode == "strict":
+        raise ValueError("mode strict ends the engine at a violation: it cannot be attached")
+    if Config.is_off(os.environ.get(activation.ENV)):
+        raise ValueError(f"{activation.ENV}=off is set in its environment")
+    where, scheduler, requests = _unsafe(), _scheduler(), list[str]()
+    if scheduler is not None:
+        if "requests" in vars(scheduler):
+            requests = list(scheduler.requests)
+        else:
+            where = where or "in the making of the scheduler"
+    if where or (idle and requests):
+        return {"state": "unsafe" if where else "busy", "where": where, "requests": len(requests)}
+    session.held_back = _held_back(config)
+    watched, applied = session.config is not None and session.config.watches, _for_new_requests()
+    import_hooks.activate(config)
+    if _for_new_requests() - applied or (config.watches and not watched):
+        # A worker does not know which requests there are until the scheduler's process has been asked.
+        session.before = frozenset(requests) if scheduler is not None else _Everything()
+    if config.watches:
+        _watch_connectors()
+    return {**state(), "state": "attached", "requests": len(requests), "before": requests}
+
+
+def attached(before: list[str]) -> dict[str, Any]:
+    """In a worker: the scheduler's process is attached too, and had these requests then."""
+    if isinstance(session.before, _Everything):
+        session.before = frozenset(before)
+    return {"state": "attached"}
+
+
+def detach() -> dict[str, Any]:
+    """Put back every original, if now is a safe point."""
+    where = _unsafe()
+    if where:
+        return {"state": "unsafe", "where": where}
+    activation.revert()
+    session.held_back, session.before = {}, ()
+    return {"state": "detached"}
+
+
+def state() -> dict[str, Any]:
+    """For `kvfix status PID`: the mode, and one row for each fix. Anything may be on the stacks."""
+    rows, scheduler = [], _scheduler()
+    left = (
+        [name for name in vars(scheduler).get("requests", ()) if name in session.before]
+        if scheduler is not None
+        else []
+    )
+    for fix in catalogue.fixes():
+        why = session.held_back.get(fix.code)
+        loaded = any(target.module in sys.modules for target in fix.targets)
+        for row in fix_status.rows_of(fix, applicability.judge if why and loaded else _not_here):
+            reason = row.reason
+            if why and row.verdict == "applicable":
+                reason = why
+            elif fix.attaches == NEW_REQUESTS and row.verdict == "applied" and left:
+                reason += f"; leaves {len(left)} requests of before as they are"
+            rows.append(row._replace(reason=reason))
+    return {
+        "state": "there",
+        "mode": session.mode if session.config is not None else "off",
+        "rows": [row._asdict() for row in rows if row.verdict in _SHOWN],
+    }
+
+
+def _not_here(target: Target) -> Applicability:
+    return Applicability("not-affected", "this process has not imported it, or does not want it fixed")
+
+
+def _held_back(config: Config) -> dict[str, str]:
+    """{code: why the fix is not applied}, of those that are not applied already."""
+    why = "cannot be attached to an engine that runs: start it with kvfix"
+    wanted = (fix for fix in catalogue.fixes() if fix.attaches == AT_START and config.takes(fix.code, fix.opt_in))
+    return {fix.code: why for fix in wanted if not _is_applied(fix)}
+
+
+def _for_new_requests() -> set[str]:
+    """Codes of the applied fixes that leave the requests of before as they are."""
+    return {fix.code for fix in catalogue.fixes() if fix.attaches == NEW_REQUESTS and _is_applied(fix)}
+
+
+def _is_applied(fix: Fix) -> bool:
+    outcomes = [session.outcomes[target] for target in fix.targets if target in session.outcomes]
+    return any(outcome.state == "applied" for outcome in outcomes)
+
+
+def _unsafe() -> str:
+    """Where it is not between two steps; "" if it is."""
+    names = _names()
+    for frame in sys._current_frames().values():
+        for each in _outwards(frame):
+            code = each.f_code
+            if code.co_name in names and any(place in code.co_filename for place in _PLACES):
+                return f"in {code.co_name} ({'/'.join(code.co_filename.split('/')[-2:])}:{each.f_lineno})"
+            if code.co_filename.endswith(_PLACES[2:]):
+                return "in a wrapper"
+    agent = getattr(sys.modules.get(_STATE), "_KV_CONNECTOR_AGENT", None)
+    if getattr(agent, "_connector_metadata", None) is not None:
+        return "within a step of the worker"
+    return ""
+
+
+def _names() -> Container[str]:
+    from kvfix.connector_events import hooks
+
+    targets = {target.function.rpartition(".")[2] for fix in catalogue.fixes() for target in fix.targets}
+    return targets.difference(("__init__", "__del__")).union(_BUSY, hooks.HOOKS, hooks.LAYER_HOOKS)
+
+
+def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _scheduler() -> Any:
+    """The scheduler of this process; None if it has none. The collector does not find it: vLLM freezes the heap."""
+    scheduler_class = getattr(sys.modules.get("vllm.v1.core.sched.scheduler"), "Scheduler", None)
+    if scheduler_class is None:
+        return None
+    for frame in sys._current_frames().values():
+        for each in _outwards(frame):
+            for value in list(each.f_locals.values()):
+                for path in _PATHS:
+                    found = value
+                    for name in path.split(".") if path else ():
+                        found = getattr(found, "__dict__", {}).get(name)
+                    if isinstance(found, scheduler_class):
+                        return found
+    return None
+
+
+def _watch_connectors() -> None:
+    """Watch the classes of the connectors that exist already: the factory is not asked for them again."""
+    from kvfix.connector_events import hooks
+
+    base = getattr(sys.modules.get("vllm.distributed.kv_transfer.kv_connector.v1.base"), "KVConnectorBase_V1", None)
+    classes = list(base.__subclasses__()) if base is not None else []
+    while classes:
+        each = classes.pop()
+        engine_log.guarded("kvfix.attaching.watch", hooks.watch_class, each)
+        classes += each.__subclasses__()

@@ -1,0 +1,148 @@
+"""Where the engine's objects are in this process: on the stack of its main thread, or in a module of vLLM.
+
+EngineCore's loop is on that stack for as long as the engine lives (`run_busy_loop`, v1/engine/core.py 0.32.0:1547). An
+engine in the user's own process is there while it computes, and else in what the user's frames hold. `gc` does not
+find it: vLLM freezes the heap after the start (`freeze_gc_heap`, core.py 0.32.0:253).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from types import FrameType
+    from typing import Any
+
+#: Hooks of vLLM's connectors (v1/base.py 0.33.0), as connector_events/hooks.py has them.
+HOOKS = frozenset(
+    (
+        "get_num_new_matched_tokens",
+        "update_state_after_alloc",
+        "build_connector_meta",
+        "update_connector_output",
+        "request_finished",
+        "request_finished_all_groups",
+        "on_new_request",
+        "reset_cache",
+        "register_kv_caches",
+        "unregister_kv_caches",
+        "restore_kv_caches",
+        "handle_preemptions",
+        "start_load_kv",
+        "wait_for_save",
+        "get_finished",
+        "get_block_ids_with_load_errors",
+        "shutdown",
+        "wait_for_layer_load",
+        "save_kv_layer",
+    )
+)
+#: Hooks whose names other functions have too.
+_COMMON = frozenset(("request_finished", "on_new_request", "reset_cache", "get_finished", "shutdown"))
+#: Functions of EngineCore whose `self` is the engine, and of the scheduler that change its queues.
+_ENGINE = ("run_busy_loop", "step", "step_with_batch_queue", "_process_engine_step")
+_STEP = ("schedule", "update_from_output", "finish_requests", "add_request", "reset_prefix_cache")
+#: Frames that `stack` names.
+_SHOWN = 24
+
+
+def process_name() -> str:
+    """As vLLM names its processes; "" for one that multiprocessing has not started."""
+    multiprocessing: Any = sys.modules.get("multiprocessing.process")
+    return str(multiprocessing.current_process().name) if multiprocessing else ""
+
+
+def versions() -> dict[str, str]:
+    """Of what is loaded here. vLLM and LMCache keep their versions in a module of their own."""
+    found = {}
+    for dist in ("vllm", "lmcache"):
+        for name in (f"{dist}._version", f"{dist}.version", dist):
+            value = getattr(sys.modules.get(name), "__version__", None)
+            if isinstance(value, str) and dist not in found:
+                found[dist] = value
+    return found
+
+
+def frames() -> list[FrameType]:
+    """The stack of the main thread, innermost first, without the frames of this package and of what has called it."""
+    here = sys._current_frames().get(threading.main_thread().ident or 0)
+    while here is not None and _is_ours(here):
+        here = here.f_back
+    found = []
+    while here is not None:
+        found.append(here)
+        here = here.f_back
+    while found and found[0].f_code.co_filename.startswith("<"):  # what was injected
+        del found[0]
+    return found
+
+
+def _is_ours(frame: FrameType) -> bool:
+    """Of this package, by whatever name, or of kvfix's signal handler."""
+    package = str(frame.f_globals.get("__package__") or "")
+    return package == __package__ or package.startswith("kvfix.")
+
+
+def stack(frames: list[FrameType]) -> list[str]:
+    """function (folder/file:line) of each frame."""
+    return [f"{frame.f_code.co_name} ({_file(frame)}:{frame.f_lineno})" for frame in frames[:_SHOWN]]
+
+
+def _file(frame: FrameType) -> str:
+    return "/".join(frame.f_code.co_filename.replace(os.sep, "/").split("/")[-2:])
+
+
+def hook(frames: list[FrameType]) -> str:
+    """The hook of a connector that the main thread is in; "". The outermost: a connector may hold others."""
+    found = [frame for frame in frames if is_hook(frame.f_code.co_name, frame.f_code.co_filename)]
+    return found[-1].f_code.co_name if found else ""
+
+
+def is_hook(function: str, file: str) -> bool:
+    """Whether it is a connector's, by its name and, where that is common, by the path of its file."""
+    path = file.lower()
+    return function in HOOKS and (function not in _COMMON or "connector" in path or "lmcache" in path)
+
+
+def in_step(frames: list[FrameType]) -> bool:
+    """Whether a function of the scheduler is on the stack: a request may be in none of its queues then."""
+    return any(frame.f_code.co_name in _STEP and "/sched/" in frame.f_code.co_filename for frame in frames)
+
+
+def engine(frames: list[FrameType]) -> Any:
+    """vLLM's EngineCore; None: not in this process, or it computes nothing in the user's own process."""
+    for frame in reversed(frames):
+        if frame.f_code.co_name in _ENGINE:
+            found = frame.f_locals.get("self")
+            if _is_engine(found):
+                return found
+    if "vllm.v1.engine.core" not in sys.modules:
+        return None
+    for frame in reversed(frames):  # an `LLM` in a variable of the user's program
+        for value in list(frame.f_locals.values()):
+            client = getattr(getattr(value, "llm_engine", None), "engine_core", None)
+            found = getattr(client, "engine_core", None)
+            if _is_engine(found):
+                return found
+    return None
+
+
+def _is_engine(found: Any) -> bool:
+    return hasattr(found, "scheduler") and hasattr(found, "model_executor")
+
+
+def worker_connector() -> Any:
+    """The worker's connector of this process (kv_transfer_state.py 0.32.0:18); None: there is none."""
+    module = sys.modules.get("vllm.distributed.kv_transfer.kv_transfer_state")
+    return getattr(module, "_KV_CONNECTOR_AGENT", None)
+
+
+def where(error: Exception) -> str:
+    """Type of an exception and the line that raised it; its text may hold anything."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return type(error).__name__ + ("" if trace is None else f" ({_file(trace.tb_frame)}:{trace.tb_lineno})")

@@ -1,0 +1,139 @@
+"""What vLLM's scheduler holds (v1/core/sched/scheduler.py, 0.20 to 0.33).
+
+    {"class": "Scheduler", "steps": 12, "paused": "", "policy": "fcfs", "block_size": 16,
+     "pool": {"blocks": 60, "free": 5, "cached": 40, "reserved": 7},    reserved: for prefills in flight
+     "answers": 1,              steps that are given to the workers and not answered
+     "deferred": 0,             blocks that come free with a later answer
+     "ended_reports": ["r1"],   transfers reported for requests that the scheduler does not know any more
+     "ranks_left": {"r7": 1},   loads that so many ranks have not reported; the others have
+     "requests": [{...}]}       in the order in which the scheduler asks; then those that run, then those that ended
+
+Of a request:
+
+    {"id": "r7", "status": "WAITING_FOR_REMOTE_KVS", "queue": "kv_holding_waiting", "arrived": 12.5,
+     "since": 3.1,              seconds in what it waits for, where that is known
+     "computed": 128, "total": 140, "prompt": 138, "blocks": 8, "preemptions": 0, "priority": 0,
+     "report": "loaded",        its load's end is reported, and the scheduler has not used that; "failed"; ""
+     "needs": 1,                free blocks without which it is not admitted, with those kept for others; None: unknown
+     "lookup": "in flight", "asked": 0, "hit": 128, "promised": 128, "granted": 128, "loading": [0, 128],
+     "loaded": 128, "stored": 0, "phase": "READY", "source": "recorder"}
+
+With `full` also "block_ids", [[...]] by KV group, and "hashes", of its whole blocks in hexadecimal.
+"""
+
+from __future__ import annotations
+
+import time
+
+from . import needs
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
+
+#: Where vLLM keeps waiting requests, in the order in which it asks them: 0.32.0, and before.
+QUEUES = ("kv_holding_waiting", "skipped_waiting", "waiting")
+_OF_CONNECTOR = ("lookup", "hit", "promised", "granted", "stored", "phase")
+_OF_RECORDER = ("asked", "promised", "granted", "loading", "loaded", "stored")
+
+
+def read(
+    scheduler: Any, engine: Any, held: dict[str, dict[str, Any]], recorded: dict[str, dict[str, Any]], full: bool
+) -> dict[str, Any] | None:
+    """None without a scheduler. held: the connectors' rows by request; recorded: the recorder's."""
+    if scheduler is None:
+        return None
+    pool = scheduler.kv_cache_manager.block_pool
+    reserved = needs.reserved(scheduler)
+    rows = []
+    for request, queue in _requests(scheduler):
+        try:
+            name = request.request_id
+            row = _row(scheduler, request, queue, held.get(name, {}), recorded.get(name, {}))
+            if queue in QUEUES:
+                between = bool(row["phase"])  # LMCache loads between steps with its server only
+                row["needs"] = needs.blocks(scheduler, request, row["promised"] or 0, between, reserved)
+            if full:
+                row["block_ids"] = [[block.block_id for block in group] for group in needs.held(scheduler, request)]
+                row["hashes"] = [bytes(each).hex() for each in list(getattr(request, "block_hashes", ()))]
+        except Exception as error:  # noqa: BLE001  the others are read
+            row = {"id": getattr(request, "request_id", ""), "queue": queue, "unread": type(error).__name__}
+        rows.append(row)
+    pause = getattr(scheduler, "_pause_state", None)
+    return {
+        "class": type(scheduler).__name__,
+        "steps": getattr(scheduler, "current_step", None),
+        "paused": "" if not pause else str(getattr(pause, "name", pause)),
+        "policy": str(getattr(getattr(scheduler, "policy", None), "value", "")),
+        "block_size": scheduler.block_size,
+        "pool": {
+            "blocks": pool.num_gpu_blocks - 1,  # one is the null block
+            "free": pool.get_num_free_blocks(),
+            "cached": len(pool.cached_block_hash_to_block),
+            "reserved": reserved,
+        },
+        "answers": _answers(engine),
+        "deferred": sum(len(blocks) for _, blocks in list(getattr(scheduler, "deferred_frees", ()))),
+        "ended_reports": sorted(set(scheduler.finished_recving_kv_req_ids) - set(scheduler.requests)),
+        "ranks_left": _ranks_left(engine),
+        "requests": rows,
+    }
+
+
+def _requests(scheduler: Any) -> list[tuple[Any, str]]:
+    """Each with the queue that it is in; "ended" for what is kept until its blocks are sent; "": in none now."""
+    found = [(each, name) for name in QUEUES for each in list(getattr(scheduler, name, ()))]
+    found += [(each, "running") for each in list(scheduler.running)]
+    listed = {request.request_id for request, _ in found}
+    rest = [each for name, each in list(scheduler.requests.items()) if name not in listed]
+    return found + [(each, "ended" if each.status.name.startswith("FINISHED") else "") for each in rest]
+
+
+def _row(scheduler: Any, request: Any, queue: str, held: dict[str, Any], recorded: dict[str, Any]) -> dict[str, Any]:
+    name = request.request_id
+    report = "loaded" if name in scheduler.finished_recving_kv_req_ids else ""
+    if name in getattr(scheduler, "failed_recving_kv_req_ids", ()):
+        report = "failed"
+    row: dict[str, Any] = {
+        "id": name,
+        "status": request.status.name,
+        "queue": queue,
+        "arrived": round(time.time() - request.arrival_time, 3),
+        "since": held.get("since"),
+        "computed": request.num_computed_tokens,
+        "total": request.num_tokens,
+        "prompt": request.num_prompt_tokens,
+        "blocks": sum(map(len, needs.held(scheduler, request))),
+        "preemptions": request.num_preemptions,
+        "priority": request.priority,
+        "report": report,
+        "needs": None,
+        **{each: held.get(each) for each in _OF_CONNECTOR},
+        "asked": None,
+        "loading": None,
+        "loaded": None,
+        "source": "connector" if held else "",
+    }
+    if recorded:
+        row.update({each: recorded[each] for each in _OF_RECORDER if recorded.get(each) is not None})
+        row["since"], row["source"] = recorded["since"], "recorder"
+    elif row["status"] == "WAITING_FOR_REMOTE_KVS" and not report:
+        granted = row["granted"]
+        row["loading"] = [row["computed"] - granted, row["computed"]] if granted else None
+    elif row["status"] == "WAITING_FOR_REMOTE_KVS" and report == "loaded":
+        row["loaded"] = row["computed"]
+    return row
+
+
+def _answers(engine: Any) -> int | None:
+    """Steps in the queue of EngineCore: with asynchronous scheduling and pipeline parallelism; else a step is answered
+    before the next begins. None without the engine."""
+    if engine is None:
+        return None
+    return len(getattr(engine, "batch_queue", None) or ())
+
+
+def _ranks_left(engine: Any) -> dict[str, int]:
+    """KVOutputAggregator counts down until all ranks have reported (kv_connector/utils.py 0.32.0:70)."""
+    aggregator = getattr(getattr(engine, "model_executor", None), "kv_output_aggregator", None)
+    return dict(getattr(aggregator, "_recv_remaining_count", None) or {})

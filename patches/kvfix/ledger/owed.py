@@ -1,0 +1,150 @@
+"""Who owes each request of an engine its next event. Pure: states of `kvfix.engine_state` in, words and counts out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kvfix.ledger import liveness
+from kvfix.ledger.liveness import LOAD, LOOKUP, OUTSIDE, PLACE
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+#: Statuses of vLLM in which a request waits for something outside of the engine, and for what.
+OUTSIDE_STATUSES = {
+    "WAITING_FOR_STREAMING_REQ": "the client: the next part of its prompt",
+    "WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR": "the compiler of its grammar",
+}
+#: Where a worker's connector has a load that it has not reported.
+KINDS = ("loads", "unreported")
+#: Queues of requests that wait; `engine_state.scheduler` has them in the order in which vLLM asks.
+_WAITING = ("kv_holding_waiting", "skipped_waiting", "waiting")
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A scheduler, and the workers' connectors that belong to it. `process` has the scheduler's state."""
+
+    process: dict[str, Any]
+    #: (state of the process, state of its connector), in the order of their ranks.
+    workers: tuple[tuple[dict[str, Any], dict[str, Any]], ...]
+
+    @property
+    def scheduler(self) -> dict[str, Any]:
+        found: dict[str, Any] = self.process["scheduler"]
+        return found
+
+    @property
+    def requests(self) -> list[dict[str, Any]]:
+        return [row for row in self.scheduler["requests"] if "unread" not in row]
+
+    @property
+    def connectors(self) -> list[dict[str, Any]]:
+        """Of the scheduler."""
+        return [each for each in self.process.get("connectors") or () if each["role"] != "WORKER"]
+
+    @property
+    def ranks(self) -> int:
+        return max((each["ranks"] or 1 for each in self.connectors), default=1)
+
+    @property
+    def sees_transfers(self) -> bool:
+        """Whether every rank was read, and its connector is one whose transfers are known."""
+        known = [each for _, each in self.workers if "loads" in each and "unread" not in each]
+        return len({each["rank"] for each in known}) >= self.ranks
+
+    def ranks_with(self, request: str, *kinds: str) -> list[int]:
+        """Ranks that have the request among these ("loads", "stores", "unreported")."""
+        return sorted({each["rank"] or 0 for _, each in self.workers if any(request in each.get(k, ()) for k in kinds)})
+
+
+def engines(processes: Iterable[dict[str, Any]]) -> list[Engine]:
+    """The engines of these processes; one for each scheduler."""
+    processes = [each for each in processes if "schema" in each]
+    workers = [
+        (process, connector)
+        for process in processes
+        for connector in process.get("connectors") or ()
+        if connector["role"] == "WORKER"
+    ]
+    found = []
+    for process in processes:
+        if process.get("scheduler"):
+            names = {each["engine"] for each in process.get("connectors") or () if each["role"] != "WORKER"}
+            own = [pair for pair in workers if pair[1]["engine"] in names]
+            found.append(Engine(process, tuple(sorted(own, key=lambda pair: pair[1]["rank"] or 0))))
+    return found
+
+
+def waits_for(row: dict[str, Any]) -> str:
+    """As `liveness.Waiting` has it."""
+    if row["status"] in OUTSIDE_STATUSES:
+        return OUTSIDE
+    if row["status"] == "WAITING_FOR_REMOTE_KVS" and not row["report"]:
+        return LOAD
+    if row["lookup"] == "in flight" and not row["computed"]:
+        return LOOKUP
+    return PLACE
+
+
+def waiting(engine: Engine) -> list[dict[str, Any]]:
+    """Rows of the requests that wait, in the order in which vLLM asks them."""
+    return [row for row in engine.requests if row["queue"] in _WAITING]
+
+
+def state(engine: Engine) -> liveness.State:
+    """What `can_move` judges. A lookup counts as one that is answered: that it is not, is another rule."""
+    scheduler = engine.scheduler
+    rows = tuple(liveness.Waiting(row["id"], waits_for(row), row["needs"], row["blocks"]) for row in waiting(engine))
+    running = sum(row["queue"] in ("running", "") for row in engine.requests)
+    in_flight = scheduler["answers"] or 0
+    in_flight += scheduler["deferred"]
+    for _, each in engine.workers:
+        in_flight += sum(len(each.get(kind, ())) for kind in ("stores", *KINDS))
+    # What transfers keep is in the scheduler too: a request that waits for its load, or that has ended.
+    kept = any(row["queue"] == "ended" for row in engine.requests) or any(each.waits_for == LOAD for each in rows)
+    unknown = kept and not engine.sees_transfers and bool(engine.connectors)
+    lookups = sum(each.waits_for == LOOKUP for each in rows)
+    free = scheduler["pool"]["free"]
+    return liveness.State(rows, free, running, None if unknown and not in_flight else in_flight, lookups)
+
+
+def first_refused(engine: Engine) -> str:
+    """The request that the scheduler has no blocks for, and that the others wait behind; "" if there is none."""
+    row = next((each for each in waiting(engine) if waits_for(each) == PLACE), None)
+    short = row is not None and row["needs"] is not None and row["needs"] > engine.scheduler["pool"]["free"]
+    return str(row["id"]) if row is not None and short else ""
+
+
+def owner(engine: Engine, row: dict[str, Any]) -> str:
+    """Who owes the next event of the request, and which."""
+    queue, name = row["queue"], row["id"]
+    if queue == "ended":
+        ranks = engine.ranks_with(name, "stores", *KINDS)
+        return f"{ranks_text(ranks)}: its transfer, which keeps its blocks" if ranks else "no worker has its transfer"
+    if queue not in _WAITING:
+        return "the workers: its next tokens"
+    kind = waits_for(row)
+    if kind == OUTSIDE:
+        return OUTSIDE_STATUSES[row["status"]]
+    if kind == LOAD:
+        ranks = engine.ranks_with(name, *KINDS)
+        if not ranks and not engine.sees_transfers:
+            return "the connector: its load"
+        return f"{ranks_text(ranks)}: its load" if ranks else "no worker has its load"
+    if kind == LOOKUP:
+        return "the connector: its lookup"
+    if row["report"] == "failed":
+        return "the scheduler: its load has failed"
+    first = first_refused(engine)
+    if first and first != name:
+        return f"{first}, which stands before it"
+    needs, free = row["needs"], engine.scheduler["pool"]["free"]
+    if needs is None:
+        return "the scheduler: a place in a step"
+    return f"the pool: it needs {needs} blocks, {free} are free" if needs > free else "the scheduler: its next step"
+
+
+def ranks_text(ranks: list[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

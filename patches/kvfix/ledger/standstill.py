@@ -1,0 +1,325 @@
+"""Why nothing moves in a running engine: looks at its processes in, verdicts out. Pure.
+
+A look is the states of all processes at one time (`kvfix.engine_state`), which are not taken at the same instant. So a
+verdict rests on what two looks or more have in common: a report on its way has arrived by the second.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from kvfix.ledger import liveness, owed
+from kvfix.ledger.liveness import LOAD, LOOKUP
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from kvfix.ledger.owed import Engine
+
+#: Seconds after which a hook is taken for stuck, a transfer or lookup for not answered while nothing moves, and either
+#: while other requests move.
+HOOK, LATE, LATER = 3.0, 5.0, 30.0
+
+
+class Look(NamedTuple):
+    """at: seconds of any monotonic clock. processes: the states. One that could not be read has no "schema", and
+    {"pid", "name", "silent": why, "stack", "hook"}."""
+
+    at: float
+    processes: list[dict[str, Any]]
+
+
+class Verdict(NamedTuple):
+    """code, name: of the finding of kvfix-diagnose, or the rule. now: what helps without a restart. waiting: whether
+    waiting helps."""
+
+    code: str
+    name: str
+    request: str
+    message: str
+    now: str
+    waiting: str
+
+
+def verdicts(looks: Sequence[Look]) -> list[Verdict]:
+    """The gravest first. Empty: nothing is known to be wrong."""
+    if len(looks) < 2:
+        return []
+    found: list[Verdict] = []
+    for rule in _RULES:
+        for each in rule(looks):
+            if each.request not in {other.request for other in found if other.request}:
+                found.append(each)
+    return found
+
+
+def suspected(looks: Sequence[Look]) -> float:
+    """For how many seconds the looks must go on before there is a verdict; 0: nothing is suspected, or it is there."""
+    if len(looks) > 1 and verdicts(looks):
+        return 0.0
+    seconds = 0.0
+    last = looks[-1].processes
+    in_hook = any(each.get("hook") or each.get("silent") for each in last)
+    for engine in owed.engines(last):
+        waiting = owed.waiting(engine)
+        kinds = {owed.waits_for(row) for row in waiting}
+        if kinds & {LOAD, LOOKUP} and not owed.state(engine).running:
+            seconds = LATE
+        lost = [row for row in waiting if owed.waits_for(row) == LOAD and not engine.ranks_with(row["id"], *owed.KINDS)]
+        if lost or liveness.can_move(owed.state(engine)).verdict == "violated":
+            seconds = max(seconds, 1.0)
+    span = looks[-1].at - looks[0].at
+    if len(looks) > 1 and span >= 1.0 and _moved(looks):
+        seconds = 0.0
+    seconds = max(seconds, HOOK if in_hook else 0.0)
+    return seconds if span < seconds else 0.0
+
+
+# ---------------------------------------------------------------------- what several looks have in common
+
+
+def _engines(looks: Sequence[Look]) -> Iterator[tuple[Engine, Engine, float]]:
+    """(at the first look, at the last, seconds between)."""
+    before = {engine.process["pid"]: engine for engine in owed.engines(looks[0].processes)}
+    for engine in owed.engines(looks[-1].processes):
+        if engine.process["pid"] in before:
+            yield before[engine.process["pid"]], engine, looks[-1].at - looks[0].at
+
+
+def _rows(before: Engine, after: Engine, kind: str) -> Iterator[dict[str, Any]]:
+    """Requests that wait for this at both looks, and have not changed. The row of the last."""
+    rows = {row["id"]: row for row in owed.waiting(before) if owed.waits_for(row) == kind}
+    for row in owed.waiting(after):
+        old = rows.get(row["id"])
+        if old is not None and owed.waits_for(row) == kind and old["computed"] == row["computed"]:
+            yield row
+
+
+def _steps(before: Engine, after: Engine) -> int | None:
+    """Steps that the scheduler has begun between the looks; None: its release does not count them."""
+    first, last = before.scheduler["steps"], after.scheduler["steps"]
+    return None if first is None or last is None else int(last - first)
+
+
+def _is_current(before: Engine, after: Engine, span: float) -> bool:
+    """Whether a report that was on its way at the first look has arrived at the last: two steps have ended."""
+    steps = _steps(before, after)
+    return span >= 2 * LATE if steps is None else steps > 2
+
+
+def _moved(looks: Sequence[Look]) -> bool:
+    """Whether any request has gone on or ended between the first and the last look."""
+    for before, after, _ in _engines(looks):
+        rows = {row["id"]: _progress(row) for row in after.requests}
+        if any(rows.get(row["id"]) != _progress(row) for row in before.requests):
+            return True
+    return False
+
+
+def _progress(row: dict[str, Any]) -> tuple[Any, ...]:
+    return row["status"], row["queue"], row["computed"], row["total"], row["report"]
+
+
+# ---------------------------------------------------------------------- the rules, the gravest first
+
+
+def _stands_in_hook(looks: Sequence[Look]) -> Iterator[Verdict]:
+    """A process is in the same hook at every look, or runs no Python, and the engine does not move."""
+    span = looks[-1].at - looks[0].at
+    if span < HOOK:
+        return
+    steps = {after.process["pid"]: (_steps(before, after), after) for before, after, _ in _engines(looks)}
+    moved = _moved(looks)
+    for process in looks[-1].processes:
+        pid, hook = process["pid"], process.get("hook")
+        same = [each for look in looks for each in look.processes if each["pid"] == pid and each.get("hook") == hook]
+        if not hook or len(same) < len(looks):
+            continue
+        count, engine = steps.get(pid, (None, None))
+        if moved if count is None else count > span / 2:
+            continue
+        if engine is not None and hook == "get_num_new_matched_tokens":
+            waits = _waits_for_lookup(engine, process)
+            if waits is not None:
+                yield waits
+                continue
+        name = _name(process)
+        at = f", at {process['stack'][0]}" if process.get("stack") else ""
+        rest = "; the scheduler waits for its answer" if "rank" in name or "Worker" in name else ""
+        yield Verdict(
+            "KVD213", "stands-in-connector", "",
+            f"{name} has been in {hook} for at least {span:.0f} s{at}{rest}",
+            "nothing frees it from outside; `kvfix dump PID` takes all stacks for the report, then restart the engine",
+            "waiting helps only if what it waits for answers: its server, its worker, its storage",
+        )  # fmt: skip
+
+
+def _name(process: dict[str, Any]) -> str:
+    ranks = [each["rank"] for each in process.get("connectors") or () if each["role"] == "WORKER"]
+    if process.get("scheduler"):
+        return "the scheduler"
+    name = process.get("name") or process.get("process") or "process"
+    return f"rank {ranks[0]}" if ranks else f"{name} ({process['pid']})"
+
+
+def _waits_for_lookup(engine: Engine, process: dict[str, Any]) -> Verdict | None:
+    """LMCache in process: each lookup blocks the scheduler until every rank has answered (KVF015)."""
+    connector = next((each for each in engine.connectors if "asynchronous" in each), None)
+    if connector is None or connector["asynchronous"]:
+        return None
+    silent = []
+    for _, each in engine.workers:
+        if each.get("healthy") is False:
+            why = f" ({each['why']})" if each.get("why") else ""
+            silent.append(f"rank {each['rank']} does not answer: its LMCache did not start{why}")
+        elif (each.get("threads") or {}).get("lookup_server") is False:
+            silent.append(f"rank {each['rank']} does not answer: its thread for lookups has ended")
+    who = "; ".join(silent) or "a rank does not answer"
+    return Verdict(
+        "KVD203", "lookups-not-answered", "",
+        f"the scheduler waits {connector['lookup_timeout']:g} s for a lookup in every step; {who}",
+        "the fix KVF015 asks ever more rarely; without it, restart with a smaller `lookup_timeout_ms`",
+        "waiting does not help: every step waits anew",
+    )  # fmt: skip
+
+
+def _load_without_worker(looks: Sequence[Look]) -> Iterator[Verdict]:
+    for before, after, span in _engines(looks):
+        if not (before.sees_transfers and after.sees_transfers) or not _is_current(before, after, span):
+            continue
+        for row in _rows(before, after, LOAD):
+            name = row["id"]
+            if before.ranks_with(name, *owed.KINDS) or after.ranks_with(name, *owed.KINDS):
+                continue
+            left = after.scheduler["ranks_left"].get(name)
+            ranks = f"; {left} of {after.ranks} ranks have not reported it" if left else ""
+            yield Verdict(
+                "KVD208", "waits-for-load", name,
+                f"{name} waits for a load that no worker has{ranks}; it keeps {row['blocks']} blocks",
+                f"abort {name}: its client gets an end. vLLM keeps its blocks for the report that does not come, until "
+                "a restart",
+                "waiting does not help: no load is in flight for it",
+            )  # fmt: skip
+
+
+def _load_not_answered(looks: Sequence[Look]) -> Iterator[Verdict]:
+    moved = _moved(looks)
+    for before, after, span in _engines(looks):
+        for row in _rows(before, after, LOAD):
+            name, waits = row["id"], max(span, row["since"] or 0)
+            ranks = after.ranks_with(name, "loads")
+            if not ranks or waits < (LATER if moved else LATE) or after.ranks_with(name, "answered"):
+                continue
+            timeout = max((each.get("lookup_timeout") or 0 for _, each in after.workers), default=0)
+            given_up = f"; LMCache gives its server up after {timeout:g} s" if timeout else ""
+            yield Verdict(
+                "KVD204", "server-does-not-answer", name,
+                f"{name} has waited {waits:.0f} s for its load, which {owed.ranks_text(ranks)} has begun and the "
+                "LMCache server has not answered",
+                "look whether the LMCache server runs, and at its log; the connector finds a new one by its pings",
+                f"waiting helps if the server answers{given_up}",
+            )  # fmt: skip
+
+
+def _lookup_not_answered(looks: Sequence[Look]) -> Iterator[Verdict]:
+    moved = _moved(looks)
+    for before, after, span in _engines(looks):
+        in_process = any("asynchronous" in each for each in after.connectors)
+        timeout = max((each.get("lookup_timeout") or 0 for each in after.connectors), default=0)
+        for row in _rows(before, after, LOOKUP):
+            waits = max(span, row["since"] or 0)
+            if waits < (LATER if moved else LATE):
+                continue
+            who = "no worker answers" if in_process else "the LMCache server does not answer"
+            helps = f"waiting helps: LMCache gives it up after {timeout:g} s, and the request is computed"
+            helps += "; without KVF011 EngineCore may die of that" if in_process else ""
+            yield Verdict(
+                "KVD211" if in_process else "KVD204",
+                "lookups-given-up" if in_process else "server-does-not-answer",
+                row["id"],
+                f"{row['id']} has waited {waits:.0f} s for its lookup, which {who}",
+                "look at LMCache's log " + ("of the workers" if in_process else "of the server, and whether it runs"),
+                helps if timeout > waits else "waiting does not help",
+            )  # fmt: skip
+
+
+def _cannot_move(looks: Sequence[Look]) -> Iterator[Verdict]:
+    """`can_move` at both looks, and nothing has moved between them. In a step the queues are not complete."""
+    if _moved(looks):
+        return
+    for before, after, _ in _engines(looks):
+        if before.process["in_step"] or after.process["in_step"] or after.scheduler["paused"]:
+            continue
+        first, last = liveness.can_move(owed.state(before)), liveness.can_move(owed.state(after))
+        if (first.verdict, first.request) != ("violated", last.request) or last.verdict != "violated":
+            continue
+        held = {row["id"]: row["blocks"] for row in owed.waiting(after)}
+        who = max(held, key=lambda name: (held[name], name == last.request))
+        yield Verdict(
+            "KVD202", "nothing-moves", last.request, last.message,
+            f"abort {who}: its {held[who]} blocks come free" if held[who] else f"abort {last.request}",
+            "waiting does not help: nothing runs, is in flight or is owed",
+        )  # fmt: skip
+
+
+def _kept_after_end(looks: Sequence[Look]) -> Iterator[Verdict]:
+    for before, after, span in _engines(looks):
+        if not (before.sees_transfers and after.sees_transfers) or not _is_current(before, after, span):
+            continue
+        ended = {row["id"] for row in before.requests if row["queue"] == "ended"}
+        for row in after.requests:
+            name, kinds = row["id"], ("stores", *owed.KINDS)
+            if row["queue"] == "ended" and name in ended and row["blocks"]:
+                if before.ranks_with(name, *kinds) or after.ranks_with(name, *kinds):
+                    continue
+                yield Verdict(
+                    "KVR009", "state-left-behind", name,
+                    f"{name} has ended, and its {row['blocks']} blocks wait for a transfer that no worker has",
+                    "its blocks are lost until a restart",
+                    "waiting does not help: no transfer is in flight for it",
+                )  # fmt: skip
+
+
+def _without_lmcache(looks: Sequence[Look]) -> Iterator[Verdict]:
+    """The connector goes on without its cache, at both looks."""
+    sick = [_sick(look) for look in looks]
+    for key, message in sick[-1].items():
+        if all(key in each for each in sick):
+            in_process = key[2] == "in process"
+            yield Verdict(
+                "KVD207" if in_process else "KVD204",
+                "worker-without-lmcache" if in_process else "server-does-not-answer",
+                "",
+                message,
+                "the reason is in the log where LMCache starts" if in_process else "start the LMCache server again",
+                "requests are computed meanwhile"
+                + ("; waiting does not help" if in_process else ", until it answers its pings"),
+            )
+
+
+def _sick(look: Look) -> dict[tuple[int, int, str], str]:
+    found = {}
+    for process in look.processes:
+        for each in process.get("connectors") or ():
+            if each.get("healthy") is not False:
+                continue
+            rank = f"rank {each['rank']}" if each["role"] == "WORKER" else "the scheduler"
+            why = f" ({each['why']})" if each.get("why") else ""
+            if "threads" in each or "asynchronous" in each:
+                found[process["pid"], each["rank"], "in process"] = (
+                    f"{rank} runs without LMCache, which did not start{why}"
+                )
+            else:
+                found[process["pid"], 0, "server"] = f"the LMCache server does not answer the pings of {rank}"
+    return found
+
+
+_RULES: tuple[Callable[[Sequence[Look]], Iterator[Verdict]], ...] = (
+    _stands_in_hook,
+    _load_without_worker,
+    _load_not_answered,
+    _lookup_not_answered,
+    _cannot_move,
+    _kept_after_end,
+    _without_lmcache,
+)

@@ -1,0 +1,103 @@
+"""`kvfix attach` and `detach` on a real engine under load, which was started without kvfix: LMCache 0.3.10."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from kvfix_tools.look import attach, inject
+from tests.engine import start
+from tests.engine.start import CROWD, REPORT
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.timeout(900),
+    pytest.mark.skipif(not (find_spec("pyinjector") or shutil.which("gdb")), reason="neither pyinjector nor gdb here"),
+]
+
+#: Of attach and detach after one another. 100 takes some minutes.
+PAIRS = int(os.environ.get("KVFIX_TEST_PAIRS", "3"))
+HARD = [*REPORT, *CROWD]
+CALM = CROWD[:2]
+#: Whether each wrapped function has its original again, and kilobytes of memory.
+ORIGINALS = """
+import json
+from kvfix.session import session
+left = [f.name for f in session.wrapped.values() if vars(f.owner)[f.name] is not f.original]
+memory = next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmRSS"))
+open(ANSWER, "w").write(json.dumps([left, len(session.wrapped), memory]))
+"""
+
+
+def wait_for_rounds(folder: Path, kind: str, more: int) -> None:
+    begun, until = (folder / "log").read_text().count(f"{kind} round"), time.monotonic() + 200
+    while (folder / "log").read_text().count(f"{kind} round") < begun + more:
+        assert time.monotonic() < until, (folder / "log").read_text()[-3000:]
+        time.sleep(0.1)
+
+
+def test_it_comes_and_goes_under_load(
+    tmp_path: Path, release: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The schedule of the report kills this engine without the fix (test_engine.py)."""
+    rounds = [CALM, HARD]
+    plain = start.run(tmp_path / "plain", apply=False, transfer=None, environment=start.ONE_PROCESS, rounds=rounds)
+    assert plain.answer is not None, plain.log[-3000:]
+    calm, hard = plain.answer["rounds"]
+    folder = tmp_path / "engine"
+    memory: list[dict[int, int]] = []
+
+    def rows(verdict: str) -> set[str]:
+        """Codes, of all processes."""
+        found = json.loads(capsys.readouterr().out)
+        return {row["code"] for each in found for row in each["rows"] or () if row["verdict"] == verdict}
+
+    def come_and_go(pid: int) -> None:
+        try:
+            capsys.readouterr()
+            wait_for_rounds(folder, "calm", 2)
+            assert attach.attach(pid, "fix", None, False, 120, json=True) == 0
+            assert {"KVF001", "KVF002"} <= rows("applied")
+            (folder / "hard").touch()
+            wait_for_rounds(folder, "hard", 2)
+            (folder / "hard").unlink()
+            wait_for_rounds(folder, "calm", 1)
+            for number in range(PAIRS):
+                mode = ("fix", "check")[number % 2]
+                assert attach.detach(pid, 120, json=True) == 0
+                pids = [each["pid"] for each in json.loads(capsys.readouterr().out)]
+                found = {each: json.loads(inject.run(each, ORIGINALS, seconds=20)) for each in pids}
+                assert all(not left for left, _, _ in found.values())
+                assert any(wrapped for _, wrapped, _ in found.values())
+                memory.append({each: kilobytes for each, (_, _, kilobytes) in found.items()})
+                assert attach.attach(pid, mode, None, False, 120, json=True) == 0
+                assert "KVF001" in rows("applied")
+            assert attach.status(pid, json=True) == 0
+            assert "KVF001" in rows("applied")
+            (folder / "hard").touch()
+            wait_for_rounds(folder, "hard", 1)
+        finally:
+            (folder / "stop").touch()
+
+    ran = start.run(
+        folder, apply=False, transfer=start.v1(256), lmcache=release("0.3.10"), program="attached.py",
+        when=("calm round 1", come_and_go), calm=CALM, hard=HARD, flags=str(folder),
+    )  # fmt: skip
+    assert ran.answer is not None, ran.log[-3000:]
+    assert ran.answer["preemptions"] > 0
+    assert ran.count("load") > 0
+    wrong = [
+        (at, kind)
+        for at, (kind, answers) in enumerate(ran.answer["rounds"])
+        if answers != {"calm": calm, "hard": hard}[kind]
+    ]
+    assert not wrong
+    for pid in memory[0]:
+        assert memory[-1][pid] < memory[0][pid] + 32 * 1024, memory

@@ -1,0 +1,81 @@
+"""What `collect` reads of the real scheduler and LMCache's connectors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.conftest import RELEASES, Once
+from tests.engine_state import wedged
+
+NEWEST = RELEASES / "0.5.6"
+
+
+def row(state: dict[str, Any], name: str) -> dict[str, Any]:
+    (found,) = (each for each in state["scheduler"]["requests"] if each["id"] == name)
+    return dict(found)
+
+
+def test_requests_that_wait_behind_one_another(once: Once) -> None:
+    first, second = once(wedged.locked_out, NEWEST)
+    ids = [(each["id"], each["queue"], each["needs"]) for each in second["scheduler"]["requests"]]
+    assert ids == [("r", "kv_holding_waiting", 8), ("low", "kv_holding_waiting", 1)]
+    assert second["scheduler"]["pool"] == {"blocks": 20, "free": 4, "cached": 9, "reserved": 9}
+    low = row(second, "low")
+    assert (low["computed"], low["total"], low["blocks"], low["report"]) == (128, 140, 8, "loaded")
+    assert len(low["block_ids"][0]) == len(low["hashes"]) == 8
+    assert second["scheduler"]["policy"] == "priority"
+    assert [each["role"] for each in second["connectors"]] == ["SCHEDULER", "WORKER"]
+    assert first["scheduler"]["requests"] == [
+        {**each, "arrived": first["scheduler"]["requests"][at]["arrived"]}
+        for at, each in enumerate(second["scheduler"]["requests"])
+    ]
+
+
+def test_a_load_in_flight(once: Once) -> None:
+    state = once(wedged.loading, NEWEST)
+    found = row(state, "r")
+    assert found["status"] == "WAITING_FOR_REMOTE_KVS"
+    assert (found["promised"], found["granted"], found["loading"], found["blocks"]) == (192, 192, [0, 192], 12)
+    assert found["source"] == "connector"
+    assert [each.get("loads") for each in state["connectors"]] == [None, ["r"]]
+    assert [each["healthy"] for each in state["connectors"]] == [True, True]
+    assert state["kvfix"] is None
+    assert state["versions"]["vllm"]
+
+
+def test_a_load_that_was_lost(once: Once) -> None:
+    for state in once(wedged.load_without_worker, NEWEST):
+        assert row(state, "r")["status"] == "WAITING_FOR_REMOTE_KVS"
+        assert state["connectors"][1]["loads"] == state["connectors"][1]["unreported"] == []
+
+
+@pytest.mark.parametrize("connector", ["v1", "mp"])
+def test_a_lookup_that_is_not_answered(connector: str, once: Once) -> None:
+    first, second = once(wedged.lookup_not_answered, NEWEST, connector)
+    for state in (first, second):
+        found = row(state, "r")
+        assert (found["lookup"], found["computed"], found["blocks"]) == ("in flight", 0, 0)
+    assert row(second, "r")["since"] >= row(first, "r")["since"]
+
+
+def test_the_recorder_has_the_ages(once: Once) -> None:
+    state = once(wedged.with_recorder, NEWEST)
+    found = row(state, "r")
+    assert state["kvfix"]["mode"] == "observe"
+    assert found["source"] == "recorder"
+    assert (found["asked"], found["promised"], found["granted"], found["loading"]) == (0, 192, 192, [0, 192])
+    assert found["since"] >= 0
+
+
+def test_what_cannot_be_read_is_named(once: Once) -> None:
+    state = once(wedged.planted_fault, NEWEST)
+    assert state["scheduler"] is None
+    assert state["unread"]["scheduler"].startswith("AttributeError (engine_state/scheduler.py:")
+    assert len(state["connectors"]) == 2
+
+
+def test_it_takes_milliseconds(once: Once) -> None:
+    """With 256 requests. The bound is wide: other tests run beside this one."""
+    assert min(once(wedged.cost, NEWEST, 256)) < 20

@@ -1,0 +1,151 @@
+"""`kvfix look PID` on processes that run: the lab's engine in a loop, and one that stands in C."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvfix_tools.look import core_file, inject, looking
+from tests.conftest import ROOT, clean_environment
+from tests.dump.test_dump import hanging
+
+COMMAND = [sys.executable, "-m", "kvfix_tools.cli", "look"]
+
+
+@contextmanager
+def lab_process(name: str) -> Iterator[int]:
+    """An engine of wedged.py."""
+    environment = clean_environment(PYTHONHASHSEED="0", OMP_NUM_THREADS="1")
+    environment["PYTHONPATH"] += f"{os.pathsep}{ROOT}"
+    command = [sys.executable, "-m", "tests.engine_state.lab_process", name]
+    process = subprocess.Popen(
+        command, env=environment, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    try:
+        assert process.stdout is not None
+        assert any(line == "runs\n" for line in process.stdout)
+        yield process.pid
+        assert process.poll() is None  # it goes on after all looks
+    finally:
+        process.kill()
+        process.wait()
+
+
+def look(pid: int, *options: str, **more: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*COMMAND, str(pid), *options], env=clean_environment(), capture_output=True, text=True, timeout=120, **more
+    )
+
+
+def test_an_engine_that_cannot_move(tmp_path: Path) -> None:
+    file = tmp_path / "state"
+    with lab_process("locked_out_engine") as pid:
+        done = look(pid, "--json", "--save", str(file))
+        text = look(pid)
+        one = look(pid, "--request", "low")
+        none = look(pid, "--request", "other")
+    assert (done.returncode, text.returncode, one.returncode, none.returncode) == (1, 1, 1, 2)
+    answer = json.loads(done.stdout)
+    (verdict,) = answer["verdicts"]
+    assert (verdict["code"], verdict["request"], verdict["fixes"]) == ("KVD202", "r", ["KVF208", "KVF210"])
+    assert answer["owes"] == {"r": "the pool: it needs 8 blocks, 4 are free", "low": "r, which stands before it"}
+    assert [(way["pid"], way["how"]) for way in answer["ways"]] == [(pid, looking.INSIDE)]
+    assert text.stdout.startswith("1 request is loaded and waits behind r, which needs 8 blocks; 4 can be had")
+    assert "owes         r, which stands before it" in one.stdout
+    assert os.stat(file).st_mode & 0o777 == 0o600
+    saved = json.loads(file.read_text())
+    rows = saved["processes"][0]["scheduler"]["requests"]
+    assert [len(row["block_ids"][0]) for row in rows] == [8, 8]
+
+
+def test_an_engine_at_work() -> None:
+    with lab_process("empty_engine") as pid:
+        done = look(pid, "--json")
+        looker = looking.Looker(looking.engine_of(pid), full=False)
+        states = [looker.look().processes[0] for _ in range(20)]
+    assert done.returncode == 0, done.stdout
+    assert json.loads(done.stdout)["verdicts"] == []
+    assert not [state["unread"] for state in states if state["unread"]]
+    assert states[-1]["scheduler"]["steps"] > states[0]["scheduler"]["steps"]
+
+
+def test_a_process_that_stands_in_c(tmp_path: Path) -> None:
+    """Nothing can run in it: its stack shows the hook."""
+    with hanging(tmp_path, "deaf") as process:
+        done = look(process.pid)
+    assert done.returncode == 1, done.stderr
+    assert "has been in start_load_kv for at least " in done.stdout.splitlines()[0]
+    assert "by its stacks only: " in done.stdout
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="takes another user")
+def test_without_rights() -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        code = "import os, sys; from kvfix_tools.look import command; os.setuid(65534)\n"
+        code += "sys.exit(command.look(int(sys.argv[1]), watch=False, request='', json=False, save=''))"
+        done = subprocess.run(
+            [sys.executable, "-c", code, str(process.pid)],
+            env=clean_environment(), capture_output=True, text=True, timeout=60,
+        )  # fmt: skip
+        process.kill()
+    assert done.returncode == 77, done.stdout + done.stderr
+    assert "Run kvfix as its user (id 0), or as root." in done.stderr
+
+
+def test_there_is_no_such_process() -> None:
+    assert look(4_190_000).returncode == 2
+    assert look(4_190_000, "--core", "file").returncode == 2
+
+
+#: As PyStack 1.7 prints it.
+CORE = """
+Core file information:
+pid: 30242 ppid: 30197 sid: 26492
+Traceback for thread 30242 [] (most recent call last):
+    (Python) File "/app/vllm/v1/engine/core.py", line 1547, in run_busy_loop
+        self._process_input_queue()
+    (Python) File "/app/lmcache/integration/vllm/lmcache_mp_connector.py", line 900, in start_load_kv
+        self.wait()
+Traceback for thread 30243 [] (most recent call last):
+    (Python) File "/usr/lib/python3.11/threading.py", line 327, in wait
+        waiter.acquire()
+"""
+
+
+def test_a_core_file() -> None:
+    threads = core_file.stacks(CORE)
+    found = {thread: looking.of_stack(frames) for thread, frames in threads.items()}
+    assert found[30242]["hook"] == "start_load_kv"
+    assert found[30242]["stack"][0] == "start_load_kv (vllm/lmcache_mp_connector.py:900)"
+    assert found[30243] == {"stack": ["wait (python3.11/threading.py:327)"], "hook": ""}
+
+
+def test_a_core_file_without_pystack(tmp_path: Path) -> None:
+    environment = clean_environment(PATH=str(tmp_path))
+    done = subprocess.run(
+        [*COMMAND, "--core", "x"], env=environment, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 77
+    assert "pip install pystack" in done.stderr
+
+
+def test_without_rights_kvfix_in_the_process_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> str:
+        raise inject.Refused("it may not be traced", "a setting")
+
+    monkeypatch.setattr(inject, "run", refuse)
+    with hanging(tmp_path) as process:
+        looker = looking.Looker(looking.engine_of(process.pid), full=False)
+        (state,) = looker.look().processes
+    assert (state["schema"], state["hook"], state["kvfix"]["mode"]) == (1, "start_load_kv", "observe")
+    assert state["stack"][0].startswith("wait (")
+    way = looker.ways[process.pid]
+    assert (way.how, way.setting) == (looking.RECORDER, "a setting")

@@ -1,0 +1,153 @@
+"""The verdict on states that the lab's real scheduler and connectors are in."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+
+from kvfix.ledger import owed
+from kvfix.ledger.standstill import Look, suspected, verdicts
+from kvfix_tools.look import show
+from tests.conftest import RELEASES, Once
+from tests.engine_state import wedged
+
+NEWEST = RELEASES / "0.5.6"
+STACK = ["recv (zmq/socket.py:980)", "send_and_recv_all (rpc/zmq_transport.py:116)"]
+
+
+def looks(states: list[dict[str, Any]], seconds: float) -> list[Look]:
+    """As if the process had been looked at so many seconds apart."""
+    gap = seconds / (len(states) - 1)
+    return [Look(at * gap, [state]) for at, state in enumerate(states)]
+
+
+def only(states: list[dict[str, Any]], seconds: float) -> Any:
+    (found,) = verdicts(looks(states, seconds))
+    return found
+
+
+def test_loaded_requests_behind_one_that_gets_no_blocks(once: Once) -> None:
+    states = once(wedged.locked_out, NEWEST)
+    found = only(states, 1)
+    assert (found.code, found.request) == ("KVD202", "r")
+    assert found.message == (
+        "1 request is loaded and waits behind r, which needs 8 blocks; 4 can be had, those that wait hold 16: no "
+        "request can move"
+    )
+    assert found.now == "abort r: its 8 blocks come free"
+    assert show.fixes(found, states[-1:]) == ["KVF208", "KVF210"]
+    old = [{**each, "versions": {"vllm": "0.26.0", "lmcache": "0.5.6"}} for each in states]
+    assert show.fixes(found, old[-1:]) == ["KVF210", "KVF903"]
+    in_step = [states[0], {**states[1], "in_step": True}]
+    assert verdicts(looks(in_step, 1)) == []
+
+
+def test_one_look_is_no_verdict(once: Once) -> None:
+    states = once(wedged.locked_out, NEWEST)
+    assert verdicts(looks(states, 1)[:1]) == []
+    assert suspected(looks(states, 1)[:1]) == 1.0
+    assert suspected(looks(states, 1)) == 0.0
+
+
+def test_a_load_that_no_worker_has(once: Once) -> None:
+    states = once(wedged.load_without_worker, NEWEST)
+    found = only(states, 1)
+    assert (found.code, found.request) == ("KVD208", "r")
+    assert found.message == "r waits for a load that no worker has; it keeps 12 blocks"
+    assert owed.owner(owed.engines(states)[1], wedged_row(states[1])) == "no worker has its load"
+    unread = copy.deepcopy(states)
+    for state in unread:  # a connector whose transfers are not known
+        del state["connectors"][1]["loads"]
+    assert verdicts(looks(unread, 1)) == []
+
+
+def wedged_row(state: dict[str, Any]) -> dict[str, Any]:
+    (found,) = state["scheduler"]["requests"]
+    return dict(found)
+
+
+def test_a_load_that_the_server_does_not_answer(once: Once) -> None:
+    states = once(wedged.load_not_answered, NEWEST)
+    assert verdicts(looks(states, 1)) == []
+    assert suspected(looks(states, 1)) > 1
+    found = only(states, 6)
+    assert (found.code, found.request) == ("KVD204", "r")
+    assert found.message.startswith(
+        "r has waited 6 s for its load, which rank 0 has begun and the LMCache server has not"
+    )
+    assert "300 s" in found.waiting
+
+
+@pytest.mark.parametrize(("connector", "code"), [("mp", "KVD204"), ("v1", "KVD211")])
+def test_a_lookup_that_is_not_answered(connector: str, code: str, once: Once) -> None:
+    states = once(wedged.lookup_not_answered, NEWEST, connector)
+    assert verdicts(looks(states, 1)) == []
+    found = only(states, 6)
+    assert (found.code, found.request) == (code, "r")
+    assert found.message.startswith("r has waited 6 s for its lookup, which ")
+
+
+@pytest.mark.parametrize("connector", ["v1", "v1-async", "mp"])
+def test_a_healthy_engine_has_no_verdict(connector: str, once: Once) -> None:
+    """Each pair of looks some steps apart, a second for each step: slower than engines are."""
+    states = once(wedged.healthy, NEWEST, connector, 240)
+    rows = [row for state in states for row in state["scheduler"]["requests"]]
+    assert any(row["preemptions"] for row in rows)
+    assert connector != "mp" or any(row["status"] == "WAITING_FOR_REMOTE_KVS" for row in rows)
+    assert connector == "v1" or any(row["lookup"] == "in flight" for row in rows)
+    for apart in (1, 3, 8):
+        for first, second in zip(states, states[apart:], strict=False):
+            assert verdicts([Look(0, [first]), Look(apart, [second])]) == []
+
+
+def in_lookup(states: list[dict[str, Any]], rank: dict[str, Any]) -> list[dict[str, Any]]:
+    """The scheduler of these states waits in LMCache's lookup client, two steps in seven seconds."""
+    found = []
+    for at, state in enumerate(states):
+        scheduler = {**state["scheduler"], "steps": at}
+        connectors = [
+            {**state["connectors"][0], "class": "LMCacheConnectorV1", "asynchronous": False, "lookup_timeout": 3.0},
+            {**state["connectors"][1], **rank},
+        ]
+        more = {"hook": "get_num_new_matched_tokens", "stack": STACK, "in_step": True}
+        found.append({**state, **more, "scheduler": scheduler, "connectors": connectors})
+    return found
+
+
+@pytest.mark.parametrize(
+    ("rank", "why"),
+    [
+        ({"healthy": False, "why": "ValueError"}, "rank 0 does not answer: its LMCache did not start (ValueError)"),
+        ({"healthy": True, "threads": {"lookup_server": False}}, "rank 0 does not answer: its thread for lookups has"),
+        ({"healthy": True}, "a rank does not answer"),
+    ],
+)
+def test_every_step_waits_for_a_lookup(rank: dict[str, Any], why: str, once: Once) -> None:
+    states = in_lookup(once(wedged.locked_out, NEWEST), rank)
+    found = verdicts(looks(states, 7))[0]
+    assert found.code == "KVD203"
+    assert found.message.startswith(f"the scheduler waits 3 s for a lookup in every step; {why}")
+    assert show.fixes(found, states[-1:]) == ["KVF015"]
+    assert not [each for each in verdicts(looks(states, 2)) if each.code == "KVD203"]  # not long enough
+    busy = [{**each, "scheduler": {**each["scheduler"], "steps": 40 * at}} for at, each in enumerate(states)]
+    assert not [each for each in verdicts(looks(busy, 7)) if each.code == "KVD203"]
+
+
+def test_a_process_that_runs_no_python(once: Once) -> None:
+    states = once(wedged.locked_out, NEWEST)
+    worker = {"pid": 7, "process": "VLLM::Worker", "name": "VLLM::Worker", "silent": "stuck in C"}
+    worker |= {"stack": ["wait (lmcache/x.py:3)"], "hook": "start_load_kv"}
+    found = verdicts([Look(0, [states[0], worker]), Look(5, [states[1], worker])])
+    assert found[0].code == "KVD213"
+    assert found[0].message.startswith(
+        "VLLM::Worker (7) has been in start_load_kv for at least 5 s, at wait (lmcache/x.py:3)"
+    )
+
+
+def test_a_pause_is_no_hang(once: Once) -> None:
+    states = copy.deepcopy(once(wedged.locked_out, NEWEST))
+    for state in states:
+        state["scheduler"]["paused"] = "PAUSED_ALL"
+    assert verdicts(looks(states, 60)) == []

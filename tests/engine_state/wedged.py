@@ -1,0 +1,156 @@
+"""Engines of the lab that cannot move, and what `collect` reads in them: run in a fork, with vLLM and an LMCache."""
+
+from __future__ import annotations
+
+import json
+import time
+from types import SimpleNamespace
+from typing import Any
+
+from kvfix import engine_state
+from kvfix.engine_state import connectors
+from kvfix_tools.lab.options import Options
+from kvfix_tools.lab.steps import prompt
+
+MP = Options(connector="mp", delay=3, block_size=16, num_blocks=60, chunk_size=64, max_num_batched_tokens=256)
+
+
+def look(engine: Any, full: bool = False) -> dict[str, Any]:
+    state = engine_state.collect(full, scheduler=engine.scheduler, workers=[engine.connector.workers[0].in_worker])
+    assert not state["unread"], state["unread"]
+    assert not [each for each in state["connectors"] if "unread" in each], state["connectors"]
+    found: dict[str, Any] = json.loads(json.dumps(state))
+    return found
+
+
+def twice(engine: Any, steps: int = 12, full: bool = False) -> list[dict[str, Any]]:
+    first = look(engine, full)
+    engine.step(steps)
+    return [first, look(engine, full)]
+
+
+def _engine(options: Options) -> Any:
+    from kvfix_tools.lab.lab_engine import LabEngine
+
+    engine = LabEngine(options)
+    if "enable_async_loading" in options.lmcache:  # lookups have the lab's time
+        now: Any = SimpleNamespace(time=lambda: engine.connector.now, monotonic=time.monotonic)
+        vars(connectors)["time"] = now
+    return engine
+
+
+def empty_engine() -> Any:
+    return _engine(MP)
+
+
+def locked_out_engine() -> Any:
+    """KVF208's scenario: "low" is loaded and waits behind "r", which needs more blocks than are free."""
+    from kvfix_tools.lab.scenario import find
+
+    scenario = find("loaded-requests-lock-out")
+    assert scenario is not None
+    return scenario.played()
+
+
+def engine_without_load() -> Any:
+    """The worker has lost a load: it neither has it nor reports it."""
+    engine = _begun_to_load()
+    engine.connector.server.lose_loads(0, set())
+    engine.connector.workers[0].adapter.retrieve_futures.clear()
+    return engine
+
+
+def silent_server() -> Any:
+    """The server does not answer a load."""
+    engine = _begun_to_load()
+    engine.connector.server.lose_loads(0, set())
+    return engine
+
+
+def locked_out() -> list[dict[str, Any]]:
+    return twice(locked_out_engine(), full=True)
+
+
+def load_without_worker() -> list[dict[str, Any]]:
+    return twice(engine_without_load())
+
+
+def load_not_answered() -> list[dict[str, Any]]:
+    return twice(silent_server())
+
+
+def loading() -> dict[str, Any]:
+    return look(_begun_to_load())
+
+
+def _begun_to_load() -> Any:
+    engine = _engine(MP)
+    engine.do("stored_elsewhere", prompt(192))
+    engine.admit("r", prompt(200), max_tokens=4)
+    while not engine.connector.workers[0].adapter.retrieve_futures:
+        engine.step()
+    return engine
+
+
+def lookup_not_answered(connector: str) -> list[dict[str, Any]]:
+    """A lookup that neither worker nor server answers."""
+    if connector == "mp":
+        engine = _engine(MP)
+        engine.admit("r", prompt(200), max_tokens=4)
+        engine.step()
+        engine.connector.server._later.clear()
+        return twice(engine)
+    engine = _engine(Options(chunk_size=64, lmcache={"enable_async_loading": True}))
+    engine.do("lookups_fail", 1)
+    engine.admit("r", prompt(200), max_tokens=4)
+    engine.step(2)
+    return twice(engine)
+
+
+def healthy(connector: str, steps: int) -> list[dict[str, Any]]:
+    """Looks after each step of a schedule without faults: few blocks, and what was evicted is asked for again."""
+    lmcache: dict[str, Any] = {"enable_async_loading": True} if connector == "v1-async" else {}
+    kind = "mp" if connector == "mp" else "v1"
+    options = Options(connector=kind, delay=3, num_blocks=48, chunk_size=64, lmcache=lmcache)
+    engine = _engine(options)
+    if connector == "v1-async":
+        engine.do("slow_lookups", 2)
+    looks = []
+    for at in range(steps):
+        if at % 6 == 0:
+            number = at // 6
+            engine.admit(f"r{number}", prompt(150 + 40 * (number % 5), seed=number % 4), max_tokens=60)
+        engine.step()
+        looks.append(look(engine))
+    return looks
+
+
+def planted_fault() -> dict[str, Any]:
+    """A scheduler of another release: what cannot be read is named, and nothing raises."""
+    engine = _engine(MP)
+    engine.admit("r", prompt(200), max_tokens=4)
+    engine.step()
+    del engine.scheduler.finished_recving_kv_req_ids
+    return engine_state.collect(scheduler=engine.scheduler, workers=[engine.connector.workers[0].in_worker])
+
+
+def with_recorder() -> dict[str, Any]:
+    """kvfix records in this process."""
+    import kvfix
+    from kvfix.session import session
+
+    kvfix.apply("observe")
+    engine = _begun_to_load()
+    assert session.connectors
+    return look(engine)
+
+
+def cost(requests: int) -> list[float]:
+    """Milliseconds of some looks at an engine with so many requests."""
+    engine = _engine(
+        Options(connector="mp", num_blocks=40 * requests, max_num_batched_tokens=8192, max_num_seqs=requests)
+    )
+    for number in range(requests):
+        engine.admit(f"r{number}", prompt(320, seed=number), max_tokens=64)
+    engine.step(20)
+    return [look(engine)["milliseconds"] for _ in range(10)]

@@ -1,0 +1,44 @@
+"""The lab's engine in a process of its own: it plays a scenario again and again, without kvfix, and prints what came.
+
+`plays.py LMCACHE SLUG`. With a third argument, the file of a flag, it holds a request of that schedule until the file
+is there.
+"""
+
+import sys
+import time
+from pathlib import Path
+
+from kvfix_tools.lab import runner
+from kvfix_tools.lab.lab_engine import LabEngine
+from kvfix_tools.lab.scenario import find
+
+lmcache, slug, *flag = sys.argv[1:]
+runner.prepare(lmcache)
+scenario = find(slug)
+assert scenario is not None
+
+
+def originals() -> dict[str, int]:
+    """{function that a fix may wrap: what stands in its class or module}."""
+    from kvfix import catalogue, installed_source
+
+    targets = [target for fix in catalogue.fixes() for target in fix.targets if target.module in sys.modules]
+    found = {each.name: installed_source.live_function(sys.modules[each.module], each.function) for each in targets}
+    return {name: id(function[2]) for name, function in found.items() if function is not None}
+
+
+with runner.quiet():
+    if flag:
+        engine = LabEngine(scenario.options)
+        engine.admit("held", list(range(600)), max_tokens=40)
+        engine.step(3)
+        print("holds", flush=True)
+        while not Path(flag[0]).exists():
+            time.sleep(0.01)
+        engine.run()
+        print("ended", flush=True)
+        time.sleep(600)
+    scenario.played()
+    BEFORE = originals()
+    while True:
+        print("violated" if scenario.played().findings else "clean", flush=True)

@@ -1,0 +1,26 @@
+"""A process into which code is injected. The first argument is what its main thread does meanwhile."""
+
+import ctypes
+import sys
+import threading
+import time
+
+if sys.argv[1] == "threads":
+    for _ in range(200):
+        threading.Thread(target=threading.Event().wait, daemon=True).start()
+if sys.argv[1] == "busy-threads":
+    for _ in range(4):
+        threading.Thread(target=lambda: [sum(range(1000)) for _ in iter(int, 1)], daemon=True).start()
+print("ready", flush=True)
+if sys.argv[1] == "c":  # with the GIL and without a bytecode, until there is a line on stdin
+    ctypes.PyDLL(None).getchar()
+if sys.argv[1] == "read":
+    ctypes.CDLL(None).getchar()
+if sys.argv[1] == "sleep":
+    time.sleep(60)
+if sys.argv[1] == "lock":
+    threading.Event().wait(60)
+counted = 0
+while True:
+    counted += 1
+    time.sleep(0.001)

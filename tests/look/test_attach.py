@@ -1,0 +1,138 @@
+"""`kvfix attach` and `detach` on the real scheduler and connector, which play on meanwhile. An engine: tests/engine."""
+
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvfix_tools.look import attach, inject
+from tests.conftest import ROOT, clean_environment
+from tests.forked import Forked
+
+PROGRAM = Path(__file__).with_name("plays.py")
+
+pytestmark = pytest.mark.skipif(
+    not (find_spec("pyinjector") or shutil.which("gdb")), reason="neither pyinjector nor gdb is here"
+)
+
+
+class Playing:
+    def __init__(self, process: Forked, log: Path) -> None:
+        self.pid = process.pid
+        self._process = process
+        self._log = log
+
+    def lines(self) -> list[str]:
+        return self._log.read_text().split()
+
+    def wait_for(self, text: str, count: int = 1) -> None:
+        """Until these are the last lines: whatever played while kvfix came or went is before them."""
+        until = time.monotonic() + 120
+        while self.lines()[-count:] != [text] * count:
+            assert self._process.poll() is None, self._log.with_name("errors").read_text()
+            assert time.monotonic() < until, self.lines()[-10:]
+            time.sleep(0.05)
+
+    def asked(self, code: str) -> Any:
+        return json.loads(
+            inject.run(self.pid, f"import json, __main__\nopen(ANSWER, 'w').write(json.dumps({code}))", seconds=20)
+        )
+
+
+@contextmanager
+def playing(folder: Path, lmcache: Path, slug: str, *flag: Path) -> Iterator[Playing]:
+    log, errors = folder / "log", folder / "errors"
+    log.touch()
+    errors.touch()
+    environment = clean_environment(
+        PYTHONPATH=os.pathsep.join(map(str, (lmcache, ROOT / "patches", ROOT / "tools"))),
+        KVFIX_DUMP_DIR=str(folder / "dumps"),
+    )
+    command = [sys.executable, str(PROGRAM), str(lmcache), slug, *map(str, flag)]
+    with log.open("a") as out, errors.open("a") as err:
+        process = Forked(command, env=environment, stdout=out, stderr=err, cwd=folder)
+    try:
+        yield Playing(process, log)
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(process.pid, 9)
+        process.wait(10)
+
+
+def rows(capsys: pytest.CaptureFixture[str]) -> dict[str, dict[str, Any]]:
+    (process,) = json.loads(capsys.readouterr().out)
+    return {row["code"]: row for row in process["rows"] or ()}
+
+
+def test_in_and_out_while_it_plays(
+    tmp_path: Path, release: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """KVF005: as released a hit is left behind in every schedule."""
+    with playing(tmp_path, release("0.5.6"), "abort-while-waiting") as engine:
+        engine.wait_for("violated", 2)
+        for _ in range(3):
+            assert attach.attach(engine.pid, "fix", None, False, 60, json=True) == 0
+            assert rows(capsys)["KVF005"]["verdict"] == "applied"
+            engine.wait_for("clean", 3)
+            assert attach.status(engine.pid, json=True) == 0
+            assert rows(capsys)["KVF005"]["verdict"] == "applied"
+            assert attach.detach(engine.pid, 60, json=True) == 0
+            engine.wait_for("violated", 2)
+            assert not rows(capsys)
+            assert engine.asked("__main__.originals() == __main__.BEFORE")
+        assert attach.attach(engine.pid, "fix", ["KVF002"], False, 60, json=True) == 0
+        assert set(rows(capsys)) == {"KVF002"}
+        engine.wait_for("violated", 2)
+
+
+def test_check_sees_no_violation_in_what_it_came_into(
+    tmp_path: Path, release: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with playing(tmp_path, release("0.5.6"), "abort-while-waiting") as engine:
+        engine.wait_for("violated", 2)
+        for _ in range(3):
+            assert attach.attach(engine.pid, "check", None, False, 60, json=True) == 0
+            engine.wait_for("clean", 5)
+            session = "__import__('kvfix.session').session.session"
+            violations, events = engine.asked(f"[{session}.violations, len({session}.events)]")
+            assert not violations
+            assert events > 10
+            assert attach.detach(engine.pid, 60, json=True) == 0
+            assert engine.asked("__main__.originals() == __main__.BEFORE")
+
+
+def test_a_fix_that_takes_notes_leaves_the_requests_of_before(
+    tmp_path: Path, release: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    flag = tmp_path / "flag"
+    with playing(tmp_path, release("0.3.10"), "abort-while-waiting", flag) as engine:
+        engine.wait_for("holds")
+        assert attach.attach(engine.pid, "fix", None, True, 20, json=False) == 1
+        assert "busy" in capsys.readouterr().out
+        assert attach.attach(engine.pid, "fix", None, False, 60, json=True) == 0
+        found = rows(capsys)
+        assert found["KVF002"]["verdict"] == found["KVF024"]["verdict"] == "applied"
+        assert found["KVF024"]["reason"].endswith("; leaves 1 requests of before as they are")
+        assert "before" not in found["KVF002"]["reason"]
+        assert "KVF017" not in found  # it was not asked for
+        flag.touch()
+        engine.wait_for("ended")
+        assert attach.status(engine.pid, json=True) == 0
+        assert "before" not in rows(capsys)["KVF024"]["reason"]
+        assert attach.detach(engine.pid, 60, json=True) == 0
+        assert attach.attach(engine.pid, "fix", None, True, 60, json=False) == 0
+
+
+def test_refusals(capsys: pytest.CaptureFixture[str]) -> None:
+    assert attach.attach(os.getpid(), "strict", None, False, 1, json=False) == 2
+    assert "mode strict ends the engine at a violation" in capsys.readouterr().err
+    assert attach.attach(2**22 + 1, "fix", None, False, 1, json=False) == 2
+    assert attach.attach(os.getpid(), "fix", ["KVF999"], False, 1, json=False) == 2

@@ -1,0 +1,160 @@
+"""Code injected into real processes, by each way that is installed here."""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from kvfix_tools.look import calls, inject
+from tests.conftest import clean_environment
+
+WAYS = [way for way, here in (("pyinjector", find_spec("pyinjector")), ("gdb", shutil.which("gdb"))) if here]
+NAME = "import threading; open(ANSWER, 'w').write(threading.current_thread().name)"
+
+pytestmark = pytest.mark.skipif(not WAYS, reason="neither pyinjector nor gdb is here")
+
+
+@pytest.fixture(params=WAYS or ["none"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "gdb":
+        monkeypatch.setattr(calls, "find_spec", lambda name: None)
+    return str(request.param)
+
+
+@contextmanager
+def target(does: str, python: str = sys.executable) -> Iterator[subprocess.Popen[str]]:
+    process = subprocess.Popen(
+        [python, str(Path(__file__).with_name("target.py")), does],
+        env=clean_environment(),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def folders(process: subprocess.Popen[str]) -> list[Path]:
+    return list(Path("/tmp").glob(f"kvfix-look-{process.pid}-*"))
+
+
+@pytest.mark.parametrize("does", ["sleeps", "threads", "busy-threads", "lock", "sleep", "read"])
+def test_the_main_thread_answers(way: str, does: str) -> None:
+    with target(does) as process:
+        assert inject.run(process.pid, NAME, seconds=60) == "MainThread"
+        assert inject.run(process.pid, NAME, seconds=60) == "MainThread"
+        assert process.poll() is None
+        assert not folders(process)
+
+
+def test_a_hundred_in_a_row_take_one_page(way: str) -> None:
+    count = "import __main__; open(ANSWER, 'w').write(str(__main__.counted))"
+    with target("sleeps") as process:
+        counted = [int(inject.run(process.pid, count, seconds=60)) for _ in range(100 if way == "pyinjector" else 20)]
+        maps = Path(f"/proc/{process.pid}/maps").read_text()
+    assert counted == sorted(counted)
+    assert counted[-1] > counted[0]  # the loop went on between them
+    assert maps.count("6b76000") == 2  # start and end of one line
+
+
+def test_an_error_of_the_code_is_an_answer(way: str) -> None:
+    with target("sleeps") as process:
+        assert inject.run(process.pid, "1 / 0", seconds=60) == "failed: ZeroDivisionError: division by zero"
+        assert inject.run(process.pid, "(", seconds=60).startswith("failed: SyntaxError")
+        assert inject.run(process.pid, NAME, seconds=60) == "MainThread"
+
+
+def test_the_code_leaves_no_name_in_the_program(way: str) -> None:
+    names = "import __main__; open(ANSWER, 'w').write(' '.join(sorted(vars(__main__))))"
+    with target("sleeps") as process:
+        assert inject.run(process.pid, "left = 1", seconds=60) == ""
+        found = inject.run(process.pid, names, seconds=60).split()
+    assert "counted" in found
+    assert not {"left", "os", "folder", "ANSWER"} & set(found)
+
+
+def test_a_thread_in_c_is_silent_and_has_one_call_in_its_queue(way: str) -> None:
+    """No call that was given up runs later, and the next one is answered."""
+    with target("c") as process:
+        assert process.stdin is not None
+        for _ in range(3):
+            with pytest.raises(inject.Silent, match=r"no Python bytecode in 0\.2 s"):
+                inject.run(process.pid, "import __main__; __main__.late = True", seconds=0.2)
+        assert len(folders(process)) == 1
+        process.stdin.write("\n")
+        process.stdin.flush()
+        late = "import __main__; open(ANSWER, 'w').write(str(hasattr(__main__, 'late')))"
+        assert inject.run(process.pid, late, seconds=60) == "False"
+        assert not folders(process)
+
+
+def test_an_exception_of_a_signal_handler_reaches_the_program(way: str) -> None:
+    """As vLLM's, up to 0.11: it raises SystemExit, and must not end in the code that it happens to interrupt."""
+    code = "import signal; signal.raise_signal(signal.SIGINT)\nfor _ in range(10): pass"
+    with target("sleeps") as process:
+        assert inject.run(process.pid, code, seconds=60) == "failed: KeyboardInterrupt: "
+        assert process.wait(10) == 1 or process.returncode == -2
+
+
+def test_what_has_ended_or_is_no_python_is_refused(way: str) -> None:
+    with target("sleeps") as process:
+        pass
+    with pytest.raises(inject.Refused, match=f"there is no process {process.pid}"):
+        inject.run(process.pid, NAME, seconds=1)
+    with subprocess.Popen(["sleep", "60"]) as sleep:
+        with pytest.raises(inject.Refused, match="no Python that can be called"):
+            inject.run(sleep.pid, NAME, seconds=1)
+        assert sleep.poll() is None
+        sleep.kill()
+
+
+def test_a_process_that_ends_meanwhile(way: str) -> None:
+    with target("sleeps") as process, pytest.raises(inject.Refused, match="has ended"):
+        inject.run(process.pid, "import os; os._exit(0)", seconds=5)
+
+
+@pytest.mark.parametrize("release", ["3.10", "3.12", "3.13"])
+def test_pythons_of_other_releases(way: str, release: str) -> None:
+    found = next(map(str, Path.home().glob(f".pyenv/versions/{release}.*/bin/python3")), None)
+    if found is None:
+        pytest.skip(f"there is no Python {release} here")
+    for does in ("threads", "lock"):
+        with target(does, found) as process:
+            assert inject.run(process.pid, NAME, seconds=60) == "MainThread"
+
+
+@pytest.mark.skipif(os.getuid() != 0 or not shutil.which("setpriv"), reason="needs root, to take rights away")
+@pytest.mark.parametrize(
+    ("rights", "setting"),
+    [
+        (["--reuid=65534", "--regid=65534", "--clear-groups"], "Run kvfix as its user (id 0), or as root."),
+        (["--bounding-set=-sys_ptrace", "--inh-caps=-sys_ptrace"], "--cap-add SYS_PTRACE"),
+    ],
+)
+def test_without_rights_it_names_the_setting(rights: list[str], setting: str) -> None:
+    code = (
+        "import sys; from kvfix_tools.look import inject\n"
+        "try: inject.run(int(sys.argv[1]), 'pass', seconds=1)\n"
+        "except inject.Refused as refused: print(refused)"
+    )
+    with target("sleeps") as process:
+        done = subprocess.run(
+            ["setpriv", *rights, sys.executable, "-c", code, str(process.pid)],
+            env=clean_environment(PYTHONPATH=os.pathsep.join(sys.path)),
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+    assert f"process {process.pid} may not be traced" in done.stdout, done.stderr
+    assert setting in done.stdout

@@ -1,0 +1,187 @@
+"""`kvfix attach`, `kvfix detach` and `kvfix status PID`: fixes in an engine that runs, in all its processes."""
+
+from __future__ import annotations
+
+import json as jsonlib
+import os
+import sys
+import time
+from typing import Any
+
+from rich.table import Table
+
+import kvfix
+from kvfix.config import Config
+from kvfix_tools import screen
+from kvfix_tools.dump import processes
+from kvfix_tools.look import inject
+
+#: Seconds for a main thread to come to a bytecode, and between two questions to a process that is within a step.
+_SECONDS, _PAUSE = 5.0, 0.03
+
+#: What runs in each process. The import takes a second: a thread of its own does it, once.
+_CODE = """
+import json, sys
+def prepare(held, folder, version):
+    try:
+        try:
+            import kvfix
+        except ImportError:
+            sys.path.append(folder)
+            import kvfix
+        if kvfix.__version__ != version:
+            raise ImportError("it has kvfix " + kvfix.__version__ + ", and this is " + version)
+        from kvfix import attaching
+        attaching.prepare()
+        held["ready"] = True
+    except BaseException as error:
+        held["error"] = type(error).__name__ + ": " + str(error)
+what, arguments = {what!r}, {arguments!r}
+held = vars(sys).get("_kvfix_attaching")
+if what in ("state", "detach") and "kvfix" not in sys.modules or not {{"vllm", "lmcache"}} & sys.modules.keys():
+    answer = {{"state": "without"}}
+elif held is None:
+    import _thread
+    held = sys._kvfix_attaching = {{"ready": False, "error": ""}}
+    _thread.start_new_thread(prepare, (held, {folder!r}, {version!r}))
+    answer = {{"state": "preparing"}}
+elif held["error"]:
+    answer = {{"state": "failed", "where": held["error"]}}
+    del sys._kvfix_attaching
+elif not held["ready"]:
+    answer = {{"state": "preparing"}}
+else:
+    from kvfix import attaching
+    answer = getattr(attaching, what)(*arguments)
+with open(ANSWER, "w") as file:
+    json.dump(answer, file)
+"""
+
+
+class _Engine:
+    """The processes of an engine. answers: the last one of each that has kvfix, or could have it."""
+
+    def __init__(self, pid: int, wait: float) -> None:
+        self.processes = {each.pid: each for each in processes.tree(pid)}
+        self.answers: dict[int, dict[str, Any]] = {}
+        self.settings: list[str] = []
+        self._until = time.monotonic() + wait
+
+    def ask(self, pids: list[int], what: str, *arguments: Any, until: tuple[str, ...]) -> None:
+        """Ask each of them, again and again until its answer is one of these states, it fails, or the time is up."""
+        left = list(pids)
+        while left:
+            for pid in list(left):
+                answer = self._once(pid, what, arguments)
+                if answer is None:
+                    self.answers.pop(pid, None)
+                else:
+                    self.answers[pid] = answer
+                if answer is None or answer["state"] in (*until, "without", "failed", "silent", "refused"):
+                    left.remove(pid)
+            if self.is_late():
+                return
+            time.sleep(_PAUSE if left else 0)
+
+    def _once(self, pid: int, what: str, arguments: tuple[Any, ...]) -> dict[str, Any] | None:
+        """None: no Python, or gone."""
+        folder = os.path.dirname(os.path.dirname(os.path.abspath(kvfix.__file__)))
+        code = _CODE.format(what=what, arguments=arguments, folder=folder, version=kvfix.__version__)
+        try:
+            text = inject.run(pid, code, seconds=_SECONDS)
+        except inject.Silent as silent:
+            return {"state": "silent", "where": silent.reason}
+        except inject.Refused as refused:
+            if refused.setting:
+                self.settings.append(str(refused))
+                return {"state": "refused", "where": str(refused)}
+            return None
+        if text.startswith(inject.FAILED):
+            return {"state": "failed", "where": text.removeprefix(inject.FAILED)}
+        return dict(jsonlib.loads(text))
+
+    def is_late(self) -> bool:
+        return time.monotonic() > self._until
+
+    def having(self, scheduler: bool) -> list[int]:
+        return [pid for pid, answer in self.answers.items() if answer.get("scheduler") is scheduler]
+
+
+def attach(pid: int, mode: str, only: list[str] | None, idle: bool, wait: float, json: bool) -> int:
+    """0: every process has what it needs. 1: one has not. 2: usage. 77: not allowed."""
+    try:
+        config = Config.make(mode, only, None)
+        if mode == "strict":
+            raise ValueError("mode strict ends the engine at a violation: it cannot be attached")
+    except ValueError as error:
+        print(f"kvfix attach: {error}", file=sys.stderr)
+        return 2
+    engine = _Engine(pid, wait)
+    engine.ask(list(engine.processes), "ready", until=("ready",))
+    workers, schedulers = engine.having(scheduler=False), engine.having(scheduler=True)
+    # Workers first: what the scheduler's fixes ask of them they can do then.
+    for pids in (workers, schedulers):
+        engine.ask(pids, "attach", str(config), idle and pids is schedulers, until=("attached",))
+    before = [name for each in schedulers for name in engine.answers.get(each, {}).get("before", ())]
+    kept = {each: dict(engine.answers[each]) for each in workers if each in engine.answers}
+    if config.watches:
+        engine.ask(workers, "attached", before, until=("attached",))
+        engine.answers.update(kept)
+    return _show(engine, pid, "attached", json)
+
+
+def detach(pid: int, wait: float, json: bool) -> int:
+    """As `attach`. The scheduler's process first."""
+    engine = _Engine(pid, wait)
+    engine.ask(list(engine.processes), "ready", until=("ready",))
+    for pids in (engine.having(scheduler=True), engine.having(scheduler=False)):
+        engine.ask(pids, "detach", until=("detached",))
+    return _show(engine, pid, "detached", json)
+
+
+def status(pid: int, json: bool) -> int:
+    """What is applied in each process. As `attach`."""
+    engine = _Engine(pid, _SECONDS)
+    engine.ask(list(engine.processes), "state", until=("there",))
+    return _show(engine, pid, "there", json)
+
+
+def _open(answer: dict[str, Any]) -> bool:
+    """Whether a fix has failed or is unclear. One that can only be there from the start is neither."""
+    return any(row["verdict"] in ("failed", "unknown") for row in answer.get("rows", ()))
+
+
+def _show(engine: _Engine, pid: int, wanted: str, json: bool) -> int:
+    if not engine.processes:
+        print(f"kvfix: there is no process {pid}", file=sys.stderr)
+        return 2
+    shown = {each: answer for each, answer in engine.answers.items() if answer["state"] != "without"}
+    if json:
+        fields = ("state", "where", "mode", "requests", "rows")
+        rows = [
+            {"pid": each, "name": engine.processes[each].name, **{key: answer.get(key) for key in fields}}
+            for each, answer in shown.items()
+        ]
+        print(jsonlib.dumps(rows, indent=2))
+    else:
+        _print(engine, shown, wanted)
+    if engine.settings:
+        print("\n".join(dict.fromkeys(engine.settings)), file=sys.stderr)
+        return 77
+    done = shown and all(answer["state"] == wanted for answer in shown.values())
+    return int(not done or any(map(_open, shown.values())))
+
+
+def _print(engine: _Engine, shown: dict[int, dict[str, Any]], wanted: str) -> None:
+    console = screen.console()
+    if not shown:
+        console.print(f"No process of it has vLLM or LMCache{', and kvfix' if wanted == 'there' else ''}.")
+    for pid, answer in shown.items():
+        mode = f" (mode {answer['mode']})" if "mode" in answer else ""
+        where = f": {answer['where']}" if answer.get("where") else ""
+        console.print(f"{pid} {engine.processes[pid].name}: {answer['state']}{mode}{where}", markup=False)
+        table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2))
+        for row in answer.get("rows", ()):
+            table.add_row("", row["code"], row["slug"], row["verdict"], row["reason"])
+        if table.row_count:
+            console.print(table)

@@ -1,0 +1,113 @@
+"""The command: look until it is clear what holds the engine up, or that nothing is known to."""
+
+from __future__ import annotations
+
+import json as jsonlib
+import os
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.live import Live
+
+from kvfix.ledger import owed, standstill
+from kvfix_tools import screen
+from kvfix_tools.look import looking, show
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvfix.ledger.standstill import Look, Verdict
+
+SCHEMA = 1
+#: Seconds between two looks. A scheduler at work is looked at again at once, so often: its queues are not complete.
+PAUSE, AGAIN = 1.0, 8
+
+
+def look(pid: int, watch: bool, request: str, json: bool, save: str) -> int:
+    """0: nothing is known to be wrong. 1: there is a verdict. 2: no such process. 77: it may not be read."""
+    tree = looking.engine_of(pid)
+    if not tree:
+        print(f"kvfix look: there is no process {pid}", file=sys.stderr)
+        return 2
+    looker = looking.Looker(tree, full=bool(save))
+    if watch:
+        return _watch(looker)
+    looks = enough(looker)
+    found = standstill.verdicts(looks)
+    ways = [looker.ways[process.pid] for process in tree]
+    if not owed.engines(looks[-1].processes) and not found:
+        for line in show.way_lines(ways):
+            print(f"kvfix look: {line}", file=sys.stderr)
+        if any(each.how in (looking.STACKS, looking.NOT) for each in ways):
+            return 77
+    if save:
+        _save(save, looks[-1], found)
+    if json:
+        print(jsonlib.dumps(_answer(looks[-1], found, ways), indent=2))
+    elif request:
+        lines = [line for engine in owed.engines(looks[-1].processes) for line in show.request(engine, request)]
+        if not lines:
+            print(f"kvfix look: the engine has no request {request}", file=sys.stderr)
+            return 2
+        print("\n".join(lines))
+    else:
+        screen.console().print(show.screenful(looks, found, ways))
+    return int(bool(found))
+
+
+def enough(looker: looking.Looker) -> list[Look]:
+    """Looks until there is a verdict or nothing is suspected: two where all is well."""
+    looks = [_between_steps(looker)]
+    while standstill.suspected(looks) or len(looks) < 2:
+        time.sleep(max(0.0, PAUSE - (time.monotonic() - looks[-1].at)))
+        looks.append(_between_steps(looker))
+    return looks
+
+
+def _between_steps(looker: looking.Looker) -> Look:
+    for _ in range(AGAIN):
+        found = looker.look()
+        idle = [
+            each for each in owed.engines(found.processes) if not any(r["queue"] == "running" for r in each.requests)
+        ]
+        if not any(each.process["in_step"] and not each.process["hook"] for each in idle):
+            break
+    return found
+
+
+def _watch(looker: looking.Looker) -> int:
+    """Redraws until it is interrupted."""
+    looks: list[Look] = []
+    with (
+        suppress(KeyboardInterrupt),
+        Live(console=screen.console(), auto_refresh=False, screen=sys.stdout.isatty()) as live,
+    ):
+        while True:
+            looks = [*looks[-30:], _between_steps(looker)]
+            live.update(show.screenful(looks, standstill.verdicts(looks), looker.ways.values()), refresh=True)
+            time.sleep(max(0.0, PAUSE - (time.monotonic() - looks[-1].at)))
+    return int(bool(standstill.verdicts(looks)))
+
+
+def _answer(last: Look, found: Sequence[Verdict], ways: Sequence[looking.Way]) -> dict[str, Any]:
+    """The schema of `--json`, and of a saved file, whose states have their blocks."""
+    engines = owed.engines(last.processes)
+    return {
+        "schema": SCHEMA,
+        "kind": "look",
+        "verdicts": [show.as_dict(each, last.processes) for each in found],
+        "owes": {row["id"]: owed.owner(engine, row) for engine in engines for row in engine.requests},
+        "ways": [each._asdict() for each in ways],
+        "processes": last.processes,
+    }
+
+
+def _save(file: str, last: Look, found: Sequence[Verdict]) -> None:
+    """Readable by its owner only."""
+    text = jsonlib.dumps(_answer(last, found, []))
+    handle = os.open(Path(file), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
+    with os.fdopen(handle, "w", encoding="utf-8") as opened:
+        opened.write(text)

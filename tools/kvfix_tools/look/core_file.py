@@ -1,0 +1,60 @@
+"""`kvfix look --core FILE`: the stacks of a core file, by PyStack. Values of variables are not read."""
+
+from __future__ import annotations
+
+import json as jsonlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+from kvfix_tools.look.looking import of_stack
+
+#: Seconds: a core file of an engine has many gigabytes.
+_LONGEST = 600
+_THREAD = re.compile(r"^Traceback for thread (\d+)")
+_FRAME = re.compile(r'^\s+\(Python\) File "(.*)", line (\d+), in (.+)$')
+
+
+def look(file: str, json: bool) -> int:
+    """0: no thread is in a connector hook. 1: one is. 2: the file cannot be read. 77: PyStack is not here."""
+    folders = [str(Path(sys.executable).parent), os.environ.get("PATH", "")]
+    program = shutil.which("pystack", path=os.pathsep.join(folders))
+    if program is None:
+        print("kvfix look: a core file is read by PyStack: pip install pystack", file=sys.stderr)
+        return 77
+    command = [program, "--no-color", "core", file]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=_LONGEST, check=False)
+    threads = stacks(done.stdout)
+    if not threads:
+        lines = (done.stderr or done.stdout).strip().splitlines()
+        print(f"kvfix look: {file}: {lines[-1] if lines else 'no Python thread'}", file=sys.stderr)
+        return 2
+    found = [{"thread": thread, **of_stack(frames)} for thread, frames in threads.items()]
+    in_hook = [each for each in found if each["hook"]]
+    if json:
+        print(jsonlib.dumps({"schema": 1, "kind": "core", "threads": found}, indent=2))
+        return int(bool(in_hook))
+    for each in in_hook:
+        print(f"thread {each['thread']} was in {each['hook']}, at {each['stack'][0]}")
+    if not in_hook:
+        print(f"none of {len(found)} threads was in a connector hook")
+    for each in found:
+        print(f"\nthread {each['thread']}, the innermost first:")
+        print("\n".join(f"    {frame}" for frame in each["stack"]))
+    return int(bool(in_hook))
+
+
+def stacks(text: str) -> dict[int, list[tuple[str, str, int]]]:
+    """{thread: its frames, innermost first} of PyStack's text, which has the innermost last."""
+    found: dict[int, list[tuple[str, str, int]]] = {}
+    frames: list[tuple[str, str, int]] = []
+    for line in text.splitlines():
+        thread, frame = _THREAD.match(line), _FRAME.match(line)
+        if thread:
+            frames = found.setdefault(int(thread[1]), [])
+        elif frame:
+            frames.insert(0, (frame[3], frame[1], int(frame[2])))
+    return {thread: frames for thread, frames in found.items() if frames}

@@ -1,0 +1,142 @@
+"""A look at all processes of an engine: from inside where that may be, else the stacks that py-spy reads."""
+
+from __future__ import annotations
+
+import json
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+
+from kvfix.engine_state import places
+from kvfix.ledger.standstill import Look
+from kvfix_tools.dump import gather, processes
+from kvfix_tools.dump.processes import Process
+from kvfix_tools.look import inject, payload
+
+#: Seconds for a main thread to come to a bytecode: longer than LMCache's scheduler waits for a lookup.
+PATIENCE = 4.0
+INSIDE, RECORDER, STACKS, NOT = "inside", "by its recorder", "by its stacks only", "not read"
+
+
+class Way(NamedTuple):
+    """How a process was read. reason: why not better; setting: what that needs."""
+
+    pid: int
+    name: str
+    how: str
+    reason: str = ""
+    setting: str = ""
+
+
+def engine_of(pid: int) -> list[Process]:
+    """All processes of the engine that this one belongs to; empty if there is none of this number."""
+    tree = processes.tree(_root(pid))
+    return [each for each in [*tree, *processes.elsewhere(tree)] if _runs_python(each)]
+
+
+def _root(pid: int) -> int:
+    """The process that has started the engine: vLLM names those below it, or starts them by multiprocessing."""
+    try:
+        process = psutil.Process(pid)
+        while (parent := process.parent()) is not None and parent.pid > 1:
+            command, above = process.cmdline(), parent.cmdline()
+            is_child = "VLLM::" in " ".join([process.name(), *command[:1]])
+            if not is_child and command != above and not any("multiprocessing" in word for word in command):
+                break
+            process = parent
+        return int(process.pid)
+    except (psutil.Error, ValueError):
+        return pid
+
+
+def _runs_python(process: Process) -> bool:
+    """Not the helpers of multiprocessing, which run no engine, nor another program."""
+    if any("resource_tracker" in word or "forkserver import main" in word for word in process.command):
+        return False
+    try:
+        maps = Path(f"/proc/{process.pid}/maps").read_text(errors="replace")
+    except OSError:
+        return True  # it may not be read: then it is said why
+    return "python" in maps
+
+
+def _recorded(process: Process) -> dict[str, Any] | None:
+    """The state that kvfix writes at a signal, in modes that record; it takes no rights but those of the user."""
+    text, _ = gather.recorders([process])[process.pid]
+    lines = [json.loads(line) for line in (text or "").splitlines() if line.startswith('{"kind":"state"')]
+    return {**lines[-1], "name": process.name} if lines else None
+
+
+class Looker:
+    """Looks at the same processes again and again."""
+
+    def __init__(self, tree: list[Process], full: bool) -> None:
+        self.tree = tree
+        self.ways: dict[int, Way] = {}
+        self._full = full
+        self._known: set[int] = set()
+
+    def look(self) -> Look:
+        """All processes at once: a few milliseconds, and seconds where a main thread does not come to a bytecode."""
+        with ThreadPoolExecutor(max(1, len(self.tree))) as pool:
+            states = list(pool.map(self._one, self.tree))
+        return Look(time.monotonic(), [each for each in states if each is not None])
+
+    def _one(self, process: Process) -> dict[str, Any] | None:
+        try:
+            found = self._inside(process)
+            self.ways[process.pid] = Way(process.pid, process.name, INSIDE)
+            return found
+        except inject.Refused as refused:
+            recorded = _recorded(process)
+            if recorded is not None:
+                self.ways[process.pid] = Way(process.pid, process.name, RECORDER, refused.reason, refused.setting)
+                return recorded
+            return self._stacks(process, refused.reason, refused.setting)
+        except inject.Silent as silent:
+            return self._stacks(process, silent.reason, "")
+        except (ValueError, OSError) as error:
+            return self._stacks(process, f"its answer cannot be read: {error}", "")
+
+    def _inside(self, process: Process) -> dict[str, Any]:
+        ways = [payload.COMPILED, payload.SOURCES]
+        for bring in [payload.NOTHING, *ways] if process.pid in self._known else ways:
+            answer = inject.run(process.pid, payload.code(self._full, bring), seconds=PATIENCE)
+            if answer.startswith(inject.FAILED):
+                raise ValueError(answer.removeprefix(inject.FAILED))
+            if answer != payload.MISSING:
+                self._known.add(process.pid)
+                return {**json.loads(answer), "name": process.name}
+        raise ValueError("the modules of kvfix do not stay in it")
+
+    def _stacks(self, process: Process, reason: str, setting: str) -> dict[str, Any] | None:
+        threads, why = gather.stacks(process.pid)
+        how = STACKS if threads else NOT
+        self.ways[process.pid] = Way(process.pid, process.name, how, reason if threads else f"{reason}; {why}", setting)
+        if threads is None:
+            return None
+        return {
+            "pid": process.pid,
+            "process": process.name,
+            "name": process.name,
+            "silent": reason,
+            **of_stack(next(([_frame(frame) for frame in each["frames"]] for each in threads if _is_main(each)), [])),
+        }
+
+
+def of_stack(frames: list[tuple[str, str, int]]) -> dict[str, Any]:
+    """ "stack" and "hook" as `engine_state` has them, of frames (function, file, line), the innermost first."""
+    hooks = [name for name, file, _ in frames if places.is_hook(name, file)]
+    shown = [f"{name} ({'/'.join(file.split('/')[-2:])}:{line})" for name, file, line in frames]
+    return {"stack": shown, "hook": hooks[-1] if hooks else ""}
+
+
+def _is_main(thread: dict[str, Any]) -> bool:
+    return thread.get("thread_name") == "MainThread" or thread.get("os_thread_id") == thread.get("pid")
+
+
+def _frame(frame: dict[str, Any]) -> tuple[str, str, int]:
+    return frame["name"].rpartition(".")[2], frame["filename"] or "", frame["line"] or 0

@@ -1,0 +1,85 @@
+"""What `kvfix look` runs inside an engine: kvfix.engine_state, whose modules it brings along.
+
+The modules stay in the process under a name of their own: a second look brings nothing. They come compiled where the
+engine runs this Python, which saves it the work.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import importlib.util
+import json
+import marshal
+from functools import cache
+from pathlib import Path
+
+import kvfix.engine_state
+
+#: What an answer is where the modules are not there, or are compiled for another Python.
+MISSING = "null"
+#: What is brought, in the order in which it is tried.
+NOTHING, COMPILED, SOURCES = "nothing", "compiled", "sources"
+#: The package last: it imports the others.
+_MODULES = ("places", "recorded", "needs", "connectors", "scheduler", "")
+
+_LOOK = """
+import sys
+name, magic, parts = {name!r}, {magic!r}, {parts!r}
+package = sys.modules.get(name)
+if package is None and parts and magic in ("", getattr(sys.modules.get("importlib.util"), "MAGIC_NUMBER", b"").hex()):
+    made = [name]
+    try:
+        package = sys.modules[name] = type(sys)(name)
+        package.__path__, package.__package__ = [], name
+        for part, text in parts:
+            module = package
+            if part:
+                made.append(name + "." + part)
+                module = sys.modules[made[-1]] = type(sys)(made[-1])
+                module.__package__ = name
+                setattr(package, part, module)
+            if magic:
+                import base64, marshal
+                code = marshal.loads(base64.b64decode(text))
+            else:
+                code = compile(text, "engine_state/" + (part or "__init__") + ".py", "exec")
+            exec(code, module.__dict__)
+    except BaseException:
+        for each in made:
+            sys.modules.pop(each, None)
+        raise
+answer = "null"
+if package is not None:
+    import json
+    answer = json.dumps(package.collect({full!r}))
+with open(ANSWER, "w") as file:
+    file.write(answer)
+"""
+
+
+def code(full: bool, bring: str) -> str:
+    """Python that answers the state as JSON, or MISSING."""
+    name, sources = _sources()
+    magic, parts = "", []
+    if bring == COMPILED:
+        magic, parts = importlib.util.MAGIC_NUMBER.hex(), _compiled()
+    elif bring == SOURCES:
+        parts = sources
+    return _LOOK.format(name=name, magic=magic, parts=parts, full=full)
+
+
+@cache
+def _sources() -> tuple[str, list[tuple[str, str]]]:
+    """A name that changes with the code, and the code."""
+    folder = Path(kvfix.engine_state.__file__).parent
+    texts = [(each, (folder / f"{each or '__init__'}.py").read_text(encoding="utf-8")) for each in _MODULES]
+    return f"_kvfix_engine_state_{hashlib.sha256(json.dumps(texts).encode()).hexdigest()[:12]}", texts
+
+
+@cache
+def _compiled() -> list[tuple[str, str]]:
+    return [
+        (part, base64.b64encode(marshal.dumps(compile(text, f"engine_state/{part or '__init__'}.py", "exec"))).decode())
+        for part, text in _sources()[1]
+    ]

@@ -1,0 +1,254 @@
+"""A look as text: the verdict, the requests by who waits longest, what the engine holds, and how it was read."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import InvalidVersion, Version
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
+
+from kvfix import catalogue, installed_source
+from kvfix.ledger import liveness, owed
+from kvfix_tools.look.looking import INSIDE, Way
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from rich.console import RenderableType
+
+    from kvfix.ledger.owed import Engine
+    from kvfix.ledger.standstill import Look, Verdict
+
+#: Rows of the table on a terminal, and its columns.
+ROWS = 40
+_COLUMNS: dict[str, Literal["left", "right"]] = {
+    "request": "left",
+    "status": "left",
+    "waits": "right",
+    "computed": "left",
+    "blocks": "right",
+    "promised": "right",
+    "granted": "right",
+    "load": "left",
+    "stored": "right",
+    "owes": "left",
+}
+
+
+def fixes(verdict: Verdict, processes: Sequence[dict[str, Any]]) -> list[str]:
+    """Codes of the fixes for it in the releases that run here, without those that are applied."""
+    applied = {code for each in processes for code in (each.get("kvfix") or {}).get("fixes", ())}
+    versions: dict[str, str] = {}
+    for each in processes:
+        versions |= each.get("versions") or {}
+    found = []
+    for fix in catalogue.handling(verdict.code, verdict.message):
+        ours = [target for target in fix.targets if not target.helper]
+        if fix.code not in applied and any(_within(_version(target.dist, versions), target.broken) for target in ours):
+            found.append(fix.code)
+    return found
+
+
+def _version(dist: str, versions: dict[str, str]) -> str:
+    """Of the engine; where it does not show it, of what is installed beside kvfix."""
+    return versions.get(dist) or installed_source.version(dist)
+
+
+def _within(version: str, broken: str) -> bool:
+    """True where the release is not known."""
+    try:
+        return SpecifierSet(broken, prereleases=True).contains(Version(Version(version).public))
+    except InvalidVersion:
+        return True
+
+
+def as_dict(verdict: Verdict, processes: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """As kvfix-diagnose has its findings."""
+    return {
+        "code": verdict.code,
+        "name": verdict.name,
+        "severity": "hang",
+        "verdict": "violated",
+        "sentence": verdict.message,
+        "request": verdict.request or None,
+        "fixes": fixes(verdict, processes),
+        "do_now": verdict.now,
+        "waiting": verdict.waiting,
+    }
+
+
+def screenful(looks: Sequence[Look], verdicts: Sequence[Verdict], ways: Iterable[Way], rows: int = ROWS) -> Group:
+    """All of it, the verdict first."""
+    parts: list[RenderableType] = [*_verdicts(verdicts, looks[-1].processes)]
+    for engine in owed.engines(looks[-1].processes):
+        parts.append(_head(engine, looks))
+        if engine.requests:
+            parts.append(_table(engine, rows))
+        parts += [Text(f"  {line}") for line in _held(engine)]
+    silent = [each for each in looks[-1].processes if each.get("silent")]
+    parts += [Text(f"{each['name']} ({each['pid']}): {(each['stack'] or ['no frames'])[0]}") for each in silent]
+    unread = [(each, f"{what}: {why}") for each in looks[-1].processes for what, why in each.get("unread", {}).items()]
+    parts += [Text(f"{each['name']} ({each['pid']}): could not read {what}") for each, what in unread]
+    parts += [Text(line, style="dim") for line in way_lines(ways)]
+    return Group(*parts)
+
+
+def _verdicts(verdicts: Sequence[Verdict], processes: Sequence[dict[str, Any]]) -> Iterable[Text]:
+    if not verdicts:
+        yield Text(_nothing(processes), style="bold green")
+    for each in verdicts:
+        yield Text(each.message, style="bold red")
+        known = [f"{code} {fix.slug}" for code in fixes(each, processes) if (fix := catalogue.find(code)) is not None]
+        yield Text(f"  {each.code} {each.name}" + (f": {', '.join(known)} (kvfix explain CODE)" if known else ""))
+        yield Text(f"  now: {each.now}")
+        yield Text(f"  {each.waiting}")
+
+
+def _nothing(processes: Sequence[dict[str, Any]]) -> str:
+    """No verdict: what is known of the engine in words."""
+    engines = owed.engines(processes)
+    if not engines:
+        return "no scheduler was read: nothing is known of its requests"
+    answers = [
+        f"the scheduler is paused ({engine.scheduler['paused']})"
+        if engine.scheduler["paused"]
+        else liveness.can_move(owed.state(engine)).message
+        for engine in engines
+    ]
+    return f"nothing is known to be wrong: {'; '.join(answers)}"
+
+
+def _head(engine: Engine, looks: Sequence[Look]) -> Text:
+    scheduler, pool = engine.scheduler, engine.scheduler["pool"]
+    running = sum(row["queue"] == "running" for row in engine.requests)
+    reserved = "" if not pool["reserved"] else f", {pool['reserved']} reserved for prefills in flight"
+    text = (
+        f"engine {engine.process['pid']}: {running} running, {len(owed.waiting(engine))} waiting; of {pool['blocks']} "
+        f"blocks {pool['free']} free{reserved}, {pool['cached']} cached"
+    )
+    rate = _rates(engine, looks)
+    state = f"; paused: {scheduler['paused']}" if scheduler["paused"] else ""
+    return Text(f"\n{text}{state}{rate}", style="bold")
+
+
+def _rates(engine: Engine, looks: Sequence[Look]) -> str:
+    """Between the last two looks."""
+    if len(looks) < 2:
+        return ""
+    before = next((e for e in owed.engines(looks[-2].processes) if e.process["pid"] == engine.process["pid"]), None)
+    seconds = looks[-1].at - looks[-2].at
+    if before is None or seconds <= 0:
+        return ""
+    rows = {row["id"]: row["computed"] for row in before.requests}
+    tokens = sum(max(0, row["computed"] - rows[row["id"]]) for row in engine.requests if row["id"] in rows)
+    gone = len(set(rows) - {row["id"] for row in engine.requests})
+    steps = (engine.scheduler["steps"] or 0) - (before.scheduler["steps"] or 0)
+    return f"; {steps / seconds:.0f} steps, {tokens / seconds:.0f} tokens, {gone / seconds:.1f} requests ended a second"
+
+
+def waited(row: dict[str, Any]) -> float:
+    """Seconds in what it waits for; where that is not known, since it has arrived."""
+    return float(row["since"] if row["since"] is not None else row["arrived"])
+
+
+def _table(engine: Engine, rows: int) -> Table:
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for name in ("request", "status", "waits", "computed", "blocks", "promised", "granted", "load", "stored", "owes"):
+        table.add_column(
+            name, justify="right" if name in ("waits", "blocks", "promised", "granted", "stored") else "left"
+        )
+    ordered = sorted(engine.requests, key=lambda row: (row["queue"] == "running", -waited(row)))
+    for row in ordered[:rows]:
+        table.add_row(
+            row["id"], row["status"].lower(), _wait(row), f"{row['computed']} of {row['total']}",
+            str(row["blocks"]), _or(row["promised"]), _or(row["granted"]), _load(row), _or(row["stored"]),
+            owed.owner(engine, row),
+        )  # fmt: skip
+    if len(ordered) > rows:
+        table.caption = f"and {len(ordered) - rows} more"
+    return table
+
+
+def _wait(row: dict[str, Any]) -> str:
+    if row["queue"] == "running":
+        return ""
+    return f"{'' if row['since'] is not None else '<= '}{waited(row):.1f} s"
+
+
+def _load(row: dict[str, Any]) -> str:
+    if row["loading"]:
+        return f"{row['loading'][0]} to {row['loading'][1]}"
+    if row["report"]:
+        return f"{row['report']}, not taken"
+    return _or(row["lookup"]) or ("" if row["loaded"] is None else f"{row['loaded']} loaded")
+
+
+def _or(value: Any) -> str:
+    return "" if value is None else str(value)
+
+
+def _held(engine: Engine) -> Iterable[str]:
+    """Transfers, reports, lookups, and what is kept of requests that have ended."""
+    scheduler = engine.scheduler
+    alive = {row["id"] for row in engine.requests}
+    for process, each in engine.workers:
+        kinds = [
+            f"{len(each[kind])} {kind} ({_some(each[kind])})"
+            for kind in ("loads", "stores", "unreported", "fetched")
+            if each.get(kind)
+        ]
+        if each.get("failed_blocks"):
+            kinds.append(f"{each['failed_blocks']} blocks of failed loads")
+        pins = {name: count for name, count in (each.get("pins") or {}).items() if name not in alive}
+        if pins:
+            kinds.append(f"{sum(pins.values())} chunks pinned for ended requests ({_some(pins)})")
+        health = "" if each.get("healthy") is not False else ", without LMCache"
+        what = ", ".join(kinds) or "nothing in flight"
+        yield f"rank {each['rank']} ({process['pid']}, {each['class']}{health}): {what}"
+    missing = engine.ranks - len({each["rank"] for _, each in engine.workers})
+    if missing > 0 and engine.connectors:
+        yield f"{missing} of {engine.ranks} ranks could not be read"
+    reports = [row["id"] for row in engine.requests if row["report"]]
+    if reports:
+        yield f"reports of loads that the scheduler has not taken: {_some(reports)}"
+    lookups = [row["id"] for row in engine.requests if row["lookup"] == "in flight"]
+    if lookups:
+        yield f"lookups not answered: {_some(lookups)}"
+    for connector in engine.connectors:
+        kept = [name for name in connector.get("requests") or () if name not in alive]
+        if kept:
+            yield f"{connector['class']} of the scheduler keeps ended requests: {_some(kept)}"
+    if scheduler["answers"]:
+        yield f"{scheduler['answers']} steps not answered"
+    if engine.process["hook"]:
+        yield f"the scheduler is in {engine.process['hook']}: {engine.process['stack'][0]}"
+
+
+def _some(names: Iterable[str], most: int = 5) -> str:
+    listed = list(names)
+    return ", ".join(listed[:most]) + (f", and {len(listed) - most} more" if len(listed) > most else "")
+
+
+def way_lines(ways: Iterable[Way]) -> Iterable[str]:
+    """How the processes were read, and what a better way needs."""
+    ways = list(ways)
+    inside = [each for each in ways if each.how == INSIDE]
+    if inside:
+        yield f"read from inside: {', '.join(f'{each.name} ({each.pid})' for each in inside)}"
+    for each in ways:
+        if each.how != INSIDE:
+            setting = f" {each.setting}" if each.setting else ""
+            yield f"{each.name} ({each.pid}): {each.how}: {each.reason}.{setting}"
+
+
+def request(engine: Engine, name: str) -> list[str]:
+    """One request in full; empty if the engine has none of this name."""
+    lines = []
+    for row in engine.requests:
+        if row["id"] == name or row["id"].startswith(f"{name}-"):
+            lines += [f"{key:12} {value}" for key, value in row.items() if value not in (None, "", [])]
+            lines.append(f"{'owes':12} {owed.owner(engine, row)}")
+    return lines

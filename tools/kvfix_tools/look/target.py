@@ -1,0 +1,168 @@
+"""Another Python process: its memory, its files, the addresses of its functions."""
+
+from __future__ import annotations
+
+import os
+import re
+import struct
+import time
+from contextlib import suppress
+from functools import cached_property
+from pathlib import Path
+
+from kvfix_tools.look import calls
+from kvfix_tools.look.calls import Refused
+
+_YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
+
+
+class Process:
+    """A process that may be traced. Raises Refused."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self._proc = Path(f"/proc/{pid}")
+        try:
+            self.user = self._proc.stat().st_uid
+            self._memory = os.open(self._proc / "mem", os.O_RDWR)
+        except (FileNotFoundError, ProcessLookupError):
+            raise Refused(f"there is no process {pid}", _other_namespace()) from None
+        except PermissionError:
+            raise Refused(f"process {pid} may not be traced", _missing_right(self.user)) from None
+        tracer = self._status("TracerPid")
+        if tracer != "0":
+            raise Refused(f"process {pid} is traced by process {tracer}", "End that debugger, strace or py-spy.")
+        self._began = self._start()
+
+    def __del__(self) -> None:
+        with suppress(AttributeError, OSError):
+            os.close(self._memory)
+
+    def is_alive(self) -> bool:
+        with suppress(OSError):
+            return self._start() == self._began and self._status("State")[0] not in "ZX"
+        return False
+
+    def python(self) -> str:
+        """ "3.11": its release, as the name of its library or program has it. "" if that has none."""
+        return next(
+            (found[1] for path in self._mapped if (found := re.search(r"python(3\.\d+)", path.rpartition("/")[2]))), ""
+        )
+
+    # ------------------------------------------------------------------ memory and files
+
+    def has_mapped(self, address: int) -> bool:
+        return any(start <= address < end for start, end, _ in self._maps())
+
+    def read(self, address: int, size: int) -> bytes:
+        return os.pread(self._memory, size, address)
+
+    def write(self, address: int, content: bytes) -> None:
+        os.pwrite(self._memory, content, address)
+
+    def seen_from_here(self, path: str) -> Path | None:
+        """A folder of the process, by a path without links; None if it has none. It may be in another container."""
+        here = self._proc / "root"
+        for part in path.split("/")[1:]:
+            here /= part
+            if here.is_symlink():
+                return None
+        return here if path.startswith("/") and here.is_dir() else None
+
+    def own_text(self, path: Path) -> str:
+        """Raises FileNotFoundError. The file is the process's, and no link: who reads may be root."""
+        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), encoding="utf-8", errors="replace") as file:
+            if os.fstat(file.fileno()).st_uid != self.user:
+                raise Refused(f"{path} is not of the user of process {self.pid}", "")
+            return file.read()
+
+    # ------------------------------------------------------------------ calls
+
+    def address(self, name: str) -> int:
+        """Address of a function of Python or of the C library."""
+        for path, start in self._mapped.items():
+            if re.match(r"(lib)?python\d|libc[.-]|ld-musl", path.rpartition("/")[2]):
+                offset = self._symbols(path).get(name)
+                if offset is not None:
+                    return start + offset
+        raise Refused(f"process {self.pid} is no Python that can be called: it exports no {name}", "")
+
+    def call(self, name: str, *arguments: int) -> int:
+        """Call a C function in the main thread. It must neither wait nor take memory. The answer is 32 bits of it."""
+        return calls.stop(self.pid, calls.Call(self.address(name), arguments))
+
+    def waits(self) -> bool:
+        """Whether the main thread is in one system call all the time."""
+        first = self._status("State")[0], self._status("voluntary_ctxt_switches")
+        time.sleep(0.03)
+        return first[0] == "S" and first == (self._status("State")[0], self._status("voluntary_ctxt_switches"))
+
+    def run_waiting(self, line: int) -> bool:
+        """Have the main thread run this line of Python if it waits in a system call without the GIL; whether it did."""
+        check, ensure, release = (self.address(f"PyGILState_{name}") for name in ("Check", "Ensure", "Release"))
+        work = calls.RunWaiting(self.pid, check, ensure, self.address("PyRun_SimpleString"), release, line)
+        return bool(calls.stop(self.pid, work))
+
+    @cached_property
+    def _mapped(self) -> dict[str, int]:
+        """{path: address} of the files that are mapped from their start."""
+        found: dict[str, int] = {}
+        for start, _, path in self._maps():
+            if path.startswith("/"):
+                found.setdefault(path, start)
+        return found
+
+    def _maps(self) -> list[tuple[int, int, str]]:
+        lines = [line.split(maxsplit=5) for line in (self._proc / "maps").read_text(errors="replace").splitlines()]
+        return [
+            (*(int(each, 16) for each in line[0].split("-")), line[5] if len(line) > 5 else "")  # type: ignore[misc]
+            for line in lines
+        ]
+
+    def _symbols(self, path: str) -> dict[str, int]:
+        """{function that the file exports: its offset to the start of the file's mapping}."""
+        content = (self._proc / "root" / path.lstrip("/")).read_bytes()
+        if content[:5] != b"\x7fELF\x02":
+            return {}
+        programs, sections, program_size, program_count, size, count = _header(content)
+        headers = [struct.unpack_from("<IIQQQQ", content, programs + at * program_size) for at in range(program_count)]
+        base = min(address for type_, _, _, address, _, _ in headers if type_ == 1) & -4096
+        tables = [struct.unpack_from("<IIQQQQIIQQ", content, sections + at * size) for at in range(count)]
+        found = {}
+        for table in tables:
+            if table[1] == 11:  # SHT_DYNSYM
+                names = tables[table[6]][4]
+                entries = struct.iter_unpack("<IBBHQQ", content[table[4] : table[4] + table[5]])
+                for name, _, _, section, value, _ in entries:
+                    if section and value:
+                        end = content.index(b"\0", names + name)
+                        found[content[names + name : end].decode()] = value - base
+        return found
+
+    def _status(self, key: str) -> str:
+        for line in (self._proc / "status").read_text(errors="replace").splitlines():
+            if line.startswith(f"{key}:"):
+                return line.partition(":")[2].strip()
+        return ""
+
+    def _start(self) -> str:
+        return (self._proc / "stat").read_text(errors="replace").rpartition(")")[2].split()[19]
+
+
+def _header(content: bytes) -> tuple[int, int, int, int, int, int]:
+    programs, sections = struct.unpack_from("<QQ", content, 32)
+    program_size, program_count, size, count = struct.unpack_from("<HHHH", content, 54)
+    return programs, sections, program_size, program_count, size, count
+
+
+def _other_namespace() -> str:
+    return "In a container its number is another one: kubectl debug --target, docker run --pid=container:NAME."
+
+
+def _missing_right(user: int) -> str:
+    """The setting because of which a process of this user may not be traced."""
+    if os.geteuid() not in (0, user):
+        return f"Run kvfix as its user (id {user}), or as root."
+    if _YAMA.exists() and _YAMA.read_text().strip() != "0":
+        return "sysctl kernel.yama.ptrace_scope=0, or run kvfix as root, in a container with --cap-add SYS_PTRACE."
+    return "Start the container with --cap-add SYS_PTRACE (securityContext.capabilities.add: [SYS_PTRACE])."
