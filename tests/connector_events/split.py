@@ -42,6 +42,12 @@ class Split:
         number = self.number(role)
         return [line for line in self._lines if line["kind"] == "event" and line["connector"] == number]
 
+    def whole(self, path: Path) -> Path:
+        """Write it as it is, but for the engine's name: the lab's roles may have two."""
+        lines = [{**line, "engine": "e", "replica": 0} if line in self._connectors else line for line in self._lines]
+        path.write_text("\n".join(map(json.dumps, lines)) + "\n")
+        return path
+
     def write(self, path: Path, role: str, rank: int, node: str, events: list[dict[str, Any]], **more: Any) -> Path:
         """Write a recorder file of this rank on this node; more: fields of the connector's line."""
         mono, wall = (int(seconds * 1e9) for seconds in CLOCKS[node])

@@ -64,6 +64,16 @@ def test_a_whole_engine(files: dict[str, Path], split: Split, capsys: pytest.Cap
     assert {each["verdict"] for each in alone} == {"unknown"}
 
 
+def test_both_roles_in_one_process(split: Split, tmp_path: Path) -> None:
+    """As on one GPU: they are one engine."""
+    engine = engine_of([split.whole(tmp_path / "whole.jsonl")])
+    assert engine.scheduler is not None
+    assert list(engine.workers) == [0]
+    compared = engine.compared()[0]
+    assert compared.pairs
+    assert (compared.differs, compared.unknown) == ([], 0)
+
+
 def test_the_order_comes_from_the_ledger(files: dict[str, Path], split: Split) -> None:
     """By the wall clocks a rank would start its loads seconds before the scheduler schedules them, or long after."""
     engine = engine_of(list(files.values()))

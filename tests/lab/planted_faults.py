@@ -48,6 +48,9 @@ DRAFTS: dict[str, dict[str, Any]] = {
     "mp": {"drafter": "eagle", "drafts": 3, "acceptance": 70, "lmcache": {"mp.save_decode_cache": True}},
 }
 
+#: Two ranks, of which the second takes longer.
+RANKS: dict[str, dict[str, Any]] = {"v1": {"ranks": 2}, "mp": {"ranks": 2, "rank_delay": 3}}
+
 
 @fault("LAB001")
 def load_goes_one_slot_too_far(engine: Any) -> None:
@@ -82,7 +85,7 @@ def load_of_a_window_goes_to_blocks_of_another(engine: Any) -> None:
 def store_of_a_window_reads_other_blocks(engine: Any) -> None:
     chunks = engine.connector.server.chunks
     read = chunks.read
-    chunks.read = lambda stored, groups, number: read(stored, [groups[0], groups[2], groups[1]], number)
+    chunks.read = lambda stored, groups, *more: read(stored, [groups[0], groups[2], groups[1]], *more)
 
 
 @fault("LAB001", on=MP)
@@ -129,6 +132,79 @@ def rejected_drafts_stay_computed(engine: Any) -> None:
     engine.scheduler.update_from_output = update_from_output
 
 
+@fault("LAB001", text="the OffloadingConnector stores", v1={"offloading": "last"}, mp={"offloading": "last"})
+def copy_takes_the_next_block(engine: Any) -> None:
+    copier, blocks = engine.connector.offloading.copier, engine.options.num_blocks
+    read = copier._slots.read
+    copier._slots.read = lambda numbers, *more: read([(number + 1) % blocks for number in numbers], *more)
+
+
+@fault("LAB001", "KVR006", "KVR011", v1={"offloading": "last"}, mp={"offloading": "last"})
+def promise_is_granted_to_another(engine: Any) -> None:
+    """The MultiConnector has another one load than the one that has promised."""
+    multi = engine.scheduler.connector
+    grant = multi.update_state_after_alloc
+
+    def granted(request: Any, blocks: Any, external: int) -> None:
+        if external:
+            multi._requests_to_connector[request.request_id] ^= 1
+        grant(request, blocks, external)
+
+    multi.update_state_after_alloc = granted
+
+
+@fault("LAB010", text="this instance is a kv_consumer", on=V1, v1={"kv_role": "kv_consumer"})
+def a_consumer_does_not_know_its_role(engine: Any) -> None:
+    engine.connector.scheduler_adapter.kv_role = engine.workers[0].adapter.kv_role = "kv_both"
+
+
+@fault("LAB001", text="of rank 1", on=MP, **RANKS)
+def report_of_one_rank_counts_for_all(engine: Any) -> None:
+    engine.executor._aggregator = None
+
+
+@fault("LAB001", text="of rank 1", on=MP, **RANKS)
+def a_rank_reports_a_load_before_it_is_done(engine: Any) -> None:
+    server = engine.connector.server
+    submit = server.submit_retrieve
+
+    def reported(request_id: str, key: Any, *more: Any, **named: Any) -> Any:
+        future = submit(request_id, key, *more, **named)
+        return server._answer(True) if key.worker_id else future
+
+    server.submit_retrieve = reported
+
+
+@fault("LAB001", text="is stored under their key", on=MP, **RANKS)
+def a_rank_stores_after_it_has_said_so(engine: Any) -> None:
+    """Others write to the blocks meanwhile."""
+    server, iterate, done = engine.connector.server, engine.iterate, []
+    submit = server.submit_store
+
+    def others_come() -> None:
+        iterate()
+        if not done and "a" not in engine.scheduler.requests:
+            done.append(True)
+            engine.take_blocks(engine.free())
+            iterate()
+            engine.free_blocks()
+
+    engine.iterate = others_come
+
+    def reported(request_id: str, key: Any, *more: Any, **named: Any) -> Any:
+        server._rank_delay += 20
+        future = submit(request_id, key, *more, **named)
+        server._rank_delay -= 20
+        return server._answer(True) if key.worker_id else future
+
+    server.submit_store = reported
+
+
+@fault("LAB001", text="of rank 1", on=V1, **RANKS)
+def a_rank_loads_what_another_has_stored(engine: Any) -> None:
+    engine.caches[1].get = engine.caches[0].get
+
+
 @fault("LAB001", on=V1)
 def two_blocks_are_exchanged(engine: Any) -> None:
     iterate, memory, done = engine.iterate, engine.slots._blocks, []
@@ -145,7 +221,7 @@ def two_blocks_are_exchanged(engine: Any) -> None:
 
 @fault("LAB002", text="loaded up to 192 of 256", on=V1)
 def load_comes_short_for_no_reason(engine: Any) -> None:
-    engine.connector.failing["again"] = 3
+    engine.workers[0].failing["again"] = 3
 
 
 @fault("LAB002")
@@ -226,13 +302,13 @@ def store_skips_a_chunk(engine: Any) -> None:
 @fault("KVR007", on=MP)
 def store_has_a_gap(engine: Any) -> None:
     stored = engine.request_events.stored
-    engine.request_events.stored = lambda name, tokens, start, end: stored(name, tokens, start + 32, end + 32)
+    engine.request_events.stored = lambda name, tokens, start, end, rank=0: stored(name, tokens, start + 32, end + 32)
 
 
 @fault("KVR008", text="are computed")
 def store_reports_more_than_there_is(engine: Any) -> None:
     stored = engine.request_events.stored
-    engine.request_events.stored = lambda name, tokens, start, end: stored(name, tokens, start, end + CHUNK)
+    engine.request_events.stored = lambda name, tokens, start, end, rank=0: stored(name, tokens, start, end + CHUNK)
 
 
 @fault("KVR009", text="pins of the worker", on=V1)

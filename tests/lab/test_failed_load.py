@@ -1,12 +1,17 @@
-"""KVF007: a failed load is remembered for as many steps as are in flight, also where one of them computes nothing."""
+"""KVF007: a failed load is remembered for as many steps as are in flight, also where one of them computes nothing.
+
+With drafts and asynchronous scheduling a request that vLLM has rolled back goes on where its last drafts ended, with
+all of its tokens: beyond its blocks. The lab finds that, and is not ended by it.
+"""
 
 import kvfix
 from kvfix.ledger.events import LoadFailed, Stored
-from kvfix_tools.lab.schedule import draw
-from tests.conftest import RELEASES, Once
+from kvfix_tools.lab.options import Options
+from kvfix_tools.lab.schedule import Schedule, draw
+from tests.conftest import RELEASES, ForkServer, Once
 
 #: What was not drawn yet when the schedule was found.
-LACKS = ("drafter", "policy", "pause", "sessions", "use_layerwise", "new_weights")
+LACKS = ("drafter", "policy", "pause", "sessions", "use_layerwise", "new_weights", "ranks", "roles", "offloading")
 
 
 def stored_after_a_failed_load() -> list[list[int]]:
@@ -22,3 +27,17 @@ def stored_after_a_failed_load() -> list[list[int]]:
 
 def test_the_first_chunk_after_a_failed_load_is_stored(once: Once) -> None:
     assert once(stored_after_a_failed_load, RELEASES / "0.5.6") == [[0, 32], [32, 96]]
+
+
+def beyond_the_blocks(fixes: bool) -> list[str]:
+    from kvfix_tools.lab.fuzz import play
+
+    kvfix.apply(only=None if fixes else [])
+    options = Options(num_blocks=18, async_scheduling=True, drafter="eagle", drafts=1, save_last=True)
+    steps = (("stored_elsewhere", 0, 64), ("admit", "r", 0, 64, 2), ("fail_load", 0, 0))
+    return [str(found) for found in play(Schedule(options, steps)).violations]
+
+
+def test_a_step_beyond_the_blocks_of_its_request(fork_server: ForkServer) -> None:
+    assert any("its blocks end at" in found for found in fork_server(beyond_the_blocks, RELEASES / "0.5.6", False))
+    assert fork_server(beyond_the_blocks, RELEASES / "0.5.6", True) == []

@@ -16,18 +16,19 @@ from tests.healthy import own_blocks
 #: The one bug of LMCache 0.5.6 that a plain schedule shows: facts say so, and so does a scenario.
 KNOWN = {"KVR009 state-left-behind: _requests_priority still holds it"}
 
-#: What cannot happen: the stores of v1 end within their step, and it has one KV group; a load of mp is all or nothing
-#: and alone; no id of its comes again.
+#: What cannot happen: a kv_consumer stores nothing (of mp lmcache_mp_connector.py 0.5.6:608); v1 has one KV group, and
+#: its own transfers end within their step, in all ranks; a load of mp is all or nothing and alone, no id of its comes
+#: again, and requests ask nothing of it.
 NEVER = {
-    "v1": {
-        "aborted_loading",
-        "aborted_storing",
-        "busy_steps",
-        "loads_of_groups",
-        "stores_of_groups",
-        "null_objects_left_out",
+    "v1": {"loads_of_groups", "stores_of_groups", "null_objects_left_out", "ranks_apart", "stores_of_kv_consumer"},
+    "mp": {
+        "loads_partial",
+        "ids_used_again",
+        "loaded_beside",
+        "stores_for_decoder",
+        "not_to_store",
+        "stores_of_kv_consumer",
     },
-    "mp": {"loads_partial", "ids_used_again", "loaded_beside"},
 }
 Measured = dict[str, Any]
 
@@ -140,6 +141,7 @@ def test_refusals(fresh: Fresh, tmp_path: Path) -> None:
     for name, changed in (
         ("nixl", {"options": {"connector": "nixl"}}),
         ("option", {"options": {"no_such": 1}}),
+        ("ranks", {"options": {"beside": True, "ranks": 2}}),
         ("step", {"steps": [["fly", 1]]}),
         ("in-tree", {"options": {"connector": "mp-in-tree"}}),
     ):
@@ -150,6 +152,7 @@ def test_refusals(fresh: Fresh, tmp_path: Path) -> None:
         (["fuzz", "--seeds", "many"], "many"),
         (["play", str(tmp_path / "nixl.json")], "no connector 'nixl'; known: v1, mp, mp-in-tree"),
         (["play", str(tmp_path / "option.json")], "no saved schedule (TypeError: "),
+        (["play", str(tmp_path / "ranks.json")], "a MultiConnector with one rank"),
         (["play", str(tmp_path / "step.json")], "knows no step fly"),
         (["play", str(tmp_path / "in-tree.json")], "not applicable: the lab plays mp-in-tree with lmcache >=0.4.4"),
         (["play", str(tmp_path / "none.json")], "No such file"),

@@ -50,6 +50,13 @@ def test_another_block_table(filled: tuple[Slots, list[int]]) -> None:
     assert slots.first_wrong([4, 2], 10, right) == 8, "a block is missing"
 
 
+def test_what_comes_after_the_last_block_is_not_written(filled: tuple[Slots, list[int]]) -> None:
+    slots, right = filled
+    slots.write(BLOCKS[:2], 6, [1, 1, 1, 1])
+    assert slots.first_wrong(BLOCKS, 10, right) == 6
+    assert slots.read(BLOCKS, 6, 10) == [1, 1, *right[8:]]
+
+
 def test_another_request_with_the_same_beginning_shares_it(filled: tuple[Slots, list[int]]) -> None:
     slots, _ = filled
     other = Prefix().of([*TOKENS[:8], 99])

@@ -14,7 +14,7 @@ from kvfix_tools.lab.schedule import draw
 from kvfix_tools.lab.steps import prompt
 from tests.conftest import RELEASES, Once
 from tests.healthy import own_blocks
-from tests.lab.planted_faults import CHUNK, DRAFTS, FAULTS, Fault
+from tests.lab.planted_faults import CHUNK, DRAFTS, FAULTS, RANKS, Fault
 
 #: A bug of the release that even plain schedules show (scenario priority-left-after-resume).
 KNOWN = "_requests_priority still holds it"
@@ -94,8 +94,11 @@ def play_all() -> dict[str, Any]:
         "sound": [
             played("v1"),
             *(played("v1", lmcache=each) for each in (FETCH, LAYERS)),
+            *(played(each, offloading="last") for each in ("v1", "mp")),
+            played("v1", kv_role="kv_producer"),
             played("mp"),
             played("mp-windows"),
+            *(played(each, **RANKS[each]) for each in RANKS),
             *(played(each, **DRAFTS[each]) for each in DRAFTS),
         ],
         "faults": [played(connector, name) for connector, name in FAULTS],

@@ -119,6 +119,7 @@ CASES: dict[str, list[tuple[str, list[ev.Event], ev.Event, str | None]]] = {
         ("not started", ADMITTED, ev.RankDiffers("r", 1, 0, 512, True), "violated"),
         ("not scheduled", ADMITTED, ev.RankDiffers("r", 1, 0, 512, False), "violated"),
     ],
+    "KVR014": [("of null blocks", ADMITTED, ev.BlocksLost("r", 1, 512, 768, "null blocks"), "violated")],
 }
 FLAT = [(code, *case) for code, cases in CASES.items() for case in cases]
 

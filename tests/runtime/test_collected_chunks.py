@@ -13,8 +13,8 @@ from tests.conftest import ForkServer
 KEPT: list[Any] = []
 
 
-def collect(locked: str, only: list[str] | None, limit: float) -> list[Any]:
-    """Whether the thread hangs. If not: the chunks that are allocated then, and after the next release.
+def collect(locked: str, only: list[str] | None, limit: float, revert: bool = False) -> list[Any]:
+    """Whether the thread hangs. If not: the chunks that are allocated then, and after the next release, or `revert`.
 
     limit: seconds that it is waited for: all of them only where it hangs."""
     kvfix.apply(only=only)
@@ -52,7 +52,10 @@ def collect(locked: str, only: list[str] | None, limit: float) -> list[Any]:
         KEPT.append(kept)
         return ["hangs"]
     after_collection = allocator.allocator.num_active_allocations
-    kept.ref_count_down()
+    if revert:
+        kvfix.revert()
+    else:
+        kept.ref_count_down()
     return ["goes on", after_collection, allocator.allocator.num_active_allocations]
 
 
@@ -63,3 +66,7 @@ def collect(locked: str, only: list[str] | None, limit: float) -> list[Any]:
 )
 def test_a_chunk_that_is_collected(name, locked, only, limit, result, fork_server: ForkServer, release) -> None:  # type: ignore[no-untyped-def]
     assert fork_server(collect, release(name), locked, only, limit) == result
+
+
+def test_revert_frees_what_is_kept(fork_server: ForkServer, release) -> None:  # type: ignore[no-untyped-def]
+    assert fork_server(collect, release("0.5.6"), "allocator", None, 60, True) == ["goes on", 2, 1]

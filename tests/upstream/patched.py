@@ -12,7 +12,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -62,7 +62,7 @@ def link(released: Sequence[Path], folder: Path) -> None:
 def prefer(folder: Path) -> None:
     """In a process that has imported the release: import the touched modules again, from the folder.
 
-    Also all modules of LMCache, the lab, vLLM's connectors and its scheduler that import them.
+    Also all modules of LMCache, the lab, vLLM's connectors, its scheduler and its KV cache manager that import them.
     """
     for name, module in list(sys.modules.items()):
         place = folder / name.replace(".", "/")
@@ -85,7 +85,10 @@ def prefer(folder: Path) -> None:
         registry.unregister(collector)
 
 
-_OURS = ("lmcache.", "kvfix_tools.lab.", "vllm.distributed.kv_transfer.kv_connector.", "vllm.v1.core.sched.")
+_OURS = (
+    "lmcache.", "kvfix_tools.lab.", "vllm.distributed.kv_transfer.kv_connector.", "vllm.v1.core.",
+    "vllm.v1.kv_cache_spec_registry",
+)  # fmt: skip
 
 
 def _is_test(module: str) -> bool:
@@ -142,17 +145,25 @@ def plays_with_fixes(wanted: dict[str, list[str]], faulty: int) -> dict[str, dic
 
 
 def _imports(module: Any) -> set[str]:
-    """Names that this module imports anywhere: modules, and attributes that may be modules."""
+    """Names that this module imports anywhere, but for types: modules, and attributes that may be modules."""
     file = Path(getattr(module, "__file__", None) or os.devnull)
     if file.suffix != ".py" or file.name == "__init__.py":  # not of packages: their modules count
         return set()
     found = set()
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in _run_nodes(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
             found |= {each.name for each in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
             found |= {node.module, *(f"{node.module}.{each.name}" for each in node.names)}
     return found
+
+
+def _run_nodes(tree: ast.AST) -> Iterator[ast.AST]:
+    """All nodes but those for type checkers only."""
+    for node in ast.iter_child_nodes(tree):
+        if not (isinstance(node, ast.If) and ast.unparse(node.test).endswith("TYPE_CHECKING")):
+            yield node
+            yield from _run_nodes(node)
 
 
 def regression(folder: Path, tests: list[str]) -> dict[str, Any]:

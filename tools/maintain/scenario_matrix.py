@@ -104,6 +104,9 @@ def play(python: Path, releases: list[str]) -> Iterator[tuple[str, dict[str, Any
 
 
 def main(arguments: list[str]) -> int:
+    if not {"--again"}.issuperset(arguments):
+        print(f"what is `{' '.join(arguments)}`? Give --again, or nothing", file=sys.stderr)
+        return 2
     code, own = digest(), installed_source.version("vllm").partition("+")[0]
     pythons = {own: Path(sys.executable)}
     for release in [release for file in VLLM_RELEASES for release in file.read_text().split()]:

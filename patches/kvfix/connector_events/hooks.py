@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from kvfix import applying, clock, engine_log
-from kvfix.connector_events import metrics, recorder, signals, violations
+from kvfix.connector_events import metrics, recorder, signals, violations, watchdog
 from kvfix.connector_events.watched import WatchedConnector
 from kvfix.session import session
 
@@ -96,6 +96,7 @@ def watch_class(connector_class: type) -> None:
     for name in LAYER_HOOKS if session.config is not None and session.config.layers else ():
         _attach(connector_class, name, functools.partial(_around_layer, name))
     signals.install()
+    watchdog.start()
 
 
 def _attach(connector_class: type, name: str, decorate: Callable[[Any], Any]) -> None:

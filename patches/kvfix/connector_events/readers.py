@@ -6,6 +6,7 @@ more. None: this connector does not have the value.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection, Iterable
 from typing import Any, Optional
 
@@ -84,6 +85,8 @@ class V1(Reader):
         self.impl = connector._lmcache_engine
         self.client = getattr(self.impl, "lookup_client", None)
         self._statuses = getattr(self.client, "reqs_status", {})
+        #: Of the module, and so of both roles where they share a process.
+        self._decoders = getattr(sys.modules[type(self.impl).__module__], "tmp_disagg_tracker", {})
         config = getattr(self.impl, "config", None)
         self._timeout = (getattr(config, "lookup_timeout_ms", None) or 3000) / 1000
         self._chunk = getattr(self.impl, "_lmcache_chunk_size", 1)
@@ -133,6 +136,8 @@ class V1(Reader):
         for name in self._LOOKUPS:
             if hasattr(self.client, name):
                 yield f"lookup_client.{name}", getattr(self.client, name)
+        if self.client is not None:
+            yield "tmp_disagg_tracker", self._decoders
         pins = self._pins()
         if pins is not None:
             yield PINS, pins
@@ -164,7 +169,9 @@ class MP(Reader):
     _TRANSFERS = ("store_futures", "retrieve_futures", "finished_stores", "previously_finished")
 
     def hit(self, request: str) -> int | None:
-        found = self.connector.scheduler_adapter._finished_lookup_results.get(request)
+        """None as well while the connector takes the server for dead: it then promises nothing, whatever was found."""
+        adapter = self.connector.scheduler_adapter
+        found = adapter._finished_lookup_results.get(request) if getattr(adapter, "is_healthy", True) else None
         return found if isinstance(found, int) else None
 
     def settings(self) -> dict[str, Any]:

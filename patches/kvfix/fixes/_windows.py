@@ -13,13 +13,14 @@ from kvfix.fixes import _mp, stubs
 
 
 def of(connector: Any) -> dict[int, tuple[int, int]]:
-    """{KV group: (tokens of its window, tokens of a block)} of the groups with a sliding window."""
+    """{KV group: (tokens of its window, tokens of a block)} of the groups with a sliding window. vLLM keeps some more
+    tokens than the window for multi-module MTP: they count as of it."""
     found = {}
     for number, group in enumerate(connector._kv_cache_config.kv_cache_groups):
         spec = group.kv_cache_spec
         spec = next(iter((getattr(spec, "kv_cache_specs", None) or {0: spec}).values()))
         if any(kind.__name__ == "SlidingWindowSpec" for kind in type(spec).__mro__):
-            found[number] = (spec.sliding_window, spec.block_size)
+            found[number] = (spec.sliding_window + getattr(spec, "extra_retained_tokens", 0), spec.block_size)
     return found
 
 

@@ -26,6 +26,11 @@ SECTIONS = ("Symptom", "Cause", "Fix", "Releases", "Upstream", "Remove when")
 #: The same for a bug that cannot be fixed from outside.
 SECTIONS_UNFIXABLE = ("Symptom", "Cause", "Workaround", "Releases", "Upstream", "Remove when")
 
+#: How a fix comes into an engine that runs (`kvfix attach`). Most fixes: for all requests. A fix that relies on what it
+#: has noted or changed of a request since its start leaves those of before as they are (`session.before`). One that
+#: acts only while the engine starts, or after which the cache is read in another way than it was written: not at all.
+ALL_REQUESTS, NEW_REQUESTS, AT_START = "all requests", "new requests", "at start"
+
 
 @dataclass(frozen=True)
 class Target:
@@ -84,6 +89,8 @@ class Fix:
     scenarios: slugs of the scenarios that show the bug in the lab. Without any, `proof` names the test and the reason.
     no_patch: {dist: why there is no patch for upstream}, if the newest release has the bug.
     opt_in: not in the default set; `only=` must name it. The docstring has the reason.
+    attaches: ALL_REQUESTS, NEW_REQUESTS or AT_START.
+    let_go: called after the wrappers were removed, for a fix that has kept objects of the engine.
     harmless: () -> why the bug does no harm in this process, "" if it can. For a bug that cannot be fixed.
     """
 
@@ -95,6 +102,8 @@ class Fix:
     proof: str = field(default="", kw_only=True)
     no_patch: Mapping[str, str] = field(default_factory=dict, kw_only=True)
     opt_in: bool = field(default=False, kw_only=True)
+    attaches: str = field(default=ALL_REQUESTS, kw_only=True)
+    let_go: Callable[[], None] = field(default=lambda: None, kw_only=True)
     harmless: Callable[[], str] = field(default=str, kw_only=True)
 
     @property

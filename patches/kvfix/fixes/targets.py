@@ -45,9 +45,17 @@ MP_WORKER_ADAPTER = Owner("lmcache", "lmcache.integration.vllm.vllm_multi_proces
 MP_SCHEDULER_ADAPTER = Owner(
     "lmcache", "lmcache.integration.vllm.vllm_multi_process_adapter", "LMCacheMPSchedulerAdapter"
 )
+# The worker's client since 0.5.6, up to then in multiprocess.mq.
+MP_CLIENT = Owner("lmcache", "lmcache.v1.multiprocess.transport.zmq_impl.mq", "MessageQueueClient")
 
 # vLLM
 SCHEDULER = Owner("vllm", "vllm.v1.core.sched.scheduler", "Scheduler")
+OFFLOADING_SCHEDULER = Owner(
+    "vllm",
+    "vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler",
+    "OffloadingConnectorScheduler",
+)
+KV_MANAGER = Owner("vllm", "vllm.v1.core.single_type_kv_cache_manager", "SingleTypeKVCacheManager")
 CONNECTOR_BASE = Owner("vllm", "vllm.distributed.kv_transfer.kv_connector.v1.base", "KVConnectorBase_V1")
 
 

@@ -51,6 +51,10 @@ def _stored(event: ev.Stored) -> str:
     return f"tokens {event.start} to {event.end} stored"
 
 
+def _blockslost(event: ev.BlocksLost) -> str:
+    return f"tokens {event.start} to {event.end} of KV group {event.group} stored from {event.blocks}"
+
+
 def _preempted(event: ev.Preempted) -> str:
     return "preempted: its blocks are freed"
 

@@ -85,6 +85,19 @@ class Stored(NamedTuple):
     covered: int = 0
 
 
+class BlocksLost(NamedTuple):
+    """A store of tokens [start, end) of KV group `group` reads blocks that vLLM does not keep for the request.
+
+    blocks: what they are: "null blocks", "blocks freed before the step", or "blocks freed after it and used again".
+    """
+
+    request: str
+    group: int
+    start: int
+    end: int
+    blocks: str
+
+
 class Preempted(NamedTuple):
     """vLLM has freed the request's blocks. The request waits again."""
 
@@ -159,6 +172,7 @@ Event = Union[  # noqa: UP007  also read at run time on Python 3.10
     LoadDue,
     Loaded,
     Stored,
+    BlocksLost,
     Preempted,
     LoadFailed,
     Finished,

@@ -237,3 +237,15 @@ def rank_loads_otherwise(history: History, event: ev.RankDiffers) -> Outcome:
     if event.told:
         return violated(f"rank {event.rank} has not started the load of {tokens} that was scheduled", history.due)
     return violated(f"rank {event.rank} loads {tokens}, which was not scheduled", history.due)
+
+
+@rule("KVR014", "store-of-lost-blocks", ev.BlocksLost)
+def store_of_lost_blocks(history: History, event: ev.BlocksLost) -> Outcome:
+    """vLLM keeps all blocks that a store reads for the request, until it is done or a step waits for it.
+
+    Of a sliding window vLLM keeps the last blocks only. It replaces those before by null block 0, and gives them to
+    others (`remove_skipped_blocks`, v1/core/single_type_kv_cache_manager.py 0.32.0:672). What a store reads there is
+    wrong KV under a valid key: wrong text of a later hit. (`lmcache server --separate-object-groups` leaves out a chunk
+    whose blocks of the window are all null.) Of a store the next step only is looked at: later it may be done.
+    """
+    return violated(f"tokens {event.start} to {event.end} of KV group {event.group} are stored from {event.blocks}")

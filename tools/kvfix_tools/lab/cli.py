@@ -80,6 +80,7 @@ def run_scenarios(
 @app.command("fuzz")
 def fuzz_connector(
     connector: Annotated[str, typer.Option(help="v1, mp or mp-in-tree.")] = "v1",
+    server: Annotated[str, typer.Option(help="real: a real `lmcache server`, for mp; else the lab's own.")] = "lab",
     seeds: Annotated[str, typer.Option(metavar="A:B", help="Seeds A to B - 1; one number: that one.")] = "0:1000000",
     seconds: Annotated[float, typer.Option(help="Stop after so long; shrinking comes on top.")] = 60.0,
     steps: Annotated[float, typer.Option(help="Stop after so many steps of the scheduler.")] = math.inf,
@@ -100,6 +101,8 @@ def fuzz_connector(
         drawn = range(int(first), int(last) if last else int(first) + 1)
         if connector not in CONNECTORS:
             raise ValueError(f"no connector {connector!r}; known: {', '.join(CONNECTORS)}")
+        if server not in ("lab", "real") or (server == "real" and connector != "mp"):
+            raise ValueError(f"no server {server!r} for {connector}; known: lab, and for mp real")
         if mode not in ("fix", "check"):
             raise ValueError(f"no mode {mode!r} here; known: fix, check")
         runner.prepare(lmcache_path)
@@ -118,7 +121,7 @@ def fuzz_connector(
         with runner.quiet():
             from kvfix_tools.lab import fuzz_run
         with _refusing("fuzz"):
-            run = fuzz_run.Run(connector, fixes, plain, mode)
+            run = fuzz_run.Run(connector, fixes, plain, mode, server == "real")
             done = fuzz_run.fuzz(run, drawn, seconds, shrink, progress, steps, jobs, notes)
     if save is not None:
         save.mkdir(parents=True, exist_ok=True)

@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import copy
 import importlib
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 from unittest import mock
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorBase_V1, KVConnectorMetadata
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+)
+
+from kvfix_tools.lab.options import Options
 
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
 
+    from kvfix_tools.lab.memory import Cache
+    from kvfix_tools.lab.offloading import Offloading
     from kvfix_tools.lab.request_events import RequestEvents
+    from kvfix_tools.lab.workers import Worker
 
 CLIENT = "lmcache.v1.lookup_client.lmcache_async_lookup_client"
 #: Where LMCache opens sockets for lookups: adapters to 0.3, the transport since 0.4, asynchronous loading.
@@ -25,65 +35,104 @@ _LAUNCHERS = ("lmcache.v1.plugin.plugin_launcher", "lmcache.v1.plugin.runtime_pl
 
 
 class Connector:
-    """`in_scheduler`, `in_worker`: as vLLM calls it in each role. What it loads and stores goes to `events`."""
+    """`in_scheduler`: LMCache's in that role; each of the `workers` has it in the other.
+
+    What it loads and stores goes to `events`.
+    """
 
     scheduler: Scheduler
     in_scheduler: Any
-    in_worker: Any
+    #: By rank; one, in a MultiConnector.
+    workers: Sequence[Worker]
     #: Of kvfix.connector_events.readers, for the scheduler's role.
     reader: Any
     events: RequestEvents
-    #: In a MultiConnector, the one that is asked first.
+    #: The other ones of a MultiConnector.
     other: OtherConnector | None = None
-    #: request -> chunks after which its next load fails
-    failing: dict[str, int]
+    offloading: Offloading | None = None
+    _place = 0
 
     def listen(self, events: RequestEvents) -> None:
         self.events = events
+        if self.offloading is not None:
+            self.offloading.events = events
 
-    def metadata(self, output: Any) -> Any:
-        """What the scheduler's role sends to the worker's in this step."""
-        metadata = output.kv_connector_metadata
-        return metadata if self.other is None else metadata.metadata[1]
+    # ------------------------------------------------------------------ alone, or one of a MultiConnector
+
+    def _of_lmcache(self, options: Options, connector: Any) -> Any:
+        """LMCache's connector, of what vLLM has made in one of the roles."""
+        self._place = options.asked_before
+        children = getattr(connector, "_connectors", None)
+        return connector if children is None else children[self._place]
+
+    def _called(self, in_worker: Any) -> Any:
+        """What vLLM calls in the worker's role, where LMCache's connector is made by hand."""
+        connector = self.scheduler.connector
+        if connector is self.in_scheduler:
+            return in_worker
+        children = [in_worker if each is self.in_scheduler else _in_worker(each) for each in connector._connectors]
+        worker = copy.copy(connector)
+        vars(worker).update(_connectors=children, _role=KVConnectorRole.WORKER, _extra_async_saves={})
+        return worker
+
+    def _join_others(self, options: Options) -> None:
+        """The other connectors of a MultiConnector have the lab's memory too."""
+        worker = self.workers[0]
+        if options.beside:
+            self.other = next(each for each in worker.called._connectors if isinstance(each, OtherConnector))
+        if options.offloading:
+            from kvfix_tools.lab.offloading import Offloading
+
+            place = 0 if options.offloading == "first" else -1
+            both_roles = (each._connectors[place] for each in (self.scheduler.connector, worker.called))
+            self.offloading = Offloading(options, worker.slots, *both_roles)
+            worker.offloads = True
+
+    def loads_by_other(self, request: str) -> bool:
+        """Whether the MultiConnector has chosen another connector to load for this request."""
+        chosen: dict[str, int] = getattr(self.scheduler.connector, "_requests_to_connector", {})
+        return chosen.get(request, self._place) != self._place
+
+    def metadata(self, metadata: Any) -> Any:
+        """LMCache's part of what the scheduler's role sends to the worker's in a step."""
+        children = getattr(metadata, "metadata", None)
+        return metadata if children is None else children[self._place]
 
     def kept(self) -> dict[str, set[str]]:
         """Where the connector keeps what of which requests: nothing of those that have ended may be among it."""
-        return {where: set(names) for where, names in self.reader.kept()}
+        of_others = {} if self.offloading is None else self.offloading.kept()
+        return {**{where: set(names) for where, names in self.reader.kept()}, **of_others}
+
+    def not_to_store(self, request: Any) -> str:
+        """Why nothing of this request may be stored; "" if it may."""
+        return ""
+
+    def evict(self, cache: Cache, chunks: int, forced: bool) -> int:
+        """The oldest chunks leave the cache; forced: pinned ones too. How many it were."""
+        return cache.evict(chunks, forced)
+
+    def close(self) -> None:
+        """The engine ends."""
 
     # ------------------------------------------------------------------ a step
 
     def tick(self) -> None:
         """A step of the engine begins."""
+        if self.offloading is not None:
+            self.offloading.tick()
 
-    def start_step(self, metadata: Any, forward: bool) -> None:
-        """What vLLM's worker calls before the forward pass."""
-        self.in_worker.bind_connector_metadata(metadata)
-        self.in_worker.start_load_kv(SimpleNamespace(attn_metadata=object() if forward else None))
+    def exchange(self) -> None:
+        """Lookups of this step reach the workers, and answers the scheduler, where that takes messages."""
 
-    def finish_step(
-        self, forward: bool, ended: set[str], save_last: bool
-    ) -> tuple[set[str] | None, set[str] | None, set[int]]:
-        """What it calls after: (finished sending, finished receiving, blocks that failed to load)."""
-        if forward and not save_last:
-            self.in_worker.wait_for_save()
-        sending, receiving = self.get_finished(ended)
-        failed = self.in_worker.get_block_ids_with_load_errors()
-        if forward and save_last:
-            self.in_worker.wait_for_save()
-        return sending, receiving, failed
-
-    def get_finished(self, ended: set[str]) -> Any:
-        return self.in_worker.get_finished(ended)
-
-    # ------------------------------------------------------------------ what is in flight; by default nothing
+    # ------------------------------------------------------------------ what is in flight; of others, by default
 
     def busy(self) -> bool:
         """Whether a transfer or lookup is in flight."""
-        return False
+        return self.offloading is not None and self.offloading.busy
 
     def loading(self) -> set[str]:
         """Requests with a load in flight."""
-        return set()
+        return set() if self.offloading is None else self.offloading.requests(loads=True)
 
     def looking(self) -> set[str]:
         """Requests whose lookup is not answered yet."""
@@ -91,15 +140,14 @@ class Connector:
 
     def in_flight(self, request: str) -> set[str]:
         """What is in flight for this request between steps: looking, loading, storing."""
-        return set()
+        return set() if self.offloading is None else self.offloading.in_flight(request)
 
-    def failed_requests(self) -> dict[str, set[str]]:
-        """Requests whose load has failed within this step, where vLLM wants them by name (`failed_recving`)."""
-        return {}
 
-    def failed_blocks(self) -> set[int]:
-        """Blocks whose load has failed within this step."""
-        return set()
+def _in_worker(connector: Any) -> Any:
+    """Another connector of the MultiConnector, in the worker's role."""
+    if isinstance(connector, OtherConnector):
+        return connector
+    return type(connector)(connector._vllm_config, KVConnectorRole.WORKER, connector._kv_cache_config)
 
 
 class OtherConnector(KVConnectorBase_V1):  # type: ignore[misc]

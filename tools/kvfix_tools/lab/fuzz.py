@@ -16,7 +16,7 @@ from kvfix.ledger import Finding
 from kvfix.ledger.events import Event
 from kvfix_tools.lab.lab_engine import EngineDied, LabEngine
 from kvfix_tools.lab.runner import let_leaks_be_reported, reported
-from kvfix_tools.lab.schedule import DrawnStep, Schedule
+from kvfix_tools.lab.schedule import CONFIGURED, DrawnStep, Schedule
 from kvfix_tools.lab.steps import prompt
 
 
@@ -53,6 +53,7 @@ def play(schedule: Schedule, end: int = 4000) -> Played:
         if engine.expect_all_ended():
             steps = engine.steps
             let_leaks_be_reported(engine)
+    engine.connector.close()
     return Played(engine.findings + reports, steps or engine.steps, engine.counts, engine.log)
 
 
@@ -61,18 +62,23 @@ def move(engine: LabEngine, step: DrawnStep) -> None:
     kind, *rest = step
     if kind in ("step", "lose_loads"):
         if engine.scheduler.has_requests():
-            getattr(engine, kind)()
-    elif kind == "admit":
-        name, seed, tokens, max_tokens = rest
+            getattr(engine, kind)(*rest)
+    elif kind in ("admit", "configured"):
+        name, seed, tokens, max_tokens, *configured = rest
         if engine.is_free(name):
-            more = {"priority": seed} if engine.options.policy == "priority" else {}
+            more: dict[str, Any] = {"priority": seed} if engine.options.policy == "priority" else {}
+            if configured:
+                more["sampling"] = {"extra_args": {"kv_transfer_params": CONFIGURED[configured[0]]}}
             engine.admit(name, prompt(tokens, seed), max_tokens, **more)
     elif kind in ("session", "input", "end_input"):
         _move_session(engine, kind, *rest)
     elif kind in ("abort", "fail_load", "preempt", "is_beside"):
         open_now = [name for name, request in engine.requests.items() if not request.is_finished()]
         if open_now:
-            _move_request(engine, kind, open_now[rest[0] % len(open_now)], rest[1])
+            _move_request(engine, kind, open_now[rest[0] % len(open_now)], *rest[1:])
+    elif kind == "stored_elsewhere":
+        if not engine.counts["connector_resets"]:  # the other instance has the old weights
+            engine.do(kind, prompt(rest[1], rest[0]))
     elif kind == "timeout":
         engine.do("lookups_fail", 1)
     else:
@@ -110,13 +116,13 @@ def _move_session(
         engine.add_input(name, prompt(tokens, seed), max_tokens)
 
 
-def _move_request(engine: LabEngine, kind: str, name: str, chunks: int) -> None:
+def _move_request(engine: LabEngine, kind: str, name: str, chunks: int, rank: int = 0) -> None:
     if kind == "abort":
         engine.abort(name)
     elif kind == "is_beside":
         engine.has_in_other_connector(name)
     elif kind == "fail_load":
-        engine.fail_load(name, chunks)
+        engine.fail_load(name, chunks, rank)
     elif engine.requests[name].status == RequestStatus.RUNNING:
         engine.preempt(name)
 

@@ -111,10 +111,12 @@ class Run(msgspec.Struct, frozen=True):
     plain: bool = False
     #: Of `kvfix.apply`.
     mode: str = "fix"
+    #: See Options.real_server.
+    real_server: bool = False
 
     def schedules(self, seeds: Iterable[int]) -> Iterator[Schedule]:
         lacks = releases.lacking()
-        return (draw(seed, self.connector, self.plain, lacks) for seed in seeds)
+        return (draw(seed, self.connector, self.plain, lacks, self.real_server) for seed in seeds)
 
     def play(self, seeds: range, until: float) -> Tally:
         """These seeds, in order, until this time of `time.monotonic`."""

@@ -41,7 +41,7 @@ class StoredObject(NamedTuple):
     #: So many chunks at the end of a hit must have it; 0: all of them.
     chunks: int = 0
 
-    def key(self, chunk: tuple[object, ...]) -> object:
+    def key(self, chunk: tuple[object, ...]) -> tuple[object, ...]:
         return (*chunk, self.number) if self.number else chunk
 
     def needed(self, hit: int) -> range:

@@ -11,10 +11,10 @@ import sys
 import time
 from collections import deque
 from contextlib import suppress
+from importlib import import_module
 from typing import Any
 
 from vllm.v1.core.sched import interface
-from vllm.v1.outputs import KVConnectorOutput
 from vllm.v1.request import RequestStatus
 
 from kvfix import clock
@@ -24,7 +24,7 @@ from kvfix.session import session
 from kvfix_tools.lab import rules, vllm_objects
 from kvfix_tools.lab.kv_groups import kv_groups
 from kvfix_tools.lab.liveness import Liveness
-from kvfix_tools.lab.memory import Cache, Slots
+from kvfix_tools.lab.memory import Cache, Slots, SlotsOfRank
 from kvfix_tools.lab.model import Model
 from kvfix_tools.lab.mp import MP
 from kvfix_tools.lab.options import Options
@@ -32,6 +32,7 @@ from kvfix_tools.lab.request_events import RequestEvents
 from kvfix_tools.lab.v1 import ADAPTER, V1
 from kvfix_tools.lab.v1_async import AsyncV1
 from kvfix_tools.lab.v1_layers import LayerwiseV1
+from kvfix_tools.lab.workers import Executor
 
 #: Seconds of the lab's time that a step takes.
 STEP = 0.1
@@ -51,6 +52,8 @@ class EngineDied(Exception):
 
 
 def _connector_class(options: Options) -> type[V1 | MP]:
+    if options.real_server:
+        return import_module("kvfix_tools.lab.mp_real").RealMP  # type: ignore[no-any-return]
     if options.connector != "v1":
         return MP
     if options.lmcache.get("use_layerwise"):
@@ -72,14 +75,19 @@ class LabEngine:
         self.options = options
         self._faults_before = dict(session.faults)
         self.groups = kv_groups(options)
-        self.slots = Slots(options.num_blocks, options.block_size, self.groups[-1].block_size)
-        self.cache = Cache()
+        room = options.num_blocks, options.block_size, self.groups[-1].block_size
+        memories = [Slots(*room), *(SlotsOfRank(rank, *room) for rank in range(1, options.ranks))]
+        #: By rank. The server of a multi-process connector has one cache for all.
+        self.caches = [Cache() for _ in memories]
+        self.slots, self.cache = memories[0], self.caches[0]
         _forget_configuration()
-        self.connector: Any = _connector_class(options)(options, self.slots, self.cache)
+        self.connector: Any = _connector_class(options)(options, memories, self.caches)
+        self.workers = self.connector.workers
         self.scheduler = self.connector.scheduler
-        self.model = Model(self.scheduler, self.slots, options, self.groups)
+        self.model = Model(self.scheduler, memories, options, self.groups)
         self.liveness = Liveness(self.scheduler)
-        self.request_events = events = RequestEvents(self.scheduler, self.connector, self.model)
+        self.request_events = events = RequestEvents(self.scheduler, self.connector, self.model, options.ranks)
+        self.executor = Executor(self.scheduler.connector, options.ranks, events.counts)
         self.connector.listen(events)
         events.wrap_hooks(self.connector.in_scheduler)
         self.requests, self.log, self.counts = self.model.requests, events.log, events.counts
@@ -117,30 +125,29 @@ class LabEngine:
         connector.tick()
         self.liveness.begin()
         output = self._guard("schedule", "", self.scheduler.schedule)
-        metadata = connector.metadata(output)
+        metadata = output.kv_connector_metadata
         scheduled: dict[str, int] = output.num_scheduled_tokens
         events.preempted()
         self.model.begin(output)
-        events.scheduled(output, metadata)
+        events.scheduled(output, connector.metadata(metadata))
         forward = output.total_num_scheduled_tokens > 0
         self.counts["full_steps"] += not self.free()
         self.counts["busy_steps"] += bool(connector.busy())
         self.idle = 0 if forward or connector.busy() else self.idle + 1
         self.model.step_begins(output)
-        self._guard("start_load_kv", "", connector.start_step, metadata, forward)
+        connector.exchange()
+        for worker, of_rank in zip(self.workers, self.executor.handed_out(metadata), strict=True):
+            self._guard("start_load_kv", "", worker.start_step, of_rank, forward)
         self._load_from_other_connector()
-        self._failed.append(connector.failed_blocks())
+        self._failed.append(set().union(*(worker.failed_blocks() for worker in self.workers)))
         for name, message in self.model.compute(output, set().union(*self._failed)):
             events.wrong_content(name, message)
-        finish = (forward, output.finished_req_ids, self.options.save_last)
-        sending, receiving, invalid = self._guard("wait_for_save", "", connector.finish_step, *finish)
-        report = KVConnectorOutput(
-            finished_sending=sending,
-            finished_recving=receiving,
-            invalid_block_ids=invalid,
-            **connector.failed_requests(),
-        )
-        self._answers.append((output, self.model.output(scheduled, report)))
+        ended = output.finished_req_ids
+        reports = [
+            self._guard("wait_for_save", "", worker.finish_step, forward, ended, self.options.save_last)
+            for worker in self.workers
+        ]
+        self._answers.append((output, self.executor.answer(self.model.output(scheduled), reports)))
         if self.options.async_scheduling and forward and len(self._answers) < 2:
             return
         self._guard("update_from_output", "", self.scheduler.update_from_output, *self._answers.popleft())
@@ -255,7 +262,10 @@ class LabEngine:
         """Others take so many of the free blocks and write to them, until `free_blocks`."""
         pool = self.scheduler.kv_cache_manager.block_pool
         taken = pool.get_new_blocks(min(how_many, self.free()))
-        self.model.written_by_others += [block.block_id for block in taken]
+        numbers = [block.block_id for block in taken]
+        self.model.written_by_others += numbers
+        if self.connector.offloading is not None:
+            self.connector.offloading.taken.update(numbers)
         self._held += taken
 
     def free_blocks(self) -> None:
@@ -285,22 +295,29 @@ class LabEngine:
         """The other connector of a MultiConnector has the KV of this request."""
         self.connector.other.has.add(name)
 
-    def evict(self, chunks: int, forced: bool = False) -> None:
-        """The cache drops its oldest chunks; `forced`: also those that a lookup has pinned, as when a pin times out."""
-        evicted = self.cache.evict(chunks, forced)
+    def evict(self, chunks: int, forced: bool = False, rank: int = 0) -> None:
+        """The cache drops its oldest chunks; `forced`: also those that a lookup has pinned, as when a pin times out.
+
+        In process each rank has its own cache.
+        """
+        evicted = self.connector.evict(self.caches[rank], chunks, forced)
         self.counts["evicted_pinned" if forced else "evicted"] += evicted
         if evicted and forced:
             self.request_events.may_fail.add("")
 
-    def fail_load(self, name: str, after_chunks: int = 0) -> None:
-        """The next load of this request brings only so many chunks."""
-        self.connector.failing[name] = after_chunks
+    def fail_load(self, name: str, after_chunks: int = 0, rank: int = 0) -> None:
+        """The next load of this request brings only so many chunks, in this rank."""
+        self.workers[rank].failing[name] = after_chunks
         self.request_events.may_fail.add(name)
 
-    def lose_loads(self) -> None:
-        """A step in which the worker of a multi-process connector gets no answer from its server: its loads fail."""
+    def lose_loads(self, *ranks: int) -> None:
+        """A step in which workers of a multi-process connector get no answer from the server: their loads fail.
+
+        ranks: of these workers; by default all.
+        """
         self.request_events.may_fail.add("")
-        self.connector.unanswered = True
+        for worker in self.workers:
+            worker.unanswered = not ranks or worker.rank in ranks
         self.step()
 
     def step(self, times: int = 1) -> None:

@@ -2,39 +2,46 @@
 
 from __future__ import annotations
 
-import inspect
 from typing import Any
 
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import RequestStatus
 
+from kvfix.engine_state.scheduler import QUEUES
 from kvfix.ledger.liveness import LOAD, LOOKUP, OUTSIDE, PLACE, State, Waiting
-
-_OUTSIDE = {"WAITING_FOR_STREAMING_REQ", "WAITING_FOR_STRUCTURED_OUTPUT_GRAMMAR"}
-#: Where vLLM keeps waiting requests, in the order in which it asks them: 0.32.0, and before.
-_QUEUES = ("kv_holding_waiting", "skipped_waiting", "waiting")
+from kvfix.ledger.owed import OUTSIDE_STATUSES
 
 
 class Liveness:
-    """It notes for which request the scheduler has found no blocks."""
+    """It notes for which request the scheduler has found no blocks, and how many it wanted."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
         self._manager = manager = scheduler.kv_cache_manager
-        self._allocate = allocate = manager.allocate_slots
-        self._refused: tuple[Any, ...] = (None, (), {})
+        coordinator: Any = manager.coordinator
+        allocate, count = manager.allocate_slots, coordinator.get_num_blocks_to_allocate
+        #: What vLLM has counted last, and whether that is of the whole request (kv_cache_manager.py 0.32.0:499, 540).
+        self._counted = (0, False)
+        self._refused: tuple[Any, int] = (None, 0)
+
+        def get_num_blocks_to_allocate(*args: Any, **more: Any) -> Any:
+            number = count(*args, **more)
+            self._counted = number, more.get("apply_admission_cap", False)
+            return number
 
         def allocate_slots(request: Any, *args: Any, **more: Any) -> Any:
             blocks = allocate(request, *args, **more)
             if blocks is None:
-                self._refused = (request, args, more)
+                number, whole = self._counted
+                self._refused = request, number + (0 if whole else more.get("reserved_blocks", 0))
             return blocks
 
+        coordinator.get_num_blocks_to_allocate = get_num_blocks_to_allocate
         manager.allocate_slots = allocate_slots
 
     def begin(self) -> None:
         """A step begins."""
-        self._refused = (None, (), {})
+        self._refused = (None, 0)
 
     def state(self, in_flight: int, undecided: set[str], lookups: int) -> State:
         """After a step that has scheduled nothing. undecided: requests for which the connector promises nothing yet.
@@ -42,7 +49,7 @@ class Liveness:
         in_flight: transfers, answers to steps, and blocks of others that will come free. lookups: in flight.
         """
         scheduler = self._scheduler
-        queues = [getattr(scheduler, name) for name in _QUEUES if hasattr(scheduler, name)]
+        queues = [getattr(scheduler, name) for name in QUEUES if hasattr(scheduler, name)]
         waiting = [self._waiting(request, undecided) for queue in queues for request in queue]
         ended = len(scheduler.requests) - len(waiting) - len(scheduler.running)  # until their stores are done
         free = self._manager.block_pool.get_num_free_blocks()
@@ -53,27 +60,16 @@ class Liveness:
         waits_for = PLACE
         if status == RequestStatus.WAITING_FOR_REMOTE_KVS and name not in self._scheduler.finished_recving_kv_req_ids:
             waits_for = LOAD
-        elif status.name in _OUTSIDE:
+        elif status.name in OUTSIDE_STATUSES or self._clients_hold_all_places():
             waits_for = OUTSIDE
         elif name in undecided:
             waits_for = LOOKUP
-        return Waiting(name, waits_for, self._needs(request), sum(map(len, self._blocks(request))))
+        refused, needs = self._refused
+        groups = self._manager.get_block_ids(name)
+        held = sum(block != 0 for blocks in groups for block in blocks)  # block 0 is in place of one that is freed
+        return Waiting(name, waits_for, needs if request is refused else None, held)
 
-    def _blocks(self, request: Any) -> Any:
-        return self._manager.get_block_ids(request.request_id)
-
-    def _needs(self, request: Any) -> int | None:
-        """What `allocate_slots` (v1/core/kv_cache_manager.py 0.32.0:522-579) compares with the free blocks."""
-        refused, args, more = self._refused
-        groups = self._blocks(request)
-        if request is not refused or len(groups) > 1:
-            return None
-        asked = inspect.signature(self._allocate).bind(request, *args, **more).arguments
-        size: int = self._scheduler.block_size
-        hit = asked.get("new_computed_blocks")
-        used: int = sum(block.ref_cnt > 0 for block in hit.blocks[0]) if hit is not None else 0
-        counts = ("num_new_tokens", "num_new_computed_tokens", "num_external_computed_tokens", "num_lookahead_tokens")
-        tokens: int = request.num_computed_tokens + sum(asked.get(name, 0) for name in counts)
-        reserved: int = asked.get("reserved_blocks", 0)
-        whole: int = request.num_tokens if asked.get("full_sequence_must_fit") else 0
-        return max(-(-tokens // size) + reserved, -(-whole // size)) - len(groups[0]) - used
+    def _clients_hold_all_places(self) -> bool:
+        """Whether sessions that wait for input are as many as may be in a step: no other request is asked then."""
+        sessions = getattr(self._scheduler, "num_waiting_for_streaming_input", 0)
+        return bool(sessions) and sessions >= self._scheduler.max_num_active_reqs

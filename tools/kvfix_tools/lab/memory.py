@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
+from typing import Any
 
 #: What a slot holds that nothing was written to, or that a step wrote from wrong KV.
 NOTHING = 0
@@ -60,6 +61,10 @@ class Slots:
         self.block_size = block_size
         self._blocks = [[NOTHING] * max(block_size, room) for _ in range(num_blocks)]
 
+    def put_in(self, blocks: Sequence[Any]) -> None:
+        """From now on these are the blocks, which are like lists of ints."""
+        self._blocks[:] = blocks
+
     def of_group(self, block_size: int) -> Slots:
         """The same memory, as a KV group with blocks of this size sees it."""
         slots = copy.copy(self)
@@ -78,10 +83,13 @@ class Slots:
         return held[start - first * size : end - first * size]
 
     def write(self, blocks: Sequence[int], start: int, contents: Sequence[int]) -> None:
-        """Put `contents` where tokens start, start + 1, ... of a request with these blocks have their slots."""
+        """Put `contents` where tokens start, start + 1, ... of a request with these blocks have their slots.
+
+        What comes after the last block is not written.
+        """
         size = self.block_size
-        position = 0
-        while position < len(contents):
+        position, end = 0, min(len(contents), len(blocks) * size - start)
+        while position < end:
             number, offset = divmod(start + position, size)
             part = contents[position : position + size - offset]
             self._blocks[blocks[number]][offset : offset + len(part)] = part
@@ -110,13 +118,36 @@ class Slots:
         return None
 
 
+class SlotsOfRank(Slots):
+    """The memory of another rank than the first: what goes in and out by slot is that rank's KV, which no other has."""
+
+    def __init__(self, rank: int, num_blocks: int, block_size: int, room: int = 0) -> None:
+        super().__init__(num_blocks, block_size, room)
+        self._mark = _mark(rank)
+
+    def put(self, slot: int, content: int) -> None:
+        super().put(slot, content ^ self._mark)
+
+    def get(self, slot: int) -> int:
+        return super().get(slot) ^ self._mark
+
+
+def _mark(rank: int) -> int:
+    return rank << 32
+
+
+def of_rank(rank: int, contents: list[int]) -> list[int]:
+    """What a cache holds of these tokens from this rank."""
+    return [content ^ _mark(rank) for content in contents] if rank else contents
+
+
 class Cache(dict[object, list[int]]):
     """The external cache: chunks by LMCache's own keys, oldest first, with the pins of lookups."""
 
     def __init__(self) -> None:
         super().__init__()
         #: lookup id -> keys it has pinned
-        self.pins: dict[str, list[object]] = {}
+        self.pins: dict[str, list[Any]] = {}
 
     def pinned_prefix(self, keys: Sequence[object], lookup_id: str) -> int:
         """How many of the keys, from the first on, are there; they are pinned for this lookup."""

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
 from kvfix import scheduling
@@ -21,17 +21,19 @@ from kvfix_tools.lab.vllm_objects import sampled
 
 
 class BlockTable:
-    """What vLLM's model runner keeps of each request's blocks, in one process with the scheduler.
+    """What vLLM's model runner keeps of each request's blocks.
 
-    With one worker vLLM's executor is `uni`: nothing that the scheduler hands out is serialised. So the runner keeps,
-    and adds to, the very lists that the connector was handed before (v1/worker/gpu_model_runner.py 0.32.0:1284 for a
-    new request, 1419-1428 for one that goes on or is resumed; 0.11.2.post2:745 and 830-839). A request that is in the
-    batch also has a row of the block table, to which the step's blocks are added (1450); one that comes into the batch
-    has its row filled from the list (gpu_input_batch.py 0.32.0:393).
+    With one worker vLLM's executor is `uni`, in one process with the scheduler: nothing that the scheduler hands out is
+    serialised. So the runner keeps, and adds to, the very lists that the connector was handed before
+    (v1/worker/gpu_model_runner.py 0.32.0:1284 for a new request, 1419-1428 for one that goes on or is resumed;
+    0.11.2.post2:745 and 830-839). A request that is in the batch also has a row of the block table, to which the step's
+    blocks are added (1450); one that comes into the batch has its row filled from the list (gpu_input_batch.py
+    0.32.0:393). With several workers it has copies.
     """
 
-    def __init__(self, group: int = 0) -> None:
+    def __init__(self, group: int = 0, copies: bool = False) -> None:
         self._group = group
+        self._copies = copies
         #: Blocks in which a step reads and writes the KV of each request that is scheduled in it.
         self.rows: dict[str, list[int]] = {}
         self._blocks: dict[str, list[int]] = {}
@@ -45,13 +47,13 @@ class BlockTable:
         for name in [name for name in self.rows if name not in output.num_scheduled_tokens or name in resumed]:
             del self.rows[name]
         for new in output.scheduled_new_reqs:
-            self._blocks[new.req_id] = new.block_ids[self._group]
+            self._blocks[new.req_id] = self._own(new.block_ids[self._group])
             self.rows[new.req_id] = list(new.block_ids[self._group])
         cached = output.scheduled_cached_reqs
         for name, groups in zip(cached.req_ids, cached.new_block_ids, strict=True):
             blocks = groups[self._group] if groups is not None else []
             if name in resumed:
-                self._blocks[name] = blocks
+                self._blocks[name] = self._own(blocks)
             else:
                 self._blocks[name].extend(blocks)
             if name in self.rows:
@@ -59,38 +61,46 @@ class BlockTable:
             else:
                 self.rows[name] = list(self._blocks[name])
 
+    def _own(self, blocks: list[int]) -> list[int]:
+        return list(blocks) if self._copies else blocks
+
 
 class WindowGroup:
     """A KV group of a sliding window: its blocks for each request, and what the step reads and writes in them."""
 
-    def __init__(self, group: KVGroup, slots: Slots) -> None:
+    def __init__(self, group: KVGroup, memories: Sequence[Slots]) -> None:
         self.group = group
-        self._slots = slots.of_group(group.block_size)
-        self.block_table = BlockTable(group.number)
+        self._memories = [slots.of_group(group.block_size) for slots in memories]
+        self.block_table = BlockTable(group.number, len(memories) > 1)
 
-    def first_wrong(self, name: str, done: int, contents: list[int]) -> int | None:
+    def first_wrong(self, name: str, done: int, contents: list[int], rank: int) -> int | None:
         """The first token that the step reads whose slot does not hold what belongs there; None if all do."""
-        start = self.group.reads_from(done)
-        held, right = self._slots.read(self.block_table.rows[name], start, done), self.group.right(contents[start:done])
+        start, blocks = self.group.reads_from(done), self.block_table.rows[name]
+        held, right = self._memories[rank].read(blocks, start, done), self.group.right(contents[start:done])
         if held == right:
             return None
         same = (has == needs for has, needs in zip(held, right, strict=False))
         return start + next((number for number, each in enumerate(same) if not each), len(held))
 
     def write(self, name: str, done: int, contents: list[int]) -> None:
-        self._slots.write(self.block_table.rows[name], done, self.group.right(contents))
+        right = self.group.right(contents)
+        for slots in self._memories:
+            slots.write(self.block_table.rows[name], done, right)
 
 
 class Model:
     """The slots' right contents for each request, and the step that reads and writes them (LAB001, LAB008)."""
 
-    def __init__(self, scheduler: Scheduler, slots: Slots, options: Options, groups: Sequence[KVGroup] = ()) -> None:
+    def __init__(
+        self, scheduler: Scheduler, memories: Sequence[Slots], options: Options, groups: Sequence[KVGroup] = ()
+    ) -> None:
         self._scheduler = scheduler
         #: The KV groups beside that of full attention.
-        self.windows = [WindowGroup(group, slots) for group in groups if group.window]
-        self.slots = slots
+        self.windows = [WindowGroup(group, memories) for group in groups if group.window]
+        #: By rank. All ranks have the same block tables.
+        self.memories = memories
         self.drafter = Drafter(options) if options.drafter else None
-        self.block_table = BlockTable()
+        self.block_table = BlockTable(copies=len(memories) > 1)
         self.requests: dict[str, Request] = {}
         self.prefixes: dict[str, Prefix] = {}
         #: How often the weights have changed, and the tokens that each request had then.
@@ -153,7 +163,8 @@ class Model:
 
     def fill(self, name: str, start: int, end: int) -> None:
         """The other connector of a MultiConnector loads these tokens, as they are to be."""
-        self.slots.write(self.blocks(name), start, self.right(name)[start:end])
+        for slots in self.memories:
+            slots.write(self.blocks(name), start, self.right(name)[start:end])
 
     def begin(self, output: Any) -> None:
         """A step begins for which the scheduler hands out this."""
@@ -170,8 +181,9 @@ class Model:
 
         Returns (request, what it has read), where that is wrong. failed: blocks in which no load has arrived.
         """
-        for block in self.written_by_others:
-            self.slots.spoil(block)
+        for slots in self.memories:
+            for block in self.written_by_others:
+                slots.spoil(block)
         self.written_by_others = []
         self._misled.clear()
         self._ends.clear()
@@ -181,19 +193,20 @@ class Model:
             blocks, right = self.block_table.rows[name], self.right(name, done + tokens)
             scheduled = output.scheduled_spec_decode_tokens.get(name)
             end = done + tokens - len(scheduled or ())
-            wrong, where = self.slots.first_wrong(blocks, done, right), ""
-            for window in self.windows:
-                if wrong is None:
-                    wrong, where = window.first_wrong(name, done, right), f" in KV group {window.group.number}"
+            wrong, where = self._first_wrong(name, blocks, done, right)
             contents, accepted = right[done:end], 0
             if scheduled and self.drafter is not None:
                 accepted, drafts = self.drafter.verify(name, scheduled, right, end, misled=wrong is not None)
                 contents += drafts
             self._ends[name] = end, end + accepted
             written = contents if wrong is None else [GARBAGE] * tokens
-            self.slots.write(blocks, done, written)
+            for slots in self.memories:
+                slots.write(blocks, done, written)
             for window in self.windows:
                 window.write(name, done, written)
+            room = len(blocks) * self.memories[0].block_size
+            if done + tokens > room:
+                found.append((name, f"the step computes tokens {done} to {done + tokens}, its blocks end at {room}"))
             if wrong is None:
                 continue
             if not failed.intersection(blocks):
@@ -202,12 +215,25 @@ class Model:
             self._misled.add(name)
         return found
 
+    def _first_wrong(self, name: str, blocks: list[int], done: int, right: list[int]) -> tuple[int | None, str]:
+        """The first wrong token that the step reads in any rank and KV group, and in which; None if there is none."""
+        for rank, slots in enumerate(self.memories):
+            of_rank = f" of rank {rank}" if rank else ""
+            wrong = slots.first_wrong(blocks, done, right)
+            if wrong is not None:
+                return wrong, of_rank
+            for window in self.windows:
+                wrong = window.first_wrong(name, done, right, rank)
+                if wrong is not None:
+                    return wrong, f" in KV group {window.group.number}{of_rank}"
+        return None, ""
+
     def step_begins(self, output: Any) -> None:
-        """The scheduler hands out this."""
+        """The workers get this of the scheduler."""
         for table in (self.block_table, *(window.block_table for window in self.windows)):
             table.update(output)
 
-    def output(self, scheduled: dict[str, int], report: KVConnectorOutput) -> ModelRunnerOutput:
+    def output(self, scheduled: dict[str, int]) -> ModelRunnerOutput:
         """A token for each request whose step reached its last one."""
         names = list(scheduled)
         return ModelRunnerOutput(
@@ -217,7 +243,6 @@ class Model:
             logprobs=None,
             prompt_logprobs_dict={},
             pooler_output=None,
-            kv_connector_output=report,
         )
 
     def _sampled(self, name: str) -> list[Any]:

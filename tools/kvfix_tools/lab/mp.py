@@ -8,12 +8,14 @@ Replaced: the client that speaks to the server, and the transfer context, which 
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from contextlib import nullcontext
 from importlib import import_module
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from vllm.v1.outputs import KVConnectorOutput
 
 from kvfix.connector_events import readers
 from kvfix_tools.lab import vllm_objects
@@ -21,6 +23,7 @@ from kvfix_tools.lab.connector import Connector
 from kvfix_tools.lab.memory import Cache, Slots
 from kvfix_tools.lab.mp_server import Heartbeat, Server
 from kvfix_tools.lab.options import Options
+from kvfix_tools.lab.workers import Worker
 
 if TYPE_CHECKING:
     from kvfix_tools.lab.request_events import RequestEvents
@@ -37,6 +40,14 @@ def _without_gpu() -> None:
     cuda.Event = lambda **_: event
     cuda.current_stream = lambda: None
     cuda.stream = lambda *_: nullcontext()
+
+
+@functools.cache
+def released() -> Any:
+    """What LMCache's adapters have under the names that the lab puts its own in place of."""
+    adapter = import_module(ADAPTER)
+    names = "RequestClientFactory", "HeartbeatThread", "create_transfer_context"
+    return SimpleNamespace(**{name: getattr(adapter, name, None) for name in names})
 
 
 class MessageQueue:
@@ -65,40 +76,106 @@ class MessageQueue:
         """The lab's server ends with its engine."""
 
 
+class MPWorker(Worker):
+    """One rank: the real connector and its client, over the lab's server."""
+
+    def __init__(self, rank: int, server: Server, slots: Slots, called: Any, in_worker: Any, options: Options) -> None:
+        super().__init__(rank, slots, called, in_worker, in_worker.worker_adapter, server.failing[rank])
+        self._server = server
+        self._register(options)
+        #: With several KV groups vLLM wants failed loads by request, from releases of LMCache that know them.
+        self._by_request = bool(options.windows) and hasattr(in_worker, "get_transfer_results")
+        self._failed_requests: set[str] = set()
+
+    def _register(self, options: Options) -> None:
+        """The worker says that it has KV memory; here the server has it anyway."""
+        self.adapter.register_kv_caches({})
+        if hasattr(self.adapter, "_block_ids_per_group"):
+            several = bool(options.windows)
+            self.adapter._block_ids_per_group = lambda op: op.block_ids if several else [op.flat_block_ids]
+
+    def finish_step(self, forward: bool, ended: set[str], save_last: bool) -> KVConnectorOutput:
+        report = super().finish_step(forward, ended, save_last)
+        self.called.clear_connector_metadata()
+        return report
+
+    def get_finished(self, ended: set[str]) -> Any:
+        if not self.unanswered:
+            return self._get_finished(ended)
+        self.unanswered = False
+        self._server.lose_loads(self.rank, set(self.adapter.retrieve_futures))
+        self.adapter._health_event.clear()
+        with self._server.disconnected(getattr(self.adapter, "req_client", None)):
+            finished = self._get_finished(ended)
+        self.adapter._health_event.set()
+        return finished
+
+    def _get_finished(self, ended: set[str]) -> Any:
+        loads = self._unanswered_loads()
+        finished = self._ask_for_finished(ended)
+        if self._server.down:
+            self._server.give_up(self.rank, loads - self._unanswered_loads())
+        return finished
+
+    def _unanswered_loads(self) -> set[str]:
+        """Requests whose load has no answer, and which the adapter has not reported."""
+        if not self._server.down:
+            return set()
+        loads = {name for name, (future, _) in self.adapter.retrieve_futures.items() if not future.query()}
+        return loads.union(getattr(self.adapter, "_dropped_retrieves", ()))
+
+    def _ask_for_finished(self, ended: set[str]) -> Any:
+        if not self._by_request:
+            return self.called.get_finished(ended)
+        results = self.called.get_transfer_results(ended)
+        self._failed_requests = results.failed_recving
+        return results.finished_sending, results.finished_recving
+
+    def also_reported(self) -> dict[str, Any]:
+        failed = {"failed_recving": self._failed_requests} if self._by_request else {}
+        return {**super().also_reported(), **failed}
+
+
 class MP(Connector):
     """Both roles, joined by the lab's server."""
 
-    def __init__(self, options: Options, slots: Slots, cache: Cache) -> None:
-        self.server = Server(slots, cache, options)
-        self.failing = self.server.failing
+    workers: list[MPWorker]
+    _worker_class = MPWorker
+
+    def __init__(self, options: Options, memories: Sequence[Slots], caches: Sequence[Cache]) -> None:
+        self.server = self._make_server(memories, caches[0], options)
         adapter: Any = import_module(ADAPTER)
+        released()
+        self._replace(adapter)
+        adapter.vllm_layout_hints = dict  # it asks the model
+        _without_gpu()
+        config = vllm_objects.vllm_config(options)
+        self.scheduler = vllm_objects.scheduler(options, config)
+        self.in_scheduler = self._of_lmcache(options, self.scheduler.connector)
+        self.workers = [self._make_worker(rank, slots, options, config) for rank, slots in enumerate(memories)]
+        self._join_others(options)
+        self.reader = readers.MP(self.in_scheduler)
+        self.scheduler_adapter = self.in_scheduler.scheduler_adapter
+
+    def _make_server(self, memories: Sequence[Slots], cache: Cache, options: Options) -> Server:
+        return Server(memories, cache, options)
+
+    def _replace(self, adapter: Any) -> None:
+        """The lab's server is in place of LMCache's client and transfer context."""
         if hasattr(adapter, "RequestClientFactory"):
             adapter.RequestClientFactory = SimpleNamespace(create=lambda url, context=None: self.server)
         else:
             adapter.MessageQueueClient = lambda url, context: MessageQueue(self.server)
         adapter.HeartbeatThread = functools.partial(Heartbeat, self.server)  # no threads
         adapter.create_transfer_context = lambda *_, **__: self.server
-        adapter.vllm_layout_hints = dict  # it asks the model
-        _without_gpu()
-        #: In this step the worker gets no answer from the server.
-        self.unanswered = False
-        config = vllm_objects.vllm_config(options)
-        self.scheduler = vllm_objects.scheduler(options, config)
-        self.in_scheduler = self.scheduler.connector
-        self.in_worker = vllm_objects.worker(options, config)
-        self.reader = readers.MP(self.in_scheduler)
-        self.scheduler_adapter = self.in_scheduler.scheduler_adapter
-        self.worker_adapter = self.in_worker.worker_adapter
-        self.worker_adapter.register_kv_caches({})
-        if hasattr(self.worker_adapter, "_block_ids_per_group"):
-            several = bool(options.windows)
-            self.worker_adapter._block_ids_per_group = lambda op: op.block_ids if several else [op.flat_block_ids]
-        #: With several KV groups vLLM wants failed loads by request, from releases of LMCache that know them.
-        self._by_request = bool(options.windows) and hasattr(self.in_worker, "get_transfer_results")
-        self._failed_requests: set[str] = set()
+
+    def _make_worker(self, rank: int, slots: Slots, options: Options, config: Any) -> MPWorker:
+        called = vllm_objects.worker(options, vllm_objects.of_rank(config, rank))
+        return self._worker_class(rank, self.server, slots, called, self._of_lmcache(options, called), options)
 
     def listen(self, events: RequestEvents) -> None:
-        self.events = self.server.events = events
+        super().listen(events)
+        self.server.events = events
 
     def stored_elsewhere(self, prompt: list[int]) -> None:
         """A step: another instance has stored this prompt in the cache, whole chunks of it."""
@@ -120,6 +197,14 @@ class MP(Connector):
         """A step: so many of the next lookups time out, which is answered as no hit."""
         self.server.unanswered = how_many
 
+    def server_stops(self) -> None:
+        """A step: the server does nothing until `server_goes_on`, and answers no heartbeat; requests to it wait."""
+        self.server.down = True
+
+    def server_goes_on(self) -> None:
+        """A step: the server does what it was asked for meanwhile."""
+        self.server.down = False
+
     def hour_of_silence(self) -> None:
         """A step: nothing is asked for an hour, and the server forgets a worker that has never pinged."""
         self.server.forget_silent_worker()
@@ -127,49 +212,21 @@ class MP(Connector):
     # ------------------------------------------------------------------ a step
 
     def tick(self) -> None:
+        super().tick()
         self.server.tick()
-
-    def start_step(self, metadata: Any, forward: bool) -> None:
-        self.in_worker.handle_preemptions(metadata)
-        super().start_step(metadata, forward)
-
-    def get_finished(self, ended: set[str]) -> Any:
-        if not self.unanswered:
-            return self._get_finished(ended)
-        self.unanswered = False
-        self.server.lose_loads(set(self.worker_adapter.retrieve_futures))
-        self.worker_adapter._health_event.clear()
-        finished = self._get_finished(ended)
-        self.worker_adapter._health_event.set()
-        return finished
-
-    def _get_finished(self, ended: set[str]) -> Any:
-        if not self._by_request:
-            return self.in_worker.get_finished(ended)
-        results = self.in_worker.get_transfer_results(ended)
-        self._failed_requests = results.failed_recving
-        return results.finished_sending, results.finished_recving
-
-    def failed_requests(self) -> dict[str, set[str]]:
-        return {"failed_recving": self._failed_requests} if self._by_request else {}
-
-    def finish_step(self, forward: bool, ended: set[str], save_last: bool) -> Any:
-        finished = super().finish_step(forward, ended, save_last)
-        self.in_worker.clear_connector_metadata()
-        return finished
 
     # ------------------------------------------------------------------ what is in flight, and what is kept
 
     def busy(self) -> bool:
-        return bool(self.server.busy)
+        return super().busy() or bool(self.server.busy)
 
     def loading(self) -> set[str]:
-        return self.server.loading
+        return super().loading().union(self.server.loading)
 
     def in_flight(self, request: str) -> set[str]:
         doing = {"looking": self.server.is_looking(request), "loading": request in self.server.loading}
         doing["storing"] = self.server.storing[request] > 0
-        return {name for name, yes in doing.items() if yes}
+        return {name for name, yes in doing.items() if yes} | super().in_flight(request)
 
     def kept(self) -> dict[str, set[str]]:
         """With lookups that were not answered, which an engine's connector may keep for a while."""
@@ -177,14 +234,18 @@ class MP(Connector):
             f"scheduler_adapter.{name}": set(getattr(self.scheduler_adapter, name, ()))
             for name in ("_pending_lookups", "_unacked_lookups")
         }
-        in_worker = {where: set(names) for where, names in readers.MP(self.in_worker).kept()}
+        in_workers: dict[str, set[str]] = {}
+        for worker in self.workers:
+            for where, names in readers.MP(worker.in_worker).kept():
+                in_workers.setdefault(where, set()).update(names)
         return {
             **lookups,
             **super().kept(),
-            **in_worker,
+            **in_workers,
             "read locks of the server": set(self.server.chunks.cache.pins),
         }
 
     def kept_for_a_while(self) -> dict[str, set[str]]:
         """What is kept on purpose of requests that have ended, for a while."""
-        return {"worker_adapter._returned_finished": set(self.worker_adapter._returned_finished)}
+        returned = (worker.adapter._returned_finished for worker in self.workers)
+        return {"worker_adapter._returned_finished": set().union(*returned)}

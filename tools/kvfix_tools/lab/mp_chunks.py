@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
 from kvfix_tools.lab.kv_groups import KVGroup, StoredObject, kv_groups, stored_objects
-from kvfix_tools.lab.memory import Cache, Prefix, Slots
+from kvfix_tools.lab.memory import Cache, Prefix, Slots, of_rank
 from kvfix_tools.lab.options import Options
 
 
 class Chunks:
     """`cache` has the objects. `groups` in the arguments: a transfer's blocks in each KV group."""
 
-    def __init__(self, slots: Slots, cache: Cache, options: Options) -> None:
+    def __init__(self, memories: Sequence[Slots], cache: Cache, options: Options) -> None:
         self.cache = cache
         self.size = options.chunk_size
         self.objects = stored_objects(options)
-        #: The memory as each KV group sees it.
-        self._slots = [slots, *(slots.of_group(group.block_size) for group in kv_groups(options)[1:])]
+        #: The memory of each rank as each KV group sees it.
+        self._slots = [
+            [slots, *(slots.of_group(group.block_size) for group in kv_groups(options)[1:])] for slots in memories
+        ]
+        #: Whether a chunk has more keys than its own.
+        self._several = len(self.objects) > 1 or len(memories) > 1
         self._all_null = _all_null(options, self.objects) if options.windows else None
 
     # ------------------------------------------------------------------ keys and contents
@@ -34,25 +38,35 @@ class Chunks:
         ends = range(self.size, end + 1, self.size)
         return [(salt, contents[last - 1]) for last in ends], contents
 
-    def right(self, stored: StoredObject, contents: list[int], number: int) -> list[int]:
+    def key(self, stored: StoredObject, chunk: Any, rank: int) -> object:
+        """Of a chunk's object in this rank: each has its own KV of it (ObjectKey.kv_rank)."""
+        return (rank, *stored.key(chunk)) if rank else stored.key(chunk)
+
+    def right(self, stored: StoredObject, contents: list[int], number: int, rank: int) -> list[int]:
         """What belongs in this object of a request's chunk, from the right contents of the request's tokens."""
         end = (number + 1) * self.size
-        parts = [group.right(contents[end - kept : end]) for group, kept in stored.parts]
+        parts = [of_rank(rank, group.right(contents[end - kept : end])) for group, kept in stored.parts]
         return parts[0] if len(parts) == 1 else [content for part in parts for content in part]
+
+    def _keys(self, chunk: Any) -> Iterator[tuple[StoredObject, int, object]]:
+        """(object, rank, key) of all that is kept of a chunk."""
+        for stored in self.objects:
+            for rank in range(len(self._slots)):
+                yield stored, rank, self.key(stored, chunk, rank)
 
     def put(self, tokens: list[int]) -> None:
         """All objects of the whole chunks of this prompt, with what belongs in them."""
         keys, contents = self.keys(tokens, len(tokens), "")
-        for number, key in enumerate(keys):
-            for stored in self.objects:
-                self.cache[stored.key(key)] = self.right(stored, contents, number)
+        for number, chunk in enumerate(keys):
+            for stored, rank, key in self._keys(chunk):
+                self.cache[key] = self.right(stored, contents, number, rank)
 
     # ------------------------------------------------------------------ locks
 
     def lock(self, keys: list[Any], request_id: str) -> int:
         """How many of these chunks, from the first on, are hit; what the hit needs of them is locked."""
         found = self.cache.pinned_prefix(keys, request_id)
-        if found and len(self.objects) > 1:
+        if found and self._several:
             while found and any(key not in self.cache for key in self._needed(keys, found)):
                 found -= 1
             self.cache.unpin(request_id)
@@ -61,15 +75,31 @@ class Chunks:
         return found
 
     def _needed(self, keys: list[Any], hit: int) -> list[object]:
-        return [stored.key(keys[number]) for stored in self.objects for number in stored.needed(hit)]
+        return [
+            key
+            for number, chunk in enumerate(keys[:hit])
+            for stored, _, key in self._keys(chunk)
+            if number in stored.needed(hit)
+        ]
 
-    def unlock(self, request_id: str, keys: list[Any]) -> None:
-        """The request has no need of these chunks any more."""
-        if len(self.objects) > 1:
-            keys = [stored.key(key) for key in keys for stored in self.objects]
-        held = [key for key in self.cache.pins.get(request_id, ()) if key not in keys]
-        if held:
-            self.cache.pins[request_id] = held
+    def in_one_rank_only(self, chunk: Any) -> bool:
+        there = [key in self.cache for _, _, key in self._keys(chunk)] if len(self._slots) > 1 else []
+        return any(there) and not all(there)
+
+    def unlock(self, request_id: str, keys: list[Any], rank: int | None = None) -> None:
+        """The request has no need of these chunks any more, in this rank or in all."""
+        if self._several:
+            keys = [key for chunk in keys for _, of, key in self._keys(chunk) if rank in (None, of)]
+        self._keep_locked(request_id, [key for key in self.cache.pins.get(request_id, ()) if key not in keys])
+
+    def unlock_all(self, request_id: str, rank: int) -> None:
+        """The request has no need of anything in this rank any more."""
+        of_ranks = [(key, key[0] if isinstance(key[0], int) else 0) for key in self.cache.pins.get(request_id, ())]
+        self._keep_locked(request_id, [key for key, of in of_ranks if of != rank])
+
+    def _keep_locked(self, request_id: str, keys: list[Any]) -> None:
+        if keys:
+            self.cache.pins[request_id] = keys
         else:
             self.cache.unpin(request_id)
 
@@ -79,33 +109,33 @@ class Chunks:
         """Whether each KV group has the blocks of so many chunks; else the server neither stores nor loads."""
         return not self._all_null or all(
             len(blocks) * slots.block_size >= chunks * self.size
-            for blocks, slots in zip(groups, self._slots, strict=True)
+            for blocks, slots in zip(groups, self._slots[0], strict=True)
         )
 
     def not_stored(self, groups: list[list[int]], chunks: int) -> list[list[bool]]:
         """By object and chunk, whether the server leaves it out."""
         return self._all_null(groups, chunks) if self._all_null else [[False] * chunks]
 
-    def read(self, stored: StoredObject, groups: list[list[int]], number: int) -> tuple[list[int], bool]:
-        """What is in the slots of this object of the transfer's chunk, and whether null blocks are among them."""
+    def read(self, stored: StoredObject, groups: list[list[int]], number: int, rank: int) -> tuple[list[int], bool]:
+        """What is in the rank's slots of this object of the chunk, and whether null blocks are among them."""
         found: list[int] = []
         null = False
         for group, kept in stored.parts:
-            slots, places = self._slots[group.number], self._slots_of(groups, group, kept, number)
+            slots, places = self._slots[rank][group.number], self._slots_of(groups, group, kept, number)
             found += [slots.get(place) for place in places]
             null |= places[0] < slots.block_size
         return found, null
 
-    def load(self, groups: list[list[int]], keys: list[Any], skip_tokens: int) -> bool:
-        """Bring these chunks into the slots, but for the first tokens. False: not all of what is needed is there."""
+    def load(self, groups: list[list[int]], keys: list[Any], skip_tokens: int, rank: int) -> bool:
+        """Bring these chunks into the rank's slots, but for the first tokens. False: not all that it needs is there."""
         needed = [(stored, number) for stored in self.objects for number in stored.needed(len(keys))]
-        found = [self.cache.get(stored.key(keys[number])) for stored, number in needed]
+        found = [self.cache.get(self.key(stored, keys[number], rank)) for stored, number in needed]
         if None in found or not self.covered(groups, len(keys)):
             return False
         for (stored, number), contents in zip(needed, found, strict=True):
             position = 0
             for group, kept in stored.parts:
-                slots, begin = self._slots[group.number], (number + 1) * self.size - kept
+                slots, begin = self._slots[rank][group.number], (number + 1) * self.size - kept
                 for index, place in enumerate(self._slots_of(groups, group, kept, number)):
                     if begin + index >= skip_tokens and contents is not None:
                         slots.put(place, contents[position + index])

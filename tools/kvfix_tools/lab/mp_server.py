@@ -5,9 +5,12 @@ Whatever takes some steps is done `delay` steps after it was asked for, or at on
 
 from __future__ import annotations
 
+import bisect
 from collections import Counter, deque
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvfix_tools.lab import releases
 from kvfix_tools.lab.memory import Cache, Slots
@@ -38,19 +41,46 @@ class Heartbeat:
         self.stop_requested = True
 
     def beat(self) -> None:
-        if not self._event.is_set() and self._recover():
+        if self._server.down:
+            self._event.clear()
+        elif not self._event.is_set() and self._recover():
             self._event.set()
+
+
+def _client_without_socket() -> Any:
+    """LMCache's own, from 0.5.6 on: what it does when it is connected, and no more, is what the lab needs of it."""
+    try:
+        from lmcache.v1.multiprocess.transport.zmq_impl.mq import MessageQueueClient
+    except ImportError:
+        return None
+    client = MessageQueueClient.__new__(MessageQueueClient)
+    vars(client).update(pending_futures={}, pending_streams={}, socket=SimpleNamespace(recv_multipart=list))
+    client.process_inbound()
+    return client
+
+
+class _Due(NamedTuple):
+    """What happens in this step or later, and what it answers.
+
+    load: (rank, request) if it is one. late: what it does once the worker has given it up.
+    """
+
+    step: int
+    action: Callable[[], Any]
+    load: tuple[int, str] | None = None
+    late: Callable[[], Any] | None = None
 
 
 class Server:
     """What LMCache's adapters ask of their client and of their transfer context is answered under its own names.
 
-    Each load and store goes to `events`.
+    It serves all ranks; LMCache's key of a transfer has the rank (`worker_id`), that of a lookup has None. Each load
+    and store goes to `events`.
     """
 
     events: RequestEvents
 
-    def __init__(self, slots: Slots, cache: Cache, options: Options) -> None:
+    def __init__(self, memories: Sequence[Slots], cache: Cache, options: Options) -> None:
         from lmcache.v1.multiprocess.futures import MessagingFuture
 
         server = self
@@ -59,8 +89,8 @@ class Server:
             """To wait for it lets time pass: what is in flight is done, in its order, until this is."""
 
             def wait(self, timeout: float | None = None) -> bool:
-                while not self.query() and server._later:
-                    server._later.popleft()[-1]()
+                while not self.query() and server._later and not server.down:
+                    server._later.popleft().action()
                 return bool(super().wait(0))
 
             def to_cuda_future(self, device: Any = None) -> Any:
@@ -68,21 +98,26 @@ class Server:
                 return self
 
         self._future = Future
-        self.chunks = Chunks(slots, cache, options)
+        self.chunks = Chunks(memories, cache, options)
         self.chunk_size = options.chunk_size
         self._delay = options.delay
+        self._rank_delay = options.rank_delay
         self._now = 0
-        #: When it is due, whether it is a load, and what is done then.
-        self._later: deque[tuple[int, bool, Callable[[], None]]] = deque()
+        #: In the order in which it is due.
+        self._later: deque[_Due] = deque()
+        self._message_queue_client = _client_without_socket()
+        #: It does nothing, and answers no heartbeat.
+        self.down = False
         #: So many of the next lookups are not answered.
         self.unanswered = 0
         self.heartbeats: list[Heartbeat] = []
         #: Whether the server knows the worker's KV memory.
         self._registered = True
-        #: Requests whose next load fails.
-        self.failing: dict[str, int] = {}
-        self.loading: set[str] = set()
-        #: request -> stores in flight
+        #: By rank the requests whose next load fails.
+        self.failing: list[dict[str, int]] = [{} for _ in memories]
+        #: request -> loads in flight, of all ranks
+        self.loading: Counter[str] = Counter()
+        #: request -> stores in flight, of all ranks
         self.storing: Counter[str] = Counter()
         #: request -> chunks found, until that is answered; None: the prefetch is in flight
         self._hits: dict[str, int | None] = {}
@@ -94,8 +129,8 @@ class Server:
         self._now += 1
         for heartbeat in self.heartbeats:
             heartbeat.beat()
-        while self._later and self._later[0][0] <= self._now:
-            self._later.popleft()[-1]()
+        while self._later and self._later[0].step <= self._now and not self.down:
+            self._later.popleft().action()
 
     @property
     def busy(self) -> int:
@@ -106,13 +141,28 @@ class Server:
         future.set_result(result)
         return future
 
-    def _answer_later(self, action: Callable[[], Any], is_load: bool = False) -> Any:
-        """A future of what `action` returns when it is due."""
-        if not self._delay:
+    def _answer_later(self, action: Callable[[], Any], rank: int = 0, **of_load: Any) -> Any:
+        """A future of what `action` returns when it is due. of_load: `load` and `late`, if it is one."""
+        delay = self._delay + rank * self._rank_delay
+        if not (delay or self.down):
             return self._answer(action())
         future = self._future()
-        self._later.append((self._now + self._delay, is_load, lambda: future.set_result(action())))
+        due = _Due(self._now + delay, lambda: future.set_result(action()), **of_load)
+        self._later.insert(bisect.bisect_right(self._later, due.step, key=lambda each: each.step), due)
         return future
+
+    @contextmanager
+    def disconnected(self, client: Any) -> Iterator[None]:
+        """This client has lost its connection meanwhile, as its thread finds out."""
+        queue = getattr(client, "_message_queue_client", None)
+        if queue is not None:
+            queue.cancel_streams()
+        yield
+        if queue is not None:
+            self._answer_something(client)
+
+    def _answer_something(self, client: Any) -> None:
+        client._message_queue_client.process_inbound()
 
     # ------------------------------------------------------------------ lookups and their locks
 
@@ -134,7 +184,8 @@ class Server:
 
         def prefetch() -> None:
             keys, _ = self.chunks.keys(key.token_ids, key.end, key.cache_salt)
-            self._hits[key.request_id] = self.chunks.lock(keys, key.request_id)
+            self._hits[key.request_id] = found = self.chunks.lock(keys, key.request_id)
+            self.events.counts["ranks_differ"] += found < len(keys) and self.chunks.in_one_rank_only(keys[found])
 
         self._answer_later(prefetch)
         return self._answer(None)
@@ -181,70 +232,107 @@ class Server:
         return None
 
     def submit_store(self, request_id: str, key: Any, *rest: Any, **more: Any) -> Any:
-        groups, counts = _block_ids(rest), self.events.counts
-        self.events.stored(request_id, list(key.token_ids), key.start, key.end)
+        groups = _block_ids(rest)
+        return self._answer_store_later(key, lambda: self._registered and self._store(key, groups))
+
+    def _answer_store_later(self, key: Any, store: Callable[[], Any]) -> Any:
+        """A future of what `store` returns when it is due."""
+        request_id, rank = key.request_id, key.worker_id or 0
+        self.events.stored(request_id, list(key.token_ids), key.start, key.end, rank)
         self.storing[request_id] += 1
 
-        def store() -> bool:
+        def due() -> Any:
             self.storing[request_id] -= 1
-            if not self._registered:
-                return False
-            chunks, right = self._keys_from_start(key), self.events.right(request_id)
-            if not self.chunks.covered(groups, len(chunks)):
-                return False
-            counts["stores_of_groups"] += len(groups) > 1
-            left_out = self.chunks.not_stored(groups, len(chunks))
-            for number, chunk in enumerate(chunks):
-                place = number + key.start // self.chunk_size
-                for stored in self.chunks.objects:
-                    if left_out[stored.number][number]:
-                        counts["null_objects_left_out"] += 1
-                        continue
-                    read, null = self.chunks.read(stored, groups, number)
-                    if read != self.chunks.right(stored, right, place):
-                        message = f"other KV than that of tokens {place * self.chunk_size} on is stored under their key"
-                        self.events.wrong_content(request_id, message + ", from null blocks" * null)
-                    self.chunks.cache[stored.key(chunk)] = read
-            return True
+            return store()
 
-        return self._answer_later(store)
+        return self._answer_later(due, rank)
+
+    def _store(self, key: Any, groups: list[list[int]]) -> bool:
+        """What is in these blocks now is in the cache from now on; whether it is what belongs under its key is checked.
+
+        groups: blocks in each KV group, for all tokens of the key.
+        """
+        request_id, rank, counts = key.request_id, key.worker_id or 0, self.events.counts
+        chunks, right = self._keys_from_start(key), self.events.right(request_id)
+        if not self.chunks.covered(groups, len(chunks)):
+            return False
+        counts["stores_of_groups"] += len(groups) > 1
+        left_out = self.chunks.not_stored(groups, len(chunks))
+        for number, chunk in enumerate(chunks):
+            place = number + key.start // self.chunk_size
+            for stored in self.chunks.objects:
+                if left_out[stored.number][number]:
+                    counts["null_objects_left_out"] += 1
+                    continue
+                read, null = self.chunks.read(stored, groups, number, rank)
+                if read != self.chunks.right(stored, right, place, rank):
+                    message = f"other KV than that of tokens {place * self.chunk_size} on is stored under their key"
+                    self.events.wrong_content(request_id, message + ", from null blocks" * null)
+                self.chunks.cache[self.chunks.key(stored, chunk, rank)] = read
+        return True
 
     def submit_retrieve(self, request_id: str, key: Any, *rest: Any, skip_first_n_tokens: int = 0, **more: Any) -> Any:
-        groups = _block_ids(rest)
-        self.loading.add(request_id)
+        groups, rank = _block_ids(rest), key.worker_id or 0
+        self.loading[request_id] += 1
 
         def load() -> bool:
-            self.loading.discard(request_id)
             wanted = self._keys_from_start(key)
-            fails = request_id in self.failing or not self._registered
-            self.failing.pop(request_id, None)
-            done = not fails and self.chunks.load(groups, wanted, skip_first_n_tokens)
-            self.chunks.unlock(request_id, wanted)
-            if not done:
-                self.events.loaded(request_id, 0, 0)
+            fails = request_id in self.failing[rank] or not self._registered
+            self.failing[rank].pop(request_id, None)
+            done = not fails and self.chunks.load(groups, wanted, skip_first_n_tokens, rank)
+            self.chunks.unlock(request_id, wanted, rank)
+            return done
+
+        def load_in_time() -> bool:
+            self._end_load(request_id)
+            if not load():
+                self.events.loaded(request_id, 0, 0, rank)
                 return False
             self.events.counts["loads_of_groups"] += len(groups) > 1
-            self.events.loaded(request_id, key.end, key.end - key.start)
+            self.events.loaded(request_id, key.end, key.end - key.start, rank)
             return True
 
-        return self._answer_later(load, is_load=True)
+        return self._answer_later(load_in_time, rank, load=(rank, request_id), late=load)
+
+    def _end_load(self, request_id: str) -> None:
+        self.loading[request_id] -= 1
+        if not self.loading[request_id]:
+            del self.loading[request_id]
 
     def flush_inflight_stores(self, *args: Any, **more: Any) -> None:
         """All that is in flight is done before this returns, in releases whose transfer on CUDA waits for it at all."""
         if not releases.missing(releases.FLUSHES):
-            while self._later:
-                self._later.popleft()[-1]()
+            while self._later and not self.down:
+                self._later.popleft().action()
 
-    def lose_loads(self, unreported: set[str]) -> None:
-        """Loads in flight are never done, `unreported` ones were for nothing; stores and lookups are done at once."""
+    def give_up(self, rank: int, requests: set[str]) -> None:
+        """The worker reports these loads as failed. What it has asked for is done all the same, when it is due."""
+        for place, due in enumerate(self._later):
+            if due.load is not None and due.load[0] == rank and due.load[1] in requests:
+                self._later[place] = _Due(due.step, due.late or due.action)
+                self._end_load(due.load[1])
+        for name in sorted(requests):
+            self.events.may_fail.add(name)
+            self.events.loaded(name, 0, 0, rank)
+
+    def lose_loads(self, rank: int, unreported: set[str]) -> None:
+        """This rank's loads in flight are never done, `unreported` ones were for nothing.
+
+        Stores and lookups are done at once.
+        """
         in_flight, self._later = self._later, deque()
-        for _, is_load, action in in_flight:
-            if not is_load:
-                action()
-        for name in sorted(self.loading | unreported):
-            self.chunks.cache.unpin(name)
-            self.events.loaded(name, 0, 0)
-        self.loading.clear()
+        lost = set(unreported)
+        for due in in_flight:
+            if due.load is None:
+                due.action()
+            elif due.load[0] == rank:
+                lost.add(due.load[1])
+                self._end_load(due.load[1])
+            else:
+                self._later.append(due)
+        for name in sorted(lost):
+            self.chunks.unlock_all(name, rank)
+            self.events.loaded(name, 0, 0, rank)
 
     def forget_silent_worker(self) -> None:
         """As the server does when `worker_registration_grace_seconds` are over, in releases that have it."""

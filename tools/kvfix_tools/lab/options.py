@@ -6,7 +6,8 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 CONNECTORS = ("v1", "mp", "mp-in-tree")
-_ROLE = ("connector", "kv_role")
+#: Tokens in a chunk of the real server: it has one size.
+SERVER_CHUNK = 16
 
 
 @dataclass(frozen=True)
@@ -17,8 +18,17 @@ class Options:
     connector: str = "v1"
     #: In a MultiConnector, behind another one that is asked first (connector.py). v1 only.
     beside: bool = False
-    #: Steps that a lookup, load or store of the multi-process server takes; 0: none.
+    #: In a MultiConnector with vLLM's OffloadingConnector (offloading.py), which is asked first or last; "": without.
+    offloading: str = ""
+    #: Steps that a lookup, load or store of the multi-process server takes, 0: none. A copy of the
+    #: OffloadingConnector takes twice as many.
     delay: int = 1
+    #: Workers, the ranks of tensor parallelism. One, in a MultiConnector.
+    ranks: int = 1
+    #: Steps that a transfer of the multi-process server takes longer in the second rank. mp only.
+    rank_delay: int = 0
+    #: That server is a real `lmcache server` (mp_real.py), for one rank with one KV group. mp only, alone.
+    real_server: bool = False
     block_size: int = 16
     num_blocks: int = 64
     chunk_size: int = 64
@@ -55,11 +65,27 @@ class Options:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "windows", tuple(self.windows))  # JSON has lists
+        if self.ranks > 1 and (self.beside or self.offloading):
+            raise ValueError("the lab plays a MultiConnector with one rank")
+        if self.real_server and (
+            (self.connector, self.ranks, self.chunk_size) != ("mp", 1, SERVER_CHUNK) or self.windows or self.offloading
+        ):
+            raise ValueError(
+                "the lab plays a real server with mp, without a MultiConnector, with one rank, one KV group and chunks "
+                f"of {SERVER_CHUNK} tokens"
+            )
+
+    @property
+    def asked_before(self) -> int:
+        """Connectors of the MultiConnector that vLLM asks before LMCache's."""
+        return self.beside + (self.offloading == "first")
 
     @property
     def changed(self) -> list[str]:
         """What is not as it comes: settings of LMCache, and options that are no sizes by their own names."""
         no_sizes = [
-            each for each in fields(self) if each.type in ("bool", "str", "tuple[int, ...]") and each.name not in _ROLE
+            each
+            for each in fields(self)
+            if (each.type in ("bool", "str", "tuple[int, ...]") or each.name == "ranks") and each.name != "connector"
         ]
         return [*(each.name for each in no_sizes if getattr(self, each.name) != each.default), *self.lmcache]

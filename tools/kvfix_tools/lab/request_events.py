@@ -26,24 +26,35 @@ STUCK = 8
 LOOKUP_TIMEOUT = 3.0
 #: What a run counts: tokens of loads and stores, steps without a free block and with a transfer or lookup of the
 #: multi-process server in flight, evicted chunks; requests, calls and answers else.
+#: With several ranks: transfers that one has reported and another has not yet; lookups that find different chunks in
+#: them, and loads that failed in one of them alone.
 #: Transfers with several KV groups, and what the server did not store because all its blocks are null.
+#: Loads and stores by role; stores for a decoder, and requests of which nothing may be stored. In a MultiConnector:
+#: promises of LMCache's that were passed over for another one's, and chunks and loads of the OffloadingConnector.
 #: A store of the in-process connector ends within its step: no request is aborted in one.
 COUNTED = (
     "preemptions", "loaded_tokens", "stored_tokens", "finished", "full_steps", "aborted", "aborted_waiting",
     "aborted_running", "aborted_preempted", "aborted_looking", "aborted_loading", "aborted_storing", "ids_used_again",
     "resets", "evicted", "evicted_pinned", "loads_failed", "loads_partial", "lookups_unanswered", "busy_steps",
     "loaded_beside", "connector_resets", "loads_of_groups", "stores_of_groups", "null_objects_left_out",
-    "drafts_proposed", "drafts_accepted", "drafts_rejected", "inputs", "pauses",
+    "ranks_apart", "ranks_differ", "failed_on_one_rank",
+    "drafts_proposed", "drafts_accepted", "drafts_rejected", "inputs", "pauses", "loads_of_kv_both",
+    "loads_of_kv_producer", "loads_of_kv_consumer", "stores_of_kv_both", "stores_of_kv_producer",
+    "stores_of_kv_consumer", "stores_for_decoder", "not_to_store", "passed_over", "loads_offloaded", "stores_offloaded",
 )  # fmt: skip
 
 
 class RequestEvents:
     """`log`: (step, event). `findings`: what rules say of them, the ledger's and the lab's own."""
 
-    def __init__(self, scheduler: Scheduler, connector: Connector, model: Model) -> None:
+    def __init__(self, scheduler: Scheduler, connector: Connector, model: Model, ranks: int = 1) -> None:
         self._scheduler = scheduler
         self._connector = connector
         self._model = model
+        self._ranks = ranks
+        #: request -> what each rank has loaded of what is due, as (end, tokens)
+        self._arrived: dict[str, dict[int, tuple[int, int]]] = {}
+        self._found: dict[str, int] = {}
         self.steps = 0
         #: The lab's own time, in seconds.
         self.seconds = 0.0
@@ -52,6 +63,9 @@ class RequestEvents:
         self.counts = Counter(dict.fromkeys(COUNTED, 0))
         if model.drafter is not None:
             model.drafter.counts = self.counts
+        self._role = scheduler.vllm_config.kv_transfer_config.kv_role
+        #: request -> what LMCache has promised last
+        self._promised: dict[str, int] = {}
         self._ledger = Ledger()
         self._ended: set[str] = set()
         self._preemptions: dict[str, int] = {}
@@ -85,12 +99,15 @@ class RequestEvents:
             promised, asynchronous = ask(request, computed)
             hit = self._connector.reader.hit(request.request_id)
             self.hits[request.request_id] = hit or 0
+            self._promised[request.request_id] = promised or 0
             (self.undecided.add if promised is None else self.undecided.discard)(request.request_id)
             self.add(ev.Asked(request.request_id, request.num_tokens, computed, hit, promised, asynchronous))
             return promised, asynchronous
 
         def granted(request: Any, blocks: Any, external: int) -> Any:
             self.add(ev.Granted(request.request_id, external))
+            passed_over = not external and self._promised.pop(request.request_id, 0) > 0
+            self.counts["passed_over"] += passed_over and self._connector.loads_by_other(request.request_id)
             return grant(request, blocks, external)
 
         connector.get_num_new_matched_tokens = asked
@@ -113,12 +130,13 @@ class RequestEvents:
     def scheduled(self, output: Any, metadata: Any) -> None:
         first = {new.req_id for new in output.scheduled_new_reqs}.union(scheduling.resumed(output))
         for load in self._connector.reader.loads(metadata) or []:
+            self._arrived.pop(load[0], None)
             self.add(ev.LoadDue(*load))
         drafts = output.scheduled_spec_decode_tokens
         for name, tokens in output.num_scheduled_tokens.items():
             done = self._model.start(name, tokens)
             tokens -= len(drafts.get(name, ()))
-            capacity = len(self._model.blocks(name)) * self._model.slots.block_size
+            capacity = len(self._model.blocks(name)) * self._model.memories[0].block_size
             self.add(ev.Scheduled(name, done, tokens, capacity, name in first))
 
     def ended(self) -> None:
@@ -126,6 +144,7 @@ class RequestEvents:
             if request.is_finished() and name not in self._ended:
                 self._ended.add(name)
                 self.counts["finished"] += 1
+                self.counts["not_to_store"] += bool(self._connector.not_to_store(request))
                 at = self._model.wrong_text(name)
                 if at is not None:
                     self.violated(rules.WRONG_TEXT, name, f"token {at} is not what the model says there")
@@ -152,14 +171,15 @@ class RequestEvents:
     def stands_still(self, answer: Answer | None) -> None:
         """Whether a request can move, after a step that has scheduled nothing; None: after another one.
 
-        It is reported if two steps in a row say so: a lookup may have been answered since the scheduler asked for it.
+        It is reported if three steps in a row say so: a lookup may have been answered since the scheduler asked for it,
+        and the answer thrown away as that of one that was given up (KVF036).
         """
         before, steps = self._still
         if answer is None or answer.verdict != "violated":
             self._still = None, 0
             return
         self._still = answer, steps + 1 if answer == before else 1
-        if self._still[1] == 2:
+        if self._still[1] == 3:
             self.violated(rules.NO_REQUEST_CAN_MOVE, answer.request, answer.message)
 
     def never_end(self) -> None:
@@ -176,9 +196,24 @@ class RequestEvents:
 
     # ------------------------------------------------------------------ what the connector did
 
-    def loaded(self, name: str, end: int, tokens: int) -> None:
-        """A load is done: so many tokens were moved, the last before `end`."""
+    def found(self, name: str, tokens: int, rank: int) -> None:
+        """A rank answers a lookup."""
+        if not rank:
+            self._found[name] = tokens
+        self.counts["ranks_differ"] += self._found.get(name) != tokens
+
+    def loaded(self, name: str, end: int, tokens: int, rank: int = 0) -> None:
+        """A load is done in this rank: so many tokens were moved, the last before `end`.
+
+        With several ranks it is done with the last of them, and has brought what it has in all.
+        """
+        arrived = self._arrived.setdefault(name, {})
+        arrived[rank] = end, tokens
+        if len(arrived) < self._ranks:
+            return
+        end, tokens = min(arrived.values())
         self.counts["loaded_tokens"] += tokens
+        self.counts[f"loads_of_{self._role}"] += 1
         self.add(ev.Loaded(name, tokens, end))
         due = self._ledger.histories[name].due
         if due is not None and end < due.end:
@@ -186,12 +221,18 @@ class RequestEvents:
                 self.violated(rules.LOAD_CAME_SHORT, name, f"loaded up to {end} of {due.end} that were promised")
             self.counts["loads_partial" if tokens else "loads_failed"] += 1
             self.add(ev.LoadFailed(name, None))
-        self.may_fail.discard(name)
+        if not any(name in worker.failing for worker in self._connector.workers):
+            self.may_fail.discard(name)
 
-    def stored(self, name: str, tokens: list[int], start: int, end: int) -> None:
-        """What was hit is there, also if the load of it failed."""
-        self.counts["stored_tokens"] += end - start
-        self.add(ev.Stored(name, start, end, self.hits.get(name, 0)))
+    def stored(self, name: str, tokens: list[int], start: int, end: int, rank: int = 0) -> None:
+        """What was hit is there, also if the load of it failed. All ranks are to store the same."""
+        if not rank:
+            self.counts["stored_tokens"] += end - start
+            self.counts[f"stores_of_{self._role}"] += 1
+            self.add(ev.Stored(name, start, end, self.hits.get(name, 0)))
+        why_not = self._connector.not_to_store(self._model.requests[name])
+        if why_not:
+            self.violated(rules.STORED_AGAINST_POLICY, name, f"tokens {start} to {end} are stored, and {why_not}")
         if not self._model.prefixes[name].is_prefix(tokens):
             self.wrong_content(name, f"stores {len(tokens)} tokens that are not the first ones of the request")
 

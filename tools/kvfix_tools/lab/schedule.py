@@ -12,7 +12,7 @@ import random
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
-from kvfix_tools.lab.options import CONNECTORS, Options
+from kvfix_tools.lab.options import CONNECTORS, SERVER_CHUNK, Options
 from kvfix_tools.lab.releases import DRAWN_SINCE
 
 FORMAT = 1
@@ -26,7 +26,23 @@ _ASYNCHRONOUS = {"slow_lookups": 2, "wait": 1}
 #: Only where another connector is there: it has the next request, or one that was preempted.
 _MULTI_CONNECTOR = {"is_beside": 5}
 #: Drawn for three seeds of ten each, by what they are called in DRAWN_SINCE.
-_SOMETIMES = {"pause": {"pause": 1, "unpause": 3}, "sessions": {"session": 3, "input": 6, "end_input": 1}}
+_SOMETIMES = {
+    "pause": {"pause": 1, "unpause": 3},
+    "sessions": {"session": 3, "input": 6, "end_input": 1},
+    "roles": {"configured": 6, "stored_elsewhere": 3},
+}
+#: What a request can ask of LMCache's in-process connector, in its `kv_transfer_params`: to store nothing of it, or to
+#: hand it on to a decoder, as a proxy asks the instance for prefill.
+CONFIGURED: dict[str, dict[str, Any]] = {
+    "skip_save": {"lmcache.skip_save": True},
+    "prefill": {
+        "ret_first_tok": True,
+        "disagg_spec": {
+            "req_id": "r", "receiver_host": "decoder", "receiver_init_port": [1], "receiver_alloc_port": [2]
+        },
+    },
+}  # fmt: skip
+_ROLES = ("kv_producer", "kv_consumer", "kv_both")
 KINDS = frozenset((*_PLAIN, *_FAULTS, *_ASYNCHRONOUS, *_MULTI_CONNECTOR, "lose_loads", "new_weights")).union(
     *_SOMETIMES.values()
 )
@@ -75,14 +91,20 @@ def _settings(connector: str, chunk: int) -> dict[str, tuple[Any, ...]]:
     return {"mp.eager_prefetch": (True,), "mp.save_decode_cache": (True,)} if connector == "mp" else {}
 
 
-def draw(seed: int, connector: str, plain: bool = False, lacks: Collection[str] = ()) -> Schedule:
+def draw(
+    seed: int, connector: str, plain: bool = False, lacks: Collection[str] = (), real_server: bool = False
+) -> Schedule:
     """The schedule of this seed. plain: default options of LMCache, no aborts, failed loads, evictions and sessions.
 
-    lacks: settings and options that what is installed does not have.
+    lacks: settings and options that what is installed does not have. real_server: for one, and what it is played with.
     """
+    if real_server:
+        lacks = {*lacks, "ranks", "windows", "offloading", "roles"}
     rng = random.Random(seed)
     block = rng.choice((4, 8, 16))
     chunk = block * rng.choice((1, 2, 4) if connector != "v1" else (1, 2, 3, 4))
+    if real_server:
+        chunk = SERVER_CHUNK
     blocks = rng.randrange(12, 48)
     room = block * (blocks - 2)
     settings = {} if plain else _settings(connector, chunk)
@@ -101,23 +123,33 @@ def draw(seed: int, connector: str, plain: bool = False, lacks: Collection[str] 
         lmcache=lmcache,
         beside=connector == "v1" and not plain and rng.random() < 0.2,
         delay=1 if plain else rng.choice((1, 1, 2, 5)),
+        real_server=real_server,
         kv_load_failure_policy="recompute" if plain else rng.choice(("recompute", "recompute", "fail")),
     )
     # each from a generator of its own, so that the rest of a seed is the same where they are not drawn
     drawn = {name for name in DRAWN_SINCE if name not in lacks and random.Random(f"{name} {seed}").random() < 0.3}
     if plain:
-        drawn.discard("sessions")
+        drawn -= {"sessions", "roles"}
     switches: dict[str, Any] = {name: name in drawn for name in ("async_scheduling", "model_runner_v2")}
     if not plain and "policy" not in lacks and random.Random(f"policy {seed}").random() < 0.2:
         switches["policy"] = "priority"
     may_load_by_layers = connector == "v1" and not plain and "enable_async_loading" not in lmcache
     if may_load_by_layers and "use_layerwise" not in lacks and random.Random(f"use_layerwise {seed}").random() < 0.2:
         lmcache["use_layerwise"] = True
+    if "roles" in drawn:
+        switches["kv_role"] = random.Random(f"role {seed}").choice(_ROLES)
     if "drafter" in drawn:
         switches |= _drafts(random.Random(f"drafts {seed}"), block)
+    may_have_ranks = not plain and not options.beside and "ranks" not in lacks
+    if may_have_ranks and random.Random(f"ranks {seed}").random() < 0.25:
+        switches |= {"ranks": 2, "rank_delay": random.Random(f"rank_delay {seed}").choice((0, 1, 3))}
     options = dataclasses.replace(options, **switches)
-    if connector == "mp" and not plain and not options.drafter and "windows" not in lacks:
+    if connector == "mp" and not plain and "windows" not in lacks:
         options = _with_windows(options, random.Random(f"windows {seed}"))
+    own = random.Random(f"offloading {seed}")
+    may_offload = connector in ("v1", "mp") and not plain and not options.windows and options.ranks == 1
+    if may_offload and "offloading" not in lacks and own.random() < 0.2:
+        options = dataclasses.replace(options, offloading=own.choice(("first", "last")))
     weights = dict(_PLAIN) if plain else {**_PLAIN, **_FAULTS}
     if connector != "v1" and not plain:
         weights["lose_loads"] = 1
@@ -127,11 +159,13 @@ def draw(seed: int, connector: str, plain: bool = False, lacks: Collection[str] 
         weights |= _MULTI_CONNECTOR
     for name, kinds in _SOMETIMES.items():
         weights |= kinds if name in drawn else {}
+    if connector != "v1":
+        weights.pop("configured", None)
     names = list(weights)
     steps: list[DrawnStep] = []
     for number in range(rng.randrange(30, 160)):
         kind = rng.choices(names, [weights[name] for name in names])[0] if number else "admit"
-        steps.append(_step(rng, kind, number, options, room))
+        steps.append((*_step(rng, kind, number, options, room), *_rank(rng, kind, options)))
     own = random.Random(f"new_weights {seed}")
     if not plain and "new_weights" not in lacks and own.random() < 0.2:
         steps.insert(own.randrange(len(steps)), ("new_weights",))
@@ -148,7 +182,8 @@ def _with_windows(options: Options, rng: random.Random) -> Options:
     # LMCache takes a window shorter than a chunk only in whole blocks (v1/kv_layer_groups.py 0.5.6:727)
     windows = tuple(rng.sample(sorted({block, chunk, 2 * chunk, chunk + block}), rng.choice((1, 1, 2))))
     # as many as a request of the longest prompt takes, for vLLM starts with no fewer (kv_cache_interface.py 0.32.0:859)
-    in_flight = options.max_num_batched_tokens * (1 + options.async_scheduling)
+    # and those that it keeps, and allocates ahead, for drafts
+    in_flight = options.max_num_batched_tokens * (1 + options.async_scheduling) + 2 * options.drafts
     most = [-(-min(window - 1 + in_flight, options.max_model_len) // block) + 1 for window in windows]
     return dataclasses.replace(
         options,
@@ -170,16 +205,28 @@ def _drafts(rng: random.Random, block: int) -> dict[str, Any]:
     }
 
 
+def _rank(rng: random.Random, kind: str, options: Options) -> DrawnStep:
+    """In which rank it happens, where there are several. A server's silence may concern all, and its cache is one."""
+    kinds = ("fail_load", "lose_loads", "evict" if options.connector == "v1" else "")
+    if options.ranks == 1 or kind not in kinds or (kind == "lose_loads" and rng.random() < 0.5):
+        return ()
+    return (rng.randrange(options.ranks),)
+
+
 def _step(rng: random.Random, kind: str, number: int, options: Options, room: int) -> DrawnStep:
-    if kind in ("admit", "admit_again"):
+    if kind in ("admit", "admit_again", "configured"):
         # few prompts, so that they share prefixes; lengths around the edges of blocks and chunks
         whole = rng.randrange(1, max(2, room // options.chunk_size)) * options.chunk_size
         tokens = max(1, min(room - 40, whole + rng.choice((-1, 0, 0, 1, rng.randrange(options.chunk_size)))))
         # vLLM makes every id its own (input_processor.py 0.32.0:371). The worker of the multi-process connector builds
         # on it: it reports no id twice (vllm_multi_process_adapter.py 0.5.6:2034), so the second one is never freed.
-        again = kind == "admit_again" and options.connector == "v1"
+        # So does the OffloadingConnector, whose stores go on after their request.
+        again = kind == "admit_again" and options.connector == "v1" and not options.offloading
         which = rng.randrange(8) if again else number
-        return ("admit", f"r{which}", rng.randrange(3), tokens, rng.choice((1, 2, 5, 20, 30)))
+        drawn = (f"r{which}", rng.randrange(3), tokens, rng.choice((1, 2, 5, 20, 30)))
+        return (kind, *drawn, rng.choice(tuple(CONFIGURED))) if kind == "configured" else ("admit", *drawn)
+    if kind == "stored_elsewhere":
+        return (kind, rng.randrange(3), rng.randrange(1, room))
     if kind in ("session", "input"):
         session = f"r{number}" if kind == "session" else rng.randrange(3)
         return (kind, session, rng.randrange(3), rng.randrange(1, room // 8), rng.choice((1, 2, 5)))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -21,15 +21,16 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from kvfix.connector_events import readers
 from kvfix_tools.lab import vllm_objects
 from kvfix_tools.lab.connector import Connector
-from kvfix_tools.lab.memory import Cache, Prefix, Slots
+from kvfix_tools.lab.memory import Cache, Prefix, Slots, of_rank
 from kvfix_tools.lab.options import Options
+from kvfix_tools.lab.workers import Worker
 
 if TYPE_CHECKING:
     from kvfix_tools.lab.request_events import RequestEvents
 
 ADAPTER = "lmcache.integration.vllm.vllm_v1_adapter"
 #: What the worker's adapter has of the scheduler's.
-_SHARED = ["kv_role", "config", "async_loading", "_block_size", "_lmcache_chunk_size", "_stats_monitor", "_vllm_config"]
+_SHARED = ["kv_role", "config", "async_loading", "_block_size", "_lmcache_chunk_size", "_stats_monitor"]
 
 
 class LookupSocket:
@@ -65,13 +66,14 @@ class LookupSocket:
 
 
 class CacheEngine:
-    """In place of `LMCacheEngine`: the calls that the adapter makes of it, on the lab's memory."""
+    """In place of `LMCacheEngine` of one rank: the calls that the adapter makes of it, on the lab's memory."""
 
     storage_manager = None
     gpu_connector = None
     events: RequestEvents
 
-    def __init__(self, slots: Slots, cache: Cache, tokens: Any) -> None:
+    def __init__(self, rank: int, slots: Slots, cache: Cache, tokens: Any) -> None:
+        self.rank = rank
         self.slots = slots
         self.cache = cache
         self.tokens = tokens
@@ -92,7 +94,9 @@ class CacheEngine:
     def lookup(self, hashes: list[Any], offsets: list[int], lookup_id: str, configs: str = "") -> int:
         """Tokens found, pinned for this lookup (LMCacheEngine.lookup with pin=True)."""
         tags = tags_of(json.loads(configs) if configs else None)
-        return sum(offsets[: self.cache.pinned_prefix([(key, *tags) for key in hashes], lookup_id)])
+        found = sum(offsets[: self.cache.pinned_prefix([(key, *tags) for key in hashes], lookup_id)])
+        self.events.found(lookup_id, found, self.rank)
+        return found
 
     def lookup_unpin(self, lookup_ids: str | list[str]) -> None:
         for lookup_id in [lookup_ids] if isinstance(lookup_ids, str) else lookup_ids:
@@ -113,7 +117,7 @@ class CacheEngine:
                 self.slots.put(slot, content)
             moved[start:end] = True
             last = end
-        self.events.loaded(name, last, int(moved.sum()))
+        self.events.loaded(name, last, int(moved.sum()), self.rank)
         return moved
 
     def chunk(self, name: str, key: object) -> list[int] | None:
@@ -123,13 +127,14 @@ class CacheEngine:
     def store(self, tokens: Any, mask: Any = None, **more: Any) -> None:
         """Slots into the cache, chunk by chunk; a chunk that is there already stays as it is."""
         slot_mapping, name = more["slot_mapping"].tolist(), self._name(more)
+        self.events.counts["stores_for_decoder"] += more.get("transfer_spec") is not None
         first, last = None, 0
         for start, end, key in self._keys(tokens, mask, more):
             first, last = start if first is None else first, end
             if key not in self.cache:
                 self.cache[key] = [self.slots.get(slot) for slot in slot_mapping[start:end]]
         if first is not None:
-            self.events.stored(name, list(tokens), first, last)
+            self.events.stored(name, list(tokens), first, last, self.rank)
 
     def begin(self, metadata: Any) -> None:
         """A step begins, with these metadata of the scheduler's role."""
@@ -160,37 +165,59 @@ def tags_of(configs: dict[str, Any] | None) -> list[tuple[str, Any]]:
     return sorted(item for item in (configs or {}).items() if item[0].startswith("lmcache.tag."))
 
 
+class V1Worker(Worker):
+    """One rank: the real adapter in the worker's role, over the lab's cache engine."""
+
+    def __init__(self, cache_engine: CacheEngine, called: Any, in_worker: Any, adapter: Any) -> None:
+        super().__init__(cache_engine.rank, cache_engine.slots, called, in_worker, adapter, cache_engine.failing)
+        self.cache_engine = cache_engine
+
+    def bind(self, metadata: Any) -> None:
+        super().bind(metadata)
+        self.cache_engine.begin(self.in_worker._get_connector_metadata())
+
+    def failed_blocks(self) -> set[int]:
+        return set(self.adapter._invalid_block_ids)
+
+
 class V1(Connector):
     """Both roles, joined by the lab's memory."""
 
     engine: type[CacheEngine] = CacheEngine
+    worker: type[V1Worker] = V1Worker
 
-    def __init__(self, options: Options, slots: Slots, cache: Cache) -> None:
-        self.scheduler = vllm_objects.scheduler(options, vllm_objects.vllm_config(options))
-        self.in_scheduler = self.scheduler.connector
-        if options.beside:
-            self.other, self.in_scheduler = self.scheduler.connector._connectors
+    def __init__(self, options: Options, memories: Sequence[Slots], caches: Sequence[Cache]) -> None:
+        config = vllm_objects.vllm_config(options)
+        self.scheduler = vllm_objects.scheduler(options, config)
+        self.in_scheduler = self._of_lmcache(options, self.scheduler.connector)
+        self._role = options.kv_role
         self.scheduler_adapter = self.in_scheduler._lmcache_engine
-        self.cache_engine = self._join(self.scheduler_adapter.lookup_client, slots, cache)
-        self.failing = self.cache_engine.failing
-        self.worker_adapter = self._make_worker_adapter()
-        kind: Any = type(self.in_scheduler)
-        self.in_worker = kind.__new__(kind)
-        vars(self.in_worker).update(_lmcache_engine=self.worker_adapter, _connector_metadata=None)
-        vars(self.in_worker).update(_role=KVConnectorRole.WORKER)
-        self.worker_adapter._parent = self.in_worker
+        module: Any = sys.modules[type(self.scheduler_adapter).__module__]
+        module.tmp_disagg_tracker.clear()  # all engines in this process share it
+        client = self.scheduler_adapter.lookup_client
+        ranks = enumerate(zip(memories, caches, strict=True))
+        self.cache_engines = [self.engine(rank, *memory, client.token_database) for rank, memory in ranks]
+        self._join(client)
+        self.workers = [self._make_worker(each, vllm_objects.of_rank(config, each.rank)) for each in self.cache_engines]
+        self._join_others(options)
         self.reader = readers.V1(self.in_scheduler)
 
-    def _join(self, client: Any, slots: Slots, cache: Cache) -> CacheEngine:
-        """The worker's cache, answering the scheduler's lookup client."""
-        cache_engine = self.engine(slots, cache, client.token_database)
+    def _join(self, client: Any) -> None:
+        """The workers' caches answer the scheduler's lookup client."""
         owner = getattr(client, "transport", client)
-        self.socket = LookupSocket(cache_engine.lookup, packed=owner is not client)
-        owner.sockets = [self.socket]
+        self.sockets = [LookupSocket(each.lookup, packed=owner is not client) for each in self.cache_engines]
+        owner.sockets = list(self.sockets)
         owner._recreate_socket = owner._recreate_all_sockets = lambda *_: None
-        return cache_engine
 
-    def _make_worker_adapter(self) -> Any:
+    def _make_worker(self, cache_engine: CacheEngine, config: Any) -> V1Worker:
+        adapter = self._make_adapter(cache_engine)
+        kind: Any = type(self.in_scheduler)
+        in_worker = kind.__new__(kind)
+        vars(in_worker).update(_lmcache_engine=adapter, _connector_metadata=None, _role=KVConnectorRole.WORKER)
+        vars(adapter).update(_parent=in_worker, _vllm_config=config)
+        return self.worker(cache_engine, self._called(in_worker), in_worker, adapter)
+
+    def _make_adapter(self, cache_engine: CacheEngine) -> Any:
         """The adapter in the worker's role. Its `__init__` would start servers and ask for a GPU connector."""
         kind: Any = type(self.scheduler_adapter)
         module = sys.modules[kind.__module__]
@@ -212,31 +239,38 @@ class V1(Connector):
             kv_caches={"layer": torch.zeros(1)},
         )
         if isinstance(getattr(kind, "lmcache_engine", None), property):
-            adapter._manager = SimpleNamespace(lmcache_engine=self.cache_engine, lookup_client=None)
+            adapter._manager = SimpleNamespace(lmcache_engine=cache_engine, lookup_client=None)
         else:
-            adapter.lmcache_engine = self.cache_engine
+            adapter.lmcache_engine = cache_engine
         return adapter
 
     def listen(self, events: RequestEvents) -> None:
-        self.events = self.cache_engine.events = self.socket.events = events
+        super().listen(events)
+        for engine in self.cache_engines:
+            engine.events = events
+        for socket in self.sockets:
+            socket.events = events
 
     def stored_elsewhere(self, prompt: list[int]) -> None:
         """A step: another instance has stored this prompt in the cache, whole chunks of it."""
         contents, size = Prefix().of(prompt), self.scheduler_adapter._lmcache_chunk_size
-        for start, end, key in self.cache_engine.tokens.process_tokens(prompt, make_key=False):
-            if end - start == size:
-                self.cache_engine.cache[(key,)] = contents[start:end]
+        for start, end, key in self.cache_engines[0].tokens.process_tokens(prompt, make_key=False):
+            for each in self.cache_engines if end - start == size else ():
+                each.cache[(key,)] = of_rank(each.rank, contents[start:end])
 
     def lookups_fail(self, how_many: int) -> None:
-        """A step: so many of the next lookups time out, which is answered as no hit. It takes the lab's time only."""
-        self.socket.fails = how_many
+        """A step: so many of the next lookups time out, which is answered as no hit. It takes the lab's time only.
 
-    def start_step(self, metadata: Any, forward: bool) -> None:
-        self.cache_engine.begin(metadata)
-        super().start_step(metadata, forward)
+        The last rank does not answer.
+        """
+        self.sockets[-1].fails = how_many
 
-    def failed_blocks(self) -> set[int]:
-        return set(self.worker_adapter._invalid_block_ids)
+    def not_to_store(self, request: Any) -> str:
+        """0.5.6 vllm_v1_adapter.py:1109 and 300: what is for a decoder is its transfer, and is not left out."""
+        if self._role == "kv_consumer":
+            return "this instance is a kv_consumer"
+        asked = request.kv_transfer_params or {}
+        return "it asks for lmcache.skip_save" if "lmcache.skip_save" in asked and "disagg_spec" not in asked else ""
 
     def kept(self) -> dict[str, set[str]]:
-        return {**super().kept(), readers.PINS: set(self.cache_engine.cache.pins)}
+        return {**super().kept(), readers.PINS: set().union(*(each.cache.pins for each in self.cache_engines))}

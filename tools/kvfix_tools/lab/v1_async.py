@@ -13,14 +13,10 @@ import sys
 from collections import deque
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvfix_tools.lab.connector import CLIENT
-from kvfix_tools.lab.memory import Cache, Slots
 from kvfix_tools.lab.v1 import V1, CacheEngine, tags_of
-
-if TYPE_CHECKING:
-    from kvfix_tools.lab.request_events import RequestEvents
 
 
 class MessageQueue:
@@ -49,7 +45,7 @@ class MessageQueue:
 
 
 class PrefetchingEngine(CacheEngine):
-    """The worker's cache with asynchronous loading: a lookup that hits has its chunks fetched, for one load.
+    """A worker's cache with asynchronous loading: a lookup that hits has its chunks fetched, for one load.
 
     Chunks are taken as they are when the lookup is answered: a later eviction does not touch them, as in LMCache,
     where a fetched object is referenced. `delay`: steps until a lookup is answered. `fetched`: LMCache's events of
@@ -97,6 +93,7 @@ class PrefetchingEngine(CacheEngine):
             if found:
                 self.fetched[name] = {key: list(self.cache.get(key) or ()) for key in keys[:found]}
             self.unanswered.discard(name)
+            self.events.found(name, sum(offsets[:found]), self.rank)
             self.respond(name, sum(offsets[:found]))
 
     def retrieve(self, tokens: Any, mask: Any = None, **more: Any) -> Any:
@@ -124,30 +121,28 @@ class PrefetchingEngine(CacheEngine):
 
 
 class AsyncV1(V1):
-    """The v1 connector with `enable_async_loading`: the client in the scheduler, joined with a server over the cache.
+    """The v1 connector with `enable_async_loading`: the client in the scheduler, and a server over each rank's cache.
 
-    `now`: the time of day at both ends, in seconds. Sleeping between polls makes it pass, and so does `wait`.
+    `now`: the time of day at all ends, in seconds. Sleeping between polls makes it pass, and so does `wait`.
     """
 
-    cache_engine: PrefetchingEngine
+    engine = PrefetchingEngine
+    cache_engines: list[PrefetchingEngine]  # type: ignore[assignment]
 
-    def _join(self, client: Any, slots: Slots, cache: Cache) -> PrefetchingEngine:
+    def _join(self, client: Any) -> None:
         module: Any = sys.modules[CLIENT]
-        engine = PrefetchingEngine(slots, cache, client.token_database)
         self.client = client
-        self.server = server = module.LMCacheAsyncLookupServer.__new__(module.LMCacheAsyncLookupServer)
-        server.lmcache_engine = engine
-        self.to_worker, self.to_scheduler = MessageQueue(server), MessageQueue(client)
-        client.push_sockets, client.pull_socket = [self.to_worker], self.to_scheduler
-        server.pull_socket, server.push_socket = self.to_worker, self.to_scheduler
-        engine.respond = server.send_response_to_scheduler
+        self.to_scheduler, self.to_workers = MessageQueue(client), []
+        for engine in self.cache_engines:
+            server = module.LMCacheAsyncLookupServer.__new__(module.LMCacheAsyncLookupServer)
+            server.lmcache_engine = engine
+            server.pull_socket, server.push_socket = MessageQueue(server), self.to_scheduler
+            self.to_workers.append(server.pull_socket)
+            engine.respond = server.send_response_to_scheduler
+        client.push_sockets, client.pull_socket = list(self.to_workers), self.to_scheduler
+        self.sockets = []
         self.now = 0.0
         module.time = SimpleNamespace(time=lambda: self.now, sleep=self.wait)
-        return engine
-
-    def listen(self, events: RequestEvents) -> None:
-        """No lookup is waited for."""
-        self.events = self.cache_engine.events = events
 
     def wait(self, seconds: float) -> None:
         """A step: so much time passes for lookups, which are given up after `lookup_timeout_ms`."""
@@ -155,38 +150,45 @@ class AsyncV1(V1):
 
     def tick(self) -> None:
         """A step takes a tenth of a second of the lookups' time: one that is never answered is given up after 30."""
+        super().tick()
         self.wait(0.1)
 
-    def start_step(self, metadata: Any, forward: bool) -> None:
-        """First messages to the worker, its answers, messages to the scheduler."""
-        self.to_worker.deliver(self.server.process_requests_from_scheduler)
-        self.cache_engine.answer()
+    def exchange(self) -> None:
+        """First messages to the workers, their answers, messages to the scheduler."""
+        for queue, engine in zip(self.to_workers, self.cache_engines, strict=True):
+            queue.deliver(queue.reader.process_requests_from_scheduler)
+            engine.answer()
         self.to_scheduler.deliver(self.client.process_responses_from_workers)
-        super().start_step(metadata, forward)
 
     def slow_lookups(self, steps: int) -> None:
-        """A step: lookups made from now on are answered so many steps later than they could be."""
-        self.cache_engine.delay = steps
+        """A step: lookups made from now on are answered so many steps later than they could be.
+
+        The first rank answers at once: where there are several, one waits for another.
+        """
+        for engine in self.cache_engines[1:] or self.cache_engines:
+            engine.delay = steps
 
     def lookups_fail(self, how_many: int) -> None:
-        """A step: so many of the next lookups are never answered."""
-        self.cache_engine.lost = how_many
+        """A step: so many of the next lookups are never answered by the last rank."""
+        self.cache_engines[-1].lost = how_many
 
     def looking(self) -> set[str]:
-        return self.cache_engine.unanswered
+        first, *others = (each.unanswered for each in self.cache_engines)
+        return first.union(*others) if others else first
 
     def in_flight(self, request: str) -> set[str]:
-        return {"looking"} if request in self.cache_engine.unanswered else set()
+        looking = {"looking"} if request in self.looking() else set()
+        return looking | super().in_flight(request)
 
     def kept(self) -> dict[str, set[str]]:
         """A finished lookup of an aborted request is cleaned up by the next lookup of any other, and so is not counted,
         nor is one that waits for an answer; an aborted id without either is kept for ever."""
-        status, unanswered = self.client.reqs_status, self.cache_engine.unanswered
+        status, unanswered = self.client.reqs_status, self.looking()
         aborted = set(getattr(self.client, "aborted_lookups", ()))
         to_clean = {name for name in aborted if status.get(name) is not None} | unanswered
         return {
             **super().kept(),
             "lookup_client.reqs_status": set(status) - to_clean,
             "lookup_client.aborted_lookups": aborted - set(status) - unanswered,
-            "fetched chunks of the worker": set(self.cache_engine.fetched) - to_clean,
+            "fetched chunks of the worker": set().union(*(each.fetched for each in self.cache_engines)) - to_clean,
         }

@@ -16,9 +16,10 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
+from vllm.v1.outputs import KVConnectorOutput
 
 from kvfix_tools.lab.memory import GARBAGE, Cache, Slots
-from kvfix_tools.lab.v1 import V1, CacheEngine, tags_of
+from kvfix_tools.lab.v1 import V1, CacheEngine, V1Worker, tags_of
 
 LAYERS = [f"model.layers.{number}.self_attn.attn" for number in range(2)]
 _MODULE = "lmcache.v1.cache_engine"
@@ -152,13 +153,13 @@ class LayerwiseEngine(CacheEngine):
         for number, layer in enumerate(self._real.retrieve_layer(real, tokens, mask, **more)):
             if number == 0:
                 moved = 0 if layer is None else int(layer)
-                self.events.loaded(name, skipped + moved if moved else 0, moved)
+                self.events.loaded(name, skipped + moved if moved else 0, moved, self.rank)
             yield layer
 
     def store_layer(self, tokens: Any, mask: Any = None, **more: Any) -> Iterator[None]:
         spans = [(start, end) for start, end, _ in self._keys(tokens, mask, more)]
         if spans:
-            self.events.stored(self._name(more), list(tokens), spans[0][0], spans[-1][1])
+            self.events.stored(self._name(more), list(tokens), spans[0][0], spans[-1][1], self.rank)
         yield from self._real.store_layer(self._as_real(_Storage(self.cache)), tokens, mask=mask, **more)
 
     def _load_name(self) -> str:
@@ -166,23 +167,28 @@ class LayerwiseEngine(CacheEngine):
         return str(self._to_load.pop(0).req_id)
 
 
-class LayerwiseV1(V1):
-    """The v1 connector with `use_layerwise`."""
-
-    engine = LayerwiseEngine
-
-    def _make_worker_adapter(self) -> Any:
-        adapter = super()._make_worker_adapter()
-        caches = {name: torch.zeros(1) for name in LAYERS}
-        vars(adapter).update(use_layerwise=True, num_layers=len(LAYERS), kv_caches=caches)
-        return adapter
+class LayerwiseWorker(V1Worker):
+    """One rank, of which vLLM loads and saves layer by layer."""
 
     def start_step(self, metadata: Any, forward: bool) -> None:
         super().start_step(metadata, forward)
         for name in LAYERS if forward else ():
-            self.in_worker.wait_for_layer_load(name)
+            self.called.wait_for_layer_load(name)
 
-    def finish_step(self, forward: bool, ended: set[str], save_last: bool) -> Any:
+    def finish_step(self, forward: bool, ended: set[str], save_last: bool) -> KVConnectorOutput:
         for name in LAYERS if forward else ():
-            self.in_worker.save_kv_layer(name, torch.zeros(1), None)
+            self.called.save_kv_layer(name, torch.zeros(1), None)
         return super().finish_step(forward, ended, save_last)
+
+
+class LayerwiseV1(V1):
+    """The v1 connector with `use_layerwise`."""
+
+    engine = LayerwiseEngine
+    worker = LayerwiseWorker
+
+    def _make_adapter(self, cache_engine: CacheEngine) -> Any:
+        adapter = super()._make_adapter(cache_engine)
+        caches = {name: torch.zeros(1) for name in LAYERS}
+        vars(adapter).update(use_layerwise=True, num_layers=len(LAYERS), kv_caches=caches)
+        return adapter

@@ -10,6 +10,7 @@ import copy
 import functools
 import inspect
 import json
+import mmap
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -122,6 +123,17 @@ def _speculative(options: Options, model: ModelConfig) -> SpeculativeConfig | No
     return config
 
 
+def _offloading(options: Options) -> dict[str, Any]:
+    """The OffloadingConnector, with CPU memory for about as many blocks as the GPU has; two blocks to a chunk at times.
+
+    Bytes: K and V of one head of 32 floats. A chunk of vLLM's takes whole pages.
+    """
+    blocks = 2 if options.chunk_size // options.block_size % 2 == 0 else 1
+    chunk = -(-blocks * options.block_size * 2 * 32 * 4 // mmap.PAGESIZE) * mmap.PAGESIZE
+    extra = {"cpu_bytes_to_use": options.num_blocks // blocks * chunk, "blocks_per_chunk": blocks}
+    return {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+
+
 def vllm_config(options: Options) -> VllmConfig:
     """The engine's configuration, as `vllm serve` would have made it from these options."""
     cache = CacheConfig(block_size=options.block_size, enable_prefix_caching=options.prefix_caching)
@@ -140,14 +152,18 @@ def vllm_config(options: Options) -> VllmConfig:
         # before 0.13 there is no such option, and vLLM does as with "recompute"
         **accepted(KVTransferConfig, kv_load_failure_policy=options.kv_load_failure_policy),
     }
+    children = [transfer]
     if options.beside:
         name, module = OtherConnector.__name__, OtherConnector.__module__
-        other = {"kv_connector": name, "kv_connector_module_path": module, "kv_role": "kv_both"}
+        children.insert(0, {"kv_connector": name, "kv_connector_module_path": module, "kv_role": "kv_both"})
+    if options.offloading:
+        children.insert(0 if options.offloading == "first" else len(children), _offloading(options))
+    if len(children) > 1:
         transfer = {
             **transfer,
             "kv_connector": "MultiConnector",
             "kv_connector_module_path": None,
-            "kv_connector_extra_config": {"connectors": [other, transfer]},
+            "kv_connector_extra_config": {"connectors": children},
         }
     # One model for all engines: for each name of a model LMCache keeps its metrics, and what they hold, for ever.
     model = copy.copy(_model())
@@ -174,16 +190,20 @@ def vllm_config(options: Options) -> VllmConfig:
     config.scheduler_config.async_scheduling = options.async_scheduling
     config.scheduler_config.disable_hybrid_kv_cache_manager = not options.windows
     config.speculative_config = _speculative(options, model)  # vLLM refuses some drafters on a CPU
+    config.parallel_config.tensor_parallel_size = config.parallel_config.world_size = options.ranks
     return config
 
 
-def kv_cache(options: Options) -> KVCacheConfig:
+def kv_cache(options: Options, config: VllmConfig) -> KVCacheConfig:
     """The KV groups, one layer in each, without tensors: the lab's memory has the contents."""
     shape: dict[str, Any] = {"num_kv_heads": 1, "head_size": 32, "dtype": torch.float32}
+    # as get_kv_cache_configs does (v1/core/kv_cache_utils.py 0.32.0:2585)
+    retained = max(0, getattr(config, "num_prefill_lookahead_tokens", 0) - 1)
+    extra = accepted(SlidingWindowSpec, extra_retained_tokens=retained)
     groups = [
         KVCacheGroupSpec(
             [LAYER.format(group.number)],
-            SlidingWindowSpec(block_size=group.block_size, sliding_window=group.window, **shape)
+            SlidingWindowSpec(block_size=group.block_size, sliding_window=group.window, **shape, **extra)
             if group.window
             else FullAttentionSpec(block_size=group.block_size, **shape),
         )
@@ -192,9 +212,17 @@ def kv_cache(options: Options) -> KVCacheConfig:
     return KVCacheConfig(num_blocks=options.num_blocks, kv_cache_tensors=[], kv_cache_groups=groups)
 
 
+def of_rank(config: VllmConfig, rank: int) -> VllmConfig:
+    """The configuration as the worker of this rank has it."""
+    own = copy.copy(config)
+    own.parallel_config = copy.copy(config.parallel_config)
+    own.parallel_config.rank = rank
+    return own
+
+
 def worker(options: Options, config: VllmConfig) -> Any:
     """The real connector in the worker's role."""
-    return KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, kv_cache(options))
+    return KVConnectorFactory.create_connector(config, KVConnectorRole.WORKER, kv_cache(options, config))
 
 
 def scheduler(options: Options, config: VllmConfig) -> Scheduler:
@@ -203,7 +231,7 @@ def scheduler(options: Options, config: VllmConfig) -> Scheduler:
     with no_sockets():
         made = kind(
             vllm_config=config,
-            kv_cache_config=kv_cache(options),
+            kv_cache_config=kv_cache(options, config),
             structured_output_manager=StructuredOutputManager(config),
             # a multiple of all groups' blocks; a request's blocks are hashed by the smallest
             block_size=options.block_size * (options.window_blocks if options.windows else 1),

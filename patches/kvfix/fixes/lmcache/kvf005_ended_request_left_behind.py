@@ -7,12 +7,14 @@ evicted until then, `Pin timeout detected for MemoryObj ...`. A reused request i
 
 ## Cause
 A lookup pins the chunks it finds and keeps the hit until the request is admitted. If the client disconnects before
-that, both leak: `request_finished` releases neither, and the workers unpin only requests in the metadata of a step. The
-priority of a resumed request leaks in any case: only new requests remove theirs.
+that, both leak: `request_finished` releases neither, and the workers unpin only requests in the metadata of a step.
+With asynchronous loading so do the chunks that were fetched, if another connector of a MultiConnector loads for the
+request when it is aborted. The priority of a resumed request leaks in any case, and its decoder (`disagg_spec`): only
+new requests remove theirs.
 
 ## Fix
-When a request ends, the scheduler role drops its LoadSpec, priority and hit. The workers, which get the id of every
-ended request, release its pins.
+When a request ends, the scheduler role drops its LoadSpec, priority, decoder and hit. The workers, which get the id of
+every ended request, release its pins.
 
 ## Releases
 LMCache 0.3.9 to 0.5.6.
@@ -21,8 +23,8 @@ LMCache 0.3.9 to 0.5.6.
 https://github.com/LMCache/LMCache/pull/4512 is open (pins only).
 
 ## Remove when
-`request_finished` takes the request out of `load_specs`, `_requests_priority` and the lookup client, and `get_finished`
-unpins.
+`request_finished` takes the request out of `load_specs`, `_requests_priority`, `tmp_disagg_tracker` and the lookup
+client, and `get_finished` unpins.
 """
 
 from __future__ import annotations
@@ -42,25 +44,28 @@ def fix_scheduler(adapter: ModuleType) -> Callable[..., Any]:
         name = request.request_id
         impl.load_specs.pop(name, None)
         impl._requests_priority.pop(name, None)
+        adapter.tmp_disagg_tracker.pop(name, None)
         # With asynchronous loading the hook itself cancels the lookup. It is cleaned up when its answer comes.
         if impl.lookup_client is not None and not getattr(impl, "async_loading", False):
             impl.lookup_client.clear_lookup_status(name)
         return answer
 
-    # An admitted request has neither, except for the priority of a resumed one. Every lookup adds one of the two.
+    # An admitted request has none, except for the last two of a resumed one. Every lookup adds one of the first two.
     return after(
         request_finished,
         when=lambda impl, answer, request, *_, **__: (
-            request.request_id in impl._requests_priority or request.request_id in impl.load_specs
+            request.request_id in impl.load_specs
+            or request.request_id in impl._requests_priority
+            or request.request_id in adapter.tmp_disagg_tracker
         ),
     )
 
 
 def fix_worker(adapter: ModuleType) -> Callable[..., Any]:
     def get_finished(impl: Any, answer: Any, finished_req_ids: Any) -> Any:
-        # With asynchronous loading a lookup pins nothing: the clean-up of the lookup releases what it fetched.
+        # With asynchronous loading this releases what the lookup has fetched.
         engine = impl.lmcache_engine
-        if engine is not None and not getattr(impl, "async_loading", False):
+        if engine is not None:
             for name in finished_req_ids:
                 engine.lookup_unpin(name)
         return answer
@@ -94,12 +99,15 @@ FIX = Fix(
     evidence={
         "KVD401": "",
         "KVR009": (
-            r"^(load_specs|_request_trackers|_unfinished_requests|_requests_priority|lookup_client\.reqs_status) "
-            r"|^pins of the worker "
+            r"^(load_specs|tmp_disagg_tracker|_request_trackers|_unfinished_requests|_requests_priority"
+            r"|lookup_client\.reqs_status) "
+            r"|^(pins|fetched chunks) of the worker "
         ),
     },
     scenarios=(
         "abort-while-waiting",
+        "async-abort-while-other-loads",
+        "decoder-left-after-resume",
         "priority-left-after-resume",
         "reused-id-gets-dead-hit",
     ),

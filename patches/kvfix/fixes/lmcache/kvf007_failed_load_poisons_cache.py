@@ -21,8 +21,7 @@ schedules such a request again, all of it counts as not saved (before 0.4.1 KVF0
 know which saves were skipped, and a cached chunk is not stored twice.
 
 ## Releases
-LMCache 0.3.9 to 0.5.6. 0.3.9 does not know which blocks failed, so the fix has no effect there. A kv_producer saves in
-any case: its save is the transfer to the decoder.
+LMCache 0.3.9 to 0.5.6. 0.3.9 does not know which blocks failed, so the fix has no effect there.
 
 ## Upstream
 None known.
@@ -38,7 +37,7 @@ from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from kvfix.fixes import _scheduler, stubs
+from kvfix.fixes import _scheduler, _worker, stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import LMCACHE_V1, SCHEDULER
 from kvfix.wrapping import after, before
@@ -76,7 +75,7 @@ def fix_worker(adapter: ModuleType) -> Callable[..., Any]:
                 del impl._kvfix_failed
         for request in metadata.requests:
             if request.save_spec is not None and _has_one_of(blocks, request.slot_mapping, impl._block_size):
-                request.save_spec.can_save = False
+                _worker.store_nothing(impl, request)
 
     def some_failed(impl: Any, *_: Any, **__: Any) -> Any:
         return getattr(impl, "_invalid_block_ids", None) or getattr(impl, "_kvfix_failed", None)  # 0.3.9 has neither

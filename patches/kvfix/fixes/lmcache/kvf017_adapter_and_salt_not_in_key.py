@@ -35,8 +35,9 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from kvfix.fixes import _layerwise, stubs
-from kvfix.fixes.api import Fix
+from kvfix.fixes.api import NEW_REQUESTS, Fix
 from kvfix.fixes.targets import LMCACHE_V1
+from kvfix.session import session
 from kvfix.wrapping import View, around
 
 TAG = "lmcache.tag.kvfix"
@@ -59,6 +60,8 @@ def fix_lookup(adapter: ModuleType) -> Callable[..., Any]:
     @around
     def get_num_new_matched_tokens(impl: Any, request: Any, num_computed_tokens: int) -> Generator[Any, Any, Any]:
         own = request.sampling_params
+        if request.request_id in session.before:
+            return (yield)
         with_tag = tagged(own, request.lora_request, getattr(request, "cache_salt", None))
         return (yield None if with_tag is own else (View(request, sampling_params=with_tag), num_computed_tokens))
 
@@ -72,7 +75,7 @@ def fix_metadata(adapter: ModuleType) -> Callable[..., Any]:
         for new in scheduler_output.scheduled_new_reqs:
             salt = getattr(impl._unfinished_requests.get(new.req_id), "cache_salt", None)
             with_tag = tagged(new.sampling_params, new.lora_request, salt)
-            if with_tag is not new.sampling_params:
+            if with_tag is not new.sampling_params and new.req_id not in session.before:
                 new, changed = copy.copy(new), True
                 new.sampling_params = with_tag
             new_requests.append(new)
@@ -173,4 +176,5 @@ FIX = Fix(
         "lora-not-in-key",
     ),
     opt_in=True,
+    attaches=NEW_REQUESTS,  # a lookup without the tag and a load with it would not meet
 )

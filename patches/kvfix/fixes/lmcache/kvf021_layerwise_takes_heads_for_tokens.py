@@ -29,7 +29,7 @@ from collections.abc import Callable, Generator
 from types import ModuleType
 from typing import Any
 
-from kvfix.fixes.api import Fix, Owner
+from kvfix.fixes.api import AT_START, Fix, Owner
 from kvfix.wrapping import around
 
 #: Layouts of five axes whose third axis is the head, and the same with the third and fourth axes swapped.
@@ -75,4 +75,5 @@ FIX = Fix(
         ),
     ),
     proof="tests/runtime/test_packed_layout.py, on LMCache's own kernels: the lab moves hashes, not tensors",
+    attaches=AT_START,  # what it stored before would be loaded in the other order
 )

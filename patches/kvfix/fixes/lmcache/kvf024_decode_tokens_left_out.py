@@ -30,8 +30,9 @@ from types import ModuleType
 from typing import Any
 
 from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix
+from kvfix.fixes.api import NEW_REQUESTS, Fix
 from kvfix.fixes.targets import LMCACHE_V1
+from kvfix.session import session
 from kvfix.wrapping import before
 
 
@@ -40,7 +41,7 @@ def fix(adapter: ModuleType) -> Callable[..., Any]:
         cached = scheduler_output.scheduled_cached_reqs
         for name, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
             has = impl._request_trackers[name].token_ids
-            if len(has) < computed:
+            if len(has) < computed and name not in session.before:
                 has.extend(impl._unfinished_requests[name].all_token_ids[len(has) : computed])
 
     return before(build_connector_meta, when=lambda impl, *_, **__: impl.config.save_decode_cache)
@@ -59,4 +60,5 @@ FIX = Fix(
     __doc__,
     targets=(LMCACHE_V1.build_connector_meta(broken=">=0.3.10,<0.4.3", probe=shows_bug, fix=fix, place=7),),
     scenarios=("decode-tokens-left-out",),
+    attaches=NEW_REQUESTS,  # a tracker that lacks tokens in its middle stays so
 )

@@ -54,16 +54,17 @@ def fix(module: ModuleType) -> Callable[..., Any]:
 
 
 def fix_release(module: ModuleType) -> Callable[..., Any]:
-    def ref_count_down(chunk: Any) -> None:
-        while COLLECTED:
-            try:
-                gone = COLLECTED.popleft()
-            except IndexError:  # another thread took it
-                return
-            vars(gone)[FREE] = True
-            gone.__del__()
+    return before(lambda chunk: free_collected(), when=lambda *_: COLLECTED)
 
-    return before(ref_count_down, when=lambda *_: COLLECTED)
+
+def free_collected() -> None:
+    while COLLECTED:
+        try:
+            gone = COLLECTED.popleft()
+        except IndexError:  # another thread took it
+            return
+        vars(gone)[FREE] = True
+        gone.__del__()
 
 
 def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
@@ -85,5 +86,6 @@ FIX = Fix(
         TENSOR_MEMORY_OBJ.target("__del__", broken=">=0.3.14", probe=shows_bug, fix=fix),
         TENSOR_MEMORY_OBJ.ref_count_down(broken=">=0.3.14", probe=stubs.cannot_tell, fix=fix_release, helper=True),
     ),
+    let_go=free_collected,
     proof="tests/runtime/test_collected_chunks.py: the lab does not run the garbage collector in a step",
 )

@@ -30,7 +30,7 @@ from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from kvfix.fixes.api import Fix
+from kvfix.fixes.api import AT_START, Fix
 from kvfix.fixes.targets import MP_WORKER_ADAPTER
 from kvfix.wrapping import after
 
@@ -62,4 +62,5 @@ FIX = Fix(
     targets=(MP_WORKER_ADAPTER.register_kv_caches(broken=">=0.4.5,<=0.5.6", probe=shows_bug, fix=fix),),
     evidence={"KVD210": ""},
     scenarios=("mp-idle-worker-forgotten",),
+    attaches=AT_START,  # it acts when the worker registers
 )

@@ -116,6 +116,7 @@ FIX = Fix(
         LMCACHE_MP._process_new_requests(broken=">=0.4.7,<=0.5.6", probe=new_shows_bug, fix=fix_new),
         LMCACHE_MP._process_cached_requests(broken=">=0.4.7,<=0.5.6", probe=cached_shows_bug, fix=fix_cached),
     ),
+    evidence={"KVR014": r"null blocks|freed before"},
     scenarios=("mp-window-stored-null", "mp-window-stored-late"),
     no_patch={
         "lmcache": "the tracker is given neither windows nor what vLLM has taken out of a list: which it is to have is "

@@ -123,6 +123,7 @@ FIX = Fix(
     __name__,
     __doc__,
     targets=(LMCACHE_MP._process_cached_requests(broken=">=0.4.7,<=0.5.6", probe=shows_bug, fix=fix, place=1),),
+    evidence={"KVR014": r"used again"},
     scenarios=("mp-window-freed-while-stored", "mp-window-freed-at-end"),
     no_patch={"lmcache": "who keeps a block until it is stored, vLLM or the connector, is for both to decide"},
 )

@@ -12,8 +12,10 @@ request that holds no blocks may also stand before those that hold them, and no 
 middle of `schedule`, 500 lines that differ in every release.
 
 ## Workaround
-vLLM 0.32 with `scheduler_reserve_full_isl` as it comes (true): without it and with the priority policy 0.32.0 still
-locks out, which is KVF208. Else fewer requests at once (`--max-num-seqs`), more blocks, or no asynchronous loading.
+vLLM 0.32 with `scheduler_reserve_full_isl` as it comes (true). 0.32.0 still locks out without it and with the priority
+policy, which is KVF208, and with sliding windows, which is KVF210: kvfix fixes both. Not fixed there: a session whose
+turn has ended keeps its blocks, its next input needs more, and so does a load that is done. Else fewer requests at once
+(`--max-num-seqs`), more blocks, or no asynchronous loading.
 
 ## Releases
 vLLM 0.11.2 to 0.26.0. Read in the source and reported, not shown in the lab.

@@ -1,16 +1,14 @@
 """A store is in flight, the window moves on, others write to its blocks: their KV is stored under its keys."""
 
-from kvfix_tools.lab.scenario import CONTENT, Options, Scenario
-from kvfix_tools.lab.steps import admit, free_blocks, keep_blocks, prompt, run, settle, step
+from kvfix_tools.lab.scenario import Options, Scenario
+from kvfix_tools.lab.steps import admit, prompt, run, settle, step
 
 SCENARIO = Scenario(
     schedule=[
         admit("r", prompt(256), max_tokens=20),
-        step(6),  # computed and handed over; the server copies some steps later
         step(),
-        keep_blocks(0),  # others take the blocks that are in the window no more, and write to them
-        step(3),
-        free_blocks(),
+        # one step later than "r" it takes the blocks that are in the window no more, and writes to them
+        admit("other", prompt(288, seed=1)),
         run(),
         settle(),
     ],
@@ -18,7 +16,7 @@ SCENARIO = Scenario(
     text="is stored under their key",
     wrong={"lmcache": ">=0.4.7"},
     needs={"lmcache": ">=0.4.7", "vllm": ">=0.32"},
-    not_in_hooks=CONTENT,
+    hooks_rule="KVR014",
     options=Options(
         connector="mp",
         block_size=16,

@@ -4,7 +4,7 @@ vLLM has 64 tokens, the cache 128; the load fails. The tracker then counts from 
 it was computed.
 """
 
-from kvfix_tools.lab.scenario import CONTENT, Options, Scenario
+from kvfix_tools.lab.scenario import Options, Scenario
 from kvfix_tools.lab.steps import admit, lose_loads, prompt, run, settle, step, stored_elsewhere
 
 SCENARIO = Scenario(
@@ -22,7 +22,7 @@ SCENARIO = Scenario(
     text="is stored under their key",
     wrong={"lmcache": ">=0.5.6"},
     needs={"lmcache": ">=0.5.6", "vllm": ">=0.32"},
-    not_in_hooks=CONTENT,
+    hooks_rule="KVR014",
     options=Options(
         connector="mp", block_size=16, num_blocks=32, chunk_size=64, windows=(64,), max_num_batched_tokens=16
     ),

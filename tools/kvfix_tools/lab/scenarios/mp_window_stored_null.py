@@ -3,7 +3,7 @@
 After the prefix hit of `r` its list of blocks in the window's KV group begins with null block 0.
 """
 
-from kvfix_tools.lab.scenario import CONTENT, Options, Scenario
+from kvfix_tools.lab.scenario import Options, Scenario
 from kvfix_tools.lab.steps import admit, evict, prompt, reset_prefix_cache, run, settle
 
 SCENARIO = Scenario(
@@ -23,6 +23,6 @@ SCENARIO = Scenario(
     text="the step reads token",
     wrong={"lmcache": ">=0.4.7"},
     needs={"lmcache": ">=0.4.7", "vllm": ">=0.32"},
-    not_in_hooks=CONTENT,
+    hooks_rule="KVR014",
     options=Options(connector="mp", block_size=16, num_blocks=60, chunk_size=64, windows=(64,)),
 )

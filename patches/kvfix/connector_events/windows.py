@@ -1,0 +1,105 @@
+"""Blocks of a sliding window that a store reads and vLLM does not keep: LMCache's multi-process connector.
+
+The store's blocks are compared with vLLM's own list of the request: in its step, and in the next one. The scheduler is
+not told when a store is done; one that is in flight for longer may be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from kvfix import scheduling
+from kvfix.ledger import events as ev
+
+
+class Read(NamedTuple):
+    """A chunk in a store, from token `start` on. blocks: {place in the request's list: block} of what is kept of it."""
+
+    request: str
+    group: int
+    start: int
+    end: int
+    blocks: dict[int, int]
+
+
+def stores(connector: Any) -> Stores | None:
+    """For the scheduler's side, if the model has sliding windows beside other KV groups and vLLM hands out its lists
+    (`bind_kv_cache_manager`); else None."""
+    manager = getattr(connector, "_kv_cache_manager", None)
+    sizes: list[int] = getattr(connector, "_group_tokens_per_block", [])
+    if manager is None or len(sizes) < 2 or getattr(connector, "lazy_offload", False):
+        return None
+    from kvfix.fixes import _mp, _windows  # only for such models
+
+    windows = _windows.of(connector)
+    return Stores(manager, sizes, windows, _mp.chunk_size(connector)) if windows else None
+
+
+class Stores:
+    """What the last step's stores read of the windows."""
+
+    def __init__(self, manager: Any, sizes: list[int], windows: dict[int, tuple[int, int]], chunk: int) -> None:
+        self._managers = manager.coordinator.single_type_managers
+        self._sizes = sizes
+        self._windows = windows
+        self._chunk = chunk
+        self._last: list[Read] = []
+
+    def step(self, metadata: Any, output: Any) -> Iterator[ev.BlocksLost]:
+        """What is lost of these stores, and of those of the step before."""
+        stores = [meta for meta in metadata.requests if meta.direction == "STORE"]
+        if not (stores or self._last):
+            return
+        last, self._last = self._last, [read for meta in stores for read in self._read(meta.request_id, meta.op)]
+        waits = getattr(metadata, "need_flush_before_forward", False) or getattr(metadata, "_kvfix_preempted", False)
+        gone = [] if waits else [(read, lost) for read in last if (lost := self._lost(read))]
+        written = self._written(metadata, output) if gone else set()
+        for read, lost in gone:
+            if not written.isdisjoint(lost):
+                yield _event(read, "blocks freed after the step and used again")
+        for read in self._last:
+            lost = self._lost(read)
+            if lost:
+                yield _event(read, "null blocks" if 0 in lost else "blocks freed before the step")
+
+    def _read(self, name: str, op: Any) -> Iterator[Read]:
+        for group, (window, size) in self._windows.items():
+            for start in range(op.start, op.end, self._chunk):
+                end = start + self._chunk
+                # the server keeps no more of a chunk than the window (v1/kv_layer_groups.py 0.5.6:580)
+                places = range((end - min(window, self._chunk)) // size, end // size)
+                first = op.start // size
+                blocks = op.block_ids[group][places.start - first : places.stop - first]
+                yield Read(name, group, start, end, dict(zip(places, blocks, strict=False)))
+
+    def _lost(self, read: Read) -> list[int]:
+        """Blocks that are null, or not in vLLM's list any more. None of a request that has no list: it was preempted,
+        or has ended."""
+        held = self._managers[read.group].req_to_blocks.get(read.request)
+        if not held:
+            return []
+        return [
+            block
+            for place, block in read.blocks.items()
+            if not block or place >= len(held) or held[place].block_id != block
+        ]
+
+    def _written(self, metadata: Any, output: Any) -> set[int]:
+        """Blocks that this step writes to, or a load that begins with it."""
+        resumed, cached = scheduling.resumed(output), output.scheduled_cached_reqs
+        blocks = [(new.block_ids, new.num_computed_tokens) for new in output.scheduled_new_reqs]
+        for name, groups, done in zip(cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True):
+            blocks.append((groups or (), done if name in resumed else 0))
+        loads = (meta.op for meta in metadata.requests if meta.direction == "RETRIEVE")
+        blocks += [(op.block_ids, getattr(op, "skip_first_n_tokens", 0)) for op in loads]
+        return {
+            block
+            for groups, start in blocks
+            for ids, size in zip(groups, self._sizes, strict=False)
+            for block in ids[start // size if size else 0 :]
+        }
+
+
+def _event(read: Read, blocks: str) -> ev.BlocksLost:
+    return ev.BlocksLost(read.request, read.group, read.start, read.end, blocks)

@@ -1,0 +1,163 @@
+"""A load fails in one rank, and the others store what they compute on top of it under valid keys.
+
+## Symptom
+With tensor or pipeline parallelism. None at the time except `Request ... failed to load ... tokens across ... blocks`
+from one worker. Later, wrong text in other requests that begin with the same prompt.
+
+## Cause
+Each rank has its own part of a request's KV in its own cache, and loads it by itself. If the load fails in one rank,
+only that rank knows of it in the step (0.5.6 vllm_v1_adapter.py:886-893). But what the step computes depends on the KV
+in all ranks: all of it is wrong, and the other ranks store it in the same step (:1104-1259). vLLM unites the failed
+blocks of all ranks after the step and computes the tokens again; the caches of the others keep the chunks that they
+have. KVF007 fixes the rank whose load failed.
+
+## Fix
+With several workers, a step in which something is loaded saves nothing. What it was to save is saved later: when vLLM
+has the report of all ranks on the load, and has rolled back or ended the requests whose load failed. That is the next
+step, and with several steps in flight the one after them. Until then the saves of the steps in between wait too, since
+they compute on top of it. A request that ends or is preempted before is not saved: its blocks are others'.
+
+## Releases
+LMCache 0.3.9 to 0.5.6. 0.3.9 does not know which blocks failed, so the fix has no effect there. A kv_producer saves in
+any case: its save is the transfer to the decoder.
+
+## Upstream
+None known.
+
+## Remove when
+The ranks agree which loads have failed before they save a step.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any, NamedTuple
+
+from kvfix import scheduling
+from kvfix.fixes import _scheduler, stubs
+from kvfix.fixes.api import Fix
+from kvfix.fixes.targets import LMCACHE_V1, SCHEDULER
+from kvfix.wrapping import after
+
+#: Attribute of an adapter in the scheduler: its Unsaved.
+_UNSAVED = "_kvfix_unsaved"
+
+
+class _Save(NamedTuple):
+    """What a request was to save in a step. due: the first step in which it may be saved."""
+
+    due: int
+    meta: Any
+
+
+class Unsaved:
+    """The saves that wait for the reports of all ranks, one for each request: a save has all its tokens."""
+
+    def __init__(self, config: Any) -> None:
+        in_flight = getattr(config, "max_concurrent_batches", None)  # since vLLM 0.26
+        self.in_flight = in_flight or 1 + bool(config.scheduler_config.async_scheduling)
+        self.step = 0
+        #: The first step whose saves need not wait.
+        self.open_from = 0
+        self.saves: dict[str, _Save] = {}
+
+    def take(self, scheduler_output: Any) -> dict[str, Any]:
+        """What this step is to save of earlier ones. Only of requests in the step: they still have their blocks."""
+        again = {new.req_id for new in scheduler_output.scheduled_new_reqs}
+        for name in again.union(scheduling.resumed(scheduler_output), scheduler_output.finished_req_ids):
+            self.saves.pop(name, None)
+        names = self.saves.keys() & scheduler_output.num_scheduled_tokens
+        due = sorted(name for name in names if self.saves[name].due <= self.step)
+        return {name: self.saves.pop(name).meta for name in due}
+
+    def put_off(self, meta: Any) -> None:
+        """The step does not save this; a later one does."""
+        later = copy.copy(meta)
+        later.load_spec, later.save_spec = None, copy.copy(meta.save_spec)
+        meta.save_spec.can_save = False
+        if meta.req_id in self.saves:
+            _join(later, self.saves[meta.req_id].meta)
+        self.saves[meta.req_id] = _Save(self.open_from, later)
+
+
+def _join(meta: Any, earlier: Any) -> None:
+    """Save what the earlier one was to save too. Layer by layer LMCache has one save of a request in a step."""
+    first = min(meta.save_spec.skip_leading_tokens, earlier.save_spec.skip_leading_tokens)
+    meta.save_spec.skip_leading_tokens = first
+
+
+def fix_metadata(adapter: ModuleType) -> Callable[..., Any]:
+    def build_connector_meta(impl: Any, metadata: Any, scheduler_output: Any) -> Any:
+        unsaved = getattr(impl, _UNSAVED, None)
+        if unsaved is None:
+            unsaved = Unsaved(impl._vllm_config)
+            setattr(impl, _UNSAVED, unsaved)
+        unsaved.step += 1
+        due = unsaved.take(scheduler_output) if unsaved.saves else {}
+        if any(meta.load_spec is not None and meta.load_spec.can_load for meta in metadata.requests):
+            unsaved.open_from = unsaved.step + unsaved.in_flight
+        for meta in metadata.requests:
+            if meta.save_spec is None or not meta.save_spec.can_save:
+                continue
+            if unsaved.step < unsaved.open_from:
+                unsaved.put_off(meta)
+            elif meta.req_id in due:
+                _join(meta, due.pop(meta.req_id))
+        metadata.requests[:0] = due.values()
+        return metadata
+
+    return after(build_connector_meta, when=_has_ranks)
+
+
+def _has_ranks(impl: Any, *_: Any, **__: Any) -> Any:
+    return impl._vllm_config.parallel_config.world_size > 1 and impl.kv_role == "kv_both"
+
+
+def fix_rollback(scheduler: ModuleType) -> Callable[..., Any]:
+    def _update_requests_with_invalid_blocks(scheduler: Any, answer: Any, *_: Any, **__: Any) -> Any:
+        for impl in _scheduler.lmcache_adapters(scheduler):
+            saves = getattr(impl, _UNSAVED).saves if hasattr(impl, _UNSAVED) else {}
+            for name in saves.keys() & answer[0]:
+                del saves[name]
+        return answer
+
+    return after(_update_requests_with_invalid_blocks)
+
+
+def shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
+    """Two ranks load 256 tokens of a request and compute 256 more. Wrong is to save them in this step."""
+    config = SimpleNamespace(
+        max_concurrent_batches=1,
+        parallel_config=SimpleNamespace(world_size=2),
+        scheduler_config=SimpleNamespace(async_scheduling=False),
+    )
+    new = stubs.request(512, req_id=stubs.NAME, block_ids=(list(range(32)),), num_computed_tokens=256)
+    load = adapter.LoadSpec(vllm_cached_tokens=0, lmcache_cached_tokens=256, can_load=True)
+    meta = hook(stubs.scheduler_side(load_specs={stubs.NAME: load}, _vllm_config=config), stubs.step(256, new=new))
+    return bool(meta.requests[0].save_spec.can_save)
+
+
+def rollback_is_not_recorded(hook: Callable[..., Any], scheduler: ModuleType) -> bool:
+    """One running request with a save that waits, its first block has failed: it is rolled back, and still saved."""
+    request, saves = stubs.request(32, num_computed_tokens=20, num_cached_tokens=16), {stubs.NAME: None}
+    impl = SimpleNamespace(**{_UNSAVED: SimpleNamespace(saves=saves)})
+    rolled_back, *_ = _scheduler.roll_back(hook, request, adapter=impl)
+    if rolled_back != {stubs.NAME}:
+        raise LookupError("the first value that the hook returns is not the rolled back requests")
+    return bool(saves)
+
+
+FIX = Fix(
+    __name__,
+    __doc__,
+    targets=(
+        LMCACHE_V1.build_connector_meta(broken=">=0.3.9", probe=shows_bug, fix=fix_metadata, place=9),
+        SCHEDULER._update_requests_with_invalid_blocks(
+            broken=">=0.11.2", probe=rollback_is_not_recorded, fix=fix_rollback, place=6, helper=True
+        ),
+    ),
+    scenarios=("failed-load-of-one-rank",),
+    no_patch={"lmcache": "upstream's ranks would agree on it within the step, by a collective"},
+)

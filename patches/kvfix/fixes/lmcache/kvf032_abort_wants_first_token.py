@@ -1,0 +1,68 @@
+"""A request that is to return its first token is aborted before it has one, and EngineCore dies.
+
+## Symptom
+EngineCore of the instance for prefill dies in `request_finished` with `IndexError: list index out of range`. A proxy
+that asks for the first token (`"kv_transfer_params": {"ret_first_tok": true}`) and disconnects during the prefill is
+enough; so is a load that fails with `kv_load_failure_policy=fail`.
+
+## Cause
+`request_finished` returns `request._output_token_ids[0]` (0.5.6 vllm_v1_adapter.py:1926). A request that ends before
+its first token has none.
+
+## Fix
+The hook does not see that the request is to return its first token, where there is none.
+
+## Releases
+LMCache 0.3.9 to 0.5.6.
+
+## Upstream
+None known.
+
+## Remove when
+`request_finished` asks whether there is a token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from types import ModuleType
+from typing import Any
+
+from kvfix.fixes import stubs
+from kvfix.fixes.api import Fix
+from kvfix.fixes.targets import LMCACHE_V1
+from kvfix.wrapping import View, around
+
+_ASKS = "ret_first_tok"
+
+
+def fix(adapter: ModuleType) -> Callable[..., Any]:
+    def request_finished(impl: Any, request: Any, block_ids: Any) -> Generator[Any, Any, Any]:
+        others = {name: value for name, value in request.kv_transfer_params.items() if name != _ASKS}
+        return (yield View(request, kv_transfer_params=others), block_ids)
+
+    return around(
+        request_finished,
+        when=lambda impl, request, *_, **__: (
+            request.kv_transfer_params and _ASKS in request.kv_transfer_params and not request._output_token_ids
+        ),
+    )
+
+
+def shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
+    """A request that has no token and is to return its first. Wrong is an IndexError."""
+    try:
+        hook(stubs.scheduler_side(), stubs.request(16, kv_transfer_params={_ASKS: True}, _output_token_ids=[]), [])
+    except IndexError:
+        return True
+    return False
+
+
+FIX = Fix(
+    __name__,
+    __doc__,
+    targets=(LMCACHE_V1.request_finished(broken=">=0.3.9", probe=shows_bug, fix=fix, place=3),),
+    evidence={"KVR011": "IndexError: list index out of range"},
+    scenarios=("abort-wants-first-token",),
+    no_patch={"lmcache": "none has been written yet: the hook has to ask whether there is a token"},
+)

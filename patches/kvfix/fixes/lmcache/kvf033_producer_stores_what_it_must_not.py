@@ -1,0 +1,71 @@
+"""A kv_producer stores the prompt of a request that asks for `lmcache.skip_save`.
+
+## Symptom
+Nothing is logged but `Storing KV cache for ...` for that request, and later requests hit what it has stored.
+
+## Cause
+A request whose KV is not to be stored has metadata all the same if there was a lookup for it. A kv_producer stores
+whatever has metadata, since its save is the transfer to the decoder, also where there is none (0.5.6
+vllm_v1_adapter.py:1152).
+
+## Fix
+The worker stores nothing of such a request, unless it names a decoder (`disagg_spec`).
+
+## Releases
+LMCache 0.3.9 to 0.5.6.
+
+## Upstream
+None known.
+
+## Remove when
+`wait_for_save` of a kv_producer asks whether a request names a decoder before it ignores `can_save`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from kvfix.fixes import _worker, stubs
+from kvfix.fixes.api import Fix
+from kvfix.fixes.targets import LMCACHE_V1
+from kvfix.wrapping import before
+
+_CONFIG = {"lmcache.skip_save": True}
+
+
+def fix(adapter: ModuleType) -> Callable[..., Any]:
+    def wait_for_save(impl: Any, *_: Any, **__: Any) -> None:
+        for request in impl._parent._get_connector_metadata().requests:
+            configs = getattr(request, "request_configs", None)
+            if configs and configs.get("lmcache.skip_save") and request.disagg_spec is None and request.save_spec:
+                _worker.store_nothing(impl, request)
+
+    return before(wait_for_save, when=lambda impl, *_, **__: impl.kv_role == "kv_producer")
+
+
+def shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
+    """A kv_producer saves a step of a request that asks for `lmcache.skip_save`. Wrong is to store it."""
+    import torch  # the adapter has imported it
+
+    stored: list[Any] = []
+    request = SimpleNamespace(
+        req_id=stubs.NAME, token_ids=[0] * 16, slot_mapping=torch.arange(16), load_spec=None, disagg_spec=None,
+        save_spec=SimpleNamespace(skip_leading_tokens=0, can_save=False), is_last_prefill=True, request_configs=_CONFIG,
+    )  # fmt: skip
+    engine = SimpleNamespace(lookup_unpin=lambda *_: None, store=lambda *_, **__: stored.append(1))
+    hook(stubs.worker_side(adapter, request, lmcache_engine=engine, kv_role="kv_producer"))
+    return bool(stored)
+
+
+FIX = Fix(
+    __name__,
+    __doc__,
+    targets=(
+        LMCACHE_V1.wait_for_save(broken=">=0.3.9", probe=shows_bug, fix=fix, place=3),
+        LMCACHE_V1.save_kv_layer(broken=">=0.3.9", probe=stubs.cannot_tell, fix=fix, helper=True),
+    ),
+    scenarios=("producer-stores-what-it-must-not",),
+    no_patch={"lmcache": "none has been written yet: the save of a kv_producer has to be told from its transfer"},
+)

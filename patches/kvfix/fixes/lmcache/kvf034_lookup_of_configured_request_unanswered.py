@@ -1,0 +1,78 @@
+"""With asynchronous loading a lookup is never answered if one of the request's settings is no text.
+
+## Symptom
+In the worker `Error processing request from scheduler: Expected `str`, got `bool``. The request waits for
+`lookup_timeout_ms`, and then `Request ... is still waiting for async lookup after ... seconds`. Its id stays in the
+lookup client.
+
+## Cause
+A request may bring settings for LMCache in its `kv_transfer_params`, such as `"lmcache.skip_save": true`. The scheduler
+sends them with the lookup, but the message is declared with texts only (0.5.6 async_lookup_message.py:22): the worker
+cannot decode it.
+
+## Fix
+The scheduler sends only what is part of a key (`lmcache.tag.*`), as text.
+
+## Releases
+LMCache 0.3.10 to 0.5.6, with `enable_async_loading`.
+
+## Upstream
+None known.
+
+## Remove when
+`LookupRequestMsg` takes settings of any type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from kvfix.fixes import stubs
+from kvfix.fixes.api import Fix
+from kvfix.fixes.targets import ASYNC_LOOKUP_CLIENT
+from kvfix.wrapping import around
+
+
+def fix(client: ModuleType) -> Callable[..., Any]:
+    def lookup(
+        client: Any, token_ids: Any, lookup_id: str, request_configs: dict[str, Any], *more: Any
+    ) -> Generator[Any, Any, Any]:
+        tags = {name: str(value) for name, value in request_configs.items() if name.startswith("lmcache.tag.")}
+        return (yield token_ids, lookup_id, tags or None, *more)  # 0.3.11: num_computed_tokens
+
+    return around(
+        lookup,
+        when=lambda client, token_ids, lookup_id, request_configs=None, *_, **__: (
+            request_configs and not all(isinstance(value, str) for value in request_configs.values())
+        ),
+    )
+
+
+def shows_bug(hook: Callable[..., Any], client: ModuleType) -> bool:
+    """A lookup with a setting that is true. Wrong is a message that the worker cannot decode."""
+    import msgspec  # the client has imported it
+
+    sent: list[bytes] = []
+    stub = SimpleNamespace(
+        token_database=SimpleNamespace(process_tokens=lambda *_, **__: [(0, 16, 1)]),
+        push_sockets=[SimpleNamespace(send=lambda message, copy=True: sent.append(message))],
+        world_size=1, lookup_backoff_time=0, reqs_status={}, first_lookup_time={}, aborted_lookups=set(),
+    )  # fmt: skip
+    hook(stub, [0] * 16, stubs.NAME, {"lmcache.skip_save": True})
+    try:
+        msgspec.msgpack.decode(sent[0], type=client.LookupRequestMsg)
+    except msgspec.ValidationError:
+        return True
+    return False
+
+
+FIX = Fix(
+    __name__,
+    __doc__,
+    targets=(ASYNC_LOOKUP_CLIENT.lookup(broken=">=0.3.10", probe=shows_bug, fix=fix),),
+    evidence={"KVR009": r"^lookup_client\.(aborted_lookups|reqs_status) "},
+    scenarios=("async-lookup-of-configured",),
+    no_patch={"lmcache": "none has been written yet: the message has to take values of any type"},
+)

@@ -1,0 +1,79 @@
+"""A request that names a decoder and leaves out a part of its address kills EngineCore.
+
+## Symptom
+`KeyError: 'receiver_host'`, or another key, in `update_state_after_alloc`, and EngineCore dies. `TypeError: string
+indices must be integers` if the whole `disagg_spec` is a text.
+
+## Cause
+`disagg_spec` comes from the client, in the `kv_transfer_params` of its request. When vLLM has blocks for the request,
+LMCache reads five keys of it without asking whether they are there (0.5.6 vllm_v1_adapter.py:1560-1574).
+
+## Fix
+Where one is missing, the request is served as one that names no decoder. kvfix logs it once.
+
+## Releases
+LMCache 0.3.9 to 0.5.6.
+
+## Upstream
+None known.
+
+## Remove when
+`update_state_after_alloc` asks whether `disagg_spec` is complete.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from kvfix import engine_log
+from kvfix.fixes import stubs
+from kvfix.fixes.api import Fix
+from kvfix.fixes.targets import LMCACHE_V1
+from kvfix.wrapping import View, around
+
+_SPEC = "disagg_spec"
+_KEYS = ("req_id", "receiver_host", "receiver_init_port", "receiver_alloc_port")
+
+
+def fix(adapter: ModuleType) -> Callable[..., Any]:
+    def update_state_after_alloc(impl: Any, request: Any, num_external_tokens: int) -> Generator[Any, Any, Any]:
+        engine_log.warning(
+            "a request names a decoder in its `disagg_spec`, and not all of its address; it is served without (KVF035)"
+        )
+        others = {name: value for name, value in request.kv_transfer_params.items() if name != _SPEC}
+        answer = yield View(request, kv_transfer_params=others), num_external_tokens
+        if request.request_id in impl._unfinished_requests:  # the hook keeps what it is given
+            impl._unfinished_requests[request.request_id] = request
+        return answer
+
+    return around(update_state_after_alloc, when=_in_part)
+
+
+def _in_part(impl: Any, request: Any, *_: Any, **__: Any) -> bool:
+    params = getattr(request, "kv_transfer_params", None)
+    if not params or _SPEC not in params:
+        return False
+    spec = params[_SPEC]
+    return not isinstance(spec, dict) or any(k not in spec for k in _KEYS) or not isinstance(spec["receiver_host"], str)
+
+
+def shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
+    """A request with blocks, whose `disagg_spec` is empty. Wrong is a KeyError."""
+    client = SimpleNamespace(clear_lookup_status=lambda lookup_id: None)
+    try:
+        hook(stubs.scheduler_side(lookup_client=client), stubs.request(16, kv_transfer_params={_SPEC: {}}), 0)
+    except KeyError:
+        return True
+    return False
+
+
+FIX = Fix(
+    __name__,
+    __doc__,
+    targets=(LMCACHE_V1.update_state_after_alloc(broken=">=0.3.9", probe=shows_bug, fix=fix),),
+    evidence={"KVR011": "KeyError: '(req_id|receiver_)"},
+    scenarios=("decoder-named-in-part",),
+    no_patch={"lmcache": "none has been written yet: the hook has to ask whether the keys are there"},
+)

@@ -1,0 +1,169 @@
+"""A worker whose heartbeat is late gives up transfers that the server does later, in blocks of other requests.
+
+## Symptom
+WARNING `LMCache server is unhealthy — entering degraded mode`, and some time later `LMCache server is healthy again`.
+Then wrong text with HTTP 200: of running requests, and of prompts that hit the cache, until the chunks are evicted.
+
+## Cause
+A ping that has no answer within 10 seconds (`lmcache.mp.heartbeat_interval`) makes the worker unhealthy
+(vllm_multi_process_adapter.py 0.5.6:583). `get_finished` then drops the futures of all transfers, and reports the loads
+as failed and the stores as done (0.5.6:2074, 2208). vLLM frees the blocks. But nothing recalls a request: a server that
+was only slow, or stopped for a while, does it afterwards. The load overwrites the KV of the requests that have the
+blocks by then; the store puts their KV under the keys of another. After a preemption an unhealthy worker does not wait
+for stores either (0.5.6:2403).
+
+## Fix
+While the worker is unhealthy and connected, `get_finished` reports what the server has answered, and nothing else.
+After a preemption the worker then waits for the stores in flight, for at most LMCache's own `mq_timeout` each. When the
+connection is lost (the server's process has ended), the client answers the transfers in flight with a failure, and
+until it is connected again LMCache goes on as released. A server that hangs for ever keeps the blocks of its transfers
+until it is ended. With gRPC all is as released.
+
+## Releases
+LMCache 0.5.6. Up to 0.5.5 it cannot be fixed from outside: KVF904.
+
+## Upstream
+None known.
+
+## Remove when
+A worker keeps a transfer until the server has answered or is gone.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Generator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from kvfix.fixes import _mp, stubs
+from kvfix.fixes.api import Fix
+from kvfix.fixes.targets import MP_CLIENT, MP_WORKER_ADAPTER
+from kvfix.wrapping import after, around, before, replaced
+
+#: Operations of the client that move KV, and what the server answers if it has moved nothing: no event, no success.
+_TRANSFERS = ("store", "retrieve")
+_FAILED = (b"", False)
+#: In place of the event that is set while the worker is healthy.
+_SET = SimpleNamespace(is_set=lambda: True)
+
+
+def hold(module: ModuleType) -> Callable[..., Any]:
+    def as_if_healthy(adapter: Any, *_: Any, **__: Any) -> Generator[None, Any, Any]:
+        with replaced(adapter, _health_event=_SET):
+            answer = yield
+        return answer
+
+    return around(as_if_healthy, when=_silent_server_has_transfers)
+
+
+def _silent_server_has_transfers(adapter: Any, *_: Any, **__: Any) -> bool:
+    if adapter.is_healthy or not (adapter.retrieve_futures or adapter.store_futures):
+        return False
+    client = getattr(adapter.req_client, "_message_queue_client", None)
+    return getattr(client, "_kvfix_connected", False)
+
+
+def note_connection(module: ModuleType) -> Callable[..., Any]:
+    def process_inbound(client: Any) -> None:
+        client._kvfix_connected = True
+
+    return before(process_inbound, when=lambda client: not getattr(client, "_kvfix_connected", False))
+
+
+def fail_transfers(module: ModuleType) -> Callable[..., Any]:
+    """LMCache calls it when the connection is lost, in the one thread that has the client's futures."""
+
+    def cancel_streams(client: Any, answer: Any) -> Any:
+        client._kvfix_connected = False
+        for request, (future, spec) in list(client.pending_futures.items()):
+            if spec.operation in _TRANSFERS:
+                del client.pending_futures[request]
+                future.set_result(_FAILED)
+        return answer
+
+    return after(cancel_streams)
+
+
+class _Unhealthy(SimpleNamespace):
+    """A worker's adapter that has missed a heartbeat, and is connected."""
+
+    _health_event = SimpleNamespace(is_set=lambda: False)
+    req_client = SimpleNamespace(_message_queue_client=SimpleNamespace(_kvfix_connected=True))
+
+    @property
+    def is_healthy(self) -> bool:
+        return bool(self._health_event.is_set())
+
+
+class _Waited(Exception):
+    """The function waits for the stores in flight."""
+
+
+def _unhealthy(module: ModuleType, **more: Any) -> Any:
+    """Raises LookupError for a release whose client does not watch its connection (KVF904)."""
+    if not hasattr(module, "MessagingStream"):  # for whose end it watches
+        raise LookupError("the client does not watch its connection")
+    attributes = vars(_mp.worker_side(**more))
+    del attributes["is_healthy"]
+    return _Unhealthy(**attributes)
+
+
+def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+    """A load that has no answer. Wrong is to report it."""
+    adapter = _unhealthy(
+        module,
+        lazy_offload=True,
+        retrieve_futures={stubs.NAME: (SimpleNamespace(query=lambda: False), [3, 4])},
+        _completed_store_requests={},
+        _failed_store_requests=set(),
+        _pending_store_kv_events={},
+        _process_finished_stores=lambda *_: set(),
+    )
+    _, loads = hook(adapter, *([set()] * (len(inspect.signature(hook).parameters) - 1)))
+    return stubs.NAME in loads
+
+
+def preemption_shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+    """A step after a preemption, with a store in flight. Wrong is not to wait for it."""
+
+    def wait() -> None:
+        raise _Waited
+
+    context = SimpleNamespace(flush_inflight_stores=wait)
+    try:
+        hook(_unhealthy(module, transfer_ctx=context, store_futures={stubs.NAME: object()}), True)
+    except _Waited:
+        return False
+    return True
+
+
+def unnoted(hook: Callable[..., Any], module: ModuleType) -> bool:
+    """An answer without content comes. Right, for this fix, is to note that the client is connected."""
+    client = SimpleNamespace(socket=SimpleNamespace(recv_multipart=list))
+    hook(client)
+    return not getattr(client, "_kvfix_connected", False)
+
+
+def unanswered(hook: Callable[..., Any], module: ModuleType) -> bool:
+    """A load is in flight when the connection is lost. Wrong is to leave it without an answer."""
+    answers: list[Any] = []
+    load = SimpleNamespace(set_result=answers.append, set_exception=answers.append)
+    hook(SimpleNamespace(pending_streams={}, pending_futures={0: (load, SimpleNamespace(operation="retrieve"))}))
+    return not answers
+
+
+FIX = Fix(
+    __name__,
+    __doc__,
+    targets=(
+        MP_WORKER_ADAPTER.get_finished(broken="==0.5.6", probe=shows_bug, fix=hold),
+        MP_WORKER_ADAPTER.get_finished_with_lazy_offload(broken="==0.5.6", probe=shows_bug, fix=hold),
+        MP_WORKER_ADAPTER.handle_preemptions(broken="==0.5.6", probe=preemption_shows_bug, fix=hold, helper=True),
+        MP_CLIENT.process_inbound(broken="==0.5.6", probe=unnoted, fix=note_connection, helper=True),
+        MP_CLIENT.cancel_streams(broken="==0.5.6", probe=unanswered, fix=fail_transfers, helper=True),
+    ),
+    evidence={"KVD204": r"^a ping timed out"},
+    scenarios=("mp-load-after-given-up", "mp-store-after-given-up"),
+    no_patch={"lmcache": "to recall a transfer, or to wait for it, is a change of the protocol, not of a function"},
+)

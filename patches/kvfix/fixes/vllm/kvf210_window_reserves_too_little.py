@@ -1,0 +1,114 @@
+"""With a sliding window too few blocks are reserved for a request: loaded requests wait for each other for ever.
+
+## Symptom
+`Running: 0 reqs, Waiting: N reqs` for ever, no throughput, no error. Models that have layers of full attention and of
+sliding windows (Gemma, gpt-oss), a connector that loads between steps, and a nearly full KV cache. Without a connector:
+requests are admitted that do not fit, and preempted.
+
+## Cause
+Of a window a request holds a few blocks at once, however long it is: what it will still need is at most
+`max_admission_blocks_per_request`. vLLM subtracts from that number all places in the request's list, those of null
+blocks in front of the window too, and the places that a hit skips (`get_num_blocks_to_allocate`,
+v1/core/single_type_kv_cache_manager.py 0.32.0:215-253). Behind a hit that is longer than that nothing is left. A load
+is admitted on top of what is reserved for those in flight (scheduler.py 0.32.0:1249), and holds its blocks until it
+runs: each of the loaded requests may then need more blocks than are free, with all of them held by the others.
+
+## Fix
+The function is asked without the limit. Its answer counts the blocks that the list still needs; of these no more are
+needed at once than the limit leaves, less the blocks in use that the request has.
+
+## Releases
+vLLM 0.20.2 to 0.33.0; loads reserve blocks since 0.26.
+
+## Upstream
+None known. The limit is that of https://github.com/vllm-project/vllm/issues/39734.
+
+## Remove when
+`get_num_blocks_to_allocate` subtracts no null blocks from the limit.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Generator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from kvfix.fixes import stubs
+from kvfix.fixes.api import Fix
+from kvfix.fixes.targets import KV_MANAGER
+from kvfix.wrapping import around, replaced
+
+#: Where a manager has the limit: 0.32.0, and up to 0.26.0.
+_LIMITS = ("max_admission_blocks_per_request", "_max_admission_blocks_per_request")
+
+
+def fix(module: ModuleType) -> Callable[..., Any]:
+    applies = _place(module.SingleTypeKVCacheManager.get_num_blocks_to_allocate)
+
+    def get_num_blocks_to_allocate(
+        manager: Any, request: str, tokens: int, hit: Any, computed: int, *_: Any, **__: Any
+    ) -> Generator[None, int, int]:
+        names = [each for each in _LIMITS if hasattr(manager, each)]
+        limit: int = getattr(manager, names[0])
+        with replaced(manager, **dict.fromkeys(names)):
+            needed = yield
+        return min(needed, max(0, limit - _in_use(manager, request, hit, computed)))
+
+    wrap = around(
+        get_num_blocks_to_allocate,
+        when=lambda manager, *given, **_: given[applies] and any(getattr(manager, name, 0) for name in _LIMITS),
+    )
+
+    def wrap_limited(function: Callable[..., int]) -> Callable[..., int]:
+        limited = wrap(function)
+
+        @functools.wraps(function)
+        def wrapper(manager: Any, *args: Any, **more: Any) -> int:
+            # Each step asks for each request and KV group; the limit applies only to one that is admitted.
+            call = limited if more.get("apply_admission_cap", True) else function
+            return call(manager, *args, **more)
+
+        return wrapper
+
+    return wrap_limited
+
+
+def _place(function: Callable[..., Any]) -> int:
+    """Of `apply_admission_cap` among the arguments: other releases have others before it."""
+    names = list(inspect.signature(function).parameters)
+    return names.index("apply_admission_cap") - 1 if "apply_admission_cap" in names else -1
+
+
+def _in_use(manager: Any, request: str, hit: Any, computed: int) -> int:
+    """Blocks that the request has, or gets with the hit, and that are not free: those behind the last null block."""
+    held, skipped = 0, manager.get_num_skipped_tokens(computed) // manager.block_size
+    for block in reversed(manager.req_to_blocks.get(request, ())):
+        if block.is_null:
+            return held
+        held += 1
+    return held + sum(1 for block in hit[skipped:] if not block.is_null and block.ref_cnt > 0)
+
+
+def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+    """Of 256 tokens 192 are a hit: 12 blocks that are to be in the list, or are. 4 more are needed, of 10 at most."""
+    null, block = (SimpleNamespace(is_null=each, ref_cnt=1) for each in (True, False))
+    manager = module.SlidingWindowManager.__new__(module.SlidingWindowManager)
+    lists: dict[str, Any] = {"req_to_blocks": {}, "num_cached_block": {}}
+    window = {"block_size": 16, "sliding_window": 16, "extra_retained_tokens": 0}
+    vars(manager).update(lists, **window, **dict.fromkeys(_LIMITS, 10))
+    more = {"num_local_computed_tokens": 0} if "num_local_computed_tokens" in inspect.signature(hook).parameters else {}
+    more.update(total_computed_tokens=192, num_tokens_main_model=256, apply_admission_cap=True)
+    before = hook(manager, stubs.NAME, 256, [], **more)
+    lists["req_to_blocks"][stubs.NAME], lists["num_cached_block"][stubs.NAME] = [null] * 11 + [block], 12
+    return bool(before < 5 or hook(manager, stubs.NAME, 256, [], **more) < 4)
+
+
+FIX = Fix(
+    __name__,
+    __doc__,
+    targets=(KV_MANAGER.get_num_blocks_to_allocate(broken=">=0.20.2", probe=shows_bug, fix=fix),),
+    evidence={"KVD202": ""},
+    scenarios=("mp-window-reserves-too-little",),
+)

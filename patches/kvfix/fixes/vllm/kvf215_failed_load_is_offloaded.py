@@ -1,0 +1,113 @@
+"""A load of another connector fails, and the OffloadingConnector stores the blocks: wrong KV under a valid key.
+
+## Symptom
+None at the time except `Recovered from KV load failure` or `Failing 1 request(s) due to KV load failure`. Later, wrong
+text in requests that begin with the same prompt. It takes a MultiConnector of the OffloadingConnector and one that
+loads within the step, such as LMCache's in-process connector.
+
+## Cause
+The OffloadingConnector plans its stores with the step: also of the blocks that another connector is to load in it, and
+of those that are computed on top. It copies them at the beginning of the next step (offloading/worker.py 0.32.0:260).
+That the load has failed, it is not told: `update_connector_output` reads only its own reports (offloading/scheduler.py
+0.32.0:1822). If the request ends with an error (`kv_load_failure_policy=fail`), it even stores the rest of its prompt
+(:1662).
+
+## Fix
+The fix looks at the failed blocks that come with the same report. The stores in flight of each request that has one are
+completed as failed, once they are done: the manager drops their chunks. A request that goes on offers all its chunks
+again; one that has ended, none.
+
+## Releases
+vLLM 0.26.0 to 0.33.0.
+
+## Upstream
+None known.
+
+## Remove when
+`update_connector_output` handles `invalid_block_ids`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from kvfix.fixes import stubs
+from kvfix.fixes.api import Fix
+from kvfix.fixes.targets import OFFLOADING_SCHEDULER
+from kvfix.wrapping import before
+
+
+def fix(module: ModuleType) -> Callable[..., Any]:
+    def update_connector_output(scheduler: Any, output: Any) -> None:
+        stores = vars(scheduler).setdefault("_kvfix_failed_stores", set())
+        if output.invalid_block_ids:
+            stores.update(_failed_stores(scheduler, output.invalid_block_ids))
+        stores.intersection_update(scheduler._jobs)  # a reset has dropped the others
+        completed = getattr(output.kv_connector_worker_meta, "completed_jobs", {})
+        for job in [job for job in stores if scheduler._jobs[job].pending_count <= completed.get(job, 0)]:
+            stores.discard(job)
+            _drop(scheduler, scheduler._jobs[job])
+
+    # In almost all steps there is neither.
+    return before(
+        update_connector_output,
+        when=lambda scheduler, output, *_, **__: (
+            output.invalid_block_ids or getattr(scheduler, "_kvfix_failed_stores", None)
+        ),
+    )
+
+
+def _failed_stores(scheduler: Any, blocks: Any) -> set[int]:
+    """The stores in flight of all requests that have one of these blocks."""
+    jobs: set[int] = set()
+    for request in scheduler._req_status.values():
+        if all(blocks.isdisjoint(group.block_ids) for group in request.group_states):
+            continue
+        jobs.update(job for job in request.transfer_jobs if scheduler._jobs[job].is_store)
+        for group in request.group_states if request.req.is_finished() else ():
+            group.block_ids.clear()  # so that nothing more of it is stored
+    return jobs
+
+
+def _drop(scheduler: Any, job: Any) -> None:
+    """Its chunks are not those of their keys. What the hook then takes for stored is gone."""
+    request = scheduler._req_status[job.req_id]
+    with getattr(scheduler, "_manager_locked", nullcontext)():  # since 0.33
+        scheduler.manager.complete_store(job.keys, request.req_context, success=False)
+    for group in request.group_states:
+        group.next_stored_chunk_idx = 0
+
+
+def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+    """A store of block 3 is done, whose load has failed in the same step. Wrong is to complete it as a success."""
+    group = SimpleNamespace(block_ids=[3], next_stored_chunk_idx=1)
+    request = SimpleNamespace(
+        req=stubs.request(16, is_finished=lambda: False), group_states=(group,), transfer_jobs={7}, req_context=None,
+        finished_signaled=False,
+    )  # fmt: skip
+    job = SimpleNamespace(req_id=stubs.NAME, pending_count=1, keys={b"key"}, is_store=True)
+    completed: list[bool] = []
+    scheduler = SimpleNamespace(
+        manager=SimpleNamespace(complete_store=lambda keys, context, success=True: completed.append(success)),
+        _jobs={7: job}, _req_status={stubs.NAME: request}, _block_id_to_pending_jobs={}, _stale_job_threshold=0,
+        _reset_fence={}, _manager_locked=nullcontext,
+    )  # fmt: skip
+    scheduler._update_connector_output = lambda output: module.OffloadingConnectorScheduler._update_connector_output(
+        scheduler, output
+    )
+    meta = module.OffloadingWorkerMetadata()
+    meta.mark_completed(7)
+    hook(scheduler, SimpleNamespace(kv_connector_worker_meta=meta, invalid_block_ids={3}))
+    return completed == [True]
+
+
+FIX = Fix(
+    __name__,
+    __doc__,
+    targets=(OFFLOADING_SCHEDULER.update_connector_output(broken=">=0.26.0", probe=shows_bug, fix=fix),),
+    scenarios=("failed-load-is-offloaded",),
+    no_patch={"vllm": "none has been written yet: a connector has to learn which blocks of others have failed"},
+)

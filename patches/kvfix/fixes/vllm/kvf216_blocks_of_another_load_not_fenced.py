@@ -1,0 +1,66 @@
+"""Another connector loads into blocks that the OffloadingConnector is still copying: wrong KV under a valid key.
+
+## Symptom
+Nothing is logged. Later, wrong text in requests that begin with the same prompt. It takes a MultiConnector of the
+OffloadingConnector and one that loads between steps, such as LMCache's multi-process connector.
+
+## Cause
+An ended request's blocks are free while the OffloadingConnector still copies them. Before others write to them, it
+waits for the copy: it looks for such blocks among those that are allocated in a step. A load between steps allocates
+blocks of a request that is in no step yet. `update_state_after_alloc` has them, and returns before it notes them if
+another connector loads (offloading/scheduler.py 0.32.0:1151).
+
+## Fix
+The fix notes them in any case.
+
+## Releases
+vLLM 0.26.0 to 0.32.0.
+
+## Upstream
+https://github.com/vllm-project/vllm/issues/46951, https://github.com/vllm-project/vllm/pull/46960; fixed in 0.33.0.
+
+## Remove when
+vLLM 0.32.0 is no longer in use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from kvfix.fixes import stubs
+from kvfix.fixes.api import Fix
+from kvfix.fixes.targets import OFFLOADING_SCHEDULER
+from kvfix.wrapping import before
+
+
+def fix(module: ModuleType) -> Callable[..., Any]:
+    def update_state_after_alloc(scheduler: Any, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        for group in blocks.blocks:
+            scheduler._current_batch_allocated_block_ids.update(each.block_id for each in group if each.block_id)
+
+    # Without stores that are still copied there is nothing to wait for.
+    return before(
+        update_state_after_alloc,
+        when=lambda scheduler, request, blocks, num_external_tokens, *_, **__: (
+            not num_external_tokens and scheduler._block_id_to_pending_jobs
+        ),
+    )
+
+
+def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+    """Block 3 is allocated, and another connector loads. Wrong is not to note it."""
+    allocated: set[int] = set()
+    scheduler = SimpleNamespace(_current_batch_allocated_block_ids=allocated, _block_id_to_pending_jobs={3: {7}})
+    hook(scheduler, stubs.request(16), SimpleNamespace(blocks=([SimpleNamespace(block_id=3)],)), 0)
+    return not allocated
+
+
+FIX = Fix(
+    __name__,
+    __doc__,
+    targets=(OFFLOADING_SCHEDULER.update_state_after_alloc(broken=">=0.26.0,<0.33", probe=shows_bug, fix=fix),),
+    scenarios=("mp-load-into-blocks-in-copy",),
+    no_patch={"vllm": "fixed in 0.33.0"},
+)

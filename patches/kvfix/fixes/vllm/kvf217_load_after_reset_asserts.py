@@ -1,0 +1,80 @@
+"""A request that a reset has preempted loads in the next step from the OffloadingConnector, and EngineCore dies.
+
+## Symptom
+EngineCore dies with a bare `AssertionError` at `assert self._jobs[any_jid].is_store` in `build_connector_meta` of
+offloading/scheduler.py, after `reset_prefix_cache` with `reset_running_requests` and without `reset_connector`.
+
+## Cause
+When a request is preempted, the OffloadingConnector waits for the stores of it that are in flight, and asserts that
+they are stores (offloading/scheduler.py 0.32.0:1862). A request that is preempted within a step is not admitted in the
+same one. One that a reset has preempted between two steps is: what is in flight then is the load that was granted to
+it.
+
+## Fix
+A preempted request with a load in flight has no stores to wait for (a load is granted only when they are done): the
+hook does not see it among the preempted ones.
+
+## Releases
+vLLM 0.26.0 to 0.32.0.
+
+## Upstream
+None known; fixed in 0.33.0.
+
+## Remove when
+vLLM 0.32.0 is no longer in use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from kvfix.fixes import stubs
+from kvfix.fixes.api import Fix
+from kvfix.fixes.targets import OFFLOADING_SCHEDULER
+from kvfix.wrapping import View, around
+
+
+def fix(module: ModuleType) -> Callable[..., Any]:
+    def build_connector_meta(scheduler: Any, scheduler_output: Any) -> Generator[Any, Any, Any] | None:
+        preempted = scheduler_output.preempted_req_ids
+        loading = {scheduler._jobs[job].req_id for job in scheduler._current_batch_load_jobs}.intersection(preempted)
+        return _without(scheduler_output, preempted - loading) if loading else None
+
+    return around(
+        build_connector_meta,
+        when=lambda scheduler, output, *_, **__: output.preempted_req_ids and scheduler._current_batch_load_jobs,
+    )
+
+
+def _without(scheduler_output: Any, preempted: set[str]) -> Generator[Any, Any, Any]:
+    return (yield (View(scheduler_output, preempted_req_ids=preempted),))
+
+
+def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+    """A request that was preempted has a load in flight. Wrong is an AssertionError."""
+    nothing: Callable[..., Any] = lambda *_: {}  # noqa: E731
+    request = SimpleNamespace(transfer_jobs={7})
+    scheduler = SimpleNamespace(
+        _jobs={7: SimpleNamespace(req_id=stubs.NAME, is_store=False)}, _req_status={stubs.NAME: request},
+        _current_batch_load_jobs={7: None}, _current_batch_jobs_to_flush=set(),
+        _current_batch_allocated_block_ids=set(), _block_id_to_pending_jobs={}, _update_req_states=nothing,
+        _build_partial_tail_store_jobs=nothing, _build_store_jobs=nothing,
+        manager=SimpleNamespace(on_schedule_end=nothing),
+    )  # fmt: skip
+    try:
+        hook(scheduler, stubs.step(preempted=True))
+    except AssertionError:
+        return True
+    return False
+
+
+FIX = Fix(
+    __name__,
+    __doc__,
+    targets=(OFFLOADING_SCHEDULER.build_connector_meta(broken=">=0.26.0,<0.33", probe=shows_bug, fix=fix),),
+    evidence={"KVR011": r"^(schedule|build_connector_meta): AssertionError$"},
+    scenarios=("load-after-reset-asserts",),
+    no_patch={"vllm": "fixed in 0.33.0"},
+)

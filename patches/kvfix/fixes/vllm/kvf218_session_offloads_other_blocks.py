@@ -1,0 +1,69 @@
+"""The OffloadingConnector stores other blocks of a session with more input: wrong KV under a valid key.
+
+## Symptom
+Nothing is logged at first. Later, wrong text in requests that begin with the same prompt. A `KeyError` in
+`_remove_pending_job` of offloading/scheduler.py may end EngineCore, when a session ends. It takes the
+OffloadingConnector, alone or in a MultiConnector, and streaming input (a resumable request).
+
+## Cause
+A session that goes on with more input is scheduled as a new request, with all its blocks. The OffloadingConnector adds
+them to those that it has of the session (offloading/scheduler.py 0.32.0:1282), and from then on takes the first blocks
+for those after the last ones.
+
+## Fix
+The fix drops the blocks that it has of a request which is scheduled as new. A request that is really new has none.
+
+## Releases
+vLLM 0.26.0 to 0.32.0.
+
+## Upstream
+None known; fixed in 0.33.0.
+
+## Remove when
+vLLM 0.32.0 is no longer in use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from kvfix.fixes import stubs
+from kvfix.fixes.api import Fix
+from kvfix.fixes.targets import OFFLOADING_SCHEDULER
+from kvfix.wrapping import before
+
+
+def fix(module: ModuleType) -> Callable[..., Any]:
+    def _update_req_states(scheduler: Any, scheduler_output: Any) -> None:
+        for new in scheduler_output.scheduled_new_reqs:
+            for group in scheduler._req_status[new.req_id].group_states:
+                group.block_ids.clear()
+
+    return before(_update_req_states, when=lambda scheduler, output, *_, **__: output.scheduled_new_reqs)
+
+
+def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+    """A session that has blocks 3 and 4 is scheduled as new with 3, 4 and 5. Wrong is to have five blocks then."""
+    blocks = [3, 4]
+    request = SimpleNamespace(group_states=(SimpleNamespace(block_ids=blocks),), update_offload_keys=lambda: None)
+    request.update_block_id_groups = lambda groups: blocks.extend(groups[0])
+    scheduler = SimpleNamespace(
+        _req_status={stubs.NAME: request}, _sliding_window_groups=(), _current_batch_allocated_block_ids=set(),
+        config=SimpleNamespace(kv_group_configs=()),
+    )  # fmt: skip
+    output = stubs.step(1, new=SimpleNamespace(req_id=stubs.NAME, block_ids=([3, 4, 5],)))
+    output.kv_cache_block_copies = None
+    hook(scheduler, output)
+    return len(blocks) > 3
+
+
+FIX = Fix(
+    __name__,
+    __doc__,
+    targets=(OFFLOADING_SCHEDULER._update_req_states(broken=">=0.26.0,<0.33", probe=shows_bug, fix=fix),),
+    evidence={"KVR011": "^update_from_output: KeyError: "},
+    scenarios=("session-offloads-other-blocks",),
+    no_patch={"vllm": "fixed in 0.33.0"},
+)

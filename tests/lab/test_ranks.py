@@ -1,0 +1,70 @@
+"""Two ranks: what is saved of a step that loads, and that only all fixes together keep the caches right."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from kvfix import catalogue
+from kvfix_tools.lab import runner
+from kvfix_tools.lab.options import Options
+from kvfix_tools.lab.scenario import find
+from kvfix_tools.lab.steps import prompt
+from tests.conftest import RELEASES, Once
+
+WAYS: dict[str, dict[str, Any]] = {
+    "whole": {},
+    "by layers": {"lmcache": {"use_layerwise": True}},
+    "steps in flight": {"async_scheduling": True},
+}
+
+
+def saved(ranks: int, options: dict[str, Any]) -> dict[str, Any]:
+    """Chunks in each rank's cache: before a step that loads 128 of 300 tokens, after it, and in the end."""
+    from kvfix_tools.lab.lab_engine import LabEngine
+
+    with runner.applied(True):
+        engine = LabEngine(Options(max_num_batched_tokens=512, ranks=ranks, **options))
+        engine.admit("first", prompt(128))
+        engine.run()
+        engine.reset_prefix_cache()
+        chunks = [[len(cache) for cache in engine.caches]]
+        engine.admit("second", prompt(300), 6)
+        while not engine.counts["loaded_tokens"]:
+            engine.step()
+        chunks.append([len(cache) for cache in engine.caches])
+        engine.run()
+        engine.settle()
+        chunks.append([len(cache) for cache in engine.caches])
+        return {"chunks": chunks, "found": [str(found) for found in engine.findings]}
+
+
+def play_all() -> dict[str, Any]:
+    scenario = find("failed-load-of-one-rank")
+    assert scenario is not None
+    others = [fix.code for fix in catalogue.fixes() if not fix.opt_in and fix.code != "KVF030"]
+    with runner.applied(True, only=others):
+        without = [found.code for found in scenario.played().findings]
+    return {
+        "saved": {way: {ranks: saved(ranks, options) for ranks in (1, 2)} for way, options in WAYS.items()},
+        "without": without,
+    }
+
+
+@pytest.fixture(scope="module")
+def outcomes(once: Once) -> dict[str, Any]:
+    return dict(once(play_all, RELEASES / "0.5.6"))
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_what_a_step_that_loads_computes_is_saved_later(way: str, outcomes: dict[str, Any]) -> None:
+    one, two = (outcomes["saved"][way][ranks] for ranks in ("1", "2"))
+    assert one["found"] == two["found"] == []
+    assert one["chunks"][1] > one["chunks"][0], "one rank saves it at once"
+    assert two["chunks"][1] == two["chunks"][0]
+    assert two["chunks"][2] == one["chunks"][2] * 2
+
+
+def test_the_other_fixes_are_not_enough(outcomes: dict[str, Any]) -> None:
+    assert "LAB001" in outcomes["without"]

@@ -1,0 +1,168 @@
+"""The lab against a real `lmcache server`: what it stores, loads and locks; and that each planted fault is found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import inf
+from typing import Any
+
+import pytest
+
+from kvfix_tools.lab.options import SERVER_CHUNK, Options
+from kvfix_tools.lab.steps import prompt
+from tests.conftest import RELEASES, Once
+
+SEEDS = range(20)
+
+
+def play_all() -> dict[str, Any]:
+    """One server for all. `why`: it does not start here."""
+    from kvfix_tools.lab import server_process
+
+    try:
+        server = server_process.of_this_process()
+    except OSError as error:
+        return {"why": str(error)}
+    try:
+        return _measured()
+    finally:
+        server.close()
+
+
+def _measured() -> dict[str, Any]:
+    from kvfix_tools.lab.fuzz_run import Run, fuzz
+
+    done = fuzz(Run("mp", True, real_server=True), SEEDS, inf, shrinking=0)
+    again = fuzz(Run("mp", True, real_server=True), SEEDS[:3], inf, shrinking=0)
+    once_more = fuzz(Run("mp", True, real_server=True), SEEDS[:3], inf, shrinking=0)
+    return {
+        "counts": done.counts,
+        "nothing": done.tested_nothing,
+        "violations": [violation.message for violation in done.violations],
+        "same": (again.steps, again.counts) == (once_more.steps, once_more.counts),
+        "sound": _played(None),
+        "slow": {fixes: _slow(fixes) for fixes in ("as released", "fixed")},
+        "faults": {fault.__name__: _played(fault) for fault in FAULTS},
+    }
+
+
+def _played(plant: Callable[[Any], None] | None) -> list[str]:
+    """What is found where one prompt is computed, loaded into other blocks, and hit while vLLM has it too."""
+    from kvfix_tools.lab.lab_engine import LabEngine
+    from kvfix_tools.lab.runner import applied
+
+    with applied(True):
+        engine = LabEngine(Options(connector="mp", real_server=True, chunk_size=SERVER_CHUNK, num_blocks=40))
+        if plant is not None:
+            plant(engine)
+        engine.admit("first", prompt(100), max_tokens=3)
+        engine.run()
+        engine.reset_prefix_cache()
+        engine.admit("other", prompt(100, seed=1), max_tokens=3)
+        engine.admit("again", prompt(100), max_tokens=3)
+        engine.run()
+        engine.admit("both", prompt(100), max_tokens=3)
+        engine.run()
+        engine.settle()
+        engine.connector.close()
+    assert engine.counts["loaded_tokens"] >= 96
+    return [str(found) for found in engine.findings]
+
+
+def _slow(fixes: str) -> list[str]:
+    """Rules that are violated where the server is stopped before a load and a store, misses heartbeats and goes on."""
+    from kvfix_tools.lab.lab_engine import LabEngine
+    from kvfix_tools.lab.runner import applied
+
+    sizes = {"chunk_size": SERVER_CHUNK, "num_blocks": 28, "max_num_batched_tokens": 1024}
+    with applied(fixes == "fixed"):
+        engine = LabEngine(Options(connector="mp", real_server=True, delay=5, **sizes))
+        engine.admit("first", prompt(128))
+        engine.run()
+        engine.reset_prefix_cache()
+        engine.admit("loads", prompt(140))
+        engine.admit("stores", prompt(160, seed=1))
+        server = engine.connector.server
+        while not (server.loading and server.storing["stores"]):
+            engine.step()
+        engine.connector.server_stops()
+        engine.step(2)
+        for seed in (2, 3):
+            engine.admit(f"other {seed}", prompt(160, seed=seed), max_tokens=10)
+        engine.step(2)
+        engine.connector.server_goes_on()
+        engine.run()
+        engine.settle()
+        engine.connector.close()
+    return sorted({found.code for found in engine.findings})
+
+
+def end_of_a_hit_is_not_sent(engine: Any) -> None:
+    """vLLM has what a lookup has locked, and the server is not asked to release it."""
+    engine.connector.scheduler_adapter.free_lookup_locks = lambda *_, **__: None
+
+
+def load_goes_to_other_blocks(engine: Any) -> None:
+    context = engine.workers[0].adapter.transfer_ctx
+    submit = context.submit_retrieve
+
+    def elsewhere(request: str, key: Any, caches: Any, blocks: list[list[int]], *rest: Any, **more: Any) -> Any:
+        return submit(request, key, caches, [group[::-1] for group in blocks], *rest, **more)
+
+    context.submit_retrieve = elsewhere
+
+
+def store_takes_other_blocks(engine: Any) -> None:
+    context = engine.workers[0].adapter.transfer_ctx
+    submit = context.submit_store
+
+    def other(request: str, key: Any, caches: Any, blocks: list[list[int]], *rest: Any) -> Any:
+        return submit(request, key, caches, [group[::-1] for group in blocks], *rest)
+
+    context.submit_store = other
+
+
+FAULTS = (end_of_a_hit_is_not_sent, load_goes_to_other_blocks, store_takes_other_blocks)
+FOUND = {
+    "end_of_a_hit_is_not_sent": "KVR009 state-left-behind both: read locks of the server",
+    "load_goes_to_other_blocks": "LAB001 wrong-content again: the step reads token 0",
+    "store_takes_other_blocks": "LAB001 wrong-content first: other KV than that of tokens 0 on is stored",
+}
+
+
+@pytest.fixture(scope="module")
+def measured(once: Once) -> dict[str, Any]:
+    answer = dict(once(play_all, RELEASES / "0.5.6"))
+    if "why" in answer:
+        pytest.skip(f"no lmcache server here: {answer['why']}")
+    return answer
+
+
+def test_random_schedules_are_clean_and_have_tested_something(measured: dict[str, Any]) -> None:
+    assert measured["violations"] == []
+    assert measured["nothing"] == ""
+    happened = "loads_failed", "evicted", "lookups_unanswered", "aborted_looking", "aborted_loading", "preemptions"
+    assert all(measured["counts"][what] for what in happened)
+
+
+def test_a_seed_plays_as_before(measured: dict[str, Any]) -> None:
+    assert measured["same"]
+
+
+def test_a_slow_server_does_what_the_worker_has_given_up(measured: dict[str, Any]) -> None:
+    assert "LAB001" in measured["slow"]["as released"]
+    assert measured["slow"]["fixed"] == []
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_planted_faults_are_found(name: str, measured: dict[str, Any]) -> None:
+    assert measured["sound"] == []
+    assert any(found.startswith(FOUND[name]) for found in measured["faults"][name]), measured["faults"][name]
+
+
+@pytest.mark.parametrize(
+    "more", [{"connector": "v1"}, {"ranks": 2}, {"windows": (16,)}, {"offloading": "last"}, {"chunk_size": 64}]
+)
+def test_what_it_is_not_played_with_is_refused(more: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="the lab plays a real server with mp, "):
+        Options(**{"connector": "mp", "chunk_size": SERVER_CHUNK, "real_server": True, **more})

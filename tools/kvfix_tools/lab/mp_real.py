@@ -1,0 +1,267 @@
+"""LMCache's multi-process connector against a real `lmcache server`, over its sockets, with memory that it copies.
+
+Real, beside what mp.py has: the client, the transfer context of servers that copy (`lmcache_driven`, as on CUDA), the
+heartbeat's code, and the server: keys, sessions, locks, L1 with its eviction, L2 on disk, the copies. The slots are in
+shared memory, eight bytes each, which the server maps as it maps a GPU's.
+Replaced: when a request is sent. Lookups, loads and stores are sent some steps after the adapter hands them over, and
+the lab waits for each answer: so it is known what has happened in which step. CUDA's events are LMCache's own stubs,
+since each step is done when it returns. Only what the server evicts by itself goes by time.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import os
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from kvfix_tools.lab import server_process, vllm_objects
+from kvfix_tools.lab.memory import Cache, Slots
+from kvfix_tools.lab.mp import MP, MPWorker, released
+from kvfix_tools.lab.mp_client import Client, RequestId, SharedBlock
+from kvfix_tools.lab.mp_server import Server
+from kvfix_tools.lab.options import Options
+
+#: Each engine has a model of its own: what one has stored no other finds.
+_ENGINES = itertools.count()
+
+
+class RealServer(Server):
+    """The server's process, as the connector in the lab sees it. `model_name`: the model that the engine runs."""
+
+    def __init__(self, memories: Sequence[Slots], cache: Cache, options: Options) -> None:
+        super().__init__(memories, cache, options)
+        from lmcache.v1.distributed.api import ObjectKey
+        from lmcache.v1.multiprocess.token_hasher import TokenHasher
+
+        self._hasher = TokenHasher(options.chunk_size)
+        self._rank = ObjectKey.ComputeKVRank(world_size=1, global_rank=0, local_world_size=1, local_rank=0)
+        self.process = server_process.of_this_process()
+        self.model_name = f"lab-{os.getpid()}-{next(_ENGINES)}"
+        self._before = self.process.locks()
+        #: request -> its last lookup: the client and the key
+        self._lookups: dict[str, tuple[Client, Any]] = {}
+        #: Requests whose hit was not asked for yet; the last chunks of the hit that are locked, of the others.
+        self._looking: set[str] = set()
+        self._locked: dict[str, range] = {}
+        #: Requests whose lookup is answered too late, and those that the adapter may give up for that.
+        self.unanswered_lookups: set[str] = set()
+        self._leases: set[str] = set()
+        #: By the lab's key of a chunk, the server's.
+        self._keys: dict[Any, dict[str, Any]] = {}
+
+    def named(self, argument: Any) -> Any:
+        """With the name of the request on the server: the lab has r1, r2 in each engine."""
+        if isinstance(argument, RequestId):
+            return f"{self.model_name}-{argument}"
+        if hasattr(argument, "request_id"):
+            return dataclasses.replace(argument, request_id=f"{self.model_name}-{argument.request_id}")
+        return argument
+
+    def is_looking(self, request_id: str) -> bool:
+        return request_id in self._looking
+
+    # ------------------------------------------------------------------ lookups
+
+    def look(self, client: Client, key: Any, lookup: Callable[[], None]) -> Any:
+        self._lookups[key.request_id] = client, key
+        self._looking.add(key.request_id)
+        if not self.unanswered:
+            return self._answer_later(lookup)
+        self.unanswered -= 1
+        self.events.lookup_unanswered()
+        self.unanswered_lookups.add(key.request_id)
+        self._answer_later(lookup)
+        return self._future()
+
+    def give_up_lookups(self) -> None:
+        """The adapter takes the server for dead: it admits requests with no hit, and releases no lock. What is locked
+        for them ends by itself, after five minutes.
+        """
+        self._leases |= self._whose()
+
+    def _end_leases(self) -> None:
+        for name in self._leases & self._whose():
+            client, key = self._lookups[name]
+            if name in self._looking:
+                client.query_prefetch_status(name)
+            locked, size = self._locked[name], self.chunk_size
+            client.free_lookup_locks(dataclasses.replace(key, start=locked.start * size, end=locked.stop * size), 1)
+            client.end_session(name)
+
+    def _whose(self) -> set[str]:
+        """Requests for which something may be locked."""
+        return self._looking.union(name for name, chunks in self._locked.items() if chunks)
+
+    def found(self, request_id: str, chunks: int) -> None:
+        self._looking.discard(request_id)
+        self._locked[request_id] = range(chunks)
+
+    def released(self, key: Any) -> None:
+        """The request has no need of these chunks any more."""
+        locked = self._locked.get(key.request_id, range(0))
+        start, end = key.start // self.chunk_size, key.end // self.chunk_size
+        self._locked[key.request_id] = range(end, locked.stop) if start <= locked.start else range(locked.start, start)
+
+    # ------------------------------------------------------------------ transfers
+
+    def store(self, key: Any, blocks: list[list[int]], send: Callable[[], Any]) -> Any:
+        def store() -> Any:
+            self._store(key, blocks)
+            hashes = self._hasher.compute_chunk_hashes(list(key.token_ids), start=key.start, end=key.end)
+            for chunk, digest in zip(self._keys_from_start(key), hashes, strict=True):
+                names = {"chunk_hash_hex": digest.hex(), "model_name": self.model_name, "cache_salt": key.cache_salt}
+                self._keys[chunk] = {**names, "kv_rank": self._rank}
+            answer = send()
+            self.process.transfers_end()
+            return answer
+
+        return self._answer_store_later(key, store)
+
+    def retrieve(self, key: Any, send: Callable[[], Any]) -> Any:
+        request_id = key.request_id
+        self.loading[request_id] += 1
+
+        def load() -> Any:
+            fails_after = self.failing[0].pop(request_id, None)
+            if fails_after is not None:
+                self.events.may_fail.add("")  # others have locked these chunks too
+                self._delete(self._keys_from_start(key)[fails_after:], "all", force=True)
+            answer = send()
+            self.process.transfers_end()
+            self.released(key)
+            return answer
+
+        def load_in_time() -> Any:
+            self._end_load(request_id)
+            answer = load()
+            tokens = key.end - key.start if answer[1] else 0
+            self.events.loaded(request_id, key.end if tokens else 0, tokens)
+            return answer
+
+        return self._answer_later(load_in_time, load=(0, request_id), late=load)
+
+    def lose_loads(self, rank: int, unreported: set[str]) -> None:
+        """The server does what is in flight; the worker has no answers to its loads, and takes them for failed."""
+        self.give_up(rank, unreported.union(self.loading))
+        while self._later:
+            self._later.popleft().action()
+
+    def _answer_something(self, client: Client) -> None:
+        client.send("ping", None)
+
+    # ------------------------------------------------------------------ what the server has
+
+    def evict(self, chunks: int, forced: bool) -> int:
+        """The oldest chunks go from L1; `forced`: locked ones too, and from its disk."""
+        return self._delete(list(self.chunks.cache)[:chunks], "all" if forced else "l1", forced)
+
+    def _delete(self, chunks: list[Any], tier: str, force: bool) -> int:
+        for chunk in chunks:
+            self.chunks.cache.pop(chunk, None)
+        keys = [self._keys[chunk] for chunk in chunks if chunk in self._keys]
+        return self.process.delete(keys, tier, force) if keys else 0
+
+    def kept(self) -> dict[str, set[str]]:
+        """Locks, and lookups that the server still has an answer to; whose they are only the lab knows."""
+        self._end_leases()
+        now = self.process.locks()
+        # a request that is looked up again after a lookup was given up leaves locks that no role knows of
+        whose = self._whose() or (set() if self._leases else {*self._lookups, *self.storing})
+        more = {what: now[what] - self._before[what] for what in ("read locks", "write locks", "lookups")}
+        return {f"{what} of the server ({number})": whose for what, number in more.items() if number > 0}
+
+    def empty_disk(self) -> None:
+        self._delete(list(self._keys), "l2", force=False)
+
+    def close(self) -> None:
+        self.empty_disk()
+        self.process.clear()
+
+
+class RealWorker(MPWorker):
+    """Its slots are memory that the server maps."""
+
+    _server: RealServer
+
+    def _register(self, options: Options) -> None:
+        """The layer of a model with one latent vector of eight bytes for each token."""
+        self.adapter.model_name = self._server.model_name
+        connector: Any = import_module(type(self.in_worker).__module__)
+        connector.vllm_layout_hints = lambda *_: {}  # an engine has one, which a latent vector does not depend on
+        layer = torch.zeros((options.num_blocks, options.block_size, 8), dtype=torch.uint8)
+        self.in_worker.register_kv_caches({vllm_objects.LAYER.format(0): layer})  # its memory is shared from now on
+        self.slots.put_in([SharedBlock(block) for block in layer.view(torch.int64).squeeze(-1).numpy()])
+
+
+class RealMP(MP):
+    """Both roles, joined by a real server."""
+
+    server: RealServer
+
+    _worker_class = RealWorker
+
+    def __init__(self, options: Options, memories: Sequence[Slots], caches: Sequence[Cache]) -> None:
+        super().__init__(options, memories, caches)
+        self.scheduler_adapter.model_name = self.server.model_name
+
+    def _make_server(self, memories: Sequence[Slots], cache: Cache, options: Options) -> RealServer:
+        return RealServer(memories, cache, options)
+
+    def _replace(self, adapter: Any) -> None:
+        server, its = self.server, released()
+
+        class Heartbeat(its.HeartbeatThread):  # type: ignore[misc, name-defined]
+            """It beats in a step, and only where that may change anything."""
+
+            def start(self) -> None:
+                server.heartbeats.append(self)
+
+            def beat(self) -> None:
+                if server.down or not self._health_event.is_set():
+                    self._interval = 0.05 if server.down else server_process.PATIENCE  # seconds for an answer
+                    self._execute()
+
+        def client(url: str, context: Any = None) -> Client:
+            return Client(server, its.RequestClientFactory.create(server.process.url, context=context))
+
+        def transfer_context(caches: Any, *, mode: Any, **more: Any) -> Any:
+            return its.create_transfer_context(caches, mode="lmcache_driven", **more)
+
+        adapter.RequestClientFactory = SimpleNamespace(create=client)
+        adapter.HeartbeatThread = Heartbeat
+        adapter.create_transfer_context = transfer_context
+
+    def tick(self) -> None:
+        adapter, server = self.scheduler_adapter, self.server
+        if not adapter.is_healthy:
+            server.give_up_lookups()
+        super().tick()
+        for name in server.unanswered_lookups & adapter._unacked_lookups.keys():
+            adapter._unacked_lookups[name].submitted_at = -math.inf  # the time to wait for it is over
+
+    def server_stops(self) -> None:
+        super().server_stops()
+        self.server.process.stop()
+
+    def server_goes_on(self) -> None:
+        self.server.process.go_on()
+        super().server_goes_on()
+
+    def kept(self) -> dict[str, set[str]]:
+        return {**super().kept(), **self.server.kept()}
+
+    def evict(self, cache: Cache, chunks: int, forced: bool) -> int:
+        return self.server.evict(chunks, forced)
+
+    def close(self) -> None:
+        """The worker leaves the server, whose cache is empty afterwards."""
+        self.in_scheduler.shutdown()
+        self.workers[0].in_worker.shutdown()
+        self.server.close()

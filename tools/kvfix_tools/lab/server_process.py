@@ -1,0 +1,208 @@
+"""A real `lmcache server` in a process of its own, for the lab: small, on a CPU, with an L2 on disk.
+
+It is started once and lives as long as this process. What it says of itself is asked over its HTTP interface.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from http.client import HTTPConnection, HTTPException
+from multiprocessing.util import Finalize
+from pathlib import Path
+from typing import Any
+
+from kvfix import installed_source
+from kvfix_tools.lab.options import SERVER_CHUNK
+from kvfix_tools.roundtrip import real_engine
+
+#: Objects that its L1 holds; each takes one page of memory, however small it is.
+L1_OBJECTS = 96
+PAGE = 4096
+#: Seconds that it may take for an answer.
+PATIENCE = 30.0
+#: Seconds of idleness after which a lock counts as leaked.
+LINGERING = 5.0
+#: Of prctl(2): the signal that a process gets when its parent dies.
+_SET_PARENT_DEATH_SIGNAL = 1
+#: LMCache's thread that ends transfers on the server, after their answer.
+_ENDS_TRANSFERS = "/periodic-threads/DeviceHostFuncDispatcher"
+_LIBC = ctypes.CDLL(None)
+
+
+class ServerProcess:
+    """`url` is where it listens. Raises OSError if it does not start."""
+
+    def __init__(self) -> None:
+        program = shutil.which("lmcache", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
+        package = installed_source.package_dir("lmcache")
+        if program is None or package is None:
+            raise FileNotFoundError("the program lmcache is not on PATH")
+        self._environment = {
+            **os.environ,
+            **real_engine.ENVIRONMENT,
+            # of the same release as the connector
+            "PYTHONPATH": os.pathsep.join([str(package.parent), os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep),
+        }
+        self._folder = tempfile.TemporaryDirectory(prefix="kvfix-lab-server-")
+        port, self._http_port = real_engine.free_port(), real_engine.free_port()
+        self.url = f"tcp://localhost:{port}"
+        on_disk = {"type": "fs", "base_path": f"{self._folder.name}/l2"}
+        self._command = [
+            program, "server", "--port", str(port), "--http-port", str(self._http_port),
+            "--chunk-size", str(SERVER_CHUNK), "--l1-size-gb", str(L1_OBJECTS * PAGE / 2**30), "--no-l1-use-lazy",
+            "--eviction-policy", "LRU", "--l2-adapter", json.dumps(on_disk),
+            "--supported-transfer-mode", "lmcache_driven", "--disable-observability",
+        ]  # fmt: skip
+        self._process: subprocess.Popen[bytes] | None = None
+        #: Ends it, now or with this process.
+        self.close = Finalize(self, ServerProcess._close, (self,), exitpriority=1)
+        self.start()
+
+    # ------------------------------------------------------------------ its life
+
+    def start(self) -> None:
+        log = Path(self._folder.name, "log")
+        with open(log, "w") as file:
+            self._process = subprocess.Popen(
+                self._command,
+                env=self._environment,
+                stdout=file,
+                stderr=file,
+                preexec_fn=_end_with_parent,
+            )
+        end = time.monotonic() + real_engine.SERVER_LIMIT
+        while self.get("/healthcheck") is None:
+            if self._process.poll() is not None or time.monotonic() > end:
+                why = self.log[-1500:]
+                self.close()
+                raise OSError(f"the lmcache server does not start: ... {why}")
+            time.sleep(0.1)
+
+    def kill(self) -> None:
+        """It is gone at once, as after a crash."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._process = None
+
+    def stop(self) -> None:
+        """It does nothing until `go_on`, and what is sent to it waits."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        assert self._process is not None
+        self._process.send_signal(signal.SIGCONT)
+
+    @property
+    def log(self) -> str:
+        return Path(self._folder.name, "log").read_text(errors="replace")
+
+    @staticmethod
+    def _close(server: ServerProcess) -> None:
+        server.kill()
+        server._folder.cleanup()
+
+    # ------------------------------------------------------------------ what it says of itself
+
+    def request(self, method: str, path: str, body: Any = None) -> Any:
+        connection = HTTPConnection("localhost", self._http_port, timeout=PATIENCE)
+        with contextlib.closing(connection):
+            text = None if body is None else json.dumps(body)
+            connection.request(method, path, text, {"Content-Type": "application/json"})
+            response = connection.getresponse()
+            answer = response.read()
+            if response.status >= 400:
+                raise OSError(f"{method} {path}: {response.status} {answer.decode(errors='replace')[:500]}")
+            return json.loads(answer)
+
+    def get(self, path: str) -> Any:
+        """None without an answer."""
+        try:
+            return self.request("GET", path)
+        except (OSError, HTTPException):
+            return None
+
+    def until(self, done: Callable[[], bool]) -> None:
+        """Ask until it is so, but not for ever; less and less often."""
+        end, pause = time.monotonic() + PATIENCE, 0.001
+        while not done() and time.monotonic() < end:
+            time.sleep(pause)
+            pause = min(2 * pause, 0.05)
+
+    def locks(self) -> dict[str, int]:
+        """How many objects have a lock, and how many lookups were never asked for, once it has nothing to do.
+
+        A store to L2 has read locks of its own while it lasts.
+        """
+        state: dict[str, Any] = {}
+        busy_at = time.monotonic()
+
+        def done() -> bool:
+            """It counts a store to L2 some moments after it has begun: a lock is left behind if it stays."""
+            nonlocal busy_at
+            state.update(self.request("GET", "/status"))
+            if _busy(state["storage_manager"]):
+                busy_at = time.monotonic()
+                return False
+            locked = state["storage_manager"]["l1_manager"]["read_locked_count"]
+            return not locked or time.monotonic() > busy_at + LINGERING
+
+        self.transfers_end()
+        self.until(done)
+        objects = state["storage_manager"]["l1_manager"]
+        return {
+            "read locks": objects["read_locked_count"],
+            "write locks": objects["write_locked_count"],
+            "lookups": state["active_prefetch_jobs"],
+        }
+
+    def transfers_end(self) -> None:
+        """Wait until what is to be done after the answers of all transfers is done."""
+        runs = self.request("GET", _ENDS_TRANSFERS)["total_runs"]
+        self.until(lambda: self.request("GET", _ENDS_TRANSFERS)["total_runs"] > runs + 1)
+
+    def clear(self) -> None:
+        """L1 is empty afterwards, whatever is locked."""
+        self.request("POST", "/cache/clear", {"tier": "l1", "force": True})
+
+    def delete(self, keys: list[dict[str, Any]], tier: str, force: bool) -> int:
+        """Objects out of a tier: l1, l2 or all. force: out of L1 with their locks. How many it has removed."""
+        return int(self.request("DELETE", "/cache/objects", {"keys": keys, "tier": tier, "force": force})["deleted"])
+
+
+def _busy(storage: dict[str, Any]) -> bool:
+    """Whether it moves anything between L1 and L2."""
+    stores, loads = storage["store_controller"], storage["prefetch_controller"]
+    return bool(
+        stores["pending_keys_count"]
+        or stores["in_flight_task_count"]
+        or loads["submission_queue_size"]
+        or loads["pending_queue_size"]
+        or loads["in_flight_request_count"]
+    )
+
+
+def _end_with_parent() -> None:
+    _LIBC.prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL)
+
+
+def of_this_process() -> ServerProcess:
+    """The one server of this process. A process that is forked has its own."""
+    return _of_process(os.getpid())
+
+
+@functools.cache
+def _of_process(pid: int) -> ServerProcess:
+    return ServerProcess()
