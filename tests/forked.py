@@ -2,9 +2,8 @@
 
 It is the fork server of `multiprocessing`, one for each process of pytest, and has nothing of LMCache or kvfix.
 EngineCore and worker of an engine are forks too, as on a GPU; vLLM for the CPU would start each anew (cpu.py
-0.32.0:409). Two kinds are not: a program that is to start and end as a user's does, and the workers of a multi-process
-connector. Those do not start where LMCache is imported already: vLLM's dispatcher for Triton's kernels trips over an
-object of its modules (triton_utils/dispatcher.py 0.32.0:139).
+0.32.0:409); that takes a stand-in where LMCache is imported already (tests/engine/plugin/kvfix_engine_test.py). A
+program that is to start and end as a user's does is none of them.
 """
 
 from __future__ import annotations

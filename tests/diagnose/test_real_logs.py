@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvfix.ledger.events import Stored
-from kvfix_tools.diagnose import log_files
+from kvfix_tools.diagnose import log_files, report_text
 from kvfix_tools.diagnose.diagnosis import Diagnosis, diagnosed
 
 LOGS = Path(__file__).parent / "logs"
@@ -67,6 +67,17 @@ def test_a_recorder_file_is_judged_as_in_the_engine() -> None:
     assert diagnosis.releases.one("lmcache") == "0.5.6"
 
 
+def test_what_a_recorder_has_is_counted_once() -> None:
+    """A worker (connector 2) records the load that the scheduler handed out, and is all there is in its own file."""
+    scheduler = (LOGS / "recorder.jsonl").read_bytes()
+    first, *_, load = scheduler.replace(b'"connector":1', b'"connector":2').splitlines(keepends=True)
+    stored = load.replace(b'"LoadDue"', b'"Stored"')
+    assert diagnosed(scheduler).done == (2, 3, 1, 0)
+    assert diagnosed(scheduler + load + stored).done == (2, 3, 1, 0)
+    assert diagnosed(first + load + stored).done == (1, 0, 1, 1)
+    assert "3 lookups, 1 loads, 0 stores" in report_text.read_words(diagnosed(scheduler))
+
+
 def test_an_unknown_exception_in_a_recorder_file_is_a_failure() -> None:
     recorder = (LOGS / "recorder.jsonl").read_bytes().replace(b"AssertionError: Mismatch in", b"KeyError: unknown")
     diagnosis = diagnosed(recorder)
@@ -95,6 +106,7 @@ def test_a_bundle_of_kvfix_dump_is_read(tmp_path: Path) -> None:
     ]
     assert diagnosis.releases.one("lmcache") == "0.5.6"
     assert len(diagnosis._recorders.connectors) == 2
+    assert diagnosis.done == (4, 6, 2, 0)
 
 
 def test_a_damaged_recorder_file_is_read_as_far_as_it_goes(tmp_path: Path) -> None:

@@ -165,6 +165,31 @@ def test_a_hybrid_model(
     assert all(what in line.what for line in found)
 
 
+@pytest.mark.parametrize(
+    ("transfer", "more", "environment", "status"),
+    [
+        (MP, (), {}, ["problem"]),
+        (MP, (), {"KVFIX": "off"}, ["problem"]),
+        (MP, (), {"KVFIX": "check"}, ["ok"]),
+        (MP, ("--disable-hybrid-kv-cache-manager",), {}, []),
+        (V1, (), {}, []),
+    ],
+)
+def test_stores_of_sliding_windows(
+    transfer: dict[str, Any],
+    more: tuple[str, ...],
+    environment: dict[str, str],
+    status: list[str],
+    tmp_path: Path,
+    newest: Path,
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"layer_types": ["sliding_attention", "full_attention"]}))
+    words = ["vllm", "serve", str(tmp_path), "--kv-transfer-config", json.dumps(transfer), *more]
+    found = say(look(words, newest, environment=environment), "sliding-windows")
+    assert [line.status for line in found] == status
+    assert all("KVF118, KVF119" in line.what for line in found)
+
+
 def test_a_buffer_that_is_smaller_than_a_chunk(tmp_path: Path, newest: Path) -> None:
     """Llama 3 8B in bfloat16: 2 * 32 layers * 8 heads * 128 * 2 bytes = 128 KiB for a token, 32 MiB for a chunk."""
     model = {"num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096}

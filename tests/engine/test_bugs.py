@@ -27,7 +27,7 @@ APPLY = pytest.mark.parametrize("apply", [False, True], ids=["as released", "wit
 ONE = prompt(300, 1)
 #: `running` has 31 blocks of 32 tokens for itself in the end, and leaves no room for `waiting` from the start. It is
 #: long: EngineCore runs on while the program comes to abort `waiting`.
-ABORT: dict[str, Any] = {"running": (prompt(760, 9), 230), "waiting": (ONE, 2), "extra_args": None}
+ABORT: dict[str, Any] = {"running": (prompt(760, 9), 230), "waiting": (ONE, 2), "steps": 4, "extra_args": None}
 #: Of a process in a dump.
 STANDS = "in get_num_new_matched_tokens of LMCacheConnectorV1 for "
 #: Stored; then its first 96 tokens are computed again, and the whole is looked up on top of them.
@@ -91,7 +91,10 @@ def server_of_046(release) -> Iterator[dict[str, Any]]:  # type: ignore[no-untyp
 @APPLY
 def test_statistics_of_an_aborted_request(apply: bool, tmp_path: Path, newest_server: dict[str, Any]) -> None:
     """Any client can do this to a multi-process connector: ask for statistics, and go."""
-    abort = {**ABORT, "extra_args": {"kv_transfer_params": {"cached_token_stats": True}}}
+    # EngineCore does not wait for the program: the one that runs must run until the other one is aborted.
+    running = (prompt(100, 9), 900)
+    asks = {"kv_transfer_params": {"cached_token_stats": True}}
+    abort = {**ABORT, "steps": 0, "running": running, "extra_args": asks}
     ran = start.run(
         tmp_path, apply, newest_server, rounds=[[(ONE, 2)]], abort=abort, abort_before=0,
         engine={**start.TWO_PROCESSES, "max_num_seqs": 1},

@@ -123,11 +123,13 @@ def engines(recordings: Iterable[Recording]) -> list[Engine]:
     """Every connector of every engine that is on record."""
     found: dict[tuple[str, str, int], list[Part]] = {}
     for recording in processes(recordings):
-        counts: dict[str, int] = {}
+        counts: dict[tuple[str, str], int] = {}
         for number, line in recording.connectors.items():
-            if not line.get("role"):  # the scheduler itself
+            role = line.get("role")
+            if not role:  # the scheduler itself
                 continue
-            counts[line["name"]] = nth = counts.get(line["name"], -1) + 1  # a MultiConnector may have two of a kind
+            # A MultiConnector may have two of a kind. On one GPU both roles are in one process.
+            counts[line["name"], role] = nth = counts.get((line["name"], role), -1) + 1
             name = f"{line.get('engine', '?')}.{line.get('replica', 0)}"
             entries = [entry for entry in recording.entries if entry.connector == number]
             found.setdefault((name, line["name"], nth), []).append(Part(recording, line, entries))

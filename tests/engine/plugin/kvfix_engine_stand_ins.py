@@ -109,6 +109,8 @@ def in_tree(connector: Any) -> None:
     And LMCache 0.4.6 does not know how vLLM for the CPU packs a block. It moves whole ones, so it is shown one that has
     the K rows and then the V rows, of as many bytes.
     """
+    if isinstance(connector.torch, cuda_stand_in.Torch):  # this process is a fork of one that has done it
+        return
     connector.torch = cuda_stand_in.Torch()
     owner = connector.LMCacheMPConnectorUpstream
     register = owner.register_kv_caches
@@ -126,3 +128,10 @@ def in_tree(connector: Any) -> None:
 def lookups_hang(cache_engine: Any) -> None:
     """A worker that hangs: whoever looks something up waits for ever. It is a thread of its own that does."""
     cache_engine.LMCacheEngine.lookup = lambda *args, **kwargs: threading.Event().wait()
+
+
+def patient_pings(module: Any) -> None:
+    """A busy machine with two cores may take more than the 10 s after which LMCache goes on without its server."""
+    send_ping = getattr(module, "send_ping", None)
+    if send_ping is not None:
+        module.send_ping = lambda client, timeout, **more: send_ping(client, timeout=100.0, **more)

@@ -20,6 +20,7 @@ LOOKUPS_HANG = "KVFIX_TEST_LOOKUPS_HANG" in os.environ
 STAND_INS = {
     "lmcache.v1.gpu_connector": "current_releases",
     "lmcache.integration.vllm.vllm_v1_adapter": "early_releases",
+    "lmcache.integration.vllm.vllm_multi_process_adapter": "patient_pings",
     "vllm.distributed.kv_transfer.kv_connector.v1.lmcache_mp_connector": "in_tree",
     **({"lmcache.v1.cache_engine": "lookups_hang"} if LOOKUPS_HANG else {}),
 }
@@ -34,6 +35,7 @@ def load() -> None:
     if not REPORT:
         return
     sys.meta_path.insert(0, StandInFinder())
+    override_kernels_beside_llvmlite()
     if "KVFIX_TEST_FAULTS" in os.environ:
         plant_faults()
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -47,6 +49,19 @@ def load() -> None:
         return connector
 
     KVConnectorFactory.create_connector = staticmethod(create_connector)
+
+
+def override_kernels_beside_llvmlite() -> None:
+    """vLLM for the CPU looks at `vars()` of all that there is in all modules (triton_utils/dispatcher.py 0.32.0:139),
+    and fails at llvmlite's, whose names are all functions. LMCache imports llvmlite, so a worker that is forked, or is
+    in the program's own process, would not start."""
+    from vllm.triton_utils import dispatcher
+
+    def of(value: Any) -> Any:
+        found = vars(value)
+        return found if hasattr(found, "get") else {}
+
+    dispatcher.vars = of
 
 
 def plant_faults() -> None:

@@ -1,7 +1,7 @@
 """Log text to events to findings: `kvfix-diagnose`.
 
 log_files        files, folders, compressed files and streams, in blocks of whole lines; several in the order of time
-needles          where in a block lines stand that may mean something
+needles          which lines may mean something
 texts            what the text of one line says
 line_scanner     blocks to lines that mean something (log_line)
 grammar          which lines mean something, checked against the releases' own statements (statements.json)

@@ -6,12 +6,15 @@ from collections import Counter, deque
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+from msgspec.structs import replace
+
 from kvfix import redact
 from kvfix.ledger import RULES, Finding, Ledger
 from kvfix.ledger.describe import line as in_words
 from kvfix.ledger.events import Raised
 from kvfix_tools.diagnose import findings, ledger_events, problems, statements
 from kvfix_tools.diagnose.failures import Failures
+from kvfix_tools.diagnose.grammar import MESSAGES
 from kvfix_tools.diagnose.line_scanner import DEBUG, scanned
 from kvfix_tools.diagnose.log_finding import HistoryEvent, LogFinding
 from kvfix_tools.diagnose.recorder_lines import RecorderLines
@@ -87,8 +90,8 @@ class Diagnosis:
         #: Requests that have a finding of a crash.
         self._crashed: set[str] = set()
         self._recorders = RecorderLines()
-        #: Kinds of lines whose place in LMCache's source has been looked at.
-        self._placed: set[str] = set()
+        #: Kinds of lines that name a release, or whose place in LMCache's source has not been looked at.
+        self._unplaced = {message.name for message in MESSAGES if message.source == "lmcache"} | {"vllm_version"}
         self._time: float | None = None
 
     def take(self, line: LogLine) -> None:
@@ -116,7 +119,7 @@ class Diagnosis:
             return
         self.who.take(line)
         self.failures.take(line)
-        if name not in self._placed and name not in problems.LINES:
+        if name in self._unplaced:
             self._place(line)
         make = ledger_events.MAKERS.get(name)
         if make is None:
@@ -130,11 +133,12 @@ class Diagnosis:
     def take_event(self, event: Event, line: LogLine) -> None:
         """An event that kvfix recorded in the engine. An exception that left a hook is looked at as in a log."""
         self._time = line.time
+        self.counts[type(event).__name__] += 1
         violated = self._feed(event, line)
         if isinstance(event, Raised):
             kind, _, text = event.error.partition(": ")
             fields = with_meaning(RaisedInLog(kind, text, [("", 0, event.where)], "", False))
-            raised = line._replace(name="raised", fields={**fields, "request": event.request, "level": ""})
+            raised = replace(line, name="raised", fields={**fields, "request": event.request, "level": ""})
             self.failures.take(raised)
             self._look(raised)
         self._judge(violated, line)
@@ -164,6 +168,17 @@ class Diagnosis:
         ]
         return sorted(shown, key=lambda found: found.order)
 
+    @property
+    def done(self) -> tuple[int, int, int, int]:
+        """Requests, lookups, loads and stores, by lines and by recorded events."""
+        counts, recorded = self.counts, self._recorders.counted()
+        return (
+            self.requests + recorded["requests"],
+            counts["asked"] + counts["mp_prefetched"] + recorded["Asked"],
+            counts["retrieved"] + counts["mp_retrieved"] + recorded["LoadDue"],
+            counts["stored"] + counts["mp_stored"] + recorded["Stored"],
+        )
+
     def history(self, request: str) -> list[HistoryEvent]:
         """The request's events so far, in words, each with its line."""
         history, known = self.ledger.histories.get(request), self._requests.get(request)
@@ -190,7 +205,7 @@ class Diagnosis:
             for dist in ("lmcache", "vllm"):
                 self.releases.name(dist, str(line.fields.get(dist, "")), line.file)
         elif self.releases.place(line.name, line.body):
-            self._placed.add(line.name)
+            self._unplaced.remove(line.name)
 
     def _is_repeated(self, line: LogLine) -> bool:
         """A request that waits is asked about on every step. The same answer as before is no event."""
@@ -219,8 +234,12 @@ class Diagnosis:
             self.timeline.event(event, self._time if line.time is None else line.time)
         if not judged:
             return judged
-        self.unknowns.update(each.code for each in judged if each.verdict == "unknown")
-        violated = [each for each in judged if each.verdict != "unknown"]
+        violated = []
+        for each in judged:
+            if each.verdict == "unknown":
+                self.unknowns[each.code] += 1
+            else:
+                violated.append(each)
         known.violated += violated[: _VIOLATED - len(known.violated)]
         return violated
 

@@ -69,9 +69,9 @@ class Failures:
             self._worked = self._taken
         elif name in ("raised", "logged"):
             self.dead = self.dead or _is_dead(line.body)
-            if name == "raised" and len(self.raised) < _SHOWN and _is_failure(line):
+            if name == "raised" and len(self.raised) < _SHOWN:
                 key = (line.fields["class"], line.fields["text"][:80], *line.fields["frames"][-1:])
-                if key not in self._shown:
+                if key not in self._shown and _is_failure(line):
                     self._shown.add(key)
                     self.raised.append(line)
         elif name == "closing":

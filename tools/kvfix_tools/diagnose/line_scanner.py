@@ -51,9 +51,12 @@ class Scanner:
         text, at = log_formats.plain(block)
         first, file, known = self._number, self._file, self._said
         traces, stacks, heads = self._tracebacks.open, self._stacks, self._heads
-        lines, places = needles.places(text)
+        lines = text.split(b"\n")
+        if not lines[-1]:
+            lines.pop()
         numbers = count(first) if at is None else (first + number for number in at)
-        for line, place, number in zip(lines, places, numbers, strict=False):
+        for line, number in zip(lines, numbers, strict=False):
+            place = line.find(FRAME)
             if place >= 0:
                 tail = line[place:]
                 said = known.get(tail) or self._behind_frame(tail)
@@ -65,17 +68,11 @@ class Scanner:
                     yield from self._read(line[:LONGEST_LINE], number)
                 elif said.name:
                     yield _framed(said, line, place, file, number)
-            elif place == needles.NEEDLE or traces or stacks.open:
+            elif traces or stacks.open or needles.in_line(line):
                 head, bracket, body = line.partition(b"] ")
                 alike = heads.get(head)
                 other = (alike and alike.get(body)) or self._other(line[:LONGEST_LINE], head + bracket, body)
-                if not traces and not stacks.open:
-                    if not other.counts and len(line) <= LONGEST_LINE:
-                        continue
-                elif stacks.open or other.process in traces:
-                    yield from self._unframed(other, number)
-                    continue
-                if not other.is_alone:
+                if stacks.open or not other.is_alone or other.process in traces:
                     yield from self._unframed(other, number)
                 elif other.said is not None:
                     name, fields = other.said
@@ -112,7 +109,8 @@ class Scanner:
                 if kind is None:
                     self._others[line] = other
                 else:
-                    self._heads.setdefault(head[:-2], self._kinds.setdefault(kind, {}))[body] = other
+                    alike = self._heads.setdefault(head[:-2], self._kinds.setdefault(kind, {}))
+                    other = alike.setdefault(body, other)  # known from another time
         return other
 
     def _remember(self, size: int) -> None:
@@ -163,22 +161,23 @@ class Scanner:
                 return
             text = text[at:]
 
-    def _unframed(self, other: Other, number: int) -> Iterator[LogLine]:
+    def _unframed(self, other: Other, number: int) -> list[LogLine]:
+        found: list[LogLine] = []
         if other.of_stack or self._stacks.open:
             inside, stack = self._stacks.take(other.body)
             if stack is not None:
-                yield self._stack(stack, number)
+                found.append(self._stack(stack, number))
             if inside:
-                return
+                return found
         inside, raised = self._tracebacks.take(other.process, other.part)
         if raised is not None:
-            yield self._raised(raised, other.level, other.process, number, other.body)
-        if inside or other.said is None:
-            return
-        name, fields = other.said
-        if name == "raised":
-            fields = {**fields, "follows": fields["follows"] and self._tracebacks.follows(other.process)}
-        yield LogLine(name, fields, None, other.process, self._file, number, other.evidence)
+            found.append(self._raised(raised, other.level, other.process, number, other.body))
+        if not inside and other.said is not None:
+            name, fields = other.said
+            if name == "raised":
+                fields = {**fields, "follows": fields["follows"] and self._tracebacks.follows(other.process)}
+            found.append(LogLine(name, fields, None, other.process, self._file, number, other.evidence))
+        return found
 
     def _raised(self, raised: Raised, level: str, process: str, number: int, body: bytes) -> LogLine:
         fields = {**texts.with_meaning(raised), "level": level}
@@ -194,8 +193,9 @@ def _framed(said: Said, line: bytes, place: int, file: str, number: int) -> LogL
     """Of LMCache's line with its frame there."""
     if not said.placed:
         return LogLine(said.name, said.fields, None, "", file, number, said.body)
-    stamp = max(0, place - STAMP)
-    time, process = texts.seconds(line[stamp:place]), texts.process(line[:stamp])
+    time, process = texts.second_and_process(line[: max(0, place - 4)])
+    if time is not None:
+        time += texts.MILLISECONDS.get(line[place - 3 : place], 0.0)
     return LogLine(said.name, said.fields, time, process, file, number, said.body)
 
 

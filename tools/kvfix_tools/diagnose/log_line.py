@@ -6,6 +6,8 @@ import re
 from functools import lru_cache
 from typing import Any, NamedTuple
 
+import msgspec
+
 from kvfix import redact
 
 #: {name: a count (int) or a text}
@@ -31,7 +33,7 @@ class Evidence(NamedTuple):
         return f"{self.file}:{self.line}: {self.text}"
 
 
-class LogLine(NamedTuple):
+class LogLine(msgspec.Struct, frozen=True):
     """name: of its message in the grammar; or `raised`: an exception with its traceback (tracebacks.py), `died`: a
     process that died of none, `logged`: an error or a warning that the grammar does not know.
 

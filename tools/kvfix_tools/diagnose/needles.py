@@ -1,15 +1,12 @@
-"""Where in a block the lines stand that may mean something. Literals first: most lines are never looked at.
+"""Which lines may mean something. Literals first: most lines are never looked at.
 
-A search for a literal in a whole block costs a fraction of looking at each line. What kvfix knows of single problems
-adds no needle: problems are looked for in lines of errors and warnings only.
+One search for all needles costs a fraction of looking at a line. What kvfix knows of single problems adds no needle:
+problems are looked for in lines of errors and warnings only.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
-from itertools import accumulate
-
-from ahocorasick_rs import BytesAhoCorasick, Implementation
+from ahocorasick_rs import BytesAhoCorasick, Implementation, MatchKind
 
 #: `[2026-11-21 01:41:27,007] LMCache INFO: `, the same in 0.3.0 to 0.5.6.
 FRAME = b"] LMCache "
@@ -22,29 +19,7 @@ NEEDLES: tuple[bytes, ...] = (
     b"Assertion `", b"undefined symbol", b"shared object", b"GLIBC", b"CXXABI_", b"FATAL", b"core dumped", b"Aborted",
     b"double free", b"free(): ", b"malloc(): ", b"corrupted ", b"code 137", b"Exit Code: ",
 )  # fmt: skip
-_ANY = BytesAhoCorasick(NEEDLES, implementation=Implementation.DFA)
-#: Places of a line that has no frame: with a needle, and without.
-NEEDLE, NOTHING = -2, -1
-
-
-def places(block: bytes) -> tuple[list[bytes], list[int]]:
-    """The lines of a block, and where in each LMCache's frame begins; `NEEDLE` or `NOTHING`: it has none."""
-    lines = block.split(b"\n")
-    if not lines[-1]:
-        lines.pop()
-    found = [line.find(FRAME) for line in lines]
-    others = [number for number, place in enumerate(found) if place < 0]
-    for number in _with_needle([lines[number] for number in others]):
-        found[others[number]] = NEEDLE
-    return lines, found
-
-
-def in_line(line: bytes) -> bool:
-    return any(needle in line for needle in NEEDLES)
-
-
-def _with_needle(lines: list[bytes]) -> set[int]:
-    """Numbers of the lines with a needle. One search for all needles in all of them."""
-    ends = list(accumulate(len(line) + 1 for line in lines))
-    found = _ANY.find_matches_as_indexes(b"\n".join(lines))
-    return {bisect_right(ends, at) for _, at, _ in found}
+#: Of a line without LMCache's frame: its needles. Leftmost first: many bytes are compared at once.
+in_line = BytesAhoCorasick(
+    NEEDLES, matchkind=MatchKind.LeftmostFirst, implementation=Implementation.DFA
+).find_matches_as_indexes

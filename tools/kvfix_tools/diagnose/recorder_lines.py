@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+from msgspec.structs import replace
 
 from kvfix_tools import recording
 
@@ -40,7 +42,15 @@ class RecorderLines:
         event = _event(data) if line.fields["kind"] == "event" else None
         if event is not None:
             wall = data.get("wall")
-            own.take_event(event, line._replace(time=wall / 1e9 if isinstance(wall, int) else None))
+            own.take_event(event, replace(line, time=wall / 1e9 if isinstance(wall, int) else None))
+
+    def counted(self) -> Counter[str]:
+        """{kind of event, or "requests": how many}. What a scheduler hands out, its workers record again."""
+        every = self.connectors.values()
+        counted: Counter[str] = Counter()
+        for own in [own for own in every if own.counts["Asked"]] or every:
+            counted.update(own.counts, requests=own.requests)
+        return counted
 
 
 def _decoded(body: bytes) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from functools import lru_cache
 
 from packaging.specifiers import SpecifierSet
@@ -20,14 +20,14 @@ class Releases:
     def __init__(self) -> None:
         #: The file being read.
         self.file = ""
-        self._named: dict[tuple[str, str], Counter[str]] = {}
+        self._named: defaultdict[tuple[str, str], Counter[str]] = defaultdict(Counter)
         self._candidates: frozenset[str] = frozenset()
 
     def name(self, dist: str, text: str, file: str) -> None:
         """This file names a release of the distribution."""
         release = _public(text[:64].partition("-g")[0])  # 0.5.6-g3e11e108 is 0.5.6, as a checkout says it
         if release is not None:
-            self._named.setdefault((dist, file), Counter())[release] += 1
+            self._named[dist, file][release] += 1
 
     def place(self, message: str, body: bytes) -> bool:
         """A line of LMCache: which releases have its statement there. False: it does not name the statement's place."""
@@ -55,7 +55,7 @@ class Releases:
         """
         own = self._named.get((dist, self.file if file is None else file))
         if own:
-            return own.most_common(1)[0][0]
+            return max(own, key=own.__getitem__)
         others = self.named(dist)
         if others:
             return others[0] if len(others) == 1 else None

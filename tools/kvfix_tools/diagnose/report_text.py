@@ -111,26 +111,20 @@ def print_summary(log: Diagnosis, findings: list[LogFinding], console: Console) 
 
 def nothing_found(log: Diagnosis) -> str:
     """What was looked at and shows no failure."""
-    counts = log.counts
-    if not counts and not log.debug:
+    if not log.counts and not log.debug:
         return "no line of vLLM, LMCache or a KV connector was recognised"
-    loads, stores = counts["retrieved"] + counts["mp_retrieved"], counts["stored"] + counts["mp_stored"]
-    seen = (
-        f"{log.requests} requests, {counts['asked'] + counts['mp_prefetched']} lookups, {loads} loads, {stores} stores"
-    )
+    requests, lookups, loads, stores = log.done
+    seen = f"{requests} requests, {lookups} lookups, {loads} loads, {stores} stores"
     other = len(log.failures.lines)
     return f"nothing found: {seen}; {f'{other} errors that did not stop it' if other else 'no error'}"
 
 
 def read_words(log: Diagnosis) -> str:
-    counts = log.counts
+    _, lookups, loads, stores = log.done
     releases = [f"{name} {release}" for name, release in versions(log).items() if release]
     of = f" of {', '.join(releases)}" if releases else ""
     size = f"{log.bytes / 1e6:.1f} MB" if log.bytes > 1e5 else f"{log.bytes / 1e3:.1f} kB"
-    return (
-        f"read {size}{of}: {counts['asked'] + counts['mp_prefetched']} lookups, "
-        f"{counts['retrieved'] + counts['mp_retrieved']} loads, {counts['stored'] + counts['mp_stored']} stores"
-    )
+    return f"read {size}{of}: {lookups} lookups, {loads} loads, {stores} stores"
 
 
 def versions(log: Diagnosis) -> dict[str, str]:

@@ -8,9 +8,10 @@ from __future__ import annotations
 import calendar
 import re
 from functools import cached_property, lru_cache
-from typing import NamedTuple
 
-from kvfix_tools.diagnose import grammar, log_formats, needles
+import msgspec
+
+from kvfix_tools.diagnose import grammar, log_formats
 from kvfix_tools.diagnose.log_line import ANSI, Fields, without_colours, without_tokens
 from kvfix_tools.diagnose.tracebacks import Part, Raised, by_name
 
@@ -19,7 +20,7 @@ WHO = "who"
 #: Bytes of a message that are kept for evidence.
 LONGEST_BODY = 1 << 14
 LEVEL = re.compile(rb"\] LMCache ([A-Z]{4,8}):(?:" + ANSI + rb")? ?")
-STAMP = len(b"2026-11-21 01:41:27,007")
+_SECOND, STAMP = len(b"2026-11-21 01:41:27"), len(b"2026-11-21 01:41:27,007")
 #: `ERROR 12-03 01:24:36 [core.py:844] `, and whose it is: `(EngineCore_DP0 pid=7703) `, `(VllmWorker rank=0 pid=31) `.
 _VLLM = re.compile(rb"(DEBUG|INFO|WARNING|ERROR|CRITICAL) +\d\d-\d\d \d\d:\d\d:\d\d(?:\.\d+)? \[?([^\[\]\s]*:\d+)\] ?")
 _PROCESS = re.compile(rb"\((\w+)(?: rank=(\d+))?[^()\n]{0,40}? ?pid=(\d+)\)")
@@ -29,7 +30,7 @@ _OTHER = re.compile(
     rb"|(?P<glog>[WEF])(?:\d{4}){1,2} \d\d:\d\d:\d\d|(?P<usage>error): (?:argument|unrecognized|the following) )"
 )
 _LEVELS = {b"W": "warning", b"E": "error", b"F": "critical", b"WARN": "warning", b"FATAL": "critical"}
-_MILLISECONDS = {b"%03d" % number: number / 1000 for number in range(1000)}
+MILLISECONDS = {b"%03d" % number: number / 1000 for number in range(1000)}
 #: A process that died of something that is no exception.
 _DIED = re.compile(
     rb"(?P<what>Segmentation fault|Segfault encountered|SIGSEGV|SIGABRT|SIGBUS|Bus error|oom-kill|OOMKilled"
@@ -55,7 +56,7 @@ _OF_VLLM = [message for message in _ANYWHERE if message.source != "lmcache"]
 _RAISED = [message for message in grammar.MESSAGES if message.source == "raised"]
 
 
-class Said(NamedTuple):
+class Said(msgspec.Struct, frozen=True):
     """A message behind LMCache's frame. name: "": it means nothing. placed: its time and its process count."""
 
     name: str
@@ -87,7 +88,6 @@ class Other:
     """A line of vLLM, of another logger, of a traceback, or one that has lost its beginning."""
 
     def __init__(self, line: bytes) -> None:
-        self._line = line
         text = self._text = without_colours(line) if b"\x1b" in line or b"[0" in line else line
         self.process = process(text)
         self._head = _VLLM.search(text)
@@ -104,11 +104,6 @@ class Other:
     def part(self) -> Part:
         """What it is to a traceback."""
         return Part(self.body)
-
-    @cached_property
-    def counts(self) -> bool:
-        """Whether it is read where no traceback is open."""
-        return needles.in_line(self._line)
 
     @cached_property
     def evidence(self) -> bytes:
@@ -208,14 +203,16 @@ def _process_name(parts: tuple[bytes, bytes, bytes]) -> str:
     return f"{name}{'_' if rank else ''}{rank} pid={pid}"
 
 
-def seconds(stamp: bytes) -> float | None:
-    """`2026-11-21 01:41:27,007` as seconds since 1970, as if the log's clock were UTC; None: it is no time."""
-    second = _second(stamp[:19]) if len(stamp) == STAMP else None
-    return second + _MILLISECONDS.get(stamp[20:], 0.0) if second is not None else None
+@lru_cache(maxsize=256)
+def second_and_process(prefix: bytes) -> tuple[float | None, str]:
+    """Of what stands before the milliseconds of LMCache's frame: when it was, and the last process that is named."""
+    if len(prefix) < _SECOND:
+        return None, process(prefix)
+    return _second(prefix[-_SECOND:]), process(prefix[:-_SECOND])
 
 
-@lru_cache(maxsize=1024)
 def _second(stamp: bytes) -> float | None:
+    """`2026-11-21 01:41:27` as seconds since 1970, as if the log's clock were UTC; None: it is no time."""
     try:
         year, month, day, hour, minute, second = map(int, re.split(rb"[- :]", stamp))
         return float(calendar.timegm((year, month, day, hour, minute, second, 0, 0, 0)))

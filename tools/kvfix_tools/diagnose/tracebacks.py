@@ -86,14 +86,11 @@ class Part:
         #: Whether it is part of a traceback for sure.
         self.sure = self.frame is not None or self.begins or self.fault is not None or self.links
         self.in_group = text.lstrip()[:1] in b"|+"
+        self.indented = text[:1].isspace()
 
     @cached_property
     def ungrouped(self) -> Part:
         return Part(_GROUP.sub(b"", self.text))
-
-    @cached_property
-    def indented(self) -> bool:
-        return self.text[:1].isspace()
 
     @cached_property
     def named(self) -> tuple[str, str] | None:
@@ -136,10 +133,10 @@ class Tracebacks:
     def take(self, process: str, part: Part) -> tuple[bool, Raised | None]:
         """(whether the line is part of a traceback, the exception that it ends with)."""
         known, in_group = self.open.get(process), part.in_group
-        if known is None and not part.sure:
-            return False, None
         if known is not None and in_group:
             part = part.ungrouped
+        if not part.sure:
+            return (False, None) if known is None else self._go_on(process, known, part)
         if part.frame is not None:
             trace = known or self._begin(process, in_group)
             if trace.fault is None or len(trace.frames) < _FRAMES:
@@ -149,12 +146,10 @@ class Tracebacks:
             self._begin(process, in_group)
         elif part.fault is not None:
             self._begin(process).fault = part.fault
-        elif part.links:
+        else:
             if len(self._linked) >= _OPEN:
                 self._linked.clear()
             self._linked.add(process)
-        else:
-            return (False, None) if known is None else self._go_on(process, known, part)
         return True, None
 
     def follows(self, process: str) -> bool:

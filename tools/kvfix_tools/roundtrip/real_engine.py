@@ -48,6 +48,8 @@ ENVIRONMENT = {
 READY = "LMCache cache server is running"
 #: Of the newest LMCache's server: it takes what the worker has.
 ANY_MODE = ("--supported-transfer-mode", "auto")
+#: Seconds, at most, until the blocks are free that the last requests left to be stored: it takes a step.
+STORING = 20
 #: Seconds for the server to be there.
 SERVER_LIMIT = 180
 
@@ -56,12 +58,19 @@ def prompt(tokens: int, seed: int) -> list[int]:
     return [(seed * 101 + position * 7 + position // 97) % 509 + 1 for position in range(tokens)]
 
 
-def make(model: Path, transfer: dict[str, Any] | None, dtype: str = "float32", **more: Any) -> Any:
-    """An LLM on that model, whose folder is made here. more: further arguments of LLM."""
+def make(
+    model: Path,
+    transfer: dict[str, Any] | None,
+    dtype: str = "float32",
+    config: dict[str, Any] | None = None,
+    **more: Any,
+) -> Any:
+    """An LLM on that model, whose folder is made here. config: what MODEL has differently. more: further arguments of
+    LLM."""
     from vllm import LLM
     from vllm.config import KVTransferConfig
 
-    write_model(model, dtype)
+    write_model(model, dtype, config or {})
     return LLM(
         model=str(model), skip_tokenizer_init=True, dtype=dtype, enforce_eager=True, seed=0,
         block_size=BLOCK, disable_log_stats=False,
@@ -69,14 +78,14 @@ def make(model: Path, transfer: dict[str, Any] | None, dtype: str = "float32", *
     )  # fmt: skip
 
 
-def write_model(folder: Path, dtype: str) -> None:
+def write_model(folder: Path, dtype: str, config: dict[str, Any]) -> None:
     """Weights drawn with a deviation that makes attention count. vLLM's own dummy weights, of 0.001 at most, do not:
     with them the last token alone decides, and an engine that loads anything at all gives the right answers."""
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
-    model = LlamaForCausalLM(LlamaConfig(**MODEL, initializer_range=0.125))
+    model = LlamaForCausalLM(LlamaConfig(**{**MODEL, "initializer_range": 0.125, **config}))
     model.to(getattr(torch, dtype)).save_pretrained(folder)
 
 
@@ -91,7 +100,12 @@ def generate(engine: Any, requests: list[tuple[list[int], int]]) -> list[list[in
     it from the external cache, or has it computed."""
     prompts = [{"prompt_token_ids": tokens} for tokens, _ in requests]
     outputs = engine.generate(prompts, [greedy(tokens) for _, tokens in requests], use_tqdm=False)
-    engine.reset_prefix_cache()
+    client = engine.llm_engine.engine_core
+    until = time.monotonic() + STORING
+    while not engine.reset_prefix_cache() and time.monotonic() < until:
+        if hasattr(client, "engine_core"):  # in this process: nothing else makes it step
+            client.get_output()
+        time.sleep(0.01)
     return [list(output.outputs[0].token_ids) for output in outputs]
 
 
@@ -117,15 +131,16 @@ def in_process(chunk: int, **settings: Any) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def server(
-    log: Path, chunk: int, environment: dict[str, str], start: tuple[str, ...] = (), mode: tuple[str, str] = ANY_MODE
+    log: Path, chunk: int, environment: dict[str, str], start: tuple[str, ...] = (), options: tuple[str, ...] = ANY_MODE
 ) -> Iterator[dict[str, Any]]:
-    """A real `lmcache server`; kv_transfer_config for the multi-process connector with it. start: in front of it."""
+    """A real `lmcache server`; kv_transfer_config for the multi-process connector with it. start: in front of it.
+    options: more of its own."""
     program = shutil.which("lmcache", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
     if program is None:
         raise FileNotFoundError("the program lmcache is not on PATH")
     port, http = free_port(), free_port()
     command = [*start, program, "server", "--port", str(port), "--http-port", str(http), "--chunk-size", str(chunk)]
-    command += ["--l1-size-gb", "0.5", "--eviction-policy", "LRU", *mode]
+    command += ["--l1-size-gb", "0.5", "--eviction-policy", "LRU", *options]
     with open(log, "w") as file:
         process = subprocess.Popen(
             [*command, "--disable-observability"], env={**environment, **ENVIRONMENT}, stdout=file, stderr=file

@@ -19,6 +19,8 @@ from functools import lru_cache
 from importlib import import_module
 from typing import Any, NamedTuple
 
+import msgspec
+
 from kvfix import catalogue as known_fixes
 from kvfix.ledger import RULES, Finding
 
@@ -47,7 +49,7 @@ class Answer(NamedTuple):
     evidence: tuple[Any, ...] = ()
 
 
-class LogRule(NamedTuple):
+class LogRule(msgspec.Struct, frozen=True):
     code: str
     name: str
     severity: Severity

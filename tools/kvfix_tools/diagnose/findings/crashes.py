@@ -189,10 +189,10 @@ def load_not_granted(log: Diagnosis, line: LogLine) -> Answer | None:
 
     Setting: no `prompt_logprobs`; the LMCache connector alone, not in a MultiConnector.
     """
+    if not _asserts(line, "assert RequestStatus.is_finished(req.status)"):
+        return None
     lmcache = any(name.startswith(("LMCache", "Multi")) for name in log.who.connectors)  # KVD659: others
-    if _asserts(line, "assert RequestStatus.is_finished(req.status)") and lmcache:
-        return Answer("a load was reported done of a request that waits for none", request="")
-    return None
+    return Answer("a load was reported done of a request that waits for none", request="") if lmcache else None
 
 
 @finding("KVD112", "failed-load-keeps-tokens", Severity.CRASH, on=["raised"])
@@ -219,12 +219,12 @@ def prompt_embeds(log: Diagnosis, line: LogLine) -> Answer | None:
     Setting: no requests with `prompt_embeds` (`--enable-prompt-embeds` off).
     """
     fields = line.fields
+    if fields["type"] != "TypeError" or "NoneType" not in fields["text"] or "len()" not in fields["text"]:
+        return None
     in_adapter = any(
         "lmcache" in file and function == "from_new_request" for file, _, function in fields["frames"][-2:]
     )
-    if in_adapter and fields["type"] == "TypeError" and "NoneType" in fields["text"] and "len()" in fields["text"]:
-        return Answer("a request without token ids was given to the connector", request="")
-    return None
+    return Answer("a request without token ids was given to the connector", request="") if in_adapter else None
 
 
 @finding("KVD114", "lookup-given-up-asked-again", Severity.CRASH, on=["raised"])
@@ -246,17 +246,19 @@ def chunk_released_twice(log: Diagnosis, line: LogLine) -> Answer | None:
 
     Setting: `enable_async_loading: false`.
     """
+    if not (
+        _asserts(line, "assert memory_obj.tensor is not None") or _asserts(line, "assert memory_obj_tensor is not None")
+    ):
+        return None
     recent = log.releases.within("lmcache", ">=0.4.1")
     old = any(file.endswith("/gpu_connector.py") for file, _, _ in line.fields["frames"][-4:])  # up to 0.3.13
     if recent is False or (recent is None and old):
         return None  # with Mooncake it is KVD801
-    if _asserts(line, "assert memory_obj.tensor is not None") or _asserts(line, "assert memory_obj_tensor is not None"):
-        return Answer(
-            f"a listed chunk has no tensor; double unpins before it: {log.counts['double_unpin']}",
-            request="",
-            verdict="violated" if recent else "unknown",
-        )
-    return None
+    return Answer(
+        f"a listed chunk has no tensor; double unpins before it: {log.counts['double_unpin']}",
+        request="",
+        verdict="violated" if recent else "unknown",
+    )
 
 
 @finding("KVD117", "context-parallel-in-process", Severity.CRASH, on=["raised", "logged"])
@@ -270,9 +272,9 @@ def context_parallel_in_process(log: Diagnosis, line: LogLine) -> Answer | None:
 
     Good: LMCacheMPConnector of LMCache 0.5.5 or newer, which supports it; LMCacheConnectorV1 does in no release.
     """
-    worker = line.process.partition(" ")[0]
-    if "_DCP" not in worker:
+    if "_DCP" not in line.process:
         return None
+    worker = line.process.partition(" ")[0]
     if line.name == "logged":
         fails = b"Error processing request from scheduler" in line.body
         return Answer(f"{worker}: its asynchronous lookups fail", request="") if fails else None

@@ -170,8 +170,8 @@ def at(line: LogLine) -> tuple[Problem, ...]:
     if line.name == "logged":
         return _logged(line.body[:2000])
     fields = line.fields
-    frames = [(file, function) for file, _, function in fields.get("frames", ())[-_FRAMES:]]
-    key = (line.name, fields.get("type"), _DIGITS.sub(_alike, line.body[:400]), fields.get("source"), *frames)
+    frames = fields.get("frames", ())[-_FRAMES:]
+    key = (line.name, fields.get("type"), _NUMBER.sub(_alike, line.body[:400]), fields.get("source"), *frames)
     if key not in _RAISED:
         if len(_RAISED) >= _MOST:
             _RAISED.clear()
@@ -186,14 +186,14 @@ def at(line: LogLine) -> tuple[Problem, ...]:
 
 
 def _alike(number: re.Match[bytes]) -> bytes:
-    """All numbers are one, but those that a sign asks for."""
+    """All numbers and ids are one, but those that a sign asks for."""
     return number[0] if number[0] in _asked_for() else b"7"
 
 
 @lru_cache(maxsize=1)
 def _asked_for() -> frozenset[bytes]:
     signs = (sign for each in catalogue() for sign in each.shows if not isinstance(sign, Logged))
-    return frozenset(number for sign in signs for number in _DIGITS.findall(sign.text.encode()))
+    return frozenset(number for sign in signs for number in _NUMBER.findall(sign.text.encode()))
 
 
 @lru_cache(maxsize=256)
@@ -211,7 +211,7 @@ def _may_show(name: str, kind: str) -> list[tuple[Problem, Sign, str]]:
 _RAISED: dict[tuple[Any, ...], tuple[Problem, ...]] = {}
 #: Innermost frames in which a sign is looked for; exceptions that are kept in mind.
 _FRAMES, _MOST = 8, 4096
-_DIGITS = re.compile(rb"\d+")
+_DIGITS, _NUMBER = re.compile(rb"\d+"), re.compile(rb"\d[0-9a-f]*")
 _SIGNS: dict[str, tuple[type, ...]] = {"raised": (Failed, Died), "died": (Died,), "stack": (Stuck,)}
 
 

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
-from kvfix import catalogue, fix_status
+from kvfix import applicability, catalogue, fix_status, installed_source
 from kvfix_tools.doctor.checks import Line, check, ok, problem
+from kvfix_tools.doctor.checks.model import has_windows
 from kvfix_tools.doctor.setup import Setup
+
+if TYPE_CHECKING:
+    from kvfix.fixes.api import Target
 
 
 @check("plugins")
@@ -32,10 +37,42 @@ def fixes(setup: Setup) -> Iterator[Line]:
         return
     fixes = [fix for fix in catalogue.fixes() if not fix.opt_in]
     codes = [fix.code for fix in fixes if any(row.verdict == "applicable" for row in fix_status.rows_of(fix))]
-    if codes and setup.environment.get("KVFIX", "").partition(" ")[0] in ("", "off"):
+    if codes and _is_off(setup):
         yield ok(
             f"kvfix has fixes for {len(codes)} known bugs of these releases: {', '.join(codes)}",
             "KVFIX=fix in the environment, or kvfix run -- CMD; kvfix status says more",
         )
     elif codes:
         yield ok(f"kvfix will apply {len(codes)} fixes: {', '.join(codes)}")
+
+
+@check("sliding-windows")
+def sliding_windows(setup: Setup) -> Iterator[Line]:
+    """A model with sliding windows is not behind a multi-process connector that stores wrong KV of them under valid
+    keys, without the fixes for that: wrong text, and no error."""
+    if setup.connector("mp") is None or setup.command is None or not has_windows(setup):
+        return
+    if "disable-hybrid-kv-cache-manager" in setup.command.options:
+        return
+    fixes = [fix for fix in catalogue.fixes() if "KVR014" in fix.evidence]
+    codes = [fix.code for fix in fixes if any(_has_bug(target, setup) for target in fix.targets)]
+    if codes and _is_off(setup):
+        yield problem(
+            f"the model has sliding windows, and this LMCache stores wrong KV of them: {', '.join(codes)}",
+            "KVFIX=fix in the environment, or kvfix run -- CMD; or --disable-hybrid-kv-cache-manager",
+        )
+    elif codes:
+        yield ok(f"the model has sliding windows; kvfix has fixes for the stores of them: {', '.join(codes)}")
+
+
+def _is_off(setup: Setup) -> bool:
+    return setup.environment.get("KVFIX", "").partition(" ")[0] in ("", "off")
+
+
+def _has_bug(target: Target, setup: Setup) -> bool:
+    """Whether the function in these packages, which may not be those of this process, is known to be wrong."""
+    package = setup.packages.get(target.dist)
+    file = package.file(target.module) if package else None
+    known = applicability.fingerprints()[target.dist]["functions"].get(target.name, {})
+    releases = known.get(installed_source.fingerprint(file, target.function)) if file else None
+    return releases is not None and applicability.judge_releases(target, releases).state == "applicable"

@@ -31,7 +31,7 @@ def hybrid(setup: Setup) -> Iterator[Line]:
         return
     layers = {str(each) for each in setup.model.get("layer_types") or ()}
     state = bool(layers & {"linear_attention", "mamba", "mamba2"}) or any(setup.model.get(key) for key in _STATE)
-    sliding = bool(layers & {"sliding_attention", "chunked_attention"}) and len(layers) > 1
+    sliding = has_windows(setup)
     kind = str(setup.model.get("model_type") or "this model")
     off = "disable-hybrid-kv-cache-manager" in setup.command.options
     takes = not lmcache.is_v1 and _takes_groups(setup)
@@ -52,6 +52,12 @@ def hybrid(setup: Setup) -> Iterator[Line]:
         )
     else:
         yield ok(f"{kind}: {lmcache.name} takes its KV groups")
+
+
+def has_windows(setup: Setup) -> bool:
+    """Whether some of the model's layers attend to a part of the tokens only."""
+    layers = {str(each) for each in setup.model.get("layer_types") or ()}
+    return bool(layers & {"sliding_attention", "chunked_attention"}) and len(layers) > 1
 
 
 def _takes_groups(setup: Setup) -> bool:
