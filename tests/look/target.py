@@ -16,6 +16,10 @@ if sys.argv[1] == "c":  # with the GIL and without a bytecode, until there is a 
     ctypes.PyDLL(None).getchar()
 if sys.argv[1] == "read":
     ctypes.CDLL(None).getchar()
+if sys.argv[1] == "reads":  # two system calls
+    sys.stdin.buffer.raw.read(1)
+    print("goes on", flush=True)
+    sys.stdin.buffer.raw.read(2)
 if sys.argv[1] == "sleep":
     time.sleep(60)
 if sys.argv[1] == "lock":

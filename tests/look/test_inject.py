@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvfix_tools.look import calls, inject
+from kvfix_tools.look.target import Process
 from tests.conftest import clean_environment
 
 WAYS = [way for way, here in (("pyinjector", find_spec("pyinjector")), ("gdb", shutil.which("gdb"))) if here]
@@ -56,6 +57,26 @@ def test_the_main_thread_answers(way: str, does: str) -> None:
         assert inject.run(process.pid, NAME, seconds=60) == "MainThread"
         assert process.poll() is None
         assert not folders(process)
+
+
+def test_a_thread_that_has_gone_on_meanwhile_is_left_alone(way: str) -> None:
+    """It may be about to take the GIL. Called then, it waited for itself, and EngineCore stood still."""
+
+    class GoesOn(Process):
+        def wait(self) -> str:
+            found = super().wait()
+            assert found
+            assert program.stdin is not None
+            assert program.stdout is not None
+            program.stdin.write("x")
+            program.stdin.flush()
+            assert program.stdout.readline() == "goes on\n"
+            return found
+
+    with target("reads") as program:
+        process = GoesOn(program.pid)
+        assert not process.run_waiting(process.address("PyRun_SimpleString"))
+        assert inject.run(program.pid, NAME, seconds=60) == "MainThread"
 
 
 def test_a_hundred_in_a_row_take_one_page(way: str) -> None:

@@ -14,6 +14,7 @@ import signal
 import subprocess
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
@@ -35,7 +36,7 @@ class Call(NamedTuple):
     address: int
     arguments: tuple[int, ...]
 
-    def perform(self, call: Callable[..., int], is_waiting: bool) -> int:
+    def perform(self, call: Callable[..., int]) -> int:
         return call(self.address, *self.arguments)
 
     def commands(self) -> str:
@@ -44,17 +45,22 @@ class Call(NamedTuple):
 
 
 class RunWaiting(NamedTuple):
-    """In a system call without the GIL no lock of malloc or of Python is held: the thread may take the GIL."""
+    """In a long wait without the GIL no lock of malloc or of Python is held: the thread may take the GIL.
+
+    wait: `system_call` during that wait. A thread that is in another one when it is stopped has gone on. It may be
+    about to take the GIL, with the GIL's own mutex held (`take_gil`, ceval_gil.h of CPython): it would wait for itself.
+    """
 
     pid: int
+    wait: str
     check: int
     ensure: int
     run: int
     release: int
     line: int
 
-    def perform(self, call: Callable[..., int], is_waiting: bool) -> int:
-        if not is_waiting or call(self.check):
+    def perform(self, call: Callable[..., int]) -> int:
+        if system_call(self.pid) != self.wait or call(self.check):
             return 0
         state = call(self.ensure)
         call(self.run, self.line)
@@ -63,8 +69,8 @@ class RunWaiting(NamedTuple):
 
     def commands(self) -> str:
         return f"""set $waits = 0
-shell grep -qE '^(-1|running)' /proc/{self.pid}/syscall
-if $_shell_exitcode == 1
+shell grep -qxF '{self.wait}' /proc/{self.pid}/syscall
+if $_shell_exitcode == 0
   set $waits = {_expression(self.check)} == 0
 end
 if $waits
@@ -131,16 +137,19 @@ def _by_pyinjector(library: ctypes.CDLL, pid: int, work: Call | RunWaiting) -> s
         if library.injector_attach(ctypes.byref(injector), pid):
             return str(library.injector_error().decode())
         try:
-            return str(work.perform(call, is_waiting=not _is_outside(pid)))
+            return str(work.perform(call))
         finally:
             library.injector_detach(injector)
     except OSError as error:
         return str(error)
 
 
-def _is_outside(pid: int) -> bool:
-    """Whether the main thread, which is stopped, is outside of any system call."""
-    return Path(f"/proc/{pid}/syscall").read_text().startswith(("-1", "running"))
+def system_call(pid: int) -> str:
+    """In which one the main thread is: number, arguments, stack pointer, place. "": in none, or it has ended."""
+    with suppress(OSError):
+        line = Path(f"/proc/{pid}/syscall").read_text().strip()
+        return "" if line.startswith(("-1", "running")) else line
+    return ""
 
 
 def _by_gdb(pid: int, work: Call | RunWaiting) -> int:

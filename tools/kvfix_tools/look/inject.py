@@ -108,7 +108,7 @@ def run(pid: int, code: str, *, seconds: float) -> str:
         at = None
         if not _remote_exec(process, folder, line):
             at = lines.put(folder, line)
-            if not (process.waits() and process.run_waiting(at)) and not queued:
+            if not process.run_waiting(at) and not queued:
                 process.call("Py_AddPendingCall", process.address("PyRun_SimpleString"), at)
         text = _answer(process, folder, token, at, seconds)
     except Silent:
@@ -137,8 +137,7 @@ def _answer(process: Process, folder: _Folder, token: str, line: int | None, sec
             begun, until = True, time.monotonic() + _LONGEST
         if line is not None and time.monotonic() > began + again and (folder.here / token).exists():
             again *= 2
-            if process.waits():
-                process.run_waiting(line)
+            process.run_waiting(line)
         time.sleep(0.002)
 
 

@@ -91,17 +91,19 @@ class Process:
         """Call a C function in the main thread. It must neither wait nor take memory. The answer is 32 bits of it."""
         return calls.stop(self.pid, calls.Call(self.address(name), arguments))
 
-    def waits(self) -> bool:
-        """Whether the main thread is in one system call all the time."""
-        first = self._status("State")[0], self._status("voluntary_ctxt_switches")
-        time.sleep(0.03)
-        return first[0] == "S" and first == (self._status("State")[0], self._status("voluntary_ctxt_switches"))
-
     def run_waiting(self, line: int) -> bool:
         """Have the main thread run this line of Python if it waits in a system call without the GIL; whether it did."""
         check, ensure, release = (self.address(f"PyGILState_{name}") for name in ("Check", "Ensure", "Release"))
-        work = calls.RunWaiting(self.pid, check, ensure, self.address("PyRun_SimpleString"), release, line)
-        return bool(calls.stop(self.pid, work))
+        run = self.address("PyRun_SimpleString")
+        wait = self.wait()
+        return bool(wait and calls.stop(self.pid, calls.RunWaiting(self.pid, wait, check, ensure, run, release, line)))
+
+    def wait(self) -> str:
+        """The system call in which the main thread is all the time: its number, arguments, stack and place; or ""."""
+        first = self._status("State")[0], self._status("voluntary_ctxt_switches"), calls.system_call(self.pid)
+        time.sleep(0.03)
+        same = first == (self._status("State")[0], self._status("voluntary_ctxt_switches"), calls.system_call(self.pid))
+        return first[2] if same and first[0] == "S" else ""
 
     @cached_property
     def _mapped(self) -> dict[str, int]:
