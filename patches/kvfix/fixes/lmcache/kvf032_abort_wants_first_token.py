@@ -64,5 +64,4 @@ FIX = Fix(
     targets=(LMCACHE_V1.request_finished(broken=">=0.3.9", probe=shows_bug, fix=fix, place=3),),
     evidence={"KVR011": "IndexError: list index out of range"},
     scenarios=("abort-wants-first-token",),
-    no_patch={"lmcache": "none has been written yet: the hook has to ask whether there is a token"},
 )

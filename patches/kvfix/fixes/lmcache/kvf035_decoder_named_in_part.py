@@ -75,5 +75,4 @@ FIX = Fix(
     targets=(LMCACHE_V1.update_state_after_alloc(broken=">=0.3.9", probe=shows_bug, fix=fix),),
     evidence={"KVR011": "KeyError: '(req_id|receiver_)"},
     scenarios=("decoder-named-in-part",),
-    no_patch={"lmcache": "none has been written yet: the hook has to ask whether the keys are there"},
 )

@@ -65,5 +65,4 @@ FIX = Fix(
     targets=multi_process("_process_new_requests", shows_bug, fix, lmcache=">=0.4.5", vllm=">=0.26.0"),
     evidence={"KVR008": ""},
     scenarios=("mp-session-stores-ahead", "mp-session-stores-ahead-in-tree"),
-    no_patch=dict.fromkeys(("lmcache", "vllm"), "none has been written yet: the tracker has to take vLLM's own count"),
 )

@@ -13,14 +13,13 @@ on from there (2471): tokens of the next input take the places of the dropped on
 When a turn ends, its computed tokens are at most those before its last token, which vLLM drops anyway.
 
 ## Releases
-vLLM 0.15.1 to 0.32.0; 0.33.0 plays clean. With asynchronous scheduling `num_output_placeholders` counts the dropped
-tokens.
+vLLM 0.15.1 to 0.32.0. With asynchronous scheduling `num_output_placeholders` counts the dropped tokens.
 
 ## Upstream
-None known.
+0.33.0 counts no token that it drops (scheduler.py:2759).
 
 ## Remove when
-`_handle_stopped_request` keeps no more computed tokens than the request has.
+vLLM 0.32.0 is no longer in use.
 """
 
 from __future__ import annotations
@@ -74,5 +73,5 @@ FIX = Fix(
     __doc__,
     targets=(SCHEDULER._handle_stopped_request(broken=">=0.15.1,<0.33", probe=shows_bug, fix=fix),),
     scenarios=("trimmed-drafts-stay-computed",),
-    no_patch={"vllm": "no patch has been written yet: `_handle_stopped_request` has to cap `safe_frontier`"},
+    no_patch={"vllm": "fixed in 0.33.0"},
 )
