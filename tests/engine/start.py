@@ -89,11 +89,12 @@ def run(
     program: str = "serve.py",
     forked: bool = True,
     when: tuple[str, Callable[[int], None]] | None = None,
+    limit: int = LIMIT,
     **more: Any,
 ) -> Ran:
     """engine: arguments of LLM. lmcache: folder of a release. program: of this folder. forked: from a process that has
     vLLM; else it starts and ends as a user's program does. when: a text, and what is called with the pid once the text
-    is in the log. more: of serve.py's job."""
+    is in the log. limit: seconds. more: of serve.py's job."""
     folder.mkdir(parents=True, exist_ok=True)
     places = [lmcache, HERE / "plugin", ROOT / "patches", ROOT / "tools"]
     spoil = str(folder / "spoil")
@@ -110,12 +111,12 @@ def run(
     def while_it_runs(process: Any) -> None:
         if when is not None:
             text, do = when
-            real_engine.wait_for(text, folder / "log", process, LIMIT)
+            real_engine.wait_for(text, folder / "log", process, limit)
             do(process.pid)
 
     popen: Any = Forked if forked else subprocess.Popen
-    ended = real_engine.run([str(HERE / program)], {**job, **more}, folder, settings, LIMIT, while_it_runs, popen)
-    assert ended.code is not None, f"the engine did not end in {LIMIT} s: {folder / 'log'}\n{ended.log[-4000:]}"
+    ended = real_engine.run([str(HERE / program)], {**job, **more}, folder, settings, limit, while_it_runs, popen)
+    assert ended.code is not None, f"the engine did not end in {limit} s: {folder / 'log'}\n{ended.log[-4000:]}"
     notes = [json.loads(line) for file in sorted(folder.glob("report.*")) for line in file.read_text().splitlines()]
     return Ran(ended.answer, notes, ended.log, ended.pid, folder)
 

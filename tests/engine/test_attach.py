@@ -16,14 +16,15 @@ from kvfix_tools.look import attach, inject
 from tests.engine import start
 from tests.engine.start import CROWD, REPORT
 
+#: Of attach and detach after one another. A hundred take half an hour.
+PAIRS = int(os.environ.get("KVFIX_TEST_PAIRS", "3"))
+
 pytestmark = [
     pytest.mark.engine,
-    pytest.mark.timeout(900),
+    pytest.mark.timeout(900 + 40 * PAIRS),
     pytest.mark.skipif(not (find_spec("pyinjector") or shutil.which("gdb")), reason="neither pyinjector nor gdb here"),
 ]
 
-#: Of attach and detach after one another. 100 takes some minutes.
-PAIRS = int(os.environ.get("KVFIX_TEST_PAIRS", "3"))
 HARD = [*REPORT, *CROWD]
 CALM = CROWD[:2]
 #: Whether each wrapped function has its original again, and kilobytes of memory.
@@ -89,6 +90,7 @@ def test_it_comes_and_goes_under_load(
     ran = start.run(
         folder, apply=False, transfer=start.v1(256), lmcache=release("0.3.10"), program="attached.py",
         when=("calm round 1", come_and_go), calm=CALM, hard=HARD, flags=str(folder),
+        limit=start.LIMIT + 30 * PAIRS,
     )  # fmt: skip
     assert ran.answer is not None, ran.log[-3000:]
     assert ran.answer["preemptions"] > 0
