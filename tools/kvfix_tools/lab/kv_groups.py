@@ -10,6 +10,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from kvfix_tools.lab.options import Options
 
 
@@ -57,16 +59,18 @@ def kv_groups(options: Options) -> list[KVGroup]:
     return [KVGroup(0, size), *windows]
 
 
-def stored_objects(options: Options) -> list[StoredObject]:
+def stored_objects(options: Options, windows: Sequence[int] = ()) -> list[StoredObject]:
     """All groups in one object, or one for each length of a window in chunks (`lmcache server
     --separate-object-groups`), as KVLayerGroupsManager makes them (v1/kv_layer_groups.py 0.5.6:666).
+
+    windows: how many tokens of each window LMCache keeps; as many as it has, if they are not given.
     """
-    chunk = options.chunk_size
+    chunk, kept = options.chunk_size, (0, *(windows or options.windows))
     by_chunks: dict[int, list[KVGroup]] = {}
     for group in kv_groups(options):
-        chunks = -(-group.window // chunk) if options.separate_object_groups else 0
+        chunks = -(-kept[group.number] // chunk) if options.separate_object_groups else 0
         by_chunks.setdefault(chunks, []).append(group)
     return [
-        StoredObject(number, tuple((group, min(group.window or chunk, chunk)) for group in groups), chunks)
+        StoredObject(number, tuple((group, min(kept[group.number] or chunk, chunk)) for group in groups), chunks)
         for number, (chunks, groups) in enumerate(by_chunks.items())
     ]

@@ -93,6 +93,8 @@ class MPWorker(Worker):
         if hasattr(self.adapter, "_block_ids_per_group"):
             several = bool(options.windows)
             self.adapter._block_ids_per_group = lambda op: op.block_ids if several else [op.flat_block_ids]
+        if options.windows:
+            self._server.chunks.keep(_registered_windows(self.in_worker))
 
     def finish_step(self, forward: bool, ended: set[str], save_last: bool) -> KVConnectorOutput:
         report = super().finish_step(forward, ended, save_last)
@@ -134,6 +136,15 @@ class MPWorker(Worker):
     def also_reported(self) -> dict[str, Any]:
         failed = {"failed_recving": self._failed_requests} if self._by_request else {}
         return {**super().also_reported(), **failed}
+
+
+def _registered_windows(connector: Any) -> list[int]:
+    """How many tokens of each sliding window LMCache keeps, as it tells the server of the worker's KV groups."""
+    module: Any = import_module("lmcache.integration.vllm.kv_cache_groups")
+    groups = connector._kv_cache_config.kv_cache_groups
+    names = [name for group in groups for name in group.layer_names]
+    sizes = module._resolve_per_layer_sw_sizes(groups, {name: at for at, name in enumerate(names)}, len(names))
+    return [size for size in sizes if size > 0]
 
 
 class MP(Connector):

@@ -18,14 +18,19 @@ class Chunks:
     def __init__(self, memories: Sequence[Slots], cache: Cache, options: Options) -> None:
         self.cache = cache
         self.size = options.chunk_size
-        self.objects = stored_objects(options)
+        self._options = options
         #: The memory of each rank as each KV group sees it.
         self._slots = [
             [slots, *(slots.of_group(group.block_size) for group in kv_groups(options)[1:])] for slots in memories
         ]
+        self.keep(options.windows)
+
+    def keep(self, windows: Sequence[int]) -> None:
+        """A worker has registered its KV groups: so many tokens of each window are kept."""
+        self.objects = stored_objects(self._options, windows)
         #: Whether a chunk has more keys than its own.
-        self._several = len(self.objects) > 1 or len(memories) > 1
-        self._all_null = _all_null(options, self.objects) if options.windows else None
+        self._several = len(self.objects) > 1 or len(self._slots) > 1
+        self._all_null = _all_null(self._options, self.objects) if windows else None
 
     # ------------------------------------------------------------------ keys and contents
 

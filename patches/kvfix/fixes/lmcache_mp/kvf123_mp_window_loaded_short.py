@@ -1,0 +1,86 @@
+"""With several MTP modules, a block in front of a sliding window is not loaded, and vLLM caches what is in it.
+
+## Symptom
+No error. Wrong text for prompts that hit vLLM's own prefix cache, with a model of full attention and sliding windows
+and speculative decoding by more than two modules (`num_speculative_tokens` above 2 with MTP).
+
+## Cause
+Such a drafter may compute the last tokens once more, so vLLM keeps `extra_retained_tokens` in front of a window
+(v1/core/single_type_kv_cache_manager.py 0.32.0:1154). After a hit it has a block for them, counts it as loaded, and
+caches it under its hash. LMCache registers the window alone (kv_cache_groups.py 0.5.6:129): it stores and loads no more
+than that, and the block keeps what another request wrote.
+
+## Fix
+The window that is registered with the server has these tokens too, in whole blocks. Chunks that are stored already have
+other sizes or keys then where a window is shorter than a chunk: begin with an empty L2.
+
+## Releases
+LMCache 0.4.7 to 0.5.6; before, no model with several KV groups is played. vLLM keeps such tokens since 0.32 at the
+latest.
+
+## Upstream
+None known.
+
+## Remove when
+`_resolve_per_layer_sw_sizes` adds `extra_retained_tokens`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from kvfix.fixes.api import AT_START, Fix, Owner
+from kvfix.wrapping import after
+
+_EXTRA = "extra_retained_tokens"
+
+
+def fix(module: ModuleType) -> Callable[..., Any]:
+    def _resolve_per_layer_sw_sizes(groups: Any, sizes: list[int], layer_to_idx: Any, num_layers: int) -> list[int]:
+        sizes = list(sizes)
+        for group in groups:
+            specs = _specs(group)
+            for name in group.layer_names:
+                spec = specs.get(name) or specs[""]
+                if getattr(spec, _EXTRA, 0):
+                    kept = spec.sliding_window - 1 + getattr(spec, _EXTRA)
+                    whole = -(-kept // spec.block_size) * spec.block_size
+                    sizes[layer_to_idx[name]] = max(sizes[layer_to_idx[name]], whole)
+        return sizes
+
+    return after(
+        _resolve_per_layer_sw_sizes,
+        when=lambda groups, *_, **__: any(
+            getattr(spec, _EXTRA, 0) for group in groups for spec in _specs(group).values()
+        ),
+    )
+
+
+def _specs(group: Any) -> dict[str, Any]:
+    """{layer: its spec}; {"": the spec of all}."""
+    spec = getattr(group, "kv_cache_spec", None)
+    return getattr(spec, "kv_cache_specs", None) or {"": spec}
+
+
+def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+    """A window of 64 tokens, and three in front of it. Wrong is to register 64."""
+    kind = type("SlidingWindowSpec", (), {"sliding_window": 64, "block_size": 16, _EXTRA: 3})
+    return bool(hook([SimpleNamespace(kv_cache_spec=kind(), layer_names=["layer"])], {"layer": 0}, 1)[0] < 66)
+
+
+FIX = Fix(
+    __name__,
+    __doc__,
+    targets=(
+        Owner("lmcache", "lmcache.integration.vllm.kv_cache_groups").target(
+            "_resolve_per_layer_sw_sizes", broken=">=0.4.7", probe=shows_bug, fix=fix
+        ),
+    ),
+    scenarios=("mp-window-loaded-short",),
+    no_patch={
+        "lmcache": "with it the server's objects change: what to do with those of before is for LMCache to decide"
+    },
+    attaches=AT_START,  # the windows are registered when the worker starts
+)
