@@ -4,7 +4,7 @@ Of "r" 128 tokens are loaded, of the window of 32 the last two blocks. vLLM has 
 it. "other", for which LMCache finds nothing, hits 112 tokens in vLLM and reads from token 81 on.
 """
 
-from kvfix_tools.lab.scenario import Options, Scenario
+from kvfix_tools.lab.scenario import CONTENT, Options, Scenario
 from kvfix_tools.lab.steps import admit, lookups_fail, prompt, run, settle, stored_elsewhere
 
 SCENARIO = Scenario(
@@ -21,6 +21,7 @@ SCENARIO = Scenario(
     text="in KV group 1",
     wrong={"lmcache": ">=0.4.7", "vllm": ">=0.32"},
     needs={"lmcache": ">=0.4.7", "vllm": ">=0.32"},
+    not_in_hooks=CONTENT,
     options=Options(
         connector="mp",
         block_size=16,
