@@ -16,7 +16,7 @@ When a turn ends, its computed tokens are at most those before its last token, w
 vLLM 0.15.1 to 0.32.0. With asynchronous scheduling `num_output_placeholders` counts the dropped tokens.
 
 ## Upstream
-0.33.0 counts no token that it drops (scheduler.py:2759).
+None known; 0.33.0 counts no token that it drops (scheduler.py:2759).
 
 ## Remove when
 vLLM 0.32.0 is no longer in use.
