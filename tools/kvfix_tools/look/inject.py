@@ -61,8 +61,16 @@ else:
             _thread.start_new_thread(again, ())
     os.rename(answer, folder + "/answer")
 """
-#: What it has after the caller has given up: the call is still in the queue.
-_GIVEN_UP = "import os\nos.unlink({folder!r} + '/code')\nos.rmdir({folder!r})\n"
+#: What it has after the caller has given up: the call is still in the queue. The folder goes at once, with what a
+#: later caller may have written meanwhile: that one looks whether it is there.
+_GIVEN_UP = """
+import os
+gone = {folder!r} + "-gone"
+os.rename({folder!r}, gone)
+for name in os.listdir(gone):
+    os.unlink(gone + "/" + name)
+os.rmdir(gone)
+"""
 
 
 class Silent(Exception):
@@ -97,18 +105,23 @@ def run(pid: int, code: str, *, seconds: float) -> str:
     process = Process(pid)
     lines = _Lines(process)
     folder = lines.waiting()
-    queued = folder is not None
-    if folder is None:
-        folder = _new_folder(process)
+    if folder is not None:
+        with suppress(FileNotFoundError):  # the call in the queue has run meanwhile
+            return _run(process, lines, folder, code, seconds, is_queued=True)
+    return _run(process, lines, _new_folder(process), code, seconds, is_queued=False)
+
+
+def _run(process: Process, lines: _Lines, folder: _Folder, code: str, seconds: float, is_queued: bool) -> str:
+    """As `run`. Raises FileNotFoundError if the folder of the call in the queue goes."""
     token = f"token-{os.getpid()}-{time.monotonic_ns()}"
-    folder.write(token, "")
-    folder.write("code", _CODE.format(folder=folder.inside, token=token, code=code, failed=FAILED))
     try:
+        folder.write(token, "")
+        folder.write("code", _CODE.format(folder=folder.inside, token=token, code=code, failed=FAILED))
         line = f"try:exec(open({folder.inside + '/code'!r}).read(),{{}})\nexcept BaseException:pass\n"
         at = None
         if not _remote_exec(process, folder, line):
             at = lines.put(folder, line)
-            if not process.run_waiting(at) and not queued:
+            if not process.run_waiting(at) and not is_queued:
                 process.call("Py_AddPendingCall", process.address("PyRun_SimpleString"), at)
         text = _answer(process, folder, token, at, seconds)
     except Silent:
@@ -125,6 +138,8 @@ def _answer(process: Process, folder: _Folder, token: str, line: int | None, sec
     while True:
         with suppress(FileNotFoundError):
             return process.own_text(folder.here / "answer")
+        if not folder.here.exists():
+            raise FileNotFoundError(folder.here)
         if not process.is_alive():
             raise Refused(f"process {process.pid} has ended", "")
         if time.monotonic() >= until:
