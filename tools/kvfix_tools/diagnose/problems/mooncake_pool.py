@@ -151,7 +151,7 @@ PROBLEMS = (
         ),
         releases={"vllm": ">=0.26"},
         cause="What the message names. Mamba and GDN layers can be stored in the mode `align` only; encoder-decoder "
-        "models (CrossAttentionSpec) and prefill context parallelism with several KV groups not at all.",
+        "models (CrossAttentionSpec) and context parallelism with several KV groups not at all (0.33 takes DCP).",
         now="MambaSpec: `--enable-prefix-caching --mamba-cache-mode align` (vLLM 0.33: the first alone); PCP: without "
         "--prefill-context-parallel-size; else without MooncakeStoreConnector",
         good="a model and options that this connector takes",

@@ -192,4 +192,26 @@ PROBLEMS = (
         fixed={"vllm": "0.32.0"},
         threads=(f"{_ISSUES}/42895",),
     ),
+    Problem(
+        code="KVD972",
+        name="nixl-block-sizes-not-mapped",
+        severity=Severity.HANG,
+        title="Prefill and decode have different block sizes in a set-up for which NixlConnector maps none.",
+        shows=(
+            Failed(
+                kind="AssertionError",
+                text="Different local/remote block sizes are not supported when P TP > D TP.",
+                at=_BASE_WORKER,
+            ),
+            Failed(kind="AssertionError", text="Heterogeneous block sizes are not supported with host buffer"),
+            Failed(
+                text="Head-sharded attention reads with P_TP > D_TP and heterogeneous block sizes are not supported"
+            ),
+        ),
+        releases={"vllm": ">=0.21"},
+        cause="Blocks of one size are mapped to those of another only where prefill's tensor parallel size is not the "
+        "larger one, and where KV goes from GPU to GPU (kv_buffer_device cuda).",
+        now="the same --block-size on prefill and decode, given on both; restart both",
+        good="one --block-size for all; no release up to 0.33.0 maps these",
+    ),
 )
