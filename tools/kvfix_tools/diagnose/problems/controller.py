@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvfix_tools.diagnose.findings import Severity
-from kvfix_tools.diagnose.problems import Logged, Problem
+from kvfix_tools.diagnose.problems import Failed, Logged, Problem
 
 _LMCACHE = "https://github.com/LMCache/LMCache/"
 _WORKER = "lmcache/v1/cache_controller/worker.py"
@@ -35,5 +35,39 @@ PROBLEMS = (
         now="upgrade LMCache on the controller's machine too: its release must be the workers'",
         fixed={"lmcache": "0.3.9"},
         threads=(f"{_LMCACHE}issues/1190",),
+    ),
+    Problem(
+        code="KVD964",
+        name="controller-not-reached",
+        severity=Severity.SLOW,
+        title="A worker of LMCache gets no answer from the controller.",
+        shows=(
+            Logged("Heartbeat timeout occurred, recreating socket. Error: <error>", _WORKER),
+            Logged("Heartbeat ZMQ error occurred, recreating socket. Error: <error>", _WORKER),
+            Logged("Timeout occurred, recreating socket. Error: <error>", _WORKER),
+            Logged("Failed to register with controller: <error>", _WORKER),
+        ),
+        sentence="{error}",
+        releases={"lmcache": ">=0.3.12"},
+        sure=False,
+        cause="No controller listens at controller_pull_url and controller_reply_url, as seen from the worker's "
+        "container, or it hangs or was restarted. Without it no chunk of another instance is found (P2P); "
+        "the engine itself goes on.",
+        now="start lmcache_controller first (same LMCache release), with its ports published; in the workers' "
+        "configuration controller_pull_url and controller_reply_url with a host that they reach, not localhost",
+        good="the controller as a service that starts before the engines",
+    ),
+    Problem(
+        code="KVD965",
+        name="controller-too-few-ports",
+        severity=Severity.CRASH,
+        title="LMCache has fewer ports for its workers than there are ranks.",
+        shows=(Failed(kind="ValueError", text="lmcache_worker_ports must have at least <wanted> port(s)", at=_WORKER),),
+        sentence="{wanted} ports are needed",
+        releases={"lmcache": ">=0.4.4"},
+        cause="With enable_controller each rank that has a worker listens at a port of its own.",
+        now="lmcache_worker_ports: [8700, 8701, ...], one for each rank (tensor times pipeline parallel size) or for "
+        "each of lmcache_worker_ids",
+        good="the same list",
     ),
 )

@@ -96,4 +96,19 @@ PROBLEMS = (
         now="extra_config: {storage_plugin.NAME.module_path: my.module, storage_plugin.NAME.class_name: MyBackend}",
         good="keep it so: the set-up was wrong, and no release changes that",
     ),
+    Problem(
+        code="KVD961",
+        name="evicted-file-is-gone",
+        severity=Severity.CRASH,
+        title="LMCache evicts a chunk from disk whose file is not there any more, and the engine dies of it.",
+        shows=(Failed(kind="FileNotFoundError", within="local_disk_backend.py:remove"),),
+        sure=False,
+        cause="LocalDiskBackend deletes the file without asking whether it exists. Another engine or data parallel "
+        "rank with the same `local_disk` deleted it (the name of a chunk is the same for all), or something that "
+        "cleans that folder.",
+        now="a folder of its own for each engine: local_disk: file:///nvme/kv-0/; or max_local_disk_size larger than "
+        "all that is kept, so that nothing is evicted; empty the folder and restart",
+        good="folders that no two engines share; no release up to 0.5.6 asks for the file first",
+        threads=("https://github.com/LMCache/LMCache/issues/1981",),
+    ),
 )

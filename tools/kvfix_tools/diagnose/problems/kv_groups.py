@@ -278,4 +278,23 @@ PROBLEMS = (
             "https://github.com/vllm-project/vllm/pull/50388",
         ),
     ),
+    Problem(
+        code="KVD969",
+        name="failed-blocks-of-hybrid-model",
+        severity=Severity.CRASH,
+        title="A load failed for a model with several KV groups, and vLLM refuses how the connector reports it.",
+        shows=(
+            Failed(
+                kind="RuntimeError",
+                text="A KV connector reported block-level load failures",
+                at="vllm/v1/core/sched/scheduler.py",
+            ),
+        ),
+        releases={"vllm": ">=0.32"},
+        cause="The connector names blocks that failed, and a block has a number in each KV group. vLLM 0.32 and later "
+        "take only requests that failed, and EngineCore dies. Why the load failed stands before it.",
+        now="put right why the load failed (a peer or a store that is gone); until then without the connector",
+        good="a release of the connector that reports failed requests; vLLM's own do from 0.32.0",
+        threads=("https://github.com/vllm-project/vllm/pull/54733",),
+    ),
 )

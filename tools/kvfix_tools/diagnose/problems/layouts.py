@@ -208,4 +208,17 @@ PROBLEMS = (
         now="unset VLLM_KV_CACHE_LAYOUT, or VLLM_KV_CACHE_LAYOUT=LBNHC",
         good="one of these four layouts",
     ),
+    Problem(
+        code="KVD963",
+        name="one-format-for-all-layers",
+        severity=Severity.CRASH,
+        title="LMCache reads every KV cache of the model in the format of the first, and fails at one of another form.",
+        shows=(Failed(within="kv_layer_groups.py:group_layers_by_identity"),),
+        releases={"lmcache": ">=0.4.7,<0.5.1"},
+        cause="The model has caches of several forms (keys and values beside an indexer or compressor: MiniMax-M3, "
+        "DeepSeek V4), and these releases detect one format for all.",
+        now="pip install 'lmcache>=0.5.1' for vLLM and for the server",
+        fixed={"lmcache": "0.5.1"},
+        threads=("https://github.com/LMCache/LMCache/issues/4008",),
+    ),
 )

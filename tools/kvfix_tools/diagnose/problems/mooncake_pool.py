@@ -6,6 +6,8 @@ from kvfix_tools.diagnose.findings import Severity
 from kvfix_tools.diagnose.problems import Failed, Logged, Problem
 
 _WORKER = "vllm/distributed/kv_transfer/kv_connector/v1/mooncake/store/worker.py"
+_STORE = "vllm/distributed/kv_transfer/kv_connector/v1/mooncake/store/connector.py"
+_COORDINATOR = "vllm/distributed/kv_transfer/kv_connector/v1/mooncake/store/coordinator.py"
 _DATA = "vllm/distributed/kv_transfer/kv_connector/v1/mooncake/store/data.py"
 _ISSUES = "https://github.com/vllm-project/vllm/issues/"
 _ASCEND = "https://github.com/vllm-project/vllm-ascend/issues/"
@@ -115,5 +117,64 @@ PROBLEMS = (
         "is never loaded, and the request waits for what does not come or computes it again.",
         now="enable_offload: false in the file of MOONCAKE_CONFIG_PATH, or a smaller --block-size; restart",
         good="no release up to vLLM 0.32.0 reads it in parts",
+    ),
+    Problem(
+        code="KVD956",
+        name="mooncake-store-hash-blocks",
+        severity=Severity.CRASH,
+        title="MooncakeStoreConnector refuses a model whose KV groups have blocks of sizes without a common part.",
+        shows=(
+            Failed(kind="AssertionError", text="block_size must be divisible by hash_block_size", at=_COORDINATOR),
+            Failed(
+                kind="RuntimeError",
+                text="Worker failed with error 'block_size must be divisible by hash_block_size'",
+            ),
+        ),
+        connectors=("MooncakeStoreConnector", "MultiConnector"),
+        named=True,
+        releases={"vllm": ">=0.26"},
+        cause="Blocks are hashed in units of hash_block_size, and the block size of every KV group has to be a "
+        "multiple of it. Hybrid models (Mamba, GDN, indexers) have groups of sizes of their own.",
+        now="`--prefix-match-unit 8` (any number that divides the block sizes of all groups); MambaSpec refused after "
+        "that: `--mamba-cache-mode align` (vLLM before 0.33)",
+        good="--prefix-match-unit given for this model",
+        threads=(_ISSUES + "54726",),
+    ),
+    Problem(
+        code="KVD957",
+        name="mooncake-store-model-refused",
+        severity=Severity.CRASH,
+        title="MooncakeStoreConnector does not serve this kind of KV cache: the engine does not start.",
+        shows=(
+            Failed(kind="ValueError", text="MooncakeStoreConnector does not support: <what>", at=_STORE),
+            Failed(kind="ValueError", text="MooncakeStore requires at least one prefix-cacheable KV cache group"),
+        ),
+        releases={"vllm": ">=0.26"},
+        cause="What the message names. Mamba and GDN layers can be stored in the mode `align` only; encoder-decoder "
+        "models (CrossAttentionSpec) and context parallelism with several KV groups not at all (0.33 takes DCP).",
+        now="MambaSpec: `--enable-prefix-caching --mamba-cache-mode align` (vLLM 0.33: the first alone); PCP: without "
+        "--prefill-context-parallel-size; else without MooncakeStoreConnector",
+        good="a model and options that this connector takes",
+        threads=(_ISSUES + "54726",),
+    ),
+    Problem(
+        code="KVD958",
+        name="mooncake-store-settings-refused",
+        severity=Severity.CRASH,
+        title="vLLM refuses the file in MOONCAKE_CONFIG_PATH.",
+        shows=(
+            Failed(kind="ValueError", text="unknown Mooncake mode: <mode>"),
+            Failed(kind="ValueError", text="embedded mode requires global_segment_size > 0"),
+            Failed(kind="ValueError", text="standalone-store mode requires global_segment_size == 0"),
+            Failed(kind="ValueError", text="local_buffer_size must be > 0"),
+            Failed(kind="ValueError", within="mooncake/store/worker.py:_parse_size"),
+            Failed(kind="ValueError", within="mooncake_store.py:_parse_size"),
+        ),
+        releases={"vllm": ">=0.26"},
+        cause="What the message says. `embedded`: each worker gives global_segment_size of its memory to the store; "
+        "`standalone-store`: a Mooncake store process owns the memory, and the workers give none.",
+        now='in that file "mode": "embedded" with "global_segment_size": "100GB", or "mode": "standalone-store" with '
+        '"global_segment_size": 0; "local_buffer_size": "4GB"',
+        good="a file that fits the mode",
     ),
 )

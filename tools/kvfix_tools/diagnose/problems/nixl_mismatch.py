@@ -9,6 +9,7 @@ _V1 = "vllm/distributed/kv_transfer/kv_connector/v1"
 _ISSUES = "https://github.com/vllm-project/vllm/issues"
 _BASE_WORKER = f"{_V1}/nixl/base_worker.py"
 _NIXL_CONNECTOR = f"{_V1}/nixl_connector.py"
+_CACHING = "_apply_prefix_caching"
 
 PROBLEMS = (
     Problem(
@@ -124,13 +125,17 @@ PROBLEMS = (
         title="Decode expects more KV blocks than prefill has for the request.",
         shows=(
             Failed(kind="AssertionError", source="assert num_local_blocks <= num_remote_blocks", at=_NIXL_CONNECTOR),
+            Failed(kind="AssertionError", source="assert num_local_blocks <= len(remote_group)", within=_CACHING),
+            Failed(kind="AssertionError", source="assert num_decode_blocks <= len(prefill_group)", within=_CACHING),
+            Failed(kind="ValueError", text="Decode allocated more KV pages than the prefill worker supplied"),
         ),
-        releases={"vllm": "<0.26"},
         cause="Decode allocated blocks that prefill never had: speculative decoding on decode only, another block "
-        "size, or another prompt (template, tokenizer) than prefill computed.",
-        now="the same --speculative-config, --block-size and chat template on both sides",
+        "size, or another prompt than prefill computed (template, tokenizer, a router that appends the first token "
+        "to it: then only prompts of whole blocks fail).",
+        now="the same --speculative-config, --block-size and chat template on both sides; a router that hands decode "
+        "the very prompt of prefill",
         good="one set of options for prefill and decode",
-        threads=(f"{_ISSUES}/21583",),
+        threads=(f"{_ISSUES}/21583", "https://github.com/vllm-project/vllm/pull/50558"),
     ),
     Problem(
         code="KVD585",
@@ -149,5 +154,64 @@ PROBLEMS = (
         "NixlPushConnector on both sides",
         good="no release is right for pipeline parallel decode yet",
         threads=(f"{_ISSUES}/22430",),
+    ),
+    Problem(
+        code="KVD954",
+        name="nixl-layers-differ",
+        severity=Severity.HANG,
+        title="Prefill and decode have different numbers of KV caches, and the NIXL handshake refuses that.",
+        shows=(
+            Failed(
+                kind="AssertionError",
+                text="Number of KV layers must match between prefill and decode",
+                at=_BASE_WORKER,
+            ),
+            # Builds between releases.
+            Failed(kind="AssertionError", text="Number of KV layers must match between producer and consumer"),
+        ),
+        releases={"vllm": ">=0.21"},
+        cause="One side has layers of KV that the other lacks: a draft model (EAGLE, MTP, DSpark) that only one side "
+        "was given, or another model.",
+        now="the same --speculative-config on prefill and decode, or none on both; restart both",
+        good="one set of model options for prefill and decode; no release up to 0.33.0 takes draft layers on one side",
+        threads=(f"{_ISSUES}/48221",),
+    ),
+    Problem(
+        code="KVD955",
+        name="nixl-block-sizes-of-hybrid-model",
+        severity=Severity.HANG,
+        title="A model with several KV groups has other block sizes on prefill than on decode.",
+        shows=(
+            Failed(kind="AssertionError", text="HMA does not support different remote block size yet"),
+            Failed(kind="AssertionError", text="Mamba 3-read transfer with block_size_ratio != <one> is not tested."),
+        ),
+        releases={"vllm": ">=0.20,<0.32"},
+        cause="NixlConnector maps blocks of one size to those of another for models with one KV group only. The size "
+        "also follows from the tensor parallel size and the attention backend, where --block-size is not given.",
+        now="the same --block-size, --tensor-parallel-size and attention backend on prefill and decode",
+        fixed={"vllm": "0.32.0"},
+        threads=(f"{_ISSUES}/42895",),
+    ),
+    Problem(
+        code="KVD972",
+        name="nixl-block-sizes-not-mapped",
+        severity=Severity.HANG,
+        title="Prefill and decode have different block sizes in a set-up for which NixlConnector maps none.",
+        shows=(
+            Failed(
+                kind="AssertionError",
+                text="Different local/remote block sizes are not supported when P TP > D TP.",
+                at=_BASE_WORKER,
+            ),
+            Failed(kind="AssertionError", text="Heterogeneous block sizes are not supported with host buffer"),
+            Failed(
+                text="Head-sharded attention reads with P_TP > D_TP and heterogeneous block sizes are not supported"
+            ),
+        ),
+        releases={"vllm": ">=0.21"},
+        cause="Blocks of one size are mapped to those of another only where prefill's tensor parallel size is not the "
+        "larger one, and where KV goes from GPU to GPU (kv_buffer_device cuda).",
+        now="the same --block-size on prefill and decode, given on both; restart both",
+        good="one --block-size for all; no release up to 0.33.0 maps these",
     ),
 )

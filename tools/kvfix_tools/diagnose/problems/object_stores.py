@@ -214,4 +214,22 @@ PROBLEMS = (
         sure=False,
         threads=(_LMCACHE + "issues/2983",),
     ),
+    Problem(
+        code="KVD970",
+        name="gds-call-refused",
+        severity=Severity.SLOW,
+        title="NVIDIA's cuFile or AMD's hipFile refuses a call of the LMCache server's GDS tier.",
+        shows=(
+            Failed(kind="RuntimeError", text="<call> failed: cuFileError(err=<error>"),
+            Failed(kind="RuntimeError", text="<call> failed: hipFileError(err=<error>"),
+        ),
+        sentence="{call}: error {error}",
+        releases={"lmcache": ">=0.4.7"},
+        sure=False,
+        cause="The message has the library's own code. GPU direct storage needs its kernel module (nvidia-fs), a file "
+        "system that it supports (ext4 and xfs on NVMe; no overlay, no tmpfs) and its devices in the container.",
+        now="/usr/local/cuda/gds/tools/gdscheck -p on the node and in the container; lmcache server without "
+        "--gds-l1-path until it passes",
+        good="GDS set up on the node, or the server's L1 in host memory (--l1-size-gb)",
+    ),
 )

@@ -243,4 +243,23 @@ PROBLEMS = (
         now="without OffloadingConnector (--kv-offloading-size) for this model",
         good="no release has it for this cache yet",
     ),
+    Problem(
+        code="KVD959",
+        name="offload-load-finds-block-gone",
+        severity=Severity.CRASH,
+        title="The OffloadingConnector is to load a block that its CPU cache does not hold any more.",
+        shows=(
+            Failed(kind="AssertionError", text="Block <key> not found in cache", within="cpu/manager.py:prepare_load"),
+            Failed(kind="AssertionError", text="Chunk <key> not found in cache", within="_prepare_load"),
+            Failed(kind="AssertionError", text="Chunk <key> not found in cache", within="cpu/manager.py:prepare_load"),
+        ),
+        sure=False,
+        cause="The lookup of this request counted the block as a hit, or took it for one of the hit (several KV "
+        "groups: sliding windows, DeepSeek V4, a draft model), and a lookup does not hold it. Seen after days, when "
+        "the CPU cache had been full and evicted; EngineCore dies of the assertion. No release says which (0.33.0).",
+        now="restart; without OffloadingConnector (--kv-offloading-size) for this model, or with "
+        "SimpleCPUOffloadConnector, which takes no blocks by key; a larger cpu_bytes_to_use evicts less and later",
+        good="no release is known to be right: the assertion is still there in vLLM 0.33.0",
+        threads=("https://github.com/vllm-project/vllm/issues/54914",),
+    ),
 )

@@ -162,4 +162,17 @@ PROBLEMS = (
         now=_LESS + "; " + _MEMLOCK,
         good="a buffer that the driver pins; look for an earlier line about cudaHostRegister",
     ),
+    Problem(
+        code="KVD966",
+        name="too-few-huge-pages",
+        severity=Severity.CRASH,
+        title="LMCache gets no huge pages for its CPU buffer.",
+        shows=(Logged("Failed to allocate huge pages. ", "lmcache/v1/memory_management.py"),),
+        releases={"lmcache": ">=0.4.6"},
+        cause="local_cpu_use_hugepages is on, and the node has fewer free huge pages than the buffer needs, or the "
+        "container was given none.",
+        now="sysctl -w vm.nr_hugepages=N with N = max_local_cpu_size in GiB * 512 (pages of 2 MiB), times ranks; in "
+        "Kubernetes hugepages-2Mi in the resources; or local_cpu_use_hugepages: false",
+        good="huge pages reserved at the node's start, or none used",
+    ),
 )

@@ -191,4 +191,27 @@ PROBLEMS = (
         good="keep it so: the set-up was wrong, and no release changes that; extra_config fallback_policy: local_cpu "
         "keeps the CPU cache in use",
     ),
+    Problem(
+        code="KVD960",
+        name="s3-part-size-not-set",
+        severity=Severity.SLOW,
+        title="LMCache's S3 connector cannot be made: its part size is compared before the chunk size is known.",
+        shows=(
+            Logged(
+                "Failed to initialize/re-establish remote connection: 'NoneType' object cannot be interpreted as an "
+                "integer"
+            ),
+            Logged(
+                "Failed to initialize/re-establish remote connection: S3 part size must be equal to chunk size in "
+                "S3Connector"
+            ),
+        ),
+        releases={"lmcache": "<0.3.10.post1"},
+        connectors=_IN_PROCESS,
+        cause="S3Connector compares s3_part_size with full_chunk_size in its constructor, and that is None until "
+        "later: with a part size the assertion fails, without one the S3 client gets None.",
+        now="pip install 'lmcache>=0.3.12'; until then another store than s3:// in remote_url",
+        fixed={"lmcache": "0.3.10.post1"},
+        threads=(_LMCACHE + "issues/1961",),
+    ),
 )

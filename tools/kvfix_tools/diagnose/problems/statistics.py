@@ -1,4 +1,4 @@
-"""Statistics of requests and connectors that kill the API server."""
+"""Statistics that kill a process: of requests and connectors the API server, of usage the engine."""
 
 from __future__ import annotations
 
@@ -59,5 +59,18 @@ PROBLEMS = (
             f"{_ASCEND}/7489",
             f"{_ASCEND}/10028",
         ),
+    ),
+    Problem(
+        code="KVD962",
+        name="usage-statistics-kill-engine",
+        severity=Severity.CRASH,
+        title="LMCache's usage statistics cannot read the CPU's description, and the engine does not start.",
+        shows=(Failed(within="usage_context.py:_get_cpu_info"),),
+        releases={"lmcache": "<0.5.2"},
+        cause="LMCache reports its environment at the start, and py-cpuinfo fails on this node (its output is not "
+        "JSON). These releases do not catch that.",
+        now="LMCACHE_TRACK_USAGE=false in the environment of vLLM; restart",
+        fixed={"lmcache": "0.5.2"},
+        threads=("https://github.com/LMCache/LMCache/issues/2593",),
     ),
 )
