@@ -6,6 +6,7 @@ The patched copy is thin: the touched files are real, all others are links to th
 from __future__ import annotations
 
 import ast
+import functools
 import hashlib
 import json
 import os
@@ -73,7 +74,7 @@ def prefer(folder: Path) -> None:
                 module.__path__ = [str(place), *module.__path__]
     files = {name: folder / f"{name.replace('.', '/')}.py" for name in sys.modules}
     gone = {name for name, file in files.items() if file.is_file() and _is_own(file, folder)}
-    imports = {name: _imports(sys.modules[name]) for name in sys.modules if name.startswith(_OURS)}
+    imports = _imports_of_ours()
     while more := {name for name, wanted in imports.items() if name not in gone and wanted & gone}:
         gone |= more
     for name in gone:
@@ -112,6 +113,7 @@ def prepare(lmcache: str, connectors: list[str]) -> None:
 
         for connector in connectors:
             play(draw(0, connector, plain=True))
+    _imports_of_ours()  # every fork asks for them
 
 
 def tried(
@@ -144,18 +146,24 @@ def plays_with_fixes(wanted: dict[str, list[str]], faulty: int) -> dict[str, dic
     return {code: plays(code, connectors, faulty, fixed=True) for code, connectors in wanted.items()}
 
 
-def _imports(module: Any) -> set[str]:
+def _imports_of_ours() -> dict[str, frozenset[str]]:
+    """{module that may have to be imported again: what it imports}"""
+    files = {name: getattr(sys.modules[name], "__file__", None) for name in sys.modules if name.startswith(_OURS)}
+    return {name: _imports(Path(file or os.devnull)) for name, file in files.items()}
+
+
+@functools.cache
+def _imports(file: Path) -> frozenset[str]:
     """Names that this module imports anywhere, but for types: modules, and attributes that may be modules."""
-    file = Path(getattr(module, "__file__", None) or os.devnull)
     if file.suffix != ".py" or file.name == "__init__.py":  # not of packages: their modules count
-        return set()
+        return frozenset()
     found = set()
     for node in _run_nodes(ast.parse(file.read_text())):
         if isinstance(node, ast.Import):
             found |= {each.name for each in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
             found |= {node.module, *(f"{node.module}.{each.name}" for each in node.names)}
-    return found
+    return frozenset(found)
 
 
 def _run_nodes(tree: ast.AST) -> Iterator[ast.AST]:

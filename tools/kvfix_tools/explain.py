@@ -7,7 +7,8 @@ from __future__ import annotations
 import inspect
 import json as jsonlib
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 from rich.console import Console
@@ -33,16 +34,22 @@ class Entry(NamedTuple):
 
 def entries() -> Iterator[Entry]:
     """All of them. Some findings have the name of their fix: the fix comes first."""
-    yield from map(_of_fix, catalogue.fixes())
-    yield from map(_of_rule, RULES)
-    yield from map(_of_rule, lab_rules.RULES)
-    yield from map(_of_finding, findings.catalogue())
-    yield from map(_of_problem, problems.catalogue())
+    return (make() for _, _, make in _known())
+
+
+def _known() -> Iterator[tuple[str, str, Callable[[], Entry]]]:
+    """Code, name, and what makes the entry."""
+    yield from ((each.code, each.slug, partial(_of_fix, each)) for each in catalogue.fixes())
+    yield from ((each.code, each.name, partial(_of_rule, each)) for each in RULES)
+    yield from ((each.code, each.name, partial(_of_rule, each)) for each in lab_rules.RULES)
+    yield from ((each.code, each.name, partial(_of_finding, each)) for each in findings.catalogue())
+    yield from ((each.code, each.name, partial(_of_problem, each)) for each in problems.catalogue())
 
 
 def explain(name: str, json: bool) -> int:
     """Print what has this code or name. 2 if nothing has."""
-    found = next((each for each in entries() if name.upper() == each.code or name.lower() == each.name), None)
+    makes = (make for code, known, make in _known() if name.upper() == code or name.lower() == known)
+    found = next((make() for make in makes), None)
     if found is None:
         known = ", ".join(f"{each.code} ({each.name})" for each in entries())
         print(f"kvfix explain: there is no fix, no rule and no finding {name!r}; known: {known}", file=sys.stderr)
