@@ -138,7 +138,7 @@ def _answer(process: Process, folder: _Folder, token: str, line: int | None, sec
     while True:
         with suppress(FileNotFoundError):
             return process.own_text(folder.here / "answer")
-        if not folder.here.exists():
+        if not folder.here.exists() and process.is_alive():
             raise FileNotFoundError(folder.here)
         if not process.is_alive():
             raise Refused(f"process {process.pid} has ended", "")

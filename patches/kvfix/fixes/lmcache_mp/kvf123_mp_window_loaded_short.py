@@ -44,7 +44,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
             specs = _specs(group)
             for name in group.layer_names:
                 spec = specs.get(name) or specs[""]
-                if getattr(spec, _EXTRA, 0):
+                if getattr(spec, _EXTRA, 0) > 1:  # the window counts the own token of a step: one is there
                     kept = spec.sliding_window - 1 + getattr(spec, _EXTRA)
                     whole = -(-kept // spec.block_size) * spec.block_size
                     sizes[layer_to_idx[name]] = max(sizes[layer_to_idx[name]], whole)
@@ -53,7 +53,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
     return after(
         _resolve_per_layer_sw_sizes,
         when=lambda groups, *_, **__: any(
-            getattr(spec, _EXTRA, 0) for group in groups for spec in _specs(group).values()
+            getattr(spec, _EXTRA, 0) > 1 for group in groups for spec in _specs(group).values()
         ),
     )
 
