@@ -7,7 +7,7 @@ import re
 import struct
 import time
 from contextlib import suppress
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 
 from kvfix_tools.look import calls
@@ -82,7 +82,9 @@ class Process:
         """Address of a function of Python or of the C library."""
         for path, start in self._mapped.items():
             if re.match(r"(lib)?python\d|libc[.-]|ld-musl", path.rpartition("/")[2]):
-                offset = self._symbols(path).get(name)
+                file = self._proc / "root" / path.lstrip("/")
+                about = file.stat()
+                offset = _symbols(file, (about.st_dev, about.st_ino, about.st_mtime_ns)).get(name)
                 if offset is not None:
                     return start + offset
         raise Refused(f"process {self.pid} is no Python that can be called: it exports no {name}", "")
@@ -121,26 +123,6 @@ class Process:
             for line in lines
         ]
 
-    def _symbols(self, path: str) -> dict[str, int]:
-        """{function that the file exports: its offset to the start of the file's mapping}."""
-        content = (self._proc / "root" / path.lstrip("/")).read_bytes()
-        if content[:5] != b"\x7fELF\x02":
-            return {}
-        programs, sections, program_size, program_count, size, count = _header(content)
-        headers = [struct.unpack_from("<IIQQQQ", content, programs + at * program_size) for at in range(program_count)]
-        base = min(address for type_, _, _, address, _, _ in headers if type_ == 1) & -4096
-        tables = [struct.unpack_from("<IIQQQQIIQQ", content, sections + at * size) for at in range(count)]
-        found = {}
-        for table in tables:
-            if table[1] == 11:  # SHT_DYNSYM
-                names = tables[table[6]][4]
-                entries = struct.iter_unpack("<IBBHQQ", content[table[4] : table[4] + table[5]])
-                for name, _, _, section, value, _ in entries:
-                    if section and value:
-                        end = content.index(b"\0", names + name)
-                        found[content[names + name : end].decode()] = value - base
-        return found
-
     def _status(self, key: str) -> str:
         for line in (self._proc / "status").read_text(errors="replace").splitlines():
             if line.startswith(f"{key}:"):
@@ -149,6 +131,28 @@ class Process:
 
     def _start(self) -> str:
         return (self._proc / "stat").read_text(errors="replace").rpartition(")")[2].split()[19]
+
+
+@lru_cache(maxsize=8)
+def _symbols(file: Path, version: tuple[int, ...]) -> dict[str, int]:
+    """{function that the file exports: its offset to the start of the file's mapping}. version: of the file."""
+    content = file.read_bytes()
+    if content[:5] != b"\x7fELF\x02":
+        return {}
+    programs, sections, program_size, program_count, size, count = _header(content)
+    headers = [struct.unpack_from("<IIQQQQ", content, programs + at * program_size) for at in range(program_count)]
+    base = min(address for type_, _, _, address, _, _ in headers if type_ == 1) & -4096
+    tables = [struct.unpack_from("<IIQQQQIIQQ", content, sections + at * size) for at in range(count)]
+    found = {}
+    for table in tables:
+        if table[1] == 11:  # SHT_DYNSYM
+            names = tables[table[6]][4]
+            entries = struct.iter_unpack("<IBBHQQ", content[table[4] : table[4] + table[5]])
+            for name, _, _, section, value, _ in entries:
+                if section and value:
+                    end = content.index(b"\0", names + name)
+                    found[content[names + name : end].decode()] = value - base
+    return found
 
 
 def _header(content: bytes) -> tuple[int, int, int, int, int, int]:
