@@ -255,8 +255,8 @@ PROBLEMS = (
         ),
         sure=False,
         cause="The lookup of this request counted the block as a hit, or took it for one of the hit (several KV "
-        "groups: sliding windows, DeepSeek V4, a draft model), and a lookup does not hold it. Seen after days, when "
-        "the CPU cache had been full and evicted; EngineCore dies of the assertion. No release says which (0.33.0).",
+        "groups: sliding windows, DeepSeek V4, a draft model), and a lookup does not hold it. It comes after days, "
+        "once the CPU cache has been full and evicted; EngineCore dies of it. No release says which (0.33.0).",
         now="restart; without OffloadingConnector (--kv-offloading-size) for this model, or with "
         "SimpleCPUOffloadConnector, which takes no blocks by key; a larger cpu_bytes_to_use evicts less and later",
         good="no release is known to be right: the assertion is still there in vLLM 0.33.0",
