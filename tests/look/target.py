@@ -1,6 +1,7 @@
 """A process into which code is injected. The first argument is what its main thread does meanwhile."""
 
 import ctypes
+import signal
 import sys
 import threading
 import time
@@ -11,6 +12,7 @@ if sys.argv[1] == "threads":
 if sys.argv[1] == "busy-threads":
     for _ in range(4):
         threading.Thread(target=lambda: [sum(range(1000)) for _ in iter(int, 1)], daemon=True).start()
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets its background processes ignore it
 print("ready", flush=True)
 if sys.argv[1] == "c":  # with the GIL and without a bytecode, until there is a line on stdin
     ctypes.PyDLL(None).getchar()
