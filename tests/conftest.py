@@ -112,14 +112,9 @@ class ForkServer:
     """
 
     def __init__(self, first: str = "", **settings: str) -> None:
-        """first: Python that it runs before the first fork. settings: of its environment, with which it imports all."""
+        """first: Python that it runs before the first fork. settings: of its environment."""
         self._connection, there = multiprocessing.Pipe()
-        environment = clean_environment(**settings)
-        if settings:
-            first = f"import {', '.join(forked.PRELOADED)}\n{first}"
-            self._process = forked.spawn(server.serve, there, first, environment, environment=environment)
-        else:
-            self._process = forked.start(server.serve, there, first, environment)
+        self._process = forked.start(server.serve, there, first, clean_environment(**settings))
         there.close()
 
     def __call__(self, case: str | Callable[..., Any], lmcache: Path | None = None, *arguments: Any) -> Any:

@@ -6,6 +6,7 @@ It imports nothing of LMCache or kvfix.
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import multiprocessing
 import os
@@ -61,6 +62,8 @@ def serve(connection: Connection, first: str, environment: dict[str, str]) -> No
     assert not any(name.startswith(("lmcache", "kvfix")) for name in sys.modules)
     with contextlib.redirect_stdout(sys.stderr):
         exec(first, {})
+    gc.collect()
+    gc.freeze()  # else each fork walks, and so copies, all of this
     with contextlib.suppress(EOFError):
         while True:
             connection.send(_forked(connection.recv()))

@@ -20,36 +20,19 @@ from unittest import mock
 from tests import fork_server, quick
 
 CONTEXT = multiprocessing.get_context("forkserver")
-#: What every engine imports, and the lab.
-PRELOADED = [
-    "vllm.entrypoints.llm",
-    "vllm.v1.engine.core",
-    "vllm.v1.executor.multiproc_executor",
-    "vllm.v1.worker.cpu_worker",
-    "vllm.v1.attention.backends.cpu_attn",
-    "vllm.model_executor.models.llama",
-    "vllm.distributed.kv_transfer.kv_connector.factory",
-    "transformers.models.llama.modeling_llama",
-    "tests.conftest",
-]
 #: Read once, by the process that is forked.
 ENVIRONMENT = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-
-
-def spawn(target: Callable[..., None], *arguments: Any, environment: dict[str, str]) -> Any:
-    """A process of its own, for what reads its environment when it is imported."""
-    quick.skip()
-    process = multiprocessing.get_context("spawn").Process(target=target, args=arguments)
-    with mock.patch.dict(os.environ, environment, clear=True):
-        process.start()
-    return process
+#: Upstream's tests look up models.
+HUB = Path(__file__).parent.parent / ".cache/peers/hub"
 
 
 def start(target: Callable[..., None], *arguments: Any) -> Any:
     """A process that runs this function of fork_server.py."""
     quick.skip()
-    with mock.patch.dict(os.environ, ENVIRONMENT):
-        CONTEXT.set_forkserver_preload(PRELOADED)
+    from maintain import peers  # not in the process that is forked: it has nothing of kvfix
+
+    with mock.patch.dict(os.environ, {**ENVIRONMENT, **peers.hub(HUB)}):
+        CONTEXT.set_forkserver_preload(["tests.preloaded"])
         forkserver.ensure_running()
     process = CONTEXT.Process(target=target, args=arguments)
     process.start()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import gc
 import hashlib
 import json
 import os
@@ -17,6 +18,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 from maintain import peers
 
@@ -233,7 +235,9 @@ def _run(folder: Path, arguments: list[str], plugins: list[Any]) -> None:
     os.chdir(folder)
     options = ["-q", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", str(folder)]
     wanted = [option for plugin in ("pytest_asyncio", "pytest_mock", "pytest_timeout") for option in ("-p", plugin)]
-    pytest.main([*options, *wanted, "--timeout=60", *arguments], plugins=plugins)
+    # vLLM's tests would walk after each one all that was imported before the fork (parallel_state.py 0.32.0:2516).
+    with mock.patch.object(gc, "unfreeze"):
+        pytest.main([*options, *wanted, "--timeout=60", *arguments], plugins=plugins)
     for name in list(filter(_is_test, sys.modules)):
         del sys.modules[name]
     sys.path[:] = path

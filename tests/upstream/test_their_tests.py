@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +12,7 @@ import pytest
 
 from kvfix_tools import upstream
 from maintain import peers
-from tests.conftest import ROOT, ForkServer
+from tests.conftest import ForkServer
 from tests.upstream import patched
 from tests.upstream.test_patches import PATCHES, released, released_tests
 
@@ -39,8 +38,7 @@ def theirs(row: upstream.Ready) -> list[str]:
 @pytest.fixture(scope="module")
 def offline(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
     """A process without network for upstream's tests, which look up models."""
-    places = os.pathsep.join(str(ROOT / each) for each in ("patches", "tools"))
-    process = ForkServer(PYTHONPATH=places, **peers.environment(tmp_path_factory.mktemp("hub")))
+    process = ForkServer(**peers.environment(tmp_path_factory.mktemp("peers")))
     yield process
     process.close()
 

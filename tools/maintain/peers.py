@@ -113,18 +113,25 @@ def importing(dist: str, folder: Path, modules: Iterable[str]) -> list[str]:
     return [path for path in found if path not in LEFT_OUT[dist]]
 
 
-def environment(folder: Path) -> dict[str, str]:
-    """For their tests. In `folder` it makes a cache of Hugging Face's hub with MODELS: nothing is downloaded."""
+def hub(folder: Path) -> dict[str, str]:
+    """Make a cache of Hugging Face's hub with MODELS: nothing is downloaded. Settings, for importing vLLM with it."""
     for model, config in MODELS.items():
-        base = folder / "hf/hub" / f"models--{model.replace('/', '--')}"
-        snapshot = base / "snapshots" / ("0" * 40)
-        snapshot.mkdir(parents=True)
-        (snapshot / "config.json").write_text(json.dumps(config))
-        (base / "refs").mkdir()
-        (base / "refs/main").write_text("0" * 40)
+        base = folder / "hub" / f"models--{model.replace('/', '--')}"
+        for file, text in (
+            (base / "snapshots" / ("0" * 40) / "config.json", json.dumps(config)),
+            (base / "refs/main", "0" * 40),
+        ):
+            file.parent.mkdir(parents=True, exist_ok=True)
+            if not file.exists():
+                file.write_text(text)
+    return {"HF_HOME": str(folder), "HF_HUB_OFFLINE": "1"}
+
+
+def environment(folder: Path) -> dict[str, str]:
+    """Of a process that runs their tests. folder: for what it leaves."""
     return {
-        "HF_HOME": str(folder / "hf"), "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1",
-        "LMCACHE_TRACK_USAGE": "false", "PYTHONHASHSEED": "0", "KVFIX_DUMP_DIR": str(folder),
+        "VLLM_NO_USAGE_STATS": "1", "LMCACHE_TRACK_USAGE": "false", "PYTHONHASHSEED": "0",
+        "KVFIX_DUMP_DIR": str(folder),
         "RAY_AUTH_MODE": "disabled",  # else Ray leaves a token in ~/.ray, for all later clusters
     }  # fmt: skip
 
@@ -137,6 +144,7 @@ def run(suite: Suite, mode: str, tests: Iterable[str] = (), processes: int = 2) 
             **{name: value for name, value in os.environ.items() if name != "KVFIX"},
             "PYTHONPATH": os.pathsep.join(str(ROOT / folder) for folder in ("patches", "tools")),
             "KVFIX_PEERS": json.dumps({"mode": mode, "outcomes": str(outcomes), "dist": suite.dist}),
+            **hub(Path(place, "hf")),
             **environment(Path(place)),
         }  # fmt: skip
         command = [

@@ -1,0 +1,26 @@
+"""What the process imports that tests are forked from: all that an engine and the lab need of vLLM, and of no LMCache.
+
+Without the garbage collector: it takes a third of the time here, and in a fork it would walk, and so copy, all of this.
+"""
+
+import gc
+import importlib
+
+MODULES = [
+    "vllm.entrypoints.llm",
+    "vllm.v1.engine.core",
+    "vllm.v1.executor.multiproc_executor",
+    "vllm.v1.worker.cpu_worker",
+    "vllm.v1.attention.backends.cpu_attn",
+    "vllm.model_executor.models.llama",
+    "vllm.distributed.kv_transfer.kv_connector.factory",
+    "transformers.models.llama.modeling_llama",
+    "tests.conftest",
+]
+
+gc.disable()
+for name in MODULES:
+    importlib.import_module(name)
+gc.collect()
+gc.freeze()
+gc.enable()
