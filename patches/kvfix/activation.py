@@ -17,7 +17,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from kvfix.fix_status import Row
+    from kvfix.fix_status import FixRow
 
 ENV = "KVFIX"
 #: If this list is set, vLLM skips every plugin that is not in it, without a message (vllm/plugins/__init__.py).
@@ -64,7 +64,7 @@ def revert() -> None:
     import_hooks.deactivate()
 
 
-def status() -> list[Row]:
+def status() -> list[FixRow]:
     """One row for each fix and distribution: its state in this process, and why. Imports neither vLLM nor LMCache."""
     from kvfix import fix_status
 

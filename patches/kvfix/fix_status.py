@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from kvfix.ledger import Finding
 
 
-class Row(NamedTuple):
+class FixRow(NamedTuple):
     """The state of a fix in a distribution. version: "" if not known. verdict: one of STATES (its key in `--json`)."""
 
     code: str
@@ -26,12 +26,12 @@ class Row(NamedTuple):
     reason: str
 
 
-def rows(judge: Callable[[Target], Applicability] = applicability.judge) -> list[Row]:
+def rows(judge: Callable[[Target], Applicability] = applicability.judge) -> list[FixRow]:
     """One row for each fix and distribution. An outcome in this process takes precedence over `judge`."""
     return [row for fix in catalogue.fixes() for row in rows_of(fix, judge)]
 
 
-def rows_of(fix: Fix, judge: Callable[[Target], Applicability] = applicability.judge) -> Iterator[Row]:
+def rows_of(fix: Fix, judge: Callable[[Target], Applicability] = applicability.judge) -> Iterator[FixRow]:
     """One row for each distribution of this fix."""
     for dist in fix.dists:
         targets = [target for target in fix.targets if target.dist == dist]
@@ -44,7 +44,7 @@ def rows_of(fix: Fix, judge: Callable[[Target], Applicability] = applicability.j
             state, reason = _unfixable(fix, reason)
         if state == "applicable" and session.config is not None and not session.config.takes(fix.code, fix.opt_in):
             reason += "; switched off by the configuration " + repr(str(session.config))
-        yield Row(fix.code, fix.slug, dist, installed_source.version(dist), state, reason)
+        yield FixRow(fix.code, fix.slug, dist, installed_source.version(dist), state, reason)
 
 
 def _worst(targets: list[Target], judge: Callable[[Target], Applicability]) -> Applicability:
@@ -52,7 +52,7 @@ def _worst(targets: list[Target], judge: Callable[[Target], Applicability]) -> A
     return min(found, key=lambda each: STATES.index(each.state), default=Applicability("not-affected", ""))
 
 
-def handling(finding: Finding) -> list[Row]:
+def handling(finding: Finding) -> list[FixRow]:
     """Rows of the fixes for this finding that are applied here, can be applied, have failed, or are unknown."""
     return [
         row

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from kvfix_tools.diagnose.needles import NEEDLES
-from tests.bench.lives import FIXTURES, lives
+from tests.bench.engine_logs import FIXTURES, lives
 from tests.bench.row import Row
 from tests.conftest import clean_environment
 from tests.diagnose import releases

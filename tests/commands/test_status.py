@@ -13,7 +13,7 @@ from tests.conftest import RELEASES, Fresh
 
 VERDICTS = ["not-affected", "applied", "fixed-upstream", "applicable", "unknown", "not-installed", "failed"]
 ROWS = [
-    fix_status.Row(f"KVF{number:03}", "slug", "lmcache", "0.5.6", verdict, "reason")
+    fix_status.FixRow(f"KVF{number:03}", "slug", "lmcache", "0.5.6", verdict, "reason")
     for number, verdict in enumerate([*VERDICTS, "applicable"])
 ]
 

@@ -12,7 +12,7 @@ import pytest
 from kvfix_tools.diagnose import diagnosis, line_scanner
 from kvfix_tools.diagnose.diagnosis import FINDINGS
 from kvfix_tools.diagnose.findings import lookups
-from tests.bench.lives import FIXTURES, lives
+from tests.bench.engine_logs import FIXTURES, lives
 
 #: What is not kept of a log: code.
 CODE = (types.ModuleType, types.FunctionType, types.MethodType, type)

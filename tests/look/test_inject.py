@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from kvfix_tools.look import calls, inject
-from kvfix_tools.look.target import Process
+from kvfix_tools.look.other_process import Process
 from tests.conftest import clean_environment
 
 WAYS = [way for way, here in (("pyinjector", find_spec("pyinjector")), ("gdb", shutil.which("gdb"))) if here]
@@ -31,7 +31,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
 @contextmanager
 def target(does: str, python: str = sys.executable) -> Iterator[subprocess.Popen[str]]:
     process = subprocess.Popen(
-        [python, str(Path(__file__).with_name("target.py")), does],
+        [python, str(Path(__file__).with_name("injected_program.py")), does],
         env=clean_environment(),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,

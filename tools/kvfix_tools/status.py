@@ -53,7 +53,7 @@ def _probed(patch: Target) -> applicability.Applicability:
         )
 
 
-def _print_rows(rows: list[fix_status.Row], everything: bool) -> None:
+def _print_rows(rows: list[fix_status.FixRow], everything: bool) -> None:
     """What needs action first; of the rows that need nothing a count, unless everything is wanted."""
     shown = sorted(
         (row for row in rows if everything or row.verdict in SHOWN),
@@ -73,7 +73,7 @@ def _print_rows(rows: list[fix_status.Row], everything: bool) -> None:
         console.print("KVFIX=fix in its environment, or start it with: kvfix run -- CMD", markup=False)
 
 
-def _table(rows: list[fix_status.Row]) -> Table:
+def _table(rows: list[fix_status.FixRow]) -> Table:
     table = Table(box=None, header_style="bold", pad_edge=False)
     for heading in ("code", "fix", "installed", "status", "reason"):
         table.add_column(heading, overflow="fold", no_wrap=heading in ("code", "status"))

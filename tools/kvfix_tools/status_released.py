@@ -37,7 +37,7 @@ class Unavailable(Exception):
     """pip could not fetch a distribution; the text says why, and what to do."""
 
 
-class Row(NamedTuple):
+class ReleasedRow(NamedTuple):
     """A fix on the newest release. change: since the newest release that kvfix knows. verdict: as `kvfix status`."""
 
     code: str
@@ -87,7 +87,7 @@ def _wheel(dist: str, folder: Path) -> Path:
     )
 
 
-def survey(dist: str, wheel: Path) -> list[Row]:
+def survey(dist: str, wheel: Path) -> list[ReleasedRow]:
     """A row for each fix that has a function in this distribution."""
     version = str(parse_wheel_filename(wheel.name)[1])
     patches = [(fix, [target for target in fix.targets if target.dist == dist]) for fix in catalogue.fixes()]
@@ -98,7 +98,7 @@ def survey(dist: str, wheel: Path) -> list[Row]:
             judged = [_judge(target, Path(folder)) for target in mine]
             if judged:
                 worst = min(judged, key=lambda each: (CHANGES.index(each[0]), applicability.STATES.index(each[1])))
-                rows.append(Row(fix.code, fix.slug, dist, version, *worst))
+                rows.append(ReleasedRow(fix.code, fix.slug, dist, version, *worst))
     return rows
 
 
@@ -133,7 +133,7 @@ def _judge(target: Target, folder: Path) -> tuple[str, str, str]:
     return ("unchanged" if newest in prints[found] else "changed"), verdict, f"{target.function} {reason}"
 
 
-def _print(rows: list[Row]) -> None:
+def _print(rows: list[ReleasedRow]) -> None:
     console = screen.console()
     for dist in DISTS:
         mine = [row for row in rows if row.dist == dist]

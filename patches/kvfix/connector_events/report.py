@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
     from kvfix.connector_events.recorder import Entry
     from kvfix.connector_events.watched import WatchedConnector
-    from kvfix.fix_status import Row
+    from kvfix.fix_status import FixRow
     from kvfix.ledger import Finding
     from kvfix.ledger.events import Event
 
@@ -25,14 +25,14 @@ RULE = "=" * 80
 LONGEST = 40
 
 
-def write(watched: WatchedConnector, hook: str, finding: Finding, fixes: Sequence[Row], recording: str) -> str:
+def write(watched: WatchedConnector, hook: str, finding: Finding, fixes: Sequence[FixRow], recording: str) -> str:
     """Write the report next to the recorder file; its path. Raises OSError."""
     name = f"{os.path.basename(recording).removesuffix('.jsonl')}.txt"
     with files.folder() as folder:
         return files.write(folder, name, text(watched, hook, finding, fixes, recording).encode())
 
 
-def text(watched: WatchedConnector, hook: str, finding: Finding, fixes: Sequence[Row], recording: str) -> str:
+def text(watched: WatchedConnector, hook: str, finding: Finding, fixes: Sequence[FixRow], recording: str) -> str:
     """The whole report."""
     whose = finding.request or "the engine"
     entries = [entry for entry in recorder.snapshot() if entry.event.request == finding.request]
@@ -109,7 +109,7 @@ def _holds(scheduler: dict[str, int], kept: dict[str, int]) -> list[str]:
     return lines
 
 
-def _fix(row: Row) -> str:
+def _fix(row: FixRow) -> str:
     if row.verdict == "applied":
         what = "is applied here, and the rule was violated anyway: please report it"
     elif row.verdict == "applicable":

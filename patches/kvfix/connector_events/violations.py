@@ -14,7 +14,7 @@ from kvfix.session import session
 
 if TYPE_CHECKING:
     from kvfix.connector_events.watched import WatchedConnector
-    from kvfix.fix_status import Row
+    from kvfix.fix_status import FixRow
     from kvfix.ledger import Finding
     from kvfix.ledger.events import Raised
 
@@ -63,7 +63,7 @@ def error_text(error: BaseException) -> str:
     return f"{type(error).__name__}: {text[:300]}".rstrip(": ")
 
 
-def _fixes(finding: Finding) -> list[Row]:
+def _fixes(finding: Finding) -> list[FixRow]:
     try:
         from kvfix import fix_status
 
@@ -73,7 +73,7 @@ def _fixes(finding: Finding) -> list[Row]:
         return []
 
 
-def _write(reason: str, watched: WatchedConnector, hook: str, finding: Finding | None, fixes: list[Row]) -> str:
+def _write(reason: str, watched: WatchedConnector, hook: str, finding: Finding | None, fixes: list[FixRow]) -> str:
     """Path of the written file; "" if that failed, which is logged."""
     try:
         from kvfix.connector_events import dump, report

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvfix_tools.look.calls import Refused
-from kvfix_tools.look.target import Process
+from kvfix_tools.look.other_process import Process
 
 __all__ = ["FAILED", "Refused", "Silent", "run"]
 

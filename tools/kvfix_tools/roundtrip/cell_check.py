@@ -18,7 +18,7 @@ import torch
 from kvfix_tools.roundtrip import region as regions
 from kvfix_tools.roundtrip.element import FIRST, HOST_POISON, POISON, SECOND, Identity
 from kvfix_tools.roundtrip.matrix import Cell
-from kvfix_tools.roundtrip.mismatch import Finding, find
+from kvfix_tools.roundtrip.mismatch import Mismatch, find
 from kvfix_tools.roundtrip.region import Coordinates, Expected, Region
 
 #: Of a timed copy.
@@ -56,7 +56,7 @@ class Result:
 
     cell: Cell
     verdict: str = "passed"
-    findings: list[Finding] = field(default_factory=list)
+    findings: list[Mismatch] = field(default_factory=list)
     reason: str = ""
     moved: int = 0
     verified: int = 0

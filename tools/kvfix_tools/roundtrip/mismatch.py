@@ -30,7 +30,7 @@ _POISONS = {POISON: "poison", HOST_POISON: "host poison", GUARD: "guard band"}
 
 
 @dataclass
-class Finding:
+class Mismatch:
     """One check of one region that found wrong words. `first`: the first of them, in words; `address`: its byte in the
     region. `classes`: words of each class."""
 
@@ -48,7 +48,7 @@ class Finding:
         return f"{self.stage}: {self.first} (byte {self.address:#x} of it)\n    {counted}"
 
 
-def find(region: Region, wrong: list[WrongWords], stage: str, source: bool = False) -> Finding | None:
+def find(region: Region, wrong: list[WrongWords], stage: str, source: bool = False) -> Mismatch | None:
     """Names and counts what a check of the region has found. source: nothing was to be written there at all."""
     found: Counter[str] = Counter()
     first = ""
@@ -57,7 +57,7 @@ def find(region: Region, wrong: list[WrongWords], stage: str, source: bool = Fal
         found.update(CLASSES[kind] for kind in kinds.tolist())
         found.update({"not looked at": part.more} if part.more else {})
         first = first or describe(region, part, CLASSES[int(kinds[0])])
-    return Finding(stage, first, int(wrong[0].address[0]) * WORD, found) if wrong else None
+    return Mismatch(stage, first, int(wrong[0].address[0]) * WORD, found) if wrong else None
 
 
 def classify(region: Region, wrong: WrongWords, source: bool) -> torch.Tensor:
