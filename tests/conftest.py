@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import multiprocessing
 import os
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import filelock
 import pytest
 
 from tests import fork_server as server
@@ -166,24 +168,40 @@ with runner.quiet():
 
 
 class Once:
-    """What a function answers in a fork; if it failed, every test that asks says why and none runs it again."""
+    """What a function answers in a fork, once for all processes of pytest; if it failed, every test that asks says why
+    and none runs it again."""
 
-    def __init__(self, fork_server: ForkServer) -> None:
+    def __init__(self, fork_server: ForkServer, answers: Path) -> None:
+        """answers: a folder for them, of this run of pytest."""
         self._fork_server = fork_server
-        self._answers: dict[tuple[str, Path], tuple[Any, str]] = {}
+        self._answers = answers
+        self._read: dict[str, tuple[Any, str]] = {}
 
     def __call__(self, function: Callable[..., Any], lmcache: Path, *arguments: Any) -> Any:
         code = call(function, *arguments)
-        if (code, lmcache) not in self._answers:
-            try:
-                self._answers[code, lmcache] = self._fork_server(code, lmcache), ""
-            except AssertionError as error:
-                self._answers[code, lmcache] = None, str(error)[-4000:]
-        result, error = self._answers[code, lmcache]
+        name = hashlib.sha256(f"{lmcache} {code}".encode()).hexdigest()
+        answer = self._answers / f"{name}.json"
+        if name not in self._read:
+            with filelock.FileLock(answer.with_suffix(".lock")):
+                if not answer.exists():
+                    answer.write_text(json.dumps(self._asked(code, lmcache)))
+            self._read[name] = json.loads(answer.read_text())
+        result, error = self._read[name]
         assert not error, error
         return result
 
+    def _asked(self, code: str, lmcache: Path) -> tuple[Any, str]:
+        try:
+            return self._fork_server(code, lmcache), ""
+        except AssertionError as error:
+            return None, str(error)[-4000:]
+
 
 @pytest.fixture(scope="session")
-def once(fork_server: ForkServer) -> Once:
-    return Once(fork_server)
+def once(fork_server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Once:
+    shared = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:  # the folder of each process is in that of the run
+        shared = shared.parent
+    answers = shared / "answers"
+    answers.mkdir(exist_ok=True)
+    return Once(fork_server, answers)
