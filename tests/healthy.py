@@ -5,14 +5,14 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
+from kvfix import catalogue
 from kvfix.fixes.lmcache import kvf022_resume_shares_block_list as kvf022
 from tests.conftest import ADAPTER
 
-#: Fixes that also change what no rule looks at, by connector: vLLM's copy stores too little after a miss where vLLM
-#: has a prefix itself. LMCache 0.3.11 forgets what was found where vLLM has it too, and KVF019 does not. With model
-#: runner V2 what a resumed request has generated and computes again is not stored, as it is with V1 (KVF023). After a
-#: step without tokens, for want of blocks, KVF208 lets another loaded request go first; here others free blocks later.
-UNSEEN = {"mp-in-tree": ["KVF102", "KVF208"], "mp": ["KVF208"], "v1": ["KVF019", "KVF023"]}
+
+def changing(connector: str) -> list[str]:
+    """Codes of the fixes that also change healthy schedules of this connector, for what no rule looks at."""
+    return [fix.code for fix in catalogue.fixes() if connector in fix.changes_healthy]
 
 
 def violated(done: Any) -> list[str]:

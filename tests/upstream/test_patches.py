@@ -22,7 +22,7 @@ from kvfix.fixes import stubs
 from kvfix_tools import upstream
 from maintain import peers
 from tests.conftest import RELEASES, ROOT, ForkServer, call, clean_environment, release_names
-from tests.healthy import UNSEEN
+from tests.healthy import changing
 from tests.lab import test_async_release
 from tests.upstream import patched
 
@@ -110,7 +110,7 @@ class Release:
 
     def plays(self, connector: str, code: str) -> list[str]:
         """The right digests of plain schedules with the patch of this fix: as released, or as with kvfix's fix."""
-        if code not in UNSEEN.get(connector, []):
+        if code not in changing(connector):
             return list(self.unpatched["healthy"][connector])
         return list(self.ask(self.scratch, "", [], "", [connector], (code,))["healthy"][connector])
 

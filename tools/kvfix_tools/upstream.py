@@ -23,23 +23,6 @@ from kvfix_tools import screen
 #: Of the patches: in a wheel, and in a checkout.
 FOLDERS = (Path(__file__).with_name("upstream_patches"), Path(__file__).parents[2] / "patches/upstream")
 
-#: Fixes that the newest releases need and that have no patch here, and why.
-WITHOUT = {
-    ("KVF020", "lmcache"): (
-        "https://github.com/LMCache/LMCache/pull/4467 and https://github.com/LMCache/LMCache/pull/4887 are open; the "
-        "second fixes the compiled operations too, which cannot be tried without a GPU"
-    ),
-    ("KVF901", "lmcache"): (
-        "which hash is the default is for LMCache to decide: another one finds nothing of what is stored now"
-    ),
-    ("KVF205", "vllm"): (
-        "https://github.com/vllm-project/vllm/pull/49252 and https://github.com/vllm-project/vllm/pull/45146 are open, "
-        "and fix it in the runner, which cannot be tried without a GPU"
-    ),
-    ("KVF902", "lmcache"): "a server that answers what it cannot do is a change of the protocol, not of a function",
-}
-
-
 NO_SUBMITTER = (
     "git does not know who you are, and both projects ask for your sign-off (DCO). Set it with: "
     "git config --global user.name NAME; git config --global user.email ADDRESS"

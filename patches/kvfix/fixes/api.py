@@ -87,6 +87,7 @@ class Fix:
 
     evidence: {code of a rule or finding (KVR, KVD): regular expression for its message}. A match points to this bug.
     scenarios: slugs of the scenarios that show the bug in the lab. Without any, `proof` names the test and the reason.
+    changes_healthy: connectors with which it also changes schedules that violate no rule as released.
     no_patch: {dist: why there is no patch for upstream}, if the newest release has the bug.
     opt_in: not in the default set; `only=` must name it. The docstring has the reason.
     attaches: ALL_REQUESTS, NEW_REQUESTS or AT_START.
@@ -100,6 +101,7 @@ class Fix:
     evidence: Mapping[str, str] = field(default_factory=dict, kw_only=True)
     scenarios: tuple[str, ...] = field(default=(), kw_only=True)
     proof: str = field(default="", kw_only=True)
+    changes_healthy: tuple[str, ...] = field(default=(), kw_only=True)
     no_patch: Mapping[str, str] = field(default_factory=dict, kw_only=True)
     opt_in: bool = field(default=False, kw_only=True)
     attaches: str = field(default=ALL_REQUESTS, kw_only=True)
