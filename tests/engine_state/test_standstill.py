@@ -63,6 +63,14 @@ def test_a_load_that_no_worker_has(once: Once) -> None:
     assert verdicts(looks(unread, 1)) == []
 
 
+@pytest.mark.parametrize("what", ["computed", "total", "preemptions"])
+def test_another_load_of_the_same_request(what: str, once: Once) -> None:
+    """Between the looks it has had the first one, and was preempted: the second one has only been planned."""
+    states = copy.deepcopy(once(wedged.load_without_worker, NEWEST))
+    states[-1]["scheduler"]["requests"][0][what] += 1
+    assert verdicts(looks(states, 1)) == []
+
+
 def wedged_row(state: dict[str, Any]) -> dict[str, Any]:
     (found,) = state["scheduler"]["requests"]
     return dict(found)

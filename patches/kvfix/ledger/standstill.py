@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 #: Seconds after which a hook is taken for stuck, a transfer or lookup for not answered while nothing moves, and either
 #: while other requests move.
 HOOK, LATE, LATER = 3.0, 5.0, 30.0
+#: Of a request: the same for as long as it waits for one thing.
+_OF_A_WAIT = ("computed", "total", "preemptions")
 
 
 class Look(NamedTuple):
@@ -87,11 +89,14 @@ def _engines(looks: Sequence[Look]) -> Iterator[tuple[Engine, Engine, float]]:
 
 
 def _rows(before: Engine, after: Engine, kind: str) -> Iterator[dict[str, Any]]:
-    """Requests that wait for this at both looks, and have not changed. The row of the last."""
+    """Requests that wait for this at both looks, and have not changed. The row of the last.
+
+    One that was preempted meanwhile, or has a token more, may wait for another load than at the first look.
+    """
     rows = {row["id"]: row for row in owed.waiting(before) if owed.waits_for(row) == kind}
     for row in owed.waiting(after):
         old = rows.get(row["id"])
-        if old is not None and owed.waits_for(row) == kind and old["computed"] == row["computed"]:
+        if old is not None and owed.waits_for(row) == kind and all(old[key] == row[key] for key in _OF_A_WAIT):
             yield row
 
 
@@ -117,7 +122,7 @@ def _moved(looks: Sequence[Look]) -> bool:
 
 
 def _progress(row: dict[str, Any]) -> tuple[Any, ...]:
-    return row["status"], row["queue"], row["computed"], row["total"], row["report"]
+    return (*(row[key] for key in _OF_A_WAIT), row["status"], row["queue"], row["report"])
 
 
 # ---------------------------------------------------------------------- the rules, the gravest first
