@@ -67,5 +67,4 @@ FIX = Fix(
         LMCACHE_V1.save_kv_layer(broken=">=0.3.9", probe=stubs.cannot_tell, fix=fix, helper=True),
     ),
     scenarios=("producer-stores-what-it-must-not",),
-    no_patch={"lmcache": "none has been written yet: the save of a kv_producer has to be told from its transfer"},
 )

@@ -74,5 +74,4 @@ FIX = Fix(
     targets=(ASYNC_LOOKUP_CLIENT.lookup(broken=">=0.3.10", probe=shows_bug, fix=fix),),
     evidence={"KVR009": r"^lookup_client\.(aborted_lookups|reqs_status) "},
     scenarios=("async-lookup-of-configured",),
-    no_patch={"lmcache": "none has been written yet: the message has to take values of any type"},
 )

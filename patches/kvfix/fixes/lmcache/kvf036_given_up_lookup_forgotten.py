@@ -65,5 +65,4 @@ FIX = Fix(
         "KVR011": "EventType.LOADING is not done or not found",
     },
     scenarios=("async-given-up-asked-again", "async-given-up-of-one-rank"),
-    no_patch={"lmcache": "none has been written yet: each lookup should have an id of its own"},
 )

@@ -109,5 +109,4 @@ FIX = Fix(
     __doc__,
     targets=(OFFLOADING_SCHEDULER.update_connector_output(broken=">=0.26.0", probe=shows_bug, fix=fix),),
     scenarios=("failed-load-is-offloaded",),
-    no_patch={"vllm": "none has been written yet: a connector has to learn which blocks of others have failed"},
 )
