@@ -14,7 +14,7 @@ from kvfix_tools.look import command, looking
 from tests.engine.start import CROWD, TWO_PROCESSES, run, server
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
-LOOKS, ROUNDS = 12, 12
+LOOKS, ROUNDS = 12, 8
 
 
 def test_a_healthy_engine(tmp_path: Path) -> None:
