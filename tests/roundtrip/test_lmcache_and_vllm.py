@@ -14,8 +14,8 @@ from kvfix_tools.roundtrip.backends.lmcache import LAYOUTS
 from kvfix_tools.roundtrip.layout import LAYOUTS as EVERY_LAYOUT
 from kvfix_tools.roundtrip.planted_faults import FAULTS
 from tests.conftest import ForkServer
+from tests.roundtrip.output import output_of
 
-RUN = "from tests.roundtrip.output import output_of; result = output_of(*{arguments!r}, '--gib', '0')"
 PACKED = ("packed", "packed-hnd", "packed-pool")
 PLAIN = ("nhd", "nhd-block-first", "mla")
 
@@ -23,7 +23,7 @@ PLAIN = ("nhd", "nhd-block-first", "mla")
 @pytest.fixture(scope="module")
 def run(fork_server: ForkServer) -> Any:
     """`kvfix roundtrip` where vLLM has been imported already."""
-    return lambda *arguments, lmcache=None: fork_server(RUN.format(arguments=arguments), lmcache)
+    return lambda *arguments, lmcache=None: fork_server(output_of, lmcache, *arguments, "--gib", "0")
 
 
 def verdicts(answer: dict[str, Any], backend: str) -> dict[str, set[str]]:
