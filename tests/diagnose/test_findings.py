@@ -349,8 +349,8 @@ def test_what_the_server_says_stands_beside_its_clients_silence() -> None:
         assert any("no such device" in each.text for each in found.evidence)
 
 
-@pytest.mark.parametrize(("release", "said"), [("", True), (NEWEST, False)])
-def test_tokens_that_are_cut_off_twice(release: str, said: bool) -> None:
+@pytest.mark.parametrize(("release", "named"), [("", True), (NEWEST, False)])
+def test_tokens_that_are_cut_off_twice(release: str, named: bool) -> None:
     """As LMCache#889 has it: the load asks for three tokens fewer than the lookup promised, and gets none."""
     log = "".join(
         f"(Worker_TP4 pid=7) [2025-06-21 20:59:57,672] LMCache {text} (vllm_v1_adapter.py:1:lmcache.v1.adapter)\n"
@@ -361,7 +361,7 @@ def test_tokens_that_are_cut_off_twice(release: str, said: bool) -> None:
     )
     found = diagnose(version(release) if release else "", log).findings[0]
     assert found.rule.code == "KVD302"
-    assert ("skip_last_n_tokens" in found.sentence) is said
+    assert ("skip_last_n_tokens" in found.sentence) is named
 
 
 def test_what_the_log_says_is_put_right_before_a_fix_is_taken() -> None:

@@ -43,7 +43,7 @@ def serve(transfer: dict[str, Any], *more: str, **extra: Any) -> list[str]:
 
 
 class Planted(NamedTuple):
-    """A fault: the check that finds it, the command, and a part of what is said and of the remedy. yaml: LMCache's
+    """A fault: the check that finds it, the command, and a part of what is reported and of the remedy. yaml: LMCache's
     file."""
 
     check: str

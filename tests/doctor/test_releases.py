@@ -50,7 +50,7 @@ THEIRS = {
     "class Taking:\n    def __init__(self, a, *rest): ...\n",
     "records": "from dataclasses import dataclass\n@dataclass\nclass Record:\n    a: int\n    b: int = 2\n",
 }
-#: {what the other does: what is said; "" for nothing}
+#: {what the other does: what is reported; "" for nothing}
 CASES = {
     "from theirs.things import VALUE, function, os": "",
     "from theirs.things import gone": "cannot import name 'gone' from 'theirs.things'",

@@ -126,7 +126,7 @@ class TestOnRealEngines:
         return answer["exit"], cell
 
     def test_as_released(self, monkeypatch: pytest.MonkeyPatch, release: Any) -> None:
-        """LMCache issue 4463: everything is promised and loaded, nothing is said, and the answers are others. (0.5.6 is
+        """LMCache issue 4463: everything is promised and loaded, nothing is logged, and the answers differ. (0.5.6 is
         the first whose torch operations refuse the layout that vLLM for the CPU has.)"""
         monkeypatch.setattr(real_engine, "run", functools.partial(real_engine.run, popen=Forked))
         monkeypatch.setenv(FORK_WORKERS, "")

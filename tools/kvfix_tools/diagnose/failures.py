@@ -51,7 +51,7 @@ class Failures:
         #: Exceptions of the log, known or not, each once.
         self.raised: list[LogLine] = []
         self._shown: set[tuple[object, ...]] = set()
-        #: Whether an engine or a worker has said that it is dead.
+        #: Whether an engine or a worker has logged that it is dead.
         self.dead = False
         #: {process: its last line}
         self.last: dict[str, LogLine] = {}

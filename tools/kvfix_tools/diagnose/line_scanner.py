@@ -13,7 +13,7 @@ from kvfix_tools.diagnose import log_formats, needles, texts
 from kvfix_tools.diagnose.log_line import LogLine
 from kvfix_tools.diagnose.needles import FRAME
 from kvfix_tools.diagnose.stacks import Stack, Stacks
-from kvfix_tools.diagnose.texts import LEVEL, STAMP, Other, Said
+from kvfix_tools.diagnose.texts import LEVEL, STAMP, Framed, Other
 from kvfix_tools.diagnose.tracebacks import Part, Raised, Tracebacks
 
 #: Name of a line that stands for all lines of an input at DEBUG: the log's level hides nothing.
@@ -37,7 +37,7 @@ class Scanner:
         self._tracebacks = Tracebacks()
         self._stacks = Stacks()
         #: {from LMCache's frame to the line's end: what it says}
-        self._said: dict[bytes, Said] = {}
+        self._framed: dict[bytes, Framed] = {}
         #: {a line of another logger: what it says}
         self._others: dict[bytes, Other] = {}
         #: {what stands in front of a line of vLLM, its time too: {body: what it says}}; one for all times.
@@ -49,7 +49,7 @@ class Scanner:
 
     def scan(self, block: bytes) -> Iterator[LogLine]:
         text, at = log_formats.plain(block)
-        first, file, known = self._number, self._file, self._said
+        first, file, known = self._number, self._file, self._framed
         traces, stacks, heads = self._tracebacks.open, self._stacks, self._heads
         lines = text.split(b"\n")
         if not lines[-1]:
@@ -59,23 +59,23 @@ class Scanner:
             place = line.find(FRAME)
             if place >= 0:
                 tail = line[place:]
-                said = known.get(tail) or self._behind_frame(tail)
+                framed = known.get(tail) or self._behind_frame(tail)
                 if (
-                    not said.is_alone
-                    or (traces and said.name == "logged")
+                    not framed.is_alone
+                    or (traces and framed.name == "logged")
                     or (place > _HEAD and not self._is_prefix(line[:place]))
                 ):
                     yield from self._read(line[:LONGEST_LINE], number)
-                elif said.name:
-                    yield _framed(said, line, place, file, number)
+                elif framed.name:
+                    yield _log_line(framed, line, place, file, number)
             elif traces or stacks.open or needles.in_line(line):
                 head, bracket, body = line.partition(b"] ")
                 alike = heads.get(head)
                 other = (alike and alike.get(body)) or self._other(line[:LONGEST_LINE], head + bracket, body)
                 if stacks.open or not other.is_alone or other.process in traces:
                     yield from self._unframed(other, number)
-                elif other.said is not None:
-                    name, fields = other.said
+                elif other.found is not None:
+                    name, fields = other.found
                     yield LogLine(name, fields, None, other.process, file, number, other.evidence)
         self._number += block.count(b"\n")
 
@@ -87,17 +87,17 @@ class Scanner:
         if stack is not None:
             yield self._stack(stack, self._number)
 
-    def _behind_frame(self, tail: bytes) -> Said:
+    def _behind_frame(self, tail: bytes) -> Framed:
         level = LEVEL.match(tail)
         if level is None or len(tail) > _LONGEST or (level[1] == b"DEBUG" and not self._debug):
             return texts.IN_ITS_LINE
         body = tail[level.end() :]
-        said = texts.said(level[1], body) if body.find(FRAME) < 0 else texts.IN_ITS_LINE
-        if said.name == "logged" and Part(body).sure:
-            said = texts.IN_ITS_LINE
+        framed = texts.framed(level[1], body) if body.find(FRAME) < 0 else texts.IN_ITS_LINE
+        if framed.name == "logged" and Part(body).sure:
+            framed = texts.IN_ITS_LINE
         self._remember(len(tail))
-        self._said[tail] = said
-        return said
+        self._framed[tail] = framed
+        return framed
 
     def _other(self, line: bytes, head: bytes, body: bytes) -> Other:
         other = self._others.get(line)
@@ -117,7 +117,7 @@ class Scanner:
         """Room for a text of this size."""
         self._remembered += size
         if self._remembered > _REMEMBERED:
-            for kept in (self._said, self._others, self._heads, self._kinds):
+            for kept in (self._framed, self._others, self._heads, self._kinds):
                 kept.clear()
             self._remembered = size
 
@@ -133,7 +133,7 @@ class Scanner:
             known = len(log_formats.without_prefix(text)) <= _HEAD
             if known:
                 other = Other(text)
-                known = other.is_alone and other.said is None
+                known = other.is_alone and other.found is None
             self._prefixes[key] = known
         return known
 
@@ -149,13 +149,13 @@ class Scanner:
                 self._debug = True
                 yield LogLine(DEBUG, {}, None, "", self._file, number, b"")
             at = level.end()
-            said = texts.said(level[1], text[at:])
-            if said.name == "logged":
+            framed = texts.framed(level[1], text[at:])
+            if framed.name == "logged":
                 self._tracebacks.take(texts.process(text[:start]), Part(text[at:]))
             if start > _HEAD:
                 yield from self._unframed(Other(text[:start]), number)
-            if said.name:
-                yield _framed(said, text, start, self._file, number)
+            if framed.name:
+                yield _log_line(framed, text, start, self._file, number)
             again = text.find(FRAME, at)
             if again < 0 or not LEVEL.match(text, again):
                 return
@@ -172,8 +172,8 @@ class Scanner:
         inside, raised = self._tracebacks.take(other.process, other.part)
         if raised is not None:
             found.append(self._raised(raised, other.level, other.process, number, other.body))
-        if not inside and other.said is not None:
-            name, fields = other.said
+        if not inside and other.found is not None:
+            name, fields = other.found
             if name == "raised":
                 fields = {**fields, "follows": fields["follows"] and self._tracebacks.follows(other.process)}
             found.append(LogLine(name, fields, None, other.process, self._file, number, other.evidence))
@@ -189,14 +189,14 @@ class Scanner:
         return LogLine("stack", fields, None, stack.process, self._file, number, where[: texts.LONGEST_BODY])
 
 
-def _framed(said: Said, line: bytes, place: int, file: str, number: int) -> LogLine:
+def _log_line(framed: Framed, line: bytes, place: int, file: str, number: int) -> LogLine:
     """Of LMCache's line with its frame there."""
-    if not said.placed:
-        return LogLine(said.name, said.fields, None, "", file, number, said.body)
+    if not framed.placed:
+        return LogLine(framed.name, framed.fields, None, "", file, number, framed.body)
     time, process = texts.second_and_process(line[: max(0, place - 4)])
     if time is not None:
         time += texts.MILLISECONDS.get(line[place - 3 : place], 0.0)
-    return LogLine(said.name, said.fields, time, process, file, number, said.body)
+    return LogLine(framed.name, framed.fields, time, process, file, number, framed.body)
 
 
 def scanned(log: bytes, file: str = "log") -> Iterator[LogLine]:

@@ -56,7 +56,7 @@ _OF_VLLM = [message for message in _ANYWHERE if message.source != "lmcache"]
 _RAISED = [message for message in grammar.MESSAGES if message.source == "raised"]
 
 
-class Said(msgspec.Struct, frozen=True):
+class Framed(msgspec.Struct, frozen=True):
     """A message behind LMCache's frame. name: "": it means nothing. placed: its time and its process count."""
 
     name: str
@@ -69,17 +69,17 @@ class Said(msgspec.Struct, frozen=True):
 
 
 #: Of a line that has to be read whole.
-IN_ITS_LINE = Said("", {}, b"", b"", is_alone=False)
+IN_ITS_LINE = Framed("", {}, b"", b"", is_alone=False)
 
 
-def said(level: bytes, body: bytes) -> Said:
+def framed(level: bytes, body: bytes) -> Framed:
     for message in _BY_HEAD.get(body[:4], ()):
         match = message.pattern.match(body)
         if match is not None:
-            return Said(message.name, _fields(message, match), body[:LONGEST_BODY], level)
+            return Framed(message.name, _fields(message, match), body[:LONGEST_BODY], level)
     if level in (b"INFO", b"DEBUG"):
-        return Said("closing" if body.startswith(_CLOSING) else "", {}, body[:LONGEST_BODY], level, placed=False)
-    return Said(
+        return Framed("closing" if body.startswith(_CLOSING) else "", {}, body[:LONGEST_BODY], level, placed=False)
+    return Framed(
         "logged", {"level": level.decode().lower(), "logger": "lmcache", "place": ""}, body[:LONGEST_BODY], level
     )
 
@@ -121,7 +121,7 @@ class Other:
         return _LEVELS.get(name, name.decode().lower())
 
     @cached_property
-    def said(self) -> tuple[str, Fields] | None:
+    def found(self) -> tuple[str, Fields] | None:
         """(name, fields), where it is no part of a traceback; None: it means nothing."""
         text, body, head = self._text, self.body, self._head
         cut = head is None and (b"lmcache" in text or b"LMCache" in text)
@@ -150,7 +150,7 @@ class Other:
     @cached_property
     def is_alone(self) -> bool:
         """Whether it says what it says, whatever stood before it: where no traceback and no stack is open."""
-        return not self.of_stack and not self.part.sure and (self.said is None or self.said[0] != "raised")
+        return not self.of_stack and not self.part.sure and (self.found is None or self.found[0] != "raised")
 
     def kind(self, head: bytes, body: bytes) -> tuple[bytes, ...] | None:
         """What the head says besides its time, if the line is made of these two and its body names no process."""

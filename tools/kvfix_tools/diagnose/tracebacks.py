@@ -153,7 +153,7 @@ class Tracebacks:
         return True, None
 
     def follows(self, process: str) -> bool:
-        """Whether the process has said that its next exception stands in a chain behind another one."""
+        """Whether the process has logged that its next exception stands in a chain behind another one."""
         linked = process in self._linked
         self._linked.discard(process)
         return linked
@@ -210,7 +210,7 @@ class Tracebacks:
 def by_name(body: bytes, anywhere: bool) -> Raised | None:
     """An exception whose traceback is not in the log. anywhere: also behind a prefix that is not known.
 
-    It follows another one if its process has said so (`Tracebacks.follows`).
+    It follows another one if its process has logged so (`Tracebacks.follows`).
     """
     checked = _CHECKED.match(body) if b"Value error, " in body else None
     if checked is not None:

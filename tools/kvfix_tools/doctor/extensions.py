@@ -100,13 +100,13 @@ def _answer(output: str, late: bool, limit: float, code: int) -> Tried:
     for line in output.splitlines():
         if not line.startswith("@"):
             continue
-        said = json.loads(line[1:])
-        if "torch" in said:
-            torch, why = said["torch"], said.get("error", "")
-        elif "signal" in said:
-            errors[said["name"]] = f"crashed with {_signal(said['signal'])}"
+        reported = json.loads(line[1:])
+        if "torch" in reported:
+            torch, why = reported["torch"], reported.get("error", "")
+        elif "signal" in reported:
+            errors[reported["name"]] = f"crashed with {_signal(reported['signal'])}"
         else:
-            errors[said["name"]] = said["error"]
+            errors[reported["name"]] = reported["error"]
     if late:
         why = f"not done after {limit:g} s"
     elif torch is None and not why:

@@ -116,11 +116,11 @@ def _in_child(pid: int, work: Call | RunWaiting) -> int:
             raise Refused(
                 f"no thread of process {pid} gives up the GIL", f"Leave process {child} alone: it waits for it."
             )
-        said = answer.read()
+        output = answer.read()
     os.waitpid(child, 0)
-    if not said.lstrip("-").isdecimal():
-        raise Refused(f"process {pid} cannot be called: {said}", "")
-    return int(said)
+    if not output.lstrip("-").isdecimal():
+        raise Refused(f"process {pid} cannot be called: {output}", "")
+    return int(output)
 
 
 def _by_pyinjector(library: ctypes.CDLL, pid: int, work: Call | RunWaiting) -> str:
@@ -165,10 +165,10 @@ attach {pid}
     with tempfile.NamedTemporaryFile("w", suffix=".gdb") as script:
         script.write(commands)
         script.flush()
-        said = _output(pid, work, script.name)
-    found = re.search(r"^\$\d+ = (-?\d+)", said, re.MULTILINE)
+        output = _output(pid, work, script.name)
+    found = re.search(r"^\$\d+ = (-?\d+)", output, re.MULTILINE)
     if found is None:
-        raise Refused(f"gdb could not call into process {pid}: {' '.join(said.split())[-300:]}")
+        raise Refused(f"gdb could not call into process {pid}: {' '.join(output.split())[-300:]}")
     return int(found[1])
 
 

@@ -59,7 +59,7 @@ def _runs_python(process: Process) -> bool:
     try:
         maps = Path(f"/proc/{process.pid}/maps").read_text(errors="replace")
     except OSError:
-        return True  # it may not be read: then it is said why
+        return True  # it may not be read: then the reason is shown
     return "python" in maps
 
 

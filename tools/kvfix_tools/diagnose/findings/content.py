@@ -171,7 +171,7 @@ def block_ids_missing(log: Diagnosis, line: LogLine) -> Answer | None:
 
 @finding("KVD310", "keys-lost", Severity.SLOW, on=["keys_missing"])
 def keys_lost(log: Diagnosis, line: LogLine) -> Answer | None:
-    """The server no longer has what it said it had: the load fails.
+    """The server no longer has what it had reported: the load fails.
 
     Cause: the chunks were evicted between lookup and load, their read locks having run out.
 

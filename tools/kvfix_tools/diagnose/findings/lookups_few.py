@@ -1,4 +1,4 @@
-"""Lookups without a hit in a log of a few lines, as people paste it: never certain, and the last thing to be said."""
+"""Lookups without a hit in a log of a few lines, as people paste it: never certain, and the last to be reported."""
 
 from __future__ import annotations
 

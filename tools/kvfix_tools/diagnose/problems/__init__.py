@@ -125,7 +125,7 @@ class Problem:
         for sign in self.shows:
             found = _fits(sign, line)
             if found is not None and self._concerns(log):
-                sentence = self.sentence.format_map(_Values(found)) if self.sentence else _said(line)
+                sentence = self.sentence.format_map(_Values(found)) if self.sentence else _sentence_of(line)
                 return Answer(sentence, verdict="violated" if self.sure else "unknown", request=line.request)
         return None
 
@@ -303,7 +303,7 @@ def _within(place: str, frames: list[tuple[str, int, str]]) -> bool:
     return any(frame[2] == function and (not file or frame[0].endswith(file)) for frame in frames)
 
 
-def _said(line: LogLine) -> str:
+def _sentence_of(line: LogLine) -> str:
     if line.name == "stack":
         return f"a thread ({line.fields['state']}) stands in {line.fields['frames'][-1][2]}"
     if line.name == "raised":

@@ -50,7 +50,7 @@ PROBLEMS = (
         sentence="{error}",
         releases={"lmcache": ">=0.3.12"},
         sure=False,
-        cause="No controller listens at controller_pull_url and controller_reply_url, as seen from the worker's "
+        cause="No controller listens at controller_pull_url and controller_reply_url, from the view of the worker's "
         "container, or it hangs or was restarted. Without it no chunk of another instance is found (P2P); "
         "the engine itself goes on.",
         now="start lmcache_controller first (same LMCache release), with its ports published; in the workers' "

@@ -194,7 +194,7 @@ PROBLEMS = (
         code="KVD820",
         name="backend-answers-nothing",
         severity=Severity.CRASH,
-        title="A store that said it had the chunks gives none of them, and the worker dies.",
+        title="A store that reported the chunks gives none of them, and the worker dies.",
         shows=(Failed(kind="AssertionError", text="Failed to get memory objects from storage backend", at=_ENGINE),),
         sentence="the store that was to give the chunks gave nothing at all",
         connectors=_IN_PROCESS,

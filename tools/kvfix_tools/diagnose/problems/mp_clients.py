@@ -181,7 +181,7 @@ PROBLEMS = (
         code="KVD919",
         name="degraded-engine-dies",
         severity=Severity.CRASH,
-        title="LMCache failed to start, said it would go on without the cache, and kills the engine at the first step.",
+        title="LMCache failed to start, announced to go on without the cache, and kills the engine at the first step.",
         shows=(
             Failed(
                 kind="AssertionError",

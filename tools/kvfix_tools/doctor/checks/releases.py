@@ -31,7 +31,7 @@ def together(setup: Setup) -> Iterator[Line]:
     if not connectors and not (setup.command and setup.connectors):
         connectors = [
             Connector("LMCacheConnectorV1", "", {}, "", {})
-        ]  # nothing is said: the one that all releases have
+        ]  # without a requirement: the one that all releases have
     for connector in connectors:
         if connector.extra.get("use_native"):
             yield unchecked(f"{connector.name}: use_native takes vLLM's copy of LMCache, which kvfix does not know")
