@@ -38,16 +38,23 @@ def target(does: str, python: str = sys.executable) -> Iterator[subprocess.Popen
         text=True,
     )
     try:
+        remove_folders(process)  # of a process of an earlier run, with the same number
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
         yield process
     finally:
         process.kill()
         process.communicate()
+        remove_folders(process)
 
 
 def folders(process: subprocess.Popen[str]) -> list[Path]:
     return list(Path("/tmp").glob(f"kvfix-look-{process.pid}-*"))
+
+
+def remove_folders(process: subprocess.Popen[str]) -> None:
+    for folder in folders(process):
+        shutil.rmtree(folder)
 
 
 @pytest.mark.parametrize("does", ["sleeps", "threads", "busy-threads", "lock", "sleep", "read"])
