@@ -214,4 +214,52 @@ PROBLEMS = (
         now="the same --block-size on prefill and decode, given on both; restart both",
         good="one --block-size for all; no release up to 0.33.0 maps these",
     ),
+    Problem(
+        code="KVD717",
+        name="nixl-tp-sizes-refused",
+        severity=Severity.CRASH,
+        title="Prefill and decode have tensor parallel sizes between which this KV cannot be cut anew.",
+        shows=(
+            Failed(text="KV-head re-sharding is not supported for NVFP4 KV cache"),
+            Failed(
+                kind="ValueError",
+                text="CSA-linear NIXL requires both endpoints on the same side of the KV-head sharding boundary",
+            ),
+        ),
+        releases={"vllm": ">=0.32"},
+        cause="NVFP4 pages hold the data of all heads before the scales of all, and pages of compressed sparse "
+        "attention go as whole blocks: a head's part of them is no slice.",
+        now="the same --tensor-parallel-size on prefill and decode; or --kv-cache-dtype fp8 in place of nvfp4 on both",
+        good="no release cuts such pages anew (0.33.0): equal sizes on both sides",
+    ),
+    Problem(
+        code="KVD718",
+        name="nixl-packed-layouts-differ",
+        severity=Severity.CRASH,
+        title="Prefill and decode pack a block's KV in different ways, and decode refuses the transfer.",
+        shows=(
+            Failed(kind="RuntimeError", text="Packed KV block rows differ between P and D."),
+            Failed(
+                kind="RuntimeError", text="Head-sharded draft KV under an MLA target needs the same block-contiguous"
+            ),
+        ),
+        releases={"vllm": ">=0.33"},
+        cause="The layout or the block size of the two sides differs: another VLLM_KV_CACHE_LAYOUT, --block-size, "
+        "attention backend, or a draft model with other options.",
+        now="the same VLLM_KV_CACHE_LAYOUT, --block-size, --attention-backend and --speculative-config on both sides",
+        good="one set of options for prefill and decode",
+    ),
+    Problem(
+        code="KVD719",
+        name="nixl-buffer-device-refused",
+        severity=Severity.CRASH,
+        title="NIXL cannot transfer KV from the device that kv_buffer_device names.",
+        shows=(Failed(kind="RuntimeError", text="<device> with <buffer> kv_buffer is not supported."),),
+        sentence='kv_buffer_device "{buffer}" on {device}',
+        connectors=("NixlConnector", "NixlPushConnector", "MultiConnector"),
+        cause="On CUDA and ROCm KV goes from GPU memory (`cuda`, the default) or over the host (`cpu`); on other "
+        "platforms the default does not exist, and NIXL takes only the host's memory or the device's own name.",
+        now='"kv_buffer_device":"cpu" in --kv-transfer-config on both sides',
+        good="keep it so: the platform decides, not the release",
+    ),
 )

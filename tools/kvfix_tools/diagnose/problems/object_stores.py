@@ -171,6 +171,26 @@ PROBLEMS = (
         threads=(_LMCACHE + "issues/795",),
     ),
     Problem(
+        code="KVD859",
+        name="gds-without-gpu-runtime",
+        severity=Severity.CRASH,
+        title="The GDS backend without GDS copies by the GPU's runtime library, and does not find it.",
+        shows=(
+            Failed(
+                kind="RuntimeError",
+                text="GDS POSIX fallback requires a GPU runtime library (libcudart.so or libamdhip64.so)",
+                at=_GDS,
+            ),
+        ),
+        connectors=_IN_PROCESS,
+        releases={"lmcache": ">=0.5.2"},
+        cause="With use_gds: false, or on tmpfs and overlayfs, files are read by the CPU and copied with cudaMemcpy. "
+        "libcudart.so is looked for on the loader's path, where torch's own copy (site-packages/nvidia) is not.",
+        now="find / -name 'libcudart.so*': its folder into LD_LIBRARY_PATH, with a link libcudart.so in it; or "
+        "local_disk: in place of gds_path:",
+        good="an image with the CUDA runtime (`-runtime` or `-devel`), not `-base`",
+    ),
+    Problem(
         code="KVD896",
         name="cufile-aborts",
         severity=Severity.CRASH,

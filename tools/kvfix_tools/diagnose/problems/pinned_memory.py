@@ -175,4 +175,16 @@ PROBLEMS = (
         "Kubernetes hugepages-2Mi in the resources; or local_cpu_use_hugepages: false",
         good="huge pages reserved at the node's start, or none used",
     ),
+    Problem(
+        code="KVD830",
+        name="nixl-buffer-not-pinned",
+        severity=Severity.CRASH,
+        title="LMCache cannot pin the host buffer of its NIXL storage.",
+        shows=(Failed(kind="RuntimeError", text="Failed to pin NIXL CPU buffer for DMA access"),),
+        releases={"lmcache": ">=0.5.1"},
+        cause="nixl_buffer_device: cpu pins a buffer of its own in each worker. ulimit -l or the container's memory is "
+        "smaller, or the driver refuses so much in one call; the line above names the call.",
+        now="a smaller nixl_buffer_size, or max_local_cpu_size, for EACH worker; " + _MEMLOCK,
+        good="buffers times the workers well below the container's memory",
+    ),
 )

@@ -1,0 +1,102 @@
+"""A worker of vLLM that registers its KV memory with the LMCache server, and cannot."""
+
+from __future__ import annotations
+
+from kvfix_tools.diagnose.findings import Severity
+from kvfix_tools.diagnose.problems import Failed, Problem
+
+_MP = ("LMCacheMPConnector", "MultiConnector")
+_NO_VMM = "vLLM without --enable-sleep-mode, and without PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
+
+PROBLEMS = (
+    Problem(
+        code="KVD832",
+        name="autostarted-server-too-slow",
+        severity=Severity.CRASH,
+        title="The LMCache server that vLLM starts by itself runs, and is not ready in time.",
+        shows=(
+            Failed(
+                kind="ConnectionError",
+                text="LMCache MP server did not become healthy within <seconds>s. server_url=<server>",
+            ),
+        ),
+        sentence="{server} was not ready after {seconds} s",
+        connectors=_MP,
+        releases={"lmcache": ">=0.5.6"},
+        cause="The process is alive and answers no ping: it allocates and pins its whole L1 first (--l1-size-gb), "
+        "restores an L2, or listens on another port than the connector asks.",
+        now="lmcache.mp.autostart.wait_timeout: 300 in kv_connector_extra_config; look at the server's own lines for "
+        "how far it has come",
+        good="start `lmcache server` before vLLM, as a service of its own, with lmcache.mp.autostart: false",
+        sure=False,
+    ),
+    Problem(
+        code="KVD833",
+        name="registration-not-answered",
+        severity=Severity.CRASH,
+        title="The LMCache server answers the start of the connector, and not the registration of the KV memory.",
+        shows=(
+            Failed(
+                kind="ConnectionError",
+                text="LMCache server did not respond to register_kv_caches within <seconds>s. Is the server running?",
+            ),
+        ),
+        sentence="no answer to the registration in {seconds} s",
+        connectors=_MP,
+        releases={"lmcache": ">=0.4.3"},
+        cause="The handler of REGISTER_KV_CACHE in the server has failed or still runs. A handler that fails sends "
+        "no answer: `Error in blocking handler` or `Error handling request` with a traceback in the server's log of "
+        "the same time says why: a GPU that the server does not see, IPC handles across containers, another release.",
+        now="read the server's log of that second; both in one container or with --ipc=host and the same GPUs visible "
+        "(no CUDA_VISIBLE_DEVICES for the server), the same release of LMCache",
+        good="keep it so; if the server was only slow, lmcache.mp.mq_timeout: 600",
+        sure=False,
+    ),
+    Problem(
+        code="KVD835",
+        name="isolated-ipc-needs-fabric",
+        severity=Severity.CRASH,
+        title="With isolated IPC the KV memory that vLLM has mapped by itself cannot be shared with the server.",
+        shows=(
+            Failed(kind="RuntimeError", text="VMM allocation is only POSIX-fd exportable, but isolated_ipc is enabled"),
+        ),
+        connectors=_MP,
+        releases={"lmcache": ">=0.5.5"},
+        cause="vLLM's KV pool is virtual memory (sleep mode, or torch's expandable segments). Such memory is shared by "
+        "a file descriptor over a common file system, which isolated IPC rules out, or by fabric handles, which need "
+        "an IMEX channel.",
+        now=_NO_VMM + "; or lmcache.mp.isolated_ipc: false, the server without --isolated-ipc, and one /dev/shm",
+        good="an IMEX channel on the node (NVreg_CreateImexChannel0=1, NVIDIA_IMEX_CHANNELS=0 for both containers)",
+    ),
+    Problem(
+        code="KVD858",
+        name="kv-memory-in-several-chunks",
+        severity=Severity.CRASH,
+        title="A KV tensor of vLLM lies in several physical chunks of virtual memory: LMCache can share only one.",
+        shows=(Failed(kind="RuntimeError", text="the tensor spans more than one cuMemCreate physical chunk"),),
+        connectors=_MP,
+        releases={"lmcache": ">=0.5.5"},
+        cause="vLLM's KV pool is virtual memory of several allocations (sleep mode, or torch's expandable segments). "
+        "One exported handle maps one of them.",
+        now=_NO_VMM,
+        good="no release shares such a tensor (0.5.6): keep the KV pool in plain device memory",
+    ),
+    Problem(
+        code="KVD837",
+        name="virtual-memory-not-imported",
+        severity=Severity.CRASH,
+        title="The LMCache server cannot map the KV memory that vLLM has exported as virtual memory.",
+        shows=(
+            Failed(kind="RuntimeError", text="cuMemImportFromShareableHandle(<kind>) failed: <why>"),
+            Failed(kind="RuntimeError", text="No VMM fd resolver installed in this process"),
+        ),
+        sentence="the driver refuses the handle",
+        connectors=_MP,
+        releases={"lmcache": ">=0.5.5"},
+        cause="Handle of kind fabric: the two processes share no IMEX channel. Kind fd, or no resolver: the descriptor "
+        "did not reach the server over a common file system. Either: the server does not see that GPU.",
+        now=_NO_VMM + "; or both containers with the same GPUs, /dev/shm and IMEX channel",
+        good="keep it so: the driver decides what may be mapped, and no release of LMCache changes that",
+        sure=False,
+    ),
+)
