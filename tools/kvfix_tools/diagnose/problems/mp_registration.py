@@ -31,28 +31,6 @@ PROBLEMS = (
         sure=False,
     ),
     Problem(
-        code="KVD833",
-        name="registration-not-answered",
-        severity=Severity.CRASH,
-        title="The LMCache server answers the start of the connector, and not the registration of the KV memory.",
-        shows=(
-            Failed(
-                kind="ConnectionError",
-                text="LMCache server did not respond to register_kv_caches within <seconds>s. Is the server running?",
-            ),
-        ),
-        sentence="no answer to the registration in {seconds} s",
-        connectors=_MP,
-        releases={"lmcache": ">=0.4.3"},
-        cause="The handler of REGISTER_KV_CACHE in the server has failed or still runs. A handler that fails sends "
-        "no answer: `Error in blocking handler` or `Error handling request` with a traceback in the server's log of "
-        "the same time says why: a GPU that the server does not see, IPC handles across containers, another release.",
-        now="read the server's log of that second; both in one container or with --ipc=host and the same GPUs visible "
-        "(no CUDA_VISIBLE_DEVICES for the server), the same release of LMCache",
-        good="keep it so; if the server was only slow, lmcache.mp.mq_timeout: 600",
-        sure=False,
-    ),
-    Problem(
         code="KVD835",
         name="isolated-ipc-needs-fabric",
         severity=Severity.CRASH,
