@@ -26,6 +26,20 @@ PROBLEMS = (
         threads=("https://github.com/llm-d/llm-d/issues/1469",),
     ),
     Problem(
+        code="KVD694",
+        name="moriio-settings-missing",
+        severity=Severity.CRASH,
+        title="A setting that MoRIIOConnector needs is missing in kv_connector_extra_config.",
+        shows=(Failed(kind="KeyError", within="moriio_common.py:from_vllm_config"),),
+        cause="It reads `http_port`, and up to vLLM 0.26 also `proxy_ip` and `proxy_ping_port`, without a default; the "
+        "line names the missing one.",
+        now='`"kv_connector_extra_config": {"proxy_ip": "ROUTER", "proxy_ping_port": 36367, "http_port": 8000, '
+        '"handshake_port": 6301, "notify_port": 61005}`, with the port of this engine\'s API and the address and the '
+        "discovery port of the router",
+        good="the same; no release has a default for http_port",
+        threads=(f"{_PULLS}/43603",),
+    ),
+    Problem(
         code="KVD664",
         name="moriio-router-sends-no-transfer-id",
         severity=Severity.CRASH,
