@@ -133,8 +133,8 @@ PROBLEMS = (
         cause="With `read_mode`, decode may get a request only after prefill has answered it; a router that sends "
         "both at once (as vllm-router does for P2pNcclConnector) makes decode connect too early. Without `read_mode` "
         "it is something else.",
-        now='leave `"read_mode"` out of kv_connector_extra_config on both sides (WRITE mode), or use vLLM\'s '
-        "moriio_toy_proxy_server.py",
+        now='leave `"read_mode"` out of kv_connector_extra_config on both sides, before vLLM 0.26 '
+        "VLLM_MORIIO_CONNECTOR_READ_MODE out of the environment (WRITE mode); or use vLLM's moriio_toy_proxy_server.py",
         good="a router that waits for prefill's answer in READ mode",
         threads=(f"{_PULLS}/46115",),
     ),
@@ -216,9 +216,9 @@ PROBLEMS = (
             Failed(kind="MoRIIOError", text="KV heads per rank here and <heads> on the peer"),
         ),
         releases={"vllm": ">=0.26"},
-        cause="One size has to divide the other. Models without MLA need more: whole KV heads on each rank in WRITE "
-        "mode (vLLM 0.33), and in READ mode and before 0.33 as many ranks as KV heads or more on both sides. Before "
-        "0.33 prefill only logs it in WRITE mode, and the request waits on decode.",
+        cause="One size has to divide the other. Models without MLA need more: in WRITE mode of vLLM 0.33 each size "
+        "and the number of KV heads have to divide one another; in READ mode and before 0.33 both sides need as many "
+        "ranks as KV heads, or more. Before 0.33 prefill only logs it in WRITE mode, and the request waits on decode.",
         now="the same --tensor-parallel-size on prefill and decode",
         good="vLLM 0.33.0 in WRITE mode for different sizes of which one divides the other; READ mode: equal sizes",
     ),
