@@ -198,6 +198,44 @@ PROBLEMS = (
         good="one set of options for prefill and decode",
     ),
     Problem(
+        code="KVD681",
+        name="mooncake-role-of-the-other-side",
+        severity=Severity.CRASH,
+        title="The router sent an engine of MooncakeConnector the half of a request that is the other side's.",
+        shows=(
+            Failed(kind="AssertionError", source="assert not self.is_kv_producer", at=_MOONCAKE_CONNECTOR),
+            Failed(kind="AssertionError", source="assert not self.is_kv_consumer", at=_MOONCAKE_CONNECTOR),
+        ),
+        releases={"vllm": ">=0.20"},
+        cause="`is_kv_producer`: a request with do_remote_prefill reached an engine with kv_role `kv_producer`; "
+        "`is_kv_consumer`: one with do_remote_decode reached a `kv_consumer`. EngineCore dies of it.",
+        now="compare the router's lists of prefill and decode addresses with `kv_role` of each engine (prefill "
+        '`kv_producer`, decode `kv_consumer`); for engines that do both `"kv_role": "kv_both"`; restart the dead one',
+        good="a router whose lists fit; no release answers such a request with an error",
+    ),
+    Problem(
+        code="KVD682",
+        name="mooncake-regions-differ",
+        severity=Severity.HANG,
+        title="The KV caches of prefill and decode do not fit each other, and MooncakeConnector refuses.",
+        shows=(
+            Logged("Mooncake asymmetric TP requires matching KV region counts", at=_MOONCAKE_CONNECTOR),
+            Logged("Mooncake KV region length mismatch for homogeneous TP at region", at=_MOONCAKE_CONNECTOR),
+            Logged("KV region length does not match the producer TP ratio at region", at=_MOONCAKE_CONNECTOR),
+            Logged("KV region length does not match the consumer TP ratio at region", at=_MOONCAKE_CONNECTOR),
+            # From 0.26 on they are compared by the names of the layers.
+            Logged("Mooncake producer registered layer has no matching consumer occurrence"),
+            Logged("Mooncake registered layer index mismatch for"),
+            Logged("Mooncake registered group index mismatch for"),
+        ),
+        releases={"vllm": ">=0.20"},
+        cause="Prefill compares its layers with what decode says of its own: another number of layers (a draft model "
+        "on one side), other bytes in a block (--block-size, --kv-cache-dtype, attention backend), or another model.",
+        now="the same model, --speculative-config, --block-size, --kv-cache-dtype and --attention-backend on both "
+        "sides; restart both",
+        good="one set of options for prefill and decode",
+    ),
+    Problem(
         code="KVD516",
         name="mooncake-no-pipeline-parallel",
         severity=Severity.CRASH,

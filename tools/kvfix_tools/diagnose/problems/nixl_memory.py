@@ -1,14 +1,17 @@
-"""NIXL: memory that it does not find, that is not registered."""
+"""NIXL: memory that it does not find, that is not registered, or that it cannot map."""
 
 from __future__ import annotations
 
 from kvfix_tools.diagnose.findings import Severity
-from kvfix_tools.diagnose.problems import Failed, Logged, Problem
+from kvfix_tools.diagnose.problems import Died, Failed, Logged, Problem
 
 _ISSUES = "https://github.com/vllm-project/vllm/issues"
 _DYNAMO = "https://github.com/ai-dynamo/dynamo/issues"
 
-_BASE = "vllm/distributed/kv_transfer/kv_connector/v1/nixl/base_worker.py"
+_V1 = "vllm/distributed/kv_transfer/kv_connector/v1"
+_BASE = f"{_V1}/nixl/base_worker.py"
+_OLD = f"{_V1}/nixl_connector.py"
+_CONV_SPLIT = "ssm_conv_transfer_utils.py:derive_mamba_conv_split"
 
 PROBLEMS = (
     Problem(
@@ -43,6 +46,98 @@ PROBLEMS = (
         "`UCX_TLS=tcp,cuda_copy,cuda_ipc` on both sides",
         good="the same nixl on both sides, and GPU memory that the card can reach (`ib_write_bw --use_cuda=0`)",
         threads=(f"{_DYNAMO}/843",),
+    ),
+    Problem(
+        code="KVD683",
+        name="nixl-caches-of-different-size",
+        severity=Severity.CRASH,
+        title="This release registers only KV caches of one size, and the model's layers have several.",
+        shows=(
+            Failed(kind="AssertionError", text="All kv cache tensors must have the same size", at=_OLD),
+            Failed(kind="AssertionError", text="All non-MLA kv cache tensors must have the same size", at=_BASE),
+        ),
+        releases={"vllm": "<0.32"},
+        cause="Some layers have other KV heads, another head size or type than the rest: linear or sparse attention "
+        "beside full attention, an indexer's cache, or the layers of a draft model. MLA caches are exempt.",
+        now="without --speculative-config if the model itself has equal layers; else another connector "
+        "(LMCacheConnectorV1) until the upgrade",
+        fixed={"vllm": "0.32.0"},
+        threads=("https://github.com/vllm-project/vllm/pull/51361",),
+    ),
+    Problem(
+        code="KVD684",
+        name="nixl-blocks-not-as-announced",
+        severity=Severity.CRASH,
+        title="A layer's KV cache has another number of blocks than vLLM announced, and it cannot be registered.",
+        shows=(
+            Failed(kind="AssertionError", text="All kv cache tensors must have the same number of blocks", at=_OLD),
+            Failed(kind="AssertionError", text="KV cache tensor has too few blocks"),
+        ),
+        sure=False,
+        cause="Something beside vLLM allocates or views the cache: kvcached (all memory at once), a platform plugin "
+        "that adds a block (Gaudi's did), or a backend with blocks of its own. From 0.26 on the line has "
+        "expected_num_blocks and cache_shape: twice as many are smaller blocks of a kernel, one more is a plugin's.",
+        now="without kvcached; the release of the plugin that belongs to this vLLM; `--block-size` as the backend's "
+        "kernel has it (16 or 64)",
+        good="a plugin that fits this vLLM; kvcached issue 311 is open",
+        threads=(
+            "https://github.com/vllm-project/vllm-gaudi/pull/1138",
+            "https://github.com/ovg-project/kvcached/issues/311",
+        ),
+    ),
+    Problem(
+        code="KVD685",
+        name="nixl-state-of-this-model-unknown",
+        severity=Severity.CRASH,
+        title="NixlConnector cannot send the recurrent state of this model.",
+        shows=(
+            Failed(
+                kind="NotImplementedError",
+                text="3-read conv transfer only supports Mamba2 models, got mamba_type=",
+                within=_CONV_SPLIT,
+            ),
+            Failed(
+                kind="NotImplementedError",
+                text="Conv transfer only supports Mamba1, Mamba2 and GDN models, got mamba_type=",
+                within=_CONV_SPLIT,
+            ),
+        ),
+        releases={"vllm": ">=0.20"},
+        cause="It is cut into parts for the ranks of the other side, and that is written for some models only: Mamba2 "
+        "up to 0.20, with Mamba1 and gated delta nets (Qwen3-Next, Qwen3.5) from 0.26 on.",
+        now="vLLM 0.26 or later for gated delta nets and Mamba1; for other models prefill and decode in one engine",
+        good="for gated delta nets and Mamba1 vLLM 0.26.0; for others no release yet",
+        threads=(f"{_ISSUES}/41860", f"{_ISSUES}/41886"),
+    ),
+    Problem(
+        code="KVD686",
+        name="nixl-buffer-of-this-platform",
+        severity=Severity.CRASH,
+        title="NixlConnector cannot use this kv_buffer_device on this platform.",
+        shows=(
+            Failed(kind="RuntimeError", text="<platform> with <device> kv_buffer is not supported.", at=_OLD),
+            Failed(kind="RuntimeError", text="<platform> with <device> kv_buffer is not supported.", at=_BASE),
+        ),
+        sentence="{platform} with a buffer on {device}",
+        cause="CUDA has `cuda` and `cpu`, XPU `cpu` (from 0.20 on also `xpu`), TPU and CPU only `cpu`. Up to vLLM 0.15 "
+        "the default is `cuda` on every platform, from 0.20 on it is the platform itself.",
+        now='`--kv-transfer-config` with `"kv_buffer_device": "cpu"` on both sides',
+        good="the same; no release changes that",
+        threads=("https://github.com/vllm-project/vllm/pull/18293",),
+    ),
+    Problem(
+        code="KVD687",
+        name="ucx-too-many-transports",
+        severity=Severity.CRASH,
+        title="UCX finds more transports on this node than it has numbers for, and aborts.",
+        shows=(Died(text="UCS_BITMAP_BITS_IN_WORD"),),
+        sure=False,
+        cause="With `num_words=2` in the line, while UCX starts: UCX counts each network interface with each protocol "
+        "as one resource, and has room for 128. Nodes with many cards and virtual interfaces have more.",
+        now="fewer of them: `UCX_NET_DEVICES=mlx5_0:1,mlx5_1:1` (the cards that shall be used, as `ucx_info -d` names "
+        "them) or `UCX_TLS=rc,cuda_copy,cuda_ipc`, the same on both sides",
+        good="such a UCX_NET_DEVICES in the image",
+        threads=("https://github.com/ai-dynamo/nixl/issues/1214", "https://github.com/openucx/ucx/pull/6184"),
     ),
     Problem(
         code="KVD589",

@@ -138,6 +138,25 @@ PROBLEMS = (
         threads=(f"{_ISSUES}/21583", "https://github.com/vllm-project/vllm/pull/50558"),
     ),
     Problem(
+        code="KVD696",
+        name="nixl-draft-tokens-take-a-block",
+        severity=Severity.CRASH,
+        title="Decode reserves a block for draft tokens before the KV comes, and the transfer has one too few.",
+        shows=(
+            Failed(
+                kind="AssertionError",
+                source="assert len(local_block_descs_ids) == len(remote_block_descs_ids)",
+                within="_read_blocks",
+            ),
+        ),
+        releases={"vllm": "<0.11"},
+        cause="With speculative decoding these releases allocate room for the draft tokens already when the request is "
+        "to be loaded. A prompt that ends near the end of a block gets one block more than prefill has.",
+        now="decode without --speculative-config until the upgrade",
+        fixed={"vllm": "0.11.0"},
+        threads=("https://github.com/vllm-project/vllm/pull/22317",),
+    ),
+    Problem(
         code="KVD585",
         name="nixl-no-pipeline-parallel",
         severity=Severity.CRASH,

@@ -1,0 +1,80 @@
+"""NixlConnector: what has to come in time, in push mode, back from decode, and after a broken connection."""
+
+from __future__ import annotations
+
+from kvfix_tools.diagnose.findings import Severity
+from kvfix_tools.diagnose.problems import Logged, Problem
+
+_NIXL = "vllm/distributed/kv_transfer/kv_connector/v1/nixl"
+_ISSUES = "https://github.com/vllm-project/vllm/issues"
+_PULLS = "https://github.com/vllm-project/vllm/pull"
+
+PROBLEMS = (
+    Problem(
+        code="KVD688",
+        name="nixl-push-never-came",
+        severity=Severity.HANG,
+        title="Decode of NixlPushConnector registered a request with prefill, and the KV never came.",
+        shows=(
+            Logged(
+                "NixlPushConnector: registration for request <request> timed out after <seconds>s without a push "
+                "completion",
+                at=f"{_NIXL}/push_scheduler.py",
+            ),
+        ),
+        sentence="request {request}, after {seconds} s",
+        releases={"vllm": ">=0.26"},
+        sure=False,
+        cause="Prefill writes when it has both the KV and decode's registration. It never got the request, aborted it, "
+        "still has it in its queue, gave its blocks up before the registration came, or could not post a write: that "
+        "it only logs. Decode drops the registration and goes on waiting with its blocks.",
+        now="look for the id in prefill's log (`NIXL transfer failure`, `Releasing expired KV blocks`); abort the "
+        'request; restart decode if many wait. `"push_registration_timeout": 60` in kv_connector_extra_config '
+        "(default 480 s) shows it sooner",
+        good="NixlConnector, where decode reads and sees a failure, until vllm#50754 is in a release",
+        threads=(f"{_PULLS}/50754", f"{_ISSUES}/48633"),
+    ),
+    Problem(
+        code="KVD689",
+        name="nixl-decode-blocks-expired",
+        severity=Severity.SLOW,
+        title="A later turn of a conversation came after decode had given up its KV blocks.",
+        shows=(
+            Logged(
+                "Declining expired remote read for <request> from engine <engine>.",
+                at=f"{_NIXL}/pull_worker.py",
+            ),
+        ),
+        sentence="request {request}",
+        releases={"vllm": ">=0.26"},
+        cause="With `bidirectional_kv_xfer` prefill reads earlier turns from decode, which keeps the blocks for "
+        "`decoder_kv_blocks_ttl` (480 s) and no longer. The read counts as a failed load: by default the request ends "
+        "with an error.",
+        now='`"kv_load_failure_policy": "recompute"` on prefill; `"decoder_kv_blocks_ttl": 1800` in '
+        "kv_connector_extra_config of decode if it has the memory; the router's time to live below it",
+        good="a router that does not send blocks older than decoder_kv_blocks_ttl",
+        threads=(f"{_PULLS}/47021", f"{_PULLS}/32553"),
+    ),
+    Problem(
+        code="KVD690",
+        name="nixl-peer-connected-anew",
+        severity=Severity.RISK,
+        title="NIXL lost the connection to the other engine, and vLLM makes a new handshake.",
+        shows=(
+            Logged(
+                "Local NIXL metadata for remote engine <engine> was invalidated; re-handshaking after reads drain",
+                at=f"{_NIXL}/base_worker.py",
+            ),
+        ),
+        sentence="engine {engine}",
+        releases={"vllm": ">=0.32"},
+        sure=False,
+        cause="A read failed and NIXL had dropped the peer: it died or restarted, or UCX gave the connection up. The "
+        "reads of that time failed. Once is what this release is made for; with `backoff` in the line it happens again "
+        "and again, and the link or the peer is unwell.",
+        now='`"kv_load_failure_policy": "recompute"` on decode, so that no request ends for it; look at the other '
+        "engine's log and at `UCX  ERROR` of that time",
+        good="a stable link",
+        threads=(f"{_PULLS}/28120",),
+    ),
+)
