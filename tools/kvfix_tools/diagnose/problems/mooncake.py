@@ -97,34 +97,6 @@ PROBLEMS = (
         good="the set-up: one port for each prefill engine",
     ),
     Problem(
-        code="KVD715",
-        name="mooncake-request-for-the-other-role",
-        severity=Severity.CRASH,
-        title="The router sends a request to an engine of the other role, and the MooncakeConnector ends that engine.",
-        shows=(
-            Failed(
-                kind="AssertionError",
-                source="assert not self.is_kv_producer",
-                within="mooncake_connector.py",
-                at=_MOONCAKE_CONNECTOR,
-            ),
-            Failed(
-                kind="AssertionError",
-                source="assert not self.is_kv_consumer",
-                within="mooncake_connector.py",
-                at=_MOONCAKE_CONNECTOR,
-            ),
-        ),
-        releases={"vllm": ">=0.20"},
-        cause="A request with do_remote_prefill came to a kv_producer, or one with do_remote_decode to a kv_consumer: "
-        "the pools of the router are the wrong way round, or a client sends kv_transfer_params itself. One "
-        "such request ends EngineCore.",
-        now='swap the two pools of the router, or "kv_role":"kv_both" on both engines; let no client set '
-        "kv_transfer_params",
-        good="no release answers such a request with an error (0.33.0): a router that strips kv_transfer_params of "
-        "clients",
-    ),
-    Problem(
         code="KVD716",
         name="mooncake-listener-not-ready",
         severity=Severity.CRASH,
