@@ -73,9 +73,10 @@ class Config:
 
 
 def _codes(names: Iterable[str]) -> frozenset[str]:
-    if isinstance(names, str):
-        names = names.split(",")
-    from kvfix import fixes  # only here: the start of a process does not need it
+    names = names.split(",") if isinstance(names, str) else list(names)
+    if not names:
+        return frozenset()
+    from kvfix import fixes  # only here: it imports for 20 ms, which the start of a process does not need
 
     known = {code: slug for code, (slug, _) in fixes.modules().items()}
     by_slug = {slug: code for code, slug in known.items()}

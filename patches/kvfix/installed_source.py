@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import importlib.util
+import inspect
 import io
 import sys
 import tokenize
@@ -70,6 +71,8 @@ def source_file(dist: str, module: str) -> Path | None:
 def fingerprint(path: Path, function: str) -> str | None:
     """16 hexadecimal digits for the code of `Class.method` in this file; None if the file has no such function.
 
+    A class may inherit the method from another class of the file.
+
     Raises SyntaxError, OSError, UnicodeDecodeError for a file that cannot be read as Python.
     """
     return _fingerprint(path, function, path.stat().st_mtime_ns)
@@ -80,7 +83,7 @@ def _fingerprint(path: Path, function: str, mtime_ns: int) -> str | None:
     lines, tree = _parsed(path, mtime_ns)
     node: ast.AST | None = tree
     for name in function.split("."):
-        node = _member(node, name)
+        node = _member(tree, node, name)
     if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
         return None
     first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
@@ -92,11 +95,14 @@ def _fingerprint(path: Path, function: str, mtime_ns: int) -> str | None:
     return hashlib.sha256("".join(_tokens(span)).encode()).hexdigest()[:16]
 
 
-def _member(node: ast.AST | None, name: str) -> ast.AST | None:
-    found = None
+def _member(tree: ast.Module, node: ast.AST | None, name: str) -> ast.AST | None:
+    found: ast.AST | None = None
     for child in getattr(node, "body", ()):  # the last definition counts
         if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and child.name == name:
             found = child
+    for base in getattr(node, "bases", ()) if found is None else ():
+        if isinstance(base, ast.Name) and found is None:
+            found = _member(tree, _member(tree, tree, base.id), name)
     return found
 
 
@@ -137,7 +143,7 @@ def _slice(lines: list[str], start: tuple[int, int], end: tuple[int, int]) -> st
 
 
 def live_function(module: ModuleType, function: str) -> tuple[Any, str, Any] | None:
-    """(owner, attribute name, value in the owner's `__dict__`) of `Class.method`; None if it does not exist.
+    """(owner, attribute name, value in the `__dict__` of the owner or of its base) of `Class.method`, None without one.
 
     From `__dict__`, never by getattr, which would bind a static or class method (wrapt, docs/monkey.rst).
     """
@@ -147,9 +153,10 @@ def live_function(module: ModuleType, function: str) -> tuple[Any, str, Any] | N
         owner = vars(owner).get(part)
         if owner is None:
             return None
-    if name not in vars(owner):
-        return None
-    return owner, name, vars(owner)[name]
+    for each in inspect.getmro(owner) if inspect.isclass(owner) else (owner,):
+        if name in vars(each) and each is not object:
+            return owner, name, vars(each)[name]
+    return None
 
 
 def is_from_file(function: Any, path: Path) -> bool:

@@ -171,6 +171,8 @@ class WrappedFunction:
         self.owner = owner
         self.name = name
         self.original = original
+        #: A class that inherits the function gets a wrapper of its own: its base, and others that inherit, do not.
+        self._is_inherited = name not in vars(owner)
         #: {key: (place, wrapper)}; the lowest place is nearest to the original.
         self._wrappers: dict[str, tuple[int, Wrapper]] = {}
         self._function: Function = original.__func__ if isinstance(original, staticmethod) else original
@@ -203,10 +205,13 @@ class WrappedFunction:
             call = wrap(call)
         self._wrappers, self._call = wrappers, call
         current = vars(self.owner).get(self.name)
-        if wrappers and current is self.original:
+        if wrappers and current is (None if self._is_inherited else self.original):
             setattr(self.owner, self.name, self.placed)
         elif not wrappers and current is self.placed:
-            setattr(self.owner, self.name, self.original)
+            if self._is_inherited:
+                delattr(self.owner, self.name)
+            else:
+                setattr(self.owner, self.name, self.original)
 
 
 def _other_kind(original: Any) -> str:

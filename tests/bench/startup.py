@@ -20,7 +20,7 @@ def measure() -> Iterator[Row]:
         bare.append(run("pass"))
         with_kvfix.append(run("import kvfix; kvfix.apply()"))
     added = median(with_kvfix) - median(bare)
-    yield Row("import kvfix; kvfix.apply()", added, "ms", f"python -c pass {median(bare):.1f} ms", at_most=25)
+    yield Row("import kvfix; kvfix.apply()", added, "ms", f"python -c pass {median(bare):.1f} ms", at_most=15)
 
 
 def run(code: str) -> float:

@@ -1,7 +1,8 @@
 """Of the time that vLLM's scheduler takes for a step with 256 running requests: what kvfix adds to it in each mode.
 
-`schedule()` and `update_from_output()` of the real scheduler with LMCache's connector, all modes in turn in one
-process. A real step takes milliseconds more, for the model.
+`schedule()` and `update_from_output()` of the real scheduler with LMCache's connector. Each call times both the wrapped
+and the original function: whole runs without kvfix already differ by 2 %. A real step takes milliseconds more, for the
+model.
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ from tests.bench.row import Row
 from tests.conftest import RELEASES, Fresh
 
 CASE = """
-import gc, os, tempfile, time
+import functools, gc, os, pathlib, tempfile, time
 import kvfix
+from kvfix.session import session
 from kvfix_tools.lab import runner
 runner.prepare({path!r})
 os.environ["KVFIX_DUMP_DIR"] = tempfile.mkdtemp(prefix="kvfix-bench-")
@@ -23,20 +25,11 @@ with runner.quiet():
     from kvfix_tools.lab.steps import prompt
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
     from vllm.v1.outputs import ModelRunnerOutput
-    RUNNING, STEPS, ROUNDS = 256, 10, 36
-    options = Options(connector="v1", block_size=16, num_blocks=RUNNING * 300, chunk_size=256, max_num_seqs=RUNNING,
-                      max_num_batched_tokens=8192, max_model_len=1 << 14)
+    RUNNING, STEPS = 256, 400
+    options = Options(connector="v1", block_size=16, num_blocks=RUNNING * 60, chunk_size=256, max_num_seqs=RUNNING,
+                      max_num_batched_tokens=8192, max_model_len=1 << 12)
     config = vllm_objects.vllm_config(options)
-    scheduler = vllm_objects.scheduler(options, config)
-    scheduler.connector._lmcache_engine.lookup_client.lookup = lambda *_, **__: 0
-    for number in range(RUNNING):
-        scheduler.add_request(vllm_objects.request(options, str(number), prompt(40 + number % 7, number), 8000))
-    def choose(mode):
-        kvfix.revert()
-        if mode:
-            kvfix.apply(mode=mode, only=None if mode == "fix" else [])
-            KVConnectorFactory.get_connector_class(config.kv_transfer_config)
-    def step():
+    def step(scheduler):
         output = scheduler.schedule()
         names = list(output.num_scheduled_tokens)
         scheduler.update_from_output(output, ModelRunnerOutput(
@@ -44,29 +37,44 @@ with runner.quiet():
             sampled_token_ids=vllm_objects.sampled([[7]] * len(names)), logprobs=None, prompt_logprobs_dict={{}},
             pooler_output=None))
         return len(names)
-    def batch(mode):
-        choose(mode)
-        step()  # it pays for the change
-        start = time.process_time()
+    def timed(function, spent):
+        @functools.wraps(function)
+        def call(*args, **kwargs):
+            start = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                spent.append(time.perf_counter() - start)
+        return call
+    def measured(mode):
+        kvfix.revert()
+        kvfix.apply(mode=mode, only=None if mode == "fix" else [])
+        KVConnectorFactory.get_connector_class(config.kv_transfer_config)
+        scheduler = vllm_objects.scheduler(options, config)
+        scheduler.connector._lmcache_engine.lookup_client.lookup = lambda *_, **__: 0
+        for number in range(RUNNING):  # of 256 lengths: in every step as many requests need a block, and end a chunk
+            scheduler.add_request(vllm_objects.request(options, str(number), prompt(40 + number, number), 600))
+        while step(scheduler) < RUNNING:
+            pass
+        inside, outside = [], []
+        for function in session.wrapped.values():
+            if function._wrappers:
+                function._function = timed(function._function, inside)
+                function._compose(function._wrappers)
+                function._call = timed(function._call, outside)
+        gc.collect(); gc.freeze(); gc.disable()
+        start = time.perf_counter()
         for _ in range(STEPS):
-            step()
-        return time.process_time() - start
-    while step() < RUNNING:
-        pass
-    assert len(scheduler.running) == RUNNING
-    modes = [None, "fix", "observe", "check"]
-    took = {{mode: [] for mode in modes}}
-    gc.collect(); gc.freeze(); gc.disable()
-    for turn in range(ROUNDS):
-        for mode in modes[turn % 4:] + modes[:turn % 4]:
-            took[mode].append(batch(mode))
-        gc.collect(0)
-    assert len(scheduler.running) == RUNNING
-    def typical(mode):  # what disturbs a batch only makes it longer
-        return sum(sorted(took[mode])[:ROUNDS // 4])
-    alone = typical(None)
-    result = {{mode: typical(mode) / alone - 1 for mode in modes[1:]}}
-    result["milliseconds"] = 1000 * alone / (STEPS * (ROUNDS // 4))
+            step(scheduler)
+        took = time.perf_counter() - start
+        gc.enable()
+        assert len(scheduler.running) == RUNNING
+        assert len(inside) == len(outside) >= STEPS
+        own = sum(outside) - sum(inside)
+        return own / (took - own), 1000 * (took - own) / STEPS, len(outside) / STEPS
+    result = {{mode: measured(mode) for mode in ("fix", "observe", "check")}}
+    dumps = [each for each in pathlib.Path(os.environ["KVFIX_DUMP_DIR"]).rglob("*.*") if each.suffix != ".ready"]
+    assert not dumps, dumps
 """
 
 #: The connector's own hook, over an adapter that does nothing. Every other figure is without `layers`.
@@ -104,6 +112,8 @@ with runner.quiet():
 
 #: Percent of a step.
 BUDGET = {"fix": 2, "observe": 2, "check": 5}
+#: Each call goes through a function of kvfix in any case, which takes 0.1 us: no fix may wrap what runs per request.
+CALLS = 24
 
 
 def measure() -> Iterator[Row]:
@@ -111,7 +121,8 @@ def measure() -> Iterator[Row]:
     beside = f"without kvfix {without:.0f} ns"
     yield Row("a layer's hook, check", unwatched - without, "ns more", f"{beside}, the same function", at_most=50)
     yield Row("a layer's hook, check with layers", watched - without, "ns more", beside, at_most=1000)
-    more = Fresh(limit=None)(CASE.format(path=str(RELEASES / "0.5.6")))
-    beside = f"{more.pop('milliseconds'):.2f} ms a step without kvfix, 256 running"
-    for mode, share in more.items():
+    found = Fresh(limit=None)(CASE.format(path=str(RELEASES / "0.5.6")))
+    for mode, (share, milliseconds, calls) in found.items():
+        beside = f"{milliseconds:.2f} ms a step without kvfix"
         yield Row(f"scheduler steps, {mode}", 100 * share, "% more", beside, at_most=BUDGET[mode])
+        yield Row(f"wrapped calls, {mode}", calls, "a step", "256 running requests", at_most=CALLS)

@@ -11,7 +11,7 @@ import pytest
 
 from kvfix import applying, catalogue, fix_status
 from kvfix.applicability import Applicability
-from kvfix.wrapping import after
+from kvfix.wrapping import WrappedFunction, after
 
 
 class Target:
@@ -67,6 +67,18 @@ def test_a_static_method_stays_static() -> None:
     applying.detach("test")
     assert answers == ["fixed static 1", "fixed static 2"]
     assert vars(Target)["static"] is before
+
+
+def test_a_class_that_inherits_the_function_is_wrapped_alone() -> None:
+    class Sub(Target):
+        pass
+
+    function = WrappedFunction(Sub, "hook", vars(Target)["hook"])
+    function.add("test", 0, after(lambda target, answer: f"fixed {answer}"))
+    assert (Sub().hook(), Target().hook()) == ("fixed plain", "plain")
+    function.remove("test")
+    assert "hook" not in vars(Sub)
+    assert Sub().hook() == "plain"
 
 
 def test_two_threads_wrap_one_function(monkeypatch: pytest.MonkeyPatch) -> None:

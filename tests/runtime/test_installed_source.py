@@ -58,6 +58,15 @@ def test_a_missing_function_has_no_fingerprint(tmp_path: Path) -> None:
     assert take(tmp_path, FUNCTION.replace("def hook", "def hooked")) is None
 
 
+def test_an_inherited_function_has_the_fingerprint_of_its_base(tmp_path: Path) -> None:
+    inherits = FUNCTION.replace("class Connector:", "class Base:") + "\n\nclass Connector(Base):\n    pass\n"
+    assert take(tmp_path, FUNCTION) == take(tmp_path, inherits) is not None
+    assert take(tmp_path, inherits.replace("    pass", "    def hook(self): ...")) not in (
+        None,
+        take(tmp_path, FUNCTION),
+    )
+
+
 def test_every_python_computes_the_same(tmp_path: Path, release) -> None:  # type: ignore[no-untyped-def]
     """kvfix ships fingerprints that one Python has computed, and compares them on the user's Python."""
     file = release("0.3.10").joinpath(*ADAPTER.split(".")).with_suffix(".py")

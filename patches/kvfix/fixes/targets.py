@@ -55,7 +55,12 @@ OFFLOADING_SCHEDULER = Owner(
     "vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler",
     "OffloadingConnectorScheduler",
 )
-KV_MANAGER = Owner("vllm", "vllm.v1.core.single_type_kv_cache_manager", "SingleTypeKVCacheManager")
+_KV_MANAGERS = "vllm.v1.core.single_type_kv_cache_manager"
+#: Of the KV groups that recycle their blocks.
+RECYCLING_MANAGERS = (
+    Owner("vllm", _KV_MANAGERS, "SlidingWindowManager"),
+    Owner("vllm", _KV_MANAGERS, "ChunkedLocalAttentionManager"),
+)
 CONNECTOR_BASE = Owner("vllm", "vllm.distributed.kv_transfer.kv_connector.v1.base", "KVConnectorBase_V1")
 
 

@@ -15,7 +15,8 @@ runs: each of the loaded requests may then need more blocks than are free, with 
 
 ## Fix
 The function is asked without the limit. Its answer counts the blocks that the list still needs; of these no more are
-needed at once than the limit leaves, less the blocks in use that the request has.
+needed at once than the limit leaves, less the blocks in use that the request has. (Only the managers that recycle
+blocks are wrapped: a wrapper in their base class costs a twelfth of the scheduler's time, with 256 requests.)
 
 ## Releases
 vLLM 0.20.2 to 0.33.0; loads reserve blocks since 0.26.
@@ -37,7 +38,7 @@ from typing import Any
 
 from kvfix.fixes import stubs
 from kvfix.fixes.api import Fix
-from kvfix.fixes.targets import KV_MANAGER
+from kvfix.fixes.targets import RECYCLING_MANAGERS
 from kvfix.wrapping import around, replaced
 
 #: Where a manager has the limit: 0.32.0, and up to 0.26.0.
@@ -45,7 +46,7 @@ _LIMITS = ("max_admission_blocks_per_request", "_max_admission_blocks_per_reques
 
 
 def fix(module: ModuleType) -> Callable[..., Any]:
-    applies = _place(module.SingleTypeKVCacheManager.get_num_blocks_to_allocate)
+    applies = _place(module.SlidingWindowManager.get_num_blocks_to_allocate)
 
     def get_num_blocks_to_allocate(
         manager: Any, request: str, tokens: int, hit: Any, computed: int, *_: Any, **__: Any
@@ -108,7 +109,10 @@ def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
 FIX = Fix(
     __name__,
     __doc__,
-    targets=(KV_MANAGER.get_num_blocks_to_allocate(broken=">=0.20.2", probe=shows_bug, fix=fix),),
+    targets=tuple(
+        manager.get_num_blocks_to_allocate(broken=">=0.20.2", probe=shows_bug, fix=fix)
+        for manager in RECYCLING_MANAGERS
+    ),
     evidence={"KVD202": ""},
     scenarios=("mp-window-reserves-too-little",),
 )
