@@ -17,6 +17,8 @@ WAYS: dict[str, dict[str, Any]] = {
     "whole": {},
     "by layers": {"lmcache": {"use_layerwise": True}},
     "steps in flight": {"async_scheduling": True},
+    "kv_producer": {"kv_role": "kv_producer"},
+    "kv_producer by layers": {"kv_role": "kv_producer", "lmcache": {"use_layerwise": True}},
 }
 
 

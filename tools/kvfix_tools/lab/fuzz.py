@@ -122,9 +122,15 @@ def _move_request(engine: LabEngine, kind: str, name: str, chunks: int, rank: in
     elif kind == "is_beside":
         engine.has_in_other_connector(name)
     elif kind == "fail_load":
-        engine.fail_load(name, chunks, rank)
+        # A save that is the transfer to a decoder cannot wait for the reports of the other ranks (KVF030).
+        if engine.options.ranks == 1 or not _names_decoder(engine, name):
+            engine.fail_load(name, chunks, rank)
     elif engine.requests[name].status == RequestStatus.RUNNING:
         engine.preempt(name)
+
+
+def _names_decoder(engine: LabEngine, name: str) -> bool:
+    return "disagg_spec" in (getattr(engine.requests[name], "kv_transfer_params", None) or {})
 
 
 def signature(finding: Finding) -> str:

@@ -17,9 +17,11 @@ has the report of all ranks on the load, and has rolled back or ended the reques
 step, and with several steps in flight the one after them. Until then the saves of the steps in between wait too, since
 they compute on top of it. A request that ends or is preempted before is not saved: its blocks are others'.
 
+A kv_producer stores whatever has metadata (:1152), so the metadata are marked for its worker. What a request stores
+that names a decoder (`disagg_spec`) is the transfer, which cannot wait: the decoder may still get wrong KV.
+
 ## Releases
-LMCache 0.3.9 to 0.5.6. 0.3.9 does not know which blocks failed, so the fix has no effect there. A kv_producer saves in
-any case: its save is the transfer to the decoder.
+LMCache 0.3.9 to 0.5.6. 0.3.9 does not know which blocks failed, so the fix has no effect there.
 
 ## Upstream
 None known.
@@ -36,13 +38,15 @@ from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 from kvfix import scheduling
-from kvfix.fixes import _scheduler, stubs
+from kvfix.fixes import _scheduler, _worker, stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import LMCACHE_V1, SCHEDULER
 from kvfix.wrapping import after
 
 #: Attribute of an adapter in the scheduler: its Unsaved.
 _UNSAVED = "_kvfix_unsaved"
+#: Attribute of a request's metadata: the worker of a kv_producer stores nothing of it in this step.
+_STORE_NOTHING = "_kvfix_store_nothing"
 
 
 class _Save(NamedTuple):
@@ -74,7 +78,11 @@ class Unsaved:
 
     def put_off(self, meta: Any) -> None:
         """The step does not save this; a later one does."""
+        setattr(meta, _STORE_NOTHING, True)
+        if not meta.save_spec.can_save:  # a kv_producer would store it all the same; it is part of the next save
+            return
         later = copy.copy(meta)
+        delattr(later, _STORE_NOTHING)
         later.load_spec, later.save_spec = None, copy.copy(meta.save_spec)
         meta.save_spec.can_save = False
         if meta.req_id in self.saves:
@@ -99,7 +107,7 @@ def fix_metadata(adapter: ModuleType) -> Callable[..., Any]:
         if any(meta.load_spec is not None and meta.load_spec.can_load for meta in metadata.requests):
             unsaved.open_from = unsaved.step + unsaved.in_flight
         for meta in metadata.requests:
-            if meta.save_spec is None or not meta.save_spec.can_save:
+            if not _saves(impl, meta):
                 continue
             if unsaved.step < unsaved.open_from:
                 unsaved.put_off(meta)
@@ -112,7 +120,18 @@ def fix_metadata(adapter: ModuleType) -> Callable[..., Any]:
 
 
 def _has_ranks(impl: Any, *_: Any, **__: Any) -> Any:
-    return impl._vllm_config.parallel_config.world_size > 1 and impl.kv_role == "kv_both"
+    return impl._vllm_config.parallel_config.world_size > 1 and impl.kv_role in ("kv_both", "kv_producer")
+
+
+def _saves(impl: Any, meta: Any) -> bool:
+    """Whether the worker saves this, and not as the transfer to a decoder."""
+    if meta.save_spec is None or getattr(meta, "disagg_spec", None) is not None:
+        return False
+    return bool(meta.save_spec.can_save or impl.kv_role == "kv_producer")
+
+
+def fix_worker(adapter: ModuleType) -> Callable[..., Any]:
+    return _worker.fix_producer(lambda request: getattr(request, _STORE_NOTHING, False))
 
 
 def fix_rollback(scheduler: ModuleType) -> Callable[..., Any]:
@@ -139,6 +158,11 @@ def shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
     return bool(meta.requests[0].save_spec.can_save)
 
 
+def stores_all_the_same(hook: Callable[..., Any], adapter: ModuleType) -> bool:
+    """A kv_producer's request whose metadata are marked. Wrong is to store it."""
+    return _worker.producer_stores(hook, adapter, **{_STORE_NOTHING: True})
+
+
 def rollback_is_not_recorded(hook: Callable[..., Any], scheduler: ModuleType) -> bool:
     """One running request with a save that waits, its first block has failed: it is rolled back, and still saved."""
     request, saves = stubs.request(32, num_computed_tokens=20, num_cached_tokens=16), {stubs.NAME: None}
@@ -154,10 +178,12 @@ FIX = Fix(
     __doc__,
     targets=(
         LMCACHE_V1.build_connector_meta(broken=">=0.3.9", probe=shows_bug, fix=fix_metadata, place=9),
+        LMCACHE_V1.wait_for_save(broken=">=0.3.9", probe=stores_all_the_same, fix=fix_worker, place=4, helper=True),
+        LMCACHE_V1.save_kv_layer(broken=">=0.3.9", probe=stubs.cannot_tell, fix=fix_worker, place=4, helper=True),
         SCHEDULER._update_requests_with_invalid_blocks(
             broken=">=0.11.2", probe=rollback_is_not_recorded, fix=fix_rollback, place=6, helper=True
         ),
     ),
-    scenarios=("failed-load-of-one-rank",),
+    scenarios=("failed-load-of-one-rank", "failed-load-of-one-rank-in-producer"),
     no_patch={"lmcache": "upstream's ranks would agree on it within the step, by a collective"},
 )

@@ -24,39 +24,28 @@ None known.
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 from kvfix.fixes import _worker, stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import LMCACHE_V1
-from kvfix.wrapping import before
 
 _CONFIG = {"lmcache.skip_save": True}
 
 
 def fix(adapter: ModuleType) -> Callable[..., Any]:
-    def wait_for_save(impl: Any, *_: Any, **__: Any) -> None:
-        for request in impl._parent._get_connector_metadata().requests:
-            configs = getattr(request, "request_configs", None)
-            if configs and configs.get("lmcache.skip_save") and request.disagg_spec is None and request.save_spec:
-                _worker.store_nothing(impl, request)
+    return _worker.fix_producer(_must_not_be_stored)
 
-    return before(wait_for_save, when=lambda impl, *_, **__: impl.kv_role == "kv_producer")
+
+def _must_not_be_stored(request: Any) -> Any:
+    configs = getattr(request, "request_configs", None)
+    return configs and configs.get("lmcache.skip_save") and request.disagg_spec is None
 
 
 def shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
     """A kv_producer saves a step of a request that asks for `lmcache.skip_save`. Wrong is to store it."""
-    import torch  # the adapter has imported it
-
-    stored: list[Any] = []
-    request = SimpleNamespace(
-        req_id=stubs.NAME, token_ids=[0] * 16, slot_mapping=torch.arange(16), load_spec=None, disagg_spec=None,
-        save_spec=SimpleNamespace(skip_leading_tokens=0, can_save=False), is_last_prefill=True, request_configs=_CONFIG,
-    )  # fmt: skip
-    engine = SimpleNamespace(lookup_unpin=lambda *_: None, store=lambda *_, **__: stored.append(1))
-    hook(stubs.worker_side(adapter, request, lmcache_engine=engine, kv_role="kv_producer"))
-    return bool(stored)
+    return _worker.producer_stores(hook, adapter, request_configs=_CONFIG)
 
 
 FIX = Fix(
