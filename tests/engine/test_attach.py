@@ -29,9 +29,10 @@ HARD = [*REPORT, *CROWD]
 CALM = CROWD[:2]
 #: Whether each wrapped function has its original again, and kilobytes of memory.
 ORIGINALS = """
+import inspect
 import json
 from kvfix.session import session
-left = [f.name for f in session.wrapped.values() if vars(f.owner)[f.name] is not f.original]
+left = [f.name for f in session.wrapped.values() if inspect.getattr_static(f.owner, f.name) is not f.original]
 memory = next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("VmRSS"))
 open(ANSWER, "w").write(json.dumps([left, len(session.wrapped), memory]))
 """
