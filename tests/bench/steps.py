@@ -1,8 +1,7 @@
 """Of the time that vLLM's scheduler takes for a step with 256 running requests: what kvfix adds to it in each mode.
 
-`schedule()` and `update_from_output()` of the real scheduler with LMCache's connector. Each call times both the wrapped
-and the original function: whole runs without kvfix already differ by 2 %. A real step takes milliseconds more, for the
-model.
+`schedule()` and `update_from_output()` of the real scheduler with LMCache's connector. A real step takes milliseconds
+more, for the model.
 """
 
 from __future__ import annotations
@@ -13,10 +12,11 @@ from tests.bench.row import Row
 from tests.conftest import RELEASES, Fresh
 
 CASE = """
-import functools, gc, os, pathlib, tempfile, time
+import gc, os, pathlib, tempfile, time
 import kvfix
 from kvfix.session import session
 from kvfix_tools.lab import runner
+from tests.engine.plugin.kvfix_engine_times import OwnTime
 runner.prepare({path!r})
 os.environ["KVFIX_DUMP_DIR"] = tempfile.mkdtemp(prefix="kvfix-bench-")
 with runner.quiet():
@@ -37,15 +37,6 @@ with runner.quiet():
             sampled_token_ids=vllm_objects.sampled([[7]] * len(names)), logprobs=None, prompt_logprobs_dict={{}},
             pooler_output=None))
         return len(names)
-    def timed(function, spent):
-        @functools.wraps(function)
-        def call(*args, **kwargs):
-            start = time.perf_counter()
-            try:
-                return function(*args, **kwargs)
-            finally:
-                spent.append(time.perf_counter() - start)
-        return call
     def measured(mode):
         kvfix.revert()
         kvfix.apply(mode=mode, only=None if mode == "fix" else [])
@@ -56,12 +47,7 @@ with runner.quiet():
             scheduler.add_request(vllm_objects.request(options, str(number), prompt(40 + number, number), 600))
         while step(scheduler) < RUNNING:
             pass
-        inside, outside = [], []
-        for function in session.wrapped.values():
-            if function._wrappers:
-                function._function = timed(function._function, inside)
-                function._compose(function._wrappers)
-                function._call = timed(function._call, outside)
+        own = OwnTime(function for function in session.wrapped.values() if function._wrappers)
         gc.collect(); gc.freeze(); gc.disable()
         start = time.perf_counter()
         for _ in range(STEPS):
@@ -69,9 +55,9 @@ with runner.quiet():
         took = time.perf_counter() - start
         gc.enable()
         assert len(scheduler.running) == RUNNING
-        assert len(inside) == len(outside) >= STEPS
-        own = sum(outside) - sum(inside)
-        return own / (took - own), 1000 * (took - own) / STEPS, len(outside) / STEPS
+        assert own.calls >= STEPS
+        rest = took - own.seconds
+        return own.seconds / rest, 1000 * rest / STEPS, own.calls / STEPS
     result = {{mode: measured(mode) for mode in ("fix", "observe", "check")}}
     dumps = [each for each in pathlib.Path(os.environ["KVFIX_DUMP_DIR"]).rglob("*.*") if each.suffix != ".ready"]
     assert not dumps, dumps

@@ -7,7 +7,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from kvfix.fixes import stubs
-from kvfix.wrapping import before
+from kvfix.wrapping import after
 
 
 def store_nothing(impl: Any, request: Any) -> None:
@@ -23,24 +23,24 @@ def store_nothing(impl: Any, request: Any) -> None:
 
 
 def fix_producer(is_meant: Callable[[Any], Any]) -> Callable[..., Any]:
-    """For `wait_for_save` and `save_kv_layer`: a kv_producer stores nothing of the requests that are meant.
+    """For `start_load_kv`: what a step saves after it, a kv_producer does not save of the requests that are meant.
 
+    By layers, LMCache saves at a layer: a wrapper there would cost time for each. What is loaded needs the tokens, and
+    has them by then.
     is_meant: (metadata of a request) -> whether it is.
     """
 
-    def wait_for_save(impl: Any, *_: Any, **__: Any) -> None:
+    def start_load_kv(impl: Any, answer: Any, *_: Any, **__: Any) -> Any:
         for request in impl._parent._get_connector_metadata().requests:
             if request.save_spec and is_meant(request):
                 store_nothing(impl, request)
+        return answer
 
-    def saves(impl: Any, *layer: Any, **__: Any) -> bool:
-        return impl.kv_role == "kv_producer" and bool(layer) == bool(impl.use_layerwise)
-
-    return before(wait_for_save, when=saves)
+    return after(start_load_kv, when=lambda impl, *_, **__: impl.kv_role == "kv_producer")
 
 
 def producer_stores(hook: Callable[..., Any], adapter: ModuleType, **more: Any) -> bool:
-    """For probes: whether a kv_producer stores 16 tokens of a request that has these attributes, and no decoder."""
+    """For probes of `start_load_kv`: whether a kv_producer stores 16 tokens of a request that has these attributes."""
     import torch  # the adapter has imported it
 
     stored: list[Any] = []
@@ -50,5 +50,7 @@ def producer_stores(hook: Callable[..., Any], adapter: ModuleType, **more: Any) 
     )  # fmt: skip
     vars(request).update(more)
     engine = SimpleNamespace(lookup_unpin=lambda *_: None, store=lambda *_, **__: stored.append(1))
-    hook(stubs.worker_side(adapter, request, lmcache_engine=engine, kv_role="kv_producer"))
+    impl = stubs.worker_side(adapter, request, lmcache_engine=engine, kv_role="kv_producer")
+    hook(impl, SimpleNamespace(attn_metadata=None))
+    adapter.LMCacheConnectorV1Impl.wait_for_save(impl)
     return bool(stored)

@@ -9,6 +9,7 @@ put in place when LMCache's own module arrives.
 from __future__ import annotations
 
 import importlib.abc
+import itertools
 import json
 import os
 import sys
@@ -46,6 +47,8 @@ def load() -> None:
         connector = create(*args, **kwargs)
         note("connector", role=connector.role.name, **kvfix_here())
         note_grants_and_loads(connector)
+        if "KVFIX_TEST_TIMES" in os.environ and connector.role.name == "SCHEDULER":
+            note_own_time(connector)
         return connector
 
     KVConnectorFactory.create_connector = staticmethod(create_connector)
@@ -126,6 +129,23 @@ def note_grants_and_loads(connector: Any) -> None:
         connector.build_connector_meta = build_connector_meta
     connector.update_state_after_alloc = update_state_after_alloc
     connector.get_finished = get_finished
+
+
+def note_own_time(connector: Any) -> None:
+    """What kvfix took so far, every so many steps. In a process with both, the worker's connector comes first."""
+    from kvfix_engine_times import OwnTime
+
+    from kvfix.session import session
+
+    own = OwnTime(function for function in session.wrapped.values() if function._wrappers)
+    built, steps = connector.build_connector_meta, itertools.count(1)
+
+    def build_connector_meta(*args: Any, **kwargs: Any) -> Any:
+        if next(steps) % 64 == 0:
+            note("own", seconds=own.seconds, calls=own.calls)
+        return built(*args, **kwargs)
+
+    connector.build_connector_meta = build_connector_meta
 
 
 class StandInFinder(importlib.abc.MetaPathFinder):

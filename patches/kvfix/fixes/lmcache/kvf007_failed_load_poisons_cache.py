@@ -65,22 +65,34 @@ class Failed:
 
 
 def fix_worker(adapter: ModuleType) -> Callable[..., Any]:
-    def wait_for_save(impl: Any, *_: Any, **__: Any) -> None:
-        metadata, blocks = impl._parent._get_connector_metadata(), set(impl._invalid_block_ids)
-        failed = getattr(impl, "_kvfix_failed", None)
-        if failed is not None:
-            failed.add(metadata, set())
-            blocks |= failed.blocks()
-            if not failed.blocks():
-                del impl._kvfix_failed
-        for request in metadata.requests:
-            if request.save_spec is not None and _has_one_of(blocks, request.slot_mapping, impl._block_size):
-                _worker.store_nothing(impl, request)
+    return before(_store_nothing_of_failed, when=_some_failed)
 
-    def some_failed(impl: Any, *_: Any, **__: Any) -> Any:
-        return getattr(impl, "_invalid_block_ids", None) or getattr(impl, "_kvfix_failed", None)  # 0.3.9 has neither
 
-    return before(wait_for_save, when=some_failed)
+def fix_layers(adapter: ModuleType) -> Callable[..., Any]:
+    """By layers, a save begins at the first layer."""
+
+    def start_load_kv(impl: Any, answer: Any, *_: Any, **__: Any) -> Any:
+        _store_nothing_of_failed(impl)
+        return answer
+
+    return after(start_load_kv, when=lambda impl, *_, **__: impl.use_layerwise and _some_failed(impl))
+
+
+def _store_nothing_of_failed(impl: Any, *_: Any, **__: Any) -> None:
+    metadata, blocks = impl._parent._get_connector_metadata(), set(impl._invalid_block_ids)
+    failed = getattr(impl, "_kvfix_failed", None)
+    if failed is not None:
+        failed.add(metadata, set())
+        blocks |= failed.blocks()
+        if not failed.blocks():
+            del impl._kvfix_failed
+    for request in metadata.requests:
+        if request.save_spec is not None and _has_one_of(blocks, request.slot_mapping, impl._block_size):
+            _worker.store_nothing(impl, request)
+
+
+def _some_failed(impl: Any, *_: Any, **__: Any) -> Any:
+    return getattr(impl, "_invalid_block_ids", None) or getattr(impl, "_kvfix_failed", None)  # 0.3.9 has neither
 
 
 def fix_failed_blocks(adapter: ModuleType) -> Callable[..., Any]:
@@ -171,7 +183,7 @@ FIX = Fix(
     __doc__,
     targets=(
         LMCACHE_V1.wait_for_save(broken=">=0.3.9", probe=worker_shows_bug, fix=fix_worker, place=1),
-        LMCACHE_V1.save_kv_layer(broken=">=0.3.9.post1", probe=stubs.cannot_tell, fix=fix_worker, helper=True),
+        LMCACHE_V1.start_load_kv(broken=">=0.3.9.post1", probe=stubs.cannot_tell, fix=fix_layers, place=4, helper=True),
         LMCACHE_V1.get_block_ids_with_load_errors(
             broken=">=0.3.9.post1", probe=failed_blocks_are_forgotten, fix=fix_failed_blocks, helper=True
         ),

@@ -27,7 +27,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from kvfix.fixes import _worker, stubs
+from kvfix.fixes import _worker
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import LMCACHE_V1
 
@@ -51,9 +51,6 @@ def shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
 FIX = Fix(
     __name__,
     __doc__,
-    targets=(
-        LMCACHE_V1.wait_for_save(broken=">=0.3.9", probe=shows_bug, fix=fix, place=3),
-        LMCACHE_V1.save_kv_layer(broken=">=0.3.9", probe=stubs.cannot_tell, fix=fix, helper=True),
-    ),
+    targets=(LMCACHE_V1.start_load_kv(broken=">=0.3.9", probe=shows_bug, fix=fix, place=5),),
     scenarios=("producer-stores-what-it-must-not",),
 )
