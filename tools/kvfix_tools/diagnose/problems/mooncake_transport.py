@@ -41,8 +41,8 @@ PROBLEMS = (
         shows=(
             Logged("Mooncake transfer failed for request <request>"),
             Logged("Failed to transfer KV cache for request <request>: Mooncake transfer failed"),
+            Failed(kind="RuntimeError", text="Mooncake transfer failed, ret: <ret>"),
         ),
-        sentence="request {request}",
         sure=False,
         cause="The link of the NPUs or its time limit: `Failed to connect to target ... status: 103900` just before "
         "it: no connection; `Sync batch data transfer timeout` or `Transfer slice failed with status: 503900`: the "
@@ -55,6 +55,7 @@ PROBLEMS = (
             f"{_ASCEND}/7846",
             f"{_ASCEND}/5635",
             f"{_ASCEND}/7401",
+            f"{_ASCEND}/13439",
         ),
     ),
     Problem(

@@ -1,4 +1,4 @@
-"""The P2P tier of vLLM's OffloadingConnector: KV that a peer does not come for."""
+"""The P2P tier of vLLM's OffloadingConnector: engines that do not connect, KV that is not fetched."""
 
 from __future__ import annotations
 
@@ -28,5 +28,23 @@ PROBLEMS = (
         'is localhost), `VLLM_P2P_SIDE_CHANNEL_PORT` open; if decode is only late: `"unbound_store_timeout_s": 300` in '
         "that tier's configuration",
         good="a router that hands the same id to both, and an address that is reachable",
+    ),
+    Problem(
+        code="KVD600",
+        name="offload-peers-have-one-name",
+        severity=Severity.SLOW,
+        title="Two engines of the P2P tier go by the same address, and neither can connect to the other.",
+        shows=(
+            Logged("loadRemoteMD: remote agent name same as local agent"),
+            Logged("error handling message 'connect' (count=<count>): NIXL_ERR_INVALID_PARAM"),
+        ),
+        releases={"vllm": ">=0.26"},
+        sure=False,
+        cause="An engine's name is the tier's host and port. With `0.0.0.0`, or with localhost, which is the default, "
+        "every engine has the same one. It is this if both lines stand there.",
+        now='`"host": "POD_IP"` in the p2p tier of secondary_tiers, or `export VLLM_P2P_SIDE_CHANNEL_HOST=POD_IP`: the '
+        "address at which others reach this engine; restart",
+        good="the configuration",
+        threads=("https://github.com/vllm-project/vllm/pull/47636",),
     ),
 )
