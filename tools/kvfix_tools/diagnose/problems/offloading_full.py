@@ -1,13 +1,14 @@
-"""OffloadingConnector of vLLM: a tier that is full, or that cannot be asked."""
+"""OffloadingConnector of vLLM: a tier that is full or cannot be asked, a copy that fails."""
 
 from __future__ import annotations
 
 from kvfix_tools.diagnose.findings import Severity
-from kvfix_tools.diagnose.problems import Logged, Problem
+from kvfix_tools.diagnose.problems import Failed, Logged, Problem
 
 _V1 = "vllm/distributed/kv_transfer/kv_connector/v1"
 _TIERING = "vllm/v1/kv_offload/tiering"
 _PULLS = "https://github.com/vllm-project/vllm/pull"
+_ILLEGAL = "an illegal memory access was encountered"
 
 PROBLEMS = (
     Problem(
@@ -40,5 +41,25 @@ PROBLEMS = (
         now="put right what the error names: `ls` of `root_dir` as the user of the engine; the endpoint and the keys "
         "of the object store",
         good="the same; nothing has to be restarted",
+    ),
+    Problem(
+        code="KVD598",
+        name="offload-copy-sees-illegal-access",
+        severity=Severity.CRASH,
+        title="An illegal memory access on the GPU was noticed in a copy of the OffloadingConnector.",
+        shows=(
+            Failed(text=_ILLEGAL, within="gpu_worker.py:transfer_async"),
+            Failed(text=_ILLEGAL, within="gpu_worker.py:get_finished"),
+            Failed(text=_ILLEGAL, within="cpu_gpu.py:transfer_async"),
+            Failed(text=_ILLEGAL, within="cpu_gpu.py:get_finished"),
+        ),
+        sure=False,
+        cause="The GPU tells of it at some later call, so it may be the copy's or the model's own. One start without "
+        "OffloadingConnector decides. Reported for DeepSeek V4 with vLLM 0.27.1, whose KV groups have blocks of other "
+        "sizes.",
+        now="without OffloadingConnector (--kv-offloading-size, --kv-transfer-config), restart; if it stays, it is not "
+        "the copy: `CUDA_LAUNCH_BLOCKING=1` shows the kernel",
+        good="no release is known to be right for that model",
+        threads=("https://github.com/vllm-project/vllm/issues/53607",),
     ),
 )
