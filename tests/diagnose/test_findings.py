@@ -90,6 +90,9 @@ def without_hits() -> dict[str, list[str]]:
             lookups(1, 26), lookups(2, 14), worker() + lookups(1, 900) + stores(1) + asked(NEWEST, 900, 0, 0, 0, "x"),
         ],
         "KVD328": [logged("0.3.9", "hash_seed", which="Centralized") + lookups(1, 900) + stores(1)],
+        "KVD539": [
+            vllm("draft_groups", groups, release="0.26.0") for groups in ("[0, 1, 2, 3]", "[0, 1]")
+        ],
         "KVD329": [logged(release, "peer_asked", NOWHERE) + lookups(1, 1201) for release in ("0.3.9", NEWEST)],
     }  # fmt: skip
 

@@ -167,6 +167,10 @@ def misses() -> list[tuple[str, str]]:
         ("KVD309", unread(NEWEST, "v1/multiprocess/modules/experimental/qstore.py", "STORE_Q block ID underflow")),
         ("KVD310", unread(NEWEST, LOOKUP, "not found, skipping touch", "r1")),
         ("KVD310", unread(NEWEST, LOOKUP, "not found (already completed", "r1")),
+        ("KVD539", vllm("draft_groups", "[3]", release="0.26.0")),
+        ("KVD539", vllm("draft_groups", "[1, 2]", release="0.26.0")),
+        ("KVD539", "INFO 12-03 01:24:30 [core.py:7] Initializing a V1 LLM engine (v0.32.0)\n"
+            + vllm("draft_groups", "[0, 1]")),
         ("KVD401", unread(NEWEST, "v1/pin_monitor.py", "PinMonitor check", 12, 0, 0)),
         ("KVD401", unread(NEWEST, "v1/pin_monitor.py", "Registered pinned object", "1403", 1.5)),
         # A reference too few is not a pin too few.

@@ -156,3 +156,26 @@ def test_too_many_caches_are_those_of_lmcaches_own_connectors() -> None:
     other = ("lmcache_ascend/v1/npu_connector.py", "_initialize_pointers", "pointers.numpy()[:] = found")
     assert codes(diagnose(raised([*frames, own], error))) == ["KVD770"]
     assert codes(diagnose(raised([*frames, other], error))) == ["KVD199"]
+
+
+@pytest.mark.parametrize(
+    "frame",
+    [
+        "vllm/v1/core/sched/scheduler.py, in _update_from_kv_xfer_finished",
+        'File "vllm/v1/core/sched/scheduler.py", in _update_from_kv_xfer_finished',
+        "  vllm/v1/core/sched/scheduler.py, in _update_from_kv_xfer_finished(output)",
+    ],
+)
+@pytest.mark.parametrize("end", ["AssertionError\n", ""])
+def test_a_frame_may_be_shortened_to_its_file_and_function(frame: str, end: str) -> None:
+    assert codes(diagnose(f"{frame}\n    assert req_id in self.requests\n{end}")) == ["KVD109"]
+
+
+def test_a_shortened_frame_that_is_not_known_shows_no_line_number() -> None:
+    log = diagnose("vllm/v1/worker/any.py, in any\n    assert rows == 7\nAssertionError\n")
+    assert codes(log) == ["KVD199"]
+    assert "worker/any.py in any" in log.findings[0].sentence
+
+
+def test_a_file_that_is_only_spoken_of_is_no_frame() -> None:
+    assert codes(diagnose("see vllm/v1/core/sched/scheduler.py, in which requests wait\n")) == []

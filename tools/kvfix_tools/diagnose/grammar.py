@@ -264,6 +264,10 @@ _message(
 )  # fmt: skip
 _message("fatal", "vllm", "", "EngineCore encountered a fatal error", rb"EngineCore encountered a fatal error")
 _message(
+    "draft_groups", "vllm", "", "KV offloading: EAGLE/MTP draft attention groups ",
+    rb"KV offloading: EAGLE/MTP draft attention groups (?P<groups>[^\n]{1,200}?) detected",
+)  # fmt: skip
+_message(
     "vllm_version", "vllm", "", "Initializing a V1 LLM engine (v",
     rb"Initializing a V1 LLM engine \(v(?P<vllm>[^\s)]+)\)",
 )  # fmt: skip

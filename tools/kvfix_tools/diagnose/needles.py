@@ -14,7 +14,8 @@ FRAME = b"] LMCache "
 NEEDLES: tuple[bytes, ...] = (
     b" LMCache ", b":lmcache.", b"_mp_connector)", b'{"kind":"',
     b"throughput: ", b"KV load failure", b"FOR_REMOTE_KVS", b"broadcast block", b"Initializing a V", b"assert ",
-    b'", line ', b"rror", b"ERROR", b"WARN", b"Traceback (", b"xception", b"fault", b"illed", b"terminate called",
+    b'", line ', b".py, in ", b'.py", in ', b"KV offloading: EAGLE",
+    b"rror", b"ERROR", b"WARN", b"Traceback (", b"xception", b"fault", b"illed", b"terminate called",
     b"kv_connector", b"connector with name", b"[shutdown]", b"Thread ", b"Process ", b".cpp:",
     b"Assertion `", b"undefined symbol", b"shared object", b"GLIBC", b"CXXABI_", b"FATAL", b"core dumped", b"Aborted",
     b"double free", b"free(): ", b"malloc(): ", b"corrupted ", b"code 137", b"Exit Code: ",

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 Frame = tuple[str, int, str]
 
 _FRAME = re.compile(rb'File "(?P<file>[^"\n]{1,400})", line (?P<line>\d{1,9}),? in (?P<function>[^\s(]+)')
+#: The same as people shorten it in a report: `vllm/v1/core/sched/scheduler.py, in update_from_output`.
+_SHORT = re.compile(rb'\s*(?:File )?"?(?P<file>[\w./-]{1,400}\.py)"?, in (?P<function>\w+)(?:\(.{0,40}\))?$')
 #: An exception that ends a traceback, of any class: `zmq.error.Again: ...`, `StopIteration`.
 _EXCEPTION = re.compile(rb"(?P<type>[A-Za-z_][\w.]*[A-Za-z_0-9])(?:: ?(?P<text>.*))?$")
 _NAMED = re.compile(rb"\s+(?P<type>(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*(?:Error|Exception))(?:: (?P<text>.*))?$")
@@ -75,9 +77,12 @@ class Part:
     def __init__(self, body: bytes) -> None:
         text = self.text = body.rstrip()
         found = _FRAME.search(text) if b'", line ' in text else None
+        short = _SHORT.match(text) if found is None and b", in " in text else None
         self.frame: Frame | None = None
         if found is not None:
             self.frame = (_decoded(found["file"]), int(found["line"]), _decoded(found["function"]))
+        elif short is not None:
+            self.frame = (_decoded(short["file"]), 0, _decoded(short["function"]))
         self.begins = b"Traceback (" in text and _HEADER.search(text) is not None
         fault = _FAULT.search(text) if b"Fatal Python error" in text or b"!!! Segfault" in text else None
         #: Text of a fatal error of Python's, whose stack follows.
@@ -163,7 +168,7 @@ class Tracebacks:
         left = [(process, trace) for process, trace in self.open.items() if trace.frames or trace.fault is not None]
         self.open.clear()
         groups = [(process, group) for process, (group, has_member) in self._groups.items() if not has_member]
-        return [*groups, *((process, _raised(trace, "", "")) for process, trace in left)]
+        return [*groups, *((process, _raised(trace, _asserted(trace), "")) for process, trace in left)]
 
     def _begin(self, process: str, in_group: bool = False) -> _Traceback:
         if len(self.open) >= _OPEN:
@@ -231,6 +236,11 @@ def _raised(trace: _Traceback, kind: str, text: str) -> Raised:
     if trace.fault is not None:  # faulthandler names the innermost frame first
         return Raised("", trace.fault, frames[::-1], "", False, fault=True)
     return Raised(kind, text, frames, trace.source, trace.follows)
+
+
+def _asserted(trace: _Traceback) -> str:
+    """What a traceback that was cut off raised, if its last line shows it."""
+    return "AssertionError" if trace.fault is None and trace.source.startswith("assert ") else ""
 
 
 def _decoded(text: bytes) -> str:

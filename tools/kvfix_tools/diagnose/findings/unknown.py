@@ -44,7 +44,8 @@ def _sentence(log: Diagnosis, line: LogLine) -> str:
     if not fields["frames"]:
         return what
     file, number, function = fields["frames"][-1]
-    parts = [f"{what} at {'/'.join(file.split('/')[-2:])}:{number} in {function}"]
+    at = f":{number}" if number else ""  # a frame that a report shortened has none
+    parts = [f"{what} at {'/'.join(file.split('/')[-2:])}{at} in {function}"]
     if fields["source"]:
         parts.append(f"`{fields['source']}`")
     parts.append(f"raised by {owner(fields['frames'])}")

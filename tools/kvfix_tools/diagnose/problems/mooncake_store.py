@@ -10,6 +10,7 @@ _MOONCAKE_ISSUES = "https://github.com/kvcache-ai/Mooncake/issues/"
 _IN_PROCESS = ("LMCacheConnectorV1", "MultiConnector")
 _CONNECTORS = "lmcache/v1/storage_backend/connector"
 _MOONCAKE = f"{_CONNECTORS}/mooncakestore_connector.py"
+_VLLM_WORKER = "vllm/distributed/kv_transfer/kv_connector/v1/mooncake/store/worker.py"
 
 PROBLEMS = (
     Problem(
@@ -145,5 +146,52 @@ PROBLEMS = (
         good="keep it so: the set-up was wrong, and no release changes that",
         sure=False,
         threads=(_MOONCAKE_ISSUES + "1050", _MOONCAKE_ISSUES + "180"),
+    ),
+    Problem(
+        code="KVD638",
+        name="mooncake-memory-pool-refused",
+        severity=Severity.CRASH,
+        title="`custom_mem_pool` of MooncakeStoreConnector cannot be used as it is set, and vLLM does not start.",
+        shows=(
+            Failed(
+                kind="ValueError",
+                text="custom_mem_pool is incompatible with enable_sleep_mode or enable_cumem_allocator",
+                at=_VLLM_WORKER,
+            ),
+            Failed(kind="ValueError", text="Unsupported custom_mem_pool=<pool>, expected", at=_VLLM_WORKER),
+            Failed(kind="ImportError", text="requires mooncake-transfer-engine>=0.3.8.", at=_VLLM_WORKER),
+            Failed(
+                kind="ValueError",
+                text="KV cache is allocated once and can only live in one pool.",
+                at="vllm/distributed/kv_transfer/kv_connector/v1/multi_connector.py",
+            ),
+        ),
+        releases={"vllm": ">=0.32"},
+        cause="The KV can lie in one pool only: Mooncake's (NVLINK or BAREX, with a Mooncake that has it) or that of "
+        "sleep mode, and of one connector in MultiConnector.",
+        now="remove `custom_mem_pool` from kv_connector_extra_config, or keep it in one connector, without "
+        "--enable-sleep-mode and with `pip install -U mooncake-transfer-engine-cuda13`",
+        good="the configuration",
+    ),
+    Problem(
+        code="KVD639",
+        name="mooncake-store-not-shared-across-tp",
+        severity=Severity.SLOW,
+        title="MooncakeStoreConnector cannot share KV between engines of other tensor parallel sizes as asked.",
+        shows=(
+            Logged(
+                "Mooncake heterogeneous-TP store sharing is disabled for Store TP configuration <sizes> with KV layout "
+                "<layout>;",
+                at=_VLLM_WORKER,
+            ),
+        ),
+        sentence="{sizes}, layout {layout}",
+        releases={"vllm": ">=0.32"},
+        cause="The size asked for (`store_tp_size`, or the least common multiple of `prefill_tp_sizes`) has to be a "
+        "multiple of this engine's, to divide the KV heads, and the layout to be LBHNC or LBNHC. Else the engine "
+        "stores under keys of its own, and engines of other sizes find nothing.",
+        now="`export VLLM_KV_CACHE_LAYOUT=LBHNC`, a `store_tp_size` that is a multiple of every --tensor-parallel-size "
+        "and divides the model's KV heads; or the same --tensor-parallel-size everywhere",
+        good="the configuration",
     ),
 )

@@ -41,8 +41,8 @@ PROBLEMS = (
         shows=(
             Logged("Mooncake transfer failed for request <request>"),
             Logged("Failed to transfer KV cache for request <request>: Mooncake transfer failed"),
+            Failed(kind="RuntimeError", text="Mooncake transfer failed, ret: <ret>"),
         ),
-        sentence="request {request}",
         sure=False,
         cause="The link of the NPUs or its time limit: `Failed to connect to target ... status: 103900` just before "
         "it: no connection; `Sync batch data transfer timeout` or `Transfer slice failed with status: 503900`: the "
@@ -55,6 +55,7 @@ PROBLEMS = (
             f"{_ASCEND}/7846",
             f"{_ASCEND}/5635",
             f"{_ASCEND}/7401",
+            f"{_ASCEND}/13439",
         ),
     ),
     Problem(
@@ -167,5 +168,54 @@ PROBLEMS = (
         "net.ipv4.ip_local_port_range`; restart this engine",
         good="the set-up: ports that do not overlap",
         threads=(f"{_ASCEND}/8938",),
+    ),
+    Problem(
+        code="KVD568",
+        name="mooncake-ascend-blocks-expired",
+        severity=Severity.WRONG,
+        title="Prefill gave up the KV of a request before decode read it: what decode reads later may be another's.",
+        shows=(
+            Logged(
+                "Force freed expired request: <request>. Reason: Request exceeded timeout threshold (<seconds> "
+                "seconds)."
+            ),
+        ),
+        sentence="request {request}, after {seconds} s",
+        sure=False,
+        cause="Decode did not fetch the KV within VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT: it was too busy, or the router "
+        "or the client gave the request up (then nothing is lost). Blocks that prefill frees go to the next request, "
+        "and decode's read does not ask whether they are still its own: the answer is garbage if it reads them now.",
+        now="`export VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT=1800` on prefill (vllm-ascend: 480 s by default), and as long "
+        "a time in the router; more decode engines or a limit on what prefill accepts, if requests wait that long",
+        good="a time limit that is longer than requests wait for decode; no release of vllm-ascend is known to refuse "
+        "such a read",
+        threads=(f"{_ASCEND}/15420",),
+    ),
+    Problem(
+        code="KVD593",
+        name="mooncake-ascend-groups-of-other-lengths",
+        severity=Severity.HANG,
+        title="A KV group has blocks on one side and none, or fewer, on the other: its KV is not moved.",
+        shows=(
+            Failed(
+                kind="ValueError",
+                text="operands could not be broadcast together with shape",
+                within="group_concurrent_contiguous",
+            ),
+            Logged("Failed to transfer KV cache for request <request>: operands could not be broadcast together"),
+        ),
+        sure=False,
+        cause="vllm-ascend's hybrid Mooncake connector pairs the blocks of both sides in order. Groups with compressed "
+        "KV or a window (DeepSeek V4) have other numbers of blocks, and so has a request of which decode has a part "
+        "already. The request then goes on without that KV (garbage) or waits.",
+        now="the vllm-ascend below; until then `--no-enable-prefix-caching` on decode, and the same --block-size and "
+        "--speculative-config on both sides, may help (not tried)",
+        good="vllm-ascend with pull 9808 (June 2026), or its MooncakeConnectorV1, which takes DeepSeek V4 from pull "
+        "10342 on; whether one of them ends a report of mid-June is not known",
+        threads=(
+            f"{_ASCEND}/9220",
+            f"{_ASCEND}/10569",
+            "https://github.com/vllm-project/vllm-ascend/pull/9808",
+        ),
     ),
 )

@@ -77,4 +77,20 @@ PROBLEMS = (
         good="a stable link",
         threads=(f"{_PULLS}/28120",),
     ),
+    Problem(
+        code="KVD569",
+        name="nixl-peer-unknown",
+        severity=Severity.HANG,
+        title="NIXL knows the other engine no more, and refuses every transfer with it.",
+        shows=(Logged("createXferReq: metadata for remote agent '<agent>' not found"),),
+        sentence="agent {agent}",
+        sure=False,
+        cause="NIXL forgets a peer when a connection to it fails: the peer died or restarted, or the NIC's queue was "
+        "flushed (`UCX  ERROR ... Work Request Flushed Error`, `Endpoint timeout`) before. An engine that does not "
+        "shake hands again then fails each request with that peer.",
+        now='restart the engine that logs it; `"kv_load_failure_policy": "recompute"` on decode until then; on EFA '
+        '`"kv_connector_extra_config": {"backends": ["LIBFABRIC"]}` on both sides instead of UCX',
+        good="vLLM 0.32.0, which makes a new handshake with a peer that NIXL has dropped, and a stable link",
+        threads=("https://github.com/ai-dynamo/nixl/issues/1983", f"{_PULLS}/28120"),
+    ),
 )

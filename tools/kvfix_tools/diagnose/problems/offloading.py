@@ -178,11 +178,13 @@ PROBLEMS = (
         "a multiple of the hash size. --enable-prefix-caching, which the message names, helps only if it was off.",
         now="no --block-size and no `block_size` in kv_connector_extra_config; if prefix caching is on already: "
         "without OffloadingConnector for this model",
-        good="vLLM 0.32.0 leaves groups out that cannot be cached; whether your model then starts is seen at once",
+        good="vLLM 0.32.0 leaves groups out that cannot be cached; not the 4-token group of GLM-5.3-Flash's indexer, "
+        "for which pull 54743 is open",
         threads=(
             f"{_ISSUES}/43093",
             f"{_ISSUES}/54831",
             f"{_ISSUES}/54413",
+            "https://github.com/vllm-project/vllm/pull/54743",
         ),
     ),
     Problem(

@@ -105,4 +105,24 @@ PROBLEMS = (
             "https://github.com/vllm-project/vllm-ascend/issues/14283",
         ),
     ),
+    Problem(
+        code="KVD549",
+        name="simple-offload-hit-not-aligned",
+        severity=Severity.CRASH,
+        title="A hit of SimpleCPUOffloadConnector is not a multiple of every KV group's block, and EngineCore dies.",
+        shows=(
+            Failed(
+                kind="AssertionError",
+                text="num_external_tokens=<tokens> not aligned to group <group> block_size=<block>",
+                at="vllm/v1/simple_kv_offload/manager.py",
+            ),
+        ),
+        sentence="a hit of {tokens} tokens, blocks of {block} tokens in group {group}",
+        releases={"vllm": ">=0.26,<0.32"},
+        cause="A hybrid model's hit is as long as its finest group allows. With decode context parallelism the blocks "
+        "of attention groups count for as many times more tokens, and the connector takes whole blocks only.",
+        now="`--decode-context-parallel-size 1`, or without SimpleCPUOffloadConnector for this model, restart",
+        fixed={"vllm": "0.32.0"},
+        threads=("https://github.com/vllm-project/vllm/pull/55168",),
+    ),
 )

@@ -24,13 +24,15 @@ PROBLEMS = (
         ),
         sentence="{connector} reports statistics and registers none",
         releases={"vllm": "<0.33"},
-        cause="MultiConnector asserts that each child that reports statistics has Prometheus metrics. "
-        "MooncakeConnector reports and registers none, so the first good transfer kills the API server.",
+        cause="MultiConnector asserts that each child that reports statistics has Prometheus metrics. The child that "
+        "the line names (MooncakeConnector, FlexKVConnectorV1) reports and registers none, so the first good transfer "
+        "kills the API server.",
         now="`--disable-log-stats` on both engines, or that connector alone, not in MultiConnector",
         fixed={"vllm": "0.33.0"},
         threads=(
             f"{_ISSUES}/43828",
             "https://github.com/gpustack/runner/pull/273",
+            "https://github.com/taco-project/FlexKV/issues/188",
         ),
     ),
     Problem(

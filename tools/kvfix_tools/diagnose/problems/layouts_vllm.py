@@ -1,0 +1,75 @@
+"""Layouts of KV that vLLM itself, or its transfer, refuses with a bare assertion."""
+
+from __future__ import annotations
+
+from kvfix_tools.diagnose.findings import Severity
+from kvfix_tools.diagnose.problems import Failed, Problem
+
+_UTILS = "vllm/distributed/kv_transfer/kv_connector/utils.py"
+_ISSUES = "https://github.com/vllm-project/vllm/issues"
+
+PROBLEMS = (
+    Problem(
+        code="KVD566",
+        name="nixl-layout-of-another-backend",
+        severity=Severity.CRASH,
+        title="The attention backend's KV is not laid out by blocks first, and NixlConnector does not start with it.",
+        shows=(
+            Failed(kind="AssertionError", text="KV cache layout must be blocks-first", at=_UTILS),
+            Failed(
+                kind="AssertionError",
+                text="Attention KV cache layout must be standardized as [num_blocks, num_kv_heads, block_size, "
+                "content_size]",
+                at=_UTILS,
+            ),
+        ),
+        releases={"vllm": ">=0.26,<0.32"},
+        cause="These releases ask the backend for the shape of its KV and take [blocks, heads, tokens, content] only. "
+        "A platform's plugin (Gaudi: vllm-gaudi) or a backend of one's own has another one.",
+        now="the plugin's release that is made for this vLLM (vllm-gaudi with pull 1616); on a GPU one of vLLM's own: "
+        "`--attention-backend FLASH_ATTN`",
+        good="a plugin that fits: check it at each change of vLLM's release",
+        threads=("https://github.com/vllm-project/vllm-gaudi/pull/1616",),
+    ),
+    Problem(
+        code="KVD567",
+        name="sparse-mla-among-all-layers",
+        severity=Severity.CRASH,
+        title="Sparse MLA cannot have all layers in one block (VLLM_KV_CACHE_LAYOUT=BLHNC), and vLLM does not start.",
+        shows=(
+            Failed(
+                kind="AssertionError",
+                within="bind_kv_cache",
+                source="assert self.kv_cache.stride(0) % row_width == 0",
+                at="vllm/model_executor/layers/attention/mla_attention.py",
+            ),
+        ),
+        releases={"vllm": ">=0.32"},
+        cause="The layout puts the KV of all layers side by side. The indexer's rows are narrower than MLA's, so that "
+        "a block is no whole number of rows, which the sparse kernels need. vLLM accepts the setting and asserts late.",
+        now="`unset VLLM_KV_CACHE_LAYOUT`, restart",
+        good="the layout that vLLM takes by itself; no release is known to refuse the setting with a plain word",
+        threads=(f"{_ISSUES}/55431",),
+    ),
+    Problem(
+        code="KVD594",
+        name="two-blocks-look-like-keys-and-values",
+        severity=Severity.CRASH,
+        title="A hybrid model's KV has two blocks, and vLLM cannot tell them from keys and values.",
+        shows=(
+            Failed(
+                kind="AssertionError",
+                text="Fail to determine whether the layout is (2, num_blocks, ...) or (num_blocks, 2, ...)",
+                at="vllm/v1/worker/gpu_model_runner.py",
+            ),
+        ),
+        releases={"vllm": "<0.20"},
+        cause="With attention and state (Mamba, GDN) vLLM turns the KV of attention round, and asserts that it has not "
+        "just 2 blocks. It has when the memory of CUDA graphs is measured with a smallest KV, or when there is hardly "
+        "any memory left for KV.",
+        now="`--enforce-eager`; if it stays, more memory for KV: a larger --gpu-memory-utilization, a smaller "
+        "--max-model-len",
+        fixed={"vllm": "0.20.2"},
+        threads=("https://github.com/vllm-project/vllm/pull/37679",),
+    ),
+)
