@@ -18,7 +18,8 @@ turn has ended keeps its blocks, its next input needs more, and so does a load t
 (`--max-num-seqs`), more blocks, or no asynchronous loading.
 
 ## Releases
-vLLM 0.11.2 to 0.26.0. Read in the source and reported, not shown in the lab.
+vLLM 0.11.2 to 0.26.0. Read in the source and reported, not shown in the lab. With a session also 0.32.0, where the
+lab's fuzzer meets it in one of 1,500 schedules (`locked_out_by_session`) and ends the session.
 
 ## Upstream
 https://github.com/vllm-project/vllm/issues/45388, https://github.com/vllm-project/vllm/pull/44560,
