@@ -7,7 +7,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from kvfix.fixes import stubs
-from kvfix.wrapping import after
+from kvfix.wrapping import after, before
 
 
 def store_nothing(impl: Any, request: Any) -> None:
@@ -23,24 +23,38 @@ def store_nothing(impl: Any, request: Any) -> None:
 
 
 def fix_producer(is_meant: Callable[[Any], Any]) -> Callable[..., Any]:
-    """For `start_load_kv`: what a step saves after it, a kv_producer does not save of the requests that are meant.
+    """For `wait_for_save`: a kv_producer does not save of the requests that are meant.
 
-    By layers, LMCache saves at a layer: a wrapper there would cost time for each. What is loaded needs the tokens, and
-    has them by then.
     is_meant: (metadata of a request) -> whether it is.
     """
+    return before(_store_nothing_of(is_meant), when=lambda impl, *_, **__: impl.kv_role == "kv_producer")
+
+
+def fix_producer_layers(is_meant: Callable[[Any], Any]) -> Callable[..., Any]:
+    """For `start_load_kv`, the same by layers. The first layer begins the saves; a wrapper there would run for each.
+
+    What is loaded needs the tokens of the request, and has them by then.
+    """
+    store_nothing_of = _store_nothing_of(is_meant)
 
     def start_load_kv(impl: Any, answer: Any, *_: Any, **__: Any) -> Any:
+        store_nothing_of(impl)
+        return answer
+
+    return after(start_load_kv, when=lambda impl, *_, **__: impl.use_layerwise and impl.kv_role == "kv_producer")
+
+
+def _store_nothing_of(is_meant: Callable[[Any], Any]) -> Callable[..., None]:
+    def store_nothing_of(impl: Any, *_: Any, **__: Any) -> None:
         for request in impl._parent._get_connector_metadata().requests:
             if request.save_spec and is_meant(request):
                 store_nothing(impl, request)
-        return answer
 
-    return after(start_load_kv, when=lambda impl, *_, **__: impl.kv_role == "kv_producer")
+    return store_nothing_of
 
 
 def producer_stores(hook: Callable[..., Any], adapter: ModuleType, **more: Any) -> bool:
-    """For probes of `start_load_kv`: whether a kv_producer stores 16 tokens of a request that has these attributes."""
+    """For probes of `wait_for_save`: whether a kv_producer stores 16 tokens of a request that has these attributes."""
     import torch  # the adapter has imported it
 
     stored: list[Any] = []
@@ -50,7 +64,5 @@ def producer_stores(hook: Callable[..., Any], adapter: ModuleType, **more: Any) 
     )  # fmt: skip
     vars(request).update(more)
     engine = SimpleNamespace(lookup_unpin=lambda *_: None, store=lambda *_, **__: stored.append(1))
-    impl = stubs.worker_side(adapter, request, lmcache_engine=engine, kv_role="kv_producer")
-    hook(impl, SimpleNamespace(attn_metadata=None))
-    adapter.LMCacheConnectorV1Impl.wait_for_save(impl)
+    hook(stubs.worker_side(adapter, request, lmcache_engine=engine, kv_role="kv_producer"))
     return bool(stored)

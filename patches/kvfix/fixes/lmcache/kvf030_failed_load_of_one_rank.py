@@ -131,7 +131,15 @@ def _saves(impl: Any, meta: Any) -> bool:
 
 
 def fix_worker(adapter: ModuleType) -> Callable[..., Any]:
-    return _worker.fix_producer(lambda request: getattr(request, _STORE_NOTHING, False))
+    return _worker.fix_producer(_is_put_off)
+
+
+def fix_layers(adapter: ModuleType) -> Callable[..., Any]:
+    return _worker.fix_producer_layers(_is_put_off)
+
+
+def _is_put_off(request: Any) -> bool:
+    return getattr(request, _STORE_NOTHING, False)
 
 
 def fix_rollback(scheduler: ModuleType) -> Callable[..., Any]:
@@ -178,7 +186,8 @@ FIX = Fix(
     __doc__,
     targets=(
         LMCACHE_V1.build_connector_meta(broken=">=0.3.9", probe=shows_bug, fix=fix_metadata, place=9),
-        LMCACHE_V1.start_load_kv(broken=">=0.3.9", probe=stores_all_the_same, fix=fix_worker, place=6, helper=True),
+        LMCACHE_V1.wait_for_save(broken=">=0.3.9", probe=stores_all_the_same, fix=fix_worker, place=4, helper=True),
+        LMCACHE_V1.start_load_kv(broken=">=0.3.9", probe=stubs.cannot_tell, fix=fix_layers, place=6, helper=True),
         SCHEDULER._update_requests_with_invalid_blocks(
             broken=">=0.11.2", probe=rollback_is_not_recorded, fix=fix_rollback, place=6, helper=True
         ),

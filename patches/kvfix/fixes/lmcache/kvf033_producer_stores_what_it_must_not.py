@@ -27,7 +27,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from kvfix.fixes import _worker
+from kvfix.fixes import _worker, stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import LMCACHE_V1
 
@@ -36,6 +36,10 @@ _CONFIG = {"lmcache.skip_save": True}
 
 def fix(adapter: ModuleType) -> Callable[..., Any]:
     return _worker.fix_producer(_must_not_be_stored)
+
+
+def fix_layers(adapter: ModuleType) -> Callable[..., Any]:
+    return _worker.fix_producer_layers(_must_not_be_stored)
 
 
 def _must_not_be_stored(request: Any) -> Any:
@@ -51,6 +55,9 @@ def shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
 FIX = Fix(
     __name__,
     __doc__,
-    targets=(LMCACHE_V1.start_load_kv(broken=">=0.3.9", probe=shows_bug, fix=fix, place=5),),
+    targets=(
+        LMCACHE_V1.wait_for_save(broken=">=0.3.9", probe=shows_bug, fix=fix, place=3),
+        LMCACHE_V1.start_load_kv(broken=">=0.3.9", probe=stubs.cannot_tell, fix=fix_layers, place=5, helper=True),
+    ),
     scenarios=("producer-stores-what-it-must-not",),
 )
