@@ -5,11 +5,13 @@ import os
 import subprocess
 import sys
 import tarfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from kvfix_tools.dump import command
@@ -93,6 +95,9 @@ def test_workers_that_are_not_below_it_are_found_by_their_engine(
 
 def test_one_that_does_not_answer_is_found_by_its_stacks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with hanging(tmp_path / "dumps", "deaf") as process:
+        # Until its next function waits, a signal still calls the handler.
+        while psutil.Process(process.pid).status() != psutil.STATUS_SLEEPING:
+            time.sleep(0.01)
         found = dumped(process.pid, tmp_path, capsys)["processes"][0]
     assert "no answer in 5 s: " in found["recorder"]
     assert "start_load_kv" in found["hook"] or " " in found["stacks"]
