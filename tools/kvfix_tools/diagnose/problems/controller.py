@@ -7,6 +7,7 @@ from kvfix_tools.diagnose.problems import Failed, Logged, Problem
 
 _LMCACHE = "https://github.com/LMCache/LMCache/"
 _WORKER = "lmcache/v1/cache_controller/worker.py"
+_SENDER = "lmcache/v1/cache_controller/full_sync_sender.py"
 _MANAGER = "lmcache/v1/cache_controller/controller_manager.py"
 
 PROBLEMS = (
@@ -117,5 +118,28 @@ PROBLEMS = (
         "restart the engines; or no check in the controller: lmcache_controller without --health-check-interval",
         good="keep it so: heartbeats are off by default in every release up to 0.5.6 (pull request 4808 is open)",
         threads=(f"{_LMCACHE}pull/4808",),
+    ),
+    Problem(
+        code="KVD729",
+        name="controller-index-incomplete",
+        severity=Severity.SLOW,
+        title="The controller's index of chunks is not complete: kvaware routing and P2P miss what is cached.",
+        shows=(
+            Logged("Failed to start full sync after <count> attempts", _SENDER),
+            Logged("FullSyncStart not accepted, attempt <count>, error: <error>", _SENDER),
+            Logged("Max resend attempts reached (<count>), giving up on missing batches: <batches>", _SENDER),
+            Logged("Full sync status poll timeout, exiting freeze mode anyway", _SENDER),
+            Logged("Error during full sync: <error>", _SENDER),
+            Logged("Marked sync as failed for worker <worker>: reason=<error>"),
+            Logged("KV batch sequence out of order detected: key=<key>, expected_seq=<one>, actual_seq=<other>, gap="),
+        ),
+        releases={"lmcache": ">=0.3.12"},
+        sure=False,
+        cause="Workers report chunks in numbered batches, and send all of them anew (full sync) when the controller "
+        "has lost its state. Batches were lost: the controller was restarted or is too slow, its ports are not all "
+        "reached, or it is of another LMCache release. While it sends, a worker stores and evicts nothing (freeze).",
+        now="the same LMCache release in controller and engines, all of the controller's ports (pull, reply, "
+        "heartbeat) published, lmcache_worker_heartbeat_time: 10; then restart the controller and after it the engines",
+        good="the same; a gap once in a while is repaired by the next full sync",
     ),
 )
