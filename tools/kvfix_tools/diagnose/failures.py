@@ -15,6 +15,7 @@ _ECHOES = (
     "EngineDeadError", "EngineGenerateError", "EngineCore encountered an issue", "EngineCore died",
     "Engine core initialization failed", "WorkerProc initialization failed", "cancelled", "Executor failed",
     "Worker failed with error", "CancelledError", "KeyboardInterrupt", "SystemExit", "BrokenPipeError",
+    "collective_rpc should not be called on follower node",
 )  # fmt: skip
 #: What an engine says when it is dead.
 _DEAD = re.compile(

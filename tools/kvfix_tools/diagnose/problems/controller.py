@@ -7,6 +7,8 @@ from kvfix_tools.diagnose.problems import Failed, Logged, Problem
 
 _LMCACHE = "https://github.com/LMCache/LMCache/"
 _WORKER = "lmcache/v1/cache_controller/worker.py"
+_SENDER = "lmcache/v1/cache_controller/full_sync_sender.py"
+_MANAGER = "lmcache/v1/cache_controller/controller_manager.py"
 
 PROBLEMS = (
     Problem(
@@ -69,5 +71,75 @@ PROBLEMS = (
         now="lmcache_worker_ports: [8700, 8701, ...], one for each rank (tensor times pipeline parallel size) or for "
         "each of lmcache_worker_ids",
         good="the same list",
+    ),
+    Problem(
+        code="KVD695",
+        name="controller-cannot-read-messages",
+        severity=Severity.SLOW,
+        title="The controller cannot read what a worker sends: its index loses chunks, and kvaware routing misses.",
+        shows=(
+            Logged("Error handling heartbeat request: <error>", _MANAGER),
+            Logged("Error handling request message: <error>", _MANAGER),
+            Logged("Invalid ROUTER message format, expected >= 3 frames, got <error>", _MANAGER),
+            Logged("Invalid heartbeat ROUTER message format, expected >= 3 frames, got <error>", _MANAGER),
+            Failed(kind="ValidationError", text="<error>", within="controller_manager.py:handle_batched_push_request"),
+            Failed(kind="DecodeError", text="<error>", within="controller_manager.py:handle_batched_push_request"),
+            Failed(kind="ValidationError", text="<error>", within="controller_manager.py:handle_batched_req_request"),
+            Failed(kind="ValidationError", text="<error>", within="controller_manager.py:handle_heartbeat_request"),
+        ),
+        sentence="it stumbles over {error}",
+        releases={"lmcache": ">=0.3.12"},
+        sure=False,
+        cause="Messages carry no version, so controller (the router's image in vLLM's production stack) and workers "
+        "have to be of one LMCache release; the sockets are others from 0.3.12 on. With one release on both sides the "
+        "cause is not known: issue 3628 is open. A batch that cannot be read (handle_batched_push_request) ends that "
+        "handler, and the index gets no chunk any more.",
+        now="compare `pip show lmcache` in the router's or controller's image with the engines', put the same release "
+        "into both, restart the controller first and then the engines",
+        good="one LMCache release on both sides; no release up to 0.5.6 is known to be right where they are the same",
+        threads=(f"{_LMCACHE}issues/3628", "https://github.com/vllm-project/production-stack/pull/1062"),
+    ),
+    Problem(
+        code="KVD697",
+        name="controller-drops-silent-workers",
+        severity=Severity.SLOW,
+        title="The controller drops a worker that sends no heartbeat: its chunks are no longer found.",
+        shows=(
+            Logged(
+                "Worker <worker> last heartbeat time: <last>, current time: <now>, more than <limit> seconds", _MANAGER
+            ),
+        ),
+        sentence="{worker} was dropped after {limit} seconds",
+        releases={"lmcache": ">=0.3.10"},
+        cause="Workers send heartbeats only if lmcache_worker_heartbeat_time is set, and it is not by default; the "
+        "controller's check drops whoever is silent longer than its lmcache_worker_timeout. vLLM's production stack "
+        "turns that check on. A worker with heartbeats that is dropped has died, or does not reach the controller.",
+        now="lmcache_worker_heartbeat_time: 10 in the engines' configuration (LMCACHE_LMCACHE_WORKER_HEARTBEAT_TIME), "
+        "restart the engines; or no check in the controller: lmcache_controller without --health-check-interval",
+        good="keep it so: heartbeats are off by default in every release up to 0.5.6 (pull request 4808 is open)",
+        threads=(f"{_LMCACHE}pull/4808",),
+    ),
+    Problem(
+        code="KVD729",
+        name="controller-index-incomplete",
+        severity=Severity.SLOW,
+        title="The controller's index of chunks is not complete: kvaware routing and P2P miss what is cached.",
+        shows=(
+            Logged("Failed to start full sync after <count> attempts", _SENDER),
+            Logged("FullSyncStart not accepted, attempt <count>, error: <error>", _SENDER),
+            Logged("Max resend attempts reached (<count>), giving up on missing batches: <batches>", _SENDER),
+            Logged("Full sync status poll timeout, exiting freeze mode anyway", _SENDER),
+            Logged("Error during full sync: <error>", _SENDER),
+            Logged("Marked sync as failed for worker <worker>: reason=<error>"),
+            Logged("KV batch sequence out of order detected: key=<key>, expected_seq=<one>, actual_seq=<other>, gap="),
+        ),
+        releases={"lmcache": ">=0.3.12"},
+        sure=False,
+        cause="Workers report chunks in numbered batches, and send all of them anew (full sync) when the controller "
+        "has lost its state. Batches were lost: the controller was restarted or is too slow, its ports are not all "
+        "reached, or it is of another LMCache release. While it sends, a worker stores and evicts nothing (freeze).",
+        now="the same LMCache release in controller and engines, all of the controller's ports (pull, reply, "
+        "heartbeat) published, lmcache_worker_heartbeat_time: 10; then restart the controller and after it the engines",
+        good="the same; a gap once in a while is repaired by the next full sync",
     ),
 )

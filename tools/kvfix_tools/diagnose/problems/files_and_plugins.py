@@ -97,6 +97,24 @@ PROBLEMS = (
         good="keep it so: the set-up was wrong, and no release changes that",
     ),
     Problem(
+        code="KVD698",
+        name="disk-folder-made-twice",
+        severity=Severity.CRASH,
+        title="Several workers make LMCache's disk folder at the same time, and all but one die of it.",
+        shows=(
+            Failed(
+                kind="FileExistsError", text="[Errno 17] File exists: '<path>'", within="local_disk_backend.py:__init__"
+            ),
+        ),
+        sentence="{path} was made by another worker in between",
+        releases={"lmcache": "<0.4.4"},
+        cause="LocalDiskBackend asks whether the folder exists and makes it if not, in two steps. With tensor "
+        "parallelism two workers stand between them. It happens once, at the first start: the folder is there now.",
+        now="mkdir -p the folder of local_disk before vLLM starts (new volume: an init container), or just restart",
+        fixed={"lmcache": "0.4.4"},
+        threads=("https://github.com/LMCache/LMCache/issues/2486",),
+    ),
+    Problem(
         code="KVD961",
         name="evicted-file-is-gone",
         severity=Severity.CRASH,

@@ -11,6 +11,11 @@ _MP = (
     "0.5.2 or newer and LMCACHE_USE_UPSTREAM_MP unset; the server of the same LMCache release"
 )
 _NATIVE = ("multi_process_adapter.py", "vllm_v1_adapter.py", "utils.py")
+#: What vLLM hands to a connector.
+_VLLM_OBJECTS = (
+    "CachedRequestData", "NewRequestData", "SchedulerOutput", "Request", "VllmConfig", "ParallelConfig", "ModelConfig",
+    "CacheConfig", "KVTransferConfig", "KVCacheConfig", "KVCacheBlocks", "ForwardContext", "SamplingParams",
+)  # fmt: skip
 #: Modules that LMCache imports for one of its backends, or for its server.
 _OPTIONAL = (
     "cupy", "redis", "glide", "glide_sync", "valkey", "aiofile", "aiofiles", "boto3", "awscrt", "infinistore",
@@ -123,8 +128,12 @@ PROBLEMS = (
         code="KVD725",
         name="lmcache-of-another-vllm",
         severity=Severity.CRASH,
-        title="LMCache imports from vLLM what this vLLM does not have.",
+        title="LMCache asks for what this vLLM does not have: the two releases do not go together.",
         shows=(
+            *(
+                Failed(kind="AttributeError", text=f"'{name}' object has no attribute '", within="lmcache/")
+                for name in _VLLM_OBJECTS
+            ),
             Failed(text="from 'vllm.utils", within="lmcache/"),
             Failed(text="from 'vllm.config", within="lmcache/"),
             Failed(text="from 'vllm.attention", within="lmcache/"),
@@ -136,10 +145,11 @@ PROBLEMS = (
             Failed(text="No module named 'vllm.sequence", within="lmcache/"),
             Failed(text="No module named 'vllm.model_executor", within="lmcache/"),
         ),
-        cause="The two releases do not go together: vLLM has moved or dropped it. CacheBlend's attention code "
+        cause="vLLM has moved, renamed or dropped it, or has it only later. CacheBlend's attention code "
         "(lmcache/v1/compute) is the first to break; the connector itself (LMCacheConnectorV1) of LMCache 0.3.9 and "
-        "newer imports with vLLM 0.32.",
-        now="without `enable_blending` if the traceback goes through lmcache/v1/compute; else LMCache 0.3.9 or newer",
+        "newer imports with vLLM 0.32. Builds of LMCache from source follow the newest vLLM (resumed_req_ids: 0.11.1).",
+        now="without `enable_blending` if the traceback goes through lmcache/v1/compute; else a release of LMCache, "
+        "0.3.10 or newer, in place of a build from source",
         good="a pair that was released together: the image lmcache/vllm-openai:<LMCache's release> names its vLLM",
     ),
     Problem(

@@ -213,15 +213,37 @@ PROBLEMS = (
             Logged("L1Manager: finish read on non-existing key <key>, potential inconsistent data might be read"),
             Logged("L1Manager: finish read on non-read-locked key <key>, potential inconsistent data might be read"),
             Logged("L1Manager: finish write on non-write-locked key <key>, potential inconsistent data"),
+            Logged("L1Manager: finish read on write-locked key <key>, potential inconsistent data might be read"),
+            Logged("L1Manager: finish write on read-locked key <key>, potential inconsistent data might be written"),
+            Logged("whose write reservation expired, potential inconsistent data might be written"),
+            Logged("L1Manager: write reservation on key <key> (tag <tag>) expired; handing the buffer to a new writer"),
         ),
         releases={"lmcache": ">=0.3.14"},
-        cause="A lookup locks chunks for --l1-read-ttl-seconds (300); the request waited longer in vLLM's queue, or "
-        "the locks were released twice. Once in a while after an abort it is harmless.",
-        now="--l1-read-ttl-seconds 1800 and a larger --l1-size-gb for the server, fewer waiting requests; restart the "
-        "server, then vLLM",
+        cause="A lookup locks chunks for --l1-read-ttl-seconds (300), a store for --l1-write-ttl-seconds (600); the "
+        "request waited longer in vLLM's queue, the store (or load from L2) took longer, or the locks were released "
+        "twice. Once in a while after an abort it is harmless.",
+        now="--l1-read-ttl-seconds 1800 (for writes --l1-write-ttl-seconds 1800) and a larger --l1-size-gb for the "
+        "server, fewer waiting requests; restart the server, then vLLM",
         good="kvfix run -- CMD for what releases locks wrongly (KVF105, KVF114, KVF116); no release is right in all of "
         "it",
         sure=False,
+    ),
+    Problem(
+        code="KVD699",
+        name="pickled-store-is-empty",
+        severity=Severity.SLOW,
+        title="A client sends no KV with its stores: it believes in shared memory that the server does not have.",
+        shows=(Failed(kind="EOFError", text="Ran out of input", within="server_transfer.py:commit_store"),),
+        sentence="a store came without its data",
+        releases={"lmcache": ">=0.4.7"},
+        sure=False,
+        cause="With engine_driven transfers the client writes into the server's shared memory, or sends pickled KV "
+        "where there is none. --l1-use-lazy, the default, silently leaves out the memory of --shm-name. Known of "
+        "`lmcache bench server --mode cpu`, and of a server that was restarted with other options than before.",
+        now="--no-l1-use-lazy with --shm-name for the server (/dev/shm larger than --l1-size-gb), or no --shm-name at "
+        "all; restart the server, then its clients",
+        good="the same: no release up to 0.5.6 refuses the two options together",
+        threads=(_LMCACHE + "issues/4811", _LMCACHE + "pull/4812"),
     ),
     Problem(
         code="KVD939",

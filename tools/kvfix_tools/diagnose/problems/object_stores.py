@@ -141,10 +141,14 @@ PROBLEMS = (
             Logged("CuFile read failed for <path>: "),
             Logged("Error saving <path>: "),
             Logged("Error loading <path>: ret: "),
+            Failed(kind="RuntimeError", text="cuFileHandleRegister failed (cuFile err="),
+            Failed(kind="RuntimeError", text="cuFileWrite failed (cuFile err="),
+            Failed(kind="RuntimeError", text="cuFileRead failed (cuFile err="),
         ),
         connectors=_IN_PROCESS,
         cause="cuFile refuses the file system (overlay, NFS without RDMA, tmpfs), nvidia-fs is not loaded, or the "
-        "folder is full or read-only: the error at the end says which.",
+        "folder is full or read-only: the error at the end says which. cuFile's numbers: 5001 no driver, 5007 and 5008 "
+        "platform or file system, 5010 and 5033 nvidia-fs, 5018 to 5020 kind or mode of the file, 5030 within cuFile.",
         now="extra_config: {use_cufile: false} (LMCache 0.4.4 and newer: use_gds: false), which reads and writes "
         "through the page cache; /usr/local/cuda/gds/tools/gdscheck -p",
         good="a file system that gdscheck lists as supported; else local_disk",

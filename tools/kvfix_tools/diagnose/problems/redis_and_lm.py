@@ -62,12 +62,18 @@ PROBLEMS = (
         sentence="the store closed the connection while a chunk was written",
         connectors=_IN_PROCESS,
         cause="The store's process ended: look whether its pod says OOMKilled. lmcache_server (lm://) evicts nothing "
-        "in any release, so it grows until its memory limit; and an lm:// connector does not connect anew.",
+        "in any release, so it grows until its memory limit; and an lm:// connector does not connect anew. Or lm:// "
+        "points at `lmcache server`, the multi-process one, which hangs up on it after 30 seconds.",
         now="restart the store with more memory, then vLLM; or remote_url: redis://HOST:6379 with Redis set to "
-        "maxmemory 50gb and maxmemory-policy allkeys-lru",
+        "maxmemory 50gb and maxmemory-policy allkeys-lru; with lm:// start `lmcache_server HOST PORT`, one word, while "
+        "`lmcache server` wants LMCacheMPConnector without a remote_url",
         good="no release of lmcache_server evicts: Redis or Valkey with a limit, or `lmcache server --l1-size-gb 50 "
         "--eviction-policy LRU` with LMCacheMPConnector",
-        threads=("https://github.com/vllm-project/production-stack/issues/923", _LMCACHE + "issues/900"),
+        threads=(
+            "https://github.com/vllm-project/production-stack/issues/923",
+            _LMCACHE + "issues/900",
+            _LMCACHE + "issues/4213",
+        ),
     ),
     Problem(
         code="KVD872",

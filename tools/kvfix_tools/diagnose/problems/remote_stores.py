@@ -10,6 +10,7 @@ _IN_PROCESS = ("LMCacheConnectorV1", "MultiConnector")
 _REMOTE = "lmcache/v1/storage_backend/remote_backend.py"
 _CONNECTORS = "lmcache/v1/storage_backend/connector"
 _SCHEMES = "redis://, rediss://, unix://, redis-sentinel://, valkey://, lm://, s3://, fs://, mooncakestore://, ..."
+_CHECK = "lmcache/v1/health_monitor/checks/remote_backend_check.py"
 
 PROBLEMS = (
     Problem(
@@ -182,11 +183,20 @@ PROBLEMS = (
             Logged("LMCache is unhealthy, skipping store operation", "lmcache/v1/cache_engine.py"),
             Logged("LMCache is unhealthy, skipping retrieve operation", "lmcache/v1/cache_engine.py"),
             Logged("LMCache is unhealthy, skipping lookup operation", "lmcache/v1/cache_engine.py"),
+            Logged("Health check failed: <check>", "lmcache/v1/health_monitor/base.py"),
+            Logged("Ping failed with error code: <error>", _CHECK),
+            Logged("Ping timeout", _CHECK),
+            Logged("Ping error: <error>", _CHECK),
+            Logged("Put timeout, check failed.", _CHECK),
+            Logged("Put error, check failed: <error>", _CHECK),
+            Logged("Get failed, the return value is None, check failed.", _CHECK),
+            Logged("Detected <count> get blocking failed in interval, threshold: <limit>", _CHECK),
         ),
         connectors=_IN_PROCESS,
         releases={"lmcache": ">=0.3.13"},
         cause="The remote store was pinged in vain, or LMCache failed to start (`marked as init failed` at the log's "
-        "beginning). All loads and stores are left out until a ping succeeds; after a failed start, for ever.",
+        "beginning). All loads and stores are left out until a ping succeeds; after a failed start, for ever. `get "
+        "blocking failed`: loads of the store ran into blocking_timeout_secs (10), so it is too slow or has lost keys.",
         now="bring the store at remote_url up; after a failed start put right what its first ERROR says and restart",
         good="keep it so: the set-up was wrong, and no release changes that; extra_config fallback_policy: local_cpu "
         "keeps the CPU cache in use",

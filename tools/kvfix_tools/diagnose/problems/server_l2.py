@@ -80,6 +80,46 @@ PROBLEMS = (
         threads=(_LMCACHE + "issues/4991", _LMCACHE + "pull/5119"),
     ),
     Problem(
+        code="KVD700",
+        name="l2-backend-fails",
+        severity=Severity.SLOW,
+        title="The server's L2 backend fails at stores, lookups or loads: these chunks are computed again.",
+        shows=tuple(
+            Logged(text)
+            for text in (
+                "RawBlockL2Adapter store task <task> failed: <error>",
+                "RawBlockL2Adapter lookup task <task> failed: <error>",
+                "RawBlockL2Adapter load task <task> failed: <error>",
+                "HFBucketL2Adapter store task failed",
+                "HFBucketL2Adapter store task partially failed",
+                "HFBucketL2Adapter lookup task failed",
+                "HFBucketL2Adapter load task failed",
+                "Batch download from hfbucket raised: <error>",
+                "BigtableL2Adapter connection error (<count>): <error>",
+                "BigtableL2Adapter disabled after <count> consecutive failures",
+                "BigtableL2Adapter store failed: <error>",
+                "BigtableL2Adapter lookup failed: <error>",
+                "BigtableL2Adapter load failed: <error>",
+                "SageMaker HyperPod store failed: <error>",
+                "SageMaker HyperPod lookup failed: <error>",
+                "SageMaker HyperPod load failed: <error>",
+                "SageMaker HyperPod shared-memory load failed: <error>",
+                "ai-toolkit circuit opened after <count> consecutive failures",
+                "DAX L2 store failed for key <key>",
+                "DAX L2 lookup failed",
+                "DAX L2 load failed",
+            )
+        ),
+        releases={"lmcache": ">=0.4.5"},
+        sure=False,
+        cause="The error after the colon, or the traceback's last line below it, decides: the backend is not reached, "
+        "refuses the credentials, is full, or the device or its /dev/shm is not the server's container's. Bigtable "
+        "and SageMaker's daemon are left alone after some failures in a row; then the server works with L1 only.",
+        now="put right what the error says: address, credentials, room on the device, hostIPC or /dev/shm for "
+        "SageMaker's ai-toolkit, and restart the server (one with Bigtable does not come back to it by itself)",
+        good="keep it so: the set-up was wrong, and no release changes that",
+    ),
+    Problem(
         code="KVD929",
         name="l2-s3-fails",
         severity=Severity.SLOW,
@@ -123,6 +163,8 @@ PROBLEMS = (
             Logged("Valkey GET failed (batch=<batch>, idx=<index>): ", _VALKEY),
             Logged("Valkey EXISTS failed (batch=<batch>, idx=<index>): ", _VALKEY),
             Logged("dispatch failed after <done>/<all> keys (task_id=<task>): ", _VALKEY),
+            Logged("Valkey GET unexpected error (batch=<batch>, idx=<index>): ", _VALKEY),
+            Logged("Valkey EXISTS unexpected error (batch=<batch>, idx=<index>): ", _VALKEY),
         ),
         releases={"lmcache": ">=0.5.2"},
         cause="The error at the end decides: request_timeout too short for chunks of several MB, the server's "
