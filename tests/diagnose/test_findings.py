@@ -90,6 +90,11 @@ def without_hits() -> dict[str, list[str]]:
             lookups(1, 26), lookups(2, 14), worker() + lookups(1, 900) + stores(1) + asked(NEWEST, 900, 0, 0, 0, "x"),
         ],
         "KVD328": [logged("0.3.9", "hash_seed", which="Centralized") + lookups(1, 900) + stores(1)],
+        "KVD424": [logged(release, "hash_seed", which="P/D Disaggregation") for release in ("0.3.9", NEWEST)],
+        "KVD430": [logged("0.3.13", "lookup_timeout", 1, "Resource temporarily unavailable")],
+        # A hit that vLLM has as well, all of it or all but a few tokens; the other way round, whole chunks.
+        "KVD431": [asked("0.3.10", 836, 832, 768, -64), lookups(1, 900) + asked(NEWEST, 900, 509, 512, 3, "x")],
+        "KVD432": [asked("0.3.10", 7283, 400, 0, -400), lookups(2, 900, computed=512)],
         "KVD539": [
             vllm("draft_groups", groups, release="0.26.0") for groups in ("[0, 1, 2, 3]", "[0, 1]")
         ],

@@ -120,3 +120,10 @@ def test_a_group_of_exceptions_is_what_its_members_are() -> None:
     assert found.sentence.startswith("ConnectionError: no store")
     (cut,) = diagnosed(log.partition("  +-+--")[0].encode()).findings
     assert cut.sentence.startswith("ExceptionGroup: two loads")
+
+
+def test_an_exception_below_a_long_line_is_none_of_its_pieces() -> None:
+    """What is pasted without its traceback: the longest line is not one that a terminal has cut."""
+    log = b"WARNING 05-06 00:00:00 [config.py:1297] Turning off hybrid kv cache manager\nValueError: no memory\n"
+    (found,) = diagnosed(log).findings
+    assert found.rule.code == "KVD199"

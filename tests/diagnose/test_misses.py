@@ -88,6 +88,14 @@ def misses() -> list[tuple[str, str]]:
         ("KVD327", lookups(2, 26) + stores(1) * 60),
         ("KVD328", SEED + lookups(1, 900) + stores(1)),
         ("KVD328", logged("0.3.9", "hash_seed", which="Centralized") + asked(NEWEST, 900, 0, 512, 512, "x")),
+        ("KVD424", logged("0.3.9", "hash_seed", which="Centralized")),
+        ("KVD430", logged(NEWEST, "lookup_timeout", 1, "Resource temporarily unavailable") * 3),
+        ("KVD430", logged(NEWEST, "lookup_timeout", 1, "Resource temporarily unavailable") + stores(60)),
+        # One hit goes beyond what vLLM has; a part that is worth a load.
+        ("KVD431", asked(NEWEST, 900, 768, 768, 0, "a") + asked(NEWEST, 900, 0, 512, 512, "b")),
+        ("KVD431", asked(NEWEST, 900, 256, 768, 512, "a")),
+        ("KVD432", lookups(2, 900, computed=128)),
+        ("KVD432", lookups(2, 900, computed=512) + asked(NEWEST, 900, 0, 512, 512, "x")),
         ("KVD329", logged(NEWEST, "peer_asked", NOWHERE) + asked(NEWEST, 900, 0, 512, 512, "x")),
         ("KVD329", logged(NEWEST, "peer_asked", "('engine_2', 'LocalCPUBackend', 4, '10.0.0.2:8200')")
          + logged(NEWEST, "peer_asked", NOWHERE)),

@@ -132,3 +132,27 @@ def _stands(part: str, text: str) -> bool:
     """Whatever the quotes and the line breaks."""
     plain, own = (re.sub(r"\s+", "", each).replace('"', "'") for each in (part, text))
     return plain in own
+
+
+def test_a_value_in_between_may_be_a_whole_key() -> None:
+    """As LMCache prints a CacheEngineKey, with a model that lies below a long path."""
+    key = f"CacheEngineKey(model_name='/root/{'models/' * 30}', world_size=1, worker_id=0, request_configs=None)"
+    text = f"Put task failed for key {key}: [Errno 32] Broken pipe"
+    assert len(key) > 200
+    assert "KVD866" in codes(diagnose(LMCACHE.format(level="ERROR", text=text)))
+
+
+def test_infinistore_speaks_with_its_own_logger() -> None:
+    """spdlog: the level stands in brackets, in small letters. What is no error of InfiniStore's says nothing."""
+    line = "[2026-05-15 13:45:30.060] [{who}] [{level}] [rdma.cpp:118] GID is all zero\n"
+    assert codes(diagnose(line.format(who="infini", level="error"))) == ["KVD462"]
+    assert codes(diagnose(line.format(who="infini", level="info"))) == []
+    assert codes(diagnose(line.format(who="other", level="info"))) == []
+
+
+def test_cann_speaks_of_its_errors_in_brackets() -> None:
+    """CANN's plog, which HCCL and the runtime also print: the level in brackets, then the module with its process."""
+    line = "[{level}] RUNTIME(471,):2026-05-16-03:10:19.924.639 [memory.cpp:61]471 desc=[{text}]\n"
+    text = "the current capture mode does not support this operation"
+    assert codes(diagnose(line.format(level="ERROR", text=text))) == ["KVD121"]
+    assert codes(diagnose(line.format(level="EVENT", text=text))) == []

@@ -24,10 +24,13 @@ _SECOND, STAMP = len(b"2026-11-21 01:41:27"), len(b"2026-11-21 01:41:27,007")
 #: `ERROR 12-03 01:24:36 [core.py:844] `, and whose it is: `(EngineCore_DP0 pid=7703) `, `(VllmWorker rank=0 pid=31) `.
 _VLLM = re.compile(rb"(DEBUG|INFO|WARNING|ERROR|CRITICAL) +\d\d-\d\d \d\d:\d\d:\d\d(?:\.\d+)? \[?([^\[\]\s]*:\d+)\] ?")
 _PROCESS = re.compile(rb"\((\w+)(?: rank=(\d+))?[^()\n]{0,40}? ?pid=(\d+)\)")
-#: Levels of other loggers: logging's own format, uvicorn, glog (Mooncake, NIXL), UCX; and what argparse says.
+#: Levels of other loggers: logging's own format, uvicorn, glog (Mooncake, NIXL), UCX, spdlog (InfiniStore); and what
+#: argparse says.
 _OTHER = re.compile(
     rb"(?:^|[\s\]|])(?:(?P<level>WARNING|WARN|ERROR|CRITICAL|FATAL)\b[\s:\]-]"
-    rb"|(?P<glog>[WEF])(?:\d{4}){1,2} \d\d:\d\d:\d\d|(?P<usage>error): (?:argument|unrecognized|the following) )"
+    rb"|(?P<glog>[WEF])(?:\d{4}){1,2} \d\d:\d\d:\d\d|\[infini\] \[(?P<spdlog>warning|error|critical)\]"
+    rb"|\[(?P<cann>ERROR)\] [A-Z]{2,12}\(\d"
+    rb"|(?P<usage>error): (?:argument|unrecognized|the following) )"
 )
 _LEVELS = {b"W": "warning", b"E": "error", b"F": "critical", b"WARN": "warning", b"FATAL": "critical"}
 MILLISECONDS = {b"%03d" % number: number / 1000 for number in range(1000)}
@@ -35,7 +38,7 @@ MILLISECONDS = {b"%03d" % number: number / 1000 for number in range(1000)}
 _DIED = re.compile(
     rb"(?P<what>Segmentation fault|Segfault encountered|SIGSEGV|SIGABRT|SIGBUS|Bus error|oom-kill|OOMKilled"
     rb"|Out of memory: Killed process \d+|(?:^|\s)Killed\s*(?:process \d+|$)|terminate called"
-    rb"|exit code:? -(?:6|7|9|11)\b|symbol lookup error|Assertion [`'][^\n]{1,300}' failed"
+    rb"|exit code:? -(?:6|7|9|11)\b|symbol lookup error|Assertion [`'](?:[^\n]{1,300}' failed|index out of bounds)"
     rb"|Memory access fault by GPU|Illegal instruction|Aborted\s*\(core dumped\)|(?:^|\s)Aborted\s*$"
     rb"|[cC]ode:?\s+137\b|double free or corruption|free\(\): invalid|malloc\(\): |corrupted (?:size vs|double-linked))"
 )
@@ -117,7 +120,7 @@ class Other:
         other = _OTHER.search(self._text)
         if other is None:
             return ""
-        name = other["level"] or other["glog"] or other["usage"]
+        name = other["level"] or other["glog"] or other["spdlog"] or other["cann"] or other["usage"]
         return _LEVELS.get(name, name.decode().lower())
 
     @cached_property

@@ -124,7 +124,10 @@ def lookups_not_answered(log: Diagnosis, line: LogLine) -> Answer | None:
     if log.counts["lookup_timeout"] < 3:
         return None
     rank = line.fields["rank"]
-    return Answer(f"rank {rank} did not answer a lookup in time", request="")
+    elsewhere = (
+        "" if str(rank) == "0" else "; on another node it never will: lookup_server_worker_ids: [0] asks rank 0 alone"
+    )
+    return Answer(f"rank {rank} did not answer a lookup in time{elsewhere if str(rank) != '0' else ''}", request="")
 
 
 @finding("KVD207", "worker-without-lmcache", Severity.HANG, on=["degraded"])

@@ -35,6 +35,10 @@ class Lookups:
         #: Most tokens that vLLM's own prefix cache had of a request.
         self.local = 0
         self.hits = self.loads = self.below = self.most = self.least = 0
+        #: Hits of which vLLM itself had a part, and the most tokens that were to be loaded of one of them.
+        self.doubled = self.missing = 0
+        #: Most tokens that vLLM itself had of a prompt of which LMCache had none.
+        self.ahead = 0
         self.stored = 0
         self.askers: set[str] = set()
         self.storers: set[str] = set()
@@ -69,6 +73,12 @@ def _note_asked(log: Diagnosis, line: LogLine) -> None:
     kept.totals[f["total"]] += 1
     kept.askers.add(line.process)
     kept.hits += f["hit"] > 0
+    need = f.get("need") or 0
+    if f["hit"] > need and f["hit"]:
+        kept.doubled += 1
+        kept.missing = max(kept.missing, need)
+    if not f["hit"]:
+        kept.ahead = max(kept.ahead, f.get("computed") or -need)
     if f.get("least") is not None and f["hit"] > 0:
         kept.below += 1
         kept.least, kept.most = f["least"], max(kept.most, f["hit"])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvfix_tools.diagnose.findings import Answer, Severity, finding
+from kvfix_tools.diagnose.findings import Answer, Severity, finding, note
 from kvfix_tools.diagnose.findings.lookups import CHUNK, ENOUGH, lookups_of
 from kvfix_tools.diagnose.findings.memory import PASTE
 
@@ -13,17 +13,26 @@ if TYPE_CHECKING:
     from kvfix_tools.diagnose.log_line import LogLine
 
 
+#: Findings that say nothing about what was looked up.
+_ASIDE = frozenset({"KVD424"})
+
+
+def _is_short(log: Diagnosis) -> bool:
+    return all(found.rule.code in _ASIDE for found in log.findings) and log.counts.total() <= PASTE
+
+
 def _is_paste(log: Diagnosis) -> bool:
-    return not log.hit and not log.findings and log.counts.total() <= PASTE
+    return not log.hit and _is_short(log)
 
 
 @finding("KVD327", "no-hit-in-a-paste", Severity.RISK, on=[""])
 def no_hit_in_a_paste(log: Diagnosis, line: LogLine) -> Answer | None:
     """A few lookups, none of which finds anything: too few to tell why.
 
-    Cause: in this order. A prompt is found from its second request on. One of fewer tokens than `chunk_size` (256) is
-    not stored from 0.3.11 on (`save_unfull_chunk` is false). Else the processes hash differently: PYTHONHASHSEED is not
-    set, so what a worker or another engine stored is not found; up to 0.3.15 on Python 3.11 and older not even with it.
+    Cause: in this order. A prompt is found from its second request on, and after a restart from its second on again:
+    files of `local_disk` are not read at a start. One of fewer tokens than `chunk_size` (256) is not stored from 0.3.11
+    on (`save_unfull_chunk` is false). Else the processes hash differently: PYTHONHASHSEED is not set, so what a worker
+    or another engine stored is not found; up to 0.3.15 on Python 3.11 and older not even with it.
 
     Setting: `export PYTHONHASHSEED=0` before every vLLM process (each engine, and the controller) or
     `pre_caching_hash_algorithm: sha256_cbor`, restart; then a prompt of more than `chunk_size` tokens, sent twice.
@@ -33,7 +42,7 @@ def no_hit_in_a_paste(log: Diagnosis, line: LogLine) -> Answer | None:
     Normal: the first request with each prompt.
     """
     kept = lookups_of(log)
-    if not 0 < kept.number < ENOUGH or not _is_paste(log):
+    if not 0 < kept.number < ENOUGH or not _is_paste(log) or kept.ahead >= (kept.chunk or CHUNK):
         return None
     twice = max((total for total, times in kept.totals.items() if times > 1), default=0)
     short = kept.longest < (kept.chunk or CHUNK)
@@ -84,3 +93,94 @@ def peers_unknown_in_a_paste(log: Diagnosis, line: LogLine) -> Answer | None:
     if not kept.empty or log.counts["peer_asked"] > kept.empty or not few or not _is_paste(log):
         return None
     return Answer(f"the controller was asked {kept.empty} times and knew no peer", request="", verdict="unknown")
+
+
+@finding("KVD424", "pd-without-hash-seed", Severity.RISK, on=["hash_seed"])
+def pd_without_hash_seed(log: Diagnosis, line: LogLine) -> Answer | None:
+    """LMCache's PD mode runs without PYTHONHASHSEED: decode may not find what prefill sends.
+
+    Cause: each process begins its hashes with a random number, so the keys under which prefill sends its chunks are not
+    those for which decode looks: no hit, and the receiver's buffer fills up.
+
+    Setting: `export PYTHONHASHSEED=0` before `vllm serve` on prefill and on decode, and restart both; or
+    `pre_caching_hash_algorithm: sha256_cbor` on both.
+
+    Good: the same, in every unit file and container; LMCache 0.4.1 or newer on Python 3.11 and older.
+
+    Normal: the line comes with every hash algorithm.
+    """
+    if not line.fields["why"].startswith("P/D"):
+        return None
+    return Answer("enable_pd, and PYTHONHASHSEED is not set", request="", verdict="unknown")
+
+
+@note("lookup_timeout")
+def _note_timeout(log: Diagnosis, line: LogLine) -> None:
+    log.memory["lookup_timeout"] = (line.fields["rank"], line.evidence)
+
+
+@finding("KVD430", "lookup-unanswered-in-a-paste", Severity.SLOW, on=[""])
+def lookup_unanswered_in_a_paste(log: Diagnosis, line: LogLine) -> Answer | None:
+    """A worker did not answer a lookup, as far as these few lines show.
+
+    Cause: in this order. The rank runs on another node: lookups go over sockets of one machine (`ipc://`), so a rank
+    elsewhere never answers, and every step waits `lookup_timeout_ms` (3 s). LMCache has not started in that worker: its
+    first ERROR says why (KVD207). The worker is busy with a long load or store: then it is a few lookups only.
+
+    Setting: ranks on several nodes: `lookup_server_worker_ids: [0]` (`LMCACHE_LOOKUP_SERVER_WORKER_IDS=0`), which asks
+    rank 0 alone, and `lookup_timeout_ms: 500`, restart; one node: a longer `lookup_timeout_ms`.
+
+    Good: several nodes: LMCacheMPConnector, with an `lmcache server` on each node.
+
+    Normal: one such line in a long log.
+    """
+    few = 0 < log.counts["lookup_timeout"] < 3
+    if not few or not _is_short(log):
+        return None
+    rank, evidence = log.memory["lookup_timeout"]
+    return Answer(f"rank {rank} did not answer", request="", verdict="unknown", evidence=(evidence,))
+
+
+@finding("KVD431", "vllm-has-it-already", Severity.RISK, on=[""])
+def vllm_has_it_already(log: Diagnosis, line: LogLine) -> Answer | None:
+    """Every hit is one that vLLM's own prefix cache has as well: LMCache has nothing to load, and saves no time.
+
+    Cause: the cache on the GPU is asked first; LMCache loads only what goes beyond (`need to load`, below 0 where vLLM
+    has more, as its blocks are smaller than chunks). What a benchmark then measures is the cost of the lookup.
+
+    Setting: to see what LMCache saves: more distinct prompts than the GPU holds, `--no-enable-prefix-caching`, or the
+    same prompt after a restart or on another engine; in production nothing is to be done.
+
+    Good: nothing is wrong in LMCache here.
+
+    Normal: a prompt that is repeated while it is on the GPU.
+    """
+    kept = lookups_of(log)
+    all_doubled = kept.hits and kept.doubled == kept.hits and not kept.below
+    if not all_doubled or kept.missing >= (kept.chunk or CHUNK) or not _is_short(log):
+        return None
+    beyond = f"all but {kept.missing} tokens" if kept.missing > 0 else "all"
+    what = f"{kept.hits} hit{'s' if kept.hits > 1 else ''}, of which vLLM itself had {beyond}"
+    return Answer(what, request="", verdict="unknown")
+
+
+@finding("KVD432", "vllm-has-more-than-lmcache", Severity.SLOW, on=[""])
+def vllm_has_more_than_lmcache(log: Diagnosis, line: LogLine) -> Answer | None:
+    """vLLM's own cache holds whole chunks of a prompt of which LMCache finds nothing.
+
+    Cause: in this order. LMCache has evicted them: `max_local_cpu_size` is smaller than the prompts between two uses (a
+    benchmark that goes round over more prompts than fit hits nothing at all). LMCache before 0.3.9 leaks its pool, and
+    stores less and less. The processes hash differently: no PYTHONHASHSEED, and tensor parallelism or several engines.
+
+    Setting: `export PYTHONHASHSEED=0`, a `max_local_cpu_size` (GB for each worker) above tokens of all prompts times
+    bytes of KV per token, LMCache 0.4.1 or newer; restart.
+
+    Good: the same settings, and LMCache 0.4.1 or newer.
+
+    Normal: the first use of a prompt whose beginning vLLM has computed in this very step.
+    """
+    kept = lookups_of(log)
+    if kept.ahead < (kept.chunk or CHUNK) or not _is_paste(log):
+        return None
+    what = f"{kept.number} lookup{'s' if kept.number > 1 else ''}, 0 hits; vLLM itself had up to {kept.ahead} tokens"
+    return Answer(what, request="", verdict="unknown")

@@ -260,7 +260,8 @@ def _search(template: str, text: str) -> re.Match[str] | None:
 def _pattern(text: str) -> re.Pattern[str]:
     """Of a template: `<name>` takes a value."""
     parts = _PLACE.split(text)
-    made = [re.escape(part) if number % 2 == 0 else f"(?P<{part}>.{{1,200}}?)" for number, part in enumerate(parts)]
+    # A value in between may be a whole CacheEngineKey(...).
+    made = [re.escape(part) if number % 2 == 0 else f"(?P<{part}>.{{1,600}}?)" for number, part in enumerate(parts)]
     if len(parts) > 1 and not parts[-1]:
         made[-2] = f"(?P<{parts[-2]}>[^\\n]{{1,200}})"
     return re.compile("".join(made))

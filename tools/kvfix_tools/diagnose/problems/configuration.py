@@ -8,6 +8,7 @@ from kvfix_tools.diagnose.problems import Failed, Logged, Problem
 _FACTORY = "vllm/distributed/kv_transfer/kv_connector/factory.py"
 _KV_TRANSFER = "vllm/config/kv_transfer.py"
 _TRANSFER = '--kv-transfer-config \'{"kv_connector":"LMCacheConnectorV1","kv_role":"kv_both"}\''
+_ROPE = "lmcache/v1/compute/positional_encoding.py"
 
 PROBLEMS = (
     Problem(
@@ -165,13 +166,17 @@ PROBLEMS = (
                 text="Attention backend <name> is not supported in LMCache.", at="lmcache/v1/compute/attention/utils.py"
             ),
             Failed(text="We haven't supported MLA with Cacheblend yet"),
-            Failed(
+            Logged(
                 text="Currently KV blending do not support rope scaling", at="lmcache/v1/compute/positional_encoding.py"
             ),
-            Failed(
+            Logged(
                 text="The rope parameters is not supported! Cannot use cacheblend in this case",
                 at="lmcache/v1/compute/positional_encoding.py",
             ),
+            Logged("Currently KV blending only support rotary_dim == head_size.", _ROPE),
+            Logged("Currently KV blending do not support rope scaling.", _ROPE),
+            Logged("Currently KV blending do not support rotary factor other than 1.0.", _ROPE),
+            Logged("Fused/reverse rotary encoding is not correct! Will disable blending!", _ROPE),
         ),
         cause="CacheBlend computes attention itself, for a few models (Llama, Qwen), plain rotary positions and "
         "FlashAttention or sparse FlashInfer only.",

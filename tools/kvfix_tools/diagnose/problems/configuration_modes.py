@@ -238,4 +238,24 @@ PROBLEMS = (
         '"kv_both"}]}}',
         good="each of them with its own kv_role and kv_connector_extra_config",
     ),
+    Problem(
+        code="KVD140",
+        name="kv-transfer-never-begun",
+        severity=Severity.CRASH,
+        title="A worker is asked for its connector and has none.",
+        shows=(
+            Failed(kind="AssertionError", text="disaggregated KV cache transfer parallel group is not initialized"),
+        ),
+        sure=False,
+        cause="vLLM before 0.8 begins the transfer only with `kv_parallel_size` above 1, and asks for it at the first "
+        "request all the same. Later ones: a plugin or a patched worker that does not call "
+        "ensure_kv_transfer_initialized.",
+        now='vLLM 0.8 or later with `"kv_connector":"LMCacheConnectorV1","kv_role":"kv_both"`; with the old one '
+        "without --kv-transfer-config (`--cpu-offload-gb` moves weights, not KV)",
+        good="vLLM 0.11.2 or newer with a connector of its own list",
+        threads=(
+            "https://github.com/vllm-project/vllm/issues/14636",
+            "https://github.com/vllm-project/vllm/pull/14746",
+        ),
+    ),
 )

@@ -142,4 +142,24 @@ PROBLEMS = (
         "heartbeat) published, lmcache_worker_heartbeat_time: 10; then restart the controller and after it the engines",
         good="the same; a gap once in a while is repaired by the next full sync",
     ),
+    Problem(
+        code="KVD973",
+        name="controller-finds-no-chunk",
+        severity=Severity.SLOW,
+        title="The controller asked for chunks to be moved or compressed that are not there any more.",
+        shows=(
+            Failed(kind="AssertionError", text="Failed to get memory objects to move"),
+            Failed(kind="AssertionError", text="LMCacheEngine.compress: Failed to get memory objects to compress"),
+            Failed(
+                kind="AssertionError",
+                text="Failed to get compressed memory objects to decompress",
+            ),
+        ),
+        sentence="a chunk of the request to the controller was not in the location that it names",
+        cause="move, compress and decompress look the tokens up and then fetch each chunk from the location of the "
+        "request (LocalCPUBackend, LocalDiskBackend); one was evicted in between, or is in another location.",
+        now="store the prompt again (send the request), then the controller's call at once, with the location that its "
+        "lookup answers; a larger max_local_cpu_size",
+        good="no release of LMCache tells it in another way yet (0.5.6 asserts it)",
+    ),
 )

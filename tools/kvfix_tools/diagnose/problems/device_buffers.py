@@ -102,4 +102,23 @@ PROBLEMS = (
         good="keep it so: the set-up was wrong, and no release changes that; nixl_pool_size: 0 makes objects as they "
         "are needed",
     ),
+    Problem(
+        code="KVD426",
+        name="gds-files-not-readable",
+        severity=Severity.SLOW,
+        title="Files of GPUDirect Storage cannot be read: what they hold is computed again.",
+        shows=(
+            Logged("Unsupported metadata version for <path>, ignoring", _GDS),
+            Logged("[GDS]: Permission Denied for PID <process> on <path>, returning None", _GDS),
+            Logged("Failed to read metadata file <path>: ", _GDS),
+        ),
+        sentence="{path}",
+        connectors=_IN_PROCESS,
+        releases={"lmcache": ">=0.4.3"},
+        cause="Unsupported version: an LMCache with another format wrote the file. Permission denied: another user did "
+        "(a container as root), or the folder is mounted read-only. Failed to read: the file is cut off or "
+        "was deleted while it was read.",
+        now="an empty gds_path for this release (rm -rf its contents while vLLM is down), owned by the user of vLLM",
+        good="keep it so: the set-up was wrong, and no release reads another's format",
+    ),
 )

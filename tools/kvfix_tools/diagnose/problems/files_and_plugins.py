@@ -129,4 +129,58 @@ PROBLEMS = (
         good="folders that no two engines share; no release up to 0.5.6 asks for the file first",
         threads=("https://github.com/LMCache/LMCache/issues/1981",),
     ),
+    Problem(
+        code="KVD427",
+        name="direct-io-not-aligned",
+        severity=Severity.SLOW,
+        title="Chunks are read and written through the page cache although use_odirect is set.",
+        shows=(
+            Logged(
+                "Cannot use O_DIRECT for this file, size is not aligned to disk block size.",
+                "lmcache/v1/storage_backend/local_disk_backend.py",
+            ),
+        ),
+        sentence="a chunk's size is not a multiple of the file system's block",
+        connectors=_IN_PROCESS,
+        cause="O_DIRECT needs a size that is a multiple of statvfs(local_disk).f_bsize: 4096 on ext4 and xfs, a "
+        "megabyte and more on NFS or Lustre. Partial chunks (save_unfull_chunk) and such file systems miss it, and "
+        "the file goes through the page cache. Releases before 0.3.9 log it also with use_odirect off: harmless.",
+        now="save_unfull_chunk: false and a local_disk on ext4 or xfs; or extra_config: {use_odirect: false}; restart",
+        good="keep it so: no release pads a chunk (0.5.6)",
+        threads=(_LMCACHE + "issues/1570", _LMCACHE + "issues/1522"),
+    ),
+    Problem(
+        code="KVD974",
+        name="storage-folder-not-writable",
+        severity=Severity.CRASH,
+        title="LMCache may not write into the folder of its disk cache, and does not start.",
+        shows=(
+            Failed(kind="PermissionError", text="Permission denied: '<path>'", within="lmcache/"),
+            Failed(kind="OSError", text="[Errno 30] Read-only file system: '<path>'", within="lmcache/"),
+        ),
+        sentence="{path} cannot be written",
+        connectors=_IN_PROCESS,
+        cause="The user of vLLM may not write to the folder of local_disk, gds_path or fs://: a volume that belongs to "
+        "root while the container runs as another user, or one that is mounted read-only.",
+        now="chown the folder to the user of vLLM (Kubernetes: securityContext.fsGroup), or another local_disk "
+        "(LMCACHE_LOCAL_DISK=file:///tmp/lmcache/); restart",
+        good="keep it so: the set-up was wrong, and no release changes that",
+    ),
+    Problem(
+        code="KVD453",
+        name="remote-store-without-mla",
+        severity=Severity.SLOW,
+        title="LMCache before 0.3 has no memory for chunks of an MLA model that come from a remote store.",
+        shows=(
+            Logged("Unsupported memory format: MemoryFormat.KV_MLA_FMT"),
+            Failed(kind="ValueError", text="Unsupported memory format: MemoryFormat.KV_MLA_FMT"),
+        ),
+        sentence="the allocator refuses the format of MLA",
+        releases={"lmcache": "<0.3.9"},
+        cause="The allocator of the CPU buffer takes KV_2LTD only, so every load of a DeepSeek model from fs://, "
+        "mooncakestore:// and the like fails. The files are whole: deleting them changes nothing.",
+        now="pip install -U 'lmcache>=0.3.9'; until then local_cpu: true without remote_url",
+        good="LMCache 0.3.9 or newer, whose allocator takes KV_MLA_FMT",
+        threads=("https://github.com/LMCache/LMCache/issues/675",),
+    ),
 )

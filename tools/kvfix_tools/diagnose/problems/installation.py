@@ -216,8 +216,10 @@ PROBLEMS = (
             Failed(text="The NVIDIA driver on your system is too old"),
             Failed(text="forward compatibility was attempted on non supported HW"),
         ),
-        cause="The packages are of a newer CUDA than the driver knows; nvidia-smi says up to which CUDA it goes.",
-        now="wheels or an image of the CUDA that nvidia-smi shows in its first line, or older",
+        cause="The packages are of a newer CUDA than the driver knows; nvidia-smi says up to which CUDA it goes. On "
+        "AMD, with cupy in the traceback: cupy is the one for CUDA (cupy.cuda.runtime.is_hip is False).",
+        now="wheels or an image of the CUDA that nvidia-smi shows in its first line, or older; on AMD pip uninstall "
+        "cupy-cuda12x cupy-cuda13x, pip install cupy-rocm-7-0",
         good="a newer driver: 580 or newer for CUDA 13",
     ),
     Problem(

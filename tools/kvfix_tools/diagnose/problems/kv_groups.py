@@ -228,12 +228,19 @@ PROBLEMS = (
         ),
         releases={"vllm": ">=0.16"},
         sure=False,
-        cause="vllm-ascend's Mooncake connectors before March 2026: with the whole prompt in decode's own prefix cache "
-        "there is nothing to pull, and the end of that is reported as a load. LMCacheMPConnector (its lines are in the "
-        "log then) loads what vLLM did not grant: KVD111.",
-        now="`--no-enable-prefix-caching` on the decode instance, restart",
-        good="vllm-ascend after March 2026 (pull 7236); vLLM's own MooncakeConnector: 0.32.0",
-        threads=("https://github.com/vllm-project/vllm-ascend/pull/7236",),
+        cause="MultiConnector: it passes each child's report on, and a child that was not chosen (LMCacheMPConnector, "
+        "a store beside NixlConnector) loads all the same (KVD111). Mooncake connectors (vllm-ascend before March "
+        "2026): decode has the whole prompt, pulls nothing, and reports that as a load.",
+        now="MultiConnector: `kvfix run -- CMD` (KVF201 leaves out reports that are not due), or one connector alone; "
+        "Mooncake: `--no-enable-prefix-caching` on the decode instance; restart",
+        good="MultiConnector: no release of vLLM is right yet (0.33.0 asserts); vllm-ascend after March 2026 (pull "
+        "7236); vLLM's own MooncakeConnector: 0.32.0",
+        threads=(
+            "https://github.com/vllm-project/vllm-ascend/pull/7236",
+            f"{_ISSUES}/51786",
+            f"{_ISSUES}/53049",
+            f"{_ISSUES}/42831",
+        ),
     ),
     Problem(
         code="KVD660",
@@ -249,11 +256,11 @@ PROBLEMS = (
         ),
         releases={"vllm": ">=0.27"},
         sure=False,
-        cause="Hybrid model with prefix caching and a connector: what the groups hold differs from what the "
-        "connector's answer is cut to. Seen on 0.27.1 where 0.25 died of KVD602.",
+        cause="Hybrid model with prefix caching and a connector: the last state that a Mamba or GDN group holds lies "
+        "before the attention's hit, to which the connector's answer is cut. Seen on 0.27.1 where 0.25 died of KVD602.",
         now="`--no-enable-prefix-caching`, or without the connector for this model; restart",
-        good="no release is known to be right: vLLM 0.33.0 has the assertion too",
-        threads=(f"{_ISSUES}/50454",),
+        good="vLLM 0.32.0, which lets a Mamba group end earlier; of other groups 0.33.0 asserts it too",
+        threads=(f"{_ISSUES}/50454", f"{_ISSUES}/53505", "https://github.com/vllm-project/vllm/pull/51421"),
     ),
     Problem(
         code="KVD661",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvfix_tools.diagnose.findings import Severity
-from kvfix_tools.diagnose.problems import Logged, Problem
+from kvfix_tools.diagnose.problems import Failed, Logged, Problem
 
 _V1 = "lmcache/v1"
 _PULLS = "https://github.com/LMCache/LMCache/pull"
@@ -61,5 +61,42 @@ PROBLEMS = (
         "never sends the request to decode.",
         now="let clients time out and send again; what the reason says; a router with a limit on its wait",
         good="what the reason says",
+    ),
+    Problem(
+        code="KVD425",
+        name="p2p-peer-refuses",
+        severity=Severity.SLOW,
+        title="A peer answers a P2P request with an error, and the chunks are computed again.",
+        shows=(
+            Logged("P2P error for lookup_id <lookup>, error code: <why>", f"{_V1}/storage_backend/p2p_backend.py"),
+            Logged("Receiver <why> does not exist in transfer channel", f"{_V1}/storage_backend/p2p_backend.py"),
+        ),
+        sentence="it says {why}",
+        releases={"lmcache": ">=0.3.10.post1"},
+        cause="REMOTE_XFER_HANDLER_NOT_INITIALIZED, and the line about a receiver: the peer was restarted, or never "
+        "finished the handshake with this engine. P2P_SERVER_ERROR: its log of the same time has the error (its CPU "
+        "cache evicted the chunk, or its transfer failed). UNKNOWN_MSG_TYPE: the two run different releases.",
+        now="the same LMCache on both, and restart the engine that was not restarted; p2p_host must be an address that "
+        "the peer reaches, not localhost",
+        good="one release on all engines; LMCache 0.3.11 or newer connects a restarted peer anew",
+        sure=False,
+    ),
+    Problem(
+        code="KVD975",
+        name="http-to-the-proxys-other-port",
+        severity=Severity.HANG,
+        title="An HTTP request went to the port at which LMCache's PD proxy expects notes of the prefillers.",
+        shows=(
+            Logged("ZMQ received non-PD message: <what>"),
+            Failed(kind="ValidationError", text="Expected `object`, got `<what>`", within="zmq_pull_server"),
+            Failed(kind="DecodeError", within="zmq_pull_server"),
+        ),
+        sentence="the proxy got something else than a note of a prefiller",
+        cause="The proxy of examples/disagg_prefill has two ports: --port (9100) for clients, and --proxy-port (7500), "
+        "to which prefillers report that their KV was sent. A client or a health check used the second. Before LMCache "
+        "0.3.12 that ends the proxy's task, and every later request waits for ever.",
+        now="send requests to --port (9100), no health check to --proxy-port, and restart the proxy",
+        good="the proxy of LMCache 0.3.12 or newer, which only warns",
+        threads=("https://github.com/LMCache/LMCache/pull/2287", "https://github.com/LMCache/LMCache/issues/2144"),
     ),
 )

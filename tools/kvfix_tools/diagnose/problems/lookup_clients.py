@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvfix_tools.diagnose.findings import Severity
-from kvfix_tools.diagnose.problems import Logged, Problem
+from kvfix_tools.diagnose.problems import Failed, Logged, Problem
 
 PROBLEMS = (
     Problem(
@@ -21,5 +21,26 @@ PROBLEMS = (
         "lookup_timeout_ms: 10000 (LMCACHE_LOOKUP_TIMEOUT_MS)",
         fixed={"lmcache": "0.3.9.post1"},
         threads=("https://github.com/LMCache/LMCache/issues/2020", "https://github.com/LMCache/LMCache/pull/1929"),
+    ),
+    Problem(
+        code="KVD438",
+        name="socket-path-too-long",
+        severity=Severity.CRASH,
+        title="The path of LMCache's socket is longer than Linux allows, and it does not start.",
+        shows=(
+            Failed(kind="ZMQError", text="is longer than 107 characters"),
+            Failed(kind="ZMQError", text="File name too long", within="lmcache/"),
+            Failed(
+                kind="ValueError",
+                text="Cannot construct an IPC socket path within the <limit>-byte sockaddr_un limit",
+            ),
+        ),
+        sentence="the folder of temporary files has too long a name",
+        cause="LMCache puts its sockets into VLLM_RPC_BASE_PATH, which is TMPDIR unless set, and their names hold the "
+        "engine's id: some 78 characters. A Unix socket's path may have 107, so a folder of more than 29 "
+        "characters is too long. From 0.5.4 on LMCache shortens the name; then only the folder counts.",
+        now="export VLLM_RPC_BASE_PATH=/tmp (or TMPDIR=/tmp) before vllm serve, and restart",
+        fixed={"lmcache": "0.5.4"},
+        threads=("https://github.com/LMCache/LMCache/issues/3529", "https://github.com/LMCache/LMCache/pull/3530"),
     ),
 )

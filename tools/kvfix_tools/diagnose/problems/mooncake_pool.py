@@ -177,4 +177,45 @@ PROBLEMS = (
         '"global_segment_size": 0; "local_buffer_size": "4GB"',
         good="a file that fits the mode",
     ),
+    Problem(
+        code="KVD139",
+        name="mooncake-store-after-failed-load",
+        severity=Severity.CRASH,
+        title="MooncakeStoreConnector wants to store for a request that this step does not compute.",
+        shows=(
+            Failed(
+                kind="AssertionError",
+                text="Missing current block table for store request <request>",
+                at="vllm/distributed/kv_transfer/kv_connector/v1/mooncake/store/scheduler.py",
+            ),
+            Failed(kind="AssertionError", within="mooncake/store/scheduler.py:_apply_current_save_block_ids"),
+        ),
+        releases={"vllm": ">=0.27"},
+        cause="A load failed (an error of Mooncake before it), and the request was put back to be computed again; the "
+        "connector still has a store noted for it, and asserts.",
+        now='`"kv_load_failure_policy": "fail"` (the default): then the requests fail, and the engine lives; put right '
+        "what failed the load (KVD519); restart",
+        good="no release is right yet (0.33.0 has the assertion; vllm#54870 is open)",
+        threads=(_ISSUES + "54870",),
+    ),
+    Problem(
+        code="KVD143",
+        name="mooncake-store-finish-after-preemption",
+        severity=Severity.CRASH,
+        title="A request that was preempted ends, and MooncakeStoreConnector asserts that it still tracks it.",
+        shows=(
+            Failed(
+                kind="AssertionError",
+                within="mooncake/store/scheduler.py:request_finished",
+                source="assert tracker is not None",
+            ),
+        ),
+        releases={"vllm": "<0.26"},
+        cause="Preemption takes the request's tracker away. Where it is aborted before it is computed again, the end "
+        "finds none.",
+        now="so much KV cache that nothing is preempted (`--max-num-seqs` smaller, `--gpu-memory-utilization` larger), "
+        "restart",
+        fixed={"vllm": "0.26.0"},
+        threads=("https://github.com/vllm-project/vllm/pull/43281",),
+    ),
 )

@@ -218,4 +218,23 @@ PROBLEMS = (
             "https://github.com/vllm-project/vllm-ascend/pull/9808",
         ),
     ),
+    Problem(
+        code="KVD986",
+        name="mooncake-tcp-refused",
+        severity=Severity.HANG,
+        title="Mooncake over TCP does not reach the port of the other engine.",
+        shows=(
+            Logged("TcpTransport: ASIO exception: connect: Connection refused"),
+            Logged("TcpTransport: ASIO exception: connect: Connection timed out"),
+            Logged("TcpTransport: ASIO exception: connect: No route to host"),
+        ),
+        sentence="the other side does not take connections",
+        cause="Each process listens on a port of its own, which it announces with its host name. Refused: that process "
+        "has ended, or announced 127.0.0.1 or the host name of a container. Timed out or no route: a firewall, or a "
+        "network that the other node does not have.",
+        now="look whether the other process runs; its local_hostname (MooncakeConnector: VLLM_HOST_IP) has to be the "
+        "address that this one reaches: `nc -vz HOST PORT` from here; in containers the host's network",
+        good="addresses that every node reaches, and open ports between the nodes",
+        threads=("https://github.com/kvcache-ai/Mooncake/issues/292",),
+    ),
 )

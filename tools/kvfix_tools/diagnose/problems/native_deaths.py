@@ -127,4 +127,19 @@ PROBLEMS = (
         good="what the earlier line says",
         threads=("https://github.com/LMCache/LMCache-Ascend/issues/187",),
     ),
+    Problem(
+        code="KVD985",
+        name="compiled-kernel-out-of-range",
+        severity=Severity.CRASH,
+        title="A kernel that torch.compile made reads beyond a table, and the CUDA context is lost.",
+        shows=(Died("Assertion `index out of bounds"),),
+        sure=False,
+        cause="An index of this step is not below the number in the assertion. Where that number is the model's "
+        "max_position_embeddings, a prompt is longer than its table of positions: the rope scaling was not taken "
+        "over. Where it is the size of the vocabulary, a token id is wrong. No connector computes in such a kernel.",
+        now="--max-model-len not above the number in the assertion; if it still dies, try it without "
+        "--kv-transfer-config, and with --enforce-eager, whose traceback names the operation",
+        good="rope scaling in config.json of the model, and a vLLM that logs the max_model_len that results",
+        threads=("https://github.com/LMCache/LMCache/issues/2262",),
+    ),
 )

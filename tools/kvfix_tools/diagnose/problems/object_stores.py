@@ -10,6 +10,8 @@ _IN_PROCESS = ("LMCacheConnectorV1", "MultiConnector")
 _CONNECTORS = "lmcache/v1/storage_backend/connector"
 _S3 = f"{_CONNECTORS}/s3_connector.py"
 _SAGEMAKER = f"{_CONNECTORS}/sagemaker_hyperpod_connector.py"
+_SAGEMAKER_L2 = "lmcache/v1/distributed/l2_adapters/sagemaker_hyperpod_client.py"
+_MOONCAKE_L2 = "lmcache/v1/distributed/l2_adapters/mooncake_store_l2_adapter.py"
 _GDS = "lmcache/v1/storage_backend/gds_backend.py"
 
 PROBLEMS = (
@@ -124,10 +126,11 @@ PROBLEMS = (
         connectors=_IN_PROCESS,
         releases={"lmcache": ">=0.3.9.post1"},
         cause="ai-toolkit's daemon does not run on this node, or its /dev/shm is not the container's: the segment is "
-        "shared by name.",
+        "shared by name. HyperPod's inference operator 3.2.0 asks for this store whatever l2CacheBackend says.",
         now="start the daemon on the node, give the pod hostIPC: true (or the /dev/shm volume), check "
-        "sagemaker_hyperpod_shared_memory_name, and restart",
+        "sagemaker_hyperpod_shared_memory_name, and restart; without the daemon: leave l2CacheSpec out",
         good="keep it so: the set-up was wrong, and no release changes that",
+        threads=("https://github.com/aws/sagemaker-hyperpod-cli/issues/431",),
     ),
     Problem(
         code="KVD894",
@@ -255,5 +258,52 @@ PROBLEMS = (
         now="/usr/local/cuda/gds/tools/gdscheck -p on the node and in the container; lmcache server without "
         "--gds-l1-path until it passes",
         good="GDS set up on the node, or the server's L1 in host memory (--l1-size-gb)",
+    ),
+    Problem(
+        code="KVD452",
+        name="server-without-sagemaker-daemon",
+        severity=Severity.CRASH,
+        title="The LMCache server's L2 on SageMaker HyperPod does not find the daemon of its node.",
+        shows=(
+            Failed(kind="RuntimeError", text="ai-toolkit shared-memory segment <name> not found", at=_SAGEMAKER_L2),
+            Failed(
+                kind="FileNotFoundError",
+                text="shared-memory segment <name> cannot be opened or mapped",
+                at=_SAGEMAKER_L2,
+            ),
+            Logged("ai-toolkit circuit opened after <count> consecutive failures", _SAGEMAKER_L2),
+        ),
+        releases={"lmcache": ">=0.5.3"},
+        cause="The adapter reads chunks from shared memory that ai-toolkit's daemon made on the same node, and asks it "
+        "over HTTP (port 9200). Without the segment the server does not start; without answers the L2 is left out "
+        "until one comes.",
+        now="curl http://NODE_IP:9200 from the server's pod; start the daemon, hostIPC: true for the server's pod, and "
+        '"shared_memory_name" in --l2-adapter as the daemon says (ls /dev/shm), restart the server',
+        good="keep it so: the set-up was wrong, and no release changes that",
+        threads=("https://github.com/LMCache/LMCache/issues/4114",),
+    ),
+    Problem(
+        code="KVD455",
+        name="l2-over-rdma-without-host-memory",
+        severity=Severity.CRASH,
+        title="The LMCache server's L2 in Mooncake is to use RDMA, and its L1 is no memory that can be registered.",
+        shows=(
+            Failed(
+                kind="ValueError",
+                text="RDMA protocol is enabled, but no L1 memory descriptor was provided",
+                at=_MOONCAKE_L2,
+            ),
+            Failed(
+                kind="ValueError",
+                text="RDMA protocol is enabled, but the L1 memory descriptor is invalid",
+                at=_MOONCAKE_L2,
+            ),
+        ),
+        sentence="L1 is no host memory",
+        releases={"lmcache": ">=0.4.5"},
+        cause="With protocol rdma Mooncake registers the server's L1 once. L1 on GDS (--gds-l1-path) is a file and "
+        "has no address.",
+        now='lmcache server without --gds-l1-path, with --l1-size-gb; or "protocol": "tcp" in --l2-adapter',
+        good="an L1 in host memory where an L2 uses RDMA",
     ),
 )

@@ -7,6 +7,7 @@ from kvfix_tools.diagnose.problems import Failed, Logged, Problem
 
 _V1 = "vllm/distributed/kv_transfer/kv_connector/v1"
 _TIERING = "vllm/v1/kv_offload/tiering"
+_SCHEDULER = f"{_V1}/offloading/scheduler.py"
 _PULLS = "https://github.com/vllm-project/vllm/pull"
 _ILLEGAL = "an illegal memory access was encountered"
 
@@ -61,5 +62,89 @@ PROBLEMS = (
         "the copy: `CUDA_LAUNCH_BLOCKING=1` shows the kernel",
         good="no release is known to be right for that model",
         threads=("https://github.com/vllm-project/vllm/issues/53607",),
+    ),
+    Problem(
+        code="KVD134",
+        name="offload-tail-beyond-the-cap",
+        severity=Severity.CRASH,
+        title="A request that limits its offloading ends inside a block, and EngineCore dies of it.",
+        shows=(Failed(kind="AssertionError", source="assert boundary <= max_boundary", at=_SCHEDULER),),
+        releases={"vllm": ">=0.27"},
+        cause="Hybrid models store the part of a prompt behind its last whole block too. Its end is checked by an "
+        "assertion against the request's own `max_offload_tokens`, which does not cut it.",
+        now="requests without `max_offload_tokens` in kv_transfer_params, or with one that is not below their prompt",
+        good="no release is right yet (0.33.0 has the assertion); pull request 52397 is open",
+        threads=(f"{_PULLS}/52397",),
+    ),
+    Problem(
+        code="KVD135",
+        name="offload-layers-of-other-strides",
+        severity=Severity.CRASH,
+        title="Layers that share a KV tensor are seen with other strides, and OffloadingConnector does not start.",
+        shows=(
+            Failed(
+                kind="AssertionError",
+                within="offloading/worker.py:register_kv_caches",
+                source="tensors_per_block[n][0].stride()",
+            ),
+        ),
+        releases={"vllm": ">=0.21,<0.26"},
+        cause="For hybrid models (attention with Mamba or GDN layers) the stride is taken from each layer's own view, "
+        "not from the block's.",
+        now="`SimpleCPUOffloadConnector`, or without OffloadingConnector (--kv-offloading-size); restart",
+        fixed={"vllm": "0.26.0"},
+        threads=(f"{_PULLS}/46888", f"{_PULLS}/44577"),
+    ),
+    Problem(
+        code="KVD136",
+        name="offload-without-mla-layers",
+        severity=Severity.CRASH,
+        title="OffloadingConnector looks up plain attention layers only, and a model with MLA has none.",
+        shows=(
+            Failed(
+                kind="KeyError",
+                within="offloading_connector.py:register_kv_caches",
+                source="layers[layer_name].get_attn_backend()",
+            ),
+            Failed(kind="KeyError", within="offloading_connector.py:<dictcomp>", source="layers[layer_name]"),
+        ),
+        releases={"vllm": "<0.20"},
+        cause="It asks for layers of the class Attention; those of DeepSeek, GLM-5 and Kimi are MLAAttention, and so "
+        "are vllm-ascend's. The table that it looks in is empty.",
+        now="without OffloadingConnector (--kv-offloading-size) for this model, restart; on NPUs AscendStoreConnector",
+        good="vLLM 0.20.2, which takes every layer with a KV cache; on NPUs no release is known to be right",
+        threads=("https://github.com/vllm-project/vllm-ascend/issues/7971",),
+    ),
+    Problem(
+        code="KVD141",
+        name="offload-group-below-a-hash",
+        severity=Severity.CRASH,
+        title="A KV group has blocks smaller than vLLM's hashes, and the first request kills EngineCore.",
+        shows=(Failed(kind="ValueError", text="Indices for islice() must be", within="update_offload_keys"),),
+        cause="An indexer's tail (KpoolTail of GLM-5.3-Flash: 4 tokens a block, 16 a hash) takes part in offloading "
+        "and has 4 // 16 = 0 hashes for each chunk, the step of a loop.",
+        now="without OffloadingConnector (--kv-offloading-size) for this model, restart",
+        good="no release is known to be right: 0.33.0 has the loop; pull requests 55034 and 55035 were closed",
+        threads=(f"{_PULLS}/55035", f"{_PULLS}/55034"),
+    ),
+    Problem(
+        code="KVD142",
+        name="offload-counts-skipped-blocks",
+        severity=Severity.CRASH,
+        title="A store counts blocks that have left a sliding window, and EngineCore dies of it.",
+        shows=(
+            Failed(
+                kind="AssertionError",
+                source="assert sum(group_sizes) == len(block_ids)",
+                at="vllm/v1/kv_offload/mediums.py",
+            ),
+        ),
+        releases={"vllm": ">=0.20,<0.26"},
+        cause="With a `block_size` of the CPU cache that is several times the GPU's, a chunk can lie half inside the "
+        "window. Its outer blocks are skipped, and were counted.",
+        now="no `block_size` in kv_connector_extra_config (a chunk is then one GPU block), or without "
+        "OffloadingConnector; restart",
+        fixed={"vllm": "0.26.0"},
+        threads=(f"{_PULLS}/42945",),
     ),
 )

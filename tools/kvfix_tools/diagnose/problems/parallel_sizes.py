@@ -87,4 +87,41 @@ PROBLEMS = (
         good="no release of vllm-ascend is known to be right: its master of September 2026 has it too",
         threads=(f"{_ASCEND}issues/16723",),
     ),
+    Problem(
+        code="KVD137",
+        name="pipeline-ray-layers-of-another-rank",
+        severity=Severity.CRASH,
+        title="A worker gets the KV layers of another pipeline rank, and the engine does not start.",
+        shows=(
+            Failed(kind="KeyError", within="gpu_model_runner.py:get_attn_backends_for_group"),
+            Failed(kind="KeyError", within="model_runner_v1.py:get_attn_backends_for_group"),
+            Failed(kind="KeyError", within="attn_utils.py:init_attn_backend"),
+        ),
+        releases={"vllm": "<0.33"},
+        sure=False,
+        cause="With Ray on several nodes ranks are dealt anew after the workers have started, and the number by which "
+        "a worker takes its list of layers (global_rank) is not. Without Ray: a hybrid model with pipeline parallel, "
+        "whose groups name layers of all ranks.",
+        now="vLLM 0.20 or later `export VLLM_USE_RAY_V2_EXECUTOR_BACKEND=1`; else no Ray: "
+        "`--distributed-executor-backend mp --nnodes 2 --node-rank 0 --master-addr HEAD` on each node; or "
+        "`--pipeline-parallel-size 1`",
+        good="vLLM 0.26.0, whose default is the other executor (0.33.0 has no other)",
+        threads=(f"{_VLLM}issues/41287", f"{_VLLM}issues/40649", f"{_VLLM}issues/37974", f"{_ASCEND}issues/8440"),
+    ),
+    Problem(
+        code="KVD138",
+        name="data-parallel-rank-of-another-server",
+        severity=Severity.CRASH,
+        title="A router names a data parallel rank that this server does not hold, and the request fails.",
+        shows=(
+            Failed(kind="IndexError", within="core_client.py:get_core_engine_for_request"),
+            Failed(kind="ValueError", text="data_parallel_rank <rank> is out of range [0, <ranks>)."),
+        ),
+        cause="The rank counts over all nodes; a server with --data-parallel-start-rank or external load balancing has "
+        "only its own, counted from 0.",
+        now="let the router send without a rank, or take it modulo --data-parallel-size-local; one server for all "
+        "ranks (--headless on the other nodes) takes the number as it is",
+        good="a router that knows which ranks a server holds (Dynamo 5001 is open)",
+        threads=("https://github.com/ai-dynamo/dynamo/issues/5001",),
+    ),
 )

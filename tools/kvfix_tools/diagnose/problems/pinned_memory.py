@@ -187,4 +187,20 @@ PROBLEMS = (
         now="a smaller nixl_buffer_size, or max_local_cpu_size, for EACH worker; " + _MEMLOCK,
         good="buffers times the workers well below the container's memory",
     ),
+    Problem(
+        code="KVD439",
+        name="gpu-without-numa-node",
+        severity=Severity.CRASH,
+        title="numa_mode is manual, and this worker's GPU has no NUMA node in the mapping.",
+        shows=(
+            Failed(kind="AssertionError", text="Current device <gpu> is not in the GPU NUMA mapping."),
+            Failed(kind="AssertionError", text="NUMA mode is set to `manual` but gpu_to_numa_mapping is None."),
+        ),
+        sentence="the mapping leaves this worker's GPU out",
+        cause="gpu_to_numa_mapping in extra_config must have an entry for each GPU index as the worker sees it: with "
+        "CUDA_VISIBLE_DEVICES=4,5 they are 0 and 1.",
+        now="extra_config: {gpu_to_numa_mapping: {0: 0, 1: 0, 2: 1, 3: 1}} with every index (nvidia-smi topo -m shows "
+        "the nodes), or numa_mode: auto; restart",
+        good="keep it so: the set-up was wrong, and no release guesses a node",
+    ),
 )

@@ -154,4 +154,18 @@ PROBLEMS = (
         fixed={"lmcache": "0.3.10"},
         threads=(_LMCACHE + "issues/1790", "https://github.com/LMCache/LMCache-Ascend/issues/89"),
     ),
+    Problem(
+        code="KVD445",
+        name="redis-view-of-other-format",
+        severity=Severity.CRASH,
+        title="LMCache before 0.3 cannot copy what it got from Redis into its buffer.",
+        shows=(Failed(kind="NotImplementedError", text="memoryview: unsupported format <B"),),
+        sentence="a chunk from Redis is not written into the buffer",
+        releases={"lmcache": "<0.3.9"},
+        cause="The buffer's memoryview has the format '<B', in which Python assigns no bytes. Stores work, the first "
+        "hit fails.",
+        now="pip install -U 'lmcache>=0.3.9'; until then another store than redis:// in remote_url",
+        good="LMCache with pull 662 (May 2025): every 0.3 from 0.3.9 on casts the view",
+        threads=(_LMCACHE + "issues/660", _LMCACHE + "pull/662"),
+    ),
 )

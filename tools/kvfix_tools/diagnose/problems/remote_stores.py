@@ -224,4 +224,28 @@ PROBLEMS = (
         fixed={"lmcache": "0.3.10.post1"},
         threads=(_LMCACHE + "issues/1961",),
     ),
+    Problem(
+        code="KVD435",
+        name="cachegen-not-written",
+        severity=Severity.SLOW,
+        title="With remote_serde: cachegen nothing reaches the remote store: its chunks have no dtype.",
+        shows=(
+            Logged("batched put error: zip() argument 2 is shorter than argument 1"),
+            Logged("Put task failed for key <key>: zip() argument 2 is shorter than argument 1"),
+            Failed(
+                kind="ValueError",
+                text="zip() argument 2 is shorter than argument 1",
+                within="protocol.py:_prepare_params",
+            ),
+        ),
+        sentence="a chunk compressed by cachegen has a shape and no dtype",
+        connectors=_IN_PROCESS,
+        releases={"lmcache": ">=0.3.12,<0.5.6"},
+        cause="RemoteMetadata pairs the shapes of a chunk with its dtypes, one to one. A chunk that cachegen has "
+        "compressed is plain bytes: one shape and, in these releases, an empty list of dtypes. Every put fails, the "
+        "engine goes on, and no other engine finds anything.",
+        now="remote_serde: naive (LMCACHE_REMOTE_SERDE=naive) on every engine, and restart",
+        fixed={"lmcache": "0.5.6"},
+        threads=(_LMCACHE + "issues/2787",),
+    ),
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvfix_tools.diagnose.findings import Severity
-from kvfix_tools.diagnose.problems import Failed, Problem
+from kvfix_tools.diagnose.problems import Failed, Logged, Problem
 
 _OFFLOADING = "vllm/distributed/kv_transfer/kv_connector/v1/offloading/config.py"
 
@@ -89,7 +89,7 @@ PROBLEMS = (
         code="KVD971",
         name="kv-memory-short-with-connector",
         severity=Severity.CRASH,
-        title="There is too little GPU memory for one request of the greatest length, with a connector.",
+        title="There is too little GPU memory for one request of the greatest length.",
         shows=(Failed(kind="ValueError", text="cache is needed, which is larger than the available KV cache memory"),),
         connectors=(
             "LMCacheConnectorV1",
@@ -101,7 +101,6 @@ PROBLEMS = (
             "NixlConnector",
             "OffloadingConnector",
         ),
-        named=True,
         sure=False,
         cause="Without the connector it starts: then the connector has switched the hybrid KV cache manager off "
         "(a warning before it says so), and layers with a sliding window or compressed KV count in full. Without the "
@@ -110,6 +109,72 @@ PROBLEMS = (
         "(LMCacheMPConnector of LMCache 0.4.7 or later with vLLM 0.26 or later, OffloadingConnector) and "
         "`--no-disable-hybrid-kv-cache-manager`",
         good="a connector that supports several KV groups",
-        threads=("https://github.com/vllm-project/vllm/issues/44376",),
+        threads=(
+            "https://github.com/vllm-project/vllm/issues/44376",
+            "https://github.com/vllm-project/vllm/issues/41830",
+        ),
+    ),
+    Problem(
+        code="KVD422",
+        name="settings-exclude-each-other",
+        severity=Severity.CRASH,
+        title="Two settings of LMCache exclude each other, and it does not start.",
+        shows=(
+            Failed(kind="ValueError", text="Hugepages are not supported with P2P mode"),
+            Failed(kind="ValueError", text="Asynchronous loading is not supported for external lookup clients."),
+            Failed(kind="AssertionError", text="LMCache v1 blending is not supported in MooncakeLookupClient yet."),
+            Failed(kind="ValueError", text="Unsupported external lookup client scheme: <scheme>"),
+            Failed(kind="ValueError", text="Invalid external lookup client URI format"),
+            Failed(kind="ValueError", text="Unsupported gds_backend '<backend>'"),
+            Failed(kind="ValueError", text="Hugepages are not supported with shared memory (shm)"),
+            Failed(kind="AssertionError", text="Invalid role: <role>, must be"),
+            Failed(kind="ValueError", text="Invalid PD role."),
+            Failed(kind="RuntimeError", text="Invalid value `<value>` for `<name>` in extra_config"),
+        ),
+        cause="What the message says: enable_p2p and shared memory take no huge pages; pd_role is sender or receiver; "
+        "external_lookup_client (only mooncakestore://HOST:PORT is one) goes neither with enable_async_loading nor "
+        "with enable_blending; gds_backend is cufile or hipfile.",
+        now="huge pages: local_cpu_use_hugepages: false; external_lookup_client: take it out, or "
+        "enable_async_loading: false and enable_blending: false; gds_backend: cufile or hipfile; restart",
+        good="keep it so: no release takes both (0.5.6)",
+    ),
+    Problem(
+        code="KVD423",
+        name="lazy-pool-pinned-at-once",
+        severity=Severity.RISK,
+        title="The CPU pool is not made lazily as asked: all of it is pinned at the start.",
+        shows=(
+            Logged(
+                "LazyMixedMemoryAllocator is temporarily unavailable", "lmcache/v1/storage_backend/local_cpu_backend.py"
+            ),
+        ),
+        sentence="enable_lazy_memory_allocator has no effect here",
+        releases={"lmcache": ">=0.3.13"},
+        cause="These releases have switched the lazy allocator off and take the plain one: each worker pins "
+        "max_local_cpu_size at its start, which takes about a minute for some hundred GB and all of that memory.",
+        now="enable_lazy_memory_allocator: false, and a max_local_cpu_size that fits once for each worker",
+        good="no release of LMCache has it again yet (0.5.6)",
+    ),
+    Problem(
+        code="KVD454",
+        name="server-settings-exclude-each-other",
+        severity=Severity.CRASH,
+        title="The LMCache server refuses its options: the message names those that are wrong or exclude each other.",
+        shows=(
+            Failed(kind="ValueError", within="distributed/config.py:validate_storage_manager_config"),
+            Failed(kind="ValueError", within="distributed/config.py:_l1_number"),
+            Failed(kind="ValueError", within="distributed/config.py:_l1_bool"),
+            Failed(kind="ValueError", within="distributed/config.py:_l1_path"),
+            Failed(kind="ValueError", within="multiprocess/config.py:parse_args_to_mp_server_config"),
+            Failed(kind="ValueError", text="P2P requires a single L1 memory region the transfer channel"),
+            Failed(kind="ValueError", text="--coordinator-event-reporting rides the observability event bus"),
+            Failed(kind="ValueError", text="--trace-level events records the cache-event stream"),
+        ),
+        releases={"lmcache": ">=0.3.13"},
+        cause="What the message says. P2P and an L2 over RDMA register one L1 in host memory, so they exclude "
+        "--gds-l1-path and --l1-devdax-path; events need the bus that --disable-observability turns off.",
+        now="leave out the option that the message names last, and restart the server; `lmcache server --help` has "
+        "those of the installed release",
+        good="options that the installed release takes; vLLM can be started as soon as the server answers",
     ),
 )

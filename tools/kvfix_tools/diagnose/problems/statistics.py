@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvfix_tools.diagnose.findings import Severity
-from kvfix_tools.diagnose.problems import Failed, Problem
+from kvfix_tools.diagnose.problems import Failed, Logged, Problem
 
 _V1 = "vllm/distributed/kv_transfer/kv_connector/v1"
 _ISSUES = "https://github.com/vllm-project/vllm/issues"
@@ -74,5 +74,31 @@ PROBLEMS = (
         now="LMCACHE_TRACK_USAGE=false in the environment of vLLM; restart",
         fixed={"lmcache": "0.5.2"},
         threads=("https://github.com/LMCache/LMCache/issues/2593",),
+    ),
+    Problem(
+        code="KVD444",
+        name="prometheus-folder-missing",
+        severity=Severity.CRASH,
+        title="The folder in which the processes of the engine keep their metrics is not there.",
+        shows=(
+            Failed(kind="FileNotFoundError", text=".db'", within="mmap_dict.py:__init__"),
+            Failed(kind="FileNotFoundError", text="/tmp/lmcache_prometheus"),
+            Failed(kind="FileNotFoundError", text="gauge_all_<pid>.db"),
+            Failed(kind="FileNotFoundError", text="gauge_livesum_<pid>.db"),
+            Logged("No such file or directory: '/tmp/lmcache_prometheus"),
+        ),
+        sentence="PROMETHEUS_MULTIPROC_DIR names a folder that is missing",
+        cause="prometheus_client writes a file for each process into PROMETHEUS_MULTIPROC_DIR. LMCache before 0.4.6 "
+        "makes the folder only where the variable was not set; one that is set has to exist. It is missing where the "
+        "value has quotes in it (a double quote before /tmp in the message), in a second container, or after "
+        "/tmp was cleaned.",
+        now='mkdir -p "$PROMETHEUS_MULTIPROC_DIR" before vLLM starts, the value without quotes (one folder for '
+        "each engine, emptied at each start); or unset PROMETHEUS_MULTIPROC_DIR",
+        good="LMCache 0.4.6 or newer makes the folder that is set; internal_api_server_enabled: true shows LMCache's "
+        "metrics without it",
+        threads=(
+            "https://github.com/LMCache/LMCache/pull/1318",
+            "https://github.com/LMCache/LMCache/issues/621",
+        ),
     ),
 )

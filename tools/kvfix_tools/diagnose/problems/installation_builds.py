@@ -1,0 +1,150 @@
+"""Builds that fail, and packages around LMCache of a release that it does not expect."""
+
+from __future__ import annotations
+
+from kvfix_tools.diagnose.findings import Severity
+from kvfix_tools.diagnose.problems import Failed, Logged, Problem
+
+_ISSUES = "https://github.com/LMCache/LMCache/issues"
+_ASCEND = "https://github.com/LMCache/LMCache-Ascend/issues"
+
+PROBLEMS = (
+    Problem(
+        code="KVD440",
+        name="server-imports-vllm",
+        severity=Severity.CRASH,
+        title="The LMCache server dies at its start of an import of vLLM, which it does not need.",
+        shows=(
+            Failed(
+                kind="RuntimeError",
+                text="This is not allowed since there's already a kernel registered",
+                within="token_hasher.py:_init_none_hash",
+            ),
+            Failed(kind="RuntimeError", text="This is not allowed since there's already a kernel registered"),
+        ),
+        sentence="torch registers a kernel for the second time",
+        releases={"lmcache": "<0.4.6"},
+        cause="The server asks vLLM for its first hash, also with blake3, where it is not used. vLLM's import "
+        "registers kernels of torch.distributed, which torch 2.11 refuses where they exist; the server catches "
+        "ImportError, not this RuntimeError. That is it where token_hasher.py is in the traceback.",
+        now="pip install -U 'lmcache>=0.4.6', or start `lmcache server` in an environment without vLLM: it computes "
+        "the hash itself then",
+        fixed={"lmcache": "0.4.6"},
+        sure=False,
+        threads=(f"{_ISSUES}/3414",),
+    ),
+    Problem(
+        code="KVD441",
+        name="lmcache-038-with-vllm-011",
+        severity=Severity.CRASH,
+        title="LMCache 0.3.8 imports a module that vLLM has only from 0.11.1 on.",
+        shows=(
+            Failed(kind="ModuleNotFoundError", text="No module named 'vllm.utils.torch_utils'"),
+            Logged("No module named 'vllm.utils.torch_utils'"),
+        ),
+        releases={"lmcache": "<0.3.9"},
+        cause="vLLM moved these helpers after 0.11.0. LMCache 0.3.8 imports from the new place only, and vLLM 0.11.0 "
+        "has the old one.",
+        now="pip install -U 'lmcache>=0.3.9', which tries both places; or vLLM 0.11.1 or newer",
+        fixed={"lmcache": "0.3.9"},
+        threads=(f"{_ISSUES}/1840",),
+    ),
+    Problem(
+        code="KVD442",
+        name="metadata-class-renamed",
+        severity=Severity.CRASH,
+        title="Something that was made for LMCache before 0.3.13 asks for a class that LMCache has renamed.",
+        shows=(
+            Failed(text="cannot import name 'LMCacheEngineMetadata' from 'lmcache.config'"),
+            Logged("cannot import name 'LMCacheEngineMetadata' from 'lmcache.config'"),
+        ),
+        releases={"lmcache": ">=0.3.13"},
+        cause="LMCache 0.3.13 made LMCacheEngineMetadata (lmcache.config) into LMCacheMetadata. What imports it stands "
+        "in the last frame: vLLM's own copy of the connector (vllm/.../lmcache_integration, from LMCache 0.3.9 to "
+        "0.3.12), or a plugin such as lmcache-ascend of an older release.",
+        now='no "use_native" in kv_connector_extra_config; LMCacheMPConnector: vLLM 0.20 and LMCache 0.4.4 or newer; '
+        "a plugin: the release of the same number as LMCache; else pip install lmcache==0.3.12",
+        good="LMCache's own connector (LMCacheConnectorV1 without use_native), and releases of the same month",
+        threads=(f"{_ISSUES}/2853",),
+    ),
+    Problem(
+        code="KVD443",
+        name="experimental-switch-not-set",
+        severity=Severity.CRASH,
+        title="An LMCache before 0.3 reads the settings of its old engine, and is run with the new one.",
+        shows=(Failed(kind="AssertionError", text="LMCache experimental configuration is should be passed."),),
+        releases={"lmcache": "<0.3.9"},
+        cause="Before LMCache 0.3 the engine for vLLM's V1 was `experimental`, and its settings are read only with "
+        "LMCACHE_USE_EXPERIMENTAL=True in the environment: neither LM_CACHE_USE_EXPERIMENTAL nor a key in the file "
+        "does it.",
+        now="export LMCACHE_USE_EXPERIMENTAL=True (LMCACHE_, without a second underscore), and restart",
+        good="LMCache 0.3.9 or newer, which has only that engine and needs no switch",
+        threads=(f"{_ISSUES}/447",),
+    ),
+    Problem(
+        code="KVD447",
+        name="build-without-cuda-toolkit",
+        severity=Severity.CRASH,
+        title="LMCache is built from source where torch finds no CUDA toolkit.",
+        shows=(
+            Failed(kind="OSError", text="CUDA_HOME environment variable is not set"),
+            Logged("CUDA_HOME environment variable is not set"),
+        ),
+        sentence="the build finds no nvcc",
+        cause="pip compiles LMCache's kernels (once torchac_cuda's), since no wheel fits or -e was given. torch "
+        "looks for nvcc in CUDA_HOME, in PATH and in /usr/local/cuda; images of type runtime have none, and sudo drops "
+        "the variable.",
+        now="pip install --only-binary :all: lmcache (wheels bring the kernels); to build: export "
+        "CUDA_HOME=/usr/local/cuda with $CUDA_HOME/bin/nvcc in it, pip install --no-build-isolation -e .; on Ascend or "
+        "without a GPU: NO_CUDA_EXT=1 pip install --no-build-isolation -e . (newer: NO_GPU_EXT=1)",
+        good="a wheel of LMCache, or the image lmcache/vllm-openai; Ascend: lmcache-ascend beside LMCache",
+        threads=(f"{_ISSUES}/388", f"{_ASCEND}/26"),
+    ),
+    Problem(
+        code="KVD449",
+        name="ascend-310p-reshape-fails",
+        severity=Severity.CRASH,
+        title="An operator of Ascend 310P fails: torch_npu is of another release than the operator wants.",
+        shows=(
+            Failed(kind="RuntimeError", text="current working operator name is ReshapeCacheOperation"),
+            Logged("current working operator name is ReshapeCacheOperation"),
+        ),
+        cause="reshape_and_cache on 300I Duo (310P) works with one build of torch_npu only. It is vllm-ascend's "
+        "operator: LMCache only runs beside it.",
+        now="pip install torch==2.5.1 torch_npu==2.5.1.post1.dev20250619 (with vLLM 0.9.2, lmcache-ascend 0.3.7)",
+        good="the torch_npu that the image of vllm-ascend for 310P brings",
+        sure=False,
+        threads=(f"{_ASCEND}/92", f"{_ASCEND}/167"),
+    ),
+    Problem(
+        code="KVD450",
+        name="otel-packages-differ",
+        severity=Severity.CRASH,
+        title="OpenTelemetry's exporter is newer than its SDK: LMCache's metrics cannot start.",
+        shows=(
+            Failed(
+                kind="TypeError",
+                text="MetricReader.__init__() got an unexpected keyword argument 'otel_component_type'",
+            ),
+        ),
+        releases={"lmcache": ">=0.4.3"},
+        cause="opentelemetry-exporter-prometheus 0.62b1 hands over an argument that opentelemetry-sdk has from 1.41.0 "
+        "on; pip keeps an older SDK, as both only ask for a minimum.",
+        now="pip install 'opentelemetry-exporter-prometheus<=0.61b0' (or -U opentelemetry-api opentelemetry-sdk "
+        "'opentelemetry-exporter-otlp>=1.41'); until then lmcache server --disable-observability",
+        good="OpenTelemetry's packages of one release: the SDK 1.41.0 or newer with that exporter",
+        threads=("https://github.com/LMCache/LMCache/pull/3000",),
+    ),
+    Problem(
+        code="KVD451",
+        name="pkg-resources-gone",
+        severity=Severity.CRASH,
+        title="An old LMCache imports pkg_resources, which setuptools no longer has.",
+        shows=(Failed(kind="ModuleNotFoundError", text="No module named 'pkg_resources'", within="lmcache/"),),
+        releases={"lmcache": "<0.3.9"},
+        cause="lmcache/usage_context.py before 0.3.9 imports pkg_resources for the usage statistics. New environments "
+        "(uv, slim images) have no setuptools, and its newest releases no pkg_resources.",
+        now="pip install 'setuptools<81', and restart",
+        fixed={"lmcache": "0.3.9"},
+    ),
+)

@@ -1,0 +1,87 @@
+"""NixlConnector: what keeps it from starting besides ports, plugins and memory."""
+
+from __future__ import annotations
+
+from kvfix_tools.diagnose.findings import Severity
+from kvfix_tools.diagnose.problems import Failed, Problem
+
+_V1 = "vllm/distributed/kv_transfer/kv_connector/v1"
+_ISSUES = "https://github.com/vllm-project/vllm/issues/"
+_NIXL = "https://github.com/ai-dynamo/nixl/issues/"
+_BACKEND = "NIXL_ERR_BACKEND"
+
+PROBLEMS = (
+    Problem(
+        code="KVD130",
+        name="nixl-backend-not-started",
+        severity=Severity.CRASH,
+        title="NIXL found its plugin, and UCX in it does not start.",
+        shows=(
+            Failed(kind="nixlBackendError", text=_BACKEND, source="agent.createBackend("),
+            Failed(kind="nixlBackendError", text=_BACKEND, within="nixl/_api.py:create_backend"),
+            Failed(kind="nixlBackendError", text=_BACKEND, within="nixl/_api.py:__init__"),
+        ),
+        sure=False,
+        cause="Another UCX than the wheel's own is loaded (the system's, HPC-X, one built without --enable-mt), or "
+        "UCX_TLS or UCX_NET_DEVICES names what is not here. A `UCX` line just before decides.",
+        now="`unset UCX_TLS UCX_NET_DEVICES NIXL_PLUGIN_DIR`, no other UCX in LD_LIBRARY_PATH, `pip install "
+        "--force-reinstall nixl` (CUDA 13: nixl-cu13); a UCX of your own: `./configure --enable-mt "
+        "--with-cuda=/usr/local/cuda`; `UCX_LOG_LEVEL=info` shows which one is taken",
+        good="one UCX in the image, built with threads and for its CUDA",
+        threads=(_NIXL + "96", "https://github.com/ai-dynamo/dynamo/issues/979"),
+    ),
+    Problem(
+        code="KVD131",
+        name="nixl-layer-without-kv-group",
+        severity=Severity.CRASH,
+        title="A layer that shares another layer's KV belongs to no KV group, and NixlConnector dies at start.",
+        shows=(
+            Failed(
+                kind="KeyError",
+                within="nixl/worker.py:register_kv_caches",
+                source="layer_spec = self._layer_specs[layer_name]",
+                at=f"{_V1}/nixl/worker.py",
+            ),
+        ),
+        releases={"vllm": ">=0.20,<0.26"},
+        cause="Draft layers (Gemma 4 with MTP) and layers with shared KV have a cache tensor and no spec of their own; "
+        "the line names one.",
+        now="without --speculative-config on both sides, restart",
+        good="vLLM 0.26.0 leaves such layers out and starts; a draft model's KV is then not sent to decode, and its "
+        "drafts are bad there (vllm#54926 is open)",
+        threads=(_ISSUES + "54926",),
+    ),
+    Problem(
+        code="KVD132",
+        name="nixl-notification-not-text",
+        severity=Severity.CRASH,
+        title="A notification of NIXL's is no text, and the worker dies of it.",
+        shows=(
+            Failed(kind="UnicodeDecodeError", within="_get_new_notifs"),
+            Failed(kind="UnicodeDecodeError", within="get_new_notifs"),
+            Failed(kind="UnicodeDecodeError", within="_handle_notif"),
+        ),
+        cause="vLLM sends `<request>:<size>` with each transfer. NIXL's backend Mooncake gives other bytes back; UCX "
+        "gives them as they were sent.",
+        now='`"kv_connector_extra_config": {"backends": ["UCX"]}` on both sides, restart; for Mooncake itself '
+        "MooncakeConnector",
+        good="a backend whose notifications arrive whole",
+        threads=(_NIXL + "699",),
+    ),
+    Problem(
+        code="KVD133",
+        name="platform-without-kv-shape",
+        severity=Severity.CRASH,
+        title="The attention backend of this platform does not say what shape its KV has.",
+        shows=(
+            Failed(kind="NotImplementedError", within="get_kv_cache_shape"),
+            Failed(kind="NotImplementedError", within="get_kv_cache_stride_order"),
+        ),
+        cause="NixlConnector asks the backend for the shape of a block; a plugin for another device (Neuron, XPU, HPU) "
+        "has to implement get_kv_cache_shape, and this one raises.",
+        now="without --kv-transfer-config the engine runs; a newer release of the platform's plugin, or another "
+        "--attention-backend that it has",
+        good="a plugin whose backend implements get_kv_cache_shape",
+        threads=("https://github.com/vllm-project/vllm-neuron/issues/20",),
+    ),
+)

@@ -1,0 +1,70 @@
+"""LMCache in SGLang's own process (`--enable-lmcache`): releases that do not go together."""
+
+from __future__ import annotations
+
+from kvfix_tools.diagnose.findings import Severity
+from kvfix_tools.diagnose.problems import Failed, Problem
+
+_LMCACHE, _SGLANG = "https://github.com/LMCache/LMCache/", "https://github.com/sgl-project/sglang/"
+
+PROBLEMS = (
+    Problem(
+        code="KVD411",
+        name="sglang-newer-than-lmcache",
+        severity=Severity.CRASH,
+        title="SGLang hands LMCache's connector an argument that this LMCache does not know.",
+        shows=(
+            Failed(kind="TypeError", text="LMCacheLayerwiseConnector.__init__() got an unexpected keyword argument"),
+            Failed(kind="TypeError", text="LMCacheConnector.__init__() got an unexpected keyword argument 'tp_group'"),
+        ),
+        cause="SGLang 0.5.2 and newer give tp_group; LMCache 0.3.9 and newer take it.",
+        now="pip install --upgrade --no-deps lmcache==0.3.9.post2 (or newer, of this torch and CUDA), and restart",
+        good="LMCache 0.3.9 or newer with SGLang 0.5.2 or newer",
+        threads=(_LMCACHE + "issues/1589",),
+    ),
+    Problem(
+        code="KVD412",
+        name="sglang-group-without-allreduce",
+        severity=Severity.CRASH,
+        title="SGLang gives LMCache its own kind of process group, and the first load of several ranks fails.",
+        shows=(
+            Failed(kind="AttributeError", text="'GroupCoordinator' object has no attribute 'allreduce'"),
+            Failed(kind="AttributeError", text="'GroupCoordinator' object has no attribute 'all_reduce'"),
+        ),
+        cause="LMCache calls torch.distributed.all_reduce with the tp_group that it gets; SGLang before pull request "
+        "12946 (November 2025) gives its GroupCoordinator, which torch does not take.",
+        now="--tp 1, or without --enable-lmcache; or an SGLang from December 2025 or later (0.5.6)",
+        good="SGLang with pull request 12946, which hands over the coordinator's device_group",
+        threads=(_SGLANG + "pull/12946", _LMCACHE + "issues/1589"),
+    ),
+    Problem(
+        code="KVD413",
+        name="sglang-frees-twice",
+        severity=Severity.CRASH,
+        title="SGLang's LMCache cache frees a request's KV that SGLang has freed already, and the scheduler dies.",
+        shows=(Failed(kind="AssertionError", text="Committed KV cache already freed"),),
+        sentence="the request's KV was taken twice",
+        cause="SGLang's main branch of November 2025 (0.5.5.post3) took a request's KV by pop_committed_kv_cache once "
+        "in LMCRadixCache and once in its base class; the second time asserts.",
+        now="pip install 'sglang>=0.5.6', or without --enable-lmcache",
+        good="SGLang with pull request 14005 (merged on 1 December 2025)",
+        threads=(_SGLANG + "issues/13801", _SGLANG + "pull/14005", _LMCACHE + "issues/2084"),
+    ),
+    Problem(
+        code="KVD436",
+        name="sglang-mla-without-two-buffers",
+        severity=Severity.CRASH,
+        title="SGLang's LMCache cache takes two buffers of KV for granted, and an MLA model has one.",
+        shows=(
+            Failed(kind="AttributeError", text="'MLATokenToKVPool' object has no attribute '<what>'"),
+            Failed(kind="AttributeError", text="'MLATokenToKVPoolFP4' object has no attribute '<what>'"),
+        ),
+        sentence="the pool of an MLA model has no {what}",
+        cause="LMCRadixCache hands k_buffer and v_buffer of the pool to LMCache; the pool of an MLA model (DeepSeek, "
+        "Kimi, GLM) has one kv_buffer.",
+        now="serve the MLA model without --enable-lmcache (--enable-hierarchical-cache of SGLang's own takes it)",
+        good="none is merged yet (September 2026): pull requests 35230 and 35893 of SGLang are open, 20694 and 24549 "
+        "were closed",
+        threads=(_LMCACHE + "issues/2636", _LMCACHE + "issues/3192", _SGLANG + "pull/24549", _SGLANG + "pull/35893"),
+    ),
+)
