@@ -41,8 +41,14 @@ def test_what_is_no_hang(once: Once) -> None:
 
 
 def test_a_hook_that_does_not_come_back(once: Once) -> None:
-    assert once(cases.in_hook, NEWEST, 20)[1:] == ["build_connector_meta of LMCacheMPConnector"]
-    assert once(cases.in_hook, NEWEST, 2) == []
+    assert once(cases.in_hook, NEWEST, "build_connector_meta", 20)[1:] == ["build_connector_meta of LMCacheMPConnector"]
+    assert once(cases.in_hook, NEWEST, "build_connector_meta", 2) == []
+
+
+def test_one_step_that_waits_in_many_hooks(once: Once) -> None:
+    """LMCache in process, of which a worker does not answer: each waiting request costs the scheduler 3 s."""
+    assert once(cases.in_hook, NEWEST, "get_num_new_matched_tokens", 2, 20)[1:] == ["requests"]
+    assert once(cases.in_hook, NEWEST, "get_num_new_matched_tokens", 1, 2) == []
 
 
 def test_a_start_that_hangs(once: Once) -> None:

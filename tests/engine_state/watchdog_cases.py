@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import kvfix
+import kvfix.clock
 from kvfix.connector_events import watchdog
 from kvfix.session import session
 from kvfix_tools import recording
@@ -101,24 +102,26 @@ def paused() -> float:
     return due(engine.step, 40)
 
 
-def in_hook(times: int) -> list[Any]:
-    """Seconds after which a hook is reported that looks at the clock so often before it comes back, and its name."""
+def in_hook(hook: str, times: int, requests: int = 1) -> list[Any]:
+    """Seconds after which a hook is reported that looks at the clock so often before it comes back, and what stands."""
     from lmcache.integration.vllm.lmcache_mp_connector import LMCacheMPConnector
 
-    original, found = LMCacheMPConnector.build_connector_meta, []
+    original, found = getattr(LMCacheMPConnector, hook), []
     dog = watchdog.Watchdog(60.0, clock := Clock())
 
-    def build_connector_meta(self: Any, *args: Any) -> Any:
+    def slow(self: Any, *args: Any) -> Any:
         for _ in range(times):
             clock.now += STEP
-            if dog.is_due() and not found:
-                found.extend([clock.now, dog._standing[1]])
+            if (standing := dog.is_due()) and not found:
+                found.extend([clock.now, standing[1] if standing[0] == "call" else standing[0]])
         return original(self, *args)
 
-    LMCacheMPConnector.build_connector_meta = build_connector_meta
+    setattr(LMCacheMPConnector, hook, slow)
     prepare()  # kvfix's wrapper is around the slow one
     engine = wedged.empty_engine()
-    engine.admit("r", prompt(200), max_tokens=40)
+    vars(kvfix.clock)["now"] = clock  # a call is known by its start
+    for number in range(requests):
+        engine.admit(f"r{number}", prompt(200, seed=number), max_tokens=40)
     engine.step(40)
     return found
 
@@ -127,8 +130,12 @@ def start_of_lmcache() -> list[Any]:
     """LMCache does not come back from its start."""
     prepare()
     dog = watchdog.Watchdog(60.0, clock := Clock())
-    names: dict[str, Any] = {"dog": dog, "clock": clock, "STEP": STEP}
-    code = "class Manager:\n    def __init__(self):\n        while not dog.is_due():\n            clock.now += STEP\n"
+    found: list[Any] = []
+    names: dict[str, Any] = {"dog": dog, "clock": clock, "STEP": STEP, "found": found}
+    code = (
+        "class Manager:\n    def __init__(self):\n        while not found:\n"
+        "            found.extend(dog.is_due()[1:2])\n            clock.now += 0 if found else STEP\n"
+    )
     exec(compile(code, "/lmcache/v1/manager.py", "exec"), names)
     names["Manager"]()
-    return [clock.now, dog._standing[1]]
+    return [clock.now, *found]

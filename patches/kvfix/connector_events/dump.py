@@ -10,7 +10,7 @@ The first line describes the file. The others follow in any order, each with its
     {"kind": "event", "connector": 1, "hook": "...", "mono": 12, "wall": 34, "event": "Asked", "request": "r", ...}
     {"kind": "finding", "code": "KVR002", "name": "promise-changed", "request": "r", "message": "...", ...}
     {"kind": "state", "schema": 1, "scheduler": {...}, ...}    at a signal and of a standstill: see kvfix.engine_state
-    {"kind": "stacks", "text": "Thread 0x... (most recent call first): ..."}
+    {"kind": "stacks", "pid": 1, "text": "Thread 0x... (most recent call first): ..."}    likewise, of all threads
     {"kind": "fix", "code": "KVF001", "dist": "lmcache", "version": "0.3.10", "verdict": "applied", ...}
 
 mono: nanoseconds of the monotonic clock, which all processes of the same `boot` share; wall: nanoseconds since 1970.
@@ -20,8 +20,10 @@ pid and began (clock ticks after boot) identify a process of a node. A request i
 from __future__ import annotations
 
 import atexit
+import faulthandler
 import os
 import sys
+import tempfile
 import time
 from contextlib import suppress
 from operator import itemgetter
@@ -115,6 +117,8 @@ def _lines(reason: str, finding: Finding | None) -> Iterator[dict[str, Any]]:
         yield {"kind": "scheduler", **state}
     if reason == "signal":
         yield {"kind": "state", **engine_state.collect()}
+    if reason in ("signal", "standstill"):
+        yield {"kind": "stacks", "pid": os.getpid(), "text": _stacks()}
     if finding is not None:
         fields = finding._asdict() | {
             "event": _event(finding.event),
@@ -123,6 +127,13 @@ def _lines(reason: str, finding: Finding | None) -> Iterator[dict[str, Any]]:
         yield {"kind": "finding", **fields}
     for entry in recorder.snapshot():
         yield {"kind": "event", **entry._asdict(), **_event(entry.event)}
+
+
+def _stacks() -> str:
+    with tempfile.TemporaryFile("w+") as file:
+        faulthandler.dump_traceback(file, all_threads=True)
+        file.seek(0)
+        return file.read()
 
 
 def process() -> dict[str, Any]:

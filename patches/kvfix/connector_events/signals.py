@@ -10,16 +10,19 @@ import atexit
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
 from kvfix import engine_log
-from kvfix.connector_events import dump, violations
+from kvfix.connector_events import dump, files, violations
 from kvfix.session import session
 
 AT_EXIT = "KVFIX_DUMP_AT_EXIT"
 SIGNAL = signal.SIGUSR2
+#: Begins of the lines that the watchdog takes of another process's file.
+_ASKED = (b'{"kind":"state"', b'{"kind":"stacks"')
 
 
 def install() -> None:
@@ -64,6 +67,29 @@ def remove() -> None:
 def _on_signal(number: int, frame: Any) -> None:
     with suppress(Exception):  # it may interrupt anything
         dump.write("signal")
+
+
+def lines_of_others(seconds: float = 1.0) -> list[dict[str, Any]]:
+    """State and stacks of the other processes of this process's engines: each writes its recorder, as for
+    `kvfix dump`. One whose main thread runs no Python does not answer in this time."""
+    import json
+
+    found: list[dict[str, Any]] = []
+    with suppress(OSError), files.folder() as (_, descriptor):
+        before, asked = set(os.listdir(descriptor)), set[str]()
+        for pid in dump.announced():
+            os.kill(pid, SIGNAL)
+            asked.add(str(pid))
+        until = time.monotonic() + seconds
+        while asked and time.monotonic() < until:
+            time.sleep(0.01)
+            for name in sorted(set(os.listdir(descriptor)) - before):
+                writer = name.removeprefix("kvfix-").partition("-")[0]
+                if name.endswith("-signal.jsonl") and writer in asked:
+                    with open(os.open(name, os.O_RDONLY | os.O_NOFOLLOW, dir_fd=descriptor), "rb") as file:
+                        found += [json.loads(line) for line in file if line.startswith(_ASKED)]
+                    asked.remove(writer)
+    return found
 
 
 # A forked child has the handler of its parent, but is not announced (kvfix.session).

@@ -12,12 +12,9 @@ answered: a long prefill, a compiler. A worker that stands in a hook reports its
 
 from __future__ import annotations
 
-import faulthandler
 import os
-import tempfile
 import threading
 import time
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from kvfix import engine_log, engine_state
@@ -27,7 +24,7 @@ from kvfix.ledger import owed, standstill
 from kvfix.session import session
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
     from types import FrameType
 
 #: Environment variable: seconds without any progress; 0: no watchdog. And what holds without it.
@@ -36,6 +33,8 @@ SECONDS, DEFAULT = "KVFIX_WATCHDOG", 60.0
 _LOOKS = 12
 #: How often a look is tried, and seconds between.
 _TRIES, _PAUSE = 200, 0.003
+#: Tries in one call after which it is taken for the moment that is looked for.
+_STANDS = 50
 #: Functions within EngineCore's step that are the scheduler's; in any other a step is with the workers.
 _SCHEDULING = frozenset(("schedule", "update_from_output"))
 _STEP, _CORE = frozenset(("step", "step_with_batch_queue")), "/v1/engine/core"
@@ -72,9 +71,8 @@ class Watchdog:
         self._limit = limit
         self._clock = clock
         self.stopped = threading.Event()
-        #: Since when nothing has gone on, and what stands: see `_standing`.
-        self._since = clock()
-        self._standing: tuple[Any, ...] = ()
+        #: What stands, and since when: see `_standing`.
+        self._since: dict[tuple[Any, ...], float] = {}
         #: At the last look: computed tokens of each request, and the steps that the connectors have seen.
         self._computed: dict[str, int] = {}
         self._steps = 0
@@ -86,20 +84,22 @@ class Watchdog:
 
     def _look_once(self) -> bool:
         """Whether it has reported a standstill."""
-        return self.is_due() and self._reported()
+        standing = self.is_due()
+        return bool(standing) and self._reported(standing, self._since[standing])
 
-    def is_due(self) -> bool:
-        """Whether the same has stood still for `limit` seconds. It is to be asked again and again."""
-        standing, now = self._stands(), self._clock()
-        if not standing or standing != self._standing:
-            self._standing, self._since = standing, now
-        return bool(standing) and now - self._since >= self._limit
+    def is_due(self) -> tuple[Any, ...]:
+        """What has stood still for `limit` seconds; (): nothing. It is to be asked again and again."""
+        now = self._clock()
+        self._since = {each: self._since.get(each, now) for each in self._standing()}
+        return next((each for each, since in self._since.items() if now - since >= self._limit), ())
 
-    def _stands(self) -> tuple[Any, ...]:
-        """What stands now, equal for as long as it is the same; () if something moves, or nothing has to."""
+    def _standing(self) -> Iterator[tuple[Any, ...]]:
+        """What stands now, equal for as long as it is the same. A step may stand in one call after another."""
         inside = _call(frames := places.frames())
-        moves = self._moves(frames)
-        return inside or (() if moves else ("requests",))
+        if inside:
+            yield inside
+        if not self._moves(frames):
+            yield ("requests",)
 
     def _moves(self, frames: list[FrameType]) -> bool:
         computed: dict[str, int] = {}
@@ -115,32 +115,42 @@ class Watchdog:
         self._computed, self._steps = computed, steps
         return not computed or paused or went_on or computing
 
-    def _reported(self) -> bool:
+    def _reported(self, standing: tuple[Any, ...], began: float) -> bool:
         """Write and log it, if two looks agree that it stands still."""
-        began = self._since
-        looks = [self._look()]
-        if self.stopped.wait(min(standstill.LATE, self._limit)) or not self.is_due() or self._since != began:
+        looks = [self._look()[0]]
+        if self.stopped.wait(min(standstill.LATE, self._limit)) or self.is_due() != standing:
             return False
-        looks.append(self._look())
+        if self._since[standing] != began:
+            return False
+        look, stacks = self._look()
+        looks.append(look)
         found = standstill.verdicts(looks)
-        path = _written(looks[-1].processes[0])
-        _ask_others()
+        path = _written(look, stacks)
         what = " The cause is not known: see its state and stacks."
         if found:
             code, name, _, message, now, _ = found[0]
             what = f" {code} {name}: {message}. Do now: {now}."
         where = f" State, stacks and events: {path}" if path else ""
-        who = f"it has been in {self._standing[1]}" if self._standing[0] == "call" else "no request has gone on"
+        who = f"it has been in {standing[1]}" if standing[0] == "call" else "no request has gone on"
         engine_log.warning(f"{who} for {self._clock() - began:.0f} s.{what}{where}")
         return True
 
-    def _look(self) -> standstill.Look:
-        """While the scheduler is at work its queues are not complete: another moment is looked for."""
+    def _look(self) -> tuple[standstill.Look, list[dict[str, Any]]]:
+        """The look, and the stacks of the other processes.
+
+        While the scheduler is at work its queues are not complete: another moment is looked for, unless it
+        stays in one call."""
+        held, same = (), 0
         for _ in range(_TRIES):
+            call = _call(places.frames())
             state = engine_state.collect(True, next(iter(recorder.schedulers()), None))
-            if not state["in_step"] or self.stopped.wait(_PAUSE):
+            held, same = call, same + 1 if call and call == held else 0
+            if not state["in_step"] or same >= _STANDS or self.stopped.wait(_PAUSE):
                 break
-        return standstill.Look(self._clock(), [state])
+        others = signals.lines_of_others()
+        states = [each for each in others if each["kind"] == "state"]
+        stacks = [each for each in others if each["kind"] == "stacks"]
+        return standstill.Look(self._clock(), [state, *states]), stacks
 
 
 def _call(frames: list[FrameType]) -> tuple[Any, ...]:
@@ -165,25 +175,12 @@ def _is_with_workers(frames: list[FrameType]) -> bool:
     return step is not None and _SCHEDULING.isdisjoint(code.co_name for code in codes[:step])
 
 
-def _written(state: dict[str, Any]) -> str:
-    """Path of the recorder file with the state and the stacks of all threads; "" if it cannot be written."""
-    more = [{"kind": "state", **state}, {"kind": "stacks", "text": _stacks()}]
+def _written(look: standstill.Look, stacks: list[dict[str, Any]]) -> str:
+    """Path of the recorder file with all states, that of this process last, and the stacks of the other processes
+    before those of this one; "" if it cannot be written."""
+    states = [{"kind": "state", **each} for each in reversed(look.processes)]
     try:
-        return dump.write("standstill", None, more)
+        return dump.write("standstill", None, [*states, *stacks])
     except OSError as error:
         violations.cannot_write(error)
         return ""
-
-
-def _stacks() -> str:
-    with tempfile.TemporaryFile("w+") as file:
-        faulthandler.dump_traceback(file, all_threads=True)
-        file.seek(0)
-        return file.read()
-
-
-def _ask_others() -> None:
-    """Ask the other processes of this engine for their recorders, as `kvfix dump` does."""
-    for pid in dump.announced():
-        with suppress(OSError):
-            os.kill(pid, signals.SIGNAL)
