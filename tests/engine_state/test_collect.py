@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from kvfix.ledger.standstill import Look, verdicts
 from tests.conftest import RELEASES, Once
 from tests.engine_state import wedged
 
@@ -31,6 +32,23 @@ def test_requests_that_wait_behind_one_another(once: Once) -> None:
         {**each, "arrived": first["scheduler"]["requests"][at]["arrived"]}
         for at, each in enumerate(second["scheduler"]["requests"])
     ]
+
+
+def test_which_request_came_first(once: Once) -> None:
+    """The lab's requests come within the same millisecond."""
+    came, rows = once(wedged.arrivals, NEWEST)
+    assert [each["arrived"] - rows[0]["arrived"] for each in rows] == pytest.approx(
+        [came[rows[0]["id"]] - came[each["id"]] for each in rows], abs=2e-6
+    )
+
+
+def test_blocks_of_two_kv_groups(once: Once) -> None:
+    """16 blocks of full attention, and one of the window: the scenario has the arithmetic."""
+    first, second = once(wedged.locked_out_with_windows, NEWEST)
+    found = row(second, "r")
+    assert (found["needs"], found["blocks"], second["scheduler"]["pool"]["free"]) == (8, 17, 5)
+    (verdict,) = verdicts([Look(0.0, [first]), Look(5.0, [second])])
+    assert verdict.message.startswith("1 request is loaded and waits behind r, which needs 8 blocks; 5 can be had")
 
 
 def test_a_load_in_flight(once: Once) -> None:

@@ -128,7 +128,6 @@ def in_lookup(states: list[dict[str, Any]], rank: dict[str, Any]) -> list[dict[s
     ("rank", "why"),
     [
         ({"healthy": False, "why": "ValueError"}, "rank 0 does not answer: its LMCache did not start (ValueError)"),
-        ({"healthy": True, "threads": {"lookup_server": False}}, "rank 0 does not answer: its thread for lookups has"),
         ({"healthy": True}, "a rank does not answer"),
     ],
 )
@@ -136,11 +135,32 @@ def test_every_step_waits_for_a_lookup(rank: dict[str, Any], why: str, once: Onc
     states = in_lookup(once(wedged.locked_out, NEWEST), rank)
     found = verdicts(looks(states, 7))[0]
     assert found.code == "KVD203"
-    assert found.message.startswith(f"the scheduler waits 3 s for a lookup in every step; {why}")
+    assert found.message.startswith(f"the scheduler waits 3 s for each lookup; {why}")
     assert show.fixes(found, states[-1:]) == ["KVF015"]
     assert not [each for each in verdicts(looks(states, 2)) if each.code == "KVD203"]  # not long enough
     busy = [{**each, "scheduler": {**each["scheduler"], "steps": 40 * at}} for at, each in enumerate(states)]
     assert not [each for each in verdicts(looks(busy, 7)) if each.code == "KVD203"]
+
+
+def test_a_rank_whose_thread_for_lookups_has_ended(once: Once) -> None:
+    """Whatever call the scheduler is in at the looks."""
+    rank = {"threads": {"lookup_server": False}}
+    states = [{**each, "hook": "", "in_step": False} for each in in_lookup(once(wedged.locked_out, NEWEST), rank)]
+    found = verdicts(looks(states, 1))[0]
+    assert found.code == "KVD203"
+    assert found.message.endswith(" each lookup; rank 0 does not answer: its thread for lookups has ended")
+    running_again = copy.deepcopy(states)
+    running_again[-1]["connectors"][1]["threads"]["lookup_server"] = True
+    assert [each.code for each in verdicts(looks(running_again, 1))] == ["KVD202"]
+    idle = [{**each, "scheduler": {**each["scheduler"], "requests": []}} for each in states]
+    assert verdicts(looks(idle, 1)) == []  # the engine ends, and its threads with it
+
+
+def test_a_hook_may_hold_up_what_the_queues_lack(once: Once) -> None:
+    states = [{**each, "hook": "get_finished"} for each in once(wedged.locked_out, NEWEST)]
+    assert verdicts(looks(states, 1)) == []
+    assert suspected(looks(states, 1)) > 1
+    assert [each.code for each in verdicts(looks([states[0], {**states[1], "hook": ""}], 1))] == ["KVD202"]
 
 
 def test_a_process_that_runs_no_python(once: Once) -> None:

@@ -52,6 +52,35 @@ def locked_out_engine() -> Any:
     return scenario.played()
 
 
+def arrivals() -> tuple[dict[str, float], list[dict[str, Any]]]:
+    """When each request came, in seconds since 1970, and the rows."""
+    engine = locked_out_engine()
+    rows = look(engine)["scheduler"]["requests"]
+    return {name: request.arrival_time for name, request in engine.requests.items()}, rows
+
+
+def locked_out_with_windows() -> list[dict[str, Any]]:
+    """KVF210's scenario: "other" is loaded and waits behind "r", in two KV groups."""
+    from kvfix_tools.lab.scenario import find
+
+    scenario = find("mp-window-reserves-too-little")
+    assert scenario is not None
+    return twice(scenario.played())
+
+
+def busy_engine() -> Any:
+    """One request generates, one loads, one waits."""
+    engine = _engine(MP)
+    engine.do("stored_elsewhere", prompt(192))
+    engine.admit("running", prompt(100, seed=1), max_tokens=40)
+    engine.step(6)
+    engine.admit("loading", prompt(200), max_tokens=4)
+    while not engine.connector.workers[0].adapter.retrieve_futures:
+        engine.step()
+    engine.admit("waiting", prompt(300, seed=2), max_tokens=4)
+    return engine
+
+
 def engine_without_load() -> Any:
     """The worker has lost a load: it neither has it nor reports it."""
     engine = _begun_to_load()

@@ -6,6 +6,7 @@ Of each connector, the children of a MultiConnector among them:
      "healthy": True,            the server answers its pings; in process: LMCache runs; None: it cannot tell
      "why": "ValueError",        type of the error with which LMCache failed to start
      "lookup_timeout": 3.0,      seconds
+     "server_ports": [5555],     scheduler, with an LMCache server: where it is asked
      "requests": {id: {...}},    scheduler: "lookup", "hit", "promised", "granted", "stored", "phase", "since"
      "loads": [id], "stores": [id],    worker: begun, and their end is not reported
      "answered": [id],           worker: those of both whose end is known here, and is reported in the next step
@@ -165,6 +166,7 @@ def _mp_scheduler(state: dict[str, Any], connector: Any) -> None:
     state["chunk_size"] = getattr(adapter, "lmcache_tokens_per_chunk", getattr(adapter, "chunk_size", None))
     state["lookup_timeout"] = getattr(adapter, "_mq_timeout", None)
     state["healthy"] = _healthy(adapter)
+    state["server_ports"] = _server_ports(connector)
     pending = set(getattr(adapter, "_pending_lookups", ()))
     done = dict(getattr(adapter, "_finished_lookup_results", {}))
     unacknowledged = dict(getattr(adapter, "_unacked_lookups", {}))
@@ -187,6 +189,14 @@ def _mp_scheduler(state: dict[str, Any], connector: Any) -> None:
             row["since"] = round(now - min(times), 3)
         found[name] = row
     state["requests"] = found
+
+
+def _server_ports(connector: Any) -> list[int]:
+    """Without the hosts (lmcache_mp_connector.py 0.5.6:600-650)."""
+    settings = connector._vllm_config.kv_transfer_config.kv_connector_extra_config or {}
+    urls = settings.get("lmcache.mp.server_urls") or [f":{settings.get('lmcache.mp.port', 5555)}"]
+    urls = urls.split(",") if isinstance(urls, str) else urls
+    return [int(port) for url in urls if (port := str(url).strip().rpartition(":")[2]).isdecimal()]
 
 
 def _tracked(row: dict[str, Any], tracker: Any, size: int) -> None:

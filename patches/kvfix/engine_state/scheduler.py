@@ -6,6 +6,7 @@
      "deferred": 0,             blocks that come free with a later answer
      "ended_reports": ["r1"],   transfers reported for requests that the scheduler does not know any more
      "ranks_left": {"r7": 1},   loads that so many ranks have not reported; the others have
+     "settings": {"max_num_batched_tokens": 8192, ...},    what the lab needs to make such a scheduler; None: not known
      "requests": [{...}]}       in the order in which the scheduler asks; then those that run, then those that ended
 
 Of a request:
@@ -46,10 +47,11 @@ def read(
     pool = scheduler.kv_cache_manager.block_pool
     reserved = needs.reserved(scheduler)
     rows = []
+    now = time.time()  # one for all: who came first is to be read from it
     for request, queue in _requests(scheduler):
         try:
             name = request.request_id
-            row = _row(scheduler, request, queue, held.get(name, {}), recorded.get(name, {}))
+            row = _row(scheduler, request, queue, held.get(name, {}), recorded.get(name, {}), now)
             if queue in QUEUES:
                 between = bool(row["phase"])  # LMCache loads between steps with its server only
                 row["needs"] = needs.blocks(scheduler, request, row["promised"] or 0, between, reserved)
@@ -76,6 +78,7 @@ def read(
         "deferred": sum(len(blocks) for _, blocks in list(getattr(scheduler, "deferred_frees", ()))),
         "ended_reports": sorted(set(scheduler.finished_recving_kv_req_ids) - set(scheduler.requests)),
         "ranks_left": _ranks_left(engine),
+        "settings": _settings(scheduler),
         "requests": rows,
     }
 
@@ -89,7 +92,9 @@ def _requests(scheduler: Any) -> list[tuple[Any, str]]:
     return found + [(each, "ended" if each.status.name.startswith("FINISHED") else "") for each in rest]
 
 
-def _row(scheduler: Any, request: Any, queue: str, held: dict[str, Any], recorded: dict[str, Any]) -> dict[str, Any]:
+def _row(
+    scheduler: Any, request: Any, queue: str, held: dict[str, Any], recorded: dict[str, Any], now: float
+) -> dict[str, Any]:
     name = request.request_id
     report = "loaded" if name in scheduler.finished_recving_kv_req_ids else ""
     if name in getattr(scheduler, "failed_recving_kv_req_ids", ()):
@@ -98,12 +103,12 @@ def _row(scheduler: Any, request: Any, queue: str, held: dict[str, Any], recorde
         "id": name,
         "status": request.status.name,
         "queue": queue,
-        "arrived": round(time.time() - request.arrival_time, 3),
+        "arrived": round(now - request.arrival_time, 6),
         "since": held.get("since"),
         "computed": request.num_computed_tokens,
         "total": request.num_tokens,
         "prompt": request.num_prompt_tokens,
-        "blocks": sum(map(len, needs.held(scheduler, request))),
+        "blocks": sum(map(needs.count, needs.held(scheduler, request))),
         "preemptions": request.num_preemptions,
         "priority": request.priority,
         "report": report,
@@ -123,6 +128,18 @@ def _row(scheduler: Any, request: Any, queue: str, held: dict[str, Any], recorde
     elif row["status"] == "WAITING_FOR_REMOTE_KVS" and report == "loaded":
         row["loaded"] = row["computed"]
     return row
+
+
+def _settings(scheduler: Any) -> dict[str, Any]:
+    config = scheduler.scheduler_config
+    return {
+        "max_num_batched_tokens": getattr(config, "max_num_batched_tokens", None),
+        "max_num_seqs": getattr(config, "max_num_seqs", None),
+        "max_model_len": getattr(scheduler, "max_model_len", None),
+        "reserve_full_isl": getattr(scheduler, "scheduler_reserve_full_isl", None),
+        "async_scheduling": getattr(config, "async_scheduling", None),
+        "groups": len(scheduler.kv_cache_config.kv_cache_groups),
+    }
 
 
 def _answers(engine: Any) -> int | None:

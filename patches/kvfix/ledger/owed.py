@@ -78,7 +78,7 @@ def engines(processes: Iterable[dict[str, Any]]) -> list[Engine]:
 
 
 def waits_for(row: dict[str, Any]) -> str:
-    """As `liveness.Waiting` has it."""
+    """As `liveness.Waiting` has it, of this row alone."""
     if row["status"] in OUTSIDE_STATUSES:
         return OUTSIDE
     if row["status"] == "WAITING_FOR_REMOTE_KVS" and not row["report"]:
@@ -93,10 +93,24 @@ def waiting(engine: Engine) -> list[dict[str, Any]]:
     return [row for row in engine.requests if row["queue"] in _WAITING]
 
 
+def waits(engine: Engine) -> list[tuple[dict[str, Any], str]]:
+    """Those rows, each with what it waits for. vLLM stops at the first request that it has no blocks for: behind it
+    none is asked, and nothing takes the answer of a lookup."""
+    found: list[tuple[dict[str, Any], str]] = []
+    stopped, free = False, engine.scheduler["pool"]["free"]
+    for row in waiting(engine):
+        kind = waits_for(row)
+        if stopped and kind == LOOKUP:
+            kind = PLACE
+        stopped = stopped or (kind == PLACE and row["needs"] is not None and row["needs"] > free)
+        found.append((row, kind))
+    return found
+
+
 def state(engine: Engine) -> liveness.State:
     """What `can_move` judges. A lookup counts as one that is answered: that it is not, is another rule."""
     scheduler = engine.scheduler
-    rows = tuple(liveness.Waiting(row["id"], waits_for(row), row["needs"], row["blocks"]) for row in waiting(engine))
+    rows = tuple(liveness.Waiting(row["id"], kind, row["needs"], row["blocks"]) for row, kind in waits(engine))
     running = sum(row["queue"] in ("running", "") for row in engine.requests)
     in_flight = scheduler["answers"] or 0
     in_flight += scheduler["deferred"]
@@ -112,7 +126,7 @@ def state(engine: Engine) -> liveness.State:
 
 def first_refused(engine: Engine) -> str:
     """The request that the scheduler has no blocks for, and that the others wait behind; "" if there is none."""
-    row = next((each for each in waiting(engine) if waits_for(each) == PLACE), None)
+    row = next((each for each, kind in waits(engine) if kind == PLACE), None)
     short = row is not None and row["needs"] is not None and row["needs"] > engine.scheduler["pool"]["free"]
     return str(row["id"]) if row is not None and short else ""
 
@@ -125,7 +139,7 @@ def owner(engine: Engine, row: dict[str, Any]) -> str:
         return f"{ranks_text(ranks)}: its transfer, which keeps its blocks" if ranks else "no worker has its transfer"
     if queue not in _WAITING:
         return "the workers: its next tokens"
-    kind = waits_for(row)
+    kind = next(kind for each, kind in waits(engine) if each["id"] == name)
     if kind == OUTSIDE:
         return OUTSIDE_STATUSES[row["status"]]
     if kind == LOAD:

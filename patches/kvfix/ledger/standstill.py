@@ -63,11 +63,10 @@ def suspected(looks: Sequence[Look]) -> float:
     last = looks[-1].processes
     in_hook = any(each.get("hook") or each.get("silent") for each in last)
     for engine in owed.engines(last):
-        waiting = owed.waiting(engine)
-        kinds = {owed.waits_for(row) for row in waiting}
-        if kinds & {LOAD, LOOKUP} and not owed.state(engine).running:
+        waits = owed.waits(engine)
+        if {kind for _, kind in waits} & {LOAD, LOOKUP} and not owed.state(engine).running:
             seconds = LATE
-        lost = [row for row in waiting if owed.waits_for(row) == LOAD and not engine.ranks_with(row["id"], *owed.KINDS)]
+        lost = [row for row, kind in waits if kind == LOAD and not engine.ranks_with(row["id"], *owed.KINDS)]
         if lost or liveness.can_move(owed.state(engine)).verdict == "violated":
             seconds = max(seconds, 1.0)
     span = looks[-1].at - looks[0].at
@@ -93,10 +92,10 @@ def _rows(before: Engine, after: Engine, kind: str) -> Iterator[dict[str, Any]]:
 
     One that was preempted meanwhile, or has a token more, may wait for another load than at the first look.
     """
-    rows = {row["id"]: row for row in owed.waiting(before) if owed.waits_for(row) == kind}
-    for row in owed.waiting(after):
+    rows = {row["id"]: row for row, waits_for in owed.waits(before) if waits_for == kind}
+    for row, waits_for in owed.waits(after):
         old = rows.get(row["id"])
-        if old is not None and owed.waits_for(row) == kind and all(old[key] == row[key] for key in _OF_A_WAIT):
+        if old is not None and waits_for == kind and all(old[key] == row[key] for key in _OF_A_WAIT):
             yield row
 
 
@@ -128,32 +127,36 @@ def _progress(row: dict[str, Any]) -> tuple[Any, ...]:
 # ---------------------------------------------------------------------- the rules, the gravest first
 
 
-def _stands_in_hook(looks: Sequence[Look]) -> Iterator[Verdict]:
-    """A process is in the same hook at every look, or runs no Python, and the engine does not move."""
-    span = looks[-1].at - looks[0].at
-    if span < HOOK:
-        return
-    steps = {after.process["pid"]: (_steps(before, after), after) for before, after, _ in _engines(looks)}
-    moved = _moved(looks)
+def _hooks(looks: Sequence[Look]) -> Iterator[tuple[dict[str, Any], Engine | None]]:
+    """Processes that are in the same hook at every look, at the last one, and the engine of a scheduler."""
+    engines = {engine.process["pid"]: engine for engine in owed.engines(looks[-1].processes)}
     for process in looks[-1].processes:
         pid, hook = process["pid"], process.get("hook")
         same = [each for look in looks for each in look.processes if each["pid"] == pid and each.get("hook") == hook]
-        if not hook or len(same) < len(looks):
+        if hook and len(same) == len(looks):
+            yield process, engines.get(pid)
+
+
+def _stands(looks: Sequence[Look], process: dict[str, Any]) -> bool:
+    """Whether a process that is in the same hook at every look does not move either, for `HOOK` seconds."""
+    span = looks[-1].at - looks[0].at
+    steps = {after.process["pid"]: _steps(before, after) for before, after, _ in _engines(looks)}
+    count = steps.get(process["pid"])
+    return span >= HOOK and not (_moved(looks) if count is None else count > span / 2)
+
+
+def _stands_in_hook(looks: Sequence[Look]) -> Iterator[Verdict]:
+    """A process is in the same hook at every look, or runs no Python, and the engine does not move."""
+    for process, engine in _hooks(looks):
+        hook = process["hook"]
+        if not _stands(looks, process) or (engine is not None and _blocks_on_lookups(engine, hook)):
             continue
-        count, engine = steps.get(pid, (None, None))
-        if moved if count is None else count > span / 2:
-            continue
-        if engine is not None and hook == "get_num_new_matched_tokens":
-            waits = _waits_for_lookup(engine, process)
-            if waits is not None:
-                yield waits
-                continue
         name = _name(process)
         at = f", at {process['stack'][0]}" if process.get("stack") else ""
         rest = "; the scheduler waits for its answer" if "rank" in name or "Worker" in name else ""
         yield Verdict(
             "KVD213", "stands-in-connector", "",
-            f"{name} has been in {hook} for at least {span:.0f} s{at}{rest}",
+            f"{name} has been in {hook} for at least {looks[-1].at - looks[0].at:.0f} s{at}{rest}",
             "nothing frees it from outside; `kvfix dump PID` takes all stacks for the report, then restart the engine",
             "waiting helps only if what it waits for answers: its server, its worker, its storage",
         )  # fmt: skip
@@ -167,25 +170,44 @@ def _name(process: dict[str, Any]) -> str:
     return f"rank {ranks[0]}" if ranks else f"{name} ({process['pid']})"
 
 
-def _waits_for_lookup(engine: Engine, process: dict[str, Any]) -> Verdict | None:
-    """LMCache in process: each lookup blocks the scheduler until every rank has answered (KVF015)."""
+def _lookup_client(engine: Engine) -> dict[str, Any] | None:
+    """LMCache in process whose lookups block the scheduler until every rank has answered (KVF015)."""
     connector = next((each for each in engine.connectors if "asynchronous" in each), None)
-    if connector is None or connector["asynchronous"]:
-        return None
-    silent = []
-    for _, each in engine.workers:
-        if each.get("healthy") is False:
-            why = f" ({each['why']})" if each.get("why") else ""
-            silent.append(f"rank {each['rank']} does not answer: its LMCache did not start{why}")
-        elif (each.get("threads") or {}).get("lookup_server") is False:
-            silent.append(f"rank {each['rank']} does not answer: its thread for lookups has ended")
-    who = "; ".join(silent) or "a rank does not answer"
-    return Verdict(
-        "KVD203", "lookups-not-answered", "",
-        f"the scheduler waits {connector['lookup_timeout']:g} s for a lookup in every step; {who}",
-        "the fix KVF015 asks ever more rarely; without it, restart with a smaller `lookup_timeout_ms`",
-        "waiting does not help: every step waits anew",
-    )  # fmt: skip
+    return None if connector is None or connector["asynchronous"] else connector
+
+
+def _blocks_on_lookups(engine: Engine, hook: str) -> bool:
+    return hook == "get_num_new_matched_tokens" and _lookup_client(engine) is not None
+
+
+def _ended_threads(engine: Engine) -> set[int]:
+    """Ranks whose thread that answers lookups has ended."""
+    return {each["rank"] for _, each in engine.workers if (each.get("threads") or {}).get("lookup_server") is False}
+
+
+def _lookup_blocks(looks: Sequence[Look]) -> Iterator[Verdict]:
+    """The scheduler stands in its lookups, or a rank has no thread for them at any look, in whatever call it is."""
+    hooks = {process["pid"]: process for process, _ in _hooks(looks) if _stands(looks, process)}
+    for before, after, _ in _engines(looks):
+        connector = _lookup_client(after)
+        if connector is None:
+            continue
+        process = hooks.get(after.process["pid"])
+        ended = _ended_threads(before) & _ended_threads(after)
+        if not (process and _blocks_on_lookups(after, process["hook"])) and not (ended and after.requests):
+            continue
+        why = [f"rank {rank} does not answer: its thread for lookups has ended" for rank in sorted(ended)]
+        for _, each in after.workers:
+            if each.get("healthy") is False:
+                reason = f" ({each['why']})" if each.get("why") else ""
+                why.append(f"rank {each['rank']} does not answer: its LMCache did not start{reason}")
+        yield Verdict(
+            "KVD203", "lookups-not-answered", "",
+            f"the scheduler waits {connector['lookup_timeout']:g} s for each lookup; "
+            + ("; ".join(why) or "a rank does not answer"),
+            "the fix KVF015 asks ever more rarely; without it, restart with a smaller `lookup_timeout_ms`",
+            "waiting does not help: every lookup waits anew",
+        )  # fmt: skip
 
 
 def _load_without_worker(looks: Sequence[Look]) -> Iterator[Verdict]:
@@ -249,8 +271,11 @@ def _lookup_not_answered(looks: Sequence[Look]) -> Iterator[Verdict]:
 
 
 def _cannot_move(looks: Sequence[Look]) -> Iterator[Verdict]:
-    """`can_move` at both looks, and nothing has moved between them. In a step the queues are not complete."""
-    if _moved(looks):
+    """`can_move` at both looks, and nothing has moved between them. In a step the queues are not complete.
+
+    A process that is in one hook at all of them may hold up what the queues seem to lack.
+    """
+    if _moved(looks) or any(_hooks(looks)):
         return
     for before, after, _ in _engines(looks):
         if before.process["in_step"] or after.process["in_step"] or after.scheduler["paused"]:
@@ -320,6 +345,7 @@ def _sick(look: Look) -> dict[tuple[int, int, str], str]:
 
 
 _RULES: tuple[Callable[[Sequence[Look]], Iterator[Verdict]], ...] = (
+    _lookup_blocks,
     _stands_in_hook,
     _load_without_worker,
     _load_not_answered,
