@@ -51,6 +51,9 @@ DRAFTS: dict[str, dict[str, Any]] = {
 #: Two ranks, of which the second takes longer.
 RANKS: dict[str, dict[str, Any]] = {"v1": {"ranks": 2}, "mp": {"ranks": 2, "rank_delay": 3}}
 
+#: Three stages: up to three steps are in flight.
+STAGES: dict[str, dict[str, Any]] = {each: {"ranks": 3, "pipeline": True} for each in ("v1", "mp")}
+
 
 @fault("LAB001")
 def load_goes_one_slot_too_far(engine: Any) -> None:
@@ -130,6 +133,21 @@ def rejected_drafts_stay_computed(engine: Any) -> None:
         return outputs
 
     engine.scheduler.update_from_output = update_from_output
+
+
+@fault("LAB001", text="the step reads", **STAGES)
+def tokens_of_a_step_in_flight_count_twice(engine: Any) -> None:
+    """The scheduler adds a block to the computed tokens of a request, for a step in flight."""
+    schedule, done = engine.scheduler.schedule, set()
+
+    def scheduled() -> Any:
+        for request in engine.scheduler.running if engine._answers else ():
+            if request.request_id not in done and request.num_computed_tokens + 16 < request.num_prompt_tokens:
+                done.add(request.request_id)
+                request.num_computed_tokens += 16
+        return schedule()
+
+    engine.scheduler.schedule = scheduled
 
 
 @fault("LAB001", text="the OffloadingConnector stores", v1={"offloading": "last"}, mp={"offloading": "last"})

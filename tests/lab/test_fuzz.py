@@ -17,11 +17,18 @@ from tests.healthy import own_blocks
 #: The one bug of LMCache 0.5.6 that a plain schedule shows: facts say so, and so does a scenario.
 KNOWN = {"KVR009 state-left-behind: _requests_priority still holds it"}
 
-#: What cannot happen: a kv_consumer stores nothing (of mp lmcache_mp_connector.py 0.5.6:608); v1 has one KV group, and
-#: its own transfers end within their step, in all ranks; a load of mp is all or nothing and alone, no id of its comes
-#: again, and requests ask nothing of it.
+#: What cannot happen: a kv_consumer stores nothing (of mp lmcache_mp_connector.py 0.5.6:608); v1 has one KV group and
+#: no server, and its own transfers end within their step, in all ranks; a load of mp is all or nothing and alone, no
+#: id of its comes again, and requests ask nothing of it.
 NEVER = {
-    "v1": {"loads_of_groups", "stores_of_groups", "null_objects_left_out", "ranks_apart", "stores_of_kv_consumer"},
+    "v1": {
+        "loads_of_groups",
+        "stores_of_groups",
+        "null_objects_left_out",
+        "ranks_apart",
+        "stores_of_kv_consumer",
+        "server_stops",
+    },
     "mp": {
         "loads_partial",
         "ids_used_again",

@@ -14,7 +14,7 @@ from kvfix_tools.lab.schedule import draw
 from kvfix_tools.lab.steps import prompt
 from tests.conftest import RELEASES, Once
 from tests.healthy import own_blocks
-from tests.lab.planted_faults import CHUNK, DRAFTS, FAULTS, RANKS, Fault
+from tests.lab.planted_faults import CHUNK, DRAFTS, FAULTS, RANKS, STAGES, Fault
 
 #: A bug of the release that even plain schedules show (scenario priority-left-after-resume).
 KNOWN = "_requests_priority still holds it"
@@ -99,6 +99,7 @@ def play_all() -> dict[str, Any]:
             played("mp"),
             played("mp-windows"),
             *(played(each, **RANKS[each]) for each in RANKS),
+            *(played(each, **STAGES[each]) for each in STAGES),
             *(played(each, **DRAFTS[each]) for each in DRAFTS),
         ],
         "faults": [played(connector, name) for connector, name in FAULTS],
@@ -118,6 +119,7 @@ def test_nothing_planted_nothing_found(outcomes: dict[str, Any]) -> None:
         assert run["counts"]["loaded_tokens"] >= 64
         assert run["counts"]["preemptions"] == 1
         assert run["counts"]["stored_tokens"] >= 224
+    assert [run["counts"]["steps_in_flight"] > 5 for run in outcomes["sound"]][-4:] == [True, True, False, False]
     for run in outcomes["sound"][-len(DRAFTS) :]:
         assert min(run["counts"][f"drafts_{each}"] for each in ("proposed", "accepted", "rejected")) > 5
 

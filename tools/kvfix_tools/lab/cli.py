@@ -22,6 +22,7 @@ from kvfix_tools.lab.scenario import Scenario, scenarios
 from kvfix_tools.lab.schedule import Schedule
 
 if TYPE_CHECKING:
+    from kvfix_tools.lab.continue_state import Continued
     from kvfix_tools.lab.fuzz_run import Fuzzed
     from kvfix_tools.lab.replay_recording import Replayed
 
@@ -178,6 +179,29 @@ def replay_recording(
     raise typer.Exit(int(bool(done.findings)))
 
 
+@app.command("continue")
+def continue_state(
+    file: Annotated[Path, typer.Argument(help="What `kvfix look PID --save FILE`, or the watchdog, wrote.")],
+    save: Annotated[Path | None, typer.Option(metavar="FILE", help="The shortest schedule that is stuck.")] = None,
+    shrink: Annotated[float, typer.Option(metavar="SECONDS", help="Time for making it short.")] = 45.0,
+    lmcache_path: LMCachePath = None,
+    json: Json = False,
+) -> None:
+    """Make an engine's state again and play on: as released, with the fixes, and with a request aborted.
+
+    Exit 1 if no request can move as released, or a rule is violated.
+    """
+    from kvfix_tools.lab.continue_state import continued, shortest
+
+    with _refusing("continue", file):
+        runner.prepare(lmcache_path)
+        done = continued(file)
+    if save is not None and done.as_released.stuck:
+        save.write_text(shortest(done, shrink).to_json(releases.versions()) + "\n")
+    _write(done.as_json(releases.versions()), json, None, lambda: _print_continued(done))
+    raise typer.Exit(int(bool(done.as_released.stuck or done.as_released.also)))
+
+
 @contextmanager
 def _refusing(command: str, file: Path | None = None) -> Iterator[None]:
     """What cannot be played, or has tested nothing, ends the command with its reason."""
@@ -245,6 +269,18 @@ def _print_fuzzed(done: Fuzzed) -> None:
             console.print("  " + " ".join(str(part) for part in step), highlight=False)
     if not done.violations:
         console.print("[green]nothing was violated[/]")
+
+
+def _print_continued(done: Continued) -> None:
+    console = screen.console()
+    console.print(f"{_versions(releases.versions())}, as released: {done.as_released}", highlight=False)
+    console.print(f"with the fixes: {done.with_fixes}", highlight=False)
+    for name in done.frees:
+        console.print(f"all others end if {name} is aborted", highlight=False)
+    if done.as_released.stuck and not done.frees:
+        console.print("no request's end alone lets all others end", highlight=False)
+    for text in done.differs:
+        console.print(f"not as in the state: {text}", style="yellow", highlight=False)
 
 
 def _print_replayed(done: Replayed) -> None:

@@ -47,6 +47,8 @@ def play(schedule: Schedule, end: int = 4000) -> Played:
         engine.budget(schedule.options.max_num_batched_tokens)
         if engine.counts["pauses"]:
             engine.unpause()
+        if engine.counts["server_stops"]:
+            engine.do("server_goes_on")
         for session in open_sessions(engine):
             engine.end_input(session)
         engine.run(end)

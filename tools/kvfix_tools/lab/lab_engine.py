@@ -148,15 +148,27 @@ class LabEngine:
             for worker in self.workers
         ]
         self._answers.append((output, self.executor.answer(self.model.output(scheduled), reports)))
-        if self.options.async_scheduling and forward and len(self._answers) < 2:
+        if self._may_schedule_another(forward):
             return
-        self._guard("update_from_output", "", self.scheduler.update_from_output, *self._answers.popleft())
-        self._failed.popleft()
+        self._take_answer()
+        while self._answers and not self.scheduler.has_requests():
+            self._take_answer()
         self.model.take_input()
         self._take_drafts(forward)
         events.ended()
         events.stuck()
         self._look_whether_it_stands_still(forward)
+
+    def _may_schedule_another(self, forward: bool) -> bool:
+        """Whether EngineCore schedules a step before it takes an answer (step_with_batch_queue, core.py 0.32.0:754)."""
+        in_flight = len(self._answers)
+        self.counts["steps_in_flight"] += in_flight > 2
+        more = forward or (self.options.pipeline and self.scheduler.has_requests())
+        return more and in_flight < self.options.steps_in_flight
+
+    def _take_answer(self) -> None:
+        self._guard("update_from_output", "", self.scheduler.update_from_output, *self._answers.popleft())
+        self._failed.popleft()
 
     def _look_whether_it_stands_still(self, forward: bool) -> None:
         """Nothing can move (LAB009). What is owed: answers to steps, and the blocks of others, which come free."""

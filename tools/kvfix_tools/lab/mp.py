@@ -210,6 +210,7 @@ class MP(Connector):
 
     def server_stops(self) -> None:
         """A step: the server does nothing until `server_goes_on`, and answers no heartbeat; requests to it wait."""
+        self.server.events.counts["server_stops"] += not self.server.down
         self.server.down = True
 
     def server_goes_on(self) -> None:
@@ -225,6 +226,8 @@ class MP(Connector):
     def tick(self) -> None:
         super().tick()
         self.server.tick()
+        if self.server.down:
+            self.server.events.met_silence.update(self.scheduler.requests)
 
     # ------------------------------------------------------------------ what is in flight, and what is kept
 
@@ -253,7 +256,7 @@ class MP(Connector):
             **lookups,
             **super().kept(),
             **in_workers,
-            "read locks of the server": set(self.server.chunks.cache.pins),
+            "read locks of the server": set(self.server.chunks.cache.pins) - self.server.events.met_silence,
         }
 
     def kept_for_a_while(self) -> dict[str, set[str]]:

@@ -300,9 +300,13 @@ class Server:
             del self.loading[request_id]
 
     def flush_inflight_stores(self, *args: Any, **more: Any) -> None:
-        """All that is in flight is done before this returns, in releases whose transfer on CUDA waits for it at all."""
+        """All that is in flight is done before this returns, in releases whose transfer on CUDA waits for it at all.
+
+        A server that has stopped goes on meanwhile: the wait is for `mq_timeout`, five minutes.
+        """
         if not releases.missing(releases.FLUSHES):
-            while self._later and not self.down:
+            self.down = False
+            while self._later:
                 self._later.popleft().action()
 
     def give_up(self, rank: int, requests: set[str]) -> None:

@@ -25,6 +25,8 @@ class Options:
     delay: int = 1
     #: Workers, the ranks of tensor parallelism. One, in a MultiConnector.
     ranks: int = 1
+    #: They are the ranks of pipeline parallelism instead: a step is scheduled while others are with the workers.
+    pipeline: bool = False
     #: Steps that a transfer of the multi-process server takes longer in the second rank. mp only.
     rank_delay: int = 0
     #: That server is a real `lmcache server` (mp_real.py), for one rank with one KV group. mp only, alone.
@@ -67,6 +69,8 @@ class Options:
         object.__setattr__(self, "windows", tuple(self.windows))  # JSON has lists
         if self.ranks > 1 and (self.beside or self.offloading):
             raise ValueError("the lab plays a MultiConnector with one rank")
+        if self.pipeline and (self.ranks == 1 or self.drafter):
+            raise ValueError("the lab plays pipeline parallelism with more than one rank and without a drafter")
         if self.real_server and (
             (self.connector, self.ranks, self.chunk_size) != ("mp", 1, SERVER_CHUNK) or self.windows or self.offloading
         ):
@@ -74,6 +78,14 @@ class Options:
                 "the lab plays a real server with mp, without a MultiConnector, with one rank, one KV group and chunks "
                 f"of {SERVER_CHUNK} tokens"
             )
+
+    @property
+    def steps_in_flight(self) -> int:
+        """Steps that are scheduled before the answer of the first of them is there (`max_concurrent_batches`,
+        config/vllm.py 0.32.0:577)."""
+        if self.pipeline:
+            return self.ranks + (self.async_scheduling and self.model_runner_v2)
+        return 2 if self.async_scheduling else 1
 
     @property
     def asked_before(self) -> int:

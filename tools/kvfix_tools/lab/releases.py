@@ -27,7 +27,9 @@ SINCE = {
 #: Options of the lab that are drawn only with these releases of vLLM. With asynchronous scheduling earlier ones preempt
 #: between two steps only where they reset their prefix cache, all at once; the lab does it to one, and the output that
 #: is in flight comes twice. The second runner was for trials then. The others were not tried with earlier releases.
-DRAWN_SINCE = dict.fromkeys(("async_scheduling", "model_runner_v2", "drafter", "pause", "sessions", "roles"), ">=0.32")
+DRAWN_SINCE = dict.fromkeys(
+    ("async_scheduling", "model_runner_v2", "drafter", "pause", "sessions", "roles", "stops"), ">=0.32"
+)
 #: Several KV groups are drawn with these: earlier connectors name no failed requests, and vLLM raises (KVF207).
 WINDOWS_SINCE = {"lmcache": ">=0.5.6", "vllm": ">=0.32"}
 #: Releases whose server forgets workers that are silent (`worker_registration_grace_seconds`), and those whose transfer
@@ -40,6 +42,8 @@ RESETS, PRIORITIES = {"vllm": ">=0.15.1"}, {"vllm": ">=0.32"}
 OFFLOADS = {"vllm": ">=0.32", "lmcache": ">=0.5.6"}
 #: Several ranks are drawn with these. They were not tried with earlier ones.
 RANKS_SINCE = {"lmcache": ">=0.4.5", "vllm": ">=0.32"}
+#: A server that stops and goes on is drawn with these: earlier adapters have no heartbeat of their own.
+STOPS_SINCE = {"lmcache": ">=0.5.6", "vllm": ">=0.32"}
 #: Releases that the lab plays, by connector, and why not the others.
 PLAYABLE = {
     "v1": {
@@ -89,7 +93,7 @@ def lacking() -> set[str]:
     settings = {name for name, specifier in SINCE.items() if not matches(found["lmcache"], specifier)}
     options = {name for name, specifier in DRAWN_SINCE.items() if not matches(found["vllm"], specifier)}
     others = {"new_weights": RESETS, "policy": PRIORITIES, "windows": WINDOWS_SINCE, "offloading": OFFLOADS}
-    others["ranks"] = RANKS_SINCE
+    others |= {"ranks": RANKS_SINCE, "stops": STOPS_SINCE}
     return settings | options | {name for name, needs in others.items() if missing(needs, found)}
 
 

@@ -28,6 +28,7 @@ LOOKUP_TIMEOUT = 3.0
 #: multi-process server in flight, evicted chunks; requests, calls and answers else.
 #: With several ranks: transfers that one has reported and another has not yet; lookups that find different chunks in
 #: them, and loads that failed in one of them alone.
+#: Steps with more than two in flight, and how often the server has stopped.
 #: Transfers with several KV groups, and what the server did not store because all its blocks are null.
 #: Loads and stores by role; stores for a decoder, and requests of which nothing may be stored. In a MultiConnector:
 #: promises of LMCache's that were passed over for another one's, and chunks and loads of the OffloadingConnector.
@@ -37,7 +38,7 @@ COUNTED = (
     "aborted_running", "aborted_preempted", "aborted_looking", "aborted_loading", "aborted_storing", "ids_used_again",
     "resets", "evicted", "evicted_pinned", "loads_failed", "loads_partial", "lookups_unanswered", "busy_steps",
     "loaded_beside", "connector_resets", "loads_of_groups", "stores_of_groups", "null_objects_left_out",
-    "ranks_apart", "ranks_differ", "failed_on_one_rank",
+    "ranks_apart", "ranks_differ", "failed_on_one_rank", "steps_in_flight", "server_stops",
     "drafts_proposed", "drafts_accepted", "drafts_rejected", "inputs", "locked_out_by_session",
     "pauses", "loads_of_kv_both",
     "loads_of_kv_producer", "loads_of_kv_consumer", "stores_of_kv_both", "stores_of_kv_producer",
@@ -67,6 +68,9 @@ class RequestEvents:
         self._role = scheduler.vllm_config.kv_transfer_config.kv_role
         #: request -> what LMCache has promised last
         self._promised: dict[str, int] = {}
+        #: Requests that were there while the server was silent: LMCache stores nothing of them meanwhile, and their
+        #: read locks last until the server times them out.
+        self.met_silence: set[str] = set()
         self._ledger = Ledger()
         self._ended: set[str] = set()
         self._preemptions: dict[str, int] = {}
@@ -230,7 +234,7 @@ class RequestEvents:
         if not rank:
             self.counts["stored_tokens"] += end - start
             self.counts[f"stores_of_{self._role}"] += 1
-            self.add(ev.Stored(name, start, end, self.hits.get(name, 0)))
+            self.add(ev.Stored(name, start, end, start if name in self.met_silence else self.hits.get(name, 0)))
         why_not = self._connector.not_to_store(self._model.requests[name])
         if why_not:
             self.violated(rules.STORED_AGAINST_POLICY, name, f"tokens {start} to {end} are stored, and {why_not}")

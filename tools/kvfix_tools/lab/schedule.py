@@ -30,6 +30,7 @@ _SOMETIMES = {
     "pause": {"pause": 1, "unpause": 3},
     "sessions": {"session": 3, "input": 6, "end_input": 1},
     "roles": {"configured": 6, "stored_elsewhere": 3},
+    "stops": {"server_stops": 1, "server_goes_on": 5},
 }
 #: What a request can ask of LMCache's in-process connector, in its `kv_transfer_params`: to store nothing of it, or to
 #: hand it on to a decoder, as a proxy asks the instance for prefill.
@@ -99,7 +100,7 @@ def draw(
     lacks: settings and options that what is installed does not have. real_server: for one, and what it is played with.
     """
     if real_server:
-        lacks = {*lacks, "ranks", "windows", "offloading", "roles"}
+        lacks = {*lacks, "ranks", "windows", "offloading", "roles", "stops"}
     rng = random.Random(seed)
     block = rng.choice((4, 8, 16))
     chunk = block * rng.choice((1, 2, 4) if connector != "v1" else (1, 2, 3, 4))
@@ -129,7 +130,9 @@ def draw(
     # each from a generator of its own, so that the rest of a seed is the same where they are not drawn
     drawn = {name for name in DRAWN_SINCE if name not in lacks and random.Random(f"{name} {seed}").random() < 0.3}
     if plain:
-        drawn -= {"sessions", "roles"}
+        drawn -= {"sessions", "roles", "stops"}
+    if connector == "v1":
+        drawn -= {"stops"}
     switches: dict[str, Any] = {name: name in drawn for name in ("async_scheduling", "model_runner_v2")}
     if not plain and "policy" not in lacks and random.Random(f"policy {seed}").random() < 0.2:
         switches["policy"] = "priority"
@@ -143,6 +146,9 @@ def draw(
     may_have_ranks = not plain and not options.beside and "ranks" not in lacks
     if may_have_ranks and random.Random(f"ranks {seed}").random() < 0.25:
         switches |= {"ranks": 2, "rank_delay": random.Random(f"rank_delay {seed}").choice((0, 1, 3))}
+        own = random.Random(f"pipeline {seed}")
+        if "drafter" not in switches and own.random() < 0.4:
+            switches |= {"pipeline": True, "ranks": own.choice((2, 3))}
     options = dataclasses.replace(options, **switches)
     if connector == "mp" and not plain and "windows" not in lacks:
         options = _with_windows(options, random.Random(f"windows {seed}"))
@@ -183,7 +189,7 @@ def _with_windows(options: Options, rng: random.Random) -> Options:
     windows = tuple(rng.sample(sorted({block, chunk, 2 * chunk, chunk + block}), rng.choice((1, 1, 2))))
     # as many as a request of the longest prompt takes, for vLLM starts with no fewer (kv_cache_interface.py 0.32.0:859)
     # and those that it keeps, and allocates ahead, for drafts
-    in_flight = options.max_num_batched_tokens * (1 + options.async_scheduling) + 2 * options.drafts
+    in_flight = options.max_num_batched_tokens * options.steps_in_flight + 2 * options.drafts
     most = [-(-min(window - 1 + in_flight, options.max_model_len) // block) + 1 for window in windows]
     return dataclasses.replace(
         options,

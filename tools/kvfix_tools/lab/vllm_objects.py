@@ -190,7 +190,9 @@ def vllm_config(options: Options) -> VllmConfig:
     config.scheduler_config.async_scheduling = options.async_scheduling
     config.scheduler_config.disable_hybrid_kv_cache_manager = not options.windows
     config.speculative_config = _speculative(options, model)  # vLLM refuses some drafters on a CPU
-    config.parallel_config.tensor_parallel_size = config.parallel_config.world_size = options.ranks
+    config.parallel_config.world_size = options.ranks
+    config.parallel_config.tensor_parallel_size = 1 if options.pipeline else options.ranks
+    config.parallel_config.pipeline_parallel_size = options.ranks if options.pipeline else 1
     return config
 
 

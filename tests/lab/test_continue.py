@@ -1,0 +1,83 @@
+"""`kvfix lab continue`: a saved state is made again, and it is stuck, or moves, as the engine is."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import RELEASES, Once
+from tests.engine_state import watchdog_cases, wedged
+
+NEWEST = RELEASES / "0.5.6"
+
+
+def saved(engine: str, steps: int = 0) -> dict[str, Any]:
+    """What `kvfix look --save` writes of this engine after so many more steps, and what comes of it in the lab."""
+    from kvfix_tools.lab import continue_state, fuzz, runner
+
+    with runner.applied(fixes=False):
+        lab = getattr(wedged, engine)()
+        lab.step(steps)
+        state = wedged.look(lab, full=True)
+    file = Path(tempfile.mkdtemp()) / "look.json"
+    file.write_text(json.dumps({"schema": 1, "kind": "look", "processes": [state]}))
+    done = continue_state.continued(file)
+    short = continue_state.shortest(done, 20.0)
+    with runner.applied(fixes=False):
+        rules = sorted({found.code for found in fuzz.play(short).findings})
+    before = {row["id"]: [row["computed"], row["blocks"]] for row in state["scheduler"]["requests"]}
+    return {
+        **json.loads(json.dumps(done.as_json({}))),
+        "before": before, "steps": len(done.schedule.steps), "short": len(short.steps), "rules": rules,
+    }  # fmt: skip
+
+
+def of_watchdog(engine: str) -> dict[str, Any]:
+    """What comes of the state that the watchdog has written."""
+    from kvfix_tools.lab import continue_state
+
+    line = watchdog_cases.wedge(engine)["line"]
+    done = continue_state.continued(Path(line.rpartition(": ")[2]))
+    answer: dict[str, Any] = json.loads(json.dumps(done.as_json({})))
+    return answer
+
+
+def test_a_reservation_deadlock_is_stuck_and_moves_with_the_fix(once: Once) -> None:
+    found = once(saved, NEWEST, "locked_out_engine")
+    assert "1 request is loaded and waits behind r, which needs 8 blocks; 4 can be had" in found["as_released"]["stuck"]
+    assert found["with_fixes"]["stuck"] == ""
+    assert found["with_fixes"]["ended"] == found["with_fixes"]["requests"] == 2
+    assert found["frees"] == ["r", "low"]
+    assert found["differs"] == []
+    assert found["short"] < found["steps"]
+    assert "LAB009" in found["rules"]
+
+
+def test_the_state_that_the_watchdog_wrote(once: Once) -> None:
+    found = once(of_watchdog, NEWEST, "locked_out_engine")
+    assert "1 request is loaded and waits behind r, which needs 8 blocks; 4 can be had" in found["as_released"]["stuck"]
+    assert found["with_fixes"]["stuck"] == ""
+    assert found["differs"] == []
+
+
+@pytest.mark.parametrize("steps", [0, 2, 9])
+def test_an_engine_that_works_moves(steps: int, once: Once) -> None:
+    found = once(saved, NEWEST, "busy_engine", steps)
+    for outcome in (found["as_released"], found["with_fixes"]):
+        assert outcome["stuck"] == ""
+        assert outcome["also"] == []
+        assert outcome["ended"] == outcome["requests"] > 0
+    assert found["differs"] == []
+
+
+def test_a_file_without_a_state(tmp_path: Path) -> None:
+    from kvfix_tools.lab import continue_state
+
+    file = tmp_path / "look.json"
+    file.write_text('{"schema": 1, "kind": "look", "processes": []}')
+    with pytest.raises(ValueError, match="state of 0 schedulers, and one is needed"):
+        continue_state.continued(file)

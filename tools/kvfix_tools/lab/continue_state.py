@@ -1,0 +1,261 @@
+"""`kvfix lab continue FILE`: the state of an engine, which `kvfix look --save` or the watchdog wrote, played on.
+
+In a state are lengths, counts of blocks and queues; not prompts, nor how many tokens a request would still generate.
+So the lab's requests have prompts of their own. Those that hold blocks without running get them by a load, those that
+run compute as much as they had; then the rest arrives. What is not as in the state is listed. The steps are a schedule,
+as `lab fuzz` saves it: `lab play` plays it again.
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from kvfix.ledger import owed
+from kvfix.ledger.owed import OUTSIDE_STATUSES, Engine
+from kvfix_tools import recording
+from kvfix_tools.lab import rules, runner
+from kvfix_tools.lab.options import Options
+from kvfix_tools.lab.releases import lacking
+from kvfix_tools.lab.replay_recording import KINDS
+from kvfix_tools.lab.schedule import DrawnStep, Schedule
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvfix_tools.lab.lab_engine import LabEngine
+
+#: Tokens that each request still generates, and steps that are made at most, for one thing and for all to end.
+GENERATED, MOST_STEPS, END = 16, 400, 4000
+#: Steps after which the lab says that no request can move.
+STILL = 3
+#: Requests whose end is tried.
+TRIED = 20
+_SIZES = ("max_num_batched_tokens", "max_num_seqs", "max_model_len")
+
+
+class Outcome(NamedTuple):
+    """ended: of so many requests. stuck: why no request can move; "". also: what else is violated."""
+
+    ended: int
+    requests: int
+    stuck: str
+    also: list[str]
+
+    def __str__(self) -> str:
+        text = f"stuck: {self.stuck}" if self.stuck else "it moves"
+        return f"{text}; {self.ended} of {self.requests} requests end" + "".join(f"; {each}" for each in self.also)
+
+
+class Continued(NamedTuple):
+    """frees: the requests whose abort lets all others end, as released. differs: what is not as in the state."""
+
+    schedule: Schedule
+    as_released: Outcome
+    with_fixes: Outcome
+    frees: list[str]
+    differs: list[str]
+
+    def as_json(self, versions: dict[str, str]) -> dict[str, Any]:
+        """The schema of `--json`."""
+        parts = {"as_released": self.as_released._asdict(), "with_fixes": self.with_fixes._asdict()}
+        return {"schema": 1, "versions": versions, **parts, "frees": self.frees, "differs": self.differs}
+
+
+def continued(path: Path) -> Continued:
+    """Raises OSError, and ValueError for a file without a state that the lab can make."""
+    engine = _read(path)
+    options = _options(engine)
+    with runner.applied(fixes=False):
+        from kvfix_tools.lab.lab_engine import EngineDied
+
+        builder = _Builder(options, engine)
+        try:
+            builder.build()
+        except EngineDied as error:
+            builder.differs.append(f"EngineCore died on the way to it: {error}")
+    schedule = Schedule(options, tuple(builder.steps))
+    as_released, with_fixes = _outcome(schedule, False), _outcome(schedule, True)
+    frees = []
+    if as_released.stuck:
+        waiting = [row["id"] for row in owed.waiting(engine) if row["id"] in builder.names][:TRIED]
+        for name in waiting:
+            freed = _outcome(schedule, False, name)
+            if not freed.stuck and freed.ended == freed.requests:
+                frees.append(name)
+    return Continued(schedule, as_released, with_fixes, frees, builder.differs)
+
+
+def shortest(done: Continued, seconds: float) -> Schedule:
+    """Of the schedule that is stuck as released."""
+    from kvfix_tools.lab import fuzz
+
+    with runner.applied(fixes=False):
+        found = fuzz.play(done.schedule).findings
+        wanted = next((each for each in found if each.code == rules.NO_REQUEST_CAN_MOVE.code), None)
+        return done.schedule if wanted is None else fuzz.shrink(done.schedule, fuzz.signature(wanted), seconds)
+
+
+def _read(path: Path) -> Engine:
+    """The one engine with a scheduler."""
+    text = path.read_text(errors="replace")
+    if text.lstrip().startswith('{"schema"'):
+        whole = json.loads(text)
+        processes = whole.get("processes", []) if whole.get("kind") == "look" else []
+    else:
+        processes = recording.read(path).lines.get("state", [])
+    found = owed.engines(processes)
+    if len(found) != 1:
+        raise ValueError(
+            f"it has the state of {len(found)} schedulers, and one is needed: `kvfix look PID --save FILE` writes it, "
+            "and the watchdog"
+        )
+    return found[0]
+
+
+def _options(engine: Engine) -> Options:
+    """Raises ValueError for what the lab does not play."""
+    state, connectors = engine.scheduler, [each for each in engine.connectors if each["class"] in KINDS]
+    if len(connectors) != 1:
+        names = ", ".join(each["class"] for each in engine.connectors) or "no connector"
+        raise ValueError(f"the lab continues one of {', '.join(KINDS)}; the engine has {names}")
+    settings = state.get("settings") or {}
+    if any(settings.get(each) is None for each in _SIZES):
+        raise ValueError("it does not have the scheduler's settings: it is of an older kvfix")
+    if settings.get("groups", 1) != 1:
+        raise ValueError(f"the lab continues engines with one KV group; this one has {settings['groups']}")
+    (connector,), lacks = connectors, lacking()
+    asynchronous = connector.get("asynchronous") and "enable_async_loading" not in lacks
+    return Options(
+        connector=KINDS[connector["class"]],
+        block_size=state["block_size"],
+        num_blocks=state["pool"]["blocks"] + 1,
+        chunk_size=connector["chunk_size"],
+        delay=3 + len(_loaded(engine.requests)),  # steps: the last load begins before the first one ends
+        reserve_full_isl=bool(settings.get("reserve_full_isl")),
+        async_scheduling=bool(settings.get("async_scheduling")) and "async_scheduling" not in lacks,
+        policy=state["policy"] or "fcfs",
+        lmcache={"enable_async_loading": True} if asynchronous else {},
+        **{each: settings[each] for each in _SIZES},
+    )
+
+
+def _loaded(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Of those that wait, the ones with blocks: of a load that is in flight or done."""
+    return [row for row in rows if row["queue"] not in ("running", "ended", "") and row["blocks"]]
+
+
+class _Builder:
+    """Makes the steps that lead to the state; `differs` has what is not as in it."""
+
+    def __init__(self, options: Options, engine: Engine) -> None:
+        from kvfix_tools.lab.lab_engine import LabEngine
+
+        self.lab: LabEngine = LabEngine(options)
+        self.steps: list[DrawnStep] = []
+        self.differs: list[str] = []
+        self._state, self._chunk = engine.scheduler, options.chunk_size
+        rows = [row for row in engine.requests if row["queue"] not in ("ended", "")]
+        outside = [row["id"] for row in rows if row["status"] in OUTSIDE_STATUSES]
+        self._rows = [row for row in rows if row["id"] not in outside]
+        self.differs += [f"{name} waits for its client, and is not made" for name in outside]
+        ended = [row["id"] for row in engine.requests if row["queue"] == "ended"]
+        self.differs += [f"{name} has ended, and is not made" for name in ended]
+        if engine.ranks > 1:
+            self.differs.append(f"one rank, not {engine.ranks}")
+        self.names = [row["id"] for row in self._rows]
+        # the number of a prompt is the priority of its request, too
+        order = sorted(self._rows, key=lambda row: (row["priority"], -row["arrived"]))
+        self._numbers = {row["id"]: number for number, row in enumerate(order)}
+
+    def build(self) -> None:
+        running = [row for row in self._rows if row["queue"] == "running"]
+        loaded = sorted(_loaded(self._rows), key=lambda row: -row["arrived"])
+        # one step computes all that those that run have: what one of them has generated is part of its prompt here
+        self._do("budget", max(1, sum(row["computed"] for row in running)))
+        for row in loaded:
+            hit = max(row["hit"] or 0, -(-row["computed"] // self._chunk) * self._chunk)
+            self._do("stored_elsewhere", self._numbers[row["id"]], hit)
+            self._admit(row, row["total"])
+            self._do("step")  # vLLM asks them in the order in which they came
+        for row in sorted(running, key=lambda row: row["computed"] < row["prompt"]):
+            self._admit(row, row["computed"] if row["computed"] >= row["prompt"] else row["total"])
+        self._until(
+            lambda: (
+                all(any(self._blocks(row["id"])) for row in loaded)
+                and all(self._computed(row["id"]) for row in running)
+            )
+        )
+        self._do("budget", 0)  # no step asks any of them
+        for row in self._rows:
+            if row not in running and row not in loaded:
+                self._admit(row, row["total"])
+        self._until(lambda: not self.lab.connector.busy())
+        others = self.lab.free() - self._state["pool"]["free"]
+        if others > 0:
+            self.differs.append(f"{others} blocks of none of these requests are held for good")
+            self._do("take_blocks", others)
+        for row in self._rows:
+            have = self._computed(row["id"]), sum(map(len, self._blocks(row["id"])))
+            if have != (row["computed"], row["blocks"]):
+                self.differs.append(
+                    f"{row['id']} has {have[0]} tokens computed in {have[1]} blocks, not {row['computed']} in "
+                    f"{row['blocks']}"
+                )
+        self._do("budget", self.lab.options.max_num_batched_tokens)
+        for _ in range(2 * self.lab.options.delay + 2 * STILL):
+            self._do("step")
+
+    def _admit(self, row: dict[str, Any], tokens: int) -> None:
+        room = self.lab.options.max_model_len - tokens
+        self._do("admit", row["id"], self._numbers[row["id"]], max(1, tokens), max(1, min(GENERATED, room)))
+
+    def _until(self, done: Callable[[], bool]) -> None:
+        for _ in range(MOST_STEPS):
+            if done():
+                return
+            self._do("step")
+        self.differs.append(f"what loads is not loaded after {MOST_STEPS} steps")
+
+    def _do(self, *step: Any) -> None:
+        from kvfix_tools.lab.fuzz import move
+
+        move(self.lab, step)
+        self.steps.append(step)
+
+    def _computed(self, name: str) -> int:
+        return int(self.lab.requests[name].num_computed_tokens)
+
+    def _blocks(self, name: str) -> Any:
+        return self.lab.scheduler.kv_cache_manager.get_block_ids(name)
+
+
+def _outcome(schedule: Schedule, fixes: bool, abort: str = "") -> Outcome:
+    """abort: this request, once no request can move."""
+    from kvfix_tools.lab.fuzz import move
+    from kvfix_tools.lab.lab_engine import EngineDied, LabEngine
+
+    def stuck() -> list[str]:
+        return [found.message for found in engine.findings if found.code == rules.NO_REQUEST_CAN_MOVE.code]
+
+    with runner.applied(fixes):
+        engine = LabEngine(schedule.options)
+        before = 0
+        with suppress(EngineDied):  # among the findings
+            for step in schedule.steps:
+                move(engine, step)
+            if abort:
+                engine.run(END)
+                before = len(stuck())
+                if not engine.requests[abort].is_finished():
+                    engine.abort(abort)
+            engine.run(END)
+        also = [
+            str(found)
+            for found in engine.findings
+            if found.verdict == "violated" and found.code != rules.NO_REQUEST_CAN_MOVE.code
+        ]
+        ended = sum(request.is_finished() for request in engine.requests.values())
+        return Outcome(ended, len(engine.requests), next(iter(stuck()[before:]), ""), also)
