@@ -27,6 +27,10 @@ if sys.argv[1] == "sleep":
 if sys.argv[1] == "lock":
     threading.Event().wait(60)
 counted = 0
-while True:
-    counted += 1
-    time.sleep(0.001)
+try:
+    while True:
+        counted += 1
+        time.sleep(0.001)
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+    sys.stdin.read()

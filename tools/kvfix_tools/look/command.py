@@ -14,7 +14,7 @@ from rich.live import Live
 
 from kvfix.ledger import owed, standstill
 from kvfix_tools import screen
-from kvfix_tools.look import looking, show
+from kvfix_tools.look import lmcache_server, looking, show
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,7 +28,7 @@ PAUSE, AGAIN = 1.0, 8
 
 def look(pid: int, watch: bool, request: str, json: bool, save: str) -> int:
     """0: nothing is known to be wrong. 1: there is a verdict. 2: no such process. 77: it may not be read."""
-    tree = looking.engine_of(pid)
+    tree = looking.engine_of(lmcache_server.client_of(pid) or pid)
     if not tree:
         print(f"kvfix look: there is no process {pid}", file=sys.stderr)
         return 2
@@ -44,7 +44,7 @@ def look(pid: int, watch: bool, request: str, json: bool, save: str) -> int:
         if any(each.how in (looking.STACKS, looking.NOT) for each in ways):
             return 77
     if save:
-        _save(save, looks[-1], found)
+        save_state(save, looks[-1], found)
     if json:
         print(jsonlib.dumps(_answer(looks[-1], found, ways), indent=2))
     elif request:
@@ -54,7 +54,7 @@ def look(pid: int, watch: bool, request: str, json: bool, save: str) -> int:
             return 2
         print("\n".join(lines))
     else:
-        screen.console().print(show.screenful(looks, found, ways))
+        screen.console().print(show.screenful(looks, found, ways, lmcache_server.of(looks[-1].processes)))
     return int(bool(found))
 
 
@@ -87,7 +87,8 @@ def _watch(looker: looking.Looker) -> int:
     ):
         while True:
             looks = [*looks[-30:], _between_steps(looker)]
-            live.update(show.screenful(looks, standstill.verdicts(looks), looker.ways.values()), refresh=True)
+            servers = lmcache_server.of(looks[-1].processes)
+            live.update(show.screenful(looks, standstill.verdicts(looks), looker.ways.values(), servers), refresh=True)
             time.sleep(max(0.0, PAUSE - (time.monotonic() - looks[-1].at)))
     return int(bool(standstill.verdicts(looks)))
 
@@ -101,11 +102,12 @@ def _answer(last: Look, found: Sequence[Verdict], ways: Sequence[looking.Way]) -
         "verdicts": [show.as_dict(each, last.processes) for each in found],
         "owes": {row["id"]: owed.owner(engine, row) for engine in engines for row in engine.requests},
         "ways": [each._asdict() for each in ways],
+        "servers": lmcache_server.of(last.processes),
         "processes": last.processes,
     }
 
 
-def _save(file: str, last: Look, found: Sequence[Verdict]) -> None:
+def save_state(file: str, last: Look, found: Sequence[Verdict]) -> None:
     """Readable by its owner only."""
     text = jsonlib.dumps(_answer(last, found, []))
     handle = os.open(Path(file), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)

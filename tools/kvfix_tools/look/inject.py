@@ -153,7 +153,7 @@ def _answer(process: Process, folder: _Folder, token: str, line: int | None, sec
         if line is not None and time.monotonic() > began + again and (folder.here / token).exists():
             again *= 2
             process.run_waiting(line)
-        time.sleep(0.002)
+        time.sleep(min(0.02, 0.002 + (time.monotonic() - began) / 8))
 
 
 class _Lines:

@@ -7,7 +7,7 @@ import re
 import struct
 import time
 from contextlib import suppress
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from pathlib import Path
 
 from kvfix_tools.look import calls
@@ -52,7 +52,9 @@ class Process:
     # ------------------------------------------------------------------ memory and files
 
     def has_mapped(self, address: int) -> bool:
-        return any(start <= address < end for start, end, _ in self._maps())
+        with suppress(OSError):
+            return len(self.read(address, 1)) == 1
+        return False
 
     def read(self, address: int, size: int) -> bytes:
         return os.pread(self._memory, size, address)
@@ -107,21 +109,9 @@ class Process:
         same = first == (self._status("State")[0], self._status("voluntary_ctxt_switches"), calls.system_call(self.pid))
         return first[2] if same and first[0] == "S" else ""
 
-    @cached_property
+    @property
     def _mapped(self) -> dict[str, int]:
-        """{path: address} of the files that are mapped from their start."""
-        found: dict[str, int] = {}
-        for start, _, path in self._maps():
-            if path.startswith("/"):
-                found.setdefault(path, start)
-        return found
-
-    def _maps(self) -> list[tuple[int, int, str]]:
-        lines = [line.split(maxsplit=5) for line in (self._proc / "maps").read_text(errors="replace").splitlines()]
-        return [
-            (*(int(each, 16) for each in line[0].split("-")), line[5] if len(line) > 5 else "")  # type: ignore[misc]
-            for line in lines
-        ]
+        return _mapped_files(self.pid, *self._about()[19:28])
 
     def _status(self, key: str) -> str:
         for line in (self._proc / "status").read_text(errors="replace").splitlines():
@@ -130,7 +120,26 @@ class Process:
         return ""
 
     def _start(self) -> str:
-        return (self._proc / "stat").read_text(errors="replace").rpartition(")")[2].split()[19]
+        return self._about()[19]
+
+    def _about(self) -> list[str]:
+        """From the state on (`man proc_pid_stat`, field 3)."""
+        return (self._proc / "stat").read_text(errors="replace").rpartition(")")[2].split()
+
+
+@lru_cache(maxsize=64)
+def _mapped_files(pid: int, *_program: str) -> dict[str, int]:
+    """{path: address} of the files that a process has mapped from their start.
+
+    A process with CUDA has thousands of mappings: they are read once for all looks. _program: what changes when the
+    process starts another one: its start, and where its code and its stack are.
+    """
+    found: dict[str, int] = {}
+    for line in Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines():
+        addresses, *_, path = line.split(maxsplit=5)
+        if path.startswith("/"):
+            found.setdefault(path, int(addresses.partition("-")[0], 16))
+    return found
 
 
 @lru_cache(maxsize=8)

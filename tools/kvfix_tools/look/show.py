@@ -12,6 +12,7 @@ from rich.text import Text
 
 from kvfix import catalogue, installed_source
 from kvfix.ledger import liveness, owed
+from kvfix_tools.look import lmcache_server
 from kvfix_tools.look.looking import INSIDE, Way
 
 if TYPE_CHECKING:
@@ -80,14 +81,21 @@ def as_dict(verdict: Verdict, processes: Sequence[dict[str, Any]]) -> dict[str, 
     }
 
 
-def screenful(looks: Sequence[Look], verdicts: Sequence[Verdict], ways: Iterable[Way], rows: int = ROWS) -> Group:
-    """All of it, the verdict first."""
+def screenful(
+    looks: Sequence[Look],
+    verdicts: Sequence[Verdict],
+    ways: Iterable[Way],
+    servers: Iterable[dict[str, Any]] = (),
+    rows: int = ROWS,
+) -> Group:
+    """All of it, the verdict first. servers: of lmcache_server.py."""
     parts: list[RenderableType] = [*_verdicts(verdicts, looks[-1].processes)]
     for engine in owed.engines(looks[-1].processes):
         parts.append(_head(engine, looks))
         if engine.requests:
             parts.append(_table(engine, rows))
         parts += [Text(f"  {line}") for line in _held(engine)]
+    parts += [Text(f"  {lmcache_server.line(each)}") for each in servers]
     silent = [each for each in looks[-1].processes if each.get("silent")]
     parts += [Text(f"{each['name']} ({each['pid']}): {(each['stack'] or ['no frames'])[0]}") for each in silent]
     unread = [(each, f"{what}: {why}") for each in looks[-1].processes for what, why in each.get("unread", {}).items()]
@@ -156,10 +164,8 @@ def waited(row: dict[str, Any]) -> float:
 
 def _table(engine: Engine, rows: int) -> Table:
     table = Table(box=None, header_style="bold", pad_edge=False)
-    for name in ("request", "status", "waits", "computed", "blocks", "promised", "granted", "load", "stored", "owes"):
-        table.add_column(
-            name, justify="right" if name in ("waits", "blocks", "promised", "granted", "stored") else "left"
-        )
+    for name, justify in _COLUMNS.items():
+        table.add_column(name, justify=justify)
     ordered = sorted(engine.requests, key=lambda row: (row["queue"] == "running", -waited(row)))
     for row in ordered[:rows]:
         table.add_row(

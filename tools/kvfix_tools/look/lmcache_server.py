@@ -1,0 +1,98 @@
+"""The LMCache servers of an engine on this machine: what is in their L1, as they say over their HTTP interface."""
+
+from __future__ import annotations
+
+import json
+from contextlib import closing, suppress
+from http.client import HTTPConnection, HTTPException
+from typing import TYPE_CHECKING, Any
+
+import psutil
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+#: Where it answers over HTTP without `--http-port` (lmcache/v1/multiprocess/config.py 0.5.6:729).
+HTTP_PORT = 8080
+#: Seconds for its answer.
+PATIENCE = 1.0
+#: Names in an answer, of l1_manager in `/status` (lmcache/v1/distributed/l1_manager.py 0.4.5 to 0.5.6).
+_L1 = {
+    "used_bytes": "memory_used_bytes",
+    "total_bytes": "memory_total_bytes",
+    "objects": "total_object_count",
+    "read_locked": "read_locked_count",
+    "write_locked": "write_locked_count",
+}
+
+
+def of(processes: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """[{"pid", "port", "answers", "lookups", and the names of _L1}] of the servers that the connectors name.
+
+    One on another machine, or in another container, is not found. lookups: begun, and not asked for.
+    """
+    ports = {port for each in processes for one in each.get("connectors") or () for port in one.get("server_ports", ())}
+    return [_asked(pid, port) for pid, port in sorted(_listening(ports))]
+
+
+def client_of(pid: int) -> int:
+    """A process of the engine that this LMCache server serves; 0: it serves none, or is no server."""
+    with suppress(psutil.Error, OSError):
+        connections = psutil.net_connections("tcp")
+        ports = {each.laddr.port for each in connections if each.pid == pid and each.status == psutil.CONN_LISTEN}
+        clients = {
+            each.pid
+            for each in connections
+            if each.status == psutil.CONN_ESTABLISHED and each.raddr and each.raddr.port in ports
+        }
+        return min((client for client in clients - {pid, None} if client), default=0)
+    return 0
+
+
+def line(server: dict[str, Any]) -> str:
+    head = f"LMCache server ({server['pid']})"
+    if not server["answers"]:
+        return f"{head}: no answer on its HTTP port {server['port']}"
+    if server["used_bytes"] is None:
+        return f"{head}: what it answers about its L1 is not known"
+    return (
+        f"{head}: L1 {server['used_bytes'] / 2**30:.2f} of {server['total_bytes'] / 2**30:.2f} GiB, "
+        f"{server['objects']} objects, {server['read_locked']} read locked, {server['write_locked']} write locked; "
+        f"{server['lookups']} lookups not asked for"
+    )
+
+
+def _listening(ports: set[int]) -> set[tuple[int, int]]:
+    """(pid, HTTP port) of the processes of this machine that listen on one of these."""
+    found = set()
+    with suppress(psutil.Error, OSError):
+        for each in psutil.net_connections("tcp"):
+            if each.status == psutil.CONN_LISTEN and each.laddr.port in ports and each.pid is not None:
+                found.add((each.pid, _http_port(each.pid)))
+    return found
+
+
+def _http_port(pid: int) -> int:
+    with suppress(psutil.Error, ValueError, IndexError):
+        words = [part for word in psutil.Process(pid).cmdline() for part in word.split("=", 1)]
+        return int(words[words.index("--http-port") + 1])
+    return HTTP_PORT
+
+
+def _asked(pid: int, port: int) -> dict[str, Any]:
+    answer: dict[str, Any] = {}
+    with (
+        suppress(OSError, HTTPException, ValueError),
+        closing(HTTPConnection("127.0.0.1", port, timeout=PATIENCE)) as c,
+    ):
+        c.request("GET", "/status")
+        answer = json.loads(c.getresponse().read())
+    status = answer if isinstance(answer, dict) else {}
+    manager = (status.get("storage_manager") or {}).get("l1_manager") or {}
+    return {
+        "pid": pid,
+        "port": port,
+        "answers": bool(status),
+        "lookups": status.get("active_prefetch_jobs"),
+        **{name: manager.get(theirs) for name, theirs in _L1.items()},
+    }
