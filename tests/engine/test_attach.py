@@ -1,18 +1,29 @@
-"""`kvfix attach` and `detach` on a real engine under load, which was started without kvfix: LMCache 0.3.10."""
+"""`kvfix attach` and `detach` on a real engine under load, which was started without kvfix."""
 
 from __future__ import annotations
 
 import json
 import os
 import shutil
+import subprocess
+import sys
+import threading
 import time
+import urllib.request
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
+import psutil
 import pytest
 
 from kvfix_tools.look import attach, inject
+from kvfix_tools.roundtrip import real_engine
+from tests.bench import serve
+from tests.conftest import clean_environment
 from tests.engine import start
 from tests.engine.start import CROWD, REPORT
 
@@ -45,14 +56,35 @@ def wait_for_rounds(folder: Path, kind: str, more: int) -> None:
         time.sleep(0.1)
 
 
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+    """What vLLM alone answers: to the calm requests, and to the hard ones."""
+    folder = tmp_path_factory.mktemp("plain")
+    ran = start.run(folder, apply=False, transfer=None, environment=start.ONE_PROCESS, rounds=[CALM, HARD])
+    assert ran.answer is not None, ran.log[-3000:]
+    return list(ran.answer["rounds"])
+
+
+@pytest.mark.parametrize(
+    ("version", "server", "codes", "pairs"),
+    [
+        # The schedule of the report kills this engine without the fix (test_engine.py).
+        ("0.3.10", False, {"KVF001", "KVF002"}, PAIRS),
+        pytest.param("0.5.6", False, {"KVF007"}, 1, marks=start.LONG),
+        ("0.5.6", True, {"KVF106"}, 1),
+    ],
+)
 def test_it_comes_and_goes_under_load(
-    tmp_path: Path, release: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
+    version: str,
+    server: bool,
+    codes: set[str],
+    pairs: int,
+    plain: list[Any],
+    tmp_path: Path,
+    release: Callable[[str], Path],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """The schedule of the report kills this engine without the fix (test_engine.py)."""
-    rounds = [CALM, HARD]
-    plain = start.run(tmp_path / "plain", apply=False, transfer=None, environment=start.ONE_PROCESS, rounds=rounds)
-    assert plain.answer is not None, plain.log[-3000:]
-    calm, hard = plain.answer["rounds"]
+    calm, hard = plain
     folder = tmp_path / "engine"
     memory: list[dict[int, int]] = []
 
@@ -66,12 +98,12 @@ def test_it_comes_and_goes_under_load(
             capsys.readouterr()
             wait_for_rounds(folder, "calm", 2)
             assert attach.attach(pid, "fix", None, False, 120, json=True) == 0
-            assert {"KVF001", "KVF002"} <= rows("applied")
+            assert codes <= rows("applied")
             (folder / "hard").touch()
             wait_for_rounds(folder, "hard", 2)
             (folder / "hard").unlink()
             wait_for_rounds(folder, "calm", 1)
-            for number in range(PAIRS):
+            for number in range(pairs):
                 mode = ("fix", "check")[number % 2]
                 assert attach.detach(pid, 120, json=True) == 0
                 pids = [each["pid"] for each in json.loads(capsys.readouterr().out)]
@@ -80,19 +112,21 @@ def test_it_comes_and_goes_under_load(
                 assert any(wrapped for _, wrapped, _ in found.values())
                 memory.append({each: kilobytes for each, (_, _, kilobytes) in found.items()})
                 assert attach.attach(pid, mode, None, False, 120, json=True) == 0
-                assert "KVF001" in rows("applied")
+                assert codes <= rows("applied")
             assert attach.status(pid, json=True) == 0
-            assert "KVF001" in rows("applied")
+            assert codes <= rows("applied")
             (folder / "hard").touch()
             wait_for_rounds(folder, "hard", 1)
         finally:
             (folder / "stop").touch()
 
-    ran = start.run(
-        folder, apply=False, transfer=start.v1(256), lmcache=release("0.3.10"), program="attached.py",
-        when=("calm round 1", come_and_go), calm=CALM, hard=HARD, flags=str(folder),
-        limit=start.LIMIT + 30 * PAIRS,
-    )  # fmt: skip
+    with start.server() if server else nullcontext(start.v1(256 if version == "0.3.10" else 64)) as transfer:
+        ran = start.run(
+            folder, apply=False, transfer=transfer, lmcache=release(version), program="attached.py",
+            engine=start.TWO_PROCESSES if server else start.ENGINE,
+            when=("calm round 1 ", come_and_go), calm=CALM, hard=HARD, flags=str(folder),
+            limit=start.LIMIT + 30 * pairs,
+        )  # fmt: skip
     assert ran.answer is not None, ran.log[-3000:]
     assert ran.answer["preemptions"] > 0
     assert ran.count("load") > 0
@@ -104,3 +138,63 @@ def test_it_comes_and_goes_under_load(
     assert not wrong
     for pid in memory[0]:
         assert memory[-1][pid] < memory[0][pid] + 32 * 1024, memory
+
+
+def asked(port: int) -> list[list[int]]:
+    """What the server answers to the hard requests, all at once."""
+
+    def one(request: tuple[list[int], int]) -> list[int]:
+        prompt, tokens = request
+        body = {"model": "tiny", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+        body["return_token_ids"] = True
+        text = json.dumps(body).encode()
+        headers = {"Content-Type": "application/json"}
+        ask = urllib.request.Request(f"http://127.0.0.1:{port}/v1/completions", text, headers)
+        with urllib.request.urlopen(ask, timeout=300) as answer:
+            return list(json.loads(answer.read())["choices"][0]["token_ids"])
+
+    with ThreadPoolExecutor(len(HARD)) as pool:
+        return list(pool.map(one, HARD))
+
+
+@start.LONG
+def test_vllm_serve(plain: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Requests over HTTP go on meanwhile, and preempt one another."""
+    real_engine.write_model(tmp_path, "float32", {})
+    subprocess.run([sys.executable, "-c", serve.TOKENIZER, str(tmp_path)], env=clean_environment(), check=True)
+    answers: list[list[list[int]]] = []
+    stop = threading.Event()
+
+    def load() -> None:
+        while not stop.is_set():
+            answers.append(asked(port))
+
+    def after(rounds: int) -> None:
+        more = len(answers) + rounds
+        while len(answers) < more:
+            assert loading.is_alive()
+            time.sleep(0.1)
+
+    with serve.server(tmp_path, "", weights="auto") as port:
+        here = psutil.Process().children(recursive=True)
+        (pid,) = (each.pid for each in here if str(port) in each.cmdline())
+        loading = threading.Thread(target=load, daemon=True)
+        loading.start()
+        try:
+            after(1)
+            for mode in ("fix", "check"):
+                assert attach.attach(pid, mode, None, False, 120, json=True) == 0
+                after(2)
+                capsys.readouterr()
+                assert attach.status(pid, json=True) == 0
+                found = json.loads(capsys.readouterr().out)
+                rows = [row for each in found for row in each["rows"] or ()]
+                assert "KVF007" in {row["code"] for row in rows if row["verdict"] == "applied"}
+                assert attach.detach(pid, 120, json=True) == 0
+                after(1)
+        finally:
+            stop.set()
+            loading.join(300)
+        assert serve.preemptions(port) > 0
+    assert len(answers) >= 7
+    assert [at for at, each in enumerate(answers) if each != plain[1]] == []

@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvfix.ledger import owed
 from kvfix.ledger.standstill import Look, verdicts
-from kvfix_tools.look import command, looking
+from kvfix_tools.look import command, lmcache_server, looking
 from tests.engine.start import CROWD, TWO_PROCESSES, run, server
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
@@ -20,6 +21,8 @@ LOOKS, ROUNDS = 12, 8
 def test_a_healthy_engine(tmp_path: Path) -> None:
     looks: list[Look] = []
     decided: list[Look] = []
+    servers: list[dict[str, Any]] = []
+    clients: set[int] = set()
 
     def do(pid: int) -> None:
         until = time.monotonic() + 200
@@ -27,7 +30,11 @@ def test_a_healthy_engine(tmp_path: Path) -> None:
             time.sleep(0.5)
             looker = looking.Looker(looking.engine_of(pid), full=False)
             looks[:] = [looker.look()]
-        looks.extend(looker.look() for _ in range(LOOKS))
+        for _ in range(LOOKS):
+            looks.append(looker.look())
+            if owed.engines(looks[-1].processes):
+                servers[:] = lmcache_server.of(looks[-1].processes)
+                clients.update(lmcache_server.client_of(each["pid"]) for each in servers)
         decided.extend(command.enough(looker))
 
     with server() as transfer:
@@ -46,6 +53,13 @@ def test_a_healthy_engine(tmp_path: Path) -> None:
     for first, second in pairwise(inside):
         assert verdicts([first, second]) == []
     assert verdicts(decided) == []
+    (server_of_it,) = servers
+    assert server_of_it["answers"]
+    assert 0 < server_of_it["used_bytes"] < server_of_it["total_bytes"]
+    assert server_of_it["objects"] > 0
+    assert clients - {0}
+    assert clients - {0} <= {each["pid"] for look in inside for each in look.processes}
+    assert f"LMCache server ({server_of_it['pid']}): L1 " in lmcache_server.line(server_of_it)
 
 
 def _busy(look: Look) -> bool:

@@ -46,6 +46,10 @@ def load() -> None:
     def create_connector(*args: Any, **kwargs: Any) -> Any:
         connector = create(*args, **kwargs)
         note("connector", role=connector.role.name, **kvfix_here())
+        if "KVFIX_TEST_HANG" in os.environ:
+            from kvfix_engine_hangs import plant
+
+            plant(connector)
         note_grants_and_loads(connector)
         if "KVFIX_TEST_TIMES" in os.environ and connector.role.name == "SCHEDULER":
             note_own_time(connector)

@@ -1,0 +1,98 @@
+"""Hangs planted in a real engine, each where such a hang begins. From the moment that the file SPOIL is there."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+SPOIL = Path(os.environ.get("KVFIX_TEST_SPOIL", "/nonexistent"))
+#: What is planted, and the processes of the LMCache server.
+WHAT, SERVER = os.environ.get("KVFIX_TEST_HANG", ""), os.environ.get("KVFIX_TEST_SERVER", "")
+
+
+def plant(connector: Any) -> None:
+    """Into the connector of the role in which it begins; "" plants nothing."""
+    role, planted = PLANTS.get(WHAT, ("", None))
+    if planted is not None and connector.role.name == role:
+        planted(connector)
+
+
+def _before(owner: Any, name: str, act: Callable[[], Any]) -> None:
+    original = getattr(owner, name)
+
+    def function(*args: Any, **kwargs: Any) -> Any:
+        if SPOIL.exists():
+            act()
+        return original(*args, **kwargs)
+
+    setattr(owner, name, function)
+
+
+def lookup_thread_ends(connector: Any) -> None:
+    """LMCache's thread of the worker that answers lookups ends, as of an exception that it does not catch."""
+
+    def end() -> None:
+        raise SystemExit
+
+    _before(connector._lmcache_engine.lmcache_engine, "lookup", end)
+
+
+def server_stops(connector: Any) -> None:
+    """The LMCache server is there and does not answer, from the next lookup on."""
+
+    def stop() -> None:
+        for pid in SERVER.split():
+            os.kill(int(pid), signal.SIGSTOP)
+
+    _before(connector.scheduler_adapter, "maybe_submit_lookup_request", stop)
+
+
+def load_is_lost(connector: Any) -> None:
+    """The worker forgets its loads and never reports them."""
+    adapter = connector.worker_adapter
+    _before(adapter, "get_finished", lambda: adapter.retrieve_futures.clear())
+
+
+def loads_end_together(connector: Any) -> None:
+    """Two loads, of which the second is as fast as the first is slow."""
+    adapter = connector.worker_adapter
+    begin, finished, held = adapter.batched_submit_retrieve_requests, adapter.get_finished, set[str]()
+    begun: list[str] = []
+
+    def batched_submit_retrieve_requests(requests: Any, *args: Any, **kwargs: Any) -> Any:
+        answer = begin(requests, *args, **kwargs)
+        for name in requests if SPOIL.exists() else ():
+            begun.append(name)
+            SPOIL.with_suffix(f".{len(begun)}").touch()
+        return answer
+
+    def get_finished(*args: Any, **kwargs: Any) -> Any:
+        stored, loaded = finished(*args, **kwargs)
+        held.update(loaded or ())
+        if SPOIL.exists() and len(held) < 2:
+            return stored, set()
+        loaded = set(held)
+        held.clear()
+        return stored, loaded
+
+    adapter.batched_submit_retrieve_requests, adapter.get_finished = batched_submit_retrieve_requests, get_finished
+
+
+def hook_waits(connector: Any) -> None:
+    """A hook of the worker waits in a C function that does not come back."""
+    reading, _ = os.pipe()
+    read, buffer = ctypes.CDLL(None).read, ctypes.create_string_buffer(1)
+    _before(connector.worker_adapter, "create_recorded_event", lambda: read(reading, buffer, 1))
+
+
+PLANTS: dict[str, tuple[str, Callable[[Any], None]]] = {
+    "lookup_thread_ends": ("WORKER", lookup_thread_ends),
+    "server_stops": ("SCHEDULER", server_stops),
+    "load_is_lost": ("WORKER", load_is_lost),
+    "hook_waits": ("WORKER", hook_waits),
+    "locked_out": ("WORKER", loads_end_together),
+}

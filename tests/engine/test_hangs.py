@@ -1,0 +1,168 @@
+"""Hangs planted in a real engine: `kvfix look` explains each in one line where kvfix was not started, and the watchdog
+where it was."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+import pytest
+
+from kvfix.ledger import standstill
+from kvfix.ledger.standstill import Verdict
+from kvfix_tools import recording
+from kvfix_tools.dump import processes
+from kvfix_tools.look import command, lmcache_server, looking
+from tests.conftest import RELEASES, Once
+from tests.engine import start
+from tests.engine.start import TWO_PROCESSES, prompt
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+#: Seconds for the hang to begin and to be explained.
+LIMIT = 150
+#: Ten short prompts, all asked for in one step.
+SHORT = [(prompt(70, seed), 4) for seed in range(31, 41)]
+#: KVF208 (lab/scenarios/loaded_requests_lock_out.py): of 20 blocks either prompt loads 8. The second one, of a higher
+#: priority, needs 8 more.
+STORED = [(prompt(256, seed), 1) for seed in (21, 22)]
+BOTH = [(prompt(280, 21), 4), (prompt(512, 22), 4)]
+TWENTY = {"num_gpu_blocks_override": 21, "max_model_len": 640, "scheduling_policy": "priority"}
+
+
+class Hang(NamedTuple):
+    """code, message: of the verdict; message is a part of it. fix: it keeps this hang away, so it is not applied."""
+
+    code: str
+    message: str
+    rounds: list[Any] = [SHORT, SHORT]
+    engine: dict[str, Any] = {}
+    in_process: bool = False
+    fix: str = ""
+
+
+HANGS = {
+    "lookup_thread_ends": Hang(
+        "KVD203",
+        "the scheduler waits 3 s for each lookup; rank 0 does not answer: its thread for lookups has ended",
+        in_process=True,
+        fix="KVF015",
+    ),
+    "server_stops": Hang("KVD204", "the LMCache server "),
+    "load_is_lost": Hang("KVD208", "waits for a load that no worker has"),
+    "hook_waits": Hang("KVD213", "has been in start_load_kv for at least "),
+    "locked_out": Hang(
+        "KVD202",
+        "1 request is loaded and waits behind r2-",
+        rounds=[STORED, BOTH],
+        engine=TWENTY,
+        fix="KVF208",
+    ),
+}
+
+
+#: The watchdog's, in tests/engine_state/test_watchdog.py. The others take a state of another process, or a long step.
+SHOWN_IN_THE_LAB = ("server_stops", "hook_waits", "locked_out")
+
+
+@contextmanager
+def transfer_of(hang: Hang) -> Iterator[tuple[dict[str, Any], list[int]]]:
+    """vLLM's kv_transfer_config, and the processes of the LMCache server."""
+    if hang.in_process:
+        yield start.v1(64), []
+        return
+    with start.server() as transfer:
+        here = psutil.Process().children(recursive=True)
+        servers = [each for each in here if "server" in (words := each.cmdline()) and "--chunk-size" in words]
+        try:
+            yield transfer, [each.pid for each in servers]
+        finally:
+            for each in servers:  # to end, it must run
+                each.resume()
+
+
+def hangs(what: str, folder: Path, until: Callable[[int], bool], environment: dict[str, str]) -> start.Ran:
+    """An engine that hangs so; it is killed once `until` holds."""
+    hang = HANGS[what]
+
+    def do(pid: int) -> None:
+        end = time.monotonic() + LIMIT
+        try:
+            while not (folder / "spoil").exists():
+                assert time.monotonic() < end, "the engine does not start"
+                time.sleep(0.2)
+            while not until(pid):
+                assert time.monotonic() < end, f"it goes on: {(folder / 'log').read_text()[-1500:]}"
+        finally:
+            with suppress(ProcessLookupError):  # it has ended: it did not hang
+                os.killpg(pid, signal.SIGKILL)
+
+    with transfer_of(hang) as (transfer, servers):
+        planted = {"KVFIX_TEST_HANG": what, "KVFIX_TEST_SERVER": " ".join(map(str, servers)), **environment}
+        return start.run(
+            folder, False, transfer, rounds=hang.rounds, engine={**TWO_PROCESSES, **hang.engine}, environment=planted,
+            when=("Initializing a V1 LLM engine", do), spoil_from=1,
+            **({"one_by_one_in": 1} if what == "locked_out" else {}),
+        )  # fmt: skip
+
+
+def continued(file: str) -> dict[str, Any]:
+    """What comes in the lab of the state in this file of `kvfix look --save`."""
+    from kvfix_tools.lab import continue_state
+
+    answer: dict[str, Any] = json.loads(json.dumps(continue_state.continued(Path(file)).as_json({})))
+    return answer
+
+
+@pytest.mark.parametrize("what", HANGS)
+def test_look_explains_it(what: str, tmp_path: Path, once: Once) -> None:
+    found: list[Verdict] = []
+    saved = tmp_path / "look.json"
+
+    def looked(pid: int) -> bool:
+        # not engine_of(pid): the process above this engine is the test's own
+        looker = looking.Looker(processes.tree(pid), full=True)
+        looks = command.enough(looker)
+        assert all(each.get("kvfix") is None for each in looks[-1].processes)  # it was started without
+        found[:] = standstill.verdicts(looks)
+        if found:
+            servers = lmcache_server.of(looks[-1].processes)
+            assert [each["answers"] for each in servers] == ([] if HANGS[what].in_process else [what != "server_stops"])
+            command.save_state(str(saved), looks[-1], found)
+        return bool(found)
+
+    hangs(what, tmp_path, looked, {"KVFIX": "off"})
+    assert found[0].code == HANGS[what].code, found
+    assert HANGS[what].message in found[0].message
+    if what == "locked_out":
+        lab = once(continued, RELEASES / "0.5.6", str(saved))
+        assert "which needs 8 blocks; 4 can be had" in lab["as_released"]["stuck"]
+        assert lab["with_fixes"] == {"ended": 2, "requests": 2, "stuck": "", "also": []}
+        assert lab["differs"] == []
+
+
+@pytest.mark.parametrize(
+    "what", [pytest.param(what, marks=[start.LONG] if what in SHOWN_IN_THE_LAB else []) for what in HANGS]
+)
+def test_the_watchdog_explains_it(what: str, tmp_path: Path) -> None:
+    skip = f" skip={HANGS[what].fix}" if HANGS[what].fix else ""
+    log = tmp_path / "log"
+
+    def reported(_: int) -> bool:
+        time.sleep(0.2)
+        return "State, stacks and events" in log.read_text()
+
+    ran = hangs(what, tmp_path, reported, {"KVFIX": f"observe{skip}", "KVFIX_WATCHDOG": "8"})
+    (line,) = [line for line in ran.log.splitlines() if "State, stacks and events" in line]
+    assert f" {HANGS[what].code} " in line, line
+    assert HANGS[what].message in line
+    (bundle,) = ran.dumps("standstill")
+    lines = recording.read(bundle).lines
+    assert {each["pid"] for each in lines["stacks"]} == {each["pid"] for each in lines["state"]}
+    assert sorted(each["process"] for each in lines["state"]) == ["EngineCore", "VllmWorker-0"]
