@@ -1,7 +1,7 @@
-"""`kvfix look` at an engine under load that was started without kvfix: 1,000 looks, two a second.
+"""`kvfix look` at an engine under load that was started without kvfix: 1,000 looks, one a second.
 
 Seconds with looks and without take turns, on one engine, so they share the state of the machine. No look may find
-anything wrong, and every round of the same requests has the same answers. A quarter of an hour on two cores.
+anything wrong, and every round of the same requests has the same answers. Forty minutes on two cores.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tests.engine import start
 
 LOOKS = 1000
 #: Seconds between two looks, and of a turn.
-PAUSE, TURN = 0.5, 10.0
+PAUSE, TURN = 1.0, 10.0
 _ROUND = re.compile(r"calm round \d+ after ([\d.]+) s, at ([\d.]+)")
 
 
