@@ -158,6 +158,7 @@ def hits() -> dict[str, list[str]]:
             "".join(stats(waiting=3, second=10 * n) for n in range(3)),
             # At INFO there is but one such line.
             stats(running=2, waiting=3, generation=120.0) + stats(waiting=3, second=10),
+            "".join(stats(running=16, second=10 * n) for n in range(3)),  # a step does not end
         ],
         "KVD203": [logged(release, "lookup_timeout", 0, "Resource temporarily unavailable") * 3
                    for release in ("0.3.9.post1", "0.3.10", NEWEST)],
@@ -170,7 +171,8 @@ def hits() -> dict[str, list[str]]:
             logged("0.3.10", "no_handler", "RequestType.REGISTER_KV_CACHE"),
         ],
         "KVD207": [logged(release, "degraded", "No supported connector.") for release in ("0.3.14", NEWEST)],
-        "KVD208": [vllm("kv_waiting", "cmpl-7", release=release) * 1000 for release in ("0.9.1", "0.32.0")],
+        "KVD208": [vllm("kv_waiting", "cmpl-7", release=release) * steps
+                   for release in ("0.9.1", "0.32.0") for steps in (2, 1000)],
         "KVD209": [vllm("broadcast", 60, release=release) * 2 for release in ("0.9.1", "0.11.0", "0.32.0")],
         "KVD210": [logged("0.5.0", "reaped", 7, 3600.5, False), logged(NEWEST, "unregistered", 7, which="RETRIEVE"),
                    logged("0.4.6", "unregistered", 7)],

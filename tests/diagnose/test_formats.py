@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from kvfix_tools.diagnose.diagnosis import diagnosed
+from kvfix_tools.diagnose.log_formats import plain
 from kvfix_tools.diagnose.log_line import without_colours
 
 LOGS = Path(__file__).parent / "logs"
@@ -120,6 +121,19 @@ def test_a_group_of_exceptions_is_what_its_members_are() -> None:
     assert found.sentence.startswith("ConnectionError: no store")
     (cut,) = diagnosed(log.partition("  +-+--")[0].encode()).findings
     assert cut.sentence.startswith("ExceptionGroup: two loads")
+
+
+@pytest.mark.parametrize("date", ["0608", "20260608"])
+def test_lines_of_glog_are_no_pieces_of_one(date: str) -> None:
+    """Mooncake's; a long one and shorter ones, with and without the year."""
+    log = "".join(
+        f"{level}{date} 14:45:44.404{number} 342420 ascend_direct_transport.cpp:1107] {text} 10.0.0.2:20033\n"
+        for level, number, text in (
+            ("E", 89, "Connect timeout, let it be longer:"),
+            ("I", 228, "Connected to:"),
+        )
+    )
+    assert plain(log.encode()).text == log.encode()
 
 
 def test_an_exception_below_a_long_line_is_none_of_its_pieces() -> None:

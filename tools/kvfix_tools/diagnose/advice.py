@@ -77,14 +77,14 @@ class Remedy(NamedTuple):
 
 def remedy(log: Diagnosis, found: LogFinding) -> Remedy:
     made = advice(log, found)
-    first = found.rule.section("First")
+    first = [section.removesuffix(".")] if (section := found.rule.section("First")) else []
     by_kind = {kind: [each.text for each in made if each.kind == kind] for kind in ("fix", "setting", "release")}
     now = by_kind["fix"] or by_kind["setting"]
     own = found.rule.section("Good")
     good = [own] if own else by_kind["release"]
     if isinstance(found.rule, Problem) and found.rule.good:
         good = [found.rule.good]
-    return Remedy("; ".join(([first] if first else []) + now[: 2 if by_kind["fix"] else 1]), "; ".join(good))
+    return Remedy("; ".join(first + now[: 2 if by_kind["fix"] else 1]), "; ".join(good))
 
 
 def _release_of(log: Diagnosis, problem: Problem) -> list[Advice]:

@@ -78,38 +78,39 @@ def _note_generation(log: Diagnosis, line: LogLine) -> None:
 
 @finding("KVD202", "nothing-moves", Severity.HANG, on=["stats", ""])
 def nothing_moves(log: Diagnosis, line: LogLine | None) -> Answer | None:
-    """Requests wait, and the engine computes nothing.
+    """Requests wait or run, and the engine computes nothing.
 
-    Cause: what a request at the head of the queue waits for does not come: a load that was never started or does not
-    end, a lookup that is not answered, or blocks that are kept back. Look at the other findings; none: take
-    `kvfix dump PID`.
+    Cause: a step that does not end, in a hook or on the device; or what a request at the head of the queue waits for
+    does not come: a load that was never started or does not end, a lookup that is not answered, or blocks that are kept
+    back. Look at the other findings; none: take `kvfix dump PID`.
 
     Setting: vLLM before 0.32 can lock asynchronous loads out of one another when blocks are short: fewer requests at
     once (`max_num_seqs`).
 
-    Normal: an idle engine, with nothing waiting.
+    Normal: an idle engine; a prefill or a compiler that takes a minute.
     """
     still = log.memory.setdefault("still", {})
     if line is None:
         return _still_at_the_end(still)
     f = line.fields
     engine = (str(f.get("engine", "")), line.process)
-    if f["waiting"] == 0 or float(f["prompt"]) or float(f["generation"]):
+    if not (f["waiting"] or f["running"]) or float(f["prompt"]) or float(f["generation"]):
         still.pop(engine, None)
         return None
     count = still[engine][0] + 1 if engine in still else 1
     what = f"Running {f['running']}, Waiting {f['waiting']}, no token"
     if engine in still or len(still) < 1000:
-        still[engine] = (count, what, line.evidence)
-    return Answer(f"{what} for {count} intervals", request="") if count >= IDLE else None
+        still[engine] = (count, what, line.evidence if f["waiting"] else None)
+    verdict = "violated" if f["waiting"] else "unknown"  # one step may take so long
+    return Answer(f"{what} for {count} intervals", request="", verdict=verdict) if count >= IDLE else None
 
 
-def _still_at_the_end(still: dict[tuple[str, str], tuple[int, str, Evidence]]) -> Answer | None:
+def _still_at_the_end(still: dict[tuple[str, str], tuple[int, str, Evidence | None]]) -> Answer | None:
     """An engine that computes nothing says so once; from then on vLLM has its statistics at DEBUG (loggers.py
     0.12.0:194 to 0.32.0:272), and its silence is all that a log at INFO shows.
     """
     for count, what, evidence in still.values():
-        if count < IDLE:
+        if count < IDLE and evidence is not None:
             sentence = f"{what}, and no statistics after it: vLLM leaves them out at INFO while nothing is computed"
             return Answer(sentence, request="", verdict="unknown", evidence=(evidence,))
     return None
@@ -154,18 +155,34 @@ def _note_raised(log: Diagnosis, line: LogLine) -> None:
     log.memory["raised"] = (line.process, f"{f['type']}: {f['text']}" if f["text"] else f["type"], line)
 
 
-@finding("KVD208", "waits-for-load", Severity.HANG, on=["kv_waiting"])
-def waits_for_load(log: Diagnosis, line: LogLine) -> Answer | None:
+@finding("KVD208", "waits-for-load", Severity.HANG, on=["kv_waiting", ""])
+def waits_for_load(log: Diagnosis, line: LogLine | None) -> Answer | None:
     """A request waits for a load for very many steps.
+
+    Cause: the load does not end, or its end is not reported: the other side (prefill, store, server) does not answer,
+    or the connector has lost it.
+
+    First: look at the log of the other side, and at the workers' lines about this request.
 
     Normal: some hundred steps, while a load is in flight.
     """
     waits = log.memory.setdefault("waits", {})
+    if line is None:
+        return _waits_in_a_paste(log, waits)
     if len(waits) < 10_000 or line.request in waits:
         count = waits[line.request] = waits.get(line.request, 0) + 1
         if count == POLLS:
             return Answer(f"still waits for its load after {count} steps")
     return None
+
+
+def _waits_in_a_paste(log: Diagnosis, waits: dict[str, int]) -> Answer | None:
+    """A few lines of a flood: one request that waits in each step, and nothing else."""
+    if len(waits) != 1 or not 2 <= log.counts["kv_waiting"] <= PASTE or log.counts.total() != log.counts["kv_waiting"]:
+        return None
+    ((request, steps),) = waits.items()
+    sentence = f"waits for its load in each of {steps} steps. It is this if the log goes on so; else a load in flight"
+    return Answer(sentence, request=request, verdict="unknown")
 
 
 @finding("KVD209", "start-waits-for-worker", Severity.HANG, on=[""])
