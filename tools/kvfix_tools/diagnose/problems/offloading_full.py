@@ -17,15 +17,15 @@ PROBLEMS = (
         name="offload-tier-has-no-room",
         severity=Severity.RISK,
         title="The CPU tier has no room for new KV, and what is computed now is not kept.",
-        shows=(Logged("Request <request>: cannot store chunks", at=f"{_V1}/offloading/scheduler.py"),),
+        shows=(Logged("Request <request>: cannot store ", at=f"{_V1}/offloading/scheduler.py"),),
         sentence="request {request}",
-        releases={"vllm": ">=0.26"},
+        releases={"vllm": ">=0.11.1"},
         sure=False,
         cause="All of the tier is being copied, loaded or written to a tier below, so that nothing can be evicted; or "
         "it is smaller than what one step stores. A few lines under load are normal. If they do not end, the tier is "
         "too small or the one below too slow, and each step tries again for nothing.",
-        now="a larger --kv-offloading-size (`cpu_bytes_to_use`), fewer requests at once (--max-num-seqs); a faster "
-        "disk where `secondary_tiers` are set",
+        now="a larger --kv-offloading-size (`cpu_bytes_to_use`, before `num_cpu_blocks`), fewer requests at once "
+        "(--max-num-seqs); a faster disk where `secondary_tiers` are set",
         good="a tier that holds the KV of several steps of all requests",
         threads=(f"{_PULLS}/50069",),
     ),
