@@ -158,7 +158,9 @@ def hits() -> dict[str, list[str]]:
             "".join(stats(waiting=3, second=10 * n) for n in range(3)),
             # At INFO there is but one such line.
             stats(running=2, waiting=3, generation=120.0) + stats(waiting=3, second=10),
-            "".join(stats(running=16, second=10 * n) for n in range(3)),  # a step does not end
+            # A step does not end.
+            "".join(stats(running=16, second=10 * n) for n in range(3)),
+            stats(running=1, generation=7.0) + stats(running=1, second=10),
         ],
         "KVD203": [logged(release, "lookup_timeout", 0, "Resource temporarily unavailable") * 3
                    for release in ("0.3.9.post1", "0.3.10", NEWEST)],

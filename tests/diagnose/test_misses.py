@@ -62,7 +62,8 @@ def misses() -> list[tuple[str, str]]:
         ("KVD202", "".join(stats(waiting=0, second=10 * n) for n in range(9))),
         ("KVD202", (stats(waiting=3) * 2 + stats(running=1, waiting=2, generation=0.1)) * 2),
         ("KVD202", stats(running=4, waiting=3, generation=0.1) + stats()),
-        ("KVD202", stats(running=2, generation=80.0) + stats(running=2, second=10) * 2),  # a long prefill
+        # A long prefill, and its end.
+        ("KVD202", stats(running=2, second=10) * 2 + stats(running=2, generation=80.0)),
         ("KVD203", logged(NEWEST, "lookup_timeout", 0, "Resource temporarily unavailable") * 2),
         ("KVD205", logged("0.5.5", "mp_timeout", which="LOOKUP") + logged("0.5.5", "mp_healthy")),
         ("KVD205", logged(NEWEST, "mp_timeout", which="LOOKUP")),

@@ -100,17 +100,17 @@ def nothing_moves(log: Diagnosis, line: LogLine | None) -> Answer | None:
     count = still[engine][0] + 1 if engine in still else 1
     what = f"Running {f['running']}, Waiting {f['waiting']}, no token"
     if engine in still or len(still) < 1000:
-        still[engine] = (count, what, line.evidence if f["waiting"] else None)
+        still[engine] = (count, what, line.evidence)
     verdict = "violated" if f["waiting"] else "unknown"  # one step may take so long
     return Answer(f"{what} for {count} intervals", request="", verdict=verdict) if count >= IDLE else None
 
 
-def _still_at_the_end(still: dict[tuple[str, str], tuple[int, str, Evidence | None]]) -> Answer | None:
+def _still_at_the_end(still: dict[tuple[str, str], tuple[int, str, Evidence]]) -> Answer | None:
     """An engine that computes nothing says so once; from then on vLLM has its statistics at DEBUG (loggers.py
     0.12.0:194 to 0.32.0:272), and its silence is all that a log at INFO shows.
     """
     for count, what, evidence in still.values():
-        if count < IDLE and evidence is not None:
+        if count < IDLE:
             sentence = f"{what}, and no statistics after it: vLLM leaves them out at INFO while nothing is computed"
             return Answer(sentence, request="", verdict="unknown", evidence=(evidence,))
     return None

@@ -1,4 +1,4 @@
-"""A worker of vLLM that registers its KV memory with the LMCache server, and cannot."""
+"""KV memory that a worker of vLLM cannot register with the LMCache server, or that the server cannot copy."""
 
 from __future__ import annotations
 
@@ -9,6 +9,23 @@ _MP = ("LMCacheMPConnector", "MultiConnector")
 _NO_VMM = "vLLM without --enable-sleep-mode, and without PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True"
 
 PROBLEMS = (
+    Problem(
+        code="KVD170",
+        name="mp-kernel-refuses-groups",
+        severity=Severity.SLOW,
+        title="LMCache's kernel cannot copy the KV groups of this model together: nothing is stored.",
+        shows=(
+            Failed(text="CUDA error: invalid argument", within="_run_object_group_transfer_plan"),
+            Failed(text="CUDA error: invalid argument", within="transfer_kv_per_object_group"),
+        ),
+        sure=False,
+        cause="Reported of LMCache 0.5.1 with MiniMax-M3, whose layers have KV, an indexer's keys and a draft model's "
+        "KV in groups of other shapes; each store fails so. The server logs the groups when the engine registers: with "
+        "one group there is another cause.",
+        now="serve this model without LMCache",
+        good="a newer LMCache, tried with one request: a second one with the same prompt has to hit",
+        threads=("https://github.com/LMCache/LMCache/issues/4154",),
+    ),
     Problem(
         code="KVD832",
         name="autostarted-server-too-slow",

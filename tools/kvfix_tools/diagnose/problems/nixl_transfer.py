@@ -44,6 +44,7 @@ PROBLEMS = (
             Logged("NIXL transfer failure: transfer_setup_failed"),
             Logged("NIXL transfer failed for request <request> with state <state>"),
             Logged("NIXL transfer setup/initiation failed for request <request>"),
+            Failed(kind="nixlBackendError", text="NIXL_ERR_BACKEND", within="_api.py:transfer"),
         ),
         sure=False,
         cause="Prefill went away or freed the blocks, or the link broke. The exception below decides: "
