@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from kvfix_tools.look import calls, inject
+from kvfix_tools.look import calls, inject, other_process
 from kvfix_tools.look.other_process import Process
 from tests.conftest import clean_environment
 
@@ -84,6 +84,19 @@ def test_a_thread_that_has_gone_on_meanwhile_is_left_alone(way: str) -> None:
         process = GoesOn(program.pid)
         assert not process.run_waiting(process.address("PyRun_SimpleString"))
         assert inject.run(program.pid, NAME, seconds=60) == "MainThread"
+
+
+def test_a_file_is_read_once_for_all_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As /proc/PID/root/usr/lib/... it has as many paths as there are processes, and is the same file of 20 MB."""
+    contents = []
+    exported = other_process._exported
+    monkeypatch.setattr(other_process, "_SYMBOLS", {})
+    monkeypatch.setattr(other_process, "_exported", lambda content: contents.append(content) or exported(content))
+    with target("sleep") as first, target("sleep") as second:
+        for pid in (first.pid, second.pid) * 2:
+            assert Process(pid).address("PyRun_SimpleString")
+    assert contents
+    assert len(set(contents)) == len(contents)
 
 
 def test_a_hundred_in_a_row_take_one_page(way: str) -> None:

@@ -14,6 +14,8 @@ from kvfix_tools.look import calls
 from kvfix_tools.look.calls import Refused
 
 _YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
+#: Names of the files whose functions are called.
+_CALLED = re.compile(r"(lib)?python\d|libc[.-]|ld-musl")
 
 
 class Process:
@@ -83,12 +85,9 @@ class Process:
     def address(self, name: str) -> int:
         """Address of a function of Python or of the C library."""
         for path, start in self._mapped.items():
-            if re.match(r"(lib)?python\d|libc[.-]|ld-musl", path.rpartition("/")[2]):
-                file = self._proc / "root" / path.lstrip("/")
-                about = file.stat()
-                offset = _symbols(file, (about.st_dev, about.st_ino, about.st_mtime_ns)).get(name)
-                if offset is not None:
-                    return start + offset
+            offset = _symbols(self._proc / "root" / path.lstrip("/")).get(name)
+            if offset is not None:
+                return start + offset
         raise Refused(f"process {self.pid} is no Python that can be called: it exports no {name}", "")
 
     def call(self, name: str, *arguments: int) -> int:
@@ -129,7 +128,7 @@ class Process:
 
 @lru_cache(maxsize=64)
 def _mapped_files(pid: int, *_program: str) -> dict[str, int]:
-    """{path: address} of the files that a process has mapped from their start.
+    """{path: address} of Python and the C library, as a process has them mapped from their start.
 
     A process with CUDA has thousands of mappings: they are read once for all looks. _program: what changes when the
     process starts another one: its start, and where its code and its stack are.
@@ -137,15 +136,25 @@ def _mapped_files(pid: int, *_program: str) -> dict[str, int]:
     found: dict[str, int] = {}
     for line in Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines():
         addresses, *_, path = line.split(maxsplit=5)
-        if path.startswith("/"):
+        if path.startswith("/") and _CALLED.match(path.rpartition("/")[2]):
             found.setdefault(path, int(addresses.partition("-")[0], 16))
     return found
 
 
-@lru_cache(maxsize=8)
-def _symbols(file: Path, version: tuple[int, ...]) -> dict[str, int]:
-    """{function that the file exports: its offset to the start of the file's mapping}. version: of the file."""
-    content = file.read_bytes()
+#: What `_exported` has found, by the device, inode and time of the file: the processes of an engine share theirs.
+_SYMBOLS: dict[tuple[int, int, int], dict[str, int]] = {}
+
+
+def _symbols(file: Path) -> dict[str, int]:
+    about = file.stat()
+    key = about.st_dev, about.st_ino, about.st_mtime_ns
+    if key not in _SYMBOLS:
+        _SYMBOLS[key] = _exported(file.read_bytes())
+    return _SYMBOLS[key]
+
+
+def _exported(content: bytes) -> dict[str, int]:
+    """{function that the ELF file exports: its offset to the start of the file's mapping}"""
     if content[:5] != b"\x7fELF\x02":
         return {}
     programs, sections, program_size, program_count, size, count = _header(content)
