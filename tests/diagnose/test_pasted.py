@@ -26,11 +26,11 @@ MP = "INFO 12-03 01:24:31 [factory.py:64] Creating v1 connector with name: LMCac
         ("      Exit Code:    137", "KVD853"),
         ("Memory access fault by GPU node-4 (Agent handle: 0x55) on address 0x7f. Reason: Unknown.", "KVD941"),
         ("[0a1b2c3d:1    ] FATAL: UCX library was compiled with avx but CPU does not support it.", "KVD940"),
-        ("Aborted (core dumped)", "KVD199"),
-        ("Aborted", "KVD199"),
-        ("Illegal instruction (core dumped)", "KVD199"),
-        ("double free or corruption (!prev)", "KVD199"),
-        ("CUDA error: an illegal memory access was encountered", "KVD199"),
+        ("Aborted (core dumped)", "KVD249"),
+        ("Aborted", "KVD249"),
+        ("Illegal instruction (core dumped)", "KVD250"),
+        ("double free or corruption (!prev)", "KVD249"),
+        ("CUDA error: an illegal memory access was encountered", "KVD240"),
         ("  what():  HIP error: invalid device function", "KVD199"),
     ],
 )
@@ -90,7 +90,7 @@ def test_another_connectors_lost_request_is_not_nixls() -> None:
     )
     name = "INFO 12-03 01:24:31 [factory.py:64] Creating v1 connector with name: {} and engine_id: 47\n"
     assert "KVD577" in codes(diagnose(name.format("NixlConnector"), lost))
-    assert codes(diagnose(name.format("DynamoConnector"), lost)) == ["KVD199"]
+    assert codes(diagnose(name.format("DynamoConnector"), lost)) == ["KVD237"]
 
 
 def test_the_summary_says_where_a_multi_process_log_has_its_loads(
@@ -133,7 +133,7 @@ def test_a_number_in_a_sign_tells_failures_apart() -> None:
         (("vllm/distributed/kv_events.py", "_socket_setup", "self._pub.bind(self._endpoint)"), "KVD949"),
         (("vllm/distributed/p2p/p2p_nccl_engine.py", "__init__", "self.router_socket.bind(a)"), "KVD950"),
         (("vllm/distributed/nixl/base_scheduler.py", "_nixl_handshake_listener", "with zmq_ctx(a, b):"), "KVD561"),
-        (("opt/router.py", "listen", "socket.bind(a)"), "KVD199"),
+        (("opt/router.py", "listen", "socket.bind(a)"), "KVD220"),
     ],
 )
 def test_whose_port_is_taken(frame: tuple[str, str, str], code: str) -> None:
@@ -179,3 +179,18 @@ def test_a_shortened_frame_that_is_not_known_shows_no_line_number() -> None:
 
 def test_a_file_that_is_only_spoken_of_is_no_frame() -> None:
     assert codes(diagnose("see vllm/v1/core/sched/scheduler.py, in which requests wait\n")) == []
+
+
+def test_a_general_failure_is_explained_only_where_no_record_knows_it() -> None:
+    """By its kind, with the place and the hook as an unknown failure has them; never beside what explains it."""
+    full = "OSError: [Errno 24] Too many open files"
+    missing = "OSError: libcudart.so.12: cannot open shared object file"
+    known = raised([("lmcache/any.py", "load", "import c_ops")], missing)
+    loading = ("vllm/distributed/kv_transfer/kv_connector/v1/my.py", "start_load_kv", "self.files.append(open(path))")
+    log = diagnose(raised([loading], full))
+    (found,) = log.findings
+    assert found.rule.code == "KVD219"
+    assert found.sentence.endswith(
+        "v1/my.py:7 in start_load_kv, `self.files.append(open(path))`, raised by vLLM, in the hook start_load_kv"
+    )
+    assert codes(diagnose(raised([loading], full), known)) == codes(diagnose(known)) == ["KVD704"]

@@ -46,7 +46,9 @@ def shown(problem: Problem, sign: problems.Sign) -> str:
             '  File "/opt/app/vllm/core.py", line 9 in run\n\n'
         )
     file, _, function = sign.within.rpartition(":")
-    path = sign.at if sign.at.endswith(file) and sign.at else file or "lmcache/any.py"
+    path = (
+        sign.at if sign.at.endswith(file) and sign.at else file or ("any.py" if problem.general else "lmcache/any.py")
+    )
     text = f": {filled(sign.text)}" if sign.text else ""
     lines = [
         "Traceback (most recent call last):",

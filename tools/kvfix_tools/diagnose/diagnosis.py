@@ -154,7 +154,7 @@ class Diagnosis:
         for rule in self._rules.get("", ()):
             answer = rule.look(self, None)
             if answer is not None:
-                self._add(rule, answer, None)
+                self._add(answer.record or rule, answer, None)
         return self.findings
 
     @property

@@ -41,12 +41,14 @@ class Severity(enum.Enum):
 
 
 class Answer(NamedTuple):
-    """sentence: this case in numbers. request: None: the line's own; "": of no one request. evidence: more lines."""
+    """sentence: this case in numbers. request: None: the line's own; "": of no one request. evidence: more lines.
+    record: the finding is this record of a problem, not the one whose function answers."""
 
     sentence: str
     request: str | None = None
     verdict: str = "violated"
     evidence: tuple[Any, ...] = ()
+    record: Any = None
 
 
 class LogRule(msgspec.Struct, frozen=True):

@@ -1,9 +1,10 @@
-"""The last rung: something failed that neither a finding nor a record of a problem knows."""
+"""The last two rungs: a failure that no finding and no record of its own code knows, of a general kind or of none."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kvfix_tools.diagnose import problems
 from kvfix_tools.diagnose.failures import hook, owner
 from kvfix_tools.diagnose.findings import Answer, Severity, finding
 
@@ -31,7 +32,14 @@ def unknown_failure(log: Diagnosis, line: LogLine | None) -> Answer | None:
         return None  # what was found says it already
     if first is None:
         return Answer("the engine is dead, and the log does not show why", request="") if log.failures.dead else None
-    return Answer(_sentence(log, first), request=str(first.fields.get("request", "")), evidence=_evidence(log, first))
+    general = problems.general(first)
+    return Answer(
+        _sentence(log, first),
+        request=str(first.fields.get("request", "")),
+        verdict="violated" if general is None or general.sure else "unknown",
+        evidence=_evidence(log, first),
+        record=general,
+    )
 
 
 def _sentence(log: Diagnosis, line: LogLine) -> str:

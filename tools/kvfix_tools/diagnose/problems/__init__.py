@@ -85,6 +85,7 @@ class Problem:
     releases: {dist: specifier}: the releases whose code is so. fixed: {dist: the first release that is right}.
     now: what to do tonight, settings as they are typed. good: what ends it; empty where `fixed` says it.
     sure: False: the line may have another cause; then `cause` says what would decide it.
+    general: it may come of any code. Asked only of a failure that no finding and no other record knows.
     threads: addresses of the reports.
     """
 
@@ -102,6 +103,7 @@ class Problem:
     releases: Mapping[str, str] = field(default_factory=lambda: _EMPTY)
     fixed: Mapping[str, str] = field(default_factory=lambda: _EMPTY)
     sure: bool = True
+    general: bool = False
     threads: tuple[str, ...] = ()
     #: As a rule of the log has them (findings.LogRule).
     message: str | None = None
@@ -160,13 +162,26 @@ def catalogue() -> tuple[Problem, ...]:
     return tuple(sorted((each for module in modules for each in module.PROBLEMS), key=lambda each: each.code))
 
 
+@lru_cache(maxsize=1)
+def _particular() -> tuple[Problem, ...]:
+    return tuple(each for each in catalogue() if not each.general)
+
+
 def find(name: str) -> Problem | None:
     """The record of this code or name; None if there is none."""
     return next((each for each in catalogue() if name.upper() == each.code or name.lower() == each.name), None)
 
 
+def general(line: LogLine) -> Problem | None:
+    """The first record of a general failure that fits this one."""
+    return next(
+        (each for each in catalogue() if each.general and any(_fits(sign, line) is not None for sign in each.shows)),
+        None,
+    )
+
+
 def at(line: LogLine) -> tuple[Problem, ...]:
-    """Records whose signs fit the line, whatever ran. Floods of a line cost one search."""
+    """Records whose signs fit the line, whatever ran, but general ones. Floods of a line cost one search."""
     if line.name == "logged":
         return _logged(line.body[:2000])
     fields = line.fields
@@ -192,7 +207,7 @@ def _alike(number: re.Match[bytes]) -> bytes:
 
 @lru_cache(maxsize=1)
 def _asked_for() -> frozenset[bytes]:
-    signs = (sign for each in catalogue() for sign in each.shows if not isinstance(sign, Logged))
+    signs = (sign for each in _particular() for sign in each.shows if not isinstance(sign, Logged))
     return frozenset(number for sign in signs for number in _NUMBER.findall(sign.text.encode()))
 
 
@@ -201,7 +216,7 @@ def _may_show(name: str, kind: str) -> list[tuple[Problem, Sign, str]]:
     """(record, sign, the longest part of its text without a value) for lines of errors of this class."""
     return [
         (each, sign, _longest(sign.text))
-        for each in catalogue()
+        for each in _particular()
         for sign in each.shows
         if isinstance(sign, _SIGNS[name]) and getattr(sign, "kind", "") in ("", kind)
     ]
@@ -239,7 +254,7 @@ def _signs() -> tuple[tuple[Problem, str, str], ...]:
     """(problem, text that it logs with its numbers made equal, the longest part of that without a value)"""
     texts = [
         (each, re.sub(r"\d+", "7", sign.text))
-        for each in catalogue()
+        for each in _particular()
         for sign in each.shows
         if isinstance(sign, Logged)
     ]
