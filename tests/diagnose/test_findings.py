@@ -186,6 +186,8 @@ def hits() -> dict[str, list[str]]:
             handler_failed("Error handling request RequestType.LOOKUP: no model"),
             handler_failed("Error in blocking handler").partition("Traceback")[0],
         ],
+        "KVD271": [logged(release, "mp_failed", "r1", False, which="retrieve") for release in ("0.5.5", NEWEST)],
+        "KVD272": [logged(release, "mp_failed", "r1", which="store") for release in ("0.3.13", NEWEST)],
         "KVD301": [logged(release, "mp_failed", "r1", False, which="retrieve") for release in ("0.3.13", "0.5.4")],
         "KVD302": [
             logged("0.3.9", "retrieved", 0, 256, 5888, 0.1, 1.0, 2.0, which="required"),

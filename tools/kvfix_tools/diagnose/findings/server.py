@@ -180,3 +180,36 @@ def _failed_handler(log: Diagnosis, head: LogLine, line: LogLine, error: str) ->
     if known is None or (registers and not known[0]):
         log.memory["server_error"] = (registers, redact.text(error[:160]), head.evidence, line.evidence)
     return Answer(f"{operation.lower()}: {error[:200]}", request="", evidence=(head.evidence,))
+
+
+@finding("KVD271", "load-from-server-failed", Severity.SLOW, on=["mp_failed"])
+def load_from_server_failed(log: Diagnosis, line: LogLine) -> Answer | None:
+    """The LMCache server answered that a load has failed. vLLM ends the request with an error, or computes it again.
+
+    Cause: the server knows: a chunk went between lookup and load (`Some keys not found during retrieve!`), a worker is
+    not registered (KVD210), or the copy failed (`Cannot retrieve keys due to exception`). vLLM's
+    `kv_load_failure_policy` is `fail` unless it is set.
+
+    Setting: `"kv_load_failure_policy":"recompute"` in --kv-transfer-config; then the server's log at this time, with
+    `kvfix-diagnose ENGINE.log SERVER.log`; a larger `--l1-size-gb` if chunks are missing.
+
+    Good: what the server's log names.
+    """
+    if line.fields["what"] != "retrieve" or log.releases.within("lmcache", "<0.5.5") is not False:
+        return None  # KVD301
+    return Answer("its load from the server failed")
+
+
+@finding("KVD272", "store-to-server-failed", Severity.SLOW, on=["mp_failed"])
+def store_to_server_failed(log: Diagnosis, line: LogLine) -> Answer | None:
+    """The LMCache server answered that a store has failed: this KV is not in the cache, the request is right.
+
+    Cause: the server knows: the worker is not registered (`Rejecting STORE`, KVD210), the blocks do not fit its layout
+    (`STORE block ID underflow`), or the copy failed (`Cannot store keys due to exception`).
+
+    Setting: the server's log at this time, with `kvfix-diagnose ENGINE.log SERVER.log`; restart vLLM if the server was
+    restarted without it.
+
+    Good: what the server's log names.
+    """
+    return Answer("its store failed at the server") if line.fields["what"] == "store" else None

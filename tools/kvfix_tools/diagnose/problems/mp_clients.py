@@ -7,8 +7,37 @@ from kvfix_tools.diagnose.problems import Failed, Logged, Problem
 
 _LMCACHE = "https://github.com/LMCache/LMCache/"
 _MP = ("LMCacheMPConnector", "MultiConnector")
+_COPY = "vllm/distributed/kv_transfer/kv_connector/v1/lmcache_integration/multi_process_adapter.py"
 
 PROBLEMS = (
+    Problem(
+        code="KVD273",
+        name="vllm-copy-takes-a-failed-load-for-done",
+        severity=Severity.WRONG,
+        title="A load from the LMCache server failed, and vLLM's own copy of the adapter reports it as done.",
+        shows=(Logged("Something went wrong when processing the retrieve request for request_id=<request>", _COPY),),
+        sentence="its load failed, and is reported as done",
+        connectors=_MP,
+        cause="The copy in vllm/distributed/kv_transfer/kv_connector/v1/lmcache_integration names no failed blocks "
+        "(multi_process_adapter.py 0.32.0:648): the request reads what lies in its blocks. Wrong text.",
+        now="LMCache's own connector: kv_connector_module_path lmcache.integration.vllm.lmcache_mp_connector, of "
+        "LMCache 0.5.5 or newer on both sides; a larger --l1-size-gb, so that chunks stay until they are loaded",
+        good="LMCache 0.5.5 or newer with its own connector",
+    ),
+    Problem(
+        code="KVD274",
+        name="vllm-copy-store-failed",
+        severity=Severity.SLOW,
+        title="The LMCache server answered that a store has failed: this KV is not in the cache, the request is right.",
+        shows=(Logged("Something went wrong when processing the store request for request_id=<request>", _COPY),),
+        sentence="its store failed at the server",
+        connectors=_MP,
+        cause="The server knows: the worker is not registered, its blocks do not fit the layout that it registered, or "
+        "the copy failed.",
+        now="the server's log at this time, with `kvfix-diagnose ENGINE.log SERVER.log`; restart vLLM if the server was "
+        "restarted without it",
+        good="what the server's log names",
+    ),
     Problem(
         code="KVD904",
         name="worker-returns-without-context",
