@@ -34,8 +34,8 @@ PROBLEMS = (
         connectors=_MP,
         cause="The server knows: the worker is not registered, its blocks do not fit the layout that it registered, or "
         "the copy failed.",
-        now="the server's log at this time, with `kvfix-diagnose ENGINE.log SERVER.log`; restart vLLM if the server was "
-        "restarted without it",
+        now="the server's log at this time, with `kvfix-diagnose ENGINE.log SERVER.log`; restart vLLM if the server "
+        "was restarted without it",
         good="what the server's log names",
     ),
     Problem(
