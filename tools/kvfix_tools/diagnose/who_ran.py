@@ -20,6 +20,7 @@ _MARKS = (
     (b"kv_connector/v1/nixl", "NixlConnector"),
     (b"mooncake_store", "MooncakeStoreConnector"),
     (b"mooncake_connector", "MooncakeConnector"),
+    (b"kv_connector/v1/mooncake/store", "MooncakeStoreConnector"),
     (b"kv_connector/v1/mooncake", "MooncakeConnector"),
     (b"p2p_nccl_connector", "P2pNcclConnector"),
     (b"offloading_connector", "OffloadingConnector"),
