@@ -51,6 +51,15 @@ def test_blocks_of_two_kv_groups(once: Once) -> None:
     assert verdict.message.startswith("1 request is loaded and waits behind r, which needs 8 blocks; 5 can be had")
 
 
+@pytest.mark.parametrize("reserve", [True, False], ids=["whole", "step"])
+@pytest.mark.parametrize("windows", [(), (32,), (64, 16)], ids=str)
+def test_what_a_request_needs_is_what_vllm_counts(once: Once, windows: tuple[int, ...], reserve: bool) -> None:
+    """Of requests that are new, hit something, load, were preempted; in one KV group and in several."""
+    compared = once(wedged.asked_and_needed, NEWEST, windows, reserve)
+    assert [ours for ours, _ in compared] == [theirs for _, theirs in compared]
+    assert len({theirs for _, theirs in compared}) > 3
+
+
 def test_a_load_in_flight(once: Once) -> None:
     state = once(wedged.loading, NEWEST)
     found = row(state, "r")

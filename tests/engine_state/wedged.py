@@ -183,3 +183,49 @@ def cost(requests: int) -> list[float]:
         engine.admit(f"r{number}", prompt(320, seed=number), max_tokens=64)
     engine.step(20)
     return [look(engine)["milliseconds"] for _ in range(10)]
+
+
+def asked_and_needed(windows: tuple[int, ...], reserve: bool) -> list[tuple[int | None, int]]:
+    """(needs, what vLLM's own count asks of the pool) whenever a waiting request is to be admitted and none runs."""
+    from kvfix.engine_state import needs
+
+    options = Options(
+        connector="mp",
+        delay=2,
+        block_size=16,
+        num_blocks=72,
+        chunk_size=64,
+        windows=windows,
+        max_num_batched_tokens=128,
+    )
+    engine = _engine(options)
+    scheduler, found = engine.scheduler, []
+    scheduler.scheduler_reserve_full_isl = reserve
+    manager = scheduler.kv_cache_manager
+    allocate, count = manager.allocate_slots, manager.coordinator.get_num_blocks_to_allocate
+    counts: list[int] = []
+
+    def counted(*arguments: Any, **named: Any) -> int:
+        counts.append(count(*arguments, **named))
+        return counts[-1]
+
+    def allocated(request: Any, tokens: int, **named: Any) -> Any:
+        waits = "reserved_blocks" in named and not scheduler.running
+        ours = None
+        if waits:
+            promised, reserved = named["num_external_computed_tokens"], needs.reserved(scheduler)
+            ours = needs.blocks(scheduler, request, promised, named["delay_cache_blocks"], reserved)
+        counts.clear()
+        done = allocate(request, tokens, **named)
+        if waits:
+            whole, *step = counts if reserve else [0, *counts]
+            assert done is None or step
+            if step:  # else the whole request is too large, and vLLM counts no further
+                found.append((ours, max(whole, step[0] + named["reserved_blocks"])))
+        return done
+
+    manager.allocate_slots, manager.coordinator.get_num_blocks_to_allocate = allocated, counted
+    for number in range(24):
+        engine.admit(f"r{number}", prompt(100 + 70 * (number % 5), seed=number % 4), max_tokens=20 + 9 * (number % 3))
+        engine.step(5 if number % 3 else 60)
+    return found
