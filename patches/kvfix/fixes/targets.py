@@ -55,6 +55,13 @@ OFFLOADING_SCHEDULER = Owner(
     "vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler",
     "OffloadingConnectorScheduler",
 )
+_NIXL = "vllm.distributed.kv_transfer.kv_connector.v1.nixl"
+NIXL_PULL_SCHEDULER = Owner("vllm", f"{_NIXL}.pull_scheduler", "NixlPullConnectorScheduler")
+NIXL_SCHEDULER = Owner("vllm", f"{_NIXL}.scheduler", "NixlConnectorScheduler")
+NIXL_SCHEDULER_0_15 = Owner("vllm", f"{_NIXL}_connector", "NixlConnectorScheduler")
+_MOONCAKE = "vllm.distributed.kv_transfer.kv_connector.v1.mooncake"
+MOONCAKE_SCHEDULER = Owner("vllm", f"{_MOONCAKE}.mooncake_connector", "MooncakeConnectorScheduler")
+MOONCAKE_SCHEDULER_0_15 = Owner("vllm", f"{_MOONCAKE}_connector", "MooncakeConnectorScheduler")
 _KV_MANAGERS = "vllm.v1.core.single_type_kv_cache_manager"
 #: Of the KV groups that recycle their blocks.
 RECYCLING_MANAGERS = (

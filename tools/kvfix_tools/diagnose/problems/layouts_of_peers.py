@@ -120,4 +120,40 @@ PROBLEMS = (
         "kv_connector_extra_config for a hybrid model",
         good="one configuration on both sides",
     ),
+    Problem(
+        code="KVD290",
+        name="nixl-load-without-blocks",
+        severity=Severity.CRASH,
+        title="A request asked NixlConnector for a remote prefill that names no blocks, and EngineCore dies.",
+        shows=tuple(
+            Failed(
+                kind="AssertionError",
+                source="assert num_external_tokens == 0",
+                within=f"{file}:update_state_after_alloc",
+            )
+            for file in ("nixl_connector.py", "nixl/scheduler.py", "nixl/pull_scheduler.py")
+        ),
+        sentence="its kv_transfer_params have no remote_block_ids",
+        cause="The prefill engine kept no blocks for it, or the request did not come from the router. The connector "
+        "had promised the whole prompt before it looked (pull_scheduler.py 0.32.0:60, :186). One such request ends the "
+        "engine.",
+        now="kvfix run -- CMD; and let only the router reach the engine's port",
+        good="no release of vLLM up to 0.33.0 is right: keep kvfix (KVF301)",
+    ),
+    Problem(
+        code="KVD291",
+        name="mooncake-request-of-the-other-role",
+        severity=Severity.CRASH,
+        title="MooncakeConnector got a request for the other role, and EngineCore dies.",
+        shows=tuple(
+            Failed(kind="AssertionError", source=source, within=f"mooncake_connector.py:{hook}")
+            for source in ("assert not self.is_kv_producer", "assert not self.is_kv_consumer", "assert self.kv_role !=")
+            for hook in ("get_num_new_matched_tokens", "update_state_after_alloc", "request_finished")
+        ),
+        cause="The request's kv_transfer_params ask a producer to load or a consumer to send: the router has taken "
+        "one engine for the other, or it did not come from the router (mooncake_connector.py 0.32.0:1022, :1076).",
+        now="kvfix run -- CMD; the addresses of prefill and decode in the router; kv_role kv_both where one engine "
+        "does both",
+        good="no release of vLLM up to 0.33.0 is right: keep kvfix (KVF302)",
+    ),
 )

@@ -205,8 +205,8 @@ PROBLEMS = (
     Problem(
         code="KVD584",
         name="pd-router-sends-no-params",
-        severity=Severity.SLOW,
-        title="Decode computes prompts again: the router's kv_transfer_params are not complete.",
+        severity=Severity.HANG,
+        title="A request's kv_transfer_params are not complete: it was promised remote KV, and nothing fetches it.",
         shows=(
             Logged(
                 "Got invalid KVTransferParams: <params>. This request will not utilize KVTransfer",
@@ -227,10 +227,11 @@ PROBLEMS = (
         ),
         sentence="{params}",
         cause="The router asks decode to load from prefill, but does not hand over what prefill answered (engine id, "
-        "blocks, host, port; for Mooncake also transfer_id and bootstrap address): it is for another release or "
-        "connector.",
-        now="send prefill's whole `kv_transfer_params` of its answer to decode; use the proxy example of this vLLM "
-        "release",
+        "blocks, host, port; for Mooncake transfer_id and bootstrap address): it is for another release or connector. "
+        "The connector promised the tokens before it looked: the request waits for ever and keeps its blocks, unless "
+        "vLLM's own prefix cache had all of it.",
+        now="kvfix run -- CMD: such a request computes its prompt itself. Send the whole `kv_transfer_params` of "
+        "prefill's answer to decode; use the proxy example of this vLLM release",
         good="a router that fits this vLLM release and connector",
         threads=("https://github.com/llm-d/llm-d/issues/355",),
     ),

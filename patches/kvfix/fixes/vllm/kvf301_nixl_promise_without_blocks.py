@@ -1,0 +1,90 @@
+"""NixlConnector promises remote tokens without knowing where they are: one request ends EngineCore, or waits for ever.
+
+## Symptom
+EngineCore of the decode engine dies with `assert num_external_tokens == 0` in `update_state_after_alloc`; or a request
+stays in WAITING_FOR_REMOTE_KVS and keeps its blocks, after `Got invalid KVTransferParams: ... This request will not
+utilize KVTransfer`.
+
+## Cause
+The parameters come with the request, from the router or whoever can reach the engine. If they ask for a remote prefill,
+get_num_new_matched_tokens promises the whole prompt (pull_scheduler.py 0.32.0:60). Only after the blocks were granted
+update_state_after_alloc looks whether remote blocks are named (:186, assertion) and by whom (:179, warning): a prefill
+that kept no blocks, a router of another release, a malformed request.
+
+## Fix
+What such parameters promise is nothing: the request computes its prompt itself.
+
+## Releases
+vLLM 0.11.2 and later; in 0.33.0 too.
+
+## Upstream
+None known in public: it can be abused (SECURITY.md).
+
+## Remove when
+vLLM looks at the parameters before it promises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from kvfix.fixes import stubs
+from kvfix.fixes.api import Fix, Owner
+from kvfix.fixes.targets import NIXL_PULL_SCHEDULER, NIXL_SCHEDULER, NIXL_SCHEDULER_0_15
+from kvfix.wrapping import after
+
+_KEYS = ("remote_engine_id", "remote_request_id", "remote_host", "remote_port")
+
+
+def _fix(owner: Owner) -> Callable[[ModuleType], Callable[..., Any]]:
+    def fix(module: ModuleType) -> Callable[..., Any]:
+        asks = getattr(module, owner.name).update_state_after_alloc
+        keys = _asked_for(asks)
+
+        def get_num_new_matched_tokens(
+            connector: Any, promise: tuple[int, bool], request: Any, *_: Any
+        ) -> tuple[int, bool]:
+            params = request.kv_transfer_params
+            known = params.get("remote_block_ids") and all(key in params for key in keys)
+            return promise if known else (0, False)
+
+        return after(
+            get_num_new_matched_tokens,
+            when=lambda connector, promise, request, *_: promise[0] and request.kv_transfer_params,
+        )
+
+    return fix
+
+
+def _asked_for(function: Any) -> tuple[str, ...]:
+    """The keys without which this release's update_state_after_alloc starts no transfer: before 0.15, no request id."""
+    while hasattr(function, "__wrapped__"):
+        function = function.__wrapped__
+    constants = getattr(getattr(function, "__code__", None), "co_consts", ())
+    return next((each for each in constants if isinstance(each, tuple) and _KEYS[0] in each), _KEYS)
+
+
+def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+    """A remote prefill that names no blocks. Wrong is to promise its tokens."""
+    connector = SimpleNamespace(_get_remote_prefill_token_count=lambda tokens: tokens, kv_recompute_threshold=0)
+    request = stubs.request(32, kv_transfer_params={"do_remote_prefill": True, "remote_block_ids": []})
+    return bool(hook(connector, request, 0)[0])
+
+
+FIX = Fix(
+    __name__,
+    __doc__,
+    targets=tuple(
+        owner.get_num_new_matched_tokens(broken=broken, probe=shows_bug, fix=_fix(owner))
+        for owner, broken in (
+            (NIXL_SCHEDULER_0_15, ">=0.11.2,<0.20"),
+            (NIXL_SCHEDULER, ">=0.20,<0.26"),
+            (NIXL_PULL_SCHEDULER, ">=0.26"),
+        )
+    ),
+    evidence={"KVD290": "", "KVD584": ""},
+    proof="tests/lab/test_promises.py: the lab plays no NixlConnector",
+    no_patch={"vllm": "it can be abused: vLLM's security channel comes before a public patch (SECURITY.md)"},
+)

@@ -1,0 +1,136 @@
+"""MooncakeConnector takes any request at its word: one for the other role ends EngineCore, others wait for ever.
+
+## Symptom
+EngineCore dies with `assert not self.is_kv_producer` or `assert not self.is_kv_consumer` (before vLLM 0.20
+`assert self.kv_role != ...`) in a hook of MooncakeConnector; or a request stays in WAITING_FOR_REMOTE_KVS and keeps its
+blocks, after `Got invalid KVTransferParams: ... This request will not utilize KVTransfer`.
+
+## Cause
+The parameters come with the request, from the router or whoever can reach the engine. A producer that is asked to load,
+and a consumer that is asked to send, assert that this cannot be (mooncake_connector.py 0.32.0:1022, :1048, :1076).
+get_num_new_matched_tokens promises the whole prompt (:1023); whether the request says from where is looked at only
+after the blocks were granted (:1049), and then it is a warning.
+
+## Fix
+What a request cannot have from this engine is not promised, and the hooks leave it out: the engine computes it.
+
+## Releases
+vLLM 0.15.1 and later; in 0.33.0 too.
+
+## Upstream
+None known in public: it can be abused (SECURITY.md).
+
+## Remove when
+vLLM looks at the parameters before it promises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from kvfix.fixes import stubs
+from kvfix.fixes.api import Fix
+from kvfix.fixes.targets import MOONCAKE_SCHEDULER, MOONCAKE_SCHEDULER_0_15
+from kvfix.wrapping import around, instead
+
+_KEYS = ("remote_engine_id", "remote_bootstrap_addr", "transfer_id")
+_KEYS_0_15 = ("remote_host", "remote_port")
+
+
+def _is(scheduler: Any, role: str) -> bool:
+    return bool(getattr(scheduler, f"is_{role}", False) or getattr(scheduler, "kv_role", "") == role)
+
+
+def _of_other_role(scheduler: Any, request: Any, *_: Any) -> bool:
+    params = request.kv_transfer_params
+    if not params:
+        return False
+    if params.get("do_remote_prefill"):
+        return _is(scheduler, "kv_producer")
+    return bool(params.get("do_remote_decode")) and _is(scheduler, "kv_consumer")
+
+
+def _not_promised(keys: tuple[str, ...]) -> Callable[[ModuleType], Callable[..., Any]]:
+    def get_num_new_matched_tokens(scheduler: Any, request: Any, *_: Any) -> Generator[None, Any, Any] | None:
+        params = request.kv_transfer_params
+        if _of_other_role(scheduler, request) or not all(key in params for key in keys):
+            return instead((0, False))
+        return None
+
+    def asks(scheduler: Any, request: Any, *_: Any) -> bool:
+        return bool(request.kv_transfer_params) and bool(request.kv_transfer_params.get("do_remote_prefill"))
+
+    return lambda module: around(get_num_new_matched_tokens, when=asks)
+
+
+def _no_state(module: ModuleType) -> Callable[..., Any]:
+    def update_state_after_alloc(*_: Any) -> Generator[None, Any, Any]:
+        return instead(None)
+
+    return around(update_state_after_alloc, when=_of_other_role)
+
+
+def _nothing_to_send(module: ModuleType) -> Callable[..., Any]:
+    def request_finished(*_: Any) -> Generator[None, Any, Any]:
+        return instead((False, None))
+
+    return around(request_finished, when=_of_other_role)
+
+
+def _connector(role: str) -> Any:
+    return SimpleNamespace(
+        kv_role=role,
+        is_kv_producer=role == "kv_producer",
+        is_kv_consumer=role == "kv_consumer",
+        _get_remote_prefill_token_count=lambda tokens: tokens,
+        _reqs_need_recv={},
+        _reqs_need_send={},
+        _reqs_not_processed=set(),
+    )
+
+
+def promises(hook: Callable[..., Any], module: ModuleType) -> bool:
+    """A remote prefill that does not say from where. Wrong is to promise its tokens."""
+    request = stubs.request(32, kv_transfer_params={"do_remote_prefill": True})
+    return bool(hook(_connector("kv_consumer"), request, 0)[0])
+
+
+def _raises(hook: Callable[..., Any], *arguments: Any) -> bool:
+    """A consumer that is asked to send. Wrong is to raise."""
+    params = {"do_remote_decode": True, "transfer_id": "t"}
+    try:
+        hook(_connector("kv_consumer"), stubs.request(32, kv_transfer_params=params, status=None), *arguments)
+    except AssertionError:
+        return True
+    return False
+
+
+def raises_after_alloc(hook: Callable[..., Any], module: ModuleType) -> bool:
+    return _raises(hook, None, 0)
+
+
+def raises_at_end(hook: Callable[..., Any], module: ModuleType) -> bool:
+    return _raises(hook, ([],))
+
+
+FIX = Fix(
+    __name__,
+    __doc__,
+    targets=tuple(
+        target
+        for owner, broken, keys in (
+            (MOONCAKE_SCHEDULER_0_15, ">=0.15,<0.20", _KEYS_0_15),
+            (MOONCAKE_SCHEDULER, ">=0.20", _KEYS),
+        )
+        for target in (
+            owner.get_num_new_matched_tokens(broken=broken, probe=promises, fix=_not_promised(keys)),
+            owner.update_state_after_alloc(broken=broken, probe=raises_after_alloc, fix=_no_state),
+            owner.request_finished(broken=broken, probe=raises_at_end, fix=_nothing_to_send),
+        )
+    ),
+    evidence={"KVD291": "", "KVD584": ""},
+    proof="tests/lab/test_promises.py: the lab plays no MooncakeConnector",
+    no_patch={"vllm": "it can be abused: vLLM's security channel comes before a public patch (SECURITY.md)"},
+)

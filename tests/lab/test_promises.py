@@ -1,0 +1,91 @@
+"""NixlConnector and MooncakeConnector on the real scheduler, without their transfer libraries.
+
+What a request's own parameters promise, and what a request for the other role does (KVF301, KVF302).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import kvfix
+from kvfix_tools.lab.options import Options
+from kvfix_tools.lab.steps import prompt
+from tests.conftest import RELEASES, Once
+
+NIXL = {
+    "do_remote_prefill": True,
+    "remote_engine_id": "prefill",
+    "remote_request_id": "p-1",
+    "remote_block_ids": [[1, 2, 3, 4]],
+    "remote_host": "prefill",
+    "remote_port": 5600,
+    "tp_size": 1,
+}
+MOONCAKE = {
+    "do_remote_prefill": True,
+    "remote_engine_id": "prefill",
+    "remote_bootstrap_addr": "prefill:8998",
+    "transfer_id": "t-1",
+}
+#: What becomes of the request in its first step: (error, its status, tokens of its prompt that are computed).
+DIES = ["AssertionError", "WAITING", 0]
+WAITS = ["", "WAITING_FOR_REMOTE_KVS", 0]
+COMPUTES = ["", "RUNNING", 64]
+
+
+def without(params: dict[str, Any], key: str) -> dict[str, Any]:
+    return {name: value for name, value in params.items() if name != key}
+
+
+def scheduled(connector: str, role: str, params: dict[str, Any], fixes: bool) -> list[object]:
+    """What becomes of it, and whether it can then end."""
+    if fixes:
+        kvfix.apply()
+    from vllm.config import KVTransferConfig
+    from vllm.v1.request import RequestStatus
+
+    from kvfix_tools.lab import vllm_objects
+
+    options = Options(block_size=16, num_blocks=32, max_num_batched_tokens=64)
+    config = vllm_objects.vllm_config(options)
+    config.kv_transfer_config = KVTransferConfig(kv_connector=connector, kv_role=role)
+    scheduler = vllm_objects.scheduler(options, config)
+    request = vllm_objects.request(options, "r", prompt(64), 4)
+    request.kv_transfer_params = dict(params)
+    scheduler.add_request(request)
+    try:
+        done = scheduler.schedule()
+    except AssertionError as error:
+        return [type(error).__name__, request.status.name, 0]
+    status = request.status.name
+    if status == "RUNNING":
+        scheduler.finish_requests("r", RequestStatus.FINISHED_ABORTED)
+        assert "r" not in scheduler.requests
+    return ["", status, done.num_scheduled_tokens.get("r", 0)]
+
+
+@pytest.mark.parametrize(
+    ("connector", "role", "params", "released", "fixed"),
+    [
+        ("NixlConnector", "kv_consumer", {**NIXL, "remote_block_ids": []}, DIES, COMPUTES),
+        ("NixlConnector", "kv_consumer", without(NIXL, "remote_host"), WAITS, COMPUTES),
+        ("NixlConnector", "kv_consumer", NIXL, WAITS, WAITS),  # what can be loaded is
+        ("NixlConnector", "kv_consumer", {}, COMPUTES, COMPUTES),
+        ("MooncakeConnector", "kv_consumer", without(MOONCAKE, "remote_bootstrap_addr"), WAITS, COMPUTES),
+        ("MooncakeConnector", "kv_producer", MOONCAKE, DIES, COMPUTES),
+        ("MooncakeConnector", "kv_consumer", {"do_remote_decode": True, "transfer_id": "t-1"}, DIES, COMPUTES),
+        ("MooncakeConnector", "kv_consumer", MOONCAKE, WAITS, WAITS),
+        ("MooncakeConnector", "kv_producer", {"do_remote_decode": True, "transfer_id": "t-1"}, COMPUTES, COMPUTES),
+    ],
+    ids=[
+        "nixl-no-blocks", "nixl-no-host", "nixl", "nixl-none", "mooncake-no-address", "mooncake-load-from-prefill",
+        "mooncake-send-from-decode", "mooncake-load", "mooncake-send",
+    ],
+)  # fmt: skip
+def test_a_promise_needs_a_peer(
+    connector: str, role: str, params: dict[str, Any], released: object, fixed: object, once: Once
+) -> None:
+    assert once(scheduled, RELEASES / "0.5.6", connector, role, params, False) == released
+    assert once(scheduled, RELEASES / "0.5.6", connector, role, params, True) == fixed
