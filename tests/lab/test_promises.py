@@ -1,6 +1,7 @@
 """NixlConnector and MooncakeConnector on the real scheduler, without their transfer libraries.
 
-What a request's own parameters promise, and what a request for the other role does (KVF301, KVF302).
+What a request's own parameters promise, what a request for the other role does (KVF301, KVF302), and whose statistics
+the API server takes (KVF303).
 """
 
 from __future__ import annotations
@@ -89,3 +90,38 @@ def test_a_promise_needs_a_peer(
 ) -> None:
     assert once(scheduled, RELEASES / "0.5.6", connector, role, params, False) == released
     assert once(scheduled, RELEASES / "0.5.6", connector, role, params, True) == fixed
+
+
+def observed(fixes: bool) -> list[object]:
+    """(error, how often NIXL's statistics were counted) of Multi[Nixl, Mooncake] after a transfer of both."""
+    if fixes:
+        kvfix.apply()
+    from prometheus_client import REGISTRY, Counter, Gauge, Histogram
+    from vllm.config import KVTransferConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+
+    from kvfix_tools.lab import vllm_objects
+
+    config = vllm_objects.vllm_config(Options())
+    children = [{"kv_connector": name, "kv_role": "kv_both"} for name in ("NixlConnector", "MooncakeConnector")]
+    config.kv_transfer_config = KVTransferConfig(
+        kv_connector="MultiConnector", kv_role="kv_both", kv_connector_extra_config={"connectors": children}
+    )
+    types: dict[Any, Any] = {Gauge: Gauge, Counter: Counter, Histogram: Histogram}
+    metrics = MultiConnector.build_prom_metrics(config, types, ["model_name", "engine"], {0: ["m", "0"]})
+    of_nixl = MultiConnector._get_connector_classes_and_configs(config)[0][0]
+    nixl: Any = of_nixl.build_kv_connector_stats()
+    for _ in range(3):
+        nixl.record_failed_transfer()
+    try:
+        metrics.observe({"MooncakeConnector": {}, of_nixl.__name__: nixl.data}, 0)
+        error = ""
+    except AssertionError as raised:
+        error = type(raised).__name__
+    labels = {"model_name": "m", "engine": "0"}
+    return [error, REGISTRY.get_sample_value("vllm:nixl_num_failed_transfers_total", labels)]
+
+
+def test_statistics_of_a_connector_without_metrics(once: Once) -> None:
+    assert once(observed, RELEASES / "0.5.6", False) == ["AssertionError", 0.0]
+    assert once(observed, RELEASES / "0.5.6", True) == ["", 3.0]

@@ -62,6 +62,9 @@ NIXL_SCHEDULER_0_15 = Owner("vllm", f"{_NIXL}_connector", "NixlConnectorSchedule
 _MOONCAKE = "vllm.distributed.kv_transfer.kv_connector.v1.mooncake"
 MOONCAKE_SCHEDULER = Owner("vllm", f"{_MOONCAKE}.mooncake_connector", "MooncakeConnectorScheduler")
 MOONCAKE_SCHEDULER_0_15 = Owner("vllm", f"{_MOONCAKE}_connector", "MooncakeConnectorScheduler")
+MULTI_CONNECTOR_METRICS = Owner(
+    "vllm", "vllm.distributed.kv_transfer.kv_connector.v1.multi_connector", "MultiKVConnectorPromMetrics"
+)
 _KV_MANAGERS = "vllm.v1.core.single_type_kv_cache_manager"
 #: Of the KV groups that recycle their blocks.
 RECYCLING_MANAGERS = (

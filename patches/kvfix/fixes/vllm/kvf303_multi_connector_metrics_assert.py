@@ -1,0 +1,61 @@
+"""Statistics of a connector without Prometheus metrics end the API server of MultiConnector.
+
+## Symptom
+After the first transfer the API server dies with `MooncakeConnector is not contained in the list of registered
+connectors with Prometheus metrics support`. The engine's processes live on; no request is answered any more.
+
+## Cause
+Each connector in MultiConnector may send statistics. Only some have Prometheus metrics, and `observe` asserts that all
+do (multi_connector.py 0.32.0:126).
+
+## Fix
+`observe` gets the statistics of those that have metrics.
+
+## Releases
+vLLM 0.11.2 to 0.32.0.
+
+## Upstream
+https://github.com/vllm-project/vllm/issues/43828; fixed in 0.33.0.
+
+## Remove when
+vLLM 0.32.0 is no longer in use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from kvfix.fixes.api import Fix
+from kvfix.fixes.targets import MULTI_CONNECTOR_METRICS
+from kvfix.wrapping import around
+
+
+def fix(module: ModuleType) -> Callable[..., Any]:
+    def observe(metrics: Any, transfer_stats_data: dict[str, Any], *engine: Any) -> Generator[Any, Any, Any]:
+        known = {name: data for name, data in transfer_stats_data.items() if name in metrics._prom_metrics}
+        return (yield (known, *engine))
+
+    def has_others(metrics: Any, transfer_stats_data: dict[str, Any], *_: Any) -> bool:
+        return not transfer_stats_data.keys() <= metrics._prom_metrics.keys()
+
+    return around(observe, when=has_others)
+
+
+def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+    """Statistics of a connector without metrics. Wrong is to raise."""
+    try:
+        hook(SimpleNamespace(_prom_metrics={}), {"MooncakeConnector": {}}, 0)
+    except AssertionError:
+        return True
+    return False
+
+
+FIX = Fix(
+    __name__,
+    __doc__,
+    targets=(MULTI_CONNECTOR_METRICS.observe(broken="<0.33", probe=shows_bug, fix=fix),),
+    evidence={"KVD517": ""},
+    proof="tests/lab/test_promises.py: the lab has no API server",
+)
