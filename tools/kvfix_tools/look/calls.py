@@ -13,8 +13,10 @@ import shutil
 import signal
 import subprocess
 import tempfile
+import threading
 from collections.abc import Callable
 from contextlib import suppress
+from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
@@ -87,10 +89,17 @@ def _expression(address: int, *arguments: int | str) -> str:
     return f"((int(*)({types})){address})({','.join(map(str, arguments))})"
 
 
+@lru_cache(maxsize=1)
+def _cores() -> threading.Semaphore:
+    """So many processes are stopped at once: each for as long as its maps take to read, not until it has a core too."""
+    return threading.Semaphore(len(os.sched_getaffinity(0)))
+
+
 def stop(pid: int, work: Call | RunWaiting) -> int:
     """Stop the main thread, have it do this, and let it go on. Raises Refused."""
     if find_spec("pyinjector") is not None:
-        return _in_child(pid, work)
+        with _cores():
+            return _in_child(pid, work)
     if shutil.which("gdb") is not None:
         return _by_gdb(pid, work)
     raise Refused("there is neither pyinjector nor gdb here", "pip install pyinjector, or install gdb.")
