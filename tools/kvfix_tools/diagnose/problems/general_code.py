@@ -1,9 +1,9 @@
-"""Failures of any code that releases, settings, shapes or CUDA explain. For what no other record knows."""
+"""Failures of any code that releases, settings, shapes or threads explain. For what no other record knows."""
 
 from __future__ import annotations
 
 from kvfix_tools.diagnose.findings import Severity
-from kvfix_tools.diagnose.problems import Died, Failed, Logged, Problem, Sign
+from kvfix_tools.diagnose.problems import Failed, Logged, Problem, Sign
 
 
 def _both(*texts: str) -> tuple[Sign, ...]:
@@ -197,92 +197,6 @@ PROBLEMS = (
         sure=False,
     ),
     Problem(
-        code="KVD240",
-        name="memory-access-of-a-kernel-refused",
-        general=True,
-        severity=Severity.CRASH,
-        title="A kernel on the GPU used memory that it may not use.",
-        shows=(
-            *_both("an illegal memory access was encountered", "misaligned address", "unspecified launch failure"),
-            *_both("device-side assert triggered", "CUDA_ERROR_ILLEGAL_ADDRESS"),
-            Died("an illegal memory access was encountered"),
-        ),
-        cause="CUDA reports it at a later call: the traceback shows who waited, not which kernel did it. With a "
-        "connector the usual ones are block ids beyond the KV cache and KV memory that was freed or moved (sleep, "
-        "reload); without it, kernels built for another torch.",
-        now="CUDA_LAUNCH_BLOCKING=1 once, with --enforce-eager: then the traceback is right. Once without "
-        "--kv-transfer-config decides whether the connector has part in it",
-        good="what the first traceback of that run names",
-        sure=False,
-    ),
-    Problem(
-        code="KVD241",
-        name="gpu-is-broken",
-        general=True,
-        severity=Severity.CRASH,
-        title="The GPU or its link has a fault of hardware.",
-        shows=(
-            *_both("uncorrectable ECC error", "CUDA error: uncorrectable NVLink", "fallen off the bus"),
-            *_both("hardware stack error", "system not yet initialized"),
-        ),
-        cause="The driver says so; no software above it causes this. `dmesg | grep -i xid` has the number of the "
-        "fault. `system not yet initialized` is a fabric manager that does not run (NVSwitch machines).",
-        now="drain the node: nvidia-smi -q -d ECC, reset the GPU or reboot; systemctl status nvidia-fabricmanager",
-        good="another node",
-    ),
-    Problem(
-        code="KVD242",
-        name="gpu-not-there",
-        general=True,
-        severity=Severity.CRASH,
-        title="The process has no GPU, or fewer than it asks for.",
-        shows=_both(
-            "No CUDA GPUs are available",
-            "invalid device ordinal",
-            "no CUDA-capable device is detected",
-            "Failed to infer device type",
-            "CUDA error: initialization error",
-        ),
-        cause="The container was started without GPUs, CUDA_VISIBLE_DEVICES names too few, or the driver is not "
-        "loaded.",
-        now="nvidia-smi in this container; docker run --gpus all, or resources.limits nvidia.com/gpu; "
-        "CUDA_VISIBLE_DEVICES with as many as there are ranks",
-        good="the container's specification",
-    ),
-    Problem(
-        code="KVD243",
-        name="collective-of-the-ranks-failed",
-        general=True,
-        severity=Severity.CRASH,
-        title="A collective operation of the ranks failed or did not end.",
-        shows=(
-            *_both("NCCL error", "ncclInternalError", "ncclSystemError", "ncclRemoteError", "HCCL error"),
-            *_both("Watchdog caught collective operation timeout", "gloo/transport"),
-            Failed(kind="DistBackendError"),
-            Failed(kind="DistNetworkError"),
-        ),
-        cause="A rank that fails or hangs lets all others fail here: the rank whose log has another error first is "
-        "the cause. If none has, it is the network between the ranks, or /dev/shm (64 MB unless --shm-size is set).",
-        now="the first error of the other ranks; if there is none: NCCL_DEBUG=INFO, --shm-size 16g (docker run) or "
-        "--ipc host",
-        good="what ends the first rank's error",
-        sure=False,
-    ),
-    Problem(
-        code="KVD244",
-        name="tensors-on-two-devices",
-        general=True,
-        severity=Severity.CRASH,
-        title="Code was given tensors of different devices.",
-        shows=_both("Expected all tensors to be on the same device", "is on cpu, but", "but got a CPU tensor"),
-        cause="In a connector: a rank uses a device that is not its own (CUDA_VISIBLE_DEVICES per rank against the "
-        "local rank), or a buffer in host memory where the code expects the GPU's. The message names both devices.",
-        now="one value of CUDA_VISIBLE_DEVICES for all ranks of an engine; the connector's buffer device as its "
-        "examples have it",
-        good="report it with `kvfix-diagnose LOG --issue FILE.md`: the code has to move the tensor",
-        sure=False,
-    ),
-    Problem(
         code="KVD245",
         name="threads-change-one-object",
         general=True,
@@ -312,26 +226,6 @@ PROBLEMS = (
         sure=False,
     ),
     Problem(
-        code="KVD247",
-        name="kernel-cannot-be-built",
-        general=True,
-        severity=Severity.CRASH,
-        title="A kernel or an extension could not be compiled at run time.",
-        shows=(
-            *_both("Error compiling objects for extension", "Error building extension", "Ninja is required"),
-            Failed(kind="CalledProcessError"),
-            Failed(kind="CompilationError"),
-            Failed(kind="OutOfResources"),
-            *_both("Failed to find C compiler", "Could not find nvcc"),
-        ),
-        cause="A compiler, its headers (python3-dev, CUDA) or a writable cache folder is missing, or the kernel does "
-        "not fit this GPU. The compiler's own message stands above the traceback.",
-        now="gcc --version, nvcc --version, ninja --version in the container; an image of the kind `-devel`; HOME and "
-        "TRITON_CACHE_DIR writable",
-        good="an image with the compiler",
-        sure=False,
-    ),
-    Problem(
         code="KVD248",
         name="worker-of-ray-lost",
         general=True,
@@ -348,42 +242,6 @@ PROBLEMS = (
         now="ray logs actor --id ID, or /tmp/ray/session_latest/logs/worker-*.err on its node; kvfix-diagnose on that",
         good="what ends the worker's own error",
         sure=False,
-    ),
-    Problem(
-        code="KVD249",
-        name="native-code-aborted",
-        general=True,
-        severity=Severity.CRASH,
-        title="Native code ended the process: it does not go on in a state that it holds for broken.",
-        shows=(
-            Died("terminate called"),
-            Died("Aborted"),
-            Died("double free or corruption"),
-            Died("free(): invalid"),
-            Died("malloc(): "),
-            Died("corrupted size vs"),
-            Died("corrupted double-linked"),
-            Died("SIGABRT"),
-        ),
-        cause="A C or C++ library called abort(). Its reason is the line before it (`what():`, an assertion, a check). "
-        "`double free` and `malloc()` are memory that someone else has overwritten: often two copies of one library, "
-        "or extensions that were built for another torch.",
-        now="PYTHONFAULTHANDLER=1 at the next start prints the Python stack of every thread; kvfix doctor checks that "
-        "the extensions fit this torch",
-        good="wheels that were built for this torch and CUDA",
-        sure=False,
-    ),
-    Problem(
-        code="KVD250",
-        name="processor-lacks-instruction",
-        general=True,
-        severity=Severity.CRASH,
-        title="The program has an instruction that this processor does not have.",
-        shows=(Died("Illegal instruction"),),
-        cause="A wheel was built for a newer processor (AVX-512, AMX) than this machine's; a virtual machine may hide "
-        "what the host has.",
-        now="lscpu | grep -o 'avx[^ ]*': build the package from source on this machine, or run on a newer node",
-        good="wheels for this processor, or nodes of one kind",
     ),
     Problem(
         code="KVD251",
