@@ -75,6 +75,11 @@ class Stuck(NamedTuple):
 Sign = Logged | Failed | Died | Stuck
 
 
+def either(*texts: str) -> tuple[Sign, ...]:
+    """Signs of these texts, as an exception or in the line of a logger."""
+    return (*(Failed(text=text) for text in texts), *(Logged(text) for text in texts))
+
+
 @dataclass(frozen=True, kw_only=True)
 class Problem:
     """One problem.

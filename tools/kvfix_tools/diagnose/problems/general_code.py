@@ -3,13 +3,7 @@
 from __future__ import annotations
 
 from kvfix_tools.diagnose.findings import Severity
-from kvfix_tools.diagnose.problems import Failed, Logged, Problem, Sign
-
-
-def _both(*texts: str) -> tuple[Sign, ...]:
-    """As an exception, or in the line of a logger."""
-    return (*(Failed(text=text) for text in texts), *(Logged(text) for text in texts))
-
+from kvfix_tools.diagnose.problems import Failed, Logged, Problem, either
 
 PROBLEMS = (
     Problem(
@@ -43,7 +37,7 @@ PROBLEMS = (
         general=True,
         severity=Severity.CRASH,
         title="A Python module that the process imports is not installed.",
-        shows=_both("No module named '<module>'"),
+        shows=either("No module named '<module>'"),
         cause="The package is missing from the environment that runs vLLM, or its release no longer has this module "
         "(a dotted name below an installed package).",
         now="python -m pip install it into the environment of vllm ($(dirname $(readlink -f $(which vllm)))/python); "
@@ -202,7 +196,7 @@ PROBLEMS = (
         general=True,
         severity=Severity.CRASH,
         title="Two threads used one object at the same time.",
-        shows=_both(
+        shows=either(
             "dictionary changed size during iteration",
             "Set changed size during iteration",
             "deque mutated during iteration",
@@ -218,7 +212,7 @@ PROBLEMS = (
         general=True,
         severity=Severity.CRASH,
         title="A coroutine is used after its event loop has ended, or from another loop.",
-        shows=_both("Event loop is closed", "attached to a different loop", "no running event loop"),
+        shows=either("Event loop is closed", "attached to a different loop", "no running event loop"),
         cause="The process is ending, and this is a consequence; or a client was made in one thread and is used in "
         "another. An earlier error of the same process decides.",
         now="the first error of the same process before this one; if there is none, report it",
@@ -249,7 +243,7 @@ PROBLEMS = (
         general=True,
         severity=Severity.CRASH,
         title="The model cannot be found or may not be read; no connector has part in it.",
-        shows=_both(
+        shows=either(
             "is not a valid model identifier",
             "Cannot access gated repo",
             "401 Client Error",

@@ -3,13 +3,7 @@
 from __future__ import annotations
 
 from kvfix_tools.diagnose.findings import Severity
-from kvfix_tools.diagnose.problems import Died, Failed, Logged, Problem, Sign
-
-
-def _both(*texts: str) -> tuple[Sign, ...]:
-    """As an exception, or in the line of a logger."""
-    return (*(Failed(text=text) for text in texts), *(Logged(text) for text in texts))
-
+from kvfix_tools.diagnose.problems import Died, Failed, Problem, either
 
 _PEER = "The sentence names the code that called: a store's client, LMCache's server, a NIXL or Mooncake side channel."
 
@@ -21,9 +15,9 @@ PROBLEMS = (
         severity=Severity.CRASH,
         title="The GPU has no memory free for what was asked.",
         shows=(
-            *_both("CUDA out of memory", "CUDA error: out of memory", "NPU out of memory", "HIP out of memory"),
-            *_both("cudaErrorMemoryAllocation", "CUDNN_STATUS_ALLOC_FAILED", "CUBLAS_STATUS_ALLOC_FAILED"),
-            *_both("CUDA_ERROR_OUT_OF_MEMORY"),
+            *either("CUDA out of memory", "CUDA error: out of memory", "NPU out of memory", "HIP out of memory"),
+            *either("cudaErrorMemoryAllocation", "CUDNN_STATUS_ALLOC_FAILED", "CUBLAS_STATUS_ALLOC_FAILED"),
+            *either("CUDA_ERROR_OUT_OF_MEMORY"),
         ),
         cause="vLLM takes --gpu-memory-utilization of the GPU when it starts. All that comes later has to fit into the "
         "rest: a connector's buffers on the GPU, NCCL, CUDA graphs, LoRA, another process. The message says how much "
@@ -38,7 +32,7 @@ PROBLEMS = (
         general=True,
         severity=Severity.CRASH,
         title="The GPU has less memory free at the start than --gpu-memory-utilization asks for.",
-        shows=_both("on startup is less than desired GPU memory utilization"),
+        shows=either("on startup is less than desired GPU memory utilization"),
         cause="Another process has a part of the GPU: an engine that did not end (its workers outlive a killed "
         "parent), an LMCache server with a context on this GPU, a second engine.",
         now="nvidia-smi: end what remained of the last start; else --gpu-memory-utilization below what is free of the "
@@ -51,7 +45,7 @@ PROBLEMS = (
         general=True,
         severity=Severity.CRASH,
         title="Weights and activations leave no GPU memory for the KV cache.",
-        shows=_both("No available memory for the cache blocks"),
+        shows=either("No available memory for the cache blocks"),
         cause="vLLM measures the weights and one largest step, and gives the rest of --gpu-memory-utilization to the "
         "KV cache; nothing was left. A larger CPU cache of a connector does not help: KV has to be in the GPU to be "
         "used.",
@@ -67,7 +61,7 @@ PROBLEMS = (
         title="The machine or the container has no host memory for what was asked.",
         shows=(
             Failed(kind="MemoryError"),
-            *_both("[Errno 12]", "Cannot allocate memory", "can't allocate memory", "std::bad_alloc"),
+            *either("[Errno 12]", "Cannot allocate memory", "can't allocate memory", "std::bad_alloc"),
             Died("Cannot allocate memory"),
             Died("std::bad_alloc"),
         ),
@@ -85,7 +79,7 @@ PROBLEMS = (
         general=True,
         severity=Severity.CRASH,
         title="The process has as many open files and sockets as it may have.",
-        shows=_both("[Errno 24]", "Too many open files"),
+        shows=either("[Errno 24]", "Too many open files"),
         cause="Each connection, chunk on disk that is read, and memory region of shared memory is one. `ls "
         "/proc/PID/fd | wc -l` near `ulimit -n` proves it; a number that only grows is a leak.",
         now="ulimit -n 1048576 before the start (docker run --ulimit nofile=1048576:1048576)",
@@ -97,7 +91,7 @@ PROBLEMS = (
         general=True,
         severity=Severity.CRASH,
         title="Another process listens at the address already.",
-        shows=(*_both("Address already in use", "address already in use"), Failed(text="[Errno 98]")),
+        shows=(*either("Address already in use", "address already in use"), Failed(text="[Errno 98]")),
         cause="An engine from before still runs (workers outlive a killed parent), or two ranks, engines or servers "
         "of this machine were given the same port.",
         now="ss -ltnp | grep PORT: end that process, or give this one another port",
@@ -109,7 +103,7 @@ PROBLEMS = (
         general=True,
         severity=Severity.CRASH,
         title="The process was given an address that this machine or container does not have.",
-        shows=_both("Cannot assign requested address", "No such device (addr="),
+        shows=either("Cannot assign requested address", "No such device (addr="),
         cause="A server can bind only to an address of its own network namespace: a pod's own address, or 0.0.0.0; "
         "not that of a service, of the node or of the peer.",
         now="`ip addr` in the container names what it has; host settings (VLLM_NIXL_SIDE_CHANNEL_HOST, VLLM_HOST_IP, "
@@ -122,7 +116,7 @@ PROBLEMS = (
         general=True,
         severity=Severity.CRASH,
         title="Where the process connects to, none listens.",
-        shows=_both(
+        shows=either(
             "Connection refused",
             "[Errno 111]",
             "Error 111 connecting",
@@ -143,7 +137,7 @@ PROBLEMS = (
         general=True,
         severity=Severity.CRASH,
         title="There is no way to the peer's address from this machine or container.",
-        shows=_both(
+        shows=either(
             "No route to host",
             "Network is unreachable",
             "[Errno 113]",
@@ -166,7 +160,7 @@ PROBLEMS = (
         severity=Severity.CRASH,
         title="The peer ended the connection in the middle of an exchange.",
         shows=(
-            *_both("Connection reset by peer", "[Errno 104]", "Server disconnected", "Connection closed by server"),
+            *either("Connection reset by peer", "[Errno 104]", "Server disconnected", "Connection closed by server"),
             Failed(kind="ConnectionResetError"),
             Failed(kind="IncompleteReadError"),
             Failed(kind="RemoteDisconnected"),
@@ -185,7 +179,7 @@ PROBLEMS = (
         severity=Severity.CRASH,
         title="The peer did not answer in time.",
         shows=(
-            *_both("[Errno 110]", "Connection timed out", "Read timed out", "Timeout reading from"),
+            *either("[Errno 110]", "Connection timed out", "Read timed out", "Timeout reading from"),
             Failed(kind="TimeoutError"),
             Failed(kind="ReadTimeout"),
             Failed(kind="ConnectTimeout"),
@@ -206,7 +200,7 @@ PROBLEMS = (
         general=True,
         severity=Severity.CRASH,
         title="The certificate of the peer is not accepted.",
-        shows=_both("CERTIFICATE_VERIFY_FAILED", "certificate verify failed", "SSL: WRONG_VERSION_NUMBER"),
+        shows=either("CERTIFICATE_VERIFY_FAILED", "certificate verify failed", "SSL: WRONG_VERSION_NUMBER"),
         cause="The certificate is of an authority that this container does not know, of another name, or out of date; "
         "WRONG_VERSION_NUMBER: the peer speaks no TLS at this port.",
         now="SSL_CERT_FILE=/path/of/the/authority.pem (AWS_CA_BUNDLE for S3); or http:// where the peer has no TLS",
@@ -218,7 +212,7 @@ PROBLEMS = (
         general=True,
         severity=Severity.CRASH,
         title="The user of the process may not read or write this file or folder.",
-        shows=_both(
+        shows=either(
             "Permission denied: '<path>'",
             "[Errno 13] Permission denied",
             "Read-only file system",
@@ -235,7 +229,7 @@ PROBLEMS = (
         general=True,
         severity=Severity.CRASH,
         title="A file or folder that the process needs is not there.",
-        shows=_both("No such file or directory: '<path>'", "[Errno 2] No such file or directory"),
+        shows=either("No such file or directory: '<path>'", "[Errno 2] No such file or directory"),
         cause="The path is wrong in this container, its volume is not mounted, or someone has removed it while the "
         "process used it (another engine with the same folder, a cleaner of /tmp or /dev/shm). A command that is "
         "missing, such as gcc, nvcc or ninja, shows in the same way.",
@@ -249,7 +243,7 @@ PROBLEMS = (
         general=True,
         severity=Severity.CRASH,
         title="The file system refused to read or write.",
-        shows=_both(
+        shows=either(
             "[Errno 5]",
             "Input/output error",
             "[Errno 116]",
@@ -271,7 +265,7 @@ PROBLEMS = (
         general=True,
         severity=Severity.CRASH,
         title="The process may start no more threads.",
-        shows=_both("can't start new thread", "pthread_create failed", "(os error 11)"),
+        shows=either("can't start new thread", "pthread_create failed", "(os error 11)"),
         cause="The container's limit of processes (pids.max) or `ulimit -u` is reached: OpenMP, UCX and gRPC start "
         "one for each core.",
         now="OMP_NUM_THREADS=1, and --pids-limit -1 (docker run) or a larger podPidsLimit (kubelet)",
@@ -283,7 +277,7 @@ PROBLEMS = (
         general=True,
         severity=Severity.CRASH,
         title="A store or a peer was reached, and denies access.",
-        shows=_both(
+        shows=either(
             "(403)",
             "(401)",
             "AccessDenied",

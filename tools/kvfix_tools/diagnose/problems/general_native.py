@@ -3,13 +3,7 @@
 from __future__ import annotations
 
 from kvfix_tools.diagnose.findings import Severity
-from kvfix_tools.diagnose.problems import Died, Failed, Logged, Problem, Sign
-
-
-def _both(*texts: str) -> tuple[Sign, ...]:
-    """As an exception, or in the line of a logger."""
-    return (*(Failed(text=text) for text in texts), *(Logged(text) for text in texts))
-
+from kvfix_tools.diagnose.problems import Died, Failed, Problem, either
 
 PROBLEMS = (
     Problem(
@@ -19,8 +13,8 @@ PROBLEMS = (
         severity=Severity.CRASH,
         title="A kernel on the GPU used memory that it may not use.",
         shows=(
-            *_both("an illegal memory access was encountered", "misaligned address", "unspecified launch failure"),
-            *_both("device-side assert triggered", "CUDA_ERROR_ILLEGAL_ADDRESS"),
+            *either("an illegal memory access was encountered", "misaligned address", "unspecified launch failure"),
+            *either("device-side assert triggered", "CUDA_ERROR_ILLEGAL_ADDRESS"),
             Died("an illegal memory access was encountered"),
         ),
         cause="CUDA reports it at a later call: the traceback shows who waited, not which kernel did it. With a "
@@ -38,8 +32,8 @@ PROBLEMS = (
         severity=Severity.CRASH,
         title="The GPU or its link has a fault of hardware.",
         shows=(
-            *_both("uncorrectable ECC error", "CUDA error: uncorrectable NVLink", "fallen off the bus"),
-            *_both("hardware stack error", "system not yet initialized"),
+            *either("uncorrectable ECC error", "CUDA error: uncorrectable NVLink", "fallen off the bus"),
+            *either("hardware stack error", "system not yet initialized"),
         ),
         cause="The driver says so; no software above it causes this. `dmesg | grep -i xid` has the number of the "
         "fault. `system not yet initialized` is a fabric manager that does not run (NVSwitch machines).",
@@ -52,7 +46,7 @@ PROBLEMS = (
         general=True,
         severity=Severity.CRASH,
         title="The process has no GPU, or fewer than it asks for.",
-        shows=_both(
+        shows=either(
             "No CUDA GPUs are available",
             "invalid device ordinal",
             "no CUDA-capable device is detected",
@@ -72,8 +66,8 @@ PROBLEMS = (
         severity=Severity.CRASH,
         title="A collective operation of the ranks failed or did not end.",
         shows=(
-            *_both("NCCL error", "ncclInternalError", "ncclSystemError", "ncclRemoteError", "HCCL error"),
-            *_both("Watchdog caught collective operation timeout", "gloo/transport"),
+            *either("NCCL error", "ncclInternalError", "ncclSystemError", "ncclRemoteError", "HCCL error"),
+            *either("Watchdog caught collective operation timeout", "gloo/transport"),
             Failed(kind="DistBackendError"),
             Failed(kind="DistNetworkError"),
         ),
@@ -90,7 +84,7 @@ PROBLEMS = (
         general=True,
         severity=Severity.CRASH,
         title="Code was given tensors of different devices.",
-        shows=_both("Expected all tensors to be on the same device", "is on cpu, but", "but got a CPU tensor"),
+        shows=either("Expected all tensors to be on the same device", "is on cpu, but", "but got a CPU tensor"),
         cause="In a connector: a rank uses a device that is not its own (CUDA_VISIBLE_DEVICES per rank against the "
         "local rank), or a buffer in host memory where the code expects the GPU's. The message names both devices.",
         now="one value of CUDA_VISIBLE_DEVICES for all ranks of an engine; the connector's buffer device as its "
@@ -105,11 +99,11 @@ PROBLEMS = (
         severity=Severity.CRASH,
         title="A kernel or an extension could not be compiled at run time.",
         shows=(
-            *_both("Error compiling objects for extension", "Error building extension", "Ninja is required"),
+            *either("Error compiling objects for extension", "Error building extension", "Ninja is required"),
             Failed(kind="CalledProcessError"),
             Failed(kind="CompilationError"),
             Failed(kind="OutOfResources"),
-            *_both("Failed to find C compiler", "Could not find nvcc"),
+            *either("Failed to find C compiler", "Could not find nvcc"),
         ),
         cause="A compiler, its headers (python3-dev, CUDA) or a writable cache folder is missing, or the kernel does "
         "not fit this GPU. The compiler's own message stands above the traceback.",
