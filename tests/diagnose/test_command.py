@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -40,6 +41,17 @@ def test_exit_codes_and_summary(capsys: pytest.CaptureFixture[str], tmp_path: Pa
     code, out, err = run(capsys, str(tmp_path / "nothing.log"))
     assert (code, out) == (2, "")
     assert "nothing.log" in err
+
+
+def test_the_summary_names_each_crash_once(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """An engine that is restarted dies of the same again, with another request."""
+    life = gzip.decompress(Path(CRASH).read_bytes())
+    again = re.sub(rb"(\d+-)([0-9a-f]{8})\b", rb"9\1\2", life)
+    assert again != life
+    (tmp_path / "restarted.log").write_bytes(life + again)
+    code, out, _ = run(capsys, str(tmp_path / "restarted.log"))
+    assert code == 1
+    assert out.endswith("SUMMARY: kvfix-diagnose: KVD101 cached-hit-promised-whole (2 requests)\n")
 
 
 def test_what_can_be_read_is_reported_when_something_cannot(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -105,7 +106,8 @@ def print_summary(log: Diagnosis, findings: list[LogFinding], console: Console) 
             markup=False,
         )
     console.print(read_words(log), soft_wrap=True, markup=False)
-    words = ", ".join(f"{found.rule.code} {found.rule.name}" for found in findings)
+    each = Counter(f"{found.rule.code} {found.rule.name}" for found in findings)  # a crash is one for each request
+    words = ", ".join(f"{name} ({many} requests)" if many > 1 else name for name, many in each.items())
     console.print(f"SUMMARY: kvfix-diagnose: {words or nothing_found(log)}", soft_wrap=True, markup=False)
 
 

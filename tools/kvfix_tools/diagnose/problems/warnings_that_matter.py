@@ -62,23 +62,6 @@ PROBLEMS = (
         sure=False,
     ),
     Problem(
-        code="KVD295",
-        name="prefix-cache-not-reset",
-        severity=Severity.RISK,
-        title="The prefix cache was to be reset, and was not: blocks are in use. After new weights its KV is stale.",
-        shows=(
-            Logged(
-                "Failed to reset prefix cache because some blocks (<blocks>) are not freed yet",
-                "vllm/v1/core/block_pool.py",
-            ),
-        ),
-        sentence="{blocks} blocks are in use",
-        cause="A request runs, waits, or has ended and its KV is still being sent or stored. The call answers false; "
-        "nothing is reset.",
-        now="pause, wait until Running and Waiting are 0 and the transfers have ended, then reset; look at the answer",
-        good="the order: drain, reset, load the weights, reset the connector's cache too (reset_connector)",
-    ),
-    Problem(
         code="KVD297",
         name="offload-memory-not-pinned",
         severity=Severity.SLOW,
