@@ -126,6 +126,9 @@ def misses() -> list[tuple[str, str]]:
         ("KVD308", logged(NEWEST, "mp_preempted", "{'r1'}", which="by preempted")),
         ("KVD402", logged(NEWEST, "no_candidates", 0.1) * 19 + stores(1)),
         ("KVD404", logged(NEWEST, "not_stored", which="not store") * 19 + stores(1)),
+        # In an engine that works; a warning that nothing fails.
+        ("KVD198", hits()["KVD198"][0] + stats(running=1, generation=120.0)),
+        ("KVD198", unread(NEWEST, "integration/vllm/utils.py", "No LMCache configuration file is set")),
         # A failed load that vLLM recovers from is no failure of the engine.
         ("KVD199", vllm("kv_recovered", 1, 512)),
         # The same threads outside of a hook.

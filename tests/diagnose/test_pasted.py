@@ -194,3 +194,47 @@ def test_a_general_failure_is_explained_only_where_no_record_knows_it() -> None:
         "v1/my.py:7 in start_load_kv, `self.files.append(open(path))`, raised by vLLM, in the hook start_load_kv"
     )
     assert codes(diagnose(raised([loading], full), known)) == codes(diagnose(known)) == ["KVD704"]
+
+
+def test_who_called_the_transport_tells_its_failures_apart() -> None:
+    """NIXL serves vLLM's connector and LMCache's storage: what failed is known by the frames above it."""
+    call = ("nixl_cu12/_api.py", "transfer", "self.agent.postXferReq(handle, b'')")
+    error = "nixl_cu12._bindings.nixlBackendError: NIXL_ERR_BACKEND"
+    of_vllm = (
+        "vllm/distributed/kv_transfer/kv_connector/v1/nixl/worker.py",
+        "_read_blocks",
+        "wrapper.transfer(handle)",
+    )
+    of_lmcache = ("lmcache/v1/storage_backend/nixl_storage_backend.py", "post_blocking", "agent.transfer(handle)")
+    assert codes(diagnose(raised([of_vllm, call], error))) == ["KVD571"]
+    assert codes(diagnose(raised([of_lmcache, call], error))) == ["KVD359"]
+    assert codes(diagnose(raised([("opt/store.py", "put", "agent.transfer(handle)"), call], error))) == ["KVD373"]
+
+
+def test_a_failed_assertion_names_the_settings_behind_it() -> None:
+    frame = ("vllm/distributed/kv_transfer/kv_connector/v1/my.py", "__init__", "assert tp_size % block_size == 0")
+    log = diagnose(raised([frame], "AssertionError"))
+    assert codes(log) == ["KVD351"]
+    assert (
+        "of what is set by --block-size (of a hybrid model: its own); --tensor-parallel-size"
+        in log.findings[0].sentence
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "code"),
+    [
+        ("E0804 05:20:44.8 1321 rdma_context.cpp:88] No port is ready\n", "KVD333"),
+        ("E0804 05:20:44.8 1321 heterogeneous_rdma_transport.cpp:88] No port is ready\n", "KVD335"),
+        ("W0804 05:20:44.8 1321 nixl_agent.cpp:88] A backend failed\n", "KVD338"),
+        ("[1784273406.6] [host:99:0]      tcp_ep.c:452  UCX  ERROR   the peer said no\n", "KVD339"),
+    ],
+)
+def test_a_native_line_is_known_by_its_file(line: str, code: str) -> None:
+    assert codes(diagnose(line)) == [code]
+
+
+def test_a_line_that_ends_a_process_is_not_joined_to_the_one_before() -> None:
+    """As if a terminal had cut it: the one before is the longest, and ends with a full stop."""
+    long = f"INFO 05-31 09:09:41 [engine.py:310] Added request cmpl-{'7' * 40}.\n"
+    assert codes(diagnose(long, "LLVM ERROR: no layout for this\n", long[:60] + "\n")) == ["KVD374"]

@@ -52,6 +52,7 @@ def shown(problem: Problem, sign: problems.Sign) -> str:
     text = f": {filled(sign.text)}" if sign.text else ""
     lines = [
         "Traceback (most recent call last):",
+        *([f'  File "/opt/app/{sign.through}/caller.py", line 5, in call', "    call()"] if sign.through else []),
         f'  File "/opt/app/{path}", line 7, in {function or "any"}',
         f"    {sign.source or 'call()'}",
         f"{sign.kind or 'RuntimeError'}{text}",

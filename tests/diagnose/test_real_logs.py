@@ -5,6 +5,7 @@ In-process ones have a stand-in for LMCache's GPU connector; nothing else in the
 
 from __future__ import annotations
 
+import gzip
 import io
 import tarfile
 from pathlib import Path
@@ -54,6 +55,16 @@ def test_real_logs(names: list[str], codes: list[str]) -> None:
     if "server" not in names[0]:
         assert diagnosis.releases.one("vllm") == "0.32.0"
         assert diagnosis.releases.one("lmcache") == names[0].split("-")[-1 if "debug" not in names[0] else 1]
+
+
+@pytest.mark.parametrize("name", ["healthy-0.5.6", "healthy-0.5.6-debug", "mp-0.5.6", "mp-0.5.6.server"])
+def test_no_part_of_a_healthy_log_is_a_general_failure(name: str) -> None:
+    """An excerpt may hold nothing but what an engine says while it starts."""
+    lines = gzip.decompress((LOGS / f"{name}.log.gz").read_bytes()).splitlines(keepends=True)
+    for cut in range(1, len(lines), max(1, len(lines) // 25)):
+        for part in (lines[:cut], lines[cut : cut + 25]):
+            found = [each.rule for each in diagnosed(b"".join(part)).findings]
+            assert not [rule.code for rule in found if rule.code == "KVD198" or getattr(rule, "general", False)]
 
 
 def test_a_recorder_file_is_judged_as_in_the_engine() -> None:

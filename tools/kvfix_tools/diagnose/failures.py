@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -36,6 +37,15 @@ _OWNERS = (
     ("/torch/", "torch or CUDA"), ("/triton/", "torch or CUDA"), ("/ray/", "Ray"), ("/transformers/", "transformers"),
     ("/python3.", "Python"), ("/asyncio/", "Python"),
 )  # fmt: skip
+#: Words of a warning after which something does not go on as it should.
+_FAILS = re.compile(
+    rb"(?i)\b(?:fail|error|exception|unable|can(?:no|')t|could not|tim(?:ed |e)out|lost\b|no memory|mismatch|corrupt"
+    rb"|refus|invalid|exhaust|expired|disconnect|unreachable|dropp)"
+)
+#: Files of vLLM's KV code, and glog's and UCX's own lines.
+_KV = re.compile(r"nixl|mooncake|offload|kv_connector|kv_transfer|moriio|p2p|lmcache")
+_NATIVE = re.compile(rb"\.cpp:\d+\] |UCX  WARN")
+_DIGITS, _WORDS = re.compile(rb"\d+"), 200
 HOOKS = frozenset({
     "create_connector", "ensure_kv_transfer_initialized", "register_kv_caches",
     "get_num_new_matched_tokens", "update_state_after_alloc", "build_connector_meta", "update_connector_output",
@@ -52,6 +62,9 @@ class Failures:
         #: Exceptions of the log, known or not, each once.
         self.raised: list[LogLine] = []
         self._shown: set[tuple[object, ...]] = set()
+        #: Warnings of KV code that no finding knows and that say that something fails, without their numbers: how many.
+        self._warned: Counter[bytes] = Counter()
+        self._first_warned: dict[bytes, LogLine] = {}
         #: Whether an engine or a worker has logged that it is dead.
         self.dead = False
         #: {process: its last line}
@@ -87,9 +100,24 @@ class Failures:
     def unknown(self, line: LogLine) -> None:
         """No finding knows this line."""
         ending = self._closing and not self.dead
-        if len(self.lines) < _MOST and not ending and _is_failure(line):
+        if ending:
+            return
+        if len(self.lines) < _MOST and _is_failure(line):
             self.lines.append(line)
             self._at.append(self._taken)
+        elif line.name == "logged" and line.fields["level"] == "warning" and _warns_of_kv(line):
+            words = _DIGITS.sub(b"7", line.body[:_WORDS])
+            if words in self._warned or len(self._warned) < _MOST:
+                self._warned[words] += 1
+                self._first_warned.setdefault(words, line)
+
+    @property
+    def warning(self) -> tuple[LogLine, int] | None:
+        """The warning that comes most often, and how often, of a log that shows no work; None: there is none."""
+        if self._worked or not self._warned:
+            return None
+        words, many = self._warned.most_common(1)[0]
+        return self._first_warned[words], many
 
     @property
     def worked_since_wait(self) -> bool:
@@ -125,6 +153,12 @@ def _is_failure(line: LogLine) -> bool:
     if line.name == "died":
         return True
     return fields["level"] in ("error", "critical") and not _is_dead(line.body)
+
+
+def _warns_of_kv(line: LogLine) -> bool:
+    """Whether LMCache, a connector or a transport warns of something that fails."""
+    of_kv = line.fields["logger"] == "lmcache" or _KV.search(line.fields["place"]) or _NATIVE.search(line.body)
+    return bool(of_kv) and _FAILS.search(line.body) is not None
 
 
 @lru_cache(maxsize=256)

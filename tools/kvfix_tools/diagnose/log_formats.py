@@ -29,7 +29,8 @@ _PREFIX = re.compile(
 )
 #: What a line of a log begins with; a piece that a terminal cut off does not.
 _BEGINS = re.compile(
-    rb"(?:\x1b\[[0-9;]*m)*(?:\(\w+ [^)]*pid=|\[\d{4}-|\[pod/|\d{4}-\d\d-\d\d|(?:DEBUG|INFO|WARNING|ERROR|CRITICAL)\b"
+    rb"(?:\x1b\[[0-9;]*m)*(?:\(\w+ [^)]*pid=|\[\d{4}-|\[pod/|\d{4}-\d\d-\d\d"
+    rb"|(?:[A-Z]{3,8} )?(?:DEBUG|INFO|WARNING|ERROR|CRITICAL)\b"
     rb"|Traceback |  File |\{|[A-Z][a-z]{2} [ \d]\d \d\d:|[IWEF](?:\d{4}){1,2} "
     rb"|(?:Value|Runtime|Assertion|Key|Index|Type|Attribute|Import|ModuleNotFound|FileNotFound|Permission|OS|Memory"
     rb"|Timeout|Connection|NotImplemented)Error\b)"

@@ -43,7 +43,8 @@ def load_comes_short(log: Diagnosis, line: LogLine) -> Answer | None:
     before 0.3.9 also loses loads by itself: in 0.3.1 tokens are cut off wrongly (with `skip_last_n_tokens` twice), in
     0.3.2 with `enable_p2p` what a peer sends is not counted.
 
-    First: a larger `max_local_cpu_size`; before LMCache 0.3.9 upgrade, `skip_last_n_tokens` at 0, `enable_p2p: false`.
+    First: a larger `max_local_cpu_size` (NIXL storage: `nixl_buffer_size`); before LMCache 0.3.9 upgrade,
+    `skip_last_n_tokens` at 0, `enable_p2p: false`.
     """
     f = line.fields
     if line.name == "load_failed":

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from kvfix_tools.diagnose import problems
 from kvfix_tools.diagnose.failures import hook, owner
 from kvfix_tools.diagnose.findings import Answer, Severity, finding
+from kvfix_tools.diagnose.set_by import settings
 
 if TYPE_CHECKING:
     from kvfix_tools.diagnose.diagnosis import Diagnosis
@@ -42,6 +43,29 @@ def unknown_failure(log: Diagnosis, line: LogLine | None) -> Answer | None:
     )
 
 
+@finding("KVD198", "unknown-warning", Severity.RISK, on=[""])
+def unknown_warning(log: Diagnosis, line: LogLine | None) -> Answer | None:
+    """KV code warns of something that fails, no request is seen to work, and kvfix does not know the warning.
+
+    Cause: not known to this release of kvfix.
+
+    Setting: look at the code that the line names, and at the first warning of the same process; report it there with
+    `kvfix-diagnose LOG --issue FILE.md`.
+    """
+    warned = log.failures.warning
+    if log.findings or log.failures.first is not None or log.failures.dead or warned is None:
+        return None
+    warning, many = warned
+    general = problems.general(warning)
+    return Answer(
+        f"{many} times: {warning.evidence.text[:200]}" if many > 1 else warning.evidence.text[:200],
+        request="",
+        verdict="unknown",
+        evidence=(warning.evidence,),
+        record=general,
+    )
+
+
 def _sentence(log: Diagnosis, line: LogLine) -> str:
     fields = line.fields
     if line.name == "died":
@@ -56,6 +80,8 @@ def _sentence(log: Diagnosis, line: LogLine) -> str:
     parts = [f"{what} at {'/'.join(file.split('/')[-2:])}{at} in {function}"]
     if fields["source"]:
         parts.append(f"`{fields['source']}`")
+        if fields["source"].startswith("assert") and (set_by := settings(fields["source"])):
+            parts.append(f"of what is set by {'; '.join(set_by)}")
     parts.append(f"raised by {owner(fields['frames'])}")
     if hook(fields["frames"]):
         connectors = ", ".join(sorted(log.who.connectors))

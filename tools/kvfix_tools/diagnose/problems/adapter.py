@@ -208,4 +208,21 @@ PROBLEMS = (
         good="the same, in every script that starts vLLM",
         threads=(_LMCACHE + "issues/1710",),
     ),
+    Problem(
+        code="KVD362",
+        name="lmcache-before-cached-request-data",
+        severity=Severity.CRASH,
+        title="This LMCache takes cached requests as a list, which vLLM no longer hands over.",
+        shows=(
+            Failed(kind="TypeError", text="'CachedRequestData' object is not iterable"),
+            Failed(kind="AttributeError", text="'CachedRequestData' object has no attribute 'req_id'"),
+        ),
+        sentence="vLLM is 0.9.2 or newer, and LMCache older than that",
+        cause="vLLM has one CachedRequestData for all requests from 0.9.2 on; before it was a list of them. LMCache "
+        "0.3.1 reads only the list.",
+        now="pip install --no-deps lmcache==0.3.9.post2 (or newer, of this torch and CUDA) beside vLLM 0.9.2 or "
+        "newer, and restart",
+        good="LMCache 0.3.9 or newer, which reads both forms",
+        threads=(_LMCACHE + "issues/1003",),
+    ),
 )

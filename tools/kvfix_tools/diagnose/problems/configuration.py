@@ -214,4 +214,22 @@ PROBLEMS = (
         good="vLLM 0.26.0 or newer",
         threads=("https://github.com/LMCache/LMCache/pull/3866", "https://github.com/vllm-project/vllm/pull/46777"),
     ),
+    Problem(
+        code="KVD366",
+        name="kv-transfer-config-is-a-dict",
+        severity=Severity.CRASH,
+        title="vLLM was given kv_transfer_config as a dictionary where it wants a KVTransferConfig.",
+        shows=(
+            Failed(kind="AttributeError", text="'dict' object has no attribute 'is_kv_transfer_instance'"),
+            Failed(kind="AttributeError", text="'dict' object has no attribute 'kv_connector'"),
+            Failed(kind="AttributeError", text="'dict' object has no attribute 'kv_role'"),
+            Failed(kind="AttributeError", text="'str' object has no attribute 'is_kv_transfer_instance'"),
+        ),
+        cause="A program handed it over so, or took the arguments apart: `LLM(**asdict(engine_args))` turns the "
+        "configuration inside into a dictionary, too.",
+        now="LLM(..., kv_transfer_config=KVTransferConfig(kv_connector=..., kv_role=...)) from vllm.config; in place "
+        "of asdict(args): {f.name: getattr(args, f.name) for f in dataclasses.fields(args)}",
+        good="the configuration as an object",
+        threads=("https://github.com/vllm-project/vllm/issues/19259",),
+    ),
 )

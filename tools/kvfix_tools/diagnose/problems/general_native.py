@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvfix_tools.diagnose.findings import Severity
-from kvfix_tools.diagnose.problems import Died, Failed, Problem, either
+from kvfix_tools.diagnose.problems import Died, Failed, Logged, Problem, either
 
 PROBLEMS = (
     Problem(
@@ -147,5 +147,21 @@ PROBLEMS = (
         "what the host has.",
         now="lscpu | grep -o 'avx[^ ]*': build the package from source on this machine, or run on a newer node",
         good="wheels for this processor, or nodes of one kind",
+    ),
+    Problem(
+        code="KVD374",
+        name="kernel-compiler-gives-up",
+        general=True,
+        severity=Severity.CRASH,
+        title="LLVM gave up over a kernel, and ended the process.",
+        shows=(Logged("LLVM ERROR:"), Failed(text="LLVM ERROR:")),
+        cause="Triton compiles a kernel for a GPU that it does not support (older than compute capability 8.0: V100, "
+        "T4), or a kernel of another Triton release. The connector has no part in it.",
+        now="nvidia-smi --query-gpu=compute_cap --format=csv,noheader; below 8.0: another attention backend "
+        "(VLLM_ATTENTION_BACKEND=XFORMERS, FLASHINFER) and no --enable-chunked-prefill, or a newer GPU; else "
+        "rm -rf ~/.triton/cache and the Triton that this torch asks for",
+        good="a GPU that this vLLM's kernels support",
+        sure=False,
+        threads=("https://github.com/kvcache-ai/Mooncake/issues/436",),
     ),
 )

@@ -172,4 +172,23 @@ PROBLEMS = (
         sure=False,
         threads=(_LMCACHE + "issues/951",),
     ),
+    Problem(
+        code="KVD370",
+        name="layerwise-staging-is-empty",
+        severity=Severity.CRASH,
+        title="A layer is stored into memory for no tokens.",
+        shows=(
+            Failed(
+                kind="RuntimeError",
+                text="must match the size of tensor b (0) at non-singleton dimension",
+                within="batched_from_gpu",
+            ),
+        ),
+        cause="With use_layerwise the first releases made the staging tensor for other tokens than those that the step "
+        "stores (requests of one batch, or chunked prefill).",
+        now="use_layerwise: false (LMCACHE_USE_LAYERWISE=False), and restart",
+        good="LMCache 0.3.9 or newer if layerwise is needed",
+        releases={"lmcache": "<0.3.9"},
+        threads=("https://github.com/LMCache/LMCache/issues/817",),
+    ),
 )

@@ -194,4 +194,22 @@ PROBLEMS = (
         "and divides the model's KV heads; or the same --tensor-parallel-size everywhere",
         good="the configuration",
     ),
+    Problem(
+        code="KVD371",
+        name="mooncake-client-cannot-be-made",
+        severity=Severity.CRASH,
+        title="Mooncake's client could not set itself up on any port.",
+        shows=(
+            Logged("Failed to create client after <count> retries"),
+            Logged("Failed to create client on port <port>, retry"),
+        ),
+        sure=False,
+        cause="Each try takes another port, so it is not the port: the transfer engine did not start, or the memory "
+        "of the segment could not be registered (protocol, device_name, fabric memory or huge pages of an Ascend "
+        "card, ulimit -l), or the master refused. The E line before the first retry decides.",
+        now="grep -m3 '^E[0-9]' on this worker's log; protocol and device_name as the node has them (tcp for a try), "
+        "a small global_segment_size; on Ascend: ASCEND_ENABLE_USE_FABRIC_MEM=1 only where the driver has it",
+        good="the setting that the first E line names",
+        threads=("https://github.com/vllm-project/vllm-ascend/issues/9841",),
+    ),
 )

@@ -160,4 +160,22 @@ PROBLEMS = (
         "--kv-cache-dtype and model on prefill and decode; `kv_buffer_device` left out; restart both",
         good="two sides that are started alike; no release maps these",
     ),
+    Problem(
+        code="KVD372",
+        name="ucx-device-queues-refused",
+        severity=Severity.CRASH,
+        title="UCX could not make queues on the RDMA card for transfers that the GPU starts.",
+        shows=(
+            Logged("gdaki channel chunk init: create_cq/qp failed"),
+            Logged("(name=gdaki_channel_pool) chunk:"),
+            Logged("mlx5dv_devx_obj_create(<object>) failed on <device>, syndrome"),
+        ),
+        sure=False,
+        cause="UCX's transport gdaki (rc_gda) makes queues in GPU memory for every channel and endpoint. The card's "
+        "firmware refuses more (the syndrome is its reason), or the container may not map them. NIXL then says "
+        "NIXL_ERR_BACKEND.",
+        now="UCX_TLS=^rc_gda on both engines (or UCX_TLS=rc,cuda_copy,cuda_ipc); several engines on one card: fewer",
+        good="a firmware and driver that allow it (NVIDIA names them for DOCA GPUNetIO), or this transport left out",
+        threads=("https://github.com/sgl-project/sglang/pull/27894",),
+    ),
 )

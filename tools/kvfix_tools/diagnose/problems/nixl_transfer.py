@@ -44,7 +44,12 @@ PROBLEMS = (
             Logged("NIXL transfer failure: transfer_setup_failed"),
             Logged("NIXL transfer failed for request <request> with state <state>"),
             Logged("NIXL transfer setup/initiation failed for request <request>"),
-            Failed(kind="nixlBackendError", text="NIXL_ERR_BACKEND", within="_api.py:transfer"),
+            Failed(
+                kind="nixlBackendError",
+                text="NIXL_ERR_BACKEND",
+                within="_api.py:transfer",
+                through="kv_connector/v1/nixl",
+            ),
         ),
         sure=False,
         cause="Prefill went away or freed the blocks, or the link broke. The exception below decides: "
@@ -240,8 +245,12 @@ PROBLEMS = (
         name="ucx-peer-cancels",
         severity=Severity.HANG,
         title="UCX cancels transfers in a flood: the other engine is gone.",
-        shows=(Logged("Unexpected UCX error: <reason>"),),
-        sentence="{reason}",
+        shows=(
+            Logged("Unexpected UCX error: Request canceled"),
+            Logged("Unexpected UCX error: Connection reset by remote peer"),
+            Logged("Unexpected UCX error: Endpoint timeout"),
+            Logged("Unexpected UCX error: Endpoint is not connected"),
+        ),
         sure=False,
         cause="Transfers of an engine that died or was cut off are cancelled one by one; the other engine's log has "
         "the cause.",

@@ -67,4 +67,18 @@ PROBLEMS = (
         "were closed",
         threads=(_LMCACHE + "issues/2636", _LMCACHE + "issues/3192", _SGLANG + "pull/24549", _SGLANG + "pull/35893"),
     ),
+    Problem(
+        code="KVD365",
+        name="sglang-without-lmcache-config-file",
+        severity=Severity.CRASH,
+        title="SGLang takes LMCache as a server of its own now, and was not told where it is.",
+        shows=(Failed(kind="ValueError", text="MP mode requires --lmcache-config-file"),),
+        cause="SGLang's LMCRadixCache is in multi-process mode by default: it wants a YAML file with mp_host and "
+        "mp_port, and a running `lmcache server`. LMCACHE_CONFIG_FILE with chunk_size and local_cpu was the mode "
+        "before.",
+        now="lmcache server --l1-size-gb 20 --port 5555, then --enable-lmcache --lmcache-config-file FILE with the "
+        "lines `mp_host: HOST` and `mp_port: 5555`",
+        good="this set-up; no release of SGLang goes back to the variable",
+        threads=(_LMCACHE + "issues/4006",),
+    ),
 )

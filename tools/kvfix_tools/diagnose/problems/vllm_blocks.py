@@ -157,4 +157,17 @@ PROBLEMS = (
         now="without --decode-context-parallel-size and --prefill-context-parallel-size",
         good="tensor parallelism alone for this model",
     ),
+    Problem(
+        code="KVD367",
+        name="hidden-states-of-a-waiting-request",
+        severity=Severity.CRASH,
+        title="A request was aborted before it ran, and the connector for hidden states has no file name for it.",
+        shows=(Failed(kind="KeyError", within="example_hidden_states_connector.py:request_finished"),),
+        releases={"vllm": "<0.32"},
+        cause="File names are noted when a request is scheduled for the first time; request_finished takes the name "
+        "out of every request, also of one that was aborted in the queue.",
+        now="clients that do not give up while they wait (a larger --max-num-seqs, longer time-outs), and restart",
+        good="vLLM 0.32.0 or newer, which looks whether there is one",
+        threads=("https://github.com/vllm-project/vllm/pull/56841",),
+    ),
 )

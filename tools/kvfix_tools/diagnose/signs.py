@@ -1,0 +1,137 @@
+"""How a problem shows in a log: a statement, an exception, a native crash or a stack; and whether a line is one."""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from kvfix_tools.diagnose.log_line import without_place
+
+if TYPE_CHECKING:
+    from kvfix_tools.diagnose.log_line import LogLine
+
+PLACE = re.compile(r"<(\w+)>")
+#: Innermost frames in which a sign is looked for.
+_FRAMES = 8
+
+
+class Logged(NamedTuple):
+    """A line of a logger.
+
+    text: of its statement, with `<name>` where a value comes; a part of it is enough.
+    at: the file of the statement, below its package: `lmcache/v1/cache_engine.py`. "": of no release that is here.
+    """
+
+    text: str
+    at: str = ""
+
+
+class Failed(NamedTuple):
+    """An exception with its traceback. All that is given must fit.
+
+    kind: its class, without the module. text: as in `Logged`. within: a function among the last frames, `file.py:name`
+    or `name`, or a folder: `lmcache/`. through: a part of the path of any frame: whose code called it. source: the
+    assertion that failed, without a text of its own. at: as in `Logged`, of the assertion or of the text.
+    """
+
+    kind: str = ""
+    text: str = ""
+    within: str = ""
+    source: str = ""
+    at: str = ""
+    through: str = ""
+
+
+class Died(NamedTuple):
+    """A process that died of no exception. text: in the line. within: a function in faulthandler's stack."""
+
+    text: str = ""
+    within: str = ""
+
+
+class Stuck(NamedTuple):
+    """A thread of a process that hangs, in a stack of py-spy's. within: a function among its innermost frames."""
+
+    within: str
+    #: As other signs have it: a stack has no text.
+    text: str = ""
+
+
+Sign = Logged | Failed | Died | Stuck
+
+
+def either(*texts: str) -> tuple[Sign, ...]:
+    """Signs of these texts, as an exception or in the line of a logger."""
+    return (*(Failed(text=text) for text in texts), *(Logged(text) for text in texts))
+
+
+def in_words(sign: Sign) -> str:
+    """How the sign looks in a log, with an ellipsis for values."""
+    text = PLACE.sub("...", sign.text)
+    within = sign.within if not isinstance(sign, Logged) else ""
+    source = sign.source if isinstance(sign, Failed) else ""
+    kind = sign.kind if isinstance(sign, Failed) else ""
+    native = {Died: "a native crash", Stuck: "a thread"}.get(type(sign), "")
+    what = ": ".join(part for part in (kind, text) if part) or native
+    return ", ".join(part for part in (what, f"`{source}`" if source else "", f"in {within}" if within else "") if part)
+
+
+@lru_cache(maxsize=4096)
+def longest(text: str) -> str:
+    """The longest part of a template without a value."""
+    return max(PLACE.split(text)[::2], key=len)
+
+
+def _search(template: str, text: str) -> re.Match[str] | None:
+    return pattern(template).search(text) if longest(template) in text else None
+
+
+@lru_cache(maxsize=4096)
+def pattern(text: str) -> re.Pattern[str]:
+    """Of a template: `<name>` takes a value."""
+    parts = PLACE.split(text)
+    # A value in between may be a whole CacheEngineKey(...).
+    made = [re.escape(part) if number % 2 == 0 else f"(?P<{part}>.{{1,600}}?)" for number, part in enumerate(parts)]
+    if len(parts) > 1 and not parts[-1]:
+        made[-2] = f"(?P<{parts[-2]}>[^\\n]{{1,200}})"
+    return re.compile("".join(made))
+
+
+def fits(sign: Sign, line: LogLine) -> dict[str, Any] | None:
+    """The values of the sign's text in this line; None: it does not show."""
+    fields = line.fields
+    if isinstance(sign, Logged):
+        found = _search(sign.text, without_place(line.body)) if line.name == "logged" else None
+        return found.groupdict() if found is not None else None
+    if isinstance(sign, Stuck):
+        return {} if line.name == "stack" and _within(sign.within, fields["frames"][-4:]) else None
+    if isinstance(sign, Died):
+        if line.name == "died":
+            return {} if not sign.within and sign.text in line.body.decode("utf-8", "replace") else None
+        if line.name != "raised" or not fields.get("fault"):
+            return None
+        return (
+            {} if sign.text in fields["text"] and (not sign.within or _within(sign.within, fields["frames"])) else None
+        )
+    if line.name != "raised" or fields.get("fault"):
+        return None
+    if sign.kind and sign.kind != fields["type"]:
+        return None
+    if sign.source and sign.source not in fields["source"]:
+        return None
+    if sign.within and not _within(sign.within, fields["frames"][-_FRAMES:]):
+        return None
+    if sign.through and not any(sign.through in f"/{frame[0]}" for frame in fields["frames"]):
+        return None
+    found = _search(sign.text, fields["text"]) if sign.text else None
+    if sign.text and found is None:
+        return None
+    return found.groupdict() if found is not None else {}
+
+
+def _within(place: str, frames: list[tuple[str, int, str]]) -> bool:
+    if place.endswith("/"):
+        return any(f"/{place}" in f"/{frame[0]}" for frame in frames)
+    file, _, function = ("", "", place) if "::" in place else place.rpartition(":")
+    return any(frame[2] == function and (not file or frame[0].endswith(file)) for frame in frames)
