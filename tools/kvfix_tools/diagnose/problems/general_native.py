@@ -164,4 +164,21 @@ PROBLEMS = (
         sure=False,
         threads=("https://github.com/kvcache-ai/Mooncake/issues/436",),
     ),
+    Problem(
+        code="KVD381",
+        name="gpus-do-not-see-each-other",
+        general=True,
+        severity=Severity.CRASH,
+        title="The check whether GPUs of this machine reach one another's memory failed.",
+        shows=(
+            Failed(text="Error happened when batch testing peer-to-peer access"),
+            *either("peer access is not supported between these two devices"),
+        ),
+        cause="A helper process that copies from one GPU to the other died: its own error stands below or before it "
+        "(GPUs of another container, CUDA_VISIBLE_DEVICES that differs between Ray's workers, an IOMMU). The "
+        "connector has no part in it.",
+        now="--disable-custom-all-reduce, or VLLM_SKIP_P2P_CHECK=1; nvidia-smi topo -p2p r shows who reaches whom",
+        good="a container with all GPUs of the engine, and the IOMMU off",
+        sure=False,
+    ),
 )

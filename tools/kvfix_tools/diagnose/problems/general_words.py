@@ -1,17 +1,22 @@
 """Errors and warnings of KV code that no record knows: by what their words say of it.
 
-For lines of loggers alone; an exception has its class and its frames. What the words do not prove is `not certain`.
+What the words do not prove is `not certain`.
 """
 
 from __future__ import annotations
 
 from kvfix_tools.diagnose.findings import Severity
-from kvfix_tools.diagnose.problems import Logged, Problem, Sign
+from kvfix_tools.diagnose.problems import Failed, Logged, Problem, Sign
+
+#: Exceptions that say nothing by their class.
+_PLAIN = ("RuntimeError", "Exception", "ValueError", "ConnectionError", "OSError")
 
 
 def words(*texts: str) -> tuple[Sign, ...]:
-    """Signs of these words, with a capital or without."""
-    return tuple(Logged(form) for text in texts for form in (text, text[0].upper() + text[1:]))
+    """Signs of these words, with a capital or without: in a logger's line, or in an exception of a plain class."""
+    forms = [form for text in texts for form in (text, text[0].upper() + text[1:])]
+    raised = (Failed(kind=kind, text=form) for form in forms for kind in _PLAIN)
+    return (*(Logged(form) for form in forms), *raised)
 
 
 PROBLEMS = (

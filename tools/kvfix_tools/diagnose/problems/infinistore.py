@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvfix_tools.diagnose.findings import Severity
-from kvfix_tools.diagnose.problems import Logged, Problem
+from kvfix_tools.diagnose.problems import Failed, Logged, Problem
 
 _AIBRIX = "https://github.com/vllm-project/aibrix/issues"
 _DEVICES = (
@@ -60,5 +60,25 @@ PROBLEMS = (
         good="an engine whose connection to InfiniStore was made without an error at its start",
         sure=False,
         threads=(f"{_AIBRIX}/1093",),
+    ),
+    Problem(
+        code="KVD380",
+        name="vineyard-not-reached",
+        severity=Severity.CRASH,
+        title="AIBrix's vLLM does not reach Vineyard, its KV store.",
+        shows=(
+            Failed(kind="ConnectionError", text="Failed to connect to vineyard"),
+            Logged("Failed to connect to vineyard"),
+        ),
+        cause="The RPC service of the KVCache resource does not exist yet or has another name than "
+        "VINEYARD_RPC_ENDPOINT, or the socket VINEYARD_IPC_SOCKET is not mounted into the pod. vLLM does not wait for "
+        "it.",
+        now="kubectl get svc,pod -n NAMESPACE | grep kvcache, then VINEYARD_RPC_ENDPOINT=SERVICE:9600 as that prints "
+        "it; restart the engine when the store runs",
+        good="an AIBrix from 0.3 on, which keeps KV in InfiniStore or HPKV in place of Vineyard",
+        threads=(
+            "https://github.com/vllm-project/aibrix/issues/696",
+            "https://github.com/vllm-project/aibrix/issues/874",
+        ),
     ),
 )

@@ -43,4 +43,22 @@ PROBLEMS = (
         fixed={"lmcache": "0.5.4"},
         threads=("https://github.com/LMCache/LMCache/issues/3529", "https://github.com/LMCache/LMCache/pull/3530"),
     ),
+    Problem(
+        code="KVD377",
+        name="lookup-server-does-not-answer",
+        severity=Severity.HANG,
+        title="The scheduler's lookups get no answer from a worker: each waits, and nothing is found.",
+        shows=(
+            Logged("Failed to receive from rank <rank> after <count> retries"),
+            Logged("Receive timeout (retry <count>/<most>) for rank <rank>"),
+        ),
+        sure=False,
+        cause="The worker of this rank has no lookup server (LMCache did not start there: its first ERROR says why), "
+        "is busy with stores, or listens at another socket: lmcache_rpc_port in kv_connector_extra_config, or /tmp "
+        "that the processes do not share.",
+        now="the first LMCache WARNING or ERROR of that worker; ls -l /tmp/engine_*lookup* in the container; one "
+        "lmcache_rpc_port for each engine on a machine; restart vLLM",
+        good="LMCache 0.3.9 or newer, which names the socket and gives up after lookup_timeout_ms",
+        threads=("https://github.com/LMCache/LMCache/pull/1615",),
+    ),
 )

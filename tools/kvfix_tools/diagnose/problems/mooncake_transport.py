@@ -84,10 +84,12 @@ PROBLEMS = (
         severity=Severity.HANG,
         title="Mooncake's RDMA between the nodes fails.",
         shows=(
-            Logged("Process failed for slice (<slice>): <reason>"),
-            Logged("Failed to modify QP to RTR, check mtu, gid, peer lid, peer qp num<reason>"),
+            Logged("Process failed for slice (<slice>): transport retry counter exceeded"),
+            Logged("Process failed for slice (<slice>): Work Request Flushed Error"),
+            Logged("Process failed for slice (<slice>): RNR retry counter exceeded"),
+            Logged("Process failed for slice (<slice>): remote operation error"),
+            Logged("Failed to modify QP to RTR, check mtu, gid, peer lid, peer qp num"),
         ),
-        sentence="{reason}",
         cause="The queue pair to the peer breaks or does not come up: another GID index or MTU, a NIC that does not "
         "reach the other node's NIC, or a peer that died (`transport retry counter exceeded`).",
         now='name NICs that reach each other: `"kv_connector_extra_config": {"device_name": "mlx5_0"}`, '
@@ -236,5 +238,47 @@ PROBLEMS = (
         "address that this one reaches: `nc -vz HOST PORT` from here; in containers the host's network",
         good="addresses that every node reaches, and open ports between the nodes",
         threads=("https://github.com/kvcache-ai/Mooncake/issues/292",),
+    ),
+    Problem(
+        code="KVD375",
+        name="mooncake-rdma-key-refused",
+        severity=Severity.HANG,
+        title="The RDMA card refuses the memory of a transfer.",
+        shows=(
+            Logged("Process failed for slice (<slice>): local protection error"),
+            Logged("Process failed for slice (<slice>): remote access error"),
+            Logged("Process failed for slice (<slice>): local length error"),
+        ),
+        sure=False,
+        cause="The card does not know the memory: it was registered with another card than the one that moves it "
+        "(several cards, bonds, a GPU behind another switch), registered for less than is moved, or freed and "
+        "allocated anew (sleep mode, expandable segments). `local`: this side's memory, `remote`: the peer's. What "
+        "was fetched is wrong.",
+        now="one card that is next to the GPU (nvidia-smi topo -m) in device_name on each side; lsmod | grep peermem; "
+        'no PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True; without RDMA "mooncake_protocol": "tcp" on both sides',
+        good="a card for each GPU that both sides name, and the newest mooncake-transfer-engine on both",
+        threads=(
+            "https://github.com/sgl-project/sglang/issues/8324",
+            "https://github.com/sgl-project/sglang/issues/10560",
+        ),
+    ),
+    Problem(
+        code="KVD376",
+        name="mooncake-transfer-returned-error",
+        severity=Severity.HANG,
+        title="Mooncake's transfer engine returned an error, and the caller only passes that on.",
+        shows=(
+            Failed(kind="RuntimeError", text="Mooncake Transfer Engine Return Error"),
+            Failed(kind="RuntimeError", text="Mooncake transfer failed, ret"),
+            Failed(kind="KVTransferError", text="Failed to send kv chunk"),
+        ),
+        sure=False,
+        cause="The reason is in the E line of the transport before it (rdma_*.cpp, worker_pool.cpp, "
+        "tcp_transport.cpp), on this side or the peer's: a peer that is gone, a card that does not reach the other, "
+        "memory that is not registered.",
+        now="grep -n '^E[0-9]' in the logs of both sides around this time; MC_LOG_LEVEL=INFO (glog: GLOG_v=1) at the "
+        'next start; without RDMA "mooncake_protocol": "tcp" (SGLang: MC_FORCE_TCP=1) shows whether it is the card',
+        good="what the transport's own line says",
+        threads=("https://github.com/sgl-project/sglang/issues/6548",),
     ),
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvfix_tools.diagnose.findings import Severity
-from kvfix_tools.diagnose.problems import Failed, Problem
+from kvfix_tools.diagnose.problems import Failed, Logged, Problem
 
 _V1 = "vllm/distributed/kv_transfer/kv_connector/v1"
 _ISSUES = "https://github.com/vllm-project/vllm/issues/"
@@ -83,5 +83,28 @@ PROBLEMS = (
         "--attention-backend that it has",
         good="a plugin whose backend implements get_kv_cache_shape",
         threads=("https://github.com/vllm-project/vllm-neuron/issues/20",),
+    ),
+    Problem(
+        code="KVD378",
+        name="nixl-plugin-lacks-a-library",
+        severity=Severity.RISK,
+        title="A plugin of NIXL does not load: a library that it needs is not here.",
+        shows=(
+            Logged("Failed to load plugin from <path>: <library>: cannot open shared object file"),
+            Logged("Failed to load plugin '<plugin>' from any directory"),
+        ),
+        sure=False,
+        cause="Each plugin is a library with needs of its own: libcuda and libcudart for GDS, GPUNETIO and UCX with "
+        "CUDA (missing on machines without NVIDIA cards: then harmless, if it is not the plugin that you use), "
+        "libplugin_UCX.so for UCX_MO of nixl before 0.5, libaio, liburing, AWS libraries. Fatal only if `backend ... "
+        "not found` or NIXL_ERR_BACKEND follows.",
+        now="only UCX is used by vLLM: if it is UCX, ldd on its libplugin_UCX.so names what is missing; export "
+        "LD_LIBRARY_PATH with that folder; UCX_MO: pip install --upgrade nixl",
+        good="a nixl wheel for this machine's CUDA (nixl-cu12, nixl-cu13), or one built without CUDA where there is "
+        "none",
+        threads=(
+            "https://github.com/ai-dynamo/dynamo/issues/1758",
+            "https://github.com/ai-dynamo/nixl/issues/838",
+        ),
     ),
 )

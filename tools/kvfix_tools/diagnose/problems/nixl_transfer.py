@@ -197,8 +197,10 @@ PROBLEMS = (
         ),
         connectors=("NixlConnector", "MultiConnector"),
         releases={"vllm": "<0.11.2"},
-        cause="The client went away around the end of the prefill: the scheduler forgot the request, and the connector "
-        "still reported its blocks as sent or expired.",
+        sure=False,
+        cause="The client went away around the end of the prefill: the scheduler forgot the request, and the "
+        "connector still reported its blocks as sent or expired. If another connector ran than NixlConnector, it "
+        "reported late in the same way, and the settings of NIXL do not help.",
         now="restart prefill; no client timeouts shorter than decode's queue; `VLLM_NIXL_ABORT_REQUEST_TIMEOUT=600`",
         fixed={"vllm": "0.11.2"},
         threads=(

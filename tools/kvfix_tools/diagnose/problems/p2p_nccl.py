@@ -102,4 +102,22 @@ PROBLEMS = (
         '`"kv_connector_extra_config": {"mem_pool_size_gb": "64"}`; fewer requests at once on prefill',
         good="NixlConnector: P2pNcclConnector is not in vLLM 0.26.0 and later",
     ),
+    Problem(
+        code="KVD379",
+        name="pipe-of-v0-waits-in-vain",
+        severity=Severity.HANG,
+        title="The pipe of vLLM's first P/D disaggregation (V0) got nothing from the other instance.",
+        shows=(
+            Logged("Encountering exception in KV receiving thread"),
+            Logged("wait timeout after <time>ms, keys: /send_to/"),
+        ),
+        cause="PyNcclConnector waits 300 s for the next tensor of the other instance, then its thread ends: the other "
+        "one sent nothing (no request, or it died), or its address (kv_ip, kv_port) or rank is another one. It also "
+        "ends an instance that was only idle.",
+        now="the other instance's log; the same kv_ip and kv_port, kv_rank 0 and 1, kv_parallel_size 2 on both; "
+        "restart both",
+        good="vLLM 0.11.2 or newer with NixlConnector: the V0 connectors are gone",
+        sure=False,
+        threads=("https://github.com/vllm-project/vllm/pull/10502",),
+    ),
 )
