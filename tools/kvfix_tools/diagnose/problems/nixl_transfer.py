@@ -90,6 +90,23 @@ PROBLEMS = (
         ),
     ),
     Problem(
+        code="KVD591",
+        name="nixl-peer-gone",
+        severity=Severity.HANG,
+        title="The other engine went away while its KV was to be read.",
+        shows=(
+            Failed(kind="nixlRemoteDisconnectError", within="_pop_done_transfers"),
+            Failed(kind="nixlRemoteDisconnectError", within="_read_blocks"),
+        ),
+        releases={"vllm": ">=0.32"},
+        cause="Prefill died, was restarted or was cut off: UCX closed the connection. The requests whose KV "
+        "it held end with an error (`kv_load_failure_policy` `fail`, the default) or are computed again "
+        "(`recompute`). Decode goes on, and connects anew to a prefill that is started again.",
+        now='start prefill again; the end of its log says why it went. `"kv_load_failure_policy": "recompute"` on '
+        "decode keeps such requests",
+        good="a prefill that stays, and a router that sends nothing to one that is gone",
+    ),
+    Problem(
         code="KVD573",
         name="nixl-read-after-expiry",
         severity=Severity.WRONG,
