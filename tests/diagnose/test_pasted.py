@@ -234,6 +234,21 @@ def test_a_native_line_is_known_by_its_file(line: str, code: str) -> None:
     assert codes(diagnose(line)) == [code]
 
 
+@pytest.mark.parametrize(
+    ("line", "code"),
+    [
+        ("*** SIGSEGV (@0x0) received by PID 309 (TID 0x7f29) from PID 0; stack trace: ***\n", "KVD383"),
+        ("==== backtrace (tid:  59888) ====\n", "KVD587"),
+        ("/bin/sh: line 1: 77 Bus error               (core dumped) vllm serve\n", "KVD384"),
+        ("ImportError: libetcd_wrapper.so: cannot open shared object file: No such file or directory\n", "KVD386"),
+        ("NameError: name 'MooncakeStore' is not defined\n", "KVD387"),
+        ("ERROR: No matching distribution found for torch==2.7.0\n", "KVD388"),
+    ],
+)
+def test_a_death_and_a_thing_that_is_not_there_have_a_class(line: str, code: str) -> None:
+    assert codes(diagnose(line)) == [code]
+
+
 def test_a_line_that_ends_a_process_is_not_joined_to_the_one_before() -> None:
     """As if a terminal had cut it: the one before is the longest, and ends with a full stop."""
     long = f"INFO 05-31 09:09:41 [engine.py:310] Added request cmpl-{'7' * 40}.\n"

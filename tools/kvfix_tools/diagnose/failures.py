@@ -34,8 +34,9 @@ _OWNERS = (
     ("/lmcache_ascend/", "LMCache"), ("/lmcache/", "LMCache"), ("/vllm_ascend/", "vLLM"), ("/vllm/", "vLLM"),
     ("/nixl", "the transport (NIXL)"), ("/mooncake", "the transport (Mooncake)"), ("/zmq/", "the transport (ZeroMQ)"),
     ("/redis/", "the store's client (Redis)"), ("/boto", "the store's client (S3)"), ("/aiohttp/", "an HTTP client"),
+    ("/sglang/", "SGLang"), ("/vllm_router/", "the router (production-stack)"),
     ("/torch/", "torch or CUDA"), ("/triton/", "torch or CUDA"), ("/ray/", "Ray"), ("/transformers/", "transformers"),
-    ("/python3.", "Python"), ("/asyncio/", "Python"),
+    ("/python3.", "Python"), ("/asyncio/", "Python"), ("/dynamo/", "Dynamo"),
 )  # fmt: skip
 #: Words of a warning after which something does not go on as it should.
 _FAILS = re.compile(

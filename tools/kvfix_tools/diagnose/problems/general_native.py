@@ -181,4 +181,44 @@ PROBLEMS = (
         good="a container with all GPUs of the engine, and the IOMMU off",
         sure=False,
     ),
+    Problem(
+        code="KVD383",
+        name="native-code-crashed",
+        general=True,
+        severity=Severity.CRASH,
+        title="Native code used memory that is not its own, and the process died of the signal.",
+        shows=(
+            Died("Segmentation fault"),
+            Died("Segfault encountered"),
+            Died("SIGSEGV"),
+            Died("exit code -11"),
+            Died("exit code: -11"),
+        ),
+        cause="The first name in the stack below it that is a library's own tells whose code it was: mooncake::, nixl, "
+        "ucp_ or uct_ (UCX), c10 or at:: (torch), lmcache. Usual: two builds of one library in a process, extensions "
+        "for another torch or CUDA, a transport that reads a buffer which was freed, or a peer that restarted.",
+        now="dmesg | grep segfault names the library (`in libX.so`); PYTHONFAULTHANDLER=1 at the next start prints the "
+        "Python stack; once without --kv-transfer-config decides whether the connector has part in it",
+        good="the release of that library that its project names for this vLLM; report its stack there",
+        sure=False,
+        threads=(
+            "https://github.com/kvcache-ai/Mooncake/issues/3428",
+            "https://github.com/kvcache-ai/Mooncake/issues/1510",
+            "https://github.com/ai-dynamo/dynamo/issues/285",
+        ),
+    ),
+    Problem(
+        code="KVD384",
+        name="bus-error",
+        general=True,
+        severity=Severity.CRASH,
+        title="The process died of a bus error: memory that it had mapped could not be provided.",
+        shows=(Died("Bus error"), Died("SIGBUS"), Died("exit code -7"), Died("exit code: -7")),
+        cause="Mostly /dev/shm is full: 64 MB in a container unless --shm-size is set, and vLLM, NCCL, offloading and "
+        "`lmcache server` all keep memory there. Else a mapped file was cut, or huge pages ran out.",
+        now="df -h /dev/shm in the container, then --shm-size 16g or --ipc host (Kubernetes: an emptyDir with medium: "
+        "Memory at /dev/shm); rm what dead processes left there; grep Huge /proc/meminfo",
+        good="a /dev/shm that holds all that is configured to lie in it",
+        sure=False,
+    ),
 )

@@ -88,6 +88,10 @@ PROBLEMS = (
             Failed(kind="TypeError", text="unsupported operand type(s) for"),
             Failed(kind="TypeError", text="must be str, not"),
             Failed(kind="TypeError", text="unhashable type"),
+            Failed(kind="TypeError", text="can only concatenate"),
+            Failed(kind="TypeError", text="not supported between instances of"),
+            Failed(kind="TypeError", text="cannot unpack non-iterable"),
+            Failed(kind="TypeError", text="an integer is required"),
         ),
         sure=False,
         cause="The class in the message is what came, the last frame is who did not expect it. If they are of two "

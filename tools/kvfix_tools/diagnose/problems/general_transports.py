@@ -73,7 +73,9 @@ PROBLEMS = (
         sure=False,
         cause="The words behind the file decide. `allocate`, `buffer`: the worker's local buffer is smaller than what "
         "is under way. `segment`, `mount`, `setup`, `client`: its memory could not be registered, or the master "
-        "refused. `transfer`: the way between the nodes. What does not come is computed again.",
+        "refused. `transfer`: the way between the nodes. `ping`: the master dropped this client: it, or its network, "
+        "stood still. `Expected <kind>Descriptor`: master and client of two releases, or an object that went to disk. "
+        "What does not come is computed again.",
         now="allocate or buffer: a larger local_buffer_size; segment or setup: a smaller global_segment_size and the E "
         "line before this one; transfer: protocol and device_name in Mooncake's configuration (tcp for a try)",
         good="the setting that this decides",

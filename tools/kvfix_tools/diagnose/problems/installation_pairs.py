@@ -242,8 +242,8 @@ PROBLEMS = (
         ),
         cause="A backend that the configuration names, or the server, needs a package that LMCache does not install by "
         "itself, or the image left it out.",
-        now="pip install the package of that module: cupy-cuda12x or cupy-cuda13x for cupy, redis, valkey-glide "
-        "(glide), valkey-glide-sync (glide_sync), aiofile, awscrt, infinistore, openai, nixl, "
+        now="pip install the package of that module: cupy-cuda12x or cupy-cuda13x for cupy (cupy-rocm-7-0 on ROCm), "
+        "redis, valkey-glide (glide), valkey-glide-sync (glide_sync), aiofile, awscrt, infinistore, openai, nixl, "
         "mooncake-transfer-engine; for the C++ and Rust parts build LMCache from source (pip install -e .)",
         good="the package in the image, or a backend that needs none",
         threads=("https://github.com/LMCache/LMCache/issues/3326",),

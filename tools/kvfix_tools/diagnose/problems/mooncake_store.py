@@ -212,4 +212,41 @@ PROBLEMS = (
         good="the setting that the first E line names",
         threads=("https://github.com/vllm-project/vllm-ascend/issues/9841",),
     ),
+    Problem(
+        code="KVD389",
+        name="mooncake-without-that-metadata",
+        severity=Severity.CRASH,
+        title="Mooncake was built without the kind of metadata server that metadata_server names.",
+        shows=(Logged("Unable to find metadata storage plugin <kind>"),),
+        sentence="no {kind}",
+        cause="Mooncake's wheels know http and P2PHANDSHAKE; etcd and redis are there only if it was built with "
+        "USE_ETCD or USE_REDIS. Mooncake ends the process (glog's FATAL) with it.",
+        now='metadata_server "P2PHANDSHAKE" in every configuration (or http://HOST:8080/metadata of `mooncake_master '
+        "--enable_http_metadata_server=true`), restart all",
+        good="keep it so, or Mooncake from source with cmake -DUSE_ETCD=ON (-DUSE_REDIS=ON)",
+        threads=("https://github.com/kvcache-ai/Mooncake/issues/386",),
+    ),
+    Problem(
+        code="KVD390",
+        name="mooncake-card-without-gid",
+        severity=Severity.CRASH,
+        title="Mooncake cannot open a network card for RDMA: the GID that it takes is not usable.",
+        shows=(
+            Logged("Failed to query GID <number> on <card>: "),
+            Logged("Failed to open device <card> on port"),
+        ),
+        sentence="card {card}",
+        sure=False,
+        cause="A W line just before tells: `User-specified GID index`: MC_GID_INDEX names an entry that this card has "
+        "not, or that has no network device. `Failed to query GID`: the card's port is down, or the container does "
+        "not see its network device (no host network). If no card is left, `No available RNIC` ends the set-up.",
+        now="show_gids (or ls /sys/class/infiniband/CARD/ports/1/gids) in this container: unset MC_GID_INDEX, or give "
+        'it the index of a RoCE v2 entry with an address; device_name with cards whose port is ACTIVE; "protocol": '
+        '"tcp" with device_name "" needs none',
+        good="--network host (hostNetwork: true) or an RDMA device plugin, and device_name set",
+        threads=(
+            "https://github.com/kvcache-ai/Mooncake/issues/1384",
+            "https://github.com/kvcache-ai/Mooncake/issues/879",
+        ),
+    ),
 )

@@ -197,9 +197,10 @@ PROBLEMS = (
             Logged("Address already in use (addr='<address>lmcache_rpc_port_<port>"),
         ),
         cause="A server or vLLM from before still runs (`Killed` parents leave workers behind), or two engines on one "
-        "host have the same port: lmcache_rpc_port, lmcache.mp.port, internal_api_server_port_start, p2p_init_ports.",
+        "host have the same port: lmcache_rpc_port, lmcache.mp.port, internal_api_server_port_start, p2p_init_ports. "
+        "In nixl_connector or pd_backend: ranks of one engine with one nixl_receiver_port (tensor parallel).",
         now="ss -ltnp | grep PORT, end the old process; a lmcache_rpc_port of its own for each engine in "
-        "kv_connector_extra_config",
+        "kv_connector_extra_config; pd_peer_init_port and pd_peer_alloc_port with one port for each rank",
         good="keep it so: the set-up was wrong, and no release changes that",
         sentence="the address is in use",
         threads=(_LMCACHE + "issues/961",),

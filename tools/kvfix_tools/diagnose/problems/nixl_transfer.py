@@ -273,7 +273,8 @@ PROBLEMS = (
         sure=False,
         cause="Transfers of an engine that died or was cut off are cancelled one by one; the other engine's log has "
         "the cause.",
-        now="restart the engine that died (its log tells why), then this one",
+        now="restart the engine that died (its log tells why), then this one; if none died, the network between them: "
+        "`UCX_NET_DEVICES` names the card that reaches the other node, and its firewall lets all ports pass",
         good="what the other engine's log says",
         threads=("https://github.com/llm-d/llm-d/issues/187",),
     ),
@@ -285,6 +286,7 @@ PROBLEMS = (
         shows=(
             Died(text="Caught signal 11 (Segmentation fault"),
             Died(text="Caught signal 7 (Bus error"),
+            Died(text="= backtrace (tid"),
         ),
         sure=False,
         cause="UCX prints this for any crash of the process. Frames of libucp, libuct or libnixl in the backtrace "

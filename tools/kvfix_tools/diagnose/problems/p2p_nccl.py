@@ -120,4 +120,21 @@ PROBLEMS = (
         sure=False,
         threads=("https://github.com/vllm-project/vllm/pull/10502",),
     ),
+    Problem(
+        code="KVD391",
+        name="old-connector-without-mla",
+        severity=Severity.CRASH,
+        title="A connector of vLLM's V0 engine computes the KV's shape as if the model had no MLA.",
+        shows=(
+            Failed(kind="RuntimeError", text="is invalid for input of size", within="send_kv_caches_and_hidden_states"),
+            Failed(kind="RuntimeError", text="is invalid for input of size", within="recv_kv_caches_and_hidden_states"),
+        ),
+        cause="DeepSeek and other models with MLA keep one latent for all heads, and this connector divides by heads. "
+        "Another reason is a head size that is not hidden_size / heads (Qwen3).",
+        now="VLLM_MLA_DISABLE=1 on both sides (much more KV), or vLLM's V1 engine with NixlConnector or "
+        "MooncakeConnector",
+        good="a connector of the V1 engine: V0's are gone from vLLM 0.11 on",
+        sure=False,
+        threads=("https://github.com/kvcache-ai/Mooncake/issues/261",),
+    ),
 )

@@ -1,0 +1,63 @@
+"""Libraries, imports and packages that are not there. For what no other record knows."""
+
+from __future__ import annotations
+
+from kvfix_tools.diagnose.findings import Severity
+from kvfix_tools.diagnose.problems import Failed, Logged, Problem, either
+
+PROBLEMS = (
+    Problem(
+        code="KVD386",
+        name="shared-library-not-found",
+        general=True,
+        severity=Severity.CRASH,
+        title="A compiled module needs a library that the loader does not find.",
+        shows=either("cannot open shared object file"),
+        cause="The name before the colon is what is missing. It is not installed in this container, or it lies where "
+        "the loader does not look: wheels keep theirs in a folder beside the package (`PACKAGE.libs`, or the package "
+        "itself), and a build from source needs `make install` or LD_LIBRARY_PATH.",
+        now="find / -name 'THAT.so*' 2>/dev/null: if it is there, its folder into LD_LIBRARY_PATH, or ldconfig; if not: "
+        "libibverbs1 librdmacm1 libnuma1 libcurl4 (apt-get install), libetcd_wrapper, libasio and libglog with pip "
+        "install --force-reinstall mooncake-transfer-engine, libucp and libucs with nixl, libascendcl and libhccl by "
+        "CANN's set_env.sh",
+        good="an image in which `ldd MODULE.so | grep 'not found'` prints nothing",
+        sure=False,
+        threads=("https://github.com/kvcache-ai/Mooncake/issues/229",),
+    ),
+    Problem(
+        code="KVD387",
+        name="optional-import-failed",
+        general=True,
+        severity=Severity.CRASH,
+        title="Code uses a name that was never imported.",
+        shows=(Failed(kind="NameError", text="is not defined"),),
+        cause="A module imports a package if it is there, catches or logs that it is not, and later uses it all the "
+        "same: the package behind the name is not installed in this environment, or does not load. In a file that you "
+        "changed it is a mistake of that change.",
+        now="grep 'import NAME' in the last frame's file shows the package; python -c 'import PACKAGE' says why it "
+        "does not load; then pip install it (MooncakeStore: mooncake-transfer-engine, nixl_agent: nixl)",
+        good="the package in the image of every process, not of one",
+        sure=False,
+        threads=("https://github.com/sgl-project/sglang/issues/8668",),
+    ),
+    Problem(
+        code="KVD388",
+        name="pip-cannot-install",
+        general=True,
+        severity=Severity.CRASH,
+        title="pip could not install a package: it finds no release that fits, or cannot build it.",
+        shows=(
+            *either("No matching distribution found for", "Could not find a version that satisfies the requirement"),
+            *either("Failed building wheel for", "Failed to build installable wheels", "ResolutionImpossible"),
+            Logged("Cannot install <packages> because these package versions have conflicting dependencies"),
+        ),
+        cause="`No matching distribution`: no wheel for this Python, platform or index (torch of another CUDA comes "
+        "from https://download.pytorch.org/whl/cu130). A build fails at its own first error above, mostly a torch in "
+        "pip's isolated build folder that is not the one that runs.",
+        now="python --version against the wheels on PyPI; a build: pip install --no-build-isolation --no-deps "
+        "--no-binary lmcache lmcache, with torch, nvcc and ninja already there",
+        good="a wheel that fits: pip download --no-deps PACKAGE tells in advance",
+        sure=False,
+        threads=("https://github.com/LMCache/LMCache/issues/782",),
+    ),
+)
