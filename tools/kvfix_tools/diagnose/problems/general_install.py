@@ -16,7 +16,7 @@ PROBLEMS = (
         cause="The name before the colon is what is missing. It is not installed in this container, or it lies where "
         "the loader does not look: wheels keep theirs in a folder beside the package (`PACKAGE.libs`, or the package "
         "itself), and a build from source needs `make install` or LD_LIBRARY_PATH.",
-        now="find / -name 'THAT.so*' 2>/dev/null: if it is there, its folder into LD_LIBRARY_PATH, or ldconfig; if not: "
+        now="find / -name 'THAT.so*': if it is there, its folder into LD_LIBRARY_PATH, or ldconfig; if not: "
         "libibverbs1 librdmacm1 libnuma1 libcurl4 (apt-get install), libetcd_wrapper, libasio and libglog with pip "
         "install --force-reinstall mooncake-transfer-engine, libucp and libucs with nixl, libascendcl and libhccl by "
         "CANN's set_env.sh",
@@ -59,5 +59,22 @@ PROBLEMS = (
         good="a wheel that fits: pip download --no-deps PACKAGE tells in advance",
         sure=False,
         threads=("https://github.com/LMCache/LMCache/issues/782",),
+    ),
+    Problem(
+        code="KVD392",
+        name="file-not-there",
+        general=True,
+        severity=Severity.CRASH,
+        title="A file, a folder or a program that code wants to open is not there.",
+        shows=(Failed(kind="FileNotFoundError"), Failed(kind="NotADirectoryError")),
+        cause="The path in the message tells which kind. A cache's chunk (.pt, .data): something else removed it, "
+        "another engine or rank evicts in the same folder, or the folder is not mounted. A bare name (nvcc, numactl): "
+        "a program that this image has not. A socket or .mmap below /tmp or /dev/shm: the process that made it has "
+        "ended.",
+        now="ls -ld on each folder of that path, in this container and as this user; a folder of its own for each "
+        "engine and rank, which no tmp cleaner sweeps; then restart",
+        good="the folder on a volume that is mounted before the engine starts",
+        sure=False,
+        threads=("https://github.com/LMCache/LMCache/issues/227",),
     ),
 )

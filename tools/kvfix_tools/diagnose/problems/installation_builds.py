@@ -71,12 +71,15 @@ PROBLEMS = (
         code="KVD443",
         name="experimental-switch-not-set",
         severity=Severity.CRASH,
-        title="An LMCache before 0.3 reads the settings of its old engine, and is run with the new one.",
-        shows=(Failed(kind="AssertionError", text="LMCache experimental configuration is should be passed."),),
+        title="LMCache reads the settings of its old engine, and is run with the new one.",
+        shows=(
+            Failed(kind="AssertionError", text="LMCache experimental configuration is should be passed."),
+            Failed(kind="AssertionError", text="LMCache v1 configuration is should be passed."),
+        ),
         releases={"lmcache": "<0.3.9"},
         cause="Before LMCache 0.3 the engine for vLLM's V1 was `experimental`, and its settings are read only with "
         "LMCACHE_USE_EXPERIMENTAL=True in the environment: neither LM_CACHE_USE_EXPERIMENTAL nor a key in the file "
-        "does it.",
+        "does it. 0.3 takes it as true unless it is set to false.",
         now="export LMCACHE_USE_EXPERIMENTAL=True (LMCACHE_, without a second underscore), and restart",
         good="LMCache 0.3.9 or newer, which has only that engine and needs no switch",
         threads=(f"{_ISSUES}/447",),
