@@ -42,6 +42,8 @@ def fault(
 V1, MP = ("v1",), ("mp",)
 #: `mp` with KV groups of sliding windows, in objects of their own.
 WINDOWS = ("mp-windows",)
+#: vLLM's OffloadingConnector alone.
+OFFLOADING = ("offloading",)
 #: Speculative decoding, and a connector that stores what is generated.
 DRAFTS: dict[str, dict[str, Any]] = {
     "v1": {"drafter": "eagle", "drafts": 3, "acceptance": 70, "lmcache": {"save_decode_cache": True}},
@@ -150,11 +152,65 @@ def tokens_of_a_step_in_flight_count_twice(engine: Any) -> None:
     engine.scheduler.schedule = scheduled
 
 
-@fault("LAB001", text="the OffloadingConnector stores", v1={"offloading": "last"}, mp={"offloading": "last"})
+@fault(
+    "LAB001", text="the OffloadingConnector stores", on=("v1", "mp", "offloading"),
+    v1={"offloading": "last"}, mp={"offloading": "last"},
+)  # fmt: skip
 def copy_takes_the_next_block(engine: Any) -> None:
-    copier, blocks = engine.connector.offloading.copier, engine.options.num_blocks
-    read = copier._slots.read
-    copier._slots.read = lambda numbers, *more: read([(number + 1) % blocks for number in numbers], *more)
+    copies, blocks = engine.connector.offloading.ranks[0].copies, engine.options.num_blocks
+    read = copies._slots.read
+    copies._slots.read = lambda numbers, *more: read([(number + 1) % blocks for number in numbers], *more)
+
+
+@fault("LAB001", text="the step reads", on=OFFLOADING)
+def a_load_is_reported_before_it_is_done(engine: Any) -> None:
+    copies = engine.connector.offloading.ranks[0].copies
+    copies.is_done = lambda copy: True
+
+
+@fault("LAB001", text="the OffloadingConnector stores", on=OFFLOADING)
+def a_store_is_not_waited_for(engine: Any) -> None:
+    """The worker does not wait for the copies of blocks that others get."""
+    for rank in engine.connector.offloading.ranks:
+        rank.connector.worker.wait = lambda jobs: None
+
+
+@fault("LAB001", text="the step reads", on=OFFLOADING, offloading={"tier": "fs"})
+def a_file_is_that_of_another_chunk(engine: Any) -> None:
+    tier = engine.connector.offloading.manager.secondary_tiers[0]
+    name, names = tier.file_mapper.get_file_name, []
+
+    def first(key: Any) -> Any:
+        names.append(name(key))
+        return names[0]
+
+    load = tier.submit_load
+
+    def submit_load(job: Any) -> None:
+        tier.file_mapper.get_file_name = first
+        load(job)
+        tier.file_mapper.get_file_name = name
+
+    tier.submit_load = submit_load
+
+
+@fault("KVR009", text="_req_status", on=OFFLOADING)
+def a_job_is_never_reported(engine: Any) -> None:
+    """A request keeps its state as long as it has a store in flight."""
+    scheduler = engine.connector.offloading.scheduler
+    scheduler._req_status = _Kept(scheduler._req_status)
+
+
+@fault("LAB010", text="max_offload_tokens 0", on=OFFLOADING)
+def what_a_request_asks_for_is_not_read(engine: Any) -> None:
+    scheduler = engine.connector.offloading.scheduler
+    asked = scheduler.on_new_request
+
+    def on_new_request(request: Any) -> None:
+        asked(request)
+        request.kv_transfer_params = {"max_offload_tokens": 0}
+
+    scheduler.on_new_request = on_new_request
 
 
 @fault("LAB001", "KVR006", "KVR011", v1={"offloading": "last"}, mp={"offloading": "last"})
@@ -367,6 +423,10 @@ def no_question_is_ever_answered(engine: Any) -> None:
 @fault("LAB009", text="again needs ", on=V1)
 def blocks_of_others_never_come_free(engine: Any) -> None:
     engine.free_blocks = engine._held.clear
+
+
+class _Kept(dict):  # type: ignore[type-arg]
+    def __delitem__(self, key: Any) -> None: ...
 
 
 def _answer(engine: Any, change: Callable[[Any, int, Any], Any]) -> None:

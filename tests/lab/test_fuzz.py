@@ -19,7 +19,7 @@ KNOWN = {"KVR009 state-left-behind: _requests_priority still holds it"}
 
 #: What cannot happen: a kv_consumer stores nothing (of mp lmcache_mp_connector.py 0.5.6:608); v1 has one KV group and
 #: no server, and its own transfers end within their step, in all ranks; a load of mp is all or nothing and alone, no
-#: id of its comes again, and requests ask nothing of it.
+#: id of its comes again, and requests ask nothing of it; the OffloadingConnector has one role here and no server.
 NEVER = {
     "v1": {
         "loads_of_groups",
@@ -37,7 +37,24 @@ NEVER = {
         "not_to_store",
         "stores_of_kv_consumer",
     },
+    "offloading": {
+        "stores_of_kv_consumer",
+        "stores_of_kv_producer",
+        "loads_of_kv_consumer",
+        "loads_of_kv_producer",
+        "stores_for_decoder",
+        "server_stops",
+        "lookups_unanswered",
+        "null_objects_left_out",
+        "loads_partial",
+        "ids_used_again",
+        "loaded_beside",
+        "passed_over",
+        "ranks_differ",
+    },
 }
+#: Played as connectors of their own. A failed copy ends the OffloadingConnector's worker as released.
+CONNECTORS = ["v1", "mp", "offloading"]
 #: A lock-out that no fix is for, in one of 1,500 seeds: test_a_session_that_locks_out_is_ended.
 RARE = {"locked_out_by_session"}
 Measured = dict[str, Any]
@@ -49,12 +66,12 @@ def measure() -> Measured:
 
     own_blocks()
     run, plain = Run("v1", False), {}
-    for connector in ("v1", "mp"):
+    for connector in CONNECTORS:
         done = fuzz(Run(connector, False, plain=True), range(150), inf, shrinking=0)
         kinds = sorted({f"{v.rule} {v.message.split()[1]}: {v.message.split(': ', 1)[1]}" for v in done.violations})
         plain[connector] = {"seeds": done.seeds, "nothing": done.tested_nothing, "violations": kinds}
     once, again = (fuzz(Run("v1", False), range(5, 9), inf, shrinking=0) for _ in range(2))
-    happened = {name: fuzz(Run(name, False), range(60), inf, shrinking=0).counts for name in ("v1", "mp")}
+    happened = {name: fuzz(Run(name, name == "offloading"), range(60), inf, shrinking=0).counts for name in CONNECTORS}
     gc.collect()
     return {
         "plain": plain,
@@ -112,7 +129,7 @@ def measured(once: Once) -> Measured:
     return dict(once(measure, RELEASES / "0.5.6"))
 
 
-@pytest.mark.parametrize("connector", ["v1", "mp"])
+@pytest.mark.parametrize("connector", CONNECTORS)
 def test_plain_schedules_are_clean_and_have_tested_something(connector: str, measured: Measured) -> None:
     plain = measured["plain"][connector]
     assert plain["nothing"] == ""
@@ -143,7 +160,7 @@ def test_violations_are_shrunk(measured: Measured) -> None:
     assert min(measured["shrunk"]) <= 12
 
 
-@pytest.mark.parametrize("connector", ["v1", "mp"])
+@pytest.mark.parametrize("connector", CONNECTORS)
 def test_all_that_is_drawn_happens(connector: str, measured: Measured) -> None:
     counts = measured["happened"][connector]
     assert {what for what, count in counts.items() if not count} - RARE == NEVER[connector]
@@ -184,9 +201,9 @@ def test_refusals(fresh: Fresh, tmp_path: Path) -> None:
         (tmp_path / f"{name}.json").write_text(json.dumps({**here, **changed}))
     early = ["--lmcache-path", str(RELEASES / "0.3.10")]
     cases = (
-        (["fuzz", "--connector", "nixl"], "known: v1, mp, mp-in-tree"),
+        (["fuzz", "--connector", "nixl"], "known: v1, mp, mp-in-tree, offloading"),
         (["fuzz", "--seeds", "many"], "many"),
-        (["play", str(tmp_path / "nixl.json")], "no connector 'nixl'; known: v1, mp, mp-in-tree"),
+        (["play", str(tmp_path / "nixl.json")], "no connector 'nixl'; known: v1, mp, mp-in-tree, offloading"),
         (["play", str(tmp_path / "option.json")], "no saved schedule (TypeError: "),
         (["play", str(tmp_path / "ranks.json")], "a MultiConnector with one rank"),
         (["play", str(tmp_path / "step.json")], "knows no step fly"),

@@ -25,6 +25,7 @@ OPTIONS = {
     "v1": Options(chunk_size=CHUNK, num_blocks=64, max_num_batched_tokens=256),
     "mp": Options(connector="mp", block_size=16, num_blocks=40, chunk_size=32, max_num_batched_tokens=64),
 }
+OPTIONS["offloading"] = Options(connector="offloading", num_blocks=40, max_num_batched_tokens=256)
 OPTIONS["mp-windows"] = dataclasses.replace(
     OPTIONS["mp"], num_blocks=100, windows=(32, 64), separate_object_groups=True
 )
@@ -44,6 +45,29 @@ def schedule_v1(engine: Any) -> None:
     engine.free_blocks()
     engine.run()
     engine.settle()
+
+
+def schedule_offloading(engine: Any) -> None:
+    """Stores, loads into blocks of its own, and gives blocks away while they are copied."""
+    engine.admit("first", prompt(300), max_tokens=3)
+    engine.run()
+    if engine.options.tier:
+        engine.evict(100)
+    engine.reset_prefix_cache()
+    engine.admit("again", prompt(300), max_tokens=20)
+    engine.step(8)
+    engine.admit("other", prompt(200, seed=1), max_tokens=2)
+    while not engine.requests["other"].is_finished():
+        engine.step()
+    engine.preempt("again")
+    engine.take_blocks(100)  # those of "other" are still copied
+    engine.step(2)
+    engine.free_blocks()
+    engine.run()
+    engine.settle()
+
+
+SCHEDULES = {"v1": schedule_v1, "offloading": schedule_offloading}
 
 
 def schedule_mp(engine: Any) -> None:
@@ -69,7 +93,7 @@ def played(connector: str, name: str = "", **options: Any) -> dict[str, Any]:
     if name:
         FAULTS[connector, name].plant(engine)
     with suppress(EngineDied):
-        (schedule_v1 if connector == "v1" else schedule_mp)(engine)
+        SCHEDULES.get(connector, schedule_mp)(engine)
         if engine.scheduler.has_unfinished_requests():
             engine.expect_all_ended()
     return {"found": [(found.code, found.message) for found in engine.findings], "counts": engine.counts}
@@ -98,6 +122,9 @@ def play_all() -> dict[str, Any]:
             played("v1", kv_role="kv_producer"),
             played("mp"),
             played("mp-windows"),
+            played("offloading"),
+            played("offloading", tier="fs"),
+            played("offloading", windows=(32,), num_blocks=60),
             *(played(each, **RANKS[each]) for each in RANKS),
             *(played(each, **STAGES[each]) for each in STAGES),
             *(played(each, **DRAFTS[each]) for each in DRAFTS),

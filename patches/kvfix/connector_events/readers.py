@@ -7,7 +7,7 @@ more. None: this connector does not have the value.
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any, Optional
 
 #: (request, first token, end)
@@ -22,6 +22,8 @@ class Reader:
 
     #: Whether the worker reports every ended request as sent once its transfers are done.
     reports_sent = False
+    #: Whether a store leaves out what the cache has already, whoever stored it: then a hole is no hole.
+    leaves_out_stored = False
 
     def __init__(self, connector: Any) -> None:
         self.connector = connector
@@ -203,12 +205,73 @@ class MP(Reader):
                 yield f"worker_adapter.{name}", getattr(adapter, name, ())
 
 
+class Offloading(Reader):
+    """vLLM's OffloadingConnector (offloading/scheduler.py and worker.py, 0.32.0).
+
+    Loads and stores are jobs, which outlive a step, and a store its request too. Tokens are those of whole blocks.
+    """
+
+    leaves_out_stored = True
+
+    def __init__(self, connector: Any) -> None:
+        super().__init__(connector)
+        self._scheduler = getattr(connector, "connector_scheduler", None)
+        worker = getattr(connector, "connector_worker", None)
+        #: Tokens of a block, by KV group.
+        self._sizes: list[int] = []
+        if self._scheduler is not None:
+            self._sizes = [group.tokens_per_block for group in self._scheduler.config.kv_group_configs]
+        elif worker is not None:
+            self._sizes = list(worker.spec.tokens_per_block)
+
+    def settings(self) -> dict[str, Any]:
+        if self._scheduler is None:
+            return {}
+        return {"chunk_size": self._scheduler.config.kv_group_configs[0].tokens_per_chunk}
+
+    def loads(self, metadata: Any) -> Spans:
+        return [(job.req_id, *span(job.dst_spec, self._sizes)) for job in metadata.load_jobs.values()]
+
+    def stores(self, metadata: Any) -> Spans:
+        """Without those of ended requests, which no step computes any more. A store ends there at least: the blocks
+        that it leaves out are not counted."""
+        return [
+            (job.req_id, *span(job.src_spec, self._sizes))
+            for job in metadata.store_jobs.values()
+            if not self._has_ended(job.req_id)
+        ]
+
+    def _has_ended(self, request: str) -> bool:
+        status = getattr(self._scheduler, "_req_status", {}).get(request)
+        return status is not None and status.req.is_finished()
+
+    def kept(self) -> Iterable[tuple[str, Collection[str]]]:
+        """A store that is in flight keeps its request, and a load that of an aborted one."""
+        if self._scheduler is not None:
+            requests = self._scheduler._req_status.items()
+            yield "_req_status", {name for name, status in requests if not status.transfer_jobs}
+
+
+def span(blocks: Any, sizes: Sequence[int]) -> tuple[int, int]:
+    """First token and end of what a job of the OffloadingConnector moves, in all KV groups together.
+
+    blocks: GPULoadStoreSpec, the job's side of the GPU. sizes: tokens of a block, by KV group.
+    """
+    groups = zip(blocks.block_indices, blocks.group_sizes, sizes, strict=True)
+    spans = [(start * size, (start + count) * size) for start, count, size in groups if count]
+    return (min(start for start, _ in spans), max(end for _, end in spans)) if spans else (0, 0)
+
+
 def reader(connector: Any) -> Reader:
     """The reader for this connector, by its attributes, not by its name: forks and copies have the same attributes."""
     if hasattr(connector, "_lmcache_engine"):
         return V1(connector)
     if hasattr(connector, "scheduler_adapter") or hasattr(connector, "worker_adapter"):
         return MP(connector)
+    if hasattr(getattr(connector, "connector_scheduler", None), "_generate_job_id"):
+        return Offloading(connector)
+    if hasattr(getattr(connector, "connector_worker", None), "_unsubmitted_store_jobs"):
+        return Offloading(connector)
     return Reader(connector)
 
 

@@ -115,8 +115,9 @@ class WatchedConnector:
             self._granted.pop(name, None)
             self._due_to_load(name, start, end)
         self._scheduled(scheduler_output, {name for name, _, _ in stores or ()})
+        leaves_out = self.reader.leaves_out_stored
         for name, start, end in stores or ():
-            self._record(ev.Stored(name, start, end, self._hits.get(name, 0)))
+            self._record(ev.Stored(name, start, end, start if leaves_out else self._hits.get(name, 0)))
         if self._windows is not None:
             for lost in self._windows.step(answer, scheduler_output):
                 self._record(lost)

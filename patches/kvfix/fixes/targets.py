@@ -55,6 +55,11 @@ OFFLOADING_SCHEDULER = Owner(
     "vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler",
     "OffloadingConnectorScheduler",
 )
+_OFFLOADING = "vllm.distributed.kv_transfer.kv_connector.v1.offloading"
+OFFLOADING_WORKER = Owner("vllm", f"{_OFFLOADING}.worker", "OffloadingConnectorWorker")
+OFFLOADING_WORKER_METADATA = Owner("vllm", f"{_OFFLOADING}.common", "OffloadingWorkerMetadata")
+OFFLOADING_CONNECTOR = Owner("vllm", f"{_OFFLOADING}_connector", "OffloadingConnector")
+OFFLOADING_TIERS = Owner("vllm", "vllm.v1.kv_offload.tiering.manager", "TieringOffloadingManager")
 _NIXL = "vllm.distributed.kv_transfer.kv_connector.v1.nixl"
 NIXL_PULL_SCHEDULER = Owner("vllm", f"{_NIXL}.pull_scheduler", "NixlPullConnectorScheduler")
 NIXL_SCHEDULER = Owner("vllm", f"{_NIXL}.scheduler", "NixlConnectorScheduler")

@@ -81,11 +81,11 @@ class Connector:
         if options.beside:
             self.other = next(each for each in worker.called._connectors if isinstance(each, OtherConnector))
         if options.offloading:
-            from kvfix_tools.lab.offloading import Offloading
+            from kvfix_tools.lab.offloading import Offloading, Rank
 
             place = 0 if options.offloading == "first" else -1
-            both_roles = (each._connectors[place] for each in (self.scheduler.connector, worker.called))
-            self.offloading = Offloading(options, worker.slots, *both_roles)
+            in_scheduler, in_worker = (each._connectors[place] for each in (self.scheduler.connector, worker.called))
+            self.offloading = Offloading(options, [Rank(0, worker.slots, options, in_worker)], in_scheduler)
             worker.offloads = True
 
     def loads_by_other(self, request: str) -> bool:

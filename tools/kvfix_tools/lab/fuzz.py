@@ -74,7 +74,7 @@ def move(engine: LabEngine, step: DrawnStep) -> None:
             engine.admit(name, prompt(tokens, seed), max_tokens, **more)
     elif kind in ("session", "input", "end_input"):
         _move_session(engine, kind, *rest)
-    elif kind in ("abort", "fail_load", "preempt", "is_beside"):
+    elif kind in ("abort", "fail_load", "fail_store", "preempt", "is_beside"):
         open_now = [name for name, request in engine.requests.items() if not request.is_finished()]
         if open_now:
             _move_request(engine, kind, open_now[rest[0] % len(open_now)], *rest[1:])
@@ -121,6 +121,8 @@ def _move_session(
 def _move_request(engine: LabEngine, kind: str, name: str, chunks: int, rank: int = 0) -> None:
     if kind == "abort":
         engine.abort(name)
+    elif kind == "fail_store":
+        engine.do(kind, name, rank)
     elif kind == "is_beside":
         engine.has_in_other_connector(name)
     elif kind == "fail_load":

@@ -27,6 +27,7 @@ from kvfix_tools.lab.liveness import Liveness
 from kvfix_tools.lab.memory import Cache, Slots, SlotsOfRank
 from kvfix_tools.lab.model import Model
 from kvfix_tools.lab.mp import MP
+from kvfix_tools.lab.offloading import OffloadingAlone
 from kvfix_tools.lab.options import Options
 from kvfix_tools.lab.request_events import RequestEvents
 from kvfix_tools.lab.v1 import ADAPTER, V1
@@ -51,9 +52,11 @@ class EngineDied(Exception):
     """EngineCore would be dead: an exception left the scheduler."""
 
 
-def _connector_class(options: Options) -> type[V1 | MP]:
+def _connector_class(options: Options) -> type[V1 | MP | OffloadingAlone]:
     if options.real_server:
         return import_module("kvfix_tools.lab.mp_real").RealMP  # type: ignore[no-any-return]
+    if options.connector == "offloading":
+        return OffloadingAlone
     if options.connector != "v1":
         return MP
     if options.lmcache.get("use_layerwise"):

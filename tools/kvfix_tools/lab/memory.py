@@ -59,7 +59,13 @@ class Slots:
 
     def __init__(self, num_blocks: int, block_size: int, room: int = 0) -> None:
         self.block_size = block_size
-        self._blocks = [[NOTHING] * max(block_size, room) for _ in range(num_blocks)]
+        #: Slots of the largest block.
+        self.room = max(block_size, room)
+        self._blocks = [[NOTHING] * self.room for _ in range(num_blocks)]
+
+    def __len__(self) -> int:
+        """The number of blocks."""
+        return len(self._blocks)
 
     def put_in(self, blocks: Sequence[Any]) -> None:
         """From now on these are the blocks, which are like lists of ints."""

@@ -1,95 +1,92 @@
-"""vLLM's OffloadingConnector in the lab, beside LMCache's connector in a MultiConnector.
+"""vLLM's OffloadingConnector in the lab, alone or beside LMCache's connector in a MultiConnector.
 
-Real: both its roles, its jobs, and the manager of its chunks in CPU memory. Replaced: the worker that copies between
-GPU and CPU memory (v1/kv_offload/cpu/gpu_worker.py 0.32.0), which needs a GPU. Here a copy is done twice `delay` steps
-after it was submitted, so that a load of the multi-process server can be faster, or when it is waited for. What changes
-meanwhile at its source arrives as garbage: the copy runs beside the steps, and the connector waits for it before others
-write there.
+Real: both its roles, its jobs, the managers of its memory (with tiers: their files too, in a temporary folder), and the
+worker that makes copies of jobs. Replaced: the driver's batched copy and the streams it runs on (offload_copies.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from itertools import chain
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import groupby
+from typing import TYPE_CHECKING, Any
 
-from vllm.v1.kv_offload.base import GPULoadStoreSpec, OffloadingWorker, TransferResult
+from vllm.v1.kv_offload.base import get_offload_group_idx
 
-from kvfix_tools.lab.memory import GARBAGE, Slots
+from kvfix.connector_events import readers
+from kvfix_tools.lab import vllm_objects
+from kvfix_tools.lab.connector import Connector
+from kvfix_tools.lab.kv_groups import kv_groups
+from kvfix_tools.lab.memory import NOTHING, Cache, Slots
+from kvfix_tools.lab.offload_copies import WORD, Copies
+from kvfix_tools.lab.offload_tiers import Tiers
 from kvfix_tools.lab.options import Options
+from kvfix_tools.lab.workers import Worker
 
 if TYPE_CHECKING:
     from kvfix_tools.lab.request_events import RequestEvents
 
-
-class _Copy(NamedTuple):
-    """`due`: the step in which it is done. places: (block, chunk, which of the chunk's blocks). found: its source."""
-
-    due: int
-    is_load: bool
-    places: list[tuple[int, int, int]]
-    found: list[list[int]]
+#: Some request of others, whose chunks take the place of the oldest ones.
+_OTHERS = "others"
 
 
-class Copier(OffloadingWorker):  # type: ignore[misc]
-    """In place of the worker that copies. chunks: the contents of each block of a chunk, by the chunk's number."""
+class Rank:
+    """One worker of the connector: vLLM's own copies between the slots and the CPU memory of this rank."""
 
-    def __init__(self, slots: Slots, delay: int, blocks_per_chunk: int) -> None:
-        self._slots = slots
-        self._delay = delay
-        self._blocks_per_chunk = blocks_per_chunk
-        self.chunks: dict[int, list[list[int]]] = {}
-        self.copies: dict[int, _Copy] = {}
-        #: Loads that are done.
-        self.loads = 0
-        self._finished: list[int] = []
-        self._now = 0
+    def __init__(self, rank: int, slots: Slots, options: Options, in_worker: Any) -> None:
+        self.rank = rank
+        self.connector = in_worker.connector_worker
+        self.page = vllm_objects.page_bytes(options)
+        self.copies = Copies(slots, 2 * options.delay + (options.rank_delay if rank else 0), self.page)
+        #: request -> anything: its next load or store fails.
+        self.failing: dict[str, int] = {}
+        self.failing_stores: set[str] = set()
+        #: Called with (request, job) of a load that has been copied.
+        self.loaded: Callable[[str, Any, bool], None]
+        self._failed: set[int] = set()
+        spec = self.connector.spec
+        spec.get_worker = spec.create_worker  # it insists on a GPU
+        self.connector.register_kv_caches(vllm_objects.kv_caches(options, self.copies.gpu))
+        worker = self.connector.worker
+        for handler in (worker._store_handler, worker._load_handler):
+            self.copies.take(handler)
+        #: The CPU memory of this rank, a row for each chunk.
+        self.chunks = worker._store_handler.dst_tensors[0].numpy()
+        self._wrap(worker)
 
-    def tick(self) -> None:
-        """A step of the engine begins."""
-        self._now += 1
-        self._finish([job for job, copy in self.copies.items() if copy.due <= self._now])
+    def _wrap(self, worker: Any) -> None:
+        submit_load, submit_store, get_finished = worker.submit_load, worker.submit_store, worker.get_finished
 
-    def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: Any) -> bool:
-        return self._submit(job_id, src_spec, dst_spec, is_load=False)
+        def load(job: int, source: Any, to: Any) -> Any:
+            name = self.connector._load_jobs[job]
+            fails = self.failing.pop(name, None) is not None
+            self._failed.update([job] if fails else [])
+            with self.copies.of_job(fails, lambda: self.loaded(name, to, fails)):
+                return submit_load(job, source, to)
 
-    def submit_load(self, job_id: int, src_spec: Any, dst_spec: GPULoadStoreSpec) -> bool:
-        return self._submit(job_id, dst_spec, src_spec, is_load=True)
+        def store(job: int, source: Any, to: Any) -> Any:
+            fails = self.stored_by(job) in self.failing_stores
+            self.failing_stores.discard(self.stored_by(job))
+            self._failed.update([job] if fails else [])
+            self.chunks[to.block_ids.tolist()] = NOTHING  # of a chunk in part: what is not copied is not there
+            with self.copies.of_job(fails):
+                return submit_store(job, source, to)
 
-    def _submit(self, job_id: int, gpu: GPULoadStoreSpec, cpu: Any, is_load: bool) -> bool:
-        first, chunks = gpu.block_indices[0] % self._blocks_per_chunk, cpu.block_ids.tolist()
-        places = []
-        for position, block in enumerate(gpu.block_ids.tolist(), first):
-            number, part = divmod(position, self._blocks_per_chunk)
-            places.append((block, chunks[number], part))
-        self.copies[job_id] = _Copy(self._now + self._delay, is_load, places, self._read(is_load, places))
-        return True
+        def finished() -> Any:
+            done = [replace(each, success=each.job_id not in self._failed) for each in get_finished()]
+            self._failed.difference_update(each.job_id for each in done)
+            return done
 
-    def _read(self, is_load: bool, places: list[tuple[int, int, int]]) -> list[list[int]]:
-        if is_load:
-            return [self.chunks[chunk][part] for _, chunk, part in places]
-        return [self._slots.read([block], 0, self._slots.block_size) for block, _, _ in places]
+        worker.submit_load, worker.submit_store, worker.get_finished = load, store, finished
 
-    def _finish(self, jobs: Collection[int]) -> None:
-        for job in jobs:
-            copy = self.copies.pop(job)
-            self._finished.append(job)
-            self.loads += copy.is_load
-            found = self._read(copy.is_load, copy.places)
-            for (block, chunk, part), before, now in zip(copy.places, copy.found, found, strict=True):
-                contents = now if now == before else [GARBAGE] * len(now)
-                if copy.is_load:
-                    self._slots.write([block], 0, contents)
-                else:
-                    self.chunks.setdefault(chunk, [[]] * self._blocks_per_chunk)[part] = contents
+    #: The request whose store a job is.
+    stored_by: Callable[[int], str]
 
-    def get_finished(self) -> list[TransferResult]:
-        self._finish([job for job, copy in self.copies.items() if copy.due <= self._now])
-        finished, self._finished = self._finished, []
-        return [TransferResult(job, True) for job in finished]
-
-    def wait(self, job_ids: set[int]) -> None:
-        self._finish([job for job in self.copies if job in job_ids])
+    def contents(self, chunk: int, part: int, size: int) -> list[int]:
+        """So many slots of one of the chunk's blocks."""
+        start = part * self.page
+        contents: list[int] = self.chunks[chunk, start : start + size * WORD].view("q").tolist()
+        return contents
 
 
 class Offloading:
@@ -97,13 +94,19 @@ class Offloading:
 
     events: RequestEvents
 
-    def __init__(self, options: Options, slots: Slots, in_scheduler: Any, in_worker: Any) -> None:
+    def __init__(self, options: Options, ranks: Sequence[Rank], in_scheduler: Any) -> None:
         self.scheduler = in_scheduler.connector_scheduler
-        config = self.scheduler.config
-        self.copier = Copier(slots, 2 * options.delay, config.blocks_per_chunk)
-        in_worker.connector_worker.worker = self.copier
-        self._tokens_per_chunk = config.kv_group_configs[0].tokens_per_chunk
-        self._watch(self.scheduler.manager)
+        self.manager = self.scheduler.manager
+        self.ranks = ranks
+        self.tiers = Tiers(self.manager, options.delay)
+        self._groups = kv_groups(options)
+        self._per_chunk = self.scheduler.config.blocks_per_chunk
+        for rank in ranks:
+            rank.stored_by = lambda job: self.scheduler._jobs[job].req_id if job in self.scheduler._jobs else ""
+            rank.loaded = self._loader(rank)
+        #: The manager of the CPU memory.
+        self.memory = getattr(self.manager, "primary_tier", self.manager)
+        self._watch(self.manager)
         #: Blocks that others have taken since the last step.
         self.taken: set[int] = set()
         build = self.scheduler.build_connector_meta
@@ -116,34 +119,97 @@ class Offloading:
 
         self.scheduler.build_connector_meta = build_connector_meta
 
+    # ------------------------------------------------------------------ what is copied
+
+    def _loader(self, rank: Rank) -> Callable[[str, Any, bool], None]:
+        def loaded(name: str, to: Any, fails: bool) -> None:
+            self.events.counts["loads_offloaded"] += not rank.rank
+            self.events.counts["loads_of_groups"] += sum(map(bool, to.group_sizes)) > 1
+            if self.alone:
+                start, end = readers.span(to, [group.block_size for group in self._groups])
+                self.events.loaded(name, start if fails else end, 0 if fails else end - start, rank.rank)
+
+        return loaded
+
+    #: Whether the connector is the only one, whose loads and stores are events of a request.
+    alone = False
+
     def _watch(self, manager: Any) -> None:
         """What is stored is compared with what belongs there, when the manager takes it for stored."""
         complete_store = manager.complete_store
 
         def completed(keys: Any, context: Any, success: bool = True) -> None:
+            ends = []
             for key in keys if success else ():
-                chunk = manager._policy.get(key)
+                chunk = self.memory._policy.get(key)
                 if chunk is not None and not chunk.is_ready:
-                    self._stored(context.req_id, context.get_offload_key_position(key), chunk.chunk_id)
+                    group = self._groups[get_offload_group_idx(key)]
+                    end = context.get_offload_key_position(key)
+                    self._stored(context.req_id, group, end, chunk.chunk_id)
+                    ends += [end] if not group.number else []
             complete_store(keys, context, success)
+            if self.alone and ends:
+                self._note_stored(context.req_id, sorted(ends))
 
         manager.complete_store = completed
 
-    def _stored(self, name: str, end: int, chunk: int) -> None:
+    def _stored(self, name: str, group: Any, end: int, chunk: int) -> None:
         self.events.counts["stores_offloaded"] += 1
-        start = end - self._tokens_per_chunk
-        if list(chain.from_iterable(self.copier.chunks[chunk])) != self.events.right(name)[start:end]:
-            self.events.wrong_content(name, f"the OffloadingConnector stores other KV as tokens {start} to {end}")
+        self.events.counts["stores_of_groups"] += bool(group.window)
+        size, start = group.block_size, end - self._per_chunk * group.block_size
+        right = group.right(self.events.right(name)[start:end])
+        for rank in self.ranks:
+            found = [rank.contents(chunk, part, size) for part in range(self._per_chunk)]
+            for part, contents in enumerate(found):
+                # of a window only the blocks that vLLM keeps are stored
+                if contents != right[part * size : (part + 1) * size] and (any(contents) or not group.window):
+                    where = f" in KV group {group.number}" if group.window else ""
+                    message = f"the OffloadingConnector stores other KV as tokens {start} to {end}{where}"
+                    self.events.wrong_content(name, message)
+                    return
+
+    def _note_stored(self, name: str, ends: list[int]) -> None:
+        """Stores of whole chunks of a request, each run of them as one."""
+        tokens = self.scheduler._req_status[name].req.all_token_ids
+        size = self._per_chunk * self._groups[0].block_size
+        for _, numbered in groupby(enumerate(ends), lambda numbered: numbered[1] - numbered[0] * size):
+            run = [end for _, end in numbered]
+            self.events.stored(name, list(tokens[: run[-1]]), run[0] - size, run[-1])
+
+    # ------------------------------------------------------------------ steps
 
     def tick(self) -> None:
-        self.copier.tick()
-        self.events.counts["loads_offloaded"] += self.copier.loads
-        self.copier.loads = 0
+        self.tiers.tick()
+        for rank in self.ranks:
+            rank.copies.tick()
+
+    def evict(self, chunks: int, forced: bool) -> int:
+        """Others store so many chunks, and what they have is dropped; forced: files of a tier are deleted."""
+        if forced:
+            return self.tiers.delete_files(chunks)
+        memory = self.memory
+        before = memory._num_evictable_cache_chunks
+        keys = [f"{_OTHERS} {number}".encode() + bytes(4) for number in range(min(chunks, memory._num_chunks))]
+        context = type(self)._context()
+        store = memory.prepare_store(keys, context) if keys else None
+        if store is None:
+            return 0
+        memory.complete_store(store.keys_to_store, context, success=False)
+        return int(before - memory._num_evictable_cache_chunks)
+
+    @staticmethod
+    def _context() -> Any:
+        from vllm.v1.kv_offload.base import ReqContext
+
+        return ReqContext(req_id=_OTHERS)
+
+    # ------------------------------------------------------------------ what is in flight, and what is kept
 
     @property
     def busy(self) -> bool:
         """Whether it has jobs that are not reported as done."""
-        return bool(self.scheduler._jobs or self.copier.copies)
+        copying = any(rank.copies.pending for rank in self.ranks)
+        return bool(self.scheduler._jobs or copying or self.manager.has_pending_work() or self.tiers.looking)
 
     def requests(self, loads: bool) -> set[str]:
         """Those with a load in flight, or with a store."""
@@ -153,4 +219,64 @@ class Offloading:
         return {name for name, loads in (("loading", True), ("storing", False)) if request in self.requests(loads)}
 
     def kept(self) -> dict[str, set[str]]:
-        return {"OffloadingConnector._req_status": set(self.scheduler._req_status)}
+        return {"OffloadingConnector._req_status": set(self.scheduler._req_status), **self.tiers.kept()}
+
+    def close(self) -> None:
+        self.tiers.close()
+
+
+class OffloadingWorker(Worker):
+    """One rank of the connector, where it is the only one."""
+
+    offloads = True
+
+    def __init__(self, rank: Rank, slots: Slots, called: Any) -> None:
+        super().__init__(rank.rank, slots, called, called, called.connector_worker, rank.failing)
+        self._failed_requests: set[str] = set()
+
+    def get_finished(self, ended: set[str]) -> Any:
+        results = self.called.get_transfer_results(ended)
+        self._failed_requests = results.failed_recving
+        return results.finished_sending, results.finished_recving
+
+    def also_reported(self) -> dict[str, Any]:
+        return {**super().also_reported(), "failed_recving": self._failed_requests}
+
+
+class OffloadingAlone(Connector):
+    """The OffloadingConnector as the only connector."""
+
+    offloading: Offloading
+
+    def __init__(self, options: Options, memories: Sequence[Slots], caches: Sequence[Cache]) -> None:
+        self._folder = Tiers.folder(options)
+        config = vllm_objects.vllm_config(options, self._folder.name if self._folder else "")
+        self.scheduler = vllm_objects.scheduler(options, config)
+        self.in_scheduler = self.scheduler.connector
+        called = [vllm_objects.worker(options, vllm_objects.of_rank(config, rank)) for rank, _ in enumerate(memories)]
+        ranks = [
+            Rank(number, slots, options, each)
+            for number, (slots, each) in enumerate(zip(memories, called, strict=True))
+        ]
+        self.workers = [OffloadingWorker(*each) for each in zip(ranks, memories, called, strict=True)]
+        self.offloading = Offloading(options, ranks, self.in_scheduler)
+        self.offloading.alone = True
+        self.reader = readers.Offloading(self.in_scheduler)
+
+    def evict(self, cache: Cache, chunks: int, forced: bool) -> int:
+        return self.offloading.evict(chunks, forced)
+
+    def fail_store(self, name: str, rank: int = 0) -> None:
+        """A step: the next store of this request fails, in this rank."""
+        self.offloading.ranks[rank].failing_stores.add(name)
+
+    def in_flight(self, request: str) -> set[str]:
+        looking = {"looking"} if request in self.events.undecided else set()
+        return super().in_flight(request) | looking
+
+    def not_to_store(self, request: Any) -> str:
+        asked = (request.kv_transfer_params or {}).get("max_offload_tokens")
+        return "it asks for max_offload_tokens 0" if asked == 0 else ""
+
+    def close(self) -> None:
+        self.offloading.close()

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-CONNECTORS = ("v1", "mp", "mp-in-tree")
+CONNECTORS = ("v1", "mp", "mp-in-tree", "offloading")
+#: vLLM's own, which have nothing of LMCache.
+OF_VLLM = ("offloading",)
 #: Tokens in a chunk of the real server: it has one size.
 SERVER_CHUNK = 16
 
@@ -14,7 +16,7 @@ SERVER_CHUNK = 16
 class Options:
     """Sizes in tokens, but `num_blocks` in blocks. `lmcache`: settings of LMCache by their own names."""
 
-    #: v1 (in process), mp (LMCache's multi-process connector) or mp-in-tree (vLLM's copy of it)
+    #: v1 (in process), mp (LMCache's multi-process connector), mp-in-tree (vLLM's copy of it), or one of OF_VLLM.
     connector: str = "v1"
     #: In a MultiConnector, behind another one that is asked first (connector.py). v1 only.
     beside: bool = False
@@ -27,7 +29,7 @@ class Options:
     ranks: int = 1
     #: They are the ranks of pipeline parallelism instead: a step is scheduled while others are with the workers.
     pipeline: bool = False
-    #: Steps that a transfer of the multi-process server takes longer in the second rank. mp only.
+    #: Steps that a transfer takes longer in the second rank. Not v1.
     rank_delay: int = 0
     #: That server is a real `lmcache server` (mp_real.py), for one rank with one KV group. mp only, alone.
     real_server: bool = False
@@ -42,7 +44,7 @@ class Options:
     reserve_full_isl: bool = True
     #: Which request is first: fcfs, or priority, by the number that each request has.
     policy: str = "fcfs"
-    #: Beside the KV group of full attention one for each of these sliding windows, in tokens. mp only.
+    #: Beside the KV group of full attention one for each of these sliding windows, in tokens. mp and OF_VLLM.
     windows: tuple[int, ...] = ()
     #: A block of these groups has so many times the tokens of one of full attention.
     window_blocks: int = 1
@@ -64,6 +66,12 @@ class Options:
     kv_role: str = "kv_both"
     kv_load_failure_policy: str = "recompute"
     lmcache: dict[str, Any] = field(default_factory=dict)
+    #: Settings of one of OF_VLLM by their own names (`kv_connector_extra_config`).
+    extra: dict[str, Any] = field(default_factory=dict)
+    #: Blocks that its CPU memory has room for; 0: as many as the GPU has.
+    cpu_blocks: int = 0
+    #: What is behind that memory: fs (files) or "".
+    tier: str = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "windows", tuple(self.windows))  # JSON has lists
@@ -100,4 +108,5 @@ class Options:
             for each in fields(self)
             if (each.type in ("bool", "str", "tuple[int, ...]") or each.name == "ranks") and each.name != "connector"
         ]
-        return [*(each.name for each in no_sizes if getattr(self, each.name) != each.default), *self.lmcache]
+        changed = [each.name for each in no_sizes if getattr(self, each.name) != each.default]
+        return [*changed, *self.lmcache, *self.extra]

@@ -230,12 +230,20 @@ class RequestEvents:
             self.may_fail.discard(name)
 
     def stored(self, name: str, tokens: list[int], start: int, end: int, rank: int = 0) -> None:
-        """What was hit is there, also if the load of it failed. All ranks are to store the same."""
+        """What was hit is there, also if the load of it failed. All ranks are to store the same.
+
+        What an ended request has computed in its last step is in no event; such a store, of a connector whose stores
+        outlive their requests, is in none either.
+        """
+        request = self._model.requests[name]
         if not rank:
             self.counts["stored_tokens"] += end - start
             self.counts[f"stores_of_{self._role}"] += 1
-            self.add(ev.Stored(name, start, end, start if name in self.met_silence else self.hits.get(name, 0)))
-        why_not = self._connector.not_to_store(self._model.requests[name])
+            leaves_out = self._connector.reader.leaves_out_stored
+            covered = start if leaves_out or name in self.met_silence else self.hits.get(name, 0)
+            if not (leaves_out and request.is_finished()):
+                self.add(ev.Stored(name, start, end, covered))
+        why_not = self._connector.not_to_store(request)
         if why_not:
             self.violated(rules.STORED_AGAINST_POLICY, name, f"tokens {start} to {end} are stored, and {why_not}")
         if not self._model.prefixes[name].is_prefix(tokens):

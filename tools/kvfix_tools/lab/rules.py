@@ -48,7 +48,8 @@ Where requests wait, something runs, is in flight or is owed; or the first of th
 vLLM asks its waiting requests in order and stops at the first one that it has no blocks for. If nothing runs and
 nothing is in flight, no block ever comes free (kvfix.ledger.liveness)."""),
     LabRule("LAB010", "stored-against-policy", """\
-Nothing is stored by a kv_consumer, nor of a request that asks for `lmcache.skip_save` and names no decoder."""),
+Nothing is stored by a kv_consumer, nor of a request that asks for `lmcache.skip_save` and names no decoder, or of the
+OffloadingConnector for `max_offload_tokens` 0."""),
 )  # fmt: skip
 (
     WRONG_CONTENT, LOAD_CAME_SHORT, NEVER_ENDS, NOT_STORED, HARMED_BY_OTHERS, NOT_FOUND, FAULT_OF_KVFIX, WRONG_TEXT,

@@ -12,7 +12,7 @@ import random
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
-from kvfix_tools.lab.options import CONNECTORS, SERVER_CHUNK, Options
+from kvfix_tools.lab.options import CONNECTORS, OF_VLLM, SERVER_CHUNK, Options
 from kvfix_tools.lab.releases import DRAWN_SINCE
 
 FORMAT = 1
@@ -43,10 +43,22 @@ CONFIGURED: dict[str, dict[str, Any]] = {
         },
     },
 }  # fmt: skip
+#: What it can ask of vLLM's OffloadingConnector.
+CONFIGURED |= {
+    "load_little": {"max_load_tokens": 40},
+    "load_nothing": {"max_load_tokens": 0},
+    "store_little": {"max_offload_tokens": 40},
+    "store_nothing": {"max_offload_tokens": 0},
+    "load_of_cpu": {"kv_load_tiers": [{"medium": "cpu"}]},
+}
+#: The first of them are LMCache's.
+_OF_LMCACHE = 2
 _ROLES = ("kv_producer", "kv_consumer", "kv_both")
-KINDS = frozenset((*_PLAIN, *_FAULTS, *_ASYNCHRONOUS, *_MULTI_CONNECTOR, "lose_loads", "new_weights")).union(
-    *_SOMETIMES.values()
-)
+#: Only where vLLM's OffloadingConnector is alone.
+_OFFLOADING = {"fail_store": 2, "configured": 3}
+KINDS = frozenset(
+    (*_PLAIN, *_OFFLOADING, *_FAULTS, *_ASYNCHRONOUS, *_MULTI_CONNECTOR, "lose_loads", "new_weights")
+).union(*_SOMETIMES.values())
 
 
 class Schedule(NamedTuple):
@@ -101,6 +113,8 @@ def draw(
     """
     if real_server:
         lacks = {*lacks, "ranks", "windows", "offloading", "roles", "stops"}
+    if connector in OF_VLLM:
+        lacks = {*lacks, "roles", "stops", "use_layerwise"}
     rng = random.Random(seed)
     block = rng.choice((4, 8, 16))
     chunk = block * rng.choice((1, 2, 4) if connector != "v1" else (1, 2, 3, 4))
@@ -150,14 +164,16 @@ def draw(
         if "drafter" not in switches and own.random() < 0.4:
             switches |= {"pipeline": True, "ranks": own.choice((2, 3))}
     options = dataclasses.replace(options, **switches)
-    if connector == "mp" and not plain and "windows" not in lacks:
+    if connector in ("mp", *OF_VLLM) and not plain and "windows" not in lacks:
         options = _with_windows(options, random.Random(f"windows {seed}"))
+    if connector in OF_VLLM:
+        options = _memory_of_vllm(options, random.Random(f"memory {seed}"), plain)
     own = random.Random(f"offloading {seed}")
     may_offload = connector in ("v1", "mp") and not plain and not options.windows and options.ranks == 1
     if may_offload and "offloading" not in lacks and own.random() < 0.2:
         options = dataclasses.replace(options, offloading=own.choice(("first", "last")))
     weights = dict(_PLAIN) if plain else {**_PLAIN, **_FAULTS}
-    if connector != "v1" and not plain:
+    if connector.startswith("mp") and not plain:
         weights["lose_loads"] = 1
     if "enable_async_loading" in lmcache:
         weights |= _ASYNCHRONOUS
@@ -167,6 +183,9 @@ def draw(
         weights |= kinds if name in drawn else {}
     if connector != "v1":
         weights.pop("configured", None)
+    if connector in OF_VLLM:
+        weights.pop("timeout", None)
+        weights |= {} if plain else _OFFLOADING
     names = list(weights)
     steps: list[DrawnStep] = []
     for number in range(rng.randrange(30, 160)):
@@ -176,6 +195,21 @@ def draw(
     if not plain and "new_weights" not in lacks and own.random() < 0.2:
         steps.insert(own.randrange(len(steps)), ("new_weights",))
     return Schedule(options, tuple(steps))
+
+
+def _memory_of_vllm(options: Options, rng: random.Random, plain: bool) -> Options:
+    """Settings of the OffloadingConnector, and how much CPU memory it has: from a chunk to more than the GPU."""
+    options = dataclasses.replace(options, separate_object_groups=False)
+    extra: dict[str, Any] = {"blocks_per_chunk": rng.choice((1, 1, 2, 3)), "offload_prompt_only": rng.random() < 0.4}
+    if plain:
+        return dataclasses.replace(options, extra=extra)
+    if rng.random() < 0.3:
+        extra["eviction_policy"] = "arc"
+    tier = rng.choice(("", "fs"))
+    if not tier and rng.random() < 0.3:
+        extra |= {"store_threshold": 2, "max_tracker_size": rng.choice((4, 64))}
+    blocks = rng.choice((options.num_blocks // 4, options.num_blocks, 3 * options.num_blocks))
+    return dataclasses.replace(options, extra=extra, cpu_blocks=blocks, tier=tier)
 
 
 def _with_windows(options: Options, rng: random.Random) -> Options:
@@ -213,7 +247,7 @@ def _drafts(rng: random.Random, block: int) -> dict[str, Any]:
 
 def _rank(rng: random.Random, kind: str, options: Options) -> DrawnStep:
     """In which rank it happens, where there are several. A server's silence may concern all, and its cache is one."""
-    kinds = ("fail_load", "lose_loads", "evict" if options.connector == "v1" else "")
+    kinds = ("fail_load", "fail_store", "lose_loads", "evict" if options.connector == "v1" else "")
     if options.ranks == 1 or kind not in kinds or (kind == "lose_loads" and rng.random() < 0.5):
         return ()
     return (rng.randrange(options.ranks),)
@@ -230,7 +264,8 @@ def _step(rng: random.Random, kind: str, number: int, options: Options, room: in
         again = kind == "admit_again" and options.connector == "v1" and not options.offloading
         which = rng.randrange(8) if again else number
         drawn = (f"r{which}", rng.randrange(3), tokens, rng.choice((1, 2, 5, 20, 30)))
-        return (kind, *drawn, rng.choice(tuple(CONFIGURED))) if kind == "configured" else ("admit", *drawn)
+        asked = tuple(CONFIGURED)[_OF_LMCACHE:] if options.connector in OF_VLLM else tuple(CONFIGURED)[:_OF_LMCACHE]
+        return (kind, *drawn, rng.choice(asked)) if kind == "configured" else ("admit", *drawn)
     if kind == "stored_elsewhere":
         return (kind, rng.randrange(3), rng.randrange(1, room))
     if kind in ("session", "input"):
@@ -240,7 +275,7 @@ def _step(rng: random.Random, kind: str, number: int, options: Options, room: in
         return (kind, rng.random() < 0.5)
     if kind == "end_input":
         return (kind, rng.randrange(3))
-    if kind in ("abort", "fail_load", "preempt", "is_beside"):
+    if kind in ("abort", "fail_load", "fail_store", "preempt", "is_beside"):
         return (kind, rng.randrange(8), rng.randrange(3))
     if kind == "take_blocks":
         return (kind, rng.randrange(1, options.num_blocks))

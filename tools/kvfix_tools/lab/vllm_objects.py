@@ -33,6 +33,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
+from vllm.v1 import kv_cache_interface
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -44,7 +45,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from kvfix_tools.lab.connector import OtherConnector, no_sockets
 from kvfix_tools.lab.kv_groups import kv_groups
 from kvfix_tools.lab.memory import VOCABULARY
-from kvfix_tools.lab.options import Options
+from kvfix_tools.lab.options import OF_VLLM, Options
 
 LAYER = "model.layers.{}.self_attn.attn"
 #: connector of the options -> (class that vLLM loads, its module where vLLM would prefer another)
@@ -55,6 +56,7 @@ _CONNECTORS = {
         "LMCacheMPConnectorUpstream",
         "vllm.distributed.kv_transfer.kv_connector.v1.lmcache_mp_connector",
     ),
+    "offloading": ("OffloadingConnector", None),
 }
 _MODEL: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -123,19 +125,32 @@ def _speculative(options: Options, model: ModelConfig) -> SpeculativeConfig | No
     return config
 
 
-def _offloading(options: Options) -> dict[str, Any]:
+def page_bytes(options: Options) -> int:
+    """Bytes of a block in each layer: K and V of one head of 32 floats, for the KV group with the largest blocks."""
+    return options.block_size * options.window_blocks * 2 * 32 * 4
+
+
+def _offloading(options: Options, folder: str = "") -> dict[str, Any]:
     """The OffloadingConnector, with CPU memory for about as many blocks as the GPU has; two blocks to a chunk at times.
 
-    Bytes: K and V of one head of 32 floats. A chunk of vLLM's takes whole pages.
+    A chunk of vLLM's takes whole pages. folder: of a tier with files.
     """
     blocks = 2 if options.chunk_size // options.block_size % 2 == 0 else 1
-    chunk = -(-blocks * options.block_size * 2 * 32 * 4 // mmap.PAGESIZE) * mmap.PAGESIZE
-    extra = {"cpu_bytes_to_use": options.num_blocks // blocks * chunk, "blocks_per_chunk": blocks}
+    extra = {"blocks_per_chunk": blocks, **options.extra}
+    chunk = -(-extra["blocks_per_chunk"] * page_bytes(options) * options.ranks // mmap.PAGESIZE) * mmap.PAGESIZE
+    chunks = max(1, (options.cpu_blocks or options.num_blocks) // extra["blocks_per_chunk"])
+    extra["cpu_bytes_to_use"] = chunks * chunk
+    if options.tier:
+        files = {"root_dir": folder, "n_read_threads": 1, "n_write_threads": 1} if options.tier == "fs" else {}
+        extra |= {"spec_name": "TieringOffloadingSpec", "secondary_tiers": [{"type": options.tier, **files}]}
     return {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
 
 
-def vllm_config(options: Options) -> VllmConfig:
-    """The engine's configuration, as `vllm serve` would have made it from these options."""
+def vllm_config(options: Options, folder: str = "") -> VllmConfig:
+    """The engine's configuration, as `vllm serve` would have made it from these options.
+
+    folder: for files of the connector.
+    """
     cache = CacheConfig(block_size=options.block_size, enable_prefix_caching=options.prefix_caching)
     cache.num_gpu_blocks = options.num_blocks
     extra = {"lmcache.chunk_size": options.chunk_size}
@@ -152,6 +167,8 @@ def vllm_config(options: Options) -> VllmConfig:
         # before 0.13 there is no such option, and vLLM does as with "recompute"
         **accepted(KVTransferConfig, kv_load_failure_policy=options.kv_load_failure_policy),
     }
+    if options.connector == "offloading":
+        transfer |= _offloading(options, folder)
     children = [transfer]
     if options.beside:
         name, module = OtherConnector.__name__, OtherConnector.__module__
@@ -202,6 +219,8 @@ def kv_cache(options: Options, config: VllmConfig) -> KVCacheConfig:
     # as get_kv_cache_configs does (v1/core/kv_cache_utils.py 0.32.0:2585)
     retained = max(0, getattr(config, "num_prefill_lookahead_tokens", 0) - 1)
     extra = accepted(SlidingWindowSpec, extra_retained_tokens=retained)
+    if options.connector in OF_VLLM:  # blocks of all groups have one size, as the layers of a hybrid model
+        shape["page_size_padded"] = page_bytes(options)
     groups = [
         KVCacheGroupSpec(
             [LAYER.format(group.number)],
@@ -211,7 +230,24 @@ def kv_cache(options: Options, config: VllmConfig) -> KVCacheConfig:
         )
         for group in kv_groups(options)
     ]
-    return KVCacheConfig(num_blocks=options.num_blocks, kv_cache_tensors=[], kv_cache_groups=groups)
+    return KVCacheConfig(num_blocks=options.num_blocks, kv_cache_tensors=_placement(options), kv_cache_groups=groups)
+
+
+def _placement(options: Options) -> list[Any]:
+    """Where the layers are in the memory of all blocks: one over the other. LMCache's connectors do not ask."""
+    if options.connector not in OF_VLLM:
+        return []
+    page = page_bytes(options)
+    size = options.num_blocks * page
+    return [
+        kv_cache_interface.KVCacheTensor(size, [LAYER.format(group.number)], layer_stride=size, block_stride=page)
+        for group in kv_groups(options)
+    ]
+
+
+def kv_caches(options: Options, memory: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The layers, all in this memory of shape (blocks, bytes)."""
+    return {LAYER.format(group.number): memory for group in kv_groups(options)}
 
 
 def of_rank(config: VllmConfig, rank: int) -> VllmConfig:

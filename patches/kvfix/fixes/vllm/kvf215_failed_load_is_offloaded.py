@@ -29,30 +29,27 @@ None known.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
-from types import ModuleType, SimpleNamespace
+from collections.abc import Callable, Generator
+from types import ModuleType
 from typing import Any
 
-from kvfix.fixes import stubs
+from kvfix.fixes import _offloading
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import OFFLOADING_SCHEDULER
-from kvfix.wrapping import before
+from kvfix.wrapping import around
 
 
 def fix(module: ModuleType) -> Callable[..., Any]:
-    def update_connector_output(scheduler: Any, output: Any) -> None:
+    def update_connector_output(scheduler: Any, output: Any) -> Generator[None, Any, Any]:
         stores = vars(scheduler).setdefault("_kvfix_failed_stores", set())
         if output.invalid_block_ids:
             stores.update(_failed_stores(scheduler, output.invalid_block_ids))
         stores.intersection_update(scheduler._jobs)  # a reset has dropped the others
-        completed = getattr(output.kv_connector_worker_meta, "completed_jobs", {})
-        for job in [job for job in stores if scheduler._jobs[job].pending_count <= completed.get(job, 0)]:
-            stores.discard(job)
-            _drop(scheduler, scheduler._jobs[job])
+        with _offloading.completed_as_failed(scheduler, list(stores.intersection(_offloading.completed(output)))):
+            return (yield)
 
     # In almost all steps there is neither.
-    return before(
+    return around(
         update_connector_output,
         when=lambda scheduler, output, *_, **__: (
             output.invalid_block_ids or getattr(scheduler, "_kvfix_failed_stores", None)
@@ -72,36 +69,9 @@ def _failed_stores(scheduler: Any, blocks: Any) -> set[int]:
     return jobs
 
 
-def _drop(scheduler: Any, job: Any) -> None:
-    """Its chunks are not those of their keys. What the hook then takes for stored is gone."""
-    request = scheduler._req_status[job.req_id]
-    with getattr(scheduler, "_manager_locked", nullcontext)():  # since 0.33
-        scheduler.manager.complete_store(job.keys, request.req_context, success=False)
-    for group in request.group_states:
-        group.next_stored_chunk_idx = 0
-
-
 def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
     """A store of block 3 is done, whose load has failed in the same step. Wrong is to complete it as a success."""
-    group = SimpleNamespace(block_ids=[3], next_stored_chunk_idx=1)
-    request = SimpleNamespace(
-        req=stubs.request(16, is_finished=lambda: False), group_states=(group,), transfer_jobs={7}, req_context=None,
-        finished_signaled=False,
-    )  # fmt: skip
-    job = SimpleNamespace(req_id=stubs.NAME, pending_count=1, keys={b"key"}, is_store=True)
-    completed: list[bool] = []
-    scheduler = SimpleNamespace(
-        manager=SimpleNamespace(complete_store=lambda keys, context, success=True: completed.append(success)),
-        _jobs={7: job}, _req_status={stubs.NAME: request}, _block_id_to_pending_jobs={}, _stale_job_threshold=0,
-        _reset_fence={}, _manager_locked=nullcontext,
-    )  # fmt: skip
-    scheduler._update_connector_output = lambda output: module.OffloadingConnectorScheduler._update_connector_output(
-        scheduler, output
-    )
-    meta = module.OffloadingWorkerMetadata()
-    meta.mark_completed(7)
-    hook(scheduler, SimpleNamespace(kv_connector_worker_meta=meta, invalid_block_ids={3}))
-    return completed == [True]
+    return _offloading.success_of_store(hook, module, invalid_block_ids={3}) == [True]
 
 
 FIX = Fix(

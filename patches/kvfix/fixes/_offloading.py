@@ -1,0 +1,69 @@
+"""Shared by the fixes of vLLM's OffloadingConnector: stores that are done and are not to count."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, nullcontext
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from kvfix.fixes import stubs
+from kvfix.wrapping import View, replaced
+
+
+@contextmanager
+def completed_as_failed(scheduler: Any, jobs: Collection[int]) -> Iterator[None]:
+    """For `update_connector_output`: what it completes of these stores it completes as failed, if it does at all.
+
+    The manager then drops their chunks. Their requests, as far as they go on, offer all of theirs again.
+    """
+    manager = scheduler.manager
+    failed = [scheduler._jobs[job].keys for job in jobs]
+
+    def complete_store(keys: Any, context: Any, success: bool = True) -> None:
+        manager.complete_store(keys, context, success=success and not any(keys is each for each in failed))
+
+    requests = [scheduler._req_status[scheduler._jobs[job].req_id] for job in jobs]
+    with replaced(scheduler, manager=View(manager, complete_store=complete_store)):
+        yield
+    size = scheduler.config.blocks_per_chunk
+    for job, request in zip(jobs, requests, strict=True):
+        for number, group in enumerate(request.group_states) if job not in scheduler._jobs else ():
+            if number in scheduler._sliding_window_groups:  # what has left the window is not known before that index
+                before = group.next_stored_chunk_idx * size
+                group.block_ids[:before] = [0] * len(group.block_ids[:before])
+            group.next_stored_chunk_idx = 0
+
+
+def completed(output: Any) -> dict[int, int]:
+    """Jobs that this report of the workers completes, with the number of workers that do."""
+    jobs: dict[int, int] = getattr(output.kv_connector_worker_meta, "completed_jobs", {})
+    return jobs
+
+
+def success_of_store(hook: Callable[..., Any], module: ModuleType, **of_output: Any) -> list[bool]:
+    """For probes: a store of block 3 of a request is done. Whether it is completed as a success."""
+    group = SimpleNamespace(block_ids=[3], next_stored_chunk_idx=1)
+    request = SimpleNamespace(
+        req=stubs.request(16, is_finished=lambda: False), group_states=(group,), transfer_jobs={7}, req_context=None,
+        finished_signaled=False,
+    )  # fmt: skip
+    job = SimpleNamespace(
+        req_id=stubs.NAME, pending_count=1, keys={b"key"}, is_store=True, fenced_block_ids=None,
+        deferred_fence_block_ids=None,
+    )  # fmt: skip
+    found: list[bool] = []
+    scheduler = SimpleNamespace(
+        manager=SimpleNamespace(complete_store=lambda keys, context, success=True: found.append(success)),
+        _jobs={7: job}, _req_status={stubs.NAME: request}, _block_id_to_pending_jobs={}, _stale_job_threshold=0,
+        _reset_fence={}, _manager_locked=nullcontext, config=SimpleNamespace(blocks_per_chunk=1),
+        _sliding_window_groups=(),
+    )  # fmt: skip
+    scheduler._update_connector_output = lambda output: module.OffloadingConnectorScheduler._update_connector_output(
+        scheduler, output
+    )
+    meta = module.OffloadingWorkerMetadata()
+    meta.mark_completed(7)
+    vars(meta).update(of_output.pop("meta", {}))
+    hook(scheduler, SimpleNamespace(kv_connector_worker_meta=meta, **{"invalid_block_ids": set(), **of_output}))
+    return found

@@ -1,0 +1,137 @@
+"""A copy of the OffloadingConnector fails, and the worker dies, with the engine.
+
+## Symptom
+The worker dies with a bare `AssertionError` at `assert transfer_result.success` in `get_finished` of
+offloading/worker.py, and EngineCore with it. vLLM's own copies between GPU and CPU memory raise where they fail; those
+of other workers (`spec_module_path`), such as llm-d's to a file system, report it.
+
+## Cause
+`get_finished` asserts that each copy has succeeded, "we currently do not support job failures" (offloading/worker.py
+0.32.0:288). What a failed copy needs is there: the manager drops the chunks of a store that is completed as failed,
+and vLLM computes what was not loaded, or ends the request (`kv_load_failure_policy`), if its worker says so.
+
+## Fix
+`get_finished` sees all copies as done. What has failed goes with its report: a store is completed as failed, and a load
+is named as failed to vLLM. That request loads nothing more, else a chunk that can never be read would be tried for
+ever.
+
+## Releases
+vLLM 0.26.0 to 0.33.0. The fix is for 0.32.0 and later: earlier ones know no failed loads by request.
+
+## Upstream
+https://github.com/vllm-project/vllm/issues/39732, https://github.com/vllm-project/vllm/pull/52838 (open).
+
+## Remove when
+`get_finished` of offloading/worker.py handles a result without success.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from kvfix.fixes import _offloading, stubs
+from kvfix.fixes.api import Fix
+from kvfix.fixes.targets import (
+    CONNECTOR_BASE,
+    OFFLOADING_SCHEDULER,
+    OFFLOADING_WORKER,
+    OFFLOADING_WORKER_METADATA,
+)
+from kvfix.wrapping import View, after, around, replaced
+
+#: Of the worker: requests whose load has failed. Of its report, and of the scheduler: jobs that have.
+_REQUESTS, _JOBS = "_kvfix_failed_requests", "_kvfix_failed_jobs"
+
+
+def fix(module: ModuleType) -> Callable[..., Any]:
+    def get_finished(worker: Any, finished_req_ids: Any) -> Generator[None, Any, Any]:
+        done = worker.worker.get_finished()
+        failed = {each.job_id for each in done if not each.success}
+        if failed:
+            names = {worker._load_jobs[job] for job in failed if job in worker._load_jobs}
+            setattr(worker, _REQUESTS, getattr(worker, _REQUESTS, set()) | names)
+            meta = worker._connector_worker_meta
+            setattr(meta, _JOBS, getattr(meta, _JOBS, set()) | failed)
+            done = [View(each, success=True) for each in done]
+        with replaced(worker, worker=View(worker.worker, get_finished=lambda: done)):
+            return (yield)
+
+    return around(get_finished)
+
+
+def fix_results(module: ModuleType) -> Callable[..., Any]:
+    """Failed loads, by request. The connector has this function of vLLM's base class."""
+
+    def get_transfer_results(connector: Any, answer: Any, *_: Any) -> Any:
+        failed = vars(connector.connector_worker).pop(_REQUESTS)
+        answer.failed_recving.update(failed & answer.finished_recving)
+        return answer
+
+    return after(
+        get_transfer_results,
+        when=lambda connector, *_, **__: getattr(getattr(connector, "connector_worker", None), _REQUESTS, None),
+    )
+
+
+def fix_aggregate(module: ModuleType) -> Callable[..., Any]:
+    """Of several ranks: a job has failed if one says so."""
+
+    def aggregate(meta: Any, answer: Any, other: Any) -> Any:
+        setattr(answer, _JOBS, getattr(meta, _JOBS, set()) | getattr(other, _JOBS, set()))
+        return answer
+
+    return after(aggregate, when=lambda meta, answer, other, *_, **__: hasattr(meta, _JOBS) or hasattr(other, _JOBS))
+
+
+def fix_scheduler(module: ModuleType) -> Callable[..., Any]:
+    def update_connector_output(scheduler: Any, output: Any) -> Generator[None, Any, Any]:
+        failed = vars(scheduler).setdefault(_JOBS, set())
+        failed.update(getattr(output.kv_connector_worker_meta, _JOBS, ()))
+        failed.intersection_update(scheduler._jobs)  # a reset has dropped the others
+        done = failed.intersection(_offloading.completed(output))
+        stores = [job for job in done if scheduler._jobs[job].is_store]
+        for job in done.difference(stores):
+            scheduler._req_status[scheduler._jobs[job].req_id].max_load_tokens = 0
+        with _offloading.completed_as_failed(scheduler, stores):
+            return (yield)
+
+    # In almost all steps there is neither.
+    return around(
+        update_connector_output,
+        when=lambda scheduler, output, *_, **__: (
+            getattr(scheduler, _JOBS, None) or hasattr(output.kv_connector_worker_meta, _JOBS)
+        ),
+    )
+
+
+def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+    """The copy of a load has failed. Wrong is an AssertionError."""
+    result = SimpleNamespace(job_id=7, success=False, transfer_size=None, transfer_time=None)
+    worker = SimpleNamespace(
+        worker=SimpleNamespace(get_finished=lambda: [result]), _load_jobs={7: stubs.NAME},
+        _connector_worker_meta=module.OffloadingWorkerMetadata(),
+    )  # fmt: skip
+    try:
+        hook(worker, set())
+    except AssertionError:
+        return True
+    return False
+
+
+FIX = Fix(
+    __name__,
+    __doc__,
+    targets=(
+        OFFLOADING_WORKER.get_finished(broken=">=0.32", probe=shows_bug, fix=fix),
+        CONNECTOR_BASE.get_transfer_results(broken=">=0.32", probe=stubs.cannot_tell, fix=fix_results, helper=True),
+        OFFLOADING_WORKER_METADATA.aggregate(broken=">=0.32", probe=stubs.cannot_tell, fix=fix_aggregate, helper=True),
+        OFFLOADING_SCHEDULER.update_connector_output(
+            broken=">=0.32", probe=stubs.cannot_tell, fix=fix_scheduler, place=5, helper=True
+        ),
+    ),
+    evidence={"KVR011": "^(wait_for_save|get_finished): AssertionError"},
+    scenarios=("offload-copy-fails",),
+    no_patch={"vllm": "vLLM PR 52838 is open"},
+)

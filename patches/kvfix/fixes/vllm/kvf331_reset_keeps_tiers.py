@@ -1,0 +1,66 @@
+"""After new weights the OffloadingConnector loads KV of the old ones from its files: wrong text.
+
+## Symptom
+Nothing is logged. After `reset_prefix_cache` with `reset_connector` (a weight update in RLHF), wrong text of prompts
+that were offloaded before. It takes `TieringOffloadingSpec` with `secondary_tiers`.
+
+## Cause
+The connector's `reset_cache` empties its CPU memory, says True, and keeps what is in its secondary tiers
+(`TieringOffloadingManager.reset_cache`, tiering/manager.py 0.32.0:931: "persistent stores keep their data across
+resets"). Their keys are those of the tokens, whatever the weights.
+
+## Fix
+`reset_cache` answers False, and says why in the log, so that `reset_prefix_cache` answers False: its caller learns that
+old KV is still there. kvfix deletes no files. Delete them yourself (`root_dir`), or give each version of the weights a
+folder of its own.
+
+## Releases
+vLLM 0.26.0 to 0.33.0.
+
+## Upstream
+None known.
+
+## Remove when
+`OffloadingConnector.reset_cache` answers False, or the keys of a tier change with the weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from kvfix import engine_log
+from kvfix.fixes.api import Fix
+from kvfix.fixes.targets import OFFLOADING_CONNECTOR
+from kvfix.wrapping import after
+
+
+def fix(module: ModuleType) -> Callable[..., Any]:
+    def reset_cache(connector: Any, answer: Any) -> bool:
+        engine_log.warning(
+            "reset_prefix_cache: the secondary tiers of the OffloadingConnector keep KV of the old weights; the answer "
+            "is False (KVF331)"
+        )
+        return False
+
+    return after(
+        reset_cache,
+        when=lambda connector, *_, **__: getattr(connector.connector_scheduler.manager, "secondary_tiers", None),
+    )
+
+
+def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+    """A manager with a tier is reset. Wrong is to answer True."""
+    manager = SimpleNamespace(secondary_tiers=[object()])
+    scheduler = SimpleNamespace(manager=manager, reset_cache=lambda: None)
+    return hook(SimpleNamespace(connector_scheduler=scheduler)) is True
+
+
+FIX = Fix(
+    __name__,
+    __doc__,
+    targets=(OFFLOADING_CONNECTOR.reset_cache(broken=">=0.26.0", probe=shows_bug, fix=fix),),
+    scenarios=("offload-reset-keeps-files",),
+    no_patch={"vllm": "vLLM keeps a tier's data on purpose; what reset_cache should answer is for it to decide"},
+)

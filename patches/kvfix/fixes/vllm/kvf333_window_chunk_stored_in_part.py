@@ -1,0 +1,64 @@
+"""The OffloadingConnector stores a chunk of a sliding window of which only the end is there: wrong KV for later hits.
+
+## Symptom
+Nothing is logged. Later, wrong text in requests that begin with the same tokens. Models with layers of sliding windows,
+and `blocks_per_chunk` (or `block_size`) of more than one block.
+
+## Cause
+A request that begins with a hit has null blocks in front of its window. Where the window begins within a chunk, the
+OffloadingConnector looks at the chunk's last block only, stores the blocks that are there, and the chunk counts as
+whole (offloading/scheduler.py 0.32.0:1651, 1767). A later request, whose window begins elsewhere in the chunk, loads
+what was in the CPU memory before.
+
+## Fix
+A chunk of a window without all its blocks is not stored.
+
+## Releases
+vLLM 0.32.0 and 0.33.0, the first ones played.
+
+## Upstream
+None known.
+
+## Remove when
+`_build_store_jobs` looks at all blocks of a chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import chain
+from types import ModuleType
+from typing import Any
+
+from kvfix.fixes import stubs
+from kvfix.fixes.api import Fix
+from kvfix.fixes.targets import OFFLOADING_SCHEDULER
+from kvfix.wrapping import before
+
+
+def fix(module: ModuleType) -> Callable[..., Any]:
+    def _build_store_jobs(scheduler: Any, scheduler_output: Any) -> None:
+        size = scheduler.config.blocks_per_chunk
+        for name in chain(scheduler_output.num_scheduled_tokens, scheduler_output.finished_req_ids or ()):
+            status = scheduler._req_status.get(name)
+            for number in scheduler._sliding_window_groups if status is not None else ():
+                group = status.group_states[number]
+                first = 0 if status.req.is_finished() else group.next_stored_chunk_idx
+                for start in range(first * size, len(group.block_ids) - size + 1, size):
+                    if 0 in group.block_ids[start : start + size]:
+                        group.block_ids[start + size - 1] = 0
+
+    # What is not stored yet of each request is looked at in each step, as vLLM does itself.
+    return before(
+        _build_store_jobs,
+        when=lambda scheduler, *_, **__: scheduler._sliding_window_groups and scheduler.config.blocks_per_chunk > 1,
+    )
+
+
+FIX = Fix(
+    __name__,
+    __doc__,
+    targets=(OFFLOADING_SCHEDULER._build_store_jobs(broken=">=0.32", probe=stubs.cannot_tell, fix=fix),),
+    scenarios=("offload-window-chunk-stored-in-part",),
+    no_patch={"vllm": "a window may need the end of a chunk only; whether to key that is for vLLM to decide"},
+)
