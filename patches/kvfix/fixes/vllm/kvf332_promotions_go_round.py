@@ -2,8 +2,8 @@
 
 ## Symptom
 Nothing is logged at the default level. A request stays in WAITING, the file system tier reads the same chunks again and
-again, and `vllm:kv_offload` counters of promotions grow. It takes `TieringOffloadingSpec` with `secondary_tiers`, and
-less CPU memory than the requests that wait have in the tier.
+again. It takes `TieringOffloadingSpec` with `secondary_tiers`, and less CPU memory than the requests that wait have
+in the tier.
 
 ## Cause
 A lookup that finds a chunk in a tier takes room for it in the CPU memory at once, and evicts the chunk used longest ago
