@@ -1,9 +1,13 @@
-"""`kvfix look` at an engine under load that was started without kvfix: 1,000 looks, one a second.
+"""`kvfix look` at an engine under load that was started without kvfix: many looks, one a second.
 
 Seconds with looks and without take turns, on one engine, so they share the state of the machine. No look may find
-anything wrong, and every round of the same requests has the same answers. Forty minutes on two cores: one is the
-engine's, with one thread for its kernels, the other one the looker's. An engine whose kernels take all cores pays for
-what a look costs outside of it too, which is a row of its own.
+anything wrong, and every round of the same requests has the same answers. KVFIX_BENCH_LOOKS: how many; a thousand take
+forty minutes. On two cores: one is the engine's, with one thread for its kernels, the other one the looker's. An engine
+whose kernels take all cores pays for what a look costs outside of it too, which is a row of its own.
+
+Rounds a second are of the machine as much as of the looks. So the looks' own time is measured too: how long a thread of
+the engine is stopped, less what it or the looker wait meanwhile for a core that others have, and the processor time of
+what its main thread runs for kvfix.
 """
 
 from __future__ import annotations
@@ -13,24 +17,65 @@ import re
 import resource
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
 from math import sqrt
 from pathlib import Path
-from statistics import geometric_mean, mean, quantiles, stdev
+from statistics import geometric_mean, mean, median, quantiles, stdev
+from typing import Any
+from unittest import mock
 
 from kvfix.ledger.standstill import Look, verdicts
-from kvfix_tools.look import looking
+from kvfix_tools.look import calls, inject, looking
 from tests.bench.row import Row
 from tests.engine import start
 
-LOOKS = 1000
+LOOKS = int(os.environ.get("KVFIX_BENCH_LOOKS", "1000"))
 #: Seconds between two looks, and of a turn.
 PAUSE, TURN = 1.0, 10.0
 #: The engine's core, and the looker's.
 ENGINE, LOOKER = 0, 1
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "VLLM_CPU_OMP_THREADS_BIND": str(ENGINE)}
+#: What runs in the engine, around what would.
+_TIMED = """
+import time
+began = time.thread_time()
+exec(compile({whole!r}, "<kvfix>", "exec"), {{}})
+with open({file!r}, "a") as file:
+    file.write(f"{{time.thread_time() - began}}\\n")
+"""
 _ROUND = re.compile(r"calm round \d+ after ([\d.]+) s, at ([\d.]+)")
+
+
+class _Timed:
+    """In place of `inject._CODE`."""
+
+    def __init__(self, file: Path) -> None:
+        self._file, self._code = str(file), inject._CODE
+
+    def format(self, **names: str) -> str:
+        return _TIMED.format(whole=self._code.format(**names), file=self._file)
+
+
+def _timed_stop(file: Path) -> Callable[..., Any]:
+    """In place of `calls._performed`."""
+    performed = calls._performed
+
+    def timed(thread: calls.Thread, work: Any) -> Any:
+        threads = (thread.number, os.getpid())
+        began, waited, used = time.perf_counter(), _waited(threads), time.process_time()
+        answer = performed(thread, work)
+        used, took = time.process_time() - used, time.perf_counter() - began - (_waited(threads) - waited)
+        with file.open("a") as opened:
+            opened.write(f"{max(used, took)}\n")
+        return answer
+
+    return timed
+
+
+def _waited(threads: Iterable[int]) -> float:
+    """Seconds, for a core."""
+    return sum(int(Path(f"/proc/{each}/schedstat").read_text().split()[1]) for each in threads) / 1e9
 
 
 def measure() -> Iterator[Row]:
@@ -39,6 +84,7 @@ def measure() -> Iterator[Row]:
     outside: list[float] = []
     with tempfile.TemporaryDirectory(prefix="kvfix-bench-") as place, start.server() as transfer:
         folder = Path(place)
+        stopped, run = folder / "stopped", folder / "run"
 
         def do(pid: int) -> None:
             try:
@@ -48,6 +94,9 @@ def measure() -> Iterator[Row]:
                         os.sched_setaffinity(int(thread.name), {ENGINE})
                 os.sched_setaffinity(0, {LOOKER})
                 looker = looking.Looker(tree, full=False)
+                looker.look()  # brings the modules
+                for file in (stopped, run):
+                    file.write_text("")
                 outside.append(_seconds())
                 while len(looks) < LOOKS:
                     turns.append((time.monotonic(), not (turns and turns[-1][1])))
@@ -60,22 +109,31 @@ def measure() -> Iterator[Row]:
             finally:
                 (folder / "stop").touch()
 
-        ran = start.run(
-            folder, False, transfer, engine=start.TWO_PROCESSES, program="attached.py", forked=False,
-            when=("calm round 3 ", do), calm=start.CROWD[:2], hard=[], flags=str(folder), limit=4 * LOOKS,
-            environment=_ONE_THREAD,
-        )  # fmt: skip
+        timed = (
+            mock.patch.object(calls, "_performed", _timed_stop(stopped)),
+            mock.patch.object(inject, "_CODE", _Timed(run)),
+        )
+        with timed[0], timed[1]:
+            ran = start.run(
+                folder, False, transfer, engine=start.TWO_PROCESSES, program="attached.py", forked=False,
+                when=("calm round 3 ", do), calm=start.CROWD[:2], hard=[], flags=str(folder), limit=4 * LOOKS + 300,
+                environment=_ONE_THREAD,
+            )  # fmt: skip
+        stops, runs = ([float(line) for line in file.read_text().split()] for file in (stopped, run))
         assert ran.answer is not None, ran.log[-3000:]
         answers = [answer for _, answer in ran.answer["rounds"]]
         assert all(each == answers[0] for each in answers)
         wrong = [found for first, second in pairwise(looks) for found in verdicts([first, second])]
         assert not wrong, wrong[:3]
     took = [sum(each.get("milliseconds", 0.0) for each in look.processes) for look in looks]
-    yield Row("a look, of all main threads", mean(took), "ms", f"{quantiles(took, n=100)[98]:.1f} ms in one of 100", 5)
+    yield Row("a look, reads of all threads", mean(took), "ms", f"{quantiles(took, n=100)[98]:.1f} ms in one of 100", 5)
+    beside = f"{len(stops)} of {1000 * median(stops):.2f} ms, {1000 * quantiles(stops, n=100)[98]:.1f} ms in one of 100"
+    yield Row("a stop of a thread", 1000 * mean(stops), "ms", beside, 2)
     seconds = TURN * sum(with_looks for _, with_looks in turns)
-    own = 100 * sum(took) / 1000 / seconds
-    yield Row(f"{LOOKS} looks, their time", own, "%", f"{seconds:.0f} s with looks", 1)
-    yield Row("a look, outside of the engine", 1000 * (outside[1] - outside[0]) / LOOKS, "ms of a core", "", 50)
+    shares = [100 * sum(each) / seconds for each in (stops, runs)]
+    beside = f"stopped {shares[0]:.3f}, at work {shares[1]:.3f} in {len(runs)} runs, of {seconds:.0f} s"
+    yield Row("stopped by looks, or at work for them", sum(shares), "%", beside, 1)
+    yield Row("a look, outside of the engine", 1000 * (outside[1] - outside[0]) / LOOKS, "ms of a core", "", 20)
     ratios = list(_ratios(turns, [(float(at), float(of)) for of, at in _ROUND.findall(ran.log)]))
     error = 2 * stdev(ratios) / sqrt(len(ratios))
     beside = f"{len(answers)} rounds, {len(ratios)} turns, +- {error:.3f}"

@@ -1,6 +1,7 @@
 """A process into which code is injected. The first argument is what its main thread does meanwhile."""
 
 import ctypes
+import platform
 import signal
 import sys
 import threading
@@ -12,10 +13,20 @@ if sys.argv[1] == "threads":
 if sys.argv[1] == "busy-threads":
     for _ in range(4):
         threading.Thread(target=lambda: [sum(range(1000)) for _ in iter(int, 1)], daemon=True).start()
+if sys.argv[1] == "computes":
+    import numpy
+
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTRAP})
+    numbers = numpy.arange(1_000_000, dtype=float)
+    right, wrong = float(numbers.sum()), 0
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell lets its background processes ignore it
 print("ready", flush=True)
 if sys.argv[1] == "c":  # with the GIL and without a bytecode, until there is a line on stdin
     ctypes.PyDLL(None).getchar()
+if sys.argv[1] == "own-lock":  # FUTEX_WAIT, on what is in Python's own state
+    state = ctypes.c_int.in_dll(ctypes.pythonapi, "_PyRuntime")
+    number = {"x86_64": 202, "aarch64": 98}[platform.machine()]
+    ctypes.CDLL(None).syscall(number, ctypes.byref(state), 0, state.value, None)
 if sys.argv[1] == "read":
     ctypes.CDLL(None).getchar()
 if sys.argv[1] == "reads":  # two system calls
@@ -26,6 +37,9 @@ if sys.argv[1] == "sleep":
     time.sleep(60)
 if sys.argv[1] == "lock":
     threading.Event().wait(60)
+if sys.argv[1] == "computes":
+    while True:
+        wrong += float(numbers.sum()) != right
 counted = 0
 try:
     while True:

@@ -7,20 +7,19 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from kvfix_tools.look import attach, inject
+from kvfix_tools.look import attach, inject, ptrace
 from tests.conftest import ROOT, clean_environment
 from tests.forked import Forked
 
 PROGRAM = Path(__file__).with_name("plays.py")
 
 pytestmark = pytest.mark.skipif(
-    not (find_spec("pyinjector") or shutil.which("gdb")), reason="neither pyinjector nor gdb is here"
+    not (ptrace.MACHINE or shutil.which("gdb")), reason="this machine is called by gdb, which is not here"
 )
 
 

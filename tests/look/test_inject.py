@@ -6,25 +6,24 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
-from kvfix_tools.look import calls, inject, other_process
+from kvfix_tools.look import inject, other_process, ptrace
 from kvfix_tools.look.other_process import Process
 from tests.conftest import clean_environment
 
-WAYS = [way for way, here in (("pyinjector", find_spec("pyinjector")), ("gdb", shutil.which("gdb"))) if here]
+WAYS = [way for way, here in (("ptrace", ptrace.MACHINE), ("gdb", shutil.which("gdb"))) if here]
 NAME = "import threading; open(ANSWER, 'w').write(threading.current_thread().name)"
 
-pytestmark = pytest.mark.skipif(not WAYS, reason="neither pyinjector nor gdb is here")
+pytestmark = pytest.mark.skipif(not WAYS, reason="this machine is called by gdb, which is not here")
 
 
 @pytest.fixture(params=WAYS or ["none"])
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "gdb":
-        monkeypatch.setattr(calls, "find_spec", lambda name: None)
+        monkeypatch.setattr(ptrace, "MACHINE", None)
     return str(request.param)
 
 
@@ -86,6 +85,14 @@ def test_a_thread_that_has_gone_on_meanwhile_is_left_alone(way: str) -> None:
         assert inject.run(program.pid, NAME, seconds=60) == "MainThread"
 
 
+def test_a_thread_that_waits_for_a_lock_of_python_is_left_alone(way: str) -> None:
+    """It may hold the mutex of the GIL meanwhile. Called then, it waited for itself, and all threads for it."""
+    with target("own-lock") as process:
+        with pytest.raises(inject.Silent):
+            inject.run(process.pid, NAME, seconds=0.5)
+        assert process.poll() is None
+
+
 def test_a_file_is_read_once_for_all_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     """As /proc/PID/root/usr/lib/... it has as many paths as there are processes, and is the same file of 20 MB."""
     contents = []
@@ -102,11 +109,22 @@ def test_a_file_is_read_once_for_all_processes(monkeypatch: pytest.MonkeyPatch) 
 def test_a_hundred_in_a_row_take_one_page(way: str) -> None:
     count = "import __main__; open(ANSWER, 'w').write(str(__main__.counted))"
     with target("sleeps") as process:
-        counted = [int(inject.run(process.pid, count, seconds=60)) for _ in range(100 if way == "pyinjector" else 20)]
+        counted = [int(inject.run(process.pid, count, seconds=60)) for _ in range(100 if way == "ptrace" else 20)]
         maps = Path(f"/proc/{process.pid}/maps").read_text()
     assert counted == sorted(counted)
     assert counted[-1] > counted[0]  # the loop went on between them
     assert maps.count("6b76000") == 2  # start and end of one line
+
+
+@pytest.mark.skipif(not ptrace.MACHINE, reason="of gdb's own")
+def test_a_computation_gets_its_registers_and_its_signals_back() -> None:
+    """In the middle of a kernel all vector registers are in use, and `difftime` writes to them."""
+    after = "import __main__, signal; open(ANSWER, 'w').write(f'{__main__.wrong} {signal.pthread_sigmask(0, ())}')"
+    with target("computes") as process:
+        engine = Process(process.pid)
+        for _ in range(200):
+            engine.call("difftime", 5, 3)
+        assert inject.run(process.pid, after, seconds=60) == "0 {<Signals.SIGTRAP: 5>}"
 
 
 def test_an_error_of_the_code_is_an_answer(way: str) -> None:
@@ -164,6 +182,25 @@ def test_what_has_ended_or_is_no_python_is_refused(way: str) -> None:
 def test_a_process_that_ends_meanwhile(way: str) -> None:
     with target("sleeps") as process, pytest.raises(inject.Refused, match="has ended"):
         inject.run(process.pid, "import os; os._exit(0)", seconds=5)
+
+
+@pytest.mark.skipif(not ptrace.MACHINE, reason="gdb is a process of its own")
+def test_the_end_of_the_looker_is_not_that_of_the_call(tmp_path: Path) -> None:
+    """A thread that nothing waits for runs into the breakpoint, and the process ends."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    code = "import sys; from kvfix_tools.look import inject; inject.run(int(sys.argv[1]), sys.argv[2], seconds=60)"
+    with target("lock") as process:
+        looker = subprocess.Popen(
+            [sys.executable, "-c", code, str(process.pid), f"open({str(pipe)!r}).read()"],
+            env=clean_environment(PYTHONPATH=os.pathsep.join(sys.path)),
+        )
+        with pipe.open("w"):  # the injected code has begun to read
+            looker.kill()
+            looker.wait()
+        while "TracerPid:\t0\n" not in Path(f"/proc/{process.pid}/status").read_text():
+            pass
+        assert inject.run(process.pid, NAME, seconds=60) == "MainThread"
 
 
 @pytest.mark.parametrize("release", ["3.10", "3.12", "3.13"])

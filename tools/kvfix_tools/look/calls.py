@@ -1,14 +1,14 @@
-"""C functions called in the main thread of another process, which is stopped for that.
+"""C functions called in a thread of another process, which is stopped for that.
 
-By pyinjector, which stops this one thread for less than a millisecond, or by gdb, which stops all.
+By `ptrace`, for a tenth of a millisecond; on other machines by gdb, which stops all threads.
 """
 
 from __future__ import annotations
 
-import ctypes
+import atexit
 import os
+import platform
 import re
-import select
 import shutil
 import signal
 import subprocess
@@ -17,9 +17,11 @@ import threading
 from collections.abc import Callable
 from contextlib import suppress
 from functools import lru_cache
-from importlib.util import find_spec
+from multiprocessing import Pipe
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, cast
+
+from kvfix_tools.look import ptrace
 
 #: Seconds for a call; gdb takes a quarter of one.
 _SECONDS = 20.0
@@ -32,6 +34,15 @@ class Refused(Exception):
         super().__init__(f"{reason}. {setting}" if setting else reason)
         self.reason = reason
         self.setting = setting
+
+
+class Thread(NamedTuple):
+    """wait: `system_call` in which it has been found; if it is in another one when it is stopped, it is left alone. "":
+    wherever it is. trap: address of a breakpoint instruction."""
+
+    number: int
+    wait: str
+    trap: int
 
 
 class Call(NamedTuple):
@@ -49,12 +60,10 @@ class Call(NamedTuple):
 class RunWaiting(NamedTuple):
     """In a long wait without the GIL no lock of malloc or of Python is held: the thread may take the GIL.
 
-    wait: `system_call` during that wait. A thread that is in another one when it is stopped has gone on. It may be
-    about to take the GIL, with the GIL's own mutex held (`take_gil`, ceval_gil.h of CPython): it would wait for itself.
+    A thread that is not in that wait any more has gone on. It may be about to take the GIL, with the GIL's own mutex
+    held (`take_gil`, ceval_gil.h of CPython): it would wait for itself.
     """
 
-    pid: int
-    wait: str
     check: int
     ensure: int
     run: int
@@ -62,7 +71,7 @@ class RunWaiting(NamedTuple):
     line: int
 
     def perform(self, call: Callable[..., int]) -> int:
-        if system_call(self.pid) != self.wait or call(self.check):
+        if call(self.check):
             return 0
         state = call(self.ensure)
         call(self.run, self.line)
@@ -70,11 +79,7 @@ class RunWaiting(NamedTuple):
         return 1
 
     def commands(self) -> str:
-        return f"""set $waits = 0
-shell grep -qxF '{self.wait}' /proc/{self.pid}/syscall
-if $_shell_exitcode == 0
-  set $waits = {_expression(self.check)} == 0
-end
+        return f"""set $waits = {_expression(self.check)} == 0
 if $waits
   set $state = {_expression(self.ensure)}
   set $ran = {_expression(self.run, self.line)}
@@ -91,77 +96,102 @@ def _expression(address: int, *arguments: int | str) -> str:
 
 @lru_cache(maxsize=1)
 def _cores() -> threading.Semaphore:
-    """So many processes are stopped at once: each for as long as its maps take to read, not until it has a core too."""
+    """So many threads are stopped at once: each for as long as that takes, not until it has a core too."""
     return threading.Semaphore(len(os.sched_getaffinity(0)))
 
 
-def stop(pid: int, work: Call | RunWaiting) -> int:
-    """Stop the main thread, have it do this, and let it go on. Raises Refused."""
-    if find_spec("pyinjector") is not None:
+def stop(thread: Thread, work: Call | RunWaiting) -> int | None:
+    """Stop the thread, have it do this, and let it go on. None: it had gone on. Raises Refused."""
+    if ptrace.MACHINE is not None:
         with _cores():
-            return _in_child(pid, work)
+            return _by_stopper(thread, work)
     if shutil.which("gdb") is not None:
-        return _by_gdb(pid, work)
-    raise Refused("there is neither pyinjector nor gdb here", "pip install pyinjector, or install gdb.")
+        return _by_gdb(thread, work)
+    raise Refused(f"processes are called by gdb on {platform.machine()}, and it is not here", "Install gdb.")
 
 
-def _in_child(pid: int, work: Call | RunWaiting) -> int:
-    """By pyinjector in a process of its own: whoever ends this one must not end the call that it has begun."""
-    spec = find_spec("pyinjector.injector")
-    library = ctypes.CDLL(spec.origin if spec is not None else None)
-    library.injector_error.restype = ctypes.c_char_p
-    reads, writes = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            os.setsid()
-            signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
-            os.write(writes, _by_pyinjector(library, pid, work).encode())
-        finally:
-            os._exit(0)
-    os.close(writes)
-    with os.fdopen(reads) as answer:
-        if not select.select([reads], [], [], _SECONDS)[0]:
-            raise Refused(
-                f"no thread of process {pid} gives up the GIL", f"Leave process {child} alone: it waits for it."
-            )
-        output = answer.read()
-    os.waitpid(child, 0)
-    if not output.lstrip("-").isdecimal():
-        raise Refused(f"process {pid} cannot be called: {output}", "")
-    return int(output)
+class _Stopper:
+    """A process that stops threads for this one: whoever ends this one must not end the call that it has begun."""
+
+    def __init__(self) -> None:
+        self._pipe, there = Pipe()
+        self.pid = os.fork()
+        if self.pid == 0:
+            try:
+                os.setsid()
+                signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+                with suppress(PermissionError):  # root alone: a thread must not stand still until this has a core
+                    os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
+                for at in (0, 1, 2):
+                    os.dup2(os.open(os.devnull, os.O_RDWR), at)
+                os.closerange(3, there.fileno())
+                os.closerange(there.fileno() + 1, os.sysconf("SC_OPEN_MAX"))
+                while True:
+                    there.send(_performed(*there.recv()))
+            finally:  # the other end has been closed
+                os._exit(0)
+        there.close()
+
+    def stop(self, thread: Thread, work: Call | RunWaiting) -> int | str | None:
+        """A text says why not. Raises TimeoutError."""
+        self._pipe.send((thread, work))
+        if not self._pipe.poll(_SECONDS):
+            raise TimeoutError
+        return cast("int | str | None", self._pipe.recv())
+
+    def end(self) -> None:
+        self._pipe.close()
+        os.waitpid(self.pid, 0)
 
 
-def _by_pyinjector(library: ctypes.CDLL, pid: int, work: Call | RunWaiting) -> str:
-    """By the C functions of kubo's injector, which pyinjector contains; it itself only loads libraries. The answer."""
-    injector, answer = ctypes.c_void_p(), ctypes.c_ssize_t()
+#: Those without work. One that waits for a thread for ever is not among them.
+_STOPPERS: list[_Stopper] = []
+os.register_at_fork(after_in_child=_STOPPERS.clear)
 
-    def call(address: int, *arguments: int) -> int:
-        given = [ctypes.c_ssize_t(each) for each in arguments]
-        if library.injector_remote_call(injector, ctypes.byref(answer), ctypes.c_size_t(address), *given):
-            raise OSError(library.injector_error().decode())
-        return ctypes.c_int32(answer.value).value
 
+@atexit.register
+def _end() -> None:
+    while _STOPPERS:
+        _STOPPERS.pop().end()
+
+
+def _by_stopper(thread: Thread, work: Call | RunWaiting) -> int | None:
+    stopper = _STOPPERS.pop() if _STOPPERS else _Stopper()
     try:
-        if library.injector_attach(ctypes.byref(injector), pid):
-            return str(library.injector_error().decode())
-        try:
-            return str(work.perform(call))
-        finally:
-            library.injector_detach(injector)
+        answer = stopper.stop(thread, work)
+    except TimeoutError:
+        reason = f"thread {thread.number} does not come back from what it was called for"
+        raise Refused(reason, f"Leave process {stopper.pid} alone: it waits for it.") from None
+    except (EOFError, OSError) as error:
+        raise Refused(f"thread {thread.number} cannot be called: process {stopper.pid} has ended") from error
+    _STOPPERS.append(stopper)
+    if isinstance(answer, str):
+        raise Refused(f"thread {thread.number} cannot be called: {answer}")
+    return answer
+
+
+def _performed(thread: Thread, work: Call | RunWaiting) -> int | str | None:
+    try:
+        with ptrace.stopped(thread.number, thread.trap) as stopped:
+            if thread.wait and not stopped.is_in(thread.wait):
+                return None
+            return work.perform(stopped.call)
     except OSError as error:
         return str(error)
 
 
-def system_call(pid: int) -> str:
-    """In which one the main thread is: number, arguments, stack pointer, place. "": in none, or it has ended."""
+def system_call(thread: int) -> str:
+    """In which one it is: number, arguments, stack pointer, place. "": in none, or it has ended."""
     with suppress(OSError):
-        line = Path(f"/proc/{pid}/syscall").read_text().strip()
+        line = Path(f"/proc/{thread}/syscall").read_text().strip()
         return "" if line.startswith(("-1", "running")) else line
     return ""
 
 
-def _by_gdb(pid: int, work: Call | RunWaiting) -> int:
+def _by_gdb(thread: Thread, work: Call | RunWaiting) -> int | None:
+    """The main thread, for one: gdb stops all."""
+    pid = thread.number
+    is_there = f"shell grep -qxF '{thread.wait}' /proc/{pid}/syscall" if thread.wait else "shell true"
     commands = f"""set auto-solib-add off
 set auto-load no
 set debuginfod enabled off
@@ -169,13 +199,20 @@ set print thread-events off
 set unwindonsignal on
 file /proc/{pid}/exe
 attach {pid}
-{work.commands()}detach
+{is_there}
+if $_shell_exitcode == 0
+{work.commands()}else
+  print "it has gone on"
+end
+detach
 """
     with tempfile.NamedTemporaryFile("w", suffix=".gdb") as script:
         script.write(commands)
         script.flush()
         output = _output(pid, work, script.name)
     found = re.search(r"^\$\d+ = (-?\d+)", output, re.MULTILINE)
+    if found is None and '= "it has gone on"' in output:
+        return None
     if found is None:
         raise Refused(f"gdb could not call into process {pid}: {' '.join(output.split())[-300:]}")
     return int(found[1])

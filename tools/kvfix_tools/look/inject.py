@@ -22,6 +22,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
+from kvfix_tools.look import other_process
 from kvfix_tools.look.calls import Refused
 from kvfix_tools.look.other_process import Process
 
@@ -102,7 +103,7 @@ def run(pid: int, code: str, *, seconds: float) -> str:
     come to a bytecode. Raises Refused or Silent. After Silent the folder stays until the thread comes to a bytecode:
     the next `run` uses it, so that a stuck process has one call in its queue and not many.
     """
-    process = Process(pid)
+    process = other_process.process(pid)
     lines = _Lines(process)
     folder = lines.waiting()
     if folder is not None:

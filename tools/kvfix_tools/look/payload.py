@@ -23,11 +23,10 @@ NOTHING, COMPILED, SOURCES = "nothing", "compiled", "sources"
 #: The package last: it imports the others.
 _MODULES = ("places", "recorded", "needs", "connectors", "scheduler", "")
 
-_LOOK = """
+_BRING = """
 import sys
 name, magic, parts = {name!r}, {magic!r}, {parts!r}
-package = sys.modules.get(name)
-if package is None and parts and magic in ("", getattr(sys.modules.get("importlib.util"), "MAGIC_NUMBER", b"").hex()):
+if name not in sys.modules and magic in ("", getattr(sys.modules.get("importlib.util"), "MAGIC_NUMBER", b"").hex()):
     made = [name]
     try:
         package = sys.modules[name] = type(sys)(name)
@@ -49,7 +48,11 @@ if package is None and parts and magic in ("", getattr(sys.modules.get("importli
         for each in made:
             sys.modules.pop(each, None)
         raise
-answer = "null"
+"""
+#: Its text is compiled in the main thread with each look.
+_ASK = """
+import sys
+package, answer = sys.modules.get({name!r}), "null"
 if package is not None:
     import json
     answer = json.dumps(package.collect({full!r}))
@@ -61,12 +64,10 @@ with open(ANSWER, "w") as file:
 def code(full: bool, bring: str) -> str:
     """Python that answers the state as JSON, or MISSING."""
     name, sources = _sources()
-    magic, parts = "", []
+    ask = _ASK.format(name=name, full=full)
     if bring == COMPILED:
-        magic, parts = importlib.util.MAGIC_NUMBER.hex(), _compiled()
-    elif bring == SOURCES:
-        parts = sources
-    return _LOOK.format(name=name, magic=magic, parts=parts, full=full)
+        return _BRING.format(name=name, magic=importlib.util.MAGIC_NUMBER.hex(), parts=_compiled()) + ask
+    return _BRING.format(name=name, magic="", parts=sources) + ask if bring == SOURCES else ask
 
 
 @cache
