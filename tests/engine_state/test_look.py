@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import pty
+import re
+import shutil
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +49,23 @@ def look(pid: int, *options: str, **more: Any) -> subprocess.CompletedProcess[st
     )
 
 
+def watched(pid: int, draws: int) -> tuple[int, str]:
+    """The exit code of `--watch`, interrupted after so many, and all that it has drawn."""
+    ours, its = pty.openpty()
+    environment = clean_environment(TERM="xterm", COLUMNS="240")
+    with subprocess.Popen([*COMMAND, str(pid), "--watch"], env=environment, stdout=its, stderr=its) as process:
+        os.close(its)
+        text = b""
+        while text.count(b"a second") < draws:
+            text += os.read(ours, 65536)
+        process.send_signal(signal.SIGINT)
+        with suppress(OSError):  # it has ended
+            while True:
+                text += os.read(ours, 65536)
+    os.close(ours)
+    return process.returncode, text.decode(errors="replace")
+
+
 def test_an_engine_that_cannot_move(tmp_path: Path) -> None:
     file = tmp_path / "state"
     with lab_process("locked_out_engine") as pid:
@@ -52,7 +73,11 @@ def test_an_engine_that_cannot_move(tmp_path: Path) -> None:
         text = look(pid)
         one = look(pid, "--request", "low")
         none = look(pid, "--request", "other")
+        code, drawn = watched(pid, 2)
     assert (done.returncode, text.returncode, one.returncode, none.returncode) == (1, 1, 1, 2)
+    assert code == 1
+    assert drawn.count("KVD202 nothing-moves") >= 2
+    assert re.search(r"; \d+ steps, 0 tokens, 0\.0 requests ended a second", drawn), drawn
     answer = json.loads(done.stdout)
     (verdict,) = answer["verdicts"]
     assert (verdict["code"], verdict["request"], verdict["fixes"]) == ("KVD202", "r", ["KVF208", "KVF210"])
@@ -100,8 +125,27 @@ def test_without_rights() -> None:
     assert "Run kvfix as its user (id 0), or as root." in done.stderr
 
 
+@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("setpriv"), reason="needs root, to take rights away")
+def test_in_a_container_without_ptrace() -> None:
+    """A container's root without SYS_PTRACE may not trace one that has more rights."""
+    less = ["setpriv", "--bounding-set=-sys_ptrace", "--inh-caps=-sys_ptrace"]
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        done = subprocess.run(
+            [*less, *COMMAND, str(process.pid)],
+            env=clean_environment(), capture_output=True, text=True, timeout=60, check=False,
+        )  # fmt: skip
+        process.kill()
+    assert done.returncode == 77, done.stdout + done.stderr
+    assert (
+        "may not be traced; Permission denied (os error 13). Start the container with --cap-add SYS_PTRACE"
+        in done.stderr
+    )
+
+
 def test_there_is_no_such_process() -> None:
-    assert look(4_190_000).returncode == 2
+    done = look(4_190_000)
+    assert done.returncode == 2
+    assert "kubectl debug --target" in done.stderr
     assert look(4_190_000, "--core", "file").returncode == 2
 
 

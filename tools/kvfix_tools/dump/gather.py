@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -49,8 +50,8 @@ def stacks(pid: int) -> tuple[list[dict[str, Any]] | None, str]:
         )
         if done.returncode == 0:
             return list(json.loads(done.stdout)), ""
-        lines = done.stderr.strip().splitlines()
-        return None, lines[-1] if lines else f"py-spy ended with {done.returncode}"
+        lines = done.stderr.partition("Stack backtrace:")[0].strip().splitlines()
+        return None, re.sub(r"^\s*\d+: ", "", lines[-1]) if lines else f"py-spy ended with {done.returncode}"
     except subprocess.TimeoutExpired:
         return None, f"py-spy had no answer in {STACKS} s"
     except (OSError, json.JSONDecodeError) as error:

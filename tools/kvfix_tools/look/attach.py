@@ -15,6 +15,7 @@ from kvfix.config import Config
 from kvfix_tools import screen
 from kvfix_tools.dump import processes
 from kvfix_tools.look import inject
+from kvfix_tools.look.other_process import OTHER_NAMESPACE
 
 #: Seconds for a main thread to come to a bytecode, and between two questions to a process that is within a step.
 _SECONDS, _PAUSE = 5.0, 0.03
@@ -153,7 +154,7 @@ def _open(answer: dict[str, Any]) -> bool:
 
 def _show(engine: _Engine, pid: int, wanted: str, json: bool) -> int:
     if not engine.processes:
-        print(f"kvfix: there is no process {pid}", file=sys.stderr)
+        print(f"kvfix: there is no process {pid}. {OTHER_NAMESPACE}", file=sys.stderr)
         return 2
     shown = {each: answer for each, answer in engine.answers.items() if answer["state"] != "without"}
     if json:

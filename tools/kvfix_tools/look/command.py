@@ -15,6 +15,7 @@ from rich.live import Live
 from kvfix.ledger import owed, standstill
 from kvfix_tools import screen
 from kvfix_tools.look import lmcache_server, looking, show
+from kvfix_tools.look.other_process import OTHER_NAMESPACE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -30,7 +31,7 @@ def look(pid: int, watch: bool, request: str, json: bool, save: str) -> int:
     """0: nothing is known to be wrong. 1: there is a verdict. 2: no such process. 77: it may not be read."""
     tree = looking.engine_of(lmcache_server.client_of(pid) or pid)
     if not tree:
-        print(f"kvfix look: there is no process {pid}", file=sys.stderr)
+        print(f"kvfix look: there is no process {pid}. {OTHER_NAMESPACE}", file=sys.stderr)
         return 2
     looker = looking.Looker(tree, full=bool(save))
     if watch:
