@@ -106,6 +106,18 @@ def test_a_file_is_read_once_for_all_processes(monkeypatch: pytest.MonkeyPatch) 
     assert len(set(contents)) == len(contents)
 
 
+def test_the_maps_of_a_process_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With CUDA there are thousands. Its memory in use changes meanwhile, and is no reason to read them again."""
+    read: list[Path] = []
+    mapped = other_process._mapped_files
+    monkeypatch.setattr(other_process, "_mapped_files", lambda process: read.append(process) or mapped(process))
+    with target("sleeps") as process:
+        for _ in range(2):
+            grow = "import __main__; __main__.more = [*getattr(__main__, 'more', ()), bytearray(2**24)]"
+            assert inject.run(process.pid, grow, seconds=60) == ""
+    assert len(read) == 1
+
+
 def test_a_hundred_in_a_row_take_one_page(way: str) -> None:
     count = "import __main__; open(ANSWER, 'w').write(str(__main__.counted))"
     with target("sleeps") as process:
