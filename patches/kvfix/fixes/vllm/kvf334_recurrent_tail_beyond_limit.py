@@ -1,0 +1,84 @@
+"""A request says how many tokens of it the OffloadingConnector may store, and EngineCore dies, or all are stored.
+
+## Symptom
+EngineCore dies with a bare `AssertionError` at `assert boundary <= max_boundary` in `_build_partial_tail_store_jobs` of
+offloading/scheduler.py. It takes a model with layers of recurrent state (Mamba, `mamba_cache_mode` "align"), one block
+to a chunk, and hits finer than a block (`prefix_match_unit`). The limit is a parameter of the request: whoever can
+reach the engine can do it.
+
+## Cause
+For the end of such a prompt vLLM hands the connector the block with the recurrent state. It knows nothing of the limit,
+which the connector asserts of it (offloading/scheduler.py 0.32.0:1443). A limit of 0 it takes for none (:1437).
+
+## Fix
+What is handed over beyond the limit of its request is left out.
+
+## Releases
+vLLM 0.32.0 and 0.33.0.
+
+## Upstream
+None known.
+
+## Remove when
+`_build_partial_tail_store_jobs` compares with the limit, and with 0 too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from kvfix.fixes import stubs
+from kvfix.fixes.api import Fix
+from kvfix.fixes.targets import OFFLOADING_SCHEDULER
+from kvfix.wrapping import View, around
+
+
+def fix(module: ModuleType) -> Callable[..., Any]:
+    def _build_partial_tail_store_jobs(scheduler: Any, scheduler_output: Any) -> Generator[Any, Any, Any]:
+        state = scheduler_output.kv_connector_block_state
+        within = {
+            name: [entry for entry in entries if _fits(scheduler, name, entry)]
+            for name, entries in state.boundary_state_offloads.items()
+        }
+        state = View(state, boundary_state_offloads=within)
+        return (yield (View(scheduler_output, kv_connector_block_state=state),))
+
+    return around(
+        _build_partial_tail_store_jobs,
+        when=lambda scheduler, output, *_, **__: (
+            output.kv_connector_block_state and output.kv_connector_block_state.boundary_state_offloads
+        ),
+    )
+
+
+def _fits(scheduler: Any, name: str, entry: Any) -> bool:
+    limit = getattr(scheduler._req_status.get(name), "max_offload_tokens", None)
+    return limit is None or bool(entry[2] <= limit)
+
+
+def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+    """40 tokens of a request that allows 8 are handed over. Wrong is an AssertionError."""
+    status = SimpleNamespace(req=stubs.request(40, num_prompt_tokens=40), max_offload_tokens=8, group_states=())
+    scheduler = SimpleNamespace(
+        _req_status={stubs.NAME: status}, _partial_tail_block_size=16, _cow_source_groups=frozenset(),
+        config=SimpleNamespace(supports_partial_tail=True, tokens_per_hash=8, kv_group_configs=()),
+        _build_aligned_boundary_store_jobs=lambda handoffs: {},
+    )  # fmt: skip
+    handed = SimpleNamespace(boundary_state_offloads={stubs.NAME: [(1, 9, 40)]})
+    try:
+        hook(scheduler, SimpleNamespace(kv_connector_block_state=handed))
+    except AssertionError:
+        return True
+    return False
+
+
+FIX = Fix(
+    __name__,
+    __doc__,
+    targets=(OFFLOADING_SCHEDULER._build_partial_tail_store_jobs(broken=">=0.32", probe=shows_bug, fix=fix),),
+    evidence={"KVR011": r"^(schedule|build_connector_meta): AssertionError$"},
+    proof="tests/lab/test_offloading.py: the lab has no layers with recurrent state",
+    no_patch={"vllm": "it ends EngineCore: it goes to vLLM's private channel first (SECURITY.md)"},
+)
