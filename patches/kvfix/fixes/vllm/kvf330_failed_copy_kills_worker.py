@@ -131,7 +131,7 @@ FIX = Fix(
             broken=">=0.32", probe=stubs.cannot_tell, fix=fix_scheduler, place=5, helper=True
         ),
     ),
-    evidence={"KVR011": "^(wait_for_save|get_finished): AssertionError"},
+    evidence={"KVR011": "^(wait_for_save|get_finished): AssertionError", "KVD987": ""},
     scenarios=("offload-copy-fails",),
     no_patch={"vllm": "vLLM PR 52838 is open"},
 )

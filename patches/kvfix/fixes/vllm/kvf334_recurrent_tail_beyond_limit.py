@@ -78,7 +78,7 @@ FIX = Fix(
     __name__,
     __doc__,
     targets=(OFFLOADING_SCHEDULER._build_partial_tail_store_jobs(broken=">=0.32", probe=shows_bug, fix=fix),),
-    evidence={"KVR011": r"^(schedule|build_connector_meta): AssertionError$"},
+    evidence={"KVR011": r"^(schedule|build_connector_meta): AssertionError$", "KVD988": ""},
     proof="tests/lab/test_offloading.py: the lab has no layers with recurrent state",
     no_patch={"vllm": "it ends EngineCore: it goes to vLLM's private channel first (SECURITY.md)"},
 )

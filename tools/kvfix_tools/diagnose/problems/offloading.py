@@ -281,4 +281,32 @@ PROBLEMS = (
         good="a platform that has the copies",
         threads=(f"{_ASCEND}/6791",),
     ),
+    Problem(
+        code="KVD987",
+        name="offload-copy-failed",
+        severity=Severity.CRASH,
+        title="A copy of the OffloadingConnector has failed, and the worker dies of it.",
+        shows=(
+            Failed(kind="AssertionError", source="assert transfer_result.success", at=f"{_V1}/offloading/worker.py"),
+        ),
+        releases={"vllm": ">=0.20"},
+        cause="The worker that copies, most often one from outside of vLLM (`spec_module_path`, as for a file system), "
+        "reports a copy that failed, and vLLM asserts that there is none. Its own log lines before say why it failed.",
+        now="`kvfix run -- CMD` (KVF330, vLLM 0.32 and later: the request computes what was not loaded); or without "
+        "OffloadingConnector (--kv-offloading-size, --kv-transfer-config); restart",
+        good="no release of vLLM up to 0.33.0 is right: keep kvfix (KVF330)",
+        threads=(f"{_ISSUES}/39732", f"{_PULLS}/52838"),
+    ),
+    Problem(
+        code="KVD988",
+        name="offload-limit-asserts",
+        severity=Severity.CRASH,
+        title="A request limits what the OffloadingConnector stores of it, and EngineCore dies.",
+        shows=(Failed(kind="AssertionError", source="assert boundary <= max_boundary", at=_SCHEDULER),),
+        releases={"vllm": ">=0.32"},
+        cause="With recurrent state (Mamba) vLLM hands over the state at the end of the prompt, beyond the limit that "
+        "the request's kv_transfer_params name. Any client that may set them can do it.",
+        now="`kvfix run -- CMD` (KVF334); or take the limit out of what your router lets through; restart",
+        good="no release of vLLM up to 0.33.0 is right: keep kvfix (KVF334)",
+    ),
 )
