@@ -53,8 +53,8 @@ PROBLEMS = (
         ),
         sure=False,
         cause="Prefill went away or freed the blocks, or the link broke. The exception below decides: "
-        "REMOTE_DISCONNECT or NOT_FOUND: the peer is gone (KVD572); BACKEND: UCX or the NIC, see `UCX  ERROR` before "
-        "it.",
+        "REMOTE_DISCONNECT or NOT_FOUND: the peer is gone (KVD572, KVD591); BACKEND: UCX or the NIC, see `UCX  ERROR` "
+        "before it.",
         now='`"kv_load_failure_policy": "recompute"` on decode, so that it computes what did not come; restart '
         "the engine whose log ends first",
         good="a stable link; with hybrid models (several KV groups) a failed transfer is not recomputed rightly in any "
