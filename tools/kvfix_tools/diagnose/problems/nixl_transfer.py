@@ -122,11 +122,13 @@ PROBLEMS = (
         ),
         sure=False,
         cause="With `Releasing expired KV blocks` for the same id before it: the lease ended, the blocks were given "
-        "away, and decode read them after that, HTTP 200. Without it: prefill was restarted, the request was aborted "
-        "there, or decode reported it twice. vLLM only logs it.",
+        "away, and decode read them after that, HTTP 200. Without it: a second decode request had the same "
+        "kv_transfer_params (a router or client that tries again), and read blocks that the first read had set free; "
+        "or prefill was restarted, or the request was aborted there. vLLM only logs it.",
         now='distrust the answers of these ids. vLLM 0.26 or later: `"kv_connector_extra_config": '
         '{"kv_lease_duration": 300}` on both sides; before: `VLLM_NIXL_ABORT_REQUEST_TIMEOUT=600`; fewer '
-        "waiting requests on decode (--max-num-seqs up)",
+        "waiting requests on decode (--max-num-seqs up). A second try has to begin at prefill; `kvfix run -- CMD` "
+        "computes it on the same decode engine (KVF340)",
         good="no release of vLLM is right yet (0.33.0 logs it and goes on): a lease longer than the longest wait on "
         "decode",
         threads=(
