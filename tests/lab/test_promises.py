@@ -1,7 +1,7 @@
 """NixlConnector and MooncakeConnector on the real scheduler, without their transfer libraries.
 
-What a request's own parameters promise, what a request for the other role does (KVF301, KVF302), and whose statistics
-the API server takes (KVF303).
+What a request's own parameters promise, what a request for the other role does (KVF301, KVF302), who reads what one
+prefill holds (KVF340), and whose statistics the API server takes (KVF303).
 """
 
 from __future__ import annotations
@@ -90,6 +90,37 @@ def test_a_promise_needs_a_peer(
 ) -> None:
     assert once(scheduled, RELEASES / "0.5.6", connector, role, params, False) == released
     assert once(scheduled, RELEASES / "0.5.6", connector, role, params, True) == fixed
+
+
+def sent_again(fixes: bool) -> list[object]:
+    """Statuses of two decode requests with the same parameters, and of a third one of another prefill; what the second
+    one computes in two steps; who reads."""
+    if fixes:
+        kvfix.apply()
+    from vllm.config import KVTransferConfig
+
+    from kvfix_tools.lab import vllm_objects
+
+    options = Options(block_size=16, num_blocks=32, max_num_batched_tokens=64)
+    config = vllm_objects.vllm_config(options)
+    config.kv_transfer_config = KVTransferConfig(kv_connector="NixlConnector", kv_role="kv_consumer")
+    scheduler = vllm_objects.scheduler(options, config)
+    asked = {"first": "p-1", "again": "p-1", "other": "p-2"}
+    requests = [vllm_objects.request(options, name, prompt(64), 4) for name in asked]
+    for request, prefill in zip(requests, asked.values(), strict=True):
+        request.kv_transfer_params = {**NIXL, "remote_request_id": prefill}
+        scheduler.add_request(request)
+    done = [scheduler.schedule() for _ in range(2)]
+    reads = sorted(name for step in done for name in step.kv_connector_metadata.reqs_to_recv)
+    computed = sum(step.num_scheduled_tokens.get("again", 0) for step in done)
+    return [[request.status.name for request in requests], computed, reads]
+
+
+def test_one_request_reads_what_a_prefill_holds(once: Once) -> None:
+    loads = "WAITING_FOR_REMOTE_KVS"
+    released = once(sent_again, RELEASES / "0.5.6", False)
+    assert released == [[loads, loads, loads], 0, ["again", "first", "other"]]
+    assert once(sent_again, RELEASES / "0.5.6", True) == [[loads, "RUNNING", loads], 64, ["first", "other"]]
 
 
 def observed(fixes: bool) -> list[object]:

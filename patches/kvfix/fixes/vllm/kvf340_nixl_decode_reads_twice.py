@@ -1,0 +1,89 @@
+"""NixlConnector lets two decode requests read the same prefill's blocks; the first one frees them: silent wrong text.
+
+## Symptom
+None on decode: HTTP 200, and text that does not fit its prompt. Prefill logs `Potentially invalid KV blocks for
+unrecognized request ... were retrieved by a decode worker`. A router or a client has sent a decode request again with
+the same kv_transfer_params, or it asks for several answers (`n`), each of which is a request of its own.
+
+## Cause
+get_num_new_matched_tokens promises the prompt to every request that names remote blocks (pull_scheduler.py 0.32.0:60).
+Prefill frees them when the first read is reported (pull_worker.py 0.32.0:690), and others use them: the second request
+reads theirs. Decode's own prefix cache holds whole blocks only, so a hit there does not help the last one.
+
+## Fix
+One request of an engine reads a prefill's blocks. Another one with the same remote_engine_id and remote_request_id
+computes its prompt itself, on top of what vLLM's prefix cache has, and tells prefill nothing. What another decode
+engine has read is not known: a router that tries again has to begin at prefill.
+
+## Releases
+vLLM 0.20 and later; in 0.33.0 too.
+
+## Upstream
+None known.
+
+## Remove when
+Prefill refuses the second read.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from kvfix.fixes import stubs
+from kvfix.fixes.api import Fix
+from kvfix.fixes.targets import NIXL_PULL_SCHEDULER, NIXL_SCHEDULER
+from kvfix.wrapping import after
+
+#: Prefills of which is known who reads them: the last ones. 2 MB.
+_KEPT = 10_000
+
+
+def _fix(module: ModuleType) -> Callable[..., Any]:
+    def get_num_new_matched_tokens(
+        connector: Any, promise: tuple[int, bool], request: Any, *_: Any
+    ) -> tuple[int, bool]:
+        params = request.kv_transfer_params
+        prefill = params.get("remote_engine_id"), params.get("remote_request_id")
+        if None in prefill:
+            return promise
+        readers = vars(connector).setdefault("_kvfix_readers", OrderedDict())
+        if readers.setdefault(prefill, request.request_id) == request.request_id:
+            if len(readers) > _KEPT:
+                readers.popitem(last=False)
+            return promise
+        # As vLLM does once it has read: else update_state_after_alloc takes it for a full hit, and reports a read.
+        request.kv_transfer_params = {**params, "do_remote_prefill": False}
+        return 0, False
+
+    return after(
+        get_num_new_matched_tokens,
+        when=lambda connector, promise, request, *_: (
+            request.kv_transfer_params and request.kv_transfer_params.get("do_remote_prefill")
+        ),
+    )
+
+
+def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+    """Two requests of one prefill. Wrong is to promise its tokens to both."""
+    connector = SimpleNamespace(_get_remote_prefill_token_count=lambda tokens: tokens, kv_recompute_threshold=0)
+    params = {
+        "do_remote_prefill": True, "remote_block_ids": [[1, 2]], "remote_engine_id": "p", "remote_request_id": "r",
+        "remote_host": "h", "remote_port": 1,
+    }  # fmt: skip
+    requests = [stubs.request(32, kv_transfer_params=dict(params), request_id=name) for name in ("a", "b")]
+    return all(hook(connector, request, 0)[0] for request in requests)
+
+
+FIX = Fix(
+    __name__,
+    __doc__,
+    targets=(
+        NIXL_SCHEDULER.get_num_new_matched_tokens(broken=">=0.20,<0.26", probe=shows_bug, fix=_fix, place=1),
+        NIXL_PULL_SCHEDULER.get_num_new_matched_tokens(broken=">=0.26", probe=shows_bug, fix=_fix, place=1),
+    ),
+    proof="tests/lab/test_promises.py: the lab plays no NixlConnector",
+    no_patch={"vllm": "prefill has to refuse the second read, which takes a change of NIXL's messages"},
+)
