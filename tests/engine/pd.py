@@ -42,7 +42,7 @@ class Engine:
     settings: more of the kv_transfer_config. It has the same ports each time that it is started.
     """
 
-    def __init__(self, folder: Path, role: str, mode: str, environment: dict[str, str], **settings: Any) -> None:
+    def __init__(self, folder: Path, role: str, mode: str, **settings: Any) -> None:
         self.folder = folder
         self.log = folder / "log"
         self.port, side = real_engine.free_port(), real_engine.free_port()
@@ -56,7 +56,6 @@ class Engine:
             VLLM_NIXL_SIDE_CHANNEL_PORT=str(side),
             **{FORK_WORKERS: "", "UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo"},
             **real_engine.ENVIRONMENT,
-            **environment,
         )
 
     def start(self, **sizes: int) -> None:
@@ -120,13 +119,13 @@ class Engine:
 class Pair:
     """Both, and the proxy."""
 
-    def __init__(self, folder: Path, mode: str = "check", environment: dict[str, str] | None = None, **extra: Any):
+    def __init__(self, folder: Path, mode: str = "check", **extra: Any) -> None:
         """extra: of kv_connector_extra_config."""
         self.folder = folder
         real_engine.write_model(folder / "model", "float32", {})
         more = {"kv_connector_extra_config": extra}
-        self.prefill = Engine(folder / "prefill", "kv_producer", mode, environment or {}, **more)
-        self.decode = Engine(folder / "decode", "kv_consumer", mode, environment or {}, **more)
+        self.prefill = Engine(folder / "prefill", "kv_producer", mode, **more)
+        self.decode = Engine(folder / "decode", "kv_consumer", mode, **more)
         self.port = real_engine.free_port()
         self.url = f"http://127.0.0.1:{self.port}"
 
