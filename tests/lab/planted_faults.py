@@ -44,6 +44,8 @@ V1, MP = ("v1",), ("mp",)
 WINDOWS = ("mp-windows",)
 #: vLLM's OffloadingConnector alone.
 OFFLOADING = ("offloading",)
+#: `mp` with a KV group of states.
+STATES = ("mp-states",)
 #: Speculative decoding, and a connector that stores what is generated.
 DRAFTS: dict[str, dict[str, Any]] = {
     "v1": {"drafter": "eagle", "drafts": 3, "acceptance": 70, "lmcache": {"save_decode_cache": True}},
@@ -91,6 +93,20 @@ def store_of_a_window_reads_other_blocks(engine: Any) -> None:
     chunks = engine.connector.server.chunks
     read = chunks.read
     chunks.read = lambda stored, groups, *more: read(stored, [groups[0], groups[2], groups[1]], *more)
+
+
+@fault("LAB001", text="computed ones, its slot holds other KV in KV group 1", on=STATES)
+def load_of_a_state_goes_to_the_block_before(engine: Any) -> None:
+    chunks = engine.connector.server.chunks
+    load = chunks.load
+    chunks.load = lambda groups, *more: load([groups[0], [*groups[1][1:], 0]], *more)
+
+
+@fault("LAB001", text="is stored under their key", on=STATES)
+def store_takes_the_state_for_that_of_the_chunk_before(engine: Any) -> None:
+    chunks = engine.connector.server.chunks
+    read = chunks.read
+    chunks.read = lambda stored, groups, *more: read(stored, [groups[0], [*groups[1][1:], 0]], *more)
 
 
 @fault("LAB001", on=MP)

@@ -29,6 +29,10 @@ OPTIONS["offloading"] = Options(connector="offloading", num_blocks=40, max_num_b
 OPTIONS["mp-windows"] = dataclasses.replace(
     OPTIONS["mp"], num_blocks=100, windows=(32, 64), separate_object_groups=True
 )
+# a chunk has one block, and so has a step
+OPTIONS["mp-states"] = dataclasses.replace(
+    OPTIONS["mp"], chunk_size=16, max_num_batched_tokens=16, states=True, separate_object_groups=True
+)
 
 
 def schedule_v1(engine: Any) -> None:
@@ -125,6 +129,7 @@ def play_all() -> dict[str, Any]:
             played("offloading"),
             played("offloading", tier="fs"),
             played("offloading", windows=(32,), num_blocks=60),
+            played("mp-states"),
             *(played(each, **RANKS[each]) for each in RANKS),
             *(played(each, **STAGES[each]) for each in STAGES),
             *(played(each, **DRAFTS[each]) for each in DRAFTS),

@@ -161,7 +161,15 @@ def test_planted_faults_are_found(name: str, measured: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "more", [{"connector": "v1"}, {"ranks": 2}, {"windows": (16,)}, {"offloading": "last"}, {"chunk_size": 64}]
+    "more",
+    [
+        {"connector": "v1"},
+        {"ranks": 2},
+        {"windows": (16,)},
+        {"states": True},
+        {"offloading": "last"},
+        {"chunk_size": 64},
+    ],
 )
 def test_what_it_is_not_played_with_is_refused(more: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="the lab plays a real server with mp, "):

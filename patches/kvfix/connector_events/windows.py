@@ -1,4 +1,5 @@
-"""Blocks of a sliding window that a store reads and vLLM does not keep: LMCache's multi-process connector.
+"""Blocks of a sliding window, or with a state, that a store reads and vLLM does not keep: LMCache's multi-process
+connector.
 
 The store's blocks are compared with vLLM's own list of the request: in its step, and in the next one. The scheduler is
 not told when a store is done; one that is in flight for longer may be.
@@ -24,25 +25,29 @@ class Read(NamedTuple):
 
 
 def stores(connector: Any) -> Stores | None:
-    """For the scheduler's side, if the model has sliding windows beside other KV groups and vLLM hands out its lists
-    (`bind_kv_cache_manager`); else None."""
+    """For the scheduler's side, if the model has sliding windows or states beside other KV groups and vLLM hands out
+    its lists (`bind_kv_cache_manager`); else None."""
     manager = getattr(connector, "_kv_cache_manager", None)
     sizes: list[int] = getattr(connector, "_group_tokens_per_block", [])
     if manager is None or len(sizes) < 2 or getattr(connector, "lazy_offload", False):
         return None
     from kvfix.fixes import _mp, _windows  # only for such models
 
-    windows = _windows.of(connector)
-    return Stores(manager, sizes, windows, _mp.chunk_size(connector)) if windows else None
+    states = _windows.states(connector)
+    windows = {**_windows.of(connector), **{group: (size, size) for group, size in states.items()}}
+    return Stores(manager, sizes, windows, states, _mp.chunk_size(connector)) if windows else None
 
 
 class Stores:
-    """What the last step's stores read of the windows."""
+    """What the last step's stores read of the windows and states."""
 
-    def __init__(self, manager: Any, sizes: list[int], windows: dict[int, tuple[int, int]], chunk: int) -> None:
+    def __init__(
+        self, manager: Any, sizes: list[int], windows: dict[int, tuple[int, int]], states: dict[int, int], chunk: int
+    ) -> None:
         self._managers = manager.coordinator.single_type_managers
         self._sizes = sizes
         self._windows = windows
+        self._states = states
         self._chunk = chunk
         self._last: list[Read] = []
 
@@ -70,6 +75,8 @@ class Stores:
                 # the server keeps no more of a chunk than the window (v1/kv_layer_groups.py 0.5.6:580)
                 places = range((end - min(window, self._chunk)) // size, end // size)
                 first = op.start // size
+                if group in self._states and not any(op.block_ids[group][start // size - first : end // size - first]):
+                    continue  # a server with --separate-object-groups leaves it out, as it should
                 blocks = op.block_ids[group][places.start - first : places.stop - first]
                 yield Read(name, group, start, end, dict(zip(places, blocks, strict=False)))
 

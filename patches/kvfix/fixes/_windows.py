@@ -1,4 +1,4 @@
-"""Shared by the fixes for several KV groups: sliding windows, and the blocks that vLLM has taken from their lists.
+"""Shared by the fixes for several KV groups: windows and states, and the blocks that vLLM has taken from their lists.
 
 vLLM replaces a block by null block 0 once a step begins whose window starts behind it, and frees it
 (v1/core/single_type_kv_cache_manager.py 0.32.0:672, 1135). LMCache keeps the list as it was.
@@ -15,12 +15,31 @@ from kvfix.fixes import _mp, stubs
 def of(connector: Any) -> dict[int, tuple[int, int]]:
     """{KV group: (tokens of its window, tokens of a block)} of the groups with a sliding window. vLLM keeps some more
     tokens than the window for multi-module MTP: they count as of it."""
-    found = {}
+    return {
+        number: (spec.sliding_window + getattr(spec, "extra_retained_tokens", 0), spec.block_size)
+        for number, spec in _specs(connector, "SlidingWindowSpec")
+    }
+
+
+def states(connector: Any) -> dict[int, int]:
+    """{KV group: tokens of a block} of the groups whose blocks have the state at their end (Mamba, mode "align")."""
+    found = _specs(connector, "MambaSpec")
+    return {number: spec.block_size for number, spec in found if spec.mamba_cache_mode == "align"}
+
+
+#: A state is freed like a window of two tokens: when a step begins vLLM keeps that of the last computed one
+#: (MambaManager.get_num_skipped_tokens, v1/core/single_type_kv_cache_manager.py 0.32.0:1949).
+STATE = 2
+
+
+def _specs(connector: Any, name: str) -> list[tuple[int, Any]]:
+    """(number, spec) of the KV groups whose spec is of this class."""
+    found = []
     for number, group in enumerate(connector._kv_cache_config.kv_cache_groups):
         spec = group.kv_cache_spec
         spec = next(iter((getattr(spec, "kv_cache_specs", None) or {0: spec}).values()))
-        if any(kind.__name__ == "SlidingWindowSpec" for kind in type(spec).__mro__):
-            found[number] = (spec.sliding_window + getattr(spec, "extra_retained_tokens", 0), spec.block_size)
+        if any(kind.__name__ == name for kind in type(spec).__mro__):
+            found.append((number, spec))
     return found
 
 
@@ -54,12 +73,14 @@ def stored(hook: Any, module: Any, connector: Any, computed: int, tokens: int, *
 
 
 def scheduler_side(module: Any, window: int, *groups: list[int], computed: int) -> Any:
-    """For probes: a connector with a group of full attention and one of this window, and a request of 1024 tokens.
+    """For probes: a connector with a group of full attention and one of this window, or, if that is 0, of states, and
+    a request of 1024 tokens.
 
     groups: its blocks in each. computed: vLLM has so many of its tokens, LMCache none.
     """
     connector, request = _mp.scheduler_side(module), stubs.request(1024)
-    spec = type("SlidingWindowSpec", (), {"sliding_window": window, "block_size": 16})()
+    attributes = {"sliding_window": window, "mamba_cache_mode": "align", "block_size": 16}
+    spec = type("SlidingWindowSpec" if window else "MambaSpec", (), attributes)()
     kinds = (SimpleNamespace(), spec)
     connector._kv_cache_config = SimpleNamespace(
         kv_cache_groups=[SimpleNamespace(kv_cache_spec=each) for each in kinds]

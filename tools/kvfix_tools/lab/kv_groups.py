@@ -1,8 +1,8 @@
 """KV groups of the lab's model, and what of a chunk the multi-process server stores under which key.
 
-The model has one group of full attention, and one of a sliding window for each number in `Options.windows`. A group has
-its own list of blocks for each request, and its own contents; all take their blocks from one pool (vLLM's hybrid KV
-cache manager).
+The model has one group of full attention, and one of a sliding window for each number in `Options.windows`, or one of
+states. A group has its own list of blocks for each request, and its own contents; all take their blocks from one pool
+(vLLM's hybrid KV cache manager).
 """
 
 from __future__ import annotations
@@ -16,11 +16,19 @@ if TYPE_CHECKING:
 
 
 class KVGroup(NamedTuple):
-    """`window`: a token attends to so many, with itself; 0: to all."""
+    """`window`: a token attends to so many, with itself; 0: to all. `state`: a block has no KV of tokens, but one
+    state, that of all tokens up to its end or, in a request's last block, up to the last one that is computed."""
 
     number: int
     block_size: int
     window: int = 0
+    state: bool = False
+
+    @property
+    def kept(self) -> int:
+        """Tokens at the end of a hit whose blocks it needs, 0: all. LMCache takes a state for a window of a block
+        (integration/vllm/kv_cache_groups.py 0.5.6:131)."""
+        return self.block_size if self.state else self.window
 
     def reads_from(self, computed: int) -> int:
         """The first token that a step after so many computed ones reads (SlidingWindowManager.get_num_skipped_tokens).
@@ -31,6 +39,8 @@ class KVGroup(NamedTuple):
 
     def right(self, contents: list[int]) -> list[int]:
         """What belongs in this group's slots of these tokens: no group has the KV of another."""
+        if self.state:
+            contents = contents[-1:] * len(contents)
         return [content ^ self.number for content in contents] if self.number else contents
 
 
@@ -56,7 +66,7 @@ def kv_groups(options: Options) -> list[KVGroup]:
     windows = [
         KVGroup(number, size * options.window_blocks, window) for number, window in enumerate(options.windows, start=1)
     ]
-    return [KVGroup(0, size), *windows]
+    return [KVGroup(0, size), *windows, *[KVGroup(1, size, state=True)] * options.states]
 
 
 def stored_objects(options: Options, windows: Sequence[int] = ()) -> list[StoredObject]:
@@ -65,9 +75,10 @@ def stored_objects(options: Options, windows: Sequence[int] = ()) -> list[Stored
 
     windows: how many tokens of each window LMCache keeps; as many as it has, if they are not given.
     """
-    chunk, kept = options.chunk_size, (0, *(windows or options.windows))
+    groups = kv_groups(options)
+    chunk, kept = options.chunk_size, (0, *(windows or [group.kept for group in groups[1:]]))
     by_chunks: dict[int, list[KVGroup]] = {}
-    for group in kv_groups(options):
+    for group in groups:
         chunks = -(-kept[group.number] // chunk) if options.separate_object_groups else 0
         by_chunks.setdefault(chunks, []).append(group)
     return [

@@ -249,10 +249,13 @@ class LabEngine:
         self.scheduler.set_pause_state(interface.PauseState.UNPAUSED)
 
     def is_free(self, name: str) -> bool:
-        """Whether a request of this id may arrive: none has, or it has ended and scheduler and worker know it."""
+        """Whether a request of this id may arrive: none has, or it has ended, scheduler and worker know it, and no step
+        of it is in flight."""
         known = self.requests.get(name)
         if known is None:
             return True
+        if any(name in output.num_scheduled_tokens for output, _ in self._answers):
+            return False
         return known.is_finished() and name not in self.scheduler.requests and not self.scheduler.finished_req_ids
 
     def abort(self, name: str) -> None:

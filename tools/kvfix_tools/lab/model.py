@@ -65,13 +65,18 @@ class BlockTable:
         return list(blocks) if self._copies else blocks
 
 
-class WindowGroup:
-    """A KV group of a sliding window: its blocks for each request, and what the step reads and writes in them."""
+class Group:
+    """A KV group beside that of full attention, a sliding window's: its blocks for each request, and what the step
+    reads and writes in them."""
 
     def __init__(self, group: KVGroup, memories: Sequence[Slots]) -> None:
         self.group = group
         self._memories = [slots.of_group(group.block_size) for slots in memories]
         self.block_table = BlockTable(group.number, len(memories) > 1)
+
+    def begin(self, output: Any) -> None:
+        """The workers get this of the scheduler."""
+        self.block_table.update(output)
 
     def first_wrong(self, name: str, done: int, contents: list[int], rank: int) -> int | None:
         """The first token that the step reads whose slot does not hold what belongs there; None if all do."""
@@ -88,6 +93,39 @@ class WindowGroup:
             slots.write(self.block_table.rows[name], done, right)
 
 
+class StateGroup(Group):
+    """A KV group of states (Mamba, in mode "align").
+
+    A step reads the state from the block in which the last step of the request has left it, and leaves it in the block
+    of its own last token (`preprocess_mamba`, v1/worker/mamba_utils.py 0.32.0:1446).
+    """
+
+    def __init__(self, group: KVGroup, memories: Sequence[Slots]) -> None:
+        super().__init__(group, memories)
+        #: request -> number of the block, in its list, in which its last step has left the state
+        self._last: dict[str, int] = {}
+
+    def begin(self, output: Any) -> None:
+        super().begin(output)
+        new = [request.req_id for request in output.scheduled_new_reqs]
+        for name in (*output.finished_req_ids, *(output.preempted_req_ids or ()), *scheduling.resumed(output), *new):
+            self._last.pop(name, None)
+
+    def first_wrong(self, name: str, done: int, contents: list[int], rank: int) -> int | None:
+        size = self.group.block_size
+        start = self._last.get(name, (done - 1) // size) * size
+        held = self._memories[rank].read(self.block_table.rows[name], start, start + size) if done else []
+        right = self.group.right(contents[done - 1 : done] * size) if done else []
+        return None if held == right else done - 1
+
+    def write(self, name: str, done: int, contents: list[int]) -> None:
+        size = self.group.block_size
+        self._last[name] = (done + len(contents) - 1) // size
+        right = self.group.right(contents[-1:] * size)
+        for slots in self._memories:
+            slots.write(self.block_table.rows[name], self._last[name] * size, right)
+
+
 class Model:
     """The slots' right contents for each request, and the step that reads and writes them (LAB001, LAB008)."""
 
@@ -96,7 +134,7 @@ class Model:
     ) -> None:
         self._scheduler = scheduler
         #: The KV groups beside that of full attention.
-        self.windows = [WindowGroup(group, memories) for group in groups if group.window]
+        self.groups = [(StateGroup if group.state else Group)(group, memories) for group in groups if group.number]
         #: By rank. All ranks have the same block tables.
         self.memories = memories
         self.drafter = Drafter(options) if options.drafter else None
@@ -202,8 +240,8 @@ class Model:
             written = contents if wrong is None else [GARBAGE] * tokens
             for slots in self.memories:
                 slots.write(blocks, done, written)
-            for window in self.windows:
-                window.write(name, done, written)
+            for group in self.groups:
+                group.write(name, done, written)
             room = len(blocks) * self.memories[0].block_size
             if done + tokens > room:
                 found.append((name, f"the step computes tokens {done} to {done + tokens}, its blocks end at {room}"))
@@ -222,16 +260,17 @@ class Model:
             wrong = slots.first_wrong(blocks, done, right)
             if wrong is not None:
                 return wrong, of_rank
-            for window in self.windows:
-                wrong = window.first_wrong(name, done, right, rank)
+            for group in self.groups:
+                wrong = group.first_wrong(name, done, right, rank)
                 if wrong is not None:
-                    return wrong, f" in KV group {window.group.number}{of_rank}"
+                    return wrong, f" in KV group {group.group.number}{of_rank}"
         return None, ""
 
     def step_begins(self, output: Any) -> None:
         """The workers get this of the scheduler."""
-        for table in (self.block_table, *(window.block_table for window in self.windows)):
-            table.update(output)
+        self.block_table.update(output)
+        for group in self.groups:
+            group.begin(output)
 
     def output(self, scheduled: dict[str, int]) -> ModelRunnerOutput:
         """A token for each request whose step reached its last one."""

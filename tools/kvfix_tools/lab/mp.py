@@ -84,16 +84,16 @@ class MPWorker(Worker):
         self._server = server
         self._register(options)
         #: With several KV groups vLLM wants failed loads by request, from releases of LMCache that know them.
-        self._by_request = bool(options.windows) and hasattr(in_worker, "get_transfer_results")
+        self._by_request = options.several_groups and hasattr(in_worker, "get_transfer_results")
         self._failed_requests: set[str] = set()
 
     def _register(self, options: Options) -> None:
         """The worker says that it has KV memory; here the server has it anyway."""
         self.adapter.register_kv_caches({})
         if hasattr(self.adapter, "_block_ids_per_group"):
-            several = bool(options.windows)
+            several = options.several_groups
             self.adapter._block_ids_per_group = lambda op: op.block_ids if several else [op.flat_block_ids]
-        if options.windows:
+        if options.several_groups:
             self._server.chunks.keep(_registered_windows(self.in_worker))
 
     def finish_step(self, forward: bool, ended: set[str], save_last: bool) -> KVConnectorOutput:
@@ -139,7 +139,7 @@ class MPWorker(Worker):
 
 
 def _registered_windows(connector: Any) -> list[int]:
-    """How many tokens of each sliding window LMCache keeps, as it tells the server of the worker's KV groups."""
+    """How many tokens of each sliding window or state LMCache keeps, as it tells the server."""
     module: Any = import_module("lmcache.integration.vllm.kv_cache_groups")
     groups = connector._kv_cache_config.kv_cache_groups
     names = [name for group in groups for name in group.layer_names]

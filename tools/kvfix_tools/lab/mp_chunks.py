@@ -23,14 +23,14 @@ class Chunks:
         self._slots = [
             [slots, *(slots.of_group(group.block_size) for group in kv_groups(options)[1:])] for slots in memories
         ]
-        self.keep(options.windows)
+        self.keep()
 
-    def keep(self, windows: Sequence[int]) -> None:
+    def keep(self, windows: Sequence[int] = ()) -> None:
         """A worker has registered its KV groups: so many tokens of each window are kept."""
         self.objects = stored_objects(self._options, windows)
         #: Whether a chunk has more keys than its own.
         self._several = len(self.objects) > 1 or len(self._slots) > 1
-        self._all_null = _all_null(self._options, self.objects) if windows else None
+        self._all_null = _all_null(self._options, self.objects) if self._options.several_groups else None
 
     # ------------------------------------------------------------------ keys and contents
 

@@ -48,6 +48,8 @@ class Options:
     windows: tuple[int, ...] = ()
     #: A block of these groups has so many times the tokens of one of full attention.
     window_blocks: int = 1
+    #: Beside the KV group of full attention one of states, as Mamba layers have in mode "align". mp only.
+    states: bool = False
     #: The server keeps the KV groups of a chunk under keys of their own (`--separate-object-groups`).
     separate_object_groups: bool = False
     #: A step is scheduled before the answer of the last one is there, as vLLM does by itself on a GPU.
@@ -79,13 +81,22 @@ class Options:
             raise ValueError("the lab plays a MultiConnector with one rank")
         if self.pipeline and (self.ranks == 1 or self.drafter):
             raise ValueError("the lab plays pipeline parallelism with more than one rank and without a drafter")
+        if self.states and (self.windows or self.drafter or not self.prefix_caching):
+            raise ValueError("the lab plays states with prefix caching, without sliding windows and without a drafter")
         if self.real_server and (
-            (self.connector, self.ranks, self.chunk_size) != ("mp", 1, SERVER_CHUNK) or self.windows or self.offloading
+            (self.connector, self.ranks, self.chunk_size) != ("mp", 1, SERVER_CHUNK)
+            or self.several_groups
+            or self.offloading
         ):
             raise ValueError(
                 "the lab plays a real server with mp, without a MultiConnector, with one rank, one KV group and chunks "
                 f"of {SERVER_CHUNK} tokens"
             )
+
+    @property
+    def several_groups(self) -> bool:
+        """Whether the model has several KV groups."""
+        return bool(self.windows) or self.states
 
     @property
     def steps_in_flight(self) -> int:

@@ -112,7 +112,7 @@ def draw(
     lacks: settings and options that what is installed does not have. real_server: for one, and what it is played with.
     """
     if real_server:
-        lacks = {*lacks, "ranks", "windows", "offloading", "roles", "stops"}
+        lacks = {*lacks, "ranks", "windows", "states", "offloading", "roles", "stops"}
     if connector in OF_VLLM:
         lacks = {*lacks, "roles", "stops", "use_layerwise"}
     rng = random.Random(seed)
@@ -168,8 +168,16 @@ def draw(
         options = _with_windows(options, random.Random(f"windows {seed}"))
     if connector in OF_VLLM:
         options = _memory_of_vllm(options, random.Random(f"memory {seed}"), plain)
+    own = random.Random(f"states {seed}")
+    may_have_states = connector == "mp" and not plain and not (options.windows or options.drafter)
+    if may_have_states and "states" not in lacks and own.random() < 0.3:
+        # a request holds two at a time (MambaSpec.max_memory_usage_bytes)
+        more = options.num_blocks + own.choice((2, 4, 8))
+        options = dataclasses.replace(
+            options, states=True, prefix_caching=True, num_blocks=more, separate_object_groups=own.random() < 0.5
+        )
     own = random.Random(f"offloading {seed}")
-    may_offload = connector in ("v1", "mp") and not plain and not options.windows and options.ranks == 1
+    may_offload = connector in ("v1", "mp") and not plain and not options.several_groups and options.ranks == 1
     if may_offload and "offloading" not in lacks and own.random() < 0.2:
         options = dataclasses.replace(options, offloading=own.choice(("first", "last")))
     weights = dict(_PLAIN) if plain else {**_PLAIN, **_FAULTS}
@@ -179,6 +187,8 @@ def draw(
         weights |= _ASYNCHRONOUS
     if options.beside:
         weights |= _MULTI_CONNECTOR
+    if options.states and options.pipeline and options.async_scheduling:
+        drawn -= {"sessions"}  # KVF905, for which there is no fix
     for name, kinds in _SOMETIMES.items():
         weights |= kinds if name in drawn else {}
     if connector != "v1":

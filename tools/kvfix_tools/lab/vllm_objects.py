@@ -37,13 +37,20 @@ from vllm.v1 import kv_cache_interface
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from kvfix_tools.lab.connector import OtherConnector, no_sockets
-from kvfix_tools.lab.kv_groups import kv_groups
+from kvfix_tools.lab.kv_groups import KVGroup, kv_groups
 from kvfix_tools.lab.memory import VOCABULARY
 from kvfix_tools.lab.options import OF_VLLM, Options
 
@@ -205,7 +212,10 @@ def vllm_config(options: Options, folder: str = "") -> VllmConfig:
     )
     # vLLM's CPU platform switches the one off, and refuses the other
     config.scheduler_config.async_scheduling = options.async_scheduling
-    config.scheduler_config.disable_hybrid_kv_cache_manager = not options.windows
+    config.scheduler_config.disable_hybrid_kv_cache_manager = not options.several_groups
+    if options.states:  # what vLLM sets when it knows the model (model_executor/models/config.py)
+        config.cache_config.mamba_cache_mode = "align"
+        config.cache_config.mamba_block_size = options.block_size
     config.speculative_config = _speculative(options, model)  # vLLM refuses some drafters on a CPU
     config.parallel_config.world_size = options.ranks
     config.parallel_config.tensor_parallel_size = 1 if options.pipeline else options.ranks
@@ -224,9 +234,7 @@ def kv_cache(options: Options, config: VllmConfig) -> KVCacheConfig:
     groups = [
         KVCacheGroupSpec(
             [LAYER.format(group.number)],
-            SlidingWindowSpec(block_size=group.block_size, sliding_window=group.window, **shape, **extra)
-            if group.window
-            else FullAttentionSpec(block_size=group.block_size, **shape),
+            _spec(group, **shape, **(extra if group.window else {})),
         )
         for group in kv_groups(options)
     ]
@@ -248,6 +256,17 @@ def _placement(options: Options) -> list[Any]:
 def kv_caches(options: Options, memory: torch.Tensor) -> dict[str, torch.Tensor]:
     """The layers, all in this memory of shape (blocks, bytes)."""
     return {LAYER.format(group.number): memory for group in kv_groups(options)}
+
+
+def _spec(group: KVGroup, **shape: Any) -> KVCacheSpec:
+    if group.state:
+        state = (group.block_size * 2 * 32,)  # a page is as large as that of full attention
+        return MambaSpec(
+            block_size=group.block_size, shapes=(state,), dtypes=(torch.float32,), mamba_cache_mode="align"
+        )
+    if group.window:
+        return SlidingWindowSpec(block_size=group.block_size, sliding_window=group.window, **shape)
+    return FullAttentionSpec(block_size=group.block_size, **shape)
 
 
 def of_rank(config: VllmConfig, rank: int) -> VllmConfig:
@@ -273,7 +292,7 @@ def scheduler(options: Options, config: VllmConfig) -> Scheduler:
             structured_output_manager=StructuredOutputManager(config),
             # a multiple of all groups' blocks; a request's blocks are hashed by the smallest
             block_size=options.block_size * (options.window_blocks if options.windows else 1),
-            **(accepted(Scheduler, hash_block_size=options.block_size) if options.windows else {}),
+            **(accepted(Scheduler, hash_block_size=options.block_size) if options.several_groups else {}),
         )
     made.use_v2_model_runner = options.model_runner_v2  # vLLM takes it where there is Triton
     return made

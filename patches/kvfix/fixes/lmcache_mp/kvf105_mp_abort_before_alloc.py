@@ -13,8 +13,8 @@ in flight continues and locks the chunks it fetches.
 
 ## Fix
 Before `request_finished`, the fix releases the locks of a request that was looked up and never admitted, while the
-session still knows them. It also deletes the lookup. If the answer has not come yet, the session stays until then: the
-fix polls for it in the following steps.
+session still knows them. It also deletes the lookup. If the answer has not come yet, or the server is unhealthy, the
+session stays until then: the fix polls for it in the following steps.
 
 ## Releases
 LMCache 0.4.5 to 0.5.6, and 0.4.4 to 0.5.5 with lmcache_mp_connector_0180 and _0201. vLLM 0.26.0 to 0.33.0, its own copy
@@ -57,7 +57,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
         tokens = _mp.token_ids(tracker)
         free = functools.partial(adapter.free_lookup_locks, token_ids=tokens, start=0, request_id=name, **more)
         locked = _mp.tokens(tracker, "num_lmcache_hit", _mp.block_size(connector)) or _found(adapter, name)
-        if locked is None:
+        if locked is None or (name in adapter._pending_lookups and not adapter.is_healthy):
             vars(connector).setdefault(_LOOKING, {})[name] = free
             return _session_kept(adapter, name)
         if locked:
@@ -94,6 +94,8 @@ def _except_for(name: str, end: Callable[..., Any]) -> Callable[..., Any]:
 def fix_step(module: ModuleType) -> Callable[..., Any]:
     def build_connector_meta(connector: Any, scheduler_output: Any) -> None:
         adapter, looking = connector.scheduler_adapter, getattr(connector, _LOOKING)
+        if not adapter.is_healthy:
+            return  # it is asked nothing, and answers that nothing was found
         for name, free in list(looking.items()):
             locked = adapter.check_lookup_result(name)
             if locked is not None:

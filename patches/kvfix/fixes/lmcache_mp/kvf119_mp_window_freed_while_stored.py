@@ -1,15 +1,16 @@
-"""A block leaves the sliding window while it is stored, and others write to it: wrong KV under valid keys.
+"""A block leaves the sliding window, or a state is left behind, while it is stored: wrong KV under valid keys.
 
 ## Symptom
 No error. Under load, wrong text for prompts that hit the cache, with models that have layers of full attention and of
-sliding windows (Gemma, gpt-oss), until the chunks are evicted.
+sliding windows (Gemma, gpt-oss) or of states (Mamba, GDN: Qwen3-Next, Nemotron-H), until the chunks are evicted.
 
 ## Cause
 The server copies the blocks of a store after the step, and the engine does not wait for it. The next step's window
 begins further on: vLLM frees the blocks in front of it at once (`remove_skipped_blocks`,
-v1/core/single_type_kv_cache_manager.py 0.32.0:672), and may give them to another request in the same step. It does so
-at the end of a request, too (scheduler.py 0.32.0:3025), while the other blocks wait for the end of the stores. LMCache
-waits for its stores only after a preemption (`need_flush_before_forward`, lmcache_mp_connector.py 0.5.6:1478).
+v1/core/single_type_kv_cache_manager.py 0.32.0:672), and may give them to another request in the same step; of states it
+keeps that of the last step only. It does so at the end of a request, too (scheduler.py 0.32.0:3025), while the other
+blocks wait for the end of the stores. LMCache waits for its stores only after a preemption
+(`need_flush_before_forward`, lmcache_mp_connector.py 0.5.6:1478).
 
 ## Fix
 After the last hook that adds to the step's metadata: the scheduler notes the blocks of a window that are stored, and
@@ -61,7 +62,7 @@ class Stored:
         out = max(0, _windows.kept_from(computed, *self.window) - self.first) // size
         left, self.blocks = self.blocks[:out], self.blocks[out:]
         self.first += out * size
-        return left
+        return [block for block in left if block]  # null block 0 is no one's
 
 
 class Stores:
@@ -92,7 +93,8 @@ def fix(module: ModuleType) -> Callable[..., Any]:
             metadata.need_flush_before_forward = metadata._kvfix_preempted = True
         if getattr(metadata, "need_flush_before_forward", False):
             stores.held, stores.freed = [], set()
-        windows = _windows.of(connector)
+        states = {group: (_windows.STATE, size) for group, size in _windows.states(connector).items()}
+        windows = {**_windows.of(connector), **states}
         for meta in metadata.requests:
             if meta.direction == "STORE":
                 done = computed[meta.request_id] + scheduled[meta.request_id]
@@ -122,8 +124,8 @@ def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
 FIX = Fix(
     __name__,
     __doc__,
-    targets=(LMCACHE_MP._process_cached_requests(broken=">=0.4.7,<=0.5.6", probe=shows_bug, fix=fix, place=1),),
+    targets=(LMCACHE_MP._process_cached_requests(broken=">=0.4.7,<=0.5.6", probe=shows_bug, fix=fix, place=2),),
     evidence={"KVR014": r"used again"},
-    scenarios=("mp-window-freed-while-stored", "mp-window-freed-at-end"),
+    scenarios=("mp-window-freed-while-stored", "mp-window-freed-at-end", "mp-state-freed-while-stored"),
     no_patch={"lmcache": "who keeps a block until it is stored, vLLM or the connector, is for both to decide"},
 )

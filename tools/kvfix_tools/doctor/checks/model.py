@@ -41,6 +41,11 @@ def hybrid(setup: Setup) -> Iterator[Line]:
             f"{kind} has layers with state beside those with KV, so several KV groups, and {why}: it will not start",
             "LMCacheMPConnector with a newer LMCache and vLLM, without --disable-hybrid-kv-cache-manager",
         )
+    elif state and _stores_null_states(setup):
+        yield unchecked(
+            f"{kind} has layers with state: whether the server has --separate-object-groups, and is started with kvfix "
+            "(kvfix run -- lmcache server ...). Without kvfix it stores states that are not there (KVF125)"
+        )
     elif lmcache.is_v1 and "no-disable-hybrid-kv-cache-manager" in setup.command.options:
         yield problem(
             f"{lmcache.name} takes one KV group, and --no-disable-hybrid-kv-cache-manager asks for several",
@@ -52,6 +57,12 @@ def hybrid(setup: Setup) -> Iterator[Line]:
         )
     else:
         yield ok(f"{kind}: {lmcache.name} takes its KV groups")
+
+
+def _stores_null_states(setup: Setup) -> bool:
+    """Whether the server leaves out only chunks without any block, and takes steps of more than one (0.5.4)."""
+    tree = setup.lmcache.tree("lmcache.v1.multiprocess.modules.lmcache_driven_transfer") if setup.lmcache else None
+    return tree is not None and defined(tree, "all_null_chunk_masks") is not None
 
 
 def has_windows(setup: Setup) -> bool:

@@ -1,0 +1,112 @@
+"""Of a model with Mamba or GDN layers, a null block or another request's is stored as the state at the end of a chunk.
+
+## Symptom
+No error. Wrong text for prompts that hit the cache, with models that have layers of attention and of states
+(Qwen3-Next, Nemotron-H, Granite 4), until the chunks are evicted.
+
+## Cause
+With `mamba_cache_mode="align"` vLLM keeps a state only at the end of each step. For every other block the request's
+list has null block 0 (`MambaManager.allocate_new_blocks`, v1/core/single_type_kv_cache_manager.py 0.32.0:1780), and the
+state before the last one is freed (:1624). LMCache's tracker keeps the list as it was handed out. Of a chunk the server
+stores the state in its last block, and leaves it out only if all blocks of the chunk are null
+(modules/lmcache_driven_transfer.py 0.5.6:86). In a chunk of several blocks an earlier one may be a state: then the last
+one is stored, null as it is. A store that comes late, after a failed load, takes a block that others have by then.
+
+## Fix
+After the hooks that add stores to the step's metadata: where a chunk does not end where the step begins or ends, all
+its blocks in the group of states are null. The server then leaves the state out, and no hit ends there. That is so with
+`lmcache server --separate-object-groups`; without it, see KVF125.
+
+## Releases
+LMCache 0.5.4 to 0.5.6; before, the server stores null blocks of every model (KVF125).
+
+## Upstream
+None known.
+
+## Remove when
+The server leaves out a state whose own block is null, and the tracker takes out what vLLM has freed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from kvfix.fixes import _mp, _windows
+from kvfix.fixes.api import Fix
+from kvfix.fixes.targets import LMCACHE_MP
+from kvfix.wrapping import after
+
+
+def fix_new(module: ModuleType) -> Callable[..., Any]:
+    def _process_new_requests(connector: Any, answer: Any, scheduler_output: Any, metadata: Any) -> Any:
+        _leave_out(connector, scheduler_output, metadata)
+        return answer
+
+    return after(_process_new_requests, when=_has_transfers)
+
+
+def fix_cached(module: ModuleType) -> Callable[..., Any]:
+    def _process_cached_requests(connector: Any, answer: Any, scheduler_output: Any, metadata: Any) -> Any:
+        _leave_out(connector, scheduler_output, metadata)
+        return answer
+
+    return after(_process_cached_requests, when=_has_transfers)
+
+
+def _has_transfers(connector: Any, answer: Any, scheduler_output: Any, metadata: Any) -> bool:
+    return bool(metadata.requests) and _windows.has_several_groups(connector)
+
+
+def _leave_out(connector: Any, scheduler_output: Any, metadata: Any) -> None:
+    """Of the step's stores, states that vLLM does not have are null."""
+    states, chunk = _windows.states(connector), _mp.chunk_size(connector)
+    if not states:
+        return
+    computed, scheduled = _windows.computed(scheduler_output), scheduler_output.num_scheduled_tokens
+    for meta in metadata.requests:
+        if meta.direction != "STORE" or meta.request_id not in computed:
+            continue
+        begins = computed[meta.request_id]
+        for group, size in states.items():
+            ids = list(meta.op.block_ids[group])
+            for end in range(meta.op.start + chunk, meta.op.end + 1, chunk):
+                last = (end - meta.op.start) // size
+                if end not in (begins, begins + scheduled[meta.request_id]) or not ids[last - 1]:
+                    ids[last - chunk // size : last] = [0] * (chunk // size)
+            meta.op.block_ids[group] = ids
+
+
+def new_shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+    """A step of 512 tokens of a new request, whose blocks are null but for the first and the last one. Wrong is to
+    store the first chunk with the first block."""
+    connector = _windows.scheduler_side(module, 0, list(range(1, 65)), [65, *[0] * 30, 96], computed=0)
+    return _stored(hook, module, connector, 0)
+
+
+def cached_shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+    """The same of a request that goes on at 256 tokens, and of which nothing is stored."""
+    connector = _windows.scheduler_side(module, 0, list(range(1, 65)), [65, *[0] * 30, 96], computed=256)
+    return _stored(hook, module, connector, 256, blocks=[])
+
+
+def _stored(hook: Callable[..., Any], module: ModuleType, connector: Any, computed: int, **blocks: Any) -> bool:
+    stores = _windows.stored(hook, module, connector, computed, 512 - computed, **blocks)[1:]
+    return any(meta.op.block_ids[1][0] for meta in stores if meta.op.start == 0)
+
+
+FIX = Fix(
+    __name__,
+    __doc__,
+    targets=(
+        LMCACHE_MP._process_new_requests(broken=">=0.5.4,<=0.5.6", probe=new_shows_bug, fix=fix_new, place=1),
+        LMCACHE_MP._process_cached_requests(broken=">=0.5.4,<=0.5.6", probe=cached_shows_bug, fix=fix_cached, place=1),
+    ),
+    evidence={"KVR014": r"null blocks|freed before"},
+    scenarios=("mp-state-stored-null",),
+    no_patch={
+        "lmcache": "the server has to look at the one block of a chunk that it stores, and the tracker at what vLLM "
+        "has freed: which of them it is to be is for LMCache to decide"
+    },
+)
