@@ -60,6 +60,9 @@ PLANTED = {
     "DCP and TP": Planted(
         "parallel", serve(V1, "-tp", "4", "-dcp", "3"), "does not divide", "--decode-context-parallel-size 2"
     ),
+    "DCP in process": Planted(
+        "parallel", serve(V1, "-tp", "4", "-dcp", "2"), "does not know of --decode-context", "LMCacheMPConnector"
+    ),
     "no such layout": Planted(
         "layout", serve(V1), "VLLM_KV_CACHE_LAYOUT=XYZ", "unset", environment={"VLLM_KV_CACHE_LAYOUT": "XYZ"}
     ),

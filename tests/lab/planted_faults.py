@@ -55,6 +55,9 @@ DRAFTS: dict[str, dict[str, Any]] = {
 #: Two ranks, of which the second takes longer.
 RANKS: dict[str, dict[str, Any]] = {"v1": {"ranks": 2}, "mp": {"ranks": 2, "rank_delay": 3}}
 
+#: Two ranks that have every other token each.
+SHARES: dict[str, dict[str, Any]] = {"mp": {"ranks": 2, "context": True}}
+
 #: Three stages: up to three steps are in flight.
 STAGES: dict[str, dict[str, Any]] = {each: {"ranks": 3, "pipeline": True} for each in ("v1", "mp")}
 
@@ -263,6 +266,18 @@ def a_rank_reports_a_load_before_it_is_done(engine: Any) -> None:
         return server._answer(True) if key.worker_id else future
 
     server.submit_retrieve = reported
+
+
+@fault("LAB001", text="is stored under their key", on=MP, **SHARES)
+def a_block_is_taken_for_that_of_one_rank(engine: Any) -> None:
+    engine.scheduler.connector._group_tokens_per_block = [engine.options.block_of_rank]
+
+
+@fault("LAB001", text="of rank 1", on=MP, **SHARES)
+def a_rank_loads_the_tokens_of_another(engine: Any) -> None:
+    chunks = engine.connector.server.chunks
+    load = chunks.load
+    chunks.load = lambda groups, keys, skip, rank: load(groups, keys, skip, 0)
 
 
 @fault("LAB001", text="is stored under their key", on=MP, **RANKS)

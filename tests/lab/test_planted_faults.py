@@ -14,7 +14,7 @@ from kvfix_tools.lab.schedule import draw
 from kvfix_tools.lab.steps import prompt
 from tests.conftest import RELEASES, Once
 from tests.healthy import own_blocks
-from tests.lab.planted_faults import CHUNK, DRAFTS, FAULTS, RANKS, STAGES, Fault
+from tests.lab.planted_faults import CHUNK, DRAFTS, FAULTS, RANKS, SHARES, STAGES, Fault
 
 #: A bug of the release that even plain schedules show (scenario priority-left-after-resume).
 KNOWN = "_requests_priority still holds it"
@@ -131,6 +131,7 @@ def play_all() -> dict[str, Any]:
             played("offloading", windows=(32,), num_blocks=60),
             played("mp-states"),
             *(played(each, **RANKS[each]) for each in RANKS),
+            played("mp", **SHARES["mp"]),
             *(played(each, **STAGES[each]) for each in STAGES),
             *(played(each, **DRAFTS[each]) for each in DRAFTS),
         ],

@@ -24,7 +24,7 @@ from kvfix.session import session
 from kvfix_tools.lab import rules, vllm_objects
 from kvfix_tools.lab.kv_groups import kv_groups
 from kvfix_tools.lab.liveness import Liveness
-from kvfix_tools.lab.memory import Cache, Slots, SlotsOfRank
+from kvfix_tools.lab.memory import Cache, Slots, SlotsOfRank, SlotsOfShard
 from kvfix_tools.lab.model import Model
 from kvfix_tools.lab.mp import MP
 from kvfix_tools.lab.offloading import OffloadingAlone
@@ -79,7 +79,9 @@ class LabEngine:
         self._faults_before = dict(session.faults)
         self.groups = kv_groups(options)
         room = options.num_blocks, options.block_size, self.groups[-1].block_size
-        memories = [Slots(*room), *(SlotsOfRank(rank, *room) for rank in range(1, options.ranks))]
+        memories: list[Slots] = [Slots(*room), *(SlotsOfRank(rank, *room) for rank in range(1, options.ranks))]
+        if options.context:
+            memories = [SlotsOfShard(rank, options.ranks, *room) for rank in range(options.ranks)]
         #: By rank. The server of a multi-process connector has one cache for all.
         self.caches = [Cache() for _ in memories]
         self.slots, self.cache = memories[0], self.caches[0]

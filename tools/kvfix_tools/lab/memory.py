@@ -77,6 +77,10 @@ class Slots:
         slots.block_size = block_size
         return slots
 
+    def own(self, contents: list[int], start: int = 0) -> list[int]:
+        """Of the contents of tokens from `start` on, those whose KV this rank has: of the others nothing."""
+        return contents
+
     def spoil(self, block: int) -> None:
         """Others write to this block."""
         self._blocks[block][:] = [GARBAGE] * len(self._blocks[block])
@@ -136,6 +140,39 @@ class SlotsOfRank(Slots):
 
     def get(self, slot: int) -> int:
         return super().get(slot) ^ self._mark
+
+
+class SlotsOfShard(SlotsOfRank):
+    """The memory of a rank of context parallelism: of so many ranks each has every so many-th token of a block.
+
+    A slot's number is that of its token; the slots of the others' tokens hold nothing.
+    """
+
+    def __init__(self, rank: int, ranks: int, num_blocks: int, block_size: int, room: int = 0) -> None:
+        super().__init__(rank, num_blocks, block_size, room)
+        self._rank, self._ranks = rank, ranks
+
+    def own(self, contents: list[int], start: int = 0) -> list[int]:
+        found = [NOTHING] * len(contents)
+        first = (self._rank - start) % self._ranks
+        found[first :: self._ranks] = contents[first :: self._ranks]
+        return found
+
+    def write(self, blocks: Sequence[int], start: int, contents: Sequence[int]) -> None:
+        super().write(blocks, start, self.own(list(contents), start))
+
+    def first_wrong(self, blocks: Sequence[int], until: int, contents: Sequence[int]) -> int | None:
+        held = self.own(self.read(blocks, 0, until))
+        right = self.own(list(contents[:until]))
+        pairs = enumerate(zip(held, right, strict=False))
+        return None if held == right else next((at for at, (has, needs) in pairs if has != needs), len(held))
+
+    def put(self, slot: int, content: int) -> None:
+        if slot % self._ranks == self._rank:
+            super().put(slot, content)
+
+    def get(self, slot: int) -> int:
+        return super().get(slot) if slot % self._ranks == self._rank else NOTHING
 
 
 def _mark(rank: int) -> int:

@@ -50,7 +50,8 @@ class Chunks:
     def right(self, stored: StoredObject, contents: list[int], number: int, rank: int) -> list[int]:
         """What belongs in this object of a request's chunk, from the right contents of the request's tokens."""
         end = (number + 1) * self.size
-        parts = [of_rank(rank, group.right(contents[end - kept : end])) for group, kept in stored.parts]
+        own = self._slots[rank][0].own  # a chunk begins with a token of the first rank's
+        parts = [own(of_rank(rank, group.right(contents[end - kept : end]))) for group, kept in stored.parts]
         return parts[0] if len(parts) == 1 else [content for part in parts for content in part]
 
     def _keys(self, chunk: Any) -> Iterator[tuple[StoredObject, int, object]]:

@@ -29,6 +29,10 @@ class Options:
     ranks: int = 1
     #: They are the ranks of pipeline parallelism instead: a step is scheduled while others are with the workers.
     pipeline: bool = False
+    #: They are the ranks of decode context parallelism (DCP): each has the KV of its share of the tokens, and a block
+    #: has `block_size` tokens of all. mp only: the other connectors take a block for that of one rank (lmcache
+    #: vllm_v1_adapter.py 0.5.6:396), store nothing (:1159), and end the worker at the first load (:815).
+    context: bool = False
     #: Steps that a transfer takes longer in the second rank. Not v1.
     rank_delay: int = 0
     #: That server is a real `lmcache server` (mp_real.py), for one rank with one KV group. mp only, alone.
@@ -81,6 +85,17 @@ class Options:
             raise ValueError("the lab plays a MultiConnector with one rank")
         if self.pipeline and (self.ranks == 1 or self.drafter):
             raise ValueError("the lab plays pipeline parallelism with more than one rank and without a drafter")
+        if self.context and (
+            self.connector != "mp"
+            or self.ranks == 1
+            or self.pipeline
+            or self.several_groups
+            or self.block_size % self.ranks
+        ):
+            raise ValueError(
+                "the lab plays context parallelism with mp, which alone knows it, with more than one rank that share "
+                "each block's tokens, without pipeline parallelism and with one KV group"
+            )
         if self.states and (self.windows or self.drafter or not self.prefix_caching):
             raise ValueError("the lab plays states with prefix caching, without sliding windows and without a drafter")
         if self.real_server and (
@@ -97,6 +112,11 @@ class Options:
     def several_groups(self) -> bool:
         """Whether the model has several KV groups."""
         return bool(self.windows) or self.states
+
+    @property
+    def block_of_rank(self) -> int:
+        """Tokens of a block of full attention whose KV one rank has."""
+        return self.block_size // self.ranks if self.context else self.block_size
 
     @property
     def steps_in_flight(self) -> int:

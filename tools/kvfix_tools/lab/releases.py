@@ -34,6 +34,8 @@ DRAWN_SINCE = dict.fromkeys(
 WINDOWS_SINCE = {"lmcache": ">=0.5.6", "vllm": ">=0.32"}
 #: So is a group of states: earlier ones were not tried.
 STATES_SINCE = {"lmcache": ">=0.5.6", "vllm": ">=0.32"}
+#: Context parallelism, which LMCache's connector knows since 0.5.5, was tried with these.
+CONTEXT_SINCE = {"lmcache": ">=0.5.6", "vllm": ">=0.32"}
 #: Releases whose server forgets workers that are silent (`worker_registration_grace_seconds`), and those whose transfer
 #: on CUDA waits for its stores (LMCacheDrivenTransferContext.flush_inflight_stores, which is `pass` up to 0.5.5).
 FORGETS, FLUSHES = {"lmcache": ">=0.5.0"}, {"lmcache": ">=0.5.6"}
@@ -96,7 +98,7 @@ def lacking() -> set[str]:
     settings = {name for name, specifier in SINCE.items() if not matches(found["lmcache"], specifier)}
     options = {name for name, specifier in DRAWN_SINCE.items() if not matches(found["vllm"], specifier)}
     others = {"new_weights": RESETS, "policy": PRIORITIES, "windows": WINDOWS_SINCE, "offloading": OFFLOADS}
-    others |= {"ranks": RANKS_SINCE, "stops": STOPS_SINCE, "states": STATES_SINCE}
+    others |= {"ranks": RANKS_SINCE, "stops": STOPS_SINCE, "states": STATES_SINCE, "context": CONTEXT_SINCE}
     return settings | options | {name for name, needs in others.items() if missing(needs, found)}
 
 

@@ -176,6 +176,10 @@ def draw(
         options = dataclasses.replace(
             options, states=True, prefix_caching=True, num_blocks=more, separate_object_groups=own.random() < 0.5
         )
+    own = random.Random(f"context {seed}")
+    may_share = connector == "mp" and options.ranks > 1 and not (options.pipeline or options.several_groups)
+    if may_share and "context" not in lacks and own.random() < 0.5:
+        options = dataclasses.replace(options, context=True)
     own = random.Random(f"offloading {seed}")
     may_offload = connector in ("v1", "mp") and not plain and not options.several_groups and options.ranks == 1
     if may_offload and "offloading" not in lacks and own.random() < 0.2:

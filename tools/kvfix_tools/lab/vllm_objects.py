@@ -158,7 +158,7 @@ def vllm_config(options: Options, folder: str = "") -> VllmConfig:
 
     folder: for files of the connector.
     """
-    cache = CacheConfig(block_size=options.block_size, enable_prefix_caching=options.prefix_caching)
+    cache = CacheConfig(block_size=options.block_of_rank, enable_prefix_caching=options.prefix_caching)
     cache.num_gpu_blocks = options.num_blocks
     extra = {"lmcache.chunk_size": options.chunk_size}
     extra |= {f"lmcache.{name}": value for name, value in options.lmcache.items()}
@@ -220,6 +220,7 @@ def vllm_config(options: Options, folder: str = "") -> VllmConfig:
     config.parallel_config.world_size = options.ranks
     config.parallel_config.tensor_parallel_size = 1 if options.pipeline else options.ranks
     config.parallel_config.pipeline_parallel_size = options.ranks if options.pipeline else 1
+    config.parallel_config.decode_context_parallel_size = options.ranks if options.context else 1
     return config
 
 
@@ -234,7 +235,7 @@ def kv_cache(options: Options, config: VllmConfig) -> KVCacheConfig:
     groups = [
         KVCacheGroupSpec(
             [LAYER.format(group.number)],
-            _spec(group, **shape, **(extra if group.window else {})),
+            _spec(group, options, **shape, **(extra if group.window else {})),
         )
         for group in kv_groups(options)
     ]
@@ -258,7 +259,7 @@ def kv_caches(options: Options, memory: torch.Tensor) -> dict[str, torch.Tensor]
     return {LAYER.format(group.number): memory for group in kv_groups(options)}
 
 
-def _spec(group: KVGroup, **shape: Any) -> KVCacheSpec:
+def _spec(group: KVGroup, options: Options, **shape: Any) -> KVCacheSpec:
     if group.state:
         state = (group.block_size * 2 * 32,)  # a page is as large as that of full attention
         return MambaSpec(
@@ -266,7 +267,7 @@ def _spec(group: KVGroup, **shape: Any) -> KVCacheSpec:
         )
     if group.window:
         return SlidingWindowSpec(block_size=group.block_size, sliding_window=group.window, **shape)
-    return FullAttentionSpec(block_size=group.block_size, **shape)
+    return FullAttentionSpec(block_size=options.block_of_rank, **shape)
 
 
 def of_rank(config: VllmConfig, rank: int) -> VllmConfig:

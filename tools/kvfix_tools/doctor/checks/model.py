@@ -104,10 +104,26 @@ def parallel(setup: Setup) -> Iterator[Line]:
         divisor = max(size for size in range(1, tensor) if not heads % size)
         what = f"{heads} attention heads cannot be divided by --tensor-parallel-size {tensor}"
         faults.append(problem(what, f"--tensor-parallel-size {divisor}"))
-    faults += [*_servers(setup), *_ports(setup)]
+    faults += [*_context(setup, context), *_servers(setup), *_ports(setup)]
     yield from faults
     if not faults:
         yield ok(f"{setup.ranks} workers (tensor {tensor}, pipeline {setup.parallel('pipeline')})")
+
+
+def _context(setup: Setup, context: int) -> Iterator[Line]:
+    """A connector that does not know of it takes a block for the tokens of one rank: it stores nothing,
+    and its worker dies at the first load (vllm_v1_adapter.py 0.5.6:1159, :815)."""
+    lmcache = setup.lmcache
+    for connector in setup.connectors if context > 1 and lmcache else ():
+        module = "vllm_v1_adapter" if connector.is_v1 else "lmcache_mp_connector"
+        is_copy = connector.is_mp and setup.environment.get("LMCACHE_USE_UPSTREAM_MP")
+        source = "" if is_copy or lmcache is None else lmcache.text(f"lmcache.integration.vllm.{module}")
+        if (connector.is_v1 or connector.is_mp) and "decode_context_parallel_size" not in source:
+            yield problem(
+                f"{connector.name} as it is installed does not know of --decode-context-parallel-size {context}: it "
+                "stores nothing",
+                "LMCacheMPConnector with LMCache 0.5.5 or later, or --decode-context-parallel-size 1",
+            )
 
 
 def _servers(setup: Setup) -> Iterator[Line]:
