@@ -13,7 +13,7 @@ import pytest
 
 import kvfix
 from kvfix.session import session
-from tests.conftest import RELEASES, ForkServer
+from tests.conftest import RELEASES, ForkServer, Once
 
 Functions = dict[str, Callable[..., Any]]
 
@@ -152,3 +152,35 @@ def test_hooks_of_layers_are_watched_on_request_only(fork_server: ForkServer, tm
     assert found["order"] == ["first", ["wait_for_layer_load", "second"], ["wait_for_layer_load", "bad"]]
     assert found["calls"] == {"get_block_ids_with_load_errors": 1, "wait_for_layer_load": 2}
     assert (found["recorded"], found["inside"]) == (["RuntimeError: planted"], [])
+
+
+def hits_of_an_unhealthy_adapter() -> list[tuple[Any, ...]]:
+    """(what the reader says of the hit, what the adapter has found, what is promised) of a request that waits for
+    blocks: with its server, while that is silent, and after."""
+    from kvfix.ledger import events as ev
+    from kvfix_tools.lab.lab_engine import LabEngine
+    from kvfix_tools.lab.options import Options
+    from kvfix_tools.lab.steps import prompt
+
+    engine, said = LabEngine(Options(connector="mp", delay=0)), []
+    engine.do("stored_elsewhere", prompt(128))
+    engine.keep_blocks(0)
+    engine.admit("r", prompt(140))
+    for then in ("server_goes_on", "server_stops", "server_goes_on"):
+        engine.do(then)
+        engine.step(3)
+        asked = [event for _, event in engine.log if isinstance(event, ev.Asked)]
+        found = engine.connector.scheduler_adapter._finished_lookup_results["r"]
+        said.append((engine.connector.reader.hit("r"), found, asked[-1].promised))
+    engine.free_blocks()
+    engine.run()
+    return [*said, (engine.findings, engine.counts["loaded_tokens"])]
+
+
+def test_an_unhealthy_adapter_has_no_hit_whatever_it_has_found(once: Once) -> None:
+    assert once(hits_of_an_unhealthy_adapter, RELEASES / "0.5.6") == [
+        (128, 128, 128),
+        (None, 128, 0),
+        (128, 128, 128),
+        ([], 128),
+    ]

@@ -63,8 +63,8 @@ class Scenario:
 
     @property
     def fixes(self) -> tuple[str, ...]:
-        """Codes of the fixes for this bug; none: it is not fixed yet."""
-        return tuple(fix.code for fix in catalogue.fixes() if self.slug in fix.scenarios)
+        """Codes of the fixes for this bug; none: it is not fixed."""
+        return tuple(fix.code for fix in catalogue.fixes() if fix.fixable and self.slug in fix.scenarios)
 
     @property
     def title(self) -> str:

@@ -164,6 +164,6 @@ FIX = Fix(
         MP_CLIENT.cancel_streams(broken="==0.5.6", probe=unanswered, fix=fail_transfers, helper=True),
     ),
     evidence={"KVD204": r"^a ping timed out"},
-    scenarios=("mp-load-after-given-up", "mp-store-after-given-up"),
+    scenarios=("mp-load-after-given-up", "mp-store-after-given-up", "mp-preempted-while-silent"),
     no_patch={"lmcache": "to recall a transfer, or to wait for it, is a change of the protocol, not of a function"},
 )

@@ -16,7 +16,7 @@ LMCache 0.5.6 with kvfix, which has KVF122. Else `lmcache.mp.heartbeat_interval`
 keep the server from an answer.
 
 ## Releases
-LMCache 0.4.2 to 0.5.5. Read in the source; the lab shows it in 0.5.6.
+LMCache 0.4.2 to 0.5.5; the lab shows it from 0.4.5 on, which it plays.
 
 ## Upstream
 None known.
@@ -36,4 +36,5 @@ FIX = Fix(
     __doc__,
     targets=(MP_WORKER_ADAPTER.get_finished(broken=">=0.4.2,<=0.5.5", probe=stubs.cannot_tell, fix=None),),
     evidence={"KVD204": r"^a ping timed out"},
+    scenarios=("mp-silent-server-given-up",),
 )
