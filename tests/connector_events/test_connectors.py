@@ -179,8 +179,8 @@ def hits_of_an_unhealthy_adapter() -> list[tuple[Any, ...]]:
 
 def test_an_unhealthy_adapter_has_no_hit_whatever_it_has_found(once: Once) -> None:
     assert once(hits_of_an_unhealthy_adapter, RELEASES / "0.5.6") == [
-        (128, 128, 128),
-        (None, 128, 0),
-        (128, 128, 128),
-        ([], 128),
+        [128, 128, 128],
+        [None, 128, 0],
+        [128, 128, 128],
+        [[], 128],
     ]
