@@ -184,13 +184,7 @@ class LabEngine:
             return
         owed = len(self._answers) + len(self._held)
         state = self.liveness.state(owed, self.request_events.undecided, len(self.connector.looking()))
-        answer = liveness.can_move(state)
-        locking_out = self.liveness.session_with_blocks() if answer.verdict == "violated" else ""
-        if locking_out:  # KVF903, for which there is no fix: it goes on when the session's client goes away
-            self.counts["locked_out_by_session"] += 1
-            self.abort(locking_out)
-        else:
-            self.request_events.stands_still(answer)
+        self.request_events.stands_still(liveness.can_move(state))
 
     def _load_from_other_connector(self) -> None:
         """What the other connector was granted is in its slots before the step reads them."""

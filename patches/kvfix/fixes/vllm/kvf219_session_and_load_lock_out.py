@@ -1,0 +1,102 @@
+"""A session with new input and a request whose load is done hold the blocks that each other needs: none runs again.
+
+## Symptom
+`Running: 0 reqs, Waiting: N reqs` for ever, no throughput, no error, the KV cache nearly full. With clients that send
+streaming input, and a connector that loads between steps.
+
+## Cause
+A load is admitted if the blocks for its whole prompt are free, and they are reserved (scheduler.py 0.32.0:1249). A
+session that runs takes blocks without a look at that. When its turn has ended it keeps them, for its next input. That
+needs more, so does the load that is done, and `schedule` stops at the first request that it has no blocks for (:1282).
+
+## Fix
+When three steps in a row have scheduled nothing, nothing is in flight, and one of the requests that hold blocks could go
+on with those of another: of the loaded ones that are no session the last one gives its blocks back, as after a load
+that has failed. It is computed later.
+
+## Releases
+vLLM 0.32.0 and 0.33.0. Earlier ones have other queues: KVF903.
+
+## Upstream
+https://github.com/vllm-project/vllm/issues/45388, https://github.com/vllm-project/vllm/pull/57104
+
+## Remove when
+A session's blocks count as reserved, or a request whose load is done can give them back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from types import ModuleType
+from typing import Any
+
+from kvfix.fixes import stubs
+from kvfix.fixes.api import Fix
+from kvfix.fixes.targets import SCHEDULER
+from kvfix.wrapping import around
+
+#: Idle steps after which it is no more waited: a connector may report something in between.
+_STEPS = 3
+
+
+def fix(module: ModuleType) -> Callable[..., Any]:
+    waiting_for_load = module.RequestStatus.WAITING_FOR_REMOTE_KVS
+    states = module.RequestStatus.WAITING, module.RequestStatus.PREEMPTED
+
+    def schedule(scheduler: Any, *_: Any, **__: Any) -> Generator[None, Any, Any]:
+        output = yield
+        is_idle = not scheduler.running and not output.total_num_scheduled_tokens
+        scheduler._kvfix_idle = getattr(scheduler, "_kvfix_idle", 0) + 1 if is_idle else 0
+        if scheduler._kvfix_idle >= _STEPS:
+            scheduler._kvfix_idle = 0
+            request = _to_give_back(scheduler, waiting_for_load)
+            if request is not None:
+                _give_back(scheduler, request, states)
+        return output
+
+    # Steps in which no waiting request holds blocks are almost all.
+    return around(schedule, when=lambda scheduler, *_, **__: scheduler.kv_holding_waiting)
+
+
+def _to_give_back(scheduler: Any, waiting_for_load: Any) -> Any:
+    """The last request that is loaded, if another one that holds blocks can go on with its own, and no other can."""
+    if any(request.is_finished() for request in scheduler.requests.values()):
+        return None  # its blocks come free when they are stored
+    ready, manager = [], scheduler.kv_cache_manager
+    for request in scheduler.kv_holding_waiting:
+        if request.status is waiting_for_load and request.request_id not in scheduler.finished_recving_kv_req_ids:
+            return None  # something is in flight
+        if request.status.name in ("WAITING", "PREEMPTED", waiting_for_load.name):
+            ready.append(request)
+    loaded = [request for request in ready if not request.resumable and not request.num_in_flight_tokens]
+    if len(ready) < 2 or not loaded:
+        return None
+    last, free = loaded[-1], manager.block_pool.get_num_free_blocks()
+    needs = [scheduler._request_remaining_blocks(request) for request in ready if request is not last]
+    held = sum(not block.is_null for group in manager.get_blocks(last.request_id).blocks for block in group)
+    return last if free < needs[0] and min(needs) <= free + held else None
+
+
+def _give_back(scheduler: Any, request: Any, states: tuple[Any, Any]) -> None:
+    """As vLLM does after a load of which nothing is valid (`_update_waiting_for_remote_kv`, :3123)."""
+    name = request.request_id
+    scheduler.kv_holding_waiting.remove_requests([request])
+    scheduler.finished_recving_kv_req_ids.discard(name)
+    scheduler.failed_recving_kv_req_ids.discard(name)
+    scheduler._inflight_prefills.discard(request)
+    scheduler._set_kv_fetch_stage(request, None)
+    scheduler.deferred_waiting.discard(request)
+    scheduler.kv_cache_manager.free(request)
+    request.num_computed_tokens = 0
+    request.status = states[request.num_preemptions > 0]
+    scheduler._enqueue_waiting_request(request)
+
+
+FIX = Fix(
+    __name__,
+    __doc__,
+    targets=(SCHEDULER.schedule(broken=">=0.32.0", probe=stubs.cannot_tell, fix=fix, place=1),),
+    evidence={"KVD202": ""},
+    scenarios=("session-and-load-lock-out",),
+    no_patch={"vllm": "which of the two gives way is policy: https://github.com/vllm-project/vllm/pull/57104"},
+)
