@@ -37,7 +37,7 @@ def test_loaded_requests_behind_one_that_gets_no_blocks(once: Once) -> None:
         "request can move"
     )
     assert found.now == "abort r: its 8 blocks come free"
-    assert show.fixes(found, states[-1:]) == ["KVF208", "KVF210"]
+    assert show.fixes(found, states[-1:]) == ["KVF208", "KVF210", "KVF219"]
     old = [{**each, "versions": {"vllm": "0.26.0", "lmcache": "0.5.6"}} for each in states]
     assert show.fixes(found, old[-1:]) == ["KVF210", "KVF903"]
     in_step = [states[0], {**states[1], "in_step": True}]

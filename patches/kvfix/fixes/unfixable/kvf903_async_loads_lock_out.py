@@ -13,13 +13,11 @@ middle of `schedule`, 500 lines that differ in every release.
 
 ## Workaround
 vLLM 0.32 with `scheduler_reserve_full_isl` as it comes (true). 0.32.0 still locks out without it and with the priority
-policy, which is KVF208, and with sliding windows, which is KVF210: kvfix fixes both. Not fixed there: a session whose
-turn has ended keeps its blocks, its next input needs more, and so does a load that is done. Else fewer requests at once
-(`--max-num-seqs`), more blocks, or no asynchronous loading.
+policy, which is KVF208, with sliding windows, which is KVF210, and with a session, which is KVF219: kvfix fixes all
+three. Else fewer requests at once (`--max-num-seqs`), more blocks, or no asynchronous loading.
 
 ## Releases
-vLLM 0.11.2 to 0.26.0. Read in the source and reported, not shown in the lab. With a session also 0.32.0, where the
-lab's fuzzer meets it in one of 1,500 schedules (`locked_out_by_session`) and ends the session.
+vLLM 0.11.2 to 0.26.0. Read in the source and reported, not shown in the lab.
 
 ## Upstream
 https://github.com/vllm-project/vllm/issues/45388, https://github.com/vllm-project/vllm/pull/44560,

@@ -10,8 +10,8 @@ session that runs takes blocks without a look at that. When its turn has ended i
 needs more, so does the load that is done, and `schedule` stops at the first request that it has no blocks for (:1282).
 
 ## Fix
-When three steps in a row have scheduled nothing, nothing is in flight, and one of the requests that hold blocks could go
-on with those of another: of the loaded ones that are no session the last one gives its blocks back, as after a load
+When three steps in a row have scheduled nothing, nothing is in flight, and one of the requests that hold blocks could
+go on with those of another: of the loaded ones that are no session the last one gives its blocks back, as after a load
 that has failed. It is computed later.
 
 ## Releases
