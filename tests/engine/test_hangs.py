@@ -37,7 +37,7 @@ TWENTY = {"num_gpu_blocks_override": 21, "max_model_len": 640, "scheduling_polic
 
 
 class Hang(NamedTuple):
-    """code, message: of the verdict; message is a part of it. fix: it keeps this hang away, so it is not applied."""
+    """code, message: of the verdict; message is a part of it. fix: what keeps this hang away, and is not applied."""
 
     code: str
     message: str
@@ -62,7 +62,7 @@ HANGS = {
         "1 request is loaded and waits behind r2-",
         rounds=[STORED, BOTH],
         engine=TWENTY,
-        fix="KVF208",
+        fix="KVF208,KVF219",
     ),
 }
 

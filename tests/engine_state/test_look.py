@@ -80,7 +80,7 @@ def test_an_engine_that_cannot_move(tmp_path: Path) -> None:
     assert re.search(r"; \d+ steps, 0 tokens, 0\.0 requests ended a second", drawn), drawn
     answer = json.loads(done.stdout)
     (verdict,) = answer["verdicts"]
-    assert (verdict["code"], verdict["request"], verdict["fixes"]) == ("KVD202", "r", ["KVF208", "KVF210"])
+    assert (verdict["code"], verdict["request"], verdict["fixes"]) == ("KVD202", "r", ["KVF208", "KVF210", "KVF219"])
     assert answer["owes"] == {"r": "the pool: it needs 8 blocks, 4 are free", "low": "r, which stands before it"}
     assert [(way["pid"], way["how"]) for way in answer["ways"]] == [(pid, looking.INSIDE)]
     assert text.stdout.startswith("1 request is loaded and waits behind r, which needs 8 blocks; 4 can be had")

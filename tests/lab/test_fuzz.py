@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from kvfix_tools.lab import releases
-from kvfix_tools.lab.steps import prompt
 from tests.conftest import RELEASES, Fresh, Once
 from tests.healthy import own_blocks
 
