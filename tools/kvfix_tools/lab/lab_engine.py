@@ -184,7 +184,15 @@ class LabEngine:
             return
         owed = len(self._answers) + len(self._held)
         state = self.liveness.state(owed, self.request_events.undecided, len(self.connector.looking()))
-        self.request_events.stands_still(liveness.can_move(state))
+        answer = liveness.can_move(state)
+        offloads = bool(self.options.offloading) or self.options.connector == "offloading"
+        may_lock_out = answer.verdict == "violated" and offloads
+        locking_out = self.liveness.session_with_blocks() if may_lock_out else ""
+        if locking_out:  # KVF219 is not for that connector: it goes on when the session's client goes away
+            self.counts["locked_out_by_session"] += 1
+            self.abort(locking_out)
+        else:
+            self.request_events.stands_still(answer)
 
     def _load_from_other_connector(self) -> None:
         """What the other connector was granted is in its slots before the step reads them."""

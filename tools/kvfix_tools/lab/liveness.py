@@ -55,6 +55,11 @@ class Liveness:
         free = self._manager.block_pool.get_num_free_blocks()
         return State(tuple(waiting), free, len(scheduler.running), in_flight + ended, lookups)
 
+    def session_with_blocks(self) -> str:
+        """A session that keeps its blocks while it waits for input, or with it for more blocks; "" if there is none."""
+        names = (name for name, each in self._scheduler.requests.items() if getattr(each, "resumable", False))
+        return next((name for name in names if any(self._manager.get_block_ids(name))), "")
+
     def _waiting(self, request: Any, undecided: set[str]) -> Waiting:
         name, status = request.request_id, request.status
         waits_for = PLACE

@@ -39,7 +39,7 @@ COUNTED = (
     "resets", "evicted", "evicted_pinned", "loads_failed", "loads_partial", "lookups_unanswered", "busy_steps",
     "loaded_beside", "connector_resets", "loads_of_groups", "stores_of_groups", "null_objects_left_out",
     "ranks_apart", "ranks_differ", "failed_on_one_rank", "steps_in_flight", "server_stops",
-    "drafts_proposed", "drafts_accepted", "drafts_rejected", "inputs",
+    "drafts_proposed", "drafts_accepted", "drafts_rejected", "inputs", "locked_out_by_session",
     "pauses", "loads_of_kv_both",
     "loads_of_kv_producer", "loads_of_kv_consumer", "stores_of_kv_both", "stores_of_kv_producer",
     "stores_of_kv_consumer", "stores_for_decoder", "not_to_store", "passed_over", "loads_offloaded", "stores_offloaded",

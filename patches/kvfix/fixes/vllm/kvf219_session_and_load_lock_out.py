@@ -12,7 +12,8 @@ needs more, so does the load that is done, and `schedule` stops at the first req
 ## Fix
 When three steps in a row have scheduled nothing, nothing is in flight, and one of the requests that hold blocks could
 go on with those of another: of the loaded ones that are no session the last one gives its blocks back, as after a load
-that has failed. It is computed later.
+that has failed. It is computed later. With LMCache's multi-process connector alone, which takes a request back that has
+no computed tokens any more: not in a MultiConnector, whose other connectors do not.
 
 ## Releases
 vLLM 0.32.0 and 0.33.0. Earlier ones have other queues: KVF903.
@@ -30,7 +31,7 @@ from collections.abc import Callable, Generator
 from types import ModuleType
 from typing import Any
 
-from kvfix.fixes import stubs
+from kvfix.fixes import _mp, stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import SCHEDULER
 from kvfix.wrapping import around
@@ -71,10 +72,18 @@ def _to_give_back(scheduler: Any, waiting_for_load: Any) -> Any:
     loaded = [request for request in ready if not request.resumable and not request.num_in_flight_tokens]
     if len(ready) < 2 or not loaded:
         return None
+    trackers = getattr(scheduler.connector, "request_trackers", {})
+    loaded = [each for each in loaded if _has_hit(trackers.get(each.request_id))]
+    if not loaded:
+        return None
     last, free = loaded[-1], manager.block_pool.get_num_free_blocks()
     needs = [scheduler._request_remaining_blocks(request) for request in ready if request is not last]
     held = sum(not block.is_null for group in manager.get_blocks(last.request_id).blocks for block in group)
     return last if free < needs[0] and min(needs) <= free + held else None
+
+
+def _has_hit(tracker: Any) -> bool:
+    return tracker is not None and _mp.tokens(tracker, "num_lmcache_hit") > 0
 
 
 def _give_back(scheduler: Any, request: Any, states: tuple[Any, Any]) -> None:
