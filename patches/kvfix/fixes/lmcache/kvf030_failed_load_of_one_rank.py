@@ -18,7 +18,9 @@ step, and with several steps in flight the one after them. Until then the saves 
 they compute on top of it. A request that ends or is preempted before is not saved: its blocks are others'.
 
 A kv_producer stores whatever has metadata (:1152), so the metadata are marked for its worker. What a request stores
-that names a decoder (`disagg_spec`) is the transfer, which cannot wait: the decoder may still get wrong KV.
+that names a decoder (`disagg_spec`) is the transfer. It cannot wait: with the step the request ends, and its blocks are
+others'. The decoder may still get wrong KV. With `kv_load_failure_policy=fail`, vLLM's default, the request ends with
+an error at prefill, and the proxy need not ask the decoder: do not set `recompute` there.
 
 ## Releases
 LMCache 0.3.9 to 0.5.6. 0.3.9 does not know which blocks failed, so the fix has no effect there.
