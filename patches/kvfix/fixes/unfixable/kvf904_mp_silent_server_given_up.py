@@ -16,7 +16,7 @@ LMCache 0.5.6 with kvfix, which has KVF122. Else `lmcache.mp.heartbeat_interval`
 keep the server from an answer.
 
 ## Releases
-LMCache 0.4.2 to 0.5.5; the lab shows it from 0.4.5 on, which it plays.
+LMCache 0.4.2 to 0.5.5. The lab shows it in 0.4.5, 0.4.6 and 0.4.7; of the others it was read in the source.
 
 ## Upstream
 None known.
