@@ -104,6 +104,34 @@ def mcp(
 
 
 @app.command()
+def conform(
+    connector: Annotated[str, typer.Argument(metavar="MODULE:CLASS", help="Or what vLLM calls it: ExampleConnector.")],
+    config: Annotated[
+        str,
+        typer.Option(metavar="JSON", help="Its kv_connector_extra_config, or @FILE. {dir}: a new folder each time."),
+    ] = "{}",
+    lose: Annotated[
+        str,
+        typer.Option(metavar="MODULE:FUNCTION", help="Called with the worker's connector: what it has stored is gone."),
+    ] = "",
+    seconds: Annotated[float, typer.Option(help="Of the fuzzer, after the scenarios.")] = 30.0,
+    seeds: Annotated[str, typer.Option(metavar="A:B", help="Of the fuzzer.")] = "0:100000",
+    fixes: Annotated[bool, typer.Option(help="With kvfix's fixes of vLLM, or as it was released.")] = True,
+    json: Json = False,
+    junit: Annotated[Optional[Path], typer.Option(metavar="FILE", help="JUnit XML.")] = None,  # noqa: UP045
+) -> None:
+    """Does a KV connector keep what vLLM expects? On the real scheduler, without a GPU. Exit 1: no; 2: not tested."""
+    from kvfix_tools.conform import command
+
+    first, _, last = seeds.partition(":")
+    try:
+        drawn = range(int(first), int(last or int(first) + 1))
+    except ValueError:
+        raise typer.BadParameter("--seeds is A:B, or one number") from None
+    raise typer.Exit(command.conform(connector, config, lose, seconds, drawn, fixes, json, junit))
+
+
+@app.command()
 def dump(
     pid: Annotated[int, typer.Argument(metavar="PID", help="The engine: this process and all below it.")],
     out: Annotated[Path, typer.Option("-o", metavar="DIR", help="Where the bundle goes.")] = Path(),

@@ -103,6 +103,10 @@ class Connector:
         of_others = {} if self.offloading is None else self.offloading.kept()
         return {**{where: set(names) for where, names in self.reader.kept()}, **of_others}
 
+    def reads_wrong(self, name: str, message: str) -> None:
+        """A step has read wrong KV, and not in blocks of which it is known that their load has failed."""
+        self.events.wrong_content(name, message)
+
     def not_to_store(self, request: Any) -> str:
         """Why nothing of this request may be stored; "" if it may."""
         return ""
@@ -110,6 +114,9 @@ class Connector:
     def evict(self, cache: Cache, chunks: int, forced: bool) -> int:
         """The oldest chunks leave the cache; forced: pinned ones too. How many it were."""
         return cache.evict(chunks, forced)
+
+    def never_given_back(self) -> None:
+        """All is over: blocks of ended requests that are still kept for the connector are a violation, if it looks."""
 
     def close(self) -> None:
         """The engine ends."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, NamedTuple
 
@@ -138,16 +139,16 @@ def _names_decoder(engine: LabEngine, name: str) -> bool:
 
 
 def signature(finding: Finding) -> str:
-    """What is the same about two findings of one bug: the rule, and its words without numbers and names."""
-    return f"{finding.code} {re.sub(r'r?[0-9]+', 'N', finding.message)[:160]}"
+    """What is the same about two findings of one bug: the rule, and its words without numbers, names and paths."""
+    return f"{finding.code} {re.sub(r'/[^ ]+|r?[0-9]+', 'N', finding.message)[:160]}"
 
 
-def shrink(schedule: Schedule, wanted: str, seconds: float = 45.0) -> Schedule:
+def shrink(schedule: Schedule, wanted: str, seconds: float = 45.0, player: Callable[[Any], Played] = play) -> Schedule:
     """The shortest schedule found in the time that still has a finding of this signature: steps out, numbers down."""
     until = time.monotonic() + seconds
 
     def shows(candidate: Schedule) -> bool:
-        return any(signature(found) == wanted for found in play(candidate).findings)
+        return any(signature(found) == wanted for found in player(candidate).findings)
 
     best = schedule
     size = max(1, len(best.steps) // 2)
@@ -161,7 +162,7 @@ def shrink(schedule: Schedule, wanted: str, seconds: float = 45.0) -> Schedule:
                 start += size
         if not shorter or size > len(best.steps):
             size //= 2
-    for index, step in enumerate(best.steps):
+    for index, step in enumerate(best.steps if player is play else ()):
         for smaller in _smaller(step):
             candidate = best._replace(steps=(*best.steps[:index], smaller, *best.steps[index + 1 :]))
             if time.monotonic() < until and shows(candidate):

@@ -52,9 +52,11 @@ class EngineDied(Exception):
     """EngineCore would be dead: an exception left the scheduler."""
 
 
-def _connector_class(options: Options) -> type[V1 | MP | OffloadingAlone]:
+def _connector_class(options: Options) -> Any:
+    if options.any_connector:
+        return import_module("kvfix_tools.lab.any_connector").AnyConnector
     if options.real_server:
-        return import_module("kvfix_tools.lab.mp_real").RealMP  # type: ignore[no-any-return]
+        return import_module("kvfix_tools.lab.mp_real").RealMP
     if options.connector == "offloading":
         return OffloadingAlone
     if options.connector != "v1":
@@ -146,7 +148,7 @@ class LabEngine:
         self._load_from_other_connector()
         self._failed.append(set().union(*(worker.failed_blocks() for worker in self.workers)))
         for name, message in self.model.compute(output, set().union(*self._failed)):
-            events.wrong_content(name, message)
+            connector.reads_wrong(name, message)
         ended = output.finished_req_ids
         reports = [
             self._guard("wait_for_save", "", worker.finish_step, forward, ended, self.options.save_last)
@@ -374,6 +376,7 @@ class LabEngine:
                 break
             self.step()
         self.request_events.leaked()
+        self.connector.never_given_back()
 
     def expect_all_ended(self) -> bool:
         """All is free, many steps were made: every request has ended, and nothing is kept of it."""

@@ -16,8 +16,14 @@ SERVER_CHUNK = 16
 class Options:
     """Sizes in tokens, but `num_blocks` in blocks. `lmcache`: settings of LMCache by their own names."""
 
-    #: v1 (in process), mp (LMCache's multi-process connector), mp-in-tree (vLLM's copy of it), or one of OF_VLLM.
+    #: v1 (in process), mp (LMCache's multi-process connector), mp-in-tree (vLLM's copy of it), or one of OF_VLLM. Any
+    #: other one by what vLLM calls it, or as my_package.connector:MyConnector (any_connector.py).
     connector: str = "v1"
+    #: Of any other connector: its `kv_connector_extra_config`, and the function that loses what it has stored.
+    config: dict[str, Any] = field(default_factory=dict)
+    lose: str = ""
+    #: Layers of each KV group. More than one with any other connector only.
+    layers: int = 1
     #: In a MultiConnector, behind another one that is asked first (connector.py). v1 only.
     beside: bool = False
     #: In a MultiConnector with vLLM's OffloadingConnector (offloading.py), which is asked first or last; "": without.
@@ -117,6 +123,11 @@ class Options:
     def block_of_rank(self) -> int:
         """Tokens of a block of full attention whose KV one rank has."""
         return self.block_size // self.ranks if self.context else self.block_size
+
+    @property
+    def any_connector(self) -> bool:
+        """Whether it is none of those that the lab knows."""
+        return self.connector not in CONNECTORS
 
     @property
     def steps_in_flight(self) -> int:

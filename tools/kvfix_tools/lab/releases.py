@@ -48,6 +48,8 @@ OFFLOADS = {"vllm": ">=0.32", "lmcache": ">=0.5.6"}
 RANKS_SINCE = {"lmcache": ">=0.4.5", "vllm": ">=0.32"}
 #: A server that stops and goes on is drawn with these: earlier adapters have no heartbeat of their own.
 STOPS_SINCE = {"lmcache": ">=0.5.6", "vllm": ">=0.32"}
+#: Any other connector is played with these: vLLM calls its hooks in this order, with these tensors.
+ANY_SINCE = {"vllm": (">=0.32", "the lab knows no earlier model runner's order of hooks")}
 #: Releases that the lab plays, by connector, and why not the others.
 PLAYABLE = {
     "v1": {
@@ -83,7 +85,7 @@ def code() -> str:
 
 
 def matches(version: str, specifier: str) -> bool:
-    return version in SpecifierSet(specifier, prereleases=True)
+    return bool(version) and version in SpecifierSet(specifier, prereleases=True)
 
 
 def missing(needs: dict[str, str], installed: dict[str, str] | None = None) -> str:
@@ -104,7 +106,7 @@ def lacking() -> set[str]:
 
 def cannot_play(connector: str, installed: dict[str, str] | None = None) -> str:
     """Why this connector cannot be played on these releases, by default what is installed; "" if it can."""
-    needs = PLAYABLE[connector]
+    needs = PLAYABLE.get(connector, ANY_SINCE)
     lacks = missing({dist: specifier for dist, (specifier, _) in needs.items()}, installed)
     why = "; ".join(reason for dist, (_, reason) in needs.items() if dist in lacks)
     return f"the lab plays {connector} with {lacks}: {why}" if lacks else ""

@@ -84,6 +84,10 @@ class RequestEvents:
         #: Requests whose load may come short because the schedule makes it; "" for all.
         self.may_fail: set[str] = set()
 
+    @property
+    def model(self) -> Model:
+        return self._model
+
     def add(self, event: ev.Event) -> None:
         """The ledger's rules look at it."""
         self.log.append((self.steps, event))

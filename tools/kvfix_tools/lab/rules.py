@@ -50,8 +50,33 @@ nothing is in flight, no block ever comes free (kvfix.ledger.liveness)."""),
     LabRule("LAB010", "stored-against-policy", """\
 Nothing is stored by a kv_consumer, nor of a request that asks for `lmcache.skip_save` and names no decoder, or of the
 OffloadingConnector for `max_offload_tokens` 0."""),
+    LabRule("LAB015", "answer-changes", """\
+`get_num_new_matched_tokens` answers the same where it is asked again at once: a question changes nothing.
+
+vLLM asks in each step until it has blocks for the request ("might be called multiple times for a given request and
+should be side-effect free", vllm/distributed/kv_transfer/kv_connector/v1/base.py 0.32.0:15)."""),
+    LabRule("LAB016", "wrong-kind-of-answer", """\
+Each hook answers what the base class says, in kind: numbers, flags, sets; and metadata that can be pickled.
+
+A number of tokens or None, with a flag that is False where nothing is to be loaded (v1/base.py 0.32.0:503-511); from
+`request_finished` a flag and a dict or None; metadata reach workers in other processes by pickle."""),
+    LabRule("LAB017", "blocks-never-given-back", """\
+Blocks that vLLM keeps for the connector at a request's end come free: the transfer is reported as done.
+
+`request_finished` has said True, or a load ran when the request was aborted. vLLM frees them when the worker's role
+reports the request as sent, or as received (scheduler.py 0.32.0:3209). Else the engine runs out of blocks."""),
+    LabRule("LAB018", "changes-what-is-not-its-own", """\
+`build_connector_meta` leaves the scheduler's output as it is (v1/base.py 0.32.0:605-611).
+
+The model runner computes what is in it."""),
+    LabRule("LAB019", "nothing-was-in-flight", """\
+A request is reported as sent, or as received, once, and only if it was to be.
+
+As sent: after `request_finished` has said True. As received: after a load between steps was granted. On anything else
+vLLM asserts, and EngineCore dies; or it frees blocks that are in use (scheduler.py 0.32.0:3222-3235)."""),
 )  # fmt: skip
 (
     WRONG_CONTENT, LOAD_CAME_SHORT, NEVER_ENDS, NOT_STORED, HARMED_BY_OTHERS, NOT_FOUND, FAULT_OF_KVFIX, WRONG_TEXT,
-    NO_REQUEST_CAN_MOVE, STORED_AGAINST_POLICY,
+    NO_REQUEST_CAN_MOVE, STORED_AGAINST_POLICY, ASKED_AGAIN, WRONG_KIND, NEVER_GIVEN_BACK, NOT_ITS_TO_CHANGE,
+    NOT_IN_FLIGHT,
 ) = RULES  # fmt: skip

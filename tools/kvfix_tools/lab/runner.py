@@ -10,7 +10,7 @@ import logging
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -50,8 +50,11 @@ class Result(NamedTuple):
         return {name: getattr(self, name) for name in ("slug", "fixes", "outcome", "message", "also")}
 
 
-def prepare(lmcache_path: str | None) -> None:
-    """Before anything is imported: this LMCache first, and its log lines off. Raises ValueError for a wrong path."""
+def prepare(lmcache_path: str | None, needs: Sequence[str] = ("vllm", "lmcache")) -> None:
+    """Before anything is imported: this LMCache first, and its log lines off.
+
+    needs: what must be installed. Raises ValueError where it is not, and for a wrong path.
+    """
     if lmcache_path is not None:
         if not Path(lmcache_path, "lmcache", "__init__.py").is_file():
             raise ValueError(
@@ -67,7 +70,7 @@ def prepare(lmcache_path: str | None) -> None:
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     # Else vLLM looks whether Triton is there, and a seed plays otherwise on a machine with a GPU (model.BlockTable).
     os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "0")
-    for dist in ("vllm", "lmcache"):
+    for dist in needs:
         if installed_source.package_dir(dist) is None:
             raise ValueError(f"{dist} is not installed here; the lab plays the real one")
     # The fixes are applied anew for every scenario, and what is installed stays as it is: look for it once.

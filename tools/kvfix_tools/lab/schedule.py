@@ -57,7 +57,7 @@ _ROLES = ("kv_producer", "kv_consumer", "kv_both")
 #: Only where vLLM's OffloadingConnector is alone.
 _OFFLOADING = {"fail_store": 2, "configured": 3}
 KINDS = frozenset(
-    (*_PLAIN, *_OFFLOADING, *_FAULTS, *_ASYNCHRONOUS, *_MULTI_CONNECTOR, "lose_loads", "new_weights")
+    (*_PLAIN, *_OFFLOADING, *_FAULTS, *_ASYNCHRONOUS, *_MULTI_CONNECTOR, "lose_loads", "lose_stored", "new_weights")
 ).union(*_SOMETIMES.values())
 
 
@@ -84,7 +84,7 @@ class Schedule(NamedTuple):
             if unknown:
                 raise ValueError(f"this kvfix knows no step {', '.join(sorted(unknown))}")
             options = Options(**whole["options"])
-            if options.connector not in CONNECTORS:
+            if options.any_connector and ":" not in options.connector:
                 raise ValueError(f"no connector {options.connector!r}; known: {', '.join(CONNECTORS)}")
             return cls(options, steps), whole["versions"]
         except (KeyError, IndexError, TypeError, json.JSONDecodeError) as error:

@@ -153,6 +153,12 @@ def _offloading(options: Options, folder: str = "") -> dict[str, Any]:
     return {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
 
 
+def _named(connector: str) -> tuple[str, str | None]:
+    """The class that vLLM loads, and the module from which it is to take it, where it has to be told."""
+    module, _, name = connector.rpartition(":")
+    return _CONNECTORS.get(connector, (name, module or None))
+
+
 def vllm_config(options: Options, folder: str = "") -> VllmConfig:
     """The engine's configuration, as `vllm serve` would have made it from these options.
 
@@ -160,12 +166,14 @@ def vllm_config(options: Options, folder: str = "") -> VllmConfig:
     """
     cache = CacheConfig(block_size=options.block_of_rank, enable_prefix_caching=options.prefix_caching)
     cache.num_gpu_blocks = options.num_blocks
-    extra = {"lmcache.chunk_size": options.chunk_size}
+    extra: dict[str, Any] = {"lmcache.chunk_size": options.chunk_size}
     extra |= {f"lmcache.{name}": value for name, value in options.lmcache.items()}
+    if options.any_connector:
+        extra = copy.deepcopy(options.config)
     if options.lmcache.get("enable_async_loading"):
         # early releases insist on it, and set it themselves only where they read their own configuration
         extra.setdefault("lmcache.save_unfull_chunk", False)
-    name, module = _CONNECTORS[options.connector]
+    name, module = _named(options.connector)
     transfer: dict[str, Any] = {
         "kv_connector": name,
         "kv_connector_module_path": module,
@@ -225,21 +233,35 @@ def vllm_config(options: Options, folder: str = "") -> VllmConfig:
 
 
 def kv_cache(options: Options, config: VllmConfig) -> KVCacheConfig:
-    """The KV groups, one layer in each, without tensors: the lab's memory has the contents."""
+    """The KV groups. Without tensors, as the lab's memory has the contents; with any other connector with them."""
     shape: dict[str, Any] = {"num_kv_heads": 1, "head_size": 32, "dtype": torch.float32}
     # as get_kv_cache_configs does (v1/core/kv_cache_utils.py 0.32.0:2585)
     retained = max(0, getattr(config, "num_prefill_lookahead_tokens", 0) - 1)
     extra = accepted(SlidingWindowSpec, extra_retained_tokens=retained)
     if options.connector in OF_VLLM:  # blocks of all groups have one size, as the layers of a hybrid model
         shape["page_size_padded"] = page_bytes(options)
+    lab_groups = kv_groups(options)
     groups = [
         KVCacheGroupSpec(
-            [LAYER.format(group.number)],
+            [LAYER.format(group.number + number * len(lab_groups)) for number in range(options.layers)],
             _spec(group, options, **shape, **(extra if group.window else {})),
         )
-        for group in kv_groups(options)
+        for group in lab_groups
     ]
-    return KVCacheConfig(num_blocks=options.num_blocks, kv_cache_tensors=_placement(options), kv_cache_groups=groups)
+    tensors = _tensors(options, groups) if options.any_connector else _placement(options)
+    return KVCacheConfig(num_blocks=options.num_blocks, kv_cache_tensors=tensors, kv_cache_groups=groups)
+
+
+def _tensors(options: Options, groups: list[KVCacheGroupSpec]) -> list[Any]:
+    """Where the layers of each group lie: all groups over the same bytes, for a block is of one group at a time."""
+    page = groups[0].kv_cache_spec.page_size_bytes
+    of_layer = page * options.num_blocks
+    return [
+        kv_cache_interface.KVCacheTensor(
+            size=of_layer * options.layers, layers=group.layer_names, layer_stride=of_layer, block_stride=page
+        )
+        for group in groups
+    ]
 
 
 def _placement(options: Options) -> list[Any]:

@@ -1,0 +1,175 @@
+"""The kit on connectors of which it is known what is wrong with them: the documentation's own, and planted faults."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from kvfix_tools.conform import contract, scenario
+from tests.conftest import RELEASES, Once
+
+LMCACHE = RELEASES / "0.5.6"
+FAULTS = {
+    "CountsQuestions": "asked-again",
+    "PromisesComputed": "promise",
+    "HidesFailedLoads": "failed-load",
+    "StoresAhead": "stored",
+    "KeepsEnded": "keeps-nothing",
+    "ResetsNothing": "reset",
+    "ForgetsAborted": "given-back",
+    "TakesFirstBlocks": "preempted",
+    "ReportsTwice": "reported-once",
+    "LeavesOutALayer": "granted",
+    "ChangesTheOutput": "scheduler-output",
+    "HandsOutRequests": "kinds",
+}
+
+
+def subject(name: str) -> Any:
+    from kvfix_tools.conform.player import Subject
+
+    return Subject(f"tests.conform.broken:{name}", {"folder": "{dir}"}, "tests.conform.broken:lose")
+
+
+def commanded(name: str) -> Any:
+    """All of it, as the command says it."""
+    from kvfix_tools.conform import command
+
+    given = (f"tests.conform.broken:{name}", '{"folder": "{dir}"}', "tests.conform.broken:lose", 60.0, range(6), True)
+    file = Path(os.environ.get("TMPDIR", "/tmp"), f"conform-{os.getpid()}.xml")
+    with redirect_stdout(io.StringIO()) as printed:
+        code = command.conform(*given, json=True, junit=file)
+    junit = file.read_text()
+    file.unlink()
+    return {**json.loads(printed.getvalue()), "code": code, "junit": junit}
+
+
+def faults() -> Any:
+    """By connector, what is found by the scenarios of its rule; and the steps of the scenario that showed it."""
+    from kvfix_tools.conform.verdicts import Run
+    from kvfix_tools.lab.runner import applied
+
+    found = {}
+    with applied(fixes=True):
+        for name, rule in FAULTS.items():
+            run = Run(subject(name))
+            for each in scenario.scenarios():
+                if each.rule in (rule, "granted", "aborted"):
+                    run.scenario(each.name)
+                    broken = [one._asdict() for one in run.violations.values() if one.rule == rule]
+                    found[name] = {"broken": broken, "steps": len(each.schedule)}
+                    if broken:
+                        break
+    return found
+
+
+def says() -> Any:
+    """What is said of a connector that stores nothing, and of one that is not there; and the table of a violation."""
+    from kvfix_tools.conform import command, verdicts
+    from kvfix_tools.lab.runner import applied
+
+    with applied(fixes=True):
+        nothing = verdicts.run(subject("StoresNothing"), 0, range(0))
+        nowhere = verdicts.run(subject("Nowhere"), 0, range(0))
+        run = verdicts.Run(subject("ResetsNothing"))
+        run.scenario("reset-of-the-connector")
+    broken = list(run.violations.values())
+    wrong = verdicts.Conformance("a:B", run.cases, broken, {"loaded_tokens": 1, "finished": 1}, 0, 9, 0.0)
+    with redirect_stdout(io.StringIO()) as table:
+        command.show(wrong)
+    return {
+        "nothing": {**nothing.as_json(), "code": nothing.exit_code},
+        "nowhere": {**nowhere.as_json(), "code": nowhere.exit_code},
+        "wrong": {"junit": command.as_junit(wrong).decode(), "code": wrong.exit_code, "table": table.getvalue()},
+    }
+
+
+@pytest.fixture(scope="session")
+def good(once: Once) -> Any:
+    return once(commanded, LMCACHE, "FolderConnector")
+
+
+@pytest.fixture(scope="session")
+def said(once: Once) -> Any:
+    return once(says, LMCACHE)
+
+
+def test_connector_of_the_documentation_keeps_all(good: Any) -> None:
+    assert good["violations"] == []
+    assert good["code"] == 0
+    assert [each["rule"] for each in good["verdicts"]] == [rule.slug for rule in contract.RULES]
+    assert [each["rule"] for each in good["verdicts"] if each["outcome"] != "ok"] == ["groups"]
+    assert good["counts"]["loaded_tokens"] > 1000
+    assert good["seeds"] == 6
+
+
+def test_what_is_not_applicable_says_why(good: Any) -> None:
+    reasons = {case["name"]: case["reason"] for case in good["scenarios"] if case["outcome"] == "not applicable"}
+    assert reasons == {
+        "aborted-before-the-answer": scenario.WITHOUT["aborted_looking"],
+        "sliding-window": scenario.NEEDS["groups"],
+        "sliding-window-preempted": scenario.NEEDS["groups"],
+    }
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_planted_fault_fails_by_its_rule(once: Once, name: str) -> None:
+    found = once(faults, LMCACHE)[name]
+    assert found["broken"], f"nothing of {FAULTS[name]}"
+    assert 0 < len(found["broken"][0]["schedule"]) <= found["steps"]
+    assert found["broken"][0]["history"]
+
+
+def test_a_connector_that_stores_nothing_has_tested_nothing_of_loads(said: Any) -> None:
+    done = said["nothing"]
+    assert done["violations"] == []
+    assert "no load took place" in done["tested_nothing"]
+    assert done["code"] == 2
+    verdicts = {each["rule"]: each["outcome"] for each in done["verdicts"]}
+    assert verdicts["raises-nothing"] == verdicts["keeps-nothing"] == "ok"
+    assert verdicts["granted"] == verdicts["promise"] == "not applicable"
+
+
+def test_a_connector_that_cannot_be_made_says_why(said: Any) -> None:
+    assert said["nowhere"]["code"] == 2
+    assert "Nowhere not found in tests.conform.broken" in said["nowhere"]["cannot"]
+
+
+def test_junit(good: Any) -> None:
+    suite = ElementTree.fromstring(good["junit"])
+    assert suite.attrib["tests"] == str(len(scenario.scenarios()))
+    assert suite.attrib["failures"] == suite.attrib["errors"] == "0"
+    assert suite.attrib["skipped"] == str(len(suite.findall("testcase/skipped"))) == "3"
+
+
+def test_a_violation_has_its_schedule_in_table_and_junit(said: Any) -> None:
+    (failure,) = ElementTree.fromstring(said["wrong"]["junit"]).findall("testcase/failure")
+    assert "LAB001" in failure.attrib["message"]
+    assert "new_weights()" in str(failure.text)
+    assert said["wrong"]["code"] == 1
+    table = said["wrong"]["table"]
+    assert all(rule.slug in table for rule in contract.RULES)
+    assert "new_weights()" in table
+
+
+def test_every_scenario_is_about_a_rule() -> None:
+    names = [each.name for each in scenario.scenarios()]
+    assert len(names) == len(set(names)) >= 30
+    for each in scenario.scenarios():
+        assert each.rule in contract.SLUGS
+        assert set(each.proof) <= set(scenario.WITHOUT)
+        assert set(each.needs) <= set(scenario.NEEDS)
+
+
+def test_wrong_configuration_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    from kvfix_tools.conform import command
+
+    assert command.conform("a:B", "[1]", "", 0.0, range(0), True, json=True, junit=None) == 2
+    assert "JSON object" in capsys.readouterr().err

@@ -1,0 +1,1 @@
+"""`kvfix conform`: does a KV connector keep what vLLM expects of one? On the real scheduler, with real tensors."""

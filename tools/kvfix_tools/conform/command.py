@@ -1,0 +1,131 @@
+"""`kvfix conform`: the table, JSON, JUnit XML."""
+
+from __future__ import annotations
+
+import json as jsonlib
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+from rich.markup import escape
+from rich.table import Table
+
+from kvfix_tools import screen
+from kvfix_tools.conform.contract import SLUGS
+from kvfix_tools.conform.verdicts import NOT_APPLICABLE, VIOLATED, Conformance, run
+from kvfix_tools.lab import releases, runner
+
+_COLORS = {VIOLATED: "red", NOT_APPLICABLE: "dim"}
+
+
+def conform(
+    connector: str, config: str, lose: str, seconds: float, seeds: range, fixes: bool, json: bool, junit: Path | None
+) -> int:
+    """Exit code: 0 it keeps all that was tested; 1 violated; 2 it cannot be run, or nothing was loaded."""
+    try:
+        settings = read_config(config)
+        prepare()
+    except ValueError as error:
+        print(f"kvfix conform: {error}", file=sys.stderr)
+        return 2
+    from kvfix_tools.conform.player import Subject
+
+    with runner.applied(fixes):
+        done = run(Subject(connector, settings, lose), seconds, seeds, _progress)
+    if sys.stderr.isatty():
+        print(f"\r{'':60}", end="\r", file=sys.stderr)
+    if junit is not None:
+        junit.write_bytes(as_junit(done))
+    if json:
+        print(jsonlib.dumps(done.as_json(), indent=2))
+    else:
+        show(done)
+    return done.exit_code
+
+
+def read_config(text: str) -> dict[str, object]:
+    """The connector's configuration: JSON, or a file with it. Raises ValueError for anything else."""
+    source = Path(text[1:]).read_text() if text.startswith("@") else text
+    try:
+        config = jsonlib.loads(source or "{}")
+    except jsonlib.JSONDecodeError as error:
+        raise ValueError(f"--config is not JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise ValueError("--config is to be a JSON object, what vLLM gets as kv_connector_extra_config")
+    return config
+
+
+def prepare() -> None:
+    """Before vLLM is imported. A connector in the current folder is found. Raises ValueError without vLLM."""
+    if "" not in sys.path:
+        sys.path.insert(0, "")
+    runner.prepare(None, ("vllm",))
+    why = releases.cannot_play("any")
+    if why:
+        raise ValueError(f"not applicable: {why}; installed: vllm {releases.versions()['vllm']}")
+
+
+def _progress(what: str) -> None:
+    if sys.stderr.isatty():
+        print(f"\r{what:60.60}", end="\r", file=sys.stderr)
+
+
+def show(done: Conformance) -> None:
+    """The table of rules; below it each violation, with its shortest schedule and the request's history."""
+    console = screen.console()
+    if done.cannot:
+        console.print(f"{escape(done.connector)} cannot be run: {escape(done.cannot)}", highlight=False)
+        return
+    table = Table("rule", "verdict", "", box=None, pad_edge=False, header_style="bold")
+    for verdict in done.verdicts:
+        text = verdict.reason or SLUGS[verdict.rule].title
+        table.add_row(verdict.rule, verdict.outcome, escape(text), style=_COLORS.get(verdict.outcome))
+    console.print(table)
+    for each in done.violations:
+        console.print(f"\n[bold]{each.rule}[/] ({escape(each.where)}): {escape(each.message)}", highlight=False)
+        options = ", ".join(f"{name}={value!r}" for name, value in each.options.items())
+        console.print(escape(f"  engine: {options}") if options else "", end="\n" if options else "", highlight=False)
+        for heading, lines in (("shortest schedule:", each.schedule), ("history:", each.history)):
+            console.print(f"  {heading}", highlight=False)
+            for line in lines:
+                console.print(f"    {escape(line)}", highlight=False)
+    print(
+        f"\n{len(done.cases)} scenarios, {done.seeds} seeds of the fuzzer, {done.steps} steps of the scheduler, "
+        f"{done.counts.get('loaded_tokens', 0)} tokens loaded, {done.seconds:.0f} s"
+    )
+    if done.tested_nothing:
+        print(done.tested_nothing)
+
+
+def as_junit(done: Conformance) -> bytes:
+    """JUnit XML: a test for each scenario, by rule; and one for each violation that only the fuzzer has found."""
+    suite = ElementTree.Element("testsuite", name=f"kvfix conform {done.connector}", time=f"{done.seconds:.1f}")
+    failed = skipped = 0
+    for case in done.cases:
+        test = ElementTree.SubElement(suite, "testcase", classname=case.rule, name=case.name, time=f"{case.seconds}")
+        if case.outcome == VIOLATED:
+            failed += 1
+            ElementTree.SubElement(test, "failure", message=case.reason).text = details(done, case.reason)
+        elif case.outcome == NOT_APPLICABLE:
+            skipped += 1
+            ElementTree.SubElement(test, "skipped", message=case.reason)
+    of_fuzzer = [each for each in done.violations if each.where.startswith("seed")]
+    for each in of_fuzzer:
+        test = ElementTree.SubElement(suite, "testcase", classname=each.rule, name=f"{each.code} {each.where}")
+        ElementTree.SubElement(test, "failure", message=each.message).text = details(done, each.message)
+    if done.cannot or done.tested_nothing:
+        test = ElementTree.SubElement(suite, "testcase", classname="run", name="tests something")
+        ElementTree.SubElement(test, "error", message=done.cannot or done.tested_nothing)
+    errors = int(bool(done.cannot or done.tested_nothing))
+    tests = len(done.cases) + len(of_fuzzer) + errors
+    suite.attrib.update(tests=str(tests), failures=str(failed + len(of_fuzzer)), skipped=str(skipped))
+    suite.set("errors", str(errors))
+    text: bytes = ElementTree.tostring(suite, encoding="utf-8", xml_declaration=True)
+    return text
+
+
+def details(done: Conformance, message: str) -> str:
+    """Schedule and history of this violation, as text. XML has no control characters."""
+    found = next((each for each in done.violations if each.message == message), None)
+    lines = [] if found is None else [*found.schedule, "", *found.history]
+    return "\n".join(lines)

@@ -1,0 +1,189 @@
+"""Play schedules on a connector: scenarios of the contract, and what the fuzzer draws. Importing this imports vLLM."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+from vllm.v1.request import RequestStatus
+
+from kvfix.ledger import Finding
+from kvfix_tools.conform.scenario import NEEDS, WITHOUT, Scenario
+from kvfix_tools.lab import fuzz, releases, vllm_objects
+from kvfix_tools.lab.fuzz import Played
+from kvfix_tools.lab.lab_engine import EngineDied, LabEngine
+from kvfix_tools.lab.options import Options
+from kvfix_tools.lab.schedule import Schedule, draw
+from kvfix_tools.lab.steps import Step
+
+#: Steps of the fuzzer that are about LMCache, or that need a way to make this connector's loads fail.
+_NOT_OF_ANY = {"lose_loads", "evict", "timeout"}
+#: Of what the fuzzer draws; several groups are drawn where the connector supports them.
+_NOT_DRAWN = {"ranks", "windows", "offloading", "roles", "stops"}
+_OF_REQUEST = {"abort", "preempt", "add_input", "end_input", "expect_unharmed"}
+#: A step of a schedule that has no end by itself.
+_STEPS = 50
+
+
+class Subject(NamedTuple):
+    """The connector under test: what it is called, its kv_connector_extra_config, and what loses what it has stored."""
+
+    connector: str
+    config: dict[str, Any] = {}
+    lose: str = ""
+
+    def options(self, **changed: Any) -> Options:
+        """Of a scenario: two layers, four blocks in a step."""
+        sizes: dict[str, Any] = {"num_blocks": 64, "max_num_batched_tokens": 128, "layers": 2, **changed}
+        return Options(connector=self.connector, config=self.config, lose=self.lose, **sizes)
+
+    def lacks(self) -> set[str]:
+        """Which of NEEDS it does not have. Raises whatever importing it raises."""
+        transfer = vllm_objects.vllm_config(self.options()).kv_transfer_config
+        groups = KVConnectorFactory.supports_hma_config(transfer)
+        return {need for need, there in (("lose", self.lose), ("groups", groups)) if not there}
+
+
+class Player:
+    """A lab engine, and the steps that only scenarios of the contract have."""
+
+    def __init__(self, options: Options) -> None:
+        self.engine = LabEngine(options)
+        self._before: list[LabEngine] = []
+
+    def do(self, step: Step) -> None:
+        """A step; one about a request that is not there does nothing, for a schedule may be shrunk."""
+        if step.method in _OF_REQUEST and step.arguments[0] not in self.engine.requests:
+            return
+        arguments, keywords = copy.deepcopy((step.arguments, step.keywords))
+        own = getattr(self, step.method, None)
+        if own is not None:
+            own(*arguments, **keywords)
+        else:
+            self.engine.do(step.method, *arguments, **keywords)
+
+    def end(self) -> None:
+        """Everything is free, and runs to its end; then nothing may be left."""
+        engine = self.engine
+        engine.free_blocks()
+        engine.unpause()
+        for session in fuzz.open_sessions(engine):
+            engine.end_input(session)
+        engine.run(2000)
+        engine.expect_all_ended()
+
+    def played(self) -> Played:
+        """What came of it, on all its engines."""
+        engines = [*self._before, self.engine]
+        self.engine.connector.close()
+        counts = dict(sum((each.counts for each in engines[1:]), engines[0].counts))
+        findings = [found for each in engines for found in each.findings]
+        return Played(findings, sum(each.steps for each in engines), counts, self.engine.log)
+
+    # ------------------------------------------------------------------ steps
+
+    def admit(self, name: str, prompt: list[int], max_tokens: int = 1, beside: bool = False, **more: Any) -> None:
+        """A request arrives. beside: the other connector of a MultiConnector has it."""
+        if beside:
+            self.engine.has_in_other_connector(name)
+        if self.engine.is_free(name):
+            self.engine.admit(name, prompt, max_tokens, **more)
+
+    def preempt(self, name: str) -> None:
+        """If it runs."""
+        if self._status(name) == RequestStatus.RUNNING:
+            self.engine.preempt(name)
+
+    def store(self, name: str, prompt: list[int], max_tokens: int = 1, **more: Any) -> None:
+        """A request is computed and ends, its stores too; then vLLM forgets its own prefix cache."""
+        self.admit(name, prompt, max_tokens, **more)
+        self.engine.run()
+        self.engine.step(4)
+        self.engine.reset_prefix_cache()
+
+    def until_loading(self, name: str) -> None:
+        """Step until a load of this request runs, or is over."""
+        self._until(name, lambda: self._status(name) == RequestStatus.WAITING_FOR_REMOTE_KVS)
+
+    def until_running(self, name: str) -> None:
+        """Step until this request computes."""
+        self._until(name, lambda: self._status(name) == RequestStatus.RUNNING)
+
+    def restart(self) -> None:
+        """The engine ends; another one begins with what is in the connector's folder."""
+        before = self.engine
+        before.connector.close(keep=True)
+        self._before.append(before)
+        options = dataclasses.replace(before.options, config=before.connector.config)
+        self.engine = LabEngine(options)
+        self.engine.connector.folder = before.connector.folder
+
+    def _until(self, name: str, so: Callable[[], bool]) -> None:
+        for _ in range(_STEPS):
+            if so() or name not in self.engine.requests or self.engine.requests[name].is_finished():
+                return
+            self.engine.step()
+
+    def _status(self, name: str) -> Any:
+        return self.engine.requests[name].status if name in self.engine.requests else None
+
+
+class ScenarioSchedule(NamedTuple):
+    """A scenario's schedule; it is shrunk as the fuzzer's are."""
+
+    options: Options
+    steps: tuple[Step, ...]
+
+
+def play(schedule: ScenarioSchedule) -> Played:
+    """Play it to its end, or until the engine dies."""
+    player = Player(schedule.options)
+    with suppress(EngineDied):  # among the findings
+        for step in schedule.steps:
+            player.do(step)
+        player.end()
+    return player.played()
+
+
+def why_not(scenario: Scenario, lacks: set[str]) -> str:
+    """Why it cannot be played on a connector that lacks these; "" if it can."""
+    return next((NEEDS[need] for need in scenario.needs if need in lacks), "")
+
+
+def untested(scenario: Scenario, done: Played) -> str:
+    """Why it has shown nothing; "" if it has."""
+    return next((WITHOUT[count] for count in scenario.proof if not done.counts.get(count)), "")
+
+
+def of_scenario(scenario: Scenario, subject: Subject) -> ScenarioSchedule:
+    return ScenarioSchedule(subject.options(**scenario.options), tuple(scenario.schedule))
+
+
+def drawn(seed: int, subject: Subject) -> Schedule:
+    """What the fuzzer draws for this connector: aborts, preemptions, few blocks, resets, drafts, sessions, pauses."""
+    schedule = draw(seed, subject.connector, lacks={*releases.lacking(), *_NOT_DRAWN})
+    steps = [step for step in schedule.steps if step[0] not in _NOT_OF_ANY]
+    failed = [("lose_stored",)] if subject.lose else []
+    steps = [each for step in steps for each in (failed if step[0] == "fail_load" else [step])]
+    options = dataclasses.replace(schedule.options, config=subject.config, lose=subject.lose, layers=2)
+    return Schedule(options, tuple(steps))
+
+
+def shortest(
+    schedule: Any, wanted: str, seconds: float, player: Callable[[Any], Played], done: Played
+) -> tuple[Sequence[Any], Finding, Played]:
+    """The shortest schedule found in the time that shows the finding of this signature; the finding; what was played.
+
+    Where it does not come again, for a connector with threads of its own, the last one that is known to have shown it.
+    """
+    found = fuzz.shrink(schedule, wanted, seconds, player)
+    again = player(found)
+    for candidate, played in ((found, again), (schedule, done)):
+        finding = next((each for each in played.findings if fuzz.signature(each) == wanted), None)
+        if finding is not None:
+            return candidate.steps, finding, played
+    raise AssertionError(wanted)

@@ -1,0 +1,109 @@
+"""`pytest --kv-connector MODULE:CLASS`: the scenarios of the contract as tests, and the fuzzer as one.
+
+Imports nothing but pytest until the option is given.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+if TYPE_CHECKING:
+    from kvfix_tools.conform.verdicts import Run, Violation
+
+#: For all tests of a session: the run, and what ends kvfix's choice in this process.
+_STARTED: dict[str, Any] = {}
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("kvfix", "does a KV connector keep what vLLM expects?")
+    group.addoption("--kv-connector", metavar="MODULE:CLASS", help="the connector, or what vLLM calls it")
+    group.addoption("--kv-config", metavar="JSON", default="{}", help="its kv_connector_extra_config, or @FILE")
+    group.addoption("--kv-lose", metavar="MODULE:FUNCTION", default="", help="loses what it has stored")
+    group.addoption("--kv-seconds", metavar="SECONDS", type=float, default=20.0, help="of the fuzzer")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(session: pytest.Session, config: pytest.Config, items: list[pytest.Item]) -> None:
+    """The tests of the kit come after those that are found."""
+    if config.getoption("--kv-connector"):
+        from kvfix_tools.conform.scenario import scenarios
+
+        names = [*(scenario.name for scenario in scenarios()), _FUZZER]
+        items += [Contract.from_parent(session, name=name) for name in names]
+
+
+def pytest_unconfigure() -> None:
+    if "ends" in _STARTED:
+        _STARTED.pop("ends")(None, None, None)
+
+
+_FUZZER = "fuzzer"
+
+
+class Broken(Exception):
+    """The connector does not keep a rule of the contract."""
+
+
+class Contract(pytest.Item):
+    """One scenario, or the fuzzer."""
+
+    def runtest(self) -> None:
+        run = _run(self.config)
+        if self.name == _FUZZER:
+            broken = _fuzzed(run, self.config.getoption("--kv-seconds"))
+        else:
+            known = set(run.violations)
+            case = run.scenario(self.name)
+            if case.outcome == "not applicable":
+                pytest.skip(case.reason)
+            broken = [each for key, each in run.violations.items() if key not in known]
+            if case.outcome == "violated" and not broken:
+                raise Broken(f"{case.reason}\n(as in a scenario before)")
+        if broken:
+            raise Broken("\n\n".join(_text(each) for each in broken))
+
+    def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
+        return str(excinfo.value) if excinfo.errisinstance(Broken) else super().repr_failure(excinfo, style)
+
+    def reportinfo(self) -> tuple[Any, int | None, str]:
+        return "kvfix-conform", None, f"{self.config.getoption('--kv-connector')}: {self.name}"
+
+
+def _run(config: pytest.Config) -> Run:
+    """The run of this session; vLLM is imported by it."""
+    if "run" not in _STARTED:
+        from kvfix_tools.conform import command
+        from kvfix_tools.lab import runner
+
+        settings = command.read_config(config.getoption("--kv-config"))
+        command.prepare()
+        from kvfix_tools.conform.player import Subject
+        from kvfix_tools.conform.verdicts import Run
+
+        applied = runner.applied(fixes=True)
+        applied.__enter__()
+        _STARTED["ends"] = applied.__exit__
+        _STARTED["run"] = Run(Subject(config.getoption("--kv-connector"), settings, config.getoption("--kv-lose")))
+    return _STARTED["run"]  # type: ignore[no-any-return]
+
+
+def _fuzzed(run: Run, seconds: float) -> list[Violation]:
+    """What the fuzzer finds in this time. A run that has loaded nothing has tested nothing."""
+    import itertools
+    import time
+
+    known, until = set(run.violations), time.monotonic() + seconds
+    for seed in itertools.count():
+        if time.monotonic() > until:
+            break
+        run.seed(seed)
+    if not run.counts["loaded_tokens"]:
+        raise Broken("no hit and no load took place: nothing is tested of loads")
+    return [each for key, each in run.violations.items() if key not in known]
+
+
+def _text(violation: Violation) -> str:
+    parts = [f"{violation.rule}: {violation.message}", "shortest schedule:", *violation.schedule, "history:"]
+    return "\n  ".join([*parts, *violation.history])

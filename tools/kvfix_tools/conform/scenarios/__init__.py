@@ -1,0 +1,1 @@
+"""The scenarios of the contract, by what happens in them."""

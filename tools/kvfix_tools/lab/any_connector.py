@@ -1,0 +1,349 @@
+"""Any connector in the lab, in both roles, over KV cache tensors: real bytes, moved by its own code.
+
+Real: the connector, made by vLLM's factory; what vLLM calls around a forward pass (KVConnectorModelRunnerMixin), its
+forward context, its attention metadata for the CPU, its KV cache tensors. Replaced: the model and its layers.
+
+A step is as in vLLM's model runner (v1/worker/gpu_model_runner.py 0.32.0:3968-4216): `handle_preemptions`; metadata
+bound; `start_load_kv`, before the forward pass where a load of this step needs it, else after it; `wait_for_layer_load`
+and `save_kv_layer` around each layer (model_executor/layers/attention/kv_transfer_utils.py:27-47); `wait_for_save`;
+what is done and what has failed; metadata cleared.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import importlib
+import shutil
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from vllm.distributed.kv_transfer import kv_transfer_state
+from vllm.forward_context import get_forward_context, set_forward_context
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadata
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.worker.kv_connector_model_runner_mixin import KVConnectorModelRunnerMixin
+
+from kvfix.connector_events import readers
+from kvfix.ledger import events as ev
+from kvfix_tools.lab import held, rules, vllm_objects
+from kvfix_tools.lab.connector import Connector, OtherConnector
+from kvfix_tools.lab.contract import Contract, Load
+from kvfix_tools.lab.memory import Cache, Slots
+from kvfix_tools.lab.options import Options
+from kvfix_tools.lab.tensor_memory import TensorMemory
+from kvfix_tools.lab.workers import Worker
+
+#: In the connector's configuration: a new, empty folder for each engine.
+FOLDER = "{dir}"
+#: Steps in a row without a forward pass that a transfer may take, a millisecond or more each.
+PATIENCE = 500
+
+
+class AnyWorker(Worker):
+    """The worker's role, called as vLLM's model runner calls it."""
+
+    def __init__(self, rank: int, slots: Slots, connector: Any, config: Any, memory: TensorMemory) -> None:
+        super().__init__(rank, slots, connector, connector, None, {})
+        self._config = config
+        self.memory = memory
+        layers = {name: SimpleNamespace(kv_cache=tensor) for name, tensor in memory.kv_caches.items()}
+        config.compilation_config.static_forward_context = layers
+        connector.register_kv_caches(memory.kv_caches)
+        self._step = ExitStack()
+        self._report = KVConnectorOutput()
+        #: Blocks of which it was reported after the last step that their load has failed.
+        self._failed: set[int] = set()
+        self.owner: AnyConnector
+
+    def start_step(self, metadata: Any, forward: bool) -> None:
+        self._output = copy.copy(self.owner.output)
+        self._output.kv_connector_metadata = metadata
+        kv_transfer_state._KV_CONNECTOR_AGENT = self.called
+        self.called.handle_preemptions(metadata)
+        if not forward:
+            return
+        with self._step as step:
+            attention = self._attention()
+            slots = {name: each.slot_mapping for name, each in attention.items()}
+            context = set_forward_context(attention, self._config, self._tokens, slot_mapping=slots)
+            step.enter_context(context)
+            deferred = self._config.speculative_config is not None
+            runner = KVConnectorModelRunnerMixin
+            self._report = step.enter_context(runner._get_kv_connector_output(self._output, deferred))
+            self._waits(0)
+            self.memory.begin()
+            self._step = step.pop_all()
+
+    def finish_step(self, forward: bool, ended: set[str], save_last: bool) -> KVConnectorOutput:
+        runner = KVConnectorModelRunnerMixin
+        try:
+            if forward:
+                with self._step:
+                    self._saves(0)
+                    wrong = self._other_layers()
+                if self._config.speculative_config is not None:
+                    runner.finalize_kv_connector()
+                self._failed = self._report.invalid_block_ids
+                self.owner.has_computed(wrong, self._failed)
+            else:
+                answer = runner.kv_connector_no_forward(self._output, self._config)
+                self._report = answer.kv_connector_output or KVConnectorOutput()
+        finally:
+            kv_transfer_state._KV_CONNECTOR_AGENT = None
+        self._failed = self._report.invalid_block_ids
+        self.owner.has_reported(self._report)
+        return self._report
+
+    def failed_blocks(self) -> set[int]:
+        return self._failed
+
+    def _other_layers(self) -> dict[int, int]:
+        """They compute what the first one has. Blocks in which they read other KV, and in which layer."""
+        wrong: dict[int, int] = {}
+        for layer in list(self.memory.layers())[1:]:
+            self._waits(layer)
+            wrong = {**dict.fromkeys(self.memory.go_on(layer), layer), **wrong}
+            self._saves(layer)
+        return wrong
+
+    def _waits(self, layer: int) -> None:
+        for name in self._of_place(layer):
+            self.called.wait_for_layer_load(name)
+
+    def _saves(self, layer: int) -> None:
+        context = get_forward_context()
+        for name in self._of_place(layer):
+            self.called.save_kv_layer(name, self.memory.kv_caches[name], context.attn_metadata[name])
+
+    def _of_place(self, layer: int) -> list[str]:
+        """The layers of all groups that lie in one place of the memory."""
+        return [group.layer_names[layer] for group in self.owner.groups]
+
+    def _attention(self) -> dict[str, CPUAttentionMetadata]:
+        """By layer, for the requests of this step, as vLLM's builder for the CPU makes it."""
+        model = self.owner.events.model
+        scheduled = self._output.num_scheduled_tokens
+        starts = {name: model.start(name, tokens) for name, tokens in scheduled.items()}
+        self._tokens = sum(scheduled.values())
+        found = {}
+        tables = [model.block_table, *(window.block_table for window in model.windows)]
+        for group, table in zip(self.owner.groups, tables, strict=True):
+            size = group.kv_cache_spec.block_size
+            rows = [table.rows[name] for name in scheduled]
+            slots = [
+                row[at // size] * size + at % size if at // size < len(row) else -1
+                for row, (name, tokens) in zip(rows, scheduled.items(), strict=True)
+                for at in range(starts[name], starts[name] + tokens)
+            ]
+            ends = torch.tensor([starts[name] + tokens for name, tokens in scheduled.items()], dtype=torch.int32)
+            widest = max(map(len, rows))
+            metadata = CPUAttentionMetadata(
+                num_actual_tokens=self._tokens,
+                max_query_len=max(scheduled.values()),
+                query_start_loc=torch.tensor([0, *scheduled.values()], dtype=torch.int32).cumsum(0),
+                max_seq_len=int(ends.max()),
+                seq_lens=ends,
+                block_table=torch.tensor([row + [0] * (widest - len(row)) for row in rows], dtype=torch.int32),
+                slot_mapping=torch.tensor(slots, dtype=torch.int64),
+                scheduler_metadata=None,
+            )
+            found.update(dict.fromkeys(group.layer_names, metadata))
+        return found
+
+
+class AnyReader(readers.Reader):
+    """What is granted is what is to be loaded: of the connector's own metadata nothing is known."""
+
+    def __init__(self, connector: Any) -> None:
+        super().__init__(connector)
+        self.granted: list[tuple[str, int, int]] = []
+
+    def loads(self, metadata: Any) -> readers.Spans:
+        granted, self.granted = self.granted, []
+        return granted
+
+
+class AnyConnector(Connector):
+    """Both roles. What they say and report is held against the contract (contract.py)."""
+
+    workers: Sequence[AnyWorker]
+
+    def __init__(self, options: Options, memories: Sequence[Slots], caches: Sequence[Cache]) -> None:
+        self.folder = tempfile.mkdtemp(prefix="kvfix-lab-") if FOLDER in str(options.config) else ""
+        #: As the connector gets it.
+        self.config = filled(options.config, self.folder)
+        self._options = options = dataclasses.replace(options, config=self.config)
+        config = vllm_objects.vllm_config(options)
+        self.scheduler = vllm_objects.scheduler(options, config)
+        self.in_scheduler = self.scheduler.connector
+        self.groups = self.scheduler.kv_cache_config.kv_cache_groups
+        self.reader = AnyReader(self.in_scheduler)
+        self.workers = [self._make_worker(rank, slots, config) for rank, slots in enumerate(memories)]
+        self.output: Any = None
+        #: Loads in flight; requests whose blocks the connector keeps at their end.
+        self.loads: dict[str, Load] = {}
+        self.sending: set[str] = set()
+        self._to_lose = False
+        self._wrong: list[tuple[str, str]] = []
+        #: Steps in a row that had nothing to compute.
+        self._idle = 0
+        self._contract = Contract(self)
+        if options.beside:
+            children = self.in_scheduler._connectors
+            self.other = next(each for each in children if isinstance(each, OtherConnector))
+
+    def _make_worker(self, rank: int, slots: Slots, config: Any) -> AnyWorker:
+        of_rank = vllm_objects.of_rank(config, rank)
+        of_rank.compilation_config = copy.copy(config.compilation_config)
+        connector = vllm_objects.worker(self._options, of_rank)
+        memory = TensorMemory(self.scheduler.kv_cache_config)
+        slots.put_in(memory.blocks)
+        worker = AnyWorker(rank, slots, connector, of_rank, memory)
+        worker.owner = self
+        handshake = connector.get_handshake_metadata()
+        if handshake is not None:
+            self.in_scheduler.set_xfer_handshake_metadata_pp_aware({(0, rank): handshake})
+        return worker
+
+    # ------------------------------------------------------------------ steps of a schedule
+
+    def lose_stored(self) -> None:
+        """A step: what is granted next, the connector does not have any more when it comes to load it, nor else."""
+        self.events.may_fail.add("")
+        self._to_lose = True
+
+    def handed_out(self) -> None:
+        """The metadata of a step are made, and no worker has got them."""
+        if self._to_lose and self.reader.granted:
+            self._to_lose = False
+            module, _, name = self._options.lose.rpartition(":")
+            lose = getattr(importlib.import_module(module), name)
+            for worker in self.workers:
+                lose(worker.called)
+
+    def lookups_fail(self, how_many: int) -> None:
+        """A step of the fuzzer's: this connector has no lookups that the lab could leave without an answer."""
+
+    def evict(self, cache: Cache, chunks: int, forced: bool) -> int:
+        return 0
+
+    # ------------------------------------------------------------------ what happens in a step
+
+    def tick(self) -> None:
+        if self._idle and self._in_flight():
+            time.sleep(0.001)  # its transfers take real time, and the engine has nothing else to do
+
+    def granted(self, name: str, load: Load) -> None:
+        """The blocks for it hold nothing of use, in no layer: what is right in them later, the connector has loaded."""
+        if self.other is None or name not in self.other.has:
+            self.loads[name] = load
+        self.reader.granted.append((name, load.start, load.end))
+        for group, blocks in zip(self.groups, self.scheduler.kv_cache_manager.get_block_ids(name), strict=True):
+            size = group.kv_cache_spec.block_size
+            for block in blocks[load.start // size : -(-load.end // size)]:
+                for worker in self.workers if block else ():
+                    worker.memory.poison(block)
+
+    def reads_wrong(self, name: str, message: str) -> None:
+        """Whether it is a violation is known when the step is over: the load may have failed, and be reported."""
+        self._wrong.append((name, message))
+
+    def has_computed(self, wrong: dict[int, int], failed: set[int]) -> None:
+        """The step is over. wrong: blocks of which a later layer than the first has read other KV, and which one."""
+        found, self._wrong = self._wrong, []
+        blocks = {name: self._blocks(name) for name in self.output.num_scheduled_tokens}
+        for name, of_request in blocks.items():
+            layers = [wrong[block] for block in of_request if block in wrong]
+            if layers and name not in dict(found):
+                found.append((name, f"the step reads other KV in layer {layers[0]} than in layer 0"))
+        for name, message in found:
+            if not failed.intersection(blocks[name]):
+                self.events.wrong_content(name, message)
+        for name in [name for name in blocks if name in self.loads and not self.loads[name].asynchronous]:
+            self._loaded(name, failed)
+
+    def has_reported(self, report: KVConnectorOutput) -> None:
+        """What the worker's role says of this step."""
+        self._idle = 0 if self.output.total_num_scheduled_tokens else self._idle + 1
+        if report.finished_recving or report.finished_sending:
+            self._idle = 0
+        self._contract.reported(report)
+        for name in report.finished_recving or ():
+            if name in self.loads:
+                self._loaded(name, report.invalid_block_ids, name in report.failed_recving)
+        self.sending -= report.finished_sending or set()
+
+    def _loaded(self, name: str, failed: set[int], wholly: bool = False) -> None:
+        """The load is over: up to the first block that has failed it is there."""
+        load = self.loads.pop(name)
+        size = self.groups[0].kv_cache_spec.block_size
+        blocks = self._blocks(name)[load.start // size : -(-load.end // size)]
+        good = next((number for number, block in enumerate(blocks) if block in failed), None)
+        end = load.start if wholly else load.end if good is None else load.start // size * size + good * size
+        if name in self.scheduler.requests and not self.scheduler.requests[name].is_finished():
+            self.events.loaded(name, end, end - load.start)
+
+    def _blocks(self, name: str) -> list[int]:
+        return list(self.scheduler.kv_cache_manager.get_block_ids(name)[0])
+
+    # ------------------------------------------------------------------ what is in flight
+
+    def _in_flight(self) -> bool:
+        return bool(self.sending or any(load.asynchronous for load in self.loads.values()))
+
+    def busy(self) -> bool:
+        return self._in_flight() and self._idle < PATIENCE
+
+    def loading(self) -> set[str]:
+        return {name for name, load in self.loads.items() if load.asynchronous}
+
+    def in_flight(self, request: str) -> set[str]:
+        looking = {"looking"} if request in self.events.undecided else set()
+        return looking | {
+            kind for kind, names in (("loading", self.loading()), ("storing", self.sending)) if request in names
+        }
+
+    def metadata(self, metadata: Any) -> Any:
+        return metadata
+
+    def kept(self) -> dict[str, set[str]]:
+        places: dict[str, set[str]] = {}
+        for role, connector in (("scheduler", self.in_scheduler), ("worker", self.workers[0].called)):
+            for where, names in held.names(connector, set(self.events.model.requests)).items():
+                places[f"{where} ({role})"] = names
+        return places
+
+    def kept_for_a_while(self) -> dict[str, set[str]]:
+        return {}
+
+    def never_given_back(self) -> None:
+        for name, request in self.scheduler.requests.items():
+            if request.is_finished():
+                what = "its load was never reported as done" if name in self.loads else "it was never reported as sent"
+                self.events.violated(rules.NEVER_GIVEN_BACK, name, f"has ended, and keeps its blocks: {what}")
+
+    def close(self, keep: bool = False) -> None:
+        """The engine ends. keep: another one begins with what is in its folder."""
+        kv_transfer_state._KV_CONNECTOR_AGENT = None
+        try:
+            for role in (self.in_scheduler, *(worker.called for worker in self.workers)):
+                role.shutdown()
+        except Exception as error:  # noqa: BLE001 - it is what is looked for
+            self.events.add(ev.Raised("", "shutdown", f"{type(error).__name__}: {error}"))
+        if self.folder and not keep:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def filled(config: Any, folder: str) -> Any:
+    """The configuration, with the folder where it is to have one."""
+    if isinstance(config, dict):
+        return {key: filled(value, folder) for key, value in config.items()}
+    if isinstance(config, list):
+        return [filled(value, folder) for value in config]
+    return config.replace(FOLDER, folder) if isinstance(config, str) else config

@@ -1,0 +1,130 @@
+"""KV cache tensors as vLLM allocates them, each element of which says what it is; the lab's slots are a view of them.
+
+A connector moves real bytes. The content of a slot (memory.py) is eight bytes. They stand in the slot again and again,
+one byte in each element, under a mark for the layer and the element: so K in place of V, another layer's KV, a slot
+that was copied in part, and a wrong offset are seen. Each element is a whole number up to 255, which any float of 16
+bits holds: a connector that moves KV in half precision is right.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy
+import torch
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheLayout
+from vllm.v1.worker.utils import allocate_kv_cache
+
+from kvfix_tools.lab.memory import GARBAGE
+
+_BYTES = 8
+
+
+class TensorMemory:
+    """The tensors of one rank. `kv_caches`: by layer, [blocks, heads, slots, elements], as a connector gets them.
+
+    A step goes through the layers one after the other, but the lab's model computes once: what it reads and writes in
+    the first layer, which `begin` opens, `go_on` does again in each of the others.
+    """
+
+    def __init__(self, config: KVCacheConfig) -> None:
+        self.kv_caches: dict[str, torch.Tensor] = allocate_kv_cache(config, torch.device("cpu"), KVCacheLayout.LBHNC)
+        # groups lie over the same bytes: their layers of one place are one array
+        names = config.kv_cache_groups[0].layer_names
+        self._arrays = [self.kv_caches[name].numpy() for name in names]
+        elements = self._arrays[0].shape[-1]
+        marks = numpy.random.default_rng(7).integers(0, 256, (len(names), elements), dtype=numpy.uint8)
+        self._marks = list(marks)
+        #: What is in the slots of the layer in which the step is, by block.
+        self._contents: list[list[int]] = []
+        self._layer = 0
+        #: What the step has read and written in the first layer: (block, first slot, contents, whether written).
+        self._done: list[tuple[int, int, list[int], bool]] = []
+        for block in range(config.num_blocks):
+            self.poison(block)
+        self.begin()
+
+    @property
+    def blocks(self) -> list[TensorBlock]:
+        return [TensorBlock(self, block) for block in range(len(self._arrays[0]))]
+
+    def layers(self) -> range:
+        return range(len(self._arrays))
+
+    def poison(self, block: int, start: int = 0, end: int | None = None) -> None:
+        """Nothing that anybody has written is in these slots any more, in no layer."""
+        for array in self._arrays:
+            array[block, :, start:end] = 0
+
+    def begin(self) -> None:
+        """A step begins to compute."""
+        self._done.clear()
+        self._look(0)
+
+    def go_on(self, layer: int) -> set[int]:
+        """The step computes in this layer. Blocks in which it reads other KV than in the first one."""
+        self._look(layer)
+        wrong = set()
+        for block, start, contents, written in self._done:
+            if written:
+                self._put(block, start, contents)
+            elif self._contents[block][start : start + len(contents)] != contents:
+                wrong.add(block)
+        return wrong
+
+    def get(self, block: int, place: slice) -> list[int]:
+        contents = self._contents[block][place]
+        self._done.append((block, place.start or 0, contents, False))
+        return contents
+
+    def put(self, block: int, place: slice, contents: Sequence[int]) -> None:
+        start = place.start or 0
+        self._done.append((block, start, list(contents), True))
+        self._put(block, start, contents)
+
+    def room(self) -> int:
+        """Slots of a block."""
+        return int(self._arrays[0].shape[2])
+
+    def _put(self, block: int, start: int, contents: Sequence[int]) -> None:
+        self._contents[block][start : start + len(contents)] = contents
+        array, mark = self._arrays[self._layer], self._marks[self._layer]
+        array[block, :, start : start + len(contents)] = _encoded(numpy.array(contents, dtype=numpy.int64), mark)
+
+    def _look(self, layer: int) -> None:
+        self._layer = layer
+        array, mark = self._arrays[layer], self._marks[layer]
+        with numpy.errstate(invalid="ignore"):
+            content = (array[:, 0, :, :_BYTES].astype(numpy.uint8) ^ mark[:_BYTES]).view(numpy.int64)[..., 0]
+        right = (_encoded(content, mark)[:, None] == array).all(axis=(1, 3))
+        self._contents = numpy.where(right, content, GARBAGE).tolist()
+
+
+def _encoded(contents: Any, mark: Any) -> Any:
+    """[..., elements] of these contents."""
+    parts = numpy.ascontiguousarray(contents)[..., None].view(numpy.uint8)
+    return (numpy.tile(parts, len(mark) // _BYTES) ^ mark).astype(numpy.float32)
+
+
+class TensorBlock:
+    """A block; like the list of ints that `Slots` takes for one."""
+
+    def __init__(self, memory: TensorMemory, block: int) -> None:
+        self._memory = memory
+        self._block = block
+
+    def __len__(self) -> int:
+        return self._memory.room()
+
+    def __getitem__(self, place: slice) -> list[int]:
+        return self._memory.get(self._block, place)
+
+    def __setitem__(self, place: slice, contents: Sequence[int]) -> None:
+        self._memory.put(self._block, place, contents)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self[:])
+
+    def __eq__(self, other: object) -> bool:
+        return self[:] == other
