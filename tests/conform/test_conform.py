@@ -53,11 +53,11 @@ def commanded(name: str) -> Any:
 
 def faults() -> Any:
     """By connector, what is found by the scenarios of its rule; and the steps of the scenario that showed it."""
+    from kvfix_tools.conform import command
     from kvfix_tools.conform.verdicts import Run
-    from kvfix_tools.lab.runner import applied
 
     found = {}
-    with applied(fixes=True):
+    with command.chosen(fixes=True):
         for name, rule in FAULTS.items():
             run = Run(subject(name))
             for each in scenario.scenarios():
@@ -73,9 +73,8 @@ def faults() -> Any:
 def says() -> Any:
     """What is said of a connector that stores nothing, and of one that is not there; and the table of a violation."""
     from kvfix_tools.conform import command, verdicts
-    from kvfix_tools.lab.runner import applied
 
-    with applied(fixes=True):
+    with command.chosen(fixes=True):
         nothing = verdicts.run(subject("StoresNothing"), 0, range(0))
         nowhere = verdicts.run(subject("Nowhere"), 0, range(0))
         run = verdicts.Run(subject("ResetsNothing"))

@@ -16,7 +16,7 @@ from kvfix_tools.conform.scenario import NEEDS, WITHOUT, Scenario
 from kvfix_tools.lab import fuzz, releases, vllm_objects
 from kvfix_tools.lab.fuzz import Played
 from kvfix_tools.lab.lab_engine import EngineDied, LabEngine
-from kvfix_tools.lab.options import Options
+from kvfix_tools.lab.options import CONNECTORS, Options
 from kvfix_tools.lab.schedule import Schedule, draw
 from kvfix_tools.lab.steps import Step
 
@@ -38,11 +38,15 @@ class Subject(NamedTuple):
 
     def options(self, **changed: Any) -> Options:
         """Of a scenario: two layers, four blocks in a step."""
-        sizes: dict[str, Any] = {"num_blocks": 64, "max_num_batched_tokens": 128, "layers": 2, **changed}
-        return Options(connector=self.connector, config=self.config, lose=self.lose, **sizes)
+        sizes: dict[str, Any] = {"num_blocks": 64, "max_num_batched_tokens": 128, **changed}
+        if self.connector in CONNECTORS:  # those that the lab has sides of its own for
+            return Options(connector=self.connector, chunk_size=16, **sizes)
+        return Options(connector=self.connector, config=self.config, lose=self.lose, layers=2, **sizes)
 
     def lacks(self) -> set[str]:
         """Which of NEEDS it does not have. Raises whatever importing it raises."""
+        if self.connector in CONNECTORS:
+            return {"restart", "lose"} if self.connector == "mp" else {"restart", "lose", "groups"}
         transfer = vllm_objects.vllm_config(self.options()).kv_transfer_config
         groups = KVConnectorFactory.supports_hma_config(transfer)
         return {need for need, there in (("lose", self.lose), ("groups", groups)) if not there}
@@ -165,6 +169,8 @@ def of_scenario(scenario: Scenario, subject: Subject) -> ScenarioSchedule:
 
 def drawn(seed: int, subject: Subject) -> Schedule:
     """What the fuzzer draws for this connector: aborts, preemptions, few blocks, resets, drafts, sessions, pauses."""
+    if subject.connector in CONNECTORS:
+        return draw(seed, subject.connector, lacks=releases.lacking())
     schedule = draw(seed, subject.connector, lacks={*releases.lacking(), *_NOT_DRAWN})
     steps = [step for step in schedule.steps if step[0] not in _NOT_OF_ANY]
     failed = [("lose_stored",)] if subject.lose else []

@@ -75,14 +75,13 @@ def _run(config: pytest.Config) -> Run:
     """The run of this session; vLLM is imported by it."""
     if "run" not in _STARTED:
         from kvfix_tools.conform import command
-        from kvfix_tools.lab import runner
 
         settings = command.read_config(config.getoption("--kv-config"))
         command.prepare()
         from kvfix_tools.conform.player import Subject
         from kvfix_tools.conform.verdicts import Run
 
-        applied = runner.applied(fixes=True)
+        applied = command.chosen(fixes=True)
         applied.__enter__()
         _STARTED["ends"] = applied.__exit__
         _STARTED["run"] = Run(Subject(config.getoption("--kv-connector"), settings, config.getoption("--kv-lose")))

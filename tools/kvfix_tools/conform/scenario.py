@@ -33,6 +33,7 @@ WITHOUT = {
 }
 #: What a connector, or its tester, may not have, and what is said then.
 NEEDS = {
+    "restart": "the lab's own side of this connector has no storage that outlives an engine",
     "lose": "no --lose: nothing says how to lose what it has stored",
     "groups": "the connector has no SupportsHMA: vLLM gives it one KV group",
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -193,8 +194,7 @@ def run(
         progress("first engine")
         playing.can_start()
     except Exception as error:  # noqa: BLE001 - it is the connector's, and is said
-        why = f"{type(error).__name__}: {error}"
-        return Conformance(subject.connector, [], [], {}, 0, 0, time.monotonic() - start, why)
+        return Conformance(subject.connector, [], [], {}, 0, 0, time.monotonic() - start, _why(error))
     for scenario in scenarios():
         progress(scenario.name)
         playing.scenario(scenario.name)
@@ -209,6 +209,14 @@ def run(
     broken = list(playing.violations.values())
     took = time.monotonic() - start
     return Conformance(subject.connector, playing.cases, broken, counts, played, playing.steps, took)
+
+
+def _why(error: Exception) -> str:
+    """What it says, in one line, and where in an installed package it was raised."""
+    text = " ".join(str(error).split()) or "it says nothing"
+    frame = traceback.extract_tb(error.__traceback__)[-1]
+    _, _, place = frame.filename.partition("/site-packages/")
+    return f"{type(error).__name__}: {text[:240]}" + (f" ({place}:{frame.lineno})" if place else "")
 
 
 def _said(step: Any) -> str:

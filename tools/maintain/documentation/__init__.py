@@ -11,13 +11,18 @@ from pathlib import Path
 
 from kvfix_tools.doctor import checks
 from maintain import scenario_matrix
-from maintain.documentation import code_pages, error_index, support_matrix
+from maintain.documentation import code_pages, contract_pages, error_index, support_matrix
 
 #: Where the page of kvfix doctor has its checks.
 CHECKS = "<!-- the checks -->"
 #: At the top of the repository, and the page that each becomes.
 TOP = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md",
        "SECURITY.md": "security.md"}  # fmt: skip
+
+
+#: Where the page of kvfix conform has its example, and what the kit says of vLLM's connectors.
+CONNECTOR = "<!-- the connector -->"
+CONNECTORS = "<!-- the table of connectors -->"
 
 
 def pages(root: Path) -> dict[str, str]:
@@ -27,16 +32,23 @@ def pages(root: Path) -> dict[str, str]:
         **{page: _relinked((root / name).read_text()) for name, page in TOP.items()},
         "matrix.md": support_matrix.page(pairs),
         "errors.md": error_index.page(),
+        "contract.md": contract_pages.page(),
         **code_pages.pages(pairs),
     }
 
 
 def filled(text: str) -> str:
-    """A page with the table of kvfix doctor's checks, where it has its mark."""
-    if CHECKS not in text:
-        return text
+    """A page with what is made for it, where it has a mark."""
+    makers = {CHECKS: _checks, CONNECTOR: contract_pages.connector, CONNECTORS: contract_pages.connectors}
+    for mark, made in makers.items():
+        if mark in text:
+            text = text.replace(mark, made())
+    return text
+
+
+def _checks() -> str:
     rows = [f"| `{each.name}` | {each.doc} |" for each in checks.catalogue()]
-    return text.replace(CHECKS, "\n".join(["| check | what must be so |", "|---|---|", *rows]))
+    return "\n".join(["| check | what must be so |", "|---|---|", *rows])
 
 
 def _relinked(text: str) -> str:

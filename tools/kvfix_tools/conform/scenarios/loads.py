@@ -50,5 +50,6 @@ SCENARIOS = (
          admit("d", prompt(64), 3), admit("e", prompt(64), 3, lora="x"), admit("f", prompt(64), 3, lora="yy"),
          admit("g", prompt(64), 3, cache_salt="s"), admit("h", prompt(64), 3, cache_salt="t"), run()]),
     Scenario("a-new-engine", "restart", "The engine ends, and a new one is asked for the same prompt.",
-        [store("a", prompt(64)), restart(), admit("b", prompt(64), 4), run()]),
+        [store("a", prompt(64)), restart(), admit("b", prompt(64), 4), run()],
+        needs=("restart",)),
 )  # fmt: skip

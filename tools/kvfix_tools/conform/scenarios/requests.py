@@ -24,7 +24,7 @@ _AGAIN = [admit("z", prompt(160), 3), run()]
 SCENARIOS = (
     Scenario("odd-ids", "ends", "Ids are long, and have slashes, dots, blanks and other scripts in them.",
         [store(_LONG, prompt(64)), admit(_LONG + "b", prompt(64), 4), admit("../../x", prompt(70), 4), run()]),
-    Scenario("id-used-again", "keeps-nothing", "An id comes again, with another prompt.",
+    Scenario("id-used-again", "keeps-nothing", "An id comes again, where vLLM does not make ids unique.",
         [store("a", prompt(64)), store("a", prompt(96, 1)), admit("a", prompt(64), 3), run(),
          admit("a", prompt(96, 1), 3), run()], proof=("loaded_tokens", "ids_used_again")),
     Scenario("finished-twice", "keeps-nothing", "A request is aborted after it has ended.",

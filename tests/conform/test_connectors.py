@@ -1,0 +1,53 @@
+"""docs/connectors.json is what the kit says of vLLM's connectors: of one of them it is played again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from kvfix_tools.conform import contract
+from maintain import connectors
+from tests.conftest import ROOT, Once
+from tests.conform.test_conform import LMCACHE
+
+
+def example() -> Any:
+    from kvfix_tools.conform import command, verdicts
+    from kvfix_tools.conform.player import Subject
+
+    (wanted,) = (each for each in connectors.SUBJECTS if each.name == "ExampleConnector")
+    with command.chosen(fixes=True):
+        done = verdicts.run(Subject(wanted.connector, wanted.config), 0, range(0))
+    return {each.rule: each.outcome for each in done.verdicts}
+
+
+def test_each_connector_that_vllm_ships_is_in_the_table() -> None:
+    factory = "vllm/distributed/kv_transfer/kv_connector/factory.py"
+    (source,) = ROOT.glob(f".venv/lib/python*/site-packages/{factory}")
+    shipped = set()
+    for part in source.read_text().split("KVConnectorFactory.register_connector(")[1:]:
+        shipped.add(part.split('"')[1])
+    named = {each.name.partition("[")[0] for each in connectors.SUBJECTS}
+    assert shipped - named <= {"NixlConnector"}  # it is one of the other two
+    assert [each.name for each in connectors.load()] == [each.name for each in connectors.SUBJECTS]
+
+
+def test_each_has_a_verdict_for_each_rule() -> None:
+    for said in connectors.load():
+        assert list(said.verdicts) == [rule.slug for rule in contract.RULES], said.name
+        assert said.cannot or said.loaded, said.name
+
+
+def test_the_table_is_what_comes_of_it(once: Once) -> None:
+    again = once(example, LMCACHE)
+    (said,) = (each for each in connectors.load() if each.name == "ExampleConnector")
+    broken = {rule for rule, outcome in again.items() if outcome == "violated"}
+    assert broken == {"promise", "stored", "reset", "raises-nothing"}
+    # the fuzzer has found more
+    assert broken <= {rule for rule, outcome in said.verdicts.items() if outcome == "violated"}
+
+
+def test_the_file_has_no_path_of_a_machine() -> None:
+    text = Path(connectors.FILE).read_text()
+    assert "/tmp" not in text
+    assert "site-packages" not in text
