@@ -7,8 +7,8 @@ from typing import Any
 
 from kvfix_tools.conform import contract
 from maintain import connectors
-from tests.conftest import ROOT, Once
 from tests.conform.test_conform import LMCACHE
+from tests.conftest import ROOT, Once
 
 
 def example() -> Any:

@@ -6,11 +6,14 @@ python -m maintain.connectors [NAME...]
 from __future__ import annotations
 
 import json
-import subprocess
+import math
 import sys
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
 
+#: Seeds of the fuzzer, and the most seconds that a connector may take.
+SEEDS, LIMIT = 20, 900
 FILE = Path(__file__).parents[2] / "docs/connectors.json"
 _EXAMPLE = {
     "kv_connector": "ExampleConnector",
@@ -73,28 +76,32 @@ def version() -> str:
 
 
 def ask(subject: Subject) -> Said:
-    """Play it. Raises RuntimeError if the command says nothing."""
-    command = [sys.executable, "-m", "kvfix_tools.cli", "conform", subject.connector, "--json", "--seconds", "20"]
-    done = subprocess.run(
-        [*command, "--config", json.dumps(subject.config)], capture_output=True, text=True, check=False, timeout=600
-    )
-    if not done.stdout:
-        raise RuntimeError(done.stderr)
-    answer = json.loads(done.stdout)
-    verdicts = {each["rule"]: each["outcome"] for each in answer["verdicts"]}
-    return Said(subject.name, verdicts, answer["counts"].get("loaded_tokens", 0), answer["cannot"])
+    """Play it, in this process."""
+    from kvfix_tools.conform import command, player, verdicts
+
+    with command.chosen(fixes=True):
+        done = verdicts.run(player.Subject(subject.connector, subject.config), math.inf, range(SEEDS))
+    outcomes = {each.rule: each.outcome for each in done.verdicts}
+    return Said(subject.name, outcomes, done.counts.get("loaded_tokens", 0), done.cannot)
 
 
 def main(names: list[str]) -> None:
     from kvfix import installed_source
+    from kvfix_tools.conform import command
 
+    command.prepare()
+    from kvfix_tools.conform.player import Subject as Played
+
+    Played("ExampleConnector").lacks()  # vLLM looks at its models once, for all processes
     known = {each.name: each for each in load()} if FILE.exists() else {}
     for subject in SUBJECTS:
         if not names or subject.name in names:
             print(subject.name, file=sys.stderr)
-            known[subject.name] = ask(subject)
-    said = [known[subject.name]._asdict() for subject in SUBJECTS if subject.name in known]
-    FILE.write_text(json.dumps({"vllm": installed_source.version("vllm"), "connectors": said}, indent=1) + "\n")
+            with get_context("fork").Pool(1) as pool:
+                known[subject.name] = pool.apply_async(ask, [subject]).get(LIMIT)
+            said = [known[subject.name]._asdict() for subject in SUBJECTS if subject.name in known]
+            whole = {"vllm": installed_source.version("vllm"), "connectors": said}
+            FILE.write_text(json.dumps(whole, indent=1) + "\n")
 
 
 if __name__ == "__main__":
