@@ -17,7 +17,7 @@ def example() -> Any:
 
     (wanted,) = (each for each in connectors.SUBJECTS if each.name == "ExampleConnector")
     with command.chosen(fixes=True):
-        done = verdicts.run(Subject(wanted.connector, wanted.config), 0, range(0))
+        done = verdicts.run(Subject(wanted.connector, wanted.config), 0, range(0), shrinking=0)
     return {each.rule: each.outcome for each in done.verdicts}
 
 

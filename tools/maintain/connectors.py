@@ -80,7 +80,7 @@ def ask(subject: Subject) -> Said:
     from kvfix_tools.conform import command, player, verdicts
 
     with command.chosen(fixes=True):
-        done = verdicts.run(player.Subject(subject.connector, subject.config), math.inf, range(SEEDS))
+        done = verdicts.run(player.Subject(subject.connector, subject.config), math.inf, range(SEEDS), shrinking=0)
     outcomes = {each.rule: each.outcome for each in done.verdicts}
     return Said(subject.name, outcomes, done.counts.get("loaded_tokens", 0), done.cannot)
 

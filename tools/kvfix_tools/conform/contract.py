@@ -12,8 +12,8 @@ from typing import NamedTuple
 class Rule(NamedTuple):
     """`codes`: of the lab's and the ledger's rules; a violation of one is a violation of this, in any scenario.
 
-    What has no rule of its own here, such as wrong content, belongs to the rule that the scenario is about. proof: the
-    count (request_events.py) without which nothing was tested of it.
+    Wrong content has no rule of its own: it belongs to the rule that the scenario is about. proof: the count
+    (request_events.py) without which nothing was tested of it.
     """
 
     slug: str
@@ -87,12 +87,16 @@ Else it is memory that grows, and the state of the next request with this id."""
 Where the storage outlives the process, what it has is what a new engine would compute."""),
 )  # fmt: skip
 SLUGS = {rule.slug: rule for rule in RULES}
-#: Where an exception is what the scenario is about.
-_ABOUT_EXCEPTIONS = ("parameters",)
+#: Rules that are about contents: wrong KV in a scenario of theirs is a violation of them, in another one of `granted`.
+_OF_CONTENT = {
+    "granted", "stored", "preempted", "aborted", "blocks-in-use", "failed-load", "reset", "groups", "ahead", "drafts",
+    "restart",
+}  # fmt: skip
 
 
 def of_finding(code: str, about: str) -> str:
     """The rule that a finding violates. about: the rule of the scenario that was played."""
-    if code == "KVR011" and about in _ABOUT_EXCEPTIONS:
+    if code == "KVR011" and about == "parameters":  # that no exception comes of them is what it is about
         return about
-    return next((rule.slug for rule in RULES if code in rule.codes), about)
+    content = about if about in _OF_CONTENT else "granted"
+    return next((rule.slug for rule in RULES if code in rule.codes), content)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from kvfix.ledger import Finding
     from kvfix_tools.conform.player import Subject
     from kvfix_tools.lab.fuzz import Played
+    from kvfix_tools.lab.options import Options
 
 #: Seconds for each violation, and for all of them together.
 _SHRINK, _SHRINK_ALL = 4.0, 30.0
@@ -177,7 +178,7 @@ class Run:
                 self._shrinking -= time.monotonic() - start
                 self.violations[rule, wanted] = Violation(
                     rule, found.code, where, str(found), [_said(step) for step in steps],
-                    {name: getattr(schedule.options, name) for name in schedule.options.changed if name != "config"},
+                    _changed(schedule.options),
                     _history(done, found),
                 )  # fmt: skip
             made.append(self.violations[rule, wanted])
@@ -185,12 +186,16 @@ class Run:
 
 
 def run(
-    subject: Subject, seconds: float, seeds: Sequence[int], progress: Callable[[str], None] = lambda _: None
+    subject: Subject,
+    seconds: float,
+    seeds: Sequence[int],
+    progress: Callable[[str], None] = lambda _: None,
+    shrinking: float = _SHRINK_ALL,
 ) -> Conformance:
-    """All scenarios, then the fuzzer for so many seconds, or until the seeds are out."""
+    """All scenarios, then the fuzzer for so many seconds, or until the seeds are out. shrinking: seconds, for all."""
     start = time.monotonic()
     try:
-        playing = Run(subject)
+        playing = Run(subject, shrinking)
         progress("first engine")
         playing.can_start()
     except Exception as error:  # noqa: BLE001 - it is the connector's, and is said
@@ -217,6 +222,11 @@ def _why(error: Exception) -> str:
     frame = traceback.extract_tb(error.__traceback__)[-1]
     _, _, place = frame.filename.partition("/site-packages/")
     return f"{type(error).__name__}: {text[:240]}" + (f" ({place}:{frame.lineno})" if place else "")
+
+
+def _changed(options: Options) -> dict[str, Any]:
+    """What of the lab engine's options is not as it comes; LMCache's settings too, where the lab has a side for it."""
+    return {name: getattr(options, name, options.lmcache.get(name)) for name in options.changed if name != "lose"}
 
 
 def _said(step: Any) -> str:

@@ -17,7 +17,7 @@ from kvfix_tools.lab.steps import (
     until_running,
 )
 
-_LONG = "cmpl-" + "é/..% \n\u4e2d" * 40
+_LONG = "cmpl-" + "é/..% \u4e2d" * 40
 _STORED = store("a", prompt(160))
 _AGAIN = [admit("z", prompt(160), 3), run()]
 
