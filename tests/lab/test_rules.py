@@ -6,7 +6,8 @@ from kvfix_tools.lab.scenario import scenarios
 
 
 def test_codes_and_names_are_unique_and_explained() -> None:
-    assert [rule.code for rule in RULES] == [f"LAB{number:03}" for number in range(1, len(RULES) + 1)]
+    codes = [rule.code for rule in RULES]
+    assert codes == sorted(set(codes))
     assert len({rule.name for rule in [*RULES, *ledger.RULES]}) == len(RULES) + len(ledger.RULES)
     for rule in RULES:
         assert rule.doc.strip().partition("\n")[0].endswith("."), rule.code
