@@ -48,7 +48,9 @@ Where requests wait, something runs, is in flight or is owed; or the first of th
 vLLM asks its waiting requests in order and stops at the first one that it has no blocks for. If nothing runs and
 nothing is in flight, no block ever comes free (kvfix.ledger.liveness)."""),
     LabRule("LAB010", "stored-against-policy", """\
-Nothing is stored by a kv_consumer, nor of a request that asks for `lmcache.skip_save` and names no decoder, or of the
+Nothing is stored that is not to be.
+
+That is by a kv_consumer, and of a request that asks LMCache for `lmcache.skip_save` and names no decoder, or the
 OffloadingConnector for `max_offload_tokens` 0."""),
     LabRule("LAB015", "answer-changes", """\
 `get_num_new_matched_tokens` answers the same where it is asked again at once: a question changes nothing.
