@@ -132,7 +132,7 @@ class AnyWorker(Worker):
         starts = {name: model.start(name, tokens) for name, tokens in scheduled.items()}
         self._tokens = sum(scheduled.values())
         found = {}
-        tables = [model.block_table, *(window.block_table for window in model.windows)]
+        tables = [model.block_table, *(group.block_table for group in model.groups)]
         for group, table in zip(self.owner.groups, tables, strict=True):
             size = group.kv_cache_spec.block_size
             rows = [table.rows[name] for name in scheduled]
