@@ -17,6 +17,9 @@ ADMITTED = [FRESH, ev.Granted("r", 512), ev.LoadDue("r", 0, 512), ev.Scheduled("
 REPLAYED = FRESH._replace(replay=128)
 REPLAYING = [REPLAYED, ev.Granted("r", 512), ev.LoadDue("r", 0, 512)]
 DIVERGENT = ASKED._replace(divergent=True)
+#: Blocks that are kept for a peer.
+LEASED, READ = ev.Leased("r", 30.0), ev.LeaseRead("r", "d")
+EXPIRED, NOTICED = ev.LeaseEnded("r", True), ev.LeaseEnded("r", False)
 UNASKED = ev.Scheduled("r", 0, 16)
 
 #: code -> [(what, events before, the event to check, "violated", "unknown" or None)]
@@ -55,6 +58,8 @@ CASES: dict[str, list[tuple[str, list[ev.Event], ev.Event, str | None]]] = {
         ("none were granted", [FRESH, ev.Granted("r", 0)], ev.LoadDue("r", 0, 512), "violated"),
         ("no grant at all", [FRESH], ev.LoadDue("r", 0, 512), "violated"),
         ("what was granted", ADMITTED[:2], ev.LoadDue("r", 0, 512), None),
+        ("whole blocks of it", ADMITTED[:2], ev.LoadDue("r", 0, 520, 16), None),
+        ("a block more", ADMITTED[:2], ev.LoadDue("r", 0, 528, 16), "violated"),
         (
             "a full hit loads its last token too",
             [FRESH._replace(total=512, promised=511), ev.Granted("r", 511)],
@@ -120,6 +125,22 @@ CASES: dict[str, list[tuple[str, list[ev.Event], ev.Event, str | None]]] = {
         ("not scheduled", ADMITTED, ev.RankDiffers("r", 1, 0, 512, False), "violated"),
     ],
     "KVR014": [("of null blocks", ADMITTED, ev.BlocksLost("r", 1, 512, 768, "null blocks"), "violated")],
+    "KVR015": [
+        ("after a notice", [FRESH, LEASED], NOTICED, None),
+        ("a second time", [FRESH, LEASED, NOTICED], NOTICED, "violated"),
+        ("not kept", [FRESH], NOTICED, "violated"),
+        ("not on record", [], NOTICED, "unknown"),
+    ],
+    "KVR017": [
+        ("in time", [FRESH, LEASED], READ, None),
+        ("its notice was seen first", [FRESH, LEASED, NOTICED], READ, None),
+        ("too late", [FRESH, LEASED, EXPIRED], READ, "violated"),
+        ("how it ended is not on record", [FRESH, LEASED, ev.LeaseEnded("r", None)], READ, "unknown"),
+    ],
+    "KVR018": [
+        ("by one", [FRESH, LEASED, READ], READ, None),
+        ("by two", [FRESH, LEASED, READ], ev.LeaseRead("r", "e"), "violated"),
+    ],
 }
 FLAT = [(code, *case) for code, cases in CASES.items() for case in cases]
 

@@ -43,6 +43,7 @@ HOOKS: dict[str, tuple[str, str]] = {
     "start_load_kv": ("start_load_kv", ""),
     "wait_for_save": ("wait_for_save", "wait_for_save_answer"),
     "get_finished": ("", "get_finished"),
+    "get_transfer_results": ("", "get_transfer_results"),  # in its place since vLLM 0.32, where a class has it
     "get_block_ids_with_load_errors": ("", ""),
     "shutdown": ("", ""),
 }

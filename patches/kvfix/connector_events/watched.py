@@ -183,7 +183,7 @@ class WatchedConnector:
         for name in finished_req_ids:
             if name in self._last:
                 self._record(ev.Finished(name, False))
-            if not self.reader.reports_sent:
+            if not self.reader.sends(name):
                 self._end(name)
             elif name in self._last:
                 self._sending.add(name)
@@ -191,6 +191,9 @@ class WatchedConnector:
             self._sent(name)
         if self._ended:
             self._look_for_leaks()
+
+    def get_transfer_results(self, answer: Any, finished_req_ids: Iterable[str], *_: Any) -> None:
+        self.get_finished((answer.finished_sending, answer.finished_recving - answer.failed_recving), finished_req_ids)
 
     # ------------------------------------------------------------------ any of them
 
@@ -232,7 +235,7 @@ class WatchedConnector:
                     self._record(ev.Scheduled(name, computed, tokens[name], None, name in resumed))
 
     def _due_to_load(self, name: str, start: int, end: int) -> None:
-        self._due[name] = self._last[name] = due = ev.LoadDue(name, start, end)
+        self._due[name] = self._last[name] = due = ev.LoadDue(name, start, end, self.reader.whole_blocks)
         self._ended.pop(name, None)  # a reused id
         self._record(due)
 

@@ -80,6 +80,19 @@ def _rankdiffers(event: ev.RankDiffers) -> str:
     return f"rank {event.rank}: the load of tokens {event.start} to {event.end} {what}"
 
 
+def _leased(event: ev.Leased) -> str:
+    return "its blocks are kept for a peer" + ("" if event.seconds is None else f", for {event.seconds:g} s")
+
+
+def _leaseread(event: ev.LeaseRead) -> str:
+    return f"{event.reader} has loaded its blocks"
+
+
+def _leaseended(event: ev.LeaseEnded) -> str:
+    how = {None: "", True: ": its lease is over", False: " after a notice"}
+    return "its blocks are free" + how[event.expired]
+
+
 def _raised(event: ev.Raised) -> str:
     return f"{event.where} raises {event.error}"
 

@@ -58,11 +58,15 @@ class Scheduled(NamedTuple):
 
 
 class LoadDue(NamedTuple):
-    """The connector's metadata have a load of tokens [start, end) of the request for the worker."""
+    """The connector's metadata have a load of tokens [start, end) of the request for the worker.
+
+    block: tokens of a block, if the metadata name blocks alone: the last of them may not be full. 0: they name tokens.
+    """
 
     request: str
     start: int
     end: int
+    block: int = 0
 
 
 class Loaded(NamedTuple):
@@ -165,6 +169,27 @@ class RankDiffers(NamedTuple):
     told: bool
 
 
+class Leased(NamedTuple):
+    """The request has ended, and its blocks are kept for a peer: until a notice, or for `seconds` (None: not known)."""
+
+    request: str
+    seconds: float | None
+
+
+class LeaseRead(NamedTuple):
+    """Request `reader` of the peer has loaded the blocks that are kept of `request`, and takes them for right."""
+
+    request: str
+    reader: str
+
+
+class LeaseEnded(NamedTuple):
+    """The blocks are reported as sent, and free. expired: by time; False: after a notice; None: not known."""
+
+    request: str
+    expired: bool | None
+
+
 Event = Union[  # noqa: UP007  also read at run time on Python 3.10
     Asked,
     Granted,
@@ -181,4 +206,7 @@ Event = Union[  # noqa: UP007  also read at run time on Python 3.10
     TimedOut,
     Raised,
     RankDiffers,
+    Leased,
+    LeaseRead,
+    LeaseEnded,
 ]

@@ -43,6 +43,9 @@ class History:
         "events",
         "finished",
         "granted",
+        "lease",
+        "lease_ended",
+        "lease_read",
         "recorded_from_start",
         "sees_loads",
         "stored_to",
@@ -56,6 +59,10 @@ class History:
         #: False if the record began after the request did: many counts are then unknown.
         self.recorded_from_start = False
         self.finished: ev.Finished | None = None
+        #: What is known of the lease of its blocks.
+        self.lease: ev.Leased | None = None
+        self.lease_read: ev.LeaseRead | None = None
+        self.lease_ended: ev.LeaseEnded | None = None
         #: Tokens with KV in vLLM once the last scheduled step is done.
         self.computed: int | None = None
         #: The last Asked event since the request began to wait, and what vLLM granted of the promise.
@@ -122,6 +129,18 @@ def _finished(history: History, event: ev.Finished) -> None:
     history.finished = event
 
 
+def _leased(history: History, event: ev.Leased) -> None:
+    history.lease = event
+
+
+def _lease_read(history: History, event: ev.LeaseRead) -> None:
+    history.lease_read = event
+
+
+def _lease_ended(history: History, event: ev.LeaseEnded) -> None:
+    history.lease_ended = event
+
+
 #: {type of event: how it changes the history}. The history only keeps other events.
 _CHANGES: dict[type, Callable[[History, Any], None]] = {
     ev.Asked: _asked,
@@ -133,6 +152,9 @@ _CHANGES: dict[type, Callable[[History, Any], None]] = {
     ev.LoadFailed: _waits_again,
     ev.TimedOut: _timed_out,
     ev.Finished: _finished,
+    ev.Leased: _leased,
+    ev.LeaseRead: _lease_read,
+    ev.LeaseEnded: _lease_ended,
 }
 
 

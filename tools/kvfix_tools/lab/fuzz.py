@@ -16,6 +16,7 @@ from vllm.v1.request import RequestStatus
 from kvfix.ledger import Finding
 from kvfix.ledger.events import Event
 from kvfix_tools.lab.lab_engine import EngineDied, LabEngine
+from kvfix_tools.lab.options import PAIRS
 from kvfix_tools.lab.runner import let_leaks_be_reported, reported
 from kvfix_tools.lab.schedule import CONFIGURED, DrawnStep, Schedule
 from kvfix_tools.lab.steps import prompt
@@ -39,6 +40,8 @@ def play(schedule: Schedule, end: int = 4000) -> Played:
 
     In mode `check` what kvfix reports is among the findings.
     """
+    if schedule.options.connector in PAIRS:
+        return _play_pair(schedule, end)
     engine = LabEngine(schedule.options)
     steps = None
     with reported() as reports, suppress(EngineDied):  # among the findings
@@ -58,6 +61,22 @@ def play(schedule: Schedule, end: int = 4000) -> Played:
             let_leaks_be_reported(engine)
     engine.connector.close()
     return Played(engine.findings + reports, steps or engine.steps, engine.counts, engine.log)
+
+
+def _play_pair(schedule: Schedule, end: int) -> Played:
+    """The same with two engines (pair.py)."""
+    from kvfix_tools.lab.pair import Pair
+
+    pair = Pair(schedule.options)
+    with reported() as reports, suppress(EngineDied):
+        for step in schedule.steps:
+            pair.move(step)
+        pair.free_blocks()
+        pair.budget(schedule.options.max_num_batched_tokens)
+        pair.run(end)
+        pair.expect_all_ended()
+    pair.close()
+    return Played(pair.findings + reports, pair.steps, pair.all_counts(), pair.log)
 
 
 def move(engine: LabEngine, step: DrawnStep) -> None:
@@ -173,6 +192,6 @@ def shrink(schedule: Schedule, wanted: str, seconds: float = 45.0, player: Calla
 
 def _smaller(step: DrawnStep) -> list[DrawnStep]:
     """The same step with its last number small."""
-    if step[0] == "admit":
-        return [(*step[:4], tokens) for tokens in (1, 2, 5) if tokens < step[4]]
-    return [(step[0], 1)] if step[0] == "take_blocks" and step[1] > 1 else []
+    if step[0] in ("admit", "ask"):
+        return [(*step[:4], tokens, *step[5:]) for tokens in (1, 2, 5) if tokens < step[4]]
+    return [(*step[:-1], 1)] if step[0] == "take_blocks" and step[-1] > 1 else []

@@ -88,7 +88,7 @@ class LabEngine:
         self.caches = [Cache() for _ in memories]
         self.slots, self.cache = memories[0], self.caches[0]
         _forget_configuration()
-        self.connector: Any = _connector_class(options)(options, memories, self.caches)
+        self.connector: Any = self._connected(options, memories)
         self.workers = self.connector.workers
         self.scheduler = self.connector.scheduler
         self.model = Model(self.scheduler, memories, options, self.groups)
@@ -106,6 +106,13 @@ class LabEngine:
         self._failed: deque[set[int]] = deque()
         #: Blocks that others have taken.
         self._held: list[Any] = []
+
+    def _connected(self, options: Options, memories: list[Slots]) -> Any:
+        """The connector in both roles."""
+        return _connector_class(options)(options, memories, self.caches)
+
+    def answered(self, outputs: Any) -> None:
+        """The scheduler's outputs of a step, which an engine sends to its clients."""
 
     @property
     def steps(self) -> int:
@@ -174,7 +181,9 @@ class LabEngine:
         return more and in_flight < self.options.steps_in_flight
 
     def _take_answer(self) -> None:
-        self._guard("update_from_output", "", self.scheduler.update_from_output, *self._answers.popleft())
+        self.answered(
+            self._guard("update_from_output", "", self.scheduler.update_from_output, *self._answers.popleft())
+        )
         self._failed.popleft()
 
     def _look_whether_it_stands_still(self, forward: bool) -> None:
@@ -229,7 +238,7 @@ class LabEngine:
         self.counts["ids_used_again"] += name in self.requests
         self.model.admit(name, request)
         self.request_events.admitted(name)
-        self.scheduler.add_request(request)
+        self._guard("add_request", name, self.scheduler.add_request, request)
 
     def add_input(self, name: str, prompt: list[int], max_tokens: int = 1) -> None:
         """More input for a session, a request that was admitted as `resumable`."""

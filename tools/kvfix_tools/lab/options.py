@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-CONNECTORS = ("v1", "mp", "mp-in-tree", "offloading")
+#: Two engines, one for prefill and one for decode.
+PAIRS = ("nixl-pull",)
+CONNECTORS = ("v1", "mp", "mp-in-tree", "offloading", *PAIRS)
 #: vLLM's own, which have nothing of LMCache.
 OF_VLLM = ("offloading",)
 #: Tokens in a chunk of the real server: it has one size.
@@ -78,7 +80,9 @@ class Options:
     kv_role: str = "kv_both"
     kv_load_failure_policy: str = "recompute"
     lmcache: dict[str, Any] = field(default_factory=dict)
-    #: Settings of one of OF_VLLM by their own names (`kv_connector_extra_config`).
+    #: Of the decode engine (pair.py): its blocks, where it has not as many as the prefill engine.
+    decode_blocks: int = 0
+    #: Settings of one of OF_VLLM or PAIRS by their own names (`kv_connector_extra_config`).
     extra: dict[str, Any] = field(default_factory=dict)
     #: Blocks that its CPU memory has room for; 0: as many as the GPU has.
     cpu_blocks: int = 0

@@ -140,7 +140,8 @@ class RequestEvents:
         first = {new.req_id for new in output.scheduled_new_reqs}.union(scheduling.resumed(output))
         for load in self._connector.reader.loads(metadata) or []:
             self._arrived.pop(load[0], None)
-            self.add(ev.LoadDue(*load))
+            name, start, end = load
+            self.add(ev.LoadDue(name, start, end, self._connector.reader.whole_blocks))
         drafts = output.scheduled_spec_decode_tokens
         for name, tokens in output.num_scheduled_tokens.items():
             done = self._model.start(name, tokens)

@@ -76,9 +76,13 @@ A request is reported as sent, or as received, once, and only if it was to be.
 
 As sent: after `request_finished` has said True. As received: after a load between steps was granted. On anything else
 vLLM asserts, and EngineCore dies; or it frees blocks that are in use (scheduler.py 0.32.0:3222-3235)."""),
+    LabRule("LAB020", "blocks-held", """\
+All requests of two engines have ended, and all leases between them: then all blocks are free."""),
+    LabRule("LAB021", "thread-died", """\
+A thread of an engine that answers others goes on: what they ask for is else never answered, and nothing says so."""),
 )  # fmt: skip
 (
     WRONG_CONTENT, LOAD_CAME_SHORT, NEVER_ENDS, NOT_STORED, HARMED_BY_OTHERS, NOT_FOUND, FAULT_OF_KVFIX, WRONG_TEXT,
     NO_REQUEST_CAN_MOVE, STORED_AGAINST_POLICY, ASKED_AGAIN, WRONG_KIND, NEVER_GIVEN_BACK, NOT_ITS_TO_CHANGE,
-    NOT_IN_FLIGHT,
+    NOT_IN_FLIGHT, BLOCKS_HELD, THREAD_DIED,
 ) = RULES  # fmt: skip

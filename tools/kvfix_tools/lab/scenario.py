@@ -17,6 +17,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from kvfix import catalogue
+from kvfix_tools.lab.options import PAIRS
 from kvfix_tools.lab.options import Options as Options
 from kvfix_tools.lab.steps import Step
 
@@ -77,11 +78,11 @@ class Scenario:
             arguments, keywords = copy.deepcopy((step.arguments, step.keywords))
             engine.do(step.method, *arguments, **keywords)
 
-    def played(self, then: Callable[[LabEngine], None] = lambda _: None) -> LabEngine:
+    def played(self, then: Callable[[LabEngine], None] = lambda _: None) -> Any:
         """A new engine that has played it, and done what comes `then`. That it died is among its findings."""
         from kvfix_tools.lab.lab_engine import EngineDied, LabEngine
 
-        engine = LabEngine(self.options)
+        engine: Any = LabEngine(self.options) if self.options.connector not in PAIRS else _pair(self.options)
         with suppress(EngineDied):
             self.play(engine)
             then(engine)
@@ -106,6 +107,11 @@ def mp_scenarios(
         return Scenario(schedule, wrong={"vllm": vllm, **wrong}, needs=needs, options=options, **more)
 
     return scenario("mp", {"lmcache": wrong}, own), scenario("mp-in-tree", copied, copied)
+
+
+def _pair(options: Options) -> Any:
+    """Two engines and a router, in place of one engine."""
+    return import_module("kvfix_tools.lab.pair").Pair(options)
 
 
 @functools.cache

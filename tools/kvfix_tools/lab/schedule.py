@@ -12,7 +12,8 @@ import random
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
-from kvfix_tools.lab.options import CONNECTORS, OF_VLLM, SERVER_CHUNK, Options
+from kvfix_tools.lab import pair_schedule
+from kvfix_tools.lab.options import CONNECTORS, OF_VLLM, PAIRS, SERVER_CHUNK, Options
 from kvfix_tools.lab.releases import DRAWN_SINCE
 
 FORMAT = 1
@@ -58,7 +59,7 @@ _ROLES = ("kv_producer", "kv_consumer", "kv_both")
 _OFFLOADING = {"fail_store": 2, "configured": 3}
 KINDS = frozenset(
     (*_PLAIN, *_OFFLOADING, *_FAULTS, *_ASYNCHRONOUS, *_MULTI_CONNECTOR, "lose_loads", "lose_stored", "new_weights")
-).union(*_SOMETIMES.values())
+).union(*_SOMETIMES.values(), pair_schedule.KINDS)
 
 
 class Schedule(NamedTuple):
@@ -111,6 +112,8 @@ def draw(
 
     lacks: settings and options that what is installed does not have. real_server: for one, and what it is played with.
     """
+    if connector in PAIRS:
+        return Schedule(*pair_schedule.draw(seed, connector, plain, lacks))
     if real_server:
         lacks = {*lacks, "ranks", "windows", "states", "offloading", "roles", "stops"}
     if connector in OF_VLLM:

@@ -52,7 +52,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 from kvfix_tools.lab.connector import OtherConnector, no_sockets
 from kvfix_tools.lab.kv_groups import KVGroup, kv_groups
 from kvfix_tools.lab.memory import VOCABULARY
-from kvfix_tools.lab.options import OF_VLLM, Options
+from kvfix_tools.lab.options import OF_VLLM, PAIRS, Options
 
 LAYER = "model.layers.{}.self_attn.attn"
 #: connector of the options -> (class that vLLM loads, its module where vLLM would prefer another)
@@ -64,6 +64,7 @@ _CONNECTORS = {
         "vllm.distributed.kv_transfer.kv_connector.v1.lmcache_mp_connector",
     ),
     "offloading": ("OffloadingConnector", None),
+    "nixl-pull": ("NixlConnector", None),
 }
 _MODEL: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -178,7 +179,7 @@ def vllm_config(options: Options, folder: str = "") -> VllmConfig:
         "kv_connector": name,
         "kv_connector_module_path": module,
         "kv_role": options.kv_role,
-        "kv_connector_extra_config": extra,
+        "kv_connector_extra_config": options.extra if options.connector in PAIRS else extra,
         # before 0.13 there is no such option, and vLLM does as with "recompute"
         **accepted(KVTransferConfig, kv_load_failure_policy=options.kv_load_failure_policy),
     }

@@ -9,7 +9,8 @@ utilize KVTransfer`.
 The parameters come with the request, from the router or whoever can reach the engine. If they ask for a remote prefill,
 get_num_new_matched_tokens promises the whole prompt (pull_scheduler.py 0.32.0:60). Only after the blocks were granted
 update_state_after_alloc looks whether remote blocks are named (:186, assertion) and by whom (:179, warning): a prefill
-that kept no blocks, a router of another release, a malformed request.
+that kept no blocks (KVF314 has one), a router of another release, a malformed request. Blocks that are not in lists, or
+a name that is no text, raise in the worker later.
 
 ## Fix
 What such parameters promise is nothing: the request computes its prompt itself.
@@ -47,7 +48,7 @@ def _fix(owner: Owner) -> Callable[[ModuleType], Callable[..., Any]]:
             connector: Any, promise: tuple[int, bool], request: Any, *_: Any
         ) -> tuple[int, bool]:
             params = request.kv_transfer_params
-            known = params.get("remote_block_ids") and all(key in params for key in keys)
+            known = all(key in params for key in keys) and _names_blocks(params)
             return promise if known else (0, False)
 
         return after(
@@ -56,6 +57,13 @@ def _fix(owner: Owner) -> Callable[[ModuleType], Callable[..., Any]]:
         )
 
     return fix
+
+
+def _names_blocks(params: Any) -> bool:
+    """Whether there are some, in a list for each KV group, of an engine that is named."""
+    blocks, names = params.get("remote_block_ids"), (params.get(key, "") for key in _KEYS[:3])
+    lists = isinstance(blocks, (list, tuple)) and all(isinstance(each, (list, tuple)) for each in blocks)
+    return lists and any(blocks) and all(isinstance(name, str) for name in names)
 
 
 def _asked_for(function: Any) -> tuple[str, ...]:
@@ -85,6 +93,6 @@ FIX = Fix(
         )
     ),
     evidence={"KVD290": "", "KVD584": ""},
-    proof="tests/lab/test_promises.py: the lab plays no NixlConnector",
+    scenarios=("nixl-promise-without-blocks", "nixl-promise-without-host"),
     no_patch={"vllm": "it can be abused: vLLM's security channel comes before a public patch (SECURITY.md)"},
 )

@@ -84,6 +84,7 @@ FIX = Fix(
         NIXL_SCHEDULER.get_num_new_matched_tokens(broken=">=0.20,<0.26", probe=shows_bug, fix=_fix, place=1),
         NIXL_PULL_SCHEDULER.get_num_new_matched_tokens(broken=">=0.26", probe=shows_bug, fix=_fix, place=1),
     ),
-    proof="tests/lab/test_promises.py: the lab plays no NixlConnector",
+    evidence={"KVR018": ""},
+    scenarios=("nixl-lease-read-twice",),
     no_patch={"vllm": "prefill has to refuse the second read, which takes a change of NIXL's messages"},
 )

@@ -1,0 +1,126 @@
+"""NixlConnector pairs the blocks of both engines from their end: where one has more than the prompt, KV is shifted.
+
+## Symptom
+Wrong text without any message, where the prefill engine has generated more than one token, or has had another prompt.
+Where it has fewer blocks than the decode engine wants, the decode engine's worker dies with `AssertionError` in
+`_apply_prefix_caching`.
+
+## Cause
+A decode engine that has a prefix hit wants the rest of the prompt. `_apply_prefix_caching` takes as many blocks from
+the end of what the prefill engine names (base_worker.py 0.32.0:3461). That is right only if both end at the same
+token. A router that lets the prefill engine generate more (no `max_tokens` of 1) gets a block more where that crosses
+into one.
+
+## Fix
+Before a read: the blocks are paired from the beginning, by the prefix hit. What the prompt has not is not read. If
+there are too few, the load fails, as `kv_load_failure_policy` says. Left alone: KV groups other than of full
+attention, and engines with other block sizes or context parallelism.
+
+## Releases
+vLLM 0.32.0 and 0.33.0, the first ones played.
+
+## Upstream
+None known in public: it can be abused (SECURITY.md).
+
+## Remove when
+vLLM pairs the blocks by their position in the prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from kvfix.fixes import stubs
+from kvfix.fixes.api import Fix
+from kvfix.fixes.targets import NIXL_PULL_WORKER
+from kvfix.wrapping import around, instead
+
+
+def fix(module: ModuleType) -> Callable[..., Any]:
+    def _read_blocks_for_req(worker: Any, req_id: str, meta: Any) -> Generator[Any, Any, Any] | None:
+        if not _same_blocks(worker, meta.remote.engine_id):
+            return None
+        wanted = [
+            hit + len(group) for hit, group in zip(meta.local_num_computed_blocks, meta.local_block_ids, strict=True)
+        ]
+        remote = list(meta.remote.block_ids)
+        for number in _groups(worker, meta):
+            if len(remote[number]) < wanted[number]:
+                worker._handle_failed_transfer(req_id, None, worker._recv_failures, record_failed_transfer=False)
+                return instead(None)
+            remote[number] = list(remote[number][: wanted[number]])
+        meta.remote.block_ids = remote
+        return None
+
+    def differs(worker: Any, req_id: str, meta: Any) -> bool:
+        remote, hits = meta.remote.block_ids, meta.local_num_computed_blocks
+        if not any(meta.local_block_ids) or len(remote) != len(meta.local_block_ids):
+            return False
+        if meta.remote.engine_id not in worker._remote_agents:
+            return False
+        return any(len(remote[at]) != hits[at] + len(meta.local_block_ids[at]) for at in _groups(worker, meta))
+
+    return around(_read_blocks_for_req, when=differs)
+
+
+def _groups(worker: Any, meta: Any) -> list[int]:
+    """The KV groups of full attention that are to be read. Of others there are the last blocks only."""
+    groups = enumerate(zip(worker._group_spec_types, meta.local_block_ids, strict=True))
+    return [
+        at
+        for at, (spec, blocks) in groups
+        if blocks and "FullAttentionSpec" in {each.__name__ for each in spec.__mro__}
+    ]
+
+
+def _same_blocks(worker: Any, engine: str) -> bool:
+    """Whether a block has the same tokens in both engines, and one worker all of them."""
+    remote = worker.transfer_topo.get_engine_info(engine)
+    ours = worker.block_size, worker._physical_blocks_per_logical_kv_block, worker.dcp_size
+    theirs = remote.remote_block_size, remote.remote_physical_blocks_per_logical, remote.remote_dcp_size
+    return bool(ours == theirs and ours[2] == 1)
+
+
+def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+    """Two blocks wanted of three. Wrong is to read the last two."""
+    read: list[Any] = []
+
+    def reads(read_spec: Any, **_: Any) -> bool:
+        read.append(read_spec.remote_block_ids)
+        return True
+
+    class FullAttentionSpec:
+        pass
+
+    engine = SimpleNamespace(
+        remote_block_size=16, remote_physical_blocks_per_logical=1, remote_dcp_size=1, remote_tp_size=1
+    )
+    topo = SimpleNamespace(get_engine_info=lambda _: engine, tp_ratio=lambda _: 1, block_size_ratio=lambda _: 1)
+    plan = SimpleNamespace(all_source_ranks=(0,), source_ranks_per_group=((0,),), local_consumers=1)
+    worker = SimpleNamespace(
+        transfer_topo=topo, tp_mappings={"p": plan}, _remote_agents={"p": {(0, 0): "a"}}, _invalid_remote_engines=set(),
+        _engine_last_active={}, _bidirectional_kv_xfer_enabled=False, _recving_transfers={}, dcp_size=1, block_size=16,
+        dst_region_group_ids={"p": [0]}, region_group_ids=[0], _physical_blocks_per_logical_kv_block=1, use_mla=False,
+        _group_spec_types=(FullAttentionSpec,), _logical_to_kernel_block_ids=lambda blocks, ratio: blocks,
+        src_xfer_handles_by_block_size={16: 1}, dst_xfer_side_handles={"p": {0: 2}}, _mixed_mem_types=False,
+        _has_mamba=False, _read_blocks=reads,
+    )  # fmt: skip
+    remote = SimpleNamespace(block_ids=[[7, 8, 9]], engine_id="p", request_id=stubs.NAME)
+    meta = SimpleNamespace(
+        local_block_ids=([1, 2],), local_physical_block_ids=([1, 2],), local_num_computed_blocks=(0,), remote=remote,
+        awaiting_kvs=True, region_blocks_to_zero=None,
+    )  # fmt: skip
+    hook(worker, stubs.NAME, meta)
+    return bool(read != [[[7, 8]]])
+
+
+FIX = Fix(
+    __name__,
+    __doc__,
+    targets=(NIXL_PULL_WORKER._read_blocks_for_req(broken=">=0.32", probe=shows_bug, fix=fix),),
+    evidence={"KVR011": r"^start_load_kv: AssertionError"},
+    scenarios=("nixl-prefill-generates-more", "nixl-prefill-has-fewer-blocks"),
+    no_patch={"vllm": "it can be abused: vLLM's security channel comes before a public patch (SECURITY.md)"},
+)

@@ -1,0 +1,77 @@
+"""A read that NixlConnector cannot make of a request's parameters ends the decode engine.
+
+## Symptom
+The worker of the decode engine dies with `AssertionError`, `TypeError` or `ValueError` out of `start_load_kv`, in
+`_read_blocks_for_req` or below.
+
+## Cause
+The parameters come with the request. What they say of the remote blocks is used as it is (pull_worker.py 0.32.0:174):
+blocks that are no numbers raise in `_compute_desc_ids`, others elsewhere. Only what NIXL itself raises is caught
+(:560).
+
+## Fix
+An exception of `_read_blocks_for_req` is logged, and the load has failed, as `kv_load_failure_policy` says.
+
+## Releases
+vLLM 0.32.0 and 0.33.0, the first ones played.
+
+## Upstream
+None known in public: it can be abused (SECURITY.md).
+
+## Remove when
+vLLM fails such a load.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from kvfix import engine_log
+from kvfix.fixes import stubs
+from kvfix.fixes.api import Fix
+from kvfix.fixes.targets import NIXL_PULL_WORKER
+
+
+def fix(module: ModuleType) -> Callable[..., Any]:
+    def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def _read_blocks_for_req(worker: Any, req_id: str, meta: Any) -> Any:
+            try:
+                return function(worker, req_id, meta)
+            except Exception as error:  # noqa: BLE001
+                engine_log.warning(f"KVF311: the load of {req_id} has failed: {type(error).__name__}: {error}")
+                return worker._handle_failed_transfer(req_id, None, worker._recv_failures, record_failed_transfer=False)
+
+        return _read_blocks_for_req
+
+    return wrap
+
+
+def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+    """A read of whose peer the worker knows nothing. Wrong is to raise."""
+    failed: set[str] = set()
+    worker = SimpleNamespace(
+        transfer_topo=object(), _invalid_remote_engines=set(), _remote_agents={"p": {}}, _engine_last_active={},
+        _bidirectional_kv_xfer_enabled=False, _recving_transfers={}, tp_mappings={}, _recv_failures=failed,
+        _handle_failed_transfer=lambda name, *_, **__: failed.add(name),
+    )  # fmt: skip
+    remote = SimpleNamespace(block_ids=[[7]], engine_id="p", request_id=stubs.NAME)
+    meta = SimpleNamespace(local_block_ids=([1],), remote=remote, local_num_computed_blocks=(0,))
+    try:
+        hook(worker, stubs.NAME, meta)
+    except KeyError:
+        return True
+    return not failed
+
+
+FIX = Fix(
+    __name__,
+    __doc__,
+    targets=(NIXL_PULL_WORKER._read_blocks_for_req(broken=">=0.32", place=1, probe=shows_bug, fix=fix),),
+    evidence={"KVR011": r"^start_load_kv: (AssertionError|TypeError|ValueError|IndexError)"},
+    scenarios=("nixl-malformed-read-raises",),
+    no_patch={"vllm": "it can be abused: vLLM's security channel comes before a public patch (SECURITY.md)"},
+)

@@ -1,0 +1,72 @@
+"""NixlConnector promises a prefill engine the blocks of a decode engine and starts no load: the request waits for ever.
+
+## Symptom
+A request of a prefill engine stays in WAITING_FOR_REMOTE_KVS and keeps its blocks: after a preemption, or after a load
+that failed or was declined (`Declining expired remote read`), with `bidirectional_kv_xfer`; without it each request
+whose parameters name the blocks of the turn before.
+
+## Cause
+get_num_new_matched_tokens promises what `remote_num_tokens` says as long as the parameters name remote blocks
+(pull_scheduler.py 0.32.0:66-104). update_state_after_alloc starts a load only with `bidirectional_kv_xfer`, and only
+once (`_remote_blocks_processed`, :135-139). A preempted request, and one whose load failed, is asked again: it is
+promised them a second time.
+
+## Fix
+Where update_state_after_alloc would start no load, nothing is promised: the request computes its prompt itself.
+
+## Releases
+vLLM 0.32.0 and 0.33.0, the first ones played.
+
+## Upstream
+None known.
+
+## Remove when
+vLLM asks the same of the parameters in both functions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from kvfix.fixes import stubs
+from kvfix.fixes.api import Fix
+from kvfix.fixes.targets import NIXL_PULL_SCHEDULER
+from kvfix.wrapping import after
+
+
+def fix(module: ModuleType) -> Callable[..., Any]:
+    def get_num_new_matched_tokens(
+        connector: Any, promise: tuple[int, bool], request: Any, *_: Any
+    ) -> tuple[int, bool]:
+        params = request.kv_transfer_params
+        if params.get("do_remote_prefill"):
+            return promise
+        starts = connector.is_bidirectional_kv_xfer_enabled and not params.get("_remote_blocks_processed")
+        return promise if starts else (0, False)
+
+    return after(
+        get_num_new_matched_tokens,
+        when=lambda connector, promise, request, *_: promise[0] and request.kv_transfer_params,
+    )
+
+
+def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+    """The blocks of the turn before, asked for a second time. Wrong is to promise them."""
+    connector = SimpleNamespace(kv_recompute_threshold=0, is_bidirectional_kv_xfer_enabled=True)
+    params = {
+        "do_remote_decode": True, "remote_block_ids": [[1, 2]], "remote_engine_id": "d", "remote_request_id": "r",
+        "remote_host": "d", "remote_port": 1, "remote_num_tokens": 32, "_remote_blocks_processed": True,
+    }  # fmt: skip
+    return bool(hook(connector, stubs.request(40, num_prompt_tokens=40, kv_transfer_params=params), 0)[0])
+
+
+FIX = Fix(
+    __name__,
+    __doc__,
+    targets=(NIXL_PULL_SCHEDULER.get_num_new_matched_tokens(broken=">=0.32", place=2, probe=shows_bug, fix=fix),),
+    evidence={"KVR010": ""},
+    scenarios=("nixl-second-load-never-starts", "nixl-turn-without-bidirectional"),
+    no_patch={"vllm": "there is none yet"},
+)

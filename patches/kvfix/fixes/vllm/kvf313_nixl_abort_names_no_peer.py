@@ -1,0 +1,73 @@
+"""A request whose parameters lack a key is aborted before it is scheduled, and ends the decode engine.
+
+## Symptom
+EngineCore of the decode engine dies with `KeyError: 'remote_request_id'`, or another key of `kv_transfer_params`, in
+`build_connector_meta`.
+
+## Cause
+For a request that ends before it was scheduled NixlConnector sends a notice to the prefill engine, so that this frees
+its blocks: request_finished puts it among those that are to receive (pull_scheduler.py 0.32.0:243). In the next step
+add_new_req_to_recv reads the peer's address out of the request's parameters (metadata.py 0.32.0:330), whatever they
+hold.
+
+## Fix
+Before build_connector_meta: such a request without a peer is taken off the list. There is nobody to tell.
+
+## Releases
+vLLM 0.32.0 and 0.33.0, the first ones played.
+
+## Upstream
+None known in public: it can be abused (SECURITY.md).
+
+## Remove when
+vLLM looks whether the parameters name a peer before it sends the notice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from kvfix.fixes import stubs
+from kvfix.fixes.api import Fix
+from kvfix.fixes.targets import NIXL_BASE_SCHEDULER
+from kvfix.wrapping import before
+
+_KEYS = ("remote_block_ids", "remote_engine_id", "remote_request_id", "remote_host", "remote_port")
+
+
+def fix(module: ModuleType) -> Callable[..., Any]:
+    def build_connector_meta(connector: Any, *_: Any) -> None:
+        waiting = connector._reqs_need_recv
+        for name in [name for name, entry in waiting.items() if not _names_peer(entry[0].kv_transfer_params)]:
+            del waiting[name]
+
+    return before(build_connector_meta, when=lambda connector, *_, **__: connector._reqs_need_recv)
+
+
+def _names_peer(params: Any) -> bool:
+    return all(key in params for key in _KEYS)
+
+
+def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+    """One that names no peer. Wrong is a KeyError."""
+    connector = SimpleNamespace(
+        _reqs_need_recv={stubs.NAME: (stubs.request(8, kv_transfer_params={}), [], (), False)}, use_host_buffer=False,
+        _reqs_need_send={}, _reqs_in_batch=set(), _reqs_not_processed=set(), _heartbeat_by_engine={},
+    )  # fmt: skip
+    try:
+        hook(connector, SimpleNamespace())
+    except KeyError:
+        return True
+    return False
+
+
+FIX = Fix(
+    __name__,
+    __doc__,
+    targets=(NIXL_BASE_SCHEDULER.build_connector_meta(broken=">=0.32", probe=shows_bug, fix=fix),),
+    evidence={"KVR011": r"KeyError: 'remote_"},
+    scenarios=("nixl-abort-names-no-peer",),
+    no_patch={"vllm": "it can be abused: vLLM's security channel comes before a public patch (SECURITY.md)"},
+)

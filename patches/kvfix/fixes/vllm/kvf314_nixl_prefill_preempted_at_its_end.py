@@ -1,0 +1,82 @@
+"""A prefill that ends while it is preempted stays in NixlConnector's worker, and the decode engine gets no blocks.
+
+## Symptom
+With asynchronous scheduling the memory of the prefill engine's worker grows by one id for each such request. The decode
+engine is sent `remote_block_ids` without blocks: as released its worker dies with `AssertionError` (KVF301).
+
+## Cause
+With asynchronous scheduling a request can be preempted while the step that computes its last token is in flight. It
+ends with the answer of that step, and holds no blocks any more. request_finished then keeps nothing for the peer, and
+does not tell the worker, which has the request in `_reqs_to_process` since it was scheduled (pull_scheduler.py
+0.32.0:250-271).
+
+## Fix
+After request_finished: a request of a prefill engine for which no blocks are kept is among those that are not to be
+processed, as an aborted one is.
+
+## Releases
+vLLM 0.32.0 and 0.33.0, the first ones played.
+
+## Upstream
+None known.
+
+## Remove when
+vLLM tells the worker of every request that keeps no blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from kvfix.fixes import stubs
+from kvfix.fixes.api import Fix
+from kvfix.fixes.targets import NIXL_PULL_SCHEDULER, NIXL_PUSH_SCHEDULER
+from kvfix.wrapping import after
+
+
+def fix(module: ModuleType) -> Callable[..., Any]:
+    def request_finished(connector: Any, answer: tuple[bool, Any], request: Any, *_: Any) -> tuple[bool, Any]:
+        connector._reqs_not_processed.add(request.request_id)
+        return answer
+
+    return after(request_finished, when=_keeps_nothing)
+
+
+def _keeps_nothing(connector: Any, answer: tuple[bool, Any], request: Any, *_: Any) -> bool:
+    params = request.kv_transfer_params
+    return (
+        not answer[0]
+        and bool(params)
+        and (params.get("do_remote_decode") or connector.is_bidirectional_kv_xfer_enabled)
+    )
+
+
+def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+    """One that ends without blocks. Wrong is to tell the worker nothing."""
+    from vllm.v1.request import RequestStatus
+
+    parallel = SimpleNamespace(decode_context_parallel_size=1, pipeline_parallel_size=1)
+    connector = SimpleNamespace(
+        _stop_heartbeat=lambda _: None, is_bidirectional_kv_xfer_enabled=False, _reqs_not_processed=set(),
+        engine_id="p", side_channel_host="p", side_channel_port=1, transfer_tp_size=1, _TRANSFER_MODE="pull",
+        vllm_config=SimpleNamespace(parallel_config=parallel), _push_registration_deadlines={}, _reqs_need_save={},
+    )  # fmt: skip
+    request = stubs.request(8, kv_transfer_params={"do_remote_decode": True})
+    request.status = RequestStatus.FINISHED_LENGTH_CAPPED
+    hook(connector, request, ([],))
+    return not connector._reqs_not_processed
+
+
+FIX = Fix(
+    __name__,
+    __doc__,
+    targets=tuple(
+        owner.request_finished(broken=">=0.32", probe=shows_bug, fix=fix)
+        for owner in (NIXL_PULL_SCHEDULER, NIXL_PUSH_SCHEDULER)
+    ),
+    evidence={"KVR009": r"^_reqs_to_process "},
+    scenarios=("nixl-prefill-preempted-at-its-end",),
+    no_patch={"vllm": "there is none yet"},
+)

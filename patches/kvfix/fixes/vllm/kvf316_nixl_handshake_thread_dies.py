@@ -1,0 +1,67 @@
+"""One handshake that asks for a rank that is not there ends the thread that answers them, in silence.
+
+## Symptom
+From some time on no decode engine can connect to a prefill engine any more: `NIXL transfer failure:
+handshake_setup_failed` with `Resource temporarily unavailable`, every load fails. The prefill engine has logged
+`KeyError` in thread `nixl_handshake_listener` once, and seems to be well.
+
+## Cause
+The rank comes from `tp_size` and `pp_size` of a request's parameters. The thread looks it up in a dictionary
+(base_scheduler.py 0.32.0:368) and ends with the exception, as it does with any message that it cannot decode (:354).
+
+## Fix
+The thread goes on: it opens its socket again, and the one that asked gets no answer.
+
+## Releases
+vLLM 0.32.0 and 0.33.0, the first ones played.
+
+## Upstream
+None known in public: it can be abused (SECURITY.md).
+
+## Remove when
+vLLM catches what a single message raises.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from kvfix import engine_log
+from kvfix.fixes import stubs
+from kvfix.fixes.api import AT_START, Fix
+from kvfix.fixes.targets import NIXL_BASE_SCHEDULER
+
+
+def fix(module: ModuleType) -> Callable[..., Any]:
+    def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def _nixl_handshake_listener(data: Any, ready: Any, stop: Any, *address: Any) -> Any:
+            while True:
+                try:
+                    return function(data, ready, stop, *address)
+                except Exception as error:  # noqa: PERF203
+                    if not ready.is_set():  # it could not open its socket
+                        raise
+                    engine_log.warning(
+                        f"KVF316: a handshake that cannot be answered was left out: {type(error).__name__}: {error}"
+                    )
+                    if stop.is_set():
+                        return None
+
+        return _nixl_handshake_listener
+
+    return wrap
+
+
+FIX = Fix(
+    __name__,
+    __doc__,
+    targets=(NIXL_BASE_SCHEDULER._nixl_handshake_listener(broken=">=0.32", probe=stubs.cannot_tell, fix=fix),),
+    evidence={},
+    scenarios=("nixl-handshake-thread-dies",),
+    attaches=AT_START,  # the thread runs
+    no_patch={"vllm": "it can be abused: vLLM's security channel comes before a public patch (SECURITY.md)"},
+)

@@ -1,0 +1,67 @@
+"""With `bidirectional_kv_xfer` the blocks of a request that loads nothing from a prefill engine are held for ever.
+
+## Symptom
+The decode engine runs out of blocks: `GPU KV cache usage` rises to 100% and stays there, requests wait, none runs.
+
+## Cause
+With `bidirectional_kv_xfer` request_finished keeps the blocks of every request with `kv_transfer_params`, so that the
+next turn's prefill can read them (pull_scheduler.py 0.32.0:247-278). The worker starts a lease only for requests of
+which it was told that they are in a batch, and update_state_after_alloc tells it only of those with `do_remote_prefill`
+or `do_remote_decode` (:121-124). A router that has a decode engine compute a prompt sends neither. Their lease never
+begins, and never ends.
+
+## Fix
+After update_state_after_alloc: the worker is told of every request whose blocks will be kept.
+
+## Releases
+vLLM 0.32.0 and 0.33.0, the first ones played.
+
+## Upstream
+None known.
+
+## Remove when
+vLLM keeps the blocks of those requests only of which the worker knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from kvfix.fixes import stubs
+from kvfix.fixes.api import Fix
+from kvfix.fixes.targets import NIXL_PULL_SCHEDULER
+from kvfix.wrapping import after
+
+
+def fix(module: ModuleType) -> Callable[..., Any]:
+    def update_state_after_alloc(connector: Any, answer: None, request: Any, *_: Any) -> None:
+        connector._reqs_in_batch.add(request.request_id)
+        return answer
+
+    return after(
+        update_state_after_alloc,
+        when=lambda connector, answer, request, *_: (
+            request.kv_transfer_params and connector.is_bidirectional_kv_xfer_enabled
+        ),
+    )
+
+
+def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+    """A request that loads nothing. Wrong is to tell the worker nothing of it."""
+    connector = SimpleNamespace(
+        _reqs_in_batch=set(), is_bidirectional_kv_xfer_enabled=True, use_host_buffer=False, _reqs_need_recv={}
+    )
+    hook(connector, stubs.request(8, kv_transfer_params={"do_remote_prefill": False}), None, 0)
+    return not connector._reqs_in_batch
+
+
+FIX = Fix(
+    __name__,
+    __doc__,
+    targets=(NIXL_PULL_SCHEDULER.update_state_after_alloc(broken=">=0.32", probe=shows_bug, fix=fix),),
+    evidence={"LAB020": "of the decode engine"},
+    scenarios=("nixl-decode-blocks-held",),
+    no_patch={"vllm": "there is none yet"},
+)

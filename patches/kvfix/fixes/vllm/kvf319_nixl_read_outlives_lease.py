@@ -1,0 +1,126 @@
+"""A decode engine reads blocks whose lease has ended, and takes what others have written there for the prompt's KV.
+
+## Symptom
+Wrong text, HTTP 200. The prefill engine logs `Releasing expired KV blocks for request ...`, and `Potentially invalid KV
+blocks for unrecognized request ... were retrieved by a decode worker. They may have expired.` The decode engine logs
+nothing.
+
+## Cause
+The prefill engine keeps the blocks for `kv_lease_duration`, 30 s, and as long as the decode engine renews that with
+heartbeats (base_worker.py 0.32.0:3014). If the router, or either engine, hangs for longer, it frees them. The decode
+engine does not know when the lease ends (`remote_blocks_expiry_time` is set for the other direction alone,
+pull_scheduler.py 0.32.0:271), and NIXL reads whatever is there.
+
+## Fix
+The prefill engine names the end of the lease. The decode engine counts the heartbeats that it has sent before the lease
+was over. A read that ends later has failed, as `kv_load_failure_policy` says. Both engines need the fix. Left alone:
+`bidirectional_kv_xfer`, where the same key has another meaning.
+
+## Releases
+vLLM 0.32.0 and 0.33.0, the first ones played.
+
+## Upstream
+None known.
+
+## Remove when
+vLLM fails a read that ends after its lease.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from kvfix.fixes import stubs
+from kvfix.fixes.api import NEW_REQUESTS, Fix
+from kvfix.fixes.targets import NIXL_BASE_WORKER, NIXL_PULL_SCHEDULER
+from kvfix.wrapping import after, before
+
+#: Seconds before its end in which a heartbeat is not counted on to renew a lease: it may come too late.
+MARGIN = 1.0
+
+
+def names_the_end(module: ModuleType) -> Callable[..., Any]:
+    def request_finished(connector: Any, answer: tuple[bool, Any], request: Any, *_: Any) -> tuple[bool, Any]:
+        until = connector._reqs_need_send[request.request_id]
+        return answer[0], {**answer[1], "remote_blocks_expiry_time": until}
+
+    return after(
+        request_finished,
+        when=lambda connector, answer, *_: answer[0] and not connector.is_bidirectional_kv_xfer_enabled,
+    )
+
+
+def counts_heartbeats(module: ModuleType) -> Callable[..., Any]:
+    def _send_heartbeats(worker: Any, metadata: Any) -> None:
+        now = module.time.perf_counter()
+        before_that, sent = getattr(worker, "_kvfix_heartbeats", {}), {}
+        for meta in worker._recving_metadata.values():
+            if meta.remote.request_id in before_that:
+                sent[meta.remote.request_id] = before_that[meta.remote.request_id]
+        for engine, info in metadata.heartbeat_by_engine.items():
+            for name in info.req_ids:
+                times = before_that.get(name, ())
+                sent[name] = (*times, now) if engine in worker._remote_agents else times
+        worker._kvfix_heartbeats = sent
+
+    return before(_send_heartbeats, when=lambda worker, metadata: metadata.heartbeat_by_engine)
+
+
+def fails_late_reads(module: ModuleType) -> Callable[..., Any]:
+    def _pop_done_transfers(worker: Any, answer: tuple[set[str], set[str]], transfers: Any) -> Any:
+        done, failed = answer
+        if transfers is not worker._recving_transfers:
+            return answer
+        return done, failed | {name for name in done - failed if _too_late(worker, name, module.time.perf_counter())}
+
+    return after(
+        _pop_done_transfers,
+        when=lambda worker, answer, *_: answer[0] and not worker._bidirectional_kv_xfer_enabled,
+    )
+
+
+def _too_late(worker: Any, name: str, now: float) -> bool:
+    meta = worker._recving_metadata.get(name)
+    end = meta.remote.blocks_expiry_time if meta is not None else None
+    offset = worker._engine_clock_offset.get(meta.remote.engine_id) if end is not None else None
+    if end is None or offset is None:
+        return False
+    until = end - offset
+    for sent in getattr(worker, "_kvfix_heartbeats", {}).get(meta.remote.request_id, ()):
+        if sent + MARGIN < until:
+            until = max(until, sent + worker._lease_extension)
+    return bool(now >= until)
+
+
+def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+    """A prefill that ends. Wrong is not to name the end of its lease."""
+    from vllm.v1.request import RequestStatus
+
+    parallel = SimpleNamespace(decode_context_parallel_size=1, pipeline_parallel_size=1)
+    connector = SimpleNamespace(
+        _stop_heartbeat=lambda _: None, is_bidirectional_kv_xfer_enabled=False, _reqs_need_send={}, engine_id="p",
+        side_channel_host="p", side_channel_port=1, transfer_tp_size=1, _TRANSFER_MODE="pull", _kv_lease_duration=30,
+        vllm_config=SimpleNamespace(parallel_config=parallel), get_exchange_clipped_blocks=lambda blocks: blocks,
+    )  # fmt: skip
+    request = stubs.request(8, kv_transfer_params={"do_remote_decode": True}, num_computed_tokens=8)
+    request.status = RequestStatus.FINISHED_LENGTH_CAPPED
+    return hook(connector, request, ([1],))[1].get("remote_blocks_expiry_time") is None
+
+
+FIX = Fix(
+    __name__,
+    __doc__,
+    targets=(
+        NIXL_PULL_SCHEDULER.request_finished(broken=">=0.32", place=1, probe=shows_bug, fix=names_the_end),
+        NIXL_BASE_WORKER._send_heartbeats(broken=">=0.32", probe=stubs.cannot_tell, fix=counts_heartbeats, helper=True),
+        NIXL_BASE_WORKER._pop_done_transfers(
+            broken=">=0.32", probe=stubs.cannot_tell, fix=fails_late_reads, helper=True
+        ),
+    ),
+    evidence={"KVR017": ""},
+    scenarios=("nixl-read-outlives-lease",),
+    attaches=NEW_REQUESTS,
+    no_patch={"vllm": "there is none yet"},
+)

@@ -1,0 +1,171 @@
+"""NixlConnector in the lab, one engine's side of it (pair.py has two): both its roles are vLLM's own. Pull mode.
+
+Replaced: the agent, the handshake's sockets and threads (nixl_agent.py), the attention backend that says which sizes of
+blocks it takes, and the clock by which leases end. The slots are in memory that the agent registers.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from importlib import import_module
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from vllm.v1.attention.backend import MultipleOf
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+from kvfix import clock
+from kvfix.connector_events import readers
+from kvfix.ledger import events as ev
+from kvfix_tools.lab import vllm_objects
+from kvfix_tools.lab.connector import Connector
+from kvfix_tools.lab.memory import Slots
+from kvfix_tools.lab.mp_client import SharedBlock
+from kvfix_tools.lab.nixl_agent import Network
+from kvfix_tools.lab.options import Options
+from kvfix_tools.lab.workers import Worker
+
+if TYPE_CHECKING:
+    from kvfix_tools.lab.request_events import RequestEvents
+
+_MODULES = "base_scheduler", "pull_scheduler", "base_worker", "pull_worker"
+#: Floats of a slot: K and V of one head (vllm_objects.kv_cache). Its contents are in the first two.
+_FLOATS = 64
+PORT = 5600
+
+
+class _AnyBlockSize(CPUAttentionBackend):  # type: ignore[misc]
+    """The lab draws smaller blocks than the CPU's kernels take; none of them runs."""
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(*_: Any) -> list[Any]:
+        return [MultipleOf(1)]
+
+
+def module(name: str) -> Any:
+    return import_module(f"vllm.distributed.kv_transfer.kv_connector.v1.nixl.{name}")
+
+
+def _replace(network: Network) -> None:
+    """The lab's network and clock are in place of NIXL, its sockets and the process's clock."""
+    time = SimpleNamespace(perf_counter=lambda: clock.now(), monotonic=lambda: clock.now(), time=lambda: clock.now())
+    for name in _MODULES:
+        module(name).time = time
+    scheduler: Any = module("base_scheduler")
+    scheduler.zmq_ctx = network.socket
+    scheduler.threading = SimpleNamespace(Thread=network.listen, Event=threading.Event)
+    worker: Any = module("base_worker")
+    worker.NixlWrapper = network.agent
+    worker.zmq_ctx = network.socket
+    worker.ThreadPoolExecutor = lambda **_: network.executor()
+    worker.get_tensor_model_parallel_rank = lambda: 0
+    worker.get_tensor_model_parallel_world_size = lambda: 1
+    worker.get_current_attn_backends = lambda *_: [_AnyBlockSize]
+    worker.current_platform.discover_numa_topology = lambda *_: []  # else it takes all but one core from the process
+
+
+class NixlWorker(Worker):
+    """The real connector in the worker's role, over the lab's agent."""
+
+    events: RequestEvents
+    #: Takes events of a lease, which is of both engines.
+    add_to_pair: Callable[[Any], None]
+
+    def __init__(self, slots: Slots, called: Any, options: Options) -> None:
+        super().__init__(0, slots, called, called, called.connector_worker, {})
+        self._failed: set[str] = set()
+        #: request -> (first token, end) of loads that are not reported
+        self._due: dict[str, tuple[int, int]] = {}
+        self._reader = readers.reader(called)
+        #: Kept, since the agent has its addresses alone.
+        self.memory = torch.zeros((options.num_blocks, options.block_size, _FLOATS), dtype=torch.float32)
+        called.register_kv_caches({vllm_objects.LAYER.format(0): self.memory})
+        slots.put_in([SharedBlock(block) for block in self.memory.view(torch.int64)[:, :, 0].numpy()])
+
+    def start_step(self, metadata: Any, forward: bool) -> None:
+        self._due.update({name: (start, end) for name, start, end in self._reader.loads(metadata) or ()})
+        super().start_step(metadata, forward)
+
+    def finish_step(self, forward: bool, ended: set[str], save_last: bool) -> Any:
+        report = super().finish_step(forward, ended, save_last)
+        self.called.clear_connector_metadata()
+        return report
+
+    def get_finished(self, ended: set[str]) -> Any:
+        remote = {name: meta.remote.request_id for name, meta in self.adapter._recving_metadata.items()}
+        noticed = {notice.decode().rpartition(":")[0] for _, notice in self.adapter.nixl_wrapper.notices}
+        over = {name for name, end in self.adapter._reqs_to_send.items() if clock.now() >= end} - noticed
+        results = self.called.get_transfer_results(ended)
+        self._failed = set(results.failed_recving)
+        for name in results.finished_sending:
+            self.add_to_pair(ev.LeaseEnded(name, name in over))
+        for name in results.finished_recving - self._failed:
+            self.add_to_pair(ev.LeaseRead(remote[name], name))
+        for name in results.finished_recving:
+            start, end = self._due.pop(name, (0, 0))
+            if name in self._failed:
+                self.events.loaded(name, start, 0)
+            else:
+                self.events.loaded(name, end, end - start)
+        return results.finished_sending, results.finished_recving
+
+    def also_reported(self) -> dict[str, Any]:
+        return {"failed_recving": self._failed}
+
+
+class NixlSide(Connector):
+    """Both roles of one engine. name: of its host, and in its id, which is another after each start."""
+
+    workers: list[NixlWorker]
+
+    def __init__(
+        self, options: Options, memories: Sequence[Slots], network: Network, name: str, engine_id: str
+    ) -> None:
+        _replace(network)
+        self.network = network
+        config = vllm_objects.vllm_config(options)
+        config.kv_transfer_config.engine_id = engine_id
+        config.cache_config.kv_cache_layout = "LBHNC"
+        self.scheduler = vllm_objects.scheduler(options, config)
+        self.in_scheduler = self.scheduler.connector
+        self.scheduler_side = self.in_scheduler.connector_scheduler
+        self.scheduler_side.side_channel_host, self.scheduler_side.side_channel_port = name, PORT
+        self.workers = [NixlWorker(memories[0], vllm_objects.worker(options, config), options)]
+        self.reader = readers.reader(self.in_scheduler)
+        self.in_scheduler.set_xfer_handshake_metadata_pp_aware(
+            {(0, 0): self.workers[0].called.get_handshake_metadata()}
+        )
+
+    def listen(self, events: RequestEvents) -> None:
+        super().listen(events)
+        self.workers[0].events = events
+
+    def close(self) -> None:
+        """The process ends: what it has registered is gone."""
+        self.network.agents[self.workers[0].adapter.nixl_wrapper.name].close()
+        with suppress(Exception):
+            self.workers[0].adapter.shutdown()
+
+    # ------------------------------------------------------------------ what is in flight, and what is kept
+
+    @property
+    def leases(self) -> set[str]:
+        """Requests whose blocks are kept for the peer."""
+        return set(self.workers[0].adapter._reqs_to_send)
+
+    def busy(self) -> bool:
+        return self.network.busy or bool(self.leases)
+
+    def loading(self) -> set[str]:
+        return set(self.workers[0].adapter._recving_metadata)
+
+    def in_flight(self, request: str) -> set[str]:
+        doing = {"loading": request in self.loading(), "storing": request in self.leases}
+        return {name for name, yes in doing.items() if yes}
+
+    def kept(self) -> dict[str, set[str]]:
+        in_worker = {where: set(names) for where, names in readers.reader(self.workers[0].called).kept()}
+        return {**super().kept(), **in_worker}
