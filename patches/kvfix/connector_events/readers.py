@@ -261,11 +261,12 @@ class Offloading(Reader):
 def span(blocks: Any, sizes: Sequence[int]) -> tuple[int, int]:
     """First token and end of what a job of the OffloadingConnector moves, in all KV groups together.
 
+    Each KV group ends with a whole block, so the smallest end is nearest to the tokens that are meant.
     blocks: GPULoadStoreSpec, the job's side of the GPU. sizes: tokens of a block, by KV group.
     """
     groups = zip(blocks.block_indices, blocks.group_sizes, sizes, strict=True)
     spans = [(start * size, (start + count) * size) for start, count, size in groups if count]
-    return (min(start for start, _ in spans), max(end for _, end in spans)) if spans else (0, 0)
+    return (min(start for start, _ in spans), min(end for _, end in spans)) if spans else (0, 0)
 
 
 class Nixl(Reader):
