@@ -17,7 +17,7 @@ there are too few, the load fails, as `kv_load_failure_policy` says. Left alone:
 attention, and engines with other block sizes or context parallelism.
 
 ## Releases
-vLLM 0.32.0 and 0.33.0, the first ones played.
+vLLM 0.32.0, the first one played; 0.33.0, by its code.
 
 ## Upstream
 None known in public: it can be abused (SECURITY.md).

@@ -13,7 +13,7 @@ blocks that are no numbers raise in `_compute_desc_ids`, others elsewhere. Only 
 An exception of `_read_blocks_for_req` is logged, and the load has failed, as `kv_load_failure_policy` says.
 
 ## Releases
-vLLM 0.32.0 and 0.33.0, the first ones played.
+vLLM 0.32.0, the first one played; 0.33.0, by its code.
 
 ## Upstream
 None known in public: it can be abused (SECURITY.md).

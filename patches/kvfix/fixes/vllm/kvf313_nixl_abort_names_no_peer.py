@@ -14,7 +14,7 @@ hold.
 Before build_connector_meta: such a request without a peer is taken off the list. There is nobody to tell.
 
 ## Releases
-vLLM 0.32.0 and 0.33.0, the first ones played.
+vLLM 0.32.0, the first one played; 0.33.0, by its code.
 
 ## Upstream
 None known in public: it can be abused (SECURITY.md).

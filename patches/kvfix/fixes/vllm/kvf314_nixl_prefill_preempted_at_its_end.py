@@ -15,7 +15,7 @@ After request_finished: a request of a prefill engine for which no blocks are ke
 processed, as an aborted one is.
 
 ## Releases
-vLLM 0.32.0 and 0.33.0, the first ones played.
+vLLM 0.32.0, the first one played; 0.33.0, by its code.
 
 ## Upstream
 None known.

@@ -17,7 +17,7 @@ was over. A read that ends later has failed, as `kv_load_failure_policy` says. B
 `bidirectional_kv_xfer`, where the same key has another meaning.
 
 ## Releases
-vLLM 0.32.0 and 0.33.0, the first ones played.
+vLLM 0.32.0, the first one played; 0.33.0, by its code.
 
 ## Upstream
 None known.
