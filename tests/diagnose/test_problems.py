@@ -159,3 +159,20 @@ def test_cann_speaks_of_its_errors_in_brackets() -> None:
     text = "the current capture mode does not support this operation"
     assert codes(diagnose(line.format(level="ERROR", text=text))) == ["KVD121"]
     assert codes(diagnose(line.format(level="EVENT", text=text))) == []
+
+
+def test_a_broken_connection_of_ucx_is_no_file_system() -> None:
+    """Both say `Input/output error`: the one of a socket or a card, the other of a disk."""
+    ucx = "[1744331142.028115] [node:2802608:3]  tcp_ep.c:1 UCX  ERROR tcp_ep 0x5: send failed: Input/output error\n"
+    assert codes(diagnose(ucx)) == ["KVD148"]
+    disk = LMCACHE.format(level="ERROR", text="Failed to write /kv/7.pt: [Errno 5] Input/output error")
+    assert "KVD148" not in codes(diagnose(disk))
+
+
+def test_a_refused_handshake_of_rdma_is_not_the_metadata() -> None:
+    """The file that logs it is the metadata's; what failed is the queue pair."""
+    line = (
+        "E1216 08:39:47.366148 15997 transfer_metadata.cpp:793] Handshake request is rejected by peer endpoint "
+        "127.0.0.1:8144@mlx5_0, message: Failed to modity QP to RTR, check mtu, gid, peer lid, peer qp num. Please\n"
+    )
+    assert codes(diagnose(line)) == ["KVD505"]

@@ -121,4 +121,21 @@ PROBLEMS = (
         now="an empty gds_path for this release (rm -rf its contents while vLLM is down), owned by the user of vLLM",
         good="keep it so: the set-up was wrong, and no release reads another's format",
     ),
+    Problem(
+        code="KVD153",
+        name="transfer-buffer-has-no-block",
+        severity=Severity.HANG,
+        title="A buffer of equal blocks (P/D transfer, NIXL storage) is full.",
+        shows=(Logged("Failed to allocate memory for <what> because no free blocks is available"),),
+        sure=False,
+        cause="These are the buffers of P/D (`pd_buffer_size`, earlier `nixl_buffer_size`) and of NIXL storage. "
+        "Decode gives a block back when the request has loaded it: a buffer smaller than the prompts that are on "
+        "their way, or a request that prefill sent and decode never asked for, keeps it full. If it is full while no "
+        "request runs, blocks leak.",
+        now="on the receiver a larger pd_buffer_size (bytes; LMCACHE_PD_BUFFER_SIZE=4294967296 for 4 GiB; "
+        "earlier nixl_buffer_size), fewer requests at once (--max-num-seqs); full and idle: restart "
+        "decode",
+        good="a buffer of twice the KV of all prompts at once",
+        threads=("https://github.com/LMCache/LMCache/issues/1339",),
+    ),
 )

@@ -106,6 +106,21 @@ PROBLEMS = (
         ),
     ),
     Problem(
+        code="KVD151",
+        name="nixl-ep-of-another-cuda",
+        severity=Severity.CRASH,
+        title="vLLM does not start: nixl_ep, which it does not need here, is built for another CUDA.",
+        shows=(Failed(kind="ImportError", text="<library>: cannot open shared object", through="/nixl_ep/"),),
+        sentence="nixl_ep asks for {library}",
+        releases={"vllm": "<0.26"},
+        cause="vLLM imports nixl_ep wherever it finds the folder, also without expert parallelism. The wheel is of "
+        "another CUDA than the image.",
+        now="move the folder away that the traceback names (mv .../nixl_ep .../nixl_ep.off); where NixlConnector is "
+        "used: pip uninstall -y nixl nixl-cu12 && pip install nixl-cu13 (CUDA 12 images: the other way round); restart",
+        good="vLLM 0.26.0 or newer, which tries the import and goes on without it",
+        threads=("https://github.com/vllm-project/vllm/issues/39923",),
+    ),
+    Problem(
         code="KVD705",
         name="no-driver-in-the-container",
         severity=Severity.CRASH,

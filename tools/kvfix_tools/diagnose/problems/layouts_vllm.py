@@ -72,4 +72,21 @@ PROBLEMS = (
         fixed={"vllm": "0.20.2"},
         threads=("https://github.com/vllm-project/vllm/pull/37679",),
     ),
+    Problem(
+        code="KVD154",
+        name="kvcached-refuses-hybrid-models",
+        severity=Severity.CRASH,
+        title="kvcached does not take models with several kinds of KV cache.",
+        shows=(
+            Failed(
+                kind="NotImplementedError",
+                text="Hybrid models with more than one KV cache type are not supported yet",
+            ),
+        ),
+        cause="The text is kvcached's, not vLLM's: sliding window or state layers beside full attention (Gemma 3, "
+        "gpt-oss) are more than one kind.",
+        now="`unset ENABLE_KVCACHED KVCACHED_AUTOPATCH` (or pip uninstall -y kvcached) for this model, restart",
+        good="a kvcached that has them: its issues 187 and 215",
+        threads=("https://github.com/ovg-project/kvcached/issues/187",),
+    ),
 )

@@ -41,6 +41,7 @@ PROBLEMS = (
         shows=(
             Failed(kind="RuntimeError", text="Mooncake is not available", at=_MOONCAKE_CONNECTOR),
             Failed(kind="ImportError", text="Please install mooncake by following the instructions"),
+            Logged("Failed to create connector <connector>: Mooncake not available"),
         ),
         cause="mooncake-transfer-engine is missing or its import fails: built for another CUDA, or libibverbs is "
         "missing.",

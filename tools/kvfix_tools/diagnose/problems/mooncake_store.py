@@ -43,9 +43,10 @@ PROBLEMS = (
             Logged("Failed to put key <key> using"),
             Logged("Failed to open segment"),
         ),
-        cause="Mooncake's client does not reach the master, the metadata server or the other segment: local_hostname "
-        "is an address that others cannot reach, a proxy is set, or device_name is not an RDMA device of this machine. "
-        "Puts are not waited for, so LMCache reports success.",
+        cause="Mooncake's client does not reach the master or the metadata server (RPC_FAIL), or the node of the "
+        "segment in which the master gave it room (TRANSFER_FAIL, `Failed to open segment`): local_hostname is an "
+        "address that others cannot reach, a proxy is set, device_name is not an RDMA device of this machine or does "
+        "not reach the other's, or that node is gone. Puts are not waited for, so LMCache reports success.",
         now='extra_config: {local_hostname: "THIS_MACHINES_ADDRESS", protocol: "tcp", metadata_server: '
         '"P2PHANDSHAKE"}, unset http_proxy, and restart; if that works go back to rdma with its device_name',
         good="keep it so: the set-up was wrong, and no release changes that",
@@ -140,9 +141,10 @@ PROBLEMS = (
             Logged("Initialize mooncake failed."),
         ),
         cause="The master did not answer in time: it is not there (master_server_address), a proxy stands between, or "
-        "the segment is so large that registering it takes longer than the call.",
+        "the segment is so large that registering it takes longer than the call. With `End of file` before it the "
+        "master took the call and closed it: it is of another release of Mooncake, or died of it (its log).",
         now="start mooncake_master first, check master_server_address from the worker's container, unset http_proxy, a "
-        "smaller global_segment_size; then restart",
+        "smaller global_segment_size; one release of mooncake-transfer-engine on master and workers; then restart",
         good="keep it so: the set-up was wrong, and no release changes that",
         sure=False,
         threads=(_MOONCAKE_ISSUES + "1050", _MOONCAKE_ISSUES + "180"),

@@ -89,9 +89,12 @@ PROBLEMS = (
             Logged("Process failed for slice (<slice>): RNR retry counter exceeded"),
             Logged("Process failed for slice (<slice>): remote operation error"),
             Logged("Failed to modify QP to RTR, check mtu, gid, peer lid, peer qp num"),
+            Logged("Failed to modity QP to RTR, check mtu, gid, peer lid, peer qp num"),
+            Logged("Failed to modify QP to INIT"),
         ),
         cause="The queue pair to the peer breaks or does not come up: another GID index or MTU, a NIC that does not "
-        "reach the other node's NIC, or a peer that died (`transport retry counter exceeded`).",
+        "reach the other node's NIC, or a peer that died (`transport retry counter exceeded`). `to INIT` is the own "
+        "NIC: its port is not ACTIVE, or its driver refuses (irdma).",
         now='name NICs that reach each other: `"kv_connector_extra_config": {"device_name": "mlx5_0"}`, '
         '`MC_GID_INDEX=3`; without RDMA `"mooncake_protocol": "tcp"` on both sides; look whether the peer '
         "still runs",

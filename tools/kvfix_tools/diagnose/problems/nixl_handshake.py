@@ -278,4 +278,22 @@ PROBLEMS = (
         good="a Dynamo and vLLM of today, with NixlConnector in --kv-transfer-config",
         threads=("https://github.com/ai-dynamo/dynamo/issues/331",),
     ),
+    Problem(
+        code="KVD156",
+        name="nixl-handshake-failed-before-0-15",
+        severity=Severity.CRASH,
+        title="The NIXL handshake failed, in a release whose decode engine may die of it.",
+        shows=(Logged("Handshake with <engine> failed"),),
+        sentence="with {engine}",
+        connectors=("NixlConnector",),
+        named=True,
+        releases={"vllm": "<0.15"},
+        sure=False,
+        cause="The last line of the traceback below decides: `zmq.error.Again` no answer came from prefill's side "
+        "channel, `NIXL_ERR_BACKEND` no way for UCX, an assertion: block size, heads or layout do not fit.",
+        now="VLLM_NIXL_SIDE_CHANNEL_HOST of prefill the address that decode reaches (a pod's IP, not localhost), "
+        "VLLM_NIXL_SIDE_CHANNEL_PORT open; the same model, --block-size and layout; restart",
+        good="the set-up that the exception names; vLLM 0.26.0 or newer, which goes on after it",
+        threads=("https://github.com/volcano-sh/kthena/issues/503",),
+    ),
 )

@@ -1,9 +1,9 @@
-"""NixlConnector: transfers that fail, leases that end, and UCX below them."""
+"""NixlConnector: transfers that fail, and leases that end."""
 
 from __future__ import annotations
 
 from kvfix_tools.diagnose.findings import Severity
-from kvfix_tools.diagnose.problems import Died, Failed, Logged, Problem
+from kvfix_tools.diagnose.problems import Failed, Logged, Problem
 
 _V1 = "vllm/distributed/kv_transfer/kv_connector/v1"
 _ISSUES = "https://github.com/vllm-project/vllm/issues"
@@ -260,46 +260,5 @@ PROBLEMS = (
         "prefill's answer to decode; use the proxy example of this vLLM release",
         good="a router that fits this vLLM release and connector",
         threads=("https://github.com/llm-d/llm-d/issues/355",),
-    ),
-    Problem(
-        code="KVD586",
-        name="ucx-peer-cancels",
-        severity=Severity.HANG,
-        title="UCX cancels transfers in a flood: the other engine is gone.",
-        shows=(
-            Logged("Unexpected UCX error: Request canceled"),
-            Logged("Unexpected UCX error: Connection reset by remote peer"),
-            Logged("Unexpected UCX error: Endpoint timeout"),
-            Logged("Unexpected UCX error: Endpoint is not connected"),
-        ),
-        sure=False,
-        cause="Transfers of an engine that died or was cut off are cancelled one by one; the other engine's log has "
-        "the cause.",
-        now="restart the engine that died (its log tells why), then this one; if none died, the network between them: "
-        "`UCX_NET_DEVICES` names the card that reaches the other node, and its firewall lets all ports pass",
-        good="what the other engine's log says",
-        threads=("https://github.com/llm-d/llm-d/issues/187",),
-    ),
-    Problem(
-        code="KVD587",
-        name="ucx-crashes",
-        severity=Severity.CRASH,
-        title="A process died within UCX's reach: UCX caught the signal.",
-        shows=(
-            Died(text="Caught signal 11 (Segmentation fault"),
-            Died(text="Caught signal 7 (Bus error"),
-            Died(text="= backtrace (tid"),
-        ),
-        sure=False,
-        cause="UCX prints this for any crash of the process. Frames of libucp, libuct or libnixl in the backtrace "
-        "below: two UCX in one process, GPU memory moved by a UCX without CUDA, or a peer that restarted. Other "
-        "frames: not UCX.",
-        now="one UCX only (none of the system in LD_LIBRARY_PATH), `pip install --force-reinstall nixl`; for a try "
-        "`UCX_TLS=tcp,cuda_copy,cuda_ipc`; restart both engines together",
-        good="nixl and UCX of one build, for this CUDA",
-        threads=(
-            f"{_ISSUES}/32375",
-            "https://github.com/ai-dynamo/nixl/issues/409",
-        ),
     ),
 )

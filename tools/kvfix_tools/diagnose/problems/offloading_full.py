@@ -147,4 +147,19 @@ PROBLEMS = (
         fixed={"vllm": "0.26.0"},
         threads=(f"{_PULLS}/42945",),
     ),
+    Problem(
+        code="KVD155",
+        name="offload-tier-full-in-0-11-0",
+        severity=Severity.RISK,
+        title="The CPU tier of vLLM 0.11.0 refuses a store; EngineCore may die of it next.",
+        shows=(Logged("Cannot store <number> blocks"),),
+        sentence="{number} blocks",
+        releases={"vllm": "<0.11.1"},
+        sure=False,
+        cause="All blocks of the tier are in use, so that nothing can be evicted. That release then goes on as if the "
+        "request's blocks were stored, and a later step fails (pull 27697). The traceback after this line decides.",
+        now="a larger `num_cpu_blocks` in kv_connector_extra_config, fewer requests at once (--max-num-seqs), restart",
+        good="vLLM 0.26.0 or newer with --kv-offloading-size",
+        threads=(f"{_PULLS}/27697",),
+    ),
 )

@@ -168,4 +168,23 @@ PROBLEMS = (
         good="LMCache with pull 662 (May 2025): every 0.3 from 0.3.9 on casts the view",
         threads=(_LMCACHE + "issues/660", _LMCACHE + "pull/662"),
     ),
+    Problem(
+        code="KVD152",
+        name="stored-by-another-lmcache",
+        severity=Severity.CRASH,
+        title="LMCache cannot read the header of a chunk or a message: another release wrote it.",
+        shows=(
+            Failed(kind="ValueError", text="<number> is not a valid MemoryFormat", within="protocol.py:deserialize"),
+        ),
+        sentence="{number} stands where the kind of memory should",
+        sure=False,
+        cause="The header before a chunk (lm://, redis://) is a row of numbers without a version, and its length has "
+        "changed: seven numbers up to 0.3.11, as many as the model's KV has shapes later. lmcache_server or another "
+        "engine of another release, or chunks that an older one left. Equal releases (`pip show lmcache`) on all of "
+        "them decide.",
+        now="one release of LMCache on engines and lmcache_server; empty the store (redis-cli FLUSHDB, restart "
+        "lmcache_server), restart the engines",
+        good="an empty store with each upgrade of LMCache",
+        threads=(_LMCACHE + "pull/397",),
+    ),
 )

@@ -1,0 +1,39 @@
+"""Mooncake: peers that are gone, and the first name of its module."""
+
+from __future__ import annotations
+
+from kvfix_tools.diagnose.findings import Severity
+from kvfix_tools.diagnose.problems import Failed, Logged, Problem
+
+PROBLEMS = (
+    Problem(
+        code="KVD144",
+        name="mooncake-of-the-v0-engine",
+        severity=Severity.CRASH,
+        title="vLLM is so old that it asks for Mooncake under its first name.",
+        shows=(Failed(text="No module named 'mooncake_vllm_adaptor'"),),
+        cause="`mooncake_vllm_adaptor` was Mooncake's module when it was built beside vLLM's V0 engine "
+        "(MooncakeConnector of mooncake_pipe.py). The wheel mooncake-transfer-engine has `mooncake.engine` in its "
+        "place, so that installing it does not help here.",
+        now="vLLM 0.26.0 or newer with `pip install mooncake-transfer-engine` (CUDA 13: "
+        "mooncake-transfer-engine-cuda13) and "
+        """--kv-transfer-config '{"kv_connector":"MooncakeConnector","kv_role":"kv_producer"}'""",
+        good="the same; the V0 engine and its connectors are gone from vLLM",
+        threads=("https://github.com/kvcache-ai/Mooncake/issues/13",),
+    ),
+    Problem(
+        code="KVD145",
+        name="mooncake-peer-refuses",
+        severity=Severity.HANG,
+        title="A Mooncake peer that the metadata names does not listen any more.",
+        shows=(Logged("SocketHandShakePlugin: connect()<peer>: Connection refused"),),
+        sentence="{peer} refuses the connection",
+        cause="The machine answers, but no process holds that port: the engine or store client there has ended or "
+        "restarted with another port, or is not up yet. Its entry stays at the metadata server and the master until "
+        "its lease is over, and what it stored cannot be read.",
+        now="look for the process of that port (ss -ltnp there, its log); start every instance before traffic; if it "
+        "has restarted, restart this engine too; keys that lay there are misses and are computed",
+        good="instances that stay, or requests only after all are up",
+        threads=("https://github.com/sgl-project/sglang/pull/17195",),
+    ),
+)

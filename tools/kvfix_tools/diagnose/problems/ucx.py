@@ -1,0 +1,104 @@
+"""UCX below NIXL: its own errors, and crashes within its reach."""
+
+from __future__ import annotations
+
+from kvfix_tools.diagnose.findings import Severity
+from kvfix_tools.diagnose.problems import Died, Logged, Problem
+
+_ISSUES = "https://github.com/vllm-project/vllm/issues"
+
+PROBLEMS = (
+    Problem(
+        code="KVD586",
+        name="ucx-peer-cancels",
+        severity=Severity.HANG,
+        title="UCX cancels transfers in a flood: the other engine is gone.",
+        shows=(
+            Logged("Unexpected UCX error: Request canceled"),
+            Logged("Unexpected UCX error: Connection reset by remote peer"),
+            Logged("Unexpected UCX error: Endpoint timeout"),
+            Logged("Unexpected UCX error: Endpoint is not connected"),
+        ),
+        sure=False,
+        cause="Transfers of an engine that died or was cut off are cancelled one by one; the other engine's log has "
+        "the cause.",
+        now="restart the engine that died (its log tells why), then this one; if none died, the network between them: "
+        "`UCX_NET_DEVICES` names the card that reaches the other node, and its firewall lets all ports pass",
+        good="what the other engine's log says",
+        threads=("https://github.com/llm-d/llm-d/issues/187",),
+    ),
+    Problem(
+        code="KVD587",
+        name="ucx-crashes",
+        severity=Severity.CRASH,
+        title="A process died within UCX's reach: UCX caught the signal.",
+        shows=(
+            Died(text="Caught signal 11 (Segmentation fault"),
+            Died(text="Caught signal 7 (Bus error"),
+            Died(text="= backtrace (tid"),
+        ),
+        sure=False,
+        cause="UCX prints this for any crash of the process. Frames of libucp, libuct or libnixl in the backtrace "
+        "below: two UCX in one process, GPU memory moved by a UCX without CUDA, or a peer that restarted. Other "
+        "frames: not UCX.",
+        now="one UCX only (none of the system in LD_LIBRARY_PATH), `pip install --force-reinstall nixl`; for a try "
+        "`UCX_TLS=tcp,cuda_copy,cuda_ipc`; restart both engines together",
+        good="nixl and UCX of one build, for this CUDA",
+        threads=(
+            f"{_ISSUES}/32375",
+            "https://github.com/ai-dynamo/nixl/issues/409",
+        ),
+    ),
+    Problem(
+        code="KVD146",
+        name="ucx-cannot-address-peer",
+        severity=Severity.HANG,
+        title="The RDMA card cannot address the peer's card, and UCX does not connect.",
+        shows=(Logged("ibv_create_ah(<address>) for <purpose> on <card> failed: <reason>"),),
+        sentence="{card}: {reason}",
+        sure=False,
+        cause="The two cards are of different networks (fabric, subnet, VLAN), or the GID is one that no route leads "
+        "to: `dgid=fe80:` is link-local. In a container without the host's network the card's network device is "
+        "missing, which is `No such device`. `ib_write_bw -d CARD` between the two decides.",
+        now="show_gids on both nodes; UCX_NET_DEVICES=mlx5_0:1 (cards that reach each other) and UCX_IB_GID_INDEX=3 "
+        "(RoCE v2 with an IPv4 address) on both engines; containers: --network host (hostNetwork: true); without RDMA "
+        "UCX_TLS=tcp,cuda_copy,cuda_ipc",
+        good="cards of one network on both sides, and the GID index that ib_write_bw needs",
+        threads=("https://github.com/ai-dynamo/dynamo/issues/814",),
+    ),
+    Problem(
+        code="KVD147",
+        name="ucx-has-no-way-for-this-memory",
+        severity=Severity.HANG,
+        title="The two UCX have no common way to move memory of this kind.",
+        shows=(Logged("UCX  ERROR cannot find remote protocol for: <context> | <operation>"),),
+        sentence="{operation}",
+        sure=False,
+        cause="The end of the line names the operation and the kinds of memory. One side lacks a transport for its "
+        "GPU memory (UCX_TLS without cuda_copy, a UCX without CUDA), the sides have other settings, or it is the UCX "
+        "in nixl before October 2025 on GB300 with CUDA 13.",
+        now="the same UCX_TLS on both engines (unset, or rc,cuda_copy,cuda_ipc); `pip install -U nixl` on both (CUDA "
+        "13: nixl-cu13), restart both; ucx_info -d | grep Transport must show cuda_copy on each",
+        good="one release of nixl of after October 2025 on both sides",
+        threads=("https://github.com/ai-dynamo/nixl/pull/927",),
+    ),
+    Problem(
+        code="KVD148",
+        name="ucx-connection-broke",
+        severity=Severity.HANG,
+        title="A connection of UCX broke, or it was handed memory that it cannot send.",
+        shows=(
+            Logged("UCX  ERROR tcp_ep <endpoint> failed: <reason>"),
+            Logged("UCX  ERROR <operation>: Input/output error"),
+            Logged("UCX  ERROR <operation>: Transport endpoint is not connected"),
+        ),
+        sure=False,
+        cause="The peer's engine has ended (its log says so at this time), the network cut the connection, or a "
+        "socket was handed GPU memory because this UCX cannot copy it (driver, CUDA and UCX do not fit). "
+        "`ucx_perftest -t ucp_get -m cuda` between the two nodes fails in the last case.",
+        now="if the peer died: restart both engines; else UCX_TLS=tcp,cuda_copy,cuda_ipc on both and `ucx_info -d | "
+        "grep cuda_copy`; `pip install --force-reinstall nixl` of the image's CUDA (CUDA 13: nixl-cu13)",
+        good="a UCX with CUDA that ucx_perftest confirms, and what the peer's log says",
+        threads=("https://github.com/ai-dynamo/nixl/issues/135",),
+    ),
+)
