@@ -11,6 +11,7 @@ from packaging.specifiers import SpecifierSet
 
 from kvfix_tools.diagnose import advice, problems
 from kvfix_tools.diagnose.problems import Died, Logged, Problem, Stuck
+from kvfix_tools.diagnose.signs import PLACE
 from tests.conftest import RELEASES, ROOT, release_names
 from tests.diagnose.lines import codes, diagnose, site_packages
 from tests.diagnose.releases import CORE
@@ -176,3 +177,17 @@ def test_a_refused_handshake_of_rdma_is_not_the_metadata() -> None:
         "127.0.0.1:8144@mlx5_0, message: Failed to modity QP to RTR, check mtu, gid, peer lid, peer qp num. Please\n"
     )
     assert codes(diagnose(line)) == ["KVD505"]
+
+
+def test_signs_of_ucx_stand_in_the_ucx_that_nixl_brings() -> None:
+    """UCX is compiled: its statements are looked for in the libraries of nixl's wheel."""
+    libraries = sorted(site_packages().glob("nixl_cu1*.libs/**/libuc*.so*"))
+    if not libraries:
+        pytest.skip("nixl is not installed here, so that there is no UCX to look into")
+    texts = b"".join(path.read_bytes() for path in libraries)
+    for name in ("ucx-cannot-address-peer", "ucx-has-no-way-for-this-memory", "ucx-cuda-ipc-refused"):
+        problem = problems.find(name)
+        assert problem is not None
+        for sign in problem.shows:
+            part = max((each.removeprefix("UCX  ERROR ") for each in PLACE.split(sign.text)[::2]), key=len)
+            assert part.strip().encode() in texts, sign

@@ -75,10 +75,11 @@ PROBLEMS = (
         sentence="{operation}",
         sure=False,
         cause="The end of the line names the operation and the kinds of memory. One side lacks a transport for its "
-        "GPU memory (UCX_TLS without cuda_copy, a UCX without CUDA), the sides have other settings, or it is the UCX "
-        "in nixl before October 2025 on GB300 with CUDA 13.",
-        now="the same UCX_TLS on both engines (unset, or rc,cuda_copy,cuda_ipc); `pip install -U nixl` on both (CUDA "
-        "13: nixl-cu13), restart both; ucx_info -d | grep Transport must show cuda_copy on each",
+        "GPU memory (UCX_TLS without cuda_copy, a UCX without CUDA, GPUs of two makers), there is no RDMA card that "
+        "reads GPU memory between the nodes, or it is the UCX in nixl before October 2025 on GB300 with CUDA 13.",
+        now="the same UCX_TLS on both engines (unset, or rc,cuda_copy,cuda_ipc), `pip install -U nixl` on both (CUDA "
+        '13: nixl-cu13), restart; without RDMA `"kv_buffer_device": "cpu"` in --kv-transfer-config of both: KV then '
+        "goes through host memory",
         good="one release of nixl of after October 2025 on both sides",
         threads=("https://github.com/ai-dynamo/nixl/pull/927",),
     ),
@@ -100,5 +101,21 @@ PROBLEMS = (
         "grep cuda_copy`; `pip install --force-reinstall nixl` of the image's CUDA (CUDA 13: nixl-cu13)",
         good="a UCX with CUDA that ucx_perftest confirms, and what the peer's log says",
         threads=("https://github.com/ai-dynamo/nixl/issues/135",),
+    ),
+    Problem(
+        code="KVD157",
+        name="ucx-cuda-ipc-refused",
+        severity=Severity.HANG,
+        title="UCX cannot open the GPU memory of the other process on this node (CUDA IPC).",
+        shows=(Logged("failed to open ipc mem handle. addr:<memory>"), Logged("cuIpcOpenMemHandle() failed: <reason>")),
+        sure=False,
+        cause="On one node UCX reads the peer's GPU memory through CUDA IPC, and the driver refused: the engines run "
+        "in containers that share no IPC or PID namespace, a memory pool that has no such handle "
+        "(expandable_segments), or a GPU that this container does not see. `Element already exists`: the same memory "
+        "was opened before, by another user of it.",
+        now="`UCX_TLS=^cuda_ipc` on both engines (the card or host memory in its place); or containers with --ipc host "
+        "--pid host and both GPUs visible, and without PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True; restart both",
+        good="one pod with all GPUs for engines that share a node, or UCX without cuda_ipc",
+        threads=("https://github.com/openucx/ucx/issues/3192", "https://github.com/openucx/ucx/pull/11603"),
     ),
 )
