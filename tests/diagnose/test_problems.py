@@ -166,6 +166,8 @@ def test_a_broken_connection_of_ucx_is_no_file_system() -> None:
     """Both say `Input/output error`: the one of a socket or a card, the other of a disk."""
     ucx = "[1744331142.028115] [node:2802608:3]  tcp_ep.c:1 UCX  ERROR tcp_ep 0x5: send failed: Input/output error\n"
     assert codes(diagnose(ucx)) == ["KVD148"]
+    pool = "[1784273406.719544] [node:99:0]  mpool.c:246  UCX  ERROR   Failed to allocate a chunk: Input/output error\n"
+    assert codes(diagnose(pool)) == ["KVD158"]
     disk = LMCACHE.format(level="ERROR", text="Failed to write /kv/7.pt: [Errno 5] Input/output error")
     assert "KVD148" not in codes(diagnose(disk))
 

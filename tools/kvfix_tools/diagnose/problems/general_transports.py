@@ -229,6 +229,24 @@ PROBLEMS = (
         good="the devices and transports that this shows, set on both engines",
     ),
     Problem(
+        # Before KVD229, which takes these words for a disk's.
+        code="KVD158",
+        name="ucx-reports-io-error",
+        general=True,
+        severity=Severity.HANG,
+        title="UCX met an input/output error of a card or a connection.",
+        shows=(
+            Logged("UCX  ERROR <operation>: Input/output error"),
+            Logged("UCX  ERROR <operation>: Transport endpoint is not connected"),
+        ),
+        sure=False,
+        cause="The connection broke (the peer's engine has ended, the network cut it), or the card refused what UCX "
+        "asked of it: the line says which call, and UCX's lines before it which device. It is no disk.",
+        now="the peer's log at this time; ibv_devinfo (port ACTIVE) and ulimit -l on both nodes; "
+        "UCX_TLS=tcp,cuda_copy,cuda_ipc on both engines shows whether it is the card; restart both",
+        good="the devices and transports that this shows, set on both engines",
+    ),
+    Problem(
         code="KVD373",
         name="call-of-nixl-fails",
         general=True,

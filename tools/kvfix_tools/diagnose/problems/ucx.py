@@ -88,11 +88,7 @@ PROBLEMS = (
         name="ucx-connection-broke",
         severity=Severity.HANG,
         title="A connection of UCX broke, or it was handed memory that it cannot send.",
-        shows=(
-            Logged("UCX  ERROR tcp_ep <endpoint> failed: <reason>"),
-            Logged("UCX  ERROR <operation>: Input/output error"),
-            Logged("UCX  ERROR <operation>: Transport endpoint is not connected"),
-        ),
+        shows=(Logged("UCX  ERROR tcp_ep <endpoint> failed: <reason>"),),
         sure=False,
         cause="The peer's engine has ended (its log says so at this time), the network cut the connection, or a "
         "socket was handed GPU memory because this UCX cannot copy it (driver, CUDA and UCX do not fit). "
