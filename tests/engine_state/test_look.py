@@ -53,7 +53,14 @@ def watched(pid: int, draws: int) -> tuple[int, str]:
     """The exit code of `--watch`, interrupted after so many, and all that it has drawn."""
     ours, its = pty.openpty()
     environment = clean_environment(TERM="xterm", COLUMNS="240")
-    with subprocess.Popen([*COMMAND, str(pid), "--watch"], env=environment, stdout=its, stderr=its) as process:
+
+    def listen() -> None:
+        """A shell's background job ignores it, and so does what it starts."""
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    with subprocess.Popen(
+        [*COMMAND, str(pid), "--watch"], env=environment, stdout=its, stderr=its, preexec_fn=listen
+    ) as process:
         os.close(its)
         text = b""
         while text.count(b"a second") < draws:

@@ -25,6 +25,7 @@ HOOKS = frozenset(
         "update_connector_output",
         "request_finished",
         "request_finished_all_groups",
+        "get_transfer_results",
         "on_new_request",
         "reset_cache",
         "register_kv_caches",

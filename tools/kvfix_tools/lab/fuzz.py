@@ -76,7 +76,7 @@ def _play_pair(schedule: Schedule, end: int) -> Played:
         pair.run(end)
         pair.expect_all_ended()
     pair.close()
-    return Played(pair.findings + reports, pair.steps, pair.all_counts(), pair.log)
+    return Played(pair.findings + reports, pair.steps, pair.counts, pair.log)
 
 
 def move(engine: LabEngine, step: DrawnStep) -> None:

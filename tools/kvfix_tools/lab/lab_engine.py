@@ -27,7 +27,6 @@ from kvfix_tools.lab.liveness import Liveness
 from kvfix_tools.lab.memory import Cache, Slots, SlotsOfRank, SlotsOfShard
 from kvfix_tools.lab.model import Model
 from kvfix_tools.lab.mp import MP
-from kvfix_tools.lab.offloading import OffloadingAlone
 from kvfix_tools.lab.options import Options
 from kvfix_tools.lab.request_events import RequestEvents
 from kvfix_tools.lab.v1 import ADAPTER, V1
@@ -58,7 +57,7 @@ def _connector_class(options: Options) -> Any:
     if options.real_server:
         return import_module("kvfix_tools.lab.mp_real").RealMP
     if options.connector == "offloading":
-        return OffloadingAlone
+        return import_module("kvfix_tools.lab.offloading").OffloadingAlone
     if options.connector != "v1":
         return MP
     if options.lmcache.get("use_layerwise"):

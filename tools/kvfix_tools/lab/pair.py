@@ -100,7 +100,7 @@ class Pair:
         #: The last parameters of each request, and what is wrong with the next ones.
         self._params: dict[str, dict[str, Any]] = {}
         self._malformed: list[str] = []
-        self.counts: Counter[str] = Counter()
+        self.of_router: Counter[str] = Counter()
         self._findings: list[Finding] = []
         self._ledger = Ledger()
         self._log: list[tuple[int, Event]] = []
@@ -143,9 +143,10 @@ class Pair:
     def requests(self) -> dict[str, Any]:
         return {**self.prefill.requests, **self.decode.requests}
 
-    def all_counts(self) -> Counter[str]:
+    @property
+    def counts(self) -> Counter[str]:
         """Of both engines, those that were restarted too."""
-        counts = Counter(self.counts)
+        counts = Counter(self.of_router)
         for engine in (*self._gone, *self.engines):
             counts.update(engine.counts)
         return counts
@@ -203,7 +204,7 @@ class Pair:
         """The router sends a request to the decode engine once more, as it does if it has got no answer."""
         params = self._params.get(name)
         if params is not None:
-            self.counts["sent_again"] += 1
+            self.of_router["sent_again"] += 1
             asked = self._asked[name]
             self._admit(self.decode, f"{name}-{3:08x}", asked.prompt, asked.max_tokens, dict(params))
 
@@ -226,8 +227,8 @@ class Pair:
             self.add(Leased(output.request_id, None))
         if engine is self.prefill and name in self._asked and "abort" not in str(output.finish_reason).lower():
             if output.kv_transfer_params is not None:
-                self.counts["leases"] += any(output.kv_transfer_params["remote_block_ids"])
-                self.counts["stored_tokens"] += output.kv_transfer_params["remote_num_tokens"]
+                self.of_router["leases"] += any(output.kv_transfer_params["remote_block_ids"])
+                self.of_router["stored_tokens"] += output.kv_transfer_params["remote_num_tokens"]
             due = self.network.now + self._router_steps
             self._to_send.append((due, name, output.kv_transfer_params))
 
@@ -239,7 +240,7 @@ class Pair:
             if params and self._malformed:
                 what = self._malformed.pop(0)
                 params = MALFORMED[what](params)
-                self.counts["malformed"] += 1
+                self.of_router["malformed"] += 1
                 self._may_fail()
             elif params:
                 self._params[name] = params
@@ -291,7 +292,7 @@ class Pair:
         """Nothing happens for so long: both engines hang, and a lease may end."""
         self._may_fail()
         self.seconds += seconds
-        self.counts["pauses"] += 1
+        self.of_router["pauses"] += 1
 
     def fail(self, what: str, how_many: int = 1) -> None:
         """So many of the next transfers, or handshakes, fail."""
@@ -304,7 +305,7 @@ class Pair:
 
     def restart(self, name: str, blocks: int) -> None:
         """An engine ends, with its requests, and starts anew with so many blocks."""
-        self.counts["restarts"] += 1
+        self.of_router["restarts"] += 1
         old = self.engine(name)
         old.connector.close()
         self._gone.append(old)

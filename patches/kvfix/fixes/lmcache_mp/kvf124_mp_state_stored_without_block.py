@@ -18,7 +18,7 @@ its blocks in the group of states are null. The server then leaves the state out
 `lmcache server --separate-object-groups`; without it, see KVF125.
 
 ## Releases
-LMCache 0.5.4 to 0.5.6; before, the server stores null blocks of every model (KVF125).
+LMCache 0.5.4 to 0.5.6; by their code 0.4.7 to 0.5.3, whose server stores null blocks of every model (KVF125).
 
 ## Upstream
 None known.
@@ -100,8 +100,8 @@ FIX = Fix(
     __name__,
     __doc__,
     targets=(
-        LMCACHE_MP._process_new_requests(broken=">=0.5.4,<=0.5.6", probe=new_shows_bug, fix=fix_new, place=1),
-        LMCACHE_MP._process_cached_requests(broken=">=0.5.4,<=0.5.6", probe=cached_shows_bug, fix=fix_cached, place=1),
+        LMCACHE_MP._process_new_requests(broken=">=0.4.7,<=0.5.6", probe=new_shows_bug, fix=fix_new, place=1),
+        LMCACHE_MP._process_cached_requests(broken=">=0.4.7,<=0.5.6", probe=cached_shows_bug, fix=fix_cached, place=1),
     ),
     evidence={"KVR014": r"null blocks|freed before"},
     scenarios=("mp-state-stored-null",),

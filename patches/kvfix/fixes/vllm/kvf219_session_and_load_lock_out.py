@@ -107,5 +107,8 @@ FIX = Fix(
     targets=(SCHEDULER.schedule(broken=">=0.32.0", probe=stubs.cannot_tell, fix=fix, place=1),),
     evidence={"KVD202": ""},
     scenarios=("session-and-load-lock-out",),
+    changes_healthy=(
+        "mp",
+    ),  # where others hold blocks, as a step of the lab lets them, it acts before they give them back
     no_patch={"vllm": "which of the two gives way is policy: https://github.com/vllm-project/vllm/pull/57104"},
 )

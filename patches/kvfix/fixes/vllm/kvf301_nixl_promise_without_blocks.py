@@ -92,7 +92,7 @@ FIX = Fix(
             (NIXL_PULL_SCHEDULER, ">=0.26"),
         )
     ),
-    evidence={"KVD290": "", "KVD584": ""},
+    evidence={"KVD290": "", "KVD584": "", "KVR010": "", "KVR011": r"^update_state_after_alloc: AssertionError$"},
     scenarios=("nixl-promise-without-blocks", "nixl-promise-without-host"),
     no_patch={"vllm": "it can be abused: vLLM's security channel comes before a public patch (SECURITY.md)"},
 )

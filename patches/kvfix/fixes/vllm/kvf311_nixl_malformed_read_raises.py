@@ -38,12 +38,15 @@ from kvfix.fixes.targets import NIXL_PULL_WORKER
 def fix(module: ModuleType) -> Callable[..., Any]:
     def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
-        def _read_blocks_for_req(worker: Any, req_id: str, meta: Any) -> Any:
+        def _read_blocks_for_req(worker: Any, *args: Any, **kwargs: Any) -> Any:
             try:
-                return function(worker, req_id, meta)
-            except Exception as error:  # noqa: BLE001
-                engine_log.warning(f"KVF311: the load of {req_id} has failed: {type(error).__name__}: {error}")
-                return worker._handle_failed_transfer(req_id, None, worker._recv_failures, record_failed_transfer=False)
+                return function(worker, *args, **kwargs)
+            except Exception as error:
+                fails, request = getattr(worker, "_handle_failed_transfer", None), args[0] if args else ""
+                if fails is None or not isinstance(request, str):
+                    raise
+                engine_log.warning(f"KVF311: the load of {request} has failed: {type(error).__name__}: {error}")
+                return fails(request, None, worker._recv_failures, record_failed_transfer=False)
 
         return _read_blocks_for_req
 

@@ -13,7 +13,7 @@ The rank comes from `tp_size` and `pp_size` of a request's parameters. The threa
 The thread goes on: it opens its socket again, and the one that asked gets no answer.
 
 ## Releases
-vLLM 0.32.0, the first one played; 0.33.0, by its code.
+vLLM 0.32.0, the first one played; 0.26.0 and 0.33.0, by their code.
 
 ## Upstream
 None known in public: it can be abused (SECURITY.md).
@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from threading import Event
 from types import ModuleType
 from typing import Any
 
@@ -38,17 +39,18 @@ from kvfix.fixes.targets import NIXL_BASE_SCHEDULER
 def fix(module: ModuleType) -> Callable[..., Any]:
     def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
-        def _nixl_handshake_listener(data: Any, ready: Any, stop: Any, *address: Any) -> Any:
+        def _nixl_handshake_listener(*args: Any, **kwargs: Any) -> Any:
             while True:
                 try:
-                    return function(data, ready, stop, *address)
+                    return function(*args, **kwargs)
                 except Exception as error:  # noqa: PERF203
-                    if not ready.is_set():  # it could not open its socket
+                    ready, stop = args[1:3] if len(args) > 2 else (None, None)
+                    if not (isinstance(ready, Event) and ready.is_set()):  # it could not open its socket
                         raise
                     engine_log.warning(
                         f"KVF316: a handshake that cannot be answered was left out: {type(error).__name__}: {error}"
                     )
-                    if stop.is_set():
+                    if isinstance(stop, Event) and stop.is_set():
                         return None
 
         return _nixl_handshake_listener
@@ -59,7 +61,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
 FIX = Fix(
     __name__,
     __doc__,
-    targets=(NIXL_BASE_SCHEDULER._nixl_handshake_listener(broken=">=0.32", probe=stubs.cannot_tell, fix=fix),),
+    targets=(NIXL_BASE_SCHEDULER._nixl_handshake_listener(broken=">=0.26", probe=stubs.cannot_tell, fix=fix),),
     evidence={},
     scenarios=("nixl-handshake-thread-dies",),
     attaches=AT_START,  # the thread runs

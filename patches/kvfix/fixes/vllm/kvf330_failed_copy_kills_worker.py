@@ -124,11 +124,12 @@ FIX = Fix(
     __name__,
     __doc__,
     targets=(
-        OFFLOADING_WORKER.get_finished(broken=">=0.32", probe=shows_bug, fix=fix),
+        OFFLOADING_WORKER.get_finished(broken=">=0.32", probe=shows_bug, fix=fix, helper=True),
         CONNECTOR_BASE.get_transfer_results(broken=">=0.32", probe=stubs.cannot_tell, fix=fix_results, helper=True),
         OFFLOADING_WORKER_METADATA.aggregate(broken=">=0.32", probe=stubs.cannot_tell, fix=fix_aggregate, helper=True),
+        # get_finished is wrong in 0.26.0 too, where there is no get_transfer_results: this is what differs.
         OFFLOADING_SCHEDULER.update_connector_output(
-            broken=">=0.32", probe=stubs.cannot_tell, fix=fix_scheduler, place=5, helper=True
+            broken=">=0.32", probe=stubs.cannot_tell, fix=fix_scheduler, place=5
         ),
     ),
     evidence={"KVR011": "^(wait_for_save|get_finished): AssertionError", "KVD987": ""},
