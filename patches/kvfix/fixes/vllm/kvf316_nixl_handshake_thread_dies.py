@@ -26,7 +26,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from threading import Event
 from types import ModuleType
 from typing import Any
 
@@ -45,12 +44,12 @@ def fix(module: ModuleType) -> Callable[..., Any]:
                     return function(*args, **kwargs)
                 except Exception as error:  # noqa: PERF203
                     ready, stop = args[1:3] if len(args) > 2 else (None, None)
-                    if not (isinstance(ready, Event) and ready.is_set()):  # it could not open its socket
+                    if ready is None or stop is None or not ready.is_set():  # it could not open its socket
                         raise
                     engine_log.warning(
                         f"KVF316: a handshake that cannot be answered was left out: {type(error).__name__}: {error}"
                     )
-                    if isinstance(stop, Event) and stop.is_set():
+                    if stop.is_set():
                         return None
 
         return _nixl_handshake_listener
