@@ -1,6 +1,6 @@
 """A prefill is preempted while its last step is in flight: NixlConnector's worker keeps its id for ever."""
 
-from kvfix_tools.lab.scenario import Options, Scenario
+from kvfix_tools.lab.scenario import MEMORY, Options, Scenario
 from kvfix_tools.lab.steps import ask, expect_all_ended, on, prompt, router_takes, run, step
 
 SCENARIO = Scenario(
@@ -18,6 +18,7 @@ SCENARIO = Scenario(
     rule="KVR009",
     text="_reqs_to_process",
     request="r-00000001",
+    not_in_hooks=MEMORY,
     wrong={"vllm": ">=0.32"},
     options=Options(connector="nixl-pull", async_scheduling=True, block_size=4, max_num_batched_tokens=13),
     needs={"vllm": ">=0.32"},
