@@ -35,7 +35,7 @@ _SOMETIMES = {
 }
 #: What a request can ask of LMCache's in-process connector, in its `kv_transfer_params`: to store nothing of it, or to
 #: hand it on to a decoder, as a proxy asks the instance for prefill.
-CONFIGURED: dict[str, dict[str, Any]] = {
+_OF_LMCACHE: dict[str, dict[str, Any]] = {
     "skip_save": {"lmcache.skip_save": True},
     "prefill": {
         "ret_first_tok": True,
@@ -45,15 +45,14 @@ CONFIGURED: dict[str, dict[str, Any]] = {
     },
 }  # fmt: skip
 #: What it can ask of vLLM's OffloadingConnector.
-CONFIGURED |= {
+_OF_OFFLOADING: dict[str, dict[str, Any]] = {
     "load_little": {"max_load_tokens": 40},
     "load_nothing": {"max_load_tokens": 0},
     "store_little": {"max_offload_tokens": 40},
     "store_nothing": {"max_offload_tokens": 0},
     "load_of_cpu": {"kv_load_tiers": [{"medium": "cpu"}]},
 }
-#: The first of them are LMCache's.
-_OF_LMCACHE = 2
+CONFIGURED = {**_OF_LMCACHE, **_OF_OFFLOADING}
 _ROLES = ("kv_producer", "kv_consumer", "kv_both")
 #: Only where vLLM's OffloadingConnector is alone.
 _OFFLOADING = {"fail_store": 2, "configured": 3}
@@ -281,7 +280,7 @@ def _step(rng: random.Random, kind: str, number: int, options: Options, room: in
         again = kind == "admit_again" and options.connector == "v1" and not options.offloading
         which = rng.randrange(8) if again else number
         drawn = (f"r{which}", rng.randrange(3), tokens, rng.choice((1, 2, 5, 20, 30)))
-        asked = tuple(CONFIGURED)[_OF_LMCACHE:] if options.connector in OF_VLLM else tuple(CONFIGURED)[:_OF_LMCACHE]
+        asked = tuple(_OF_OFFLOADING if options.connector in OF_VLLM else _OF_LMCACHE)
         return (kind, *drawn, rng.choice(asked)) if kind == "configured" else ("admit", *drawn)
     if kind == "stored_elsewhere":
         return (kind, rng.randrange(3), rng.randrange(1, room))
