@@ -11,7 +11,7 @@ add_new_req_to_recv reads the peer's address out of the request's parameters (me
 hold.
 
 ## Fix
-Before build_connector_meta: such a request without a peer is taken off the list. There is nobody to tell.
+Before build_connector_meta: such a request without a peer is taken off the list. No peer waits for a notice.
 
 ## Releases
 vLLM 0.32.0, the first one played; 0.33.0, by its code.

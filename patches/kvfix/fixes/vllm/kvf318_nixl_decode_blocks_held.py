@@ -11,7 +11,7 @@ or `do_remote_decode` (:121-124). A router that has a decode engine compute a pr
 begins, and never ends.
 
 ## Fix
-After update_state_after_alloc: the worker is told of every request whose blocks will be kept.
+After update_state_after_alloc: the metadata name every request whose blocks will be kept.
 
 ## Releases
 vLLM 0.32.0, the first one played; 0.33.0, by its code.

@@ -72,7 +72,7 @@ PROBLEMS = (
         ),
         sure=False,
         cause="The words behind the file decide. `allocate`, `buffer`: the worker's local buffer is smaller than what "
-        "is under way. `segment`, `mount`, `setup`, `client`: its memory could not be registered, or the master "
+        "is in flight. `segment`, `mount`, `setup`, `client`: its memory could not be registered, or the master "
         "refused. `transfer`: the way between the nodes. `ping`: the master dropped this client: it, or its network, "
         "stood still. `Expected <kind>Descriptor`: master and client of two releases, or an object that went to disk. "
         "What does not come is computed again.",

@@ -70,7 +70,7 @@ PROBLEMS = (
             Logged("Failed to allocate buffer for get"),
             Logged("Failed to allocate buffer for put"),
         ),
-        cause="Each put and get that is under way takes local_buffer_size of this process for its data. A chunk here "
+        cause="Each put and get in flight takes local_buffer_size of this process for its data. A chunk here "
         "is chunk_size tokens of all layers; several are put at once.",
         now="a larger \"local_buffer_size\" in Mooncake's configuration or LMCache's extra_config (bytes, for each "
         "worker): at least 32 times the size in the line; or 'save_chunk_meta: false' in extra_config, which puts "

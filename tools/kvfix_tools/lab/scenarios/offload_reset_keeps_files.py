@@ -1,6 +1,6 @@
 """The weights change, and the OffloadingConnector loads KV of the old ones from the files of its tier.
 
-Its CPU memory is emptied, and vLLM is told that all is.
+Its CPU memory is emptied, and the connector reports that all is.
 """
 
 from kvfix_tools.lab.scenario import CONTENT, Options, Scenario
