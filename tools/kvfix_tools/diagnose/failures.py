@@ -121,6 +121,11 @@ class Failures:
         return self._first_warned[words], many
 
     @property
+    def heading(self) -> LogLine | None:
+        """The exception that counts what pydantic refuses; the first of those is `first`."""
+        return next((line for line in self.lines if line.name == "raised" and _is_heading(line)), None)
+
+    @property
     def worked_since_wait(self) -> bool:
         """Whether the engine worked after the last time that it waited for a worker."""
         return self._worked > self._waited
@@ -131,9 +136,14 @@ class Failures:
         after = [line for line, at in zip(self.lines, self._at, strict=True) if self.dead or at > self._worked]
         own = [line for line in after if line.name in ("raised", "died")] or after
         if own:
-            return next((line for line in own if not _while_ending(line)), own[0])
+            return next((line for line in own if not (_while_ending(line) or _is_heading(line))), own[0])
         # A connector's exception that the engine survives is not its normal work either.
         return next((line for line in self.lines if line.name == "raised" and of_connector(line)), None)
+
+
+def _is_heading(line: LogLine) -> bool:
+    """Whether it only counts what pydantic refuses; each of it has a line of its own, below."""
+    return " validation error" in str(line.fields.get("text", ""))[:40]
 
 
 def _while_ending(line: LogLine) -> bool:

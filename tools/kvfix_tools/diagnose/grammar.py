@@ -56,6 +56,10 @@ _message("recorded", "kvfix", "", '{"kind":"', rb'(?:^|\0)\{"kind":"(?P<kind>rec
 # The adapter of LMCacheConnectorV1 (lmcache/integration/vllm/vllm_v1_adapter.py). From 0.3.14 on a line has vLLM's
 # computed tokens; before, `need to load` may be negative.
 _lmcache(
+    "creating", "Creating LMCacheEngine instance ", "Creating LMCacheEngine instance ",
+    rb"Creating LMCacheEngine instance (?P<instance>\S+)",
+)  # fmt: skip
+_lmcache(
     "asked", "Reqid: ", "LMCache hit tokens: ",
     rb"Reqid: <ID>, Total tokens (?P<total>\d+), (?:Inference Engine computed tokens: (?P<computed>\d+), )?"
     rb"LMCache hit tokens: (?:(?P<hit>\d+), (?:but )?need to load: (?P<need>-?\d+)(?: < min_retrieve (?P<least>\d+))?"

@@ -28,7 +28,8 @@ _BY_NAME = re.compile(
 )
 _ENDS = (b"Error", b"Exception", b"Interrupt", b"Exit", b"Timeout", b"Empty", b"Full", b"StopIteration")
 #: What a check of pydantic's says, in the line below `ValidationError: 1 validation error for VllmConfig`.
-_CHECKED = re.compile(rb"^\s*Value error, (?P<text>.*?)(?: \[type=.*)?$")
+_CHECKED = re.compile(rb"^\s*(?:Value error|Assertion failed), (?P<text>.*?)(?: \[type=.*)?$")
+_TYPED = re.compile(rb"^\s+(?P<text>[A-Z].*?) \[type=\w+, input_value=")
 #: What the loader of libraries and the device say, pasted without the exception's class before it.
 _BARE = {
     "ImportError": re.compile(
@@ -217,9 +218,11 @@ def by_name(body: bytes, anywhere: bool) -> Raised | None:
 
     It follows another one if its process has logged so (`Tracebacks.follows`).
     """
-    checked = _CHECKED.match(body) if b"Value error, " in body else None
-    if checked is not None:
-        return Raised("ValueError", _decoded(checked["text"]), [], "", False)
+    if b" [type=" in body or b"Value error, " in body:
+        checked = _CHECKED.match(body) or _TYPED.match(body)
+        if checked is not None:
+            kind = "AssertionError" if body.lstrip().startswith(b"Assertion") else "ValueError"
+            return Raised(kind, _decoded(checked["text"]), [], "", False)
     if b".so" in body or b" error: " in body:
         for kind, pattern in _BARE.items():
             bare = pattern.match(body)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from kvfix_tools.diagnose import problems
 from kvfix_tools.diagnose.failures import hook, owner
 from kvfix_tools.diagnose.findings import Answer, Severity, finding
+from kvfix_tools.diagnose.findings.lookups import lookups_of
 from kvfix_tools.diagnose.set_by import settings
 
 if TYPE_CHECKING:
@@ -33,13 +34,43 @@ def unknown_failure(log: Diagnosis, line: LogLine | None) -> Answer | None:
         return None  # what was found says it already
     if first is None:
         return Answer("the engine is dead, and the log does not show why", request="") if log.failures.dead else None
-    general = problems.general(first)
+    heading = log.failures.heading if first.name == "raised" and not first.fields["frames"] else None
+    general = problems.general(first) or (problems.general(heading) if heading is not None else None)
     return Answer(
         _sentence(log, first),
         request=str(first.fields.get("request", "")),
         verdict="violated" if general is None or general.sure else "unknown",
         evidence=_evidence(log, first),
         record=general,
+    )
+
+
+@finding("KVD159", "ended-at-its-buffer", Severity.CRASH, on=[""])
+def ended_at_its_buffer(log: Diagnosis, line: LogLine | None) -> Answer | None:
+    """A process ended without a word after it had begun to make LMCache's engine.
+
+    Cause: what comes next is the CPU buffer, `max_local_cpu_size` GB (5 if it is not set) for each rank, touched and
+    pinned page by page. A process that has no error there was killed for memory (of the container, or of the machine),
+    or pins its pages for minutes, and vLLM gave it up. `dmesg -T | grep -i 'killed process'` and `kubectl describe pod`
+    (OOMKilled, code 137) tell which.
+
+    Setting: `max_local_cpu_size` (LMCACHE_MAX_LOCAL_CPU_SIZE) so that it times the ranks of this machine is at most
+    70 % of the container's memory; `ulimit -l unlimited`; if nothing was killed: VLLM_ENGINE_READY_TIMEOUT_S=1800.
+
+    Good: the same, in every unit file and container.
+    """
+    if not log.failures.dead or log.failures.first is not None or log.findings:
+        return None
+    last = [(process, at) for process, at in log.failures.last.items() if at.name in ("creating", "engine_configured")]
+    if not last:
+        return None
+    ranks = f"{len(last)} processes have" if len(last) > 1 else f"{last[0][0] or 'a process'} has"
+    size = lookups_of(log).settings.get("max_local_cpu_size", "")
+    return Answer(
+        f"{ranks} no line after `Creating LMCacheEngine`" + (f"; max_local_cpu_size is {size}" if size else ""),
+        request="",
+        verdict="unknown",
+        evidence=tuple(at.evidence for _, at in last[:4]),
     )
 
 

@@ -1,0 +1,161 @@
+"""Options, sizes of parallelism and platforms that vLLM itself refuses, with or without a connector."""
+
+from __future__ import annotations
+
+from kvfix_tools.diagnose.findings import Severity
+from kvfix_tools.diagnose.problems import Failed, Problem, Sign
+
+_CONFIG = "vllm/config/vllm.py"
+_MODEL = "vllm/config/model.py"
+_PARALLEL = "vllm/config/parallel.py"
+_UTILS = "vllm/v1/worker/utils.py"
+
+
+def _refused(*texts: str, at: str) -> tuple[Sign, ...]:
+    """These texts, as the check raises them; pydantic names another class where it stands in a configuration."""
+    return tuple(Failed(text=text, at=at) for text in texts)
+
+
+PROBLEMS = (
+    Problem(
+        code="KVD312",
+        name="fewer-mamba-blocks-than-requests",
+        severity=Severity.CRASH,
+        title="There is memory for fewer Mamba states than --max-num-seqs requests, and vLLM does not start.",
+        shows=_refused(
+            "max_num_seqs (<requests>) exceeds available Mamba cache blocks (<blocks>)", at="vllm/config/compilation.py"
+        ),
+        sentence="{requests} requests, {blocks} blocks",
+        releases={"vllm": ">=0.20"},
+        cause="Each running request of a model with Mamba or GDN layers holds at least one state block, and CUDA "
+        "graphs are made for --max-num-seqs of them. Drafts and the mode that connectors need (`align`) take more per "
+        "request.",
+        now="--max-num-seqs of at most the number of blocks in the message, or a larger --gpu-memory-utilization; "
+        "restart",
+        good="the settings",
+    ),
+    Problem(
+        code="KVD313",
+        name="context-parallel-size-refused",
+        severity=Severity.CRASH,
+        title="--decode-context-parallel-size (or prefill's) does not fit this model's heads or the other sizes.",
+        shows=(
+            *_refused(
+                "Decode context parallelism for GQA/MQA requires",
+                "exceeds the maximum supported value (<most>) for",
+                "must be divisible by `--decode-context-parallel-size`",
+                at=_MODEL,
+            ),
+            *_refused(
+                "must be divisible by dcp_size=<size>", "When PCP is enabled, DCP must be disabled", at=_PARALLEL
+            ),
+        ),
+        releases={"vllm": ">=0.26"},
+        cause="Decode context parallelism splits what tensor parallelism would keep twice: with GQA it is at most "
+        "--tensor-parallel-size divided by the model's KV heads, and it divides --tensor-parallel-size; with MLA (one "
+        "KV head) up to --tensor-parallel-size.",
+        now="--decode-context-parallel-size of at most tensor parallel size / KV heads (`num_key_value_heads` in the "
+        "model's config.json), a divisor of the tensor parallel size; or 1; restart",
+        good="the sizes",
+    ),
+    Problem(
+        code="KVD314",
+        name="nixl-with-context-parallel",
+        severity=Severity.CRASH,
+        title="NixlConnector cannot split KV as this decode context parallelism does, and vLLM does not start.",
+        shows=_refused(
+            "to the NIXL transfer parallel size=<size>",
+            "PD with decode_context_parallel_size > 1 is only supported for MLA models",
+            at=_CONFIG,
+        ),
+        releases={"vllm": ">=0.32"},
+        cause="The connector maps tensor parallel ranks onto each other. With context parallelism it does so only if "
+        "each rank has a part of its own (--decode-context-parallel-size equal to the tensor or prefill context "
+        "parallel size), and only for MLA.",
+        now="--decode-context-parallel-size 1; with an MLA model also the --tensor-parallel-size itself; on both "
+        "sides; restart",
+        good="the sizes",
+    ),
+    Problem(
+        code="KVD315",
+        name="pipeline-not-for-this-model",
+        severity=Severity.CRASH,
+        title="This model cannot be split into pipeline stages.",
+        shows=_refused("Pipeline parallelism is not supported for this model.", at=_MODEL),
+        releases={"vllm": ">=0.15"},
+        cause="The model's class in this vLLM does not implement SupportsPP. No connector has part in it.",
+        now="--pipeline-parallel-size 1 and a larger --tensor-parallel-size; restart",
+        good="a release of vLLM whose model class supports it",
+    ),
+    Problem(
+        code="KVD316",
+        name="block-size-without-kernel",
+        severity=Severity.CRASH,
+        title="No attention kernel takes this block size with this layout of the KV cache, and vLLM does not start.",
+        shows=_refused(
+            "kernel blocks, which packed <block>-token KV cache", "No common block size for <block> (", at=_UTILS
+        ),
+        releases={"vllm": ">=0.32"},
+        cause="Attention backends work in blocks of a few sizes. vLLM splits larger ones if it can: all backends of a "
+        "KV group need a common divisor, and a layout with layers side by side (BLHNC, which connectors ask for) "
+        "cannot be split.",
+        now="no --block-size of your own, or the one in the message; else VLLM_KV_CACHE_LAYOUT=LBNHC, or another "
+        "--attention-backend; restart",
+        good="the settings",
+    ),
+    Problem(
+        code="KVD317",
+        name="connector-cache-not-reset",
+        severity=Severity.CRASH,
+        title="vLLM was to clear its caches (a pause, sleep or new weights), and the blocks or the connector refused.",
+        shows=(
+            Failed(kind="RuntimeError", text="Failed to reset the KV connector cache.", at="vllm/v1/engine/core.py"),
+        ),
+        releases={"vllm": ">=0.26"},
+        cause="Blocks are in use: requests run, or transfers of ended requests are in flight; or the connector's "
+        "reset_cache answered no (the base class does, and a connector that does not implement it).",
+        now="pause with mode=wait, until no request runs, then reset; with clear_cache=False where the connector has "
+        "no reset_cache (its KV of the old weights must then be removed by hand, or the store's model name changed)",
+        good="a connector with reset_cache",
+        sure=False,
+    ),
+    Problem(
+        code="KVD318",
+        name="block-sizes-changed-after-start",
+        severity=Severity.CRASH,
+        title="The KV groups have other block sizes than the worker was made for.",
+        shows=(
+            Failed(kind="AssertionError", text="InputBatch block_sizes", within="may_reinitialize_input_batch"),
+            Failed(kind="AssertionError", text="Cannot re-initialize the input batch when CPU weight offloading"),
+        ),
+        cause="A hybrid model (or a draft model) gets block sizes of its own after the worker was set up, which then "
+        "is set up again. That is refused with weights on the CPU (--cpu-offload-gb), and where a plugin has its own "
+        "worker.",
+        now="without --cpu-offload-gb; without --block-size; without the plugin or --speculative-config; restart",
+        good="a smaller or quantized model in place of --cpu-offload-gb",
+    ),
+    Problem(
+        code="KVD319",
+        name="backend-without-context-parallel",
+        severity=Severity.CRASH,
+        title="The attention backend cannot do decode context parallelism.",
+        shows=(
+            Failed(
+                kind="AssertionError",
+                text="Decode Context Parallelism (DCP) requires attention",
+                at="vllm/v1/worker/cp_utils.py",
+            ),
+            Failed(
+                kind="AssertionError",
+                text="MTP with cp_kv_cache_interleave_size > 1 is not",
+                at="vllm/v1/worker/cp_utils.py",
+            ),
+        ),
+        releases={"vllm": ">=0.20"},
+        cause="Partial results of the ranks are merged by their softmax sums, which this backend does not return, or "
+        "not for several tokens at once (drafts).",
+        now="another --attention-backend (FLASH_ATTN, FLASHMLA, FLASHINFER), or --decode-context-parallel-size 1; with "
+        "drafts no --cp-kv-cache-interleave-size; restart",
+        good="the settings",
+    ),
+)

@@ -1,0 +1,164 @@
+"""Assertions of vLLM's scheduler in a step: what a connector answered, or an abort, has broken its books."""
+
+from __future__ import annotations
+
+from kvfix_tools.diagnose.findings import Severity
+from kvfix_tools.diagnose.problems import Failed, Logged, Problem
+
+_SCHEDULER = "vllm/v1/core/sched/scheduler.py"
+_MANAGER = "vllm/v1/core/single_type_kv_cache_manager.py"
+_POOL = "vllm/v1/core/block_pool.py"
+_SLOTS = "vllm/v1/core/kv_cache_manager.py"
+_ISSUES = "https://github.com/vllm-project/vllm/issues"
+_REPORT = "report it with `kvfix-diagnose LOG --issue FILE.md`"
+
+PROBLEMS = (
+    Problem(
+        code="KVD080",
+        name="mamba-takes-too-many-blocks",
+        severity=Severity.CRASH,
+        title="A request of a model with Mamba or GDN layers needs more state blocks in a step than vLLM expects.",
+        shows=(
+            Failed(kind="AssertionError", source="assert num_new_blocks <=", at=_MANAGER),
+            Failed(kind="AssertionError", text="num_required_blocks", within="allocate_new_blocks"),
+            Failed(kind="AssertionError", source="assert num_required_blocks > len(req_blocks)"),
+        ),
+        cause="In the mode `align` (what prefix caching turns on) a step adds one state block, and one for each draft "
+        "token at first. More, or fewer than the request holds, comes where tokens skip ahead or go back between two "
+        "steps: tokens from a connector, a preemption, drafts that were rejected.",
+        now="--no-enable-prefix-caching; if it comes again without --speculative-config; then without "
+        "--kv-transfer-config; restart after each",
+        good="vLLM 0.32.0 or newer counts draft and partial blocks anew; if it asserts too, report it",
+        sure=False,
+        threads=(f"{_ISSUES}/43382",),
+    ),
+    Problem(
+        code="KVD081",
+        name="mamba-draft-block-shared",
+        severity=Severity.CRASH,
+        title="A state block for draft tokens is used by others when it is to be moved.",
+        shows=(Failed(kind="AssertionError", text="Speculative Mamba blocks must be exclusively owned", at=_MANAGER),),
+        releases={"vllm": ">=0.32"},
+        cause="Draft blocks of Mamba state belong to one request. Tokens of a connector that end within them, or a "
+        "resumed request, have put one into the prefix cache.",
+        now="without --speculative-config, or --no-enable-prefix-caching; restart",
+        good=_REPORT,
+        sure=False,
+    ),
+    Problem(
+        code="KVD082",
+        name="promised-beyond-the-request",
+        severity=Severity.CRASH,
+        title="The connector promises more tokens than the request has, and EngineCore dies.",
+        shows=(
+            Failed(kind="AssertionError", source="assert num_computed_tokens <= request.num_tokens", at=_SCHEDULER),
+        ),
+        releases={"vllm": ">=0.15"},
+        cause="get_num_new_matched_tokens has to answer what lies beyond the computed tokens. An answer that counts "
+        "from the beginning of the prompt, a hit that is rounded up to a chunk, or one kept from an earlier question "
+        "of the same request makes the sum larger than the prompt.",
+        now="KVFIX=check kvfix run -- CMD names the request and both numbers; until then --no-enable-prefix-caching, "
+        "so that computed tokens are 0; restart",
+        good="LMCache 0.3.11 or newer with kvfix; another connector: its authors, with the report of KVFIX=check",
+        sure=False,
+    ),
+    Problem(
+        code="KVD083",
+        name="asynchronous-load-of-nothing",
+        severity=Severity.CRASH,
+        title="The connector says that it loads asynchronously, and promises no tokens.",
+        shows=(
+            Failed(kind="AssertionError", source="assert num_external_computed_tokens > 0", at=_SCHEDULER),
+            Failed(kind="AssertionError", source="assert num_external_tokens > 0"),
+        ),
+        releases={"vllm": ">=0.15"},
+        cause="get_num_new_matched_tokens answered (0, True), which its contract forbids: with no tokens the second "
+        "value has to be False. vLLM before 0.32 may also have cut the promise to 0 itself (Mamba alignment).",
+        now="`kvfix conform` shows it for a connector of your own; until then `--no-enable-prefix-caching`; restart",
+        good="a connector that answers (0, False)",
+        sure=False,
+    ),
+    Problem(
+        code="KVD084",
+        name="nothing-left-to-compute",
+        severity=Severity.CRASH,
+        title="A request was given all of its tokens, none is left to compute, and vLLM cannot schedule it.",
+        shows=(Failed(kind="ValueError", text="num_new_tokens must be greater than 0", at=_SLOTS),),
+        releases={"vllm": ">=0.11"},
+        cause="A hit may cover a prompt but for its last token, which the model has to compute. The connector promised "
+        "the last one too, or a load that failed left a request without tokens to compute.",
+        now="--no-enable-prefix-caching with the connector, or prompts that are no multiple of the chunk; KVFIX=check "
+        "kvfix run -- CMD names the request",
+        good="a connector that leaves one token: LMCache 0.3.11 or newer with kvfix",
+        sure=False,
+    ),
+    Problem(
+        code="KVD085",
+        name="finished-with-several-groups",
+        severity=Severity.CRASH,
+        title="A request of a model with several KV groups ends, and the connector knows one group only.",
+        shows=(
+            Failed(
+                kind="AssertionError",
+                source="assert len(self.kv_cache_config.kv_cache_groups) == 1",
+                within="_connector_finished",
+                at=_SCHEDULER,
+            ),
+        ),
+        releases={"vllm": ">=0.15"},
+        cause="A connector that is no SupportsHMA is told of one list of blocks. vLLM switches its hybrid KV cache "
+        "manager off for such a one; here it is on (--no-disable-hybrid-kv-cache-manager, a plugin, or a wrapper whose "
+        "children differ).",
+        now="--disable-hybrid-kv-cache-manager (models with sliding window); models with Mamba or GDN: "
+        "LMCacheMPConnector or OffloadingConnector in place of this one; restart",
+        good="a connector with request_finished_all_groups",
+    ),
+    Problem(
+        code="KVD086",
+        name="free-block-still-used",
+        severity=Severity.CRASH,
+        title="A block that vLLM takes from its free list is still used by a request.",
+        shows=(
+            Failed(kind="AssertionError", source="assert block.ref_cnt == 0", at=_POOL),
+            Failed(kind="AssertionError", source="assert block.ref_cnt > 0 and not block.is_null", at=_POOL),
+        ),
+        releases={"vllm": ">=0.26"},
+        cause="Its references were counted wrong: freed twice (the end of a request, and a late report of its "
+        "transfer), or taken without a count. Until it was noticed two requests may have had the same block: wrong "
+        "text is possible.",
+        now="restart; KVFIX=check kvfix run -- CMD names the second report; until then without --kv-transfer-config",
+        good=_REPORT,
+        sure=False,
+    ),
+    Problem(
+        code="KVD087",
+        name="prefix-cache-not-reset",
+        severity=Severity.RISK,
+        title="The prefix cache was not reset: blocks are still in use.",
+        shows=(Logged("Failed to reset prefix cache because some blocks (<blocks>) are not freed yet", at=_POOL),),
+        sentence="{blocks} blocks are in use",
+        releases={"vllm": ">=0.15"},
+        cause="Requests run or wait, or a connector still holds blocks of ended requests (a store or a send in flight, "
+        "or one whose end was never reported: a leak). The call answers False and changes nothing: old KV stays valid, "
+        "also after new weights.",
+        now="wait until Running, Waiting and the transfers are 0, and reset again; if it never gets through: `kvfix "
+        "look PID` names the requests whose blocks are held",
+        good="the order: pause, drain, reset",
+        sure=False,
+    ),
+    Problem(
+        code="KVD088",
+        name="invalid-status-of-a-waiting-request",
+        severity=Severity.CRASH,
+        title="A request in vLLM's queue has a status with which it cannot be scheduled.",
+        shows=(Failed(kind="RuntimeError", text="Invalid request status: <status>", at=_SCHEDULER),),
+        sentence="{status}",
+        releases={"vllm": ">=0.15"},
+        cause="Only waiting and preempted requests stand in the queue. A load that ended twice, or an abort in the "
+        "same step, has left one there with the status of another list.",
+        now="KVFIX=check kvfix run -- CMD names the event; until then no client that gives up early, and "
+        "--no-async-scheduling; restart",
+        good=_REPORT,
+        sure=False,
+    ),
+)
