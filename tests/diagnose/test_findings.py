@@ -225,6 +225,10 @@ def hits() -> dict[str, list[str]]:
                        ast.parse("{}['r1']").body[0], 175)
         ],
         "KVD115": [bare(NEWEST, "gpu_connectors.py", "to_gpu", "assert memory_obj.tensor is not None")],
+        "KVD159": [
+            logged(NEWEST, "creating", "vllm-instance")
+            + "(APIServer pid=1) RuntimeError: Engine core initialization failed. Failed core proc(s): {}\n"
+        ],
         "KVD198": [unread(NEWEST, "v1/config_base.py", "Unexpected error fetching remote config", "no answer")],
         "KVD199": [
             raise_in(path, function, ast.parse("raise RuntimeError('what?')").body[0], 800)

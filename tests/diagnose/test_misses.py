@@ -129,6 +129,10 @@ def misses() -> list[tuple[str, str]]:
         # In an engine that works; a warning that nothing fails.
         ("KVD198", hits()["KVD198"][0] + stats(running=1, generation=120.0)),
         ("KVD198", unread(NEWEST, "integration/vllm/utils.py", "No LMCache configuration file is set")),
+        # It went on; and it is not dead.
+        ("KVD159", logged(NEWEST, "creating", "vllm-instance") + version(NEWEST)
+                   + "(APIServer pid=1) RuntimeError: Engine core initialization failed.\n"),
+        ("KVD159", logged(NEWEST, "creating", "vllm-instance")),
         # A failed load that vLLM recovers from is no failure of the engine.
         ("KVD199", vllm("kv_recovered", 1, 512)),
         # The same threads outside of a hook.
