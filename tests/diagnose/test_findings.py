@@ -229,6 +229,7 @@ def hits() -> dict[str, list[str]]:
             logged(NEWEST, "creating", "vllm-instance")
             + "(APIServer pid=1) RuntimeError: Engine core initialization failed. Failed core proc(s): {}\n"
         ],
+        "KVD996": [unread(NEWEST, "integration/vllm/utils.py", "No LMCache configuration file is set")],
         "KVD198": [unread(NEWEST, "v1/config_base.py", "Unexpected error fetching remote config", "no answer")],
         "KVD199": [
             raise_in(path, function, ast.parse("raise RuntimeError('what?')").body[0], 800)

@@ -133,6 +133,9 @@ def misses() -> list[tuple[str, str]]:
         ("KVD159", logged(NEWEST, "creating", "vllm-instance") + version(NEWEST)
                    + "(APIServer pid=1) RuntimeError: Engine core initialization failed.\n"),
         ("KVD159", logged(NEWEST, "creating", "vllm-instance")),
+        # An engine at work.
+        ("KVD996", unread(NEWEST, "integration/vllm/utils.py", "No LMCache configuration file is set")
+                   + asked(NEWEST, 1024, 0, 1024, 1023)),
         # A failed load that vLLM recovers from is no failure of the engine.
         ("KVD199", vllm("kv_recovered", 1, 512)),
         # The same threads outside of a hook.

@@ -77,6 +77,16 @@ def test_each_sign_is_explained(problem: Problem) -> None:
         assert remedy.good
 
 
+def test_the_record_that_says_more_is_the_finding() -> None:
+    """Both fit; one asks for the very module, the other for any of vLLM's that LMCache does not find."""
+    log = diagnose(
+        f"{CORE}Traceback (most recent call last):\n"
+        f'{CORE}  File "/opt/app/lmcache/utils.py", line 7, in <module>\n{CORE}    from vllm.utils import torch_utils\n'
+        f"{CORE}ModuleNotFoundError: No module named 'vllm.utils.torch_utils'\n"
+    )
+    assert codes(log) == ["KVD429"]
+
+
 @EVERY
 def test_the_record_is_whole(problem: Problem) -> None:
     assert re.fullmatch(r"KVD\d{3}", problem.code)

@@ -40,7 +40,7 @@ def diagnose(*names: str) -> Diagnosis:
         # The worker's end of the lookups does not answer.
         (["deaf-0.5.6"], ["KVD203"]),
         # LMCache fails to start in the worker; three requests, each lookup runs into its timeout.
-        (["degraded-0.5.6"], ["KVD203", "KVD207"]),
+        (["degraded-0.5.6"], ["KVD203", "KVD207", "KVD393"]),
         # Multi-process: right; the server in the wrong mode; no server.
         (["mp-0.5.6", "mp-0.5.6.server"], []),
         (["mode-0.5.6", "mode-0.5.6.server"], ["KVD116", "KVD206"]),

@@ -254,10 +254,11 @@ class Diagnosis:
         is_error = line.name in problems.LINES
         if is_error:
             rules += problems.at(line)
-        for rule in rules:
-            answer = rule.look(self, line)
-            if answer is not None:
-                known = True
+        answered = [(rule, answer) for rule in rules if (answer := rule.look(self, line)) is not None]
+        records = [rule for rule, _ in answered if isinstance(rule, problems.Problem)]
+        for rule, answer in answered:
+            known = True
+            if not (isinstance(rule, problems.Problem) and any(rule.yields_to(each, line) for each in records)):
                 self._add(rule, answer, line)
         if is_error and not known:
             self.failures.unknown(line)

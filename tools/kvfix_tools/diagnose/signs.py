@@ -130,6 +130,16 @@ def fits(sign: Sign, line: LogLine) -> dict[str, Any] | None:
     return found.groupdict() if found is not None else {}
 
 
+def implied(sign: Sign, by: Sign) -> bool:
+    """Whether whatever shows `by` shows this sign too: it asks for less."""
+    if not (isinstance(sign, Failed) and isinstance(by, Failed)):
+        return False
+    wider = all(own in ("", more) for own, more in ((sign.kind, by.kind), (sign.through, by.through)))
+    # A folder says whose code it is, a text which failure.
+    where = by.within.endswith(sign.within) or (sign.within.endswith("/") and bool(by.text))
+    return wider and where and longest(sign.text) in by.text and sign.source in by.source
+
+
 def _within(place: str, frames: list[tuple[str, int, str]]) -> bool:
     if place.endswith("/"):
         return any(f"/{place}" in f"/{frame[0]}" for frame in frames)

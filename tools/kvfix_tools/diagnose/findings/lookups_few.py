@@ -184,3 +184,31 @@ def vllm_has_more_than_lmcache(log: Diagnosis, line: LogLine) -> Answer | None:
         return None
     what = f"{kept.number} lookup{'s' if kept.number > 1 else ''}, 0 hits; vLLM itself had up to {kept.ahead} tokens"
     return Answer(what, request="", verdict="unknown")
+
+
+@note("logged")
+def _note_without_file(log: Diagnosis, line: LogLine) -> None:
+    if b"o LMCache configuration file is set" in line.body[:80]:
+        log.memory.setdefault("without_file", line.evidence)
+
+
+@finding("KVD996", "runs-with-its-defaults", Severity.RISK, on=[""])
+def runs_with_its_defaults(log: Diagnosis, line: LogLine) -> Answer | None:
+    """LMCache was given no configuration file: what stands in one has no effect.
+
+    Cause: the variable LMCACHE_CONFIG_FILE is not in the environment of vLLM's processes. Set without `export` in a
+    line of its own, in another shell, or outside of the container (`docker run -e`, `env:` of the pod) it does not get
+    there. Without it only LMCACHE_... variables count, else the defaults: chunks of 256 tokens, 5 GB of CPU memory, no
+    disk, no remote store.
+
+    Setting: `export LMCACHE_CONFIG_FILE=/path/in/the/container/lmcache.yaml` before `vllm serve`, and restart; the line
+    `LMCache Configuration:` must show the file's values.
+
+    Normal: an engine that is configured by LMCACHE_... variables alone, or not at all.
+    """
+    evidence = log.memory.get("without_file")
+    settings = lookups_of(log).settings
+    plain = settings.get("local_disk", "None") == "None" and settings.get("remote_url", "None") == "None"
+    if evidence is None or not plain or log.counts["asked"] or log.failures.dead or not _is_short(log):
+        return None
+    return Answer("no LMCACHE_CONFIG_FILE in this process", request="", verdict="unknown", evidence=(evidence,))

@@ -17,7 +17,19 @@ from typing import TYPE_CHECKING, Any
 
 from kvfix import catalogue as known_fixes
 from kvfix_tools.diagnose.findings import Answer, Severity
-from kvfix_tools.diagnose.signs import Died, Failed, Logged, Sign, Stuck, either, fits, in_words, longest, pattern
+from kvfix_tools.diagnose.signs import (
+    Died,
+    Failed,
+    Logged,
+    Sign,
+    Stuck,
+    either,
+    fits,
+    implied,
+    in_words,
+    longest,
+    pattern,
+)
 
 if TYPE_CHECKING:
     from kvfix_tools.diagnose.diagnosis import Diagnosis
@@ -88,6 +100,13 @@ class Problem:
                 sentence = self.sentence.format_map(_Values(found)) if self.sentence else _sentence_of(line)
                 return Answer(sentence, verdict="violated" if self.sure else "unknown", request=line.request)
         return None
+
+    def yields_to(self, other: Problem, line: LogLine) -> bool:
+        """Whether the other record says more exactly what this line is."""
+        own, better = (
+            next((each for each in one.shows if fits(each, line) is not None), None) for one in (self, other)
+        )
+        return own is not None and better is not None and implied(own, better) and not implied(better, own)
 
     def _concerns(self, log: Diagnosis) -> bool:
         """Whether its connector ran and its releases did, as far as the log says."""

@@ -14,7 +14,7 @@ PROBLEMS = (
         title="A kernel on the GPU used memory that it may not use.",
         shows=(
             *either("an illegal memory access was encountered", "misaligned address", "unspecified launch failure"),
-            *either("device-side assert triggered", "CUDA_ERROR_ILLEGAL_ADDRESS"),
+            *either("CUDA_ERROR_ILLEGAL_ADDRESS"),
             Died("an illegal memory access was encountered"),
         ),
         cause="CUDA reports it at a later call: the traceback shows who waited, not which kernel did it. With a "
@@ -23,6 +23,52 @@ PROBLEMS = (
         now="CUDA_LAUNCH_BLOCKING=1 once, with --enforce-eager: then the traceback is right. Once without "
         "--kv-transfer-config decides whether the connector has part in it",
         good="what the first traceback of that run names",
+        sure=False,
+    ),
+    Problem(
+        code="KVD995",
+        name="index-in-a-kernel-out-of-range",
+        general=True,
+        severity=Severity.CRASH,
+        title="A kernel on the GPU was given an index beyond its table.",
+        shows=either("device-side assert triggered", "CUDA_ERROR_ASSERT"),
+        cause="A token id beyond the vocabulary, a position beyond the rotary table (--max-model-len), a slot or block "
+        "id beyond the KV cache, or probabilities that are not a number. The line with `Assertion` in standard error "
+        "(IndexKernel.cu, vectorized_gather, TensorCompare) names which; the traceback shows only who waited.",
+        now="grep -m1 Assertion on the worker's standard error. Drafts on: without --speculative-config. Then once "
+        "CUDA_LAUNCH_BLOCKING=1 with --enforce-eager, and once without --kv-transfer-config: that decides whether "
+        "blocks of a connector have part in it",
+        good="what the Assertion names",
+        sure=False,
+    ),
+    Problem(
+        code="KVD997",
+        name="driver-refuses-arguments",
+        general=True,
+        severity=Severity.CRASH,
+        title="CUDA refused the arguments of a launch or of a copy.",
+        shows=either("CUDA error: invalid argument", "CUDA error: invalid configuration argument"),
+        cause="A kernel that asks for more shared memory, threads or a feature than this GPU has (built for another "
+        "architecture: kernels for 9.0 and 10.0 on 12.0), or a copy of memory that is not allocated or registered. The "
+        "innermost frame is near: a quantization or attention kernel is the first, a copy of KV the second.",
+        now="nvidia-smi --query-gpu=compute_cap --format=csv,noheader, then another --attention-backend or "
+        "--moe-backend (or the model without that quantization); once without --kv-transfer-config decides whether the "
+        "connector has part in it",
+        good="a build whose kernels are for this GPU",
+        sure=False,
+    ),
+    Problem(
+        code="KVD998",
+        name="step-without-requests-fails",
+        severity=Severity.CRASH,
+        title="A data parallel engine failed in a step without requests.",
+        shows=(Failed(text="CUDA error", within="execute_dummy_batch"),),
+        cause="With data parallelism an idle engine computes empty steps beside the busy ones. They touch the KV cache "
+        "and the weights: one that is asleep or woken in part (wake_up with tags), or a collective whose other rank is "
+        "gone, fails here.",
+        now="the first error of the other ranks decides; with sleep mode: no requests to any rank between sleep and "
+        "wake_up of both tags (weights, kv_cache)",
+        good="the order: all ranks asleep, all awake",
         sure=False,
     ),
     Problem(

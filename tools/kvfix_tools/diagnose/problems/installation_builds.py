@@ -34,22 +34,6 @@ PROBLEMS = (
         threads=(f"{_ISSUES}/3414",),
     ),
     Problem(
-        code="KVD441",
-        name="lmcache-038-with-vllm-011",
-        severity=Severity.CRASH,
-        title="LMCache 0.3.8 imports a module that vLLM has only from 0.11.1 on.",
-        shows=(
-            Failed(kind="ModuleNotFoundError", text="No module named 'vllm.utils.torch_utils'"),
-            Logged("No module named 'vllm.utils.torch_utils'"),
-        ),
-        releases={"lmcache": "<0.3.9"},
-        cause="vLLM moved these helpers after 0.11.0. LMCache 0.3.8 imports from the new place only, and vLLM 0.11.0 "
-        "has the old one.",
-        now="pip install -U 'lmcache>=0.3.9', which tries both places; or vLLM 0.11.1 or newer",
-        fixed={"lmcache": "0.3.9"},
-        threads=(f"{_ISSUES}/1840",),
-    ),
-    Problem(
         code="KVD442",
         name="metadata-class-renamed",
         severity=Severity.CRASH,

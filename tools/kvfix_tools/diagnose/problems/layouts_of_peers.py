@@ -41,7 +41,7 @@ PROBLEMS = (
             for what in ("block_len mismatch from", "config fingerprint mismatch from", "hash seed mismatch from")
             for sign in (Failed(text=what, at=_SESSION), Logged(f"{what} <peer>", _SESSION))
         ),
-        releases={"vllm": ">=0.32"},
+        releases={"vllm": ">=0.26"},
         cause="Block length, configuration and PYTHONHASHSEED have to be the same on all peers; the message names the "
         "two values (session.py 0.32.0:482).",
         now="PYTHONHASHSEED=0 for every engine, the same model, --block-size, --kv-cache-dtype and parallel sizes",

@@ -147,7 +147,7 @@ PROBLEMS = (
     Problem(
         code="KVD393",
         name="no-connector-for-the-device",
-        severity=Severity.CRASH,
+        severity=Severity.HANG,
         title="LMCache has no GPU connector for this device or these options.",
         shows=(
             Failed(kind="RuntimeError", text="No supported <device> connector found."),

@@ -48,23 +48,4 @@ PROBLEMS = (
         now="`export VLLM_KV_CACHE_LAYOUT=HND`, or one of the connectors alone",
         good="connectors of one layout",
     ),
-    Problem(
-        code="KVD657",
-        name="multi-connector-two-transfers",
-        severity=Severity.CRASH,
-        title="Two connectors of a MultiConnector both hand KV of the same request to another engine.",
-        shows=(
-            Failed(
-                kind="RuntimeError",
-                text="Key clash in kv_transfer_params from multiple connectors: <keys>",
-                at=_MULTI_CONNECTOR,
-            ),
-        ),
-        sentence="{keys}",
-        releases={"vllm": ">=0.32"},
-        cause="Each wants to put its address into the answer under the same name: two P/D connectors (NIXL, Mooncake) "
-        "at once.",
-        now="one P/D connector in the MultiConnector; the others for storing and offloading",
-        good="the configuration",
-    ),
 )

@@ -179,10 +179,12 @@ PROBLEMS = (
         severity=Severity.CRASH,
         title="A request limits what the OffloadingConnector stores of it, and EngineCore dies.",
         shows=(Failed(kind="AssertionError", source="assert boundary <= max_boundary", at=_SCHEDULER),),
-        releases={"vllm": ">=0.32"},
+        releases={"vllm": ">=0.27"},
         cause="With recurrent state (Mamba) vLLM hands over the state at the end of the prompt, beyond the limit that "
         "the request's kv_transfer_params name. Any client that may set them can do it.",
-        now="`kvfix run -- CMD` (KVF334); or take the limit out of what your router lets through; restart",
+        now="`kvfix run -- CMD` (KVF334, vLLM 0.32 and later); or take the limit out of what your router lets "
+        "through; restart",
         good="no release of vLLM up to 0.33.0 is right: keep kvfix (KVF334)",
+        threads=(f"{_PULLS}/52397",),
     ),
 )

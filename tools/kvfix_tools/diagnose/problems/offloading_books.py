@@ -52,7 +52,7 @@ PROBLEMS = (
         severity=Severity.CRASH,
         title="The CPU cache of the OffloadingConnector has lost count of its chunks, and EngineCore dies.",
         shows=(
-            Failed(kind="AssertionError", text="Chunk <chunk> not found", at=_CPU),
+            Failed(kind="AssertionError", text="Chunk <chunk> not found", within="complete_load", at=_CPU),
             Failed(kind="AssertionError", text="Chunk pool did not allocate the expected number of chunks", at=_CPU),
             Failed(kind="AssertionError", text="New cache keys observed after request finalization", at=_CPU),
             *_asserted(_CPU, "len(self._free_list) >= num_reused", "self._num_evictable_cache_chunks >= 0"),

@@ -7,7 +7,6 @@ from kvfix_tools.diagnose.problems import Failed, Logged, Problem
 
 _V1 = "vllm/distributed/kv_transfer/kv_connector/v1"
 _TIERING = "vllm/v1/kv_offload/tiering"
-_SCHEDULER = f"{_V1}/offloading/scheduler.py"
 _PULLS = "https://github.com/vllm-project/vllm/pull"
 _ILLEGAL = "an illegal memory access was encountered"
 
@@ -62,19 +61,6 @@ PROBLEMS = (
         "the copy: `CUDA_LAUNCH_BLOCKING=1` shows the kernel",
         good="no release is known to be right for that model",
         threads=("https://github.com/vllm-project/vllm/issues/53607",),
-    ),
-    Problem(
-        code="KVD134",
-        name="offload-tail-beyond-the-cap",
-        severity=Severity.CRASH,
-        title="A request that limits its offloading ends inside a block, and EngineCore dies of it.",
-        shows=(Failed(kind="AssertionError", source="assert boundary <= max_boundary", at=_SCHEDULER),),
-        releases={"vllm": ">=0.27"},
-        cause="Hybrid models store the part of a prompt behind its last whole block too. Its end is checked by an "
-        "assertion against the request's own `max_offload_tokens`, which does not cut it.",
-        now="requests without `max_offload_tokens` in kv_transfer_params, or with one that is not below their prompt",
-        good="no release is right yet (0.33.0 has the assertion); pull request 52397 is open",
-        threads=(f"{_PULLS}/52397",),
     ),
     Problem(
         code="KVD135",

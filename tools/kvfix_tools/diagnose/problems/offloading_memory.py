@@ -102,7 +102,6 @@ PROBLEMS = (
         severity=Severity.CRASH,
         title="A copy of the OffloadingConnector failed, and the worker asserts that none does.",
         shows=(
-            Failed(kind="AssertionError", source="assert transfer_result.success", at=f"{_V1}/offloading/worker.py"),
             Failed(kind="AssertionError", within="offloading_connector.py:get_finished", source="assert success"),
             Failed(kind="AssertionError", within="offloading_connector.py:start_kv_transfers", source="assert success"),
             Failed(kind="AssertionError", within="offloading/worker.py:start_kv_transfers", source="assert success"),
@@ -191,6 +190,7 @@ PROBLEMS = (
             Failed(
                 kind="RuntimeError",
                 text="cudaHostRegister failed: <code>",
+                through="simple_kv_offload/",
                 at="vllm/v1/simple_kv_offload/cuda_mem_ops.py",
             ),
         ),

@@ -78,22 +78,6 @@ PROBLEMS = (
         threads=(f"{_ISSUES}/55181",),
     ),
     Problem(
-        code="KVD644",
-        name="offload-peers-do-not-fit",
-        severity=Severity.SLOW,
-        title="Two engines of the P2P tier are started differently and share nothing.",
-        shows=(
-            Logged("config fingerprint mismatch from <peer>"),
-            Logged("block_len mismatch from <peer>"),
-            Logged("hash seed mismatch from <peer>"),
-        ),
-        sentence="peer {peer}",
-        cause="Model, KV dtype, block size or layout (fingerprint, block_len), or the seed of the hashes differ, so "
-        "their blocks cannot be exchanged.",
-        now="the same options on all peers, and `export PYTHONHASHSEED=0` on each; restart",
-        good="the configuration",
-    ),
-    Problem(
         code="KVD645",
         name="offload-too-many-peers",
         severity=Severity.SLOW,

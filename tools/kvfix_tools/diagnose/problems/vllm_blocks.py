@@ -118,7 +118,6 @@ PROBLEMS = (
         title="OffloadingConnector's CPU tier loads or releases a chunk that it does not hold so.",
         shows=(
             Failed(kind="AssertionError", text="is not ready for reading", at=_OFFLOAD),
-            Failed(kind="AssertionError", text="not found in cache", at=_OFFLOAD),
             Failed(kind="AssertionError", text="ref_cnt is already 0", at=_OFFLOAD),
         ),
         releases={"vllm": ">=0.32"},
