@@ -135,8 +135,7 @@ def verdicts(engine: Engine) -> list[standstill.Verdict]:
 def test_prefill_is_killed(pair: Pair, expected: Answers) -> None:
     """Decode hears of it from UCX, ends what it was to read, and goes on."""
     killed(pair, pair.prefill, ROUNDS["prefill"], expected["prefill"])
-    assert "KVD591" in findings(pair.decode)
-    assert findings(pair.decode) <= {"KVD591", "KVD571", "KVD303"}
+    assert findings(pair.decode) == {"KVD591"}
     assert verdicts(pair.decode) == []
     assert pair.decode.metric("vllm:num_requests_waiting") == pair.decode.metric("vllm:num_requests_running") == 0
     assert pd.ask(pair.decode.url, ROUNDS["prefill"][0]) == expected["prefill"][0]

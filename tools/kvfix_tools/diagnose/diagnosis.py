@@ -159,12 +159,15 @@ class Diagnosis:
 
     @property
     def findings(self) -> list[LogFinding]:
-        """The worst first. Of a request that crashed no rule of the ledger is a finding of its own."""
+        """The worst first. Of a request that crashed no rule of the ledger is a finding of its own; what a record
+        replaces is none either."""
         shown = [found for own in self._recorders.connectors.values() for found in own.findings]
+        replaced = {code for found in self._found.values() for code in getattr(found.rule, "replaces", ())}
         shown += [
             found
             for found in self._found.values()
-            if not (found.rule.code.startswith("KVR") and found.request in self._crashed)
+            if found.rule.code not in replaced
+            and not (found.rule.code.startswith("KVR") and found.request in self._crashed)
         ]
         return sorted(shown, key=lambda found: found.order)
 

@@ -45,7 +45,7 @@ _FAILS = re.compile(
 )
 #: Files of vLLM's KV code, and glog's and UCX's own lines.
 _KV = re.compile(r"nixl|mooncake|offload|kv_connector|kv_transfer|moriio|p2p|lmcache")
-_NATIVE = re.compile(rb"\.cpp:\d+\] |UCX  WARN")
+_NATIVE = re.compile(rb"\.cpp:\d+\] |UCX  WARN|block_manager::|ZmqActiveMessage")
 _DIGITS, _WORDS = re.compile(rb"\d+"), 200
 HOOKS = frozenset({
     "create_connector", "ensure_kv_transfer_initialized", "register_kv_caches",

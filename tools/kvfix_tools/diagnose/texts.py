@@ -27,7 +27,7 @@ _PROCESS = re.compile(rb"\((\w+)(?: rank=(\d+))?[^()\n]{0,40}? ?pid=(\d+)\)")
 #: Levels of other loggers: logging's own format, uvicorn, glog (Mooncake, NIXL), UCX, spdlog (InfiniStore); and what
 #: argparse says.
 _OTHER = re.compile(
-    rb"(?:^|[\s\]|])(?:(?P<level>WARNING|WARN|ERROR|CRITICAL|FATAL)\b[\s:\]-]"
+    rb"(?:^|[\s\]\[|])(?:(?P<level>WARNING|WARN|ERROR|CRITICAL|FATAL)\b[\s:\]-]"
     rb"|(?P<glog>[WEF])(?:\d{4}){1,2} \d\d:\d\d:\d\d|\[infini\] \[(?P<spdlog>warning|error|critical)\]"
     rb"|\[(?P<cann>ERROR)\] [A-Z]{2,12}\(\d"
     rb"|(?P<usage>error): (?:argument|unrecognized|the following) )"
@@ -40,11 +40,12 @@ _DIED = re.compile(
     rb"|Out of memory: Killed process \d+|(?:^|\s)Killed\s*(?:process \d+|$)|terminate called"
     rb"|exit code:? -(?:6|7|9|11)\b|symbol lookup error|Assertion [`'](?:[^\n]{1,300}' failed|index out of bounds)"
     rb"|= backtrace \(tid|Memory access fault by GPU|Illegal instruction|Aborted\s*\(core dumped\)|(?:^|\s)Aborted\s*$"
+    rb"|^thread '[^'\n]{1,60}' (?:\(\d+\) )?panicked at"
     rb"|[cC]ode:?\s+137\b|double free or corruption|free\(\): invalid|malloc\(\): |corrupted (?:size vs|double-linked))"
 )
 _DEATHS = (
     b"ault", b"illed", b"SIG", b"Bus error", b"terminate called", b"exit code", b"lookup error", b"Assertion",
-    b"llegal ins", b"Aborted", b"137", b"(): ", b"corrupt", b"= backtrace",
+    b"llegal ins", b"Aborted", b"137", b"(): ", b"corrupt", b"= backtrace", b"panicked at",
 )  # fmt: skip
 #: What an engine or a server says when it is asked to end: errors after it are no failure.
 _CLOSING = (b"Unregistered ", b"Shutting down LMCache", b"Gracefully shutting down")
@@ -145,6 +146,8 @@ class Other:
             return "raised", {**with_meaning(raised), "level": self.level}
         if self.level in ("", "info") and (b"kv_connector" in body or b"connector with name" in body):
             return WHO, {}
+        if b"Ping timed out" in text:  # KVBM says it at INFO
+            return "logged", {"level": "warning", "logger": "", "place": ""}
         if self.level in ("warning", "error", "critical"):
             place = head[2].decode("utf-8", "replace") if head else ""
             return "logged", {"level": self.level, "logger": "vllm" if head else "", "place": place}

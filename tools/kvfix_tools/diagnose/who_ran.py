@@ -30,6 +30,8 @@ _MARKS = (
     (b"simple_cpu_offload", "SimpleCPUOffloadConnector"),
     (b"multi_connector", "MultiConnector"),
     (b"moriio", "MoRIIOConnector"),
+    (b"dynamo_llm::block_manager", "DynamoConnector"),
+    (b"kvbm/vllm_integration", "DynamoConnector"),
 )
 _NAMED = re.compile(rb"kv_connector['\"]?\s*[=:]\s*['\"]?(\w+)|connector with name: (\w+)")
 _ROLE = re.compile(rb"kv_role['\"]?\s*[=:]\s*['\"]?(kv_\w+)")
@@ -60,6 +62,8 @@ class WhoRan:
             self.connectors |= _marked(" ".join(frame[0] for frame in line.fields["frames"]).encode())
         elif not self.connectors:
             self.connectors |= _marked(body)
+        if line.name == "logged":  # `[nixl_connector.py:815] `
+            self.connectors |= _marked(line.fields["place"].encode())
 
 
 @lru_cache(maxsize=256)

@@ -70,7 +70,7 @@ def _note_promise(log: Diagnosis, line: LogLine) -> None:
 @finding(
     "KVD303",
     "load-failed-in-vllm",
-    Severity.WRONG,
+    Severity.SLOW,
     on=["kv_failing", "kv_recovered"],
 )
 def load_failed_in_vllm(log: Diagnosis, line: LogLine) -> Answer | None:

@@ -56,6 +56,7 @@ class Problem:
     now: what to do tonight, settings as they are typed. good: what ends it; empty where `fixed` says it.
     sure: False: the line may have another cause; then `cause` says what would decide it.
     general: it may come of any code. Asked only of a failure that no finding and no other record knows.
+    replaces: codes of findings that say less of the same failure; they are left out where this one is found.
     threads: addresses of the reports.
     """
 
@@ -74,6 +75,7 @@ class Problem:
     fixed: Mapping[str, str] = field(default_factory=lambda: _EMPTY)
     sure: bool = True
     general: bool = False
+    replaces: tuple[str, ...] = ()
     threads: tuple[str, ...] = ()
     #: As a rule of the log has them (findings.LogRule).
     message: str | None = None

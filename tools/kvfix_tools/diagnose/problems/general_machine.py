@@ -245,13 +245,12 @@ PROBLEMS = (
         title="The file system refused to read or write.",
         shows=either(
             "[Errno 5]",
-            "Input/output error",
             "[Errno 116]",
             "Stale file handle",
             "[Errno 122]",
             "Disk quota exceeded",
             "[Errno 27]",
-            "Transport endpoint is not connected",
+            "[Errno 107]",
         ),
         cause="The disk or the network file system below this path has failed, was mounted anew, or its quota is used "
         "up. No setting of vLLM or LMCache causes it.",

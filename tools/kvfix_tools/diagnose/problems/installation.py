@@ -113,6 +113,7 @@ PROBLEMS = (
         shows=(Failed(kind="ImportError", text="<library>: cannot open shared object", through="/nixl_ep/"),),
         sentence="nixl_ep asks for {library}",
         releases={"vllm": "<0.26"},
+        replaces=("KVD704",),
         cause="vLLM imports nixl_ep wherever it finds the folder, also without expert parallelism. The wheel is of "
         "another CUDA than the image.",
         now="move the folder away that the traceback names (mv .../nixl_ep .../nixl_ep.off); where NixlConnector is "

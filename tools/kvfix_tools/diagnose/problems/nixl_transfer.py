@@ -78,6 +78,7 @@ PROBLEMS = (
             Failed(kind="RuntimeError", text="BAD_STATUS", within="_pop_done_transfers"),
         ),
         releases={"vllm": "<0.32"},
+        replaces=("KVD571",),
         cause="The peer died or restarted, or UCX gave the connection up (seen after days of uptime). NIXL then "
         "forgets the peer, and vLLM does no new handshake with an engine that it knows already. Before 0.15 the worker "
         "dies of it.",
@@ -99,6 +100,7 @@ PROBLEMS = (
             Failed(kind="nixlRemoteDisconnectError", within="_read_blocks"),
         ),
         releases={"vllm": ">=0.32"},
+        replaces=("KVD571", "KVD303"),
         cause="Prefill died, was restarted or was cut off: UCX closed the connection. The requests whose KV "
         "it held end with an error (`kv_load_failure_policy` `fail`, the default) or are computed again "
         "(`recompute`). Decode goes on, and connects anew to a prefill that is started again.",

@@ -1,0 +1,61 @@
+"""What P/D transfer leaves in a log, told apart: Mooncake's own lines, NIXL's, KVBM's; one finding for one failure."""
+
+from __future__ import annotations
+
+from tests.diagnose.lines import codes, diagnose, stats
+from tests.diagnose.test_pasted import raised
+
+
+def test_a_refused_registration_of_mooncake_is_named_by_its_reason() -> None:
+    """The card's answer decides; that the same memory is then of no card is not a second finding, nor a disk's."""
+    line = "{level}0326 14:23:05.675921 18944 {file}] {text}\n"
+    refused = line.format(level="E", file="rdma_context.cpp:265", text="Failed to register memory 0x7f105035d000: {}")
+    after = line.format(
+        level="E",
+        file="rdma_transport.cpp:529",
+        text="Memory region not registered by any active device(s): 0x7f3e26088000",
+    )
+    assert codes(diagnose(refused.format("Bad address [14]"))) == ["KVD010"]
+    assert codes(diagnose(refused.format("Cannot allocate memory [12]"))) == ["KVD011"]
+    assert codes(diagnose(refused.format("Input/output error [5]"), after)) == ["KVD012"]
+    assert codes(diagnose(after)) == ["KVD014"]
+
+
+def test_one_failure_has_one_finding() -> None:
+    """The record that says more replaces those that say less of it."""
+    ep = raised(
+        [("vllm/distributed/device_communicators/all2all.py", "<module>", "import nixl_ep"),
+         ("nixl_ep/__init__.py", "<module>", "import nixl_ep_cpp")],
+        "ImportError: libcudart.so.12: cannot open shared object file: No such file or directory",
+    )  # fmt: skip
+    assert codes(diagnose(ep)) == ["KVD151"]
+    gone = raised(
+        [("vllm/distributed/kv_transfer/kv_connector/v1/nixl/base_worker.py", "_pop_done_transfers", "check()")],
+        "nixl_cu12._bindings.nixlRemoteDisconnectError: NIXL_ERR_REMOTE_DISCONNECT",
+    )
+    failed = (
+        "(Worker pid=7) ERROR 12-03 01:24:36 [base_worker.py:1260] "
+        "NIXL transfer failure: transfer_failed | Context: {}\n"
+    )
+    engine = "INFO 12-03 01:24:30 [core.py:69] Initializing a V1 LLM engine (v0.32.0) with config: model='m'\n"
+    assert codes(diagnose(engine, failed, gone)) == ["KVD591"]
+
+
+def test_the_place_of_a_statement_says_which_connector_ran() -> None:
+    line = "(Worker pid=7) ERROR 12-03 01:24:36 [nixl_connector.py:815] Something failed\n"
+    assert diagnose(line).who.connectors == {"NixlConnector"}
+
+
+def test_kvbm_that_waits_is_told_of_a_start_that_never_ends() -> None:
+    """KVBM's leader says at INFO that its workers do not answer; an engine that then works had a normal start."""
+    ping = (
+        "2025-11-04T12:26:04Z  INFO dynamo_llm::block_manager::distributed::zmq: "
+        "ZmqActiveMessageLeader: Ping timed out. Retrying...\n"
+    )
+    assert codes(diagnose(ping, ping)) == ["KVD031"]
+    assert codes(diagnose(ping, stats(running=1, generation=3.0))) == []
+
+
+def test_rust_that_panics_is_a_death() -> None:
+    panic = "thread 'tokio-runtime-worker' panicked at /opt/dynamo/lib/llm/src/block_manager/pool.rs:220:69:\n"
+    assert codes(diagnose(panic)) == ["KVD199"]
