@@ -100,7 +100,8 @@ def ranks_differ(log: Diagnosis, line: LogLine) -> Answer | None:
     """The ranks of one engine find different hits for the same tokens.
 
     Cause: a rank that never hits hashes with a seed of its own (PYTHONHASHSEED). One that misses now and then: the
-    store has evicted its part of the chunks (KVD311); the least hit is taken, and nothing is wrong.
+    store has evicted its part of the chunks (KVD311); the least hit is taken, and nothing is wrong. A decoder with PD:
+    chunks go with the first request that fetched them, so that another with the same start finds some at some ranks.
 
     Setting: `PYTHONHASHSEED=0` for every process; `pre_caching_hash_algorithm: sha256_cbor`.
 

@@ -54,11 +54,11 @@ PROBLEMS = (
             Logged("'device ip' is not set correctly"),
             Logged("device_ip is not set correctly"),
         ),
-        cause="Mooncake and HCCL read the NPUs' addresses from /etc/hccn.conf, and the container has no such file. The "
-        "engines start all the same: transfers fail, and answers may begin wrongly and repeat.",
-        now="`docker run ... -v /etc/hccn.conf:/etc/hccn.conf -v /usr/local/Ascend/driver/tools/hccn_tool:"
-        "/usr/local/Ascend/driver/tools/hccn_tool` for prefill and decode; `hccn_tool -i 0 -ip -g` inside has to print "
-        "an address",
+        cause="Mooncake and HCCL read the NPUs' addresses from /etc/hccn.conf, and the container has no such file. "
+        "The engines start all the same: transfers fail, and answers may begin wrongly and repeat.",
+        now="`docker run ... -v /etc/hccn.conf:/etc/hccn.conf -v "
+        "/usr/local/Ascend/driver/tools/hccn_tool:/usr/local/Ascend/driver/tools/hccn_tool` for prefill and decode; "
+        "`hccn_tool -i 0 -ip -g` inside has to print an address",
         good="the same; no release checks it at start",
         threads=(_ASCEND + "issues/7711", _ASCEND + "issues/4866"),
     ),
@@ -106,9 +106,9 @@ PROBLEMS = (
             Logged("register_local_memory_failed"),
             Logged("Failed to mount segment: INVALID_PARAMS"),
         ),
-        cause="The master is not asked at all. On Ascend `Register mem ret:207000` is a feature that the driver lacks: "
-        "`ASCEND_ENABLE_USE_FABRIC_MEM=1` needs HDK 26.0.0, CANN 9.0.0 and LingQu CC 1.5.0 or newer. With RDMA: "
-        "locked memory is limited.",
+        cause="The master is not asked at all. On Ascend `Register mem ret:207000` is a feature that the driver "
+        "lacks: `ASCEND_ENABLE_USE_FABRIC_MEM=1` needs HDK 26.0.0, CANN 9.0.0 and LingQu CC 1.5.0 or newer. With "
+        "RDMA: locked memory is limited.",
         now="Ascend: newer HDK and CANN, or `unset ASCEND_ENABLE_USE_FABRIC_MEM`; RDMA: container with "
         "`--ulimit memlock=-1`; else a smaller global_segment_size; restart",
         good="drivers that have what the settings ask for",
@@ -166,5 +166,26 @@ PROBLEMS = (
         good="LMCache 0.5.6 knows the layout (NL_X_NP_X_NB_BS_ONE_HS) with LMCacheMPConnector and an LMCache-Ascend "
         "made for it",
         threads=(_LMCACHE_ASCEND + "12", _LMCACHE_ASCEND + "149", "https://github.com/LMCache/LMCache/pull/5138"),
+    ),
+    Problem(
+        code="KVD061",
+        name="lmcache-ascend-of-another-lmcache",
+        severity=Severity.CRASH,
+        title="LMCache-Ascend is made for another LMCache than the one installed.",
+        shows=(
+            Failed(kind="AttributeError", text="'Ascend<what>' object has no attribute"),
+            Failed(kind="AttributeError", text="'NPU<what>' object has no attribute", through="lmcache"),
+            Failed(kind="AttributeError", text="module 'lmcache<module>' has no attribute", through="lmcache_ascend/"),
+            Failed(kind="TypeError", text="unexpected keyword argument", through="lmcache_ascend/"),
+            Failed(kind="TypeError", text="missing <count> required positional argument", through="lmcache_ascend/"),
+            Failed(kind="ImportError", text="cannot import name", through="lmcache_ascend/"),
+            Failed(kind="ModuleNotFoundError", text="No module named 'lmcache.", through="lmcache_ascend/"),
+        ),
+        cause="Its classes are built upon LMCache's own and override a part of each; LMCache changes what they "
+        "inherit from one release to the next.",
+        now="pip list | grep -i lmcache; install the LMCache that the release of LMCache-Ascend names in its README "
+        "(`pip install lmcache==<that release>`), or the LMCache-Ascend branch of this LMCache; restart",
+        good="both of one release",
+        threads=(_LMCACHE_ASCEND + "264",),
     ),
 )

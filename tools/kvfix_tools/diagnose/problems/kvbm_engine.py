@@ -128,4 +128,29 @@ PROBLEMS = (
         good="Dynamo 0.4 or newer, which runs vLLM unpatched with NixlConnector",
         threads=(_DYNAMO + "issues/516",),
     ),
+    Problem(
+        code="KVD060",
+        name="kvbm-disk-file-refused",
+        severity=Severity.CRASH,
+        title="The file system does not let KVBM make its disk cache's file.",
+        shows=(
+            Logged("fallocate failed with EOPNOTSUPP"),
+            Logged("write all error: Invalid argument"),
+            Logged("O_DIRECT alignment issues."),
+            Logged("Failed to allocate temp file: <reason>"),
+            Logged("Failed to allocate disk file: <reason>"),
+            Logged("Failed to allocate file space: <reason>"),
+            Failed(text="Failed to allocate temp file: <reason>"),
+            Failed(text="Failed to allocate disk file: <reason>"),
+            Failed(text="write all error: Invalid argument"),
+        ),
+        replaces=("KVD340",),
+        cause="EOPNOTSUPP (`Operation not supported`): it has no fallocate (Lustre, NFS, some overlays). EINVAL "
+        "(`Invalid argument`) in a write: it takes O_DIRECT only with pages aligned otherwise. ENOSPC, EDQUOT: "
+        "DYN_KVBM_DISK_CACHE_GB, for each worker, does not fit. EACCES, EROFS: the directory cannot be written.",
+        now="EOPNOTSUPP: DYN_KVBM_DISK_ZEROFILL_FALLBACK=1; EINVAL: DYN_KVBM_DISK_DISABLE_O_DIRECT=1; or "
+        "DYN_KVBM_DISK_CACHE_DIR on a local ext4 or XFS disk; ENOSPC: a smaller DYN_KVBM_DISK_CACHE_GB; restart",
+        good="a local disk with room for DYN_KVBM_DISK_CACHE_GB of each worker",
+        threads=(_DYNAMO + "issues/2680", _DYNAMO + "issues/4508"),
+    ),
 )

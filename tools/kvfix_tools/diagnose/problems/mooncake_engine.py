@@ -109,6 +109,7 @@ PROBLEMS = (
             Logged("Socket read timed out"),
         ),
         sure=False,
+        replaces=("KVD020", "KVD886", "KVD520"),
         cause="Nothing answers at the peer's address: a firewall or network policy between the nodes, an address of a "
         "pod or an interface that is not routed, a name that does not resolve, or a peer that stands still. Ports are "
         "taken at random from MC_MIN_RPC_PORT to MC_MAX_RPC_PORT (15000 to 17000).",

@@ -144,4 +144,22 @@ PROBLEMS = (
         good="the release of Mooncake that the caller asks for, one for all nodes",
         sure=False,
     ),
+    Problem(
+        code="KVD063",
+        name="mooncake-memory-registered-twice",
+        severity=Severity.CRASH,
+        title="The same memory was given to Mooncake's transfer engine twice.",
+        shows=(
+            Logged("Transfer Engine does not support overlapped memory region"),
+            Failed(text="Transfer Engine does not support overlapped memory region"),
+        ),
+        sure=False,
+        cause="Two regions that are registered overlap: layers that share one tensor (cross-layer blocks, MLA with "
+        "several groups, a draft model that shares KV), or an engine that is set up again in a process without "
+        "unregister_memory of before, or two connectors with one transfer engine (MultiConnector).",
+        now="one Mooncake connector for each process; without the draft model (--speculative-config); restart the "
+        "process in place of setting the engine up again; the newest mooncake-transfer-engine",
+        good="a connector that registers each tensor once",
+        threads=("https://github.com/sgl-project/sglang/issues/4880",),
+    ),
 )

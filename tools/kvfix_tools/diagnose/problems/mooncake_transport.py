@@ -92,6 +92,7 @@ PROBLEMS = (
             Logged("Failed to modity QP to RTR, check mtu, gid, peer lid, peer qp num"),
             Logged("Failed to modify QP to INIT"),
         ),
+        replaces=("KVD020",),
         cause="The queue pair to the peer breaks or does not come up: another GID index or MTU, a NIC that does not "
         "reach the other node's NIC, or a peer that died (`transport retry counter exceeded`). `to INIT` is the own "
         "NIC: its port is not ACTIVE, or its driver refuses (irdma).",

@@ -26,6 +26,7 @@ PROBLEMS = (
             Failed(kind="AssertionError", source="assert self.dst_num_blocks[engine_id] == nixl_agent_meta.num_blocks"),
             Failed(kind="AssertionError", source="assert self.num_blocks >= nixl_agent_meta.num_blocks"),
         ),
+        replaces=("KVD156", "KVD570"),
         cause="Ranks of one engine id say different sizes: vLLM before 0.11 sized each rank by its own free memory, or "
         "an engine with a fixed `engine_id` came back with another size. The older `self.num_blocks >=` (before 0.10) "
         "compared decode with prefill.",
@@ -49,6 +50,7 @@ PROBLEMS = (
             Failed(kind="AssertionError", text="All remote layers must have the same block size", at=_NIXL_CONNECTOR),
         ),
         releases={"vllm": "<0.26"},
+        replaces=("KVD156", "KVD570"),
         cause="Another dtype, block size or tensor parallel size than these releases can map: with more ranks than KV "
         "heads on one side the heads are repeated, and the size no longer follows the number of ranks.",
         now="the same --tensor-parallel-size, --block-size, --dtype and --kv-cache-dtype on both sides",
@@ -75,6 +77,7 @@ PROBLEMS = (
             ),
         ),
         releases={"vllm": ">=0.26"},
+        replaces=("KVD156", "KVD570"),
         cause="One side has other layers (a draft model on one side only), another KV cache dtype, block size or "
         "layout.",
         now="the same --speculative-config, --kv-cache-dtype, --dtype and --block-size on both sides; else the same "
@@ -88,6 +91,7 @@ PROBLEMS = (
         severity=Severity.CRASH,
         title="Prefill and decode have different tensor parallel sizes and different KV layouts.",
         shows=(Failed(kind="RuntimeError", text="Heterogeneous TP expects same kv_cache_layout", at=_BASE_WORKER),),
+        replaces=("KVD156", "KVD570"),
         cause="Heads are exchanged between ranks of different number, which needs one layout on both sides.",
         now='`export VLLM_KV_CACHE_LAYOUT=HND` on both sides, or `"enable_permute_local_kv": true` beside '
         "kv_connector in decode's --kv-transfer-config; or the same --tensor-parallel-size",
@@ -112,6 +116,7 @@ PROBLEMS = (
             ),
         ),
         sentence="here {local}, there {remote}",
+        replaces=("KVD156", "KVD570"),
         cause="KV is mapped between ranks and blocks only where one size divides the other (before vLLM 0.15 prefill's "
         "tensor parallel size must not be the larger one).",
         now="--tensor-parallel-size and --block-size of prefill and decode equal, or one a multiple of the other",
@@ -189,6 +194,7 @@ PROBLEMS = (
             Failed(kind="AssertionError", text="Number of KV layers must match between producer and consumer"),
         ),
         releases={"vllm": ">=0.21"},
+        replaces=("KVD156", "KVD570"),
         cause="One side has layers of KV that the other lacks: a draft model (EAGLE, MTP, DSpark) that only one side "
         "was given, or another model.",
         now="the same --speculative-config on prefill and decode, or none on both; restart both",
@@ -205,6 +211,7 @@ PROBLEMS = (
             Failed(kind="AssertionError", text="Mamba 3-read transfer with block_size_ratio != <one> is not tested."),
         ),
         releases={"vllm": ">=0.20,<0.32"},
+        replaces=("KVD156", "KVD570"),
         cause="NixlConnector maps blocks of one size to those of another for models with one KV group only. The size "
         "also follows from the tensor parallel size and the attention backend, where --block-size is not given.",
         now="the same --block-size, --tensor-parallel-size and attention backend on prefill and decode",
@@ -228,6 +235,7 @@ PROBLEMS = (
             ),
         ),
         releases={"vllm": ">=0.21"},
+        replaces=("KVD156", "KVD570"),
         cause="Blocks of one size are mapped to those of another only where prefill's tensor parallel size is not the "
         "larger one, and where KV goes from GPU to GPU (kv_buffer_device cuda).",
         now="the same --block-size on prefill and decode, given on both; restart both",
@@ -246,6 +254,7 @@ PROBLEMS = (
             ),
         ),
         releases={"vllm": ">=0.32"},
+        replaces=("KVD156", "KVD570"),
         cause="NVFP4 pages hold the data of all heads before the scales of all, and pages of compressed sparse "
         "attention go as whole blocks: a head's part of them is no slice.",
         now="the same --tensor-parallel-size on prefill and decode; or --kv-cache-dtype fp8 in place of nvfp4 on both",
@@ -263,6 +272,7 @@ PROBLEMS = (
             ),
         ),
         releases={"vllm": ">=0.33"},
+        replaces=("KVD156", "KVD570"),
         cause="The layout or the block size of the two sides differs: another VLLM_KV_CACHE_LAYOUT, --block-size, "
         "attention backend, or a draft model with other options.",
         now="the same VLLM_KV_CACHE_LAYOUT, --block-size, --attention-backend and --speculative-config on both sides",

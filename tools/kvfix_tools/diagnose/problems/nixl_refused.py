@@ -51,6 +51,7 @@ PROBLEMS = (
             Failed(text="Prefix caching with heterogeneous physical_blocks_per_logical", at=_WORKER),
         ),
         releases={"vllm": ">=0.32"},
+        replaces=("KVD156", "KVD570"),
         cause="They differ in what decides the layout: --block-size, --kv-cache-dtype, --attention-backend, a draft "
         "model, --disable-hybrid-kv-cache-manager, or the vLLM release. The message names what it could not pair.",
         now="the same image and the same of these options on prefill and decode; with other tensor parallel sizes "
@@ -75,6 +76,7 @@ PROBLEMS = (
                 kind="AssertionError", within="_validate_remote_agent_handshake", source="tp_ratio < 0 and self.kv_topo"
             ),
         ),
+        replaces=("KVD156", "KVD570"),
         cause="With more ranks than KV heads prefill keeps each head on several ranks. Decode with a smaller tensor "
         "parallel size would read heads from several of them; vLLM does that only where each is on one (MLA and Mamba "
         "are free of it).",
@@ -94,6 +96,7 @@ PROBLEMS = (
             Failed(kind="AssertionError", within="nixl_connector.py:add_remote_agent"),
         ),
         general=True,
+        replaces=("KVD156", "KVD570"),
         cause="Each side compares number and length of the other's memory regions, blocks, groups and heads with its "
         "own. The assertion names what differs: other vLLM releases, --block-size, --kv-cache-dtype, "
         "--attention-backend, a draft model or MTP on one side, another model, or tensor parallel sizes that do not "
@@ -177,5 +180,18 @@ PROBLEMS = (
         "(X-Request-Id); restart prefill",
         good="vLLM 0.11.1 or newer, and ids that are never used twice",
         threads=("https://github.com/vllm-project/vllm/pull/26929",),
+    ),
+    Problem(
+        code="KVD059",
+        name="nixl-mamba-prefix-cached",
+        severity=Severity.CRASH,
+        title="A hit of decode's own prefix cache meets a model with Mamba or linear attention, and NIXL asserts.",
+        shows=(Failed(kind="AssertionError", text="SSM can only have one local block"),),
+        cause="With prefix caching such a model (Nemotron-H, Qwen3-Next and 3.5, Granite 4, Jamba) keeps states of "
+        "several places of a prompt, and NIXL's worker takes one state block for granted. It shows with the first "
+        "prompt that decode has seen before.",
+        now="--no-enable-prefix-caching on decode and on prefill (--mamba-cache-mode none); restart both",
+        good="vLLM 0.32 or newer, whose NIXL worker has no such assertion, with --mamba-cache-mode align on both sides",
+        threads=("https://github.com/ai-dynamo/dynamo/issues/12197",),
     ),
 )

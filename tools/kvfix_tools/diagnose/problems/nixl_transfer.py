@@ -126,7 +126,8 @@ PROBLEMS = (
         cause="With `Releasing expired KV blocks` for the same id before it: the lease ended, the blocks were given "
         "away, and decode read them after that, HTTP 200. Without it: a second decode request had the same "
         "kv_transfer_params (a router or client that tries again), and read blocks that the first read had set free; "
-        "or prefill was restarted, or the request was aborted there. vLLM only logs it.",
+        "or prefill was restarted, or the request was aborted there. Where every request logs it and another id with "
+        "the same start expires later: KVD575 (vllm#36958), and the KV is right. vLLM only logs it.",
         now='distrust the answers of these ids. vLLM 0.26 or later: `"kv_connector_extra_config": '
         '{"kv_lease_duration": 300}` on both sides; before: `VLLM_NIXL_ABORT_REQUEST_TIMEOUT=600`; fewer '
         "waiting requests on decode (--max-num-seqs up). A second try has to begin at prefill; `kvfix run -- CMD` "
@@ -176,10 +177,14 @@ PROBLEMS = (
         sentence="request {request}, fetched by {count} workers in {seconds} s",
         releases={"vllm": "<0.26"},
         sure=False,
-        cause="Decode is down, overloaded or never got the request; or the client had gone (then it is harmless).",
-        now="look at decode's log of that time (handshake, queue); `VLLM_NIXL_ABORT_REQUEST_TIMEOUT=600` on both sides",
+        cause="Decode is down, overloaded or never got the request; or the client had gone (then it is harmless). With "
+        "`Potentially invalid KV blocks for unrecognized request` at the same time, for ids that differ only in their "
+        "end: decode did fetch, and told prefill its own id (vllm#36958: MLA, prefill with more tensor parallel ranks "
+        "than decode): every request holds its blocks until the timeout.",
+        now="look at decode's log of that time (handshake, queue); `VLLM_NIXL_ABORT_REQUEST_TIMEOUT=600` on both "
+        "sides; ids that differ only in their end: the same --tensor-parallel-size on both sides",
         good="decode fast enough for what prefill sends; vLLM 0.26.0 renews leases by heartbeats",
-        threads=(f"{_ISSUES}/25562",),
+        threads=(f"{_ISSUES}/25562", f"{_ISSUES}/36958"),
     ),
     Problem(
         code="KVD576",

@@ -109,9 +109,34 @@ PROBLEMS = (
         "in containers that share no IPC or PID namespace, a memory pool that has no such handle "
         "(expandable_segments), or a GPU that this container does not see. `Element already exists`: the same memory "
         "was opened before, by another user of it.",
-        now="`UCX_TLS=^cuda_ipc` on both engines (the card or host memory in its place); or containers with --ipc host "
-        "--pid host and both GPUs visible, and without PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True; restart both",
+        now="`UCX_TLS=^cuda_ipc` on both engines (the card or host memory in its place); or containers with --ipc "
+        "host --pid host and both GPUs visible, and without PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True; "
+        "restart both",
         good="one pod with all GPUs for engines that share a node, or UCX without cuda_ipc",
         threads=("https://github.com/openucx/ucx/issues/3192", "https://github.com/openucx/ucx/pull/11603"),
+    ),
+    Problem(
+        code="KVD062",
+        name="ucx-has-no-transport",
+        severity=Severity.HANG,
+        title="UCX has no transport that reaches the other engine.",
+        shows=(
+            Logged("no active messages transport to <peer>"),
+            Logged("no am bcopy transport to <peer>"),
+            Logged("no auxiliary transport to <peer>"),
+            Logged("no remote registered memory access transport to <peer>"),
+            Logged("no put short transport to <peer>"),
+            Logged("no remote memory access transport to <peer>"),
+            Logged("no tag transport to <peer>"),
+        ),
+        replaces=("KVD554", "KVD570"),
+        cause="The line lists each transport with its reason. `not enabled` or a list that lacks tcp and rc: UCX_TLS "
+        "leaves out what is needed for messages (cuda_ipc and cuda_copy move memory only, posix and sysv do not reach "
+        "another container or node). `Destination is unreachable`: the network card of UCX_NET_DEVICES does not lead "
+        "to the peer. `no peer failure handler`: shared memory cannot be taken with NIXL's error handling.",
+        now="unset UCX_TLS (UCX chooses), or add tcp, with RDMA also rc: `UCX_TLS=rc,tcp,cuda_copy,cuda_ipc,sm,self`; "
+        "unset UCX_NET_DEVICES or name a card that reaches the peer; the same on both sides; restart both",
+        good="the set-up; `UCX_PROTO_INFO=y` shows what is taken",
+        threads=("https://github.com/ai-dynamo/nixl/issues/1846",),
     ),
 )
