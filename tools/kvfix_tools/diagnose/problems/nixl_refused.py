@@ -48,7 +48,6 @@ PROBLEMS = (
             Failed(text="escapes its block", within="_align_remote_regions_by_layer"),
             Failed(text="unpairable SSM state slots", at=_WORKER),
             Failed(text="Remote KV pages do not cover the requested range", at=_WORKER),
-            Failed(text="Prefix caching with heterogeneous physical_blocks_per_logical", at=_WORKER),
         ),
         releases={"vllm": ">=0.32"},
         replaces=("KVD156", "KVD570"),
