@@ -61,4 +61,30 @@ PROBLEMS = (
         good="LMCache 0.3.9 or newer, which names the socket and gives up after lookup_timeout_ms",
         threads=("https://github.com/LMCache/LMCache/pull/1615",),
     ),
+    Problem(
+        code="KVD268",
+        name="lookup-cannot-be-read",
+        severity=Severity.SLOW,
+        title="A rank could not answer a lookup: the request counts as a miss, or waits for the time of a lookup.",
+        shows=(
+            Logged(
+                "Error decoding JSON in lookup request: <error>", "lmcache/v1/lookup_client/lmcache_lookup_client.py"
+            ),
+            Logged(
+                "Error decoding UTF-8 in lookup request: <error>", "lmcache/v1/lookup_client/lmcache_lookup_client.py"
+            ),
+            Logged("Error processing lookup request: <error>", "lmcache/v1/lookup_client/lmcache_lookup_client.py"),
+            Logged(
+                "Error processing response from worker: <error>",
+                "lmcache/v1/lookup_client/lmcache_async_lookup_client.py",
+            ),
+        ),
+        releases={"lmcache": ">=0.5"},
+        sentence="{error}",
+        cause="The rank's LMCache raised while it looked the keys up; the error names why. Scheduler and ranks of two "
+        "releases of LMCache, after an update of one pod only, look so too.",
+        now="what the error names; the same image for all ranks",
+        good="what ends the error",
+        sure=False,
+    ),
 )

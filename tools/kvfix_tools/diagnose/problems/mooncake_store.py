@@ -251,4 +251,31 @@ PROBLEMS = (
             "https://github.com/kvcache-ai/Mooncake/issues/879",
         ),
     ),
+    Problem(
+        code="KVD269",
+        name="mooncake-store-refuses-the-buffer",
+        severity=Severity.CRASH,
+        title="Mooncake's store could not be set up: its configuration or LMCache's buffer was refused.",
+        shows=(
+            Logged(
+                "Buffer registration error: <error>", "lmcache/v1/storage_backend/connector/mooncakestore_connector.py"
+            ),
+            Logged(
+                "Configuration loading failed: <error>",
+                "lmcache/v1/storage_backend/connector/mooncakestore_connector.py",
+            ),
+            Logged(
+                "An error occurred while loading the configuration: <error>",
+                "lmcache/v1/storage_backend/connector/mooncakestore_connector.py",
+            ),
+        ),
+        releases={"lmcache": ">=0.5"},
+        sentence="{error}",
+        cause="MOONCAKE_CONFIG_PATH or the extra_config of LMCache lacks a field that Mooncake wants "
+        "(local_hostname, metadata_server, master_server_address, protocol), or with RDMA the buffer in host memory "
+        "may not be registered (memlock, no device of that name).",
+        now="protocol: tcp once: if that starts, it is RDMA: ulimit -l unlimited, device_name from ibv_devices",
+        good="the configuration",
+        sure=False,
+    ),
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvfix_tools.diagnose.findings import Severity
-from kvfix_tools.diagnose.problems import Died, Failed, Logged, Problem
+from kvfix_tools.diagnose.problems import Failed, Logged, Problem
 
 _LMCACHE = "https://github.com/LMCache/LMCache/"
 _IN_PROCESS = ("LMCacheConnectorV1", "MultiConnector")
@@ -133,90 +133,6 @@ PROBLEMS = (
         threads=("https://github.com/aws/sagemaker-hyperpod-cli/issues/431",),
     ),
     Problem(
-        code="KVD894",
-        name="gds-write-fails",
-        severity=Severity.SLOW,
-        title="GPUDirect Storage cannot write or read chunks on this file system.",
-        shows=(
-            Logged("GDS write operation failed for key <key> at path"),
-            Logged("GDS/cuFile write operation failed for key <key> at path"),
-            Logged("GDS read failed for <path>: "),
-            Logged("CuFile read failed for <path>: "),
-            Logged("Error saving <path>: "),
-            Logged("Error loading <path>: ret: "),
-            Failed(kind="RuntimeError", text="cuFileHandleRegister failed (cuFile err="),
-            Failed(kind="RuntimeError", text="cuFileWrite failed (cuFile err="),
-            Failed(kind="RuntimeError", text="cuFileRead failed (cuFile err="),
-        ),
-        connectors=_IN_PROCESS,
-        cause="cuFile refuses the file system (overlay, NFS without RDMA, tmpfs), nvidia-fs is not loaded, or the "
-        "folder is full or read-only: the error at the end says which. cuFile's numbers: 5001 no driver, 5007 and 5008 "
-        "platform or file system, 5010 and 5033 nvidia-fs, 5018 to 5020 kind or mode of the file, 5030 within cuFile.",
-        now="extra_config: {use_cufile: false} (LMCache 0.4.4 and newer: use_gds: false), which reads and writes "
-        "through the page cache; /usr/local/cuda/gds/tools/gdscheck -p",
-        good="a file system that gdscheck lists as supported; else local_disk",
-        sure=False,
-    ),
-    Problem(
-        code="KVD895",
-        name="gds-not-there",
-        severity=Severity.CRASH,
-        title="The GDS backend does not start: cuFile, its folder or its file system does not fit.",
-        shows=(
-            Failed(kind="RuntimeError", text="Unable to detect fstype for <path>", at=_GDS),
-            Failed(kind="AssertionError", text="Need to specify gds_path for GdsBackend", at=_GDS),
-            Failed(kind="ModuleNotFoundError", text="No module named 'cufile'"),
-            Failed(kind="OSError", text="libcufile.so"),
-            Logged("Unable to detect fstype for"),
-        ),
-        connectors=_IN_PROCESS,
-        cause="The text says which: gds_path is not an absolute path on a mounted file system, the Python package "
-        "cufile-python is missing, or NVIDIA's libcufile is not in the container.",
-        now="pip install cufile-python and the package libcufile-dev of this CUDA, gds_path: /mnt/nvme/kv; or without "
-        "gds_path and local_disk: /mnt/nvme/kv",
-        good="keep it so: the set-up was wrong, and no release changes that",
-        threads=(_LMCACHE + "issues/795",),
-    ),
-    Problem(
-        code="KVD859",
-        name="gds-without-gpu-runtime",
-        severity=Severity.CRASH,
-        title="The GDS backend without GDS copies by the GPU's runtime library, and does not find it.",
-        shows=(
-            Failed(
-                kind="RuntimeError",
-                text="GDS POSIX fallback requires a GPU runtime library (libcudart.so or libamdhip64.so)",
-                at=_GDS,
-            ),
-        ),
-        connectors=_IN_PROCESS,
-        releases={"lmcache": ">=0.5.2"},
-        cause="With use_gds: false, or on tmpfs and overlayfs, files are read by the CPU and copied with cudaMemcpy. "
-        "libcudart.so is looked for on the loader's path, where torch's own copy (site-packages/nvidia) is not.",
-        now="find / -name 'libcudart.so*': its folder into LD_LIBRARY_PATH, with a link libcudart.so in it; or "
-        "local_disk: in place of gds_path:",
-        good="an image with the CUDA runtime (`-runtime` or `-devel`), not `-base`",
-    ),
-    Problem(
-        code="KVD896",
-        name="cufile-aborts",
-        severity=Severity.CRASH,
-        title="NVIDIA's cuFile library aborts the LMCache server in an asynchronous read.",
-        shows=(
-            Died(within="read_async"),
-            Died(within="cuFileReadAsync"),
-            Died("putStreamOp"),
-        ),
-        sentence="an assertion in libcufile ended the process",
-        releases={"lmcache": ">=0.4.7"},
-        cause="The library asserts in its own queue of stream operations while many reads of a retrieve are queued; "
-        "the code is not LMCache's. Workers see time-outs only.",
-        now="restart the server without --gds-l1-path: lmcache server --l1-size-gb 50 --eviction-policy LRU, then vLLM",
-        good="no release is right yet; LMCache 0.5.6 can take another --gds-l1-backend",
-        sure=False,
-        threads=(_LMCACHE + "issues/4589",),
-    ),
-    Problem(
         code="KVD897",
         name="nixl-storage-transfer-fails",
         severity=Severity.SLOW,
@@ -240,24 +156,6 @@ PROBLEMS = (
         good="no release is known to be right with nixl_async_put; else a change of set-up",
         sure=False,
         threads=(_LMCACHE + "issues/2983",),
-    ),
-    Problem(
-        code="KVD970",
-        name="gds-call-refused",
-        severity=Severity.SLOW,
-        title="NVIDIA's cuFile or AMD's hipFile refuses a call of the LMCache server's GDS tier.",
-        shows=(
-            Failed(kind="RuntimeError", text="<call> failed: cuFileError(err=<error>"),
-            Failed(kind="RuntimeError", text="<call> failed: hipFileError(err=<error>"),
-        ),
-        sentence="{call}: error {error}",
-        releases={"lmcache": ">=0.4.7"},
-        sure=False,
-        cause="The message has the library's own code. GPU direct storage needs its kernel module (nvidia-fs), a file "
-        "system that it supports (ext4 and xfs on NVMe; no overlay, no tmpfs) and its devices in the container.",
-        now="/usr/local/cuda/gds/tools/gdscheck -p on the node and in the container; lmcache server without "
-        "--gds-l1-path until it passes",
-        good="GDS set up on the node, or the server's L1 in host memory (--l1-size-gb)",
     ),
     Problem(
         code="KVD452",

@@ -94,4 +94,19 @@ PROBLEMS = (
         good="see the findings of pins and reference counts; report it with `kvfix-diagnose LOG --issue FILE.md`",
         sure=False,
     ),
+    Problem(
+        code="KVD270",
+        name="grammar-refuses-a-token",
+        severity=Severity.WRONG,
+        title="A request with structured output has a token that its grammar does not allow: vLLM ended it.",
+        shows=(Logged("Unexpected: grammar rejected tokens <tokens> for request", "vllm/v1/core/sched/scheduler.py"),),
+        releases={"vllm": ">=0.15"},
+        sentence="a token was not allowed by the grammar",
+        cause="The mask of the step and the grammar's state differ. It happens with drafts or asynchronous scheduling, "
+        "and when the model reads wrong KV; without structured output the same fault is silent.",
+        now="the same request without the connector, with the prefix cache off: if it still comes, it is not the KV. "
+        "Else --no-async-scheduling, then without --speculative-config",
+        good="what that comparison shows; kvfix run --mode check -- CMD sees wrong KV that the connector delivers",
+        sure=False,
+    ),
 )

@@ -1,0 +1,81 @@
+"""Loads and stores between a worker and the LMCache server that one of them refuses."""
+
+from __future__ import annotations
+
+from kvfix_tools.diagnose.findings import Severity
+from kvfix_tools.diagnose.problems import Failed, Logged, Problem
+
+PROBLEMS = (
+    Problem(
+        code="KVD264",
+        name="experimental-feature-missing-at-the-server",
+        severity=Severity.CRASH,
+        title="The connector asks for an experimental feature that the LMCache server was not started with.",
+        shows=(
+            Failed(
+                text="Connector enables <feature> but server does not",
+                at="lmcache/integration/vllm/experimental/dispatcher.py",
+            ),
+        ),
+        releases={"lmcache": ">=0.5.5"},
+        sentence="{feature}",
+        cause="Both sides name their experimental features; the connector's have to be among the server's "
+        "(dispatcher.py 0.5.6:137).",
+        now="the same feature in the server's options (lmcache server --help, `experimental`), or out of "
+        "kv_connector_extra_config",
+        good="the same list on both sides",
+    ),
+    Problem(
+        code="KVD265",
+        name="transfer-before-registration",
+        severity=Severity.CRASH,
+        title="A worker wants to load or store, and has not registered its KV cache with the LMCache server.",
+        shows=(
+            Failed(
+                text="Transfer context is not initialized. Call register_kv_caches()",
+                at="lmcache/integration/vllm/vllm_multi_process_adapter.py",
+            ),
+        ),
+        releases={"lmcache": ">=0.5"},
+        cause="The registration failed or is still going on; its error stands above in the worker's log, and in the "
+        "server's. After a restart of the server each worker has to register again.",
+        now="the server's log: `Error handling operation register_kv_cache...`; start the server first, then vLLM",
+        good="what the server's log names",
+    ),
+    Problem(
+        code="KVD266",
+        name="hit-is-no-multiple-of-the-chunk",
+        severity=Severity.CRASH,
+        title="The number of hit tokens is no multiple of the chunk that this side counts with.",
+        shows=(
+            Failed(text="The number of LMCache hit tokens should be a multiple of the LMCache chunk size."),
+            Failed(text="The number of tokens should be greater than or equal to the number of LMCache hit tokens."),
+        ),
+        cause="Connector and server count with chunks of different sizes (the server was restarted with another "
+        "--chunk-size), or vLLM has cut the hit, for a preempted request or with speculative decoding.",
+        now="the same --chunk-size at each start of the server; restart vLLM after the server's was changed; kvfix run "
+        "-- CMD for the cut hits of vLLM",
+        good="one --chunk-size, and vLLM started after the server",
+        sure=False,
+    ),
+    Problem(
+        code="KVD267",
+        name="engine-driven-store-refused",
+        severity=Severity.SLOW,
+        title="The LMCache server refused chunks that a worker copied to it: they are not stored.",
+        shows=(
+            Logged(
+                "Engine-driven pickle store chunk shape mismatch", "lmcache/v1/multiprocess/modules/server_transfer.py"
+            ),
+            Logged("Engine-driven pickle store incomplete", "lmcache/v1/multiprocess/modules/server_transfer.py"),
+            Logged("Engine-driven pickle store is missing chunk", "lmcache/v1/multiprocess/modules/server_transfer.py"),
+        ),
+        releases={"lmcache": ">=0.5.5"},
+        cause="The shape that the worker registered is not that of its chunks: another release of LMCache, or workers "
+        "of two models with the same name at one server.",
+        now="the same LMCache release for worker and server; a server of its own, or another "
+        "--served-model-name, for each model",
+        good="one release on both sides",
+        sure=False,
+    ),
+)
