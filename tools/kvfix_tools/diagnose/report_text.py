@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 _STYLES = {"crash": "bold white on red", "wrong KV": "bold red", "hang": "bold red", "leak": "yellow", "slow": "yellow"}
 #: Findings that are shown in full without --all.
 SHOWN = 4
+#: Characters of a cause: those of every record.
+_LONGEST = 460
 #: Lines that count lookups, loads and stores.
 _COUNTED = ("asked", "retrieved", "stored", "mp_prefetched", "mp_retrieved", "mp_stored")
 #: Events of a history and lines of evidence that are shown of each.
@@ -67,11 +69,11 @@ def _print(console: Console, text: str, indent: int, style: str = "") -> None:
 
 
 def _short(text: str) -> str:
-    """The first sentences, to about two lines."""
-    if len(text) <= 260:
+    """The first sentences, to about four lines: what decides a cause often stands last."""
+    if len(text) <= _LONGEST:
         return text
-    cut = text[:260].rfind(". ")
-    return text[: cut + 1] if cut > 80 else text[:257] + "..."
+    cut = text[:_LONGEST].rfind(". ")
+    return text[: cut + 1] if cut > 80 else text[: _LONGEST - 3] + "..."
 
 
 def print_all(log: Diagnosis, findings: list[LogFinding], console: Console, everything: bool) -> None:
