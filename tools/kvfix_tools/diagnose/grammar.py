@@ -205,9 +205,8 @@ _lmcache(
 )  # fmt: skip
 _lmcache("transfer_mode", "Supported transfer", "Supported transfer mode: ", rb"Supported transfer mode: (?P<mode>\w+)")
 _lmcache(
-    "unregistered", "No registered GPU|Rejecting ", " instance ID ",
-    rb"(?:No registered GPU context found for|Rejecting (?P<what>\w+) for unregistered GPU) instance ID "
-    rb"(?P<instance>\d+)",
+    "unregistered", "Rejecting ", "Rejecting ",
+    rb"Rejecting (?P<what>\w+) for unregistered GPU instance ID (?P<instance>\d+)",
 )  # fmt: skip
 _lmcache(
     "reaped", "Reaped ", "Reaped ",
