@@ -44,7 +44,7 @@ def no_memory_to_be_had(log: Diagnosis, line: LogLine | None) -> Answer | None:
 def unpinned_twice(log: Diagnosis, line: LogLine) -> Answer | None:
     """A chunk was let go more often than it was taken: it may be evicted while it is read.
 
-    Setting: `enable_async_loading: false`.
+    Setting: `enable_async_loading: false` and `use_layerwise: false`.
     """
     return Answer(f"pin count {line.fields['count']} of a chunk", request="")
 

@@ -123,7 +123,13 @@ PROBLEMS = (
         "up; a pool that is smaller than the prompts at once shows the same.",
         now="a larger max_local_cpu_size (LMCACHE_MAX_LOCAL_CPU_SIZE=40), and restart vLLM when it is full",
         good="LMCache 0.3.11 or newer (a reporter saw it gone there); from 0.3.12 on pins run out after five minutes",
-        threads=(_LMCACHE + "issues/955", _LMCACHE + "issues/969", _LMCACHE + "issues/1285", _LMCACHE + "issues/1034"),
+        threads=(
+            _LMCACHE + "issues/955",
+            _LMCACHE + "issues/969",
+            _LMCACHE + "issues/1285",
+            _LMCACHE + "issues/1034",
+            _LMCACHE + "issues/745",
+        ),
     ),
     Problem(
         code="KVD849",

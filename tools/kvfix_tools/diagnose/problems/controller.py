@@ -162,4 +162,20 @@ PROBLEMS = (
         "lookup answers; a larger max_local_cpu_size",
         good="no release of LMCache tells it in another way yet (0.5.6 asserts it)",
     ),
+    Problem(
+        code="KVD469",
+        name="controller-command-fails",
+        severity=Severity.SLOW,
+        title="A worker could not carry out a command of the controller (clear, move, pin, compress).",
+        shows=(Logged("Worker error:", _WORKER),),
+        sure=False,
+        cause="What stands behind it is the exception. Nothing: an assertion without text: no chunk of these tokens is "
+        "in that location (a prompt shorter than chunk_size, 256, is not stored; the location is LocalCPUBackend or "
+        "LocalDiskBackend), they lie in two locations, or a move between two locations of one instance.",
+        now="POST /lookup with the same tokens (of POST /tokenize, all of them) first; a prompt of more than "
+        "chunk_size tokens; the location that the lookup names",
+        good="no release up to 0.5.6 says what is missing; then restart the controller, whose socket is out of step "
+        "after an error (`Operation cannot be accomplished in the current state`)",
+        threads=(f"{_LMCACHE}issues/1702", f"{_LMCACHE}issues/1703"),
+    ),
 )

@@ -131,12 +131,17 @@ PROBLEMS = (
         ),
         connectors=_IN_PROCESS,
         releases={"lmcache": "<0.4.4"},
-        cause="With use_layerwise a chunk has three dimensions; the header of remote stores (redis, fs, lm) takes "
-        "four.",
+        cause="With use_layerwise a chunk has three dimensions; the header of remote stores (redis, fs, lm, "
+        "mooncakestore) takes four.",
         now="use_layerwise: false (LMCACHE_USE_LAYERWISE=False), and restart",
         good="LMCache 0.4.4 writes such chunks (protocol.py fills up their shape); use_layerwise: false with a remote "
         "store is what is known to work",
-        threads=(_LMCACHE + "issues/1150", _LMCACHE + "issues/1862"),
+        threads=(
+            _LMCACHE + "issues/1150",
+            _LMCACHE + "issues/1862",
+            _LMCACHE + "issues/2752",
+            _LMCACHE + "issues/1762",
+        ),
     ),
     Problem(
         code="KVD813",
@@ -190,5 +195,21 @@ PROBLEMS = (
         good="LMCache 0.3.9 or newer if layerwise is needed",
         releases={"lmcache": "<0.3.9"},
         threads=("https://github.com/LMCache/LMCache/issues/817",),
+    ),
+    Problem(
+        code="KVD468",
+        name="cachegen-by-layers",
+        severity=Severity.CRASH,
+        title="CacheGen cannot compress chunks of single layers.",
+        shows=(
+            Failed(kind="RuntimeError", text="permute(sparse_coo)", within="cachegen_encoder.py:serialize"),
+            Failed(kind="RuntimeError", within="cachegen_encoder.py:serialize"),
+        ),
+        connectors=_IN_PROCESS,
+        cause="remote_serde: cachegen takes chunks of all layers (four dimensions, five when split into heads), and "
+        "use_layerwise or an MLA model hands it others (cachegen_encoder.py 0.5.6:98).",
+        now="remote_serde: naive (LMCACHE_REMOTE_SERDE=naive) and use_layerwise: false, in every engine, and restart",
+        good="no release of LMCache compresses layers with CacheGen (0.5.6): keep remote_serde: naive",
+        threads=(_LMCACHE + "issues/2137",),
     ),
 )

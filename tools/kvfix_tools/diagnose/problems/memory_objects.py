@@ -277,4 +277,24 @@ PROBLEMS = (
         sure=False,
         threads=(_LMCACHE + "issues/1704",),
     ),
+    Problem(
+        code="KVD471",
+        name="disk-file-missing-kills",
+        severity=Severity.CRASH,
+        title="A chunk's file has gone from local_disk, and this old release dies at it.",
+        shows=(
+            Failed(kind="FileNotFoundError", within="local_disk_backend.py:load_bytes_from_disk"),
+            Failed(kind="FileNotFoundError", within="local_disk_backend.py:load_disk"),
+            Failed(kind="FileNotFoundError", within="local_disk_backend.py:get_blocking"),
+            Failed(kind="FileNotFoundError", within="local_disk_backend.py:async_load_bytes_from_disk"),
+        ),
+        connectors=("LMCacheConnectorV1", "MultiConnector"),
+        releases={"lmcache": "<0.3.9"},
+        cause="The index of the disk cache is in memory and names a file that someone else removed: another engine or "
+        "rank with the same folder that evicts, or a cleaner. From 0.3.9 on such a chunk is a miss.",
+        now="a folder of its own for each engine (local_disk: file:///data/kv/engine-1/), nothing that cleans it, and "
+        "restart",
+        good="LMCache 0.3.9 or newer",
+        threads=("https://github.com/LMCache/LMCache/issues/1313",),
+    ),
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvfix_tools.diagnose.findings import Severity
-from kvfix_tools.diagnose.problems import Failed, Logged, Problem
+from kvfix_tools.diagnose.problems import Failed, Logged, Problem, either
 
 _LMCACHE = "https://github.com/LMCache/LMCache/"
 _MOONCAKE_ISSUES = "https://github.com/kvcache-ai/Mooncake/issues/"
@@ -101,6 +101,10 @@ PROBLEMS = (
                 "has no attribute"
             ),
             Logged("batched put error: unsupported format string passed to bytes.__format__"),
+            Logged(
+                "An error occurred while loading the configuration: 'mooncake.store.MooncakeDistributedStore' object "
+                "has no attribute"
+            ),
             Failed(kind="AttributeError", text="MooncakeDistributedStore' object has no attribute"),
         ),
         connectors=_IN_PROCESS,
@@ -108,7 +112,7 @@ PROBLEMS = (
         now="extra_config: {save_chunk_meta: false} (it uses the older calls), or pip install -U "
         "mooncake-transfer-engine, and restart",
         good="releases of the same month of both; LMCache 0.3.11 or newer for the format error of 0.3.10",
-        threads=(_LMCACHE + "issues/1514", _LMCACHE + "issues/2166"),
+        threads=(_LMCACHE + "issues/1514", _LMCACHE + "issues/2166", _LMCACHE + "issues/839"),
     ),
     Problem(
         code="KVD890",
@@ -265,17 +269,29 @@ PROBLEMS = (
                 "lmcache/v1/storage_backend/connector/mooncakestore_connector.py",
             ),
             Logged(
-                "An error occurred while loading the configuration: <error>",
+                "An error occurred while loading the configuration: ",
                 "lmcache/v1/storage_backend/connector/mooncakestore_connector.py",
             ),
         ),
         releases={"lmcache": ">=0.5"},
-        sentence="{error}",
         cause="MOONCAKE_CONFIG_PATH or the extra_config of LMCache lacks a field that Mooncake wants "
         "(local_hostname, metadata_server, master_server_address, protocol), or with RDMA the buffer in host memory "
         "may not be registered (memlock, no device of that name).",
         now="protocol: tcp once: if that starts, it is RDMA: ulimit -l unlimited, device_name from ibv_devices",
         good="the configuration",
         sure=False,
+    ),
+    Problem(
+        code="KVD470",
+        name="mooncake-name-taken",
+        severity=Severity.CRASH,
+        title="Two Mooncake clients want the same name at the metadata server.",
+        shows=either("Duplicate rpc_meta key not allowed"),
+        cause="The key is mooncake/rpc_meta/<local_hostname>. Two workers with the same local_hostname (with a port in "
+        "it) use it at once, or one that was killed has left its entry: the http metadata server refuses to overwrite.",
+        now="local_hostname without a port and with the node's own address (each worker then takes a free port), or "
+        "another port for each worker; after a kill restart the metadata server (or mooncake_master)",
+        good='"metadata_server": "P2PHANDSHAKE", which keeps no entries',
+        threads=("https://github.com/kvcache-ai/Mooncake/issues/863",),
     ),
 )

@@ -75,7 +75,7 @@ PROBLEMS = (
         now="restart vLLM (its workers register anew); from now on the server first, then vLLM",
         good="LMCache 0.5.5 or newer on both sides: the server refuses, and answers; workers register again after a "
         "missed heartbeat from 0.4.5 on",
-        threads=(_LMCACHE + "pull/2884", _LMCACHE + "issues/4715", _LMCACHE + "issues/4642"),
+        threads=(_LMCACHE + "pull/2884", _LMCACHE + "issues/4715", _LMCACHE + "issues/4642", _LMCACHE + "issues/3448"),
     ),
     Problem(
         code="KVD903",
@@ -128,7 +128,8 @@ PROBLEMS = (
         sentence="no worker has registered {model} with world size {size}",
         cause="The server was restarted and the workers have not come back (they do after a missed heartbeat, from "
         "0.4.5 on; a restart faster than a heartbeat is not noticed), the worker was reaped, or scheduler and workers "
-        "use another server or world size (an MLA model over P2P: LMCache issue 4894).",
+        "use another server or world size (an MLA model over P2P: LMCache issue 4894). In LMCache 0.4.6 one of two "
+        "engines of the same model that ends takes the description of both with it.",
         now="restart vLLM after the server; the same lmcache.mp.host and lmcache.mp.port for scheduler and workers",
         good="the same release of LMCache, 0.5.5 or newer, on both sides; P2P with MLA models is not right in 0.5.4",
         sure=False,

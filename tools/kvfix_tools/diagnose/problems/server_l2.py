@@ -68,16 +68,21 @@ PROBLEMS = (
         code="KVD928",
         name="l2-store-fails",
         severity=Severity.WRONG,
-        title="An L2 store of the server failed; with the fs_native adapter later hits may read rubbish.",
+        title="An L2 store of the server failed, and the line does not say why.",
         shows=(Logged("Store task <task> to adapter <adapter> failed for keys"),),
         sentence="adapter {adapter} did not store what it was given",
         releases={"lmcache": ">=0.3.15"},
-        cause="The adapters are numbered from 0 in the order of --l2-adapter. fs_native leaves a half-written file "
+        cause="The adapters are numbered from 0 in the order of --l2-adapter. Those in C++ (resp, which is Redis, and "
+        "fs_native, aerospike, nixl_native) report an error to LMCache, which drops its text "
+        "(native_connector_l2_adapter.py 0.5.6:512); the others log it above. fs_native leaves a half-written file "
         "that later lookups find and load: gibberish with HTTP 200. Other adapters only lose the chunks.",
-        now='with fs_native: stop the server, empty base_path, take "type": "fs" instead; df -h on it',
-        good='no release of fs_native is known to be right (0.5.6): "type": "fs"',
+        now="resp: redis-cli -h HOST -p PORT ping, info memory and config get maxmemory-policy (noeviction refuses "
+        "when it is full), and SET by hand with the same password; fs_native: stop the server, empty base_path, df -h "
+        'on it, take "type": "fs" instead',
+        good="resp: maxmemory with allkeys-lru, a reachable Redis with the adapter's password; no release of "
+        'fs_native is known to be right (0.5.6): "type": "fs"',
         sure=False,
-        threads=(_LMCACHE + "issues/4991", _LMCACHE + "pull/5119"),
+        threads=(_LMCACHE + "issues/4991", _LMCACHE + "pull/5119", _LMCACHE + "issues/5123"),
     ),
     Problem(
         code="KVD700",

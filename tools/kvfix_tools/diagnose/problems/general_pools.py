@@ -1,0 +1,30 @@
+"""LMCache's pools when they are full: what their warnings mean where nothing else is known."""
+
+from __future__ import annotations
+
+from kvfix_tools.diagnose.findings import Severity
+from kvfix_tools.diagnose.problems import Failed, Logged, Problem
+
+PROBLEMS = (
+    Problem(
+        code="KVD171",
+        name="pool-is-full",
+        general=True,
+        severity=Severity.SLOW,
+        title="LMCache's pool in host memory is full at this moment.",
+        shows=(
+            Logged("Failed to allocate memory block of size <size> because no memory is available"),
+            Logged("Failed to batched allocate <count> memory blocks of size <size> because no enough memory"),
+            Failed(kind="RuntimeError", text="because no memory is available"),
+        ),
+        sure=False,
+        cause="A warning for each first try; then chunks are evicted and it tries again, so that a full pool alone is "
+        "normal: a line `Stored ...` after it says that it went well. It is a fault with `No eviction candidates "
+        "found` or `choosing to not store`: all chunks are pinned or being written, or one request needs more than "
+        "the pool.",
+        now="count `Stored` beside it; where nothing is stored: a larger max_local_cpu_size (GB for each worker) or "
+        "--l1-size-gb, and restart; idle and still so: chunks are leaked: kvfix run -- CMD, and upgrade",
+        good="a pool of twice what the prompts that run at once need; LMCache 0.5.6, which leaks least",
+        threads=("https://github.com/LMCache/LMCache/issues/3187",),
+    ),
+)
