@@ -188,6 +188,7 @@ def hits() -> dict[str, list[str]]:
         "KVD271": [logged(release, "mp_failed", "r1", False, which="retrieve") for release in ("0.5.5", NEWEST)],
         "KVD272": [logged(release, "mp_failed", "r1", which="store") for release in ("0.3.13", NEWEST)],
         "KVD301": [logged(release, "mp_failed", "r1", False, which="retrieve") for release in ("0.3.13", "0.5.4")],
+        "KVD479": [logged(release, "unretrievable") for release in ("0.3.9", NEWEST)],
         "KVD302": [
             logged("0.3.9", "retrieved", 0, 256, 5888, 0.1, 1.0, 2.0, which="required"),
             logged(NEWEST, "retrieved", "r1", 256, 512, 512, 0.1, 1.0, 2.0, which="required"),

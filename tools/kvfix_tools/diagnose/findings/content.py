@@ -61,6 +61,22 @@ def load_comes_short(log: Diagnosis, line: LogLine) -> Answer | None:
     return Answer(missing)
 
 
+@finding("KVD479", "hit-not-read", Severity.SLOW, on=[""])
+def hit_not_read(log: Diagnosis, line: LogLine | None) -> Answer | None:
+    """Chunks that a lookup had found could not be read when they were to be loaded.
+
+    Cause: they were evicted meanwhile, the store does not give them (its own error stands before), or the CPU pool had
+    no room to read them into.
+
+    Setting: look at the errors before these lines; a larger `max_local_cpu_size`; a remote store that keeps what it has
+    (Redis: `maxmemory`), or `local_disk` on a disk of its own.
+    """
+    times = log.counts["unretrievable"]
+    if not times or log.counts["short"] or log.counts["retrieved"]:
+        return None
+    return Answer(f"{times} times a chunk was found and could not be read", "", "unknown")
+
+
 @note("asked")
 def _note_promise(log: Diagnosis, line: LogLine) -> None:
     """What KVD302 has to know: the tokens of the last lookup that are to be loaded."""

@@ -225,4 +225,40 @@ PROBLEMS = (
         good="LMCache 0.3.9 or newer, which reads both forms",
         threads=(_LMCACHE + "issues/1003",),
     ),
+    Problem(
+        code="KVD477",
+        name="no-connector-for-this-device",
+        severity=Severity.CRASH,
+        title="LMCache finds no device that it can copy KV from, and does not start.",
+        shows=(
+            Failed(kind="RuntimeError", text="No supported connector found for the current platform."),
+            Failed(kind="RuntimeError", text="No supported connector found for the current device"),
+        ),
+        cause="Neither CUDA nor XPU (nor HPU, NPU with their plugins) is available in this process: vLLM runs on the "
+        "CPU, the container has no GPU (nvidia-smi), or torch was built without it.",
+        now="python -c 'import torch; print(torch.cuda.is_available(), torch.version.cuda)' in this container; docker "
+        "run --gpus all; on a CPU leave --kv-transfer-config out",
+        good="keep it so: the set-up was wrong, and no release changes that",
+    ),
+    Problem(
+        code="KVD478",
+        name="scheduled-request-not-known",
+        severity=Severity.CRASH,
+        title="vLLM schedules a request that LMCache's scheduler side does not know any more.",
+        shows=(
+            Failed(
+                kind="ValueError",
+                text="Request <request> is not in _unfinished_requests, but it is scheduled to be cached",
+                at="lmcache/integration/vllm/vllm_v1_adapter.py",
+            ),
+        ),
+        sentence="request {request}",
+        connectors=("LMCacheConnectorV1", "MultiConnector"),
+        cause="It was ended and came back under the same id (a client that sends its own request id twice), or was "
+        "preempted or streamed in while its entry was already removed.",
+        now="an id of its own for each request (X-Request-Id, request_id); kvfix run -- CMD; more KV memory against "
+        "preemption (--gpu-memory-utilization 0.95)",
+        good="report it with `kvfix-diagnose LOG --issue FILE.md` if ids are unique",
+        sure=False,
+    ),
 )

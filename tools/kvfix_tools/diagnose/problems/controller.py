@@ -7,6 +7,7 @@ from kvfix_tools.diagnose.problems import Failed, Logged, Problem
 
 _LMCACHE = "https://github.com/LMCache/LMCache/"
 _WORKER = "lmcache/v1/cache_controller/worker.py"
+_EXECUTOR = "lmcache/v1/cache_controller/executor.py"
 _SENDER = "lmcache/v1/cache_controller/full_sync_sender.py"
 _MANAGER = "lmcache/v1/cache_controller/controller_manager.py"
 
@@ -177,5 +178,41 @@ PROBLEMS = (
         good="no release up to 0.5.6 says what is missing; then restart the controller, whose socket is out of step "
         "after an error (`Operation cannot be accomplished in the current state`)",
         threads=(f"{_LMCACHE}issues/1702", f"{_LMCACHE}issues/1703"),
+    ),
+    Problem(
+        code="KVD473",
+        name="controller-ranks-differ",
+        severity=Severity.SLOW,
+        title="Ranks of one engine did not do the same for a command of the controller.",
+        shows=(
+            Failed(kind="AssertionError", text="should be the same across all workers.", at=_EXECUTOR),
+            Logged("should be the same across all workers."),
+        ),
+        cause="Each rank counts the tokens that it cleared, moved, pinned or compressed, and they differ: ranks evict "
+        "on their own, so that one has chunks that another has lost.",
+        now="POST /clear for the instance, then the prompt once more, then the command; a max_local_cpu_size that "
+        "does not evict meanwhile",
+        good="no release makes ranks evict alike in the engine's process (0.5.6); `lmcache server` has one cache for "
+        "all",
+        sure=False,
+    ),
+    Problem(
+        code="KVD474",
+        name="controller-socket-fails",
+        severity=Severity.SLOW,
+        title="A worker's connection to LMCache's controller fails.",
+        shows=(
+            Logged("ZMQ error occurred, recreating socket. Error: <error>", _WORKER),
+            Logged("Error happens in lmcache worker req_socket. Error: <error>", _WORKER),
+            Logged("Push error: <error>", _WORKER),
+        ),
+        sentence="{error}",
+        releases={"lmcache": ">=0.3.10.post1"},
+        sure=False,
+        cause="The controller is not there, was restarted, or another release of it answers. What a worker stores or "
+        "evicts meanwhile is not told, so that the controller's lookups are wrong until the worker registers anew.",
+        now="start lmcache_controller of the same release; controller_pull_url and controller_reply_url that the "
+        "workers reach; then restart the engines",
+        good="the controller as a service that starts before the engines",
     ),
 )

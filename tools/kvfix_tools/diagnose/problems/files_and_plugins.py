@@ -183,4 +183,20 @@ PROBLEMS = (
         good="LMCache 0.3.9 or newer, whose allocator takes KV_MLA_FMT",
         threads=("https://github.com/LMCache/LMCache/issues/675",),
     ),
+    Problem(
+        code="KVD482",
+        name="runtime-plugin-not-started",
+        severity=Severity.SLOW,
+        title="A script of runtime_plugin_locations could not be started.",
+        shows=(
+            Logged("Failed to launch plugin <path>: <error>"),
+            Logged("Plugin location <path> does not exist"),
+            Failed(kind="ValueError", text="No valid interpreter found for <path>"),
+        ),
+        sentence="{path}",
+        cause="The path is not in this container, the file is not executable, or its first line names an interpreter "
+        "that is not there (without one: python for .py, bash for .sh). The engine runs on without it.",
+        now="ls -l on the path in the container, chmod +x, a first line `#!/usr/bin/env python3`",
+        good="keep it so: the set-up was wrong, and no release changes that",
+    ),
 )

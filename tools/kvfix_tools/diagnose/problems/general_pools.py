@@ -27,4 +27,19 @@ PROBLEMS = (
         good="a pool of twice what the prompts that run at once need; LMCache 0.5.6, which leaks least",
         threads=("https://github.com/LMCache/LMCache/issues/3187",),
     ),
+    Problem(
+        code="KVD195",
+        name="fewer-tokens-than-promised",
+        general=True,
+        severity=Severity.WRONG,
+        title="A load brought fewer tokens than the lookup had found.",
+        shows=(Logged("The number of retrieved tokens is less than the expected number of tokens!"),),
+        sure=False,
+        cause="The next line has the numbers. Between lookup and load the chunks were evicted, the store lost them, "
+        "or the CPU pool had no room to read them into. vLLM computes them again from 0.12 on; before it may have "
+        "read what was in the blocks.",
+        now="the line before it names the store that failed; a larger max_local_cpu_size; kvfix run -- CMD "
+        "(KVF007, KVF203) keeps what was not loaded out of both caches",
+        good="room for all prompts that run at once; a store that does not evict what is looked up",
+    ),
 )

@@ -87,4 +87,22 @@ PROBLEMS = (
         good="what ends the error",
         sure=False,
     ),
+    Problem(
+        code="KVD472",
+        name="lookup-socket-fails",
+        severity=Severity.SLOW,
+        title="The scheduler could not ask a worker's LMCache what it has: the lookup counts as a miss.",
+        shows=(
+            Logged("ZMQ error for rank <rank>: <error>, recreating all sockets"),
+            Logged("Error in bypass lookup: <error>"),
+        ),
+        sentence="{error}",
+        sure=False,
+        cause="`ZMQ error`: the worker hangs or has died, or its socket file in /tmp was removed; all sockets are "
+        "made anew, and answers of other lookups get lost. `bypass lookup` (enable_scheduler_bypass_lookup): the "
+        "scheduler asks the remote store itself, and the store failed.",
+        now="if it repeats: py-spy dump --pid PID of the worker; the store from the scheduler's container; "
+        "extra_config: {lookup_timeout_ms: 10000} where workers are only slow",
+        good="what the error names",
+    ),
 )

@@ -297,4 +297,21 @@ PROBLEMS = (
         good="LMCache 0.3.9 or newer",
         threads=("https://github.com/LMCache/LMCache/issues/1313",),
     ),
+    Problem(
+        code="KVD475",
+        name="release-of-fetched-chunks-fails",
+        severity=Severity.LEAK,
+        title="Chunks that were fetched for a lookup could not be released: their memory may stay taken.",
+        shows=(
+            Logged("Error during cleanup_memory_objs for lookup_id=<id>: <error>", "lmcache/v1/cache_engine.py"),
+            Logged("Error releasing memory object: <error>", "lmcache/v1/cache_engine.py"),
+        ),
+        sentence="{error}",
+        releases={"lmcache": ">=0.3.10"},
+        sure=False,
+        cause="With enable_async_loading chunks are fetched before the request runs; when it is aborted they are "
+        "released. The error is the fetch's own (the store failed), or a chunk that is gone already.",
+        now="what the error names; if the pool fills up: restart, enable_async_loading: false",
+        good="LMCache 0.5.6 with kvfix run -- CMD; else enable_async_loading: false",
+    ),
 )

@@ -94,4 +94,43 @@ PROBLEMS = (
         good="keep it so: the driver decides what may be mapped, and no release of LMCache changes that",
         sure=False,
     ),
+    Problem(
+        code="KVD489",
+        name="virtual-memory-not-exported",
+        severity=Severity.CRASH,
+        title="A worker's KV memory cannot be handed to the LMCache server (isolated IPC).",
+        shows=(
+            Failed(kind="RuntimeError", text="cuMemRetainAllocationHandle failed: <error>"),
+            Failed(kind="RuntimeError", text="cuMemExportToShareableHandle(<kind>) failed: <error>"),
+            Failed(kind="RuntimeError", text="cuMemGetAllocationPropertiesFromHandle failed: <error>"),
+        ),
+        sentence="{error}",
+        releases={"lmcache": ">=0.5.6"},
+        sure=False,
+        cause="Memory can be handed over so only if it was made with cuMemCreate: by torch with "
+        "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True, or by vLLM's sleep mode. INVALID_CONTEXT: a thread without "
+        "a CUDA context asked (a registration after the server came back).",
+        now="PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True for vLLM; or without isolated IPC: server without "
+        "--isolated-ipc, no lmcache.mp.isolated_ipc, both with --ipc host",
+        good="one of the two ways on both sides",
+    ),
+    Problem(
+        code="KVD490",
+        name="virtual-memory-not-mapped",
+        severity=Severity.CRASH,
+        title="The LMCache server cannot map a worker's KV memory (isolated IPC).",
+        shows=(
+            Failed(kind="RuntimeError", text="cuMemMap failed: <error>"),
+            Failed(kind="RuntimeError", text="cuMemAddressReserve failed: <error>"),
+            Failed(kind="RuntimeError", text="cuMemSetAccess failed: <error>"),
+        ),
+        sentence="{error}",
+        releases={"lmcache": ">=0.5.6"},
+        sure=False,
+        cause="The server sees another GPU under this number than the worker, or none; the driver in its container is "
+        "older; or mappings of workers that have ended are still held.",
+        now="the same GPUs (--gpus all, NVIDIA_VISIBLE_DEVICES) for the server's container as for vLLM's; restart the "
+        "server, then vLLM",
+        good="server and engine with the same devices and driver",
+    ),
 )

@@ -5,6 +5,8 @@ from __future__ import annotations
 from kvfix_tools.diagnose.findings import Severity
 from kvfix_tools.diagnose.problems import Failed, Logged, Problem
 
+_LMCACHE = "https://github.com/LMCache/LMCache/"
+
 PROBLEMS = (
     Problem(
         code="KVD264",
@@ -77,5 +79,50 @@ PROBLEMS = (
         "--served-model-name, for each model",
         good="one release on both sides",
         sure=False,
+    ),
+    Problem(
+        code="KVD194",
+        name="server-answer-timed-out",
+        severity=Severity.CRASH,
+        title="The LMCache server sent no answer to an operation in time, and vLLM's process ended at it.",
+        shows=(
+            Failed(text="Future result not available within timeout"),
+            Failed(text="CUDAMessagingFuture result not available within timeout"),
+            Failed(text="DeviceMessagingFuture result not available within timeout"),
+        ),
+        releases={"lmcache": ">=0.3.10"},
+        cause="The frame that called says for what: register_kv_caches at the start, else a store, load or lookup. The "
+        "server does not answer when its handler fails (its own log has `Error handling ...` with the reason), when no "
+        "server listens at lmcache.mp.host and lmcache.mp.port, or when its workers are all busy (--max-workers).",
+        now="the server's log at this time: the traceback there is the cause (at a registration: GPU not visible, "
+        '--ipc host missing, another release of LMCache); `"lmcache.mp.mq_timeout": 300` in kv_connector_extra_config '
+        "if it is only slow; then the server first, vLLM after it",
+        good="what the server's log names, put right; LMCache 0.5.6, in which a server that is gone costs only the "
+        "cache",
+        sure=False,
+        threads=(_LMCACHE + "issues/3326",),
+    ),
+    Problem(
+        code="KVD192",
+        name="engine-driven-copy-fails",
+        severity=Severity.SLOW,
+        title="A worker could not copy chunks to or from the LMCache server (engine_driven).",
+        shows=(
+            Logged("Failed to submit async engine-driven store"),
+            Logged("Async engine-driven commit_store failed for request_id=<request>"),
+            Logged("Async engine-driven store failed for request_id=<request>"),
+            Logged("Failed to scatter retrieved CPU context chunks"),
+            Logged("Failed waiting for an in-flight store"),
+            Logged("Engine-driven pickle store reserved an object without a tensor"),
+        ),
+        releases={"lmcache": ">=0.4.7"},
+        sure=False,
+        cause="The traceback below it says why: the server was restarted (its shared memory is gone, and a view into "
+        "it may even end the worker without a traceback), the GPU has no memory for the copy, or the server refused "
+        "the chunk (its log). Stores are lost; a load that fails is computed again.",
+        now='restart vLLM after each restart of the server when /dev/shm is used; "lmcache.mp.mp_transfer_mode": '
+        '"lmcache_driven" where worker and server share the GPU (--ipc host, same devices)',
+        good="lmcache_driven on one machine; a server that is not restarted under running engines",
+        threads=(_LMCACHE + "issues/4069",),
     ),
 )

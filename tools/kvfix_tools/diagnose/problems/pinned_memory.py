@@ -203,4 +203,34 @@ PROBLEMS = (
         "the nodes), or numa_mode: auto; restart",
         good="keep it so: the set-up was wrong, and no release guesses a node",
     ),
+    Problem(
+        code="KVD480",
+        name="lazy-pool-cannot-pin",
+        severity=Severity.CRASH,
+        title="The pool that grows as needed cannot be pinned on this machine.",
+        shows=(
+            Failed(kind="RuntimeError", text="does not support memory pinning. LazyMemoryAllocator"),
+            Failed(kind="RuntimeError", text="LazyMemoryAllocator buffer base"),
+        ),
+        releases={"lmcache": ">=0.5.2"},
+        cause="It reserves address space and pins it piece by piece, which needs the driver: a process without a GPU "
+        "cannot. `buffer base ... is not aligned`: align_bytes (--l1-align-bytes) is larger than a page.",
+        now="lmcache server --no-l1-use-lazy (in process: enable_lazy_memory_allocator: false), --l1-align-bytes "
+        "4096; a server without a GPU: --supported-transfer-mode engine_driven",
+        good="keep it so: the set-up was wrong, and no release changes that",
+    ),
+    Problem(
+        code="KVD481",
+        name="dax-device-too-small",
+        severity=Severity.CRASH,
+        title="The server's L1 is larger than the Device-DAX memory that it is to lie in.",
+        shows=(
+            Failed(kind="RuntimeError", text="l1 devdax size (<size> bytes) exceeds <path> capacity (<capacity> bytes"),
+        ),
+        sentence="{size} bytes are asked of {path}, it has {capacity}",
+        releases={"lmcache": ">=0.5.2"},
+        cause="--l1-size-gb is counted in 2**30 bytes, and the device is mapped from its start.",
+        now="--l1-size-gb at most the device's bytes (cat /sys/bus/dax/devices/dax0.0/size) divided by 2**30; restart",
+        good="keep it so: the set-up was wrong, and no release changes that",
+    ),
 )

@@ -151,6 +151,9 @@ PROBLEMS = (
             Logged("Unexpected error advancing in-flight prefetch request"),
             Logged("Unexpected error in store loop while processing fd"),
             Logged("Unexpected error draining L2 store completions"),
+            Logged("Unexpected error advancing in-flight store task"),
+            Logged("Failed to submit store task to adapter <adapter>"),
+            Logged("Failed starting prefetch request <request>"),
         ),
         releases={"lmcache": ">=0.4.3"},
         cause="The traceback below this line says what; from LMCache 0.5.6 on the prefetch is ended, before it stays "
@@ -195,5 +198,20 @@ PROBLEMS = (
         now='without "serde" in --l2-adapter',
         good="no release is right yet (0.5.6 is so); issue 4972 is open",
         threads=(_LMCACHE + "issues/4972",),
+    ),
+    Problem(
+        code="KVD193",
+        name="l2-object-of-other-size",
+        severity=Severity.SLOW,
+        title="An object in the server's L2 has another size than the chunk: it is left out.",
+        shows=(
+            Logged("Downloaded object <key> has <size> bytes, expected <wanted> bytes; rejecting load"),
+            Logged("Downloaded object <key> read <size> bytes, expected <wanted> bytes; rejecting load"),
+        ),
+        sentence="{size} bytes, a chunk has {wanted}",
+        cause="It was written with another --chunk-size, --l1-align-bytes, dtype or layout of the same model, or its "
+        "upload was cut off.",
+        now="empty the bucket, or take another one; the same options for each server that shares it",
+        good="a bucket for each release and chunk size",
     ),
 )

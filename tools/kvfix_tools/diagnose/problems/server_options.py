@@ -73,4 +73,68 @@ PROBLEMS = (
         good="a connector that has CacheBlend for the server: none is in LMCache 0.5.6",
         threads=("https://github.com/LMCache/LMCache/issues/5101",),
     ),
+    Problem(
+        code="KVD189",
+        name="server-option-not-known",
+        severity=Severity.CRASH,
+        title="An option of the LMCache server has a value that it does not know.",
+        shows=(
+            Failed(kind="ValueError", text="Unknown prefetch policy <name>. Known: <known>"),
+            Failed(kind="ValueError", text="Unknown store policy <name>. Known: <known>"),
+            Failed(kind="ValueError", text="Unsupported eviction policy: <name>"),
+            Failed(kind="ValueError", text="Unsupported supported_transfer_mode <name>"),
+            Failed(kind="ValueError", text="Unknown --enable experimental module <name>"),
+        ),
+        sentence="{name}",
+        cause="In 0.5.6 --eviction-policy knows LRU, ARC, IsolatedLRU and noop, --l2-prefetch-policy default and "
+        "retain, --l2-store-policy default and skip_l1, --supported-transfer-mode auto, lmcache_driven and "
+        "engine_driven; older releases know fewer. Names are taken as written.",
+        now="lmcache server --l1-size-gb 50 --eviction-policy LRU, the other options left out; `lmcache server --help` "
+        "lists what this release knows",
+        good="keep it so: the set-up was wrong, and no release changes that",
+    ),
+    Problem(
+        code="KVD190",
+        name="l2-grows-without-bound",
+        severity=Severity.SLOW,
+        title="The server's L2 has no eviction: it grows until its disk or store is full.",
+        shows=(
+            Logged("configured with '<policy>' eviction but does not support global eviction (max_capacity_bytes=0)"),
+            Logged("is declared for <path> but no 'eviction' block is configured"),
+        ),
+        releases={"lmcache": ">=0.4.5"},
+        cause="Eviction needs both in the adapter's JSON: max_capacity_gb, from which the watermark is counted, and an "
+        "eviction block. With one alone nothing is ever deleted.",
+        now='"max_capacity_gb": 500, "eviction": {"eviction_policy": "LRU", "trigger_watermark": 0.8, '
+        '"eviction_ratio": 0.2} in the JSON of --l2-adapter; restart the server',
+        good="both in the adapter's JSON, with max_capacity_gb below the disk's size",
+    ),
+    Problem(
+        code="KVD188",
+        name="full-prefetch-without-windows",
+        severity=Severity.SLOW,
+        title="Blending, P2P and warming up cannot fetch chunks of a model with a sliding window: nothing comes from "
+        "L2.",
+        shows=(Logged("plan_load: 'full' fetching does not support sliding-window key groups"),),
+        releases={"lmcache": ">=0.5.6"},
+        cause="They fetch every chunk that is found (`full`), and of layers with a window only the last chunks are "
+        "kept (prefetch_policy.py 0.5.6:253). Plain lookups fetch a prefix and work.",
+        now="for such a model: lmcache server without --engine-type blend and without P2P (coordinator)",
+        good="no release does this for models with a sliding window (0.5.6)",
+    ),
+    Problem(
+        code="KVD191",
+        name="blend-server-needs-lmcache-driven",
+        severity=Severity.CRASH,
+        title="--engine-type blend and experimental modules need the transfer mode lmcache_driven.",
+        shows=(
+            Failed(kind="ValueError", text="blend engine requires supported_transfer_mode 'lmcache_driven' or 'auto'"),
+            Failed(kind="ValueError", text="requires supported_transfer_mode='lmcache_driven' or 'auto'"),
+        ),
+        releases={"lmcache": ">=0.4.7"},
+        cause="They work on the engine's KV memory itself, which the server sees only in lmcache_driven.",
+        now="lmcache server --engine-type blend --supported-transfer-mode lmcache_driven, on the engine's machine "
+        "with the same GPUs and --ipc host",
+        good="keep it so: the set-up was wrong, and no release changes that",
+    ),
 )

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from kvfix_tools.diagnose.findings import Severity
-from kvfix_tools.diagnose.problems import Failed, Problem
+from kvfix_tools.diagnose.problems import Failed, Logged, Problem
 
 _LMCACHE, _SGLANG = "https://github.com/LMCache/LMCache/", "https://github.com/sgl-project/sglang/"
+
+_MP = "lmcache/integration/sglang/multi_process_adapter.py"
 
 PROBLEMS = (
     Problem(
@@ -80,5 +82,56 @@ PROBLEMS = (
         "lines `mp_host: HOST` and `mp_port: 5555`",
         good="this set-up; no release of SGLang goes back to the variable",
         threads=(_LMCACHE + "issues/4006",),
+    ),
+    Problem(
+        code="KVD486",
+        name="sglang-server-refuses",
+        severity=Severity.CRASH,
+        title="SGLang's load or store was refused by the LMCache server, or took too long.",
+        shows=(
+            Failed(kind="RuntimeError", text="LMCache MP store failed", at=_MP),
+            Failed(kind="RuntimeError", text="LMCache MP retrieve failed for request_id=<request>", at=_MP),
+            Failed(text="Timed out waiting for LMCache prefetch to finish", at=_MP),
+            Logged("LMCache retrieve failed for <request>"),
+            Logged("LMCache store failed for <request>"),
+            Logged("LMCache lookup completion failed for <request>"),
+        ),
+        releases={"lmcache": ">=0.4.6"},
+        sure=False,
+        cause="The server's log has the reason: the worker is not registered (the server was restarted), L1 is full of "
+        "chunks that are in use, or its L2 does not answer (a prefetch that never ends).",
+        now="the server's log at this time; restart SGLang after a restart of the server; a larger --l1-size-gb",
+        good="what the server's log names; the server started before SGLang, of the same release of LMCache",
+    ),
+    Problem(
+        code="KVD487",
+        name="sglang-pages-not-whole",
+        severity=Severity.CRASH,
+        title="SGLang hands LMCache slots that are no whole pages.",
+        shows=(
+            Failed(kind="ValueError", text="Slot mapping does not start on page boundaries", at=_MP),
+            Failed(kind="ValueError", text="Slot mapping must cover full contiguous pages in MP mode", at=_MP),
+        ),
+        releases={"lmcache": ">=0.4.6"},
+        cause="In MP mode KV is moved in pages of SGLang's --page-size, and chunk_size must be a multiple of it.",
+        now="--page-size 64 (or another one above 1) and the server's --chunk-size a multiple of it: 256; restart both",
+        good="keep it so: the set-up was wrong, and no release changes that",
+    ),
+    Problem(
+        code="KVD488",
+        name="sglang-store-fails",
+        severity=Severity.SLOW,
+        title="LMCache could not store a request's KV of SGLang.",
+        shows=(
+            Logged("LMCache store_kv failed: <error>"),
+            Logged("store_layer generator stopped prematurely before layer loop"),
+            Logged("store_layer generator stopped at layer"),
+        ),
+        releases={"lmcache": ">=0.5.0"},
+        sure=False,
+        cause="`generator stopped`: no memory for the chunks (the CPU pool is full or pinned), so that nothing is "
+        "stored; else what the error says. SGLang answers the request all the same.",
+        now="a larger max_local_cpu_size in the LMCache configuration; what the error names",
+        good="a pool of twice what the prompts that run at once need",
     ),
 )

@@ -101,4 +101,21 @@ PROBLEMS = (
             "https://github.com/LMCache/LMCache/issues/621",
         ),
     ),
+    Problem(
+        code="KVD476",
+        name="statistics-of-two-engines",
+        general=True,
+        severity=Severity.SLOW,
+        title="Two LMCache engines in one process share their statistics.",
+        shows=(
+            Logged("PrometheusLogger instance already created"),
+            Logged("ContinuousUsageContext instance already created"),
+            Logged("CacheControllerPrometheusLogger instance already created"),
+        ),
+        cause="The line says that counters of the first engine are used for the second one too: numbers are wrong, "
+        "nothing else is. It comes when scheduler and worker are one process (tensor parallel 1), or an LLM is made "
+        "twice.",
+        now="nothing has to be done for it: if something fails, look at the other errors of this log",
+        good="LMCache 0.4.6 or newer, which does not say it",
+    ),
 )

@@ -1,0 +1,110 @@
+"""NIXL as LMCache's storage (`enable_nixl_storage`, --l2-adapter nixl_store): pools, buffers, files."""
+
+from __future__ import annotations
+
+from kvfix_tools.diagnose.findings import Severity
+from kvfix_tools.diagnose.problems import Failed, Logged, Problem
+
+_IN_PROCESS = ("LMCacheConnectorV1", "MultiConnector")
+_NIXL = "lmcache/v1/storage_backend/nixl_storage_backend.py"
+_CPU = "lmcache/v1/storage_backend/local_cpu_backend.py"
+_L2 = "lmcache/v1/distributed/l2_adapters/nixl_store_l2_adapter.py"
+
+PROBLEMS = (
+    Problem(
+        code="KVD183",
+        name="nixl-storage-settings-refused",
+        severity=Severity.CRASH,
+        title="NIXL storage does not start: its buffer or its pool does not fit the other settings.",
+        shows=(
+            Failed(
+                kind="RuntimeError", text="nixl_buffer_device=cpu requires a LocalCPUBackend staging buffer", at=_NIXL
+            ),
+            Failed(kind="RuntimeError", text="LocalCPUBackend must use MixedMemoryAllocator", at=_NIXL),
+            Failed(kind="ValueError", text="does not support multiple nixl_path entries", at=_NIXL),
+            Failed(kind="ValueError", text="is smaller than one chunk (<chunk> bytes); cannot initialize NIXL CPU"),
+            Failed(kind="ValueError", text="metadata required for NIXL CPU mode", at=_CPU),
+            Failed(kind="ValueError", text="nixl_buffer_device='cpu' is not supported in the scheduler role"),
+            Failed(kind="RuntimeError", text="NIXL storage CPU buffer requires pinned memory"),
+        ),
+        connectors=_IN_PROCESS,
+        releases={"lmcache": ">=0.4.7"},
+        cause="With nixl_buffer_device: cpu NIXL and the CPU cache share one pool of whole chunks: max_local_cpu_size "
+        "must hold at least one, local_cpu stays on, and enable_scheduler_bypass_lookup is off. nixl_pool_size: 0 "
+        "(dynamic files) takes one nixl_path.",
+        now="max_local_cpu_size: 20, enable_scheduler_bypass_lookup: false, one nixl_path; or nixl_buffer_device: "
+        "cuda with nixl_buffer_size as a multiple of a chunk; restart",
+        good="keep it so: the set-up was wrong, and no release changes that",
+    ),
+    Problem(
+        code="KVD179",
+        name="nixl-storage-backend-not-known",
+        severity=Severity.CRASH,
+        title="nixl_backend names a plugin that LMCache cannot use as a store.",
+        shows=(
+            Failed(kind="ValueError", text="Unsupported NIXL backend: <name>", at=_NIXL),
+            Failed(kind="AssertionError", text="Invalid NIXL backend & device combination"),
+            Failed(kind="ValueError", text="Invalid NIXL backend & device combination"),
+        ),
+        connectors=_IN_PROCESS,
+        cause="Stores are GDS, GDS_MT, POSIX, HF3FS (files) and OBJ (S3); newer releases know AZURE_BLOB and "
+        "DOCA_MEMOS. GDS, GDS_MT and OBJ take nixl_buffer_device: cpu or cuda, all others cpu. UCX is a transport, no "
+        "store.",
+        now="extra_config: {enable_nixl_storage: true, nixl_backend: POSIX, nixl_path: /mnt/nvme/kv/, nixl_pool_size: "
+        "1024} and nixl_buffer_device: cpu; restart",
+        good="keep it so: the set-up was wrong, and no release changes that",
+    ),
+    Problem(
+        code="KVD184",
+        name="nixl-storage-write-rolled-back",
+        severity=Severity.SLOW,
+        title="NIXL storage could not write chunks: they are taken back and computed again.",
+        shows=(
+            Logged("mem_to_storage failed for <count> keys; rolling back", _NIXL),
+            Logged("async mem_to_storage transfer failed for <count> keys", _NIXL),
+            Logged("async mem_to_storage post failed for <count> keys", _NIXL),
+            Logged("mem_to_storage handle acquisition failed for <count> keys", _NIXL),
+        ),
+        sentence="{count} chunks were not written",
+        connectors=_IN_PROCESS,
+        releases={"lmcache": ">=0.5.5"},
+        sure=False,
+        cause="The traceback below it is NIXL's: NIXL_ERR_BACKEND with files: no room, no rights, no O_DIRECT on this "
+        "file system (use_direct_io); with OBJ: endpoint, bucket or credentials in nixl_backend_params; NOT_FOUND: "
+        "the pool's files were deleted while it ran.",
+        now="df -h and ls -ld on nixl_path; extra_config: {use_direct_io: false}; with OBJ aws s3 ls --endpoint-url "
+        "URL; restart",
+        good="a file system of its own for nixl_path, which no one else cleans",
+    ),
+    Problem(
+        code="KVD185",
+        name="l2-nixl-settings-refused",
+        severity=Severity.CRASH,
+        title="The server's NIXL L2 lacks a setting, and the server does not start.",
+        shows=(
+            Failed(kind="ValueError", text="backend_params must include 'file_path'", at=_L2),
+            Failed(kind="ValueError", text="backend_params must include 'use_direct_io'", at=_L2),
+            Failed(kind="ValueError", text="nixl_native requires"),
+            Failed(kind="RuntimeError", text="nixl_native requires the optional C++ extension"),
+        ),
+        releases={"lmcache": ">=0.4.2"},
+        cause="Backends on files (POSIX, GDS, GDS_MT, HF3FS) need file_path and use_direct_io in backend_params, as "
+        "strings. nixl_native needs an extension that the wheels on PyPI do not have, and an L1 in host memory.",
+        now='--l2-adapter \'{"type": "nixl_store", "backend": "POSIX", "backend_params": {"file_path": "/mnt/kv", '
+        '"use_direct_io": "false"}, "pool_size": 1024}\'',
+        good="keep it so: the set-up was wrong, and no release changes that",
+    ),
+    Problem(
+        code="KVD180",
+        name="l2-nixl-pool-full",
+        severity=Severity.SLOW,
+        title="The server's NIXL L2 has no free place for a chunk.",
+        shows=(Failed(kind="RuntimeError", text="Insufficient NIXL storage capacity", at=_L2),),
+        releases={"lmcache": ">=0.5.6"},
+        cause="pool_size is the number of chunks that it holds, all files are made at the start. Without an eviction "
+        "block nothing makes room.",
+        now='in the adapter\'s JSON a larger "pool_size" and "eviction": {"eviction_policy": "LRU", '
+        '"trigger_watermark": 0.8, "eviction_ratio": 0.2}; restart the server',
+        good="pool_size times the chunk's bytes as large as the disk allows, with eviction",
+    ),
+)

@@ -1,0 +1,169 @@
+"""Clients of remote stores: Valkey, SageMaker HyperPod, and what they read that does not fit."""
+
+from __future__ import annotations
+
+from kvfix_tools.diagnose.findings import Severity
+from kvfix_tools.diagnose.problems import Failed, Logged, Problem
+
+_LMCACHE = "https://github.com/LMCache/LMCache/"
+_IN_PROCESS = ("LMCacheConnectorV1", "MultiConnector")
+_CONNECTORS = "lmcache/v1/storage_backend/connector"
+_VALKEY = f"{_CONNECTORS}/valkey_connector.py"
+_MOONCAKE = f"{_CONNECTORS}/mooncakestore_connector.py"
+_SAGEMAKER = f"{_CONNECTORS}/sagemaker_hyperpod_connector.py"
+
+PROBLEMS = (
+    Problem(
+        code="KVD172",
+        name="valkey-client-fails",
+        severity=Severity.SLOW,
+        title="LMCache's Valkey client cannot connect, write or read.",
+        shows=(
+            Logged("Fail to init valkey connection <error>"),
+            Failed(kind="RuntimeError", text="Fail to init valkey connection <error>", at=_VALKEY),
+            Logged("Fail to put data: <error>", _VALKEY),
+            Logged("Fail to converting : <error>", _VALKEY),
+        ),
+        sentence="{error}",
+        connectors=_IN_PROCESS,
+        releases={"lmcache": "<0.4.3"},
+        sure=False,
+        cause="The error is valkey-glide's: connection refused or timed out (address, TLS), NOAUTH (valkey_username, "
+        "valkey_password), MOVED or a cluster's client for one node (valkey_mode), OOM (it is full).",
+        now="valkey-cli -h HOST -p PORT --user NAME ping from the worker's container; extra_config: {valkey_mode: "
+        "cluster or standalone, valkey_username: ..., valkey_password: ...}; maxmemory-policy allkeys-lru; then "
+        "restart",
+        good="LMCache 0.4.3 or newer, whose client for Valkey is another one",
+    ),
+    Problem(
+        code="KVD173",
+        name="remote-url-with-several-hosts",
+        severity=Severity.CRASH,
+        title="remote_url names several hosts, and this store takes one.",
+        shows=(
+            Failed(kind="ValueError", text="connector only supports a single host, but got url: <url>"),
+            Failed(kind="ValueError", text="Only one host is supported for <store>, but got <hosts>"),
+            Logged("Only one host is supported for <store>, but got"),
+        ),
+        connectors=_IN_PROCESS,
+        cause="Hosts in remote_url are separated by commas; only redis-sentinel:// and a Valkey or Redis cluster take "
+        "more than one.",
+        now="remote_url: redis://HOST:6379 with one host (mooncakestore://MASTER:50051, lm://HOST:65432), and restart",
+        good="keep it so: the set-up was wrong, and no release changes that",
+    ),
+    Problem(
+        code="KVD174",
+        name="sagemaker-daemon-answers-badly",
+        severity=Severity.SLOW,
+        title="SageMaker HyperPod's daemon does not answer, or names memory that is not there.",
+        shows=(
+            Logged("HTTP <operation> timeout: <url>", _SAGEMAKER),
+            Logged("HTTP <operation> client error: <url>", _SAGEMAKER),
+            Logged("HTTP <operation> failed: <url>", _SAGEMAKER),
+            Logged("PUT failed: key=<key>, status=<status>", _SAGEMAKER),
+            Logged("PUT exception: key=<key>", _SAGEMAKER),
+            Logged("GET error: key=<key>", _SAGEMAKER),
+            Logged("Failed to read from shared memory: key=<key>", _SAGEMAKER),
+            Logged("Error reading from shared memory: key=<key>", _SAGEMAKER),
+            Logged("Offset out of bounds: offset=", _SAGEMAKER),
+            Logged("Read would exceed shared memory bounds", _SAGEMAKER),
+            Logged("Failed to initialize shared memory: <error>", _SAGEMAKER),
+        ),
+        connectors=_IN_PROCESS,
+        releases={"lmcache": ">=0.3.9.post1"},
+        sure=False,
+        cause="Chunks go to ai-toolkit's daemon on the same node by HTTP and come back through its shared memory. "
+        "HTTP errors: it is down, overloaded or full (status 507). Offsets out of bounds: another segment is mapped "
+        "than the daemon's (it was restarted, or sagemaker_hyperpod_shared_memory_name names another).",
+        now="the daemon's log on this node; curl its port from the container; hostIPC: true; restart the daemon, then "
+        "the engine (which maps its memory once)",
+        good="a daemon that is up before the engine, with memory for the working set",
+    ),
+    Problem(
+        code="KVD175",
+        name="remote-chunk-of-other-size",
+        severity=Severity.SLOW,
+        title="A chunk from the remote store is not of the size that this engine counts with.",
+        shows=(
+            Failed(
+                kind="ValueError",
+                text="bytes_read: <read> is illegal, single_token_size: <token>, full_chunk_size: <chunk>",
+            ),
+            Logged("bytes_read: <read> is illegal, single_token_size: <token>, full_chunk_size: <chunk>"),
+            Logged("Valkey GET size mismatch for key <key>: read <read> bytes, expected <chunk>; treating as miss."),
+        ),
+        sentence="{read} bytes were read, a chunk has {chunk}",
+        cause="Without metadata in the store (save_chunk_meta: false) the size is counted from this engine's layers, "
+        "heads and dtype: one token is single_token_size. Keys hold the model's name, world size and dtype, but "
+        "neither chunk_size nor --block-size: another engine with other ones wrote it, or it was cut off while it was "
+        "written.",
+        now="empty the store's keys of this model, the same chunk_size, --kv-cache-dtype and tensor-parallel-size in "
+        "all engines that share it; restart",
+        good="a database or prefix for each configuration",
+    ),
+    Problem(
+        code="KVD176",
+        name="mooncake-object-of-other-shape",
+        severity=Severity.SLOW,
+        title="What Mooncake delivers is not a chunk of this configuration, or cannot be read back so.",
+        shows=(
+            Logged("Reshape failed for key <key>: <error>", _MOONCAKE),
+            Logged("Failed to process buffer <number> for key <key>: <error>", _MOONCAKE),
+            Logged("Metadata required for batch_get_into but not available", _MOONCAKE),
+            Logged("Single get operation is not supported. Use batched_get instead.", _MOONCAKE),
+        ),
+        connectors=_IN_PROCESS,
+        sure=False,
+        cause="With save_chunk_meta: false the shape comes from this engine, and the stored object has another (other "
+        "chunk_size, dtype, tensor parallel size). `Metadata required`: the connector was made before the engine knew "
+        "its shape. `Single get`: use_layerwise or blending asks chunk by chunk, which this connector cannot.",
+        now="use_layerwise: false and enable_blending: false; the same chunk_size and --tensor-parallel-size "
+        "everywhere; restart mooncake_master, which empties the store",
+        good="extra_config: {save_chunk_meta: true}, which stores the shape with the chunk",
+    ),
+    Problem(
+        code="KVD177",
+        name="remote-store-given-up",
+        severity=Severity.SLOW,
+        title="The remote store cannot be made with this configuration: LMCache stops trying.",
+        shows=(Logged("Irrecoverable error during connection initialization"),),
+        connectors=_IN_PROCESS,
+        releases={"lmcache": ">=0.3.13"},
+        cause="The traceback below it says why: wrong credentials, a package that is missing, an address that cannot "
+        "be. The engine serves on without the store, and does not try again before a restart.",
+        now="put right what the last line of that traceback says, then restart the engine",
+        good="what that line names",
+        sure=False,
+    ),
+    Problem(
+        code="KVD178",
+        name="s3-staging-exhausted",
+        severity=Severity.CRASH,
+        title="LMCache's S3 connector has no buffer left for another request.",
+        shows=(Failed(kind="RuntimeError", text="No more shared memory buffers available"),),
+        connectors=_IN_PROCESS,
+        releases={"lmcache": "<0.3.10.post1"},
+        cause="It has s3_max_inflight_reqs buffers in /dev/shm, each of one chunk, and more chunks than that are read "
+        "at once; a request that fails does not give its buffer back.",
+        now="extra_config: {s3_max_inflight_reqs: 256}, with that many chunks of /dev/shm (docker --shm-size); restart",
+        good="LMCache 0.3.10.post1 or newer, which reads into the CPU cache itself",
+    ),
+    Problem(
+        code="KVD197",
+        name="lm-key-too-long",
+        severity=Severity.SLOW,
+        title="A key is longer than the protocol of lm:// takes: nothing is stored or found.",
+        shows=(
+            Failed(
+                kind="AssertionError", text="Key length <length> exceeds maximum <most>", at="lmcache/v1/protocol.py"
+            ),
+            Logged("Key length <length> exceeds maximum <most>"),
+        ),
+        sentence="the key has {length} characters, the protocol takes {most}",
+        connectors=_IN_PROCESS,
+        cause="The key holds the model's name as vLLM was given it: for a model from a folder, its whole path.",
+        now="a shorter path: ln -s /long/path/to/model /m and vllm serve /m --served-model-name NAME; in every engine "
+        "the same; restart",
+        good="redis:// or `lmcache server`, whose keys may be longer",
+    ),
+)
