@@ -191,7 +191,8 @@ def block_ids_missing(log: Diagnosis, line: LogLine) -> Answer | None:
 def keys_lost(log: Diagnosis, line: LogLine) -> Answer | None:
     """The server no longer has what it had reported: the load fails.
 
-    Cause: the chunks were evicted between lookup and load, their read locks having run out.
+    Cause: the chunks were evicted between lookup and load, their read locks having run out; with an MLA model and
+    tensor parallelism before LMCache 0.4.1 the first rank that loads releases them for all.
 
     Setting: a larger `--l1-size-gb`.
     """

@@ -34,8 +34,9 @@ def no_memory_to_be_had(log: Diagnosis, line: LogLine | None) -> Answer | None:
     Normal: a few lines under load.
     """
     times = log.counts["no_candidates"]
-    if line is None and 0 < times < 20 and times == log.counts.total():
-        sentence = f"nothing to evict, {times} times, and nothing else in this log. It is this if the lines do not end"
+    works = log.counts["stored"] or log.counts["retrieved"] or log.counts["asked"]
+    if line is None and 0 < times < 20 and log.counts.total() <= PASTE and not works:
+        sentence = f"nothing to evict, {times} times, and no store or load in this log. It is this if they do not end"
         return Answer(sentence, request="", verdict="unknown")
     return Answer(f"nothing to evict, {times} times and more", request="") if line is not None and times >= 20 else None
 

@@ -261,4 +261,42 @@ PROBLEMS = (
         good="report it with `kvfix-diagnose LOG --issue FILE.md` if ids are unique",
         sure=False,
     ),
+    Problem(
+        code="KVD491",
+        name="native-operations-incomplete",
+        severity=Severity.CRASH,
+        title="LMCache's compiled operations are missing or older than its Python code.",
+        shows=(
+            Failed(kind="AttributeError", text="module 'lmcache.python_ops_fallback' has no attribute '<what>'"),
+            Failed(kind="AttributeError", text="module 'lmcache.non_cuda_equivalents' has no attribute '<what>'"),
+            Failed(kind="AttributeError", text="module 'lmcache.c_ops' has no attribute '<what>'"),
+            Failed(kind="AttributeError", text="module 'lmcache.xpu_ops' has no attribute '<what>'"),
+        ),
+        sentence="{what} is not there",
+        cause="`fallback` or `non_cuda_equivalents`: lmcache.c_ops did not load (a WARNING at the start says why), "
+        "and the Python code in its place has not all of it. c_ops itself: sources were updated (git pull, pip "
+        "install -e) and not compiled anew.",
+        now="python -c 'import torch, lmcache.c_ops' shows why it does not load; pip install --force-reinstall "
+        "--no-deps lmcache of this release, or from source: pip install -e . --no-build-isolation again",
+        good="a wheel for this torch and CUDA",
+        threads=("https://github.com/LMCache/LMCache/issues/3468",),
+    ),
+    Problem(
+        code="KVD492",
+        name="step-metadata-of-other-release",
+        severity=Severity.CRASH,
+        title="The worker reads something in a step's message that the scheduler side did not put there.",
+        shows=(
+            Failed(kind="AttributeError", text="'LMCacheConnectorMetadata' object has no attribute '<what>'"),
+            Failed(kind="AttributeError", text="'LMCacheMPConnectorMetadata' object has no attribute '<what>'"),
+            Failed(kind="AttributeError", text="'ReqMeta' object has no attribute '<what>'"),
+        ),
+        sentence="{what} is not in the message of the step",
+        cause="Scheduler and worker run different code of the connector: two releases of LMCache on the nodes of one "
+        "engine, or vLLM's own copy on one side (kv_connector_module_path). lookup_requests_in_step: an LMCache of "
+        "July 2025 (0.3.3 development) whose messages of empty steps lack it.",
+        now="pip show lmcache on every node and in every image of the engine; the same release everywhere; restart all",
+        good="LMCache 0.3.9 or newer everywhere",
+        threads=("https://github.com/LMCache/LMCache/pull/1120",),
+    ),
 )

@@ -120,4 +120,30 @@ PROBLEMS = (
         fixed={"lmcache": "0.3.9"},
         threads=(_LMCACHE + "issues/1412",),
     ),
+    Problem(
+        code="KVD494",
+        name="old-blend-with-prefix-caching",
+        severity=Severity.CRASH,
+        title="The old CacheBlend got a part of the prompt only.",
+        shows=(Failed(kind="AssertionError", source="assert fk.shape == rk.shape"),),
+        cause="It blends the KV of whole prompts, and vLLM computed a part: with chunked prefill, or after a hit in "
+        "its own prefix cache.",
+        now="enable_chunked_prefill=False and enable_prefix_caching=False (--no-enable-chunked-prefill "
+        "--no-enable-prefix-caching)",
+        good="LMCache 0.3.9 or newer with enable_blending on the V1 engine",
+        threads=("https://github.com/LMCache/LMCache/issues/409",),
+    ),
+    Problem(
+        code="KVD495",
+        name="old-blend-of-other-release",
+        severity=Severity.CRASH,
+        title="lmcache_vllm and LMCache are of different times.",
+        shows=(Failed(kind="AttributeError", text="'LMCacheEngineConfig' object has no attribute 'blend_<what>'"),),
+        sentence="blend_{what} is not known",
+        cause="lmcache_vllm (the adapter for vLLM before 0.8) reads settings that a newer lmcache no longer has.",
+        now="pip uninstall lmcache_vllm; today's LMCache needs no adapter: --kv-transfer-config "
+        '\'{"kv_connector":"LMCacheConnectorV1","kv_role":"kv_both"}\' with enable_blending: true',
+        good="LMCache 0.3.9 or newer with the vLLM of its matrix",
+        threads=("https://github.com/LMCache/LMCache/issues/396",),
+    ),
 )

@@ -18,11 +18,12 @@ PROBLEMS = (
         shows=(Failed(kind="KeyError", text="LayerCacheEngineKey("),),
         connectors=_IN_PROCESS,
         cause="With use_layerwise only the first layer of a chunk is looked up; another layer's part was evicted "
-        "since, or never stored, and the load takes it from the CPU cache without asking (local_cpu_backend.py, "
-        "batched_get_non_blocking).",
-        now="use_layerwise: false (LMCACHE_USE_LAYERWISE=False), and restart",
+        "since, or never stored, and the load takes it from the CPU cache or the disk without asking "
+        "(local_cpu_backend.py, batched_get_non_blocking).",
+        now="use_layerwise: false (LMCACHE_USE_LAYERWISE=False), and restart; blending needs layers: there without "
+        "local_disk, and with a max_local_cpu_size that does not evict",
         good="no release of LMCache is right yet (0.5.6): leave use_layerwise at false, or a larger max_local_cpu_size",
-        threads=("https://github.com/vllm-project/vllm/pull/37270",),
+        threads=("https://github.com/vllm-project/vllm/pull/37270", _LMCACHE + "issues/1900"),
     ),
     Problem(
         code="KVD807",
@@ -211,5 +212,25 @@ PROBLEMS = (
         now="remote_serde: naive (LMCACHE_REMOTE_SERDE=naive) and use_layerwise: false, in every engine, and restart",
         good="no release of LMCache compresses layers with CacheGen (0.5.6): keep remote_serde: naive",
         threads=(_LMCACHE + "issues/2137",),
+    ),
+    Problem(
+        code="KVD493",
+        name="chunk-of-other-format",
+        severity=Severity.CRASH,
+        title="A loaded chunk is not in the format that the copy to the GPU expects.",
+        shows=(
+            Failed(kind="AssertionError", source="assert memory_obj.metadata.fmt =="),
+            Failed(kind="AssertionError", text="Expected memory format MemoryFormat"),
+            Failed(kind="ValueError", text="The memory object should be in KV_"),
+        ),
+        connectors=_IN_PROCESS,
+        cause="Chunks by layers (use_layerwise, blending), of all layers and of MLA models have three formats. A "
+        "chunk keeps the one it was stored in: local_disk or a remote store was filled with the other setting, or a "
+        "backend that does not keep the format (local_disk before 0.3.9) read it back.",
+        now="empty local_disk and the remote store's keys of this model after use_layerwise or enable_blending was "
+        "changed; or use_layerwise: false; restart",
+        good="a folder or database for each such setting; LMCache 0.3.9 or newer",
+        sure=False,
+        threads=(_LMCACHE + "issues/683",),
     ),
 )
