@@ -64,28 +64,6 @@ PROBLEMS = (
         threads=(_LMCACHE + "issues/1765", "https://github.com/LMCache/LMCache-Ascend/issues/96"),
     ),
     Problem(
-        code="KVD417",
-        name="vllm-before-cached-request-data",
-        severity=Severity.CRASH,
-        title="This vLLM hands cached requests over as a list, which this LMCache does not take.",
-        shows=(
-            Failed(
-                kind="AttributeError",
-                text="'list' object has no attribute 'req_ids'",
-                within="vllm_v1_adapter.py:build_connector_meta",
-            ),
-            Failed(kind="AttributeError", text="'list' object has no attribute 'req_ids'", within="lmcache/"),
-        ),
-        sentence="vLLM is older than 0.9.2",
-        connectors=_IN_PROCESS,
-        releases={"lmcache": "<0.3.9"},
-        cause="vLLM has one CachedRequestData for all requests from 0.9.2 on; before it was a list of them. LMCache's "
-        "builds of July 2025 read only the new form.",
-        now="pip install lmcache==0.3.1.post1 with vLLM 0.9.1 and older, or upgrade vLLM to 0.9.2",
-        good="LMCache 0.3.9 or newer, which reads both forms",
-        threads=(_LMCACHE + "issues/989",),
-    ),
-    Problem(
         code="KVD418",
         name="old-nixl-backend",
         severity=Severity.CRASH,
@@ -178,19 +156,6 @@ PROBLEMS = (
         threads=(_LMCACHE + "issues/2446",),
     ),
     Problem(
-        code="KVD429",
-        name="torch-utils-not-in-vllm",
-        severity=Severity.CRASH,
-        title="LMCache 0.3.8 asks for a module that vLLM has only from 0.11.1 on.",
-        shows=(Failed(kind="ModuleNotFoundError", text="No module named 'vllm.utils.torch_utils'"),),
-        sentence="this vLLM has no vllm.utils.torch_utils",
-        cause="vLLM 0.11.1 has moved its helpers for torch to vllm.utils.torch_utils, and LMCache 0.3.8 imports them "
-        "from there alone. 0.3.9 and newer try both places.",
-        now="pip install --upgrade --no-deps lmcache==0.3.9.post2 (vLLM 0.11.0), or vLLM 0.11.1 and newer",
-        good="LMCache 0.3.9 or newer",
-        threads=(_LMCACHE + "issues/1840",),
-    ),
-    Problem(
         code="KVD437",
         name="cuda-before-the-fork",
         severity=Severity.CRASH,
@@ -207,23 +172,6 @@ PROBLEMS = (
         "if __name__ == '__main__': in the script; with spawn also export PYTHONHASHSEED=0, or nothing is shared",
         good="the same, in every script that starts vLLM",
         threads=(_LMCACHE + "issues/1710",),
-    ),
-    Problem(
-        code="KVD362",
-        name="lmcache-before-cached-request-data",
-        severity=Severity.CRASH,
-        title="This LMCache takes cached requests as a list, which vLLM no longer hands over.",
-        shows=(
-            Failed(kind="TypeError", text="'CachedRequestData' object is not iterable"),
-            Failed(kind="AttributeError", text="'CachedRequestData' object has no attribute 'req_id'"),
-        ),
-        sentence="vLLM is 0.9.2 or newer, and LMCache older than that",
-        cause="vLLM has one CachedRequestData for all requests from 0.9.2 on; before it was a list of them. LMCache "
-        "0.3.1 reads only the list.",
-        now="pip install --no-deps lmcache==0.3.9.post2 (or newer, of this torch and CUDA) beside vLLM 0.9.2 or "
-        "newer, and restart",
-        good="LMCache 0.3.9 or newer, which reads both forms",
-        threads=(_LMCACHE + "issues/1003",),
     ),
     Problem(
         code="KVD477",
@@ -260,43 +208,5 @@ PROBLEMS = (
         "preemption (--gpu-memory-utilization 0.95)",
         good="report it with `kvfix-diagnose LOG --issue FILE.md` if ids are unique",
         sure=False,
-    ),
-    Problem(
-        code="KVD491",
-        name="native-operations-incomplete",
-        severity=Severity.CRASH,
-        title="LMCache's compiled operations are missing or older than its Python code.",
-        shows=(
-            Failed(kind="AttributeError", text="module 'lmcache.python_ops_fallback' has no attribute '<what>'"),
-            Failed(kind="AttributeError", text="module 'lmcache.non_cuda_equivalents' has no attribute '<what>'"),
-            Failed(kind="AttributeError", text="module 'lmcache.c_ops' has no attribute '<what>'"),
-            Failed(kind="AttributeError", text="module 'lmcache.xpu_ops' has no attribute '<what>'"),
-        ),
-        sentence="{what} is not there",
-        cause="`fallback` or `non_cuda_equivalents`: lmcache.c_ops did not load (a WARNING at the start says why), "
-        "and the Python code in its place has not all of it. c_ops itself: sources were updated (git pull, pip "
-        "install -e) and not compiled anew.",
-        now="python -c 'import torch, lmcache.c_ops' shows why it does not load; pip install --force-reinstall "
-        "--no-deps lmcache of this release, or from source: pip install -e . --no-build-isolation again",
-        good="a wheel for this torch and CUDA",
-        threads=("https://github.com/LMCache/LMCache/issues/3468",),
-    ),
-    Problem(
-        code="KVD492",
-        name="step-metadata-of-other-release",
-        severity=Severity.CRASH,
-        title="The worker reads something in a step's message that the scheduler side did not put there.",
-        shows=(
-            Failed(kind="AttributeError", text="'LMCacheConnectorMetadata' object has no attribute '<what>'"),
-            Failed(kind="AttributeError", text="'LMCacheMPConnectorMetadata' object has no attribute '<what>'"),
-            Failed(kind="AttributeError", text="'ReqMeta' object has no attribute '<what>'"),
-        ),
-        sentence="{what} is not in the message of the step",
-        cause="Scheduler and worker run different code of the connector: two releases of LMCache on the nodes of one "
-        "engine, or vLLM's own copy on one side (kv_connector_module_path). lookup_requests_in_step: an LMCache of "
-        "July 2025 (0.3.3 development) whose messages of empty steps lack it.",
-        now="pip show lmcache on every node and in every image of the engine; the same release everywhere; restart all",
-        good="LMCache 0.3.9 or newer everywhere",
-        threads=("https://github.com/LMCache/LMCache/pull/1120",),
     ),
 )

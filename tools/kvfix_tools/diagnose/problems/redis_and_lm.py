@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvfix_tools.diagnose.findings import Severity
-from kvfix_tools.diagnose.problems import Failed, Logged, Problem
+from kvfix_tools.diagnose.problems import Failed, Logged, Problem, either
 
 _LMCACHE = "https://github.com/LMCache/LMCache/"
 _IN_PROCESS = ("LMCacheConnectorV1", "MultiConnector")
@@ -186,5 +186,19 @@ PROBLEMS = (
         "lmcache_server), restart the engines",
         good="an empty store with each upgrade of LMCache",
         threads=(_LMCACHE + "pull/397",),
+    ),
+    Problem(
+        code="KVD497",
+        name="redis-is-a-cluster",
+        severity=Severity.SLOW,
+        title="The Redis server is a node of a cluster, and LMCache speaks to it alone.",
+        shows=either(
+            "MOVED <slot> <node>:", "CROSSSLOT Keys in request don't hash to the same slot", "ASK <slot> <node>:"
+        ),
+        cause="redis:// takes the server for the only one; a node of a cluster refuses keys that belong to others. "
+        "Managed ones (ElastiCache with cluster mode, MemoryDB) are clusters.",
+        now='remote_url: "redis-cluster://HOST1:6379,HOST2:6379" (Valkey: valkey:// with extra_config: {valkey_mode: '
+        "cluster}), and restart; `lmcache server` knows a cluster with valkey, not with resp",
+        good="keep it so: the set-up was wrong, and no release changes that",
     ),
 )

@@ -1,0 +1,99 @@
+"""The Mooncake store's clients: what keeps them from starting."""
+
+from __future__ import annotations
+
+from kvfix_tools.diagnose.findings import Severity
+from kvfix_tools.diagnose.problems import Logged, Problem, either
+
+_MOONCAKE_ISSUES = "https://github.com/kvcache-ai/Mooncake/issues/"
+
+PROBLEMS = (
+    Problem(
+        code="KVD898",
+        name="mooncake-segment-not-mounted",
+        severity=Severity.CRASH,
+        title="A worker could not mount its memory at the Mooncake master.",
+        shows=(
+            Logged("Failed to mount segment"),
+            Logged("mount_segment_to_master_failed"),
+            Logged("Failed to mount segment due to rpc error"),
+            Logged("Initialize mooncake failed."),
+        ),
+        cause="The master did not answer in time: it is not there (master_server_address), a proxy stands between, or "
+        "the segment is so large that registering it takes longer than the call. With `End of file` before it the "
+        "master took the call and closed it: it is of another release of Mooncake, or died of it (its log).",
+        now="start mooncake_master first, check master_server_address from the worker's container, unset http_proxy, a "
+        "smaller global_segment_size; one release of mooncake-transfer-engine on master and workers; then restart",
+        good="keep it so: the set-up was wrong, and no release changes that",
+        sure=False,
+        threads=(_MOONCAKE_ISSUES + "1050", _MOONCAKE_ISSUES + "180"),
+    ),
+    Problem(
+        code="KVD371",
+        name="mooncake-client-cannot-be-made",
+        severity=Severity.CRASH,
+        title="Mooncake's client could not set itself up on any port.",
+        shows=(
+            Logged("Failed to create client after <count> retries"),
+            Logged("Failed to create client on port <port>, retry"),
+        ),
+        sure=False,
+        cause="Each try takes another port, so it is not the port: the transfer engine did not start, or the memory "
+        "of the segment could not be registered (protocol, device_name, fabric memory or huge pages of an Ascend "
+        "card, ulimit -l), or the master refused. The E line before the first retry decides.",
+        now="grep -m3 '^E[0-9]' on this worker's log; protocol and device_name as the node has them (tcp for a try), "
+        "a small global_segment_size; on Ascend: ASCEND_ENABLE_USE_FABRIC_MEM=1 only where the driver has it",
+        good="the setting that the first E line names",
+        threads=("https://github.com/vllm-project/vllm-ascend/issues/9841",),
+    ),
+    Problem(
+        code="KVD389",
+        name="mooncake-without-that-metadata",
+        severity=Severity.CRASH,
+        title="Mooncake was built without the kind of metadata server that metadata_server names.",
+        shows=(Logged("Unable to find metadata storage plugin <kind>"),),
+        sentence="no {kind}",
+        cause="Mooncake's wheels know http and P2PHANDSHAKE; etcd and redis are there only if it was built with "
+        "USE_ETCD or USE_REDIS. Mooncake ends the process (glog's FATAL) with it.",
+        now='metadata_server "P2PHANDSHAKE" in every configuration (or http://HOST:8080/metadata of `mooncake_master '
+        "--enable_http_metadata_server=true`), restart all",
+        good="keep it so, or Mooncake from source with cmake -DUSE_ETCD=ON (-DUSE_REDIS=ON)",
+        threads=("https://github.com/kvcache-ai/Mooncake/issues/386",),
+    ),
+    Problem(
+        code="KVD390",
+        name="mooncake-card-without-gid",
+        severity=Severity.CRASH,
+        title="Mooncake cannot open a network card for RDMA: the GID that it takes is not usable.",
+        shows=(
+            Logged("Failed to query GID <number> on <card>: "),
+            Logged("Failed to open device <card> on port"),
+        ),
+        sentence="card {card}",
+        sure=False,
+        cause="A W line just before tells: `User-specified GID index`: MC_GID_INDEX names an entry that this card has "
+        "not, or that has no network device. `Failed to query GID`: the card's port is down, or the container does "
+        "not see its network device (no host network). If no card is left, `No available RNIC` ends the set-up.",
+        now="show_gids (or ls /sys/class/infiniband/CARD/ports/1/gids) in this container: unset MC_GID_INDEX, or give "
+        'it the index of a RoCE v2 entry with an address; device_name with cards whose port is ACTIVE; "protocol": '
+        '"tcp" with device_name "" needs none',
+        good="--network host (hostNetwork: true) or an RDMA device plugin, and device_name set",
+        threads=(
+            "https://github.com/kvcache-ai/Mooncake/issues/1384",
+            "https://github.com/kvcache-ai/Mooncake/issues/879",
+        ),
+    ),
+    Problem(
+        code="KVD470",
+        name="mooncake-name-taken",
+        severity=Severity.CRASH,
+        title="Two Mooncake clients want the same name at the metadata server.",
+        shows=either("Duplicate rpc_meta key not allowed"),
+        cause="The key is mooncake/rpc_meta/<local_hostname>. Two workers with the same local_hostname (with a port in "
+        "it) use it at once, or one that was killed has left its entry: the http metadata server refuses to overwrite.",
+        now="local_hostname without a port and with the node's own address (each worker then takes a free port), or "
+        "another port for each worker; after a kill restart the metadata server (or mooncake_master)",
+        good='"metadata_server": "P2PHANDSHAKE", which keeps no entries',
+        threads=("https://github.com/kvcache-ai/Mooncake/issues/863",),
+    ),
+)
