@@ -176,7 +176,8 @@ def hits() -> dict[str, list[str]]:
         "KVD208": [vllm("kv_waiting", "cmpl-7", release=release) * steps
                    for release in ("0.9.1", "0.32.0") for steps in (2, 1000)],
         "KVD209": [vllm("broadcast", 60, release=release) * 2 for release in ("0.9.1", "0.11.0", "0.32.0")],
-        "KVD210": [logged("0.5.0", "reaped", 7, 3600.5, False), logged(NEWEST, "unregistered", 7, which="RETRIEVE")],
+        "KVD210": [logged("0.5.0", "reaped", 7, 3600.5, False), logged(NEWEST, "unregistered", 7, which="RETRIEVE"),
+                   logged("0.4.6", "good_bye_of_none", 7)],
         "KVD214": [logged(release, "reaped", 7, 130.4, True) for release in ("0.5.0", NEWEST)],
         "KVD213": [test_stacks.DUMP.decode()],
         "KVD211": [logged(release, "lookup_given_up", "r1", 3) for release in ("0.3.10", NEWEST)],

@@ -208,6 +208,15 @@ _lmcache(
     "unregistered", "Rejecting ", "Rejecting ",
     rb"Rejecting (?P<what>\w+) for unregistered GPU instance ID (?P<instance>\d+)",
 )  # fmt: skip
+# A worker that ends says good-bye: one that the server knows, and one that it does not.
+_lmcache(
+    "good_bye", "Unregistered KV cache", "Unregistered KV cache for GPU ID ",
+    rb"Unregistered KV cache for GPU ID (?P<instance>\d+)",
+)  # fmt: skip
+_lmcache(
+    "good_bye_of_none", "No registered GPU", "No registered GPU context found for instance ID ",
+    rb"No registered GPU context found for instance ID (?P<instance>\d+)",
+)  # fmt: skip
 _lmcache(
     "reaped", "Reaped ", "Reaped ",
     rb"Reaped (?P<what>GPU|non-GPU) instance (?P<instance>\d+): silent for (?P<silent>[\d.]+)s "

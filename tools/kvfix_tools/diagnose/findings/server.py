@@ -106,12 +106,18 @@ def _note_mode(log: Diagnosis, line: LogLine) -> None:
     log.memory["mode"] = line.fields["mode"]
 
 
-@finding("KVD210", "worker-forgotten", Severity.HANG, on=["reaped", "unregistered"])
-def worker_forgotten(log: Diagnosis, line: LogLine) -> Answer | None:
+@finding("KVD210", "worker-forgotten", Severity.HANG, on=["reaped", "unregistered", ""])
+def worker_forgotten(log: Diagnosis, line: LogLine | None) -> Answer | None:
     """The server has forgotten a worker, and refuses what it asks for.
 
     Setting: a longer `worker_registration_grace_seconds` of the server.
+
+    Normal: `No registered GPU context found`, where the same worker has unregistered before.
     """
+    if line is None:
+        if not log.counts["good_bye_of_none"] or log.counts["good_bye"]:
+            return None
+        return Answer("a worker that the server does not know any more says good-bye", "", "unknown")
     f = line.fields
     if line.name == "unregistered":
         return Answer(f"worker {f['instance']} is not registered", request="")
