@@ -189,6 +189,7 @@ def hits() -> dict[str, list[str]]:
         "KVD271": [logged(release, "mp_failed", "r1", False, which="retrieve") for release in ("0.5.5", NEWEST)],
         "KVD272": [logged(release, "mp_failed", "r1", which="store") for release in ("0.3.13", NEWEST)],
         "KVD301": [logged(release, "mp_failed", "r1", False, which="retrieve") for release in ("0.3.13", "0.5.4")],
+        "KVD499": [(logged(NEWEST, "mp_prefetched", 0, 12) + logged(NEWEST, "mp_stored", 3072, 0.1)) * 2],
         "KVD479": [logged(release, "unretrievable") for release in ("0.3.9", NEWEST)],
         "KVD302": [
             logged("0.3.9", "retrieved", 0, 256, 5888, 0.1, 1.0, 2.0, which="required"),

@@ -78,6 +78,8 @@ def misses() -> list[tuple[str, str]]:
         ("KVD272", logged(NEWEST, "mp_failed", "r1", False, which="retrieve")),
         ("KVD301", logged("0.5.5", "mp_failed", "r1", False, which="retrieve")),
         ("KVD301", logged("0.5.4", "mp_failed", "r1", which="store")),
+        ("KVD499", (logged(NEWEST, "mp_prefetched", 0, 12) + logged(NEWEST, "mp_stored", 3072, 0.1)) * 2
+         + logged(NEWEST, "mp_prefetched", 12, 12)),
         ("KVD479", logged(NEWEST, "unretrievable")
          + logged(NEWEST, "retrieved", "r1", 512, 512, 512, 0.1, 1.0, 2.0, which="required")),
         ("KVD302", logged(NEWEST, "retrieved", "r1", 512, 512, 512, 0.1, 1.0, 2.0, which="required")),

@@ -233,4 +233,23 @@ PROBLEMS = (
         sure=False,
         threads=(_LMCACHE + "issues/683",),
     ),
+    Problem(
+        code="KVD498",
+        name="layerwise-without-staging",
+        severity=Severity.CRASH,
+        title="Layerwise copies have no buffer on the GPU.",
+        shows=(
+            Failed(kind="AttributeError", text="has no attribute 'gpu_buffer_allocator'"),
+            Failed(kind="AssertionError", source="assert self.gpu_buffer_allocator is not None"),
+            Failed(kind="AssertionError", text="GPU buffer allocator should be initialized"),
+        ),
+        connectors=_IN_PROCESS,
+        cause="LMCache before 0.3.9 makes that buffer only with local_cpu: true. Later it is made at the first copy, "
+        "in what vLLM has left free on the GPU: a start that failed before that leaves none.",
+        now="use_layerwise: false (LMCACHE_USE_LAYERWISE=False), or local_cpu: true, and restart; else the first "
+        "error of this process",
+        good="LMCache 0.3.9 or newer; --gpu-memory-utilization 0.85 where it is the memory",
+        sure=False,
+        threads=(_LMCACHE + "issues/669",),
+    ),
 )
