@@ -46,7 +46,7 @@ PROBLEMS = (
         title="A worker of LMCache gets no answer from the controller.",
         shows=(
             Logged("Heartbeat timeout occurred, recreating socket. Error: <error>", _WORKER),
-            Logged("Heartbeat ZMQ error occurred, recreating socket. Error: <error>", _WORKER),
+            Logged("ZMQ error occurred, recreating socket. Error: <error>", _WORKER),
             Logged("Timeout occurred, recreating socket. Error: <error>", _WORKER),
             Logged("Failed to register with controller: <error>", _WORKER),
         ),
@@ -202,7 +202,6 @@ PROBLEMS = (
         severity=Severity.SLOW,
         title="A worker's connection to LMCache's controller fails.",
         shows=(
-            Logged("ZMQ error occurred, recreating socket. Error: <error>", _WORKER),
             Logged("Error happens in lmcache worker req_socket. Error: <error>", _WORKER),
             Logged("Push error: <error>", _WORKER),
         ),

@@ -204,7 +204,7 @@ PROBLEMS = (
         title="CacheGen cannot compress chunks of single layers.",
         shows=(
             Failed(kind="RuntimeError", text="permute(sparse_coo)", within="cachegen_encoder.py:serialize"),
-            Failed(kind="RuntimeError", within="cachegen_encoder.py:serialize"),
+            Failed(kind="RuntimeError", text="is invalid for input of size", within="cachegen_encoder.py:serialize"),
         ),
         connectors=_IN_PROCESS,
         cause="remote_serde: cachegen takes chunks of all layers (four dimensions, five when split into heads), and "

@@ -192,8 +192,11 @@ PROBLEMS = (
         name="redis-is-a-cluster",
         severity=Severity.SLOW,
         title="The Redis server is a node of a cluster, and LMCache speaks to it alone.",
-        shows=either(
-            "MOVED <slot> <node>:", "CROSSSLOT Keys in request don't hash to the same slot", "ASK <slot> <node>:"
+        shows=(
+            Logged(": MOVED <slot> <node>:"),
+            Failed(kind="MovedError"),
+            Failed(kind="ResponseError", text="MOVED <slot> <node>:"),
+            *either("CROSSSLOT Keys in request don't hash to the same slot"),
         ),
         cause="redis:// takes the server for the only one; a node of a cluster refuses keys that belong to others. "
         "Managed ones (ElastiCache with cluster mode, MemoryDB) are clusters.",

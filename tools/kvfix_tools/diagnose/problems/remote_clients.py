@@ -57,9 +57,7 @@ PROBLEMS = (
         severity=Severity.SLOW,
         title="SageMaker HyperPod's daemon does not answer, or names memory that is not there.",
         shows=(
-            Logged("HTTP <operation> timeout: <url>", _SAGEMAKER),
             Logged("HTTP <operation> client error: <url>", _SAGEMAKER),
-            Logged("HTTP <operation> failed: <url>", _SAGEMAKER),
             Logged("PUT failed: key=<key>, status=<status>", _SAGEMAKER),
             Logged("PUT exception: key=<key>", _SAGEMAKER),
             Logged("GET error: key=<key>", _SAGEMAKER),
