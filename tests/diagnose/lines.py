@@ -34,10 +34,19 @@ def version(release: str) -> str:
     return logged(release, "version", "KVConnectorRole.SCHEDULER", release, "0.11.2", "{}")
 
 
-def stats(running: int = 0, waiting: int = 0, generation: float = 0.0, second: int = 0) -> str:
+def stats(
+    running: int = 0,
+    waiting: int = 0,
+    generation: float = 0.0,
+    second: int = 0,
+    prompt: float = 0.0,
+    external: float | None = None,
+) -> str:
     """The installed vLLM's statistics, of the parts that it joins, with the prefix that it puts before them."""
-    parts = statistics_parts()[:4] + [part for part in statistics_parts() if part.startswith(("%s KV", "Prefix"))]
-    text = ", ".join(parts) % (0.0, generation, running, waiting, "GPU", 93.1, 12.0)
+    heads = ("%s KV", "Prefix") if external is None else ("%s KV", "Prefix", "External")
+    parts = statistics_parts()[:4] + [part for part in statistics_parts() if part.startswith(heads)]
+    values = (prompt, generation, running, waiting, "GPU", 93.1, 12.0, *(() if external is None else (external,)))
+    text = ", ".join(parts) % values
     return f"(APIServer pid=7) INFO 12-03 01:24:{second % 60:02d} [loggers.py:248] Engine 000: {text}\n"
 
 

@@ -231,6 +231,10 @@ def hits() -> dict[str, list[str]]:
             logged(NEWEST, "creating", "vllm-instance")
             + "(APIServer pid=1) RuntimeError: Engine core initialization failed. Failed core proc(s): {}\n"
         ],
+        "KVD976": [
+            "(APIServer pid=7) INFO 12-03 01:24:01 [utils.py:253] non-default args: {'kv_offloading_size': 16.0}\n"
+            + "".join(stats(8, 0, 50.0, second, prompt=900.0, external=0.0) for second in range(5))
+        ],
         "KVD996": [unread(NEWEST, "integration/vllm/utils.py", "No LMCache configuration file is set")],
         "KVD198": [unread(NEWEST, "v1/config_base.py", "Unexpected error fetching remote config", "no answer")],
         "KVD199": [

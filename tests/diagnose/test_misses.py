@@ -35,6 +35,7 @@ from tests.diagnose.test_findings import LOOKUPS, NOWHERE, SEED, hits, lookups, 
 MP = "integration/vllm/vllm_multi_process_adapter.py"
 DRIVEN = "v1/multiprocess/modules/lmcache_driven_transfer.py"
 LOOKUP = "v1/multiprocess/modules/lookup.py"
+OFFLOADS = "(APIServer pid=7) INFO 12-03 01:24:01 [utils.py:253] non-default args: {'kv_offloading_size': 16.0}\n"
 
 
 @lru_cache(maxsize=1)
@@ -137,6 +138,9 @@ def misses() -> list[tuple[str, str]]:
         ("KVD159", logged(NEWEST, "creating", "vllm-instance") + version(NEWEST)
                    + "(APIServer pid=1) RuntimeError: Engine core initialization failed.\n"),
         ("KVD159", logged(NEWEST, "creating", "vllm-instance")),
+        # One interval with a hit; and no connector that keeps anything.
+        ("KVD976", OFFLOADS + "".join(stats(8, 0, 50.0, n, prompt=900.0, external=0.1 * (n == 2)) for n in range(6))),
+        ("KVD976", "".join(stats(8, 0, 50.0, n, prompt=900.0, external=0.0) for n in range(6))),
         # An engine at work.
         ("KVD996", unread(NEWEST, "integration/vllm/utils.py", "No LMCache configuration file is set")
                    + asked(NEWEST, 1024, 0, 1024, 1023)),

@@ -56,8 +56,11 @@ class WhoRan:
             connectors, roles = _named(body)
             self.connectors |= connectors
             self.roles |= roles
-            if not self.settings and b"non-default args" in body:
-                self.settings = body[:4096].decode("utf-8", "replace")
+        if line.name == "settings":
+            self.settings = self.settings or body[:4096].decode("utf-8", "replace")
+            if b"'kv_offloading_size'" in body:
+                lmcache = b"'kv_offloading_backend': 'lmcache'" in body
+                self.connectors.add("LMCacheConnectorV1" if lmcache else "OffloadingConnector")
         if line.name == "raised":
             self.connectors |= _marked(" ".join(frame[0] for frame in line.fields["frames"]).encode())
         elif not self.connectors:

@@ -5,11 +5,53 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from kvfix_tools.diagnose.findings import Answer, Severity, finding
+from kvfix_tools.diagnose.findings import Answer, Severity, finding, note
 
 if TYPE_CHECKING:
     from kvfix_tools.diagnose.diagnosis import Diagnosis
     from kvfix_tools.diagnose.log_line import LogLine
+
+#: Intervals of vLLM's statistics with prompts and local hits, from which on an external rate of 0 is worth a word.
+ENOUGH = 5
+
+
+@note("stats")
+def _note_external(log: Diagnosis, line: LogLine) -> None:
+    fields, kept = line.fields, log.memory.setdefault("external", {"intervals": 0, "most": 0.0, "local": 0.0})
+    if fields.get("external") is not None and float(fields["prompt"]):
+        kept["intervals"] += 1
+        kept["most"] = max(kept["most"], float(fields["external"]))
+        kept["local"] = max(kept["local"], float(fields["local"] or 0))
+        kept["line"] = line.evidence
+
+
+@finding("KVD976", "external-cache-never-hits", Severity.RISK, on=[""])
+def external_cache_never_hits(log: Diagnosis, line: LogLine) -> Answer | None:
+    """Prompts begin alike, and not one token comes from the connector's cache.
+
+    Cause: in this order. What repeats is still on the GPU: vLLM's own cache answers first, and the connector is asked
+    for the rest only. The GPU evicts more between two uses than the CPU tier holds. One KV group of the model never has
+    a hit (drafts, state, a window), and then the whole hit is 0 (vLLM before 0.32). Engines that share a store hash
+    differently (PYTHONHASHSEED), or `store_threshold` keeps blocks out until they were asked for so often.
+
+    Setting: `GPU KV cache usage` far below 100 %: nothing is to be done, the GPU is large enough. Else a larger
+    `--kv-offloading-size`; without `--speculative-config` once: hits then mean that the draft group was it (upgrade to
+    vLLM 0.32.0); `export PYTHONHASHSEED=0` on every engine.
+
+    Normal: the first minutes, and prompts that fit into the GPU's cache.
+    """
+    kept = log.memory.get("external")
+    connectors = log.who.connectors - {"NixlConnector", "MooncakeConnector", "MoRIIOConnector", "P2pNcclConnector"}
+    if kept is None or kept["intervals"] < ENOUGH or kept["most"] or not kept["local"]:
+        return None
+    if log.counts["asked"] or log.counts["mp_prefetched"] or log.findings or log.failures.dead or not connectors:
+        return None
+    return Answer(
+        f"{kept['intervals']} intervals with prompts, up to {kept['local']}% from the GPU's own cache, 0.0% external",
+        request="",
+        verdict="unknown",
+        evidence=(kept["line"],),
+    )
 
 
 @finding("KVD539", "every-group-taken-for-drafts", Severity.SLOW, on=["draft_groups"])
