@@ -36,6 +36,7 @@ PROBLEMS = (
         shows=(
             Failed(kind="AssertionError", source="assert issubclass(connector_cls, KVConnectorBase)"),
             Logged(text="--kv-transfer-config is not supported by the V1 Engine. Falling back to V0"),
+            Failed(kind="NotImplementedError", text="VLLM_USE_V1=1 is not supported with --kv-transfer-config"),
         ),
         sentence="a connector of the V1 engine in the V0 engine",
         releases={"vllm": "<0.11"},

@@ -164,9 +164,10 @@ PROBLEMS = (
             Failed(kind="ImportError", text="libtorch_cuda.so: cannot open shared object file"),
             Failed(kind="AssertionError", text="Torch not compiled with CUDA enabled"),
         ),
-        cause="A later pip install has put torch's CPU wheel (or one for ROCm) over the one that vLLM had brought.",
+        cause="On a GPU of NVIDIA: a later pip install has put torch's CPU wheel (or one for ROCm) over the one that "
+        "vLLM had brought. On XPU, HPU, NPU: the code in the last frame but torch's is written for CUDA only.",
         now="pip install --force-reinstall vllm==<your release>, which brings its own torch; python -c 'import torch; "
-        "print(torch.__version__, torch.version.cuda)' must name a CUDA",
+        "print(torch.__version__, torch.version.cuda)' must name a CUDA. Another device: without that connector",
         good="install what comes after vLLM with --no-deps, or with vLLM's torch as a constraint (pip install -c)",
     ),
     Problem(

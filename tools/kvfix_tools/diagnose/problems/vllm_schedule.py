@@ -104,8 +104,8 @@ PROBLEMS = (
                 within="_connector_finished",
                 at=_SCHEDULER,
             ),
+            Failed(kind="ValueError", text="too many values to unpack", within="_connector_finished"),
         ),
-        releases={"vllm": ">=0.15"},
         cause="A connector that is no SupportsHMA is told of one list of blocks. vLLM switches its hybrid KV cache "
         "manager off for such a one; here it is on (--no-disable-hybrid-kv-cache-manager, a plugin, or a wrapper whose "
         "children differ).",
@@ -159,6 +159,57 @@ PROBLEMS = (
         now="KVFIX=check kvfix run -- CMD names the event; until then no client that gives up early, and "
         "--no-async-scheduling; restart",
         good=_REPORT,
+        sure=False,
+    ),
+    Problem(
+        code="KVD396",
+        name="block-hashed-out-of-step",
+        severity=Severity.CRASH,
+        title="Blocks of a request are to be put into the prefix cache, and their hashes are there already, or not "
+        "yet.",
+        shows=(
+            Failed(kind="AssertionError", source="assert blk.block_hash is None", within="cache_full_blocks"),
+            Failed(kind="AssertionError", source="len(request.block_hashes) >= num_full_blocks"),
+            Failed(kind="AssertionError", source="len(block_hashes) >= num_full_blocks", within="cache_full_blocks"),
+        ),
+        cause="vLLM keeps how many blocks of a request are cached, and the connector's tokens move that count: a load "
+        "that failed and is computed anew, one that is reported twice, tokens granted beyond those that have a hash "
+        "(drafts).",
+        now="--no-enable-prefix-caching; without --speculative-config; KVFIX=check kvfix run -- CMD names the event",
+        good="vLLM 0.26.0 or newer; if it asserts too, report it with `kvfix-diagnose LOG --issue FILE.md`",
+        sure=False,
+    ),
+    Problem(
+        code="KVD398",
+        name="step-of-no-tokens",
+        severity=Severity.CRASH,
+        title="A step, or a request in it, has no token to compute, and vLLM asserts that there is one.",
+        shows=(
+            Failed(kind="AssertionError", source="assert total_num_scheduled_tokens > 0"),
+            Failed(kind="AssertionError", source="assert num_new_tokens > 0", at=_SCHEDULER),
+        ),
+        releases={"lmcache": "!=0.3.10"},
+        cause="A prompt whose every token the connector promised (it has to leave the last one to the model), or "
+        "tokens that were computed already and are promised again. A prompt that ends at a block or a chunk meets it.",
+        now="KVFIX=check kvfix run -- CMD names the request and the numbers; until then --no-enable-prefix-caching, "
+        "and LMCache 0.3.11 or newer",
+        good="a connector that leaves one token: LMCache 0.3.11 or newer with kvfix",
+        sure=False,
+    ),
+    Problem(
+        code="KVD399",
+        name="running-request-with-new-hits",
+        severity=Severity.CRASH,
+        title="A request that has blocks already is given hits of the prefix cache once more.",
+        shows=(
+            Failed(kind="AssertionError", source="assert len(new_computed_blocks) == 0"),
+            Failed(kind="AssertionError", source="assert len(req_blocks) == 0", within="add_local_computed_blocks"),
+        ),
+        cause="Hits are for a request's first blocks. One that kept its blocks while it waited (a load in flight, a "
+        "preemption, a streamed prompt) was asked about again as if it were new, mostly after its load had failed.",
+        now="--no-enable-prefix-caching; so much KV cache that nothing is preempted (--max-num-seqs lower); "
+        "KVFIX=check kvfix run -- CMD names the event",
+        good="vLLM 0.26.0 or newer; if it asserts too, report it with `kvfix-diagnose LOG --issue FILE.md`",
         sure=False,
     ),
 )
