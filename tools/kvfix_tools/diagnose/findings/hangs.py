@@ -189,10 +189,13 @@ def _waits_in_a_paste(log: Diagnosis, waits: dict[str, int]) -> Answer | None:
 def start_waits_for_worker(log: Diagnosis, line: LogLine | None) -> Answer | None:
     """EngineCore waits for a worker that does not answer.
 
-    Cause: the worker is busy or stuck: with the multi-process connector it waits for a server that is not there, or
-    that does not know the worker's transfer mode (the server's log tells, KVD206).
+    Cause: the worker is busy or stuck. It compiles or loads (minutes, once); it waits in a collective that another rank
+    does not join (a rank that died, another node, P2P between the GPUs); or it stands in a hook of the connector: with
+    the multi-process one for a server that is not there, or that does not know the worker's transfer mode (KVD206).
 
-    Setting: look whether the LMCache server runs, and at its log.
+    Setting: `kvfix dump PID` (or `py-spy dump --pid` of each worker) names the function. A hook: look whether the
+    server or store that it waits for runs, and at its log (LMCacheMPConnector: `lmcache server`). all_reduce,
+    broadcast: the rank whose stack differs; once with NCCL_P2P_DISABLE=1.
 
     Normal: for minutes, while a large model is compiled, and then the engine serves.
     """
