@@ -6,7 +6,6 @@ from kvfix_tools.diagnose.findings import Severity
 from kvfix_tools.diagnose.problems import Failed, Logged, Problem
 
 _V1 = "vllm/distributed/kv_transfer/kv_connector/v1/"
-_SESSION = "vllm/v1/kv_offload/tiering/p2p/session/session.py"
 _NIXL = ("NixlConnector", "NixlPushConnector", "MultiConnector")
 
 PROBLEMS = (
@@ -39,7 +38,7 @@ PROBLEMS = (
         shows=tuple(
             sign
             for what in ("block_len mismatch from", "config fingerprint mismatch from", "hash seed mismatch from")
-            for sign in (Failed(text=what, at=_SESSION), Logged(f"{what} <peer>", _SESSION))
+            for sign in (Failed(text=what), Logged(f"{what} <peer>"))
         ),
         releases={"vllm": ">=0.26"},
         cause="Block length, configuration and PYTHONHASHSEED have to be the same on all peers; the message names the "

@@ -187,4 +187,22 @@ PROBLEMS = (
         good="no release of vLLM up to 0.33.0 is right: keep kvfix (KVF334)",
         threads=(f"{_PULLS}/52397",),
     ),
+    Problem(
+        code="KVD400",
+        name="offload-layout-not-recognised",
+        severity=Severity.CRASH,
+        title="OffloadingConnector does not know how this attention backend lays out the KV cache: it does not start.",
+        shows=(
+            Failed(kind="AssertionError", within="kv_offload/worker/cpu_gpu.py:__init__"),
+            Failed(kind="ValueError", text="is not in tuple", within="kv_offload/worker/cpu_gpu.py:__init__"),
+        ),
+        releases={"vllm": "<0.20"},
+        cause="Up to vLLM 0.19 it finds the blocks in a layer's tensor by trial: keys and values first, or blocks "
+        "first, and the kernel's block size at its place. FlashInfer (HND), MLA, models with layers of several shapes "
+        "(GPT-OSS, Gemma) and a kernel block smaller than vLLM's do not pass.",
+        now="--attention-backend FLASH_ATTN (VLLM_ATTENTION_BACKEND=FLASH_ATTN before 0.15), no --block-size and no "
+        "VLLM_KV_CACHE_LAYOUT; else without OffloadingConnector (--kv-offloading-size); restart",
+        fixed={"vllm": "0.20.2"},
+        sure=False,
+    ),
 )

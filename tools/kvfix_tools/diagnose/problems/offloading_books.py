@@ -52,12 +52,20 @@ PROBLEMS = (
         severity=Severity.CRASH,
         title="The CPU cache of the OffloadingConnector has lost count of its chunks, and EngineCore dies.",
         shows=(
-            Failed(kind="AssertionError", text="Chunk <chunk> not found", within="complete_load", at=_CPU),
-            Failed(kind="AssertionError", text="Chunk pool did not allocate the expected number of chunks", at=_CPU),
-            Failed(kind="AssertionError", text="New cache keys observed after request finalization", at=_CPU),
-            *_asserted(_CPU, "len(self._free_list) >= num_reused", "self._num_evictable_cache_chunks >= 0"),
+            Failed(kind="AssertionError", text="Chunk <chunk> not found", within="complete_load"),
+            Failed(kind="AssertionError", text="Chunk pool did not allocate the expected number of chunks"),
+            Failed(kind="AssertionError", text="New cache keys observed after request finalization"),
+            *_asserted(
+                "",
+                "len(self._free_list) >= num_reused",
+                "self._num_evictable_cache_chunks >= 0",
+                "self._num_evictable_cache_blocks >= 0",
+                "len(self.allocated_blocks_free_list) >= num_reused_blocks",
+                "len(blocks) == len(block_hashes_to_store)",
+            ),
+            Failed(kind="AssertionError", text="Block pool did not allocate the expected number of blocks"),
+            Failed(kind="AssertionError", source="assert block.ref_cnt > 0", within="complete_load"),
         ),
-        releases={"vllm": ">=0.32"},
         cause="A chunk ended a load or a store that it had not begun, or twice; or a cache was reset while copies ran "
         "(new weights, sleep, /reset_prefix_cache).",
         now="no reset of the prefix cache and no sleep while requests run; then " + _WITHOUT,
@@ -107,13 +115,16 @@ PROBLEMS = (
         severity=Severity.CRASH,
         title="A load of the OffloadingConnector has fewer blocks or keys than tokens, and EngineCore dies.",
         shows=_asserted(
-            _SCHEDULER,
+            "",
             "len(group_blocks) >= num_gpu_blocks",
             "len(offload_keys) >= end_chunk_idx",
+            "len(offload_keys) >= num_chunks",
+            "len(request.block_hashes) // self.block_size_factor",
+            "num_external_tokens == num_pending_gpu_blocks * self.gpu_block_size",
+            "full_block_tokens % self.offloaded_block_size == 0",
             "partial_tail_boundary == num_cached_tokens",
             "( len(offload_keys) >= req_status.req.num_tokens // tokens_per_chunk",
         ),
-        releases={"vllm": ">=0.32"},
         cause="vLLM granted tokens for which a KV group got no blocks, or which have no hash yet: a hit that is cut in "
         "the middle of a block (a partial tail, --prefix-match-unit), drafts, or a request that was preempted and "
         "asked anew.",
@@ -150,10 +161,11 @@ PROBLEMS = (
         severity=Severity.CRASH,
         title="More workers report a copy of the OffloadingConnector done than took part in it.",
         shows=(
-            *_asserted(_SCHEDULER, "count > 0", "job_status.pending_count == 0"),
+            *_asserted("", "job_status.pending_count == 0"),
+            Failed(kind="AssertionError", source="assert count > 0", within="update_connector_output"),
             Failed(kind="KeyError", source="self._jobs[job_id]", within="update_connector_output"),
+            Failed(kind="AssertionError", source="assert job_id == req_job"),
         ),
-        releases={"vllm": ">=0.32"},
         cause="A job waits for one report of each worker. A worker that reports twice (a copy that was waited for and "
         "polled, a spec from outside of vLLM), or a number of workers other than the scheduler's, breaks the count.",
         now="without a spec of your own (`spec_module_path`); then " + _WITHOUT,
@@ -227,6 +239,7 @@ PROBLEMS = (
         title="self_describing_kv_events cannot describe the blocks of this model.",
         shows=(
             Failed(kind="AssertionError", text="self-describing events only support full attention", at=_EVENTS),
+            Failed(kind="ValueError", text="self_describing_kv_events is not supported by TieringOffloadingSpec"),
             *_asserted(_EVENTS, "hashes_per_chunk > 0", "tok_end <= len(req.all_token_ids)"),
         ),
         releases={"vllm": ">=0.32"},

@@ -113,6 +113,7 @@ PROBLEMS = (
             Failed(kind="ValueError", text="Unknown secondary tier type: <name>"),
             Failed(kind="ValueError", text="Unsupported spec type: <name>"),
             Failed(kind="ValueError", text="Unknown cache policy: <name>"),
+            Failed(kind="ValueError", text="Unknown eviction policy: <name>"),
         ),
         sentence="{name}",
         cause="Names differ between releases: the file tier was `fs_python` and is `fs` (with `obj`, `p2p`) now; specs "

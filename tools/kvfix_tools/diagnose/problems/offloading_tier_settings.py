@@ -22,19 +22,18 @@ PROBLEMS = (
             Failed(
                 kind="ValueError",
                 text="secondary_tiers must be a list of tier configurations",
-                at=f"{_TIERING}/spec.py",
             ),
             Failed(
                 kind="ValueError",
                 text="backpressure config must include 'backpressure_cls'",
-                at=f"{_TIERING}/factory.py",
             ),
-            Failed(kind="ValueError", text="low_water_s (<low>) must be <=", at=f"{_TIERING}/backpressure.py"),
-            Failed(kind="ValueError", text="alpha must be in (0, 1], got", at=f"{_TIERING}/backpressure.py"),
+            Failed(kind="ValueError", text="low_water_s (<low>) must be <="),
+            Failed(kind="ValueError", text="store_threshold must be >= 2, got <value>"),
+            Failed(kind="ValueError", text="max_tracker_size must be >= 1, got <value>"),
+            Failed(kind="ValueError", text="alpha must be in (0, 1], got"),
         ),
-        releases={"vllm": ">=0.32"},
         cause="It is a list of objects, one for each tier, each with `type` and the settings of that type. Back "
-        "pressure has a class and two marks, the low one below the high one.",
+        "pressure has a class and two marks, the low one below the high one; `store_threshold` counts from 2 on.",
         now='"kv_connector_extra_config": {"spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": 68719476736, '
         '"secondary_tiers": [{"type": "fs", "root_dir": "/kvcache"}]}, without `backpressure`; restart',
         good="the configuration",

@@ -41,6 +41,7 @@ PROBLEMS = (
         shows=(
             Failed(kind="ValueError", text="Cannot get <blocks> free blocks from the pool"),
             Failed(kind="ValueError", text="No free blocks available", at=_UTILS),
+            Failed(kind="AssertionError", source="assert self.num_free_blocks >= n", within="popleft_n"),
         ),
         cause="Blocks are counted before they are taken. Between the two, hits took blocks out of the free list that "
         "the count had as free, or a connector gave blocks back twice or not at all.",
@@ -117,10 +118,10 @@ PROBLEMS = (
         severity=Severity.CRASH,
         title="OffloadingConnector's CPU tier loads or releases a chunk that it does not hold so.",
         shows=(
-            Failed(kind="AssertionError", text="is not ready for reading", at=_OFFLOAD),
-            Failed(kind="AssertionError", text="ref_cnt is already 0", at=_OFFLOAD),
+            Failed(kind="AssertionError", text="is not ready for reading"),
+            Failed(kind="AssertionError", source="assert block.is_ready", within="prepare_load"),
+            Failed(kind="AssertionError", text="ref_cnt is already 0"),
         ),
-        releases={"vllm": ">=0.32"},
         cause="Between the lookup and the load the chunk was evicted or is still being written; or a load was reported "
         "done twice.",
         now="a larger --kv-offloading-size; one CPU tier without a secondary one; or without the connector until it is "
@@ -145,12 +146,15 @@ PROBLEMS = (
         name="context-parallel-refuses-the-layers",
         severity=Severity.CRASH,
         title="Decode or prefill context parallelism does not support this model's layers.",
-        shows=tuple(
-            Failed(kind="AssertionError", text=f"{kind} not support {layers} now.", at=_MANAGER)
-            for kind in ("DCP", "PCP")
-            for layers in ("sliding window attn", "chunked local attn", "mamba")
+        shows=(
+            *(
+                Failed(kind="AssertionError", text=f"{kind} not support {layers} now.")
+                for kind in ("DCP", "PCP")
+                for layers in ("sliding window attn", "chunked local attn", "mamba", "hybrid attn")
+            ),
+            Failed(text="Hybrid KV cache groups with multiple block sizes do not support context parallelism"),
+            Failed(kind="AssertionError", source="assert dcp_world_size == 1 and pcp_world_size == 1"),
         ),
-        releases={"vllm": ">=0.15"},
         cause="The manager of such a KV group has no context parallelism; it is asked at the first lookup, not at the "
         "start.",
         now="without --decode-context-parallel-size and --prefill-context-parallel-size",

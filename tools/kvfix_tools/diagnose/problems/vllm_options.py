@@ -7,8 +7,6 @@ from kvfix_tools.diagnose.problems import Failed, Problem, Sign
 
 _CONFIG = "vllm/config/vllm.py"
 _MODEL = "vllm/config/model.py"
-_PARALLEL = "vllm/config/parallel.py"
-_UTILS = "vllm/v1/worker/utils.py"
 
 
 def _refused(*texts: str, at: str) -> tuple[Sign, ...]:
@@ -41,16 +39,20 @@ PROBLEMS = (
         title="--decode-context-parallel-size (or prefill's) does not fit this model's heads or the other sizes.",
         shows=(
             *_refused(
+                "decode context parallel size must less than or equal to (tensor parallel size <tensor> // total",
+                "must be greater than total num kv heads <heads> when enable decode context parallel",
+                "must be divisible by dcp world size when enable decode context parallel for GQA",
+                at="",
+            ),
+            *_refused(
                 "Decode context parallelism for GQA/MQA requires",
                 "exceeds the maximum supported value (<most>) for",
                 "must be divisible by `--decode-context-parallel-size`",
-                at=_MODEL,
+                at="",
             ),
-            *_refused(
-                "must be divisible by dcp_size=<size>", "When PCP is enabled, DCP must be disabled", at=_PARALLEL
-            ),
+            *_refused("must be divisible by dcp_size=<size>", "When PCP is enabled, DCP must be disabled", at=""),
         ),
-        releases={"vllm": ">=0.26"},
+        releases={"vllm": ">=0.11"},
         cause="Decode context parallelism splits what tensor parallelism would keep twice: with GQA it is at most "
         "--tensor-parallel-size divided by the model's KV heads, and it divides --tensor-parallel-size; with MLA (one "
         "KV head) up to --tensor-parallel-size.",
@@ -92,10 +94,8 @@ PROBLEMS = (
         name="block-size-without-kernel",
         severity=Severity.CRASH,
         title="No attention kernel takes this block size with this layout of the KV cache, and vLLM does not start.",
-        shows=_refused(
-            "kernel blocks, which packed <block>-token KV cache", "No common block size for <block> (", at=_UTILS
-        ),
-        releases={"vllm": ">=0.32"},
+        shows=_refused("kernel blocks, which packed <block>-token KV cache", "No common block size for <block>", at=""),
+        releases={"vllm": ">=0.11"},
         cause="Attention backends work in blocks of a few sizes. vLLM splits larger ones if it can: all backends of a "
         "KV group need a common divisor, and a layout with layers side by side (BLHNC, which connectors ask for) "
         "cannot be split.",
@@ -111,7 +111,7 @@ PROBLEMS = (
         shows=(
             Failed(kind="RuntimeError", text="Failed to reset the KV connector cache.", at="vllm/v1/engine/core.py"),
         ),
-        releases={"vllm": ">=0.26"},
+        releases={"vllm": ">=0.32"},
         cause="Blocks are in use: requests run, or transfers of ended requests are in flight; or the connector's "
         "reset_cache answered no (the base class does, and a connector that does not implement it).",
         now="pause with mode=wait, until no request runs, then reset; with clear_cache=False where the connector has "

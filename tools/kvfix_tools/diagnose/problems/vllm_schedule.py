@@ -23,6 +23,7 @@ PROBLEMS = (
             Failed(kind="AssertionError", text="num_required_blocks", within="allocate_new_blocks"),
             Failed(kind="AssertionError", source="assert num_required_blocks > len(req_blocks)"),
         ),
+        releases={"vllm": ">=0.15"},
         cause="In the mode `align` (what prefix caching turns on) a step adds one state block, and one for each draft "
         "token at first. More, or fewer than the request holds, comes where tokens skip ahead or go back between two "
         "steps: tokens from a connector, a preemption, drafts that were rejected.",
@@ -53,7 +54,7 @@ PROBLEMS = (
         shows=(
             Failed(kind="AssertionError", source="assert num_computed_tokens <= request.num_tokens", at=_SCHEDULER),
         ),
-        releases={"vllm": ">=0.15"},
+        releases={"vllm": ">=0.20"},
         cause="get_num_new_matched_tokens has to answer what lies beyond the computed tokens. An answer that counts "
         "from the beginning of the prompt, a hit that is rounded up to a chunk, or one kept from an earlier question "
         "of the same request makes the sum larger than the prompt.",
@@ -120,9 +121,11 @@ PROBLEMS = (
         title="A block that vLLM takes from its free list is still used by a request.",
         shows=(
             Failed(kind="AssertionError", source="assert block.ref_cnt == 0", at=_POOL),
-            Failed(kind="AssertionError", source="assert block.ref_cnt > 0 and not block.is_null", at=_POOL),
+            Failed(
+                kind="AssertionError", source="assert block.ref_cnt > 0 and not block.is_null", within="unpin_blocks"
+            ),
         ),
-        releases={"vllm": ">=0.26"},
+        releases={"vllm": ">=0.11"},
         cause="Its references were counted wrong: freed twice (the end of a request, and a late report of its "
         "transfer), or taken without a count. Until it was noticed two requests may have had the same block: wrong "
         "text is possible.",
@@ -204,6 +207,7 @@ PROBLEMS = (
         shows=(
             Failed(kind="AssertionError", source="assert len(new_computed_blocks) == 0"),
             Failed(kind="AssertionError", source="assert len(req_blocks) == 0", within="add_local_computed_blocks"),
+            Failed(kind="AssertionError", source="assert len(req_blocks) == 0", within="allocate_new_computed_blocks"),
         ),
         cause="Hits are for a request's first blocks. One that kept its blocks while it waited (a load in flight, a "
         "preemption, a streamed prompt) was asked about again as if it were new, mostly after its load had failed.",

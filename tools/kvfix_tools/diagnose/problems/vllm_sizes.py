@@ -17,10 +17,12 @@ PROBLEMS = (
         severity=Severity.CRASH,
         title="Layers of this model have KV pages of sizes that vLLM cannot make equal, and the engine does not start.",
         shows=(
-            Failed(kind="AssertionError", source="new_spec.page_size_bytes == max_page_size", at=_UTILS),
-            Failed(kind="NotImplementedError", text="page size is not divisible by the maximum page size", at=_UTILS),
+            Failed(kind="AssertionError", source="new_spec.page_size_bytes == max_page_size"),
+            Failed(kind="NotImplementedError", text="page size is not divisible by the maximum page size"),
+            Failed(kind="NotImplementedError", text="The page size of the layer is not divisible by the"),
+            Failed(kind="AssertionError", source="max(sm_page_sizes) <= max(all_page_sizes)"),
         ),
-        releases={"vllm": ">=0.20"},
+        releases={"vllm": ">=0.15"},
         cause="All layers share one pool of pages. A smaller page is brought to the largest by a larger block, which "
         "works only where the largest is a multiple of it; Mamba and plain attention pages may be padded, MLA and "
         "quantized ones (turboquant, a draft model with other heads or another dtype) not. No connector has part in "
@@ -39,7 +41,6 @@ PROBLEMS = (
             Failed(
                 kind="ValueError",
                 text="KV cache layout <layout> cannot express this model's mixed page sizes (<sizes>)",
-                at=_UTILS,
             ),
         ),
         sentence="layout {layout} for pages of {sizes} bytes",
@@ -54,13 +55,7 @@ PROBLEMS = (
         name="one-kind-of-layer-needed",
         severity=Severity.CRASH,
         title="A model with several kinds of KV cannot start: vLLM's hybrid KV cache manager is switched off.",
-        shows=(
-            Failed(
-                kind="ValueError",
-                text="Failed to promote local KV cache specs to one unified type.",
-                at=_UTILS,
-            ),
-        ),
+        shows=(Failed(kind="ValueError", text="Failed to promote local KV cache specs to one unified type."),),
         releases={"vllm": ">=0.32"},
         cause="Without the manager all layers must be of one kind. Sliding windows can be treated as full attention, "
         "state (Mamba, GDN) and layers of other page sizes cannot. --disable-hybrid-kv-cache-manager was given, or a "
@@ -75,9 +70,11 @@ PROBLEMS = (
         name="prefix-match-unit-refused",
         severity=Severity.CRASH,
         title="--prefix-match-unit does not fit this model's KV groups, and vLLM does not start.",
-        shows=(Failed(kind="ValueError", text="Invalid prefix_match_unit=<unit>; <rule>", at=_UTILS),),
+        shows=(
+            Failed(kind="ValueError", text="Invalid prefix_match_unit=<unit>; <rule>"),
+            Failed(kind="ValueError", text="Invalid hash_block_size=<unit>; <rule>"),
+        ),
         sentence="prefix_match_unit {unit}: {rule}",
-        releases={"vllm": ">=0.32"},
         cause="With one KV group hits end at block boundaries: it must be the block size (times decode context "
         "parallelism). With several groups it must divide the block size of each that can be cached, and be a multiple "
         "of what compressed layers keep together.",
@@ -90,16 +87,9 @@ PROBLEMS = (
         severity=Severity.CRASH,
         title="--prefix-cache-retention-interval does not fit this model, and vLLM does not start.",
         shows=(
-            Failed(
-                kind="ValueError", text="prefix_cache_retention_interval is set but this model has", at=_COORDINATOR
-            ),
-            Failed(
-                kind="ValueError",
-                text="must be non-negative and a multiple of scheduler_block_size (<block>)",
-                at=_COORDINATOR,
-            ),
+            Failed(kind="ValueError", text="is set but this model has no sliding-window or Mamba KV cache group"),
+            Failed(kind="ValueError", text="must be non-negative and a multiple of scheduler_block_size (<block>)"),
         ),
-        releases={"vllm": ">=0.32"},
         cause="It thins out what is cached of sliding windows and of Mamba state; a model without such layers takes 0 "
         "only, others a multiple of the scheduler's block size (the least common multiple of the groups' block sizes, "
         "which the log prints as `kv lcm block sizes`).",
@@ -132,10 +122,7 @@ PROBLEMS = (
         name="group-sizes-without-common-block",
         severity=Severity.CRASH,
         title="The block sizes of this model's KV groups do not divide the scheduler's, and vLLM does not start.",
-        shows=(
-            Failed(kind="AssertionError", source="assert scheduler_block_size % hash_block_size == 0", at=_COORDINATOR),
-        ),
-        releases={"vllm": ">=0.26"},
+        shows=(Failed(kind="AssertionError", source="assert scheduler_block_size % hash_block_size == 0"),),
         cause="The scheduler counts in the least common multiple of the groups' block sizes, and hashes in a size that "
         "divides it. A patched vLLM or a plugin of a platform has changed a group's block size after they were set.",
         now="no --block-size of your own, and no --prefix-match-unit; then without the plugin or the patch; restart",
@@ -168,6 +155,7 @@ PROBLEMS = (
         severity=Severity.CRASH,
         title="vLLM's manager for one KV group was given a model or sizes that it cannot hold.",
         shows=(
+            Failed(kind="AssertionError", text="HybridKVCacheCoordinator requires at least two attention groups"),
             Failed(
                 kind="AssertionError", text="UnitaryKVCacheCoordinator assumes only one kv cache group", at=_COORDINATOR
             ),
@@ -189,7 +177,7 @@ PROBLEMS = (
         name="context-length-not-fitted",
         severity=Severity.CRASH,
         title="There is GPU memory for not even one token of KV, and --max-model-len auto cannot find a length.",
-        shows=(Failed(kind="ValueError", text="Cannot auto-fit max_model_len", at=_UTILS),),
+        shows=(Failed(kind="ValueError", text="Cannot auto-fit max_model_len"),),
         releases={"vllm": ">=0.26"},
         cause="Weights, CUDA graphs and buffers of connectors on the GPU take all of what --gpu-memory-utilization "
         "allows.",

@@ -5,7 +5,6 @@ from __future__ import annotations
 from kvfix_tools.diagnose.findings import Severity
 from kvfix_tools.diagnose.problems import Failed, Problem
 
-_MAMBA = "vllm/v1/worker/mamba_utils.py"
 _WORKER = "vllm/v1/worker/gpu_worker.py"
 _DYNAMO = "https://github.com/ai-dynamo/dynamo/issues"
 
@@ -20,7 +19,7 @@ PROBLEMS = (
             Failed(kind="AssertionError", source="num_accepted_tokens is not None", through="layers/mamba/"),
             Failed(kind="AssertionError", source="spec_state_indices_tensor is not None", through="layers/mamba/"),
             Failed(kind="AssertionError", source="spec_query_start_loc is not None", through="layers/mamba/"),
-            Failed(kind="AssertionError", text="mamba_state_idx missing entry for <request>", at=_MAMBA),
+            Failed(kind="AssertionError", text="mamba_state_idx missing entry for <request>"),
         ),
         cause="With speculative decoding a Mamba or GDN layer needs to know how many drafts of the step before were "
         "accepted. A request whose prompt came from a connector (P/D, offloading) has no step before on this engine.",
