@@ -125,7 +125,7 @@ PROBLEMS = (
         severity=Severity.CRASH,
         title="The KV groups have other block sizes than the worker was made for.",
         shows=(
-            Failed(kind="AssertionError", text="InputBatch block_sizes", within="may_reinitialize_input_batch"),
+            Failed(kind="AssertionError", text="block_sizes <made> != kv_cache", within="may_reinitialize_input_batch"),
             Failed(kind="AssertionError", text="Cannot re-initialize the input batch when CPU weight offloading"),
         ),
         cause="A hybrid model (or a draft model) gets block sizes of its own after the worker was set up, which then "

@@ -67,10 +67,7 @@ PROBLEMS = (
         name="one-sleeping-engine-for-a-process",
         severity=Severity.CRASH,
         title="Two engines with --enable-sleep-mode are made in one process.",
-        shows=(
-            Failed(kind="AssertionError", text="allocator can only be used for one instance per process", at=_WORKER),
-        ),
-        releases={"vllm": ">=0.26"},
+        shows=(Failed(kind="AssertionError", text="can only be used for one instance per process"),),
         cause="The allocator that can give GPU memory back is one for each process.",
         now="one engine for each process (VLLM_ENABLE_V1_MULTIPROCESSING=1, no second LLM(...) in the same one), or "
         "without --enable-sleep-mode",
