@@ -31,12 +31,14 @@ _WORK = frozenset({"asked", "stored", "retrieved", "storing", "mp_stored", "mp_r
 _MOST, _PROCESSES, _SHOWN = 200, 64, 8
 #: {part of a file's path: whose code it is}. The first that fits counts.
 _OWNERS = (
-    ("/lmcache_ascend/", "LMCache"), ("/lmcache/", "LMCache"), ("/vllm_ascend/", "vLLM"), ("/vllm/", "vLLM"),
-    ("/nixl", "the transport (NIXL)"), ("/mooncake", "the transport (Mooncake)"), ("/zmq/", "the transport (ZeroMQ)"),
+    ("/kvcached/", "kvcached"), ("/kvbm/", "Dynamo"), ("/nixl_connect/", "Dynamo"), ("/flashinfer/", "FlashInfer"),
+    ("/huggingface_hub/", "Hugging Face's client"), ("/lmcache_ascend/", "LMCache"), ("/lmcache/", "LMCache"),
+    ("/vllm_ascend/", "vLLM"), ("/vllm/", "vLLM"), ("/nixl", "the transport (NIXL)"),
+    ("/mooncake", "the transport (Mooncake)"), ("/zmq/", "the transport (ZeroMQ)"),
     ("/redis/", "the store's client (Redis)"), ("/boto", "the store's client (S3)"), ("/aiohttp/", "an HTTP client"),
-    ("/sglang/", "SGLang"), ("/vllm_router/", "the router (production-stack)"),
-    ("/torch/", "torch or CUDA"), ("/triton/", "torch or CUDA"), ("/ray/", "Ray"), ("/transformers/", "transformers"),
-    ("/python3.", "Python"), ("/asyncio/", "Python"), ("/dynamo/", "Dynamo"),
+    ("/sglang/", "SGLang"), ("/vllm_router/", "the router (production-stack)"), ("/torch/", "torch or CUDA"),
+    ("/triton/", "torch or CUDA"), ("/ray/", "Ray"), ("/transformers/", "transformers"), ("/python3.", "Python"),
+    ("/asyncio/", "Python"), ("/dynamo/", "Dynamo"),
 )  # fmt: skip
 #: Words of a warning after which something does not go on as it should.
 _FAILS = re.compile(

@@ -146,8 +146,13 @@ def find(name: str) -> Problem | None:
 
 
 def general(line: LogLine) -> Problem | None:
-    """The first record of a general failure that fits this one."""
-    return next((each for each in _general() if any(fits(sign, line) is not None for sign in each.shows)), None)
+    """The record of a general failure that fits this one: of several the one whose sign has the longest text."""
+    best, length = None, -1
+    for each in _general():
+        text = max((len(longest(sign.text)) for sign in each.shows if fits(sign, line) is not None), default=-1)
+        if text > length:
+            best, length = each, text
+    return best
 
 
 def at(line: LogLine) -> tuple[Problem, ...]:

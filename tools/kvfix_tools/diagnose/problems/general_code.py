@@ -249,6 +249,8 @@ PROBLEMS = (
             "401 Client Error",
             "is not a local folder",
             "Repository Not Found",
+            "trying to locate the files on the Hub",
+            "outgoing traffic has been disabled",
         ),
         cause="The name is wrong, its folder is not mounted, the token does not allow it, or the machine has no "
         "network.",

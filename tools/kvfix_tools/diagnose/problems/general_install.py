@@ -51,11 +51,13 @@ PROBLEMS = (
             *either("Failed building wheel for", "Failed to build installable wheels", "ResolutionImpossible"),
             Logged("Cannot install <packages> because these package versions have conflicting dependencies"),
         ),
-        cause="`No matching distribution`: no wheel for this Python, platform or index (torch of another CUDA comes "
-        "from https://download.pytorch.org/whl/cu130). A build fails at its own first error above, mostly a torch in "
-        "pip's isolated build folder that is not the one that runs.",
-        now="python --version against the wheels on PyPI; a build: pip install --no-build-isolation --no-deps "
-        "--no-binary lmcache lmcache, with torch, nvcc and ninja already there",
+        cause="`conflicting dependencies`: the first list names who asks for which release (LMCache's wheels of some "
+        "releases pin torch). `No matching distribution`: no wheel for this Python, platform or index (torch of "
+        "another CUDA comes from https://download.pytorch.org/whl/cu130). A build fails at its own first error above, "
+        "mostly a torch in pip's isolated build folder that is not the one that runs.",
+        now="a conflict: vLLM first, then pip install --no-deps of the release that is built for its torch; python "
+        "--version against the wheels on PyPI; a build: pip install --no-build-isolation --no-deps --no-binary "
+        "lmcache lmcache, with torch, nvcc and ninja already there",
         good="a wheel that fits: pip download --no-deps PACKAGE tells in advance",
         sure=False,
         threads=("https://github.com/LMCache/LMCache/issues/782",),

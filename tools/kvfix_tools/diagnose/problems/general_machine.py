@@ -15,9 +15,9 @@ PROBLEMS = (
         severity=Severity.CRASH,
         title="The GPU has no memory free for what was asked.",
         shows=(
-            *either("CUDA out of memory", "CUDA error: out of memory", "NPU out of memory", "HIP out of memory"),
+            *either("CUDA out of memory", "CUDA error: out of memory", "NPU out of memory"),
+            *either("HIP out of memory", "XPU out of memory", "CUDA_ERROR_OUT_OF_MEMORY"),
             *either("cudaErrorMemoryAllocation", "CUDNN_STATUS_ALLOC_FAILED", "CUBLAS_STATUS_ALLOC_FAILED"),
-            *either("CUDA_ERROR_OUT_OF_MEMORY"),
         ),
         cause="vLLM takes --gpu-memory-utilization of the GPU when it starts. All that comes later has to fit into the "
         "rest: a connector's buffers on the GPU, NCCL, CUDA graphs, LoRA, another process. The message says how much "

@@ -134,4 +134,21 @@ PROBLEMS = (
         now="pip install 'setuptools<81', and restart",
         fixed={"lmcache": "0.3.9"},
     ),
+    Problem(
+        code="KVD707",
+        name="torch-without-cuda",
+        severity=Severity.CRASH,
+        title="The installed torch was built without CUDA, and a compiled library asks for its CUDA part.",
+        shows=(
+            Failed(kind="ImportError", text="libc10_cuda.so: cannot open shared object file"),
+            Failed(kind="ImportError", text="libtorch_cuda.so: cannot open shared object file"),
+            Failed(kind="AssertionError", text="Torch not compiled with CUDA enabled"),
+            Failed(kind="RuntimeError", text="Tried to instantiate dummy base class"),
+        ),
+        cause="On a GPU of NVIDIA: a later pip install has put torch's CPU wheel (or one for ROCm) over the one that "
+        "vLLM had brought. On XPU, HPU, NPU: the code in the last frame but torch's is written for CUDA only.",
+        now="pip install --force-reinstall vllm==<your release>, which brings its own torch; python -c 'import torch; "
+        "print(torch.__version__, torch.version.cuda)' must name a CUDA. Another device: without that connector",
+        good="install what comes after vLLM with --no-deps, or with vLLM's torch as a constraint (pip install -c)",
+    ),
 )

@@ -76,16 +76,18 @@ PROBLEMS = (
         code="KVD154",
         name="kvcached-refuses-hybrid-models",
         severity=Severity.CRASH,
-        title="kvcached does not take models with several kinds of KV cache.",
+        title="kvcached does not take this model's KV cache, or the layout of this attention backend.",
         shows=(
             Failed(
                 kind="NotImplementedError",
                 text="Hybrid models with more than one KV cache type are not supported yet",
             ),
+            Failed(kind="ValueError", text="Unsupported kv cache shape: <shape>", through="kvcached/"),
         ),
         cause="The text is kvcached's, not vLLM's: sliding window or state layers beside full attention (Gemma 3, "
-        "gpt-oss) are more than one kind.",
-        now="`unset ENABLE_KVCACHED KVCACHED_AUTOPATCH` (or pip uninstall -y kvcached) for this model, restart",
+        "gpt-oss) are more than one kind; FlashInfer's caches have another shape than FlashAttention's.",
+        now="of a shape: --attention-backend FLASH_ATTN; else `unset ENABLE_KVCACHED KVCACHED_AUTOPATCH` (or pip "
+        "uninstall -y kvcached) for this model, restart",
         good="a kvcached that has them: its issues 187 and 215",
         threads=("https://github.com/ovg-project/kvcached/issues/187",),
     ),

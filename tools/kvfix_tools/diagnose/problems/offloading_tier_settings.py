@@ -43,21 +43,26 @@ PROBLEMS = (
         name="kvcr-tier-refused",
         severity=Severity.CRASH,
         title="The settings of the KVCR tier do not fit each other or this engine.",
-        shows=tuple(
-            Failed(kind=kind, text=text, at=_KVCR)
-            for kind, text in (
-                ("ValueError", "Unknown KVCR policy: <policy>"),
-                ("TypeError", "is not a KVCachePolicy"),
-                ("ValueError", "kvcr_service_socket_path and compatibility_digest must be configured together"),
-                ("ValueError", "KVCR secondary tier requires router capabilities"),
-                ("ValueError", "KVCR local G2/G3 inventory requires self_describing_kv_events"),
-                ("ValueError", "control_ports must"),
-                ("ValueError", "secondary_g2_slots must be non-negative"),
-            )
+        shows=(
+            Failed(kind="TypeError", text="KVCRSecondaryTierManager.__init__() got an unexpected keyword argument"),
+            *(
+                Failed(kind=kind, text=text, at=_KVCR)
+                for kind, text in (
+                    ("ValueError", "Unknown KVCR policy: <policy>"),
+                    ("TypeError", "is not a KVCachePolicy"),
+                    ("ValueError", "kvcr_service_socket_path and compatibility_digest must be configured together"),
+                    ("ValueError", "KVCR secondary tier requires router capabilities"),
+                    ("ValueError", "KVCR local G2/G3 inventory requires self_describing_kv_events"),
+                    ("ValueError", "control_ports must"),
+                    ("ValueError", "secondary_g2_slots must be non-negative"),
+                )
+            ),
         ),
         releases={"vllm": ">=0.32"},
-        cause="The tier needs one control port for each data parallel rank of this machine, the service's socket "
-        "together with its digest, and events that describe themselves if it keeps an inventory.",
+        cause="An argument that its adapter does not take (`backpressure_detector`) is a fault of that build of vLLM, "
+        "not a setting: 0.32.0 has it right. Else: The tier needs one control port for each data parallel rank of "
+        "this machine, the service's socket together with its digest, and events that describe themselves if it keeps "
+        "an inventory.",
         now="what the message names: `control_ports` as a list of as many ports (1 to 65535) as there are local data "
         "parallel ranks; both of kvcr_service_socket_path and compatibility_digest, or none; restart",
         good="the configuration",

@@ -93,14 +93,19 @@ PROBLEMS = (
         code="KVD316",
         name="block-size-without-kernel",
         severity=Severity.CRASH,
-        title="No attention kernel takes this block size with this layout of the KV cache, and vLLM does not start.",
-        shows=_refused("kernel blocks, which packed <block>-token KV cache", "No common block size for <block>", at=""),
+        title="No attention backend takes this block size, dtype or layout of the KV cache, and vLLM does not start.",
+        shows=(
+            Failed(text="kernel blocks, which packed <block>-token KV cache"),
+            Failed(text="No common block size for <block>"),
+            Failed(kind="ValueError", text="No valid attention backend found for"),
+            Failed(kind="AttributeError", text="module 'torch' has no attribute", within="canonicalize_torch_dtype"),
+        ),
         releases={"vllm": ">=0.11"},
-        cause="Attention backends work in blocks of a few sizes. vLLM splits larger ones if it can: all backends of a "
-        "KV group need a common divisor, and a layout with layers side by side (BLHNC, which connectors ask for) "
-        "cannot be split.",
-        now="no --block-size of your own, or the one in the message; else VLLM_KV_CACHE_LAYOUT=LBNHC, or another "
-        "--attention-backend; restart",
+        cause="`Reasons` in the message says for each backend what it refuses: --kv-cache-dtype (nvfp4 and some fp8 "
+        "have kernels for a few GPUs only), head size, block size. Block sizes: all backends of a KV group need a "
+        "common divisor, and a layout with layers side by side (BLHNC, which connectors ask for) cannot be split.",
+        now="--kv-cache-dtype auto; no --block-size of your own, or the one in the message; without "
+        "--attention-backend; a block that cannot be split: VLLM_KV_CACHE_LAYOUT=LBNHC; restart",
         good="the settings",
     ),
     Problem(
