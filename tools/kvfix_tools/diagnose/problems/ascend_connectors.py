@@ -100,16 +100,19 @@ PROBLEMS = (
         code="KVD123",
         name="mooncake-segment-memory-refused",
         severity=Severity.CRASH,
-        title="Mooncake's transport cannot register the segment's memory, so the segment is not mounted.",
+        title="Mooncake's transport cannot register memory: a store's segment or the KV cache.",
         shows=(
             Logged("Register mem ret:<code>"),
             Logged("register_local_memory_failed"),
             Logged("Failed to mount segment: INVALID_PARAMS"),
         ),
-        cause="The master is not asked at all. On Ascend `Register mem ret:207000` is a feature that the driver "
-        "lacks: `ASCEND_ENABLE_USE_FABRIC_MEM=1` needs HDK 26.0.0, CANN 9.0.0 and LingQu CC 1.5.0 or newer. With "
-        "RDMA: locked memory is limited.",
-        now="Ascend: newer HDK and CANN, or `unset ASCEND_ENABLE_USE_FABRIC_MEM`; RDMA: container with "
+        replaces=("KVD507",),
+        cause="The master is not asked at all. On Ascend `Register mem ret` has the reason: 207000 is a feature that "
+        "the driver lacks (`ASCEND_ENABLE_USE_FABRIC_MEM=1` needs HDK 26.0.0, CANN 9.0.0 and LingQu CC 1.5.0 or "
+        "newer); 103900 memory of an allocator that cannot be shared (rfork weights, expandable segments, sleep "
+        "mode), or HCCL of another CANN. With RDMA: locked memory is limited.",
+        now="Ascend 207000: newer HDK and CANN, or `unset ASCEND_ENABLE_USE_FABRIC_MEM`; 103900: `unset "
+        "PYTORCH_NPU_ALLOC_CONF`, without --load-format rfork and --enable-sleep-mode; RDMA: container with "
         "`--ulimit memlock=-1`; else a smaller global_segment_size; restart",
         good="drivers that have what the settings ask for",
         threads=(_ASCEND + "issues/8420",),

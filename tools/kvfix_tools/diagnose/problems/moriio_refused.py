@@ -40,7 +40,7 @@ PROBLEMS = (
                 kind="ValueError", text="local_block_ids longer than remote_block_ids: <local> > <remote>", at=_LAYOUT
             ),
             Failed(kind="ValueError", text="local block id <id> is outside [0, <count>)", at=_LAYOUT),
-            Failed(kind="ValueError", text="remote block id <id> is outside [0, <count>)", at=_LAYOUT),
+            Failed(kind="ValueError", text="remote block id <id> is outside [0, <count>)"),
         ),
         releases={"vllm": ">=0.32"},
         cause="The two engines cut the prompt into other blocks (--block-size), decode reserved blocks for draft "
@@ -56,9 +56,7 @@ PROBLEMS = (
         title="MoRIIOConnector does not serve this model in this mode.",
         shows=(
             Failed(kind="NotImplementedError", text="MoRIIO only supports sliding-window hybrid models", at=_CONNECTOR),
-            Failed(
-                kind="NotImplementedError", text="MoRIIO WRITE mode does not support hybrid KV cache", at=_CONNECTOR
-            ),
+            Failed(kind="NotImplementedError", text="MoRIIO WRITE mode does not support hybrid KV cache"),
             Failed(kind="NotImplementedError", text="MoRIIO with speculative decoding is not yet", at=_CONNECTOR),
             Failed(
                 kind="NotImplementedError", text="heterogeneous-TP mamba/KDA transfer is not supported yet", at=_LAYOUT

@@ -171,8 +171,10 @@ PROBLEMS = (
             Failed(kind="NotImplementedError", text="NixlConnector (pull) does not support pipeline_parallel_size"),
             Failed(kind="NotImplementedError", text="NixlPushConnector consumer (decode) does not support"),
             Failed(kind="NotImplementedError", text="NixlPushConnector does not support pipeline_parallel_size > 1"),
+            Failed(kind="AssertionError", source="remote_pp_size == 1"),
         ),
         releases={"vllm": ">=0.26"},
+        replaces=("KVD156", "KVD570"),
         cause="Only prefill with NixlPushConnector (vLLM 0.32) can be split into pipeline stages.",
         now="`--pipeline-parallel-size 1` with more --tensor-parallel-size; on prefill with vLLM 0.32 "
         "NixlPushConnector on both sides",

@@ -139,4 +139,24 @@ PROBLEMS = (
         good="the set-up; `UCX_PROTO_INFO=y` shows what is taken",
         threads=("https://github.com/ai-dynamo/nixl/issues/1846",),
     ),
+    Problem(
+        code="KVD069",
+        name="ucx-peer-refuses",
+        severity=Severity.HANG,
+        title="The other engine's UCX does not accept a TCP connection.",
+        shows=(
+            Logged("connect(fd=<fd>, dest_addr=<peer>) failed: <reason>"),
+            Logged("tcp_ep <ep> (state=CONNECTING"),
+        ),
+        sure=False,
+        replaces=("KVD373", "KVD554", "KVD570"),
+        cause="`Connection refused`: nothing listens there: the peer has ended or was restarted and its old metadata "
+        "is still handed out (etcd, router), or the address is of an interface that leads elsewhere (docker0, a CNI's "
+        "10.244.x.0, a second host with the same address). `timed out`, `No route`: a firewall between the two.",
+        now="UCX_NET_DEVICES=<the interface that the other node reaches, eth0 or mlx5_0:1> on both sides; clear "
+        "etcd's old entries (etcdctl del --prefix '') or restart it; all TCP ports open between the nodes; restart "
+        "both",
+        good="an interface that both sides reach, named in UCX_NET_DEVICES",
+        threads=("https://github.com/ai-dynamo/dynamo/issues/741",),
+    ),
 )
