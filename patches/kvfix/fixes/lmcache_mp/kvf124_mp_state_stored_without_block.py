@@ -105,8 +105,4 @@ FIX = Fix(
     ),
     evidence={"KVR014": r"null blocks|freed before"},
     scenarios=("mp-state-stored-null",),
-    no_patch={
-        "lmcache": "the server has to look at the one block of a chunk that it stores, and the tracker at what vLLM "
-        "has freed: which of them it is to be is for LMCache to decide"
-    },
 )

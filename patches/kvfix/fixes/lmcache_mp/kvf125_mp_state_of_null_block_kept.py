@@ -53,7 +53,8 @@ def fix(module: ModuleType) -> Callable[..., Any]:
 
 def shows_bug(function: Callable[..., Any], module: ModuleType) -> bool:
     """One object of two KV groups, and a chunk whose last block is null in the second. Wrong is to store it."""
-    return not function([[1, 2], [3, 0]], [SimpleNamespace(kernel_group_indices=[0, 1])], [2, 2], 1)[0][0]
+    group = SimpleNamespace(kernel_group_indices=[0, 1], aux=False)
+    return not function([[1, 2], [3, 0]], [group], [2, 2], 1)[0][0]
 
 
 FIX = Fix(
@@ -65,9 +66,5 @@ FIX = Fix(
         ),
     ),
     scenarios=("mp-state-kept-null",),
-    no_patch={
-        "lmcache": "the function is not told what of a chunk a KV group stores; whether it is to be, or its caller "
-        "looks, is for LMCache to decide"
-    },
     attaches=AT_START,  # it is for the server, which `kvfix attach` does not reach
 )
