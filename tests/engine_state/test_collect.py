@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from kvfix.ledger.standstill import Look, verdicts
+from kvfix.ledger.looks import Look
+from kvfix.ledger.standstill import verdicts
 from tests.conftest import RELEASES, Once
 from tests.engine_state import wedged
 

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from kvfix.ledger import owed
-from kvfix.ledger.standstill import Look, suspected, verdicts
+from kvfix.ledger.looks import Look
+from kvfix.ledger.standstill import suspected, verdicts
 from kvfix_tools.look import show
 from tests.conftest import RELEASES, Once
 from tests.engine_state import wedged

@@ -21,6 +21,7 @@ from kvfix import engine_log, engine_state
 from kvfix.connector_events import dump, recorder, signals, violations
 from kvfix.engine_state import places
 from kvfix.ledger import owed, standstill
+from kvfix.ledger.looks import LATE, Look
 from kvfix.session import session
 
 if TYPE_CHECKING:
@@ -118,7 +119,7 @@ class Watchdog:
     def _reported(self, standing: tuple[Any, ...], began: float) -> bool:
         """Write and log it, if two looks agree that it stands still."""
         looks = [self._look()[0]]
-        if self.stopped.wait(min(standstill.LATE, self._limit)) or self.is_due() != standing:
+        if self.stopped.wait(min(LATE, self._limit)) or self.is_due() != standing:
             return False
         if self._since[standing] != began:
             return False
@@ -135,7 +136,7 @@ class Watchdog:
         engine_log.warning(f"{who} for {self._clock() - began:.0f} s.{what}{where}")
         return True
 
-    def _look(self) -> tuple[standstill.Look, list[dict[str, Any]]]:
+    def _look(self) -> tuple[Look, list[dict[str, Any]]]:
         """The look, and the stacks of the other processes.
 
         While the scheduler is at work its queues are not complete: another moment is looked for, unless it
@@ -150,7 +151,7 @@ class Watchdog:
         others = signals.lines_of_others()
         states = [each for each in others if each["kind"] == "state"]
         stacks = [each for each in others if each["kind"] == "stacks"]
-        return standstill.Look(self._clock(), [state, *states]), stacks
+        return Look(self._clock(), [state, *states]), stacks
 
 
 def _call(frames: list[FrameType]) -> tuple[Any, ...]:
@@ -175,7 +176,7 @@ def _is_with_workers(frames: list[FrameType]) -> bool:
     return step is not None and _SCHEDULING.isdisjoint(code.co_name for code in codes[:step])
 
 
-def _written(look: standstill.Look, stacks: list[dict[str, Any]]) -> str:
+def _written(look: Look, stacks: list[dict[str, Any]]) -> str:
     """Path of the recorder file with all states, that of this process last, and the stacks of the other processes
     before those of this one; "" if it cannot be written."""
     states = [{"kind": "state", **each} for each in reversed(look.processes)]

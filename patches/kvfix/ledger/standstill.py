@@ -1,7 +1,6 @@
 """Why nothing moves in a running engine: looks at its processes in, verdicts out. Pure.
 
-A look is the states of all processes at one time (`kvfix.engine_state`), which are not taken at the same instant. So a
-verdict rests on what two looks or more have in common: a report on its way has arrived by the second.
+A verdict rests on what two looks or more have in common: a report on its way has arrived by the second.
 """
 
 from __future__ import annotations
@@ -10,25 +9,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvfix.ledger import liveness, owed
 from kvfix.ledger.liveness import LOAD, LOOKUP
+from kvfix.ledger.looks import HOOK, LATE, LATER, engines, in_hooks, is_current, moved, rows, stands
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
+    from kvfix.ledger.looks import Look
     from kvfix.ledger.owed import Engine
-
-#: Seconds after which a hook is taken for stuck, a transfer or lookup for not answered while nothing moves, and either
-#: while other requests move.
-HOOK, LATE, LATER = 3.0, 5.0, 30.0
-#: Of a request: the same for as long as it waits for one thing.
-_OF_A_WAIT = ("computed", "total", "preemptions")
-
-
-class Look(NamedTuple):
-    """at: seconds of any monotonic clock. processes: the states. One that could not be read has no "schema", and
-    {"pid", "name", "silent": why, "stack", "hook"}."""
-
-    at: float
-    processes: list[dict[str, Any]]
 
 
 class Verdict(NamedTuple):
@@ -70,86 +57,20 @@ def suspected(looks: Sequence[Look]) -> float:
         if lost or liveness.can_move(owed.state(engine)).verdict == "violated":
             seconds = max(seconds, 1.0)
     span = looks[-1].at - looks[0].at
-    if len(looks) > 1 and span >= 1.0 and _moved(looks):
+    if len(looks) > 1 and span >= 1.0 and moved(looks):
         seconds = 0.0
     seconds = max(seconds, HOOK if in_hook else 0.0)
     return seconds if span < seconds else 0.0
 
 
-# ---------------------------------------------------------------------- what several looks have in common
-
-
-def _engines(looks: Sequence[Look]) -> Iterator[tuple[Engine, Engine, float]]:
-    """(at the first look, at the last, seconds between)."""
-    before = {engine.process["pid"]: engine for engine in owed.engines(looks[0].processes)}
-    for engine in owed.engines(looks[-1].processes):
-        if engine.process["pid"] in before:
-            yield before[engine.process["pid"]], engine, looks[-1].at - looks[0].at
-
-
-def _rows(before: Engine, after: Engine, kind: str) -> Iterator[dict[str, Any]]:
-    """Requests that wait for this at both looks, and have not changed. The row of the last.
-
-    One that was preempted meanwhile, or has a token more, may wait for another load than at the first look.
-    """
-    rows = {row["id"]: row for row, waits_for in owed.waits(before) if waits_for == kind}
-    for row, waits_for in owed.waits(after):
-        old = rows.get(row["id"])
-        if old is not None and waits_for == kind and all(old[key] == row[key] for key in _OF_A_WAIT):
-            yield row
-
-
-def _steps(before: Engine, after: Engine) -> int | None:
-    """Steps that the scheduler has begun between the looks; None: its release does not count them."""
-    first, last = before.scheduler["steps"], after.scheduler["steps"]
-    return None if first is None or last is None else int(last - first)
-
-
-def _is_current(before: Engine, after: Engine, span: float) -> bool:
-    """Whether a report that was on its way at the first look has arrived at the last: two steps have ended."""
-    steps = _steps(before, after)
-    return span >= 2 * LATE if steps is None else steps > 2
-
-
-def _moved(looks: Sequence[Look]) -> bool:
-    """Whether any request has gone on or ended between the first and the last look."""
-    for before, after, _ in _engines(looks):
-        rows = {row["id"]: _progress(row) for row in after.requests}
-        if any(rows.get(row["id"]) != _progress(row) for row in before.requests):
-            return True
-    return False
-
-
-def _progress(row: dict[str, Any]) -> tuple[Any, ...]:
-    return (*(row[key] for key in _OF_A_WAIT), row["status"], row["queue"], row["report"])
-
-
 # ---------------------------------------------------------------------- the rules, the gravest first
-
-
-def _hooks(looks: Sequence[Look]) -> Iterator[tuple[dict[str, Any], Engine | None]]:
-    """Processes that are in the same hook at every look, at the last one, and the engine of a scheduler."""
-    engines = {engine.process["pid"]: engine for engine in owed.engines(looks[-1].processes)}
-    for process in looks[-1].processes:
-        pid, hook = process["pid"], process.get("hook")
-        same = [each for look in looks for each in look.processes if each["pid"] == pid and each.get("hook") == hook]
-        if hook and len(same) == len(looks):
-            yield process, engines.get(pid)
-
-
-def _stands(looks: Sequence[Look], process: dict[str, Any]) -> bool:
-    """Whether a process that is in the same hook at every look does not move either, for `HOOK` seconds."""
-    span = looks[-1].at - looks[0].at
-    steps = {after.process["pid"]: _steps(before, after) for before, after, _ in _engines(looks)}
-    count = steps.get(process["pid"])
-    return span >= HOOK and not (_moved(looks) if count is None else count > span / 2)
 
 
 def _stands_in_hook(looks: Sequence[Look]) -> Iterator[Verdict]:
     """A process is in the same hook at every look, or runs no Python, and the engine does not move."""
-    for process, engine in _hooks(looks):
+    for process, engine in in_hooks(looks):
         hook = process["hook"]
-        if not _stands(looks, process) or (engine is not None and _blocks_on_lookups(engine, hook)):
+        if not stands(looks, process) or (engine is not None and _blocks_on_lookups(engine, hook)):
             continue
         name = _name(process)
         at = f", at {process['stack'][0]}" if process.get("stack") else ""
@@ -187,8 +108,8 @@ def _ended_threads(engine: Engine) -> set[int]:
 
 def _lookup_blocks(looks: Sequence[Look]) -> Iterator[Verdict]:
     """The scheduler stands in its lookups, or a rank has no thread for them at any look, in whatever call it is."""
-    hooks = {process["pid"]: process for process, _ in _hooks(looks) if _stands(looks, process)}
-    for before, after, _ in _engines(looks):
+    hooks = {process["pid"]: process for process, _ in in_hooks(looks) if stands(looks, process)}
+    for before, after, _ in engines(looks):
         connector = _lookup_client(after)
         if connector is None:
             continue
@@ -211,10 +132,10 @@ def _lookup_blocks(looks: Sequence[Look]) -> Iterator[Verdict]:
 
 
 def _load_without_worker(looks: Sequence[Look]) -> Iterator[Verdict]:
-    for before, after, span in _engines(looks):
-        if not (before.sees_transfers and after.sees_transfers) or not _is_current(before, after, span):
+    for before, after, span in engines(looks):
+        if not (before.sees_transfers and after.sees_transfers) or not is_current(before, after, span):
             continue
-        for row in _rows(before, after, LOAD):
+        for row in rows(before, after, LOAD):
             name = row["id"]
             if before.ranks_with(name, *owed.KINDS) or after.ranks_with(name, *owed.KINDS):
                 continue
@@ -230,12 +151,12 @@ def _load_without_worker(looks: Sequence[Look]) -> Iterator[Verdict]:
 
 
 def _load_not_answered(looks: Sequence[Look]) -> Iterator[Verdict]:
-    moved = _moved(looks)
-    for before, after, span in _engines(looks):
-        for row in _rows(before, after, LOAD):
+    any_moved = moved(looks)
+    for before, after, span in engines(looks):
+        for row in rows(before, after, LOAD):
             name, waits = row["id"], max(span, row["since"] or 0)
             ranks = after.ranks_with(name, "loads")
-            if not ranks or waits < (LATER if moved else LATE) or after.ranks_with(name, "answered"):
+            if not ranks or waits < (LATER if any_moved else LATE) or after.ranks_with(name, "answered"):
                 continue
             timeout = max((each.get("lookup_timeout") or 0 for _, each in after.workers), default=0)
             given_up = f"; LMCache gives its server up after {timeout:g} s" if timeout else ""
@@ -249,13 +170,13 @@ def _load_not_answered(looks: Sequence[Look]) -> Iterator[Verdict]:
 
 
 def _lookup_not_answered(looks: Sequence[Look]) -> Iterator[Verdict]:
-    moved = _moved(looks)
-    for before, after, span in _engines(looks):
+    any_moved = moved(looks)
+    for before, after, span in engines(looks):
         in_process = any("asynchronous" in each for each in after.connectors)
         timeout = max((each.get("lookup_timeout") or 0 for each in after.connectors), default=0)
-        for row in _rows(before, after, LOOKUP):
+        for row in rows(before, after, LOOKUP):
             waits = max(span, row["since"] or 0)
-            if waits < (LATER if moved else LATE):
+            if waits < (LATER if any_moved else LATE):
                 continue
             who = "no worker answers" if in_process else "the LMCache server does not answer"
             helps = f"waiting helps: LMCache gives it up after {timeout:g} s, and the request is computed"
@@ -275,9 +196,9 @@ def _cannot_move(looks: Sequence[Look]) -> Iterator[Verdict]:
 
     A process that is in one hook at all of them may hold up what the queues seem to lack.
     """
-    if _moved(looks) or any(_hooks(looks)):
+    if moved(looks) or any(in_hooks(looks)):
         return
-    for before, after, _ in _engines(looks):
+    for before, after, _ in engines(looks):
         if before.process["in_step"] or after.process["in_step"] or after.scheduler["paused"]:
             continue
         first, last = liveness.can_move(owed.state(before)), liveness.can_move(owed.state(after))
@@ -293,8 +214,8 @@ def _cannot_move(looks: Sequence[Look]) -> Iterator[Verdict]:
 
 
 def _kept_after_end(looks: Sequence[Look]) -> Iterator[Verdict]:
-    for before, after, span in _engines(looks):
-        if not (before.sees_transfers and after.sees_transfers) or not _is_current(before, after, span):
+    for before, after, span in engines(looks):
+        if not (before.sees_transfers and after.sees_transfers) or not is_current(before, after, span):
             continue
         ended = {row["id"] for row in before.requests if row["queue"] == "ended"}
         for row in after.requests:

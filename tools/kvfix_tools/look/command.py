@@ -20,7 +20,8 @@ from kvfix_tools.look.other_process import OTHER_NAMESPACE
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvfix.ledger.standstill import Look, Verdict
+    from kvfix.ledger.looks import Look
+    from kvfix.ledger.standstill import Verdict
 
 SCHEMA = 1
 #: Seconds between two looks. A scheduler at work is looked at again at once, so often: its queues are not complete.

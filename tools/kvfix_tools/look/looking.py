@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import psutil
 
 from kvfix.engine_state import places
-from kvfix.ledger.standstill import Look
+from kvfix.ledger.looks import Look
 from kvfix_tools.dump import gather, processes
 from kvfix_tools.dump.processes import Process
 from kvfix_tools.look import inject, payload

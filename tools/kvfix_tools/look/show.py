@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
+    from kvfix.ledger.looks import Look
     from kvfix.ledger.owed import Engine
-    from kvfix.ledger.standstill import Look, Verdict
+    from kvfix.ledger.standstill import Verdict
 
 #: Rows of the table on a terminal, and its columns.
 ROWS = 40
