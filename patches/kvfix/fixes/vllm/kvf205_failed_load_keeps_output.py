@@ -1,16 +1,17 @@
 """A load fails while the next step is in flight, and the output of that step is kept: wrong text.
 
 ## Symptom
-With asynchronous scheduling or model runner V2, vLLM's defaults on a GPU, and a connector that loads within the step
-(LMCache in process). kv_load_failure_policy "recompute": wrong text after `Recovered from KV load failure: 1 request(s)
-rescheduled`, a request that stays among `Running` and never ends, or a worker that dies of a token id -1. With either
-policy, rarely: wrong text of a request that was preempted when its load failed.
+With asynchronous scheduling or model runner V2, vLLM's defaults on a GPU, or pipeline parallelism, and a connector that
+loads within the step (LMCache in process). kv_load_failure_policy "recompute": wrong text after `Recovered from KV load
+failure: 1 request(s) rescheduled`, a request that stays among `Running` and never ends, or a worker that dies of a
+token id -1. With either policy, rarely: wrong text of a request that was preempted when its load failed.
 
 ## Cause
 vLLM schedules a step before it knows that a load of the last one has failed, and the step computes on top of it. vLLM
-drops the output of the failed step (scheduler.py 0.32.0:2088) but not that of the next one, and
-`num_output_placeholders` continues to count both. The worker uses the last token that it sampled as the next token of
-the request (gpu_model_runner.py 0.32.0:1846). Runner V2 continues from its own position (gpu/model_runner.py
+drops the output of the failed step (scheduler.py 0.32.0:2088) but not that of the next ones, and
+`num_output_placeholders` continues to count them. With pipeline parallelism several chunks of a prompt are in flight,
+and the output of its last one is kept as the first token. The worker uses the last token that it sampled as the next
+token of the request (gpu_model_runner.py 0.32.0:1846). Runner V2 continues from its own position (gpu/model_runner.py
 0.32.0:1244), even without asynchronous scheduling. And vLLM does not check a request that was preempted in between: it
 keeps the output of the failed step.
 
@@ -20,8 +21,8 @@ When it is scheduled again it is computed, and not loaded from LMCache. A reques
 loses its outputs in flight. KVF203 handles its blocks, and KVF007 what LMCache stores of it.
 
 ## Releases
-vLLM 0.11.2 to 0.33.0 with asynchronous scheduling, without pipeline parallelism; with runner V2 also without it. Runner
-V2 has not been run: it needs a GPU.
+vLLM 0.11.2 to 0.33.0 with asynchronous scheduling; with runner V2 also without it. With pipeline parallelism 0.32.0 and
+0.33.0; earlier ones were not tried. Runner V2 has not been run: it needs a GPU.
 
 ## Upstream
 https://github.com/vllm-project/vllm/issues/45138, https://github.com/vllm-project/vllm/issues/49250,
@@ -47,11 +48,12 @@ from kvfix.wrapping import after, around, instead
 
 def fix(module: ModuleType) -> Callable[..., Any]:
     preempted = module.RequestStatus.PREEMPTED
+    drops_by_request = not _in_flight.is_needed(fix, module)
 
     def _update_requests_with_invalid_blocks(
         scheduler: Any, answer: Any, requests: Any, invalid_block_ids: Any, *more: Any
     ) -> Any:
-        if not _scheduler.is_within_step(*more) or not _is_ahead(scheduler):
+        if not _scheduler.is_within_step(*more) or not _is_ahead(scheduler, drops_by_request):
             return answer
         with_stale_output = [each for each in scheduler.requests.values() if each.status == preempted]
         if getattr(scheduler, "recompute_kv_load_failures", True):  # 0.11 has no other policy
@@ -68,9 +70,13 @@ def fix(module: ModuleType) -> Callable[..., Any]:
     return after(_update_requests_with_invalid_blocks)
 
 
-def _is_ahead(scheduler: Any) -> bool:
-    """Whether the scheduler or the worker is ahead of the computed tokens of a request that is rolled back."""
-    return scheduler.scheduler_config.async_scheduling or getattr(scheduler, "use_v2_model_runner", False)
+def _is_ahead(scheduler: Any, of_stages: bool) -> bool:
+    """Whether the scheduler or the worker is ahead of the computed tokens of a request that is rolled back.
+
+    of_stages: also for pipeline parallelism. With it chunks of the same prompt are in flight."""
+    if scheduler.scheduler_config.async_scheduling or getattr(scheduler, "use_v2_model_runner", False):
+        return True
+    return of_stages and scheduler.vllm_config.parallel_config.pipeline_parallel_size > 1
 
 
 def _preempt(scheduler: Any, request: Any, preempted: Any) -> None:
@@ -133,6 +139,7 @@ FIX = Fix(
     ),
     scenarios=(
         "failed-load-keeps-output",
+        "failed-load-keeps-output-of-stages",
         "failed-load-preempted-under-way",
     ),
     no_patch={
