@@ -13,12 +13,16 @@ Plant = Callable[[Any], None]
 
 
 class Fault(NamedTuple):
-    """`rules`: of which one must find it, with this text in its message. options: of the lab, to play it with."""
+    """`rules`: of which one must find it, with this text in its message. options: of the lab, to play it with.
+
+    schedule: what plays it, if not what plays all of the connector.
+    """
 
     rules: tuple[str, ...]
     text: str
     plant: Plant
     options: dict[str, Any] = {}
+    schedule: Plant | None = None
 
 
 #: (connector, name) -> fault
@@ -26,40 +30,26 @@ FAULTS: dict[tuple[str, str], Fault] = {}
 
 
 def fault(
-    *rules: str, text: str = "", on: tuple[str, ...] = ("v1", "mp"), **options: dict[str, Any]
+    *rules: str,
+    text: str = "",
+    on: tuple[str, ...] = ("v1", "mp"),
+    schedule: Plant | None = None,
+    **options: dict[str, Any],
 ) -> Callable[[Plant], Plant]:
-    """options: of the lab, by connector."""
+    """options: of the lab, by connector; what is not part of a name stands for "-"."""
+    of = {name.replace("_", "-"): each for name, each in options.items()}
 
     def register(plant: Plant) -> Plant:
-        FAULTS.update(
-            {(connector, plant.__name__): Fault(rules, text, plant, options.get(connector, {})) for connector in on}
-        )
+        for connector in on:
+            FAULTS[connector, plant.__name__] = Fault(rules, text, plant, of.get(connector, {}), schedule)
         return plant
 
     return register
 
 
 V1, MP = ("v1",), ("mp",)
-#: `mp` with KV groups of sliding windows, in objects of their own.
-WINDOWS = ("mp-windows",)
 #: vLLM's OffloadingConnector alone.
 OFFLOADING = ("offloading",)
-#: `mp` with a KV group of states.
-STATES = ("mp-states",)
-#: Speculative decoding, and a connector that stores what is generated.
-DRAFTS: dict[str, dict[str, Any]] = {
-    "v1": {"drafter": "eagle", "drafts": 3, "acceptance": 70, "lmcache": {"save_decode_cache": True}},
-    "mp": {"drafter": "eagle", "drafts": 3, "acceptance": 70, "lmcache": {"mp.save_decode_cache": True}},
-}
-
-#: Two ranks, of which the second takes longer.
-RANKS: dict[str, dict[str, Any]] = {"v1": {"ranks": 2}, "mp": {"ranks": 2, "rank_delay": 3}}
-
-#: Two ranks that have every other token each.
-SHARES: dict[str, dict[str, Any]] = {"mp": {"ranks": 2, "context": True}}
-
-#: Three stages: up to three steps are in flight.
-STAGES: dict[str, dict[str, Any]] = {each: {"ranks": 3, "pipeline": True} for each in ("v1", "mp")}
 
 
 @fault("LAB001")
@@ -84,34 +74,6 @@ def store_reads_the_next_block(engine: Any) -> None:
     engine.slots.get = lambda slot: get((slot + 16) % (engine.options.num_blocks * 16))
 
 
-@fault("LAB001", text="computed ones, its slot holds other KV in KV group 1", on=WINDOWS)
-def load_of_a_window_goes_to_blocks_of_another(engine: Any) -> None:
-    chunks = engine.connector.server.chunks
-    load = chunks.load
-    chunks.load = lambda groups, *more: load([groups[0], groups[2], groups[1]], *more)
-
-
-@fault("LAB001", text="is stored under their key", on=WINDOWS)
-def store_of_a_window_reads_other_blocks(engine: Any) -> None:
-    chunks = engine.connector.server.chunks
-    read = chunks.read
-    chunks.read = lambda stored, groups, *more: read(stored, [groups[0], groups[2], groups[1]], *more)
-
-
-@fault("LAB001", text="computed ones, its slot holds other KV in KV group 1", on=STATES)
-def load_of_a_state_goes_to_the_block_before(engine: Any) -> None:
-    chunks = engine.connector.server.chunks
-    load = chunks.load
-    chunks.load = lambda groups, *more: load([groups[0], [*groups[1][1:], 0]], *more)
-
-
-@fault("LAB001", text="is stored under their key", on=STATES)
-def store_takes_the_state_for_that_of_the_chunk_before(engine: Any) -> None:
-    chunks = engine.connector.server.chunks
-    read = chunks.read
-    chunks.read = lambda stored, groups, *more: read(stored, [groups[0], [*groups[1][1:], 0]], *more)
-
-
 @fault("LAB001", on=MP)
 def step_writes_a_wrong_slot(engine: Any) -> None:
     write = engine.slots.write
@@ -120,55 +82,6 @@ def step_writes_a_wrong_slot(engine: Any) -> None:
         write(blocks, start, [*contents[:-1], 7] if len(contents) > 40 else contents)
 
     engine.slots.write = shifted
-
-
-@fault("LAB001", text="store", **DRAFTS)
-def drafts_are_stored_before_they_are_accepted(engine: Any) -> None:
-    """The connector takes the scheduled drafts for tokens of the request."""
-    connector = engine.scheduler.connector
-    build = connector.build_connector_meta
-
-    def with_drafts(output: Any) -> Any:
-        known = {name: len(engine.requests[name].all_token_ids) for name in output.scheduled_spec_decode_tokens}
-        for name, drafts in output.scheduled_spec_decode_tokens.items():
-            engine.requests[name]._all_token_ids += drafts
-        try:
-            return build(output)
-        finally:
-            for name, tokens in known.items():
-                del engine.requests[name]._all_token_ids[tokens:]
-
-    connector.build_connector_meta = with_drafts
-
-
-@fault("LAB001", text="the step reads", **DRAFTS)
-def rejected_drafts_stay_computed(engine: Any) -> None:
-    """The scheduler does not take back the computed tokens of rejected drafts."""
-    update = engine.scheduler.update_from_output
-
-    def update_from_output(output: Any, answer: Any) -> Any:
-        computed = {name: engine.requests[name].num_computed_tokens for name in output.scheduled_spec_decode_tokens}
-        outputs = update(output, answer)
-        for name, tokens in computed.items():
-            engine.requests[name].num_computed_tokens = tokens
-        return outputs
-
-    engine.scheduler.update_from_output = update_from_output
-
-
-@fault("LAB001", text="the step reads", **STAGES)
-def tokens_of_a_step_in_flight_count_twice(engine: Any) -> None:
-    """The scheduler adds a block to the computed tokens of a request, for a step in flight."""
-    schedule, done = engine.scheduler.schedule, set()
-
-    def scheduled() -> Any:
-        for request in engine.scheduler.running if engine._answers else ():
-            if request.request_id not in done and request.num_computed_tokens + 16 < request.num_prompt_tokens:
-                done.add(request.request_id)
-                request.num_computed_tokens += 16
-        return schedule()
-
-    engine.scheduler.schedule = scheduled
 
 
 @fault(
@@ -249,65 +162,6 @@ def promise_is_granted_to_another(engine: Any) -> None:
 @fault("LAB010", text="this instance is a kv_consumer", on=V1, v1={"kv_role": "kv_consumer"})
 def a_consumer_does_not_know_its_role(engine: Any) -> None:
     engine.connector.scheduler_adapter.kv_role = engine.workers[0].adapter.kv_role = "kv_both"
-
-
-@fault("LAB001", text="of rank 1", on=MP, **RANKS)
-def report_of_one_rank_counts_for_all(engine: Any) -> None:
-    engine.executor._aggregator = None
-
-
-@fault("LAB001", text="of rank 1", on=MP, **RANKS)
-def a_rank_reports_a_load_before_it_is_done(engine: Any) -> None:
-    server = engine.connector.server
-    submit = server.submit_retrieve
-
-    def reported(request_id: str, key: Any, *more: Any, **named: Any) -> Any:
-        future = submit(request_id, key, *more, **named)
-        return server._answer(True) if key.worker_id else future
-
-    server.submit_retrieve = reported
-
-
-@fault("LAB001", text="is stored under their key", on=MP, **SHARES)
-def a_block_is_taken_for_that_of_one_rank(engine: Any) -> None:
-    engine.scheduler.connector._group_tokens_per_block = [engine.options.block_of_rank]
-
-
-@fault("LAB001", text="of rank 1", on=MP, **SHARES)
-def a_rank_loads_the_tokens_of_another(engine: Any) -> None:
-    chunks = engine.connector.server.chunks
-    load = chunks.load
-    chunks.load = lambda groups, keys, skip, rank: load(groups, keys, skip, 0)
-
-
-@fault("LAB001", text="is stored under their key", on=MP, **RANKS)
-def a_rank_stores_after_it_has_said_so(engine: Any) -> None:
-    """Others write to the blocks meanwhile."""
-    server, iterate, done = engine.connector.server, engine.iterate, []
-    submit = server.submit_store
-
-    def others_come() -> None:
-        iterate()
-        if not done and "a" not in engine.scheduler.requests:
-            done.append(True)
-            engine.take_blocks(engine.free())
-            iterate()
-            engine.free_blocks()
-
-    engine.iterate = others_come
-
-    def reported(request_id: str, key: Any, *more: Any, **named: Any) -> Any:
-        server._rank_delay += 20
-        future = submit(request_id, key, *more, **named)
-        server._rank_delay -= 20
-        return server._answer(True) if key.worker_id else future
-
-    server.submit_store = reported
-
-
-@fault("LAB001", text="of rank 1", on=V1, **RANKS)
-def a_rank_loads_what_another_has_stored(engine: Any) -> None:
-    engine.caches[1].get = engine.caches[0].get
 
 
 @fault("LAB001", on=V1)

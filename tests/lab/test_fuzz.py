@@ -16,6 +16,17 @@ from tests.healthy import own_blocks
 #: The one bug of LMCache 0.5.6 that a plain schedule shows: facts say so, and so does a scenario.
 KNOWN = {"KVR009 state-left-behind: _requests_priority still holds it"}
 
+#: Counts of a real server.
+SERVER = {"server_restarts", "evicted_by_server", "read_from_disk"}
+
+
+def without(*features: str) -> set[str]:
+    """Counts of transfers with these."""
+    return {f"{what}_with_{feature}" for feature in features for what in ("loads", "stores")}
+
+
+#: What has several KV groups, and which kind.
+GROUPS = ("one_window", "two_windows", "larger_blocks", "states", "states_and_drafts", "one_object", "separate_objects")
 #: What cannot happen: a kv_consumer stores nothing (of mp lmcache_mp_connector.py 0.5.6:608); v1 has one KV group and
 #: no server, and its own transfers end within their step, in all ranks; a load of mp is all or nothing and alone, no
 #: id of its comes again, and requests ask nothing of it; the OffloadingConnector has one role here and no server.
@@ -27,6 +38,9 @@ NEVER = {
         "ranks_apart",
         "stores_of_kv_consumer",
         "server_stops",
+        "loads_of_groups_failed",
+        *SERVER,
+        *without(*GROUPS, "context"),
     },
     "mp": {
         "loads_partial",
@@ -35,8 +49,12 @@ NEVER = {
         "stores_for_decoder",
         "not_to_store",
         "stores_of_kv_consumer",
+        *SERVER,
+        *without("layers", "fetch_ahead"),
     },
     "offloading": {
+        *SERVER,
+        *without("layers", "fetch_ahead", "multi_connector", "context", "states", "states_and_drafts"),
         "stores_of_kv_consumer",
         "stores_of_kv_producer",
         "loads_of_kv_consumer",

@@ -14,7 +14,10 @@ from kvfix_tools.lab.schedule import draw
 from kvfix_tools.lab.steps import prompt
 from tests.conftest import RELEASES, Once
 from tests.healthy import own_blocks
-from tests.lab.planted_faults import CHUNK, DRAFTS, FAULTS, RANKS, SHARES, STAGES, Fault
+from tests.lab.planted_faults import CHUNK, FAULTS, Fault
+from tests.lab.planted_for_features import AHEAD, DRAFTS, SAVE_LAST
+from tests.lab.planted_in_groups import LARGER_BLOCKS, ONE_OBJECT, STATES_AND_DRAFTS
+from tests.lab.planted_in_ranks import RANKS, SHARES, STAGES
 
 #: A bug of the release that even plain schedules show (scenario priority-left-after-resume).
 KNOWN = "_requests_priority still holds it"
@@ -92,15 +95,29 @@ def played(connector: str, name: str = "", **options: Any) -> dict[str, Any]:
     """Codes and messages of what is found with this fault, and the counts of the run."""
     from kvfix_tools.lab.lab_engine import EngineDied, LabEngine
 
-    options = options or (FAULTS[connector, name].options if name else {})
+    planted = FAULTS.get((connector, name))
+    options = options or (planted.options if planted else {})
     engine = LabEngine(dataclasses.replace(OPTIONS[connector], **options))
-    if name:
-        FAULTS[connector, name].plant(engine)
+    schedule = SCHEDULES.get(connector, schedule_mp)
+    if planted:
+        planted.plant(engine)
+        schedule = planted.schedule or schedule
     with suppress(EngineDied):
-        SCHEDULES.get(connector, schedule_mp)(engine)
-        if engine.scheduler.has_unfinished_requests():
+        schedule(engine)
+        if not all(request.is_finished() for request in engine.requests.values()):
             engine.expect_all_ended()
     return {"found": [(found.code, found.message) for found in engine.findings], "counts": engine.counts}
+
+
+def with_nothing_planted(connector: str, name: str) -> list[str]:
+    """What is found in a fault's own schedule without the fault."""
+    from kvfix_tools.lab.lab_engine import LabEngine
+
+    planted = FAULTS[connector, name]
+    engine = LabEngine(dataclasses.replace(OPTIONS[connector], **planted.options))
+    assert planted.schedule is not None
+    planted.schedule(engine)
+    return [f"{name}: {found}" for found in engine.findings if KNOWN not in found.message]
 
 
 def random_schedules(seeds: int) -> dict[str, Any]:
@@ -130,12 +147,17 @@ def play_all() -> dict[str, Any]:
             played("offloading", tier="fs"),
             played("offloading", windows=(32,), num_blocks=60),
             played("mp-states"),
+            played("mp-states", **STATES_AND_DRAFTS),
+            played("mp-windows", **ONE_OBJECT),
+            played("mp-windows", **LARGER_BLOCKS),
+            *(played(each, **options[each]) for options in (AHEAD, SAVE_LAST) for each in options),
             *(played(each, **RANKS[each]) for each in RANKS),
             played("mp", **SHARES["mp"]),
             *(played(each, **STAGES[each]) for each in STAGES),
             *(played(each, **DRAFTS[each]) for each in DRAFTS),
         ],
         "faults": [played(connector, name) for connector, name in FAULTS],
+        "sound_schedules": [with_nothing_planted(*each) for each in FAULTS if FAULTS[each].schedule],
         "random": random_schedules(60),
         "twice": [played("v1", "two_blocks_are_exchanged", lmcache=FETCH) for _ in range(2)],
     }
@@ -155,6 +177,10 @@ def test_nothing_planted_nothing_found(outcomes: dict[str, Any]) -> None:
     assert [run["counts"]["steps_in_flight"] > 5 for run in outcomes["sound"]][-4:] == [True, True, False, False]
     for run in outcomes["sound"][-len(DRAFTS) :]:
         assert min(run["counts"][f"drafts_{each}"] for each in ("proposed", "accepted", "rejected")) > 5
+
+
+def test_nothing_planted_nothing_found_in_the_schedule_of_a_fault(outcomes: dict[str, Any]) -> None:
+    assert [found for run in outcomes["sound_schedules"] for found in run] == []
 
 
 @pytest.mark.parametrize(("number", "fault"), list(enumerate(FAULTS.values())), ids=["-".join(key) for key in FAULTS])

@@ -65,6 +65,8 @@ class Drafter:
         self.counts.update(
             drafts_proposed=len(drafts), drafts_accepted=accepted, drafts_rejected=len(drafts) - accepted
         )
+        self.counts[f"steps_with_{len(drafts)}_drafts"] += 1
+        self.counts["no_draft_accepted" if not accepted else "all_drafts_accepted"] += accepted in (0, len(drafts))
         if options.async_scheduling:
             self._next_starts[name] = end + accepted
         contents = list(right[end : end + accepted])

@@ -101,6 +101,10 @@ def move(engine: LabEngine, step: DrawnStep) -> None:
     elif kind == "stored_elsewhere":
         if not engine.counts["connector_resets"]:  # the other instance has the old weights
             engine.do(kind, prompt(rest[1], rest[0]))
+    elif kind == "server_restarts":
+        engine.do("server_dies")
+        engine.step(rest[0])
+        engine.do("server_comes_back")
     elif kind == "timeout":
         engine.do("lookups_fail", 1)
     else:

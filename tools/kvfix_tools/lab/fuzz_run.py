@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import msgspec
 
 from kvfix_tools.lab import releases
+from kvfix_tools.lab.counts import COUNTED
 from kvfix_tools.lab.fuzz import play, shrink, signature
-from kvfix_tools.lab.request_events import COUNTED
 from kvfix_tools.lab.runner import applied
 from kvfix_tools.lab.schedule import Schedule, draw
 
@@ -57,7 +57,7 @@ class Fuzzed(NamedTuple):
     seconds: float
     #: Seeds that were played with each option of LMCache and behind another connector.
     options: dict[str, int]
-    #: See request_events.py.
+    #: See counts.py.
     counts: dict[str, int]
     violations: list[Violation]
 

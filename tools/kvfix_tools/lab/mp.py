@@ -21,7 +21,8 @@ from kvfix.connector_events import readers
 from kvfix_tools.lab import vllm_objects
 from kvfix_tools.lab.connector import Connector
 from kvfix_tools.lab.memory import Cache, Slots
-from kvfix_tools.lab.mp_server import Heartbeat, Server
+from kvfix_tools.lab.mp_answers import Heartbeat
+from kvfix_tools.lab.mp_server import Server
 from kvfix_tools.lab.options import Options
 from kvfix_tools.lab.workers import Worker
 

@@ -162,6 +162,7 @@ def _all_null(options: Options, objects: list[StoredObject]) -> Callable[[list[l
         masks = module.all_null_chunk_masks
     except (ImportError, AttributeError):
         return lambda groups, chunks: [[False] * chunks for _ in objects]
-    members = [SimpleNamespace(kernel_group_indices=[group.number for group, _ in each.parts]) for each in objects]
+    numbers = [[group.number for group, _ in each.parts] for each in objects]
+    members = [SimpleNamespace(kernel_group_indices=each, aux=False) for each in numbers]
     blocks = [options.chunk_size // group.block_size for group in kv_groups(options)]
     return lambda groups, chunks: masks(groups, members, blocks, chunks)

@@ -55,6 +55,8 @@ class RealServer(Server):
         self._leases: set[str] = set()
         #: By the lab's key of a chunk, the server's.
         self._keys: dict[Any, dict[str, Any]] = {}
+        #: Chunks that were taken from L1, and are on its disk.
+        self._on_disk: set[Any] = set()
 
     def named(self, argument: Any) -> Any:
         """With the name of the request on the server: the lab has r1, r2 in each engine."""
@@ -80,6 +82,14 @@ class RealServer(Server):
         self._answer_later(lookup)
         return self._future()
 
+    def started_again(self) -> None:
+        """It knows of no lock and no lookup, and of no worker until that has registered again."""
+        self._before = self.process.locks()
+        self._looking.clear()
+        self._locked.clear()
+        self.events.may_fail.add("")
+        self.events.counts["server_restarts"] += 1
+
     def give_up_lookups(self) -> None:
         """The adapter takes the server for dead: it admits requests with no hit, and releases no lock. What is locked
         for them ends by itself, after five minutes.
@@ -102,6 +112,9 @@ class RealServer(Server):
     def found(self, request_id: str, chunks: int) -> None:
         self._looking.discard(request_id)
         self._locked[request_id] = range(chunks)
+        hit = self._on_disk.intersection(self._keys_from_start(self._lookups[request_id][1])[:chunks])
+        self.events.counts["read_from_disk"] += len(hit)
+        self._on_disk -= hit
 
     def released(self, key: Any) -> None:
         """The request has no need of these chunks any more."""
@@ -115,6 +128,7 @@ class RealServer(Server):
         def store() -> Any:
             self._store(key, blocks)
             hashes = self._hasher.compute_chunk_hashes(list(key.token_ids), start=key.start, end=key.end)
+            self._on_disk.difference_update(self._keys_from_start(key))
             for chunk, digest in zip(self._keys_from_start(key), hashes, strict=True):
                 names = {"chunk_hash_hex": digest.hex(), "model_name": self.model_name, "cache_salt": key.cache_salt}
                 self._keys[chunk] = {**names, "kv_rank": self._rank}
@@ -165,6 +179,7 @@ class RealServer(Server):
     def _delete(self, chunks: list[Any], tier: str, force: bool) -> int:
         for chunk in chunks:
             self.chunks.cache.pop(chunk, None)
+        (self._on_disk.update if tier == "l1" else self._on_disk.difference_update)(chunks)
         keys = [self._keys[chunk] for chunk in chunks if chunk in self._keys]
         return self.process.delete(keys, tier, force) if keys else 0
 
@@ -172,6 +187,7 @@ class RealServer(Server):
         """Locks, and lookups that the server still has an answer to; whose they are only the lab knows."""
         self._end_leases()
         now = self.process.locks()
+        self.events.counts["evicted_by_server"] += max(0, len(self.chunks.cache) - now["objects"])
         # a request that is looked up again after a lookup was given up leaves locks that no role knows of
         whose = self._whose() or (set() if self._leases else {*self._lookups, *self.storing})
         more = {what: now[what] - self._before[what] for what in ("read locks", "write locks", "lookups")}
@@ -252,6 +268,17 @@ class RealMP(MP):
 
     def server_goes_on(self) -> None:
         self.server.process.go_on()
+        super().server_goes_on()
+
+    def server_dies(self) -> None:
+        """A step: the server's process is killed."""
+        super().server_stops()
+        self.server.process.kill()
+
+    def server_comes_back(self) -> None:
+        """A step: the server is started again, with what is on its disk."""
+        self.server.process.start()
+        self.server.started_again()
         super().server_goes_on()
 
     def kept(self) -> dict[str, set[str]]:

@@ -1,19 +1,17 @@
-"""In place of `lmcache server`, its client and the transfer context: lookups that lock, loads, stores, and a clock.
+"""In place of `lmcache server`, its client and the transfer context: lookups that lock, loads and stores.
 
-Whatever takes some steps is done `delay` steps after it was asked for, or at once.
+When it answers: mp_answers.py.
 """
 
 from __future__ import annotations
 
-import bisect
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
 
 from kvfix_tools.lab import releases
 from kvfix_tools.lab.memory import Cache, Slots
+from kvfix_tools.lab.mp_answers import Answers, Due
 from kvfix_tools.lab.mp_chunks import Chunks
 from kvfix_tools.lab.options import Options
 
@@ -21,57 +19,7 @@ if TYPE_CHECKING:
     from kvfix_tools.lab.request_events import RequestEvents
 
 
-class Heartbeat:
-    """In place of LMCache's HeartbeatThread: it beats once in each step."""
-
-    def __init__(self, server: Server, health_event: Any, instance_id: int | None = None, **more: Any) -> None:
-        self._server = server
-        self._event = health_event
-        self.is_of_worker = instance_id is not None
-        self.stop_requested = False
-        self._recover: Callable[[], bool] = lambda: True
-
-    def register_recover_callback(self, callback: Callable[[], bool]) -> None:
-        self._recover = callback
-
-    def start(self) -> None:
-        self._server.heartbeats.append(self)
-
-    def stop(self, *_: Any, **__: Any) -> None:
-        self.stop_requested = True
-
-    def beat(self) -> None:
-        if self._server.down:
-            self._event.clear()
-        elif not self._event.is_set() and self._recover():
-            self._event.set()
-
-
-def _client_without_socket() -> Any:
-    """LMCache's own, from 0.5.6 on: what it does when it is connected, and no more, is what the lab needs of it."""
-    try:
-        from lmcache.v1.multiprocess.transport.zmq_impl.mq import MessageQueueClient
-    except ImportError:
-        return None
-    client = MessageQueueClient.__new__(MessageQueueClient)
-    vars(client).update(pending_futures={}, pending_streams={}, socket=SimpleNamespace(recv_multipart=list))
-    client.process_inbound()
-    return client
-
-
-class _Due(NamedTuple):
-    """What happens in this step or later, and what it answers.
-
-    load: (rank, request) if it is one. late: what it does once the worker has given it up.
-    """
-
-    step: int
-    action: Callable[[], Any]
-    load: tuple[int, str] | None = None
-    late: Callable[[], Any] | None = None
-
-
-class Server:
+class Server(Answers):
     """What LMCache's adapters ask of their client and of their transfer context is answered under its own names.
 
     It serves all ranks; LMCache's key of a transfer has the rank (`worker_id`), that of a lookup has None. Each load
@@ -81,36 +29,11 @@ class Server:
     events: RequestEvents
 
     def __init__(self, memories: Sequence[Slots], cache: Cache, options: Options) -> None:
-        from lmcache.v1.multiprocess.futures import MessagingFuture
-
-        server = self
-
-        class Future(MessagingFuture):  # type: ignore[misc]
-            """To wait for it lets time pass: what is in flight is done, in its order, until this is."""
-
-            def wait(self, timeout: float | None = None) -> bool:
-                while not self.query() and server._later and not server.down:
-                    server._later.popleft().action()
-                return bool(super().wait(0))
-
-            def to_cuda_future(self, device: Any = None) -> Any:
-                """Here a transfer is done when its future is."""
-                return self
-
-        self._future = Future
+        super().__init__(options)
         self.chunks = Chunks(memories, cache, options)
         self.chunk_size = options.chunk_size
-        self._delay = options.delay
-        self._rank_delay = options.rank_delay
-        self._now = 0
-        #: In the order in which it is due.
-        self._later: deque[_Due] = deque()
-        self._message_queue_client = _client_without_socket()
-        #: It does nothing, and answers no heartbeat.
-        self.down = False
         #: So many of the next lookups are not answered.
         self.unanswered = 0
-        self.heartbeats: list[Heartbeat] = []
         #: Whether the server knows the worker's KV memory.
         self._registered = True
         #: By rank the requests whose next load fails.
@@ -121,48 +44,6 @@ class Server:
         self.storing: Counter[str] = Counter()
         #: request -> chunks found, until that is answered; None: the prefetch is in flight
         self._hits: dict[str, int | None] = {}
-
-    # ------------------------------------------------------------------ time
-
-    def tick(self) -> None:
-        """A step of the engine has begun: what is due by now happens."""
-        self._now += 1
-        for heartbeat in self.heartbeats:
-            heartbeat.beat()
-        while self._later and self._later[0].step <= self._now and not self.down:
-            self._later.popleft().action()
-
-    @property
-    def busy(self) -> int:
-        return len(self._later)
-
-    def _answer(self, result: Any) -> Any:
-        future = self._future()
-        future.set_result(result)
-        return future
-
-    def _answer_later(self, action: Callable[[], Any], rank: int = 0, **of_load: Any) -> Any:
-        """A future of what `action` returns when it is due. of_load: `load` and `late`, if it is one."""
-        delay = self._delay + rank * self._rank_delay
-        if not (delay or self.down):
-            return self._answer(action())
-        future = self._future()
-        due = _Due(self._now + delay, lambda: future.set_result(action()), **of_load)
-        self._later.insert(bisect.bisect_right(self._later, due.step, key=lambda each: each.step), due)
-        return future
-
-    @contextmanager
-    def disconnected(self, client: Any) -> Iterator[None]:
-        """This client has lost its connection meanwhile, as its thread finds out."""
-        queue = getattr(client, "_message_queue_client", None)
-        if queue is not None:
-            queue.cancel_streams()
-        yield
-        if queue is not None:
-            self._answer_something(client)
-
-    def _answer_something(self, client: Any) -> None:
-        client._message_queue_client.process_inbound()
 
     # ------------------------------------------------------------------ lookups and their locks
 
@@ -313,7 +194,7 @@ class Server:
         """The worker reports these loads as failed. What it has asked for is done all the same, when it is due."""
         for place, due in enumerate(self._later):
             if due.load is not None and due.load[0] == rank and due.load[1] in requests:
-                self._later[place] = _Due(due.step, due.late or due.action)
+                self._later[place] = Due(due.step, due.late or due.action)
                 self._end_load(due.load[1])
         for name in sorted(requests):
             self.events.may_fail.add(name)

@@ -6,7 +6,6 @@ every question, every request in every step, and what its memory has really move
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 from vllm.v1.core.sched.scheduler import Scheduler
@@ -18,42 +17,24 @@ from kvfix.ledger import events as ev
 from kvfix.ledger.liveness import Answer
 from kvfix_tools.lab import rules
 from kvfix_tools.lab.connector import Connector
+from kvfix_tools.lab.counts import Counts
 from kvfix_tools.lab.model import Model
+from kvfix_tools.lab.options import Options
 
 #: Steps that a request may wait for a load that is not in flight: longer than an answer takes.
 STUCK = 8
 #: Seconds that LMCache waits for a lookup (lookup_timeout_ms).
 LOOKUP_TIMEOUT = 3.0
-#: What a run counts: tokens of loads and stores, steps without a free block and with a transfer or lookup of the
-#: multi-process server in flight, evicted chunks; requests, calls and answers else.
-#: With several ranks: transfers that one has reported and another has not yet; lookups that find different chunks in
-#: them, and loads that failed in one of them alone.
-#: Steps with more than two in flight, and how often the server has stopped.
-#: Transfers with several KV groups, and what the server did not store because all its blocks are null.
-#: Loads and stores by role; stores for a decoder, and requests of which nothing may be stored. In a MultiConnector:
-#: promises of LMCache's that were passed over for another one's, and chunks and loads of the OffloadingConnector.
-#: A store of the in-process connector ends within its step: no request is aborted in one.
-COUNTED = (
-    "preemptions", "loaded_tokens", "stored_tokens", "finished", "full_steps", "aborted", "aborted_waiting",
-    "aborted_running", "aborted_preempted", "aborted_looking", "aborted_loading", "aborted_storing", "ids_used_again",
-    "resets", "evicted", "evicted_pinned", "loads_failed", "loads_partial", "lookups_unanswered", "busy_steps",
-    "loaded_beside", "connector_resets", "loads_of_groups", "stores_of_groups", "null_objects_left_out",
-    "ranks_apart", "ranks_differ", "failed_on_one_rank", "steps_in_flight", "server_stops",
-    "drafts_proposed", "drafts_accepted", "drafts_rejected", "inputs", "locked_out_by_session",
-    "pauses", "loads_of_kv_both",
-    "loads_of_kv_producer", "loads_of_kv_consumer", "stores_of_kv_both", "stores_of_kv_producer",
-    "stores_of_kv_consumer", "stores_for_decoder", "not_to_store", "passed_over", "loads_offloaded", "stores_offloaded",
-)  # fmt: skip
 
 
 class RequestEvents:
     """`log`: (step, event). `findings`: what rules say of them, the ledger's and the lab's own."""
 
-    def __init__(self, scheduler: Scheduler, connector: Connector, model: Model, ranks: int = 1) -> None:
+    def __init__(self, scheduler: Scheduler, connector: Connector, model: Model, options: Options) -> None:
         self._scheduler = scheduler
         self._connector = connector
         self._model = model
-        self._ranks = ranks
+        self._ranks = options.ranks
         #: request -> what each rank has loaded of what is due, as (end, tokens)
         self._arrived: dict[str, dict[int, tuple[int, int]]] = {}
         self._found: dict[str, int] = {}
@@ -62,10 +43,12 @@ class RequestEvents:
         self.seconds = 0.0
         self.log: list[tuple[int, ev.Event]] = []
         self.findings: list[Finding] = []
-        self.counts = Counter(dict.fromkeys(COUNTED, 0))
+        self.counts = Counts(options)
         if model.drafter is not None:
             model.drafter.counts = self.counts
-        self._role = scheduler.vllm_config.kv_transfer_config.kv_role
+        #: Tokens of the block that vLLM drops at the end of a hit, for EAGLE; 0: of none.
+        self._dropped = options.block_size if getattr(scheduler, "use_eagle_block_drop", False) else 0
+        self._by_priority = options.policy == "priority"
         #: request -> what LMCache has promised last
         self._promised: dict[str, int] = {}
         #: Requests that were there while the server was silent: LMCache stores nothing of them meanwhile, and their
@@ -73,6 +56,8 @@ class RequestEvents:
         self.met_silence: set[str] = set()
         self._ledger = Ledger()
         self._ended: set[str] = set()
+        #: Requests that have not ended.
+        self._open: dict[str, Any] = {}
         self._preemptions: dict[str, int] = {}
         self._waited: dict[str, int] = {}
         #: That no request can move, and in how many steps in a row.
@@ -106,6 +91,7 @@ class RequestEvents:
 
         def asked(request: Any, computed: int) -> Any:
             promised, asynchronous = ask(request, computed)
+            self.counts["last_blocks_dropped"] += self._block_is_dropped(request, computed)
             hit = self._connector.reader.hit(request.request_id)
             self.hits[request.request_id] = hit or 0
             self._promised[request.request_id] = promised or 0
@@ -122,15 +108,23 @@ class RequestEvents:
         connector.get_num_new_matched_tokens = asked
         connector.update_state_after_alloc = granted
 
+    def _block_is_dropped(self, request: Any, computed: int) -> bool:
+        """Whether vLLM has one block more of the request than it says, which it computes anew for EAGLE."""
+        if not self._dropped or computed + self._dropped >= request.num_tokens or computed % self._dropped:
+            return False
+        pool = self._scheduler.kv_cache_manager.block_pool
+        return bool(pool.get_cached_block(request.block_hashes[computed // self._dropped], [0]))
+
     # ------------------------------------------------------------------ what the scheduler did
 
     def admitted(self, name: str) -> None:
         """Forget an earlier request of this id."""
         self._ended.discard(name)
+        self._open[name] = self._model.requests[name]
         self._preemptions[name] = 0
 
     def preempted(self) -> None:
-        for name, request in self._model.requests.items():
+        for name, request in self._open.items():
             if request.num_preemptions > self._preemptions[name]:
                 self._preemptions[name] = request.num_preemptions
                 self.counts["preemptions"] += 1
@@ -142,6 +136,8 @@ class RequestEvents:
             self._arrived.pop(load[0], None)
             name, start, end = load
             self.add(ev.LoadDue(name, start, end, self._connector.reader.whole_blocks))
+        if self._by_priority:
+            self._count_priority(first)
         drafts = output.scheduled_spec_decode_tokens
         for name, tokens in output.num_scheduled_tokens.items():
             done = self._model.start(name, tokens)
@@ -149,21 +145,30 @@ class RequestEvents:
             capacity = len(self._model.blocks(name)) * self._model.memories[0].block_size
             self.add(ev.Scheduled(name, done, tokens, capacity, name in first))
 
+    def _count_priority(self, admitted: set[str]) -> None:
+        """Requests that were admitted before one which came earlier."""
+        waiting = [request.arrival_time for request in self._scheduler.waiting]
+        requests = (self._model.requests[name] for name in admitted if waiting)
+        self.counts["came_first_by_priority"] += sum(each.arrival_time > min(waiting) for each in requests)
+
     def ended(self) -> None:
-        for name, request in self._model.requests.items():
-            if request.is_finished() and name not in self._ended:
-                self._ended.add(name)
-                self.counts["finished"] += 1
-                self.counts["not_to_store"] += bool(self._connector.not_to_store(request))
-                at = self._model.wrong_text(name)
-                if at is not None:
-                    self.violated(rules.WRONG_TEXT, name, f"token {at} is not what the model says there")
-                self.add(ev.Finished(name, False))
+        for name, request in [item for item in self._open.items() if item[1].is_finished()]:
+            self._end(name)
+            self.counts["finished"] += 1
+            self.counts["not_to_store"] += bool(self._connector.not_to_store(request))
+            at = self._model.wrong_text(name)
+            if at is not None:
+                self.violated(rules.WRONG_TEXT, name, f"token {at} is not what the model says there")
+            self.add(ev.Finished(name, False))
+
+    def _end(self, name: str) -> None:
+        self._ended.add(name)
+        self._open.pop(name, None)
 
     def aborted(self, name: str, doing: set[str]) -> None:
         self.add(ev.Finished(name, True))
         self.counts.update(("aborted", *(f"aborted_{each}" for each in doing)))
-        self._ended.add(name)
+        self._end(name)
 
     def stuck(self) -> None:
         """Which requests wait for a load that is not in flight, for longer than an answer takes.
@@ -171,7 +176,7 @@ class RequestEvents:
         One whose load is done and reported waits for a place in a step, as all do.
         """
         done = self._scheduler.finished_recving_kv_req_ids | self._scheduler.failed_recving_kv_req_ids
-        for name, request in self._model.requests.items():
+        for name, request in self._open.items():
             waits = request.status == RequestStatus.WAITING_FOR_REMOTE_KVS
             waits = waits and name not in self._connector.loading() and name not in done
             self._waited[name] = self._waited.get(name, 0) + 1 if waits else 0
@@ -222,14 +227,14 @@ class RequestEvents:
         if len(arrived) < self._ranks:
             return
         end, tokens = min(arrived.values())
-        self.counts["loaded_tokens"] += tokens
-        self.counts[f"loads_of_{self._role}"] += 1
+        self.counts.loaded(tokens)
         self.add(ev.Loaded(name, tokens, end))
         due = self._ledger.histories[name].due
         if due is not None and end < due.end:
             if not self.may_fail.intersection((name, "")):
                 self.violated(rules.LOAD_CAME_SHORT, name, f"loaded up to {end} of {due.end} that were promised")
             self.counts["loads_partial" if tokens else "loads_failed"] += 1
+            self.counts["loads_of_groups_failed"] += bool(self._model.groups)
             self.add(ev.LoadFailed(name, None))
         if not any(name in worker.failing for worker in self._connector.workers):
             self.may_fail.discard(name)
@@ -242,8 +247,7 @@ class RequestEvents:
         """
         request = self._model.requests[name]
         if not rank:
-            self.counts["stored_tokens"] += end - start
-            self.counts[f"stores_of_{self._role}"] += 1
+            self.counts.stored(end - start)
             leaves_out = self._connector.reader.leaves_out_stored
             covered = start if leaves_out or name in self.met_silence else self.hits.get(name, 0)
             if not (leaves_out and request.is_finished()):

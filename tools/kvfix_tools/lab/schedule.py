@@ -57,7 +57,17 @@ _ROLES = ("kv_producer", "kv_consumer", "kv_both")
 #: Only where vLLM's OffloadingConnector is alone.
 _OFFLOADING = {"fail_store": 2, "configured": 3}
 KINDS = frozenset(
-    (*_PLAIN, *_OFFLOADING, *_FAULTS, *_ASYNCHRONOUS, *_MULTI_CONNECTOR, "lose_loads", "lose_stored", "new_weights")
+    (
+        *_PLAIN,
+        *_OFFLOADING,
+        *_FAULTS,
+        *_ASYNCHRONOUS,
+        *_MULTI_CONNECTOR,
+        "lose_loads",
+        "lose_stored",
+        "new_weights",
+        "server_restarts",
+    )
 ).union(*_SOMETIMES.values(), pair_schedule.KINDS)
 
 
@@ -171,10 +181,10 @@ def draw(
     if connector in OF_VLLM:
         options = _memory_of_vllm(options, random.Random(f"memory {seed}"), plain)
     own = random.Random(f"states {seed}")
-    may_have_states = connector == "mp" and not plain and not (options.windows or options.drafter)
+    may_have_states = connector == "mp" and not plain and not options.windows
     if may_have_states and "states" not in lacks and own.random() < 0.3:
-        # a request holds two at a time (MambaSpec.max_memory_usage_bytes)
-        more = options.num_blocks + own.choice((2, 4, 8))
+        # a request holds two at a time, and one for each draft (MambaSpec.max_memory_usage_bytes)
+        more = options.num_blocks + own.choice((2, 4, 8)) + 2 * options.drafts
         options = dataclasses.replace(
             options, states=True, prefix_caching=True, num_blocks=more, separate_object_groups=own.random() < 0.5
         )
@@ -193,7 +203,7 @@ def draw(
         weights |= _ASYNCHRONOUS
     if options.beside:
         weights |= _MULTI_CONNECTOR
-    if options.states and options.pipeline and options.async_scheduling:
+    if options.states and (options.drafter or (options.pipeline and options.async_scheduling)):
         drawn -= {"sessions"}  # KVF905, for which there is no fix
     for name, kinds in _SOMETIMES.items():
         weights |= kinds if name in drawn else {}
@@ -207,6 +217,12 @@ def draw(
     for number in range(rng.randrange(30, 160)):
         kind = rng.choices(names, [weights[name] for name in names])[0] if number else "admit"
         steps.append((*_step(rng, kind, number, options, room), *_rank(rng, kind, options)))
+    own = random.Random(f"reset {seed}")
+    if not plain and "new_weights" not in lacks:
+        steps = [(*step, True) if step[0] == "reset_prefix_cache" and own.random() < 0.5 else step for step in steps]
+    own = random.Random(f"restart {seed}")
+    if real_server and not plain and own.random() < 0.1:
+        steps.insert(own.randrange(len(steps)), ("server_restarts", own.randrange(1, 5)))
     own = random.Random(f"new_weights {seed}")
     if not plain and "new_weights" not in lacks and own.random() < 0.2:
         steps.insert(own.randrange(len(steps)), ("new_weights",))

@@ -142,9 +142,9 @@ class ServerProcess:
             pause = min(2 * pause, 0.05)
 
     def locks(self) -> dict[str, int]:
-        """How many objects have a lock, and how many lookups were never asked for, once it has nothing to do.
+        """How many objects its L1 has, how many of them have a lock, and how many lookups were never asked for.
 
-        A store to L2 has read locks of its own while it lasts.
+        Once it has nothing to do: a store to L2 has read locks of its own while it lasts.
         """
         state: dict[str, Any] = {}
         busy_at = time.monotonic()
@@ -166,6 +166,7 @@ class ServerProcess:
             "read locks": objects["read_locked_count"],
             "write locks": objects["write_locked_count"],
             "lookups": state["active_prefetch_jobs"],
+            "objects": objects["total_object_count"],
         }
 
     def transfers_end(self) -> None:

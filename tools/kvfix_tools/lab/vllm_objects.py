@@ -286,7 +286,11 @@ def _spec(group: KVGroup, options: Options, **shape: Any) -> KVCacheSpec:
     if group.state:
         state = (group.block_size * 2 * 32,)  # a page is as large as that of full attention
         return MambaSpec(
-            block_size=group.block_size, shapes=(state,), dtypes=(torch.float32,), mamba_cache_mode="align"
+            block_size=group.block_size,
+            shapes=(state,),
+            dtypes=(torch.float32,),
+            mamba_cache_mode="align",
+            num_speculative_blocks=options.drafts,
         )
     if group.window:
         return SlidingWindowSpec(block_size=group.block_size, sliding_window=group.window, **shape)

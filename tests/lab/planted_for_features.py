@@ -1,0 +1,250 @@
+"""Faults planted in an engine of the lab, one and more for each feature that the fuzzer draws."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvfix_tools.lab.memory import GARBAGE
+from kvfix_tools.lab.steps import prompt
+from tests.lab.planted_faults import MP, V1, fault
+from tests.lab.planted_in_ranks import tokens_of_a_step_in_flight_count_twice
+
+#: Speculative decoding, and a connector that stores what is generated.
+DRAFTS: dict[str, dict[str, Any]] = {
+    "v1": {"drafter": "eagle", "drafts": 3, "acceptance": 70, "lmcache": {"save_decode_cache": True}},
+    "mp": {"drafter": "eagle", "drafts": 3, "acceptance": 70, "lmcache": {"mp.save_decode_cache": True}},
+}
+#: A step is scheduled before the answer of the last one.
+AHEAD: dict[str, dict[str, Any]] = {each: {"async_scheduling": True} for each in ("v1", "mp")}
+#: A worker reports before it has the step saved.
+SAVE_LAST: dict[str, dict[str, Any]] = {each: {"save_last": True} for each in ("v1", "mp")}
+PRIORITY: dict[str, dict[str, Any]] = {each: {"policy": "priority", "num_blocks": 32} for each in ("v1", "mp")}
+
+
+# ---------------------------------------------------------------------- speculative decoding
+
+
+@fault("LAB001", text="store", **DRAFTS)
+def drafts_are_stored_before_they_are_accepted(engine: Any) -> None:
+    """The connector takes the scheduled drafts for tokens of the request."""
+    connector = engine.scheduler.connector
+    build = connector.build_connector_meta
+
+    def with_drafts(output: Any) -> Any:
+        known = {name: len(engine.requests[name].all_token_ids) for name in output.scheduled_spec_decode_tokens}
+        for name, drafts in output.scheduled_spec_decode_tokens.items():
+            engine.requests[name]._all_token_ids += drafts
+        try:
+            return build(output)
+        finally:
+            for name, tokens in known.items():
+                del engine.requests[name]._all_token_ids[tokens:]
+
+    connector.build_connector_meta = with_drafts
+
+
+@fault("LAB001", text="the step reads", **DRAFTS)
+def rejected_drafts_stay_computed(engine: Any) -> None:
+    """The scheduler does not take back the computed tokens of rejected drafts."""
+    update = engine.scheduler.update_from_output
+
+    def update_from_output(output: Any, answer: Any) -> Any:
+        computed = {name: engine.requests[name].num_computed_tokens for name in output.scheduled_spec_decode_tokens}
+        outputs = update(output, answer)
+        for name, tokens in computed.items():
+            engine.requests[name].num_computed_tokens = tokens
+        return outputs
+
+    engine.scheduler.update_from_output = update_from_output
+
+
+@fault("LAB001", text="the step reads", on=MP, **DRAFTS)
+def last_block_of_a_hit_is_dropped_and_counts(engine: Any) -> None:
+    """vLLM drops it for EAGLE, and counts its tokens as computed."""
+    coordinator = engine.scheduler.kv_cache_manager.coordinator
+    find = coordinator.find_longest_cache_hit
+
+    def found(*args: Any) -> Any:
+        blocks, hit, more = find(*args)
+        return blocks, hit + 16 if hit else 0, more
+
+    coordinator.find_longest_cache_hit = found
+
+
+# ---------------------------------------------------------------------- the order of a step
+
+
+@fault("LAB001", text="the step reads", **AHEAD)
+def tokens_of_the_step_before_count_twice(engine: Any) -> None:
+    tokens_of_a_step_in_flight_count_twice(engine)
+
+
+@fault("LAB001", text="the step reads", on=MP, mp={"model_runner_v2": True})
+def a_resumed_request_that_comes_as_new_keeps_its_old_blocks(engine: Any) -> None:
+    table = engine.model.block_table
+    update = table.update
+    known: dict[str, list[int]] = {}
+
+    def updated(output: Any) -> None:
+        update(output)
+        for new in output.scheduled_new_reqs:
+            table.rows[new.req_id][:] = known.setdefault(new.req_id, list(table.rows[new.req_id]))
+
+    table.update = updated
+
+
+def schedule_stored(engine: Any) -> None:
+    engine.admit("r", prompt(200), max_tokens=3)
+    engine.run()
+    engine.settle()
+    engine.expect_stored("r")
+
+
+@fault("LAB004", on=MP, schedule=schedule_stored, **SAVE_LAST)
+def nothing_is_saved_after_the_report(engine: Any) -> None:
+    (worker,) = engine.workers
+    report = worker.called.get_finished
+
+    def reported(ended: set[str]) -> Any:
+        worker.called.wait_for_save = lambda: None
+        return report(ended)
+
+    worker.called.get_finished = reported
+
+
+# ---------------------------------------------------------------------- sessions, priorities, pauses, resets
+
+
+def schedule_session(engine: Any) -> None:
+    engine.admit("r", prompt(70), max_tokens=4, resumable=True)
+    engine.run()
+    engine.add_input("r", prompt(90, seed=1), max_tokens=4)
+    engine.run()
+    engine.end_input("r")
+    engine.settle()
+
+
+@fault("LAB001", text="the step reads token", schedule=schedule_session)
+def dropped_token_of_a_turn_counts_as_computed(engine: Any) -> None:
+    scheduler = engine.scheduler
+    update = scheduler._update_request_as_session
+
+    def updated(session: Any, more: Any) -> None:
+        update(session, more)
+        session.num_computed_tokens += 1
+
+    scheduler._update_request_as_session = updated
+
+
+def schedule_priority(engine: Any) -> None:
+    """The request that came first gives way to the second one."""
+    engine.admit("low", prompt(120), max_tokens=60, priority=1)
+    engine.step(4)
+    engine.keep_blocks(3)
+    engine.admit("high", prompt(30, seed=1), max_tokens=60, priority=0)
+    while not engine.requests["low"].num_preemptions:
+        engine.step()
+    assert engine.requests["high"].num_preemptions == 0
+    engine.free_blocks()
+    engine.run()
+
+
+@fault("LAB001", "KVR011", schedule=schedule_priority, **PRIORITY)
+def the_request_that_gives_way_keeps_its_computed_tokens(engine: Any) -> None:
+    scheduler = engine.scheduler
+    preempt = scheduler._preempt_request
+
+    def preempted(request: Any, *more: Any, **named: Any) -> None:
+        computed = request.num_computed_tokens
+        preempt(request, *more, **named)
+        request.num_computed_tokens = computed
+
+    scheduler._preempt_request = preempted
+
+
+def schedule_pause(engine: Any) -> None:
+    engine.admit("first", prompt(100), max_tokens=20)
+    engine.step(3)
+    engine.pause()
+    engine.admit("second", prompt(100, seed=1))
+    engine.step(3)
+    engine.unpause()
+    engine.run()
+
+
+@fault("LAB003", text="is WAITING for ever", schedule=schedule_pause)
+def a_pause_never_ends(engine: Any) -> None:
+    engine.unpause = lambda: None
+
+
+def schedule_new_weights(engine: Any) -> None:
+    """All KV is to be forgotten while a request runs."""
+    engine.admit("first", prompt(200), max_tokens=30)
+    engine.step(12)
+    engine.new_weights()
+    engine.run()
+    engine.admit("again", prompt(200), max_tokens=3)
+    engine.run()
+    engine.settle()
+
+
+@fault("LAB001", on=MP, schedule=schedule_new_weights)
+def the_cache_keeps_kv_of_old_weights(engine: Any) -> None:
+    engine.scheduler.reset_connector_cache = lambda: True
+
+
+@fault("LAB001", text="the step reads", on=MP, schedule=schedule_new_weights)
+def vllm_keeps_kv_of_old_weights(engine: Any) -> None:
+    engine.scheduler.kv_cache_manager.reset_prefix_cache = lambda: True
+
+
+def schedule_reset(engine: Any) -> None:
+    engine.admit("first", prompt(100), max_tokens=30)
+    engine.step(6)
+    engine.reset_prefix_cache(True)
+    engine.run()
+    engine.settle()
+
+
+@fault("LAB001", "KVR011", schedule=schedule_reset)
+def a_request_that_a_reset_preempts_keeps_its_computed_tokens(engine: Any) -> None:
+    the_request_that_gives_way_keeps_its_computed_tokens(engine)
+
+
+# ---------------------------------------------------------------------- LMCache's other ways to load, and its roles
+
+
+@fault("LAB001", text="the step reads", on=V1, v1={"lmcache": {"use_layerwise": True}})
+def the_last_layer_is_not_loaded(engine: Any) -> None:
+    put = engine.slots.put
+    engine.slots.put = lambda slot, content: put(slot, content) if content == GARBAGE else None
+
+
+@fault("LAB001", text="the step reads", on=V1, v1={"lmcache": {"enable_async_loading": True}})
+def chunks_that_were_fetched_are_mixed_up(engine: Any) -> None:
+    (worker_engine,) = engine.connector.cache_engines
+    worker_engine.chunk = lambda name, key: next(reversed(worker_engine.fetched[name].values()))
+
+
+def schedule_decoder(engine: Any) -> None:
+    """A request whose KV is for a decoder, and one of which nothing is to be stored."""
+    from kvfix_tools.lab.schedule import CONFIGURED
+
+    for name, seed in (("prefill", 1), ("skip_save", 2)):
+        asked = {"extra_args": {"kv_transfer_params": CONFIGURED[name]}}
+        engine.admit(name, prompt(100, seed=seed), max_tokens=2, sampling=asked)
+        engine.run()
+    engine.settle()
+
+
+@fault("LAB010", text="it asks for lmcache.skip_save", on=V1, schedule=schedule_decoder)
+def what_is_not_to_be_stored_is_stored(engine: Any) -> None:
+    build = engine.connector.scheduler_adapter.build_connector_meta
+
+    def built(output: Any) -> Any:
+        metadata = build(output)
+        for meta in metadata.requests:
+            meta.save_spec.can_save = True
+        return metadata
+
+    engine.connector.scheduler_adapter.build_connector_meta = built

@@ -1,0 +1,42 @@
+"""docs/lab-features.md: what is drawn is counted, a planted fault of it is found, or a scenario shows a bug of it."""
+
+from __future__ import annotations
+
+import re
+from importlib import import_module
+
+import pytest
+
+from kvfix_tools.lab.counts import COUNTED, FEATURES
+from kvfix_tools.lab.scenario import find
+from tests.conftest import ROOT
+from tests.lab.planted_faults import FAULTS
+
+ROWS = [
+    [cell.strip() for cell in line.strip("|").split("|")]
+    for line in (ROOT / "docs/lab-features.md").read_text().splitlines()
+    if line.startswith("| ") and "counted as" not in line
+]
+for module in ("planted_for_features", "planted_in_groups", "planted_in_ranks"):
+    import_module(f"tests.lab.{module}")
+PLANTED = {name for _, name in FAULTS}
+
+
+def named(cell: str) -> list[str]:
+    return re.findall(r"`([^`]+)`", cell)
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda row: row[0])
+def test_its_names_are_those_of_the_code(row: list[str]) -> None:
+    _, drawn, counted, faults, scenarios = row
+    assert drawn
+    assert named(counted)
+    assert set(named(counted)) <= set(COUNTED)
+    assert set(named(faults)) <= PLANTED
+    assert [slug for slug in named(scenarios) if find(slug) is None] == []
+    assert named(faults) or named(scenarios)
+
+
+def test_every_feature_has_its_place() -> None:
+    counted = {name for row in ROWS for name in named(row[2])}
+    assert {name for name in FEATURES if not counted & {f"loads_with_{name}", f"stores_with_{name}"}} == set()

@@ -1,0 +1,89 @@
+"""What a run counts, by name: a run in which something has not happened has not tested it.
+
+Each transfer is counted for all that is in effect of FEATURES: that an option was drawn says nothing yet.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+from kvfix_tools.lab.options import Options
+
+#: What changes how KV is counted or moved, and whether these options have it.
+FEATURES: dict[str, Callable[[Options], Any]] = {
+    "drafts": lambda options: options.drafter,
+    "drafts_of_ngram": lambda options: options.drafter == "ngram",
+    "drafts_of_eagle": lambda options: options.drafter == "eagle",
+    "drafts_of_mtp": lambda options: options.drafter == "mtp",
+    "report_before_save": lambda options: options.save_last,
+    "step_ahead": lambda options: options.async_scheduling,
+    "runner_v2": lambda options: options.model_runner_v2,
+    "priority": lambda options: options.policy == "priority",
+    "one_window": lambda options: len(options.windows) == 1,
+    "two_windows": lambda options: len(options.windows) > 1,
+    "larger_blocks": lambda options: options.windows and options.window_blocks > 1,
+    "states": lambda options: options.states,
+    "states_and_drafts": lambda options: options.states and options.drafter,
+    "one_object": lambda options: options.several_groups and not options.separate_object_groups,
+    "separate_objects": lambda options: options.several_groups and options.separate_object_groups,
+    "layers": lambda options: options.lmcache.get("use_layerwise"),
+    "fetch_ahead": lambda options: options.lmcache.get("enable_async_loading"),
+    "multi_connector": lambda options: options.beside or options.offloading,
+    "tensor_ranks": lambda options: options.ranks > 1 and not (options.pipeline or options.context),
+    "late_rank": lambda options: options.ranks > 1 and options.rank_delay,
+    "pipeline": lambda options: options.pipeline,
+    "context": lambda options: options.context,
+}
+#: Tokens of loads and stores, steps without a free block and with a transfer or lookup of the multi-process server in
+#: flight, evicted chunks; requests, calls and answers else.
+#: With several ranks: transfers that one has reported and another has not yet; lookups that find different chunks in
+#: them, and loads that failed in one of them alone.
+#: Steps that are scheduled before the answer of the last one, those with more than two in flight, and how often the
+#: server has stopped, or was killed and started again; objects that a real one has evicted by itself, and chunks that
+#: it has read from its disk.
+#: Transfers with several KV groups, those of them that failed, and what the server did not store because all its blocks
+#: are null.
+#: Steps with so many drafts, with none and all of them accepted; hits of vLLM's whose last block was dropped for EAGLE.
+#: Loads and stores by role; stores for a decoder, and requests of which nothing may be stored. In a MultiConnector:
+#: promises of LMCache's that were passed over for another one's, and chunks and loads of the OffloadingConnector.
+#: Requests that were admitted before one which came earlier, by priority; resets while requests run; steps after which
+#: it was asked whether any request can move.
+#: A store of the in-process connector ends within its step: no request is aborted in one.
+COUNTED = (
+    "preemptions", "loaded_tokens", "stored_tokens", "finished", "full_steps", "aborted", "aborted_waiting",
+    "aborted_running", "aborted_preempted", "aborted_looking", "aborted_loading", "aborted_storing", "ids_used_again",
+    "resets", "resets_while_running", "evicted", "evicted_pinned", "loads_failed", "loads_partial",
+    "lookups_unanswered", "busy_steps", "loaded_beside", "connector_resets", "loads_of_groups", "stores_of_groups",
+    "loads_of_groups_failed", "null_objects_left_out", "ranks_apart", "ranks_differ", "failed_on_one_rank",
+    "steps_ahead", "steps_in_flight", "server_stops", "server_restarts", "evicted_by_server", "read_from_disk",
+    "drafts_proposed", "drafts_accepted", "drafts_rejected", "no_draft_accepted", "all_drafts_accepted",
+    "last_blocks_dropped", "inputs", "locked_out_by_session", "pauses", "came_first_by_priority",
+    "looked_for_standstill", "loads_of_kv_both", "loads_of_kv_producer", "loads_of_kv_consumer", "stores_of_kv_both",
+    "stores_of_kv_producer", "stores_of_kv_consumer", "stores_for_decoder", "not_to_store", "passed_over",
+    "loads_offloaded", "stores_offloaded",
+    *(f"steps_with_{drafts}_drafts" for drafts in range(1, 8)),
+    *(f"{what}_with_{feature}" for feature in FEATURES for what in ("loads", "stores")),
+)  # fmt: skip
+
+
+class Counts(Counter[str]):
+    """Those of one engine, from zero on."""
+
+    def __init__(self, options: Options) -> None:
+        super().__init__(dict.fromkeys(COUNTED, 0))
+        features = [name for name, has in FEATURES.items() if has(options)]
+        self._loads = (f"loads_of_{options.kv_role}", *(f"loads_with_{each}" for each in features))
+        self._stores = (f"stores_of_{options.kv_role}", *(f"stores_with_{each}" for each in features))
+
+    def loaded(self, tokens: int) -> None:
+        """A load is done in all ranks."""
+        self["loaded_tokens"] += tokens
+        for name in self._loads if tokens else self._loads[:1]:
+            self[name] += 1
+
+    def stored(self, tokens: int) -> None:
+        self["stored_tokens"] += tokens
+        for name in self._stores:
+            self[name] += 1
