@@ -19,7 +19,10 @@ REPLAYING = [REPLAYED, ev.Granted("r", 512), ev.LoadDue("r", 0, 512)]
 DIVERGENT = ASKED._replace(divergent=True)
 #: Blocks that are kept for a peer.
 LEASED, READ = ev.Leased("r", 30.0), ev.LeaseRead("r", "d")
+WRITES = ev.WriteBegun("r", "d")
 EXPIRED, NOTICED = ev.LeaseEnded("r", True), ev.LeaseEnded("r", False)
+#: 336 of 512 tokens are computed.
+AFTER = [FRESH._replace(computed=336, promised=176), ev.Granted("r", 176)]
 UNASKED = ev.Scheduled("r", 0, 16)
 
 #: code -> [(what, events before, the event to check, "violated", "unknown" or None)]
@@ -67,6 +70,8 @@ CASES: dict[str, list[tuple[str, list[ev.Event], ev.Event, str | None]]] = {
             None,
         ),
         ("no grant on record", [UNASKED], ev.LoadDue("r", 0, 512), "unknown"),
+        ("whole blocks after the computed ones", AFTER, ev.LoadDue("r", 0, 176, 16, True), None),
+        ("a block more after them", AFTER, ev.LoadDue("r", 0, 192, 16, True), "violated"),
     ],
     "KVR005": [
         ("forgets the grant", ADMITTED[:3], ev.Scheduled("r", 0, 16, first=True), "violated"),
@@ -140,6 +145,19 @@ CASES: dict[str, list[tuple[str, list[ev.Event], ev.Event, str | None]]] = {
     "KVR018": [
         ("by one", [FRESH, LEASED, READ], READ, None),
         ("by two", [FRESH, LEASED, READ], ev.LeaseRead("r", "e"), "violated"),
+    ],
+    "KVR020": [
+        ("in time", [FRESH, LEASED], WRITES, None),
+        ("too late", [FRESH, LEASED, EXPIRED], WRITES, "violated"),
+    ],
+    "KVR021": [
+        ("not written", [FRESH, LEASED], EXPIRED, None),
+        ("written before", [FRESH, LEASED, WRITES, ev.WriteEnded("r")], EXPIRED, None),
+        ("in flight", [FRESH, LEASED, WRITES], EXPIRED, "violated"),
+    ],
+    "KVR022": [
+        ("awaited", [FRESH], ev.Written("r", True), None),
+        ("not awaited", [FRESH], ev.Written("r", False), "violated"),
     ],
 }
 FLAT = [(code, *case) for code, cases in CASES.items() for case in cases]

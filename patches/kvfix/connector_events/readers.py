@@ -22,6 +22,8 @@ class Reader:
 
     #: Tokens of a block, if the metadata name the blocks of a load and not its tokens.
     whole_blocks = 0
+    #: Whether the tokens of a load count from the end of the computed ones, as the metadata do not say where that is.
+    relative = False
     #: Whether the worker reports every ended request as sent once its transfers are done.
     reports_sent = False
     #: Whether a store leaves out what the cache has already, whoever stored it: then a hole is no hole.
@@ -269,39 +271,6 @@ def span(blocks: Any, sizes: Sequence[int]) -> tuple[int, int]:
     return (min(start for start, _ in spans), min(end for _, end in spans)) if spans else (0, 0)
 
 
-class Nixl(Reader):
-    """vLLM's NixlConnector, where it pulls (nixl/connector.py 0.32.0). It loads whole blocks of a request's prompt."""
-
-    _SCHEDULER = ("_reqs_need_recv", "_reqs_need_save", "_reqs_need_send", "_heartbeat_req_engine")
-    _WORKER = ("_recving_metadata", "_recving_transfers", "_reqs_to_send", "_reqs_to_process", "_pending_recv_notifs")
-
-    def __init__(self, connector: Any) -> None:
-        super().__init__(connector)
-        self.whole_blocks = int(connector._vllm_config.cache_config.block_size)
-
-    def sends(self, request: str) -> bool:
-        """The worker has a request from its first batch to the end of its lease."""
-        return request in getattr(getattr(self.connector, "connector_worker", None), "_reqs_to_process", ())
-
-    def loads(self, metadata: Any) -> Spans:
-        """Without blocks the peer only gets a notice."""
-        return [self._span(name, meta) for name, meta in metadata.reqs_to_recv.items() if any(meta.local_block_ids)]
-
-    def _span(self, name: str, meta: Any) -> Span:
-        hit = getattr(meta, "local_num_computed_blocks", ())
-        start = hit[0] if hit else 0
-        return name, start * self.whole_blocks, (start + len(meta.local_block_ids[0])) * self.whole_blocks
-
-    def kept(self) -> Iterable[tuple[str, Collection[str]]]:
-        for side, names in (
-            (getattr(self.connector, "connector_scheduler", None), self._SCHEDULER),
-            (getattr(self.connector, "connector_worker", None), self._WORKER),
-        ):
-            for name in names if side is not None else ():
-                if hasattr(side, name):
-                    yield name, getattr(side, name)
-
-
 def reader(connector: Any) -> Reader:
     """The reader for this connector, by its attributes, not by its name: forks and copies have the same attributes."""
     if hasattr(connector, "_lmcache_engine"):
@@ -314,8 +283,9 @@ def reader(connector: Any) -> Reader:
         return Offloading(connector)
     side = getattr(connector, "connector_scheduler", None) or getattr(connector, "connector_worker", None)
     if hasattr(side, "_nixl_handshake_listener_t") or hasattr(side, "nixl_wrapper"):
-        # of a load that is pushed the metadata do not say where it starts
-        return Nixl(connector) if getattr(side, "_TRANSFER_MODE", "") == "pull" else Reader(connector)
+        from kvfix.connector_events import nixl_readers
+
+        return nixl_readers.reader(connector, getattr(side, "_TRANSFER_MODE", ""))
     return Reader(connector)
 
 

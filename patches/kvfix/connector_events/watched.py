@@ -235,7 +235,9 @@ class WatchedConnector:
                     self._record(ev.Scheduled(name, computed, tokens[name], None, name in resumed))
 
     def _due_to_load(self, name: str, start: int, end: int) -> None:
-        self._due[name] = self._last[name] = due = ev.LoadDue(name, start, end, self.reader.whole_blocks)
+        self._due[name] = self._last[name] = due = ev.LoadDue(
+            name, start, end, self.reader.whole_blocks, self.reader.relative
+        )
         self._ended.pop(name, None)  # a reused id
         self._record(due)
 

@@ -93,6 +93,18 @@ def _leaseended(event: ev.LeaseEnded) -> str:
     return "its blocks are free" + how[event.expired]
 
 
+def _writebegun(event: ev.WriteBegun) -> str:
+    return f"a write of its blocks to {event.reader} begins"
+
+
+def _writeended(event: ev.WriteEnded) -> str:
+    return "the write of its blocks has ended"
+
+
+def _written(event: ev.Written) -> str:
+    return "the peer has written into its blocks" + ("" if event.awaited else ", and it does not wait for that")
+
+
 def _raised(event: ev.Raised) -> str:
     return f"{event.where} raises {event.error}"
 

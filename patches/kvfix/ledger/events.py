@@ -61,12 +61,14 @@ class LoadDue(NamedTuple):
     """The connector's metadata have a load of tokens [start, end) of the request for the worker.
 
     block: tokens of a block, if the metadata name blocks alone: the last of them may not be full. 0: they name tokens.
+    relative: they count from the end of the computed tokens, as the metadata do not say where that is.
     """
 
     request: str
     start: int
     end: int
     block: int = 0
+    relative: bool = False
 
 
 class Loaded(NamedTuple):
@@ -190,6 +192,26 @@ class LeaseEnded(NamedTuple):
     expired: bool | None
 
 
+class WriteBegun(NamedTuple):
+    """The worker begins to write the kept blocks of the request into those of request `reader` of its peer."""
+
+    request: str
+    reader: str
+
+
+class WriteEnded(NamedTuple):
+    """What it writes of the request is done, or has failed: nothing reads its blocks any more."""
+
+    request: str
+
+
+class Written(NamedTuple):
+    """The peer says that it has written into the blocks of the request. awaited: the request waits for that."""
+
+    request: str
+    awaited: bool
+
+
 Event = Union[  # noqa: UP007  also read at run time on Python 3.10
     Asked,
     Granted,
@@ -209,4 +231,7 @@ Event = Union[  # noqa: UP007  also read at run time on Python 3.10
     Leased,
     LeaseRead,
     LeaseEnded,
+    WriteBegun,
+    WriteEnded,
+    Written,
 ]

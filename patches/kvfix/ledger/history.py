@@ -51,6 +51,7 @@ class History:
         "stored_to",
         "timed_out",
         "timed_out_again",
+        "write_begun",
     )
 
     def __init__(self, events_kept: int, sees_loads: bool) -> None:
@@ -63,6 +64,8 @@ class History:
         self.lease: ev.Leased | None = None
         self.lease_read: ev.LeaseRead | None = None
         self.lease_ended: ev.LeaseEnded | None = None
+        #: The write of its blocks that is in flight.
+        self.write_begun: ev.WriteBegun | None = None
         #: Tokens with KV in vLLM once the last scheduled step is done.
         self.computed: int | None = None
         #: The last Asked event since the request began to wait, and what vLLM granted of the promise.
@@ -141,6 +144,14 @@ def _lease_ended(history: History, event: ev.LeaseEnded) -> None:
     history.lease_ended = event
 
 
+def _write_begun(history: History, event: ev.WriteBegun) -> None:
+    history.write_begun = event
+
+
+def _write_ended(history: History, event: ev.WriteEnded) -> None:
+    history.write_begun = None
+
+
 #: {type of event: how it changes the history}. The history only keeps other events.
 _CHANGES: dict[type, Callable[[History, Any], None]] = {
     ev.Asked: _asked,
@@ -155,6 +166,8 @@ _CHANGES: dict[type, Callable[[History, Any], None]] = {
     ev.Leased: _leased,
     ev.LeaseRead: _lease_read,
     ev.LeaseEnded: _lease_ended,
+    ev.WriteBegun: _write_begun,
+    ev.WriteEnded: _write_ended,
 }
 
 

@@ -123,7 +123,7 @@ def load_differs(history: History, event: ev.LoadDue) -> Outcome:
         if history.recorded_from_start:
             return violated(f"tokens {event.start} to {event.end} are to be loaded, and none were granted")
         return unknown("the record has no grant")
-    have, granted = history.asked.computed, history.granted.external
+    have, granted = 0 if event.relative else history.asked.computed, history.granted.external
     if granted == 0:
         return violated(f"tokens {event.start} to {event.end} are to be loaded, and 0 were granted", history.granted)
     if event.start <= have and event.end in (have + granted, min(have + granted + 1, history.asked.total)):
@@ -251,43 +251,3 @@ def store_of_lost_blocks(history: History, event: ev.BlocksLost) -> Outcome:
     whose blocks of the window are all null.) Of a store the next step only is looked at: later it may be done.
     """
     return violated(f"tokens {event.start} to {event.end} of KV group {event.group} are stored from {event.blocks}")
-
-
-@rule("KVR015", "lease-ended-twice", ev.LeaseEnded)
-def lease_ended_twice(history: History, event: ev.LeaseEnded) -> Outcome:
-    """A request is reported as sent once, and only if its blocks were kept for a peer.
-
-    vLLM frees the blocks of a request that is reported as sent, and asserts that it knows it
-    (vllm/v1/core/sched/scheduler.py 0.32.0:3234): the second report ends EngineCore.
-    """
-    if history.lease_ended is not None:
-        return violated("it is reported as sent a second time", history.lease_ended)
-    if history.lease is not None:
-        return None
-    if history.recorded_from_start:
-        return violated("it is reported as sent, and its blocks were not kept for a peer")
-    return unknown("it is reported as sent; whether its blocks were kept is not on record")
-
-
-@rule("KVR017", "read-outlives-lease", ev.LeaseRead)
-def read_outlives_lease(history: History, event: ev.LeaseRead) -> Outcome:
-    """A peer reads blocks only as long as they are kept for it.
-
-    A read brings its notice with it (nixl/pull_worker.py 0.32.0:546). So where the lease has ended by its time, the
-    read ended later: what it has loaded may be what others have written since. No clocks are compared.
-    """
-    ended = history.lease_ended
-    if ended is None or ended.expired is False:
-        return None
-    if ended.expired is None:
-        return unknown(f"{event.reader} has loaded its blocks; how their lease ended is not on record")
-    return violated(f"{event.reader} has loaded its blocks, and their lease was over before", ended)
-
-
-@rule("KVR018", "lease-read-twice", ev.LeaseRead)
-def lease_read_twice(history: History, event: ev.LeaseRead) -> Outcome:
-    """One request of the peer reads the blocks: after its notice they are free (nixl/pull_worker.py 0.32.0:684)."""
-    before = history.lease_read
-    if before is None or before.reader == event.reader:
-        return None
-    return violated(f"{event.reader} has loaded its blocks, which were free after {before.reader} had", before)
