@@ -28,14 +28,14 @@ vLLM fails a read that ends after its lease.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from kvfix.fixes import stubs
 from kvfix.fixes.api import NEW_REQUESTS, Fix
 from kvfix.fixes.targets import NIXL_BASE_WORKER, NIXL_PULL_SCHEDULER
-from kvfix.wrapping import after, before
+from kvfix.wrapping import View, after, around, replaced
 
 #: Seconds before its end in which a heartbeat is not counted on to renew a lease: it may come too late.
 MARGIN = 1.0
@@ -53,19 +53,31 @@ def names_the_end(module: ModuleType) -> Callable[..., Any]:
 
 
 def counts_heartbeats(module: ModuleType) -> Callable[..., Any]:
-    def _send_heartbeats(worker: Any, metadata: Any) -> None:
-        now = module.time.perf_counter()
+    def _send_heartbeats(worker: Any, metadata: Any) -> Generator[Any, Any, Any]:
+        now, agent, not_sent = module.time.perf_counter(), worker.nixl_wrapper, set()
+
+        def send_notif(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return agent.send_notif(*args, **kwargs)
+            except Exception:
+                not_sent.add(kwargs.get("notif_msg"))
+                raise
+
+        with replaced(worker, nixl_wrapper=View(agent, send_notif=send_notif)):
+            answer = yield
         before_that, sent = getattr(worker, "_kvfix_heartbeats", {}), {}
         for meta in worker._recving_metadata.values():
             if meta.remote.request_id in before_that:
                 sent[meta.remote.request_id] = before_that[meta.remote.request_id]
         for engine, info in metadata.heartbeat_by_engine.items():
+            is_sent = engine in worker._remote_agents and f"HB:{','.join(info.req_ids)}".encode() not in not_sent
             for name in info.req_ids:
                 times = before_that.get(name, ())
-                sent[name] = (*times, now) if engine in worker._remote_agents else times
+                sent[name] = (*times, now) if is_sent else times
         worker._kvfix_heartbeats = sent
+        return answer
 
-    return before(_send_heartbeats, when=lambda worker, metadata: metadata.heartbeat_by_engine)
+    return around(_send_heartbeats, when=lambda worker, metadata: metadata.heartbeat_by_engine)
 
 
 def fails_late_reads(module: ModuleType) -> Callable[..., Any]:
@@ -122,5 +134,5 @@ FIX = Fix(
     evidence={"KVR017": ""},
     scenarios=("nixl-read-outlives-lease",),
     attaches=NEW_REQUESTS,
-    no_patch={"vllm": "there is none yet"},
+    no_patch={"vllm": "the end of the lease has to be a parameter that all routers hand on, of both kinds of lease"},
 )

@@ -11,9 +11,9 @@ Prefill frees them when the first read is reported (pull_worker.py 0.32.0:690), 
 reads theirs. Decode's own prefix cache holds whole blocks only, so a hit there does not help the last one.
 
 ## Fix
-One request of an engine reads a prefill's blocks. Another one with the same remote_engine_id and remote_request_id
-computes its prompt itself, on top of what vLLM's prefix cache has, and tells prefill nothing. What another decode
-engine has read is not known: a router that tries again has to begin at prefill.
+One request of an engine reads a prefill's blocks, the first to arrive. Another one with the same remote_engine_id and
+remote_request_id computes its prompt itself, on top of what vLLM's prefix cache has, and tells prefill nothing, also
+when it is aborted. What another decode engine has read is not known: a router that tries again has to begin at prefill.
 
 ## Releases
 vLLM 0.20 and later; in 0.33.0 too.
@@ -34,8 +34,8 @@ from typing import Any
 
 from kvfix.fixes import stubs
 from kvfix.fixes.api import Fix
-from kvfix.fixes.targets import NIXL_PULL_SCHEDULER, NIXL_SCHEDULER
-from kvfix.wrapping import after
+from kvfix.fixes.targets import NIXL_BASE_SCHEDULER, NIXL_PULL_SCHEDULER, NIXL_SCHEDULER
+from kvfix.wrapping import after, before
 
 #: Prefills of which is known who reads them: the last ones. 2 MB.
 _KEPT = 10_000
@@ -45,25 +45,33 @@ def _fix(module: ModuleType) -> Callable[..., Any]:
     def get_num_new_matched_tokens(
         connector: Any, promise: tuple[int, bool], request: Any, *_: Any
     ) -> tuple[int, bool]:
-        params = request.kv_transfer_params
-        prefill = params.get("remote_engine_id"), params.get("remote_request_id")
-        if None in prefill:
-            return promise
-        readers = vars(connector).setdefault("_kvfix_readers", OrderedDict())
-        if readers.setdefault(prefill, request.request_id) == request.request_id:
-            if len(readers) > _KEPT:
-                readers.popitem(last=False)
-            return promise
-        # As vLLM does once it has read: else update_state_after_alloc takes it for a full hit, and reports a read.
-        request.kv_transfer_params = {**params, "do_remote_prefill": False}
-        return 0, False
+        return promise if _reads(connector, request) else (0, False)
 
-    return after(
-        get_num_new_matched_tokens,
-        when=lambda connector, promise, request, *_: (
-            request.kv_transfer_params and request.kv_transfer_params.get("do_remote_prefill")
-        ),
-    )
+    return after(get_num_new_matched_tokens, when=lambda connector, promise, request, *_: _is_to_read(request))
+
+
+def _arrives(module: ModuleType) -> Callable[..., Any]:
+    return before(_reads, when=lambda connector, request: connector._TRANSFER_MODE == "pull" and _is_to_read(request))
+
+
+def _is_to_read(request: Any) -> bool:
+    return bool(request.kv_transfer_params and request.kv_transfer_params.get("do_remote_prefill"))
+
+
+def _reads(connector: Any, request: Any) -> bool:
+    """Whether it is the one that reads its prefill's blocks. Else it is told so."""
+    params = request.kv_transfer_params
+    prefill = params.get("remote_engine_id"), params.get("remote_request_id")
+    if None in prefill:
+        return True
+    readers = vars(connector).setdefault("_kvfix_readers", OrderedDict())
+    if readers.setdefault(prefill, request.request_id) == request.request_id:
+        if len(readers) > _KEPT:
+            readers.popitem(last=False)
+        return True
+    # As vLLM does once it has read: else update_state_after_alloc takes it for a full hit, and reports a read.
+    request.kv_transfer_params = {**params, "do_remote_prefill": False}
+    return False
 
 
 def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
@@ -83,8 +91,11 @@ FIX = Fix(
     targets=(
         NIXL_SCHEDULER.get_num_new_matched_tokens(broken=">=0.20,<0.26", probe=shows_bug, fix=_fix, place=1),
         NIXL_PULL_SCHEDULER.get_num_new_matched_tokens(broken=">=0.26", probe=shows_bug, fix=_fix, place=1),
+        NIXL_BASE_SCHEDULER.on_new_request(
+            broken=">=0.32", probe=stubs.cannot_tell, fix=_arrives, place=-1, helper=True
+        ),
     ),
     evidence={"KVR018": ""},
-    scenarios=("nixl-lease-read-twice",),
+    scenarios=("nixl-lease-read-twice", "nixl-second-reader-aborted"),
     no_patch={"vllm": "prefill has to refuse the second read, which takes a change of NIXL's messages"},
 )
