@@ -66,6 +66,7 @@ NIXL_PUSH_SCHEDULER = Owner("vllm", f"{_NIXL}.push_scheduler", "NixlPushConnecto
 NIXL_BASE_SCHEDULER = Owner("vllm", f"{_NIXL}.base_scheduler", "NixlBaseConnectorScheduler")
 NIXL_BASE_WORKER = Owner("vllm", f"{_NIXL}.base_worker", "NixlBaseConnectorWorker")
 NIXL_PULL_WORKER = Owner("vllm", f"{_NIXL}.pull_worker", "NixlPullConnectorWorker")
+NIXL_PUSH_WORKER = Owner("vllm", f"{_NIXL}.push_worker", "NixlPushConnectorWorker")
 NIXL_SCHEDULER = Owner("vllm", f"{_NIXL}.scheduler", "NixlConnectorScheduler")
 NIXL_SCHEDULER_0_15 = Owner("vllm", f"{_NIXL}_connector", "NixlConnectorScheduler")
 _MOONCAKE = "vllm.distributed.kv_transfer.kv_connector.v1.mooncake"

@@ -1,0 +1,67 @@
+"""NixlPushConnector promises tokens without knowing who pushes them: one request ends EngineCore.
+
+## Symptom
+EngineCore of the decode engine dies with `KeyError: 'remote_engine_id'`, or another key of `kv_transfer_params`, in
+`update_state_after_alloc` or `build_connector_meta`; or its worker with `TypeError`.
+
+## Cause
+The parameters come with the request, from the router or whoever can reach the engine. If they ask for a remote prefill,
+get_num_new_matched_tokens promises the whole prompt (push_scheduler.py 0.32.0:122). After the grant
+update_state_after_alloc reads the peer's address out of the parameters, whatever they hold (:189-193), and the metadata
+read `remote_request_id` (metadata.py 0.32.0:330).
+
+## Fix
+Where the parameters do not name a peer nothing is promised: the request computes its prompt itself.
+
+## Releases
+vLLM 0.32.0, the first one played, and 0.33.0.
+
+## Upstream
+None known in public: it can be abused (SECURITY.md).
+
+## Remove when
+vLLM looks at the parameters before it promises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from kvfix.fixes import stubs
+from kvfix.fixes.api import Fix
+from kvfix.fixes.targets import NIXL_PUSH_SCHEDULER
+from kvfix.wrapping import after
+
+#: What update_state_after_alloc, the metadata and the handshake take out of the parameters.
+_TYPES = {
+    "remote_engine_id": str, "remote_request_id": str, "remote_host": str, "remote_port": int, "tp_size": int,
+}  # fmt: skip
+
+
+def fix(module: ModuleType) -> Callable[..., Any]:
+    def get_num_new_matched_tokens(
+        connector: Any, promise: tuple[int, bool], request: Any, *_: Any
+    ) -> tuple[int, bool]:
+        params = request.kv_transfer_params
+        named = all(isinstance(params.get(key), kind) for key, kind in _TYPES.items())
+        return promise if named and isinstance(params.get("pp_size", 1), int) else (0, False)
+
+    return after(get_num_new_matched_tokens, when=lambda connector, promise, *_: promise[0])
+
+
+def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+    """A remote prefill that names nobody. Wrong is to promise its tokens."""
+    connector = SimpleNamespace(_get_remote_prefill_token_count=lambda tokens: tokens)
+    return bool(hook(connector, stubs.request(32, kv_transfer_params={"do_remote_prefill": True}), 0)[0])
+
+
+FIX = Fix(
+    __name__,
+    __doc__,
+    targets=(NIXL_PUSH_SCHEDULER.get_num_new_matched_tokens(broken=">=0.32", probe=shows_bug, fix=fix),),
+    evidence={"KVR011": r"^(update_state_after_alloc|schedule|build_connector_meta): KeyError"},
+    scenarios=("nixl-push-promise-without-peer",),
+    no_patch={"vllm": "it can be abused: vLLM's security channel comes before a public patch (SECURITY.md)"},
+)

@@ -1,0 +1,100 @@
+"""A prefill engine writes blocks to its peer whose lease has ended: others have written there, and decode takes it.
+
+## Symptom
+Wrong text, HTTP 200. The prefill engine logs `Releasing expired KV blocks for request ...`; the decode engine logs
+nothing.
+
+## Cause
+The worker frees the blocks of a request at the end of its lease, also while a write of them is in flight: "Expired
+requests were already reported, even if their WRITEs finish later" (push_worker.py 0.32.0:818). And the thread that
+writes does not look whether the lease is over: after a handshake that took longer it writes from blocks that are free
+(:240, `_deferred_push_inbox` is not evicted). The notice that comes with the write tells the decode engine that all is
+there.
+
+## Fix
+The lease of a request whose write is in flight goes on until it is done. No write begins of blocks that are free; the
+decode engine gets none (KVF322).
+
+## Releases
+vLLM 0.32.0, the first one played, and 0.33.0.
+
+## Upstream
+None known.
+
+## Remove when
+vLLM keeps blocks as long as a write reads them.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Generator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from kvfix.fixes import stubs
+from kvfix.fixes.api import Fix
+from kvfix.fixes.targets import NIXL_BASE_WORKER, NIXL_PUSH_WORKER
+from kvfix.wrapping import around
+
+#: Between the thread that writes and the worker's own, for moments; and the requests whose write begins.
+_lock = threading.Lock()
+_BEGINNING = "_kvfix_beginning"
+
+
+def keeps_what_is_written(module: ModuleType) -> Callable[..., Any]:
+    def _reap_expired_send_leases(worker: Any, done_sending: set[str]) -> Generator[Any, Any, Any]:
+        with _lock:
+            leases = worker._reqs_to_send
+            written = set(worker._sending_transfers) | vars(worker).get(_BEGINNING, set())
+            kept = {name: leases.pop(name) for name in written & leases.keys()}
+            try:
+                answer = yield
+            finally:
+                leases.update(kept)
+        return answer
+
+    return around(
+        _reap_expired_send_leases,
+        when=lambda worker, *_: worker._reqs_to_send and hasattr(worker, "_sending_transfers"),
+    )
+
+
+def begins_with_what_is_kept(module: ModuleType) -> Callable[..., Any]:
+    def _xfer_blocks_for_req(worker: Any, req_id: str, meta: Any) -> Generator[Any, Any, Any]:
+        with _lock:
+            if req_id not in worker._reqs_to_process:
+                return None  # the function is left out
+            beginning = vars(worker).setdefault(_BEGINNING, set())
+            beginning.add(req_id)
+        try:
+            return (yield)
+        finally:
+            beginning.discard(req_id)
+
+    return around(_xfer_blocks_for_req)
+
+
+def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+    """A request whose lease is over. Wrong is to look for a way to its peer."""
+    worker = SimpleNamespace(_reqs_to_process=set(), transfer_topo=object(), tp_mappings={}, _sending_transfers={})
+    worker._sending_transfers_lock = threading.Lock()
+    try:
+        hook(worker, stubs.NAME, SimpleNamespace(remote=SimpleNamespace(engine_id="d")))
+    except KeyError:
+        return True
+    return False
+
+
+FIX = Fix(
+    __name__,
+    __doc__,
+    targets=(
+        NIXL_PUSH_WORKER._xfer_blocks_for_req(broken=">=0.32", probe=shows_bug, fix=begins_with_what_is_kept),
+        NIXL_BASE_WORKER._reap_expired_send_leases(
+            broken=">=0.32", probe=stubs.cannot_tell, fix=keeps_what_is_written, helper=True
+        ),
+    ),
+    evidence={"KVR020": "", "KVR021": ""},
+    scenarios=("nixl-push-outlives-lease", "nixl-push-begins-after-lease"),
+)

@@ -1,0 +1,62 @@
+"""A prefill engine keeps every registration that it has no request for, for good, and may serve it later by mistake.
+
+## Symptom
+With NixlPushConnector the memory of the prefill engine's worker grows by each request of the decode engine whose
+prefill was aborted, was over before its registration came, or has been pushed to another one already.
+
+## Cause
+A registration that comes before its request has ended waits in `_pending_d_registrations`, under the decode engine's
+id of the request. It is dropped by the prefill engine's id (push_worker.py 0.32.0:276, `_evict_finished_inbox`), which
+has another end (`-` and eight digits): never. It is matched without that end (:413): a later request of the same id is
+written into the blocks of the one that was given up, and its own registration waits.
+
+## Fix
+In get_transfer_results: a registration that has waited for `push_registration_timeout` is dropped: the decode engine
+has given it up by then.
+
+## Releases
+vLLM 0.32.0, the first one played, and 0.33.0.
+
+## Upstream
+None known.
+
+## Remove when
+vLLM drops registrations that nothing is pushed for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from kvfix.fixes import stubs
+from kvfix.fixes.api import Fix
+from kvfix.fixes.targets import NIXL_PUSH_WORKER
+from kvfix.wrapping import before
+
+
+def fix(module: ModuleType) -> Callable[..., Any]:
+    def get_transfer_results(worker: Any) -> None:
+        now, waiting = module.time.perf_counter(), list(worker._pending_d_registrations)
+        known = getattr(worker, "_kvfix_came", {})
+        worker._kvfix_came = came = {name: known.get(name, now) for name in waiting}
+        for name, at in came.items():
+            if now - at > _timeout(worker):
+                worker._evict_finished_inbox.put(name)  # the thread that has them drops it
+
+    return before(get_transfer_results, when=lambda worker: worker._pending_d_registrations)
+
+
+def _timeout(worker: Any) -> float:
+    extra = worker.vllm_config.kv_transfer_config.get_from_extra_config
+    return float(extra("push_registration_timeout", extra("decoder_kv_blocks_ttl", 480)))
+
+
+FIX = Fix(
+    __name__,
+    __doc__,
+    targets=(NIXL_PUSH_WORKER.get_transfer_results(broken=">=0.32", place=1, probe=stubs.cannot_tell, fix=fix),),
+    evidence={"LAB022": ""},
+    scenarios=("nixl-push-registration-kept",),
+)

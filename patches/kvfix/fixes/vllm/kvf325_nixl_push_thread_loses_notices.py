@@ -1,0 +1,76 @@
+"""One registration that cannot be served takes with it the notices that came with it: their requests wait for ever.
+
+## Symptom
+With NixlPushConnector the log has `nixl-push-writer error; continuing`. Then leases end early, and requests stay in
+WAITING_FOR_REMOTE_KVS, which have nothing to do with the one of the error.
+
+## Cause
+The thread that writes fetches all notices of the peers at once, and handles one after the other: an exception in
+one, of a registration that names more blocks than the prefill engine has, leaves the loop, and the rest are gone
+(push_worker.py 0.32.0:355-361).
+
+## Fix
+An exception of `_handle_push_reg_notif` is logged, and the thread goes on with the next notice. What could not be
+written waits for the end of its lease, and of its registration.
+
+## Releases
+vLLM 0.32.0, the first one played, and 0.33.0.
+
+## Upstream
+None known.
+
+## Remove when
+vLLM catches what a single registration raises.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from kvfix import engine_log
+from kvfix.fixes import stubs
+from kvfix.fixes.api import Fix
+from kvfix.fixes.targets import NIXL_PUSH_WORKER
+
+
+def fix(module: ModuleType) -> Callable[..., Any]:
+    def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def _handle_push_reg_notif(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return function(*args, **kwargs)
+            except Exception as error:  # noqa: BLE001
+                engine_log.warning(f"KVF325: a registration is not served: {type(error).__name__}: {error}")
+                return None
+
+        return _handle_push_reg_notif
+
+    return wrap
+
+
+def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+    """One that cannot be served. Wrong is to raise."""
+
+    def raises(*_: Any) -> None:
+        raise KeyError
+
+    worker = SimpleNamespace(
+        _pop_matching_finished_blocks=lambda name: (name, ([1],)), _do_start_push_kv=raises, _pending_d_registrations={}
+    )
+    try:
+        hook(worker, module.PUSH_REG_NOTIF_PREFIX + module.msgspec.msgpack.encode({"request_id": stubs.NAME}))
+    except KeyError:
+        return True
+    return False
+
+
+FIX = Fix(
+    __name__,
+    __doc__,
+    targets=(NIXL_PUSH_WORKER._handle_push_reg_notif(broken=">=0.32", probe=shows_bug, fix=fix),),
+    evidence={},
+    scenarios=("nixl-push-thread-loses-notices",),
+)
