@@ -73,7 +73,7 @@ def _play_pair(schedule: Schedule, end: int) -> Played:
             pair.move(step)
         pair.free_blocks()
         pair.budget(schedule.options.max_num_batched_tokens)
-        pair.run(end)
+        pair.run(4 * end)  # a peer is waited for until its timeout, one request after the other
         pair.expect_all_ended()
     pair.close()
     return Played(pair.findings + reports, pair.steps, pair.counts, pair.log)

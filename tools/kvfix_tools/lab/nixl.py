@@ -1,13 +1,13 @@
 """NixlConnector in the lab, one engine's side of it (pair.py has two): both its roles are vLLM's own. Pull mode.
 
-Replaced: the agent, the handshake's sockets and threads (nixl_agent.py), the attention backend that says which sizes of
-blocks it takes, and the clock by which leases end. The slots are in memory that the agent registers.
+Replaced: the agent (nixl_agent.py), the handshake's sockets and threads (nixl_network.py), the attention backend that
+says which sizes of blocks it takes, and the clock by which leases end. The slots are in memory that the agent has.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from importlib import import_module
 from types import SimpleNamespace
@@ -21,17 +21,22 @@ from kvfix import clock
 from kvfix.connector_events import readers
 from kvfix.ledger import events as ev
 from kvfix_tools.lab import vllm_objects
-from kvfix_tools.lab.connector import Connector
 from kvfix_tools.lab.memory import Slots
 from kvfix_tools.lab.mp_client import SharedBlock
-from kvfix_tools.lab.nixl_agent import Network
+from kvfix_tools.lab.nixl_network import Network, Signal
 from kvfix_tools.lab.options import Options
+from kvfix_tools.lab.pair_engine import PairSide, Params
 from kvfix_tools.lab.workers import Worker
 
 if TYPE_CHECKING:
     from kvfix_tools.lab.request_events import RequestEvents
 
-_MODULES = "base_scheduler", "pull_scheduler", "base_worker", "pull_worker"
+_MODULES = "base_scheduler", "pull_scheduler", "push_scheduler", "base_worker", "pull_worker", "push_worker"
+#: What the router asks the prefill engine with.
+_PREFILL = {
+    "do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None,
+    "remote_host": None, "remote_port": None,
+}  # fmt: skip
 #: Floats of a slot: K and V of one head (vllm_objects.kv_cache). Its contents are in the first two.
 _FLOATS = 64
 PORT = 5600
@@ -65,25 +70,40 @@ def _replace(network: Network) -> None:
     worker.get_tensor_model_parallel_world_size = lambda: 1
     worker.get_current_attn_backends = lambda *_: [_AnyBlockSize]
     worker.current_platform.discover_numa_topology = lambda *_: []  # else it takes all but one core from the process
+    if hasattr(worker, "check_nixl_version"):  # since 0.33
+        worker.check_nixl_version = lambda _: None
+    module("push_worker").threading = SimpleNamespace(Thread=network.writer, Event=Signal, Lock=threading.Lock)
 
 
 class NixlWorker(Worker):
     """The real connector in the worker's role, over the lab's agent."""
 
     events: RequestEvents
-    #: Takes events of a lease, which is of both engines.
-    add_to_pair: Callable[[Any], None]
 
-    def __init__(self, slots: Slots, called: Any, options: Options) -> None:
+    def __init__(self, side: NixlSide, slots: Slots, called: Any, options: Options) -> None:
         super().__init__(0, slots, called, called, called.connector_worker, {})
+        self.side = side
         self._failed: set[str] = set()
         #: request -> (first token, end) of loads that are not reported
         self._due: dict[str, tuple[int, int]] = {}
         self._reader = readers.reader(called)
+        #: Requests whose lease has ended by its time in this step.
+        self._expired: set[str] = set()
+        self._note_expired()
         #: Kept, since the agent has its addresses alone.
         self.memory = torch.zeros((options.num_blocks, options.block_size, _FLOATS), dtype=torch.float32)
         called.register_kv_caches({vllm_objects.LAYER.format(0): self.memory})
         slots.put_in([SharedBlock(block) for block in self.memory.view(torch.int64)[:, :, 0].numpy()])
+
+    def _note_expired(self) -> None:
+        reap = self.adapter._reap_expired_send_leases
+
+        def noting(sent: set[str]) -> None:
+            before = set(sent)
+            reap(sent)
+            self._expired = sent - before
+
+        self.adapter._reap_expired_send_leases = noting
 
     def start_step(self, metadata: Any, forward: bool) -> None:
         self._due.update({name: (start, end) for name, start, end in self._reader.loads(metadata) or ()})
@@ -95,15 +115,13 @@ class NixlWorker(Worker):
         return report
 
     def get_finished(self, ended: set[str]) -> Any:
-        remote = {name: meta.remote.request_id for name, meta in self.adapter._recving_metadata.items()}
-        noticed = {notice.decode().rpartition(":")[0] for _, notice in self.adapter.nixl_wrapper.notices}
-        over = {name for name, end in self.adapter._reqs_to_send.items() if clock.now() >= end} - noticed
+        peers = {name: meta.remote.request_id for name, meta in self.adapter._recving_metadata.items()}
         results = self.called.get_transfer_results(ended)
         self._failed = set(results.failed_recving)
         for name in results.finished_sending:
-            self.add_to_pair(ev.LeaseEnded(name, name in over))
+            self.side.add_to_pair(ev.LeaseEnded(name, name in self._expired))
         for name in results.finished_recving - self._failed:
-            self.add_to_pair(ev.LeaseRead(remote[name], name))
+            self.has_loaded(name, peers[name])
         for name in results.finished_recving:
             start, end = self._due.pop(name, (0, 0))
             if name in self._failed:
@@ -112,20 +130,34 @@ class NixlWorker(Worker):
                 self.events.loaded(name, end, end - start)
         return results.finished_sending, results.finished_recving
 
+    def has_loaded(self, name: str, of: str) -> None:
+        """A load has brought what the prefill engine keeps of its request `of`."""
+        self.side.add_to_pair(ev.LeaseRead(of, name))
+
     def also_reported(self) -> dict[str, Any]:
         return {"failed_recving": self._failed}
 
 
-class NixlSide(Connector):
-    """Both roles of one engine. name: of its host, and in its id, which is another after each start."""
+class NixlSide(PairSide):
+    """Both roles of one engine."""
 
     workers: list[NixlWorker]
+    worker_class: type[NixlWorker] = NixlWorker
+
+    @classmethod
+    def make_network(cls, options: Options) -> Network:
+        if options.real_nixl:
+            from kvfix_tools.lab.nixl_real import RealNetwork
+
+            return RealNetwork(options.delay)
+        return Network(options.delay)
 
     def __init__(
         self, options: Options, memories: Sequence[Slots], network: Network, name: str, engine_id: str
     ) -> None:
         _replace(network)
         self.network = network
+        self.name, self.engine_id = name, engine_id
         config = vllm_objects.vllm_config(options)
         config.kv_transfer_config.engine_id = engine_id
         config.cache_config.kv_cache_layout = "LBHNC"
@@ -133,11 +165,17 @@ class NixlSide(Connector):
         self.in_scheduler = self.scheduler.connector
         self.scheduler_side = self.in_scheduler.connector_scheduler
         self.scheduler_side.side_channel_host, self.scheduler_side.side_channel_port = name, PORT
-        self.workers = [NixlWorker(memories[0], vllm_objects.worker(options, config), options)]
+        self.workers = [self.worker_class(self, memories[0], vllm_objects.worker(options, config), options)]
         self.reader = readers.reader(self.in_scheduler)
         self.in_scheduler.set_xfer_handshake_metadata_pp_aware(
             {(0, 0): self.workers[0].called.get_handshake_metadata()}
         )
+
+    def for_prefill(self, name: str) -> Params:
+        return dict(_PREFILL)
+
+    def keeps(self, request: str) -> bool:
+        return request in self.scheduler_side._reqs_need_send
 
     def listen(self, events: RequestEvents) -> None:
         super().listen(events)

@@ -1,24 +1,22 @@
-"""What is between two engines with NixlConnector: a model of NIXL's agent, the handshake's sockets and its thread.
+"""A model of NIXL's agent (1.5): it registers memory, prepares and makes transfers, and delivers their notices.
 
-A stand-in for NIXL (1.5): it registers memory, prepares and makes transfers, and delivers their notices, with the
-calls that vLLM makes. The memory is real, what moves are its bytes. A transfer takes some steps: what changes
-meanwhile at its source arrives as garbage. All is in the lab's steps, so that a schedule plays the same way each time.
+It has the calls that vLLM makes. The memory is real, what moves are its bytes. A transfer takes some steps: what
+changes meanwhile at its source arrives as garbage. All is in the lab's steps (nixl_network.py).
 """
 
 from __future__ import annotations
 
 import ctypes
-import itertools
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import numpy
-import zmq
 
 from kvfix_tools.lab.memory import GARBAGE
+
+if TYPE_CHECKING:
+    from kvfix_tools.lab.nixl_network import Network
 
 #: Elements of a slot's contents, in bytes.
 _ELEMENT = numpy.dtype(numpy.int64)
@@ -28,165 +26,24 @@ class AgentError(Exception):
     """What NIXL raises."""
 
 
-class Network:
-    """The agents by name, who answers handshakes where, and what is on its way. delay: steps that a transfer takes."""
-
-    def __init__(self, delay: int) -> None:
-        self.delay = delay
-        self.agents: dict[str, Agent] = {}
-        #: host:port -> the function of the thread that answers handshakes there
-        self.listeners: dict[str, Callable[[], None]] = {}
-        #: The message that it gets, and what it sends.
-        self._asked, self._said = b"", list[bytes]()
-        #: Addresses where that thread has died.
-        self.dead_listeners: list[str] = []
-        #: How many of the next transfers and handshakes fail, and the steps that a handshake takes.
-        self.failing = {"transfer": 0, "handshake": 0}
-        self.handshake_steps = 1
-        self.now = 0
-        self._handshakes: list[tuple[int, Future[Any], Callable[[], Any]]] = []
-        self._handles = itertools.count(1)
-        self._names = itertools.count(1)
-
-    def agent(self, _: str, config: Any = None) -> Agent:
-        """In place of `nixl_agent`: its name is not vLLM's random one."""
-        name = f"agent-{next(self._names)}"
-        self.agents[name] = made = Agent(self, name)
-        return made
-
-    def handle(self) -> int:
-        return next(self._handles)
-
-    def fails(self, what: str) -> bool:
-        """Whether this one fails."""
-        if not self.failing[what]:
-            return False
-        self.failing[what] -= 1
-        return True
-
-    @property
-    def busy(self) -> bool:
-        return bool(self._handshakes) or any(agent.in_flight or agent.notices for agent in self.agents.values())
-
-    def tick(self) -> None:
-        """A step begins: what is due arrives."""
-        self.now += 1
-        due = [each for each in self._handshakes if each[0] <= self.now]
-        self._handshakes = [each for each in self._handshakes if each[0] > self.now]
-        for _, future, work in due:
-            try:
-                future.set_result(work())
-            except Exception as error:  # noqa: BLE001, PERF203  the worker gets it
-                future.set_exception(error)
-        for agent in list(self.agents.values()):
-            agent.arrive()
-
-    # ------------------------------------------------------------------ the handshake
-
-    def executor(self) -> Any:
-        """In place of the thread that makes the handshakes of one worker."""
-        return _Executor(self)
-
-    def shake_hands(self, work: Callable[[], Any]) -> Future[Any]:
-        future: Future[Any] = Future()
-        self._handshakes.append((self.now + self.handshake_steps, future, work))
-        return future
-
-    @contextmanager
-    def socket(self, kind: Any, path: str) -> Iterator[Any]:
-        """In place of `zmq_ctx`."""
-        yield _Listening(self) if kind == zmq.ROUTER else _Asking(self, path.removeprefix("tcp://"))
-
-    def listen(self, **thread: Any) -> _Thread:
-        """In place of the thread that answers handshakes."""
-        *arguments, ready, _, host, port = thread["args"]
-        self.listeners[f"{host}:{port}"] = lambda: thread["target"](*arguments, ready, _Stopped, host, port)
-        return _Thread(ready)
-
-    def ask(self, address: str, message: bytes) -> list[bytes]:
-        """The answer of who listens there. Its thread ends if it raises, and nothing is answered any more."""
-        if address not in self.listeners or self.fails("handshake"):
-            raise zmq.Again
-        self._asked, self._said = message, []
-        try:
-            self.listeners[address]()
-        except Exception:  # noqa: BLE001
-            self.dead_listeners.append(address)
-            del self.listeners[address]
-        if not self._said:
-            raise zmq.Again
-        return self._said
-
-
-class _Executor:
-    def __init__(self, network: Network) -> None:
-        self._network = network
-
-    def submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
-        return self._network.shake_hands(lambda: function(*arguments))
-
-    def shutdown(self, wait: bool = True) -> None: ...
-
-
-class _Stopped:
-    """In place of the event that ends the thread: it is looked at when no message is left."""
-
-    @staticmethod
-    def is_set() -> bool:
-        return True
-
-
-class _Thread:
-    def __init__(self, ready: Any) -> None:
-        self._ready = ready
-
-    def start(self) -> None:
-        self._ready.set()
-
-    def join(self, timeout: float = 0) -> None: ...
-
-
-class _Asking:
-    """The socket of the worker that asks for a handshake."""
-
-    def __init__(self, network: Network, address: str) -> None:
-        self._network = network
-        self._address = address
-        self._message = b""
-
-    def setsockopt(self, *_: Any) -> None: ...
-
-    def send(self, message: bytes) -> None:
-        self._message = message
-
-    def recv_multipart(self) -> list[bytes]:
-        return self._network.ask(self._address, self._message)
-
-
-class _Listening:
-    """The socket of the thread that answers it: there is one message."""
-
-    def __init__(self, network: Network) -> None:
-        self._network = network
-        self._left = True
-
-    def setsockopt(self, *_: Any) -> None: ...
-
-    def recv_multipart(self) -> tuple[bytes, bytes, bytes]:
-        if not self._left:
-            raise zmq.Again
-        self._left = False
-        return b"worker", b"", self._network._asked
-
-    def send_multipart(self, parts: Sequence[bytes]) -> None:
-        self._network._said = list(parts[2:])
-
-
 class _List(NamedTuple):
     """A prepared list of descriptors. agent: whose memory it is. places: (address, bytes, device)."""
 
     agent: str
     places: Any
+
+
+def _each(places: Any) -> Any:
+    """All of them one by one."""
+    if places.shape[1] == 3:
+        return places
+    return numpy.array(
+        [
+            (start + n * stride, size, device)
+            for start, size, device, stride, count in places.tolist()
+            for n in range(count)
+        ]
+    )
 
 
 class _Transfer:
@@ -231,12 +88,13 @@ class Agent:
     def get_xfer_descs(self, places: Any, kind: str) -> Any:
         return numpy.asarray(places)
 
-    def prep_xfer_dlist(self, agent: str, places: Any, **_: Any) -> int:
+    def prep_xfer_dlist(self, agent: str, places: Any, mem_type: str = "") -> int:
+        """places: (address, bytes, device), or since vLLM 0.33 (address, bytes, device, stride, number)."""
         name = self.name if agent == "NIXL_INIT_AGENT" else agent
         if name != self.name and name not in self._peers:
             raise AgentError("NIXL_ERR_NOT_FOUND")
         handle = self._network.handle()
-        self._lists[handle] = _List(name, places)
+        self._lists[handle] = _List(name, _each(places))
         return handle
 
     def release_dlist_handle(self, handle: int) -> None:
@@ -265,6 +123,8 @@ class Agent:
         mine, theirs = self._lists[local], self._lists[remote]
         if theirs.agent not in self._peers:
             raise AgentError("NIXL_ERR_NOT_FOUND")
+        if self._network.fails("setup"):
+            raise AgentError("NIXL_ERR_BACKEND")
         pairs = []
         for one, other in zip(here, there, strict=True):
             if not (0 <= one < len(mine.places) and 0 <= other < len(theirs.places)):
@@ -301,21 +161,25 @@ class Agent:
     def in_flight(self) -> bool:
         return any(transfer.state == "PROC" for transfer in self._transfers.values())
 
-    def arrive(self) -> None:
-        """The transfers that are due are done, or have failed if the peer is gone."""
-        for transfer in self._transfers.values():
-            if transfer.state != "PROC" or transfer.due > self._network.now:
+    def arrive(self, now: int) -> None:
+        """The transfers that are due by this step are done, or have failed if the peer is gone."""
+        for handle, transfer in self._transfers.items():
+            if transfer.state != "PROC" or transfer.due > now:
                 continue
             if not self._reaches(transfer.peer):
                 transfer.state = "ERR"
                 self._peers.discard(transfer.peer)
                 continue
-            for (source, target, size), found in zip(transfer.pairs, transfer.found, strict=True):
-                garbage = numpy.full(size // _ELEMENT.itemsize, GARBAGE, _ELEMENT).tobytes()
-                ctypes.memmove(target, found if ctypes.string_at(source, size) == found else garbage, size)
+            self.finish(handle, transfer)
             transfer.state = "DONE"
             if transfer.notice:
                 self._network.agents[transfer.peer].notices.append((self.name, transfer.notice))
+
+    def finish(self, handle: int, transfer: _Transfer) -> None:
+        """What it moves arrives."""
+        for (source, target, size), found in zip(transfer.pairs, transfer.found, strict=True):
+            garbage = numpy.full(size // _ELEMENT.itemsize, GARBAGE, _ELEMENT).tobytes()
+            ctypes.memmove(target, found if ctypes.string_at(source, size) == found else garbage, size)
 
     def _reaches(self, peer: str) -> bool:
         return not self._network.agents[peer].closed
@@ -325,7 +189,7 @@ class Agent:
     def send_notif(self, agent: str, notif_msg: bytes = b"") -> None:
         if agent not in self._peers:
             raise AgentError("NIXL_ERR_NOT_FOUND")
-        if not self._reaches(agent):
+        if not self._reaches(agent) or self._network.fails("notice"):
             raise AgentError("NIXL_ERR_BACKEND")
         self._network.agents[agent].notices.append((self.name, notif_msg))
 

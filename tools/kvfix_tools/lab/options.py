@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 #: Two engines, one for prefill and one for decode.
-PAIRS = ("nixl-pull",)
+PAIRS = ("nixl-pull", "nixl-push")
 CONNECTORS = ("v1", "mp", "mp-in-tree", "offloading", *PAIRS)
 #: vLLM's own, which have nothing of LMCache.
 OF_VLLM = ("offloading",)
@@ -84,6 +84,8 @@ class Options:
     decode_blocks: int = 0
     #: Settings of one of OF_VLLM or PAIRS by their own names (`kv_connector_extra_config`).
     extra: dict[str, Any] = field(default_factory=dict)
+    #: Between the two engines is real NIXL, over UCX (nixl_real.py).
+    real_nixl: bool = False
     #: Blocks that its CPU memory has room for; 0: as many as the GPU has.
     cpu_blocks: int = 0
     #: What is behind that memory: fs (files) or "".

@@ -1,8 +1,6 @@
 """Two lab engines, one for prefill and one for decode, with a router between them, on one network and one clock.
 
-The router does what vLLM's toy proxy does: it has the prefill engine compute the prompt (`do_remote_decode`, one
-token), takes `kv_transfer_params` out of what that answers, and sends the request with them to the decode engine. An
-engine without requests makes no step, as EngineCore does not.
+An engine without requests makes no step, as EngineCore does not.
 """
 
 from __future__ import annotations
@@ -10,78 +8,23 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import Counter
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 from kvfix import clock
 from kvfix.ledger import Finding, Ledger
 from kvfix.ledger.events import Event, Leased
 from kvfix_tools.lab import rules
-from kvfix_tools.lab.lab_engine import STEP, LabEngine
-from kvfix_tools.lab.memory import Slots
-from kvfix_tools.lab.nixl import NixlSide
-from kvfix_tools.lab.nixl_agent import Network
+from kvfix_tools.lab.lab_engine import STEP
 from kvfix_tools.lab.options import Options
+from kvfix_tools.lab.pair_engine import PairEngine, side_class
+from kvfix_tools.lab.pair_router import Router
 from kvfix_tools.lab.steps import prompt
 
-#: What the router asks the prefill engine with.
-_PREFILL = {
-    "do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None,
-    "remote_host": None, "remote_port": None,
-}  # fmt: skip
-#: What may be wrong with the parameters of a request for decode: they come from the router, or whoever sent it.
-MALFORMED: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
-    "no_blocks": lambda params: {**params, "remote_block_ids": []},
-    "no_host": lambda params: {key: value for key, value in params.items() if key != "remote_host"},
-    "no_request": lambda params: {key: value for key, value in params.items() if key != "remote_request_id"},
-    "no_tp_size": lambda params: {key: value for key, value in params.items() if key != "tp_size"},
-    "fewer_blocks": lambda params: {**params, "remote_block_ids": [params["remote_block_ids"][0][:-1]]},
-    "more_blocks": lambda params: {**params, "remote_block_ids": [[*params["remote_block_ids"][0], 1]]},
-    "flat_blocks": lambda params: {**params, "remote_block_ids": list(params["remote_block_ids"][0])},
-    "odd_blocks": lambda params: {**params, "remote_block_ids": [["x"] * len(params["remote_block_ids"][0])]},
-    "far_blocks": lambda params: {**params, "remote_block_ids": [[1 << 20] * len(params["remote_block_ids"][0])]},
-    "other_engine": lambda params: {**params, "remote_engine_id": "other"},
-    "other_port": lambda params: {**params, "remote_port": 1},
-    "decode_too": lambda params: {**params, "do_remote_decode": True, "do_remote_prefill": False},
-    "more_ranks": lambda params: {**params, "pp_size": 2},
-    "odd_engine": lambda params: {**params, "remote_engine_id": ["other"]},
-    "alone": lambda params: {**params, "do_remote_prefill": False},
-    "nothing": lambda params: {},
-}
+_ROLES = {"prefill": "producer", "decode": "consumer"}
+#: Requests that the router can do this with.
+_AGAIN = {"send_again": "sent", "ask_again": "asked"}
 #: Steps without anything after which the world stands still.
 _IDLE = 64
-
-
-class _Asked(NamedTuple):
-    """What the client of a request has asked for."""
-
-    prompt: list[int]
-    max_tokens: int
-
-
-class PairEngine(LabEngine):
-    """One of the two. name: of its host."""
-
-    def __init__(self, options: Options, pair: Pair, name: str, engine_id: str) -> None:
-        self.name = name
-        self._pair = pair
-        self._engine_id = engine_id
-        super().__init__(options)
-
-    def _connected(self, options: Options, memories: list[Slots]) -> Any:
-        side = NixlSide(options, memories, self._pair.network, self.name, self._engine_id)
-        side.workers[0].add_to_pair = self._pair.add
-        return side
-
-    def answered(self, outputs: Any) -> None:
-        for of_client in outputs.values():
-            for output in of_client.outputs:
-                if output.finish_reason is not None:
-                    self._pair.answered(self, output)
-
-    def iterate(self) -> None:
-        self.request_events.seconds = self._pair.seconds - STEP
-        super().iterate()
 
 
 class Pair:
@@ -89,18 +32,12 @@ class Pair:
 
     def __init__(self, options: Options) -> None:
         self.options = options
-        self.network = Network(options.delay)
+        self.network = side_class(options).make_network(options)
+        self.router = Router(self)
         self.seconds = 0.0
+        self._counts: Counter[str] = Counter()
         self._starts = itertools.count(1)
         self._gone: list[PairEngine] = []
-        self._asked: dict[str, _Asked] = {}
-        #: Steps that the router takes, and what it has to send: (step, request, parameters).
-        self._router_steps = 0
-        self._to_send: list[tuple[int, str, dict[str, Any] | None]] = []
-        #: The last parameters of each request, and what is wrong with the next ones.
-        self._params: dict[str, dict[str, Any]] = {}
-        self._malformed: list[str] = []
-        self.of_router: Counter[str] = Counter()
         self._findings: list[Finding] = []
         self._ledger = Ledger()
         self._log: list[tuple[int, Event]] = []
@@ -146,7 +83,7 @@ class Pair:
     @property
     def counts(self) -> Counter[str]:
         """Of both engines, those that were restarted too."""
-        counts = Counter(self.of_router)
+        counts = self._counts + self.router.counts
         for engine in (*self._gone, *self.engines):
             counts.update(engine.counts)
         return counts
@@ -160,21 +97,14 @@ class Pair:
         """The step of this name, a method below."""
         getattr(self, step)(*arguments, **keywords)
 
-    # ------------------------------------------------------------------ the router
-
-    def ask(self, name: str, prompt: list[int], max_tokens: int = 1, prefill_tokens: int = 1) -> None:
-        """A client's request arrives at the router. prefill_tokens: what it lets the prefill engine generate."""
-        self._asked[name] = _Asked(prompt, max_tokens)
-        self._admit(self.prefill, f"{name}-{1:08x}", prompt, prefill_tokens, dict(_PREFILL))
-
     def move(self, step: tuple[Any, ...]) -> None:
         """A drawn step (pair_schedule.py); one that does not fit does nothing."""
         kind, *rest = step
-        if kind in ("ask", "ask_decode"):
+        if kind in ("ask", "ask_at_once", "ask_decode"):
             name, seed, tokens, max_tokens, *more = rest
             self.do(kind, name, prompt(tokens, seed), max_tokens, *more)
-        elif kind in ("abort", "send_again"):
-            names = list(self._params) if kind == "send_again" else self._open()
+        elif kind in ("abort", "send_again", "ask_again"):
+            names = self._open() if kind == "abort" else getattr(self.router, _AGAIN[kind])
             if names:
                 self.do(kind, names[rest[0] % len(names)])
         elif kind == "preempt":
@@ -191,30 +121,49 @@ class Pair:
 
     def _open(self) -> list[str]:
         """Requests of clients that wait for an answer."""
-        waiting = {each[1] for each in self._to_send}
+        waiting = self.router.waiting
         for engine in self.engines:
             waiting |= {name.rpartition("-")[0] for name, each in engine.requests.items() if not each.is_finished()}
         return sorted(waiting)
 
+    # ------------------------------------------------------------------ the router's steps
+
+    def ask(self, name: str, prompt: list[int], max_tokens: int = 1, prefill_tokens: int = 1) -> None:
+        """A client's request arrives at the router. prefill_tokens: what it lets the prefill engine generate."""
+        self.router.ask(name, prompt, max_tokens, prefill_tokens, at_once=False)
+
+    def ask_at_once(self, name: str, prompt: list[int], max_tokens: int = 1, prefill_tokens: int = 1) -> None:
+        """The same, and the router sends it to both engines at once."""
+        self.router.ask(name, prompt, max_tokens, prefill_tokens, at_once=True)
+
     def ask_decode(self, name: str, prompt: list[int], max_tokens: int = 1) -> None:
         """A request goes to the decode engine alone."""
-        self._admit(self.decode, f"{name}-{2:08x}", prompt, max_tokens, None)
+        self.router.ask_decode(name, prompt, max_tokens)
 
     def send_again(self, name: str) -> None:
         """The router sends a request to the decode engine once more, as it does if it has got no answer."""
-        params = self._params.get(name)
-        if params is not None:
-            self.of_router["sent_again"] += 1
-            asked = self._asked[name]
-            self._admit(self.decode, f"{name}-{3:08x}", asked.prompt, asked.max_tokens, dict(params))
+        self.router.send_again(name)
+
+    def ask_again(self, name: str) -> None:
+        """The router gives a request up, tells both engines, and begins anew."""
+        self.abort(name)
+        self.router.ask_again(name)
 
     def router_takes(self, steps: int) -> None:
         """From now on the router takes so many steps for an answer."""
-        self._router_steps = steps
+        self.router.takes = steps
 
     def malform(self, what: str) -> None:
-        """The parameters of the next request for decode are wrong in this way (MALFORMED)."""
-        self._malformed.append(what)
+        """The parameters of the next request for decode are wrong in this way (pair_router.MALFORMED)."""
+        self.router.malform(what)
+
+    def abort(self, name: str) -> None:
+        """The client of this request is gone, and the router tells both engines."""
+        self.router.forget(name)
+        for engine in self.engines:
+            for request in [each for each in engine.requests if each.rpartition("-")[0] == name]:
+                if not engine.requests[request].is_finished():
+                    engine.abort(request)
 
     def add(self, event: Event) -> None:
         """An event of a lease: what is wrong with it is a finding."""
@@ -222,34 +171,10 @@ class Pair:
         self._findings += [found for found in self._ledger.feed(event) if found.verdict == "violated"]
 
     def answered(self, engine: PairEngine, output: Any) -> None:
-        name = output.request_id.rpartition("-")[0]
-        if output.request_id in engine.connector.scheduler_side._reqs_need_send:
+        """A request of an engine has ended."""
+        if engine.connector.keeps(output.request_id):
             self.add(Leased(output.request_id, None))
-        if engine is self.prefill and name in self._asked and "abort" not in str(output.finish_reason).lower():
-            if output.kv_transfer_params is not None:
-                self.of_router["leases"] += any(output.kv_transfer_params["remote_block_ids"])
-                self.of_router["stored_tokens"] += output.kv_transfer_params["remote_num_tokens"]
-            due = self.network.now + self._router_steps
-            self._to_send.append((due, name, output.kv_transfer_params))
-
-    def _send(self) -> None:
-        due = [each for each in self._to_send if each[0] <= self.network.now]
-        self._to_send = [each for each in self._to_send if each[0] > self.network.now]
-        for _, name, params in due:
-            asked = self._asked[name]
-            if params and self._malformed:
-                what = self._malformed.pop(0)
-                params = MALFORMED[what](params)
-                self.of_router["malformed"] += 1
-                self._may_fail()
-            elif params:
-                self._params[name] = params
-            self._admit(self.decode, f"{name}-{2:08x}", asked.prompt, asked.max_tokens, dict(params or {}))
-
-    def _admit(self, engine: PairEngine, name: str, prompt: list[int], most: int, params: Any) -> None:
-        if engine.is_free(name):
-            sampling = {"extra_args": {"kv_transfer_params": params}} if params else {}
-            engine.admit(name, prompt, most, sampling=sampling)
+        self.router.answered(engine, output)
 
     # ------------------------------------------------------------------ steps
 
@@ -262,7 +187,7 @@ class Pair:
 
     def step_alone(self, name: str, times: int = 1) -> None:
         """So many steps of one engine, while the other one hangs: a lease may end."""
-        self._may_fail()
+        self.may_fail()
         for _ in range(times):
             self._tick()
             self._iterate(self.engine(name))
@@ -276,13 +201,13 @@ class Pair:
                 rules.THREAD_DIED, "", f"the {engine.name} engine answers no handshake any more"
             )
         self.network.dead_listeners.clear()
-        self._send()
+        self.router.tick()
 
     def _iterate(self, engine: PairEngine) -> None:
         if engine.scheduler.has_requests():
             engine.iterate()
 
-    def _may_fail(self) -> None:
+    def may_fail(self) -> None:
         """Loads may come short from now on."""
         self._faults = True
         self.decode.request_events.may_fail.add("")
@@ -290,43 +215,40 @@ class Pair:
 
     def time_passes(self, seconds: float) -> None:
         """Nothing happens for so long: both engines hang, and a lease may end."""
-        self._may_fail()
+        self.may_fail()
+        self.network.time_passes()
         self.seconds += seconds
-        self.of_router["pauses"] += 1
+        self._counts["pauses"] += 1
 
     def fail(self, what: str, how_many: int = 1) -> None:
         """So many of the next transfers, or handshakes, fail."""
-        self._may_fail()
+        self.may_fail()
         self.network.failing[what] += how_many
 
     def handshakes_take(self, steps: int) -> None:
         """From now on a handshake takes so many steps."""
         self.network.handshake_steps = steps
 
+    def writers_take(self, steps: int) -> None:
+        """From now on a thread that writes to a peer takes so many steps from being woken to its work."""
+        self.network.writers_take = steps
+
     def restart(self, name: str, blocks: int) -> None:
         """An engine ends, with its requests, and starts anew with so many blocks."""
-        self.of_router["restarts"] += 1
+        self._counts["restarts"] += 1
         old = self.engine(name)
         old.connector.close()
         self._gone.append(old)
-        self._may_fail()
+        self.may_fail()
         if name == "prefill":
             self.prefill = self._start(name, blocks)
         else:
             self.decode = self._start(name, blocks)
-            self._params.clear()  # a router that sends a request to two decode engines reads what is freed: KVF340
+            self.router.forget_params()  # one that sends to two decode engines reads what is freed: KVF340
 
     def on(self, name: str, step: str, *arguments: Any) -> None:
         """A step of one of the engines."""
         self.engine(name).do(step, *arguments)
-
-    def abort(self, name: str) -> None:
-        """The client of this request is gone, and the router tells both engines."""
-        self._to_send = [each for each in self._to_send if each[1] != name]
-        for engine in self.engines:
-            for request in [each for each in engine.requests if each.rpartition("-")[0] == name]:
-                if not engine.requests[request].is_finished():
-                    engine.abort(request)
 
     def free_blocks(self) -> None:
         for engine in self.engines:
@@ -337,11 +259,15 @@ class Pair:
             engine.budget(tokens)
 
     def run(self, steps: int = 1000) -> None:
-        """Step until nothing is to be done, at most so often; or until nothing has happened for a while."""
-        idle = 0
+        """Step until nothing is to be done, at most so often; or until nothing has happened for longer than all leases
+        and timeouts take."""
+        idle, waited = 0, False
         for _ in range(steps):
-            if not self._busy() or idle > _IDLE:
+            if not self._busy() or (idle > _IDLE and waited):
                 return
+            if idle > _IDLE:
+                idle, waited = 0, True
+                self.time_passes(self._longest() + 1.0)
             before = self._state()
             self.step()
             moves = self.network.busy or self._state() != before or any(each.connector.leases for each in self.engines)
@@ -351,7 +277,12 @@ class Pair:
         work = any(
             engine.scheduler.has_unfinished_requests() or engine.scheduler.has_requests() for engine in self.engines
         )
-        return bool(work or self._to_send or self.network.busy)
+        return work or self.router.busy or bool(self.network.busy)
+
+    def _longest(self) -> float:
+        """Seconds of the longest lease or timeout."""
+        extra = self.options.extra
+        return float(max(extra.get("kv_lease_duration", 30), extra.get("decoder_kv_blocks_ttl", 480)))
 
     def _state(self) -> list[Any]:
         return [
@@ -369,14 +300,12 @@ class Pair:
             if engine.scheduler.has_unfinished_requests():
                 engine.request_events.never_end()
                 return False
-        self.time_passes(
-            max(self.options.extra.get("kv_lease_duration", 30), self.options.extra.get("decoder_kv_blocks_ttl", 480))
-            + 1.0
-        )
-        for _ in range(4 + 4 * self.network.delay):
-            self._tick()
-            for engine in self.engines:
-                engine.iterate()
+        for _ in range(2):  # what comes late is there for a while too
+            self.time_passes(self._longest() + 1.0)
+            for _ in range(4 + 4 * self.network.delay + self.network.writers_take):
+                self._tick()
+                for engine in self.engines:
+                    engine.iterate()
         for engine in self.engines:
             held = engine.options.num_blocks - 1 - engine.free()
             if held:
@@ -385,8 +314,7 @@ class Pair:
                     "",
                     f"{held} blocks are held, and all requests of the {engine.name} engine have ended",
                 )
+            for request in sorted(engine.connector.kept_of_peer()):
+                engine.request_events.violated(rules.KEPT_OF_PEER, request, f"the {engine.name} engine keeps it")
             engine.request_events.leaked()
         return True
-
-
-_ROLES = {"prefill": "producer", "decode": "consumer"}

@@ -14,13 +14,15 @@ _ENGINES = ("prefill", "decode")
 #: How often each step is drawn. A plain schedule has no faults.
 _PLAIN = {"step": 60, "ask": 12, "ask_decode": 2, "take_blocks": 2, "free_blocks": 3, "budget": 1, "reset": 1}
 _FAULTS = {
-    "abort": 4, "preempt": 3, "step_alone": 5, "time_passes": 1, "router_takes": 1, "send_again": 1, "malform": 1,
-    "fail": 2, "handshakes_take": 1, "restart": 1,
+    "abort": 4, "preempt": 3, "step_alone": 5, "time_passes": 1, "router_takes": 1, "send_again": 1, "ask_again": 1,
+    "malform": 1, "fail": 2, "handshakes_take": 1, "restart": 1,
 }  # fmt: skip
-KINDS = frozenset((*_PLAIN, *_FAULTS))
+#: The same where the prefill engine writes.
+_PUSH_PLAIN, _PUSH_FAULTS = {"ask": 6, "ask_at_once": 6}, {"writers_take": 1, "fail": 3}
+KINDS = frozenset((*_PLAIN, *_FAULTS, *_PUSH_PLAIN, *_PUSH_FAULTS))
 #: Seconds of a lease. A peer that waits renews it at each sixth of it, by two thirds.
 _LEASES = (3, 6, 30)
-#: See pair.MALFORMED.
+#: See pair_router.MALFORMED.
 _MALFORMED = (
     "no_blocks", "no_host", "no_request", "no_tp_size", "fewer_blocks", "odd_blocks", "more_blocks", "flat_blocks",
     "far_blocks", "other_engine", "other_port", "decode_too", "more_ranks", "odd_engine", "alone", "nothing",
@@ -36,7 +38,10 @@ def draw(
     blocks, decode_blocks = rng.randrange(12, 40), rng.randrange(12, 40)
     room = block * (min(blocks, decode_blocks) - 2)
     extra: dict[str, Any] = {"kv_lease_duration": 30 if plain else rng.choice(_LEASES)}
-    if not plain and rng.random() < 0.25:
+    push = connector == "nixl-push"
+    if push and not plain:
+        extra["push_registration_timeout"] = rng.choice((5.0, 30.0))
+    elif not plain and rng.random() < 0.25:
         extra |= {"bidirectional_kv_xfer": True, "decoder_kv_blocks_ttl": 3, "kv_recompute_threshold": 8}
     options = Options(
         connector=connector,
@@ -54,7 +59,9 @@ def draw(
         kv_load_failure_policy="recompute" if plain else rng.choice(("recompute", "recompute", "fail")),
         policy="fcfs" if plain or rng.random() < 0.8 else "priority",
     )
-    weights = dict(_PLAIN) if plain else {**_PLAIN, **_FAULTS}
+    weights = {**_PLAIN, **(_PUSH_PLAIN if push else {})}
+    if not plain:
+        weights |= {**_FAULTS, **(_PUSH_FAULTS if push else {})}
     if "bidirectional_kv_xfer" in extra:  # KVF319 is not for it
         weights = {kind: weight for kind, weight in weights.items() if kind not in ("time_passes", "step_alone")}
     names = list(weights)
@@ -68,13 +75,13 @@ def draw(
 def _step(rng: random.Random, kind: str, number: int, options: Options, room: int, plain: bool) -> DrawnStep:
     block = options.block_size
     engine = rng.choice(_ENGINES)
-    if kind in ("ask", "ask_decode"):
+    if kind in ("ask", "ask_at_once", "ask_decode"):
         # few prompts, so that they share prefixes; lengths around the edges of blocks
         whole = rng.randrange(1, max(2, room // block)) * block
         tokens = max(1, min(room - 40, whole + rng.choice((-1, 0, 0, 1, rng.randrange(block)))))
-        generated = (rng.choice((1, 1, 1, 20)),) if kind == "ask" and not plain else ()
+        generated = (rng.choice((1, 1, 1, 20)),) if kind != "ask_decode" and not plain else ()
         return (kind, f"r{number}", rng.randrange(3), tokens, rng.choice((1, 2, 5, 20, 30)), *generated)
-    if kind in ("abort", "send_again"):
+    if kind in ("abort", "send_again", "ask_again"):
         return (kind, rng.randrange(8))
     if kind == "preempt":
         return (kind, engine, rng.randrange(8))
@@ -85,12 +92,12 @@ def _step(rng: random.Random, kind: str, number: int, options: Options, room: in
             kind,
             rng.choice((1.0, options.extra["kv_lease_duration"] / 2, options.extra["kv_lease_duration"] + 1.0)),
         )
-    if kind in ("router_takes", "handshakes_take"):
+    if kind in ("router_takes", "handshakes_take", "writers_take"):
         return (kind, rng.choice((0, 1, 1, 3, 10)))
     if kind == "malform":
         return (kind, rng.choice(_MALFORMED))
     if kind == "fail":
-        return (kind, rng.choice(("transfer", "handshake")), rng.choice((1, 1, 3)))
+        return (kind, rng.choice(("transfer", "handshake", "setup", "notice")), rng.choice((1, 1, 3)))
     if kind == "restart":
         # vLLM starts with no fewer than the longest request takes
         return (kind, engine, rng.randrange(-(-options.max_model_len // block) + 2, 42))

@@ -68,7 +68,8 @@ PLAYABLE = {
         "vllm": (">=0.22.0", "the copy in earlier ones was not tried"),
     },
     "offloading": {"vllm": (">=0.32", "earlier ones were not tried")},
-    "nixl-pull": {"vllm": (">=0.32,<0.33", "others were not tried")},
+    "nixl-pull": {"vllm": (">=0.32", "earlier ones were not tried")},
+    "nixl-push": {"vllm": (">=0.32", "earlier ones were not tried")},
 }
 
 

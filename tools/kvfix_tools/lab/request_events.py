@@ -135,7 +135,8 @@ class RequestEvents:
         for load in self._connector.reader.loads(metadata) or []:
             self._arrived.pop(load[0], None)
             name, start, end = load
-            self.add(ev.LoadDue(name, start, end, self._connector.reader.whole_blocks))
+            reader = self._connector.reader
+            self.add(ev.LoadDue(name, start, end, reader.whole_blocks, reader.relative))
         if self._by_priority:
             self._count_priority(first)
         drafts = output.scheduled_spec_decode_tokens

@@ -80,9 +80,11 @@ vLLM asserts, and EngineCore dies; or it frees blocks that are in use (scheduler
 All requests of two engines have ended, and all leases between them: then all blocks are free."""),
     LabRule("LAB021", "thread-died", """\
 A thread of an engine that answers others goes on: what they ask for is else never answered, and nothing says so."""),
+    LabRule("LAB022", "kept-of-peer", """\
+All requests of two engines have ended, and all leases between them: then neither keeps anything of the other's."""),
 )  # fmt: skip
 (
     WRONG_CONTENT, LOAD_CAME_SHORT, NEVER_ENDS, NOT_STORED, HARMED_BY_OTHERS, NOT_FOUND, FAULT_OF_KVFIX, WRONG_TEXT,
     NO_REQUEST_CAN_MOVE, STORED_AGAINST_POLICY, ASKED_AGAIN, WRONG_KIND, NEVER_GIVEN_BACK, NOT_ITS_TO_CHANGE,
-    NOT_IN_FLIGHT, BLOCKS_HELD, THREAD_DIED,
+    NOT_IN_FLIGHT, BLOCKS_HELD, THREAD_DIED, KEPT_OF_PEER,
 ) = RULES  # fmt: skip

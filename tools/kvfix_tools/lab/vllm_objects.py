@@ -65,6 +65,7 @@ _CONNECTORS = {
     ),
     "offloading": ("OffloadingConnector", None),
     "nixl-pull": ("NixlConnector", None),
+    "nixl-push": ("NixlPushConnector", None),
 }
 _MODEL: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

@@ -1,0 +1,248 @@
+"""What is between two engines with NixlConnector: the agents by name, the sockets of the handshake, and the threads.
+
+All is in the lab's steps, so that a schedule plays the same way each time.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import zmq
+
+from kvfix_tools.lab.nixl_agent import Agent
+
+
+class Network:
+    """The agents by name, who answers handshakes where, and what is on its way. delay: steps that a transfer takes."""
+
+    def __init__(self, delay: int) -> None:
+        self.delay = delay
+        self.agents: dict[str, Agent] = {}
+        #: host:port -> the function of the thread that answers handshakes there
+        self.listeners: dict[str, Callable[[], None]] = {}
+        #: The message that it gets, and what it sends.
+        self._asked, self._said = b"", list[bytes]()
+        #: Addresses where that thread has died.
+        self.dead_listeners: list[str] = []
+        #: How many of the next fail, and the steps that a handshake takes. setup: of a transfer.
+        self.failing = {"transfer": 0, "handshake": 0, "setup": 0, "notice": 0}
+        self.handshake_steps = 1
+        #: Steps that the threads that write to a peer take from being woken to their work.
+        self.writers_take = 0
+        self._writers: list[_Writer] = []
+        self.now = 0
+        self._handshakes: list[tuple[int, Future[Any], Callable[[], Any]]] = []
+        self._handles = itertools.count(1)
+        self._names = itertools.count(1)
+
+    def agent(self, _: str, config: Any = None) -> Agent:
+        """In place of `nixl_agent`: its name is not vLLM's random one."""
+        name = f"agent-{next(self._names)}"
+        self.agents[name] = made = Agent(self, name)
+        return made
+
+    def handle(self) -> int:
+        return next(self._handles)
+
+    def fails(self, what: str) -> bool:
+        """Whether this one fails."""
+        if not self.failing[what]:
+            return False
+        self.failing[what] -= 1
+        return True
+
+    @property
+    def busy(self) -> bool:
+        agents = any(agent.in_flight or agent.notices for agent in self.agents.values())
+        return agents or bool(self._handshakes) or any(writer.is_woken for writer in self._writers)
+
+    def tick(self) -> None:
+        """A step begins: what is due arrives."""
+        self.now += 1
+        due = [each for each in self._handshakes if each[0] <= self.now]
+        self._handshakes = [each for each in self._handshakes if each[0] > self.now]
+        for _, future, work in due:
+            try:
+                future.set_result(work())
+            except Exception as error:  # noqa: BLE001, PERF203  the worker gets it
+                future.set_exception(error)
+        for agent in list(self.agents.values()):
+            agent.arrive(self.now)
+        self.write()
+
+    def time_passes(self) -> None:
+        """Transfers go on while engines hang."""
+        for agent in list(self.agents.values()):
+            agent.arrive(self.now + self.delay)
+
+    def write(self) -> None:
+        """The threads that write to a peer do what they were woken for."""
+        for writer in self._writers:
+            writer.go_on(self.now)
+
+    def writer(self, **thread: Any) -> _Writer:
+        """In place of such a thread."""
+        made = _Writer(self, thread["target"])
+        self._writers.append(made)
+        return made
+
+    # ------------------------------------------------------------------ the handshake
+
+    def executor(self) -> Any:
+        """In place of the thread that makes the handshakes of one worker."""
+        return _Executor(self)
+
+    def shake_hands(self, work: Callable[[], Any]) -> Future[Any]:
+        future: Future[Any] = Future()
+        self._handshakes.append((self.now + self.handshake_steps, future, work))
+        return future
+
+    @contextmanager
+    def socket(self, kind: Any, path: str) -> Iterator[Any]:
+        """In place of `zmq_ctx`."""
+        yield _Listening(self) if kind == zmq.ROUTER else _Asking(self, path.removeprefix("tcp://"))
+
+    def listen(self, **thread: Any) -> _Thread:
+        """In place of the thread that answers handshakes."""
+        *arguments, ready, _, host, port = thread["args"]
+        self.listeners[f"{host}:{port}"] = lambda: thread["target"](*arguments, ready, _Stopped, host, port)
+        return _Thread(ready)
+
+    def ask(self, address: str, message: bytes) -> list[bytes]:
+        """The answer of who listens there. Its thread ends if it raises, and nothing is answered any more."""
+        if address not in self.listeners or self.fails("handshake"):
+            raise zmq.Again
+        self._asked, self._said = message, []
+        try:
+            self.listeners[address]()
+        except Exception:  # noqa: BLE001
+            self.dead_listeners.append(address)
+            del self.listeners[address]
+        if not self._said:
+            raise zmq.Again
+        return self._said
+
+
+class _Executor:
+    def __init__(self, network: Network) -> None:
+        self._network = network
+
+    def submit(self, function: Callable[..., Any], *arguments: Any) -> Future[Any]:
+        return self._network.shake_hands(lambda: function(*arguments))
+
+    def shutdown(self, wait: bool = True) -> None: ...
+
+
+class _Stopped:
+    """In place of the event that ends the thread: it is looked at when no message is left."""
+
+    @staticmethod
+    def is_set() -> bool:
+        return True
+
+
+class _Thread:
+    def __init__(self, ready: Any) -> None:
+        self._ready = ready
+
+    def start(self) -> None:
+        self._ready.set()
+
+    def join(self, timeout: float = 0) -> None: ...
+
+
+class _Asking:
+    """The socket of the worker that asks for a handshake."""
+
+    def __init__(self, network: Network, address: str) -> None:
+        self._network = network
+        self._address = address
+        self._message = b""
+
+    def setsockopt(self, *_: Any) -> None: ...
+
+    def send(self, message: bytes) -> None:
+        self._message = message
+
+    def recv_multipart(self) -> list[bytes]:
+        return self._network.ask(self._address, self._message)
+
+
+class _Listening:
+    """The socket of the thread that answers it: there is one message."""
+
+    def __init__(self, network: Network) -> None:
+        self._network = network
+        self._left = True
+
+    def setsockopt(self, *_: Any) -> None: ...
+
+    def recv_multipart(self) -> tuple[bytes, bytes, bytes]:
+        if not self._left:
+            raise zmq.Again
+        self._left = False
+        return b"worker", b"", self._network._asked
+
+    def send_multipart(self, parts: Sequence[bytes]) -> None:
+        self._network._said = list(parts[2:])
+
+
+class _Waits(Exception):
+    """A round of a thread's loop ends: the thread waits."""
+
+
+class Signal:
+    """In place of the events of the thread that writes to a peer."""
+
+    def __init__(self) -> None:
+        self._is_set = False
+
+    def set(self) -> None:
+        self._is_set = True
+
+    def clear(self) -> None:
+        self._is_set = False
+
+    def is_set(self) -> bool:
+        return self._is_set
+
+    def wait(self, timeout: float | None = None) -> None:
+        raise _Waits
+
+
+class _Writer:
+    """In place of the thread of push mode: it makes one round each time it is woken, and in each step while it polls.
+
+    loop: NixlPushConnectorWorker._push_writer_loop.
+    """
+
+    def __init__(self, network: Network, loop: Any) -> None:
+        self._network = network
+        self._loop = loop
+        self._woken_at: int | None = None
+
+    @property
+    def is_woken(self) -> bool:
+        worker = self._loop.__self__
+        return not worker._push_writer_stop.is_set() and worker._push_writer_wake.is_set()
+
+    def go_on(self, now: int) -> None:
+        worker = self._loop.__self__
+        if worker._push_writer_stop.is_set() or not (self.is_woken or worker._push_finished_blocks):
+            return
+        if self._woken_at is None:
+            self._woken_at = now
+        if now - self._woken_at < self._network.writers_take:
+            return
+        self._woken_at = None
+        worker._push_writer_wake.clear()
+        with suppress(_Waits):
+            self._loop()
+
+    def start(self) -> None: ...
+
+    def join(self, timeout: float = 0) -> None: ...

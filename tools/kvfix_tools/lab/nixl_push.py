@@ -1,0 +1,74 @@
+"""NixlConnector in push mode: the prefill engine writes into the decode engine's blocks (nixl.py has the rest).
+
+The decode engine sends the prefill engine its blocks (a registration, as a notice). The thread that writes is the lab's
+(nixl_network.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvfix.ledger import events as ev
+from kvfix_tools.lab.nixl import PORT, NixlSide, NixlWorker
+from kvfix_tools.lab.pair_engine import Params
+
+
+class PushWorker(NixlWorker):
+    """With what it writes, and what is written into its blocks."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._note_writes()
+
+    def _note_writes(self) -> None:
+        write, done = self.adapter._xfer_blocks_for_req, self.adapter._pop_done_transfers
+
+        def writes(req_id: str, meta: Any) -> None:
+            write(req_id=req_id, meta=meta)
+            if req_id in self.adapter._sending_transfers:
+                self.side.add_to_pair(ev.WriteBegun(req_id, meta.remote.request_id))
+
+        def pops(transfers: Any) -> Any:
+            ended, failed = done(transfers)
+            if transfers is self.adapter._sending_transfers:
+                for name in ended:
+                    self.side.add_to_pair(ev.WriteEnded(name))
+            return ended, failed
+
+        self.adapter._xfer_blocks_for_req = writes
+        self.adapter._pop_done_transfers = pops
+
+    def start_step(self, metadata: Any, forward: bool) -> None:
+        super().start_step(metadata, forward)
+        self.side.network.write()
+
+    def get_finished(self, ended: set[str]) -> Any:
+        waiting = self.adapter._recving_metadata
+        for notice in list(self.adapter._pending_completion_notifs.queue):
+            name = notice.decode().rpartition(":")[0]
+            if name and not notice.startswith(b"HB:"):
+                self.side.add_to_pair(ev.Written(name, name in waiting))
+        return super().get_finished(ended)
+
+    def has_loaded(self, name: str, of: str) -> None: ...
+
+
+class PushSide(NixlSide):
+    """Both roles of one engine."""
+
+    worker_class = PushWorker
+
+    def busy(self) -> bool:
+        return super().busy() or bool(self.loading())  # the peer may push yet
+
+    def kept_of_peer(self) -> set[str]:
+        return set(self.workers[0].adapter._pending_d_registrations)
+
+    def for_decode(self, name: str, answer: Params | None) -> Params | None:
+        if answer is not None:
+            return answer
+        return {
+            "do_remote_prefill": True, "do_remote_decode": False, "remote_block_ids": [],
+            "remote_engine_id": self.engine_id, "remote_request_id": name, "remote_host": self.name,
+            "remote_port": PORT, "tp_size": 1,
+        }  # fmt: skip

@@ -1,0 +1,97 @@
+"""One of two engines (pair.py), and what both ask of their connector beyond what one does (connector.py)."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from kvfix.ledger.events import Event
+from kvfix_tools.lab.connector import Connector
+from kvfix_tools.lab.lab_engine import STEP, LabEngine
+from kvfix_tools.lab.memory import Slots
+from kvfix_tools.lab.options import Options
+
+if TYPE_CHECKING:
+    from kvfix_tools.lab.pair import Pair
+
+Params = dict[str, Any]
+#: connector -> (module of the lab, class)
+_SIDES = {"nixl-pull": ("nixl", "NixlSide"), "nixl-push": ("nixl_push", "PushSide")}
+
+
+class PairSide(Connector):
+    """A connector between two engines: both its roles in one of them.
+
+    It is made with (options, memories, network, name of the engine's host, its engine id, which is another after each
+    start). The network is what `network` has made, one for both engines. Of it the world uses `now` and `tick()`,
+    `busy`, `dead_listeners`, `failing` and `handshake_steps`, as nixl_network.Network has them.
+    """
+
+    #: Takes events of a lease, which is of both engines.
+    add_to_pair: Callable[[Event], None]
+
+    @classmethod
+    @abstractmethod
+    def make_network(cls, options: Options) -> Any:
+        """What is between the two."""
+
+    @abstractmethod
+    def for_prefill(self, name: str) -> Params:
+        """The kv_transfer_params with which the router sends this request to the prefill engine."""
+
+    def for_decode(self, name: str, answer: Params | None) -> Params | None:
+        """Those with which it sends it to the decode engine. Of the prefill engine's side.
+
+        answer: what the prefill engine has answered; None: the router does not wait for it.
+        """
+        return answer
+
+    @property
+    @abstractmethod
+    def leases(self) -> set[str]:
+        """Requests whose blocks are kept for the peer."""
+
+    def kept_of_peer(self) -> set[str]:
+        """Requests of the peer of which something is kept."""
+        return set()
+
+    @abstractmethod
+    def keeps(self, request: str) -> bool:
+        """Whether the blocks of this request, which has just ended, will be kept for the peer."""
+
+
+def side_class(options: Options) -> type[PairSide]:
+    """The connector of these options."""
+    module, name = _SIDES[options.connector]
+    made: type[PairSide] = getattr(import_module(f"kvfix_tools.lab.{module}"), name)
+    return made
+
+
+class PairEngine(LabEngine):
+    """One of the two. name: of its host."""
+
+    connector: PairSide
+
+    def __init__(self, options: Options, pair: Pair, name: str, engine_id: str) -> None:
+        self.name = name
+        self._pair = pair
+        self._engine_id = engine_id
+        super().__init__(options)
+
+    def _connected(self, options: Options, memories: Sequence[Slots]) -> Any:
+        side: Any = side_class(options)
+        made = side(options, memories, self._pair.network, self.name, self._engine_id)
+        made.add_to_pair = self._pair.add
+        return made
+
+    def answered(self, outputs: Any) -> None:
+        for of_client in outputs.values():
+            for output in of_client.outputs:
+                if output.finish_reason is not None:
+                    self._pair.answered(self, output)
+
+    def iterate(self) -> None:
+        self.request_events.seconds = self._pair.seconds - STEP
+        super().iterate()

@@ -1,0 +1,158 @@
+"""The router between two engines (pair.py): it does what vLLM's toy proxy does.
+
+It has the prefill engine compute the prompt (one token), takes `kv_transfer_params` out of what that answers, and sends
+the request with them to the decode engine. Where the connector pushes, it may send the request to both at once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from kvfix_tools.lab.pair_engine import PairEngine, Params
+
+if TYPE_CHECKING:
+    from kvfix_tools.lab.pair import Pair
+
+#: What may be wrong with the parameters of a request for decode: they come from the router, or whoever sent it.
+MALFORMED: dict[str, Callable[[Params], Params]] = {
+    "no_blocks": lambda params: {**params, "remote_block_ids": []},
+    "no_host": lambda params: {key: value for key, value in params.items() if key != "remote_host"},
+    "no_request": lambda params: {key: value for key, value in params.items() if key != "remote_request_id"},
+    "no_tp_size": lambda params: {key: value for key, value in params.items() if key != "tp_size"},
+    "fewer_blocks": lambda params: {**params, "remote_block_ids": [_blocks(params)[:-1]]},
+    "more_blocks": lambda params: {**params, "remote_block_ids": [[*_blocks(params), 1]]},
+    "flat_blocks": lambda params: {**params, "remote_block_ids": _blocks(params)},
+    "odd_blocks": lambda params: {**params, "remote_block_ids": [["x"] * len(_blocks(params))]},
+    "far_blocks": lambda params: {**params, "remote_block_ids": [[1 << 20] * len(_blocks(params))]},
+    "other_engine": lambda params: {**params, "remote_engine_id": "other"},
+    "other_port": lambda params: {**params, "remote_port": 1},
+    "decode_too": lambda params: {**params, "do_remote_decode": True, "do_remote_prefill": False},
+    "more_ranks": lambda params: {**params, "pp_size": 2},
+    "odd_engine": lambda params: {**params, "remote_engine_id": ["other"]},
+    "alone": lambda params: {**params, "do_remote_prefill": False},
+    "nothing": lambda params: {},
+}
+
+
+def _blocks(params: Params) -> list[Any]:
+    return list(params["remote_block_ids"][0]) if params["remote_block_ids"] else []
+
+
+class _Asked(NamedTuple):
+    """What the client of a request has asked for. at_once: it is with both engines."""
+
+    prompt: list[int]
+    max_tokens: int
+    at_once: bool
+
+
+class Router:
+    """`counts` what it has done."""
+
+    def __init__(self, pair: Pair) -> None:
+        self._pair = pair
+        self.counts: Counter[str] = Counter()
+        self._asked: dict[str, _Asked] = {}
+        #: Steps that it takes for an answer, and what it has to send: (step, request, parameters).
+        self.takes = 0
+        self._to_send: list[tuple[int, str, Params | None]] = []
+        #: The last parameters of each request, and what is wrong with the next ones.
+        self._params: dict[str, Params] = {}
+        self._malformed: list[str] = []
+        #: Ids that each request has had: vLLM adds a part of its own to the router's.
+        self._ids: Counter[str] = Counter()
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._to_send)
+
+    @property
+    def asked(self) -> list[str]:
+        """Requests that it has got."""
+        return list(self._asked)
+
+    @property
+    def sent(self) -> list[str]:
+        """Those that it may send to the decode engine again."""
+        return list(self._params)
+
+    @property
+    def waiting(self) -> set[str]:
+        """Requests that the prefill engine has answered and the decode engine has not got."""
+        return {each[1] for each in self._to_send}
+
+    def ask(self, name: str, prompt: list[int], max_tokens: int, prefill_tokens: int, at_once: bool) -> None:
+        """prefill_tokens: what it lets the prefill engine generate. at_once: it sends it to both engines."""
+        prefill = self._pair.prefill
+        self._asked[name] = _Asked(prompt, max_tokens, at_once)
+        self._admit(prefill, self._id(name), prompt, prefill_tokens, prefill.connector.for_prefill(name))
+        if at_once:
+            self.counts["at_once"] += 1
+            self._to_send.append((self._pair.network.now, name, prefill.connector.for_decode(name, None)))
+
+    def ask_decode(self, name: str, prompt: list[int], max_tokens: int) -> None:
+        self._admit(self._pair.decode, f"{name}-{2:08x}", prompt, max_tokens, None)
+
+    def ask_again(self, name: str) -> None:
+        """It gives a request up and begins anew."""
+        asked = self._asked[name]
+        self.counts["asked_again"] += 1
+        self.ask(name, asked.prompt, asked.max_tokens, 1, asked.at_once)
+
+    def send_again(self, name: str) -> None:
+        params = self._params.get(name)
+        if params is not None:
+            self.counts["sent_again"] += 1
+            asked = self._asked[name]
+            self._admit(self._pair.decode, self._id(name), asked.prompt, asked.max_tokens, dict(params))
+
+    def malform(self, what: str) -> None:
+        self._malformed.append(what)
+
+    def forget(self, name: str) -> None:
+        """Its client is gone."""
+        self._to_send = [each for each in self._to_send if each[1] != name]
+
+    def forget_params(self) -> None:
+        """Nothing is sent again."""
+        self._params.clear()
+
+    def answered(self, engine: PairEngine, output: Any) -> None:
+        """A request of an engine has ended."""
+        name = output.request_id.rpartition("-")[0]
+        params = output.kv_transfer_params
+        aborted = "abort" in str(output.finish_reason).lower()
+        if engine is not self._pair.prefill or name not in self._asked or aborted:
+            return
+        if params is not None:
+            self.counts["leases"] += engine.connector.keeps(output.request_id)
+            self.counts["stored_tokens"] += params.get("remote_num_tokens", 0)
+        if not self._asked[name].at_once:
+            due = self._pair.network.now + self.takes
+            self._to_send.append((due, name, engine.connector.for_decode(name, params)))
+
+    def tick(self) -> None:
+        """A step begins: what is due is sent."""
+        now = self._pair.network.now
+        due = [each for each in self._to_send if each[0] <= now]
+        self._to_send = [each for each in self._to_send if each[0] > now]
+        for _, name, params in due:
+            asked = self._asked[name]
+            if params and self._malformed:
+                params = MALFORMED[self._malformed.pop(0)](params)
+                self.counts["malformed"] += 1
+                self._pair.may_fail()
+            elif params:
+                self._params[name] = params
+            self._admit(self._pair.decode, self._id(name), asked.prompt, asked.max_tokens, dict(params or {}))
+
+    def _id(self, name: str) -> str:
+        self._ids[name] += 1
+        return f"{name}-{self._ids[name]:08x}"
+
+    def _admit(self, engine: PairEngine, name: str, prompt: list[int], most: int, params: Params | None) -> None:
+        if engine.is_free(name):
+            sampling = {"extra_args": {"kv_transfer_params": params}} if params else {}
+            engine.admit(name, prompt, most, sampling=sampling)
