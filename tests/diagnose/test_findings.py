@@ -231,6 +231,13 @@ def hits() -> dict[str, list[str]]:
             logged(NEWEST, "creating", "vllm-instance")
             + "(APIServer pid=1) RuntimeError: Engine core initialization failed. Failed core proc(s): {}\n"
         ],
+        "KVD644": [
+            "".join(
+                asked(NEWEST, 4096, 0, 0, 0, f"r{n}")
+            + logged(NEWEST, "stored", f"r{n}", 4096, 4096, 0.75, 9.0, 80.0, 8.0, 1)
+                for n in range(12)
+            )
+        ],
         "KVD976": [
             "(APIServer pid=7) INFO 12-03 01:24:01 [utils.py:253] non-default args: {'kv_offloading_size': 16.0}\n"
             + "".join(stats(8, 0, 50.0, second, prompt=900.0, external=0.0) for second in range(5))

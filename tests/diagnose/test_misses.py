@@ -138,6 +138,12 @@ def misses() -> list[tuple[str, str]]:
         ("KVD159", logged(NEWEST, "creating", "vllm-instance") + version(NEWEST)
                    + "(APIServer pid=1) RuntimeError: Engine core initialization failed.\n"),
         ("KVD159", logged(NEWEST, "creating", "vllm-instance")),
+        # It fits.
+        ("KVD644", "".join(
+            asked(NEWEST, 4096, 0, 0, 0, f"r{n}")
+            + logged(NEWEST, "stored", f"r{n}", 4096, 4096, 0.25, 9.0, 80.0, 8.0, 1)
+            for n in range(12)
+        )),
         # One interval with a hit; and no connector that keeps anything.
         ("KVD976", OFFLOADS + "".join(stats(8, 0, 50.0, n, prompt=900.0, external=0.1 * (n == 2)) for n in range(6))),
         ("KVD976", "".join(stats(8, 0, 50.0, n, prompt=900.0, external=0.0) for n in range(6))),
