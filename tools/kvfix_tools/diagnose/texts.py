@@ -25,12 +25,13 @@ _SECOND, STAMP = len(b"2026-11-21 01:41:27"), len(b"2026-11-21 01:41:27,007")
 _VLLM = re.compile(rb"(DEBUG|INFO|WARNING|ERROR|CRITICAL) +\d\d-\d\d \d\d:\d\d:\d\d(?:\.\d+)? \[?([^\[\]\s]*:\d+)\] ?")
 _PROCESS = re.compile(rb"\((\w+)(?: rank=(\d+))?[^()\n]{0,40}? ?pid=(\d+)\)")
 #: Levels of other loggers: logging's own format, uvicorn, glog (Mooncake, NIXL), UCX, spdlog (InfiniStore); and what
-#: argparse says.
+#: argparse, Docker and Helm say.
 _OTHER = re.compile(
     rb"(?:^|[\s\]\[|])(?:(?P<level>WARNING|WARN|ERROR|CRITICAL|FATAL)\b[\s:\]-]"
     rb"|(?P<glog>[WEF])(?:\d{4}){1,2} \d\d:\d\d:\d\d|\[infini\] \[(?P<spdlog>warning|error|critical)\]"
     rb"|\[(?P<cann>ERROR)\] [A-Z]{2,12}\(\d"
-    rb"|(?P<usage>error): (?:argument|unrecognized|the following) )"
+    rb"|(?P<usage>error): (?:argument|unrecognized|the following) "
+    rb"|(?P<container>docker|Error response from daemon|nvidia-container-cli|Error: INSTALLATION FAILED): .|exec format (?P<format>error))"
 )
 _LEVELS = {b"W": "warning", b"E": "error", b"F": "critical", b"WARN": "warning", b"FATAL": "critical"}
 MILLISECONDS = {b"%03d" % number: number / 1000 for number in range(1000)}
@@ -121,7 +122,7 @@ class Other:
         other = _OTHER.search(self._text)
         if other is None:
             return ""
-        name = other["level"] or other["glog"] or other["spdlog"] or other["cann"] or other["usage"]
+        name = other["level"] or other["glog"] or other["spdlog"] or other["cann"] or other["usage"] or b"error"
         return _LEVELS.get(name, name.decode().lower())
 
     @cached_property

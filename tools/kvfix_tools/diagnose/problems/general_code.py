@@ -13,6 +13,7 @@ PROBLEMS = (
         severity=Severity.CRASH,
         title="One package calls another in a way that the installed release of that one does not take.",
         shows=(
+            Failed(text="operator torchvision::nms does not exist"),
             Failed(kind="TypeError", text="got an unexpected keyword argument"),
             Failed(kind="TypeError", text="required positional argument"),
             Failed(kind="TypeError", text="required keyword-only argument"),

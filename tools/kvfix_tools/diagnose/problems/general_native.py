@@ -98,6 +98,7 @@ PROBLEMS = (
             "no CUDA-capable device is detected",
             "Failed to infer device type",
             "CUDA error: initialization error",
+            "could not select device driver",
         ),
         cause="The container was started without GPUs, CUDA_VISIBLE_DEVICES names too few, or the driver is not "
         "loaded.",
@@ -146,6 +147,7 @@ PROBLEMS = (
         title="A kernel or an extension could not be compiled at run time.",
         shows=(
             *either("Error compiling objects for extension", "Error building extension", "Ninja is required"),
+            *either("mismatches the version that was used to compile PyTorch"),
             Failed(kind="CalledProcessError"),
             Failed(kind="CompilationError"),
             Failed(kind="OutOfResources"),

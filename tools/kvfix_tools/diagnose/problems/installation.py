@@ -216,6 +216,7 @@ PROBLEMS = (
             Failed(text="CUDA driver version is insufficient for CUDA runtime version"),
             Failed(text="The NVIDIA driver on your system is too old"),
             Failed(text="forward compatibility was attempted on non supported HW"),
+            Logged("requirement error: unsatisfied condition: cuda>="),
         ),
         cause="The packages are of a newer CUDA than the driver knows; nvidia-smi says up to which CUDA it goes. On "
         "AMD, with cupy in the traceback: cupy is the one for CUDA (cupy.cuda.runtime.is_hip is False).",

@@ -73,4 +73,18 @@ PROBLEMS = (
         "without --enable-sleep-mode",
         good="the set-up",
     ),
+    Problem(
+        code="KVD657",
+        name="encoder-output-gone",
+        severity=Severity.CRASH,
+        title="The encoder's output of an image or audio is gone when the tokens behind it are computed.",
+        shows=(Failed(text="Encoder cache miss for <hash>"),),
+        cause="vLLM computes an image once, and leaves it out where its tokens are computed already or come from the "
+        "connector. A load that ends within an image, or fails and is rolled back into one, needs an output that was "
+        "never made or has been freed.",
+        now="requests with images to an instance without --kv-transfer-config; or --no-enable-prefix-caching with the "
+        "connector; a larger --max-num-batched-tokens, so that an image is not split",
+        good="report it with `kvfix-diagnose LOG --issue FILE.md`: no release up to 0.33.0 is known to be right",
+        sure=False,
+    ),
 )
