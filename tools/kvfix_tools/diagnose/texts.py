@@ -31,7 +31,8 @@ _OTHER = re.compile(
     rb"|(?P<glog>[WEF])(?:\d{4}){1,2} \d\d:\d\d:\d\d|\[infini\] \[(?P<spdlog>warning|error|critical)\]"
     rb"|\[(?P<cann>ERROR)\] [A-Z]{2,12}\(\d"
     rb"|(?P<usage>error): (?:argument|unrecognized|the following) "
-    rb"|(?P<container>docker|Error response from daemon|nvidia-container-cli|Error: INSTALLATION FAILED): .|exec format (?P<format>error))"
+    rb"|(?P<container>docker|Error response from daemon|nvidia-container-cli|Error: INSTALLATION FAILED): ."
+    rb"|exec format (?P<format>error))"
 )
 _LEVELS = {b"W": "warning", b"E": "error", b"F": "critical", b"WARN": "warning", b"FATAL": "critical"}
 MILLISECONDS = {b"%03d" % number: number / 1000 for number in range(1000)}
