@@ -75,3 +75,12 @@ def test_a_first_pd_mode_that_gives_no_memory_is_not_taken_for_gds() -> None:
         "AssertionError",
     )  # fmt: skip
     assert codes(diagnose(failed)) == ["KVD064"]
+
+
+def test_a_stuck_pull_of_mooncake_is_told_once_and_by_its_cause() -> None:
+    """vLLM leaves the request waiting: that nothing moves is what follows, and no fix for other causes is offered."""
+    pulled = (
+        "(Worker pid=7) ERROR 12-03 01:24:36 [mooncake_connector.py:1900] pulling kv_caches for r-1 failed: "
+        "Mooncake transfer engine returned -1\n"
+    )
+    assert codes(diagnose(pulled, *[stats(waiting=1)] * 4)) == ["KVD502"]

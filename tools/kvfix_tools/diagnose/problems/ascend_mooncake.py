@@ -168,4 +168,22 @@ PROBLEMS = (
         "Not aligned: vllm-ascend with its own allocator, without PYTORCH_NPU_ALLOC_CONF of your own",
         good="vllm-ascend, CANN and Mooncake of one image",
     ),
+    Problem(
+        code="KVD005",
+        name="mooncake-groups-of-peer-differ",
+        severity=Severity.CRASH,
+        title="Prefill names blocks of fewer KV groups than decode has, and decode dies of it.",
+        shows=(
+            Failed(kind="IndexError", within="mooncake_connector.py:start_load_kv"),
+            Failed(kind="IndexError", within="mooncake_hybrid_connector.py:start_load_kv"),
+            Failed(kind="IndexError", within="mooncake_hybrid_connector.py:_transfer_kv_cache_all_groups"),
+            Failed(kind="IndexError", within="mooncake_connector.py:_transfer_kv_cache"),
+        ),
+        cause="What makes a KV group is set on one side only: a draft model or MTP (--speculative-config), the hybrid "
+        "KV cache manager, --block-size, or another release. The group of the draft model is the last in the list.",
+        now="the same --speculative-config, --block-size and --disable-hybrid-kv-cache-manager on prefill and decode "
+        "(prefill may set num_speculative_tokens to 1); restart both",
+        good="one configuration for both roles, with only kv_role, ports and parallel sizes apart",
+        threads=("https://github.com/vllm-project/vllm-ascend/issues/16177",),
+    ),
 )

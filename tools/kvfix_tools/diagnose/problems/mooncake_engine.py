@@ -139,4 +139,28 @@ PROBLEMS = (
         good="one metadata server that outlives the engines, or P2PHANDSHAKE",
         sure=False,
     ),
+    Problem(
+        code="KVD006",
+        name="mooncake-nvlink-not-possible",
+        severity=Severity.CRASH,
+        title="Mooncake takes its NVLink transport, which this build or this machine does not have.",
+        shows=(
+            Logged("Unsupported transport nvlink"),
+            Logged("Unsupported transport nvlink_intra, please rebuild Mooncake"),
+            Logged("NvlinkTransport: cuMemCreate failed: <code>"),
+            Logged("NvlinkTransport: cuMemExportToShareableHandle failed: <code>"),
+            Logged("NvlinkTransport: not all <what> support"),
+        ),
+        cause="Where Mooncake finds no RDMA device (a container without /dev/infiniband), or with MC_FORCE_MNNVL, it "
+        "takes NVLink between nodes: a build with USE_MNNVL, and for cuMemCreate (800: not permitted, 801: not "
+        "supported) an NVLink fabric with IMEX (GB200; not H20, H100 in one node). The wheel has no nvlink_intra.",
+        now="container with --device /dev/infiniband --ulimit memlock=-1; without RDMA `protocol: tcp` "
+        '("mooncake_protocol": "tcp") and unset MC_FORCE_MNNVL; for NVLink within a node NixlConnector with UCX\'s '
+        "cuda_ipc; restart both",
+        good="a transport that the machine has, named in the configuration",
+        threads=(
+            "https://github.com/kvcache-ai/Mooncake/pull/1612",
+            "https://github.com/kvcache-ai/Mooncake/issues/965",
+        ),
+    ),
 )

@@ -69,6 +69,7 @@ PROBLEMS = (
             Logged("Connect timeout to: <target>, you can increase the timeout"),
         ),
         sentence="{target}",
+        replaces=("KVD503", "KVD519", "KVD520"),
         cause="The NPUs' own network (not the hosts') has no way between the nodes, or the connection takes longer "
         "than ASCEND_CONNECT_TIMEOUT.",
         now="`hccn_tool -i N -ping -g address IP` between the NPUs, `ASCEND_CONNECT_TIMEOUT=30000`; "
@@ -93,7 +94,7 @@ PROBLEMS = (
             Logged("Failed to modity QP to RTR, check mtu, gid, peer lid, peer qp num"),
             Logged("Failed to modify QP to INIT"),
         ),
-        replaces=("KVD020",),
+        replaces=("KVD020", "KVD886", "KVD520", "KVD519"),
         cause="The queue pair to the peer breaks or does not come up: another GID index or MTU, a NIC that does not "
         "reach the other node's NIC, or a peer that died (`transport retry counter exceeded`). `to INIT` is the own "
         "NIC: its port is not ACTIVE, or its driver refuses (irdma).",

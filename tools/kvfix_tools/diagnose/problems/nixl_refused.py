@@ -193,4 +193,22 @@ PROBLEMS = (
         good="vLLM 0.32 or newer, whose NIXL worker has no such assertion, with --mamba-cache-mode align on both sides",
         threads=("https://github.com/ai-dynamo/dynamo/issues/12197",),
     ),
+    Problem(
+        code="KVD007",
+        name="nixl-agent-of-this-name-changed",
+        severity=Severity.HANG,
+        title="NIXL knows a peer of this name already, with other connection data.",
+        shows=(
+            Failed(kind="nixlNotAllowedError", within="add_remote_agent"),
+            Failed(kind="nixlNotAllowedError", text="NIXL_ERR_NOT_ALLOWED", within="loadRemoteMD"),
+        ),
+        sure=False,
+        cause="A peer's metadata may be loaded again, but not changed. The peer was restarted under its old agent "
+        "name, two peers have one name, or its metadata was read while it still registered memory or backends (many "
+        "requests at once).",
+        now="restart this engine too; agent names of their own for each process (vLLM draws one at each start; "
+        "Dynamo's nixl_connect takes the one that is given); fewer requests at once until then",
+        good="the old peer removed (remove_remote_agent) before the new one is added",
+        threads=("https://github.com/ai-dynamo/dynamo/issues/2998",),
+    ),
 )

@@ -137,4 +137,24 @@ PROBLEMS = (
         sure=False,
         threads=("https://github.com/kvcache-ai/Mooncake/issues/261",),
     ),
+    Problem(
+        code="KVD004",
+        name="p2p-nccl-layout-not-known",
+        severity=Severity.CRASH,
+        title="P2pNcclConnector cuts the KV cache as if it had another layout.",
+        shows=(
+            Failed(kind="RuntimeError", within="p2p_nccl_connector.py:extract_kv_from_layer"),
+            Failed(kind="RuntimeError", within="p2p_nccl_connector.py:inject_kv_into_layer"),
+            Failed(kind="IndexError", within="p2p_nccl_connector.py:extract_kv_from_layer"),
+            Failed(kind="IndexError", within="p2p_nccl_connector.py:inject_kv_into_layer"),
+            Failed(kind="AttributeError", within="p2p_nccl_connector.py:extract_kv_from_layer"),
+        ),
+        cause="vLLM before 0.10 takes [2, blocks, ...] for granted, and MLA (DeepSeek) has no 2. Later ones know MLA "
+        "and FlashInfer's [blocks, 2, ...], but no hybrid model (Mamba, sliding windows) and no different block sizes "
+        "on the two sides.",
+        now="NixlConnector in its place; or with P2pNcclConnector vLLM 0.10 or newer, the default attention backend "
+        "and one --block-size on both sides, --disable-hybrid-kv-cache-manager",
+        good="NixlConnector: P2pNcclConnector is not in vLLM 0.26.0 and later",
+        threads=("https://github.com/vllm-project/vllm/pull/20246",),
+    ),
 )

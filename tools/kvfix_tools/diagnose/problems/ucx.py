@@ -128,8 +128,9 @@ PROBLEMS = (
             Logged("no put short transport to <peer>"),
             Logged("no remote memory access transport to <peer>"),
             Logged("no tag transport to <peer>"),
+            Logged("failed to select lane for local device"),
         ),
-        replaces=("KVD554", "KVD570"),
+        replaces=("KVD554", "KVD570", "KVD373"),
         cause="The line lists each transport with its reason. `not enabled` or a list that lacks tcp and rc: UCX_TLS "
         "leaves out what is needed for messages (cuda_ipc and cuda_copy move memory only, posix and sysv do not reach "
         "another container or node). `Destination is unreachable`: the network card of UCX_NET_DEVICES does not lead "
