@@ -56,6 +56,12 @@ def test_kvbm_that_waits_is_told_of_a_start_that_never_ends() -> None:
     assert codes(diagnose(ping, stats(running=1, generation=3.0))) == []
 
 
+def test_a_worker_that_mooncakes_master_drops_is_told_of_at_info() -> None:
+    expired = "I0929 15:50:18.427733   862 master_service.cpp:913] client_id=49-53, action=client_expired\n"
+    assert codes(diagnose(expired)) == ["KVD196"]
+    assert codes(diagnose(expired.replace("client_expired", "client_mounted"))) == []
+
+
 def test_rust_that_panics_is_a_death() -> None:
     panic = "thread 'tokio-runtime-worker' panicked at /opt/dynamo/lib/llm/src/block_manager/pool.rs:220:69:\n"
     assert codes(diagnose(panic)) == ["KVD199"]

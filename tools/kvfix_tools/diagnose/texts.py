@@ -49,6 +49,8 @@ _DEATHS = (
     b"ault", b"illed", b"SIG", b"Bus error", b"terminate called", b"exit code", b"lookup error", b"Assertion",
     b"llegal ins", b"Aborted", b"137", b"(): ", b"corrupt", b"= backtrace", b"panicked at",
 )  # fmt: skip
+#: What is bad news, and said at INFO: by KVBM, and by Mooncake's master.
+_BAD_AT_INFO = (b"Ping timed out", b"action=client_expired", b"action=unmount_expired_segment")
 #: What an engine or a server says when it is asked to end: errors after it are no failure.
 _CLOSING = (b"Unregistered ", b"Shutting down LMCache", b"Gracefully shutting down")
 #: LMCache's messages by the first bytes of their bodies.
@@ -148,7 +150,7 @@ class Other:
             return "raised", {**with_meaning(raised), "level": self.level}
         if self.level in ("", "info") and (b"kv_connector" in body or b"connector with name" in body):
             return WHO, {}
-        if b"Ping timed out" in text:  # KVBM says it at INFO
+        if any(words in text for words in _BAD_AT_INFO):
             return "logged", {"level": "warning", "logger": "", "place": ""}
         if self.level in ("warning", "error", "critical"):
             place = head[2].decode("utf-8", "replace") if head else ""

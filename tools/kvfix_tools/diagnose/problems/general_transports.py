@@ -10,8 +10,8 @@ from kvfix_tools.diagnose.problems import Failed, Logged, Problem, Sign
 
 
 def logged_by(*files: str) -> tuple[Sign, ...]:
-    """Signs of errors that these files log."""
-    return tuple(Logged(f" {file}:<line>] ") for file in files)
+    """Signs of errors that these files log: by glog, or by yalantinglibs (.hpp)."""
+    return tuple(Logged(f"{'[' if file.endswith('.hpp') else ' '}{file}:<line>] ") for file in files)
 
 
 PROBLEMS = (
@@ -24,6 +24,8 @@ PROBLEMS = (
         shows=logged_by(
             "master_client.cpp",
             "coro_rpc_client.hpp",
+            "coro_rpc_server.hpp",
+            "coro_http_server.hpp",
             "rpc_service.cpp",
             "master_service.cpp",
             "wrapped_master_service.cpp",
@@ -33,7 +35,8 @@ PROBLEMS = (
         sure=False,
         cause="The status at the line's end decides: a time-out or a closed connection: the master is not there, has "
         "restarted, or is too busy. A status of its own (INVALID_PARAMS, OBJECT_NOT_FOUND ...): master and client are "
-        "of different releases, or the object has been evicted.",
+        "of different releases, or the object has been evicted. `bad address: 0.0.0.0 error: Host not found`: this "
+        "host has no IPv4 address but loopback's, so no port is opened there.",
         now="on the worker's node: nc -vz HOST PORT with master_server_address; pip show mooncake-transfer-engine on "
         "both sides (one release); the master's own log at this time",
         good="one release of Mooncake on master and workers, and a master that outlives them",

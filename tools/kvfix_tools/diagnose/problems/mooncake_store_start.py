@@ -1,4 +1,4 @@
-"""The Mooncake store's clients: what keeps them from starting."""
+"""The Mooncake store's clients and its master: what keeps them from starting, or from each other."""
 
 from __future__ import annotations
 
@@ -95,5 +95,52 @@ PROBLEMS = (
         "another port for each worker; after a kill restart the metadata server (or mooncake_master)",
         good='"metadata_server": "P2PHANDSHAKE", which keeps no entries',
         threads=("https://github.com/kvcache-ai/Mooncake/issues/863",),
+    ),
+    Problem(
+        code="KVD196",
+        name="mooncake-client-expired",
+        severity=Severity.SLOW,
+        title="The Mooncake master dropped a worker, and with it all that is stored in that worker's memory.",
+        shows=(
+            Logged("client_id=<client>, action=client_expired"),
+            Logged("action=unmount_expired_segment"),
+            Logged("OffloadObjectHeartbeat failed, error code is SEGMENT_NOT_FOUND"),
+        ),
+        sure=False,
+        cause="No ping in client_ttl (10 s). Normal after a worker ended. Of one that runs: older clients (2025) ping "
+        "only if their master address starts with etcd:// (`Ping=0/0` in the master's metrics: none does), but a "
+        "master with --enable-ha expects it; or the ping is late: CPU taken (cores bound, a large segment registered, "
+        "a slow SSD read), the master itself busy. Its SSD offload stops until it registers again.",
+        now='HA: "master_server_address": "etcd://HOST:2379" for every worker (lmcache: in extra_config), or the '
+        "master without --enable-ha; late pings: mooncake_master --client_ttl=120; then restart master and workers "
+        "together",
+        good="Mooncake 0.3.12 or newer, whose clients register again by themselves, and a client_ttl above the longest "
+        "pause",
+        threads=(
+            _MOONCAKE_ISSUES + "904",
+            _MOONCAKE_ISSUES + "905",
+            _MOONCAKE_ISSUES + "755",
+            _MOONCAKE_ISSUES + "2621",
+        ),
+    ),
+    Problem(
+        code="KVD500",
+        name="mooncake-master-lost-its-lease",
+        severity=Severity.HANG,
+        title="A Mooncake master lost its lease at etcd, and stops to be the leader.",
+        shows=(
+            Logged("error=keep alive channel closed"),
+            Logged("Failed to cancel keep lease: no keep alive context found for the given lease ID"),
+            Logged("Master service stopped: <code>"),
+        ),
+        sure=False,
+        cause="etcd did not renew it in time: its leader hangs or was stopped (kill -19 leaves the connections open, "
+        "so nobody notices), etcd's disk is slow, or the master stood still. The master then stands for election "
+        "again; until one is elected workers find no master, and what the old one knew is gone.",
+        now="etcdctl endpoint status --cluster -w table: every member answers, one leader; end a member that hangs "
+        "(kill -9); etcdctl get mooncake-store/ --prefix names the new master; then restart workers that do not find "
+        "it",
+        good="three etcd members on disks of their own, and a supervisor that restarts mooncake_master",
+        threads=(_MOONCAKE_ISSUES + "2253",),
     ),
 )

@@ -200,12 +200,16 @@ PROBLEMS = (
             Failed(text="MapBufferObjectFailed", within="to_tensor"),
         ),
         sure=False,
-        cause="CUDA IPC does not work between these two containers. Known: GPUs that Kubernetes gives by DRA (CDI, "
-        "NVIDIA_VISIBLE_DEVICES=void), also with hostIPC and hostPID. An ordinary device plugin is not known to do it.",
-        now="LMCACHE_MP_TRANSFER_MODE=engine_driven for vLLM and --supported-transfer-mode auto for the server "
-        "(LMCache 0.4.7 or newer), which need no CUDA IPC; or server and vLLM in one container",
-        good="no release is known to be right with DRA: issue 4534 is open",
-        threads=(_LMCACHE + "issues/4534",),
+        cause="The handle names a file /dev/shm/cuda.shm.* of the worker's (mode 600), which the server opens. It "
+        "fails if the two containers do not share one /dev/shm (no hostIPC, no hostPath), if they run as different "
+        "users (vLLM as nobody, the server as root), and with GPUs that Kubernetes gives by DRA (CDI, "
+        "NVIDIA_VISIBLE_DEVICES=void), whatever is shared.",
+        now="ls -l /dev/shm/cuda.shm.* in the server's container: none: hostPath /dev/shm (or hostIPC: true) in both "
+        "pods; another owner: the same runAsUser in both; DRA: LMCACHE_MP_TRANSFER_MODE=engine_driven for vLLM and "
+        "--supported-transfer-mode auto for the server (0.4.7 or newer), which need no CUDA IPC",
+        good="0.5.5 or newer: lmcache server --isolated-ipc and lmcache.mp.isolated_ipc: true, which need no common "
+        "/dev/shm; with DRA no release is known to be right (issue 4534)",
+        threads=(_LMCACHE + "issues/4534", _LMCACHE + "pull/3862", _LMCACHE + "issues/4394"),
     ),
     Problem(
         code="KVD953",

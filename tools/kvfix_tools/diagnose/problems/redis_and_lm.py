@@ -142,17 +142,25 @@ PROBLEMS = (
         code="KVD899",
         name="lm-server-rejects-keys",
         severity=Severity.SLOW,
-        title="lmcache_server (lm://) cannot read a key, and its thread for that engine ends.",
-        shows=(Failed(kind="ValueError", text="Invalid key string: <key>", within="server/__main__.py:handle_client"),),
+        title="lmcache_server (lm://), or a peer, cannot read the key of a chunk: its thread for that engine ends.",
+        shows=(
+            Failed(kind="ValueError", text="Invalid key string: <key>", within="server/__main__.py:handle_client"),
+            Failed(kind="ValueError", text="Invalid key string: <key>"),
+        ),
         sentence="{key}",
         sure=False,
-        cause="With use_layerwise: true keys carry a layer's number, which lmcache_server before 0.3.10 does not read. "
-        "Else engine and server are of different releases: the form of keys changed with 0.3.10 and again up to "
-        "0.3.15.",
+        cause="A key is model@world size@rank@hash@dtype. One part more, a plain number at its end, is a layer's: "
+        "with use_layerwise: true lmcache_server (`handle_client`) before 0.3.10 does not read it. Else engine and "
+        "server, or two peers (P2P, P/D), are of different releases: the form of keys changed with 0.3.10 and again "
+        "up to 0.3.15.",
         now="the same LMCache, 0.3.10 or newer, on engines and server, restart both; before 0.3.10 use_layerwise: "
         "false (LMCACHE_USE_LAYERWISE=False)",
         fixed={"lmcache": "0.3.10"},
-        threads=(_LMCACHE + "issues/1790", "https://github.com/LMCache/LMCache-Ascend/issues/89"),
+        threads=(
+            _LMCACHE + "issues/1790",
+            _LMCACHE + "issues/2135",
+            "https://github.com/LMCache/LMCache-Ascend/issues/89",
+        ),
     ),
     Problem(
         code="KVD445",
