@@ -219,4 +219,51 @@ PROBLEMS = (
         good="a lease longer than the slowest load",
         threads=("https://github.com/kvcache-ai/Mooncake/issues/4239",),
     ),
+    Problem(
+        code="KVD348",
+        name="mooncake-key-is-there",
+        severity=Severity.RISK,
+        title="The Mooncake store was given a key that it has already: nothing is lost.",
+        shows=(
+            Logged("BatchPutStart failed for key[<number>] <key>: OBJECT_ALREADY_EXISTS"),
+            Logged("context: OBJECT_ALREADY_EXISTS: Master failed to start put operation"),
+            Logged("Failed to start put operation: OBJECT_ALREADY_EXISTS"),
+        ),
+        sentence="two puts of one key",
+        sure=False,
+        cause="Two requests, ranks or engines store the same prefix at once; the first one's copy is kept. It only "
+        "costs the second call. If it comes for keys that are never found, the first put never ended: a worker died "
+        "in it, and the master frees the key after put_start_discard_timeout_sec (30 s).",
+        now="nothing; if lookups of these keys miss: grep the worker's log for `Failed to end put` and TRANSFER_FAIL",
+        good="keep it so",
+        threads=("https://github.com/sgl-project/sglang/pull/8651",),
+    ),
+    Problem(
+        code="KVD363",
+        name="mooncake-ssd-offload-fails",
+        severity=Severity.SLOW,
+        title="What Mooncake's master wants on SSD does not get there: it is lost when memory is full.",
+        shows=(
+            Logged("Offloading task expired for key: <key>"),
+            Logged("BatchQuerySlices failed with error: <error>"),
+            Logged("BatchQuerySegmentSlices failed with error: <error>"),
+            Logged("file_storage.cpp:<line>] Key not found: <key>"),
+        ),
+        sentence="the copy to SSD was not made",
+        sure=False,
+        cause="`expired`: the worker's heartbeat, which fetches the tasks, also writes them: the SSD is slower than "
+        "what is stored, and tasks wait past 600 s. INVALID_KEY, `Key not found`: the worker does not find the object "
+        "in its own memory: it was evicted before its turn, or with a metadata server (http, etcd) the master knows "
+        "this worker by another address than it knows itself (several network cards).",
+        now='"metadata_server": "P2PHANDSHAKE" and a local_hostname that is the address of the card in device_name; '
+        "iostat -x 1 while it runs: a faster SSD for ssd_offload_path, or a smaller load; a larger "
+        "global_segment_size, so that objects stay until they are written",
+        good="the same, and the newest Mooncake on master and workers",
+        threads=(
+            _MOONCAKE_ISSUES + "2632",
+            _MOONCAKE_ISSUES + "1729",
+            _MOONCAKE_ISSUES + "2799",
+            _MOONCAKE_ISSUES + "2827",
+        ),
+    ),
 )

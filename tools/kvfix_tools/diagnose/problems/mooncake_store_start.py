@@ -107,13 +107,13 @@ PROBLEMS = (
             Logged("OffloadObjectHeartbeat failed, error code is SEGMENT_NOT_FOUND"),
         ),
         sure=False,
-        cause="No ping in client_ttl (10 s). Normal after a worker ended. Of one that runs: older clients (2025) ping "
-        "only if their master address starts with etcd:// (`Ping=0/0` in the master's metrics: none does), but a "
-        "master with --enable-ha expects it; or the ping is late: CPU taken (cores bound, a large segment registered, "
-        "a slow SSD read), the master itself busy. Its SSD offload stops until it registers again.",
+        cause="No ping in client_ttl (10 s). Normal after a worker ended. Else: a master with --enable-ha, and clients "
+        "without etcd:// in their master address, which older clients (2025) need to ping at all (`Ping=0/0` in the "
+        "master's metrics); or a late ping: cores bound or taken, a large segment registered, a slow SSD read, a busy "
+        "master. real_client.cpp: an engine (dummy client) of a `mooncake_client`, where 10 s are fixed.",
         now='HA: "master_server_address": "etcd://HOST:2379" for every worker (lmcache: in extra_config), or the '
-        "master without --enable-ha; late pings: mooncake_master --client_ttl=120; then restart master and workers "
-        "together",
+        "master without --enable-ha; late pings: mooncake_master --client_ttl=120; real_client.cpp: the store in the "
+        "engine itself, without `mooncake_client`; then restart master and workers together",
         good="Mooncake 0.3.12 or newer, whose clients register again by themselves, and a client_ttl above the longest "
         "pause",
         threads=(
@@ -121,6 +121,8 @@ PROBLEMS = (
             _MOONCAKE_ISSUES + "905",
             _MOONCAKE_ISSUES + "755",
             _MOONCAKE_ISSUES + "2621",
+            _MOONCAKE_ISSUES + "1711",
+            _MOONCAKE_ISSUES + "2198",
         ),
     ),
     Problem(
