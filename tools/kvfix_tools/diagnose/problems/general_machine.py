@@ -20,10 +20,12 @@ PROBLEMS = (
             *either("cudaErrorMemoryAllocation", "CUDNN_STATUS_ALLOC_FAILED", "CUBLAS_STATUS_ALLOC_FAILED"),
         ),
         cause="vLLM takes --gpu-memory-utilization of the GPU when it starts. All that comes later has to fit into the "
-        "rest: a connector's buffers on the GPU, NCCL, CUDA graphs, LoRA, another process. The message says how much "
-        "was asked and how much was free; the frames say who asked.",
-        now="nvidia-smi: end other processes on this GPU. Lower --gpu-memory-utilization by what was asked of the "
-        "GPU's total (2 GiB of 80: 0.03), or --max-num-batched-tokens",
+        "rest: a connector's buffers, NCCL, CUDA graphs, LoRA. The message says how much was asked and free, and what "
+        "this process has; the total less these two is what others hold: an engine that did not end, or an LMCache "
+        "server, which keeps a dead worker's for 2 minutes or more. The frames say who asked.",
+        now="nvidia-smi: end other processes on this GPU (restart an LMCache server that holds GBs). Lower "
+        "--gpu-memory-utilization by what was asked of the GPU's total (2 GiB of 80: 0.03), or "
+        "--max-num-batched-tokens",
         good="a --gpu-memory-utilization that leaves room for the connector's buffers",
     ),
     Problem(
@@ -34,7 +36,7 @@ PROBLEMS = (
         title="The GPU has less memory free at the start than --gpu-memory-utilization asks for.",
         shows=either("on startup is less than desired GPU memory utilization"),
         cause="Another process has a part of the GPU: an engine that did not end (its workers outlive a killed "
-        "parent), an LMCache server with a context on this GPU, a second engine.",
+        "parent), an LMCache server (it keeps a dead worker's memory for 2 minutes, or an hour), a second engine.",
         now="nvidia-smi: end what remained of the last start; else --gpu-memory-utilization below what is free of the "
         "total, which the message names",
         good="one engine per GPU, or shares that add up to less than 1",

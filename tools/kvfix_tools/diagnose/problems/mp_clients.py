@@ -95,7 +95,12 @@ PROBLEMS = (
         now="nvidia-smi --query-compute-apps=pid,used_memory --format=csv; restart the LMCache server, then vLLM",
         good="no release drops the memory at once (0.5.6): --worker-registration-grace-seconds 120 shortens the hour",
         sure=False,
-        threads=(_LMCACHE + "issues/4014", _LMCACHE + "issues/5265"),
+        threads=(
+            _LMCACHE + "issues/4014",
+            _LMCACHE + "issues/5265",
+            _LMCACHE + "issues/4631",
+            _LMCACHE + "issues/4287",
+        ),
     ),
     Problem(
         code="KVD908",

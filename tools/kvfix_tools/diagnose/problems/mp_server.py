@@ -133,7 +133,12 @@ PROBLEMS = (
         now="restart vLLM after the server; the same lmcache.mp.host and lmcache.mp.port for scheduler and workers",
         good="the same release of LMCache, 0.5.5 or newer, on both sides; P2P with MLA models is not right in 0.5.4",
         sure=False,
-        threads=(_LMCACHE + "issues/4894", _LMCACHE + "pull/2884", _LMCACHE + "issues/4642"),
+        threads=(
+            _LMCACHE + "issues/4894",
+            _LMCACHE + "pull/2884",
+            _LMCACHE + "issues/4642",
+            _LMCACHE + "issues/3448",
+        ),
     ),
     Problem(
         code="KVD915",
