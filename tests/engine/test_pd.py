@@ -13,6 +13,7 @@ import random
 import signal
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
@@ -22,6 +23,7 @@ from kvfix_tools import engine_recordings, recording, replay
 from kvfix_tools.diagnose import command as diagnose
 from kvfix_tools.diagnose.diagnosis import diagnosed
 from kvfix_tools.look import command, looking
+from kvfix_tools.peer_recordings import Peers
 from kvfix_tools.roundtrip.real_engine import BLOCK, MODEL, prompt
 from tests.engine import pd, start
 from tests.engine.pd import Engine, Pair, Request
@@ -29,6 +31,8 @@ from tests.engine.pd import Engine, Pair, Request
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 
 LOAD, KILLED = (200, 16) if "KVFIX_TEST_LONG" in os.environ else (40, 12)
+#: Seconds for which prefill keeps blocks. On a busy machine decode may be later than vLLM's 30.
+LEASE = 120
 SEEDS = itertools.count(1)
 #: Bytes of a block: K and V of 32 tokens in each layer, in float32.
 BLOCK_BYTES = BLOCK * 2 * 4 * MODEL["num_hidden_layers"] * MODEL["num_key_value_heads"] * MODEL["head_dim"]
@@ -57,9 +61,8 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Answers:
 
 @pytest.fixture(scope="module")
 def pair(expected: Answers, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    """Both engines, started once there is nothing else that takes the cores. On a busy machine decode may be later than
-    the 30 s for which prefill keeps blocks."""
-    with pd.running(Pair(tmp_path_factory.mktemp("pd"), kv_lease_duration=120)) as pair:
+    """Both engines, started once there is nothing else that takes the cores."""
+    with pd.running(Pair(tmp_path_factory.mktemp("pd"), kv_lease_duration=LEASE)) as pair:
         yield pair
 
 
@@ -82,8 +85,8 @@ def test_equal_answers(pair: Pair, expected: Answers) -> None:
     assert computed(pair.decode) == {"local_compute": 0, "local_cache_hit": 0, "external_kv_transfer": tokens}
     assert pair.decode.metric("vllm:nixl_xfer_time_seconds_count") == len(asked)
     assert pair.decode.metric("vllm:nixl_bytes_transferred_sum") == blocks * BLOCK_BYTES
-    for each in (pair.prefill, pair.decode):
-        files = each.recorders()
+    recorders = {each: each.recorders() for each in (pair.prefill, pair.decode)}
+    for each, files in recorders.items():
         (engine,) = engine_recordings.engines(map(recording.read, files))
         assert engine.scheduler is not None
         events = [entry.event for entry in engine.scheduler.entries]
@@ -94,6 +97,34 @@ def test_equal_answers(pair: Pair, expected: Answers) -> None:
         assert "a fault of kvfix itself" not in each.log.read_text()
         assert findings(each) == set()
     assert diagnose.main([str(pair.prefill.log), str(pair.decode.log)]) == 0
+    both = [file for files in recorders.values() for file in files]
+    peers = Peers(engine_recordings.engines(map(recording.read, both)))
+    assert len({link.kept for link in peers.links}) == len({link.reader for link in peers.links}) == len(asked)
+    for link in peers.links:
+        story = [entry.event for _, entry in peers.history([link])]
+        assert any(isinstance(event, ev.Leased) and event.seconds == LEASE for event in story)
+        assert any(isinstance(event, ev.LeaseEnded) and event.expired is False for event in story)
+    assert replay.replay(both, json=True) == 0
+
+
+def test_a_lease_that_is_not_given_back(pair: Pair, capsys: pytest.CaptureFixture[str]) -> None:
+    """The router loses the prefill's host: decode computes the prompt itself, and has nobody to tell. Both records
+    together show it, neither alone."""
+    tokens, count = prompt(100, next(SEEDS)), 4
+    asked = {"do_remote_decode": True}
+    params = pd.post(pair.prefill.url, (tokens, 1), kv_transfer_params=asked)["kv_transfer_params"]
+    del params["remote_host"]
+    assert pd.ask(pair.decode.url, (tokens, count), kv_transfer_params=params) is not None
+    files: list[list[Path]] = []
+
+    def shows() -> bool:
+        files[:] = [pair.prefill.recorders(), pair.decode.recorders()]
+        return replay.replay([*files[0], *files[1]], json=False) == 1
+
+    pair.prefill.until(shows, "the lease is given back")
+    text = capsys.readouterr().out
+    assert f"SUMMARY: kvfix KVR025 lease-not-returned request {params['remote_request_id']}" in text
+    assert [replay.replay(of_engine, json=False) for of_engine in files] == [0, 0]
 
 
 def test_the_kv_of_another_prompt(pair: Pair, expected: Answers) -> None:

@@ -159,6 +159,16 @@ CASES: dict[str, list[tuple[str, list[ev.Event], ev.Event, str | None]]] = {
         ("awaited", [FRESH], ev.Written("r", True), None),
         ("not awaited", [FRESH], ev.Written("r", False), "violated"),
     ],
+    "KVR025": [
+        ("it was read", [FRESH, LEASED, ev.LeaseExtended("r", 20.0)], ev.NotReturned("r", "d", True, True), "violated"),
+        ("its reader is gone", [FRESH, LEASED], ev.NotReturned("r", "d", False, False), "violated"),
+    ],
+    "KVR026": [
+        ("of one that ended otherwise", [FRESH, ev.Finished("r", True)], READ, "violated"),
+        ("of one whose blocks are kept", [FRESH, ev.Finished("r", False), LEASED], READ, None),
+        ("whether they were kept is not on record", [ev.Finished("r", False)], READ, "unknown"),
+        ("of one that runs", [FRESH], READ, None),
+    ],
 }
 FLAT = [(code, *case) for code, cases in CASES.items() for case in cases]
 
@@ -200,7 +210,12 @@ def test_a_healthy_history_has_no_finding() -> None:
         ev.Granted("r", 0),
         ev.Scheduled("r", 512, 490, first=True),
         ev.Finished("r", False),
+        LEASED,
+        ev.LeaseExtended("r", None),
+        READ,
+        ev.LeaseEnded("r", False, 2),
     ]
+    healthy.insert(0, ev.ReadsFrom("r", "other", "q"))
     assert [finding for event in healthy for finding in ledger.feed(event)] == []
     assert all(line(event) for event in healthy)
 

@@ -83,14 +83,18 @@ def explain(name: Annotated[str, typer.Argument(metavar="CODE|SLUG")], json: Jso
 
 
 @app.command()
-def replay(files: Annotated[list[Path], typer.Argument(metavar="FILE...")], json: Json = False) -> None:
+def replay(
+    files: Annotated[list[Path], typer.Argument(metavar="FILE...")],
+    router: Annotated[Path | None, typer.Option(metavar="LOG", help="Of the router between the engines.")] = None,
+    json: Json = False,
+) -> None:
     """Recorder files or bundles through the ledger again: what was violated, and its history. Exit 1 if anything was.
 
-    Those of several processes, ranks and nodes are laid side by side.
+    Those of several processes, ranks and nodes are laid side by side, and of a prefill and a decode engine.
     """
     from kvfix_tools import replay
 
-    raise typer.Exit(replay.replay(files, json))
+    raise typer.Exit(replay.replay(files, json, router))
 
 
 @app.command()

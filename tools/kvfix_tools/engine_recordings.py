@@ -109,14 +109,20 @@ class Engine(NamedTuple):
 
     def history(self, request: str) -> list[tuple[Part, Entry]]:
         """A request's entries of all parts, in order; `mono` is by the scheduler's clock."""
+        return self.by_request().get(request, [])
+
+    def by_request(self) -> dict[str, list[tuple[Part, Entry]]]:
+        """The same of every request on record."""
         clocks = self.clocks()
-        found = []
+        found: dict[str, list[tuple[Part, Entry]]] = {}
         for part in self.parts:
             clock = clocks.get(part.boot)
             ahead = clock.ahead if clock is not None else 0
-            entries = [entry for entry in part.entries if entry.event.request == request]
-            found += [(part, entry._replace(mono=entry.mono - ahead)) for entry in entries]
-        return sorted(found, key=lambda each: each[1].mono)  # the scheduler's are first where it is the same
+            for entry in part.entries:
+                found.setdefault(entry.event.request, []).append((part, entry._replace(mono=entry.mono - ahead)))
+        for entries in found.values():
+            entries.sort(key=lambda each: each[1].mono)  # the scheduler's are first where it is the same
+        return found
 
 
 def engines(recordings: Iterable[Recording]) -> list[Engine]:

@@ -2,7 +2,8 @@
 
 Recordings of several processes, or a bundle, are judged as one engine: each process' own events by a ledger, as alone,
 then each rank's loads against the scheduler's. A load that a rank and the scheduler both have on record is judged with
-the scheduler's events. What a missing rank did, or one whose record ends before, is unknown.
+the scheduler's events, and so is the end of a lease. What a missing rank did, or one whose record ends before, is
+unknown. Of several engines it is then judged what one has kept for another (peer_recordings.py).
 """
 
 from __future__ import annotations
@@ -19,19 +20,27 @@ from kvfix.ledger import Finding, Ledger
 from kvfix.ledger import events as ev
 from kvfix_tools import engine_recordings, recording
 from kvfix_tools.engine_recordings import Engine, Part
+from kvfix_tools.peer_recordings import Peers, RouterLog
 from kvfix_tools.recording import Recording
 
 
 class Judged(NamedTuple):
-    """A finding, and the entry at which it was found; part: the process' part of an engine, where there are several."""
+    """A finding, and the entry at which it was found; part: the process' part of an engine, where there are several.
+
+    history: of a finding of several engines, whose entry and the entry.
+    """
 
     finding: Finding
     entry: Entry
     part: Part | None = None
+    history: list[tuple[str, Entry]] | None = None
 
 
-def replay(paths: list[Path], json: bool) -> int:
-    """Print what is violated. 0: nothing; 1: something; 2: a file cannot be read, or they are of different engines."""
+def replay(paths: list[Path], json: bool, router: Path | None = None) -> int:
+    """Print what is violated. 0: nothing; 1: something; 2: a file cannot be read, or two are of the same rank.
+
+    router: the log of the router between several engines.
+    """
     recordings: list[Recording] = []
     for path in paths:
         try:
@@ -42,8 +51,9 @@ def replay(paths: list[Path], json: bool) -> int:
     if len(recordings) == 1:
         return _replay_process(recordings[0], json)
     try:
-        return _replay_engines(engine_recordings.engines(recordings), json)
-    except ValueError as error:
+        log = RouterLog(router) if router is not None else None
+        return _replay_engines(Peers(engine_recordings.engines(recordings), log), json)
+    except (OSError, ValueError) as error:
         print(f"kvfix replay: {error}", file=sys.stderr)
         return 2
 
@@ -68,7 +78,7 @@ def judged_engine(engine: Engine) -> list[Judged]:
         ledger = Ledger(sees_loads=part.line.get("sees_loads", True))
         for at, entry in enumerate(part.entries):
             found = ledger.feed(entry.event)
-            if at not in judged_with_scheduler:
+            if at not in judged_with_scheduler and (part.is_scheduler or not isinstance(entry.event, ev.LeaseEnded)):
                 findings += [Judged(finding, entry, part) for finding in found]
     scheduler = engine.scheduler
     if scheduler is not None:
@@ -77,6 +87,15 @@ def judged_engine(engine: Engine) -> list[Judged]:
                 entries = scheduler.entries[: at + 1]
                 findings += [Judged(finding, entries[-1], scheduler) for finding in _against(entries, event)]
     return findings
+
+
+def judged_peers(peers: Peers) -> dict[str, list[Judged]]:
+    """{name of an engine and of its connector: findings of what it has kept for others}."""
+    found: dict[str, list[Judged]] = {}
+    for finding, keeps, history in peers.findings():
+        each = Judged(finding, history[-1][1], keeps.scheduler, history)
+        found.setdefault(keeps.name + keeps.connector, []).append(each)
+    return found
 
 
 def _against(entries: list[Entry], event: ev.RankDiffers) -> list[Finding]:
@@ -116,16 +135,18 @@ def _replay_process(found: Recording, json: bool) -> int:
     return int(bool(violated))
 
 
-def _replay_engines(engines: list[Engine], json: bool) -> int:
-    findings = [judged_engine(engine) for engine in engines]
+def _replay_engines(peers: Peers, json: bool) -> int:
+    engines = peers.engines
+    of_peers = judged_peers(peers)
+    findings = [judged_engine(engine) + of_peers.get(engine.name + engine.connector, []) for engine in engines]
     if json:
         rows = [_engine_as_dict(*each) for each in zip(engines, findings, strict=True)]
         print(jsonlib.dumps(rows, indent=2))
     else:
         for engine, found in zip(engines, findings, strict=True):
-            print("".join(_engine_report(engine, each) for each in _violated(found)), end="")
+            print("".join(_engine_report(engine, each, peers) for each in _violated(found)), end="")
         for engine, found in zip(engines, findings, strict=True):
-            print("\n".join(_summary(engine, found)))
+            print("\n".join(_summary(engine, found, peers)))
     return int(any(_violated(found) for found in findings))
 
 
@@ -134,7 +155,7 @@ def _violated(findings: list[Judged]) -> list[Judged]:
 
 
 def _process_report(found: Recording, each: Judged) -> str:
-    finding, entry, _ = each
+    finding, entry, *_ = each
     connector = found.connectors.get(entry.connector, {})
     role = f" ({connector['role']})" if connector.get("role") else ""
     history = [
@@ -157,29 +178,36 @@ def _process_report(found: Recording, each: Judged) -> str:
     )
 
 
-def _engine_report(engine: Engine, each: Judged) -> str:
-    finding, entry, part = each
+def _engine_report(engine: Engine, each: Judged, peers: Peers) -> str:
+    finding, entry, part, of_peers = each
     assert part is not None
-    history = engine.history(finding.request)
-    if not isinstance(finding.event, ev.RankDiffers):
-        ends = (n for n, (one, other) in enumerate(history) if one is part and other.event == entry.event)
-        history = history[: next(ends, len(history)) + 1]
+    where = f"{entry.hook} of {engine.connector} ({part.label})" if of_peers is None else "the records of both engines"
+    history = of_peers if of_peers is not None else [(one.label, other) for one, other in _until(engine, each)]
     return report.compose(
         finding,
         [one for _, one in history],
-        where=f"{entry.hook} of {engine.connector} ({part.label})",
+        where=where,
         whose=finding.request or "the engine",
-        holds=[],
+        holds=[peers.router.text(finding.request)] if peers.router is not None and of_peers is not None else [],
         fixes=[
             f"{fix.code} may fix it: kvfix explain {fix.code}"
             for fix in catalogue.handling(finding.code, finding.message)
         ],
         recording=part.recording.path,
-        who=[one.label for one, _ in history],
+        who=[label for label, _ in history],
     )
 
 
-def _summary(engine: Engine, findings: list[Judged]) -> list[str]:
+def _until(engine: Engine, each: Judged) -> list[tuple[Part, Entry]]:
+    """The request's history up to the event."""
+    history = engine.history(each.finding.request)
+    if isinstance(each.finding.event, ev.RankDiffers):
+        return history
+    ends = (n for n, (one, other) in enumerate(history) if one is each.part and other.event == each.entry.event)
+    return history[: next(ends, len(history)) + 1]
+
+
+def _summary(engine: Engine, findings: list[Judged], peers: Peers) -> list[str]:
     lines = [f"engine {engine.name}, {engine.connector}:"]
     lines += [f"  {part.label}: {len(part.entries)} events" for part in engine.parts]
     if engine.scheduler is None:
@@ -198,6 +226,7 @@ def _summary(engine: Engine, findings: list[Judged]) -> list[str]:
         lines.append(
             f"  clock of {node}: {clock.ahead / 1e9:+.6f} s beside the scheduler's, within {' and '.join(bounds)}"
         )
+    lines += peers.summary(engine)
     verdicts = [each.finding.verdict for each in findings]
     lines.append(f"  {verdicts.count('violated')} violations, {verdicts.count('unknown')} events not to be judged")
     return lines
@@ -214,7 +243,7 @@ def _engine_as_dict(engine: Engine, findings: list[Judged]) -> dict[str, Any]:
             "part": part.label if part else "",
             "cures": [fix.code for fix in catalogue.handling(finding.code, finding.message)],
         }
-        for finding, _, part in findings
+        for finding, _, part, _ in findings
     ]
     return {
         "engine": engine.name,

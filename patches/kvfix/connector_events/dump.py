@@ -5,7 +5,7 @@ The first line describes the file. The others follow in any order, each with its
     {"kind": "recorder", "schema": 1, "reason": "violation", "pid": 1, "process": "EngineCore", "mode": "check",
      "node": "n1", "boot": "...", "began": 1, ...}
     {"kind": "connector", "number": 1, "name": "LMCacheConnectorV1", "role": "SCHEDULER", "inside": null,
-     "engine": "0a1b2", "replica": 0, "rank": 0, "ranks": 2, ...}
+     "engine": "0a1b2", "replica": 0, "rank": 0, "ranks": 2, "stepped": 12, ...}
     {"kind": "scheduler", "running": 3, "waiting": 2, "blocks": 60, "free_blocks": 5}
     {"kind": "event", "connector": 1, "hook": "...", "mono": 12, "wall": 34, "event": "Asked", "request": "r", ...}
     {"kind": "finding", "code": "KVR002", "name": "promise-changed", "request": "r", "message": "...", ...}
@@ -14,6 +14,7 @@ The first line describes the file. The others follow in any order, each with its
     {"kind": "fix", "code": "KVF001", "dist": "lmcache", "version": "0.3.10", "verdict": "applied", ...}
 
 mono: nanoseconds of the monotonic clock, which all processes of the same `boot` share; wall: nanoseconds since 1970.
+stepped: when the scheduler has made its last step, by the same clock as mono; 0 in a worker.
 pid and began (clock ticks after boot) identify a process of a node. A request is its id and counts, without tokens.
 """
 
@@ -163,6 +164,7 @@ def _connector(watched: WatchedConnector) -> dict[str, Any]:
         "inside": inside,
         "seconds": round(clock.now() - since, 6) if inside else None,
         "steps": watched.steps,
+        "stepped": int(watched.stepped * 1e9),
         "calls": dict(watched.calls),
         "trusted": watched.trusted,
         "sees_loads": watched.sees_loads,

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from kvfix import applying, clock, engine_log
-from kvfix.connector_events import metrics, recorder, signals, violations, watchdog
+from kvfix.connector_events import leases, metrics, recorder, signals, violations, watchdog
 from kvfix.connector_events.watched import WatchedConnector
 from kvfix.session import session
 
@@ -209,6 +209,7 @@ def _begin(connector: Any, is_scheduler: bool) -> WatchedConnector | None:
     try:
         held[_HELD] = SimpleNamespace(generation=session.generation, running=None)  # if the next line fails
         held[_HELD] = watched = WatchedConnector(connector, next(session.numbers))
+        watched.leases = leases.watch(connector, KEY)
         recorder.register(watched)
         if is_scheduler:
             alive = [each for each in session.schedulers if each() is not None]

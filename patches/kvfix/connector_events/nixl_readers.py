@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from typing import Any
 
+from kvfix.connector_events import leases
 from kvfix.connector_events.readers import Reader, Span, Spans
 
 
 class Nixl(Reader):
     """vLLM's NixlConnector, where it pulls (nixl/connector.py 0.32.0). It loads whole blocks of a request's prompt."""
 
+    keeps_for_peer = True
     _SCHEDULER: tuple[str, ...] = ("_reqs_need_recv", "_reqs_need_save", "_reqs_need_send", "_heartbeat_req_engine")
     _WORKER: tuple[str, ...] = (
         "_recving_metadata",
@@ -23,6 +25,15 @@ class Nixl(Reader):
     def __init__(self, connector: Any) -> None:
         super().__init__(connector)
         self.whole_blocks = int(connector._vllm_config.cache_config.block_size)
+
+    def peer(self, request: Any) -> tuple[str, str] | None:
+        return leases.named(request.kv_transfer_params, "remote_engine_id", "remote_request_id")
+
+    def lease(self, answer: Any) -> float | None:
+        """A decode engine keeps them for the next turn, longer (nixl/pull_scheduler.py 0.32.0:250)."""
+        to_decode = (answer[1] or {}).get("do_remote_prefill", True)
+        name = "_kv_lease_duration" if to_decode else "decoder_kv_blocks_ttl"
+        return getattr(self.connector.connector_scheduler, name, None)
 
     def sends(self, request: str) -> bool:
         """The worker has a request from its first batch to the end of its lease."""
@@ -59,6 +70,10 @@ class NixlPush(Nixl):
         "_newly_finished_push_blocks",
     )  # fmt: skip
     _WORKER = (*Nixl._WORKER, "_sending_transfers", "_send_failures", "_push_finished_blocks")
+
+    def peer(self, request: Any) -> tuple[str, str] | None:
+        """Nothing is read there: decode is written to, and gives nothing back."""
+        return None
 
     def _span(self, name: str, meta: Any) -> Span:
         return name, 0, len(meta.local_block_ids[0]) * self.whole_blocks

@@ -26,6 +26,8 @@ class Reader:
     relative = False
     #: Whether the worker reports every ended request as sent once its transfers are done.
     reports_sent = False
+    #: Whether it keeps blocks of ended requests for a peer, which reads them.
+    keeps_for_peer = False
     #: Whether a store leaves out what the cache has already, whoever stored it: then a hole is no hole.
     leaves_out_stored = False
 
@@ -71,6 +73,18 @@ class Reader:
     def looks_up(self, request: str) -> bool:
         """Whether the lookup client has state of this request."""
         return False
+
+    def peer(self, request: Any) -> tuple[str, str] | None:
+        """Engine and request whose kept blocks this request names; None: it names none."""
+        return None
+
+    def lease(self, answer: Any) -> float | None:
+        """Seconds for which the blocks of a request are kept, by what `request_finished` answers. None: not known."""
+        return None
+
+    def lease_name(self, request: Any) -> str:
+        """Another name by which the peer knows this request; "": it has none."""
+        return ""
 
     def left(self, request: str) -> list[str]:
         """Places in which this ended request has leaked."""
@@ -286,6 +300,10 @@ def reader(connector: Any) -> Reader:
         from kvfix.connector_events import nixl_readers
 
         return nixl_readers.reader(connector, getattr(side, "_TRANSFER_MODE", ""))
+    if hasattr(side, "_reqs_not_processed") or hasattr(side, "reqs_need_send"):
+        from kvfix.connector_events.mooncake import Mooncake
+
+        return Mooncake(connector)
     return Reader(connector)
 
 

@@ -19,6 +19,7 @@ from kvfix.session import session
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
+    from kvfix.connector_events.leases import Leases
     from kvfix.ledger.events import Event
 
 #: An ended request is checked for leaks after so many steps and so many seconds: transfers and lookups in flight are
@@ -49,6 +50,10 @@ class WatchedConnector:
         self.running: dict[int, tuple[str, float]] = {}
         self.calls: dict[str, int] = {}
         self.steps = 0
+        #: When the scheduler has made its last step, in monotonic seconds.
+        self.stepped = 0.0
+        #: Of its worker, if it keeps blocks for a peer.
+        self.leases: Leases | None = None
         self.sees_loads = type(self.reader) is not readers.Reader
         self.ledger = Ledger(sees_loads=self.sees_loads)
         self._hook = ""
@@ -78,8 +83,12 @@ class WatchedConnector:
     def get_num_new_matched_tokens(self, answer: Any, request: Any, num_computed_tokens: int) -> None:
         name = request.request_id
         promised, asynchronous = answer
-        if self._ended.pop(name, None) is not None and name in self._unanswered:  # a reused id
-            self._give_up(name)
+        if self._ended.pop(name, None) is not None:  # a reused id
+            self._hits.pop(name, None)
+            if name in self._unanswered:
+                self._give_up(name)
+        if name not in self._hits:
+            self._reads_from(request)
         if name in self._admitted:  # early releases do not report preemptions
             self._preempted(name)
         hit = self.reader.hit(name)
@@ -107,6 +116,7 @@ class WatchedConnector:
 
     def build_connector_meta(self, answer: Any, scheduler_output: Any) -> None:
         self.steps += 1
+        self.stepped = self.running[get_ident()][1]
         for name in getattr(scheduler_output, "preempted_req_ids", None) or ():
             if name in self._admitted:  # else: preempted between steps, asked since, and recorded then
                 self._preempted(name)
@@ -142,6 +152,8 @@ class WatchedConnector:
 
     def request_finished(self, request: Any, *blocks: Any) -> None:
         name = request.request_id
+        if name not in self._hits:
+            self._reads_from(request)
         self._admitted.discard(name)
         self._granted.pop(name, None)
         self._blocks.pop(name, None)
@@ -152,6 +164,9 @@ class WatchedConnector:
         if answer and answer[0]:  # the blocks are kept until the connector has sent them
             self._ended.pop(request.request_id, None)
             self._sending.add(request.request_id)
+            if self.reader.keeps_for_peer:
+                name = self.reader.lease_name(request)
+                self._record(ev.Leased(request.request_id, self.reader.lease(answer), name))
 
     # ------------------------------------------------------------------ the worker's hooks
 
@@ -187,8 +202,11 @@ class WatchedConnector:
                 self._end(name)
             elif name in self._last:
                 self._sending.add(name)
-        for name in sending or ():
-            self._sent(name)
+        if self.reader.keeps_for_peer:
+            self._leases_end(sending or ())
+        else:
+            for name in sending or ():
+                self._sent(name)
         if self._ended:
             self._look_for_leaks()
 
@@ -250,6 +268,24 @@ class WatchedConnector:
         if name in self._sending:
             self._sending.discard(name)
             self._end(name)
+            if self.reader.keeps_for_peer:
+                self._record(ev.LeaseEnded(name, None))
+
+    def _leases_end(self, names: Iterable[str]) -> None:
+        """In the worker, which knows how. What it has renewed before is recorded before."""
+        found = self.leases
+        for name in found.first_renewed() if found is not None else ():
+            self._record(ev.LeaseExtended(name, found.extension if found is not None else None))
+        for name in names:
+            expired, renewed = found.ended(name) if found is not None else (None, 0)
+            self._sending.discard(name)
+            self._end(name)
+            self._record(ev.LeaseEnded(name, expired, renewed))
+
+    def _reads_from(self, request: Any) -> None:
+        peer = self.reader.peer(request)
+        if peer is not None:
+            self._record(ev.ReadsFrom(request.request_id, *peer))
 
     def _end(self, name: str) -> None:
         self._ended[name] = (self.steps, clock.now(), self.reader.pinned(name))

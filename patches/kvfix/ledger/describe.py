@@ -84,13 +84,27 @@ def _leased(event: ev.Leased) -> str:
     return "its blocks are kept for a peer" + ("" if event.seconds is None else f", for {event.seconds:g} s")
 
 
+def _leaseextended(event: ev.LeaseExtended) -> str:
+    return "the peer renews its lease" + ("" if event.seconds is None else f", for {event.seconds:g} s")
+
+
 def _leaseread(event: ev.LeaseRead) -> str:
     return f"{event.reader} has loaded its blocks"
 
 
 def _leaseended(event: ev.LeaseEnded) -> str:
     how = {None: "", True: ": its lease is over", False: " after a notice"}
-    return "its blocks are free" + how[event.expired]
+    renewed = f", renewed {event.renewed} times" if event.renewed else ""
+    return "its blocks are free" + how[event.expired] + renewed
+
+
+def _readsfrom(event: ev.ReadsFrom) -> str:
+    return f"is to read the blocks that engine {event.engine} keeps of {event.peer}"
+
+
+def _notreturned(event: ev.NotReturned) -> str:
+    done = "has loaded its blocks" if event.loaded else "has ended"
+    return f"{event.reader} {done}, and no notice has come"
 
 
 def _writebegun(event: ev.WriteBegun) -> str:

@@ -172,7 +172,18 @@ class RankDiffers(NamedTuple):
 
 
 class Leased(NamedTuple):
-    """The request has ended, and its blocks are kept for a peer: until a notice, or for `seconds` (None: not known)."""
+    """The request has ended, and its blocks are kept for a peer: until a notice, or for `seconds` (None: not known).
+
+    name: by which the peer knows it, if not by `request`.
+    """
+
+    request: str
+    seconds: float | None
+    name: str = ""
+
+
+class LeaseExtended(NamedTuple):
+    """The peer renews the lease for the first time: the blocks are kept for `seconds` from now (None: not known)."""
 
     request: str
     seconds: float | None
@@ -186,10 +197,36 @@ class LeaseRead(NamedTuple):
 
 
 class LeaseEnded(NamedTuple):
-    """The blocks are reported as sent, and free. expired: by time; False: after a notice; None: not known."""
+    """The blocks are reported as sent, and free. expired: by time; False: after a notice; None: not known.
+
+    renewed: how often the peer has renewed the lease.
+    """
 
     request: str
     expired: bool | None
+    renewed: int = 0
+
+
+class ReadsFrom(NamedTuple):
+    """The request names blocks that another engine, `engine`, keeps of its request `peer`: it is to read them, and to
+    give them back. Both names are those of the request's `kv_transfer_params`."""
+
+    request: str
+    engine: str
+    peer: str
+
+
+class NotReturned(NamedTuple):
+    """Request `reader` of the peer is done with the kept blocks, and no notice of it has come.
+
+    loaded: it has loaded them; False: it has ended without. expired: their lease has ended by its time; False: they are
+    still kept. Only the records of both engines show it (peers.py).
+    """
+
+    request: str
+    reader: str
+    loaded: bool
+    expired: bool
 
 
 class WriteBegun(NamedTuple):
@@ -229,9 +266,12 @@ Event = Union[  # noqa: UP007  also read at run time on Python 3.10
     Raised,
     RankDiffers,
     Leased,
+    LeaseExtended,
     LeaseRead,
     LeaseEnded,
     WriteBegun,
     WriteEnded,
     Written,
+    ReadsFrom,
+    NotReturned,
 ]

@@ -187,10 +187,10 @@ class Ledger:
     def feed(self, event: Event) -> list[Finding]:
         """Findings of this event, in the order of the rules. Empty: the event violates none."""
         history = self.histories.get(event.request)
-        if history is None or (history.finished is not None and isinstance(event, ev.Asked)):
+        if history is None or (history.finished is not None and isinstance(event, ev.Asked | ev.ReadsFrom)):
             # A reused request id is another request.
             history = self.histories[event.request] = History(self._events_kept, self._sees_loads)
-            history.recorded_from_start = isinstance(event, ev.Asked)
+            history.recorded_from_start = isinstance(event, ev.Asked | ev.ReadsFrom)
         findings = []
         for rule in RULES_FOR.get(type(event), ()):
             found = rule.check(history, event)

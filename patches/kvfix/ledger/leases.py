@@ -79,3 +79,25 @@ def lease_ends_while_written(history: History, event: ev.LeaseEnded) -> Outcome:
 def written_unawaited(history: History, event: ev.Written) -> Outcome:
     """A peer writes only into blocks of a request that waits for it: others may have them, and their KV is lost."""
     return None if event.awaited else violated("the peer has written into its blocks, and it does not wait for that")
+
+
+@rule("KVR025", "lease-not-returned", ev.NotReturned)
+def lease_not_returned(history: History, event: ev.NotReturned) -> Outcome:
+    """A request that is to read what a peer keeps gives it back, whether it has read it or has ended before.
+
+    Else the blocks are kept until their time, 30 s as vLLM comes (nixl/base_scheduler.py 0.32.0:73), and are missing to
+    others. A load that failed gives nothing back, which is as vLLM has it. Neither engine's record alone shows it.
+    """
+    done = "has loaded its blocks" if event.loaded else "has ended"
+    how = "their lease has ended by its time" if event.expired else "they are still kept"
+    return violated(f"{event.reader} {done} and has not given them back: {how}", history.lease)
+
+
+@rule("KVR026", "read-of-freed-blocks", ev.LeaseRead)
+def read_of_freed_blocks(history: History, event: ev.LeaseRead) -> Outcome:
+    """A peer reads only what is kept for it: the blocks of a request that ended otherwise are free from its end on."""
+    if history.finished is None or history.lease is not None:
+        return None
+    if not history.recorded_from_start:
+        return unknown(f"{event.reader} has loaded its blocks; whether they were kept is not on record")
+    return violated(f"{event.reader} has loaded its blocks, which were free from its end on", history.finished)

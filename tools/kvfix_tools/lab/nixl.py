@@ -33,16 +33,16 @@ if TYPE_CHECKING:
 
 _MODULES = "base_scheduler", "pull_scheduler", "push_scheduler", "base_worker", "pull_worker", "push_worker"
 #: What the router asks the prefill engine with.
-_PREFILL = {
+PREFILL = {
     "do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None,
     "remote_host": None, "remote_port": None,
 }  # fmt: skip
 #: Floats of a slot: K and V of one head (vllm_objects.kv_cache). Its contents are in the first two.
-_FLOATS = 64
+FLOATS = 64
 PORT = 5600
 
 
-class _AnyBlockSize(CPUAttentionBackend):  # type: ignore[misc]
+class AnyBlockSize(CPUAttentionBackend):  # type: ignore[misc]
     """The lab draws smaller blocks than the CPU's kernels take; none of them runs."""
 
     @staticmethod
@@ -54,7 +54,7 @@ def module(name: str) -> Any:
     return import_module(f"vllm.distributed.kv_transfer.kv_connector.v1.nixl.{name}")
 
 
-def _replace(network: Network) -> None:
+def replace(network: Network) -> None:
     """The lab's network and clock are in place of NIXL, its sockets and the process's clock."""
     time = SimpleNamespace(perf_counter=lambda: clock.now(), monotonic=lambda: clock.now(), time=lambda: clock.now())
     for name in _MODULES:
@@ -68,7 +68,7 @@ def _replace(network: Network) -> None:
     worker.ThreadPoolExecutor = lambda **_: network.executor()
     worker.get_tensor_model_parallel_rank = lambda: 0
     worker.get_tensor_model_parallel_world_size = lambda: 1
-    worker.get_current_attn_backends = lambda *_: [_AnyBlockSize]
+    worker.get_current_attn_backends = lambda *_: [AnyBlockSize]
     worker.current_platform.discover_numa_topology = lambda *_: []  # else it takes all but one core from the process
     if hasattr(worker, "check_nixl_version"):  # since 0.33
         worker.check_nixl_version = lambda _: None
@@ -80,7 +80,7 @@ class NixlWorker(Worker):
 
     events: RequestEvents
 
-    def __init__(self, side: NixlSide, slots: Slots, called: Any, options: Options) -> None:
+    def __init__(self, side: Any, slots: Slots, called: Any, options: Options) -> None:
         super().__init__(0, slots, called, called, called.connector_worker, {})
         self.side = side
         self._failed: set[str] = set()
@@ -91,16 +91,14 @@ class NixlWorker(Worker):
         self._expired: set[str] = set()
         self._note_expired()
         #: Kept, since the agent has its addresses alone.
-        self.memory = torch.zeros((options.num_blocks, options.block_size, _FLOATS), dtype=torch.float32)
+        self.memory = torch.zeros((options.num_blocks, options.block_size, FLOATS), dtype=torch.float32)
         called.register_kv_caches({vllm_objects.LAYER.format(0): self.memory})
         slots.put_in([SharedBlock(block) for block in self.memory.view(torch.int64)[:, :, 0].numpy()])
 
     def _note_expired(self) -> None:
-        reap = self.adapter._reap_expired_send_leases
-
         def noting(sent: set[str]) -> None:
             before = set(sent)
-            reap(sent)
+            type(self.adapter)._reap_expired_send_leases(self.adapter, sent)  # as kvfix has it by then
             self._expired = sent - before
 
         self.adapter._reap_expired_send_leases = noting
@@ -138,6 +136,13 @@ class NixlWorker(Worker):
         return {"failed_recving": self._failed}
 
 
+def close(network: Network, worker: NixlWorker) -> None:
+    """The worker's process ends: what it has registered is gone."""
+    network.agents[worker.adapter.nixl_wrapper.name].close()
+    with suppress(Exception):
+        worker.adapter.shutdown()
+
+
 class NixlSide(PairSide):
     """Both roles of one engine."""
 
@@ -155,7 +160,7 @@ class NixlSide(PairSide):
     def __init__(
         self, options: Options, memories: Sequence[Slots], network: Network, name: str, engine_id: str
     ) -> None:
-        _replace(network)
+        replace(network)
         self.network = network
         self.name, self.engine_id = name, engine_id
         config = vllm_objects.vllm_config(options)
@@ -172,7 +177,7 @@ class NixlSide(PairSide):
         )
 
     def for_prefill(self, name: str) -> Params:
-        return dict(_PREFILL)
+        return dict(PREFILL)
 
     def keeps(self, request: str) -> bool:
         return request in self.scheduler_side._reqs_need_send
@@ -182,10 +187,7 @@ class NixlSide(PairSide):
         self.workers[0].events = events
 
     def close(self) -> None:
-        """The process ends: what it has registered is gone."""
-        self.network.agents[self.workers[0].adapter.nixl_wrapper.name].close()
-        with suppress(Exception):
-            self.workers[0].adapter.shutdown()
+        close(self.network, self.workers[0])
 
     # ------------------------------------------------------------------ what is in flight, and what is kept
 

@@ -1,0 +1,105 @@
+"""What a worker's NixlConnector says of its leases: which were renewed, and which have ended by their time.
+
+Its report names those only that are over (nixl/base_worker.py 0.32.0:2853), so two of the worker's own methods are
+wrapped. They exist since vLLM 0.26; of earlier ones it is not known how a lease has ended.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from kvfix import applying, engine_log
+
+#: Attribute of a worker: its Leases.
+_HELD = "_kvfix_leases"
+#: Characters of an id that a request's body may bring.
+LONGEST = 256
+
+
+class Leases:
+    """Of one worker, until they are reported. extension: seconds for which a renewal keeps the blocks."""
+
+    def __init__(self, extension: float | None) -> None:
+        self.extension = extension
+        self._expired: set[str] = set()
+        self._renewed: dict[str, int] = {}
+        self._first: list[str] = []
+
+    def renew(self, names: list[str]) -> None:
+        for name in names:
+            before = self._renewed.get(name, 0)
+            self._renewed[name] = before + 1
+            if not before:
+                self._first.append(name)
+
+    def expire(self, names: set[str]) -> None:
+        self._expired |= names
+
+    def first_renewed(self) -> list[str]:
+        """Those that were renewed for the first time since the last call."""
+        found, self._first = self._first, []
+        return found
+
+    def ended(self, name: str) -> tuple[bool, int]:
+        """`expired` and `renewed` of LeaseEnded."""
+        renewed = self._renewed.pop(name, 0)
+        if name not in self._expired:
+            return False, renewed
+        self._expired.discard(name)
+        return True, renewed
+
+
+def watch(connector: Any, key: str) -> Leases | None:
+    """Wrap the worker of this connector, under this key of `applying.attach`. None: it has no such methods."""
+    worker = getattr(connector, "connector_worker", None)
+    if not all(hasattr(type(worker), name) for name in _WRAPPERS):
+        return None
+    for name, decorate in _WRAPPERS.items():
+        owner = next(each for each in type(worker).__mro__ if name in vars(each))
+        applying.attach(owner, name, key, decorate)
+    found = Leases(getattr(worker, "_lease_extension", None))
+    setattr(worker, _HELD, found)
+    return found
+
+
+def named(params: Any, engine: str, request: str) -> tuple[str, str] | None:
+    """Both names out of `kv_transfer_params`, which come from the router or whoever has sent the request."""
+    found = (params.get(engine), params.get(request)) if isinstance(params, dict) else ("", "")
+    if not all(isinstance(each, str) and 0 < len(each) <= LONGEST for each in found):
+        return None
+    return str(found[0]), str(found[1])
+
+
+def _around_expiry(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def _reap_expired_send_leases(worker: Any, done_sending: set[str], *args: Any, **kwargs: Any) -> Any:
+        leases, before = vars(worker).get(_HELD), set(done_sending)
+        answer = original(worker, done_sending, *args, **kwargs)
+        if leases is not None:
+            leases.expire(set(done_sending) - before)
+        return answer
+
+    return _reap_expired_send_leases
+
+
+def _around_renewal(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def _handle_heartbeat(worker: Any, payload: str, *args: Any, **kwargs: Any) -> Any:
+        answer = original(worker, payload, *args, **kwargs)
+        try:
+            leases = vars(worker).get(_HELD)
+            if leases is not None:
+                leases.renew([name for name in payload.split(",") if name in worker._reqs_to_send])
+        except Exception as error:  # noqa: BLE001
+            engine_log.fault("kvfix.connector_events.leases", error)
+        return answer
+
+    return _handle_heartbeat
+
+
+_WRAPPERS: dict[str, Callable[[Any], Any]] = {
+    "_reap_expired_send_leases": _around_expiry,
+    "_handle_heartbeat": _around_renewal,
+}

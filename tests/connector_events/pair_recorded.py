@@ -1,0 +1,110 @@
+"""Recorder files of the lab's two engines, each as if of a machine of its own. Leases go by the lab's time."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import kvfix
+
+#: Seconds that the monotonic and the wall clock of an engine's machine are ahead.
+CLOCKS = {"prefill": (0.0, 0.0), "decode": (5000.0, -3.0)}
+
+
+def lose_notice(pair: Any) -> None:
+    """What decode has read of request b is not given back."""
+    agent = pair.decode.connector.workers[0].adapter.nixl_wrapper
+    make = agent.make_prepped_xfer
+    agent.make_prepped_xfer = lambda *arguments, notif_msg: make(
+        *arguments, notif_msg=b"" if notif_msg.startswith(b"b-") else notif_msg
+    )
+
+
+def lose_aborts(pair: Any) -> None:
+    """Nothing is given back of a request that ends before it is scheduled."""
+    scheduler = pair.decode.connector.scheduler_side
+    finished = scheduler.request_finished
+
+    def request_finished(request: Any, blocks: Any) -> Any:
+        answer = finished(request, blocks)
+        scheduler._reqs_need_recv.pop(request.request_id, None)
+        return answer
+
+    scheduler.request_finished = request_finished
+
+
+def leases_are_over_at_once(pair: Any) -> None:
+    worker = pair.prefill.connector.workers[0].adapter
+    start = worker.start_load_kv
+
+    def start_load_kv(metadata: Any) -> None:
+        start(metadata)
+        worker._reqs_to_send.update(dict.fromkeys(worker._reqs_to_send, 0.0))
+
+    worker.start_load_kv = start_load_kv
+
+
+def nothing(pair: Any) -> None: ...
+
+
+def recorded(fault: str, seconds: float = 0.0) -> str:
+    """The recorder file of a pair in which this fault is planted, after so many more seconds."""
+    os.environ["KVFIX_DUMP_DIR"] = tempfile.mkdtemp(prefix="kvfix-test-")
+    from kvfix import clock
+    from kvfix_tools.lab import runner
+    from kvfix_tools.lab.lab_engine import STEP, EngineDied
+    from kvfix_tools.lab.options import Options
+    from kvfix_tools.lab.pair import Pair
+    from kvfix_tools.lab.steps import prompt
+
+    with runner.quiet():
+        # the reads of those whose leases are over at once are not to fail
+        kvfix.apply("check", only=[])
+        from kvfix.connector_events import dump, recorder
+
+        now = SimpleNamespace(monotonic_ns=lambda: int(clock.now() * 1e9), time_ns=lambda: int(clock.now() * 1e9))
+        recorder.time = dump.time = now  # type: ignore[attr-defined, assignment]
+        pair = Pair(Options(connector="nixl-pull", num_blocks=40, max_num_batched_tokens=64))
+        globals()[fault](pair)
+        with suppress(EngineDied):
+            pair.ask("a", prompt(100), 5)
+            pair.ask("b", prompt(150, seed=1), 5)
+            pair.step(3)
+            pair.ask("c", prompt(60, seed=2), 5)
+            pair.step(12)
+            pair.on("decode", "take_blocks", 40)
+            pair.ask("d", prompt(150, seed=3), 5)
+            pair.step(8)
+            pair.abort("d")
+            pair.on("decode", "free_blocks")
+            pair.step(2 + int(seconds / STEP))
+        return Path(dump.write("exit")).read_text()
+
+
+def split(text: str, folder: Path) -> dict[str, Path]:
+    """One file for each engine."""
+    lines: list[dict[str, Any]] = [json.loads(line) for line in text.splitlines()]
+    files = {}
+    for pid, (name, clocks) in enumerate(CLOCKS.items(), 100):
+        mono, wall = (int(seconds * 1e9) for seconds in clocks)
+        connectors = [
+            {**line, "stepped": line["stepped"] + mono}
+            for line in lines
+            if line["kind"] == "connector" and str(line.get("engine", "")).startswith(name)
+        ]
+        numbers = {line["number"] for line in connectors}
+        events = [
+            {**line, "mono": line["mono"] + mono, "wall": line["wall"] + wall}
+            for line in lines
+            if line["kind"] == "event" and line["connector"] in numbers
+        ]
+        head = {**lines[0], "pid": pid, "node": name, "boot": f"boot of {name}", "began": 7}
+        head |= {"mono": head["mono"] + mono, "wall": head["wall"] + wall}
+        files[name] = folder / f"{name}.jsonl"
+        files[name].write_text("\n".join(map(json.dumps, [head, *connectors, *events])) + "\n")
+    return files

@@ -1,0 +1,240 @@
+"""Recordings of several engines as one: which request of one reads what another keeps, and in what order.
+
+vLLM's request ids differ between prefill and decode. A request for decode names both the engine and the request whose
+blocks it is to read (`kv_transfer_params`), and so does its record (ReadsFrom). Between two machines no clocks are
+compared: what one engine has told the other bounds how far its clock is ahead (`Clock`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from kvfix.connector_events.recorder import Entry
+from kvfix.ledger import Finding, Ledger
+from kvfix.ledger import events as ev
+from kvfix.ledger.peers import Kept, Reader, compare
+from kvfix_tools.engine_recordings import Clock, Engine, Part
+
+#: cmpl-ID-0 or chatcmpl-ID, where ID is the router's X-Request-Id, and what vLLM adds to make it another each time.
+_OF_CLIENT = re.compile(r"(?:chat)?cmpl-(.+?)(?:-\d+)?(?:-[0-9a-f]{8})?$")
+
+
+class Link(NamedTuple):
+    """Request `reader` of engine `reads` is to read what engine `keeps` has of its request `kept`."""
+
+    reads: Engine
+    reader: str
+    keeps: Engine
+    kept: str
+
+
+class Between(NamedTuple):
+    """A finding of two engines' records: of a request of `keeps`; history: whose entry, and the entry, in order."""
+
+    finding: Finding
+    keeps: Engine
+    history: list[tuple[str, Entry]]
+
+
+class RouterLog:
+    """The log of a router, of which only the places are told where it names a request: it may hold prompts."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises OSError."""
+        self._name = path.name
+        self._lines = path.read_bytes().splitlines()
+
+    def lines(self, request: str) -> list[int]:
+        """Numbers of the lines with the router's own id of a request: vLLM puts it between a word and its own."""
+        found = _OF_CLIENT.match(request)
+        wanted = (found[1] if found else request).encode()
+        return [number for number, line in enumerate(self._lines, 1) if wanted in line]
+
+    def text(self, request: str) -> str:
+        lines = ", ".join(map(str, self.lines(request)))
+        return (
+            f"The router's log names it in line {lines} of {self._name}"
+            if lines
+            else (f"The router's log, {self._name}, does not name it")
+        )
+
+
+class Peers:
+    """All engines on record."""
+
+    def __init__(self, engines: Sequence[Engine], router: RouterLog | None = None) -> None:
+        self.engines = engines
+        self.router = router
+        self._indexes = {engine.name + engine.connector: engine.by_request() for engine in engines}
+        self.links: list[Link] = []
+        #: {(engine that reads, name of the engine that is to be read): requests}, of those that are not on record
+        self.missing: Counter[tuple[str, str]] = Counter()
+        names = {(engine.name, event.name): event.request for engine in engines for event in _events(engine, ev.Leased)}
+        for reads in engines:
+            for event in dict.fromkeys(_events(reads, ev.ReadsFrom)):
+                keeps = self._named(event.engine, reads)
+                if keeps is None:
+                    self.missing[reads.name, event.engine] += 1
+                else:
+                    kept = names.get((keeps.name, event.peer), event.peer)
+                    self.links.append(Link(reads, event.request, keeps, kept))
+        self._clocks: dict[tuple[str, str], Clock] = {}
+
+    def _named(self, name: str, reads: Engine) -> Engine | None:
+        """A replica's name is the last part of an engine's (engine_recordings.engines)."""
+        found = [each for each in self.engines if each.name.rpartition(".")[0] == name and each.scheduler is not None]
+        return next((each for each in found if each.connector == reads.connector), found[0] if found else None)
+
+    def unread(self, keeps: Engine) -> set[str]:
+        """Requests with a lease that no request on record was to read."""
+        read = {link.kept for link in self.links if link.keeps is keeps}
+        return {event.request for event in _events(keeps, ev.Leased)} - read
+
+    # ------------------------------------------------------------------ clocks
+
+    def clock(self, reads: Engine, keeps: Engine) -> Clock:
+        """Nanoseconds that the scheduler of the one is ahead of the other's."""
+        key = reads.name, keeps.name
+        if key not in self._clocks:
+            self._clocks[key] = self._clock(reads, keeps)
+        return self._clocks[key]
+
+    def _clock(self, reads: Engine, keeps: Engine) -> Clock:
+        here, there = _scheduler(keeps), _scheduler(reads)
+        if here.boot and here.boot == there.boot:
+            return Clock(0, 0, 0)
+        lows, highs = [], []
+        links = [link for link in self.links if link.reads is reads and link.keeps is keeps]
+        readers = Counter(link.kept for link in links)
+        for link in links:
+            leased = _first(self._of_scheduler(keeps, link.kept), ev.Leased)
+            named = _first(self._of_scheduler(reads, link.reader), ev.ReadsFrom)
+            if leased is not None and named is not None:
+                highs.append(named.mono - leased.mono)
+            told = _first(self._of_scheduler(reads, link.reader), ev.LoadDue) or named
+            ended, expired = _end(self._of(keeps, link.kept))
+            if expired is False and ended is not None and told is not None and readers[link.kept] == 1:
+                lows.append(told.mono - ended)
+        low, high = max(lows, default=None), min(highs, default=None)
+        ahead = _at_same_wall(there) - _at_same_wall(here)
+        if low is not None:
+            ahead = max(ahead, low)
+        if high is not None:
+            ahead = min(ahead, high)
+        return Clock(ahead, low, high)
+
+    # ------------------------------------------------------------------ what is wrong
+
+    def findings(self) -> list[Between]:
+        """Of all requests that are read, in the order in which they are named; "unknown" ones among them."""
+        by_kept: dict[tuple[str, str], list[Link]] = {}
+        for link in self.links:
+            by_kept.setdefault((link.keeps.name, link.kept), []).append(link)
+        found = []
+        for links in by_kept.values():
+            keeps, kept = links[0].keeps, links[0].kept
+            ledger = Ledger()
+            for event in compare(self._kept(keeps, kept), [self._reader(link) for link in links]):
+                findings = ledger.feed(event)
+                if isinstance(event, ev.LeaseRead | ev.NotReturned):
+                    found += [Between(finding, keeps, self.history(links)) for finding in findings]
+        return found
+
+    def _of(self, engine: Engine, request: str) -> list[tuple[Part, Entry]]:
+        return self._indexes[engine.name + engine.connector].get(request, [])
+
+    def _of_scheduler(self, engine: Engine, request: str) -> list[Entry]:
+        return [entry for part, entry in self._of(engine, request) if part.is_scheduler]
+
+    def _kept(self, engine: Engine, kept: str) -> Kept:
+        ended, expired = _end(self._of(engine, kept))
+        events = [entry.event for entry in self._of_scheduler(engine, kept)]
+        return Kept(kept, events, ended, expired, int(_scheduler(engine).line.get("stepped") or 0))
+
+    def _reader(self, link: Link) -> Reader:
+        own = self._of_scheduler(link.reads, link.reader)
+        loads = [each for each in own if isinstance(each.event, ev.LoadDue)]
+        loaded = [each for each in own if isinstance(each.event, ev.Loaded)]
+        failed = any(isinstance(each.event, ev.LoadFailed) for each in own)
+        done = loaded if loads else [each for each in own if isinstance(each.event, ev.Finished)]
+        low = self.clock(link.reads, link.keeps).low
+        at = done[0].mono - low if done and low is not None else None
+        return Reader(link.reader, bool(loaded), failed, at)
+
+    def history(self, links: Iterable[Link]) -> list[tuple[str, Entry]]:
+        """What is on record of a kept request and its readers, by the clock of the engine that keeps it."""
+        found: list[tuple[str, Entry]] = []
+        for number, link in enumerate(links):
+            if not number:
+                found += [(_label(link.keeps, part), entry) for part, entry in self._of(link.keeps, link.kept)]
+            ahead = self.clock(link.reads, link.keeps).ahead
+            for part, entry in self._of(link.reads, link.reader):
+                found.append((_label(link.reads, part), entry._replace(mono=entry.mono - ahead)))
+        return sorted(found, key=lambda each: each[1].mono)
+
+    # ------------------------------------------------------------------ what is not known
+
+    def summary(self, engine: Engine) -> list[str]:
+        """Lines about what this engine keeps for others and reads of them."""
+        lines = [
+            f"  {count} requests read what engine {name} keeps: no recording of it is here"
+            for (reads, name), count in self.missing.items()
+            if reads == engine.name
+        ]
+        unread = self.unread(engine)
+        if unread:
+            named = sum(bool(self.router.lines(each)) for each in unread) if self.router is not None else None
+            by_router = "" if named is None else f"; the router's log names {named} of them"
+            lines.append(
+                f"  {len(unread)} requests are kept for a peer, and none on record was to read them{by_router}"
+            )
+        for reads in {link.reads.name: link.reads for link in self.links if link.keeps is engine}.values():
+            count = len({link.reader for link in self.links if link.keeps is engine and link.reads is reads})
+            clock = self.clock(reads, engine)
+            bounds = " and ".join(f"{each / 1e9:+.6f}" if each is not None else "?" for each in (clock.low, clock.high))
+            lines.append(
+                f"  {count} requests of engine {reads.name} read what it keeps; "
+                f"its clock: {clock.ahead / 1e9:+.6f} s beside this one's, within {bounds}"
+            )
+            if clock.low is None:
+                lines.append("  whether those have given back what they read is unknown: no notice orders the records")
+            elif clock.high is not None and clock.low > clock.high:
+                lines.append("  their records contradict each other: the order between them is unknown")
+        return lines
+
+
+def _scheduler(engine: Engine) -> Part:
+    assert engine.scheduler is not None
+    return engine.scheduler
+
+
+def _label(engine: Engine, part: Part) -> str:
+    return f"engine {engine.name}, {part.label}"
+
+
+def _events(engine: Engine, kind: Any) -> list[Any]:
+    entries = engine.scheduler.entries if engine.scheduler is not None else []
+    return [entry.event for entry in entries if isinstance(entry.event, kind)]
+
+
+def _first(entries: list[Entry], kind: type) -> Entry | None:
+    return next((each for each in entries if isinstance(each.event, kind)), None)
+
+
+def _end(entries: list[tuple[Part, Entry]]) -> tuple[int | None, bool | None]:
+    """When the lease has ended, by the scheduler's clock, and how: by the workers, which alone know it."""
+    ends = [
+        (part, entry.mono, entry.event.expired) for part, entry in entries if isinstance(entry.event, ev.LeaseEnded)
+    ]
+    how = [expired for part, _, expired in ends if not part.is_scheduler]
+    expired = True if True in how else False if how and all(each is False for each in how) else None
+    return min((mono for _, mono, _ in ends), default=None), expired
+
+
+def _at_same_wall(part: Part) -> int:
+    head = part.recording.head
+    return int(head.get("mono", 0)) - int(head.get("wall", 0))
