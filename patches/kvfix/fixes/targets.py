@@ -71,6 +71,7 @@ NIXL_SCHEDULER = Owner("vllm", f"{_NIXL}.scheduler", "NixlConnectorScheduler")
 NIXL_SCHEDULER_0_15 = Owner("vllm", f"{_NIXL}_connector", "NixlConnectorScheduler")
 _MOONCAKE = "vllm.distributed.kv_transfer.kv_connector.v1.mooncake"
 MOONCAKE_SCHEDULER = Owner("vllm", f"{_MOONCAKE}.mooncake_connector", "MooncakeConnectorScheduler")
+MOONCAKE_WORKER = Owner("vllm", f"{_MOONCAKE}.mooncake_connector", "MooncakeConnectorWorker")
 MOONCAKE_SCHEDULER_0_15 = Owner("vllm", f"{_MOONCAKE}_connector", "MooncakeConnectorScheduler")
 MULTI_CONNECTOR_METRICS = Owner(
     "vllm", "vllm.distributed.kv_transfer.kv_connector.v1.multi_connector", "MultiKVConnectorPromMetrics"

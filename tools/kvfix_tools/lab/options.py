@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 #: Two engines, one for prefill and one for decode.
-PAIRS = ("nixl-pull", "nixl-push")
+PAIRS = ("nixl-pull", "nixl-push", "nixl-multi", "mooncake")
 CONNECTORS = ("v1", "mp", "mp-in-tree", "offloading", *PAIRS)
 #: vLLM's own, which have nothing of LMCache.
 OF_VLLM = ("offloading",)
@@ -82,6 +82,10 @@ class Options:
     lmcache: dict[str, Any] = field(default_factory=dict)
     #: Of the decode engine (pair.py): its blocks, where it has not as many as the prefill engine.
     decode_blocks: int = 0
+    #: Those of the two engines, by name, that have LMCache's in-process connector too (nixl_multi.py); and whether
+    #: vLLM asks it first.
+    multi: tuple[str, ...] = ()
+    lmcache_first: bool = False
     #: Settings of one of OF_VLLM or PAIRS by their own names (`kv_connector_extra_config`).
     extra: dict[str, Any] = field(default_factory=dict)
     #: Between the two engines is real NIXL, over UCX (nixl_real.py).
@@ -93,6 +97,7 @@ class Options:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "windows", tuple(self.windows))  # JSON has lists
+        object.__setattr__(self, "multi", tuple(self.multi))
         if self.ranks > 1 and (self.beside or self.offloading):
             raise ValueError("the lab plays a MultiConnector with one rank")
         if self.pipeline and (self.ranks == 1 or self.drafter):
@@ -146,7 +151,7 @@ class Options:
     @property
     def asked_before(self) -> int:
         """Connectors of the MultiConnector that vLLM asks before LMCache's."""
-        return self.beside + (self.offloading == "first")
+        return self.beside + (self.offloading == "first") + (bool(self.multi) and not self.lmcache_first)
 
     @property
     def changed(self) -> list[str]:
@@ -154,7 +159,8 @@ class Options:
         no_sizes = [
             each
             for each in fields(self)
-            if (each.type in ("bool", "str", "tuple[int, ...]") or each.name == "ranks") and each.name != "connector"
+            if (each.type in ("bool", "str", "tuple[int, ...]", "tuple[str, ...]") or each.name == "ranks")
+            and each.name != "connector"
         ]
         changed = [each.name for each in no_sizes if getattr(self, each.name) != each.default]
         return [*changed, *self.lmcache, *self.extra]

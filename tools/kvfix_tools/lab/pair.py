@@ -18,13 +18,15 @@ from kvfix_tools.lab.lab_engine import STEP
 from kvfix_tools.lab.options import Options
 from kvfix_tools.lab.pair_engine import PairEngine, side_class
 from kvfix_tools.lab.pair_router import Router
-from kvfix_tools.lab.steps import prompt
+from kvfix_tools.lab.steps import continued, prompt
 
 _ROLES = {"prefill": "producer", "decode": "consumer"}
 #: Requests that the router can do this with.
 _AGAIN = {"send_again": "sent", "ask_again": "asked"}
 #: Steps without anything after which the world stands still.
 _IDLE = 64
+#: Seconds of a lease that is waited for step by step.
+_SOON = 30
 
 
 class Pair:
@@ -103,6 +105,8 @@ class Pair:
         if kind in ("ask", "ask_at_once", "ask_decode"):
             name, seed, tokens, max_tokens, *more = rest
             self.do(kind, name, prompt(tokens, seed), max_tokens, *more)
+        elif kind == "ends_at_once":
+            self.ends_at_once(rest[0], prompt(rest[2], rest[1]))
         elif kind in ("abort", "send_again", "ask_again"):
             names = self._open() if kind == "abort" else getattr(self.router, _AGAIN[kind])
             if names:
@@ -135,6 +139,10 @@ class Pair:
     def ask_at_once(self, name: str, prompt: list[int], max_tokens: int = 1, prefill_tokens: int = 1) -> None:
         """The same, and the router sends it to both engines at once."""
         self.router.ask(name, prompt, max_tokens, prefill_tokens, at_once=True)
+
+    def ends_at_once(self, name: str, prompt: list[int]) -> None:
+        """The first token of this request's text, which is to be asked for, is its last."""
+        self.router.stops[name] = continued(prompt, 1)[-1]
 
     def ask_decode(self, name: str, prompt: list[int], max_tokens: int = 1) -> None:
         """A request goes to the decode engine alone."""
@@ -261,17 +269,24 @@ class Pair:
     def run(self, steps: int = 1000) -> None:
         """Step until nothing is to be done, at most so often; or until nothing has happened for longer than all leases
         and timeouts take."""
-        idle, waited = 0, False
+        idle, waited = 0, None
         for _ in range(steps):
-            if not self._busy() or (idle > _IDLE and waited):
+            if not self._busy():
                 return
-            if idle > _IDLE:
-                idle, waited = 0, True
-                self.time_passes(self._longest() + 1.0)
             before = self._state()
+            if idle > _IDLE:
+                if before == waited:
+                    return
+                idle, waited = 0, before
+                self.time_passes(self._longest() + 1.0)
             self.step()
-            moves = self.network.busy or self._state() != before or any(each.connector.leases for each in self.engines)
-            idle = 0 if moves else idle + 1
+            idle = 0 if self.network.busy or self._state() != before or self._leases_end_soon() else idle + 1
+
+    def _leases_end_soon(self) -> bool:
+        """Whether blocks are kept, and for not much longer than the steps that are made anyway."""
+        return self.options.extra.get("kv_lease_duration", 0) <= _SOON and any(
+            each.connector.leases for each in self.engines
+        )
 
     def _busy(self) -> bool:
         work = any(
@@ -282,14 +297,17 @@ class Pair:
     def _longest(self) -> float:
         """Seconds of the longest lease or timeout."""
         extra = self.options.extra
-        return float(max(extra.get("kv_lease_duration", 30), extra.get("decoder_kv_blocks_ttl", 480)))
+        longest = max(extra.get("kv_lease_duration", 30), extra.get("decoder_kv_blocks_ttl", 480))
+        return float(max(longest, getattr(self.network, "longest", 0)))
 
     def _state(self) -> list[Any]:
         return [
             (
                 engine.counts["finished"],
                 len(engine.scheduler.requests),
-                sum(r.num_computed_tokens for r in engine.requests.values()),
+                # a request that is preempted over and over has computed its tokens, and gets nowhere
+                sum(r.num_output_tokens for r in engine.requests.values()),
+                engine.counts["loaded_tokens"],
             )
             for engine in self.engines
         ]

@@ -18,7 +18,12 @@ if TYPE_CHECKING:
 
 Params = dict[str, Any]
 #: connector -> (module of the lab, class)
-_SIDES = {"nixl-pull": ("nixl", "NixlSide"), "nixl-push": ("nixl_push", "PushSide")}
+_SIDES = {
+    "nixl-pull": ("nixl", "NixlSide"),
+    "nixl-push": ("nixl_push", "PushSide"),
+    "nixl-multi": ("nixl_multi", "MultiSide"),
+    "mooncake": ("mooncake", "MooncakeSide"),
+}
 
 
 class PairSide(Connector):

@@ -61,6 +61,8 @@ class Router:
         #: The last parameters of each request, and what is wrong with the next ones.
         self._params: dict[str, Params] = {}
         self._malformed: list[str] = []
+        #: The token that ends the text of a request.
+        self.stops: dict[str, int] = {}
         #: Ids that each request has had: vLLM adds a part of its own to the router's.
         self._ids: Counter[str] = Counter()
 
@@ -154,5 +156,8 @@ class Router:
 
     def _admit(self, engine: PairEngine, name: str, prompt: list[int], most: int, params: Params | None) -> None:
         if engine.is_free(name):
-            sampling = {"extra_args": {"kv_transfer_params": params}} if params else {}
+            sampling: dict[str, Any] = {"extra_args": {"kv_transfer_params": params}} if params else {}
+            of_client = name.rpartition("-")[0]
+            if of_client in self.stops:
+                sampling["stop_token_ids"] = [self.stops[of_client]]
             engine.admit(name, prompt, most, sampling=sampling)

@@ -70,6 +70,11 @@ PLAYABLE = {
     "offloading": {"vllm": (">=0.32", "earlier ones were not tried")},
     "nixl-pull": {"vllm": (">=0.32", "earlier ones were not tried")},
     "nixl-push": {"vllm": (">=0.32", "earlier ones were not tried")},
+    "mooncake": {"vllm": (">=0.32", "earlier ones were not tried")},
+    "nixl-multi": {
+        "vllm": (">=0.32", "earlier ones were not tried"),
+        "lmcache": (">=0.5.6", "earlier ones were not tried"),
+    },
 }
 
 

@@ -82,9 +82,14 @@ All requests of two engines have ended, and all leases between them: then all bl
 A thread of an engine that answers others goes on: what they ask for is else never answered, and nothing says so."""),
     LabRule("LAB022", "kept-of-peer", """\
 All requests of two engines have ended, and all leases between them: then neither keeps anything of the other's."""),
+    LabRule("LAB025", "coroutine-raised", """\
+No coroutine of an engine that nobody waits for raises: what it was to do is left undone, and nothing says so."""),
+    LabRule("LAB026", "awaited-in-vain", """\
+No decode request waits for a prefill that has ended, or was aborted, and is not sent: it would until a timeout."""),
 )  # fmt: skip
 (
     WRONG_CONTENT, LOAD_CAME_SHORT, NEVER_ENDS, NOT_STORED, HARMED_BY_OTHERS, NOT_FOUND, FAULT_OF_KVFIX, WRONG_TEXT,
     NO_REQUEST_CAN_MOVE, STORED_AGAINST_POLICY, ASKED_AGAIN, WRONG_KIND, NEVER_GIVEN_BACK, NOT_ITS_TO_CHANGE,
-    NOT_IN_FLIGHT, BLOCKS_HELD, THREAD_DIED, KEPT_OF_PEER,
+    NOT_IN_FLIGHT, BLOCKS_HELD, THREAD_DIED, KEPT_OF_PEER, COROUTINE_RAISED,
+    AWAITED_IN_VAIN,
 ) = RULES  # fmt: skip

@@ -12,7 +12,7 @@ import random
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
-from kvfix_tools.lab import pair_schedule
+from kvfix_tools.lab import mooncake_schedule, nixl_multi_schedule, pair_schedule
 from kvfix_tools.lab.options import CONNECTORS, OF_VLLM, PAIRS, SERVER_CHUNK, Options
 from kvfix_tools.lab.releases import DRAWN_SINCE
 
@@ -68,7 +68,9 @@ KINDS = frozenset(
         "new_weights",
         "server_restarts",
     )
-).union(*_SOMETIMES.values(), pair_schedule.KINDS)
+).union(*_SOMETIMES.values(), pair_schedule.KINDS, nixl_multi_schedule.KINDS, mooncake_schedule.KINDS)
+#: Who draws for two engines, where it is not pair_schedule.
+_DRAW = {"nixl-multi": nixl_multi_schedule.draw, "mooncake": mooncake_schedule.draw}
 
 
 class Schedule(NamedTuple):
@@ -122,7 +124,7 @@ def draw(
     lacks: settings and options that what is installed does not have. real_server: for one, and what it is played with.
     """
     if connector in PAIRS:
-        return Schedule(*pair_schedule.draw(seed, connector, plain, lacks))
+        return Schedule(*_DRAW.get(connector, pair_schedule.draw)(seed, connector, plain, lacks))
     if real_server:
         lacks = {*lacks, "ranks", "windows", "states", "offloading", "roles", "stops"}
     if connector in OF_VLLM:

@@ -187,7 +187,7 @@ class V1(Connector):
     worker: type[V1Worker] = V1Worker
 
     def __init__(self, options: Options, memories: Sequence[Slots], caches: Sequence[Cache]) -> None:
-        config = vllm_objects.vllm_config(options)
+        config = self.configured(options)
         self.scheduler = vllm_objects.scheduler(options, config)
         self.in_scheduler = self._of_lmcache(options, self.scheduler.connector)
         self._role = options.kv_role
@@ -201,6 +201,10 @@ class V1(Connector):
         self.workers = [self._make_worker(each, vllm_objects.of_rank(config, each.rank)) for each in self.cache_engines]
         self._join_others(options)
         self.reader = readers.V1(self.in_scheduler)
+
+    def configured(self, options: Options) -> Any:
+        """The engine's configuration."""
+        return vllm_objects.vllm_config(options)
 
     def _join(self, client: Any) -> None:
         """The workers' caches answer the scheduler's lookup client."""

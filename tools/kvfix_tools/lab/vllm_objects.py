@@ -65,6 +65,8 @@ _CONNECTORS = {
     ),
     "offloading": ("OffloadingConnector", None),
     "nixl-pull": ("NixlConnector", None),
+    "nixl-multi": ("NixlConnector", None),
+    "mooncake": ("MooncakeConnector", None),
     "nixl-push": ("NixlPushConnector", None),
 }
 _MODEL: dict[str, Any] = {
@@ -192,6 +194,9 @@ def vllm_config(options: Options, folder: str = "") -> VllmConfig:
         children.insert(0, {"kv_connector": name, "kv_connector_module_path": module, "kv_role": "kv_both"})
     if options.offloading:
         children.insert(0 if options.offloading == "first" else len(children), _offloading(options))
+    if options.multi:
+        lmcache = {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+        children.insert(0 if options.lmcache_first else 1, lmcache)
     if len(children) > 1:
         transfer = {
             **transfer,

@@ -9,7 +9,8 @@ blocks, after `Got invalid KVTransferParams: ... This request will not utilize K
 The parameters come with the request, from the router or whoever can reach the engine. A producer that is asked to load,
 and a consumer that is asked to send, assert that this cannot be (mooncake_connector.py 0.32.0:1022, :1048, :1076).
 get_num_new_matched_tokens promises the whole prompt (:1023); whether the request says from where is looked at only
-after the blocks were granted (:1049), and then it is a warning.
+after the blocks were granted (:1049), and then it is a warning. What is no text there ends EngineCore or, in the
+worker's own loop, leaves the load undone.
 
 ## Fix
 What a request cannot have from this engine is not promised, and the hooks leave it out: the engine computes it.
@@ -39,6 +40,11 @@ _KEYS = ("remote_engine_id", "remote_bootstrap_addr", "transfer_id")
 _KEYS_0_15 = ("remote_host", "remote_port")
 
 
+def _names(params: dict[str, Any], key: str) -> bool:
+    """Whether it is there, and what vLLM takes without looking."""
+    return isinstance(params.get(key), str) or (key == "remote_port" and key in params)
+
+
 def _is(scheduler: Any, role: str) -> bool:
     return bool(getattr(scheduler, f"is_{role}", False) or getattr(scheduler, "kv_role", "") == role)
 
@@ -55,7 +61,7 @@ def _of_other_role(scheduler: Any, request: Any, *_: Any) -> bool:
 def _not_promised(keys: tuple[str, ...]) -> Callable[[ModuleType], Callable[..., Any]]:
     def get_num_new_matched_tokens(scheduler: Any, request: Any, *_: Any) -> Generator[None, Any, Any] | None:
         params = request.kv_transfer_params
-        if _of_other_role(scheduler, request) or not all(key in params for key in keys):
+        if _of_other_role(scheduler, request) or not all(_names(params, key) for key in keys):
             return instead((0, False))
         return None
 
@@ -131,6 +137,6 @@ FIX = Fix(
         )
     ),
     evidence={"KVD291": "", "KVD584": ""},
-    proof="tests/lab/test_promises.py: the lab plays no MooncakeConnector",
+    scenarios=("mooncake-promise-without-peer",),
     no_patch={"vllm": "it can be abused: vLLM's security channel comes before a public patch (SECURITY.md)"},
 )

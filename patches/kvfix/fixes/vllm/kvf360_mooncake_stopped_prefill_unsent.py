@@ -1,0 +1,70 @@
+"""MooncakeConnector does not send a prefill whose first token ends the text: decode waits for it for minutes.
+
+## Symptom
+A request whose first token is the end of the text, or a stop token, takes eight minutes and more, or fails. The decode
+engine logs `pulling kv_caches for [...] failed: Timeout waiting for P side ready.`; until then the request holds its
+blocks there.
+
+## Cause
+request_finished of a prefill sends what has ended as FINISHED_LENGTH_CAPPED alone, and takes everything else for an
+abort (mooncake_connector.py 0.32.0:1105). vLLM looks for a stop token before it looks at max_tokens
+(v1/core/sched/utils.py 0.32.0:105), so a prefill with max_tokens 1 ends as FINISHED_STOPPED where its only token is
+one. The decode engine is not told, and waits VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT, 480 s. NixlConnector sends both
+(nixl/pull_scheduler.py 0.32.0:221).
+
+## Fix
+A prefill that has stopped is sent as one that has reached its length.
+
+## Releases
+vLLM 0.20 and later, by its code; played with 0.32.0 and 0.33.0.
+
+## Upstream
+None known.
+
+## Remove when
+request_finished sends a prefill that has stopped.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from kvfix.fixes import stubs
+from kvfix.fixes.api import Fix
+from kvfix.fixes.targets import MOONCAKE_SCHEDULER
+from kvfix.wrapping import View, around
+
+
+def fix(module: ModuleType) -> Callable[..., Any]:
+    def request_finished(connector: Any, request: Any, blocks: Any) -> Generator[Any, Any, Any]:
+        capped = module.RequestStatus.FINISHED_LENGTH_CAPPED
+        return (yield (View(request, status=capped), blocks))
+
+    def has_stopped(connector: Any, request: Any, *_: Any) -> bool:
+        params = request.kv_transfer_params
+        asked = bool(params) and bool(params.get("do_remote_decode"))
+        return asked and request.status == module.RequestStatus.FINISHED_STOPPED
+
+    return around(request_finished, when=has_stopped)
+
+
+def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+    """A prefill that has stopped. Wrong is to keep no blocks of it."""
+    connector = SimpleNamespace(
+        is_kv_producer=True, is_kv_consumer=False, _reqs_need_send={}, _reqs_not_processed=set(),
+        get_sw_clipped_blocks=lambda blocks: list(blocks),
+    )  # fmt: skip
+    params = {"do_remote_decode": True, "transfer_id": "t"}
+    request = stubs.request(16, kv_transfer_params=params, status=module.RequestStatus.FINISHED_STOPPED)
+    return not hook(connector, request, ([1],))[0]
+
+
+FIX = Fix(
+    __name__,
+    __doc__,
+    targets=(MOONCAKE_SCHEDULER.request_finished(broken=">=0.20", probe=shows_bug, fix=fix, place=1),),
+    scenarios=("mooncake-stopped-prefill-unsent",),
+    no_patch={"vllm": "there is none yet"},
+)

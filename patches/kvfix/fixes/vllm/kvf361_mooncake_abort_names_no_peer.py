@@ -1,0 +1,72 @@
+"""A request that does not say from where is aborted before it is scheduled, and ends the engine with MooncakeConnector.
+
+## Symptom
+EngineCore of the decode engine dies with `KeyError: 'remote_engine_id'`, `KeyError: 'remote_bootstrap_addr'` or
+`TypeError: unhashable type` in `build_connector_meta`.
+
+## Cause
+For a request that ends before it was scheduled MooncakeConnector lets the prefill engine free its blocks:
+request_finished puts it among those that are to receive (mooncake_connector.py 0.32.0:1096). The next step reads the
+peer out of the request's parameters (:693), whatever they hold.
+
+## Fix
+Before build_connector_meta: such a request without a peer is taken off the list. No peer waits for a notice.
+
+## Releases
+vLLM 0.20 and later, by its code; played with 0.32.0 and 0.33.0.
+
+## Upstream
+None known in public: it can be abused (SECURITY.md).
+
+## Remove when
+vLLM looks whether the parameters name a peer before it sends the notice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from kvfix.fixes import stubs
+from kvfix.fixes.api import Fix
+from kvfix.fixes.targets import MOONCAKE_SCHEDULER
+from kvfix.wrapping import before
+
+_KEYS = ("remote_engine_id", "remote_bootstrap_addr", "transfer_id")
+
+
+def fix(module: ModuleType) -> Callable[..., Any]:
+    def build_connector_meta(connector: Any, *_: Any) -> None:
+        waiting = connector._reqs_need_recv
+        for name in [name for name, entry in waiting.items() if not _names_peer(entry[0].kv_transfer_params)]:
+            del waiting[name]
+
+    return before(build_connector_meta, when=lambda connector, *_, **__: connector._reqs_need_recv)
+
+
+def _names_peer(params: Any) -> bool:
+    return all(isinstance(params.get(key), str) for key in _KEYS)
+
+
+def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+    """One that names no peer. Wrong is a KeyError."""
+    request = stubs.request(8, kv_transfer_params={"transfer_id": "t"})
+    connector = SimpleNamespace(
+        is_kv_producer=False, is_kv_consumer=True, _reqs_need_recv={stubs.NAME: (request, [])}, _reqs_need_send={}
+    )
+    try:
+        hook(connector, SimpleNamespace())
+    except KeyError:
+        return True
+    return False
+
+
+FIX = Fix(
+    __name__,
+    __doc__,
+    targets=(MOONCAKE_SCHEDULER.build_connector_meta(broken=">=0.20", probe=shows_bug, fix=fix),),
+    evidence={"KVR011": r"KeyError: 'remote_(engine_id|bootstrap_addr)"},
+    scenarios=("mooncake-abort-names-no-peer",),
+    no_patch={"vllm": "it can be abused: vLLM's security channel comes before a public patch (SECURITY.md)"},
+)

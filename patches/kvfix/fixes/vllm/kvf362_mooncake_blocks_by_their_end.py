@@ -1,0 +1,79 @@
+"""A prefill that has generated more than one token is sent shifted by MooncakeConnector: silent wrong text.
+
+## Symptom
+Wrong text, HTTP 200, where the router lets the prefill engine generate more than one token. Nothing is logged.
+
+## Cause
+The prefill engine sends the last of its blocks, as many as the decode engine has asked for
+(mooncake_connector.py 0.32.0:1811). That is right for a prefix that the decode engine has already; but the blocks of
+tokens that prefill has generated are at the end too, and each of them shifts the whole KV by one.
+
+## Fix
+At its end a prefill offers the blocks of its prompt. Left alone: KV groups that have others, and engines of several
+context-parallel ranks.
+
+## Releases
+vLLM 0.20 and later, by its code; played with 0.32.0 and 0.33.0.
+
+## Upstream
+None known.
+
+## Remove when
+vLLM counts the blocks from their start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from kvfix.fixes import stubs
+from kvfix.fixes.api import Fix
+from kvfix.fixes.targets import MOONCAKE_SCHEDULER
+from kvfix.wrapping import around
+
+
+def fix(module: ModuleType) -> Callable[..., Any]:
+    def request_finished(connector: Any, request: Any, blocks: Any) -> Generator[Any, Any, Any] | None:
+        parallel = connector.vllm_config.parallel_config
+        if getattr(parallel, "decode_context_parallel_size", 1) > 1:
+            return None
+        own = -(-request.num_prompt_tokens // connector.block_size)
+        return _with(request, (list(blocks[0][:own]),))
+
+    def has_more(connector: Any, request: Any, blocks: Any) -> bool:
+        params = request.kv_transfer_params
+        if not params or not params.get("do_remote_decode") or len(blocks) != 1 or connector._is_hma_required:
+            return False
+        return bool(len(blocks[0]) * connector.block_size >= request.num_prompt_tokens + connector.block_size)
+
+    return around(request_finished, when=has_more)
+
+
+def _with(request: Any, blocks: Any) -> Generator[Any, Any, Any]:
+    return (yield (request, blocks))
+
+
+def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+    """A prompt of two blocks that has three. Wrong is to offer the third."""
+    connector = SimpleNamespace(
+        is_kv_producer=True, is_kv_consumer=False, _reqs_need_send={}, _reqs_not_processed=set(), block_size=16,
+        get_sw_clipped_blocks=lambda blocks: list(blocks), _is_hma_required=False,
+        vllm_config=SimpleNamespace(parallel_config=SimpleNamespace(decode_context_parallel_size=1)),
+    )  # fmt: skip
+    request = stubs.request(
+        40, kv_transfer_params={"do_remote_decode": True, "transfer_id": "t"}, num_prompt_tokens=32,
+        status=module.RequestStatus.FINISHED_LENGTH_CAPPED,
+    )  # fmt: skip
+    hook(connector, request, ([7, 8, 9],))
+    return bool(connector._reqs_need_send[request.request_id][1] != [[7, 8]])
+
+
+FIX = Fix(
+    __name__,
+    __doc__,
+    targets=(MOONCAKE_SCHEDULER.request_finished(broken=">=0.20", probe=shows_bug, fix=fix, place=2),),
+    scenarios=("mooncake-prefill-generates-more",),
+    no_patch={"vllm": "there is none yet"},
+)

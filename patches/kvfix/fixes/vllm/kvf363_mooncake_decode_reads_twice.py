@@ -1,0 +1,85 @@
+"""With MooncakeConnector two decode requests read one prefill: the second waits for ever, or gets wrong KV.
+
+## Symptom
+A router sends a decode request again with the same transfer_id, or a client asks for several answers (`n`): the second
+request takes eight minutes, waits for ever in WAITING_FOR_REMOTE_KVS, or answers other text, HTTP 200. Prefill logs
+`Request ... expired before sending on P side`, or nothing.
+
+## Cause
+Prefill frees the blocks when one request has them (mooncake_connector.py 0.32.0:1687), also while a write to the other
+is in flight, which then reads what others write there. If it is asked after that, it waits 480 s for a prefill of that
+transfer_id (:1566); if in between, it leaves the request out of its answer (:1621), and decode waits for ever.
+
+## Fix
+One request of an engine reads a prefill. Another one with the same remote_engine_id and transfer_id computes its prompt
+itself, and tells prefill nothing. What another decode engine has read is not known: a router that tries again has to
+begin at prefill.
+
+## Releases
+vLLM 0.32.0, the first one played; 0.33.0, by its code.
+
+## Upstream
+None known.
+
+## Remove when
+Prefill refuses the second read.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from kvfix.fixes import stubs
+from kvfix.fixes.api import Fix
+from kvfix.fixes.targets import MOONCAKE_SCHEDULER
+from kvfix.wrapping import after
+
+#: Prefills of which is known who reads them: the last ones. 2 MB.
+_KEPT = 10_000
+
+
+def fix(module: ModuleType) -> Callable[..., Any]:
+    def get_num_new_matched_tokens(
+        connector: Any, promise: tuple[int, bool], request: Any, *_: Any
+    ) -> tuple[int, bool]:
+        params = request.kv_transfer_params
+        prefill = params.get("remote_engine_id"), params.get("transfer_id")
+        if not all(isinstance(each, str) for each in prefill):
+            return promise
+        readers = vars(connector).setdefault("_kvfix_readers", OrderedDict())
+        if readers.setdefault(prefill, request.request_id) == request.request_id:
+            if len(readers) > _KEPT:
+                readers.popitem(last=False)
+            return promise
+        # As vLLM does once it has read: else update_state_after_alloc takes it for a full hit, and reports a read.
+        request.kv_transfer_params = {**params, "do_remote_prefill": False}
+        return 0, False
+
+    return after(
+        get_num_new_matched_tokens,
+        when=lambda connector, promise, request, *_: (
+            request.kv_transfer_params and request.kv_transfer_params.get("do_remote_prefill")
+        ),
+    )
+
+
+def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+    """Two requests of one prefill. Wrong is to promise its tokens to both."""
+    connector = SimpleNamespace(is_kv_producer=False, _get_remote_prefill_token_count=lambda tokens: tokens)
+    params = {
+        "do_remote_prefill": True, "remote_engine_id": "p", "remote_bootstrap_addr": "http://p:1", "transfer_id": "t"
+    }  # fmt: skip
+    requests = [stubs.request(32, kv_transfer_params=dict(params), request_id=name) for name in ("a", "b")]
+    return all(hook(connector, request, 0)[0] for request in requests)
+
+
+FIX = Fix(
+    __name__,
+    __doc__,
+    targets=(MOONCAKE_SCHEDULER.get_num_new_matched_tokens(broken=">=0.32", probe=shows_bug, fix=fix, place=1),),
+    scenarios=("mooncake-decode-reads-twice",),
+    no_patch={"vllm": "prefill has to refuse the second read"},
+)

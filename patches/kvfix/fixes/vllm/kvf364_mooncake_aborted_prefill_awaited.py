@@ -1,0 +1,124 @@
+"""With MooncakeConnector decode waits eight minutes for a prefill that was aborted, and holds its blocks.
+
+## Symptom
+After a client has gone away during its prefill the decode engine keeps the blocks of its request for
+VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT, 480 s: `Timeout waiting for P side ready`. The prefill engine logs nothing; it may
+keep transfers of ended requests for ever.
+
+## Cause
+At an abort the prefill's worker drops the transfer, and does not tell the decode engine that waits for it
+(mooncake_connector.py 0.32.0:2584). Of a prefill that was aborted before it was scheduled it has none: the `pop` raises
+KeyError in a coroutine that nobody waits for, and the transfers after it are not dropped. A prefill that is preempted
+at its end, as with asynchronous scheduling, has no blocks: of it the worker hears nothing at all (:1117).
+
+## Fix
+The worker answers those that wait for the transfer, or come for it within the timeout, that there is none: decode
+computes the prompt itself, or fails the request, as kv_load_failure_policy says.
+
+## Releases
+vLLM 0.20 and later, by its code; played with 0.32.0 and 0.33.0.
+
+## Upstream
+None known.
+
+## Remove when
+A prefill that is aborted answers the decode requests that wait for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Generator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from kvfix import engine_log
+from kvfix.fixes import stubs
+from kvfix.fixes.api import NEW_REQUESTS, Fix
+from kvfix.fixes.targets import MOONCAKE_SCHEDULER, MOONCAKE_WORKER
+from kvfix.wrapping import View, after, around
+
+#: So often it is never sent: a request whose transfer was dropped is not reported as sent.
+_NEVER = 1 << 30
+
+
+def fix(module: ModuleType) -> Callable[..., Any]:
+    def start_load_kv(worker: Any, metadata: Any) -> Generator[Any, Any, Any]:
+        for transfer in metadata.reqs_not_processed:
+            worker.sender_loop.call_soon_threadsafe(_drop, module, worker, transfer)
+        return (yield (View(metadata, reqs_not_processed=set()),))
+
+    return around(
+        start_load_kv, when=lambda worker, metadata: metadata.reqs_not_processed and not worker.is_kv_consumer
+    )
+
+
+def tells_the_worker(module: ModuleType) -> Callable[..., Any]:
+    def request_finished(connector: Any, answer: tuple[bool, Any], request: Any, *_: Any) -> tuple[bool, Any]:
+        connector._reqs_not_processed.add(request.kv_transfer_params["transfer_id"])
+        return answer
+
+    def is_not_sent(connector: Any, answer: tuple[bool, Any], request: Any, *_: Any) -> bool:
+        params = request.kv_transfer_params
+        asked = bool(params) and params.get("do_remote_decode") and isinstance(params.get("transfer_id"), str)
+        return bool(asked) and not answer[0] and not connector.is_kv_consumer
+
+    return after(request_finished, when=is_not_sent)
+
+
+def _drop(module: Any, worker: Any, transfer: str) -> None:
+    """In the loop of the sender. A transfer that is ready and has no blocks is answered as failed."""
+    try:
+        dropped = worker.reqs_need_send.get(transfer)
+        if dropped is None:
+            dropped = worker.reqs_need_send[transfer] = module.SendBlockMeta(
+                p_req_id="", transfer_id=transfer, local_block_ids=[], ready=asyncio.Event()
+            )
+        dropped.p_req_id, dropped.local_block_ids, dropped.need_send = "", [], _NEVER
+        dropped.ready.set()
+        worker.sender_loop.call_later(
+            module.envs.VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT, worker.reqs_need_send.pop, transfer, None
+        )
+    except Exception as error:  # noqa: BLE001
+        engine_log.fault(f"{__name__}._drop", error)
+
+
+def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+    """An aborted prefill that the worker does not know. Wrong is a coroutine that raises KeyError."""
+    worker = SimpleNamespace(
+        is_kv_producer=True, is_kv_consumer=False, reqs_need_send={}, sender_loop=SimpleNamespace(
+            call_soon_threadsafe=lambda *_: None
+        ),
+    )  # fmt: skip
+    wrong = False
+
+    def record_send_reqs(metadata: Any) -> Any:
+        nonlocal wrong
+        wrong = bool(metadata.reqs_not_processed)
+        raise _Seen
+
+    worker.record_send_reqs = record_send_reqs
+    try:
+        hook(worker, SimpleNamespace(reqs_to_send={}, reqs_to_recv={}, reqs_not_processed={"t"}))
+    except _Seen:
+        return wrong
+    return False
+
+
+class _Seen(Exception):
+    """The probe's: no coroutine is made."""
+
+
+FIX = Fix(
+    __name__,
+    __doc__,
+    targets=(
+        MOONCAKE_WORKER.start_load_kv(broken=">=0.20", probe=shows_bug, fix=fix),
+        MOONCAKE_SCHEDULER.request_finished(
+            broken=">=0.20", probe=stubs.cannot_tell, fix=tells_the_worker, place=3, helper=True
+        ),
+    ),
+    scenarios=("mooncake-aborted-prefill-awaited",),
+    attaches=NEW_REQUESTS,
+    no_patch={"vllm": "there is none yet"},
+)

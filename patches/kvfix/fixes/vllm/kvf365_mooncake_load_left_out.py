@@ -1,0 +1,71 @@
+"""MooncakeConnector leaves a load out of its answer: decode waits for it for ever, and holds its blocks.
+
+## Symptom
+A decode request stays in WAITING_FOR_REMOTE_KVS for ever. The prefill engine logs `Request ... expired before sending
+on P side.`; the decode engine nothing.
+
+## Cause
+Where a transfer is gone when its turn comes, the prefill engine names the request neither among those that are done
+nor among those that failed (mooncake_connector.py 0.32.0:1621). The decode engine looks at those that are named
+(process_pulling_result, :2402), and ends the connection after the last answer.
+
+## Fix
+After the last answer the decode engine takes what was not named for failed: it computes the prompt itself, or fails the
+request, as kv_load_failure_policy says.
+
+## Releases
+vLLM 0.32.0, the first one played.
+
+## Upstream
+Fixed in 0.33.0: what the last answer leaves out has failed.
+
+## Remove when
+vLLM 0.32.0 is no longer in use.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from kvfix.fixes.api import Fix
+from kvfix.fixes.targets import MOONCAKE_WORKER
+from kvfix.wrapping import after
+
+
+def fix(module: ModuleType) -> Callable[..., Any]:
+    def process_pulling_result(worker: Any, answer: None, response: Any, pull_metas: dict[str, Any]) -> None:
+        named = vars(worker).setdefault("_kvfix_named", WeakKeyDictionary())
+        known = named.setdefault(asyncio.current_task(), set())
+        known.update(response.ok_reqs or (), response.err_reqs or ())
+        if response.status == module.MooncakeXferResponseStatus.FINISH:
+            missing = [name for name in pull_metas if name not in known]
+            if missing:
+                worker._handle_failed_recv(pull_metas, missing, "the producer's answer leaves it out")
+
+    return after(process_pulling_result)
+
+
+def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+    """The last answer names nothing. Wrong is to take no load for failed."""
+    failed: list[str] = []
+    worker = SimpleNamespace(
+        _handle_failed_recv=lambda metas, names, reason: failed.extend(names), finished_recving_reqs=set()
+    )
+    response = SimpleNamespace(
+        status=module.MooncakeXferResponseStatus.FINISH, ok_reqs=None, err_reqs=None, err_msg=None
+    )
+    hook(worker, response, {"r": SimpleNamespace(failed=False, pull_tasks_count=1, local_block_ids=[[1]])})
+    return not failed
+
+
+FIX = Fix(
+    __name__,
+    __doc__,
+    targets=(MOONCAKE_WORKER.process_pulling_result(broken=">=0.32,<0.33", probe=shows_bug, fix=fix),),
+    scenarios=("mooncake-load-left-out",),
+    no_patch={"vllm": "0.33.0 is right"},
+)

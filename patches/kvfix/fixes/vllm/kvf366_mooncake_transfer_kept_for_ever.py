@@ -1,0 +1,95 @@
+"""MooncakeConnector keeps each transfer for ever that decode has asked for and that never came.
+
+## Symptom
+The prefill engine's worker grows, by less than a kilobyte for each decode request that asks for a transfer which it has
+not: because the prefill's lease is over, or because the request names another. Nothing is logged but `Timeout waiting
+for P side ready`.
+
+## Cause
+A decode request that comes before its prefill makes an entry in reqs_need_send (mooncake_connector.py 0.32.0:1563).
+When the wait for the prefill times out nothing removes it (:1593); only what is sent, or has a prefill and expires, is.
+
+## Fix
+An entry that has no prefill, and that nobody waits for, is removed. One whose prefill comes later gets its name.
+
+## Releases
+vLLM 0.20 and later, by its code; played with 0.32.0 and 0.33.0.
+
+## Upstream
+None known.
+
+## Remove when
+vLLM removes the entry at the timeout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from kvfix import clock, engine_log
+from kvfix.fixes import stubs
+from kvfix.fixes.api import Fix
+from kvfix.fixes.targets import MOONCAKE_WORKER
+from kvfix.wrapping import before
+
+#: Seconds between two looks. An entry is removed at the second one: who waits for it comes just after it is made.
+_PAUSE = 0.25
+
+
+def fix(module: ModuleType) -> Callable[..., Any]:
+    def get_finished(worker: Any) -> None:
+        worker._kvfix_looked = clock.now()
+        worker.sender_loop.call_soon_threadsafe(_look, worker)
+
+    def is_due(worker: Any) -> bool:
+        known = not worker.is_kv_consumer and worker.reqs_need_send
+        return bool(known) and clock.now() - vars(worker).get("_kvfix_looked", -_PAUSE) >= _PAUSE
+
+    return before(get_finished, when=is_due)
+
+
+def names_prefills(module: ModuleType) -> Callable[..., Any]:
+    def start_load_kv(worker: Any, metadata: Any) -> None:
+        names = [(transfer, name) for name, (transfer, _) in metadata.reqs_to_send.items()]
+        worker.sender_loop.call_soon_threadsafe(_name, worker, names)
+
+    return before(start_load_kv, when=lambda worker, metadata: metadata.reqs_to_send and not worker.is_kv_consumer)
+
+
+def _name(worker: Any, names: list[tuple[str, str]]) -> None:
+    """In the loop of the sender, before it takes them itself."""
+    for transfer, name in names:
+        sent = worker.reqs_need_send.get(transfer)
+        if sent is not None and not sent.p_req_id:
+            sent.p_req_id = name
+
+
+def _look(worker: Any) -> None:
+    """In the loop of the sender."""
+    try:
+        left = {
+            name
+            for name, sent in worker.reqs_need_send.items()
+            if not sent.p_req_id and not sent.ready.is_set() and not sent.ready._waiters
+        }
+        for name in left & vars(worker).get("_kvfix_left", set()):
+            del worker.reqs_need_send[name]
+        worker._kvfix_left = left
+    except Exception as error:  # noqa: BLE001
+        engine_log.fault(f"{__name__}._look", error)
+
+
+FIX = Fix(
+    __name__,
+    __doc__,
+    targets=(
+        MOONCAKE_WORKER.get_finished(broken=">=0.20", probe=stubs.cannot_tell, fix=fix),
+        MOONCAKE_WORKER.start_load_kv(
+            broken=">=0.20", probe=stubs.cannot_tell, fix=names_prefills, place=1, helper=True
+        ),
+    ),
+    scenarios=("mooncake-transfer-kept-for-ever",),
+    no_patch={"vllm": "there is none yet"},
+)

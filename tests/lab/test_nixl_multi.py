@@ -1,0 +1,99 @@
+"""NixlConnector and LMCache's connector in a MultiConnector: both load, and wrong KV of either is seen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from math import inf
+from typing import Any
+
+import pytest
+
+from kvfix_tools.lab.options import Options
+from kvfix_tools.lab.steps import prompt
+from tests.conftest import RELEASES, Once
+
+Plant = Callable[[Any], None]
+
+
+def nothing(pair: Any) -> None: ...
+
+
+def lmcache_loads_other_kv(pair: Any) -> None:
+    cache = pair.decode.connector.cache_engines[0]
+    chunk = cache.chunk
+    cache.chunk = lambda name, key: [7] * len(chunk(name, key) or ()) or None
+
+
+def nixl_reads_the_next_block(pair: Any) -> None:
+    agent = pair.decode.connector.nixl.adapter.nixl_wrapper
+    make = agent.make_prepped_xfer
+    agent.make_prepped_xfer = lambda kind, mine, here, theirs, there, **more: make(
+        kind, mine, here, theirs, [each + 1 for each in there], **more
+    )
+
+
+def planted(plant: str, lmcache_first: bool) -> dict[str, Any]:
+    from kvfix_tools.lab import runner
+    from kvfix_tools.lab.lab_engine import EngineDied
+    from kvfix_tools.lab.pair import Pair
+
+    options = Options(
+        connector="nixl-multi",
+        multi=("prefill", "decode"),
+        lmcache_first=lmcache_first,
+        num_blocks=40,
+        chunk_size=32,
+        max_num_batched_tokens=64,
+        prefix_caching=False,
+    )
+    with runner.quiet():
+        pair = Pair(options)
+        globals()[plant](pair)
+        with suppress(EngineDied):
+            pair.ask("a", prompt(100), 5)
+            pair.run()
+            pair.ask_decode("b", prompt(100), 5)  # decode's LMCache has it
+            pair.run()
+            pair.ask("c", prompt(100), 5)  # and so has prefill's
+            pair.run()
+            pair.step(3)
+            pair.expect_all_ended()
+    loads = {name: each.counts for name, each in (("prefill", pair.prefill), ("decode", pair.decode))}
+    return {"found": sorted({each.code for each in pair.findings}), "counts": {k: dict(v) for k, v in loads.items()}}
+
+
+@pytest.mark.parametrize("lmcache_first", [True, False], ids=["LMCache first", "NIXL first"])
+def test_both_load(lmcache_first: bool, once: Once) -> None:
+    done = once(planted, RELEASES / "0.5.6", "nothing", lmcache_first)
+    assert done["found"] == []
+    prefill, decode = done["counts"]["prefill"], done["counts"]["decode"]
+    assert prefill["loads_of_kv_producer"] == 1
+    # the third one is in decode's LMCache and on the way from prefill: the first that is asked loads it
+    assert (decode["loaded_beside"], decode["loads_of_kv_consumer"]) == ((1, 2) if lmcache_first else (2, 1))
+
+
+@pytest.mark.parametrize("plant", ["lmcache_loads_other_kv", "nixl_reads_the_next_block"])
+def test_wrong_kv_of_either_is_seen(plant: str, once: Once) -> None:
+    assert "LAB001" in once(planted, RELEASES / "0.5.6", plant, False)["found"]
+
+
+def fuzzed(plain: bool) -> dict[str, Any]:
+    from kvfix_tools.lab.fuzz_run import Run, fuzz
+
+    first, again = (fuzz(Run("nixl-multi", True, plain), range(16), inf, shrinking=0) for _ in range(2))
+    return {
+        "violations": [violation.message for violation in first.violations],
+        "nothing": first.tested_nothing,
+        "same": (first.steps, first.counts) == (again.steps, again.counts),
+        "counts": first.counts,
+    }
+
+
+@pytest.mark.parametrize("plain", [True, False])
+def test_fuzzed_schedules_are_clean_with_the_fixes(plain: bool, once: Once) -> None:
+    done = once(fuzzed, RELEASES / "0.5.6", plain)
+    assert done["violations"] == []
+    assert not done["nothing"]
+    assert done["same"]
+    assert done["counts"]["loaded_beside"] > 0

@@ -1,0 +1,280 @@
+"""MooncakeConnector in the lab, one engine's side of it (pair.py has two): both its roles are vLLM's own.
+
+The decode engine sends the prefill engine its blocks, and this one writes into them. Replaced: Mooncake's transfer
+engine (mooncake_network.py), the sockets, HTTP and threads (mooncake_sockets.py), the attention backend, and the clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import import_module
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from kvfix import clock
+from kvfix.connector_events import readers
+from kvfix.ledger import events as ev
+from kvfix_tools.lab import mooncake_sockets, rules, vllm_objects
+from kvfix_tools.lab.memory import Slots
+from kvfix_tools.lab.mooncake_network import Executor, Host, Network, TransferEngine
+from kvfix_tools.lab.mp_client import SharedBlock
+from kvfix_tools.lab.nixl import FLOATS, AnyBlockSize
+from kvfix_tools.lab.options import Options
+from kvfix_tools.lab.pair_engine import PairSide, Params
+from kvfix_tools.lab.pair_router import MALFORMED
+from kvfix_tools.lab.request_events import STUCK
+from kvfix_tools.lab.workers import Worker
+
+if TYPE_CHECKING:
+    from kvfix_tools.lab.request_events import RequestEvents
+
+#: What may be wrong with the parameters of a request for decode, beside what may be with NIXL's.
+MALFORMED.update(
+    no_transfer=lambda params: {key: value for key, value in params.items() if key != "transfer_id"},
+    other_transfer=lambda params: {**params, "transfer_id": "other"},
+    odd_transfer=lambda params: {**params, "transfer_id": ["other"]},
+    no_address=lambda params: {key: value for key, value in params.items() if key != "remote_bootstrap_addr"},
+    other_address=lambda params: {**params, "remote_bootstrap_addr": "http://nobody:1"},
+    odd_address=lambda params: {**params, "remote_bootstrap_addr": 1},
+)
+#: Seconds for which no prefill of the lab takes, as vLLM comes.
+_LONG = 480
+_MODULE = "vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector"
+
+
+def replace(host: Host) -> None:
+    """For the engine that is made next on this host. What is looked up later is the same for all hosts."""
+    module: Any = import_module(_MODULE)
+    network = host.network
+    module.time = SimpleNamespace(perf_counter=lambda: clock.now(), monotonic=lambda: clock.now())
+    module.asyncio = mooncake_sockets.Asyncio(host)
+    module.threading = mooncake_sockets.THREADING
+    module.ThreadPoolExecutor = lambda **_: Executor(host)
+    module.zmq = mooncake_sockets.zmq_module(host)
+    module.make_zmq_socket = mooncake_sockets.make_zmq_socket
+    module.httpx = mooncake_sockets.httpx_module(network)
+    module.TransferEngine = lambda: TransferEngine(host)
+    module.get_ip = lambda: host.name
+    module.envs = SimpleNamespace(
+        VLLM_MOONCAKE_CONNECTOR_TIMEOUT=5, VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT=network.timeout
+    )
+    module.torch = SimpleNamespace(accelerator=SimpleNamespace(current_device_index=lambda: 0), Tensor=torch.Tensor)
+    module.current_platform = SimpleNamespace(set_device=lambda _: None)
+    module.get_tensor_model_parallel_rank = lambda: 0
+    module.get_tensor_model_parallel_world_size = lambda: 1
+    module.get_pp_group = lambda: SimpleNamespace(rank_in_group=0)
+    module.get_current_attn_backends = lambda *_: [AnyBlockSize]
+    module.get_mooncake_bootstrap_addr = lambda config: (
+        config.kv_transfer_config.engine_id.partition("-")[0],
+        mooncake_sockets.PORT,
+    )
+    registry = import_module(_MODULE.replace("mooncake_connector", "mooncake_utils"))
+
+    class Bootstrap(registry.MooncakeBootstrapServer):  # type: ignore[misc, name-defined]
+        """vLLM's own, without a socket."""
+
+        payload = registry.RegisterWorkerPayload
+
+        def start(self, **_: Any) -> None:
+            network.bootstrap[f"http://{host.name}:{self.port}"] = self
+
+        def shutdown(self) -> None: ...
+
+    module.MooncakeBootstrapServer = Bootstrap
+
+
+class MooncakeWorker(Worker):
+    """The real connector in the worker's role."""
+
+    events: RequestEvents
+
+    def __init__(self, side: MooncakeSide, slots: Slots, called: Any, options: Options) -> None:
+        super().__init__(0, slots, called, called, called.connector_worker, {})
+        self.side = side
+        self._failed: set[str] = set()
+        self._reader = readers.reader(called)
+        #: request -> (first token, end) of loads that are not reported, and of those that have failed.
+        self.due: dict[str, tuple[int, int]] = {}
+        self.lost: set[str] = set()
+        self._note_writes()
+        self._note_failures()
+        #: Kept, since the transfer engine has its addresses alone.
+        self.memory = torch.zeros((options.num_blocks, options.block_size, FLOATS), dtype=torch.float32)
+        called.register_kv_caches({vllm_objects.LAYER.format(0): self.memory})
+        slots.put_in([SharedBlock(block) for block in self.memory.view(torch.int64)[:, :, 0].numpy()])
+
+    def _note_writes(self) -> None:
+        build = self.adapter._build_transfer_params
+
+        async def noting(ready: Any, meta: Any, *regions: Any) -> Any:
+            answer = await build(ready, meta, *regions)
+            failed = set(answer[3])
+            self.side.network.requests = [
+                (sent.p_req_id, name) for name, sent in ready if any(meta.req_blocks[name][1]) and name not in failed
+            ]
+            return answer
+
+        self.adapter._build_transfer_params = noting
+
+    def _note_failures(self) -> None:
+        fail = self.adapter._handle_failed_recv
+
+        def noting(metas: Any, names: Any, reason: str) -> None:
+            self.lost.update(name for name in names if name in metas)
+            fail(metas, names, reason)
+
+        self.adapter._handle_failed_recv = noting
+
+    def start_step(self, metadata: Any, forward: bool) -> None:
+        self.due.update({name: (start, end) for name, start, end in self._reader.loads(metadata) or ()})
+        super().start_step(metadata, forward)
+
+    def finish_step(self, forward: bool, ended: set[str], save_last: bool) -> Any:
+        report = super().finish_step(forward, ended, save_last)
+        self.called.clear_connector_metadata()
+        return report
+
+    def get_finished(self, ended: set[str]) -> Any:
+        # what is sent leaves the dictionary when it is: what leaves it here has ended by its time
+        kept = {each.p_req_id for each in self.adapter.reqs_need_send.values()}
+        results = self.called.get_transfer_results(ended)
+        self._failed = set(results.failed_recving)
+        for name in results.finished_sending:
+            self.side.add_to_pair(ev.LeaseEnded(name, name in kept))
+        for name in results.finished_recving:
+            start, end = self.due.pop(name, (0, 0))
+            failed = name in self.lost
+            self.lost.discard(name)
+            if failed and self.events.model.requests[name].is_finished():
+                continue
+            self.events.loaded(name, start if failed else end, 0 if failed else end - start)
+        return results.finished_sending, results.finished_recving
+
+    def also_reported(self) -> dict[str, Any]:
+        return {"failed_recving": self._failed}
+
+
+class MooncakeSide(PairSide):
+    """Both roles of one engine."""
+
+    workers: list[MooncakeWorker]
+
+    @classmethod
+    def make_network(cls, options: Options) -> Network:
+        return Network(options.delay, options.extra.get("kv_lease_duration", _LONG))
+
+    def __init__(
+        self, options: Options, memories: Sequence[Slots], network: Network, name: str, engine_id: str
+    ) -> None:
+        self.network = network
+        self.engine_id = engine_id
+        self._host = network.host(name)
+        replace(self._host)
+        config = vllm_objects.vllm_config(options)
+        config.kv_transfer_config.engine_id = engine_id
+        config.cache_config.kv_cache_layout = "LBHNC"
+        self.scheduler = vllm_objects.scheduler(options, config)
+        self.in_scheduler = self.scheduler.connector
+        self.scheduler_side = self.in_scheduler.connector_scheduler
+        self.workers = [MooncakeWorker(self, memories[0], vllm_objects.worker(options, config), options)]
+        self.reader = readers.reader(self.in_scheduler)
+        network.noted = self._noted
+        self._host.raised = self._raised
+        #: Requests whose blocks were kept: what comes for them later than their lease waits for the timeout.
+        self._were_kept: set[str] = set()
+        #: transfer -> steps in which the peer has waited for it in vain
+        self._vain: dict[str, int] = {}
+
+    def _noted(self, what: str, kept: str, reader: str) -> None:
+        """Of a write, by the network: to both engines' ledger."""
+        if what == "begun":
+            self.add_to_pair(ev.WriteBegun(kept, reader))
+        else:
+            self.add_to_pair(ev.WriteEnded(kept))
+
+    def _raised(self, error: BaseException) -> None:
+        where = f"a coroutine of the {self._host.name} engine raises {type(error).__name__}: {error}".rstrip(": ")
+        self.events.violated(rules.COROUTINE_RAISED, "", where)
+
+    def for_prefill(self, name: str) -> Params:
+        self.network.transfers[name] = self.network.transfers.get(name, 0) + 1
+        return {"do_remote_decode": True, "do_remote_prefill": False, "transfer_id": self._transfer(name)}
+
+    def for_decode(self, name: str, answer: Params | None) -> Params:
+        """A prefill answers nothing: the router knows what it has asked it."""
+        return {
+            "do_remote_decode": False, "do_remote_prefill": True, "remote_engine_id": self.engine_id,
+            "remote_bootstrap_addr": f"http://{self._host.name}:{mooncake_sockets.PORT}",
+            "transfer_id": self._transfer(name),
+        }  # fmt: skip
+
+    def _transfer(self, name: str) -> str:
+        return f"xfer-{name}-{self.network.transfers[name]}"
+
+    def keeps(self, request: str) -> bool:
+        blocks = self.scheduler_side._reqs_need_send.get(request, (None, []))[1]
+        if not blocks:
+            return False
+        self._were_kept.add(request)
+        self.events.counts["stored_tokens"] += len(blocks[0]) * self.scheduler_side.block_size
+        return True
+
+    def listen(self, events: RequestEvents) -> None:
+        super().listen(events)
+        self.workers[0].events = events
+        self._host.look = self._look
+        if self.network.timeout < _LONG:
+            events.may_fail.add("")  # of a prefill that takes longer
+
+    def close(self) -> None:
+        self._host.end()
+
+    def _look(self) -> None:
+        """Which transfers the peer waits for, that no request here will make ready."""
+        if self.scheduler_side._reqs_not_processed or self.scheduler_side._reqs_need_send:
+            return  # the worker has not heard of it
+        open_now, had = set(), {}
+        for name, request in self.events.model.requests.items():
+            transfer = str((request.kv_transfer_params or {}).get("transfer_id"))
+            had[transfer] = name
+            if not request.is_finished():
+                open_now.add(transfer)
+        for transfer, sent in self._sends.items():
+            unsent = had.get(transfer, "") not in {"", *self._were_kept} and transfer not in open_now
+            vain = unsent and not sent.ready.is_set()
+            self._vain[transfer] = self._vain.get(transfer, 0) + 1 if vain and sent.ready._waiters else 0
+            if self._vain[transfer] == STUCK:
+                message = "a decode request waits for its KV, and it has ended and is not sent"
+                self.events.violated(rules.AWAITED_IN_VAIN, had[transfer], message)
+
+    # ------------------------------------------------------------------ what is in flight, and what is kept
+
+    @property
+    def _sends(self) -> dict[str, Any]:
+        found: dict[str, Any] = self.workers[0].adapter.reqs_need_send
+        return found
+
+    @property
+    def leases(self) -> set[str]:
+        """Requests whose blocks are kept for the peer: those that have ended."""
+        return {each.p_req_id for each in self._sends.values() if each.local_block_ids}
+
+    def kept_of_peer(self) -> set[str]:
+        """Transfers that the peer has asked for, and that no request here has."""
+        return {each.transfer_id for each in self._sends.values() if not each.p_req_id}
+
+    def busy(self) -> bool:
+        return self.network.busy or bool(self.leases) or bool(self.workers[0].due)
+
+    def loading(self) -> set[str]:
+        return set(self.workers[0].due)
+
+    def in_flight(self, request: str) -> set[str]:
+        doing = {"loading": request in self.loading(), "storing": request in self.leases}
+        return {name for name, yes in doing.items() if yes}
+
+    def kept(self) -> dict[str, set[str]]:
+        sends = {each.p_req_id for each in self._sends.values()}
+        return {**super().kept(), "reqs_need_send": sends, "due": set(self.workers[0].due)}

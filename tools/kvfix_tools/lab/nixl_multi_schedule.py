@@ -1,0 +1,36 @@
+"""Schedules for two engines with NixlConnector and LMCache's connector in a MultiConnector (nixl_multi.py)."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from collections.abc import Collection
+
+from kvfix_tools.lab import pair_schedule
+from kvfix_tools.lab.options import Options
+from kvfix_tools.lab.pair_schedule import DrawnStep
+
+#: A step of one of the engines.
+KINDS = frozenset({"on"})
+
+
+def draw(
+    seed: int, connector: str, plain: bool = False, lacks: Collection[str] = ()
+) -> tuple[Options, tuple[DrawnStep, ...]]:
+    """As pair_schedule.draw, with LMCache in one engine or both, and with what happens to it."""
+    options, steps = pair_schedule.draw(seed, connector, plain, lacks)
+    rng = random.Random(f"beside {connector} {seed}")
+    multi = rng.choice((("decode",), ("prefill",), ("prefill", "decode"), ("prefill", "decode")))
+    options = dataclasses.replace(
+        options,
+        multi=multi,
+        lmcache_first=rng.random() < 0.5,
+        chunk_size=options.block_size * rng.choice((1, 2, 3)),
+    )
+    drawn: list[DrawnStep] = []
+    for step in steps:
+        drawn.append(step)
+        if not plain and rng.random() < 0.03:
+            what = rng.choice((("evict", rng.choice((1, 3, 100))), ("lookups_fail", 1)))
+            drawn.append(("on", rng.choice(multi), *what))
+    return options, tuple(drawn)
