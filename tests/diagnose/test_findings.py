@@ -85,6 +85,10 @@ def without_hits() -> dict[str, list[str]]:
             logged(NEWEST, "configured", "{'remote_url': 'redis://h:6379'}")
             + worker("/m/a") + worker("/models/a", 2) + stores(10) + lookups(10, 900)
         ],
+        "KVD008": [
+            logged(NEWEST, "configured", "{'enable_pd': True, 'pd_role': 'receiver'}") + lookups(1, 900),
+            logged("0.3.9", "engine_configured", "{'pd_role': None, 'nixl_role': 'receiver'}") + lookups(3, 900),
+        ],
         # Few lines, as they are pasted: one short prompt, the same prompt twice, peers that know nothing.
         "KVD327": [
             lookups(1, 26), lookups(2, 14), worker() + lookups(1, 900) + stores(1) + asked(NEWEST, 900, 0, 0, 0, "x"),

@@ -94,6 +94,10 @@ def misses() -> list[tuple[str, str]]:
         # Up to 0.3.10.post2 a chunk need not be full: it is stored.
         ("KVD320", stores(1) + lookups(10, 26)),
         ("KVD320", lookups(9, 26)),
+        # A sender looks for what it stored itself; a receiver that finds what was sent.
+        ("KVD008", logged(NEWEST, "configured", "{'enable_pd': True, 'pd_role': 'sender'}") + lookups(1, 900)),
+        ("KVD008", logged(NEWEST, "configured", "{'enable_pd': True, 'pd_role': 'receiver'}") + lookups(1, 900)
+         + asked(NEWEST, 900, 0, 512, 512, "x")),
         # The first request with a prompt, and one that is found at its second.
         ("KVD327", lookups(1, 900) + stores(1)),
         ("KVD327", lookups(2, 26) + asked(NEWEST, 900, 0, 512, 512, "x")),

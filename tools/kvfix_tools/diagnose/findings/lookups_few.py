@@ -25,6 +25,38 @@ def _is_paste(log: Diagnosis) -> bool:
     return not log.hit and _is_short(log)
 
 
+@finding("KVD008", "pd-receiver-finds-nothing", Severity.SLOW, on=[""])
+def pd_receiver_finds_nothing(log: Diagnosis, line: LogLine) -> Answer | None:
+    """A decoder with LMCache's PD found nothing of what prefill should have sent, and computes the prompts itself.
+
+    Cause: in this order. PYTHONHASHSEED is not set on both sides: what arrives has other keys than what is looked for.
+    Prefill sent nothing or to another decoder: the request came past the proxy, or its `disagg_spec` names another
+    host or port. Decode asked before the last chunk had come: a proxy that does not wait for prefill's notification.
+    Only long prompts: they do not fit in the receiver's buffer. Else the two sides cut the prompt differently
+    (`chunk_size`, `save_unfull_chunk`, another chat template).
+
+    First: prefill's log of the same request: `Stored` with all its tokens, and no error of the transfer.
+
+    Setting: `export PYTHONHASHSEED=0` on prefill and decode; `pd_buffer_size` (before 0.3.7 `nixl_buffer_size`) larger
+    than the longest prompt, the same `chunk_size` and `save_unfull_chunk: true` on both; requests only to the proxy.
+
+    Good: the same, in every unit file and container.
+
+    Normal: a request that is sent to the decoder itself.
+    """
+    kept = lookups_of(log)
+    role = kept.settings.get("pd_role", "None")
+    if (role if role != "None" else kept.settings.get("nixl_role")) != "receiver":
+        return None
+    if not 0 < kept.number < ENOUGH or not _is_paste(log):
+        return None
+    return Answer(
+        f"{kept.number} lookup{'s' if kept.number > 1 else ''} of up to {kept.longest} tokens, 0 hits, on a receiver",
+        request="",
+        verdict="unknown",
+    )
+
+
 @finding("KVD327", "no-hit-in-a-paste", Severity.RISK, on=[""])
 def no_hit_in_a_paste(log: Diagnosis, line: LogLine) -> Answer | None:
     """A few lookups, none of which finds anything: too few to tell why.

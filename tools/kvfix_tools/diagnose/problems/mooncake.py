@@ -93,7 +93,8 @@ PROBLEMS = (
         releases={"vllm": ">=0.20"},
         sure=False,
         cause="The bootstrap server runs in the first worker of prefill's first node. It is not up, its port "
-        "VLLM_MOONCAKE_BOOTSTRAP_PORT (8998) is taken by another engine of the host, or an HTTP proxy stands between.",
+        "VLLM_MOONCAKE_BOOTSTRAP_PORT (8998) is taken by another engine of the host (`Engine ID mismatch`, `is "
+        "already registered at`: that engine answers), or an HTTP proxy stands between.",
         now="another `VLLM_MOONCAKE_BOOTSTRAP_PORT` for each prefill engine of a host; `export NO_PROXY=*` (no HTTP "
         "proxy between the nodes); port open between prefill's nodes",
         good="the set-up: one port for each prefill engine",
@@ -150,8 +151,8 @@ PROBLEMS = (
         sure=False,
         cause="Decode never asked: it is down or overloaded, the router lost the second half of the request, or the "
         "client had gone (then it is harmless).",
-        now="look at decode's log and the router's of that time; `VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT` (480 s) on both "
-        "sides alike",
+        now="look at decode's log and the router's of that time; `VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT` (480 s) on "
+        "both sides alike",
         good="a router that aborts on both sides",
         threads=(f"{_ISSUES}/55870",),
     ),
@@ -201,10 +202,16 @@ PROBLEMS = (
             Logged("Mooncake producer registered layer has no matching consumer occurrence"),
             Logged("Mooncake registered layer index mismatch for"),
             Logged("Mooncake registered group index mismatch for"),
+            Logged("transfer region exceeds"),
+            Logged("is not paired with P tp_rank", at=_MOONCAKE_CONNECTOR),
+            Failed(kind="AssertionError", text="transfer region exceeds", at=_MOONCAKE_CONNECTOR),
+            Failed(kind="AssertionError", text="Mooncake transfer regions require matching metadata lengths"),
+            Logged("so they cannot be aligned across PP sizes"),
         ),
         releases={"vllm": ">=0.20"},
         cause="Prefill compares its layers with what decode says of its own: another number of layers (a draft model "
-        "on one side), other bytes in a block (--block-size, --kv-cache-dtype, attention backend), or another model.",
+        "on one side), other bytes in a block (--block-size, --kv-cache-dtype, attention backend), another model, or "
+        "parallel sizes that do not divide (`not paired with`: also a router that names the wrong engine).",
         now="the same model, --speculative-config, --block-size, --kv-cache-dtype and --attention-backend on both "
         "sides; restart both",
         good="one set of options for prefill and decode",
