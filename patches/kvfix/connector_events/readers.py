@@ -42,6 +42,11 @@ class Reader:
         """Tokens that the last lookup of this request found in the external cache."""
         return None
 
+    def found(self, request: str) -> int:
+        """Tokens that the connector takes for stored since a lookup, also where it has promised none since (a server
+        that is taken for dead)."""
+        return 0
+
     def lookup_timeout(self) -> float:
         """Maximum seconds that the hook waits for a lookup; 0: it never waits."""
         return 0.0
@@ -198,6 +203,10 @@ class MP(Reader):
         found = adapter._finished_lookup_results.get(request) if getattr(adapter, "is_healthy", True) else None
         return found if isinstance(found, int) else None
 
+    def found(self, request: str) -> int:
+        tracker = getattr(self.connector, "request_trackers", {}).get(request)
+        return int(getattr(tracker, "num_lmcache_hit_tokens", 0) or 0)
+
     def settings(self) -> dict[str, Any]:
         adapter = getattr(self.connector, "scheduler_adapter", None)
         chunk = getattr(adapter, "lmcache_tokens_per_chunk", getattr(adapter, "chunk_size", None))
@@ -225,6 +234,13 @@ class MP(Reader):
         if adapter is not None:
             for name in self._TRANSFERS:
                 yield f"worker_adapter.{name}", getattr(adapter, name, ())
+
+    def left(self, request: str) -> list[str]:
+        """KVF105 keeps the lookup of a request that has ended until the server, silent meanwhile, answers."""
+        found = super().left(request)
+        if request in getattr(self.connector, "_kvfix_looking", ()):
+            return [where for where in found if not where.startswith("scheduler_adapter.")]
+        return found
 
 
 class Offloading(Reader):

@@ -127,7 +127,8 @@ class WatchedConnector:
         self._scheduled(scheduler_output, {name for name, _, _ in stores or ()})
         leaves_out = self.reader.leaves_out_stored
         for name, start, end in stores or ():
-            self._record(ev.Stored(name, start, end, start if leaves_out else self._hits.get(name, 0)))
+            hit = max(self._hits.get(name, 0), self.reader.found(name))
+            self._record(ev.Stored(name, start, end, start if leaves_out else hit))
         if self._windows is not None:
             for lost in self._windows.step(answer, scheduler_output):
                 self._record(lost)

@@ -113,8 +113,11 @@ class Options:
                 "the lab plays context parallelism with mp, which alone knows it, with more than one rank that share "
                 "each block's tokens, without pipeline parallelism and with one KV group"
             )
-        if self.states and (self.windows or not self.prefix_caching):
-            raise ValueError("the lab plays states with prefix caching and without sliding windows")
+        if self.states and (self.windows or not self.prefix_caching or self.drafts >= self.block_size):
+            raise ValueError(
+                "the lab plays states with prefix caching, without sliding windows and with fewer drafts than a block "
+                "has tokens: the blocks of models with states have hundreds"
+            )
         if self.real_server and (
             (self.connector, self.ranks, self.chunk_size) != ("mp", 1, SERVER_CHUNK)
             or self.several_groups

@@ -186,9 +186,15 @@ def draw(
     may_have_states = connector == "mp" and not plain and not options.windows
     if may_have_states and "states" not in lacks and own.random() < 0.3:
         # a request holds two at a time, and one for each draft (MambaSpec.max_memory_usage_bytes)
-        more = options.num_blocks + own.choice((2, 4, 8)) + 2 * options.drafts
+        drafts = min(options.drafts, options.block_size - 1)
+        more = options.num_blocks + own.choice((2, 4, 8)) + 2 * drafts
         options = dataclasses.replace(
-            options, states=True, prefix_caching=True, num_blocks=more, separate_object_groups=own.random() < 0.5
+            options,
+            states=True,
+            prefix_caching=True,
+            drafts=drafts,
+            num_blocks=more,
+            separate_object_groups=own.random() < 0.5,
         )
     own = random.Random(f"context {seed}")
     may_share = connector == "mp" and options.ranks > 1 and not (options.pipeline or options.several_groups)

@@ -9,7 +9,8 @@ Requests that hold blocks are asked first, by priority, and `schedule` stops at 
 (scheduler.py 0.32.0:1275-1282). A load is admitted if the blocks are free that those before it need (:1249); for the
 rest of its own prompt they need not be, without `scheduler_reserve_full_isl`. First come, first served, the last one
 admitted is asked last. By priority it may be the first: then those behind it, which have all that they need, wait for
-it, and it for them.
+it, and it for them. So do those behind a request that is to load, for which the blocks of all loads in flight are kept
+back.
 
 ## Fix
 After a step that has scheduled nothing because of such a request: in the next one it steps aside, for the first of the
@@ -73,10 +74,17 @@ def _to_step_aside(scheduler: Any) -> list[Any]:
     for request in _ready(scheduler):
         if not aside and request is not refused:
             return []
-        if scheduler._request_remaining_blocks(request) <= free:
+        if _needs(scheduler, request) <= free:
             return aside
         aside.append(request)
     return []
+
+
+def _needs(scheduler: Any, request: Any) -> int:
+    """Blocks that must be free for it. One that is to load leaves those of the requests in flight (:1249)."""
+    blocks: int = scheduler._request_remaining_blocks(request)
+    is_loaded = request.request_id in scheduler.finished_recving_kv_req_ids
+    return blocks if is_loaded else blocks + scheduler._inflight_prefill_reserved_blocks()
 
 
 FIX = Fix(

@@ -1,0 +1,95 @@
+"""A session is preempted while the step that ends its turn is in flight, and is in no queue then: its client waits.
+
+## Symptom
+A client of a session (streaming input) waits for ever, with asynchronous scheduling: `Running: 0 reqs, Waiting: 0 reqs`
+
+## Cause
+Where a turn has ended `_handle_stopped_request` puts the session into a waiting queue for its next turn (scheduler.py
+0.32.0:2490). A request that was preempted meanwhile is taken out of the waiting queues after that, as one that has
+ended (:2298): so is the session.
+
+## Fix
+After `update_from_output` a session whose turn has ended and that is in no queue is put into one.
+
+## Releases
+vLLM 0.32.0; earlier ones were not tried with sessions.
+
+## Upstream
+None known; 0.33.0 puts sessions into the queue when the others are out of it (scheduler.py:2545).
+
+## Remove when
+vLLM 0.32.0 is no longer in use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from kvfix.fixes import stubs
+from kvfix.fixes.api import Fix
+from kvfix.fixes.targets import SCHEDULER
+from kvfix.wrapping import after, around
+
+#: Of a scheduler: sessions that were preempted when their turn ended, in this step.
+_SESSIONS = "_kvfix_preempted_sessions"
+
+
+def fix(module: ModuleType) -> Callable[..., Any]:
+    def _handle_stopped_request(scheduler: Any, request: Any) -> Generator[None, Any, Any]:
+        finished = yield
+        if not finished:
+            vars(scheduler).setdefault(_SESSIONS, []).append(request)
+        return finished
+
+    return around(
+        _handle_stopped_request,
+        when=lambda scheduler, request, *_, **__: request.resumable and request not in scheduler.running,
+    )
+
+
+def fix_output(module: ModuleType) -> Callable[..., Any]:
+    def update_from_output(scheduler: Any, answer: Any, *_: Any, **__: Any) -> Any:
+        sessions = getattr(scheduler, _SESSIONS)
+        setattr(scheduler, _SESSIONS, [])
+        for request in sessions:
+            queues = scheduler.waiting, scheduler.kv_holding_waiting, scheduler.running
+            if request.request_id in scheduler.requests and not any(request in queue for queue in queues):
+                scheduler._enqueue_waiting_request(request)
+        return answer
+
+    return after(update_from_output, when=lambda scheduler, *_, **__: getattr(scheduler, _SESSIONS, None))
+
+
+def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+    """A turn ends. Wrong is to put the session into a queue before its caller has taken others out."""
+    enqueued: list[Any] = []
+    request = stubs.request(
+        22,
+        num_computed_tokens=21,
+        num_output_placeholders=0,
+        num_in_flight_tokens=0,
+        resumable=True,
+        streaming_queue=(),
+    )
+    waiting = SimpleNamespace(add_request=enqueued.append)
+    hook(
+        SimpleNamespace(num_waiting_for_streaming_input=0, waiting=waiting, _enqueue_waiting_request=enqueued.append),
+        request,
+    )
+    return bool(enqueued)
+
+
+FIX = Fix(
+    __name__,
+    __doc__,
+    targets=(
+        SCHEDULER._handle_stopped_request(broken=">=0.32,<0.33", probe=shows_bug, fix=fix, place=1),
+        SCHEDULER.update_from_output(
+            broken=">=0.32,<0.33", probe=stubs.cannot_tell, fix=fix_output, place=1, helper=True
+        ),
+    ),
+    scenarios=("preempted-session-lost",),
+    no_patch={"vllm": "fixed in 0.33.0"},
+)
