@@ -113,6 +113,8 @@ class Network:
         self.failing = {"transfer": 0, "handshake": 0, "setup": 0, "notice": 0}
         #: Steps that a message takes.
         self.handshake_steps = 1
+        #: It has no thread whose work is drawn to be late (nixl_network.Network.writers_take).
+        self.writers_take = 0
         #: Those that are there, by the address of their transfer engine.
         self.hosts: dict[str, Host] = {}
         #: tcp://host:port -> the socket that is bound there; http://host:port -> the bootstrap server.

@@ -136,7 +136,7 @@ FIX = Fix(
             owner.request_finished(broken=broken, probe=raises_at_end, fix=_nothing_to_send),
         )
     ),
-    evidence={"KVD291": "", "KVD584": ""},
+    evidence={"KVR010": "", "KVD291": "", "KVD584": ""},
     scenarios=("mooncake-promise-without-peer",),
     no_patch={"vllm": "it can be abused: vLLM's security channel comes before a public patch (SECURITY.md)"},
 )
