@@ -77,14 +77,14 @@ def leases_are_over_at_once(pair: Any) -> None:
 
 @fault("KVR018")
 def a_request_is_sent_twice(pair: Any) -> None:
-    admit = pair._admit
+    admit = pair.router._admit
 
     def admit_both(engine: Any, name: str, tokens: list[int], most: int, params: dict[str, Any]) -> None:
         admit(engine, name, tokens, most, dict(params))
         if engine is pair.decode:
             admit(engine, f"{name}-again", tokens, most, dict(params))
 
-    pair._admit = admit_both
+    pair.router._admit = admit_both
 
 
 def planted(rule: str) -> dict[str, Any]:
