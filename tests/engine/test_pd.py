@@ -34,6 +34,8 @@ LOAD, KILLED = (200, 16) if "KVFIX_TEST_LONG" in os.environ else (40, 12)
 #: Seconds for which prefill keeps blocks. On a busy machine decode may be later than vLLM's 30.
 LEASE = 120
 SEEDS = itertools.count(1)
+#: What decode's log says of the request whose parameters name no host.
+LOST_HOST = {"KVD584"}
 #: Bytes of a block: K and V of 32 tokens in each layer, in float32.
 BLOCK_BYTES = BLOCK * 2 * 4 * MODEL["num_hidden_layers"] * MODEL["num_key_value_heads"] * MODEL["head_dim"]
 
@@ -125,6 +127,7 @@ def test_a_lease_that_is_not_given_back(pair: Pair, capsys: pytest.CaptureFixtur
     text = capsys.readouterr().out
     assert f"SUMMARY: kvfix KVR025 lease-not-returned request {params['remote_request_id']}" in text
     assert [replay.replay(of_engine, json=False) for of_engine in files] == [0, 0]
+    assert findings(pair.decode) == LOST_HOST
 
 
 def test_the_kv_of_another_prompt(pair: Pair, expected: Answers) -> None:
@@ -166,7 +169,7 @@ def verdicts(engine: Engine) -> list[standstill.Verdict]:
 def test_prefill_is_killed(pair: Pair, expected: Answers) -> None:
     """Decode hears of it from UCX, ends what it was to read, and goes on."""
     killed(pair, pair.prefill, ROUNDS["prefill"], expected["prefill"])
-    assert findings(pair.decode) == {"KVD591"}
+    assert findings(pair.decode) == {"KVD591", *LOST_HOST}
     assert verdicts(pair.decode) == []
     assert pair.decode.metric("vllm:num_requests_waiting") == pair.decode.metric("vllm:num_requests_running") == 0
     assert pd.ask(pair.decode.url, ROUNDS["prefill"][0]) == expected["prefill"][0]
