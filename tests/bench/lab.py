@@ -12,8 +12,6 @@ from tests.conftest import RELEASES, Fresh
 SECONDS = 10
 #: Engines after which memory is measured, and again after as many more. The first ones fill caches and the allocator.
 ENGINES = 500
-#: What is drawn, and steps a second that are promised.
-DRAWN = (("all options", [], 1500), ("one KV group, no faults", ["--plain"], 3000))
 COMMAND = [sys.executable, "-m", "kvfix_tools.cli", "lab", "fuzz", "--json", "--no-fixes", "--shrink", "0"]
 MEMORY = """
 import os
@@ -45,10 +43,9 @@ with runner.quiet():
 def measure() -> Iterator[Row]:
     for connector, release in (("v1", "0.5.6"), ("mp", "0.5.6"), ("mp-in-tree", "0.4.6")):
         options = ["--connector", connector, "--seconds", str(SECONDS), "--lmcache-path", str(RELEASES / release)]
-        for what, more, promise in DRAWN:
-            done = json.loads(Fresh(limit=None).run([*COMMAND, *options, *more]).stdout)
-            rate = done["steps"] / done["seconds"]
-            yield Row(f"lab fuzz, {connector}, {what}", rate, "steps/s", f"LMCache {release}", at_least=promise)
+        done = json.loads(Fresh(limit=None).run([*COMMAND, *options]).stdout)
+        rate = done["steps"] / done["seconds"]
+        yield Row(f"lab fuzz, {connector}", rate, "steps/s", f"LMCache {release}", at_least=1000)
     path = str(RELEASES / "0.5.6")
     before, after = Fresh(limit=None)(MEMORY.format(path=path, engines=ENGINES))
     beside = f"{ENGINES} engines: {before:.0f} MiB"
