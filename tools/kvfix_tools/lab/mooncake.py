@@ -184,6 +184,8 @@ class MooncakeSide(PairSide):
         self._host.raised = self._raised
         #: Requests whose blocks were kept: what comes for them later than their lease waits for the timeout.
         self._were_kept: set[str] = set()
+        #: Transfers that the peer waits for.
+        self._awaited: dict[str, Any] = {}
         #: transfer -> steps in which the peer has waited for it in vain
         self._vain: dict[str, int] = {}
 
@@ -241,10 +243,12 @@ class MooncakeSide(PairSide):
             had[transfer] = name
             if not request.is_finished():
                 open_now.add(transfer)
-        for transfer, sent in self._sends.items():
+        # an aborted prefill leaves the dictionary, and who waits for it does not hear of it
+        self._awaited.update(self._sends)
+        self._awaited = {transfer: sent for transfer, sent in self._awaited.items() if sent.ready._waiters}
+        for transfer, sent in self._awaited.items():
             unsent = had.get(transfer, "") not in {"", *self._were_kept} and transfer not in open_now
-            vain = unsent and not sent.ready.is_set()
-            self._vain[transfer] = self._vain.get(transfer, 0) + 1 if vain and sent.ready._waiters else 0
+            self._vain[transfer] = self._vain.get(transfer, 0) + 1 if unsent and not sent.ready.is_set() else 0
             if self._vain[transfer] == STUCK:
                 message = "a decode request waits for its KV, and it has ended and is not sent"
                 self.events.violated(rules.AWAITED_IN_VAIN, had[transfer], message)

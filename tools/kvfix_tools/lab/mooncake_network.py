@@ -34,6 +34,9 @@ class Loop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         return clock.now()
 
+    def _check_closed(self) -> None:
+        """Coroutines that end with their engine may still call it."""
+
     def go_on(self) -> None:
         for _ in range(_MOST):
             self.call_soon(self.stop)
