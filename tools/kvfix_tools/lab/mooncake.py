@@ -237,6 +237,8 @@ class MooncakeSide(PairSide):
         """Which transfers the peer waits for, that no request here will make ready."""
         if self.scheduler_side._reqs_not_processed or self.scheduler_side._reqs_need_send:
             return  # the worker has not heard of it
+        if self.network.timeout < _LONG:
+            return  # it may be asked so late that the worker has forgotten it
         open_now, had = set(), {}
         for name, request in self.events.model.requests.items():
             transfer = str((request.kv_transfer_params or {}).get("transfer_id"))
