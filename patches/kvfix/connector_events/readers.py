@@ -7,93 +7,16 @@ more. None: this connector does not have the value.
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Iterable, Sequence
-from typing import Any, Optional
+from collections.abc import Collection, Iterable
+from typing import Any
 
-#: (request, first token, end)
-Span = tuple[str, int, int]
-Spans = Optional["list[Span]"]
-#: Name of the place of the chunks that a lookup has pinned for its load.
-PINS = "pins of the worker"
-
-
-class Reader:
-    """Any connector: vLLM's hooks show promises and grants, but neither loads nor stores."""
-
-    #: Tokens of a block, if the metadata name the blocks of a load and not its tokens.
-    whole_blocks = 0
-    #: Whether the tokens of a load count from the end of the computed ones, as the metadata do not say where that is.
-    relative = False
-    #: Whether the worker reports every ended request as sent once its transfers are done.
-    reports_sent = False
-    #: Whether it keeps blocks of ended requests for a peer, which reads them.
-    keeps_for_peer = False
-    #: Whether a store leaves out what the cache has already, whoever stored it: then a hole is no hole.
-    leaves_out_stored = False
-
-    def __init__(self, connector: Any) -> None:
-        self.connector = connector
-
-    def sends(self, request: str) -> bool:
-        """Whether the worker will report this ended request as sent."""
-        return self.reports_sent
-
-    def hit(self, request: str) -> int | None:
-        """Tokens that the last lookup of this request found in the external cache."""
-        return None
-
-    def found(self, request: str) -> int:
-        """Tokens that the connector takes for stored since a lookup, also where it has promised none since (a server
-        that is taken for dead)."""
-        return 0
-
-    def lookup_timeout(self) -> float:
-        """Maximum seconds that the hook waits for a lookup; 0: it never waits."""
-        return 0.0
-
-    def loads(self, metadata: Any) -> Spans:
-        """Loads in the metadata, for the worker."""
-        return None
-
-    def stores(self, metadata: Any) -> Spans:
-        """Stores in the metadata, for the worker."""
-        return None
-
-    def settings(self) -> dict[str, Any]:
-        """Settings of the connector that change the accounting, above all `chunk_size`. Empty if it has none."""
-        return {}
-
-    def not_stored(self, metadata: Any) -> Collection[str]:
-        """Requests in these metadata whose store was cancelled in the worker (KVF007)."""
-        return ()
-
-    def kept(self) -> Iterable[tuple[str, Collection[str]]]:
-        """(place, its entries by request id): all state that must be gone when the request has ended."""
-        return ()
-
-    def pinned(self, request: str) -> Any:
-        """The pins of this request: another object for a later request of the same id. None: no pins."""
-        return None
-
-    def looks_up(self, request: str) -> bool:
-        """Whether the lookup client has state of this request."""
-        return False
-
-    def peer(self, request: Any) -> tuple[str, str] | None:
-        """Engine and request whose kept blocks this request names; None: it names none."""
-        return None
-
-    def lease(self, answer: Any) -> float | None:
-        """Seconds for which the blocks of a request are kept, by what `request_finished` answers. None: not known."""
-        return None
-
-    def lease_name(self, request: Any) -> str:
-        """Another name by which the peer knows this request; "": it has none."""
-        return ""
-
-    def left(self, request: str) -> list[str]:
-        """Places in which this ended request has leaked."""
-        return [where for where, names in self.kept() if request in names]
+from kvfix.connector_events.offload_readers import Offloading as Offloading
+from kvfix.connector_events.offload_readers import SimpleOffload as SimpleOffload
+from kvfix.connector_events.offload_readers import span as span
+from kvfix.connector_events.reader import PINS as PINS
+from kvfix.connector_events.reader import Reader as Reader
+from kvfix.connector_events.reader import Span as Span
+from kvfix.connector_events.reader import Spans as Spans
 
 
 class V1(Reader):
@@ -243,64 +166,6 @@ class MP(Reader):
         return found
 
 
-class Offloading(Reader):
-    """vLLM's OffloadingConnector (offloading/scheduler.py and worker.py, 0.32.0).
-
-    Loads and stores are jobs, which outlive a step, and a store its request too. Tokens are those of whole blocks.
-    """
-
-    leaves_out_stored = True
-
-    def __init__(self, connector: Any) -> None:
-        super().__init__(connector)
-        self._scheduler = getattr(connector, "connector_scheduler", None)
-        worker = getattr(connector, "connector_worker", None)
-        #: Tokens of a block, by KV group.
-        self._sizes: list[int] = []
-        if self._scheduler is not None:
-            self._sizes = [group.tokens_per_block for group in self._scheduler.config.kv_group_configs]
-        elif worker is not None:
-            self._sizes = list(worker.spec.tokens_per_block)
-
-    def settings(self) -> dict[str, Any]:
-        if self._scheduler is None:
-            return {}
-        return {"chunk_size": self._scheduler.config.kv_group_configs[0].tokens_per_chunk}
-
-    def loads(self, metadata: Any) -> Spans:
-        return [(job.req_id, *span(job.dst_spec, self._sizes)) for job in metadata.load_jobs.values()]
-
-    def stores(self, metadata: Any) -> Spans:
-        """Without those of ended requests, which no step computes any more. A store ends there at least: the blocks
-        that it leaves out are not counted."""
-        return [
-            (job.req_id, *span(job.src_spec, self._sizes))
-            for job in metadata.store_jobs.values()
-            if not self._has_ended(job.req_id)
-        ]
-
-    def _has_ended(self, request: str) -> bool:
-        status = getattr(self._scheduler, "_req_status", {}).get(request)
-        return status is not None and status.req.is_finished()
-
-    def kept(self) -> Iterable[tuple[str, Collection[str]]]:
-        """A store that is in flight keeps its request, and a load that of an aborted one."""
-        if self._scheduler is not None:
-            requests = self._scheduler._req_status.items()
-            yield "_req_status", {name for name, status in requests if not status.transfer_jobs}
-
-
-def span(blocks: Any, sizes: Sequence[int]) -> tuple[int, int]:
-    """First token and end of what a job of the OffloadingConnector moves, in all KV groups together.
-
-    Each KV group ends with a whole block, so the smallest end is nearest to the tokens that are meant.
-    blocks: GPULoadStoreSpec, the job's side of the GPU. sizes: tokens of a block, by KV group.
-    """
-    groups = zip(blocks.block_indices, blocks.group_sizes, sizes, strict=True)
-    spans = [(start * size, (start + count) * size) for start, count, size in groups if count]
-    return (min(start for start, _ in spans), min(end for _, end in spans)) if spans else (0, 0)
-
-
 def reader(connector: Any) -> Reader:
     """The reader for this connector, by its attributes, not by its name: forks and copies have the same attributes."""
     if hasattr(connector, "_lmcache_engine"):
@@ -311,6 +176,8 @@ def reader(connector: Any) -> Reader:
         return Offloading(connector)
     if hasattr(getattr(connector, "connector_worker", None), "_unsubmitted_store_jobs"):
         return Offloading(connector)
+    if hasattr(connector, "scheduler_manager") and hasattr(connector, "worker_handler"):
+        return SimpleOffload(connector)
     side = getattr(connector, "connector_scheduler", None) or getattr(connector, "connector_worker", None)
     if hasattr(side, "_nixl_handshake_listener_t") or hasattr(side, "nixl_wrapper"):
         from kvfix.connector_events import nixl_readers
