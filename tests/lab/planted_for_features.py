@@ -228,7 +228,7 @@ def chunks_that_were_fetched_are_mixed_up(engine: Any) -> None:
 
 def schedule_decoder(engine: Any) -> None:
     """A request whose KV is for a decoder, and one of which nothing is to be stored."""
-    from kvfix_tools.lab.schedule import CONFIGURED
+    from kvfix_tools.lab.parameters import CONFIGURED
 
     for name, seed in (("prefill", 1), ("skip_save", 2)):
         asked = {"extra_args": {"kv_transfer_params": CONFIGURED[name]}}

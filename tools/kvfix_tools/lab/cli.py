@@ -80,9 +80,7 @@ def run_scenarios(
 
 @app.command("fuzz")
 def fuzz_connector(
-    connector: Annotated[
-        str, typer.Option(help="v1, mp, mp-in-tree, offloading, nixl-pull, nixl-push, nixl-multi or mooncake.")
-    ] = "v1",
+    connector: Annotated[str, typer.Option(help=f"{', '.join(CONNECTORS)}.")] = "v1",
     server: Annotated[str, typer.Option(help="real: a real `lmcache server`, for mp; else the lab's own.")] = "lab",
     seeds: Annotated[str, typer.Option(metavar="A:B", help="Seeds A to B - 1; one number: that one.")] = "0:1000000",
     seconds: Annotated[float, typer.Option(help="Stop after so long; shrinking comes on top.")] = 60.0,

@@ -17,8 +17,9 @@ from kvfix.ledger import Finding
 from kvfix.ledger.events import Event
 from kvfix_tools.lab.lab_engine import EngineDied, LabEngine
 from kvfix_tools.lab.options import PAIRS
+from kvfix_tools.lab.parameters import CONFIGURED
 from kvfix_tools.lab.runner import let_leaks_be_reported, reported
-from kvfix_tools.lab.schedule import CONFIGURED, DrawnStep, Schedule
+from kvfix_tools.lab.schedule import DrawnStep, Schedule
 from kvfix_tools.lab.steps import prompt
 
 

@@ -23,7 +23,7 @@ from kvfix_tools.lab.liveness import Liveness
 from kvfix_tools.lab.memory import Cache, Slots, SlotsOfRank, SlotsOfShard
 from kvfix_tools.lab.model import Model
 from kvfix_tools.lab.mp import MP
-from kvfix_tools.lab.options import Options
+from kvfix_tools.lab.options import OF_VLLM, Options
 from kvfix_tools.lab.request_events import RequestEvents
 from kvfix_tools.lab.v1 import ADAPTER, V1
 from kvfix_tools.lab.v1_async import AsyncV1
@@ -45,6 +45,8 @@ def _connector_class(options: Options) -> Any:
         return import_module("kvfix_tools.lab.mp_real").RealMP
     if options.connector == "offloading":
         return import_module("kvfix_tools.lab.offloading").OffloadingAlone
+    if options.connector == "simple-offload":
+        return import_module("kvfix_tools.lab.simple_offload").SimpleOffload
     if options.connector != "v1":
         return MP
     if options.lmcache.get("use_layerwise"):
@@ -184,7 +186,7 @@ class LabEngine(Steps):
         state = self.liveness.state(owed, self.request_events.undecided, len(self.connector.looking()))
         answer = liveness.can_move(state)
         self.counts["looked_for_standstill"] += 1
-        offloads = bool(self.options.offloading) or self.options.connector == "offloading"
+        offloads = bool(self.options.offloading) or self.options.connector in OF_VLLM
         may_lock_out = answer.verdict == "violated" and offloads
         locking_out = self.liveness.session_with_blocks() if may_lock_out else ""
         if locking_out:  # KVF219 is not for that connector: it goes on when the session's client goes away

@@ -9,14 +9,13 @@ from __future__ import annotations
 import ctypes
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 
 from kvfix_tools.lab.memory import GARBAGE, Slots
-from kvfix_tools.roundtrip.backends.vllm_offload import offload
 
 #: Bytes of a slot's content.
 WORD = 8
@@ -35,7 +34,6 @@ class Copies:
     """Those of one rank. `gpu` stands for the GPU memory: its addresses are those of the slots' blocks."""
 
     def __init__(self, slots: Slots, delay: int, page: int) -> None:
-        offload("cpu")  # vLLM's worker, with streams that do nothing
         self._blocks = len(slots)
         self._slots = slots.of_group(slots.room)
         self._delay = delay
@@ -48,7 +46,7 @@ class Copies:
         self._fails, self._done = False, _nothing
 
     def take(self, handler: Any) -> None:
-        """This handler of vLLM's, for one direction, copies here."""
+        """This handler of the OffloadingConnector's worker, for one direction, copies here."""
         handler._swap_blocks_batch = self._swap
         handler._event_pool = _Events(self)
 
@@ -67,9 +65,20 @@ class Copies:
             done()
 
     def _swap(self, source: torch.Tensor, to: torch.Tensor, sizes: torch.Tensor, **_: Any) -> None:
-        moves = [] if self._fails else list(zip(to.tolist(), source.tolist(), sizes.tolist(), strict=True))
-        found = [self._read(source, size) for _, source, size in moves]
-        self.last = Copy(self.now + self._delay, moves, found, self._done)
+        self._submit([] if self._fails else zip(to.tolist(), source.tolist(), sizes.tolist(), strict=True))
+
+    def batch(self, to: int, source: int, sizes: int, count: int, *_: Any) -> int:
+        """In place of the driver's cuMemcpyBatchAsync: arrays of addresses, and of sizes. Not 0: it has failed."""
+        if self._fails:
+            return 1
+        arrays = [(ctypes.c_uint64 * count).from_address(array) for array in (to, source, sizes)]
+        self._submit(zip(*arrays, strict=True))
+        return 0
+
+    def _submit(self, moves: Iterable[tuple[int, int, int]]) -> None:
+        wanted = list(moves)
+        found = [self._read(source, size) for _, source, size in wanted]
+        self.last = Copy(self.now + self._delay, wanted, found, self._done)
         self.pending.append(self.last)
 
     def finish(self, now: int) -> None:
@@ -111,7 +120,7 @@ class Copies:
 def _nothing() -> None: ...
 
 
-class _Event:
+class Event:
     """In place of the device's event: what was copied last when it was recorded."""
 
     def __init__(self, copies: Copies) -> None:
@@ -138,9 +147,9 @@ class _Events:
     def __init__(self, copies: Copies) -> None:
         self._copies = copies
 
-    def pop(self) -> _Event:
-        return _Event(self._copies)
+    def pop(self) -> Event:
+        return Event(self._copies)
 
-    def append(self, event: _Event) -> None: ...
+    def append(self, event: Event) -> None: ...
 
     def clear(self) -> None: ...

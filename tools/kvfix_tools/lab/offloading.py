@@ -22,6 +22,7 @@ from kvfix_tools.lab.offload_copies import WORD, Copies
 from kvfix_tools.lab.offload_tiers import Tiers
 from kvfix_tools.lab.options import Options
 from kvfix_tools.lab.workers import Worker
+from kvfix_tools.roundtrip.backends.vllm_offload import offload
 
 if TYPE_CHECKING:
     from kvfix_tools.lab.request_events import RequestEvents
@@ -37,6 +38,7 @@ class Rank:
         self.rank = rank
         self.connector = in_worker.connector_worker
         self.page = vllm_objects.page_bytes(options)
+        offload("cpu")  # vLLM's worker, with streams that do nothing
         self.copies = Copies(slots, 2 * options.delay + (options.rank_delay if rank else 0), self.page)
         #: request -> anything: its next load or store fails.
         self.failing: dict[str, int] = {}
@@ -149,7 +151,7 @@ class Offloading:
                     ends += [end] if not group.number else []
             complete_store(keys, context, success)
             if self.alone and ends:
-                self._note_stored(context.req_id, sorted(ends))
+                note_stored(self.events, context.req_id, sorted(ends), self._per_chunk * self._groups[0].block_size)
 
         manager.complete_store = completed
 
@@ -167,14 +169,6 @@ class Offloading:
                     message = f"the OffloadingConnector stores other KV as tokens {start} to {end}{where}"
                     self.events.wrong_content(name, message)
                     return
-
-    def _note_stored(self, name: str, ends: list[int]) -> None:
-        """Stores of whole chunks of a request, each run of them as one."""
-        tokens = self.scheduler._req_status[name].req.all_token_ids
-        size = self._per_chunk * self._groups[0].block_size
-        for _, numbered in groupby(enumerate(ends), lambda numbered: numbered[1] - numbered[0] * size):
-            run = [end for _, end in numbered]
-            self.events.stored(name, list(tokens[: run[-1]]), run[0] - size, run[-1])
 
     # ------------------------------------------------------------------ steps
 
@@ -225,13 +219,21 @@ class Offloading:
         self.tiers.close()
 
 
+def note_stored(events: RequestEvents, name: str, ends: list[int], size: int) -> None:
+    """Stores of whole chunks of so many tokens of a request, each run of them as one. ends: of the chunks, in order."""
+    tokens = events.model.requests[name].all_token_ids
+    for _, numbered in groupby(enumerate(ends), lambda numbered: numbered[1] - numbered[0] * size):
+        run = [end for _, end in numbered]
+        events.stored(name, list(tokens[: run[-1]]), run[0] - size, run[-1])
+
+
 class OffloadingWorker(Worker):
-    """One rank of the connector, where it is the only one."""
+    """One rank of a connector that offloads, where it is the only one."""
 
     offloads = True
 
-    def __init__(self, rank: Rank, slots: Slots, called: Any) -> None:
-        super().__init__(rank.rank, slots, called, called, called.connector_worker, rank.failing)
+    def __init__(self, rank: Any, slots: Slots, called: Any) -> None:
+        super().__init__(rank.rank, slots, called, called, None, rank.failing)
         self._failed_requests: set[str] = set()
 
     def get_finished(self, ended: set[str]) -> Any:

@@ -7,9 +7,9 @@ from typing import Any
 
 #: Two engines, one for prefill and one for decode.
 PAIRS = ("nixl-pull", "nixl-push", "nixl-multi", "mooncake")
-CONNECTORS = ("v1", "mp", "mp-in-tree", "offloading", *PAIRS)
+CONNECTORS = ("v1", "mp", "mp-in-tree", "offloading", "simple-offload", *PAIRS)
 #: vLLM's own, which have nothing of LMCache.
-OF_VLLM = ("offloading",)
+OF_VLLM = ("offloading", "simple-offload")
 #: Tokens in a chunk of the real server: it has one size.
 SERVER_CHUNK = 16
 
@@ -113,6 +113,8 @@ class Options:
                 "the lab plays context parallelism with mp, which alone knows it, with more than one rank that share "
                 "each block's tokens, without pipeline parallelism and with one KV group"
             )
+        if self.connector == "simple-offload" and not self.prefix_caching:
+            raise ValueError("the SimpleCPUOffloadConnector does nothing without prefix caching")
         if self.states and (self.windows or not self.prefix_caching or self.drafts >= self.block_size):
             raise ValueError(
                 "the lab plays states with prefix caching, without sliding windows and with fewer drafts than a block "

@@ -68,6 +68,7 @@ PLAYABLE = {
         "vllm": (">=0.22.0", "the copy in earlier ones was not tried"),
     },
     "offloading": {"vllm": (">=0.32", "earlier ones were not tried")},
+    "simple-offload": {"vllm": (">=0.32", "earlier ones were not tried")},
     "nixl-pull": {"vllm": (">=0.32", "earlier ones were not tried")},
     "nixl-push": {"vllm": (">=0.32", "earlier ones were not tried")},
     "mooncake": {"vllm": (">=0.32", "earlier ones were not tried")},

@@ -86,10 +86,18 @@ All requests of two engines have ended, and all leases between them: then neithe
 No coroutine of an engine that nobody waits for raises: what it was to do is left undone, and nothing says so."""),
     LabRule("LAB026", "awaited-in-vain", """\
 No decode request waits for a prefill that has ended, or was aborted, and is not sent: it would until a timeout."""),
+    LabRule("LAB028", "memory-held", """\
+All requests have ended, and no copy is in flight: then all blocks are free, those of the connector's CPU memory too.
+
+A hit, a load and a store hold the blocks that they are about. What is held by none of them is lost to the engine."""),
+    LabRule("LAB029", "never-rests", """\
+All requests ended many steps ago: then a connector that offloads has copied what it is to copy, and the engine rests.
+
+Else it makes steps and copies for ever: time, power, and a cache whose contents go round."""),
 )  # fmt: skip
 (
     WRONG_CONTENT, LOAD_CAME_SHORT, NEVER_ENDS, NOT_STORED, HARMED_BY_OTHERS, NOT_FOUND, FAULT_OF_KVFIX, WRONG_TEXT,
     NO_REQUEST_CAN_MOVE, STORED_AGAINST_POLICY, ASKED_AGAIN, WRONG_KIND, NEVER_GIVEN_BACK, NOT_ITS_TO_CHANGE,
     NOT_IN_FLIGHT, BLOCKS_HELD, THREAD_DIED, KEPT_OF_PEER, COROUTINE_RAISED,
-    AWAITED_IN_VAIN,
+    AWAITED_IN_VAIN, MEMORY_HELD, NEVER_RESTS,
 ) = RULES  # fmt: skip

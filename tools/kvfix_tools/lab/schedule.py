@@ -12,7 +12,7 @@ import random
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
-from kvfix_tools.lab import mooncake_schedule, nixl_multi_schedule, pair_schedule
+from kvfix_tools.lab import mooncake_schedule, nixl_multi_schedule, pair_schedule, parameters
 from kvfix_tools.lab.options import CONNECTORS, OF_VLLM, PAIRS, SERVER_CHUNK, Options
 from kvfix_tools.lab.releases import DRAWN_SINCE
 
@@ -33,29 +33,10 @@ _SOMETIMES = {
     "roles": {"configured": 6, "stored_elsewhere": 3},
     "stops": {"server_stops": 1, "server_goes_on": 5},
 }
-#: What a request can ask of LMCache's in-process connector, in its `kv_transfer_params`: to store nothing of it, or to
-#: hand it on to a decoder, as a proxy asks the instance for prefill.
-_OF_LMCACHE: dict[str, dict[str, Any]] = {
-    "skip_save": {"lmcache.skip_save": True},
-    "prefill": {
-        "ret_first_tok": True,
-        "disagg_spec": {
-            "req_id": "r", "receiver_host": "decoder", "receiver_init_port": [1], "receiver_alloc_port": [2]
-        },
-    },
-}  # fmt: skip
-#: What it can ask of vLLM's OffloadingConnector.
-_OF_OFFLOADING: dict[str, dict[str, Any]] = {
-    "load_little": {"max_load_tokens": 40},
-    "load_nothing": {"max_load_tokens": 0},
-    "store_little": {"max_offload_tokens": 40},
-    "store_nothing": {"max_offload_tokens": 0},
-    "load_of_cpu": {"kv_load_tiers": [{"medium": "cpu"}]},
-}
-CONFIGURED = {**_OF_LMCACHE, **_OF_OFFLOADING}
 _ROLES = ("kv_producer", "kv_consumer", "kv_both")
 #: Only where vLLM's OffloadingConnector is alone.
 _OFFLOADING = {"fail_store": 2, "configured": 3}
+_SIMPLE_OFFLOAD = {"fail_store": 2}
 KINDS = frozenset(
     (
         *_PLAIN,
@@ -147,7 +128,7 @@ def draw(
         max_num_batched_tokens=rng.choice((max(block, 8), 3 * block + 1, 8 * block, 64 * block)),
         max_num_seqs=rng.choice((2, 4, 8)),
         max_model_len=max(64, room),
-        prefix_caching=rng.random() < 0.85,
+        prefix_caching=rng.random() < 0.85 or connector == "simple-offload",
         reserve_full_isl=rng.random() < 0.5,
         lmcache=lmcache,
         beside=connector == "v1" and not plain and rng.random() < 0.2,
@@ -219,7 +200,7 @@ def draw(
         weights.pop("configured", None)
     if connector in OF_VLLM:
         weights.pop("timeout", None)
-        weights |= {} if plain else _OFFLOADING
+        weights |= {} if plain else _OFFLOADING if connector == "offloading" else _SIMPLE_OFFLOAD
     names = list(weights)
     steps: list[DrawnStep] = []
     for number in range(rng.randrange(30, 160)):
@@ -238,8 +219,12 @@ def draw(
 
 
 def _memory_of_vllm(options: Options, rng: random.Random, plain: bool) -> Options:
-    """Settings of the OffloadingConnector, and how much CPU memory it has: from a chunk to more than the GPU."""
+    """Settings of one of OF_VLLM, and how much CPU memory it has: from a chunk to more than the GPU."""
     options = dataclasses.replace(options, separate_object_groups=False)
+    sizes = options.num_blocks // 4, options.num_blocks, 3 * options.num_blocks
+    if options.connector == "simple-offload":
+        lazy = not plain and rng.random() < 0.3
+        return dataclasses.replace(options, extra={"lazy_offload": lazy}, cpu_blocks=0 if plain else rng.choice(sizes))
     extra: dict[str, Any] = {"blocks_per_chunk": rng.choice((1, 1, 2, 3)), "offload_prompt_only": rng.random() < 0.4}
     if plain:
         return dataclasses.replace(options, extra=extra)
@@ -248,8 +233,7 @@ def _memory_of_vllm(options: Options, rng: random.Random, plain: bool) -> Option
     tier = rng.choice(("", "fs"))
     if not tier and rng.random() < 0.3:
         extra |= {"store_threshold": 2, "max_tracker_size": rng.choice((4, 64))}
-    blocks = rng.choice((options.num_blocks // 4, options.num_blocks, 3 * options.num_blocks))
-    return dataclasses.replace(options, extra=extra, cpu_blocks=blocks, tier=tier)
+    return dataclasses.replace(options, extra=extra, cpu_blocks=rng.choice(sizes), tier=tier)
 
 
 def _with_windows(options: Options, rng: random.Random) -> Options:
@@ -304,7 +288,7 @@ def _step(rng: random.Random, kind: str, number: int, options: Options, room: in
         again = kind == "admit_again" and options.connector == "v1" and not options.offloading
         which = rng.randrange(8) if again else number
         drawn = (f"r{which}", rng.randrange(3), tokens, rng.choice((1, 2, 5, 20, 30)))
-        asked = tuple(_OF_OFFLOADING if options.connector in OF_VLLM else _OF_LMCACHE)
+        asked = tuple(parameters.OF_OFFLOADING if options.connector in OF_VLLM else parameters.OF_LMCACHE)
         return (kind, *drawn, rng.choice(asked)) if kind == "configured" else ("admit", *drawn)
     if kind == "stored_elsewhere":
         return (kind, rng.randrange(3), rng.randrange(1, room))

@@ -64,6 +64,7 @@ _CONNECTORS = {
         "vllm.distributed.kv_transfer.kv_connector.v1.lmcache_mp_connector",
     ),
     "offloading": ("OffloadingConnector", None),
+    "simple-offload": ("SimpleCPUOffloadConnector", None),
     "nixl-pull": ("NixlConnector", None),
     "nixl-multi": ("NixlConnector", None),
     "mooncake": ("MooncakeConnector", None),
@@ -188,6 +189,9 @@ def vllm_config(options: Options, folder: str = "") -> VllmConfig:
     }
     if options.connector == "offloading":
         transfer |= _offloading(options, folder)
+    elif options.connector == "simple-offload":
+        memory = max(2, options.cpu_blocks or options.num_blocks) * page_bytes(options) * options.ranks
+        transfer["kv_connector_extra_config"] = {"cpu_bytes_to_use": memory, **options.extra}
     children = [transfer]
     if options.beside:
         name, module = OtherConnector.__name__, OtherConnector.__module__

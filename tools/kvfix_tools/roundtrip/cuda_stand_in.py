@@ -23,6 +23,10 @@ class Stream:
 
     def __init__(self, *_: Any, **__: Any) -> None: ...
 
+    @staticmethod
+    def priority_range() -> tuple[int, int]:
+        return 0, 0
+
     def synchronize(self) -> None: ...
 
     def wait_stream(self, other: Any) -> None: ...

@@ -225,8 +225,9 @@ PROBLEMS = (
         releases={"vllm": ">=0.26"},
         sure=False,
         cause="Error 1: an address outside of its memory (a layout that the connector computed wrong); 2 or 700: an "
-        "earlier CUDA error that shows here.",
-        now="without SimpleCPUOffloadConnector, restart; `CUDA_LAUNCH_BLOCKING=1` once shows whether an earlier kernel "
+        "earlier CUDA error that shows here. The thread that copies has ended, so every later load waits for ever.",
+        now="`kvfix run -- CMD` (KVF370, vLLM 0.32 and later: the thread goes on); or without "
+        "SimpleCPUOffloadConnector; restart; `CUDA_LAUNCH_BLOCKING=1` once shows whether an earlier kernel "
         "is at fault",
         good="no release is known to be right or wrong here: report it with model and --kv-cache-dtype",
     ),

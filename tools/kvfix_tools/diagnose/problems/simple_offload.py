@@ -54,6 +54,22 @@ PROBLEMS = (
         good="ROCm 7.1 or later",
     ),
     Problem(
+        code="KVD999",
+        name="simple-offload-disk-failed",
+        severity=Severity.HANG,
+        title="The disk of SimpleCPUOffloadConnector is full or fails, and its thread ends: later loads wait for ever.",
+        shows=(
+            Failed(kind="OSError", within="_writev_slot", through="simple_kv_offload/disk_backend.py"),
+            Failed(kind="OSError", within="_readv_slot", through="simple_kv_offload/disk_backend.py"),
+        ),
+        releases={"vllm": ">=0.32"},
+        cause="With kv_offload_backend `disk` its file takes room only as it is written to, so the disk may fill up "
+        "later. The thread catches nothing, and vLLM does not look whether it lives.",
+        now="`kvfix run -- CMD` (KVF370: the request computes what was not loaded); a smaller disk_capacity_bytes; "
+        "restart",
+        good="no release of vLLM up to 0.33.0 is right: keep kvfix (KVF370)",
+    ),
+    Problem(
         code="KVD634",
         name="simple-offload-hit-gone",
         severity=Severity.CRASH,

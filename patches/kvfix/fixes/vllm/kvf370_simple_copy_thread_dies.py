@@ -1,0 +1,273 @@
+"""A copy of the SimpleCPUOffloadConnector fails, its thread ends, and from then on every load waits for ever.
+
+## Symptom
+The worker prints `Exception in thread` once, with `batch memcpy failed: err=`; with `kv_offload_backend` "disk" with an
+`OSError`, such as `No space left on device` (its file is sparse, so the disk may fill up later). Requests that hit the
+CPU memory then stay in WAITING_FOR_REMOTE_KVS, and blocks that were to be stored are never free again: the engine gets
+slower, and stands still.
+
+## Cause
+The loop of the copy thread catches nothing (copy_backend.py 0.32.0:124, disk_backend.py:231, :262). No event is noted
+for the copy that has failed nor for any later one, and the worker reports only what has an event.
+
+## Fix
+The thread goes on. What has failed goes with the worker's report: a store is given up, its blocks are free and not
+found; a load is named as failed to vLLM, which computes it or ends the request (`kv_load_failure_policy`), and what
+could not be loaded is found no more.
+
+## Releases
+vLLM 0.26.0 to 0.33.0. The fix is for 0.32.0 and later: earlier ones know no failed loads by request.
+
+## Upstream
+None known.
+
+## Remove when
+`_copy_loop` catches what a copy raises, and the worker reports it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Generator
+from types import ModuleType
+from typing import Any
+
+from kvfix import engine_log
+from kvfix.fixes import stubs
+from kvfix.fixes.api import AT_START, Fix
+from kvfix.fixes.targets import (
+    CONNECTOR_BASE,
+    SIMPLE_COPIES,
+    SIMPLE_DISK,
+    SIMPLE_SCHEDULER,
+    SIMPLE_WORKER,
+    SIMPLE_WORKER_METADATA,
+)
+from kvfix.wrapping import View, after, around, before, instead
+
+#: Of the worker: requests whose load has failed. Of its report, and of the scheduler: stores that have.
+_REQUESTS, _STORES = "_kvfix_failed_requests", "_kvfix_failed_stores"
+
+
+class _Noting:
+    """The queue of a copy thread: what was taken from it last."""
+
+    item: Any = None
+
+    def __init__(self, queue: Any) -> None:
+        self._queue = queue
+
+    def get(self) -> Any:
+        self.item = self._queue.get()
+        return self.item
+
+
+class _Events(list[Any]):
+    """The worker's list of copies, (number, event): `failed` has the numbers of those that have not been made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.failed: set[int] = set()
+
+
+class _Nothing:
+    """The event of a copy after which not even an event could be recorded."""
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None: ...
+
+
+def _go_on(loop: Callable[[], Any], queue: _Noting, place: int, event: Callable[[Any], Any]) -> Any:
+    """place: of the copy's number in what is taken from the queue; the list of events comes next.
+
+    event: recorded after what was taken, of which a part may be under way.
+    """
+    while True:
+        try:
+            return loop()
+        except Exception as error:  # noqa: PERF203
+            if queue.item is None or not isinstance(queue.item[place + 1], _Events):
+                raise
+            taken, queue.item = queue.item, None
+            number, events = taken[place : place + 2]
+            engine_log.warning(f"KVF370: a copy has failed and was given up: {type(error).__name__}: {error}")
+            events.failed.add(number)
+            events.append((number, event(taken)))
+
+
+def _recorded(module: ModuleType, stream: Any) -> Any:
+    try:
+        event = module.torch.Event()
+        event.record(stream)
+    except Exception:  # noqa: BLE001 - nothing can be recorded any more
+        return _Nothing()
+    return event
+
+
+def fix_loop(module: ModuleType) -> Callable[..., Any]:
+    def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def _copy_loop(*args: Any, **kwargs: Any) -> Any:
+            if len(args) < 4:
+                return function(*args, **kwargs)
+            q, device, load_stream, store_stream, *more = args
+            queue = _Noting(q)
+
+            def event(taken: Any) -> Any:
+                return _recorded(module, store_stream if taken[3] else load_stream)
+
+            return _go_on(lambda: function(queue, device, load_stream, store_stream, *more, **kwargs), queue, 4, event)
+
+        return _copy_loop
+
+    return wrap
+
+
+def _fix_disk(name: str) -> Callable[[ModuleType], Callable[..., Any]]:
+    def fix(module: ModuleType) -> Callable[..., Any]:
+        def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
+            @functools.wraps(function)
+            def loop(*args: Any, **kwargs: Any) -> Any:
+                if len(args) < 3:
+                    return function(*args, **kwargs)
+                backend, device, stream = args
+                queue = _Noting(getattr(backend, name))
+                view = View(backend, **{name: queue})
+                return _go_on(lambda: function(view, device, stream), queue, 2, lambda _: _recorded(module, stream))
+
+            return loop
+
+        return wrap
+
+    return fix
+
+
+def fix_register(module: ModuleType) -> Callable[..., Any]:
+    def register_kv_caches(worker: Any, *_: Any) -> None:
+        worker._load_events, worker._store_events = _Events(), _Events()
+
+    return before(register_kv_caches)
+
+
+def fix_finished(module: ModuleType) -> Callable[..., Any]:
+    """Loads that have failed, and are reported now."""
+
+    def get_finished(worker: Any, answer: Any, finished_req_ids: Any) -> Any:
+        failed = worker._load_events.failed
+        done = {each for each in failed if each <= worker._load_hwm and each not in worker._pending_load_event_indices}
+        names = [name for each in done for name in worker._connector_metadata.load_event_to_reqs.get(each, ())]
+        setattr(worker, _REQUESTS, getattr(worker, _REQUESTS, set()).union(names))
+        failed -= done
+        return answer
+
+    return after(get_finished, when=lambda worker, *_, **__: getattr(worker._load_events, "failed", None))
+
+
+def fix_results(module: ModuleType) -> Callable[..., Any]:
+    """Failed loads, by request. The connector has this function of vLLM's base class."""
+
+    def get_transfer_results(connector: Any, answer: Any, *_: Any) -> Any:
+        failed = vars(connector.worker_handler).pop(_REQUESTS)
+        answer.failed_recving.update(failed & answer.finished_recving)
+        return answer
+
+    return after(
+        get_transfer_results,
+        when=lambda connector, *_, **__: getattr(getattr(connector, "worker_handler", None), _REQUESTS, None),
+    )
+
+
+def fix_report(module: ModuleType) -> Callable[..., Any]:
+    """Stores that have failed, and are reported now."""
+
+    def build_connector_worker_meta(worker: Any, meta: Any) -> Any:
+        failed = worker._store_events.failed
+        setattr(meta, _STORES, failed.intersection(meta.completed_store_events))
+        failed.difference_update(meta.completed_store_events)
+        return meta
+
+    return after(
+        build_connector_worker_meta,
+        when=lambda worker, meta, *_, **__: meta is not None and getattr(worker._store_events, "failed", None),
+    )
+
+
+def fix_aggregate(module: ModuleType) -> Callable[..., Any]:
+    """Of several ranks: a store has failed if one says so."""
+
+    def aggregate(meta: Any, answer: Any, other: Any) -> Any:
+        setattr(answer, _STORES, getattr(meta, _STORES, set()) | getattr(other, _STORES, set()))
+        return answer
+
+    return after(
+        aggregate, when=lambda meta, answer, other, *_, **__: hasattr(meta, _STORES) or hasattr(other, _STORES)
+    )
+
+
+def fix_scheduler(module: ModuleType) -> Callable[..., Any]:
+    """What could not be loaded is found no more."""
+
+    def update_connector_output(scheduler: Any, output: Any) -> Generator[None, Any, Any]:
+        stores = getattr(output.kv_connector_worker_meta, _STORES, ())
+        setattr(scheduler, _STORES, getattr(scheduler, _STORES, set()).union(stores))
+        loads = [scheduler._reqs_to_load[name] for name in output.failed_recving if name in scheduler._reqs_to_load]
+        answer = yield
+        for load in loads:
+            scheduler.cpu_block_pool.evict_blocks(set(load.transfer_meta.cpu_block_ids))
+        return answer
+
+    return around(
+        update_connector_output,
+        when=lambda scheduler, output, *_, **__: (
+            getattr(output, "failed_recving", None) or hasattr(output.kv_connector_worker_meta, _STORES)
+        ),
+    )
+
+
+def fix_store(module: ModuleType) -> Callable[..., Any]:
+    def _process_store_event(scheduler: Any, event: int) -> Generator[None, Any, Any] | None:
+        getattr(scheduler, _STORES).discard(event)
+        transfer = scheduler._store_event_to_blocks.pop(event, None)
+        if transfer is None:  # given up at a reset
+            return None
+        scheduler._in_flight_store_gpu_blocks.difference_update(transfer.gpu_block_ids)
+        scheduler._release_transfer_refs(transfer)
+        for name in scheduler._store_event_to_reqs.pop(event, []):
+            state = scheduler._reqs_to_store.get(name)
+            if state is not None:
+                state.store_events.discard(event)
+                if state.finished and not state.store_events:
+                    scheduler._cleanup_store_request(name)
+        return instead(None)
+
+    return around(
+        _process_store_event, when=lambda scheduler, event, *_, **__: event in getattr(scheduler, _STORES, ())
+    )
+
+
+FIX = Fix(
+    __name__,
+    __doc__,
+    targets=(
+        # wrong in 0.26.0 too, where a worker cannot name failed loads: the functions below differ
+        SIMPLE_COPIES._copy_loop(broken=">=0.32", probe=stubs.cannot_tell, fix=fix_loop, helper=True),
+        SIMPLE_DISK._store_loop(broken=">=0.32", probe=stubs.cannot_tell, fix=_fix_disk("_store_queue")),
+        SIMPLE_DISK._load_loop(broken=">=0.32", probe=stubs.cannot_tell, fix=_fix_disk("_load_queue")),
+        SIMPLE_WORKER.register_kv_caches(broken=">=0.32", probe=stubs.cannot_tell, fix=fix_register, helper=True),
+        SIMPLE_WORKER.get_finished(broken=">=0.32", probe=stubs.cannot_tell, fix=fix_finished, helper=True),
+        SIMPLE_WORKER.build_connector_worker_meta(
+            broken=">=0.32", probe=stubs.cannot_tell, fix=fix_report, helper=True
+        ),
+        SIMPLE_WORKER_METADATA.aggregate(broken=">=0.32", probe=stubs.cannot_tell, fix=fix_aggregate, helper=True),
+        CONNECTOR_BASE.get_transfer_results(broken=">=0.32", probe=stubs.cannot_tell, fix=fix_results, helper=True),
+        SIMPLE_SCHEDULER.update_connector_output(
+            broken=">=0.32", probe=stubs.cannot_tell, fix=fix_scheduler, helper=True
+        ),
+        SIMPLE_SCHEDULER._process_store_event(broken=">=0.32", probe=stubs.cannot_tell, fix=fix_store, helper=True),
+    ),
+    evidence={"KVD629": "", "KVD999": ""},
+    scenarios=("simple-offload-copy-fails",),
+    attaches=AT_START,  # the thread runs
+)

@@ -1,0 +1,81 @@
+"""The SimpleCPUOffloadConnector loads less of a sliding window than vLLM keeps, and vLLM caches what was not loaded.
+
+## Symptom
+Nothing is logged. Later, wrong text in requests that begin with the same tokens. Models with layers of sliding windows
+and several modules that draft (MTP).
+
+## Cause
+With such modules vLLM keeps some tokens in front of the window (`extra_retained_tokens`, SlidingWindowSpec). A hit in
+the CPU memory has only the window (`_contiguous_blocks_for_hit`, single_type_kv_cache_manager.py 0.32.0:943), so the
+block in front of it is allocated for the request and nothing is loaded into it (simple_kv_offload/manager.py
+0.32.0:484). When the load is done vLLM caches it with the others.
+
+## Fix
+What a hit lacks in front of the window is looked up too, and loaded. If the CPU memory does not have it, there is no
+hit.
+
+## Releases
+vLLM 0.32.0 and 0.33.0, the first ones played.
+
+## Upstream
+None known.
+
+## Remove when
+`find_longest_cache_hit` counts `extra_retained_tokens`, or a block that is not loaded is not cached.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+from kvfix.fixes import stubs
+from kvfix.fixes.api import Fix
+from kvfix.fixes.targets import SIMPLE_SCHEDULER
+from kvfix.wrapping import after
+
+
+def fix(module: ModuleType) -> Callable[..., Any]:
+    def get_num_new_matched_tokens(
+        scheduler: Any, promise: tuple[int, bool], request: Any, computed: int
+    ) -> tuple[int, bool]:
+        hit, tokens, _ = scheduler._pending_cpu_hits[request.request_id]
+        pool, found = scheduler.cpu_block_pool, []
+        for number, spec in _windows(scheduler):
+            size = scheduler.group_block_sizes[number]
+            keys = module.resolve_block_hashes(request.block_hashes, scheduler.hash_block_size, size)
+            kept = (computed + tokens - spec.sliding_window + 1 - spec.extra_retained_tokens) // size
+            before = computed // size
+            for place in range(max(0, kept - before), len(hit[number])):
+                if hit[number][place].is_null:
+                    blocks = pool.get_cached_block(keys[before + place], [number])
+                    if not blocks:
+                        scheduler._free_pending_cpu_hit(scheduler._pending_cpu_hits.pop(request.request_id))
+                        return 0, False
+                    found.append((number, place, blocks[0]))
+        pool.touch([block for _, _, block in found])
+        for number, place, block in found:
+            hit[number][place] = block
+        return promise
+
+    return after(
+        get_num_new_matched_tokens,
+        when=lambda scheduler, promise, *_, **__: promise[0] and _windows(scheduler),
+    )
+
+
+def _windows(scheduler: Any) -> list[tuple[int, Any]]:
+    """KV groups, by number, of which vLLM keeps more than the window."""
+    groups = enumerate(group.kv_cache_spec for group in scheduler.cpu_kv_cache_config.kv_cache_groups)
+    return [(number, spec) for number, spec in groups if getattr(spec, "extra_retained_tokens", 0)]
+
+
+FIX = Fix(
+    __name__,
+    __doc__,
+    targets=(SIMPLE_SCHEDULER.get_num_new_matched_tokens(broken=">=0.32", probe=stubs.cannot_tell, fix=fix),),
+    evidence={},
+    scenarios=("simple-offload-window-not-loaded",),
+    no_patch={"vllm": "whether a hit has all that is kept, or what is not loaded is not cached, is for vLLM to decide"},
+)

@@ -1,0 +1,223 @@
+"""vLLM's SimpleCPUOffloadConnector in the lab, alone, in both its roles.
+
+Real: its scheduler with the pool of CPU blocks, and its worker. Replaced: the GPU and the copy thread
+(simple_copies.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
+from typing import Any
+
+from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id, resolve_block_hashes
+
+from kvfix.connector_events import readers
+from kvfix_tools.lab import rules, vllm_objects
+from kvfix_tools.lab.connector import Connector
+from kvfix_tools.lab.kv_groups import KVGroup, kv_groups
+from kvfix_tools.lab.memory import NOTHING, Cache, Slots
+from kvfix_tools.lab.offload_copies import WORD, Copies
+from kvfix_tools.lab.offloading import OffloadingWorker, note_stored
+from kvfix_tools.lab.options import Options
+from kvfix_tools.lab.simple_copies import CopyQueue, stand_in
+
+
+class Rank:
+    """One worker of the connector: vLLM's own copies between the slots and the CPU memory of this rank."""
+
+    def __init__(self, rank: int, slots: Slots, options: Options, in_worker: Any) -> None:
+        stand_in()
+        self.rank = rank
+        self.copies = Copies(
+            slots, 2 * options.delay + (options.rank_delay if rank else 0), vllm_objects.page_bytes(options)
+        )
+        #: request -> anything: its next load or store fails.
+        self.failing: dict[str, int] = {}
+        self.failing_stores: set[str] = set()
+        #: Requests with a load that is being copied.
+        self.loading: set[str] = set()
+        #: Requests of the load or store with this number.
+        self.of_event: Callable[[int, bool], list[str]]
+        #: Called with (request, whether it has failed) when a load of it is over.
+        self.loaded: Callable[[str, bool], None]
+        handler = in_worker.worker_handler
+        in_worker.register_kv_caches(vllm_objects.kv_caches(options, self.copies.gpu))
+        self._thread: CopyQueue = handler._backend._queue
+        self._thread.copies = handler.load_stream.copies = handler.store_stream.copies = self.copies
+        self._launch_copy, handler._backend.launch_copy = handler._backend.launch_copy, self._launch
+        #: The CPU memory of this rank, a row for each block.
+        (memory,) = handler.cpu_kv_caches.values()
+        self.blocks = memory.numpy()
+
+    def _launch(
+        self, source: list[int], to: list[int], is_store: bool, event_idx: int, events_list: Any, wait_event: Any = None
+    ) -> None:
+        if self._thread.died:
+            return
+        names = self.of_event(event_idx, is_store)
+        failing = self.failing_stores.intersection(names) if is_store else self.failing.keys() & set(names)
+        for name in failing:
+            self.failing_stores.discard(name) if is_store else self.failing.pop(name)
+
+        def done() -> None:
+            for name in () if is_store else names:
+                self.loading.discard(name)
+                if not self._thread.died:
+                    self.loaded(name, bool(failing))
+
+        if is_store:
+            self.blocks[to] = NOTHING
+        else:
+            self.loading.update(names)
+        with self.copies.of_job(bool(failing), done):
+            self._launch_copy(source, to, is_store, event_idx, events_list, wait_event)
+
+    @property
+    def died(self) -> bool:
+        """Whether its copy thread has ended."""
+        return self._thread.died
+
+    def contents(self, block: int, size: int) -> list[int]:
+        """So many slots of a block of the CPU memory."""
+        contents: list[int] = self.blocks[block, : size * WORD].view("q").tolist()
+        return contents
+
+
+class SimpleOffload(Connector):
+    """The SimpleCPUOffloadConnector as the only connector."""
+
+    def __init__(self, options: Options, memories: Sequence[Slots], caches: Sequence[Cache]) -> None:
+        config = vllm_objects.vllm_config(options)
+        self.scheduler = vllm_objects.scheduler(options, config)
+        self.in_scheduler = self.scheduler.connector
+        called = [vllm_objects.worker(options, vllm_objects.of_rank(config, rank)) for rank, _ in enumerate(memories)]
+        self.ranks = [
+            Rank(number, slots, options, each)
+            for number, (slots, each) in enumerate(zip(memories, called, strict=True))
+        ]
+        self.workers = [OffloadingWorker(*each) for each in zip(self.ranks, memories, called, strict=True)]
+        self.reader = readers.SimpleOffload(self.in_scheduler)
+        self._manager = self.in_scheduler.scheduler_manager
+        self._groups = kv_groups(options)
+        self._hash_tokens = options.block_size
+        #: request -> (first token, end) of the load that is in flight
+        self._due: dict[str, tuple[int, int]] = {}
+        for rank in self.ranks:
+            rank.of_event = self._requests_of
+            rank.loaded = self._loader(rank)
+        self._process_store_event = self._manager._process_store_event
+        self._manager._process_store_event = self._stored
+
+    # ------------------------------------------------------------------ what is copied
+
+    def _requests_of(self, event: int, is_store: bool) -> list[str]:
+        of_events = self._manager._store_event_to_reqs if is_store else self._manager._load_event_to_reqs
+        return list(of_events.get(event, ()))
+
+    def metadata(self, metadata: Any) -> Any:
+        self._due.update({name: (start, end) for name, start, end in self.reader.loads(metadata)})
+        return metadata
+
+    def _loader(self, rank: Rank) -> Callable[[str, bool], None]:
+        def loaded(name: str, fails: bool) -> None:
+            start, end = self._due[name]
+            self.events.counts["loads_offloaded"] += not rank.rank
+            self.events.counts["loads_of_groups"] += len(self._groups) > 1
+            if fails:
+                self.events.may_fail.add(name)
+            self.events.loaded(name, start if fails else end, 0 if fails else end - start, rank.rank)
+
+        return loaded
+
+    def _stored(self, event: int) -> None:
+        """What is stored is compared with what belongs there, when the scheduler takes it for stored."""
+        transfer = self._manager._store_event_to_blocks.get(event)
+        names = self._requests_of(event, True)
+        self._process_store_event(event)
+        ends: dict[str, list[int]] = {}
+        for block in transfer.cpu_block_ids if transfer else ():
+            key = self._manager.cpu_block_pool.blocks[block].block_hash
+            if key is not None:  # else the copy has failed
+                group = self._groups[get_group_id(key)]
+                self.events.counts["stores_offloaded"] += 1
+                self.events.counts["stores_of_groups"] += bool(group.window)
+                name, end = self._is_right(get_block_hash(key), group, block, names)
+                if not group.number and name in names:
+                    ends.setdefault(name, []).append(end)
+        for name, of_request in ends.items():
+            note_stored(self.events, name, sorted(of_request), self._groups[0].block_size)
+
+    def _is_right(self, key: bytes, group: KVGroup, block: int, names: list[str]) -> tuple[str, int]:
+        """A request that the stored block is of, and its last token's end; of `names`, if it is of one of them."""
+        found = [rank.contents(block, group.block_size) for rank in self.ranks]
+        owner = "", 0
+        for name, end in self._owners(key, group, names):
+            owner = name, end
+            if all(each == group.right(self.events.right(name)[end - group.block_size : end]) for each in found):
+                return owner
+        message = f"the SimpleCPUOffloadConnector stores other KV as tokens {owner[1] - group.block_size} to {owner[1]}"
+        self.events.wrong_content(owner[0], message + (f" in KV group {group.number}" if group.window else ""))
+        return owner
+
+    def _owners(self, key: bytes, group: KVGroup, names: Iterable[str]) -> Iterator[tuple[str, int]]:
+        """Requests with a block under this key, and where it ends. Of ended ones a store has no names."""
+        requests = self.events.model.requests
+        for name in chain(names, reversed(requests)):
+            keys = resolve_block_hashes(requests[name].block_hashes, self._hash_tokens, group.block_size)
+            place = next((place for place in range(len(keys)) if keys[place] == key), None)
+            if place is not None:
+                yield name, (place + 1) * group.block_size
+
+    # ------------------------------------------------------------------ steps
+
+    def tick(self) -> None:
+        for rank in self.ranks:
+            rank.copies.tick()
+
+    def evict(self, cache: Cache, chunks: int, forced: bool) -> int:
+        """Others store so many blocks, and what they have is dropped."""
+        pool = self._manager.cpu_block_pool
+        before = len(pool.cached_block_hash_to_block)
+        taken = pool.get_new_blocks(min(chunks, pool.get_num_free_blocks()))
+        for rank in self.ranks:
+            rank.blocks[[block.block_id for block in taken]] = NOTHING
+        pool.free_blocks(taken)
+        return before - len(pool.cached_block_hash_to_block)
+
+    def fail_store(self, name: str, rank: int = 0) -> None:
+        """A step: the next store of this request fails, in this rank."""
+        self.ranks[rank].failing_stores.add(name)
+
+    # ------------------------------------------------------------------ what is in flight, and what is kept
+
+    def busy(self) -> bool:
+        """Whether a copy is under way, or done and not reported. Of one that has failed as released nothing comes."""
+        under_way = any(rank.copies.pending for rank in self.ranks)
+        return under_way or (self._manager.has_pending_stores() and not any(rank.died for rank in self.ranks))
+
+    def loading(self) -> set[str]:
+        return set().union(*(rank.loading for rank in self.ranks))
+
+    def in_flight(self, request: str) -> set[str]:
+        storing = getattr(self._manager._reqs_to_store.get(request), "store_events", ())
+        found = {"loading": request in self.loading(), "storing": bool(storing)}
+        return {kind for kind, is_so in found.items() if is_so}
+
+    def kept(self) -> dict[str, set[str]]:
+        return {where: set(names) for where, names in self.reader.kept()}
+
+    def never_given_back(self) -> None:
+        """All is over, and so are its copies: what is held then is a violation."""
+        if self.busy():
+            self.events.violated(rules.NEVER_RESTS, "", "all requests ended many steps ago, and it still copies")
+            return
+        deferred = {block.block_id for _, blocks in self.scheduler.deferred_frees for block in blocks}
+        for where, pool, later in (
+            ("GPU", self.scheduler.kv_cache_manager.block_pool, deferred),
+            ("CPU", self._manager.cpu_block_pool, set()),
+        ):
+            held = {block.block_id for block in pool.blocks if block.ref_cnt and not block.is_null} - later
+            if held:
+                message = f"{len(held)} of {len(pool.blocks)} {where} blocks are held, and all requests have ended"
+                self.events.violated(rules.MEMORY_HELD, "", message)
