@@ -1,0 +1,88 @@
+"""A request names its peer for the OffloadingConnector's p2p tier in a wrong form, and EngineCore dies.
+
+## Symptom
+EngineCore dies with `AttributeError: ... object has no attribute 'get'` or `TypeError: unhashable type` in
+tiering/p2p/manager.py. It takes `TieringOffloadingSpec` with a secondary tier of type `p2p`. The form is that of a
+request's parameters: whoever can reach the engine can do it.
+
+## Cause
+What the parameters have under the tier's names is taken for dictionaries, and what names the request at the peer for
+text (tiering/p2p/manager.py 0.32.0:79-146); neither is looked at. It is read where the request is added, and used as a
+key where it is looked up and where it ends (:391, :467): each is a call of the scheduler, which nothing catches.
+
+## Fix
+What has another form is left out: the tier has nothing for the request, and it is computed here.
+
+## Releases
+vLLM 0.32.0 and 0.33.0.
+
+## Upstream
+None known in public: it can be abused (SECURITY.md).
+
+## Remove when
+`_parse_source` and `_parse_dest` look at the form of what they read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from kvfix import engine_log
+from kvfix.fixes import stubs
+from kvfix.fixes.api import Fix
+from kvfix.fixes.targets import OFFLOADING_P2P
+from kvfix.wrapping import around, replaced
+
+_ROLES = ("remote_prefiller", "remote_kv_source", "remote_decoder")
+_NAME = "kv_request_id"
+
+
+def _has_form(role: Any) -> bool:
+    return role is None or (isinstance(role, dict) and not isinstance(role.get(_NAME), (dict, list)))
+
+
+def _malformed(params: Any) -> bool:
+    if not params:
+        return False
+    return not isinstance(params, dict) or not all(_has_form(params.get(role)) for role in _ROLES)
+
+
+def fix(module: ModuleType) -> Callable[..., Any]:
+    def on_new_request(tier: Any, context: Any) -> Generator[None, Any, Any]:
+        params = context.kv_transfer_params
+        engine_log.warning("KVF335: what a request says of its peer has no known form, and is left out")
+        known = {}
+        if isinstance(params, dict):
+            known = {key: value for key, value in params.items() if key not in _ROLES or _has_form(value)}
+        with replaced(context, kv_transfer_params=known):
+            return (yield)
+
+    return around(on_new_request, when=lambda tier, context, *_, **__: _malformed(context.kv_transfer_params))
+
+
+def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+    """A request whose peer is a number. Wrong is to raise."""
+    states: list[Any] = []
+    context = SimpleNamespace(
+        kv_transfer_params={"remote_decoder": 1},
+        req_id=stubs.NAME,
+        set_state=states.append,
+        get_state=lambda kind: None,
+    )
+    try:
+        hook(SimpleNamespace(), context)
+    except AttributeError:
+        return True
+    return False
+
+
+FIX = Fix(
+    __name__,
+    __doc__,
+    targets=(OFFLOADING_P2P.on_new_request(broken=">=0.32", probe=shows_bug, fix=fix),),
+    evidence={"KVR011": r"^(add_request|on_new_request): AttributeError: .* has no attribute 'get'"},
+    proof="tests/lab/test_offload_parameters.py: the lab has no tier of other engines",
+    no_patch={"vllm": "it can be abused: vLLM's security channel comes before a public patch (SECURITY.md)"},
+)
