@@ -30,6 +30,8 @@ from tests.upstream import patched
 
 #: vLLM's copy of the multi-process connector does not work with later releases.
 FOR_IN_TREE = "0.4.6"
+#: Codes of fixes for vLLM's own connectors begin so: the connector of the lab that runs the code.
+OF_VLLM = {"KVF33": "offloading", "KVF37": "simple-offload"}
 #: Fixes below the cache engine that the lab replaces: {code: mode of test_async_release that shows the bug}.
 ENGINE = {"KVF013": "async", "KVF018": "layers"}
 SEEDS = 24
@@ -76,6 +78,9 @@ def connectors(row: upstream.Ready) -> list[str]:
         return ["v1"]
     if row.code < "KVF200":
         return ["mp"] if row.dist == "lmcache" else ["mp-in-tree"]
+    for prefix, connector in OF_VLLM.items():
+        if row.code.startswith(prefix):
+            return [connector]
     return pairs_of(row) or ["mp", "v1"]
 
 

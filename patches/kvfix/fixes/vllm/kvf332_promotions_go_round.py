@@ -81,5 +81,4 @@ FIX = Fix(
         OFFLOADING_TIERS.prepare_load(broken=">=0.32", probe=stubs.cannot_tell, fix=fix_load, helper=True),
     ),
     scenarios=("offload-promotions-go-round",),
-    no_patch={"vllm": "whether a found chunk is protected, or promoted no second time, is for vLLM to decide"},
 )

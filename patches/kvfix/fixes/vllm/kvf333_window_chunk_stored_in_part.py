@@ -60,5 +60,4 @@ FIX = Fix(
     __doc__,
     targets=(OFFLOADING_SCHEDULER._build_store_jobs(broken=">=0.32", probe=stubs.cannot_tell, fix=fix),),
     scenarios=("offload-window-chunk-stored-in-part",),
-    no_patch={"vllm": "a window may need the end of a chunk only; whether to key that is for vLLM to decide"},
 )
