@@ -31,16 +31,14 @@ class Subject(NamedTuple):
     note: str = ""
 
 
-_BYTES = {"cpu_bytes_to_use": 1 << 22}
-_SIDE = "played through the lab's own side of it: its cache engine or server is the lab's ([the lab](lab.md))."
 SUBJECTS = (
     Subject("ExampleConnector", "ExampleConnector", {"shared_storage_path": "{dir}"}),
     Subject("MultiConnector[ExampleConnector]", "MultiConnector", {"connectors": [_EXAMPLE]}),
     Subject("DecodeBenchConnector", "DecodeBenchConnector", note="loads made-up KV on purpose, for benchmarks."),
-    Subject("LMCacheConnectorV1", "v1", note=_SIDE),
-    Subject("LMCacheMPConnector", "mp", note=_SIDE),
-    Subject("OffloadingConnector", "OffloadingConnector", _BYTES),
-    Subject("SimpleCPUOffloadConnector", "SimpleCPUOffloadConnector", _BYTES),
+    Subject("LMCacheConnectorV1", "LMCacheConnectorV1"),
+    Subject("LMCacheMPConnector", "LMCacheMPConnector"),
+    Subject("OffloadingConnector", "OffloadingConnector"),
+    Subject("SimpleCPUOffloadConnector", "SimpleCPUOffloadConnector"),
     Subject("NixlPullConnector", "NixlPullConnector"),
     Subject("NixlPushConnector", "NixlPushConnector"),
     Subject("MooncakeConnector", "MooncakeConnector"),
@@ -54,16 +52,19 @@ SUBJECTS = (
 
 
 class Said(NamedTuple):
-    """Of one connector. verdicts: by rule. loaded: tokens. cannot: why it could not be run."""
+    """Of one connector. verdicts: by rule. loaded: tokens. cannot: why it could not be run. stand_in: of its side."""
 
     name: str
     verdicts: dict[str, str]
     loaded: int
     cannot: str
+    stand_in: str = ""
 
     @property
     def note(self) -> str:
-        return next((subject.note for subject in SUBJECTS if subject.name == self.name), "")
+        own = next((subject.note for subject in SUBJECTS if subject.name == self.name), "")
+        side = f"played through the lab's own side of it: {self.stand_in} ([the lab](lab.md))." if self.stand_in else ""
+        return own or side
 
 
 def load() -> list[Said]:
@@ -82,7 +83,7 @@ def ask(subject: Subject) -> Said:
     with command.chosen(fixes=True):
         done = verdicts.run(player.Subject(subject.connector, subject.config), math.inf, range(SEEDS), shrinking=0)
     outcomes = {each.rule: each.outcome for each in done.verdicts}
-    return Said(subject.name, outcomes, done.counts.get("loaded_tokens", 0), done.cannot)
+    return Said(subject.name, outcomes, done.counts.get("loaded_tokens", 0), done.cannot, done.stand_in)
 
 
 def main(names: list[str]) -> None:

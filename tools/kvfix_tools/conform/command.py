@@ -72,7 +72,7 @@ def chosen(fixes: bool) -> AbstractContextManager[None]:
     own = [
         fix.code
         for fix in catalogue.fixes()
-        if fix.module_name.startswith("kvfix.fixes.vllm.") and fix.targets[0].module.startswith("vllm.v1.")
+        if fix.module_name.startswith("kvfix.fixes.vllm.") and fix.targets[0].module.startswith("vllm.v1.core.")
     ]
     return runner.applied(fixes, only=own)
 
@@ -105,6 +105,8 @@ def show(done: Conformance) -> None:
         f"\n{len(done.cases)} scenarios, {done.seeds} seeds of the fuzzer, {done.steps} steps of the scheduler, "
         f"{done.counts.get('loaded_tokens', 0)} tokens loaded, {done.seconds:.0f} s"
     )
+    if done.stand_in:
+        print(f"played through the lab's own side of it: {done.stand_in}")
     if done.tested_nothing:
         print(done.tested_nothing)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import importlib
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import Any, NamedTuple
@@ -12,11 +13,12 @@ from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
 from vllm.v1.request import RequestStatus
 
 from kvfix.ledger import Finding
+from kvfix_tools.conform import sides
 from kvfix_tools.conform.scenario import NEEDS, WITHOUT, Scenario
 from kvfix_tools.lab import fuzz, releases, vllm_objects
 from kvfix_tools.lab.fuzz import Played
 from kvfix_tools.lab.lab_engine import EngineDied, LabEngine
-from kvfix_tools.lab.options import CONNECTORS, Options
+from kvfix_tools.lab.options import OF_VLLM, Options
 from kvfix_tools.lab.schedule import Schedule, draw
 from kvfix_tools.lab.steps import Step
 
@@ -24,6 +26,8 @@ from kvfix_tools.lab.steps import Step
 _NOT_OF_ANY = {"lose_loads", "evict", "timeout"}
 #: Of what the fuzzer draws; several groups are drawn where the connector supports them.
 _NOT_DRAWN = {"ranks", "windows", "offloading", "roles", "stops"}
+#: The same of a MultiConnector that the lab has a side for: it has one rank and one KV group.
+_NOT_DRAWN_OF_MULTI = {"ranks", "windows", "states", "offloading"}
 _OF_REQUEST = {"abort", "preempt", "add_input", "end_input", "expect_unharmed"}
 #: A step of a schedule that has no end by itself.
 _STEPS = 50
@@ -39,17 +43,42 @@ class Subject(NamedTuple):
     def options(self, **changed: Any) -> Options:
         """Of a scenario: two layers, four blocks in a step."""
         sizes: dict[str, Any] = {"num_blocks": 64, "max_num_batched_tokens": 128, **changed}
-        if self.connector in CONNECTORS:  # those that the lab has sides of its own for
-            return Options(connector=self.connector, chunk_size=16, **sizes)
+        if self.side is not None:
+            return Options(
+                connector=self.side.connector,
+                offloading=self.side.offloading,
+                chunk_size=16,
+                extra=self._extra,
+                **sizes,
+            )
         return Options(connector=self.connector, config=self.config, lose=self.lose, layers=2, **sizes)
+
+    @property
+    def side(self) -> sides.Side | None:
+        """The lab's own, where it has one for this connector."""
+        return sides.side(self.connector, self.config)
+
+    @property
+    def _extra(self) -> dict[str, Any]:
+        """Of the connector's configuration what the lab's side takes: it gives it memory as its blocks want."""
+        if self.side is None or self.side.connector not in OF_VLLM:
+            return {}
+        return {name: value for name, value in self.config.items() if not name.startswith("cpu_bytes_to_use")}
 
     def lacks(self) -> set[str]:
         """Which of NEEDS it does not have. Raises whatever importing it raises."""
-        if self.connector in CONNECTORS:
-            return {"restart", "lose"} if self.connector == "mp" else {"restart", "lose", "groups"}
+        if self.side is not None:
+            return self.side.lacks
         transfer = vllm_objects.vllm_config(self.options()).kv_transfer_config
         groups = KVConnectorFactory.supports_hma_config(transfer)
         return {need for need, there in (("lose", self.lose), ("groups", groups)) if not there}
+
+    def start(self) -> None:
+        """Raises what making the connector raises, in either role."""
+        if self.side is not None and self.side.is_pair:
+            importlib.import_module("kvfix_tools.lab.pair").Pair(self.options()).close()
+        else:
+            Player(self.options()).played()
 
 
 class Player:
@@ -155,7 +184,7 @@ def play(schedule: ScenarioSchedule) -> Played:
 
 def why_not(scenario: Scenario, lacks: set[str]) -> str:
     """Why it cannot be played on a connector that lacks these; "" if it can."""
-    return next((NEEDS[need] for need in scenario.needs if need in lacks), "")
+    return next((NEEDS[need] for need in ("alone", *scenario.needs) if need in lacks), "")
 
 
 def untested(scenario: Scenario, done: Played) -> str:
@@ -169,8 +198,12 @@ def of_scenario(scenario: Scenario, subject: Subject) -> ScenarioSchedule:
 
 def drawn(seed: int, subject: Subject) -> Schedule:
     """What the fuzzer draws for this connector: aborts, preemptions, few blocks, resets, drafts, sessions, pauses."""
-    if subject.connector in CONNECTORS:
-        return draw(seed, subject.connector, lacks=releases.lacking())
+    side = subject.side
+    if side is not None and side.offloading:
+        schedule = draw(seed, side.connector, lacks={*releases.lacking(), *_NOT_DRAWN_OF_MULTI})
+        return schedule._replace(options=dataclasses.replace(schedule.options, offloading=side.offloading))
+    if side is not None:
+        return draw(seed, side.connector, lacks=releases.lacking())
     schedule = draw(seed, subject.connector, lacks={*releases.lacking(), *_NOT_DRAWN})
     steps = [step for step in schedule.steps if step[0] not in _NOT_OF_ANY]
     failed = [("lose_stored",)] if subject.lose else []

@@ -33,6 +33,9 @@ WITHOUT = {
 }
 #: What a connector, or its tester, may not have, and what is said then.
 NEEDS = {
+    "alone": "its scenarios are for one engine, and this connector takes two: the fuzzer plays it",
+    "beside": "the lab's own side of this connector has no other one beside it",
+    "uncached": "it does nothing without vLLM's prefix caching",
     "restart": "the lab's own side of this connector has no storage that outlives an engine",
     "lose": "no --lose: nothing says how to lose what it has stored",
     "groups": "the connector has no SupportsHMA: vLLM gives it one KV group",

@@ -56,7 +56,10 @@ class Verdict(NamedTuple):
 
 
 class Conformance(NamedTuple):
-    """Of one connector. counts: of request_events.py, in scenarios and fuzzer. cannot: why it could not be run."""
+    """Of one connector. counts: of request_events.py, in scenarios and fuzzer. cannot: why it could not be run.
+
+    stand_in: what of it is not its own.
+    """
 
     connector: str
     cases: list[Case]
@@ -66,6 +69,7 @@ class Conformance(NamedTuple):
     steps: int
     seconds: float
     cannot: str = ""
+    stand_in: str = ""
 
     @property
     def verdicts(self) -> list[Verdict]:
@@ -98,6 +102,7 @@ class Conformance(NamedTuple):
         return {
             "connector": self.connector,
             "cannot": self.cannot,
+            "stand_in": self.stand_in,
             "verdicts": [verdict._asdict() for verdict in self.verdicts],
             "violations": [violation._asdict() for violation in self.violations],
             "scenarios": [case._asdict() for case in self.cases],
@@ -124,9 +129,7 @@ class Run:
 
     def can_start(self) -> None:
         """Raises what making the connector raises, in either role."""
-        from kvfix_tools.conform import player
-
-        player.Player(self.subject.options()).played()
+        self.subject.start()
 
     def scenario(self, name: str) -> Case:
         """Play it. Its violations are among `violations`."""
@@ -213,7 +216,8 @@ def run(
     counts = {name: number for name, number in playing.counts.items() if number}
     broken = list(playing.violations.values())
     took = time.monotonic() - start
-    return Conformance(subject.connector, playing.cases, broken, counts, played, playing.steps, took)
+    stand_in = subject.side.stand_in if subject.side is not None else ""
+    return Conformance(subject.connector, playing.cases, broken, counts, played, playing.steps, took, stand_in=stand_in)
 
 
 def _why(error: Exception) -> str:
@@ -225,8 +229,9 @@ def _why(error: Exception) -> str:
 
 
 def _changed(options: Options) -> dict[str, Any]:
-    """What of the lab engine's options is not as it comes; LMCache's settings too, where the lab has a side for it."""
-    return {name: getattr(options, name, options.lmcache.get(name)) for name in options.changed if name != "lose"}
+    """What of the lab engine's options is not as it comes; of its side the connector's settings too."""
+    settings = {**options.lmcache, **options.extra}
+    return {name: getattr(options, name, settings.get(name)) for name in options.changed if name != "lose"}
 
 
 def _said(step: Any) -> str:

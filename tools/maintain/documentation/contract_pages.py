@@ -50,7 +50,5 @@ def connectors() -> str:
     ]
     loads = ("tokens loaded", *(f"{run.loaded}" for run in can))
     notes = "".join(f"- {run.name}: {run.note}\n" for run in runs if run.note)
-    cannot = table(
-        ("connector", "cannot be run without a GPU here"), [(run.name, run.cannot) for run in runs if run.cannot]
-    )
+    cannot = table(("connector", "cannot be run here"), [(run.name, run.cannot) for run in runs if run.cannot])
     return f"vLLM {kit.version()}\n\n{table(headings, [*rows, loads])}\n{notes}\n{cannot}"
