@@ -1,7 +1,8 @@
 """Of the time that vLLM's scheduler takes for a step with 256 running requests: what kvfix adds to it in each mode.
 
-`schedule()` and `update_from_output()` of the real scheduler with LMCache's connector. A real step takes milliseconds
-more, for the model.
+`schedule()` and `update_from_output()` of the real scheduler: with LMCache's connector; with OffloadingConnector, where
+each step begins eight store jobs and ends eight; and with NixlConnector, where in each step a lease begins and another
+one ends. A real step takes milliseconds more, for the model.
 """
 
 from __future__ import annotations
@@ -24,38 +25,62 @@ with runner.quiet():
     from kvfix_tools.lab.options import Options
     from kvfix_tools.lab.steps import prompt
     from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-    from vllm.v1.outputs import ModelRunnerOutput
-    RUNNING, STEPS = 256, 400
-    options = Options(connector="v1", block_size=16, num_blocks=RUNNING * 60, chunk_size=256, max_num_seqs=RUNNING,
+    from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
+    from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+    RUNNING, STEPS, CONNECTOR = 256, 400, {connector!r}
+    options = Options(connector=CONNECTOR, block_size=16, num_blocks=RUNNING * 60, max_num_seqs=RUNNING,
+                      chunk_size=32 if CONNECTOR == "offloading" else 256,
                       max_num_batched_tokens=8192, max_model_len=1 << 12)
     config = vllm_objects.vllm_config(options)
+    lease = dict(sampling=dict(extra_args=dict(kv_transfer_params=dict(do_remote_decode=True))))
+    happened = dict(jobs=0, leases=0)
+    def add(scheduler, number, tokens, name=""):
+        more = lease if CONNECTOR == "nixl-pull" else dict()
+        asked = prompt(40 + number, number)
+        scheduler.add_request(vllm_objects.request(options, name or str(number), asked, tokens, **more))
+    def report(scheduler, metadata):
+        if CONNECTOR == "offloading":
+            done = OffloadingWorkerMetadata()
+            for job in metadata.store_jobs:
+                done.mark_completed(job)
+            happened["jobs"] += len(metadata.store_jobs)
+            return KVConnectorOutput(kv_connector_worker_meta=done)
+        if CONNECTOR == "nixl-pull":
+            sent = set(scheduler.requests).difference(request.request_id for request in scheduler.running)
+            happened["leases"] += len(sent)
+            return KVConnectorOutput(finished_sending=sent)
     def step(scheduler):
         output = scheduler.schedule()
         names = list(output.num_scheduled_tokens)
         scheduler.update_from_output(output, ModelRunnerOutput(
             req_ids=names, req_id_to_index={{name: at for at, name in enumerate(names)}},
             sampled_token_ids=vllm_objects.sampled([[7]] * len(names)), logprobs=None, prompt_logprobs_dict={{}},
-            pooler_output=None))
+            pooler_output=None, kv_connector_output=report(scheduler, output.kv_connector_metadata)))
         return len(names)
     def measured(mode):
         kvfix.revert()
         kvfix.apply(mode=mode, only=None if mode == "fix" else [])
         KVConnectorFactory.get_connector_class(config.kv_transfer_config)
         scheduler = vllm_objects.scheduler(options, config)
-        scheduler.connector._lmcache_engine.lookup_client.lookup = lambda *_, **__: 0
+        if CONNECTOR == "v1":
+            scheduler.connector._lmcache_engine.lookup_client.lookup = lambda *_, **__: 0
         for number in range(RUNNING):  # of 256 lengths: in every step as many requests need a block, and end a chunk
-            scheduler.add_request(vllm_objects.request(options, str(number), prompt(40 + number, number), 600))
+            add(scheduler, number, 100 + number if CONNECTOR == "nixl-pull" else 600)
         while step(scheduler) < RUNNING:
             pass
         own = OwnTime(function for function in session.wrapped.values() if function._wrappers)
         gc.collect(); gc.freeze(); gc.disable()
-        start = time.perf_counter()
-        for _ in range(STEPS):
+        took = 0
+        for number in range(STEPS):
+            while CONNECTOR == "nixl-pull" and len(scheduler.running) + len(scheduler.waiting) < RUNNING:
+                add(scheduler, 0, RUNNING, f"later {{number}} {{len(scheduler.waiting)}}")
+            start = time.perf_counter()
             step(scheduler)
-        took = time.perf_counter() - start
+            took += time.perf_counter() - start
         gc.enable()
-        assert len(scheduler.running) == RUNNING
+        assert len(scheduler.running) >= RUNNING - 1
         assert own.calls >= STEPS
+        assert CONNECTOR == "v1" or sum(happened.values()) > STEPS / 2, happened
         rest = took - own.seconds
         return own.seconds / rest, 1000 * rest / STEPS, own.calls / STEPS
     result = {{mode: measured(mode) for mode in ("fix", "observe", "check")}}
@@ -96,6 +121,12 @@ with runner.quiet():
 """
 
 
+#: connector of the lab: what its steps are called
+STEPS = {
+    "v1": "scheduler steps",
+    "offloading": "steps with OffloadingConnector's jobs",
+    "nixl-pull": "steps with NixlConnector's leases",
+}
 #: Percent of a step.
 BUDGET = {"fix": 2, "observe": 2, "check": 5}
 #: Each call goes through a function of kvfix in any case, which takes 0.1 us: no fix may wrap what runs per request.
@@ -107,8 +138,9 @@ def measure() -> Iterator[Row]:
     beside = f"without kvfix {without:.0f} ns"
     yield Row("a layer's hook, check", unwatched - without, "ns more", f"{beside}, the same function", at_most=50)
     yield Row("a layer's hook, check with layers", watched - without, "ns more", beside, at_most=1000)
-    found = Fresh(limit=None)(CASE.format(path=str(RELEASES / "0.5.6")))
-    for mode, (share, milliseconds, calls) in found.items():
-        beside = f"{milliseconds:.2f} ms a step without kvfix"
-        yield Row(f"scheduler steps, {mode}", 100 * share, "% more", beside, at_most=BUDGET[mode])
-        yield Row(f"wrapped calls, {mode}", calls, "a step", "256 running requests", at_most=CALLS)
+    for connector, what in STEPS.items():
+        found = Fresh(limit=None)(CASE.format(path=str(RELEASES / "0.5.6"), connector=connector))
+        for mode, (share, milliseconds, calls) in found.items():
+            beside = f"{milliseconds:.2f} ms a step without kvfix"
+            yield Row(f"{what}, {mode}", 100 * share, "% more", beside, at_most=BUDGET[mode])
+            yield Row(f"wrapped calls of {what}, {mode}", calls, "a step", "256 running requests", at_most=CALLS)
