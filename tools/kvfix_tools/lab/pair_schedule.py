@@ -17,9 +17,10 @@ _FAULTS = {
     "abort": 4, "preempt": 3, "step_alone": 5, "time_passes": 1, "router_takes": 1, "send_again": 1, "ask_again": 1,
     "malform": 1, "fail": 2, "handshakes_take": 1, "restart": 1,
 }  # fmt: skip
-#: The same where the prefill engine writes.
-_PUSH_PLAIN, _PUSH_FAULTS = {"ask": 6, "ask_at_once": 6}, {"writers_take": 1, "fail": 3}
-KINDS = frozenset((*_PLAIN, *_FAULTS, *_PUSH_PLAIN, *_PUSH_FAULTS))
+#: The same where the prefill engine writes. Requests that are with both engines at once may have them wait for each
+#: other.
+_PUSH_FAULTS = {"ask": 6, "ask_at_once": 6, "writers_take": 1, "fail": 3}
+KINDS = frozenset((*_PLAIN, *_FAULTS, *_PUSH_FAULTS))
 #: Seconds of a lease. A peer that waits renews it at each sixth of it, by two thirds.
 _LEASES = (3, 6, 30)
 #: See pair_router.MALFORMED.
@@ -59,9 +60,7 @@ def draw(
         kv_load_failure_policy="recompute" if plain else rng.choice(("recompute", "recompute", "fail")),
         policy="fcfs" if plain or rng.random() < 0.8 else "priority",
     )
-    weights = {**_PLAIN, **(_PUSH_PLAIN if push else {})}
-    if not plain:
-        weights |= {**_FAULTS, **(_PUSH_FAULTS if push else {})}
+    weights = dict(_PLAIN) if plain else {**_PLAIN, **_FAULTS, **(_PUSH_FAULTS if push else {})}
     if "bidirectional_kv_xfer" in extra:  # KVF319 is not for it
         weights = {kind: weight for kind, weight in weights.items() if kind not in ("time_passes", "step_alone")}
     names = list(weights)

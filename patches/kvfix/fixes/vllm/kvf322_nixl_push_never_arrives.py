@@ -8,7 +8,8 @@ With NixlPushConnector requests of the decode engine stay in WAITING_FOR_REMOTE_
 ## Cause
 The decode engine sends the prefill engine its blocks and waits. That the prefill engine has no such request any more
 (aborted, its lease over, another request of the same id served instead), could not connect, could not write, or is
-gone, it never says. At `push_registration_timeout` build_connector_meta drops what it knows of the registration and
+gone, it never says. Where the router sends requests to both engines at once, one may also wait in each of them for the
+blocks of another. At `push_registration_timeout` build_connector_meta drops what it knows of the registration and
 logs it (push_scheduler.py 0.32.0:297-330); the worker goes on waiting. Of an aborted request the blocks are kept until
 the worker has an answer (v1/core/sched/scheduler.py 0.32.0:2703).
 
@@ -133,8 +134,12 @@ FIX = Fix(
             )
         ),
     ),
-    evidence={"LAB003": "WAITING_FOR_REMOTE_KVS", "LAB020": "of the decode engine"},
-    scenarios=("nixl-push-never-arrives", "nixl-push-abort-keeps-blocks"),
+    evidence={"KVR009": r"^_recving_metadata ", "LAB003": "WAITING_FOR_REMOTE_KVS", "LAB020": "of the decode engine"},
+    scenarios=(
+        "nixl-push-never-arrives",
+        "nixl-push-abort-keeps-blocks",
+        "nixl-push-engines-wait-for-each-other",
+    ),
     attaches=NEW_REQUESTS,
     no_patch={"vllm": "how long a write may take has to be agreed between both engines: a change of NIXL's messages"},
 )

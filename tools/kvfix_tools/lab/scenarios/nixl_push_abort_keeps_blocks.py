@@ -1,6 +1,6 @@
 """The prefill engine cannot write, and the request is aborted: the decode engine keeps its blocks for ever."""
 
-from kvfix_tools.lab.scenario import REQUEST, Options, Scenario
+from kvfix_tools.lab.scenario import Options, Scenario
 from kvfix_tools.lab.steps import abort, ask, expect_all_ended, fail, prompt, run, step
 
 SCENARIO = Scenario(
@@ -18,5 +18,5 @@ SCENARIO = Scenario(
     wrong={"vllm": ">=0.32"},
     options=Options(connector="nixl-push", extra={"push_registration_timeout": 5.0}),
     needs={"vllm": ">=0.32"},
-    not_in_hooks=REQUEST,
+    hooks_rule="KVR009",
 )

@@ -10,7 +10,7 @@ SCENARIO = Scenario(
         step(4),
         abort("r"),
         on("decode", "free_blocks"),
-        ask("s", prompt(32)),
+        ask("s", prompt(32), 60),
         run(),
         expect_all_ended(),
     ],
