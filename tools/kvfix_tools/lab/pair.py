@@ -13,16 +13,14 @@ from typing import Any
 from kvfix import clock
 from kvfix.ledger import Finding, Ledger
 from kvfix.ledger.events import Event, Leased
-from kvfix_tools.lab import rules
+from kvfix_tools.lab import pair_schedule, rules
 from kvfix_tools.lab.lab_engine import STEP
 from kvfix_tools.lab.options import Options
 from kvfix_tools.lab.pair_engine import PairEngine, side_class
 from kvfix_tools.lab.pair_router import Router
-from kvfix_tools.lab.steps import continued, prompt
+from kvfix_tools.lab.steps import continued
 
 _ROLES = {"prefill": "producer", "decode": "consumer"}
-#: Requests that the router can do this with.
-_AGAIN = {"send_again": "sent", "ask_again": "asked"}
 #: Steps without anything after which the world stands still.
 _IDLE = 64
 #: Seconds of a lease that is waited for step by step.
@@ -100,35 +98,8 @@ class Pair:
         getattr(self, step)(*arguments, **keywords)
 
     def move(self, step: tuple[Any, ...]) -> None:
-        """A drawn step (pair_schedule.py); one that does not fit does nothing."""
-        kind, *rest = step
-        if kind in ("ask", "ask_at_once", "ask_decode"):
-            name, seed, tokens, max_tokens, *more = rest
-            self.do(kind, name, prompt(tokens, seed), max_tokens, *more)
-        elif kind == "ends_at_once":
-            self.ends_at_once(rest[0], prompt(rest[2], rest[1]))
-        elif kind in ("abort", "send_again", "ask_again"):
-            names = self._open() if kind == "abort" else getattr(self.router, _AGAIN[kind])
-            if names:
-                self.do(kind, names[rest[0] % len(names)])
-        elif kind == "preempt":
-            engine = self.engine(rest[0])
-            running = [each.request_id for each in engine.scheduler.running]
-            if running:
-                engine.preempt(running[rest[1] % len(running)])
-        elif kind in ("take_blocks", "free_blocks", "budget"):
-            self.on(rest[0], kind, *rest[1:])
-        elif kind == "reset":
-            self.on(rest[0], "reset_prefix_cache")
-        else:
-            self.do(kind, *rest)
-
-    def _open(self) -> list[str]:
-        """Requests of clients that wait for an answer."""
-        waiting = self.router.waiting
-        for engine in self.engines:
-            waiting |= {name.rpartition("-")[0] for name, each in engine.requests.items() if not each.is_finished()}
-        return sorted(waiting)
+        """A drawn step; one that does not fit does nothing."""
+        pair_schedule.move(self, step)
 
     # ------------------------------------------------------------------ the router's steps
 

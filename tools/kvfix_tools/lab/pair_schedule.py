@@ -1,12 +1,16 @@
-"""Schedules for two engines with NixlConnector (pair.py), drawn from a seed."""
+"""Schedules for two engines with NixlConnector (pair.py), drawn from a seed, and what their steps do."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Collection
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvfix_tools.lab.options import Options
+from kvfix_tools.lab.steps import prompt
+
+if TYPE_CHECKING:
+    from kvfix_tools.lab.pair import Pair
 
 DrawnStep = tuple[Any, ...]
 
@@ -21,6 +25,8 @@ _FAULTS = {
 #: other.
 _PUSH_FAULTS = {"ask": 6, "ask_at_once": 6, "writers_take": 1, "fail": 3}
 KINDS = frozenset((*_PLAIN, *_FAULTS, *_PUSH_FAULTS))
+#: Requests that the router can do this with.
+_AGAIN = {"send_again": "sent", "ask_again": "asked"}
 #: Seconds of a lease. A peer that waits renews it at each sixth of it, by two thirds.
 _LEASES = (3, 6, 30)
 #: See pair_router.MALFORMED.
@@ -105,3 +111,36 @@ def _step(rng: random.Random, kind: str, number: int, options: Options, room: in
     if kind == "budget":
         return (kind, engine, rng.choice((1, block, options.max_num_batched_tokens)))
     return (kind, engine) if kind in ("free_blocks", "reset") else (kind,)
+
+
+def move(pair: Pair, step: DrawnStep) -> None:
+    """One step; one that does not fit (an abort where no request is open) does nothing."""
+    kind, *rest = step
+    if kind in ("ask", "ask_at_once", "ask_decode"):
+        name, seed, tokens, max_tokens, *more = rest
+        pair.do(kind, name, prompt(tokens, seed), max_tokens, *more)
+    elif kind == "ends_at_once":
+        pair.ends_at_once(rest[0], prompt(rest[2], rest[1]))
+    elif kind in ("abort", "send_again", "ask_again"):
+        names = _open(pair) if kind == "abort" else getattr(pair.router, _AGAIN[kind])
+        if names:
+            pair.do(kind, names[rest[0] % len(names)])
+    elif kind == "preempt":
+        engine = pair.engine(rest[0])
+        running = [each.request_id for each in engine.scheduler.running]
+        if running:
+            engine.preempt(running[rest[1] % len(running)])
+    elif kind in ("take_blocks", "free_blocks", "budget"):
+        pair.on(rest[0], kind, *rest[1:])
+    elif kind == "reset":
+        pair.on(rest[0], "reset_prefix_cache")
+    else:
+        pair.do(kind, *rest)
+
+
+def _open(pair: Pair) -> list[str]:
+    """Requests of clients that wait for an answer."""
+    waiting = pair.router.waiting
+    for engine in pair.engines:
+        waiting |= {name.rpartition("-")[0] for name, each in engine.requests.items() if not each.is_finished()}
+    return sorted(waiting)

@@ -17,7 +17,7 @@ there are too few, the load fails, as `kv_load_failure_policy` says. Left alone:
 attention, and engines with other block sizes or context parallelism.
 
 ## Releases
-vLLM 0.32.0, the first one played; 0.33.0, by its code.
+vLLM 0.32.0, the first one played, and 0.33.0.
 
 ## Upstream
 None known in public: it can be abused (SECURITY.md).
@@ -105,9 +105,9 @@ def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
         dst_region_group_ids={"p": [0]}, region_group_ids=[0], _physical_blocks_per_logical_kv_block=1, use_mla=False,
         _group_spec_types=(FullAttentionSpec,), _logical_to_kernel_block_ids=lambda blocks, ratio: blocks,
         src_xfer_handles_by_block_size={16: 1}, dst_xfer_side_handles={"p": {0: 2}}, _mixed_mem_types=False,
-        _has_mamba=False, _read_blocks=reads,
+        _has_mamba=False, _read_blocks=reads, _remote_registration_generations={},
     )  # fmt: skip
-    remote = SimpleNamespace(block_ids=[[7, 8, 9]], engine_id="p", request_id=stubs.NAME)
+    remote = SimpleNamespace(block_ids=[[7, 8, 9]], engine_id="p", request_id=stubs.NAME, registration_generation=0)
     meta = SimpleNamespace(
         local_block_ids=([1, 2],), local_physical_block_ids=([1, 2],), local_num_computed_blocks=(0,), remote=remote,
         awaiting_kvs=True, region_blocks_to_zero=None,

@@ -13,7 +13,7 @@ blocks that are no numbers raise in `_compute_desc_ids`, others elsewhere. Only 
 An exception of `_read_blocks_for_req` is logged, and the load has failed, as `kv_load_failure_policy` says.
 
 ## Releases
-vLLM 0.32.0, the first one played; 0.33.0, by its code.
+vLLM 0.32.0, the first one played, and 0.33.0.
 
 ## Upstream
 None known in public: it can be abused (SECURITY.md).
@@ -59,9 +59,9 @@ def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
     worker = SimpleNamespace(
         transfer_topo=object(), _invalid_remote_engines=set(), _remote_agents={"p": {}}, _engine_last_active={},
         _bidirectional_kv_xfer_enabled=False, _recving_transfers={}, tp_mappings={}, _recv_failures=failed,
-        _handle_failed_transfer=lambda name, *_, **__: failed.add(name),
+        _handle_failed_transfer=lambda name, *_, **__: failed.add(name), _remote_registration_generations={},
     )  # fmt: skip
-    remote = SimpleNamespace(block_ids=[[7]], engine_id="p", request_id=stubs.NAME)
+    remote = SimpleNamespace(block_ids=[[7]], engine_id="p", request_id=stubs.NAME, registration_generation=0)
     meta = SimpleNamespace(local_block_ids=([1],), remote=remote, local_num_computed_blocks=(0,))
     try:
         hook(worker, stubs.NAME, meta)

@@ -15,7 +15,7 @@ promised them a second time.
 Where update_state_after_alloc would start no load, nothing is promised: the request computes its prompt itself.
 
 ## Releases
-vLLM 0.32.0, the first one played; 0.33.0, by its code.
+vLLM 0.32.0, the first one played, and 0.33.0.
 
 ## Upstream
 None known.

@@ -14,7 +14,7 @@ hold.
 Before build_connector_meta: such a request without a peer is taken off the list. No peer waits for a notice.
 
 ## Releases
-vLLM 0.32.0, the first one played; 0.33.0, by its code.
+vLLM 0.32.0, the first one played, and 0.33.0.
 
 ## Upstream
 None known in public: it can be abused (SECURITY.md).

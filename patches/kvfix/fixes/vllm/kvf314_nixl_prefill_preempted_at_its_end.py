@@ -15,7 +15,7 @@ After request_finished: a request of a prefill engine for which no blocks are ke
 processed, as an aborted one is.
 
 ## Releases
-vLLM 0.32.0, the first one played; 0.33.0, by its code.
+vLLM 0.32.0, the first one played, and 0.33.0.
 
 ## Upstream
 None known.
@@ -62,6 +62,7 @@ def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
         _stop_heartbeat=lambda _: None, is_bidirectional_kv_xfer_enabled=False, _reqs_not_processed=set(),
         engine_id="p", side_channel_host="p", side_channel_port=1, transfer_tp_size=1, _TRANSFER_MODE="pull",
         vllm_config=SimpleNamespace(parallel_config=parallel), _push_registration_deadlines={}, _reqs_need_save={},
+        _registration_generation=0,
     )  # fmt: skip
     request = stubs.request(8, kv_transfer_params={"do_remote_decode": True})
     request.status = RequestStatus.FINISHED_LENGTH_CAPPED

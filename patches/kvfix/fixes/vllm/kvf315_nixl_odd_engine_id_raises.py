@@ -11,7 +11,7 @@ on_new_request takes `remote_engine_id` and `remote_request_id` of the request's
 Such a request loads nothing: it computes its prompt itself.
 
 ## Releases
-vLLM 0.32.0, the first one played; 0.33.0, by its code.
+vLLM 0.32.0, the first one played, and 0.33.0.
 
 ## Upstream
 None known in public: it can be abused (SECURITY.md).

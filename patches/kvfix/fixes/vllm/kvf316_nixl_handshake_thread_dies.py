@@ -13,7 +13,7 @@ The rank comes from `tp_size` and `pp_size` of a request's parameters. The threa
 The thread goes on: it opens its socket again, and the one that asked gets no answer.
 
 ## Releases
-vLLM 0.32.0, the first one played; 0.26.0 and 0.33.0, by their code.
+vLLM 0.32.0, the first one played, and 0.33.0; 0.26.0 by its code.
 
 ## Upstream
 None known in public: it can be abused (SECURITY.md).

@@ -14,7 +14,7 @@ begins, and never ends.
 After update_state_after_alloc: the metadata name every request whose blocks will be kept.
 
 ## Releases
-vLLM 0.32.0, the first one played; 0.33.0, by its code.
+vLLM 0.32.0, the first one played, and 0.33.0.
 
 ## Upstream
 None known.

@@ -17,7 +17,7 @@ was over. A read that ends later has failed, as `kv_load_failure_policy` says. B
 `bidirectional_kv_xfer`, where the same key has another meaning.
 
 ## Releases
-vLLM 0.32.0, the first one played; 0.33.0, by its code.
+vLLM 0.32.0, the first one played, and 0.33.0.
 
 ## Upstream
 None known.
@@ -115,6 +115,7 @@ def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
         _stop_heartbeat=lambda _: None, is_bidirectional_kv_xfer_enabled=False, _reqs_need_send={}, engine_id="p",
         side_channel_host="p", side_channel_port=1, transfer_tp_size=1, _TRANSFER_MODE="pull", _kv_lease_duration=30,
         vllm_config=SimpleNamespace(parallel_config=parallel), get_exchange_clipped_blocks=lambda blocks: blocks,
+        _registration_generation=0,
     )  # fmt: skip
     request = stubs.request(8, kv_transfer_params={"do_remote_decode": True}, num_computed_tokens=8)
     request.status = RequestStatus.FINISHED_LENGTH_CAPPED

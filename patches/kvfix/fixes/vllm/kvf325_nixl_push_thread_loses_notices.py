@@ -14,7 +14,7 @@ An exception of `_handle_push_reg_notif` is logged, and the thread goes on with 
 written waits for the end of its lease, and of its registration.
 
 ## Releases
-vLLM 0.32.0, the first one played, and 0.33.0.
+vLLM 0.32.0, the first one played, and 0.33.0; 0.26.0 by its code.
 
 ## Upstream
 None known.
@@ -70,7 +70,7 @@ def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
 FIX = Fix(
     __name__,
     __doc__,
-    targets=(NIXL_PUSH_WORKER._handle_push_reg_notif(broken=">=0.32", probe=shows_bug, fix=fix),),
+    targets=(NIXL_PUSH_WORKER._handle_push_reg_notif(broken=">=0.26", probe=shows_bug, fix=fix),),
     evidence={},
     scenarios=("nixl-push-thread-loses-notices",),
 )
