@@ -39,10 +39,12 @@ from kvfix.fixes.targets import NIXL_PUSH_WORKER
 def fix(module: ModuleType) -> Callable[..., Any]:
     def wrap(function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
-        def _handle_push_reg_notif(*args: Any, **kwargs: Any) -> Any:
+        def _handle_push_reg_notif(worker: Any, *args: Any, **kwargs: Any) -> Any:
             try:
-                return function(*args, **kwargs)
-            except Exception as error:  # noqa: BLE001
+                return function(worker, *args, **kwargs)
+            except Exception as error:
+                if not hasattr(worker, "_pending_d_registrations"):
+                    raise
                 engine_log.warning(f"KVF325: a registration is not served: {type(error).__name__}: {error}")
                 return None
 
