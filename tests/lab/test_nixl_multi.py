@@ -53,7 +53,7 @@ def planted(plant: str, lmcache_first: bool) -> dict[str, Any]:
         with suppress(EngineDied):
             pair.ask("a", prompt(100), 5)
             pair.run()
-            pair.ask_decode("b", prompt(100), 5)  # decode's LMCache has it
+            pair.router.ask_decode("b", prompt(100), 5)  # decode's LMCache has it
             pair.run()
             pair.ask("c", prompt(100), 5)  # and so has prefill's
             pair.run()

@@ -94,8 +94,8 @@ class Pair:
             engine.connector.close()
 
     def do(self, step: str, *arguments: Any, **keywords: Any) -> None:
-        """The step of this name, a method below."""
-        getattr(self, step)(*arguments, **keywords)
+        """The step of this name, a method below or one of the router."""
+        getattr(self if hasattr(self, step) else self.router, step)(*arguments, **keywords)
 
     def move(self, step: tuple[Any, ...]) -> None:
         """A drawn step; one that does not fit does nothing."""
@@ -115,14 +115,6 @@ class Pair:
         """The first token of this request's text, which is to be asked for, is its last."""
         self.router.stops[name] = continued(prompt, 1)[-1]
 
-    def ask_decode(self, name: str, prompt: list[int], max_tokens: int = 1) -> None:
-        """A request goes to the decode engine alone."""
-        self.router.ask_decode(name, prompt, max_tokens)
-
-    def send_again(self, name: str) -> None:
-        """The router sends a request to the decode engine once more, as it does if it has got no answer."""
-        self.router.send_again(name)
-
     def ask_again(self, name: str) -> None:
         """The router gives a request up, tells both engines, and begins anew."""
         self.abort(name)
@@ -131,10 +123,6 @@ class Pair:
     def router_takes(self, steps: int) -> None:
         """From now on the router takes so many steps for an answer."""
         self.router.takes = steps
-
-    def malform(self, what: str) -> None:
-        """The parameters of the next request for decode are wrong in this way (pair_router.MALFORMED)."""
-        self.router.malform(what)
 
     def abort(self, name: str) -> None:
         """The client of this request is gone, and the router tells both engines."""

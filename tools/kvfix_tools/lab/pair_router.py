@@ -94,7 +94,8 @@ class Router:
             self.counts["at_once"] += 1
             self._to_send.append((self._pair.network.now, name, prefill.connector.for_decode(name, None)))
 
-    def ask_decode(self, name: str, prompt: list[int], max_tokens: int) -> None:
+    def ask_decode(self, name: str, prompt: list[int], max_tokens: int = 1) -> None:
+        """A request goes to the decode engine alone."""
         self._admit(self._pair.decode, f"{name}-{2:08x}", prompt, max_tokens, None)
 
     def ask_again(self, name: str) -> None:
@@ -104,6 +105,7 @@ class Router:
         self.ask(name, asked.prompt, asked.max_tokens, 1, asked.at_once)
 
     def send_again(self, name: str) -> None:
+        """It sends a request to the decode engine once more, as it does if it has got no answer."""
         params = self._params.get(name)
         if params is not None:
             self.counts["sent_again"] += 1
@@ -111,6 +113,7 @@ class Router:
             self._admit(self._pair.decode, self._id(name), asked.prompt, asked.max_tokens, dict(params))
 
     def malform(self, what: str) -> None:
+        """The parameters of the next request for decode are wrong in this way (MALFORMED)."""
         self._malformed.append(what)
 
     def forget(self, name: str) -> None:
