@@ -243,7 +243,8 @@ class Pair:
 
     def _leases_end_soon(self) -> bool:
         """Whether blocks are kept, and for not much longer than the steps that are made anyway."""
-        return self.options.extra.get("kv_lease_duration", 0) <= _SOON and any(
+        own = getattr(self.network, "timeout", 30)
+        return self.options.extra.get("kv_lease_duration", own) <= _SOON and any(
             each.connector.leases for each in self.engines
         )
 

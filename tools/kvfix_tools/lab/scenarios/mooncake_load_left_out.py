@@ -1,14 +1,20 @@
 """Two requests of decode wait for one prefill: the one that comes second is in no answer, and waits for ever."""
 
 from kvfix_tools.lab.scenario import REQUEST, Options, Scenario
-from kvfix_tools.lab.steps import ask, prompt, run, send_again, step
+from kvfix_tools.lab.steps import ask_at_once, expect_all_ended, on, prompt, run, send_again, step
 
 SCENARIO = Scenario(
     schedule=[
-        ask("r", prompt(64), 2),
-        step(3),
+        on("prefill", "budget", 8),
+        on("decode", "take_blocks", 60),
+        ask_at_once("r", prompt(64), 2),
+        step(),
+        on("decode", "abort", "r-00000002"),
+        on("decode", "free_blocks"),
+        step(),
         send_again("r"),
         run(),
+        expect_all_ended(),
     ],
     rule="LAB003",
     text="for ever",
