@@ -1,14 +1,15 @@
-"""With MooncakeConnector two decode requests read one prefill: the second waits for ever, or gets wrong KV.
+"""With MooncakeConnector two decode requests read one prefill: the second waits for minutes, or for ever.
 
 ## Symptom
 A router sends a decode request again with the same transfer_id, or a client asks for several answers (`n`): the second
-request takes eight minutes, waits for ever in WAITING_FOR_REMOTE_KVS, or answers other text, HTTP 200. Prefill logs
-`Request ... expired before sending on P side`, or nothing.
+request takes eight minutes, or waits for ever in WAITING_FOR_REMOTE_KVS. Prefill logs `Request ... expired before
+sending on P side`, or nothing.
 
 ## Cause
 Prefill frees the blocks when one request has them (mooncake_connector.py 0.32.0:1687), also while a write to the other
-is in flight, which then reads what others write there. If it is asked after that, it waits 480 s for a prefill of that
-transfer_id (:1566); if in between, it leaves the request out of its answer (:1621), and decode waits for ever.
+is in flight, which by the code then reads what others write there. If it is asked after that, it waits 480 s for a
+prefill of that transfer_id (:1566); if in between, it leaves the request out of its answer (:1621), and decode waits
+for ever.
 
 ## Fix
 One request of an engine reads a prefill. Another one with the same remote_engine_id and transfer_id computes its prompt
@@ -16,7 +17,7 @@ itself, and tells prefill nothing. What another decode engine has read is not kn
 begin at prefill.
 
 ## Releases
-vLLM 0.32.0, the first one played; 0.33.0, by its code.
+vLLM 0.32.0, the first one played; 0.33.0, by its code, where the second waits for a timeout.
 
 ## Upstream
 None known.
