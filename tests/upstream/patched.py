@@ -76,8 +76,6 @@ def prefer(folder: Path) -> None:
                 module.__path__ = [str(place), *module.__path__]
     files = {name: folder / f"{name.replace('.', '/')}.py" for name in sys.modules}
     gone = {name for name, file in files.items() if file.is_file() and _is_own(file, folder)}
-    if any(name.startswith(_NIXL) for name in gone):
-        gone |= {name for name in sys.modules if name.startswith(_NIXL)}
     imports = _imports_of_ours()
     while more := {name for name, wanted in imports.items() if name not in gone and wanted & gone}:
         gone |= more
@@ -95,10 +93,6 @@ _OURS = (
     "vllm.v1.kv_offload.", "vllm.v1.simple_kv_offload.",
     "vllm.v1.kv_cache_spec_registry",
 )  # fmt: skip
-
-
-#: A package that hands on what its modules have. The lab has replaced what they know of time and threads.
-_NIXL = "vllm.distributed.kv_transfer.kv_connector.v1.nixl"
 
 
 def _is_test(module: str) -> bool:

@@ -151,10 +151,6 @@ class NixlSide(PairSide):
 
     @classmethod
     def make_network(cls, options: Options) -> Network:
-        if options.real_nixl:
-            from kvfix_tools.lab.nixl_real import RealNetwork
-
-            return RealNetwork(options.delay)
         return Network(options.delay)
 
     def __init__(

@@ -88,8 +88,6 @@ class Options:
     lmcache_first: bool = False
     #: Settings of one of OF_VLLM or PAIRS by their own names (`kv_connector_extra_config`).
     extra: dict[str, Any] = field(default_factory=dict)
-    #: Between the two engines is real NIXL, over UCX (nixl_real.py).
-    real_nixl: bool = False
     #: Blocks that its CPU memory has room for; 0: as many as the GPU has.
     cpu_blocks: int = 0
     #: What is behind that memory: fs (files) or "".
