@@ -54,7 +54,8 @@ NEVER = {
     },
     "offloading": {
         *SERVER,
-        *without("layers", "fetch_ahead", "multi_connector", "context", "states", "states_and_drafts"),
+        *without("layers", "fetch_ahead", "multi_connector", "context"),
+        *without("states", "states_and_drafts", "separate_objects"),
         "stores_of_kv_consumer",
         "stores_of_kv_producer",
         "loads_of_kv_consumer",
