@@ -74,17 +74,17 @@ def _to_step_aside(scheduler: Any) -> list[Any]:
     for request in _ready(scheduler):
         if not aside and request is not refused:
             return []
-        if _needs(scheduler, request) <= free:
+        needs = scheduler._request_remaining_blocks(request)
+        if needs + (_kept_back(scheduler, request) if request is refused else 0) <= free:
             return aside
         aside.append(request)
     return []
 
 
-def _needs(scheduler: Any, request: Any) -> int:
-    """Blocks that must be free for it. One that is to load leaves those of the requests in flight (:1249)."""
-    blocks: int = scheduler._request_remaining_blocks(request)
+def _kept_back(scheduler: Any, request: Any) -> int:
+    """Blocks that a request which is to load leaves to those in flight (:1249)."""
     is_loaded = request.request_id in scheduler.finished_recving_kv_req_ids
-    return blocks if is_loaded else blocks + scheduler._inflight_prefill_reserved_blocks()
+    return 0 if is_loaded else int(scheduler._inflight_prefill_reserved_blocks())
 
 
 FIX = Fix(
