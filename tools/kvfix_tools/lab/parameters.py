@@ -25,7 +25,7 @@ OF_OFFLOADING: dict[str, dict[str, Any]] = {
     # and in a form that it does not know
     "limits_of_no_kind": {"max_load_tokens": "40", "max_offload_tokens": -1},
     "limits_as_flags": {"max_load_tokens": True, "max_offload_tokens": 1.5},
-    "limits_beyond_all": {"max_load_tokens": 1 << 80, "max_offload_tokens": 1 << 80},
+    "limits_beyond_all": {"max_load_tokens": 1 << 60, "max_offload_tokens": 1 << 60},
     "tiers_in_no_list": {"kv_load_tiers": "cpu"},
     "tiers_of_no_kind": {"kv_load_tiers": [3, {"medium": 7}, {"medium": "cpu", "locality": []}, {}]},
     "tiers_of_nothing": {"kv_load_tiers": []},

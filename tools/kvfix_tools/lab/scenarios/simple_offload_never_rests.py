@@ -5,7 +5,7 @@ from kvfix_tools.lab.steps import admit, prompt, run, settle
 
 SCENARIO = Scenario(
     schedule=[
-        admit("r", prompt(512)),
+        admit("r", prompt(480)),
         run(200),
         settle(),
     ],
@@ -15,9 +15,9 @@ SCENARIO = Scenario(
     options=Options(
         connector="simple-offload",
         extra={"lazy_offload": True},
-        cpu_blocks=8,
-        max_num_batched_tokens=512,
-        num_blocks=64,
+        cpu_blocks=16,
+        max_num_batched_tokens=32,
+        num_blocks=34,
     ),
     not_in_hooks="no hook is called wrongly: that the same blocks come again is no rule of it",
 )
