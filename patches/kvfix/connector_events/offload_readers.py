@@ -80,7 +80,7 @@ class SimpleOffload(Reader):
     def __init__(self, connector: Any) -> None:
         super().__init__(connector)
         #: None in the worker, and without prefix caching.
-        self._manager = getattr(connector, "scheduler_manager", None)
+        self._manager: Any = getattr(connector, "scheduler_manager", None)
         #: Tokens that vLLM had when a hit was found, and the end of what was stored last, by request.
         self._computed: dict[str, int] = {}
         self._stored: dict[str, int] = {}

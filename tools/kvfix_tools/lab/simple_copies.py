@@ -25,7 +25,7 @@ class _Event(Event):
 class _Torch(cuda_stand_in.Torch):
     """`torch` for the copy thread."""
 
-    Event = _Event
+    Event = _Event  # type: ignore[assignment]
 
 
 class _Thread:
