@@ -233,7 +233,8 @@ def hits() -> dict[str, list[str]]:
         "KVD115": [bare(NEWEST, "gpu_connectors.py", "to_gpu", "assert memory_obj.tensor is not None")],
         "KVD159": [
             logged(NEWEST, "creating", "vllm-instance")
-            + "(APIServer pid=1) RuntimeError: Engine core initialization failed. Failed core proc(s): {}\n"
+            + "(APIServer pid=1) RuntimeError: Engine core initialization failed. Failed core proc(s): {}\n",
+            logged(NEWEST, "creating", "vllm-instance"),
         ],
         "KVD644": [
             "".join(

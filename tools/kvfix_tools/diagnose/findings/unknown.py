@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING
 
 from kvfix_tools.diagnose import problems
@@ -47,7 +48,7 @@ def unknown_failure(log: Diagnosis, line: LogLine | None) -> Answer | None:
 
 @finding("KVD159", "ended-at-its-buffer", Severity.CRASH, on=[""])
 def ended_at_its_buffer(log: Diagnosis, line: LogLine | None) -> Answer | None:
-    """A process ended without a word after it had begun to make LMCache's engine.
+    """A process has not a word after it had begun to make LMCache's engine.
 
     Cause: what comes next is the CPU buffer, `max_local_cpu_size` GB (5 if it is not set) for each rank, touched and
     pinned page by page. A process that has no error there was killed for memory (of the container, or of the machine),
@@ -59,15 +60,17 @@ def ended_at_its_buffer(log: Diagnosis, line: LogLine | None) -> Answer | None:
 
     Good: the same, in every unit file and container.
     """
-    if not log.failures.dead or log.failures.first is not None or log.findings:
+    if log.failures.first is not None or log.findings:
         return None
     last = [(process, at) for process, at in log.failures.last.items() if at.name in ("creating", "engine_configured")]
-    if not last:
+    goes_on = any(log.counts[name] for name in ("asked", "stored", "stats", "version"))
+    if not last or (not log.failures.dead and (goes_on or len(last) < len(log.failures.last))):
         return None
     ranks = f"{len(last)} processes have" if len(last) > 1 else f"{last[0][0] or 'a process'} has"
-    size = lookups_of(log).settings.get("max_local_cpu_size", "")
+    size = re.match(r"\d+(?:\.\d+)?", lookups_of(log).settings.get("max_local_cpu_size", ""))
+    room = f"; {len(last)} times {size[0]} GB are {len(last) * float(size[0]):g} GB" if size is not None else ""
     return Answer(
-        f"{ranks} no line after `Creating LMCacheEngine`" + (f"; max_local_cpu_size is {size}" if size else ""),
+        f"{ranks} no line after `Creating LMCacheEngine`{room}",
         request="",
         verdict="unknown",
         evidence=tuple(at.evidence for _, at in last[:4]),
