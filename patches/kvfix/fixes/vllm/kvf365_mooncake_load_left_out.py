@@ -17,7 +17,7 @@ request, as kv_load_failure_policy says.
 vLLM 0.32.0, the first one played.
 
 ## Upstream
-Fixed in 0.33.0: what the last answer leaves out has failed.
+None known; fixed in 0.33.0: what the last answer leaves out has failed.
 
 ## Remove when
 vLLM 0.32.0 is no longer in use.
