@@ -409,6 +409,22 @@ def test_what_the_log_says_is_put_right_before_a_fix_is_taken() -> None:
     assert "KVF015" in advice.remedy(diagnosis, found).now
 
 
+def test_ranks_that_differ_are_not_certain_with_pd() -> None:
+    """A decoder's chunks go with the first request that fetched them, so a rank may miss with right hashes."""
+    line = logged(NEWEST, "ranks_differ", "[256, 0]")
+    alone = logged(NEWEST, "configured", "{'enable_pd': False, 'pd_role': None}")
+    decoder = logged(NEWEST, "configured", "{'enable_pd': True, 'pd_role': 'receiver'}")
+    old = logged("0.3.9", "engine_configured", "{'pd_role': None, 'nixl_role': 'receiver'}")
+    verdicts = {
+        found.verdict
+        for head in (decoder, old, "")
+        for found in diagnose(head, line).findings
+        if found.rule.code == "KVD304"
+    }
+    assert verdicts == {"unknown"}
+    assert [found.verdict for found in diagnose(alone, line).findings if found.rule.code == "KVD304"] == ["violated"]
+
+
 def test_what_ends_it_may_be_more_than_the_release_of_the_fix() -> None:
     diagnosis = diagnose(bare("0.3.15", V1, "wait_for_save", "assert len(slot_mapping) == len(token_ids)"))
     assert "0.4.7" in advice.remedy(diagnosis, diagnosis.findings[0]).good

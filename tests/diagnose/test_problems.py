@@ -51,9 +51,10 @@ def shown(problem: Problem, sign: problems.Sign) -> str:
         sign.at if sign.at.endswith(file) and sign.at else file or ("any.py" if problem.general else "lmcache/any.py")
     )
     text = f": {filled(sign.text)}" if sign.text else ""
+    caller = sign.through if sign.through.endswith(".py") else f"/{sign.through}/caller.py"
     lines = [
         "Traceback (most recent call last):",
-        *([f'  File "/opt/app/{sign.through}/caller.py", line 5, in call', "    call()"] if sign.through else []),
+        *([f'  File "/opt/app{caller}", line 5, in call', "    call()"] if sign.through else []),
         f'  File "/opt/app/{path}", line 7, in {function or "any"}',
         f"    {sign.source or 'call()'}",
         f"{sign.kind or 'RuntimeError'}{text}",

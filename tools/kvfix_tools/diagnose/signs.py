@@ -132,6 +132,8 @@ def fits(sign: Sign, line: LogLine) -> dict[str, Any] | None:
 
 def implied(sign: Sign, by: Sign) -> bool:
     """Whether whatever shows `by` shows this sign too: it asks for less."""
+    if isinstance(sign, Logged) and isinstance(by, Logged):
+        return _search(sign.text, by.text) is not None
     if not (isinstance(sign, Failed) and isinstance(by, Failed)):
         return False
     wider = all(own in ("", more) for own, more in ((sign.kind, by.kind), (sign.through, by.through)))

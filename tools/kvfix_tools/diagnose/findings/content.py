@@ -6,6 +6,7 @@ import re
 from typing import TYPE_CHECKING
 
 from kvfix_tools.diagnose.findings import Answer, Severity, finding, note
+from kvfix_tools.diagnose.findings.lookups import lookups_of
 
 if TYPE_CHECKING:
     from kvfix_tools.diagnose.diagnosis import Diagnosis
@@ -125,7 +126,14 @@ def ranks_differ(log: Diagnosis, line: LogLine) -> Answer | None:
     """
     if _evicted_in_parts(line):
         return None
-    return Answer(f"hit tokens by rank: {line.fields['results'][:80]}", request="")
+    settings = lookups_of(log).settings
+    # Certain only where the configuration is in the log and has no PD.
+    without_pd = bool(settings) and all(settings.get(role, "None") == "None" for role in ("pd_role", "nixl_role"))
+    return Answer(
+        f"hit tokens by rank: {line.fields['results'][:80]}",
+        request="",
+        verdict="violated" if without_pd else "unknown",
+    )
 
 
 @finding("KVD311", "ranks-evicted-apart", Severity.SLOW, on=["ranks_differ"])

@@ -105,10 +105,8 @@ class Problem:
 
     def yields_to(self, other: Problem, line: LogLine) -> bool:
         """Whether the other record says more exactly what this line is."""
-        own, better = (
-            next((each for each in one.shows if fits(each, line) is not None), None) for one in (self, other)
-        )
-        return own is not None and better is not None and implied(own, better) and not implied(better, own)
+        own, theirs = ([each for each in one.shows if fits(each, line) is not None] for one in (self, other))
+        return bool(own) and any(all(implied(each, by) and not implied(by, each) for each in own) for by in theirs)
 
     def _concerns(self, log: Diagnosis) -> bool:
         """Whether its connector ran and its releases did, as far as the log says."""
@@ -213,16 +211,10 @@ def _logged(body: bytes) -> tuple[Problem, ...]:
 
 @lru_cache(maxsize=4096)
 def _logged_alike(body: bytes) -> tuple[Problem, ...]:
-    """By the body with its numbers made equal. A sign that goes on where another one ends is the better one."""
+    """By the body with its numbers made equal."""
     text = body.decode("utf-8", "replace")
-    fitting = [(each, sign) for each, sign, part in _signs() if part in text and pattern(sign).search(text)]
-    every = {sign for _, sign in fitting}
-    found = {each.code: each for each, sign in fitting if not _goes_on(sign, every)}
+    found = {each.code: each for each, sign, part in _signs() if part in text and pattern(sign).search(text)}
     return tuple(found.values())
-
-
-def _goes_on(sign: str, others: set[str]) -> bool:
-    return any(other.startswith(sign) and other != sign for other in others)
 
 
 @lru_cache(maxsize=1)

@@ -17,8 +17,9 @@ PROBLEMS = (
         severity=Severity.CRASH,
         title="A chunk that was put to the Mooncake store has no memory any more, and its next hit kills the worker.",
         shows=(
-            Failed(kind="AssertionError", source="assert memory_obj.tensor is not None"),
-            Failed(kind="AssertionError", source="assert memory_obj_tensor is not None"),
+            # The file is named so up to 0.3.13; in later releases it is KVD115.
+            Failed(kind="AssertionError", source="assert memory_obj.tensor is not None", through="/gpu_connector.py"),
+            Failed(kind="AssertionError", source="assert memory_obj_tensor is not None", through="/gpu_connector.py"),
             Logged("Trying to access an invalidated MemoryObj", "lmcache/v1/memory_management.py"),
         ),
         connectors=_IN_PROCESS,

@@ -41,7 +41,15 @@ PROBLEMS = (
         title="Mooncake cannot be imported, and MooncakeConnector does not start.",
         shows=(
             Failed(kind="RuntimeError", text="Mooncake is not available", at=_MOONCAKE_CONNECTOR),
-            Failed(kind="ImportError", text="Please install mooncake by following the instructions"),
+            Failed(
+                kind="ImportError",
+                text="Please install mooncake by following the instructions <page> with MooncakeTransferEngine",
+                at=_MOONCAKE_CONNECTOR,
+            ),
+            Failed(
+                kind="ImportError",
+                text="Please install mooncake by following the instructions <page> with MooncakeStoreConnector",
+            ),
             Logged("Failed to create connector <connector>: Mooncake not available"),
         ),
         cause="mooncake-transfer-engine is missing or its import fails: built for another CUDA, or libibverbs is "

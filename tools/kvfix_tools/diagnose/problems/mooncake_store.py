@@ -122,7 +122,11 @@ PROBLEMS = (
         shows=(
             Failed(kind="ValueError", text="The environment variable 'MOONCAKE_CONFIG_PATH' is not set.", at=_MOONCAKE),
             Failed(kind="ValueError", text="The extra config is not set.", at=_MOONCAKE),
-            Failed(kind="ImportError", text="Please install mooncake by following the instructions", at=_MOONCAKE),
+            Failed(
+                kind="ImportError",
+                text="Please install mooncake by following the instructions <page> with MooncakeConnector",
+                at=_MOONCAKE,
+            ),
             Logged("The environment variable 'MOONCAKE_CONFIG_PATH' is not set."),
             Logged("Please install mooncake by following the instructions"),
         ),

@@ -119,9 +119,10 @@ PROBLEMS = (
             Failed(kind="RuntimeError", text="<platform> with <device> kv_buffer is not supported.", at=_BASE),
         ),
         sentence="{platform} with a buffer on {device}",
-        cause="CUDA has `cuda` and `cpu`, XPU `cpu` (from 0.20 on also `xpu`), TPU and CPU only `cpu`. Up to vLLM 0.15 "
-        "the default is `cuda` on every platform, from 0.20 on it is the platform itself.",
-        now='`--kv-transfer-config` with `"kv_buffer_device": "cpu"` on both sides',
+        cause="`kv_buffer_device` names the memory that NIXL reads. CUDA and ROCm have `cuda` and `cpu`, XPU `cpu` "
+        "(from 0.20 on also `xpu`), TPU and CPU only `cpu`; another platform needs its plugin. Up to vLLM 0.15 the "
+        "default is `cuda` on every platform, from 0.20 on it is the platform itself, which a TPU cannot.",
+        now='`"kv_buffer_device": "cpu"` in --kv-transfer-config, at its top level, on both sides',
         good="the same; no release changes that",
         threads=("https://github.com/vllm-project/vllm/pull/18293",),
     ),
@@ -145,7 +146,6 @@ PROBLEMS = (
         severity=Severity.CRASH,
         title="Prefill and decode are started so differently that NIXL cannot map their KV onto each other.",
         shows=(
-            Failed(kind="AssertionError", text="Heterogeneous block sizes are not supported with host buffer"),
             Failed(kind="RuntimeError", text="Heterogeneous TP head-dimension splitting requires contiguous heads"),
             Failed(kind="AssertionError", text="DCP sizes must divide one another", at=_BASE),
             Failed(kind="AssertionError", text="Hybrid MLA kernel-granularity block lengths must match", at=_BASE),

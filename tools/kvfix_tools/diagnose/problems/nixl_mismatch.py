@@ -65,15 +65,7 @@ PROBLEMS = (
         shows=(
             Failed(kind="AssertionError", text="KV cache sizes must match between P and D when", at=_BASE_WORKER),
             Failed(
-                kind="AssertionError", text="Number of KV layers must match between prefill and decode", at=_BASE_WORKER
-            ),
-            Failed(
                 kind="AssertionError", text=": remote P KV block_len <remote> must equal local <local> * remote_heads"
-            ),
-            Failed(
-                kind="AssertionError",
-                text="Different local/remote block sizes are not supported when P TP > D TP",
-                at=_BASE_WORKER,
             ),
         ),
         releases={"vllm": ">=0.26"},
@@ -263,34 +255,25 @@ PROBLEMS = (
         good="no release cuts such pages anew (0.33.0): equal sizes on both sides",
     ),
     Problem(
-        code="KVD718",
-        name="nixl-packed-layouts-differ",
-        severity=Severity.CRASH,
-        title="Prefill and decode pack a block's KV in different ways, and decode refuses the transfer.",
+        code="KVD590",
+        name="nixl-rows-packed-differently",
+        severity=Severity.HANG,
+        title="Prefill and decode put a block's layers together in other ways, and the handshake is refused.",
         shows=(
-            Failed(kind="RuntimeError", text="Packed KV block rows differ between P and D."),
+            Failed(kind="RuntimeError", text="Packed KV block rows differ between P and D.", at=_BASE_WORKER),
             Failed(
-                kind="RuntimeError", text="Head-sharded draft KV under an MLA target needs the same block-contiguous"
+                kind="RuntimeError",
+                text="Head-sharded draft KV under an MLA target needs the same block-contiguous kv_cache_layout",
+                at=_BASE_WORKER,
             ),
         ),
         releases={"vllm": ">=0.33"},
         replaces=("KVD156", "KVD570"),
-        cause="The layout or the block size of the two sides differs: another VLLM_KV_CACHE_LAYOUT, --block-size, "
-        "attention backend, or a draft model with other options.",
-        now="the same VLLM_KV_CACHE_LAYOUT, --block-size, --attention-backend and --speculative-config on both sides",
-        good="one set of options for prefill and decode",
-    ),
-    Problem(
-        code="KVD719",
-        name="nixl-buffer-device-refused",
-        severity=Severity.CRASH,
-        title="NIXL cannot transfer KV from the device that kv_buffer_device names.",
-        shows=(Failed(kind="RuntimeError", text="<device> with <buffer> kv_buffer is not supported."),),
-        sentence='kv_buffer_device "{buffer}" on {device}',
-        connectors=("NixlConnector", "NixlPushConnector", "MultiConnector"),
-        cause="On CUDA and ROCm KV goes from GPU memory (`cuda`, the default) or over the host (`cpu`); on other "
-        "platforms the default does not exist, and NIXL takes only the host's memory or the device's own name.",
-        now='"kv_buffer_device":"cpu" in --kv-transfer-config on both sides',
-        good="keep it so: the platform decides, not the release",
+        cause="Whole rows are moved, so both sides need the same layout, block size and layers: another "
+        "VLLM_KV_CACHE_LAYOUT, --block-size or attention backend, or a draft model on one side only or with other "
+        "options.",
+        now="`export VLLM_KV_CACHE_LAYOUT=LBHNC` and the same --block-size, --kv-cache-dtype, "
+        "--attention-backend and --speculative-config on both sides, restart both",
+        good="one configuration for both sides but for the sizes of parallelism",
     ),
 )

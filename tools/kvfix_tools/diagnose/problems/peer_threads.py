@@ -36,7 +36,6 @@ PROBLEMS = (
             Logged("Error during P2P batched lookup and get operation for lookup_id <id>: <error>", _P2P),
             Logged("Error during P2P batched lookup and put operation: <error>", _P2P),
             Logged("Error during P2P get operation for lookup_id <id>: <error>", _P2P),
-            Logged("Max retry count reached for lookup_id <id>", _P2P),
         ),
         releases={"lmcache": ">=0.5.2"},
         cause="The peer has ended or was restarted with other memory, its port cannot be reached from here, or it has "

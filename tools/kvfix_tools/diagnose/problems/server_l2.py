@@ -109,7 +109,6 @@ PROBLEMS = (
                 "SageMaker HyperPod lookup failed: <error>",
                 "SageMaker HyperPod load failed: <error>",
                 "SageMaker HyperPod shared-memory load failed: <error>",
-                "ai-toolkit circuit opened after <count> consecutive failures",
                 "DAX L2 store failed for key <key>",
                 "DAX L2 lookup failed",
                 "DAX L2 load failed",
