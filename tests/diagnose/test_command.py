@@ -235,5 +235,5 @@ def test_explain_shows_each_finding(capsys: pytest.CaptureFixture[str]) -> None:
     # A fix has the name first.
     assert explain.explain("abort-asserts-engine", json=False) == 0
     assert capsys.readouterr().out.startswith("KVF004")
-    assert explain.explain("KVD999", json=False) == 2
+    assert explain.explain("KVD000", json=False) == 2
     assert "no finding" in capsys.readouterr().err
