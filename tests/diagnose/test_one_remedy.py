@@ -14,7 +14,7 @@ from packaging.specifiers import SpecifierSet
 from kvfix_tools.diagnose import findings, problems
 from kvfix_tools.diagnose.problems import Failed, Logged, Problem
 from kvfix_tools.diagnose.signs import implied
-from tests.diagnose.lines import codes, diagnose
+from tests.diagnose.lines import NEWEST, codes, diagnose, version
 from tests.diagnose.test_problems import LMCACHE, VLLM, shown
 
 #: {a code that was taken out: the one that has its signs}. None is used again: reports and notes name them.
@@ -72,13 +72,11 @@ def test_the_statement_that_goes_on_is_the_finding() -> None:
 
 
 def test_a_better_record_of_other_releases_hides_none() -> None:
-    """KVD501 says more exactly what the line is, but is of vLLM 0.20 and later."""
-    line = VLLM.format(level="ERROR", text="pulling kv_caches for ['7'] failed: Timeout waiting for P side ready")
-    engine = (
-        "(EngineCore pid=9) INFO 12-03 01:24:31 [core.py:7] Initializing a V1 LLM engine (v{}) with config: model\n"
-    )
-    assert codes(diagnose(engine.format("0.19.0"), line)) == ["KVD261"]
-    assert codes(diagnose(engine.format("0.32.0"), line)) == ["KVD501"]
+    """KVD960 says more exactly what the line is, but is of LMCache before 0.3.10.post1."""
+    text = "Failed to initialize/re-establish remote connection: 'NoneType' object cannot be interpreted as an integer"
+    line = LMCACHE.format(level="ERROR", text=text)
+    assert codes(diagnose(version("0.3.9"), line)) == ["KVD960"]
+    assert codes(diagnose(version(NEWEST), line)) == ["KVD860"]
 
 
 def test_which_sign_says_more() -> None:
