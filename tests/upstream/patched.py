@@ -76,13 +76,16 @@ def prefer(folder: Path) -> None:
                 module.__path__ = [str(place), *module.__path__]
     files = {name: folder / f"{name.replace('.', '/')}.py" for name in sys.modules}
     gone = {name for name, file in files.items() if file.is_file() and _is_own(file, folder)}
+    if any(name.startswith(_NIXL) for name in gone):
+        gone |= {name for name in sys.modules if name.startswith(_NIXL)}
     imports = _imports_of_ours()
     while more := {name for name, wanted in imports.items() if name not in gone and wanted & gone}:
         gone |= more
     for name in gone:
         del sys.modules[name]
         package, _, module_name = name.rpartition(".")
-        vars(sys.modules.get(package)).pop(module_name, None)  # `from package import module` would find it there
+        if package in sys.modules:  # `from package import module` would find it there
+            vars(sys.modules[package]).pop(module_name, None)
     registry = sys.modules["prometheus_client"].REGISTRY  # LMCache would register the same metrics again, and fail
     for collector in list(registry._collector_to_names):
         registry.unregister(collector)
@@ -93,6 +96,10 @@ _OURS = (
     "vllm.v1.kv_offload.", "vllm.v1.simple_kv_offload.",
     "vllm.v1.kv_cache_spec_registry",
 )  # fmt: skip
+
+
+#: A package that hands on what its modules have. The lab has replaced what they know of time and threads.
+_NIXL = "vllm.distributed.kv_transfer.kv_connector.v1.nixl"
 
 
 def _is_test(module: str) -> bool:

@@ -20,6 +20,8 @@ from packaging.specifiers import SpecifierSet
 from kvfix import applicability, catalogue, installed_source
 from kvfix.fixes import stubs
 from kvfix_tools import upstream
+from kvfix_tools.lab.options import PAIRS
+from kvfix_tools.lab.scenario import scenarios
 from maintain import peers
 from tests.conftest import RELEASES, ROOT, ForkServer, call, clean_environment, release_names
 from tests.healthy import changing
@@ -79,7 +81,14 @@ def connectors(row: upstream.Ready) -> list[str]:
     for prefix, connector in OF_VLLM.items():
         if row.code.startswith(prefix):
             return [connector]
-    return ["mp", "v1"]
+    return pairs_of(row) or ["mp", "v1"]
+
+
+def pairs_of(row: upstream.Ready) -> list[str]:
+    """Connectors between two engines that the scenarios of its fix play."""
+    known = catalogue.find(row.code)
+    mine = {each.options.connector for each in scenarios() if known is not None and each.slug in known.scenarios}
+    return sorted(mine.intersection(PAIRS))
 
 
 PATCHES = sorted(upstream.ready(), key=lmcache_of)

@@ -68,5 +68,4 @@ FIX = Fix(
     targets=(NIXL_PULL_SCHEDULER.get_num_new_matched_tokens(broken=">=0.32", place=2, probe=shows_bug, fix=fix),),
     evidence={"KVR010": ""},
     scenarios=("nixl-second-load-never-starts", "nixl-turn-without-bidirectional"),
-    no_patch={"vllm": "there is none yet"},
 )

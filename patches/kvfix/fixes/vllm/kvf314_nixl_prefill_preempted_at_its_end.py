@@ -79,5 +79,4 @@ FIX = Fix(
     ),
     evidence={"KVR009": r"^_reqs_to_process "},
     scenarios=("nixl-prefill-preempted-at-its-end",),
-    no_patch={"vllm": "there is none yet"},
 )

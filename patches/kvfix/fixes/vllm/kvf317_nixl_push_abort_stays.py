@@ -67,5 +67,4 @@ FIX = Fix(
     targets=(NIXL_PUSH_WORKER.start_load_kv(broken=">=0.32", probe=shows_bug, fix=fix),),
     evidence={"KVR009": r"^_recving_metadata "},
     scenarios=("nixl-push-abort-stays",),
-    no_patch={"vllm": "there is none yet"},
 )

@@ -63,5 +63,4 @@ FIX = Fix(
     targets=(NIXL_PULL_SCHEDULER.update_state_after_alloc(broken=">=0.32", probe=shows_bug, fix=fix),),
     evidence={"LAB020": "of the decode engine"},
     scenarios=("nixl-decode-blocks-held",),
-    no_patch={"vllm": "there is none yet"},
 )

@@ -59,5 +59,4 @@ FIX = Fix(
     targets=(NIXL_PUSH_WORKER.get_transfer_results(broken=">=0.32", place=1, probe=stubs.cannot_tell, fix=fix),),
     evidence={"LAB022": ""},
     scenarios=("nixl-push-registration-kept",),
-    no_patch={"vllm": "there is none yet"},
 )
