@@ -74,7 +74,7 @@ NEVER = {
 #: Played as connectors of their own. A failed copy ends the OffloadingConnector's worker as released.
 CONNECTORS = ["v1", "mp", "offloading"]
 #: A lock-out with a session and the OffloadingConnector, in one of some hundred seeds.
-RARE = {"locked_out_by_session"}
+RARE = {"locked_out_by_session", "aborted_loading"}
 Measured = dict[str, Any]
 
 

@@ -45,7 +45,9 @@ def fix(module: ModuleType) -> Callable[..., Any]:
 
     return around(
         _handle_stopped_request,
-        when=lambda scheduler, request, *_, **__: request.resumable and request not in scheduler.running,
+        when=lambda scheduler, request, *_, **__: (
+            request.resumable and request not in getattr(scheduler, "running", (request,))
+        ),
     )
 
 

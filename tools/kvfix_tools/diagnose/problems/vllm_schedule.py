@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvfix_tools.diagnose.findings import Severity
-from kvfix_tools.diagnose.problems import Failed, Logged, Problem
+from kvfix_tools.diagnose.problems import Failed, Problem
 
 _SCHEDULER = "vllm/v1/core/sched/scheduler.py"
 _MANAGER = "vllm/v1/core/single_type_kv_cache_manager.py"
@@ -131,22 +131,6 @@ PROBLEMS = (
         "text is possible.",
         now="restart; KVFIX=check kvfix run -- CMD names the second report; until then without --kv-transfer-config",
         good=_REPORT,
-        sure=False,
-    ),
-    Problem(
-        code="KVD087",
-        name="prefix-cache-not-reset",
-        severity=Severity.RISK,
-        title="The prefix cache was not reset: blocks are still in use.",
-        shows=(Logged("Failed to reset prefix cache because some blocks (<blocks>) are not freed yet", at=_POOL),),
-        sentence="{blocks} blocks are in use",
-        releases={"vllm": ">=0.15"},
-        cause="Requests run or wait, or a connector still holds blocks of ended requests (a store or a send in flight, "
-        "or one whose end was never reported: a leak). The call answers False and changes nothing: old KV stays valid, "
-        "also after new weights.",
-        now="wait until Running, Waiting and the transfers are 0, and reset again; if it never gets through: `kvfix "
-        "look PID` names the requests whose blocks are held",
-        good="the order: pause, drain, reset",
         sure=False,
     ),
     Problem(
