@@ -39,7 +39,7 @@ from kvfix.wrapping import after
 def fix(module: ModuleType) -> Callable[..., Any]:
     def process_pulling_result(worker: Any, answer: None, response: Any, pull_metas: dict[str, Any]) -> None:
         named = vars(worker).setdefault("_kvfix_named", WeakKeyDictionary())
-        known = named.setdefault(asyncio.current_task(), set())
+        known = named.setdefault(_task() or module, set())
         known.update(response.ok_reqs or (), response.err_reqs or ())
         if response.status == module.MooncakeXferResponseStatus.FINISH:
             missing = [name for name in pull_metas if name not in known]
@@ -47,6 +47,14 @@ def fix(module: ModuleType) -> Callable[..., Any]:
                 worker._handle_failed_recv(pull_metas, missing, "the producer's answer leaves it out")
 
     return after(process_pulling_result)
+
+
+def _task() -> Any:
+    """The coroutine that takes the answers of one producer; None outside of an event loop."""
+    try:
+        return asyncio.current_task()
+    except RuntimeError:
+        return None
 
 
 def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
