@@ -35,13 +35,11 @@ class Rank:
         #: request -> anything: its next load or store fails.
         self.failing: dict[str, int] = {}
         self.failing_stores: set[str] = set()
-        #: Requests with a load that is being copied.
-        self.loading: set[str] = set()
         #: Requests of the load or store with this number.
         self.of_event: Callable[[int, bool], list[str]]
         #: Called with (request, whether it has failed) when a load of it is over.
         self.loaded: Callable[[str, bool], None]
-        handler = in_worker.worker_handler
+        self._handler = handler = in_worker.worker_handler
         in_worker.register_kv_caches(vllm_objects.kv_caches(options, self.copies.gpu))
         self._thread: CopyQueue = handler._backend._queue
         self._thread.copies = handler.load_stream.copies = handler.store_stream.copies = self.copies
@@ -61,17 +59,17 @@ class Rank:
             self.failing_stores.discard(name) if is_store else self.failing.pop(name)
 
         def done() -> None:
-            for name in () if is_store else names:
-                self.loading.discard(name)
-                if not self._thread.died:
-                    self.loaded(name, bool(failing))
+            for name in () if is_store or self._thread.died else names:
+                self.loaded(name, bool(failing))
 
         if is_store:
             self.blocks[to] = NOTHING
-        else:
-            self.loading.update(names)
         with self.copies.of_job(bool(failing), done):
             self._launch_copy(source, to, is_store, event_idx, events_list, wait_event)
+
+    def loading(self) -> set[str]:
+        """Requests with a load that will be reported: one that is done, or has failed, waits for those before it."""
+        return {name for event, _ in self._handler._load_events for name in self.of_event(event, False)}
 
     @property
     def died(self) -> bool:
@@ -197,7 +195,7 @@ class SimpleOffload(Connector):
         return under_way or (self._manager.has_pending_stores() and not any(rank.died for rank in self.ranks))
 
     def loading(self) -> set[str]:
-        return set().union(*(rank.loading for rank in self.ranks))
+        return set().union(*(rank.loading() for rank in self.ranks))
 
     def in_flight(self, request: str) -> set[str]:
         storing = getattr(self._manager._reqs_to_store.get(request), "store_events", ())
