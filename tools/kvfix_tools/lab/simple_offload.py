@@ -37,6 +37,8 @@ class Rank:
         self.failing_stores: set[str] = set()
         #: Requests of the load or store with this number.
         self.of_event: Callable[[int, bool], list[str]]
+        #: Called with its number and blocks.
+        self.store_begins: Callable[[int, list[int]], None] = lambda event, blocks: None
         #: Called with (request, whether it has failed) when a load of it is over.
         self.loaded: Callable[[str, bool], None]
         self._handler = handler = in_worker.worker_handler
@@ -63,6 +65,7 @@ class Rank:
                 self.loaded(name, bool(failing))
 
         if is_store:
+            self.store_begins(event_idx, source)
             self.blocks[to] = NOTHING
         with self.copies.of_job(bool(failing), done):
             self._launch_copy(source, to, is_store, event_idx, events_list, wait_event)
@@ -104,6 +107,7 @@ class SimpleOffload(Connector):
         for rank in self.ranks:
             rank.of_event = self._requests_of
             rank.loaded = self._loader(rank)
+        self.ranks[0].store_begins = self._begins
         self._process_store_event = self._manager._process_store_event
         self._manager._process_store_event = self._stored
 
@@ -116,6 +120,15 @@ class SimpleOffload(Connector):
     def metadata(self, metadata: Any) -> Any:
         self._due.update({name: (start, end) for name, start, end in self.reader.loads(metadata)})
         return metadata
+
+    def _begins(self, event: int, source: list[int]) -> None:
+        """A store is an event when it begins, as for the hooks: at its end the request may have lost its blocks."""
+        blocks, size = set(source), self._groups[0].block_size
+        for name in self._requests_of(event, True):
+            of_request = self.scheduler.kv_cache_manager.get_block_ids(name)[0]
+            ends = [(place + 1) * size for place, block in enumerate(of_request) if block in blocks]
+            blocks.difference_update(of_request)
+            note_stored(self.events, name, ends, size)
 
     def _loader(self, rank: Rank) -> Callable[[str, bool], None]:
         def loaded(name: str, fails: bool) -> None:
@@ -133,30 +146,24 @@ class SimpleOffload(Connector):
         transfer = self._manager._store_event_to_blocks.get(event)
         names = self._requests_of(event, True)
         self._process_store_event(event)
-        ends: dict[str, list[int]] = {}
         for block in transfer.cpu_block_ids if transfer else ():
             key = self._manager.cpu_block_pool.blocks[block].block_hash
             if key is not None:  # else the copy has failed
                 group = self._groups[get_group_id(key)]
                 self.events.counts["stores_offloaded"] += 1
                 self.events.counts["stores_of_groups"] += bool(group.window)
-                name, end = self._is_right(get_block_hash(key), group, block, names)
-                if not group.number and name in names:
-                    ends.setdefault(name, []).append(end)
-        for name, of_request in ends.items():
-            note_stored(self.events, name, sorted(of_request), self._groups[0].block_size)
+                self._compare(get_block_hash(key), group, block, names)
 
-    def _is_right(self, key: bytes, group: KVGroup, block: int, names: list[str]) -> tuple[str, int]:
-        """A request that the stored block is of, and its last token's end; of `names`, if it is of one of them."""
+    def _compare(self, key: bytes, group: KVGroup, block: int, names: list[str]) -> None:
+        """With what belongs there by any request that the stored block is of."""
         found = [rank.contents(block, group.block_size) for rank in self.ranks]
         owner = "", 0
         for name, end in self._owners(key, group, names):
             owner = name, end
             if all(each == group.right(self.events.right(name)[end - group.block_size : end]) for each in found):
-                return owner
+                return
         message = f"the SimpleCPUOffloadConnector stores other KV as tokens {owner[1] - group.block_size} to {owner[1]}"
         self.events.wrong_content(owner[0], message + (f" in KV group {group.number}" if group.window else ""))
-        return owner
 
     def _owners(self, key: bytes, group: KVGroup, names: Iterable[str]) -> Iterator[tuple[str, int]]:
         """Requests with a block under this key, and where it ends. Of ended ones a store has no names."""
