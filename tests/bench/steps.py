@@ -46,7 +46,7 @@ with runner.quiet():
             happened["jobs"] += len(metadata.store_jobs)
             return KVConnectorOutput(kv_connector_worker_meta=done)
         if CONNECTOR == "nixl-pull":
-            sent = set(scheduler.requests).difference(request.request_id for request in scheduler.running)
+            sent = {{name for name, request in scheduler.requests.items() if request.is_finished()}}
             happened["leases"] += len(sent)
             return KVConnectorOutput(finished_sending=sent)
     def step(scheduler):

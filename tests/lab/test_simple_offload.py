@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from math import inf
 from types import SimpleNamespace
 from typing import Any
@@ -114,6 +115,51 @@ def played(plant: Callable[[Any], None] = lambda _: None) -> tuple[list[str], di
     return [f"{found.code} {found.message}" for found in engine.findings], engine.counts
 
 
+def misread() -> list[list[str]]:
+    """Two schedules in which the lab itself was wrong once."""
+    return [a_load_fails_behind_another(), a_reset_leaves_a_store()]
+
+
+def a_load_fails_behind_another() -> list[str]:
+    """The worker reports loads in their order: the second one, which has failed, after the first."""
+    from kvfix_tools.lab.fuzz_run import applied
+    from kvfix_tools.lab.lab_engine import LabEngine
+
+    with applied(True, "check"):
+        engine = LabEngine(replace(OPTIONS, delay=6))
+        for seed in range(2):
+            engine.admit(f"first {seed}", prompt(100, seed=seed), max_tokens=1)
+            engine.run()
+        engine.reset_prefix_cache()
+        engine.admit("again 0", prompt(100), max_tokens=1)
+        engine.step()
+        engine.admit("again 1", prompt(100, seed=1), max_tokens=1)
+        engine.fail_load("again 1")
+        engine.step(2)
+        assert set(engine.connector.loading()) == {"again 0", "again 1"}
+        engine.run()
+        engine.expect_all_ended()
+        assert engine.counts["loads_failed"] == 1
+    return [f"{found.code} {found.message}" for found in engine.findings]
+
+
+def a_reset_leaves_a_store() -> list[str]:
+    """A request has lost its blocks when its store is done, and has computed less than what is stored."""
+    from kvfix_tools.lab.fuzz import play
+    from kvfix_tools.lab.fuzz_run import applied
+    from kvfix_tools.lab.schedule import Schedule
+
+    small = replace(OPTIONS, block_size=4, chunk_size=4, num_blocks=25, max_num_batched_tokens=8, delay=5)
+    options = replace(
+        small, max_num_seqs=2, drafter="mtp", drafts=4, acceptance=30, cpu_blocks=75, extra={"lazy_offload": False}
+    )
+    admit = [("admit", "a", 1, 28, 30), *[("step",)] * 3, ("admit", "b", 2, 13, 1), *[("step",)] * 3]
+    with applied(True, "check"):
+        done = play(Schedule(options, [*admit, ("new_weights",)]))
+    assert done.counts["preemptions"] == 2
+    return [f"{found.code} {found.message}" for found in done.findings]
+
+
 def fuzzed(fixes: bool, seeds: int, plain: bool) -> dict[str, Any]:
     from kvfix_tools.lab.fuzz_run import Run, fuzz
 
@@ -173,6 +219,7 @@ def play_all() -> dict[str, Any]:
         "plain": fuzzed(False, 60, plain=True),
         "fixed": fuzzed(True, 60, plain=False),
         "recorded": recorded(),
+        "misread": misread(),
         "disk": [on_a_full_disk(False), on_a_full_disk(True)],
     }
 
@@ -192,6 +239,10 @@ def test_nothing_planted_nothing_found(outcomes: dict[str, Any]) -> None:
 def test_planted(plant: Callable[[Any], None], rules: tuple[str, ...], outcomes: dict[str, Any]) -> None:
     found = outcomes["faults"][plant.__name__]
     assert any(message.startswith(rules) for message in found), found
+
+
+def test_the_lab_takes_nothing_right_for_wrong(outcomes: dict[str, Any]) -> None:
+    assert outcomes["misread"] == [[], []]
 
 
 def test_plain_schedules_are_clean_as_released(outcomes: dict[str, Any]) -> None:
