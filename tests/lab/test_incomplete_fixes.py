@@ -114,6 +114,13 @@ def outcomes() -> dict[str, list[str]]:
         ),
         ("KVF205", "", whole, fails_again),
         ("KVF205", " without the lookup", without("get_num_new_matched_tokens"), fails_again),
+        ("KVF221", "", whole, lambda: of_scenario("preempted-session-lost")),
+        (
+            "KVF221",
+            " without its tokens",
+            without("_update_request_as_session"),
+            lambda: of_scenario("preempted-session-lost"),
+        ),
         # Last: it leaves notes.
         ("KVF007", " without what follows", without("build_connector_meta"), shared),
     ):
@@ -135,6 +142,11 @@ def test_whole(found: dict[str, list[str]]) -> None:
     assert found["KVF003"] == []
     assert found["KVF007"] == []
     assert found["KVF205"] == ["a load has failed"]
+
+
+def test_a_session_goes_on_with_what_it_has(found: dict[str, list[str]]) -> None:
+    assert found["KVF221"] == []
+    assert [each[:6] for each in found["KVF221 without its tokens"]] == ["LAB008"]
 
 
 def test_a_fault_of_kvfix_itself(found: dict[str, list[str]]) -> None:

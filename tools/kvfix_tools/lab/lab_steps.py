@@ -82,6 +82,7 @@ class Steps:
         """A session gets no more input: it ends, at once if it waits for some."""
         self._guard("add_request", name, self.scheduler.add_request, vllm_objects.request(self.options, name, [1], 1))
         if self.requests[name].is_finished():
+            self.request_events.check_text(name)
             self.request_events.aborted(name, set())
 
     def pause(self, everything: bool = False) -> None:

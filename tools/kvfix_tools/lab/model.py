@@ -188,7 +188,12 @@ class Model:
         return [next_token(content + (name in self._misled)) for content in contents]
 
     def wrong_text(self, name: str) -> int | None:
-        """The first generated token of this request that is not what the model samples after the tokens before it."""
+        """The first token of this request that is not its prompt's, or not what the model samples after the others."""
         request, right = self.requests[name], self.right(name)
+        has = request.all_token_ids
+        prompt = enumerate(request.prompt_token_ids or ())
+        lost = next((at for at, token in prompt if at >= len(has) or has[at] != token), None)
+        if lost is not None:
+            return lost
         generated = range(max(self._given[name], request.num_prompt_tokens), request.num_tokens)
-        return next((at for at in generated if request.all_token_ids[at] != next_token(right[at - 1])), None)
+        return next((at for at in generated if has[at] != next_token(right[at - 1])), None)

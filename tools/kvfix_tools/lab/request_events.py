@@ -157,10 +157,14 @@ class RequestEvents:
             self._end(name)
             self.counts["finished"] += 1
             self.counts["not_to_store"] += bool(self._connector.not_to_store(request))
-            at = self._model.wrong_text(name)
-            if at is not None:
-                self.violated(rules.WRONG_TEXT, name, f"token {at} is not what the model says there")
+            self.check_text(name)
             self.add(ev.Finished(name, False))
+
+    def check_text(self, name: str) -> None:
+        """At its end; of a session also if it waits for input then."""
+        at = self._model.wrong_text(name)
+        if at is not None:
+            self.violated(rules.WRONG_TEXT, name, f"token {at} is not what the model says there")
 
     def _end(self, name: str) -> None:
         self._ended.add(name)

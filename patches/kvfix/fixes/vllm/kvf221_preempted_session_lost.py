@@ -6,10 +6,12 @@ A client of a session (streaming input) waits for ever, with asynchronous schedu
 ## Cause
 Where a turn has ended `_handle_stopped_request` puts the session into a waiting queue for its next turn (scheduler.py
 0.32.0:2490). A request that was preempted meanwhile is taken out of the waiting queues after that, as one that has
-ended (:2298): so is the session.
+ended (:2298): so is the session. And its next input drops all tokens that are not computed (:1659), which after a
+preemption are all that it has.
 
 ## Fix
-After `update_from_output` a session whose turn has ended and that is in no queue is put into one.
+After `update_from_output` a session whose turn has ended and that is in no queue is put into one. All its tokens but
+the last one are kept, as in 0.33.0 (scheduler.py:1889).
 
 ## Releases
 vLLM 0.32.0; earlier ones were not tried with sessions.
@@ -64,6 +66,20 @@ def fix_output(module: ModuleType) -> Callable[..., Any]:
     return after(update_from_output, when=lambda scheduler, *_, **__: getattr(scheduler, _SESSIONS, None))
 
 
+def fix_update(module: ModuleType) -> Callable[..., Any]:
+    def _update_request_as_session(scheduler: Any, session: Any, *_: Any) -> Generator[None, Any, Any]:
+        computed, session.num_computed_tokens = session.num_computed_tokens, session.num_tokens - 1
+        try:
+            return (yield)
+        finally:
+            session.num_computed_tokens = computed
+
+    return around(
+        _update_request_as_session,
+        when=lambda scheduler, session, *_, **__: session.num_computed_tokens < session.num_tokens - 1,
+    )
+
+
 def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
     """A turn ends. Wrong is to put the session into a queue before its caller has taken others out."""
     enqueued: list[Any] = []
@@ -90,6 +106,9 @@ FIX = Fix(
         SCHEDULER._handle_stopped_request(broken=">=0.32,<0.33", probe=shows_bug, fix=fix, place=1),
         SCHEDULER.update_from_output(
             broken=">=0.32,<0.33", probe=stubs.cannot_tell, fix=fix_output, place=1, helper=True
+        ),
+        SCHEDULER._update_request_as_session(
+            broken=">=0.32,<0.33", probe=stubs.cannot_tell, fix=fix_update, helper=True
         ),
     ),
     scenarios=("preempted-session-lost",),
