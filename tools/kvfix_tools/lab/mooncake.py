@@ -16,7 +16,7 @@ import torch
 from kvfix import clock
 from kvfix.connector_events import readers
 from kvfix.ledger import events as ev
-from kvfix_tools.lab import mooncake_sockets, rules, vllm_objects
+from kvfix_tools.lab import kv_layout, mooncake_sockets, rules, vllm_objects
 from kvfix_tools.lab.memory import Slots
 from kvfix_tools.lab.mooncake_network import Executor, Host, Network, TransferEngine
 from kvfix_tools.lab.mp_client import SharedBlock
@@ -102,7 +102,7 @@ class MooncakeWorker(Worker):
         self._note_failures()
         #: Kept, since the transfer engine has its addresses alone.
         self.memory = torch.zeros((options.num_blocks, options.block_size, FLOATS), dtype=torch.float32)
-        called.register_kv_caches({vllm_objects.LAYER.format(0): self.memory})
+        called.register_kv_caches({kv_layout.LAYER.format(0): self.memory})
         slots.put_in([SharedBlock(block) for block in self.memory.view(torch.int64)[:, :, 0].numpy()])
 
     def _note_writes(self) -> None:

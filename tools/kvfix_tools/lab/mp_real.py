@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from kvfix_tools.lab import server_process, vllm_objects
+from kvfix_tools.lab import kv_layout, server_process
 from kvfix_tools.lab.memory import Cache, Slots
 from kvfix_tools.lab.mp import MP, MPWorker, released
 from kvfix_tools.lab.mp_client import Client, RequestId, SharedBlock
@@ -212,7 +212,7 @@ class RealWorker(MPWorker):
         connector: Any = import_module(type(self.in_worker).__module__)
         connector.vllm_layout_hints = lambda *_: {}  # an engine has one, which a latent vector does not depend on
         layer = torch.zeros((options.num_blocks, options.block_size, 8), dtype=torch.uint8)
-        self.in_worker.register_kv_caches({vllm_objects.LAYER.format(0): layer})  # its memory is shared from now on
+        self.in_worker.register_kv_caches({kv_layout.LAYER.format(0): layer})  # its memory is shared from now on
         self.slots.put_in([SharedBlock(block) for block in layer.view(torch.int64).squeeze(-1).numpy()])
 
 

@@ -20,7 +20,7 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from kvfix import clock
 from kvfix.connector_events import readers
 from kvfix.ledger import events as ev
-from kvfix_tools.lab import vllm_objects
+from kvfix_tools.lab import kv_layout, vllm_objects
 from kvfix_tools.lab.memory import Slots
 from kvfix_tools.lab.mp_client import SharedBlock
 from kvfix_tools.lab.nixl_network import Network, Signal
@@ -37,7 +37,7 @@ PREFILL = {
     "do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None,
     "remote_host": None, "remote_port": None,
 }  # fmt: skip
-#: Floats of a slot: K and V of one head (vllm_objects.kv_cache). Its contents are in the first two.
+#: Floats of a slot: K and V of one head (kv_layout.kv_cache). Its contents are in the first two.
 FLOATS = 64
 PORT = 5600
 
@@ -92,7 +92,7 @@ class NixlWorker(Worker):
         self._note_expired()
         #: Kept, since the agent has its addresses alone.
         self.memory = torch.zeros((options.num_blocks, options.block_size, FLOATS), dtype=torch.float32)
-        called.register_kv_caches({vllm_objects.LAYER.format(0): self.memory})
+        called.register_kv_caches({kv_layout.LAYER.format(0): self.memory})
         slots.put_in([SharedBlock(block) for block in self.memory.view(torch.int64)[:, :, 0].numpy()])
 
     def _note_expired(self) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.v1.kv_offload.base import get_offload_group_idx
 
 from kvfix.connector_events import readers
-from kvfix_tools.lab import vllm_objects
+from kvfix_tools.lab import kv_layout, vllm_objects
 from kvfix_tools.lab.connector import Connector
 from kvfix_tools.lab.kv_groups import kv_groups
 from kvfix_tools.lab.memory import NOTHING, Cache, Slots
@@ -37,7 +37,7 @@ class Rank:
     def __init__(self, rank: int, slots: Slots, options: Options, in_worker: Any) -> None:
         self.rank = rank
         self.connector = in_worker.connector_worker
-        self.page = vllm_objects.page_bytes(options)
+        self.page = kv_layout.page_bytes(options)
         offload("cpu")  # vLLM's worker, with streams that do nothing
         self.copies = Copies(slots, 2 * options.delay + (options.rank_delay if rank else 0), self.page)
         #: request -> anything: its next load or store fails.
@@ -48,7 +48,7 @@ class Rank:
         self._failed: set[int] = set()
         spec = self.connector.spec
         spec.get_worker = spec.create_worker  # it insists on a GPU
-        self.connector.register_kv_caches(vllm_objects.kv_caches(options, self.copies.gpu))
+        self.connector.register_kv_caches(kv_layout.kv_caches(options, self.copies.gpu))
         worker = self.connector.worker
         for handler in (worker._store_handler, worker._load_handler):
             self.copies.take(handler)

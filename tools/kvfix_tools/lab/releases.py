@@ -1,10 +1,12 @@
-"""Which releases of vLLM and LMCache the lab plays, and what it can draw with them."""
+"""Which releases of vLLM and LMCache the lab plays, what it can draw with them, and which arguments they know."""
 
 from __future__ import annotations
 
 import hashlib
+import inspect
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from packaging.specifiers import SpecifierSet
 
@@ -125,3 +127,9 @@ def cannot_play_schedule(schedule: Schedule) -> str:
     why = cannot_play(schedule.options.connector)
     lacks = sorted(lacking() & set(schedule.options.lmcache))
     return why or (f"LMCache {versions()['lmcache']} has no setting {', '.join(lacks)}" if lacks else "")
+
+
+def accepted(made: Callable[..., Any], **arguments: Any) -> dict[str, Any]:
+    """Those of the arguments that this release knows."""
+    known = inspect.signature(made).parameters
+    return {name: value for name, value in arguments.items() if name in known}

@@ -13,7 +13,7 @@ from typing import Any
 from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id, resolve_block_hashes
 
 from kvfix.connector_events import readers
-from kvfix_tools.lab import rules, vllm_objects
+from kvfix_tools.lab import kv_layout, rules, vllm_objects
 from kvfix_tools.lab.connector import Connector
 from kvfix_tools.lab.kv_groups import KVGroup, kv_groups
 from kvfix_tools.lab.memory import NOTHING, Cache, Slots
@@ -30,7 +30,7 @@ class Rank:
         stand_in()
         self.rank = rank
         self.copies = Copies(
-            slots, 2 * options.delay + (options.rank_delay if rank else 0), vllm_objects.page_bytes(options)
+            slots, 2 * options.delay + (options.rank_delay if rank else 0), kv_layout.page_bytes(options)
         )
         #: request -> anything: its next load or store fails.
         self.failing: dict[str, int] = {}
@@ -42,7 +42,7 @@ class Rank:
         #: Called with (request, whether it has failed) when a load of it is over.
         self.loaded: Callable[[str, bool], None]
         self._handler = handler = in_worker.worker_handler
-        in_worker.register_kv_caches(vllm_objects.kv_caches(options, self.copies.gpu))
+        in_worker.register_kv_caches(kv_layout.kv_caches(options, self.copies.gpu))
         self._thread: CopyQueue = handler._backend._queue
         self._thread.copies = handler.load_stream.copies = handler.store_stream.copies = self.copies
         self._launch_copy, handler._backend.launch_copy = handler._backend.launch_copy, self._launch

@@ -8,11 +8,9 @@ from __future__ import annotations
 
 import copy
 import functools
-import inspect
 import json
 import mmap
 import tempfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,28 +31,19 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorRole
 from vllm.lora.request import LoRARequest
 from vllm.sampling_params import SamplingParams
 from vllm.utils.hashing import sha256
-from vllm.v1 import kv_cache_interface
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.scheduler import Scheduler
-from vllm.v1.kv_cache_interface import (
-    FullAttentionSpec,
-    KVCacheConfig,
-    KVCacheGroupSpec,
-    KVCacheSpec,
-    MambaSpec,
-    SlidingWindowSpec,
-)
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 from kvfix_tools.lab.connector import OtherConnector, no_sockets
-from kvfix_tools.lab.kv_groups import KVGroup, kv_groups
+from kvfix_tools.lab.kv_layout import kv_cache, page_bytes
 from kvfix_tools.lab.memory import VOCABULARY
-from kvfix_tools.lab.options import OF_VLLM, PAIRS, Options
+from kvfix_tools.lab.options import PAIRS, Options
+from kvfix_tools.lab.releases import accepted
 
-LAYER = "model.layers.{}.self_attn.attn"
 #: connector of the options -> (class that vLLM loads, its module where vLLM would prefer another)
 _CONNECTORS = {
     "v1": ("LMCacheConnectorV1", None),
@@ -85,12 +74,6 @@ _MODEL: dict[str, Any] = {
 }
 #: 0.11 hands sampled tokens on as arrays.
 _ARRAYS = "ndarray" in str(ModelRunnerOutput.__annotations__["sampled_token_ids"])
-
-
-def accepted(made: Callable[..., Any], **arguments: Any) -> dict[str, Any]:
-    """Those of the arguments that this release knows."""
-    known = inspect.signature(made).parameters
-    return {name: value for name, value in arguments.items() if name in known}
 
 
 def sampled(tokens: list[list[int]]) -> list[Any]:
@@ -135,11 +118,6 @@ def _speculative(options: Options, model: ModelConfig) -> SpeculativeConfig | No
         config.draft_model_config.hf_config = copy.copy(model.hf_config)
         config.draft_model_config.hf_config.num_nextn_predict_layers = options.drafts
     return config
-
-
-def page_bytes(options: Options) -> int:
-    """Bytes of a block in each layer: K and V of one head of 32 floats, for the KV group with the largest blocks."""
-    return options.block_size * options.window_blocks * 2 * 32 * 4
 
 
 def _offloading(options: Options, folder: str = "") -> dict[str, Any]:
@@ -241,70 +219,6 @@ def vllm_config(options: Options, folder: str = "") -> VllmConfig:
     config.parallel_config.pipeline_parallel_size = options.ranks if options.pipeline else 1
     config.parallel_config.decode_context_parallel_size = options.ranks if options.context else 1
     return config
-
-
-def kv_cache(options: Options, config: VllmConfig) -> KVCacheConfig:
-    """The KV groups. Without tensors, as the lab's memory has the contents; with any other connector with them."""
-    shape: dict[str, Any] = {"num_kv_heads": 1, "head_size": 32, "dtype": torch.float32}
-    # as get_kv_cache_configs does (v1/core/kv_cache_utils.py 0.32.0:2585)
-    retained = max(0, getattr(config, "num_prefill_lookahead_tokens", 0) - 1)
-    extra = accepted(SlidingWindowSpec, extra_retained_tokens=retained)
-    if options.connector in OF_VLLM:  # blocks of all groups have one size, as the layers of a hybrid model
-        shape["page_size_padded"] = page_bytes(options)
-    lab_groups = kv_groups(options)
-    groups = [
-        KVCacheGroupSpec(
-            [LAYER.format(group.number + number * len(lab_groups)) for number in range(options.layers)],
-            _spec(group, options, **shape, **(extra if group.window else {})),
-        )
-        for group in lab_groups
-    ]
-    tensors = _tensors(options, groups) if options.any_connector else _placement(options)
-    return KVCacheConfig(num_blocks=options.num_blocks, kv_cache_tensors=tensors, kv_cache_groups=groups)
-
-
-def _tensors(options: Options, groups: list[KVCacheGroupSpec]) -> list[Any]:
-    """Where the layers of each group lie: all groups over the same bytes, for a block is of one group at a time."""
-    page = groups[0].kv_cache_spec.page_size_bytes
-    of_layer = page * options.num_blocks
-    return [
-        kv_cache_interface.KVCacheTensor(
-            size=of_layer * options.layers, layers=group.layer_names, layer_stride=of_layer, block_stride=page
-        )
-        for group in groups
-    ]
-
-
-def _placement(options: Options) -> list[Any]:
-    """Where the layers are in the memory of all blocks: one over the other. LMCache's connectors do not ask."""
-    if options.connector not in OF_VLLM:
-        return []
-    page = page_bytes(options)
-    size = options.num_blocks * page
-    return [
-        kv_cache_interface.KVCacheTensor(size, [LAYER.format(group.number)], layer_stride=size, block_stride=page)
-        for group in kv_groups(options)
-    ]
-
-
-def kv_caches(options: Options, memory: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The layers, all in this memory of shape (blocks, bytes)."""
-    return {LAYER.format(group.number): memory for group in kv_groups(options)}
-
-
-def _spec(group: KVGroup, options: Options, **shape: Any) -> KVCacheSpec:
-    if group.state:
-        state = (group.block_size * 2 * 32,)  # a page is as large as that of full attention
-        return MambaSpec(
-            block_size=group.block_size,
-            shapes=(state,),
-            dtypes=(torch.float32,),
-            mamba_cache_mode="align",
-            num_speculative_blocks=options.drafts,
-        )
-    if group.window:
-        return SlidingWindowSpec(block_size=group.block_size, sliding_window=group.window, **shape)
-    return FullAttentionSpec(block_size=options.block_of_rank, **shape)
 
 
 def of_rank(config: VllmConfig, rank: int) -> VllmConfig:
