@@ -24,8 +24,9 @@ if TYPE_CHECKING:
     from kvfix.ledger.standstill import Verdict
 
 SCHEMA = 1
-#: Seconds between two looks. A scheduler at work is looked at again at once, so often: its queues are not complete.
-PAUSE, AGAIN = 1.0, 8
+#: Seconds between two looks. A scheduler in a step, of which no request runs, is looked at again at once, so often: its
+#: queues are not complete. On a busy machine most of its time is in steps.
+PAUSE, AGAIN = 1.0, 30
 
 
 def look(pid: int, watch: bool, request: str, json: bool, save: str) -> int:
