@@ -90,7 +90,7 @@ def test_the_record_that_says_more_is_the_finding() -> None:
 
 @EVERY
 def test_the_record_is_whole(problem: Problem) -> None:
-    assert re.fullmatch(r"KVD\d{3}", problem.code)
+    assert re.fullmatch(r"KVD(?:\d{3}|[1-9]\d{3})", problem.code)
     assert re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)+", problem.name)
     assert problem.title.endswith(".")
     assert problem.cause.endswith(".")

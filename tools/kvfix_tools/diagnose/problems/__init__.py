@@ -121,11 +121,15 @@ class _Values(dict[str, Any]):
         return "?"
 
 
+def _number(problem: Problem) -> int:
+    return int(problem.code.removeprefix("KVD"))
+
+
 @lru_cache(maxsize=1)
 def catalogue() -> tuple[Problem, ...]:
     """Every record, in the order of its code."""
     modules = [import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__)]
-    return tuple(sorted((each for module in modules for each in module.PROBLEMS), key=lambda each: each.code))
+    return tuple(sorted((each for module in modules for each in module.PROBLEMS), key=_number))
 
 
 @lru_cache(maxsize=1)
