@@ -167,3 +167,16 @@ def test_names_are_those_of_the_installed_release(tmp_path: Path) -> None:
     words = serve(V1, extra={"lmcache.min_retrieve_tokens": 512})
     assert problems(look(words, site(tmp_path / "old", "0.3.10", vllm=False)), "connector-keys")
     assert not problems(look(words, site(tmp_path / "new", "0.3.14", vllm=False)), "connector-keys")
+
+
+@pytest.mark.parametrize("name", ["LMCACHE_STORE_LOCATION", "LMCACHE_RETRIEVE_LOCATIONS"])
+def test_a_variable_that_no_converter_takes(name: str, tmp_path: Path) -> None:
+    """0.4.2 to 0.5.2 convert every variable beside a file, and have no converter for these two (KVD900)."""
+    environment = {name: "LocalCPUBackend"}
+    with_file = Planted("environment-converted", serve(V1), "", "", environment, yaml="chunk_size: 256")
+    old, right = (site(tmp_path / release, release, vllm=False) for release in ("0.5.2", "0.5.3"))
+    (found,) = problems(with_file.setup(tmp_path, old), "environment-converted")
+    assert name in found.what
+    assert f"unset {name}" in found.do
+    assert not problems(with_file.setup(tmp_path, right), "environment-converted")
+    assert not problems(look(serve(V1), old, environment=environment), "environment-converted")

@@ -262,7 +262,7 @@ class Diagnosis:
         for rule, answer in answered:
             known = True
             if not (isinstance(rule, problems.Problem) and any(rule.yields_to(each, line) for each in records)):
-                self._add(rule, answer, line)
+                self._add(answer.record or rule, answer, line)
         if is_error and not known:
             self.failures.unknown(line)
 

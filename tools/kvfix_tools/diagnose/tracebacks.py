@@ -33,7 +33,8 @@ _TYPED = re.compile(rb"^\s+(?P<text>[A-Z].*?) \[type=\w+, input_value=")
 #: What the loader of libraries and the device say, pasted without the exception's class before it.
 _BARE = {
     "ImportError": re.compile(
-        rb"^\s*(\S+\.so[\w.]*: (?:undefined symbol: |cannot open shared object file|version [`'].* not found).*)$"
+        rb"^\s*(\S+\.so[\w.]*: (?:undefined symbol: |cannot open shared object file|version [`'].* not found).*"
+        rb"|cannot import name '\w+' from '[\w.]+'.*)$"
     ),
     "RuntimeError": re.compile(rb"^\s*(?:what\(\): +)?((?:CUDA|HIP) error: .*)$"),
 }
@@ -223,7 +224,7 @@ def by_name(body: bytes, anywhere: bool) -> Raised | None:
         if checked is not None:
             kind = "AssertionError" if body.lstrip().startswith(b"Assertion") else "ValueError"
             return Raised(kind, _decoded(checked["text"]), [], "", False)
-    if b".so" in body or b" error: " in body:
+    if b".so" in body or b" error: " in body or b"cannot import name '" in body:
         for kind, pattern in _BARE.items():
             bare = pattern.match(body)
             if bare is not None:

@@ -39,12 +39,14 @@ _KEY = re.compile(r"lmcache\.[a-z_.]*[a-z]")
 
 
 class Definition(NamedTuple):
-    """kind: a key of KINDS, or another type as it is written. optional: None is allowed."""
+    """kind: a key of KINDS, or another type as it is written. optional: None is allowed. converted: LMCache has a
+    converter from the text of a variable."""
 
     name: str
     kind: str
     optional: bool
     default: Any
+    converted: bool = True
 
 
 class Definitions(NamedTuple):
@@ -91,7 +93,8 @@ def _definition(name: str, node: ast.Dict) -> Definition:
     default = parts.get("default")
     if isinstance(default, ast.Call) and ast.unparse(default) == "float('inf')":
         return Definition(name, "float", False, float("inf"))
-    return Definition(name, found[1] if found else written, bool(found), constant(default))
+    converted = "env_converter" in parts
+    return Definition(name, found[1] if found else written, bool(found), constant(default), converted)
 
 
 def connector_keys(connector: str, lmcache: Package | None, vllm: Package | None) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from kvfix_tools.diagnose import problems
 from kvfix_tools.diagnose.failures import hook
 from kvfix_tools.diagnose.findings import Answer, Severity, finding, note
 from kvfix_tools.diagnose.findings.memory import PASTE
@@ -140,8 +141,11 @@ def worker_without_lmcache(log: Diagnosis, line: LogLine) -> Answer | None:
     First: put right what LMCache says (it is at the beginning of the log), and restart.
     """
     f = line.fields
-    if "what" in f:
-        return Answer(f"{f['what']}: {f['error'] or 'no reason given'}", request="")
+    if "what" in f and f["error"]:
+        return Answer(f"{f['what']}: {f['error']}", request="")
+    if "what" in f:  # an assertion without a text
+        silent = problems.find("KVD833")
+        return Answer(f"{f['what']}, and no reason is given", request="", verdict="unknown", record=silent)
     process, error, raised = log.memory.get("raised", ("", "", None))
     if process != line.process or not error:
         return Answer("it failed to start; the beginning of the line is not in the log", request="")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kvfix_tools.diagnose import problems
 from kvfix_tools.diagnose.findings import Answer, Severity, finding
 
 if TYPE_CHECKING:
@@ -62,8 +63,11 @@ def stores_dropped(log: Diagnosis, line: LogLine | None) -> Answer | None:
     Normal: a few lines under load, while others are stored.
     """
     times = log.counts["not_stored"]
+    # Releases before 0.3.9 do not free what they pin.
+    leaks = problems.find("KVD848") if log.releases.within("lmcache", "<0.3.9") else None
     if line is None and 0 < times < 20 and log.counts.total() <= PASTE and not log.counts["stored"]:
-        return Answer(f"{times} stores were cut or dropped, and none succeeds in this log", "", "unknown")
-    return (
-        Answer(f"{times} stores and more were cut or dropped", request="") if line is not None and times >= 20 else None
-    )
+        sentence = f"{times} stores were cut or dropped, and none succeeds in this log"
+        return Answer(sentence, "", "unknown", record=leaks)
+    if line is None or times < 20:
+        return None
+    return Answer(f"{times} stores and more were cut or dropped", request="", record=leaks)

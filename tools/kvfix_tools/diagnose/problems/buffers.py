@@ -119,8 +119,8 @@ PROBLEMS = (
         ),
         connectors=_IN_PROCESS,
         releases={"lmcache": "<0.3.9"},
-        cause="Chunks that a lookup pinned and no load took stay pinned for ever in these releases, so the pool fills "
-        "up; a pool that is smaller than the prompts at once shows the same.",
+        cause="Chunks that a lookup pinned and no load took stay pinned for ever in these releases, and so do those "
+        "that went to a remote store, so the pool fills up; a pool smaller than the prompts at once shows the same.",
         now="a larger max_local_cpu_size (LMCACHE_MAX_LOCAL_CPU_SIZE=40), and restart vLLM when it is full",
         good="LMCache 0.3.11 or newer (a reporter saw it gone there); from 0.3.12 on pins run out after five minutes",
         threads=(
@@ -129,6 +129,7 @@ PROBLEMS = (
             _LMCACHE + "issues/1285",
             _LMCACHE + "issues/1034",
             _LMCACHE + "issues/745",
+            _LMCACHE + "issues/1756",
         ),
     ),
     Problem(

@@ -15,16 +15,21 @@ PROBLEMS = (
         name="disk-file-gone",
         severity=Severity.CRASH,
         title="A file of the disk cache was gone when it was to be read, and the worker dies.",
-        shows=(Failed(kind="KeyError", within="local_disk_backend.py:load_bytes_from_disk"),),
+        shows=(
+            Failed(kind="KeyError", within="local_disk_backend.py:load_bytes_from_disk"),
+            Failed(kind="KeyError", within="local_disk_backend.py:batched_async_load_bytes_from_disk"),
+        ),
         sentence="a chunk's file was gone, its entry was dropped, and then asked for",
         connectors=_IN_PROCESS,
-        releases={"lmcache": ">=0.3.9.post1,<0.5.2"},
-        cause="read_file drops the entry of a file that is not there (or another thread evicts it meanwhile), and "
-        "load_bytes_from_disk asks for that entry next. Files vanish where two engines share one local_disk folder, or "
-        "somebody cleans it up.",
-        now="give every engine a local_disk folder of its own, delete nothing in it while vLLM runs, and restart",
-        fixed={"lmcache": "0.5.2"},
-        threads=(_LMCACHE + "issues/2420",),
+        releases={"lmcache": ">=0.3.9.post1"},
+        cause="read_file drops the entry of a file that is not there (or another thread evicts it meanwhile), and the "
+        "caller asks for that entry next. Files vanish where two engines share one local_disk folder, or somebody "
+        "cleans it up.",
+        now="give every engine a local_disk folder of its own, delete nothing in it while vLLM runs, "
+        "enable_async_loading: false, and restart",
+        good="no release is right yet: 0.5.2 to 0.5.6 fail so only at loads of a single chunk and with "
+        "enable_async_loading (LMCache pull requests 4405 and 5228 are open)",
+        threads=(_LMCACHE + "issues/2420", _LMCACHE + "pull/4405", _LMCACHE + "pull/5228"),
     ),
     Problem(
         code="KVD815",
@@ -36,10 +41,11 @@ PROBLEMS = (
         connectors=_IN_PROCESS,
         releases={"lmcache": ">=0.3.9.post1"},
         cause="Somebody else deletes them: a second engine with the same local_disk folder (the names are the same for "
-        "the same model), a clean-up job, or a container's storage limit. Before LMCache 0.5.2, and with "
-        "enable_async_loading in every release, a KeyError follows.",
+        "the same model), a clean-up job, or a container's storage limit. Before LMCache 0.5.2, and in every release "
+        "at loads of a single chunk or with enable_async_loading, a KeyError follows.",
         now="give every engine a local_disk folder of its own, and delete nothing in it while vLLM runs",
-        good="LMCache 0.5.2 survives it without enable_async_loading; the cause is the folder, not the release",
+        good="LMCache 0.5.2 survives it at loads of several chunks without enable_async_loading; the cause is the "
+        "folder, not the release",
         threads=(_LMCACHE + "issues/2420",),
     ),
     Problem(

@@ -178,6 +178,21 @@ def deprecated(setup: Setup) -> Iterator[Line]:
             yield problem(f"{each.spelled} ({each.source}): {known.deprecated[each.name]}", _instead(each, new))
 
 
+@check("environment-converted")
+def converted(setup: Setup) -> Iterator[Line]:
+    """Every variable can be converted from text beside a file (KVD900: KeyError 'env_converter' at the start)."""
+    known = setup.definitions
+    if known is None or not setup.config_file[0]:
+        return
+    for each in setup.settings:
+        definition = known.known.get(each.name)
+        if each.source == ENVIRONMENT and definition is not None and not definition.converted:
+            yield problem(
+                f"{each.spelled} stops LMCache at its start: this release cannot convert it beside a file",
+                f"unset {each.spelled}, and in the file {each.name}: {_shown(each)}",
+            )
+
+
 @check("settings-read")
 def who_reads(setup: Setup) -> Iterator[Line]:
     """With the multi-process connector alone, settings of the in-process one have no effect: the server has options."""

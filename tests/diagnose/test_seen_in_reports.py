@@ -1,0 +1,51 @@
+"""What reports taught: two lines of one failure, a failure without a reason, releases of which only the line tells."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvfix_tools.diagnose import advice
+from tests.diagnose.lines import NEWEST, codes, diagnose, version
+from tests.diagnose.test_problems import LMCACHE
+
+
+def manager(error: str) -> str:
+    text = f"Failed to initialize LMCacheManager components: {error}. System will operate in degraded mode (recompute)."
+    return LMCACHE.format(level="ERROR", text=text)
+
+
+def test_a_start_that_failed_without_a_reason_names_the_settings() -> None:
+    """str() of an assertion without a text (manager.py 0.4.2:110); with a reason the line says it itself."""
+    log = diagnose(manager(""))
+    assert codes(log) == ["KVD833"]
+    assert "lmcache_worker_ports" in advice.remedy(log, log.findings[0]).now
+    assert codes(diagnose(manager("lmcache_worker_ports: one is missing"))) == ["KVD207"]
+
+
+@pytest.mark.parametrize("release", ["0.3.9", NEWEST])
+def test_dropped_stores_leak_before_0_3_9_alone(release: str) -> None:
+    """The line that 0.3.6 and 0.3.7 have at that place."""
+    line = (
+        "[2025-10-05 20:03:21,359] LMCache WARNING: Local cpu memory under pressure so choosing to not store the KV "
+        "cache. (cache_engine.py:282:lmcache.v1.cache_engine)\n"
+    )
+    assert codes(diagnose(line)) == ["KVD848"]
+    assert codes(diagnose(version(release), line)) == ["KVD404"]
+
+
+def test_a_backend_that_does_not_load_is_one_finding_over_two_lines() -> None:
+    """The reason stands in a line of its own, and alone is that of another set-up: a wheel for CUDA on ROCm."""
+    head = LMCACHE.format(level="WARNING", text="Failed to import backend lmcache.c_ops:")
+    reason = "libcudart.so.13: cannot open shared object file: No such file or directory"
+    log = diagnose(head, f"{reason}\n")
+    assert codes(log) == ["KVD831"]
+    assert "BUILD_WITH_HIP=1" in advice.remedy(log, log.findings[0]).now
+    assert codes(
+        diagnose(LMCACHE.format(level="WARNING", text=f"Failed to import backend lmcache.c_ops: {reason}"))
+    ) == ["KVD831"]
+    assert codes(diagnose(f"{reason}\n")) == ["KVD704"]
+
+
+def test_a_bare_import_error_is_read() -> None:
+    assert codes(diagnose("cannot import name 'LMCacheEngineMetadata' from 'lmcache.config'\n")) == ["KVD442"]
+    assert codes(diagnose("we cannot import name tags from the registry\n")) == []

@@ -1,0 +1,30 @@
+"""What Docker or Kubernetes says when it cannot even start the program in vLLM's or LMCache's image."""
+
+from __future__ import annotations
+
+from kvfix_tools.diagnose.findings import Severity
+from kvfix_tools.diagnose.problems import Logged, Problem
+
+PROBLEMS = (
+    Problem(
+        code="KVD901",
+        name="program-not-in-the-image",
+        severity=Severity.CRASH,
+        title="The container does not start: its first program is not where the image is looked through.",
+        shows=(
+            Logged('exec: "<program>": executable file not found in $PATH'),
+            Logged('exec: \\"<program>\\": executable file not found in $PATH'),
+            Logged('exec: "<program>": stat <path>: no such file or directory'),
+        ),
+        sentence="the image has no {program} on its PATH",
+        cause="An `entrypoint` (docker) or `command` (Kubernetes) of one's own replaces the image's. vLLM and LMCache "
+        "stand in the image's virtual environment (lmcache/vllm-openai, lmcache/standalone: /opt/venv/bin), which an "
+        "own shell or program does not have on its PATH. A whole command line given as one word is looked for as one "
+        "program.",
+        now="take `entrypoint` out and give the model and the options as `command` (Kubernetes: `args`); or the whole "
+        "path, word by word: [/opt/venv/bin/vllm, serve, MODEL], [/opt/venv/bin/lmcache, server]. docker run --rm "
+        "--entrypoint sh IMAGE -c 'ls /opt/venv/bin' shows what is there",
+        good="keep it so: the set-up was wrong, and no release changes that",
+        threads=("https://github.com/LMCache/LMCache/issues/906",),
+    ),
+)
