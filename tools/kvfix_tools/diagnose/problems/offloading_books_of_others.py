@@ -13,6 +13,7 @@ PROBLEMS = (
         code="KVD800",
         name="offload-forgets-a-block-twice",
         severity=Severity.CRASH,
+        releases={"vllm": ">=0.21"},
         title="The OffloadingConnector ends a transfer that it has struck off already, and EngineCore dies.",
         shows=(
             Failed(kind="KeyError", within="offloading/scheduler.py:_remove_pending_job"),
