@@ -27,25 +27,34 @@ What is left of a chunk after both is scheduled at some time.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Generator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import SCHEDULER
-from kvfix.wrapping import after
+from kvfix.wrapping import around, replaced
 
 
 def fix(module: ModuleType) -> Callable[..., Any]:
-    def _reserve_prefill_lookahead(scheduler: Any, answer: int, request: Any, computed: int, tokens: int) -> int:
-        return tokens
+    """Of `schedule`: a wrapper of the wrong function would run for each request, in engines without states too."""
 
-    return after(
-        _reserve_prefill_lookahead,
-        when=lambda scheduler, answer, request, computed, tokens: (
-            not answer and tokens > 0 and scheduler.need_mamba_block_aligned_split
-        ),
-    )
+    def schedule(scheduler: Any, *_: Any, **__: Any) -> Generator[None, Any, Any]:
+        shortened = scheduler._reserve_prefill_lookahead
+
+        def _reserve_prefill_lookahead(request: Any, num_computed_tokens: int, num_new_tokens: int) -> int:
+            return shortened(request, num_computed_tokens, num_new_tokens) or max(num_new_tokens, 0)
+
+        with replaced(scheduler, _reserve_prefill_lookahead=_reserve_prefill_lookahead):
+            return (yield)
+
+    return around(schedule, when=lambda scheduler, *_, **__: _may_stop(scheduler))
+
+
+def _may_stop(scheduler: Any) -> bool:
+    """With one token of lookahead or none, no chunk is shortened."""
+    return bool(scheduler.need_mamba_block_aligned_split and scheduler.num_prefill_lookahead > 1)
 
 
 def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
@@ -54,9 +63,19 @@ def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
     return bool(hook(scheduler, SimpleNamespace(num_tokens=50), 46, 2) == 0)
 
 
+def calls_it(hook: Callable[..., Any], module: ModuleType) -> bool:
+    """`schedule` takes the wrong function from its scheduler, by its name. Raises ValueError where it does not."""
+    if "_reserve_prefill_lookahead" not in inspect.unwrap(hook).__code__.co_names:
+        raise ValueError("it calls no _reserve_prefill_lookahead")
+    return True
+
+
 FIX = Fix(
     __name__,
     __doc__,
-    targets=(SCHEDULER._reserve_prefill_lookahead(broken=">=0.32", probe=shows_bug, fix=fix),),
+    targets=(
+        SCHEDULER._reserve_prefill_lookahead(broken=">=0.32", probe=shows_bug, fix=None),
+        SCHEDULER.schedule(broken=">=0.32", probe=calls_it, fix=fix, helper=True),
+    ),
     scenarios=("lookahead-stops-prefill",),
 )
