@@ -8,7 +8,6 @@ not wrapped.
 from __future__ import annotations
 
 import functools
-import threading
 import weakref
 from _thread import get_ident
 from collections.abc import Callable
@@ -53,14 +52,8 @@ LAYER_HOOKS = ("wait_for_layer_load", "save_kv_layer")
 _SCHEDULER = ("add_request", "schedule", "update_from_output", "finish_requests")
 
 
-class _Thread(threading.local):
-    """Depth of nested wrapped functions in this thread, and the exception that one of them has recorded."""
-
-    depth = 0
-    error: BaseException | None = None
-
-
-_thread = _Thread()
+#: {thread that is in a wrapped function: the exception that one of those in it has recorded}
+_errors: dict[int, BaseException | None] = {}
 
 
 def watch_factory(factory: Any) -> None:
@@ -124,13 +117,15 @@ def _around(name: str, before: str, after: str, original: Callable[..., Any]) ->
         watched = connector.__dict__.get(_HELD)
         if watched is None or watched.generation != session.generation:
             watched = _begin(connector, is_scheduler)
-        thread = get_ident()
+        running, thread = watched.running if watched is not None else None, get_ident()
         # A thread that is in one already: a nested call, e.g. of the base class.
-        if watched is None or watched.running is None or thread in watched.running:
+        if watched is None or running is None or thread in running:
             return original(connector, *args, **kwargs)
-        watched.running[thread] = name, clock.now()
+        running[thread] = name, clock.now()
         watched.calls[name] = watched.calls.get(name, 0) + 1
-        _thread.depth += 1
+        is_outermost = thread not in _errors
+        if is_outermost:
+            _errors[thread] = None
         try:
             if before:
                 _record(watched, before, args, kwargs)
@@ -144,10 +139,9 @@ def _around(name: str, before: str, after: str, original: Callable[..., Any]) ->
             _raised(watched, name, error, args)
             raise
         finally:
-            _thread.depth -= 1
-            if not _thread.depth:
-                _thread.error = None  # it would keep its frames alive
-            del watched.running[thread]
+            if is_outermost:
+                del _errors[thread]  # it would keep its frames alive
+            del running[thread]
 
     return hook
 
@@ -183,10 +177,11 @@ def _record(watched: WatchedConnector, what: str, args: tuple[Any, ...], kwargs:
 
 
 def _raised(watched: WatchedConnector, name: str, error: Exception, args: tuple[Any, ...]) -> None:
-    if error is _thread.error:  # recorded by a hook inside the scheduler
+    thread = get_ident()
+    if error is _errors.get(thread):  # recorded by a hook inside the scheduler
         return
-    if _thread.depth:
-        _thread.error = error
+    if thread in _errors:
+        _errors[thread] = error
     try:
         watched.raised(name, error, args)
     except violations.Violation:

@@ -101,8 +101,8 @@ class WatchedConnector:
         if self._last.get(name) != asked:  # vLLM asks in each step until it has blocks
             self._last[name] = asked
             self._record(asked)
-        waited, timeout = clock.now() - self.running[get_ident()][1], self.reader.lookup_timeout()
-        if timeout and waited >= timeout:
+        timeout = self.reader.lookup_timeout()
+        if timeout and (waited := clock.now() - self.running[get_ident()][1]) >= timeout:
             self._record(ev.TimedOut(name, round(waited, 3), clock.now()))
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
@@ -224,7 +224,8 @@ class WatchedConnector:
 
     def _record(self, event: Event, error: Exception | None = None) -> None:
         """Record the event and, in `check` and `strict`, check the rules. Raises Violation in `strict`."""
-        hook = self.running.get(get_ident(), (self._hook,))[0]
+        running = self.running.get(get_ident())
+        hook = running[0] if running is not None else self._hook
         recorder.add(self.number, hook, event)
         if session.mode in ("check", "strict") and self.trusted and event.request not in session.before:
             for finding in self.ledger.feed(event):
@@ -305,9 +306,10 @@ class WatchedConnector:
                 self._record(ev.Stuck(name, self.steps - since))
 
     def _look_for_leaks(self) -> None:
-        """Requests that ended first come first in the dictionary."""
+        """Requests that ended first come first in the dictionary: of the others, many, none is looked at."""
         now = clock.now()
-        for name, (at_step, at, pinned) in list(self._ended.items()):
+        while self._ended:
+            name, (at_step, at, pinned) = next(iter(self._ended.items()))
             if self.steps - at_step < STEPS or now - at < SECONDS:
                 return
             del self._ended[name]
