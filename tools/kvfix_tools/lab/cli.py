@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json as jsonlib
 import math
 import sys
@@ -121,6 +122,7 @@ def fuzz_connector(
 
         with runner.quiet():
             from kvfix_tools.lab import fuzz_run
+        gc.freeze()  # what was imported: a collection that looks at all of it takes half a second, again and again
         with _refusing("fuzz"):
             run = fuzz_run.Run(connector, fixes, plain, mode, server == "real")
             done = fuzz_run.fuzz(run, drawn, seconds, shrink, progress, steps, jobs, notes)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import inspect
 from collections.abc import Callable
@@ -131,5 +132,11 @@ def cannot_play_schedule(schedule: Schedule) -> str:
 
 def accepted(made: Callable[..., Any], **arguments: Any) -> dict[str, Any]:
     """Those of the arguments that this release knows."""
-    known = inspect.signature(made).parameters
+    known = _parameters(made)
     return {name: value for name, value in arguments.items() if name in known}
+
+
+@functools.cache
+def _parameters(made: Callable[..., Any]) -> frozenset[str]:
+    """Looked at once for each class: it takes as long as to make a request."""
+    return frozenset(inspect.signature(made).parameters)
