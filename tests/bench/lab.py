@@ -1,29 +1,81 @@
-"""The lab with all oracles on, one core, after imports: its speed, its memory, and how long a shrink takes."""
+"""The lab with all oracles on, one core, after imports: its speed, its memory, and how long a shrink takes.
+
+Its speed is in steps a second of a core, and in the time that vLLM's scheduler itself takes for the same steps, with
+LMCache's connector in it: what is more is LMCache's worker, what makes engines and requests, and the lab.
+"""
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Iterator
 
 from tests.bench.row import Row
 from tests.conftest import RELEASES, Fresh
 
-SECONDS = 10
-#: Engines after which memory is measured, and again after as many more. The first ones fill caches and the allocator.
-ENGINES = 500
-COMMAND = [sys.executable, "-m", "kvfix_tools.cli", "lab", "fuzz", "--json", "--no-fixes", "--shrink", "0"]
-MEMORY = """
-import os
+#: What every seed had before there were several KV groups and ranks, drafts and sessions.
+ONE_GROUP = "async_scheduling context drafter offloading pause ranks roles sessions states stops use_layerwise windows"
+#: Schedules of each kind that are measured.
+SCHEDULES = 200
+SPEED = """
+import functools, gc, itertools, time
+from unittest import mock
 from kvfix_tools.lab import runner
 runner.prepare({path!r})
-from kvfix_tools.lab.fuzz_run import Run, fuzz
-def resident():
-    return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+with runner.quiet():
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from kvfix_tools.lab import releases
+    from kvfix_tools.lab.fuzz import play
+    from kvfix_tools.lab.schedule import draw
+gc.freeze()  # as the command does
+def timed(function):
+    @functools.wraps(function)
+    def call(*args, **more):
+        start = time.process_time()
+        try:
+            return function(*args, **more)
+        finally:
+            spent.append(time.process_time() - start)
+    return call
+spent = []
+def of_several(options):
+    return options.several_groups or options.ranks > 1
+def measured(first, many, lacks, wanted):
+    drawn = (draw(seed, {connector!r}, lacks=lacks) for seed in range(first, first + 10 * many))
+    schedules = list(itertools.islice((each for each in drawn if wanted(each.options)), many))
+    spent.clear()
+    start = time.process_time()
+    steps = sum(play(each).steps for each in schedules)
+    seconds = time.process_time() - start
+    return [steps / seconds, seconds / sum(spent)] if len(schedules) == many else None
+names = "schedule", "update_from_output", "add_request", "finish_requests"
+patched = mock.patch.multiple(Scheduler, **{{name: timed(vars(Scheduler)[name]) for name in names}})
 result = []
-for first in (0, {engines}):
-    fuzz(Run("v1", False), range(first, first + {engines}), 3600, shrinking=0)
-    result.append(resident())
+with runner.applied(False), patched:
+    known = releases.lacking()
+    for lacks, wanted in ((known, bool), (known, of_several), (known.union({left_out!r}.split()), bool)):
+        measured(10**6, 10, lacks, bool)
+        result.append(measured(0, {schedules}, lacks, wanted))
+"""
+#: {what: (steps a second at least, times the scheduler's own time at most)}
+KINDS = {"all options": (1500, 3.5), "several groups or ranks": (1500, 4), "one group, one rank": (3000, 3)}
+#: Steps after which memory is measured. The first ones fill caches and the allocator.
+FEW, MANY = 10_000, 40_000
+#: As a night's run is: with the fixes, in mode `check`.
+MEMORY = """
+import gc, math, os
+from kvfix_tools.lab import runner
+runner.prepare({path!r})
+with runner.quiet():
+    from kvfix_tools.lab.fuzz_run import Run, fuzz
+gc.freeze()
+def resident():
+    gc.collect()
+    return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+result, first = [], 0
+for steps in ({few}, {many} - {few}):
+    done = fuzz(Run({connector!r}, True, mode="check"), range(first, first + 10**6), math.inf, shrinking=0, most=steps)
+    assert done.steps >= steps and not done.violations
+    first += done.seeds
+    result.append((resident(), done.steps / done.seconds))
 """
 SHRINK = """
 import time
@@ -41,17 +93,23 @@ with runner.quiet():
 
 
 def measure() -> Iterator[Row]:
+    fresh, path = Fresh(limit=None), str(RELEASES / "0.5.6")
     for connector, release in (("v1", "0.5.6"), ("mp", "0.5.6"), ("mp-in-tree", "0.4.6")):
-        options = ["--connector", connector, "--seconds", str(SECONDS), "--lmcache-path", str(RELEASES / release)]
-        done = json.loads(Fresh(limit=None).run([*COMMAND, *options]).stdout)
-        rate = done["steps"] / done["seconds"]
-        yield Row(f"lab fuzz, {connector}", rate, "steps/s", f"LMCache {release}", at_least=1000)
-    path = str(RELEASES / "0.5.6")
-    before, after = Fresh(limit=None)(MEMORY.format(path=path, engines=ENGINES))
-    beside = f"{ENGINES} engines: {before:.0f} MiB"
-    yield Row(f"lab fuzz, memory after {2 * ENGINES} engines", after / before, "x", beside, at_most=1.1)
+        own = str(RELEASES / release)
+        code = SPEED.format(path=own, connector=connector, left_out=ONE_GROUP, schedules=SCHEDULES)
+        for (what, (least, most)), found in zip(KINDS.items(), fresh(code), strict=True):
+            if found is None:  # this connector has too few of them
+                continue
+            rate, times = found
+            name = f"lab fuzz, {connector}, {what}"
+            yield Row(name, rate, "steps/s a core", f"{times:.2f} x the scheduler's own time", at_least=least)
+            yield Row(f"{name}, its time", times, "x the scheduler's", f"{rate:.0f} steps/s a core", at_most=most)
     for connector in ("v1", "mp"):
-        took = Fresh(limit=None)(SHRINK.format(path=path, connector=connector))
+        (before, _), (after, rate) = fresh(MEMORY.format(path=path, connector=connector, few=FEW, many=MANY))
+        beside = f"{before:.0f} MiB after {FEW}; {rate:.0f} steps/s in check"
+        yield Row(f"lab fuzz, {connector}, memory after {MANY} steps", after - before, "MiB more", beside, at_most=10)
+    for connector in ("v1", "mp"):
+        took = fresh(SHRINK.format(path=path, connector=connector))
         longest, steps, short = max(took)
         beside = f"{len(took)} violations; from {steps} steps to {short}"
         yield Row(f"lab shrink, the longest, {connector}", longest, "s", beside, at_most=60)
