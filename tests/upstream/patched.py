@@ -135,9 +135,11 @@ def tried(
     faulty: int,
     seeds: int,
     fixes: list[str],
+    beside: list[str],
 ) -> dict[str, Any]:
     """All results of the release in this folder. tests: files of regression tests. code: of the fix that its patch
-    replaces; "" without a patch. faulty, seeds: random schedules with faults and without. fixes: of the latter."""
+    replaces; "" without a patch. faulty, seeds: random schedules with faults and without. fixes: of the latter.
+    beside: fixes that the scenarios of the patch need too."""
     place = Path(folder)
     prefer(place)
     found: dict[str, Any] = {}
@@ -145,15 +147,18 @@ def tried(
         found["regression"] = regression(place, tests)
     if code:
         found["status"] = status_of(code, dist)
-        found["scenarios"] = scenarios(code, connectors)
-        found["plays"] = plays(code, connectors, faulty, fixed=False)
+        found["scenarios"] = scenarios(code, connectors, beside)
+        found["plays"] = plays(code, connectors, faulty, beside)
     found["healthy"] = {each: healthy(each, seeds, fixes) for each in connectors}
     return found
 
 
-def plays_with_fixes(wanted: dict[str, list[str]], faulty: int) -> dict[str, dict[str, str]]:
-    """{code: what plays() says of the release with this fix of kvfix}. wanted: {code: connectors}."""
-    return {code: plays(code, connectors, faulty, fixed=True) for code, connectors in wanted.items()}
+def plays_with_fixes(
+    wanted: dict[str, list[str]], beside: dict[str, list[str]], faulty: int
+) -> dict[str, dict[str, str]]:
+    """{code: what plays() says of the release with this fix of kvfix}. wanted: {code: connectors}. beside: {code: fixes
+    that its scenarios need too}."""
+    return {code: plays(code, connectors, faulty, [code, *beside.get(code, [])]) for code, connectors in wanted.items()}
 
 
 def _imports_of_ours() -> dict[str, frozenset[str]]:
@@ -271,11 +276,11 @@ def status_of(code: str, dist: str) -> str:
     return f"{row.verdict}: {row.reason}"
 
 
-def scenarios(code: str, connectors: list[str]) -> dict[str, str]:
-    """{scenario of the fix: its outcome here, without kvfix}; only scenarios that the release violates."""
+def scenarios(code: str, connectors: list[str], fixes: list[str]) -> dict[str, str]:
+    """{scenario of the fix: its outcome here, with these fixes}; only scenarios that the release violates."""
     from kvfix_tools.lab import runner
 
-    played = {scenario.slug: runner.play(scenario, fixes=False) for scenario in _violated(code, connectors)}
+    played = {scenario.slug: runner.play(scenario, bool(fixes), fixes) for scenario in _violated(code, connectors)}
     return {slug: f"{result.outcome} {result.message}".strip() for slug, result in played.items()}
 
 
@@ -287,8 +292,8 @@ def _violated(code: str, connectors: list[str]) -> list[Any]:
     return [scenario for scenario in mine if runner.expected(scenario) == "violated"]
 
 
-def plays(code: str, connectors: list[str], seeds: int, fixed: bool) -> dict[str, str]:
-    """{schedule: digest of its events, with kvfix's fix or without}: the scenarios of the fix, and random schedules."""
+def plays(code: str, connectors: list[str], seeds: int, fixes: list[str]) -> dict[str, str]:
+    """{schedule: digest of its events, with these fixes}: the scenarios of the fix, and random schedules."""
     import kvfix
     from kvfix_tools.lab import runner
 
@@ -298,8 +303,8 @@ def plays(code: str, connectors: list[str], seeds: int, fixed: bool) -> dict[str
         from kvfix_tools.lab.schedule import draw
 
         kvfix.revert()
-        if fixed:
-            kvfix.apply(only=[code])
+        if fixes:
+            kvfix.apply(only=fixes)
         for scenario in _violated(code, connectors):
             found[scenario.slug] = _digest(_events(scenario.played()))
         for connector in connectors:

@@ -41,6 +41,8 @@ FAULTY = 4
 DIFFERS = {
     ("KVF036", "lmcache"): "the patch also answers who asks again after a time-out; of kvfix's fixes that is KVF011",
 }
+#: Scenarios whose requests end only with other fixes too: {code: those fixes}.
+BESIDE = {"KVF325": ["KVF322"]}
 
 #: Imports of a process, once for all patches of a release.
 FIRST = "from tests.upstream import patched; patched.prepare({lmcache!r}, {connectors!r})"
@@ -115,12 +117,12 @@ class Release:
         self.scratch = scratch
         self.unpatched = self.ask(scratch, "", tests, "", played)
         wanted = {row.code: connectors(row) for row in rows}
-        self.with_fix: dict[str, Any] = self.fork_server(patched.plays_with_fixes, None, wanted, FAULTY)
+        self.with_fix: dict[str, Any] = self.fork_server(patched.plays_with_fixes, None, wanted, BESIDE, FAULTY)
 
     def ask(
         self, folder: Path, dist: str, tests: list[str], code: str, played: list[str], fixes: tuple[str, ...] = ()
     ) -> dict[str, Any]:
-        arguments = (str(folder), dist, tests, code, played, FAULTY, SEEDS, list(fixes))
+        arguments = (str(folder), dist, tests, code, played, FAULTY, SEEDS, list(fixes), BESIDE.get(code, []))
         found: dict[str, Any] = self.fork_server(patched.tried, None, *arguments)
         return found
 

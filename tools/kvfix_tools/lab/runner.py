@@ -87,12 +87,16 @@ def expected(scenario: Scenario, releases: dict[str, str] | None = None) -> str:
     return "clean" if missing(scenario.wrong, installed) else "violated"
 
 
-def play(scenario: Scenario, fixes: bool) -> Result:
-    """Play it once. The choice of kvfix in this process is set for it, and reverted afterwards."""
+def play(scenario: Scenario, fixes: bool, only: Sequence[str] = ()) -> Result:
+    """Play it once. The choice of kvfix in this process is set for it, and reverted afterwards.
+
+    only: codes of the fixes; default: all, but those that must be named, and those of the scenario.
+    """
     if expected(scenario) == "not-applicable":
         why = cannot_play(scenario.options.connector) or f"needs {missing(scenario.needs)}"
         return Result(scenario.slug, fixes, "not-applicable", why, [])
-    with applied(fixes, only=[fix.code for fix in catalogue.fixes() if not fix.opt_in or fix.code in scenario.fixes]):
+    default = [fix.code for fix in catalogue.fixes() if not fix.opt_in or fix.code in scenario.fixes]
+    with applied(fixes, only=list(only) or default):
         engine = scenario.played()
     findings = engine.findings
     hits = [

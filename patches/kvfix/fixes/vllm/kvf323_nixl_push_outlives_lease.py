@@ -97,5 +97,4 @@ FIX = Fix(
     ),
     evidence={"KVR020": "", "KVR021": ""},
     scenarios=("nixl-push-outlives-lease", "nixl-push-begins-after-lease"),
-    no_patch={"vllm": "there is none yet"},
 )

@@ -75,5 +75,4 @@ FIX = Fix(
     targets=(NIXL_PUSH_WORKER._handle_push_reg_notif(broken=">=0.26", probe=shows_bug, fix=fix),),
     evidence={},
     scenarios=("nixl-push-thread-loses-notices",),
-    no_patch={"vllm": "there is none yet"},
 )
