@@ -155,6 +155,13 @@ def test_no_message_is_left_without_an_answer() -> None:
     assert all(f"findings/{code.lower()}.md" in page for code in found)
 
 
+def test_what_can_be_abused_is_named_where_reports_go() -> None:
+    """SECURITY.md names the fixes whose patch goes to vLLM in private first."""
+    private = {each.code for each in catalogue.fixes() if any("SECURITY.md" in why for why in each.no_patch.values())}
+    _, _, listed = (ROOT / "SECURITY.md").read_text().partition("neither a patch in")
+    assert set(re.findall(r"KVF\d+", listed)) == private
+
+
 def test_the_picture_is_of_the_present_program() -> None:
     log = ROOT / "tests/diagnose/logs/crash-0.3.10.log.gz"
     made = picture(gzip.decompress(log.read_bytes()))
