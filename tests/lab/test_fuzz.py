@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from kvfix_tools.lab import releases
-from tests.conftest import RELEASES, Fresh, Once
+from tests.conftest import RELEASES, ROOT, Fresh, Once
 from tests.healthy import own_blocks
 
 #: The one bug of LMCache 0.5.6 that a plain schedule shows: facts say so, and so does a scenario.
@@ -75,6 +75,8 @@ NEVER = {
 CONNECTORS = ["v1", "mp", "offloading"]
 #: A lock-out with a session and the OffloadingConnector, in one of some hundred seeds.
 RARE = {"locked_out_by_session", "aborted_loading"}
+#: vLLM's copy of LMCache's multi-process connector.
+COPY = "distributed/kv_transfer/kv_connector/v1/lmcache_mp_connector.py"
 Measured = dict[str, Any]
 
 
@@ -177,6 +179,18 @@ for arguments in {cases!r}:
 """
 
 
+def test_vllms_copy_and_later_releases_have_other_arguments() -> None:
+    """The lines that a refusal names (releases.PLAYABLE)."""
+    (copied,) = ROOT.glob(f".venv/lib/python*/site-packages/vllm/{COPY}")
+    adapters = [
+        RELEASES / each / "lmcache/integration/vllm/vllm_multi_process_adapter.py" for each in ("0.4.7", "0.5.6")
+    ]
+    own, early, late = (file.read_text().splitlines() for file in (copied, *adapters))
+    assert (own[119], own[130]) == ("    parallel_strategy = ParallelStrategy(", "        server_url=server_url,")
+    assert early[283] == "class ParallelStrategy:"
+    assert late[672] == "        server_urls: list[str],"
+
+
 def test_refusals(fresh: Fresh, tmp_path: Path) -> None:
     (tmp_path / "odd.json").write_text("{}")
     (tmp_path / "old.json").write_text(json.dumps({"kvfix-schedule": 0, "versions": {}, "options": {}, "steps": []}))
@@ -199,7 +213,10 @@ def test_refusals(fresh: Fresh, tmp_path: Path) -> None:
         (["play", str(tmp_path / "option.json")], "no saved schedule (TypeError: "),
         (["play", str(tmp_path / "ranks.json")], "a MultiConnector with one rank"),
         (["play", str(tmp_path / "step.json")], "knows no step fly"),
-        (["play", str(tmp_path / "in-tree.json")], "not applicable: the lab plays mp-in-tree with lmcache >=0.4.4"),
+        (
+            ["play", str(tmp_path / "in-tree.json")],
+            "server_url (:131) where 0.5.0 to 0.5.6 take server_urls (0.5.6:673)",
+        ),
         (["play", str(tmp_path / "none.json")], "No such file"),
         (["play", str(tmp_path / "odd.json")], "no saved schedule"),
         (["play", str(tmp_path / "old.json")], "schedule format 0"),
