@@ -105,8 +105,4 @@ FIX = Fix(
     ),
     evidence={"KVR014": r"null blocks|freed before"},
     scenarios=("mp-state-stored-null",),
-    no_patch={
-        "lmcache": "what the server stores of null blocks is in the patch of KVF125; what the tracker keeps of blocks "
-        "that vLLM has freed is for LMCache to decide, as in KVF118"
-    },
 )
