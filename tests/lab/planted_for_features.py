@@ -248,3 +248,30 @@ def what_is_not_to_be_stored_is_stored(engine: Any) -> None:
         return metadata
 
     engine.connector.scheduler_adapter.build_connector_meta = built
+
+
+# ---------------------------------------------------------------------- a server that stops
+
+
+def schedule_silent_server(engine: Any) -> None:
+    """The server stops while it stores, is taken for dead, and goes on: it stores what it was asked to."""
+    engine.admit("r", prompt(200), max_tokens=3)
+    while not engine.connector.server.storing["r"]:
+        engine.step()
+    engine.do("server_stops")
+    engine.step(2)
+    engine.do("server_goes_on")
+    engine.run()
+    engine.settle()
+    assert engine.counts["server_stops"] == 1
+
+
+@fault("LAB001", text="is stored under their key", on=MP, schedule=schedule_silent_server, mp={"delay": 3})
+def a_store_after_silence_takes_other_blocks(engine: Any) -> None:
+    server = engine.connector.server
+    store = server._store
+
+    def stored(key: Any, groups: list[list[int]]) -> Any:
+        return store(key, [group[::-1] for group in groups] if engine.counts["server_stops"] else groups)
+
+    server._store = stored

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from math import inf
 from typing import Any
 
@@ -11,6 +10,8 @@ import pytest
 from kvfix_tools.lab.options import SERVER_CHUNK, Options
 from kvfix_tools.lab.steps import prompt
 from tests.conftest import RELEASES, Once
+from tests.lab.planted_faults import Fault
+from tests.lab.planted_in_real_server import FAULTS
 
 SEEDS = range(20)
 
@@ -41,34 +42,26 @@ def _measured() -> dict[str, Any]:
         "violations": [violation.message for violation in done.violations],
         # What the server evicts by itself, and when, is its own: only what the schedule says has to be the same.
         "same": again.steps == once_more.steps,
-        "sound": _played(None),
+        "sound": {name: _played(fault, False) for name, fault in FAULTS.items()},
         "slow": {fixes: _slow(fixes) for fixes in ("as released", "fixed")},
-        "faults": {fault.__name__: _played(fault) for fault in FAULTS},
-        "killed": _killed(),
+        "faults": {name: _played(fault, True) for name, fault in FAULTS.items()},
     }
 
 
-def _played(plant: Callable[[Any], None] | None) -> list[str]:
-    """What is found where one prompt is computed, loaded into other blocks, and hit while vLLM has it too."""
+def _played(fault: Fault, planted: bool) -> dict[str, Any]:
+    """What is found in the schedule of this fault, and the hits of its requests in tokens."""
     from kvfix_tools.lab.lab_engine import LabEngine
     from kvfix_tools.lab.runner import applied
 
+    options = {"chunk_size": SERVER_CHUNK, "num_blocks": 40, **fault.options}
     with applied(True):
-        engine = LabEngine(Options(connector="mp", real_server=True, chunk_size=SERVER_CHUNK, num_blocks=40))
-        if plant is not None:
-            plant(engine)
-        engine.admit("first", prompt(100), max_tokens=3)
-        engine.run()
-        engine.reset_prefix_cache()
-        engine.admit("other", prompt(100, seed=1), max_tokens=3)
-        engine.admit("again", prompt(100), max_tokens=3)
-        engine.run()
-        engine.admit("both", prompt(100), max_tokens=3)
-        engine.run()
-        engine.settle()
+        engine = LabEngine(Options(connector="mp", real_server=True, **options))
+        if planted:
+            fault.plant(engine)
+        assert fault.schedule is not None
+        fault.schedule(engine)
         engine.connector.close()
-    assert engine.counts["loaded_tokens"] >= 96
-    return [str(found) for found in engine.findings]
+    return {"found": [str(found) for found in engine.findings], "hits": engine.request_events.hits}
 
 
 def _slow(fixes: str) -> list[str]:
@@ -99,66 +92,6 @@ def _slow(fixes: str) -> list[str]:
     return sorted({found.code for found in engine.findings})
 
 
-def _killed() -> dict[str, Any]:
-    """The server is killed while a load and a store are to be sent, and started again: what is on its disk is hit."""
-    from kvfix_tools.lab.lab_engine import LabEngine
-    from kvfix_tools.lab.runner import applied
-
-    with applied(True):
-        engine = LabEngine(Options(connector="mp", real_server=True, chunk_size=SERVER_CHUNK, num_blocks=40, delay=3))
-        engine.admit("first", prompt(128))
-        engine.run()
-        engine.reset_prefix_cache()
-        engine.admit("loads", prompt(140))
-        engine.admit("stores", prompt(160, seed=1))
-        server = engine.connector.server
-        while not (server.loading and server.storing["stores"]):
-            engine.step()
-        engine.connector.server_dies()
-        engine.step(2)
-        engine.connector.server_comes_back()
-        engine.run()
-        engine.reset_prefix_cache()
-        engine.admit("again", prompt(128), max_tokens=3)
-        engine.run()
-        engine.settle()
-        engine.connector.close()
-    return {"found": [str(found) for found in engine.findings], "hit": engine.request_events.hits["again"]}
-
-
-def end_of_a_hit_is_not_sent(engine: Any) -> None:
-    """vLLM has what a lookup has locked, and the server is not asked to release it."""
-    engine.connector.scheduler_adapter.free_lookup_locks = lambda *_, **__: None
-
-
-def load_goes_to_other_blocks(engine: Any) -> None:
-    context = engine.workers[0].adapter.transfer_ctx
-    submit = context.submit_retrieve
-
-    def elsewhere(request: str, key: Any, caches: Any, blocks: list[list[int]], *rest: Any, **more: Any) -> Any:
-        return submit(request, key, caches, [group[::-1] for group in blocks], *rest, **more)
-
-    context.submit_retrieve = elsewhere
-
-
-def store_takes_other_blocks(engine: Any) -> None:
-    context = engine.workers[0].adapter.transfer_ctx
-    submit = context.submit_store
-
-    def other(request: str, key: Any, caches: Any, blocks: list[list[int]], *rest: Any) -> Any:
-        return submit(request, key, caches, [group[::-1] for group in blocks], *rest)
-
-    context.submit_store = other
-
-
-FAULTS = (end_of_a_hit_is_not_sent, load_goes_to_other_blocks, store_takes_other_blocks)
-FOUND = {
-    "end_of_a_hit_is_not_sent": "KVR009 state-left-behind both: read locks of the server",
-    "load_goes_to_other_blocks": "LAB001 wrong-content again: the step reads token 0",
-    "store_takes_other_blocks": "LAB001 wrong-content first: other KV than that of tokens 0 on is stored",
-}
-
-
 @pytest.fixture(scope="module")
 def measured(once: Once) -> dict[str, Any]:
     answer = dict(once(play_all, RELEASES / "0.5.6"))
@@ -187,13 +120,19 @@ def test_a_slow_server_does_what_the_worker_has_given_up(measured: dict[str, Any
 
 
 def test_a_server_that_is_killed_and_started_again_has_what_is_on_its_disk(measured: dict[str, Any]) -> None:
-    assert measured["killed"] == {"found": [], "hit": 128}
+    assert measured["sound"]["a_load_from_a_dead_server_counts_as_done"]["hits"]["again"] == 128
 
 
-@pytest.mark.parametrize("name", FOUND)
+def test_a_full_server_has_evicted_what_was_there_first(measured: dict[str, Any]) -> None:
+    assert measured["sound"]["what_the_server_has_evicted_counts_as_hit"]["hits"]["again"] == 0
+
+
+@pytest.mark.parametrize("name", FAULTS)
 def test_planted_faults_are_found(name: str, measured: dict[str, Any]) -> None:
-    assert measured["sound"] == []
-    assert any(found.startswith(FOUND[name]) for found in measured["faults"][name]), measured["faults"][name]
+    rule, text = FAULTS[name].rules[0], FAULTS[name].text
+    found = measured["faults"][name]["found"]
+    assert measured["sound"][name]["found"] == []
+    assert any(each.startswith(rule) and text in each for each in found), found
 
 
 @pytest.mark.parametrize(

@@ -57,7 +57,9 @@ class ServerProcess:
         self._folder = tempfile.TemporaryDirectory(prefix="kvfix-lab-server-")
         port, self._http_port = real_engine.free_port(), real_engine.free_port()
         self.url = f"tcp://localhost:{port}"
-        on_disk = {"type": "fs", "base_path": f"{self._folder.name}/l2"}
+        #: The folder of its L2.
+        self.disk = f"{self._folder.name}/l2"
+        on_disk = {"type": "fs", "base_path": self.disk}
         self._command = [
             program, "server", "--port", str(port), "--http-port", str(self._http_port),
             "--chunk-size", str(SERVER_CHUNK), "--l1-size-gb", str(L1_OBJECTS * PAGE / 2**30), "--no-l1-use-lazy",

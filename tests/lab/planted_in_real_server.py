@@ -1,0 +1,173 @@
+"""Faults planted where the lab plays a real `lmcache server`: in what is sent, and where it is killed, full or silent.
+
+They are in a list of their own, for only a server that starts can play them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from kvfix_tools.lab.server_process import L1_OBJECTS
+from kvfix_tools.lab.steps import prompt
+from tests.lab.planted_faults import Fault, Plant
+
+#: name -> fault, with a schedule of its own
+FAULTS: dict[str, Fault] = {}
+
+
+def fault(rule: str, schedule: Plant, text: str, **options: Any) -> Callable[[Plant], Plant]:
+    """options: of the lab."""
+
+    def register(plant: Plant) -> Plant:
+        FAULTS[plant.__name__] = Fault((rule,), text, plant, options, schedule)
+        return plant
+
+    return register
+
+
+def schedule_loads(engine: Any) -> None:
+    """One prompt is computed, loaded into other blocks, and hit while vLLM has it too."""
+    engine.admit("first", prompt(100), max_tokens=3)
+    engine.run()
+    engine.reset_prefix_cache()
+    engine.admit("other", prompt(100, seed=1), max_tokens=3)
+    engine.admit("again", prompt(100), max_tokens=3)
+    engine.run()
+    engine.admit("both", prompt(100), max_tokens=3)
+    engine.run()
+    engine.settle()
+    assert engine.counts["loaded_tokens"] >= 96
+
+
+@fault("KVR009", schedule_loads, "read locks of the server")
+def end_of_a_hit_is_not_sent(engine: Any) -> None:
+    """vLLM has what a lookup has locked, and the server is not asked to release it."""
+    engine.connector.scheduler_adapter.free_lookup_locks = lambda *_, **__: None
+
+
+@fault("LAB001", schedule_loads, "the step reads token 0")
+def load_goes_to_other_blocks(engine: Any) -> None:
+    context = engine.workers[0].adapter.transfer_ctx
+    submit = context.submit_retrieve
+
+    def elsewhere(request: str, key: Any, caches: Any, blocks: list[list[int]], *rest: Any, **more: Any) -> Any:
+        return submit(request, key, caches, [group[::-1] for group in blocks], *rest, **more)
+
+    context.submit_retrieve = elsewhere
+
+
+@fault("LAB001", schedule_loads, "other KV than that of tokens 0 on is stored")
+def store_takes_other_blocks(engine: Any) -> None:
+    context = engine.workers[0].adapter.transfer_ctx
+    submit = context.submit_store
+
+    def other(request: str, key: Any, caches: Any, blocks: list[list[int]], *rest: Any) -> Any:
+        return submit(request, key, caches, [group[::-1] for group in blocks], *rest)
+
+    context.submit_store = other
+
+
+def schedule_killed(engine: Any) -> None:
+    """The server is killed while a load and a store are to be sent, and started again: what is on its disk is hit."""
+    engine.admit("first", prompt(128))
+    engine.run()
+    engine.reset_prefix_cache()
+    engine.admit("loads", prompt(140))
+    engine.admit("stores", prompt(160, seed=1))
+    server = engine.connector.server
+    while not (server.loading and server.storing["stores"]):
+        engine.step()
+    engine.connector.server_dies()
+    engine.step(2)
+    engine.connector.server_comes_back()
+    engine.run()
+    engine.reset_prefix_cache()
+    engine.admit("again", prompt(128), max_tokens=3)
+    engine.run()
+    engine.settle()
+    assert engine.counts["server_restarts"] == 1
+
+
+@fault("LAB001", schedule_killed, "the step reads", delay=3)
+def a_load_from_a_dead_server_counts_as_done(engine: Any) -> None:
+    engine.workers[0].adapter.get_block_ids_with_load_errors = set
+
+
+def schedule_filled(engine: Any) -> None:
+    """Others are stored until the server is full and evicts the first chunks by itself; they are not on its disk."""
+    server = engine.connector.server
+    engine.admit("first", prompt(100))
+    engine.run()
+    for seed in range(1, 7):
+        engine.admit(f"other {seed}", prompt(320, seed=seed))
+        engine.run()
+    # it evicts down to four fifths
+    server.process.until(lambda: server.process.locks()["objects"] <= L1_OBJECTS * 4 // 5)
+    engine.settle()
+    assert engine.counts["evicted_by_server"]
+    server.empty_disk()
+    engine.reset_prefix_cache()
+    engine.admit("again", prompt(100), max_tokens=3)
+    engine.run()
+    engine.settle()
+
+
+@fault("LAB002", schedule_filled, "loaded up to 0 of 96")
+def what_the_server_has_evicted_counts_as_hit(engine: Any) -> None:
+    adapter = engine.connector.scheduler_adapter
+    check = adapter.check_lookup_result
+
+    def checked(name: str) -> int | None:
+        found: int | None = check(name)
+        return 96 if name == "again" and found is not None else found
+
+    adapter.check_lookup_result = checked
+
+
+def schedule_unanswered(engine: Any) -> None:
+    """A lookup is not answered in time, of what is there."""
+    engine.admit("first", prompt(100))
+    engine.run()
+    engine.reset_prefix_cache()
+    engine.do("lookups_fail", 1)
+    engine.admit("again", prompt(100), max_tokens=3)
+    engine.run()
+    engine.expect_all_ended()
+    assert engine.counts["lookups_unanswered"] == 1
+
+
+@fault("LAB003", schedule_unanswered, "is WAITING for ever")
+def a_lookup_that_times_out_is_waited_for(engine: Any) -> None:
+    adapter, unanswered = engine.connector.scheduler_adapter, engine.connector.server.unanswered_lookups
+    check = adapter.check_lookup_result
+    adapter.check_lookup_result = lambda name: None if name in unanswered else check(name)
+
+
+def schedule_disk(engine: Any) -> None:
+    """What was evicted is read from the server's disk."""
+    engine.admit("first", prompt(100))
+    engine.run()
+    engine.settle()
+    engine.connector.server.process.locks()  # it is on the disk
+    engine.evict(100)
+    engine.reset_prefix_cache()
+    engine.admit("again", prompt(100), max_tokens=3)
+    engine.run()
+    engine.settle()
+    assert engine.counts["read_from_disk"] == 6
+
+
+@fault("LAB001", schedule_disk, "the step reads")
+def files_on_the_disk_are_mixed_up(engine: Any) -> None:
+    evict, folder = engine.evict, Path(engine.connector.server.process.disk)
+
+    def evicted(chunks: int) -> None:
+        files = sorted(file for file in folder.rglob("*") if engine.connector.server.model_name in file.name)
+        assert len(files) == 6
+        for file, contents in zip(files, [file.read_bytes() for file in reversed(files)], strict=True):
+            file.write_bytes(contents)
+        evict(chunks)
+
+    engine.evict = evicted
