@@ -11,7 +11,7 @@ from pathlib import Path
 
 from kvfix_tools.doctor import checks
 from maintain import scenario_matrix
-from maintain.documentation import code_pages, contract_pages, error_index, support_matrix
+from maintain.documentation import code_pages, contract_pages, error_index, released_table, support_matrix
 
 #: Where the page of kvfix doctor has its checks.
 CHECKS = "<!-- the checks -->"
@@ -23,6 +23,8 @@ TOP = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG
 #: Where the page of kvfix conform has its example, and what the kit says of vLLM's connectors.
 CONNECTOR = "<!-- the connector -->"
 CONNECTORS = "<!-- the table of connectors -->"
+#: Where the page of what is found as released has it.
+RELEASED = "<!-- what is found as released -->"
 
 
 def pages(root: Path) -> dict[str, str]:
@@ -39,7 +41,12 @@ def pages(root: Path) -> dict[str, str]:
 
 def filled(text: str) -> str:
     """A page with what is made for it, where it has a mark."""
-    makers = {CHECKS: _checks, CONNECTOR: contract_pages.connector, CONNECTORS: contract_pages.connectors}
+    makers = {
+        CHECKS: _checks,
+        CONNECTOR: contract_pages.connector,
+        CONNECTORS: contract_pages.connectors,
+        RELEASED: released_table.text,
+    }
     for mark, made in makers.items():
         if mark in text:
             text = text.replace(mark, made())

@@ -1,0 +1,157 @@
+"""docs/released.json: what the fuzzer finds as released, without a fix, and which fix is for it.
+
+    python -m maintain.released_findings [CONNECTOR...]
+
+Each of CONNECTORS with the vLLM of the running Python and with those newer; `requirements/matrix` has made their
+environments. A finding is of a fix if its schedule shows it with all fixes but this one; of each kind the first
+schedules are asked, until one tells.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import kvfix
+import kvfix_tools
+from kvfix import catalogue
+from kvfix.session import session
+from kvfix_tools.lab import releases, runner
+from maintain.scenario_matrix import VLLM
+
+if TYPE_CHECKING:
+    from kvfix_tools.lab.schedule import Schedule
+
+FILE = Path(__file__).parents[2] / "docs/released.json"
+#: Steps of the scheduler for each pair.
+STEPS = 20_000
+#: Schedules of each kind of finding that are asked, until one tells.
+ASKED = 5
+#: Releases of vLLM that are newer than the one of the running Python.
+NEWER = Path("requirements/vllm-python-only.txt")
+#: The connectors of the lab, and the newest LMCache that each is played with.
+CONNECTORS = {"v1": "0.5.6", "mp": "0.5.6", "mp-in-tree": "0.4.6"}
+
+
+class Row(NamedTuple):
+    """What is found of one rule, for one reason. seed: the first that tells which. message: the first.
+
+    fixes: those that alone keep it away; none where in the first seeds another one does so too.
+    """
+
+    rule: str
+    fixes: list[str]
+    findings: int
+    seed: int
+    message: str
+
+
+class Found(NamedTuple):
+    """Of a connector, with the releases of `versions`. with_fixes: kinds of findings in these seeds with all fixes."""
+
+    connector: str
+    versions: dict[str, str]
+    steps: int
+    seeds: int
+    with_fixes: int
+    rows: list[Row]
+
+
+def load() -> list[Found]:
+    runs = json.loads(FILE.read_text())
+    return [Found(**{**run, "rows": [Row(**row) for row in run["rows"]]}) for run in runs]
+
+
+def dump(found: list[Found]) -> str:
+    whole = [{**run._asdict(), "rows": [row._asdict() for row in run.rows]} for run in found]
+    return json.dumps(whole, indent=1) + "\n"
+
+
+def look(connector: str, steps: int) -> Found:
+    """Play it as released, in this process."""
+    from kvfix_tools.lab import fuzz_run
+
+    run = fuzz_run.Run(connector, fixes=False)
+    done = fuzz_run.fuzz(run, range(1_000_000), math.inf, shrinking=0, most=steps)
+    of_seed = [run.play(range(seed, seed + 1), math.inf).found for seed in range(done.seeds)]
+    known: dict[int, dict[str, list[tuple[str, str]]]] = {}
+    rows: dict[tuple[str, tuple[str, ...]], Row] = {}
+    for each in done.violations:
+        seeds = [seed for seed, found in enumerate(of_seed) if each.signature in found][:ASKED]
+        seed, fixes = each.seed, list[str]()
+        for candidate in seeds:
+            if candidate not in known:
+                (drawn,) = run.schedules([candidate])
+                known[candidate] = without_each(drawn)
+            fixes = fixes_of(each.rule, each.signature, known[candidate])
+            if fixes:
+                seed = candidate
+                break
+        row = Row(each.rule, fixes, 0, seed, each.message)
+        before = rows.get((each.rule, tuple(fixes)), row)
+        first = min(before, row, key=lambda row: row.seed)
+        rows[each.rule, tuple(fixes)] = first._replace(findings=before.findings + each.times)
+    fixed = fuzz_run.fuzz(fuzz_run.Run(connector, fixes=True), range(done.seeds), math.inf, shrinking=0)
+    ordered = sorted(rows.values(), key=lambda row: (row.rule, -row.findings, row.fixes))
+    return Found(connector, releases.versions(), done.steps, done.seeds, len(fixed.violations), ordered)
+
+
+def without_each(drawn: Schedule) -> dict[str, list[tuple[str, str]]]:
+    """{fix: rules and signatures that this schedule shows with all fixes but this one}; "": with all."""
+    from kvfix_tools.lab.fuzz import play, signature
+
+    mine = [fix for fix in catalogue.fixes() if fix.fixable and not fix.opt_in]
+    shown = {}
+    with runner.applied(True):
+        shown[""] = [(found.code, signature(found)) for found in play(drawn).violations]
+        done = {target for target, outcome in session.outcomes.items() if outcome.state == "applied"}
+    here = [fix.code for fix in mine if done.intersection(fix.targets)]
+    for left_out in here:
+        with runner.applied(True, only=[code for code in here if code != left_out]):
+            shown[left_out] = [(found.code, signature(found)) for found in play(drawn).violations]
+    return shown
+
+
+def fixes_of(rule: str, signature: str, without: dict[str, list[tuple[str, str]]]) -> list[str]:
+    """The fixes without which alone it is there in these words, or, if there is none, this rule is violated."""
+    exact = [code for code, shown in without.items() if code and (rule, signature) in shown]
+    return exact or [code for code, shown in without.items() if code and any(each == rule for each, _ in shown)]
+
+
+def in_its_process(python: Path, connector: str) -> Found:
+    packages = os.pathsep.join(str(Path(package.__path__[0]).parent) for package in (kvfix, kvfix_tools))
+    environment = {name: value for name, value in os.environ.items() if name != "KVFIX"} | {"PYTHONPATH": packages}
+    code = f"from maintain import released_findings as it; it.answer({connector!r})"
+    done = subprocess.run([str(python), "-c", code], env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    (run,) = json.loads(done.stdout.splitlines()[-1])
+    return Found(**{**run, "rows": [Row(**row) for row in run["rows"]]})
+
+
+def answer(connector: str) -> None:
+    """What is found, on stdout as one line."""
+    runner.prepare(str(Path(".cache/lmcache") / CONNECTORS[connector]))
+    print(json.dumps(json.loads(dump([look(connector, STEPS)]))))
+
+
+def main(connectors: list[str]) -> None:
+    pythons = {"": Path(sys.executable)}
+    pythons |= {release: VLLM / release / "bin/python" for release in NEWER.read_text().split()}
+    known = {(run.connector, run.versions["vllm"]): run for run in (load() if FILE.exists() else [])}
+    for connector in connectors or CONNECTORS:
+        for release, python in pythons.items():
+            print(f"{connector}, vLLM {release or 'installed here'}", file=sys.stderr)
+            run = in_its_process(python, connector)
+            known[connector, run.versions["vllm"]] = run
+            order = list(CONNECTORS)
+            FILE.write_text(
+                dump([known[each] for each in sorted(known, key=lambda each: (order.index(each[0]), each[1]))])
+            )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
