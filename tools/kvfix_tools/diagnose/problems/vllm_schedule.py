@@ -174,6 +174,7 @@ PROBLEMS = (
         shows=(
             Failed(kind="AssertionError", source="assert total_num_scheduled_tokens > 0"),
             Failed(kind="AssertionError", source="assert num_new_tokens > 0", at=_SCHEDULER),
+            Failed(kind="AssertionError", source="assert num_tokens_scheduled > 0", at=_SCHEDULER),
         ),
         releases={"lmcache": "!=0.3.10"},
         cause="A prompt whose every token the connector promised (it has to leave the last one to the model), or "
