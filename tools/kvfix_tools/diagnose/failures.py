@@ -7,6 +7,8 @@ from collections import Counter
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+from msgspec.structs import replace
+
 if TYPE_CHECKING:
     from kvfix_tools.diagnose.log_line import LogLine
     from kvfix_tools.diagnose.tracebacks import Frame
@@ -21,10 +23,10 @@ _ECHOES = (
 #: What an engine says when it is dead.
 _DEAD = re.compile(
     rb"EngineDeadError|ngine core initialization failed|WorkerProc initialization failed|EngineCore failed to start"
-    rb"|EngineCore encountered a|died unexpectedly|Worker proc |Shutting down due to"
+    rb"|EngineCore encountered a|died unexpectedly|Worker proc |Shutting down due to|output_handler failed"
 )
 #: What all of those hold.
-_DEATHS = (b"ngine", b"orker", b"died unexpectedly", b"Shutting down due to")
+_DEATHS = (b"ngine", b"orker", b"died unexpectedly", b"Shutting down due to", b"output_handler failed")
 #: Lines of an engine at work.
 _WORK = frozenset({"asked", "stored", "retrieved", "storing", "mp_stored", "mp_retrieved", "mp_prefetched"})
 #: Failures and processes that are kept in mind.
@@ -47,7 +49,12 @@ _FAILS = re.compile(
 )
 #: Files of vLLM's KV code, and glog's and UCX's own lines.
 _KV = re.compile(r"nixl|mooncake|offload|kv_connector|kv_transfer|moriio|p2p|lmcache")
-_NATIVE = re.compile(rb"\.cpp:\d+\] |UCX  WARN|block_manager::|ZmqActiveMessage")
+_NATIVE = re.compile(
+    rb"\.cpp:\d+\] |UCX  WARN|block_manager::|ZmqActiveMessage|P2PSession|\bP2P \S+: |ZmqTransport|NixlTransport"
+    rb"|[Mm]ooncake|SimpleCPU|KVCR|NIXL|\bKV (?:load|transfer|post-processing)|oundary-state"
+)
+#: What the engine says of an exception of a worker, in the words that the exception had.
+_IN_A_WORKER = re.compile(r"Worker failed with error '(?P<text>.*)', please check the stack trace")
 _DIGITS, _WORDS = re.compile(rb"\d+"), 200
 HOOKS = frozenset({
     "create_connector", "ensure_kv_transfer_initialized", "register_kv_caches",
@@ -68,8 +75,11 @@ class Failures:
         #: Warnings of KV code that no finding knows and that say that something fails, without their numbers: how many.
         self._warned: Counter[bytes] = Counter()
         self._first_warned: dict[bytes, LogLine] = {}
-        #: Whether an engine or a worker has logged that it is dead.
+        #: Whether an engine or a worker has logged that it is dead; its first line that says so.
         self.dead = False
+        self.death: LogLine | None = None
+        #: What the engine says of a worker's exception: all there is of it where the worker's own lines are missing.
+        self.quoted: LogLine | None = None
         #: {process: its last line}
         self.last: dict[str, LogLine] = {}
         #: Whether it was asked to end.
@@ -85,7 +95,10 @@ class Failures:
         if name in _WORK or (name == "stats" and float(line.fields["generation"]) > 0):
             self._worked = self._taken
         elif name in ("raised", "logged"):
-            self.dead = self.dead or _is_dead(line.body)
+            if _is_dead(line.body):
+                self.dead, self.death = True, self.death or line
+            if name == "raised" and self.quoted is None:
+                self.quoted = _quoted(line)
             if name == "raised" and len(self.raised) < _SHOWN:
                 key = (line.fields["class"], line.fields["text"][:80], *line.fields["frames"][-1:])
                 if key not in self._shown and _is_failure(line):
@@ -141,6 +154,16 @@ class Failures:
             return next((line for line in own if not (_while_ending(line) or _is_heading(line))), own[0])
         # A connector's exception that the engine survives is not its normal work either.
         return next((line for line in self.lines if line.name == "raised" and of_connector(line)), None)
+
+
+def _quoted(line: LogLine) -> LogLine | None:
+    """The worker's exception that this one of the engine quotes, without a class or frames; None: it quotes none."""
+    text = str(line.fields["text"])
+    found = _IN_A_WORKER.match(text) if text.startswith("Worker failed with error") else None
+    if found is None or not found["text"]:
+        return None
+    fields = {**line.fields, "text": found["text"], "type": "", "class": "", "frames": [], "source": ""}
+    return replace(line, fields=fields)
 
 
 def _is_heading(line: LogLine) -> bool:

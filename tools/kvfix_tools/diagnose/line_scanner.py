@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from itertools import count
 
 from kvfix_tools.diagnose import log_formats, needles, texts
-from kvfix_tools.diagnose.log_line import LogLine
+from kvfix_tools.diagnose.log_line import Fields, LogLine
 from kvfix_tools.diagnose.needles import FRAME
 from kvfix_tools.diagnose.stacks import Stack, Stacks
 from kvfix_tools.diagnose.texts import LEVEL, STAMP, Framed, Other
@@ -36,6 +36,8 @@ class Scanner:
         self._debug = False
         self._tracebacks = Tracebacks()
         self._stacks = Stacks()
+        #: {process: an assertion that stands alone}
+        self._source: dict[str, str] = {}
         #: {from LMCache's frame to the line's end: what it says}
         self._framed: dict[bytes, Framed] = {}
         #: {a line of another logger: what it says}
@@ -172,12 +174,20 @@ class Scanner:
         inside, raised = self._tracebacks.take(other.process, other.part)
         if raised is not None:
             found.append(self._raised(raised, other.level, other.process, number, other.body))
+        if not inside and other.body.lstrip().startswith(b"assert "):
+            self._source[other.process] = other.body.strip().decode("utf-8", "replace")
         if not inside and other.found is not None:
             name, fields = other.found
             if name == "raised":
-                fields = {**fields, "follows": fields["follows"] and self._tracebacks.follows(other.process)}
+                follows = fields["follows"] and self._tracebacks.follows(other.process)
+                fields = {**fields, "follows": follows, "source": self._asserted(fields, other.process)}
             found.append(LogLine(name, fields, None, other.process, self._file, number, other.evidence))
         return found
+
+    def _asserted(self, fields: Fields, process: str) -> str:
+        """The line of code that stood before an AssertionError whose traceback was cut off above it."""
+        source = self._source.pop(process, "")
+        return source if fields["type"] == "AssertionError" else str(fields["source"])
 
     def _raised(self, raised: Raised, level: str, process: str, number: int, body: bytes) -> LogLine:
         fields = {**texts.with_meaning(raised), "level": level}

@@ -160,7 +160,9 @@ class Other:
     @cached_property
     def is_alone(self) -> bool:
         """Whether it says what it says, whatever stood before it: where no traceback and no stack is open."""
-        return not self.of_stack and not self.part.sure and (self.found is None or self.found[0] != "raised")
+        if self.of_stack or self.part.sure or b"assert " in self.body:
+            return False
+        return self.found is None or self.found[0] != "raised"
 
     def kind(self, head: bytes, body: bytes) -> tuple[bytes, ...] | None:
         """What the head says besides its time, if the line is made of these two and its body names no process."""

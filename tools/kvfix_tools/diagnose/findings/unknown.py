@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     from kvfix_tools.diagnose.diagnosis import Diagnosis
     from kvfix_tools.diagnose.log_line import LogLine
 
+#: What an exception's bare name lacks.
+_CUT = ", without a text: the last lines of its traceback, above it, would tell which"
 #: Findings of these explain why an engine is dead.
 _EXPLAINS = (Severity.CRASH, Severity.HANG)
 
@@ -34,7 +36,7 @@ def unknown_failure(log: Diagnosis, line: LogLine | None) -> Answer | None:
     if first is not None and first.name == "logged" and log.findings:
         return None  # what was found says it already
     if first is None:
-        return Answer("the engine is dead, and the log does not show why", request="") if log.failures.dead else None
+        return _of_the_dead(log)
     heading = log.failures.heading if first.name == "raised" and not first.fields["frames"] else None
     general = problems.general(first) or (problems.general(heading) if heading is not None else None)
     return Answer(
@@ -44,6 +46,21 @@ def unknown_failure(log: Diagnosis, line: LogLine | None) -> Answer | None:
         evidence=_evidence(log, first),
         record=general,
     )
+
+
+def _of_the_dead(log: Diagnosis) -> Answer | None:
+    """What is left of a failure whose own lines the log does not have: an engine's quotation of it, or the death."""
+    quoted, death = log.failures.quoted, log.failures.death
+    if quoted is not None:
+        known = next(iter(problems.at(quoted)), None) or problems.general(quoted)
+        sentence = f"a worker's exception, of which the log has no more than its words: {quoted.fields['text'][:200]}"
+        return Answer(sentence, request="", verdict="unknown", evidence=(quoted.evidence,), record=known)
+    if death is not None:
+        sentence = f"the engine is dead, and the log does not show why: {death.evidence.text[:160]}"
+        return Answer(
+            sentence, request="", verdict="unknown", evidence=(death.evidence,), record=problems.general(death)
+        )
+    return Answer("the engine is dead, and the log does not show why", request="") if log.failures.dead else None
 
 
 @finding("KVD159", "ended-at-its-buffer", Severity.CRASH, on=[""])
@@ -108,7 +125,8 @@ def _sentence(log: Diagnosis, line: LogLine) -> str:
         return f"{fields['level']}: {line.evidence.text[:200]}"
     what = f"{fields['class'] or 'fatal error'}{': ' + fields['text'][:200] if fields['text'] else ''}"
     if not fields["frames"]:
-        return what
+        bare = f", `{fields['source']}`" if fields["source"] else "" if fields["text"] else _CUT
+        return f"{what}{bare}"
     file, number, function = fields["frames"][-1]
     at = f":{number}" if number else ""  # a frame that a report shortened has none
     parts = [f"{what} at {'/'.join(file.split('/')[-2:])}{at} in {function}"]

@@ -196,23 +196,6 @@ PROBLEMS = (
         good=_REPORT,
     ),
     Problem(
-        code="KVD1005",
-        name="no-vllm-hash-function",
-        severity=Severity.SLOW,
-        title="LMCache found no hash function of vLLM's, and uses Python's own, which differs in every process.",
-        shows=(Logged("Could not load '<function>' from vLLM. Using builtin hash.", "lmcache/v1/token_database.py"),),
-        sentence="pre_caching_hash_algorithm is {function}",
-        releases={"lmcache": ">=0.3.9.post2"},
-        cause="pre_caching_hash_algorithm names a function that this vLLM does not have (a letter wrong, xxhash that "
-        "is "
-        "not installed), or vLLM is not installed where this runs (a server's own container). Python's hash of a text "
-        "depends on PYTHONHASHSEED: processes with different ones never hit each other's chunks.",
-        now="pre_caching_hash_algorithm: sha256_cbor (LMCACHE_PRE_CACHING_HASH_ALGORITHM) in every process; if vLLM "
-        "is not "
-        "there: the same PYTHONHASHSEED=0 everywhere",
-        good="one algorithm, written out, in all processes that share chunks",
-    ),
-    Problem(
         code="KVD1006",
         name="lookup-socket-broken",
         severity=Severity.SLOW,
@@ -272,24 +255,5 @@ PROBLEMS = (
         "call LMCache than num_layers (a draft model's layers, layers without attention), so some are never taken.",
         now="enable_blending: false; without --speculative-config to see whether the draft layers are it",
         good=_REPORT,
-    ),
-    Problem(
-        code="KVD1009",
-        name="batch-larger-than-the-free-memory",
-        severity=Severity.RISK,
-        title="LMCache's CPU buffer has no room for all chunks of a request at once.",
-        shows=(
-            Failed(kind="RuntimeError", text="Failed to batched allocate <count> memory blocks of size <size>"),
-            Logged("Failed to batched allocate <count> memory blocks of size <size>"),
-        ),
-        sentence="{count} chunks of {size} bytes were asked for",
-        releases={"lmcache": ">=0.4.3"},
-        sure=False,
-        cause="One request's chunks are allocated together: count * size bytes (aligned to 4 kB) must be free, or "
-        "be freed by eviction. What is pinned (loads in progress) or just being stored does not count as free.",
-        now="max_local_cpu_size (LMCACHE_MAX_LOCAL_CPU_SIZE, server: --l1-size-gb) at least count * size * requests "
-        "at once; "
-        "fewer at once: --max-num-seqs",
-        good="a buffer for the longest prompt times the requests that load at once",
     ),
 )

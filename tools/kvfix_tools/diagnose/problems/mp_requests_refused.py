@@ -100,27 +100,6 @@ PROBLEMS = (
         good=_REPORT,
     ),
     Problem(
-        code="KVD1014",
-        name="model-not-registered-with-server",
-        severity=Severity.SLOW,
-        title="The server is asked for a model and world size that nobody has registered.",
-        shows=(
-            Failed(
-                kind="ValueError",
-                text="No attention-window descriptor registered for model <model> with world size <size>",
-            ),
-        ),
-        sentence="model {model}, world size {size}",
-        releases={"lmcache": ">=0.5.1"},
-        connectors=_MP,
-        cause="The windows of a model are known from the workers' registration, under its name and their number. The "
-        "lookup names others: the scheduler's --served-model-name is not the workers' model, or the registration of "
-        "this engine failed or was reaped after the server's restart.",
-        now="look for the REGISTER line of this model in the server's log; restart vLLM so that it registers anew",
-        good="one model name and world size in scheduler and workers: the same --model for all nodes",
-        sure=False,
-    ),
-    Problem(
         code="KVD1015",
         name="server-answer-without-device-event",
         severity=Severity.SLOW,

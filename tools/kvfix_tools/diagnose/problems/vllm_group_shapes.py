@@ -80,6 +80,7 @@ PROBLEMS = (
         severity=Severity.CRASH,
         title="A pipeline rank has layers that are in none of the model's KV groups.",
         shows=(Failed(kind="AssertionError", text="Some layers are not assigned to any group.", at=_UTILS),),
+        releases={"vllm": "<0.33"},
         sure=False,
         cause="The groups are made of all ranks' layers together, by name. A rank whose layer has the same name and "
         "another kind, or a draft model that only the last rank has, is left over.",

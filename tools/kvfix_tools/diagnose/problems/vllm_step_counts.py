@@ -57,6 +57,7 @@ PROBLEMS = (
                 source="assert safe_frontier >= 0",
             ),
         ),
+        releases={"vllm": "<0.33"},
         sure=False,
         cause="Each step that is scheduled ahead adds its tokens to num_output_placeholders, and its output takes them "
         "off again. A preemption, a load of KV that failed or a reset of the prefix cache sets the count to 0 while a "

@@ -1,0 +1,55 @@
+"""What is left where a log has only the words of those who noticed a death: what would decide it."""
+
+from __future__ import annotations
+
+from kvfix_tools.diagnose.findings import Severity
+from kvfix_tools.diagnose.problems import Failed, Logged, Problem
+
+_NO_RELEASE = "what the first error says: no setting and no release can be named by an echo"
+
+PROBLEMS = (
+    Problem(
+        code="KVD1040",
+        name="worker-ended-without-a-word",
+        general=True,
+        severity=Severity.CRASH,
+        title="A worker ended, and this log has no exception of it.",
+        shows=(
+            Logged("died unexpectedly, shutting down executor."),
+            Failed(text="died unexpectedly, shutting down executor."),
+        ),
+        sure=False,
+        cause="A worker that raises prints a traceback first. One without was ended by a signal: SIGKILL (memory of "
+        "the "
+        "container or machine; older releases print no exit code), or a crash in native code; or its lines are in "
+        "another file (Ray, a node of its own). `dmesg -T` of that minute decides: `Out of memory: Killed process` or "
+        "`segfault at ... in libX.so`.",
+        now="dmesg -T | grep -iE 'killed process|segfault' and kubectl describe pod (OOMKilled, 137); "
+        "PYTHONFAULTHANDLER=1 at the next start prints the stack of a crash",
+        good=_NO_RELEASE,
+    ),
+    Problem(
+        code="KVD1041",
+        name="only-the-echo-of-a-death",
+        general=True,
+        severity=Severity.CRASH,
+        title="The log has only what the API server says after the engine died; the cause stands in the engine's "
+        "lines.",
+        shows=(
+            Failed(kind="EngineDeadError"),
+            Failed(text="EngineCore encountered an issue. See stack trace (above) for the root cause."),
+            Failed(text="Engine core initialization failed. See root cause above."),
+            Failed(text="WorkerProc initialization failed due to an exception in a background process."),
+            Logged("AsyncLLM output_handler failed"),
+        ),
+        sure=False,
+        cause="Each process prints its own traceback, before these lines: the first one of an EngineCore or a Worker "
+        "is the "
+        "cause. It is missing here: the excerpt begins too late, a pod was restarted, or other ranks and nodes log "
+        "elsewhere.",
+        now="grep -nE 'Traceback|EngineCore.*ERROR|Worker.*ERROR' LOG | head; kubectl logs --previous, docker logs, "
+        "Ray's "
+        "/tmp/ray/session_latest/logs; then kvfix-diagnose with all of these files",
+        good=_NO_RELEASE,
+    ),
+)
