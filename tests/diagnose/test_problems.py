@@ -204,3 +204,21 @@ def test_signs_of_ucx_stand_in_the_ucx_that_nixl_brings() -> None:
         for sign in problem.shows:
             part = max((each.removeprefix("UCX  ERROR ") for each in PLACE.split(sign.text)[::2]), key=len)
             assert part.strip().encode() in texts, sign
+
+
+def test_an_assertion_without_its_frames_is_known_by_its_source() -> None:
+    assert codes(diagnose("    assert num_tokens_scheduled > 0\nAssertionError\n")) == ["KVD398"]
+    assert codes(diagnose("    assert num_tokens_scheduled > 0\nValueError\n")) != ["KVD398"]
+
+
+def test_what_an_engine_quotes_of_a_worker_is_looked_at() -> None:
+    quoted = "Worker failed with error '{text}', please check the stack trace above for the root cause"
+    line = f"{CORE}RuntimeError: {quoted}\n"
+    assert codes(diagnose(line.format(text="CUDA out of memory. Tried to allocate 2.00 GiB."))) == ["KVD215"]
+
+
+def test_a_log_of_echoes_says_where_the_cause_stands() -> None:
+    dead = "(APIServer pid=7) ERROR 11-21 01:42:28 [async_llm.py:525] AsyncLLM output_handler failed.\n"
+    assert codes(diagnose(dead)) == ["KVD1041"]
+    died = f"{CORE}Worker proc VllmWorker-1 died unexpectedly, shutting down executor.\n"
+    assert codes(diagnose(died + dead)) == ["KVD1040"]
