@@ -20,8 +20,7 @@ PROBLEMS = (
         ),
         sure=False,
         cause="A worker that raises prints a traceback first. One without was ended by a signal: SIGKILL (memory of "
-        "the "
-        "container or machine; older releases print no exit code), or a crash in native code; or its lines are in "
+        "the container or machine; older releases print no exit code), or a crash in native code; or its lines are in "
         "another file (Ray, a node of its own). `dmesg -T` of that minute decides: `Out of memory: Killed process` or "
         "`segfault at ... in libX.so`.",
         now="dmesg -T | grep -iE 'killed process|segfault' and kubectl describe pod (OOMKilled, 137); "
@@ -44,12 +43,10 @@ PROBLEMS = (
         ),
         sure=False,
         cause="Each process prints its own traceback, before these lines: the first one of an EngineCore or a Worker "
-        "is the "
-        "cause. It is missing here: the excerpt begins too late, a pod was restarted, or other ranks and nodes log "
-        "elsewhere.",
+        "is the cause. It is missing here: the excerpt begins too late, a pod was restarted, or other ranks and nodes "
+        "log elsewhere.",
         now="grep -nE 'Traceback|EngineCore.*ERROR|Worker.*ERROR' LOG | head; kubectl logs --previous, docker logs, "
-        "Ray's "
-        "/tmp/ray/session_latest/logs; then kvfix-diagnose with all of these files",
+        "Ray's /tmp/ray/session_latest/logs; then kvfix-diagnose with all of these files",
         good=_NO_RELEASE,
     ),
 )

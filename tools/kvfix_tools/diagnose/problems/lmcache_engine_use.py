@@ -33,12 +33,10 @@ PROBLEMS = (
         connectors=_IN_PROCESS,
         sure=False,
         cause="The storage is made when vLLM calls register_kv_caches (LMCache's line `Registering KV caches`), with "
-        "all "
-        "layers of this rank. No such line in this process: its vLLM or plugin does not call it, or the rank has no "
-        "attention layer (pipeline parallelism). With it: an error between that line and this one ended the making.",
+        "all layers of this rank. No such line in this process: its vLLM or plugin does not call it, or the rank has "
+        "no attention layer (pipeline parallelism). With it: an error between that line and this one ended the making.",
         now="look for `Registering KV caches` and the first error after it in the same process; the releases of the "
-        "pair "
-        "as `kvfix doctor -- vllm serve ...` names them",
+        "pair as `kvfix doctor -- vllm serve ...` names them",
         good="a pair of releases that kvfix doctor finds right",
     ),
     Problem(
@@ -58,8 +56,7 @@ PROBLEMS = (
         connectors=_IN_PROCESS,
         releases={"lmcache": ">=0.3.9.post1"},
         cause="enable_scheduler_bypass_lookup (or a connector that looks up in the scheduler) makes an engine without "
-        "a "
-        "buffer there, for lookups only. A backend that loads in order to answer (audit, a plugin of your own) "
+        "a buffer there, for lookups only. A backend that loads in order to answer (audit, a plugin of your own) "
         "allocates, and is not made for it.",
         now="enable_scheduler_bypass_lookup: false in LMCache's configuration; restart",
         good="keep it so: the set-up was wrong, and no release changes that",
@@ -85,9 +82,8 @@ PROBLEMS = (
         connectors=_IN_PROCESS,
         sure=False,
         cause="LMCache takes the GPU of its worker number modulo the GPUs that it sees; vLLM takes its local rank. "
-        "They "
-        "differ where ranks of one engine see different CUDA_VISIBLE_DEVICES (Ray, one GPU for each container), or "
-        "with data parallelism inside one node.",
+        "They differ where ranks of one engine see different CUDA_VISIBLE_DEVICES (Ray, one GPU for each container), "
+        "or with data parallelism inside one node.",
         now="the same CUDA_VISIBLE_DEVICES for all ranks of a node, in the order of the ranks; one engine for each "
         "container where data parallelism is meant; restart",
         good="ranks of a node that all see the same devices",
@@ -150,8 +146,8 @@ PROBLEMS = (
         sentence="request {request}",
         releases={"lmcache": "==0.3.9"},
         cause="enable_async_loading keeps one event for each request. A request that is preempted and asked for "
-        "again, or "
-        "aborted, takes its event a second time; one that is scheduled before its load has ended takes it early.",
+        "again, or aborted, takes its event a second time; one that is scheduled before its load has ended takes it "
+        "early.",
         now="enable_async_loading: false (LMCACHE_ENABLE_ASYNC_LOADING=false); restart",
         good="no release is known to be right (0.5.6 asserts it too): leave enable_async_loading at false",
         sure=False,
@@ -171,12 +167,11 @@ PROBLEMS = (
         ),
         connectors=_IN_PROCESS,
         sure=False,
-        cause="LMCache forgets a request when vLLM says that it finished. One that goes on after that was given the id "
-        "of one that had ended: a client (or a router that retries) that sends the same request id while the first is "
-        "still running.",
+        cause="LMCache forgets a request when vLLM says that it finished. One that goes on after that was given the "
+        "id of one that had ended: a client (or a router that retries) that sends the same request id while the first "
+        "is still running.",
         now="a request id of its own for each request: no X-Request-Id that repeats, a router that makes a new one "
-        "for a "
-        "retry; restart",
+        "for a retry; restart",
         good="ids that are unique",
     ),
     Problem(
@@ -187,10 +182,9 @@ PROBLEMS = (
         shows=(Failed(kind="AssertionError", text="Key <key> not found in local data.", within="get_blocking"),),
         connectors=_IN_PROCESS,
         sure=False,
-        cause="With pd_role: receiver a chunk is in the buffer from its announcement to its first load, which takes it "
-        "out. Two requests with the same prefix share the chunk's key: the first one's load, abort or pd_buffer "
-        "timeout "
-        "takes it from the second.",
+        cause="With pd_role: receiver a chunk is in the buffer from its announcement to its first load, which takes "
+        "it out. Two requests with the same prefix share the chunk's key: the first one's load, abort or pd_buffer "
+        "timeout takes it from the second.",
         now="a router that does not send two requests with one prefix to a decode instance at the same time; restart "
         "decode",
         good=_REPORT,
@@ -232,8 +226,7 @@ PROBLEMS = (
         cause="A model whose layers hold KV of several shapes (MLA with an indexer, hybrid groups, packed fp8) has "
         "chunks whose bytes are not tokens times one size; remote connectors count so.",
         now="remote_url: null (LMCache's CPU cache alone) for this model; or chunk_size: a multiple of the largest "
-        "block "
-        "of its groups",
+        "block of its groups",
         good=_REPORT,
         sure=False,
     ),
@@ -251,8 +244,8 @@ PROBLEMS = (
         connectors=_IN_PROCESS,
         sure=False,
         cause="Blending keeps each layer that it has loaded until the layer was computed. The model has fewer layers "
-        "that "
-        "call LMCache than num_layers (a draft model's layers, layers without attention), so some are never taken.",
+        "that call LMCache than num_layers (a draft model's layers, layers without attention), so some are never "
+        "taken.",
         now="enable_blending: false; without --speculative-config to see whether the draft layers are it",
         good=_REPORT,
     ),

@@ -28,12 +28,10 @@ PROBLEMS = (
         connectors=_MP,
         sure=False,
         cause="The worker registers its KV caches once, at the start (REGISTER_KV_CACHE), and again when the server "
-        "has "
-        "come back. Either failed or timed out before this line, or the engine is just ending (`Transfer context is "
-        "closed.`), which is no fault.",
+        "has come back. Either failed or timed out before this line, or the engine is just ending (`Transfer context "
+        "is closed.`), which is no fault.",
         now="look for the worker's REGISTER line and the server's log at that time; restart the server, then vLLM; "
-        "both of "
-        "one release of LMCache",
+        "both of one release of LMCache",
         good="a server that is up before the engines, of their release",
     ),
     Problem(
@@ -51,11 +49,9 @@ PROBLEMS = (
         releases={"lmcache": ">=0.4.7"},
         sure=False,
         cause="A chunk of this group is total_blocks_per_chunk blocks of it. The client counted its blocks with "
-        "another "
-        "chunk size, or vLLM has given fewer blocks than tokens (a window that slides, blocks of a draft).",
+        "another chunk size, or vLLM has given fewer blocks than tokens (a window that slides, blocks of a draft).",
         now="the server's --chunk-size and the engine's lmcache.chunk_size equal, and a multiple of every group's "
-        "block "
-        "size; without --speculative-config to see whether it is that",
+        "block size; without --speculative-config to see whether it is that",
         good=_REPORT,
     ),
     Problem(
@@ -93,9 +89,8 @@ PROBLEMS = (
         releases={"lmcache": ">=0.5.5"},
         sure=False,
         cause="The server keeps a session for each request from its lookup to END_SESSION. It was ended by an abort, "
-        "by "
-        "its age, or by a server that was restarted in between; several L1s (DRAM and Device-DAX) need it to know who "
-        "holds which chunk.",
+        "by its age, or by a server that was restarted in between; several L1s (DRAM and Device-DAX) need it to know "
+        "who holds which chunk.",
         now="restart vLLM after a restart of the server; nothing if the request was aborted just before",
         good=_REPORT,
     ),
@@ -145,8 +140,7 @@ PROBLEMS = (
             Failed(kind="TypeError", text="payload annotations <own> do not match RPC <operation> types"),
         ),
         cause="Server code and protocol of one LMCache are made together. They differ where files of two releases are "
-        "mixed: an installation over an older one, a PYTHONPATH with a checkout, an extension of "
-        "another release.",
+        "mixed: an installation over an older one, a PYTHONPATH with a checkout, an extension of another release.",
         now="pip uninstall -y lmcache until none is left, then install one release",
         good="one LMCache in the server's environment",
     ),

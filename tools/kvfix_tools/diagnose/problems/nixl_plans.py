@@ -1,5 +1,4 @@
-"""NixlConnector's plans of a transfer that do not come out: regions, groups and sizes that the two sides count "
-"apart."""
+"""NixlConnector's plans of a transfer that do not come out: the two sides count regions or groups apart."""
 
 from __future__ import annotations
 
@@ -31,8 +30,7 @@ PROBLEMS = (
         connectors=_NIXL,
         sure=False,
         cause="Each side registers one region for each layer (or K and V apart, or one for several layers), and they "
-        "are "
-        "paired in order. The counts differ: a draft model on one side only, another attention backend or layout, "
+        "are paired in order. The counts differ: a draft model on one side only, another attention backend or layout, "
         "pipeline parallelism, or two releases of vLLM.",
         now=f"{_SAME}; the same --attention-backend; restart both",
         good="one set of options for prefill and decode",
@@ -130,9 +128,9 @@ PROBLEMS = (
         releases={"vllm": ">=0.32"},
         connectors=_NIXL,
         sure=False,
-        cause="0.32 ends a failed request once only, so it is not the failure that was counted twice before. Two loads "
-        "under one request id are left (a client or router that uses an id again while the first runs), or a notice of "
-        "prefill for a request that was aborted. The lines of this request decide.",
+        cause="0.32 ends a failed request once only, so it is not the failure that was counted twice before. Two "
+        "loads under one request id are left (a client or router that uses an id again while the first runs), or a "
+        "notice of prefill for a request that was aborted. The lines of this request decide.",
         now="request ids that are unique; `kvfix-diagnose LOG --request ID`; restart decode",
         good="report it with `kvfix-diagnose LOG --issue FILE.md`: no release is known to be right",
     ),
@@ -173,8 +171,8 @@ PROBLEMS = (
             ),
         ),
         releases={"vllm": ">=0.32"},
-        cause="Pushing writes from prefill into decode's blocks. For hybrid models that needs equal block sizes and no "
-        "more decode ranks than prefill ranks; blocks in host memory and transfers in both directions it does not "
+        cause="Pushing writes from prefill into decode's blocks. For hybrid models that needs equal block sizes and "
+        "no more decode ranks than prefill ranks; blocks in host memory and transfers in both directions it does not "
         "have.",
         now='"kv_connector":"NixlConnector" (it pulls) on both sides; or equal --block-size and --tensor-parallel-size',
         good="NixlConnector for this set-up",
@@ -209,11 +207,9 @@ PROBLEMS = (
         connectors=_NIXL,
         sure=False,
         cause="An engine whose handshake or transfers failed, or that was idle long enough, is cleaned up with all "
-        "that "
-        "decode knew of it. A request that was planned before still names it.",
+        "that decode knew of it. A request that was planned before still names it.",
         now="restart decode; is the prefill engine that the key names alive, and under this id? A router must not "
-        "send to "
-        "one that was restarted",
+        "send to one that was restarted",
         good="report it with `kvfix-diagnose LOG --issue FILE.md`: no release is known to be right",
     ),
     Problem(
@@ -234,8 +230,7 @@ PROBLEMS = (
         cause="This line is the consequence: the request's transfer or handshake failed, and vLLM computes its prompt "
         "(kv_load_failure_policy recompute) or fails it. Why stands in the line before it of the same worker.",
         now="look at the `NIXL transfer failure` or handshake line before it; is prefill up, and did it hold the "
-        "blocks "
-        "long enough (kv_lease_duration)?",
+        "blocks long enough (kv_lease_duration)?",
         good="what that line names",
     ),
 )

@@ -38,9 +38,8 @@ PROBLEMS = (
         connectors=_OFFLOAD,
         sure=False,
         cause="The CPU tensors are made for the bytes of a block as the KV specification counts them; the GPU's are "
-        "what "
-        "the attention backend laid out. They differ for padded pages (hybrid models), an fp8 cache with scales, or "
-        "one tensor across layers.",
+        "what the attention backend laid out. They differ for padded pages (hybrid models), an fp8 cache with scales, "
+        "or one tensor across layers.",
         now="--kv-cache-dtype auto; another --attention-backend; a model with several kinds of attention: without "
         "--kv-offloading-size until the upgrade",
         good=_REPORT,
@@ -60,8 +59,7 @@ PROBLEMS = (
         releases={"vllm": ">=0.26"},
         connectors=_OFFLOAD,
         cause="In --mamba-cache-mode align a hit is cut to a chunk's end: tokens_per_block * blocks_per_chunk of the "
-        "Mamba "
-        "group. Two groups with blocks of different sizes have two such ends.",
+        "Mamba group. Two groups with blocks of different sizes have two such ends.",
         now="--mamba-cache-mode none, or without --kv-offloading-size",
         good="a model or --block-size that gives its Mamba groups one block size",
         sure=False,
@@ -80,8 +78,8 @@ PROBLEMS = (
         ),
         sentence="prefix_cache_retention_interval is {tokens}",
         releases={"vllm": ">=0.26"},
-        cause="tokens_per_chunk is the group's block size times blocks_per_chunk of kv_connector_extra_config; what is "
-        "kept of a long prompt has to end at a chunk's end.",
+        cause="tokens_per_chunk is the group's block size times blocks_per_chunk of kv_connector_extra_config; what "
+        "is kept of a long prompt has to end at a chunk's end.",
         now="--prefix-cache-retention-interval with a multiple of tokens_per_chunk in the line, or without it",
         good="keep it so: the set-up was wrong, and no release changes that",
     ),
@@ -101,9 +99,9 @@ PROBLEMS = (
         connectors=_OFFLOAD,
         sure=False,
         cause="It keeps a request from on_new_request to its end, while copies of it run. It is gone too early if a "
-        "request "
-        "id was used twice at once (the first end drops both), after a reset of the cache with copies in flight, or "
-        "where a MultiConnector or plugin does not pass on_new_request on. The key is the request; its lines decide.",
+        "request id was used twice at once (the first end drops both), after a reset of the cache with copies in "
+        "flight, or where a MultiConnector or plugin does not pass on_new_request on. The key is the request; its "
+        "lines decide.",
         now="request ids that are unique (no X-Request-Id that repeats); no reset_prefix_cache under load; restart",
         good=_REPORT,
     ),
@@ -124,8 +122,7 @@ PROBLEMS = (
         connectors=_OFFLOAD,
         sure=False,
         cause="A job lists its GPU blocks group by group. A group whose blocks were left out (a window that slid past "
-        "them, "
-        "null blocks) is counted with them.",
+        "them, null blocks) is counted with them.",
         now="without --kv-offloading-size for this model; or --disable-hybrid-kv-cache-manager, where it allows that",
         good=_REPORT,
     ),
@@ -145,8 +142,7 @@ PROBLEMS = (
         connectors=_SIMPLE,
         sure=False,
         cause="What it promised was whole blocks; vLLM granted another number: it took one token off a hit of the "
-        "whole "
-        "prompt, or a MultiConnector's other child answered for the request.",
+        "whole prompt, or a MultiConnector's other child answered for the request.",
         now="SimpleCPUOffloadConnector alone, without MultiConnector; else restart without it",
         good=_REPORT,
     ),
@@ -166,8 +162,7 @@ PROBLEMS = (
         connectors=_SIMPLE,
         sure=False,
         cause="A load is remembered under its request id until its end is reported. The id was used a second time "
-        "before "
-        "that: by a client or router that repeats ids, or the request was aborted and sent again at once.",
+        "before that: by a client or router that repeats ids, or the request was aborted and sent again at once.",
         now="request ids that are unique; restart",
         good="ids that are unique",
     ),
@@ -184,8 +179,7 @@ PROBLEMS = (
         connectors=_SIMPLE,
         sure=False,
         cause="It copies a whole block of all layers that share a tensor at once, by the strides of vLLM's KV layout. "
-        "The "
-        "storage that the attention backend or a plugin made is smaller, or not a whole number of such regions.",
+        "The storage that the attention backend or a plugin made is smaller, or not a whole number of such regions.",
         now="another --attention-backend, or OffloadingConnector (--kv-offloading-size without a connector of your "
         "own)",
         good=_REPORT,
@@ -207,10 +201,9 @@ PROBLEMS = (
         releases={"vllm": ">=0.32"},
         sure=False,
         cause="The other side is busy, was restarted, or cannot be reached by NIXL (the transfer) while its ZeroMQ "
-        "port "
-        "still answers. The request is computed here as without it.",
-        now="the peer's log at this time; the same release of vLLM on both sides; UCX_LOG_LEVEL=info on both shows the "
-        "transport; longer timeouts only where the peer is merely busy",
+        "port still answers. The request is computed here as without it.",
+        now="the peer's log at this time; the same release of vLLM on both sides; UCX_LOG_LEVEL=info on both shows "
+        "the transport; longer timeouts only where the peer is merely busy",
         good="peers that are up and of one release",
     ),
     Problem(
@@ -227,8 +220,7 @@ PROBLEMS = (
         releases={"vllm": ">=0.32"},
         sure=False,
         cause="Peers tell each other their model, block size, dtype and ranks at the start, and take no other's. The "
-        "text "
-        "after the colon names what differs, or an answer that this release does not know.",
+        "text after the colon names what differs, or an answer that this release does not know.",
         now="the same --model, --kv-cache-dtype, --block-size, --tensor-parallel-size and release of vLLM on all peers",
         good="one set of options for all peers",
     ),

@@ -22,8 +22,8 @@ PROBLEMS = (
             Failed(kind="AssertionError", text="PCP not support hybrid attn now"),
         ),
         cause="With --decode-context-parallel-size or --prefill-context-parallel-size above 1 each rank holds a part "
-        "of the tokens; vLLM has that for full attention only (and for drafts that every rank holds whole). This model "
-        "has a group of another kind: sliding window, chunked, or Mamba.",
+        "of the tokens; vLLM has that for full attention only (and for drafts that every rank holds whole). This "
+        "model has a group of another kind: sliding window, chunked, or Mamba.",
         now="--decode-context-parallel-size 1 --prefill-context-parallel-size 1 (more --tensor-parallel-size in their "
         "place); or, where the model allows it, --disable-hybrid-kv-cache-manager",
         good=_NEVER,
@@ -47,8 +47,8 @@ PROBLEMS = (
         ),
         releases={"vllm": ">=0.20"},
         sure=False,
-        cause="A page is block_size * bytes of a token in one layer. Kinds of attention, head counts, an fp8 cache for "
-        "some layers only or a draft model of another shape give several sizes; vLLM makes them equal by a larger "
+        cause="A page is block_size * bytes of a token in one layer. Kinds of attention, head counts, an fp8 cache "
+        "for some layers only or a draft model of another shape give several sizes; vLLM makes them equal by a larger "
         "block for the small ones, where they divide.",
         now="--kv-cache-dtype auto; a --block-size that is a multiple of both; without --speculative-config to see "
         "whether the draft model is it",
@@ -68,8 +68,8 @@ PROBLEMS = (
             ),
         ),
         sure=False,
-        cause="vLLM gives every worker the smallest count of all ranks; it comes out uneven only if a worker makes its "
-        "own (a plugin's platform or worker class), or with several KV groups under pipeline parallelism.",
+        cause="vLLM gives every worker the smallest count of all ranks; it comes out uneven only if a worker makes "
+        "its own (a plugin's platform or worker class), or with several KV groups under pipeline parallelism.",
         now="--num-gpu-blocks-override with the smallest count that the log names (`GPU KV cache size: ... tokens` "
         "divided by the block size), the same for all; --pipeline-parallel-size 1",
         good="a worker class that takes the number of blocks that it is told",
@@ -95,8 +95,8 @@ PROBLEMS = (
         shows=(
             Failed(
                 kind="AssertionError",
-                text="Each KV cache group's real block_size must be divisible by hash_block_size. block_sizes=<sizes>, "
-                "hash_block_size=<unit>",
+                text="Each KV cache group's real block_size must be divisible by hash_block_size. "
+                "block_sizes=<sizes>, hash_block_size=<unit>",
             ),
             Failed(kind="ValueError", text="block_size (<sizes>) must be a multiple of hash_block_size (<unit>)"),
             Failed(
@@ -105,11 +105,10 @@ PROBLEMS = (
                 source="assert self.block_size % self.hash_block_size == 0",
             ),
         ),
-        cause="Prefix hashes are made every hash_block_size tokens, and each KV group looks its blocks up by them. The "
-        "sizes of a hybrid model's groups (Mamba, GDN: hundreds of tokens) share no such unit with --block-size.",
+        cause="Prefix hashes are made every hash_block_size tokens, and each KV group looks its blocks up by them. "
+        "The sizes of a hybrid model's groups (Mamba, GDN: hundreds of tokens) share no such unit with --block-size.",
         now="--prefix-match-unit with a number that divides all sizes in the line (vLLM 0.26 or newer); else the "
-        "default "
-        "--block-size, and --no-enable-prefix-caching",
+        "default --block-size, and --no-enable-prefix-caching",
         good="--prefix-match-unit given for this model",
         releases={"vllm": ">=0.20"},
         sure=False,
@@ -129,9 +128,9 @@ PROBLEMS = (
         ),
         releases={"vllm": ">=0.20"},
         sure=False,
-        cause="Hybrid models have their new blocks zeroed, four bytes at a time, in whole blocks of the scheduler: the "
-        "layer's rows have to be a multiple of num_blocks, and a block's bytes of four. A cache that a connector laid "
-        "out (one tensor across layers), an odd head size with fp8, or a plugin's attention backend breaks it.",
+        cause="Hybrid models have their new blocks zeroed, four bytes at a time, in whole blocks of the scheduler: "
+        "the layer's rows have to be a multiple of num_blocks, and a block's bytes of four. A cache that a connector "
+        "laid out (one tensor across layers), an odd head size with fp8, or a plugin's attention backend breaks it.",
         now="--kv-cache-dtype auto; without the connector to see whether the layout is its own; "
         "--disable-hybrid-kv-cache-manager",
         good="report it with `kvfix-diagnose LOG --issue FILE.md`: no release is known to be right",
@@ -175,8 +174,7 @@ PROBLEMS = (
         "part of it: an engine that has not ended yet, another engine on the same card (prefill and decode together), "
         "LMCache's server with its own GPU buffers.",
         now="nvidia-smi shows who holds it: end what is left of the last run; else --gpu-memory-utilization at most "
-        "(free "
-        "/ total), for each of those that share the card",
+        "(free / total), for each of those that share the card",
         good="shares of all processes of a card that add up to 0.95 at most",
     ),
 )

@@ -59,10 +59,10 @@ PROBLEMS = (
         ),
         releases={"vllm": "<0.33"},
         sure=False,
-        cause="Each step that is scheduled ahead adds its tokens to num_output_placeholders, and its output takes them "
-        "off again. A preemption, a load of KV that failed or a reset of the prefix cache sets the count to 0 while a "
-        "step is in flight; the output of that step then takes off what is no longer there. The last line about the "
-        "same request (preempted, `KV load failure`, reset) decides which.",
+        cause="Each step that is scheduled ahead adds its tokens to num_output_placeholders, and its output takes "
+        "them off again. A preemption, a load of KV that failed or a reset of the prefix cache sets the count to 0 "
+        "while a step is in flight; the output of that step then takes off what is no longer there. The last line "
+        "about the same request (preempted, `KV load failure`, reset) decides which.",
         now="--no-async-scheduling; restart",
         good=_LOCAL,
     ),
@@ -169,8 +169,8 @@ PROBLEMS = (
         ),
         sure=False,
         cause="vLLM's scheduler adds the metadata to each step if it made a connector too. Here it has none, or its "
-        "build_connector_meta answered None: a scheduler class of its own (--scheduler-cls), a plugin that "
-        "replaces the scheduler, or a connector whose build_connector_meta returns nothing for an empty step.",
+        "build_connector_meta answered None: a scheduler class of its own (--scheduler-cls), a plugin that replaces "
+        "the scheduler, or a connector whose build_connector_meta returns nothing for an empty step.",
         now='without --scheduler-cls and without plugins (VLLM_PLUGINS=""); a connector of your own: return an empty '
         "metadata object in each step, never None",
         good="a scheduler that calls the connector's build_connector_meta in every step, as vLLM's own does",
@@ -184,8 +184,7 @@ PROBLEMS = (
         shows=(Failed(kind="RuntimeError", text="State error: sample_tokens() must be called after execute_model()"),),
         sure=False,
         cause="execute_model went well and sample_tokens was never called or failed: what ended that step is the "
-        "cause, "
-        "not this line. It stands above, mostly in another rank's lines, as an exception of a hook "
+        "cause, not this line. It stands above, mostly in another rank's lines, as an exception of a hook "
         "(wait_for_save, get_finished), of a sampler or of the device.",
         now="look at the first exception of any rank before this line: kvfix-diagnose ALL-LOGS, with those of every "
         "rank",
@@ -214,8 +213,7 @@ PROBLEMS = (
         "a multiple of each group's block size, and the own hit has to reach it. A hybrid model's groups have "
         "different sizes, and this connector answers in units of one of them.",
         now="--no-enable-prefix-caching, so that there is no own hit to cut; or --disable-hybrid-kv-cache-manager, "
-        "where "
-        "the model allows one group",
+        "where the model allows one group",
         good=_LOCAL,
     ),
     Problem(
@@ -231,8 +229,8 @@ PROBLEMS = (
         cause="EngineCore connects to the API server's handshake port and waits for its answer. On other nodes "
         "(--headless, data parallelism) the address or port is wrong, a firewall drops it, or the API server ended "
         "before.",
-        now="--data-parallel-address and --data-parallel-rpc-port must be the head node's, and reachable: `nc -vz HOST "
-        "PORT` from this node; look at the API server's log for an earlier end",
+        now="--data-parallel-address and --data-parallel-rpc-port must be the head node's, and reachable: `nc -vz "
+        "HOST PORT` from this node; look at the API server's log for an earlier end",
         good="the same address, port and release of vLLM on every node",
         sure=False,
     ),
