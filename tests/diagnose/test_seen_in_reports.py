@@ -49,3 +49,23 @@ def test_a_backend_that_does_not_load_is_one_finding_over_two_lines() -> None:
 def test_a_bare_import_error_is_read() -> None:
     assert codes(diagnose("cannot import name 'LMCacheEngineMetadata' from 'lmcache.config'\n")) == ["KVD442"]
     assert codes(diagnose("we cannot import name tags from the registry\n")) == []
+
+
+@pytest.mark.parametrize("where", ["batched put error", "Remote connection failed in contains"])
+def test_a_hash_of_bytes_is_one_finding(where: str) -> None:
+    """Whatever the store: the key cannot be written (0.3.12 utils.py, to_string)."""
+    error = f"{where}: unsupported format string passed to bytes.__format__"
+    log = diagnose(version("0.3.12"), LMCACHE.format(level="WARNING", text=error))
+    assert codes(log) == ["KVD739"]
+    assert "builtin" in advice.remedy(log, log.findings[0]).now
+
+
+def test_a_gpu_that_lmcache_counts_otherwise_is_not_a_missing_one() -> None:
+    """The same error of vLLM's own code is a container with too few GPUs."""
+    error = "RuntimeError: CUDA error: invalid device ordinal"
+    frames = '  File "/opt/app/{file}", line 7, in {function}\n    torch.cuda.set_device(rank)\n'
+    head = "Traceback (most recent call last):\n"
+    in_lmcache = frames.format(file="lmcache/integration/vllm/vllm_v1_adapter.py", function="init_lmcache_engine")
+    in_vllm = frames.format(file="vllm/v1/worker/gpu_worker.py", function="init_device")
+    assert codes(diagnose(head, in_lmcache, f"{error}\n")) == ["KVD750"]
+    assert codes(diagnose(head, in_vllm, f"{error}\n")) == ["KVD242"]

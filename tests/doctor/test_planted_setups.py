@@ -205,3 +205,27 @@ def test_a_buffer_that_is_smaller_than_a_chunk(tmp_path: Path, newest: Path) -> 
             line for line in problems(look(words, newest), "prefill-decode") if "smaller than a chunk" in line.what
         ]
         assert len(found) == count
+
+
+@pytest.mark.parametrize(
+    ("lmcache", "yaml", "found"),
+    [
+        ("0.3.12", "local_disk: /tmp/x\nmax_local_disk_size: 5", "cannot write such a key"),
+        ("0.3.12", "chunk_size: 256", ""),
+        ("0.3.13", "local_disk: /tmp/x\nmax_local_disk_size: 5", ""),
+        ("0.4.5", "enable_async_loading: true", "takes numbers alone"),
+        ("0.4.6", "enable_async_loading: true", ""),
+    ],
+)
+def test_a_hash_that_is_bytes(
+    lmcache: str, yaml: str, found: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """KVD739 and KVD738, before the launch; a seed helps there from Python 3.12 on."""
+    planted = Planted("hash-seed", serve(V1), "", "", {}, f"{yaml}\npre_caching_hash_algorithm: sha256_cbor")
+    setup = planted.setup(tmp_path, site(tmp_path / "place", lmcache))
+    said = problems(setup, "hash-seed")
+    assert [line.what for line in said if found and found in line.what] == [line.what for line in said]
+    assert bool(said) == bool(found)
+    for version_info, seed in (((3, 11), lmcache >= "0.4.1"), ((3, 12), True)):  # KVF901
+        monkeypatch.setattr("sys.version_info", version_info)
+        assert all(("PYTHONHASHSEED=0" in line.do) == seed for line in problems(setup, "hash-seed"))

@@ -67,7 +67,8 @@ def no_hit_in_a_paste(log: Diagnosis, line: LogLine) -> Answer | None:
     or another engine stored is not found; up to 0.3.15 on Python 3.11 and older not even with it.
 
     Setting: `export PYTHONHASHSEED=0` before every vLLM process (each engine, and the controller) or
-    `pre_caching_hash_algorithm: sha256_cbor`, restart; then a prompt of more than `chunk_size` tokens, sent twice.
+    `pre_caching_hash_algorithm: sha256_cbor` (LMCache 0.4.6 or newer), restart; then a prompt of more than
+    `chunk_size` tokens, sent twice.
 
     Good: the same, in every unit file and container; LMCache 0.4.1 or newer.
 

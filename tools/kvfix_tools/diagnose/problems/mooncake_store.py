@@ -100,7 +100,6 @@ PROBLEMS = (
                 "Failed to initialize/re-establish remote connection: 'mooncake.store.MooncakeDistributedStore' object "
                 "has no attribute"
             ),
-            Logged("batched put error: unsupported format string passed to bytes.__format__"),
             Logged(
                 "An error occurred while loading the configuration: 'mooncake.store.MooncakeDistributedStore' object "
                 "has no attribute"
@@ -108,11 +107,11 @@ PROBLEMS = (
             Failed(kind="AttributeError", text="MooncakeDistributedStore' object has no attribute"),
         ),
         connectors=_IN_PROCESS,
-        cause="mooncake-transfer-engine and LMCache are of different times: a method is missing, or takes other types.",
+        cause="mooncake-transfer-engine and LMCache are of different times: a method is missing.",
         now="extra_config: {save_chunk_meta: false} (it uses the older calls), or pip install -U "
         "mooncake-transfer-engine, and restart",
-        good="releases of the same month of both; LMCache 0.3.11 or newer for the format error of 0.3.10",
-        threads=(_LMCACHE + "issues/1514", _LMCACHE + "issues/2166", _LMCACHE + "issues/839"),
+        good="releases of the same month of both",
+        threads=(_LMCACHE + "issues/1514", _LMCACHE + "issues/839"),
     ),
     Problem(
         code="KVD890",

@@ -72,13 +72,19 @@ def hash_seed(setup: Setup) -> Iterator[Line]:
         shared = ["other servers and what is stored beyond a restart"] if algorithm == "builtin" else []
     else:
         return
+    if algorithm.startswith("sha256") and how.startswith("pre") and (why := _no_bytes(setup)):
+        until = "" if _hashes_none(setup) else f"; until then {how}: builtin, and PYTHONHASHSEED=0"
+        yield problem(f"{how} is {algorithm}, whose hashes are bytes: {why}", f"LMCache 0.4.6 or newer{until}")
+        return
     if algorithm != "builtin":
         yield ok(f"keys are made with {algorithm or 'the default hash'}, which is the same in every process")
         return
     fixed = seed.isdigit()
     none_too = fixed and setup.connector("v1") is not None and _hashes_none(setup)
     remedy = "PYTHONHASHSEED=0 in the environment of every process"
-    if how.startswith("pre"):
+    if none_too and _no_bytes(setup):
+        remedy = "LMCache 0.4.6 or newer, or Python 3.12"
+    elif how.startswith("pre") and not _no_bytes(setup):
         stable = f"{how}: sha256_cbor (LMCACHE_PRE_CACHING_HASH_ALGORITHM=sha256_cbor)"
         remedy = f"{stable}, the same everywhere" if none_too else f"{remedy}, or {stable}"
     if not shared:
@@ -111,6 +117,19 @@ def _shared(setup: Setup) -> list[str]:
         "enable_controller": "others",
     }
     return found + [text for name, text in switches.items() if setup.on(name)]
+
+
+def _no_bytes(setup: Setup) -> str:
+    """What this LMCache cannot do with a hash of bytes (KVD739, KVD738); "" if it takes them, or gets numbers."""
+    lmcache, vllm = setup.lmcache, setup.vllm
+    if lmcache is None or vllm is None or "-> bytes" not in vllm.text("vllm.utils.hashing"):
+        return ""
+    stored = setup.setting("remote_url") or setup.setting("local_disk")
+    if stored and "chunk_hash_hex" not in lmcache.text("lmcache.utils"):
+        return "this LMCache cannot write such a key, and nothing is stored outside of memory"
+    if setup.on("enable_async_loading") and "int.from_bytes" not in lmcache.text("lmcache.v1.token_database"):
+        return "this LMCache's asynchronous lookup takes numbers alone, and fails"
+    return ""
 
 
 def _hashes_none(setup: Setup) -> bool:
