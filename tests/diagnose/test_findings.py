@@ -1,261 +1,26 @@
-"""Each finding: logs in which it must be found. Those that only look like it are in test_misses.py.
-
-Lines are a release's own (tests.diagnose.lines).
-"""
+"""Each finding is found in its logs (finding_logs.py). Those that only look like it are in test_misses.py."""
 
 from __future__ import annotations
-
-import ast
-from functools import lru_cache
-from pathlib import Path
 
 import pytest
 
 from kvfix import catalogue as known_fixes
 from kvfix_tools.diagnose import advice
 from kvfix_tools.diagnose.findings import catalogue
-from tests.diagnose import releases, test_stacks
+from tests.diagnose import releases
+from tests.diagnose.finding_logs import hits, lookups, without_hits, worker
 from tests.diagnose.lines import (
     NEWEST,
-    SCHEDULER,
     V1,
-    adapter,
     asked,
-    below,
     codes,
     crash,
     diagnose,
     handler_failed,
     logged,
-    site_packages,
-    stats,
-    unread,
     version,
-    vllm,
 )
-from tests.diagnose.releases import bare, fail, files, raise_in
-
-LOOKUPS = "v1/lookup_client/lmcache_async_lookup_client.py"
-METADATA = (
-    "LMCacheMetadata(model_name='{}', world_size={}, worker_id=0, kv_dtype=torch.bfloat16, "
-    "kv_shape=(36, 2, {}, 8, 128))"
-)
-SEED = logged(NEWEST, "hash_seed", which="builtin")
-NOWHERE = "('', '', 0, '')"
-
-
-def worker(model: str = "/m/a", ranks: int = 1, chunk: int = 256, release: str = NEWEST) -> str:
-    """The line of a worker that names its model and its chunks."""
-    metadata = METADATA.format(model, ranks, chunk)
-    return logged(release, "version", "KVConnectorRole.WORKER", release, "0.32.0", metadata)
-
-
-def lookups(number: int, total: int, computed: int = 0, release: str = NEWEST) -> str:
-    return "".join(asked(release, total, computed, 0, 0, f"r{n}") for n in range(number))
-
-
-def stores(number: int, process: str = "") -> str:
-    return "".join(f"{process}{logged(NEWEST, 'stored', f'r{n}', 512, 512, which='offload')}" for n in range(number))
-
-
-def without_hits() -> dict[str, list[str]]:
-    settings = {"chunk_size": 256, "local_cpu": True, "enable_p2p": True, "enable_async_loading": False}
-    configured = logged(NEWEST, "configured", str({**settings, "enable_async_loading": True, "local_cpu": False}))
-    return {
-        "KVD305": [
-            SEED + stores(10) + lookups(100, 300),
-            worker() + SEED + stores(10) + lookups(10, 900, computed=512),
-            SEED + stores(10, "(VllmWorker TP1 pid=9) ") + lookups(10, 900),
-            logged("0.3.9", "hash_seed", which="Centralized") + stores(1) + lookups(10, 900),
-        ],
-        "KVD320": [lookups(10, 26), worker(chunk=512) + lookups(10, 300), lookups(10, 26, release="0.3.12")],
-        "KVD321": [lookups(10, 900), "kv_connector='LMCacheConnectorV1', kv_role='kv_consumer'\n" + lookups(12, 900)],
-        "KVD322": [worker() + stores(10) + lookups(10, 900, computed=128)],
-        "KVD323": ["".join(below(NEWEST, f"r{n}", 0, 256) for n in range(10))],
-        "KVD324": [
-            logged(release, message, str(settings)) + lookups(10, 900)
-            for release in ("0.3.12", NEWEST)
-            for message in ("configured", "engine_configured")
-        ],
-        "KVD325": [
-            logged(NEWEST, "peer_asked", NOWHERE) * 10 + lookups(10, 900),
-            configured + logged("0.3.10", "peer_asked", NOWHERE) * 10 + lookups(10, 900),
-        ],
-        "KVD326": [
-            logged(NEWEST, "configured", "{'remote_url': 'redis://h:6379'}")
-            + worker("/m/a") + worker("/models/a", 2) + stores(10) + lookups(10, 900)
-        ],
-        "KVD008": [
-            logged(NEWEST, "configured", "{'enable_pd': True, 'pd_role': 'receiver'}") + lookups(1, 900),
-            logged("0.3.9", "engine_configured", "{'pd_role': None, 'nixl_role': 'receiver'}") + lookups(3, 900),
-        ],
-        # Few lines, as they are pasted: one short prompt, the same prompt twice, peers that know nothing.
-        "KVD327": [
-            lookups(1, 26), lookups(2, 14), worker() + lookups(1, 900) + stores(1) + asked(NEWEST, 900, 0, 0, 0, "x"),
-        ],
-        "KVD328": [logged("0.3.9", "hash_seed", which="Centralized") + lookups(1, 900) + stores(1)],
-        "KVD424": [logged(release, "hash_seed", which="P/D Disaggregation") for release in ("0.3.9", NEWEST)],
-        "KVD430": [logged("0.3.13", "lookup_timeout", 1, "Resource temporarily unavailable")],
-        # A hit that vLLM has as well, all of it or all but a few tokens; the other way round, whole chunks.
-        "KVD431": [asked("0.3.10", 836, 832, 768, -64), lookups(1, 900) + asked(NEWEST, 900, 509, 512, 3, "x")],
-        "KVD432": [asked("0.3.10", 7283, 400, 0, -400), lookups(2, 900, computed=512)],
-        "KVD539": [
-            vllm("draft_groups", groups, release="0.26.0") for groups in ("[0, 1, 2, 3]", "[0, 1]")
-        ],
-        "KVD329": [logged(release, "peer_asked", NOWHERE) + lookups(1, 1201) for release in ("0.3.9", NEWEST)],
-    }  # fmt: skip
-
-
-@lru_cache(maxsize=1)
-def hits() -> dict[str, list[str]]:
-    return {
-        **without_hits(),
-        "KVD101": [
-            version("0.3.10") + asked("0.3.10", 10009, 336, 256, -80)
-            + crash("0.3.10", "mismatch", 256, 256, 336, 0, "cmpl-1"),
-            asked("0.3.10", 10009, 336, 256, -80) + crash("0.3.10", "mismatch", 256, 256, 80, 0, "cmpl-1"),
-            crash("0.3.10", "mismatch", 256, 256, 336, 0, "cmpl-1").replace(" for request cmpl-1", ""),
-        ],
-        "KVD102": [
-            version(release) + crash(release, "mismatch", 1024, 1024, 80, 0, "cmpl-1") for release in ("0.4.7", NEWEST)
-        ] + [
-            crash(NEWEST, "mismatch", 128, 192, 96, 0, "cmpl-1"),
-            asked(NEWEST, 3000, 80, 2048, 1968) + crash(NEWEST, "mismatch", 1024, 1024, 80, 0, "cmpl-1"),
-        ],
-        "KVD103": [
-            below(release, "r1", 800, 1024) + crash(release, "resume_differs", "r1", 800, 1024, False)
-            for release in ("0.3.14", "0.4.2", "0.4.3", NEWEST)
-        ],
-        "KVD104": [crash(release, "no_load_spec", "r1") for release in ("0.3.11", "0.4.4", NEWEST)],
-        "KVD105": [
-            crash(release, "resume_differs", "r1", 1023, 1024) for release in ("0.3.10.post1", "0.3.11", "0.4.2")
-        ],
-        "KVD106": [crash(release, "resume_differs", "r1", 800, 512) for release in ("0.3.10.post1", "0.3.10.post2")],
-        "KVD107": [
-            crash(release, "resume_differs", "r1", 48640, 48128, False) for release in ("0.4.3", NEWEST)
-        ],
-        "KVD108": [
-            bare(release, V1, "request_finished", "assert self.lmcache_engine is not None")
-            for release in ("0.4.5", "0.4.6", "0.4.7", "0.5.0")
-        ],
-        "KVD110": [crash(release, "no_tracker", "r1") for release in ("0.4.5", NEWEST)],
-        "KVD112": [
-            version(release) + bare(release, V1, "wait_for_save", "assert len(slot_mapping) == len(token_ids)")
-            for release in ("0.3.9", "0.3.15")
-        ],
-        "KVD116": [
-            fail(place, *(["tcp://h:5"] if place.level == "text" else []), "300.0")
-            for release in ("0.4.2", NEWEST)
-            for place in releases.places(release, "server_silent")
-        ],
-        "KVD117": [
-            bare("0.3.15", V1, "wait_for_save", "assert len(slot_mapping) == len(token_ids)").replace(
-                "(EngineCore_DP0 pid", "(Worker_TP0_DCP0 pid"
-            ),
-            "(Worker_TP0_DCP0 pid=7) " + unread("0.3.13", LOOKUPS, "Error processing request from scheduler", ""),
-        ],
-        "KVD201": [
-            stats(running=1, waiting=4) + asked("0.3.10", 900, 320, 256, -64) * 1500,
-            asked("0.3.10", 900, 320, 256, -64) * 2,  # two lines of such a flood
-        ],
-        "KVD202": [
-            "".join(stats(waiting=3, second=10 * n) for n in range(3)),
-            # At INFO there is but one such line.
-            stats(running=2, waiting=3, generation=120.0) + stats(waiting=3, second=10),
-            # A step does not end.
-            "".join(stats(running=16, second=10 * n) for n in range(3)),
-            stats(running=1, generation=7.0) + stats(running=1, second=10),
-        ],
-        "KVD203": [logged(release, "lookup_timeout", 0, "Resource temporarily unavailable") * 3
-                   for release in ("0.3.9.post1", "0.3.10", NEWEST)],
-        "KVD204": [logged(release, "mp_timeout", which="LOOKUP") for release in ("0.4.2", "0.4.7", NEWEST)],
-        "KVD205": [logged(release, "mp_timeout", which="LOOKUP") for release in ("0.5.0", "0.5.5")],
-        "KVD206": [
-            logged("0.4.7", "transfer_mode", "lmcache_driven")
-            + logged("0.4.7", "no_handler", "RequestType.REGISTER_KV_CACHE_NON_GPU_CONTEXT"),
-            logged(NEWEST, "no_handler", "register_kv_cache_engine_driven_context"),
-            logged("0.3.10", "no_handler", "RequestType.REGISTER_KV_CACHE"),
-        ],
-        "KVD207": [logged(release, "degraded", "No supported connector.") for release in ("0.3.14", NEWEST)],
-        "KVD208": [vllm("kv_waiting", "cmpl-7", release=release) * steps
-                   for release in ("0.9.1", "0.32.0") for steps in (2, 1000)],
-        "KVD209": [vllm("broadcast", 60, release=release) * 2 for release in ("0.9.1", "0.11.0", "0.32.0")],
-        "KVD210": [logged("0.5.0", "reaped", 7, 3600.5, False), logged(NEWEST, "unregistered", 7, which="RETRIEVE"),
-                   logged("0.4.6", "good_bye_of_none", 7)],
-        "KVD214": [logged(release, "reaped", 7, 130.4, True) for release in ("0.5.0", NEWEST)],
-        "KVD213": [test_stacks.DUMP.decode()],
-        "KVD211": [logged(release, "lookup_given_up", "r1", 3) for release in ("0.3.10", NEWEST)],
-        "KVD212": [
-            handler_failed(), handler_failed("Error handling operation register_kv_cache"),
-            handler_failed("Error handling request RequestType.LOOKUP: no model"),
-            handler_failed("Error in blocking handler").partition("Traceback")[0],
-        ],
-        "KVD271": [logged(release, "mp_failed", "r1", False, which="retrieve") for release in ("0.5.5", NEWEST)],
-        "KVD272": [logged(release, "mp_failed", "r1", which="store") for release in ("0.3.13", NEWEST)],
-        "KVD301": [logged(release, "mp_failed", "r1", False, which="retrieve") for release in ("0.3.13", "0.5.4")],
-        "KVD499": [(logged(NEWEST, "mp_prefetched", 0, 12) + logged(NEWEST, "mp_stored", 3072, 0.1)) * 2],
-        "KVD479": [logged(release, "unretrievable") for release in ("0.3.9", NEWEST)],
-        "KVD302": [
-            logged("0.3.9", "retrieved", 0, 256, 5888, 0.1, 1.0, 2.0, which="required"),
-            logged(NEWEST, "retrieved", "r1", 256, 512, 512, 0.1, 1.0, 2.0, which="required"),
-            logged(NEWEST, "load_failed", "r1", 1024, 64),
-        ],
-        "KVD303": [
-            vllm("kv_recovered", 1, 128, release="0.11.2.post2"), vllm("kv_recovered", 1, 128),
-            vllm("kv_failing", 1, 9, {"a"}),
-        ],
-        "KVD304": [logged(release, "ranks_differ", "[256, 0]") for release in ("0.3.9.post1", NEWEST)],
-        "KVD311": [logged(release, "ranks_differ", "[512, 256]") for release in ("0.3.9.post1", NEWEST)],
-        "KVD306": [logged(NEWEST, "mp_servers_differ", "r1", "[1, 2]", 1)],
-        "KVD307": [logged(release, "save_skipped", "r1", 1024, 1536) for release in ("0.4.7", NEWEST)],
-        "KVD308": [logged("0.5.2", "mp_preempted", "{'r1'}", which="by preempted")],
-        "KVD309": [logged(NEWEST, "underflow", "r1", 3, "[4]", which="RETRIEVE")],
-        "KVD310": [logged(NEWEST, "keys_missing")],
-        "KVD401": [logged(release, "pin_timeout", "1403", 1, 301.0) for release in ("0.3.12", NEWEST)]
-        + [logged(NEWEST, "forced_unpin", 3, 10, 300)],
-        "KVD402": [logged(release, "no_candidates", 0.1) * many for release in ("0.3.9", NEWEST) for many in (1, 20)],
-        "KVD403": [logged(release, "double_unpin", "1403", -1) for release in ("0.3.9", NEWEST)]
-        + [logged(NEWEST, "double_unpin", "1403 ", -1)],  # as people type it
-        "KVD404": [logged(NEWEST, "not_stored", which="not store") * many for many in (1, 20)],
-        "KVD109": [
-            bare("", SCHEDULER, "_update_from_kv_xfer_finished", "assert req_id in self.requests", root=site_packages())
-        ],
-        "KVD111": [
-            version("0.5.4") + bare("", SCHEDULER, "_update_from_kv_xfer_finished",
-                 "assert RequestStatus.is_finished(req.status)", root=site_packages())
-        ],
-        "KVD113": [raise_in(adapter(NEWEST), "from_new_request", ast.parse("len(None)").body[0], 190)],
-        "KVD114": [
-            logged(NEWEST, "lookup_given_up", "r1", 3)
-            + raise_in(files(NEWEST)["lmcache_async_lookup_client.py"][0], "lookup_cache",
-                       ast.parse("{}['r1']").body[0], 175)
-        ],
-        "KVD115": [bare(NEWEST, "gpu_connectors.py", "to_gpu", "assert memory_obj.tensor is not None")],
-        "KVD159": [
-            logged(NEWEST, "creating", "vllm-instance")
-            + "(APIServer pid=1) RuntimeError: Engine core initialization failed. Failed core proc(s): {}\n",
-            logged(NEWEST, "creating", "vllm-instance"),
-        ],
-        "KVD644": [
-            "".join(
-                asked(NEWEST, 4096, 0, 0, 0, f"r{n}")
-            + logged(NEWEST, "stored", f"r{n}", 4096, 4096, 0.75, 9.0, 80.0, 8.0, 1)
-                for n in range(12)
-            )
-        ],
-        "KVD976": [
-            "(APIServer pid=7) INFO 12-03 01:24:01 [utils.py:253] non-default args: {'kv_offloading_size': 16.0}\n"
-            + "".join(stats(8, 0, 50.0, second, prompt=900.0, external=0.0) for second in range(5))
-        ],
-        "KVD996": [unread(NEWEST, "integration/vllm/utils.py", "No LMCache configuration file is set")],
-        "KVD198": [unread(NEWEST, "v1/config_base.py", "Unexpected error fetching remote config", "no answer")],
-        "KVD199": [
-            raise_in(path, function, ast.parse("raise RuntimeError('what?')").body[0], 800)
-            for path, function in (
-                (adapter(NEWEST), "start_load_kv"), (Path("/opt/app/vllm/v1/gpu_model_runner.py"), "execute_model")
-            )
-        ],
-    }  # fmt: skip
+from tests.diagnose.releases import bare, fail
 
 
 @pytest.mark.parametrize("code", [rule.code for rule in catalogue()])

@@ -10,6 +10,7 @@ import pytest
 
 from kvfix_tools.diagnose.findings import catalogue
 from tests.diagnose import releases, test_stacks
+from tests.diagnose.finding_logs import LOOKUPS, NOWHERE, SEED, hits, lookups, stores, worker
 from tests.diagnose.lines import (
     NEWEST,
     SCHEDULER,
@@ -30,7 +31,6 @@ from tests.diagnose.lines import (
     vllm_unread,
 )
 from tests.diagnose.releases import bare, fail, raise_in
-from tests.diagnose.test_findings import LOOKUPS, NOWHERE, SEED, hits, lookups, stores, worker
 
 MP = "integration/vllm/vllm_multi_process_adapter.py"
 DRIVEN = "v1/multiprocess/modules/lmcache_driven_transfer.py"
