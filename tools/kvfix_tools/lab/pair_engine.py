@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from kvfix import clock
 from kvfix.ledger.events import Event
 from kvfix_tools.lab.connector import Connector
 from kvfix_tools.lab.lab_engine import STEP, LabEngine
@@ -98,5 +99,11 @@ class PairEngine(LabEngine):
                     self._pair.answered(self, output)
 
     def iterate(self) -> None:
-        self.request_events.seconds = self._pair.seconds - STEP
+        """One iteration. While its scheduler waits for a lookup the time passes, for the other engine too."""
+        events, pair = self.request_events, self._pair
+        events.seconds = pair.seconds - STEP
+        clock.now = lambda: events.seconds
         super().iterate()
+        clock.now = lambda: pair.seconds
+        if (waited := events.seconds - pair.seconds) > STEP:
+            pair.time_passes(waited)

@@ -50,6 +50,7 @@ def draw(
         extra["push_registration_timeout"] = rng.choice((5.0, 30.0))
     elif not plain and rng.random() < 0.25:
         extra |= {"bidirectional_kv_xfer": True, "decoder_kv_blocks_ttl": 3, "kv_recompute_threshold": 8}
+        extra["kv_lease_duration"] = 30  # KVF319 is not for it: no lease ends before its read
     options = Options(
         connector=connector,
         block_size=block,
@@ -67,7 +68,7 @@ def draw(
         policy="fcfs" if plain or rng.random() < 0.8 else "priority",
     )
     weights = dict(_PLAIN) if plain else {**_PLAIN, **_FAULTS, **(_PUSH_FAULTS if push else {})}
-    if "bidirectional_kv_xfer" in extra:  # KVF319 is not for it
+    if "bidirectional_kv_xfer" in extra:
         weights = {kind: weight for kind, weight in weights.items() if kind not in ("time_passes", "step_alone")}
     names = list(weights)
     steps: list[DrawnStep] = []
