@@ -6,11 +6,13 @@ prefill holds (KVF340), and whose statistics the API server takes (KVF303).
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import kvfix
+from kvfix.fixes.vllm import kvf301_nixl_promise_without_blocks
 from kvfix_tools.lab.options import Options
 from kvfix_tools.lab.steps import prompt
 from tests.conftest import RELEASES, Once
@@ -90,6 +92,29 @@ def test_a_promise_needs_a_peer(
 ) -> None:
     assert once(scheduled, RELEASES / "0.5.6", connector, role, params, False) == released
     assert once(scheduled, RELEASES / "0.5.6", connector, role, params, True) == fixed
+
+
+@pytest.mark.parametrize(
+    ("annotation", "good", "wrong"), [(list[int], [1, 2], [[1, 2]]), ("BlockIds", [[1, 2]], [1, 2])]
+)
+def test_blocks_are_named_as_this_release_does(annotation: Any, good: list[Any], wrong: list[Any]) -> None:
+    """Up to 0.15 in one list (nixl_connector.py 0.15.1:755), later by KV group: KVF301 keeps the promise."""
+
+    class NixlConnectorScheduler:
+        def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
+            return 32, True
+
+        def update_state_after_alloc(self) -> None: ...
+
+        def request_finished(self, request: Any, block_ids: Any) -> None: ...
+
+    NixlConnectorScheduler.request_finished.__annotations__["block_ids"] = annotation
+    made: Any = kvf301_nixl_promise_without_blocks.FIX.targets[0].fix
+    wrap = made(SimpleNamespace(NixlConnectorScheduler=NixlConnectorScheduler))
+    hook = wrap(NixlConnectorScheduler.get_num_new_matched_tokens)
+    for blocks, promised in ((good, (32, True)), (wrong, (0, False)), ([], (0, False))):
+        request = SimpleNamespace(kv_transfer_params={**NIXL, "remote_block_ids": blocks})
+        assert hook(NixlConnectorScheduler(), request, 0) == promised
 
 
 def sent_again(fixes: bool) -> list[object]:

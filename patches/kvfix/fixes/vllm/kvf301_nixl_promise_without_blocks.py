@@ -41,14 +41,14 @@ _KEYS = ("remote_engine_id", "remote_request_id", "remote_host", "remote_port")
 
 def _fix(owner: Owner) -> Callable[[ModuleType], Callable[..., Any]]:
     def fix(module: ModuleType) -> Callable[..., Any]:
-        asks = getattr(module, owner.name).update_state_after_alloc
-        keys = _asked_for(asks)
+        scheduler = getattr(module, owner.name)
+        keys, groups = _asked_for(scheduler.update_state_after_alloc), _has_groups(scheduler.request_finished)
 
         def get_num_new_matched_tokens(
             connector: Any, promise: tuple[int, bool], request: Any, *_: Any
         ) -> tuple[int, bool]:
             params = request.kv_transfer_params
-            known = all(key in params for key in keys) and _names_blocks(params)
+            known = all(key in params for key in keys) and _names_blocks(params, groups)
             return promise if known else (0, False)
 
         return after(
@@ -59,11 +59,17 @@ def _fix(owner: Owner) -> Callable[[ModuleType], Callable[..., Any]]:
     return fix
 
 
-def _names_blocks(params: Any) -> bool:
-    """Whether there are some, in a list for each KV group, of an engine that is named."""
+def _names_blocks(params: Any, groups: bool) -> bool:
+    """Whether there are some, in a list for each KV group or in one list, of an engine that is named."""
     blocks, names = params.get("remote_block_ids"), (params.get(key, "") for key in _KEYS[:3])
-    lists = isinstance(blocks, (list, tuple)) and all(isinstance(each, (list, tuple)) for each in blocks)
-    return lists and any(blocks) and all(isinstance(name, str) for name in names)
+    part = (list, tuple) if groups else int
+    lists = isinstance(blocks, (list, tuple)) and all(isinstance(each, part) for each in blocks)
+    return lists and (any(blocks) if groups else bool(blocks)) and all(isinstance(name, str) for name in names)
+
+
+def _has_groups(request_finished: Any) -> bool:
+    """Whether this release's prefill names its blocks by KV group: to 0.15 it has one list of them."""
+    return str(getattr(request_finished, "__annotations__", {}).get("block_ids")) != "list[int]"
 
 
 def _asked_for(function: Any) -> tuple[str, ...]:
