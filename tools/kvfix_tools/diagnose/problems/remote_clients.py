@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvfix_tools.diagnose.findings import Severity
-from kvfix_tools.diagnose.problems import Failed, Logged, Problem
+from kvfix_tools.diagnose.problems import Failed, Logged, Problem, either
 
 _LMCACHE = "https://github.com/LMCache/LMCache/"
 _IN_PROCESS = ("LMCacheConnectorV1", "MultiConnector")
@@ -83,11 +83,10 @@ PROBLEMS = (
         severity=Severity.SLOW,
         title="A chunk from the remote store is not of the size that this engine counts with.",
         shows=(
-            Failed(
-                kind="ValueError",
-                text="bytes_read: <read> is illegal, single_token_size: <token>, full_chunk_size: <chunk>",
+            *either(
+                "bytes_read: <read> is illegal, single_token_size: <token>, full_chunk_size: <chunk>",
+                "bytes_read: <read> is illegal, single_token_size: <token>, full_chunk_size_bytes: <chunk>",
             ),
-            Logged("bytes_read: <read> is illegal, single_token_size: <token>, full_chunk_size: <chunk>"),
             Logged("Valkey GET size mismatch for key <key>: read <read> bytes, expected <chunk>; treating as miss."),
         ),
         sentence="{read} bytes were read, a chunk has {chunk}",
