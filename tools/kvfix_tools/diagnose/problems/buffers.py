@@ -213,6 +213,9 @@ PROBLEMS = (
             Died("exit code: -9"),
             Died("exit code -9"),
             Died("Killed"),
+            Failed(
+                text="Engine core initialization failed. See root cause above. Failed core proc(s): <processes>: -9"
+            ),
             Died("code 137"),
             Died("Code:    137"),
             Died("Code: 137"),

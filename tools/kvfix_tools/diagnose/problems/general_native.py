@@ -238,6 +238,9 @@ PROBLEMS = (
         shows=(
             Died("Segmentation fault"),
             Died("Segfault encountered"),
+            Failed(
+                text="Engine core initialization failed. See root cause above. Failed core proc(s): <processes>: -11"
+            ),
             Died("SIGSEGV"),
             Died("exit code -11"),
             Died("exit code: -11"),
@@ -261,7 +264,15 @@ PROBLEMS = (
         general=True,
         severity=Severity.CRASH,
         title="The process died of a bus error: memory that it had mapped could not be provided.",
-        shows=(Died("Bus error"), Died("SIGBUS"), Died("exit code -7"), Died("exit code: -7")),
+        shows=(
+            Died("Bus error"),
+            Failed(
+                text="Engine core initialization failed. See root cause above. Failed core proc(s): <processes>: -7"
+            ),
+            Died("SIGBUS"),
+            Died("exit code -7"),
+            Died("exit code: -7"),
+        ),
         cause="Mostly /dev/shm is full: 64 MB in a container unless --shm-size is set, and vLLM, NCCL, offloading and "
         "`lmcache server` all keep memory there. Else a mapped file was cut, or huge pages ran out.",
         now="df -h /dev/shm in the container, then --shm-size 16g or --ipc host (Kubernetes: an emptyDir with medium: "
