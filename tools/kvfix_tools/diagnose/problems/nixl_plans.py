@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvfix_tools.diagnose.findings import Severity
-from kvfix_tools.diagnose.problems import Failed, Logged, Problem
+from kvfix_tools.diagnose.problems import Failed, Problem
 
 _NIXL = ("NixlConnector", "NixlPushConnector", "MultiConnector")
 _CHECK = "_validate_remote_agent_handshake"
@@ -211,26 +211,5 @@ PROBLEMS = (
         now="restart decode; is the prefill engine that the key names alive, and under this id? A router must not "
         "send to one that was restarted",
         good="report it with `kvfix-diagnose LOG --issue FILE.md`: no release is known to be right",
-    ),
-    Problem(
-        code="KVD1029",
-        name="nixl-request-without-its-kv",
-        severity=Severity.RISK,
-        title="A request's KV did not arrive from prefill.",
-        shows=(
-            Logged(
-                "Skipping KV post-processing for failed request <request>",
-                "vllm/distributed/kv_transfer/kv_connector/v1/nixl/base_worker.py",
-            ),
-        ),
-        sentence="request {request}",
-        releases={"vllm": ">=0.32"},
-        connectors=_NIXL,
-        sure=False,
-        cause="This line is the consequence: the request's transfer or handshake failed, and vLLM computes its prompt "
-        "(kv_load_failure_policy recompute) or fails it. Why stands in the line before it of the same worker.",
-        now="look at the `NIXL transfer failure` or handshake line before it; is prefill up, and did it hold the "
-        "blocks long enough (kv_lease_duration)?",
-        good="what that line names",
     ),
 )
