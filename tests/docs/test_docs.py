@@ -25,7 +25,7 @@ from tests.conftest import ROOT, clean_environment
 def build(root: Path, site: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(site)],
-        cwd=root, env=clean_environment(NO_MKDOCS_2_WARNING="1"), capture_output=True, text=True, timeout=120,
+        cwd=root, env=clean_environment(NO_MKDOCS_2_WARNING="1"), capture_output=True, text=True, timeout=280,
     )  # fmt: skip
 
 
