@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 
+from kvfix_tools.lab.lab_engine import STEP
 from kvfix_tools.lab.options import Options
+from kvfix_tools.lab.request_events import LOOKUP_TIMEOUT
 from kvfix_tools.lab.steps import prompt
 from tests.conftest import RELEASES, Once
 
@@ -97,3 +99,25 @@ def test_fuzzed_schedules_are_clean_with_the_fixes(plain: bool, once: Once) -> N
     assert not done["nothing"]
     assert done["same"]
     assert done["counts"]["loaded_beside"] > 0
+
+
+def held_up() -> list[Any]:
+    """Seconds of both engines before and after a lookup of decode's that times out, and decode's own."""
+    from kvfix_tools.lab import runner
+    from kvfix_tools.lab.pair import Pair
+
+    options = Options(connector="nixl-multi", multi=("decode",), lmcache_first=True, num_blocks=40, chunk_size=32)
+    with runner.quiet():
+        pair = Pair(options)
+        pair.on("decode", "lookups_fail", 1)
+        before, steps = pair.seconds, 0
+        pair.router.ask_decode("a", prompt(100), 5)
+        while not pair.decode.counts["lookups_unanswered"]:
+            pair.step()
+            steps += 1
+    return [round(pair.seconds - before - steps * STEP, 3), pair.decode.request_events.seconds == pair.seconds]
+
+
+def test_a_lookup_that_times_out_holds_up_both(once: Once) -> None:
+    """Their clock goes on: leases end meanwhile, and the next lookup does not begin before this one ended."""
+    assert once(held_up, RELEASES / "0.5.6") == [LOOKUP_TIMEOUT, True]
