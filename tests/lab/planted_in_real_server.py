@@ -69,8 +69,8 @@ def store_takes_other_blocks(engine: Any) -> None:
     context.submit_store = other
 
 
-def schedule_killed(engine: Any) -> None:
-    """The server is killed while a load and a store are to be sent, and started again: what is on its disk is hit."""
+def begin_load_and_store(engine: Any) -> None:
+    """Until both are to be sent."""
     engine.admit("first", prompt(128))
     engine.run()
     engine.reset_prefix_cache()
@@ -79,6 +79,11 @@ def schedule_killed(engine: Any) -> None:
     server = engine.connector.server
     while not (server.loading and server.storing["stores"]):
         engine.step()
+
+
+def schedule_killed(engine: Any) -> None:
+    """The server is killed while a load and a store are to be sent, and started again: what is on its disk is hit."""
+    begin_load_and_store(engine)
     engine.connector.server_dies()
     engine.step(2)
     engine.connector.server_comes_back()

@@ -11,7 +11,7 @@ from kvfix_tools.lab.options import SERVER_CHUNK, Options
 from kvfix_tools.lab.steps import prompt
 from tests.conftest import RELEASES, Once
 from tests.lab.planted_faults import Fault
-from tests.lab.planted_in_real_server import FAULTS
+from tests.lab.planted_in_real_server import FAULTS, begin_load_and_store
 
 SEEDS = range(20)
 
@@ -80,14 +80,7 @@ def _slow(fixes: str) -> list[str]:
     sizes = {"chunk_size": SERVER_CHUNK, "num_blocks": 28, "max_num_batched_tokens": 1024}
     with applied(fixes == "fixed"):
         engine = LabEngine(Options(connector="mp", real_server=True, delay=5, **sizes))
-        engine.admit("first", prompt(128))
-        engine.run()
-        engine.reset_prefix_cache()
-        engine.admit("loads", prompt(140))
-        engine.admit("stores", prompt(160, seed=1))
-        server = engine.connector.server
-        while not (server.loading and server.storing["stores"]):
-            engine.step()
+        begin_load_and_store(engine)
         engine.connector.server_stops()
         engine.step(2)
         for seed in (2, 3):
