@@ -32,7 +32,7 @@ from typing import Any
 from kvfix.fixes import stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import SCHEDULER
-from kvfix.wrapping import after, around
+from kvfix.wrapping import after, around, replaced
 
 #: Of a scheduler: sessions that were preempted when their turn ended, in this step.
 _SESSIONS = "_kvfix_preempted_sessions"
@@ -68,11 +68,8 @@ def fix_output(module: ModuleType) -> Callable[..., Any]:
 
 def fix_update(module: ModuleType) -> Callable[..., Any]:
     def _update_request_as_session(scheduler: Any, session: Any, *_: Any) -> Generator[None, Any, Any]:
-        computed, session.num_computed_tokens = session.num_computed_tokens, session.num_tokens - 1
-        try:
+        with replaced(session, num_computed_tokens=session.num_tokens - 1):
             return (yield)
-        finally:
-            session.num_computed_tokens = computed
 
     return around(
         _update_request_as_session,

@@ -27,6 +27,7 @@ vLLM looks at the parameters before it promises.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -74,9 +75,7 @@ def _has_groups(request_finished: Any) -> bool:
 
 def _asked_for(function: Any) -> tuple[str, ...]:
     """The keys without which this release's update_state_after_alloc starts no transfer: before 0.15, no request id."""
-    while hasattr(function, "__wrapped__"):
-        function = function.__wrapped__
-    constants = getattr(getattr(function, "__code__", None), "co_consts", ())
+    constants = getattr(getattr(inspect.unwrap(function), "__code__", None), "co_consts", ())
     return next((each for each in constants if isinstance(each, tuple) and _KEYS[0] in each), _KEYS)
 
 
