@@ -29,8 +29,7 @@ class Entry(NamedTuple):
 
 
 def add(connector: int, hook: str, event: Event) -> None:
-    # As Entry(...), in half of the time: several a step.
-    session.events.append(tuple.__new__(Entry, (time.monotonic_ns(), time.time_ns(), connector, hook, event)))
+    session.events.append(Entry(time.monotonic_ns(), time.time_ns(), connector, hook, event))
 
 
 def snapshot() -> list[Entry]:
