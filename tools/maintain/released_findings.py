@@ -15,7 +15,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import kvfix
 import kvfix_tools
@@ -63,13 +63,19 @@ class Found(NamedTuple):
 
 
 def load() -> list[Found]:
-    runs = json.loads(FILE.read_text())
-    return [Found(**{**run, "rows": [Row(**row) for row in run["rows"]]}) for run in runs]
+    return [_found(run) for run in json.loads(FILE.read_text())]
+
+
+def _found(run: dict[str, Any]) -> Found:
+    return Found(**{**run, "rows": [Row(**row) for row in run["rows"]]})
+
+
+def _plain(run: Found) -> dict[str, Any]:
+    return {**run._asdict(), "rows": [row._asdict() for row in run.rows]}
 
 
 def dump(found: list[Found]) -> str:
-    whole = [{**run._asdict(), "rows": [row._asdict() for row in run.rows]} for run in found]
-    return json.dumps(whole, indent=1) + "\n"
+    return json.dumps([_plain(run) for run in found], indent=1) + "\n"
 
 
 def look(connector: str, steps: int) -> Found:
@@ -77,25 +83,29 @@ def look(connector: str, steps: int) -> Found:
     from kvfix_tools.lab import fuzz_run
 
     run = fuzz_run.Run(connector, fixes=False)
-    done = fuzz_run.fuzz(run, range(1_000_000), math.inf, shrinking=0, most=steps)
-    of_seed = [run.play(range(seed, seed + 1), math.inf).found for seed in range(done.seeds)]
+    done, of_seed = fuzz_run.Tally(), []
+    while done.steps < steps:
+        for seed in range(done.seeds, done.seeds + fuzz_run.BATCH):
+            played = run.play(range(seed, seed + 1), math.inf)
+            of_seed.append(played.found)
+            done.add(played)
     known: dict[int, dict[str, list[tuple[str, str]]]] = {}
     rows: dict[tuple[str, tuple[str, ...]], Row] = {}
-    for each in done.violations:
-        seeds = [seed for seed, found in enumerate(of_seed) if each.signature in found][:ASKED]
-        seed, fixes = each.seed, list[str]()
+    for signature, (times, seed, rule, message) in sorted(done.found.items(), key=lambda item: -item[1][0]):
+        seeds = [seed for seed, found in enumerate(of_seed) if signature in found][:ASKED]
+        fixes = list[str]()
         for candidate in seeds:
             if candidate not in known:
                 (drawn,) = run.schedules([candidate])
                 known[candidate] = without_each(drawn)
-            fixes = fixes_of(each.rule, each.signature, known[candidate])
+            fixes = fixes_of(rule, signature, known[candidate])
             if fixes:
                 seed = candidate
                 break
-        row = Row(each.rule, fixes, 0, seed, each.message)
-        before = rows.get((each.rule, tuple(fixes)), row)
+        row = Row(rule, fixes, 0, seed, message)
+        before = rows.get((rule, tuple(fixes)), row)
         first = min(before, row, key=lambda row: row.seed)
-        rows[each.rule, tuple(fixes)] = first._replace(findings=before.findings + each.times)
+        rows[rule, tuple(fixes)] = first._replace(findings=before.findings + times)
     fixed = fuzz_run.fuzz(fuzz_run.Run(connector, fixes=True), range(done.seeds), math.inf, shrinking=0)
     ordered = sorted(rows.values(), key=lambda row: (row.rule, -row.findings, row.fixes))
     return Found(connector, releases.versions(), done.steps, done.seeds, len(fixed.violations), ordered)
@@ -128,14 +138,13 @@ def in_its_process(python: Path, connector: str) -> Found:
     environment = {name: value for name, value in os.environ.items() if name != "KVFIX"} | {"PYTHONPATH": packages}
     code = f"from maintain import released_findings as it; it.answer({connector!r})"
     done = subprocess.run([str(python), "-c", code], env=environment, stdout=subprocess.PIPE, text=True, check=True)
-    (run,) = json.loads(done.stdout.splitlines()[-1])
-    return Found(**{**run, "rows": [Row(**row) for row in run["rows"]]})
+    return _found(json.loads(done.stdout.splitlines()[-1]))
 
 
 def answer(connector: str) -> None:
     """What is found, on stdout as one line."""
     runner.prepare(str(Path(".cache/lmcache") / CONNECTORS[connector]))
-    print(json.dumps(json.loads(dump([look(connector, STEPS)]))))
+    print(json.dumps(_plain(look(connector, STEPS))))
 
 
 def main(connectors: list[str]) -> None:
