@@ -49,8 +49,9 @@ def draw(
     if push and not plain:
         extra["push_registration_timeout"] = rng.choice((5.0, 30.0))
     elif not plain and rng.random() < 0.25:
-        extra |= {"bidirectional_kv_xfer": True, "decoder_kv_blocks_ttl": 3, "kv_recompute_threshold": 8}
-        extra["kv_lease_duration"] = 30  # KVF319 is not for it: no lease ends before its read
+        # KVF319 is not for it: no lease ends before its read
+        extra |= {"bidirectional_kv_xfer": True, "kv_lease_duration": 30}
+        extra |= {"decoder_kv_blocks_ttl": 3, "kv_recompute_threshold": 8}
     options = Options(
         connector=connector,
         block_size=block,

@@ -55,12 +55,13 @@ def _of_the_dead(log: Diagnosis) -> Answer | None:
         known = next(iter(problems.at(quoted)), None) or problems.general(quoted)
         sentence = f"a worker's exception, of which the log has no more than its words: {quoted.fields['text'][:200]}"
         return Answer(sentence, request="", verdict="unknown", evidence=(quoted.evidence,), record=known)
-    if death is not None:
-        sentence = f"the engine is dead, and the log does not show why: {death.evidence.text[:160]}"
-        return Answer(
-            sentence, request="", verdict="unknown", evidence=(death.evidence,), record=problems.general(death)
-        )
-    return Answer("the engine is dead, and the log does not show why", request="") if log.failures.dead else None
+    if not log.failures.dead:
+        return None
+    sentence = "the engine is dead, and the log does not show why"
+    if death is None:
+        return Answer(sentence, request="")
+    sentence = f"{sentence}: {death.evidence.text[:160]}"
+    return Answer(sentence, request="", verdict="unknown", evidence=(death.evidence,), record=problems.general(death))
 
 
 @finding("KVD159", "ended-at-its-buffer", Severity.CRASH, on=[""])

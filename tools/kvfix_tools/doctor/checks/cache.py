@@ -72,9 +72,10 @@ def hash_seed(setup: Setup) -> Iterator[Line]:
         shared = ["other servers and what is stored beyond a restart"] if algorithm == "builtin" else []
     else:
         return
-    if algorithm.startswith("sha256") and how.startswith("pre") and (why := _no_bytes(setup)):
+    no_bytes = _no_bytes(setup)
+    if algorithm.startswith("sha256") and how.startswith("pre") and no_bytes:
         until = "" if _hashes_none(setup) else f"; until then {how}: builtin, and PYTHONHASHSEED=0"
-        yield problem(f"{how} is {algorithm}, whose hashes are bytes: {why}", f"LMCache 0.4.6 or newer{until}")
+        yield problem(f"{how} is {algorithm}, whose hashes are bytes: {no_bytes}", f"LMCache 0.4.6 or newer{until}")
         return
     if algorithm != "builtin":
         yield ok(f"keys are made with {algorithm or 'the default hash'}, which is the same in every process")
@@ -82,9 +83,9 @@ def hash_seed(setup: Setup) -> Iterator[Line]:
     fixed = seed.isdigit()
     none_too = fixed and setup.connector("v1") is not None and _hashes_none(setup)
     remedy = "PYTHONHASHSEED=0 in the environment of every process"
-    if none_too and _no_bytes(setup):
+    if none_too and no_bytes:
         remedy = "LMCache 0.4.6 or newer, or Python 3.12"
-    elif how.startswith("pre") and not _no_bytes(setup):
+    elif how.startswith("pre") and not no_bytes:
         stable = f"{how}: sha256_cbor (LMCACHE_PRE_CACHING_HASH_ALGORITHM=sha256_cbor)"
         remedy = f"{stable}, the same everywhere" if none_too else f"{remedy}, or {stable}"
     if not shared:
