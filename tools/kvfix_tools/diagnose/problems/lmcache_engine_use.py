@@ -92,7 +92,7 @@ PROBLEMS = (
         code="KVD459",
         name="all-tokens-masked",
         severity=Severity.CRASH,
-        title="LMCache is told to leave out as many tokens as the request has.",
+        title="LMCache is asked to skip as many tokens as the request has.",
         shows=(
             Failed(
                 kind="AssertionError",

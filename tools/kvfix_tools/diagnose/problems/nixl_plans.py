@@ -138,7 +138,7 @@ PROBLEMS = (
         code="KVD1025",
         name="nixl-abort-after-its-lease",
         severity=Severity.CRASH,
-        title="A prefill worker is told that a request is not to be sent, after it had begun to wait for its reader.",
+        title="A request is reported as not to be sent after the prefill worker has begun to wait for its reader.",
         shows=(
             Failed(
                 kind="AssertionError",

@@ -150,7 +150,7 @@ PROBLEMS = (
         code="KVD1036",
         name="simple-offload-loads-twice",
         severity=Severity.CRASH,
-        title="SimpleCPUOffloadConnector is told to load a request that it is loading already.",
+        title="SimpleCPUOffloadConnector gets a load of a request that it is loading already.",
         shows=(
             Failed(
                 kind="AssertionError",

@@ -72,7 +72,7 @@ PROBLEMS = (
         "its own (a plugin's platform or worker class), or with several KV groups under pipeline parallelism.",
         now="--num-gpu-blocks-override with the smallest count that the log names (`GPU KV cache size: ... tokens` "
         "divided by the block size), the same for all; --pipeline-parallel-size 1",
-        good="a worker class that takes the number of blocks that it is told",
+        good="a worker class that takes the number of blocks that it is given",
     ),
     Problem(
         code="KVD385",
@@ -165,7 +165,7 @@ PROBLEMS = (
         name="gpu-memory-held-by-others",
         general=True,
         severity=Severity.CRASH,
-        title="The GPU has less free memory at the start than vLLM is told to use.",
+        title="The GPU has less free memory at the start than --gpu-memory-utilization asks for.",
         shows=(
             Failed(kind="ValueError", text="Free memory on device"),
             Failed(kind="ValueError", text="Externally held weights on device"),

@@ -91,8 +91,8 @@ PROBLEMS = (
         ),
         sure=False,
         cause="A request stands in two lists. vLLM moves it between `waiting` and `running` itself; with a connector "
-        "this breaks if one request is told finished (get_finished) while it also runs, or if its client id is used "
-        "twice at once.",
+        "this breaks if one request is reported as finished (get_finished) while it also runs, or if its client id is "
+        "used twice at once.",
         now="a request id of its own for each request (no X-Request-Id that repeats); --no-async-scheduling; restart",
         good=_LOCAL,
     ),
@@ -100,7 +100,7 @@ PROBLEMS = (
         code="KVD295",
         name="resumed-request-is-still-in-the-batch",
         severity=Severity.CRASH,
-        title="A worker is told to resume a request that it never took out of its batch.",
+        title="A worker gets a resumed request that it never took out of its batch.",
         shows=(
             Failed(
                 kind="AssertionError",
@@ -126,7 +126,7 @@ PROBLEMS = (
         code="KVD296",
         name="worker-does-not-know-the-request",
         severity=Severity.CRASH,
-        title="A worker is told to go on with a request that it does not hold.",
+        title="A worker gets a step of a request that it does not hold.",
         shows=(
             Failed(
                 kind="KeyError",
