@@ -119,3 +119,27 @@ def test_fuzzed_schedules_are_clean_with_the_fixes(plain: bool, once: Once) -> N
     assert done["counts"]["loaded_tokens"] > 0
     if not plain:
         assert all(done["counts"].get(each) for each in ("malformed", "restarts", "sent_again", "at_once"))
+
+
+def ended_tasks() -> list[int]:
+    """Numbers of the tasks in the order in which vLLM hears that they are done."""
+    import asyncio
+
+    from kvfix_tools.lab import mooncake_sockets
+    from kvfix_tools.lab.mooncake_network import Network
+
+    stand_in = mooncake_sockets.Asyncio(Network(1, 480).host("a"))
+
+    async def number(value: int) -> int:
+        return value
+
+    async def asked() -> list[int]:
+        done, _ = await stand_in.wait([asyncio.create_task(number(each)) for each in range(40)])
+        return [task.result() for task in done]
+
+    return asyncio.run(asked())
+
+
+def test_who_waits_hears_of_tasks_in_their_order(once: Once) -> None:
+    """A set of them is in the order of their addresses: one schedule would be played in several ways."""
+    assert once(ended_tasks, RELEASES / "0.5.6") == list(range(40))

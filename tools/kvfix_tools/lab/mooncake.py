@@ -141,9 +141,9 @@ class MooncakeWorker(Worker):
         kept = {each.p_req_id for each in self.adapter.reqs_need_send.values()}
         results = self.called.get_transfer_results(ended)
         self._failed = set(results.failed_recving)
-        for name in results.finished_sending:
+        for name in sorted(results.finished_sending):  # sets of names: their order says nothing
             self.side.add_to_pair(ev.LeaseEnded(name, name in kept))
-        for name in results.finished_recving:
+        for name in sorted(results.finished_recving):
             start, end = self.due.pop(name, (0, 0))
             failed = name in self.lost
             self.lost.discard(name)

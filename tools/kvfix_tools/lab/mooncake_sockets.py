@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -32,6 +32,11 @@ class Asyncio:
 
     def run_coroutine_threadsafe(self, work: Any, loop: Any) -> Any:
         return loop.host.run(work)
+
+    async def wait(self, tasks: Sequence[Any], **options: Any) -> tuple[list[Any], list[Any]]:
+        """In the order of the tasks. Sets of them are in that of their addresses: each play would be another."""
+        done, pending = await asyncio.wait(tasks, **options)
+        return [each for each in tasks if each in done], [each for each in tasks if each in pending]
 
     def __getattr__(self, name: str) -> Any:
         return getattr(asyncio, name)
