@@ -66,5 +66,4 @@ FIX = Fix(
     __doc__,
     targets=(MOONCAKE_SCHEDULER.request_finished(broken=">=0.20", probe=shows_bug, fix=fix, place=1),),
     scenarios=("mooncake-stopped-prefill-unsent",),
-    no_patch={"vllm": "there is none yet"},
 )
