@@ -143,3 +143,34 @@ def ended_tasks() -> list[int]:
 def test_who_waits_hears_of_tasks_in_their_order(once: Once) -> None:
     """A set of them is in the order of their addresses: one schedule would be played in several ways."""
     assert once(ended_tasks, RELEASES / "0.5.6") == list(range(40))
+
+
+def of_one_transfer(aborted_first: bool) -> dict[str, Any]:
+    """Two prefills for one transfer, of which one is aborted before or after the other one has ended."""
+    import kvfix
+    from kvfix_tools.lab import runner
+    from kvfix_tools.lab.pair import Pair
+
+    with runner.quiet():
+        kvfix.apply(only=["KVF364"])
+        pair = Pair(OPTIONS)
+        pair.prefill.connector._transfer = lambda name: "shared"
+        pair.router_takes(8)
+        pair.budget(16)
+        pair.ask("sent", prompt(100 if aborted_first else 16), 5)
+        pair.step()
+        pair.ask("aborted", prompt(100, seed=1), 5)
+        pair.step(2 if not aborted_first else 1)
+        held = len(pair.prefill.connector.leases)
+        pair.abort("aborted")
+        pair.run()
+        pair.expect_all_ended()
+    return {"held": held, "found": [str(each) for each in pair.findings], "ended": sorted(pair.decode.requests)}
+
+
+@pytest.mark.parametrize("aborted_first", [True, False])
+def test_abort_leaves_another_prefill_of_its_transfer(aborted_first: bool, once: Once) -> None:
+    """The blocks of the one that has ended are given back."""
+    done = once(of_one_transfer, RELEASES / "0.5.6", aborted_first)
+    assert done["held"] == (0 if aborted_first else 1)
+    assert done["found"] == []

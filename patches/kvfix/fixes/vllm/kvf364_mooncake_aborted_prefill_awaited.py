@@ -74,51 +74,47 @@ def _drop(module: Any, worker: Any, transfer: str) -> None:
             dropped = worker.reqs_need_send[transfer] = module.SendBlockMeta(
                 p_req_id="", transfer_id=transfer, local_block_ids=[], ready=asyncio.Event()
             )
+        elif dropped.ready.is_set():  # another request of this transfer is sent, or it is dropped already
+            return
         dropped.p_req_id, dropped.local_block_ids, dropped.need_send = "", [], _NEVER
         dropped.ready.set()
-        worker.sender_loop.call_later(
-            module.envs.VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT, worker.reqs_need_send.pop, transfer, None
-        )
+        worker.sender_loop.call_later(module.envs.VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT, _forget, worker, dropped)
     except Exception as error:  # noqa: BLE001
         engine_log.fault(f"{__name__}._drop", error)
 
 
+def _forget(worker: Any, dropped: Any) -> None:
+    """At the timeout. Another request of this transfer that has ended since has blocks, and a lease of its own."""
+    if not dropped.local_block_ids and worker.reqs_need_send.get(dropped.transfer_id) is dropped:
+        del worker.reqs_need_send[dropped.transfer_id]
+
+
 def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
-    """An aborted prefill that the worker does not know. Wrong is a coroutine that raises KeyError."""
-    worker = SimpleNamespace(
-        is_kv_producer=True, is_kv_consumer=False, reqs_need_send={}, sender_loop=SimpleNamespace(
-            call_soon_threadsafe=lambda *_: None
-        ),
-    )  # fmt: skip
-    wrong = False
-
-    def record_send_reqs(metadata: Any) -> Any:
-        nonlocal wrong
-        wrong = bool(metadata.reqs_not_processed)
-        raise _Seen
-
-    worker.record_send_reqs = record_send_reqs
+    """An aborted prefill that the worker does not know. Wrong is to raise KeyError, or to leave who waits for it so."""
+    worker = SimpleNamespace(reqs_need_send={}, sender_loop=SimpleNamespace(call_later=lambda *_: None))
+    steps = hook(worker, SimpleNamespace(reqs_to_send={}, reqs_not_processed={"t"}))
     try:
-        hook(worker, SimpleNamespace(reqs_to_send={}, reqs_to_recv={}, reqs_not_processed={"t"}))
-    except _Seen:
-        return wrong
-    return False
-
-
-class _Seen(Exception):
-    """The probe's: no coroutine is made."""
+        steps.send(None)
+    except KeyError:
+        return True
+    except StopIteration:
+        sent = worker.reqs_need_send.get("t")
+        return sent is None or not sent.ready.is_set()
+    finally:
+        steps.close()
+    raise ValueError("the probe expects that it does not wait")
 
 
 FIX = Fix(
     __name__,
     __doc__,
     targets=(
-        MOONCAKE_WORKER.start_load_kv(broken=">=0.20", probe=shows_bug, fix=fix),
+        MOONCAKE_WORKER.record_send_reqs(broken=">=0.20", probe=shows_bug, fix=None),
+        MOONCAKE_WORKER.start_load_kv(broken=">=0.20", probe=stubs.cannot_tell, fix=fix, helper=True),
         MOONCAKE_SCHEDULER.request_finished(
             broken=">=0.20", probe=stubs.cannot_tell, fix=tells_the_worker, place=3, helper=True
         ),
     ),
     scenarios=("mooncake-aborted-prefill-awaited",),
     attaches=NEW_REQUESTS,
-    no_patch={"vllm": "there is none yet"},
 )
