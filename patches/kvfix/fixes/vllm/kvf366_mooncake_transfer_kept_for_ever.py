@@ -85,11 +85,11 @@ FIX = Fix(
     __name__,
     __doc__,
     targets=(
-        MOONCAKE_WORKER.get_finished(broken=">=0.20", probe=stubs.cannot_tell, fix=fix),
+        MOONCAKE_WORKER.send_kv_to_decode(broken=">=0.20", probe=stubs.cannot_tell, fix=None),
+        MOONCAKE_WORKER.get_finished(broken=">=0.20", probe=stubs.cannot_tell, fix=fix, helper=True),
         MOONCAKE_WORKER.start_load_kv(
             broken=">=0.20", probe=stubs.cannot_tell, fix=names_prefills, place=1, helper=True
         ),
     ),
     scenarios=("mooncake-transfer-kept-for-ever",),
-    no_patch={"vllm": "there is none yet"},
 )
