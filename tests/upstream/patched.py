@@ -193,7 +193,9 @@ def _run_nodes(tree: ast.AST) -> Iterator[ast.AST]:
 
 
 def regression(folder: Path, tests: list[str]) -> dict[str, Any]:
-    """Outcome of each regression test file of the folder: {file: [passed, failed, messages of the failed ones]}."""
+    """Outcome of each regression test file of the folder: {file: [passed, failed, messages of the failed ones]}.
+
+    A test that is the release's own and does not pass without kvfix, as of the GPU that it needs, is left out."""
 
     class Count:
         def __init__(self) -> None:
@@ -219,7 +221,9 @@ def regression(folder: Path, tests: list[str]) -> dict[str, Any]:
 
     count = Count()
     # Not for theirs(): with it a run of vLLM's tests of MooncakeConnector ends early, and says nothing.
-    _run(folder, ["-p", "pytest_asyncio.plugin", *tests], plugins=[count])
+    known = {name for file in peers.KEPT.glob("*-*.json") for name in json.loads(file.read_text())["not passed"]}
+    red = [f"--deselect={name}" for name in sorted(known) if name.partition("::")[0] in tests]
+    _run(folder, ["-p", "pytest_asyncio.plugin", *red, *tests], plugins=[count])
     return count.found
 
 

@@ -37,7 +37,7 @@ from kvfix.wrapping import around
 def fix(module: ModuleType) -> Callable[..., Any]:
     def request_finished(connector: Any, request: Any, blocks: Any) -> Generator[Any, Any, Any] | None:
         parallel = connector.vllm_config.parallel_config
-        if getattr(parallel, "decode_context_parallel_size", 1) > 1:
+        if any(getattr(parallel, f"{side}_context_parallel_size", 1) > 1 for side in ("prefill", "decode")):
             return None
         own = -(-request.num_prompt_tokens // connector.block_size)
         return _with(request, (list(blocks[0][:own]),))
@@ -60,7 +60,9 @@ def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
     connector = SimpleNamespace(
         is_kv_producer=True, is_kv_consumer=False, _reqs_need_send={}, _reqs_not_processed=set(), block_size=16,
         get_sw_clipped_blocks=lambda blocks: list(blocks), _is_hma_required=False,
-        vllm_config=SimpleNamespace(parallel_config=SimpleNamespace(decode_context_parallel_size=1)),
+        vllm_config=SimpleNamespace(
+            parallel_config=SimpleNamespace(decode_context_parallel_size=1, prefill_context_parallel_size=1)
+        ),
     )  # fmt: skip
     request = stubs.request(
         40, kv_transfer_params={"do_remote_decode": True, "transfer_id": "t"}, num_prompt_tokens=32,
@@ -75,5 +77,4 @@ FIX = Fix(
     __doc__,
     targets=(MOONCAKE_SCHEDULER.request_finished(broken=">=0.20", probe=shows_bug, fix=fix, place=2),),
     scenarios=("mooncake-prefill-generates-more",),
-    no_patch={"vllm": "there is none yet"},
 )
