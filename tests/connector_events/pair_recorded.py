@@ -52,8 +52,8 @@ def leases_are_over_at_once(pair: Any) -> None:
 def nothing(pair: Any) -> None: ...
 
 
-def recorded(fault: str, seconds: float = 0.0) -> str:
-    """The recorder file of a pair in which this fault is planted, after so many more seconds."""
+def recorded(fault: str, seconds: float = 0.0, connector: str = "nixl-pull") -> str:
+    """The recorder file of a pair in which this fault is planted, after so many more seconds. A lease is 30 s."""
     os.environ["KVFIX_DUMP_DIR"] = tempfile.mkdtemp(prefix="kvfix-test-")
     from kvfix import clock
     from kvfix_tools.lab import runner
@@ -69,7 +69,8 @@ def recorded(fault: str, seconds: float = 0.0) -> str:
 
         now = SimpleNamespace(monotonic_ns=lambda: int(clock.now() * 1e9), time_ns=lambda: int(clock.now() * 1e9))
         recorder.time = dump.time = now  # type: ignore[attr-defined, assignment]
-        pair = Pair(Options(connector="nixl-pull", num_blocks=40, max_num_batched_tokens=64))
+        lease = {"kv_lease_duration": 30}
+        pair = Pair(Options(connector=connector, num_blocks=40, max_num_batched_tokens=64, extra=lease))
         globals()[fault](pair)
         with suppress(EngineDied):
             pair.ask("a", prompt(100), 5)

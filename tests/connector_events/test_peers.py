@@ -82,9 +82,10 @@ def test_the_order_comes_from_what_they_have_told_each_other(files: dict[str, Pa
         (("lose_notice", 40.0), "b"),
         (("lose_aborts", 3.0), "d"),
         (("lose_aborts", 40.0), "d"),
+        (("lose_aborts", 40.0, "mooncake"), "d"),
     ],
     indirect=["files"],
-    ids=["read, kept", "read, over", "aborted, kept", "aborted, over"],
+    ids=["read, kept", "read, over", "aborted, kept", "aborted, over", "Mooncake"],
 )
 def test_a_lease_that_is_not_given_back(
     files: dict[str, Path], request_id: str, capsys: pytest.CaptureFixture[str]
@@ -98,6 +99,29 @@ def test_a_lease_that_is_not_given_back(
     assert "SUMMARY: kvfix KVR025 lease-not-returned" in text
     assert "engine prefill-1.0, scheduler, pid 100 on prefill" in text
     assert "engine decode-2.0, scheduler, pid 101 on decode" in text
+
+
+@pytest.mark.parametrize(
+    ("files", "ended"),
+    [
+        (("nothing", 0.0, "mooncake"), dict.fromkeys("abcd", False)),
+        (("nothing", 40.0, "nixl-push"), {**dict.fromkeys("abc", False), "d": True}),
+    ],
+    indirect=["files"],
+    ids=["Mooncake", "NIXL push"],
+)
+def test_what_is_written_to_decode(
+    files: dict[str, Path], ended: dict[str, bool], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of a request that has ended Mooncake's prefill hears; NIXL's, where it pushes, keeps the blocks to their time."""
+    assert violated(list(files.values()), capsys) == []
+    ends = [entry.event for entry in recording.read(files["prefill"]).entries if isinstance(entry.event, ev.LeaseEnded)]
+    assert {each.request[0]: each.expired for each in ends if each.expired is not None} == ended
+    peers = peers_of(files)
+    assert sorted((link.reader[0], link.kept[0]) for link in peers.links) == [(name, name) for name in "abcd"]
+    clock = peers.clock(peers.links[0].reads, peers.links[0].keeps)
+    assert clock.low is not None
+    assert clock.high is not None
 
 
 @pytest.mark.parametrize("files", [("lose_aborts", 0.0)], indirect=True, ids=["at once"])

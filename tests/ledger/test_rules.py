@@ -18,7 +18,7 @@ REPLAYED = FRESH._replace(replay=128)
 REPLAYING = [REPLAYED, ev.Granted("r", 512), ev.LoadDue("r", 0, 512)]
 DIVERGENT = ASKED._replace(divergent=True)
 #: Blocks that are kept for a peer.
-LEASED, READ = ev.Leased("r", 30.0), ev.LeaseRead("r", "d")
+LEASED, READ, PUSHED = ev.Leased("r", 30.0), ev.LeaseRead("r", "d"), ev.LeaseRead("r", "d", pushed=True)
 WRITES = ev.WriteBegun("r", "d")
 EXPIRED, NOTICED = ev.LeaseEnded("r", True), ev.LeaseEnded("r", False)
 #: 336 of 512 tokens are computed.
@@ -141,6 +141,8 @@ CASES: dict[str, list[tuple[str, list[ev.Event], ev.Event, str | None]]] = {
         ("its notice was seen first", [FRESH, LEASED, NOTICED], READ, None),
         ("too late", [FRESH, LEASED, EXPIRED], READ, "violated"),
         ("how it ended is not on record", [FRESH, LEASED, ev.LeaseEnded("r", None)], READ, "unknown"),
+        ("pushed", [FRESH, LEASED, NOTICED], PUSHED, None),
+        ("pushed, and when is not on record", [FRESH, LEASED, EXPIRED], PUSHED, "unknown"),
     ],
     "KVR018": [
         ("by one", [FRESH, LEASED, READ], READ, None),

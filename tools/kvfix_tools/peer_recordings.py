@@ -159,11 +159,12 @@ class Peers:
         own = self._of_scheduler(link.reads, link.reader)
         loads = [each for each in own if isinstance(each.event, ev.LoadDue)]
         loaded = [each for each in own if isinstance(each.event, ev.Loaded)]
-        failed = any(isinstance(each.event, ev.LoadFailed) for each in own)
+        pushed = any(isinstance(each.event, ev.ReadsFrom) and each.event.pushed for each in own)
+        failed = any(isinstance(each.event, ev.LoadFailed) for each in own) or (pushed and not loaded)
         done = loaded if loads else [each for each in own if isinstance(each.event, ev.Finished)]
         low = self.clock(link.reads, link.keeps).low
         at = done[0].mono - low if done and low is not None else None
-        return Reader(link.reader, bool(loaded), failed, at)
+        return Reader(link.reader, bool(loaded), failed, at, pushed)
 
     def history(self, links: Iterable[Link]) -> list[tuple[str, Entry]]:
         """What is on record of a kept request and its readers, by the clock of the engine that keeps it."""

@@ -1,7 +1,9 @@
-"""What a worker's NixlConnector says of its leases: which were renewed, and which have ended by their time.
+"""What the worker of a NixlConnector or MooncakeConnector knows of its leases: which were renewed, and which have ended
+by their time.
 
-Its report names those only that are over (nixl/base_worker.py 0.32.0:2853), so two of the worker's own methods are
-wrapped. They exist since vLLM 0.26; of earlier ones it is not known how a lease has ended.
+Its report names those only that are over (nixl/base_worker.py 0.32.0:2853, mooncake_connector.py 0.32.0:2219), so
+methods of the worker itself are wrapped. NIXL has them since vLLM 0.26; of earlier ones it is not known how a lease has
+ended.
 """
 
 from __future__ import annotations
@@ -54,9 +56,10 @@ class Leases:
 def watch(connector: Any, key: str) -> Leases | None:
     """Wrap the worker of this connector, under this key of `applying.attach`. None: it has no such methods."""
     worker = getattr(connector, "connector_worker", None)
-    if not all(hasattr(type(worker), name) for name in _WRAPPERS):
+    wrappers = next((each for known, each in _WRAPPERS.items() if hasattr(type(worker), known)), {})
+    if not wrappers or not all(hasattr(type(worker), name) for name in wrappers):
         return None
-    for name, decorate in _WRAPPERS.items():
+    for name, decorate in wrappers.items():
         owner = next(each for each in type(worker).__mro__ if name in vars(each))
         applying.attach(owner, name, key, decorate)
     found = Leases(getattr(worker, "_lease_extension", None))
@@ -99,7 +102,27 @@ def _around_renewal(original: Callable[..., Any]) -> Callable[..., Any]:
     return _handle_heartbeat
 
 
-_WRAPPERS: dict[str, Callable[[Any], Any]] = {
-    "_reap_expired_send_leases": _around_expiry,
-    "_handle_heartbeat": _around_renewal,
+def _around_report(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Of Mooncake: what expires does so in this call, so it is there before. A send may end meanwhile."""
+
+    @functools.wraps(original)
+    def get_finished(worker: Any, *args: Any, **kwargs: Any) -> Any:
+        leases = vars(worker).get(_HELD)
+        before = list(getattr(worker, "reqs_need_send", {}).values()) if leases is not None else ()
+        answer = original(worker, *args, **kwargs)
+        try:
+            if leases is not None and answer[0]:
+                unsent = {each.p_req_id for each in before if not each.need_send or each.sent < each.need_send}
+                leases.expire(unsent & answer[0])
+        except Exception as error:  # noqa: BLE001
+            engine_log.fault("kvfix.connector_events.leases", error)
+        return answer
+
+    return get_finished
+
+
+#: By a method that only a worker of NIXL, or of Mooncake, has.
+_WRAPPERS: dict[str, dict[str, Callable[[Any], Any]]] = {
+    "_reap_expired_send_leases": {"_reap_expired_send_leases": _around_expiry, "_handle_heartbeat": _around_renewal},
+    "fetch_finished_sending_reqs": {"get_finished": _around_report},
 }

@@ -65,15 +65,12 @@ class NixlPush(Nixl):
     """
 
     relative = True
+    pushed = True
     _SCHEDULER = (
         *Nixl._SCHEDULER, "_push_pending_registrations", "_push_registration_deadlines", "_finished_request_blocks",
         "_newly_finished_push_blocks",
     )  # fmt: skip
     _WORKER = (*Nixl._WORKER, "_sending_transfers", "_send_failures", "_push_finished_blocks")
-
-    def peer(self, request: Any) -> tuple[str, str] | None:
-        """Nothing is read there: decode is written to, and gives nothing back."""
-        return None
 
     def _span(self, name: str, meta: Any) -> Span:
         return name, 0, len(meta.local_block_ids[0]) * self.whole_blocks

@@ -26,6 +26,8 @@ class Reader:
     reports_sent = False
     #: Whether it keeps blocks of ended requests for a peer, which reads them.
     keeps_for_peer = False
+    #: Whether that peer hears nothing of a request that ends before it has its blocks, as `pushed` of ReadsFrom.
+    pushed = False
     #: Whether a store leaves out what the cache has already, whoever stored it: then a hole is no hole.
     leaves_out_stored = False
 

@@ -287,7 +287,7 @@ class WatchedConnector:
     def _reads_from(self, request: Any) -> None:
         peer = self.reader.peer(request)
         if peer is not None:
-            self._record(ev.ReadsFrom(request.request_id, *peer))
+            self._record(ev.ReadsFrom(request.request_id, *peer, self.reader.pushed))
 
     def _end(self, name: str) -> None:
         self._ended[name] = (self.steps, clock.now(), self.reader.pinned(name))

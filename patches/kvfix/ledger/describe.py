@@ -99,6 +99,8 @@ def _leaseended(event: ev.LeaseEnded) -> str:
 
 
 def _readsfrom(event: ev.ReadsFrom) -> str:
+    if event.pushed:
+        return f"waits for engine {event.engine} to write the blocks of {event.peer}"
     return f"is to read the blocks that engine {event.engine} keeps of {event.peer}"
 
 

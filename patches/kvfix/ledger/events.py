@@ -190,10 +190,14 @@ class LeaseExtended(NamedTuple):
 
 
 class LeaseRead(NamedTuple):
-    """Request `reader` of the peer has loaded the blocks that are kept of `request`, and takes them for right."""
+    """Request `reader` of the peer has loaded the blocks that are kept of `request`, and takes them for right.
+
+    pushed: as in ReadsFrom.
+    """
 
     request: str
     reader: str
+    pushed: bool = False
 
 
 class LeaseEnded(NamedTuple):
@@ -209,11 +213,15 @@ class LeaseEnded(NamedTuple):
 
 class ReadsFrom(NamedTuple):
     """The request names blocks that another engine, `engine`, keeps of its request `peer`: it is to read them, and to
-    give them back. Both names are those of the request's `kv_transfer_params`."""
+    give them back. Both names are those of the request's `kv_transfer_params`.
+
+    pushed: that engine writes them, knows itself when it has, and hears nothing of a request that ends before.
+    """
 
     request: str
     engine: str
     peer: str
+    pushed: bool = False
 
 
 class NotReturned(NamedTuple):

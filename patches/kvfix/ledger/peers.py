@@ -36,7 +36,8 @@ class Kept(NamedTuple):
 class Reader(NamedTuple):
     """A request of the peer that names those blocks, as the record of its own engine has it.
 
-    loaded: it has loaded them. failed: its load has failed, after which vLLM gives nothing back. done: when it has
+    loaded: it has loaded them. failed: its load has failed, or it has ended before they were pushed: vLLM gives nothing
+    back. pushed: as in ReadsFrom. done: when it has
     loaded them or ended, in ns of the keeping engine's clock and at the latest. None: a load of it is in flight, it has
     not ended, or nothing bounds the clock.
     """
@@ -45,6 +46,7 @@ class Reader(NamedTuple):
     loaded: bool
     failed: bool
     done: int | None
+    pushed: bool = False
 
 
 def compare(kept: Kept, readers: Sequence[Reader]) -> Iterator[Event]:
@@ -68,7 +70,7 @@ def compare(kept: Kept, readers: Sequence[Reader]) -> Iterator[Event]:
 def _reads(kept: Kept, readers: Iterable[Reader]) -> Iterator[Event]:
     for each in readers:
         if each.loaded and not each.failed:
-            yield ev.LeaseRead(kept.request, each.request)
+            yield ev.LeaseRead(kept.request, each.request, each.pushed)
 
 
 def _lost(kept: Kept, readers: Sequence[Reader]) -> Reader | None:
