@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from contextlib import suppress
 from math import inf
@@ -137,3 +138,21 @@ def test_fuzzed_schedules_are_clean_with_the_fixes(plain: bool, once: Once) -> N
     if not plain:
         drawn = "at_once", "leases", "malformed", "restarts", "sent_again", "asked_again"
         assert all(done["counts"][each] for each in drawn)
+
+
+def aborted_while_it_waits(fixes: bool) -> list[str]:
+    """What is found, kvfix's own reports too, where decode's request is aborted and prefill never hears of it."""
+    from kvfix_tools.lab.fuzz import play
+    from kvfix_tools.lab.runner import applied
+    from kvfix_tools.lab.schedule import Schedule
+
+    options = dataclasses.replace(OPTIONS, extra={"push_registration_timeout": 5.0})
+    steps = [("fail", "notice", 1), ("ask_at_once", "r", 0, 64, 5, 1), ("step",), ("abort", 0), ("step",)]
+    with applied(fixes, "check"):
+        return sorted({finding.code for finding in play(Schedule(options, tuple(steps))).violations})
+
+
+def test_what_is_kept_until_its_end_is_not_left(once: Once) -> None:
+    """Decode's blocks are prefill's to write into until the registration ends (KVF322); as released, for ever."""
+    assert once(aborted_while_it_waits, RELEASES / "0.5.6", True) == []
+    assert "KVR009" in once(aborted_while_it_waits, RELEASES / "0.5.6", False)

@@ -72,6 +72,10 @@ class NixlPush(Nixl):
     )  # fmt: skip
     _WORKER = (*Nixl._WORKER, "_sending_transfers", "_send_failures", "_push_finished_blocks")
 
+    def waits(self, request: str) -> bool:
+        """Its registration is good until its end, also after an abort: KVF322 fails it then."""
+        return request in getattr(getattr(self.connector, "connector_worker", None), "_kvfix_ends", ())
+
     def _span(self, name: str, meta: Any) -> Span:
         return name, 0, len(meta.local_block_ids[0]) * self.whole_blocks
 

@@ -91,6 +91,10 @@ class Reader:
         """Another name by which the peer knows this request; "": it has none."""
         return ""
 
+    def waits(self, request: str) -> bool:
+        """Whether the connector keeps this request on purpose, until a time that is to come."""
+        return False
+
     def left(self, request: str) -> list[str]:
         """Places in which this ended request has leaked."""
         return [where for where, names in self.kept() if request in names]

@@ -313,6 +313,9 @@ class WatchedConnector:
             if self.steps - at_step < STEPS or now - at < SECONDS:
                 return
             del self._ended[name]
+            if self.reader.waits(name):
+                self._end(name)
+                continue
             if name in self._unanswered and self.reader.looks_up(name):
                 self._give_up(name)
             for where in self.reader.left(name):
