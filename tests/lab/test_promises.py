@@ -1,7 +1,7 @@
 """NixlConnector and MooncakeConnector on the real scheduler, without their transfer libraries.
 
 What a request's own parameters promise, what a request for the other role does (KVF301, KVF302), who reads what one
-prefill holds (KVF340), and whose statistics the API server takes (KVF303).
+prefill holds (KVF340, KVF367), and whose statistics the API server takes (KVF303).
 """
 
 from __future__ import annotations
@@ -117,9 +117,12 @@ def test_blocks_are_named_as_this_release_does(annotation: Any, good: list[Any],
         assert hook(NixlConnectorScheduler(), request, 0) == promised
 
 
-def sent_again(fixes: bool) -> list[object]:
-    """Statuses of two decode requests with the same parameters, and of a third one of another prefill; what the second
-    one computes in two steps; who reads."""
+#: Decode requests and the prefill that each names: the same again, another answer of the same client, another prefill.
+ASKED = {"r-00000001": "p-1", "r-00000002": "p-1", "1_r-00000003": "p-1", "s-00000004": "p-2"}
+
+
+def sent_again(connector: str, fixes: bool) -> list[object]:
+    """Statuses of these requests; what each of those that do not load computes in two steps; who loads."""
     if fixes:
         kvfix.apply()
     from vllm.config import KVTransferConfig
@@ -128,24 +131,36 @@ def sent_again(fixes: bool) -> list[object]:
 
     options = Options(block_size=16, num_blocks=32, max_num_batched_tokens=64)
     config = vllm_objects.vllm_config(options)
-    config.kv_transfer_config = KVTransferConfig(kv_connector="NixlConnector", kv_role="kv_consumer")
+    config.kv_transfer_config = KVTransferConfig(kv_connector=connector, kv_role="kv_consumer")
     scheduler = vllm_objects.scheduler(options, config)
-    asked = {"first": "p-1", "again": "p-1", "other": "p-2"}
-    requests = [vllm_objects.request(options, name, prompt(64), 4) for name in asked]
-    for request, prefill in zip(requests, asked.values(), strict=True):
+    requests = [vllm_objects.request(options, name, prompt(64), 4) for name in ASKED]
+    for request, prefill in zip(requests, ASKED.values(), strict=True):
         request.kv_transfer_params = {**NIXL, "remote_request_id": prefill}
         scheduler.add_request(request)
     done = [scheduler.schedule() for _ in range(2)]
-    reads = sorted(name for step in done for name in step.kv_connector_metadata.reqs_to_recv)
-    computed = sum(step.num_scheduled_tokens.get("again", 0) for step in done)
-    return [[request.status.name for request in requests], computed, reads]
+    loads = sorted(name for step in done for name in step.kv_connector_metadata.reqs_to_recv)
+    computed = {name: step.num_scheduled_tokens[name] for step in done for name in step.num_scheduled_tokens}
+    return [[request.status.name for request in requests], computed, loads]
 
 
-def test_one_request_reads_what_a_prefill_holds(once: Once) -> None:
-    loads = "WAITING_FOR_REMOTE_KVS"
-    released = once(sent_again, RELEASES / "0.5.6", False)
-    assert released == [[loads, loads, loads], 0, ["again", "first", "other"]]
-    assert once(sent_again, RELEASES / "0.5.6", True) == [[loads, "RUNNING", loads], 64, ["first", "other"]]
+LOADS = "WAITING_FOR_REMOTE_KVS"
+
+
+@pytest.mark.parametrize(
+    ("connector", "statuses", "computed"),
+    [
+        # the last one finds three blocks in vLLM's own cache
+        ("NixlConnector", [LOADS, "RUNNING", "RUNNING", LOADS], {"r-00000002": 64, "1_r-00000003": 16}),
+        # prefill finds the blocks of another answer by its id: it has that answer's prefill too
+        ("NixlPushConnector", [LOADS, "RUNNING", LOADS, LOADS], {"r-00000002": 64}),
+    ],
+)
+def test_one_request_loads_what_a_prefill_holds(
+    connector: str, statuses: list[str], computed: dict[str, int], once: Once
+) -> None:
+    assert once(sent_again, RELEASES / "0.5.6", connector, False) == [[LOADS] * 4, {}, sorted(ASKED)]
+    loads = sorted(name for name, status in zip(ASKED, statuses, strict=True) if status == LOADS)
+    assert once(sent_again, RELEASES / "0.5.6", connector, True) == [statuses, computed, loads]
 
 
 def observed(fixes: bool) -> list[object]:

@@ -134,7 +134,9 @@ class Release:
 
 
 def regression_tests(row: upstream.Ready) -> list[str]:
-    return [file for file in patched.touched(row.path.read_text()) if file.startswith("tests/")]
+    """Files with tests that the patch adds or changes; what such a file imports it may change too."""
+    touched = (Path(file) for file in patched.touched(row.path.read_text()))
+    return [str(file) for file in touched if file.parts[0] == "tests" and file.name.startswith("test_")]
 
 
 @pytest.fixture(scope="module")

@@ -103,12 +103,7 @@ def begins_in_time(module: ModuleType) -> Callable[..., Any]:
 def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
     """A registration. Wrong is that it does not say how long it is good for."""
     blocks = SimpleNamespace(get_unhashed_block_ids_all_groups=lambda: ([1],))
-    parallel = SimpleNamespace(tensor_parallel_size=1)
-    connector = SimpleNamespace(
-        use_host_buffer=False, get_exchange_clipped_blocks=lambda blocks: blocks, engine_id="d", side_channel_host="d",
-        side_channel_port=1, vllm_config=SimpleNamespace(parallel_config=parallel), _push_pending_registrations={},
-        _push_registration_deadlines={}, _push_registration_timeout=1.0, _reqs_need_recv={}, _reqs_in_batch=set(),
-    )  # fmt: skip
+    connector = stubs.push_decode()
     params = {
         "do_remote_prefill": True, "remote_engine_id": "p", "remote_host": "p", "remote_port": 1, "tp_size": 1,
     }  # fmt: skip
@@ -134,7 +129,12 @@ FIX = Fix(
             )
         ),
     ),
-    evidence={"KVR009": r"^_recving_metadata ", "LAB003": "WAITING_FOR_REMOTE_KVS", "LAB020": "of the decode engine"},
+    evidence={
+        "KVD688": "",
+        "KVR009": r"^_recving_metadata ",
+        "LAB003": "WAITING_FOR_REMOTE_KVS",
+        "LAB020": "of the decode engine",
+    },
     scenarios=(
         "nixl-push-never-arrives",
         "nixl-push-abort-keeps-blocks",

@@ -26,8 +26,9 @@ PROBLEMS = (
         releases={"vllm": ">=0.26"},
         sure=False,
         cause="Prefill writes when it has both the KV and decode's registration. It never got the request, aborted it, "
-        "still has it in its queue, gave its blocks up before the registration came, or could not post a write: that "
-        "it only logs. Decode drops the registration and goes on waiting with its blocks.",
+        "still has it in its queue, gave its blocks up before the registration came, wrote them for another request of "
+        "this id, or could not post a write: that it only logs. Decode drops the registration and goes on waiting with "
+        "its blocks.",
         now="look for the id in prefill's log (`NIXL transfer failure`, `Releasing expired KV blocks`); abort the "
         'request; restart decode if many wait. `"push_registration_timeout": 60` in kv_connector_extra_config '
         "(default 480 s) shows it sooner",

@@ -1,0 +1,107 @@
+"""With NixlPushConnector two decode requests wait for one prefill: it is pushed to one, the other waits for ever.
+
+## Symptom
+A router sends a decode request again with the same id and kv_transfer_params: one of the two requests stays in
+WAITING_FOR_REMOTE_KVS and keeps its blocks. The decode engine logs `registration for request ... timed out after 480.0s
+without a push completion`; the prefill engine logs nothing.
+
+## Cause
+Each request that asks for a remote prefill is promised its prompt, and registers its blocks (push_scheduler.py
+0.32.0:125, :183). The prefill engine writes into those that it finds first, and forgets the prefill
+(push_worker.py 0.32.0:404): the other registration is never answered.
+
+## Fix
+One request of an engine registers for a prefill. A later one with the same remote_engine_id and remote_request_id, and
+the same id but for its random end, by which the prefill engine pairs them, computes its prompt itself. What another
+decode engine has registered is not known: its request ends by KVF322.
+
+## Releases
+vLLM 0.32.0, the first one played, and 0.33.0.
+
+## Upstream
+None known.
+
+## Remove when
+vLLM promises a prefill to one decode request.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from kvfix.fixes import stubs
+from kvfix.fixes.api import Fix
+from kvfix.fixes.targets import NIXL_PUSH_SCHEDULER
+from kvfix.wrapping import after
+
+#: Prefills of which is known that a request has registered for them: the last ones. 2 MB.
+_KEPT = 10_000
+_REGISTERED = "_kvfix_registered"
+
+
+def notes_the_first(module: ModuleType) -> Callable[..., Any]:
+    def update_state_after_alloc(connector: Any, answer: None, request: Any, *_: Any) -> None:
+        registered = vars(connector).setdefault(_REGISTERED, OrderedDict())
+        registered[_prefill(request)] = None
+        if len(registered) > _KEPT:
+            registered.popitem(last=False)
+        return answer
+
+    return after(
+        update_state_after_alloc,
+        when=lambda connector, answer, request, *_: request.request_id in connector._push_pending_registrations,
+    )
+
+
+def leaves_others_out(module: ModuleType) -> Callable[..., Any]:
+    def get_num_new_matched_tokens(
+        connector: Any, promise: tuple[int, bool], request: Any, *_: Any
+    ) -> tuple[int, bool]:
+        if _prefill(request) not in getattr(connector, _REGISTERED, ()):
+            return promise
+        # As vLLM does once it has registered: else the worker is told of it when it is aborted.
+        request.kv_transfer_params = {**request.kv_transfer_params, "do_remote_prefill": False}
+        return 0, False
+
+    return after(get_num_new_matched_tokens, when=lambda connector, promise, *_: promise[0])
+
+
+def _prefill(request: Any) -> tuple[str, str, str]:
+    """The prefill that is pushed to it, as far as its parameters and its id say."""
+    from vllm.distributed.kv_transfer.kv_connector.v1.nixl.utils import get_base_request_id
+
+    params = request.kv_transfer_params
+    prefill = str(params.get("remote_engine_id")), str(params.get("remote_request_id"))
+    return *prefill, get_base_request_id(request.request_id)
+
+
+def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+    """One request has registered for a prefill. Wrong is to promise its tokens to another one too."""
+    connector = stubs.push_decode(_get_remote_prefill_token_count=lambda tokens: tokens)
+    params = {
+        "do_remote_prefill": True, "remote_engine_id": "p", "remote_request_id": "r", "remote_host": "p",
+        "remote_port": 1, "tp_size": 1,
+    }  # fmt: skip
+    first, again = (stubs.request(32, request_id=f"r-0000000{end}", kv_transfer_params={**params}) for end in (1, 2))
+    blocks = SimpleNamespace(get_unhashed_block_ids_all_groups=lambda: ([1, 2],))
+    module.NixlPushConnectorScheduler.update_state_after_alloc(connector, first, blocks, 32)
+    return bool(hook(connector, again, 0)[0])
+
+
+FIX = Fix(
+    __name__,
+    __doc__,
+    targets=(
+        NIXL_PUSH_SCHEDULER.get_num_new_matched_tokens(
+            broken=">=0.32", place=1, probe=shows_bug, fix=leaves_others_out
+        ),
+        NIXL_PUSH_SCHEDULER.update_state_after_alloc(
+            broken=">=0.32", place=1, probe=stubs.cannot_tell, fix=notes_the_first, helper=True
+        ),
+    ),
+    evidence={"KVD688": "", "LAB003": "WAITING_FOR_REMOTE_KVS"},
+    scenarios=("nixl-push-second-decode-waits",),
+)
