@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from kvfix_tools.diagnose.diagnosis import diagnosed
+from kvfix_tools.diagnose.line_scanner import scanned
 from kvfix_tools.diagnose.log_formats import plain
 from kvfix_tools.diagnose.log_line import without_colours
 
@@ -141,3 +142,52 @@ def test_an_exception_below_a_long_line_is_none_of_its_pieces() -> None:
     log = b"WARNING 05-06 00:00:00 [config.py:1297] Turning off hybrid kv cache manager\nValueError: no memory\n"
     (found,) = diagnosed(log).findings
     assert found.rule.code == "KVD199"
+
+
+@pytest.mark.parametrize(
+    "prefix",
+    [
+        "[rank0]: ",
+        "[default3]:",
+        "2026-11-21T10:22:55.123456789Z [rank1]: ",
+        "(RayWorkerWrapper pid=1234, ip=10.0.0.5) ",
+        "(ApiServer_0 pid=1) (EngineCore_DP0 pid=772, ip=10.0.0.5) ",
+        "vllm-0 stderr | ",
+        "0: ",
+        "node01: ",
+    ],
+)
+def test_a_traceback_behind_the_prefix_of_a_launcher(prefix: str) -> None:
+    """As torch, torchrun, Ray, Docker, srun and pdsh print what a process wrote, without a frame of vLLM's logger."""
+    trace = (
+        "Traceback (most recent call last):",
+        '  File "/opt/app/vllm/distributed/kv_transfer/kv_connector/factory.py", line 60, in create_connector_v0',
+        "    assert issubclass(connector_cls, KVConnectorBase)",
+        "           ^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^",
+        "AssertionError",
+    )
+    log = diagnosed("".join(f"{prefix}{line}\n" for line in trace).encode())
+    assert [finding.rule.code for finding in log.findings] == ["KVD741"]
+
+
+def test_tracebacks_of_two_ranks_are_taken_apart() -> None:
+    """torch prints the lines of all ranks into each other."""
+    trace = (
+        "Traceback (most recent call last):",
+        '  File "/opt/app/vllm/{file}", line 60, in {function}',
+        "    {source}",
+        "{end}",
+    )
+    first = {"file": "one.py", "function": "first", "source": "assert issubclass(connector_cls, KVConnectorBase)"}
+    second = {"file": "two.py", "function": "second", "source": "raise ValueError(text)"}
+    ends = ("AssertionError", "ValueError: another")
+    rows = [
+        f"[rank{rank}]: {line.format(**names, end=end)}"
+        for line in trace
+        for rank, (names, end) in enumerate(zip((first, second), ends, strict=True))
+    ]
+    raised = [line for line in scanned("\n".join(rows).encode()) if line.name == "raised"]
+    assert [(line.process, line.fields["frames"][0][2], line.fields["source"]) for line in raised] == [
+        ("rank0", "first", first["source"]),
+        ("rank1", "second", second["source"]),
+    ]

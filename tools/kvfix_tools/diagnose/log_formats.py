@@ -23,7 +23,7 @@ _QUOTE = re.compile(rb"(?m)^(?:> ?)+")
 #: In front of lines: kubectl (`--prefix`, `--timestamps`), journald and syslog, Docker Compose, CRI.
 _PREFIX = re.compile(
     rb"(?:\[pod/[^\]\s]+\] )?"
-    rb"(?:[\w.-]{1,60} {0,30}\| ?)?"
+    rb"(?:[\w.-]{1,60}(?: std(?:out|err))? {0,30}\| ?)?"
     rb"(?:\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)? (?:std(?:out|err) [FP] )?)?"
     rb"(?:[^\s\d]{3,8} [ \d]\d \d\d:\d\d:\d\d \S+ [\w./@-]+(?:\[\d+\])?: )?"
 )
@@ -144,4 +144,6 @@ def _width(lines: list[bytes]) -> int:
 
 def _goes_on(lines: list[bytes], number: int) -> bool:
     here, there = lines[number][-1:], lines[number + 1][:1]
+    if lines[number].split(None, 1)[0] == lines[number + 1].split(None, 1)[0]:
+        return False  # the same prefix of a launcher: two lines
     return (here.isalnum() or here in b"_.:/") and (there.isalnum() or there in b"_.:/") and not there.isspace()

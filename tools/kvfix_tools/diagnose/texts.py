@@ -21,9 +21,11 @@ WHO = "who"
 LONGEST_BODY = 1 << 14
 LEVEL = re.compile(rb"\] LMCache ([A-Z]{4,8}):(?:" + ANSI + rb")? ?")
 _SECOND, STAMP = len(b"2026-11-21 01:41:27"), len(b"2026-11-21 01:41:27,007")
-#: `ERROR 12-03 01:24:36 [core.py:844] `, and whose it is: `(EngineCore_DP0 pid=7703) `, `(VllmWorker rank=0 pid=31) `.
+#: `ERROR 12-03 01:24:36 [core.py:844] `, and whose it is: `(EngineCore_DP0 pid=7703) `, `(VllmWorker rank=0 pid=31) `,
+#: Ray's `(RayWorkerWrapper pid=7, ip=10.0.0.5) `, and what torch and torchrun put before lines: `[rank0]: `.
 _VLLM = re.compile(rb"(DEBUG|INFO|WARNING|ERROR|CRITICAL) +\d\d-\d\d \d\d:\d\d:\d\d(?:\.\d+)? \[?([^\[\]\s]*:\d+)\] ?")
-_PROCESS = re.compile(rb"\((\w+)(?: rank=(\d+))?[^()\n]{0,40}? ?pid=(\d+)\)")
+_PROCESS = re.compile(rb"\((\w+)(?: rank=(\d+))?[^()\n]{0,40}? ?pid=(\d+)(?:, ip=[\w.:]{1,40})?\)")
+_RANK = re.compile(rb"\[((?:rank|default)\d{1,5})\]: ?")
 #: Levels of other loggers: logging's own format, uvicorn, glog (Mooncake, NIXL), UCX, spdlog (InfiniStore); and what
 #: argparse, Docker and Helm say.
 _OTHER = re.compile(
@@ -34,6 +36,8 @@ _OTHER = re.compile(
     rb"|(?P<container>docker|Error response from daemon|nvidia-container-cli|Error: INSTALLATION FAILED): ."
     rb"|exec format (?P<format>error))"
 )
+#: So far in a line the name of a rank ends, behind what a container puts first.
+_RANKED = 128
 _LEVELS = {b"W": "warning", b"E": "error", b"F": "critical", b"WARN": "warning", b"FATAL": "critical"}
 MILLISECONDS = {b"%03d" % number: number / 1000 for number in range(1000)}
 #: A process that died of something that is no exception.
@@ -103,6 +107,8 @@ class Other:
             self.body = text[self._head.end() :]
         elif self.process:
             self.body = text[text.find(b"pid=") :].partition(b") ")[2] or text
+        elif (rank := _RANK.search(text[:_RANKED]) if b"]:" in text[:_RANKED] else None) is not None:
+            self.process, self.body = rank[1].decode(), text[rank.end() :]
         else:
             self.body = log_formats.without_prefix(text)
         #: Whether it may be of a dump of stacks.

@@ -125,6 +125,8 @@ class _Traceback:
         self.missed = 0
         self.follows = False
         self.fault: str | None = None
+        #: What a launcher put in front of its first line: `node01: `, `0: ` (srun --label).
+        self.prefix = b""
 
 
 class Tracebacks:
@@ -139,7 +141,10 @@ class Tracebacks:
 
     def take(self, process: str, part: Part) -> tuple[bool, Raised | None]:
         """(whether the line is part of a traceback, the exception that it ends with)."""
-        known, in_group = self.open.get(process), part.in_group
+        known = self.open.get(process)
+        if known is not None and known.prefix and part.text.startswith(known.prefix):
+            part = Part(part.text[len(known.prefix) :])
+        in_group = part.in_group
         if known is not None and in_group:
             part = part.ungrouped
         if not part.sure:
@@ -150,7 +155,8 @@ class Tracebacks:
                 trace.frames.append(part.frame)
             trace.source, trace.missed = "", 0
         elif part.begins:
-            self._begin(process, in_group)
+            before = part.text.partition(b"Traceback (")[0]
+            self._begin(process, in_group).prefix = before if before.strip() and not in_group else b""
         elif part.fault is not None:
             self._begin(process).fault = part.fault
         else:
