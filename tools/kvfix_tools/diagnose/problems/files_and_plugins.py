@@ -52,6 +52,7 @@ PROBLEMS = (
             Logged("No space left on device"),
             Failed(kind="OSError", text="[Errno 28] No space left on device"),
         ),
+        replaces=("KVD865",),
         cause="max_local_disk_size is for each worker, so with tensor parallel 8 eight times that is used; fs:// and "
         "the server's fs and fs_native adapters evict nothing unless max_capacity_gb and eviction are set. In /dev/shm "
         "it is the container's shared memory (--shm-size).",

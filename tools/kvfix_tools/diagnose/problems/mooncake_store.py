@@ -130,6 +130,7 @@ PROBLEMS = (
             Logged("Please install mooncake by following the instructions"),
         ),
         connectors=("LMCacheConnectorV1", "MooncakeStoreConnector", "MultiConnector"),
+        replaces=("KVD860",),
         cause="The connector takes its settings from extra_config of LMCache's file, or from the JSON file that "
         "MOONCAKE_CONFIG_PATH names; the package is mooncake-transfer-engine.",
         now='pip install mooncake-transfer-engine; extra_config: {local_hostname: "HOST", metadata_server: '

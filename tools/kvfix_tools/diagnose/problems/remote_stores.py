@@ -65,7 +65,9 @@ PROBLEMS = (
         connectors=_IN_PROCESS,
         cause="The error after the colon decides: the store was stopped or restarted, refuses more clients, or the "
         "network drops idle connections.",
-        now="look at the store's own log; restart vLLM once the store is up",
+        now="from the worker's container `redis-cli -u REMOTE_URL ping` (lm:// and others: nc -vz HOST PORT): no "
+        "answer: start the store; an answer: restart vLLM, whose lm:// socket is never made anew (redis:// connects by "
+        "itself)",
         good="keep it so: the set-up was wrong, and no release changes that",
         sure=False,
         threads=(_LMCACHE + "issues/929",),
@@ -83,7 +85,9 @@ PROBLEMS = (
         releases={"lmcache": ">=0.3.15"},
         cause="The error at the end of the line decides: the store is full, gone, or refuses the size. Requests are "
         "answered all the same; only the cache suffers.",
-        now="look at the store's own log and its memory; take remote_url out if it floods the log",
+        now="redis-cli -u REMOTE_URL info memory (used_memory at maxmemory: maxmemory-policy allkeys-lru), df -h for "
+        "fs://, nc -vz HOST PORT for the others; unset LMCACHE_REMOTE_URL (remote_url: null) and restart if it floods "
+        "the log",
         good="keep it so: the set-up was wrong, and no release changes that",
         sure=False,
         threads=("https://github.com/vllm-project/production-stack/issues/923",),
@@ -116,7 +120,9 @@ PROBLEMS = (
         connectors=_IN_PROCESS,
         cause="The error after the colon decides: connection lost, an object of another chunk size or model under the "
         "same key, or a format that this release does not read.",
-        now="look at the store's own log; empty the store if chunk_size, model or LMCache's release was changed",
+        now="`redis-cli -u REMOTE_URL ping` (others: nc -vz HOST PORT) from the worker's container; if it answers: "
+        "empty the store (redis-cli FLUSHDB, a new folder or bucket), as after a change of chunk_size, model or "
+        "release, and restart vLLM",
         good="keep it so: the set-up was wrong, and no release changes that",
         sure=False,
     ),
