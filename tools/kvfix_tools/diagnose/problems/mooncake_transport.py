@@ -1,4 +1,4 @@
-"""Mooncake's transport below the connectors of vLLM and vllm-ascend: RDMA, NPU links, memory."""
+"""Mooncake's transport below the connectors of vLLM and vllm-ascend: memory, TCP, time limits."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from kvfix_tools.diagnose.problems import Failed, Logged, Problem
 
 _V1 = "vllm/distributed/kv_transfer/kv_connector/v1"
 _ISSUES = "https://github.com/vllm-project/vllm/issues"
-_PULLS = "https://github.com/vllm-project/vllm/pull"
 _ASCEND = "https://github.com/vllm-project/vllm-ascend/issues"
 
 PROBLEMS = (
@@ -33,76 +32,6 @@ PROBLEMS = (
         good="a transport that both nodes have; vLLM before 0.32 leaves the request waiting after it (0.32.0 reports "
         "it)",
         threads=(f"{_ISSUES}/51518",),
-    ),
-    Problem(
-        code="KVD503",
-        name="mooncake-ascend-transfer-failed",
-        severity=Severity.HANG,
-        title="Mooncake could not move KV between NPUs, and the request waits for ever.",
-        shows=(
-            Logged("Mooncake transfer failed for request <request>"),
-            Logged("Failed to transfer KV cache for request <request>: Mooncake transfer failed"),
-            Failed(kind="RuntimeError", text="Mooncake transfer failed, ret: <ret>"),
-        ),
-        sure=False,
-        cause="The link of the NPUs or its time limit: `Failed to connect to target ... status: 103900` just before "
-        "it: no connection; `Sync batch data transfer timeout` or `Transfer slice failed with status: 503900`: the "
-        "transfer. vllm-ascend's receiver only logs it, so the request keeps its blocks and never runs.",
-        now='`"use_ascend_direct": true` in kv_connector_extra_config, CANN newer than 8.3.RC1, '
-        "`ASCEND_CONNECT_TIMEOUT` and `ASCEND_TRANSFER_TIMEOUT` larger; check the links with `hccn_tool -i 0 "
-        "-link -g` on both nodes; restart decode",
-        good="working NPU links and a vllm-ascend of today: which release reports such requests is not known here",
-        threads=(
-            f"{_ASCEND}/7846",
-            f"{_ASCEND}/5635",
-            f"{_ASCEND}/7401",
-            f"{_ASCEND}/13439",
-        ),
-    ),
-    Problem(
-        code="KVD504",
-        name="mooncake-ascend-not-connected",
-        severity=Severity.HANG,
-        title="An NPU cannot connect to the other node's NPU.",
-        shows=(
-            Logged("Failed to connect to target: <target>, status: <status>"),
-            Logged("Connect timeout to: <target>, you can increase the timeout"),
-        ),
-        sentence="{target}",
-        replaces=("KVD503", "KVD519", "KVD520"),
-        cause="The NPUs' own network (not the hosts') has no way between the nodes, or the connection takes longer "
-        "than ASCEND_CONNECT_TIMEOUT.",
-        now="`hccn_tool -i N -ping -g address IP` between the NPUs, `ASCEND_CONNECT_TIMEOUT=30000`; "
-        '`"use_ascend_direct": true` in kv_connector_extra_config, CANN newer than 8.3.RC1; restart decode',
-        good="NPU addresses and links set up on every node",
-        threads=(
-            f"{_ASCEND}/5635",
-            f"{_ASCEND}/7401",
-        ),
-    ),
-    Problem(
-        code="KVD505",
-        name="mooncake-rdma-fails",
-        severity=Severity.HANG,
-        title="Mooncake's RDMA between the nodes fails.",
-        shows=(
-            Logged("Process failed for slice (<slice>): transport retry counter exceeded"),
-            Logged("Process failed for slice (<slice>): Work Request Flushed Error"),
-            Logged("Process failed for slice (<slice>): RNR retry counter exceeded"),
-            Logged("Process failed for slice (<slice>): remote operation error"),
-            Logged("Failed to modify QP to RTR, check mtu, gid, peer lid, peer qp num"),
-            Logged("Failed to modity QP to RTR, check mtu, gid, peer lid, peer qp num"),
-            Logged("Failed to modify QP to INIT"),
-        ),
-        replaces=("KVD020", "KVD886", "KVD520", "KVD519"),
-        cause="The queue pair to the peer breaks or does not come up: another GID index or MTU, a NIC that does not "
-        "reach the other node's NIC, or a peer that died (`transport retry counter exceeded`). `to INIT` is the own "
-        "NIC: its port is not ACTIVE, or its driver refuses (irdma).",
-        now='name NICs that reach each other: `"kv_connector_extra_config": {"device_name": "mlx5_0"}`, '
-        '`MC_GID_INDEX=3`; without RDMA `"mooncake_protocol": "tcp"` on both sides; look whether the peer '
-        "still runs",
-        good="RDMA that `ib_write_bw` confirms between the nodes",
-        threads=(f"{_PULLS}/10884",),
     ),
     Problem(
         code="KVD506",
@@ -244,29 +173,6 @@ PROBLEMS = (
         "address that this one reaches: `nc -vz HOST PORT` from here; in containers the host's network",
         good="addresses that every node reaches, and open ports between the nodes",
         threads=("https://github.com/kvcache-ai/Mooncake/issues/292",),
-    ),
-    Problem(
-        code="KVD375",
-        name="mooncake-rdma-key-refused",
-        severity=Severity.HANG,
-        title="The RDMA card refuses the memory of a transfer.",
-        shows=(
-            Logged("Process failed for slice (<slice>): local protection error"),
-            Logged("Process failed for slice (<slice>): remote access error"),
-            Logged("Process failed for slice (<slice>): local length error"),
-        ),
-        sure=False,
-        cause="The card does not know the memory: it was registered with another card than the one that moves it "
-        "(several cards, bonds, a GPU behind another switch), registered for less than is moved, or freed and "
-        "allocated anew (sleep mode, expandable segments). `local`: this side's memory, `remote`: the peer's. What "
-        "was fetched is wrong.",
-        now="one card that is next to the GPU (nvidia-smi topo -m) in device_name on each side; lsmod | grep peermem; "
-        'no PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True; without RDMA "mooncake_protocol": "tcp" on both sides',
-        good="a card for each GPU that both sides name, and the newest mooncake-transfer-engine on both",
-        threads=(
-            "https://github.com/sgl-project/sglang/issues/8324",
-            "https://github.com/sgl-project/sglang/issues/10560",
-        ),
     ),
     Problem(
         code="KVD376",
