@@ -164,6 +164,26 @@ PROBLEMS = (
         threads=(_LMCACHE + "issues/1794", _LMCACHE + "issues/1987"),
     ),
     Problem(
+        code="KVD1070",
+        name="layerwise-chunk-of-other-shape",
+        severity=Severity.CRASH,
+        title="With use_layerwise a chunk has another number of tokens than the place that it is copied to.",
+        shows=tuple(
+            Failed(kind="RuntimeError", text=text, within="batched_to_gpu", source="tmp_gpu_buffer_obj.tensor[")
+            for text in ("The size of tensor a", "The expanded size of the tensor")
+        ),
+        sentence="a layer of a chunk does not fit where it is copied to",
+        connectors=_IN_PROCESS,
+        cause="Only layerwise loads copy with torch, layer by layer, a slice for each chunk. The memory of the "
+        "chunk has another shape: it was freed and given to another chunk while it was still used (under load, "
+        "or with enable_async_loading), or it was stored with another chunk_size, or before use_layerwise was set.",
+        now="use_layerwise: false (LMCACHE_USE_LAYERWISE=False) and restart, with an empty local_disk folder and "
+        "remote store",
+        good="no release of LMCache keeps layerwise chunks safe under load (0.5.6): leave use_layerwise at false",
+        sure=False,
+        threads=(_LMCACHE + "issues/832", _LMCACHE + "issues/1805"),
+    ),
+    Problem(
         code="KVD819",
         name="freed-chunk-copied",
         severity=Severity.CRASH,
