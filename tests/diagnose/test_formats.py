@@ -144,6 +144,20 @@ def test_an_exception_below_a_long_line_is_none_of_its_pieces() -> None:
     assert found.rule.code == "KVD199"
 
 
+#: What vLLM's V0 engine raised of a connector of the V1 engine.
+ASSERTED = (
+    "Traceback (most recent call last):",
+    '  File "/opt/app/vllm/distributed/kv_transfer/kv_connector/factory.py", line 60, in create_connector_v0',
+    "    assert issubclass(connector_cls, KVConnectorBase)",
+    "           ^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^",
+    "AssertionError",
+)
+
+
+def found_in(log: str) -> list[str]:
+    return [finding.rule.code for finding in diagnosed(f"{log}\n".encode()).findings]
+
+
 @pytest.mark.parametrize(
     "prefix",
     [
@@ -155,19 +169,24 @@ def test_an_exception_below_a_long_line_is_none_of_its_pieces() -> None:
         "vllm-0 stderr | ",
         "0: ",
         "node01: ",
+        "[2026-11-21 10:22:5{number}] ",
+        "10:22:55.12{number} ",
+        "2026-11-21T10:22:55.12{number}Z\t",
+        "102{number} ",
     ],
 )
 def test_a_traceback_behind_the_prefix_of_a_launcher(prefix: str) -> None:
     """As torch, torchrun, Ray, Docker, srun and pdsh print what a process wrote, without a frame of vLLM's logger."""
-    trace = (
-        "Traceback (most recent call last):",
-        '  File "/opt/app/vllm/distributed/kv_transfer/kv_connector/factory.py", line 60, in create_connector_v0',
-        "    assert issubclass(connector_cls, KVConnectorBase)",
-        "           ^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^",
-        "AssertionError",
-    )
-    log = diagnosed("".join(f"{prefix}{line}\n" for line in trace).encode())
-    assert [finding.rule.code for finding in log.findings] == ["KVD741"]
+    rows = [prefix.format(number=number) + line for number, line in enumerate(ASSERTED)]
+    assert found_in("\n".join(rows)) == ["KVD741"]
+    assert found_in("\n".join(rows[1:])) == ["KVD741"], "cut off above"
+
+
+def test_a_traceback_that_lost_its_blanks_or_its_lines() -> None:
+    """Pasted without a code fence; and printed by `repr`, in one line."""
+    assert found_in("\n".join(line.strip() for line in ASSERTED if "^" not in line)) == ["KVD741"]
+    in_one = "\\n".join(ASSERTED).replace('"', '\\"')
+    assert found_in(f'2026-11-21 ERROR "{in_one}\\n"') == ["KVD741"]
 
 
 def test_tracebacks_of_two_ranks_are_taken_apart() -> None:

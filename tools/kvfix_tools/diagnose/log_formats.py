@@ -24,17 +24,18 @@ _QUOTE = re.compile(rb"(?m)^(?:> ?)+")
 _PREFIX = re.compile(
     rb"(?:\[pod/[^\]\s]+\] )?"
     rb"(?:[\w.-]{1,60}(?: std(?:out|err))? {0,30}\| ?)?"
-    rb"(?:\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)? (?:std(?:out|err) [FP] )?)?"
+    rb"(?:\d{4}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(?:[.,]\d+)?(?:Z|[+-]\d\d:?\d\d)?[ \t](?:std(?:out|err) [FP] )?)?"
     rb"(?:[^\s\d]{3,8} [ \d]\d \d\d:\d\d:\d\d \S+ [\w./@-]+(?:\[\d+\])?: )?"
 )
 #: What a line of a log begins with; a piece that a terminal cut off does not.
 _BEGINS = re.compile(
     rb"(?:\x1b\[[0-9;]*m)*(?:\(\w+ [^)]*pid=|\[\d{4}-|\[pod/|\d{4}-\d\d-\d\d"
     rb"|(?:[A-Z]{3,8} )?(?:DEBUG|INFO|WARNING|ERROR|CRITICAL)\b"
-    rb"|Traceback |  File |\{|[A-Z][a-z]{2} [ \d]\d \d\d:|[IWEF](?:\d{4}){1,2} "
+    rb"|Traceback |  File |\{|(?:assert|raise|return) |[A-Z][a-z]{2} [ \d]\d \d\d:|[IWEF](?:\d{4}){1,2} "
     rb"|(?:Value|Runtime|Assertion|Key|Index|Type|Attribute|Import|ModuleNotFound|FileNotFound|Permission|OS|Memory"
     rb"|Timeout|Connection|NotImplemented)Error\b)"
 )
+_ANY_DIGIT = bytes.maketrans(b"123456789", b"0" * 9)
 #: A terminal is at least so wide, and at most.
 _NARROWEST, _WIDEST = 40, 400
 #: A terminal's lines are joined in blocks that are smaller: in all of what somebody pastes.
@@ -54,6 +55,8 @@ def plain(block: bytes) -> Plain:
         block = block.replace(b"\r\n", b"\n")
     if b'{"' in block[:8192] and _is_json(block):
         return _without_json(block)
+    if b"\\n  File " in block:
+        return _unescaped(block)
     if b"\n> " in block[:4096] or block.startswith(b"> "):
         block = _QUOTE.sub(b"", block)
     if b"&" in block and (b"&gt;" in block or b"&quot;" in block or b"&#" in block):
@@ -111,6 +114,17 @@ def _without_json(block: bytes) -> Plain:
     return Plain(b"\n".join(lines), numbers)
 
 
+def _unescaped(block: bytes) -> Plain:
+    r"""Tracebacks that somebody printed in one line, as Python's repr has them, with \n and \" in them."""
+    lines: list[bytes] = []
+    numbers: list[int] = []
+    for number, line in enumerate(block.split(b"\n")):
+        parts = line.replace(b'\\"', b'"').split(b"\\n") if b"\\n  File " in line else [line]
+        lines += parts
+        numbers += [number] * len(parts)
+    return Plain(b"\n".join(lines), numbers)
+
+
 def _unwrapped(block: bytes) -> Plain:
     """Lines that a terminal has wrapped, in one again."""
     lines = block.split(b"\n")
@@ -144,6 +158,7 @@ def _width(lines: list[bytes]) -> int:
 
 def _goes_on(lines: list[bytes], number: int) -> bool:
     here, there = lines[number][-1:], lines[number + 1][:1]
-    if lines[number].split(None, 1)[0] == lines[number + 1].split(None, 1)[0]:
-        return False  # the same prefix of a launcher: two lines
+    first, second = (line.partition(b" ")[0].translate(_ANY_DIGIT) for line in lines[number : number + 2])
+    if first and first == second:
+        return False  # the same prefix of a launcher, or its clock: two lines
     return (here.isalnum() or here in b"_.:/") and (there.isalnum() or there in b"_.:/") and not there.isspace()

@@ -44,6 +44,7 @@ _LINKS = (b"The above exception was the direct cause", b"During handling of the 
 _FAULT = re.compile(rb"Fatal Python error: (?P<text>[^\n]*)|!!! (?P<native>Segfault encountered)")
 _NATIVE_STACK = b"most recent call first"
 _CARETS = frozenset(b" ~^")
+_ANY_DIGIT = bytes.maketrans(b"123456789", b"0" * 9)
 #: What was raised is in a group's members.
 _GROUPS = ("ExceptionGroup", "BaseExceptionGroup")
 #: Lines of its process in which a traceback has to go on; processes whose tracebacks are open.
@@ -125,7 +126,7 @@ class _Traceback:
         self.missed = 0
         self.follows = False
         self.fault: str | None = None
-        #: What a launcher put in front of its first line: `node01: `, `0: ` (srun --label).
+        #: What a launcher put in front of its first line, with any digits: `node01: `, `0: `, `[2026-11-21 01:41:27] `.
         self.prefix = b""
 
 
@@ -142,7 +143,7 @@ class Tracebacks:
     def take(self, process: str, part: Part) -> tuple[bool, Raised | None]:
         """(whether the line is part of a traceback, the exception that it ends with)."""
         known = self.open.get(process)
-        if known is not None and known.prefix and part.text.startswith(known.prefix):
+        if known is not None and known.prefix and _shape(part.text[: len(known.prefix)]) == known.prefix:
             part = Part(part.text[len(known.prefix) :])
         in_group = part.in_group
         if known is not None and in_group:
@@ -150,13 +151,12 @@ class Tracebacks:
         if not part.sure:
             return (False, None) if known is None else self._go_on(process, known, part)
         if part.frame is not None:
-            trace = known or self._begin(process, in_group)
+            trace = known or self._begin(process, in_group, part.text.partition(b'File "')[0].removesuffix(b"  "))
             if trace.fault is None or len(trace.frames) < _FRAMES:
                 trace.frames.append(part.frame)
             trace.source, trace.missed = "", 0
         elif part.begins:
-            before = part.text.partition(b"Traceback (")[0]
-            self._begin(process, in_group).prefix = before if before.strip() and not in_group else b""
+            self._begin(process, in_group, part.text.partition(b"Traceback (")[0])
         elif part.fault is not None:
             self._begin(process).fault = part.fault
         else:
@@ -178,11 +178,12 @@ class Tracebacks:
         groups = [(process, group) for process, (group, has_member) in self._groups.items() if not has_member]
         return [*groups, *((process, _raised(trace, _asserted(trace), "")) for process, trace in left)]
 
-    def _begin(self, process: str, in_group: bool = False) -> _Traceback:
+    def _begin(self, process: str, in_group: bool = False, before: bytes = b"") -> _Traceback:
         if len(self.open) >= _OPEN:
             self.open.clear()
         trace = self.open[process] = _Traceback()
         trace.follows = self.follows(process)
+        trace.prefix = _shape(before) if before.strip() and not in_group else b""
         if in_group and process in self._groups:
             group, _ = self._groups[process]
             trace.frames.extend(group.frames)  # the hook is among them
@@ -208,7 +209,7 @@ class Tracebacks:
             return False, _raised(trace, "", "")
         if indented and trace.frames and part.named is not None:
             return self._ended(process, trace, *part.named)
-        if indented or not text:
+        if indented or not text or (trace.frames and text.startswith(b"assert ")):  # pasted without its blanks
             if trace.frames and part.source:  # Python 3.13 prints every line of a statement
                 trace.source = f"{trace.source} {part.source}".strip()[:_SOURCE]
             return True, None
@@ -239,6 +240,10 @@ def by_name(body: bytes, anywhere: bool) -> Raised | None:
     if found is None or not (anywhere or found.start("type") == 0):
         return None
     return Raised(_decoded(found["type"]), _decoded(found["text"] or b""), [], "", True)
+
+
+def _shape(prefix: bytes) -> bytes:
+    return prefix.translate(_ANY_DIGIT)
 
 
 def _raised(trace: _Traceback, kind: str, text: str) -> Raised:
