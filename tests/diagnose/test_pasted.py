@@ -253,3 +253,20 @@ def test_a_line_that_ends_a_process_is_not_joined_to_the_one_before() -> None:
     """As if a terminal had cut it: the one before is the longest, and ends with a full stop."""
     long = f"INFO 05-31 09:09:41 [engine.py:310] Added request cmpl-{'7' * 40}.\n"
     assert codes(diagnose(long, "LLVM ERROR: no layout for this\n", long[:60] + "\n")) == ["KVD374"]
+
+
+def test_a_line_that_heads_a_traceback_gives_way_to_what_explains_that() -> None:
+    """The server's handler logs that it failed, then the exception: one failure, one remedy."""
+    heading = "[2026-11-21 01:41:27,007] LMCache ERROR: Cannot store keys due to exception (any.py:7:lmcache.any)\n"
+    trace = (
+        "Traceback (most recent call last):\n"
+        '  File "/opt/app/lmcache/v1/multiprocess/modules/lmcache_driven_transfer.py", line 600, in retrieve\n'
+        "    self.context(instance)\n"
+        "ValueError: {text}\n"
+    )
+    known = diagnose(heading + trace.format(text="No GPU context registered for instance ID 7"))
+    assert codes(known) == ["KVD920"]
+    assert codes(diagnose(heading + trace.format(text="nobody knows this"))) != ["KVD920"]
+    assert "KVD915" in codes(diagnose(heading + trace.format(text="nobody knows this")))
+    assert codes(diagnose(heading)) == ["KVD915"]
+    assert "KVD915" in codes(diagnose(heading + "x\n" * 200 + trace.format(text="No GPU context registered for 7")))

@@ -167,6 +167,7 @@ class Diagnosis:
             found
             for found in self._found.values()
             if found.rule.code not in replaced
+            and not (getattr(found.rule, "announces", False) and found.is_explained(self._found.values()))
             and not (found.rule.code.startswith("KVR") and found.request in self._crashed)
         ]
         return sorted(shown, key=lambda found: found.order)

@@ -5,10 +5,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from kvfix.ledger import Finding
     from kvfix_tools.diagnose.findings import Answer, LogRule
     from kvfix_tools.diagnose.log_line import Evidence, LogLine
     from kvfix_tools.diagnose.problems import Problem
+
+
+#: Lines from the one that announces a traceback to the end of that.
+_TRACEBACK = 80
 
 
 class HistoryEvent(NamedTuple):
@@ -47,6 +53,14 @@ class LogFinding:
             if len(self.evidence) < 5 and line.evidence not in self.evidence:
                 self.evidence.append(line.evidence)
 
+    def is_explained(self, others: Iterable[LogFinding]) -> bool:
+        """Whether records that say more than in general what it is are at tracebacks below each of its lines."""
+        ends = [each for other in others if other is not self and _is_certain(other.rule) for each in other.evidence]
+        return all(
+            any(end.file == each.file and 0 < end.line - each.line <= _TRACEBACK for end in ends)
+            for each in self.evidence
+        )
+
     @property
     def file(self) -> str | None:
         """Where it was found first; None: in no one line."""
@@ -55,3 +69,8 @@ class LogFinding:
     @property
     def order(self) -> tuple[int, str]:
         return (self.rule.severity.value, self.rule.code)
+
+
+def _is_certain(rule: LogRule | Problem) -> bool:
+    """Whether it is a record of one problem, or a general one that leaves no doubt."""
+    return not getattr(rule, "general", True) or getattr(rule, "sure", False)

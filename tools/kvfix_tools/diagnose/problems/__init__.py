@@ -57,6 +57,7 @@ class Problem:
     sure: False: the line may have another cause; then `cause` says what would decide it.
     general: it may come of any code. Asked only of a failure that no finding and no other record knows.
     replaces: codes of findings that say less of the same failure; they are left out where this one is found.
+    announces: its line only heads a traceback: it is left out where another finding explains that.
     threads: addresses of the reports.
     """
 
@@ -76,6 +77,7 @@ class Problem:
     sure: bool = True
     general: bool = False
     replaces: tuple[str, ...] = ()
+    announces: bool = False
     threads: tuple[str, ...] = ()
     #: As a rule of the log has them (findings.LogRule).
     message: str | None = None

@@ -255,6 +255,7 @@ PROBLEMS = (
         "controller_reply_url or lmcache_worker_ports.",
         now="put right what it says and restart; until then start vLLM without --kv-transfer-config",
         good="keep it so: the set-up was wrong, and no release changes that",
+        announces=True,
         sure=False,
         threads=(_LMCACHE + "issues/2854", _LMCACHE + "issues/2907"),
     ),

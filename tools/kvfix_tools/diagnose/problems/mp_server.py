@@ -154,8 +154,11 @@ PROBLEMS = (
         cause="The traceback below this line says what; often a CUDA error, after which the server's process is no "
         "good any more, or blocks that are not where they were registered. Before LMCache 0.5.5 the client takes a "
         "failed load for done (KVD301).",
-        now="restart the server, then vLLM; look at the last line of the traceback",
-        good="by the traceback; LMCache 0.5.5 or newer recomputes after a failed load",
+        now="restart the server, then vLLM: after a CUDA error the server's process is of no use any more; with "
+        "LMCache before 0.5.5 restart vLLM at once (its answers may be wrong), and report the traceback: "
+        "`kvfix-diagnose LOG --issue FILE.md`",
+        good="LMCache 0.5.5 or newer, which recomputes after a failed load; the failure itself is in the traceback",
+        announces=True,
         sure=False,
         threads=(_LMCACHE + "issues/3388",),
     ),
@@ -236,5 +239,22 @@ PROBLEMS = (
         "containers then share /dev/shm (Docker: --ipc host, Kubernetes: hostIPC: true)",
         good="no release is right yet (0.5.6 is so)",
         threads=(_LMCACHE + "issues/5097",),
+    ),
+    Problem(
+        code="KVD1072",
+        name="zmq-address-is-ipv6",
+        severity=Severity.CRASH,
+        title="LMCache's ZeroMQ sockets know IPv4 only, and were given an IPv6 address.",
+        shows=(
+            Failed(kind="ZMQError", text="No such device (addr='tcp://[<address>"),
+            Failed(kind="ZMQError", text="No such device (addr='tcp://::<address>"),
+            Failed(kind="ZMQError", text="Invalid argument (addr='tcp://[<address>"),
+        ),
+        cause="pyzmq makes sockets for IPv4 unless zmq.IPV6 is set, and LMCache does not set it (server, controller, "
+        "P/D and P2P channels). `--host '*'` starts, but listens on IPv4 only.",
+        now="an IPv4 address: server and vLLM in one pod with `lmcache server --host 127.0.0.1` and "
+        '"lmcache.mp.host":"tcp://127.0.0.1"; across pods a dual-stack network, and its IPv4 address on both sides',
+        good="no release of LMCache up to 0.5.6 sets zmq.IPV6 (issue 5043)",
+        threads=("https://github.com/LMCache/LMCache/issues/5043",),
     ),
 )

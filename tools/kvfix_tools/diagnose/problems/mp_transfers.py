@@ -125,4 +125,26 @@ PROBLEMS = (
         good="lmcache_driven on one machine; a server that is not restarted under running engines",
         threads=(_LMCACHE + "issues/4069",),
     ),
+    Problem(
+        code="KVD1074",
+        name="server-touches-memory-that-is-gone",
+        severity=Severity.CRASH,
+        title="The LMCache server copied from or to GPU memory of a worker that is no longer there.",
+        shows=tuple(
+            Failed(text="an illegal memory access was encountered", within=f"{file}.py:{function}")
+            for file in ("lmcache_driven_transfer", "gpu_transfer", "multiprocess/server")
+            for function in ("store", "retrieve")
+        ),
+        sentence="the server's own copy met an illegal address",
+        replaces=("KVD788",),
+        cause="The server works on KV memory that its workers share with it (CUDA IPC). The worker ended or freed it, "
+        "or a request names blocks beyond what it registered (another --block-size, KV groups, a vLLM that was "
+        "restarted while the server went on). From then on this process cannot use the GPU: all stores and loads fail.",
+        now="restart the LMCache server, then vLLM, in this order; if it comes back let the engine copy: `lmcache "
+        'server --supported-transfer-mode engine_driven` and "lmcache.mp.mp_transfer_mode":"engine_driven" in '
+        "kv_connector_extra_config (LMCache 0.5.0 or newer)",
+        good="the same LMCache on both sides, and the server restarted with vLLM; engine_driven where it happens all "
+        "the same",
+        sure=False,
+    ),
 )

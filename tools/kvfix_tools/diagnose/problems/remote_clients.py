@@ -130,6 +130,7 @@ PROBLEMS = (
         "be. The engine serves on without the store, and does not try again before a restart.",
         now="put right what the last line of that traceback says, then restart the engine",
         good="what that line names",
+        announces=True,
         sure=False,
     ),
     Problem(
