@@ -9,6 +9,7 @@ from __future__ import annotations
 import html
 import re
 from collections import Counter
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import msgspec
@@ -34,6 +35,12 @@ _BEGINS = re.compile(
     rb"|Traceback |  File |\{|(?:assert|raise|return) |[A-Z][a-z]{2} [ \d]\d \d\d:|[IWEF](?:\d{4}){1,2} "
     rb"|(?:Value|Runtime|Assertion|Key|Index|Type|Attribute|Import|ModuleNotFound|FileNotFound|Permission|OS|Memory"
     rb"|Timeout|Connection|NotImplemented)Error\b)"
+)
+#: What vLLM's logger, glog and torch put in front of each line; twice in a line, the break between was lost.
+_HEAD = re.compile(
+    rb"(?:\(\w+[^()\n]{0,60}pid=\d+[^()\n]{0,40}\) )*(?:DEBUG|INFO|WARNING|ERROR|CRITICAL) +\d\d-\d\d \d\d:\d\d:\d\d"
+    rb"(?:\.\d+)? \[?[^\[\]\s]{1,80}:\d+\]|(?<![\w\]])[IWEF](?:\d{4}){1,2} \d\d:\d\d:\d\d\.\d+ +\d+ [\w.]+:\d+\]"
+    rb"|\[rank\d+\]: "
 )
 _ANY_DIGIT = bytes.maketrans(b"123456789", b"0" * 9)
 #: A terminal is at least so wide, and at most.
@@ -61,7 +68,9 @@ def plain(block: bytes) -> Plain:
         block = _QUOTE.sub(b"", block)
     if b"&" in block and (b"&gt;" in block or b"&quot;" in block or b"&#" in block):
         block = html.unescape(block.decode("utf-8", "surrogateescape")).encode("utf-8", "surrogateescape")
-    return _unwrapped(block) if len(block) < _PASTED else Plain(block)
+    if len(block) >= _PASTED:
+        return Plain(block)
+    return _parted(block) or _unwrapped(block)
 
 
 def without_prefix(line: bytes) -> bytes:
@@ -112,6 +121,18 @@ def _without_json(block: bytes) -> Plain:
         lines += parts
         numbers += [number] * len(parts)
     return Plain(b"\n".join(lines), numbers)
+
+
+def _parted(block: bytes) -> Plain | None:
+    """A log that somebody pasted without its line breaks; None: its lines are lines."""
+    lines: list[bytes] = []
+    numbers: list[int] = []
+    for number, line in enumerate(block.split(b"\n")):
+        starts = [found.start() for found in _HEAD.finditer(line)] if len(line) > _NARROWEST else []
+        ends = [0, *starts[1:], len(line)] if len(starts) > 1 else [0, len(line)]
+        lines += [line[start:end].rstrip(b" ") if end < len(line) else line[start:] for start, end in pairwise(ends)]
+        numbers += [number] * (len(ends) - 1)
+    return Plain(b"\n".join(lines), numbers) if len(lines) > number + 1 else None
 
 
 def _unescaped(block: bytes) -> Plain:
