@@ -191,4 +191,48 @@ PROBLEMS = (
         good="both of one release",
         threads=(_LMCACHE_ASCEND + "264",),
     ),
+    Problem(
+        code="KVD1076",
+        name="ascend-pool-without-mooncake-file",
+        severity=Severity.CRASH,
+        title="vllm-ascend's KV pool is to use Mooncake, and no file of settings is named.",
+        shows=(
+            Failed(
+                kind="ValueError",
+                text="The environment variable 'MOONCAKE_CONFIG_PATH' is not set.",
+                through="vllm_ascend/",
+            ),
+        ),
+        sentence="MOONCAKE_CONFIG_PATH is not set in the worker",
+        replaces=("KVD890",),
+        cause="AscendStoreConnector reads Mooncake's settings from that file, in each worker's environment. Until "
+        'vllm-ascend\'s pull request 6229 (January 2026) it did so with `"backend": "memcache"` too.',
+        now='export MOONCAKE_CONFIG_PATH=/path/mooncake.json with {"metadata_server": "P2PHANDSHAKE", "protocol": '
+        '"ascend", "device_name": "", "use_ascend_direct": true, "master_server_address": "HOST:50088", '
+        '"global_segment_size": 40000000000}; for memcache "backend": "memcache" and MMC_LOCAL_CONFIG_PATH instead; '
+        "restart",
+        good="the setting in the start script; for memcache a vllm-ascend with pull request 6229",
+        threads=(_ASCEND + "pull/6229",),
+    ),
+    Problem(
+        code="KVD1078",
+        name="ascend-memcache-not-started",
+        severity=Severity.CRASH,
+        title="MemCache, the store behind vllm-ascend's KV pool, does not start in a worker.",
+        shows=(
+            Failed(kind="AssertionError", source="assert res == 0", within="memcache_backend.py:__init__"),
+            Failed(kind="ImportError", text="Please install memcache by following the instructions"),
+            Logged("Please install memcache by following the instructions"),
+        ),
+        sentence="the store of memcache_hybrid is not made",
+        cause="memcache_hybrid is not installed, or its init() answers an error: no huge pages, no meta service at the "
+        "address of mmc-local.conf, another world size there than ranks that start, or its environment is not "
+        "sourced. Its own log (MMC) says which.",
+        now="pip list | grep -i memcache; source /usr/local/memfabric_hybrid/set_env.sh and "
+        "/usr/local/memcache_hybrid/set_env.sh; export MMC_LOCAL_CONFIG_PATH=/usr/local/memcache_hybrid/latest/config/"
+        "mmc-local.conf; echo 200000 > /proc/sys/vm/nr_hugepages on the host; start the meta service first",
+        good="the same in the start script, as vllm-ascend's guide of the KV pool has it",
+        sure=False,
+        threads=(_ASCEND + "pull/6229",),
+    ),
 )

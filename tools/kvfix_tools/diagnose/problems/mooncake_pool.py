@@ -25,6 +25,7 @@ PROBLEMS = (
             Logged("Failed to get Mooncake sub-batch", _WORKER),
             # vllm-ascend's mooncake_backend.py and memcache_backend.py.
             Logged("Failed to get key ["),
+            Logged("Failed to get <number> keys out of <all>"),
             Logged("Check key existence and memory state."),
         ),
         releases={"vllm": ">=0.26"},
@@ -34,10 +35,11 @@ PROBLEMS = (
         "other client. -900: the master does not answer. -101, -103: the client with the segment is gone.",
         now="-704: a larger global_segment_size; -707: mooncake_master --default_kv_lease_ttl=60000 (ms); -800: as the "
         "E lines of Mooncake before it say; and answer requests meanwhile: "
-        '"kv_load_failure_policy": "recompute" in --kv-transfer-config',
+        '"kv_load_failure_policy": "recompute" in --kv-transfer-config, but "fail" within MultiConnector and with a '
+        "hybrid model (Qwen3.5, DeepSeek V4), where vllm-ascend's answers were garbled",
         good="a pool larger than what is in use, and a lease longer than the longest wait; no release keeps what a "
         "lookup found for ever",
-        threads=(f"{_ASCEND}9168", f"{_ASCEND}15060", f"{_MOONCAKE}3076"),
+        threads=(f"{_ASCEND}9168", f"{_ASCEND}15060", f"{_ASCEND}12522", f"{_ASCEND}12390", f"{_MOONCAKE}3076"),
     ),
     Problem(
         code="KVD520",
@@ -47,6 +49,7 @@ PROBLEMS = (
         shows=(
             Logged("batch_put failed: <failed>/<all> keys failed (codes=<codes>,", _WORKER),
             Logged("Failed to put key ["),
+            Logged("Failed to put <number> keys out of <all>"),
         ),
         sure=False,
         cause="The code decides. -200: the store is full (all global_segment_size together), or no client has mounted "
