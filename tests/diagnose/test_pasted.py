@@ -270,3 +270,20 @@ def test_a_line_that_heads_a_traceback_gives_way_to_what_explains_that() -> None
     assert "KVD915" in codes(diagnose(heading + trace.format(text="nobody knows this")))
     assert codes(diagnose(heading)) == ["KVD915"]
     assert "KVD915" in codes(diagnose(heading + "x\n" * 200 + trace.format(text="No GPU context registered for 7")))
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        ("Address already in use (addr='tcp://0.0.0.0:8500')", "KVD220"),
+        ("[Errno 13] Permission denied: '/data/kv'", "KVD227"),
+        ("RuntimeError: CUDA out of memory. Tried to allocate 2.00 GiB", "KVD215"),
+        ("pd_buffer_size (7) is smaller than a single chunk (9)", "KVD528"),
+        ("list index out of range", "KVD527"),
+        ("what nobody knows", "KVD923"),
+    ],
+)
+def test_an_error_that_a_statement_quotes_has_its_own_remedy(error: str, code: str) -> None:
+    """One line, one remedy: that of the error, where a record knows it."""
+    line = "[2026-11-21 01:41:27,007] LMCache ERROR: LMCacheEngine marked as init failed: {} (any.py:7:lmcache.any)\n"
+    assert codes(diagnose(line.format(error))) == [code]

@@ -262,7 +262,7 @@ class Diagnosis:
         records = [rule for rule, _ in answered if isinstance(rule, problems.Problem)]
         for rule, answer in answered:
             known = True
-            if not (isinstance(rule, problems.Problem) and any(rule.yields_to(each, line) for each in records)):
+            if not (isinstance(rule, problems.Problem) and rule.gives_way(records, line)):
                 self._add(answer.record or rule, answer, line)
         if is_error and not known:
             self.failures.unknown(line)

@@ -15,6 +15,8 @@ from functools import lru_cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from msgspec.structs import replace
+
 from kvfix import catalogue as known_fixes
 from kvfix_tools.diagnose.findings import Answer, Severity
 from kvfix_tools.diagnose.signs import (
@@ -58,6 +60,7 @@ class Problem:
     general: it may come of any code. Asked only of a failure that no finding and no other record knows.
     replaces: codes of findings that say less of the same failure; they are left out where this one is found.
     announces: its line only heads a traceback: it is left out where another finding explains that.
+    quotes: `<error>`, at the end of its signs, is the text of any exception: what knows that is the finding.
     threads: addresses of the reports.
     """
 
@@ -78,6 +81,7 @@ class Problem:
     general: bool = False
     replaces: tuple[str, ...] = ()
     announces: bool = False
+    quotes: bool = False
     threads: tuple[str, ...] = ()
     #: As a rule of the log has them (findings.LogRule).
     message: str | None = None
@@ -102,8 +106,17 @@ class Problem:
             found = fits(sign, line)
             if found is not None and self._concerns(log):
                 sentence = self.sentence.format_map(_Values(found)) if self.sentence else _sentence_of(line)
-                return Answer(sentence, verdict="violated" if self.sure else "unknown", request=line.request)
+                record = _quoted(str(found.get("error", "")), line) if self.quotes else None
+                record = record if record is not None and record._concerns(log) else None
+                sure = (record or self).sure
+                return Answer(sentence, verdict="violated" if sure else "unknown", request=line.request, record=record)
         return None
+
+    def gives_way(self, records: list[Problem], line: LogLine) -> bool:
+        """Whether another of the line's records is the finding: one that says more, or that knows what this quotes."""
+        return (self.quotes and any(not each.quotes for each in records)) or any(
+            self.yields_to(each, line) for each in records
+        )
 
     def yields_to(self, other: Problem, line: LogLine) -> bool:
         """Whether the other record says more exactly what this line is."""
@@ -178,6 +191,15 @@ def at(line: LogLine) -> tuple[Problem, ...]:
         }
         _RAISED[key] = tuple(found.values())
     return _RAISED[key]
+
+
+def _quoted(error: str, line: LogLine) -> Problem | None:
+    """The record that knows the error whose text a statement quotes."""
+    kind, colon, text = error.partition(": ")
+    named = colon and kind.isidentifier() and kind.endswith(("Error", "Exception"))
+    fields = {"type": kind if named else "", "class": "", "text": text if named else error, "source": "", "frames": []}
+    raised = replace(line, name="raised", fields=fields, body=error.encode())
+    return next(iter(at(raised)), None) or general(raised) or general(replace(line, body=error.encode()))
 
 
 def _alike(number: re.Match[bytes]) -> bytes:

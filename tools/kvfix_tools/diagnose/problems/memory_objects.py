@@ -221,6 +221,7 @@ PROBLEMS = (
         sentence="request {request}: {error}",
         connectors=_IN_PROCESS,
         releases={"lmcache": ">=0.3.10.post1"},
+        quotes=True,
         cause="The error at the end is of the store that fetched (remote, disk, P2P). The scheduler had counted the "
         "hit.",
         now="look at that store; enable_async_loading: false where it fails often, and restart",

@@ -247,7 +247,11 @@ PROBLEMS = (
         name="cache-engine-not-started",
         severity=Severity.HANG,
         title="LMCache failed to start in a process, which goes on without it.",
-        shows=(Logged("LMCacheEngine marked as init failed: ", "lmcache/v1/cache_engine.py"),),
+        shows=(
+            Logged("LMCacheEngine marked as init failed: <error>", "lmcache/v1/cache_engine.py"),
+            Logged("LMCacheEngine marked as init failed: ", "lmcache/v1/cache_engine.py"),
+        ),
+        quotes=True,
         connectors=("LMCacheConnectorV1", "MultiConnector"),
         releases={"lmcache": ">=0.3.14"},
         cause="The error after the colon decides (a traceback from 0.4.3 on: its last line). An empty one is an "

@@ -151,4 +151,22 @@ PROBLEMS = (
         good="nothing, if the engine was shut down; else one engine for each process",
         sure=False,
     ),
+    Problem(
+        code="KVD1080",
+        name="remote-socket-not-there",
+        severity=Severity.SLOW,
+        title="The unix socket of the remote store is not there for the worker.",
+        shows=_answered("connecting to unix socket"),
+        sentence="the socket of remote_url cannot be connected",
+        connectors=_IN_PROCESS,
+        replaces=("KVD1042",),
+        cause="unix:///PATH is a file: `No such file` means that the store does not make it (redis.conf: unixsocket), "
+        "or makes it in another container; `Permission denied` that the worker's user may not use it (unixsocketperm); "
+        "`Connection refused` that the store has ended and left it.",
+        now="ls -l PATH in the worker's container; redis-server --unixsocket /tmp/redis/redis.sock --unixsocketperm "
+        "777, and that directory mounted in both containers; or remote_url: redis://HOST:6379; LMCache tries again by "
+        "itself",
+        good="keep it so: the set-up was wrong, and no release changes that",
+        threads=(_LMCACHE + "issues/2581",),
+    ),
 )

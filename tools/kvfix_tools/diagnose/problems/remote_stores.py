@@ -78,9 +78,10 @@ PROBLEMS = (
         severity=Severity.SLOW,
         title="Chunks could not be written to the remote store: later requests will not find them.",
         shows=(
-            Logged("Put task failed for key <key>: ", _REMOTE),
-            Logged("batched put error: ", f"{_CONNECTORS}/instrumented_connector.py"),
+            Logged("Put task failed for key <key>: <error>", _REMOTE),
+            Logged("batched put error: <error>", f"{_CONNECTORS}/instrumented_connector.py"),
         ),
+        quotes=True,
         connectors=_IN_PROCESS,
         releases={"lmcache": ">=0.3.15"},
         cause="The error at the end of the line decides: the store is full, gone, or refuses the size. Requests are "
@@ -112,11 +113,12 @@ PROBLEMS = (
         severity=Severity.SLOW,
         title="A load from the remote store failed: it is computed again.",
         shows=(
-            Logged("Error occurred in get_blocking: ", _REMOTE),
-            Logged("Error occurred in batched_get_blocking: ", _REMOTE),
-            Logged("Error occurred in batched_async_contains: ", _REMOTE),
-            Logged("Error occurred in batched_get_non_blocking: "),
+            Logged("Error occurred in get_blocking: <error>", _REMOTE),
+            Logged("Error occurred in batched_get_blocking: <error>", _REMOTE),
+            Logged("Error occurred in batched_async_contains: <error>", _REMOTE),
+            Logged("Error occurred in batched_get_non_blocking: <error>"),
         ),
+        quotes=True,
         connectors=_IN_PROCESS,
         cause="The error after the colon decides: connection lost, an object of another chunk size or model under the "
         "same key, or a format that this release does not read.",

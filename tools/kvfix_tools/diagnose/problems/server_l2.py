@@ -116,6 +116,7 @@ PROBLEMS = (
         ),
         releases={"lmcache": ">=0.4.5"},
         sure=False,
+        quotes=True,
         cause="The error after the colon, or the traceback's last line below it, decides: the backend is not reached, "
         "refuses the credentials, is full, or the device or its /dev/shm is not the server's container's. Bigtable "
         "and SageMaker's daemon are left alone after some failures in a row; then the server works with L1 only.",
