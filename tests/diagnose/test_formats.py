@@ -185,6 +185,10 @@ def test_a_traceback_behind_the_prefix_of_a_launcher(prefix: str) -> None:
 def test_a_traceback_that_lost_its_blanks_or_its_lines() -> None:
     """Pasted without a code fence; and printed by `repr`, in one line."""
     assert found_in("\n".join(line.strip() for line in ASSERTED if "^" not in line)) == ["KVD741"]
+    typed = (
+        "\n".join(ASSERTED).replace("  ", "\u00a0\u00a0").replace('File "', "File \u201c").replace('py"', "py\u201d")
+    )
+    assert found_in(typed) == ["KVD741"], "as a word processor has it"
     in_one = "\\n".join(ASSERTED).replace('"', '\\"')
     assert found_in(f'2026-11-21 ERROR "{in_one}\\n"') == ["KVD741"]
 

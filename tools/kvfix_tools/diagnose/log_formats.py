@@ -43,6 +43,11 @@ _HEAD = re.compile(
     rb"|\[rank\d+\]: "
 )
 _ANY_DIGIT = bytes.maketrans(b"123456789", b"0" * 9)
+#: What word processors, chats and web pages make of quotes and blanks.
+_TYPOGRAPHY = {
+    "\u201c".encode(): b'"', "\u201d".encode(): b'"', "\u2018".encode(): b"'", "\u2019".encode(): b"'",
+    "\u00a0".encode(): b" ",
+}  # fmt: skip
 #: A terminal is at least so wide, and at most.
 _NARROWEST, _WIDEST = 40, 400
 #: A terminal's lines are joined in blocks that are smaller: in all of what somebody pastes.
@@ -70,6 +75,8 @@ def plain(block: bytes) -> Plain:
         block = html.unescape(block.decode("utf-8", "surrogateescape")).encode("utf-8", "surrogateescape")
     if len(block) >= _PASTED:
         return Plain(block)
+    for typed, meant in _TYPOGRAPHY.items():
+        block = block.replace(typed, meant)
     return _parted(block) or _unwrapped(block)
 
 
