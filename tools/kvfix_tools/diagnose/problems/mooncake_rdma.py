@@ -50,7 +50,7 @@ PROBLEMS = (
         "kv_connector_extra_config (stores: in MOONCAKE_CONFIG_PATH's file); without RDMA `MC_FORCE_TCP=1`; restart "
         "both",
         good="`ib_write_bw -d CARD -x N` between the two cards of the line; Mooncake 0.3.5 or newer for the affinity",
-        threads=(f"{_ISSUES}82", f"{_ISSUES}1055", f"{_PULLS}/10884"),
+        threads=(f"{_ISSUES}82", f"{_ISSUES}35", f"{_ISSUES}1055", f"{_PULLS}/10884"),
     ),
     Problem(
         code="KVD1058",
