@@ -19,7 +19,7 @@ from maintain import logging_statements
 from tests.conftest import RELEASES, ROOT
 
 #: In front of each line of a traceback that EngineCore logs.
-CORE = "(EngineCore_DP0 pid=276) ERROR 12-03 01:24:36 [core.py:844] "
+CORE = "(EngineCore_DP0 pid=276) ERROR 12-03 01:24:36 [core.py:7] "
 
 
 class Place(NamedTuple):

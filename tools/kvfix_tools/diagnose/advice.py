@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -15,6 +16,13 @@ from kvfix_tools.diagnose.problems import NAMES, Problem
 if TYPE_CHECKING:
     from kvfix_tools.diagnose.diagnosis import Diagnosis
     from kvfix_tools.diagnose.log_finding import LogFinding
+
+
+_REPORT = "kvfix-diagnose LOG --issue FILE.md"
+#: What ends it is a release, and nothing else with it.
+_UPGRADE = re.compile(
+    r"(?:upgrade to )?(?P<dist>vLLM|LMCache) (?P<release>\d+\.\d+(?:\.\w+)*)(?: or (?:newer|later))?(?:$|,| \()"
+)
 
 
 class Advice(NamedTuple):
@@ -83,8 +91,24 @@ def remedy(log: Diagnosis, found: LogFinding) -> Remedy:
     own = found.rule.section("Good")
     good = [own] if own else by_kind["release"]
     if isinstance(found.rule, Problem) and found.rule.good:
-        good = [found.rule.good]
+        good = [_ahead(log, found.rule.good)]
     return Remedy("; ".join(first + now[: 2 if by_kind["fix"] else 1]), "; ".join(good))
+
+
+def _ahead(log: Diagnosis, good: str) -> str:
+    """Without releases that the log's own is not older than: they do not help it."""
+    kept = [part for part in good.split("; ") if not _is_behind(log, part)]
+    if kept:
+        return "; ".join(kept)
+    named = _UPGRADE.match(good)
+    right = f"{named['dist']} {named['release']}" if named is not None else good
+    return f"{right} should be right, and this log is not of an older one: report it with `{_REPORT}`"
+
+
+def _is_behind(log: Diagnosis, part: str) -> bool:
+    named = _UPGRADE.match(part)
+    alone = named is not None and not any(also in part for also in (", and ", ", with "))
+    return named is not None and alone and log.releases.within(named["dist"].lower(), f">={named['release']}") is True
 
 
 def _release_of(log: Diagnosis, problem: Problem) -> list[Advice]:

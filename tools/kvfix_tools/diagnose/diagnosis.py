@@ -15,6 +15,7 @@ from kvfix.ledger.events import Raised
 from kvfix_tools.diagnose import findings, ledger_events, problems, statements
 from kvfix_tools.diagnose.failures import Failures
 from kvfix_tools.diagnose.grammar import MESSAGES
+from kvfix_tools.diagnose.grammar_vllm import RELEASE_IN
 from kvfix_tools.diagnose.line_scanner import DEBUG, scanned
 from kvfix_tools.diagnose.log_finding import HistoryEvent, LogFinding
 from kvfix_tools.diagnose.recorder_lines import RecorderLines
@@ -37,6 +38,8 @@ REQUESTS = 10_000
 HISTORY, _VIOLATED, _REQUEST_LINES = 24, 8, 5000
 #: Findings from which on the crashes of a kind are one.
 FINDINGS = 1000
+#: Lines at whose place EngineCore dies.
+_DEATHS = ("fatal", "raised")
 
 
 class _Request:
@@ -91,7 +94,7 @@ class Diagnosis:
         self._crashed: set[str] = set()
         self._recorders = RecorderLines()
         #: Kinds of lines that name a release, or whose place in LMCache's source has not been looked at.
-        self._unplaced = {message.name for message in MESSAGES if message.source == "lmcache"} | {"vllm_version"}
+        self._unplaced = {message.name for message in MESSAGES if message.source == "lmcache"} | set(RELEASE_IN)
         self._time: float | None = None
 
     def take(self, line: LogLine) -> None:
@@ -121,6 +124,8 @@ class Diagnosis:
         self.failures.take(line)
         if name in self._unplaced:
             self._place(line)
+        elif name in _DEATHS:
+            self.releases.failed(line.fields.get("place", ""), line.fields.get("frames", ()), line.file)
         make = ledger_events.MAKERS.get(name)
         if make is None:
             self._look(line)
@@ -205,7 +210,7 @@ class Diagnosis:
 
     def _place(self, line: LogLine) -> None:
         """Once for each kind of line: which releases have this statement at this line."""
-        if line.name in ("version", "vllm_version"):
+        if line.name == "version" or line.name in RELEASE_IN:
             for dist in ("lmcache", "vllm"):
                 self.releases.name(dist, str(line.fields.get(dist, "")), line.file)
         elif self.releases.place(line.name, line.body):
@@ -259,6 +264,10 @@ class Diagnosis:
         if is_error:
             rules += problems.at(line)
         answered = [(rule, answer) for rule in rules if (answer := rule.look(self, line)) is not None]
+        if is_error and not answered:
+            answered = [
+                (each, answer) for each in problems.at(line) if (answer := each.look(self, line, True)) is not None
+            ]
         records = [rule for rule, _ in answered if isinstance(rule, problems.Problem)]
         for rule, answer in answered:
             known = True

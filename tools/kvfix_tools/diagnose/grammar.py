@@ -6,47 +6,15 @@ statements, says which, where, and at what level, and tests hold the two togethe
 
 from __future__ import annotations
 
-import re
-from typing import NamedTuple
+from kvfix_tools.diagnose import grammar_vllm  # noqa: F401  (its messages are in the list)
+from kvfix_tools.diagnose.messages import MESSAGES, Message
+from kvfix_tools.diagnose.messages import lmcache as _lmcache
+from kvfix_tools.diagnose.messages import message as _message
 
+__all__ = ["MESSAGES", "Message"]
 
-class Message(NamedTuple):
-    """One kind of line.
-
-    starts: what the body begins with where LMCache's frame is before it; empty: anywhere in the line.
-    literal: without it the line is not of this kind. pattern: its groups are the fields (name, is it a count).
-    source: whose line it is: `lmcache` (by logging), `vllm`, `kvfix`; `raised`: the text of an exception.
-    """
-
-    name: str
-    starts: tuple[bytes, ...]
-    literal: bytes
-    pattern: re.Pattern[bytes]
-    source: str
-    fields: tuple[tuple[str, bool], ...]
-
-
-MESSAGES: list[Message] = []
-
-#: Groups that take digits only are counts; everything else is text.
-_COUNT = re.compile(rb"\(\?P<(\w+)>(?:-\?)?\\d\+\)")
 #: Up to the place of LMCache's statement, or to the line's end.
 _TO_PLACE = rb"(?=\s(?:\x1b?\[3m)?\(\w+\.py:\d+:|\s*$)"
-_ID = rb"(?P<request>[^\s,'\"()\[\]]+)"
-
-
-def _message(name: str, source: str, starts: str, literal: str, pattern: bytes) -> None:
-    # 18 digits: int() refuses a very long number, and no count is that long.
-    compiled = re.compile(pattern.replace(b"<ID>", _ID).replace(rb"\d+)", rb"\d{1,18})"))
-    heads = tuple(start.encode() for start in starts.split("|") if start)
-    counts = _COUNT.findall(pattern)
-    fields = tuple((field, field.encode() in counts) for field in compiled.groupindex)
-    assert compiled.groups == len(fields), f"{name}: only named groups"
-    MESSAGES.append(Message(name, heads, literal.encode(), compiled, source, fields))
-
-
-def _lmcache(name: str, starts: str, literal: str, pattern: bytes) -> None:
-    _message(name, "lmcache", starts, literal, pattern)
 
 
 # kvfix's own recorder: a line is JSON (kvfix_tools.recording). In a bundle of `kvfix dump` a file's first line
@@ -247,42 +215,6 @@ _lmcache(
 # The multi-process connector does not name its release; from these lines' places it is known.
 _lmcache("mp_started", "LMCache MP worker", "LMCache MP worker adapter created", rb"LMCache MP worker adapter created")
 _lmcache("mp_registers", "Registering kv", "Registering kv caches", rb"Registering kv caches")
-
-# vLLM.
-_message(
-    "stats", "vllm", "", "Avg prompt throughput: ",
-    rb"(?:Engine (?P<engine>\d+): )?Avg prompt throughput: (?P<prompt>\d+\.?\d*) tokens/s, Avg generation throughput: "
-    rb"(?P<generation>\d+\.?\d*) tokens/s, Running: (?P<running>\d+) reqs, Waiting: (?P<waiting>\d+) reqs"
-    rb"(?:, Deferred: \d+ reqs)?(?:, KV fetch: [^%]*? completed waiting)?(?:, Preemptions: (?P<preemptions>\d+))?"
-    rb"(?:, \w+ KV cache usage: (?P<usage>[\d.]+)%)?(?:, Prefix cache hit rate: (?P<local>[\d.]+)%)?"
-    rb"(?:, External prefix cache hit rate: (?P<external>[\d.]+)%)?",
-)  # fmt: skip
-_message(
-    "kv_failing", "vllm", "", " due to KV load failure",
-    rb"Failing (?P<objects>\d+) request\(s\) due to KV load failure \(failure_policy=fail, (?P<tokens>\d+) tokens "
-    rb"affected\)\. Request IDs: (?P<requests>.*)",
-)  # fmt: skip
-_message(
-    "kv_recovered", "vllm", "", "Recovered from KV load failure: ",
-    rb"Recovered from KV load failure: (?P<objects>\d+) request\(s\) rescheduled \((?P<tokens>\d+) tokens affected\)",
-)  # fmt: skip
-_message(
-    "kv_waiting", "vllm", "", " is still in WAITING_FOR_REMOTE_KVS state",
-    rb"<ID> is still in WAITING_FOR_REMOTE_KVS state",
-)  # fmt: skip
-_message(
-    "broadcast", "vllm", "", "No available shared memory broadcast block found",
-    rb"No available shared memory broadcast block found in (?P<seconds>\d+)",
-)  # fmt: skip
-_message("fatal", "vllm", "", "EngineCore encountered a fatal error", rb"EngineCore encountered a fatal error")
-_message(
-    "draft_groups", "vllm", "", "KV offloading: EAGLE/MTP draft attention groups ",
-    rb"KV offloading: EAGLE/MTP draft attention groups (?P<groups>[^\n]{1,200}?) detected",
-)  # fmt: skip
-_message(
-    "vllm_version", "vllm", "", "Initializing a V1 LLM engine (v",
-    rb"Initializing a V1 LLM engine \(v(?P<vllm>[^\s)]+)\)",
-)  # fmt: skip
 
 # Texts of exceptions: looked for in what a traceback ends with.
 _message(

@@ -38,6 +38,8 @@ class Scanner:
         self._stacks = Stacks()
         #: {process: an assertion that stands alone}
         self._source: dict[str, str] = {}
+        #: The last process of a traceback, and the place of vLLM's statement that logged it.
+        self._placed = ("", "")
         #: {from LMCache's frame to the line's end: what it says}
         self._framed: dict[bytes, Framed] = {}
         #: {a line of another logger: what it says}
@@ -84,7 +86,8 @@ class Scanner:
     def end(self) -> Iterator[LogLine]:
         """The input has ended: tracebacks that were cut off."""
         for process, raised in self._tracebacks.cut():
-            yield self._raised(raised, "", process, self._number, b"")
+            place = self._placed[1] if process == self._placed[0] else ""
+            yield self._raised(raised, "", process, self._number, b"", place)
         stack = self._stacks.end()
         if stack is not None:
             yield self._stack(stack, self._number)
@@ -172,8 +175,10 @@ class Scanner:
             if inside:
                 return found
         inside, raised = self._tracebacks.take(other.process, other.part)
+        if inside:
+            self._placed = (other.process, other.place)
         if raised is not None:
-            found.append(self._raised(raised, other.level, other.process, number, other.body))
+            found.append(self._raised(raised, other.level, other.process, number, other.body, other.place))
         if not inside and other.body.lstrip().startswith(b"assert "):
             self._source[other.process] = other.body.strip().decode("utf-8", "replace")
         if not inside and other.found is not None:
@@ -189,8 +194,8 @@ class Scanner:
         source = self._source.pop(process, "")
         return source if fields["type"] == "AssertionError" else str(fields["source"])
 
-    def _raised(self, raised: Raised, level: str, process: str, number: int, body: bytes) -> LogLine:
-        fields = {**texts.with_meaning(raised), "level": level}
+    def _raised(self, raised: Raised, level: str, process: str, number: int, body: bytes, place: str = "") -> LogLine:
+        fields = {**texts.with_meaning(raised), "level": level, "place": place}
         return LogLine("raised", fields, None, process, self._file, number, body[: texts.LONGEST_BODY])
 
     def _stack(self, stack: Stack, number: int) -> LogLine:

@@ -14,12 +14,14 @@ FRAME = b"] LMCache "
 NEEDLES: tuple[bytes, ...] = (
     b" LMCache ", b":lmcache.", b"_mp_connector)", b'{"kind":"',
     b"throughput: ", b"KV load failure", b"FOR_REMOTE_KVS", b"broadcast block", b"Initializing a V", b"assert ",
+    b"server version ", b"\xe2\x96\x88  version ", b"vLLM Version", b"vllm/vllm-openai:v",
     b'", line ', b".py, in ", b'.py", in ', b"KV offloading: EAGLE",
     b"rror", b"ERROR", b"WARN", b"Traceback (", b"xception", b"fault", b"illed", b"terminate called",
     b"kv_connector", b"connector with name", b"[shutdown]", b"Thread ", b"Process ", b".cpp:",
     b"Assertion `", b"undefined symbol", b"shared object", b"GLIBC", b"CXXABI_", b"FATAL", b"core dumped", b"Aborted",
     b"double free", b"free(): ", b"malloc(): ", b"corrupted ", b"code 137", b"Exit Code: ",
-    b"cannot import name", b"received by PID", b"= backtrace (tid", b"Ping timed out", b"panicked at",
+    b"cannot import name", b"received by PID", b"= backtrace (tid", b"Ping timed out", b"panicked at", b"allocate mask",
+    b"KV Transfer m", b"startup complete", b"init engine (", b"500 Internal",
 )  # fmt: skip
 #: Of a line without LMCache's frame: its needles. Leftmost first: many bytes are compared at once.
 in_line = BytesAhoCorasick(

@@ -5,14 +5,20 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import VERSION_PATTERN, Version
 
 from kvfix.applicability import fingerprints
-from kvfix_tools.diagnose import statements
+from kvfix_tools.diagnose import places, statements
 from kvfix_tools.diagnose.log_line import statement_place
 
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+#: The first vLLM with KV connectors.
+_FIRST = Version("0.6")
 _VERSION = re.compile(VERSION_PATTERN, re.VERBOSE | re.IGNORECASE)
 
 
@@ -22,11 +28,14 @@ class Releases:
         self.file = ""
         self._named: defaultdict[tuple[str, str], Counter[str]] = defaultdict(Counter)
         self._candidates: frozenset[str] = frozenset()
+        #: {file: vLLM releases that its places allow}
+        self._placed: dict[str, frozenset[str]] = {}
 
     def name(self, dist: str, text: str, file: str) -> None:
         """This file names a release of the distribution."""
         release = _public(text[:64].partition("-g")[0])  # 0.5.6-g3e11e108 is 0.5.6, as a checkout says it
-        if release is not None:
+        # A build from a checkout without tags says 0.1.dev1, whatever it is.
+        if release is not None and not (dist == "vllm" and Version(release) < _FIRST):
             self._named[dist, file][release] += 1
 
     def place(self, message: str, body: bytes) -> bool:
@@ -38,6 +47,20 @@ class Releases:
         # Two releases in one log: the first one's lines decide.
         self._candidates = (self._candidates & found or self._candidates) if self._candidates else found
         return True
+
+    def failed(self, place: str, frames: Iterable[tuple[str, int, str]], file: str) -> None:
+        """An error of this file. place: of vLLM's statement, `core.py:1332`. frames: of its traceback."""
+        for found in (
+            places.of_statement(place) if place else frozenset(),
+            *(places.of_file(frame[0]) for frame in frames),
+        ):
+            if found:
+                self._placed[file] = self._placed.get(file, found) & found or self._placed[file]
+
+    def placed(self, file: str | None = None) -> list[str]:
+        """vLLM releases that have such places, the oldest first: of this file (the one being read), else of others."""
+        own = self._placed.get(self.file if file is None else file)
+        return sorted(own or frozenset[str]().union(*self._placed.values()), key=Version)
 
     def named(self, dist: str) -> list[str]:
         """All releases that the files name."""
@@ -59,7 +82,8 @@ class Releases:
         others = self.named(dist)
         if others:
             return others[0] if len(others) == 1 else None
-        return next(iter(self._candidates)) if dist == "lmcache" and len(self._candidates) == 1 else None
+        by_lines = self.candidates if dist == "lmcache" else self.placed(file)
+        return by_lines[0] if len(by_lines) == 1 else None
 
     @property
     def too_old(self) -> str:
@@ -74,9 +98,10 @@ class Releases:
         release = self.one(dist, file)
         if release is not None:
             return _within(release, specifier)
-        if self.named(dist) or dist != "lmcache":
+        if self.named(dist):
             return None
-        inside = {_within(each, specifier) for each in self._candidates}
+        by_lines = self.candidates if dist == "lmcache" else self.placed(file)
+        inside = {_within(each, specifier) for each in by_lines}
         return inside.pop() if len(inside) == 1 else None
 
 

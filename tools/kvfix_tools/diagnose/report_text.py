@@ -134,9 +134,10 @@ def read_words(log: Diagnosis) -> str:
 def versions(log: Diagnosis) -> dict[str, str]:
     """{"LMCache": releases, "vLLM": releases}; "" where none is known."""
     named = {"LMCache": ", ".join(log.releases.named("lmcache")), "vLLM": ", ".join(log.releases.named("vllm"))}
-    if not named["LMCache"] and log.releases.candidates:
-        first, last = log.releases.candidates[0], log.releases.candidates[-1]
-        named["LMCache"] = f"{first if first == last else f'{first} to {last}'} (by the lines of its statements)"
+    for name, by_lines in (("LMCache", log.releases.candidates), ("vLLM", log.releases.placed())):
+        if not named[name] and by_lines:
+            first, last = by_lines[0], by_lines[-1]
+            named[name] = f"{first if first == last else f'{first} to {last}'} (by the lines of its statements)"
     return named
 
 

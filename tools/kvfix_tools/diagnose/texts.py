@@ -45,13 +45,14 @@ _DIED = re.compile(
     rb"(?P<what>Segmentation fault|Segfault encountered|SIGSEGV|SIGABRT|SIGBUS|Bus error|oom-kill|OOMKilled"
     rb"|Out of memory: Killed process \d+|(?:^|\s)Killed\s*(?:process \d+|$)|terminate called"
     rb"|exit code:? -(?:6|7|9|11)\b|symbol lookup error|Assertion [`'](?:[^\n]{1,300}' failed|index out of bounds)"
+    rb"|request to allocate mask for invalid number"
     rb"|= backtrace \(tid|Memory access fault by GPU|Illegal instruction|Aborted\s*\(core dumped\)|(?:^|\s)Aborted\s*$"
     rb"|^thread '[^'\n]{1,60}' (?:\(\d+\) )?panicked at"
     rb"|[cC]ode:?\s+137\b|double free or corruption|free\(\): invalid|malloc\(\): |corrupted (?:size vs|double-linked))"
 )
 _DEATHS = (
     b"ault", b"illed", b"SIG", b"Bus error", b"terminate called", b"exit code", b"lookup error", b"Assertion",
-    b"llegal ins", b"Aborted", b"137", b"(): ", b"corrupt", b"= backtrace", b"panicked at",
+    b"llegal ins", b"Aborted", b"137", b"(): ", b"corrupt", b"= backtrace", b"panicked at", b"te mask",
 )  # fmt: skip
 #: What is bad news, and said at INFO: by KVBM, and by Mooncake's master.
 _BAD_AT_INFO = (b"Ping timed out", b"action=client_expired", b"action=unmount_expired_segment")
@@ -134,6 +135,11 @@ class Other:
         name = other["level"] or other["glog"] or other["spdlog"] or other["cann"] or other["usage"] or b"error"
         return _LEVELS.get(name, name.decode().lower())
 
+    @property
+    def place(self) -> str:
+        """File and line of vLLM's statement, as its frame has them; "" for other loggers."""
+        return self._head[2].decode("utf-8", "replace") if self._head is not None else ""
+
     @cached_property
     def found(self) -> tuple[str, Fields] | None:
         """(name, fields), where it is no part of a traceback; None: it means nothing."""
@@ -143,7 +149,8 @@ class Other:
             if message.literal in text:
                 match = message.pattern.search(body) or message.pattern.search(text)
                 if match is not None:
-                    return message.name, _fields(message, match)
+                    fields = _fields(message, match)
+                    return message.name, {**fields, "place": self.place} if message.name == "fatal" else fields
         if b"non-default args" in text:
             return "settings", {}
         if b"[shutdown]" in text:
@@ -153,14 +160,13 @@ class Other:
             return "died", {"text": died["what"].strip().decode("utf-8", "replace")}
         raised = by_name(body, anywhere=head is None)
         if raised is not None:
-            return "raised", {**with_meaning(raised), "level": self.level}
+            return "raised", {**with_meaning(raised), "level": self.level, "place": self.place}
         if self.level in ("", "info") and (b"kv_connector" in body or b"connector with name" in body):
             return WHO, {}
         if any(words in text for words in _BAD_AT_INFO):
             return "logged", {"level": "warning", "logger": "", "place": ""}
         if self.level in ("warning", "error", "critical"):
-            place = head[2].decode("utf-8", "replace") if head else ""
-            return "logged", {"level": self.level, "logger": "vllm" if head else "", "place": place}
+            return "logged", {"level": self.level, "logger": "vllm" if head else "", "place": self.place}
         return None
 
     @cached_property

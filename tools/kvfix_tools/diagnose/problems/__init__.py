@@ -45,6 +45,8 @@ NAMES = {"lmcache": "LMCache", "vllm": "vLLM"}
 #: Kinds of lines in which problems show.
 LINES = ("logged", "raised", "died", "stack")
 _EMPTY: Mapping[str, str] = {}
+#: Of the releases of vLLM that were looked at, the one before; those in between are not known.
+_BEFORE = {"0.15": "0.11.2.post2", "0.20": "0.15.1", "0.26": "0.20.2", "0.32": "0.26.0"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,15 +102,16 @@ class Problem:
     def section(self, name: str) -> str:
         return self.cause if name == "Cause" else ""
 
-    def look(self, log: Diagnosis, line: LogLine) -> Answer | None:
-        """This problem in this line; None: it is not."""
+    def look(self, log: Diagnosis, line: LogLine, nearly: bool = False) -> Answer | None:
+        """This problem in this line; None: it is not. nearly: also in a release below the first one that was looked at,
+        where the one before was not such."""
         for sign in self.shows:
             found = fits(sign, line)
-            if found is not None and self._concerns(log):
+            if found is not None and self._concerns(log, nearly):
                 sentence = self.sentence.format_map(_Values(found)) if self.sentence else _sentence_of(line)
                 record = _quoted(str(found.get("error", "")), line) if self.quotes else None
-                record = record if record is not None and record._concerns(log) else None
-                sure = (record or self).sure
+                record = record if record is not None and record._concerns(log, nearly) else None
+                sure = (record or self).sure and not nearly
                 return Answer(sentence, verdict="violated" if sure else "unknown", request=line.request, record=record)
         return None
 
@@ -123,12 +126,26 @@ class Problem:
         own, theirs = ([each for each in one.shows if fits(each, line) is not None] for one in (self, other))
         return bool(own) and any(all(implied(each, by) and not implied(by, each) for each in own) for by in theirs)
 
-    def _concerns(self, log: Diagnosis) -> bool:
+    def _concerns(self, log: Diagnosis, nearly: bool) -> bool:
         """Whether its connector ran and its releases did, as far as the log says."""
         ran = log.who.connectors
         if self.connectors and (ran or self.named) and not ran & set(self.connectors):
             return False
-        return all(log.releases.within(dist, broken) is not False for dist, broken in self.releases.items())
+        if any(log.releases.within(dist, f">={right}") is True for dist, right in self.fixed.items()):
+            return False
+        releases = {
+            dist: _widened(broken) if nearly and dist == "vllm" else broken for dist, broken in self.releases.items()
+        }
+        return all(log.releases.within(dist, broken) is not False for dist, broken in releases.items())
+
+
+def _widened(specifier: str) -> str:
+    """`>=0.32`, where 0.32 is the first that has it of the releases that were looked at: from the one before on."""
+    return re.sub(
+        r">=(0\.\d+)(?:\.0)?(?=,|$)",
+        lambda found: f">{_BEFORE[found[1]]}" if found[1] in _BEFORE else found[0],
+        specifier,
+    )
 
 
 class _Values(dict[str, Any]):

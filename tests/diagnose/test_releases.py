@@ -1,0 +1,159 @@
+"""Which release of vLLM a log is of, where it does not say so in the words of LMCache."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from packaging.specifiers import SpecifierSet
+
+from kvfix_tools.diagnose import advice, places, problems
+from kvfix_tools.diagnose.diagnosis import diagnosed
+from kvfix_tools.diagnose.problems import Logged, Problem
+from tests.diagnose.lines import site_packages, vllm
+
+ROOT = Path(__file__).parents[2] / ".cache" / "vllm"
+API = "(APIServer pid=7) INFO 12-03 01:24:01"
+LOGO = "\u2588  version "
+
+
+def here() -> dict[str, Path]:
+    """{release: its site-packages}"""
+    found = {path.parts[-4]: path for path in ROOT.glob("*/lib/python*/site-packages")}
+    return {"0.32.0": site_packages(), **found}
+
+
+@pytest.mark.parametrize(
+    ("line", "release"),
+    [
+        (f"{API} [utils.py:299]  \u2584\u2584 {LOGO}0.19.1rc1.dev301+g60995c05b", "0.19.1rc1.dev301"),
+        (f"{API} [utils.py:299]  \u2584\u2584 {LOGO}\x1b[97;1m0.26.0\x1b[0m", "0.26.0"),
+        (f"{API} [api_server.py:1839] vLLM API server version 0.11.0", "0.11.0"),
+        (f"{API} [api_utils.py:327] vLLM server version 0.32.0, serving model /m/a", "0.32.0"),
+        ("ERROR 12-03 01:24:01 [dump_input.py:72] Dumping input data for V1 LLM engine (v0.22.0) with: x", "0.22.0"),
+        ("INFO 12-03 01:24:01 [llm_engine.py:240] Initializing a V0 LLM engine (v0.8.5) with config: x", "0.8.5"),
+        ("vLLM Version                 : 0.22.1", "0.22.1"),
+        ("          image: vllm/vllm-openai:v0.26.0@sha256:ffb2d59b1c05", "0.26.0"),
+        ("          image: lmcache/vllm-openai:v0.4.2", ""),
+        # A checkout without tags.
+        ("vLLM Version                 : 0.1.dev1+g127d96b.d20250624", ""),
+    ],
+)  # fmt: skip
+def test_a_line_names_the_release(line: str, release: str) -> None:
+    assert diagnosed(f"{line}\n".encode()).releases.named("vllm") == ([release] if release else [])
+
+
+def died(place: str, words: str = "EngineCore encountered a fatal error.") -> str:
+    head = f"(EngineCore pid=8) ERROR 12-03 01:24:36 [{place}] "
+    return f"{head}{words}\n{head}Traceback (most recent call last):\n{head}AssertionError\n"
+
+
+@pytest.mark.parametrize("release", sorted(here()))
+def test_the_line_at_which_enginecore_dies(release: str) -> None:
+    """Where its own source has it; and where it does not start."""
+    lines = (here()[release] / "vllm/v1/engine/core.py").read_text().splitlines()
+    for words in ("EngineCore failed to start.", "EngineCore encountered a fatal error."):
+        at = next(number for number, line in enumerate(lines, 1) if words in line)
+        log = diagnosed(died(f"core.py:{at}", words).encode())
+        assert log.releases.placed() == [release]
+        assert log.releases.within("vllm", f"=={release}") is True
+        # A paste that begins within the traceback.
+        assert diagnosed(died(f"v1/engine/core.py:{at}").partition("\n")[2].encode()).releases.placed() == [release]
+
+
+def test_a_named_release_counts_more_than_a_place() -> None:
+    log = diagnosed((vllm("vllm_version", "0.30.0", "model='m'", which="Initializing") + died("core.py:1332")).encode())
+    assert log.releases.one("vllm") == "0.30.0"
+    assert log.releases.within("vllm", ">=0.30") is True
+
+
+def test_other_files_and_lines_say_nothing() -> None:
+    for place in ("core.py:3", "scheduler_core.py:1332", "multiproc_executor.py:1332"):
+        assert diagnosed(died(place).encode()).releases.placed() == []
+
+
+@pytest.mark.parametrize("place", sorted(places.FILES))
+def test_files_of_tracebacks_are_of_these_releases(place: str) -> None:
+    """A release outside the range has no code there (a file of a few lines hands on names only)."""
+    for release, packages in here().items():
+        path = packages / place
+        files = [path] if path.suffix else [*path.rglob("*.py")] if path.is_dir() else []
+        has = any(each.is_file() and len(each.read_text().splitlines()) > 20 for each in files)
+        assert has == (release in SpecifierSet(places.FILES[place])), release
+
+
+def test_a_traceback_bounds_the_release() -> None:
+    frame = (
+        '  File "/opt/vllm-source/vllm/distributed/kv_transfer/kv_connector/v1/nixl/{}.py", line 7, in _read_blocks\n'
+    )
+    for file, inside, outside in (("worker", "0.20.2", "0.26.0"), ("pull_worker", "0.26.0", "0.20.2")):
+        log = diagnosed(f"Traceback (most recent call last):\n{frame.format(file)}AssertionError\n".encode())
+        assert inside in log.releases.placed()
+        assert outside not in log.releases.placed()
+        assert log.releases.within("vllm", "<0.15") is False
+    assert set(here()) <= places.releases()
+
+
+WARNED = Problem(
+    code="KVD9998", name="of-the-newest", severity=problems.Severity.RISK, title="", shows=(Logged("strange things"),),
+    cause="", now="", good="-", releases={"vllm": ">=0.32"},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("release", "found"), [("0.33.0", ["violated"]), ("0.29.0", ["unknown"]), ("0.26.0", []), ("0.20.2", [])]
+)
+def test_between_two_releases_that_were_looked_at(
+    release: str, found: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """0.32.0 is the first that has it, of 0.26.0 and 0.32.0: in 0.29.0 it is possible."""
+    monkeypatch.setattr(problems, "at", lambda line: (WARNED,) if line.name == "logged" else ())
+    log = (
+        vllm("vllm_version", release, "model='m'", which="Initializing")
+        + "WARNING 12-03 01:24:36 [scheduler.py:7] strange things\n"
+    )
+    assert [each.verdict for each in diagnosed(log.encode()).findings if each.rule is WARNED] == found
+
+
+RIGHT = Problem(
+    code="KVD9999", name="of-old-ones", severity=problems.Severity.RISK, title="", shows=(Logged("strange things"),),
+    cause="", now="", fixed={"vllm": "0.11.0"},
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("release", "found"), [("0.10.2", True), ("0.21.0", False)])
+def test_a_release_that_is_right_does_not_have_the_problem(
+    release: str, found: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`upgrade to 0.11.0` is no remedy for 0.21.0."""
+    monkeypatch.setattr(problems, "at", lambda line: (RIGHT,) if line.name == "logged" else ())
+    log = (
+        vllm("vllm_version", release, "model='m'", which="Initializing")
+        + "WARNING 12-03 01:24:36 [scheduler.py:7] strange things\n"
+    )
+    assert any(each.rule is RIGHT for each in diagnosed(log.encode()).findings) == found
+
+
+@pytest.mark.parametrize(
+    ("release", "good"),
+    [
+        ("0.29.0", "vLLM 0.32.0, which pins in parts of 64 GiB; a smaller cache"),
+        ("0.32.0", "a smaller cache"),
+        ("", "vLLM 0.32.0, which pins in parts of 64 GiB; a smaller cache"),
+    ],
+)
+def test_a_release_that_ran_is_no_remedy(release: str, good: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = replace(WARNED, releases={}, good="vLLM 0.32.0, which pins in parts of 64 GiB; a smaller cache")
+    monkeypatch.setattr(problems, "at", lambda line: (problem,) if line.name == "logged" else ())
+    named = vllm("vllm_version", release or "0.32.0", "model='m'", which="Initializing") if release else ""
+    log = diagnosed(f"{named}WARNING 12-03 01:24:36 [scheduler.py:7] strange things\n".encode())
+    assert advice.remedy(log, log.findings[0]).good == good
+
+
+def test_what_remains_of_a_remedy_that_ran_is_a_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = replace(WARNED, releases={}, good="vLLM 0.32.0 or newer")
+    monkeypatch.setattr(problems, "at", lambda line: (problem,) if line.name == "logged" else ())
+    named = vllm("vllm_version", "0.33.0", "model='m'", which="Initializing")
+    log = diagnosed(f"{named}WARNING 12-03 01:24:36 [scheduler.py:7] strange things\n".encode())
+    assert "--issue" in advice.remedy(log, log.findings[0]).good
