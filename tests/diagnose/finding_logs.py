@@ -15,6 +15,7 @@ from tests.diagnose.lines import (
     asked,
     below,
     crash,
+    framed,
     handler_failed,
     logged,
     site_packages,
@@ -31,6 +32,14 @@ METADATA = (
     "kv_shape=(36, 2, {}, 8, 128))"
 )
 SEED = logged(NEWEST, "hash_seed", which="builtin")
+DECODES = (
+    "(APIServer pid=7) INFO 12-03 01:24:01 [utils.py:253] non-default args: {'kv_transfer_config': KVTransferConfig("
+    "kv_connector='NixlConnector', kv_role='kv_consumer')}\n"
+)
+STARTS = vllm("vllm_version", "0.32.0", "model='m'", which="Initializing")
+ANSWERED_500 = (
+    '(APIServer pid=7) INFO:     10.0.0.3:40022 - "POST /v1/completions HTTP/1.1" 500 Internal Server Error\n'
+)
 NOWHERE = "('', '', 0, '')"
 
 
@@ -42,6 +51,18 @@ def worker(model: str = "/m/a", ranks: int = 1, chunk: int = 256, release: str =
 
 def lookups(number: int, total: int, computed: int = 0, release: str = NEWEST) -> str:
     return "".join(asked(release, total, computed, 0, 0, f"r{n}") for n in range(number))
+
+
+def moved(rate: float, size: float = 512.0) -> str:
+    """An interval's transfers: the names are those of nixl/stats.py, joined by kv_connector/v1/metrics.py."""
+    values = {
+        "Num successful transfers": 3, "Avg xfer time (ms)": 9.1, "P90 xfer time (ms)": 9.9, "Avg post time (ms)": 1.8,
+        "P90 post time (ms)": 2.1, "Avg MB per transfer": size, "Throughput (MB/s)": rate,
+    }  # fmt: skip
+    source = (site_packages() / "vllm/distributed/kv_transfer/kv_connector/v1/nixl/stats.py").read_text()
+    named = [source.index(f'"{name}"') for name in values]
+    assert named == sorted(named)
+    return framed("KV Transfer metrics: %s", ", ".join(f"{k}={v}" for k, v in values.items()), at="metrics.py:103")
 
 
 def stores(number: int, process: str = "") -> str:
@@ -237,6 +258,10 @@ def hits() -> dict[str, list[str]]:
             "(APIServer pid=7) INFO 12-03 01:24:01 [utils.py:253] non-default args: {'kv_offloading_size': 16.0}\n"
             + "".join(stats(8, 0, 50.0, second, prompt=900.0, external=0.0) for second in range(5))
         ],
+        "KVD1055": [DECODES + "".join(stats(3, 0, 50.0, second, prompt=900.0, external=0.0) for second in range(4))],
+        "KVD1057": [ANSWERED_500, DECODES + stats(0, 0, 0.0, 1) + 2 * ANSWERED_500],
+        "KVD1059": [DECODES + STARTS],
+        "KVD1051": [moved(320.0), moved(320.0) + moved(900.0)],
         "KVD996": [unread(NEWEST, "integration/vllm/utils.py", "No LMCache configuration file is set")],
         "KVD198": [unread(NEWEST, "v1/config_base.py", "Unexpected error fetching remote config", "no answer")],
         "KVD199": [

@@ -10,7 +10,19 @@ import pytest
 
 from kvfix_tools.diagnose.findings import catalogue
 from tests.diagnose import releases, test_stacks
-from tests.diagnose.finding_logs import LOOKUPS, NOWHERE, SEED, hits, lookups, stores, worker
+from tests.diagnose.finding_logs import (
+    ANSWERED_500,
+    DECODES,
+    LOOKUPS,
+    NOWHERE,
+    SEED,
+    STARTS,
+    hits,
+    lookups,
+    moved,
+    stores,
+    worker,
+)
 from tests.diagnose.lines import (
     NEWEST,
     SCHEDULER,
@@ -151,6 +163,21 @@ def misses() -> list[tuple[str, str]]:
         # One interval with a hit; and no connector that keeps anything.
         ("KVD976", OFFLOADS + "".join(stats(8, 0, 50.0, n, prompt=900.0, external=0.1 * (n == 2)) for n in range(6))),
         ("KVD976", "".join(stats(8, 0, 50.0, n, prompt=900.0, external=0.0) for n in range(6))),
+        # A fetch; an engine of both roles; and too short a time.
+        ("KVD1055", DECODES + "".join(stats(3, 0, 50.0, n, prompt=900.0, external=0.1 * (n == 2)) for n in range(6))),
+        ("KVD1055", DECODES.replace("kv_consumer", "kv_both")
+                    + "".join(stats(3, 0, 50.0, n, prompt=900.0, external=0.0) for n in range(6))),
+        ("KVD1055", DECODES + "".join(stats(3, 0, 50.0, n, prompt=900.0, external=0.0) for n in range(2))),
+        # The error is there; and another answer.
+        ("KVD1057", ANSWERED_500 + vllm("fatal")),
+        ("KVD1057", ANSWERED_500.replace("500 Internal Server Error", "200 OK")),
+        # It came up, or works; and no connector.
+        ("KVD1059", DECODES + STARTS + "(APIServer pid=7) INFO:     Application startup complete.\n"),
+        ("KVD1059", DECODES + STARTS + stats(1, 0, 50.0, 1)),
+        ("KVD1059", STARTS),
+        # One fast interval; and transfers too small to say anything.
+        ("KVD1051", moved(320.0) + moved(12000.0)),
+        ("KVD1051", moved(320.0, size=0.5)),
         # An engine at work.
         ("KVD996", unread(NEWEST, "integration/vllm/utils.py", "No LMCache configuration file is set")
                    + asked(NEWEST, 1024, 0, 1024, 1023)),

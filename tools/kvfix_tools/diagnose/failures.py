@@ -31,6 +31,8 @@ _DEATHS = (b"ngine", b"orker", b"died unexpectedly", b"Shutting down due to", b"
 _WORK = frozenset({"asked", "stored", "retrieved", "storing", "mp_stored", "mp_retrieved", "mp_prefetched"})
 #: Failures and processes that are kept in mind.
 _MOST, _PROCESSES, _SHOWN = 200, 64, 8
+#: A warning of KV code that comes so often is told of an engine at work too.
+_FLOOD = 50
 #: {part of a file's path: whose code it is}. The first that fits counts.
 _OWNERS = (
     ("/kvcached/", "kvcached"), ("/kvbm/", "Dynamo"), ("/nixl_connect/", "Dynamo"), ("/flashinfer/", "FlashInfer"),
@@ -48,7 +50,7 @@ _FAILS = re.compile(
     rb"|refus|invalid|exhaust|expired|disconnect|unreachable|dropp)"
 )
 #: Files of vLLM's KV code, and glog's and UCX's own lines.
-_KV = re.compile(r"nixl|mooncake|offload|kv_connector|kv_transfer|moriio|p2p|lmcache")
+_KV = re.compile(r"nixl|(?:base|pull|push)_worker|mooncake|offload|kv_connector|kv_transfer|moriio|p2p|lmcache")
 _NATIVE = re.compile(
     rb"\.cpp:\d+\] |UCX  WARN|block_manager::|ZmqActiveMessage|P2PSession|\bP2P \S+: |ZmqTransport|NixlTransport"
     rb"|[Mm]ooncake|SimpleCPU|KVCR|NIXL|\bKV (?:load|transfer|post-processing)|oundary-state"
@@ -129,10 +131,10 @@ class Failures:
 
     @property
     def warning(self) -> tuple[LogLine, int] | None:
-        """The warning that comes most often, and how often, of a log that shows no work; None: there is none."""
-        if self._worked or not self._warned:
+        """The warning that comes most often, and how often; None: there is none, or a few of an engine at work."""
+        words, many = self._warned.most_common(1)[0] if self._warned else (b"", 0)
+        if not many or (self._worked and many < _FLOOD):
             return None
-        words, many = self._warned.most_common(1)[0]
         return self._first_warned[words], many
 
     @property

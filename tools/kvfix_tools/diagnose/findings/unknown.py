@@ -97,7 +97,7 @@ def ended_at_its_buffer(log: Diagnosis, line: LogLine | None) -> Answer | None:
 
 @finding("KVD198", "unknown-warning", Severity.RISK, on=[""])
 def unknown_warning(log: Diagnosis, line: LogLine | None) -> Answer | None:
-    """KV code warns of something that fails, no request is seen to work, and kvfix does not know the warning.
+    """KV code warns of something that fails, and kvfix does not know the warning: no request works, or it floods.
 
     Cause: not known to this release of kvfix.
 

@@ -1,0 +1,114 @@
+"""Logs without an error that are not well: a start without an end, answers 500, a decode that fetches nothing."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvfix_tools.diagnose.findings import Answer, Severity, finding, note
+
+if TYPE_CHECKING:
+    from kvfix_tools.diagnose.diagnosis import Diagnosis
+    from kvfix_tools.diagnose.log_line import LogLine
+
+#: Intervals of vLLM's statistics with prompts, from which on no fetch at all says something.
+INTERVALS = 3
+#: Connectors of a decode engine, by which nothing comes that a request does not name.
+_BY_REQUEST = {"NixlConnector", "NixlPushConnector", "MooncakeConnector", "MoRIIOConnector"}
+
+
+@note("stats")
+def _note_prompts(log: Diagnosis, line: LogLine) -> None:
+    fields = line.fields
+    if fields.get("external") is not None and float(fields["prompt"]):
+        kept = log.memory.setdefault("fetched", {"intervals": 0, "most": 0.0})
+        kept["intervals"] += 1
+        kept["most"] = max(kept["most"], float(fields["external"]))
+        kept["line"] = line.evidence
+
+
+@finding("KVD1055", "decode-fetches-nothing", Severity.SLOW, on=[""])
+def decode_fetches_nothing(log: Diagnosis, line: LogLine | None) -> Answer | None:
+    """A decode engine computes its prompts itself: not one token came from prefill.
+
+    Cause: it fetches for requests only whose `kv_transfer_params` name the prefill engine (`do_remote_prefill: true`,
+    `remote_engine_id`, `remote_block_ids`, `remote_host`, `remote_port`). The client or the gateway sends straight to
+    decode, or the router does not hand on what prefill answered: prefill has to be asked with `max_tokens: 1` and
+    `"kv_transfer_params": {"do_remote_decode": true}`, and its answer's kv_transfer_params go into the request to
+    decode. No line of prefill at the same time proves the first.
+
+    Setting: one request by hand: POST to prefill as above, its kv_transfer_params to decode; if `External prefix cache
+    hit rate` then is above 0, it is the router: `examples/disaggregated/disaggregated_serving/` of vLLM has one that
+    does it; llm-d: the routing sidecar, and a path that it knows (/v1/completions, /v1/chat/completions).
+
+    Good: a router for this connector; no setting of the engines replaces it.
+
+    Normal: prompts shorter than a block, and requests that are sent to decode on purpose.
+    """
+    kept = log.memory.get("fetched")
+    if kept is None or kept["intervals"] < INTERVALS or kept["most"] or log.findings or log.failures.dead:
+        return None
+    if log.who.roles != {"kv_consumer"} or not log.who.connectors or log.who.connectors - _BY_REQUEST:
+        return None
+    return Answer(
+        f"{kept['intervals']} intervals with prompts, 0.0% external", request="", verdict="unknown",
+        evidence=(kept["line"],),
+    )  # fmt: skip
+
+
+@finding("KVD1057", "answers-500-without-error", Severity.RISK, on=["answered_500", ""])
+def answers_500(log: Diagnosis, line: LogLine | None) -> Answer | None:
+    """Requests are answered with 500, and this log has no error.
+
+    Cause: with a KV connector mostly a load that failed: `kv_load_failure_policy` is `fail` unless it is set, vLLM ends
+    the request, and the API server answers 500 without a line of its own. EngineCore's line `Failing ... request(s) due
+    to KV load failure` of that second, and the worker's before it, tell why; they are not in this log.
+
+    Setting: `"kv_load_failure_policy": "recompute"` in --kv-transfer-config of the engine that loads (vLLM 0.15 or
+    newer) answers such requests. For the cause: the whole log, of all processes (`kubectl logs POD -c CONTAINER`,
+    `docker logs`), or `--log-error-stack` at the next start, which logs what the API server raised.
+
+    Good: what those lines name.
+    """
+    if line is not None:
+        log.memory.setdefault("answered_500", [line.evidence, 0])[1] += 1
+        return None
+    kept = log.memory.get("answered_500")
+    if kept is None or log.findings or log.failures.dead or log.failures.first is not None:
+        return None
+    return Answer(f"{kept[1]} answers 500", request="", verdict="unknown", evidence=(kept[0],))
+
+
+@note("vllm_version")
+def _note_start(log: Diagnosis, line: LogLine) -> None:
+    log.memory["begun"] = line.evidence
+
+
+@finding("KVD1059", "start-without-an-end", Severity.RISK, on=[""])
+def start_without_an_end(log: Diagnosis, line: LogLine | None) -> Answer | None:
+    """The log ends while the engine starts, and says nothing of a failure.
+
+    Cause: it is cut here, it still starts (weights, compilation), or a process hangs or was killed. What decides: `ps`
+    or `kubectl describe pod` (a container that restarts, OOMKilled, code 137), `nvidia-smi`, and `py-spy dump --pid
+    PID` of each EngineCore and worker. A connector hangs there where it opens its transport (NIXL, Mooncake), waits for
+    a server (LMCacheMPConnector: 300 s), or fills and pins its CPU buffer (minutes for hundreds of GB).
+
+    Setting: the next minutes of the log; or give `kvfix-diagnose` the stacks that py-spy prints. Without
+    --kv-transfer-config it either starts, and it is the connector, or it does not.
+
+    Good: what the stacks show.
+
+    Normal: a log that was copied before the engine was up.
+    """
+    if log.findings or log.failures.dead or log.failures.first is not None or log.failures.warning is not None:
+        return None
+    counts = log.counts
+    works = any(
+        counts[name]
+        for name in ("up", "engine_up", "stats", "asked", "stored", "moved", "answered_500", "closing", "recorded")
+    )
+    if "begun" not in log.memory or not log.who.connectors or works:
+        return None
+    return Answer(
+        "no process says that it is up after `Initializing a V1 LLM engine`",
+        request="", verdict="unknown", evidence=(log.memory["begun"],),
+    )  # fmt: skip
