@@ -171,11 +171,13 @@ PROBLEMS = (
         sure=False,
         cause="MultiConnector: it passes each child's report on, and a child that was not chosen (LMCacheMPConnector, "
         "a store beside NixlConnector) loads all the same (KVD111). Mooncake connectors (vllm-ascend before March "
-        "2026): decode has the whole prompt, pulls nothing, and reports that as a load.",
-        now="MultiConnector: `kvfix run -- CMD` (KVF201 leaves out reports that are not due), or one connector alone; "
+        "2026): decode has the whole prompt, pulls nothing, and reports that as a load. `KV load failure` before it: a "
+        "load that failed is computed again, and its end is reported after that.",
+        now="MultiConnector or a failed load: `kvfix run -- CMD` (KVF201 leaves out reports that are not due), or one "
+        "connector alone; "
         "Mooncake: `--no-enable-prefix-caching` on the decode instance; restart",
-        good="MultiConnector: no release of vLLM is right yet (0.33.0 asserts); vllm-ascend after March 2026 (pull "
-        "7236); vLLM's own MooncakeConnector: 0.32.0",
+        good="MultiConnector, failed loads: no release of vLLM is right yet (0.33.0 asserts); vllm-ascend after March "
+        "2026 (pull 7236); vLLM's own MooncakeConnector: 0.32.0",
         threads=(
             "https://github.com/vllm-project/vllm-ascend/pull/7236",
             f"{_ISSUES}/51786",

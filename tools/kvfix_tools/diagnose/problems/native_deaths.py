@@ -25,6 +25,21 @@ PROBLEMS = (
         threads=(f"{_VLLM}issues/52885", "https://github.com/ai-dynamo/nixl/issues/2119"),
     ),
     Problem(
+        code="KVD1049",
+        name="nixl-libfabric-ends-the-process",
+        severity=Severity.CRASH,
+        title="A plugin of nixl asks for the machine's NUMA nodes, finds none, and ends the process.",
+        shows=(Died("request to allocate mask for invalid number"),),
+        sure=False,
+        cause="The line is libnuma's: it exits where /sys/devices/system/node is empty or does not fit. With nixl it "
+        "is the LIBFABRIC plugin of nixl 1.0.0, which is loaded also for UCX: `python -c 'from nixl._api "
+        'import nixl_agent; nixl_agent("a")\'` prints the same line then.',
+        now="move the plugin away: `mv $(find / -name libplugin_LIBFABRIC.so -path '*nixl*' 2>/dev/null) /tmp/`, "
+        "restart; or `pip install 'nixl<1.0'`",
+        good="nixl 1.1.0 or newer, which vLLM asks for since June 2026",
+        threads=(f"{_VLLM}issues/39521",),
+    ),
+    Problem(
         code="KVD941",
         name="rocm-memory-fault",
         severity=Severity.CRASH,

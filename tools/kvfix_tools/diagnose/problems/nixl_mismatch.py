@@ -143,7 +143,7 @@ PROBLEMS = (
             Failed(
                 kind="AssertionError",
                 source="assert len(local_block_descs_ids) == len(remote_block_descs_ids)",
-                within="_read_blocks",
+                within="nixl_connector.py:_read_blocks",
             ),
         ),
         releases={"vllm": "<0.11"},

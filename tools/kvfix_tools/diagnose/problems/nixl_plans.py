@@ -97,6 +97,48 @@ PROBLEMS = (
         good="one set of options for prefill and decode",
     ),
     Problem(
+        code="KVD1043",
+        name="nixl-mamba-with-prefix-cache",
+        severity=Severity.CRASH,
+        title="Decode has a prefix of the prompt already, and NIXL cannot pair the rest of a Mamba model.",
+        shows=(
+            Failed(
+                kind="AssertionError",
+                within="nixl/worker.py:_read_blocks",
+                source="assert len(local_block_descs_ids) == len(remote_block_descs_ids)",
+                at="vllm/distributed/kv_transfer/kv_connector/v1/nixl/worker.py",
+            ),
+        ),
+        releases={"vllm": ">=0.20,<0.26"},
+        cause="These releases cut prefill's list of blocks to what decode lacks in groups of attention, and leave it "
+        "as it is in groups of Mamba or GDN (worker.py 0.20.2:2065), where placeholders stand before the state. "
+        "With a hit in decode's own prefix cache the two lists are of different length.",
+        now="`--no-enable-prefix-caching` on the decode instances, restart them; prefill keeps its own",
+        fixed={"vllm": "0.26.0"},
+        threads=("https://github.com/vllm-project/vllm/pull/41693",),
+    ),
+    Problem(
+        code="KVD1045",
+        name="nixl-one-state-block-only",
+        severity=Severity.CRASH,
+        title="A request has several blocks of Mamba state, and NixlConnector of this release takes one.",
+        shows=(
+            Failed(kind="AssertionError", text="SSM can only have one local block", within="_apply_prefix_caching"),
+            Failed(
+                kind="AssertionError",
+                text="Group <group>: |<decode> - <prefill>| >= <most>",
+                within="_apply_prefix_caching",
+            ),
+        ),
+        releases={"vllm": ">=0.26,<0.32"},
+        cause="Only the last state counts for the transfer, and base_worker.py (0.26.0:2281) takes it for granted that "
+        "decode has allocated no other: draft tokens (--speculative-config) and `--mamba-cache-mode all` keep more. "
+        "The second text: decode had a prefix of the prompt, and the two sides have different block sizes.",
+        now="on decode `--no-enable-prefix-caching` and no --speculative-config, the same --tensor-parallel-size and "
+        "--block-size as prefill; restart",
+        fixed={"vllm": "0.32.0"},
+    ),
+    Problem(
         code="KVD1023",
         name="nixl-mamba-states-unpairable",
         severity=Severity.CRASH,

@@ -194,6 +194,9 @@ PROBLEMS = (
         shows=(
             Failed(kind="KeyError", within="block_size_ratio_from_engine_id"),
             Failed(kind="KeyError", within="get_engine_info"),
+            Failed(kind="KeyError", within="tp_ratio_from_engine_id"),
+            Failed(kind="KeyError", within="get_target_remote_ranks_from_engine_id"),
+            Failed(kind="KeyError", within="_read_blocks", source="self.dst_xfer_side_handles["),
         ),
         releases={"vllm": "<0.26"},
         cause="The handshake with prefill failed before (prefill down or restarted; before 0.15 also prefill with a "

@@ -31,6 +31,20 @@ PROBLEMS = (
         ),
     ),
     Problem(
+        code="KVD1047",
+        name="engine-ports-raced",
+        severity=Severity.CRASH,
+        title="Two engines of one host started at the same time, and vLLM gave both the same free port.",
+        shows=(Failed(kind="ZMQError", text=_TAKEN, within="core_client.py:__init__"),),
+        cause="The API server asks for free ports for its engines, gives them back and binds them a little later "
+        "(v1/engine/utils.py, get_engine_zmq_addresses). Another engine of the host, prefill beside decode, may have "
+        "been given one in between. The connector has no part in it.",
+        now="start it again, and the engines of a host one after the other; or `export VLLM_PORT=20000` for one and "
+        "`VLLM_PORT=21000` for the other: vLLM then takes its ports from there upwards",
+        good="a VLLM_PORT of its own for each engine of the host; no release of vLLM up to 0.33.0 tries another port",
+        threads=(_VLLM + "issues/28498", _VLLM + "pull/45064"),
+    ),
+    Problem(
         code="KVD949",
         name="kv-events-port-in-use",
         severity=Severity.CRASH,

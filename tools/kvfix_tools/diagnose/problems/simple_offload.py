@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvfix_tools.diagnose.findings import Severity
-from kvfix_tools.diagnose.problems import Failed, Logged, Problem
+from kvfix_tools.diagnose.problems import Died, Failed, Logged, Problem
 
 _V1 = "vllm/distributed/kv_transfer/kv_connector/v1"
 _ISSUES = "https://github.com/vllm-project/vllm/issues"
@@ -68,6 +68,24 @@ PROBLEMS = (
         now="`kvfix run -- CMD` (KVF370: the request computes what was not loaded); a smaller disk_capacity_bytes; "
         "restart",
         good="no release of vLLM up to 0.33.0 is right: keep kvfix (KVF370)",
+    ),
+    Problem(
+        code="KVD1061",
+        name="simple-offload-beyond-its-buffer",
+        severity=Severity.CRASH,
+        title="SimpleCPUOffloadConnector copies a block beyond the end of a worker's CPU buffer.",
+        shows=(Died(within="cuda_mem_ops.py:copy_blocks"), Died(within="hipMemcpyBatchAsync")),
+        releases={"vllm": ">=0.20,<0.33"},
+        sure=False,
+        replaces=("KVD383", "KVD623"),
+        cause="The scheduler counts the CPU blocks by its own idea of a block's bytes (manager.py 0.32.0:294), each "
+        "worker by its own layers (worker.py 0.32.0:162). Where pipeline stages differ in size, or the last has draft "
+        "layers, one worker has fewer blocks than are handed out. It is this with --pipeline-parallel-size above 1 or "
+        "--speculative-config; 0.33.0 lets the workers agree first.",
+        now="`--pipeline-parallel-size 1` and no --speculative-config, or OffloadingConnector (--kv-offloading-size) "
+        "in its place; restart",
+        fixed={"vllm": "0.33.0"},
+        threads=("https://github.com/vllm-project/vllm/pull/52921",),
     ),
     Problem(
         code="KVD634",

@@ -141,6 +141,22 @@ PROBLEMS = (
         threads=("https://github.com/ai-dynamo/nixl/issues/1846",),
     ),
     Problem(
+        code="KVD1053",
+        name="ucx-card-without-network",
+        severity=Severity.CRASH,
+        title="UCX takes a network card that leads nowhere in this container.",
+        shows=(Logged("failed to modify to RTR"), Logged("failed to modify QP to RTR")),
+        replaces=("KVD555", "KVD373"),
+        cause="The line names the card. RoCE needs the card's interface, with its address, in the container's network "
+        "namespace, and InfiniBand a port that is ACTIVE; with /dev/infiniband all cards of the host are seen, also "
+        "those whose interface the container does not have.",
+        now="`show_gids` (or `ibv_devinfo`) in the container names the cards with an address and an active port: "
+        "`export UCX_NET_DEVICES=mlx5_0:1,mlx5_1:1` with these only, on both sides; or hostNetwork: true; restart",
+        good="a card with its interface for each pod (SR-IOV, Multus) or hostNetwork; UCX_NET_DEVICES in the image",
+        sure=False,
+        threads=("https://github.com/vllm-project/aibrix/issues/1433",),
+    ),
+    Problem(
         code="KVD069",
         name="ucx-peer-refuses",
         severity=Severity.HANG,
