@@ -18,7 +18,7 @@ PROBLEMS = (
         severity=Severity.HANG,
         title="The prefill engine does not answer the NIXL handshake, so decode cannot fetch its KV.",
         shows=(Failed(kind="Again", text="Resource temporarily unavailable", within="_nixl_handshake"),),
-        replaces=("KVD570",),
+        replaces=("KVD156", "KVD570"),
         cause="Nothing answers in 5 seconds on the host and port that prefill handed out: prefill is down or "
         "restarting, its VLLM_NIXL_SIDE_CHANNEL_HOST is still the default `localhost`, or the port is closed. Every "
         "data parallel rank has its own: VLLM_NIXL_SIDE_CHANNEL_PORT (5600) + rank.",
@@ -44,7 +44,7 @@ PROBLEMS = (
             ),
         ),
         sentence="expected engine {expected}, reached {got}",
-        replaces=("KVD570",),
+        replaces=("KVD156", "KVD570"),
         cause="Two engines hand out the same host and port, mostly because VLLM_NIXL_SIDE_CHANNEL_HOST is not set and "
         "`localhost` is decode itself; or prefill was restarted, and the request still names the engine before it.",
         now="`export VLLM_NIXL_SIDE_CHANNEL_HOST=<this node's own address>` on every node, another "
@@ -66,7 +66,7 @@ PROBLEMS = (
             ),
         ),
         releases={"vllm": ">=0.15"},
-        replaces=("KVD570",),
+        replaces=("KVD156", "KVD570"),
         cause="The two hashes are of vLLM's and the connector's version, the model, dtype, KV cache dtype and layout, "
         "attention backend and the connector's settings; one of them differs between prefill and decode.",
         now="start both with the same vLLM, --model, --dtype, --kv-cache-dtype and --attention-backend, and the "
@@ -85,7 +85,7 @@ PROBLEMS = (
             Failed(kind="RuntimeError", text="Failed to decode NixlAgentMetadata", at=_BASE_WORKER),
         ),
         releases={"vllm": ">=0.15"},
-        replaces=("KVD570",),
+        replaces=("KVD156", "KVD570"),
         cause="The content of the handshake changes from release to release; the other side runs another one.",
         now="the same vLLM release (the same image) on prefill and decode; after a rolling update restart the older "
         "side",
@@ -101,7 +101,7 @@ PROBLEMS = (
             Failed(kind="nixlUnknownError", within="add_remote_agent"),
         ),
         sure=False,
-        replaces=("KVD570",),
+        replaces=("KVD156", "KVD570"),
         cause="UCX found no way to the peer. The line `UCX  ERROR` just before decides: no common transport (UCX_TLS "
         "or UCX_NET_DEVICES differ), an unreachable NIC, or UCX or nixl of different releases on the two sides.",
         now="the same nixl and the same UCX_TLS and UCX_NET_DEVICES on both sides, best unset; without RDMA "

@@ -27,6 +27,7 @@ PROBLEMS = (
             ),
             Failed(kind="AssertionError", within="_build_fa_remote", text="Remote KV cache base addresses must not be"),
         ),
+        replaces=("KVD156", "KVD570"),
         connectors=_NIXL,
         sure=False,
         cause="Each side registers one region for each layer (or K and V apart, or one for several layers), and they "
@@ -46,6 +47,7 @@ PROBLEMS = (
                 kind="AssertionError", within=_CHECK, source="assert remote_info.remote_dcp_size == remote_dcp_size"
             ),
         ),
+        replaces=("KVD156", "KVD570"),
         connectors=_NIXL,
         cause="Decode keeps what it knows of an engine under its engine_id. A prefill that was restarted with another "
         "--tensor-parallel-size or --decode-context-parallel-size and the same engine_id, or a router that sends the "
@@ -119,24 +121,24 @@ PROBLEMS = (
     ),
     Problem(
         code="KVD1045",
-        name="nixl-one-state-block-only",
+        name="nixl-blocks-of-two-sizes-and-prefix-cache",
         severity=Severity.CRASH,
-        title="A request has several blocks of Mamba state, and NixlConnector of this release takes one.",
+        title="Decode has a prefix of the prompt already, and its blocks are of another size than prefill's.",
         shows=(
-            Failed(kind="AssertionError", text="SSM can only have one local block", within="_apply_prefix_caching"),
             Failed(
                 kind="AssertionError",
                 text="Group <group>: |<decode> - <prefill>| >= <most>",
                 within="_apply_prefix_caching",
             ),
         ),
+        sentence="KV group {group}: {decode} blocks of decode, {prefill} of prefill",
         releases={"vllm": ">=0.26,<0.32"},
-        cause="Only the last state counts for the transfer, and base_worker.py (0.26.0:2281) takes it for granted that "
-        "decode has allocated no other: draft tokens (--speculative-config) and `--mamba-cache-mode all` keep more. "
-        "The second text: decode had a prefix of the prompt, and the two sides have different block sizes.",
-        now="on decode `--no-enable-prefix-caching` and no --speculative-config, the same --tensor-parallel-size and "
-        "--block-size as prefill; restart",
-        fixed={"vllm": "0.32.0"},
+        cause="A model with Mamba or GDN layers has physical blocks of a size that follows the tensor parallel size. "
+        "Where the two sides differ, base_worker.py (0.26.0:2300) allows for the rounding of one block only, and a hit "
+        "in decode's own prefix cache is more.",
+        now="`--no-enable-prefix-caching` on the decode instances, or the same --tensor-parallel-size and --block-size "
+        "as prefill; restart",
+        good="the same sizes on both sides; vLLM 0.33.0 does not map them either (KVD658)",
     ),
     Problem(
         code="KVD1023",

@@ -20,6 +20,7 @@ PROBLEMS = (
         ),
         sentence="decode's tensor parallel size divided by prefill's is 0",
         releases={"vllm": "<0.15"},
+        replaces=("KVD156", "KVD570"),
         cause="Decode divides its own tensor parallel size by prefill's, which must be the smaller one: for decode "
         "with data parallel and tensor parallel 1 that is never so.",
         now="prefill with a --tensor-parallel-size that is not above decode's (more prefill instances or "

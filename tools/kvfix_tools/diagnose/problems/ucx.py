@@ -157,6 +157,21 @@ PROBLEMS = (
         threads=("https://github.com/vllm-project/aibrix/issues/1433",),
     ),
     Problem(
+        code="KVD1063",
+        name="ucx-card-without-datagrams",
+        severity=Severity.CRASH,
+        title="A network card cannot do what UCX's datagram transport asks of it, and UCX does not start.",
+        shows=(Logged("failed to create UD QP"), Logged("uct_iface_open(ud_verbs/<card>) failed")),
+        sure=False,
+        replaces=("KVD555", "KVD587"),
+        cause="UCX connects over UD (datagrams) first. Cards of clouds (erdma of Alibaba, irdma, bnxt_re) offer fewer "
+        "work requests or no inline data there, and old releases of nixl crash on it.",
+        now="`export UCX_TLS=^ud` (all but that), or without RDMA `UCX_TLS=tcp,cuda_copy,cuda_ipc`, the same "
+        "on both sides; restart",
+        good="the card's vendor names the transports for UCX; a UCX_TLS in the image",
+        threads=("https://github.com/ai-dynamo/dynamo/issues/285",),
+    ),
+    Problem(
         code="KVD069",
         name="ucx-peer-refuses",
         severity=Severity.HANG,
