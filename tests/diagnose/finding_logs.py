@@ -259,6 +259,7 @@ def hits() -> dict[str, list[str]]:
             + "".join(stats(8, 0, 50.0, second, prompt=900.0, external=0.0) for second in range(5))
         ],
         "KVD1055": [DECODES + "".join(stats(3, 0, 50.0, second, prompt=900.0, external=0.0) for second in range(4))],
+        "KVD1065": [DECODES + "".join(stats(0, 2, 0.0, second) for second in range(4)).replace("93.1%", "0.3%")],
         "KVD1057": [ANSWERED_500, DECODES + stats(0, 0, 0.0, 1) + 2 * ANSWERED_500],
         "KVD1059": [DECODES + STARTS],
         "KVD1051": [moved(320.0), moved(320.0) + moved(900.0)],

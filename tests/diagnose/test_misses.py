@@ -168,6 +168,10 @@ def misses() -> list[tuple[str, str]]:
         ("KVD1055", DECODES.replace("kv_consumer", "kv_both")
                     + "".join(stats(3, 0, 50.0, n, prompt=900.0, external=0.0) for n in range(6))),
         ("KVD1055", DECODES + "".join(stats(3, 0, 50.0, n, prompt=900.0, external=0.0) for n in range(2))),
+        # Another connector; an engine that computes; and one that has no block left.
+        ("KVD1065", OFFLOADS + "".join(stats(0, 2, 0.0, n) for n in range(4))),
+        ("KVD1065", DECODES + "".join(stats(1, 2, 9.0, n) for n in range(4)).replace("93.1%", "0.3%")),
+        ("KVD1065", DECODES + "".join(stats(0, 2, 0.0, n) for n in range(4))),
         # The error is there; and another answer.
         ("KVD1057", ANSWERED_500 + vllm("fatal")),
         ("KVD1057", ANSWERED_500.replace("500 Internal Server Error", "200 OK")),

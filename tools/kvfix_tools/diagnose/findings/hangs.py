@@ -17,6 +17,10 @@ if TYPE_CHECKING:
 POLLS = 1000
 #: Intervals of vLLM's statistics (10 seconds each) without a token, with requests waiting.
 IDLE = 3
+#: Connectors of a decode engine, by which nothing comes that a request does not name.
+BY_REQUEST = {"NixlConnector", "NixlPushConnector", "MooncakeConnector", "MoRIIOConnector"}
+#: Per cent of the KV blocks in use, below which no request waits for blocks.
+ROOM = 80.0
 
 
 @finding("KVD201", "asked-for-ever", Severity.HANG, on=["asked", ""])
@@ -103,7 +107,36 @@ def nothing_moves(log: Diagnosis, line: LogLine | None) -> Answer | None:
     if engine in still or len(still) < 1000:
         still[engine] = (count, what, line.evidence)
     verdict = "violated" if f["waiting"] else "unknown"  # one step may take so long
-    return Answer(f"{what} for {count} intervals", request="", verdict=verdict) if count >= IDLE else None
+    if count < IDLE or _awaits_prefill(log, f):
+        return None
+    return Answer(f"{what} for {count} intervals", request="", verdict=verdict)
+
+
+def _awaits_prefill(log: Diagnosis, fields: Fields) -> bool:
+    """Whether it is a decode engine with room, on which everything waits for the KV that prefill holds."""
+    of_decode = log.who.connectors and log.who.connectors <= BY_REQUEST and "kv_producer" not in log.who.roles
+    return bool(of_decode and fields["waiting"] and not fields["running"] and float(fields.get("usage") or 0) < ROOM)
+
+
+@finding("KVD1065", "decode-waits-for-prefill", Severity.HANG, on=["stats"])
+def decode_waits_for_prefill(log: Diagnosis, line: LogLine) -> Answer | None:
+    """Requests wait on a decode engine with free blocks: the KV that prefill holds for them does not come.
+
+    Cause: their transfer was not begun, or its end was not reported: prefill died, or gave the blocks up before decode
+    came; the handshake has no answer; a notification was lost. vLLM's scheduler has no time limit for it (0.33.0). What
+    decides: prefill's log of that time (`Releasing expired KV blocks`, a traceback, a restart), and decode's with
+    `VLLM_LOGGING_LEVEL=DEBUG`, which names the requests (`is still in WAITING_FOR_REMOTE_KVS state`).
+
+    Setting: restart decode, and prefill if it is the one that died; `nc -vz HOST PORT` from decode with prefill's
+    VLLM_NIXL_SIDE_CHANNEL_HOST and PORT; `"kv_load_failure_policy": "recompute"` on decode ends it where the failure is
+    reported. Before the restart `kvfix dump PID` shows what the workers wait for.
+
+    Good: prefill that stays, at an address of its own; a router that aborts on both sides.
+    """
+    count, what, _ = log.memory.get("still", {}).get((str(line.fields.get("engine", "")), line.process), (0, "", None))
+    if count < IDLE or not _awaits_prefill(log, line.fields):
+        return None
+    return Answer(f"{what} for {count} intervals", request="", verdict="unknown")
 
 
 def _still_at_the_end(still: dict[tuple[str, str], tuple[int, str, Evidence]]) -> Answer | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvfix_tools.diagnose.findings import Answer, Severity, finding, note
+from kvfix_tools.diagnose.findings.hangs import BY_REQUEST
 
 if TYPE_CHECKING:
     from kvfix_tools.diagnose.diagnosis import Diagnosis
@@ -12,18 +13,6 @@ if TYPE_CHECKING:
 
 #: Intervals of vLLM's statistics with prompts, from which on no fetch at all says something.
 INTERVALS = 3
-#: Connectors of a decode engine, by which nothing comes that a request does not name.
-_BY_REQUEST = {"NixlConnector", "NixlPushConnector", "MooncakeConnector", "MoRIIOConnector"}
-
-
-@note("stats")
-def _note_prompts(log: Diagnosis, line: LogLine) -> None:
-    fields = line.fields
-    if fields.get("external") is not None and float(fields["prompt"]):
-        kept = log.memory.setdefault("fetched", {"intervals": 0, "most": 0.0})
-        kept["intervals"] += 1
-        kept["most"] = max(kept["most"], float(fields["external"]))
-        kept["line"] = line.evidence
 
 
 @finding("KVD1055", "decode-fetches-nothing", Severity.SLOW, on=[""])
@@ -44,10 +33,10 @@ def decode_fetches_nothing(log: Diagnosis, line: LogLine | None) -> Answer | Non
 
     Normal: prompts shorter than a block, and requests that are sent to decode on purpose.
     """
-    kept = log.memory.get("fetched")
+    kept = log.memory.get("external")  # as findings/offloading.py notes it
     if kept is None or kept["intervals"] < INTERVALS or kept["most"] or log.findings or log.failures.dead:
         return None
-    if log.who.roles != {"kv_consumer"} or not log.who.connectors or log.who.connectors - _BY_REQUEST:
+    if log.who.roles != {"kv_consumer"} or not log.who.connectors or log.who.connectors - BY_REQUEST:
         return None
     return Answer(
         f"{kept['intervals']} intervals with prompts, 0.0% external", request="", verdict="unknown",
