@@ -195,11 +195,11 @@ def test_a_traceback_that_lost_its_blanks_or_its_lines() -> None:
 
 @pytest.mark.parametrize(
     "head",
-    ["ERROR 12-03 01:24:36 [core.py:844] ", "(EngineCore pid=7) ERROR 12-03 01:24:36 [core.py:844] ", "[rank0]: "],
+    ["ERROR 12-03 01:24:36 [core.py:7] ", "(EngineCore pid=7) ERROR 12-03 01:24:36 [core.py:7] ", "[rank0]: "],
 )
 def test_a_traceback_whose_line_breaks_were_lost(head: str) -> None:
     assert found_in(" ".join(f"{head}{line}" for line in ASSERTED)) == ["KVD741"]
-    quoted = "INFO 12-03 01:24:36 [core.py:844] one line of a log, which speaks of AssertionError: nothing"
+    quoted = "INFO 12-03 01:24:36 [core.py:7] one line of a log, which speaks of AssertionError: nothing"
     assert plain(f"{quoted}\n".encode()).text.count(b"\n") == 1
 
 

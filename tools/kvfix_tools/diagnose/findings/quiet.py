@@ -45,7 +45,7 @@ def decode_fetches_nothing(log: Diagnosis, line: LogLine | None) -> Answer | Non
 
 
 @finding("KVD1057", "answers-500-without-error", Severity.RISK, on=["answered_500", ""])
-def answers_500(log: Diagnosis, line: LogLine | None) -> Answer | None:
+def answers_500_without_error(log: Diagnosis, line: LogLine | None) -> Answer | None:
     """Requests are answered with 500, and this log has no error.
 
     Cause: with a KV connector mostly a load that failed: `kv_load_failure_policy` is `fail` unless it is set, vLLM ends
