@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -17,15 +17,10 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from kvfix_tools import screen
-from kvfix_tools.lab import releases, runner
-from kvfix_tools.lab.options import CONNECTORS
+from kvfix_tools.lab import cli_text, releases, runner
+from kvfix_tools.lab.options import BY_NIXL, CONNECTORS
 from kvfix_tools.lab.scenario import Scenario, scenarios
 from kvfix_tools.lab.schedule import Schedule
-
-if TYPE_CHECKING:
-    from kvfix_tools.lab.continue_state import Continued
-    from kvfix_tools.lab.fuzz_run import Fuzzed
-    from kvfix_tools.lab.replay_recording import Replayed
 
 app = typer.Typer(
     help="The bugs on the real vLLM scheduler and LMCache's real connectors, without a GPU.", no_args_is_help=True
@@ -52,7 +47,7 @@ def list_scenarios(json: Json = False) -> None:
     table = Table("scenario", "fixed by", "violated on", "what happens", box=None, pad_edge=False, header_style="bold")
     for scenario in scenarios():
         table.add_row(
-            scenario.slug, " ".join(scenario.fixes) or "nothing yet", _versions(scenario.wrong), scenario.title
+            scenario.slug, " ".join(scenario.fixes) or "nothing yet", cli_text.versions(scenario.wrong), scenario.title
         )
     screen.console().print(table)
 
@@ -75,7 +70,7 @@ def run_scenarios(
         if sys.stderr.isatty():
             print(f"\r{scenario.slug:60}", end="\r", file=sys.stderr)
         results.append(runner.play(scenario, fixes))
-    _write([result.as_json() for result in results], json, output, lambda: _print(wanted, results))
+    _write([result.as_json() for result in results], json, output, lambda: cli_text.print_results(wanted, results))
     raise typer.Exit(int(any(result.outcome == "violated" for result in results)))
 
 
@@ -83,6 +78,7 @@ def run_scenarios(
 def fuzz_connector(
     connector: Annotated[str, typer.Option(help=f"{', '.join(CONNECTORS)}.")] = "v1",
     server: Annotated[str, typer.Option(help="real: a real `lmcache server`, for mp; else the lab's own.")] = "lab",
+    transfers: Annotated[str, typer.Option(help="real: by NIXL over UCX, and compared with the lab's own.")] = "lab",
     seeds: Annotated[str, typer.Option(metavar="A:B", help="Seeds A to B - 1; one number: that one.")] = "0:1000000",
     seconds: Annotated[float, typer.Option(help="Stop after so long; shrinking comes on top.")] = 60.0,
     steps: Annotated[float, typer.Option(help="Stop after so many steps of the scheduler.")] = math.inf,
@@ -105,12 +101,17 @@ def fuzz_connector(
             raise ValueError(f"no connector {connector!r}; known: {', '.join(CONNECTORS)}")
         if server not in ("lab", "real") or (server == "real" and connector != "mp"):
             raise ValueError(f"no server {server!r} for {connector}; known: lab, and for mp real")
+        if transfers not in ("lab", "real"):
+            raise ValueError(f"no transfers {transfers!r}; known: lab, and for {', '.join(BY_NIXL)} real")
         if mode not in ("fix", "check"):
             raise ValueError(f"no mode {mode!r} here; known: fix, check")
         runner.prepare(lmcache_path)
         why = releases.cannot_play(connector)
         if why:
-            raise ValueError(f"not applicable: {why}; installed: {_versions(releases.versions())}")
+            raise ValueError(f"not applicable: {why}; installed: {cli_text.versions(releases.versions())}")
+    if transfers == "real" and (lacks := releases.no_nixl()):
+        print(f"kvfix lab fuzz: not checked: {lacks}", file=sys.stderr)
+        raise typer.Exit(77)
     with Progress(
         TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), console=Console(stderr=True),
         disable=json or not sys.stderr.isatty(),
@@ -124,14 +125,14 @@ def fuzz_connector(
             from kvfix_tools.lab import fuzz_run
         gc.freeze()  # what was imported: a collection that looks at all of it takes half a second, again and again
         with _refusing("fuzz"):
-            run = fuzz_run.Run(connector, fixes, plain, mode, server == "real")
+            run = fuzz_run.Run(connector, fixes, plain, mode, server == "real", transfers == "real")
             done = fuzz_run.fuzz(run, drawn, seconds, shrink, progress, steps, jobs, notes)
     if save is not None:
         save.mkdir(parents=True, exist_ok=True)
         for violation in done.violations:
             text = violation.schedule.to_json(releases.versions())
             (save / f"{connector}-{violation.rule}-{violation.seed}.json").write_text(text + "\n")
-    _write(done.as_json(), json, output, lambda: _print_fuzzed(done))
+    _write(done.as_json(), json, output, lambda: cli_text.print_fuzzed(done))
     with _refusing("fuzz"):
         if done.tested_nothing:
             raise ValueError(f"it tested nothing: {done.tested_nothing}")
@@ -150,7 +151,8 @@ def play_schedule(
         schedule, found_on = Schedule.from_json(file.read_text())
         here = releases.versions()
         if found_on != here:
-            raise ValueError(f"it was found on {_versions(found_on)}; installed here: {_versions(here)}")
+            was, has = map(cli_text.versions, (found_on, here))
+            raise ValueError(f"it was found on {was}; installed here: {has}")
         why = releases.cannot_play_schedule(schedule)
         if why:
             raise ValueError(f"not applicable: {why}")
@@ -177,7 +179,7 @@ def replay_recording(
         runner.prepare(lmcache_path)
         done = replay_file(file, fixes)
     answer = {"on_record": kinds(done.on_record), "here": kinds(done.findings), "short": done.short}
-    _write(answer, json, None, lambda: _print_replayed(done))
+    _write(answer, json, None, lambda: cli_text.print_replayed(done))
     raise typer.Exit(int(bool(done.findings)))
 
 
@@ -200,7 +202,7 @@ def continue_state(
         done = continued(file)
     if save is not None and done.as_released.stuck:
         save.write_text(shortest(done, shrink).to_json(releases.versions()) + "\n")
-    _write(done.as_json(releases.versions()), json, None, lambda: _print_continued(done))
+    _write(done.as_json(releases.versions()), json, None, lambda: cli_text.print_continued(done))
     raise typer.Exit(int(bool(done.as_released.stuck or done.as_released.also)))
 
 
@@ -235,61 +237,3 @@ def _write(answer: Any, json: bool, file: Path | None, show: Callable[[], None])
         print(text)
     else:
         show()
-
-
-def _versions(versions: dict[str, str]) -> str:
-    return ", ".join(f"{dist} {version}" for dist, version in versions.items())
-
-
-def _print(wanted: list[Scenario], results: list[runner.Result]) -> None:
-    table = Table(
-        box=None, pad_edge=False, header_style="bold", title=_versions(releases.versions()), title_justify="left"
-    )
-    for heading in ("scenario", "outcome", "expected as released", "message"):
-        table.add_column(heading, overflow="fold")
-    for scenario, result in zip(wanted, results, strict=True):
-        style = {"violated": "[red]", "clean": "[green]"}.get(result.outcome, "[yellow]")
-        text = result.message + "".join(f"\nalso: {other}" for other in dict.fromkeys(result.also))
-        table.add_row(result.slug, style + result.outcome, runner.expected(scenario), text)
-    screen.console().print(table)
-
-
-def _print_fuzzed(done: Fuzzed) -> None:
-    console = screen.console()
-    rate = done.steps / done.seconds if done.seconds else 0
-    console.print(
-        f"{_versions(releases.versions())}: {done.seeds} seeds, {done.steps} steps ({rate:.0f} a second), "
-        f"{done.counts['preemptions']} preemptions"
-    )
-    for title, counts in (("happened", done.counts), ("played with", done.options)):
-        listed = ", ".join(f"{name} {count}" for name, count in sorted(counts.items()))
-        console.print(f"{title}: {listed}", style="dim", highlight=False)
-    for violation in done.violations:
-        console.print(f"\n[red]{violation.times} times[/], first with seed {violation.seed}: {violation.message}")
-        console.print(f"  {violation.schedule.options}", style="dim", highlight=False)
-        for step in violation.schedule.steps:
-            console.print("  " + " ".join(str(part) for part in step), highlight=False)
-    if not done.violations:
-        console.print("[green]nothing was violated[/]")
-
-
-def _print_continued(done: Continued) -> None:
-    console = screen.console()
-    console.print(f"{_versions(releases.versions())}, as released: {done.as_released}", highlight=False)
-    console.print(f"with the fixes: {done.with_fixes}", highlight=False)
-    for name in done.frees:
-        console.print(f"all others end if {name} is aborted", highlight=False)
-    if done.as_released.stuck and not done.frees:
-        console.print("no request's end alone lets all others end", highlight=False)
-    for text in done.differs:
-        console.print(f"not as in the state: {text}", style="yellow", highlight=False)
-
-
-def _print_replayed(done: Replayed) -> None:
-    console = screen.console()
-    for title, findings in (("on record", done.on_record), ("in the lab", done.findings)):
-        console.print(f"{title}: {len(findings) or 'no'} violations")
-        for finding in findings:
-            console.print(f"  {finding}", highlight=False)
-    for text in done.short:
-        console.print(f"not as on record: {text}", style="yellow", highlight=False)

@@ -42,7 +42,7 @@ def play(schedule: Schedule, end: int = 4000) -> Played:
     In mode `check` what kvfix reports is among the findings.
     """
     if schedule.options.connector in PAIRS:
-        return _play_pair(schedule, end)
+        return _play_with_pair(schedule, end)
     engine = LabEngine(schedule.options)
     steps = None
     with reported() as reports, suppress(EngineDied):  # among the findings
@@ -64,11 +64,18 @@ def play(schedule: Schedule, end: int = 4000) -> Played:
     return Played(engine.findings + reports, steps or engine.steps, engine.counts, engine.log)
 
 
-def _play_pair(schedule: Schedule, end: int) -> Played:
-    """The same with two engines (pair.py)."""
+def _play_with_pair(schedule: Schedule, end: int) -> Played:
+    """The same with two engines (pair.py); where NIXL itself makes the transfers, with the model of it too."""
+    from kvfix_tools.lab import nixl_compare
     from kvfix_tools.lab.pair import Pair
 
-    pair = Pair(schedule.options)
+    if schedule.options.real_transfers:
+        done: Played = nixl_compare.play_both(schedule.options, lambda pair: _play_pair(pair, schedule, end))
+        return done
+    return _play_pair(Pair(schedule.options), schedule, end)
+
+
+def _play_pair(pair: Any, schedule: Schedule, end: int) -> Played:
     with reported() as reports, suppress(EngineDied):
         for step in schedule.steps:
             pair.move(step)

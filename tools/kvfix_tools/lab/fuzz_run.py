@@ -11,6 +11,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -113,10 +114,15 @@ class Run(msgspec.Struct, frozen=True):
     mode: str = "fix"
     #: See Options.real_server.
     real_server: bool = False
+    #: See Options.real_transfers.
+    real_transfers: bool = False
 
     def schedules(self, seeds: Iterable[int]) -> Iterator[Schedule]:
         lacks = releases.lacking()
-        return (draw(seed, self.connector, self.plain, lacks, self.real_server) for seed in seeds)
+        drawn = (draw(seed, self.connector, self.plain, lacks, self.real_server) for seed in seeds)
+        if not self.real_transfers:
+            return drawn
+        return (each._replace(options=replace(each.options, real_transfers=True)) for each in drawn)
 
     def play(self, seeds: range, until: float) -> Tally:
         """These seeds, in order, until this time of `time.monotonic`."""

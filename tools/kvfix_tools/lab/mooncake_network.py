@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import itertools
+from collections import Counter
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -111,6 +112,7 @@ class Network:
         self.delay = delay
         self.timeout = timeout
         self.now = 0
+        self.counts: Counter[str] = Counter()
         self.dead_listeners: list[str] = []
         #: How many of the next fail. transfer: a write; handshake: a question to the bootstrap server.
         self.failing = {"transfer": 0, "handshake": 0, "setup": 0, "notice": 0}

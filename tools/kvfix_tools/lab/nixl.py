@@ -1,7 +1,8 @@
 """NixlConnector in the lab, one engine's side of it (pair.py has two): both its roles are vLLM's own. Pull mode.
 
-Replaced: the agent (nixl_agent.py), the handshake's sockets and threads (nixl_network.py), the attention backend that
-says which sizes of blocks it takes, and the clock by which leases end. The slots are in memory that the agent has.
+Replaced: the agent (nixl_agent.py; or it is NIXL's own: nixl_real.py), the handshake's sockets and threads
+(nixl_network.py), the attention backend that says which sizes of blocks it takes, and the clock by which leases end.
+The slots are in memory that the agent has.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from kvfix_tools.lab import kv_layout, vllm_objects
 from kvfix_tools.lab.memory import Slots
 from kvfix_tools.lab.mp_client import SharedBlock
 from kvfix_tools.lab.nixl_network import Network, Signal
+from kvfix_tools.lab.nixl_real import RealNetwork
 from kvfix_tools.lab.options import Options
 from kvfix_tools.lab.pair_engine import PairSide, Params
 from kvfix_tools.lab.workers import Worker
@@ -151,7 +153,7 @@ class NixlSide(PairSide):
 
     @classmethod
     def make_network(cls, options: Options) -> Network:
-        return Network(options.delay)
+        return RealNetwork(options.delay) if options.real_transfers else Network(options.delay)
 
     def __init__(
         self, options: Options, memories: Sequence[Slots], network: Network, name: str, engine_id: str

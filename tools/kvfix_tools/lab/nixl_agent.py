@@ -1,7 +1,8 @@
 """A model of NIXL's agent (1.5): it registers memory, prepares and makes transfers, and delivers their notices.
 
 It has the calls that vLLM makes. The memory is real, what moves are its bytes. A transfer takes some steps: what
-changes meanwhile at its source arrives as garbage. All is in the lab's steps (nixl_network.py).
+changes meanwhile at its source arrives as garbage. All is in the lab's steps (nixl_network.py). That NIXL itself does
+the same is tried in nixl_real.py.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
 
 #: Elements of a slot's contents, in bytes.
 _ELEMENT = numpy.dtype(numpy.int64)
+#: What NIXL says of a peer whose process has ended.
+GONE = "NIXL_ERR_REMOTE_DISCONNECT"
 
 
 class AgentError(Exception):
@@ -46,14 +49,23 @@ def _each(places: Any) -> Any:
     )
 
 
-class _Transfer:
-    """pairs: (address there, address here, bytes), where `there` is the source. found: its bytes when it began."""
+def _garbage(size: int) -> bytes:
+    return bytes(numpy.full(size // _ELEMENT.itemsize, GARBAGE, _ELEMENT).tobytes())
 
-    def __init__(self, peer: str, pairs: list[tuple[int, int, int]], notice: bytes) -> None:
-        self.peer, self.pairs, self.notice = peer, pairs, notice
+
+class Transfer:
+    """pairs: (address of the source, address of the target, bytes). found: the source's bytes when it began."""
+
+    def __init__(self, peer: str, reads: bool, pairs: list[tuple[int, int, int]], notice: bytes) -> None:
+        self.peer, self.reads, self.pairs, self.notice = peer, reads, pairs, notice
         self.state = ""
         self.due = 0
         self.found: list[bytes] = []
+
+    def comes_in_part(self) -> None:
+        """It fails: of what it reads anything may have arrived."""
+        for _, target, size in self.pairs if self.reads else ():
+            ctypes.memmove(target, _garbage(size), size)
 
 
 class Agent:
@@ -66,7 +78,7 @@ class Agent:
         #: Notices that have arrived and are not fetched yet: (from, notice)
         self.notices: list[tuple[str, bytes]] = []
         self._lists: dict[int, _List] = {}
-        self._transfers: dict[int, _Transfer] = {}
+        self._transfers: dict[int, Transfer] = {}
         self._peers: set[str] = set()
 
     def close(self) -> None:
@@ -112,7 +124,7 @@ class Agent:
         self._peers.discard(name)
 
     def check_remote_metadata(self, name: str) -> bool:
-        """NIXL forgets a peer whose connection broke."""
+        """It stays known when its process has ended, while transfers fail and after (nixl 1.5.1)."""
         return name in self._peers
 
     # ------------------------------------------------------------------ transfers
@@ -125,31 +137,48 @@ class Agent:
             raise AgentError("NIXL_ERR_NOT_FOUND")
         if self._network.fails("setup"):
             raise AgentError("NIXL_ERR_BACKEND")
+        handle = self._network.handle()
+        self.prepare(handle, operation, local, here, remote, there, notif_msg)
         pairs = []
         for one, other in zip(here, there, strict=True):
-            if not (0 <= one < len(mine.places) and 0 <= other < len(theirs.places)):
-                raise AgentError("NIXL_ERR_INVALID_PARAM")
             address, size, _ = (int(each) for each in mine.places[one])
-            far, far_size, _ = (int(each) for each in theirs.places[other])
-            if size != far_size:
-                raise AgentError("NIXL_ERR_MISMATCH")
+            far, _, _ = (int(each) for each in theirs.places[other])
             pairs.append((far, address, size) if operation == "READ" else (address, far, size))
-        handle = self._network.handle()
-        self._transfers[handle] = _Transfer(theirs.agent, pairs, notif_msg)
+        self._transfers[handle] = Transfer(theirs.agent, operation == "READ", pairs, notif_msg)
         return handle
+
+    def prepare(
+        self, handle: int, operation: str, local: int, here: Sequence[int], remote: int, there: Any, notice: bytes
+    ) -> None:
+        """Raises AgentError for what NIXL refuses: no such place, none at all, another number of them or of bytes."""
+        mine, theirs = self._lists[local].places, self._lists[remote].places
+        if len(here) == len(there) > 0:
+            pairs = zip(here, there, strict=True)
+            if all(0 <= a < len(mine) and 0 <= b < len(theirs) and mine[a][1] == theirs[b][1] for a, b in pairs):
+                return
+        raise AgentError("NIXL_ERR_INVALID_PARAM")
 
     def transfer(self, handle: int) -> str:
         transfer = self._transfers[handle]
         if self._network.fails("transfer"):
             transfer.state = "ERR"
             return "ERR"
+        self.begin(handle, transfer)
         transfer.state, transfer.due = "PROC", self._network.now + self._network.delay
-        if self._reaches(transfer.peer):
-            transfer.found = [ctypes.string_at(source, size) for source, _, size in transfer.pairs]
+        transfer.found = [ctypes.string_at(source, size) for source, _, size in transfer.pairs]
         return "PROC"
 
+    def begin(self, handle: int, transfer: Transfer) -> None:
+        """Raises AgentError if the peer is gone. A part of it may have come then (seen with nixl 1.5.1)."""
+        if not self._reaches(transfer.peer):
+            transfer.comes_in_part()
+            raise AgentError(GONE)
+
     def check_xfer_state(self, handle: int) -> str:
-        return self._transfers[handle].state
+        state = self._transfers[handle].state
+        if state == GONE:
+            raise AgentError(state)
+        return state
 
     def get_xfer_telemetry(self, handle: int) -> None:
         return None
@@ -164,22 +193,20 @@ class Agent:
     def arrive(self, now: int) -> None:
         """The transfers that are due by this step are done, or have failed if the peer is gone."""
         for handle, transfer in self._transfers.items():
-            if transfer.state != "PROC" or transfer.due > now:
-                continue
-            if not self._reaches(transfer.peer):
-                transfer.state = "ERR"
-                self._peers.discard(transfer.peer)
-                continue
-            self.finish(handle, transfer)
-            transfer.state = "DONE"
-            if transfer.notice:
-                self._network.agents[transfer.peer].notices.append((self.name, transfer.notice))
+            if transfer.state == "PROC" and transfer.due <= now:
+                self.finish(handle, transfer)
 
-    def finish(self, handle: int, transfer: _Transfer) -> None:
-        """What it moves arrives."""
+    def finish(self, handle: int, transfer: Transfer) -> None:
+        """What it moves arrives, and its notice; a part of it if the peer is gone."""
+        if not self._reaches(transfer.peer):
+            transfer.state = GONE
+            transfer.comes_in_part()
+            return
+        transfer.state = "DONE"
+        if transfer.notice:
+            self._network.agents[transfer.peer].notices.append((self.name, transfer.notice))
         for (source, target, size), found in zip(transfer.pairs, transfer.found, strict=True):
-            garbage = numpy.full(size // _ELEMENT.itemsize, GARBAGE, _ELEMENT).tobytes()
-            ctypes.memmove(target, found if ctypes.string_at(source, size) == found else garbage, size)
+            ctypes.memmove(target, found if ctypes.string_at(source, size) == found else _garbage(size), size)
 
     def _reaches(self, peer: str) -> bool:
         return not self._network.agents[peer].closed
@@ -187,11 +214,17 @@ class Agent:
     # ------------------------------------------------------------------ notices
 
     def send_notif(self, agent: str, notif_msg: bytes = b"") -> None:
+        if agent in self._peers and self._reaches(agent) and self._network.fails("notice"):
+            raise AgentError("NIXL_ERR_BACKEND")
+        self.notify(agent, notif_msg)
+
+    def notify(self, agent: str, notice: bytes) -> None:
+        """The peer has it. Raises AgentError if it is not known, or gone."""
         if agent not in self._peers:
             raise AgentError("NIXL_ERR_NOT_FOUND")
-        if not self._reaches(agent) or self._network.fails("notice"):
-            raise AgentError("NIXL_ERR_BACKEND")
-        self._network.agents[agent].notices.append((self.name, notif_msg))
+        if not self._reaches(agent):
+            raise AgentError(GONE)
+        self._network.agents[agent].notices.append((self.name, notice))
 
     def get_new_notifs(self) -> dict[str, list[bytes]]:
         found: dict[str, list[bytes]] = {}

@@ -6,6 +6,7 @@ All is in the lab's steps, so that a schedule plays the same way each time.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
@@ -35,6 +36,8 @@ class Network:
         self.writers_take = 0
         self._writers: list[_Writer] = []
         self.now = 0
+        #: What real NIXL has done (nixl_real.py).
+        self.counts: Counter[str] = Counter()
         self._handshakes: list[tuple[int, Future[Any], Callable[[], Any]]] = []
         self._handles = itertools.count(1)
         self._names = itertools.count(1)

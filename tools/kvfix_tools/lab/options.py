@@ -7,6 +7,8 @@ from typing import Any
 
 #: Two engines, one for prefill and one for decode.
 PAIRS = ("nixl-pull", "nixl-push", "nixl-multi", "mooncake")
+#: Those whose transfers NIXL makes.
+BY_NIXL = ("nixl-pull", "nixl-push", "nixl-multi")
 CONNECTORS = ("v1", "mp", "mp-in-tree", "offloading", "simple-offload", *PAIRS)
 #: vLLM's own, which have nothing of LMCache.
 OF_VLLM = ("offloading", "simple-offload")
@@ -86,6 +88,8 @@ class Options:
     #: vLLM asks it first.
     multi: tuple[str, ...] = ()
     lmcache_first: bool = False
+    #: NIXL itself makes the transfers (nixl_real.py), not the lab's model of it. BY_NIXL.
+    real_transfers: bool = False
     #: Settings of one of OF_VLLM or PAIRS by their own names (`kv_connector_extra_config`).
     extra: dict[str, Any] = field(default_factory=dict)
     #: Blocks that its CPU memory has room for; 0: as many as the GPU has.
@@ -111,6 +115,8 @@ class Options:
                 "the lab plays context parallelism with mp, which alone knows it, with more than one rank that share "
                 "each block's tokens, without pipeline parallelism and with one KV group"
             )
+        if self.real_transfers and self.connector not in BY_NIXL:
+            raise ValueError(f"the lab plays real transfers with {', '.join(BY_NIXL)}")
         if self.connector == "simple-offload" and not self.prefix_caching:
             raise ValueError("the SimpleCPUOffloadConnector does nothing without prefix caching")
         if self.states and (self.windows or not self.prefix_caching or self.drafts >= self.block_size):

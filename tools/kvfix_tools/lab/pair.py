@@ -83,7 +83,7 @@ class Pair:
     @property
     def counts(self) -> Counter[str]:
         """Of both engines, those that were restarted too."""
-        counts = self._counts + self.router.counts
+        counts: Counter[str] = self._counts + self.router.counts + self.network.counts
         for engine in (*self._gone, *self.engines):
             counts.update(engine.counts)
         return counts

@@ -32,7 +32,7 @@ class PairSide(Connector):
 
     It is made with (options, memories, network, name of the engine's host, its engine id, which is another after each
     start). The network is what `network` has made, one for both engines. Of it the world uses `now` and `tick()`,
-    `busy`, `dead_listeners`, `failing` and `handshake_steps`, as nixl_network.Network has them.
+    `busy`, `counts`, `dead_listeners`, `failing` and `handshake_steps`, as nixl_network.Network has them.
     """
 
     #: Takes events of a lease, which is of both engines.

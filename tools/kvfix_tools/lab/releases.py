@@ -6,6 +6,7 @@ import functools
 import hashlib
 import inspect
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -126,9 +127,16 @@ def cannot_play(connector: str, installed: dict[str, str] | None = None) -> str:
     return f"the lab plays {connector} with {lacks}: {why}" if lacks else ""
 
 
+def no_nixl() -> str:
+    """Why NIXL itself cannot make transfers here; "" if it can. It needs its build for one of CUDA's releases."""
+    if find_spec("nixl") and any(find_spec(f"nixl_cu{release}") for release in (12, 13)):
+        return ""
+    return "NIXL is not installed: pip install nixl nixl-cu12"
+
+
 def cannot_play_schedule(schedule: Schedule) -> str:
     """Why this schedule cannot be played on what is installed; "" if it can."""
-    why = cannot_play(schedule.options.connector)
+    why = cannot_play(schedule.options.connector) or (schedule.options.real_transfers and no_nixl())
     lacks = sorted(lacking() & set(schedule.options.lmcache))
     return why or (f"LMCache {versions()['lmcache']} has no setting {', '.join(lacks)}" if lacks else "")
 

@@ -86,6 +86,10 @@ All requests of two engines have ended, and all leases between them: then neithe
 No coroutine of an engine that nobody waits for raises: what it was to do is left undone, and nothing says so."""),
     LabRule("LAB026", "awaited-in-vain", """\
 No decode request waits for a prefill that has ended, or was aborted, and is not sent: it would until a timeout."""),
+    LabRule("LAB027", "differs-from-model", """\
+With `--transfers real` NIXL does what the lab's model of it does: events, statuses, tokens and contents, step by step.
+
+If it does not, what the lab finds with the model may not be so in an engine."""),
     LabRule("LAB028", "memory-held", """\
 All requests have ended, and no copy is in flight: then all blocks are free, those of the connector's CPU memory too.
 
@@ -99,5 +103,5 @@ Else it makes steps and copies for ever: time, power, and a cache whose contents
     WRONG_CONTENT, LOAD_CAME_SHORT, NEVER_ENDS, NOT_STORED, HARMED_BY_OTHERS, NOT_FOUND, FAULT_OF_KVFIX, WRONG_TEXT,
     NO_REQUEST_CAN_MOVE, STORED_AGAINST_POLICY, ASKED_AGAIN, WRONG_KIND, NEVER_GIVEN_BACK, NOT_ITS_TO_CHANGE,
     NOT_IN_FLIGHT, BLOCKS_HELD, THREAD_DIED, KEPT_OF_PEER, COROUTINE_RAISED,
-    AWAITED_IN_VAIN, MEMORY_HELD, NEVER_RESTS,
+    AWAITED_IN_VAIN, DIFFERS_FROM_MODEL, MEMORY_HELD, NEVER_RESTS,
 ) = RULES  # fmt: skip

@@ -1,0 +1,257 @@
+"""Real NIXL over UCX between two engines: what it refuses and brings is what its model does, step by step, and a
+planted fault of a transfer is found with it too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from math import inf
+from typing import Any
+from unittest import mock
+
+import pytest
+
+from kvfix_tools.lab import releases
+from kvfix_tools.lab.memory import GARBAGE
+from kvfix_tools.lab.options import BY_NIXL, Options
+from kvfix_tools.lab.steps import prompt
+from tests.conftest import RELEASES, Fresh, Once
+
+OPTIONS = Options(block_size=16, num_blocks=40, max_num_batched_tokens=64)
+#: Some seeds wait long for leases of both directions: not these.
+SEEDS = {"nixl-pull": (4, 12), "nixl-push": (1, 8), "nixl-multi": (0, 8)}
+REAL = pytest.mark.skipif(bool(releases.no_nixl()), reason=releases.no_nixl() or "it is installed")
+
+
+# ---------------------------------------------------------------------- the calls of an agent
+
+
+def outcomes(real: bool) -> dict[str, Any]:
+    """What an agent makes of calls: its answer, or what it raises."""
+    import numpy
+
+    from kvfix_tools.lab.nixl_network import Network
+    from kvfix_tools.lab.nixl_real import RealNetwork
+
+    network = (RealNetwork if real else Network)(delay=1)
+    here, there = network.agent(""), network.agent("")
+    memories = [numpy.arange(n, n + 8 * 64, dtype=numpy.int64).reshape(8, 64) for n in (1000, 5000)]
+    for agent, memory in zip((here, there), memories, strict=True):
+        registered = agent.get_reg_descs([(memory.ctypes.data, memory.nbytes, 0, "")], "DRAM")
+        agent.register_memory(registered, backends=["UCX"])
+
+    def places(memory: Any, share: int = 1) -> Any:
+        return numpy.array([(row.ctypes.data, row.nbytes // share, 0) for row in memory])
+
+    done: dict[str, Any] = {}
+
+    def attempt(name: str, call: Callable[[], Any]) -> Any:
+        try:
+            answer = call()
+        except Exception as error:  # noqa: BLE001
+            done[name] = str(error)
+            return None
+        done[name] = answer if isinstance(answer, (str, bool, dict)) else "done"
+        return answer
+
+    attempt("a list of one that is not known", lambda: here.prep_xfer_dlist(there.name, places(memories[1])))
+    assert here.add_remote_agent(there.get_agent_metadata()) == there.name
+    own = here.prep_xfer_dlist("NIXL_INIT_AGENT", here.get_xfer_descs(places(memories[0]), "DRAM"))
+    others = here.prep_xfer_dlist(there.name, here.get_xfer_descs(places(memories[1]), "DRAM"))
+    halves = here.prep_xfer_dlist(there.name, here.get_xfer_descs(places(memories[1], 2), "DRAM"))
+
+    def make(operation: str, ours: list[int], theirs: list[int], of: int = others) -> Any:
+        return here.make_prepped_xfer(operation, own, ours, of, theirs, notif_msg=f"{operation} {ours}".encode())
+
+    for name, arguments in {
+        "no such place here": ("READ", [8], [0]),
+        "no such place there": ("READ", [0], [1 << 20]),
+        "a place before the first": ("READ", [-1], [0]),
+        "fewer places": ("READ", [0, 1], [0]),
+        "no place": ("READ", [], []),
+        "places of another size": ("READ", [0], [0], halves),
+    }.items():
+        attempt(name, lambda arguments=arguments: make(*arguments))
+
+    def move(name: str, operation: str, ours: list[int], theirs: list[int]) -> None:
+        handle = make(operation, ours, theirs)
+        states = [here.transfer(handle)]
+        for _ in range(2):
+            states.append(here.check_xfer_state(handle))
+            network.tick()
+        states.append(here.check_xfer_state(handle))
+        here.release_xfer_handle(handle)
+        notices = {peer: [notice.decode() for notice in every] for peer, every in there.get_new_notifs().items()}
+        done[name] = [states, notices, *(memory[:, 0].tolist() for memory in memories)]
+
+    move("read", "READ", [0, 1], [3, 4])
+    move("write", "WRITE", [5], [7])
+    attempt("a notice", lambda: here.send_notif(there.name, b"alone"))
+    attempt("the notice arrives", lambda: {k: [each.decode() for each in v] for k, v in there.get_new_notifs().items()})
+    attempt("a notice for one that is not known", lambda: here.send_notif("nobody", b"x"))
+
+    under_way, not_begun = make("READ", [0], [0]), make("READ", [1], [1])
+    attempt("it begins", lambda: here.transfer(under_way))
+    there.close()
+    network.tick()
+    attempt("it lets go", lambda: there.remove_remote_agent(here.name))
+    attempt("the peer is gone: under way", lambda: here.check_xfer_state(under_way))
+    attempt("not begun", lambda: here.transfer(not_begun))
+    attempt("made now", lambda: make("READ", [2], [2]))
+    attempt("a notice for it", lambda: here.send_notif(there.name, b"x"))
+    attempt("whether it is known", lambda: here.check_remote_metadata(there.name))
+    for handle in (under_way, not_begun):
+        attempt(f"released {handle == under_way}", lambda handle=handle: here.release_xfer_handle(handle))
+    attempt("the lists", lambda: here.release_dlist_handle(others))
+    attempt("the peer", lambda: here.remove_remote_agent(there.name))
+    attempt("known no more", lambda: here.check_remote_metadata(there.name))
+    done["unaware"] = network.counts["nixl_unaware"]
+    # half of one that fails may have come
+    done["of one that failed"] = int(memories[0][0, 0]) in (GARBAGE, 5000, 5000 + 3 * 64)
+    return done
+
+
+@REAL
+def test_the_model_answers_as_nixl_does(once: Once) -> None:
+    model, real = (once(outcomes, RELEASES / "0.5.6", each) for each in (False, True))
+    assert real == model
+    assert real["read"][2][:3] == [5000 + 3 * 64, 5000 + 4 * 64, 1000 + 2 * 64]
+    assert real["not begun"] == "NIXL_ERR_REMOTE_DISCONNECT"
+    assert real["whether it is known"]
+
+
+# ---------------------------------------------------------------------- planted faults
+
+
+def wrong_block(agent: Any) -> None:
+    """A transfer goes from the next block, or to it."""
+    make = agent.make_prepped_xfer
+    agent.make_prepped_xfer = lambda kind, mine, here, theirs, there, **more: make(
+        kind, mine, here, theirs, [each + 1 for each in there], **more
+    )
+
+
+def not_whole(agent: Any) -> None:
+    """Of each block half is moved."""
+    prepare = agent.prep_xfer_dlist
+
+    def half(peer: str, places: Any, *more: Any) -> Any:
+        places = places.copy()
+        places[:, 1] //= 2
+        return prepare(peer, places, *more)
+
+    agent.prep_xfer_dlist = half
+
+
+FAULTS = {each.__name__: each for each in (wrong_block, not_whole)}
+
+
+def planted(connector: str, *names: str) -> list[dict[str, Any]]:
+    """What is found, and done, when both engines' agents have each of these faults; "": none."""
+    from kvfix_tools.lab import runner
+    from kvfix_tools.lab.lab_engine import EngineDied
+    from kvfix_tools.lab.nixl_real import RealNetwork
+    from kvfix_tools.lab.pair import Pair
+
+    agent_of, done = RealNetwork.agent, []
+    for name in names:
+
+        def agent(network: Any, *arguments: Any, name: str = name) -> Any:
+            made = agent_of(network, *arguments)
+            if name:
+                FAULTS[name](made)
+            return made
+
+        with runner.quiet(), mock.patch.object(RealNetwork, "agent", agent):
+            pair = Pair(replace(OPTIONS, connector=connector, real_transfers=True))
+            with suppress(EngineDied):
+                pair.ask("a", prompt(100), 5)
+                pair.ask("b", prompt(150), 5)
+                pair.step(3)
+                pair.ask("c", prompt(60, seed=1), 5)
+                pair.run()
+                pair.expect_all_ended()
+            pair.close()
+        done.append({"found": sorted({each.code for each in pair.findings}), "counts": dict(pair.counts)})
+    return done
+
+
+@REAL
+@pytest.mark.parametrize("connector", ["nixl-pull", "nixl-push"])
+def test_faults_of_a_transfer_are_found(connector: str, once: Once) -> None:
+    sound, *faulty = once(planted, RELEASES / "0.5.6", connector, "", *FAULTS)
+    assert sound["found"] == []
+    # seven, ten and four blocks; the second prompt may hit the first one's
+    assert sound["counts"]["nixl_bytes"] >= 15 * 16 * 256
+    assert sound["counts"]["nixl_notices"] >= 3
+    assert {name: "LAB001" in each["found"] for name, each in zip(FAULTS, faulty, strict=True)} == dict.fromkeys(
+        FAULTS, True
+    )
+
+
+# ---------------------------------------------------------------------- random schedules, both ways
+
+
+def compared(connector: str, fixes: bool, fault: bool = False) -> dict[str, Any]:
+    """fault: NIXL's transfers go wrong, those of its model do not."""
+    from kvfix_tools.lab import fuzz_run, nixl_real
+
+    prepare = nixl_real.RealAgent.prepare
+
+    def elsewhere(agent: Any, handle: int, operation: str, *lists: Any) -> None:
+        local, here, remote, there, notice = lists
+        prepare(agent, handle, operation, local, list(here)[::-1], remote, there, notice)
+
+    run = fuzz_run.Run(connector, fixes, real_transfers=True)
+    with mock.patch.object(nixl_real.RealAgent, "prepare", elsewhere if fault else prepare):
+        done = fuzz_run.fuzz(run, range(*SEEDS[connector]), inf, shrinking=0)
+    return {
+        "violations": [violation.message for violation in done.violations],
+        "nothing": done.tested_nothing,
+        "counts": done.counts,
+    }
+
+
+@REAL
+@pytest.mark.parametrize("connector", BY_NIXL)
+def test_schedules_with_faults_are_the_same_step_by_step(connector: str, once: Once) -> None:
+    done = once(compared, RELEASES / "0.5.6", connector, True)
+    assert done["violations"] == []
+    assert done["nothing"] == ""
+    happened = "nixl_transfers", "nixl_bytes", "nixl_notices", "restarts", "malformed", "loads_failed"
+    assert [what for what in happened if not done["counts"].get(what)] == []
+
+
+@REAL
+def test_they_are_the_same_as_released(once: Once) -> None:
+    found = once(compared, RELEASES / "0.5.6", "nixl-pull", False)["violations"]
+    assert found != []
+    assert [message for message in found if "LAB027" in message] == []
+
+
+@REAL
+def test_a_difference_is_found(once: Once) -> None:
+    found = once(compared, RELEASES / "0.5.6", "nixl-pull", True, True)["violations"]
+    assert any(message.startswith("LAB027 differs-from-model") for message in found)
+
+
+# ---------------------------------------------------------------------- what cannot be played
+
+
+def test_without_nixl_nothing_is_checked(fresh: Fresh) -> None:
+    code, out, err = fresh("""
+from typer.testing import CliRunner
+from kvfix_tools.lab import releases
+from kvfix_tools.lab.cli import app
+releases.find_spec = lambda name: None
+done = CliRunner().invoke(app, ["fuzz", "--connector", "nixl-pull", "--transfers", "real"])
+result = [done.exit_code, done.stdout, done.stderr]
+""")
+    assert (code, out) == (77, "")
+    assert err == "kvfix lab fuzz: not checked: NIXL is not installed: pip install nixl nixl-cu12\n"
+
+
+def test_it_makes_no_transfers_of_others() -> None:
+    with pytest.raises(ValueError, match="real transfers with nixl-pull, nixl-push, nixl-multi"):
+        Options(connector="mooncake", real_transfers=True)

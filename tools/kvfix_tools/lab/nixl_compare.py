@@ -1,0 +1,94 @@
+"""One schedule with real NIXL (nixl_real.py) and with the lab's model of it: what differs in any step is a finding.
+
+Compared are the status, the tokens and the last one of each request, the contents of all blocks, what was found, how
+many steps were made, and all events. Where the model has garbage in a slot, since its transfer's source has changed
+meanwhile or its peer has ended, NIXL may have brought anything.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+from kvfix.ledger import Finding
+from kvfix_tools.lab import rules
+from kvfix_tools.lab.memory import GARBAGE
+from kvfix_tools.lab.options import Options
+from kvfix_tools.lab.pair import Pair
+
+State = dict[str, Any]
+
+
+class Watched(Pair):
+    """Two engines whose states are kept. before: those of another pair, which this one's have to be."""
+
+    def __init__(self, options: Options, before: Watched | None = None) -> None:
+        self.states: list[State] = []
+        #: What is not as before: (step, what it is about, what it was, what it is). One is enough.
+        self.differs: tuple[int, str, Any, Any] | None = None
+        self._before = before
+        #: The engines' steps when the last state was taken.
+        self._taken = -1
+        super().__init__(options)
+
+    def _tick(self) -> None:
+        moves = self.network.busy or self.steps != self._taken
+        super()._tick()
+        if not (moves or self.network.busy):
+            self.states.append(self.states[-1])  # both engines wait for a time to be over
+            return
+        self._taken = self.steps
+        self.states.append(state := _state(self))
+        step = len(self.states) - 1
+        if self._before is not None and self.differs is None:
+            others = self._before.states
+            was = others[step] if step < len(others) else {}
+            self.differs = next(((step, *each) for each in _differences(was, state)), None)
+
+
+def _state(pair: Pair) -> State:
+    state: State = {"findings": [found.code for found in pair.findings], "steps": pair.steps}
+    for engine in pair.engines:
+        for name, request in engine.requests.items():
+            last = request.output_token_ids[-1] if request.num_output_tokens else None
+            state[f"{name} of {engine.name}"] = request.status.name, request.num_output_tokens, last
+        slots = engine.slots
+        state[f"the blocks of {engine.name}"] = slots.read(range(len(slots)), 0, len(slots) * slots.block_size)
+    return state
+
+
+def _differences(was: State, has: State) -> list[tuple[str, Any, Any]]:
+    if was == has:
+        return []
+    found = []
+    for about in {**was, **has}:
+        one, other = was.get(about), has.get(about)
+        if one == other:
+            continue
+        if isinstance(one, list) and isinstance(other, list) and len(one) == len(other) and about != "findings":
+            wrong = next((at for at, each in enumerate(one) if each not in (other[at], GARBAGE)), None)
+            if wrong is None:
+                continue
+            about, one, other = f"slot {wrong} of {about}", one[wrong], other[wrong]
+        found.append((about, one, other))
+    return found
+
+
+def play_both(options: Options, play: Callable[[Pair], Any]) -> Any:
+    """What `play` makes of real NIXL, with what differs from the model among its findings."""
+    model = Watched(dataclasses.replace(options, real_transfers=False))
+    play(model)
+    real = Watched(options, model)
+    done = play(real)
+    differs = real.differs
+    if differs is None and model.log != real.log:
+        pairs = zip([*model.log, None], [*real.log, None], strict=False)
+        step, one, other = next((at, *pair) for at, pair in enumerate(pairs) if pair[0] != pair[1])
+        differs = step, "the events", one, other
+    if differs is None:
+        return done
+    step, about, one, other = differs
+    rule, message = rules.DIFFERS_FROM_MODEL, f"step {step}: {about}: {other} with NIXL, {one} with its model"
+    found = Finding(rule.code, rule.name, "violated", "", message, real.log[-1][1])
+    return done._replace(findings=[*done.findings, found])
