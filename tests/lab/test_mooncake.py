@@ -103,7 +103,7 @@ def test_each_rule_finds_what_is_planted(rule: str, once: Once) -> None:
 def fuzzed(plain: bool) -> dict[str, Any]:
     from kvfix_tools.lab.fuzz_run import Run, fuzz
 
-    first, again = (fuzz(Run("mooncake", True, plain), range(16), inf, shrinking=0) for _ in range(2))
+    first, again = (fuzz(Run("mooncake", True, plain, "check"), range(16), inf, shrinking=0) for _ in range(2))
     return {
         "violations": [violation.message for violation in first.violations],
         "same": (first.steps, first.counts) == (again.steps, again.counts),
