@@ -48,6 +48,7 @@ PROBLEMS = (
             Logged("IrrecoverableException in PeriodicThread <thread>: <error>", "lmcache/v1/periodic_thread.py"),
         ),
         releases={"lmcache": ">=0.4"},
+        quotes=True,
         sentence="{thread}: {error}",
         cause="It tries again at its next turn, but after an IrrecoverableException it ends. Its name says what is "
         "missing meanwhile: a health check, a heartbeat, statistics, the pin monitor. The error is its own cause.",

@@ -80,6 +80,7 @@ PROBLEMS = (
             ),
         ),
         releases={"lmcache": ">=0.5"},
+        quotes=True,
         sentence="{error}",
         cause="The rank's LMCache raised while it looked the keys up; the error names why. Scheduler and ranks of two "
         "releases of LMCache, after an update of one pod only, look so too.",

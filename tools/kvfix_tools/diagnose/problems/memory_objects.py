@@ -258,6 +258,7 @@ PROBLEMS = (
         ),
         sentence="{error}",
         releases={"lmcache": ">=0.3.10"},
+        quotes=True,
         sure=False,
         cause="With enable_async_loading chunks are fetched before the request runs; when it is aborted they are "
         "released. The error is the fetch's own (the store failed), or a chunk that is gone already.",

@@ -36,6 +36,7 @@ PROBLEMS = (
         shows=(Logged("batch_lookup failed on tier <tier> for <number> keys: <error>", f"{_TIERING}/async_lookup.py"),),
         sentence="tier {tier}: {error}",
         releases={"vllm": ">=0.26"},
+        quotes=True,
         cause="The end of the line is the error: a folder that is gone or not readable, an object store that does not "
         "answer or refuses the key. The engine goes on and computes.",
         now="put right what the error names: `ls` of `root_dir` as the user of the engine; the endpoint and the keys "

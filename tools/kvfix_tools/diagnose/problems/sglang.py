@@ -128,6 +128,7 @@ PROBLEMS = (
             Logged("store_layer generator stopped at layer"),
         ),
         releases={"lmcache": ">=0.5.0"},
+        quotes=True,
         sure=False,
         cause="`generator stopped`: no memory for the chunks (the CPU pool is full or pinned), so that nothing is "
         "stored; else what the error says. SGLang answers the request all the same.",
