@@ -10,6 +10,7 @@ from packaging.specifiers import SpecifierSet
 
 from kvfix_tools.diagnose import advice, places, problems
 from kvfix_tools.diagnose.diagnosis import diagnosed
+from kvfix_tools.diagnose.findings import Severity
 from kvfix_tools.diagnose.problems import Logged, Problem
 from tests.diagnose.lines import site_packages, vllm
 
@@ -96,7 +97,7 @@ def test_a_traceback_bounds_the_release() -> None:
 
 
 WARNED = Problem(
-    code="KVD9998", name="of-the-newest", severity=problems.Severity.RISK, title="", shows=(Logged("strange things"),),
+    code="KVD9998", name="of-the-newest", severity=Severity.RISK, title="", shows=(Logged("strange things"),),
     cause="", now="", good="-", releases={"vllm": ">=0.32"},
 )  # fmt: skip
 
@@ -117,7 +118,7 @@ def test_between_two_releases_that_were_looked_at(
 
 
 RIGHT = Problem(
-    code="KVD9999", name="of-old-ones", severity=problems.Severity.RISK, title="", shows=(Logged("strange things"),),
+    code="KVD9999", name="of-old-ones", severity=Severity.RISK, title="", shows=(Logged("strange things"),),
     cause="", now="", fixed={"vllm": "0.11.0"},
 )  # fmt: skip
 
