@@ -103,9 +103,11 @@ PROBLEMS = (
         sure=False,
         replaces=("KVD156", "KVD570"),
         cause="UCX found no way to the peer. The line `UCX  ERROR` just before decides: no common transport (UCX_TLS "
-        "or UCX_NET_DEVICES differ), an unreachable NIC, or UCX or nixl of different releases on the two sides.",
-        now="the same nixl and the same UCX_TLS and UCX_NET_DEVICES on both sides, best unset; without RDMA "
-        "`UCX_TLS=tcp,cuda_copy,cuda_ipc`; containers with `--network host --ipc host --device /dev/infiniband`",
+        "or UCX_NET_DEVICES differ), an unreachable NIC, or UCX or nixl of different releases on the two sides. On AWS "
+        "EFA: vLLM takes UCX unless `backends` says otherwise.",
+        now='AWS EFA: `"kv_connector_extra_config": {"backends": ["LIBFABRIC"]}` on both sides. Else the same nixl, '
+        "UCX_TLS and UCX_NET_DEVICES on both, best unset; without RDMA `UCX_TLS=tcp,cuda_copy,cuda_ipc`; containers "
+        "with `--network host --ipc host --device /dev/infiniband`",
         good="the set-up of the transport; `UCX_LOG_LEVEL=info` shows which one is taken",
         threads=(
             f"{_ISSUES}/50765",
