@@ -165,13 +165,13 @@ class NixlSide(PairSide):
         config.kv_transfer_config.engine_id = engine_id
         config.cache_config.kv_cache_layout = "LBHNC"
         self.scheduler = vllm_objects.scheduler(options, config)
-        self.in_scheduler = self.scheduler.connector
+        self.in_scheduler = self._of_lmcache(options, self.scheduler.connector)
         self.scheduler_side = self.in_scheduler.connector_scheduler
         self.scheduler_side.side_channel_host, self.scheduler_side.side_channel_port = name, PORT
         self.workers = [self.worker_class(self, memories[0], vllm_objects.worker(options, config), options)]
         self.reader = readers.reader(self.in_scheduler)
         self.in_scheduler.set_xfer_handshake_metadata_pp_aware(
-            {(0, 0): self.workers[0].called.get_handshake_metadata()}
+            {(0, 0): self.workers[0].in_worker.get_handshake_metadata()}
         )
 
     def for_prefill(self, name: str) -> Params:
@@ -205,5 +205,5 @@ class NixlSide(PairSide):
         return {name for name, yes in doing.items() if yes}
 
     def kept(self) -> dict[str, set[str]]:
-        in_worker = {where: set(names) for where, names in readers.reader(self.workers[0].called).kept()}
+        in_worker = {where: set(names) for where, names in readers.reader(self.workers[0].in_worker).kept()}
         return {**super().kept(), **in_worker}

@@ -21,6 +21,7 @@ from kvfix_tools.lab.nixl_network import Network
 from kvfix_tools.lab.options import Options
 from kvfix_tools.lab.pair_engine import PairSide, Params
 from kvfix_tools.lab.v1 import V1, V1Worker
+from kvfix_tools.lab.workers import Worker
 
 if TYPE_CHECKING:
     from kvfix_tools.lab.request_events import RequestEvents
@@ -59,8 +60,8 @@ class NixlChild(nixl.NixlWorker):
         self._due.update({name: (start, end) for name, start, end in self._reader.loads(metadata) or ()})
 
 
-class MultiWorker(V1Worker):
-    """The MultiConnector in the worker's role."""
+class InMulti(Worker):
+    """The MultiConnector in the worker's role, of which NixlConnector is one."""
 
     nixl: NixlChild
     #: Its place among the children.
@@ -81,7 +82,11 @@ class MultiWorker(V1Worker):
         return results.finished_sending, results.finished_recving
 
     def also_reported(self) -> dict[str, Any]:
-        return {"failed_recving": self._failed}
+        return {**super().also_reported(), "failed_recving": self._failed}
+
+
+class MultiWorker(InMulti, V1Worker):
+    """With LMCache's connector as the other."""
 
 
 class MultiSide(V1, PairSide):

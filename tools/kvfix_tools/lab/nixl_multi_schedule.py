@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 from kvfix_tools.lab import pair_schedule
 from kvfix_tools.lab.options import Options
@@ -27,10 +27,32 @@ def draw(
         lmcache_first=rng.random() < 0.5,
         chunk_size=options.block_size * rng.choice((1, 2, 3)),
     )
+    return options, steps if plain else _with(steps, rng, multi, ("lookups_fail", 1))
+
+
+def draw_offload(
+    seed: int, connector: str, plain: bool = False, lacks: Collection[str] = ()
+) -> tuple[Options, tuple[DrawnStep, ...]]:
+    """The same with the OffloadingConnector in both engines, and with what happens to its CPU memory."""
+    options, steps = pair_schedule.draw(seed, connector, plain, lacks)
+    rng = random.Random(f"beside {connector} {seed}")
+    options = dataclasses.replace(
+        options,
+        offloading=rng.choice(("first", "last")),
+        chunk_size=options.block_size * rng.choice((1, 2)),
+        cpu_blocks=rng.choice((0, 4, 8, 100)),
+    )
+    return options, steps if plain else _with(steps, rng, ("prefill", "decode"))
+
+
+def _with(
+    steps: Sequence[DrawnStep], rng: random.Random, engines: Sequence[str], *others: DrawnStep
+) -> tuple[DrawnStep, ...]:
+    """Here and there chunks leave the cache of one of these engines, or one of the other steps is made."""
     drawn: list[DrawnStep] = []
     for step in steps:
         drawn.append(step)
-        if not plain and rng.random() < 0.03:
-            what = rng.choice((("evict", rng.choice((1, 3, 100))), ("lookups_fail", 1)))
-            drawn.append(("on", rng.choice(multi), *what))
-    return options, tuple(drawn)
+        if rng.random() < 0.03:
+            what = rng.choice((("evict", rng.choice((1, 3, 100))), *others))
+            drawn.append(("on", rng.choice(engines), *what))
+    return tuple(drawn)

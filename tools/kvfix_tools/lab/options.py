@@ -6,9 +6,9 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 #: Two engines, one for prefill and one for decode.
-PAIRS = ("nixl-pull", "nixl-push", "nixl-multi", "mooncake")
+PAIRS = ("nixl-pull", "nixl-push", "nixl-multi", "nixl-offload", "mooncake")
 #: Those whose transfers NIXL makes.
-BY_NIXL = ("nixl-pull", "nixl-push", "nixl-multi")
+BY_NIXL = ("nixl-pull", "nixl-push", "nixl-multi", "nixl-offload")
 CONNECTORS = ("v1", "mp", "mp-in-tree", "offloading", "simple-offload", *PAIRS)
 #: vLLM's own, which have nothing of LMCache.
 OF_VLLM = ("offloading", "simple-offload")
@@ -100,6 +100,8 @@ class Options:
     def __post_init__(self) -> None:
         object.__setattr__(self, "windows", tuple(self.windows))  # JSON has lists
         object.__setattr__(self, "multi", tuple(self.multi))
+        if self.connector == "nixl-offload":
+            object.__setattr__(self, "offloading", self.offloading or "last")
         if self.ranks > 1 and (self.beside or self.offloading):
             raise ValueError("the lab plays a MultiConnector with one rank")
         if self.pipeline and (self.ranks == 1 or self.drafter):

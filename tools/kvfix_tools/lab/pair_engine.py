@@ -23,6 +23,7 @@ _SIDES = {
     "nixl-pull": ("nixl", "NixlSide"),
     "nixl-push": ("nixl_push", "PushSide"),
     "nixl-multi": ("nixl_multi", "MultiSide"),
+    "nixl-offload": ("nixl_offload", "OffloadSide"),
     "mooncake": ("mooncake", "MooncakeSide"),
 }
 

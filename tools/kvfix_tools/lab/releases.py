@@ -78,6 +78,7 @@ PLAYABLE = {
     "simple-offload": {"vllm": (">=0.32", "earlier ones were not tried")},
     "nixl-pull": {"vllm": (">=0.32", "earlier ones were not tried")},
     "nixl-push": {"vllm": (">=0.32", "earlier ones were not tried")},
+    "nixl-offload": {"vllm": (">=0.32", "earlier ones were not tried")},
     "mooncake": {"vllm": (">=0.32", "earlier ones were not tried")},
     "nixl-multi": {
         "vllm": (">=0.32", "earlier ones were not tried"),

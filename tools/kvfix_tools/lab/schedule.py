@@ -51,7 +51,11 @@ KINDS = frozenset(
     )
 ).union(*_SOMETIMES.values(), pair_schedule.KINDS, nixl_multi_schedule.KINDS, mooncake_schedule.KINDS)
 #: Who draws for two engines, where it is not pair_schedule.
-_DRAW = {"nixl-multi": nixl_multi_schedule.draw, "mooncake": mooncake_schedule.draw}
+_DRAW = {
+    "nixl-multi": nixl_multi_schedule.draw,
+    "nixl-offload": nixl_multi_schedule.draw_offload,
+    "mooncake": mooncake_schedule.draw,
+}
 
 
 class Schedule(NamedTuple):

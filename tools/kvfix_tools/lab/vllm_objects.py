@@ -56,6 +56,7 @@ _CONNECTORS = {
     "simple-offload": ("SimpleCPUOffloadConnector", None),
     "nixl-pull": ("NixlConnector", None),
     "nixl-multi": ("NixlConnector", None),
+    "nixl-offload": ("NixlConnector", None),
     "mooncake": ("MooncakeConnector", None),
     "nixl-push": ("NixlPushConnector", None),
 }
@@ -126,7 +127,7 @@ def _offloading(options: Options, folder: str = "") -> dict[str, Any]:
     A chunk of vLLM's takes whole pages. folder: of a tier with files.
     """
     blocks = 2 if options.chunk_size // options.block_size % 2 == 0 else 1
-    extra = {"blocks_per_chunk": blocks, **options.extra}
+    extra = {"blocks_per_chunk": blocks, **({} if options.connector in PAIRS else options.extra)}
     chunk = -(-extra["blocks_per_chunk"] * page_bytes(options) * options.ranks // mmap.PAGESIZE) * mmap.PAGESIZE
     chunks = max(1, (options.cpu_blocks or options.num_blocks) // extra["blocks_per_chunk"])
     extra["cpu_bytes_to_use"] = chunks * chunk
