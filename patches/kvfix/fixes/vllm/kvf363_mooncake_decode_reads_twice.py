@@ -7,14 +7,14 @@ sending on P side`, or nothing.
 
 ## Cause
 Prefill frees the blocks when one request has them (mooncake_connector.py 0.32.0:1687), also while a write to the other
-is in flight, which by the code then reads what others write there. If it is asked after that, it waits 480 s for a
-prefill of that transfer_id (:1566); if in between, it leaves the request out of its answer (:1621), and decode waits
-for ever.
+is in flight, which then reads what others write there. A second one that is aborted before it is scheduled counts as
+one that has them. If prefill is asked after that, it waits 480 s for a prefill of that transfer_id (:1566); if in
+between, it leaves the request out of its answer (:1621), and decode waits for ever.
 
 ## Fix
 One request of an engine reads a prefill. Another one with the same remote_engine_id and transfer_id computes its prompt
-itself, and tells prefill nothing. What another decode engine has read is not known: a router that tries again has to
-begin at prefill.
+itself, and tells prefill nothing, also when it is aborted. What another decode engine has read is not known: a router
+that tries again has to begin at prefill.
 
 ## Releases
 vLLM 0.32.0, the first one played; 0.33.0, by its code, where the second waits for a timeout.
@@ -36,7 +36,7 @@ from typing import Any
 from kvfix.fixes import stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import MOONCAKE_SCHEDULER
-from kvfix.wrapping import after
+from kvfix.wrapping import after, before
 
 #: Prefills of which is known who reads them: the last ones. 2 MB.
 _KEPT = 10_000
@@ -46,25 +46,34 @@ def fix(module: ModuleType) -> Callable[..., Any]:
     def get_num_new_matched_tokens(
         connector: Any, promise: tuple[int, bool], request: Any, *_: Any
     ) -> tuple[int, bool]:
-        params = request.kv_transfer_params
-        prefill = params.get("remote_engine_id"), params.get("transfer_id")
-        if not all(isinstance(each, str) for each in prefill):
-            return promise
-        readers = vars(connector).setdefault("_kvfix_readers", OrderedDict())
-        if readers.setdefault(prefill, request.request_id) == request.request_id:
-            if len(readers) > _KEPT:
-                readers.popitem(last=False)
-            return promise
-        # As vLLM does once it has read: else update_state_after_alloc takes it for a full hit, and reports a read.
-        request.kv_transfer_params = {**params, "do_remote_prefill": False}
-        return 0, False
+        return promise if _reads(connector, request) else (0, False)
 
-    return after(
-        get_num_new_matched_tokens,
-        when=lambda connector, promise, request, *_: (
-            request.kv_transfer_params and request.kv_transfer_params.get("do_remote_prefill")
-        ),
-    )
+    return after(get_num_new_matched_tokens, when=lambda connector, promise, request, *_: _is_to_read(request))
+
+
+def ends(module: ModuleType) -> Callable[..., Any]:
+    """One that is aborted before it is asked would have prefill free the blocks that are written to the first."""
+    return before(_reads, when=lambda connector, request, *_: _is_to_read(request))
+
+
+def _is_to_read(request: Any) -> bool:
+    return bool(request.kv_transfer_params and request.kv_transfer_params.get("do_remote_prefill"))
+
+
+def _reads(connector: Any, request: Any, *_: Any) -> bool:
+    """Whether it is the one that reads its prefill. Else it is told so."""
+    params = request.kv_transfer_params
+    prefill = params.get("remote_engine_id"), params.get("transfer_id")
+    if not all(isinstance(each, str) for each in prefill):
+        return True
+    readers = vars(connector).setdefault("_kvfix_readers", OrderedDict())
+    if readers.setdefault(prefill, request.request_id) == request.request_id:
+        if len(readers) > _KEPT:
+            readers.popitem(last=False)
+        return True
+    # As vLLM does once it has read: else update_state_after_alloc takes it for a full hit, and reports a read.
+    request.kv_transfer_params = {**params, "do_remote_prefill": False}
+    return False
 
 
 def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
@@ -80,7 +89,10 @@ def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
 FIX = Fix(
     __name__,
     __doc__,
-    targets=(MOONCAKE_SCHEDULER.get_num_new_matched_tokens(broken=">=0.32", probe=shows_bug, fix=fix, place=1),),
-    scenarios=("mooncake-decode-reads-twice",),
+    targets=(
+        MOONCAKE_SCHEDULER.get_num_new_matched_tokens(broken=">=0.32", probe=shows_bug, fix=fix, place=1),
+        MOONCAKE_SCHEDULER.request_finished(broken=">=0.32", probe=stubs.cannot_tell, fix=ends, place=-1, helper=True),
+    ),
+    scenarios=("mooncake-decode-reads-twice", "mooncake-second-reader-aborted"),
     no_patch={"vllm": "prefill has to refuse the second read"},
 )
