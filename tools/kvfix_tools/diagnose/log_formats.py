@@ -42,6 +42,8 @@ _HEAD = re.compile(
     rb"(?:\.\d+)? \[?[^\[\]\s]{1,80}:\d+\]|(?<![\w\]])[IWEF](?:\d{4}){1,2} \d\d:\d\d:\d\d\.\d+ +\d+ [\w.]+:\d+\]"
     rb"|\[rank\d+\]: "
 )
+#: Of the marks that Python puts below what raised, and of blank lines.
+_MARKS = frozenset(b" ~^")
 _ANY_DIGIT = bytes.maketrans(b"123456789", b"0" * 9)
 #: What word processors, chats and web pages make of quotes and blanks.
 _TYPOGRAPHY = {
@@ -83,6 +85,12 @@ def plain(block: bytes) -> Plain:
 def without_prefix(line: bytes) -> bytes:
     found = _PREFIX.match(line)
     return line[found.end() :] if found is not None else line
+
+
+def without_head(line: bytes) -> bytes:
+    """A line without what a logger puts in front, or a launcher."""
+    found = _HEAD.match(line)
+    return line[found.end() :].lstrip(b" ") if found is not None else without_prefix(line)
 
 
 def _is_json(block: bytes) -> bool:
@@ -178,7 +186,9 @@ def _width(lines: list[bytes]) -> int:
     if not _NARROWEST <= longest <= _WIDEST:
         return 0
     at = [number for number, line in enumerate(lines[:-1]) if len(line) == longest]
-    cut = [number for number in at if lines[number + 1] and not _BEGINS.match(lines[number + 1])]
+    # Marks below a line of source end where it ends.
+    plain = [number for number in at if not any(set(line) <= _MARKS for line in lines[number : number + 2])]
+    cut = [number for number in plain if not _BEGINS.match(lines[number + 1])]
     # One line may be the longest by chance; with several, or where a word goes on in the next line, it is cut.
     lengths = Counter(map(len, lines))
     return longest if cut and (len(cut) >= 2 or (lengths[longest] == 1 and _goes_on(lines, cut[0]))) else 0
@@ -189,4 +199,7 @@ def _goes_on(lines: list[bytes], number: int) -> bool:
     first, second = (line.partition(b" ")[0].translate(_ANY_DIGIT) for line in lines[number : number + 2])
     if first and first == second:
         return False  # the same prefix of a launcher, or its clock: two lines
-    return (here.isalnum() or here in b"_.:/") and (there.isalnum() or there in b"_.:/") and not there.isspace()
+    if here.islower() and there.isupper() and not lines[number].rpartition(b" ")[2].count(b"."):
+        return False  # a sentence that begins, after a word
+    of_name = there.isalnum() or there in b"_.:/" or lines[number + 1][:2].strip(b"-").isalnum()
+    return (here.isalnum() or here in b"_.:/-") and of_name

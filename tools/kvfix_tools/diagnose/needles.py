@@ -15,7 +15,7 @@ NEEDLES: tuple[bytes, ...] = (
     b" LMCache ", b":lmcache.", b"_mp_connector)", b'{"kind":"',
     b"throughput: ", b"KV load failure", b"FOR_REMOTE_KVS", b"broadcast block", b"Initializing a V", b"assert ",
     b"server version ", b"\xe2\x96\x88  version ", b"vLLM Version", b"vllm/vllm-openai:v",
-    b'", line ', b".py, in ", b'.py", in ', b"KV offloading: EAGLE",
+    b'", line ', b'.py", ', b".py, in ", b"KV offloading: EAGLE",
     b"rror", b"ERROR", b"WARN", b"Traceback (", b"xception", b"fault", b"illed", b"terminate called",
     b"kv_connector", b"connector with name", b"[shutdown]", b"Thread ", b"Process ", b".cpp:",
     b"Assertion `", b"undefined symbol", b"shared object", b"GLIBC", b"CXXABI_", b"FATAL", b"core dumped", b"Aborted",

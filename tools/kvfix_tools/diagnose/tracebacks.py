@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 Frame = tuple[str, int, str]
 
-_FRAME = re.compile(rb'File "(?P<file>[^"\n]{1,400})", line (?P<line>\d{1,9}),? in (?P<function>[^\s(]+)')
+_FRAME = re.compile(rb'File "(?P<file>[^"\n]{1,400})", (?:line )?(?P<line>\d{1,9}),? in (?P<function>[^\s(]+)')
 #: The same as people shorten it in a report: `vllm/v1/core/sched/scheduler.py, in update_from_output`.
 _SHORT = re.compile(rb'\s*(?:File )?"?(?P<file>[\w./-]{1,400}\.py)"?, in (?P<function>\w+)(?:\(.{0,40}\))?$')
 #: An exception that ends a traceback, of any class: `zmq.error.Again: ...`, `StopIteration`.
@@ -79,7 +79,7 @@ class Part:
 
     def __init__(self, body: bytes) -> None:
         text = self.text = body.rstrip()
-        found = _FRAME.search(text) if b'", line ' in text else None
+        found = _FRAME.search(text) if b'File "' in text else None
         short = _SHORT.match(text) if found is None and b", in " in text else None
         self.frame: Frame | None = None
         if found is not None:
