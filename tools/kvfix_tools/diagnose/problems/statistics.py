@@ -36,6 +36,28 @@ PROBLEMS = (
         ),
     ),
     Problem(
+        code="KVD1091",
+        name="multi-connector-child-of-another-name",
+        severity=Severity.CRASH,
+        title="The API server dies of the statistics of a connector whose class has another name than it.",
+        shows=(
+            Failed(
+                kind="ValueError",
+                text="Connector '<connector>' is not registered.",
+                within="multi_connector.py:build_kv_connector_stats",
+            ),
+        ),
+        sentence="{connector} is the name of a class, and no connector has it",
+        releases={"vllm": ">=0.11.1"},
+        cause="MultiConnector names its children's statistics by their classes, and the API server looks these up "
+        "among the registered connectors. A plugin's class may differ (vllm-ascend's AscendOffloadingConnector, "
+        "UCMConnectorV1), and what only kv_connector_module_path brings is not registered in that process.",
+        now="`--disable-log-stats`, or that connector alone, not in MultiConnector; restart",
+        good="the plugin registers its connector under the class's name, as a vllm.general_plugins entry point; 0.33.0 "
+        "has the same code",
+        threads=("https://github.com/vllm-project/vllm/pull/57683", f"{_ASCEND}/16932"),
+    ),
+    Problem(
         code="KVD662",
         name="prompt-token-counter-goes-down",
         severity=Severity.CRASH,

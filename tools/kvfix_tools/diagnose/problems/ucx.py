@@ -28,6 +28,21 @@ PROBLEMS = (
         threads=("https://github.com/llm-d/llm-d/issues/187",),
     ),
     Problem(
+        code="KVD1089",
+        name="ucx-older-than-nixl",
+        severity=Severity.CRASH,
+        title="NIXL runs with an older UCX than the one that it was built with.",
+        shows=(Logged("UCP version is incompatible, required: <required>, actual: <actual>"),),
+        sentence="it needs UCX {required} and has loaded {actual}",
+        cause="The loader finds another UCX first, that of the system (HPC-X, apt's libucx0, /opt/ucx in "
+        "LD_LIBRARY_PATH). NIXL says `Backend UCX was instantiated`, then registering or sending GPU memory fails with "
+        "NIXL_ERR_BACKEND.",
+        now="take that UCX out of LD_LIBRARY_PATH; `pip install --force-reinstall nixl` (its wheel brings its own, in "
+        "site-packages/nixl*.libs); restart. Which one is loaded: `grep libucp /proc/PID/maps`",
+        good="one UCX, that of nixl's wheel, or nixl built against the system's",
+        threads=("https://github.com/sgl-project/sglang/issues/5709",),
+    ),
+    Problem(
         code="KVD587",
         name="ucx-crashes",
         severity=Severity.CRASH,

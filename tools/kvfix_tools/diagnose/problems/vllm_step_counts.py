@@ -201,11 +201,6 @@ PROBLEMS = (
                 within="kv_cache_manager.py:truncate_computed_blocks",
                 source="assert num_computed_tokens % manager.block_size == 0",
             ),
-            Failed(
-                kind="AssertionError",
-                within="kv_cache_manager.py:truncate_computed_blocks",
-                source="assert num_blocks <= len(group_blocks)",
-            ),
         ),
         releases={"vllm": ">=0.32"},
         sure=False,
