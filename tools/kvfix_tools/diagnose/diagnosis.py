@@ -16,7 +16,7 @@ from kvfix_tools.diagnose import findings, ledger_events, problems, statements
 from kvfix_tools.diagnose.failures import Failures
 from kvfix_tools.diagnose.grammar import MESSAGES
 from kvfix_tools.diagnose.grammar_vllm import RELEASE_IN
-from kvfix_tools.diagnose.line_scanner import DEBUG, scanned
+from kvfix_tools.diagnose.line_scanner import DEBUG, Scanner
 from kvfix_tools.diagnose.log_finding import HistoryEvent, LogFinding
 from kvfix_tools.diagnose.recorder_lines import RecorderLines
 from kvfix_tools.diagnose.releases import Releases
@@ -71,6 +71,8 @@ class Diagnosis:
         self.releases = Releases()
         self.who = WhoRan()
         self.failures = Failures()
+        #: Inputs that are short, without the heads of their lines.
+        self.pasted: list[bytes] = []
         #: {rule of the ledger: events that it could not judge}
         self.unknowns: Counter[str] = Counter()
         #: Whether the log has lines at DEBUG.
@@ -310,7 +312,9 @@ def diagnosed(log: bytes, file: str = "log") -> Diagnosis:
     """Of a log in memory."""
     found = Diagnosis()
     found.bytes = len(log)
-    for line in scanned(log, file):
+    scanner = Scanner(file)
+    for line in (*scanner.scan(log), *scanner.end()):
         found.take(line)
+    found.pasted.append(scanner.short)
     found.end()
     return found

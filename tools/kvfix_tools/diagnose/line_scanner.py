@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import count
 
-from kvfix_tools.diagnose import log_formats, needles, texts
+from kvfix_tools.diagnose import log_formats, needles, pasted, texts
 from kvfix_tools.diagnose.log_line import Fields, LogLine
 from kvfix_tools.diagnose.needles import FRAME
 from kvfix_tools.diagnose.stacks import Stack, Stacks
@@ -48,11 +48,17 @@ class Scanner:
         self._heads: dict[bytes, dict[bytes, Other]] = {}
         self._kinds: dict[tuple[bytes, ...], dict[bytes, Other]] = {}
         self._remembered = 0
+        #: All of it as long as it is short; None: it is long.
+        self._pasted: list[bytes] | None = []
+        self._size = 0
         #: {what a container puts in front of a line, without its numbers: whether it says nothing}
         self._prefixes: dict[bytes, bool] = {}
 
     def scan(self, block: bytes) -> Iterator[LogLine]:
         text, at = log_formats.plain(block)
+        if self._pasted is not None:
+            self._size += len(text)
+            self._pasted = [*self._pasted, text] if self._size <= pasted.SHORT else None
         first, file, known = self._number, self._file, self._framed
         traces, stacks, heads = self._tracebacks.open, self._stacks, self._heads
         lines = text.split(b"\n")
@@ -91,6 +97,11 @@ class Scanner:
         stack = self._stacks.end()
         if stack is not None:
             yield self._stack(stack, self._number)
+
+    @property
+    def short(self) -> bytes:
+        """All of a short input, without the heads of its lines; nothing of a long one."""
+        return pasted.stripped(b"".join(self._pasted or ()))
 
     def _behind_frame(self, tail: bytes) -> Framed:
         level = LEVEL.match(tail)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from kvfix_tools.diagnose import problems
+from kvfix_tools.diagnose import pasted, problems
 from kvfix_tools.diagnose.failures import hook, owner
 from kvfix_tools.diagnose.findings import Answer, Severity, finding
 from kvfix_tools.diagnose.findings.lookups import lookups_of
@@ -35,8 +35,13 @@ def unknown_failure(log: Diagnosis, line: LogLine | None) -> Answer | None:
     first = log.failures.first
     if first is not None and first.name == "logged" and log.findings:
         return None  # what was found says it already
+    known = pasted.known_by_words(log) if first is not None or log.failures.dead or not log.counts else None
+    if known is not None:
+        sentence = f"the text has its words: {known.words}" if first is None else _sentence(log, first)
+        evidence = _evidence(log, first) if first is not None else ()
+        return Answer(sentence, request="", verdict="unknown", evidence=evidence, record=known.record)
     if first is None:
-        return _of_the_dead(log)
+        return _of_the_dead(log) if log.counts else _asserted(log)
     heading = log.failures.heading if first.name == "raised" and not first.fields["frames"] else None
     general = problems.general(first) or (problems.general(heading) if heading is not None else None)
     return Answer(
@@ -46,6 +51,15 @@ def unknown_failure(log: Diagnosis, line: LogLine | None) -> Answer | None:
         evidence=_evidence(log, first),
         record=general,
     )
+
+
+def _asserted(log: Diagnosis) -> Answer | None:
+    """Of a text without a line of a log."""
+    found = pasted.by_assertion(log)
+    if found is None:
+        return None
+    rule, answer = found
+    return answer._replace(request="", verdict="unknown", record=rule)
 
 
 def _of_the_dead(log: Diagnosis) -> Answer | None:

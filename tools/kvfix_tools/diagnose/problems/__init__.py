@@ -107,10 +107,10 @@ class Problem:
         where the one before was not such."""
         for sign in self.shows:
             found = fits(sign, line)
-            if found is not None and self._concerns(log, nearly):
+            if found is not None and self.concerns(log, nearly):
                 sentence = self.sentence.format_map(_Values(found)) if self.sentence else _sentence_of(line)
                 record = _quoted(str(found.get("error", "")), line) if self.quotes else None
-                record = record if record is not None and record._concerns(log, nearly) else None
+                record = record if record is not None and record.concerns(log, nearly) else None
                 sure = (record or self).sure and not nearly
                 return Answer(sentence, verdict="violated" if sure else "unknown", request=line.request, record=record)
         return None
@@ -126,7 +126,7 @@ class Problem:
         own, theirs = ([each for each in one.shows if fits(each, line) is not None] for one in (self, other))
         return bool(own) and any(all(implied(each, by) and not implied(by, each) for each in own) for by in theirs)
 
-    def _concerns(self, log: Diagnosis, nearly: bool) -> bool:
+    def concerns(self, log: Diagnosis, nearly: bool = True) -> bool:
         """Whether its connector ran and its releases did, as far as the log says."""
         ran = log.who.connectors
         if self.connectors and (ran or self.named) and not ran & set(self.connectors):

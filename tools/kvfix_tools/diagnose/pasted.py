@@ -1,0 +1,149 @@
+"""The words of a known problem somewhere in a short text: in prose, in a title, or in lines that no logger wrote so.
+
+Only asked where reading line by line knows nothing: what is found here is never certain.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
+
+from kvfix_tools.diagnose import findings, log_formats, problems
+from kvfix_tools.diagnose.log_line import LogLine
+from kvfix_tools.diagnose.signs import PLACE, Failed, Sign, Stuck, fits, in_words, longest
+from kvfix_tools.diagnose.tracebacks import Raised
+
+if TYPE_CHECKING:
+    from kvfix_tools.diagnose.diagnosis import Diagnosis
+    from kvfix_tools.diagnose.findings import Answer, LogRule
+    from kvfix_tools.diagnose.problems import Problem
+
+#: Bytes of an input that is short.
+SHORT = 64 << 10
+#: Characters of a sign, blanks not counted: so many that the text may be this problem; that it needs no more than them.
+_SOME, _MANY = 16, 24
+#: Characters that a sign has beyond a text of Python's own.
+_OWN = 10
+#: A line at a level at which nothing has failed.
+_NORMAL = re.compile(rb".{0,90}?(?:(?<![\w.])(?:INFO|DEBUG|EVENT|TRACE)\b|(?<!\S)I(?:\d{4}){1,2} \d\d:)")
+#: An assertion in prose or in a piece of source, and names of functions around it; how many of these are tried.
+_ASSERTED, _NAME, _NAMES = re.compile(rb"\bassert [^`\n#]{8,200}"), re.compile(rb"\b_?[a-z]\w*_\w+"), 40
+#: Blanks and marks of Markdown: where they stand depends on who pasted it.
+_BLANKS = re.compile(r"[\s`]+")
+
+
+class _Words(NamedTuple):
+    """Of a sign, without blanks. text: its parts between values. also: what the text has to hold too, if those are few.
+
+    function: in which it failed. common: it is Python's own text, as any code may raise it.
+    """
+
+    text: tuple[str, ...]
+    source: str
+    also: tuple[str, ...]
+    function: str
+    common: bool
+
+    def weight(self, pasted: str) -> int:
+        """How many characters of the sign the text has; 0: it is not there."""
+        if any(part not in pasted for part in (*self.text, self.source)) or not self._in_order(pasted):
+            return 0
+        own = sum(map(len, self.text)) + len(self.source)
+        if own < _SOME or (self.common and not self.function):
+            return 0
+        if (own < _MANY or self.common) and not all(each in pasted for each in self.also):
+            return 0
+        return own + (len(self.function) if self.function in pasted else 0)
+
+    def _in_order(self, pasted: str) -> bool:
+        return len(self.text) < 2 or re.search(".{0,600}?".join(map(re.escape, self.text)), pasted) is not None
+
+
+def stripped(text: bytes) -> bytes:
+    """What is kept of a short input: no line that its logger calls normal."""
+    return b"\n".join(log_formats.without_head(line) for line in text.split(b"\n") if not _NORMAL.match(line))
+
+
+class Known(NamedTuple):
+    """words: its sign, as it looks in a log."""
+
+    record: Problem
+    words: str
+
+
+def known_by_words(log: Diagnosis) -> Known | None:
+    """Of the records that may concern it the one whose sign has the most words in what was pasted; None: none has."""
+    pasted = "".join(_squeezed(text) for text in log.pasted)
+    found = {each.rule.code for each in log.findings}
+    first = log.failures.first
+    best, most = None, 0
+    for record, words, sign in _known():
+        weight = words.weight(pasted)
+        if weight > most and record.code not in found and record.concerns(log) and not _refuted(sign, words, first):
+            best, most = Known(record, in_words(sign)), weight
+    return best
+
+
+def by_assertion(log: Diagnosis) -> tuple[LogRule, Answer] | None:
+    """The finding that knows an assertion of which the text has no more than the words; None: there is none."""
+    for text in log.pasted:
+        for asserted in _ASSERTED.findall(text):
+            source = asserted.decode("utf-8", "replace").strip()
+            for name in list(dict.fromkeys(_NAME.findall(text)))[:_NAMES]:
+                raised = Raised("AssertionError", "", [("", 0, name.decode())], source, False)
+                fields = {**raised.fields, "meaning": "", "level": "", "place": ""}
+                line = LogLine("raised", fields, None, "", "", 0, asserted)
+                for rule in findings.rules().get("raised", ()):
+                    answer = rule.look(log, line)
+                    if answer is not None:
+                        return rule, answer
+    return None
+
+
+def _refuted(sign: Sign, words: _Words, line: LogLine | None) -> bool:
+    """Whether the words are this exception's own, and its class or its frames are others than those of the sign."""
+    if line is None or line.name != "raised" or not isinstance(sign, Failed):
+        return False
+    fields = line.fields
+    own = _BLANKS.sub("", f"{fields['text']}{fields['source']}")
+    if own and any(part not in own for part in (*words.text, words.source)):
+        return False
+    return bool(fields["type"] and sign.kind not in ("", fields["type"])) or (
+        bool(fields["frames"]) and fits(sign._replace(kind="", text="", source=""), line) is None
+    )
+
+
+@lru_cache(maxsize=8)
+def _squeezed(text: bytes) -> str:
+    return _BLANKS.sub("", text.decode("utf-8", "replace"))
+
+
+@lru_cache(maxsize=1)
+def _known() -> tuple[tuple[Problem, _Words, Sign], ...]:
+    return tuple(
+        (record, _words(sign), sign)
+        for record in problems.catalogue()
+        if not record.general and not record.quotes
+        for sign in record.shows
+        if not isinstance(sign, Stuck)
+    )
+
+
+def _words(sign: Sign) -> _Words:
+    within = getattr(sign, "within", "")
+    file, _, function = ("", "", within) if "::" in within or within.endswith("/") else within.rpartition(":")
+    named = bool(function) and not function.startswith("__") and not function.endswith("/")
+    also = [(function if named or not file else file.rpartition("/")[2]).strip("/")] if within else []
+    if isinstance(sign, Failed):
+        also += [sign.kind, sign.through.strip("/")]
+    text = tuple(part for part in (_BLANKS.sub("", each).rstrip(".") for each in PLACE.split(sign.text)[::2]) if part)
+    source = _BLANKS.sub("", sign.source) if isinstance(sign, Failed) else ""
+    common = any(len(sign.text) < len(each) + _OWN and (each in sign.text or sign.text in each) for each in _common())
+    return _Words(text, source, tuple(filter(None, also)), function if named else "", common)
+
+
+@lru_cache(maxsize=1)
+def _common() -> tuple[str, ...]:
+    signs = (sign for record in problems.catalogue() if record.general for sign in record.shows)
+    return tuple(filter(None, (longest(sign.text) for sign in signs)))
