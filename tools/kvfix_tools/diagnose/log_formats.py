@@ -38,9 +38,9 @@ _BEGINS = re.compile(
 )
 #: What vLLM's logger, glog and torch put in front of each line; twice in a line, the break between was lost.
 _HEAD = re.compile(
-    rb"(?:\(\w+[^()\n]{0,60}pid=\d+[^()\n]{0,40}\) )*(?:DEBUG|INFO|WARNING|ERROR|CRITICAL) +\d\d-\d\d \d\d:\d\d:\d\d"
-    rb"(?:\.\d+)? \[?[^\[\]\s]{1,80}:\d+\]|(?<![\w\]])[IWEF](?:\d{4}){1,2} \d\d:\d\d:\d\d\.\d+ +\d+ [\w.]+:\d+\]"
-    rb"|\[rank\d+\]: "
+    rb"(?:\(\w+[^()\n]{0,60}pid=\d+[^()\n]{0,40}\) )*(?:DEBUG|INFO|WARNING|ERROR|CRITICAL) +"
+    rb"(?:\d{4}-)?\d\d-\d\d \d\d:\d\d:\d\d(?:\.\d+)? \[?[^\[\]\s]{1,80}:\d+\]"
+    rb"|(?<![\w\]])[IWEF](?:\d{4}){1,2} \d\d:\d\d:\d\d\.\d+ +\d+ [\w.]+:\d+\]|\[rank\d+\]: "
 )
 #: Of the marks that Python puts below what raised, and of blank lines.
 _MARKS = frozenset(b" ~^")

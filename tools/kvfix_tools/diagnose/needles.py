@@ -22,6 +22,7 @@ NEEDLES: tuple[bytes, ...] = (
     b"double free", b"free(): ", b"malloc(): ", b"corrupted ", b"code 137", b"Exit Code: ",
     b"cannot import name", b"received by PID", b"= backtrace (tid", b"Ping timed out", b"panicked at", b"allocate mask",
     b"KV Transfer m", b"startup complete", b"init engine (", b"500 Internal",
+    b"with signal ",
 )  # fmt: skip
 #: Of a line without LMCache's frame: its needles. Leftmost first: many bytes are compared at once.
 in_line = BytesAhoCorasick(

@@ -22,8 +22,12 @@ LONGEST_BODY = 1 << 14
 LEVEL = re.compile(rb"\] LMCache ([A-Z]{4,8}):(?:" + ANSI + rb")? ?")
 _SECOND, STAMP = len(b"2026-11-21 01:41:27"), len(b"2026-11-21 01:41:27,007")
 #: `ERROR 12-03 01:24:36 [core.py:844] `, and whose it is: `(EngineCore_DP0 pid=7703) `, `(VllmWorker rank=0 pid=31) `,
-#: Ray's `(RayWorkerWrapper pid=7, ip=10.0.0.5) `, and what torch and torchrun put before lines: `[rank0]: `.
-_VLLM = re.compile(rb"(DEBUG|INFO|WARNING|ERROR|CRITICAL) +\d\d-\d\d \d\d:\d\d:\d\d(?:\.\d+)? \[?([^\[\]\s]*:\d+)\] ?")
+#: Ray's `(RayWorkerWrapper pid=7, ip=10.0.0.5) `, and what torch and torchrun put before lines: `[rank0]: `. The date
+#: may have a year; some web pages make a link of the file, `[[core.py:844](http://core.py:844/)] `.
+_VLLM = re.compile(
+    rb"(DEBUG|INFO|WARNING|ERROR|CRITICAL) +(?:\d{4}-)?\d\d-\d\d \d\d:\d\d:\d\d(?:\.\d+)? "
+    rb"\[{0,2}([^\[\]\s]*:\d+)(?:\]\(http[^()\s]{1,200}\))?\] ?"
+)
 _PROCESS = re.compile(rb"\((\w+)(?: rank=(\d+))?[^()\n]{0,40}? ?pid=(\d+)(?:, ip=[\w.:]{1,40})?\)")
 _RANK = re.compile(rb"\[((?:rank|default)\d{1,5})\]: ?")
 #: Levels of other loggers: logging's own format, uvicorn, glog (Mooncake, NIXL), UCX, spdlog (InfiniStore); and what
@@ -45,14 +49,14 @@ _DIED = re.compile(
     rb"(?P<what>Segmentation fault|Segfault encountered|SIGSEGV|SIGABRT|SIGBUS|Bus error|oom-kill|OOMKilled"
     rb"|Out of memory: Killed process \d+|(?:^|\s)Killed\s*(?:process \d+|$)|terminate called"
     rb"|exit code:? -(?:6|7|9|11)\b|symbol lookup error|Assertion [`'](?:[^\n]{1,300}' failed|index out of bounds)"
-    rb"|request to allocate mask for invalid number"
+    rb"|with signal (?:6|7|9|11)\b|request to allocate mask for invalid number"
     rb"|= backtrace \(tid|Memory access fault by GPU|Illegal instruction|Aborted\s*\(core dumped\)|(?:^|\s)Aborted\s*$"
     rb"|^thread '[^'\n]{1,60}' (?:\(\d+\) )?panicked at"
     rb"|[cC]ode:?\s+137\b|double free or corruption|free\(\): invalid|malloc\(\): |corrupted (?:size vs|double-linked))"
 )
 _DEATHS = (
     b"ault", b"illed", b"SIG", b"Bus error", b"terminate called", b"exit code", b"lookup error", b"Assertion",
-    b"llegal ins", b"Aborted", b"137", b"(): ", b"corrupt", b"= backtrace", b"panicked at", b"te mask",
+    b"llegal ins", b"Aborted", b"137", b"(): ", b"corrupt", b"= backtrace", b"panicked at", b"te mask", b"with signal ",
 )  # fmt: skip
 #: What is bad news, and said at INFO: by KVBM, and by Mooncake's master.
 _BAD_AT_INFO = (b"Ping timed out", b"action=client_expired", b"action=unmount_expired_segment")

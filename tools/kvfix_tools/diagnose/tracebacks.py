@@ -26,6 +26,10 @@ _BY_NAME = re.compile(
     rb"(?:^|\] |\) |\s\s|: )(?P<type>(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*"
     rb"(?:Error|Exception|Interrupt|Exit|Timeout|Empty|Full|StopIteration))(?:: (?P<text>.*))?\s*$"
 )
+#: As repr has it, which vLLM's V0 engine logs: `FileNotFoundError('Error in model execution: ...')`.
+_REPR = re.compile(
+    rb"(?:^|: )(?P<type>(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*(?:Error|Exception))\((?P<q>['\"])(?P<text>.*)(?P=q),?\)$"
+)
 _ENDS = (b"Error", b"Exception", b"Interrupt", b"Exit", b"Timeout", b"Empty", b"Full", b"StopIteration")
 #: What a check of pydantic's says, in the line below `ValidationError: 1 validation error for VllmConfig`.
 _CHECKED = re.compile(rb"^\s*(?:Value error|Assertion failed), (?P<text>.*?)(?: \[type=.*)?$")
@@ -236,7 +240,9 @@ def by_name(body: bytes, anywhere: bool) -> Raised | None:
             bare = pattern.match(body)
             if bare is not None:
                 return Raised(kind, _decoded(bare[1]), [], "", False)
-    found = _BY_NAME.search(body) if any(end in body for end in _ENDS) else None
+    if not any(end in body for end in _ENDS):
+        return None
+    found = _BY_NAME.search(body) or (_REPR.search(body.rstrip()) if b"('" in body or b'("' in body else None)
     if found is None or not (anywhere or found.start("type") == 0):
         return None
     return Raised(_decoded(found["type"]), _decoded(found["text"] or b""), [], "", True)

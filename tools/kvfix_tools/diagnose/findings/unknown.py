@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from kvfix_tools.diagnose import pasted, problems
+from kvfix_tools.diagnose import pasted, problems, problems_cut
 from kvfix_tools.diagnose.failures import hook, owner
 from kvfix_tools.diagnose.findings import Answer, Severity, finding
 from kvfix_tools.diagnose.findings.lookups import lookups_of
@@ -33,8 +33,17 @@ def unknown_failure(log: Diagnosis, line: LogLine | None) -> Answer | None:
     if any(found.rule.severity in _EXPLAINS for found in log.findings):
         return None
     first = log.failures.first
-    if first is not None and first.name == "logged" and log.findings:
+    if first is not None and log.findings and (first.name == "logged" or _is_cut(first)):
         return None  # what was found says it already
+    heading = log.failures.heading if first is not None and not first.fields.get("frames") else None
+    general = problems.general(first) if first is not None else None
+    general = general or (problems.general(heading) if heading is not None else None)
+    without = problems_cut.raised(log, first, general) if first is not None else None
+    without = without or (problems_cut.told(log) if first is None and not log.counts else None)
+    if without is not None:
+        sentence = _sentence(log, first) if first is not None else "the text names this exception and its function"
+        evidence = _evidence(log, first) if first is not None else ()
+        return Answer(sentence, request="", verdict="unknown", evidence=evidence, record=without)
     known = pasted.known_by_words(log) if first is not None or log.failures.dead or not log.counts else None
     if known is not None:
         sentence = f"the text has its words: {known.words}" if first is None else _sentence(log, first)
@@ -42,8 +51,14 @@ def unknown_failure(log: Diagnosis, line: LogLine | None) -> Answer | None:
         return Answer(sentence, request="", verdict="unknown", evidence=evidence, record=known.record)
     if first is None:
         return _of_the_dead(log) if log.counts else _asserted(log)
-    heading = log.failures.heading if first.name == "raised" and not first.fields["frames"] else None
-    general = problems.general(first) or (problems.general(heading) if heading is not None else None)
+    if _is_cut(first):
+        within = problems.by_frames(first.fields["frames"], str(first.fields["source"]))
+        known_by = [each for each in within if each.concerns(log)]
+        if len(known_by) == 1:
+            return Answer(_sentence(log, first), "", "unknown", _evidence(log, first), known_by[0])
+        if general is None:
+            said = ((line, problems.general(line)) for line in log.failures.lines if line.name == "logged")
+            first, general = next(((line, record) for line, record in said if record is not None), (first, None))
     return Answer(
         _sentence(log, first),
         request=str(first.fields.get("request", "")),
@@ -51,6 +66,12 @@ def unknown_failure(log: Diagnosis, line: LogLine | None) -> Answer | None:
         evidence=_evidence(log, first),
         record=general,
     )
+
+
+def _is_cut(line: LogLine) -> bool:
+    """Whether the log ends in its traceback, before the exception."""
+    fields = line.fields
+    return line.name == "raised" and bool(fields["frames"]) and not (fields["class"] or fields["text"])
 
 
 def _asserted(log: Diagnosis) -> Answer | None:

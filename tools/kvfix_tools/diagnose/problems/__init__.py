@@ -189,6 +189,19 @@ def general(line: LogLine) -> Problem | None:
     return best
 
 
+def by_frames(frames: list[tuple[str, int, str]], source: str) -> tuple[Problem, ...]:
+    """Records of what is raised in the innermost function of a traceback that was cut before its exception."""
+    file, _, function = frames[-1]
+    found = {
+        each.code: each
+        for each in _particular()
+        for sign in each.shows
+        if isinstance(sign, Failed) and sign.within.endswith(f":{function}") and sign.source in source
+        if f"/{file}".endswith(f"/{sign.within.rpartition(':')[0]}")
+    }
+    return tuple(found.values()) if function != "<module>" else ()
+
+
 def at(line: LogLine) -> tuple[Problem, ...]:
     """Records whose signs fit the line, whatever ran, but general ones. Floods of a line cost one search."""
     if line.name == "logged":

@@ -244,6 +244,7 @@ PROBLEMS = (
             Died("SIGSEGV"),
             Died("exit code -11"),
             Died("exit code: -11"),
+            Died("with signal 11"),
         ),
         cause="The first name in the stack below it that is a library's own tells whose code it was: mooncake::, nixl, "
         "ucp_ or uct_ (UCX), c10 or at:: (torch), lmcache. Usual: two builds of one library in a process, extensions "

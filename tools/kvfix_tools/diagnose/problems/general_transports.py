@@ -255,21 +255,24 @@ PROBLEMS = (
         general=True,
         severity=Severity.CRASH,
         title="A call of NIXL failed.",
-        shows=tuple(
-            Failed(kind=f"nixl{status}Error")
-            for status in (
-                "Backend",
-                "Unknown",
-                "InvalidParam",
-                "NotFound",
-                "Mismatch",
-                "NotAllowed",
-                "RepostActive",
-                "NotSupported",
-                "RemoteDisconnect",
-                "Canceled",
-                "NoTelemetry",
-            )
+        shows=(
+            Logged("NIXL_ERR_"),
+            *(
+                Failed(kind=f"nixl{status}Error")
+                for status in (
+                    "Backend",
+                    "Unknown",
+                    "InvalidParam",
+                    "NotFound",
+                    "Mismatch",
+                    "NotAllowed",
+                    "RepostActive",
+                    "NotSupported",
+                    "RemoteDisconnect",
+                    "Canceled",
+                    "NoTelemetry",
+                )
+            ),
         ),
         sure=False,
         cause="The class is NIXL's status, the frame above nixl/_api.py is who called. Backend: the backend below "

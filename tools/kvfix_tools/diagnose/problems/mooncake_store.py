@@ -106,6 +106,7 @@ PROBLEMS = (
             ),
             Failed(kind="AttributeError", text="MooncakeDistributedStore' object has no attribute"),
         ),
+        replaces=("KVD302",),
         connectors=_IN_PROCESS,
         cause="mooncake-transfer-engine and LMCache are of different times: a method is missing.",
         now="extra_config: {save_chunk_meta: false} (it uses the older calls), or pip install -U "

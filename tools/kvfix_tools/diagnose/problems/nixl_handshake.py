@@ -99,6 +99,7 @@ PROBLEMS = (
         shows=(
             Failed(kind="nixlBackendError", text="NIXL_ERR_BACKEND", within="add_remote_agent"),
             Failed(kind="nixlUnknownError", within="add_remote_agent"),
+            Failed(kind="nixlUnknownError", within="add_remote_nixl_metadata"),
         ),
         sure=False,
         replaces=("KVD156", "KVD570"),

@@ -131,7 +131,7 @@ PROBLEMS = (
         name="ucx-too-many-transports",
         severity=Severity.CRASH,
         title="UCX finds more transports on this node than it has numbers for, and aborts.",
-        shows=(Died(text="UCS_BITMAP_BITS_IN_WORD"),),
+        shows=(Died(text="UCS_BITMAP_BITS_IN_WORD"), Logged("exceeded transports/devices limit (")),
         sure=False,
         cause="With `num_words=2` in the line, while UCX starts: UCX counts each network interface with each protocol "
         "as one resource, and has room for 128. Nodes with many cards and virtual interfaces have more.",

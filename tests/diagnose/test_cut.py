@@ -1,0 +1,141 @@
+"""What people paste of a failure when they do not paste all of it: a message, an exception, or frames alone."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.diagnose.lines import codes, diagnose
+from tests.diagnose.releases import CORE
+
+CARDS = (
+    "Worker: Process failed for slice (opcode: 1, source_addr: 0x7f, length: 65536, dest_addr: 0x7e, "
+    "local_nic: mlx5_7, peer_nic: 10.0.0.7:14127@mlx5_4, dest_rkey: 7, retry_cnt: 0): transport retry counter exceeded"
+)
+FOLDER = (
+    'File "/opt/app/lmcache/v1/storage_backend/local_disk_backend.py", line 124, in __init__',
+    "  os.makedirs(self.path)",
+)
+
+
+@pytest.mark.parametrize(
+    ("pasted", "code"),
+    [
+        (CARDS, "KVD1056"),
+        (f"it says `{CARDS}`, on one node of two", "KVD1056"),
+        ("[Bug]: Transfer slice failed with status: 503900", "KVD1066"),
+        (
+            "Failed to initialize/re-establish remote connection: 'NoneType' object cannot be interpreted as an "
+            "integer (remote_backend.py:129:lmcache.v1.storage_backend.remote_backend)",
+            "KVD960",
+        ),
+        # What a store's own statement quotes decides, as it does behind a logger's frame.
+        ("Failed to initialize/re-establish remote connection: Error 111 connecting to r:6379. Refused.", "KVD1042"),
+    ],
+)  # fmt: skip
+def test_a_message_without_its_frame_is_known_but_not_certain(pasted: str, code: str) -> None:
+    log = diagnose(f"{pasted}\n")
+    assert codes(log) == [code]
+    assert log.findings[0].verdict == "unknown"
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        f"INFO 12-03 01:24:31 [any.py:7] {CARDS}",
+        f"I1213 02:57:10.528410 5811 worker_pool.cpp:274] {CARDS}",
+        f"[EVENT] HCCL(471,):2026-05-16-03:10:19.924.639 [x.cc:61] {CARDS}",
+        "a transfer failed, and then another one, with a status",
+    ],
+)
+def test_a_line_at_info_is_no_message_of_a_failure(line: str) -> None:
+    assert codes(diagnose(f"{line}\n")) == []
+
+
+def test_a_message_alone_is_looked_at_only_where_nothing_else_is_known() -> None:
+    """Another line says what it is, with its frame."""
+    known = "ImportError: ascend_transport.so: cannot open shared object file: No such file or directory"
+    assert codes(diagnose(f"{known}\n{CARDS}\n")) == ["KVD730"]
+
+
+@pytest.mark.parametrize(
+    ("pasted", "code"),
+    [
+        ("    assert isinstance(token_ids, torch.Tensor)\nAssertionError", "KVD809"),
+        ("ValueError: Size mismatch: memory_obj nbytes=3942656, gpu_buffer nbytes=15495168", "KVD944"),
+        ("IndexError: list index out of range\n  at mooncake_connector.py:3715 _get_remote_rank", "KVD546"),
+        ("it dies of `IndexError: list index out of range` in `_get_kv_split_metadata`", "KVD545"),
+        ("EngineCore dies of `assert curr_block is not None` in FreeKVCacheBlockQueue.popleft_n", "KVD635"),
+        ("ERROR 03-20 02:45:15 engine.py:244] nixlUnknownError('NIXL_ERR_UNKNOWN')", "KVD373"),
+        # Many lists have an end.
+        ("IndexError: list index out of range", "KVD199"),
+    ],
+)
+def test_an_exception_without_its_frames(pasted: str, code: str) -> None:
+    assert codes(diagnose(f"{pasted}\n")) == [code]
+
+
+def test_frames_without_their_exception_are_known_by_the_innermost() -> None:
+    log = diagnose("".join(f"{CORE}{line}\n" for line in FOLDER))
+    assert codes(log) == ["KVD698"]
+    assert log.findings[0].verdict == "unknown"
+
+
+def test_frames_that_end_outside_are_no_failure_beside_one_that_is_known() -> None:
+    key = "E0513 10:00:00.1 7 any.cpp:7] Failed to get 6722 keys out of 6722. error_codes=[-707]. Check key existence\n"
+    frame = f'{CORE}File "/opt/app/vllm/v1/engine/core.py", line 1158, in run_engine_core\n'
+    assert codes(diagnose(key, frame)) == ["KVD519"]
+    assert codes(diagnose(frame)) == ["KVD199"]
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        "(Worker pid=7) ERROR 2026-01-12 16:28:02.921 [multiproc_executor.py:824] ",
+        "(Worker pid=7) ERROR 01-12 16:28:02 [[multiproc_executor.py:824](http://multiproc_executor.py:824/)] ",
+    ],
+)
+def test_a_frame_of_another_date_or_with_a_link_is_vllms(head: str) -> None:
+    """The place of the statement is read, and what comes behind it is the exception."""
+    trace = (
+        "Traceback (most recent call last):",
+        '  File "/opt/app/vllm_ascend/distributed/mooncake_connector.py", line 7, in _get_kv_split_metadata',
+        "IndexError: list index out of range",
+    )
+    log = diagnose("".join(f"{head}{line}\n" for line in trace))
+    assert codes(log) == ["KVD545"]
+    assert log.findings[0].evidence[0].text == "IndexError: list index out of range"
+
+
+def test_a_package_that_is_too_old_explains_what_was_not_loaded() -> None:
+    missing = (
+        "[2026-11-21 01:41:27,007] LMCache ERROR: batch_get_buffer failed: 'mooncake.store.MooncakeDistributedStore' "
+        "object has no attribute 'batch_get_buffer' (a.py:7:lmcache.a)\n"
+    )
+    short = (
+        "[2026-11-21 01:41:27,008] LMCache ERROR: Num retrieved tokens: 0, num expected tokens: 15 (a.py:7:lmcache.a)\n"
+    )
+    assert codes(diagnose(short)) == ["KVD302"]
+    assert codes(diagnose(missing, short)) == ["KVD889"]
+
+
+def test_ucx_that_counts_too_many_transports() -> None:
+    line = (
+        "[1575912043.382737] [node:7:0] ucp_context.c:1004 UCX  ERROR exceeded transports/devices limit (70 requested\n"
+    )
+    assert codes(diagnose(line)) == ["KVD687"]
+
+
+def test_a_worker_that_ended_by_a_signal() -> None:
+    assert codes(diagnose("Worker process terminated unexpectedly with signal 11\n")) == ["KVD383"]
+
+
+def test_what_another_traceback_of_the_paste_called_names_the_failure() -> None:
+    """vLLM's V0 engine logs the exception first, as repr has it, and then the traceback, which was cut."""
+    head = "ERROR 03-20 02:45:15 engine.py:244] "
+    lines = (
+        "nixlUnknownError('NIXL_ERR_UNKNOWN')",
+        "Traceback (most recent call last):",
+        '  File "/opt/app/vllm/engine/multiprocessing/engine.py", line 343, in handle_new_input',
+        "    self.engine.add_remote_nixl_metadata(nixl_metadata)",
+    )
+    assert codes(diagnose("".join(f"{head}{line}\n" for line in lines))) == ["KVD554"]

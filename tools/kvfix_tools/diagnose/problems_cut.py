@@ -1,0 +1,110 @@
+"""Records of an exception without its frames, by its text, what it asserts, or its function where that is named.
+
+Such a sign is not whole, so that nothing here is certain, and of several that fit equally well none is it.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+from typing import TYPE_CHECKING, NamedTuple
+
+from kvfix_tools.diagnose import problems
+from kvfix_tools.diagnose.signs import PLACE, Failed, fits, longest, pattern
+
+if TYPE_CHECKING:
+    from kvfix_tools.diagnose.diagnosis import Diagnosis
+    from kvfix_tools.diagnose.log_line import LogLine
+    from kvfix_tools.diagnose.problems import Problem
+
+#: Letters of a message, without its values, from which on it is no other's; of the name of a function.
+_LETTERS, _NAME = 20, 8
+#: Lines of what was pasted that are looked at.
+_LINES = 200
+#: Several words, or a name of several.
+_WORDS = re.compile(r"\w+\W+\w+\W+\w|\w_\w+_\w")
+
+
+class _Sign(NamedTuple):
+    """letters: of its text and of what it asserts. function: in which it was raised, if its name says something."""
+
+    record: Problem
+    sign: Failed
+    letters: int
+    function: str
+    #: Whether other code says the same.
+    common: bool
+
+
+def raised(log: Diagnosis, line: LogLine, general: Problem | None) -> Problem | None:
+    """The record of an exception whose frames were left out; None: there is none, or several.
+
+    It fits by its text or what it asserts, or by its class and the function, where what was pasted names that.
+    general: the record that says of it what may come of any code; the particular one has to have more words.
+    """
+    if line.name != "raised" or line.fields["fault"] or line.fields["frames"]:
+        return None
+    known = general.shows if general is not None else ()
+    least = max((len(longest(sign.text)) for sign in known if fits(sign, line) is not None), default=0)
+    pasted = b"\n".join(log.pasted).decode("utf-8", "replace")
+    for other in log.failures.raised:  # tracebacks that were cut
+        pasted += "\n".join(["", other.fields["source"], *(frame[2] for frame in other.fields["frames"][-2:])])
+    found: list[tuple[tuple[bool, int], Problem]] = []
+    for each in _failed():
+        named = bool(each.function) and each.function in pasted
+        letters = each.letters + (len(each.function) if named else 0)
+        if letters > (0 if named else max(least, _LETTERS // 2)):
+            sign = each.sign._replace(
+                within="", through="", source="" if each.sign.source in pasted else each.sign.source
+            )
+            if fits(sign, line) is not None and each.record.concerns(log):
+                found.append(((named, letters), each.record))
+    return _only(found)
+
+
+def told(log: Diagnosis) -> Problem | None:
+    """The record of an exception that a sentence names together with its function; None: there is none, or several."""
+    lines = [line.decode("utf-8", "replace") for text in log.pasted for line in text.split(b"\n")][:_LINES]
+    found = (_told(log, each, line) for line in lines for each in _failed() if each.function and each.function in line)
+    return _only([fit for fit in found if fit is not None])
+
+
+def _told(log: Diagnosis, each: _Sign, text: str) -> tuple[tuple[bool, int], Problem] | None:
+    """((whether the function is named, letters), record) of an exception of which somebody tells: `IndexError` in
+    `_get_remote_rank`.
+    """
+    sign = each.sign
+    if sign.text and not (longest(sign.text) in text and pattern(sign.text).search(text)):
+        return None
+    if sign.source not in text:
+        return None
+    named = bool(each.function) and each.function in text
+    if named:
+        whole = each.letters > 0 or (bool(sign.kind) and sign.kind in text)
+    else:
+        whole = each.letters >= _LETTERS and not each.common and _WORDS.search(sign.text + sign.source) is not None
+    if not whole or not each.record.concerns(log):
+        return None
+    return (named, each.letters + (len(each.function) if named else 0)), each.record
+
+
+def _only(found: list[tuple[tuple[bool, int], Problem]]) -> Problem | None:
+    """The record whose function is named, or with the most letters; None: there are several, or none."""
+    most = max((fit for fit, _ in found), default=None)
+    best = {record.code: record for fit, record in found if fit == most}
+    return next(iter(best.values())) if len(best) == 1 else None
+
+
+@lru_cache(maxsize=1)
+def _failed() -> tuple[_Sign, ...]:
+    every = [(each, sign) for each in problems.catalogue() for sign in each.shows if isinstance(sign, Failed)]
+    general = {longest(sign.text) for each, sign in every if each.general} - {""}
+    made = []
+    for record, sign in every:
+        function = sign.within.rpartition(":")[2].rstrip("/")
+        named = len(function) >= _NAME and "_" in function.strip("_") and not function.endswith(".py")
+        common = any(text in sign.text and len(text) * 2 > len(sign.text) for text in general)
+        if not record.general:
+            letters = sum(map(len, PLACE.split(sign.text)[::2])) + len(sign.source)
+            made.append(_Sign(record, sign, letters, function if named else "", common))
+    return tuple(made)
