@@ -68,6 +68,8 @@ def test_a_message_alone_is_looked_at_only_where_nothing_else_is_known() -> None
         ("ERROR 03-20 02:45:15 engine.py:244] nixlUnknownError('NIXL_ERR_UNKNOWN')", "KVD373"),
         # Many lists have an end.
         ("IndexError: list index out of range", "KVD199"),
+        # CUDA says it to any code.
+        ("RuntimeError: CUDA error: invalid device ordinal", "KVD242"),
     ],
 )
 def test_an_exception_without_its_frames(pasted: str, code: str) -> None:

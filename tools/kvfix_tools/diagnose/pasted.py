@@ -72,14 +72,16 @@ class Known(NamedTuple):
     words: str
 
 
-def known_by_words(log: Diagnosis) -> Known | None:
-    """Of the records that may concern it the one whose sign has the most words in what was pasted; None: none has."""
+def known_by_words(log: Diagnosis, general: bool) -> Known | None:
+    """Of the records that may concern it the one whose sign has the most words in what was pasted; None: none has.
+
+    general: whether a general record knows the failure; then the text has to name the function too."""
     pasted = "".join(_squeezed(text) for text in log.pasted)
     found = {each.rule.code for each in log.findings}
     first = log.failures.first
     best, most = None, 0
     for record, words, sign in _known():
-        weight = words.weight(pasted)
+        weight = words.weight(pasted) if not general or (words.function and words.function in pasted) else 0
         if weight > most and record.code not in found and record.concerns(log) and not _refuted(sign, words, first):
             best, most = Known(record, in_words(sign)), weight
     return best

@@ -5,7 +5,6 @@ Such a sign is not whole, so that nothing here is certain, and of several that f
 
 from __future__ import annotations
 
-import re
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -21,8 +20,6 @@ if TYPE_CHECKING:
 _LETTERS, _NAME = 20, 8
 #: Lines of what was pasted that are looked at.
 _LINES = 200
-#: Several words, or a name of several.
-_WORDS = re.compile(r"\w+\W+\w+\W+\w|\w_\w+_\w")
 
 
 class _Sign(NamedTuple):
@@ -32,8 +29,6 @@ class _Sign(NamedTuple):
     sign: Failed
     letters: int
     function: str
-    #: Whether other code says the same.
-    common: bool
 
 
 def raised(log: Diagnosis, line: LogLine, general: Problem | None) -> Problem | None:
@@ -65,27 +60,18 @@ def raised(log: Diagnosis, line: LogLine, general: Problem | None) -> Problem | 
 def told(log: Diagnosis) -> Problem | None:
     """The record of an exception that a sentence names together with its function; None: there is none, or several."""
     lines = [line.decode("utf-8", "replace") for text in log.pasted for line in text.split(b"\n")][:_LINES]
-    found = (_told(log, each, line) for line in lines for each in _failed() if each.function and each.function in line)
-    return _only([fit for fit in found if fit is not None])
+    signs = [each for each in _failed() if each.function]
+    told_of = (each for line in lines for each in signs if each.function in line and _is_told(each.sign, line))
+    return _only(
+        [((True, each.letters + len(each.function)), each.record) for each in told_of if each.record.concerns(log)]
+    )
 
 
-def _told(log: Diagnosis, each: _Sign, text: str) -> tuple[tuple[bool, int], Problem] | None:
-    """((whether the function is named, letters), record) of an exception of which somebody tells: `IndexError` in
-    `_get_remote_rank`.
-    """
-    sign = each.sign
+def _is_told(sign: Failed, text: str) -> bool:
+    """Whether somebody tells of this exception: `IndexError` in `_get_remote_rank`."""
     if sign.text and not (longest(sign.text) in text and pattern(sign.text).search(text)):
-        return None
-    if sign.source not in text:
-        return None
-    named = bool(each.function) and each.function in text
-    if named:
-        whole = each.letters > 0 or (bool(sign.kind) and sign.kind in text)
-    else:
-        whole = each.letters >= _LETTERS and not each.common and _WORDS.search(sign.text + sign.source) is not None
-    if not whole or not each.record.concerns(log):
-        return None
-    return (named, each.letters + (len(each.function) if named else 0)), each.record
+        return False
+    return sign.source in text and bool(sign.text or sign.source or (sign.kind and sign.kind in text))
 
 
 def _only(found: list[tuple[tuple[bool, int], Problem]]) -> Problem | None:
@@ -97,14 +83,11 @@ def _only(found: list[tuple[tuple[bool, int], Problem]]) -> Problem | None:
 
 @lru_cache(maxsize=1)
 def _failed() -> tuple[_Sign, ...]:
-    every = [(each, sign) for each in problems.catalogue() for sign in each.shows if isinstance(sign, Failed)]
-    general = {longest(sign.text) for each, sign in every if each.general} - {""}
+    particular = [each for each in problems.catalogue() if not each.general]
     made = []
-    for record, sign in every:
+    for record, sign in ((each, sign) for each in particular for sign in each.shows if isinstance(sign, Failed)):
         function = sign.within.rpartition(":")[2].rstrip("/")
         named = len(function) >= _NAME and "_" in function.strip("_") and not function.endswith(".py")
-        common = any(text in sign.text and len(text) * 2 > len(sign.text) for text in general)
-        if not record.general:
-            letters = sum(map(len, PLACE.split(sign.text)[::2])) + len(sign.source)
-            made.append(_Sign(record, sign, letters, function if named else "", common))
+        letters = sum(map(len, PLACE.split(sign.text)[::2])) + len(sign.source)
+        made.append(_Sign(record, sign, letters, function if named else ""))
     return tuple(made)

@@ -44,7 +44,8 @@ def unknown_failure(log: Diagnosis, line: LogLine | None) -> Answer | None:
         sentence = _sentence(log, first) if first is not None else "the text names this exception and its function"
         evidence = _evidence(log, first) if first is not None else ()
         return Answer(sentence, request="", verdict="unknown", evidence=evidence, record=without)
-    known = pasted.known_by_words(log) if first is not None or log.failures.dead or not log.counts else None
+    may_be = first is not None or log.failures.dead or not log.counts
+    known = pasted.known_by_words(log, general is not None) if may_be else None
     if known is not None:
         sentence = f"the text has its words: {known.words}" if first is None else _sentence(log, first)
         evidence = _evidence(log, first) if first is not None else ()
