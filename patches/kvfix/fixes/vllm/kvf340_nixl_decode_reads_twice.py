@@ -27,18 +27,14 @@ Prefill refuses the second read.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from kvfix.fixes import stubs
+from kvfix.fixes import _prefills, stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import NIXL_BASE_SCHEDULER, NIXL_PULL_SCHEDULER, NIXL_SCHEDULER
 from kvfix.wrapping import after, before
-
-#: Prefills of which is known who reads them: the last ones. 2 MB.
-_KEPT = 10_000
 
 
 def _fix(module: ModuleType) -> Callable[..., Any]:
@@ -47,30 +43,22 @@ def _fix(module: ModuleType) -> Callable[..., Any]:
     ) -> tuple[int, bool]:
         return promise if _reads(connector, request) else (0, False)
 
-    return after(get_num_new_matched_tokens, when=lambda connector, promise, request, *_: _is_to_read(request))
+    return after(get_num_new_matched_tokens, when=lambda connector, promise, request, *_: _prefills.is_to_load(request))
 
 
 def _arrives(module: ModuleType) -> Callable[..., Any]:
-    return before(_reads, when=lambda connector, request: connector._TRANSFER_MODE == "pull" and _is_to_read(request))
-
-
-def _is_to_read(request: Any) -> bool:
-    return bool(request.kv_transfer_params and request.kv_transfer_params.get("do_remote_prefill"))
+    return before(
+        _reads, when=lambda connector, request: connector._TRANSFER_MODE == "pull" and _prefills.is_to_load(request)
+    )
 
 
 def _reads(connector: Any, request: Any) -> bool:
-    """Whether it is the one that reads its prefill's blocks. Else it is told so."""
+    """Whether it is the one that reads its prefill's blocks. Else it is to compute its prompt."""
     params = request.kv_transfer_params
     prefill = params.get("remote_engine_id"), params.get("remote_request_id")
-    if None in prefill:
+    if None in prefill or _prefills.first(connector, prefill, request):
         return True
-    readers = vars(connector).setdefault("_kvfix_readers", OrderedDict())
-    if readers.setdefault(prefill, request.request_id) == request.request_id:
-        if len(readers) > _KEPT:
-            readers.popitem(last=False)
-        return True
-    # As vLLM does once it has read: else update_state_after_alloc takes it for a full hit, and reports a read.
-    request.kv_transfer_params = {**params, "do_remote_prefill": False}
+    _prefills.compute(request)
     return False
 
 

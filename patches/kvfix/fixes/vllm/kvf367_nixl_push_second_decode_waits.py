@@ -27,27 +27,19 @@ vLLM promises a prefill to one decode request.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from kvfix.fixes import stubs
+from kvfix.fixes import _prefills, stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import NIXL_PUSH_SCHEDULER
 from kvfix.wrapping import after
 
-#: Prefills of which is known that a request has registered for them: the last ones. 2 MB.
-_KEPT = 10_000
-_REGISTERED = "_kvfix_registered"
-
 
 def notes_the_first(module: ModuleType) -> Callable[..., Any]:
     def update_state_after_alloc(connector: Any, answer: None, request: Any, *_: Any) -> None:
-        registered = vars(connector).setdefault(_REGISTERED, OrderedDict())
-        registered[_prefill(request)] = None
-        if len(registered) > _KEPT:
-            registered.popitem(last=False)
+        _prefills.first(connector, _prefill(request), request)
         return answer
 
     return after(
@@ -60,10 +52,9 @@ def leaves_others_out(module: ModuleType) -> Callable[..., Any]:
     def get_num_new_matched_tokens(
         connector: Any, promise: tuple[int, bool], request: Any, *_: Any
     ) -> tuple[int, bool]:
-        if _prefill(request) not in getattr(connector, _REGISTERED, ()):
+        if not _prefills.has_another(connector, _prefill(request)):
             return promise
-        # As vLLM does once it has registered: else the worker is told of it when it is aborted.
-        request.kv_transfer_params = {**request.kv_transfer_params, "do_remote_prefill": False}
+        _prefills.compute(request)
         return 0, False
 
     return after(get_num_new_matched_tokens, when=lambda connector, promise, *_: promise[0])

@@ -1,0 +1,38 @@
+"""Which request of a decode engine gets what one prefill keeps: the first that asks. Of KVF340, KVF363 and KVF367."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+#: Prefills of which is known who gets them: the last ones. 2 MB.
+_KEPT = 10_000
+_FIRST = "_kvfix_first"
+
+
+def is_to_load(request: Any) -> bool:
+    """Whether its parameters ask for a remote prefill, and it has not been granted yet."""
+    return bool(request.kv_transfer_params and request.kv_transfer_params.get("do_remote_prefill"))
+
+
+def first(connector: Any, prefill: tuple[Any, ...], request: Any) -> bool:
+    """Note that the request gets this prefill, if none does yet. Whether it is the one."""
+    known = vars(connector).setdefault(_FIRST, OrderedDict())
+    if known.setdefault(prefill, request.request_id) != request.request_id:
+        return False
+    if len(known) > _KEPT:
+        known.popitem(last=False)
+    return True
+
+
+def has_another(connector: Any, prefill: tuple[Any, ...]) -> bool:
+    """Whether a request is noted for this prefill."""
+    return prefill in getattr(connector, _FIRST, ())
+
+
+def compute(request: Any) -> None:
+    """Have it compute its prompt itself, as vLLM does once it has loaded.
+
+    Else update_state_after_alloc takes a promise of 0 for a full hit, and reports a load; and the worker hears of a
+    request that is aborted."""
+    request.kv_transfer_params = {**request.kv_transfer_params, "do_remote_prefill": False}
