@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from math import inf
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ from kvfix_tools.lab.options import Options
 from kvfix_tools.lab.request_events import LOOKUP_TIMEOUT
 from kvfix_tools.lab.steps import prompt
 from tests.conftest import RELEASES, Once
+from tests.lab import pair_fuzzed
 
 Plant = Callable[[Any], None]
 
@@ -28,11 +28,7 @@ def lmcache_loads_other_kv(pair: Any) -> None:
 
 
 def nixl_reads_the_next_block(pair: Any) -> None:
-    agent = pair.decode.connector.nixl.adapter.nixl_wrapper
-    make = agent.make_prepped_xfer
-    agent.make_prepped_xfer = lambda kind, mine, here, theirs, there, **more: make(
-        kind, mine, here, theirs, [each + 1 for each in there], **more
-    )
+    pair_fuzzed.read_the_next_block(pair.decode.connector.nixl.adapter.nixl_wrapper)
 
 
 def planted(plant: str, lmcache_first: bool) -> dict[str, Any]:
@@ -80,21 +76,9 @@ def test_wrong_kv_of_either_is_seen(plant: str, once: Once) -> None:
     assert "LAB001" in once(planted, RELEASES / "0.5.6", plant, False)["found"]
 
 
-def fuzzed(plain: bool) -> dict[str, Any]:
-    from kvfix_tools.lab.fuzz_run import Run, fuzz
-
-    first, again = (fuzz(Run("nixl-multi", True, plain), range(16), inf, shrinking=0) for _ in range(2))
-    return {
-        "violations": [violation.message for violation in first.violations],
-        "nothing": first.tested_nothing,
-        "same": (first.steps, first.counts) == (again.steps, again.counts),
-        "counts": first.counts,
-    }
-
-
 @pytest.mark.parametrize("plain", [True, False])
 def test_fuzzed_schedules_are_clean_with_the_fixes(plain: bool, once: Once) -> None:
-    done = once(fuzzed, RELEASES / "0.5.6", plain)
+    done = once(pair_fuzzed.fuzzed, RELEASES / "0.5.6", "nixl-multi", plain)
     assert done["violations"] == []
     assert not done["nothing"]
     assert done["same"]

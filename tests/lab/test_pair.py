@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from math import inf
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ import pytest
 from kvfix_tools.lab.options import Options
 from kvfix_tools.lab.steps import prompt
 from tests.conftest import RELEASES, Once
+from tests.lab import pair_fuzzed
 
 OPTIONS = Options(connector="nixl-pull", block_size=16, num_blocks=40, max_num_batched_tokens=64)
 Plant = Callable[[Any], None]
@@ -119,21 +119,9 @@ def test_each_rule_finds_what_is_planted(rule: str, once: Once) -> None:
     assert rule in once(planted, RELEASES / "0.5.6", rule)["found"]
 
 
-def fuzzed(plain: bool) -> dict[str, Any]:
-    from kvfix_tools.lab.fuzz_run import Run, fuzz
-
-    first, again = (fuzz(Run("nixl-pull", True, plain), range(16), inf, shrinking=0) for _ in range(2))
-    return {
-        "violations": [violation.message for violation in first.violations],
-        "nothing": first.tested_nothing,
-        "same": (first.steps, first.counts) == (again.steps, again.counts),
-        "counts": first.counts,
-    }
-
-
 @pytest.mark.parametrize("plain", [True, False])
 def test_fuzzed_schedules_are_clean_with_the_fixes(plain: bool, once: Once) -> None:
-    done = once(fuzzed, RELEASES / "0.5.6", plain)
+    done = once(pair_fuzzed.fuzzed, RELEASES / "0.5.6", "nixl-pull", plain)
     assert done["violations"] == []
     assert not done["nothing"]
     assert done["same"]

@@ -1,0 +1,28 @@
+"""What tests of two connectors on a pair of engines have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import inf
+from typing import Any
+
+
+def fuzzed(connector: str, plain: bool, mode: str = "fix", seeds: Iterable[int] = range(16)) -> dict[str, Any]:
+    """These schedules with the fixes, twice. same: both times alike."""
+    from kvfix_tools.lab.fuzz_run import Run, fuzz
+
+    first, again = (fuzz(Run(connector, True, plain, mode), seeds, inf, shrinking=0) for _ in range(2))
+    return {
+        "violations": [violation.message for violation in first.violations],
+        "nothing": first.tested_nothing,
+        "same": (first.steps, first.counts) == (again.steps, again.counts),
+        "counts": first.counts,
+    }
+
+
+def read_the_next_block(agent: Any) -> None:
+    """A fault: each of the agent's transfers is from the block behind the one that is asked for."""
+    make = agent.make_prepped_xfer
+    agent.make_prepped_xfer = lambda kind, mine, here, theirs, there, **more: make(
+        kind, mine, here, theirs, [each + 1 for each in there], **more
+    )
