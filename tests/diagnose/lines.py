@@ -10,6 +10,8 @@ from typing import Any
 
 from kvfix_tools.diagnose import statements
 from kvfix_tools.diagnose.diagnosis import Diagnosis, diagnosed
+from kvfix_tools.diagnose.line_scanner import Scanner
+from kvfix_tools.diagnose.log_line import LogLine
 from maintain import logging_statements
 from tests.conftest import RELEASES
 from tests.diagnose import releases
@@ -137,3 +139,9 @@ def handler_failed(head: str = "Error in blocking handler", error: str = "broken
         f"    raise ValueError({error!r})\n"
         f"ValueError: {error}\n"
     )
+
+
+def scanned(log: bytes, file: str = "log") -> list[LogLine]:
+    """Every line that means something of a log in memory."""
+    scanner = Scanner(file)
+    return [*scanner.scan(log), *scanner.end()]

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from kvfix_tools.diagnose.diagnosis import diagnosed
-from kvfix_tools.diagnose.line_scanner import scanned
 from kvfix_tools.diagnose.log_formats import plain
 from kvfix_tools.diagnose.log_line import without_colours
+from tests.diagnose.lines import scanned
 
 LOGS = Path(__file__).parent / "logs"
 CRASH = gzip.decompress((LOGS / "crash-0.3.10.log.gz").read_bytes())

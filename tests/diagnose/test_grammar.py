@@ -12,12 +12,12 @@ from importlib.metadata import version
 import pytest
 
 from kvfix_tools.diagnose import grammar, statements
-from kvfix_tools.diagnose.line_scanner import DEBUG, scanned
+from kvfix_tools.diagnose.line_scanner import DEBUG
 from kvfix_tools.diagnose.log_line import Fields, LogLine, shown, statement_place
 from maintain import logging_statements
 from tests.conftest import release_names
 from tests.diagnose import releases
-from tests.diagnose.lines import site_packages, statistics_parts
+from tests.diagnose.lines import scanned, site_packages, statistics_parts
 
 LOGGED = ("debug", "info", "warning", "error", "critical")
 RELEASES = release_names()

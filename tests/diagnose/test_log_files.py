@@ -12,8 +12,9 @@ import pytest
 
 from kvfix_tools.diagnose import log_files, report_json
 from kvfix_tools.diagnose.diagnosis import REQUESTS, Diagnosis, diagnosed
-from kvfix_tools.diagnose.line_scanner import LONGEST_LINE, scanned
+from kvfix_tools.diagnose.line_scanner import LONGEST_LINE
 from tests.conftest import clean_environment
+from tests.diagnose.lines import scanned
 
 POLL = (
     b"\x1b[32;20m[2026-11-21 01:41:27,%03d] LMCache INFO:\x1b[0m Reqid: r%d, Total tokens 900, Inference Engine "

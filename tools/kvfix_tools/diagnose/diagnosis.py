@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, deque
-from itertools import islice
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
@@ -264,12 +264,10 @@ class Diagnosis:
         rules: tuple[LogRule | problems.Problem, ...] = self._rules.get(line.name, ())
         is_error = line.name in problems.LINES
         if is_error:
-            rules += problems.at(line)
+            rules += (at := problems.at(line))
         answered = [(rule, answer) for rule in rules if (answer := rule.look(self, line)) is not None]
         if is_error and not answered:
-            answered = [
-                (each, answer) for each in problems.at(line) if (answer := each.look(self, line, True)) is not None
-            ]
+            answered = [(each, answer) for each in at if (answer := each.look(self, line, True)) is not None]
         records = [rule for rule, _ in answered if isinstance(rule, problems.Problem)]
         for rule, answer in answered:
             known = True
@@ -313,7 +311,7 @@ def diagnosed(log: bytes, file: str = "log") -> Diagnosis:
     found = Diagnosis()
     found.bytes = len(log)
     scanner = Scanner(file)
-    for line in (*scanner.scan(log), *scanner.end()):
+    for line in chain(scanner.scan(log), scanner.end()):
         found.take(line)
     found.pasted.append(scanner.short)
     found.end()

@@ -49,16 +49,14 @@ class Scanner:
         self._kinds: dict[tuple[bytes, ...], dict[bytes, Other]] = {}
         self._remembered = 0
         #: All of it as long as it is short; None: it is long.
-        self._pasted: list[bytes] | None = []
-        self._size = 0
+        self._pasted: bytes | None = b""
         #: {what a container puts in front of a line, without its numbers: whether it says nothing}
         self._prefixes: dict[bytes, bool] = {}
 
     def scan(self, block: bytes) -> Iterator[LogLine]:
         text, at = log_formats.plain(block)
         if self._pasted is not None:
-            self._size += len(text)
-            self._pasted = [*self._pasted, text] if self._size <= pasted.SHORT else None
+            self._pasted = self._pasted + text if len(self._pasted) + len(text) <= pasted.SHORT else None
         first, file, known = self._number, self._file, self._framed
         traces, stacks, heads = self._tracebacks.open, self._stacks, self._heads
         lines = text.split(b"\n")
@@ -101,7 +99,7 @@ class Scanner:
     @property
     def short(self) -> bytes:
         """All of a short input, without the heads of its lines; nothing of a long one."""
-        return pasted.stripped(b"".join(self._pasted or ()))
+        return pasted.stripped(self._pasted or b"")
 
     def _behind_frame(self, tail: bytes) -> Framed:
         level = LEVEL.match(tail)
@@ -223,10 +221,3 @@ def _log_line(framed: Framed, line: bytes, place: int, file: str, number: int) -
     if time is not None:
         time += texts.MILLISECONDS.get(line[place - 3 : place], 0.0)
     return LogLine(framed.name, framed.fields, time, process, file, number, framed.body)
-
-
-def scanned(log: bytes, file: str = "log") -> Iterator[LogLine]:
-    """Every line that means something of a log in memory."""
-    scanner = Scanner(file)
-    yield from scanner.scan(log)
-    yield from scanner.end()

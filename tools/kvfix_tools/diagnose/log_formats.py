@@ -10,9 +10,12 @@ import html
 import re
 from collections import Counter
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 #: Names of the message in a JSON log: Docker, journald, structlog and Kubernetes, Loki's exporter.
 _MESSAGE = ("log", "MESSAGE", "message", "msg", "event", "line", "text", "body", "textPayload")
@@ -68,9 +71,9 @@ def plain(block: bytes) -> Plain:
     if b"\r" in block:
         block = block.replace(b"\r\n", b"\n")
     if b'{"' in block[:8192] and _is_json(block):
-        return _without_json(block)
+        return _taken_apart(block, _without_json)
     if b"\\n  File " in block:
-        return _unescaped(block)
+        return _taken_apart(block, _unescaped)
     if b"\n> " in block[:4096] or block.startswith(b"> "):
         block = _QUOTE.sub(b"", block)
     if b"&" in block and (b"&gt;" in block or b"&quot;" in block or b"&#" in block):
@@ -79,7 +82,8 @@ def plain(block: bytes) -> Plain:
         return Plain(block)
     for typed, meant in _TYPOGRAPHY.items():
         block = block.replace(typed, meant)
-    return _parted(block) or _unwrapped(block)
+    parted = _taken_apart(block, _parted)
+    return parted if parted.text.count(b"\n") > block.count(b"\n") else _unwrapped(block)
 
 
 def without_prefix(line: bytes) -> bytes:
@@ -91,6 +95,11 @@ def without_head(line: bytes) -> bytes:
     """A line without what a logger puts in front, or a launcher."""
     found = _HEAD.match(line)
     return line[found.end() :].lstrip(b" ") if found is not None else without_prefix(line)
+
+
+def shape(prefix: bytes) -> bytes:
+    """What stands in front of a line, with any digits: a launcher's are others in each."""
+    return prefix.translate(_ANY_DIGIT)
 
 
 def _is_json(block: bytes) -> bool:
@@ -127,38 +136,34 @@ def _level(data: dict[str, Any], text: str) -> str:
     return text
 
 
-def _without_json(block: bytes) -> Plain:
+def _taken_apart(block: bytes, parts: Callable[[bytes], list[bytes]]) -> Plain:
+    """parts: of one line, the lines that it is made of."""
     lines: list[bytes] = []
     numbers: list[int] = []
     for number, line in enumerate(block.split(b"\n")):
-        text = _message(line)
-        parts = [line] if text is None else text.rstrip("\n").encode("utf-8", "surrogatepass").split(b"\n")
-        lines += parts
-        numbers += [number] * len(parts)
+        found = parts(line)
+        lines += found
+        numbers += [number] * len(found)
     return Plain(b"\n".join(lines), numbers)
 
 
-def _parted(block: bytes) -> Plain | None:
-    """A log that somebody pasted without its line breaks; None: its lines are lines."""
-    lines: list[bytes] = []
-    numbers: list[int] = []
-    for number, line in enumerate(block.split(b"\n")):
-        starts = [found.start() for found in _HEAD.finditer(line)] if len(line) > _NARROWEST else []
-        ends = [0, *starts[1:], len(line)] if len(starts) > 1 else [0, len(line)]
-        lines += [line[start:end].rstrip(b" ") if end < len(line) else line[start:] for start, end in pairwise(ends)]
-        numbers += [number] * (len(ends) - 1)
-    return Plain(b"\n".join(lines), numbers) if len(lines) > number + 1 else None
+def _without_json(line: bytes) -> list[bytes]:
+    text = _message(line)
+    return [line] if text is None else text.rstrip("\n").encode("utf-8", "surrogatepass").split(b"\n")
 
 
-def _unescaped(block: bytes) -> Plain:
-    r"""Tracebacks that somebody printed in one line, as Python's repr has them, with \n and \" in them."""
-    lines: list[bytes] = []
-    numbers: list[int] = []
-    for number, line in enumerate(block.split(b"\n")):
-        parts = line.replace(b'\\"', b'"').split(b"\\n") if b"\\n  File " in line else [line]
-        lines += parts
-        numbers += [number] * len(parts)
-    return Plain(b"\n".join(lines), numbers)
+def _parted(line: bytes) -> list[bytes]:
+    """Lines that somebody pasted without their breaks."""
+    starts = [found.start() for found in _HEAD.finditer(line)] if len(line) > _NARROWEST else []
+    if len(starts) < 2:
+        return [line]
+    *first, last = (line[start:end] for start, end in pairwise([0, *starts[1:], len(line)]))
+    return [*(each.rstrip(b" ") for each in first), last]
+
+
+def _unescaped(line: bytes) -> list[bytes]:
+    r"""A traceback that somebody printed in one line, as Python's repr has it, with \n and \" in it."""
+    return line.replace(b'\\"', b'"').split(b"\\n") if b"\\n  File " in line else [line]
 
 
 def _unwrapped(block: bytes) -> Plain:
@@ -196,7 +201,7 @@ def _width(lines: list[bytes]) -> int:
 
 def _goes_on(lines: list[bytes], number: int) -> bool:
     here, there = lines[number][-1:], lines[number + 1][:1]
-    first, second = (line.partition(b" ")[0].translate(_ANY_DIGIT) for line in lines[number : number + 2])
+    first, second = (shape(line.partition(b" ")[0]) for line in lines[number : number + 2])
     if first and first == second:
         return False  # the same prefix of a launcher, or its clock: two lines
     if here.islower() and there.isupper() and not lines[number].rpartition(b" ")[2].count(b"."):

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from kvfix_tools.diagnose.problems import Problem
 
 #: Letters of a message, without its values, from which on it is no other's; of the name of a function.
-_LETTERS, _NAME = 20, 8
+_LETTERS, _NAME = 10, 8
 #: Lines of what was pasted that are looked at.
 _LINES = 200
 
@@ -48,7 +48,7 @@ def raised(log: Diagnosis, line: LogLine, general: Problem | None) -> Problem | 
     for each in _failed():
         named = bool(each.function) and each.function in pasted
         letters = each.letters + (len(each.function) if named else 0)
-        if letters > (0 if named else max(least, _LETTERS // 2)):
+        if letters > (0 if named else max(least, _LETTERS)):
             sign = each.sign._replace(
                 within="", through="", source="" if each.sign.source in pasted else each.sign.source
             )
@@ -57,18 +57,18 @@ def raised(log: Diagnosis, line: LogLine, general: Problem | None) -> Problem | 
     return _only(found)
 
 
-def told(log: Diagnosis) -> Problem | None:
+def in_prose(log: Diagnosis) -> Problem | None:
     """The record of an exception that a sentence names together with its function; None: there is none, or several."""
     lines = [line.decode("utf-8", "replace") for text in log.pasted for line in text.split(b"\n")][:_LINES]
     signs = [each for each in _failed() if each.function]
-    told_of = (each for line in lines for each in signs if each.function in line and _is_told(each.sign, line))
+    fitting = (each for line in lines for each in signs if each.function in line and _is_named(each.sign, line))
     return _only(
-        [((True, each.letters + len(each.function)), each.record) for each in told_of if each.record.concerns(log)]
+        [((True, each.letters + len(each.function)), each.record) for each in fitting if each.record.concerns(log)]
     )
 
 
-def _is_told(sign: Failed, text: str) -> bool:
-    """Whether somebody tells of this exception: `IndexError` in `_get_remote_rank`."""
+def _is_named(sign: Failed, text: str) -> bool:
+    """Whether the text names this exception: `IndexError` in `_get_remote_rank`."""
     if sign.text and not (longest(sign.text) in text and pattern(sign.text).search(text)):
         return False
     return sign.source in text and bool(sign.text or sign.source or (sign.kind and sign.kind in text))

@@ -10,6 +10,8 @@ from collections import deque
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
+from kvfix_tools.diagnose import log_formats
+
 if TYPE_CHECKING:
     from kvfix_tools.diagnose.log_line import Fields
 
@@ -48,7 +50,6 @@ _LINKS = (b"The above exception was the direct cause", b"During handling of the 
 _FAULT = re.compile(rb"Fatal Python error: (?P<text>[^\n]*)|!!! (?P<native>Segfault encountered)")
 _NATIVE_STACK = b"most recent call first"
 _CARETS = frozenset(b" ~^")
-_ANY_DIGIT = bytes.maketrans(b"123456789", b"0" * 9)
 #: What was raised is in a group's members.
 _GROUPS = ("ExceptionGroup", "BaseExceptionGroup")
 #: Lines of its process in which a traceback has to go on; processes whose tracebacks are open.
@@ -147,7 +148,7 @@ class Tracebacks:
     def take(self, process: str, part: Part) -> tuple[bool, Raised | None]:
         """(whether the line is part of a traceback, the exception that it ends with)."""
         known = self.open.get(process)
-        if known is not None and known.prefix and _shape(part.text[: len(known.prefix)]) == known.prefix:
+        if known is not None and known.prefix and log_formats.shape(part.text[: len(known.prefix)]) == known.prefix:
             part = Part(part.text[len(known.prefix) :])
         in_group = part.in_group
         if known is not None and in_group:
@@ -187,7 +188,7 @@ class Tracebacks:
             self.open.clear()
         trace = self.open[process] = _Traceback()
         trace.follows = self.follows(process)
-        trace.prefix = _shape(before) if before.strip() and not in_group else b""
+        trace.prefix = log_formats.shape(before) if before.strip() and not in_group else b""
         if in_group and process in self._groups:
             group, _ = self._groups[process]
             trace.frames.extend(group.frames)  # the hook is among them
@@ -246,10 +247,6 @@ def by_name(body: bytes, anywhere: bool) -> Raised | None:
     if found is None or not (anywhere or found.start("type") == 0):
         return None
     return Raised(_decoded(found["type"]), _decoded(found["text"] or b""), [], "", True)
-
-
-def _shape(prefix: bytes) -> bytes:
-    return prefix.translate(_ANY_DIGIT)
 
 
 def _raised(trace: _Traceback, kind: str, text: str) -> Raised:

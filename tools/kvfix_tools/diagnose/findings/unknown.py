@@ -38,18 +38,10 @@ def unknown_failure(log: Diagnosis, line: LogLine | None) -> Answer | None:
     heading = log.failures.heading if first is not None and not first.fields.get("frames") else None
     general = problems.general(first) if first is not None else None
     general = general or (problems.general(heading) if heading is not None else None)
-    without = problems_cut.raised(log, first, general) if first is not None else None
-    without = without or (problems_cut.told(log) if first is None and not log.counts else None)
-    if without is not None:
-        sentence = _sentence(log, first) if first is not None else "the text names this exception and its function"
-        evidence = _evidence(log, first) if first is not None else ()
-        return Answer(sentence, request="", verdict="unknown", evidence=evidence, record=without)
-    may_be = first is not None or log.failures.dead or not log.counts
-    known = pasted.known_by_words(log, general is not None) if may_be else None
-    if known is not None:
-        sentence = f"the text has its words: {known.words}" if first is None else _sentence(log, first)
-        evidence = _evidence(log, first) if first is not None else ()
-        return Answer(sentence, request="", verdict="unknown", evidence=evidence, record=known.record)
+    record, words = _by_what_is_left(log, first, general)
+    if record is not None:
+        sentence, evidence = (words, ()) if first is None else (_sentence(log, first), _evidence(log, first))
+        return Answer(sentence, request="", verdict="unknown", evidence=evidence, record=record)
     if first is None:
         return _of_the_dead(log) if log.counts else _asserted(log)
     if _is_cut(first):
@@ -67,6 +59,21 @@ def unknown_failure(log: Diagnosis, line: LogLine | None) -> Answer | None:
         evidence=_evidence(log, first),
         record=general,
     )
+
+
+def _by_what_is_left(
+    log: Diagnosis, first: LogLine | None, general: problems.Problem | None
+) -> tuple[problems.Problem | None, str]:
+    """The record whose sign is there in part, if there is one; and what says so where no line of a log is there."""
+    if first is not None:
+        record = problems_cut.raised(log, first, general)
+    else:
+        record = None if log.counts else problems_cut.in_prose(log)
+    if record is not None:
+        return record, "the text names this exception and its function"
+    may_be = first is not None or log.failures.dead or not log.counts
+    known = pasted.known_by_words(log, general is not None) if may_be else None
+    return (None, "") if known is None else (known.record, f"the text has its words: {known.words}")
 
 
 def _is_cut(line: LogLine) -> bool:
