@@ -91,18 +91,18 @@ def outcomes(real: bool) -> dict[str, Any]:
     attempt("the notice arrives", lambda: {k: [each.decode() for each in v] for k, v in there.get_new_notifs().items()})
     attempt("a notice for one that is not known", lambda: here.send_notif("nobody", b"x"))
 
-    under_way, not_begun = make("READ", [0], [0]), make("READ", [1], [1])
-    attempt("it begins", lambda: here.transfer(under_way))
+    in_flight, not_begun = make("READ", [0], [0]), make("READ", [1], [1])
+    attempt("it begins", lambda: here.transfer(in_flight))
     there.close()
     network.tick()
     attempt("it lets go", lambda: there.remove_remote_agent(here.name))
-    attempt("the peer is gone: under way", lambda: here.check_xfer_state(under_way))
+    attempt("the peer is gone: in flight", lambda: here.check_xfer_state(in_flight))
     attempt("not begun", lambda: here.transfer(not_begun))
     attempt("made now", lambda: make("READ", [2], [2]))
     attempt("a notice for it", lambda: here.send_notif(there.name, b"x"))
     attempt("whether it is known", lambda: here.check_remote_metadata(there.name))
-    for handle in (under_way, not_begun):
-        attempt(f"released {handle == under_way}", lambda handle=handle: here.release_xfer_handle(handle))
+    for handle in (in_flight, not_begun):
+        attempt(f"released {handle == in_flight}", lambda handle=handle: here.release_xfer_handle(handle))
     attempt("the lists", lambda: here.release_dlist_handle(others))
     attempt("the peer", lambda: here.remove_remote_agent(there.name))
     attempt("known no more", lambda: here.check_remote_metadata(there.name))

@@ -220,9 +220,9 @@ def regression(folder: Path, tests: list[str]) -> dict[str, Any]:
                 counts[2] += report.longreprtext[-1500:] if report.failed else ""
 
     count = Count()
-    # Not for theirs(): with it a run of vLLM's tests of MooncakeConnector ends early, and says nothing.
     known = {name for file in peers.KEPT.glob("*-*.json") for name in json.loads(file.read_text())["not passed"]}
     red = [f"--deselect={name}" for name in sorted(known) if name.partition("::")[0] in tests]
+    # Not for theirs(): with it a run of vLLM's tests of MooncakeConnector ends early, and says nothing.
     _run(folder, ["-p", "pytest_asyncio.plugin", *red, *tests], plugins=[count])
     return count.found
 

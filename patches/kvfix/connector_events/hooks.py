@@ -2,7 +2,7 @@
 
 MultiConnector's children go through `get_connector_class` and never through `create_connector` (multi_connector.py
 0.32.0:232), so kvfix wraps the class, once. Hooks that a class inherits from `KVConnectorBase_V1` do nothing and are
-not wrapped, but for the one that is told what came of the loads.
+not wrapped, but for the one that gets what came of the loads.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvfix.session import session
 KEY = "connector events"
 #: Attribute of a connector: its WatchedConnector.
 _HELD = "_kvfix_watched"
-_BASE, _TOLD = "KVConnectorBase_V1", "update_connector_output"
+_BASE, _OF_BASE = "KVConnectorBase_V1", "update_connector_output"
 
 #: {hook: (method of WatchedConnector before the hook, method after it, with its answer)}. "": none. For all of them
 #: the exceptions and the hook that runs now are recorded.
@@ -95,7 +95,7 @@ def watch_class(connector_class: type) -> None:
 
 def _attach(connector_class: type, name: str, decorate: Callable[[Any], Any]) -> None:
     for owner in connector_class.__mro__:
-        if owner.__name__ == _BASE and name != _TOLD:
+        if owner.__name__ == _BASE and name != _OF_BASE:
             return
         if callable(vars(owner).get(name)):
             applying.attach(owner, name, KEY, decorate)

@@ -31,7 +31,7 @@ _DEATHS = (b"ngine", b"orker", b"died unexpectedly", b"Shutting down due to", b"
 _WORK = frozenset({"asked", "stored", "retrieved", "storing", "mp_stored", "mp_retrieved", "mp_prefetched"})
 #: Failures and processes that are kept in mind.
 _MOST, _PROCESSES, _SHOWN = 200, 64, 8
-#: A warning of KV code that comes so often is told of an engine at work too.
+#: A warning of KV code that comes so often is reported of an engine at work too.
 _FLOOD = 50
 #: {part of a file's path: whose code it is}. The first that fits counts.
 _OWNERS = (

@@ -111,7 +111,7 @@ PROBLEMS = (
         replaces=(*_LESS, "KVD1066"),
         sure=False,
         cause="CANN moves KV with HCCL's one-sided calls. 4 with `Can't find remoteBuffer by key` in plog: the memory "
-        "was registered for RoCE, and cards of one machine do not use RoCE among themselves unless they are told to. "
+        "was registered for RoCE, and cards of one machine do not use RoCE among themselves unless a setting says so. "
         "Others: 1 parameter, 3 memory, 5 not supported, 9 time-out, 11 and 12 no TCP or RoCE connection, 14 RoCE "
         "transfer, 21 the peer's error.",
         now="`export HCCL_INTRA_ROCE_ENABLE=1` for prefill, decode and every worker of the Mooncake store (before the "

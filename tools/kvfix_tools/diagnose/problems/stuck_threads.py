@@ -49,7 +49,7 @@ PROBLEMS = (
         shows=(Stuck("naive_server.py:issue_get"),),
         replaces=("KVD213",),
         cause="LMCache's first peer-to-peer sharing (distributed_url, lookup_url) answers and asks in one loop: while "
-        "it waits for the peer it serves nobody.",
+        "it waits for the peer it serves no one else.",
         now="restart both engines; enable_p2p: false, or clients of one prefix to one engine",
         good="LMCache 0.3.9 or newer, whose P2P (enable_p2p with a controller and transfer_channel: nixl) is another",
         threads=(_LMCACHE + "issues/1258",),
