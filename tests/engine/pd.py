@@ -54,6 +54,8 @@ class Engine:
             KVFIX_DUMP_DIR=str(folder / "dumps"),
             VLLM_NIXL_SIDE_CHANNEL_HOST="127.0.0.1",
             VLLM_NIXL_SIDE_CHANNEL_PORT=str(side),
+            # Longer than the proxy leaves a connection unused: it may write to one that the engine is closing (5 s).
+            VLLM_HTTP_TIMEOUT_KEEP_ALIVE=str(10 * LIMIT),
             **{FORK_WORKERS: "", "UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo"},
             **real_engine.ENVIRONMENT,
         )
