@@ -114,7 +114,7 @@ def test_a_history_has_each_event_with_its_line() -> None:
         logged(NEWEST, "retrieved", "cmpl-1", 192, 192, 256, 0.1, 1.0, 2.0, which="required"),
         logged(NEWEST, "storing", 256, 512, 256, "cmpl-1"), ask, asked(NEWEST, 900, 64, 128, 64),
     )  # fmt: skip
-    assert [(event.line, event.what) for event in diagnosis.history("cmpl-1")] == [
+    assert [(event.line, event.what) for event in diagnosis.requests.history("cmpl-1")] == [
         (1, "match(64) promises 192: hit 256 - computed 64 = 192"),
         (3, "blocks found, 192 external tokens granted"),
         (3, "tokens 64 to 256 are to be loaded"),

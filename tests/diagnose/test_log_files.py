@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from kvfix_tools.diagnose import log_files, report_json
-from kvfix_tools.diagnose.diagnosis import REQUESTS, Diagnosis, diagnosed
+from kvfix_tools.diagnose.diagnosis import Diagnosis, diagnosed
 from kvfix_tools.diagnose.line_scanner import LONGEST_LINE
+from kvfix_tools.diagnose.requests_seen import REQUESTS
 from tests.conftest import clean_environment
 from tests.diagnose.lines import scanned
 
@@ -78,7 +79,7 @@ def test_a_log_in_blocks_is_diagnosed_as_one_in_memory(tmp_path: Path) -> None:
     assert log_files.read(log, log_files.sources([str(path)])) == []
     assert report_json.text(log, log.end()) == report_json.text(whole, whole.findings)
     assert '"KVD101"' in report_json.text(log, log.findings)
-    assert [event.line for event in log.history("r2999")] == [3000]
+    assert [event.line for event in log.requests.history("r2999")] == [3000]
     assert len(list(log_files.blocks(log_files.Source("log", None), io.BytesIO(text)))) > 2
 
 
@@ -169,6 +170,6 @@ def test_memory_does_not_grow_with_requests() -> None:
     log = diagnosed(polls(30_000))
     assert log.counts["asked"] == 30_000
     assert len(log.ledger.histories) <= REQUESTS
-    assert len(log._requests) <= REQUESTS
-    assert log.history("r29999")
-    assert not log.history("r0")
+    assert len(log.requests) <= REQUESTS
+    assert log.requests.history("r29999")
+    assert not log.requests.history("r0")

@@ -9,7 +9,7 @@ from itertools import chain
 
 import pytest
 
-from kvfix_tools.diagnose import diagnosis, line_scanner
+from kvfix_tools.diagnose import diagnosis, line_scanner, requests_seen
 from kvfix_tools.diagnose.diagnosis import FINDINGS
 from kvfix_tools.diagnose.findings import lookups
 from tests.bench.engine_logs import FIXTURES, lives
@@ -46,7 +46,8 @@ def requests(first: int, many: int) -> Iterator[bytes]:
 
 def test_what_is_kept_of_a_log_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """Some 50 MB. The limits are lowered, so that one object kept of each request would show."""
-    monkeypatch.setattr(diagnosis, "REQUESTS", 200)
+    for module in (diagnosis, requests_seen):
+        monkeypatch.setattr(module, "REQUESTS", 200)
     monkeypatch.setattr(line_scanner, "_REMEMBERED", 1 << 16)
     for name in ("_REQUESTS", "_ENGINES"):
         monkeypatch.setattr(lookups, name, 50)
@@ -61,7 +62,7 @@ def test_what_is_kept_of_a_log_without_end(monkeypatch: pytest.MonkeyPatch) -> N
                 log.take(line)
         counted.append(kept(log, scanner))
     assert size > 45e6
-    assert log.requests > 30_000
+    assert log.requests.named > 30_000
     assert max(counted) < counted[0] + 10_000, counted
 
 

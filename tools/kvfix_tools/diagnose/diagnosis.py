@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from itertools import chain, islice
+from collections import Counter
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
 from kvfix import redact
 from kvfix.ledger import RULES, Finding, Ledger
-from kvfix.ledger.describe import line as in_words
 from kvfix.ledger.events import Raised
 from kvfix_tools.diagnose import findings, ledger_events, problems, statements
 from kvfix_tools.diagnose.failures import Failures
 from kvfix_tools.diagnose.grammar import MESSAGES
 from kvfix_tools.diagnose.grammar_vllm import RELEASE_IN
 from kvfix_tools.diagnose.line_scanner import DEBUG, Scanner
-from kvfix_tools.diagnose.log_finding import HistoryEvent, LogFinding
+from kvfix_tools.diagnose.log_finding import LogFinding
 from kvfix_tools.diagnose.recorder_lines import RecorderLines
 from kvfix_tools.diagnose.releases import Releases
+from kvfix_tools.diagnose.requests_seen import HISTORY, REQUESTS, Requests
 from kvfix_tools.diagnose.texts import WHO, with_meaning
 from kvfix_tools.diagnose.tracebacks import Raised as RaisedInLog
 from kvfix_tools.diagnose.who_ran import WhoRan
@@ -32,23 +32,12 @@ if TYPE_CHECKING:
     from kvfix_tools.diagnose.log_line import Evidence, LogLine
     from kvfix_tools.diagnose.timeline import Timeline
 
-#: Requests that are kept in mind; the oldest are forgotten: millions take no more memory.
-REQUESTS = 10_000
-#: Events and violations kept of one request; lines kept of the one that is asked for.
-HISTORY, _VIOLATED, _REQUEST_LINES = 24, 8, 5000
+#: Lines kept of the request that is asked for.
+_REQUEST_LINES = 5000
 #: Findings from which on the crashes of a kind are one.
 FINDINGS = 1000
 #: Lines at whose place EngineCore dies.
 _DEATHS = ("fatal", "raised")
-
-
-class _Request:
-    """places: (file, line) of its events. asked: the fields of its last lookup. violated: what its events violate."""
-
-    def __init__(self) -> None:
-        self.places: deque[tuple[str, int]] = deque(maxlen=HISTORY)
-        self.asked: dict[str, Any] | None = None
-        self.violated: list[Finding] = []
 
 
 class Diagnosis:
@@ -79,8 +68,7 @@ class Diagnosis:
         self.debug = False
         #: Whether any lookup found anything.
         self.hit = False
-        #: Requests that the log names.
-        self.requests = 0
+        self.requests = Requests(self.ledger)
         self.bytes = 0
         self.request_lines: list[Evidence] = []
         #: What findings remember, by names of theirs.
@@ -91,7 +79,6 @@ class Diagnosis:
         self._rules = findings.rules()
         self._notes = findings.notes()
         self._found: dict[tuple[str, str], LogFinding] = {}
-        self._requests: dict[str, _Request] = {}
         #: Requests that have a finding of a crash.
         self._crashed: set[str] = set()
         self._recorders = RecorderLines()
@@ -184,19 +171,11 @@ class Diagnosis:
         """Requests, lookups, loads and stores, by lines and by recorded events."""
         counts, recorded = self.counts, self._recorders.counted()
         return (
-            self.requests + recorded["requests"],
+            self.requests.named + recorded["requests"],
             counts["asked"] + counts["mp_prefetched"] + recorded["Asked"],
             counts["retrieved"] + counts["mp_retrieved"] + recorded["LoadDue"],
             counts["stored"] + counts["mp_stored"] + recorded["Stored"],
         )
-
-    def history(self, request: str) -> list[HistoryEvent]:
-        """The request's events so far, in words, each with its line."""
-        history, known = self.ledger.histories.get(request), self._requests.get(request)
-        if not request or history is None or known is None:
-            return []
-        events, places = reversed(history.events), reversed(known.places)  # either may begin before the other
-        return [HistoryEvent(in_words(event), *place) for event, place in zip(events, places, strict=False)][::-1]
 
     def hidden(self) -> list[tuple[str, str, str]]:
         """(rule, what it would have to see, what shows it): what this log's level leaves out."""
@@ -221,25 +200,14 @@ class Diagnosis:
     def _is_repeated(self, line: LogLine) -> bool:
         """A request that waits is asked about on every step. The same answer as before is no event."""
         self.hit = self.hit or bool(line.fields.get("hit"))
-        known = self._known(line.request)
+        known = self.requests.known(line.request)
         before, known.asked = known.asked, line.fields
         return before is line.fields or before == line.fields
-
-    def _known(self, request: str) -> _Request:
-        known = self._requests.get(request)
-        if known is None:
-            if len(self._requests) >= REQUESTS:
-                for oldest in list(islice(self._requests, REQUESTS // 4)):
-                    del self._requests[oldest]
-                    self.ledger.forget(oldest)
-            known = self._requests[request] = _Request()
-            self.requests += bool(request)
-        return known
 
     def _feed(self, event: Event, line: LogLine) -> list[Finding]:
         """What the event violates; what could not be judged is counted."""
         judged = self.ledger.feed(event)
-        known = self._known(event.request)
+        known = self.requests.known(event.request)
         known.places.append((line.file, line.number))
         if self.timeline is not None:
             self.timeline.event(event, self._time if line.time is None else line.time)
@@ -251,7 +219,7 @@ class Diagnosis:
                 self.unknowns[each.code] += 1
             else:
                 violated.append(each)
-        known.violated += violated[: _VIOLATED - len(known.violated)]
+        known.violates(violated)
         return violated
 
     def _look(self, line: LogLine) -> None:
@@ -299,9 +267,10 @@ class Diagnosis:
             self._crashed.add(request)
         if found.first is None:
             found.first = found.last = self._time
-        found.history = self.history(request)
-        if request in self._requests:
-            found.violated = list(self._requests[request].violated)
+        found.history = self.requests.history(request)
+        known = self.requests.get(request)
+        if known is not None:
+            found.violated = list(known.violated)
         if self._on_found is not None:
             self._on_found(found)
 

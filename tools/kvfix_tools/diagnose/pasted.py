@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kvfix_tools.diagnose import findings, log_formats, problems
 from kvfix_tools.diagnose.log_line import LogLine
-from kvfix_tools.diagnose.signs import PLACE, Failed, Sign, Stuck, fits, in_words, longest
+from kvfix_tools.diagnose.signs import PLACE, Failed, Sign, Stuck, fits, in_words, longest, raised_in, tells
 from kvfix_tools.diagnose.tracebacks import Raised
 
 if TYPE_CHECKING:
@@ -133,10 +133,10 @@ def _known() -> tuple[tuple[Problem, _Words, Sign], ...]:
 
 
 def _words(sign: Sign) -> _Words:
-    within = getattr(sign, "within", "")
-    file, _, function = ("", "", within) if "::" in within or within.endswith("/") else within.rpartition(":")
-    named = bool(function) and not function.startswith("__") and not function.endswith("/")
-    also = [(function if named or not file else file.rpartition("/")[2]).strip("/")] if within else []
+    file, function = raised_in(sign)
+    named = tells(function)
+    where = getattr(sign, "within", "") if not function else function if named or not file else file.rpartition("/")[2]
+    also = [where.strip("/")]
     if isinstance(sign, Failed):
         also += [sign.kind, sign.through.strip("/")]
     text = tuple(part for part in (_BLANKS.sub("", each).rstrip(".") for each in PLACE.split(sign.text)[::2]) if part)

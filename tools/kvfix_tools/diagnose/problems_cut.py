@@ -9,15 +9,15 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvfix_tools.diagnose import problems
-from kvfix_tools.diagnose.signs import PLACE, Failed, fits, longest, pattern
+from kvfix_tools.diagnose.signs import PLACE, Failed, fits, longest, pattern, raised_in, tells
 
 if TYPE_CHECKING:
     from kvfix_tools.diagnose.diagnosis import Diagnosis
     from kvfix_tools.diagnose.log_line import LogLine
     from kvfix_tools.diagnose.problems import Problem
 
-#: Letters of a message, without its values, from which on it is no other's; of the name of a function.
-_LETTERS, _NAME = 10, 8
+#: Letters of a message, without its values, from which on it is no other's.
+_LETTERS = 10
 #: Lines of what was pasted that are looked at.
 _LINES = 200
 
@@ -86,8 +86,7 @@ def _failed() -> tuple[_Sign, ...]:
     particular = [each for each in problems.catalogue() if not each.general]
     made = []
     for record, sign in ((each, sign) for each in particular for sign in each.shows if isinstance(sign, Failed)):
-        function = sign.within.rpartition(":")[2].rstrip("/")
-        named = len(function) >= _NAME and "_" in function.strip("_") and not function.endswith(".py")
+        _, function = raised_in(sign)
         letters = sum(map(len, PLACE.split(sign.text)[::2])) + len(sign.source)
-        made.append(_Sign(record, sign, letters, function if named else ""))
+        made.append(_Sign(record, sign, letters, function if tells(function) else ""))
     return tuple(made)

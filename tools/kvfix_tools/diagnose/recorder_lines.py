@@ -49,7 +49,7 @@ class RecorderLines:
         every = self.connectors.values()
         counted: Counter[str] = Counter()
         for own in [own for own in every if own.counts["Asked"]] or every:
-            counted.update(own.counts, requests=own.requests)
+            counted.update(own.counts, requests=own.requests.named)
         return counted
 
 

@@ -143,7 +143,7 @@ def versions(log: Diagnosis) -> dict[str, str]:
 
 def print_request(log: Diagnosis, request: str, console: Console) -> None:
     """One request's history in full, then every line that names it."""
-    for event in log.history(request):
+    for event in log.requests.history(request):
         _print(console, str(event), 0)
     if log.request_lines:
         console.print()

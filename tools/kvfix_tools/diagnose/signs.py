@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from kvfix_tools.diagnose.log_line import LogLine
 
 PLACE = re.compile(r"<(\w+)>")
+#: Letters of a function's name from which on it says something.
+_TELLS = 8
 #: Innermost frames in which a sign is looked for.
 _FRAMES = 8
 
@@ -64,6 +66,27 @@ Sign = Logged | Failed | Died | Stuck
 def either(*texts: str) -> tuple[Sign, ...]:
     """Signs of these texts, as an exception or in the line of a logger."""
     return (*(Failed(text=text) for text in texts), *(Logged(text) for text in texts))
+
+
+def ended_by(signal: int) -> tuple[Sign, ...]:
+    """Signs of a process that died of this signal, by the exit code that vLLM, Python or a launcher prints."""
+    cores = "Engine core initialization failed. See root cause above. Failed core proc(s): <processes>: "
+    texts = (f"exit code: -{signal}", f"exit code -{signal}", f"with signal {signal}")
+    return (Failed(text=f"{cores}-{signal}"), *(Died(text) for text in texts))
+
+
+def raised_in(sign: Sign) -> tuple[str, str]:
+    """(file, function) in which the sign failed; "" for what it leaves open. Of C++ (`ns::name`) it is no function."""
+    within = getattr(sign, "within", "")
+    if "::" in within or within.endswith("/"):
+        return "", ""
+    file, _, function = within.rpartition(":")
+    return file, function
+
+
+def tells(function: str) -> bool:
+    """Whether a function's name is so much its own that a text with it speaks of this function."""
+    return len(function) >= _TELLS and "_" in function.strip("_") and not function.startswith("__")
 
 
 def in_words(sign: Sign) -> str:

@@ -26,6 +26,7 @@ from kvfix_tools.diagnose.signs import (
     Sign,
     Stuck,
     either,
+    ended_by,
     fits,
     implied,
     in_words,
@@ -38,8 +39,8 @@ if TYPE_CHECKING:
     from kvfix_tools.diagnose.log_line import LogLine
 
 #: Also what a record is written with.
-__all__ = ["Died", "Failed", "Logged", "Problem", "Sign", "Stuck", "at", "catalogue", "either", "find", "general",
-           "in_words"]  # fmt: skip
+__all__ = ["Died", "Failed", "Logged", "Problem", "Sign", "Stuck", "at", "catalogue", "either", "ended_by", "find",
+           "general", "in_words"]  # fmt: skip
 #: {dist: its name for people}
 NAMES = {"lmcache": "LMCache", "vllm": "vLLM"}
 #: Kinds of lines in which problems show.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvfix_tools.diagnose.findings import Severity
-from kvfix_tools.diagnose.problems import Died, Failed, Logged, Problem
+from kvfix_tools.diagnose.problems import Died, Failed, Logged, Problem, ended_by
 
 _LMCACHE = "https://github.com/LMCache/LMCache/"
 _IN_PROCESS = ("LMCacheConnectorV1", "MultiConnector")
@@ -210,12 +210,8 @@ PROBLEMS = (
         shows=(
             Died("OOMKilled"),
             Died("Out of memory: Killed"),
-            Died("exit code: -9"),
-            Died("exit code -9"),
+            *ended_by(9),
             Died("Killed"),
-            Failed(
-                text="Engine core initialization failed. See root cause above. Failed core proc(s): <processes>: -9"
-            ),
             Died("code 137"),
             Died("Code:    137"),
             Died("Code: 137"),

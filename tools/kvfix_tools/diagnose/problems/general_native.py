@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvfix_tools.diagnose.findings import Severity
-from kvfix_tools.diagnose.problems import Died, Failed, Logged, Problem, either
+from kvfix_tools.diagnose.problems import Died, Failed, Logged, Problem, either, ended_by
 
 PROBLEMS = (
     Problem(
@@ -175,6 +175,7 @@ PROBLEMS = (
             Died("corrupted size vs"),
             Died("corrupted double-linked"),
             Died("SIGABRT"),
+            *ended_by(6),
         ),
         cause="A C or C++ library called abort(). Its reason is the line before it (`what():`, an assertion, a check). "
         "`double free` and `malloc()` are memory that someone else has overwritten: often two copies of one library, "
@@ -238,13 +239,8 @@ PROBLEMS = (
         shows=(
             Died("Segmentation fault"),
             Died("Segfault encountered"),
-            Failed(
-                text="Engine core initialization failed. See root cause above. Failed core proc(s): <processes>: -11"
-            ),
             Died("SIGSEGV"),
-            Died("exit code -11"),
-            Died("exit code: -11"),
-            Died("with signal 11"),
+            *ended_by(11),
         ),
         cause="The first name in the stack below it that is a library's own tells whose code it was: mooncake::, nixl, "
         "ucp_ or uct_ (UCX), c10 or at:: (torch), lmcache. Usual: two builds of one library in a process, extensions "
@@ -267,12 +263,8 @@ PROBLEMS = (
         title="The process died of a bus error: memory that it had mapped could not be provided.",
         shows=(
             Died("Bus error"),
-            Failed(
-                text="Engine core initialization failed. See root cause above. Failed core proc(s): <processes>: -7"
-            ),
             Died("SIGBUS"),
-            Died("exit code -7"),
-            Died("exit code: -7"),
+            *ended_by(7),
         ),
         cause="Mostly /dev/shm is full: 64 MB in a container unless --shm-size is set, and vLLM, NCCL, offloading and "
         "`lmcache server` all keep memory there. Else a mapped file was cut, or huge pages ran out.",

@@ -1,0 +1,65 @@
+"""The requests of a log: where their events stand, what those violate, and what was asked last. The oldest go."""
+
+from __future__ import annotations
+
+from collections import deque
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from kvfix.ledger.describe import line as in_words
+from kvfix_tools.diagnose.log_finding import HistoryEvent
+
+if TYPE_CHECKING:
+    from kvfix.ledger import Finding, Ledger
+
+#: Requests that are kept in mind; the oldest are forgotten: millions take no more memory.
+REQUESTS = 10_000
+#: Events and violations kept of one request.
+HISTORY, _VIOLATED = 24, 8
+
+
+class Request:
+    """places: (file, line) of its events. asked: the fields of its last lookup. violated: what its events violate."""
+
+    def __init__(self) -> None:
+        self.places: deque[tuple[str, int]] = deque(maxlen=HISTORY)
+        self.asked: dict[str, Any] | None = None
+        self.violated: list[Finding] = []
+
+    def violates(self, found: list[Finding]) -> None:
+        self.violated += found[: _VIOLATED - len(self.violated)]
+
+
+class Requests:
+    """Those of one ledger, which forgets with it."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._kept: dict[str, Request] = {}
+        #: Requests that the log names.
+        self.named = 0
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def get(self, request: str) -> Request | None:
+        return self._kept.get(request)
+
+    def known(self, request: str) -> Request:
+        known = self._kept.get(request)
+        if known is None:
+            if len(self._kept) >= REQUESTS:
+                for oldest in list(islice(self._kept, REQUESTS // 4)):
+                    del self._kept[oldest]
+                    self._ledger.forget(oldest)
+            known = self._kept[request] = Request()
+            self.named += bool(request)
+        return known
+
+    def history(self, request: str) -> list[HistoryEvent]:
+        """The request's events so far, in words, each with its line."""
+        history, known = self._ledger.histories.get(request), self._kept.get(request)
+        if not request or history is None or known is None:
+            return []
+        events, places = reversed(history.events), reversed(known.places)  # either may begin before the other
+        return [HistoryEvent(in_words(event), *place) for event, place in zip(events, places, strict=False)][::-1]
