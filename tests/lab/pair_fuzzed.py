@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from math import inf
 from typing import Any
 
 
-def fuzzed(connector: str, plain: bool, mode: str = "fix", seeds: Iterable[int] = range(16)) -> dict[str, Any]:
+def fuzzed(connector: str, plain: bool, mode: str = "fix", seeds: range = range(16)) -> dict[str, Any]:
     """These schedules with the fixes, twice. same: both times alike."""
     from kvfix_tools.lab.fuzz_run import Run, fuzz
 
