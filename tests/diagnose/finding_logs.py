@@ -109,6 +109,10 @@ def without_hits() -> dict[str, list[str]]:
         "KVD430": [logged("0.3.13", "lookup_timeout", 1, "Resource temporarily unavailable")],
         # A hit that vLLM has as well, all of it or all but a few tokens; the other way round, whole chunks.
         "KVD431": [asked("0.3.10", 836, 832, 768, -64), lookups(1, 900) + asked(NEWEST, 900, 509, 512, 3, "x")],
+        "KVD1096": [
+            logged(release, "configured", "{'remote_url': 'redis://h:6379', 'remote_serde': 'cachegen'}")
+            + asked(release, 678, 0, 512, 512, "x") for release in ("0.3.10", NEWEST)
+        ],
         "KVD432": [asked("0.3.10", 7283, 400, 0, -400), lookups(2, 900, computed=512)],
         "KVD539": [
             vllm("draft_groups", groups, release="0.26.0") for groups in ("[0, 1, 2, 3]", "[0, 1]")
@@ -210,6 +214,9 @@ def hits() -> dict[str, list[str]]:
             logged("0.3.9", "retrieved", 0, 256, 5888, 0.1, 1.0, 2.0, which="required"),
             logged(NEWEST, "retrieved", "r1", 256, 512, 512, 0.1, 1.0, 2.0, which="required"),
             logged(NEWEST, "load_failed", "r1", 1024, 64),
+        ],
+        "KVD1090": [
+            logged(release, "unretrievable") + logged(release, "short", 0, 31) for release in ("0.3.9", NEWEST)
         ],
         "KVD303": [
             vllm("kv_recovered", 1, 128, release="0.11.2.post2"), vllm("kv_recovered", 1, 128),

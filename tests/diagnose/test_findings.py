@@ -167,6 +167,29 @@ def test_tokens_that_are_cut_off_twice(release: str, named: bool) -> None:
     assert ("skip_last_n_tokens" in found.sentence) is named
 
 
+SHORT = (
+    "({process}) [2025-09-24 07:10:25,908] LMCache {level}: Num retrieved tokens: 0, num expected tokens: 2560 "
+    "(vllm_v1_adapter.py:{line}:lmcache.integration.vllm.vllm_v1_adapter)\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("process", "line", "says"),
+    [
+        ("VllmWorker rank=1 pid=421", 480, "rank 0 alone is asked"),
+        ("VllmWorker rank=0 pid=420", 480, ""),
+        ("RayWorkerWrapper pid=270", 886, "--pipeline-parallel-size"),
+        ("VllmWorker rank=1 pid=421", 886, ""),
+    ],
+)
+def test_how_a_release_loses_loads_is_said_where_the_line_shows_it(process: str, line: int, says: str) -> None:
+    """The places are those of 0.3.2 and 0.3.7, of which only the line tells."""
+    log = diagnose(SHORT.format(process=process, level="ERROR", line=line))
+    assert codes(log) == ["KVD302"]
+    _, _, sentence = log.findings[0].sentence.partition("2560 are missing")
+    assert (says in sentence) if says else not sentence
+
+
 def test_what_the_log_says_is_put_right_before_a_fix_is_taken() -> None:
     diagnosis = diagnose(logged(NEWEST, "degraded", "list index out of range"))
     found = next(each for each in diagnosis.findings if each.rule.code == "KVD207")

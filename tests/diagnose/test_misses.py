@@ -44,6 +44,9 @@ from tests.diagnose.lines import (
 )
 from tests.diagnose.releases import bare, fail, raise_in
 
+#: A configuration with a serializer that rounds.
+LOSSY = logged("0.3.10", "configured", "{'remote_url': 'redis://h:6379', 'remote_serde': 'cachegen'}")
+
 MP = "integration/vllm/vllm_multi_process_adapter.py"
 DRIVEN = "v1/multiprocess/modules/lmcache_driven_transfer.py"
 LOOKUP = "v1/multiprocess/modules/lookup.py"
@@ -96,6 +99,13 @@ def misses() -> list[tuple[str, str]]:
         ("KVD479", logged(NEWEST, "unretrievable")
          + logged(NEWEST, "retrieved", "r1", 512, 512, 512, 0.1, 1.0, 2.0, which="required")),
         ("KVD302", logged(NEWEST, "retrieved", "r1", 512, 512, 512, 0.1, 1.0, 2.0, which="required")),
+        ("KVD302", logged(NEWEST, "unretrievable") + logged(NEWEST, "short", 0, 31)),
+        ("KVD1090", logged(NEWEST, "short", 0, 31)),
+        ("KVD1090", logged(NEWEST, "unretrievable") + logged(NEWEST, "short", 31, 31)),
+        ("KVD431", LOSSY + asked("0.3.10", 836, 832, 768, -64)),
+        ("KVD1096", LOSSY + lookups(1, 900)),
+        ("KVD1096", LOSSY.replace("cachegen", "naive") + asked("0.3.10", 678, 0, 512, 512, "x")),
+        ("KVD1096", LOSSY.replace("'redis://h:6379'", "None") + asked("0.3.10", 678, 0, 512, 512, "x")),
         # On each resume after a preemption.
         ("KVD302", logged(NEWEST, "rolled_back", "r1", 320, 256)),
         ("KVD305", SEED),

@@ -192,7 +192,7 @@ FIX = Fix(
             broken=">=0.11.2", probe=rollback_is_not_recorded, fix=fix_rollback, place=1, helper=True
         ),
     ),
-    evidence={"KVD302": ""},
+    evidence={"KVD302": "", "KVD1090": ""},
     scenarios=(
         "failed-load-poisons-cache",
         "failed-load-stored-last",

@@ -86,7 +86,7 @@ FIX = Fix(
     __name__,
     __doc__,
     targets=(SCHEDULER._update_requests_with_invalid_blocks(broken=">=0.11.2", probe=shows_bug, fix=fix, place=2),),
-    evidence={"KVD302": "", "KVD303": ""},
+    evidence={"KVD302": "", "KVD303": "", "KVD1090": ""},
     scenarios=(
         "failed-load-gone-under-way",
         "failed-load-stays-cached",

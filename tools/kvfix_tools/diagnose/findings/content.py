@@ -5,15 +5,12 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from kvfix_tools.diagnose.findings import Answer, Severity, finding, note
+from kvfix_tools.diagnose.findings import Answer, Severity, finding
 from kvfix_tools.diagnose.findings.lookups import lookups_of
 
 if TYPE_CHECKING:
     from kvfix_tools.diagnose.diagnosis import Diagnosis
     from kvfix_tools.diagnose.log_line import LogLine
-
-#: `skip_last_n_tokens` is smaller than this.
-_CUT = 32
 
 
 @finding("KVD301", "failed-load-taken-for-done", Severity.WRONG, on=["mp_failed"])
@@ -29,59 +26,6 @@ def failed_load_taken_for_done(log: Diagnosis, line: LogLine) -> Answer | None:
         "its load failed, and is reported as done" + ("" if sure else " (if LMCache is older than 0.5.5)"),
         verdict="violated" if sure else "unknown",
     )
-
-
-@finding(
-    "KVD302",
-    "load-comes-short",
-    Severity.WRONG,
-    on=["retrieved", "short", "load_failed"],
-)
-def load_comes_short(log: Diagnosis, line: LogLine) -> Answer | None:
-    """What was hit could not be loaded. vLLM computes it again; what is stored meanwhile may be wrong.
-
-    Cause: between lookup and load the chunks were evicted or their pins ran out, or the backend lost them. LMCache
-    before 0.3.9 also loses loads by itself: in 0.3.1 tokens are cut off wrongly (with `skip_last_n_tokens` twice), in
-    0.3.2 with `enable_p2p` what a peer sends is not counted.
-
-    First: a larger `max_local_cpu_size` (NIXL storage: `nixl_buffer_size`); before LMCache 0.3.9 upgrade,
-    `skip_last_n_tokens` at 0, `enable_p2p: false`.
-    """
-    f = line.fields
-    if line.name == "load_failed":
-        return Answer(f"{f['tokens']} tokens in {f['blocks']} blocks were not loaded")
-    due = f["expected"] if line.name == "short" else f["required"]
-    if f["tokens"] >= due:
-        return None
-    missing = f"{f['tokens']} of {due} tokens were loaded: {due - f['tokens']} are missing"
-    cut = log.memory.get("promised", 0) - due
-    if line.name == "short" and 0 < cut < _CUT and log.releases.within("lmcache", ">=0.3.9") is not True:
-        missing += (
-            f"; the lookup promised {cut} more than the load asks for, as skip_last_n_tokens {cut} does before 0.3.9"
-        )
-    return Answer(missing)
-
-
-@finding("KVD479", "hit-not-read", Severity.SLOW, on=[""])
-def hit_not_read(log: Diagnosis, line: LogLine | None) -> Answer | None:
-    """Chunks that a lookup had found could not be read when they were to be loaded.
-
-    Cause: they were evicted meanwhile, the store does not give them (its own error stands before), or the CPU pool had
-    no room to read them into.
-
-    Setting: look at the errors before these lines; a larger `max_local_cpu_size`; a remote store that keeps what it has
-    (Redis: `maxmemory`), or `local_disk` on a disk of its own.
-    """
-    times = log.counts["unretrievable"]
-    if not times or log.counts["short"] or log.counts["retrieved"]:
-        return None
-    return Answer(f"{times} times a chunk was found and could not be read", "", "unknown")
-
-
-@note("asked")
-def _note_promise(log: Diagnosis, line: LogLine) -> None:
-    """What KVD302 has to know: the tokens of the last lookup that are to be loaded."""
-    log.memory["promised"] = line.fields.get("need") or 0
 
 
 @finding(

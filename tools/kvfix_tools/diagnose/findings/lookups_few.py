@@ -174,12 +174,38 @@ def lookup_unanswered_in_a_paste(log: Diagnosis, line: LogLine) -> Answer | None
     return Answer(f"rank {rank} did not answer", request="", verdict="unknown", evidence=(evidence,))
 
 
+@finding("KVD1096", "kv-is-stored-with-losses", Severity.RISK, on=[""])
+def kv_is_stored_with_losses(log: Diagnosis, line: LogLine) -> Answer | None:
+    """What comes from the remote store is not what was stored: CacheGen rounds the KV.
+
+    Cause: `remote_serde: cachegen` quantizes keys and values before it writes them, so an answer after a hit differs
+    from one without, and accuracy on a second run is lower. It was lower still on vLLM with the Triton attention
+    backend before vllm#19138.
+
+    Setting: `remote_serde: naive` (LMCACHE_REMOTE_SERDE=naive) and an empty store, where answers must be the same.
+
+    Good: `remote_serde: naive`: cachegen is lossy by its design, in every release.
+
+    Normal: cachegen that was chosen for the network's sake.
+    """
+    kept = lookups_of(log)
+    if not _is_lossy(log) or not kept.hits or not _is_short(log):
+        return None
+    return Answer("remote_serde is cachegen, and lookups hit", request="", verdict="unknown")
+
+
+def _is_lossy(log: Diagnosis) -> bool:
+    settings = lookups_of(log).settings
+    return settings.get("remote_serde") == "cachegen" and settings.get("remote_url", "None") != "None"
+
+
 @finding("KVD431", "vllm-has-it-already", Severity.RISK, on=[""])
 def vllm_has_it_already(log: Diagnosis, line: LogLine) -> Answer | None:
     """Every hit is one that vLLM's own prefix cache has as well: LMCache has nothing to load, and saves no time.
 
     Cause: the cache on the GPU is asked first; LMCache loads only what goes beyond (`need to load`, below 0 where vLLM
-    has more, as its blocks are smaller than chunks). What a benchmark then measures is the cost of the lookup.
+    has more, as its blocks are smaller than chunks). What a benchmark then measures is the cost of the lookup. Answers
+    that get worse on a hit are another matter (`remote_serde: cachegen` loses precision).
 
     Setting: to see what LMCache saves: more distinct prompts than the GPU holds, `--no-enable-prefix-caching`, or the
     same prompt after a restart or on another engine; in production nothing is to be done.
@@ -189,6 +215,8 @@ def vllm_has_it_already(log: Diagnosis, line: LogLine) -> Answer | None:
     Normal: a prompt that is repeated while it is on the GPU.
     """
     kept = lookups_of(log)
+    if _is_lossy(log):
+        return None
     all_doubled = kept.hits and kept.doubled == kept.hits and not kept.below
     if not all_doubled or kept.missing >= (kept.chunk or CHUNK) or not _is_short(log):
         return None

@@ -128,4 +128,32 @@ PROBLEMS = (
         "engines and controller; nothing where `not initialized` comes once after a restart",
         good="a buffer that fits the load, and one release",
     ),
+    Problem(
+        code="KVD1092",
+        name="legacy-pd-without-request-spec",
+        severity=Severity.CRASH,
+        title="The prefiller of LMCache's first PD mode (`enable_nixl`, one pair) dies at its first prompt.",
+        shows=(Failed(kind="AttributeError", text="'NoneType' object has no attribute 'is_last_prefill'"),),
+        releases={"lmcache": "<0.3.9"},
+        cause="Without enable_xpyd a request carries no `disagg_spec`; LMCache 0.3.3 notes the last part of a prompt "
+        "in it all the same (pull 1162 brought that, pull 1388 asks for it first).",
+        now="`enable_xpyd: true` with its ports, and LMCache's proxy, which adds the spec; or pip install "
+        "lmcache==0.3.2",
+        good=f"LMCache 0.3.9 or newer, which asks whether there is a spec, with its PD mode: {_PD}",
+        threads=(_LMCACHE + "pull/1388", _LMCACHE + "issues/1251"),
+    ),
+    Problem(
+        code="KVD1094",
+        name="peer-lookup-deletes-nothing",
+        severity=Severity.CRASH,
+        title="LMCache's first P2P mode tells Redis to delete a list of keys that is empty, and vLLM dies.",
+        shows=(Failed(kind="ResponseError", text="wrong number of arguments for 'del' command"),),
+        releases={"lmcache": "<0.3.9"},
+        cause="A store that has to evict first reports what it evicted to the Redis of `lookup_url`. Where it evicted "
+        "nothing (disk alone, local_cpu: false) the DEL has no key, and Redis refuses it.",
+        now="`enable_p2p: false` (LMCACHE_ENABLE_P2P=False), or local_cpu: true with a larger max_local_cpu_size; "
+        "restart",
+        good="LMCache 0.3.9.post2 or newer, whose P2P asks its controller instead of a lookup_url",
+        threads=(_LMCACHE + "issues/1228", _LMCACHE + "pull/527"),
+    ),
 )

@@ -107,4 +107,25 @@ PROBLEMS = (
         '"trigger_watermark": 0.8, "eviction_ratio": 0.2}; restart the server',
         good="pool_size times the chunk's bytes as large as the disk allows, with eviction",
     ),
+    Problem(
+        code="KVD1098",
+        name="nixl-store-failure-kills",
+        severity=Severity.CRASH,
+        title="NIXL's storage failed to write chunks, and the error went on to vLLM, which died of it.",
+        shows=(
+            Failed(kind="nixlBackendError", within="nixl_storage_backend.py:batched_submit_put_task"),
+            Failed(kind="nixlInvalidParamError", within="nixl_storage_backend.py:batched_submit_put_task"),
+            Failed(kind="nixlNotFoundError", within="nixl_storage_backend.py:batched_submit_put_task"),
+        ),
+        sentence="a write to NIXL's storage failed, in the step's own thread",
+        connectors=_IN_PROCESS,
+        releases={"lmcache": "<0.5.4"},
+        replaces=("KVD554", "KVD570"),
+        cause="With nixl_pool_size: 0 (dynamic) and without nixl_async_put the step waits for the write, and its error "
+        "is raised through wait_for_save. Why it failed stands before it, in the store's own line: no room or rights "
+        "in nixl_path, O_DIRECT, endpoint or credentials of OBJ, a device that is gone.",
+        now="extra_config: {nixl_async_put: true}, which only logs the failure; or enable_nixl_storage: false; restart",
+        fixed={"lmcache": "0.5.4"},
+        threads=("https://github.com/LMCache/LMCache/pull/3956",),
+    ),
 )

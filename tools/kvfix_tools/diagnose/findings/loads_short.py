@@ -1,0 +1,106 @@
+"""Loads that bring less than the lookup had promised: the store does not give it, or it was lost in between."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from kvfix_tools.diagnose.findings import Answer, Severity, finding, note
+from kvfix_tools.diagnose.findings.lookups import lookups_of
+
+if TYPE_CHECKING:
+    from kvfix_tools.diagnose.diagnosis import Diagnosis
+    from kvfix_tools.diagnose.log_line import LogLine
+
+#: `skip_last_n_tokens` is smaller than this.
+_CUT = 32
+#: A worker that is not the first: `Worker_TP1`, `VllmWorker_1`, `VllmWorker TP1`.
+_NOT_FIRST = re.compile(r"(?:TP|Worker_|rank=)[1-9]")
+#: A stage of a pipeline that is not the first, or Ray, which hides it.
+_STAGE = re.compile(r"(?:\bPP|_PP)[1-9]|\bRayWorker")
+
+
+@finding("KVD1090", "store-does-not-give-what-it-lists", Severity.WRONG, on=["retrieved", "short"])
+def store_does_not_give_what_it_lists(log: Diagnosis, line: LogLine) -> Answer | None:
+    """The store lists chunks and gives nothing for their keys: the load comes short.
+
+    Cause: the worker asked its own store, was told that the chunk is there, and got none (cache_engine.py, `The cache
+    block is in the storage, but it can't be retrieved`); chunks in CPU memory alone cannot do that. Mooncake: the
+    master still lists what lay on a client that is gone or was restarted. Redis: the header is left and the data was
+    evicted, or the client timed out. Disk: the file is gone. Each of them: no room in the CPU pool to read it into,
+    which has a line of its own.
+
+    First: the error of the store before these lines decides; without one, make the store forget what it lists: restart
+    mooncake_master, redis-cli FLUSHDB, or empty the folder of local_disk, then restart vLLM.
+
+    Good: a store that keeps what it lists (all Mooncake clients up, Redis with enough maxmemory), and kvfix (KVF007,
+    KVF203), since in no release does vLLM forget the blocks of a failed load.
+    """
+    short = _missing(line)
+    return Answer(short) if short and log.counts["unretrievable"] else None
+
+
+@finding("KVD302", "load-comes-short", Severity.WRONG, on=["retrieved", "short", "load_failed"])
+def load_comes_short(log: Diagnosis, line: LogLine) -> Answer | None:
+    """What was hit could not be loaded. vLLM computes it again; what is stored meanwhile may be wrong.
+
+    Cause: between lookup and load the chunks were evicted or their pins ran out, or the backend lost them. Older
+    releases of LMCache also lose loads by themselves: before 0.3.3 rank 0 alone is asked, so that the other ranks'
+    chunks are not pinned (pull 1101), and what a peer sends with `enable_p2p` is not counted; in 0.3.1 tokens are cut
+    off wrongly (with `skip_last_n_tokens` twice); before 0.3.9.post1 no rank of a later stage of a pipeline is asked
+    (pull 1813).
+
+    First: a larger `max_local_cpu_size` (NIXL storage: `nixl_buffer_size`); before LMCache 0.3.9.post1 upgrade,
+    `skip_last_n_tokens` at 0, `enable_p2p: false`.
+    """
+    if line.name == "load_failed":
+        return Answer(f"{line.fields['tokens']} tokens in {line.fields['blocks']} blocks were not loaded")
+    missing = _missing(line)
+    if not missing or log.counts["unretrievable"]:
+        return None
+    return Answer(missing + _lost_by_itself(log, line))
+
+
+@finding("KVD479", "hit-not-read", Severity.SLOW, on=[""])
+def hit_not_read(log: Diagnosis, line: LogLine | None) -> Answer | None:
+    """Chunks that a lookup had found could not be read when they were to be loaded.
+
+    Cause: they were evicted meanwhile, the store does not give them (its own error stands before), or the CPU pool had
+    no room to read them into.
+
+    Setting: look at the errors before these lines; a larger `max_local_cpu_size`; a remote store that keeps what it has
+    (Redis: `maxmemory`), or `local_disk` on a disk of its own.
+    """
+    times = log.counts["unretrievable"]
+    if not times or log.counts["short"] or log.counts["retrieved"]:
+        return None
+    return Answer(f"{times} times a chunk was found and could not be read", "", "unknown")
+
+
+@note("asked")
+def _note_promise(log: Diagnosis, line: LogLine) -> None:
+    """What KVD302 has to know: the tokens of the last lookup that are to be loaded."""
+    log.memory["promised"] = line.fields.get("need") or 0
+
+
+def _missing(line: LogLine) -> str:
+    f = line.fields
+    due = f["expected"] if line.name == "short" else f["required"]
+    return f"{f['tokens']} of {due} tokens were loaded: {due - f['tokens']} are missing" if f["tokens"] < due else ""
+
+
+def _lost_by_itself(log: Diagnosis, line: LogLine) -> str:
+    """How the release of this log loses loads, where the line shows it; "" where it does not."""
+    if line.name != "short" or log.releases.within("lmcache", ">=0.3.9.post1") is True:
+        return ""
+    cut = log.memory.get("promised", 0) - line.fields["expected"]
+    if 0 < cut < _CUT and log.releases.within("lmcache", ">=0.3.9") is not True:
+        return f"; the lookup promised {cut} more than the load asks for, as skip_last_n_tokens {cut} does before 0.3.9"
+    if log.releases.within("lmcache", "<0.3.3") is True:
+        if lookups_of(log).settings.get("enable_p2p") == "True":
+            return "; with enable_p2p what a peer sends is not counted before 0.3.3"
+        if _NOT_FIRST.search(line.process):
+            return "; before 0.3.3 rank 0 alone is asked, and this rank's chunks are not pinned"
+    if log.releases.within("lmcache", "<0.3.9.post1") is True and _STAGE.search(line.process):
+        return "; with --pipeline-parallel-size ranks of a later stage are not asked before 0.3.9.post1"
+    return ""
