@@ -221,4 +221,27 @@ PROBLEMS = (
         fixed={"lmcache": "0.5.1"},
         threads=("https://github.com/LMCache/LMCache/issues/4008",),
     ),
+    Problem(
+        code="KVD1110",
+        name="layer-cache-is-no-tensor",
+        severity=Severity.CRASH,
+        title="The KV cache of a layer is several tensors, and the connector takes it for one.",
+        shows=(
+            Failed(kind="AttributeError", text="'tuple' object has no attribute 'data_ptr'"),
+            Failed(kind="AttributeError", text="'list' object has no attribute 'data_ptr'"),
+            Failed(kind="AttributeError", text="'tuple' object has no attribute 'shape'", through="/lmcache"),
+            Failed(kind="AttributeError", text="'list' object has no attribute 'shape'", through="/lmcache"),
+            Failed(kind="AttributeError", text="'tuple' object has no attribute 'device'", through="/lmcache"),
+            Failed(kind="AttributeError", text="'list' object has no attribute 'device'", through="/lmcache"),
+        ),
+        sentence="a layer's cache is a tuple or a list of tensors",
+        sure=False,
+        cause="Two models have such: MLA on Ascend (DeepSeek: a pair for each layer), and layers with a state (Mamba, "
+        "GDN, linear attention), whose cache is a list. LMCache in the engine's process takes neither; the log's "
+        "`use mla` or the model's name tells which it is.",
+        now="DeepSeek on Ascend: use_layerwise: true (LMCACHE_USE_LAYERWISE=True) with a lmcache-ascend of the same "
+        "LMCache release, else without --kv-transfer-config; Mamba or GDN: LMCacheMPConnector (LMCache 0.4.7 or newer)",
+        good="lmcache-ascend that lists MLA as supported; for models with a state LMCacheMPConnector",
+        threads=("https://github.com/LMCache/LMCache-Ascend/issues/12",),
+    ),
 )
