@@ -1,0 +1,67 @@
+"""What the server and its clients cannot cut or read: chunks against blocks, layouts that no format describes."""
+
+from __future__ import annotations
+
+from kvfix_tools.diagnose.findings import Severity
+from kvfix_tools.diagnose.problems import Failed, Problem
+
+_MP = ("LMCacheMPConnector", "MultiConnector")
+_VIEW = "lmcache/v1/multiprocess/group_view.py"
+_UTILS = "lmcache/v1/gpu_connector/utils.py"
+
+PROBLEMS = (
+    Problem(
+        code="KVD1112",
+        name="grpc-older-than-its-stubs",
+        severity=Severity.CRASH,
+        title="The installed grpcio is older than the one that LMCache's code was generated for.",
+        shows=(
+            Failed(
+                kind="RuntimeError", text="The grpc package installed is at version <version>, but the generated code"
+            ),
+        ),
+        sentence="grpcio {version} is too old",
+        cause="LMCache 0.5.5 and newer bring generated gRPC code, which looks for its grpcio when it is loaded. vLLM "
+        "or another package has pinned an older one (pip install --no-deps, or an image's own).",
+        now="pip install -U grpcio to the version that the message names, in the environment of vLLM and of the "
+        "server; restart both",
+        good="an image or environment whose grpcio was resolved together with LMCache (pip check says so)",
+    ),
+    Problem(
+        code="KVD1114",
+        name="layout-not-read",
+        severity=Severity.CRASH,
+        title="LMCache cannot read the shape of this model's KV cache.",
+        shows=(
+            Failed(kind="ValueError", text="tensor does not look like stacked KV", at=_UTILS),
+            Failed(kind="ValueError", text="Expected token2d dim=3, got", at=_UTILS),
+            Failed(kind="ValueError", text="Expected k/v 4D [NB,BS,NH,HS], got", at=_UTILS),
+            Failed(kind="ValueError", text="MLA expects kv_cache_layer as Tensor", at=_UTILS),
+            Failed(kind="ValueError", text="does not have one paged tensor per layer"),
+            Failed(kind="ValueError", text="tensor is non-contiguous and not a supported"),
+        ),
+        releases={"lmcache": ">=0.4.3"},
+        sure=False,
+        cause="Each attention backend has its own order of axes, and LMCache knows those of a list "
+        "(gpu_connector/kv_format). The one of this model, backend or platform is not among them: a new model, "
+        "--attention-backend, --kv-cache-dtype, a block size of its own.",
+        now="start with --attention-backend FLASH_ATTN --kv-cache-dtype auto (MLA: the default backend); if it is "
+        "the same, without --kv-transfer-config for this model",
+        good="a release of LMCache that lists the model; report the line `Engine KV Format` with the shapes",
+    ),
+    Problem(
+        code="KVD1116",
+        name="chunk-ends-within-a-block",
+        severity=Severity.CRASH,
+        title="The server's chunks do not end where the blocks of a KV group end.",
+        shows=(Failed(kind="ValueError", text="align to group <group> tokens_per_block <block>", at=_VIEW),),
+        sentence="KV group {group} has blocks of {block} tokens",
+        connectors=_MP,
+        releases={"lmcache": ">=0.4.7"},
+        cause="A chunk is stored as whole blocks of every KV group. Hybrid models (Qwen3.5, Mamba, GDN) have large "
+        "blocks that are no power of two (544, 1056), and the server's default of 256 tokens does not hold them.",
+        now="lmcache server --chunk-size <a multiple of every group's tokens_per_block, as the server's line "
+        "`KernelGroupInfo` has them> (544: --chunk-size 544), an empty L2, restart server and vLLM",
+        good="the same --chunk-size for all engines of this model; a server of its own for it",
+    ),
+)
