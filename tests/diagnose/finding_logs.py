@@ -102,8 +102,10 @@ def without_hits() -> dict[str, list[str]]:
         ],
         # Few lines, as they are pasted: one short prompt, the same prompt twice, peers that know nothing.
         "KVD327": [
-            lookups(1, 26), lookups(2, 14), worker() + lookups(1, 900) + stores(1) + asked(NEWEST, 900, 0, 0, 0, "x"),
+            lookups(1, 26), lookups(2, 14),
+            worker() + lookups(1, 900) + stores(1, "(Worker_TP1 pid=9) ") + asked(NEWEST, 900, 0, 0, 0, "x"),
         ],
+        "KVD1118": [worker() + lookups(1, 900) + stores(1) + asked(NEWEST, 900, 0, 0, 0, "x")],
         "KVD328": [logged("0.3.9", "hash_seed", which="Centralized") + lookups(1, 900) + stores(1)],
         "KVD424": [logged(release, "hash_seed", which="P/D Disaggregation") for release in ("0.3.9", NEWEST)],
         "KVD430": [logged("0.3.13", "lookup_timeout", 1, "Resource temporarily unavailable")],

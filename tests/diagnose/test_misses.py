@@ -122,6 +122,9 @@ def misses() -> list[tuple[str, str]]:
          + asked(NEWEST, 900, 0, 512, 512, "x")),
         # The first request with a prompt, and one that is found at its second.
         ("KVD327", lookups(1, 900) + stores(1)),
+        ("KVD327", lookups(1, 900) + stores(1) + asked(NEWEST, 900, 0, 0, 0, "x")),
+        ("KVD1118", lookups(1, 900) + stores(1) + asked(NEWEST, 1200, 0, 0, 0, "x")),
+        ("KVD1118", lookups(1, 900) + stores(1, "(Worker_TP1 pid=9) ") + asked(NEWEST, 900, 0, 0, 0, "x")),
         ("KVD327", lookups(2, 26) + asked(NEWEST, 900, 0, 512, 512, "x")),
         ("KVD327", lookups(1, 26) + logged(NEWEST, "degraded", "No supported connector.")),
         ("KVD327", lookups(2, 26) + stores(1) * 60),

@@ -6,23 +6,11 @@ from typing import TYPE_CHECKING
 
 from kvfix_tools.diagnose.findings import Answer, Severity, finding, note
 from kvfix_tools.diagnose.findings.lookups import CHUNK, ENOUGH, lookups_of
-from kvfix_tools.diagnose.findings.memory import PASTE
+from kvfix_tools.diagnose.findings.pastes import is_lossy, is_one_process, is_paste, is_short
 
 if TYPE_CHECKING:
     from kvfix_tools.diagnose.diagnosis import Diagnosis
     from kvfix_tools.diagnose.log_line import LogLine
-
-
-#: Findings that say nothing about what was looked up.
-_ASIDE = frozenset({"KVD424"})
-
-
-def _is_short(log: Diagnosis) -> bool:
-    return all(found.rule.code in _ASIDE for found in log.findings) and log.counts.total() <= PASTE
-
-
-def _is_paste(log: Diagnosis) -> bool:
-    return not log.hit and _is_short(log)
 
 
 @finding("KVD008", "pd-receiver-finds-nothing", Severity.SLOW, on=[""])
@@ -48,7 +36,7 @@ def pd_receiver_finds_nothing(log: Diagnosis, line: LogLine) -> Answer | None:
     role = kept.settings.get("pd_role", "None")
     if (role if role != "None" else kept.settings.get("nixl_role")) != "receiver":
         return None
-    if not 0 < kept.number < ENOUGH or not _is_paste(log):
+    if not 0 < kept.number < ENOUGH or not is_paste(log):
         return None
     return Answer(
         f"{kept.number} lookup{'s' if kept.number > 1 else ''} of up to {kept.longest} tokens, 0 hits, on a receiver",
@@ -75,11 +63,13 @@ def no_hit_in_a_paste(log: Diagnosis, line: LogLine) -> Answer | None:
     Normal: the first request with each prompt.
     """
     kept = lookups_of(log)
-    if not 0 < kept.number < ENOUGH or not _is_paste(log) or kept.ahead >= (kept.chunk or CHUNK):
+    if not 0 < kept.number < ENOUGH or not is_paste(log) or kept.ahead >= (kept.chunk or CHUNK):
         return None
     twice = max((total for total, times in kept.totals.items() if times > 1), default=0)
     short = kept.longest < (kept.chunk or CHUNK)
     what = f"{kept.number} lookup{'s' if kept.number > 1 else ''} of up to {kept.longest} tokens, 0 hits"
+    if twice and kept.stored and is_one_process(kept):
+        return None
     if twice and kept.stored:
         return Answer(f"{what}; prompts of {twice} tokens came twice, and were stored", request="", verdict="unknown")
     if short and (twice or not kept.stored):
@@ -102,7 +92,7 @@ def shared_without_a_seed(log: Diagnosis, line: LogLine) -> Answer | None:
     Normal: the first request with each prompt.
     """
     kept = lookups_of(log)
-    if not 0 < kept.number < ENOUGH or not _is_paste(log) or not (kept.shared and log.counts["hash_seed"]):
+    if not 0 < kept.number < ENOUGH or not is_paste(log) or not (kept.shared and log.counts["hash_seed"]):
         return None
     return Answer(f"{kept.number} lookups, 0 hits in a shared store, no PYTHONHASHSEED", request="", verdict="unknown")
 
@@ -123,7 +113,7 @@ def peers_unknown_in_a_paste(log: Diagnosis, line: LogLine) -> Answer | None:
     """
     kept = lookups_of(log)
     few = kept.number < ENOUGH or kept.empty < ENOUGH
-    if not kept.empty or log.counts["peer_asked"] > kept.empty or not few or not _is_paste(log):
+    if not kept.empty or log.counts["peer_asked"] > kept.empty or not few or not is_paste(log):
         return None
     return Answer(f"the controller was asked {kept.empty} times and knew no peer", request="", verdict="unknown")
 
@@ -168,35 +158,10 @@ def lookup_unanswered_in_a_paste(log: Diagnosis, line: LogLine) -> Answer | None
     Normal: one such line in a long log.
     """
     few = 0 < log.counts["lookup_timeout"] < 3
-    if not few or not _is_short(log):
+    if not few or not is_short(log):
         return None
     rank, evidence = log.memory["lookup_timeout"]
     return Answer(f"rank {rank} did not answer", request="", verdict="unknown", evidence=(evidence,))
-
-
-@finding("KVD1096", "kv-is-stored-with-losses", Severity.RISK, on=[""])
-def kv_is_stored_with_losses(log: Diagnosis, line: LogLine) -> Answer | None:
-    """What comes from the remote store is not what was stored: CacheGen rounds the KV.
-
-    Cause: `remote_serde: cachegen` quantizes keys and values before it writes them, so an answer after a hit differs
-    from one without, and accuracy on a second run is lower. It was lower still on vLLM with the Triton attention
-    backend before vllm#19138.
-
-    Setting: `remote_serde: naive` (LMCACHE_REMOTE_SERDE=naive) and an empty store, where answers must be the same.
-
-    Good: `remote_serde: naive`: cachegen is lossy by its design, in every release.
-
-    Normal: cachegen that was chosen for the network's sake.
-    """
-    kept = lookups_of(log)
-    if not _is_lossy(log) or not kept.hits or not _is_short(log):
-        return None
-    return Answer("remote_serde is cachegen, and lookups hit", request="", verdict="unknown")
-
-
-def _is_lossy(log: Diagnosis) -> bool:
-    settings = lookups_of(log).settings
-    return settings.get("remote_serde") == "cachegen" and settings.get("remote_url", "None") != "None"
 
 
 @finding("KVD431", "vllm-has-it-already", Severity.RISK, on=[""])
@@ -215,10 +180,10 @@ def vllm_has_it_already(log: Diagnosis, line: LogLine) -> Answer | None:
     Normal: a prompt that is repeated while it is on the GPU.
     """
     kept = lookups_of(log)
-    if _is_lossy(log):
+    if is_lossy(log):
         return None
     all_doubled = kept.hits and kept.doubled == kept.hits and not kept.below
-    if not all_doubled or kept.missing >= (kept.chunk or CHUNK) or not _is_short(log):
+    if not all_doubled or kept.missing >= (kept.chunk or CHUNK) or not is_short(log):
         return None
     beyond = f"all but {kept.missing} tokens" if kept.missing > 0 else "all"
     what = f"{kept.hits} hit{'s' if kept.hits > 1 else ''}, of which vLLM itself had {beyond}"
@@ -241,7 +206,7 @@ def vllm_has_more_than_lmcache(log: Diagnosis, line: LogLine) -> Answer | None:
     Normal: the first use of a prompt whose beginning vLLM has computed in this very step.
     """
     kept = lookups_of(log)
-    if kept.ahead < (kept.chunk or CHUNK) or not _is_paste(log):
+    if kept.ahead < (kept.chunk or CHUNK) or not is_paste(log):
         return None
     what = f"{kept.number} lookup{'s' if kept.number > 1 else ''}, 0 hits; vLLM itself had up to {kept.ahead} tokens"
     return Answer(what, request="", verdict="unknown")
@@ -270,6 +235,6 @@ def runs_with_its_defaults(log: Diagnosis, line: LogLine) -> Answer | None:
     evidence = log.memory.get("without_file")
     settings = lookups_of(log).settings
     plain = settings.get("local_disk", "None") == "None" and settings.get("remote_url", "None") == "None"
-    if evidence is None or not plain or log.counts["asked"] or log.failures.dead or not _is_short(log):
+    if evidence is None or not plain or log.counts["asked"] or log.failures.dead or not is_short(log):
         return None
     return Answer("no LMCACHE_CONFIG_FILE in this process", request="", verdict="unknown", evidence=(evidence,))
