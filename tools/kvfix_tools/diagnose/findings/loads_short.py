@@ -27,8 +27,9 @@ def store_does_not_give_what_it_lists(log: Diagnosis, line: LogLine) -> Answer |
     Cause: the worker asked its own store, was told that the chunk is there, and got none (cache_engine.py, `The cache
     block is in the storage, but it can't be retrieved`); chunks in CPU memory alone cannot do that. Mooncake: the
     master still lists what lay on a client that is gone or was restarted. Redis: the header is left and the data was
-    evicted, or the client timed out. Disk: the file is gone. Each of them: no room in the CPU pool to read it into,
-    which has a line of its own.
+    evicted, or the client timed out. S3: what a lifecycle rule or another writer deletes LMCache remembers until vLLM
+    is restarted (pull 4745). Disk: the file is gone. Each of them: no room in the CPU pool to read it into, which has
+    a line of its own.
 
     First: the error of the store before these lines decides; without one, make the store forget what it lists: restart
     mooncake_master, redis-cli FLUSHDB, or empty the folder of local_disk, then restart vLLM.

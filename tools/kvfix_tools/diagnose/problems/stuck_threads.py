@@ -54,4 +54,21 @@ PROBLEMS = (
         good="LMCache 0.3.9 or newer, whose P2P (enable_p2p with a controller and transfer_channel: nixl) is another",
         threads=(_LMCACHE + "issues/1258",),
     ),
+    Problem(
+        code="KVD1120",
+        name="stuck-behind-one-server",
+        severity=Severity.HANG,
+        title="The thread that sends to all LMCache servers is stuck, and whoever makes or closes a client waits.",
+        shows=(Stuck("mq.py:unregister"), Stuck("mq.py:register")),
+        connectors=("LMCacheMPConnector", "MultiConnector"),
+        releases={"lmcache": ">=0.5.0"},
+        replaces=("KVD213",),
+        cause="All clients of a process share one polling thread (ClientPollingLoop). It sends without a limit of "
+        "time, so one server that is unreachable, with its queue full, holds it: requests to healthy servers are not "
+        "sent either, and a shutdown waits for it without an end.",
+        now="bring the server back that does not answer (nc -vz HOST 5555 from the worker's container); a worker that "
+        "hangs in its shutdown needs kill -9",
+        good="no release of LMCache limits that send yet (0.5.6): one server for a process, on the same node",
+        threads=("https://github.com/local-inference-lab/rtx6kpro/issues/48",),
+    ),
 )
