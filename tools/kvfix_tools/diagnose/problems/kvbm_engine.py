@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvfix_tools.diagnose.findings import Severity
-from kvfix_tools.diagnose.problems import Failed, Logged, Problem
+from kvfix_tools.diagnose.problems import Died, Failed, Logged, Problem
 
 _DYNAMO = "https://github.com/ai-dynamo/dynamo/"
 
@@ -32,6 +32,28 @@ PROBLEMS = (
         "of a host; df -h of DYN_KVBM_DISK_CACHE_DIR",
         good="sizes that the host can pin, and a time limit that fits them",
         threads=(_DYNAMO + "issues/4087",),
+    ),
+    Problem(
+        code="KVD1077",
+        name="kvbm-barrier-of-another-engine",
+        severity=Severity.CRASH,
+        title="Two engines with KVBM meet at one barrier in etcd, or an engine meets the one of its last start.",
+        shows=(
+            Failed(text="barrier: AlreadyCompleted"),
+            Failed(text="barrier: BarrierIdNotUnique"),
+            Failed(text="barrier: BarrierWorkerIdNotUnique"),
+            Logged("barrier: AlreadyCompleted"),
+            Logged("barrier: BarrierIdNotUnique"),
+            Logged("barrier: BarrierWorkerIdNotUnique"),
+            Failed(text="AlreadyCompleted", through="vllm_integration/"),
+        ),
+        replaces=("KVD031",),
+        cause="Leader and workers of an engine find each other under a name in etcd, `kvbm` unless it is set: prefill "
+        "and decode, or two replicas, take the same. After a crash the old entry stays until its lease ends.",
+        now="DYN_KVBM_BARRIER_ID_PREFIX=<another one for each engine, the pod's name> (Dynamo before 0.5: "
+        "DYN_KVBM_BARRIER_ID), restart; alone on its etcd: wait for a minute, or restart etcd",
+        good="the setting in each engine's start; KVBM on prefill only where decode does not need it",
+        threads=(_DYNAMO + "issues/2826",),
     ),
     Problem(
         code="KVD032",
@@ -100,6 +122,8 @@ PROBLEMS = (
             Failed(text="device block overflow - candidate blocks exceed block count"),
             Failed(text="external_sequence_hash mismatch at block index"),
             Failed(text="slot operation failed: <reason>"),
+            Logged("KVBM slot desync: engine scheduled tokens beyond registered device blocks"),
+            Died(text="connector/leader/slot.rs"),
         ),
         sure=False,
         cause="kvbm follows the life of a request in a table of its own, written for one release of vLLM: preemption, "
@@ -107,7 +131,7 @@ PROBLEMS = (
         now="the pair of vLLM and kvbm that Dynamo's image of that release has; --no-async-scheduling, without "
         "--speculative-config, until then; restart",
         good="vLLM and kvbm of one release of Dynamo (pip install 'ai-dynamo[vllm]==<release>' 'kvbm==<release>')",
-        threads=(_DYNAMO + "issues/4580",),
+        threads=(_DYNAMO + "issues/4580", _DYNAMO + "pull/8490"),
     ),
     Problem(
         code="KVD036",

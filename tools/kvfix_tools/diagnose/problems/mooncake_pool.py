@@ -25,6 +25,7 @@ PROBLEMS = (
             Logged("Failed to get Mooncake sub-batch", _WORKER),
             # vllm-ascend's mooncake_backend.py and memcache_backend.py.
             Logged("Failed to get key ["),
+            Logged("Failed to get key <key>@head_or_tp_rank:"),
             Logged("Failed to get <number> keys out of <all>"),
             Logged("Check key existence and memory state."),
         ),

@@ -109,7 +109,9 @@ PROBLEMS = (
             Logged("Process failed for slice (<slice>): local protection error"),
             Logged("Process failed for slice (<slice>): remote access error"),
             Logged("Process failed for slice (<slice>): local length error"),
+            Logged("Received context async event local access violation work queue error for context <card>"),
         ),
+        replaces=("KVD1058",),
         sure=False,
         cause="The card does not know the memory: it was registered with another card than the one that moves it "
         "(several cards, bonds, a GPU behind another switch), registered for less than is moved, or freed and "
@@ -121,6 +123,7 @@ PROBLEMS = (
         threads=(
             "https://github.com/sgl-project/sglang/issues/8324",
             "https://github.com/sgl-project/sglang/issues/10560",
+            f"{_ISSUES}277",
         ),
     ),
 )

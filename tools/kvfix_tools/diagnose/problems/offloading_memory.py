@@ -171,12 +171,15 @@ PROBLEMS = (
         ),
         releases={"vllm": ">=0.20"},
         sure=False,
-        cause="The worker that creates it died (its own error stands before this one: /dev/shm too small, memory "
-        "limit), or a file of an engine that crashed before is still there.",
-        now="look for the first error of the other workers; `rm /dev/shm/vllm_offload_*.mmap` while no engine runs; "
-        "/dev/shm larger than the CPU cache",
-        good="what the first worker's error names",
-        threads=(f"{_ISSUES}/52656",),
+        cause="The region is a file in /dev/shm, which the ranks of one host share. Ranks on several hosts (--nnodes, "
+        "Ray) or in containers with a /dev/shm of their own never see it: no release refuses that yet. On one host the "
+        "worker that creates it died (its own error stands before this one: /dev/shm too small, memory limit), or a "
+        "file of an engine that crashed before is still there.",
+        now="several hosts: SimpleCPUOffloadConnector, or an LMCache server for each host; one host: look for the "
+        "first error of the other workers, `rm /dev/shm/vllm_offload_*.mmap` while no engine runs; /dev/shm larger "
+        "than the CPU cache",
+        good="all ranks of an engine on one host, or a connector without a shared region",
+        threads=(f"{_ISSUES}/52656", f"{_ISSUES}/54415"),
     ),
     Problem(
         code="KVD628",

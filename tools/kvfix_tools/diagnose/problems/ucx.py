@@ -65,6 +65,27 @@ PROBLEMS = (
         ),
     ),
     Problem(
+        code="KVD1079",
+        name="ucx-takes-gpu-memory-for-host-memory",
+        severity=Severity.CRASH,
+        title="UCX copies GPU memory as if the CPU could read it, and the process dies.",
+        shows=(
+            Died(text="Segmentation fault: invalid permissions for mapped object"),
+            Died(text="Caught signal 11 (Segmentation fault: invalid permissions"),
+        ),
+        replaces=("KVD587",),
+        sure=False,
+        cause="The address is mapped, and the CPU may not touch it: memory of the GPU. This UCX has no cuda_copy "
+        "(built without CUDA, for another CUDA, or UCX_TLS leaves it out) or does not see the allocation, so that it "
+        "sends it over TCP with memcpy. A plain write to read-only memory by other code looks the same: the frames of "
+        "the backtrace (uct_tcp, ucp) decide.",
+        now="`UCX_TLS=tcp,cuda_copy,cuda_ipc` (with RDMA: rc,cuda_copy,cuda_ipc) and `UCX_MEMTYPE_CACHE=n` on both "
+        "sides; `ucx_info -d | grep cuda_copy`; `pip install --force-reinstall nixl` of the image's CUDA (CUDA 13: "
+        "nixl-cu13); restart both",
+        good="nixl and UCX of one build, for this CUDA",
+        threads=("https://github.com/sgl-project/sglang/issues/6694",),
+    ),
+    Problem(
         code="KVD146",
         name="ucx-cannot-address-peer",
         severity=Severity.HANG,

@@ -1,0 +1,45 @@
+"""vllm-ascend's Mooncake connectors: blocks that prefill, decode and the store count differently."""
+
+from __future__ import annotations
+
+from kvfix_tools.diagnose.findings import Severity
+from kvfix_tools.diagnose.problems import Failed, Logged, Problem
+
+_ASCEND = "https://github.com/vllm-project/vllm-ascend/"
+
+PROBLEMS = (
+    Problem(
+        code="KVD1071",
+        name="ascend-layerwise-blocks-of-a-store-hit",
+        severity=Severity.CRASH,
+        title="Prefill of MooncakeLayerwiseConnector plans to send more blocks than decode has made room for.",
+        shows=(Failed(kind="IndexError", text="index out of range", through="mooncake_layerwise_connector.py"),),
+        cause="In a MultiConnector the first connector with a hit loads. When that is AscendStoreConnector on decode, "
+        "decode makes room for the rest only, and yet offers these blocks to prefill with remote_cached_tokens 0: "
+        "prefill counts the whole prompt and runs past the list. Without a store beside it the two sides have other "
+        "block sizes or drafts.",
+        now="take AscendStoreConnector out of decode's MultiConnector (prefill may keep it), or MooncakeConnectorV1 "
+        "with its proxy instead of MooncakeLayerwiseConnector on both sides; restart both",
+        good="one way into decode until vllm-ascend's issue 13474 is closed: the peer or the store",
+        threads=(_ASCEND + "issues/13474",),
+        sure=False,
+    ),
+    Problem(
+        code="KVD1075",
+        name="ascend-store-layers-not-found",
+        severity=Severity.SLOW,
+        title="AscendStoreConnector asks the store for layers of chunks that were never stored.",
+        shows=(
+            Logged("Failed to get key ['<model>@pcp<pcp>@dcp<dcp>@head_or_tp_rank:<rank>@<hash>@<layer>'"),
+            Logged("Failed to get key ['<model>@head_or_tp_rank:<rank>@<hash>@<layer>'"),
+        ),
+        sentence="layer {layer} of a chunk of {model} is not in the store",
+        replaces=("KVD519",),
+        cause="With use_layerwise each layer of a chunk has a key of its own. Until vllm-ascend's pull request 8859 "
+        "(0.13: 8860, May 2026) it asked for all tokens of the prompt instead of those that the lookup had found.",
+        now='"use_layerwise": false in kv_connector_extra_config on every engine, and restart',
+        good="vllm-ascend with pull request 8859 (in 0.13: 8860)",
+        threads=(_ASCEND + "issues/8858", _ASCEND + "pull/8860"),
+        sure=False,
+    ),
+)
