@@ -201,6 +201,7 @@ def hits() -> dict[str, list[str]]:
                    logged("0.4.6", "good_bye_of_none", 7)],
         "KVD214": [logged(release, "reaped", 7, 130.4, True) for release in ("0.5.0", NEWEST)],
         "KVD213": [test_stacks.DUMP.decode()],
+        "KVD1303": [test_stacks.NATIVE.decode()],
         "KVD211": [logged(release, "lookup_given_up", "r1", 3) for release in ("0.3.10", NEWEST)],
         "KVD212": [
             handler_failed(), handler_failed("Error handling operation register_kv_cache"),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from kvfix_tools.diagnose.diagnosis import diagnosed
 
 #: The shape is py-spy's own; functions and lines are those of LMCache 0.5.6 and vLLM 0.32.0.
@@ -34,3 +36,34 @@ def test_a_thread_in_a_hook_is_found() -> None:
 def test_an_idle_engine_is_no_finding() -> None:
     idle = DUMP.replace(b"get_num_new_matched_tokens", b"step").replace(b"lookup (", b"get (")
     assert [found.rule.code for found in diagnosed(idle).findings] == []
+
+
+#: The shape is gdb's (`thread apply all bt`); the functions are NIXL's, UCX's and libc's.
+NATIVE = b"""\
+Thread 12 (Thread 0x7f1234 (LWP 77) "VLLM::Worker"):
+#0  0x00007f12345678 in pthread_cond_wait@@GLIBC_2.3.2 () from /lib/x86_64-linux-gnu/libc.so.6
+#1  0x00007f12345679 in nixlAgent::getXferStatus (this=0x55, req=0x66) from /x/nixl.libs/libnixl-77.so
+#2  0x00007f1234567a in uct_ib_mlx5_poll (x=1) at ib_mlx5.c:77
+"""
+
+
+@pytest.mark.parametrize("dump", [NATIVE, NATIVE.partition(b"\n")[2], b"[Switching to thread 7]\n(gdb) bt\n" + NATIVE])
+def test_a_thread_of_gdb_in_a_transport_is_found(dump: bytes) -> None:
+    (found,) = diagnosed(dump).findings
+    assert found.rule.code == "KVD1303"
+    assert found.sentence.endswith(
+        "is in pthread_cond_wait@@GLIBC_2.3.2, called from nixlAgent::getXferStatus (libnixl-77.so)"
+    )
+    assert found.verdict == "unknown"
+
+
+def test_threads_of_gdb_that_only_wait_for_work_are_no_finding() -> None:
+    for idle in (NATIVE.replace(b"nixlAgent::getXferStatus", b"nixlUcxThread::progressFunc"),
+                 b'Thread 7 (LWP 99 "python3"):\n#0  0x00007f in epoll_wait () from /lib/libc.so.6\n'):  # fmt: skip
+        assert [found.rule.code for found in diagnosed(idle).findings] == []
+
+
+def test_a_crash_is_told_before_its_stack() -> None:
+    """gdb's own line names the signal."""
+    died = b'Thread 1 "VLLM::EngineCor" received signal SIGSEGV, Segmentation fault.\n'
+    assert [found.rule.code for found in diagnosed(died + NATIVE).findings] == ["KVD383"]

@@ -64,7 +64,7 @@ def test_a_worker_that_mooncakes_master_drops_is_told_of_at_info() -> None:
 
 def test_rust_that_panics_is_a_death() -> None:
     panic = "thread 'tokio-runtime-worker' panicked at /opt/dynamo/lib/llm/src/block_manager/pool.rs:220:69:\n"
-    assert codes(diagnose(panic)) == ["KVD199"]
+    assert codes(diagnose(panic)) == ["KVD1301"]
 
 
 def test_a_file_that_kvbm_cannot_make_is_not_a_full_memory() -> None:

@@ -52,8 +52,8 @@ _FAILS = re.compile(
 #: Files of vLLM's KV code, and glog's and UCX's own lines.
 _KV = re.compile(r"nixl|(?:base|pull|push)_worker|mooncake|offload|kv_connector|kv_transfer|moriio|p2p|lmcache")
 _NATIVE = re.compile(
-    rb"\.cpp:\d+\] |UCX  WARN|block_manager::|ZmqActiveMessage|P2PSession|\bP2P \S+: |ZmqTransport|NixlTransport"
-    rb"|[Mm]ooncake|SimpleCPU|KVCR|NIXL|\bKV (?:load|transfer|post-processing)|oundary-state"
+    rb"\.cpp:\d+\] |UCX  WARN|NCCL WARN|block_manager::|ZmqActiveMessage|P2PSession|\bP2P \S+: |ZmqTransport"
+    rb"|NixlTransport|[Mm]ooncake|SimpleCPU|KVCR|NIXL|\bKV (?:load|transfer|post-processing)|oundary-state"
 )
 #: What the engine says of an exception of a worker, in the words that the exception had.
 _IN_A_WORKER = re.compile(r"Worker failed with error '(?P<text>.*)', please check the stack trace")
@@ -139,8 +139,8 @@ class Failures:
 
     @property
     def heading(self) -> LogLine | None:
-        """The exception that counts what pydantic refuses; the first of those is `first`."""
-        return next((line for line in self.lines if line.name == "raised" and _is_heading(line)), None)
+        """The exception that counts what pydantic refuses, or the end that C++ announces; `first` is what they head."""
+        return next((line for line in self.lines if _is_heading(line) or _terminates(line)), None)
 
     @property
     def worked_since_wait(self) -> bool:
@@ -153,7 +153,9 @@ class Failures:
         after = [line for line, at in zip(self.lines, self._at, strict=True) if self.dead or at > self._worked]
         own = [line for line in after if line.name in ("raised", "died")] or after
         if own:
-            return next((line for line in own if not (_while_ending(line) or _is_heading(line))), own[0])
+            first = next((line for line in own if not (_while_ending(line) or _is_heading(line))), own[0])
+            what = own[own.index(first) + 1 :][:1] if _terminates(first) else []
+            return next((line for line in what if line.body.lstrip().startswith(b"what():")), first)
         # A connector's exception that the engine survives is not its normal work either.
         return next((line for line in self.lines if line.name == "raised" and of_connector(line)), None)
 
@@ -170,7 +172,12 @@ def _quoted(line: LogLine) -> LogLine | None:
 
 def _is_heading(line: LogLine) -> bool:
     """Whether it only counts what pydantic refuses; each of it has a line of its own, below."""
-    return " validation error" in str(line.fields.get("text", ""))[:40]
+    return line.name == "raised" and " validation error" in str(line.fields.get("text", ""))[:40]
+
+
+def _terminates(line: LogLine) -> bool:
+    """Whether C++ says that an exception ends the process; what it was stands below."""
+    return line.name == "died" and b"terminate called after throwing" in line.body
 
 
 def _while_ending(line: LogLine) -> bool:

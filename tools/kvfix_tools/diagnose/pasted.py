@@ -23,12 +23,18 @@ if TYPE_CHECKING:
 SHORT = 64 << 10
 #: Characters of a sign, blanks not counted: so many that the text may be this problem; that it needs no more than them.
 _SOME, _MANY = 16, 24
+#: Of a general sign, where nothing else is known of the text; and what stands before it, or nothing.
+_ENOUGH, _BEFORE = 14, ("", "`", ":", "]", ")", '"', "'", ">", "-", "*")
 #: Characters that a sign has beyond a text of Python's own.
 _OWN = 10
 #: A line at a level at which nothing has failed.
 _NORMAL = re.compile(rb".{0,90}?(?:(?<![\w.])(?:INFO|DEBUG|EVENT|TRACE)\b|(?<!\S)I(?:\d{4}){1,2} \d\d:)")
 #: An assertion in prose or in a piece of source, and names of functions around it; how many of these are tried.
 _ASSERTED, _NAME, _NAMES = re.compile(rb"\bassert [^`\n#]{8,200}"), re.compile(rb"\b_?[a-z]\w*_\w+"), 40
+#: An exception with its text in prose.
+_EXCEPTION = re.compile(
+    rb"(?<![\w.])(?P<kind>(?:[A-Za-z_]\w*\.)*(?:[A-Za-z_]\w*)?(?:Error|Exception)): (?P<text>[^`\n]{4,300})"
+)
 #: Blanks and marks of Markdown: where they stand depends on who pasted it.
 _BLANKS = re.compile(r"[\s`]+")
 
@@ -94,13 +100,42 @@ def by_assertion(log: Diagnosis) -> tuple[LogRule, Answer] | None:
             source = asserted.decode("utf-8", "replace").strip()
             for name in list(dict.fromkeys(_NAME.findall(text)))[:_NAMES]:
                 raised = Raised("AssertionError", "", [("", 0, name.decode())], source, False)
-                fields = {**raised.fields, "meaning": "", "level": "", "place": ""}
-                line = LogLine("raised", fields, None, "", "", 0, asserted)
+                line = _raised(raised, asserted)
                 for rule in findings.rules().get("raised", ()):
                     answer = rule.look(log, line)
                     if answer is not None:
                         return rule, answer
     return None
+
+
+def by_exception(log: Diagnosis) -> tuple[Problem, LogLine] | None:
+    """The record of an exception that a sentence names with its text, and that; None: no record knows one."""
+    for text in log.pasted:
+        for found in list(_EXCEPTION.finditer(text))[:_NAMES]:
+            kind, words = found["kind"].decode(), found["text"].decode("utf-8", "replace").strip()
+            line = _raised(Raised(kind, words, [], "", False), found[0])
+            of_this = [each for each in problems.at(line) if each.concerns(log)]
+            record = (of_this[0] if len(of_this) == 1 else None) or problems.general(line)
+            if record is not None:
+                return record, line
+    return None
+
+
+def general_by_words(log: Diagnosis) -> Known | None:
+    """The general record with the longest sign at the beginning of a line or a quotation; None: there is none."""
+    pasted = "\n".join(text.decode("utf-8", "replace") for text in log.pasted)
+    for words, record in _general():
+        at = pasted.find(words)
+        while at >= 0:
+            if pasted[:at].rpartition("\n")[2].rstrip(" ")[-1:] in _BEFORE:
+                return Known(record, words)
+            at = pasted.find(words, at + 1)
+    return None
+
+
+def _raised(raised: Raised, body: bytes) -> LogLine:
+    fields = {**raised.fields, "meaning": "", "level": "", "place": ""}
+    return LogLine("raised", fields, None, "", "", 0, body)
 
 
 def _refuted(sign: Sign, words: _Words, line: LogLine | None) -> bool:
@@ -130,6 +165,13 @@ def _known() -> tuple[tuple[Problem, _Words, Sign], ...]:
         for sign in record.shows
         if not isinstance(sign, Stuck)
     )
+
+
+@lru_cache(maxsize=1)
+def _general() -> list[tuple[str, Problem]]:
+    """(a sign, its record) of general records whose sign says enough, the longest first."""
+    signs = ((longest(sign.text), each) for each in problems.catalogue() if each.general for sign in each.shows)
+    return sorted((sign for sign in signs if len(sign[0]) >= _ENOUGH), key=lambda sign: -len(sign[0]))
 
 
 def _words(sign: Sign) -> _Words:

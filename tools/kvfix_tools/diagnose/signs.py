@@ -46,7 +46,7 @@ class Failed(NamedTuple):
 
 
 class Died(NamedTuple):
-    """A process that died of no exception. text: in the line. within: a function in faulthandler's stack."""
+    """A process that died of no exception. text: as in `Logged`. within: a function in faulthandler's stack."""
 
     text: str = ""
     within: str = ""
@@ -131,7 +131,8 @@ def fits(sign: Sign, line: LogLine) -> dict[str, Any] | None:
         return {} if line.name == "stack" and _within(sign.within, fields["frames"][-4:]) else None
     if isinstance(sign, Died):
         if line.name == "died":
-            return {} if not sign.within and sign.text in line.body.decode("utf-8", "replace") else None
+            found = _search(sign.text, line.body.decode("utf-8", "replace")) if not sign.within else None
+            return found.groupdict() if found is not None else None
         if line.name != "raised" or not fields.get("fault"):
             return None
         return (

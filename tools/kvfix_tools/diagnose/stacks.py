@@ -1,4 +1,4 @@
-"""Stacks of a running process, as `py-spy dump` prints them: one thread after the other, the innermost frame first."""
+"""Stacks of a process, as `py-spy dump` or gdb prints them: one thread after the other, the innermost frame first."""
 
 from __future__ import annotations
 
@@ -12,6 +12,16 @@ _THREAD = re.compile(
     rb'^\s*Thread (?:0x)?[0-9A-Fa-f]+ \((?P<state>idle|active|active\+gil)\)(?:: "(?P<name>[^"\n]*)")?'
 )
 _FRAME = re.compile(rb"^\s+(?P<function>[^\s(]+) +\((?P<file>[^()\n]+?)(?::(?P<line>\d{1,9}))?\)\s*$")
+#: gdb's: `Thread 12 (Thread 0x7f.. (LWP 77) "name"):`, `#1  0x00.. in name (x=7) from lib.so`, or `at file.c:7`.
+_GDB_THREAD = re.compile(
+    rb'^Thread \d+ \((?:Thread 0x[0-9a-f]+ \()?LWP (?P<lwp>\d+)\)?(?: "(?P<name>[^"\n]{0,80})")?\)?'
+)
+_GDB_FRAME = re.compile(
+    rb"^\s*#\d+ +(?:0x[0-9a-f]+ in )?(?P<function>[^\s(]+)[^\n]*?(?: at (?P<file>[^\s:]+):(?P<line>\d{1,9})"
+    rb"| from (?P<library>\S+))?\s*$"
+)
+#: State of a thread of which gdb shows the native frames.
+NATIVE = "native"
 #: Frames of a thread that are kept, the innermost ones.
 _MOST = 64
 
@@ -43,6 +53,15 @@ class Stacks:
             self._thread = (_decoded(thread["name"] or b""), _decoded(thread["state"]))
             self.open = True
             return True, ended
+        native = _GDB_THREAD.match(text)
+        if native is not None or (text.startswith(b"#0 ") and _GDB_FRAME.match(text) and not self._is_native_at_start):
+            ended = self.end()
+            name = _decoded(native["name"] or b"") if native is not None else ""
+            self._thread, self.open = (name, NATIVE), True
+            if native is not None:
+                return True, ended
+            self._frame(text)
+            return True, ended
         process = _PROCESS.match(text)
         if process is not None:
             ended = self.end()
@@ -50,12 +69,24 @@ class Stacks:
             return True, ended
         if self._thread is None:
             return False, None
-        frame = _FRAME.match(text)
+        if self._frame(text):
+            return True, None
+        return False, self.end()
+
+    @property
+    def _is_native_at_start(self) -> bool:
+        return self._thread is not None and self._thread[1] == NATIVE and not self._frames
+
+    def _frame(self, text: bytes) -> bool:
+        """Whether the line is a frame; it is kept while there is room."""
+        native = self._thread is not None and self._thread[1] == NATIVE
+        frame = _GDB_FRAME.match(text) if native else _FRAME.match(text)
         if frame is None:
-            return False, self.end()
+            return False
         if len(self._frames) < _MOST:
-            self._frames.append((_decoded(frame["file"]), int(frame["line"] or 0), _decoded(frame["function"])))
-        return True, None
+            file = frame["file"] or (frame.groupdict().get("library") or b"")
+            self._frames.append((_decoded(file), int(frame["line"] or 0), _decoded(frame["function"])))
+        return True
 
     def end(self) -> Stack | None:
         """The thread whose frames have been read."""

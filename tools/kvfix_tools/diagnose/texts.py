@@ -36,6 +36,7 @@ _OTHER = re.compile(
     rb"(?:^|[\s\]\[|])(?:(?P<level>WARNING|WARN|ERROR|CRITICAL|FATAL)\b[\s:\]-]"
     rb"|(?P<glog>[WEF])(?:\d{4}){1,2} \d\d:\d\d:\d\d|\[infini\] \[(?P<spdlog>warning|error|critical)\]"
     rb"|\[(?P<cann>ERROR)\] [A-Z]{2,12}\(\d"
+    rb"|[\w.]+\.c:\d+ +(?:UCX +DIAG +)?(?P<ucx>Fatal: |Transport retry count exceeded)"
     rb"|(?P<usage>error): (?:argument|unrecognized|the following) "
     rb"|(?P<container>docker|Error response from daemon|nvidia-container-cli|Error: INSTALLATION FAILED): ."
     rb"|exec format (?P<format>error))"
@@ -50,13 +51,14 @@ _DIED = re.compile(
     rb"|Out of memory: Killed process \d+|(?:^|\s)Killed\s*(?:process \d+|$)|terminate called"
     rb"|exit code:? -(?:6|7|9|11)\b|symbol lookup error|Assertion [`'](?:[^\n]{1,300}' failed|index out of bounds)"
     rb"|with signal (?:6|7|9|11)\b|request to allocate mask for invalid number"
-    rb"|= backtrace \(tid|Memory access fault by GPU|Illegal instruction|Aborted\s*\(core dumped\)|(?:^|\s)Aborted\s*$"
-    rb"|^thread '[^'\n]{1,60}' (?:\(\d+\) )?panicked at"
+    rb"|(?:^|= |\s)backtrace \(tid|Memory access fault by GPU|Illegal instruction"
+    rb"|Aborted\s*\(core dumped\)|(?:^|\s)Aborted\s*$"
+    rb"|(?:^|\s)thread '[^'\n]{1,60}' (?:\(\d+\) )?panicked at"
     rb"|[cC]ode:?\s+137\b|double free or corruption|free\(\): invalid|malloc\(\): |corrupted (?:size vs|double-linked))"
 )
 _DEATHS = (
     b"ault", b"illed", b"SIG", b"Bus error", b"terminate called", b"exit code", b"lookup error", b"Assertion",
-    b"llegal ins", b"Aborted", b"137", b"(): ", b"corrupt", b"= backtrace", b"panicked at", b"te mask", b"with signal ",
+    b"llegal ins", b"Aborted", b"137", b"(): ", b"corrupt", b"backtrace (", b"panicked at", b"te mask", b"with signal ",
 )  # fmt: skip
 #: What is bad news, and said at INFO: by KVBM, and by Mooncake's master.
 _BAD_AT_INFO = (b"Ping timed out", b"action=client_expired", b"action=unmount_expired_segment")
@@ -117,7 +119,7 @@ class Other:
         else:
             self.body = log_formats.without_prefix(text)
         #: Whether it may be of a dump of stacks.
-        self.of_stack = b"Thread " in self.body or b"Process " in self.body
+        self.of_stack = b"Thread " in self.body or b"Process " in self.body or self.body.startswith(b"#0 ")
 
     @cached_property
     def part(self) -> Part:

@@ -10,7 +10,7 @@ from collections import deque
 from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvfix_tools.diagnose import log_formats
+from kvfix_tools.diagnose import wrapped
 
 if TYPE_CHECKING:
     from kvfix_tools.diagnose.log_line import Fields
@@ -42,7 +42,7 @@ _BARE = {
         rb"^\s*(\S+\.so[\w.]*: (?:undefined symbol: |cannot open shared object file|version [`'].* not found).*"
         rb"|cannot import name '\w+' from '[\w.]+'.*)$"
     ),
-    "RuntimeError": re.compile(rb"^\s*(?:what\(\): +)?((?:CUDA|HIP) error: .*)$"),
+    "RuntimeError": re.compile(rb"^\s*(?:what\(\): +(?=\S)|(?=(?:CUDA|HIP) error: ))(.*)$"),
 }
 _HEADER = re.compile(rb"Traceback \(most recent call last\):?")
 _GROUP = re.compile(rb"^\s*(?:\| |\+-\+?|\+ )(?:-+ [\d.]+ -+)? ?")
@@ -148,7 +148,7 @@ class Tracebacks:
     def take(self, process: str, part: Part) -> tuple[bool, Raised | None]:
         """(whether the line is part of a traceback, the exception that it ends with)."""
         known = self.open.get(process)
-        if known is not None and known.prefix and log_formats.shape(part.text[: len(known.prefix)]) == known.prefix:
+        if known is not None and known.prefix and wrapped.shape(part.text[: len(known.prefix)]) == known.prefix:
             part = Part(part.text[len(known.prefix) :])
         in_group = part.in_group
         if known is not None and in_group:
@@ -188,7 +188,7 @@ class Tracebacks:
             self.open.clear()
         trace = self.open[process] = _Traceback()
         trace.follows = self.follows(process)
-        trace.prefix = log_formats.shape(before) if before.strip() and not in_group else b""
+        trace.prefix = wrapped.shape(before) if before.strip() and not in_group else b""
         if in_group and process in self._groups:
             group, _ = self._groups[process]
             trace.frames.extend(group.frames)  # the hook is among them
@@ -236,7 +236,7 @@ def by_name(body: bytes, anywhere: bool) -> Raised | None:
         if checked is not None:
             kind = "AssertionError" if body.lstrip().startswith(b"Assertion") else "ValueError"
             return Raised(kind, _decoded(checked["text"]), [], "", False)
-    if b".so" in body or b" error: " in body or b"cannot import name '" in body:
+    if b".so" in body or b" error: " in body or b"what(): " in body or b"cannot import name '" in body:
         for kind, pattern in _BARE.items():
             bare = pattern.match(body)
             if bare is not None:

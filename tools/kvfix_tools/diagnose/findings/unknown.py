@@ -43,7 +43,7 @@ def unknown_failure(log: Diagnosis, line: LogLine | None) -> Answer | None:
         sentence, evidence = (words, ()) if first is None else (_sentence(log, first), _evidence(log, first))
         return Answer(sentence, request="", verdict="unknown", evidence=evidence, record=record)
     if first is None:
-        return _of_the_dead(log) if log.counts else _asserted(log)
+        return _of_the_dead(log) if log.counts else _in_prose(log)
     if _is_cut(first):
         within = problems.by_frames(first.fields["frames"], str(first.fields["source"]))
         known_by = [each for each in within if each.concerns(log)]
@@ -82,13 +82,20 @@ def _is_cut(line: LogLine) -> bool:
     return line.name == "raised" and bool(fields["frames"]) and not (fields["class"] or fields["text"])
 
 
-def _asserted(log: Diagnosis) -> Answer | None:
+def _in_prose(log: Diagnosis) -> Answer | None:
     """Of a text without a line of a log."""
-    found = pasted.by_assertion(log)
-    if found is None:
+    asserted = pasted.by_assertion(log)
+    if asserted is not None:
+        rule, answer = asserted
+        return answer._replace(request="", verdict="unknown", record=rule)
+    named = pasted.by_exception(log)
+    if named is not None:
+        record, line = named
+        return Answer(f"the text names {line.evidence.text[:200]}", request="", verdict="unknown", record=record)
+    known = pasted.general_by_words(log)
+    if known is None:
         return None
-    rule, answer = found
-    return answer._replace(request="", verdict="unknown", record=rule)
+    return Answer(f"the text has its words: {known.words}", request="", verdict="unknown", record=known.record)
 
 
 def _of_the_dead(log: Diagnosis) -> Answer | None:

@@ -113,7 +113,9 @@ PROBLEMS = (
         severity=Severity.CRASH,
         title="A collective operation of the ranks failed or did not end.",
         shows=(
-            *either("NCCL error", "ncclInternalError", "ncclSystemError", "ncclRemoteError", "HCCL error"),
+            *either(
+                "NCCL error", "NCCL Error", "ncclInternalError", "ncclSystemError", "ncclRemoteError", "HCCL error"
+            ),
             *either("Watchdog caught collective operation timeout", "gloo/transport"),
             Failed(kind="DistBackendError"),
             Failed(kind="DistNetworkError"),

@@ -157,4 +157,37 @@ PROBLEMS = (
         good="rope scaling in config.json of the model, and a vLLM that logs the max_model_len that results",
         threads=("https://github.com/LMCache/LMCache/issues/2262",),
     ),
+    Problem(
+        code="KVD1301",
+        name="rust-code-panicked",
+        general=True,
+        severity=Severity.CRASH,
+        title="Code in Rust gave up over a state that it holds for impossible (a panic).",
+        shows=(Died("thread '<name>' panicked at"),),
+        cause="The file behind `panicked at` says whose code it was: lib/llm, lib/runtime or lib/bindings is Dynamo "
+        "(block_manager: KVBM), .cargo/registry a library that it uses; the message behind it, or in the next line, is "
+        "the reason. A panic ends its thread, not always the process: an engine whose connector's thread is gone waits "
+        "for it without an end.",
+        now="what the message names (an address that refuses, a setting that is missing, memory that is not there); "
+        "RUST_BACKTRACE=1 at the next start shows who called it; restart the process in any case",
+        good="report the message and that backtrace to the project that the file belongs to",
+        sure=False,
+    ),
+    Problem(
+        code="KVD1305",
+        name="peer-silent-on-the-fabric",
+        severity=Severity.CRASH,
+        title="The network card gave up on a peer that acknowledged nothing (UCX).",
+        shows=(Logged("Transport retry count exceeded on <device>"),),
+        sentence="on {device} nothing was acknowledged",
+        cause="The card sent again as often as it may and heard nothing: the peer's process died or restarted, or the "
+        "path between these two cards drops packets (RoCE without PFC or with another MTU, a GID of another network, "
+        "cards of different rails). If the peer's log has an error before this line, it is the peer; if it goes on "
+        "working, it is the path.",
+        now="restart both engines together if the peer had restarted; else ib_write_bw between these two cards, "
+        "`UCX_NET_DEVICES=<card>:1` with cards that reach each other, UCX_IB_GID_INDEX as show_gids has it; tonight "
+        "`UCX_TLS=tcp,cuda_copy,cuda_ipc`",
+        good="a fabric on which ib_write_bw passes between every two cards of prefill and decode",
+        sure=False,
+    ),
 )

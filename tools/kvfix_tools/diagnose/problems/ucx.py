@@ -51,6 +51,7 @@ PROBLEMS = (
             Died(text="Caught signal 11 (Segmentation fault"),
             Died(text="Caught signal 7 (Bus error"),
             Died(text="= backtrace (tid"),
+            Died(text="backtrace (tid:"),
         ),
         sure=False,
         cause="UCX prints this for any crash of the process. Frames of libucp, libuct or libnixl in the backtrace "
