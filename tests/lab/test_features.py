@@ -10,7 +10,7 @@ import pytest
 from kvfix_tools.lab.counts import COUNTED, FEATURES
 from kvfix_tools.lab.scenario import find
 from tests.conftest import ROOT
-from tests.lab import planted_in_real_server
+from tests.lab import planted_in_pairs, planted_in_real_server
 from tests.lab.planted_faults import FAULTS
 
 ROWS = [
@@ -20,7 +20,7 @@ ROWS = [
 ]
 for module in ("planted_for_features", "planted_in_groups", "planted_in_ranks"):
     import_module(f"tests.lab.{module}")
-PLANTED = {name for _, name in FAULTS}.union(planted_in_real_server.FAULTS)
+PLANTED = {name for _, name in FAULTS}.union(planted_in_real_server.FAULTS, planted_in_pairs.FAULTS)
 
 
 def named(cell: str) -> list[str]:
@@ -44,6 +44,5 @@ def test_every_feature_has_its_place() -> None:
 
 
 def test_each_fault_of_the_real_server_is_in_a_row() -> None:
-    assert set(planted_in_real_server.FAULTS) == {name for row in ROWS for name in named(row[3])} - {
-        name for _, name in FAULTS
-    }
+    others = {name for _, name in FAULTS}.union(planted_in_pairs.FAULTS)
+    assert set(planted_in_real_server.FAULTS) == {name for row in ROWS for name in named(row[3])} - others

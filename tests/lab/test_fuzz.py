@@ -27,6 +27,8 @@ def without(*features: str) -> set[str]:
 
 #: What has several KV groups, and which kind.
 GROUPS = ("one_window", "two_windows", "larger_blocks", "states", "states_and_drafts", "one_object", "separate_objects")
+#: Two engines with other ranks than each other.
+PAIRS = without("more_ranks", "fewer_ranks", "copied_heads")
 #: What cannot happen: a kv_consumer stores nothing (of mp lmcache_mp_connector.py 0.5.6:608); v1 has one KV group and
 #: no server, and its own transfers end within their step, in all ranks; a load of mp is all or nothing and alone, no
 #: id of its comes again, and requests ask nothing of it; the OffloadingConnector has one role here and no server.
@@ -41,6 +43,7 @@ NEVER = {
         "loads_of_groups_failed",
         *SERVER,
         *without(*GROUPS, "context"),
+        *PAIRS,
     },
     "mp": {
         "loads_partial",
@@ -51,11 +54,13 @@ NEVER = {
         "stores_of_kv_consumer",
         *SERVER,
         *without("layers", "fetch_ahead"),
+        *PAIRS,
     },
     "offloading": {
         *SERVER,
         *without("layers", "fetch_ahead", "multi_connector", "context"),
         *without("states", "states_and_drafts", "separate_objects"),
+        *PAIRS,
         "stores_of_kv_consumer",
         "stores_of_kv_producer",
         "loads_of_kv_consumer",

@@ -33,6 +33,9 @@ FEATURES: dict[str, Callable[[Options], Any]] = {
     "multi_connector": lambda options: options.beside or options.offloading,
     "tensor_ranks": lambda options: options.ranks > 1 and not (options.pipeline or options.context),
     "late_rank": lambda options: options.ranks > 1 and options.rank_delay,
+    "more_ranks": lambda options: options.ranks > options.peer_ranks > 0,
+    "fewer_ranks": lambda options: options.ranks < options.peer_ranks,
+    "copied_heads": lambda options: max(options.ranks, options.peer_ranks) > options.kv_heads > 1,
     "pipeline": lambda options: options.pipeline,
     "context": lambda options: options.context,
 }

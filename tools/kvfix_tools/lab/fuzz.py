@@ -81,6 +81,10 @@ def _play_pair(pair: Any, schedule: Schedule, end: int) -> Played:
             pair.move(step)
         pair.free_blocks()
         pair.budget(schedule.options.max_num_batched_tokens)
+        if schedule.options.peer_ranks:
+            pair.run(4 * end)
+            pair.faults_end()
+            pair.ask("last", prompt(2 * schedule.options.block_size + 1, 7), 2)
         pair.run(4 * end)  # a peer is waited for until its timeout, one request after the other
         pair.expect_all_ended()
     pair.close()

@@ -30,7 +30,7 @@ def page_bytes(options: Options) -> int:
 
 def kv_cache(options: Options, config: VllmConfig) -> KVCacheConfig:
     """The KV groups. Without tensors, as the lab's memory has the contents; with any other connector with them."""
-    shape: dict[str, Any] = {"num_kv_heads": 1, "head_size": 32, "dtype": torch.float32}
+    shape: dict[str, Any] = {"num_kv_heads": options.heads_of_rank, "head_size": 32, "dtype": torch.float32}
     # as get_kv_cache_configs does (v1/core/kv_cache_utils.py 0.32.0:2585)
     retained = max(0, getattr(config, "num_prefill_lookahead_tokens", 0) - 1)
     extra = accepted(SlidingWindowSpec, extra_retained_tokens=retained)

@@ -8,8 +8,8 @@ The slots are in memory that the agent has.
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -23,8 +23,8 @@ from kvfix.connector_events import readers
 from kvfix.ledger import events as ev
 from kvfix_tools.lab import kv_layout, vllm_objects
 from kvfix_tools.lab.memory import Slots
-from kvfix_tools.lab.mp_client import SharedBlock
 from kvfix_tools.lab.nixl_network import Network, Signal
+from kvfix_tools.lab.nixl_ranks import Together, blocks_of
 from kvfix_tools.lab.nixl_real import RealNetwork
 from kvfix_tools.lab.options import Options
 from kvfix_tools.lab.pair_engine import PairSide, Params
@@ -39,7 +39,7 @@ PREFILL = {
     "do_remote_decode": True, "do_remote_prefill": False, "remote_engine_id": None, "remote_block_ids": None,
     "remote_host": None, "remote_port": None,
 }  # fmt: skip
-#: Floats of a slot: K and V of one head (kv_layout.kv_cache). Its contents are in the first two.
+#: Floats of a slot of one head: its K and V (kv_layout.kv_cache). Its contents are in the first two.
 FLOATS = 64
 PORT = 5600
 
@@ -68,13 +68,20 @@ def replace(network: Network) -> None:
     worker.NixlWrapper = network.agent
     worker.zmq_ctx = network.socket
     worker.ThreadPoolExecutor = lambda **_: network.executor()
-    worker.get_tensor_model_parallel_rank = lambda: 0
-    worker.get_tensor_model_parallel_world_size = lambda: 1
     worker.get_current_attn_backends = lambda *_: [AnyBlockSize]
     worker.current_platform.discover_numa_topology = lambda *_: []  # else it takes all but one core from the process
     if hasattr(worker, "check_nixl_version"):  # since 0.33
         worker.check_nixl_version = lambda _: None
     module("push_worker").threading = SimpleNamespace(Thread=network.writer, Event=Signal, Lock=threading.Lock)
+
+
+@contextmanager
+def of_rank(rank: int, ranks: int) -> Iterator[None]:
+    """A worker made here is this one of so many."""
+    worker: Any = module("base_worker")
+    worker.get_tensor_model_parallel_rank, worker.get_tensor_model_parallel_world_size = lambda: rank, lambda: ranks
+    yield
+    worker.get_tensor_model_parallel_rank, worker.get_tensor_model_parallel_world_size = lambda: 0, lambda: 1
 
 
 class NixlWorker(Worker):
@@ -83,8 +90,11 @@ class NixlWorker(Worker):
     events: RequestEvents
 
     def __init__(self, side: Any, slots: Slots, called: Any, options: Options) -> None:
-        super().__init__(0, slots, called, called, called.connector_worker, {})
+        adapter = called.connector_worker
+        super().__init__(adapter.tp_rank, slots, called, called, adapter, {})
         self.side = side
+        #: Of all ranks, where there are several.
+        self.together = Together(1)
         self._failed: set[str] = set()
         #: request -> (first token, end) of loads that are not reported
         self._due: dict[str, tuple[int, int]] = {}
@@ -93,9 +103,10 @@ class NixlWorker(Worker):
         self._expired: set[str] = set()
         self._note_expired()
         #: Kept, since the agent has its addresses alone.
-        self.memory = torch.zeros((options.num_blocks, options.block_size, FLOATS), dtype=torch.float32)
+        shape = options.num_blocks, options.heads_of_rank, options.block_size, FLOATS
+        self.memory = torch.zeros(shape, dtype=torch.float32)
         called.register_kv_caches({kv_layout.LAYER.format(0): self.memory})
-        slots.put_in([SharedBlock(block) for block in self.memory.view(torch.int64)[:, :, 0].numpy()])
+        slots.put_in(blocks_of(self.memory.view(torch.int64)[..., 0].numpy(), self.rank, options))
 
     def _note_expired(self) -> None:
         def noting(sent: set[str]) -> None:
@@ -119,15 +130,19 @@ class NixlWorker(Worker):
         results = self.called.get_transfer_results(ended)
         self._failed = set(results.failed_recving)
         for name in results.finished_sending:
-            self.side.add_to_pair(ev.LeaseEnded(name, name in self._expired))
-        for name in results.finished_recving - self._failed:
-            self.has_loaded(name, peers[name])
+            expired = self.together.reported("sent", name, name in self._expired)
+            if expired:
+                self.side.add_to_pair(ev.LeaseEnded(name, any(expired)))
+        for name in [*(results.finished_recving - self._failed), *self._failed]:
+            read = self.together.reported("read", name, name not in self._failed)
+            if read and all(read):
+                self.has_loaded(name, peers[name])
         for name in results.finished_recving:
             start, end = self._due.pop(name, (0, 0))
             if name in self._failed:
-                self.events.loaded(name, start, 0)
+                self.events.loaded(name, start, 0, self.rank)
             else:
-                self.events.loaded(name, end, end - start)
+                self.events.loaded(name, end, end - start, self.rank)
         return results.finished_sending, results.finished_recving
 
     def has_loaded(self, name: str, of: str) -> None:
@@ -168,11 +183,22 @@ class NixlSide(PairSide):
         self.in_scheduler = self._of_lmcache(options, self.scheduler.connector)
         self.scheduler_side = self.in_scheduler.connector_scheduler
         self.scheduler_side.side_channel_host, self.scheduler_side.side_channel_port = name, PORT
-        self.workers = [self.worker_class(self, memories[0], vllm_objects.worker(options, config), options)]
+        self.workers = [self._worker(rank, slots, options, config) for rank, slots in enumerate(memories)]
         self.reader = readers.reader(self.in_scheduler)
         self.in_scheduler.set_xfer_handshake_metadata_pp_aware(
-            {(0, 0): self.workers[0].in_worker.get_handshake_metadata()}
+            {(0, worker.rank): worker.in_worker.get_handshake_metadata() for worker in self.workers}
         )
+        if len(memories) > 1:
+            together = Together(len(memories))
+            for worker in self.workers:
+                worker.together = together
+
+    def _worker(self, rank: int, slots: Slots, options: Options, config: Any) -> NixlWorker:
+        with of_rank(rank, options.ranks):
+            connector = vllm_objects.worker(options, vllm_objects.of_rank(config, rank))
+        made = self.worker_class(self, slots, connector, options)
+        made.adapter.nixl_wrapper.late = options.rank_delay if rank else 0
+        return made
 
     def for_prefill(self, name: str) -> Params:
         return dict(PREFILL)
@@ -182,28 +208,34 @@ class NixlSide(PairSide):
 
     def listen(self, events: RequestEvents) -> None:
         super().listen(events)
-        self.workers[0].events = events
+        for worker in self.workers:
+            worker.events = events
 
     def close(self) -> None:
-        close(self.network, self.workers[0])
+        for worker in self.workers:
+            close(self.network, worker)
 
     # ------------------------------------------------------------------ what is in flight, and what is kept
 
     @property
     def leases(self) -> set[str]:
         """Requests whose blocks are kept for the peer."""
-        return set(self.workers[0].adapter._reqs_to_send)
+        return set().union(*(worker.adapter._reqs_to_send for worker in self.workers))
 
     def busy(self) -> bool:
         return self.network.busy or bool(self.leases)
 
     def loading(self) -> set[str]:
-        return set(self.workers[0].adapter._recving_metadata)
+        return set().union(*(worker.adapter._recving_metadata for worker in self.workers))
 
     def in_flight(self, request: str) -> set[str]:
         doing = {"loading": request in self.loading(), "storing": request in self.leases}
         return {name for name, yes in doing.items() if yes}
 
     def kept(self) -> dict[str, set[str]]:
-        in_worker = {where: set(names) for where, names in readers.reader(self.workers[0].in_worker).kept()}
-        return {**super().kept(), **in_worker}
+        in_workers = {
+            f"{where} of rank {worker.rank}" if worker.rank else where: set(names)
+            for worker in self.workers
+            for where, names in readers.reader(worker.in_worker).kept()
+        }
+        return {**super().kept(), **in_workers}

@@ -75,6 +75,8 @@ class Agent:
         self._network = network
         self.name = name
         self.closed = False
+        #: Steps that its transfers, and those of others with it, take longer.
+        self.late = 0
         #: Notices that have arrived and are not fetched yet: (from, notice)
         self.notices: list[tuple[str, bytes]] = []
         self._lists: dict[int, _List] = {}
@@ -164,7 +166,8 @@ class Agent:
             transfer.state = "ERR"
             return "ERR"
         self.begin(handle, transfer)
-        transfer.state, transfer.due = "PROC", self._network.now + self._network.delay
+        late = max(self.late, self._network.agents[transfer.peer].late)
+        transfer.state, transfer.due = "PROC", self._network.now + self._network.delay + late
         transfer.found = [ctypes.string_at(source, size) for source, _, size in transfer.pairs]
         return "PROC"
 

@@ -32,9 +32,9 @@ class Watched(Pair):
         self._taken = -1
         super().__init__(options)
 
-    def _tick(self) -> None:
+    def tick(self) -> None:
         moves = self.network.busy or self.steps != self._taken
-        super()._tick()
+        super().tick()
         if not (moves or self.network.busy):
             self.states.append(self.states[-1])  # both engines wait for a time to be over
             return

@@ -33,7 +33,7 @@ class _Counted:
     def __init__(self, events: RequestEvents) -> None:
         self._events = events
 
-    def loaded(self, name: str, end: int, tokens: int) -> None:
+    def loaded(self, name: str, end: int, tokens: int, rank: int = 0) -> None:
         self._events.counts["loaded_beside"] += bool(tokens)
         self._events.counts["loaded_tokens"] += tokens
         if not tokens:

@@ -79,8 +79,9 @@ class Network:
 
     def time_passes(self) -> None:
         """Transfers go on while engines hang."""
+        latest = self.now + self.delay + max(agent.late for agent in self.agents.values())
         for agent in list(self.agents.values()):
-            agent.arrive(self.now + self.delay)
+            agent.arrive(latest)
 
     def write(self) -> None:
         """The threads that write to a peer do what they were woken for."""

@@ -26,13 +26,18 @@ class PushWorker(NixlWorker):
         def writes(req_id: str, meta: Any) -> None:
             write(req_id=req_id, meta=meta)
             if req_id in self.adapter._sending_transfers:
+                self.together.writing.setdefault(req_id, set()).add(self.rank)
                 self.side.add_to_pair(ev.WriteBegun(req_id, meta.remote.request_id))
 
         def pops(transfers: Any) -> Any:
             ended, failed = done(transfers)
             if transfers is self.adapter._sending_transfers:
                 for name in ended:
-                    self.side.add_to_pair(ev.WriteEnded(name))
+                    ranks = self.together.writing.get(name, set())
+                    ranks.discard(self.rank)
+                    if not ranks:
+                        self.together.writing.pop(name, None)
+                        self.side.add_to_pair(ev.WriteEnded(name))
             return ended, failed
 
         self.adapter._xfer_blocks_for_req = writes
@@ -62,7 +67,7 @@ class PushSide(NixlSide):
         return super().busy() or bool(self.loading())  # the peer may push yet
 
     def kept_of_peer(self) -> set[str]:
-        return set(self.workers[0].adapter._pending_d_registrations)
+        return set().union(*(worker.adapter._pending_d_registrations for worker in self.workers))
 
     def for_decode(self, name: str, answer: Params | None) -> Params | None:
         if answer is not None:
@@ -70,5 +75,5 @@ class PushSide(NixlSide):
         return {
             "do_remote_prefill": True, "do_remote_decode": False, "remote_block_ids": [],
             "remote_engine_id": self.engine_id, "remote_request_id": name, "remote_host": self.name,
-            "remote_port": PORT, "tp_size": 1,
+            "remote_port": PORT, "tp_size": len(self.workers),
         }  # fmt: skip

@@ -7,6 +7,8 @@ from typing import Any
 
 #: Two engines, one for prefill and one for decode.
 PAIRS = ("nixl-pull", "nixl-push", "nixl-multi", "nixl-offload", "mooncake")
+#: Those of them that may have several ranks, and not as many on both sides.
+WITH_RANKS = ("nixl-pull", "nixl-push")
 #: Those whose transfers NIXL makes.
 BY_NIXL = ("nixl-pull", "nixl-push", "nixl-multi", "nixl-offload")
 CONNECTORS = ("v1", "mp", "mp-in-tree", "offloading", "simple-offload", *PAIRS)
@@ -84,6 +86,10 @@ class Options:
     lmcache: dict[str, Any] = field(default_factory=dict)
     #: Of the decode engine (pair.py): its blocks, where it has not as many as the prefill engine.
     decode_blocks: int = 0
+    #: Of the other engine of a pair: its ranks, where it has not as many; and the KV heads of the model, which ranks
+    #: share, or have each one of where there are fewer.
+    peer_ranks: int = 0
+    kv_heads: int = 1
     #: Those of the two engines, by name, that have LMCache's in-process connector too (nixl_multi.py); and whether
     #: vLLM asks it first.
     multi: tuple[str, ...] = ()
@@ -104,6 +110,8 @@ class Options:
             object.__setattr__(self, "offloading", self.offloading or "last")
         if self.ranks > 1 and (self.beside or self.offloading):
             raise ValueError("the lab plays a MultiConnector with one rank")
+        if self.connector in PAIRS and self.connector not in WITH_RANKS and (self.ranks > 1 or self.peer_ranks):
+            raise ValueError(f"the lab plays two engines with several ranks with {', '.join(WITH_RANKS)}")
         if self.pipeline and (self.ranks == 1 or self.drafter):
             raise ValueError("the lab plays pipeline parallelism with more than one rank and without a drafter")
         if self.context and (
@@ -142,6 +150,11 @@ class Options:
         return bool(self.windows) or self.states
 
     @property
+    def heads_of_rank(self) -> int:
+        """KV heads that a rank has (config/model.py 0.32.0:get_num_kv_heads)."""
+        return max(1, self.kv_heads // self.ranks)
+
+    @property
     def block_of_rank(self) -> int:
         """Tokens of a block of full attention whose KV one rank has."""
         return self.block_size // self.ranks if self.context else self.block_size
@@ -170,7 +183,7 @@ class Options:
         no_sizes = [
             each
             for each in fields(self)
-            if (each.type in ("bool", "str", "tuple[int, ...]", "tuple[str, ...]") or each.name == "ranks")
+            if (each.type in ("bool", "str", "tuple[int, ...]", "tuple[str, ...]") or each.name.endswith("ranks"))
             and each.name != "connector"
         ]
         changed = [each.name for each in no_sizes if getattr(self, each.name) != each.default]

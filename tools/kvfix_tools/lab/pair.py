@@ -13,7 +13,7 @@ from typing import Any
 from kvfix import clock
 from kvfix.ledger import Finding, Ledger
 from kvfix.ledger.events import Event, Leased
-from kvfix_tools.lab import pair_schedule, rules
+from kvfix_tools.lab import pair_end, pair_schedule, rules
 from kvfix_tools.lab.lab_engine import STEP
 from kvfix_tools.lab.options import Options
 from kvfix_tools.lab.pair_engine import PairEngine, side_class
@@ -49,6 +49,8 @@ class Pair:
     def _start(self, name: str, blocks: int) -> PairEngine:
         role = "kv_both" if self.options.extra.get("bidirectional_kv_xfer") else f"kv_{_ROLES[name]}"
         options = dataclasses.replace(self.options, num_blocks=blocks, kv_role=role)
+        if name == "decode" and options.peer_ranks:
+            options = dataclasses.replace(options, ranks=options.peer_ranks, peer_ranks=options.ranks)
         engine = PairEngine(options, self, name, f"{name}-{next(self._starts)}")
         clock.now = lambda: self.seconds
         if self._faults:
@@ -148,7 +150,7 @@ class Pair:
     def step(self, times: int = 1) -> None:
         """So many steps of both engines."""
         for _ in range(times):
-            self._tick()
+            self.tick()
             for engine in self.engines:
                 self._iterate(engine)
 
@@ -156,10 +158,10 @@ class Pair:
         """So many steps of one engine, while the other one hangs: a lease may end."""
         self.may_fail()
         for _ in range(times):
-            self._tick()
+            self.tick()
             self._iterate(self.engine(name))
 
-    def _tick(self) -> None:
+    def tick(self) -> None:
         self.seconds += STEP
         self.network.tick()
         for address in self.network.dead_listeners:
@@ -191,6 +193,14 @@ class Pair:
         """So many of the next transfers, or handshakes, fail."""
         self.may_fail()
         self.network.failing[what] += how_many
+
+    def faults_end(self) -> None:
+        """Whatever was wrong is over: a load that fails from now on is a violation."""
+        self._faults = False
+        self.network.failing.update(dict.fromkeys(self.network.failing, 0))
+        self.router.malformed.clear()
+        for engine in self.engines:
+            engine.request_events.may_fail.discard("")
 
     def handshakes_take(self, steps: int) -> None:
         """From now on a handshake takes so many steps."""
@@ -237,7 +247,7 @@ class Pair:
                 if before == waited:
                     return
                 idle, waited = 0, before
-                self.time_passes(self._longest() + 1.0)
+                self.time_passes(self.longest() + 1.0)
             self.step()
             idle = 0 if self.network.busy or self._state() != before or self._leases_end_soon() else idle + 1
 
@@ -254,7 +264,7 @@ class Pair:
         )
         return work or self.router.busy or bool(self.network.busy)
 
-    def _longest(self) -> float:
+    def longest(self) -> float:
         """Seconds of the longest lease or timeout."""
         extra = self.options.extra
         longest = max(extra.get("kv_lease_duration", 30), extra.get("decoder_kv_blocks_ttl", 480))
@@ -274,25 +284,4 @@ class Pair:
 
     def expect_all_ended(self) -> bool:
         """All is free, many steps were made: every request has ended; once all leases are over nothing is kept."""
-        for engine in self.engines:
-            if engine.scheduler.has_unfinished_requests():
-                engine.request_events.never_end()
-                return False
-        for _ in range(2):  # what comes late is there for a while too
-            self.time_passes(self._longest() + 1.0)
-            for _ in range(4 + 4 * self.network.delay + self.network.writers_take):
-                self._tick()
-                for engine in self.engines:
-                    engine.iterate()
-        for engine in self.engines:
-            held = engine.options.num_blocks - 1 - engine.free()
-            if held:
-                engine.request_events.violated(
-                    rules.BLOCKS_HELD,
-                    "",
-                    f"{held} blocks are held, and all requests of the {engine.name} engine have ended",
-                )
-            for request in sorted(engine.connector.kept_of_peer()):
-                engine.request_events.violated(rules.KEPT_OF_PEER, request, f"the {engine.name} engine keeps it")
-            engine.request_events.leaked()
-        return True
+        return pair_end.expect_all_ended(self)

@@ -20,6 +20,7 @@ MALFORMED: dict[str, Callable[[Params], Params]] = {
     "no_blocks": lambda params: {**params, "remote_block_ids": []},
     "no_host": lambda params: {key: value for key, value in params.items() if key != "remote_host"},
     "no_request": lambda params: {key: value for key, value in params.items() if key != "remote_request_id"},
+    "other_tp_size": lambda params: {**params, "tp_size": 2 * params["tp_size"]},
     "no_tp_size": lambda params: {key: value for key, value in params.items() if key != "tp_size"},
     "fewer_blocks": lambda params: {**params, "remote_block_ids": [_blocks(params)[:-1]]},
     "more_blocks": lambda params: {**params, "remote_block_ids": [[*_blocks(params), 1]]},
@@ -60,7 +61,7 @@ class Router:
         self._to_send: list[tuple[int, str, Params | None]] = []
         #: The last parameters of each request, and what is wrong with the next ones.
         self._params: dict[str, Params] = {}
-        self._malformed: list[str] = []
+        self.malformed: list[str] = []
         #: The token that ends the text of a request.
         self.stops: dict[str, int] = {}
         #: Ids that each request has had: vLLM adds a part of its own to the router's.
@@ -114,7 +115,7 @@ class Router:
 
     def malform(self, what: str) -> None:
         """The parameters of the next request for decode are wrong in this way (MALFORMED)."""
-        self._malformed.append(what)
+        self.malformed.append(what)
 
     def forget(self, name: str) -> None:
         """Its client is gone."""
@@ -145,8 +146,8 @@ class Router:
         self._to_send = [each for each in self._to_send if each[0] > now]
         for _, name, params in due:
             asked = self._asked[name]
-            if params and self._malformed:
-                params = MALFORMED[self._malformed.pop(0)](params)
+            if params and self.malformed:
+                params = MALFORMED[self.malformed.pop(0)](params)
                 self.counts["malformed"] += 1
                 self._pair.may_fail()
             elif params:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Collection
 from typing import TYPE_CHECKING, Any
 
-from kvfix_tools.lab.options import Options
+from kvfix_tools.lab.options import WITH_RANKS, Options
 from kvfix_tools.lab.steps import prompt
 
 if TYPE_CHECKING:
@@ -29,6 +30,8 @@ KINDS = frozenset((*_PLAIN, *_FAULTS, *_PUSH_FAULTS))
 _AGAIN = {"send_again": "sent", "ask_again": "asked"}
 #: Seconds of a lease. A peer that waits renews it at each sixth of it, by two thirds.
 _LEASES = (3, 6, 30)
+#: Ranks of both engines, where one has several.
+_RANKS = ((1, 2), (1, 2), (2, 1), (2, 1), (2, 2), (2, 4), (4, 2), (1, 4), (4, 1))
 #: See pair_router.MALFORMED.
 _MALFORMED = (
     "no_blocks", "no_host", "no_request", "no_tp_size", "fewer_blocks", "odd_blocks", "more_blocks", "flat_blocks",
@@ -68,6 +71,10 @@ def draw(
         kv_load_failure_policy="recompute" if plain else rng.choice(("recompute", "recompute", "fail")),
         policy="fcfs" if plain or rng.random() < 0.8 else "priority",
     )
+    # from a generator of its own, so that the rest of a seed is the same where they are not drawn
+    own = random.Random(f"ranks {connector} {seed}")
+    if connector in WITH_RANKS and not plain and own.random() < 0.3:
+        options = _with_ranks(options, own)
     weights = dict(_PLAIN) if plain else {**_PLAIN, **_FAULTS, **(_PUSH_FAULTS if push else {})}
     if "bidirectional_kv_xfer" in extra:
         weights = {kind: weight for kind, weight in weights.items() if kind not in ("time_passes", "step_alone")}
@@ -77,6 +84,26 @@ def draw(
         kind = rng.choices(names, [weights[name] for name in names])[0] if number else "ask"
         steps.append(_step(rng, kind, number, options, room, plain))
     return options, tuple(steps)
+
+
+def _with_ranks(options: Options, rng: random.Random) -> Options:
+    """With several ranks in one engine or in both.
+
+    Where the side that reads, or writes, has fewer than the other, that one has a head in each at least: else vLLM
+    refuses the handshake (base_worker.py 0.32.0:2450).
+    """
+    prefill, decode = rng.choice(_RANKS)
+    reads = [(prefill, decode)] if options.connector == "nixl-push" else [(decode, prefill)]
+    if "bidirectional_kv_xfer" in options.extra:
+        reads.append((prefill, decode))
+    least = max((other for own, other in reads if other > own), default=1)
+    return dataclasses.replace(
+        options,
+        ranks=prefill,
+        peer_ranks=decode,
+        kv_heads=rng.choice([heads for heads in (1, 2, 4) if heads >= least]),
+        rank_delay=rng.choice((0, 0, 1, 3)),
+    )
 
 
 def _step(rng: random.Random, kind: str, number: int, options: Options, room: int, plain: bool) -> DrawnStep:

@@ -96,10 +96,11 @@ def preempt(scheduler: Scheduler, request: Request, timestamp: float) -> None:
 
 
 @functools.cache
-def _model() -> ModelConfig:
+def _model(kv_heads: int) -> ModelConfig:
     """A model has weights only where it runs; the scheduler asks for its shape. The folder is read at once."""
     with tempfile.TemporaryDirectory(prefix="kvfix-lab-") as folder:
-        Path(folder, "config.json").write_text(json.dumps(_MODEL))
+        heads = {"num_key_value_heads": kv_heads, "num_attention_heads": max(kv_heads, _MODEL["num_attention_heads"])}
+        Path(folder, "config.json").write_text(json.dumps({**_MODEL, **heads}))
         return ModelConfig(model=folder, skip_tokenizer_init=True, dtype="float32", seed=0)
 
 
@@ -188,7 +189,7 @@ def vllm_config(options: Options, folder: str = "") -> VllmConfig:
             "kv_connector_extra_config": {"connectors": children},
         }
     # One model for all engines: for each name of a model LMCache keeps its metrics, and what they hold, for ever.
-    model = copy.copy(_model())
+    model = copy.copy(_model(options.kv_heads))
     model.max_model_len = options.max_model_len
     config = VllmConfig(
         model_config=model,
