@@ -1,0 +1,88 @@
+"""One request that names a wrong number of ranks keeps two engines from connecting until one of them is restarted.
+
+## Symptom
+From some time on all loads from one prefill engine fail: `NIXL transfer failure: handshake_setup_failed` with
+`AssertionError` in `_validate_remote_agent_handshake`, again for each request, though their parameters are right.
+
+## Cause
+`tp_size` comes from a request's parameters. `add_remote_agent` keeps it for the peer before it checks it
+(base_worker.py 0.32.0:2254), and `register_remote_engine` never replaces what it keeps (utils.py 0.32.0:467). Each
+later handshake with that peer compares its own `tp_size` with that of the one that was refused (base_worker.py
+0.32.0:2425).
+
+## Fix
+What was kept of a peer is forgotten if it is refused.
+
+## Releases
+vLLM 0.32.0, the first one played, and 0.33.0.
+
+## Upstream
+None known in public: it can be abused (SECURITY.md).
+
+## Remove when
+vLLM keeps nothing of a peer that it has refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import suppress
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from kvfix.fixes import stubs
+from kvfix.fixes.api import Fix
+from kvfix.fixes.targets import NIXL_BASE_WORKER
+from kvfix.wrapping import around
+
+
+def fix(module: ModuleType) -> Callable[..., Any]:
+    def add_remote_agent(worker: Any, metadata: Any, *_: Any) -> Generator[Any, Any, Any]:
+        refused = True
+        try:
+            answer = yield
+            refused = False
+        finally:
+            if refused and metadata.engine_id not in worker._remote_agents:
+                worker.transfer_topo.unregister_remote_engine(metadata.engine_id)
+        return answer
+
+    return around(add_remote_agent)
+
+
+class _Refused(Exception):
+    pass
+
+
+def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+    """A peer that is refused. Wrong is to keep its ranks."""
+    kept: set[str] = set()
+
+    def refuses(*_: Any) -> Any:
+        raise _Refused
+
+    topo = SimpleNamespace(
+        tp_size=1, register_remote_engine=lambda engine, _: kept.add(engine), unregister_remote_engine=kept.discard,
+        describe=refuses,
+    )  # fmt: skip
+    worker = SimpleNamespace(
+        _remote_agents={}, transfer_topo=topo, block_len_per_layer=[1], _transfer_layer_region_indices=(), pp_size=1,
+        _packed_member_layouts={}, _has_mamba=False,
+    )  # fmt: skip
+    metadata = SimpleNamespace(
+        engine_id=stubs.NAME, physical_blocks_per_logical_kv_block=1, block_size=16, block_lens=[1],
+        kv_caches_base_addr=[1], packed_member_layouts={},
+    )  # fmt: skip
+    with suppress(_Refused):
+        hook(worker, metadata, 0, 2)
+    return stubs.NAME in kept
+
+
+FIX = Fix(
+    __name__,
+    __doc__,
+    targets=(NIXL_BASE_WORKER.add_remote_agent(broken=">=0.32", probe=shows_bug, fix=fix),),
+    evidence={},
+    scenarios=("nixl-refused-peer-stays-refused",),
+    no_patch={"vllm": "it can be abused: vLLM's security channel comes before a public patch (SECURITY.md)"},
+)
