@@ -1,0 +1,91 @@
+"""In push mode blocks are written to a rank that has not registered them: decode dies, or another request's KV is lost.
+
+## Symptom
+In push mode, where the decode engine has more ranks than the prefill engine: the decode engine dies with `KeyError:
+('<engine>', 0)` in `get_transfer_results`. Or a rank logs `push_reg_handshake_failed` and then `Unrecognized request
+... notif (may have expired).`: wrong text of another request, HTTP 200.
+
+## Cause
+Each rank of the decode engine connects to the prefill engine by itself, and registers its blocks then. Prefill takes
+the first registration and writes to all ranks (push_worker.py 0.32.0:308, :584). One of them may be connecting yet:
+what it looks up of its peer when it is told of the write is not there (base_worker.py 0.32.0:2940). Or it has failed
+to, and has given its blocks up: they may be another request's when they are written.
+
+## Fix
+Prefill begins to write when all ranks of the decode engine that it writes to have registered. If one never does, the
+decode engine fails the load when its registration ends (KVF322).
+
+## Releases
+vLLM 0.32.0, the first one played, and 0.33.0.
+
+## Upstream
+None known.
+
+## Remove when
+vLLM writes to a rank only what that has registered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from contextlib import suppress
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from kvfix.fixes import stubs
+from kvfix.fixes.api import NEW_REQUESTS, Fix
+from kvfix.fixes.targets import NIXL_PUSH_WORKER
+from kvfix.wrapping import around, instead
+
+#: Requests of which some ranks have registered and others have not: of more the oldest are forgotten.
+MOST = 4096
+
+
+def fix(module: ModuleType) -> Callable[..., Any]:
+    def _handle_push_reg_notif(worker: Any, notice: bytes) -> Generator[Any, Any, Any] | None:
+        request, ranks = _registered(module, notice)
+        came = vars(worker).setdefault("_kvfix_registered", {})
+        came[request] = came.get(request, 0) + 1
+        if came[request] < ranks // worker.world_size:
+            while len(came) > MOST:
+                del came[next(iter(came))]
+            return instead(None)
+        del came[request]
+        return None
+
+    return around(
+        _handle_push_reg_notif, when=lambda worker, notice: _registered(module, notice)[1] // worker.world_size > 1
+    )
+
+
+def _registered(module: ModuleType, notice: bytes) -> tuple[str, int]:
+    """Which request, and how many ranks its engine has; none, if it does not say so."""
+    with suppress(Exception):
+        data = module.msgspec.msgpack.decode(notice[len(module.PUSH_REG_NOTIF_PREFIX) :])
+        request, ranks = data["request_id"], data["decode_tp_size"]
+        if isinstance(request, str) and isinstance(ranks, int):
+            return request, ranks
+    return "", 0
+
+
+def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+    """The first registration of two. Wrong is to begin to write."""
+    begun: list[Any] = []
+    worker = SimpleNamespace(
+        world_size=1, _pop_matching_finished_blocks=lambda request: (request, ([1],)), _pending_d_registrations={},
+        _do_start_push_kv=lambda *arguments: begun.append(arguments),
+    )  # fmt: skip
+    data = {"request_id": stubs.NAME, "decode_tp_size": 2}
+    hook(worker, module.PUSH_REG_NOTIF_PREFIX + module.msgspec.msgpack.encode(data))
+    return bool(begun)
+
+
+FIX = Fix(
+    __name__,
+    __doc__,
+    targets=(NIXL_PUSH_WORKER._handle_push_reg_notif(broken=">=0.32", place=1, probe=shows_bug, fix=fix),),
+    evidence={"KVR011": r"KeyError: \('", "KVR022": ""},
+    scenarios=("nixl-push-before-all-registered", "nixl-push-told-before-connected"),
+    attaches=NEW_REQUESTS,
+    no_patch={"vllm": "a registration does not say which rank sends it, or all would count: a change of its message"},
+)
