@@ -62,6 +62,11 @@ def _mixed(lines: list[str]) -> list[str]:
     return [each for number, line in enumerate(lines) for each in (line, _OTHER[number % 3].rstrip("\n"))]
 
 
+def _two_ranks(lines: list[str]) -> list[str]:
+    other = [line.replace("pid=276", "pid=277") for line in lines]
+    return [line for pair in zip(lines, other, strict=True) for line in pair]
+
+
 def _boxed(lines: list[str]) -> list[str]:
     """As rich prints it at 120 columns."""
     text = [bare(line) for line in lines]
@@ -99,6 +104,13 @@ DAMAGES: dict[str, tuple[bool, Callable[[list[str]], list[str]]]] = {
     "its frames alone": (True, lambda lines: [bare(line) for line in lines[1:-1]]),
     "mixed with another process": (False, _mixed),
     "bare, mixed with another process": (False, lambda lines: _mixed([bare(line) for line in lines])),
+    "of two ranks, mixed": (True, _two_ranks),
+    "with line numbers": (False, lambda lines: [f"{7 + at:>5}  {line}" for at, line in enumerate(lines)]),
+    "behind a container's name": (False, lambda lines: [f"vllm-0 | {bare(line)}" for line in lines]),
+    "cut at 120": (False, lambda lines: [line[:120] for line in lines]),
+    "with dots for its middle": (True, lambda lines: [lines[0], "...", *lines[-3:]]),
+    "its blanks lost": (True, lambda lines: [re.sub(r"  +", " ", bare(line)) for line in lines]),
+    "in a table": (False, lambda lines: [f"| {bare(line)} |" for line in lines]),
     "in one line": (True, lambda lines: [" ".join(bare(line) for line in lines)]),
     "in a title": (True, lambda lines: [f"[Bug]: {bare(lines[-1])}"]),
     "in backticks in prose": (True, lambda lines: [f"We get `{bare(lines[-1])}` after an hour of load."]),

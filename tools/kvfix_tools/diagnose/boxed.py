@@ -14,7 +14,7 @@ from kvfix_tools.diagnose.wrapped import Plain
 _TITLE = "Traceback (most recent call last)"
 _LINE, _ARROW = "[\u2500-]", "[\u2771>]"
 #: What every block with a box holds.
-NEEDLES = (f"\u2500 {_TITLE}".encode(), f"- {_TITLE}".encode())
+NEEDLES = (f"\u2500\u2500 {_TITLE}".encode(), f"---- {_TITLE}".encode())
 _TOP = re.compile(f"[\u256d+]{_LINE}+ {re.escape(_TITLE)} {_LINE}*[\u256e+]?")
 _BOTTOM = re.compile(f"^\\s*[\u2570+]{_LINE}+[\u256f+]?\\s*$")
 _INSIDE = re.compile("[\u2502|] ?(?P<inner>.*?)(?:[\u2502|]\\s*)?$")

@@ -12,6 +12,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+from ahocorasick_rs import BytesAhoCorasick, Implementation, MatchKind
 
 from kvfix_tools.diagnose import boxed, wrapped
 from kvfix_tools.diagnose.wrapped import Plain
@@ -50,6 +51,13 @@ _WHOLE_FRAME = re.compile(rb'File "[^"\n]{1,400}", line \d+, in (?:<\w+>|\w+)')
 _ENDS = re.compile(
     rb"\s(?:[A-Za-z_]\w*\.)*(?:[A-Za-z_]\w*)?(?:Error|Exception|Interrupt|Exit|Timeout|Empty|Full)(?:: |\s*$)"
 )
+#: What few blocks hold: a traceback in one string, panics of Rust, boxes of rich. All in one search, whose words are
+#: so long that it skips most of a block.
+_ESCAPED, _BOXED = {0, 1}, {4, 5}
+_odd = BytesAhoCorasick(
+    (b'\\n  File "', b'\\n  File \\"', b"' panicked at ", b") panicked at ", *boxed.NEEDLES),
+    matchkind=MatchKind.LeftmostFirst, implementation=Implementation.DFA,
+).find_matches_as_indexes  # fmt: skip
 #: A terminal's lines are joined in blocks that are smaller: in all of what somebody pastes.
 _PASTED = 128 << 10
 
@@ -60,15 +68,16 @@ def plain(block: bytes) -> Plain:
         block = block.replace(b"\r\n", b"\n")
     if b'{"' in block[:8192] and _is_json(block):
         return _taken_apart(block, _without_json)
-    if b"\\n  File " in block:
+    odd = {number for number, _, _ in _odd(block)}
+    if odd & _ESCAPED:
         return _taken_apart(block, _unescaped)
     if b"\n> " in block[:4096] or block.startswith(b"> "):
         block = _QUOTE.sub(b"", block)
     if b"&" in block and (b"&gt;" in block or b"&quot;" in block or b"&#" in block):
         block = html.unescape(block.decode("utf-8", "surrogateescape")).encode("utf-8", "surrogateescape")
-    if any(needle in block for needle in boxed.NEEDLES):
+    if odd & _BOXED:
         return boxed.opened(block)
-    if b" panicked at " in block:
+    if odd:
         block = wrapped.panics(block)
     if len(block) >= _PASTED:
         return Plain(block)
