@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.traceback import Traceback
 
 from tests.diagnose import damage
-from tests.diagnose.lines import codes, diagnose, scanned
+from tests.diagnose.lines import codes, diagnose, scanned, stats
 
 WORKS = "(EngineCore pid=7) INFO 12-03 01:24:36 [core.py:7] any line\n"
 UCX = "[1784273406.612345] [node7:99   :a]  "
@@ -40,6 +40,16 @@ UCX = "[1784273406.612345] [node7:99   :a]  "
 def test_what_native_code_prints_is_read(text: str, code: str) -> None:
     assert codes(diagnose(f"{text}\n"))[:1] == [code]
     assert codes(diagnose(f"{WORKS}{text}\n(APIServer pid=7) INFO any\n"))[:1] == [code]
+
+
+def test_a_flood_of_warnings_about_kv_is_noticed_whoever_logs_them() -> None:
+    """An engine at work, whose scheduler says again and again that a transfer failed; and one that says it once."""
+    work = stats(running=1, generation=5.0)
+    lost = "(EngineCore pid=7) WARNING 12-03 01:24:36 [scheduler.py:7] finished_recving of {}: failed, not known\n"
+    assert codes(diagnose(*[work + lost.format(number) for number in range(60)])) == ["KVD198"]
+    assert codes(diagnose(work, lost.format(7), work)) == []
+    other = lost.replace("finished_recving", "the tokenizer")
+    assert codes(diagnose(*[work + other.format(number) for number in range(60)])) == []
 
 
 @pytest.mark.parametrize("note", ["note: run with `RUST_BACKTRACE=1` environment variable", "stack backtrace:"])

@@ -49,11 +49,12 @@ _FAILS = re.compile(
     rb"(?i)\b(?:fail|error|exception|unable|can(?:no|')t|could not|tim(?:ed |e)out|lost\b|no memory|mismatch|corrupt"
     rb"|refus|invalid|exhaust|expired|disconnect|unreachable|dropp)"
 )
-#: Files of vLLM's KV code, and glog's and UCX's own lines.
+#: Files of vLLM's KV code; lines of others that speak of KV, and glog's, UCX's and NCCL's own.
 _KV = re.compile(r"nixl|(?:base|pull|push)_worker|mooncake|offload|kv_connector|kv_transfer|moriio|p2p|lmcache")
 _NATIVE = re.compile(
     rb"\.cpp:\d+\] |UCX  WARN|NCCL WARN|block_manager::|ZmqActiveMessage|P2PSession|\bP2P \S+: |ZmqTransport"
-    rb"|NixlTransport|[Mm]ooncake|SimpleCPU|KVCR|NIXL|\bKV (?:load|transfer|post-processing)|oundary-state"
+    rb"|NixlTransport|kv_transfer_params|finished_(?:recving|sending)|[Mm]ooncake"
+    rb"|SimpleCPU|KVCR|NIXL|\bKV (?:load|transfer|post-processing)|oundary-state"
 )
 #: What the engine says of an exception of a worker, in the words that the exception had.
 _IN_A_WORKER = re.compile(r"Worker failed with error '(?P<text>.*)', please check the stack trace")

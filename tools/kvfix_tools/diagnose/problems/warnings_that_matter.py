@@ -109,4 +109,18 @@ PROBLEMS = (
         good="what that comparison shows; kvfix run --mode check -- CMD sees wrong KV that the connector delivers",
         sure=False,
     ),
+    Problem(
+        code="KVD1307",
+        name="transfer-asked-of-an-engine-without-connector",
+        severity=Severity.SLOW,
+        title="Requests ask for a KV transfer, and this engine has no KV connector.",
+        shows=(Logged("Got kv_transfer_params, but no KVConnector found", "vllm/v1/engine/core.py"),),
+        sentence="a request named a transfer; it was computed from its first token",
+        cause="A router or proxy of prefill and decode sends requests here, and the engine was started without "
+        "--kv-transfer-config, or its own address stands in the router's list where another engine's should. The "
+        "answers are right; nothing is transferred, and a decode engine does all prefills.",
+        now="--kv-transfer-config on this engine as its peers have it, with the role that the router takes it for; "
+        "else take it out of the router's list",
+        good="the same: one router's engines all have the connector",
+    ),
 )
