@@ -101,6 +101,28 @@ def test_a_box_without_its_signs_and_its_end() -> None:
     assert [line.fields["class"] for line in scanned(between.encode())] == ["AssertionError"]
 
 
+@pytest.mark.parametrize("before", ["[rank0]: ", "vllm-1  | ", "2026-11-21T10:22:55.123456789Z stderr F ", "   "])
+def test_a_box_behind_what_a_launcher_puts_first(before: str) -> None:
+    rows = "".join(f"{before}{line}\n" for line in boxed(100, True).splitlines())
+    assert codes(diagnose(rows)) == ["KVD635"]
+
+
+def test_a_box_with_lines_of_others_in_it() -> None:
+    rows = [each for line in boxed(100, False).splitlines() for each in (line, WORKS.strip())]
+    (line,) = scanned("\n".join(rows).encode())
+    assert line.fields["frames"][-1][2] == "popleft_n"
+    assert codes(diagnose("\n".join(rows))) == ["KVD635"]
+
+
+def test_what_follows_a_box_that_was_cut_is_read() -> None:
+    cut = boxed(80, False).partition("popleft_n")[0]
+    group = "  + Exception Group Traceback (most recent call last):\n"
+    member = (
+        '  | Traceback (most recent call last):\n  |   File "/opt/any.py", line 7, in any\n  | LookupError: no slot 7\n'
+    )
+    assert "no slot 7" in diagnose(f"{cut}\n{group}{member}").findings[0].sentence
+
+
 #: Damages that leave all of a record's own words there.
 WHOLE = ("wrapped at 80", "wrapped at 100", "wrapped at 120", "quoted", "mixed with another process", "boxed by rich")
 
