@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.diagnose.lines import codes, diagnose
+from tests.diagnose.lines import NEWEST, codes, diagnose, logged
 from tests.diagnose.releases import CORE
 
 CARDS = (
@@ -116,8 +116,25 @@ def test_a_package_that_is_too_old_explains_what_was_not_loaded() -> None:
     short = (
         "[2026-11-21 01:41:27,008] LMCache ERROR: Num retrieved tokens: 0, num expected tokens: 15 (a.py:7:lmcache.a)\n"
     )
+    unread = logged(NEWEST, "unretrievable")
     assert codes(diagnose(short)) == ["KVD302"]
+    assert codes(diagnose(unread, short)) == ["KVD1090"]
     assert codes(diagnose(missing, short)) == ["KVD889"]
+    assert codes(diagnose(missing, unread, short)) == ["KVD889"]
+
+
+@pytest.mark.parametrize(
+    ("code", "error"),
+    [
+        ("KVD888", "ERROR: batch_get_into failed for key m@1@0@77 (code=-704)"),
+        ("KVD847", "WARNING: Failed to allocate memory during remote receive"),
+        ("KVD872", "WARNING: Key exists but KV cache does not exist.Might happen when the cache is evicted by redis"),
+    ],
+)
+def test_what_the_store_itself_says_is_why_it_does_not_give(code: str, error: str) -> None:
+    line = f"[2026-11-21 01:41:27,007] LMCache {error} (a.py:7:lmcache.a)\n"
+    log = diagnose(line, logged(NEWEST, "unretrievable"), logged(NEWEST, "short", 0, 15))
+    assert codes(log) == [code]
 
 
 def test_ucx_that_counts_too_many_transports() -> None:

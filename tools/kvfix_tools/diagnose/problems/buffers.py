@@ -102,6 +102,7 @@ PROBLEMS = (
             Logged("Batch-get aborted: unable to allocate any buffers."),
         ),
         connectors=_IN_PROCESS,
+        replaces=("KVD1090",),
         cause="What comes from redis, lm, valkey or Mooncake passes through the CPU pool (max_local_cpu_size), and all "
         "of that is pinned or being written.",
         now="a larger max_local_cpu_size (GB for each worker), local_cpu: true, and restart",

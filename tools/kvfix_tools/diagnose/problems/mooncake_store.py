@@ -82,6 +82,7 @@ PROBLEMS = (
             Logged("is None for key"),
         ),
         connectors=_IN_PROCESS,
+        replaces=("KVD1090",),
         cause="The machine with the segment is gone or was restarted, or the object was evicted after the lookup; the "
         "master still lists it until its client's lease ends.",
         now="restart mooncake_master (it forgets what it lists), or wait; all segments on machines that stay up",
@@ -106,7 +107,7 @@ PROBLEMS = (
             ),
             Failed(kind="AttributeError", text="MooncakeDistributedStore' object has no attribute"),
         ),
-        replaces=("KVD302",),
+        replaces=("KVD302", "KVD1090"),
         connectors=_IN_PROCESS,
         cause="mooncake-transfer-engine and LMCache are of different times: a method is missing.",
         now="extra_config: {save_chunk_meta: false} (it uses the older calls), or pip install -U "

@@ -41,6 +41,8 @@ PROBLEMS = (
             Failed(text="CUDA error: invalid argument", within="memory_management.py:__init__"),
             Failed(text="CUDA error: invalid argument", within="cache_engine.py:_Create_memory_allocator"),
             Failed(text="CUDA error: out of memory", within="memory_management.py:__init__"),
+            Failed(text="CUDA error: invalid argument", source="dtype=torch.uint8, pin_memory=True"),
+            Failed(text="CUDA error: out of memory", source="dtype=torch.uint8, pin_memory=True"),
         ),
         sentence="the driver refused to pin the CPU buffer in one piece",
         releases={"lmcache": "<0.3.9"},

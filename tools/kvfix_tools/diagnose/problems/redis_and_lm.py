@@ -83,6 +83,7 @@ PROBLEMS = (
         shows=(Logged("Key exists but KV cache does not exist.Might happen when the cache is evicted by"),),
         sentence="the header is there, the data is gone",
         connectors=_IN_PROCESS,
+        replaces=("KVD1090",),
         cause="Header and data are two keys, and the server evicts key by key at its maxmemory. With tensor "
         "parallelism each rank has keys of its own, so the ranks differ too (KVD304).",
         now="more maxmemory for the server, or a shorter life of keys than its limit; the line is harmless if rare",
