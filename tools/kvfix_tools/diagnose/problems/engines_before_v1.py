@@ -28,4 +28,27 @@ PROBLEMS = (
             "https://github.com/LMCache/LMCache/issues/538",
         ),
     ),
+    Problem(
+        code="KVD1124",
+        name="lmcache-asserts-in-v0",
+        severity=Severity.CRASH,
+        title="A worker of vLLM's V0 engine failed an assertion in a step, with LMCache's connector of that time.",
+        shows=(
+            Failed(
+                kind="AssertionError",
+                text="Error in model execution (input dumped to <file>)",
+                within="model_runner_base.py:_wrapper",
+            ),
+        ),
+        sentence="an assertion without a text failed in the model's step",
+        connectors=("LMCacheConnector",),
+        sure=False,
+        cause="LMCache's adapter for V0 (vllm_adapter.py) asserts what a batch looks like: with --tensor-parallel-size "
+        "above 1 only the driver's worker has all of it, and with many requests at once some are chunked or mixed. "
+        "Without a line of LMCache around it is vLLM's own assertion.",
+        now="LMCacheConnectorV1 with VLLM_USE_V1=1 (vLLM 0.9 or newer); on V0 --tensor-parallel-size 1 and "
+        "--enable-chunked-prefill false, or without --kv-transfer-config",
+        good="vLLM 0.11.2 or newer, which has no V0, with LMCacheConnectorV1",
+        threads=tuple(f"https://github.com/LMCache/LMCache/issues/{number}" for number in (355, 411, 439, 488)),
+    ),
 )
