@@ -175,7 +175,7 @@ def vllm_has_it_already(log: Diagnosis, line: LogLine) -> Answer | None:
     Setting: to see what LMCache saves: more distinct prompts than the GPU holds, `--no-enable-prefix-caching`, or the
     same prompt after a restart or on another engine; in production nothing is to be done.
 
-    Good: nothing is wrong in LMCache here.
+    Good: nothing has to change for LMCache's sake; where answers get worse after hits, `remote_serde: naive`.
 
     Normal: a prompt that is repeated while it is on the GPU.
     """

@@ -51,4 +51,20 @@ PROBLEMS = (
         good="vLLM 0.11.2 or newer, which has no V0, with LMCacheConnectorV1",
         threads=tuple(f"https://github.com/LMCache/LMCache/issues/{number}" for number in (355, 411, 439, 488)),
     ),
+    Problem(
+        code="KVD1126",
+        name="images-without-their-tokens",
+        severity=Severity.CRASH,
+        title="A batch has images whose placeholder tokens are gone: LMCache in V0 cut them off.",
+        shows=(Failed(kind="ValueError", text="<many> multimodal tokens to 0 placeholders"),),
+        sentence="images are handed to the model, and none of their tokens",
+        connectors=("LMCacheConnector", "LMCacheConnectorV1"),
+        sure=False,
+        cause="LMCache's adapter for V0 leaves out the tokens whose KV it has injected (`Rebuilt the input!`) and "
+        "hands on the images all the same. Without that line before it, it is vLLM's own: a prompt whose chat "
+        "template puts in no image token.",
+        now="LMCacheConnectorV1 with VLLM_USE_V1=1 (vLLM 0.9 or newer); on V0 no images with --kv-transfer-config",
+        good="vLLM 0.11.2 or newer, which has no V0, with LMCacheConnectorV1",
+        threads=("https://github.com/LMCache/LMCache/issues/432",),
+    ),
 )

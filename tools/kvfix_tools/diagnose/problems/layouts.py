@@ -235,6 +235,7 @@ PROBLEMS = (
             Failed(kind="AttributeError", text="'list' object has no attribute 'device'", through="/lmcache"),
         ),
         sentence="a layer's cache is a tuple or a list of tensors",
+        connectors=(*_IN_PROCESS, "LMCacheConnectorV1Dynamic", "LMCacheAscendConnectorV1Dynamic"),
         sure=False,
         cause="Two models have such: MLA on Ascend (DeepSeek: a pair for each layer), and layers with a state (Mamba, "
         "GDN, linear attention), whose cache is a list. LMCache in the engine's process takes neither; the log's "
