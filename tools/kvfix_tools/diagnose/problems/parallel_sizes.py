@@ -125,4 +125,32 @@ PROBLEMS = (
         good="a router that knows which ranks a server holds (Dynamo 5001 is open)",
         threads=("https://github.com/ai-dynamo/dynamo/issues/5001",),
     ),
+    Problem(
+        code="KVD1128",
+        name="ports-for-fewer-ranks",
+        severity=Severity.CRASH,
+        title="A list of ports in LMCache's configuration has fewer entries than the engine has ranks.",
+        shows=tuple(
+            Failed(kind=kind, text=text, source=f"{name}[{rank}]")
+            for kind, text in (("IndexError", "list index out of range"), ("TypeError", "object is not subscriptable"))
+            for name, rank in (
+                ("port", "tp_rank"),
+                ("port", "self.tp_rank"),
+                ("ports", "self.tp_rank"),
+                ("ports", "self.worker_id"),
+                ("port", "pd_backend.tp_rank"),
+                ("ports", "pd_backend.tp_rank"),
+            )
+        ),
+        sentence="this rank has no port of its own",
+        connectors=("LMCacheConnectorV1", "MultiConnector"),
+        cause="With --tensor-parallel-size above 1 each rank listens on its own port and takes the entry of its rank. "
+        "`receiver_...`: the prefiller took it from the request, so the proxy hands fewer ports of the decoder than "
+        "the prefiller has ranks.",
+        now="one port for each rank: pd_peer_init_port: [7300, 7301], pd_peer_alloc_port: [7400, 7401], "
+        "p2p_init_ports, p2p_lookup_ports and lmcache_worker_ports likewise (before 0.3.9 nixl_peer_init_port, "
+        "nixl_peer_alloc_port); the same lists for the proxy, as the decoder's ports; restart",
+        good="keep it so: the set-up was wrong, and no release changes that",
+        threads=("https://github.com/LMCache/LMCache/issues/1381",),
+    ),
 )
