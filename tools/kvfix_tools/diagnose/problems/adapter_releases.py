@@ -99,4 +99,22 @@ PROBLEMS = (
         good="LMCache 0.3.9 or newer everywhere",
         threads=("https://github.com/LMCache/LMCache/pull/1120",),
     ),
+    Problem(
+        code="KVD1130",
+        name="step-message-of-another-class",
+        severity=Severity.CRASH,
+        title="The worker's connector got a message of the step that is of another class, or none.",
+        shows=(
+            Failed(kind="AssertionError", source="isinstance(metadata, LMCacheConnectorMetadata)"),
+            Failed(kind="AssertionError", source="isinstance(connector_metadata, LMCacheConnectorMetadata)"),
+            Failed(kind="AssertionError", source="isinstance(metadata, LMCacheMPConnectorMetadata)"),
+        ),
+        sure=False,
+        cause="Two classes of the same name are loaded: the connector of vLLM's own copy (lmcache_integration, "
+        "use_native) on one side and that of the lmcache package, or kv_connector_module_path, on the other. Or a "
+        "wrapper (MultiConnector, a connector of your own) handed on another connector's message.",
+        now='one connector by its name, {"kv_connector": "LMCacheConnectorV1"} or "LMCacheMPConnector", without '
+        "kv_connector_module_path and use_native, and the same lmcache on all nodes (pip show lmcache); restart all",
+        good="keep it so: the set-up was wrong, and no release changes that",
+    ),
 )

@@ -39,6 +39,8 @@ PROBLEMS = (
                 text=_TOO_MANY,
                 within="xpu_connectors.py:_initialize_pointers",
             ),
+            Failed(kind="AssertionError", text="Expected <layers> KV cache pointers, got <caches>"),
+            Failed(kind="AssertionError", text="Expected <layers> KV caches, got <caches>"),
         ),
         sentence="vLLM has registered {caches} caches, LMCache has room for {layers}",
         connectors=_IN_PROCESS,

@@ -38,6 +38,8 @@ PROBLEMS = (
             Failed(kind="ValueError", text="Expected k/v 4D [NB,BS,NH,HS], got", at=_UTILS),
             Failed(kind="ValueError", text="MLA expects kv_cache_layer as Tensor", at=_UTILS),
             Failed(kind="ValueError", text="does not have one paged tensor per layer"),
+            Failed(kind="AssertionError", within="utils.py:assert_is_vllm_flash_attn_or_flash_infer"),
+            Failed(kind="AssertionError", within="utils.py:assert_is_vllm_mla_or_flash_attn_or_flash_infer"),
             Failed(kind="ValueError", text="tensor is non-contiguous and not a supported"),
         ),
         releases={"lmcache": ">=0.4.3"},
