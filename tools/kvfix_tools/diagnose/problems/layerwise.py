@@ -272,4 +272,20 @@ PROBLEMS = (
         sure=False,
         threads=(_LMCACHE + "issues/669",),
     ),
+    Problem(
+        code="KVD1132",
+        name="layerwise-step-beyond-its-end",
+        severity=Severity.CRASH,
+        title="A layerwise load or store of LMCache was stepped on although its copy had ended.",
+        shows=(Failed(kind="RuntimeError", text="generator raised StopIteration", through="/lmcache"),),
+        sentence="the copy of the layers ended before the steps did",
+        connectors=_IN_PROCESS,
+        sure=False,
+        cause="A generator of LMCache's (store_layer, retrieve_layer) drives another one, of the GPU connector or the "
+        "store, one step a layer. They count layers differently (a draft model's beside the model's own, an indexer "
+        "cache), or the copy had ended at once, with nothing to load.",
+        now="use_layerwise: false (LMCACHE_USE_LAYERWISE=False); with CacheBlend, which needs it, "
+        "LMCACHE_ENABLE_BLENDING=False too; restart",
+        good="the same: no layerwise copies for a model with a draft model or an indexer cache",
+    ),
 )
