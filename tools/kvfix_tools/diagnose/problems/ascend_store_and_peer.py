@@ -42,4 +42,24 @@ PROBLEMS = (
         threads=(_ASCEND + "issues/8858", _ASCEND + "pull/8860"),
         sure=False,
     ),
+    Problem(
+        code="KVD1083",
+        name="ascend-scheduler-of-another-vllm",
+        severity=Severity.CRASH,
+        title="vllm-ascend's own copy of the scheduler and this vLLM are of different releases.",
+        shows=tuple(
+            Failed(kind=kind, within=place)
+            for kind in ("IndexError", "ValueError", "AttributeError", "TypeError")
+            for place in ("vllm_ascend/core/scheduler.py:schedule", "patch_balance_schedule.py:schedule")
+        ),
+        cause="AscendScheduler and BalanceScheduler repeat vLLM's schedule() and call its KV cache manager as one "
+        "release of vLLM has it: other values come back (two where there are three now, an empty list of groups "
+        "where there was one).",
+        now="vLLM's own scheduler: --additional-config without ascend_scheduler_config and without balance "
+        "scheduling (VLLM_ASCEND_BALANCE_SCHEDULING=0), restart; or pip install of the vLLM that this vllm-ascend "
+        "names",
+        good="vLLM and vllm-ascend of one image (BalanceScheduler in 0.26.0rc: pull request 13357)",
+        threads=(_ASCEND + "issues/4207", _ASCEND + "pull/13357"),
+        sure=False,
+    ),
 )

@@ -14,8 +14,10 @@ PROBLEMS = (
         severity=Severity.CRASH,
         title="ExampleConnector finds less KV in its folder than it had promised.",
         shows=(
-            Failed(kind="RuntimeError", text="shape mismatch", within="inject_kv_into_layer"),
-            Failed(kind="IndexError", within="inject_kv_into_layer"),
+            Failed(kind="RuntimeError", text="shape mismatch", within="example_connector.py:inject_kv_into_layer"),
+            Failed(kind="RuntimeError", text="shape mismatch", within="storage_connector.py:inject_kv_into_layer"),
+            Failed(kind="IndexError", within="example_connector.py:inject_kv_into_layer"),
+            Failed(kind="IndexError", within="storage_connector.py:inject_kv_into_layer"),
             Failed(kind="FileNotFoundError", within="example_connector.py:start_load_kv"),
             Failed(kind="FileNotFoundError", within="shared_storage_connector.py:start_load_kv"),
             Failed(kind="SafetensorError", within="example_connector.py:start_load_kv"),

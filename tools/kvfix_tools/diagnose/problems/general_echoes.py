@@ -28,6 +28,25 @@ PROBLEMS = (
         good=_NO_RELEASE,
     ),
     Problem(
+        code="KVD1101",
+        name="shutdown-of-what-was-never-made",
+        general=True,
+        severity=Severity.CRASH,
+        title="A part of the connector was shut down before it had been made: its start failed.",
+        shows=(
+            Failed(kind="AttributeError", text="object has no attribute '_", within="shutdown"),
+            Failed(kind="AttributeError", text="object has no attribute '_", within="__del__"),
+        ),
+        sure=False,
+        cause="Python calls shutdown() or __del__() of an object whose __init__ raised. That exception is the cause, "
+        "and stands above in the same process: an assertion about the KV cache (layers, heads, layout), memory that "
+        "cannot be registered, or a module that is missing. It is missing here: the excerpt begins too late.",
+        now="grep -nE 'Traceback|Error: |AssertionError' LOG | head, of the worker with this process id; then "
+        "kvfix-diagnose with the lines from there on",
+        good=_NO_RELEASE,
+        threads=("https://github.com/vllm-project/vllm/issues/33074",),
+    ),
+    Problem(
         code="KVD1041",
         name="only-the-echo-of-a-death",
         general=True,

@@ -139,6 +139,9 @@ PROBLEMS = (
             Failed(kind="AssertionError", text="HMA does not support block size post processing", at=_BASE_WORKER),
             Failed(kind="RuntimeError", text="heterogeneous attn post process is not supported with HMA"),
             Failed(kind="RuntimeError", text="Hybrid MLA+Mamba NIXL transfers require matching DCP sizes"),
+            Failed(kind="AssertionError", source="assert not self._is_hma_required", within="get_finished"),
+            Failed(kind="AssertionError", source="assert not self._is_hma_required", within="_read_blocks"),
+            Failed(kind="AssertionError", source="assert not self._is_hma_required", within="_xfer_blocks"),
         ),
         releases={"vllm": ">=0.26"},
         cause="With another tensor parallel (or DCP) size the block sizes of the groups differ between prefill and "

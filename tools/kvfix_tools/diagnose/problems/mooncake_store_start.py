@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvfix_tools.diagnose.findings import Severity
-from kvfix_tools.diagnose.problems import Logged, Problem, either
+from kvfix_tools.diagnose.problems import Died, Logged, Problem, either
 
 _MOONCAKE_ISSUES = "https://github.com/kvcache-ai/Mooncake/issues/"
 
@@ -144,5 +144,21 @@ PROBLEMS = (
         "it",
         good="three etcd members on disks of their own, and a supervisor that restarts mooncake_master",
         threads=(_MOONCAKE_ISSUES + "2253",),
+    ),
+    Problem(
+        code="KVD1085",
+        name="mooncake-object-larger-than-a-slice",
+        severity=Severity.CRASH,
+        title="Mooncake's client dies when it reads an object of more than 16 MB back from its SSD.",
+        shows=(Died("Assertion `sizes[i] <= kMaxSliceSize' failed"), Died("sizes[i] <= kMaxSliceSize")),
+        cause="An assertion about slices in memory stood in the way from SSD too, where it has no meaning. It is gone "
+        "since pull request 2165 (May 2026). Everything that asks that client then sees `RPC_FAIL`.",
+        now="smaller objects: a smaller chunk_size (LMCache) or page size (SGLang), or mooncake_master without "
+        "--enable-offload; restart the client",
+        good="mooncake-transfer-engine of after May 2026, with pull request 2165",
+        threads=(
+            "https://github.com/kvcache-ai/Mooncake/issues/2156",
+            "https://github.com/kvcache-ai/Mooncake/pull/2165",
+        ),
     ),
 )

@@ -7,6 +7,7 @@ from kvfix_tools.diagnose.problems import Failed, Logged, Problem
 
 _NIXL = "vllm/distributed/kv_transfer/kv_connector/v1/nixl/"
 _WORKER = _NIXL + "base_worker.py"
+_OLD = "vllm/distributed/kv_transfer/kv_connector/v1/nixl_connector.py"
 _PULL = _NIXL + "pull_worker.py"
 _PUSH = _NIXL + "push_worker.py"
 
@@ -213,5 +214,60 @@ PROBLEMS = (
         "Dynamo's nixl_connect takes the one that is given); fewer requests at once until then",
         good="the old peer removed (remove_remote_agent) before the new one is added",
         threads=("https://github.com/ai-dynamo/dynamo/issues/2998",),
+    ),
+    Problem(
+        code="KVD1105",
+        name="nixl-decode-smaller-than-prefill",
+        severity=Severity.HANG,
+        title="Decode has a smaller tensor parallel size than prefill, which this NixlConnector does not take.",
+        shows=(
+            Failed(kind="AssertionError", text="Decode TP cannot be smaller than prefill TP", at=_OLD),
+            Failed(kind="AssertionError", source="assert tp_ratio > 0", within="nixl_connector.py:add_remote_agent"),
+        ),
+        releases={"vllm": "<0.15"},
+        replaces=("KVD570",),
+        cause="Until vLLM 0.11.2 each decode rank reads a part of one prefill rank's heads; to gather several prefill "
+        "ranks into one came later.",
+        now="--tensor-parallel-size on decode as large as on prefill, or a multiple of it; restart both",
+        good="vLLM 0.15.1 or newer on both sides",
+    ),
+    Problem(
+        code="KVD1107",
+        name="block-smaller-than-the-kernel-s",
+        severity=Severity.CRASH,
+        title="--block-size is smaller than the blocks that the attention kernel works with.",
+        shows=(
+            Failed(kind="AssertionError", source="assert self.block_size > kernel_block_size", at=_WORKER),
+            Failed(
+                kind="AssertionError",
+                source="assert self.block_size > kernel_block_size",
+                at="vllm/distributed/kv_transfer/kv_connector/v1/mooncake/mooncake_connector.py",
+            ),
+        ),
+        releases={"vllm": ">=0.26"},
+        cause="A connector can cut a block of vLLM's into several of the kernel's, not the other way round. FlashMLA "
+        "and TRT-LLM's kernels want 32, 64 or 128; the size of the kernel stands in the line `physical kernel block "
+        "size` before it.",
+        now="no --block-size, or that of the kernel (or a multiple); the same on prefill and decode; restart",
+        good="the setting; no release takes it the other way round",
+    ),
+    Problem(
+        code="KVD1093",
+        name="nixl-attention-backends-differ",
+        severity=Severity.HANG,
+        title="Prefill and decode use different attention backends, and NIXL refuses the pair.",
+        shows=(
+            Failed(
+                kind="AssertionError",
+                source="assert nixl_agent_meta.attn_backend_name == self.backend_name",
+                at=_OLD,
+            ),
+        ),
+        releases={"vllm": "<0.15"},
+        replaces=("KVD570",),
+        cause="Each backend has its own layout of a block. Another GPU, VLLM_ATTENTION_BACKEND, FP8 KV or another "
+        "release on one side makes vLLM choose another one.",
+        now="VLLM_ATTENTION_BACKEND (the same, FLASH_ATTN say) on both sides, one --kv-cache-dtype; restart both",
+        good="the setting in both start scripts",
     ),
 )

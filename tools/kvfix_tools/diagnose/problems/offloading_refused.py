@@ -87,7 +87,10 @@ PROBLEMS = (
         name="offload-size-missing",
         severity=Severity.CRASH,
         title="OffloadingConnector is not told how much memory it may take.",
-        shows=(Failed(kind="Exception", text="cpu_bytes_to_use must be specified in kv_connector_extra_config"),),
+        shows=(
+            Failed(kind="Exception", text="cpu_bytes_to_use must be specified in kv_connector_extra_config"),
+            Failed(kind="Exception", text="num_cpu_blocks must be specified in kv_connector_extra_config"),
+        ),
         cause="It has no default, and `num_cpu_blocks` is a setting of vLLM before 0.15.",
         now='`--kv-offloading-size 64` (GiB, instead of a --kv-transfer-config), or `"kv_connector_extra_config":'
         ' {"cpu_bytes_to_use": 68719476736}`',

@@ -157,4 +157,28 @@ PROBLEMS = (
         good="NixlConnector: P2pNcclConnector is not in vLLM 0.26.0 and later",
         threads=("https://github.com/vllm-project/vllm/pull/20246",),
     ),
+    Problem(
+        code="KVD1081",
+        name="p2p-nccl-other-number-of-tokens",
+        severity=Severity.CRASH,
+        title="Prefill sent P2pNcclConnector another number of tokens than decode has made room for.",
+        shows=(
+            Failed(
+                kind="RuntimeError",
+                text="shape mismatch: value tensor of shape <sent> cannot be broadcast to indexing result of shape "
+                "<room>",
+                within="p2p_nccl_connector.py:inject_kv_into_layer",
+            ),
+        ),
+        sentence="prefill sent {sent}, decode has room for {room}",
+        releases={"vllm": "<0.26"},
+        cause="Its first releases write all that came into all slots of the prompt. Prefill sends what it computed: "
+        "with chunked prefill or a hit in its prefix cache that is less. Since vLLM 0.9.2 the smaller of the two is "
+        "written, with the warning `kv_cache does not match`: the text is then wrong.",
+        now="on prefill --max-num-batched-tokens no smaller than --max-model-len and --no-enable-prefix-caching; the "
+        "same model, tokenizer and chat template on both sides; restart both",
+        good="NixlConnector: P2pNcclConnector is not in vLLM 0.26.0 and later",
+        threads=("https://github.com/vllm-project/vllm/pull/15806",),
+        sure=False,
+    ),
 )

@@ -177,4 +177,28 @@ PROBLEMS = (
         "(free / total), for each of those that share the card",
         good="shares of all processes of a card that add up to 0.95 at most",
     ),
+    Problem(
+        code="KVD1087",
+        name="more-than-two-kinds-of-attention",
+        severity=Severity.CRASH,
+        title="vLLM's prefix cache takes a model with two kinds of attention only, and this one has another mix.",
+        shows=tuple(
+            Failed(text=text, at="vllm/v1/core/kv_cache_coordinator.py")
+            for text in (
+                "HybridKVCacheCoordinator assumes exactly one type of full attention groups now",
+                "HybridKVCacheCoordinator assumes exactly one other type of groups now",
+                "HybridKVCacheCoordinator assumes exactly one type of other groups now",
+                "KVCacheCoordinator assumes the block_size of full attention layers is divisible by other layers now",
+                "HybridKVCacheCoordinator assumes the full attention group ids and other attention group ids do not "
+                "interleave",
+            )
+        ),
+        releases={"vllm": ">=0.10,<0.12"},
+        cause="Up to vLLM 0.11 the hybrid KV cache manager wants one kind of full attention, one other kind, and "
+        "block sizes that divide. A third kind, a draft model of another shape, or a Mamba page that does not fit is "
+        "refused. No connector has part in it.",
+        now="--no-enable-prefix-caching, or without Mamba layers --disable-hybrid-kv-cache-manager; without "
+        "--speculative-config if a draft model brings the third kind; restart",
+        good="vLLM 0.15.1 or newer, which takes any mix",
+    ),
 )
