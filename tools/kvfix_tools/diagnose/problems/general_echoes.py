@@ -68,4 +68,25 @@ PROBLEMS = (
         "Ray's /tmp/ray/session_latest/logs; then kvfix-diagnose with all of these files",
         good=_NO_RELEASE,
     ),
+    Problem(
+        code="KVD1103",
+        name="proxy-hands-on-an-engine-s-error",
+        general=True,
+        severity=Severity.CRASH,
+        title="A proxy in front of prefill and decode got an error as the engine's answer.",
+        shows=(
+            Failed(kind="HTTPStatusError", text="Server error '5<code>"),
+            Failed(kind="ClientResponseError", text="5<code>, message="),
+            Failed(kind="RemoteProtocolError", text="peer closed connection without sending complete message body"),
+            Failed(kind="RemoteProtocolError", text="Server disconnected without sending a response"),
+        ),
+        sure=False,
+        cause="The proxy is not the one that failed: the engine whose address is in the line answered 500, or ended "
+        "in the middle of its answer. Prefill's address: the first half (LMCache, NIXL or Mooncake on the sender); "
+        "decode's: a transfer that did not come. A 500 of each request is a set-up, one after hours a crash.",
+        now="curl that address (/health); kubectl logs --previous or docker logs of that engine at this minute, then "
+        "kvfix-diagnose with them; the request by hand to that engine shows its answer",
+        good=_NO_RELEASE,
+        threads=("https://github.com/kvcache-ai/Mooncake/issues/960",),
+    ),
 )

@@ -84,7 +84,7 @@ PROBLEMS = (
         "sides; `ucx_info -d | grep cuda_copy`; `pip install --force-reinstall nixl` of the image's CUDA (CUDA 13: "
         "nixl-cu13); restart both",
         good="nixl and UCX of one build, for this CUDA",
-        threads=("https://github.com/sgl-project/sglang/issues/6694",),
+        threads=("https://github.com/sgl-project/sglang/issues/6694", "https://github.com/ai-dynamo/nixl/issues/380"),
     ),
     Problem(
         code="KVD146",
