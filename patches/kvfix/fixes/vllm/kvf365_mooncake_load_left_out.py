@@ -25,12 +25,11 @@ vLLM 0.32.0 is no longer in use.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
-from weakref import WeakKeyDictionary
 
+from kvfix.fixes import _pulls
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import MOONCAKE_WORKER
 from kvfix.wrapping import after
@@ -38,8 +37,7 @@ from kvfix.wrapping import after
 
 def fix(module: ModuleType) -> Callable[..., Any]:
     def process_pulling_result(worker: Any, answer: None, response: Any, pull_metas: dict[str, Any]) -> None:
-        named = vars(worker).setdefault("_kvfix_named", WeakKeyDictionary())
-        known = named.setdefault(_task() or module, set())
+        known = _pulls.settled(worker)
         known.update(response.ok_reqs or (), response.err_reqs or ())
         if response.status == module.MooncakeXferResponseStatus.FINISH:
             missing = [name for name in pull_metas if name not in known]
@@ -47,14 +45,6 @@ def fix(module: ModuleType) -> Callable[..., Any]:
                 worker._handle_failed_recv(pull_metas, missing, "the producer's answer leaves it out")
 
     return after(process_pulling_result)
-
-
-def _task() -> Any:
-    """The coroutine that takes the answers of one producer; None outside of an event loop."""
-    try:
-        return asyncio.current_task()
-    except RuntimeError:
-        return None
 
 
 def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:

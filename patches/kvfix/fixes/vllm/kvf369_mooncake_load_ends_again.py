@@ -1,0 +1,102 @@
+"""MooncakeConnector reports a load failed that has ended, or that goes on: EngineCore dies, or silent wrong text.
+
+## Symptom
+Minutes after the prefill engine is gone, EngineCore of the decode engine dies with `assert req_id in self.requests` in
+`_update_from_kv_xfer_finished`; with KVF201 requests that run fail, or begin anew. The log has `pulling kv_caches for
+[...] failed: transfer failed: Resource temporarily unavailable`, and names requests that have ended long ago. With
+several prefill ranks to one of decode: wrong text, HTTP 200, after a load that failed at one of them.
+
+## Cause
+Decode sends each prefill rank one message for all loads of a step. When that connection fails, all of them are reported
+failed (mooncake_connector.py 0.32.0:2370), those too that the rank has written: requests that have ended, and blocks
+that others have by now. And the first rank that fails ends the load (:2402), while others write into its blocks, which
+vLLM frees.
+
+## Fix
+Each rank settles each load once. A load that a rank failed is reported when the last one has settled it.
+
+## Releases
+vLLM 0.32.0, the first one that reports failed loads.
+
+## Upstream
+None known; fixed in 0.33.0.
+
+## Remove when
+vLLM 0.32.0 is no longer in use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Generator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from kvfix.fixes import _pulls, stubs
+from kvfix.fixes.api import Fix
+from kvfix.fixes.targets import MOONCAKE_WORKER
+from kvfix.wrapping import View, around
+
+#: Of a load that a rank failed, while others had not settled it.
+_REASON = "_kvfix_reason"
+
+
+def fix(module: ModuleType) -> Callable[..., Any]:
+    def handle_failed_recv(
+        worker: Any, metas: dict[str, Any], names: Collection[str], reason: str
+    ) -> Generator[Any, Any, Any]:
+        settled, last = _pulls.settled(worker), []
+        for name in names:
+            meta = metas.get(name)
+            if meta is None or name in settled:
+                continue
+            settled.add(name)
+            if meta.pull_tasks_count > 1:
+                meta.pull_tasks_count -= 1
+                setattr(meta, _REASON, reason)
+            else:
+                last.append(name)
+        return (yield (metas, last, reason))
+
+    return around(handle_failed_recv)
+
+
+def answers(module: ModuleType) -> Callable[..., Any]:
+    def process_pulling_result(worker: Any, response: Any, metas: dict[str, Any]) -> Generator[Any, Any, Any]:
+        written = []
+        for name in response.ok_reqs:
+            meta = metas.get(name)
+            if meta is not None and meta.pull_tasks_count == 1 and hasattr(meta, _REASON):
+                worker._handle_failed_recv(metas, [name], getattr(meta, _REASON))
+            else:
+                written.append(name)
+        _pulls.settled(worker).update(written)
+        return (yield (View(response, ok_reqs=written), metas))
+
+    return around(process_pulling_result, when=lambda worker, response, metas: response.ok_reqs)
+
+
+def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+    """One of two ranks fails. Wrong is to report the load."""
+    ended: set[str] = set()
+    worker = SimpleNamespace(
+        xfer_stats=SimpleNamespace(record_failed_recv=lambda: None), _is_hma_required=False,
+        _invalid_block_ids=SimpleNamespace(put=lambda blocks: None), finished_recving_reqs=ended,
+        _complete_pull_task=lambda meta: None,
+    )  # fmt: skip
+    meta = module.PullReqMeta("r", "t", [[1]], "p", "http://p:1", pull_tasks_count=2)
+    hook(worker, {"r": meta}, ["r"], "kvfix looks whether the load is reported")
+    return bool(ended)
+
+
+FIX = Fix(
+    __name__,
+    __doc__,
+    targets=(
+        MOONCAKE_WORKER._handle_failed_recv(broken=">=0.32,<0.33", probe=shows_bug, fix=fix),
+        MOONCAKE_WORKER.process_pulling_result(
+            broken=">=0.32,<0.33", probe=stubs.cannot_tell, fix=answers, place=1, helper=True
+        ),
+    ),
+    scenarios=("mooncake-load-ends-again",),
+    no_patch={"vllm": "0.33.0 is right"},
+)

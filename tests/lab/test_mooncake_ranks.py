@@ -1,0 +1,92 @@
+"""KVF369: a prefill rank settles a load once, and the last one ends it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from kvfix_tools.lab.options import Options
+from kvfix_tools.lab.steps import prompt
+from tests.conftest import RELEASES, Once
+
+OPTIONS = Options(
+    connector="mooncake", prefix_caching=False, num_blocks=60, decode_blocks=18, kv_load_failure_policy="fail", delay=8
+)
+#: Where the rank listens that fails.
+ADDRESS = "tcp://prefill:1"
+
+
+class FailingRank:
+    """A socket that answers each message with an error."""
+
+    def __init__(self, host: Any, error: bytes) -> None:
+        self.host, self.error = host, error
+
+    def take(self, dealer: Any, message: bytes) -> None:
+        self.host.network.send(dealer.host, lambda: dealer.take(self.error))
+
+
+def played(fixed: bool) -> dict[str, Any]:
+    """The lab's prefill engine has one rank. Here decode is told of a second one, as of another pipeline stage."""
+    import kvfix
+    from kvfix_tools.lab import runner
+    from kvfix_tools.lab.pair import Pair
+
+    with runner.quiet():
+        if fixed:
+            kvfix.apply()
+        pair = Pair(OPTIONS)
+        pair.ask("a", prompt(32, seed=2))
+        pair.run()
+        adapter = pair.decode.connector.workers[0].adapter
+        module: Any = __import__(type(adapter).__module__, fromlist=["_"])
+        answer = module.MooncakeXferResponse(
+            status=module.MooncakeXferResponseStatus.ERROR, err_msg="this rank has no KV"
+        )
+        pair.network.bound[ADDRESS] = FailingRank(
+            pair.prefill.connector._host, module.msgspec.msgpack.Encoder().encode(answer)
+        )
+        for ranks in adapter._remote_agents.values():
+            ranks[0][1] = ADDRESS
+        pair.ask("r", prompt(64))
+        pair.may_fail()
+        pair.step(8)
+        pair.router.ask_decode("s", prompt(200, seed=1), 40)
+        pair.run()
+        pair.expect_all_ended()
+    return {"found": sorted({each.code for each in pair.findings}), "loaded": pair.counts["loaded_tokens"]}
+
+
+def test_as_released_a_write_goes_on_in_blocks_of_another(once: Once) -> None:
+    assert "LAB001" in once(played, RELEASES / "0.5.6", False)["found"]
+
+
+def test_blocks_are_kept_until_the_last_rank_has_written(once: Once) -> None:
+    assert once(played, RELEASES / "0.5.6", True)["found"] == []
+
+
+def goes_on(fixes: list[str] | None) -> str:
+    """Prefill is gone before it has answered for both loads of a message. Status of the one that it has written."""
+    import kvfix
+    from kvfix_tools.lab import runner
+    from kvfix_tools.lab.pair import Pair
+
+    with runner.quiet():
+        kvfix.apply(only=fixes)
+        pair = Pair(dataclasses.replace(OPTIONS, decode_blocks=60, delay=1))
+        pair.budget(16)
+        pair.ask_at_once("r", prompt(16), 60)
+        pair.ask_at_once("s", prompt(200, seed=1))
+        pair.step(8)
+        pair.restart("prefill", 60)
+        pair.time_passes(541.0)
+        pair.run()
+    return str(pair.decode.requests["r-00000002"].status.name)
+
+
+def test_a_request_that_has_loaded_goes_on(once: Once) -> None:
+    assert once(goes_on, RELEASES / "0.5.6", None) == "FINISHED_LENGTH_CAPPED"
+
+
+def test_without_the_fix_it_fails(once: Once) -> None:
+    assert once(goes_on, RELEASES / "0.5.6", ["KVF201"]) == "FINISHED_ERROR"
