@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib import import_module
+from math import inf
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -83,6 +84,10 @@ def replace(host: Host) -> None:
         def shutdown(self) -> None: ...
 
     module.MooncakeBootstrapServer = Bootstrap
+
+
+def _transfer_of(request: Any) -> str:
+    return str((request.kv_transfer_params or {}).get("transfer_id"))
 
 
 class MooncakeWorker(Worker):
@@ -188,6 +193,8 @@ class MooncakeSide(PairSide):
         self._awaited: dict[str, Any] = {}
         #: transfer -> steps in which the peer has waited for it in vain
         self._vain: dict[str, int] = {}
+        #: transfer -> when its request was first seen to have ended
+        self._ended: dict[str, float] = {}
 
     def _noted(self, what: str, kept: str, reader: str) -> None:
         """Of a write, by the network: to both engines' ledger."""
@@ -235,18 +242,23 @@ class MooncakeSide(PairSide):
 
     def _look(self) -> None:
         """Which transfers the peer waits for, that no request here will make ready."""
+        for request in self.events.model.requests.values():
+            if request.is_finished():
+                self._ended.setdefault(_transfer_of(request), clock.now())
         if self.scheduler_side._reqs_not_processed or self.scheduler_side._reqs_need_send:
             return  # the worker has not heard of it
         if self.network.timeout < _LONG:
             return  # it may be asked so late that the worker has forgotten it
         open_now, had = set(), {}
         for name, request in self.events.model.requests.items():
-            transfer = str((request.kv_transfer_params or {}).get("transfer_id"))
+            transfer = _transfer_of(request)
             had[transfer] = name
             if not request.is_finished():
                 open_now.add(transfer)
         # an aborted prefill leaves the dictionary, and who waits for it does not hear of it
-        self._awaited.update(self._sends)
+        # one that is asked for when the timeout is over is not known any more
+        known = {each: sent for each, sent in self._sends.items() if clock.now() < self._ended.get(each, inf) + _LONG}
+        self._awaited.update(known)
         self._awaited = {transfer: sent for transfer, sent in self._awaited.items() if sent.ready._waiters}
         for transfer, sent in self._awaited.items():
             unsent = had.get(transfer, "") not in {"", *self._were_kept} and transfer not in open_now
