@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kvfix_tools.diagnose import findings, log_formats, problems
 from kvfix_tools.diagnose.log_line import LogLine
-from kvfix_tools.diagnose.signs import PLACE, Failed, Sign, Stuck, fits, in_words, longest, raised_in, tells
+from kvfix_tools.diagnose.signs import PLACE, Failed, Sign, Stuck, fits, in_words, is_pythons, longest, raised_in, tells
 from kvfix_tools.diagnose.tracebacks import Raised
 
 if TYPE_CHECKING:
@@ -42,7 +42,8 @@ _BLANKS = re.compile(r"[\s`]+")
 class _Words(NamedTuple):
     """Of a sign, without blanks. text: its parts between values. also: what the text has to hold too, if those are few.
 
-    function: in which it failed. common: it is Python's own text, as any code may raise it.
+    function: in which it failed. common: a general record has this text, so that any code may raise it. pythons: it is
+    Python's or the system's own.
     """
 
     text: tuple[str, ...]
@@ -50,6 +51,7 @@ class _Words(NamedTuple):
     also: tuple[str, ...]
     function: str
     common: bool
+    pythons: bool
 
     def weight(self, pasted: str) -> int:
         """How many characters of the sign the text has; 0: it is not there."""
@@ -58,7 +60,7 @@ class _Words(NamedTuple):
         own = sum(map(len, self.text)) + len(self.source)
         if own < _SOME or (self.common and not self.function):
             return 0
-        if (own < _MANY or self.common) and not all(each in pasted for each in self.also):
+        if (own < _MANY or self.common or self.pythons) and not all(each in pasted for each in self.also):
             return 0
         return own + (len(self.function) if self.function in pasted else 0)
 
@@ -184,7 +186,7 @@ def _words(sign: Sign) -> _Words:
     text = tuple(part for part in (_BLANKS.sub("", each).rstrip(".") for each in PLACE.split(sign.text)[::2]) if part)
     source = _BLANKS.sub("", sign.source) if isinstance(sign, Failed) else ""
     common = any(len(sign.text) < len(each) + _OWN and (each in sign.text or sign.text in each) for each in _common())
-    return _Words(text, source, tuple(filter(None, also)), function if named else "", common)
+    return _Words(text, source, tuple(filter(None, also)), function if named else "", common, is_pythons(sign.text))
 
 
 @lru_cache(maxsize=1)

@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvfix_tools.diagnose import problems
-from kvfix_tools.diagnose.signs import PLACE, Failed, fits, longest, pattern, raised_in, tells
+from kvfix_tools.diagnose.signs import PLACE, Failed, fits, is_pythons, longest, pattern, raised_in, tells
 
 if TYPE_CHECKING:
     from kvfix_tools.diagnose.diagnosis import Diagnosis
@@ -87,6 +87,7 @@ def _failed() -> tuple[_Sign, ...]:
     made = []
     for record, sign in ((each, sign) for each in particular for sign in each.shows if isinstance(sign, Failed)):
         _, function = raised_in(sign)
-        letters = sum(map(len, PLACE.split(sign.text)[::2])) + len(sign.source)
+        text = "" if is_pythons(sign.text) and (sign.within or sign.through) else sign.text
+        letters = sum(map(len, PLACE.split(text)[::2])) + len(sign.source)
         made.append(_Sign(record, sign, letters, function if tells(function) else ""))
     return tuple(made)

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
 PLACE = re.compile(r"<(\w+)>")
 #: Letters of a function's name from which on it says something.
 _TELLS = 8
+_PYTHONS = re.compile(
+    r"(?:\w+ )?index out of range|\[Errno \d+\][\w -]*|division by zero|\w+ changed size during iteration"
+)
 #: Innermost frames in which a sign is looked for.
 _FRAMES = 8
 
@@ -87,6 +90,11 @@ def raised_in(sign: Sign) -> tuple[str, str]:
 def tells(function: str) -> bool:
     """Whether a function's name is so much its own that a text with it speaks of this function."""
     return len(function) >= _TELLS and "_" in function.strip("_") and not function.startswith("__")
+
+
+def is_pythons(text: str) -> bool:
+    """Whether Python or the system says exactly this of any code: the frames tell whose failure it is."""
+    return _PYTHONS.fullmatch(text) is not None
 
 
 def in_words(sign: Sign) -> str:

@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 #: What a line of a log begins with; a piece that a terminal cut off does not.
 BEGINS = re.compile(
+    rb"(?:\s{0,8}\d{1,6}[.:)]? {1,4})?"  # a number of a list, or of a viewer
     rb"(?:\x1b\[[0-9;]*m)*(?:\(\w+ [^)]*pid=|\[\d{4}-|\[pod/|\d{4}-\d\d-\d\d"
     rb"|(?:[A-Z]{3,8} )?(?:DEBUG|INFO|WARNING|ERROR|CRITICAL)\b"
     rb"|command terminated|Killed|Aborted|Segmentation fault|terminate called"
