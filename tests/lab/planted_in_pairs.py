@@ -1,4 +1,4 @@
-"""Faults planted in two engines with NixlConnector that have not as many ranks."""
+"""Faults planted in two engines with NixlConnector that have not as many ranks, or several KV groups."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ FAULTS: dict[str, Planted] = {}
 MORE: dict[str, Any] = {"ranks": 1, "peer_ranks": 2, "kv_heads": 2, "rank_delay": 3}
 FEWER: dict[str, Any] = {"ranks": 2, "peer_ranks": 1, "kv_heads": 2, "rank_delay": 3}
 COPIED: dict[str, Any] = {"ranks": 1, "peer_ranks": 4, "kv_heads": 2}
+GROUPS: dict[str, Any] = {"windows": (32,), "num_blocks": 80}
 
 
 def fault(connector: str, options: dict[str, Any], text: str) -> Callable[[Any], Any]:
@@ -77,3 +78,27 @@ def the_second_writer_is_not_waited_for(pair: Any) -> None:
         adapter.nixl_wrapper.make_prepped_xfer = lambda *places, notif_msg, make=make: make(
             *places, notif_msg=notif_msg.rpartition(b":")[0] + b":1"
         )
+
+
+@fault("nixl-pull", GROUPS, "other KV in KV group 1")
+def blocks_of_a_window_are_read_in_another_order(pair: Any) -> None:
+    (adapter,) = _adapters(pair.decode)
+    read = adapter._read_blocks
+
+    def reads(read_spec: Any, **more: Any) -> Any:
+        whole, window = read_spec.remote_block_ids
+        return read(dataclasses.replace(read_spec, remote_block_ids=[whole, window[::-1]]), **more)
+
+    adapter._read_blocks = reads
+
+
+@fault("nixl-push", GROUPS, "other KV in KV group 1")
+def a_window_is_not_written(pair: Any) -> None:
+    (adapter,) = _adapters(pair.prefill)
+    write = adapter._xfer_blocks
+
+    def writes(read_spec: Any, **more: Any) -> Any:
+        ours, theirs = ([each[0], []] for each in (read_spec.local_block_ids, read_spec.remote_block_ids))
+        return write(dataclasses.replace(read_spec, local_block_ids=ours, remote_block_ids=theirs), **more)
+
+    adapter._xfer_blocks = writes

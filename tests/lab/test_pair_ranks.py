@@ -1,4 +1,5 @@
-"""Two engines with NixlConnector that have not as many ranks: clean as they are, and wrong KV of any head is found."""
+"""Two engines with NixlConnector that have not as many ranks, or several KV groups: clean as they are, and wrong KV of
+any head or group is found."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ import pytest
 from kvfix_tools.lab.options import WITH_RANKS, Options
 from kvfix_tools.lab.steps import prompt
 from tests.conftest import RELEASES, Once
-from tests.lab.planted_in_pairs import COPIED, FAULTS, FEWER, MORE
+from tests.lab.planted_in_pairs import COPIED, FAULTS, FEWER, GROUPS, MORE
 
 
 def played(connector: str, ranks: dict[str, Any], planted: str = "") -> dict[str, Any]:
@@ -20,7 +21,7 @@ def played(connector: str, ranks: dict[str, Any], planted: str = "") -> dict[str
     from kvfix_tools.lab.lab_engine import EngineDied
     from kvfix_tools.lab.pair import Pair
 
-    options = Options(connector=connector, num_blocks=40, max_num_batched_tokens=64, **ranks)
+    options = Options(connector=connector, max_num_batched_tokens=64, **{"num_blocks": 40, **ranks})
     with runner.applied(True):
         pair = Pair(options)
         if planted:
@@ -58,6 +59,13 @@ def test_with_copied_heads(once: Once) -> None:
     assert done["counts"]["loads_with_copied_heads"]
 
 
+@pytest.mark.parametrize("connector", WITH_RANKS)
+def test_with_several_groups(connector: str, once: Once) -> None:
+    done = once(played, RELEASES / "0.5.6", connector, GROUPS)
+    assert done["found"] == []
+    assert done["counts"]["loads_with_one_window"] >= 3
+
+
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_is_found(name: str, once: Once) -> None:
     planted = FAULTS[name]
@@ -66,15 +74,17 @@ def test_a_planted_fault_is_found(name: str, once: Once) -> None:
 
 
 def drawn(connector: str) -> dict[str, Any]:
-    """The first seeds that have several ranks."""
+    """The first seeds that have several ranks, and several KV groups."""
     from kvfix_tools.lab.fuzz import play
     from kvfix_tools.lab.runner import applied
     from kvfix_tools.lab.schedule import draw
 
     counts, found = Counter[str](), []
-    schedules = [each for each in (draw(seed, connector) for seed in range(100)) if each.options.peer_ranks]
+    schedules = [draw(seed, connector) for seed in range(150)]
+    ranks = [each for each in schedules if each.options.peer_ranks]
+    groups = [each for each in schedules if each.options.windows]
     with applied(True, "check"):
-        for schedule in schedules[:24]:
+        for schedule in ranks[:24] + groups[:12]:
             done = play(schedule)
             counts.update(done.counts)
             found += [str(violation) for violation in done.violations]
@@ -86,6 +96,6 @@ def test_all_that_is_drawn_happens(connector: str, once: Once) -> None:
     done = once(drawn, RELEASES / "0.5.6", connector)
     assert done["violations"] == []
     counts = done["counts"]
-    loads = "more_ranks", "fewer_ranks", "late_rank", "copied_heads"
+    loads = "more_ranks", "fewer_ranks", "late_rank", "copied_heads", "one_window", "two_windows"
     happened = "failed_on_one_rank", *(f"loads_with_{each}" for each in loads)
     assert [each for each in happened if not counts[each]] == []

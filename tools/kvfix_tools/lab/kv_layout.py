@@ -73,7 +73,7 @@ def _placement(options: Options) -> list[Any]:
 
 
 def kv_caches(options: Options, memory: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The layers, all in this memory of shape (blocks, bytes)."""
+    """The layers, all in this memory: its first dimension is the blocks'."""
     return {LAYER.format(group.number): memory for group in kv_groups(options)}
 
 

@@ -105,7 +105,7 @@ class NixlWorker(Worker):
         #: Kept, since the agent has its addresses alone.
         shape = options.num_blocks, options.heads_of_rank, options.block_size, FLOATS
         self.memory = torch.zeros(shape, dtype=torch.float32)
-        called.register_kv_caches({kv_layout.LAYER.format(0): self.memory})
+        called.register_kv_caches(kv_layout.kv_caches(options, self.memory))
         slots.put_in(blocks_of(self.memory.view(torch.int64)[..., 0].numpy(), self.rank, options))
 
     def _note_expired(self) -> None:

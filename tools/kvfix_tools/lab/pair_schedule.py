@@ -75,6 +75,9 @@ def draw(
     own = random.Random(f"ranks {connector} {seed}")
     if connector in WITH_RANKS and not plain and own.random() < 0.3:
         options = _with_ranks(options, own)
+    own = random.Random(f"windows {connector} {seed}")
+    if connector in WITH_RANKS and not plain and own.random() < 0.2:
+        options = _with_windows(options, own)
     weights = dict(_PLAIN) if plain else {**_PLAIN, **_FAULTS, **(_PUSH_FAULTS if push else {})}
     if "bidirectional_kv_xfer" in extra:
         weights = {kind: weight for kind, weight in weights.items() if kind not in ("time_passes", "step_alone")}
@@ -106,6 +109,19 @@ def _with_ranks(options: Options, rng: random.Random) -> Options:
     )
 
 
+def _with_windows(options: Options, rng: random.Random) -> Options:
+    """With one or two KV groups of sliding windows, and blocks for them: of a load vLLM allocates all."""
+    block = options.block_size
+    windows = tuple(rng.sample((block, 2 * block, 2 * block + 1, 4 * block), rng.choice((1, 1, 2))))
+    more = -(-options.max_model_len // block) * len(windows)
+    return dataclasses.replace(
+        options,
+        windows=windows,
+        num_blocks=options.num_blocks + more,
+        decode_blocks=options.decode_blocks + more,
+    )
+
+
 def _step(rng: random.Random, kind: str, number: int, options: Options, room: int, plain: bool) -> DrawnStep:
     block = options.block_size
     engine = rng.choice(_ENGINES)
@@ -113,7 +129,8 @@ def _step(rng: random.Random, kind: str, number: int, options: Options, room: in
         # few prompts, so that they share prefixes; lengths around the edges of blocks
         whole = rng.randrange(1, max(2, room // block)) * block
         tokens = max(1, min(room - 40, whole + rng.choice((-1, 0, 0, 1, rng.randrange(block)))))
-        generated = (rng.choice((1, 1, 1, 20)),) if kind != "ask_decode" and not plain else ()
+        more = 1 if options.windows else 20  # of a window vLLM forgets what the prompt's end needs
+        generated = (rng.choice((1, 1, 1, more)),) if kind != "ask_decode" and not plain else ()
         return (kind, f"r{number}", rng.randrange(3), tokens, rng.choice((1, 2, 5, 20, 30)), *generated)
     if kind in ("abort", "send_again", "ask_again"):
         return (kind, rng.randrange(8))
@@ -134,7 +151,8 @@ def _step(rng: random.Random, kind: str, number: int, options: Options, room: in
         return (kind, rng.choice(("transfer", "handshake", "setup", "notice")), rng.choice((1, 1, 3)))
     if kind == "restart":
         # vLLM starts with no fewer than the longest request takes
-        return (kind, engine, rng.randrange(-(-options.max_model_len // block) + 2, 42))
+        longest = -(-options.max_model_len // block)
+        return (kind, engine, rng.randrange(longest + 2, 42) + longest * len(options.windows))
     if kind == "take_blocks":
         return (kind, engine, rng.randrange(1, 40))
     if kind == "budget":

@@ -16,7 +16,7 @@ Prefill begins to write when all ranks of the decode engine that it writes to ha
 decode engine fails the load when its registration ends (KVF322).
 
 ## Releases
-vLLM 0.32.0, the first one played, and 0.33.0.
+vLLM 0.26.0 to 0.33.0, by their code. Played: 0.32.0 and 0.33.0.
 
 ## Upstream
 None known.
@@ -83,7 +83,7 @@ def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
 FIX = Fix(
     __name__,
     __doc__,
-    targets=(NIXL_PUSH_WORKER._handle_push_reg_notif(broken=">=0.32", place=1, probe=shows_bug, fix=fix),),
+    targets=(NIXL_PUSH_WORKER._handle_push_reg_notif(broken=">=0.26", place=1, probe=shows_bug, fix=fix),),
     evidence={"KVR011": r"KeyError: \('", "KVR022": ""},
     scenarios=("nixl-push-before-all-registered", "nixl-push-told-before-connected"),
     attaches=NEW_REQUESTS,

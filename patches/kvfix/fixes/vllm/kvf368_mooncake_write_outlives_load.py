@@ -156,8 +156,8 @@ FIX = Fix(
     __name__,
     __doc__,
     targets=(
-        MOONCAKE_WORKER.receive_kv(broken=">=0.32", probe=stubs.cannot_tell, fix=asks),
-        MOONCAKE_WORKER.register_kv_caches(broken=">=0.32", probe=stubs.cannot_tell, fix=takes_ends, helper=True),
+        MOONCAKE_WORKER.register_kv_caches(broken=">=0.32", probe=stubs.cannot_tell, fix=takes_ends),
+        MOONCAKE_WORKER.receive_kv(broken=">=0.32", probe=stubs.cannot_tell, fix=asks, helper=True),
     ),
     evidence={"LAB001": "", "LAB008": ""},
     scenarios=("mooncake-write-outlives-load",),

@@ -30,7 +30,7 @@ PROBLEMS = (
         "outside takes the third, from 0.26 on it does not. LMCache's own class for kv_connector_module_path has it "
         "from 0.3.14 on.",
         now='{"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"} without kv_connector_module_path; with '
-        "another connector pip install -U its package; kvfix doctor -- vllm serve ... checks it",
+        "another connector pip install -U its package; `kvfix doctor -- vllm serve ...` checks it",
         good="LMCache 0.3.14 or newer, or the release of the connector's package that is of this vLLM's month",
         threads=(_LMCACHE + "issues/2446",),
     ),

@@ -1,0 +1,19 @@
+"""The prompt's last token needs one token more than what the prefill engine keeps of a window."""
+
+from kvfix_tools.lab.scenario import CONTENT, Options, Scenario
+from kvfix_tools.lab.steps import ask, expect_all_ended, prompt, run
+
+SCENARIO = Scenario(
+    schedule=[
+        ask("r", prompt(63), 2),
+        run(),
+        expect_all_ended(),
+    ],
+    rule="LAB001",
+    text="the step reads token 47 of 62 computed ones, its slot holds other KV in KV group 1",
+    request="r-00000002",
+    wrong={"vllm": ">=0.32"},
+    options=Options(connector="nixl-pull", windows=(16,)),
+    needs={"vllm": ">=0.32"},
+    not_in_hooks=CONTENT,
+)
