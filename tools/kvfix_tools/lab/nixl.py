@@ -68,6 +68,7 @@ def replace(network: Network) -> None:
     worker.NixlWrapper = network.agent
     worker.zmq_ctx = network.socket
     worker.ThreadPoolExecutor = lambda **_: network.executor()
+    _be_rank(0, 1)
     worker.get_current_attn_backends = lambda *_: [AnyBlockSize]
     worker.current_platform.discover_numa_topology = lambda *_: []  # else it takes all but one core from the process
     if hasattr(worker, "check_nixl_version"):  # since 0.33
@@ -75,13 +76,17 @@ def replace(network: Network) -> None:
     module("push_worker").threading = SimpleNamespace(Thread=network.writer, Event=Signal, Lock=threading.Lock)
 
 
-@contextmanager
-def of_rank(rank: int, ranks: int) -> Iterator[None]:
-    """A worker made here is this one of so many."""
+def _be_rank(rank: int, ranks: int) -> None:
     worker: Any = module("base_worker")
     worker.get_tensor_model_parallel_rank, worker.get_tensor_model_parallel_world_size = lambda: rank, lambda: ranks
+
+
+@contextmanager
+def of_rank(rank: int, ranks: int) -> Iterator[None]:
+    """A worker made here is this one of so many; elsewhere there is one."""
+    _be_rank(rank, ranks)
     yield
-    worker.get_tensor_model_parallel_rank, worker.get_tensor_model_parallel_world_size = lambda: 0, lambda: 1
+    _be_rank(0, 1)
 
 
 class NixlWorker(Worker):
