@@ -161,7 +161,7 @@ def test_what_another_traceback_of_the_paste_called_names_the_failure() -> None:
 
 
 @pytest.mark.parametrize("error", ["IndexError: index out of range", "OSError: [Errno 22] Invalid argument"])
-def test_what_python_says_of_any_code_is_nobodys_without_its_frames(error: str) -> None:
+def test_what_python_says_of_any_code_is_of_none_without_its_frames(error: str) -> None:
     """Records have these texts of one function each; without it the failure may be anybody's."""
     assert codes(diagnose(f"{CORE}    call()\n{CORE}{error}\n")) == ["KVD199"]
     of_a_file = diagnose(f"`{error}` in `shared_offload_region.py`\n")

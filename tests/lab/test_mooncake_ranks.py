@@ -27,7 +27,7 @@ class FailingRank:
 
 
 def played(fixed: bool) -> dict[str, Any]:
-    """The lab's prefill engine has one rank. Here decode is told of a second one, as of another pipeline stage."""
+    """The lab's prefill engine has one rank. Here decode gets a second one, as of another pipeline stage."""
     import kvfix
     from kvfix_tools.lab import runner
     from kvfix_tools.lab.pair import Pair

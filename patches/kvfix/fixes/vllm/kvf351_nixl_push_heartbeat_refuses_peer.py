@@ -9,7 +9,7 @@ wait for blocks are not renewed.
 ## Cause
 A decode engine that is pushed to reads nothing of its peer, and its registrations need no more than the peer's agents.
 A heartbeat that comes first makes the whole handshake of one that reads (base_worker.py 0.32.0:3192), whose check
-refuses ranks that have a copy of a head (:2450). A registration joins a handshake that is under way, whichever it is
+refuses ranks that have a copy of a head (:2450). A registration joins a handshake that is in flight, whichever it is
 (:1290).
 
 ## Fix

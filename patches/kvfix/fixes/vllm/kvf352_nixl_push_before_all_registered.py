@@ -8,7 +8,7 @@ In push mode, where the decode engine has more ranks than the prefill engine: th
 ## Cause
 Each rank of the decode engine connects to the prefill engine by itself, and registers its blocks then. Prefill takes
 the first registration and writes to all ranks (push_worker.py 0.32.0:308, :584). One of them may be connecting yet:
-what it looks up of its peer when it is told of the write is not there (base_worker.py 0.32.0:2940). Or it has failed
+what it looks up of its peer when the write is reported is not there (base_worker.py 0.32.0:2940). Or it has failed
 to, and has given its blocks up: they may be another request's when they are written.
 
 ## Fix

@@ -1,4 +1,4 @@
-"""One of two ranks of the decode engine is told of a write while it connects yet: the engine dies."""
+"""One of two ranks of the decode engine gets the notice of a write while it connects yet: the engine dies."""
 
 from kvfix_tools.lab.scenario import Options, Scenario
 from kvfix_tools.lab.steps import ask_at_once, expect_all_ended, fail, handshakes_take, prompt, run, step
