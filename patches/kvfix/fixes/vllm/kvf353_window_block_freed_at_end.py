@@ -33,10 +33,12 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from kvfix.fixes import stubs
-from kvfix.fixes.api import Fix
+from kvfix.fixes.api import AT_START, Fix
 from kvfix.fixes.targets import KV_CACHE_MANAGER
-from kvfix.wrapping import around, replaced
+from kvfix.wrapping import around, before, replaced
 
+#: Of a manager whose allocate_slots is wrapped.
+MARK = "_kvfix_loads_whole_windows"
 EXTERNAL, HIT = "num_external_computed_tokens", "num_new_computed_tokens"
 
 
@@ -45,31 +47,42 @@ def at_end(module: ModuleType) -> Callable[..., Any]:
 
 
 def of_load(module: ModuleType) -> Callable[..., Any]:
-    wrap = around(_one_token_less)
+    """Only a model with windows pays: allocate_slots of its manager is asked for each request in each step."""
 
-    def wrap_loads(function: Callable[..., Any]) -> Callable[..., Any]:
-        loads = wrap(function)
+    def get_computed_blocks(manager: Any, *_: Any) -> None:
+        allocate_slots = manager.allocate_slots
+        loads = around(_one_token_less)(lambda _, *args, **more: allocate_slots(*args, **more))
 
-        @functools.wraps(function)
-        def wrapper(manager: Any, request: Any, *args: Any, **more: Any) -> Any:
-            # Each step asks for each request; vLLM names these two where there is a load.
+        @functools.wraps(allocate_slots)
+        def wrapper(request: Any, *args: Any, **more: Any) -> Any:
+            # vLLM names these two where there is a load.
             loaded = more.get(EXTERNAL)
             ends = loaded and request.num_computed_tokens + more.get(HIT, 0) + loaded >= request.num_tokens
-            return (loads if ends else function)(manager, request, *args, **more)
+            return loads(manager, request, *args, **more) if ends else allocate_slots(request, *args, **more)
 
-        return wrapper
+        vars(manager).update({"allocate_slots": wrapper, MARK: True})
 
-    return wrap_loads
+    return before(
+        get_computed_blocks,
+        when=lambda manager, *_: not hasattr(manager, MARK) and any(map(_is_window, _groups(manager))),
+    )
 
 
 def _one_token_less(manager: Any, *_: Any, **__: Any) -> Generator[None, Any, Any]:
     """Of the computed ones, where a window or a chunk of attention is asked what it skips."""
     with ExitStack() as windows:
-        for each in manager.coordinator.single_type_managers:
-            if hasattr(each, "sliding_window") or hasattr(each, "attention_chunk_size"):
-                windows.enter_context(replaced(each, get_num_skipped_tokens=_before(each.get_num_skipped_tokens)))
+        for each in filter(_is_window, _groups(manager)):
+            windows.enter_context(replaced(each, get_num_skipped_tokens=_before(each.get_num_skipped_tokens)))
         answer = yield
     return answer
+
+
+def _groups(manager: Any) -> Any:
+    return manager.coordinator.single_type_managers
+
+
+def _is_window(group: Any) -> bool:
+    return hasattr(group, "sliding_window") or hasattr(group, "attention_chunk_size")
 
 
 def _before(skipped: Callable[[int], int]) -> Callable[[int], int]:
@@ -116,9 +129,14 @@ FIX = Fix(
     __doc__,
     targets=(
         KV_CACHE_MANAGER.remove_skipped_blocks(broken=">=0.15", probe=frees_too_much, fix=at_end),
-        KV_CACHE_MANAGER.allocate_slots(broken=">=0.15", probe=allocates_too_few, fix=of_load),
+        KV_CACHE_MANAGER.allocate_slots(broken=">=0.15", probe=allocates_too_few, fix=None),
+        KV_CACHE_MANAGER.get_computed_blocks(broken=">=0.15", probe=stubs.cannot_tell, fix=of_load, helper=True),
+        KV_CACHE_MANAGER.get_computed_blocks_for_connector(
+            broken=">=0.32", probe=stubs.cannot_tell, fix=of_load, helper=True
+        ),
     ),
     evidence={},
+    attaches=AT_START,
     scenarios=("nixl-window-freed-at-end",),
     no_patch={"vllm": "two ways are open: a window of one token more, or a load without the prompt's last token"},
 )
