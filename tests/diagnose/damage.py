@@ -123,9 +123,9 @@ def samples(every: int) -> list[Sample]:
     """One of each sign whose own log has its record as the first finding."""
     found = []
     signs = [(each, sign) for each in problems.catalogue() for sign in each.shows]
-    for problem, sign in (
-        signs if every == 1 else [each for each in signs if crc32(repr(each[1]).encode()) % every == 0]
-    ):
+    for problem, sign in signs:
+        if crc32(repr(sign).encode()) % every:
+            continue
         ran = (
             f"INFO 12-03 01:24:31 [factory.py:64] Creating v1 connector with name: {(*problem.connectors, '')[0]} and\n"
         )

@@ -36,11 +36,16 @@ def _adapters(engine: Any) -> list[Any]:
     return [worker.adapter for worker in engine.connector.workers]
 
 
-@fault("nixl-pull", MORE, "other KV of rank 1")
-def a_rank_reads_the_heads_of_another(pair: Any) -> None:
+def _reads_at(pair: Any, factor: int) -> None:
+    """Decode's second rank reads from this place of prefill's blocks, in shares of its own."""
     adapter = _adapters(pair.decode)[1]
     build = adapter._build_fa_remote
-    adapter._build_fa_remote = lambda plan, *more: build(dataclasses.replace(plan, rank_offset_factor=0), *more)
+    adapter._build_fa_remote = lambda plan, *more: build(dataclasses.replace(plan, rank_offset_factor=factor), *more)
+
+
+@fault("nixl-pull", MORE, "other KV of rank 1")
+def a_rank_reads_the_heads_of_another(pair: Any) -> None:
+    _reads_at(pair, 0)
 
 
 @fault("nixl-pull", MORE, "other KV of rank 1")
@@ -66,9 +71,7 @@ def heads_of_two_ranks_are_mixed_up(pair: Any) -> None:
 
 @fault("nixl-pull", COPIED, "other KV of rank 1")
 def a_copied_head_is_read_from_the_place_of_another(pair: Any) -> None:
-    adapter = _adapters(pair.decode)[1]
-    build = adapter._build_fa_remote
-    adapter._build_fa_remote = lambda plan, *more: build(dataclasses.replace(plan, rank_offset_factor=1), *more)
+    _reads_at(pair, 1)
 
 
 @fault("nixl-push", FEWER, "other KV")

@@ -58,9 +58,8 @@ class Stacks:
             ended = self.end()
             name = _decoded(native["name"] or b"") if native is not None else ""
             self._thread, self.open = (name, NATIVE), True
-            if native is not None:
-                return True, ended
-            self._frame(text)
+            if native is None:
+                self._frame(text)
             return True, ended
         process = _PROCESS.match(text)
         if process is not None:

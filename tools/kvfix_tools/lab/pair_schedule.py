@@ -110,7 +110,7 @@ def _with_ranks(options: Options, rng: random.Random) -> Options:
 
 
 def _with_windows(options: Options, rng: random.Random) -> Options:
-    """With one or two KV groups of sliding windows, and blocks for them: of a load vLLM allocates all."""
+    """With one or two KV groups of sliding windows, and blocks for them."""
     block = options.block_size
     windows = tuple(rng.sample((block, 2 * block, 2 * block + 1, 4 * block), rng.choice((1, 1, 2))))
     more = -(-options.max_model_len // block) * len(windows)
@@ -129,7 +129,7 @@ def _step(rng: random.Random, kind: str, number: int, options: Options, room: in
         # few prompts, so that they share prefixes; lengths around the edges of blocks
         whole = rng.randrange(1, max(2, room // block)) * block
         tokens = max(1, min(room - 40, whole + rng.choice((-1, 0, 0, 1, rng.randrange(block)))))
-        more = 1 if options.windows else 20  # of a window vLLM forgets what the prompt's end needs
+        more = 1 if options.windows else 20  # with more vLLM frees what the prompt's end needs of a window
         generated = (rng.choice((1, 1, 1, more)),) if kind != "ask_decode" and not plain else ()
         return (kind, f"r{number}", rng.randrange(3), tokens, rng.choice((1, 2, 5, 20, 30)), *generated)
     if kind in ("abort", "send_again", "ask_again"):

@@ -44,18 +44,19 @@ MOST = 4096
 def fix(module: ModuleType) -> Callable[..., Any]:
     def _handle_push_reg_notif(worker: Any, notice: bytes) -> Generator[Any, Any, Any] | None:
         request, ranks = _registered(module, notice)
+        needed = ranks // worker.world_size
+        if needed <= 1:
+            return None
         came = vars(worker).setdefault("_kvfix_registered", {})
         came[request] = came.get(request, 0) + 1
-        if came[request] < ranks // worker.world_size:
+        if came[request] < needed:
             while len(came) > MOST:
                 del came[next(iter(came))]
             return instead(None)
         del came[request]
         return None
 
-    return around(
-        _handle_push_reg_notif, when=lambda worker, notice: _registered(module, notice)[1] // worker.world_size > 1
-    )
+    return around(_handle_push_reg_notif)
 
 
 def _registered(module: ModuleType, notice: bytes) -> tuple[str, int]:

@@ -72,7 +72,7 @@ def _one_token_less(manager: Any, *_: Any, **__: Any) -> Generator[None, Any, An
     """Of the computed ones, where a window or a chunk of attention is asked what it skips."""
     with ExitStack() as windows:
         for each in filter(_is_window, _groups(manager)):
-            windows.enter_context(replaced(each, get_num_skipped_tokens=_before(each.get_num_skipped_tokens)))
+            windows.enter_context(replaced(each, get_num_skipped_tokens=_of_one_less(each.get_num_skipped_tokens)))
         answer = yield
     return answer
 
@@ -85,7 +85,7 @@ def _is_window(group: Any) -> bool:
     return hasattr(group, "sliding_window") or hasattr(group, "attention_chunk_size")
 
 
-def _before(skipped: Callable[[int], int]) -> Callable[[int], int]:
+def _of_one_less(skipped: Callable[[int], int]) -> Callable[[int], int]:
     return lambda computed: skipped(max(0, computed - 1))
 
 

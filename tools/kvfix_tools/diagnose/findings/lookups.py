@@ -52,6 +52,11 @@ class Lookups:
     def number(self) -> int:
         return len(self.requests)
 
+    @property
+    def twice(self) -> int:
+        """Tokens of the longest prompt whose length several requests have; 0: there is none."""
+        return max((total for total, times in self.totals.items() if times > 1), default=0)
+
 
 def lookups_of(log: Diagnosis) -> Lookups:
     kept: Lookups | None = log.memory.get("lookups")

@@ -65,7 +65,7 @@ def no_hit_in_a_paste(log: Diagnosis, line: LogLine) -> Answer | None:
     kept = lookups_of(log)
     if not 0 < kept.number < ENOUGH or not is_paste(log) or kept.ahead >= (kept.chunk or CHUNK):
         return None
-    twice = max((total for total, times in kept.totals.items() if times > 1), default=0)
+    twice = kept.twice
     short = kept.longest < (kept.chunk or CHUNK)
     what = f"{kept.number} lookup{'s' if kept.number > 1 else ''} of up to {kept.longest} tokens, 0 hits"
     if twice and kept.stored and is_one_process(kept):

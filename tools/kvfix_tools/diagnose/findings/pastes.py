@@ -50,12 +50,11 @@ def same_text_of_other_tokens(log: Diagnosis, line: LogLine) -> Answer | None:
     Normal: other prompts of the same length.
     """
     kept = lookups_of(log)
-    twice = max((total for total, times in kept.totals.items() if times > 1), default=0)
-    if not kept.number < ENOUGH or not twice >= (kept.chunk or CHUNK) or not is_paste(log):
+    if not kept.number < ENOUGH or not kept.twice >= (kept.chunk or CHUNK) or not is_paste(log):
         return None
     if not kept.stored or not is_one_process(kept) or kept.ahead >= (kept.chunk or CHUNK):
         return None
-    return Answer(f"prompts of {twice} tokens came twice and were stored, 0 hits", request="", verdict="unknown")
+    return Answer(f"prompts of {kept.twice} tokens came twice and were stored, 0 hits", request="", verdict="unknown")
 
 
 @finding("KVD1096", "kv-is-stored-with-losses", Severity.RISK, on=[""])
