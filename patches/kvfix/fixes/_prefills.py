@@ -25,6 +25,14 @@ def first(connector: Any, prefill: tuple[Any, ...], request: Any) -> bool:
     return True
 
 
+def loads(connector: Any, prefill: tuple[Any, ...], request: Any) -> bool:
+    """Whether the request gets this prefill. Else it is to compute its prompt."""
+    if first(connector, prefill, request):
+        return True
+    compute(request)
+    return False
+
+
 def has_another(connector: Any, prefill: tuple[Any, ...]) -> bool:
     """Whether a request is noted for this prefill."""
     return prefill in getattr(connector, _FIRST, ())

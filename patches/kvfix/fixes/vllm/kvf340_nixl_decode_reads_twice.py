@@ -56,10 +56,7 @@ def _reads(connector: Any, request: Any) -> bool:
     """Whether it is the one that reads its prefill's blocks. Else it is to compute its prompt."""
     params = request.kv_transfer_params
     prefill = params.get("remote_engine_id"), params.get("remote_request_id")
-    if None in prefill or _prefills.first(connector, prefill, request):
-        return True
-    _prefills.compute(request)
-    return False
+    return None in prefill or _prefills.loads(connector, prefill, request)
 
 
 def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:

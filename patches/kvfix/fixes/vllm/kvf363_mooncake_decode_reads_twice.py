@@ -56,10 +56,7 @@ def _reads(connector: Any, request: Any, *_: Any) -> bool:
     """Whether it is the one that reads its prefill. Else it is to compute its prompt."""
     params = request.kv_transfer_params
     prefill = params.get("remote_engine_id"), params.get("transfer_id")
-    if not all(isinstance(each, str) for each in prefill) or _prefills.first(connector, prefill, request):
-        return True
-    _prefills.compute(request)
-    return False
+    return not all(isinstance(each, str) for each in prefill) or _prefills.loads(connector, prefill, request)
 
 
 def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
