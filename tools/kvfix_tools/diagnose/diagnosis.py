@@ -228,7 +228,6 @@ class Diagnosis:
         self._answers(line)
 
     def _answers(self, line: LogLine) -> None:
-        known = False
         rules: tuple[LogRule | problems.Problem, ...] = self._rules.get(line.name, ())
         is_error = line.name in problems.LINES
         if is_error:
@@ -238,10 +237,9 @@ class Diagnosis:
             answered = [(each, answer) for each in at if (answer := each.look(self, line, True)) is not None]
         records = [rule for rule, _ in answered if isinstance(rule, problems.Problem)]
         for rule, answer in answered:
-            known = True
             if not (isinstance(rule, problems.Problem) and rule.gives_way(records, line)):
                 self._add(answer.record or rule, answer, line)
-        if is_error and not known:
+        if is_error and not answered:
             self.failures.unknown(line)
 
     def _judge(self, violated: list[Finding], line: LogLine) -> None:

@@ -124,7 +124,11 @@ class Failures:
         if len(self.lines) < _MOST and _is_failure(line):
             self.lines.append(line)
             self._at.append(self._taken)
-        elif line.name == "logged" and line.fields["level"] == "warning" and _warns_of_kv(line):
+        elif (
+            line.name == "logged"
+            and line.fields["level"] == "warning"
+            and _warns_of_kv(line.fields["logger"], line.fields["place"], line.body)
+        ):
             words = _DIGITS.sub(b"7", line.body[:_WORDS])
             if words in self._warned or len(self._warned) < _MOST:
                 self._warned[words] += 1
@@ -201,10 +205,11 @@ def _is_failure(line: LogLine) -> bool:
     return fields["level"] in ("error", "critical") and not _is_dead(line.body)
 
 
-def _warns_of_kv(line: LogLine) -> bool:
+@lru_cache(maxsize=256)
+def _warns_of_kv(logger: str, place: str, body: bytes) -> bool:
     """Whether LMCache, a connector or a transport warns of something that fails."""
-    of_kv = line.fields["logger"] == "lmcache" or _KV.search(line.fields["place"]) or _NATIVE.search(line.body)
-    return bool(of_kv) and _FAILS.search(line.body) is not None
+    of_kv = logger == "lmcache" or _KV.search(place) or _NATIVE.search(body)
+    return bool(of_kv) and _FAILS.search(body) is not None
 
 
 @lru_cache(maxsize=256)
