@@ -1,6 +1,6 @@
 """Logs of real engines that work, and of their servers: kvfix-diagnose must find nothing in them.
 
-    python -m tests.engine.healthy_logs FOLDER    48 of them, half a minute each; the logs stay in FOLDER
+    python -m tests.engine.healthy_logs FOLDER    48 lives, half a minute each; the logs stay in FOLDER
 
 Each is a whole engine's life: connector, release of LMCache, log level, ranks, workload and mode of kvfix are drawn in
 turn. It counts only if it answered every request, and loaded what it had stored. Exit 1 if something is found.
@@ -17,7 +17,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvfix_tools.diagnose.diagnosis import diagnosed
+from kvfix_tools.diagnose import log_files
+from kvfix_tools.diagnose.diagnosis import Diagnosis
 from tests.conftest import RELEASES
 from tests.engine import start
 from tests.engine.start import CROWD, REPORT
@@ -52,22 +53,32 @@ def cases() -> Iterator[Case]:
 
 
 def run(case: Case, folder: Path) -> dict[str, Any]:
-    """What kvfix-diagnose finds in the log of this engine, or of its server, and whether it worked."""
+    """What kvfix-diagnose finds in the log of this engine and of its server, in each and in both; whether it worked."""
+    logs = [folder / "log", folder / "server.log"][: 2 if case.connector == "mp" else 1]
+    levels = {"LMCACHE_LOG_LEVEL": case.level, "VLLM_LOGGING_LEVEL": case.level}
+    folder.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
-        transfer = start.v1(64) if case.connector == "v1" else stack.enter_context(start.server())
-        levels = {"LMCACHE_LOG_LEVEL": case.level, "VLLM_LOGGING_LEVEL": case.level}
+        mp = case.connector == "mp"
+        transfer = stack.enter_context(start.server(log=logs[1], **levels)) if mp else start.v1(64)
         ran = start.run(
             folder, True, transfer, mode=case.mode, lmcache=RELEASES / case.lmcache, environment=levels,
             forked=False, **WORKLOADS[case.workload],
         )  # fmt: skip
-    found = diagnosed(ran.log.encode())
+    whole = found(*logs)
     return {
         "case": str(case),
         "healthy": ran.answer is not None and ran.count("load") > 0,
-        "lines": ran.log.count("\n"),
-        "lookups": found.counts["asked"],
-        "findings": [each.rule.code for each in found.findings],
+        "lines": sum(path.read_bytes().count(b"\n") for path in logs),
+        "lookups": whole.counts["asked"] + whole.counts["mp_prefetched"],
+        "findings": sorted({each.rule.code for log in (whole, *map(found, logs)) for each in log.findings}),
     }
+
+
+def found(*logs: Path) -> Diagnosis:
+    log = Diagnosis()
+    log_files.read(log, log_files.sources([str(path) for path in logs]))
+    log.end()
+    return log
 
 
 def main(arguments: list[str]) -> int:
@@ -78,9 +89,9 @@ def main(arguments: list[str]) -> int:
     wanted = parser.parse_args(arguments)
     wrong = 0
     for number, case in itertools.islice(enumerate(cases()), wanted.first, None, wanted.step):
-        found = run(case, wanted.folder / f"{number:02}-{case}")
-        wrong += bool(found["findings"]) or not found["healthy"]
-        print(json.dumps(found), flush=True)
+        ran = run(case, wanted.folder / f"{number:02}-{case}")
+        wrong += bool(ran["findings"]) or not ran["healthy"]
+        print(json.dumps(ran), flush=True)
     return int(wrong > 0)
 
 
