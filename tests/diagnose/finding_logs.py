@@ -41,6 +41,8 @@ ANSWERED_500 = (
     '(APIServer pid=7) INFO:     10.0.0.3:40022 - "POST /v1/completions HTTP/1.1" 500 Internal Server Error\n'
 )
 NOWHERE = "('', '', 0, '')"
+#: A failure that no record knows.
+WHAT = ast.parse("raise RuntimeError('what?')").body[0]
 
 
 def worker(model: str = "/m/a", ranks: int = 1, chunk: int = 256, release: str = NEWEST) -> str:
@@ -269,14 +271,21 @@ def hits() -> dict[str, list[str]]:
             + "".join(stats(8, 0, 50.0, second, prompt=900.0, external=0.0) for second in range(5))
         ],
         "KVD1055": [DECODES + "".join(stats(3, 0, 50.0, second, prompt=900.0, external=0.0) for second in range(4))],
-        "KVD1065": [DECODES + "".join(stats(0, 2, 0.0, second) for second in range(4)).replace("93.1%", "0.3%")],
+        "KVD1065": [
+            DECODES + "".join(stats(0, 2, 0.0, second) for second in range(4)).replace("93.1%", "0.3%"),
+            DECODES + stats(0, 2, 0.0).replace("93.1%", "0.3%"),
+            stats(0, 2, 0.0, external=100.0).replace("2 reqs", "2 reqs, Deferred: 2 reqs").replace("93.1%", "0.3%"),
+        ],
         "KVD1057": [ANSWERED_500, DECODES + stats(0, 0, 0.0, 1) + 2 * ANSWERED_500],
         "KVD1059": [DECODES + STARTS],
         "KVD1051": [moved(320.0), moved(320.0) + moved(900.0)],
         "KVD996": [unread(NEWEST, "integration/vllm/utils.py", "No LMCache configuration file is set")],
         "KVD198": [unread(NEWEST, "v1/config_base.py", "Unexpected error fetching remote config", "no answer")],
+        "KVD1148": [
+            raise_in(Path("/opt/app/vllm/v1/gpu_model_runner.py"), "execute_model", WHAT, 8).partition("Runtime")[0]
+        ],
         "KVD199": [
-            raise_in(path, function, ast.parse("raise RuntimeError('what?')").body[0], 800)
+            raise_in(path, function, WHAT, 800)
             for path, function in (
                 (adapter(NEWEST), "start_load_kv"), (Path("/opt/app/vllm/v1/gpu_model_runner.py"), "execute_model")
             )

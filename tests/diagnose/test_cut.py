@@ -86,7 +86,20 @@ def test_frames_that_end_outside_are_no_failure_beside_one_that_is_known() -> No
     key = "E0513 10:00:00.1 7 any.cpp:7] Failed to get 6722 keys out of 6722. error_codes=[-707]. Check key existence\n"
     frame = f'{CORE}File "/opt/app/vllm/v1/engine/core.py", line 1158, in run_engine_core\n'
     assert codes(diagnose(key, frame)) == ["KVD519"]
-    assert codes(diagnose(frame)) == ["KVD199"]
+    assert codes(diagnose(frame)) == ["KVD1148"]
+
+
+def test_a_title_names_what_a_traceback_was_cut_before() -> None:
+    """The last frame that is left is an outer one, and its line of source is not what failed."""
+    title = "# [Bug]: AssertionError assert self.num_blocks >= nixl_agent_meta.num_blocks\n"
+    frames = [
+        'File "/opt/vllm/v1/worker/gpu_worker.py", line 277, in execute_model',
+        "    output = self.model_runner.execute_model(scheduler_output,",
+        'File "/opt/torch/utils/_contextlib.py", line 116, in decorate',
+    ]
+    text = "".join(f"{CORE}{line}\n" for line in frames)
+    assert codes(diagnose(title, text)) == ["KVD578"]
+    assert codes(diagnose("# [Bug]: it does not start\n", text)) == ["KVD1148"]
 
 
 @pytest.mark.parametrize(
@@ -166,3 +179,12 @@ def test_what_python_says_of_any_code_is_of_none_without_its_frames(error: str) 
     assert codes(diagnose(f"{CORE}    call()\n{CORE}{error}\n")) == ["KVD199"]
     of_a_file = diagnose(f"`{error}` in `shared_offload_region.py`\n")
     assert codes(of_a_file) == (["KVD626"] if "22" in error else ["KVD355"])
+
+
+def test_what_was_in_a_step_is_no_failure() -> None:
+    """vLLM dumps the scheduler's statistics as an error; their names have words of failures."""
+    dump = "Dumping scheduler stats: SchedulerStats(num_running_reqs=1, num_corrupted_reqs=0)"
+    line = f"(EngineCore_DP0 pid=276) ERROR 12-03 01:24:36 [dump_input.py:79] {dump}\n"
+    frame = f'{CORE}File "/opt/app/vllm/v1/engine/core.py", line 267, in step\n'
+    assert codes(diagnose(line)) == []
+    assert codes(diagnose(line, frame)) == ["KVD1148"]

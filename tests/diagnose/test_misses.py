@@ -167,6 +167,8 @@ def misses() -> list[tuple[str, str]]:
         ("KVD159", logged(NEWEST, "creating", "vllm-instance") + version(NEWEST)
                    + "(APIServer pid=1) RuntimeError: Engine core initialization failed.\n"),
         ("KVD159", logged(NEWEST, "creating", "vllm-instance") + asked(NEWEST, 1024, 0, 0, 0)),
+        # There is no such buffer.
+        ("KVD159", unread(NEWEST, "v1/cache_engine.py", "LMCacheEngine with config", "{'max_local_cpu_size': 0.0}")),
         # It fits.
         ("KVD644", "".join(
             asked(NEWEST, 4096, 0, 0, 0, f"r{n}")
@@ -185,6 +187,8 @@ def misses() -> list[tuple[str, str]]:
         ("KVD1065", OFFLOADS + "".join(stats(0, 2, 0.0, n) for n in range(4))),
         ("KVD1065", DECODES + "".join(stats(1, 2, 9.0, n) for n in range(4)).replace("93.1%", "0.3%")),
         ("KVD1065", DECODES + "".join(stats(0, 2, 0.0, n) for n in range(4))),
+        ("KVD1065", stats(0, 2, 0.0, external=100.0).replace("93.1%", "0.3%")),
+        ("KVD202", stats(0, 2, 0.0, external=100.0).replace("2 reqs", "2 reqs, Deferred: 2 reqs").replace("93", "0")),
         # The error is there; and another answer.
         ("KVD1057", ANSWERED_500 + vllm("fatal")),
         ("KVD1057", ANSWERED_500.replace("500 Internal Server Error", "200 OK")),
@@ -200,6 +204,7 @@ def misses() -> list[tuple[str, str]]:
                    + asked(NEWEST, 1024, 0, 1024, 1023)),
         # A failed load that vLLM recovers from is no failure of the engine.
         ("KVD199", vllm("kv_recovered", 1, 512)),
+        ("KVD1148", hits()["KVD199"][0]),
         # The same threads outside of a hook.
         ("KVD213", test_stacks.DUMP.replace(b"get_num_new_matched_tokens", b"step").decode()),
         ("KVD1303", test_stacks.NATIVE.replace(b"nixl", b"any").replace(b"uct_ib_mlx5", b"any").decode()),

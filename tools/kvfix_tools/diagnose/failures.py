@@ -156,7 +156,7 @@ class Failures:
     def first(self) -> LogLine | None:
         """What to report: of a dead engine the first exception, else the first error; None: the engine works."""
         after = [line for line, at in zip(self.lines, self._at, strict=True) if self.dead or at > self._worked]
-        own = [line for line in after if line.name in ("raised", "died")] or after
+        own = [line for line in after if line.name in ("raised", "died") and not _passes_on(line)] or after
         if own:
             first = next((line for line in own if not (_while_ending(line) or _is_heading(line))), own[0])
             what = own[own.index(first) + 1 :][:1] if _terminates(first) else []
@@ -185,6 +185,11 @@ def _terminates(line: LogLine) -> bool:
     return line.name == "died" and b"terminate called after throwing" in line.body
 
 
+def _passes_on(line: LogLine) -> bool:
+    """Whether SGLang only says which request ends by a transfer that failed: what failed may stand before it."""
+    return line.name == "raised" and line.fields["type"] == "KVTransferError"
+
+
 def _while_ending(line: LogLine) -> bool:
     """Whether an object that was dropped raised it, which Python ignores: it comes after a failure, if there is one."""
     frames = line.fields.get("frames") or [("", 0, "")]
@@ -202,7 +207,9 @@ def _is_failure(line: LogLine) -> bool:
         return fields["type"] not in _ECHOES and not text.startswith(_ECHOES)
     if line.name == "died":
         return True
-    return fields["level"] in ("error", "critical") and not _is_dead(line.body)
+    # What was in the step that failed: vLLM dumps it as an error, with words such as `num_corrupted_reqs=0`.
+    is_dump = "dump_input.py" in fields["place"]
+    return fields["level"] in ("error", "critical") and not is_dump and not _is_dead(line.body)
 
 
 @lru_cache(maxsize=256)

@@ -11,7 +11,8 @@ _message(
     "stats", "vllm", "", "Avg prompt throughput: ",
     rb"(?:Engine (?P<engine>\d+): )?Avg prompt throughput: (?P<prompt>\d+\.?\d*) tokens/s, Avg generation throughput: "
     rb"(?P<generation>\d+\.?\d*) tokens/s, Running: (?P<running>\d+) reqs, Waiting: (?P<waiting>\d+) reqs"
-    rb"(?:, Deferred: \d+ reqs)?(?:, KV fetch: [^%]*? completed waiting)?(?:, Preemptions: (?P<preemptions>\d+))?"
+    rb"(?:, Deferred: (?P<deferred>\d+) reqs)?(?:, KV fetch: [^%]*? completed waiting)?"
+    rb"(?:, Preemptions: (?P<preemptions>\d+))?"
     rb"(?:, \w+ KV cache usage: (?P<usage>[\d.]+)%)?(?:, Prefix cache hit rate: (?P<local>[\d.]+)%)?"
     rb"(?:, External prefix cache hit rate: (?P<external>[\d.]+)%)?",
 )  # fmt: skip

@@ -33,7 +33,8 @@ _NORMAL = re.compile(rb".{0,90}?(?:(?<![\w.])(?:INFO|DEBUG|EVENT|TRACE)\b|(?<!\S
 _ASSERTED, _NAME, _NAMES = re.compile(rb"\bassert [^`\n#]{8,200}"), re.compile(rb"\b_?[a-z]\w*_\w+"), 40
 #: An exception with its text in prose.
 _EXCEPTION = re.compile(
-    rb"(?<![\w.])(?P<kind>(?:[A-Za-z_]\w*\.)*(?:[A-Za-z_]\w*)?(?:Error|Exception)): (?P<text>[^`\n]{4,300})"
+    rb"(?<![\w.])(?P<kind>(?:[A-Za-z_]\w*\.)*(?:[A-Za-z_]\w*)?(?:Error|Exception))"
+    rb"(?:: |\(\"(?=[^`\n]*\"\)))(?P<text>[^`\n]{4,300})"
 )
 #: Blanks and marks of Markdown: where they stand depends on who pasted it.
 _BLANKS = re.compile(r"[\s`]+")
@@ -145,6 +146,8 @@ def _refuted(sign: Sign, words: _Words, line: LogLine | None) -> bool:
     if line is None or line.name != "raised" or not isinstance(sign, Failed):
         return False
     fields = line.fields
+    if fields["frames"] and not (fields["type"] or fields["text"]):
+        return False  # cut before its exception: its last frame is any on the way there
     own = _BLANKS.sub("", f"{fields['text']}{fields['source']}")
     if own and any(part not in own for part in (*words.text, words.source)):
         return False
@@ -185,7 +188,9 @@ def _words(sign: Sign) -> _Words:
         also += [sign.kind, sign.through.strip("/")]
     text = tuple(part for part in (_BLANKS.sub("", each).rstrip(".") for each in PLACE.split(sign.text)[::2]) if part)
     source = _BLANKS.sub("", sign.source) if isinstance(sign, Failed) else ""
-    common = any(len(sign.text) < len(each) + _OWN and (each in sign.text or sign.text in each) for each in _common())
+    common = bool(sign.text) and any(
+        len(sign.text) < len(each) + _OWN and (each in sign.text or sign.text in each) for each in _common()
+    )
     return _Words(text, source, tuple(filter(None, also)), function if named else "", common, is_pythons(sign.text))
 
 

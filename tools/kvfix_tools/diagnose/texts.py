@@ -50,7 +50,7 @@ _DIED = re.compile(
     rb"(?P<what>Segmentation fault|Segfault encountered|SIGSEGV|SIGABRT|SIGBUS|Bus error|oom-kill|OOMKilled"
     rb"|Out of memory: Killed process \d+|(?:^|\s)Killed\s*(?:process \d+|$)|terminate called"
     rb"|exit code:? -(?:6|7|9|11)\b|symbol lookup error|Assertion [`'](?:[^\n]{1,300}' failed|index out of bounds)"
-    rb"|with signal (?:6|7|9|11)\b|request to allocate mask for invalid number"
+    rb"|Libfabric EFA provider has encountered|with signal (?:6|7|9|11)\b|request to allocate mask for invalid number"
     rb"|(?:^|= |\s)backtrace \(tid|Memory access fault by GPU|Illegal instruction"
     rb"|Aborted\s*\(core dumped\)|(?:^|\s)Aborted\s*$"
     rb"|(?:^|\s)thread '[^'\n]{1,60}' (?:\(\d+\) )?panicked at"
@@ -59,6 +59,7 @@ _DIED = re.compile(
 _DEATHS = (
     b"ault", b"illed", b"SIG", b"Bus error", b"terminate called", b"exit code", b"lookup error", b"Assertion",
     b"llegal ins", b"Aborted", b"137", b"(): ", b"corrupt", b"backtrace (", b"panicked at", b"te mask", b"with signal ",
+    b"EFA provider",
 )  # fmt: skip
 #: What is bad news, and said at INFO: by KVBM, and by Mooncake's master.
 _BAD_AT_INFO = (b"Ping timed out", b"action=client_expired", b"action=unmount_expired_segment")

@@ -25,8 +25,9 @@ _EXCEPTION = re.compile(rb"(?P<type>[A-Za-z_][\w.]*[A-Za-z_0-9])(?:: ?(?P<text>.
 _NAMED = re.compile(rb"\s+(?P<type>(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*(?:Error|Exception))(?:: (?P<text>.*))?$")
 #: The same without a traceback before it: only names that say that they are an exception.
 _BY_NAME = re.compile(
-    rb"(?:^|\] |\) |\s\s|: )(?P<type>(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*"
-    rb"(?:Error|Exception|Interrupt|Exit|Timeout|Empty|Full|StopIteration))(?:: (?P<text>.*))?\s*$"
+    rb"(?:^|\] |\) |\s\s|: |with exception )(?P<type>(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*"
+    rb"(?:Error|Exception|Interrupt|Exit|Timeout|Empty|Full|StopIteration))"
+    rb"(?:(?:\(bootstrap_room=\w+\))?: (?P<text>.*))?\s*$"  # SGLang's KVTransferError names its request
 )
 #: As repr has it, which vLLM's V0 engine logs: `FileNotFoundError('Error in model execution: ...')`.
 _REPR = re.compile(

@@ -19,8 +19,9 @@ POLLS = 1000
 IDLE = 3
 #: Connectors of a decode engine, by which nothing comes that a request does not name.
 BY_REQUEST = {"NixlConnector", "NixlPushConnector", "MooncakeConnector", "MoRIIOConnector"}
-#: Per cent of the KV blocks in use, below which no request waits for blocks.
-ROOM = 80.0
+#: Per cent of the KV blocks in use, below which no request waits for blocks; of external hits, above which decode
+#: computes no prompt.
+ROOM, ALL = 80.0, 99.0
 
 
 @finding("KVD201", "asked-for-ever", Severity.HANG, on=["asked", ""])
@@ -96,7 +97,7 @@ def nothing_moves(log: Diagnosis, line: LogLine | None) -> Answer | None:
     """
     still = log.memory.setdefault("still", {})
     if line is None:
-        return _still_at_the_end(still)
+        return _still_at_the_end(still, awaits_prefill=False)
     f = line.fields
     engine = (str(f.get("engine", "")), line.process)
     if not (f["waiting"] or f["running"]) or float(f["prompt"]) or float(f["generation"]):
@@ -105,7 +106,7 @@ def nothing_moves(log: Diagnosis, line: LogLine | None) -> Answer | None:
     count = still[engine][0] + 1 if engine in still else 1
     what = f"Running {f['running']}, Waiting {f['waiting']}, no token"
     if engine in still or len(still) < 1000:
-        still[engine] = (count, what, line.evidence)
+        still[engine] = (count, what, line.evidence, _awaits_prefill(log, f))
     verdict = "violated" if f["waiting"] else "unknown"  # one step may take so long
     if count < IDLE or _awaits_prefill(log, f):
         return None
@@ -113,13 +114,18 @@ def nothing_moves(log: Diagnosis, line: LogLine | None) -> Answer | None:
 
 
 def _awaits_prefill(log: Diagnosis, fields: Fields) -> bool:
-    """Whether it is a decode engine with room, on which everything waits for the KV that prefill holds."""
-    of_decode = log.who.connectors and log.who.connectors <= BY_REQUEST and "kv_producer" not in log.who.roles
+    """Whether it is a decode engine with room, on which everything waits for the KV that prefill holds.
+
+    Of an engine that does not say its connector: all that wait are deferred, and all hits are external.
+    """
+    of_decode = log.who.connectors <= BY_REQUEST and "kv_producer" not in log.who.roles
+    if not log.who.connectors:
+        of_decode = fields.get("deferred") == fields["waiting"] and float(fields.get("external") or 0) > ALL
     return bool(of_decode and fields["waiting"] and not fields["running"] and float(fields.get("usage") or 0) < ROOM)
 
 
-@finding("KVD1065", "decode-waits-for-prefill", Severity.HANG, on=["stats"])
-def decode_waits_for_prefill(log: Diagnosis, line: LogLine) -> Answer | None:
+@finding("KVD1065", "decode-waits-for-prefill", Severity.HANG, on=["stats", ""])
+def decode_waits_for_prefill(log: Diagnosis, line: LogLine | None) -> Answer | None:
     """Requests wait on a decode engine with free blocks: the KV that prefill holds for them does not come.
 
     Cause: their transfer was not begun, or its end was not reported: prefill died, or gave the blocks up before decode
@@ -133,18 +139,23 @@ def decode_waits_for_prefill(log: Diagnosis, line: LogLine) -> Answer | None:
 
     Good: prefill that stays, at an address of its own; a router that aborts on both sides.
     """
-    count, what, _ = log.memory.get("still", {}).get((str(line.fields.get("engine", "")), line.process), (0, "", None))
-    if count < IDLE or not _awaits_prefill(log, line.fields):
+    still = log.memory.get("still", {})
+    if line is None:
+        return _still_at_the_end(still, awaits_prefill=True)
+    count, what, _, awaits = still.get((str(line.fields.get("engine", "")), line.process), (0, "", None, False))
+    if count < IDLE or not awaits:
         return None
     return Answer(f"{what} for {count} intervals", request="", verdict="unknown")
 
 
-def _still_at_the_end(still: dict[tuple[str, str], tuple[int, str, Evidence]]) -> Answer | None:
+def _still_at_the_end(
+    still: dict[tuple[str, str], tuple[int, str, Evidence, bool]], awaits_prefill: bool
+) -> Answer | None:
     """An engine that computes nothing says so once; from then on vLLM has its statistics at DEBUG (loggers.py
     0.12.0:194 to 0.32.0:272), and its silence is all that a log at INFO shows.
     """
-    for count, what, evidence in still.values():
-        if count < IDLE:
+    for count, what, evidence, awaits in still.values():
+        if count < IDLE and awaits is awaits_prefill:
             sentence = f"{what}, and no statistics after it: vLLM leaves them out at INFO while nothing is computed"
             return Answer(sentence, request="", verdict="unknown", evidence=(evidence,))
     return None

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvfix_tools.diagnose import pasted, problems, problems_cut
 from kvfix_tools.diagnose.failures import hook, owner
-from kvfix_tools.diagnose.findings import Answer, Severity, finding
+from kvfix_tools.diagnose.findings import Answer, Severity, find, finding
 from kvfix_tools.diagnose.findings.lookups import lookups_of
 from kvfix_tools.diagnose.set_by import settings
 
@@ -52,6 +52,8 @@ def unknown_failure(log: Diagnosis, line: LogLine | None) -> Answer | None:
         if general is None:
             said = ((line, problems.general(line)) for line in log.failures.lines if line.name == "logged")
             first, general = next(((line, record) for line, record in said if record is not None), (first, None))
+        if general is None:
+            return Answer(_sentence(log, first), "", "unknown", _evidence(log, first), find("KVD1148"))
     return Answer(
         _sentence(log, first),
         request=str(first.fields.get("request", "")),
@@ -59,6 +61,22 @@ def unknown_failure(log: Diagnosis, line: LogLine | None) -> Answer | None:
         evidence=_evidence(log, first),
         record=general,
     )
+
+
+@finding("KVD1148", "traceback-is-cut", Severity.CRASH, on=[])
+def traceback_is_cut(log: Diagnosis, line: LogLine | None) -> Answer | None:
+    """The log ends in a traceback, before the exception: what is there says where, and not what.
+
+    Cause: an excerpt, a viewer or a limit of the logger cut it. `ensure_kv_transfer_initialized` among its functions:
+    the connector could not be made (settings, a module, a port); `register_kv_caches`: memory or layout;
+    `execute_model` or `step`: a hook of the connector, or the model; `_initialize_kv_caches`: what a worker says.
+
+    Setting: `grep -nE '^.{0,120}(Error|Exception)\\b' LOG | head` names the exceptions; then kvfix-diagnose with the
+    whole log, of every rank.
+
+    Good: what the exception says.
+    """
+    return None
 
 
 def _by_what_is_left(
@@ -136,6 +154,8 @@ def ended_at_its_buffer(log: Diagnosis, line: LogLine | None) -> Answer | None:
         return None
     ranks = f"{len(last)} processes have" if len(last) > 1 else f"{last[0][0] or 'a process'} has"
     size = re.match(r"\d+(?:\.\d+)?", lookups_of(log).settings.get("max_local_cpu_size", ""))
+    if size is not None and not float(size[0]):
+        return None  # there is no such buffer
     room = f"; {len(last)} times {size[0]} GB are {len(last) * float(size[0]):g} GB" if size is not None else ""
     return Answer(
         f"{ranks} no line after `Creating LMCacheEngine`{room}",
