@@ -10,7 +10,7 @@ import pytest
 from packaging.specifiers import SpecifierSet
 
 from kvfix_tools.diagnose import advice, problems
-from kvfix_tools.diagnose.problems import Died, Logged, Problem, Stuck
+from kvfix_tools.diagnose.problems import Died, Logged, Problem, Stuck, nixl_statements
 from kvfix_tools.diagnose.signs import PLACE
 from tests.conftest import RELEASES, ROOT, release_names
 from tests.diagnose.lines import codes, diagnose, site_packages
@@ -183,6 +183,24 @@ def test_a_broken_connection_of_ucx_is_no_file_system() -> None:
     assert "KVD148" not in codes(diagnose(disk))
 
 
+def test_a_socket_that_cannot_read_gpu_memory_is_no_network() -> None:
+    """Errno 14 is of the memory; the same statement with another one is of the peer or the network."""
+    line = (
+        "E0612 14:05:26.176716 1192408 tcp_transport.cpp:136] Session::writeBody failed. {data}Error: {why}, "
+        "total_transferred_bytes_: 0, current transferred_bytes: 0\n"
+    )
+    bad, data = "Bad address (value: 14)", "Attempt to write data 0x7f using buffer 0x7f. "
+    ended = (
+        "[2025-06-12 14:05:26] Prefill transfer failed for request rank=0 req.bootstrap_room=88 with exception "
+        "KVTransferError(bootstrap_room=88): Failed to send kv chunk of 88 to 10.0.0.1:39041\n"
+    )
+    for text in (line.format(data="", why=bad), line.format(data=data, why=bad) + ended):
+        assert codes(diagnose(text)) == ["KVD1134"]
+    reset = line.format(data="", why="Connection reset by peer (value: 104)")
+    assert codes(diagnose(reset + ended)) == ["KVD224"]
+    assert codes(diagnose(ended)) == ["KVD1140"]
+
+
 def test_a_refused_handshake_of_rdma_is_not_the_metadata() -> None:
     """The file that logs it is the metadata's; what failed is the queue pair."""
     line = (
@@ -204,6 +222,18 @@ def test_signs_of_ucx_stand_in_the_ucx_that_nixl_brings() -> None:
         for sign in problem.shows:
             part = max((each.removeprefix("UCX  ERROR ") for each in PLACE.split(sign.text)[::2]), key=len)
             assert part.strip().encode() in texts, sign
+
+
+def test_signs_of_nixl_stand_in_its_wheel() -> None:
+    """As above. The function stands before a statement of the agent: its macro puts it there."""
+    libraries = sorted(site_packages().glob(".nixl_cu1*.mesonpy.libs/**/*.so*"))
+    if not libraries:
+        pytest.skip("nixl is not installed here, so that there is no library to look into")
+    texts = b"".join(path.read_bytes() for path in libraries if path.name.startswith(("libnixl", "libplugin_")))
+    for problem in nixl_statements.PROBLEMS:
+        for sign in problem.shows:
+            for part in PLACE.split(re.sub(r"^\w+: ", "", sign.text))[::2]:
+                assert part.encode() in texts, sign
 
 
 def test_an_assertion_without_its_frames_is_known_by_its_source() -> None:

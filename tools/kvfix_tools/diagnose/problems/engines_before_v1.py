@@ -67,4 +67,26 @@ PROBLEMS = (
         good="vLLM 0.11.2 or newer, which has no V0, with LMCacheConnectorV1",
         threads=("https://github.com/LMCache/LMCache/issues/432",),
     ),
+    Problem(
+        code="KVD1146",
+        name="kv-cache-of-two-dimensions-in-v0",
+        severity=Severity.CRASH,
+        title="A connector of vLLM's V0 engine takes a KV cache of four dimensions for granted, and this one has two.",
+        shows=(
+            Failed(
+                kind="ValueError",
+                text="Error in model execution (input dumped to <file>): not enough values to unpack (expected 4, got "
+                "2)",
+            ),
+        ),
+        sentence="the KV cache of a layer is one row for each block",
+        sure=False,
+        cause="SimpleConnector (PyNcclConnector, MooncakeConnector of V0) read the numbers of heads and their size "
+        "from "
+        "the cache's shape. XFormers and other backends (GPUs before Ampere, CPU) keep it flat.",
+        now="a GPU of compute capability 8 or newer with VLLM_ATTENTION_BACKEND=FLASH_ATTN; or vLLM 0.6.5 or newer, "
+        "which asks the model for them",
+        good="vLLM 0.11.2 or newer with NixlConnector",
+        threads=("https://github.com/vllm-project/vllm/pull/11058",),
+    ),
 )

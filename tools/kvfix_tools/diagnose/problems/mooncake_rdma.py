@@ -109,7 +109,8 @@ PROBLEMS = (
             Logged("Process failed for slice (<slice>): local protection error"),
             Logged("Process failed for slice (<slice>): remote access error"),
             Logged("Process failed for slice (<slice>): local length error"),
-            Logged("Received context async event local access violation work queue error for context <card>"),
+            Logged("Process failed for slice (<slice>): remote invalid request error"),
+            Logged("local access violation work queue error"),
         ),
         replaces=("KVD1058",),
         sure=False,
@@ -123,6 +124,7 @@ PROBLEMS = (
         threads=(
             "https://github.com/sgl-project/sglang/issues/8324",
             "https://github.com/sgl-project/sglang/issues/10560",
+            "https://github.com/kvcache-ai/Mooncake/issues/3299",
             f"{_ISSUES}277",
         ),
     ),

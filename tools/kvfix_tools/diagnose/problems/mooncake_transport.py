@@ -156,25 +156,6 @@ PROBLEMS = (
         ),
     ),
     Problem(
-        code="KVD986",
-        name="mooncake-tcp-refused",
-        severity=Severity.HANG,
-        title="Mooncake over TCP does not reach the port of the other engine.",
-        shows=(
-            Logged("TcpTransport: ASIO exception: connect: Connection refused"),
-            Logged("TcpTransport: ASIO exception: connect: Connection timed out"),
-            Logged("TcpTransport: ASIO exception: connect: No route to host"),
-        ),
-        sentence="the other side does not take connections",
-        cause="Each process listens on a port of its own, which it announces with its host name. Refused: that process "
-        "has ended, or announced 127.0.0.1 or the host name of a container. Timed out or no route: a firewall, or a "
-        "network that the other node does not have.",
-        now="look whether the other process runs; its local_hostname (MooncakeConnector: VLLM_HOST_IP) has to be the "
-        "address that this one reaches: `nc -vz HOST PORT` from here; in containers the host's network",
-        good="addresses that every node reaches, and open ports between the nodes",
-        threads=("https://github.com/kvcache-ai/Mooncake/issues/292",),
-    ),
-    Problem(
         code="KVD376",
         name="mooncake-transfer-returned-error",
         severity=Severity.HANG,
@@ -182,7 +163,6 @@ PROBLEMS = (
         shows=(
             Failed(kind="RuntimeError", text="Mooncake Transfer Engine Return Error"),
             Failed(kind="RuntimeError", text="Mooncake transfer failed, ret"),
-            Failed(kind="KVTransferError", text="Failed to send kv chunk"),
         ),
         sure=False,
         cause="The reason is in the E line of the transport before it (rdma_*.cpp, worker_pool.cpp, "

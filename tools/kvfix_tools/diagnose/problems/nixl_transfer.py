@@ -75,7 +75,7 @@ PROBLEMS = (
             Failed(kind="nixlRemoteDisconnectError", within="_start_load_kv"),
             Failed(kind="nixlNotFoundError", within="_read_blocks"),
             Failed(kind="nixlNotFoundError", within="_pop_done_transfers"),
-            Failed(kind="RuntimeError", text="BAD_STATUS", within="_pop_done_transfers"),
+            Failed(kind="RuntimeError", text="BAD_STATUS"),  # of NIXL's binding, and of nothing else
         ),
         releases={"vllm": "<0.32"},
         replaces=("KVD571",),
@@ -126,17 +126,19 @@ PROBLEMS = (
         cause="With `Releasing expired KV blocks` for the same id before it: the lease ended, the blocks were given "
         "away, and decode read them after that, HTTP 200. Without it: a second decode request had the same "
         "kv_transfer_params (a router or client that tries again), and read blocks that the first read had set free; "
-        "or prefill was restarted, or the request was aborted there. Where every request logs it and another id with "
+        "or prefill was restarted, or the request was aborted there. Ids `0_...` and `1_...`: a request with n > 1, of "
+        "which the router hands on one (Dynamo). Where every request logs it and another id with "
         "the same start expires later: KVD575 (vllm#36958), and the KV is right. vLLM only logs it.",
         now='distrust the answers of these ids. vLLM 0.26 or later: `"kv_connector_extra_config": '
         '{"kv_lease_duration": 300}` on both sides; before: `VLLM_NIXL_ABORT_REQUEST_TIMEOUT=600`; fewer '
-        "waiting requests on decode (--max-num-seqs up). A second try has to begin at prefill; `kvfix run -- CMD` "
+        "waiting requests on decode (--max-num-seqs up); n=1. A second try has to begin at prefill; `kvfix run -- CMD` "
         "computes it on the same decode engine (KVF340)",
         good="no release of vLLM is right yet (0.33.0 logs it and goes on): a lease longer than the longest wait on "
         "decode",
         threads=(
             "https://github.com/aws-samples/aws-do-eks/issues/84",
             "https://github.com/vllm-project/aibrix/issues/1772",
+            "https://github.com/ai-dynamo/dynamo/issues/14018",
         ),
     ),
     Problem(
