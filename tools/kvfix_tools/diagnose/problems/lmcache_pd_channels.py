@@ -99,4 +99,26 @@ PROBLEMS = (
         good="the proxy of LMCache 0.3.12 or newer, which only warns",
         threads=("https://github.com/LMCache/LMCache/pull/2287", "https://github.com/LMCache/LMCache/issues/2144"),
     ),
+    Problem(
+        code="KVD1192",
+        name="pd-cancel-not-sent",
+        severity=Severity.LEAK,
+        title="A request was given up on the prefiller, and the decoder could not be asked to free what it keeps for "
+        "it.",
+        shows=(
+            Logged(
+                "[ABORT] req=<request> failed to send CancelNotif: <error>",
+                at=f"{_V1}/storage_backend/pd_backend_async.py",
+            ),
+        ),
+        sentence="request {request}: {error}",
+        releases={"lmcache": ">=0.4.5"},
+        cause="The chunks that were sent for it stay in the decoder's PD buffer, and later requests find less room. "
+        "The "
+        "decoder is gone (then nothing is lost), or its pd_peer_alloc_port does not answer.",
+        now="is the decoder up: `nc -vz HOST PORT` with its pd_peer_alloc_port (plus the rank); restart it if its "
+        "buffer "
+        "stays full while no request runs",
+        good="a decoder that stays up, and a `pd_buffer_size` with room for requests that are given up",
+    ),
 )

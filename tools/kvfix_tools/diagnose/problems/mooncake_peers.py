@@ -5,6 +5,8 @@ from __future__ import annotations
 from kvfix_tools.diagnose.findings import Severity
 from kvfix_tools.diagnose.problems import Failed, Logged, Problem
 
+_CONNECTOR = "vllm/distributed/kv_transfer/kv_connector/v1/mooncake/mooncake_connector.py"
+
 PROBLEMS = (
     Problem(
         code="KVD144",
@@ -35,5 +37,25 @@ PROBLEMS = (
         "has restarted, restart this engine too; keys that lay there are misses and are computed",
         good="instances that stay, or requests only after all are up",
         threads=("https://github.com/sgl-project/sglang/pull/17195",),
+    ),
+    Problem(
+        code="KVD1180",
+        name="mooncake-pull-fails-and-waits",
+        severity=Severity.HANG,
+        title="Decode's pull of KV from prefill failed, and the request waits for it for ever.",
+        shows=(
+            Logged("Error happens during transferring kvcache for <requests>: <error>", at=_CONNECTOR),
+            Logged("MooncakeXferMetadata transfer failed for <requests>: <error>", at=_CONNECTOR),
+        ),
+        sentence="{error}",
+        releases={"vllm": ">=0.20,<0.32"},
+        cause="What stands behind the colon is prefill's answer (its log has more), or the socket's: `Resource "
+        "temporarily unavailable` is no answer in VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT + 60 s. MooncakeConnector of "
+        "these releases reports no failed load: the request stays in WAITING_FOR_REMOTE_KVS and keeps its blocks until "
+        "decode is full.",
+        now="restart decode to get the blocks back; prefill's log at this time says why (an abort by the client does "
+        "not free them)",
+        fixed={"vllm": "0.32.0"},
+        threads=("https://github.com/vllm-project/vllm/issues/35943",),
     ),
 )

@@ -175,4 +175,51 @@ PROBLEMS = (
         "VLLM_KV_CACHE_LAYOUT=NHD for a backend that puts the heads first",
         good="vLLM 0.26.0 for models without MLA: it works out the layout; with MLA such a --block-size",
     ),
+    Problem(
+        code="KVD1186",
+        name="moriio-notification-not-sent",
+        severity=Severity.HANG,
+        title="A worker of MoRIIOConnector could not tell the other engine that KV was read or written.",
+        shows=(Logged("Failed to send notification to <peer>: <error>", at=_ENGINE),),
+        sentence="to {peer}: {error}",
+        sure=False,
+        cause="The other engine is gone, or its notify_port plus rank is not reachable. In READ mode prefill keeps the "
+        "blocks, in WRITE mode decode waits for KV that is there.",
+        now="`nc -vz HOST PORT` with the address of the line; restart the engine that went away, then this one; "
+        "notify_port of engines of a host further apart than their number of ranks",
+        good="addresses and ports that both engines reach",
+    ),
+    Problem(
+        code="KVD1188",
+        name="moriio-loses-its-proxy",
+        severity=Severity.HANG,
+        title="MoRIIOConnector no longer announces this engine to the proxy.",
+        shows=(
+            Logged("Max retries (<many>) exceeded. Stopping ping loop.", at=_CONNECTOR),
+            Failed(kind="RuntimeError", text="Ping failed after <many> retries", at=_CONNECTOR),
+        ),
+        sentence="after {many} pings that failed",
+        releases={"vllm": "<0.32"},
+        cause="The proxy at proxy_ip:proxy_ping_port was not there for so long: started late, restarted, or behind a "
+        "firewall. Only the thread ends; the engine looks healthy, and a proxy that comes later never hears of it.",
+        now="start the proxy first, then restart this engine; `nc -vz PROXY_IP PROXY_PING_PORT` from here",
+        good="a proxy that is up before the engines and stays",
+    ),
+    Problem(
+        code="KVD1190",
+        name="moriio-transfer-id-unknown",
+        severity=Severity.HANG,
+        title="MoRIIOConnector ends a request whose transfer it does not know.",
+        shows=(
+            Logged("Could not find <request>  in transfer_id_to_request_idlookup table", at=_CONNECTOR),
+            Logged("transfer id not in transfer_id_to_request_id lookuptable", at=_CONNECTOR),
+        ),
+        releases={"vllm": ">=0.20,<0.32"},
+        sure=False,
+        cause="The request was aborted or ended twice, or came through a proxy that gives no transfer_id. Its blocks "
+        "may "
+        "stay held, and the other engine may wait.",
+        now="the proxy example of this vLLM release; restart the engines if requests wait",
+        good="a proxy and an engine of one release; vLLM 0.32.0 has another table for it",
+    ),
 )

@@ -181,4 +181,92 @@ PROBLEMS = (
         threads=("https://github.com/vllm-project/vllm/pull/15806",),
         sure=False,
     ),
+    Problem(
+        code="KVD1172",
+        name="p2p-nccl-settings-missing",
+        severity=Severity.CRASH,
+        title="P2pNcclConnector lacks a port that it is to announce.",
+        shows=(
+            Failed(kind="ValueError", text="kv_connector_extra_config.http_port is required", at=_P2P_NCCL_ENGINE),
+            Failed(kind="ValueError", text="Port cannot be 0", at=_P2P_NCCL_ENGINE),
+        ),
+        releases={"vllm": "<0.26"},
+        cause="Each engine announces `http_port`, which has to be its own --port, and its NCCL port (kv_port plus the "
+        "rank) to the proxy.",
+        now='`"kv_port": "21001"` (another for each engine of a host), `"kv_connector_extra_config": {"proxy_ip": IP, '
+        '"proxy_port": "30001", "http_port": "8000"}` with the port of --port',
+        good="this set-up; newer releases of vLLM do not have P2pNcclConnector: NixlConnector",
+    ),
+    Problem(
+        code="KVD1174",
+        name="p2p-nccl-pool-is-full",
+        severity=Severity.HANG,
+        title="P2pNcclConnector's host memory for received KV is full, and the thread that receives ends.",
+        shows=(
+            Failed(
+                kind="ValueError",
+                text="Insufficient memory",
+                within="tensor_memory_pool.py:allocate",
+                at=f"{_V1}/p2p/tensor_memory_pool.py",
+            ),
+            Failed(
+                kind="ValueError",
+                text="Requested size exceeds maximum block size",
+                within="tensor_memory_pool.py:allocate",
+                at=f"{_V1}/p2p/tensor_memory_pool.py",
+            ),
+        ),
+        sentence="the pool in host memory has no room for a tensor",
+        releases={"vllm": "<0.26"},
+        replaces=("KVD340",),
+        cause="What prefill sends beyond `kv_buffer_size` goes to a pool of `mem_pool_size_gb` (32) until decode takes "
+        "it. It is full of KV whose requests wait or were given up. The listener catches no such error: after it no "
+        "KV is received, and requests wait for ever.",
+        now='restart decode; `"kv_connector_extra_config": {"mem_pool_size_gb": "128"}`, a larger kv_buffer_size '
+        "(bytes of GPU memory), fewer requests at once in the proxy",
+        good="NixlConnector; P2pNcclConnector is in no newer release of vLLM",
+    ),
+    Problem(
+        code="KVD1176",
+        name="p2p-nccl-blocks-differ",
+        severity=Severity.WRONG,
+        title="Decode has another number of blocks for a request than prefill sent: a part has no KV.",
+        shows=(
+            Logged(
+                "kv_cache does not match, block_ids:<blocks>, num_block:<sent>, request_id:", at=_P2P_NCCL_CONNECTOR
+            ),
+        ),
+        sentence="{blocks} blocks, {sent} were sent",
+        releases={"vllm": "<0.26"},
+        sure=False,
+        cause="The blocks behind those that came keep what was in them before, and the answer is computed from it. The "
+        "two engines differ in block size or tokenize the prompt differently (chat template, added tokens), or decode "
+        "took a part from its own prefix cache.",
+        now="the same --block-size, model files and chat template on both sides; --no-enable-prefix-caching on decode; "
+        "distrust the answer of this request",
+        good="NixlConnector, which asks prefill for the blocks that decode lacks",
+    ),
+    Problem(
+        code="KVD1178",
+        name="p2p-nccl-wants-equal-ranks",
+        severity=Severity.CRASH,
+        title="P2pNcclConnector cannot move KV between engines of other shapes.",
+        shows=(
+            Failed(
+                kind="NotImplementedError", text="Currently, only symmetric TP is supported", at=_P2P_NCCL_CONNECTOR
+            ),
+            Logged(
+                "[GET]tensor_id:<tensor>, tensor_size:<size>, is greater thanbuffer size threshold", at=_P2P_NCCL_ENGINE
+            ),
+        ),
+        sentence="what is sent does not fit what is to receive it",
+        releases={"vllm": "<0.26"},
+        sure=False,
+        cause="KV of a layer has other heads or layers on the two sides (another --tensor-parallel-size or "
+        "--pipeline-parallel-size, another KV dtype). `buffer size threshold`: one layer's KV of the request is larger "
+        "than kv_buffer_size, so it is not sent, and decode waits for it.",
+        now="the same --tensor-parallel-size, no pipeline parallelism, the same --kv-cache-dtype; `buffer size "
+        'threshold`: a larger `"kv_buffer_size"` (bytes), or `"send_type": "PUT_ASYNC"`',
+        good="NixlConnector for engines of other sizes",
+    ),
 )
