@@ -181,6 +181,25 @@ def test_what_python_says_of_any_code_is_of_none_without_its_frames(error: str) 
     assert codes(of_a_file) == (["KVD626"] if "22" in error else ["KVD355"])
 
 
+def test_frames_of_the_api_server_do_not_tell_what_its_engine_met() -> None:
+    """It waits for its engines there; that their ports are taken is one of many reasons."""
+    frames = [
+        'File "/opt/vllm/v1/engine/core_client.py", line 7, in __init__',
+        "    with launch_core_engines(vllm_config,",
+    ]
+    assert codes(diagnose("".join(f"{CORE}{line}\n" for line in frames))) == ["KVD1148"]
+
+
+def test_code_that_is_quoted_has_not_failed() -> None:
+    """The title names the assertion's function; the piece of source around it has other signs."""
+    text = (
+        "_update_from_kv_xfer_finished AssertionError kills EngineCore\n```python\nassert req_id in self.requests\n"
+        "if req.status != WAITING:\n    assert RequestStatus.is_finished(req.status)\n"
+        "    self._free_blocks(self.requests[req_id])\n```\n"
+    )
+    assert codes(diagnose(text)) == ["KVD109"]
+
+
 def test_what_was_in_a_step_is_no_failure() -> None:
     """vLLM dumps the scheduler's statistics as an error; their names have words of failures."""
     dump = "Dumping scheduler stats: SchedulerStats(num_running_reqs=1, num_corrupted_reqs=0)"

@@ -53,6 +53,7 @@ class _Words(NamedTuple):
     function: str
     common: bool
     pythons: bool
+    kind: str
 
     def weight(self, pasted: str) -> int:
         """How many characters of the sign the text has; 0: it is not there."""
@@ -61,9 +62,17 @@ class _Words(NamedTuple):
         own = sum(map(len, self.text)) + len(self.source)
         if own < _SOME or (self.common and not self.function):
             return 0
+        if self.source and not self.text and not self._failed(pasted):
+            return 0
         if (own < _MANY or self.common or self.pythons) and not all(each in pasted for each in self.also):
             return 0
         return own + (len(self.function) if self.function in pasted else 0)
+
+    def _failed(self, pasted: str) -> bool:
+        """Whether the text says that this line of code failed, and does not only quote code with it."""
+        if self.function:
+            return self.source.startswith("assert") or self.kind in pasted
+        return any(f"{before}{self.source}" in pasted for before in (self.kind, f"{self.kind}:", "]:", "]"))
 
     def _in_order(self, pasted: str) -> bool:
         return len(self.text) < 2 or re.search(".{0,600}?".join(map(re.escape, self.text)), pasted) is not None
@@ -191,7 +200,9 @@ def _words(sign: Sign) -> _Words:
     common = bool(sign.text) and any(
         len(sign.text) < len(each) + _OWN and (each in sign.text or sign.text in each) for each in _common()
     )
-    return _Words(text, source, tuple(filter(None, also)), function if named else "", common, is_pythons(sign.text))
+    kind = getattr(sign, "kind", "")
+    named_in = function if named else ""
+    return _Words(text, source, tuple(filter(None, also)), named_in, common, is_pythons(sign.text), kind)
 
 
 @lru_cache(maxsize=1)

@@ -69,7 +69,8 @@ def traceback_is_cut(log: Diagnosis, line: LogLine | None) -> Answer | None:
 
     Cause: an excerpt, a viewer or a limit of the logger cut it. `ensure_kv_transfer_initialized` among its functions:
     the connector could not be made (settings, a module, a port); `register_kv_caches`: memory or layout;
-    `execute_model` or `step`: a hook of the connector, or the model; `_initialize_kv_caches`: what a worker says.
+    `execute_model` or `step`: a hook of the connector, or the model; `_initialize_kv_caches`: what a worker says;
+    `launch_core_engines`: the API server only waits for its engines, whose own lines say why they do not come.
 
     Setting: `grep -nE '^.{0,120}(Error|Exception)\\b' LOG | head` names the exceptions; then kvfix-diagnose with the
     whole log, of every rank.

@@ -32,6 +32,7 @@ from kvfix_tools.diagnose.signs import (
     in_words,
     longest,
     pattern,
+    tells,
 )
 
 if TYPE_CHECKING:
@@ -200,7 +201,8 @@ def by_frames(frames: list[tuple[str, int, str]], source: str) -> tuple[Problem,
         if isinstance(sign, Failed) and sign.within.endswith(f":{function}") and sign.source in source
         if f"/{file}".endswith(f"/{sign.within.rpartition(':')[0]}")
     }
-    return tuple(found.values()) if function != "<module>" else ()
+    # Of an engine's own `__init__` any part may fail.
+    return tuple(found.values()) if tells(function) or "lmcache/" in file or "/kv_" in file else ()
 
 
 def at(line: LogLine) -> tuple[Problem, ...]:
