@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.diagnose.lines import NEWEST, codes, diagnose, logged
+from tests.diagnose.lines import NEWEST, codes, diagnose, logged, stats
 from tests.diagnose.releases import CORE
 
 CARDS = (
@@ -198,6 +198,16 @@ def test_code_that_is_quoted_has_not_failed() -> None:
         "    self._free_blocks(self.requests[req_id])\n```\n"
     )
     assert codes(diagnose(text)) == ["KVD109"]
+
+
+def test_a_title_counts_above_lines_that_say_nothing() -> None:
+    lines = "I0924 06:55:08.151127   204 client_metric.cpp:76] Client metrics enabled (default enabled)\n" + stats(
+        1, 0, 9.0
+    )
+    title = "# [Bug]: Failed to submit all transfers, error code is NotSupportedTransport\n"
+    assert codes(diagnose(title, lines)) == ["KVD1194"]
+    assert codes(diagnose("# [Bug]: it is slow\n", lines)) == []
+    assert codes(diagnose(lines)) == []
 
 
 def test_what_was_in_a_step_is_no_failure() -> None:

@@ -43,7 +43,8 @@ def unknown_failure(log: Diagnosis, line: LogLine | None) -> Answer | None:
         sentence, evidence = (words, ()) if first is None else (_sentence(log, first), _evidence(log, first))
         return Answer(sentence, request="", verdict="unknown", evidence=evidence, record=record)
     if first is None:
-        return _of_the_dead(log) if log.counts else _in_prose(log)
+        dead = _of_the_dead(log) if log.counts else None
+        return dead or (_in_prose(log) if _may_be_prose(log) else None)
     if _is_cut(first):
         within = problems.by_frames(first.fields["frames"], str(first.fields["source"]))
         known_by = [each for each in within if each.concerns(log)]
@@ -87,12 +88,17 @@ def _by_what_is_left(
     if first is not None:
         record = problems_cut.raised(log, first, general)
     else:
-        record = None if log.counts else problems_cut.in_prose(log)
+        record = problems_cut.in_prose(log) if _may_be_prose(log) else None
     if record is not None:
         return record, "the text names this exception and its function"
-    may_be = first is not None or log.failures.dead or not log.counts
+    may_be = first is not None or log.failures.dead or _may_be_prose(log)
     known = pasted.known_by_words(log, general is not None) if may_be else None
     return (None, "") if known is None else (known.record, f"the text has its words: {known.words}")
+
+
+def _may_be_prose(log: Diagnosis) -> bool:
+    """Whether words outside of the log's lines count: there are no such lines, or they say nothing and have a title."""
+    return not log.counts or (not log.findings and any(text.startswith(b"# ") for text in log.pasted))
 
 
 def _is_cut(line: LogLine) -> bool:

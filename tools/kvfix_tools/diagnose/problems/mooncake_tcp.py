@@ -1,4 +1,4 @@
-"""Mooncake over TCP: ports, and memory that a socket cannot read."""
+"""Mooncake over TCP, NVLink and EFA: what one transport cannot that another can."""
 
 from __future__ import annotations
 
@@ -78,5 +78,56 @@ PROBLEMS = (
         good="RDMA, or Mooncake's connection pool, which is off by default and which grows without a limit "
         "(Mooncake#2930): both sides restarted now and then",
         threads=(f"{_MOONCAKE}/pull/1954", f"{_MOONCAKE}/issues/2930", f"{_SGLANG}/pull/31208"),
+    ),
+    Problem(
+        code="KVD1182",
+        name="mooncake-takes-efa-for-rdma",
+        severity=Severity.HANG,
+        title="Mooncake makes a queue pair of RDMA on a card of AWS EFA, which has none.",
+        shows=(Logged("Failed to create QP: Operation not supported"),),
+        sentence="the card answers Operation not supported (95)",
+        cause="Mooncake's wheels are built without EFA (USE_EFA=OFF). The protocol `efa` is then taken without a word, "
+        "and RDMA, which finds EFA's cards, is what runs. A crash may follow.",
+        now="Mooncake built with -DUSE_EFA=ON -DUSE_CUDA=ON and protocol efa on both sides; with this wheel: SGLang "
+        '--disaggregation-transfer-backend nixl, vLLM NixlConnector with `"backends": ["LIBFABRIC"]`',
+        good="a transport that knows EFA: no wheel of Mooncake up to 0.3.10 does",
+        threads=(f"{_MOONCAKE}/issues/2070", f"{_MOONCAKE}/pull/1523"),
+    ),
+    Problem(
+        code="KVD1184",
+        name="mooncake-nvlink-cannot-open",
+        severity=Severity.HANG,
+        title="Mooncake moves KV over NVLink, and this process cannot open the other's GPU memory.",
+        shows=(
+            Logged("NvlinkTransport: cudaIpcOpenMemHandle failed"),
+            Logged("cudaIpcOpenMemHandle failed: <error> (nvlink_transport.cpp"),
+        ),
+        sure=False,
+        cause="Without an RDMA card that it can use, Mooncake takes NVLink within the machine. The handle of the other "
+        "process does not open: its memory is not of cudaMalloc (expandable segments, sleep mode, fabric handles), or "
+        "the two containers do not see each other's GPUs.",
+        now="--device /dev/infiniband for both containers (then RDMA is taken); unset PYTORCH_CUDA_ALLOC_CONF; both "
+        "with "
+        '--gpus all --ipc host; `"mooncake_protocol": "tcp"` or NixlConnector',
+        good="the transport that was meant: `Found 0 HCAs` in Mooncake's first lines says that RDMA was not found",
+        threads=("https://github.com/vllm-project/vllm/issues/51518",),
+    ),
+    Problem(
+        code="KVD1194",
+        name="mooncake-lacks-the-transport",
+        severity=Severity.CRASH,
+        title="This Mooncake has no transport for the protocol of a segment.",
+        shows=(
+            Logged("error code is NotSupportedTransport"),
+            Logged("Local segment descriptor not found"),
+        ),
+        sure=False,
+        cause="A segment says by which protocol it is reached (tcp, rdma, efa, ascend, nvlink), and this build or this "
+        "process has not installed it: clients of one cluster with other protocols, or a build for EFA, which before "
+        "February 2026 installs no TCP.",
+        now="the same protocol on all clients and engines (MOONCAKE_PROTOCOL, `protocol`, `mooncake_protocol`), then "
+        "restart the master and all of them: old segments keep theirs; one build of Mooncake everywhere",
+        good="one build and one protocol for all clients",
+        threads=(f"{_MOONCAKE}/issues/882", f"{_MOONCAKE}/pull/1523"),
     ),
 )
