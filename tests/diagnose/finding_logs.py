@@ -181,7 +181,8 @@ def hits() -> dict[str, list[str]]:
             "".join(stats(waiting=3, second=10 * n) for n in range(3)),
             # At INFO there is but one such line.
             stats(running=2, waiting=3, generation=120.0) + stats(waiting=3, second=10),
-            # A step does not end.
+        ],
+        "KVD1196": [
             "".join(stats(running=16, second=10 * n) for n in range(3)),
             stats(running=1, generation=7.0) + stats(running=1, second=10),
         ],

@@ -79,7 +79,9 @@ def misses() -> list[tuple[str, str]]:
         ("KVD202", (stats(waiting=3) * 2 + stats(running=1, waiting=2, generation=0.1)) * 2),
         ("KVD202", stats(running=4, waiting=3, generation=0.1) + stats()),
         # A long prefill, and its end.
-        ("KVD202", stats(running=2, second=10) * 2 + stats(running=2, generation=80.0)),
+        ("KVD1196", stats(running=2, second=10) * 2 + stats(running=2, generation=80.0)),
+        ("KVD1196", "".join(stats(running=2, waiting=1, second=10 * n) for n in range(3))),
+        ("KVD202", "".join(stats(running=2, second=10 * n) for n in range(3))),
         ("KVD203", logged(NEWEST, "lookup_timeout", 0, "Resource temporarily unavailable") * 2),
         ("KVD205", logged("0.5.5", "mp_timeout", which="LOOKUP") + logged("0.5.5", "mp_healthy")),
         ("KVD205", logged(NEWEST, "mp_timeout", which="LOOKUP")),

@@ -11,17 +11,10 @@ from kvfix_tools.diagnose.findings.memory import PASTE
 
 if TYPE_CHECKING:
     from kvfix_tools.diagnose.diagnosis import Diagnosis
-    from kvfix_tools.diagnose.log_line import Evidence, Fields, LogLine
+    from kvfix_tools.diagnose.log_line import Fields, LogLine
 
 #: The same answer for the same request so many times, and no admission.
 POLLS = 1000
-#: Intervals of vLLM's statistics (10 seconds each) without a token, with requests waiting.
-IDLE = 3
-#: Connectors of a decode engine, by which nothing comes that a request does not name.
-BY_REQUEST = {"NixlConnector", "NixlPushConnector", "MooncakeConnector", "MoRIIOConnector"}
-#: Per cent of the KV blocks in use, below which no request waits for blocks; of external hits, above which decode
-#: computes no prompt.
-ROOM, ALL = 80.0, 99.0
 
 
 @finding("KVD201", "asked-for-ever", Severity.HANG, on=["asked", ""])
@@ -80,85 +73,6 @@ def _answer(fields: Fields) -> tuple[Any, ...]:
 def _note_generation(log: Diagnosis, line: LogLine) -> None:
     """What KVD201 has to know: whether the engine computes anything."""
     log.memory["generation"] = float(line.fields["generation"])
-
-
-@finding("KVD202", "nothing-moves", Severity.HANG, on=["stats", ""])
-def nothing_moves(log: Diagnosis, line: LogLine | None) -> Answer | None:
-    """Requests wait or run, and the engine computes nothing.
-
-    Cause: a step that does not end, in a hook or on the device; or what a request at the head of the queue waits for
-    does not come: a load that was never started or does not end, a lookup that is not answered, or blocks that are kept
-    back. Look at the other findings; none: take `kvfix dump PID`.
-
-    Setting: vLLM before 0.32 can lock asynchronous loads out of one another when blocks are short: fewer requests at
-    once (`max_num_seqs`).
-
-    Normal: an idle engine; a prefill or a compiler that takes a minute.
-    """
-    still = log.memory.setdefault("still", {})
-    if line is None:
-        return _still_at_the_end(still, awaits_prefill=False)
-    f = line.fields
-    engine = (str(f.get("engine", "")), line.process)
-    if not (f["waiting"] or f["running"]) or float(f["prompt"]) or float(f["generation"]):
-        still.pop(engine, None)
-        return None
-    count = still[engine][0] + 1 if engine in still else 1
-    what = f"Running {f['running']}, Waiting {f['waiting']}, no token"
-    if engine in still or len(still) < 1000:
-        still[engine] = (count, what, line.evidence, _awaits_prefill(log, f))
-    verdict = "violated" if f["waiting"] else "unknown"  # one step may take so long
-    if count < IDLE or _awaits_prefill(log, f):
-        return None
-    return Answer(f"{what} for {count} intervals", request="", verdict=verdict)
-
-
-def _awaits_prefill(log: Diagnosis, fields: Fields) -> bool:
-    """Whether it is a decode engine with room, on which everything waits for the KV that prefill holds.
-
-    Of an engine that does not say its connector: all that wait are deferred, and all hits are external.
-    """
-    of_decode = log.who.connectors <= BY_REQUEST and "kv_producer" not in log.who.roles
-    if not log.who.connectors:
-        of_decode = fields.get("deferred") == fields["waiting"] and float(fields.get("external") or 0) > ALL
-    return bool(of_decode and fields["waiting"] and not fields["running"] and float(fields.get("usage") or 0) < ROOM)
-
-
-@finding("KVD1065", "decode-waits-for-prefill", Severity.HANG, on=["stats", ""])
-def decode_waits_for_prefill(log: Diagnosis, line: LogLine | None) -> Answer | None:
-    """Requests wait on a decode engine with free blocks: the KV that prefill holds for them does not come.
-
-    Cause: their transfer was not begun, or its end was not reported: prefill died, or gave the blocks up before decode
-    came; the handshake has no answer; a notification was lost. vLLM's scheduler has no time limit for it (0.33.0). What
-    decides: prefill's log of that time (`Releasing expired KV blocks`, a traceback, a restart), and decode's with
-    `VLLM_LOGGING_LEVEL=DEBUG`, which names the requests (`is still in WAITING_FOR_REMOTE_KVS state`).
-
-    Setting: restart decode, and prefill if it is the one that died; `nc -vz HOST PORT` from decode with prefill's
-    VLLM_NIXL_SIDE_CHANNEL_HOST and PORT; `"kv_load_failure_policy": "recompute"` on decode ends it where the failure is
-    reported. Before the restart `kvfix dump PID` shows what the workers wait for.
-
-    Good: prefill that stays, at an address of its own; a router that aborts on both sides.
-    """
-    still = log.memory.get("still", {})
-    if line is None:
-        return _still_at_the_end(still, awaits_prefill=True)
-    count, what, _, awaits = still.get((str(line.fields.get("engine", "")), line.process), (0, "", None, False))
-    if count < IDLE or not awaits:
-        return None
-    return Answer(f"{what} for {count} intervals", request="", verdict="unknown")
-
-
-def _still_at_the_end(
-    still: dict[tuple[str, str], tuple[int, str, Evidence, bool]], awaits_prefill: bool
-) -> Answer | None:
-    """An engine that computes nothing says so once; from then on vLLM has its statistics at DEBUG (loggers.py
-    0.12.0:194 to 0.32.0:272), and its silence is all that a log at INFO shows.
-    """
-    for count, what, evidence, awaits in still.values():
-        if count < IDLE and awaits is awaits_prefill:
-            sentence = f"{what}, and no statistics after it: vLLM leaves them out at INFO while nothing is computed"
-            return Answer(sentence, request="", verdict="unknown", evidence=(evidence,))
-    return None
 
 
 @finding("KVD203", "lookups-not-answered", Severity.HANG, on=["lookup_timeout"])

@@ -21,7 +21,7 @@ PROBLEMS = (
         ),
         sentence="requests {requests}",
         releases={"vllm": ">=0.20"},
-        replaces=("KVD202", "KVD261"),
+        replaces=("KVD202", "KVD261", "KVD1065", "KVD1196"),
         cause="Prefill had aborted the request, or never got it or still has it in its queue, "
         "VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT (480 s) after decode asked: the cause is that long before this line. Up "
         "to vLLM 0.26 decode then keeps the request and its blocks for ever.",

@@ -22,7 +22,7 @@ PROBLEMS = (
         ),
         sentence="Mooncake answers {ret}",
         sure=False,
-        replaces=("KVD202", "KVD261"),
+        replaces=("KVD202", "KVD261", "KVD1065", "KVD1196"),
         cause="RDMA between the two nodes does not work for this memory. Mooncake's own E and W lines just before, on "
         "prefill, decide: `No RDMA devices found` (container without /dev/infiniband), `transport retry counter "
         "exceeded` (network, GID), `Requested address ... not found` (memory not registered with that transport).",
