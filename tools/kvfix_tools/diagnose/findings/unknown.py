@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from kvfix_tools.diagnose import pasted, problems, problems_cut
+from kvfix_tools.diagnose import checks, pasted, problems, problems_cut
 from kvfix_tools.diagnose.failures import hook, owner
 from kvfix_tools.diagnose.findings import Answer, Severity, find, finding
 from kvfix_tools.diagnose.findings.lookups import lookups_of
@@ -196,6 +196,11 @@ def unknown_warning(log: Diagnosis, line: LogLine | None) -> Answer | None:
 
 
 def _sentence(log: Diagnosis, line: LogLine) -> str:
+    """What failed and whose code it is, and what the releases' code says of it."""
+    return _what(log, line) + checks.said_of(line, log.releases)
+
+
+def _what(log: Diagnosis, line: LogLine) -> str:
     fields = line.fields
     if line.name == "died":
         return f"a process died: {line.evidence.text[:200]}"

@@ -1,0 +1,137 @@
+"""What the released code says of a failure that no record knows: made of the code of the releases that are here."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from kvfix_tools.diagnose import checks
+from kvfix_tools.diagnose.checks import Check
+from maintain import released_checks
+from tests.conftest import RELEASES
+from tests.diagnose.lines import NEWEST, diagnose, site_packages
+from tests.diagnose.releases import CORE
+
+PACKAGES = {"lmcache": (NEWEST, RELEASES / NEWEST / "lmcache"), "vllm": ("0.32.0", site_packages() / "vllm")}
+#: A check that no record names, with a text; and an assertion without one.
+RAISED = "lmcache/v1/kv_layer_groups.py", "parse_kvcache_shape_spec", "KV shape specification cannot be empty"
+ASSERTED = "vllm/v1/core/kv_cache_utils.py", "__init__", "target_block_size % hash_block_size == 0"
+
+
+def traceback(file: str, function: str, source: str, error: str) -> str:
+    lines = (
+        "Traceback (most recent call last):",
+        f'  File "/opt/app/{file}", line 7, in {function}',
+        f"    {source}",
+        error,
+    )
+    return "".join(f"{CORE}{line}\n" for line in lines)
+
+
+def raised(text: str = RAISED[2], function: str = RAISED[1], file: str = RAISED[0]) -> str:
+    return traceback(file, function, f'raise ValueError("{text}")', f"ValueError: {text}")
+
+
+def asserted(source: str = ASSERTED[2], function: str = ASSERTED[1]) -> str:
+    return traceback(ASSERTED[0], function, f"assert {source}", "AssertionError")
+
+
+def sentence(*lines: str) -> str:
+    log = diagnose(*lines)
+    assert len(log.findings) == 1
+    return log.findings[0].sentence
+
+
+@pytest.mark.parametrize("dist", PACKAGES)
+def test_the_file_has_what_the_release_has(dist: str) -> None:
+    """`make statements` was run."""
+    release, package = PACKAGES[dist]
+    releases, table = checks.known()[dist]
+    taken: checks.Table = {}
+    released_checks.take(taken, release, package)
+    assert release in releases
+    assert {place for place, having in table.items() if release in having} == set(taken)
+
+
+def test_it_names_the_releases_and_the_condition() -> None:
+    assert sentence(raised()).endswith(
+        f", raised by LMCache, which comes of `not spec_str`; LMCache has this code from 0.3.11 to {NEWEST}, the "
+        "newest known: no upgrade takes it away"
+    )
+
+
+def test_an_assertion_without_a_text_is_found_by_its_code() -> None:
+    assert "; vLLM has this code from 0.12.0 to " in sentence(asserted())
+    assert "has this code" not in sentence(asserted(function="another"))
+    assert "has this code" not in sentence(asserted(source="target_block_size == 0"))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"function": "another"}, {"text": "another text"}, {"file": "lmcache/v1/another.py"}, {"file": "x.py"}],
+)
+def test_near_misses(other: dict[str, str]) -> None:
+    assert "has this code" not in sentence(raised(**other))
+
+
+def test_a_release_that_has_it_no_more_is_named_as_no_promise() -> None:
+    """Of every check that has gone: the last release that has it is not the newest, and the next one is named."""
+    releases, table = checks.known()["lmcache"]
+    place, having = next(
+        (place, having)
+        for place, having in sorted(table.items())
+        if place[2].kind == "ValueError" and len(place[2].text) > 40 and "{" not in place[2].text
+        if releases[-1] not in having and not _elsewhere(table, place[2], having)
+    )
+    last = max(having, key=releases.index)
+    after = releases[releases.index(last) + 1]
+    said = checks.said_of(diagnose(raised(place[2].text, place[1], f"lmcache/{place[0]}")).failures.raised[0], _ran())
+    assert f"{last}, and {after} has it no more: whether its cause is gone too is not known" in said
+
+
+def _elsewhere(table: checks.Table, check: Check, having: set[str]) -> bool:
+    return any(other[2].text == check.text and some - having for other, some in table.items())
+
+
+def _ran(*lines: str) -> checks.Releases:
+    return diagnose(*lines, "nothing\n").releases
+
+
+def test_a_release_without_the_check_is_not_called_one_that_has_it() -> None:
+    """A log that names such a release is of changed code."""
+    line = "(EngineCore pid=7) INFO 12-03 01:24:31 [core.py:9] Initializing a V1 LLM engine (v0.11.0) with config: x\n"
+    said = sentence(line, asserted())
+    assert "has this code" not in said
+
+
+def test_a_line_without_frames_is_found_by_its_words() -> None:
+    assert "comes of `not spec_str`" in sentence(f"{CORE}ValueError: {RAISED[2]}\n")
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        ("if a:\n    raise E('x {}'.format(1))", []),
+        ("if a:\n    if b:\n        raise m.E(f'x {c}')\n    else:\n        raise E('y')",
+         [("E", "x {}", "b"), ("E", "y", "")]),
+        ("assert a, 'x'\nassert b", [("assert", "x", "a"), ("assert", "", "b")]),
+        ("if a:\n    def f():\n        logger.error('x %s', 1)\nlogger.info('y')", [("", "x %s", "")]),
+    ],
+)  # fmt: skip
+def test_what_is_taken_of_a_file(code: str, expected: list[tuple[str, str, str]]) -> None:
+    assert [tuple(check) for _, check in released_checks.extract(code.encode())] == expected
+    ast.parse(code)
+
+
+def test_ranges_go_there_and_back() -> None:
+    data = released_checks.as_data({("a.py", "f", Check("E", "x", "")): {"0.1", "0.2", "0.10"},
+                                    ("a.py", "g", Check("E", "y", "")): {"0.1", "0.10"}})  # fmt: skip
+    assert data["releases"] == ["0.1", "0.2", "0.10"]
+    assert {len(having) for having in checks.table(data).values()} == {2, 3}
+
+
+def test_the_folder_of_a_package_decides_what_is_read() -> None:
+    assert not any(place[0].startswith("cli/") for place in checks.known()["lmcache"][1])
+    assert Path(checks.FILE).exists()

@@ -1,0 +1,135 @@
+"""What the releases' connector code raises, asserts and logs as an error: `checks.json`.
+
+Of a failure that no record knows it says under which condition the code fails, in which releases that code stands, and
+whether an upgrade takes it away. `make statements` writes the file (tools/maintain/released_checks.py).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from kvfix_tools.diagnose.log_line import without_place
+from kvfix_tools.diagnose.problems import NAMES
+from kvfix_tools.diagnose.statements import sample
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from kvfix_tools.diagnose.log_line import LogLine
+    from kvfix_tools.diagnose.releases import Releases
+
+FILE = Path(__file__).with_name("checks.json")
+#: Letters of a text, without its values, from which on it is found in any function.
+_TELLS = 16
+_QUOTES, _VALUE = str.maketrans({'"': "'", " ": None, "\n": None}), "\0"
+
+
+class Check(NamedTuple):
+    """kind: the class that is raised, `assert`, or "" of an error in the log. text: with a place for each value.
+
+    condition: what has to hold, of an assertion; else the `if` that leads there, if there is one.
+    """
+
+    kind: str
+    text: str
+    condition: str
+
+
+#: {(file below the package, function, check): releases}
+Table = dict[tuple[str, str, Check], set[str]]
+
+
+def ranges(numbers: Iterable[int]) -> list[int]:
+    """First and last of each run: [0, 1, 2, 7] is [0, 2, 7, 7]."""
+    made: list[int] = []
+    for number in sorted(numbers):
+        if made and made[-1] == number - 1:
+            made[-1] = number
+        else:
+            made += [number, number]
+    return made
+
+
+def table(data: dict[str, Any]) -> Table:
+    """Of one distribution, as the file has it."""
+    releases = data["releases"]
+    return {
+        (file, function, Check(*row[:3])): {
+            release for first, last in zip(row[3::2], row[4::2], strict=True) for release in releases[first : last + 1]
+        }
+        for file, functions in data["files"].items()
+        for function, rows in functions.items()
+        for row in rows
+    }
+
+
+@lru_cache(maxsize=1)
+def known() -> dict[str, tuple[list[str], Table]]:
+    """{dist: (its releases, the oldest first; its checks)}"""
+    return {dist: (data["releases"], table(data)) for dist, data in json.loads(FILE.read_text()).items()}
+
+
+def said_of(line: LogLine, ran: Releases) -> str:
+    """What the released code says of this failure, as the end of a sentence; "": it is not of this code."""
+    for dist, (releases, checks) in known().items():
+        found = [each for each in checks if _shows(each, dist, line)]
+        # Moved to another file, it is still there.
+        alike = {_alike(place) for place in found}
+        having = {release for place, some in checks.items() if _alike(place) in alike for release in some}
+        if len({function for _, function, _ in found}) == 1:
+            of_another = ran.one(dist) in set(releases) - having
+            span = "" if of_another else _releases(NAMES[dist], releases, having)
+            return _condition({check for *_, check in found}) + span
+    return ""
+
+
+def _shows(place: tuple[str, str, Check], dist: str, line: LogLine) -> bool:
+    file, function, check = place
+    if line.name == "logged":
+        return not check.kind and _fits(check.text, without_place(line.body), tells=True)
+    fields = line.fields
+    if line.name != "raised" or not check.kind or fields["type"] != ("AssertionError" if check.kind == "assert" else check.kind):
+        return False
+    if not fields["frames"]:
+        return _fits(check.text, fields["text"], tells=True)
+    path, _, within = fields["frames"][-1]
+    if within != function or not f"/{path}".endswith(f"/{dist}/{file}"):
+        return False
+    if check.text or fields["text"]:
+        return _fits(check.text, fields["text"])
+    source = fields["source"].translate(_QUOTES).removeprefix("assert")
+    return bool(source) and check.condition.translate(_QUOTES).startswith(source)
+
+
+def _fits(text: str, said: str, tells: bool = False) -> bool:
+    parts = sample(text, _VALUE).split(_VALUE)
+    if not text or (tells and max(map(len, parts)) < _TELLS) or max(parts, key=len) not in said:
+        return False
+    return re.match(".*?".join(map(re.escape, parts)), said, re.DOTALL) is not None
+
+
+def _alike(place: tuple[str, str, Check]) -> tuple[str, ...]:
+    _, function, check = place
+    return (check.kind, check.text) if check.text else (check.kind, check.condition, function)
+
+
+def _condition(checks: set[Check]) -> str:
+    conditions = {(check.kind == "assert", check.condition) for check in checks if check.condition and check.text}
+    if len(conditions) != 1:
+        return ""
+    (holds, condition), *_ = conditions
+    return f", which {'asks for' if holds else 'comes of'} `{condition}`"
+
+
+def _releases(name: str, releases: list[str], having: set[str]) -> str:
+    ordered = [each for each in releases if each in having]
+    first, last = ordered[0], ordered[-1]
+    span = f"in {first}" if first == last else f"from {first} to {last}"
+    if last == releases[-1]:
+        return f"; {name} has this code {span}, the newest known: no upgrade takes it away"
+    after = releases[releases.index(last) + 1]
+    return f"; {name} has this code {span}, and {after} has it no more: whether its cause is gone too is not known"
