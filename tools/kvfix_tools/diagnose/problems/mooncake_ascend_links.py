@@ -27,7 +27,8 @@ PROBLEMS = (
         sure=False,
         cause="The link of the NPUs or its time limit: `Failed to connect to target ... status: 103900` just before "
         "it: no connection; `Sync batch data transfer timeout` or `Transfer slice failed with status: 503900`: the "
-        "transfer. vllm-ascend's receiver only logs it, so the request keeps its blocks and never runs.",
+        "transfer. vllm-ascend's receiver only logs it, so the request keeps its blocks and never runs, or (some "
+        "releases) it and later ones answer garbage.",
         now='`"use_ascend_direct": true` in kv_connector_extra_config of both; both on one machine: `export '
         "HCCL_INTRA_ROCE_ENABLE=1`; `export ASCEND_CONNECT_TIMEOUT=60000 ASCEND_TRANSFER_TIMEOUT=60000`; `hccn_tool -i "
         "N -ping -g address IP` between the NPUs; CANN newer than 8.3.RC1; restart decode",
@@ -37,6 +38,8 @@ PROBLEMS = (
             f"{_ASCEND}/5635",
             f"{_ASCEND}/7401",
             f"{_ASCEND}/13439",
+            f"{_ASCEND}/5660",
+            f"{_ASCEND}/8427",
         ),
     ),
     Problem(
