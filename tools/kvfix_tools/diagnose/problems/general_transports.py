@@ -116,11 +116,16 @@ PROBLEMS = (
         title="Mooncake's TCP transport failed.",
         shows=logged_by("tcp_transport.cpp"),
         sure=False,
-        cause="The peer's data port refuses or is cut off: the peer has ended, its local_hostname is an address that "
-        "this node cannot reach, or a firewall or network policy stands between (Mooncake takes free ports).",
-        now="local_hostname of each node an address that the others reach (not localhost, not 0.0.0.0); "
-        "hostNetwork: true in Kubernetes for a try; the peer's log at this time",
-        good="addresses that reach each other, and the port range open",
+        cause="The words behind `Error:` decide. `Bad address`: a socket cannot read GPU memory (KVD1134; without "
+        "words, "
+        "`writeBody failed` at the first request is mostly this). `Cannot assign requested address`: no port is free "
+        "(KVD1136). `refused`, `timed out`, `no route`: the peer has ended, local_hostname is an address that this "
+        "node "
+        "cannot reach, or a firewall stands between. `reset`, `Broken pipe`, `End of file`: the peer ended.",
+        now="the whole line, and the peer's log at this time; local_hostname of each node an address that the others "
+        "reach (not localhost, not 0.0.0.0); hostNetwork: true in Kubernetes for a try; KV of GPUs: RDMA, or NIXL over "
+        "TCP instead of Mooncake",
+        good="what those words name: a transport that reads GPU memory, or addresses and ports that are open",
     ),
     Problem(
         code="KVD335",

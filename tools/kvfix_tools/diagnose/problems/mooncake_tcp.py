@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvfix_tools.diagnose.findings import Severity
-from kvfix_tools.diagnose.problems import Logged, Problem
+from kvfix_tools.diagnose.problems import Died, Logged, Problem
 
 _MOONCAKE, _SGLANG = "https://github.com/kvcache-ai/Mooncake", "https://github.com/sgl-project/sglang"
 _CONNECT = "failed to create connection to <peer>. Error: connect: "
@@ -49,13 +49,14 @@ PROBLEMS = (
         now="RDMA: container with --device /dev/infiniband, `ibv_devices` not empty, --disaggregation-ib-device "
         "mlx5_0. "
         "Without: SGLang --disaggregation-transfer-backend nixl, vLLM NixlConnector with UCX_TLS=tcp,cuda_copy,"
-        "cuda_ipc; Mooncake built with -DUSE_CUDA=ON",
+        "cuda_ipc; Mooncake built with -DUSE_CUDA=ON, no mooncake-transfer-engine-non-cuda",
         good="a transport that reads GPU memory; SGLang's KV was only meant for GPUDirect RDMA when this was reported",
         threads=(
             *(f"{_MOONCAKE}/issues/{number}" for number in (257, 383, 519, 602, 917)),
             f"{_SGLANG}/issues/7118",
             f"{_SGLANG}/issues/7338",
             "https://github.com/vllm-project/vllm-ascend/issues/9747",
+            f"{_MOONCAKE}/issues/2145",
         ),
     ),
     Problem(
@@ -75,8 +76,8 @@ PROBLEMS = (
         now="`export MC_TCP_ENABLE_CONNECTION_POOL=1` on both sides and restart; until then fewer requests at once, "
         "`sysctl -w net.ipv4.ip_local_port_range='10240 65000' net.ipv4.tcp_tw_reuse=1`. On a node with RDMA: why "
         "is TCP used (`Found 0 HCAs` in Mooncake's first lines)",
-        good="RDMA, or Mooncake's connection pool, which is off by default and which grows without a limit "
-        "(Mooncake#2930): both sides restarted now and then",
+        good="RDMA, or Mooncake's connection pool, which is off by default, crashed 0.3.10.post2 (KVD1198) and grows "
+        "without a limit (Mooncake#2930): both sides restarted now and then",
         threads=(f"{_MOONCAKE}/pull/1954", f"{_MOONCAKE}/issues/2930", f"{_SGLANG}/pull/31208"),
     ),
     Problem(
@@ -129,5 +130,22 @@ PROBLEMS = (
         "restart the master and all of them: old segments keep theirs; one build of Mooncake everywhere",
         good="one build and one protocol for all clients",
         threads=(f"{_MOONCAKE}/issues/882", f"{_MOONCAKE}/pull/1523"),
+    ),
+    Problem(
+        code="KVD1198",
+        name="mooncake-tcp-crashes",
+        severity=Severity.CRASH,
+        title="Mooncake's TCP transport crashed the process while it sent.",
+        shows=(Died(within="mooncake::Session::writeBody"), Died(within="mooncake::ClientSession::writeBody")),
+        sentence="a segmentation fault in writeBody",
+        sure=False,
+        cause="The end of a write uses a buffer or a session that is freed already: after minutes to hours of load "
+        "(0.3.7.post2), and at once with MC_TCP_ENABLE_CONNECTION_POOL=1 in 0.3.10.post2, after writes that failed "
+        "with "
+        "`Bad address`.",
+        now="RDMA in place of TCP; `unset MC_TCP_ENABLE_CONNECTION_POOL`; a Mooncake newer than 0.3.10.post2; with "
+        "`Bad address` before it, what KVD1134 says",
+        good="RDMA; whether a release ends it is not known (Mooncake#2145 is closed, #1267 is open)",
+        threads=(f"{_MOONCAKE}/issues/1267", f"{_MOONCAKE}/issues/2145"),
     ),
 )
