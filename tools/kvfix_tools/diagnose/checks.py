@@ -92,7 +92,7 @@ def _shows(place: tuple[str, str, Check], dist: str, line: LogLine) -> bool:
     if line.name == "logged":
         return not check.kind and _fits(check.text, without_place(line.body), tells=True)
     fields = line.fields
-    if line.name != "raised" or not check.kind or fields["type"] != ("AssertionError" if check.kind == "assert" else check.kind):
+    if line.name != "raised" or fields["type"] != ("AssertionError" if check.kind == "assert" else check.kind or None):
         return False
     if not fields["frames"]:
         return _fits(check.text, fields["text"], tells=True)
