@@ -17,6 +17,7 @@ from kvfix_tools.diagnose.grammar import MESSAGES
 from kvfix_tools.diagnose.grammar_vllm import RELEASE_IN
 from kvfix_tools.diagnose.line_scanner import DEBUG, Scanner
 from kvfix_tools.diagnose.log_finding import LogFinding
+from kvfix_tools.diagnose.pasted import SHORT
 from kvfix_tools.diagnose.recorder_lines import RecorderLines
 from kvfix_tools.diagnose.releases import Releases
 from kvfix_tools.diagnose.requests_seen import HISTORY, REQUESTS, Requests
@@ -62,6 +63,8 @@ class Diagnosis:
         self.failures = Failures()
         #: Inputs that are short, without the heads of their lines.
         self.pasted: list[bytes] = []
+        #: The same, with all their lines as they are.
+        self.whole: list[bytes] = []
         #: {rule of the ledger: events that it could not judge}
         self.unknowns: Counter[str] = Counter()
         #: Whether the log has lines at DEBUG.
@@ -277,9 +280,11 @@ def diagnosed(log: bytes, file: str = "log") -> Diagnosis:
     """Of a log in memory."""
     found = Diagnosis()
     found.bytes = len(log)
+    found.releases.say(log[:SHORT].decode("utf-8", "replace"), file)
     scanner = Scanner(file)
     for line in chain(scanner.scan(log), scanner.end()):
         found.take(line)
     found.pasted.append(scanner.short)
+    found.whole.append(scanner.whole)
     found.end()
     return found

@@ -31,6 +31,8 @@ _DEATHS = (b"ngine", b"orker", b"died unexpectedly", b"Shutting down due to", b"
 _WORK = frozenset({"asked", "stored", "retrieved", "storing", "mp_stored", "mp_retrieved", "mp_prefetched"})
 #: Failures and processes that are kept in mind.
 _MOST, _PROCESSES, _SHOWN = 200, 64, 8
+#: Beyond all lines.
+_ALWAYS = 1 << 62
 #: A warning of KV code that comes so often is reported of an engine at work too.
 _FLOOD = 50
 #: {part of a file's path: whose code it is}. The first that fits counts.
@@ -123,7 +125,9 @@ class Failures:
             return
         if len(self.lines) < _MOST and _is_failure(line):
             self.lines.append(line)
-            self._at.append(self._taken)
+            # A report's title speaks of what comes after it.
+            title = line.time is None and line.evidence is not None and line.evidence.line == 1
+            self._at.append(_ALWAYS if title else self._taken)
         elif (
             line.name == "logged"
             and line.fields["level"] == "warning"

@@ -99,7 +99,12 @@ class Scanner:
     @property
     def short(self) -> bytes:
         """All of a short input, without the heads of its lines; nothing of a long one."""
-        return pasted.stripped(self._pasted or b"")
+        return pasted.stripped(self.whole)
+
+    @property
+    def whole(self) -> bytes:
+        """All of a short input, as it is; nothing of a long one."""
+        return self._pasted or b""
 
     def _behind_frame(self, tail: bytes) -> Framed:
         level = LEVEL.match(tail)

@@ -9,7 +9,7 @@ import re
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvfix_tools.diagnose import findings, log_formats, problems
+from kvfix_tools.diagnose import findings, log_formats, problems, problems_cut
 from kvfix_tools.diagnose.log_line import LogLine
 from kvfix_tools.diagnose.signs import PLACE, Failed, Sign, Stuck, fits, in_words, is_pythons, longest, raised_in, tells
 from kvfix_tools.diagnose.tracebacks import Raised
@@ -30,7 +30,8 @@ _OWN = 10
 #: A line at a level at which nothing has failed.
 _NORMAL = re.compile(rb".{0,90}?(?:(?<![\w.])(?:INFO|DEBUG|EVENT|TRACE)\b|(?<!\S)I(?:\d{4}){1,2} \d\d:)")
 #: An assertion in prose or in a piece of source, and names of functions around it; how many of these are tried.
-_ASSERTED, _NAME, _NAMES = re.compile(rb"\bassert [^`\n#]{8,200}"), re.compile(rb"\b_?[a-z]\w*_\w+"), 40
+_ASSERTED = re.compile(rb"\b(?:assert |AssertionError: (?=[\w.()]+ (?:[=!<>]=|[<>]|is|in|not) ))([^`\n#]{8,200})")
+_NAME, _NAMES = re.compile(rb"\b_?[a-z]\w*_\w+"), 40
 #: An exception with its text in prose.
 _EXCEPTION = re.compile(
     rb"(?<![\w.])(?P<kind>(?:[A-Za-z_]\w*\.)*(?:[A-Za-z_]\w*)?(?:Error|Exception))"
@@ -105,11 +106,11 @@ def known_by_words(log: Diagnosis, general: bool) -> Known | None:
     return best
 
 
-def by_assertion(log: Diagnosis) -> tuple[LogRule, Answer] | None:
+def by_assertion(log: Diagnosis) -> tuple[LogRule | Problem, Answer] | None:
     """The finding that knows an assertion of which the text has no more than the words; None: there is none."""
     for text in log.pasted:
         for asserted in _ASSERTED.findall(text):
-            source = asserted.decode("utf-8", "replace").strip()
+            source = f"assert {asserted.decode('utf-8', 'replace').strip().rstrip(')')}"
             for name in list(dict.fromkeys(_NAME.findall(text)))[:_NAMES]:
                 raised = Raised("AssertionError", "", [("", 0, name.decode())], source, False)
                 line = _raised(raised, asserted)
@@ -117,6 +118,9 @@ def by_assertion(log: Diagnosis) -> tuple[LogRule, Answer] | None:
                     answer = rule.look(log, line)
                     if answer is not None:
                         return rule, answer
+            record = problems_cut.raised(log, _raised(Raised("AssertionError", "", [], source, False), asserted), None)
+            if record is not None:
+                return record, findings.Answer(f"the text names the assertion {source.removeprefix('assert ')}")
     return None
 
 

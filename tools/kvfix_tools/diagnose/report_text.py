@@ -134,6 +134,9 @@ def read_words(log: Diagnosis) -> str:
 def versions(log: Diagnosis) -> dict[str, str]:
     """{"LMCache": releases, "vLLM": releases}; "" where none is known."""
     named = {"LMCache": ", ".join(log.releases.named("lmcache")), "vLLM": ", ".join(log.releases.named("vllm"))}
+    for name in named:
+        if not named[name] and (said := log.releases.said(name.lower())):
+            named[name] = f"{said} (as the text says)"
     for name, by_lines in (("LMCache", log.releases.candidates), ("vLLM", log.releases.placed())):
         if not named[name] and by_lines:
             first, last = by_lines[0], by_lines[-1]

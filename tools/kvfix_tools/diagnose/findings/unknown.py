@@ -6,9 +6,11 @@ import re
 from typing import TYPE_CHECKING
 
 from kvfix_tools.diagnose import checks, pasted, problems, problems_cut
-from kvfix_tools.diagnose.failures import hook, owner
+from kvfix_tools.diagnose.failures import HOOKS, hook, owner
 from kvfix_tools.diagnose.findings import Answer, Severity, find, finding
+from kvfix_tools.diagnose.findings.described import cut_off, described
 from kvfix_tools.diagnose.findings.lookups import lookups_of
+from kvfix_tools.diagnose.grammar_vllm import RELEASE_IN
 from kvfix_tools.diagnose.set_by import settings
 
 if TYPE_CHECKING:
@@ -33,8 +35,12 @@ def unknown_failure(log: Diagnosis, line: LogLine | None) -> Answer | None:
     if any(found.rule.severity in _EXPLAINS for found in log.findings):
         return None
     first = log.failures.first
-    if first is not None and log.findings and (first.name == "logged" or _is_cut(first)):
+    worse = any(found.rule.severity is not Severity.RISK for found in log.findings)  # a risk explains no error
+    if first is not None and worse and (first.name == "logged" or _is_cut(first)):
         return None  # what was found says it already
+    cut = cut_off(log)
+    if cut is not None:
+        return cut
     heading = log.failures.heading if first is not None and not first.fields.get("frames") else None
     general = problems.general(first) if first is not None else None
     general = general or (problems.general(heading) if heading is not None else None)
@@ -43,10 +49,13 @@ def unknown_failure(log: Diagnosis, line: LogLine | None) -> Answer | None:
         sentence, evidence = (words, ()) if first is None else (_sentence(log, first), _evidence(log, first))
         return Answer(sentence, request="", verdict="unknown", evidence=evidence, record=record)
     if first is None:
-        dead = _of_the_dead(log) if log.counts else None
-        return dead or (_in_prose(log) if _may_be_prose(log) else None)
+        dead = _of_the_dead(log) if _has_lines(log) else None
+        return dead or (_in_prose(log) if _may_be_prose(log) else None) or described(log)
     if _is_cut(first):
-        within = problems.by_frames(first.fields["frames"], str(first.fields["source"]))
+        file, _, function = first.fields["frames"][-1]
+        # vLLM's connector only hands a hook on: what failed lies deeper, in the part that was cut off.
+        handed_on = function in HOOKS and "/kv_connector/" in file
+        within = () if handed_on else problems.by_frames(first.fields["frames"], str(first.fields["source"]))
         known_by = [each for each in within if each.concerns(log)]
         if len(known_by) == 1:
             return Answer(_sentence(log, first), "", "unknown", _evidence(log, first), known_by[0])
@@ -96,9 +105,14 @@ def _by_what_is_left(
     return (None, "") if known is None else (known.record, f"the text has its words: {known.words}")
 
 
+def _has_lines(log: Diagnosis) -> bool:
+    """Whether there are lines of a log, beyond those that name a release."""
+    return any(log.counts[name] for name in log.counts.keys() - RELEASE_IN)
+
+
 def _may_be_prose(log: Diagnosis) -> bool:
     """Whether words outside of the log's lines count: there are no such lines, or they say nothing and have a title."""
-    return not log.counts or (not log.findings and any(text.startswith(b"# ") for text in log.pasted))
+    return not _has_lines(log) or (not log.findings and any(text.startswith(b"# ") for text in log.pasted))
 
 
 def _is_cut(line: LogLine) -> bool:

@@ -60,6 +60,7 @@ class Problem:
     has to say it: the same line comes from others.
     releases: {dist: specifier}: the releases whose code is so. fixed: {dist: the first release that is right}.
     now: what to do tonight, settings as they are typed. good: what ends it; empty where `fixed` says it.
+    said: what a description has where no line shows it: all of these patterns. Asked only where nothing is known.
     sure: False: the line may have another cause; then `cause` says what would decide it.
     general: it may come of any code. Asked only of a failure that no finding and no other record knows.
     replaces: codes of findings that say less of the same failure; they are left out where this one is found.
@@ -81,6 +82,7 @@ class Problem:
     named: bool = False
     releases: Mapping[str, str] = field(default_factory=lambda: _EMPTY)
     fixed: Mapping[str, str] = field(default_factory=lambda: _EMPTY)
+    said: tuple[str, ...] = ()
     sure: bool = True
     general: bool = False
     replaces: tuple[str, ...] = ()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvfix_tools.diagnose.findings import Severity
-from kvfix_tools.diagnose.problems import Failed, Problem
+from kvfix_tools.diagnose.problems import Failed, Logged, Problem
 
 _LMCACHE = "https://github.com/LMCache/LMCache/"
 _IN_PROCESS = ("LMCacheConnectorV1", "MultiConnector")
@@ -116,5 +116,20 @@ PROBLEMS = (
         now='one connector by its name, {"kv_connector": "LMCacheConnectorV1"} or "LMCacheMPConnector", without '
         "kv_connector_module_path and use_native, and the same lmcache on all nodes (pip show lmcache); restart all",
         good="keep it so: the set-up was wrong, and no release changes that",
+    ),
+    Problem(
+        code="KVD1342",
+        name="step-without-attention-metadata",
+        severity=Severity.RISK,
+        title="A step has no attention metadata, and LMCache loads nothing in it.",
+        shows=(Logged("In connector.start_load_kv, but the attn_metadata is None"),),
+        releases={"lmcache": "<0.3.9"},
+        cause="vLLM 0.9 calls the connector also in steps that compute nothing (profiling, a request that only loads). "
+        "Before 0.3.9 LMCache warns of each; later it is a line at DEBUG. By itself it does no harm; lines that tokens "
+        "are missing after it are another matter.",
+        now="nothing, if no line says that tokens are missing; else pip install --no-deps lmcache==0.3.9.post2",
+        fixed={"lmcache": "0.3.9"},
+        sure=False,
+        threads=("https://github.com/LMCache/LMCache/issues/749",),
     ),
 )

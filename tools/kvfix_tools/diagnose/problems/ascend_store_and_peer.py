@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvfix_tools.diagnose.findings import Severity
-from kvfix_tools.diagnose.problems import Failed, Logged, Problem
+from kvfix_tools.diagnose.problems import Failed, Logged, Problem, either
 
 _ASCEND = "https://github.com/vllm-project/vllm-ascend/"
 
@@ -61,5 +61,37 @@ PROBLEMS = (
         good="vLLM and vllm-ascend of one image (BalanceScheduler in 0.26.0rc: pull request 13357)",
         threads=(_ASCEND + "issues/4207", _ASCEND + "pull/13357"),
         sure=False,
+    ),
+    Problem(
+        code="KVD1344",
+        name="ascend-sizes-are-not-the-engines",
+        severity=Severity.CRASH,
+        title="The sizes that a connector of vllm-ascend is given are not those of the engine.",
+        shows=(
+            *either("KV transfer '<side>' config has a conflicting data"),
+            *either("KV transfer '<side>' config has a conflicting tensor"),
+        ),
+        cause="vllm-ascend compares (utils.py, check_kv_extra_config): a producer's own `prefill` in "
+        "kv_connector_extra_config, a consumer's own `decode`. dp_size must be its --data-parallel-size and tp_size "
+        "its --tensor-parallel-size; `Expected 1` means that this process has no --data-parallel-size.",
+        now="prefill: {dp_size, tp_size} as --data-parallel-size and --tensor-parallel-size of the prefill engine, "
+        "decode as those of decode, the same in both configurations; pods that are engines of their own: dp_size 1",
+        good="the two sizes made from one variable in the launch script",
+        threads=("https://github.com/vllm-project/vllm-ascend/issues/8345",),
+    ),
+    Problem(
+        code="KVD1346",
+        name="heads-looked-for-in-the-outer-configuration",
+        severity=Severity.CRASH,
+        title="Code looks for the number of KV heads in a multimodal model's outer configuration, where it is not.",
+        shows=either("'<model>Config' object has no attribute 'num_key_value_heads'"),
+        sentence="{model}Config has no num_key_value_heads",
+        cause="A multimodal model has its text model's sizes one level deeper (text_config). The connector, or the "
+        "code that calls it, reads hf_config in place of hf_text_config (vllm-ascend 0.12.0rc1: its connectors).",
+        now="--hf-overrides '{\"num_key_value_heads\": N}' with N of text_config in the model's config.json, if this "
+        "is vllm-ascend; or a newer vllm-ascend of the same vLLM",
+        good="code that reads hf_text_config: the last frame names the file",
+        sure=False,
+        threads=("https://github.com/vllm-project/vllm-ascend/issues/5572",),
     ),
 )

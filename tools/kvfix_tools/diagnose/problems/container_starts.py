@@ -16,6 +16,11 @@ PROBLEMS = (
             Logged('exec: \\"<program>\\": executable file not found in $PATH'),
             Logged('exec: "<program>": stat <path>: no such file or directory'),
         ),
+        said=(
+            r"lmcache/(?:vllm-openai|standalone)",
+            r"(?i)\bno (?:torch|lmcache|vllm|python)\b",
+            r"(?i)image|container",
+        ),
         sentence="the image has no {program} on its PATH",
         cause="An `entrypoint` (docker) or `command` (Kubernetes) of one's own replaces the image's. vLLM and LMCache "
         "stand in the image's virtual environment (lmcache/vllm-openai, lmcache/standalone: /opt/venv/bin), which an "
@@ -25,6 +30,9 @@ PROBLEMS = (
         "path, word by word: [/opt/venv/bin/vllm, serve, MODEL], [/opt/venv/bin/lmcache, server]. docker run --rm "
         "--entrypoint sh IMAGE -c 'ls /opt/venv/bin' shows what is there",
         good="keep it so: the set-up was wrong, and no release changes that",
-        threads=("https://github.com/LMCache/LMCache/issues/906",),
+        threads=(
+            "https://github.com/LMCache/LMCache/issues/679",
+            "https://github.com/LMCache/LMCache/issues/906",
+        ),
     ),
 )

@@ -79,4 +79,21 @@ PROBLEMS = (
         sure=False,
         threads=("https://github.com/LMCache/LMCache/issues/227",),
     ),
+    Problem(
+        code="KVD1328",
+        name="python-s-own-hash",
+        general=True,
+        severity=Severity.RISK,
+        title="LMCache takes Python's own hash: this vLLM has none of the configured name.",
+        shows=(Logged("Could not load '<algorithm>' from vLLM. Using builtin hash"),),
+        sentence="pre_caching_hash_algorithm is {algorithm}, which this vLLM does not have",
+        cause="With `builtin`, the default, it is normal: vLLM 0.11 and newer has no such function, and LMCache uses "
+        "Python's. Several processes then agree only with the same PYTHONHASHSEED. It need not be what vLLM uses for "
+        "its blocks.",
+        now="nothing, with one process; else export PYTHONHASHSEED=0 before every vLLM process, or "
+        "pre_caching_hash_algorithm: sha256_cbor (LMCache 0.4.6 or newer)",
+        good="the same, in every unit file and container",
+        sure=False,
+        threads=("https://github.com/LMCache/LMCache/issues/2113",),
+    ),
 )

@@ -36,6 +36,7 @@ PROBLEMS = (
             *(Logged(text=f"lmcache/<file>.so: undefined symbol: {name}") for name in _TORCH),
             *(Failed(kind="ImportError", text=f"c_ops.cpython<file>.so: undefined symbol: {name}") for name in _TORCH),
         ),
+        said=(r"(?i)lmcache", r"undefined symbol", r"_ZNK?\d|\btorch\b"),
         sentence="LMCache's library asks torch for a function that this torch does not have",
         cause="The library was compiled against another torch. pip does not see it: LMCache's wheels ask for torch "
         "without a release. A name that ends in `Ss` is of a torch with the old C++ ABI; `SetDeviceEa` is torch 2.7 or "
@@ -44,6 +45,7 @@ PROBLEMS = (
         good="install vLLM first, then LMCache into the same environment, and never another torch after it; or an "
         "image in which they were built together (lmcache/vllm-openai)",
         threads=(
+            "https://github.com/ray-project/ray/issues/56695",
             "https://github.com/llm-d/llm-d/issues/325",
             "https://github.com/LMCache/LMCache/issues/1712",
             "https://github.com/LMCache/LMCache/issues/1294",
@@ -56,13 +58,17 @@ PROBLEMS = (
         severity=Severity.CRASH,
         title="torchac_cuda, a separate package of LMCache 0.2, was built for another torch and does not load.",
         shows=(Failed(kind="ImportError", text="torchac_cuda.cpython<file>undefined symbol"),),
+        said=(r"torchac_cuda", r"undefined symbol"),
         sentence="torchac_cuda does not load with this torch",
         releases={"lmcache": "<0.3.9"},
         cause="LMCache 0.2 keeps its kernels in a package of its own, which must be compiled against the installed "
         "torch.",
         now="pip install --force-reinstall --no-build-isolation --no-deps torchac_cuda, in vLLM's environment",
         fixed={"lmcache": "0.3.9"},
-        threads=("https://github.com/LMCache/LMCache/issues/523",),
+        threads=(
+            "https://github.com/LMCache/LMCache/issues/544",
+            "https://github.com/LMCache/LMCache/issues/523",
+        ),
     ),
     Problem(
         code="KVD703",
@@ -119,7 +125,10 @@ PROBLEMS = (
         now="move the folder away that the traceback names (mv .../nixl_ep .../nixl_ep.off); where NixlConnector is "
         "used: pip uninstall -y nixl nixl-cu12 && pip install nixl-cu13 (CUDA 12 images: the other way round); restart",
         good="vLLM 0.26.0 or newer, which tries the import and goes on without it",
-        threads=("https://github.com/vllm-project/vllm/issues/39923",),
+        threads=(
+            "https://github.com/kaito-project/kaito/issues/2086",
+            "https://github.com/vllm-project/vllm/issues/39923",
+        ),
     ),
     Problem(
         code="KVD705",
@@ -202,6 +211,7 @@ PROBLEMS = (
         good="wheels that were built for this architecture; with 12.0 (RTX 50) and 12.1 (GB10) mostly a build of your "
         "own",
         threads=(
+            "https://github.com/LMCache/LMCache/issues/1646",
             "https://github.com/gpustack/gpustack/issues/2965",
             "https://github.com/ai-dynamo/dynamo/issues/7569",
         ),
@@ -231,6 +241,7 @@ PROBLEMS = (
         title="vLLM's own compiled library does not load.",
         shows=(
             Failed(kind="ImportError", text="vllm/_C<file>.so: undefined symbol: <what>"),
+            Failed(kind="ImportError", text="_C.abi3.so: undefined symbol: <what>"),
             Failed(kind="ImportError", text="vllm/_moe_C<file>.so: undefined symbol: <what>"),
             Logged(text="Failed to import from vllm._C<file>undefined symbol: <what>"),
             Failed(kind="AttributeError", text="'_OpNamespace' '_C<file>' object has no attribute '<what>'"),

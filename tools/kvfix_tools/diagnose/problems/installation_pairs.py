@@ -50,6 +50,8 @@ PROBLEMS = (
         now='--kv-transfer-config \'{"kv_connector":"LMCacheConnectorV1","kv_role":"kv_both"}\', with the V1 engine',
         good="vLLM 0.11.2 or newer with LMCacheConnectorV1",
         threads=(
+            "https://github.com/LMCache/lmcache-vllm/issues/60",
+            "https://github.com/LMCache/LMCache/issues/246",
             "https://github.com/vllm-project/production-stack/issues/574",
             "https://github.com/LMCache/LMCache/issues/629",
         ),

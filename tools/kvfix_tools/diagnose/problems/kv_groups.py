@@ -33,6 +33,8 @@ PROBLEMS = (
         "later) instead of LMCacheConnectorV1; else no --kv-transfer-config for this model",
         good="vLLM 0.26.0 with a connector that supports several groups; LMCacheConnectorV1 does in no release",
         threads=(
+            "https://github.com/LMCache/LMCache/issues/2927",
+            "https://github.com/LMCache/LMCache/pull/1436",
             f"{_LMCACHE}/3163",
             "https://github.com/ai-dynamo/dynamo/issues/10741",
             f"{_ISSUES}/41830",

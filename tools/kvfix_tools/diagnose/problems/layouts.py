@@ -48,7 +48,12 @@ PROBLEMS = (
         "more: a draft model (EAGLE, MTP) whose layers LMCache did not count.",
         now="twice as many: " + _WITHOUT + "LMCacheMPConnector; a few more: without --speculative-config",
         good="LMCacheMPConnector, which takes caches of several shapes; no release of LMCacheConnectorV1 does (0.5.6)",
-        threads=(_THREAD + "pull/2951", _THREAD + "issues/967", _THREAD + "issues/2774"),
+        threads=(
+            "https://github.com/LMCache/LMCache/issues/5002",
+            _THREAD + "pull/2951",
+            _THREAD + "issues/967",
+            _THREAD + "issues/2774",
+        ),
     ),
     Problem(
         code="KVD771",

@@ -70,6 +70,7 @@ PROBLEMS = (
         good="no release of lmcache_server evicts: Redis or Valkey with a limit, or `lmcache server --l1-size-gb 50 "
         "--eviction-policy LRU` with LMCacheMPConnector",
         threads=(
+            "https://github.com/LMCache/LMCache/issues/1938",
             "https://github.com/vllm-project/production-stack/issues/923",
             _LMCACHE + "issues/900",
             _LMCACHE + "issues/4213",

@@ -1,0 +1,120 @@
+"""What a text says without a line of a log: releases, assertions in prose, a hybrid model whose error is cut off."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from kvfix_tools.diagnose.problems import Problem, catalogue
+from kvfix_tools.diagnose.releases_said import said
+from tests.diagnose.lines import NEWEST, codes, diagnose, logged
+from tests.diagnose.releases import CORE
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("- lmcache version : 0.3.9.post2\n- **vLLM**: 0.10.2", {"lmcache": "0.3.9.post2", "vllm": "0.10.2"}),
+        ("vLLM (v0.8.5), LMCache (v0.2.11), Mooncake (0.3.0)", {"vllm": "0.8.5", "lmcache": "0.2.11"}),
+        ("lmcache==0.3.3 vllm==0.9.2rc2", {"lmcache": "0.3.3", "vllm": "0.9.2rc2"}),
+        ("lmcache             0.4.2\nName: vllm\nVersion: 0.11.0", {"lmcache": "0.4.2", "vllm": "0.11.0"}),
+        ("image: lmcache/vllm-openai:v0.3.6", {"lmcache": "0.3.6"}),
+        ("runner:cuda12.9-vllm0.13.0", {"vllm": "0.13.0"}),
+        ("vllm-ascend 0.9.1, lmcache-ascend v0.3.7", {}),
+        ("upgrade to vLLM 0.12.0; vllm>=0.10.0; worked in LMCache 0.3.2", {}),
+        ("LMCache 0.3.2 is right, LMCache 0.3.4 crashes", {}),
+    ],
+)
+def test_a_text_names_releases(text: str, found: dict[str, str]) -> None:
+    assert said(text) == found
+
+
+def test_a_line_of_the_log_outweighs_what_is_said() -> None:
+    line = logged(NEWEST, "asked", "r1", 900, 0)
+    assert diagnose("LMCache 0.3.9\n").releases.one("lmcache") == "0.3.9"
+    assert diagnose(f"LMCache 0.3.9\n{line}").releases.one("lmcache") != "0.3.9"
+    assert diagnose(f"LMCache {NEWEST}\n{line}").releases.one("lmcache") == NEWEST
+
+
+def test_an_assertion_in_a_title_is_known_by_its_condition() -> None:
+    title = "Fatal error on the second request (AssertionError: memory_obj.tensor is not None)\n"
+    assert codes(diagnose(f"{title}LMCache: 0.3.10.post2\n")) == ["KVD801"]
+    assert codes(diagnose("AssertionError: what a thing is this\n")) == ["KVD199"]
+
+
+WARNED = (
+    "(EngineCore_DP0 pid=251) WARNING 03-04 12:47:30 [kv_cache_utils.py:1170] Hybrid KV cache manager is disabled for "
+    "this hybrid model, This means we do not\n"
+)
+CUT = f'{CORE}Traceback (most recent call last):\n{CORE}  File "/opt/app/vllm/v1/engine/core.py", line 7, in run\n'
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        (WARNED + CUT, "KVD650"),
+        (f"gpt-oss-120b\n{WARNED}{CUT}", "KVD199"),
+        (f"{WARNED}{CUT}{CORE}    call()\n{CORE}RuntimeError: boom\n", "KVD199"),
+        ("Qwen/Qwen3-Coder-Next with LMCacheConnectorV1 fails at its start\n", "KVD650"),
+        ("vLLM 0.33.0: Qwen/Qwen3-Coder-Next with LMCacheConnectorV1 fails at its start\n", ""),
+        ("Qwen/Qwen3-8B with LMCacheConnectorV1 fails at its start\n", ""),
+    ],
+)
+def test_a_hybrid_model_is_known_where_the_error_is_cut_off(text: str, code: str) -> None:
+    assert codes(diagnose(text)) == ([code] if code else [])
+
+
+DESCRIBED = {
+    "KVD1316": "LMCache v0.5.0: multimodal prompts with different images get the wrong answer\n",
+    "KVD1318": "Multi-LoRA with LMCache: the key does not name the adapter\n",
+    "KVD1320": """vllm serve m --kv-transfer-config '{"kv_connector":"LMCacheConnector"}': not one key in redis\n""",
+    "KVD1322": 'remote_url: "mooncakestore://h:1", remote_serde: "cachegen": the second request doesn\'t retrieve it\n',
+    "KVD701": "LMCache 0.3.3: undefined symbol _ZN3c104cuda9SetDeviceEa\n",
+    "KVD702": "torchac_cuda has an undefined symbol\n",
+    "KVD441": "No vllm-openai docker images for 0.4.4\n",
+    "KVD901": "lmcache/vllm-openai:2025-05-17-v1: there was no torch in the container\n",
+    "KVD1350": "lmcache/standalone:v0.4.5 returns ModuleNotFound when it imports `openai`\n",
+    "KVD1336": "LMCache: no KV blocks were offloaded to NVMe\n",
+    "KVD1334": "production-stack: the router pod is in CrashLoopBackOff\n",
+    "KVD1332": "With LMCacheConnectorV1 the second request gets gibberish\n",
+    "KVD1324": "LMCache 0.5.1 and gpt-oss with an L2 on NIXL: errors\n",
+}
+
+
+def test_a_title_outweighs_the_work_after_it() -> None:
+    error = "LMCache ERROR: The number of retrieved tokens is less than the expected number of tokens!\n"
+    work = logged(NEWEST, "asked", "r1", 900, 0) * 2
+    assert codes(diagnose(error, work)) == ["KVD195"]
+    assert "KVD195" not in codes(diagnose("a word\n", error, work))
+
+
+def test_an_import_of_lmcache_that_is_cut_off() -> None:
+    shim, adapter = "vllm/distributed/kv_transfer/kv_connector/v1/lmcache_connector.py", "lmcache/c.py"
+    lines = [f'{CORE}  File "/opt/app/{file}", line 7, in <module>\n' for file in (shim, adapter)]
+    assert codes(diagnose(f"{CORE}Traceback (most recent call last):\n", *lines)) == ["KVD1326"]
+    other = lines[0].replace("lmcache", "other")
+    assert codes(diagnose(f"{CORE}Traceback (most recent call last):\n", other)) == ["KVD199"]
+
+
+def test_a_hook_that_only_hands_on_does_not_say_what_failed() -> None:
+    """KVD788 is an error in `wait_for_save` of LMCache's adapter; here it is cut off one frame before."""
+    file = "/opt/app/vllm/distributed/kv_transfer/kv_connector/v1/lmcache_connector.py"
+    assert codes(
+        diagnose(f'{CORE}Traceback (most recent call last):\n{CORE}  File "{file}", line 7, in wait_for_save\n')
+    ) == ["KVD199"]
+
+
+@pytest.mark.parametrize("problem", [each for each in catalogue() if each.said], ids=lambda each: str(each.name))
+def test_a_record_without_a_line_is_described(problem: Problem) -> None:
+    text = DESCRIBED[problem.code]
+    assert codes(diagnose(text)) == [problem.code]
+    # With a failure that is known, or one that is not, the description is not the finding.
+    assert problem.code not in codes(diagnose(text, f"{CORE}RuntimeError: boom\n"))
+    for each in problem.said:
+        assert problem.code not in codes(diagnose(re.sub(each, "", text))), each
+
+
+def test_a_release_that_is_right_is_not_described() -> None:
+    assert "KVD1316" not in codes(diagnose(DESCRIBED["KVD1316"].replace("0.5.0", "0.5.5")))
+    assert codes(diagnose(DESCRIBED["KVD1324"].replace("0.5.1", "0.5.3"))) == []

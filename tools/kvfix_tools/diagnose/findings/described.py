@@ -1,0 +1,222 @@
+"""What people describe without the line of a log that would show it: never certain, and only where nothing else is."""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+from kvfix_tools.diagnose import problems
+from kvfix_tools.diagnose.findings import Answer, Severity, finding
+from kvfix_tools.diagnose.findings.lookups import lookups_of
+from kvfix_tools.diagnose.findings.memory import PASTE
+
+if TYPE_CHECKING:
+    from kvfix_tools.diagnose.diagnosis import Diagnosis
+    from kvfix_tools.diagnose.log_line import LogLine
+
+#: No lookup finds anything, or the hashes of processes differ.
+_NO_HITS = re.compile(
+    r"(?i)\bhit[ _-]?(?:rate|ratio|tokens?)\b[^.\n]{0,40}?(?<![.\d])(?:0(?:\.0+)?(?!\.?\d)|zero\b)"
+    r"|\b(?:0|zero|no|never|not|without|any) (?:\w+ ){0,3}(?:hits?|hitting|reused?|match(?:es)?)\b"
+    r"|n't (?:\w+ ){0,2}(?:hit|reuse)\b|\bcache miss(?:es)?\b|\bNONE_HASH\b"
+    r"|\bhash(?:es|ing)? (?:algorithm|mismatch|differ)"
+)
+_SEVERAL = re.compile(
+    r"(?i)\btp\s*(?:=|>|size)|-tp\b|tensor.parallel|multi|instances?\b|restart|server ?[12]\b|lm://|rediss?://|shar(?:e|ing)|process|NONE_HASH|HASHSEED"
+)
+#: PYTHONHASHSEED has a number.
+_SEEDED = re.compile(r"PYTHONHASHSEED['\"]?\s*(?:=|:|to|is)\s*['\"]?\d|(?i:set (?:the )?PYTHONHASHSEED)")
+#: Models with layers that keep a state (Mamba, GDN, linear attention) beside those with attention.
+_HYBRID = re.compile(
+    r"(?i)\bqwen3\.[5-9]|qwen3-(?:coder-)?next|nemotron-?(?:3|h)\b|falcon-h1|\bjamba|\bbamba|\bzamba|granite-4|"
+    r"kimi-linear|minimax-(?:text-01|m1)\b|\blfm2|\bplamo-?2|\bmamba"
+)
+#: Models of which the same warning comes and which run without the manager.
+_WINDOWS = re.compile(r"(?i)gpt-oss|gemma|llama-4|ministral|\bphi-?\d")
+_IN_PROCESS = re.compile(
+    r"LMCacheConnectorV1|kv[-_]offloading[-_]backend\W{0,3}lmcache|(?i:vllm\b.*\blmcache|lmcache\b.*\bvllm)"
+)
+_FAILS = re.compile(r"(?i)fail|crash|error|exception|n't (?:start|work)|not (?:start|work|support)|cannot")
+#: A server that is started, LMCache's variables, and any connector.
+_SERVES = re.compile(r"\bvllm serve\b|openai\.api_server\b|non-default args")
+_VARIABLE = re.compile(r"\bLMCACHE_(?!USE_EXPERIMENTAL|LOG|TRACK|IMAGE|VERSION|TAG|DIR|HOME)[A-Z_]+\b")
+#: A line of which no more is left than its level and a part of its date.
+_CUT = re.compile(rb"\s*ERROR[\s\d:-]*")
+#: A disk of LMCache's in its own process, a restart, and what is then done again.
+_DISK = re.compile(r"LocalDiskBackend|local_disk['\"]?\s*[:=]\s*(?!null|None|false|~)\S|LMCACHE_LOCAL_DISK\W")
+_RESTARTS = re.compile(r"(?i)\brestart|\bshut(?:ting)? ?down and|start(?:ing|ed)? (?:it )?(?:up )?again|\breboot")
+_AGAIN = re.compile(r"(?i)re-?creat|\blost\b|from scratch|\bnot (?:be )?(?:load|reus|restor|persist)")
+#: A setting in a file, as YAML has it; those that name a place, and how they are switched off.
+_IN_FILE = re.compile(r"(?m)^[ \t]{0,4}(chunk_size|local_cpu|local_disk|remote_url): *[\"']?([^\s#\"']+)")
+_PLACES, _OFF = ("local_disk", "remote_url"), ("none", "null", "false", "~")
+_CONNECTOR = re.compile(
+    r"(?i)kv[-_]transfer[-_]config['\"]?[ =:,\\]+\W*(?:\{|KV|\$)|kv_connector|kv[-_]offloading|lmcache\w*connector"
+    r"|lmcache[ _]server|sglang"
+)
+
+
+def _text(log: Diagnosis, whole: bool = False) -> str:
+    """What was pasted, if nothing is known of it."""
+    if log.findings or log.hit or log.counts.total() > PASTE:
+        return ""
+    return b"\n".join(log.whole if whole else log.pasted).decode("utf-8", "replace")
+
+
+def _is_open(log: Diagnosis) -> bool:
+    """Whether no failure is shown, or one of which what it says was cut off."""
+    first = log.failures.first
+    if first is None or (first.name == "logged" and _CUT.fullmatch(first.body)):
+        return True
+    return (
+        first.name == "raised" and bool(first.fields["frames"]) and not (first.fields["class"] or first.fields["text"])
+    )
+
+
+@finding("KVD1310", "described-without-hits", Severity.RISK, on=[""])
+def described_without_hits(log: Diagnosis, line: LogLine | None) -> Answer | None:
+    """LMCache finds nothing of what it has stored, as far as the description says.
+
+    Cause: in this order. Several processes hash (tensor parallelism, several engines, a restart), and PYTHONHASHSEED is
+    not set in the environment of each: what a worker stored the scheduler does not find. With the seed: the builtin
+    hash differs all the same on Python 3.11 and older up to LMCache 0.3.15. A prompt of fewer tokens than `chunk_size`
+    (256) is not stored. Files of `local_disk` are not read at a start. The prompts begin differently (a date or an id
+    in front, other images).
+
+    Setting: `export PYTHONHASHSEED=0` before every vLLM process (in the container, `env:` of the pod), and
+    `pre_caching_hash_algorithm: sha256_cbor` (LMCache 0.4.6 or newer), restart; then a prompt of more than `chunk_size`
+    tokens, sent twice. What decides: the lines `LMCache hit tokens` and `Stored` of both requests.
+
+    Good: the same, in every unit file and container; LMCache 0.4.6 or newer.
+
+    Normal: the first request with each prompt, and what vLLM's own prefix cache has.
+    """
+    text = _text(log)
+    if "lmcache" not in text.lower() or "sglang" in text.lower() or log.failures.first or log.failures.dead:
+        return None
+    found = _NO_HITS.search(text)
+    if found is None or _SEVERAL.search(text) is None or log.counts["asked"]:
+        return None
+    seed = "PYTHONHASHSEED is set" if _SEEDED.search(text) else "nothing says that PYTHONHASHSEED is set"
+    return Answer(f"the text says: {' '.join(found[0].split())}; {seed}", request="", verdict="unknown")
+
+
+def described(log: Diagnosis) -> Answer | None:
+    """The record that a text describes without a line of it: of several the one with most patterns."""
+    text, best = _text(log), None
+    cut = log.failures.first is not None  # then it is no wrong answer
+    for record in problems.catalogue() if text and _is_open(log) else ():
+        if cut and record.severity is not Severity.CRASH:
+            continue
+        if record.said and len(record.said) > len(best.said if best else ()) and record.concerns(log):
+            best = record if all(re.search(each, text) for each in record.said) else best
+    if best is None:
+        return None
+    words = [" ".join(found[0].split())[:60] for each in best.said if (found := re.search(each, text))]
+    return Answer(f"the text speaks of {', '.join(words)}", request="", verdict="unknown", record=best)
+
+
+def cut_off(log: Diagnosis) -> Answer | None:
+    """What a failure is whose exception is cut off or not there: an import, or a hybrid model that cannot start."""
+    first = log.failures.first
+    frames = first.fields.get("frames", ()) if first is not None and _is_open(log) else ()
+    said = described(log) if first is not None else None
+    if said is not None:
+        return said
+    if frames and frames[-1][2] == "<module>" and "/lmcache" in frames[-1][0].lower():
+        file = "/".join(frames[-1][0].split("/")[-2:])
+        record = problems.find("KVD1326")
+        return Answer(f"an import of LMCache's ends in {file}", "", "unknown", record=record)
+    return _hybrid_model(log)
+
+
+def _hybrid_model(log: Diagnosis) -> Answer | None:
+    text, record = _text(log, whole=True), problems.find("KVD650")
+    if not _is_open(log) or record is None or not record.concerns(log):
+        return None
+    warned = "Hybrid KV cache manager is disabled for this hybrid model" in text and not _WINDOWS.search(text)
+    model = _HYBRID.search(text)
+    if warned and (model is not None or log.failures.dead or log.failures.first is not None):
+        return Answer(
+            "vLLM has switched its hybrid KV cache manager off for this hybrid model",
+            request="",
+            verdict="unknown",
+            record=record,
+        )
+    if model is None or not _IN_PROCESS.search(text) or "LMCacheMPConnector" in text or not _FAILS.search(text):
+        return None
+    return Answer(f"{model[0]} with LMCache in vLLM's process", request="", verdict="unknown", record=record)
+
+
+@finding("KVD1314", "settings-without-a-connector", Severity.SLOW, on=[""])
+def settings_without_a_connector(log: Diagnosis, line: LogLine | None) -> Answer | None:
+    """LMCache is configured, and vLLM is started without a connector: nothing is stored or looked up.
+
+    Cause: LMCACHE_... variables and a configuration file do nothing alone: vLLM makes LMCache's engine only where
+    `--kv-transfer-config` (or `--kv-offloading-backend lmcache`) is among its options. A chart or a platform that sets
+    the variables has left the option out.
+
+    Setting: `--kv-transfer-config '{"kv_connector":"LMCacheConnectorV1","kv_role":"kv_both"}'` among vLLM's options (a
+    chart's `extraArgs`, a platform's backend parameters), and restart; `Creating v1 connector` must come in the log.
+
+    Good: a release of the chart or platform that adds the option; the vLLM command that it prints decides.
+
+    Normal: variables that are left over in the environment.
+    """
+    text = _text(log, whole=True)
+    variable = _VARIABLE.search(text)
+    if variable is None or not _is_open(log) or log.failures.first is not None or log.who.connectors:
+        return None
+    if not _SERVES.search(text) or _CONNECTOR.search(text):
+        return None
+    return Answer(f"{variable[0]} is set, and no --kv-transfer-config is there", request="", verdict="unknown")
+
+
+@finding("KVD1348", "disk-is-not-read-at-a-start", Severity.SLOW, on=[""])
+def disk_is_not_read_at_a_start(log: Diagnosis, line: LogLine | None) -> Answer | None:
+    """After a restart nothing is found in `local_disk`: LMCache does not read what lies there.
+
+    Cause: which chunks the disk holds is kept in memory alone (local_disk_backend.py), in every release up to 0.5.6. A
+    new process begins with an empty list, finds nothing of the old files, and writes them anew.
+
+    Setting: what is to outlive a restart into a store that is asked for its keys: `remote_url` of redis:// or fs://
+    (files), with `export PYTHONHASHSEED=0`; or an `lmcache server` with LMCacheMPConnector, which goes on while vLLM
+    restarts. Old files of `local_disk` can be deleted.
+
+    Good: no release of LMCache up to 0.5.6 reads them.
+
+    Normal: the first request with each prompt.
+    """
+    text = _text(log, whole=True)
+    if not _is_open(log) or not (_DISK.search(text) and _RESTARTS.search(text)):
+        return None
+    if not log.counts["asked"] and not _NO_HITS.search(text) and not _AGAIN.search(text):
+        return None
+    return Answer("local_disk, a restart, and nothing is found after it", request="", verdict="unknown")
+
+
+@finding("KVD1330", "file-is-not-what-runs", Severity.RISK, on=[""])
+def file_is_not_what_runs(log: Diagnosis, line: LogLine | None) -> Answer | None:
+    """The settings that LMCache logs are not those of the file that was pasted with them.
+
+    Cause: LMCache has not read this file. LMCACHE_CONFIG_FILE is not in the environment of vLLM's processes (set in a
+    line of its own without `export`, in another shell, outside of the container), names another file, or an LMCACHE_...
+    variable of the same name counts more.
+
+    Setting: `export LMCACHE_CONFIG_FILE=/path/in/the/container/lmcache.yaml` before `vllm serve` (or in front of it in
+    the same line), `env | grep LMCACHE_` for what counts more, and restart.
+
+    Good: the line `LMCache Configuration:` with the file's values.
+    """
+    runs = lookups_of(log).settings
+    if not runs or not _is_open(log) or log.failures.first is not None:
+        return None
+    said: dict[str, set[str]] = {}
+    for name, value in _IN_FILE.findall(_text(log, whole=True)):
+        said.setdefault(name, set()).add(value.lower())
+    for name, values in said.items():
+        own = runs.get(name, "").lower()
+        # How a path is written may differ; whether there is one does not.
+        is_off = own in _OFF and not values & set(_OFF)
+        if len(values) == 1 and (is_off if name in _PLACES else own and own not in values):
+            return Answer(f"{name} is {next(iter(values))} in the file, and {own} in what LMCache logs", "", "unknown")
+    return None
