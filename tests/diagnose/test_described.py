@@ -75,6 +75,8 @@ DESCRIBED = {
     "KVD441": "No vllm-openai docker images for 0.4.4\n",
     "KVD901": "lmcache/vllm-openai:2025-05-17-v1: there was no torch in the container\n",
     "KVD1350": "lmcache/standalone:v0.4.5 returns ModuleNotFound when it imports `openai`\n",
+    "KVD1352": "LMCache: vLLM crashes before the remote server has come up\n",
+    "KVD1358": "vLLM 0.15.1: CPU offload with FlashInfer breaks for gpt-oss\n",
     "KVD1336": "LMCache: no KV blocks were offloaded to NVMe\n",
     "KVD1334": "production-stack: the router pod is in CrashLoopBackOff\n",
     "KVD1332": "With LMCacheConnectorV1 the second request gets gibberish\n",

@@ -24,7 +24,7 @@ SHORT = 64 << 10
 #: Characters of a sign, blanks not counted: so many that the text may be this problem; that it needs no more than them.
 _SOME, _MANY = 16, 24
 #: Of a general sign, where nothing else is known of the text; and what stands before it, or nothing.
-_ENOUGH, _BEFORE = 14, ("", "`", ":", "]", ")", '"', "'", ">", "-", "*")
+_ENOUGH, _BEFORE = 14, ("", "#", "`", ":", "]", ")", '"', "'", ">", "-", "*")
 #: Characters that a sign has beyond a text of Python's own.
 _OWN = 10
 #: A line at a level at which nothing has failed.

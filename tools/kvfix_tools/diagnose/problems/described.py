@@ -187,4 +187,24 @@ PROBLEMS = (
         sure=False,
         threads=(_LMCACHE + "issues/2535",),
     ),
+    Problem(
+        code="KVD1352",
+        name="store-starts-after-the-engine",
+        severity=Severity.CRASH,
+        title="vLLM starts before the remote store of LMCache is up.",
+        shows=(),
+        said=(
+            _OF_LMCACHE,
+            r"(?i)remote|cache.?server|lmcache_server|redis",
+            r"(?i)bootstrap|not (?:yet )?(?:up|ready)|before (?:the )?(?:\w+ ){0,2}(?:server|storage|store|redis)",
+            r"(?i)crash|fail|error|cannot",
+        ),
+        cause="LMCache connects when it starts. A store that does not answer then ends the worker, or leaves the "
+        "engine without it, by release; nothing in a chart orders the pods.",
+        now="an initContainer of the vLLM pod: until nc -z STORE PORT; do sleep 2; done; or restart the vLLM pods once "
+        "the store is up",
+        good="the same, in the chart, with a readiness probe on the store",
+        sure=False,
+        threads=("https://github.com/vllm-project/production-stack/issues/310",),
+    ),
 )

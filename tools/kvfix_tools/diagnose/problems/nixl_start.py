@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvfix_tools.diagnose.findings import Severity
-from kvfix_tools.diagnose.problems import Failed, Logged, Problem
+from kvfix_tools.diagnose.problems import Failed, Logged, Problem, either
 
 _V1 = "vllm/distributed/kv_transfer/kv_connector/v1"
 _ISSUES = "https://github.com/vllm-project/vllm/issues/"
@@ -106,5 +106,23 @@ PROBLEMS = (
             "https://github.com/ai-dynamo/dynamo/issues/1758",
             "https://github.com/ai-dynamo/nixl/issues/838",
         ),
+    ),
+    Problem(
+        code="KVD1354",
+        name="libfabric-rails-differ",
+        severity=Severity.CRASH,
+        title="NIXL's LIBFABRIC backend cannot read the peer's addresses: the two have another number of rails.",
+        shows=(
+            *either("Deserialization of tag dest_data_ep_<rail> failed"),
+            *either("Failed to deserialize data rail endpoints"),
+        ),
+        cause="Each side writes one address for each of its EFA devices, and reads as many as it has itself. Prefill "
+        "and decode see another number of devices (instance types, devices of the pod), or one process has two agents: "
+        "TensorRT-LLM with NIXL_BACKEND and TRTLLM_NIXL_KVCACHE_BACKEND both set.",
+        now="fi_info -p efa | grep -c domain: on both sides, and the same vpc.amazonaws.com/efa in both pods; "
+        "TensorRT-LLM: unset TRTLLM_NIXL_KVCACHE_BACKEND; until then NIXL's UCX backend",
+        good="the same EFA devices in all pods that exchange KV",
+        sure=False,
+        threads=("https://github.com/NVIDIA/TensorRT-LLM/issues/10024",),
     ),
 )

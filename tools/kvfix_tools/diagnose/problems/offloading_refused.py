@@ -137,4 +137,25 @@ PROBLEMS = (
         good="a platform that has the copies",
         threads=(f"{_ASCEND}/6791",),
     ),
+    Problem(
+        code="KVD1358",
+        name="flashinfer-wants-whole-caches",
+        severity=Severity.CRASH,
+        title="FlashInfer's TRTLLM kernels refuse the caches that vLLM makes for OffloadingConnector.",
+        shows=(
+            Failed(
+                kind="AssertionError",
+                source="assert is_strictly_contiguous(kv_cache_permute)",
+                at="vllm/v1/attention/backends/flashinfer.py",
+            ),
+        ),
+        said=(r"(?i)offload", r"(?i)flashinfer", r"TRITON_ATTN|(?i:gpt-oss)"),
+        releases={"vllm": ">=0.15,<0.20"},
+        cause="OffloadingConnector asks for the layers of a block side by side (prefer_cross_layer_blocks), so that "
+        "one layer's cache has gaps. FlashInfer with TRTLLM attention (Blackwell, gpt-oss) asserts that it has none.",
+        now="--attention-backend TRITON_ATTN (or FLASH_ATTN), or no --kv-offloading-size",
+        fixed={"vllm": "0.20.2"},
+        sure=False,
+        threads=("https://github.com/vllm-project/vllm/issues/33572",),
+    ),
 )
