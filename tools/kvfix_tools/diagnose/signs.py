@@ -16,6 +16,8 @@ PLACE = re.compile(r"<(\w+)>")
 _TELLS = 8
 _PYTHONS = re.compile(
     r"(?:\w+ )?index out of range|\[Errno \d+\][\w -]*|division by zero|\w+ changed size during iteration"
+    r"|(?:<\w+>\.__init__\(\) )?missing <\w+> required positional argument"
+    r"|<\w+>\.__init__\(\) takes <\w+> positional arguments? but <\w+> were given"
 )
 #: Innermost frames in which a sign is looked for.
 _FRAMES = 8
