@@ -6,7 +6,7 @@ import ast
 from functools import lru_cache
 from pathlib import Path
 
-from tests.diagnose import described_logs, releases, test_stacks
+from tests.diagnose import described_logs, prose_texts, releases, test_stacks
 from tests.diagnose.lines import (
     NEWEST,
     SCHEDULER,
@@ -286,6 +286,8 @@ def hits() -> dict[str, list[str]]:
         "KVD1148": [
             raise_in(Path("/opt/app/vllm/v1/gpu_model_runner.py"), "execute_model", WHAT, 8).partition("Runtime")[0]
         ],
+        "KVD1222": [logged("0.4.7", "configured", "{'nixl_pool_size': 0}") + lookups(2, 900, 0, "0.4.7")],
+        **prose_texts.HITS,
         "KVD199": [
             raise_in(path, function, WHAT, 800)
             for path, function in (

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvfix_tools.diagnose.findings import catalogue
-from tests.diagnose import described_logs, releases, test_stacks
+from tests.diagnose import described_logs, prose_texts, releases, test_stacks
 from tests.diagnose.finding_logs import (
     ANSWERED_500,
     DECODES,
@@ -274,6 +274,9 @@ def misses() -> list[tuple[str, str]]:
         ("KVD401", unread(NEWEST, "v1/pin_monitor.py", "Registered pinned object", "1403", 1.5)),
         # A reference too few is not a pin too few.
         ("KVD403", unread(NEWEST, "v1/memory_management.py", "Double free occurred", "1403", -1)),
+        ("KVD1222", logged(NEWEST, "configured", "{'nixl_pool_size': 0}") + lookups(2, 900)),
+        ("KVD1222", logged("0.4.7", "configured", "{'nixl_pool_size': 1024}") + lookups(2, 900, 0, "0.4.7")),
+        *prose_texts.MISSES,
     ]  # fmt: skip
 
 

@@ -27,6 +27,7 @@ _lmcache(
     "creating", "Creating LMCacheEngine instance ", "Creating LMCacheEngine instance ",
     rb"Creating LMCacheEngine instance (?P<instance>\S+)",
 )  # fmt: skip
+_lmcache("blender", "Creating blender for ", "Creating blender for ", rb"Creating blender for (?P<instance>\S+)")
 _lmcache(
     "asked", "Reqid: ", "LMCache hit tokens: ",
     rb"Reqid: <ID>, Total tokens (?P<total>\d+), (?:Inference Engine computed tokens: (?P<computed>\d+), )?"

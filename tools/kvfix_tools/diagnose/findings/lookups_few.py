@@ -56,7 +56,7 @@ def no_hit_in_a_paste(log: Diagnosis, line: LogLine) -> Answer | None:
 
     Setting: `export PYTHONHASHSEED=0` before every vLLM process (each engine, and the controller) or
     `pre_caching_hash_algorithm: sha256_cbor` (LMCache 0.4.6 or newer), restart; then a prompt of more than
-    `chunk_size` tokens, sent twice.
+    `chunk_size` tokens, sent twice. What is to outlive a restart: `remote_url: fs://host:0/DIR`, not `local_disk`.
 
     Good: the same, in every unit file and container; LMCache 0.4.1 or newer.
 

@@ -57,6 +57,27 @@ def same_text_of_other_tokens(log: Diagnosis, line: LogLine) -> Answer | None:
     return Answer(f"prompts of {kept.twice} tokens came twice and were stored, 0 hits", request="", verdict="unknown")
 
 
+@finding("KVD1222", "dynamic-nixl-never-hits", Severity.SLOW, on=[""])
+def dynamic_nixl_never_hits(log: Diagnosis, line: LogLine) -> Answer | None:
+    """LMCache's NIXL store with a pool size of 0 keeps chunks in files, and no lookup finds one.
+
+    Cause: with `nixl_pool_size: 0` the lookup asks NIXL which descriptors exist, in one call for all chunks, and that
+    answers for object stores only: for files (POSIX, GDS, GDS_MT, HF3FS) it is always none
+    (nixl_storage_backend.py 0.4.7:725). What was stored is written again and again.
+
+    Setting: `nixl_pool_size: 1024` or more in `extra_config`, for so many chunks, or LMCache 0.5.1.
+
+    Good: LMCache 0.5.1 or newer.
+    """
+    kept = lookups_of(log)
+    typed = any(b"nixl_pool_size: 0" in text for text in log.pasted)
+    if log.hit or not kept.number or not (typed or kept.settings.get("nixl_pool_size") == "0"):
+        return None
+    if log.releases.within("lmcache", ">=0.4.5,<0.5.1") is False:
+        return None
+    return Answer(f"nixl_pool_size is 0; {kept.number} lookups, 0 hits", request="", verdict="unknown")
+
+
 @finding("KVD1096", "kv-is-stored-with-losses", Severity.RISK, on=[""])
 def kv_is_stored_with_losses(log: Diagnosis, line: LogLine) -> Answer | None:
     """What comes from the remote store is not what was stored: CacheGen rounds the KV.

@@ -10,6 +10,7 @@ from kvfix_tools.diagnose.failures import HOOKS, hook, owner
 from kvfix_tools.diagnose.findings import Answer, Severity, find, finding
 from kvfix_tools.diagnose.findings.described import cut_off, described
 from kvfix_tools.diagnose.findings.lookups import lookups_of
+from kvfix_tools.diagnose.findings.prose import beside_few_lines, symptom
 from kvfix_tools.diagnose.grammar_vllm import RELEASE_IN
 from kvfix_tools.diagnose.set_by import settings
 
@@ -19,6 +20,11 @@ if TYPE_CHECKING:
 
 #: What an exception's bare name lacks.
 _CUT = ", without a text: the last lines of its traceback, above it, would tell which"
+#: What a text may name as the cause, and what it says of any engine that dies.
+_OF_ANY_DEATH = {"EngineDeadError", "RuntimeError", "Exception"}
+_CLASS = re.compile(rb"\b[A-Z]\w*(?:Error|Exception)\b")
+#: {line: the record of a start that goes no further, where the text has no exception}
+_STAGES = {"blender": "KVD746"}
 #: Findings of these explain why an engine is dead.
 _EXPLAINS = (Severity.CRASH, Severity.HANG)
 
@@ -42,6 +48,9 @@ def unknown_failure(log: Diagnosis, line: LogLine | None) -> Answer | None:
     if cut is not None:
         return cut
     heading = log.failures.heading if first is not None and not first.fields.get("frames") else None
+    stage = next((code for name, code in _STAGES.items() if log.counts[name]), None)
+    if stage is not None and (first is None or _is_cut(first)) and not log.counts["asked"]:
+        return Answer("the engine dies after `Creating blender`", "", "unknown", record=problems.find(stage))
     general = problems.general(first) if first is not None else None
     general = general or (problems.general(heading) if heading is not None else None)
     record, words = _by_what_is_left(log, first, general)
@@ -50,12 +59,15 @@ def unknown_failure(log: Diagnosis, line: LogLine | None) -> Answer | None:
         return Answer(sentence, request="", verdict="unknown", evidence=evidence, record=record)
     if first is None:
         dead = _of_the_dead(log) if _has_lines(log) else None
-        return dead or (_in_prose(log) if _may_be_prose(log) else None) or described(log)
+        named = _in_prose(log) if dead is None and _may_be_prose(log) else None
+        return dead or named or described(log) or (beside_few_lines(log) if log.counts else symptom(log))
     if _is_cut(first):
         file, _, function = first.fields["frames"][-1]
         # vLLM's connector only hands a hook on: what failed lies deeper, in the part that was cut off.
         handed_on = function in HOOKS and "/kv_connector/" in file
-        within = () if handed_on else problems.by_frames(first.fields["frames"], str(first.fields["source"]))
+        classes = {found.decode() for text in log.pasted for found in _CLASS.findall(text)} - _OF_ANY_DEATH
+        source = str(first.fields["source"])
+        within = () if handed_on else problems.by_frames(first.fields["frames"], source, classes)
         known_by = [each for each in within if each.concerns(log)]
         if len(known_by) == 1:
             return Answer(_sentence(log, first), "", "unknown", _evidence(log, first), known_by[0])
@@ -122,7 +134,7 @@ def _is_cut(line: LogLine) -> bool:
 
 
 def _in_prose(log: Diagnosis) -> Answer | None:
-    """Of a text without a line of a log."""
+    """What a text names that is not in a line of a log."""
     asserted = pasted.by_assertion(log)
     if asserted is not None:
         rule, answer = asserted

@@ -193,14 +193,17 @@ def general(line: LogLine) -> Problem | None:
     return best
 
 
-def by_frames(frames: list[tuple[str, int, str]], source: str) -> tuple[Problem, ...]:
-    """Records of what is raised in the innermost function of a traceback that was cut before its exception."""
+def by_frames(frames: list[tuple[str, int, str]], source: str, named: set[str]) -> tuple[Problem, ...]:
+    """Records of what is raised in the innermost function of a traceback that was cut before its exception.
+
+    named: classes of exceptions that the text names elsewhere: it is one of these."""
     file, _, function = frames[-1]
     found = {
         each.code: each
         for each in _particular()
         for sign in each.shows
         if isinstance(sign, Failed) and sign.within.endswith(f":{function}") and sign.source in source
+        if not named or sign.kind in ("", *named)
         if f"/{file}".endswith(f"/{sign.within.rpartition(':')[0]}")
     }
     # Of an engine's own `__init__` any part may fail.

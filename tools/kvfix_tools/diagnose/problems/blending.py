@@ -69,8 +69,12 @@ PROBLEMS = (
         name="blend-of-nothing",
         severity=Severity.CRASH,
         title="CacheBlend has nothing loaded to blend with, and the worker dies.",
-        shows=(Failed(kind="ValueError", text="Layer <layer> is not loaded into GPU buffer."),),
-        sentence="the load found no segment of the request: layer {layer} is not there",
+        shows=(
+            Failed(kind="ValueError", text="Layer <layer> is not loaded into GPU buffer."),
+            Failed(kind="ValueError", within="gpu_connector.py:get_kv"),
+            Failed(kind="ValueError", within="gpu_connectors.py:get_kv"),
+        ),
+        sentence="the load found no segment of the request",
         connectors=_IN_PROCESS,
         cause="The lookup promised a hit, and when the load looked again its first segment was not there: evicted "
         "meanwhile, or masked by vLLM's own prefix cache. The load then gives no layer, and the blender takes one.",
@@ -78,6 +82,7 @@ PROBLEMS = (
         good="no release of LMCacheConnectorV1 is right yet (0.5.6); LMCacheMPConnector with lmcache server "
         "--engine-type blend",
         sure=False,
+        threads=("https://github.com/LMCache/LMCache/issues/3229", "https://github.com/LMCache/LMCache/issues/1943"),
     ),
     Problem(
         code="KVD409",

@@ -158,10 +158,13 @@ PROBLEMS = (
         name="buffer-not-pinned-for-kernel",
         severity=Severity.CRASH,
         title="A kernel was given a host buffer that is not pinned.",
-        shows=(Failed(text="Host tensor not registered/pinned (or bad ptr)"),),
-        cause="The buffer was allocated without being pinned (the driver refused, or a backend brought its own), and "
-        "the copy kernel reads host memory directly.",
-        now=_LESS + "; " + _MEMLOCK,
+        shows=(
+            Failed(text="Host tensor not registered/pinned (or bad ptr)"),
+            Failed(text="Invalid device. Device must be cuda or pinned cpu."),
+        ),
+        cause="The buffer was allocated without being pinned (the driver refused, or a store brought its own, as "
+        "InfiniStore did before LMCache 0.3.1), and the copy kernel reads host memory directly.",
+        now=_LESS + "; " + _MEMLOCK + "; with a remote_url: unset it once, to see whether it is the store's buffer",
         good="a buffer that the driver pins; look for an earlier line about cudaHostRegister",
     ),
     Problem(

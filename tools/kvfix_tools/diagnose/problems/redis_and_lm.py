@@ -77,6 +77,39 @@ PROBLEMS = (
         ),
     ),
     Problem(
+        code="KVD1218",
+        name="redis-not-connected",
+        severity=Severity.CRASH,
+        title="Redis cannot be reached from this process.",
+        shows=(
+            Failed(kind="ConnectionError", within="redis/connection.py:connect_check_health"),
+            Failed(kind="ConnectionError", within="redis/connection.py:<lambda>", source="self._connect()"),
+        ),
+        cause="Where it is raised in LMCache's own thread, that thread ends: a lookup server that has lost it answers "
+        "no more, and the engine waits for ever. It is the Redis of remote_url, or before LMCache 0.3.7 that of "
+        "lookup_url with enable_p2p. The error's last line tells refused (not started), timed out (a firewall) and "
+        "an unknown name.",
+        now="`nc -vz HOST PORT` of remote_url or lookup_url from this container; start Redis first, bound to 0.0.0.0, "
+        "then vLLM; or leave enable_p2p and lookup_url out",
+        good="a readiness probe of Redis before the engine starts",
+        sure=False,
+        threads=(_LMCACHE + "issues/1491",),
+    ),
+    Problem(
+        code="KVD1216",
+        name="probe-of-lm-server-is-not-there",
+        severity=Severity.CRASH,
+        title="Kubernetes restarts lmcache_server: the chart's probe is no file of the image, or asks HTTP.",
+        shows=(Logged("/workspace/LMCache/examples/kubernetes/health_probe.py"),),
+        cause="production-stack's chart runs /workspace/LMCache/examples/kubernetes/health_probe.py in the cache "
+        "server's container, and newer images of LMCache do not have it. lmcache_server speaks a protocol of its own "
+        "over TCP, so that an HTTP probe gets no answer either.",
+        now="livenessProbe: {tcpSocket: {port: 8000}, initialDelaySeconds: 30}, with the port of lmcache_server, in "
+        "the chart's template or with `kubectl patch deployment`",
+        good="a chart whose probe is a tcpSocket",
+        threads=("https://github.com/vllm-project/production-stack/issues/1057",),
+    ),
+    Problem(
         code="KVD872",
         name="redis-evicted-half-a-chunk",
         severity=Severity.SLOW,

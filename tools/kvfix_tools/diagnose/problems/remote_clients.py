@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvfix_tools.diagnose.findings import Severity
-from kvfix_tools.diagnose.problems import Failed, Logged, Problem, either
+from kvfix_tools.diagnose.problems import Died, Failed, Logged, Problem, either
 
 _LMCACHE = "https://github.com/LMCache/LMCache/"
 _IN_PROCESS = ("LMCacheConnectorV1", "MultiConnector")
@@ -34,6 +34,23 @@ PROBLEMS = (
         "cluster or standalone, valkey_username: ..., valkey_password: ...}; maxmemory-policy allkeys-lru; then "
         "restart",
         good="LMCache 0.4.3 or newer, whose client for Valkey is another one",
+    ),
+    Problem(
+        code="KVD1214",
+        name="valkey-answers-into-freed-memory",
+        severity=Severity.CRASH,
+        title="Valkey's client writes an answer into a chunk that was given up: crashes, or wrong KV.",
+        shows=(Died(within="valkey_connector.py:_do_get_into"), Died(within="glide_client.py:_execute_command")),
+        connectors=_IN_PROCESS,
+        releases={"lmcache": ">=0.4.3,<0.5.0"},
+        sure=False,
+        cause="A get hands the chunk's own memory to the client (valkey_connector.py 0.4.3:212). When it times out, "
+        "the chunk is freed and used again, and the client's native thread writes into it when the answer comes: other "
+        "objects of the process are damaged, and it dies at some later place. Without the remote store it never does.",
+        now="unset LMCACHE_REMOTE_URL (remote_url), or LMCACHE_REMOTE_URL=redis://HOST:6379 with the same server, and "
+        "restart with an empty store",
+        fixed={"lmcache": "0.5.0"},
+        threads=("https://github.com/valkey-io/valkey-glide/issues/6215", _LMCACHE + "pull/3609"),
     ),
     Problem(
         code="KVD173",

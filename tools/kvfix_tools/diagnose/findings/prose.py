@@ -1,0 +1,264 @@
+"""Texts in which no line of a log tells: a symptom in words, settings as they are typed. Asked last, never certain.
+
+KVD199 asks them where no record's words are in the text (findings/unknown.py); they are no findings of a log.
+"""
+
+from __future__ import annotations
+
+import re
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from kvfix_tools.diagnose import findings, pasted, problems
+from kvfix_tools.diagnose.findings import Answer, Severity, finding
+from kvfix_tools.diagnose.findings.memory import PASTE
+
+if TYPE_CHECKING:
+    from kvfix_tools.diagnose.diagnosis import Diagnosis
+    from kvfix_tools.diagnose.log_line import LogLine
+
+#: In the order in which they are asked.
+SYMPTOMS = ("KVD1200", "KVD1212", "KVD1202", "KVD1204", "KVD1206", "KVD1208", "KVD1210")
+#: Characters at the beginning of a text in which it says what is wrong.
+_HEAD = 500
+#: What a text about a KV connector speaks of.
+_OF_KV = re.compile(
+    r"(?i)lmcache|kv[-_ ]?(?:transfer|connector|cache offload)|offloadingconnector|cacheblend|fs_native"
+)
+#: `LMCACHE_NAME=value`, `name: value`, `os.environ["LMCACHE_NAME"] = "value"`, and a variable of a pod.
+_TYPED = re.compile(
+    r"(?im)(?:\bLMCACHE_|^[\s>`'\"]*|[\s,{'\"])(chunk_size|max_local_cpu_size|local_cpu|remote_url|remote_serde|"
+    r"enable_p2p|enable_blending)\b[\"'\]]*\s*(?:[:=]|\n\s*value:)\s*[\"'\u201c]?([^\s\"'\u201d`,#}]+)"
+)
+_RANKS = re.compile(r"(?:--?tensor[-_]parallel[-_]size|(?<!\S)-tp|tensor_parallel_size)[\s=:\"']+(\d+)")
+#: GB in one process from which on a start that fails is a matter of memory.
+_LARGE = 16
+_DIES = re.compile(
+    r"(?i)leaked shared_memory|\bkilled\b|oom[- _]?kill|out of memory|code:? 137|bus error|fails? to (?:start|launch)"
+    r"|(?:can ?not|doesn't|won't|does not|unable to) start|start(?:s|ed)? (?:successfully|normally) when"
+)
+_WRONG = re.compile(
+    r"(?i)gibberish|garbled|garbage|nonsens|corrupt\w* (?:text|output|kv)|(?:wrong|incorrect|different|inconsistent) "
+    r"(?:answer|output|result|response|generation)|accuracy (?:drop|loss|degrad|is lower)|\u4e71\u7801"
+)
+_CRASHES = re.compile(
+    r"(?i)segfault|segmentation fault|sigsegv|core dumped|native crash|memory corruption|crash(?:es|ed)?\b"
+)
+_HANGS = re.compile(
+    r"(?i)(?<!'m )(?<!am )\b(?:stuck|hangs?|hung|hanging|dead-?lock(?:s|ed)?|freezes?|frozen)\b"
+    r"|\u5361\u4f4f|\u5361\u6b7b"
+)
+_MISSES = re.compile(
+    r"(?i)\b(?:0|zero|no)(?:\.0)?%? (?:cache |prefix |kv |lmcache )*hits?\b|cache miss|re(?:calculat|comput)ed every"
+    r"|\bhits?(?: tokens| rate)?\b[^\n.]{0,40}\b0(?:\.0+)?%?(?![.\w%])"
+    r"|(?:never|not|doesn't|didn't|can't|fails? (?:in|to))(?: \w+){0,2} (?:hit|reus|retriev|get any hit)"
+    r"|\bcache (?:is |does )?not (?:work|effective|used)"
+    r"|\u547d\u4e2d\u7387?[^\n]{0,8}0|(?:\u6ca1\u6709?|\u672a|\u65e0\u6cd5)\u547d\u4e2d"
+)
+#: Connectors and a server that make the keys for all, or have none.
+_SERVED = re.compile(r"LMCacheMPConnector|lmcache[ .]server|v1\.multiprocess|\bMP\b|NixlConnector|MooncakeConnector")
+_DISK = re.compile(
+    r"(?i)(?:disk|ssd|gds|fs_native|max_capacity_gb)(?![a-z])[^\n]{0,120}(?:exceed|grow|fill|full\b|accumulat|pressure"
+    r"|limit the size|size cap|unbounded|watermark|eviction|not deleted|clean-?up)"
+    r"|(?:unbounded|clean-?up|exceed\w*)[^\n]{0,60}(?:disk|ssd)"
+)
+_GROWS = re.compile(
+    r"(?i)memory (?:leak|usage|consumption)?[^\n.]{0,40}(?:leak|grow|increas|climb)|leak(?:s|ing|ed)? (?:\w+ )?memory"
+    r"|\bRSS\b|\u5185\u5b58\u6cc4"
+)
+#: Anywhere in the text, of a connector that keeps KV for later.
+_SLOW = re.compile(
+    r"(?i)\bTTFT\b|time to first token|slower|worse than|throughput[^\n]{0,60}(?:not|lower|drop|less|worse)"
+    r"|no (?:performance )?(?:improvement|speed-?up|benefit)|performance (?:worse|regress|degrad|drop)|\u53d8\u6162"
+)
+_KEEPS = re.compile(r"(?i)lmcache|offload|cacheblend")
+
+
+def beside_few_lines(log: Diagnosis) -> Answer | None:
+    """What the words beside a few lines of a log say, where no finding knows these lines."""
+    if log.findings or log.failures.dead or log.counts.total() > PASTE:
+        return None
+    later = (rule for rule in findings.rules().get("", ()) if rule.code > "KVD199")
+    return None if any(rule.look(log, None) for rule in later) else symptom(log)
+
+
+@lru_cache(maxsize=8)
+def _text(pasted: tuple[bytes, ...]) -> str:
+    return b"\n".join(pasted).decode("utf-8", "replace")
+
+
+def typed(text: str) -> dict[str, str]:
+    """{setting of LMCache: its value}, of a few, as the text has them; the last one counts."""
+    return {found[1].lower(): found[2] for found in _TYPED.finditer(text)}
+
+
+def symptom(log: Diagnosis) -> Answer | None:
+    """What a text without a line of a log complains of; None: nothing that is known, or no KV connector's matter."""
+    if not _OF_KV.search(_text(tuple(log.pasted))):
+        return None
+    text = _text(tuple(log.pasted)).lower()
+    valkey = problems.find("KVD1214")
+    if "valkey" in text and _CRASHES.search(text) and valkey is not None and valkey.concerns(log):
+        return Answer("the text speaks of crashes with Valkey", request="", verdict="unknown", record=valkey)
+    if "error handling request" in text[:_HEAD]:
+        return Answer("the text says `Error handling request`", "", "unknown", record=findings.find("KVD212"))
+    for code in SYMPTOMS:
+        rule = findings.find(code)
+        answer = rule.look(log, None) if rule is not None else None
+        if answer is not None:
+            return answer._replace(request="", verdict="unknown", record=answer.record or rule)
+    return None
+
+
+def _said(log: Diagnosis, words: re.Pattern[str], what: str, head: int = _HEAD) -> Answer | None:
+    found = words.search(_text(tuple(log.pasted))[:head])
+    return None if found is None else Answer(f"the text says `{found[0]}`{what}")
+
+
+@finding("KVD1200", "buffer-times-ranks", Severity.CRASH, on=[])
+def buffer_times_ranks(log: Diagnosis, line: LogLine | None) -> Answer | None:
+    """The engine dies while it starts with a large `max_local_cpu_size`, and no line of the text tells why.
+
+    Cause: each rank takes `max_local_cpu_size` GB for itself and pins them, so that it times the ranks of a machine has
+    to fit into its memory beside all else, and into the container's limit. A process that is killed for it leaves no
+    error of its own: what remains is `leaked shared_memory objects`, or exit code 137.
+
+    Setting: `max_local_cpu_size` (LMCACHE_MAX_LOCAL_CPU_SIZE) so that it times the ranks is at most 70 % of the memory;
+    `dmesg -T | grep -i 'killed process'` or `kubectl describe pod` (OOMKilled) tells whether it was that; `ulimit -l
+    unlimited` and a larger --shm-size for a container; VLLM_ENGINE_READY_TIMEOUT_S=1800 if nothing was killed.
+
+    Good: the same, in every unit file and container.
+    """
+    text = _text(tuple(log.pasted))
+    size = re.match(r"\d+(?:\.\d+)?", typed(text).get("max_local_cpu_size", ""))
+    ranks = max((int(found) for found in _RANKS.findall(text)), default=1)
+    if size is None or float(size[0]) < _LARGE:
+        return None
+    return _said(log, _DIES, f", and {ranks} ranks times {size[0]} GB are {ranks * float(size[0]):g} GB")
+
+
+@finding("KVD1212", "disk-fills-in-words", Severity.SLOW, on=[])
+def disk_fills_in_words(log: Diagnosis, line: LogLine | None) -> Answer | None:
+    """A disk fills with chunks that are not deleted, and no line of the text tells why.
+
+    Cause: which store it is decides. `gds_path` and a remote_url of fs:// never delete. `local_disk` deletes beyond
+    `max_local_disk_size` for each rank, of what it has written itself: after a restart older files neither count nor
+    hit. The server's adapters (`fs`, `fs_native`) delete with an `eviction` block and `max_capacity_gb` only, and
+    `fs_native` does not count what lies there at its start.
+
+    Setting: `--l2-adapter '{..., "max_capacity_gb": 500, "eviction": {"eviction_policy": "LRU"}}'`; in process
+    `local_disk` with `max_local_disk_size` below the disk's size divided by the ranks, in place of `gds_path` or fs://;
+    an empty folder before each start; where nothing deletes, a job: `find DIR -type f -amin +600 -delete`.
+
+    Good: the same; no release has an eviction for gds_path or fs:// (0.5.6).
+    """
+    text = _text(tuple(log.pasted))
+    answer = _said(log, _DISK, "")
+    if answer is not None and "max_capacity_gb" in text and '"eviction' not in text and "watermark" not in text:
+        return answer._replace(record=problems.find("KVD190"))
+    return answer
+
+
+@finding("KVD1202", "wrong-text-in-words", Severity.WRONG, on=[])
+def wrong_text_in_words(log: Diagnosis, line: LogLine | None) -> Answer | None:
+    """Answers are wrong with a KV connector, and no line of the text tells why.
+
+    Cause: in this order. KV is stored with losses or put together again: `remote_serde: cachegen`, `enable_blending`,
+    an fp8 cache, another `--kv-cache-dtype` or release on one side. A load failed and its blocks were used (`The number
+    of retrieved tokens is less`, `Retrieved 0`). KV of layers with sliding windows or of a hybrid model came under a
+    valid key. Keys of two models, LoRAs or images are the same.
+
+    Setting: the same prompt twice at temperature 0, once with and once without --kv-transfer-config; then with
+    `remote_serde: naive`, without blending and with an empty store. `kvfix run --mode check -- CMD` names the first
+    rule that is broken, and `kvfix doctor -- CMD` what does not go together.
+
+    Good: what that shows.
+    """
+    settings = typed(_text(tuple(log.pasted)))
+    lossy = [f"{name}: {value}" for name, value in settings.items() if value.lower() in ("cachegen", "kivi")]
+    lossy += ["enable_blending"] if settings.get("enable_blending", "").lower() == "true" else []
+    return _said(log, _WRONG, f", and it sets {' and '.join(lossy)}, which changes KV" if lossy else "")
+
+
+@finding("KVD1204", "hang-in-words", Severity.HANG, on=[])
+def hang_in_words(log: Diagnosis, line: LogLine | None) -> Answer | None:
+    """Something hangs with a KV connector, and no line of the text tells why.
+
+    Cause: only the stacks tell: a load that does not end (its store, server or peer does not answer), a lookup without
+    an answer, a CPU cache that is full of pinned chunks (`No eviction candidates`), a collective that one rank does not
+    join, or a request for which there will never be blocks.
+
+    Setting: while it hangs `kvfix dump PID`, or `py-spy dump --pid PID` of EngineCore and of each worker, and
+    `kvfix-diagnose` on that; the log's last lines of the same time; and whether it hangs without --kv-transfer-config.
+
+    Good: what the stacks show.
+    """
+    return _said(log, _HANGS, "")
+
+
+@finding("KVD1206", "no-hits-in-words", Severity.SLOW, on=[])
+def no_hits_in_words(log: Diagnosis, line: LogLine | None) -> Answer | None:
+    """Nothing hits, and no line of the text tells why.
+
+    Cause: in this order. Two processes make different keys: PYTHONHASHSEED is not the same for all that share a store,
+    a disk, a peer or a server (without it each start hashes otherwise). Prompts are shorter than `chunk_size` (256), or
+    differ in their first chunk: a date, an id. vLLM's own prefix cache has the prompt: then `need to load` is 0.
+    Nothing is stored: `local_cpu: false` without another store, a `kv_role` that only loads, a full cache; a store with
+    `remote_serde: cachegen` loses chunks in several releases (KVD435). The chunks were evicted before they came again:
+    a small `max_local_cpu_size`.
+
+    Setting: PYTHONHASHSEED=0 before the start of every engine, worker and server; `remote_serde: naive`; one prompt of
+    2000 tokens twice, with `--no-enable-prefix-caching` or a restart between; the lines `Stored ... tokens` of the
+    first and `LMCache hit tokens` of the second say which of these it is.
+
+    Good: the same, in every unit file and container.
+    """
+    text = _text(tuple(log.pasted))
+    if _SERVED.search(text) or "LMCacheMPConnector" in log.who.connectors:
+        return None  # the server hashes for all
+    settings = typed(text)
+    shared = settings.get("remote_url") or (settings.get("enable_p2p", "").lower() == "true" and "enable_p2p")
+    seed = f", and it has {shared} and no PYTHONHASHSEED" if shared and "PYTHONHASHSEED" not in text else ""
+    lossy = ", and remote_serde is cachegen: naive first" if settings.get("remote_serde") == "cachegen" else ""
+    return _said(log, _MISSES, lossy or seed)
+
+
+@finding("KVD1208", "memory-grows-in-words", Severity.LEAK, on=[])
+def memory_grows_in_words(log: Diagnosis, line: LogLine | None) -> Answer | None:
+    """Host memory grows with a KV connector, and no line of the text tells why.
+
+    Cause: in this order. The CPU cache fills: up to `max_local_cpu_size` GB for each rank, in 0.3.10 and newer bit by
+    bit, which is no leak and ends there. Chunks wait to be written to a slow store or disk. The page cache of a disk
+    store counts in the container. Pins that are never let go (`Pin timeout detected`, `No eviction candidates`).
+
+    Setting: compare where it ends with `max_local_cpu_size` times ranks; a limit of the container of that and 30 %
+    more; RssAnon and RssFile in /proc/PID/status tell whether it is the process or its files.
+
+    Good: memory for the sum, or a smaller `max_local_cpu_size`; if it grows beyond the sum, a report with both numbers.
+    """
+    return _said(log, _GROWS, "")
+
+
+@finding("KVD1210", "no-gain-in-words", Severity.SLOW, on=[])
+def no_gain_in_words(log: Diagnosis, line: LogLine | None) -> Answer | None:
+    """With a KV connector it is not faster, and no line of the text tells why.
+
+    Cause: in this order. vLLM's own prefix cache serves the second prompt in both runs, so that there is nothing to
+    load (`need to load` is 0 or below). The cache is smaller than what comes between two uses of a prefix:
+    `max_local_cpu_size` (5 GB for each rank if it is not set) below the GPU's KV cache holds nothing that the GPU does
+    not hold, and prompts that come in turns are evicted just before they are needed. The prompts differ in their first
+    `chunk_size` tokens (256), or are shorter. Loading costs more than computing: a small model, cachegen, a disk, a
+    network.
+
+    Setting: `max_local_cpu_size` larger than the GPU's KV cache and than the working set: its tokens times 2 x layers x
+    KV heads of a rank x head size x bytes (Llama 70B, two ranks: 0.16 MB a token). To measure: more tokens between the
+    two uses than `GPU KV cache size` says, or `--no-enable-prefix-caching` in both runs. The second round's lines
+    `LMCache hit tokens` and `need to load` say which of these it is.
+
+    Good: a cache that is larger than the GPU's, for prompts of thousands of tokens that begin alike.
+    """
+    text = _text(tuple(log.pasted))
+    size = typed(text).get("max_local_cpu_size")
+    if not _KEEPS.search(text):
+        return None
+    return _said(log, _SLOW, f", and max_local_cpu_size is {size}" if size else "", pasted.SHORT)
