@@ -147,13 +147,16 @@ PROBLEMS = (
             Logged(
                 "LazyMixedMemoryAllocator is temporarily unavailable", "lmcache/v1/storage_backend/local_cpu_backend.py"
             ),
+            Failed(kind="RuntimeError", text="LazyMixedMemoryAllocator being refactored."),
         ),
         sentence="enable_lazy_memory_allocator has no effect here",
         releases={"lmcache": ">=0.3.13"},
         cause="These releases have switched the lazy allocator off and take the plain one: each worker pins "
-        "max_local_cpu_size at its start, which takes about a minute for some hundred GB and all of that memory.",
+        "max_local_cpu_size at its start, which takes about a minute for some hundred GB and all of that memory. "
+        "Builds of the days before 0.3.13 raise RuntimeError there instead.",
         now="enable_lazy_memory_allocator: false, and a max_local_cpu_size that fits once for each worker",
         good="no release of LMCache has it again yet (0.5.6)",
+        threads=("https://github.com/LMCache/LMCache/issues/2448",),
     ),
     Problem(
         code="KVD454",
