@@ -58,7 +58,7 @@ def test_a_start_that_ends_at_its_blender() -> None:
     outer = cut(("vllm/v1/engine/core.py", "__init__", "super().__init__(vllm_config, executor_class, log_stats,"))
     assert codes(diagnose(begun, died)) == ["KVD746"]
     assert codes(diagnose(begun, died, outer)) == ["KVD746"]
-    assert codes(diagnose(died, outer)) == ["KVD199"]
+    assert codes(diagnose(died, outer)) == ["KVD1148"]
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_a_start_that_ends_at_its_blender() -> None:
         ("lmcache/v1/gpu_connector.py", "get_kv", "raise", "KVD408"),
         ("vllm/distributed/shm_broadcast.py", "dequeue", "with self.acquire_read(timeout) as buf:", "KVD945"),
         ("redis/connection.py", "<lambda>", "lambda: self._connect(), lambda error: self.disconnect(error)", "KVD1218"),
-        ("redis/connection.py", "<lambda>", "lambda: self.other()", "KVD199"),
+        ("redis/connection.py", "<lambda>", "lambda: self.other()", "KVD1148"),
         ("redis/connection.py", "connect_check_health", "sock = self.retry.call_with_retry(", "KVD1218"),
     ],
 )
@@ -81,7 +81,7 @@ def test_an_exception_that_the_text_names_is_the_one_that_was_cut() -> None:
     frames = cut(("vllm/v1/engine/core.py", "step", "step()"), ("lmcache/v1/gpu_connector.py", "get_kv", "raise"))
     assert codes(diagnose("ValueError with blending\n" + frames)) == ["KVD408"]
     assert codes(diagnose("EngineDeadError with blending\n" + frames)) == ["KVD408"]
-    assert codes(diagnose("KeyError with blending\n" + frames)) == ["KVD199"]
+    assert codes(diagnose("KeyError with blending\n" + frames)) == ["KVD1148"]
 
 
 def test_a_handler_that_failed_is_known_by_its_words() -> None:

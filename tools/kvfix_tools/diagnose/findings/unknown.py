@@ -58,9 +58,10 @@ def unknown_failure(log: Diagnosis, line: LogLine | None) -> Answer | None:
         sentence, evidence = (words, ()) if first is None else (_sentence(log, first), _evidence(log, first))
         return Answer(sentence, request="", verdict="unknown", evidence=evidence, record=record)
     if first is None:
-        dead = _of_the_dead(log) if _has_lines(log) else None
+        has_lines = _has_lines(log)
+        dead = _of_the_dead(log) if has_lines else None
         named = _in_prose(log) if dead is None and _may_be_prose(log) else None
-        return dead or named or described(log) or (beside_few_lines(log) if log.counts else symptom(log))
+        return dead or named or described(log) or (beside_few_lines(log) if has_lines else symptom(log))
     if _is_cut(first):
         file, _, function = first.fields["frames"][-1]
         # vLLM's connector only hands a hook on: what failed lies deeper, in the part that was cut off.

@@ -198,16 +198,17 @@ def by_frames(frames: list[tuple[str, int, str]], source: str, named: set[str]) 
 
     named: classes of exceptions that the text names elsewhere: it is one of these."""
     file, _, function = frames[-1]
+    own = tells(function) or "lmcache/" in file or "/kv_" in file  # of an engine's own `__init__` any part may fail
     found = {
         each.code: each
         for each in _particular()
         for sign in each.shows
         if isinstance(sign, Failed) and sign.within.endswith(f":{function}") and sign.source in source
+        if own or (sign.source and not function.startswith(("__", "<module")))
         if not named or sign.kind in ("", *named)
         if f"/{file}".endswith(f"/{sign.within.rpartition(':')[0]}")
     }
-    # Of an engine's own `__init__` any part may fail.
-    return tuple(found.values()) if tells(function) or "lmcache/" in file or "/kv_" in file else ()
+    return tuple(found.values())
 
 
 def at(line: LogLine) -> tuple[Problem, ...]:

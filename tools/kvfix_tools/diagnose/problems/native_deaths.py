@@ -96,7 +96,7 @@ PROBLEMS = (
         shows=(
             Failed(kind="TimeoutError", text="RPC call to <method> timed out"),
             Failed(kind="TimeoutError", within="shm_broadcast.py:acquire_read"),
-            Failed(kind="TimeoutError", within="shm_broadcast.py:dequeue"),
+            Failed(kind="TimeoutError", within="shm_broadcast.py:dequeue", source="self.acquire_read("),
         ),
         sure=False,
         cause="The worker stands in a step: in a hook of the connector (a retrieve that does not come, a lock between "
