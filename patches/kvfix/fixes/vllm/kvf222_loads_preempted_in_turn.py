@@ -1,0 +1,76 @@
+"""Loads hold all blocks of a kv_producer: each in turn runs, needs a block more, and is preempted without a token.
+
+## Symptom
+`Running: 0 reqs` and `Running: 1 reqs` in turn, no throughput, no error, `Preemptions` grows. A prefill engine (role
+kv_producer) that generates more than one token, with asynchronous scheduling (the default) or several pipeline stages,
+a connector that loads between steps beside the one that hands KV on, and a full KV cache.
+
+## Cause
+A load is admitted if the blocks for its prompt are free (scheduler.py 0.32.0:1249); its first generated token may need
+one more. If none is free, the request preempts itself while the step with its last token is in flight. With a
+connector that must hand KV on (`requires_kv_delivery`) that token is dropped (:836): it is where it began, and loads
+again, into the blocks that it gave back. So does the other request, whose load was done meanwhile. An engine that also
+consumes does not preempt a request of which a step is in flight (`defer_block_free`), and with speculative decoding a
+load leaves blocks free (`_spec_decode_step_blocks`).
+
+## Fix
+There a load that is not the only request leaves a block free in each KV group, as with speculative decoding: one of the
+requests gets it, and with it the token.
+
+## Releases
+vLLM 0.32.0 and 0.33.0. 0.26.0 has the same function, and keeps the token: there the fix does nothing.
+
+## Upstream
+None known.
+
+## Remove when
+`schedule` admits a load only if its first generated token fits, or keeps the token of a request that it preempts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from kvfix.fixes.api import Fix
+from kvfix.fixes.targets import SCHEDULER
+from kvfix.wrapping import after
+
+
+def fix(module: ModuleType) -> Callable[..., Any]:
+    """The function is asked once for each load that is to be admitted."""
+
+    def _inflight_prefill_reserved_blocks(scheduler: Any, reserved: int) -> int:
+        return reserved + len(scheduler.kv_cache_manager.coordinator.single_type_managers)
+
+    return after(_inflight_prefill_reserved_blocks, when=_may_drop_token)
+
+
+def _may_drop_token(scheduler: Any, reserved: int) -> bool:
+    return bool(
+        getattr(scheduler, "requires_kv_delivery", False)
+        and not scheduler.defer_block_free
+        and not scheduler._spec_decode_step_blocks
+        and scheduler.vllm_config.max_concurrent_batches > 1
+        and (scheduler.running or scheduler._inflight_prefills)
+    )
+
+
+def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+    """One request runs. Wrong is to reserve nothing."""
+    scheduler = SimpleNamespace(
+        requires_kv_delivery=True, defer_block_free=False, _spec_decode_step_blocks=0, running=[None],
+        _inflight_prefills=set(), vllm_config=SimpleNamespace(max_concurrent_batches=2),
+        kv_cache_manager=SimpleNamespace(coordinator=SimpleNamespace(single_type_managers=(None,))),
+    )  # fmt: skip
+    return bool(hook(scheduler) == 0)
+
+
+FIX = Fix(
+    __name__,
+    __doc__,
+    targets=(SCHEDULER._inflight_prefill_reserved_blocks(broken=">=0.26", probe=shows_bug, fix=fix),),
+    evidence={},
+    scenarios=("loads-preempted-in-turn",),
+)
