@@ -50,7 +50,6 @@ MP_CLIENT = Owner("lmcache", "lmcache.v1.multiprocess.transport.zmq_impl.mq", "M
 
 # vLLM
 SCHEDULER = Owner("vllm", "vllm.v1.core.sched.scheduler", "Scheduler")
-KV_CACHE_MANAGER = Owner("vllm", "vllm.v1.core.kv_cache_manager", "KVCacheManager")
 OFFLOADING_SCHEDULER = Owner(
     "vllm",
     "vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler",

@@ -164,4 +164,5 @@ class Router:
             of_client = name.rpartition("-")[0]
             if of_client in self.stops:
                 sampling["stop_token_ids"] = [self.stops[of_client]]
-            engine.admit(name, prompt, most, sampling=sampling)
+            # a copy, as in two processes: vLLM shortens the prompt of a prefill (`_truncate_request_for_prefill`)
+            engine.admit(name, list(prompt), most, sampling=sampling)
