@@ -79,7 +79,6 @@ DESCRIBED = {
     "KVD1358": "vLLM 0.15.1: CPU offload with FlashInfer breaks for gpt-oss\n",
     "KVD1336": "LMCache: no KV blocks were offloaded to NVMe\n",
     "KVD1334": "production-stack: the router pod is in CrashLoopBackOff\n",
-    "KVD1332": "With LMCacheConnectorV1 the second request gets gibberish\n",
     "KVD1324": "LMCache 0.5.1 and gpt-oss with an L2 on NIXL: errors\n",
 }
 

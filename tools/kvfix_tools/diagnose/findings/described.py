@@ -21,11 +21,6 @@ _NO_HITS = re.compile(
     r"|n't (?:\w+ ){0,2}(?:hit|reuse)\b|\bcache miss(?:es)?\b|\bNONE_HASH\b"
     r"|\bhash(?:es|ing)? (?:algorithm|mismatch|differ)"
 )
-_SEVERAL = re.compile(
-    r"(?i)\btp\s*(?:=|>|size)|-tp\b|tensor.parallel|multi|instances?\b|restart|server ?[12]\b|lm://|rediss?://|shar(?:e|ing)|process|NONE_HASH|HASHSEED"
-)
-#: PYTHONHASHSEED has a number.
-_SEEDED = re.compile(r"PYTHONHASHSEED['\"]?\s*(?:=|:|to|is)\s*['\"]?\d|(?i:set (?:the )?PYTHONHASHSEED)")
 #: Models with layers that keep a state (Mamba, GDN, linear attention) beside those with attention.
 _HYBRID = re.compile(
     r"(?i)\bqwen3\.[5-9]|qwen3-(?:coder-)?next|nemotron-?(?:3|h)\b|falcon-h1|\bjamba|\bbamba|\bzamba|granite-4|"
@@ -70,34 +65,6 @@ def _is_open(log: Diagnosis) -> bool:
     return (
         first.name == "raised" and bool(first.fields["frames"]) and not (first.fields["class"] or first.fields["text"])
     )
-
-
-@finding("KVD1310", "described-without-hits", Severity.RISK, on=[""])
-def described_without_hits(log: Diagnosis, line: LogLine | None) -> Answer | None:
-    """LMCache finds nothing of what it has stored, as far as the description says.
-
-    Cause: in this order. Several processes hash (tensor parallelism, several engines, a restart), and PYTHONHASHSEED is
-    not set in the environment of each: what a worker stored the scheduler does not find. With the seed: the builtin
-    hash differs all the same on Python 3.11 and older up to LMCache 0.3.15. A prompt of fewer tokens than `chunk_size`
-    (256) is not stored. Files of `local_disk` are not read at a start. The prompts begin differently (a date or an id
-    in front, other images).
-
-    Setting: `export PYTHONHASHSEED=0` before every vLLM process (in the container, `env:` of the pod), and
-    `pre_caching_hash_algorithm: sha256_cbor` (LMCache 0.4.6 or newer), restart; then a prompt of more than `chunk_size`
-    tokens, sent twice. What decides: the lines `LMCache hit tokens` and `Stored` of both requests.
-
-    Good: the same, in every unit file and container; LMCache 0.4.6 or newer.
-
-    Normal: the first request with each prompt, and what vLLM's own prefix cache has.
-    """
-    text = _text(log)
-    if "lmcache" not in text.lower() or "sglang" in text.lower() or log.failures.first or log.failures.dead:
-        return None
-    found = _NO_HITS.search(text)
-    if found is None or _SEVERAL.search(text) is None or log.counts["asked"]:
-        return None
-    seed = "PYTHONHASHSEED is set" if _SEEDED.search(text) else "nothing says that PYTHONHASHSEED is set"
-    return Answer(f"the text says: {' '.join(found[0].split())}; {seed}", request="", verdict="unknown")
 
 
 def described(log: Diagnosis) -> Answer | None:

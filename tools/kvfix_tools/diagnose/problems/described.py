@@ -99,32 +99,6 @@ PROBLEMS = (
         threads=("https://github.com/ROCm/rocm-aic/issues/100",),
     ),
     Problem(
-        code="KVD1332",
-        name="answers-differ-with-the-cache",
-        severity=Severity.WRONG,
-        title="Answers are wrong or differ where KV comes from the cache; no line shows which part is wrong.",
-        shows=(),
-        said=(
-            r"(?i)lmcache|kv[-_ ]?(?:transfer|connector|offload)",
-            r"(?i)gibberish|garbled|garbage out|degenerate|nonsense|\bdiverge|accuracy (?:drop|loss|decreas)"
-            r"|(?:wrong|incorrect|corrupt(?:ed)?|different) (?:output|answer|text|response|token|generation)s?\b",
-        ),
-        cause="In this order. A load failed and vLLM keeps its blocks as computed (lines with `retrieved`, `failed` or "
-        "`load failure` before it). Something rounds on purpose (`remote_serde: cachegen`, `enable_blending`). "
-        "LMCache's key lacks what differs (LoRA adapter, images). A part of a chunk is loaded over what vLLM has "
-        "itself (LMCache before 0.3.11). Batches round differently: then it differs without a connector too.",
-        now="the same prompt at temperature 0, first without --kv-transfer-config, then with it alone, twice: if only "
-        "the second answer differs, it is the load. kvfix run -- CMD (KVF007, KVF203 and others) keeps what failed out "
-        "of the cache; kvfix run --mode strict -- CMD ends at the first rule that a connector breaks",
-        good="what the comparison shows",
-        sure=False,
-        threads=(
-            "https://github.com/vllm-project/vllm/issues/29436",
-            _LMCACHE + "issues/2206",
-            "https://github.com/vllm-project/vllm/issues/52617",
-        ),
-    ),
-    Problem(
         code="KVD1326",
         name="lmcache-cannot-be-imported",
         severity=Severity.CRASH,
