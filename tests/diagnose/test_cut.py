@@ -217,3 +217,38 @@ def test_what_was_in_a_step_is_no_failure() -> None:
     frame = f'{CORE}File "/opt/app/vllm/v1/engine/core.py", line 267, in step\n'
     assert codes(diagnose(line)) == []
     assert codes(diagnose(line, frame)) == ["KVD1148"]
+
+
+@pytest.mark.parametrize(
+    ("line", "code"),
+    [
+        ("WARNING 09-16 13:18:12 [gpu_worker.py:208] cudaHostRegister failed for rank=0", "KVD628"),
+        ("WARNING 09-16 13:18:12 [gpu_worker.py:208] cudaHostRegister failed for ra", "KVD628"),
+        ("cuMemcpyBatchAsync failed at index 1 wi", "KVD621"),
+        # Other processes end by a signal too: this beginning is of several records.
+        ("RuntimeError: Engine core initialization failed. See root cause above. Failed core proc", "KVD1041"),
+        ("WARNING 09-16 13:18:12 [gpu_worker.py:208] cudaHostReg", ""),
+    ],
+)
+def test_a_paste_that_ends_within_a_message(line: str, code: str) -> None:
+    log = diagnose(line)
+    assert codes(log) == [code] * bool(code)
+    assert all(found.verdict == "unknown" for found in log.findings)
+
+
+def test_what_the_title_names_explains_a_traceback_that_was_cut() -> None:
+    cut = f'{CORE}  File "/opt/app/vllm/v1/engine/core.py", line 1158, in run_engine_core\n'
+    title = "[Bug]: it dies of a KeyError in self._block_id_to_pending_jobs[bid]\n"
+    assert codes(diagnose(title, cut)) == ["KVD800"]
+
+
+def test_the_head_of_a_handlers_error_is_its_finding_alone() -> None:
+    head = "[2026-02-23 16:08:35,513] LMCache ERROR: Error handling request RequestType.LOOKUP (mq.py:7:lmcache.mq)\n"
+    assert codes(diagnose(head)) == ["KVD212"]
+
+
+def test_an_exception_of_the_title_explains_a_traceback_that_was_cut() -> None:
+    cut = f'{CORE}  File "/opt/app/vllm/v1/engine/core.py", line 1158, in run_engine_core\n'
+    title = "[Bug]: AssertionError: External KV connector is not verified yet\n"
+    assert codes(diagnose(title, cut)) == ["KVD653"]
+    assert codes(diagnose("[Bug]: RuntimeError: it is broken\n", cut)) == ["KVD199"]

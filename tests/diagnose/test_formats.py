@@ -56,6 +56,7 @@ def wrapped(log: bytes, width: int) -> bytes:
 FORMATS = {
     "as it is": lambda log: log,
     "CRLF": lambda log: log.replace(b"\n", b"\r\n"),
+    "as an editor shows them": lambda log: log.replace(b"\n", b"^M\n"),
     "Docker": docker,
     "Loki": loki,
     "messages of several lines": one_message,

@@ -66,6 +66,8 @@ def plain(block: bytes) -> Plain:
     """A block of whole lines without what was put around them."""
     if b"\r" in block:
         block = block.replace(b"\r\n", b"\n")
+    if b"^M\n" in block:  # as an editor shows them
+        block = block.replace(b"^M\n", b"\n")
     if b'{"' in block[:8192] and _is_json(block):
         return _taken_apart(block, _without_json)
     odd = {number for number, _, _ in _odd(block)}

@@ -73,7 +73,12 @@ class _Words(NamedTuple):
         """Whether the text says that this line of code failed, and does not only quote code with it."""
         if self.function:
             return self.source.startswith("assert") or self.kind in pasted
-        return any(f"{before}{self.source}" in pasted for before in (self.kind, f"{self.kind}:", "]:", "]"))
+        return any(f"{before}{self.source}" in pasted for before in self._heads())
+
+    def _heads(self) -> tuple[str, ...]:
+        """What stands before code that failed: its exception, a log's head, or, before an assertion, a sentence."""
+        heads = (self.kind, f"{self.kind}:", f"{self.kind}in", "]:", "]")
+        return (*heads, "with", "(", "/", "of", "by", "hits") if self.source.startswith("assert") else heads
 
     def _in_order(self, pasted: str) -> bool:
         return len(self.text) < 2 or re.search(".{0,600}?".join(map(re.escape, self.text)), pasted) is not None
@@ -124,14 +129,16 @@ def by_assertion(log: Diagnosis) -> tuple[LogRule | Problem, Answer] | None:
     return None
 
 
-def by_exception(log: Diagnosis) -> tuple[Problem, LogLine] | None:
-    """The record of an exception that a sentence names with its text, and that; None: no record knows one."""
+def by_exception(log: Diagnosis, particular: bool = False) -> tuple[Problem, LogLine] | None:
+    """The record of an exception that a sentence names with its text, and that; None: no record knows one.
+
+    particular: general records are none."""
     for text in log.pasted:
         for found in list(_EXCEPTION.finditer(text))[:_NAMES]:
             kind, words = found["kind"].decode(), found["text"].decode("utf-8", "replace").strip()
             line = _raised(Raised(kind, words, [], "", False), found[0])
             of_this = [each for each in problems.at(line) if each.concerns(log)]
-            record = (of_this[0] if len(of_this) == 1 else None) or problems.general(line)
+            record = of_this[0] if len(of_this) == 1 else None if particular else problems.general(line)
             if record is not None:
                 return record, line
     return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from kvfix_tools.diagnose import checks, pasted, problems, problems_cut
+from kvfix_tools.diagnose import checks, pasted, pasted_ends, problems, problems_cut
 from kvfix_tools.diagnose.failures import HOOKS, hook, owner
 from kvfix_tools.diagnose.findings import Answer, Severity, find, finding
 from kvfix_tools.diagnose.findings.described import cut_off, described
@@ -44,6 +44,8 @@ def unknown_failure(log: Diagnosis, line: LogLine | None) -> Answer | None:
     worse = any(found.rule.severity is not Severity.RISK for found in log.findings)  # a risk explains no error
     if first is not None and worse and (first.name == "logged" or _is_cut(first)):
         return None  # what was found says it already
+    if first is not None and first is log.memory.get("handler"):
+        return None  # KVD212
     cut = cut_off(log)
     if cut is not None:
         return cut
@@ -115,7 +117,15 @@ def _by_what_is_left(
         return record, "the text names this exception and its function"
     may_be = first is not None or log.failures.dead or _may_be_prose(log)
     known = pasted.known_by_words(log, general is not None) if may_be else None
-    return (None, "") if known is None else (known.record, f"the text has its words: {known.words}")
+    if known is not None:
+        return known.record, f"the text has its words: {known.words}"
+    if general is not None or (log.findings and first is None):
+        return None, ""
+    named = pasted.by_exception(log, particular=True) if first is not None and _is_cut(first) else None
+    if named is not None:
+        return named[0], f"the text names {named[1].evidence.text[:200]}"
+    ended = pasted_ends.by_its_end(log, first)
+    return (None, "") if ended is None else (ended[0], f"the text ends in {ended[1][-200:]}")
 
 
 def _has_lines(log: Diagnosis) -> bool:
