@@ -14,8 +14,9 @@ For states, bounded replay and MTP modules prefill stops before the tokens that 
 (`_prefill_backoff`, nixl/base_scheduler.py 0.32.0:379); for windows it does not.
 
 ## Fix
-It does for windows too: prefill computes the prompt without its last token, and generates one token. Both engines need
-the fix: with it in one alone they have not as many tokens, as with models with states where one has another release.
+It does for windows too: prefill computes the prompt without its last token, and generates one token. **Apply it to both
+engines, and restart them together**: with it in one alone they count tokens otherwise, and where the last token has a
+block of its own, blocks are paired one too far (base_worker.py 0.32.0:3417): other KV, silent.
 
 ## Releases
 vLLM 0.32.0, the first one played, and 0.33.0. By their code also those since 0.20.2, the first one whose NixlConnector
