@@ -95,8 +95,7 @@ def play(scenario: Scenario, fixes: bool, only: Sequence[str] = ()) -> Result:
     if expected(scenario) == "not-applicable":
         why = cannot_play(scenario.options.connector) or f"needs {missing(scenario.needs)}"
         return Result(scenario.slug, fixes, "not-applicable", why, [])
-    default = [fix.code for fix in catalogue.fixes() if not fix.opt_in or fix.code in scenario.fixes]
-    with applied(fixes, only=list(only) or default):
+    with applied(fixes, only=list(only) or drawn(*scenario.fixes)):
         engine = scenario.played()
     findings = engine.findings
     hits = [
@@ -116,16 +115,22 @@ def play(scenario: Scenario, fixes: bool, only: Sequence[str] = ()) -> Result:
     )
 
 
+def drawn(*more: str) -> list[str]:
+    """The fixes by default, and of those that must be named these and KVF353, which both engines of the lab have."""
+    named = ("KVF353", *more)
+    return [fix.code for fix in catalogue.fixes() if not fix.opt_in or fix.code in named]
+
+
 @contextmanager
 def applied(fixes: bool, mode: str = "fix", only: list[str] | None = None) -> Iterator[None]:
-    """The choice of kvfix in this process, reverted afterwards; the engine logs nothing. only: of the fixes.
+    """The choice of kvfix in this process, reverted afterwards; the engine logs nothing. only: default, `drawn`.
 
     Without fixes and in mode `fix` kvfix is not there at all: all is as released.
     """
     with quiet():
         kvfix.revert()
         if fixes or mode != "fix":
-            kvfix.apply(mode, only=only if fixes else [])
+            kvfix.apply(mode, only=(drawn() if only is None else only) if fixes else [])
         try:
             yield
         finally:

@@ -1,5 +1,8 @@
 """A load ends with the prompt, its last token is computed again, and a sliding window begins one token too late for it.
 
+Opt-in: prefill and decode must both have it, or neither. In one alone the two count tokens otherwise, and where the
+last token has a block of its own, blocks are paired one too far (base_worker.py 0.32.0:3417): other KV, silent.
+
 ## Symptom
 Wrong text without any message, of models with sliding windows (Gemma, gpt-oss) behind NixlConnector: of one in so many
 prompts as a block has tokens, the first token is computed with other KV in place of one token of the window. Where the
@@ -14,9 +17,7 @@ For states, bounded replay and MTP modules prefill stops before the tokens that 
 (`_prefill_backoff`, nixl/base_scheduler.py 0.32.0:379); for windows it does not.
 
 ## Fix
-It does for windows too: prefill computes the prompt without its last token, and generates one token. **Apply it to both
-engines, and restart them together**: with it in one alone they count tokens otherwise, and where the last token has a
-block of its own, blocks are paired one too far (base_worker.py 0.32.0:3417): other KV, silent.
+It does for windows too: prefill computes the prompt without its last token, and generates one token.
 
 ## Releases
 vLLM 0.32.0, the first one played, and 0.33.0. By their code also those since 0.20.2, the first one whose NixlConnector
@@ -63,4 +64,5 @@ FIX = Fix(
     evidence={},
     attaches=AT_START,
     scenarios=("nixl-window-freed-at-end", "nixl-window-freed-meanwhile"),
+    opt_in=True,
 )
