@@ -252,3 +252,15 @@ def test_an_exception_of_the_title_explains_a_traceback_that_was_cut() -> None:
     title = "[Bug]: AssertionError: External KV connector is not verified yet\n"
     assert codes(diagnose(title, cut)) == ["KVD653"]
     assert codes(diagnose("[Bug]: RuntimeError: it is broken\n", cut)) == ["KVD199"]
+
+
+CUT = f'{CORE}  File "/opt/app/vllm/v1/engine/core.py", line 1158, in run_engine_core\n'
+
+
+@pytest.mark.parametrize("cut", ["", CUT])
+def test_an_assertion_of_a_function_that_the_title_names(cut: str) -> None:
+    """One record asserts there; where several do, none is it."""
+    title = "# OffloadingConnector: AssertionError in {} under load\n"
+    assert codes(diagnose(title.format("_build_store_jobs"), cut)) == ["KVD601"]
+    assert "KVD601" not in codes(diagnose(title.format("_build_load_jobs"), cut))
+    assert "KVD601" not in codes(diagnose(title.format("_build_store_jobs").replace("AssertionError", "slow"), cut))

@@ -73,6 +73,21 @@ def known() -> dict[str, tuple[list[str], Table]]:
     return {dist: (data["releases"], table(data)) for dist, data in json.loads(FILE.read_text()).items()}
 
 
+@lru_cache(maxsize=1)
+def _asserting() -> dict[str, set[str]]:
+    functions: dict[str, set[str]] = {}
+    for _, checks in known().values():
+        for _, function, check in checks:
+            if check.kind == "assert" and not check.text:
+                functions.setdefault(check.condition.translate(_QUOTES), set()).add(function)
+    return functions
+
+
+def functions_of(assertion: str) -> set[str]:
+    """Functions in which this line of source (`assert ...`) stands, in any release."""
+    return _asserting().get(assertion.translate(_QUOTES).removeprefix("assert"), set())
+
+
 def said_of(line: LogLine, ran: Releases) -> str:
     """What the released code says of this failure, as the end of a sentence; "": it is not of this code."""
     for dist, (releases, checks) in known().items():

@@ -8,7 +8,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvfix_tools.diagnose import problems
+from kvfix_tools.diagnose import checks, problems
 from kvfix_tools.diagnose.signs import PLACE, Failed, fits, is_pythons, longest, pattern, raised_in, tells
 
 if TYPE_CHECKING:
@@ -61,16 +61,25 @@ def in_prose(log: Diagnosis) -> Problem | None:
     """The record of an exception that a sentence names together with its function; None: there is none, or several."""
     lines = [line.decode("utf-8", "replace") for text in log.pasted for line in text.split(b"\n")][:_LINES]
     signs = [each for each in _failed() if each.function]
-    fitting = (each for line in lines for each in signs if each.function in line and _is_named(each.sign, line))
+    quoted = any("assert " in line for line in lines)  # then that tells which
+    fitting = (
+        (each, line) for line in lines for each in signs if each.function in line and _is_named(each.sign, line, quoted)
+    )
     return _only(
-        [((True, each.letters + len(each.function)), each.record) for each in fitting if each.record.concerns(log)]
+        [
+            ((True, (each.letters if each.sign.source in line else 0) + len(each.function)), each.record)
+            for each, line in fitting
+            if each.record.concerns(log)
+        ]
     )
 
 
-def _is_named(sign: Failed, text: str) -> bool:
-    """Whether the text names this exception: `IndexError` in `_get_remote_rank`."""
+def _is_named(sign: Failed, text: str, quoted: bool) -> bool:
+    """Whether the text names this exception: `IndexError` in `_get_remote_rank`, `AssertionError` in `get_finished`."""
     if sign.text and not (longest(sign.text) in text and pattern(sign.text).search(text)):
         return False
+    if sign.source.startswith("assert") and not (sign.text or quoted) and "AssertionError" in text:
+        return True
     return sign.source in text and bool(sign.text or sign.source or (sign.kind and sign.kind in text))
 
 
@@ -86,8 +95,9 @@ def _failed() -> tuple[_Sign, ...]:
     particular = [each for each in problems.catalogue() if not each.general]
     made = []
     for record, sign in ((each, sign) for each in particular for sign in each.shows if isinstance(sign, Failed)):
-        _, function = raised_in(sign)
+        functions = {raised_in(sign)[1]} - {""} or checks.functions_of(sign.source)
         text = "" if is_pythons(sign.text) and (sign.within or sign.through) else sign.text
         letters = sum(map(len, PLACE.split(text)[::2])) + len(sign.source)
-        made.append(_Sign(record, sign, letters, function if tells(function) else ""))
+        telling = sorted(filter(tells, functions)) or [""]
+        made += [_Sign(record, sign, letters, function) for function in telling]
     return tuple(made)

@@ -109,10 +109,9 @@ def _by_what_is_left(
     log: Diagnosis, first: LogLine | None, general: problems.Problem | None
 ) -> tuple[problems.Problem | None, str]:
     """The record whose sign is there in part, if there is one; and what says so where no line of a log is there."""
-    if first is not None:
-        record = problems_cut.raised(log, first, general)
-    else:
-        record = problems_cut.in_prose(log) if _may_be_prose(log) else None
+    record = problems_cut.raised(log, first, general) if first is not None else None
+    if record is None and (_may_be_prose(log) if first is None else _is_cut(first)):
+        record = problems_cut.in_prose(log)
     if record is not None:
         return record, "the text names this exception and its function"
     may_be = first is not None or log.failures.dead or _may_be_prose(log)
