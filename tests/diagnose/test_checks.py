@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 from pathlib import Path
 
 import pytest
@@ -122,7 +121,6 @@ def test_a_line_without_frames_is_found_by_its_words() -> None:
 )  # fmt: skip
 def test_what_is_taken_of_a_file(code: str, expected: list[tuple[str, str, str]]) -> None:
     assert [tuple(check) for _, check in released_checks.extract(code.encode())] == expected
-    ast.parse(code)
 
 
 def test_ranges_go_there_and_back() -> None:

@@ -236,10 +236,12 @@ def test_a_paste_that_ends_within_a_message(line: str, code: str) -> None:
     assert all(found.verdict == "unknown" for found in log.findings)
 
 
+CUT = f'{CORE}  File "/opt/app/vllm/v1/engine/core.py", line 1158, in run_engine_core\n'
+
+
 def test_what_the_title_names_explains_a_traceback_that_was_cut() -> None:
-    cut = f'{CORE}  File "/opt/app/vllm/v1/engine/core.py", line 1158, in run_engine_core\n'
     title = "[Bug]: it dies of a KeyError in self._block_id_to_pending_jobs[bid]\n"
-    assert codes(diagnose(title, cut)) == ["KVD800"]
+    assert codes(diagnose(title, CUT)) == ["KVD800"]
 
 
 def test_the_head_of_a_handlers_error_is_its_finding_alone() -> None:
@@ -248,13 +250,9 @@ def test_the_head_of_a_handlers_error_is_its_finding_alone() -> None:
 
 
 def test_an_exception_of_the_title_explains_a_traceback_that_was_cut() -> None:
-    cut = f'{CORE}  File "/opt/app/vllm/v1/engine/core.py", line 1158, in run_engine_core\n'
     title = "[Bug]: AssertionError: External KV connector is not verified yet\n"
-    assert codes(diagnose(title, cut)) == ["KVD653"]
-    assert codes(diagnose("[Bug]: RuntimeError: it is broken\n", cut)) == ["KVD199"]
-
-
-CUT = f'{CORE}  File "/opt/app/vllm/v1/engine/core.py", line 1158, in run_engine_core\n'
+    assert codes(diagnose(title, CUT)) == ["KVD653"]
+    assert codes(diagnose("[Bug]: RuntimeError: it is broken\n", CUT)) == ["KVD199"]
 
 
 @pytest.mark.parametrize("cut", ["", CUT])

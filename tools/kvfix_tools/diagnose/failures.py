@@ -179,6 +179,12 @@ def _quoted(line: LogLine) -> LogLine | None:
     return replace(line, fields=fields)
 
 
+def is_cut(line: LogLine) -> bool:
+    """Whether the log ends in this traceback, before the exception."""
+    fields = line.fields
+    return line.name == "raised" and bool(fields["frames"]) and not (fields["class"] or fields["text"])
+
+
 def _is_heading(line: LogLine) -> bool:
     """Whether it only counts what pydantic refuses; each of it has a line of its own, below."""
     return line.name == "raised" and " validation error" in str(line.fields.get("text", ""))[:40]

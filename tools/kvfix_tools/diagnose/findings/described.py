@@ -6,6 +6,7 @@ import re
 from typing import TYPE_CHECKING
 
 from kvfix_tools.diagnose import problems
+from kvfix_tools.diagnose.failures import is_cut
 from kvfix_tools.diagnose.findings import Answer, Severity, finding
 from kvfix_tools.diagnose.findings.lookups import lookups_of
 from kvfix_tools.diagnose.findings.memory import PASTE
@@ -62,9 +63,7 @@ def _is_open(log: Diagnosis) -> bool:
     first = log.failures.first
     if first is None or (first.name == "logged" and _CUT.fullmatch(first.body)):
         return True
-    return (
-        first.name == "raised" and bool(first.fields["frames"]) and not (first.fields["class"] or first.fields["text"])
-    )
+    return is_cut(first)
 
 
 def described(log: Diagnosis) -> Answer | None:

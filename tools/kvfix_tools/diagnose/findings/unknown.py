@@ -6,7 +6,7 @@ import re
 from typing import TYPE_CHECKING
 
 from kvfix_tools.diagnose import checks, pasted, pasted_ends, problems, problems_cut
-from kvfix_tools.diagnose.failures import HOOKS, hook, owner
+from kvfix_tools.diagnose.failures import HOOKS, hook, is_cut, owner
 from kvfix_tools.diagnose.findings import Answer, Severity, find, finding
 from kvfix_tools.diagnose.findings.described import cut_off, described
 from kvfix_tools.diagnose.findings.lookups import lookups_of
@@ -42,7 +42,7 @@ def unknown_failure(log: Diagnosis, line: LogLine | None) -> Answer | None:
         return None
     first = log.failures.first
     worse = any(found.rule.severity is not Severity.RISK for found in log.findings)  # a risk explains no error
-    if first is not None and worse and (first.name == "logged" or _is_cut(first)):
+    if first is not None and worse and (first.name == "logged" or is_cut(first)):
         return None  # what was found says it already
     if first is not None and first is log.memory.get("handler"):
         return None  # KVD212
@@ -51,7 +51,7 @@ def unknown_failure(log: Diagnosis, line: LogLine | None) -> Answer | None:
         return cut
     heading = log.failures.heading if first is not None and not first.fields.get("frames") else None
     stage = next((code for name, code in _STAGES.items() if log.counts[name]), None)
-    if stage is not None and (first is None or _is_cut(first)) and not log.counts["asked"]:
+    if stage is not None and (first is None or is_cut(first)) and not log.counts["asked"]:
         return Answer("the engine dies after `Creating blender`", "", "unknown", record=problems.find(stage))
     general = problems.general(first) if first is not None else None
     general = general or (problems.general(heading) if heading is not None else None)
@@ -64,7 +64,7 @@ def unknown_failure(log: Diagnosis, line: LogLine | None) -> Answer | None:
         dead = _of_the_dead(log) if has_lines else None
         named = _in_prose(log) if dead is None and _may_be_prose(log) else None
         return dead or named or described(log) or (beside_few_lines(log) if has_lines else symptom(log))
-    if _is_cut(first):
+    if is_cut(first):
         file, _, function = first.fields["frames"][-1]
         # vLLM's connector only hands a hook on: what failed lies deeper, in the part that was cut off.
         handed_on = function in HOOKS and "/kv_connector/" in file
@@ -110,7 +110,7 @@ def _by_what_is_left(
 ) -> tuple[problems.Problem | None, str]:
     """The record whose sign is there in part, if there is one; and what says so where no line of a log is there."""
     record = problems_cut.raised(log, first, general) if first is not None else None
-    if record is None and (_may_be_prose(log) if first is None else _is_cut(first)):
+    if record is None and (_may_be_prose(log) if first is None else is_cut(first)):
         record = problems_cut.in_prose(log)
     if record is not None:
         return record, "the text names this exception and its function"
@@ -120,7 +120,7 @@ def _by_what_is_left(
         return known.record, f"the text has its words: {known.words}"
     if general is not None or (log.findings and first is None):
         return None, ""
-    named = pasted.by_exception(log, particular=True) if first is not None and _is_cut(first) else None
+    named = pasted.by_exception(log, particular=True) if first is not None and is_cut(first) else None
     if named is not None:
         return named[0], f"the text names {named[1].evidence.text[:200]}"
     ended = pasted_ends.by_its_end(log, first)
@@ -135,12 +135,6 @@ def _has_lines(log: Diagnosis) -> bool:
 def _may_be_prose(log: Diagnosis) -> bool:
     """Whether words outside of the log's lines count: there are no such lines, or they say nothing and have a title."""
     return not _has_lines(log) or (not log.findings and any(text.startswith(b"# ") for text in log.pasted))
-
-
-def _is_cut(line: LogLine) -> bool:
-    """Whether the log ends in its traceback, before the exception."""
-    fields = line.fields
-    return line.name == "raised" and bool(fields["frames"]) and not (fields["class"] or fields["text"])
 
 
 def _in_prose(log: Diagnosis) -> Answer | None:
