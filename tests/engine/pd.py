@@ -56,6 +56,9 @@ class Engine:
             VLLM_NIXL_SIDE_CHANNEL_PORT=str(side),
             # Longer than the proxy leaves a connection unused: it may write to one that the engine is closing (5 s).
             VLLM_HTTP_TIMEOUT_KEEP_ALIVE=str(10 * LIMIT),
+            # The worker in EngineCore's process, as with one GPU: one of its own waits in sched_yield(), and beside
+            # NIXL's thread Linux 6.18 then leaves it without a core for up to a minute.
+            VLLM_ENABLE_V1_MULTIPROCESSING="0",
             **{FORK_WORKERS: "", "UCX_TLS": "tcp", "UCX_NET_DEVICES": "lo"},
             **real_engine.ENVIRONMENT,
         )
