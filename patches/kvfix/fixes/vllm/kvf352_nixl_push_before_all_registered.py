@@ -86,7 +86,7 @@ FIX = Fix(
     __doc__,
     targets=(NIXL_PUSH_WORKER._handle_push_reg_notif(broken=">=0.26", place=1, probe=shows_bug, fix=fix),),
     evidence={"KVR011": r"KeyError: \('", "KVR022": ""},
-    scenarios=("nixl-push-before-all-registered", "nixl-push-told-before-connected"),
+    scenarios=("nixl-push-before-all-registered", "nixl-push-notified-before-connected"),
     attaches=NEW_REQUESTS,
     no_patch={"vllm": "a registration does not say which rank sends it, or all would count: a change of its message"},
 )
