@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -52,7 +53,7 @@ def cases() -> Iterator[Case]:
     return (Case(connector, lmcache, workload, level, mode) for level, workload, mode, (connector, lmcache) in drawn)
 
 
-def run(case: Case, folder: Path) -> dict[str, Any]:
+def run(case: Case, folder: Path, forked: bool) -> dict[str, Any]:
     """What kvfix-diagnose finds in the log of this engine and of its server, in each and in both; whether it worked."""
     logs = [folder / "log", folder / "server.log"][: 2 if case.connector == "mp" else 1]
     levels = {"LMCACHE_LOG_LEVEL": case.level, "VLLM_LOGGING_LEVEL": case.level}
@@ -62,7 +63,7 @@ def run(case: Case, folder: Path) -> dict[str, Any]:
         transfer = stack.enter_context(start.server(log=logs[1], **levels)) if mp else start.v1(64)
         ran = start.run(
             folder, True, transfer, mode=case.mode, lmcache=RELEASES / case.lmcache, environment=levels,
-            forked=False, **WORKLOADS[case.workload],
+            forked=forked, **WORKLOADS[case.workload],
         )  # fmt: skip
     whole = found(*logs)
     return {
@@ -86,10 +87,15 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--step", type=int, default=1, help="every so many only: others run beside it")
+    level = "only with this level, forked of a process that has vLLM: sooner, without what vLLM logs of its imports"
+    parser.add_argument("--level", choices=("DEBUG", "INFO"), help=level)
     wanted = parser.parse_args(arguments)
+    if wanted.level:
+        os.environ["VLLM_LOGGING_LEVEL"] = wanted.level  # read when vLLM is imported
+    drawn = [(number, case) for number, case in enumerate(cases()) if wanted.level in (None, case.level)]
     wrong = 0
-    for number, case in itertools.islice(enumerate(cases()), wanted.first, None, wanted.step):
-        ran = run(case, wanted.folder / f"{number:02}-{case}")
+    for number, case in drawn[wanted.first :: wanted.step]:
+        ran = run(case, wanted.folder / f"{number:02}-{case}", forked=bool(wanted.level))
         wrong += bool(ran["findings"]) or not ran["healthy"]
         print(json.dumps(ran), flush=True)
     return int(wrong > 0)
