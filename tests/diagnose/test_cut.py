@@ -200,6 +200,15 @@ def test_code_that_is_quoted_has_not_failed() -> None:
     assert codes(diagnose(text)) == ["KVD109"]
 
 
+def test_an_assertion_is_known_by_the_names_that_a_text_gives() -> None:
+    """`wait_for_save` has several assertions without a text; the names are those of one."""
+    text = "LMCache 0.3.10: AssertionError in `wait_for_save()`: {} has another length than `token_ids`\n"
+    assert codes(diagnose(text.format("`slot_mapping`"))) == ["KVD112"]
+    assert codes(diagnose(text.format("a list"))) == ["KVD129"]
+    assert "KVD112" not in codes(diagnose(text.format("`slot_mapping`").replace("wait_for_save", "save")))
+    assert "KVD112" not in codes(diagnose(text.format("`slot_mapping`").replace("AssertionError", "KeyError")))
+
+
 def test_a_title_counts_above_lines_that_say_nothing() -> None:
     lines = "I0924 06:55:08.151127   204 client_metric.cpp:76] Client metrics enabled (default enabled)\n" + stats(
         1, 0, 9.0

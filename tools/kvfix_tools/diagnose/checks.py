@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 FILE = Path(__file__).with_name("checks.json")
 #: Letters of a text, without its values, from which on it is found in any function.
 _TELLS = 16
+#: Letters of a function from which on a text that has its name speaks of it; names of a condition that tell.
+_FUNCTION, _NAME = 8, re.compile(r"\b[a-z]+_[a-z_]{3,}\b")
 _QUOTES, _VALUE = str.maketrans({'"': "'", " ": None, "\n": None}), "\0"
 
 
@@ -86,6 +88,23 @@ def _asserting() -> dict[str, set[str]]:
 def functions_of(assertion: str) -> set[str]:
     """Functions in which this line of source (`assert ...`) stands, in any release."""
     return _asserting().get(assertion.translate(_QUOTES).removeprefix("assert"), set())
+
+
+@lru_cache(maxsize=64)
+def asserted_by_names(text: str) -> tuple[str, str] | None:
+    """(function, condition) of the assertion that a text describes: it names the function and each name of the
+    condition; of several the one with most names. None: there is none, or several."""
+    if "AssertionError" not in text:
+        return None
+    found: dict[str, tuple[int, str]] = {}
+    for _, checks in known().values():
+        for _, function, check in checks:
+            names = set(_NAME.findall(check.condition)) if check.kind == "assert" and not check.text else set()
+            if len(names) > 1 and len(function) >= _FUNCTION and all(each in text for each in (function, *names)):
+                found[check.condition] = (len(names), function)
+    most = max(found.values(), default=(0, ""))[0]
+    best = [(function, condition) for condition, (names, function) in found.items() if names == most]
+    return best[0] if len(best) == 1 else None
 
 
 def said_of(line: LogLine, ran: Releases) -> str:

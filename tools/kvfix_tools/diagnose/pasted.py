@@ -9,7 +9,7 @@ import re
 from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvfix_tools.diagnose import findings, log_formats, problems, problems_cut
+from kvfix_tools.diagnose import checks, findings, log_formats, problems, problems_cut
 from kvfix_tools.diagnose.log_line import LogLine
 from kvfix_tools.diagnose.signs import PLACE, Failed, Sign, Stuck, fits, in_words, is_pythons, longest, raised_in, tells
 from kvfix_tools.diagnose.tracebacks import Raised
@@ -126,6 +126,14 @@ def by_assertion(log: Diagnosis) -> tuple[LogRule | Problem, Answer] | None:
             record = problems_cut.raised(log, _raised(Raised("AssertionError", "", [], source, False), asserted), None)
             if record is not None:
                 return record, findings.Answer(f"the text names the assertion {source.removeprefix('assert ')}")
+        described = checks.asserted_by_names(text.decode("utf-8", "replace"))
+        if described is not None:
+            function, condition = described
+            line = _raised(Raised("AssertionError", "", [("", 0, function)], f"assert {condition}", False), text)
+            answers = ((rule, rule.look(log, line)) for rule in findings.rules().get("raised", ()))
+            known = next(((rule, answer) for rule, answer in answers if answer is not None), None)
+            if known is not None:
+                return known
     return None
 
 

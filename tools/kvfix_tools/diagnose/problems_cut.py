@@ -79,7 +79,8 @@ def _is_named(sign: Failed, text: str, quoted: bool) -> bool:
     if sign.text and not (longest(sign.text) in text and pattern(sign.text).search(text)):
         return False
     if sign.source.startswith("assert") and not (sign.text or quoted) and "AssertionError" in text:
-        return True
+        another = checks.asserted_by_names(text)
+        return another is None or another[1] in sign.source
     return sign.source in text and bool(sign.text or sign.source or (sign.kind and sign.kind in text))
 
 
