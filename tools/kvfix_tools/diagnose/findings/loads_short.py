@@ -48,8 +48,8 @@ def load_comes_short(log: Diagnosis, line: LogLine) -> Answer | None:
     Cause: between lookup and load the chunks were evicted or their pins ran out, or the backend lost them. Older
     releases of LMCache also lose loads by themselves: before 0.3.3 rank 0 alone is asked, so that the other ranks'
     chunks are not pinned (pull 1101), and what a peer sends with `enable_p2p` is not counted; in 0.3.1 tokens are cut
-    off wrongly (with `skip_last_n_tokens` twice); before 0.3.9.post1 no rank of a later stage of a pipeline is asked
-    (pull 1813).
+    off wrongly (with `skip_last_n_tokens` twice); before August 2025 engines on one machine answer each other's lookups
+    (pull 1166); before 0.3.9.post1 no rank of a later stage of a pipeline is asked (pull 1813).
 
     First: a larger `max_local_cpu_size` (NIXL storage: `nixl_buffer_size`); before LMCache 0.3.9.post1 upgrade,
     `skip_last_n_tokens` at 0, `enable_p2p: false`.

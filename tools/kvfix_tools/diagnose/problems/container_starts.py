@@ -15,6 +15,8 @@ PROBLEMS = (
             Logged('exec: "<program>": executable file not found in $PATH'),
             Logged('exec: \\"<program>\\": executable file not found in $PATH'),
             Logged('exec: "<program>": stat <path>: no such file or directory'),
+            Logged('("<program>": executable file not found in $PATH'),
+            Logged("executable file `<program>` not found in $PATH"),
         ),
         said=(
             r"lmcache/(?:vllm-openai|standalone)",
@@ -33,6 +35,7 @@ PROBLEMS = (
         threads=(
             "https://github.com/LMCache/LMCache/issues/679",
             "https://github.com/LMCache/LMCache/issues/906",
+            "https://github.com/vllm-project/production-stack/issues/454",
         ),
     ),
 )

@@ -25,6 +25,7 @@ PROBLEMS = (
             Logged("Failed to upload <key> to S3: "),
             Logged("Failed to download <key> from S3: "),
             Failed(kind="RuntimeError", text="Upload failed in S3Connector:", at=_S3),
+            Logged("Exception ignored in: <awscrt.s3._S3RequestCore object"),
         ),
         connectors=_IN_PROCESS,
         cause="The status decides: 403 credentials or rights, 301 another region than s3_region, 400 or "
@@ -34,7 +35,7 @@ PROBLEMS = (
         '"REGION", aws_access_key_id: ..., aws_secret_access_key: ..., disable_tls: true where it has no TLS}',
         good="no release takes host/bucket addresses (0.5.6; LMCache pull requests 2624 and 4739 are open)",
         sure=False,
-        threads=(_LMCACHE + "issues/3376", _LMCACHE + "issues/2621", _LMCACHE + "pull/4484"),
+        threads=(_LMCACHE + "issues/3376", _LMCACHE + "issues/2621", _LMCACHE + "issues/4483"),
     ),
     Problem(
         code="KVD882",

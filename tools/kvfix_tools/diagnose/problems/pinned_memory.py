@@ -23,6 +23,11 @@ PROBLEMS = (
             Failed(text="cudaHostRegister failed: <why>"),
             Logged(text="cudaHostAlloc failed: <why>"),
         ),
+        said=(
+            r"(?i)lmcache",
+            r"(?i)cpu.?offload|pinned|pin_memory|local_cpu",
+            r"(?i)memory (?:can ?not|could not|can't) be (?:allocated|pinned)",
+        ),
         sentence="pinning failed: {why}",
         cause="`out of memory`: the machine or the container has less memory than all workers ask for together, or "
         "ulimit -l is small. `invalid argument`: too much in one call: some drivers refuse 512 GB and more, WSL and "
@@ -30,7 +35,7 @@ PROBLEMS = (
         now=_LESS + "; " + _MEMLOCK,
         good="max_local_cpu_size times the workers well below the container's memory; pools of 512 GB and more: a "
         "driver that takes them, no release of LMCache splits the call yet (0.5.6; pull request 5177 is open)",
-        threads=(_THREAD + "issues/1063", _THREAD + "pull/5177"),
+        threads=(_THREAD + "issues/1063", _THREAD + "issues/1051", _THREAD + "pull/5177"),
     ),
     Problem(
         code="KVD791",
