@@ -65,6 +65,21 @@ def test_a_hybrid_model_is_known_where_the_error_is_cut_off(text: str, code: str
     assert codes(diagnose(text)) == ([code] if code else [])
 
 
+SERVER = {
+    "KVD1220": "The external hit rate stays at 0.0% with LMCacheMPConnector.\n",
+    "KVD1244": "LMCache in MP mode: from another node vLLM does not connect to this server\n",
+    "KVD1230": "LMCache 0.5.5 in MP mode: the scheduler's heartbeat does not start\n",
+    "KVD1232": "LMCache in MP mode: heartbeat, degraded for 2 minutes after a restart\n",
+    "KVD1234": "LMCacheMPConnector ignores save_decode_cache\n",
+    "KVD1240": "LMCacheMPConnector: a retrieve stands in WAITING_FOR_REMOTE_KVS forever\n",
+}
+USE = {
+    "KVD1226": 'LMCache\'s /lookup gives {"event_id": "x", "layout_info": {}}\n',
+    "KVD1228": "redis for lmcache: the second request is slower than the first\n",
+    "KVD1236": "lmcache:num_hit_tokens_total is 0\n",
+    "KVD1238": "vLLM 0.26.0, LMCache 0.5.2: answers are garbled with the packed KV\n",
+    "KVD1242": "LMCache, enable_pd: true, and the decoder recomputes each prompt\n",
+}
 DESCRIBED = {
     "KVD1316": "LMCache v0.5.0: multimodal prompts with different images get the wrong answer\n",
     "KVD1318": "Multi-LoRA with LMCache: the key does not name the adapter\n",
@@ -80,7 +95,23 @@ DESCRIBED = {
     "KVD1336": "LMCache: no KV blocks were offloaded to NVMe\n",
     "KVD1334": "production-stack: the router pod is in CrashLoopBackOff\n",
     "KVD1324": "LMCache 0.5.1 and gpt-oss with an L2 on NIXL: errors\n",
+    "KVD790": "lmcache: the example of cpu-offload says that memory cannot be allocated\n",
+    **SERVER,
+    **USE,
 }
+
+
+def test_engines_without_one_seed_are_no_matter_of_the_serializer() -> None:
+    text = "Two vLLM engines with LMCache, hits do not happen.\nremote_url: lm://h:1\nremote_serde: cachegen\n"
+    assert codes(diagnose(text)) == ["KVD1206"]
+    assert "no PYTHONHASHSEED, and remote_serde is cachegen" in diagnose(text).findings[0].sentence
+    assert codes(diagnose(text.replace("do not happen", "are wrong") + "PYTHONHASHSEED=0\n")) == ["KVD1322"]
+
+
+def test_pods_in_a_list_are_not_the_router_that_crashes() -> None:
+    pods = "production-stack, LMCache\nvllm-router-1 Running\nvllm-engine-1 CrashLoopBackOff\n"
+    assert "KVD1334" not in codes(diagnose(pods))
+    assert codes(diagnose(pods.replace("router-1 Running", "router-1 CrashLoopBackOff"))) == ["KVD1334"]
 
 
 def test_a_title_outweighs_the_work_after_it() -> None:

@@ -22,6 +22,8 @@ _NO_HITS = re.compile(
     r"|n't (?:\w+ ){0,2}(?:hit|reuse)\b|\bcache miss(?:es)?\b|\bNONE_HASH\b"
     r"|\bhash(?:es|ing)? (?:algorithm|mismatch|differ)"
 )
+#: Several engines: without one seed their keys differ, whatever is lost besides (KVD1206).
+_TWO_ENGINES = re.compile(r"(?i)\b(?:two|2|another|second) (?:\w+ )?(?:vllm|engines?|instances?)\b")
 #: Models with layers that keep a state (Mamba, GDN, linear attention) beside those with attention.
 _HYBRID = re.compile(
     r"(?i)\bqwen3\.[5-9]|qwen3-(?:coder-)?next|nemotron-?(?:3|h)\b|falcon-h1|\bjamba|\bbamba|\bzamba|granite-4|"
@@ -41,7 +43,10 @@ _CUT = re.compile(rb"\s*ERROR[\s\d:-]*")
 #: A disk of LMCache's in its own process, a restart, and what is then done again.
 _DISK = re.compile(r"LocalDiskBackend|local_disk['\"]?\s*[:=]\s*(?!null|None|false|~)\S|LMCACHE_LOCAL_DISK\W")
 _RESTARTS = re.compile(r"(?i)\brestart|\bshut(?:ting)? ?down and|start(?:ing|ed)? (?:it )?(?:up )?again|\breboot")
-_AGAIN = re.compile(r"(?i)re-?creat|\blost\b|from scratch|\bnot (?:be )?(?:load|reus|restor|persist)")
+_AGAIN = re.compile(
+    r"(?i)re-?creat|\blost\b|from scratch|\b(?:not|never)(?: \w+)? (?:load|re-?load|reus|restor|persist)"
+    r"|\b(?:are|is) gone\b|re-?comput"
+)
 #: A setting in a file, as YAML has it; those that name a place, and how they are switched off.
 _IN_FILE = re.compile(r"(?m)^[ \t]{0,4}(chunk_size|local_cpu|local_disk|remote_url): *[\"']?([^\s#\"']+)")
 _PLACES, _OFF = ("local_disk", "remote_url"), ("none", "null", "false", "~")
@@ -73,11 +78,13 @@ def described(log: Diagnosis) -> Answer | None:
     for record in problems.catalogue() if text and _is_open(log) else ():
         if cut and record.severity is not Severity.CRASH:
             continue
+        if record.code == "KVD1322" and _TWO_ENGINES.search(text) and "PYTHONHASHSEED" not in text:
+            continue
         if record.said and len(record.said) > len(best.said if best else ()) and record.concerns(log):
             best = record if all(re.search(each, text) for each in record.said) else best
     if best is None:
         return None
-    words = [" ".join(found[0].split())[:60] for each in best.said if (found := re.search(each, text))]
+    words = [" ".join(found[0].split())[-60:] for each in best.said if (found := re.search(each, text)) and found[0]]
     return Answer(f"the text speaks of {', '.join(words)}", request="", verdict="unknown", record=best)
 
 

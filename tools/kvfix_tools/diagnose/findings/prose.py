@@ -27,7 +27,7 @@ _OF_KV = re.compile(
 )
 #: `LMCACHE_NAME=value`, `name: value`, `os.environ["LMCACHE_NAME"] = "value"`, and a variable of a pod.
 _TYPED = re.compile(
-    r"(?im)(?:\bLMCACHE_|^[\s>`'\"]*|[\s,{'\"])(chunk_size|max_local_cpu_size|local_cpu|remote_url|remote_serde|"
+    r"(?im)(?:\bLMCACHE_|^[\s>`'\"]*|[\s,.{'\"])(chunk_size|max_local_cpu_size|local_cpu|remote_url|remote_serde|"
     r"enable_p2p|enable_blending)\b[\"'\]]*\s*(?:[:=]|\n\s*value:)\s*[\"'\u201c]?([^\s\"'\u201d`,#}]+)"
 )
 _RANKS = re.compile(r"(?:--?tensor[-_]parallel[-_]size|(?<!\S)-tp|tensor_parallel_size)[\s=:\"']+(\d+)")
@@ -36,22 +36,26 @@ _LARGE = 16
 _DIES = re.compile(
     r"(?i)leaked shared_memory|\bkilled\b|oom[- _]?kill|out of memory|code:? 137|bus error|fails? to (?:start|launch)"
     r"|(?:can ?not|doesn't|won't|does not|unable to) start|start(?:s|ed)? (?:successfully|normally) when"
+    r"|\u5185\u5b58\u4e0d\u8db3|\u88ab ?(?:kill|\u6740)|\u65e0\u6cd5\u542f\u52a8|\u542f\u52a8\u5931\u8d25"
 )
 _WRONG = re.compile(
     r"(?i)gibberish|garbled|garbage|nonsens|corrupt\w* (?:text|output|kv)|(?:wrong|incorrect|different|inconsistent) "
     r"(?:answer|output|result|response|generation)|accuracy (?:drop|loss|degrad|is lower)|\u4e71\u7801"
+    r"|(?:answer|output|response|generation)s? (?:\w+ ){0,2}(?:degrad|differ)|malformed (?:answer|output)"
+    r"|degraded (?:answer|output|response)|(?:quality|output) degrad"
 )
 _CRASHES = re.compile(
     r"(?i)segfault|segmentation fault|sigsegv|core dumped|native crash|memory corruption|crash(?:es|ed)?\b"
 )
 _HANGS = re.compile(
-    r"(?i)(?<!'m )(?<!am )\b(?:stuck|hangs?|hung|hanging|dead-?lock(?:s|ed)?|freezes?|frozen)\b"
+    r"(?i)(?<!'m )(?<!am )\b(?:stuck(?:ed|s)?|hangs?|hung|hanging|dead-?lock(?:s|ed)?|freezes?|frozen)\b"
     r"|\u5361\u4f4f|\u5361\u6b7b"
 )
 _MISSES = re.compile(
     r"(?i)\b(?:0|zero|no)(?:\.0)?%? (?:cache |prefix |kv |lmcache )*hits?\b|cache miss|re(?:calculat|comput)ed every"
-    r"|\bhits?(?: tokens| rate)?\b[^\n.]{0,40}\b0(?:\.0+)?%?(?![.\w%])"
+    r"|\bhits?(?: tokens| rate)?\b[^\n.]{0,40}\b0(?:\.0+)?%?(?![\w%]|\.\d)"
     r"|(?:never|not|doesn't|didn't|can't|fails? (?:in|to))(?: \w+){0,2} (?:hit|reus|retriev|get any hit)"
+    r"|\bhits? (?:does not|doesn't|never|do not|don't) (?:happen|occur|come)|can ?not load (?:the )?(?:kv|cache)"
     r"|\bcache (?:is |does )?not (?:work|effective|used)"
     r"|\u547d\u4e2d\u7387?[^\n]{0,8}0|(?:\u6ca1\u6709?|\u672a|\u65e0\u6cd5)\u547d\u4e2d"
 )
@@ -68,7 +72,8 @@ _GROWS = re.compile(
 )
 #: Anywhere in the text, of a connector that keeps KV for later.
 _SLOW = re.compile(
-    r"(?i)\bTTFT\b|time to first token|slower|worse than|throughput[^\n]{0,60}(?:not|lower|drop|less|worse)"
+    r"(?i)(?<![a-z])TTFT(?![a-z])|time to first token|slower|worse than"
+    r"|throughput[^\n]{0,60}(?:not|lower|drop|less|worse)"
     r"|no (?:performance )?(?:improvement|speed-?up|benefit)|performance (?:worse|regress|degrad|drop)|\u53d8\u6162"
 )
 _KEEPS = re.compile(r"(?i)lmcache|offload|cacheblend")
@@ -218,9 +223,12 @@ def no_hits_in_words(log: Diagnosis, line: LogLine | None) -> Answer | None:
         return None  # the server hashes for all
     settings = typed(text)
     shared = settings.get("remote_url") or (settings.get("enable_p2p", "").lower() == "true" and "enable_p2p")
-    seed = f", and it has {shared} and no PYTHONHASHSEED" if shared and "PYTHONHASHSEED" not in text else ""
+    seeded = "PYTHONHASHSEED" in text
+    if seeded and not shared and _SLOW.search(text[:_HEAD]):
+        return None  # the keys are right: KVD1210
+    seed = f", and it has {shared} and no PYTHONHASHSEED" if shared and not seeded else ""
     lossy = ", and remote_serde is cachegen: naive first" if settings.get("remote_serde") == "cachegen" else ""
-    return _said(log, _MISSES, lossy or seed)
+    return _said(log, _MISSES, seed + lossy)
 
 
 @finding("KVD1208", "memory-grows-in-words", Severity.LEAK, on=[])

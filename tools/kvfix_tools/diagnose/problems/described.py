@@ -124,8 +124,9 @@ PROBLEMS = (
         title="The router of vLLM's production stack restarts: it has less memory than it takes.",
         shows=(),
         said=(
-            r"(?i)\brouter\b",
-            r"(?i)crash.?loop|\boom\b|oomkilled|keeps restarting",
+            # In one line: pods of engines and routers are listed together.
+            r"(?i)\brouter\b[^\n]{0,120}(?:crash.?loop|\boom\b|oomkilled|keeps restarting)"
+            r"|(?:crash.?loop|\boom\b|oomkilled)[^\n]{0,120}\brouter\b",
             r"(?i)production.stack|vllm[-_ ]router",
         ),
         cause="`kubectl describe pod` says OOMKilled where it is this. The chart's default limit is below what the "
@@ -148,6 +149,7 @@ PROBLEMS = (
         said=(
             _OF_LMCACHE,
             r"(?i)\b(?:no|nothing|never|not)(?: \w+){0,5} (?:offload|stored|saved|written|created|keys?\b|files?\b)"
+            r"|\bnever (?:stores|saves|writes)\b|\b(?:does|do|did) not (?:store|save|write)\b"
             r"|n't (?:\w+ ){0,3}(?:offload|store|save|write)",
             r"(?i)disk|nvme|\bssd\b|redis|store|storage|offload",
         ),
