@@ -10,6 +10,7 @@ HITS = {
     "KVD1200": [
         "vLLM with LMCache fails to start:\n" + YAML.format(300) + "vllm serve m --tensor-parallel-size 4\n",
         "There appear to be 5 leaked shared_memory objects\nvllm serve m -tp 8, with lmcache\n" + POD.format(64),
+        "lmcacheConfig: CrashLoopBackOff\ncpuOffloadingBufferSize: \"60\"\ntensorParallelSize: 2\n",
         "LMCache: vLLM\u5185\u5b58\u4e0d\u8db3\u88abkill\n" + YAML.format(300),
     ],
     "KVD1202": [
@@ -22,17 +23,20 @@ HITS = {
         "LMCache: requests get stuck after an hour.\n",
         "kv_connector LMCacheConnectorV1 deadlocks\n",
         "The inference with LMCache was stucked.\n",
+        "The decode instance waits forever with LMCache.\n",
     ],
     "KVD1206": [
         "LMCache never gets hits.\nremote_url: redis://h:6379\n",
         "LMCache hit rate is always 0%\n",
         "LMCache is on, and the hit rate stays 0. What is wrong?\n",
         "LMCache cannot load KV from the store.\n",
+        "The same prompt again, and LMCache doesn't find anything.\n",
         "The prompts are not reused by lmcache.\nremote_serde: cachegen\n",
         "LMCache: hit is 0 with my model\n",
         "The cache is not effective with LMCache, all is recalculated every time.\n",
     ],
-    "KVD1208": ["Host memory keeps growing with LMCache.\n", "memory leak in lmcache\n"],
+    "KVD1208": ["Host memory keeps growing with LMCache.\n", "memory leak in lmcache\n",
+                "RAM usage rises until the node dies with LMCache.\n", "LMCache with tp 8 uses 400 GB, why?\n"],
     "KVD1210": ["With LMCache TTFT is the same as without.\n", "LMCache is slower than vLLM alone\n" + YAML.format(5),
                 "\u4f7f\u7528LMCache\u540eTTFT\u6ca1\u6709\u4e0b\u964d\n",
                 # One engine with a seed and no store: the keys are the same.

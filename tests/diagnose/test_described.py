@@ -78,6 +78,8 @@ USE = {
     "KVD1228": "redis for lmcache: the second request is slower than the first\n",
     "KVD1236": "lmcache:num_hit_tokens_total is 0\n",
     "KVD1238": "vLLM 0.26.0, LMCache 0.5.2: answers are garbled with the packed KV\n",
+    "KVD1246": "LMCache does not cache the answers\n",
+    "KVD1248": "LMCache: the hit rate drops over time\n",
     "KVD1242": "LMCache, enable_pd: true, and the decoder recomputes each prompt\n",
 }
 DESCRIBED = {
@@ -95,6 +97,7 @@ DESCRIBED = {
     "KVD1336": "LMCache: no KV blocks were offloaded to NVMe\n",
     "KVD1334": "production-stack: the router pod is in CrashLoopBackOff\n",
     "KVD1324": "LMCache 0.5.1 and gpt-oss with an L2 on NIXL: errors\n",
+    "KVD384": "lmcache server has a bus error in docker\n",
     "KVD790": "lmcache: the example of cpu-offload says that memory cannot be allocated\n",
     **SERVER,
     **USE,

@@ -44,7 +44,7 @@ _CUT = re.compile(rb"\s*ERROR[\s\d:-]*")
 _DISK = re.compile(r"LocalDiskBackend|local_disk['\"]?\s*[:=]\s*(?!null|None|false|~)\S|LMCACHE_LOCAL_DISK\W")
 _RESTARTS = re.compile(r"(?i)\brestart|\bshut(?:ting)? ?down and|start(?:ing|ed)? (?:it )?(?:up )?again|\breboot")
 _AGAIN = re.compile(
-    r"(?i)re-?creat|\blost\b|from scratch|\b(?:not|never)(?: \w+)? (?:load|re-?load|reus|restor|persist)"
+    r"(?i)re-?creat|\blost\b|from (?:scratch|zero)|\b(?:not|never)(?: \w+)? (?:load|re-?load|reus|restor|persist)"
     r"|\b(?:are|is) gone\b|re-?comput"
 )
 #: A setting in a file, as YAML has it; those that name a place, and how they are switched off.

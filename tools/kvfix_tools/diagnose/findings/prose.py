@@ -28,14 +28,17 @@ _OF_KV = re.compile(
 #: `LMCACHE_NAME=value`, `name: value`, `os.environ["LMCACHE_NAME"] = "value"`, and a variable of a pod.
 _TYPED = re.compile(
     r"(?im)(?:\bLMCACHE_|^[\s>`'\"]*|[\s,.{'\"])(chunk_size|max_local_cpu_size|local_cpu|remote_url|remote_serde|"
+    r"cpuoffloadingbuffersize|"
     r"enable_p2p|enable_blending)\b[\"'\]]*\s*(?:[:=]|\n\s*value:)\s*[\"'\u201c]?([^\s\"'\u201d`,#}]+)"
 )
-_RANKS = re.compile(r"(?:--?tensor[-_]parallel[-_]size|(?<!\S)-tp|tensor_parallel_size)[\s=:\"']+(\d+)")
+_RANKS = re.compile(
+    r"(?:--?tensor[-_]parallel[-_]size|(?<!\S)-tp|tensor_parallel_size|tensorParallelSize)[\s=:\"']+(\d+)"
+)
 #: GB in one process from which on a start that fails is a matter of memory.
 _LARGE = 16
 _DIES = re.compile(
     r"(?i)leaked shared_memory|\bkilled\b|oom[- _]?kill|out of memory|code:? 137|bus error|fails? to (?:start|launch)"
-    r"|(?:can ?not|doesn't|won't|does not|unable to) start|start(?:s|ed)? (?:successfully|normally) when"
+    r"|(?:can ?not|doesn't|won't|does not|unable to) start|start(?:s|ed)? (?:successfully|normally) when|crash-?loop"
     r"|\u5185\u5b58\u4e0d\u8db3|\u88ab ?(?:kill|\u6740)|\u65e0\u6cd5\u542f\u52a8|\u542f\u52a8\u5931\u8d25"
 )
 _WRONG = re.compile(
@@ -49,6 +52,7 @@ _CRASHES = re.compile(
 )
 _HANGS = re.compile(
     r"(?i)(?<!'m )(?<!am )\b(?:stuck(?:ed|s)?|hangs?|hung|hanging|dead-?lock(?:s|ed)?|freezes?|frozen)\b"
+    r"|\bwaits? for ?ever\b|\bnever (?:finish(?:es|ed)?|returns?|completes?)\b"
     r"|\u5361\u4f4f|\u5361\u6b7b"
 )
 _MISSES = re.compile(
@@ -56,6 +60,7 @@ _MISSES = re.compile(
     r"|\bhits?(?: tokens| rate)?\b[^\n.]{0,40}\b0(?:\.0+)?%?(?![\w%]|\.\d)"
     r"|(?:never|not|doesn't|didn't|can't|fails? (?:in|to))(?: \w+){0,2} (?:hit|reus|retriev|get any hit)"
     r"|\bhits? (?:does not|doesn't|never|do not|don't) (?:happen|occur|come)|can ?not load (?:the )?(?:kv|cache)"
+    r"|(?:n't|not|never) finds? (?:anything|any|it|them|the (?:cache|chunk|kv|prefix|prompt))\b"
     r"|\bcache (?:is |does )?not (?:work|effective|used)"
     r"|\u547d\u4e2d\u7387?[^\n]{0,8}0|(?:\u6ca1\u6709?|\u672a|\u65e0\u6cd5)\u547d\u4e2d"
 )
@@ -68,6 +73,8 @@ _DISK = re.compile(
 )
 _GROWS = re.compile(
     r"(?i)memory (?:leak|usage|consumption)?[^\n.]{0,40}(?:leak|grow|increas|climb)|leak(?:s|ing|ed)? (?:\w+ )?memory"
+    r"|\b(?:ram|memory)\b[^\n.]{0,24}(?:grow|increas|climb|\bris(?:es|ing)\b)"
+    r"|\b(?:uses?|takes?|consumes?) (?:\w+ )?\d{3,} ?gi?b\b"
     r"|\bRSS\b|\u5185\u5b58\u6cc4"
 )
 #: Anywhere in the text, of a connector that keeps KV for later.
@@ -135,11 +142,15 @@ def buffer_times_ranks(log: Diagnosis, line: LogLine | None) -> Answer | None:
     Good: the same, in every unit file and container.
     """
     text = _text(tuple(log.pasted))
-    size = re.match(r"\d+(?:\.\d+)?", typed(text).get("max_local_cpu_size", ""))
+    settings = typed(text)
+    # The second one is how the chart of vLLM's production stack has it.
+    given = settings.get("max_local_cpu_size") or settings.get("cpuoffloadingbuffersize", "")
+    size = re.match(r"\d+(?:\.\d+)?", given)
     ranks = max((int(found) for found in _RANKS.findall(text)), default=1)
     if size is None or float(size[0]) < _LARGE:
         return None
-    return _said(log, _DIES, f", and {ranks} ranks times {size[0]} GB are {ranks * float(size[0]):g} GB")
+    buffers = f"{ranks} ranks times {size[0]} GB are {ranks * float(size[0]):g}" if ranks > 1 else f"it is {size[0]}"
+    return _said(log, _DIES, f", and {buffers} GB")
 
 
 @finding("KVD1212", "disk-fills-in-words", Severity.SLOW, on=[])

@@ -149,7 +149,8 @@ PROBLEMS = (
         said=(
             _OF_LMCACHE,
             r"(?i)\b(?:no|nothing|never|not)(?: \w+){0,5} (?:offload|stored|saved|written|created|keys?\b|files?\b)"
-            r"|\bnever (?:stores|saves|writes)\b|\b(?:does|do|did) not (?:store|save|write)\b"
+            r"|\bnever (?:stores|saves|writes)\b|\b(?:does|do|did) not (?:seem to )?(?:store|save|write)\b"
+            r"|\b(?:stays?|remains?|is(?: always)?) empty\b"
             r"|n't (?:\w+ ){0,3}(?:offload|store|save|write)",
             r"(?i)disk|nvme|\bssd\b|redis|store|storage|offload",
         ),

@@ -66,6 +66,44 @@ PROBLEMS = (
         sure=False,
     ),
     Problem(
+        code="KVD1246",
+        name="answers-are-not-stored",
+        severity=Severity.RISK,
+        title="LMCache stores prompts, and not the tokens that the model generates.",
+        shows=(),
+        said=(
+            _OF_LMCACHE,
+            r"(?i)\b(?:not|never|n't) (?:cached?|stored?|saved?|offload\w*) (?:\w+ )?(?:answers?|responses?|outputs?\b|"
+            r"generated|decoded?\b)",
+        ),
+        cause="`save_decode_cache` is false by default: chunks are stored as they are computed from a prompt. In the "
+        "next turn of a conversation the answer is a part of the prompt, and is stored then.",
+        now="save_decode_cache: true (LMCACHE_SAVE_DECODE_CACHE=true), and restart; LMCacheMPConnector: "
+        '"lmcache.mp.save_decode_cache": true from 0.5.6 on, before it always does. Whole chunks only',
+        good="nothing has to change",
+        sure=False,
+    ),
+    Problem(
+        code="KVD1248",
+        name="hits-get-fewer",
+        severity=Severity.SLOW,
+        title="The hit rate of LMCache falls with time, or from turn to turn.",
+        shows=(),
+        said=(
+            _OF_LMCACHE,
+            r"(?i)\bhit(?:s| ?-?rate| ratio)?\b[^\n.]{0,30}"
+            r"\b(?:drops?|falls?|declin\w+|decreas\w+|goes down|degrad\w+)",
+        ),
+        cause="In this order. The cache is full, and chunks are evicted before they come again: the least recently "
+        "used go first, so that turns of many conversations push each other out. The prompt of a later turn does not "
+        "begin as the one before: a template that takes out earlier reasoning (<think>), a date, tools in another "
+        "order. Stores fail (`Failed to allocate`), or the store was given up.",
+        now="max_local_cpu_size (--l1-size-gb) for the tokens of all conversations at once, or a second store behind "
+        "it (local_disk, an L2); compare two turns' token ids (/tokenize of both prompts) up to the first difference",
+        good="room for what comes again, and prompts that only grow at their end",
+        sure=False,
+    ),
+    Problem(
         code="KVD1228",
         name="store-is-slower-than-the-gpu",
         severity=Severity.SLOW,

@@ -268,6 +268,7 @@ PROBLEMS = (
             Died("SIGBUS"),
             *ended_by(7),
         ),
+        said=(r"(?i)lmcache|vllm|kv[-_ ]?cache", r"(?i)\bbus error\b"),
         cause="Mostly /dev/shm is full: 64 MB in a container unless --shm-size is set, and vLLM, NCCL, offloading and "
         "`lmcache server` all keep memory there. Else a mapped file was cut, or huge pages ran out.",
         now="df -h /dev/shm in the container, then --shm-size 16g or --ipc host (Kubernetes: an emptyDir with medium: "
