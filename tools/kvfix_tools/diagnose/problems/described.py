@@ -72,7 +72,9 @@ PROBLEMS = (
         title="What was stored with the serializer cachegen is not found, not loaded, or not the same.",
         shows=(),
         said=(
-            r"(?i)remote_serde[\"'` ]*[:=] *[\"'`“]?cachegen|cachegen",
+            # Without one seed the keys of several engines differ, whatever the serializer does (KVD1206).
+            r"(?is)\A(?:(?!.*\b(?:two|2|another|second) (?:\w+ )?(?:vllm|engines?|instances?)\b)|(?=.*pythonhashseed))"
+            r".*cachegen",
             r"(?i)remote_url|mooncake|redis|lm://",
             r"(?i)n't (?:\w+ )*?(?:retriev|hit|load|use|work|match)|not (?:retriev|hit|load|work)|wrong|accura|garbl",
         ),
