@@ -101,6 +101,14 @@ DESCRIBED = {
     "KVD790": "lmcache: the example of cpu-offload says that memory cannot be allocated\n",
     **SERVER,
     **USE,
+    "KVD1360": "vLLM 0.6.5 with PyNcclConnector: the requests hang\n",
+    "KVD1366": "vLLM 0.22.1 deadlocks under KV cache pressure with an offloading connector\n",
+    "KVD1368": "VLLM_NIXL_ABORT_REQUEST_TIMEOUT=300000: the blocks of prefill are exhausted\n",
+    "KVD1370": "AscendStoreConnector: keys with pp_rank:1 end with TRANSFER_FAIL\n",
+    "KVD1376": "vLLM 0.26.0 and NIXL with HMA: after a failed read the tokens are corrupt\n",
+    "KVD688": "NixlPushConnector: the blocks of an aborted load are never reclaimed\n",
+    "KVD618": "The offload tier discards what is parked after 60s\n",
+    "KVD196": "Mooncake: action=client_expired\n",
 }
 
 
@@ -154,6 +162,25 @@ def test_what_python_says_of_any_class_is_no_connectors() -> None:
     """KVD1100 has these words of a connector that vLLM's factory makes; here a router's class is spoken of."""
     text = "# router fails\nERROR: StaticServiceDiscovery.__init__() missing 7 required positional arguments: 'app'\n"
     assert not {"KVD1100", "KVD061"} & set(codes(diagnose(text)))
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        # The source, with a sentence that goes on; the function, of whose assertions the text has the names; and the
+        # function alone, which has one assertion in all releases.
+        ("# P\u8282\u70b9\u56e0 assert req_id in self.requests \u5d29\u6e83\n", "KVD109"),
+        ("It dies of an assertion in _update_from_kv_xfer_finished: req_id is no more in self.requests.\n", "KVD109"),
+        ("vLLM 0.22.1: the `_mamba_block_aligned_split` assert is hit\n", "KVD653"),
+        # Of several assertions none is named; no assertion is spoken of; a release that has it right.
+        ("It dies of an assertion in _update_from_kv_xfer_finished.\n", ""),
+        ("Look at _mamba_block_aligned_split of vLLM 0.22.1\n", ""),
+        ("vLLM 0.32.0: the `_mamba_block_aligned_split` assert is hit\n", ""),
+        ("The code has assert req_id in self.requests_of_others\n", ""),
+    ],
+)
+def test_an_assertion_in_a_sentence_is_known_by_its_function(text: str, code: str) -> None:
+    assert codes(diagnose(text)) == ([code] if code else [])
 
 
 def test_a_release_that_is_right_is_not_described() -> None:

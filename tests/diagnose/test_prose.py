@@ -86,3 +86,13 @@ def test_an_exception_that_the_text_names_is_the_one_that_was_cut() -> None:
 
 def test_a_handler_that_failed_is_known_by_its_words() -> None:
     assert codes(diagnose("LMCache: Error handling request RequestType.LOOKUP for each prompt\n")) == ["KVD212"]
+
+
+def test_a_traceback_that_ends_within_its_assertion() -> None:
+    whole = "assert num_external_computed_tokens == 0"
+    frame = ("vllm/v1/core/sched/scheduler.py", "_mamba_block_aligned_split", "{}")
+    text = "vLLM 0.22.1\n" + cut(("vllm/v1/engine/core.py", "step", "step()"), frame)
+    assert codes(diagnose(text.format(whole))) == ["KVD653"]
+    assert codes(diagnose(text.format(whole[:32]))) == ["KVD653"]
+    assert codes(diagnose(text.format(whole[:10]))) == ["KVD199"]
+    assert codes(diagnose(text.format(whole[:32]).replace("_mamba_block", "_other_block"))) == ["KVD199"]

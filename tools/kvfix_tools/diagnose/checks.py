@@ -28,6 +28,8 @@ _TELLS = 16
 #: Letters of a function from which on a text that has its name speaks of it; names of a condition that tell.
 _FUNCTION, _NAME = 8, re.compile(r"\b[a-z]+_[a-z_]{3,}\b")
 _QUOTES, _VALUE = str.maketrans({'"': "'", " ": None, "\n": None}), "\0"
+#: What goes on with a name, a call or a number.
+_GOES_ON = re.compile(r"[A-Za-z0-9_.(\[]")
 
 
 class Check(NamedTuple):
@@ -105,6 +107,26 @@ def asserted_by_names(text: str) -> tuple[str, str] | None:
     most = max(found.values(), default=(0, ""))[0]
     best = [(function, condition) for condition, (names, function) in found.items() if names == most]
     return best[0] if len(best) == 1 else None
+
+
+def begun_by(text: str) -> str:
+    """The longest assertion of a release, without `assert`, that this text begins with; "" if there is none."""
+    for end in range(len(text), 0, -1):
+        whole = not _GOES_ON.match(text[end : end + 1])
+        if whole and text[:end].translate(_QUOTES) in _asserting():
+            return text[:end]
+    return ""
+
+
+@lru_cache(maxsize=1)
+def asserted_in() -> dict[str, set[str]]:
+    """{function: conditions that it asserts, in any release}"""
+    made: dict[str, set[str]] = {}
+    for _, checks in known().values():
+        for _, function, check in checks:
+            if check.kind == "assert":
+                made.setdefault(function, set()).add(check.condition)
+    return made
 
 
 def said_of(line: LogLine, ran: Releases) -> str:

@@ -28,10 +28,12 @@ _ENOUGH, _BEFORE = 14, ("", "#", "`", ":", "]", ")", '"', "'", ">", "-", "*")
 #: Characters that a sign has beyond a text of Python's own.
 _OWN = 10
 #: A line at a level at which nothing has failed.
-_NORMAL = re.compile(rb".{0,90}?(?:(?<![\w.])(?:INFO|DEBUG|EVENT|TRACE)\b|(?<!\S)I(?:\d{4}){1,2} \d\d:)")
+_NORMAL = re.compile(rb"(?!# ).{0,90}?(?:(?<![\w.])(?:INFO|DEBUG|EVENT|TRACE)\b|(?<!\S)I(?:\d{4}){1,2} \d\d:)")
 #: An assertion in prose or in a piece of source, and names of functions around it; how many of these are tried.
 _ASSERTED = re.compile(rb"\b(?:assert |AssertionError: (?=[\w.()]+ (?:[=!<>]=|[<>]|is|in|not) ))([^`\n#]{8,200})")
 _NAME, _NAMES = re.compile(rb"\b_?[a-z]\w*_\w+"), 40
+#: A sentence that says that one failed; names in what it asserts.
+_SAYS, _OWN_NAMES = re.compile(r"(?i)\bassert(?:s|ion)?\b|\u65ad\u8a00"), re.compile(r"\w+(?:\.\w+)+|\w+_\w+")
 #: An exception with its text in prose.
 _EXCEPTION = re.compile(
     rb"(?<![\w.])(?P<kind>(?:[A-Za-z_]\w*\.)*(?:[A-Za-z_]\w*)?(?:Error|Exception))"
@@ -115,25 +117,59 @@ def by_assertion(log: Diagnosis) -> tuple[LogRule | Problem, Answer] | None:
     """The finding that knows an assertion of which the text has no more than the words; None: there is none."""
     for text in log.pasted:
         for asserted in _ASSERTED.findall(text):
-            source = f"assert {asserted.decode('utf-8', 'replace').strip().rstrip(')')}"
-            for name in list(dict.fromkeys(_NAME.findall(text)))[:_NAMES]:
-                raised = Raised("AssertionError", "", [("", 0, name.decode())], source, False)
-                line = _raised(raised, asserted)
-                for rule in findings.rules().get("raised", ()):
-                    answer = rule.look(log, line)
-                    if answer is not None:
-                        return rule, answer
-            record = problems_cut.raised(log, _raised(Raised("AssertionError", "", [], source, False), asserted), None)
+            words = asserted.decode("utf-8", "replace").strip().rstrip(")")
+            # Prose may go on behind it without a mark.
+            condition = checks.begun_by(words) or words
+            named = [name.decode() for name in list(dict.fromkeys(_NAME.findall(text)))[:_NAMES]]
+            found = _asserting(log, condition, [*named, *sorted(checks.functions_of(condition))])
+            if found is not None:
+                return found
+            raised = Raised("AssertionError", "", [], f"assert {condition}", False)
+            record = problems_cut.raised(log, _raised(raised, asserted), None)
             if record is not None:
-                return record, findings.Answer(f"the text names the assertion {source.removeprefix('assert ')}")
+                return record, findings.Answer(f"the text names the assertion {condition}")
         described = checks.asserted_by_names(text.decode("utf-8", "replace"))
         if described is not None:
             function, condition = described
-            line = _raised(Raised("AssertionError", "", [("", 0, function)], f"assert {condition}", False), text)
-            answers = ((rule, rule.look(log, line)) for rule in findings.rules().get("raised", ()))
-            known = next(((rule, answer) for rule, answer in answers if answer is not None), None)
+            known = _asserting(log, condition, [function])
             if known is not None:
                 return known
+    return _by_function(log)
+
+
+def _asserting(log: Diagnosis, condition: str, functions: list[str]) -> tuple[LogRule, Answer] | None:
+    """The finding that knows this assertion in one of these functions."""
+    for function in dict.fromkeys(functions):
+        line = _raised(Raised("AssertionError", "", [("", 0, function)], f"assert {condition}", False), b"")
+        for rule in findings.rules().get("raised", ()):
+            answer = rule.look(log, line)
+            if answer is not None:
+                return rule, answer
+    return None
+
+
+def _by_function(log: Diagnosis) -> tuple[LogRule | Problem, Answer] | None:
+    """The finding of an assertion that a sentence names by its function alone: the only one that the releases have
+    there, or of several the one whose own names the text has."""
+    pasted = "\n".join(text.decode("utf-8", "replace") for text in log.pasted)
+    for line in pasted.split("\n"):
+        for function, conditions in checks.asserted_in().items() if _SAYS.search(line) else ():
+            if not tells(function) or function not in line:
+                continue
+            said = {each: sum(name in pasted for name in _OWN_NAMES.findall(each)) for each in conditions}
+            most = max(said.values())
+            likely = [each for each, names in said.items() if names == most]
+            if len(likely) > 1 or (len(said) > 1 and not most):
+                continue
+            sentence = f"the text says that an assertion failed in {function}"
+            known = _asserting(log, likely[0], [function])
+            if known is not None:
+                return known[0], known[1]._replace(sentence=sentence)
+            frames = [("", 0, function)]
+            raised = _raised(Raised("AssertionError", "", frames, f"assert {likely[0]}", False), line.encode())
+            of_this = [each for each in problems.at(raised) if each.concerns(log)]
+            if len(of_this) == 1:
+                return of_this[0], findings.Answer(sentence)
     return None
 
 

@@ -22,6 +22,9 @@ def by_its_end(log: Diagnosis, first: LogLine | None) -> tuple[Problem, str] | N
 
     first: the failure, if it is known; a record of another exception, or of another place, it is not.
     """
+    asserted = _by_its_assertion(log, first)
+    if asserted is not None:
+        return asserted
     for text in log.pasted:
         lines = [line for line in text.decode("utf-8", "replace").split("\n") if line.strip(" `")]
         last = lines[-1].rstrip() if lines else ""
@@ -33,6 +36,23 @@ def by_its_end(log: Diagnosis, first: LogLine | None) -> tuple[Problem, str] | N
         if most >= _LETTERS and len(best) == 1 and not any(each.general or each.quotes for each in best.values()):
             return next(iter(best.values())), last
     return None
+
+
+def _by_its_assertion(log: Diagnosis, first: LogLine | None) -> tuple[Problem, str] | None:
+    """The record whose assertion, in this function, the traceback's last line begins, and that line."""
+    if first is None or first.name != "raised" or first.fields["text"]:
+        return None
+    source = str(first.fields["source"])
+    if len(source) < _LETTERS or not source.startswith("assert "):
+        return None
+    found = {
+        each.code: each
+        for each in problems.catalogue()
+        for sign in each.shows
+        if isinstance(sign, Failed) and sign.within and sign.source.startswith(source)
+        if fits(sign._replace(source=""), first) is not None and each.concerns(log)
+    }
+    return (next(iter(found.values())), source) if len(found) == 1 else None
 
 
 def _may(sign: Logged | Failed, first: LogLine | None) -> bool:
