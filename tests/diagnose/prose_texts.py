@@ -18,12 +18,17 @@ HITS = {
         "LMCache: garbled output\nremote_serde: cachegen\n",
         "LMCache: my model answers differently on a hit\n",
         "Under load answers get degraded with LMCache.\n",
+        "Accuracy issue for Prefill-Decode Disaggregation\n",
+        "Abnormal inference result with Mooncake\n",
     ],
     "KVD1204": [
         "LMCache: requests get stuck after an hour.\n",
         "kv_connector LMCacheConnectorV1 deadlocks\n",
         "The inference with LMCache was stucked.\n",
         "The decode instance waits forever with LMCache.\n",
+        # A title that names a level is no line of a log.
+        "# nixl connector PD disagg stuck at INFO logging level\n",
+        "Prefill/decode disaggregation hangs\n",
     ],
     "KVD1206": [
         "LMCache never gets hits.\nremote_url: redis://h:6379\n",
@@ -51,6 +56,8 @@ MISSES = [
     ("KVD1200", "My database fails to start\n" + POD.format(64).replace("LMCACHE_", "")),
     ("KVD1202", "The output of my printer is gibberish.\n"),
     ("KVD1202", "LMCache gives the same answer.\n"),
+    ("KVD1204", "Scheduler deadlocks without KV-cache connector\n"),
+    ("KVD1204", "It hangs. I use no KV-cache offloading connector.\n"),
     ("KVD1204", "I am stuck with the set-up of LMCache.\n"),
     # What is said in passing, far below.
     ("KVD1204", "A wish for LMCache.\n" + 60 * "It is about tests. " + "They hang.\n"),

@@ -23,7 +23,12 @@ SYMPTOMS = ("KVD1200", "KVD1212", "KVD1202", "KVD1204", "KVD1206", "KVD1208", "K
 _HEAD = 500
 #: What a text about a KV connector speaks of.
 _OF_KV = re.compile(
-    r"(?i)lmcache|kv[-_ ]?(?:transfer|connector|cache offload)|offloadingconnector|cacheblend|fs_native"
+    r"(?i)lmcache|kv[-_ ]?(?:transfer|connector|(?:cache )?offload)|offload(?:ing)?connector|cacheblend|fs_native"
+    r"|nixl|mooncake|p/d disagg|\bpd[- ]disagg|prefill[-/ ](?:and )?decode|disaggregated prefill|PD\s?\u5206\u79bb"
+)
+#: That it runs without one.
+_WITHOUT = re.compile(
+    r"(?i)\b(?:without|(?:use|have|with) no)(?: a| any| the)? kv[-_ ]?(?:cache )?[-_ ]?(?:offloading )?connector"
 )
 #: `LMCACHE_NAME=value`, `name: value`, `os.environ["LMCACHE_NAME"] = "value"`, and a variable of a pod.
 _TYPED = re.compile(
@@ -43,9 +48,10 @@ _DIES = re.compile(
 )
 _WRONG = re.compile(
     r"(?i)gibberish|garbled|garbage|nonsens|corrupt\w* (?:text|output|kv)|(?:wrong|incorrect|different|inconsistent) "
-    r"(?:answer|output|result|response|generation)|accuracy (?:drop|loss|degrad|is lower)|\u4e71\u7801"
+    r"(?:answer|output|result|response|generation)|accuracy (?:drop|loss|degrad|is lower|issue|problem)|\u4e71\u7801"
     r"|(?:answer|output|response|generation)s? (?:\w+ ){0,2}(?:degrad|differ)|malformed (?:answer|output)"
     r"|degraded (?:answer|output|response)|(?:quality|output) degrad"
+    r"|abnormal (?:\w+ )?(?:result|output|answer)"
 )
 _CRASHES = re.compile(
     r"(?i)segfault|segmentation fault|sigsegv|core dumped|native crash|memory corruption|crash(?:es|ed)?\b"
@@ -106,7 +112,7 @@ def typed(text: str) -> dict[str, str]:
 
 def symptom(log: Diagnosis) -> Answer | None:
     """What a text without a line of a log complains of; None: nothing that is known, or no KV connector's matter."""
-    if not _OF_KV.search(_text(tuple(log.pasted))):
+    if not _OF_KV.search(_text(tuple(log.pasted))) or _WITHOUT.search(_text(tuple(log.pasted))):
         return None
     text = _text(tuple(log.pasted)).lower()
     valkey = problems.find("KVD1214")
