@@ -103,6 +103,9 @@ PROBLEMS = (
         fixed={"vllm": "0.26.0"},
         threads=(
             f"{_ISSUES}/43508",
+            f"{_ISSUES}/45407",
+            f"{_ISSUES}/45268",
+            f"{_LMCACHE}/3655",
             f"{_PULLS}/41635",
         ),
     ),

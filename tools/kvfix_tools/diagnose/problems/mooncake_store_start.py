@@ -106,6 +106,7 @@ PROBLEMS = (
             Logged("action=unmount_expired_segment"),
             Logged("OffloadObjectHeartbeat failed, error code is SEGMENT_NOT_FOUND"),
         ),
+        said=(r"(?i)mooncake", r"client_expired|(?i:clients?\b[^\n.]{0,40}\bexpired)"),
         sure=False,
         cause="No ping in client_ttl (10 s). Normal after a worker ended. Else: a master with --enable-ha, and clients "
         "without etcd:// in their master address, which older clients (2025) need to ping at all (`Ping=0/0` in the "
@@ -117,6 +118,7 @@ PROBLEMS = (
         good="Mooncake 0.3.12 or newer, whose clients register again by themselves, and a client_ttl above the longest "
         "pause",
         threads=(
+            _MOONCAKE_ISSUES + "1753",
             _MOONCAKE_ISSUES + "904",
             _MOONCAKE_ISSUES + "905",
             _MOONCAKE_ISSUES + "755",

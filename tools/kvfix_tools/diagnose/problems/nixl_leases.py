@@ -22,6 +22,10 @@ PROBLEMS = (
                 at=f"{_NIXL}/push_scheduler.py",
             ),
         ),
+        said=(
+            r"NixlPush",
+            r"(?i)never (?:reclaimed|freed|released|arriv\w+|report\w*)|\bleak|not (?:freed|released)",
+        ),
         sentence="request {request}, after {seconds} s",
         releases={"vllm": ">=0.26"},
         sure=False,
@@ -33,7 +37,7 @@ PROBLEMS = (
         'request; restart decode if many wait. `"push_registration_timeout": 60` in kv_connector_extra_config '
         "(default 480 s) shows it sooner",
         good="NixlConnector, where decode reads and sees a failure, until vllm#50754 is in a release",
-        threads=(f"{_PULLS}/50754", f"{_ISSUES}/48633"),
+        threads=(f"{_PULLS}/50754", f"{_ISSUES}/48633", f"{_ISSUES}/46283"),
     ),
     Problem(
         code="KVD689",

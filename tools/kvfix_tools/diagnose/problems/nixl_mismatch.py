@@ -190,10 +190,13 @@ PROBLEMS = (
         releases={"vllm": ">=0.21"},
         replaces=("KVD156", "KVD570"),
         cause="One side has layers of KV that the other lacks: a draft model (EAGLE, MTP, DSpark) that only one side "
-        "was given, or another model.",
-        now="the same --speculative-config on prefill and decode, or none on both; restart both",
+        "was given, or another model. Where the two sides are of different makes (Gaudi and a GPU) or have other "
+        "attention backends, one registers K and V of a layer as one region and the other as two.",
+        now="the same --speculative-config on prefill and decode, or none on both; the same platform and "
+        "--attention-backend on both; Gaudi as prefill of a GPU: VLLM_HPU_NIXL_JOINT_KV of vllm-gaudi, where its "
+        "release has it; restart both",
         good="one set of model options for prefill and decode; no release up to 0.33.0 takes draft layers on one side",
-        threads=(f"{_ISSUES}/48221",),
+        threads=(f"{_ISSUES}/48221", "https://github.com/vllm-project/vllm-gaudi/pull/1588"),
     ),
     Problem(
         code="KVD955",

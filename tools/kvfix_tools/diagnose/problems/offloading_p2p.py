@@ -19,6 +19,7 @@ PROBLEMS = (
                 at=f"{_P2P}/manager.py",
             ),
         ),
+        said=(r"(?i)tier|offload", r"(?i)\bunbound\b|parked", r"(?i)\b60 ?s\b|fetch", r"(?i)recompute|discard|reap"),
         sentence="request {request}, after {seconds} s",
         releases={"vllm": ">=0.26"},
         sure=False,
