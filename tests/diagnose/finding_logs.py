@@ -6,7 +6,7 @@ import ast
 from functools import lru_cache
 from pathlib import Path
 
-from tests.diagnose import described_logs, prose_texts, releases, test_stacks
+from tests.diagnose import described_logs, pair_logs, prose_texts, releases, test_stacks
 from tests.diagnose.lines import (
     NEWEST,
     SCHEDULER,
@@ -129,7 +129,7 @@ def without_hits() -> dict[str, list[str]]:
 def hits() -> dict[str, list[str]]:
     return {
         **without_hits(),
-        **described_logs.HITS,
+        **described_logs.HITS, **pair_logs.HITS,
         "KVD101": [
             version("0.3.10") + asked("0.3.10", 10009, 336, 256, -80)
             + crash("0.3.10", "mismatch", 256, 256, 336, 0, "cmpl-1"),

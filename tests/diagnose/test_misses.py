@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvfix_tools.diagnose.findings import catalogue
-from tests.diagnose import described_logs, prose_texts, releases, test_stacks
+from tests.diagnose import described_logs, pair_logs, prose_texts, releases, test_stacks
 from tests.diagnose.finding_logs import (
     ANSWERED_500,
     DECODES,
@@ -57,7 +57,7 @@ OFFLOADS = "(APIServer pid=7) INFO 12-03 01:24:01 [utils.py:253] non-default arg
 def misses() -> list[tuple[str, str]]:
     """Looks like it, and is not: (the finding that must not be there, log)."""
     return [
-        *described_logs.MISSES,
+        *described_logs.MISSES, *pair_logs.MISSES,
         ("KVD101", version(NEWEST) + crash(NEWEST, "mismatch", 1024, 1024, 80, 0, "cmpl-1")),
         ("KVD101", asked("0.3.10", 10009, 336, 256, -80)),
         ("KVD102", version("0.3.10") + crash("0.3.10", "mismatch", 256, 256, 336, 0, "cmpl-1")),
