@@ -106,6 +106,8 @@ DESCRIBED = {
     "KVD1368": "VLLM_NIXL_ABORT_REQUEST_TIMEOUT=300000: the blocks of prefill are exhausted\n",
     "KVD1370": "AscendStoreConnector: keys with pp_rank:1 end with TRANSFER_FAIL\n",
     "KVD1376": "vLLM 0.26.0 and NIXL with HMA: after a failed read the tokens are corrupt\n",
+    "KVD1378": "NixlConnector with examples/disagg_proxy_demo.py: decode computes the prompt again\n",
+    "KVD1382": "CPU offloading in vLLM 0.26.0: PP ranks have other num_blocks\n",
     "KVD688": "NixlPushConnector: the blocks of an aborted load are never reclaimed\n",
     "KVD618": "The offload tier discards what is parked after 60s\n",
     "KVD196": "Mooncake: action=client_expired\n",

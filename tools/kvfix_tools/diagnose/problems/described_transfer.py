@@ -193,4 +193,42 @@ PROBLEMS = (
         sure=False,
         threads=(f"{_ISSUES}/52276",),
     ),
+    Problem(
+        code="KVD1378",
+        name="proxy-of-another-connector",
+        severity=Severity.SLOW,
+        title="The proxy does not hand prefill's kv_transfer_params to decode, which computes the prompt again.",
+        shows=(),
+        said=(r"disagg_proxy_demo|disagg_prefill_proxy_server", r"Nixl(?:Push)?Connector"),
+        cause="NixlConnector reads what the parameters in prefill's answer name. disagg_proxy_demo.py and "
+        "disagg_prefill_proxy_server.py send the prompt to prefill with max_tokens 1, drop the answer, and send the "
+        "same prompt to decode: the text is right, and prefill's work is for nothing.",
+        now="python tests/v1/kv_connector/nixl_integration/toy_proxy_server.py --prefiller-hosts A --prefiller-ports "
+        "8100 --decoder-hosts B --decoder-ports 8200 (of vLLM's repository, of the same release), or a router that "
+        "knows NixlConnector; `External prefix cache hit rate` of decode then is above 0",
+        good="that proxy, or a router (llm-d, vLLM's own)",
+        sure=False,
+        threads=(f"{_ISSUES}/26896",),
+    ),
+    Problem(
+        code="KVD1382",
+        name="stages-have-other-counts-of-cpu-blocks",
+        severity=Severity.WRONG,
+        title="Pipeline stages have different numbers of CPU blocks, and the scheduler hands out those of the first.",
+        shows=(),
+        said=(
+            r"(?i)offload",
+            r"(?i)pipeline[-_ ]parallel|\bPP (?:ranks?|stages?|size)",
+            r"(?i)\bnum_(?:cpu_)?(?:blocks|chunks)|(?:block|chunk)s?\b[^\n]{0,24}(?:mismatch|differ)",
+        ),
+        releases={"vllm": ">=0.20"},
+        cause="Each process divides cpu_bytes_to_use by the size of its own layers' blocks "
+        "(offloading/config.py 0.32.0:147, kv_offload/cpu/spec.py 0.32.0:119). Stages with more or larger layers have "
+        "fewer blocks than the first stage, whose number the scheduler takes: it hands out blocks that they lack.",
+        now="the same layers on each stage (VLLM_PP_LAYER_PARTITION), or --tensor-parallel-size in place of "
+        "--pipeline-parallel-size, or without --kv-offloading-size; restart",
+        good="no release up to 0.33.0 is right: equal stages (vllm#50653)",
+        sure=False,
+        threads=(f"{_PULLS}/50653",),
+    ),
 )

@@ -228,4 +228,24 @@ PROBLEMS = (
         good="an interface that both sides reach, named in UCX_NET_DEVICES",
         threads=("https://github.com/ai-dynamo/dynamo/issues/741",),
     ),
+    Problem(
+        code="KVD1384",
+        name="ucx-cannot-copy-into-gpu-memory",
+        severity=Severity.CRASH,
+        title="UCX could not copy what it had received into GPU memory, and ended the process.",
+        shows=(
+            Logged("mem type unpack failed to uct_ep_put_short()"),
+            Died("mem type unpack failed to uct_ep_put_short()"),
+        ),
+        sentence="a message could not be unpacked into GPU memory",
+        sure=False,
+        cause="The KV came into host memory, and CUDA refused the copy: `No such device`, the thread that receives has "
+        "no CUDA device. UCX copies so only where no transport writes into GPU memory itself: no RDMA card with "
+        "GPUDirect, and no cuda_ipc, between the two engines.",
+        now="`pip install -U nixl` on both sides, without another UCX in LD_LIBRARY_PATH; unset UCX_TLS; for RDMA "
+        "--device /dev/infiniband in the container and `modprobe nvidia_peermem` on the node; UCX_PROTO_INFO=y at the "
+        "next start shows which transport is taken",
+        good="a transport that writes into GPU memory",
+        threads=("https://github.com/ai-dynamo/nixl/issues/774",),
+    ),
 )
