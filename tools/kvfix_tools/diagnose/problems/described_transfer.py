@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvfix_tools.diagnose.findings import Severity
-from kvfix_tools.diagnose.problems import Failed, Logged, Problem
+from kvfix_tools.diagnose.problems import Failed, Logged, Problem, either
 
 _ISSUES = "https://github.com/vllm-project/vllm/issues"
 _PULLS = "https://github.com/vllm-project/vllm/pull"
@@ -230,5 +230,22 @@ PROBLEMS = (
         good="no release up to 0.33.0 is right: equal stages (vllm#50653)",
         sure=False,
         threads=(f"{_PULLS}/50653",),
+    ),
+    Problem(
+        code="KVD1386",
+        name="proxy-asks-for-what-is-not-served",
+        severity=Severity.CRASH,
+        title="The proxy of P/D reaches a server that does not know its request: 404.",
+        shows=either("Client error '404 Not Found' for url"),
+        sentence="httpx says 404 Not Found",
+        cause="Either what listens there is no vLLM (a sidecar, another service, another port of the pod), or vLLM "
+        "does not serve the model of that name (its answer then says `does not exist`), or it serves no such path: a "
+        "model that is no chat or generation model.",
+        now="curl -s http://HOST:PORT/v1/models for each address that the proxy was given: vLLM answers with the names "
+        "that it serves; `model` of the request has to be one of them, on prefill and decode alike "
+        "(--served-model-name)",
+        good="the addresses and one --served-model-name",
+        sure=False,
+        threads=("https://github.com/vllm-project/aibrix/issues/1357",),
     ),
 )
