@@ -25,3 +25,16 @@ def read_the_next_block(agent: Any) -> None:
     agent.make_prepped_xfer = lambda kind, mine, here, theirs, there, **more: make(
         kind, mine, here, theirs, [each + 1 for each in there], **more
     )
+
+
+def write_into_the_next_block(pair: Any) -> None:
+    """A fault: what Mooncake writes to the peer lies one block further on."""
+    network, write = pair.network, pair.network.write
+    from kvfix_tools.lab.nixl import FLOATS
+
+    block = pair.options.block_size * FLOATS * 4
+
+    def shifted(of: Any, to: str, sources: list[int], targets: list[int], sizes: list[int]) -> Any:
+        return write(of, to, sources, [target + block for target in targets], sizes)
+
+    network.write = shifted

@@ -28,13 +28,7 @@ def fault(rule: str) -> Callable[[Plant], Plant]:
 
 @fault("LAB001")
 def writes_go_into_the_next_block(pair: Any) -> None:
-    network, write = pair.network, pair.network.write
-
-    def shifted(of: Any, to: str, sources: list[int], targets: list[int], sizes: list[int]) -> Any:
-        block = OPTIONS.block_size * 64 * 4
-        return write(of, to, sources, [target + block for target in targets], sizes)
-
-    network.write = shifted
+    pair_fuzzed.write_into_the_next_block(pair)
 
 
 @fault("LAB020")

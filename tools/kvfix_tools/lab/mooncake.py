@@ -7,9 +7,7 @@ engine (mooncake_network.py), the sockets, HTTP and threads (mooncake_sockets.py
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib import import_module
 from math import inf
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,9 +17,9 @@ from kvfix.connector_events import readers
 from kvfix.ledger import events as ev
 from kvfix_tools.lab import kv_layout, mooncake_sockets, rules, vllm_objects
 from kvfix_tools.lab.memory import Slots
-from kvfix_tools.lab.mooncake_network import Executor, Host, Network, TransferEngine
+from kvfix_tools.lab.mooncake_network import Network
 from kvfix_tools.lab.mp_client import SharedBlock
-from kvfix_tools.lab.nixl import FLOATS, AnyBlockSize
+from kvfix_tools.lab.nixl import FLOATS
 from kvfix_tools.lab.options import Options
 from kvfix_tools.lab.pair_engine import PairSide, Params
 from kvfix_tools.lab.pair_router import MALFORMED
@@ -42,48 +40,6 @@ MALFORMED.update(
 )
 #: Seconds for which no prefill of the lab takes, as vLLM comes.
 _LONG = 480
-_MODULE = "vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector"
-
-
-def replace(host: Host) -> None:
-    """For the engine that is made next on this host. What is looked up later is the same for all hosts."""
-    module: Any = import_module(_MODULE)
-    network = host.network
-    module.time = SimpleNamespace(perf_counter=lambda: clock.now(), monotonic=lambda: clock.now())
-    module.asyncio = mooncake_sockets.Asyncio(host)
-    module.threading = mooncake_sockets.THREADING
-    module.ThreadPoolExecutor = lambda **_: Executor(host)
-    module.zmq = mooncake_sockets.zmq_module(host)
-    module.make_zmq_socket = mooncake_sockets.make_zmq_socket
-    module.httpx = mooncake_sockets.httpx_module(network)
-    module.TransferEngine = lambda: TransferEngine(host)
-    module.get_ip = lambda: host.name
-    module.envs = SimpleNamespace(
-        VLLM_MOONCAKE_CONNECTOR_TIMEOUT=5, VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT=network.timeout
-    )
-    module.torch = SimpleNamespace(accelerator=SimpleNamespace(current_device_index=lambda: 0), Tensor=torch.Tensor)
-    module.current_platform = SimpleNamespace(set_device=lambda _: None)
-    module.get_tensor_model_parallel_rank = lambda: 0
-    module.get_tensor_model_parallel_world_size = lambda: 1
-    module.get_pp_group = lambda: SimpleNamespace(rank_in_group=0)
-    module.get_current_attn_backends = lambda *_: [AnyBlockSize]
-    module.get_mooncake_bootstrap_addr = lambda config: (
-        config.kv_transfer_config.engine_id.partition("-")[0],
-        mooncake_sockets.PORT,
-    )
-    registry = import_module(_MODULE.replace("mooncake_connector", "mooncake_utils"))
-
-    class Bootstrap(registry.MooncakeBootstrapServer):  # type: ignore[misc, name-defined]
-        """vLLM's own, without a socket."""
-
-        payload = registry.RegisterWorkerPayload
-
-        def start(self, **_: Any) -> None:
-            network.bootstrap[f"http://{host.name}:{self.port}"] = self
-
-        def shutdown(self) -> None: ...
-
-    module.MooncakeBootstrapServer = Bootstrap
 
 
 def _transfer_of(request: Any) -> str:
@@ -133,8 +89,12 @@ class MooncakeWorker(Worker):
         self.adapter._handle_failed_recv = noting
 
     def start_step(self, metadata: Any, forward: bool) -> None:
-        self.due.update({name: (start, end) for name, start, end in self._reader.loads(metadata) or ()})
+        self.take_due(metadata)
         super().start_step(metadata, forward)
+
+    def take_due(self, metadata: Any) -> None:
+        """A step begins with these metadata of the connector's own."""
+        self.due.update({name: (start, end) for name, start, end in self._reader.loads(metadata) or ()})
 
     def finish_step(self, forward: bool, ended: set[str], save_last: bool) -> Any:
         report = super().finish_step(forward, ended, save_last)
@@ -173,10 +133,8 @@ class MooncakeSide(PairSide):
     def __init__(
         self, options: Options, memories: Sequence[Slots], network: Network, name: str, engine_id: str
     ) -> None:
-        self.network = network
+        self.join(network, name)
         self.engine_id = engine_id
-        self._host = network.host(name)
-        replace(self._host)
         config = vllm_objects.vllm_config(options)
         config.kv_transfer_config.engine_id = engine_id
         config.cache_config.kv_cache_layout = "LBHNC"
@@ -185,6 +143,12 @@ class MooncakeSide(PairSide):
         self.scheduler_side = self.in_scheduler.connector_scheduler
         self.workers = [MooncakeWorker(self, memories[0], vllm_objects.worker(options, config), options)]
         self.reader = readers.reader(self.in_scheduler)
+
+    def join(self, network: Network, name: str) -> None:
+        """An engine of this name begins: its connector is made next."""
+        self.network = network
+        self._host = network.host(name)
+        mooncake_sockets.replace(self._host)
         network.noted = self._noted
         self._host.raised = self._raised
         #: Requests whose blocks were kept: what comes for them later than their lease waits for the timeout.
@@ -206,6 +170,11 @@ class MooncakeSide(PairSide):
     def _raised(self, error: BaseException) -> None:
         where = f"a coroutine of the {self._host.name} engine raises {type(error).__name__}: {error}".rstrip(": ")
         self.events.violated(rules.COROUTINE_RAISED, "", where)
+
+    @property
+    def of_mooncake(self) -> MooncakeWorker:
+        """MooncakeConnector in the worker's role."""
+        return self.workers[0]
 
     def for_prefill(self, name: str) -> Params:
         self.network.transfers[name] = self.network.transfers.get(name, 0) + 1
@@ -232,7 +201,7 @@ class MooncakeSide(PairSide):
 
     def listen(self, events: RequestEvents) -> None:
         super().listen(events)
-        self.workers[0].events = events
+        self.of_mooncake.events = events
         self._host.look = self._look
         if self.network.timeout < _LONG:
             events.may_fail.add("")  # of a prefill that takes longer
@@ -271,7 +240,7 @@ class MooncakeSide(PairSide):
 
     @property
     def _sends(self) -> dict[str, Any]:
-        found: dict[str, Any] = self.workers[0].adapter.reqs_need_send
+        found: dict[str, Any] = self.of_mooncake.adapter.reqs_need_send
         return found
 
     @property
@@ -284,10 +253,10 @@ class MooncakeSide(PairSide):
         return {each.transfer_id for each in self._sends.values() if not each.p_req_id}
 
     def busy(self) -> bool:
-        return self.network.busy or bool(self.leases) or bool(self.workers[0].due)
+        return self.network.busy or bool(self.leases) or bool(self.of_mooncake.due)
 
     def loading(self) -> set[str]:
-        return set(self.workers[0].due)
+        return set(self.of_mooncake.due)
 
     def in_flight(self, request: str) -> set[str]:
         doing = {"loading": request in self.loading(), "storing": request in self.leases}
@@ -295,4 +264,4 @@ class MooncakeSide(PairSide):
 
     def kept(self) -> dict[str, set[str]]:
         sends = {each.p_req_id for each in self._sends.values()}
-        return {**super().kept(), "reqs_need_send": sends, "due": set(self.workers[0].due)}
+        return {**super().kept(), "reqs_need_send": sends, "due": set(self.of_mooncake.due)}

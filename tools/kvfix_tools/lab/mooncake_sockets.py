@@ -1,4 +1,7 @@
-"""In place of the modules by which MooncakeConnector's coroutines talk to each other: asyncio's threads, zmq, httpx."""
+"""In place of the modules by which MooncakeConnector's coroutines talk to each other: asyncio's threads, zmq, httpx.
+
+`replace` puts them, and what else the connector cannot have here, into its module.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +11,21 @@ import json
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from types import SimpleNamespace
 from typing import Any
 
 import httpx
+import torch
 import zmq
 
-from kvfix_tools.lab.mooncake_network import Host, Network
+from kvfix import clock
+from kvfix_tools.lab.mooncake_network import Executor, Host, Network, TransferEngine
+from kvfix_tools.lab.nixl import AnyBlockSize
 
 #: Where the bootstrap server of a producer listens.
 PORT = 8998
+_MODULE = "vllm.distributed.kv_transfer.kv_connector.v1.mooncake.mooncake_connector"
 
 
 class Asyncio:
@@ -164,3 +172,44 @@ def httpx_module(network: Network) -> Any:
 def _answer(content: Any) -> Any:
     text = json.dumps(content)
     return SimpleNamespace(json=lambda: json.loads(text), raise_for_status=lambda: None)
+
+
+def replace(host: Host) -> None:
+    """For the engine that is made next on this host. What is looked up later is the same for all hosts."""
+    module: Any = import_module(_MODULE)
+    network = host.network
+    module.time = SimpleNamespace(perf_counter=lambda: clock.now(), monotonic=lambda: clock.now())
+    module.asyncio = Asyncio(host)
+    module.threading = THREADING
+    module.ThreadPoolExecutor = lambda **_: Executor(host)
+    module.zmq = zmq_module(host)
+    module.make_zmq_socket = make_zmq_socket
+    module.httpx = httpx_module(network)
+    module.TransferEngine = lambda: TransferEngine(host)
+    module.get_ip = lambda: host.name
+    module.envs = SimpleNamespace(
+        VLLM_MOONCAKE_CONNECTOR_TIMEOUT=5, VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT=network.timeout
+    )
+    module.torch = SimpleNamespace(accelerator=SimpleNamespace(current_device_index=lambda: 0), Tensor=torch.Tensor)
+    module.current_platform = SimpleNamespace(set_device=lambda _: None)
+    module.get_tensor_model_parallel_rank = lambda: 0
+    module.get_tensor_model_parallel_world_size = lambda: 1
+    module.get_pp_group = lambda: SimpleNamespace(rank_in_group=0)
+    module.get_current_attn_backends = lambda *_: [AnyBlockSize]
+    module.get_mooncake_bootstrap_addr = lambda config: (
+        config.kv_transfer_config.engine_id.partition("-")[0],
+        PORT,
+    )
+    registry = import_module(_MODULE.replace("mooncake_connector", "mooncake_utils"))
+
+    class Bootstrap(registry.MooncakeBootstrapServer):  # type: ignore[misc, name-defined]
+        """vLLM's own, without a socket."""
+
+        payload = registry.RegisterWorkerPayload
+
+        def start(self, **_: Any) -> None:
+            network.bootstrap[f"http://{host.name}:{self.port}"] = self
+
+        def shutdown(self) -> None: ...
+
+    module.MooncakeBootstrapServer = Bootstrap

@@ -122,8 +122,12 @@ class NixlWorker(Worker):
         self.adapter._reap_expired_send_leases = noting
 
     def start_step(self, metadata: Any, forward: bool) -> None:
-        self._due.update({name: (start, end) for name, start, end in self._reader.loads(metadata) or ()})
+        self.take_due(metadata)
         super().start_step(metadata, forward)
+
+    def take_due(self, metadata: Any) -> None:
+        """A step begins with these metadata of the connector's own."""
+        self._due.update({name: (start, end) for name, start, end in self._reader.loads(metadata) or ()})
 
     def finish_step(self, forward: bool, ended: set[str], save_last: bool) -> Any:
         report = super().finish_step(forward, ended, save_last)
@@ -211,13 +215,18 @@ class NixlSide(PairSide):
     def keeps(self, request: str) -> bool:
         return request in self.scheduler_side._reqs_need_send
 
+    @property
+    def of_nixl(self) -> Sequence[NixlWorker]:
+        """NixlConnector in the worker's role, by rank."""
+        return self.workers
+
     def listen(self, events: RequestEvents) -> None:
         super().listen(events)
-        for worker in self.workers:
+        for worker in self.of_nixl:
             worker.events = events
 
     def close(self) -> None:
-        for worker in self.workers:
+        for worker in self.of_nixl:
             close(self.network, worker)
 
     # ------------------------------------------------------------------ what is in flight, and what is kept
@@ -225,13 +234,13 @@ class NixlSide(PairSide):
     @property
     def leases(self) -> set[str]:
         """Requests whose blocks are kept for the peer."""
-        return set().union(*(worker.adapter._reqs_to_send for worker in self.workers))
+        return set().union(*(worker.adapter._reqs_to_send for worker in self.of_nixl))
 
     def busy(self) -> bool:
         return self.network.busy or bool(self.leases)
 
     def loading(self) -> set[str]:
-        return set().union(*(worker.adapter._recving_metadata for worker in self.workers))
+        return set().union(*(worker.adapter._recving_metadata for worker in self.of_nixl))
 
     def in_flight(self, request: str) -> set[str]:
         doing = {"loading": request in self.loading(), "storing": request in self.leases}
@@ -240,7 +249,7 @@ class NixlSide(PairSide):
     def kept(self) -> dict[str, set[str]]:
         in_workers = {
             f"{where} of rank {worker.rank}" if worker.rank else where: set(names)
-            for worker in self.workers
+            for worker in self.of_nixl
             for where, names in readers.reader(worker.in_worker).kept()
         }
         return {**super().kept(), **in_workers}

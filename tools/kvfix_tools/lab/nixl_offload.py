@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from kvfix_tools.lab.memory import Cache, Slots
 from kvfix_tools.lab.nixl import NixlSide
-from kvfix_tools.lab.nixl_multi import InMulti, NixlChild
+from kvfix_tools.lab.nixl_multi import NixlChild
 from kvfix_tools.lab.nixl_network import Network
 from kvfix_tools.lab.offloading import Offloading, Rank
 from kvfix_tools.lab.options import Options
+from kvfix_tools.lab.pair_multi import InMulti
 from kvfix_tools.lab.workers import Worker
 
 if TYPE_CHECKING:
@@ -29,8 +30,8 @@ class OffloadWorker(InMulti, Worker):
     def __init__(self, side: Any, slots: Slots, called: Any, options: Options) -> None:
         self.place = options.asked_before
         of_nixl, offloading = called._connectors[self.place], called._connectors[1 - self.place]
-        self.nixl = NixlChild(side, slots, of_nixl, options)
-        super().__init__(0, slots, called, of_nixl, self.nixl.adapter, {})
+        self.child = NixlChild(side, slots, of_nixl, options)
+        super().__init__(0, slots, called, of_nixl, self.child.adapter, {})
         self.copying = Rank(0, slots, options, offloading)
 
 
@@ -50,7 +51,7 @@ class OffloadSide(NixlSide):
     def listen(self, events: RequestEvents) -> None:
         super().listen(events)
         worker: Any = self.workers[0]
-        worker.nixl.events = events
+        worker.child.events = events
 
     def evict(self, cache: Cache, chunks: int, forced: bool) -> int:
         return self.offloading.evict(chunks, forced)

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 #: Two engines, one for prefill and one for decode.
-PAIRS = ("nixl-pull", "nixl-push", "nixl-multi", "nixl-offload", "mooncake")
+PAIRS = ("nixl-pull", "nixl-push", "nixl-multi", "nixl-offload", "mooncake", "mooncake-multi")
 #: Those of them that may have several ranks, and not as many on both sides.
 WITH_RANKS = ("nixl-pull", "nixl-push")
 #: Those whose transfers NIXL makes.
@@ -90,7 +90,7 @@ class Options:
     #: share, or have each one of where there are fewer.
     peer_ranks: int = 0
     kv_heads: int = 1
-    #: Those of the two engines, by name, that have LMCache's in-process connector too (nixl_multi.py); and whether
+    #: Those of the two engines, by name, that have LMCache's in-process connector too (pair_multi.py); and whether
     #: vLLM asks it first.
     multi: tuple[str, ...] = ()
     lmcache_first: bool = False

@@ -22,9 +22,10 @@ Params = dict[str, Any]
 _SIDES = {
     "nixl-pull": ("nixl", "NixlSide"),
     "nixl-push": ("nixl_push", "PushSide"),
-    "nixl-multi": ("nixl_multi", "MultiSide"),
+    "nixl-multi": ("nixl_multi", "NixlMultiSide"),
     "nixl-offload": ("nixl_offload", "OffloadSide"),
     "mooncake": ("mooncake", "MooncakeSide"),
+    "mooncake-multi": ("mooncake_multi", "MooncakeMultiSide"),
 }
 
 

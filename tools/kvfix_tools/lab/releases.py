@@ -84,6 +84,10 @@ PLAYABLE = {
         "vllm": (">=0.32", "earlier ones were not tried"),
         "lmcache": (">=0.5.6", "earlier ones were not tried"),
     },
+    "mooncake-multi": {
+        "vllm": (">=0.32", "earlier ones were not tried"),
+        "lmcache": (">=0.5.6", "earlier ones were not tried"),
+    },
 }
 
 

@@ -12,7 +12,7 @@ import random
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
-from kvfix_tools.lab import mooncake_schedule, nixl_multi_schedule, pair_schedule, parameters
+from kvfix_tools.lab import mooncake_schedule, multi_schedule, pair_schedule, parameters
 from kvfix_tools.lab.options import CONNECTORS, OF_VLLM, PAIRS, SERVER_CHUNK, Options
 from kvfix_tools.lab.releases import DRAWN_SINCE
 
@@ -49,12 +49,13 @@ KINDS = frozenset(
         "new_weights",
         "server_restarts",
     )
-).union(*_SOMETIMES.values(), pair_schedule.KINDS, nixl_multi_schedule.KINDS, mooncake_schedule.KINDS)
+).union(*_SOMETIMES.values(), pair_schedule.KINDS, multi_schedule.KINDS, mooncake_schedule.KINDS)
 #: Who draws for two engines, where it is not pair_schedule.
 _DRAW = {
-    "nixl-multi": nixl_multi_schedule.draw,
-    "nixl-offload": nixl_multi_schedule.draw_offload,
+    "nixl-multi": multi_schedule.draw,
+    "nixl-offload": multi_schedule.draw_offload,
     "mooncake": mooncake_schedule.draw,
+    "mooncake-multi": multi_schedule.draw,
 }
 
 

@@ -58,6 +58,7 @@ _CONNECTORS = {
     "nixl-multi": ("NixlConnector", None),
     "nixl-offload": ("NixlConnector", None),
     "mooncake": ("MooncakeConnector", None),
+    "mooncake-multi": ("MooncakeConnector", None),
     "nixl-push": ("NixlPushConnector", None),
 }
 _MODEL: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""NixlConnector and LMCache's connector in a MultiConnector: both load, and wrong KV of either is seen."""
+"""LMCache's connector beside the one between two engines: both load, and wrong KV of either is seen."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from tests.conftest import RELEASES, Once
 from tests.lab import pair_fuzzed
 
 Plant = Callable[[Any], None]
+CONNECTORS = "nixl-multi", "mooncake-multi"
 
 
 def nothing(pair: Any) -> None: ...
@@ -28,16 +29,24 @@ def lmcache_loads_other_kv(pair: Any) -> None:
 
 
 def nixl_reads_the_next_block(pair: Any) -> None:
-    pair_fuzzed.read_the_next_block(pair.decode.connector.nixl.adapter.nixl_wrapper)
+    pair_fuzzed.read_the_next_block(pair.decode.connector.child.adapter.nixl_wrapper)
 
 
-def planted(plant: str, lmcache_first: bool) -> dict[str, Any]:
+def mooncake_writes_into_the_next_block(pair: Any) -> None:
+    pair_fuzzed.write_into_the_next_block(pair)
+
+
+def a_transfer_fails(pair: Any) -> None:
+    pair.network.failing["transfer"] = 1
+
+
+def planted(connector: str, plant: str, lmcache_first: bool) -> dict[str, Any]:
     from kvfix_tools.lab import runner
     from kvfix_tools.lab.lab_engine import EngineDied
     from kvfix_tools.lab.pair import Pair
 
     options = Options(
-        connector="nixl-multi",
+        connector=connector,
         multi=("prefill", "decode"),
         lmcache_first=lmcache_first,
         num_blocks=40,
@@ -61,9 +70,10 @@ def planted(plant: str, lmcache_first: bool) -> dict[str, Any]:
     return {"found": sorted({each.code for each in pair.findings}), "counts": {k: dict(v) for k, v in loads.items()}}
 
 
-@pytest.mark.parametrize("lmcache_first", [True, False], ids=["LMCache first", "NIXL first"])
-def test_both_load(lmcache_first: bool, once: Once) -> None:
-    done = once(planted, RELEASES / "0.5.6", "nothing", lmcache_first)
+@pytest.mark.parametrize("connector", CONNECTORS)
+@pytest.mark.parametrize("lmcache_first", [True, False], ids=["LMCache first", "LMCache last"])
+def test_both_load(connector: str, lmcache_first: bool, once: Once) -> None:
+    done = once(planted, RELEASES / "0.5.6", connector, "nothing", lmcache_first)
     assert done["found"] == []
     prefill, decode = done["counts"]["prefill"], done["counts"]["decode"]
     assert prefill["loads_of_kv_producer"] == 1
@@ -71,14 +81,28 @@ def test_both_load(lmcache_first: bool, once: Once) -> None:
     assert (decode["loaded_beside"], decode["loads_of_kv_consumer"]) == ((1, 2) if lmcache_first else (2, 1))
 
 
-@pytest.mark.parametrize("plant", ["lmcache_loads_other_kv", "nixl_reads_the_next_block"])
-def test_wrong_kv_of_either_is_seen(plant: str, once: Once) -> None:
-    assert "LAB001" in once(planted, RELEASES / "0.5.6", plant, False)["found"]
+@pytest.mark.parametrize(
+    ("connector", "plant"),
+    [
+        ("nixl-multi", "lmcache_loads_other_kv"),
+        ("nixl-multi", "nixl_reads_the_next_block"),
+        ("mooncake-multi", "lmcache_loads_other_kv"),
+        ("mooncake-multi", "mooncake_writes_into_the_next_block"),
+    ],
+)
+def test_wrong_kv_of_either_is_seen(connector: str, plant: str, once: Once) -> None:
+    assert "LAB001" in once(planted, RELEASES / "0.5.6", connector, plant, False)["found"]
 
 
+@pytest.mark.parametrize("connector", CONNECTORS)
+def test_a_load_that_fails_for_no_reason_is_seen(connector: str, once: Once) -> None:
+    assert "LAB002" in once(planted, RELEASES / "0.5.6", connector, "a_transfer_fails", False)["found"]
+
+
+@pytest.mark.parametrize("connector", CONNECTORS)
 @pytest.mark.parametrize("plain", [True, False])
-def test_fuzzed_schedules_are_clean_with_the_fixes(plain: bool, once: Once) -> None:
-    done = once(pair_fuzzed.fuzzed, RELEASES / "0.5.6", "nixl-multi", plain)
+def test_fuzzed_schedules_are_clean_with_the_fixes(connector: str, plain: bool, once: Once) -> None:
+    done = once(pair_fuzzed.fuzzed, RELEASES / "0.5.6", connector, plain, "check")
     assert done["violations"] == []
     assert not done["nothing"]
     assert done["same"]

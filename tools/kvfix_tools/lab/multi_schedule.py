@@ -1,4 +1,4 @@
-"""Schedules for two engines with NixlConnector and LMCache's connector in a MultiConnector (nixl_multi.py)."""
+"""Schedules for two engines with another connector beside the one between them (pair_multi.py, nixl_offload.py)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import dataclasses
 import random
 from collections.abc import Collection, Sequence
 
-from kvfix_tools.lab import pair_schedule
+from kvfix_tools.lab import mooncake_schedule, pair_schedule
 from kvfix_tools.lab.options import Options
 from kvfix_tools.lab.pair_schedule import DrawnStep
 
@@ -17,8 +17,9 @@ KINDS = frozenset({"on"})
 def draw(
     seed: int, connector: str, plain: bool = False, lacks: Collection[str] = ()
 ) -> tuple[Options, tuple[DrawnStep, ...]]:
-    """As pair_schedule.draw, with LMCache in one engine or both, and with what happens to it."""
-    options, steps = pair_schedule.draw(seed, connector, plain, lacks)
+    """As for the connector between them, with LMCache in one engine or both, and with what happens to it."""
+    between = mooncake_schedule if connector == "mooncake-multi" else pair_schedule
+    options, steps = between.draw(seed, connector, plain, lacks)
     rng = random.Random(f"beside {connector} {seed}")
     multi = rng.choice((("decode",), ("prefill",), ("prefill", "decode"), ("prefill", "decode")))
     options = dataclasses.replace(
