@@ -22,9 +22,10 @@ from kvfix_tools.lab.options import Options
 if TYPE_CHECKING:
     from vllm.v1.core.sched.scheduler import Scheduler
 
-    from kvfix_tools.lab.memory import Cache
+    from kvfix_tools.lab.memory import Cache, Slots
     from kvfix_tools.lab.offloading import Offloading
     from kvfix_tools.lab.request_events import RequestEvents
+    from kvfix_tools.lab.simple_offload import SimpleOffloading
     from kvfix_tools.lab.workers import Worker
 
 CLIENT = "lmcache.v1.lookup_client.lmcache_async_lookup_client"
@@ -49,7 +50,7 @@ class Connector:
     events: RequestEvents
     #: The other ones of a MultiConnector.
     other: OtherConnector | None = None
-    offloading: Offloading | None = None
+    offloading: Offloading | SimpleOffloading | None = None
     _place = 0
 
     def listen(self, events: RequestEvents) -> None:
@@ -81,12 +82,21 @@ class Connector:
         if options.beside:
             self.other = next(each for each in worker.called._connectors if isinstance(each, OtherConnector))
         if options.offloading:
-            from kvfix_tools.lab.offloading import Offloading, Rank
-
             place = 0 if options.offloading == "first" else -1
             in_scheduler, in_worker = (each._connectors[place] for each in (self.scheduler.connector, worker.called))
-            self.offloading = Offloading(options, [Rank(0, worker.slots, options, in_worker)], in_scheduler)
+            self.offloading = self._offloads(options, worker.slots, in_scheduler, in_worker)
             worker.offloads = True
+
+    def _offloads(self, options: Options, slots: Slots, in_scheduler: Any, in_worker: Any) -> Any:
+        """The one of the others that offloads, joined."""
+        if options.simple_offloading:
+            from kvfix_tools.lab import simple_offload
+
+            copying = simple_offload.Rank(0, slots, options, in_worker)
+            return simple_offload.SimpleOffloading(options, [copying], self.scheduler, in_scheduler)
+        from kvfix_tools.lab import offloading
+
+        return offloading.Offloading(options, [offloading.Rank(0, slots, options, in_worker)], in_scheduler)
 
     def loads_by_other(self, request: str) -> bool:
         """Whether the MultiConnector has chosen another connector to load for this request."""
@@ -117,6 +127,8 @@ class Connector:
 
     def never_given_back(self) -> None:
         """All is over: blocks of ended requests that are still kept for the connector are a violation, if it looks."""
+        if self.offloading is not None:
+            self.offloading.never_given_back()
 
     def close(self) -> None:
         """The engine ends."""

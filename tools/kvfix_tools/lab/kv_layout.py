@@ -62,7 +62,7 @@ def _tensors(options: Options, groups: list[KVCacheGroupSpec]) -> list[Any]:
 
 def _placement(options: Options) -> list[Any]:
     """Where the layers are in the memory of all blocks: one over the other. LMCache's connectors do not ask."""
-    if options.connector not in OF_VLLM:
+    if options.connector not in OF_VLLM and not options.simple_offloading:
         return []
     page = page_bytes(options)
     size = options.num_blocks * page

@@ -138,7 +138,7 @@ class Steps:
         numbers = [block.block_id for block in taken]
         self.model.written_by_others += numbers
         if self.connector.offloading is not None:
-            self.connector.offloading.taken.update(numbers)
+            self.connector.offloading.others_take(numbers)
         self._held += taken
 
     def free_blocks(self) -> None:

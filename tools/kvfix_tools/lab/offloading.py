@@ -6,7 +6,7 @@ worker that makes copies of jobs. Replaced: the driver's batched copy and the st
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
@@ -110,13 +110,13 @@ class Offloading:
         self.memory = getattr(self.manager, "primary_tier", self.manager)
         self._watch(self.manager)
         #: Blocks that others have taken since the last step.
-        self.taken: set[int] = set()
+        self._taken: set[int] = set()
         build = self.scheduler.build_connector_meta
 
         def build_connector_meta(output: Any) -> Any:
             """What others take is in no step of the scheduler, where those of an engine are."""
-            self.scheduler._current_batch_allocated_block_ids |= self.taken
-            self.taken.clear()
+            self.scheduler._current_batch_allocated_block_ids |= self._taken
+            self._taken.clear()
             return build(output)
 
         self.scheduler.build_connector_meta = build_connector_meta
@@ -177,6 +177,10 @@ class Offloading:
         for rank in self.ranks:
             rank.copies.tick()
 
+    def others_take(self, blocks: Collection[int]) -> None:
+        """Others take blocks of the GPU, and what is in flight from them is to be over first."""
+        self._taken.update(blocks)
+
     def evict(self, chunks: int, forced: bool) -> int:
         """Others store so many chunks, and what they have is dropped; forced: files of a tier are deleted."""
         if forced:
@@ -214,6 +218,8 @@ class Offloading:
 
     def kept(self) -> dict[str, set[str]]:
         return {"OffloadingConnector._req_status": set(self.scheduler._req_status), **self.tiers.kept()}
+
+    def never_given_back(self) -> None: ...
 
     def close(self) -> None:
         self.tiers.close()

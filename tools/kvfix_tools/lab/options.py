@@ -34,6 +34,8 @@ class Options:
     beside: bool = False
     #: In a MultiConnector with vLLM's OffloadingConnector (offloading.py), which is asked first or last; "": without.
     offloading: str = ""
+    #: It is vLLM's SimpleCPUOffloadConnector that offloads (simple_offload.py), not the OffloadingConnector. v1 only.
+    simple_offloading: bool = False
     #: Steps that a lookup, load or store of the multi-process server takes, 0: none. A copy of the
     #: OffloadingConnector takes twice as many.
     delay: int = 1
@@ -96,7 +98,8 @@ class Options:
     lmcache_first: bool = False
     #: NIXL itself makes the transfers (nixl_real.py), not the lab's model of it. BY_NIXL.
     real_transfers: bool = False
-    #: Settings of one of OF_VLLM or PAIRS by their own names (`kv_connector_extra_config`).
+    #: Settings of one of OF_VLLM or PAIRS, or of what offloads beside v1, by their own names
+    #: (`kv_connector_extra_config`).
     extra: dict[str, Any] = field(default_factory=dict)
     #: Blocks that its CPU memory has room for; 0: as many as the GPU has.
     cpu_blocks: int = 0
@@ -127,7 +130,9 @@ class Options:
             )
         if self.real_transfers and self.connector not in BY_NIXL:
             raise ValueError(f"the lab plays real transfers with {', '.join(BY_NIXL)}")
-        if self.connector == "simple-offload" and not self.prefix_caching:
+        if self.simple_offloading and (self.connector != "v1" or not self.offloading):
+            raise ValueError("the lab plays the SimpleCPUOffloadConnector alone and, by `offloading`, beside v1")
+        if (self.connector == "simple-offload" or self.simple_offloading) and not self.prefix_caching:
             raise ValueError("the SimpleCPUOffloadConnector does nothing without prefix caching")
         if self.states and (self.windows or not self.prefix_caching or self.drafts >= self.block_size):
             raise ValueError(

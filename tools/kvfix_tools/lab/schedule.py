@@ -190,6 +190,15 @@ def draw(
     may_offload = connector in ("v1", "mp") and not plain and not options.several_groups and options.ranks == 1
     if may_offload and "offloading" not in lacks and own.random() < 0.2:
         options = dataclasses.replace(options, offloading=own.choice(("first", "last")))
+    own = random.Random(f"simple offloading {seed}")
+    if (
+        may_offload
+        and connector == "v1"
+        and not options.offloading
+        and "offloading" not in lacks
+        and own.random() < 0.15
+    ):
+        options = _offloads_simply(options, own)
     weights = dict(_PLAIN) if plain else {**_PLAIN, **_FAULTS}
     if connector.startswith("mp") and not plain:
         weights["lose_loads"] = 1
@@ -239,6 +248,18 @@ def _memory_of_vllm(options: Options, rng: random.Random, plain: bool) -> Option
     if not tier and rng.random() < 0.3:
         extra |= {"store_threshold": 2, "max_tracker_size": rng.choice((4, 64))}
     return dataclasses.replace(options, extra=extra, cpu_blocks=rng.choice(sizes), tier=tier)
+
+
+def _offloads_simply(options: Options, rng: random.Random) -> Options:
+    """Beside LMCache's connector is the SimpleCPUOffloadConnector."""
+    return dataclasses.replace(
+        options,
+        offloading=rng.choice(("first", "last")),
+        simple_offloading=True,
+        prefix_caching=True,
+        extra={"lazy_offload": rng.random() < 0.3},
+        cpu_blocks=rng.choice((options.num_blocks // 4, options.num_blocks, 3 * options.num_blocks)),
+    )
 
 
 def _with_windows(options: Options, rng: random.Random) -> Options:

@@ -1,4 +1,4 @@
-"""vLLM's SimpleCPUOffloadConnector in the lab, alone, in both its roles.
+"""vLLM's SimpleCPUOffloadConnector in the lab, in both its roles: alone or beside LMCache's in a MultiConnector.
 
 Real: its scheduler with the pool of CPU blocks, and its worker. Replaced: the GPU and the copy thread
 (simple_copies.py).
@@ -6,9 +6,9 @@ Real: its scheduler with the pool of CPU blocks, and its worker. Replaced: the G
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from vllm.v1.core.kv_cache_utils import get_block_hash, get_group_id, resolve_block_hashes
 
@@ -21,6 +21,9 @@ from kvfix_tools.lab.offload_copies import WORD, Copies
 from kvfix_tools.lab.offloading import OffloadingWorker, note_stored
 from kvfix_tools.lab.options import Options
 from kvfix_tools.lab.simple_copies import CopyQueue, stand_in
+
+if TYPE_CHECKING:
+    from kvfix_tools.lab.request_events import RequestEvents
 
 
 class Rank:
@@ -85,21 +88,18 @@ class Rank:
         return contents
 
 
-class SimpleOffload(Connector):
-    """The SimpleCPUOffloadConnector as the only connector."""
+class SimpleOffloading:
+    """The SimpleCPUOffloadConnector in both roles, joined by the lab's memory."""
 
-    def __init__(self, options: Options, memories: Sequence[Slots], caches: Sequence[Cache]) -> None:
-        config = vllm_objects.vllm_config(options)
-        self.scheduler = vllm_objects.scheduler(options, config)
-        self.in_scheduler = self.scheduler.connector
-        called = [vllm_objects.worker(options, vllm_objects.of_rank(config, rank)) for rank, _ in enumerate(memories)]
-        self.ranks = [
-            Rank(number, slots, options, each)
-            for number, (slots, each) in enumerate(zip(memories, called, strict=True))
-        ]
-        self.workers = [OffloadingWorker(*each) for each in zip(self.ranks, memories, called, strict=True)]
-        self.reader = readers.SimpleOffload(self.in_scheduler)
-        self._manager = self.in_scheduler.scheduler_manager
+    events: RequestEvents
+    #: Whether the connector is the only one, whose loads and stores are events of a request.
+    alone = False
+
+    def __init__(self, options: Options, ranks: Sequence[Rank], scheduler: Any, in_scheduler: Any) -> None:
+        self.ranks = ranks
+        self.reader = readers.SimpleOffload(in_scheduler)
+        self._scheduler = scheduler
+        self._manager = in_scheduler.scheduler_manager
         self._groups = kv_groups(options)
         self._hash_tokens = options.block_size
         #: request -> (first token, end) of the load that is in flight
@@ -117,27 +117,28 @@ class SimpleOffload(Connector):
         of_events = self._manager._store_event_to_reqs if is_store else self._manager._load_event_to_reqs
         return list(of_events.get(event, ()))
 
-    def metadata(self, metadata: Any) -> Any:
-        self._due.update({name: (start, end) for name, start, end in self.reader.loads(metadata)})
-        return metadata
+    def take_due(self, metadata: Any) -> None:
+        """A step begins with these metadata of the connector's own."""
+        self._due.update({name: (start, end) for name, start, end in self.reader.loads(metadata) or ()})
 
     def _begins(self, event: int, source: list[int]) -> None:
         """A store is an event when it begins, as for the hooks: at its end the request may have lost its blocks."""
         blocks, size = set(source), self._groups[0].block_size
-        for name in self._requests_of(event, True):
-            of_request = self.scheduler.kv_cache_manager.get_block_ids(name)[0]
+        for name in self._requests_of(event, True) if self.alone else ():
+            of_request = self._scheduler.kv_cache_manager.get_block_ids(name)[0]
             ends = [(place + 1) * size for place, block in enumerate(of_request) if block in blocks]
             blocks.difference_update(of_request)
             note_stored(self.events, name, ends, size)
 
     def _loader(self, rank: Rank) -> Callable[[str, bool], None]:
         def loaded(name: str, fails: bool) -> None:
-            start, end = self._due[name]
             self.events.counts["loads_offloaded"] += not rank.rank
             self.events.counts["loads_of_groups"] += len(self._groups) > 1
             if fails:
                 self.events.may_fail.add(name)
-            self.events.loaded(name, start if fails else end, 0 if fails else end - start, rank.rank)
+            if self.alone:
+                start, end = self._due[name]
+                self.events.loaded(name, start if fails else end, 0 if fails else end - start, rank.rank)
 
         return loaded
 
@@ -180,7 +181,10 @@ class SimpleOffload(Connector):
         for rank in self.ranks:
             rank.copies.tick()
 
-    def evict(self, cache: Cache, chunks: int, forced: bool) -> int:
+    def others_take(self, blocks: Collection[int]) -> None:
+        """Others take blocks of the GPU. A copy holds its own."""
+
+    def evict(self, chunks: int, forced: bool = False) -> int:
         """Others store so many blocks, and what they have is dropped."""
         pool = self._manager.cpu_block_pool
         before = len(pool.cached_block_hash_to_block)
@@ -190,39 +194,73 @@ class SimpleOffload(Connector):
         pool.free_blocks(taken)
         return before - len(pool.cached_block_hash_to_block)
 
-    def fail_store(self, name: str, rank: int = 0) -> None:
-        """A step: the next store of this request fails, in this rank."""
-        self.ranks[rank].failing_stores.add(name)
-
     # ------------------------------------------------------------------ what is in flight, and what is kept
 
+    @property
     def busy(self) -> bool:
         """Whether a copy is under way, or done and not reported. Of one that has failed as released nothing comes."""
         under_way = any(rank.copies.pending for rank in self.ranks)
         return under_way or (self._manager.has_pending_stores() and not any(rank.died for rank in self.ranks))
 
-    def loading(self) -> set[str]:
-        return set().union(*(rank.loading() for rank in self.ranks))
+    def requests(self, loads: bool) -> set[str]:
+        """Those with a load in flight, or with a store."""
+        if loads:
+            return set().union(*(rank.loading() for rank in self.ranks))
+        return {name for name, state in self._manager._reqs_to_store.items() if state.store_events}
 
     def in_flight(self, request: str) -> set[str]:
-        storing = getattr(self._manager._reqs_to_store.get(request), "store_events", ())
-        found = {"loading": request in self.loading(), "storing": bool(storing)}
-        return {kind for kind, is_so in found.items() if is_so}
+        return {name for name, loads in (("loading", True), ("storing", False)) if request in self.requests(loads)}
 
     def kept(self) -> dict[str, set[str]]:
-        return {where: set(names) for where, names in self.reader.kept()}
+        return {f"SimpleCPUOffloadConnector.{where}": set(names) for where, names in self.reader.kept()}
 
     def never_given_back(self) -> None:
         """All is over, and so are its copies: what is held then is a violation."""
-        if self.busy():
+        if self.busy:
             self.events.violated(rules.NEVER_RESTS, "", "all requests ended many steps ago, and it still copies")
             return
-        deferred = {block.block_id for _, blocks in self.scheduler.deferred_frees for block in blocks}
+        deferred = {block.block_id for _, blocks in self._scheduler.deferred_frees for block in blocks}
         for where, pool, later in (
-            ("GPU", self.scheduler.kv_cache_manager.block_pool, deferred),
+            ("GPU", self._scheduler.kv_cache_manager.block_pool, deferred),
             ("CPU", self._manager.cpu_block_pool, set()),
         ):
             held = {block.block_id for block in pool.blocks if block.ref_cnt and not block.is_null} - later
             if held:
                 message = f"{len(held)} of {len(pool.blocks)} {where} blocks are held, and all requests have ended"
                 self.events.violated(rules.MEMORY_HELD, "", message)
+
+    def close(self) -> None: ...
+
+
+class SimpleOffload(Connector):
+    """The SimpleCPUOffloadConnector as the only connector."""
+
+    offloading: SimpleOffloading
+
+    def __init__(self, options: Options, memories: Sequence[Slots], caches: Sequence[Cache]) -> None:
+        config = vllm_objects.vllm_config(options)
+        self.scheduler = vllm_objects.scheduler(options, config)
+        self.in_scheduler = self.scheduler.connector
+        called = [vllm_objects.worker(options, vllm_objects.of_rank(config, rank)) for rank, _ in enumerate(memories)]
+        self.ranks = [
+            Rank(number, slots, options, each)
+            for number, (slots, each) in enumerate(zip(memories, called, strict=True))
+        ]
+        self.workers = [OffloadingWorker(*each) for each in zip(self.ranks, memories, called, strict=True)]
+        self.offloading = SimpleOffloading(options, self.ranks, self.scheduler, self.in_scheduler)
+        self.offloading.alone = True
+        self.reader = self.offloading.reader
+
+    def metadata(self, metadata: Any) -> Any:
+        self.offloading.take_due(metadata)
+        return metadata
+
+    def evict(self, cache: Cache, chunks: int, forced: bool) -> int:
+        return self.offloading.evict(chunks)
+
+    def fail_store(self, name: str, rank: int = 0) -> None:
+        """A step: the next store of this request fails, in this rank."""
+        self.ranks[rank].failing_stores.add(name)
+
+    def kept(self) -> dict[str, set[str]]:
+        return {where: set(names) for where, names in self.reader.kept()}

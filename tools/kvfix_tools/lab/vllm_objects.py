@@ -139,6 +139,13 @@ def _offloading(options: Options, folder: str = "") -> dict[str, Any]:
     return {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
 
 
+def _simple_offloading(options: Options) -> dict[str, Any]:
+    """The SimpleCPUOffloadConnector, with CPU memory for about as many blocks as the GPU has."""
+    memory = max(2, options.cpu_blocks or options.num_blocks) * page_bytes(options) * options.ranks
+    extra = {"cpu_bytes_to_use": memory, **options.extra}
+    return {"kv_connector": "SimpleCPUOffloadConnector", "kv_role": "kv_both", "kv_connector_extra_config": extra}
+
+
 def _named(connector: str) -> tuple[str, str | None]:
     """The class that vLLM loads, and the module from which it is to take it, where it has to be told."""
     module, _, name = connector.rpartition(":")
@@ -171,14 +178,14 @@ def vllm_config(options: Options, folder: str = "") -> VllmConfig:
     if options.connector == "offloading":
         transfer |= _offloading(options, folder)
     elif options.connector == "simple-offload":
-        memory = max(2, options.cpu_blocks or options.num_blocks) * page_bytes(options) * options.ranks
-        transfer["kv_connector_extra_config"] = {"cpu_bytes_to_use": memory, **options.extra}
+        transfer |= {**_simple_offloading(options), "kv_role": options.kv_role}
     children = [transfer]
     if options.beside:
         name, module = OtherConnector.__name__, OtherConnector.__module__
         children.insert(0, {"kv_connector": name, "kv_connector_module_path": module, "kv_role": "kv_both"})
     if options.offloading:
-        children.insert(0 if options.offloading == "first" else len(children), _offloading(options))
+        offloading = _simple_offloading(options) if options.simple_offloading else _offloading(options)
+        children.insert(0 if options.offloading == "first" else len(children), offloading)
     if options.multi:
         lmcache = {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both", "kv_connector_extra_config": extra}
         children.insert(0 if options.lmcache_first else 1, lmcache)
