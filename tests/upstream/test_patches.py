@@ -30,8 +30,8 @@ from tests.upstream import patched
 
 #: vLLM's copy of the multi-process connector does not work with later releases.
 FOR_IN_TREE = "0.4.6"
-#: Codes of fixes for vLLM's own connectors begin so: the connector of the lab that runs the code.
-OF_VLLM = {"KVF33": "offloading", "KVF37": "simple-offload"}
+#: Codes of fixes for vLLM's own connectors begin so, longer ones first: the connector of the lab that runs the code.
+OF_VLLM = {"KVF33": "offloading", "KVF373": "v1", "KVF37": "simple-offload"}
 #: Fixes below the cache engine that the lab replaces: {code: mode of test_async_release that shows the bug}.
 ENGINE = {"KVF013": "async", "KVF018": "layers"}
 SEEDS = 24

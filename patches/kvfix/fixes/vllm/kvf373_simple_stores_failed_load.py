@@ -1,0 +1,131 @@
+"""A load of another connector fails, and the SimpleCPUOffloadConnector stores the blocks: EngineCore dies, or worse.
+
+## Symptom
+`Recovered from KV load failure` or `Failing 1 request(s) due to KV load failure`. Then an `AssertionError` in
+`_process_store_completion` of simple_kv_offload/manager.py ends EngineCore. Or nothing is logged, and there is wrong
+text later in requests that begin with the same prompt. It takes a MultiConnector of the SimpleCPUOffloadConnector and
+one that loads within the step, such as LMCache's in-process connector.
+
+## Cause
+The SimpleCPUOffloadConnector takes tokens that another connector is to load in a step for computed, and stores their
+blocks in it (manager.py 0.32.0:840). That the load has failed, it is not told: `update_connector_output` reads only its
+own reports (:1005). At the end of the store it takes the key that each block has by then (:1081). With
+kv_load_failure_policy "fail" vLLM has taken the keys from the failed blocks, and the assertion fails; with "recompute"
+they have them still or again, and what was stored is found under them.
+
+## Fix
+The fix looks at the failed blocks that come with the same report. Of the stores in flight it gives up those blocks, all
+later ones of the same request, and those that have lost their keys: they are free again once they are copied, and not
+found. The request does not offer them again; the next one with this prompt does.
+
+## Releases
+vLLM 0.20.2 to 0.33.0. The fix is for 0.32.0 and later.
+
+## Upstream
+None known.
+
+## Remove when
+`update_connector_output` handles `invalid_block_ids`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from kvfix.fixes import stubs
+from kvfix.fixes.api import Fix
+from kvfix.fixes.targets import SIMPLE_SCHEDULER
+from kvfix.wrapping import before
+
+#: Of the scheduler: store -> blocks of the GPU that are given up when it is over.
+_GIVEN_UP = "_kvfix_given_up"
+
+
+def fix(module: ModuleType) -> Callable[..., Any]:
+    def update_connector_output(scheduler: Any, output: Any) -> None:
+        bad = _bad(scheduler, output.invalid_block_ids)
+        given_up = vars(scheduler).setdefault(_GIVEN_UP, {})
+        for event in given_up.keys() - scheduler._store_event_to_blocks.keys():
+            del given_up[event]
+        for event, transfer in scheduler._store_event_to_blocks.items():
+            lost = {block for block in transfer.gpu_block_ids if block in bad or _has_no_key(scheduler, block)}
+            if lost:
+                given_up[event] = given_up.get(event, set()) | lost
+
+    return before(update_connector_output, when=lambda scheduler, output, *_, **__: output.invalid_block_ids)
+
+
+def _bad(scheduler: Any, failed: Collection[int]) -> set[int]:
+    """These blocks, and what was computed on top of them by requests that are known. `lazy_offload` knows none."""
+    bad = set(failed)
+    for state in scheduler._reqs_to_store.values():
+        for blocks in state.block_ids:
+            first = next((at for at, block in enumerate(blocks) if block in bad), len(blocks))
+            bad.update(blocks[first:])
+    return bad
+
+
+def _has_no_key(scheduler: Any, block: int) -> bool:
+    return scheduler._gpu_block_pool.blocks[block].block_hash is None
+
+
+def fix_store(module: ModuleType) -> Callable[..., Any]:
+    def _process_store_event(scheduler: Any, event: int) -> None:
+        lost = getattr(scheduler, _GIVEN_UP).pop(event)
+        whole = scheduler._store_event_to_blocks.get(event)
+        if whole is not None:  # else given up at a reset
+            scheduler._store_event_to_blocks[event] = _part(whole, lambda block: block not in lost)
+            scheduler._release_transfer_refs(_part(whole, lambda block: block in lost))
+            scheduler._in_flight_store_gpu_blocks.difference_update(lost)
+
+    return before(
+        _process_store_event, when=lambda scheduler, event, *_, **__: event in getattr(scheduler, _GIVEN_UP, ())
+    )
+
+
+def _part(transfer: Any, wanted: Callable[[int], bool]) -> Any:
+    """The same transfer, of some of its blocks."""
+    places = [place for place, block in enumerate(transfer.gpu_block_ids) if wanted(block)]
+    columns = transfer.gpu_block_ids, transfer.cpu_block_ids, transfer.block_meta
+    return type(transfer)(*(None if column is None else [column[place] for place in places] for column in columns))
+
+
+def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+    """A store of block 3 is done, whose load has failed in the same step. Wrong is to have it found by its key."""
+    found: list[Any] = []
+    block = SimpleNamespace(
+        block_id=3, block_hash=b"key", block_hash_num_tokens=16, is_null=False, ref_cnt=1, reset_hash=lambda: None
+    )
+    pool = SimpleNamespace(
+        blocks={3: block}, cached_block_hashes_by_block={}, free_blocks=list,
+        _insert_block_hash=lambda *args, **_: found.append(args),
+    )  # fmt: skip
+    state = SimpleNamespace(block_ids=([3],), store_events={7}, finished=False, num_stored_blocks=[1])
+    kind = module.SimpleCPUOffloadScheduler
+    scheduler = kind.__new__(kind)
+    vars(scheduler).update(
+        cpu_block_pool=pool, _gpu_block_pool=pool, _lazy_mode=False, enable_kv_cache_events=False,
+        _in_flight_store_gpu_blocks={3}, _store_event_to_blocks={7: module.TransferMeta([3], [3])},
+        _abandoned_store_event_to_blocks={}, _store_event_to_reqs={7: [stubs.NAME]}, _pending_finished_stores=[],
+        _reqs_to_store={stubs.NAME: state}, _store_event_pending_counts={}, _expected_worker_count=1,
+    )  # fmt: skip
+    report = module.SimpleCPUOffloadWorkerMetadata(completed_store_events={7: 1})
+    output = SimpleNamespace(
+        finished_recving=None, failed_recving=None, invalid_block_ids={3}, kv_connector_worker_meta=report
+    )
+    hook(scheduler, output)
+    return bool(found)
+
+
+FIX = Fix(
+    __name__,
+    __doc__,
+    targets=(
+        SIMPLE_SCHEDULER.update_connector_output(broken=">=0.32", probe=shows_bug, fix=fix),
+        SIMPLE_SCHEDULER._process_store_event(broken=">=0.32", probe=stubs.cannot_tell, fix=fix_store, helper=True),
+    ),
+    evidence={"KVR011": "^update_from_output: AssertionError"},
+    scenarios=("simple-offload-stores-failed-load", "simple-offload-store-asserts"),
+)
