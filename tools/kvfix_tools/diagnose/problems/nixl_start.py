@@ -1,4 +1,4 @@
-"""NixlConnector: what keeps it from starting besides ports, plugins and memory."""
+"""NixlConnector: what keeps it from starting, or from its first handshake, besides ports, plugins and memory."""
 
 from __future__ import annotations
 
@@ -124,5 +124,103 @@ PROBLEMS = (
         good="the same EFA devices in all pods that exchange KV",
         sure=False,
         threads=("https://github.com/NVIDIA/TensorRT-LLM/issues/10024",),
+    ),
+    Problem(
+        code="KVD1500",
+        name="nixl-peer-before-two-part-replies",
+        severity=Severity.HANG,
+        title="Prefill answers the handshake of NixlConnector as older releases of vLLM do, and decode refuses it.",
+        shows=(
+            Failed(
+                kind="AssertionError",
+                within="base_worker.py:_nixl_handshake",
+                source="assert len(reply_parts) == 2",
+                at=f"{_V1}/nixl/base_worker.py",
+            ),
+        ),
+        replaces=("KVD156", "KVD570"),
+        releases={"vllm": ">=0.26"},
+        cause="vLLM 0.26 sends its clock as a second part of the answer; 0.20 sends one part. Decode counts the parts "
+        "before it compares the releases, so no line names them: the prefill at that host and port is older.",
+        now="`curl http://PREFILL:8000/version` and the same for decode; one image on both sides; restart both. A "
+        "rolling update: both roles of a pair together, and no route from a new decode to an old prefill",
+        good="one release of vLLM on prefill and decode",
+    ),
+    Problem(
+        code="KVD1502",
+        name="nixl-engine-is-its-own-peer",
+        severity=Severity.HANG,
+        title="A request names this very engine as the one that has its KV.",
+        shows=(
+            Failed(
+                kind="AssertionError",
+                text="Cannot register local engine <engine> as remote.",
+                at="vllm/distributed/kv_transfer/kv_connector/utils.py",
+            ),
+        ),
+        sentence="{engine}",
+        replaces=("KVD156", "KVD570"),
+        releases={"vllm": ">=0.20"},
+        cause="remote_engine_id of the request's kv_transfer_params is the engine's own. Either the router sent "
+        "prefill and decode of a request to one engine (kv_role kv_both, two names of one service), or two engines "
+        "have one engine_id, set in --kv-transfer-config or copied with it.",
+        now="take `engine_id` out of --kv-transfer-config on both sides (each start then makes its own); two separate "
+        "lists of engines in the router, or none of its own prefill for an engine that it picked for decode; restart",
+        good="an engine_id of its own for each engine",
+        sure=False,
+    ),
+    Problem(
+        code="KVD1504",
+        name="nixl-not-on-this-platform",
+        severity=Severity.CRASH,
+        title="NixlConnector does not know the kind of device that this vLLM runs on.",
+        shows=(
+            Failed(kind="RuntimeError", text="<device> is not supported.", within="base_worker.py:__init__"),
+            Failed(kind="RuntimeError", text="<device> is not supported.", within="nixl/worker.py:__init__"),
+        ),
+        sentence="{device}",
+        releases={"vllm": ">=0.11"},
+        cause="It serves cuda (ROCm goes by that name), xpu, tpu and cpu. Another one must be added by the platform's "
+        "plugin (get_nixl_supported_devices), and this plugin, or its release, does not.",
+        now="the connector of that plugin (vllm-ascend: MooncakeConnectorV1), or a release of the plugin that "
+        "supports NIXL; pip list | grep vllm",
+        good="a plugin that supports NIXL",
+        sure=False,
+    ),
+    Problem(
+        code="KVD1506",
+        name="nixl-push-stages-of-packed-caches",
+        severity=Severity.CRASH,
+        title="NixlPushConnector cannot push this model's packed KV cache from several pipeline stages.",
+        shows=(
+            Failed(
+                kind="NotImplementedError",
+                text="PP push with packed KV caches requires MLA",
+                at=f"{_V1}/nixl/base_worker.py",
+            ),
+        ),
+        releases={"vllm": ">=0.32"},
+        cause="KV groups that share one block of memory are addressed layer by layer only where every layer is MLA. "
+        "This model has other layers among them.",
+        now="--pipeline-parallel-size 1 and a larger --tensor-parallel-size on prefill and decode; restart both",
+        good="the sizes; 0.33.0 asks for MLA too",
+    ),
+    Problem(
+        code="KVD1508",
+        name="nixl-shared-states-through-the-host",
+        severity=Severity.CRASH,
+        title="NixlConnector cannot stage this model's cache in host memory.",
+        shows=(
+            Failed(
+                kind="NotImplementedError",
+                text="NIXL host staging does not preserve CSA-linear shared tensors.",
+                at=f"{_V1}/nixl/base_worker.py",
+            ),
+        ),
+        releases={"vllm": ">=0.32"},
+        cause="kv_buffer_device is cpu. Attention and state of this model lie in one tensor, which the copy in host "
+        "memory would take apart.",
+        now='`"kv_buffer_device": "cuda"` in --kv-transfer-config on both sides; restart both',
+        good="the setting",
     ),
 )

@@ -1,11 +1,12 @@
-"""Ports of vLLM's own that are taken: its message queue, the publisher of KV events, P2P and side channels."""
+"""Ports and addresses of vLLM's own that do not do: message queue, publisher of KV events, P2P, side channels."""
 
 from __future__ import annotations
 
 from kvfix_tools.diagnose.findings import Severity
-from kvfix_tools.diagnose.problems import Failed, Problem
+from kvfix_tools.diagnose.problems import Failed, Logged, Problem
 
 _VLLM = "https://github.com/vllm-project/vllm/"
+_EVENTS = "vllm/distributed/kv_events.py"
 _TAKEN = "Address already in use"
 
 PROBLEMS = (
@@ -73,5 +74,56 @@ PROBLEMS = (
         "there are ranks",
         good="the configuration; the connector is gone from vLLM 0.26 on",
         threads=(_VLLM + "issues/44061", _VLLM + "issues/28498"),
+    ),
+    Problem(
+        code="KVD1514",
+        name="kv-events-endpoint-without-rank",
+        severity=Severity.CRASH,
+        title="The endpoint of the KV events cannot be told apart for several data parallel ranks.",
+        shows=(Failed(kind="ValueError", text="Invalid endpoint: must contain 'inproc' or 'tcp'", at=_EVENTS),),
+        cause="Rank 0 takes the endpoint as it is; the next ones add their number to its port, which an ipc:// "
+        "address does not have.",
+        now='\'{"enable_kv_cache_events": true, "publisher": "zmq", "endpoint": "tcp://*:5557"}\' for '
+        "--kv-events-config, the same for `replay_endpoint`; restart",
+        good="the endpoint",
+    ),
+    Problem(
+        code="KVD1516",
+        name="kv-events-publisher-unknown",
+        severity=Severity.CRASH,
+        title="--kv-events-config names a publisher that vLLM does not have.",
+        shows=(Failed(kind="ValueError", text="Unknown event publisher '<name>'", at=_EVENTS),),
+        sentence="{name}",
+        cause="There are `zmq` and `null`; others only where a plugin registers them in the same process.",
+        now='"publisher": "zmq" in --kv-events-config; restart',
+        good="the configuration",
+    ),
+    Problem(
+        code="KVD1518",
+        name="kv-events-without-an-address",
+        severity=Severity.CRASH,
+        title="The publisher of KV events is to choose its port, and this node has no address of its own.",
+        shows=(Failed(kind="ValueError", text="tcp://*:0 needs a node IP; set VLLM_HOST_IP", at=_EVENTS),),
+        releases={"vllm": ">=0.32"},
+        cause="With port 0 the chosen address is announced, so it must be a real one. vLLM found no route to the "
+        "outside (get_ip), or VLLM_HOST_IP is 0.0.0.0.",
+        now='`export VLLM_HOST_IP=NODE_IP`, or a port of your own: "endpoint": "tcp://*:5557"; restart',
+        good="the address",
+    ),
+    Problem(
+        code="KVD1520",
+        name="kv-events-not-published",
+        severity=Severity.RISK,
+        title="A batch of KV events was not sent, and the router's picture of this engine's cache is wrong from now "
+        "on.",
+        shows=(Logged("Error in publisher thread: <error>", at=_EVENTS),),
+        sentence="{error}",
+        cause="Its number is used up and the batch is in no buffer, so that a subscriber sees a gap which no replay "
+        "fills. The exception says why: an event that cannot be encoded (a plugin's, a token that is no number), or "
+        "a socket that is closed while the engine ends, which is harmless.",
+        now="restart this engine if it serves on, so that the router begins anew with it; the exception's cause; a "
+        "router that takes a gap as a reset",
+        good="vLLM and router of releases that were made together",
+        sure=False,
     ),
 )

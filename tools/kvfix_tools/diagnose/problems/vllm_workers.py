@@ -6,6 +6,7 @@ from kvfix_tools.diagnose.findings import Severity
 from kvfix_tools.diagnose.problems import Failed, Problem
 
 _WORKER = "vllm/v1/worker/gpu_worker.py"
+_RUNNER = "vllm/v1/worker/gpu_model_runner.py"
 _DYNAMO = "https://github.com/ai-dynamo/dynamo/issues"
 
 PROBLEMS = (
@@ -86,5 +87,47 @@ PROBLEMS = (
         "connector; a larger --max-num-batched-tokens, so that an image is not split",
         good="report it with `kvfix-diagnose LOG --issue FILE.md`: no release up to 0.33.0 is known to be right",
         sure=False,
+    ),
+    Problem(
+        code="KVD1510",
+        name="drafts-past-the-context",
+        severity=Severity.CRASH,
+        title="A request that was taken up again got draft tokens up to --max-model-len, and the token after them has "
+        "no place.",
+        shows=(
+            Failed(
+                text="Sampled token IDs exceed the max model length. Total number of tokens: <tokens> > "
+                "max_model_len: <most>",
+            ),
+        ),
+        sentence="{tokens} tokens, max_model_len {most}",
+        releases={"vllm": ">=0.26,<0.32"},
+        cause="A preempted or loaded request with one token to compute is padded to 1 + num_speculative_tokens. "
+        "0.26 asks only that these fit into --max-model-len (v1/core/sched/scheduler.py, `schedule`), not the token "
+        "that is sampled behind them. Prefix caching and KV offloading make such requests. Without "
+        "--speculative-config it is another thing: a prompt of the full length.",
+        now="without --speculative-config; or the clients' prompt and max_tokens together below --max-model-len by at "
+        "least 2 + num_speculative_tokens; restart",
+        fixed={"vllm": "0.32.0"},
+        threads=("https://github.com/vllm-project/vllm/pull/53812",),
+        sure=False,
+    ),
+    Problem(
+        code="KVD1512",
+        name="fast-prefill-with-prompt-logprobs",
+        severity=Severity.CRASH,
+        title="A request asked for logprobs of its prompt, which --kv-sharing-fast-prefill does not compute.",
+        shows=(
+            Failed(
+                kind="AssertionError",
+                text="--kv-sharing-fast-prefill produces incorrect logprobs for prompt tokens",
+                at=_RUNNER,
+            ),
+        ),
+        releases={"vllm": ">=0.11"},
+        cause="With KV sharing the later layers skip the prompt's tokens. The API server refuses such requests; one "
+        "that comes around it (LLM class, another front end) ends the worker.",
+        now="without --kv-sharing-fast-prefill; or no `prompt_logprobs` in the requests (evaluations send it); restart",
+        good="the option or the request",
     ),
 )
