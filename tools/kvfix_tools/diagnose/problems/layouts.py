@@ -252,4 +252,23 @@ PROBLEMS = (
         good="lmcache-ascend that lists MLA as supported; for models with a state LMCacheMPConnector",
         threads=("https://github.com/LMCache/LMCache-Ascend/issues/12",),
     ),
+    Problem(
+        code="KVD1610",
+        name="keys-and-values-in-one-dimension",
+        severity=Severity.CRASH,
+        title="vLLM keeps K and V of a token side by side, and this LMCache does not know that layout.",
+        shows=(
+            Failed(
+                kind="ValueError",
+                text="currently unsupported kv_caches format with list depth 1 and tensor dimension 4",
+            ),
+        ),
+        sentence="the KV caches have four dimensions",
+        releases={"lmcache": ">=0.3.14,<0.4.7"},
+        cause="vLLM's FlashAttention and FlashInfer had [2, blocks, ...] or [blocks, 2, ...] up to 0.20; in 0.26 a "
+        "block is [heads, tokens, 2 * head_size], four dimensions in all. LMCache reads that from 0.4.7 on.",
+        now="pip install 'lmcache>=0.5.1' for vLLM and for the server, or the vLLM of this LMCache's time "
+        "(pip install 'vllm<=0.20.2')",
+        fixed={"lmcache": "0.4.7"},
+    ),
 )

@@ -6,6 +6,7 @@ from kvfix_tools.diagnose.findings import Severity
 from kvfix_tools.diagnose.problems import Failed, Logged, Problem
 
 _MP = ("LMCacheMPConnector", "MultiConnector")
+_TYPES = "lmcache/v1/multiprocess/custom_types.py"
 _TRANSFER = "lmcache/v1/multiprocess/object_group_transfer.py"
 _REPORT = "report it with `kvfix-diagnose LOG --issue FILE.md`: no release up to 0.5.6 is right"
 
@@ -159,5 +160,24 @@ PROBLEMS = (
         "traceback below names what it could not read. The request that waited for it runs into its timeout.",
         now="pip show lmcache on both sides: the same release; restart both",
         good="one release of LMCache on both sides",
+    ),
+    Problem(
+        code="KVD1600",
+        name="salt-that-no-key-takes",
+        severity=Severity.CRASH,
+        title="One request ends the engine: LMCache's keys do not take its cache_salt.",
+        shows=(
+            Failed(kind="ValueError", text="cache_salt must not contain <characters> (got <salt>)", at=_TYPES),
+            Failed(kind="ValueError", text="cache_salt exceeds max length <limit> (got <size>)", at=_TYPES),
+        ),
+        sentence="the request's cache_salt is refused in the scheduler",
+        connectors=_MP,
+        releases={"lmcache": ">=0.4.4"},
+        cause="A salt becomes part of the key of each chunk: at most 128 characters, without `@`, `/`, `\\` and NUL. "
+        "Base64 has `/`. vLLM before 0.32 takes any text of a client, and the connector raises in the scheduler, which "
+        "ends the engine and all its requests; vLLM 0.32 answers that one client with 400.",
+        now="let the gateway send salts of hex digits or of URL-safe base64 (python3 -c 'import secrets; "
+        "print(secrets.token_hex(32))'), and refuse others there; restart vLLM",
+        fixed={"vllm": "0.32"},
     ),
 )
