@@ -6,6 +6,7 @@ from kvfix_tools.diagnose.findings import Severity
 from kvfix_tools.diagnose.problems import Failed, Logged, Problem
 
 _PLUGIN = "lmcache/v1/storage_backend/plugins/rust_raw_block_backend.py"
+_L2 = "lmcache/v1/distributed/l2_adapters/raw_block_l2_adapter.py"
 _CORE = "lmcache/v1/storage_backend/raw_block/core.py"
 
 PROBLEMS = (
@@ -84,5 +85,57 @@ PROBLEMS = (
         now="ls -l on the device in the container, dmesg -T; one device for each worker in the order of the last "
         "start; `blkdiscard DEVICE` for a fresh start (all on it is lost)",
         good="a device that no one else uses",
+    ),
+    Problem(
+        code="KVD1612",
+        name="raw-block-placement-refused",
+        severity=Severity.CRASH,
+        title="The server's raw block store is to place data by FDP, and the NVMe or the settings do not allow it.",
+        shows=(
+            Failed(kind="RuntimeError", text="raw_block FDP status query failed", at=_L2),
+            Failed(kind="RuntimeError", text="raw_block FDP enabled but device returned no", at=_L2),
+            Failed(kind="RuntimeError", text="raw_block FDP enabled but no non-zero data placement identifiers remain"),
+            Failed(kind="RuntimeError", text="raw_block FDP placement identifier list is not reported by device"),
+            Failed(kind="RuntimeError", text="raw_block metadata checkpoint placement identifier is not reported by"),
+            Failed(kind="ValueError", text="fdp_enabled requires io_engine='io_uring' and use_uring_cmd=true", at=_L2),
+            Failed(kind="ValueError", text="meta_checkpoint_placement_id requires io_engine='io_uring' and", at=_L2),
+            Failed(kind="ValueError", text="fdp_placement_ids must not", at=_L2),
+            Failed(kind="ValueError", text="fdp_placement_ids must be a list", at=_L2),
+            Failed(kind="ValueError", text="meta_checkpoint_placement_id must not overlap with fdp_placement_ids"),
+            Failed(kind="ValueError", text="fdp_data_placement_policy requires fdp_enabled=true", at=_L2),
+            Failed(kind="ValueError", text="fdp_slot_reuse_policy requires fdp_enabled=true", at=_L2),
+            Failed(kind="ValueError", text="fdp_data_placement_policy must be one of: <known>", at=_L2),
+            Failed(kind="ValueError", text="fdp_slot_reuse_policy must be one of: <known>", at=_L2),
+        ),
+        releases={"lmcache": ">=0.5.6"},
+        cause="FDP needs an NVMe with FDP switched on in its endurance group before the namespace is made, its "
+        "character device (/dev/ng0n1), and io_uring commands. Identifiers are those that the device reports, without "
+        "0; that of meta_checkpoint_placement_id is not one of fdp_placement_ids. Policies: none, cache_salt_prefix, "
+        "cache_salt_rank; for slots none, pid_affinity.",
+        now='"fdp_enabled": false in the adapter\'s JSON, without the other fdp_ keys; or "device_path": "/dev/ng0n1", '
+        '"io_engine": "io_uring", "use_uring_cmd": true, and of `nvme fdp status /dev/nvme0n1` what it lists',
+        good="placement only on a device whose `nvme fdp status` lists identifiers",
+    ),
+    Problem(
+        code="KVD1614",
+        name="l2-raw-block-settings-refused",
+        severity=Severity.CRASH,
+        title="The server refuses the settings of its raw block L2: the message names the key.",
+        shows=(
+            Failed(kind="ValueError", text="device_path must be a non-empty string", at=_L2),
+            Failed(kind="ValueError", text="per_tp_device_paths is not supported in MP raw_block mode", at=_L2),
+            Failed(kind="ValueError", text="raw_block requires persist_enabled=true", at=_L2),
+            Failed(kind="ValueError", text="slot_bytes must be a positive integer", at=_L2),
+            Failed(kind="ValueError", text="slot_bytes must be >= header_bytes + 1", at=_L2),
+            Failed(kind="ValueError", text="capacity_bytes must leave space for at least one slot", at=_L2),
+            Failed(kind="ValueError", text="block_align must be > 0"),
+        ),
+        releases={"lmcache": ">=0.4.5"},
+        cause="device_path and slot_bytes are needed. slot_bytes holds one chunk of all layers plus header_bytes "
+        "(4096), rounded up to block_align; capacity_bytes is more than meta_total_bytes (256 MiB), or 0 for the whole "
+        "device. persist_enabled is true, and per_tp_device_paths is of the store within the engine.",
+        now='--l2-adapter \'{"type": "raw_block", "device_path": "/dev/nvme1n1", "slot_bytes": 33558528, '
+        '"block_align": 4096}\' (slot_bytes for a chunk of 32 MiB), and --l1-align-bytes 4096; restart the server',
+        good="keep it so: the set-up was wrong, and no release changes that",
     ),
 )

@@ -137,4 +137,101 @@ PROBLEMS = (
         sure=False,
         threads=(_LMCACHE + "issues/4894",),
     ),
+    Problem(
+        code="KVD1616",
+        name="l2-s3-cannot-list-or-delete",
+        severity=Severity.LEAK,
+        title="The server's S3 adapter cannot delete or list: its bucket grows.",
+        shows=(
+            Failed(kind="RuntimeError", text="S3 DELETE failed for <key>:", at=_S3),
+            Failed(kind="RuntimeError", text="S3 ListObjectsV2 failed:"),
+        ),
+        sentence="S3 refuses to delete or list",
+        releases={"lmcache": ">=0.4.5"},
+        cause="The number at the end: 403: the rights of the key have no s3:DeleteObject or s3:ListBucket (the second "
+        "is on the bucket, not on its objects); 404: no such bucket; 5xx: the store. Writing and reading may go on.",
+        now="add s3:DeleteObject on arn:aws:s3:::BUCKET/* and s3:ListBucket on arn:aws:s3:::BUCKET to the policy; aws "
+        "s3 rm and aws s3 ls with the same key show it",
+        good="a key with s3:GetObject, s3:PutObject, s3:DeleteObject and s3:ListBucket",
+        sure=False,
+    ),
+    Problem(
+        code="KVD1618",
+        name="l2-s3-disabled-itself",
+        severity=Severity.SLOW,
+        title="The server's S3 adapter has switched itself off after failures of its connection.",
+        shows=(Failed(kind="RuntimeError", text="S3 connection disabled (circuit-broken); listing unavailable"),),
+        sentence="the S3 adapter is off until the server is restarted",
+        releases={"lmcache": ">=0.5.0"},
+        cause="After a number of failures in a row (`S3L2Adapter disabled after`) it asks S3 no more, also where the "
+        "connection is back: nothing is stored in or found in L2.",
+        now="curl -sI the endpoint from the server's container; then restart the LMCache server",
+        good="no release up to 0.5.6 tries again by itself",
+    ),
+    Problem(
+        code="KVD1620",
+        name="l2-s3-settings-refused",
+        severity=Severity.CRASH,
+        title="The server refuses the settings of its S3 L2: the message names the key.",
+        shows=(Failed(kind="ValueError", within="s3_l2_adapter.py:from_dict"),),
+        releases={"lmcache": ">=0.4.5"},
+        cause="s3_endpoint (host of the bucket) and s3_region are needed. In JSON numbers and true or false stand "
+        "without quotes.",
+        now='--l2-adapter \'{"type": "s3", "s3_endpoint": "BUCKET.s3.us-east-1.amazonaws.com", "s3_region": '
+        '"us-east-1", "max_capacity_gb": 500, "disable_tls": false}\'; restart the server',
+        good="keep it so: the set-up was wrong, and no release changes that",
+    ),
+    Problem(
+        code="KVD1622",
+        name="l2-valkey-settings-refused",
+        severity=Severity.CRASH,
+        title="The server refuses the settings of its Valkey L2: the message names the key.",
+        shows=(
+            Failed(kind="ValueError", within="valkey_l2_adapter.py:from_dict"),
+            Failed(kind="ValueError", within="valkey_l2_adapter.py:_parse_startup_nodes"),
+            Failed(kind="ValueError", within="valkey_l2_adapter.py:__init__"),
+        ),
+        releases={"lmcache": ">=0.5.2"},
+        cause="startup_nodes is one text of host:port, with commas between; numbers stand without quotes; key_prefix "
+        "has no `@`; a ttl_seconds of 0 is refused: leave it out for keys that do not expire.",
+        now='--l2-adapter \'{"type": "valkey", "startup_nodes": "valkey:6379", "num_workers": 8, "max_capacity_gb": '
+        "200}'; restart the server",
+        good="keep it so: the set-up was wrong, and no release changes that",
+    ),
+    Problem(
+        code="KVD1624",
+        name="l2-files-settings-refused",
+        severity=Severity.CRASH,
+        title="The server refuses the settings of its L2 on files: the message names the key.",
+        shows=(
+            Failed(kind="ValueError", within="fs_l2_adapter.py:from_dict"),
+            Failed(kind="ValueError", within="fs_native_l2_adapter.py:from_dict"),
+        ),
+        releases={"lmcache": ">=0.4.3"},
+        cause="base_path is needed; relative_tmp_dir is a text, below base_path; use_odirect is true or false and the "
+        "numbers are whole and above 0, all without quotes.",
+        now='--l2-adapter \'{"type": "fs", "base_path": "/mnt/nvme/kv", "relative_tmp_dir": "tmp", "use_odirect": '
+        "false}'; restart the server",
+        good="keep it so: the set-up was wrong, and no release changes that",
+    ),
+    Problem(
+        code="KVD1626",
+        name="l2-nixl-json-refused",
+        severity=Severity.CRASH,
+        title="The server refuses the JSON of its NIXL L2: the message names the key.",
+        shows=(
+            Failed(kind="ValueError", within="nixl_store_l2_adapter.py:from_dict"),
+            Failed(kind="ValueError", within="nixl_store_dynamic_l2_adapter.py:from_dict"),
+            Failed(kind="ValueError", within="nixl_native_l2_adapter.py:from_dict"),
+            Failed(kind="ValueError", text="backend_params must include a positive 'max_capacity_gb'"),
+        ),
+        releases={"lmcache": ">=0.4.2"},
+        cause="backend names a NIXL plugin in capitals. All values in backend_params are texts, in quotes, also "
+        "numbers and true or false; pool_size (nixl_store) stands outside of it, without. nixl_store_dynamic wants "
+        "max_capacity_gb in backend_params.",
+        now='--l2-adapter \'{"type": "nixl_store", "backend": "POSIX", "pool_size": 1024, "backend_params": '
+        '{"file_path": "/mnt/kv", "use_direct_io": "false"}}\'; for nixl_store_dynamic "max_capacity_gb": "500" in '
+        "backend_params; restart the server",
+        good="keep it so: the set-up was wrong, and no release changes that",
+    ),
 )
