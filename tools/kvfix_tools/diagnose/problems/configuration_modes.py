@@ -63,6 +63,7 @@ PROBLEMS = (
                 kind="OSError", text="[Errno 98] error while attempting to bind on address <address>: address already"
             ),
             Logged(text="[Errno 98] error while attempting to bind on address <address>: address already in use"),
+            Failed(kind="RuntimeError", text="Failed to bind gRPC multiprocess server: <address>"),
         ),
         sentence="{address} is taken",
         cause="Another process listens there, mostly a second instance on the same machine with the same defaults, or "

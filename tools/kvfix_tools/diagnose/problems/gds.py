@@ -150,4 +150,42 @@ PROBLEMS = (
         "--gds-l1-path until it passes",
         good="GDS set up on the node, or the server's L1 in host memory (--l1-size-gb)",
     ),
+    Problem(
+        code="KVD1628",
+        name="gds-metadata-not-written",
+        severity=Severity.SLOW,
+        title="The GDS backend cannot write the small file with a chunk's metadata: the chunk is dropped.",
+        shows=(
+            Logged("Metadata write task failed for key <key> at path <path>: <error>"),
+            Logged("POSIX metadata write operation failed for key <key> at path <path>: "),
+        ),
+        connectors=_IN_PROCESS,
+        releases={"lmcache": ">=0.4.3"},
+        sure=False,
+        cause="The chunk itself was written by GDS; its metadata goes through the page cache, and that write failed "
+        "with the error at the end: no space or no inodes left, a folder that another has removed, no rights. The "
+        "chunk's file stays on the disk and no one finds it.",
+        now="df -h and df -i on gds_path; ls -ld it; empty it where another process cleans there, and restart",
+        good="a folder of its own with room for gds_path",
+    ),
+    Problem(
+        code="KVD1630",
+        name="gds-copy-by-runtime-fails",
+        severity=Severity.SLOW,
+        title="The GDS backend's copy between GPU and page cache fails.",
+        shows=(
+            Failed(kind="RuntimeError", text="GPU memcpy failed with code <code>", at=_GDS),
+            Failed(kind="RuntimeError", text="GPU memcpy failed <code>", at=_GDS),
+        ),
+        sentence="cudaMemcpy answers {code}",
+        connectors=_IN_PROCESS,
+        releases={"lmcache": ">=0.5.2"},
+        sure=False,
+        cause="Without GDS the backend calls cudaMemcpy of the libcudart that it finds. CUDA's numbers: 35: that "
+        "library is newer than the driver; 100, 101: no such device; 1: a file that is shorter than its chunk or a "
+        "buffer that is gone; 700 and above: the GPU had failed before, see the lines above.",
+        now="35: the libcudart of torch's CUDA first in LD_LIBRARY_PATH (nvidia-smi shows the driver's CUDA); 1: empty "
+        "gds_path; else local_disk: in place of gds_path:, and restart",
+        good="one CUDA in the container, not newer than the driver's",
+    ),
 )

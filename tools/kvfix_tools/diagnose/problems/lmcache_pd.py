@@ -187,6 +187,7 @@ PROBLEMS = (
             Failed(kind="AssertionError", source="assert self.p2p_lookup_ports is not None"),
             Failed(kind="AssertionError", text="p2p_host must be specified", at=_P2P_BACKEND),
             Failed(kind="AssertionError", text="p2p_init_ports must be specified", at=_P2P_BACKEND),
+            Failed(kind="AssertionError", text="p2p_lookup_ports must be specified", at=_P2P_BACKEND),
         ),
         cause="The assertion names the setting. A receiver needs pd_peer_host, pd_peer_init_port and "
         "pd_peer_alloc_port, a sender pd_proxy_host and pd_proxy_port, both pd_role, pd_buffer_size and "

@@ -6,6 +6,7 @@ from kvfix_tools.diagnose.findings import Severity
 from kvfix_tools.diagnose.problems import Failed, Logged, Problem
 
 _IN_PROCESS = ("LMCacheConnectorV1", "MultiConnector")
+_CONFIG = "lmcache/v1/config.py"
 _NIXL = "lmcache/v1/storage_backend/nixl_storage_backend.py"
 _CPU = "lmcache/v1/storage_backend/local_cpu_backend.py"
 _L2 = "lmcache/v1/distributed/l2_adapters/nixl_store_l2_adapter.py"
@@ -127,5 +128,90 @@ PROBLEMS = (
         now="extra_config: {nixl_async_put: true}, which only logs the failure; or enable_nixl_storage: false; restart",
         fixed={"lmcache": "0.5.4"},
         threads=("https://github.com/LMCache/LMCache/pull/3956",),
+    ),
+    Problem(
+        code="KVD1602",
+        name="nixl-storage-pool-empty",
+        severity=Severity.SLOW,
+        title="The pool of NIXL storage has no free place for a chunk that is to be written.",
+        shows=(Failed(kind="AssertionError", source="len(self.indices) > 0", at=_NIXL),),
+        sentence="no place is free in the pool",
+        connectors=_IN_PROCESS,
+        releases={"lmcache": ">=0.5.5"},
+        cause="nixl_pool_size is the number of chunks it holds. A put counts the free places and evicts what it lacks, "
+        "but takes its places later, in another thread: two puts in a row count the same places, and where the chunks "
+        "are pinned or in use fewer are evicted than are needed. The chunks of this put are not stored.",
+        now="a larger nixl_pool_size in extra_config: well above the chunks of all prompts that run at the same time "
+        "(1024 prompts of 8192 tokens at chunk_size 256: 32768); restart",
+        good="a pool that is large for what is stored at the same time, whatever the release",
+        replaces=("KVD184",),
+    ),
+    Problem(
+        code="KVD1642",
+        name="nixl-storage-chunk-stored-already",
+        severity=Severity.SLOW,
+        title="NIXL storage is to write a chunk that another request has just written.",
+        shows=(Failed(kind="AssertionError", source="assert key not in self.key_dict", at=_NIXL),),
+        sentence="a chunk of the put is stored already",
+        connectors=_IN_PROCESS,
+        releases={"lmcache": ">=0.5.5"},
+        cause="Two requests with the same prompt store at the same time: the second asked before the first had ended, "
+        "and writes after it. Its put is taken back; the chunk of the first stays, the others of this put are stored "
+        "with the next request that has them. No KV is wrong.",
+        now="nothing, if it is rare; a router that sends requests of one prefix one after another avoids it",
+        good="no release up to 0.5.6 leaves such a chunk out alone",
+        replaces=("KVD184",),
+    ),
+    Problem(
+        code="KVD1604",
+        name="nixl-storage-lacks-a-setting",
+        severity=Severity.CRASH,
+        title="enable_nixl_storage is on, and a setting that it needs is missing.",
+        shows=(
+            Failed(kind="AssertionError", source='self.extra_config.get("nixl_backend") is not None', at=_CONFIG),
+            Failed(kind="AssertionError", source='self.extra_config.get("nixl_pool_size") is not None', at=_CONFIG),
+            Failed(kind="AssertionError", source="self.extra_config.get('nixl_backend') is not None"),
+            Failed(kind="AssertionError", source="self.extra_config.get('nixl_pool_size') is not None"),
+        ),
+        sentence="nixl_backend or nixl_pool_size is not set",
+        connectors=_IN_PROCESS,
+        cause="Both stand in extra_config, next to enable_nixl_storage, and not at the top of the file; "
+        "nixl_buffer_size and nixl_buffer_device stand at the top.",
+        now="extra_config: {enable_nixl_storage: true, nixl_backend: POSIX, nixl_pool_size: 1024, nixl_path: "
+        "/mnt/nvme/kv/} and at the top nixl_buffer_device: cpu; without a shared pool (before 0.4.7) also "
+        "nixl_buffer_size: 1073741824; restart",
+        good="keep it so: the set-up was wrong, and no release changes that",
+    ),
+    Problem(
+        code="KVD1606",
+        name="l2-nixl-file-size-odd",
+        severity=Severity.CRASH,
+        title="The files of the server's NIXL L2 hold no whole number of pages.",
+        shows=(Failed(kind="ValueError", text="file_size (<size>) must be a multiple of page_size (<page>)", at=_L2),),
+        sentence="file_size {size} is no multiple of {page}",
+        releases={"lmcache": ">=0.4.2"},
+        cause="A page is --l1-align-bytes of the server; file_size in backend_params is bytes. Without file_size a "
+        "file is one page.",
+        now='in the adapter\'s JSON "backend_params": {"file_size": "1073741824", ...} as a multiple of the page, or '
+        "no file_size; restart the server",
+        good="keep it so: the set-up was wrong, and no release changes that",
+    ),
+    Problem(
+        code="KVD1608",
+        name="l2-nixl-eviction-without-delete",
+        severity=Severity.CRASH,
+        title="The server's NIXL L2 has an eviction block, and its storage cannot delete.",
+        shows=(
+            Failed(
+                kind="ValueError",
+                text="<storage> storage does not support eviction",
+                at="lmcache/v1/distributed/l2_adapters/nixl_native_l2_adapter.py",
+            ),
+        ),
+        releases={"lmcache": ">=0.5.6"},
+        cause="Only NIXL plugins on files can delete what they have written; those on objects (OBJ) cannot.",
+        now='the adapter\'s JSON without "eviction", and a lifecycle rule of the bucket; or "backend": "POSIX"; '
+        "restart the server",
+        good="eviction by the bucket's own rule for objects",
     ),
 )

@@ -6,6 +6,9 @@ from kvfix_tools.diagnose.findings import Severity
 from kvfix_tools.diagnose.problems import Failed, Logged, Problem
 
 _OFFLOADING = "vllm/distributed/kv_transfer/kv_connector/v1/offloading/config.py"
+_FS = "lmcache/v1/storage_backend/connector/fs_connector.py"
+_VALKEY = "lmcache/v1/storage_backend/connector/valkey_adapter.py"
+_LAZY = "lmcache/integration/vllm/lazy_offload_policy"
 
 PROBLEMS = (
     Problem(
@@ -179,5 +182,97 @@ PROBLEMS = (
         now="leave out the option that the message names last, and restart the server; `lmcache server --help` has "
         "those of the installed release",
         good="options that the installed release takes; vLLM can be started as soon as the server answers",
+    ),
+    Problem(
+        code="KVD1632",
+        name="fs-store-settings-refused",
+        severity=Severity.CRASH,
+        title="The remote store on files (fs://) has no folder, or a temporary folder that is absolute.",
+        shows=(
+            Failed(kind="ValueError", text="FS connector requires base_path via URL or extra_config"),
+            Failed(kind="AssertionError", source="assert not self.relative_tmp_dir.is_absolute()", at=_FS),
+        ),
+        sentence="base_path or fs_connector_relative_tmp_dir is wrong",
+        connectors=("LMCacheConnectorV1", "MultiConnector"),
+        cause="fs_connector_relative_tmp_dir is below the store's folder, so that a finished file is renamed within "
+        "one file system; a path that begins with `/` is refused. As a plugin the folder is "
+        "remote_storage_plugin.NAME.base_path in extra_config.",
+        now="remote_url: fs://host:0/mnt/nvme/kv with extra_config: {fs_connector_relative_tmp_dir: tmp}; as a plugin "
+        "extra_config: {remote_storage_plugin.fs.base_path: /mnt/nvme/kv}; restart",
+        good="keep it so: the set-up was wrong, and no release changes that",
+    ),
+    Problem(
+        code="KVD1634",
+        name="valkey-store-settings-refused",
+        severity=Severity.CRASH,
+        title="The remote store in Valkey refuses a setting.",
+        shows=(
+            Failed(kind="ValueError", text="save_chunk_meta must be False for Valkey glide connector", at=_VALKEY),
+            Failed(kind="ValueError", text="valkey_ttl_sec must be a positive", at=_VALKEY),
+        ),
+        connectors=("LMCacheConnectorV1", "MultiConnector"),
+        releases={"lmcache": ">=0.5.1"},
+        cause="Each chunk is one value of one size, without metadata: save_chunk_meta and save_unfull_chunk are off. "
+        "valkey_ttl_sec is a whole number of seconds above 0, read with valkey_enable_ttl: true only.",
+        now="save_unfull_chunk: false, extra_config: {save_chunk_meta: false, valkey_enable_ttl: true, valkey_ttl_sec: "
+        "86400}; restart",
+        good="keep it so: the set-up was wrong, and no release changes that",
+    ),
+    Problem(
+        code="KVD1636",
+        name="remote-store-without-serde",
+        severity=Severity.CRASH,
+        title="A remote store is configured, and remote_serde is empty.",
+        shows=(
+            Failed(
+                kind="AssertionError",
+                source="assert config.remote_serde is not None",
+                at="lmcache/v1/storage_backend/remote_backend.py",
+            ),
+        ),
+        sentence="remote_serde is null",
+        connectors=("LMCacheConnectorV1", "MultiConnector"),
+        cause="The default is naive; `remote_serde: null` in the file takes it away.",
+        now="remote_serde: naive (or leave the line out), env | grep LMCACHE_REMOTE_SERDE; restart",
+        good="keep it so: the set-up was wrong, and no release changes that",
+    ),
+    Problem(
+        code="KVD1638",
+        name="infinistore-link-type-not-known",
+        severity=Severity.CRASH,
+        title="infinistore_link_type is none that Infinistore knows.",
+        shows=(
+            Failed(
+                kind="ValueError",
+                text="Invalid link_type: <name>",
+                at="lmcache/v1/storage_backend/connector/infinistore_adapter.py",
+            ),
+        ),
+        sentence="{name} is no link type",
+        connectors=("LMCacheConnectorV1", "MultiConnector"),
+        cause="It is the name of a constant of the package infinistore: LINK_ETHERNET (RoCE, the default) or LINK_IB.",
+        now="extra_config: {infinistore_link_type: LINK_ETHERNET} with RoCE, LINK_IB with InfiniBand (ibv_devinfo "
+        "shows link_layer); restart",
+        good="keep it so: the set-up was wrong, and no release changes that",
+    ),
+    Problem(
+        code="KVD1640",
+        name="lazy-offload-settings-refused",
+        severity=Severity.CRASH,
+        title="LMCacheMPConnector refuses a setting of its lazy offload.",
+        shows=(
+            Failed(kind="ValueError", text="Unknown offload policy: <name>", at=f"{_LAZY}/__init__.py"),
+            Failed(kind="ValueError", text="horizon_steps must be > 0, got <got>", at=f"{_LAZY}/eviction_aware.py"),
+            Failed(kind="ValueError", text="max_drain_per_step must be >= 1, got", at=f"{_LAZY}/eviction_aware.py"),
+            Failed(kind="ValueError", text="max_deferral_seconds must be >= 0.0, got", at=f"{_LAZY}/eviction_aware.py"),
+        ),
+        connectors=("LMCacheMPConnector", "MultiConnector"),
+        releases={"lmcache": ">=0.5.6"},
+        cause="The keys are lmcache.mp.lazy_offload_policy (FIFO or EVICTION_AWARE, as the release writes them), "
+        "lmcache.mp.lazy_offload_horizon_steps (above 0), lmcache.mp.lazy_offload_max_drain_per_step (1 or more, 64 by "
+        "default) and lmcache.mp.lazy_offload_max_deferral_seconds (0 or more).",
+        now="leave all but lmcache.mp.lazy_offload: true out of kv_connector_extra_config: the defaults are in range; "
+        "restart",
+        good="keep it so: the set-up was wrong, and no release changes that",
     ),
 )
