@@ -271,4 +271,24 @@ PROBLEMS = (
         "(pip install 'vllm<=0.20.2')",
         fixed={"lmcache": "0.4.7"},
     ),
+    Problem(
+        code="KVD1646",
+        name="cache-format-not-known-yet",
+        severity=Severity.CRASH,
+        title="This LMCache does not know the nesting or the dimensions of the engine's KV caches.",
+        shows=(
+            Failed(
+                kind="ValueError",
+                text="currently unsupported kv_caches format with list depth <depth> and tensor dimension <dimension>",
+                at="lmcache/v1/gpu_connector/utils.py",
+            ),
+        ),
+        sentence="list depth {depth}, {dimension} dimensions",
+        releases={"lmcache": ">=0.3.14,<0.5"},
+        cause="It takes depth 0, depth 1 with 3 dimensions (MLA) or 5 (K and V first or second). Depth 2: the first "
+        "layer has a state (Mamba, GDN). 4 dimensions: vLLM 0.26. `GPU KV Cache Dimensions` above has the sizes.",
+        now="pip install 'lmcache>=0.5.1' for vLLM and for the server; models with a state: LMCacheMPConnector",
+        good="a newer LMCache for a newer vLLM",
+        sure=False,
+    ),
 )

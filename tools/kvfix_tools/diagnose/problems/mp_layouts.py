@@ -66,4 +66,34 @@ PROBLEMS = (
         "`KernelGroupInfo` has them> (544: --chunk-size 544), an empty L2, restart server and vLLM",
         good="the same --chunk-size for all engines of this model; a server of its own for it",
     ),
+    Problem(
+        code="KVD1644",
+        name="server-back-with-other-chunks",
+        severity=Severity.CRASH,
+        title="The LMCache server came back with another chunk size, and the engines count in the old one.",
+        shows=(
+            Failed(
+                kind="AssertionError",
+                text="start (<start>) must be a multiple of chunk_size (<chunk>)",
+                at="lmcache/v1/multiprocess/session.py",
+            ),
+            Failed(
+                kind="AssertionError",
+                text="end (<end>) must be a multiple of chunk_size (<chunk>)",
+                at="lmcache/v1/multiprocess/session.py",
+            ),
+            Failed(
+                kind="AssertionError",
+                text="The number of block hashes should be greater than or equal to the number of LMCache hit blocks",
+            ),
+        ),
+        connectors=_MP,
+        releases={"lmcache": ">=0.3.14"},
+        cause="The connector asks for the chunk size once, at its start, and a lookup is answered in chunks. Of a "
+        "server that came back with larger chunks a store ends in the middle of one (`must be a multiple`); with "
+        "smaller ones the hit is multiplied by a size that is too large, and reaches beyond the prompt's blocks.",
+        now="restart all engines of this server; start the server with the --chunk-size that it had before",
+        good="--chunk-size written into the server's unit; no release up to 0.5.6 asks for it again",
+        sure=False,
+    ),
 )

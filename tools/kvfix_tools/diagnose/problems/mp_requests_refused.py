@@ -139,6 +139,9 @@ PROBLEMS = (
             Failed(kind="ValueError", text="No handler registered for operation: <operation>"),
             Failed(kind="ValueError", text="No handler registered for request type: <operation>"),
             Failed(kind="TypeError", text="payload annotations <own> do not match RPC <operation> types"),
+            Logged("Handler for <operation> expects <count> arguments, but got <got>"),
+            Logged("Handler for <operation> argument <index> expects type <type>, but got <got>"),
+            Logged("Handler for <operation> expects return type <type>, but got <got>"),
         ),
         cause="Server code and protocol of one LMCache are made together. They differ where files of two releases are "
         "mixed: an installation over an older one, a PYTHONPATH with a checkout, an extension of another release.",
