@@ -234,4 +234,40 @@ PROBLEMS = (
         good="the configuration as an object",
         threads=("https://github.com/vllm-project/vllm/issues/19259",),
     ),
+    Problem(
+        code="KVD1652",
+        name="alignment-is-no-power-of-two",
+        severity=Severity.CRASH,
+        title="The alignment of LMCache's pinned memory is no power of two.",
+        shows=(
+            Failed(kind="ValueError", text="extra_config['local_cpu.pinned_align_bytes'] must be a positive power of"),
+            Failed(kind="ValueError", text="extra_config['rust_raw_block.block_align'] must be a"),
+            Failed(kind="ValueError", text="align_bytes must be a positive power of two"),
+        ),
+        releases={"lmcache": ">=0.3.15"},
+        cause="It is a number of bytes: 4096 for O_DIRECT on most NVMe. For the LMCache server the option is "
+        "--l1-align-bytes.",
+        now="extra_config: {local_cpu.pinned_align_bytes: 4096, rust_raw_block.block_align: 4096}, or without both; "
+        "for the server --l1-align-bytes 4096; restart",
+        good="keep it so: the set-up was wrong, and no release changes that",
+    ),
+    Problem(
+        code="KVD1656",
+        name="hidden-states-mode-not-known",
+        severity=Severity.CRASH,
+        title="hidden_states_retrieve_mode is none that LMCache knows.",
+        shows=(
+            Failed(
+                kind="ValueError",
+                text="hidden_states_retrieve_mode must be 'prefix_strict' or 'skip_missing_chunks', got <got>",
+                at="lmcache/v1/config.py",
+            ),
+        ),
+        sentence="it is {got}",
+        connectors=("LMCacheConnectorV1", "MultiConnector"),
+        releases={"lmcache": ">=0.5.1"},
+        cause="It knows prefix_strict (the default) and skip_missing_chunks, and its older name legacy.",
+        now="hidden_states_retrieve_mode: prefix_strict, or the line left out; env | grep LMCACHE_HIDDEN; restart",
+        good="keep it so: the set-up was wrong, and no release changes that",
+    ),
 )

@@ -214,4 +214,38 @@ PROBLEMS = (
         "workers reach; then restart the engines",
         good="the controller as a service that starts before the engines",
     ),
+    Problem(
+        code="KVD1662",
+        name="controller-answers-not-read",
+        severity=Severity.RISK,
+        title="A worker cannot read what the controller answers to its heartbeat.",
+        shows=(
+            Logged("Error happens in heartbeat socket. Error: <error>", _WORKER),
+            Logged("Error during heartbeat: <error>", _WORKER),
+        ),
+        sentence="the answer to the heartbeat is not read: {error}",
+        releases={"lmcache": ">=0.3.12"},
+        cause="Time-outs and broken connections have lines of their own; what is left are messages that one side does "
+        "not know, of another release. Commands that come with the answer (a full report of the chunks) are not "
+        "executed, so that the controller's index stays behind.",
+        now="pip show lmcache in the controller's and the worker's container: the same release; restart both",
+        good="one release of LMCache on both sides",
+        sure=False,
+    ),
+    Problem(
+        code="KVD1664",
+        name="worker-left-the-controller",
+        severity=Severity.SLOW,
+        title="What a worker has running to talk with the controller has ended, or did not begin.",
+        shows=(Logged("Instance <instance>, worker <worker> error: <error>"),),
+        sentence="worker {worker} of {instance} ended: {error}",
+        releases={"lmcache": ">=0.3.9"},
+        quotes=True,
+        cause="It registers first; with an error there (the controller was not up when the engine started) nothing "
+        "else begins. An error later ends one of the three that report chunks, answer requests and send heartbeats. The "
+        "engine serves on; the controller's index, P2P and kvaware routing miss this worker.",
+        now="start the controller, see its port open (ss -ltn), then restart this engine",
+        good="the controller before the engines; no release up to 0.5.6 registers again by itself",
+        sure=False,
+    ),
 )

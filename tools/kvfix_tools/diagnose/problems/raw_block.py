@@ -7,6 +7,7 @@ from kvfix_tools.diagnose.problems import Failed, Logged, Problem
 
 _PLUGIN = "lmcache/v1/storage_backend/plugins/rust_raw_block_backend.py"
 _L2 = "lmcache/v1/distributed/l2_adapters/raw_block_l2_adapter.py"
+_FROM = "raw_block_l2_adapter.py:from_dict"
 _CORE = "lmcache/v1/storage_backend/raw_block/core.py"
 
 PROBLEMS = (
@@ -122,7 +123,7 @@ PROBLEMS = (
         severity=Severity.CRASH,
         title="The server refuses the settings of its raw block L2: the message names the key.",
         shows=(
-            Failed(kind="ValueError", text="device_path must be a non-empty string", at=_L2),
+            Failed(kind="ValueError", text="device_path must be a non-empty string", within=_FROM, at=_L2),
             Failed(kind="ValueError", text="per_tp_device_paths is not supported in MP raw_block mode", at=_L2),
             Failed(kind="ValueError", text="raw_block requires persist_enabled=true", at=_L2),
             Failed(kind="ValueError", text="slot_bytes must be a positive integer", at=_L2),

@@ -7,6 +7,8 @@ from kvfix_tools.diagnose.problems import Failed, Logged, Problem
 
 _ADAPTER = "lmcache/integration/vllm/vllm_multi_process_adapter.py"
 _BLEND = "lmcache/v1/multiprocess/modules/blend"
+_CONFIG = "lmcache/v1/multiprocess/config.py"
+_MANAGER = "lmcache/v1/distributed/storage_manager.py"
 _GDS = "lmcache/v1/gpu_connector/gds_backends"
 _MP = ("LMCacheMPConnector", "MultiConnector")
 
@@ -135,6 +137,67 @@ PROBLEMS = (
         cause="They work on the engine's KV memory itself, which the server sees only in lmcache_driven.",
         now="lmcache server --engine-type blend --supported-transfer-mode lmcache_driven, on the engine's machine "
         "with the same GPUs and --ipc host",
+        good="keep it so: the set-up was wrong, and no release changes that",
+    ),
+    Problem(
+        code="KVD1654",
+        name="server-options-out-of-range",
+        severity=Severity.CRASH,
+        title="An option of the LMCache server is empty or out of its range.",
+        shows=(
+            Failed(kind="ValueError", text="Kafka bootstrap servers must be non-empty", at=_CONFIG),
+            Failed(kind="ValueError", text="Kafka cache-event topic must be non-empty", at=_CONFIG),
+            Failed(kind="ValueError", text="Kafka delivery timeout must be a finite number > 0, got <got>", at=_CONFIG),
+            Failed(kind="ValueError", text="grpc server workers must be >= 1; got <got>", at=_CONFIG),
+            Failed(kind="ValueError", text="--server-module entries must be JSON objects"),
+            Failed(kind="ValueError", text="server module module_path must be a non-empty string"),
+            Failed(kind="ValueError", text="server module factory_name must be a non-empty string"),
+            Failed(kind="ValueError", text="server module config must be a JSON object"),
+        ),
+        releases={"lmcache": ">=0.5.6"},
+        cause="With --coordinator-event-transport kafka the server needs --coordinator-kafka-bootstrap-servers; "
+        "--grpc-server-workers is 1 or more (32 by default); --server-module takes one JSON object with module_path, "
+        "factory_name and config, which is an object as well.",
+        now="lmcache server --coordinator-event-transport kafka --coordinator-kafka-bootstrap-servers kafka:9092, or "
+        'without that option (http); without --grpc-server-workers; --server-module \'{"module_path": "pkg.module", '
+        '"factory_name": "build", "config": {}}\'',
+        good="keep it so: the set-up was wrong, and no release changes that",
+    ),
+    Problem(
+        code="KVD1658",
+        name="blend-with-another-transfer",
+        severity=Severity.CRASH,
+        title="The LMCache server is to blend, and to transfer by another way than the GPU.",
+        shows=(
+            Failed(
+                kind="ValueError",
+                text="Blend engine requires transfer_mode='gpu', got <mode>",
+                at="lmcache/v1/multiprocess/server.py",
+            ),
+        ),
+        releases={"lmcache": "==0.4.6"},
+        cause="--engine-type blend re-computes rotary positions on the GPU, so that it needs --transfer-mode gpu.",
+        now="lmcache server --transfer-mode gpu, or without --engine-type blend",
+        good="keep it so: the set-up was wrong, and no release changes that",
+    ),
+    Problem(
+        code="KVD1660",
+        name="l1-and-l2-contradict",
+        severity=Severity.CRASH,
+        title="An L2 adapter and the L1s of the LMCache server do not fit each other.",
+        shows=(
+            Failed(kind="ValueError", text="<adapter> registers a single L1 memory region, but L1 currently spans <n>"),
+            Failed(kind="ValueError", text="Device-DAX path already owned by an L1: <path>", at=_MANAGER),
+            Failed(kind="ValueError", text="device <path> is already mapped by <owners>", at=_MANAGER),
+            Failed(kind="ValueError", text="Unknown L1 affinity_tag: <tag>", at=_MANAGER),
+            Failed(kind="ValueError", text="L2 affinity requires a host-backed DRAM or DEVDAX L1", at=_MANAGER),
+        ),
+        releases={"lmcache": ">=0.5.6"},
+        cause="A DAX device belongs to one L1 or one L2 adapter. NIXL and other adapters that register L1's memory "
+        "take one region of it: either DRAM or one DAX device. affinity_tag names an L1 that exists, one in memory "
+        "(not GDS); without it the first is taken.",
+        now="each /dev/dax once in all options; with such an L2 adapter one L1 (--l1-size-gb alone); no affinity_tag "
+        "in the adapter's JSON; restart the server",
         good="keep it so: the set-up was wrong, and no release changes that",
     ),
 )
