@@ -242,10 +242,28 @@ PROBLEMS = (
         releases={"lmcache": ">=0.3.9"},
         quotes=True,
         cause="It registers first; with an error there (the controller was not up when the engine started) nothing "
-        "else begins. An error later ends one of the three that report chunks, answer requests and send heartbeats. The "
-        "engine serves on; the controller's index, P2P and kvaware routing miss this worker.",
+        "else begins. An error later ends one of the three that report chunks, answer requests and send heartbeats. "
+        "The engine serves on; the controller's index, P2P and kvaware routing miss this worker.",
         now="start the controller, see its port open (ss -ltn), then restart this engine",
         good="the controller before the engines; no release up to 0.5.6 registers again by itself",
         sure=False,
+    ),
+    Problem(
+        code="KVD1670",
+        name="move-that-is-not-there",
+        severity=Severity.RISK,
+        title="The controller was asked for a move that its workers do not do.",
+        shows=(
+            Failed(kind="NotImplementedError", text="Prefetch from controller is not implemented yet.", at=_WORKER),
+            Failed(kind="AssertionError", text="Only support moving to cpu for now.", at=_WORKER),
+            Logged("Worker error: Prefetch from controller is not implemented yet."),
+            Logged("Worker error: Only support moving to cpu for now."),
+        ),
+        sentence="this move is not implemented",
+        cause="A worker moves chunks to LocalCPUBackend of another worker, over P2P. From its own disk to its own "
+        "memory, or to a backend other than LocalCPUBackend, it does not.",
+        now='POST /move with "new_position": [the address of the other worker, "LocalCPUBackend"]; to fill its own '
+        "memory send the prompt with max_tokens 1",
+        good="no release up to 0.5.6 has it",
     ),
 )

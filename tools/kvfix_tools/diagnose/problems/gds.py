@@ -188,4 +188,17 @@ PROBLEMS = (
         "gds_path; else local_disk: in place of gds_path:, and restart",
         good="one CUDA in the container, not newer than the driver's",
     ),
+    Problem(
+        code="KVD1668",
+        name="weka-without-gds",
+        severity=Severity.CRASH,
+        title="gds_path is on WekaFS, and use_gds is off.",
+        shows=(Failed(kind="AssertionError", source="assert self.use_gds", at=_GDS),),
+        connectors=_IN_PROCESS,
+        releases={"lmcache": ">=0.4.4"},
+        cause="On wekafs the backend goes by GDS only; the fallback through the page cache is for other file systems.",
+        now="use_gds: true (LMCACHE_USE_GDS unset), with nvidia-fs loaded; without GDS local_disk: in place of "
+        "gds_path:, and restart",
+        good="keep it so: the set-up was wrong, and no release changes that",
+    ),
 )

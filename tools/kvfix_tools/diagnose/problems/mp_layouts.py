@@ -96,4 +96,25 @@ PROBLEMS = (
         good="--chunk-size written into the server's unit; no release up to 0.5.6 asks for it again",
         sure=False,
     ),
+    Problem(
+        code="KVD1666",
+        name="model-path-with-an-at-sign",
+        severity=Severity.SLOW,
+        title="The model's name has an `@`, which the LMCache server's keys do not take: nothing is cached.",
+        shows=(
+            Failed(
+                kind="ValueError",
+                text="model_name must not contain '@' (got <name>)",
+                at="lmcache/v1/distributed/api.py",
+            ),
+        ),
+        sentence="the model is {name}",
+        connectors=_MP,
+        releases={"lmcache": ">=0.4.4"},
+        cause="`@` divides the parts of a key, and the name in it is --model as it was typed (a path of a folder named "
+        "after a revision, for example), not --served-model-name. Every lookup and store fails in the server.",
+        now="ln -s /models/NAME@REVISION /models/NAME-REVISION and vllm serve /models/NAME-REVISION; a revision of "
+        "the Hub: --revision in place of the name",
+        good="model paths without `@`",
+    ),
 )
