@@ -8,7 +8,7 @@ one that loads within the step, such as LMCache's in-process connector.
 
 ## Cause
 The SimpleCPUOffloadConnector takes tokens that another connector is to load in a step for computed, and stores their
-blocks in it (manager.py 0.32.0:840). That the load has failed, it is not told: `update_connector_output` reads only its
+blocks in it (manager.py 0.32.0:840). It does not see that the load has failed: `update_connector_output` reads only its
 own reports (:1005). At the end of the store it takes the key that each block has by then (:1081). With
 kv_load_failure_policy "fail" vLLM has taken the keys from the failed blocks, and the assertion fails; with "recompute"
 they have them still or again, and what was stored is found under them.
