@@ -140,6 +140,27 @@ PROBLEMS = (
         ),
     ),
     Problem(
+        code="KVD1388",
+        name="simple-offload-stored-a-failed-load",
+        severity=Severity.CRASH,
+        title="SimpleCPUOffloadConnector stored blocks whose load by another connector failed, and EngineCore dies.",
+        shows=(
+            Failed(
+                kind="AssertionError",
+                within="simple_kv_offload/manager.py:_process_store_completion",
+                source="assert primary_hash is not None",
+            ),
+        ),
+        releases={"vllm": ">=0.32"},
+        sure=False,
+        cause="A MultiConnector with a second one that loads within the step, as LMCacheConnectorV1 does. Its load "
+        "failed (`Failing 1 request(s) due to KV load failure` just before), vLLM took the keys from the blocks, and "
+        "the store that began in the same step wants them. Without that line the cause is another.",
+        now="kvfix run -- CMD (KVF373), or one of the two connectors alone; restart. `kv_load_failure_policy: "
+        "recompute` without the fix does not die, and stores wrong KV",
+        good="no release is right yet (0.33.0): keep kvfix (KVF373)",
+    ),
+    Problem(
         code="KVD549",
         name="simple-offload-hit-not-aligned",
         severity=Severity.CRASH,
