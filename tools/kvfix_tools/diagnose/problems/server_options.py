@@ -190,7 +190,6 @@ PROBLEMS = (
             Failed(kind="ValueError", text="Device-DAX path already owned by an L1: <path>", at=_MANAGER),
             Failed(kind="ValueError", text="device <path> is already mapped by <owners>", at=_MANAGER),
             Failed(kind="ValueError", text="Unknown L1 affinity_tag: <tag>", at=_MANAGER),
-            Failed(kind="ValueError", text="L2 affinity requires a host-backed DRAM or DEVDAX L1", at=_MANAGER),
         ),
         releases={"lmcache": ">=0.5.6"},
         cause="A DAX device belongs to one L1 or one L2 adapter. NIXL and other adapters that register L1's memory "
@@ -199,5 +198,27 @@ PROBLEMS = (
         now="each /dev/dax once in all options; with such an L2 adapter one L1 (--l1-size-gb alone); no affinity_tag "
         "in the adapter's JSON; restart the server",
         good="keep it so: the set-up was wrong, and no release changes that",
+    ),
+    Problem(
+        code="KVD1672",
+        name="gds-l1-with-an-l2",
+        severity=Severity.SLOW,
+        title="The LMCache server has its L1 on disk (GDS) and an L2 adapter, which cannot read from there.",
+        shows=(
+            Failed(
+                kind="NotImplementedError", text="GDSMemoryObject(slab_offset=<offset>).byte_array is not supported"
+            ),
+            Failed(kind="NotImplementedError", text="GDSMemoryObject(slab_offset=<offset>).data_ptr is not supported"),
+            Failed(kind="ValueError", text="L2 affinity requires a host-backed DRAM or DEVDAX L1"),
+        ),
+        sentence="an L2 adapter with an L1 of GDS",
+        releases={"lmcache": ">=0.4.7"},
+        cause="L2 adapters copy from and to L1's memory, and with --gds-l1-path there is none: chunks go from the GPU "
+        "to the file. Up to 0.5.5 the server starts so, and each store to L2 fails; 0.5.6 refuses it at the start. "
+        "A frame in l2_adapters/ shows that it is this.",
+        now="lmcache server --gds-l1-path without --l2-adapter; or --l1-size-gb 50 without --gds-l1-path, and the disk "
+        'as --l2-adapter \'{"type": "fs", "base_path": "/mnt/nvme/kv"}\'',
+        sure=False,
+        good="one of the two: no release up to 0.5.6 has both for one L1",
     ),
 )
