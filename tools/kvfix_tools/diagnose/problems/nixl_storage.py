@@ -102,11 +102,12 @@ PROBLEMS = (
         title="The server's NIXL L2 has no free place for a chunk.",
         shows=(Failed(kind="RuntimeError", text="Insufficient NIXL storage capacity", at=_L2),),
         releases={"lmcache": ">=0.5.6"},
-        cause="pool_size is the number of chunks that it holds, all files are made at the start. Without an eviction "
-        "block nothing makes room.",
+        cause="pool_size is no number of chunks: it counts pages of --l1-align-bytes, with file_size files of so many "
+        "bytes, and a chunk takes its bytes / --l1-align-bytes of them. All are made at the start, and without an "
+        "eviction block nothing makes room.",
         now='in the adapter\'s JSON a larger "pool_size" and "eviction": {"eviction_policy": "LRU", '
         '"trigger_watermark": 0.8, "eviction_ratio": 0.2}; restart the server',
-        good="pool_size times the chunk's bytes as large as the disk allows, with eviction",
+        good="pool_size times --l1-align-bytes (or file_size) as large as the disk allows, with eviction",
     ),
     Problem(
         code="KVD1098",
