@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from kvfix_tools.diagnose.findings import Severity
-from kvfix_tools.diagnose.problems import Died, Logged, Problem, either
+from kvfix_tools.diagnose.problems import Died, Failed, Logged, Problem, either
 
+_V1 = "vllm/distributed/kv_transfer/kv_connector/v1/mooncake"
 _MOONCAKE_ISSUES = "https://github.com/kvcache-ai/Mooncake/issues/"
 
 PROBLEMS = (
@@ -162,5 +163,76 @@ PROBLEMS = (
             "https://github.com/kvcache-ai/Mooncake/issues/2156",
             "https://github.com/kvcache-ai/Mooncake/pull/2165",
         ),
+    ),
+    Problem(
+        code="KVD1528",
+        name="mooncake-store-loads-with-the-step",
+        severity=Severity.CRASH,
+        title="`load_async` is off, and MooncakeStoreConnector loads in no other way.",
+        shows=(
+            Failed(
+                kind="AssertionError",
+                text="load_async must be True for better performance.",
+                at=f"{_V1}/store/worker.py",
+            ),
+        ),
+        releases={"vllm": ">=0.26"},
+        cause="kv_connector_extra_config has `load_async` false. The setting is read, and the worker then asserts "
+        "that it is true when it is to load.",
+        now='take `load_async` out of kv_connector_extra_config, or `"load_async": true`; restart',
+        good="the setting",
+    ),
+    Problem(
+        code="KVD1530",
+        name="mooncake-bootstrap-address-incomplete",
+        severity=Severity.CRASH,
+        title="`bootstrap_server_address` of MooncakeConnector is no address with a port.",
+        shows=(
+            Failed(
+                kind="ValueError",
+                text="bootstrap_server_address must specify a host and port",
+                at=f"{_V1}/mooncake_connector.py",
+            ),
+        ),
+        releases={"vllm": ">=0.32"},
+        cause="It wants HOST:PORT with a port from 1 to 65535, without http:// before it; IPv6 in brackets.",
+        now='"kv_connector_extra_config": {"bootstrap_server_address": "10.0.0.5:8998"} on prefill; restart. Without '
+        "it, VLLM_MOONCAKE_BOOTSTRAP_PORT and the node's own address are taken",
+        good="the address",
+    ),
+    Problem(
+        code="KVD1532",
+        name="mooncake-store-not-emptied",
+        severity=Severity.WRONG,
+        title="The Mooncake store was to be emptied (new weights), and was not: it still serves KV of before.",
+        shows=(
+            Logged("Mooncake remove_all failed: <error>", at=f"{_V1}/store/worker.py"),
+            Logged("Mooncake reset_store RPC failed: <error>", at=f"{_V1}/store/scheduler.py"),
+        ),
+        sentence="{error}",
+        releases={"vllm": ">=0.26"},
+        cause="The reset waits for the worker, which drains its stores and calls remove_all of the master. The master "
+        "did not answer or refused, or the worker did not answer in time (the second line). Keys do not change with "
+        "the weights, so what is left is a hit for the next request.",
+        now="leave the engine paused and repeat: `curl -X POST 'http://ENGINE/reset_prefix_cache?reset_external=true'` "
+        "(VLLM_SERVER_DEV_MODE=1); if it fails again, restart mooncake_master, which forgets all, then the engines",
+        good="a pause with mode=wait before the reset, and a master that answers",
+    ),
+    Problem(
+        code="KVD1534",
+        name="mooncake-store-thread-failed",
+        severity=Severity.HANG,
+        title="A thread of MooncakeStoreConnector gave up a request, and does not report it.",
+        shows=(Logged("Error in <thread> (req=<request>)", at=f"{_V1}/store/worker.py"),),
+        sentence="request {request}, in {thread}",
+        announces=True,
+        releases={"vllm": ">=0.26"},
+        cause="The traceback below it decides. In KVCacheStoreRecvingThread only errors of the store itself are "
+        "handed on as failed loads: after one that comes before the store is asked, the request waits for its KV for "
+        "ever. In KVCacheStoreSendingThread its KV is not stored, and no more.",
+        now="restart the engine if requests stay in `Waiting:`; without MooncakeStoreConnector until the exception's "
+        "cause is found",
+        good="report it with `kvfix-diagnose LOG --issue FILE.md`",
+        sure=False,
     ),
 )

@@ -153,4 +153,53 @@ PROBLEMS = (
         'memlock=-1; "backend": "xgmi" in kv_connector_extra_config on one node, to see whether it is the card',
         good="the image of vLLM for ROCm on hosts with the card's driver",
     ),
+    Problem(
+        code="KVD1522",
+        name="moriio-notify-listener-ended",
+        severity=Severity.HANG,
+        title="One message that it could not take ended the thread in which MoRIIOConnector hears of transfers.",
+        shows=(
+            Logged("Error processing message: <error>", at=_ENGINE),
+            Failed(kind="HandshakeError", text="Error processing message: <error>", at=_ENGINE),
+        ),
+        sentence="{error}",
+        quotes=True,
+        releases={"vllm": ">=0.15"},
+        cause="The loop that reads the notify port raises after any error and is not started again. From then on this "
+        "rank learns of no release, block list or completed write: prefill keeps its blocks, decode's requests wait. "
+        "The error says what came: a message for the other role or of another release, or of a third program.",
+        now="restart this engine; then handshake_port and notify_port of engines on one host further apart than "
+        "their number of ranks, one vLLM release on both sides, no probe or scan on these ports",
+        good="ports of its own for each engine; up to 0.33.0 no release goes on after such a message",
+        sure=False,
+    ),
+    Problem(
+        code="KVD1524",
+        name="moriio-hybrid-read-failed",
+        severity=Severity.CRASH,
+        title="A read of KV failed for a model with recurrent state, and MoRIIOConnector gives up the whole step.",
+        shows=(Logged("MoRIIO hybrid READ failed before <what>", at=_CONNECTOR),),
+        replaces=("KVD673",),
+        releases={"vllm": ">=0.32"},
+        cause="With several KV groups vLLM cannot compute one request again, so the error is raised in the forward "
+        "pass and the engine ends. The exception below it names the transfer: `timed out` is the NIC's queue or a "
+        "lost answer, anything else the link or a prefill that went away.",
+        now='`"kv_connector_extra_config": {"qp_per_transfer": 4, "transfer_timeout": 120}` on both sides and fewer '
+        "requests at a time (--max-num-seqs on decode); restart decode. READ is the only mode for such models",
+        good="a lossless RDMA network; up to 0.33.0 such a failure ends the engine",
+    ),
+    Problem(
+        code="KVD1526",
+        name="moriio-prefill-not-released",
+        severity=Severity.LEAK,
+        title="A read failed, and decode of MoRIIOConnector could not tell prefill to free the blocks.",
+        shows=(Logged("Failed to send error notification for request <request>", at=_CONNECTOR),),
+        sentence="request {request}",
+        releases={"vllm": ">=0.32"},
+        cause="Prefill is gone, or its notify port is not reachable from decode. If it is there, it holds the blocks "
+        "until its `defer_timeout` (60 s) has passed.",
+        now="`nc -vz PREFILL NOTIFY_PORT` from decode, one port for each rank; open them or correct notify_port; "
+        "restart prefill if its KV cache usage stays high without requests",
+        good="notify ports that decode reaches",
+    ),
 )
