@@ -89,4 +89,28 @@ PROBLEMS = (
         good=_NO_RELEASE,
         threads=("https://github.com/kvcache-ai/Mooncake/issues/960",),
     ),
+    Problem(
+        code="KVD1552",
+        name="connector-not-closed-at-the-end",
+        general=True,
+        severity=Severity.RISK,
+        title="The engine ends or did not start, and a part of its connector could not be closed.",
+        shows=(
+            Logged("NIXL dlist-handle release failed at shutdown."),
+            Logged("NIXL remote-engine cleanup failed at shutdown."),
+            Logged("Failed to shut down store offloading handler"),
+            Logged("Failed to shut down load offloading handler"),
+            Logged("Failed to synchronize transfer end event; skipping <count> remaining transfers"),
+            Logged("Failed to shut down secondary tier"),
+            Logged("Failed to shut down primary tier during initialization cleanup"),
+            Logged("Failed to clean up scheduler mmap during initialization cleanup"),
+        ),
+        sure=False,
+        cause="It is a consequence: after a CUDA error every later call of CUDA fails too, after a failed start the "
+        "parts are half made. `during initialization cleanup` follows a start that failed; the others come while the "
+        "engine shuts down. The first error of this process, above, is the cause, and missing here.",
+        now="grep -nE 'Traceback|Error: |AssertionError' LOG | head, of the process with this id; after the end, "
+        "`ls -lh /dev/shm` and remove what a dead engine left (vllm_offload_*)",
+        good=_NO_RELEASE,
+    ),
 )

@@ -178,4 +178,19 @@ PROBLEMS = (
         good="a firmware and driver that allow it (NVIDIA names them for DOCA GPUNetIO), or this transport left out",
         threads=("https://github.com/sgl-project/sglang/pull/27894",),
     ),
+    Problem(
+        code="KVD1556",
+        name="nixl-host-buffer-without-memory",
+        severity=Severity.CRASH,
+        title="There is no host memory for the second KV cache that NixlConnector stages transfers in.",
+        shows=(Logged("NIXLConnectorWorker gets <error>."),),
+        sentence="{error}",
+        releases={"vllm": ">=0.11"},
+        cause="With kv_buffer_device cpu each worker makes a tensor in host memory as large as its KV cache on the "
+        "device (`GPU KV cache size` of the log times the bytes of a token), all of it at the start.",
+        now='`"kv_buffer_device": "cuda"` (xpu: "xpu") in --kv-transfer-config where the device can; else a memory '
+        "limit of the container above the sum of the KV caches of its workers, or --num-gpu-blocks-override lower; "
+        "restart",
+        good="memory for it, or transfers from the device",
+    ),
 )

@@ -27,17 +27,30 @@ PROBLEMS = (
         name="offload-copy-counts-differ",
         severity=Severity.CRASH,
         title="A copy of the OffloadingConnector is to move more blocks than it was given, and the worker dies.",
-        shows=_asserted(
-            _COPY,
-            "dst_end_offset <= num_dst_blocks",
-            "src_end_offset <= num_src_blocks",
-            "src_offset == num_src_blocks",
-            "dst_offset == num_dst_blocks",
-            "op_idx <= num_copy_ops",
-            "len(group_sizes) == len(self.layer_refs_per_group)",
-            "len(block_indices) == len(self.layer_refs_per_group)",
+        shows=(
+            *_asserted(
+                _COPY,
+                "dst_end_offset <= num_dst_blocks",
+                "src_end_offset <= num_src_blocks",
+                "src_offset == num_src_blocks",
+                "dst_offset == num_dst_blocks",
+            ),
+            # From 0.32 on.
+            *_asserted(
+                "",
+                "op_idx <= num_copy_ops",
+                "len(group_sizes) == len(self.layer_refs_per_group)",
+                "len(block_indices) == len(self.layer_refs_per_group)",
+            ),
+            # 0.26.
+            *_asserted(
+                "",
+                "op_idx == num_copy_ops",
+                "len(group_sizes) == len(self.kv_cache_groups_data_refs)",
+                "len(block_indices) == len(self.kv_cache_groups_data_refs)",
+            ),
         ),
-        releases={"vllm": ">=0.32"},
+        releases={"vllm": ">=0.26"},
         cause="The scheduler counted blocks of each KV group, the worker lays chunks over them, and the two do not "
         "agree: a model with several block sizes, a chunk of several blocks (`blocks_per_chunk`, `block_size`) that "
         "begins inside one, or workers and scheduler of different code (a plugin's spec).",
@@ -53,6 +66,7 @@ PROBLEMS = (
         title="The CPU cache of the OffloadingConnector has lost count of its chunks, and EngineCore dies.",
         shows=(
             Failed(kind="AssertionError", text="Chunk <chunk> not found", within="complete_load"),
+            Failed(kind="AssertionError", text="Block <block> not found", within="complete_load"),
             Failed(kind="AssertionError", text="Chunk pool did not allocate the expected number of chunks"),
             Failed(kind="AssertionError", text="New cache keys observed after request finalization"),
             *_asserted(

@@ -31,9 +31,12 @@ PROBLEMS = (
             Failed(kind="ValueError", text="store_threshold must be >= 2, got <value>"),
             Failed(kind="ValueError", text="max_tracker_size must be >= 1, got <value>"),
             Failed(kind="ValueError", text="alpha must be in (0, 1], got"),
+            Failed(kind="ValueError", text="Backpressure is not supported for the P2P secondary tier."),
+            Failed(kind="ValueError", text="unbound_store_timeout_s must be a positive number, got <value>"),
         ),
         cause="It is a list of objects, one for each tier, each with `type` and the settings of that type. Back "
-        "pressure has a class and two marks, the low one below the high one; `store_threshold` counts from 2 on.",
+        "pressure has a class and two marks, the low one below the high one; a p2p tier has none. "
+        "`store_threshold` counts from 2 on, times in seconds.",
         now='"kv_connector_extra_config": {"spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": 68719476736, '
         '"secondary_tiers": [{"type": "fs", "root_dir": "/kvcache"}]}, without `backpressure`; restart',
         good="the configuration",
@@ -190,12 +193,20 @@ PROBLEMS = (
             Failed(text="HiSparseConnector host_pool_gib must be positive", at=_TRANSFER),
             Failed(text="HiSparse does not support pipeline parallelism.", at="vllm/config/vllm.py"),
             Failed(text="HiSparse requires the hybrid KV cache manager", at="vllm/config/vllm.py"),
+            Failed(text="HiSparse currently requires NVIDIA CUDA.", at="vllm/config/vllm.py"),
+            Failed(text="HiSparse does not support decode context parallelism.", at="vllm/config/vllm.py"),
+            Failed(text="HiSparse does not support cudagraph_mode=FULL;", at="vllm/config/vllm.py"),
+            Failed(text="HiSparse requires --scheduler-reserve-full-isl;", at="vllm/config/vllm.py"),
+            Failed(text="HiSparse is only supported for DSA models with index_topk.", at="vllm/config/vllm.py"),
+            Failed(text="HiSparse requires Model Runner V2;", at="vllm/config/vllm.py"),
         ),
         releases={"vllm": ">=0.32"},
-        cause="It keeps KV of sparse attention in a pool of host memory whose size has to be given, once, with the "
-        "hybrid KV cache manager on and without pipeline stages.",
-        now='"kv_connector_extra_config": {"host_pool_gib": 64}, --pipeline-parallel-size 1, without '
-        "--disable-hybrid-kv-cache-manager; restart",
+        cause="It keeps KV of sparse attention (DeepSeek's DSA, on NVIDIA) in a pool of host memory whose size has to "
+        "be given, once, with the hybrid KV cache manager on and without pipeline stages or context parallelism.",
+        now='"kv_connector_extra_config": {"host_pool_gib": 64}, --pipeline-parallel-size 1, '
+        "--decode-context-parallel-size 1; without --disable-hybrid-kv-cache-manager, "
+        "--no-scheduler-reserve-full-isl, cudagraph_mode FULL and VLLM_USE_V2_MODEL_RUNNER=0; another model or card: "
+        "without HiSparseConnector; restart",
         good="the configuration",
     ),
     Problem(

@@ -60,6 +60,8 @@ PROBLEMS = (
         shows=(
             Failed(kind="AssertionError", text="Encoder-decoder models are not currently supported with KV connectors"),
             Failed(kind="ValueError", text="--enable-return-routed-experts is incompatible with KV connectors"),
+            # From 0.32 on only of the connectors between prefill and decode.
+            Failed(text="--enable-return-routed-experts is incompatible with <connector>; PD auxiliary output"),
             Failed(kind="ValueError", text="--use-replayssm is incompatible with KV connectors"),
             Failed(kind="ValueError", text="Bidirectional KV transfer is not supported for NIXL push connector."),
         ),

@@ -163,4 +163,101 @@ PROBLEMS = (
         "drafts no --cp-kv-cache-interleave-size; restart",
         good="the settings",
     ),
+    Problem(
+        code="KVD1544",
+        name="cache-memory-released-too-soon",
+        severity=Severity.CRASH,
+        title="The memory of the KV cache was to be given back while the engine has work or sleeps.",
+        shows=(
+            Failed(
+                kind="RuntimeError",
+                text="release_kv_cache_memory() requires a completed pause first",
+                at="vllm/v1/engine/core.py",
+            ),
+            Failed(
+                kind="RuntimeError",
+                text="release_kv_cache_memory() requires all executor memory to be resident",
+                at="vllm/v1/engine/core.py",
+            ),
+        ),
+        releases={"vllm": ">=0.32"},
+        cause="The first: requests run, or a pause has not ended yet; mode keep leaves them in the queue. The second: "
+        "the engine sleeps already, in part or in full.",
+        now="in this order: `POST /pause?mode=wait`, wait for its answer, `POST /release_kv_cache_memory`, later "
+        "`POST /wake_up`, `POST /resume`; after a sleep `POST /wake_up` first",
+        good="the order",
+    ),
+    Problem(
+        code="KVD1546",
+        name="pause-waits-in-one-process",
+        severity=Severity.CRASH,
+        title="An engine in the caller's own process cannot pause with mode wait.",
+        shows=(
+            Failed(
+                kind="ValueError",
+                text="'wait' mode can't be used in inproc-engine mode",
+                at="vllm/v1/engine/core.py",
+            ),
+        ),
+        releases={"vllm": ">=0.20"},
+        cause="VLLM_ENABLE_V1_MULTIPROCESSING is 0: the engine steps only when it is called, so a wait would not end.",
+        now="`unset VLLM_ENABLE_V1_MULTIPROCESSING` and restart; or call it when no request is left, with mode abort "
+        "or keep",
+        good="an engine process of its own",
+    ),
+    Problem(
+        code="KVD1558",
+        name="async-scheduling-refused",
+        severity=Severity.CRASH,
+        title="--async-scheduling is set, and something else of this engine cannot do it.",
+        # Not all of them in every release of the range.
+        shows=(
+            *_refused("Async scheduling is not compatible with ROCm DeepEP high-throughput DBO", at=""),
+            *_refused("Async scheduling is not compatible with disable_padded_drafter_batch=True.", at=""),
+            *_refused("async scheduling is only supported with EAGLE/MTP/Draft Model", at=""),
+            *_refused("does not support async scheduling yet.", at=""),
+        ),
+        releases={"vllm": ">=0.15"},
+        cause="Set by hand it is an error, while by default vLLM turns it off with a warning: for drafts other than "
+        "EAGLE, MTP, a draft model or the GPU's n-grams, for some executors, and for a drafter without padded batches. "
+        "The message names which.",
+        now="take --async-scheduling out (or --no-async-scheduling); restart",
+        good="the option left to vLLM",
+    ),
+    Problem(
+        code="KVD1560",
+        name="no-room-for-drafts-in-a-step",
+        severity=Severity.CRASH,
+        title="--max-num-batched-tokens is too small for the slots that the drafts take.",
+        shows=_refused(
+            "VllmConfig does not have enough slots to schedule a token",
+            "VllmConfig received max_num_scheduled_tokens but it does not have enough slots",
+            "based on the speculative decoding settings, which does not allow any tokens to be scheduled",
+            at="",
+        ),
+        releases={"vllm": ">=0.20"},
+        cause="Some drafters take slots of the step: with parallel drafting num_speculative_tokens - 1, with a draft "
+        "model one more; up to 0.26 times --max-num-seqs. They come off --max-num-batched-tokens, and nothing is left.",
+        now="--max-num-batched-tokens above --max-num-seqs times (1 + num_speculative_tokens), for instance 8192 more; "
+        "or a smaller --max-num-seqs; no --max-num-scheduled-tokens of your own; restart",
+        good="the sizes",
+    ),
+    Problem(
+        code="KVD1562",
+        name="model-runner-without-this",
+        severity=Severity.CRASH,
+        title="VLLM_USE_V2_MODEL_RUNNER chooses a model runner that cannot do what the other options ask.",
+        shows=_refused(
+            "Model Runner V1 does not support: <what>",
+            "Model Runner V2 does not yet support: <what>",
+            at="",
+        ),
+        sentence="{what}",
+        releases={"vllm": ">=0.26"},
+        cause="vLLM picks the runner by the model and the options unless the variable is set. The message names the "
+        "option that this runner lacks.",
+        now="`unset VLLM_USE_V2_MODEL_RUNNER`; with `V2 does not yet support` and no such variable "
+        "`export VLLM_USE_V2_MODEL_RUNNER=0`; or without the option of the message; restart",
+        good="the runner that vLLM picks",
+    ),
 )

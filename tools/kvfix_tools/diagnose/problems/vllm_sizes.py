@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from kvfix_tools.diagnose.findings import Severity
-from kvfix_tools.diagnose.problems import Failed, Problem
+from kvfix_tools.diagnose.problems import Failed, Problem, Sign
 
+_CONFIG = "vllm/config/vllm.py"
 _UTILS = "vllm/v1/core/kv_cache_utils.py"
 _COORDINATOR = "vllm/v1/core/kv_cache_coordinator.py"
 _MANAGER = "vllm/v1/core/single_type_kv_cache_manager.py"
 _ISSUES = "https://github.com/vllm-project/vllm/issues"
+
+
+def _refused(*texts: str, at: str) -> tuple[Sign, ...]:
+    """These texts, whatever the class: pydantic names another one where the check stands in a configuration."""
+    return tuple(Failed(text=text, at=at) for text in texts)
+
 
 PROBLEMS = (
     Problem(
@@ -187,5 +194,51 @@ PROBLEMS = (
         now="--gpu-memory-utilization 0.95, a larger --tensor-parallel-size, or --max-num-batched-tokens lower; end "
         "other processes on the GPU (nvidia-smi); restart",
         good="the settings",
+    ),
+    Problem(
+        code="KVD1564",
+        name="mamba-kernel-settings-refused",
+        severity=Severity.CRASH,
+        title="--use-replayssm, or another option of the Mamba cache, does not go with the rest of the settings.",
+        shows=(
+            *_refused(
+                "--use-replayssm is not supported for architecture <model>",
+                "--use-replayssm requires --mamba-backend",
+                "FlashInfer ReplaySSM requires --replayssm-buffer-len <=",
+                "FlashInfer ReplaySSM speculative decoding requires --replayssm-buffer-len >=",
+                "Mamba2 ReplaySSM speculative decoding requires --mamba-backend flashinfer",
+                "RecoverSSM currently requires pipeline_parallel_size=1",
+                "RecoverSSM requires --mamba-backend triton",
+                "RecoverSSM supports bfloat16/float32 SSM state caches",
+                "Triton ReplaySSM requires Model Runner V1",
+                at=_CONFIG,
+            ),
+            # 0.32, not 0.33.
+            *_refused(
+                "FlashInfer ReplaySSM does not support --mamba-cache-mode align",
+                "FlashInfer ReplaySSM speculative decoding requires --mamba-cache-mode none",
+                "RecoverSSM with align mode requires VLLM_USE_V2_MODEL_RUNNER=1",
+                at="",
+            ),
+        ),
+        releases={"vllm": ">=0.32"},
+        cause="These kernels compute the state again from a short buffer of tokens instead of storing it. Each is made "
+        "for some backends, cache types and drafts only; prefix caching and connectors want --mamba-cache-mode align.",
+        now="without --use-replayssm, --replayssm-buffer-len and --enable-mamba-cache-stochastic-rounding; restart. "
+        "To keep it: what the message names, with --mamba-cache-mode none and without a connector",
+        good="the options as the message wants them",
+    ),
+    Problem(
+        code="KVD1566",
+        name="stochastic-rounding-needs-float16",
+        severity=Severity.CRASH,
+        title="--enable-mamba-cache-stochastic-rounding is set for a Mamba cache that is not float16.",
+        shows=_refused("Stochastic rounding for Mamba cache requires the SSM cache to be float16.", at=_CONFIG),
+        releases={"vllm": ">=0.20"},
+        cause="Only states in float16 are rounded so. Both sides of a transfer, and all that share a store, need the "
+        "same type.",
+        now="--mamba-ssm-cache-dtype float16, or without --enable-mamba-cache-stochastic-rounding; on every engine; "
+        "restart",
+        good="the options",
     ),
 )
