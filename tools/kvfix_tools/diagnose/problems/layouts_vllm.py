@@ -91,4 +91,20 @@ PROBLEMS = (
         good="a kvcached that has them: its issues 187 and 215",
         threads=("https://github.com/ovg-project/kvcached/issues/187",),
     ),
+    Problem(
+        code="KVD1568",
+        name="compressed-cache-by-layers",
+        severity=Severity.CRASH,
+        title="The KV cache of a model with compressed layers is laid out layer by layer, and the connector cannot "
+        "move it so.",
+        shows=(Failed(kind="AssertionError", text="Compressed caches must be packed", at=_UTILS),),
+        releases={"vllm": ">=0.32"},
+        cause="Layers that keep one state for several tokens (DeepSeek V4) have pages of their own size. "
+        "NixlConnector and MooncakeConnector want all layers of a block side by side: a layout whose name begins with "
+        "B. VLLM_KV_CACHE_LAYOUT (HND and NHD are LBHNC and LBNHC), or an attention backend that offers nothing else, "
+        "chose one that begins with L.",
+        now="`unset VLLM_KV_CACHE_LAYOUT`; if it was not set `export VLLM_KV_CACHE_LAYOUT=BLHNC`, and without "
+        "--attention-backend; on prefill and decode; restart both",
+        good="the layout that vLLM takes by itself for the model",
+    ),
 )

@@ -233,6 +233,25 @@ PROBLEMS = (
         now="restart the engine if requests stay in `Waiting:`; without MooncakeStoreConnector until the exception's "
         "cause is found",
         good="report it with `kvfix-diagnose LOG --issue FILE.md`",
+        threads=("https://github.com/vllm-project/vllm/pull/42788",),
         sure=False,
+    ),
+    Problem(
+        code="KVD1572",
+        name="mooncake-preferred-segment-empty",
+        severity=Severity.CRASH,
+        title="`preferred_segment` of MooncakeStoreConnector is set, and is no name.",
+        shows=(
+            Failed(
+                kind="ValueError",
+                text="Mooncake preferred_segment override must be a non-empty string",
+                at=f"{_V1}/rdma_utils.py",
+            ),
+        ),
+        releases={"vllm": ">=0.26"},
+        cause="An empty string (a variable that the shell or the chart did not fill) or a number stands there.",
+        now='take it out of kv_connector_extra_config, or `"preferred_segment": "HOST:PORT"` as the master lists the '
+        "segment; restart",
+        good="the configuration",
     ),
 )

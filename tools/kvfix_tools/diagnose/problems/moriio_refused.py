@@ -202,4 +202,26 @@ PROBLEMS = (
         "restart prefill if its KV cache usage stays high without requests",
         good="notify ports that decode reaches",
     ),
+    Problem(
+        code="KVD1570",
+        name="moriio-settings-refused",
+        severity=Severity.CRASH,
+        title="A value in kv_connector_extra_config is none that MoRIIOConnector takes.",
+        shows=(
+            Failed(
+                kind="ValueError",
+                text="Invalid MoRIIO backend <value> in kv_connector_extra_config",
+                at=_MORIIO + "moriio_common.py",
+            ),
+            # From 0.32 on.
+            Failed(kind="ValueError", text="kv_connector_extra_config.<name> must be finite and greater than zero"),
+        ),
+        releases={"vllm": ">=0.26"},
+        cause="`backend` is rdma (the default) or xgmi, in small letters; transfer_timeout, defer_timeout and "
+        "recv_abort_timeout are seconds above zero, where 0 does not mean without limit. recv_abort_timeout also comes "
+        "from VLLM_MORIIO_TRANSFER_TIMEOUT_S.",
+        now='`"kv_connector_extra_config": {"backend": "rdma", "transfer_timeout": 30, "defer_timeout": 60}`, or leave '
+        "them out; unset VLLM_MORIIO_TRANSFER_TIMEOUT_S; restart",
+        good="the configuration",
+    ),
 )

@@ -164,8 +164,8 @@ PROBLEMS = (
         cause="remote_engine_id of the request's kv_transfer_params is the engine's own. Either the router sent "
         "prefill and decode of a request to one engine (kv_role kv_both, two names of one service), or two engines "
         "have one engine_id, set in --kv-transfer-config or copied with it.",
-        now="take `engine_id` out of --kv-transfer-config on both sides (each start then makes its own); two separate "
-        "lists of engines in the router, or none of its own prefill for an engine that it picked for decode; restart",
+        now="take `engine_id` out of --kv-transfer-config on both sides (each start then makes its own); in the "
+        "router two separate lists of engines, so that decode is another one than prefill; restart",
         good="an engine_id of its own for each engine",
         sure=False,
     ),

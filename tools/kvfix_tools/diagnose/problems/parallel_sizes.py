@@ -153,4 +153,19 @@ PROBLEMS = (
         good="keep it so: the set-up was wrong, and no release changes that",
         threads=("https://github.com/LMCache/LMCache/issues/1381",),
     ),
+    Problem(
+        code="KVD1578",
+        name="data-parallel-rank-without-gpus",
+        severity=Severity.CRASH,
+        title="There are fewer GPUs on this node than its data parallel ranks take.",
+        shows=(Failed(text='local range: [<first>, <last>) base value: "<value>"'),),
+        sentence="GPUs {first} to {last} (not included) of {value}",
+        releases={"vllm": ">=0.11"},
+        cause="Local rank r takes the devices from r times the size of an engine (tensor times pipeline parallel size) "
+        "on. The list of devices, which stands last in the message (None: all that the machine has), ends before the "
+        "second number.",
+        now="CUDA_VISIBLE_DEVICES (ROCm: HIP_VISIBLE_DEVICES) with as many GPUs as the second number, or unset; or a "
+        "smaller --data-parallel-size-local or --tensor-parallel-size; in a pod nvidia.com/gpu of that number; restart",
+        good="the sizes",
+    ),
 )

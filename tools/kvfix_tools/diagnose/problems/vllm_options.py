@@ -260,4 +260,22 @@ PROBLEMS = (
         "`export VLLM_USE_V2_MODEL_RUNNER=0`; or without the option of the message; restart",
         good="the runner that vLLM picks",
     ),
+    Problem(
+        code="KVD1574",
+        name="resume-before-the-pause-ended",
+        severity=Severity.RISK,
+        title="An engine was to resume while its pause had not ended, and refused.",
+        shows=(
+            Failed(
+                kind="RuntimeError",
+                text="resume_scheduler called while pause is still in flight",
+                at="vllm/v1/engine/core.py",
+            ),
+        ),
+        releases={"vllm": ">=0.26"},
+        cause="With data parallel ranks a pause ends when all of them have come to it; until then a resume would let "
+        "one of them run alone. The caller did not wait for the answer of /pause, or has a time limit below it.",
+        now="wait for the answer of `POST /pause` (mode=abort is the quickest), then `POST /resume` once more",
+        good="the order",
+    ),
 )

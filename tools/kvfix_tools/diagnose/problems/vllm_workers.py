@@ -100,7 +100,7 @@ PROBLEMS = (
                 "max_model_len: <most>",
             ),
         ),
-        sentence="{tokens} tokens, max_model_len {most}",
+        sentence="{tokens} tokens with the sampled one",
         releases={"vllm": ">=0.26,<0.32"},
         cause="A preempted or loaded request with one token to compute is padded to 1 + num_speculative_tokens. "
         "0.26 asks only that these fit into --max-model-len (v1/core/sched/scheduler.py, `schedule`), not the token "
