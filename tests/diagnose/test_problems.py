@@ -245,6 +245,13 @@ def test_what_an_engine_quotes_of_a_worker_is_looked_at() -> None:
     quoted = "Worker failed with error '{text}', please check the stack trace above for the root cause"
     line = f"{CORE}RuntimeError: {quoted}\n"
     assert codes(diagnose(line.format(text="CUDA out of memory. Tried to allocate 2.00 GiB."))) == ["KVD215"]
+    # Of a release in which it is right, another cause is looked for.
+    too_long = line.format(
+        text="Sampled token IDs exceed the max model length. Total number of tokens: 9 > max_model_len: 8"
+    )
+    ran = f"{CORE}Initializing a V1 LLM engine (v{{}}) with config: model='m'\n"
+    assert codes(diagnose(ran.format("0.26.0"), too_long)) == ["KVD1510"]
+    assert codes(diagnose(ran.format("0.32.0"), too_long)) != ["KVD1510"]
 
 
 def test_a_log_of_echoes_says_where_the_cause_stands() -> None:

@@ -157,7 +157,8 @@ def _of_the_dead(log: Diagnosis) -> Answer | None:
     """What is left of a failure whose own lines the log does not have: an engine's quotation of it, or the death."""
     quoted, death = log.failures.quoted, log.failures.death
     if quoted is not None:
-        known = next(iter(problems.at(quoted)), None) or problems.general(quoted)
+        of_release = (each for each in problems.at(quoted) if each.concerns(log))
+        known = next(of_release, None) or problems.general(quoted)
         sentence = f"a worker's exception, of which the log has no more than its words: {quoted.fields['text'][:200]}"
         return Answer(sentence, request="", verdict="unknown", evidence=(quoted.evidence,), record=known)
     if not log.failures.dead:
