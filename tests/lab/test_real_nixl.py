@@ -20,7 +20,13 @@ from tests.conftest import RELEASES, Fresh, Once
 
 OPTIONS = Options(block_size=16, num_blocks=40, max_num_batched_tokens=64)
 #: Some seeds wait long for leases of both directions: not these.
-SEEDS = {"nixl-pull": (4, 12), "nixl-push": (1, 8), "nixl-multi": (0, 8), "nixl-offload": (5, 13)}
+SEEDS = {
+    "nixl-pull": (4, 12),
+    "nixl-push": (1, 8),
+    "nixl-multi": (0, 8),
+    "nixl-push-multi": (0, 6),
+    "nixl-offload": (5, 13),
+}
 REAL = pytest.mark.skipif(bool(releases.no_nixl()), reason=releases.no_nixl() or "it is installed")
 
 

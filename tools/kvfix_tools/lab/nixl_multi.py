@@ -1,15 +1,15 @@
-"""NixlConnector beside LMCache's in-process connector (pair_multi.py)."""
+"""NixlConnector, pull and push, beside LMCache's in-process connector (pair_multi.py)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
-from kvfix_tools.lab import nixl
+from kvfix_tools.lab import nixl, nixl_push
 from kvfix_tools.lab.memory import Slots
 from kvfix_tools.lab.nixl_network import Network
 from kvfix_tools.lab.options import Options
-from kvfix_tools.lab.pair_multi import InTurn, MultiSide
+from kvfix_tools.lab.pair_multi import InTurn, MultiSide, MultiWorker
 
 
 class NixlChild(InTurn, nixl.NixlWorker):
@@ -21,8 +21,8 @@ class NixlMultiSide(MultiSide, nixl.NixlSide):
 
     workers: Any
     alone = nixl.NixlSide
-    child_class = NixlChild
-    child: NixlChild
+    child_class: type[nixl.NixlWorker] = NixlChild
+    child: nixl.NixlWorker
 
     def __init__(
         self, options: Options, memories: Sequence[Slots], network: Network, name: str, engine_id: str
@@ -35,3 +35,23 @@ class NixlMultiSide(MultiSide, nixl.NixlSide):
     @property
     def of_nixl(self) -> Sequence[nixl.NixlWorker]:
         return [self.child]
+
+
+class PushChild(InTurn, nixl_push.PushWorker):
+    """The same in push mode."""
+
+
+class PushMultiWorker(MultiWorker):
+    """The thread that writes has its turn when the connectors have begun their step."""
+
+    def start_step(self, metadata: Any, forward: bool) -> None:
+        super().start_step(metadata, forward)
+        self.child.side.network.write()
+
+
+class PushMultiSide(NixlMultiSide, nixl_push.PushSide):
+    """Both roles of one engine."""
+
+    worker = PushMultiWorker
+    alone = nixl_push.PushSide
+    child_class = PushChild

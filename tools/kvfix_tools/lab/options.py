@@ -6,11 +6,11 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 #: Two engines, one for prefill and one for decode.
-PAIRS = ("nixl-pull", "nixl-push", "nixl-multi", "nixl-offload", "mooncake", "mooncake-multi")
+PAIRS = ("nixl-pull", "nixl-push", "nixl-multi", "nixl-push-multi", "nixl-offload", "mooncake", "mooncake-multi")
 #: Those of them that may have several ranks, and not as many on both sides.
 WITH_RANKS = ("nixl-pull", "nixl-push")
 #: Those whose transfers NIXL makes.
-BY_NIXL = ("nixl-pull", "nixl-push", "nixl-multi", "nixl-offload")
+BY_NIXL = ("nixl-pull", "nixl-push", "nixl-multi", "nixl-push-multi", "nixl-offload")
 CONNECTORS = ("v1", "mp", "mp-in-tree", "offloading", "simple-offload", *PAIRS)
 #: vLLM's own, which have nothing of LMCache.
 OF_VLLM = ("offloading", "simple-offload")

@@ -23,6 +23,7 @@ _SIDES = {
     "nixl-pull": ("nixl", "NixlSide"),
     "nixl-push": ("nixl_push", "PushSide"),
     "nixl-multi": ("nixl_multi", "NixlMultiSide"),
+    "nixl-push-multi": ("nixl_multi", "PushMultiSide"),
     "nixl-offload": ("nixl_offload", "OffloadSide"),
     "mooncake": ("mooncake", "MooncakeSide"),
     "mooncake-multi": ("mooncake_multi", "MooncakeMultiSide"),

@@ -48,7 +48,7 @@ def draw(
     blocks, decode_blocks = rng.randrange(12, 40), rng.randrange(12, 40)
     room = block * (min(blocks, decode_blocks) - 2)
     extra: dict[str, Any] = {"kv_lease_duration": 30 if plain else rng.choice(_LEASES)}
-    push = connector == "nixl-push"
+    push = connector in ("nixl-push", "nixl-push-multi")
     if push and not plain:
         extra["push_registration_timeout"] = rng.choice((5.0, 30.0))
     elif not plain and rng.random() < 0.25:

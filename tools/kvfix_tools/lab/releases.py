@@ -80,13 +80,12 @@ PLAYABLE = {
     "nixl-push": {"vllm": (">=0.32", "earlier ones were not tried")},
     "nixl-offload": {"vllm": (">=0.32", "earlier ones were not tried")},
     "mooncake": {"vllm": (">=0.32", "earlier ones were not tried")},
-    "nixl-multi": {
-        "vllm": (">=0.32", "earlier ones were not tried"),
-        "lmcache": (">=0.5.6", "earlier ones were not tried"),
-    },
-    "mooncake-multi": {
-        "vllm": (">=0.32", "earlier ones were not tried"),
-        "lmcache": (">=0.5.6", "earlier ones were not tried"),
+    **{
+        connector: {
+            "vllm": (">=0.32", "earlier ones were not tried"),
+            "lmcache": (">=0.5.6", "earlier ones were not tried"),
+        }
+        for connector in ("nixl-multi", "nixl-push-multi", "mooncake-multi")
     },
 }
 

@@ -53,6 +53,7 @@ KINDS = frozenset(
 #: Who draws for two engines, where it is not pair_schedule.
 _DRAW = {
     "nixl-multi": multi_schedule.draw,
+    "nixl-push-multi": multi_schedule.draw,
     "nixl-offload": multi_schedule.draw_offload,
     "mooncake": mooncake_schedule.draw,
     "mooncake-multi": multi_schedule.draw,

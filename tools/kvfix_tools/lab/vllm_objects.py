@@ -60,6 +60,7 @@ _CONNECTORS = {
     "mooncake": ("MooncakeConnector", None),
     "mooncake-multi": ("MooncakeConnector", None),
     "nixl-push": ("NixlPushConnector", None),
+    "nixl-push-multi": ("NixlPushConnector", None),
 }
 _MODEL: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],

@@ -8,7 +8,8 @@ With NixlPushConnector the memory of the decode engine's worker grows by the par
 For a request that ends before it was scheduled request_finished puts it among those that are to receive, without
 blocks, so that the worker tells the prefill engine (push_scheduler.py 0.32.0:231-241). The worker of push mode tells
 nobody: start_load_kv notes it as one that waits (push_worker.py 0.32.0:206), and nothing ever arrives for it. In pull
-mode such a request is not noted (pull_worker.py 0.32.0:73).
+mode such a request is not noted (pull_worker.py 0.32.0:73). So it is with a request of which another connector of a
+MultiConnector, or vLLM's own prefix cache, has all tokens: its parameters are still unread at its end (:160).
 
 ## Fix
 After start_load_kv: such a request is not noted. The prefill engine keeps its blocks to the end of their lease, as it
