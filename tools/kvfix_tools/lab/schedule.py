@@ -12,9 +12,8 @@ import random
 from collections.abc import Collection
 from typing import Any, NamedTuple
 
-from kvfix_tools.lab import mooncake_schedule, multi_schedule, pair_schedule, parameters
-from kvfix_tools.lab.options import CONNECTORS, OF_VLLM, PAIRS, SERVER_CHUNK, Options
-from kvfix_tools.lab.releases import DRAWN_SINCE
+from kvfix_tools.lab import drawn_options, mooncake_schedule, multi_schedule, pair_schedule, parameters
+from kvfix_tools.lab.options import CONNECTORS, OF_VLLM, PAIRS, Options
 
 FORMAT = 1
 DrawnStep = tuple[Any, ...]
@@ -33,7 +32,6 @@ _SOMETIMES = {
     "roles": {"configured": 6, "stored_elsewhere": 3},
     "stops": {"server_stops": 1, "server_goes_on": 5},
 }
-_ROLES = ("kv_producer", "kv_consumer", "kv_both")
 #: Only where vLLM's OffloadingConnector is alone.
 _OFFLOADING = {"fail_store": 2, "configured": 3}
 _SIMPLE_OFFLOAD = {"fail_store": 2}
@@ -90,19 +88,6 @@ class Schedule(NamedTuple):
             raise ValueError(f"it is no saved schedule ({type(error).__name__}: {error})") from None
 
 
-def _settings(connector: str, chunk: int) -> dict[str, tuple[Any, ...]]:
-    """Settings of LMCache that change the accounting, by the names of `Options.lmcache`, and their values."""
-    if connector == "v1":
-        return {
-            "save_decode_cache": (True,),
-            "save_unfull_chunk": (False,),
-            "min_retrieve_tokens": (chunk, 3 * chunk),
-            "max_tokens_per_load": (chunk, 2 * chunk, 5 * chunk),
-            "enable_async_loading": (True,),
-        }
-    return {"mp.eager_prefetch": (True,), "mp.save_decode_cache": (True,)} if connector == "mp" else {}
-
-
 def draw(
     seed: int, connector: str, plain: bool = False, lacks: Collection[str] = (), real_server: bool = False
 ) -> Schedule:
@@ -112,105 +97,19 @@ def draw(
     """
     if connector in PAIRS:
         return Schedule(*_DRAW.get(connector, pair_schedule.draw)(seed, connector, plain, lacks))
-    if real_server:
-        lacks = {*lacks, "ranks", "windows", "states", "offloading", "roles", "stops"}
-    if connector in OF_VLLM:
-        lacks = {*lacks, "roles", "stops", "use_layerwise"}
     rng = random.Random(seed)
-    block = rng.choice((4, 8, 16))
-    chunk = block * rng.choice((1, 2, 4) if connector != "v1" else (1, 2, 3, 4))
-    if real_server:
-        chunk = SERVER_CHUNK
-    blocks = rng.randrange(12, 48)
-    room = block * (blocks - 2)
-    settings = {} if plain else _settings(connector, chunk)
-    chosen = {name: rng.choice(values) for name, values in settings.items() if rng.random() < 0.3}
-    lmcache: dict[str, Any] = {name: value for name, value in chosen.items() if name not in lacks}
-    options = Options(
-        connector=connector,
-        block_size=block,
-        num_blocks=blocks,
-        chunk_size=chunk,
-        max_num_batched_tokens=rng.choice((max(block, 8), 3 * block + 1, 8 * block, 64 * block)),
-        max_num_seqs=rng.choice((2, 4, 8)),
-        max_model_len=max(64, room),
-        prefix_caching=rng.random() < 0.85 or connector == "simple-offload",
-        reserve_full_isl=rng.random() < 0.5,
-        lmcache=lmcache,
-        beside=connector == "v1" and not plain and rng.random() < 0.2,
-        delay=1 if plain else rng.choice((1, 1, 2, 5)),
-        real_server=real_server,
-        kv_load_failure_policy="recompute" if plain else rng.choice(("recompute", "recompute", "fail")),
-    )
-    # each from a generator of its own, so that the rest of a seed is the same where they are not drawn
-    drawn = {name for name in DRAWN_SINCE if name not in lacks and random.Random(f"{name} {seed}").random() < 0.3}
-    if plain:
-        drawn -= {"sessions", "roles", "stops"}
-    if connector == "v1":
-        drawn -= {"stops"}
-    switches: dict[str, Any] = {name: name in drawn for name in ("async_scheduling", "model_runner_v2")}
-    if not plain and "policy" not in lacks and random.Random(f"policy {seed}").random() < 0.2:
-        switches["policy"] = "priority"
-    may_load_by_layers = connector == "v1" and not plain and "enable_async_loading" not in lmcache
-    if may_load_by_layers and "use_layerwise" not in lacks and random.Random(f"use_layerwise {seed}").random() < 0.2:
-        lmcache["use_layerwise"] = True
-    if "roles" in drawn:
-        switches["kv_role"] = random.Random(f"role {seed}").choice(_ROLES)
-    if "drafter" in drawn:
-        switches |= _drafts(random.Random(f"drafts {seed}"), block)
-    may_have_ranks = not plain and not options.beside and "ranks" not in lacks
-    if may_have_ranks and random.Random(f"ranks {seed}").random() < 0.25:
-        switches |= {"ranks": 2, "rank_delay": random.Random(f"rank_delay {seed}").choice((0, 1, 3))}
-        own = random.Random(f"pipeline {seed}")
-        if "drafter" not in switches and own.random() < 0.4:
-            switches |= {"pipeline": True, "ranks": own.choice((2, 3))}
-    options = dataclasses.replace(options, **switches)
-    if connector in ("mp", *OF_VLLM) and not plain and "windows" not in lacks:
-        options = _with_windows(options, random.Random(f"windows {seed}"))
-    if connector in OF_VLLM:
-        options = _memory_of_vllm(options, random.Random(f"memory {seed}"), plain)
-    own = random.Random(f"states {seed}")
-    may_have_states = connector == "mp" and not plain and not options.windows
-    if may_have_states and "states" not in lacks and own.random() < 0.3:
-        # a request holds two at a time, and one for each draft (MambaSpec.max_memory_usage_bytes)
-        drafts = min(options.drafts, options.block_size - 1)
-        more = options.num_blocks + own.choice((2, 4, 8)) + 2 * drafts
-        options = dataclasses.replace(
-            options,
-            states=True,
-            prefix_caching=True,
-            drafts=drafts,
-            num_blocks=more,
-            separate_object_groups=own.random() < 0.5,
-        )
-    own = random.Random(f"context {seed}")
-    may_share = connector == "mp" and options.ranks > 1 and not (options.pipeline or options.several_groups)
-    if may_share and "context" not in lacks and own.random() < 0.5:
-        options = dataclasses.replace(options, context=True)
-    own = random.Random(f"offloading {seed}")
-    may_offload = connector in ("v1", "mp") and not plain and not options.several_groups and options.ranks == 1
-    if may_offload and "offloading" not in lacks and own.random() < 0.2:
-        options = dataclasses.replace(options, offloading=own.choice(("first", "last")))
-    own = random.Random(f"simple offloading {seed}")
-    if (
-        may_offload
-        and connector == "v1"
-        and not options.offloading
-        and "offloading" not in lacks
-        and own.random() < 0.15
-    ):
-        options = _offloads_simply(options, own)
+    options, features, room = drawn_options.draw(rng, seed, connector, plain, lacks, real_server)
     weights = dict(_PLAIN) if plain else {**_PLAIN, **_FAULTS}
     if connector.startswith("mp") and not plain:
         weights["lose_loads"] = 1
-    if "enable_async_loading" in lmcache:
+    if "enable_async_loading" in options.lmcache:
         weights |= _ASYNCHRONOUS
     if options.beside:
         weights |= _MULTI_CONNECTOR
     if options.states and (options.drafter or (options.pipeline and options.async_scheduling)):
-        drawn -= {"sessions"}  # KVF905, for which there is no fix
+        features -= {"sessions"}  # KVF905, for which there is no fix
     for name, kinds in _SOMETIMES.items():
-        weights |= kinds if name in drawn else {}
+        weights |= kinds if name in features else {}
     if connector != "v1":
         weights.pop("configured", None)
     if connector in OF_VLLM:
@@ -231,69 +130,6 @@ def draw(
     if not plain and "new_weights" not in lacks and own.random() < 0.2:
         steps.insert(own.randrange(len(steps)), ("new_weights",))
     return Schedule(options, tuple(steps))
-
-
-def _memory_of_vllm(options: Options, rng: random.Random, plain: bool) -> Options:
-    """Settings of one of OF_VLLM, and how much CPU memory it has: from a chunk to more than the GPU."""
-    options = dataclasses.replace(options, separate_object_groups=False)
-    sizes = options.num_blocks // 4, options.num_blocks, 3 * options.num_blocks
-    if options.connector == "simple-offload":
-        lazy = not plain and rng.random() < 0.3
-        return dataclasses.replace(options, extra={"lazy_offload": lazy}, cpu_blocks=0 if plain else rng.choice(sizes))
-    extra: dict[str, Any] = {"blocks_per_chunk": rng.choice((1, 1, 2, 3)), "offload_prompt_only": rng.random() < 0.4}
-    if plain:
-        return dataclasses.replace(options, extra=extra)
-    if rng.random() < 0.3:
-        extra["eviction_policy"] = "arc"
-    tier = rng.choice(("", "fs"))
-    if not tier and rng.random() < 0.3:
-        extra |= {"store_threshold": 2, "max_tracker_size": rng.choice((4, 64))}
-    return dataclasses.replace(options, extra=extra, cpu_blocks=rng.choice(sizes), tier=tier)
-
-
-def _offloads_simply(options: Options, rng: random.Random) -> Options:
-    """Beside LMCache's connector is the SimpleCPUOffloadConnector."""
-    return dataclasses.replace(
-        options,
-        offloading=rng.choice(("first", "last")),
-        simple_offloading=True,
-        prefix_caching=True,
-        extra={"lazy_offload": rng.random() < 0.3},
-        cpu_blocks=rng.choice((options.num_blocks // 4, options.num_blocks, 3 * options.num_blocks)),
-    )
-
-
-def _with_windows(options: Options, rng: random.Random) -> Options:
-    """With one or two KV groups of sliding windows in a third of the schedules, and blocks for them."""
-    if rng.random() < 0.67:
-        return options
-    chunk = options.chunk_size
-    window_blocks = rng.choice((1, 1, 2)) if chunk > options.block_size else 1
-    block = options.block_size * window_blocks
-    # LMCache takes a window shorter than a chunk only in whole blocks (v1/kv_layer_groups.py 0.5.6:727)
-    windows = tuple(rng.sample(sorted({block, chunk, 2 * chunk, chunk + block}), rng.choice((1, 1, 2))))
-    # as many as a request of the longest prompt takes, for vLLM starts with no fewer (kv_cache_interface.py 0.32.0:859)
-    # and those that it keeps, and allocates ahead, for drafts
-    in_flight = options.max_num_batched_tokens * options.steps_in_flight + 2 * options.drafts
-    most = [-(-min(window - 1 + in_flight, options.max_model_len) // block) + 1 for window in windows]
-    return dataclasses.replace(
-        options,
-        windows=windows,
-        window_blocks=window_blocks,
-        separate_object_groups=rng.random() < 0.5,
-        num_blocks=options.num_blocks + sum(most),
-    )
-
-
-def _drafts(rng: random.Random, block: int) -> dict[str, Any]:
-    """Options of speculative decoding. vLLM refuses more modules of MTP than a block has tokens."""
-    drafter, drafts = rng.choice(("ngram", "eagle", "mtp")), rng.randrange(1, 8)
-    return {
-        "drafter": drafter,
-        "drafts": min(drafts, block) if drafter == "mtp" else drafts,
-        "acceptance": rng.choice((0, 30, 70, 95, 100)),
-        "save_last": rng.random() < 0.5,
-    }
 
 
 def _rank(rng: random.Random, kind: str, options: Options) -> DrawnStep:
