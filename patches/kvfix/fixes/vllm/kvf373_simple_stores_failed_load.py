@@ -126,6 +126,6 @@ FIX = Fix(
         SIMPLE_SCHEDULER.update_connector_output(broken=">=0.32", probe=shows_bug, fix=fix),
         SIMPLE_SCHEDULER._process_store_event(broken=">=0.32", probe=stubs.cannot_tell, fix=fix_store, helper=True),
     ),
-    evidence={"KVR011": "^update_from_output: AssertionError", "KVD1388": ""},
+    evidence={"KVR011": "^update_(from|connector)_output: AssertionError", "KVD1388": ""},
     scenarios=("simple-offload-stores-failed-load", "simple-offload-store-asserts"),
 )
