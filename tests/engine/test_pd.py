@@ -70,12 +70,15 @@ def pair(expected: Answers, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 def findings(engine: Engine) -> set[str]:
     """Of its log, once that has the statistics of the last answer: those before it may show requests that wait."""
+    found: set[str] = set()
 
-    def found() -> set[str]:
-        return {found.rule.code for found in diagnosed(engine.log.read_bytes()).findings}
+    def has_settled() -> bool:
+        found.clear()
+        found.update(each.rule.code for each in diagnosed(engine.log.read_bytes()).findings)
+        return not {"KVD202", "KVD1065", "KVD1196"} & found
 
-    engine.until(lambda: not {"KVD202", "KVD1065", "KVD1196"} & found(), "no statistics of the last answer")
-    return found()
+    engine.until(has_settled, "no statistics of the last answer")
+    return found
 
 
 def computed(engine: Engine) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""What tests of two connectors on a pair of engines have in common."""
+"""What tests of a pair of engines, and of connectors beside each other, have in common."""
 
 from __future__ import annotations
 
@@ -17,6 +17,13 @@ def fuzzed(connector: str, plain: bool, mode: str = "fix", seeds: range = range(
         "same": (first.steps, first.counts) == (again.steps, again.counts),
         "counts": first.counts,
     }
+
+
+def load_other_kv(connector: Any) -> None:
+    """A fault: each chunk that LMCache loads has other KV."""
+    cache = connector.cache_engines[0]
+    chunk = cache.chunk
+    cache.chunk = lambda name, key: [7] * len(chunk(name, key) or ()) or None
 
 
 def read_the_next_block(agent: Any) -> None:

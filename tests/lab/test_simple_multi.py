@@ -11,6 +11,7 @@ import pytest
 from kvfix_tools.lab.options import Options
 from kvfix_tools.lab.steps import prompt
 from tests.conftest import RELEASES, Once
+from tests.lab import pair_fuzzed
 
 Plant = Callable[[Any], None]
 
@@ -19,9 +20,7 @@ def nothing(engine: Any) -> None: ...
 
 
 def lmcache_loads_other_kv(engine: Any) -> None:
-    cache = engine.connector.cache_engines[0]
-    chunk = cache.chunk
-    cache.chunk = lambda name, key: [7] * len(chunk(name, key) or ()) or None
+    pair_fuzzed.load_other_kv(engine.connector)
 
 
 def copies_take_the_next_block(engine: Any) -> None:

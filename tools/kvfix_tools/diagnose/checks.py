@@ -17,7 +17,7 @@ from kvfix_tools.diagnose.problems import NAMES
 from kvfix_tools.diagnose.statements import sample
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Iterator
 
     from kvfix_tools.diagnose.log_line import LogLine
     from kvfix_tools.diagnose.releases import Releases
@@ -77,13 +77,20 @@ def known() -> dict[str, tuple[list[str], Table]]:
     return {dist: (data["releases"], table(data)) for dist, data in json.loads(FILE.read_text()).items()}
 
 
+def _assertions() -> Iterator[tuple[str, Check]]:
+    """Each with its function, of all releases."""
+    for _, checks in known().values():
+        for _, function, check in checks:
+            if check.kind == "assert":
+                yield function, check
+
+
 @lru_cache(maxsize=1)
 def _asserting() -> dict[str, set[str]]:
     functions: dict[str, set[str]] = {}
-    for _, checks in known().values():
-        for _, function, check in checks:
-            if check.kind == "assert" and not check.text:
-                functions.setdefault(check.condition.translate(_QUOTES), set()).add(function)
+    for function, check in _assertions():
+        if not check.text:
+            functions.setdefault(check.condition.translate(_QUOTES), set()).add(function)
     return functions
 
 
@@ -99,11 +106,10 @@ def asserted_by_names(text: str) -> tuple[str, str] | None:
     if "AssertionError" not in text:
         return None
     found: dict[str, tuple[int, str]] = {}
-    for _, checks in known().values():
-        for _, function, check in checks:
-            names = set(_NAME.findall(check.condition)) if check.kind == "assert" and not check.text else set()
-            if len(names) > 1 and len(function) >= _FUNCTION and all(each in text for each in (function, *names)):
-                found[check.condition] = (len(names), function)
+    for function, check in _assertions():
+        names = set(_NAME.findall(check.condition)) if not check.text else set()
+        if len(names) > 1 and len(function) >= _FUNCTION and all(each in text for each in (function, *names)):
+            found[check.condition] = (len(names), function)
     most = max(found.values(), default=(0, ""))[0]
     best = [(function, condition) for condition, (names, function) in found.items() if names == most]
     return best[0] if len(best) == 1 else None
@@ -122,10 +128,8 @@ def begun_by(text: str) -> str:
 def asserted_in() -> dict[str, set[str]]:
     """{function: conditions that it asserts, in any release}"""
     made: dict[str, set[str]] = {}
-    for _, checks in known().values():
-        for _, function, check in checks:
-            if check.kind == "assert":
-                made.setdefault(function, set()).add(check.condition)
+    for function, check in _assertions():
+        made.setdefault(function, set()).add(check.condition)
     return made
 
 

@@ -142,10 +142,15 @@ def _settings(connector: str, chunk: int) -> dict[str, tuple[Any, ...]]:
     return {"mp.eager_prefetch": (True,), "mp.save_decode_cache": (True,)} if connector == "mp" else {}
 
 
+def _cpu_sizes(options: Options) -> tuple[int, ...]:
+    """Blocks of CPU memory, fewer than the GPU has and more."""
+    return options.num_blocks // 4, options.num_blocks, 3 * options.num_blocks
+
+
 def _memory_of_vllm(options: Options, rng: random.Random, plain: bool) -> Options:
     """Settings of one of OF_VLLM, and how much CPU memory it has: from a chunk to more than the GPU."""
     options = dataclasses.replace(options, separate_object_groups=False)
-    sizes = options.num_blocks // 4, options.num_blocks, 3 * options.num_blocks
+    sizes = _cpu_sizes(options)
     if options.connector == "simple-offload":
         lazy = not plain and rng.random() < 0.3
         return dataclasses.replace(options, extra={"lazy_offload": lazy}, cpu_blocks=0 if plain else rng.choice(sizes))
@@ -168,7 +173,7 @@ def _offloads_simply(options: Options, rng: random.Random) -> Options:
         simple_offloading=True,
         prefix_caching=True,
         extra={"lazy_offload": rng.random() < 0.3},
-        cpu_blocks=rng.choice((options.num_blocks // 4, options.num_blocks, 3 * options.num_blocks)),
+        cpu_blocks=rng.choice(_cpu_sizes(options)),
     )
 
 

@@ -80,7 +80,7 @@ def described(log: Diagnosis) -> Answer | None:
             best = record if all(re.search(each, text) for each in record.said) else best
     if best is None:
         return None
-    words = [" ".join(found[0].split())[-60:] for each in best.said if (found := re.search(each, text)) and found[0]]
+    words = [" ".join(found[0].split())[-60:] for each in best.said if (found := re.search(each, text))]
     return Answer(f"the text speaks of {', '.join(words)}", request="", verdict="unknown", record=best)
 
 

@@ -112,9 +112,10 @@ def typed(text: str) -> dict[str, str]:
 
 def symptom(log: Diagnosis) -> Answer | None:
     """What a text without a line of a log complains of; None: nothing that is known, or no KV connector's matter."""
-    if not _OF_KV.search(_text(tuple(log.pasted))) or _WITHOUT.search(_text(tuple(log.pasted))):
+    text = _text(tuple(log.pasted))
+    if not _OF_KV.search(text) or _WITHOUT.search(text):
         return None
-    text = _text(tuple(log.pasted)).lower()
+    text = text.lower()
     valkey = problems.find("KVD1214")
     if "valkey" in text and _CRASHES.search(text) and valkey is not None and valkey.concerns(log):
         return Answer("the text speaks of crashes with Valkey", request="", verdict="unknown", record=valkey)

@@ -157,7 +157,7 @@ PROBLEMS = (
         connectors=_IN_PROCESS,
         releases={"lmcache": ">=0.5.5"},
         cause="Two requests with the same prompt store at the same time: the second asked before the first had ended, "
-        "and writes after it. Its put is taken back; the chunk of the first stays, the others of this put are stored "
+        "and writes after it. Its put is rolled back; the chunk of the first stays, the others of this put are stored "
         "with the next request that has them. No KV is wrong.",
         now="nothing, if it is rare; a router that sends requests of one prefix one after another avoids it",
         good="no release up to 0.5.6 leaves such a chunk out alone",
