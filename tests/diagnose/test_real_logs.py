@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from kvfix.ledger.events import Stored
-from kvfix_tools.diagnose import log_files, report_text
+from kvfix_tools.diagnose import advice, log_files, report_text
 from kvfix_tools.diagnose.diagnosis import Diagnosis, diagnosed
 
 LOGS = Path(__file__).parent / "logs"
@@ -55,6 +55,20 @@ def test_real_logs(names: list[str], codes: list[str]) -> None:
     if "server" not in names[0]:
         assert diagnosis.releases.one("vllm") == "0.32.0"
         assert diagnosis.releases.one("lmcache") == names[0].split("-")[-1 if "debug" not in names[0] else 1]
+
+
+@pytest.mark.parametrize("names", [["healthy-0.5.6", "crash-0.3.10"], ["crash-0.3.10", "healthy-0.5.6"]])
+def test_an_engine_that_was_upgraded_has_one_log(names: list[str]) -> None:
+    """What a finding says is of the release that ran when it showed. Five healthy lives, and one that crashes."""
+    lives = [gzip.decompress((LOGS / f"{name}.log.gz").read_bytes()) for name in names]
+    diagnosis = diagnosed(
+        b"".join(life * (5 if "healthy" in name else 1) for name, life in zip(names, lives, strict=True))
+    )
+    assert [found.rule.code for found in diagnosis.findings] == ["KVD101"]
+    assert advice.remedy(diagnosis, diagnosis.findings[0]) == advice.remedy(
+        diagnose("crash-0.3.10"), diagnose("crash-0.3.10").findings[0]
+    )
+    assert "KVF001" in advice.remedy(diagnosis, diagnosis.findings[0]).now
 
 
 @pytest.mark.parametrize("name", ["healthy-0.5.6", "healthy-0.5.6-debug", "mp-0.5.6", "mp-0.5.6.server"])

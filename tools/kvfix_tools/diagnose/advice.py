@@ -47,9 +47,13 @@ def _dist(log: Diagnosis, found: LogFinding, each: Fix) -> str | None:
     concerned = (
         p.dist
         for p in each.targets
-        if log.releases.within(p.dist, p.broken, found.file) is not False and (p.dist != "lmcache" or log.who.lmcache)
+        if _within(log, found, p.dist, p.broken) is not False and (p.dist != "lmcache" or log.who.lmcache)
     )
     return next(concerned, None)
+
+
+def _within(log: Diagnosis, found: LogFinding, dist: str, specifier: str) -> bool | None:
+    return log.releases.within(dist, specifier, found.file, found.ran.get(dist))
 
 
 def cause(log: Diagnosis, found: LogFinding) -> str:
@@ -72,7 +76,7 @@ def advice(log: Diagnosis, found: LogFinding) -> list[Advice]:
         made.append(Advice("setting", "", setting))
     if isinstance(found.rule, Problem):
         made.append(Advice("setting", "", found.rule.now))
-        made += _release_of(log, found.rule)
+        made += _release_of(log, found, found.rule)
     return made
 
 
@@ -91,13 +95,13 @@ def remedy(log: Diagnosis, found: LogFinding) -> Remedy:
     own = found.rule.section("Good")
     good = [own] if own else by_kind["release"]
     if isinstance(found.rule, Problem) and found.rule.good:
-        good = [_ahead(log, found.rule.good)]
+        good = [_ahead(log, found, found.rule.good)]
     return Remedy("; ".join(first + now[: 2 if by_kind["fix"] else 1]), "; ".join(good))
 
 
-def _ahead(log: Diagnosis, good: str) -> str:
+def _ahead(log: Diagnosis, found: LogFinding, good: str) -> str:
     """Without releases that the log's own is not older than: they do not help it."""
-    kept = [part for part in good.split("; ") if not _is_behind(log, part)]
+    kept = [part for part in good.split("; ") if not _is_behind(log, found, part)]
     if kept:
         return "; ".join(kept)
     named = _UPGRADE.match(good)
@@ -105,17 +109,17 @@ def _ahead(log: Diagnosis, good: str) -> str:
     return f"{right} should be right, and this log is not of an older one: report it with `{_REPORT}`"
 
 
-def _is_behind(log: Diagnosis, part: str) -> bool:
+def _is_behind(log: Diagnosis, found: LogFinding, part: str) -> bool:
     named = _UPGRADE.match(part)
     alone = named is not None and not any(also in part for also in (", and ", ", with "))
-    return named is not None and alone and log.releases.within(named["dist"].lower(), f">={named['release']}") is True
+    return named is not None and alone and _within(log, found, named["dist"].lower(), f">={named['release']}") is True
 
 
-def _release_of(log: Diagnosis, problem: Problem) -> list[Advice]:
+def _release_of(log: Diagnosis, found: LogFinding, problem: Problem) -> list[Advice]:
     """The releases that a record names, where the log's are older."""
     made = []
     for dist, release in problem.fixed.items():
-        if log.releases.within(dist, f">={release}") is not True:
+        if _within(log, found, dist, f">={release}") is not True:
             name = NAMES.get(dist, dist)
             made.append(Advice("release", f"{name} {release}", f"upgrade to {name} {release}"))
     return made

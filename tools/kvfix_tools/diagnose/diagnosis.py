@@ -83,7 +83,7 @@ class Diagnosis:
         self._notes = findings.notes()
         self._found: dict[tuple[str, str], LogFinding] = {}
         #: Requests that have a finding of a crash.
-        self._crashed: set[str] = set()
+        self._crashed: dict[str, None] = {}
         self._recorders = RecorderLines()
         #: Kinds of lines that name a release, or whose place in LMCache's source has not been looked at.
         self._unplaced = {message.name for message in MESSAGES if message.source == "lmcache"} | set(RELEASE_IN)
@@ -254,6 +254,8 @@ class Diagnosis:
     def _add(self, rule: LogRule | problems.Problem, answer: Answer, line: LogLine | None) -> None:
         request = answer.request if answer.request is not None else (line.request if line else "")
         crash = rule.severity is findings.Severity.CRASH
+        if crash:
+            self._crashes(request)
         # One finding of a kind for a crash of a request, one for all requests of what repeats.
         key = (rule.code, request if crash else "")
         found = self._found.get(key)
@@ -264,8 +266,7 @@ class Diagnosis:
             found.again(line)
             return
         found = self._found[key] = LogFinding(rule, answer, redact.text(answer.sentence), request, line)
-        if crash and len(self._crashed) < REQUESTS:
-            self._crashed.add(request)
+        found.ran = self.releases.running() if line is not None else {}
         if found.first is None:
             found.first = found.last = self._time
         found.history = self.requests.history(request)
@@ -274,6 +275,12 @@ class Diagnosis:
             found.violated = list(known.violated)
         if self._on_found is not None:
             self._on_found(found)
+
+    def _crashes(self, request: str) -> None:
+        """What it violates is no finding of its own. Of very many requests the first ones are forgotten."""
+        if len(self._crashed) >= REQUESTS:
+            del self._crashed[next(iter(self._crashed))]
+        self._crashed[request] = None
 
 
 def diagnosed(log: bytes, file: str = "log") -> Diagnosis:

@@ -29,7 +29,10 @@ class HistoryEvent(NamedTuple):
 
 
 class LogFinding:
-    """violated: rules of the ledger that events of the request violate. first, last: seconds since 1970."""
+    """violated: rules of the ledger that events of the request violate. first, last: seconds since 1970.
+
+    ran: {distribution: release} that its file had named when it showed first.
+    """
 
     def __init__(
         self, rule: LogRule | Problem, answer: Answer, sentence: str, request: str, line: LogLine | None
@@ -44,6 +47,7 @@ class LogFinding:
         self.first = self.last = line.time if line else None
         self.history: list[HistoryEvent] = []
         self.violated: list[Finding] = []
+        self.ran: dict[str, str] = {}
 
     def again(self, line: LogLine | None) -> None:
         """It shows at another line; None: at the end of the log."""
@@ -69,6 +73,14 @@ class LogFinding:
     @property
     def order(self) -> tuple[int, str]:
         return (self.rule.severity.value, self.rule.code)
+
+
+def by_kind(findings: list[LogFinding]) -> list[list[LogFinding]]:
+    """In their order, those of one rule together: a crash is one for each request, and a log may have a thousand."""
+    kinds: dict[str, list[LogFinding]] = {}
+    for found in findings:
+        kinds.setdefault(found.rule.code, []).append(found)
+    return list(kinds.values())
 
 
 def _is_certain(rule: LogRule | Problem) -> bool:

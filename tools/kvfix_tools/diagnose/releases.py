@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections import Counter, defaultdict
+from collections import defaultdict
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -26,7 +26,8 @@ class Releases:
     def __init__(self) -> None:
         #: The file being read.
         self.file = ""
-        self._named: defaultdict[tuple[str, str], Counter[str]] = defaultdict(Counter)
+        #: {(distribution, file): releases that it names, the last one last}
+        self._named: defaultdict[tuple[str, str], dict[str, None]] = defaultdict(dict)
         self._candidates: frozenset[str] = frozenset()
         #: {(distribution, file): the release of which the file's text speaks}
         self._said: dict[tuple[str, str], str] = {}
@@ -38,7 +39,9 @@ class Releases:
         release = _public(text[:64].partition("-g")[0])  # 0.5.6-g3e11e108 is 0.5.6, as a checkout says it
         # A build from a checkout without tags says 0.1.dev1, whatever it is.
         if release is not None and not (dist == "vllm" and Version(release) < _FIRST):
-            self._named[dist, file][release] += 1
+            named = self._named[dist, file]
+            named.pop(release, None)
+            named[release] = None
 
     def say(self, text: str, file: str) -> None:
         """This file's text speaks of releases: they count where no line names one, nor says otherwise by its place."""
@@ -74,20 +77,24 @@ class Releases:
         """All releases that the files name."""
         return sorted({release for (of, _), many in self._named.items() if of == dist for release in many})
 
+    def running(self) -> dict[str, str]:
+        """{distribution: the release that the file being read has named last}: upgraded engines go on in one log."""
+        return {dist: next(reversed(own)) for (dist, file), own in self._named.items() if own and file == self.file}
+
     @property
     def candidates(self) -> list[str]:
         """LMCache releases that the line numbers allow, the oldest first; empty: none is known."""
         return sorted(self._candidates, key=Version)
 
     def one(self, dist: str, file: str | None = None) -> str | None:
-        """The release that the file names (the one being read), else that of the others if they agree.
+        """The release that the file (the one being read) has named last, else that of the others if they agree.
 
         Else the one that alone has these line numbers.
         """
         file = self.file if file is None else file
         own = self._named.get((dist, file))
         if own:
-            return max(own, key=own.__getitem__)
+            return next(reversed(own))
         others = self.named(dist)
         if others:
             return others[0] if len(others) == 1 else None
@@ -114,9 +121,9 @@ class Releases:
             return ""
         return f"LMCache {release} is older than what kvfix knows ({known[0]}): its fixes and releases may not fit"
 
-    def within(self, dist: str, specifier: str, file: str | None = None) -> bool | None:
-        """Whether the release of the file (the one being read) is among these; None: it is not known."""
-        release = self.one(dist, file)
+    def within(self, dist: str, specifier: str, file: str | None = None, ran: str | None = None) -> bool | None:
+        """Whether the release of the file (the one being read), or `ran`, is among these; None: it is not known."""
+        release = ran or self.one(dist, file)
         if release is not None:
             return _within(release, specifier)
         if self.named(dist):

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import kvfix
 from kvfix import redact
 from kvfix_tools.diagnose import advice
+from kvfix_tools.diagnose.log_finding import by_kind
 from kvfix_tools.diagnose.log_line import without_tokens
 from kvfix_tools.diagnose.problems import Problem
 from kvfix_tools.diagnose.report_text import nothing_found, read_words, versions
@@ -101,8 +102,8 @@ def _lines(log: Diagnosis, findings: list[LogFinding]) -> Iterator[str]:
     yield f"connector: {', '.join(sorted(who.connectors)) or 'not named'}; role: {', '.join(sorted(who.roles)) or '?'}"
     for name, value in settings(who.settings):
         yield f"setting: {name}={value}"
-    for number, found in enumerate(findings[:_FINDINGS]):
-        yield from _finding(log, found, full=number < 3)
+    for number, kind in enumerate(by_kind(findings)[:_FINDINGS]):
+        yield from _finding(log, kind, full=number < 3)
     if not findings:
         yield safe(nothing_found(log))
     for line in log.failures.raised[:_EXCEPTIONS]:
@@ -114,9 +115,11 @@ def _lines(log: Diagnosis, findings: list[LogFinding]) -> Iterator[str]:
     yield "counts: " + ", ".join(f"{name} {many}" for name, many in log.counts.most_common(20))
 
 
-def _finding(log: Diagnosis, found: LogFinding, full: bool) -> Iterator[str]:
-    rule = found.rule
-    times = f", {found.count} times" if found.count > 1 else ""
+def _finding(log: Diagnosis, kind: list[LogFinding], full: bool) -> Iterator[str]:
+    """The worst of a kind, and how often it is there."""
+    found = kind[0]
+    rule, many = found.rule, sum(each.count for each in kind)
+    times = f", {many} times" if many > 1 else ""
     sure = ", not certain" if found.verdict == "unknown" else ""
     yield f"finding: {rule.code} {rule.name} ({rule.severity.word}{times}{sure}): {safe(found.sentence)}"
     if not full:

@@ -10,13 +10,14 @@ from rich.padding import Padding
 from rich.text import Text
 
 from kvfix_tools.diagnose import advice
+from kvfix_tools.diagnose.log_finding import by_kind
 
 if TYPE_CHECKING:
     from kvfix_tools.diagnose.diagnosis import Diagnosis
     from kvfix_tools.diagnose.log_finding import LogFinding
 
 _STYLES = {"crash": "bold white on red", "wrong KV": "bold red", "hang": "bold red", "leak": "yellow", "slow": "yellow"}
-#: Findings that are shown in full without --all.
+#: Kinds of findings of which one is shown in full without --all.
 SHOWN = 4
 #: Characters of a cause: those of every record.
 _LONGEST = 460
@@ -24,10 +25,14 @@ _LONGEST = 460
 _COUNTED = ("asked", "retrieved", "stored", "mp_prefetched", "mp_retrieved", "mp_stored")
 #: Events of a history and lines of evidence that are shown of each.
 EVENTS, LINES = 6, 3
+#: Requests that are named, of those with the same finding.
+REQUESTS = 4
 
 
-def print_finding(log: Diagnosis, found: LogFinding, console: Console, full: bool = False) -> None:
-    """One finding: what, the history with its arithmetic, where it stands, why, and what to do."""
+def print_finding(
+    log: Diagnosis, found: LogFinding, console: Console, full: bool = False, others: list[LogFinding] | None = None
+) -> None:
+    """One finding: what, the history with its arithmetic, where it stands, why, and what to do. others: of its kind."""
     rule = found.rule
     head = Text.assemble(
         (f" {rule.severity.word} ", _STYLES.get(rule.severity.word, "bold")), " ", (rule.code, "bold"), f" {rule.name}"
@@ -38,7 +43,7 @@ def print_finding(log: Diagnosis, found: LogFinding, console: Console, full: boo
         head.append(f"  {found.count} times")
     if found.verdict == "unknown":
         head.append("  not certain", "yellow")
-    console.print(head)
+    console.print(head, soft_wrap=True)
     _print(console, rule.title, 2)
     _print(console, found.sentence, 2, "bold")
     history = found.history if full else found.history[-EVENTS:]
@@ -48,6 +53,8 @@ def print_finding(log: Diagnosis, found: LogFinding, console: Console, full: boo
         _print(console, f"{violated.code} {violated.name}: {violated.message}", 4, "red")
     for line in found.evidence[: None if full else LINES]:
         _print(console, str(line), 4, "dim")
+    if others:
+        _print(console, _requests(others), 4)
     why = advice.cause(log, found)
     if why:
         _print(console, f"Why: {why if full else _short(why)}", 2)
@@ -77,15 +84,24 @@ def _short(text: str) -> str:
 
 
 def print_all(log: Diagnosis, findings: list[LogFinding], console: Console, everything: bool) -> None:
-    shown = findings if everything else findings[:SHOWN]
-    for found in shown:
-        print_finding(log, found, console, everything)
-    for found in findings[len(shown) :]:
-        times = f", {found.count} times" if found.count > 1 else ""
-        console.print(
-            f"also {found.rule.code} {found.rule.name}: {found.sentence}{times}", soft_wrap=True, markup=False
-        )
+    """The worst of each kind in full, up to SHOWN; of the others one line for each kind."""
+    kinds = [[found] for found in findings] if everything else by_kind(findings)
+    shown = kinds if everything else kinds[:SHOWN]
+    for found, *others in shown:
+        print_finding(log, found, console, everything, others)
+    for found, *others in kinds[len(shown) :]:
+        times = sum(each.count for each in [found, *others])
+        more = f", {times} times" if times > 1 else ""
+        console.print(f"also {found.rule.code} {found.rule.name}: {found.sentence}{more}", soft_wrap=True, markup=False)
     print_summary(log, findings, console)
+
+
+def _requests(others: list[LogFinding]) -> str:
+    """Findings of the same kind, by their requests."""
+    names = [found.request for found in others if found.request]
+    some = ", ".join(names[:REQUESTS]) + (", ..." if len(names) > REQUESTS else "")
+    times = sum(found.count for found in others)
+    return f"the same {times} times more: {some or 'no request named'} (--all shows each)"
 
 
 def print_summary(log: Diagnosis, findings: list[LogFinding], console: Console) -> None:
