@@ -56,6 +56,10 @@ def test_the_summary_names_each_crash_once(capsys: pytest.CaptureFixture[str], t
     assert re.search(r"the same 1 times more: 9\d+-[0-9a-f]{8} \(--all shows each\)", out)
     _, out, _ = run(capsys, str(tmp_path / "restarted.log"), everything=True)
     assert out.count("Do now: ") == 2
+    run(capsys, str(tmp_path / "restarted.log"), html=str(tmp_path / "page.html"))
+    page = (tmp_path / "page.html").read_text()
+    assert page.count("<article") == 1
+    assert "The same of others (1)" in page
 
 
 def test_what_can_be_read_is_reported_when_something_cannot(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import kvfix
 from kvfix_tools.diagnose import advice, report_text
+from kvfix_tools.diagnose.log_finding import by_kind
 
 if TYPE_CHECKING:
     from kvfix_tools.diagnose.diagnosis import Diagnosis
@@ -47,7 +48,7 @@ svg { display: block; width: 100%; height: auto; } svg text { font: 11px ui-mono
 
 
 def page(log: Diagnosis, timeline: Timeline, findings: list[LogFinding]) -> str:
-    parts = [_article(log, found) for found in findings] or ["<p>Nothing found.</p>"]
+    parts = [_article(log, *kind) for kind in by_kind(findings)] or ["<p>Nothing found.</p>"]
     hidden = "".join(
         f"<p class=soft>Not known: {escape(rule)} ({escape(what)}) is hidden by the log's level; "
         f"<code>{escape(how)}</code> shows it.</p>"
@@ -63,7 +64,8 @@ def page(log: Diagnosis, timeline: Timeline, findings: list[LogFinding]) -> str:
     )
 
 
-def _article(log: Diagnosis, found: LogFinding) -> str:
+def _article(log: Diagnosis, found: LogFinding, *others: LogFinding) -> str:
+    """others: of the same kind, a line each."""
     rule = found.rule
     request = f"<span class=soft>request {escape(found.request)}</span>" if found.request else ""
     times = f"<span class=soft>{found.count} times</span>" if found.count > 1 else ""
@@ -71,6 +73,9 @@ def _article(log: Diagnosis, found: LogFinding) -> str:
     history = "\n".join(map(str, found.history))
     ledger = "\n".join(f"{each.code} {each.name}: {each.message}" for each in found.violated)
     lines = "\n".join(str(line) for line in found.evidence)
+    same = "\n".join(
+        f"{each.request or '-'}: {each.sentence}  {each.evidence[0] if each.evidence else ''}" for each in others
+    )
     now, good = advice.remedy(log, found)
     steps = "".join(
         f"<p><b>{name}:</b> {_words(text)}</p>" for name, text in (("Do now", now), ("For good", good)) if text
@@ -84,6 +89,10 @@ def _article(log: Diagnosis, found: LogFinding) -> str:
         + f"<p>{_words(advice.cause(log, found))}</p>"
         + (f"<pre>{escape(history)}\n{escape(ledger)}</pre>" if history or ledger else "")
         + f"<details><summary>In the log ({len(found.evidence)})</summary><pre>{escape(lines)}</pre></details>"
+        + (
+            f"<details><summary>The same of others ({len(others)})</summary><pre>{escape(same)}</pre></details>"
+            * bool(others)
+        )
         + "</article>"
     )
 
