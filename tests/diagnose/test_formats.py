@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from kvfix_tools.diagnose.diagnosis import diagnosed
+from kvfix_tools.diagnose.line_scanner import Scanner
 from kvfix_tools.diagnose.log_formats import plain
 from kvfix_tools.diagnose.log_line import without_colours
 from tests.diagnose.lines import scanned
@@ -101,6 +102,16 @@ def test_a_traceback_wrapped_at_any_width(width: int) -> None:
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="Python 3.10 has no exception groups")
+def test_blocks_of_a_stream_are_no_pastes() -> None:
+    """A pipe hands out small blocks. To join the lines of each takes four times as long as to read them."""
+    block = wrapped(CRASH, 80)
+    assert plain(block).text != block
+    assert plain(block, 1 << 20).text == block
+    scanner = Scanner()
+    asked = [sum(line.name == "asked" for line in scanner.scan(block)) for _ in range(1 + (128 << 10) // len(block))]
+    assert asked[0] > asked[-1]
+
+
 def test_a_group_of_exceptions_is_what_its_members_are() -> None:
     """The first error is a member's, with the frames of the group before its own; a group that is cut off counts."""
 

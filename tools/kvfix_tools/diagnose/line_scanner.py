@@ -33,6 +33,8 @@ class Scanner:
     def __init__(self, file: str = "log") -> None:
         self._file = file
         self._number = 1
+        #: Bytes of the blocks before.
+        self._scanned = 0
         self._debug = False
         self._tracebacks = Tracebacks()
         self._stacks = Stacks()
@@ -54,7 +56,8 @@ class Scanner:
         self._prefixes: dict[bytes, bool] = {}
 
     def scan(self, block: bytes) -> Iterator[LogLine]:
-        text, at = log_formats.plain(block)
+        text, at = log_formats.plain(block, self._scanned)
+        self._scanned += len(block)
         if self._pasted is not None:
             self._pasted = self._pasted + text if len(self._pasted) + len(text) <= pasted.SHORT else None
         first, file, known = self._number, self._file, self._framed

@@ -58,12 +58,12 @@ _odd = BytesAhoCorasick(
     (b'\\n  File "', b'\\n  File \\"', b"' panicked at ", b") panicked at ", *boxed.NEEDLES),
     matchkind=MatchKind.LeftmostFirst, implementation=Implementation.DFA,
 ).find_matches_as_indexes  # fmt: skip
-#: A terminal's lines are joined in blocks that are smaller: in all of what somebody pastes.
+#: Bytes of an input from which on it is no paste, in which a terminal's lines are joined.
 _PASTED = 128 << 10
 
 
-def plain(block: bytes) -> Plain:
-    """A block of whole lines without what was put around them."""
+def plain(block: bytes, before: int = 0) -> Plain:
+    """A block of whole lines without what was put around them. before: bytes of the same input before it."""
     if b"\r" in block:
         block = block.replace(b"\r\n", b"\n")
     if b"^M\n" in block:  # as an editor shows them
@@ -81,7 +81,7 @@ def plain(block: bytes) -> Plain:
         return boxed.opened(block)
     if odd:
         block = wrapped.panics(block)
-    if len(block) >= _PASTED:
+    if before + len(block) >= _PASTED:
         return Plain(block)
     for typed, meant in _TYPOGRAPHY.items():
         block = block.replace(typed, meant)
