@@ -89,6 +89,17 @@ def test_frames_that_end_outside_are_no_failure_beside_one_that_is_known() -> No
     assert codes(diagnose(frame)) == ["KVD1148"]
 
 
+def test_a_hook_fails_in_the_line_that_a_record_knows() -> None:
+    """Cut before its exception, a hook of vLLM's connector hands on; the rest of a condition is its own failure."""
+    file = "/opt/vllm/distributed/kv_transfer/kv_connector/v1/offloading/worker.py"
+    frame = f'{CORE}  File "{file}", line 174, in register_kv_caches\n'
+    for source, code in (
+        ("len({tensors_per_block[n][0].stride() for n in names}) == 1", "KVD135"),
+        ("self.spec.register(kv_caches)", "KVD1148"),
+    ):
+        assert codes(diagnose(f"{frame}{CORE}    {source}\n")) == [code]
+
+
 def test_a_title_names_what_a_traceback_was_cut_before() -> None:
     """The last frame that is left is an outer one, and its line of source is not what failed."""
     title = "# [Bug]: AssertionError assert self.num_blocks >= nixl_agent_meta.num_blocks\n"

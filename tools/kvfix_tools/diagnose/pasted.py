@@ -39,6 +39,8 @@ _EXCEPTION = re.compile(
     rb"(?<![\w.])(?P<kind>(?:[A-Za-z_]\w*\.)*(?:[A-Za-z_]\w*)?(?:Error|Exception))"
     rb"(?:: |\(\"(?=[^`\n]*\"\)))(?P<text>[^`\n]{4,300})"
 )
+#: What a text quotes as a message.
+_QUOTED = re.compile(rb"(?<!`)`([^`\n]{12,300})`(?!`)")
 #: Blanks and marks of Markdown: where they stand depends on who pasted it.
 _BLANKS = re.compile(r"[\s`]+")
 
@@ -58,8 +60,8 @@ class _Words(NamedTuple):
     pythons: bool
     kind: str
 
-    def weight(self, pasted: str) -> int:
-        """How many characters of the sign the text has; 0: it is not there."""
+    def weight(self, pasted: str, quoted: tuple[str, ...]) -> int:
+        """How many characters of the sign the text has; 0: it is not there. quoted: what it quotes as a message."""
         if any(part not in pasted for part in (*self.text, self.source)) or not self._in_order(pasted):
             return 0
         own = sum(map(len, self.text)) + len(self.source)
@@ -67,9 +69,13 @@ class _Words(NamedTuple):
             return 0
         if self.source and not self.text and not self._failed(pasted):
             return 0
-        if (own < _MANY or self.common or self.pythons) and not all(each in pasted for each in self.also):
+        too_few = own < _MANY and not self._is_quoted(quoted)
+        if (too_few or self.common or self.pythons) and not all(each in pasted for each in self.also):
             return 0
         return own + (len(self.function) if self.function in pasted else 0)
+
+    def _is_quoted(self, quoted: tuple[str, ...]) -> bool:
+        return bool(self.text) and any(each.startswith(self.text[0]) for each in quoted)
 
     def _failed(self, pasted: str) -> bool:
         """Whether the text says that this line of code failed, and does not only quote code with it."""
@@ -103,11 +109,12 @@ def known_by_words(log: Diagnosis, general: bool) -> Known | None:
 
     general: whether a general record knows the failure; then the text has to name the function too."""
     pasted = "".join(_squeezed(text) for text in log.pasted)
+    quoted = tuple(_squeezed(each) for text in log.pasted for each in _QUOTED.findall(text))
     found = {each.rule.code for each in log.findings}
     first = log.failures.first
     best, most = None, 0
     for record, words, sign in _known():
-        weight = words.weight(pasted) if not general or (words.function and words.function in pasted) else 0
+        weight = words.weight(pasted, quoted) if not general or (words.function and words.function in pasted) else 0
         if weight > most and record.code not in found and record.concerns(log) and not _refuted(sign, words, first):
             best, most = Known(record, in_words(sign)), weight
     return best

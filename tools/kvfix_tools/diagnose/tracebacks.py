@@ -27,7 +27,7 @@ _NAMED = re.compile(rb"\s+(?P<type>(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*(?:Error|Excep
 _BY_NAME = re.compile(
     rb"(?:^|\] |\) |\s\s|: |with exception )(?P<type>(?:[A-Za-z_]\w*\.)*[A-Za-z_]\w*"
     rb"(?:Error|Exception|Interrupt|Exit|Timeout|Empty|Full|StopIteration))"
-    rb"(?:(?:\(bootstrap_room=\w+\))?: (?P<text>.*))?\s*$"  # SGLang's KVTransferError names its request
+    rb"(?:(?:\(bootstrap_room=\w+\))? ?: (?P<text>.*))?\s*$"  # SGLang's KVTransferError names its request
 )
 #: As repr has it, which vLLM's V0 engine logs: `FileNotFoundError('Error in model execution: ...')`.
 _REPR = re.compile(

@@ -63,15 +63,19 @@ def unknown_failure(log: Diagnosis, line: LogLine | None) -> Answer | None:
         has_lines = _has_lines(log)
         dead = _of_the_dead(log) if has_lines else None
         named = _in_prose(log) if dead is None and _may_be_prose(log) else None
-        return dead or named or described(log) or (beside_few_lines(log) if has_lines else symptom(log))
+        known = dead or named or described(log)
+        if known is not None or has_lines:
+            return known or beside_few_lines(log)
+        return None if log.findings else symptom(log)  # what a setting tells is more than what is complained of
     if is_cut(first):
         file, _, function = first.fields["frames"][-1]
-        # vLLM's connector only hands a hook on: what failed lies deeper, in the part that was cut off.
+        # vLLM's connector only hands a hook on: what failed lies deeper, in the part that was cut off, unless the line
+        # that is left is one that a record knows to fail.
         handed_on = function in HOOKS and "/kv_connector/" in file
         classes = {found.decode() for text in log.pasted for found in _CLASS.findall(text)} - _OF_ANY_DEATH
         source = str(first.fields["source"])
-        within = () if handed_on else problems.by_frames(first.fields["frames"], source, classes)
-        known_by = [each for each in within if each.concerns(log)]
+        within = problems.by_frames(first.fields["frames"], source, classes)
+        known_by = [each for each in within if each.concerns(log) and (not handed_on or each.fails_at(source))]
         if len(known_by) == 1:
             return Answer(_sentence(log, first), "", "unknown", _evidence(log, first), known_by[0])
         if general is None:

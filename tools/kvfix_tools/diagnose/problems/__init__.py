@@ -130,6 +130,10 @@ class Problem:
         own, theirs = ([each for each in one.shows if fits(each, line) is not None] for one in (self, other))
         return bool(own) and any(all(implied(each, by) and not implied(by, each) for each in own) for by in theirs)
 
+    def fails_at(self, source: str) -> bool:
+        """Whether one of its signs is an exception that this line of code raises."""
+        return any(isinstance(each, Failed) and bool(each.source) and each.source in source for each in self.shows)
+
     def concerns(self, log: Diagnosis, nearly: bool = True) -> bool:
         """Whether its connector ran and its releases did, as far as the log says."""
         ran = log.who.connectors
