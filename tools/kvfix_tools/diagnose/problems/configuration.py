@@ -76,12 +76,14 @@ PROBLEMS = (
             Failed(kind="ValueError", text="Connector '<name>' is not registered.", at=_FACTORY),
         ),
         sentence="no connector {name} in this vLLM",
-        cause="The name is misspelt, or this release has no such connector: LMCacheConnector, PyNcclConnector and "
+        cause="The name is misspelt, or this release has no such connector: LMCacheConnectorV1 came with 0.8.5 and its "
+        "V1 engine (the table of V0 has none, and images of that time ran V0), LMCacheConnector, PyNcclConnector and "
         "MooncakeStoreConnector of the V0 engine are gone, P2pNcclConnector is gone from 0.26 on, MooncakeConnector "
         "came with 0.15, MooncakeStoreConnector for V1 with 0.26, connectors of other packages need "
         "kv_connector_module_path.",
         now="the name as `python -c 'from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory "
-        "as f; print(sorted(f._registry))'` prints it; for LMCache LMCacheConnectorV1 or LMCacheMPConnector",
+        "as f; print(sorted(f._registry))'` prints it; for LMCache LMCacheConnectorV1 or LMCacheMPConnector; "
+        "if LMCacheConnectorV1 itself is not known: pip install -U vllm (0.11.2 or later)",
         good="a connector of the installed vLLM, or kv_connector_module_path with the module that has it",
         threads=("https://github.com/LMCache/LMCache/issues/638",),
     ),

@@ -20,8 +20,9 @@ PROBLEMS = (
         cause="CUDA reports it at a later call: the traceback shows who waited, not which kernel did it. With a "
         "connector the usual ones are block ids beyond the KV cache and KV memory that was freed or moved (sleep, "
         "reload); without it, kernels built for another torch.",
-        now="CUDA_LAUNCH_BLOCKING=1 once, with --enforce-eager: then the traceback is right. Once without "
-        "--kv-transfer-config decides whether the connector has part in it",
+        now="with `enable_cross_layers_blocks` in kv_connector_extra_config: once without it. CUDA_LAUNCH_BLOCKING=1 "
+        "once, with --enforce-eager: then the traceback is right. Once without --kv-transfer-config decides whether "
+        "the connector has part in it",
         good="what the first traceback of that run names",
         sure=False,
     ),

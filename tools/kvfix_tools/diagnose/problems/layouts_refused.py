@@ -121,14 +121,21 @@ PROBLEMS = (
         shows=(
             Failed(kind="ValueError", text="The memory object should be in KV_MLA_FMT format"),
             Failed(kind="ValueError", text="The memory object should be in KV_2LTD format"),
+            Failed(text="The memory object sheould be in KV_MLA_FMT format"),  # LMCache up to 0.3.3
         ),
         connectors=_IN_PROCESS,
-        cause="The chunk was stored by another engine or release under the same key: another model under the same "
-        "name, or one with and one without MLA.",
-        now="empty local_disk or the remote store, and give each model a name of its own (--served-model-name is not "
-        "enough: the key has the path of --model)",
-        good="one store for each model",
+        cause="Old releases gave each chunk of an MLA model back as one without MLA, from local_disk before 0.3.0 and "
+        "from gds_path up to 0.3.3. Else the chunk was stored by another engine or release under the same key: "
+        "another model under the same name, or one with and one without MLA.",
+        now="LMCache up to 0.3.3: pip install -U lmcache, or no local_disk and no gds_path for this model. "
+        "Newer: empty local_disk or the remote store, and give each model a name of its own (--served-model-name is "
+        "not enough: the key has the path of --model)",
+        good="LMCache 0.3.9 or newer, and one store for each model",
         sure=False,
+        threads=(
+            "https://github.com/LMCache/LMCache/issues/722",
+            "https://github.com/LMCache/LMCache/issues/1323",
+        ),
     ),
     Problem(
         code="KVD786",

@@ -16,7 +16,7 @@ PROBLEMS = (
         code="KVD578",
         name="nixl-block-counts-differ",
         severity=Severity.CRASH,
-        title="Workers of the prefill engine have different numbers of KV blocks, and decode refuses them.",
+        title="Prefill and decode, or ranks of one engine, have different numbers of KV blocks: decode refuses them.",
         shows=(
             Failed(
                 kind="AssertionError",
@@ -28,11 +28,11 @@ PROBLEMS = (
         ),
         replaces=("KVD156", "KVD570"),
         cause="Ranks of one engine id say different sizes: vLLM before 0.11 sized each rank by its own free memory, or "
-        "an engine with a fixed `engine_id` came back with another size. The older `self.num_blocks >=` (before 0.10) "
-        "compared decode with prefill.",
+        "an engine with a fixed `engine_id` came back with another size. The older `self.num_blocks >=` (before "
+        "0.9.2) wanted no fewer blocks on decode than on prefill, which nothing needs.",
         now="`--num-gpu-blocks-override N` on prefill and decode, no `engine_id` in --kv-transfer-config, restart "
         "decode after prefill",
-        good="vLLM 0.11.2 or later, where the ranks agree, and no fixed `engine_id`",
+        good="vLLM 0.11.2 or later, where the ranks agree and decode may have fewer, and no fixed `engine_id`",
         threads=(
             f"{_ISSUES}/23086",
             f"{_ISSUES}/19338",

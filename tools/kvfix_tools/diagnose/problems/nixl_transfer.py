@@ -127,12 +127,14 @@ PROBLEMS = (
         "away, and decode read them after that, HTTP 200. Without it: a second decode request had the same "
         "kv_transfer_params (a router or client that tries again), and read blocks that the first read had set free; "
         "or prefill was restarted, or the request was aborted there. Ids `0_...` and `1_...`: a request with n > 1, of "
-        "which the router hands on one (Dynamo). Where every request logs it and another id with "
-        "the same start expires later: KVD575 (vllm#36958), and the KV is right. vLLM only logs it.",
+        "which the router hands on one (Dynamo). vLLM before 0.11.2 with --async-scheduling: prefill's worker "
+        "hears of the request a step after decode has read it; that KV is right, but its blocks wait for the time-out. "
+        "Where every request logs it and another id with the same start expires later: KVD575 (vllm#36958), and the "
+        "KV is right. vLLM only logs it.",
         now='distrust the answers of these ids. vLLM 0.26 or later: `"kv_connector_extra_config": '
         '{"kv_lease_duration": 300}` on both sides; before: `VLLM_NIXL_ABORT_REQUEST_TIMEOUT=600`; fewer '
-        "waiting requests on decode (--max-num-seqs up); n=1. A second try has to begin at prefill; `kvfix run -- CMD` "
-        "computes it on the same decode engine (KVF340)",
+        "waiting requests on decode (--max-num-seqs up); n=1; before 0.11.2 no --async-scheduling. A second try has to "
+        "begin at prefill; `kvfix run -- CMD` computes it on the same decode engine (KVF340)",
         good="no release of vLLM is right yet (0.33.0 logs it and goes on): a lease longer than the longest wait on "
         "decode",
         threads=(
