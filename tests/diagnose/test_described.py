@@ -37,6 +37,20 @@ def test_a_line_of_the_log_outweighs_what_is_said() -> None:
     assert diagnose(f"LMCache {NEWEST}\n{line}").releases.one("lmcache") == NEWEST
 
 
+def test_an_exception_may_have_a_blank_before_its_colon() -> None:
+    """As a title has it that was typed; the log's settings stand above it."""
+    settings = "INFO 07-11 12:28:36 [cli_args.py:325] non-default args: {'host': '0.0.0.0'}\n"
+    title = "AssertionError : assert issubclass(connector_cls, KVConnectorBase)\n"
+    assert codes(diagnose(settings, title)) == ["KVD741"]
+
+
+def test_a_short_message_is_known_where_it_is_quoted() -> None:
+    """Its words alone are too few; marks of a quotation say that they are a message."""
+    text = "The cache server says `Invalid key string: {s}` to each engine.\n" + "How is that?\n" * 20
+    assert codes(diagnose(text)) == ["KVD899"]
+    assert codes(diagnose(text.replace("`", ""))) == []
+
+
 def test_an_assertion_in_a_title_is_known_by_its_condition() -> None:
     title = "Fatal error on the second request (AssertionError: memory_obj.tensor is not None)\n"
     assert codes(diagnose(f"{title}LMCache: 0.3.10.post2\n")) == ["KVD801"]
@@ -78,6 +92,7 @@ USE = {
     "KVD1228": "redis for lmcache: the second request is slower than the first\n",
     "KVD1236": "lmcache:num_hit_tokens_total is 0\n",
     "KVD1238": "vLLM 0.26.0, LMCache 0.5.2: answers are garbled with the packed KV\n",
+    "KVD1250": "LMCache 0.4.5, enable_async_loading: true and use_layerwise: true: 0 hits\n",
     "KVD1246": "LMCache does not cache the answers\n",
     "KVD1248": "LMCache: the hit rate drops over time\n",
     "KVD1242": "LMCache, enable_pd: true, and the decoder recomputes each prompt\n",

@@ -293,3 +293,14 @@ def test_each_finding_has_a_hit_and_a_near_miss() -> None:
     known = {rule.code for rule in catalogue()}
     assert {code for code, logs in hits().items() if logs} == known
     assert {code for code, _ in misses()} == known
+
+
+def test_chunks_stored_by_layer_are_not_found_by_an_asynchronous_lookup() -> None:
+    """Not the prompts' fault, nor that of their hashes: LMCache before 0.4.6 asks for other keys than it stores."""
+    settings = "{'use_layerwise': True, 'enable_async_loading': True}"
+    for release, expected in (("0.4.5", {"KVD1250"}), (NEWEST, {"KVD1118"})):
+        text = worker(release=release) + logged(release, "configured", settings) + lookups(1, 900, release=release)
+        text += logged(release, "stored", "r0", 512, 512, which="offload") + asked(release, 900, 0, 0, 0, "x")
+        assert {found.rule.code for found in diagnose(text).findings} == expected
+        many = diagnose(text, lookups(10, 900, release=release))
+        assert ("KVD1250" in {found.rule.code for found in many.findings}) == (release != NEWEST)

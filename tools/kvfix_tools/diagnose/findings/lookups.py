@@ -7,11 +7,13 @@ from collections import Counter
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
+from kvfix_tools.diagnose import problems
 from kvfix_tools.diagnose.findings import Answer, Severity, finding, note
 
 if TYPE_CHECKING:
     from kvfix_tools.diagnose.diagnosis import Diagnosis
     from kvfix_tools.diagnose.log_line import LogLine
+    from kvfix_tools.diagnose.problems import Problem
 
 #: Lookups of different requests from which on "never" is worth a word; requests and engines that are kept in mind.
 ENOUGH, _REQUESTS, _ENGINES = 10, 20_000, 64
@@ -146,6 +148,15 @@ def _never(log: Diagnosis) -> Lookups | None:
     return kept if kept.number >= ENOUGH and not log.hit else None
 
 
+def by_layers(log: Diagnosis) -> Problem | None:
+    """The record of chunks that are stored by layer and looked up whole, if the settings say so."""
+    settings = lookups_of(log).settings
+    if any(settings.get(name) != "True" for name in ("use_layerwise", "enable_async_loading")):
+        return None
+    record = problems.find("KVD1250")
+    return record if record is not None and record.concerns(log) else None
+
+
 @finding("KVD305", "never-a-hit", Severity.SLOW, on=[""])
 def never_a_hit(log: Diagnosis, line: LogLine) -> Answer | None:
     """Tokens are stored, and never found again: the processes hash them differently.
@@ -162,6 +173,8 @@ def never_a_hit(log: Diagnosis, line: LogLine) -> Answer | None:
     Normal: the first request with each prompt. Prompts that never begin alike have no hits whatever the seed.
     """
     kept = _never(log)
+    if kept is not None and kept.stored and (known := by_layers(log)) is not None:
+        return Answer(f"{kept.number} lookups, {kept.stored} stores, 0 hits", request="", record=known)
     if kept is None or not kept.stored or not log.counts["hash_seed"]:
         return None
     apart = bool(kept.storers - kept.askers) or len(kept.askers) > 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvfix_tools.diagnose.findings import Answer, Severity, finding, note
-from kvfix_tools.diagnose.findings.lookups import CHUNK, ENOUGH, lookups_of
+from kvfix_tools.diagnose.findings.lookups import CHUNK, ENOUGH, by_layers, lookups_of
 from kvfix_tools.diagnose.findings.pastes import is_lossy, is_one_process, is_paste, is_short
 
 if TYPE_CHECKING:
@@ -71,7 +71,8 @@ def no_hit_in_a_paste(log: Diagnosis, line: LogLine) -> Answer | None:
     if twice and kept.stored and is_one_process(kept):
         return None
     if twice and kept.stored:
-        return Answer(f"{what}; prompts of {twice} tokens came twice, and were stored", request="", verdict="unknown")
+        sentence = f"{what}; prompts of {twice} tokens came twice, and were stored"
+        return Answer(sentence, request="", verdict="unknown", record=by_layers(log))
     if short and (twice or not kept.stored):
         chunk = f"a chunk has {kept.chunk}" if kept.chunk else f"a chunk has {CHUNK} by default"
         return Answer(f"{what}; {chunk}", request="", verdict="unknown")

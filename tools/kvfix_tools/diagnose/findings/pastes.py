@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvfix_tools.diagnose.findings import Answer, Severity, finding
-from kvfix_tools.diagnose.findings.lookups import CHUNK, ENOUGH, Lookups, lookups_of
+from kvfix_tools.diagnose.findings.lookups import CHUNK, ENOUGH, Lookups, by_layers, lookups_of
 from kvfix_tools.diagnose.findings.memory import PASTE
 
 if TYPE_CHECKING:
@@ -54,7 +54,8 @@ def same_text_of_other_tokens(log: Diagnosis, line: LogLine) -> Answer | None:
         return None
     if not kept.stored or not is_one_process(kept) or kept.ahead >= (kept.chunk or CHUNK):
         return None
-    return Answer(f"prompts of {kept.twice} tokens came twice and were stored, 0 hits", request="", verdict="unknown")
+    sentence = f"prompts of {kept.twice} tokens came twice and were stored, 0 hits"
+    return Answer(sentence, request="", verdict="unknown", record=by_layers(log))
 
 
 @finding("KVD1222", "dynamic-nixl-never-hits", Severity.SLOW, on=[""])

@@ -1,4 +1,4 @@
-"""Problems of LMCache's use that people describe: a store that is slower than the GPU, metrics, the controller."""
+"""Problems of LMCache's use that people describe: a slow store, metrics, hits, the controller."""
 
 from __future__ import annotations
 
@@ -64,6 +64,26 @@ PROBLEMS = (
         "`LMCache hit tokens` says what it was given",
         good="the same, in each release up to 0.5.6",
         sure=False,
+    ),
+    Problem(
+        code="KVD1250",
+        name="looked-up-whole-stored-by-layer",
+        severity=Severity.SLOW,
+        title="With use_layerwise and enable_async_loading no lookup ever hits.",
+        shows=(),
+        said=(
+            r"(?i)enable_async_loading\W{1,6}true",
+            r"(?i)use_layerwise\W{1,6}true",
+            r"(?i)\b(?:0|zero|no|never)\b[- ](?:\w+ ){0,2}hits?\b"
+            r"|\bhit[ _]?(?:tokens?|rate)\W{1,4}(?:is )?(?:0|zero)\b",
+        ),
+        releases={"lmcache": "<0.4.6"},
+        cause="Layerwise stores write a key for each layer of a chunk; the asynchronous lookup of these releases asks "
+        "for the key of the whole chunk, which no store has (cache_engine.py, async_lookup_and_prefetch).",
+        now="use_layerwise: false (LMCACHE_USE_LAYERWISE=False), or enable_async_loading: false "
+        "(LMCACHE_ENABLE_ASYNC_LOADING=False), and restart",
+        fixed={"lmcache": "0.4.6"},
+        threads=(_LMCACHE + "pull/3252",),
     ),
     Problem(
         code="KVD1246",
