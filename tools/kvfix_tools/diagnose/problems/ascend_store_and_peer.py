@@ -94,4 +94,48 @@ PROBLEMS = (
         sure=False,
         threads=("https://github.com/vllm-project/vllm-ascend/issues/5572",),
     ),
+    Problem(
+        code="KVD1723",
+        name="ascend-decode-has-no-prompt-weights",
+        severity=Severity.CRASH,
+        title="Decode had to compute a prompt itself, and vllm-ascend had freed the weights for that.",
+        shows=(Failed(kind="NotImplementedError", text="Cannot access storage of UndefinedTensorImpl"),),
+        sure=False,
+        cause="With MLAPO (VLLM_ASCEND_ENABLE_MLAPO=1), kv_role kv_consumer and --max-num-batched-tokens of at most "
+        "1024 the weights of fused_qkv_a_proj and q_proj are dropped after the start. A request that was preempted, "
+        "whose KV did not come, or that the proxy passes on without remote blocks (`max_completion_tokens` not capped "
+        "to 1 at prefill) needs them. Without MLAPO: another tensor that was freed; its frames tell.",
+        now="on decode `export VLLM_ASCEND_ENABLE_MLAPO=0`, or where the release has it `--additional-config "
+        "'{\"mlapo_keep_prefill_weights\": true}'`; fewer preemptions: a smaller --max-num-seqs; a proxy that sets "
+        "max_tokens and max_completion_tokens to 1 at prefill",
+        good="a vllm-ascend with that option (pull request 14216), set on decode",
+        threads=(
+            f"{_ASCEND}issues/11882",
+            f"{_ASCEND}issues/13428",
+            f"{_ASCEND}issues/6315",
+            f"{_ASCEND}pull/14216",
+            f"{_ASCEND}pull/17239",
+        ),
+    ),
+    Problem(
+        code="KVD1724",
+        name="ascend-group-without-kernel-blocks",
+        severity=Severity.CRASH,
+        title="A KV group of this model has blocks smaller than the kernel's, and Mooncake cannot pair them.",
+        shows=(Failed(kind="AssertionError", text="remote_block_size(<size>) not divisible by kernel_size(<kernel>)"),),
+        sentence="blocks of {size} tokens on the other side, kernel blocks of {kernel}",
+        sure=False,
+        cause="GLM-5.3-Flash has a group of 4 tokens for each request (the tail of its compressed indexer), which is "
+        "no cache of blocks. The connector of this image divides it like the others. With another model: another "
+        "--block-size on the other side.",
+        now="GLM-5.3-Flash: an image with vllm-ascend of 17 September 2026 or later (pull request 16755), "
+        '`"kv_connector": "MooncakeConnectorV2"` on both sides, at first without AscendStoreConnector; else without '
+        "prefill/decode. Other models: the same --block-size on both sides",
+        good="the same; the KV pool for this model: pull request 16945, open",
+        threads=(
+            f"{_ASCEND}issues/17188",
+            f"{_ASCEND}pull/16755",
+            f"{_ASCEND}pull/16945",
+        ),
+    ),
 )

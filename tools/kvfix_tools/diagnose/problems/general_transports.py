@@ -275,7 +275,6 @@ PROBLEMS = (
                     "NotSupported",
                     "RemoteDisconnect",
                     "Canceled",
-                    "NoTelemetry",
                 )
             ),
         ),

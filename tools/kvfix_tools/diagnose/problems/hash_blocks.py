@@ -17,17 +17,24 @@ PROBLEMS = (
                 source="group.kv_cache_spec.block_size % hash_block_size == 0",
                 through="offloading/",
             ),
+            Failed(kind="AssertionError", source="% hash_block_size == 0", through="kv_pool/ascend_store"),
+            Failed(
+                kind="AssertionError", text="block_size must be divisible by hash_block_size", through="vllm_ascend"
+            ),
         ),
         sentence="the group's block size is no multiple of the hash's",
         sure=False,
         cause="Each KV group must hold whole hash blocks. Hybrid models (Mamba, GDN, a draft model, sparse attention) "
         "have groups of different block sizes, such as 128 and 768 tokens, and the connector takes the larger one for "
-        "the hash.",
+        "the hash. GLM-5.3-Flash has one of 4 tokens (its indexer's tail), which fits none.",
         now="no --block-size of your own, no --speculative-config; if it stays: --no-enable-prefix-caching "
-        "(vllm-ascend), or without this connector: SimpleCPUOffloadConnector; restart",
-        good="the newest vLLM or vllm-ascend: each release takes more models (vllm-ascend pull request 15601)",
+        "(vllm-ascend), or without this connector: SimpleCPUOffloadConnector (vllm-ascend: MooncakeConnectorV2 without "
+        "AscendStoreConnector); restart",
+        good="the newest vLLM or vllm-ascend: each release takes more models (vllm-ascend pull request 15601; "
+        "GLM-5.3-Flash with AscendStoreConnector: 16945, open)",
         threads=(
             "https://github.com/vllm-project/vllm-ascend/pull/15601",
+            "https://github.com/vllm-project/vllm-ascend/issues/17245",
             "https://github.com/MiaAI-Lab/GLM-5.3-Flash-EXL3-2x-DGX-Sparks/issues/57",
         ),
     ),

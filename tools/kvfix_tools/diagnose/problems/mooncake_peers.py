@@ -7,7 +7,36 @@ from kvfix_tools.diagnose.problems import Failed, Logged, Problem
 
 _CONNECTOR = "vllm/distributed/kv_transfer/kv_connector/v1/mooncake/mooncake_connector.py"
 
+_VLLM = "https://github.com/vllm-project/vllm"
+
 PROBLEMS = (
+    Problem(
+        code="KVD1722",
+        name="mooncake-bootstrap-busy-at-start",
+        severity=Severity.HANG,
+        title="Prefill's first worker did not answer in 5 s when the others registered, and they wait for ever.",
+        shows=(
+            Failed(kind="ReadTimeout", within="register_worker_with_bootstrap"),
+            Failed(kind="ConnectTimeout", within="register_worker_with_bootstrap"),
+            Failed(kind="RemoteProtocolError", within="register_worker_with_bootstrap"),
+        ),
+        releases={"vllm": ">=0.20,<0.32"},
+        replaces=("KVD512",),
+        cause="The bootstrap server is a thread of the first worker (rank 0). While that registers large memory (a "
+        "store's segment beside it, EFA's many cards) it answers nothing; the others try once, for 5 s, and never say "
+        "that they gave up: the start hangs, then NCCL or `No available shared memory broadcast block` ends it.",
+        now="a smaller segment of the store in the same engine (`global_segment_size`, "
+        "MOONCAKE_GLOBAL_SEGMENT_SIZE: 4 GB), or in vLLM's mooncake_connector.py `sed -i "
+        "'s/httpx.AsyncClient()/httpx.AsyncClient(timeout=120)/'`; start again",
+        fixed={"vllm": "0.32.0"},
+        good="VLLM_MOONCAKE_CONNECTOR_TIMEOUT (30 s, three times) there",
+        threads=(
+            f"{_VLLM}/issues/55114",
+            f"{_VLLM}/issues/55729",
+            f"{_VLLM}/pull/42199",
+            f"{_VLLM}/pull/55763",
+        ),
+    ),
     Problem(
         code="KVD144",
         name="mooncake-of-the-v0-engine",

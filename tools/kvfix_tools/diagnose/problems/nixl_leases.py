@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvfix_tools.diagnose.findings import Severity
-from kvfix_tools.diagnose.problems import Logged, Problem
+from kvfix_tools.diagnose.problems import Failed, Logged, Problem
 
 _NIXL = "vllm/distributed/kv_transfer/kv_connector/v1/nixl"
 _ISSUES = "https://github.com/vllm-project/vllm/issues"
@@ -97,5 +97,32 @@ PROBLEMS = (
         '`"kv_connector_extra_config": {"backends": ["LIBFABRIC"]}` on both sides instead of UCX',
         good="vLLM 0.32.0, which makes a new handshake with a peer that NIXL has dropped, and a stable link",
         threads=("https://github.com/ai-dynamo/nixl/issues/1983", f"{_PULLS}/28120"),
+    ),
+    Problem(
+        code="KVD1721",
+        name="nixl-has-no-telemetry",
+        severity=Severity.HANG,
+        title="NIXL measures nothing, and vLLM takes each transfer that is done for one that failed.",
+        shows=(
+            Logged("getXferTelemetry: cannot return values when telemetry is not enabled"),
+            Logged("NIXL telemetry is disabled; ignoring telemetry requested through agent config"),
+            Failed(kind="nixlNoTelemetryError"),
+            Failed(kind="AttributeError", text="'NoneType' object has no attribute 'xferDuration'"),
+        ),
+        replaces=("KVD571", "KVD570", "KVD156"),
+        cause="The KV has arrived. vLLM then asks NIXL how long it took; NIXL has no telemetry, and what it raises "
+        "counts as a failed transfer: every request fails or is computed anew. NIXL_TELEMETRY_ENABLE is set to no in "
+        "this environment (Dynamo's operator does so by default, and it goes before what vLLM asks for), or nixl is "
+        "1.3.1, which has none without a place to write it to.",
+        now="`export NIXL_TELEMETRY_ENABLE=y` for the engines of both sides (Dynamo: under `envs:` of the worker) and "
+        "restart them; nixl 1.3.1: `pip install -U nixl nixl-cu13` (CUDA 12: nixl-cu12), until then also "
+        "`NIXL_TELEMETRY_DIR=/tmp`",
+        good="nixl 1.3.2 or newer, and that variable `y` or not set; no release of vLLM does without telemetry",
+        threads=(
+            "https://github.com/ai-dynamo/dynamo/issues/12952",
+            "https://github.com/ai-dynamo/nixl/issues/2266",
+            f"{_PULLS}/58038",
+            f"{_PULLS}/51777",
+        ),
     ),
 )

@@ -21,7 +21,8 @@ PROBLEMS = (
         ),
         sure=False,
         cause="Transfers of an engine that died or was cut off are cancelled one by one; the other engine's log has "
-        "the cause.",
+        "the cause. If that is prefill's `KeyError` in NixlConnector: vLLM before 0.11.2 dies so of aborted requests "
+        "(KVD577): upgrade.",
         now="restart the engine that died (its log tells why), then this one; if none died, the network between them: "
         "`UCX_NET_DEVICES` names the card that reaches the other node, and its firewall lets all ports pass",
         good="what the other engine's log says",

@@ -229,4 +229,24 @@ PROBLEMS = (
         good="the same address, port and release of vLLM on every node",
         sure=False,
     ),
+    Problem(
+        code="KVD1725",
+        name="prompt-logprobs-of-loaded-tokens",
+        severity=Severity.CRASH,
+        title="A request asked for prompt_logprobs of a prompt whose KV was loaded: they were never computed.",
+        shows=(Failed(kind="OverflowError", text="out of range integral type conversion attempted", through="vllm/"),),
+        releases={"vllm": "<0.32"},
+        sure=False,
+        cause="With prompt_logprobs vLLM skips its own prefix cache, but not the connector's: for tokens that came "
+        "from there it returns memory that was not filled, as token ids of any number. Mostly that is nonsense; a "
+        "negative one kills the API server's output handler. Without prompt_logprobs: wrong ids from the model, look "
+        "at its output.",
+        now="no `prompt_logprobs`, and no `echo` with `logprobs` (lm-eval's loglikelihood tasks), in requests to an "
+        "engine with a connector, decode above all; take these from prefill or an engine without a connector",
+        fixed={"vllm": "0.32.0"},
+        threads=(
+            "https://github.com/vllm-project/vllm/issues/50792",
+            "https://github.com/vllm-project/vllm-ascend/issues/13363",
+        ),
+    ),
 )
