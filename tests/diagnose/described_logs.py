@@ -17,12 +17,19 @@ RUNS = {name: logged("0.3.10", "configured", values) for name, values in (
     ("same", "{'chunk_size': 256, 'local_cpu': False, 'local_disk': '/mnt/kv', 'remote_url': None}"),
 )}  # fmt: skip
 
+SEEDED = "LMCache 0.3.12, PYTHONHASHSEED=0 on both sides.\n"
+HASHED = "".join(f"{side}: tokens_len=256, tokens_preview=(391, 992), hash=-19836226859670{{}}\n" for side in "PD")
+
 HITS = {
     "KVD1348": [YAML + "After a restart the cache is not reused\n", YAML + "restarts: no hits\n" + lookups_of_none()],
     "KVD1330": [YAML + RUNS["default"], YAML.replace("false", "true") + RUNS["default"]],
+    "KVD1275": [SEEDED + "The hash values differ between prefill and decode\n", SEEDED + HASHED.format(71, 72)],
     "KVD1314": [NO_CONNECTOR, NO_CONNECTOR.replace("Missing `--kv-transfer-config`", "nothing is cached")],
 }
 MISSES = [
+    ("KVD1275", SEEDED + HASHED.format(71, 71)),
+    ("KVD1275", "LMCache: the hash values differ between prefill and decode\n"),
+    ("KVD1275", SEEDED.replace("0.3.12", "0.4.1") + HASHED.format(71, 72)),
     ("KVD1330", YAML + RUNS["same"]),
     ("KVD1330", YAML.replace("/mnt/kv", "null").replace("false", "true") + RUNS["default"]),
     ("KVD1330", YAML + YAML.replace("false", "true").replace("/mnt/kv", "null") + RUNS["default"]),

@@ -85,6 +85,7 @@ SERVER = {
     "KVD1230": "LMCache 0.5.5 in MP mode: the scheduler's heartbeat does not start\n",
     "KVD1232": "LMCache in MP mode: heartbeat, degraded for 2 minutes after a restart\n",
     "KVD1234": "LMCacheMPConnector ignores save_decode_cache\n",
+    "KVD1274": "remote_url: lm://h:8000, and `lmcache server --port 8000`: the connection ends after 30 seconds\n",
     "KVD1240": "LMCacheMPConnector: a retrieve stands in WAITING_FOR_REMOTE_KVS forever\n",
 }
 USE = {
@@ -126,6 +127,16 @@ DESCRIBED = {
     "KVD688": "NixlPushConnector: the blocks of an aborted load are never reclaimed\n",
     "KVD618": "The offload tier discards what is parked after 60s\n",
     "KVD196": "Mooncake: action=client_expired\n",
+    "KVD1128": "LMCache with two ranks: pd_peer_init_port, index out of range\n",
+    "KVD720": "The image ends in `ModuleNotFoundError` for lmcache\n",
+    "KVD621": "vLLM with --kv-offloading-size: cuMemcpyBatchAsync failed\n",
+    "KVD808": "LMCache in freeze mode: layerwise stores end in StopIteration\n",
+    "KVD919": "LMCache 0.4.4 is degraded, and start_load_kv asserts\n",
+    "KVD838": "LMCache: what is read from local_disk cannot be allocated\n",
+    "KVD848": "LMCache 0.3.1 with cpu offload: a leak\n",
+    "KVD841": "LMCache: the GDS pool fills up, and stores are dropped\n",
+    "KVD805": "LMCache ends in KeyError with layerwise storage\n",
+    "KVD407": "Blending with LMCache: eviction after the lookup, and fewer tokens come\n",
 }
 
 

@@ -117,6 +117,8 @@ class Part:
         found = _EXCEPTION.match(self.text)
         if found is None or self.text.startswith((b"INFO", b"WARNING", b"ERROR", b"DEBUG")):
             return None
+        if found["text"] is None and found["type"].islower() and b"." not in found["type"]:
+            return None  # what a terminal put into the next line: no class has such a name
         return _decoded(found["type"]), _decoded(found["text"] or b"")
 
     @cached_property

@@ -45,6 +45,14 @@ _AGAIN = re.compile(
     r"(?i)re-?creat|\blost\b|from (?:scratch|zero)|\b(?:not|never)(?: \w+)? (?:load|re-?load|reus|restor|persist)"
     r"|\b(?:are|is) gone\b|re-?comput"
 )
+#: One seed for all; the tokens and the hash that one line logs; hashes that are said to differ.
+_SEEDED = re.compile(r"PYTHONHASHSEED[\"'` ]{0,3}[:=][\"'` ]{0,3}\d|PYTHONHASHSEED`? (?:is|was) (?:already )?set")
+_HASHED = re.compile(r"(tokens?_\w+=[^\n]{8,400}?)\b\w*hash=(-?\w{6,})")
+_HASHES_DIFFER = re.compile(
+    r"(?i)\bhash(?:es|ing)?(?: values?| keys?| results?)?[^.\n]{0,40}?"
+    r"(?:mis-?match|\bdiffer|inconsisten|not (?:constant|consistent|equal|the same|determin))"
+    r"|(?:different|inconsistent|mismatch\w*|non-?determin\w*|indetermin\w*) (?:\w+ )?hash"
+)
 #: A setting in a file, as YAML has it; those that name a place, and how they are switched off.
 _IN_FILE = re.compile(r"(?m)^[ \t]{0,4}(chunk_size|local_cpu|local_disk|remote_url): *[\"']?([^\s#\"']+)")
 _PLACES, _OFF = ("local_disk", "remote_url"), ("none", "null", "false", "~")
@@ -161,6 +169,31 @@ def disk_is_not_read_at_a_start(log: Diagnosis, line: LogLine | None) -> Answer 
     if not log.counts["asked"] and not _NO_HITS.search(text) and not _AGAIN.search(text):
         return None
     return Answer("local_disk, a restart, and nothing is found after it", request="", verdict="unknown")
+
+
+@finding("KVD1275", "keys-differ-with-one-seed", Severity.SLOW, on=[""])
+def keys_differ_with_one_seed(log: Diagnosis, line: LogLine | None) -> Answer | None:
+    """Two processes make different keys for the same tokens, although PYTHONHASHSEED is the same for both.
+
+    Cause: up to 0.3.15 LMCache hashes None along with the tokens. With the algorithm `builtin` that is Python's own
+    hash, and on Python 3.11 and older the hash of None is its address, which no seed fixes.
+
+    Setting: `pre_caching_hash_algorithm: sha256_cbor` (LMCACHE_PRE_CACHING_HASH_ALGORITHM) in every process, with the
+    PYTHONHASHSEED that is set, and an empty store; or LMCache 0.4.1.
+
+    Good: LMCache 0.4.1 or newer, or Python 3.12.
+    """
+    text = _text(log, whole=True)
+    if not _is_open(log) or not _SEEDED.search(text) or log.releases.within("lmcache", ">=0.4.1") is True:
+        return None
+    hashes: dict[str, set[str]] = {}
+    for tokens, made in _HASHED.findall(text):
+        hashes.setdefault(tokens, set()).add(made)
+    apart = next((sorted(made) for made in hashes.values() if len(made) > 1), None)
+    if apart is not None:
+        return Answer(f"the same tokens hash to {apart[0]} and to {apart[1]}", request="", verdict="unknown")
+    words = _HASHES_DIFFER.search(text)
+    return None if words is None else Answer(f"the text says `{words[0]}`", request="", verdict="unknown")
 
 
 @finding("KVD1330", "file-is-not-what-runs", Severity.RISK, on=[""])

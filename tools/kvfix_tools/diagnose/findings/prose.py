@@ -57,8 +57,8 @@ _CRASHES = re.compile(
     r"(?i)segfault|segmentation fault|sigsegv|core dumped|native crash|memory corruption|crash(?:es|ed)?\b"
 )
 _HANGS = re.compile(
-    r"(?i)(?<!'m )(?<!am )\b(?:stuck(?:ed|s)?|hangs?|hung|hanging|dead-?lock(?:s|ed)?|freezes?|frozen)\b"
-    r"|\bwaits? for ?ever\b|\bnever (?:finish(?:es|ed)?|returns?|completes?)\b"
+    r"(?i)(?<!'m )(?<!am )\b(?:stuck(?:ed|s)?|hangs?|hung|hanging|dead-?lock(?:s|ed)?|freezes|frozen)\b"
+    r"|\bfreeze\b(?![- ]mode)|\bwaits? for ?ever\b|\bnever (?:finish(?:es|ed)?|returns?|completes?)\b"
     r"|\u5361\u4f4f|\u5361\u6b7b"
 )
 _MISSES = re.compile(
@@ -73,7 +73,8 @@ _MISSES = re.compile(
 #: Connectors and a server that make the keys for all, or have none.
 _SERVED = re.compile(r"LMCacheMPConnector|lmcache[ .]server|v1\.multiprocess|\bMP\b|NixlConnector|MooncakeConnector")
 _DISK = re.compile(
-    r"(?i)(?:disk|ssd|gds|fs_native|max_capacity_gb)(?![a-z])[^\n]{0,120}(?:exceed|grow|fill|full\b|accumulat|pressure"
+    r"(?i)(?:disk|ssd|gds|fs_native|max_capacity_gb)(?![a-z])(?:(?!\bmemory\b|\bpool\b|support evict)[^\n]){0,120}"
+    r"(?:exceed|grow|fill|full\b|accumulat|pressure"
     r"|limit the size|size cap|unbounded|watermark|eviction|not deleted|clean-?up)"
     r"|(?:unbounded|clean-?up|exceed\w*)[^\n]{0,60}(?:disk|ssd)"
 )

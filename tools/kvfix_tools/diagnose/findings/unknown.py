@@ -10,6 +10,8 @@ from kvfix_tools.diagnose.failures import HOOKS, hook, is_cut, owner
 from kvfix_tools.diagnose.findings import Answer, Severity, find, finding
 from kvfix_tools.diagnose.findings.described import cut_off, described
 from kvfix_tools.diagnose.findings.lookups import lookups_of
+from kvfix_tools.diagnose.findings.memory import PASTE
+from kvfix_tools.diagnose.findings.pastes import is_paste
 from kvfix_tools.diagnose.findings.prose import beside_few_lines, symptom
 from kvfix_tools.diagnose.grammar_vllm import RELEASE_IN
 from kvfix_tools.diagnose.set_by import settings
@@ -62,7 +64,7 @@ def unknown_failure(log: Diagnosis, line: LogLine | None) -> Answer | None:
     if first is None:
         has_lines = _has_lines(log)
         dead = _of_the_dead(log) if has_lines else None
-        named = _in_prose(log) if dead is None and _may_be_prose(log) else None
+        named = (_in_prose(log) if _may_be_prose(log) else _beside_risks(log)) if dead is None else None
         known = dead or named or described(log)
         if known is not None or has_lines:
             return known or beside_few_lines(log)
@@ -118,7 +120,8 @@ def _by_what_is_left(
         record = problems_cut.in_prose(log)
     if record is not None:
         return record, "the text names this exception and its function"
-    may_be = first is not None or log.failures.dead or _may_be_prose(log)
+    # Of a few lines the words count too: source that a sentence quotes, a message without its frame.
+    may_be = first is not None or log.failures.dead or _may_be_prose(log) or is_paste(log)
     known = pasted.known_by_words(log, general is not None) if may_be else None
     if known is not None:
         return known.record, f"the text has its words: {known.words}"
@@ -155,6 +158,16 @@ def _in_prose(log: Diagnosis) -> Answer | None:
     if known is None:
         return None
     return Answer(f"the text has its words: {known.words}", request="", verdict="unknown", record=known.record)
+
+
+def _beside_risks(log: Diagnosis) -> Answer | None:
+    """The exception that a sentence names beside a few lines, which are no more than a risk."""
+    if not log.findings or log.hit or log.counts.total() > PASTE or log.failures.raised:
+        return None
+    named = pasted.by_exception(log, particular=True)
+    if named is None:
+        return None
+    return Answer(f"the text names {named[1].evidence.text[:200]}", request="", verdict="unknown", record=named[0])
 
 
 def _of_the_dead(log: Diagnosis) -> Answer | None:

@@ -51,18 +51,24 @@ PROBLEMS = (
                 within="blender.py:blend_layer",
             ),
         ),
+        said=(
+            r"(?i)blend",
+            r"(?i)lookup",
+            r"(?i)\bevict",
+            r"(?i)fewer|\bonly\b|less than|TOCTOU|process_qkv|must match",
+        ),
         sentence="{computed} tokens are computed, KV of {loaded} is loaded",
         connectors=_IN_PROCESS,
         cause="The buffer of loaded KV reaches from the first segment that was found to the last, the computed keys "
         "over all tokens that were hit. They differ where vLLM's own prefix cache has the beginning (those segments "
         "are masked), where a segment was evicted since the lookup, or where the whole prompt is stored: its last "
         "token is left out, so the last segment hashes differently and is not found.",
-        now="--no-enable-prefix-caching, and a new text after the last separator (the question) in every prompt; or "
-        "LMCACHE_ENABLE_BLENDING=False; restart",
+        now="--no-enable-prefix-caching, a max_local_cpu_size that need not evict, and a new text after the last "
+        "separator (the question) in every prompt; or LMCACHE_ENABLE_BLENDING=False; restart",
         good="no release of LMCacheConnectorV1 is right yet (0.5.6 has the same note); LMCacheMPConnector with "
         "lmcache server --engine-type blend",
         sure=False,
-        threads=(_LMCACHE + "issues/938",),
+        threads=(_LMCACHE + "issues/938", _LMCACHE + "issues/4133"),
     ),
     Problem(
         code="KVD408",

@@ -49,6 +49,12 @@ PROBLEMS = (
             Failed(kind="AssertionError", text="Memory allocation failed during disk load.", at=_DISK),
             Logged("Memory allocation failed during disk load.", _DISK),
         ),
+        said=(
+            r"(?i)fail\w* to allocate|allocation fail|(?:cannot|can ?not|can't) be allocated",
+            r"(?i)\blocal_disk|local disk|disk backend",
+            r"(?i)\b(?:load|read|retriev|get)",
+            r"(?i)lmcache",
+        ),
         sentence="the CPU pool is full, and what is read from disk goes through it",
         connectors=_IN_PROCESS,
         cause="What is read from disk passes through the same CPU pool as what is stored; all in it is pinned or being "
@@ -120,6 +126,12 @@ PROBLEMS = (
         ),
         connectors=_IN_PROCESS,
         releases={"lmcache": "<0.3.9"},
+        said=(
+            r"(?i)lmcache",
+            r"(?i)\bleak",
+            r"(?i)\bhits?\b|not (?:be )?stored|cpu[ _]offload|local_cpu",
+            r"(?<![.\d])0\.(?:1\.\d|2\.\d|3\.[0-8])(?!\d)",
+        ),
         cause="Chunks that a lookup pinned and no load took stay pinned for ever in these releases, and so do those "
         "that went to a remote store, so the pool fills up; a pool smaller than the prompts at once shows the same.",
         now="a larger max_local_cpu_size (LMCACHE_MAX_LOCAL_CPU_SIZE=40), and restart vLLM when it is full",

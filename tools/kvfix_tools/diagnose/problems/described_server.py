@@ -32,6 +32,22 @@ PROBLEMS = (
         threads=(_LMCACHE + "issues/4094",),
     ),
     Problem(
+        code="KVD1274",
+        name="lm-url-of-the-mp-server",
+        severity=Severity.SLOW,
+        title="A remote_url of lm:// points at `lmcache server`, which speaks another protocol.",
+        shows=(),
+        said=(r"(?s)\A(?!.*LMCacheMP\w*Connector).*\blm://", r"\blmcache server\b[ \\\n]+--?\w"),
+        cause="lm:// is the protocol of `lmcache_server`, one word. `lmcache server`, two words, is the multi-process "
+        "one: it speaks ZeroMQ, takes the connection, gets no greeting, and hangs up after 30 seconds.",
+        now='--kv-transfer-config \'{"kv_connector":"LMCacheMPConnector","kv_role":"kv_both",'
+        '"kv_connector_extra_config":{"lmcache.mp.host":"tcp://localhost","lmcache.mp.port":<its --port>}}\' '
+        "with the server on vLLM's machine, and no remote_url; or keep lm:// and start `lmcache_server HOST PORT`",
+        good="the same: the set-up was wrong, and no release changes that",
+        sure=False,
+        threads=(_LMCACHE + "issues/4213",),
+    ),
+    Problem(
         code="KVD1244",
         name="server-on-another-machine",
         severity=Severity.CRASH,

@@ -20,6 +20,12 @@ PROBLEMS = (
             Logged("GDS allocation failed after <attempts> attempt(s). Returning None.", _GDS),
             Logged("GDS batched allocation failed after <attempts> attempt(s). Returning None.", _GDS),
         ),
+        said=(
+            r"(?i)\bgds(?:backend)?\b",
+            r"(?i)\b(?:pool|buffer|tier)\b",
+            r"(?i)\bfills? up|\bis full|exhaust|n't evict|not (?:\w+ )?evict",
+            r"(?i)\bdrop|partial|fewer|not stored|fail",
+        ),
         sentence="no memory in the GDS buffer after {attempts} attempts",
         connectors=_IN_PROCESS,
         releases={"lmcache": ">=0.4.3"},

@@ -120,7 +120,10 @@ PROBLEMS = (
         name="evicted-file-is-gone",
         severity=Severity.CRASH,
         title="LMCache evicts a chunk from disk whose file is not there any more, and the engine dies of it.",
-        shows=(Failed(kind="FileNotFoundError", within="local_disk_backend.py:remove"),),
+        shows=(
+            Failed(kind="FileNotFoundError", within="local_disk_backend.py:remove"),
+            Failed(kind="FileNotFoundError", within="local_disk_backend.py:submit_put_task"),  # evicts before it writes
+        ),
         sure=False,
         cause="LocalDiskBackend deletes the file without asking whether it exists. Another engine or data parallel "
         "rank with the same `local_disk` deleted it (the name of a chunk is the same for all), or something that "

@@ -30,6 +30,10 @@ PROBLEMS = (
         severity=Severity.CRASH,
         title="vLLM was told to use LMCache, which is not installed for the Python that runs vLLM.",
         shows=(Failed(text="No module named 'lmcache'"), Logged(text="No module named 'lmcache'")),
+        said=(
+            r"ModuleNotFoundError\b[`'\"]*,? (?:for|of|on|about|with) (?:the )?(?:module )?[`'\"]?lmcache(?![.\w])"
+            r"|No module named [`'\"]lmcache[`'\"]",
+        ),
         cause="LMCache is missing, or was installed for another Python than the one that runs vLLM.",
         now="$(dirname $(readlink -f $(which vllm)))/python -m pip install lmcache, or the image lmcache/vllm-openai",
         good="LMCache in vLLM's own environment",

@@ -16,6 +16,7 @@ PROBLEMS = (
         severity=Severity.CRASH,
         title="A layer's chunk is gone when it is to be loaded, and the worker dies.",
         shows=(Failed(kind="KeyError", text="LayerCacheEngineKey("),),
+        said=(r"(?i)lmcache", r"(?i)layer-?wise", r"\bKeyError\b"),
         connectors=_IN_PROCESS,
         cause="With use_layerwise only the first layer of a chunk is looked up; another layer's part was evicted "
         "since, or never stored, and the load takes it from the CPU cache or the disk without asking "
@@ -55,6 +56,7 @@ PROBLEMS = (
             Logged("LMCache is unhealthy, skipping store_layer operation", _ENGINE),
             Logged("LMCache is unhealthy, skipping retrieve_layer operation", _ENGINE),
         ),
+        said=(r"StopIteration", r"(?:store|retrieve)_layer|(?i:layer-?wise)", r"(?i)freez|frozen|unhealthy|skip"),
         sentence="a layerwise operation was left out, and its caller expects one step a layer",
         connectors=_IN_PROCESS,
         releases={"lmcache": ">=0.3.15"},

@@ -102,10 +102,15 @@ PROBLEMS = (
         sure=False,
         cause="The bootstrap server runs in the first worker of prefill's first node. It is not up, its port "
         "VLLM_MOONCAKE_BOOTSTRAP_PORT (8998) is taken by another engine of the host (`Engine ID mismatch`, `is "
-        "already registered at`: that engine answers), or an HTTP proxy stands between.",
-        now="another `VLLM_MOONCAKE_BOOTSTRAP_PORT` for each prefill engine of a host; `export NO_PROXY=*` (no HTTP "
+        "already registered at`: that engine answers), or an HTTP proxy stands between. Nothing behind `bootstrap "
+        "server:` is a timeout: before vLLM 0.32 a worker waits 5 seconds and does not ask again, while the first one "
+        "registers memory (a large segment of a Mooncake store beside it) and answers late; the start then hangs.",
+        now="nothing behind the colon: vLLM 0.32, or until then a smaller global_segment_size of the store beside it; "
+        "else another `VLLM_MOONCAKE_BOOTSTRAP_PORT` for each prefill engine of a host; `export NO_PROXY=*` (no HTTP "
         "proxy between the nodes); port open between prefill's nodes",
-        good="the set-up: one port for each prefill engine",
+        good="one port for each prefill engine; vLLM 0.32.0 or newer waits 30 seconds and asks again "
+        "(VLLM_MOONCAKE_CONNECTOR_TIMEOUT)",
+        threads=(f"{_ISSUES}/55729", f"{_ISSUES}/55114"),
     ),
     Problem(
         code="KVD716",

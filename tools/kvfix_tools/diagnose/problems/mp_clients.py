@@ -233,6 +233,7 @@ PROBLEMS = (
                 source="assert self.lmcache_engine is not None",
             ),
         ),
+        said=(r"(?i)degraded", r"start_load_kv|save_kv_layer|wait_for_save", r"(?i)\bassert", r"(?i)lmcache"),
         sentence="there is no cache engine in this process",
         connectors=("LMCacheConnectorV1", "MultiConnector"),
         releases={"lmcache": ">=0.3.14,<0.5.1"},

@@ -71,10 +71,13 @@ PROBLEMS = (
         ),
         sentence="worker {worker} is not registered with the server",
         cause="The server was restarted while vLLM went on (a new one knows no worker), or it dropped the worker: a "
-        "line `Reaped ... instance` before this one says so (KVD210). The number is the worker's, no GPU's.",
-        now="restart vLLM (its workers register anew); from now on the server first, then vLLM",
+        "line `Reaped ... instance` before this one says so (KVD210). A worker begins its heartbeats with its first "
+        "store or load: one that serves nothing for --worker-registration-grace-seconds (3600; an idle data parallel "
+        "rank) is dropped alive. The number is the worker's, no GPU's.",
+        now="restart vLLM (its workers register anew); from now on the server first, then vLLM; for workers that idle "
+        "`lmcache server --worker-registration-grace-seconds 31536000`, or --worker-reap-timeout-seconds 0",
         good="LMCache 0.5.5 or newer on both sides: the server refuses, and answers; workers register again after a "
-        "missed heartbeat from 0.4.5 on",
+        "missed heartbeat from 0.4.5 on; idle workers are dropped in every release up to 0.5.6",
         threads=(_LMCACHE + "pull/2884", _LMCACHE + "issues/4715", _LMCACHE + "issues/4642", _LMCACHE + "issues/3448"),
     ),
     Problem(

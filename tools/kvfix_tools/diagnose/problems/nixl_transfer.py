@@ -220,11 +220,8 @@ PROBLEMS = (
         severity=Severity.CRASH,
         title="Prefill dies of the end of a transfer whose request was aborted.",
         shows=(
-            Failed(
-                kind="KeyError",
-                within="_update_from_kv_xfer_finished",
-                source="self._free_blocks(self.requests[req_id])",
-            ),
+            # Of one function alone, whose long name a pager may have cut.
+            Failed(kind="KeyError", source="self._free_blocks(self.requests[req_id])"),
             Failed(kind="KeyError", within="get_finished", source="del self._reqs_to_send[req_id]"),
             Failed(kind="KeyError", within="get_finished", source="self._reqs_to_process.remove(req_id)"),
         ),

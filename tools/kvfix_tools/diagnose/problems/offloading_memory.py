@@ -45,6 +45,10 @@ PROBLEMS = (
             Failed(kind="RuntimeError", text="cuMemcpyBatchAsync failed at index <index> with error <error>"),
             Logged("cuMemcpyBatchAsync failed at index <index> with error <error>"),
         ),
+        said=(
+            r"(?i)kv[-_ ]?(?:cache )?offload|OffloadingConnector",
+            r"cuMemcpyBatchAsync[`'\"]? (?:failed|fails|returns)\b",
+        ),
         sentence="copy {index}: CUDA error {error}",
         sure=False,
         cause="Error 1 (invalid value): an address or size outside of its memory. With a draft model (MTP, EAGLE) and "

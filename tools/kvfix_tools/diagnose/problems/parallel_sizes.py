@@ -142,6 +142,7 @@ PROBLEMS = (
                 ("ports", "pd_backend.tp_rank"),
             )
         ),
+        said=(r"(?:peer|p2p)_\w*ports?\b|lmcache_worker_ports", r"(?i)index out of range|IndexError|not subscriptable"),
         sentence="this rank has no port of its own",
         connectors=("LMCacheConnectorV1", "MultiConnector"),
         cause="With --tensor-parallel-size above 1 each rank listens on its own port and takes the entry of its rank. "

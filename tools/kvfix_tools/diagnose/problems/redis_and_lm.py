@@ -73,7 +73,6 @@ PROBLEMS = (
             "https://github.com/LMCache/LMCache/issues/1938",
             "https://github.com/vllm-project/production-stack/issues/923",
             _LMCACHE + "issues/900",
-            _LMCACHE + "issues/4213",
         ),
     ),
     Problem(
