@@ -28,7 +28,7 @@ PROBLEMS = (
         code="KVD720",
         name="lmcache-not-installed",
         severity=Severity.CRASH,
-        title="vLLM was told to use LMCache, which is not installed for the Python that runs vLLM.",
+        title="LMCache is not installed for the Python that runs vLLM, and its connector was asked for.",
         shows=(Failed(text="No module named 'lmcache'"), Logged(text="No module named 'lmcache'")),
         said=(
             r"ModuleNotFoundError\b[`'\"]*,? (?:for|of|on|about|with) (?:the )?(?:module )?[`'\"]?lmcache(?![.\w])"
