@@ -88,6 +88,11 @@ def test_a_handler_that_failed_is_known_by_its_words() -> None:
     assert codes(diagnose("LMCache: Error handling request RequestType.LOOKUP for each prompt\n")) == ["KVD212"]
 
 
+def test_a_hit_that_brings_nothing_is_no_miss() -> None:
+    assert codes(diagnose("LMCache with S3: the scheduler sees a hit it cannot retrieve\n")) == ["KVD1090"]
+    assert codes(diagnose("LMCache with S3: the scheduler gets no hit, it cannot load the cache\n")) == ["KVD1206"]
+
+
 def test_a_traceback_that_ends_within_its_assertion() -> None:
     whole = "assert num_external_computed_tokens == 0"
     frame = ("vllm/v1/core/sched/scheduler.py", "_mamba_block_aligned_split", "{}")

@@ -70,6 +70,10 @@ _MISSES = re.compile(
     r"|\bcache (?:is |does )?not (?:work|effective|used)"
     r"|\u547d\u4e2d\u7387?[^\n]{0,8}0|(?:\u6ca1\u6709?|\u672a|\u65e0\u6cd5)\u547d\u4e2d"
 )
+#: A hit that brings nothing, which is no miss.
+_UNLOADED = re.compile(
+    r"(?i)\bhits? (?:that |which )?(?:\w+ )?(?:can ?not|can't|could not|never) (?:be )?(?:retriev|load|read)"
+)
 #: Connectors and a server that make the keys for all, or have none.
 _SERVED = re.compile(r"LMCacheMPConnector|lmcache[ .]server|v1\.multiprocess|\bMP\b|NixlConnector|MooncakeConnector")
 _DISK = re.compile(
@@ -122,6 +126,9 @@ def symptom(log: Diagnosis) -> Answer | None:
         return Answer("the text speaks of crashes with Valkey", request="", verdict="unknown", record=valkey)
     if "error handling request" in text[:_HEAD]:
         return Answer("the text says `Error handling request`", "", "unknown", record=findings.find("KVD212"))
+    unloaded = _UNLOADED.search(text[:_HEAD])
+    if unloaded is not None:
+        return Answer(f"the text says `{unloaded[0]}`", "", "unknown", record=findings.find("KVD1090"))
     for code in SYMPTOMS:
         rule = findings.find(code)
         answer = rule.look(log, None) if rule is not None else None

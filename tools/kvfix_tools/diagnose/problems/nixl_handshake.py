@@ -262,6 +262,10 @@ PROBLEMS = (
             Died(within="loadRemoteMD"),
             Died(within="ucp_ep_rkey_unpack"),
         ),
+        said=(
+            r"loadRemoteMD|add_remote_agent|ucp_ep_rkey_unpack",
+            r"(?i)seg(?:mentation )?faults?|sigsegv|core dumped",
+        ),
         sure=False,
         cause="NIXL or UCX crashes in the handshake: mostly after the peer was restarted under the same address while "
         "the old connection was known (`status -80 (Endpoint timeout)` before it), else two different UCX in one "

@@ -76,6 +76,7 @@ PROBLEMS = (
             Logged("kv_cache is None, <request>", at=_P2P_NCCL_CONNECTOR),
             Logged("[GET]Recv From <remote>, tensor_id: <tensor>, ret: <ret>", at=_P2P_NCCL_ENGINE),
         ),
+        said=(r"(?i)p2p[-_ ]?nccl", r"(?i)\bhang(?:s|ing)?\b|\bhung\b|\bstuck\b|\bwaits? for ?ever\b|\bno response\b"),
         releases={"vllm": "<0.26"},
         sure=False,
         cause="Tensors are named by request id. From about vLLM 0.14 on each engine puts a random part behind it, so "
