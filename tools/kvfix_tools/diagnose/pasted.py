@@ -257,7 +257,8 @@ def _words(sign: Sign) -> _Words:
     also = [where.strip("/")]
     if isinstance(sign, Failed):
         also += [sign.kind, sign.through.strip("/")]
-    text = tuple(part for part in (_BLANKS.sub("", each).rstrip(".") for each in PLACE.split(sign.text)[::2]) if part)
+    parts = PLACE.split(sign.text.rstrip("."))[::2]  # a sentence's end; before a value a dot is a part of the name
+    text = tuple(filter(None, (_BLANKS.sub("", each) for each in parts)))
     source = _BLANKS.sub("", sign.source) if isinstance(sign, Failed) else ""
     common = bool(sign.text) and any(
         len(sign.text) < len(each) + _OWN and (each in sign.text or sign.text in each) for each in _common()

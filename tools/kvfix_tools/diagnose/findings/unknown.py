@@ -155,8 +155,9 @@ def _in_prose(log: Diagnosis) -> Answer | None:
         record, line = named
         return Answer(f"the text names {line.evidence.text[:200]}", request="", verdict="unknown", record=record)
     known = pasted.general_by_words(log)
-    if known is None:
-        return None
+    described_as = described(log)
+    if known is None or described_as is not None:
+        return described_as
     return Answer(f"the text has its words: {known.words}", request="", verdict="unknown", record=known.record)
 
 
