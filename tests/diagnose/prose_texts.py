@@ -42,7 +42,8 @@ HITS = {
     ],
     "KVD1208": ["Host memory keeps growing with LMCache.\n", "memory leak in lmcache\n",
                 "RAM usage rises until the node dies with LMCache.\n", "LMCache with tp 8 uses 400 GB, why?\n"],
-    "KVD1210": ["With LMCache TTFT is the same as without.\n", "LMCache is slower than vLLM alone\n" + YAML.format(5),
+    "KVD1210": ["With LMCache TTFT is the same as without.\n", "With LMCache TTFT went from 400 ms to 3 s\n",
+                "TTFT went from 0.4 s to 3 s with LMCache\n", "LMCache: TTFT dropped by 2% only\n", "LMCache is slower than vLLM alone\n" + YAML.format(5),
                 "\u4f7f\u7528LMCache\u540eTTFT\u6ca1\u6709\u4e0b\u964d\n",
                 # One engine with a seed and no store: the keys are the same.
                 "LMCache: hit tokens: 0, TTFT as before\nPYTHONHASHSEED=0 vllm serve m\n" + YAML.format(60)],
@@ -68,6 +69,10 @@ MISSES = [
     ("KVD1208", "LMCache wants more memory settings.\n"),
     ("KVD1210", "Which models does LMCache support?\n"),
     ("KVD1210", "TTFT of my proxy is high\n"),
+    # What only praises.
+    ("KVD1210", "LMCache is great: TTFT went from 3 s to 0.4 s\n"),
+    ("KVD1210", "LMCache: TTFT went from 900 to 85 ms. Thank you!\n"),
+    ("KVD1210", "With LMCache our TTFT dropped by 70%.\n"),
     ("KVD1210", "TTFT is high with kv_connector NixlConnector\n"),
     ("KVD1212", "LMCache on a disk: how is it set?\n"),
     # A line of a log is there: it says what is wrong.

@@ -95,6 +95,15 @@ _SLOW = re.compile(
     r"|no (?:performance )?(?:improvement|speed-?up|benefit)|performance (?:worse|regress|degrad|drop)|\u53d8\u6162"
 )
 _KEEPS = re.compile(r"(?i)lmcache|offload|cacheblend")
+#: A text that praises has the first and none of the second.
+_GAIN = re.compile(
+    r"(?i)\b(?:dropp?(?:s|ed)|falls?|fell|reduced?|reduces|cuts?|halve[sd]|improve[sd]?|faster|better|speed-?ups?)\b"
+)
+_COMPLAINT = re.compile(
+    r"(?i)\b(?:no|not|never|none|nothing|only|but|however|why|slow\w*|worse|higher|without|same|hardly|expect\w*|should"
+    r"|bug|increase[sd]?|regress\w*)\b|n't|\?|[\u6ca1\u4e0d\u672a\u65e0]"
+)
+_FROM_TO = re.compile(r"(?i)\bfrom (\d+(?:\.\d+)?) ?(ms|s|sec\w*)? to (\d+(?:\.\d+)?) ?(ms|s|sec\w*)?\b")
 
 
 def beside_few_lines(log: Diagnosis) -> Answer | None:
@@ -140,6 +149,19 @@ def symptom(log: Diagnosis) -> Answer | None:
 def _said(log: Diagnosis, words: re.Pattern[str], what: str, head: int = _HEAD) -> Answer | None:
     found = words.search(_text(tuple(log.pasted))[:head])
     return None if found is None else Answer(f"the text says `{found[0]}`{what}")
+
+
+def _praises(text: str) -> bool:
+    """Whether a text speaks of a gain and complains of nothing."""
+    if _COMPLAINT.search(text):
+        return False
+    return bool(_GAIN.search(text)) or any(
+        _seconds(*pair[2:], pair[1]) < _seconds(*pair[:2], pair[3]) for pair in _FROM_TO.findall(text)
+    )
+
+
+def _seconds(number: str, unit: str, other: str) -> float:
+    return float(number) / (1000 if (unit or other) == "ms" else 1)
 
 
 @finding("KVD1200", "buffer-times-ranks", Severity.CRASH, on=[])
@@ -293,6 +315,6 @@ def no_gain_in_words(log: Diagnosis, line: LogLine | None) -> Answer | None:
     """
     text = _text(tuple(log.pasted))
     size = typed(text).get("max_local_cpu_size")
-    if not _KEEPS.search(text):
+    if not _KEEPS.search(text) or _praises(text[: pasted.SHORT]):
         return None
     return _said(log, _SLOW, f", and max_local_cpu_size is {size}" if size else "", pasted.SHORT)
