@@ -43,7 +43,8 @@ HITS = {
     "KVD1208": ["Host memory keeps growing with LMCache.\n", "memory leak in lmcache\n",
                 "RAM usage rises until the node dies with LMCache.\n", "LMCache with tp 8 uses 400 GB, why?\n"],
     "KVD1210": ["With LMCache TTFT is the same as without.\n", "With LMCache TTFT went from 400 ms to 3 s\n",
-                "TTFT went from 0.4 s to 3 s with LMCache\n", "LMCache: TTFT dropped by 2% only\n", "LMCache is slower than vLLM alone\n" + YAML.format(5),
+                "TTFT went from 0.4 s to 3 s with LMCache\n", "LMCache: TTFT dropped by 2% only\n",
+                "LMCache is slower than vLLM alone\n" + YAML.format(5),
                 "\u4f7f\u7528LMCache\u540eTTFT\u6ca1\u6709\u4e0b\u964d\n",
                 # One engine with a seed and no store: the keys are the same.
                 "LMCache: hit tokens: 0, TTFT as before\nPYTHONHASHSEED=0 vllm serve m\n" + YAML.format(60)],

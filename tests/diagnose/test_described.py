@@ -96,6 +96,7 @@ USE = {
     "KVD1250": "LMCache 0.4.5, enable_async_loading: true and use_layerwise: true: 0 hits\n",
     "KVD1246": "LMCache does not cache the answers\n",
     "KVD1248": "LMCache: the hit rate drops over time\n",
+    "KVD1674": "With LMCache an aborted request crashes the engine\n",
     "KVD1242": "LMCache, enable_pd: true, and the decoder recomputes each prompt\n",
 }
 DESCRIBED = {
@@ -113,6 +114,7 @@ DESCRIBED = {
     "KVD1336": "LMCache: no KV blocks were offloaded to NVMe\n",
     "KVD1334": "production-stack: the router pod is in CrashLoopBackOff\n",
     "KVD1324": "LMCache 0.5.1 and gpt-oss with an L2 on NIXL: errors\n",
+    "KVD1676": "AIBrixOffloadingConnectorV1Type2 ends with a KeyError\n",
     "KVD384": "lmcache server has a bus error in docker\n",
     "KVD790": "lmcache: the example of cpu-offload says that memory cannot be allocated\n",
     **SERVER,
@@ -140,6 +142,14 @@ DESCRIBED = {
     "KVD805": "LMCache ends in KeyError with layerwise storage\n",
     "KVD407": "Blending with LMCache: eviction after the lookup, and fewer tokens come\n",
 }
+
+
+def test_the_source_of_an_assertion_without_its_frames_is_known_by_the_function_that_the_text_names() -> None:
+    abort = "An abort ends with AssertionError in `request_finished`:\n    assert self.lmcache_engine is not None\n"
+    assert codes(diagnose(abort)) == ["KVD108"]
+    stale = "AssertionError: assert req_id in self.requests\n"
+    assert codes(diagnose(stale)) == ["KVD109"]
+    assert codes(diagnose(stale.replace("requests", "others_of_mine"))) == ["KVD199"]
 
 
 def test_engines_without_one_seed_are_no_matter_of_the_serializer() -> None:

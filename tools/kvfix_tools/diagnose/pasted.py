@@ -120,6 +120,24 @@ def known_by_words(log: Diagnosis, general: bool) -> Known | None:
     return best
 
 
+def by_named_assertion(log: Diagnosis, of: str = "") -> tuple[LogRule, Answer] | None:
+    """The finding that knows an assertion of which the text has the source and names the function.
+
+    of: what the failure itself has of the assertion; then the function may be the one in which it stands."""
+    for text in log.pasted:
+        named = list(dict.fromkeys(name.decode() for name in _NAME.findall(text)))[:_NAMES]
+        for asserted in _ASSERTED.findall(text):
+            words = asserted.decode("utf-8", "replace").strip().rstrip(")")
+            condition = checks.begun_by(words)
+            functions = checks.functions_of(condition) if condition else set()
+            known = [name for name in named if name in functions] or (sorted(functions) if of else [])
+            if len(known) == 1 and condition in (of or condition):
+                found = _asserting(log, condition, known)
+                if found is not None:
+                    return found
+    return None
+
+
 def by_assertion(log: Diagnosis) -> tuple[LogRule | Problem, Answer] | None:
     """The finding that knows an assertion of which the text has no more than the words; None: there is none."""
     for text in log.pasted:

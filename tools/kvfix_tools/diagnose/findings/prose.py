@@ -155,9 +155,9 @@ def _praises(text: str) -> bool:
     """Whether a text speaks of a gain and complains of nothing."""
     if _COMPLAINT.search(text):
         return False
-    return bool(_GAIN.search(text)) or any(
-        _seconds(*pair[2:], pair[1]) < _seconds(*pair[:2], pair[3]) for pair in _FROM_TO.findall(text)
-    )
+    pairs = _FROM_TO.findall(text)
+    falls = any(_seconds(new, own, other) < _seconds(old, other, own) for old, other, new, own in pairs)
+    return falls or bool(_GAIN.search(text))
 
 
 def _seconds(number: str, unit: str, other: str) -> float:

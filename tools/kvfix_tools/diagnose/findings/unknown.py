@@ -51,6 +51,9 @@ def unknown_failure(log: Diagnosis, line: LogLine | None) -> Answer | None:
     cut = cut_off(log)
     if cut is not None:
         return cut
+    asserted = _asserted(log, first)
+    if asserted is not None:
+        return asserted
     heading = log.failures.heading if first is not None and not first.fields.get("frames") else None
     stage = next((code for name, code in _STAGES.items() if log.counts[name]), None)
     if stage is not None and (first is None or is_cut(first)) and not log.counts["asked"]:
@@ -92,6 +95,17 @@ def unknown_failure(log: Diagnosis, line: LogLine | None) -> Answer | None:
         evidence=_evidence(log, first),
         record=general,
     )
+
+
+def _asserted(log: Diagnosis, first: LogLine | None) -> Answer | None:
+    """The finding of an assertion without its frames, whose function the text names or the releases have."""
+    if first is None:
+        found = pasted.by_named_assertion(log) if _may_be_prose(log) else None
+    elif first.name != "raised" or first.fields["type"] != "AssertionError" or first.fields["frames"]:
+        return None
+    else:
+        found = pasted.by_named_assertion(log, f"{first.fields['text']} {first.fields['source']}")
+    return None if found is None else found[1]._replace(request="", verdict="unknown", record=found[0])
 
 
 @finding("KVD1148", "traceback-is-cut", Severity.CRASH, on=[])

@@ -30,6 +30,27 @@ PROBLEMS = (
         threads=(_STACK + "issues/869",),
     ),
     Problem(
+        code="KVD1674",
+        name="abort-ends-the-engine-as-described",
+        severity=Severity.CRASH,
+        title="A request is aborted, and EngineCore dies of it.",
+        shows=(),
+        said=(
+            _OF_LMCACHE,
+            r"(?i)\babort(?:s|ed|ing|ion)?\b[^\n]{0,30}\b(?:request|retrieve|load)|(?:request|client)\w*[ -]"
+            r"(?:is |was |are |that (?:is|are) )?(?:abort|cancel|disconnect)",
+            r"(?i)crash\w*|brings? down|\bkill\w*|\bdies\b|AssertionError|EngineDead",
+        ),
+        cause="Two assertions, told apart by the last frame. `request_finished`: LMCacheConnectorV1 of LMCache "
+        "0.4.5 to 0.5.0 asks the scheduler's side for an engine that only workers have (KVD108). "
+        "`_update_from_kv_xfer_finished`: a load that was in flight is reported done twice, and vLLM has deleted the "
+        "request at the first report (KVD109; LMCacheMPConnector and others).",
+        now="kvfix run -- CMD (KVF004, KVF201); or LMCache 0.5.1 or newer, which ends the first",
+        good="LMCache 0.5.1 or newer for the first; for the second no release is right yet: keep kvfix (KVF201)",
+        sure=False,
+        threads=(_LMCACHE + "issues/3688", _LMCACHE + "issues/4185", _LMCACHE + "pull/3340"),
+    ),
+    Problem(
         code="KVD1226",
         name="controller-knows-no-such-tokens",
         severity=Severity.SLOW,

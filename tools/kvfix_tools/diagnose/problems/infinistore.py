@@ -5,6 +5,7 @@ from __future__ import annotations
 from kvfix_tools.diagnose.findings import Severity
 from kvfix_tools.diagnose.problems import Failed, Logged, Problem
 
+_TYPE2 = "aibrix_offloading_connector_type2.py"
 _AIBRIX = "https://github.com/vllm-project/aibrix/issues"
 _DEVICES = (
     "`ibv_devinfo` in the container of both sides, for a device with PORT_ACTIVE; server: --dev-name DEVICE "
@@ -80,5 +81,25 @@ PROBLEMS = (
             "https://github.com/vllm-project/aibrix/issues/696",
             "https://github.com/vllm-project/aibrix/issues/874",
         ),
+    ),
+    Problem(
+        code="KVD1676",
+        name="aibrix-type2-loses-count",
+        severity=Severity.CRASH,
+        title="AIBrix's connector of type 2 dies under load, of a request that has ended or of too many slots.",
+        shows=(
+            Failed(kind="KeyError", within=f"{_TYPE2}:_start_load_kv"),
+            Failed(kind="KeyError", within=f"{_TYPE2}:save_kv_layer"),
+            Failed(kind="KeyError", within=f"{_TYPE2}:wait_for_save"),
+            Failed(kind="RuntimeError", text="The size of tensor a", within=f"{_TYPE2}:_start_load_kv"),
+            Failed(kind="RuntimeError", text="The size of tensor a", within=f"{_TYPE2}:save_kv_layer"),
+        ),
+        said=(r"AIBrixOffloadingConnectorV1Type2", r"KeyError|RuntimeError|EngineDead|(?i:crash)"),
+        cause="KeyError: handles of a batch before are still there, and the request is not in this one. Size of a "
+        "tensor: the slots of all requests, rounded up to blocks, are more than max_num_batched_tokens.",
+        now="an aibrix_kvcache built with its pull request 2232 (May 2026); until then without this connector, or "
+        "LMCacheConnectorV1",
+        good="an AIBrix with pull request 2232",
+        threads=(f"{_AIBRIX}/2231",),
     ),
 )
