@@ -168,7 +168,26 @@ PROBLEMS = (
         now="without LMCache for this model: `AscendStoreConnector` of vllm-ascend; other models run",
         good="LMCache 0.5.6 knows the layout (NL_X_NP_X_NB_BS_ONE_HS) with LMCacheMPConnector and an LMCache-Ascend "
         "made for it",
+        replaces=("KVD1110",),
         threads=(_LMCACHE_ASCEND + "12", _LMCACHE_ASCEND + "149", "https://github.com/LMCache/LMCache/pull/5138"),
+    ),
+    Problem(
+        code="KVD1682",
+        name="ascend-handshake-answered-with-an-error",
+        severity=Severity.HANG,
+        title="The peer of LMCache-Ascend's HCCL channel answers a handshake with an error, and no KV goes over.",
+        shows=(
+            Failed(kind="AttributeError", text="'HcclErrorResponse' object has no attribute"),
+            Logged("Failed to process hccl initialization loop: <error>"),
+        ),
+        sure=False,
+        cause="`server_mem_handle_bytes`, and the peer's `Failed to process hccl initialization loop` has but a name: "
+        "memory was to be registered before the peer's thread had accepted the connection, a race. Another error there "
+        "is the cause itself.",
+        now="an LMCache-Ascend with its pull request 266 (July 2026) on both sides; until then restart the prefiller, "
+        "and send the request again",
+        good="an LMCache-Ascend with pull request 266",
+        threads=(_LMCACHE_ASCEND + "263", "https://github.com/LMCache/LMCache-Ascend/pull/266"),
     ),
     Problem(
         code="KVD061",

@@ -98,7 +98,26 @@ PROBLEMS = (
         now="compare `pip show lmcache` in the router's or controller's image with the engines', put the same release "
         "into both, restart the controller first and then the engines",
         good="one LMCache release on both sides; no release up to 0.5.6 is known to be right where they are the same",
+        replaces=("KVD975",),
         threads=(f"{_LMCACHE}issues/3628", "https://github.com/vllm-project/production-stack/pull/1062"),
+    ),
+    Problem(
+        code="KVD1680",
+        name="controller-gets-another-releases-message",
+        severity=Severity.SLOW,
+        title="The controller got a message of a kind that it does not expect there: the worker is not registered.",
+        shows=(Logged("Unknown message type: <kind>", _MANAGER),),
+        sentence="it got {kind}",
+        sure=False,
+        cause="In this order. Controller (the router's image in vLLM's production stack) and workers are of two "
+        "LMCache releases: up to 0.3.11 a worker registers at the pull socket, later at the reply socket. Or "
+        "`controller_pull_url` and `controller_reply_url` name each other's port.",
+        now="one LMCache release in the controller's or router's image and in the engines'; controller_pull_url with "
+        "the port of `pull` in --monitor-ports, controller_reply_url with that of `reply`; the controller first, then "
+        "the engines",
+        good="one release on both sides",
+        replaces=("KVD052",),
+        threads=("https://github.com/vllm-project/production-stack/pull/1060",),
     ),
     Problem(
         code="KVD697",

@@ -88,6 +88,21 @@ PROBLEMS = (
         threads=(f"{_ISSUES}/388", f"{_ASCEND}/26"),
     ),
     Problem(
+        code="KVD1678",
+        name="ascend-kernels-do-not-build",
+        severity=Severity.CRASH,
+        title="LMCache-Ascend cannot compile its kernels.",
+        shows=(Failed(kind="RuntimeError", text="Failed to build c_ops.so: Command"),),
+        cause="`exit status 127`: the shell did not find a command. cmake is not installed, or /bin/sh is no bash, and "
+        "setup.py of 2025 begins with `source`. `exit status 1` or 2: the first error of cmake or the compiler above "
+        "says it; often CANN is older than 8.2, or the submodule third_party/kvcache-ops is empty.",
+        now="pip install cmake ninja pybind11; git submodule update --init --recursive; in a container of Debian or "
+        "Ubuntu `ln -sf bash /bin/sh`; then pip install --no-build-isolation -v -e .",
+        good="an LMCache-Ascend from 2026 on, whose setup.py needs no bash, or its container",
+        sure=False,
+        threads=(f"{_ASCEND}/27",),
+    ),
+    Problem(
         code="KVD449",
         name="ascend-310p-reshape-fails",
         severity=Severity.CRASH,

@@ -22,7 +22,7 @@ PROBLEMS = (
         code="KVD770",
         name="more-caches-than-layers",
         severity=Severity.CRASH,
-        title="The model has more KV caches than LMCache counts layers, and the in-process connector cannot serve it.",
+        title="The model has another number of KV caches than LMCache counts layers, and LMCache refuses it.",
         shows=(
             Failed(
                 kind="ValueError",
@@ -39,20 +39,25 @@ PROBLEMS = (
                 text=_TOO_MANY,
                 within="xpu_connectors.py:_initialize_pointers",
             ),
+            Failed(kind="ValueError", text=_TOO_MANY, within="npu_connector.py:_initialize_pointers"),
+            Failed(kind="ValueError", text=_TOO_MANY, within="npu_connectors.py:_initialize_pointers"),
             Failed(kind="AssertionError", text="Expected <layers> KV cache pointers, got <caches>"),
             Failed(kind="AssertionError", text="Expected <layers> KV caches, got <caches>"),
         ),
         sentence="vLLM has registered {caches} caches, LMCache has room for {layers}",
         connectors=_IN_PROCESS,
-        cause="Twice as many: sparse attention with an indexer cache beside each layer (DeepSeek-V3.2, GLM-5). A few "
-        "more: a draft model (EAGLE, MTP) whose layers LMCache did not count.",
-        now="twice as many: " + _WITHOUT + "LMCacheMPConnector; a few more: without --speculative-config",
+        cause="Twice as many: sparse attention with an indexer cache beside each layer (DeepSeek-V3.2, GLM-5). A "
+        "few more: a draft model (EAGLE, MTP) whose layers LMCache did not count. About half: for the draft model it "
+        "counted all layers of the model again (GLM-4.7-Flash). On Ascend K and V count as two.",
+        now="twice as many: " + _WITHOUT + "LMCacheMPConnector; a few more, or fewer: without --speculative-config",
         good="LMCacheMPConnector, which takes caches of several shapes; no release of LMCacheConnectorV1 does (0.5.6)",
         threads=(
             "https://github.com/LMCache/LMCache/issues/5002",
             _THREAD + "pull/2951",
             _THREAD + "issues/967",
             _THREAD + "issues/2774",
+            _THREAD + "issues/3339",
+            "https://github.com/LMCache/LMCache-Ascend/issues/211",
         ),
     ),
     Problem(

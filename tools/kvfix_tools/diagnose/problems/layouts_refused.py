@@ -266,6 +266,7 @@ PROBLEMS = (
         now="Ascend: the package lmcache-ascend of the same LMCache release, which replaces this connector; another "
         "device: without --kv-transfer-config",
         good="lmcache-ascend on Ascend; for other devices no release is known to be right in this mode",
+        replaces=("KVD1110",),
         threads=(_THREAD + "issues/2121",),
     ),
     Problem(
