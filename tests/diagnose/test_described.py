@@ -121,6 +121,8 @@ DESCRIBED = {
     **USE,
     "KVD543": "vLLM 0.20.0 with P2pNcclConnector: the decoder hangs\n",
     "KVD562": "NIXL: a segfault in loadRemoteMD after a restart of prefill\n",
+    "KVD127": "KVBM: onboarding from disk to device hangs\n",
+    "KVD1727": "AscendStoreConnector: blocks are never freed, and prefill is in a deadlock\n",
     "KVD1360": "vLLM 0.6.5 with PyNcclConnector: the requests hang\n",
     "KVD1366": "vLLM 0.22.1 deadlocks under KV cache pressure with an offloading connector\n",
     "KVD1368": "VLLM_NIXL_ABORT_REQUEST_TIMEOUT=300000: the blocks of prefill are exhausted\n",

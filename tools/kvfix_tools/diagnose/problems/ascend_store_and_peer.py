@@ -138,4 +138,32 @@ PROBLEMS = (
             f"{_ASCEND}pull/16945",
         ),
     ),
+    Problem(
+        code="KVD1727",
+        name="ascend-store-keeps-blocks",
+        severity=Severity.LEAK,
+        title="AscendStoreConnector keeps the blocks of requests that have ended, until no new one fits.",
+        shows=(),
+        said=(
+            r"AscendStore",
+            r"(?i)never freed|not freed|leaks?\b|delay_free|load_async|finished_recving",
+            r"(?i)\bhangs?\b|hung|deadlock|stuck|leaks?\b|\u5361\u4f4f",
+        ),
+        sure=False,
+        cause="GPU KV cache usage that stays high with no request running tells it. With `load_async: true` a request "
+        "that is aborted while it loads keeps its blocks for ever (each client time-out adds one). Releases before "
+        "September 2026 also wait for the report of a store that never comes, when all keys were in the pool already "
+        "or the store is layerwise.",
+        now='`"load_async": false` in AscendStoreConnector\'s kv_connector_extra_config, client time-outs longer than '
+        "the queue; restart the prefill engine that is full",
+        good="a vllm-ascend with pull request 16119 (9 September 2026); for aborts during a load 16663, open",
+        threads=(
+            f"{_ASCEND}issues/10098",
+            f"{_ASCEND}issues/15802",
+            f"{_ASCEND}issues/16662",
+            f"{_ASCEND}pull/16119",
+            f"{_ASCEND}pull/16663",
+            f"{_ASCEND}pull/10843",
+        ),
+    ),
 )

@@ -18,9 +18,6 @@ PROBLEMS = (
                 through="offloading/",
             ),
             Failed(kind="AssertionError", source="% hash_block_size == 0", through="kv_pool/ascend_store"),
-            Failed(
-                kind="AssertionError", text="block_size must be divisible by hash_block_size", through="vllm_ascend"
-            ),
         ),
         sentence="the group's block size is no multiple of the hash's",
         sure=False,

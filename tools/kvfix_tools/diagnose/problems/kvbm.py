@@ -19,6 +19,11 @@ PROBLEMS = (
             Logged("Batched connector transfer failed: Failed to create XferRequest"),
             Logged("Failed to write to blocks: Other(Failed to create XferRequest)"),
         ),
+        said=(
+            r"KVBM|DYN_KVBM|DynamoConnector",
+            r"(?i)disk to (?:the )?(?:device|gpu)|from (?:the )?disk",
+            r"(?i)\bhangs?\b|stuck",
+        ),
         sure=False,
         cause="KVBM loads from disk to the GPU by NIXL's backend GDS_MT only. Without nvidia-fs (no kernel module, a "
         "file system that cuFile does not know, a container without /dev/nvidia-fs*) the files are not registered, and "
@@ -29,7 +34,7 @@ PROBLEMS = (
         "Distrust answers that came after the first of these lines",
         good="no release of KVBM reads its disk tier without GDS, and it is not developed further: "
         "`--kv-offloading-size` of vLLM with a file tier",
-        threads=(_DYNAMO + "issues/6032", _DYNAMO + "issues/15079", _DYNAMO + "issues/13755"),
+        threads=(_DYNAMO + "issues/6032", _DYNAMO + "issues/5012", _DYNAMO + "issues/15079", _DYNAMO + "issues/13755"),
     ),
     Problem(
         code="KVD128",
