@@ -106,7 +106,8 @@ PROBLEMS = (
         name="controller-gets-another-releases-message",
         severity=Severity.SLOW,
         title="The controller got a message of a kind that it does not expect there: the worker is not registered.",
-        shows=(Logged("Unknown message type: <kind>", _MANAGER),),
+        # How Python writes the type that is the value in LMCache's statement.
+        shows=(Logged("Unknown message type: <class 'lmcache.v1.cache_controller.message.<kind>'>"),),
         sentence="it got {kind}",
         sure=False,
         cause="In this order. Controller (the router's image in vLLM's production stack) and workers are of two "
@@ -116,7 +117,6 @@ PROBLEMS = (
         "the port of `pull` in --monitor-ports, controller_reply_url with that of `reply`; the controller first, then "
         "the engines",
         good="one release on both sides",
-        replaces=("KVD052",),
         threads=("https://github.com/vllm-project/production-stack/pull/1060",),
     ),
     Problem(
