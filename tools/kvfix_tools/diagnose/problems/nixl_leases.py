@@ -112,7 +112,7 @@ PROBLEMS = (
         replaces=("KVD571", "KVD570", "KVD156"),
         cause="The KV has arrived. vLLM then asks NIXL how long it took; NIXL has no telemetry, and what it raises "
         "counts as a failed transfer: every request fails or is computed anew. NIXL_TELEMETRY_ENABLE is set to no in "
-        "this environment (Dynamo's operator does so by default, and it goes before what vLLM asks for), or nixl is "
+        "this environment (look at the pod: Dynamo's operator sets it; it goes before what vLLM asks for), or nixl is "
         "1.3.1, which has none without a place to write it to.",
         now="`export NIXL_TELEMETRY_ENABLE=y` for the engines of both sides (Dynamo: under `envs:` of the worker) and "
         "restart them; nixl 1.3.1: `pip install -U nixl nixl-cu13` (CUDA 12: nixl-cu12), until then also "
