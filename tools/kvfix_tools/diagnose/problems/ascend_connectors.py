@@ -9,6 +9,7 @@ _ASCEND = "https://github.com/vllm-project/vllm-ascend/"
 _LMCACHE_ASCEND = "https://github.com/LMCache/LMCache-Ascend/issues/"
 _CAPTURED = "the current capture mode does not support this operation"
 _OF_A_RELEASE = "the vLLM that this release of vllm-ascend is made for: its own image holds both"
+_OTHERS = "could not broadcast input array from shape (<caches>,) into shape (<room>,)"
 
 PROBLEMS = (
     Problem(
@@ -188,6 +189,25 @@ PROBLEMS = (
         "and send the request again",
         good="an LMCache-Ascend with pull request 266",
         threads=(_LMCACHE_ASCEND + "263", "https://github.com/LMCache/LMCache-Ascend/pull/266"),
+    ),
+    Problem(
+        code="KVD1684",
+        name="ascend-caches-are-not-its-layers",
+        severity=Severity.CRASH,
+        title="The model has another number of KV caches than LMCache-Ascend has room for.",
+        shows=(
+            Failed(kind="ValueError", text=_OTHERS, within="npu_connector.py:_initialize_pointers"),
+            Failed(kind="ValueError", text=_OTHERS, within="npu_connectors.py:_initialize_pointers"),
+        ),
+        sentence="vLLM has registered {caches} tensors, LMCache-Ascend has room for {room}",
+        sure=False,
+        cause="K and V of a layer count as two. About half of the room: for the draft model (MTP, GLM-4.7-Flash) "
+        "LMCache counted all layers of the model again. More than the room: a draft model was not counted, or there is "
+        "a cache of an indexer beside each layer.",
+        now="without --speculative-config; if there is none, without LMCache for this model: AscendStoreConnector of "
+        "vllm-ascend",
+        good="no release of LMCacheConnectorV1 counts them right (0.5.6)",
+        threads=(_LMCACHE_ASCEND + "211",),
     ),
     Problem(
         code="KVD061",

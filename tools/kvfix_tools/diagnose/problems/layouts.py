@@ -39,8 +39,6 @@ PROBLEMS = (
                 text=_TOO_MANY,
                 within="xpu_connectors.py:_initialize_pointers",
             ),
-            Failed(kind="ValueError", text=_TOO_MANY, within="npu_connector.py:_initialize_pointers"),
-            Failed(kind="ValueError", text=_TOO_MANY, within="npu_connectors.py:_initialize_pointers"),
             Failed(kind="AssertionError", text="Expected <layers> KV cache pointers, got <caches>"),
             Failed(kind="AssertionError", text="Expected <layers> KV caches, got <caches>"),
         ),
@@ -48,7 +46,7 @@ PROBLEMS = (
         connectors=_IN_PROCESS,
         cause="Twice as many: sparse attention with an indexer cache beside each layer (DeepSeek-V3.2, GLM-5). A "
         "few more: a draft model (EAGLE, MTP) whose layers LMCache did not count. About half: for the draft model it "
-        "counted all layers of the model again (GLM-4.7-Flash). On Ascend K and V count as two.",
+        "counted all layers of the model again (GLM-4.7-Flash).",
         now="twice as many: " + _WITHOUT + "LMCacheMPConnector; a few more, or fewer: without --speculative-config",
         good="LMCacheMPConnector, which takes caches of several shapes; no release of LMCacheConnectorV1 does (0.5.6)",
         threads=(
@@ -57,7 +55,6 @@ PROBLEMS = (
             _THREAD + "issues/967",
             _THREAD + "issues/2774",
             _THREAD + "issues/3339",
-            "https://github.com/LMCache/LMCache-Ascend/issues/211",
         ),
     ),
     Problem(
