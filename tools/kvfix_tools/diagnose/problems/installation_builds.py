@@ -95,7 +95,7 @@ PROBLEMS = (
         shows=(Failed(kind="RuntimeError", text="Failed to build c_ops.so: Command"),),
         cause="`exit status 127`: the shell did not find a command. cmake is not installed, or /bin/sh is no bash, and "
         "setup.py of 2025 begins with `source`. `exit status 1` or 2: the first error of cmake or the compiler above "
-        "says it; often CANN is older than 8.2, or the submodule third_party/kvcache-ops is empty.",
+        "says it; look whether the submodule third_party/kvcache-ops is there.",
         now="pip install cmake ninja pybind11; git submodule update --init --recursive; in a container of Debian or "
         "Ubuntu `ln -sf bash /bin/sh`; then pip install --no-build-isolation -v -e .",
         good="an LMCache-Ascend from 2026 on, whose setup.py needs no bash, or its container",
