@@ -100,6 +100,15 @@ USE = {
     "KVD1242": "LMCache, enable_pd: true, and the decoder recomputes each prompt\n",
 }
 DESCRIBED = {
+    "KVD525": "LMCache 0.3.1 with xPyD: the nixl buffer has no room, and it does a retry over and over\n",
+    "KVD607": "OffloadingConnector: prepare_store() may fail, and then the engine gets a fatal error\n",
+    "KVD770": "LMCache: DeepSeek-V3.2 gets a shape mismatch\n",
+    "KVD856": "lmcache.yaml has max_local_cpu_size: 0, and the remote backend cannot be made\n",
+    "KVD867": "LMCache with redis: AssertionError in vllm_v1_adapter.py on a slow network\n",
+    "KVD902": "LMCache server without a GPU: Device UUID of the worker is not found\n",
+    "KVD920": "LMCache MP: after each server restart no worker will reconnect\n",
+    "KVD939": "LMCache says `Some keys not found during retrieve!`, and then the text is gibberish\n",
+    "KVD1279": "OffloadingConnector with Llama-4: an AssertionError when vLLM starts\n",
     "KVD1316": "LMCache v0.5.0: multimodal prompts with different images get the wrong answer\n",
     "KVD1318": "Multi-LoRA with LMCache: the key does not name the adapter\n",
     "KVD1320": """vllm serve m --kv-transfer-config '{"kv_connector":"LMCacheConnector"}': not one key in redis\n""",
@@ -228,3 +237,32 @@ def test_an_assertion_in_a_sentence_is_known_by_its_function(text: str, code: st
 def test_a_release_that_is_right_is_not_described() -> None:
     assert "KVD1316" not in codes(diagnose(DESCRIBED["KVD1316"].replace("0.5.0", "0.5.5")))
     assert codes(diagnose(DESCRIBED["KVD1324"].replace("0.5.1", "0.5.3"))) == []
+
+
+def test_an_attribute_may_be_missed_without_the_name_of_the_exception() -> None:
+    title = "# LMCacheConnectorV1Impl has no attribute 'layerwise_storers'\n"
+    assert codes(diagnose(title)) == ["KVD415"]
+    assert codes(diagnose(title.replace("layerwise_storers", "some_other"))) == []
+
+
+def test_a_sentence_may_say_where_an_exception_was_raised() -> None:
+    text = "The next question is a KeyError at lmcache_async_lookup_client.py:175\n"
+    assert codes(diagnose(text)) == ["KVD114"]
+    assert codes(diagnose(text.replace("async_lookup", "bypass_lookup"))) == []
+
+
+def test_a_line_that_heads_a_traceback_is_a_finding_where_a_text_quotes_it() -> None:
+    assert codes(diagnose('LMCache: `logger.exception("Cannot retrieve keys due to exception")` is hit\n')) == [
+        "KVD915"
+    ]
+
+
+def test_a_size_from_which_on_a_start_fails_is_the_buffers() -> None:
+    cut = f"{CORE}EngineCore failed to start.\n{CUT}"
+    assert codes(diagnose(f"Fails with LMCache where the cpu offload is larger than 200GB\n{cut}")) == ["KVD1200"]
+    assert codes(diagnose(f"Fails with LMCache where the cpu offload is larger than 2GB\n{cut}")) == ["KVD1148"]
+
+
+def test_what_python_says_of_any_attribute_is_no_check_of_a_connector() -> None:
+    found = diagnose("AttributeError: 'NoneType' object has no attribute 'name'\n").findings
+    assert all("rpc is None" not in each.sentence for each in found)

@@ -28,6 +28,7 @@ _TELLS = 16
 #: Letters of a function from which on a text that has its name speaks of it; names of a condition that tell.
 _FUNCTION, _NAME = 8, re.compile(r"\b[a-z]+_[a-z_]{3,}\b")
 _QUOTES, _VALUE = str.maketrans({'"': "'", " ": None, "\n": None}), "\0"
+_NO_ATTRIBUTE = re.compile(r"(?:' object|^module '[\w.]+') has no attribute '")
 #: What goes on with a name, a call or a number.
 _GOES_ON = re.compile(r"[A-Za-z0-9_.(\[]")
 
@@ -155,7 +156,8 @@ def _shows(place: tuple[str, str, Check], dist: str, line: LogLine) -> bool:
     if line.name != "raised" or fields["type"] != ("AssertionError" if check.kind == "assert" else check.kind or None):
         return False
     if not fields["frames"]:
-        return _fits(check.text, fields["text"], tells=True)
+        # Python says so of any object.
+        return not _NO_ATTRIBUTE.search(fields["text"]) and _fits(check.text, fields["text"], tells=True)
     path, _, within = fields["frames"][-1]
     if within != function or not f"/{path}".endswith(f"/{dist}/{file}"):
         return False

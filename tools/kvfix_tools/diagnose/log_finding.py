@@ -60,7 +60,7 @@ class LogFinding:
     def is_explained(self, others: Iterable[LogFinding]) -> bool:
         """Whether records that say more than in general what it is are at tracebacks below each of its lines."""
         ends = [each for other in others if other is not self and _is_certain(other.rule) for each in other.evidence]
-        return all(
+        return bool(self.evidence) and all(
             any(end.file == each.file and 0 < end.line - each.line <= _TRACEBACK for end in ends)
             for each in self.evidence
         )

@@ -39,6 +39,10 @@ _EXCEPTION = re.compile(
     rb"(?<![\w.])(?P<kind>(?:[A-Za-z_]\w*\.)*(?:[A-Za-z_]\w*)?(?:Error|Exception))"
     rb"(?:: |\(\"(?=[^`\n]*\"\)))(?P<text>[^`\n]{4,300})"
 )
+#: That an object lacks an attribute, as a title says it without the exception's name.
+_LACKS = re.compile(r"(?<!Error: )(?<![\w.'])'?([A-Z]\w{7,})['`]? (?:object )?has no attribute ['`\"](\w*_\w+)['`\"]")
+#: An exception of which a sentence says the file and the line.
+_AT = re.compile(r"\b([A-Z]\w*Error)\b[^\n]{0,40}?\b(?:at|in) `?((?:[\w-]+/)*\w+_\w+\.py):(\d+)")
 #: What a text quotes as a message.
 _QUOTED = re.compile(rb"(?<!`)`([^`\n]{12,300})`(?!`)")
 #: Blanks and marks of Markdown: where they stand depends on who pasted it.
@@ -162,6 +166,18 @@ def by_assertion(log: Diagnosis) -> tuple[LogRule | Problem, Answer] | None:
     return _by_function(log)
 
 
+def by_place(log: Diagnosis) -> tuple[LogRule, Answer] | None:
+    """The finding that knows an exception by the file in which a sentence says that it was raised."""
+    for text in log.pasted:
+        for found in _AT.finditer(text.decode("utf-8", "replace")):
+            line = _raised(Raised(found[1], "", [(found[2], int(found[3]), "")], "", False), found[0].encode())
+            for rule in findings.rules().get("raised", ()):
+                answer = rule.look(log, line)
+                if answer is not None:
+                    return rule, answer._replace(sentence=f"the text names {found[0]}")
+    return None
+
+
 def _asserting(log: Diagnosis, condition: str, functions: list[str]) -> tuple[LogRule, Answer] | None:
     """The finding that knows this assertion in one of these functions."""
     for function in dict.fromkeys(functions):
@@ -210,6 +226,12 @@ def by_exception(log: Diagnosis, particular: bool = False) -> tuple[Problem, Log
             record = of_this[0] if len(of_this) == 1 else None if particular else problems.general(line)
             if record is not None:
                 return record, line
+        for lacks in _LACKS.finditer(text.decode("utf-8", "replace")):
+            words = f"'{lacks[1]}' object has no attribute '{lacks[2]}'"
+            line = _raised(Raised("AttributeError", words, [], "", False), lacks[0].encode())
+            of_this = [each for each in problems.at(line) if each.concerns(log)]
+            if len(of_this) == 1:
+                return of_this[0], line
     return None
 
 

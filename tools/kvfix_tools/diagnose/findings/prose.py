@@ -41,6 +41,14 @@ _RANKS = re.compile(
 )
 #: GB in one process from which on a start that fails is a matter of memory.
 _LARGE = 16
+#: That a start fails from some size of the CPU buffer on.
+_TOO_LARGE = re.compile(
+    r"(?i)(?:cpu|offload\w*|buffer|max_local_cpu_size)[^\n.]{0,40}(?:larger|bigger|greater|more|above|over|>)[^\n.\d]{0,12}"
+    r"(\d{2,4}) ?gi?b\b"
+)
+_STARTS = re.compile(
+    r"EngineCore failed to start|(?i:fail\w* to (?:start|launch)|launch\w* (?:server )?(?:error|fail))"
+)
 _DIES = re.compile(
     r"(?i)leaked shared_memory|\bkilled\b|oom[- _]?kill|out of memory|code:? 137|bus error|fails? to (?:start|launch)"
     r"|(?:can ?not|doesn't|won't|does not|unable to) start|start(?:s|ed)? (?:successfully|normally) when|crash-?loop"
@@ -64,7 +72,7 @@ _HANGS = re.compile(
 _MISSES = re.compile(
     r"(?i)\b(?:0|zero|no)(?:\.0)?%? (?:cache |prefix |kv |lmcache )*hits?\b|cache miss|re(?:calculat|comput)ed every"
     r"|\bhits?(?: tokens| rate)?\b[^\n.]{0,40}\b0(?:\.0+)?%?(?![\w%]|\.\d)"
-    r"|(?:never|not|doesn't|didn't|can't|fails? (?:in|to))(?: \w+){0,2} (?:hit|reus|retriev|get any hit)"
+    r"|(?:never|not|doesn't|didn't|can't|fail(?:s|ed|ures?)? (?:in|to))(?: \w+){0,2} (?:hit|reus|retriev|get any hit)"
     r"|\bhits? (?:does not|doesn't|never|do not|don't) (?:happen|occur|come)|can ?not load (?:the )?(?:kv|cache)"
     r"|(?:n't|not|never) finds? (?:anything|any|it|them|the (?:cache|chunk|kv|prefix|prompt))\b"
     r"|\bcache (?:is |does )?not (?:work|effective|used)"
@@ -162,6 +170,18 @@ def _praises(text: str) -> bool:
 
 def _seconds(number: str, unit: str, other: str) -> float:
     return float(number) / (1000 if (unit or other) == "ms" else 1)
+
+
+def too_large_in_words(log: Diagnosis) -> Answer | None:
+    """A start that fails, as the text says, from some size of the CPU buffer on."""
+    text = _text(tuple(log.pasted))
+    large = _TOO_LARGE.search(text[:_HEAD])
+    if large is None or int(large[1]) < _LARGE or not _STARTS.search(text):
+        return None
+    # vLLM's own option for weights is a number, not a size.
+    if not _OF_KV.search(text) and not re.search(r"(?i)offload\w* size", text):
+        return None
+    return Answer(f"the text says `{large[0]}`", record=findings.find("KVD1200"))
 
 
 @finding("KVD1200", "buffer-times-ranks", Severity.CRASH, on=[])

@@ -12,7 +12,7 @@ from kvfix_tools.diagnose.findings.described import cut_off, described
 from kvfix_tools.diagnose.findings.lookups import lookups_of
 from kvfix_tools.diagnose.findings.memory import PASTE
 from kvfix_tools.diagnose.findings.pastes import is_paste
-from kvfix_tools.diagnose.findings.prose import beside_few_lines, symptom
+from kvfix_tools.diagnose.findings.prose import beside_few_lines, symptom, too_large_in_words
 from kvfix_tools.diagnose.grammar_vllm import RELEASE_IN
 from kvfix_tools.diagnose.set_by import settings
 
@@ -87,6 +87,9 @@ def unknown_failure(log: Diagnosis, line: LogLine | None) -> Answer | None:
             said = ((line, problems.general(line)) for line in log.failures.lines if line.name == "logged")
             first, general = next(((line, record) for line, record in said if record is not None), (first, None))
         if general is None:
+            large = too_large_in_words(log)
+            if large is not None:
+                return large._replace(request="", verdict="unknown", evidence=_evidence(log, first))
             return Answer(_sentence(log, first), "", "unknown", _evidence(log, first), find("KVD1148"))
     return Answer(
         _sentence(log, first),
@@ -137,6 +140,9 @@ def _by_what_is_left(
     # Of a few lines the words count too: source that a sentence quotes, a message without its frame.
     may_be = first is not None or log.failures.dead or _may_be_prose(log) or is_paste(log)
     known = pasted.known_by_words(log, general is not None) if may_be else None
+    said = described(log) if known is not None and known.record.announces and first is None else None
+    if said is not None:  # more than a line that only heads a traceback
+        return said.record, said.sentence
     if known is not None:
         return known.record, f"the text has its words: {known.words}"
     if general is not None or (log.findings and first is None):
@@ -160,7 +166,7 @@ def _may_be_prose(log: Diagnosis) -> bool:
 
 def _in_prose(log: Diagnosis) -> Answer | None:
     """What a text names that is not in a line of a log."""
-    asserted = pasted.by_assertion(log)
+    asserted = pasted.by_assertion(log) or pasted.by_place(log)
     if asserted is not None:
         rule, answer = asserted
         return answer._replace(request="", verdict="unknown", record=rule)

@@ -130,7 +130,7 @@ PROBLEMS = (
             r"(?i)lmcache",
             r"(?i)\bleak",
             r"(?i)\bhits?\b|not (?:be )?stored|cpu[ _]offload|local_cpu",
-            r"(?<![.\d])0\.(?:1\.\d|2\.\d|3\.[0-8])(?!\d)",
+            r"(?<![.\d])0\.(?:1\.\d|2\.\d|3\.[0-8])(?!\d)|(?i:never unpin|not (?:be )?unpinned|stays? pinned)",
         ),
         cause="Chunks that a lookup pinned and no load took stay pinned for ever in these releases, and so do those "
         "that went to a remote store, so the pool fills up; a pool smaller than the prompts at once shows the same.",
@@ -285,13 +285,18 @@ PROBLEMS = (
             Failed(kind="ValueError", text="both buffer length (0) and count (-1) must not be 0", within="lmcache/"),
         ),
         sentence="the CPU buffer has 0 bytes",
+        said=(
+            r"(?i)lmcache",
+            r"(?i)max_local_cpu_size[\"'`]?\s*[:=]\s*[\"']?0(?:\.0*)?(?![\d.])",
+            r"(?i)fail|crash|error|n't start|not start|cannot",
+        ),
         connectors=_IN_PROCESS,
         cause="Every backend goes through the CPU buffer, also with local_cpu: false, which only keeps chunks from "
         "staying there. A size of 0 makes an empty buffer.",
         now="take max_local_cpu_size: 0 out (LMCACHE_MAX_LOCAL_CPU_SIZE; the default is 5), or set it to some GB for "
         "each worker; local_cpu: false may stay",
         good="keep it so: no release takes 0",
-        threads=(_LMCACHE + "issues/1901", _LMCACHE + "issues/1889"),
+        threads=(_LMCACHE + "issues/1901", _LMCACHE + "issues/1889", _LMCACHE + "issues/2556"),
     ),
     Problem(
         code="KVD857",

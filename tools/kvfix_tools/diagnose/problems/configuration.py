@@ -42,8 +42,9 @@ PROBLEMS = (
         releases={"vllm": "<0.11"},
         cause="vLLM before 0.11 chose V0 where V1 could not run: a GPU older than Ampere (V100, T4), VLLM_USE_V1=0, or "
         "an option that V1 did not know; before 0.9 also because of --kv-transfer-config itself.",
-        now="vLLM before 0.9: pip install -U vllm; from 0.9 on: VLLM_USE_V1=1 on a GPU of compute "
-        "capability 8.0 or more, without the option that the log names before it",
+        now="vLLM before 0.9: pip install -U vllm, and kv_connector: LMCacheConnectorV1 (LMCacheConnector is V0's); "
+        "from 0.9 on: VLLM_USE_V1=1 on a GPU of compute capability 8.0 or more, without the option that the log names "
+        "before it",
         fixed={"vllm": "0.11.2"},
         threads=(
             "https://github.com/vllm-project/production-stack/issues/582",

@@ -43,6 +43,11 @@ PROBLEMS = (
             Failed(kind="AssertionError", text="Expected <layers> KV caches, got <caches>"),
         ),
         sentence="vLLM has registered {caches} caches, LMCache has room for {layers}",
+        said=(
+            r"(?i)lmcache",
+            r"(?i)\bglm-?5(?:\.[12])?(?![\d.])|deepseek-?v3\.2",
+            r"(?i)shape mismatch|broadcast|invalid for input of size",
+        ),
         connectors=_IN_PROCESS,
         cause="Twice as many: sparse attention with an indexer cache beside each layer (DeepSeek-V3.2, GLM-5). A "
         "few more: a draft model (EAGLE, MTP) whose layers LMCache did not count. About half: for the draft model it "

@@ -17,17 +17,24 @@ PROBLEMS = (
         severity=Severity.HANG,
         title="The decoder's PD buffer is full, and its receiver tries for ever to find room.",
         shows=(Logged("Failed to allocate memory object, retrying...", at=f"{_STORE}/pd_backend.py"),),
+        said=(
+            r"(?i)lmcache",
+            r"(?i)(?:nixl|pd)[ _]buffer\b",
+            r"(?i)overflow|\bretry|\bretries|for ?ever|\bfull\b|not (?:be able to )?(?:fit|store)",
+        ),
         sure=False,
         cause="Chunks in the decoder's PD buffer are not freed: a shared prefix is pinned once more for each request, "
         "and chunks that the decoder's own prefix cache covers are received and never loaded. A few such lines that "
         "end again are only a small buffer; a flood without end is this.",
         now="restart the decoder; larger `pd_buffer_size` (before 0.3.9 `nixl_buffer_size`) on both sides; decoder "
-        "with `--no-enable-prefix-caching`; LMCache 0.4.5 or later: remove `pd_backend_mode: sync`",
+        "with `--no-enable-prefix-caching`; fewer requests at once through the proxy; LMCache 0.4.5 or later: remove "
+        "`pd_backend_mode: sync`",
         good="LMCache 0.4.5 or later with its default `pd_backend_mode: async`, which gives up after "
         "`pd_allocation_timeout_sec`; the sync backend is right in no release yet",
         threads=(
             f"{_LMCACHE}/1990",
             f"{_LMCACHE}/1337",
+            f"{_LMCACHE}/1030",
         ),
     ),
     Problem(
@@ -278,11 +285,13 @@ PROBLEMS = (
         severity=Severity.CRASH,
         title="A request reached the prefiller without the address of its decoder.",
         shows=(Failed(kind="AttributeError", text="'NoneType' object has no attribute 'num_transferred_tokens'"),),
+        releases={"lmcache": "<0.3.11"},
         cause="With kv_role kv_producer each request needs `disagg_spec` in kv_transfer_params, which LMCache's proxy "
-        "adds; this one came past the proxy (health check, warm-up, a client) or through a proxy of another release.",
-        now="send requests through the proxy only (its example belongs to the LMCache release); health checks to "
-        "/health, not to /v1/completions",
-        good="the set-up; no release of LMCache refuses such a request cleanly yet",
-        threads=(f"{_LMCACHE}/1342",),
+        "adds. This one came past the proxy (health check, warm-up, a client), through a proxy of another release, or "
+        "there is no proxy of LMCache's at all: prefill and decode share a store (Mooncake, Redis).",
+        now="with a shared store kv_role: kv_both on both sides; else send requests through the proxy only (its "
+        "example belongs to the LMCache release), and health checks to /health, not to /v1/completions",
+        fixed={"lmcache": "0.3.11"},
+        threads=(f"{_LMCACHE}/1342", "https://github.com/kvcache-ai/Mooncake/issues/868"),
     ),
 )

@@ -49,6 +49,7 @@ PROBLEMS = (
             Logged("Device UUID <device> not found in the discovered devices"),
         ),
         sentence="the server does not see the GPU {device}",
+        said=(r"(?i)lmcache", r"(?i)device uuid\b[^\n]{0,80}?not (?:be )?found"),
         cause="With lmcache_driven transfers the server opens the worker's GPU memory: its container has no GPU, or "
         "others (NVIDIA_VISIBLE_DEVICES, Kubernetes gives each container its own).",
         now="the server's container with --gpus all (Kubernetes: NVIDIA_VISIBLE_DEVICES=all, no nvidia.com/gpu of its "
@@ -70,6 +71,12 @@ PROBLEMS = (
             Logged("No GPU context registered for instance ID <worker>"),
         ),
         sentence="worker {worker} is not registered with the server",
+        said=(
+            r"(?i)lmcache",
+            r"(?i)\b(?:MP|multi-?process)\b|lmcache server|LMCacheMPConnector",
+            r"(?i)server (?:\w+ )?restart|restart\w*(?: \w+){0,3} (?:lmcache|server)\b",
+            r"(?i)re-?connect|re-?regist|not registered|requires? (?:a )?(?:vllm|engine) restart",
+        ),
         cause="The server was restarted while vLLM went on (a new one knows no worker), or it dropped the worker: a "
         "line `Reaped ... instance` before this one says so (KVD210). A worker begins its heartbeats with its first "
         "store or load: one that serves nothing for --worker-registration-grace-seconds (3600; an idle data parallel "

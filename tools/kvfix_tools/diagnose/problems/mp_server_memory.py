@@ -72,6 +72,11 @@ PROBLEMS = (
         title="A chunk that the lookup promised is not in the server's L1 any more: the load fails.",
         shows=(Logged("Failed to read prefetched object <key> from L1 storage: <reason>"),),
         sentence="the server cannot read a chunk that it had promised: {reason}",
+        said=(
+            r"(?i)lmcache",
+            r"Some keys not found during retrieve|(?i:retriev\w+[^\n]{0,30}result ?= ?false)",
+            r"(?i)degenerat|garbage|gibberish|garbled|\bNaN\b|wrong|corrupt|nonsens|fail",
+        ),
         releases={"lmcache": ">=0.3.14"},
         cause="It was evicted after its read lock ran out (--l1-read-ttl-seconds, 300), or another request is writing "
         "the same key. Before LMCache 0.5.5 the client takes the failed load for done: wrong text (KVD301).",

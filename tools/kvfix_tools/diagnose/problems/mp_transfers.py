@@ -28,6 +28,30 @@ PROBLEMS = (
         good="the same list on both sides",
     ),
     Problem(
+        code="KVD1276",
+        name="event-of-the-other-process-is-gone",
+        severity=Severity.CRASH,
+        title="A worker or the LMCache server opens a CUDA event of the other, and that event no longer exists.",
+        shows=(
+            Failed(text="CUDA error: invalid argument", within="streams.py:from_ipc_handle"),
+            Failed(text="CUDA error: invalid argument", within="event_ipc.py:import_event"),
+        ),
+        connectors=("LMCacheMPConnector", "MultiConnector"),
+        sure=False,
+        cause="The handle of an event is good as long as the process that made it keeps the event, and only where both "
+        "share /dev/shm. Up to 0.4.6 the worker keeps none of those that it hands to the server; up to 0.5.5 the "
+        "server none of its own.",
+        now="the same /dev/shm for both (hostIPC: true in Kubernetes, docker run --ipc host); "
+        "LMCACHE_MP_TRANSFER_MODE=engine_driven for vLLM (LMCache 0.4.7 and newer) needs no event",
+        good="LMCache 0.5.6 on both sides (0.4.7 keeps the worker's events, 0.5.6 the server's too)",
+        threads=(
+            _LMCACHE + "issues/3236",
+            _LMCACHE + "pull/3245",
+            _LMCACHE + "pull/4550",
+            _LMCACHE + "pull/5280",
+        ),
+    ),
+    Problem(
         code="KVD265",
         name="transfer-before-registration",
         severity=Severity.CRASH,

@@ -21,16 +21,19 @@ PROBLEMS = (
         ),
         releases={"vllm": ">=0.20,<0.32"},
         cause="Blocks are allocated for tokens whose hashes are not computed yet (speculative decoding, asynchronous "
-        "scheduling); or a request was aborted in the queue, which has all its hashes and no blocks (then no draft "
-        "model is needed, and `Aborted request(s)` stands before it).",
+        "scheduling); or a request was aborted in the queue, or preempted, and has all its hashes and too few blocks: "
+        "then no draft model is needed, only many requests at once (`Aborted request(s)` stands before it, or the KV "
+        "cache is full).",
         now="remove OffloadingConnector (--kv-offloading-size, --kv-transfer-config) and restart; keeping it: no "
-        "--speculative-config, and no client that gives up while its request waits (larger --max-num-seqs)",
+        "--speculative-config, no client that gives up while its request waits (larger --max-num-seqs), and no more "
+        "requests at once than the KV cache holds",
         fixed={"vllm": "0.32.0"},
         threads=(
             f"{_ISSUES}/55503",
             f"{_ISSUES}/52170",
             f"{_ISSUES}/49118",
             f"{_ISSUES}/51013",
+            "https://github.com/intel/llm-scaler/issues/720",
             f"{_PULLS}/52923",
             f"{_PULLS}/49146",
         ),
@@ -147,6 +150,11 @@ PROBLEMS = (
             Failed(
                 kind="IndexError", text="list index out of range", within="offloading_connector.py:_get_reqs_to_store"
             ),
+        ),
+        said=(
+            r"OffloadingConnector|kv[-_]offloading",
+            r"(?i)prepare_store\b[^\n]{0,40}fail|cannot store (?:\d+ )?blocks|blocks cannot be allocated",
+            r"(?i)crash|fatal|IndexError|out of range",
         ),
         releases={"vllm": "<0.11.2"},
         cause="After `Cannot store N blocks` it left the step without noting the new blocks of the requests behind.",

@@ -40,6 +40,34 @@ PROBLEMS = (
         ),
     ),
     Problem(
+        code="KVD1279",
+        name="offload-without-chunked-local-attention",
+        severity=Severity.CRASH,
+        title="OffloadingConnector does not know chunked local attention (Llama 4), and vLLM does not start.",
+        shows=(
+            Failed(
+                kind="AssertionError",
+                source="assert isinstance(kv_cache_spec, FullAttentionSpec)",
+                within="offloading/scheduler.py:get_sliding_window_size_in_chunks",
+            ),
+            Failed(
+                kind="AssertionError",
+                source="assert isinstance(kv_cache_spec, FullAttentionSpec)",
+                within="offloading/scheduler.py:get_sliding_window_size_in_blocks",
+            ),
+        ),
+        said=(
+            r"OffloadingConnector|kv[-_]offloading",
+            r"ChunkedLocalAttention|(?i:llama-?4|chunked local attention)",
+            r"(?i)assert|crash",
+        ),
+        releases={"vllm": ">=0.26,<0.32"},
+        cause="Its scheduler knows full attention, sliding windows and Mamba, and asserts that there is no other kind.",
+        now="SimpleCPUOffloadConnector, LMCacheMPConnector or no --kv-transfer-config for this model",
+        fixed={"vllm": "0.32.0"},
+        threads=(f"{_ISSUES}/51150", "https://github.com/vllm-project/vllm/pull/51161"),
+    ),
+    Problem(
         code="KVD609",
         name="offload-block-size-of-many-groups",
         severity=Severity.CRASH,

@@ -169,8 +169,14 @@ PROBLEMS = (
         ),
         cause="The buffer was allocated without being pinned (the driver refused, or a store brought its own, as "
         "InfiniStore did before LMCache 0.3.1), and the copy kernel reads host memory directly.",
-        now=_LESS + "; " + _MEMLOCK + "; with a remote_url: unset it once, to see whether it is the store's buffer",
-        good="a buffer that the driver pins; look for an earlier line about cudaHostRegister",
+        now="remote_url of infinistore:// before LMCache 0.3.1: pip install -U lmcache; else "
+        + _LESS
+        + "; "
+        + _MEMLOCK
+        + "; with a remote_url: unset it once, to see whether it is the store's buffer",
+        good="a buffer that the driver pins, and LMCache 0.3.1 or newer with InfiniStore; look for an earlier line "
+        "about cudaHostRegister",
+        threads=("https://github.com/LMCache/LMCache/issues/502", "https://github.com/LMCache/LMCache/pull/517"),
     ),
     Problem(
         code="KVD966",

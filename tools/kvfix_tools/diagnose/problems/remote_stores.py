@@ -100,11 +100,18 @@ PROBLEMS = (
         title="A remote store brings chunks too slowly, and the load is given up.",
         shows=(Logged("get blocking timeout, trigger cancel the future task", _REMOTE),),
         sentence="a load from the remote store took longer than blocking_timeout_secs",
+        said=(
+            r"(?i)lmcache",
+            r"(?i)lmcache_server|remote|another server|\blm://|redis|cross-server",
+            r"AssertionError[^\n]{0,60}vllm_v1_adapter|vllm_v1_adapter[^\n]{0,60}AssertionError",
+            r"(?i)(?:network|connection)\b[^\n]{0,30}\bslow|slow (?:network|connection)|bandwidth|blocking_timeout",
+        ),
         connectors=_IN_PROCESS,
         cause="blocking_timeout_secs (10 seconds unless set) is for all chunks of a prompt: network and store do not "
         "bring them in that time. The load comes short and vLLM computes the rest.",
         now="blocking_timeout_secs: 30, and restart; a smaller prompt share (min_retrieve_tokens), a faster network",
-        good="LMCache 0.4.1 or newer survives the short load (before, a save may die of it: KVD112)",
+        good="LMCache 0.4.1 or newer survives the short load (before, a save may die of it with an AssertionError in "
+        "vllm_v1_adapter.py: KVD112)",
         threads=(_LMCACHE + "issues/2204",),
     ),
     Problem(

@@ -95,7 +95,10 @@ PROBLEMS = (
         name="kv-memory-short-with-connector",
         severity=Severity.CRASH,
         title="There is too little GPU memory for one request of the greatest length.",
-        shows=(Failed(kind="ValueError", text="cache is needed, which is larger than the available KV cache memory"),),
+        shows=(
+            Failed(kind="ValueError", text="cache is needed, which is larger than the available KV cache memory"),
+            Failed(kind="ValueError", text="To serve at least one request with the model"),  # broken after it
+        ),
         connectors=(
             "LMCacheConnectorV1",
             "LMCacheConnectorV1Dynamic",
@@ -105,6 +108,7 @@ PROBLEMS = (
             "MultiConnector",
             "NixlConnector",
             "OffloadingConnector",
+            "SimpleCPUOffloadConnector",
         ),
         sure=False,
         cause="Without the connector it starts: then the connector has switched the hybrid KV cache manager off "

@@ -57,7 +57,7 @@ PROBLEMS = (
         sure=False,
         cause="UCX prints this for any crash of the process. Frames of libucp, libuct or libnixl in the backtrace "
         "below: two UCX in one process, GPU memory moved by a UCX without CUDA, or a peer that restarted. Other "
-        "frames: not UCX.",
+        "frames: not UCX. At the start, with `NIXL_ERR_BACKEND` beside it: this UCX cannot register GPU memory.",
         now="one UCX only (none of the system in LD_LIBRARY_PATH), `pip install --force-reinstall nixl`; for a try "
         "`UCX_TLS=tcp,cuda_copy,cuda_ipc`; restart both engines together",
         good="nixl and UCX of one build, for this CUDA",
