@@ -24,7 +24,7 @@ PROBLEMS = (
             # Of a traceback that ends before its exception: nothing else in there raises.
             Failed(kind="AssertionError", within="loggers.py:record", source="self.kv_connector_prom_observe("),
         ),
-        sentence="{connector} reports statistics and registers none",
+        sentence="a connector in it reports statistics and registers none",
         releases={"vllm": "<0.33"},
         cause="MultiConnector asserts that each child that reports statistics has Prometheus metrics. The child that "
         "the line names (MooncakeConnector, FlexKVConnectorV1) reports and registers none, so the first good transfer "
