@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 from kvfix_tools.diagnose import problems
@@ -15,6 +16,9 @@ if TYPE_CHECKING:
 
 #: The same answer for the same request so many times, and no admission.
 POLLS = 1000
+#: NIXL storage is switched on; its pool has no fixed size.
+_NIXL = re.compile(rb"(?i)enable_nixl_storage\W{1,6}true")
+_DYNAMIC = re.compile(rb"nixl_pool_size\W{1,6}0\b")
 
 
 @finding("KVD201", "asked-for-ever", Severity.HANG, on=["asked", ""])
@@ -166,13 +170,27 @@ def start_waits_for_worker(log: Diagnosis, line: LogLine | None) -> Answer | Non
     return Answer(f"{log.counts['broadcast']} times no worker took what EngineCore gave it in time", request="")
 
 
-@finding("KVD211", "lookups-given-up", Severity.SLOW, on=["lookup_given_up"])
-def lookups_given_up(log: Diagnosis, line: LogLine) -> Answer | None:
+@finding("KVD211", "lookups-given-up", Severity.SLOW, on=["lookup_given_up", ""])
+def lookups_given_up(log: Diagnosis, line: LogLine | None) -> Answer | None:
     """Asynchronous lookups take too long and are given up. The next question about such a request kills EngineCore.
 
     Setting: a longer `lookup_timeout_ms`, or `enable_async_loading: false`.
     """
+    if line is None:
+        _never_answered(log)
+        return None
     return Answer(f"not answered after {line.fields['seconds']} seconds, computed instead")
+
+
+def _never_answered(log: Diagnosis) -> None:
+    """NIXL storage next to KVD211: until 0.5.6 NixlStaticStorageBackend has no batched_async_contains."""
+    is_static = any(_NIXL.search(text) and not _DYNAMIC.search(text) for text in log.pasted)
+    if not is_static or log.releases.within("lmcache", ">=0.5.6") is True:
+        return
+    for found in log.findings:
+        if found.rule.code == "KVD211":
+            found.sentence += "; NIXL storage with a pool of fixed size answers no asynchronous lookup before LMCache "
+            found.sentence += "0.5.6: enable_async_loading: false"
 
 
 @finding("KVD213", "stands-in-connector", Severity.HANG, on=["stack"])

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 _CUT = 32
 #: A worker that is not the first: `Worker_TP1`, `VllmWorker_1`, `VllmWorker TP1`.
 _NOT_FIRST = re.compile(r"(?:TP|Worker_|rank=)[1-9]")
+#: NIXL storage is switched on.
+_NIXL = re.compile(rb"(?i)enable_nixl_storage\W{1,6}true")
 #: A stage of a pipeline that is not the first, or Ray, which hides it.
 _STAGE = re.compile(r"(?:\bPP|_PP)[1-9]|\bRayWorker")
 
@@ -66,16 +68,20 @@ def load_comes_short(log: Diagnosis, line: LogLine) -> Answer | None:
 def hit_not_read(log: Diagnosis, line: LogLine | None) -> Answer | None:
     """Chunks that a lookup had found could not be read when they were to be loaded.
 
-    Cause: they were evicted meanwhile, the store does not give them (its own error stands before), or the CPU pool had
-    no room to read them into.
+    Cause: they were evicted meanwhile, the store does not give them (its own error stands before), or there was no room
+    to read them into: the CPU pool, or with `enable_nixl_storage` the buffer of `nixl_buffer_size` bytes, which has to
+    hold the KV of a whole prompt.
 
-    Setting: look at the errors before these lines; a larger `max_local_cpu_size`; a remote store that keeps what it has
-    (Redis: `maxmemory`), or `local_disk` on a disk of its own.
+    Setting: look at the errors before these lines; NIXL storage: double `nixl_buffer_size`; else a larger
+    `max_local_cpu_size`; a remote store that keeps what it has (Redis: `maxmemory`), or `local_disk` on a disk of its
+    own.
     """
     times = log.counts["unretrievable"]
     if not times or log.counts["short"] or log.counts["retrieved"]:
         return None
-    return Answer(f"{times} times a chunk was found and could not be read", "", "unknown")
+    nixl = any(_NIXL.search(text) for text in log.pasted)
+    through = "; what NIXL storage gives passes through nixl_buffer_size" if nixl else ""
+    return Answer(f"{times} times a chunk was found and could not be read{through}", "", "unknown")
 
 
 @note("asked")

@@ -88,8 +88,9 @@ def transfer_mode_mismatch(log: Diagnosis, line: LogLine) -> Answer | None:
     LMCache. Operations that begin with CB_ are CacheBlend's: their names differ by release, and only a server with
     `--engine-type blend` has them. The answer that would tell it is never sent.
 
-    Setting: start the server with `--supported-transfer-mode auto`, or the worker with the mode of the server
-    (`lmcache.mp.mp_transfer_mode`, `LMCACHE_MP_TRANSFER_MODE`); and the same LMCache release on both sides.
+    Setting: the same LMCache release on both sides. CB_: a server without `--engine-type blend`, or a client of its
+    release. Others: the server with `--supported-transfer-mode auto`, or the worker with the mode of the server
+    (`lmcache.mp.mp_transfer_mode`, `LMCACHE_MP_TRANSFER_MODE`).
 
     Good: the same, in both units; no release up to 0.5.6 answers what it does not know.
     """

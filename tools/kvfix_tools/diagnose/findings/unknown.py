@@ -171,7 +171,7 @@ def _in_prose(log: Diagnosis) -> Answer | None:
         rule, answer = asserted
         return answer._replace(request="", verdict="unknown", record=rule)
     named = pasted.by_exception(log)
-    if named is not None:
+    if named is not None and (not named[0].general or described(log) is None):
         record, line = named
         return Answer(f"the text names {line.evidence.text[:200]}", request="", verdict="unknown", record=record)
     known = pasted.general_by_words(log)

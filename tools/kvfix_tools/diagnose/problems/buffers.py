@@ -133,8 +133,10 @@ PROBLEMS = (
             r"(?<![.\d])0\.(?:1\.\d|2\.\d|3\.[0-8])(?!\d)|(?i:never unpin|not (?:be )?unpinned|stays? pinned)",
         ),
         cause="Chunks that a lookup pinned and no load took stay pinned for ever in these releases, and so do those "
-        "that went to a remote store, so the pool fills up; a pool smaller than the prompts at once shows the same.",
-        now="a larger max_local_cpu_size (LMCACHE_MAX_LOCAL_CPU_SIZE=40), and restart vLLM when it is full",
+        "that went to a remote store, so the pool fills up; with `local_disk` chunks that wait for the disk hold it "
+        "too, and what is free lies in pieces. A pool smaller than the prompts at once shows the same.",
+        now="a larger max_local_cpu_size (LMCACHE_MAX_LOCAL_CPU_SIZE=40), no local_disk, and restart vLLM when it is "
+        "full",
         good="LMCache 0.3.11 or newer (a reporter saw it gone there); from 0.3.12 on pins run out after five minutes",
         threads=(
             _LMCACHE + "issues/955",

@@ -133,6 +133,11 @@ PROBLEMS = (
         severity=Severity.HANG,
         title="A buffer of equal blocks (P/D transfer, NIXL storage) is full.",
         shows=(Logged("Failed to allocate memory for <what> because no free blocks is available"),),
+        said=(
+            r"(?i)fail\w* to allocate|allocation fail|no (?:free )?memory",
+            r"pd_buffer_size",
+            r"(?i)enable_pd|pd_role",
+        ),
         sure=False,
         cause="These are the buffers of P/D (`pd_buffer_size`, earlier `nixl_buffer_size`) and of NIXL storage. "
         "Decode gives a block back when the request has loaded it: a buffer smaller than the prompts that are on "
@@ -142,6 +147,6 @@ PROBLEMS = (
         "earlier nixl_buffer_size), fewer requests at once (--max-num-seqs); full and idle: restart "
         "decode",
         good="a buffer of twice the KV of all prompts at once",
-        threads=("https://github.com/LMCache/LMCache/issues/1339",),
+        threads=("https://github.com/LMCache/LMCache/issues/1339", "https://github.com/LMCache/LMCache/issues/2365"),
     ),
 )

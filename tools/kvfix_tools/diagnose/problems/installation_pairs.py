@@ -51,7 +51,8 @@ PROBLEMS = (
         ),
         cause="`lmcache.experimental` became `lmcache.v1` in 0.3; `lmcache_vllm` was given up. vLLM's connector of the "
         "V0 engine (LMCacheConnector) and old examples still ask for them.",
-        now='--kv-transfer-config \'{"kv_connector":"LMCacheConnectorV1","kv_role":"kv_both"}\', with the V1 engine',
+        now='--kv-transfer-config \'{"kv_connector":"LMCacheConnectorV1","kv_role":"kv_both"}\', with the V1 engine; a '
+        "script that imports them itself: the example of your release in its place (CacheBlend: examples/blend_kv_v1)",
         good="vLLM 0.11.2 or newer with LMCacheConnectorV1",
         threads=(
             "https://github.com/LMCache/lmcache-vllm/issues/60",

@@ -124,17 +124,19 @@ PROBLEMS = (
         severity=Severity.SLOW,
         title="The decoder had no room for a request's KV in time, and the transfer was given up.",
         shows=(
-            Logged("Receiver reservation admission timed out or was aborted for req <req>", at=_PD_BACKEND_ASYNC),
+            Logged("Receiver reservation admission timed out or was aborted", at=_PD_BACKEND_ASYNC),
             Logged("[ADMIT] req=<req> async admission timed out", at=_PD_BACKEND_ASYNC),
             Logged("Failed to allocate memory for key <key> after timeout"),
             Logged("Sender staging allocation failed after timeout", at=_PD_BACKEND_ASYNC),
         ),
         releases={"lmcache": ">=0.4.5"},
         cause="More requests are on their way than the decoder's PD buffer holds, and what is in it is not loaded "
-        "within `pd_allocation_timeout_sec`. Decode computes the prompt itself.",
-        now="larger `pd_buffer_size` on both sides, longer `pd_allocation_timeout_sec`, fewer requests at once on "
-        "prefill (--max-num-seqs)",
+        "within `pd_allocation_timeout_sec`; decode computes the prompt itself. Before 0.5.3 also one prompt that "
+        "alone has more chunks (`total_chunks`) than the whole buffer: it waits in vain, whatever the timeout is.",
+        now="larger `pd_buffer_size` on both sides, above the KV of the longest prompt; then longer "
+        "`pd_allocation_timeout_sec`, fewer requests at once on prefill (--max-num-seqs)",
         good="a decoder as fast as its prefillers, and a buffer for the requests that it may have waiting",
+        threads=(f"{_LMCACHE}/4209",),
     ),
     Problem(
         code="KVD531",

@@ -251,6 +251,24 @@ PROBLEMS = (
         threads=(_LMCACHE + "issues/5097",),
     ),
     Problem(
+        code="KVD1252",
+        name="request-never-looked-up",
+        severity=Severity.RISK,
+        title="A request ends at the server without a lookup of whole chunks.",
+        shows=(Logged("Session <session> has no lookup ipc key, skipping touch"),),
+        sentence="no chunk of the request was looked up or stored",
+        releases={"lmcache": ">=0.4.4"},
+        connectors=_MP,
+        sure=False,
+        cause="A prompt shorter than one chunk is not looked up, and then this line is harmless. If every request has "
+        "it, long ones too, the engine never asks: its registration failed, or its KV is of a layout that is not "
+        "cached; the engine's first lines tell.",
+        now="one prompt longer than two chunks, twice: without the line it is the short prompts (a smaller "
+        "--chunk-size for them); with it look for the engine's first error or warning",
+        good="nothing for short prompts: no release is silent about them (0.5.6)",
+        threads=(_LMCACHE + "issues/5097", _LMCACHE + "pull/5122"),
+    ),
+    Problem(
         code="KVD1072",
         name="zmq-address-is-ipv6",
         severity=Severity.CRASH,

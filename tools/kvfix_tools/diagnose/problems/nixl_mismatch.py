@@ -103,17 +103,35 @@ PROBLEMS = (
                 kind="AssertionError",
                 text="Remote tensor parallel size <remote> is not divisible by local tensor parallel size <local>",
             ),
-            Failed(
-                kind="AssertionError", text="Local block size <local> is not divisible by remote block size <remote>"
-            ),
         ),
         sentence="here {local}, there {remote}",
         replaces=("KVD156", "KVD570"),
-        cause="KV is mapped between ranks and blocks only where one size divides the other (before vLLM 0.15 prefill's "
-        "tensor parallel size must not be the larger one).",
-        now="--tensor-parallel-size and --block-size of prefill and decode equal, or one a multiple of the other",
+        cause="KV is mapped between ranks only where one size divides the other (before vLLM 0.15 prefill's tensor "
+        "parallel size must not be the larger one).",
+        now="--tensor-parallel-size of prefill and decode equal, or one a multiple of the other",
         good="the set-up; no release maps other sizes",
         threads=(f"{_ISSUES}/43523",),
+    ),
+    Problem(
+        code="KVD1251",
+        name="pd-block-sizes-do-not-divide",
+        severity=Severity.CRASH,
+        title="Decode's KV blocks are smaller than prefill's, or no multiple of them.",
+        shows=(
+            Failed(
+                kind="AssertionError",
+                text="Local block size <local> is not divisible by remote block size <remote> or vice versa",
+            ),
+        ),
+        sentence="decode has blocks of {local} tokens, prefill of {remote}",
+        replaces=("KVD156", "KVD570"),
+        cause="Decode's block size has to be prefill's or a multiple of it; the other way round is refused, whatever "
+        "the message says. These are the blocks of the attention kernel: for hybrid models they follow from the "
+        "tensor parallel size, so that the same --block-size can end in two sizes.",
+        now="the same --block-size on both sides (or decode's a multiple of prefill's); for a hybrid model also the "
+        "same --tensor-parallel-size on both sides",
+        good="the set-up; no release up to 0.33 lets decode have the smaller blocks",
+        threads=(f"{_ISSUES}/42895",),
     ),
     Problem(
         code="KVD583",

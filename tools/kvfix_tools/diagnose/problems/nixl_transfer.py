@@ -197,6 +197,7 @@ PROBLEMS = (
         title="A request whose handshake failed is taken for received, and the decode worker dies.",
         shows=(
             Failed(kind="KeyError", within="block_size_ratio_from_engine_id"),
+            Failed(kind="KeyError", within="nixl_connector.py:block_size_ratio"),  # as a report shortened it
             Failed(kind="KeyError", within="get_engine_info"),
             Failed(kind="KeyError", within="tp_ratio_from_engine_id"),
             Failed(kind="KeyError", within="get_target_remote_ranks_from_engine_id"),

@@ -203,6 +203,11 @@ PROBLEMS = (
         ),
         sentence="cudaHostRegister answers {code}",
         releases={"vllm": ">=0.20"},
+        said=(
+            r"cudaHostRegister|pin_mmap_region",
+            r"(?i)cpu_bytes_to_use|offload",
+            r"(?i)512 ?GiB|\b549\.\d+e9|single (?:registration|call|cudaHostRegister)|error (?:is )?pending",
+        ),
         cause="The driver does not pin that much: 512 GiB or more in one call, the memlock limit, or more than the "
         "card can address. Every rank pins the whole region. Before 0.32 the error stays pending, and an unrelated "
         "CUDA call then reports `out of memory` or `invalid argument`.",
