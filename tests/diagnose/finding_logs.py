@@ -256,6 +256,10 @@ def hits() -> dict[str, list[str]]:
                        ast.parse("{}['r1']").body[0], 175)
         ],
         "KVD115": [bare(NEWEST, "gpu_connectors.py", "to_gpu", "assert memory_obj.tensor is not None")],
+        "KVD1253": [
+            "nixl_role: sender\n"
+            + "DEBUG 07-24 07:59:37 [utils.py:475] Waiting for 1 local, 0 remote core engine proc(s) to start.\n" * 5
+        ],
         "KVD159": [
             logged(NEWEST, "creating", "vllm-instance")
             + "(APIServer pid=1) RuntimeError: Engine core initialization failed. Failed core proc(s): {}\n",

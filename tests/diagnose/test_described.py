@@ -151,6 +151,8 @@ DESCRIBED = {
     "KVD848": "LMCache 0.3.1 with cpu offload: a leak\n",
     "KVD841": "LMCache: the GDS pool fills up, and stores are dropped\n",
     "KVD805": "LMCache ends in KeyError with layerwise storage\n",
+    "KVD153": "LMCache fails to allocate for a prompt, with enable_pd: true and pd_buffer_size: 1073741824\n",
+    "KVD628": "Offloading: a single registration with cudaHostRegister fails, and CUDA error: out of memory follows\n",
     "KVD407": "Blending with LMCache: eviction after the lookup, and fewer tokens come\n",
 }
 

@@ -167,6 +167,8 @@ def misses() -> list[tuple[str, str]]:
         ("KVD198", hits()["KVD198"][0] + stats(running=1, generation=120.0)),
         ("KVD198", unread(NEWEST, "integration/vllm/utils.py", "No LMCache configuration file is set")),
         # It went on.
+        ("KVD1253", "nixl_role: sender\n"
+                    "DEBUG 07-24 07:59:37 [u.py:475] Waiting for 1 local, 0 remote core engine proc(s) to start.\n"),
         ("KVD159", logged(NEWEST, "creating", "vllm-instance") + version(NEWEST)
                    + "(APIServer pid=1) RuntimeError: Engine core initialization failed.\n"),
         ("KVD159", logged(NEWEST, "creating", "vllm-instance") + asked(NEWEST, 1024, 0, 0, 0)),

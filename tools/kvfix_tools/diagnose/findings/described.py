@@ -56,6 +56,9 @@ _HASHES_DIFFER = re.compile(
 #: A setting in a file, as YAML has it; those that name a place, and how they are switched off.
 _IN_FILE = re.compile(r"(?m)^[ \t]{0,4}(chunk_size|local_cpu|local_disk|remote_url): *[\"']?([^\s#\"']+)")
 _PLACES, _OFF = ("local_disk", "remote_url"), ("none", "null", "false", "~")
+#: One side of LMCache's P/D, and that the engine's processes are not there yet: so many lines, ten seconds apart.
+_SIDE = re.compile(r"(?:nixl|pd)_role['\"]?\s*[:=]\s*['\"]?(sender|receiver)")
+_NOT_YET, _LONG = re.compile(r"Waiting for [1-9]\d* local, \d+ remote core engine proc\(s\) to start"), 4
 _CONNECTOR = re.compile(
     r"(?i)kv[-_]transfer[-_]config['\"]?[ =:,\\]+\W*(?:\{|KV|\$)|kv_connector|kv[-_]offloading|lmcache\w*connector"
     r"|lmcache[ _]server|sglang"
@@ -146,6 +149,31 @@ def settings_without_a_connector(log: Diagnosis, line: LogLine | None) -> Answer
     if not _SERVES.search(text) or _CONNECTOR.search(text):
         return None
     return Answer(f"{variable[0]} is set, and no --kv-transfer-config is there", request="", verdict="unknown")
+
+
+@finding("KVD1253", "waits-for-its-peer-at-the-start", Severity.HANG, on=[""])
+def waits_for_its_peer_at_the_start(log: Diagnosis, line: LogLine | None) -> Answer | None:
+    """One side of LMCache's P/D does not get through its start, without an error.
+
+    Cause: in LMCache before 0.3.7 (`enable_nixl`, `nixl_role`) each rank waits in its start for the same rank of the
+    other side. With another --tensor-parallel-size there, or no engine at `nixl_receiver_host`, a rank waits for ever.
+    In newer releases a large buffer that is pinned or registered takes minutes.
+
+    Setting: the same --tensor-parallel-size on prefill and decode, decode started first, the same nixl_receiver_port on
+    both; `py-spy dump --pid PID` of a worker shows whether it waits in a socket of LMCache's.
+
+    Good: LMCache 0.3.9 or newer with `enable_pd` and `pd_role`, where no side waits for the other.
+
+    Normal: a large model that is still being loaded.
+    """
+    text = _text(log, whole=True)
+    side = _SIDE.search(text)
+    if side is None or not _is_open(log) or log.failures.first is not None:
+        return None
+    times = len(_NOT_YET.findall(text))
+    if times < _LONG:
+        return None
+    return Answer(f"the {side[1]} logs {times} times that its engine has not started", request="", verdict="unknown")
 
 
 @finding("KVD1348", "disk-is-not-read-at-a-start", Severity.SLOW, on=[""])
