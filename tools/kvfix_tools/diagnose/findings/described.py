@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from kvfix_tools.diagnose import problems
 from kvfix_tools.diagnose.failures import is_cut
 from kvfix_tools.diagnose.findings import Answer, Severity, finding
-from kvfix_tools.diagnose.findings.lookups import lookups_of
+from kvfix_tools.diagnose.findings.lookups_seen import lookups_of
 from kvfix_tools.diagnose.findings.memory import PASTE
 
 if TYPE_CHECKING:

@@ -6,7 +6,7 @@ import re
 from typing import TYPE_CHECKING
 
 from kvfix_tools.diagnose.findings import Answer, Severity, finding, note
-from kvfix_tools.diagnose.findings.lookups import ENOUGH, lookups_of
+from kvfix_tools.diagnose.findings.lookups_seen import ENOUGH, lookups_of
 
 if TYPE_CHECKING:
     from kvfix_tools.diagnose.diagnosis import Diagnosis

@@ -2,159 +2,20 @@
 
 from __future__ import annotations
 
-import re
-from collections import Counter
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from kvfix_tools.diagnose import problems
-from kvfix_tools.diagnose.findings import Answer, Severity, finding, note
+from kvfix_tools.diagnose.findings import Answer, Severity, finding
+from kvfix_tools.diagnose.findings.lookups_seen import CHUNK, ENOUGH, Lookups, by_layers, lookups_of
 
 if TYPE_CHECKING:
     from kvfix_tools.diagnose.diagnosis import Diagnosis
     from kvfix_tools.diagnose.log_line import LogLine
-    from kvfix_tools.diagnose.problems import Problem
-
-#: Lookups of different requests from which on "never" is worth a word; requests and engines that are kept in mind.
-ENOUGH, _REQUESTS, _ENGINES = 10, 20_000, 64
-#: `chunk_size` where nothing is configured, in every release.
-CHUNK = 256
-#: `kv_shape=(layers, 2, tokens of a chunk, heads, head size)` in 0.3.9 to 0.5.6.
-_SHAPE = re.compile(r"kv_shape=\(\d+, \d+, (\d+)")
-_ENGINE = re.compile(r"model_name='([^']*)'.*?world_size=(\d+).*?kv_dtype=([\w.]+)")
-_SETTING = re.compile(r"'?(\w+)'?(?:: |=)('[^']*'|[^\s,{}()]+)")
-_NOWHERE = re.compile(r"\(?'', '', 0, ''\)?")
-
-
-class Lookups:
-    """What the lookups of a log had in common. Polls of the same request count once."""
-
-    def __init__(self) -> None:
-        self.requests: set[str] = set()
-        #: {tokens of a prompt: requests that have so many}
-        self.totals: Counter[int] = Counter()
-        self.longest = 0
-        #: Most tokens that vLLM's own prefix cache had of a request.
-        self.local = 0
-        self.hits = self.loads = self.below = self.most = self.least = 0
-        #: Hits of which vLLM itself had a part, and the most tokens that were to be loaded of one of them.
-        self.doubled = self.missing = 0
-        #: Most tokens that vLLM itself had of a prompt of which LMCache had none.
-        self.ahead = 0
-        self.stored = 0
-        self.askers: set[str] = set()
-        self.storers: set[str] = set()
-        self.chunk = 0
-        self.settings: dict[str, str] = {}
-        #: {(model, world size, dtype, chunk size) of a worker: its line}
-        self.engines: dict[tuple[str, str, str, str], LogLine] = {}
-        self.shared = self.empty = 0
-
-    @property
-    def number(self) -> int:
-        return len(self.requests)
-
-    @property
-    def twice(self) -> int:
-        """Tokens of the longest prompt whose length several requests have; 0: there is none."""
-        return max((total for total, times in self.totals.items() if times > 1), default=0)
-
-
-def lookups_of(log: Diagnosis) -> Lookups:
-    kept: Lookups | None = log.memory.get("lookups")
-    if kept is None:
-        kept = log.memory["lookups"] = Lookups()
-    return kept
-
-
-@note("asked")
-def _note_asked(log: Diagnosis, line: LogLine) -> None:
-    f, kept = line.fields, lookups_of(log)
-    if f.get("hit") is None:  # asynchronous: not answered yet
-        return
-    kept.longest = max(kept.longest, f["total"])
-    kept.local = max(kept.local, f.get("computed") or 0)
-    if line.request in kept.requests or len(kept.requests) >= _REQUESTS:
-        return
-    kept.requests.add(line.request)
-    kept.totals[f["total"]] += 1
-    kept.askers.add(line.process)
-    kept.hits += f["hit"] > 0
-    need = f.get("need") or 0
-    if f["hit"] > need and f["hit"]:
-        kept.doubled += 1
-        kept.missing = max(kept.missing, need)
-    if not f["hit"]:
-        kept.ahead = max(kept.ahead, f.get("computed") or -need)
-    if f.get("least") is not None and f["hit"] > 0:
-        kept.below += 1
-        kept.least, kept.most = f["least"], max(kept.most, f["hit"])
-    kept.loads += f.get("least") is None and (f.get("need") or 0) > 0
-
-
-@note("stored")
-def _note_stored(log: Diagnosis, line: LogLine) -> None:
-    if line.fields["tokens"]:
-        kept = lookups_of(log)
-        kept.stored += 1
-        if len(kept.storers) < _ENGINES:
-            kept.storers.add(line.process)
-
-
-@note("hash_seed")
-def _note_shared(log: Diagnosis, line: LogLine) -> None:
-    lookups_of(log).shared += not line.fields["why"].startswith("Using builtin")
-
-
-@note("configured")
-def _note_settings(log: Diagnosis, line: LogLine) -> None:
-    kept = lookups_of(log)
-    kept.settings.update(_settings(line.fields["settings"]))
-    if kept.settings.get("chunk_size", "").isdigit():
-        kept.chunk = int(kept.settings["chunk_size"])
-    kept.shared += kept.settings.get("remote_url", "None") != "None"
-
-
-@lru_cache(maxsize=64)
-def _settings(text: str) -> dict[str, str]:
-    return {name: value.strip("'") for name, value in _SETTING.findall(text)}
-
-
-@note("engine_configured")
-def _note_engine_settings(log: Diagnosis, line: LogLine) -> None:
-    _note_settings(log, line)
-
-
-@note("version")
-def _note_engine(log: Diagnosis, line: LogLine) -> None:
-    text, kept = line.body.decode("utf-8", "replace"), lookups_of(log)
-    shape = _SHAPE.search(text)
-    if shape is None:
-        return
-    kept.chunk = kept.chunk or int(shape[1])
-    engine = _ENGINE.search(text)
-    if engine is not None and len(kept.engines) < _ENGINES:
-        kept.engines.setdefault((engine[1], engine[2], engine[3], shape[1]), line)
-
-
-@note("peer_asked")
-def _note_peer(log: Diagnosis, line: LogLine) -> None:
-    lookups_of(log).empty += bool(_NOWHERE.search(line.fields["layout"]))
 
 
 def _never(log: Diagnosis) -> Lookups | None:
     """The lookups, if there are enough of them and none found anything."""
     kept = lookups_of(log)
     return kept if kept.number >= ENOUGH and not log.hit else None
-
-
-def by_layers(log: Diagnosis) -> Problem | None:
-    """The record of chunks that are stored by layer and looked up whole, if the settings say so."""
-    settings = lookups_of(log).settings
-    if any(settings.get(name) != "True" for name in ("use_layerwise", "enable_async_loading")):
-        return None
-    record = problems.find("KVD1250")
-    return record if record is not None and record.concerns(log) else None
 
 
 @finding("KVD305", "never-a-hit", Severity.SLOW, on=[""])
@@ -197,7 +58,7 @@ def prompts_below_a_chunk(log: Diagnosis, line: LogLine) -> Answer | None:
     `chunk_size` tokens is left out.
 
     Setting: a test with prompts of more than `chunk_size` tokens, each sent twice; or a smaller `chunk_size`
-    (LMCACHECHUNK_SIZE), a multiple of vLLM's block size.
+    (LMCACHE_CHUNK_SIZE), a multiple of vLLM's block size.
     """
     kept = _never(log)
     chunk = kept.chunk or CHUNK if kept else 0
@@ -240,7 +101,7 @@ def shared_prefix_below_a_chunk(log: Diagnosis, line: LogLine) -> Answer | None:
 
     Cause: LMCache compares whole chunks from the beginning of the prompt, vLLM whole blocks.
 
-    Setting: a smaller `chunk_size` (LMCACHECHUNK_SIZE), a multiple of vLLM's block size; it costs more keys.
+    Setting: a smaller `chunk_size` (LMCACHE_CHUNK_SIZE), a multiple of vLLM's block size; it costs more keys.
     """
     kept = _never(log)
     if kept is None or not kept.stored or not kept.chunk or not 0 < kept.local < kept.chunk:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvfix_tools.diagnose.findings import Answer, Severity, finding, note
-from kvfix_tools.diagnose.findings.lookups import CHUNK, ENOUGH, by_layers, lookups_of
+from kvfix_tools.diagnose.findings.lookups_seen import CHUNK, ENOUGH, by_layers, lookups_of
 from kvfix_tools.diagnose.findings.pastes import is_lossy, is_one_process, is_paste, is_short
 
 if TYPE_CHECKING:

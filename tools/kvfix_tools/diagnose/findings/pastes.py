@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvfix_tools.diagnose.findings import Answer, Severity, finding
-from kvfix_tools.diagnose.findings.lookups import CHUNK, ENOUGH, Lookups, by_layers, lookups_of
+from kvfix_tools.diagnose.findings.lookups_seen import CHUNK, ENOUGH, Lookups, by_layers, lookups_of
 from kvfix_tools.diagnose.findings.memory import PASTE
 
 if TYPE_CHECKING:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from kvfix_tools.diagnose import findings, pasted, problems
 from kvfix_tools.diagnose.findings import Answer, Severity, finding
 from kvfix_tools.diagnose.findings.memory import PASTE
+from kvfix_tools.diagnose.findings.praise import praises
 
 if TYPE_CHECKING:
     from kvfix_tools.diagnose.diagnosis import Diagnosis
@@ -103,15 +104,6 @@ _SLOW = re.compile(
     r"|no (?:performance )?(?:improvement|speed-?up|benefit)|performance (?:worse|regress|degrad|drop)|\u53d8\u6162"
 )
 _KEEPS = re.compile(r"(?i)lmcache|offload|cacheblend")
-#: A text that praises has the first and none of the second.
-_GAIN = re.compile(
-    r"(?i)\b(?:dropp?(?:s|ed)|falls?|fell|reduced?|reduces|cuts?|halve[sd]|improve[sd]?|faster|better|speed-?ups?)\b"
-)
-_COMPLAINT = re.compile(
-    r"(?i)\b(?:no|not|never|none|nothing|only|but|however|why|slow\w*|worse|higher|without|same|hardly|expect\w*|should"
-    r"|bug|increase[sd]?|regress\w*)\b|n't|\?|[\u6ca1\u4e0d\u672a\u65e0]"
-)
-_FROM_TO = re.compile(r"(?i)\bfrom (\d+(?:\.\d+)?) ?(ms|s|sec\w*)? to (\d+(?:\.\d+)?) ?(ms|s|sec\w*)?\b")
 
 
 def beside_few_lines(log: Diagnosis) -> Answer | None:
@@ -157,19 +149,6 @@ def symptom(log: Diagnosis) -> Answer | None:
 def _said(log: Diagnosis, words: re.Pattern[str], what: str, head: int = _HEAD) -> Answer | None:
     found = words.search(_text(tuple(log.pasted))[:head])
     return None if found is None else Answer(f"the text says `{found[0]}`{what}")
-
-
-def _praises(text: str) -> bool:
-    """Whether a text speaks of a gain and complains of nothing."""
-    if _COMPLAINT.search(text):
-        return False
-    pairs = _FROM_TO.findall(text)
-    falls = any(_seconds(new, own, other) < _seconds(old, other, own) for old, other, new, own in pairs)
-    return falls or bool(_GAIN.search(text))
-
-
-def _seconds(number: str, unit: str, other: str) -> float:
-    return float(number) / (1000 if (unit or other) == "ms" else 1)
 
 
 def too_large_in_words(log: Diagnosis) -> Answer | None:
@@ -335,6 +314,6 @@ def no_gain_in_words(log: Diagnosis, line: LogLine | None) -> Answer | None:
     """
     text = _text(tuple(log.pasted))
     size = typed(text).get("max_local_cpu_size")
-    if not _KEEPS.search(text) or _praises(text[: pasted.SHORT]):
+    if not _KEEPS.search(text) or praises(text[: pasted.SHORT]):
         return None
     return _said(log, _SLOW, f", and max_local_cpu_size is {size}" if size else "", pasted.SHORT)

@@ -9,7 +9,7 @@ from kvfix_tools.diagnose import checks, pasted, pasted_ends, problems, problems
 from kvfix_tools.diagnose.failures import HOOKS, hook, is_cut, owner
 from kvfix_tools.diagnose.findings import Answer, Severity, find, finding
 from kvfix_tools.diagnose.findings.described import cut_off, described
-from kvfix_tools.diagnose.findings.lookups import lookups_of
+from kvfix_tools.diagnose.findings.lookups_seen import lookups_of
 from kvfix_tools.diagnose.findings.memory import PASTE
 from kvfix_tools.diagnose.findings.pastes import is_paste
 from kvfix_tools.diagnose.findings.prose import beside_few_lines, symptom, too_large_in_words
