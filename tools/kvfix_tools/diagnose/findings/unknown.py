@@ -73,10 +73,9 @@ def unknown_failure(log: Diagnosis, line: LogLine | None) -> Answer | None:
             return known or beside_few_lines(log)
         return None if log.findings else symptom(log)  # what a setting tells is more than what is complained of
     if is_cut(first):
-        file, _, function = first.fields["frames"][-1]
-        # vLLM's connector only hands a hook on: what failed lies deeper, in the part that was cut off, unless the line
+        # A hook of a connector mostly hands on: what failed lies deeper, in the part that was cut off, unless the line
         # that is left is one that a record knows to fail.
-        handed_on = function in HOOKS and "/kv_connector/" in file
+        handed_on = first.fields["frames"][-1][2] in HOOKS
         classes = {found.decode() for text in log.pasted for found in _CLASS.findall(text)} - _OF_ANY_DEATH
         source = str(first.fields["source"])
         within = problems.by_frames(first.fields["frames"], source, classes)

@@ -90,8 +90,12 @@ PROBLEMS = (
             Failed(kind="AttributeError", text="'LMCacheConnectorMetadata' object has no attribute '<what>'"),
             Failed(kind="AttributeError", text="'LMCacheMPConnectorMetadata' object has no attribute '<what>'"),
             Failed(kind="AttributeError", text="'ReqMeta' object has no attribute '<what>'"),
+            Failed(
+                kind="AttributeError",
+                source="lookup_unpin(metadata.lookup_requests_in_step)",
+                within="vllm_v1_adapter.py:start_load_kv",
+            ),
         ),
-        sentence="{what} is not in the message of the step",
         cause="Scheduler and worker run different code of the connector: two releases of LMCache on the nodes of one "
         "engine, or vLLM's own copy on one side (kv_connector_module_path). lookup_requests_in_step: an LMCache of "
         "July 2025 (0.3.3 development) whose messages of empty steps lack it.",

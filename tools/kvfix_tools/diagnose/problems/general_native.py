@@ -102,10 +102,12 @@ PROBLEMS = (
             "could not select device driver",
         ),
         cause="The container was started without GPUs, CUDA_VISIBLE_DEVICES names too few, or the driver is not "
-        "loaded.",
-        now="nvidia-smi in this container; docker run --gpus all, or resources.limits nvidia.com/gpu; "
-        "CUDA_VISIBLE_DEVICES with as many as there are ranks",
+        "loaded. `invalid device ordinal` on the second machine of an engine: LMCache before 0.3.9 takes the rank of "
+        "the whole engine for the number of a GPU (KVD456); its frame `_init_lmcache_engine` decides.",
+        now="several machines: LMCache 0.3.9 or newer; nvidia-smi in this container; docker run --gpus all, or "
+        "resources.limits nvidia.com/gpu; CUDA_VISIBLE_DEVICES with as many as there are ranks",
         good="the container's specification",
+        sure=False,
     ),
     Problem(
         code="KVD243",

@@ -127,6 +127,7 @@ PROBLEMS = (
         title="/dev/shm has no room for the CPU cache.",
         shows=(
             Failed(kind="RuntimeError", text="Insufficient space in <path> for CPU KV offload shared region"),
+            Failed(kind="RuntimeError", text="Insufficient space in /dev/shm"),  # of which a line was broken
             Failed(kind="OSError", text="[Errno 14] Bad address", within="shared_offload_region.py:__init__"),
             Failed(
                 kind="OSError", text="[Errno 12] Cannot allocate memory", within="shared_offload_region.py:__init__"

@@ -16,6 +16,7 @@ PROBLEMS = (
         shows=(
             Failed(kind="CompilationError", through="serde/turboquant/"),
             Failed(kind="CompilationError", source="k_fp8 = k_vals.to("),
+            Failed(kind="CompilationError", text="cannot cast uint8 to fp8e4nv"),
             Logged("k_fp8 = k_vals.to("),
         ),
         sentence="each task of the serde fails while its kernel is compiled",
