@@ -85,6 +85,8 @@ SERVER = {
     "KVD1230": "LMCache 0.5.5 in MP mode: the scheduler's heartbeat does not start\n",
     "KVD1232": "LMCache in MP mode: heartbeat, degraded for 2 minutes after a restart\n",
     "KVD1234": "LMCacheMPConnector ignores save_decode_cache\n",
+    "KVD1259": 'msg="Duplicate sample for timestamp" series="lmcache_mp_l2_adapters{state=7}"\n',
+    "KVD1260": "hit rate: 0.0%, and nothing is stored:\nlmcache server --chunk-size 544 --l1-size-gb 8\n",
     "KVD1274": "remote_url: lm://h:8000, and `lmcache server --port 8000`: the connection ends after 30 seconds\n",
     "KVD1240": "LMCacheMPConnector: a retrieve stands in WAITING_FOR_REMOTE_KVS forever\n",
 }
@@ -268,3 +270,24 @@ def test_a_size_from_which_on_a_start_fails_is_the_buffers() -> None:
 def test_what_python_says_of_any_attribute_is_no_check_of_a_connector() -> None:
     found = diagnose("AttributeError: 'NoneType' object has no attribute 'name'\n").findings
     assert all("rpc is None" not in each.sentence for each in found)
+
+
+def test_an_attribute_may_be_missed_in_a_line_without_the_exception() -> None:
+    """Below a traceback that was cut, as a title has it."""
+    cut = 'Traceback (most recent call last):\n  File "/vllm/executor/executor_base.py", line 138, in execute_model\n'
+    assert codes(diagnose(cut, "'DeepseekV2Model' object has no attribute 'config'\n")) == ["KVD1257"]
+    assert codes(diagnose(cut, "'OPTModel' object has no attribute 'some_other'\n")) == ["KVD252"]
+
+
+def test_the_reason_of_a_store_may_stand_lines_below_it() -> None:
+    failed = "2026-04-09 00:35:28.544 [ERROR] [thread:7] Store failed for\n/kv/7.bin:\n"
+    why = "Cannot access data pointer of Tensor that doesn't have storage\n"
+    assert codes(diagnose(failed, why)) == ["KVD1256"]
+    assert codes(diagnose(failed, "No space left on device\n")) != ["KVD1256"]
+
+
+def test_a_traceback_may_have_the_line_breaks_of_a_page() -> None:
+    """And its exception before its frames: what LMCache's engine calls there ends in the CPU backend's assertion."""
+    frame = '  File "/lmcache/v1/cache_engine.py", line 263, in store<br>\n'
+    source = "    memory_obj = self.storage_manager.allocate(<br>\n"
+    assert codes(diagnose("AssertionError<br>\n", frame, source)) == ["KVD852"]

@@ -21,7 +21,7 @@ NEEDLES: tuple[bytes, ...] = (
     b"Assertion `", b"undefined symbol", b"shared object", b"GLIBC", b"CXXABI_", b"FATAL", b"core dumped", b"Aborted",
     b"double free", b"free(): ", b"malloc(): ", b"corrupted ", b"code 137", b"Exit Code: ",
     b"cannot import name", b"received by PID", b"backtrace (tid", b"Ping timed out", b"panicked at", b"allocate mask",
-    b"KV Transfer m", b"startup complete", b"init engine (", b"500 Internal",
+    b"KV Transfer m", b"startup complete", b"init engine (", b"500 Internal", b"Cannot access data ",
     b"with signal ", b"Check failed", b"what(): ", b"Fatal: ", b"retry count exceeded", b"#0  ",
 )  # fmt: skip
 #: Of a line without LMCache's frame: its needles. Leftmost first: many bytes are compared at once.

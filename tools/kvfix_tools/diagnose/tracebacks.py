@@ -37,14 +37,25 @@ _ENDS = (b"Error", b"Exception", b"Interrupt", b"Exit", b"Timeout", b"Empty", b"
 #: What a check of pydantic's says, in the line below `ValidationError: 1 validation error for VllmConfig`.
 _CHECKED = re.compile(rb"^\s*(?:Value error|Assertion failed), (?P<text>.*?)(?: \[type=.*)?$")
 _TYPED = re.compile(rb"^\s+(?P<text>[A-Z].*?) \[type=\w+, input_value=")
-#: What the loader of libraries and the device say, pasted without the exception's class before it.
+#: What the loader of libraries, the device, PyTorch and Python say, pasted without the exception's class before it.
 _BARE = {
     "ImportError": re.compile(
         rb"^\s*(\S+\.so[\w.]*: (?:undefined symbol: |cannot open shared object file|version [`'].* not found).*"
         rb"|cannot import name '\w+' from '[\w.]+'.*)$"
     ),
-    "RuntimeError": re.compile(rb"^\s*(?:what\(\): +(?=\S)|(?=(?:CUDA|HIP) error: ))(.*)$"),
+    "AttributeError": re.compile(rb"^\s*('[\w.]+' object has no attribute '\w+')$"),
+    "RuntimeError": re.compile(
+        rb"^\s*(?:what\(\): +(?=\S)|(?=(?:CUDA|HIP) error: |Cannot access data pointer of Tensor ))(.*)$"
+    ),
 }
+_SAYS = (
+    b".so",
+    b" error: ",
+    b"what(): ",
+    b"cannot import name '",
+    b" object has no attribute '",
+    b"Cannot access data ",
+)
 _HEADER = re.compile(rb"Traceback \(most recent call last\):?")
 _GROUP = re.compile(rb"^\s*(?:\| |\+-\+?|\+ )(?:-+ [\d.]+ -+)? ?")
 _LINKS = (b"The above exception was the direct cause", b"During handling of the above exception")
@@ -84,7 +95,7 @@ class Part:
     """A line's body as tracebacks see it, whatever came before it."""
 
     def __init__(self, body: bytes) -> None:
-        text = self.text = body.rstrip()
+        text = self.text = body.rstrip().removesuffix(b"<br>")  # as a report's list has it
         found = _FRAME.search(text) if b'File "' in text else None
         short = _SHORT.match(text) if found is None and b", in " in text else None
         self.frame: Frame | None = None
@@ -239,7 +250,7 @@ def by_name(body: bytes, anywhere: bool) -> Raised | None:
         if checked is not None:
             kind = "AssertionError" if body.lstrip().startswith(b"Assertion") else "ValueError"
             return Raised(kind, _decoded(checked["text"]), [], "", False)
-    if b".so" in body or b" error: " in body or b"what(): " in body or b"cannot import name '" in body:
+    if any(words in body for words in _SAYS):
         for kind, pattern in _BARE.items():
             bare = pattern.match(body)
             if bare is not None:

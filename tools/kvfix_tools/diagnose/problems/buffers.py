@@ -203,19 +203,21 @@ PROBLEMS = (
         code="KVD852",
         name="cpu-pool-of-gds",
         severity=Severity.CRASH,
-        title="The CPU cache was given another backend's memory, and dies when it is full or at the start.",
+        title="The CPU cache was given another backend's memory, and dies when it is full.",
         shows=(
             Failed(kind="AssertionError", within="local_cpu_backend.py:allocate"),
-            Failed(kind="AssertionError", within="storage_manager.py:_get_allocator_backend"),
+            # Of a traceback that ends before its exception: what that function asks for lies in the CPU backend.
+            Failed(kind="AssertionError", within="cache_engine.py:store", source="self.storage_manager.allocate("),
         ),
         sentence="the CPU cache has a kind of memory that it cannot evict from",
         connectors=_IN_PROCESS,
         releases={"lmcache": "<0.3.9"},
         cause="With gds_path, weka_path, P2P or NIXL these releases hand that backend's allocator to the CPU cache, "
         "which takes a plain pool for granted.",
-        now="local_cpu: false (LMCACHE_LOCAL_CPU=False) with gds_path; enable_async_loading: false with P2P",
+        now="local_cpu: false (LMCACHE_LOCAL_CPU=False) with gds_path or NIXL storage; enable_async_loading: "
+        "false with P2P",
         fixed={"lmcache": "0.3.9"},
-        threads=(_LMCACHE + "issues/1330", _LMCACHE + "issues/1478"),
+        threads=(_LMCACHE + "issues/1330", _LMCACHE + "issues/1482"),
     ),
     Problem(
         code="KVD853",

@@ -151,4 +151,42 @@ PROBLEMS = (
         sure=False,
         threads=(_LMCACHE + "pull/5047", _LMCACHE + "issues/4759"),
     ),
+    Problem(
+        code="KVD1259",
+        name="gauge-of-adapters-twice",
+        severity=Severity.RISK,
+        title="LMCache's server exports one gauge twice, and Prometheus drops one of the two.",
+        shows=(),
+        said=(r"lmcache_mp_l2_adapters", r"(?i)duplicate sample|same timestamp|\btwice\b|duplicat"),
+        releases={"lmcache": ">=0.5,<0.5.3"},
+        sure=False,
+        cause="The parts that store to L2 and that prefetch from it both register `lmcache_mp.l2_adapters`. The cache "
+        "works; only that number in Prometheus is the one of either of them.",
+        now="nothing, and no alert on lmcache_mp_l2_adapters",
+        good="LMCache 0.5.3 or newer",
+        threads=(_LMCACHE + "pull/4216",),
+    ),
+    Problem(
+        code="KVD1260",
+        name="prompt-below-a-large-chunk",
+        severity=Severity.SLOW,
+        title="An `lmcache server` with a large --chunk-size stores nothing: the prompts are shorter than one chunk.",
+        shows=(),
+        said=(
+            r"\blmcache server\b[^\n]*--chunk-size[ =](?:[3-9]\d\d|\d{4,})\b",
+            r"(?is)\A.{0,1600}?(?:\bhits?(?: tokens| ?-?rate)?\b[^\n.]{0,40}\b0(?:\.0+)?%?(?![\w%]|\.\d)"
+            r"|\b(?:no|never|zero|0) (?:\w+ ){0,3}hits?\b)",
+            r"(?i)(?:\b(?:zero|no|0) (?:\w+ ){0,3}(?:blocks|chunks|objects|memory)\b|\bnothing is stored\b"
+            r"|not found, skipping touch)",
+        ),
+        sure=False,
+        cause="Only whole chunks of --chunk-size tokens are stored, and the sizes that hybrid models need (544 for "
+        "Qwen3.5) are longer than a line of chat. Then no store is made, the server knows no session of the request "
+        "(`not found, skipping touch`, which is harmless), and its L1 stays empty. If the prompts are longer, stores "
+        "fail: the server's own log says so.",
+        now="one prompt of three times --chunk-size tokens, twice: the second one hits (vLLM's own prefix cache first: "
+        "--no-enable-prefix-caching to see it)",
+        good="prompts of several chunks; a smaller --chunk-size only as a multiple of vLLM's block size for this model",
+        threads=(_LMCACHE + "issues/4094",),
+    ),
 )

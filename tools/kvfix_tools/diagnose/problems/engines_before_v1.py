@@ -89,4 +89,28 @@ PROBLEMS = (
         good="vLLM 0.11.2 or newer with NixlConnector",
         threads=("https://github.com/vllm-project/vllm/pull/11058",),
     ),
+    Problem(
+        code="KVD1257",
+        name="deepseek-with-a-v0-connector",
+        severity=Severity.CRASH,
+        title="P/D of vLLM's V0 engine does not know DeepSeek's models.",
+        shows=(
+            Failed(
+                kind="AttributeError",
+                text="'Deepseek<version>Model' object has no attribute 'config'",
+                through="/kv_transfer/",
+            ),
+        ),
+        sentence="the connector asks a model for a config that it does not keep",
+        releases={"vllm": "<0.9"},
+        cause="SimpleConnector (PyNcclConnector, MooncakeConnector of V0) reads heads and layers from model.config, "
+        "which DeepSeek's model does not keep, and takes keys and values for granted where MLA has one latent. Pull "
+        "14824 brought both.",
+        now="vLLM 0.9 or newer; until then DeepSeek without --kv-transfer-config, or another model",
+        good="vLLM 0.11.2 or newer with NixlConnector",
+        threads=(
+            "https://github.com/vllm-project/vllm/issues/14324",
+            "https://github.com/vllm-project/vllm/pull/14824",
+        ),
+    ),
 )

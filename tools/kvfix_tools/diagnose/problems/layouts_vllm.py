@@ -107,4 +107,30 @@ PROBLEMS = (
         "--attention-backend; on prefill and decode; restart both",
         good="the layout that vLLM takes by itself for the model",
     ),
+    Problem(
+        code="KVD1258",
+        name="indexer-with-several-heads",
+        severity=Severity.CRASH,
+        title="The connector asks DeepSeek V3.2's indexer for a KV cache of several heads, and it has one.",
+        shows=(
+            Failed(
+                kind="AssertionError",
+                within="indexer.py:get_kv_cache_shape",
+                source="assert num_kv_heads == 1",
+                through="/kv_connector/",
+            ),
+            Failed(kind="AssertionError", text="num_kv_heads == 1", through="/kv_connector/"),
+        ),
+        sentence="the shape of the indexer's cache is asked for with another number of heads than 1",
+        releases={"vllm": "<0.15"},
+        cause="To see how blocks are laid out NixlConnector asks the first attention backend, the indexer's, with a "
+        "made-up number of heads (kv_connector/utils.py). Builds of 2026-01 between 0.14 and 0.15 do so; pull 33090 "
+        "asks for one head.",
+        now="a vLLM with pull 33090: 0.15.1, or a nightly of 2026-02 or later, on prefill and decode",
+        fixed={"vllm": "0.15.1"},
+        threads=(
+            "https://github.com/vllm-project/vllm/issues/33074",
+            "https://github.com/vllm-project/vllm/pull/33090",
+        ),
+    ),
 )

@@ -222,4 +222,19 @@ PROBLEMS = (
         fixed={"vllm": "0.26.0"},
         threads=("https://github.com/vllm-project/vllm/pull/43281",),
     ),
+    Problem(
+        code="KVD1254",
+        name="mooncake-miss-logged-as-error",
+        severity=Severity.RISK,
+        title="Mooncake's store client of early 2025 logs a key that is not there as an error.",
+        shows=(Logged(" store_py.cpp:<line>] Query failed for key: <key> with error: UNKNOWN_ERROR"),),
+        sentence="a lookup found nothing",
+        sure=False,
+        cause="That client has no word of its own for an object that is not there. Each lookup of a new prefix then "
+        "logs it: a miss, and no failure. It is one if keys that were stored before are not found either: then the "
+        "log of mooncake_master tells (evicted, no segment), or the client does not reach it.",
+        now="nothing; to know it for sure send one prompt of several chunks twice: the second one has no such line",
+        good="a newer mooncake-transfer-engine: from pull 308 (spring of 2025) on a miss is no error",
+        threads=("https://github.com/kvcache-ai/Mooncake/pull/308",),
+    ),
 )

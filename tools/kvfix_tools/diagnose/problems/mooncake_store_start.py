@@ -254,4 +254,25 @@ PROBLEMS = (
         "segment; restart",
         good="the configuration",
     ),
+    Problem(
+        code="KVD1255",
+        name="mooncake-field-missing",
+        severity=Severity.CRASH,
+        title="Mooncake's store does not take its configuration: a field is missing, or it is another release.",
+        shows=(
+            Logged("An error occurred while loading the configuration: setup(): incompatible function arguments"),
+            Logged("Configuration loading failed: setup(): incompatible function arguments"),
+        ),
+        sentence="a value that setup() was given is of a wrong kind",
+        sure=False,
+        cause="`Invoked with`, a line below, has the values in this order: local_hostname, metadata_server, "
+        "global_segment_size, local_buffer_size, protocol, device_name, master_server_address. A None is a field that "
+        "is not in the file of MOONCAKE_CONFIG_PATH; a size in quotes is one too. Without either the installed "
+        "Mooncake has another setup() than the code that calls it.",
+        now='each field that is None there into that file, as "local_hostname": "IP OF THIS NODE", '
+        '"master_server_address": "IP OF THE MASTER:50051"; of another release: pip install -U '
+        "mooncake-transfer-engine; restart",
+        good="the configuration",
+        threads=(_MOONCAKE_ISSUES + "476",),
+    ),
 )

@@ -224,4 +224,29 @@ PROBLEMS = (
         now="the same --model, --kv-cache-dtype, --block-size, --tensor-parallel-size and release of vLLM on all peers",
         good="one set of options for all peers",
     ),
+    Problem(
+        code="KVD1256",
+        name="fs-backend-without-tensors",
+        severity=Severity.SLOW,
+        title="llm-d's file system backend reads GPU tensors that are gone: these blocks are not stored.",
+        shows=(
+            Logged("Store failed for <file>: Cannot access data pointer of Tensor that doesn't have storage"),
+            Failed(
+                kind="RuntimeError",
+                text="Cannot access data pointer of Tensor that doesn't have storage",
+                through="/llmd_fs_backend/",
+            ),
+        ),
+        sentence="a thread that writes has a tensor without memory",
+        connectors=_OFFLOAD,
+        cause="The threads of llmd_fs_backend write in the background, under load or while the engine ends, when the "
+        "memory of their tensors was given back. No request fails; the file is not there later, and its tokens are "
+        "computed again. Without `Store failed for` before it, it is a tensor of other code.",
+        now="fewer requests at once (--max-num-seqs), or without `SharedStorageOffloadingSpec`: "
+        "cpu_bytes_to_use alone; nothing if it comes only while the engine ends",
+        good="a newer llmd_fs_backend; or vLLM's own `TieringOffloadingSpec` with a tier of type fs (vLLM 0.26 or "
+        "newer)",
+        threads=("https://github.com/llm-d/llm-d-kv-cache/issues/504",),
+        sure=False,
+    ),
 )

@@ -190,6 +190,8 @@ PROBLEMS = (
         shows=(
             Failed(kind="ValueError", text="kv_connector_extra_config.http_port is required", at=_P2P_NCCL_ENGINE),
             Failed(kind="ValueError", text="Port cannot be 0", at=_P2P_NCCL_ENGINE),
+            # Up to 0.11.0 it looks the port up without asking for it.
+            Failed(kind="KeyError", text="'http_port'", within="p2p_nccl_engine.py:__init__"),
         ),
         releases={"vllm": "<0.26"},
         cause="Each engine announces `http_port`, which has to be its own --port, and its NCCL port (kv_port plus the "
@@ -197,6 +199,7 @@ PROBLEMS = (
         now='`"kv_port": "21001"` (another for each engine of a host), `"kv_connector_extra_config": {"proxy_ip": IP, '
         '"proxy_port": "30001", "http_port": "8000"}` with the port of --port',
         good="this set-up; newer releases of vLLM do not have P2pNcclConnector: NixlConnector",
+        threads=("https://github.com/vllm-project/vllm/pull/26628",),
     ),
     Problem(
         code="KVD1174",
