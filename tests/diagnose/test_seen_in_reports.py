@@ -69,3 +69,67 @@ def test_a_gpu_that_lmcache_counts_otherwise_is_not_a_missing_one() -> None:
     in_vllm = frames.format(file="vllm/v1/worker/gpu_worker.py", function="init_device")
     assert codes(diagnose(head, in_lmcache, f"{error}\n")) == ["KVD750"]
     assert codes(diagnose(head, in_vllm, f"{error}\n")) == ["KVD242"]
+
+
+def test_a_layers_key_is_read_from_0_3_14_on() -> None:
+    """utils.py, parse_cache_key: 0.3.9.post1 to 0.3.13 look for the layer one part too early."""
+    log = diagnose(version("0.3.13"), "ValueError: Invalid key string: vllm@m@1@0@-5d1b@bfloat16@0\n")
+    assert codes(log) == ["KVD899"]
+    assert "0.3.14" in advice.remedy(log, log.findings[0]).now
+
+
+@pytest.mark.parametrize("name, code", [("setup_lmcache", "KVD1280"), ("batch_get_buffer", "KVD889")])
+def test_who_is_of_another_time_depends_on_the_method(name: str, code: str) -> None:
+    text = "An error occurred while loading the configuration: 'mooncake.store.MooncakeDistributedStore' object has no "
+    assert codes(diagnose(LMCACHE.format(level="ERROR", text=f"{text}attribute '{name}'"))) == [code]
+
+
+def test_a_failed_load_of_several_groups_is_known_by_its_function() -> None:
+    text = "Scheduler._update_requests_with_invalid_blocks\nValueError: too many values to unpack\n"
+    assert codes(diagnose(text)) == ["KVD661"]
+
+
+def test_a_format_that_is_refused_explains_what_is_not_loaded() -> None:
+    text = "Failed to read from file /d/m@1.data: Unsupported memory format: MemoryFormat.KV_MLA_FMT"
+    short = LMCACHE.format(level="ERROR", text="Num retrieved tokens: 0, num expected tokens: 15")
+    assert codes(diagnose(LMCACHE.format(level="ERROR", text=text), short)) == ["KVD453"]
+
+
+def test_a_missing_library_is_not_the_engine_v0() -> None:
+    fell_back = "WARNING 04-17 17:56:11 [arg_utils.py:1731] --kv-transfer-config is not supported by the V1 Engine. "
+    missing = "ModuleNotFoundError: No module named 'lmcache.c_ops'\n"
+    assert codes(diagnose(f"{fell_back}Falling back to V0.\n")) == ["KVD741"]
+    assert codes(diagnose(f"{fell_back}Falling back to V0.\n", missing)) == ["KVD714"]
+
+
+@pytest.mark.parametrize(
+    "line, code",
+    [
+        ("No eviction candidates found in local cpu backend.", "KVD402"),
+        ("Recovered from KV load failure: 1 request(s) rescheduled", "KVD303"),
+    ],
+)
+def test_a_line_that_a_sentence_quotes_is_known(line: str, code: str) -> None:
+    assert codes(diagnose(f"We see `{line}` all the time.\n")) == [code]
+
+
+def test_a_failed_load_that_vllm_knows_of_was_reported() -> None:
+    """Releases from 0.5.5 on report it; which one it is the line does not say."""
+    line = "LMCache ERROR: Something went wrong when processing the retrieve request for request_id=r1, result=False\n"
+    failing = "ERROR 09-20 10:00:00 [scheduler.py:3043] Failing 1 request(s) due to KV load failure "
+    assert "KVD301" in codes(diagnose(line))
+    log = diagnose(line, f"{failing}(failure_policy=fail, 6144 tokens affected)\n")
+    assert "KVD303" in codes(log)
+    assert "KVD301" not in codes(log)
+
+
+def test_preemptions_that_come_as_metadata() -> None:
+    """base.py 0.15.1 and 0.20.2, handle_preemptions."""
+    error = "TypeError: 'KVConnectorMetadata' object is not iterable\n"
+    assert codes(diagnose(f"handle_preemptions fails at each step\n{error}")) == ["KVD1281"]
+    assert codes(diagnose(error.replace("KVConnectorMetadata", "Thing"))) == ["KVD353"]
+
+
+def test_an_assertion_without_its_frames_is_known_by_its_record() -> None:
+    """0.15.1 v1/kv_offload/worker/cpu_gpu.py:200 and mla/indexer.py:52."""
+    assert codes(diagnose("AssertionError: num_kv_heads == 1 in mla/indexer.py\n")) == ["KVD1282"]

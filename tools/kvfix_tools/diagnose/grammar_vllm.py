@@ -19,7 +19,7 @@ _message(
 _message(
     "kv_failing", "vllm", "", " due to KV load failure",
     rb"Failing (?P<objects>\d+) request\(s\) due to KV load failure \(failure_policy=fail, (?P<tokens>\d+) tokens "
-    rb"affected\)\. Request IDs: (?P<requests>.*)",
+    rb"affected\)(?:\. Request IDs: )?(?P<requests>.*)",
 )  # fmt: skip
 _message(
     "kv_recovered", "vllm", "", "Recovered from KV load failure: ",

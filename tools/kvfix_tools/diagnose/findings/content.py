@@ -13,19 +13,29 @@ if TYPE_CHECKING:
     from kvfix_tools.diagnose.log_line import LogLine
 
 
-@finding("KVD301", "failed-load-taken-for-done", Severity.WRONG, on=["mp_failed"])
-def failed_load_taken_for_done(log: Diagnosis, line: LogLine) -> Answer | None:
+#: Lines that a finding shows.
+_SHOWN = 4
+
+
+@finding("KVD301", "failed-load-taken-for-done", Severity.WRONG, on=["mp_failed", ""])
+def failed_load_taken_for_done(log: Diagnosis, line: LogLine | None) -> Answer | None:
     """A load from the server failed and was reported done: the request reads what lies in its blocks. Wrong text.
 
     Setting: none; a server with room enough, so that chunks are not evicted between lookup and load.
     """
+    unsure: list[LogLine] = log.memory.setdefault("taken_for_done", [])
+    sentence = "its load failed, and is reported as done"
+    if line is None:  # where vLLM knows of a load that failed, the release reports it
+        if not unsure or log.counts["kv_failing"] or log.counts["kv_recovered"]:
+            return None
+        evidence = tuple(each.evidence for each in unsure)
+        return Answer(f"{sentence} (if LMCache is older than 0.5.5)", unsure[0].request, "unknown", evidence)
     if line.fields["what"] != "retrieve" or log.releases.within("lmcache", ">=0.5.5"):
         return None
-    sure = log.releases.within("lmcache", "<0.5.5")
-    return Answer(
-        "its load failed, and is reported as done" + ("" if sure else " (if LMCache is older than 0.5.5)"),
-        verdict="violated" if sure else "unknown",
-    )
+    if log.releases.within("lmcache", "<0.5.5"):
+        return Answer(sentence)
+    unsure += [line] if len(unsure) < _SHOWN else []
+    return None
 
 
 @finding(

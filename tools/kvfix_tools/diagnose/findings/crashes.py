@@ -168,7 +168,8 @@ def transfer_of_unknown_request(log: Diagnosis, line: LogLine) -> Answer | None:
     Setting: `kv_load_failure_policy: recompute` avoids it after failed loads, not after aborts.
     """
     if _asserts(line, "assert req_id in self.requests", "_update_from_kv_xfer_finished"):
-        return Answer("a transfer of a request was reported done that vLLM had freed already", request="")
+        policy = ": kv_load_failure_policy `fail` ended it, `recompute` keeps it" if log.counts["kv_failing"] else ""
+        return Answer(f"a transfer of a request was reported done that vLLM had freed already{policy}", request="")
     return None
 
 

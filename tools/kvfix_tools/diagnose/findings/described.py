@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvfix_tools.diagnose import problems
 from kvfix_tools.diagnose.failures import is_cut
-from kvfix_tools.diagnose.findings import Answer, Severity, finding
+from kvfix_tools.diagnose.findings import Answer, Severity, find, finding
 from kvfix_tools.diagnose.findings.lookups_seen import lookups_of
 from kvfix_tools.diagnose.findings.memory import PASTE
 
@@ -56,6 +56,13 @@ _HASHES_DIFFER = re.compile(
 #: A setting in a file, as YAML has it; those that name a place, and how they are switched off.
 _IN_FILE = re.compile(r"(?m)^[ \t]{0,4}(chunk_size|local_cpu|local_disk|remote_url): *[\"']?([^\s#\"']+)")
 _PLACES, _OFF = ("local_disk", "remote_url"), ("none", "null", "false", "~")
+#: What a sentence quotes between backticks, and whose line that is.
+_QUOTED = re.compile(r"(?<!`)`([^`\n]{12,300})`(?!`)")
+_QUOTED_LINES = {
+    "No eviction candidates found in local cpu backend": "KVD402",
+    "Recovered from KV load failure: ": "KVD303",
+    " due to KV load failure (failure_policy=fail": "KVD303",
+}
 #: One side of LMCache's P/D, and that the engine's processes are not there yet: so many lines, ten seconds apart.
 _SIDE = re.compile(r"(?:nixl|pd)_role['\"]?\s*[:=]\s*['\"]?(sender|receiver)")
 _NOT_YET, _LONG = re.compile(r"Waiting for [1-9]\d* local, \d+ remote core engine proc\(s\) to start"), 4
@@ -93,6 +100,15 @@ def described(log: Diagnosis) -> Answer | None:
         return None
     words = [" ".join(found[0].split())[-60:] for each in best.said if (found := re.search(each, text))]
     return Answer(f"the text speaks of {', '.join(words)}", request="", verdict="unknown", record=best)
+
+
+def quoted(log: Diagnosis) -> Answer | None:
+    """The finding of a line that a sentence quotes, where no line of a log is there."""
+    for line in _QUOTED.findall(_text(log, whole=True)) if log.failures.first is None else ():
+        code = next((code for begin, code in _QUOTED_LINES.items() if begin in line), None)
+        if code is not None:
+            return Answer(f"the text quotes `{line[:120]}`", request="", verdict="unknown", record=find(code))
+    return None
 
 
 def cut_off(log: Diagnosis) -> Answer | None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from kvfix_tools.diagnose import checks, pasted, pasted_ends, problems, problems_cut
 from kvfix_tools.diagnose.failures import HOOKS, hook, is_cut, owner
 from kvfix_tools.diagnose.findings import Answer, Severity, find, finding
-from kvfix_tools.diagnose.findings.described import cut_off, described
+from kvfix_tools.diagnose.findings.described import cut_off, described, quoted
 from kvfix_tools.diagnose.findings.lookups_seen import lookups_of
 from kvfix_tools.diagnose.findings.memory import PASTE
 from kvfix_tools.diagnose.findings.pastes import is_paste
@@ -71,7 +71,8 @@ def unknown_failure(log: Diagnosis, line: LogLine | None) -> Answer | None:
         known = dead or named or described(log)
         if known is not None or has_lines:
             return known or beside_few_lines(log)
-        return None if log.findings else symptom(log)  # what a setting tells is more than what is complained of
+        # What a setting tells is more than what is complained of.
+        return None if log.findings else quoted(log) or symptom(log)
     if is_cut(first):
         # A hook of a connector mostly hands on: what failed lies deeper, in the part that was cut off, unless the line
         # that is left is one that a record knows to fail.
@@ -107,6 +108,9 @@ def _asserted(log: Diagnosis, first: LogLine | None) -> Answer | None:
         return None
     else:
         found = pasted.by_named_assertion(log, f"{first.fields['text']} {first.fields['source']}")
+        if found is None and not first.fields["source"] and problems.general(first) is None:
+            asserted = pasted.by_assertion(log)
+            return None if asserted is None else asserted[1]._replace(request="", verdict="unknown", record=asserted[0])
     return None if found is None else found[1]._replace(request="", verdict="unknown", record=found[0])
 
 

@@ -136,4 +136,21 @@ PROBLEMS = (
         sure=False,
         threads=("https://github.com/LMCache/LMCache/issues/749",),
     ),
+    Problem(
+        code="KVD1281",
+        name="preemptions-come-as-metadata",
+        severity=Severity.CRASH,
+        title="This vLLM hands handle_preemptions the connector's metadata, and the connector expects request ids.",
+        shows=(
+            Failed(kind="TypeError", text="ConnectorMetadata' object is not iterable", within="handle_preemptions"),
+        ),
+        sentence="handle_preemptions gets the metadata of the step",
+        releases={"vllm": ">=0.20"},
+        cause="Up to vLLM 0.15 the hook got a set of the ids of preempted requests, in 0.20 and newer it gets the "
+        "metadata, at every step. A connector of one's own or of a platform (LMCache-Ascend) still takes ids.",
+        now="the release of that connector that is made for this vLLM, or vLLM 0.15.1; in the connector: "
+        "`def handle_preemptions(self, kv_connector_metadata)`",
+        good="a connector that is released for this vLLM: check it at each change of vLLM's release",
+        threads=("https://github.com/LMCache/LMCache-Ascend/pull/293",),
+    ),
 )

@@ -181,6 +181,7 @@ PROBLEMS = (
         ),
         sentence="the allocator refuses the format of MLA",
         releases={"lmcache": "<0.3.9"},
+        replaces=("KVD302", "KVD877", "KVD1090"),
         cause="The allocator of the CPU buffer takes KV_2LTD only, so every load of a DeepSeek model from fs://, "
         "mooncakestore:// and the like fails. The files are whole: deleting them changes nothing.",
         now="pip install -U 'lmcache>=0.3.9'; until then local_cpu: true without remote_url",

@@ -286,6 +286,7 @@ PROBLEMS = (
             Failed(text="No module named 'lmcache.native_storage_ops'"),
             Failed(text="No module named 'lmcache.lmcache_native'"),
         ),
+        replaces=("KVD741",),  # of it the log has no more than vLLM's line about V0, which ends nothing here
         cause="It was installed without being compiled, or a source folder named lmcache in the working directory or "
         "in PYTHONPATH is imported instead of the installed package.",
         now="start from another directory; python -c 'import lmcache; print(lmcache.__file__)' must name "

@@ -221,7 +221,7 @@ PROBLEMS = (
         shows=(
             Failed(
                 kind="ValueError",
-                text="too many values to unpack (expected 1",
+                text="too many values to unpack",
                 within="_update_requests_with_invalid_blocks",
             ),
         ),

@@ -47,9 +47,11 @@ PROBLEMS = (
         sure=False,
         cause="A segment is a process, named HOST:PORT at the metadata server (P2PHANDSHAKE: asked of itself). It has "
         "ended or restarted with another port, gave a host name that this node resolves otherwise, or the two use "
-        "different metadata servers.",
+        "different metadata servers. A line `Error from http client` just before decides: the metadata server was not "
+        "asked (`Failed initialization`: libcurl in this process) or did not answer.",
         now="curl 'http://METADATA/metadata?key=mooncake/ram/HOST:PORT'; local_hostname of each node an address that "
-        "the others reach; the same metadata_server everywhere; restart this engine after its peer has restarted",
+        "the others reach; the same metadata_server everywhere; restart this engine after its peer has restarted; "
+        'after `Failed initialization`: metadata_server "P2PHANDSHAKE" or etcd://, on all nodes',
         good="peers that stay, addresses in place of names, one metadata server",
         threads=(_ISSUES + "1754",),
     ),

@@ -91,6 +91,26 @@ PROBLEMS = (
         threads=(_LMCACHE + "issues/1690",),
     ),
     Problem(
+        code="KVD1280",
+        name="mooncake-without-setup-lmcache",
+        severity=Severity.SLOW,
+        title="This LMCache calls a method that no Mooncake package has: there is no remote store.",
+        shows=(
+            Logged("'mooncake.store.MooncakeDistributedStore' object has no attribute 'setup_lmcache'"),
+            Failed(kind="AttributeError", text="MooncakeDistributedStore' object has no attribute 'setup_lmcache'"),
+        ),
+        sentence="setup_lmcache is called, and Mooncake has setup",
+        releases={"lmcache": "<0.3.9"},
+        replaces=("KVD889", "KVD302", "KVD1090"),
+        connectors=_IN_PROCESS,
+        cause="LMCache from source of June 2025 calls `setup_lmcache` in its Mooncake connector. Mooncake calls it "
+        "`setup`, so that another Mooncake changes nothing.",
+        now="pip install -U 'lmcache>=0.3.9', whose connector calls `setup`, with the vLLM and the "
+        "mooncake-transfer-engine of its time",
+        good="LMCache 0.3.9 or newer",
+        threads=(_LMCACHE + "issues/839",),
+    ),
+    Problem(
         code="KVD889",
         name="mooncake-too-old",
         severity=Severity.SLOW,
@@ -109,11 +129,12 @@ PROBLEMS = (
         ),
         replaces=("KVD302", "KVD1090"),
         connectors=_IN_PROCESS,
-        cause="mooncake-transfer-engine and LMCache are of different times: a method is missing.",
+        cause="mooncake-transfer-engine and LMCache are of different times: the method at the end of the line is not "
+        "in the one that is installed.",
         now="extra_config: {save_chunk_meta: false} (it uses the older calls), or pip install -U "
         "mooncake-transfer-engine, and restart",
         good="releases of the same month of both",
-        threads=(_LMCACHE + "issues/1514", _LMCACHE + "issues/839"),
+        threads=(_LMCACHE + "issues/1514",),
     ),
     Problem(
         code="KVD890",

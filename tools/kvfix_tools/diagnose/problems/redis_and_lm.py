@@ -127,16 +127,18 @@ PROBLEMS = (
         code="KVD823",
         name="ranks-differ-and-die",
         severity=Severity.CRASH,
-        title="The store has evicted chunks of some ranks and not of others, and the lookup kills EngineCore.",
+        title="The ranks answer a lookup with different hits, and LMCache lets EngineCore die of it.",
         shows=(Failed(text="Lookup results (number of hit tokens) differ across"),),
         sentence="the ranks find different hits for the same tokens",
         connectors=_IN_PROCESS,
         releases={"lmcache": "<0.3.6"},
-        cause="Each rank keeps its part of a chunk under a key of its own, and Redis evicts key by key; these releases "
-        "raise where the ranks differ. A rank that is 0 from the first request on: PYTHONHASHSEED is not the same.",
-        now="redis-cli config set maxmemory to more than is stored, or maxmemory-policy noeviction; PYTHONHASHSEED=0",
+        cause="Each rank keeps its part of a chunk and evicts by itself (CPU memory, disk; Redis: key by key); these "
+        "releases raise where the ranks differ, newer ones take the least. A rank that is 0 from the first request on: "
+        "PYTHONHASHSEED is not the same.",
+        now="upgrade; until then PYTHONHASHSEED=0 for all processes, and a larger max_local_cpu_size, so that nothing "
+        "is evicted; with redis:// in remote_url a larger maxmemory too",
         fixed={"lmcache": "0.3.6"},
-        threads=(_LMCACHE + "issues/1467",),
+        threads=(_LMCACHE + "issues/1379", _LMCACHE + "issues/1467"),
     ),
     Problem(
         code="KVD873",
@@ -183,13 +185,13 @@ PROBLEMS = (
         ),
         sentence="{key}",
         sure=False,
-        cause="A key is model@world size@rank@hash@dtype. One part more, a plain number at its end, is a layer's: "
-        "with use_layerwise: true lmcache_server (`handle_client`) before 0.3.10 does not read it. Else engine and "
-        "server, or two peers (P2P, P/D), are of different releases: the form of keys changed with 0.3.10 and again "
-        "up to 0.3.15.",
-        now="the same LMCache, 0.3.10 or newer, on engines and server, restart both; before 0.3.10 use_layerwise: "
-        "false (LMCACHE_USE_LAYERWISE=False)",
-        fixed={"lmcache": "0.3.10"},
+        cause="A key is model@world size@rank@hash@dtype (up to 0.3.12 with `vllm@` before it). One part more, a plain "
+        "number at its end, is a layer's: with use_layerwise: true no lmcache_server before 0.3.14 reads it "
+        "(`parse_cache_key` looks for the number one part too early). Else engine and server, or two peers (P2P, P/D), "
+        "are of different releases: the form of keys changed up to 0.3.15.",
+        now="use_layerwise: false (LMCACHE_USE_LAYERWISE=False) for a layer's key, until engines and server both have "
+        "LMCache 0.3.14 or newer; else the same LMCache on engines and server; restart both",
+        good="one release for all of them, LMCache 0.3.14 or newer",
         threads=(
             _LMCACHE + "issues/1790",
             _LMCACHE + "issues/2135",
