@@ -78,7 +78,7 @@ def test_a_layers_key_is_read_from_0_3_14_on() -> None:
     assert "0.3.14" in advice.remedy(log, log.findings[0]).now
 
 
-@pytest.mark.parametrize("name, code", [("setup_lmcache", "KVD1280"), ("batch_get_buffer", "KVD889")])
+@pytest.mark.parametrize(("name", "code"), [("setup_lmcache", "KVD1280"), ("batch_get_buffer", "KVD889")])
 def test_who_is_of_another_time_depends_on_the_method(name: str, code: str) -> None:
     text = "An error occurred while loading the configuration: 'mooncake.store.MooncakeDistributedStore' object has no "
     assert codes(diagnose(LMCACHE.format(level="ERROR", text=f"{text}attribute '{name}'"))) == [code]
@@ -103,7 +103,7 @@ def test_a_missing_library_is_not_the_engine_v0() -> None:
 
 
 @pytest.mark.parametrize(
-    "line, code",
+    ("line", "code"),
     [
         ("No eviction candidates found in local cpu backend.", "KVD402"),
         ("Recovered from KV load failure: 1 request(s) rescheduled", "KVD303"),

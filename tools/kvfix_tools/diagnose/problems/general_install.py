@@ -53,12 +53,13 @@ PROBLEMS = (
         ),
         cause="`conflicting dependencies`: the first list names who asks for which release (LMCache's wheels of some "
         "releases pin torch). `No matching distribution`: no wheel for this Python, platform or index (torch of "
-        "another CUDA comes from https://download.pytorch.org/whl/cu130); a wheel that ends in manylinux_2_28 needs "
-        "glibc 2.28, which Ubuntu 18.04 and CentOS 7 do not have. A build fails at its own first error above, "
-        "mostly a torch in pip's isolated build folder that is not the one that runs.",
+        "another CUDA comes from https://download.pytorch.org/whl/cu130); one that ends in manylinux_2_28 needs glibc "
+        "2.28, which Ubuntu 18.04 and CentOS 7 do not have. A build fails at its own first error above, mostly a torch "
+        "in pip's isolated build folder that is not the one that runs.",
         now="a conflict: vLLM first, then pip install --no-deps of the release that is built for its torch; python "
-        "--version and ldd --version against the wheels on PyPI, or the image lmcache/vllm-openai on an old system; a build: pip install --no-build-isolation --no-deps --no-binary "
-        "lmcache lmcache, with torch, nvcc and ninja already there",
+        "--version and ldd --version against the wheels on PyPI, or the image lmcache/vllm-openai on an old system; a "
+        "build: pip install --no-build-isolation --no-deps --no-binary lmcache lmcache, with torch, nvcc and ninja "
+        "already there",
         good="a wheel that fits: pip download --no-deps PACKAGE tells in advance",
         sure=False,
         threads=("https://github.com/LMCache/LMCache/issues/782", "https://github.com/LMCache/LMCache/issues/1185"),
@@ -75,8 +76,8 @@ PROBLEMS = (
         "evicts in the same folder. A bare name (nvcc, numactl): "
         "a program that this image has not. A socket or .mmap below /tmp or /dev/shm: the process that made it has "
         "ended.",
-        now="ls -ld on each folder of that path, in this container and as this user, mkdir -p what is missing; a folder "
-        "of its own for each engine and rank, which no tmp cleaner sweeps; then restart",
+        now="ls -ld on each folder of that path, in this container and as this user, mkdir -p what is missing; a "
+        "folder of its own for each engine and rank, which no tmp cleaner sweeps; then restart",
         good="the folder on a volume that is mounted before the engine starts",
         sure=False,
         threads=("https://github.com/LMCache/LMCache/issues/227",),
