@@ -132,4 +132,4 @@ def test_preemptions_that_come_as_metadata() -> None:
 
 def test_an_assertion_without_its_frames_is_known_by_its_record() -> None:
     """0.15.1 v1/kv_offload/worker/cpu_gpu.py:200 and mla/indexer.py:52."""
-    assert codes(diagnose("AssertionError: num_kv_heads == 1 in mla/indexer.py\n")) == ["KVD1282"]
+    assert codes(diagnose("AssertionError: num_kv_heads == 1 in mla/indexer.py\n")) == ["KVD1258"]

@@ -120,17 +120,27 @@ PROBLEMS = (
                 through="/kv_connector/",
             ),
             Failed(kind="AssertionError", text="num_kv_heads == 1", through="/kv_connector/"),
+            Failed(
+                kind="AssertionError",
+                within="indexer.py:get_kv_cache_shape",
+                source="assert num_kv_heads == 1",
+                through="/kv_offload/",
+            ),
         ),
         sentence="the shape of the indexer's cache is asked for with another number of heads than 1",
-        releases={"vllm": "<0.15"},
-        cause="To see how blocks are laid out NixlConnector asks the first attention backend, the indexer's, with a "
-        "made-up number of heads (kv_connector/utils.py). Builds of 2026-01 between 0.14 and 0.15 do so; pull 33090 "
-        "asks for one head.",
-        now="a vLLM with pull 33090: 0.15.1, or a nightly of 2026-02 or later, on prefill and decode",
-        fixed={"vllm": "0.15.1"},
+        sure=False,
+        releases={"vllm": "<0.20"},
+        cause="To see how blocks are laid out a connector asks the attention backend, here the indexer's, with a "
+        "made-up number of heads. The frame below decides: `kv_offload` (--kv-offloading-size, OffloadingConnector) "
+        "asks for 8 in every release before 0.20.2 (pull 37536); NixlConnector (kv_connector/utils.py) in builds of "
+        "2026-01 between 0.14 and 0.15 alone (pull 33090).",
+        now="vLLM 0.20.2; until then without --kv-offloading-size and OffloadingConnector for this model; "
+        "NixlConnector: vLLM 0.15.1 on prefill and decode",
+        fixed={"vllm": "0.20.2"},
         threads=(
             "https://github.com/vllm-project/vllm/issues/33074",
             "https://github.com/vllm-project/vllm/pull/33090",
+            "https://github.com/vllm-project/vllm/pull/37536",
         ),
     ),
 )

@@ -186,29 +186,4 @@ PROBLEMS = (
         sure=False,
         threads=("https://github.com/vllm-project/vllm/issues/33572",),
     ),
-    Problem(
-        code="KVD1282",
-        name="offloading-probes-with-eight-heads",
-        severity=Severity.CRASH,
-        title="OffloadingConnector asks a sparse MLA indexer for the shape of eight heads, and vLLM does not start.",
-        shows=(
-            Failed(
-                kind="AssertionError",
-                source="assert num_kv_heads == 1",
-                within="mla/indexer.py:get_kv_cache_shape",
-                through="kv_offload/",
-            ),
-        ),
-        sentence="the indexer's KV has one head, and it is asked for eight",
-        sure=False,
-        releases={"vllm": "<0.20"},
-        cause="CpuGpuOffloadingHandlers asks each backend for a shape of 8 heads to learn its layout; the indexer of "
-        "DeepSeek V3.2 and GLM-5 asserts one. Without its frames it may be another caller (NixlConnector).",
-        now="without --kv-offloading-size and OffloadingConnector for this model; or vLLM 0.20.2",
-        fixed={"vllm": "0.20.2"},
-        threads=(
-            "https://github.com/vllm-project/vllm/issues/37404",
-            "https://github.com/vllm-project/vllm/pull/37536",
-        ),
-    ),
 )
