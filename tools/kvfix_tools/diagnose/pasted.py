@@ -44,7 +44,7 @@ _LACKS = re.compile(r"(?<!Error: )(?<![\w.'])'?([A-Z]\w{7,})['`]? (?:object )?ha
 #: An exception of which a sentence says the file and the line.
 _AT = re.compile(r"\b([A-Z]\w*Error)\b[^\n]{0,40}?\b(?:at|in) `?((?:[\w-]+/)*\w+_\w+\.py):(\d+)")
 #: What a text quotes as a message.
-_QUOTED = re.compile(rb"(?<!`)`([^`\n]{12,300})`(?!`)")
+QUOTED = re.compile(rb"(?<!`)`([^`\n]{12,300})`(?!`)")
 #: Blanks and marks of Markdown: where they stand depends on who pasted it.
 _BLANKS = re.compile(r"[\s`]+")
 
@@ -113,7 +113,7 @@ def known_by_words(log: Diagnosis, general: bool) -> Known | None:
 
     general: whether a general record knows the failure; then the text has to name the function too."""
     pasted = "".join(_squeezed(text) for text in log.pasted)
-    quoted = tuple(_squeezed(each) for text in log.pasted for each in _QUOTED.findall(text))
+    quoted = tuple(_squeezed(each) for text in log.pasted for each in QUOTED.findall(text))
     found = {each.rule.code for each in log.findings}
     first = log.failures.first
     best, most = None, 0

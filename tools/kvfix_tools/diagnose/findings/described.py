@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from kvfix_tools.diagnose import problems
+from kvfix_tools.diagnose import pasted, problems
 from kvfix_tools.diagnose.failures import is_cut
 from kvfix_tools.diagnose.findings import Answer, Severity, find, finding
 from kvfix_tools.diagnose.findings.lookups_seen import lookups_of
@@ -56,8 +56,7 @@ _HASHES_DIFFER = re.compile(
 #: A setting in a file, as YAML has it; those that name a place, and how they are switched off.
 _IN_FILE = re.compile(r"(?m)^[ \t]{0,4}(chunk_size|local_cpu|local_disk|remote_url): *[\"']?([^\s#\"']+)")
 _PLACES, _OFF = ("local_disk", "remote_url"), ("none", "null", "false", "~")
-#: What a sentence quotes between backticks, and whose line that is.
-_QUOTED = re.compile(r"(?<!`)`([^`\n]{12,300})`(?!`)")
+#: Whose line it is that a sentence quotes between backticks.
 _QUOTED_LINES = {
     "No eviction candidates found in local cpu backend": "KVD402",
     "Recovered from KV load failure: ": "KVD303",
@@ -104,7 +103,10 @@ def described(log: Diagnosis) -> Answer | None:
 
 def quoted(log: Diagnosis) -> Answer | None:
     """The finding of a line that a sentence quotes, where no line of a log is there."""
-    for line in _QUOTED.findall(_text(log, whole=True)) if log.failures.first is None else ():
+    if log.failures.first is not None:
+        return None
+    lines = (found.decode("utf-8", "replace") for text in log.whole for found in pasted.QUOTED.findall(text))
+    for line in lines:
         code = next((code for begin, code in _QUOTED_LINES.items() if begin in line), None)
         if code is not None:
             return Answer(f"the text quotes `{line[:120]}`", request="", verdict="unknown", record=find(code))
