@@ -33,6 +33,8 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(900)]
 LOAD, KILLED = (200, 16) if "KVFIX_TEST_LONG" in os.environ else (40, 12)
 #: Seconds for which prefill keeps blocks. On a busy machine decode may be later than vLLM's 30.
 LEASE = 120
+#: How often both are started, until a handshake comes in time.
+STARTS = 4
 SEEDS = itertools.count(1)
 #: What decode's log says of the request whose parameters name no host.
 LOST_HOST = {"KVD584"}
@@ -63,9 +65,20 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> Answers:
 
 @pytest.fixture(scope="module")
 def pair(expected: Answers, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
-    """Both engines, started once there is nothing else that takes the cores."""
-    with pd.running(Pair(tmp_path_factory.mktemp("pd"), kv_lease_duration=LEASE)) as pair:
-        yield pair
+    """Both engines, started once there is nothing else that takes the cores, after the first answer.
+
+    Decode waits 5 s for the handshake (nixl/base_worker.py 0.32.0:1044), and the request that asked for it then fails.
+    On a machine with other engines that is too short now and then: they are started anew, so that no log has it.
+    """
+    for _ in range(STARTS):
+        with pd.running(Pair(tmp_path_factory.mktemp("pd"), kv_lease_duration=LEASE)) as pair:
+            answer = pd.ask(pair.url, ROUNDS["load"][0])
+            if answer is not None:
+                assert answer == expected["load"][0]
+                yield pair
+                return
+            assert "zmq.error.Again" in pair.decode.log.read_text()
+    pytest.fail(f"prefill did not answer decode's handshake in 5 s, in {STARTS} starts")
 
 
 def findings(engine: Engine) -> set[str]:
@@ -91,7 +104,7 @@ def test_equal_answers(pair: Pair, expected: Answers) -> None:
     """All prompts come by NIXL, byte for byte as many as their blocks have."""
     asked = ROUNDS["load"]
     tokens, blocks = sum(len(each) for each, _ in asked), sum(-(-len(each) // BLOCK) for each, _ in asked)
-    assert pd.ask_all(pair.url, asked) == expected["load"]
+    assert pd.ask_all(pair.url, asked[1:]) == expected["load"][1:]
     assert computed(pair.prefill) == {"local_compute": tokens, "local_cache_hit": 0, "external_kv_transfer": 0}
     assert computed(pair.decode) == {"local_compute": 0, "local_cache_hit": 0, "external_kv_transfer": tokens}
     assert pair.decode.metric("vllm:nixl_xfer_time_seconds_count") == len(asked)
