@@ -171,10 +171,9 @@ def by_place(log: Diagnosis) -> tuple[LogRule, Answer] | None:
     for text in log.pasted:
         for found in _AT.finditer(text.decode("utf-8", "replace")):
             line = _raised(Raised(found[1], "", [(found[2], int(found[3]), "")], "", False), found[0].encode())
-            for rule in findings.rules().get("raised", ()):
-                answer = rule.look(log, line)
-                if answer is not None:
-                    return rule, answer._replace(sentence=f"the text names {found[0]}")
+            known = _looked(log, line)
+            if known is not None:
+                return known[0], known[1]._replace(sentence=f"the text names {found[0]}")
     return None
 
 
@@ -182,11 +181,22 @@ def _asserting(log: Diagnosis, condition: str, functions: list[str]) -> tuple[Lo
     """The finding that knows this assertion in one of these functions."""
     for function in dict.fromkeys(functions):
         line = _raised(Raised("AssertionError", "", [("", 0, function)], f"assert {condition}", False), b"")
-        for rule in findings.rules().get("raised", ()):
-            answer = rule.look(log, line)
-            if answer is not None:
-                return rule, answer
+        known = _looked(log, line)
+        if known is not None:
+            return known
     return None
+
+
+def _looked(log: Diagnosis, line: LogLine) -> tuple[LogRule, Answer] | None:
+    """The first finding of exceptions that knows this one."""
+    answers = ((rule, rule.look(log, line)) for rule in findings.rules().get("raised", ()))
+    return next(((rule, answer) for rule, answer in answers if answer is not None), None)
+
+
+def _only(log: Diagnosis, line: LogLine) -> Problem | None:
+    """The record of this failure; None: there is none, or more than one."""
+    of_this = [each for each in problems.at(line) if each.concerns(log)]
+    return of_this[0] if len(of_this) == 1 else None
 
 
 def _by_function(log: Diagnosis) -> tuple[LogRule | Problem, Answer] | None:
@@ -208,9 +218,9 @@ def _by_function(log: Diagnosis) -> tuple[LogRule | Problem, Answer] | None:
                 return known[0], known[1]._replace(sentence=sentence)
             frames = [("", 0, function)]
             raised = _raised(Raised("AssertionError", "", frames, f"assert {likely[0]}", False), line.encode())
-            of_this = [each for each in problems.at(raised) if each.concerns(log)]
-            if len(of_this) == 1:
-                return of_this[0], findings.Answer(sentence)
+            record = _only(log, raised)
+            if record is not None:
+                return record, findings.Answer(sentence)
     return None
 
 
@@ -222,16 +232,15 @@ def by_exception(log: Diagnosis, particular: bool = False) -> tuple[Problem, Log
         for found in list(_EXCEPTION.finditer(text))[:_NAMES]:
             kind, words = found["kind"].decode(), found["text"].decode("utf-8", "replace").strip()
             line = _raised(Raised(kind, words, [], "", False), found[0])
-            of_this = [each for each in problems.at(line) if each.concerns(log)]
-            record = of_this[0] if len(of_this) == 1 else None if particular else problems.general(line)
+            record = _only(log, line) or (None if particular else problems.general(line))
             if record is not None:
                 return record, line
         for lacks in _LACKS.finditer(text.decode("utf-8", "replace")):
             words = f"'{lacks[1]}' object has no attribute '{lacks[2]}'"
             line = _raised(Raised("AttributeError", words, [], "", False), lacks[0].encode())
-            of_this = [each for each in problems.at(line) if each.concerns(log)]
-            if len(of_this) == 1:
-                return of_this[0], line
+            record = _only(log, line)
+            if record is not None:
+                return record, line
     return None
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvfix_tools.diagnose import checks, pasted, pasted_ends, problems, problems_cut
 from kvfix_tools.diagnose.failures import HOOKS, hook, is_cut, owner
-from kvfix_tools.diagnose.findings import Answer, Severity, find, finding
+from kvfix_tools.diagnose.findings import Answer, LogRule, Severity, find, finding
 from kvfix_tools.diagnose.findings.described import cut_off, described, quoted
 from kvfix_tools.diagnose.findings.lookups_seen import lookups_of
 from kvfix_tools.diagnose.findings.memory import PASTE
@@ -67,8 +67,7 @@ def unknown_failure(log: Diagnosis, line: LogLine | None) -> Answer | None:
     if first is None:
         has_lines = _has_lines(log)
         dead = _of_the_dead(log) if has_lines else None
-        named = (_in_prose(log) if _may_be_prose(log) else _beside_risks(log)) if dead is None else None
-        known = dead or named or described(log)
+        known = dead or (_in_prose(log) if _may_be_prose(log) else _beside_risks(log) or described(log))
         if known is not None or has_lines:
             return known or beside_few_lines(log)
         # What a setting tells is more than what is complained of.
@@ -102,6 +101,7 @@ def unknown_failure(log: Diagnosis, line: LogLine | None) -> Answer | None:
 
 def _asserted(log: Diagnosis, first: LogLine | None) -> Answer | None:
     """The finding of an assertion without its frames, whose function the text names or the releases have."""
+    found: tuple[LogRule | problems.Problem, Answer] | None
     if first is None:
         found = pasted.by_named_assertion(log) if _may_be_prose(log) else None
     elif first.name != "raised" or first.fields["type"] != "AssertionError" or first.fields["frames"]:
@@ -109,8 +109,7 @@ def _asserted(log: Diagnosis, first: LogLine | None) -> Answer | None:
     else:
         found = pasted.by_named_assertion(log, f"{first.fields['text']} {first.fields['source']}")
         if found is None and not first.fields["source"] and problems.general(first) is None:
-            asserted = pasted.by_assertion(log)
-            return None if asserted is None else asserted[1]._replace(request="", verdict="unknown", record=asserted[0])
+            found = pasted.by_assertion(log)
     return None if found is None else found[1]._replace(request="", verdict="unknown", record=found[0])
 
 
@@ -174,13 +173,15 @@ def _in_prose(log: Diagnosis) -> Answer | None:
         rule, answer = asserted
         return answer._replace(request="", verdict="unknown", record=rule)
     named = pasted.by_exception(log)
-    if named is not None and (not named[0].general or described(log) is None):
+    said = described(log) if named is None or named[0].general else None
+    if said is not None:
+        return said
+    if named is not None:
         record, line = named
         return Answer(f"the text names {line.evidence.text[:200]}", request="", verdict="unknown", record=record)
     known = pasted.general_by_words(log)
-    described_as = described(log)
-    if known is None or described_as is not None:
-        return described_as
+    if known is None:
+        return None
     return Answer(f"the text has its words: {known.words}", request="", verdict="unknown", record=known.record)
 
 
