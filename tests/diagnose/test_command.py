@@ -78,11 +78,33 @@ def test_findings_are_shown_when_the_page_cannot_be_written(capsys: pytest.Captu
     assert (tmp_path / "trace.json").exists()
 
 
-def test_json_is_as_documented(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_kind_of_failure_is_not_presented_as_its_cause(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """A general record knows what a message means in general: it says so, for people and for programs."""
+    log = tmp_path / "engine.log"
+    log.write_text("(EngineCore pid=7) ERROR 11-21 01:41:27 [core.py:1] OSError: [Errno 98] Address already in use\n")
+    _, out, _ = run(capsys, str(log))
+    assert "KVD220" in out
+    assert "  Usual causes: " in out
+    assert "Why: " not in out
+    _, out, _ = run(capsys, str(log), brief="-")
+    assert "  usual causes: " in out
+    _, out, _ = run(capsys, str(log), json=True)
+    assert json.loads(out)["findings"][0]["general"] is True
+    _, out, _ = run(capsys, CRASH)
+    assert "  Why: " in out
+
+
+def test_json_is_as_documented(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """The schema stands in docs/diagnose.md."""
+    cut = tmp_path / "cut.log"  # a code of four digits
+    cut.write_text(
+        "(EngineCore pid=7) ERROR 11-21 01:41:27 [core.py:1] Traceback (most recent call last):\n"
+        '(EngineCore pid=7) ERROR 11-21 01:41:27 [core.py:1]   File "/opt/nowhere/model.py", line 5, in forward\n'
+        "(EngineCore pid=7) ERROR 11-21 01:41:27 [core.py:1]     return self.layer(x)\n"
+    )
     text = (ROOT / "docs/diagnose.md").read_text()
     schema = json.loads(text.partition("```json\n")[2].partition("```")[0])
-    for log, code in ((CRASH, 1), (HEALTHY, 0), (str(LOGS / "deaf-0.5.6.log.gz"), 1)):
+    for log, code in ((CRASH, 1), (HEALTHY, 0), (str(LOGS / "deaf-0.5.6.log.gz"), 1), (str(cut), 1)):
         exit_code, out, _ = run(capsys, log, json=True)
         assert exit_code == code
         answer = json.loads(out)

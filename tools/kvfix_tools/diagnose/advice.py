@@ -65,6 +65,11 @@ def cause(log: Diagnosis, found: LogFinding) -> str:
     return " ".join(concerned[0].section("Cause").split()) if concerned else ""
 
 
+def heading(found: LogFinding) -> str:
+    """What stands before the cause: a general record knows the kind of failure, and not this one."""
+    return "Usual causes" if found.is_general else "Why"
+
+
 def advice(log: Diagnosis, found: LogFinding) -> list[Advice]:
     """What to do, the surest first: kvfix's fix, the one release that is right for all of it, the setting."""
     concerned = fixes(log, found)

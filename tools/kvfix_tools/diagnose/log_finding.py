@@ -66,6 +66,11 @@ class LogFinding:
         )
 
     @property
+    def is_general(self) -> bool:
+        """Whether it is known as a kind of failure, of which the cause here is one of several."""
+        return bool(getattr(self.rule, "general", False))
+
+    @property
     def file(self) -> str | None:
         """Where it was found first; None: in no one line."""
         return self.evidence[0].file if self.evidence else None

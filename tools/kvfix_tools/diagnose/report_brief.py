@@ -124,7 +124,7 @@ def _finding(log: Diagnosis, kind: list[LogFinding], full: bool) -> Iterator[str
     yield f"finding: {rule.code} {rule.name} ({rule.severity.word}{times}{sure}): {safe(found.sentence)}"
     if not full:
         return
-    yield f"  cause: {safe(advice.cause(log, found))}"
+    yield f"  {advice.heading(found).lower()}: {safe(advice.cause(log, found))}"
     now, good = advice.remedy(log, found)
     if now:
         yield f"  do now: {safe(now)}"

@@ -86,7 +86,7 @@ def _article(log: Diagnosis, found: LogFinding, *others: LogFinding) -> str:
         f"<span class=code>{rule.code} {rule.name}</span>{request}{times}{unsure}</div>"
         f"<p>{_words(rule.title)}</p><p class=sentence>{_words(found.sentence)}</p>"
         + steps
-        + f"<p>{_words(advice.cause(log, found))}</p>"
+        + f"<p><b>{advice.heading(found)}:</b> {_words(advice.cause(log, found))}</p>"
         + (f"<pre>{escape(history)}\n{escape(ledger)}</pre>" if history or ledger else "")
         + f"<details><summary>In the log ({len(found.evidence)})</summary><pre>{escape(lines)}</pre></details>"
         + (

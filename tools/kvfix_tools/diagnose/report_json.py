@@ -38,6 +38,7 @@ def _as_dict(log: Diagnosis, found: LogFinding) -> dict[str, Any]:
         "name": rule.name,
         "severity": rule.severity.name.lower(),
         "verdict": found.verdict,
+        "general": found.is_general,
         "title": rule.title,
         "sentence": found.sentence,
         "request": found.request or None,

@@ -57,7 +57,7 @@ def print_finding(
         _print(console, _requests(others), 4)
     why = advice.cause(log, found)
     if why:
-        _print(console, f"Why: {why if full else _short(why)}", 2)
+        _print(console, f"{advice.heading(found)}: {why if full else _short(why)}", 2)
     now, good = advice.remedy(log, found)
     if now:
         _print(console, f"Do now: {now}", 2, "green")
