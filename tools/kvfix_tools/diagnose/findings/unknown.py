@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from kvfix_tools.diagnose import checks, pasted, pasted_ends, problems, problems_cut
+from kvfix_tools.diagnose import checks, pasted, pasted_ends, pasted_named, problems, problems_cut
 from kvfix_tools.diagnose.failures import HOOKS, hook, is_cut, owner
 from kvfix_tools.diagnose.findings import Answer, LogRule, Severity, find, finding
 from kvfix_tools.diagnose.findings.described import cut_off, described, quoted
@@ -103,13 +103,13 @@ def _asserted(log: Diagnosis, first: LogLine | None) -> Answer | None:
     """The finding of an assertion without its frames, whose function the text names or the releases have."""
     found: tuple[LogRule | problems.Problem, Answer] | None
     if first is None:
-        found = pasted.by_named_assertion(log) if _may_be_prose(log) else None
+        found = pasted_named.by_assertion_in_function(log) if _may_be_prose(log) else None
     elif first.name != "raised" or first.fields["type"] != "AssertionError" or first.fields["frames"]:
         return None
     else:
-        found = pasted.by_named_assertion(log, f"{first.fields['text']} {first.fields['source']}")
+        found = pasted_named.by_assertion_in_function(log, f"{first.fields['text']} {first.fields['source']}")
         if found is None and not first.fields["source"] and problems.general(first) is None:
-            found = pasted.by_assertion(log)
+            found = pasted_named.by_assertion(log)
     return None if found is None else found[1]._replace(request="", verdict="unknown", record=found[0])
 
 
@@ -149,7 +149,7 @@ def _by_what_is_left(
         return known.record, f"the text has its words: {known.words}"
     if general is not None or (log.findings and first is None):
         return None, ""
-    named = pasted.by_exception(log, particular=True) if first is not None and is_cut(first) else None
+    named = pasted_named.by_exception(log, particular=True) if first is not None and is_cut(first) else None
     if named is not None:
         return named[0], f"the text names {named[1].evidence.text[:200]}"
     ended = pasted_ends.by_its_end(log, first)
@@ -168,11 +168,11 @@ def _may_be_prose(log: Diagnosis) -> bool:
 
 def _in_prose(log: Diagnosis) -> Answer | None:
     """What a text names that is not in a line of a log."""
-    asserted = pasted.by_assertion(log) or pasted.by_place(log)
+    asserted = pasted_named.by_assertion(log) or pasted_named.by_place(log)
     if asserted is not None:
         rule, answer = asserted
         return answer._replace(request="", verdict="unknown", record=rule)
-    named = pasted.by_exception(log)
+    named = pasted_named.by_exception(log)
     said = described(log) if named is None or named[0].general else None
     if said is not None:
         return said
@@ -189,7 +189,7 @@ def _beside_risks(log: Diagnosis) -> Answer | None:
     """The exception that a sentence names beside a few lines, which are no more than a risk."""
     if not log.findings or log.hit or log.counts.total() > PASTE or log.failures.raised:
         return None
-    named = pasted.by_exception(log, particular=True)
+    named = pasted_named.by_exception(log, particular=True)
     if named is None:
         return None
     return Answer(f"the text names {named[1].evidence.text[:200]}", request="", verdict="unknown", record=named[0])
