@@ -155,6 +155,9 @@ DESCRIBED = {
     "KVD805": "LMCache ends in KeyError with layerwise storage\n",
     "KVD153": "LMCache fails to allocate for a prompt, with enable_pd: true and pd_buffer_size: 1073741824\n",
     "KVD628": "Offloading: a single registration with cudaHostRegister fails, and CUDA error: out of memory follows\n",
+    "KVD625": "Files vllm_offload_1.mmap in /dev/shm are left behind by an engine that was killed\n",
+    "KVD703": "LMCache on ROCm: the symbol alloc_pinned_ptr is not there\n",
+    "KVD1761": "CPUOffloadingSpec: host memory is a power of two for each rank\n",
     "KVD407": "Blending with LMCache: eviction after the lookup, and fewer tokens come\n",
 }
 

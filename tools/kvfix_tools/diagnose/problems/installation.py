@@ -79,11 +79,12 @@ PROBLEMS = (
             Failed(kind="ImportError", text="lmcache/<file>.so: undefined symbol: <part>alloc_pinned"),
             Failed(kind="ImportError", text="lmcache/<file>.so: undefined symbol: alloc_pinned"),
         ),
+        said=(r"(?i)lmcache", r"(?i)\brocm\b|\bhip\b|\bamd\b", r"alloc_pinned_|mem_alloc\.cpp"),
         releases={"lmcache": "<0.3.9"},
         cause="The build for ROCm left out the source file with the allocators of pinned memory (0.3.4 and 0.3.5).",
         now="CXX=hipcc BUILD_WITH_HIP=1 pip install --no-build-isolation --no-deps --no-binary lmcache lmcache==0.3.9",
         fixed={"lmcache": "0.3.9"},
-        threads=("https://github.com/LMCache/LMCache/issues/1465",),
+        threads=("https://github.com/LMCache/LMCache/issues/1465", "https://github.com/LMCache/LMCache/issues/1364"),
     ),
     Problem(
         code="KVD704",
@@ -100,16 +101,13 @@ PROBLEMS = (
         cause="The package whose import stands last in the traceback links CUDA's runtime of one major release, and "
         "the environment has another: LMCache's wheels up to 0.4.4 and mooncake-transfer-engine are of CUDA 12, "
         "LMCache's from 0.4.5 on of CUDA 13, and vLLM's image of 0.20.2 is of CUDA 13.",
-        now="pip install nvidia-cuda-runtime-cu12 (-cu13 for libcudart.so.13), and put its lib folder into "
-        "LD_LIBRARY_PATH; it is printed by python -c 'import nvidia.cuda_runtime as c; print(c.__path__[0] + "
-        '"/lib")\'',
+        now="Mooncake: pip uninstall -y mooncake-transfer-engine, pip install mooncake-transfer-engine-cuda13 (no card "
+        "of NVIDIA: -non-cuda). Else libcudart.so.12: pip install nvidia-cuda-runtime-cu12, and into LD_LIBRARY_PATH "
+        "what python -c 'import nvidia.cuda_runtime as c; print(c.__path__[0] + \"/lib\")' prints; libcudart.so.13: "
+        "pip install nvidia-cuda-runtime, nvidia.cu13 in that line",
         good="wheels of one CUDA for vLLM, torch, LMCache, nixl and mooncake: for LMCache the release that fits, or a "
         "build in place (--no-build-isolation --no-binary lmcache)",
-        threads=(
-            "https://github.com/vllm-project/vllm/issues/42511",
-            "https://github.com/kvcache-ai/Mooncake/issues/1298",
-            "https://github.com/vllm-project/vllm/issues/52300",
-        ),
+        threads=("https://github.com/vllm-project/vllm/issues/52300",),
     ),
     Problem(
         code="KVD151",
@@ -175,7 +173,7 @@ PROBLEMS = (
         sentence="a libnvJitLink without __nvJitLink{symbol} is found before torch's own",
         cause="LD_LIBRARY_PATH names a CUDA of the system that is older than torch's.",
         now="unset LD_LIBRARY_PATH, and start again; or put torch's own first: python -c 'import nvidia.nvjitlink as "
-        'n; print(n.__path__[0] + "/lib")\'',
+        'n; print(n.__path__[0] + "/lib")\' (CUDA 13: nvidia.cu13)',
         good="no CUDA of the system in LD_LIBRARY_PATH: torch's wheels bring theirs",
         threads=("https://github.com/LMCache/LMCache/issues/180",),
     ),

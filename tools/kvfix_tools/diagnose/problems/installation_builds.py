@@ -7,6 +7,7 @@ from kvfix_tools.diagnose.problems import Failed, Logged, Problem
 
 _ISSUES = "https://github.com/LMCache/LMCache/issues"
 _ASCEND = "https://github.com/LMCache/LMCache-Ascend/issues"
+_CUDART = "libcudart.so.<release>: cannot open shared object file"
 
 PROBLEMS = (
     Problem(
@@ -165,5 +166,30 @@ PROBLEMS = (
         now="pip install --force-reinstall vllm==<your release>, which brings its own torch; python -c 'import torch; "
         "print(torch.__version__, torch.version.cuda)' must name a CUDA. Another device: without that connector",
         good="install what comes after vLLM with --no-deps, or with vLLM's torch as a constraint (pip install -c)",
+    ),
+    Problem(
+        code="KVD1760",
+        name="mooncake-of-another-cuda",
+        severity=Severity.CRASH,
+        title="Mooncake's wheel was built for another CUDA than the one that is installed, or for one at all.",
+        shows=(
+            *(Failed(text=_CUDART, source=f"from mooncake.{module} import") for module in ("engine", "store")),
+            Failed(text=_CUDART, source="import mooncake"),
+            Logged("mooncake/<program>: error while loading shared libraries: libcudart.so.<release>"),
+        ),
+        sentence="Mooncake asks for libcudart.so.{release}",
+        replaces=("KVD704", "KVD386"),
+        cause="mooncake-transfer-engine is of CUDA 12, mooncake-transfer-engine-cuda13 of CUDA 13. Without a card of "
+        "NVIDIA neither loads; -non-cuda before 0.3.13.post1 wants libcudart.so.12 too, by mistake.",
+        now="pip uninstall -y mooncake-transfer-engine, then CUDA 13: pip install mooncake-transfer-engine-cuda13; "
+        "CUDA 12: pip install mooncake-transfer-engine nvidia-cuda-runtime-cu12; no card of NVIDIA: pip install "
+        "'mooncake-transfer-engine-non-cuda>=0.3.13.post1' (Ascend: -npu, Moore Threads: -musa)",
+        good="one of these packages alone, for the CUDA that python -c 'import torch; print(torch.version.cuda)' names",
+        threads=(
+            "https://github.com/vllm-project/vllm/issues/42511",
+            "https://github.com/kvcache-ai/Mooncake/issues/1298",
+            "https://github.com/kvcache-ai/Mooncake/issues/967",
+            "https://github.com/kvcache-ai/Mooncake/issues/3314",
+        ),
     ),
 )

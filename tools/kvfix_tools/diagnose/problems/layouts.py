@@ -227,7 +227,10 @@ PROBLEMS = (
         name="one-format-for-all-layers",
         severity=Severity.CRASH,
         title="LMCache reads every KV cache of the model in the format of the first, and fails at one of another form.",
-        shows=(Failed(within="kv_layer_groups.py:group_layers_by_identity"),),
+        shows=(
+            Failed(within="kv_layer_groups.py:group_layers_by_identity"),
+            Failed(kind="IndexError", text="tuple index out of range", within="nl_x_nb_two_bs_nh_hs.py:num_heads"),
+        ),
         releases={"lmcache": ">=0.4.7,<0.5.1"},
         cause="The model has caches of several forms (keys and values beside an indexer or compressor: MiniMax-M3, "
         "DeepSeek V4), and these releases detect one format for all.",

@@ -91,6 +91,8 @@ PROBLEMS = (
         title="A plugin of NIXL does not load: a library that it needs is not here.",
         shows=(
             Logged("Failed to load plugin from <path>: <library>: cannot open shared object file"),
+            Logged("Failed to load plugin from <path>: libcudart.so.<release>: cannot open shared object file"),
+            Logged("Failed to load plugin from <path>: libcuda.so.1: cannot open shared object file"),
             Logged("Failed to load plugin '<plugin>' from any directory"),
         ),
         sure=False,

@@ -137,17 +137,29 @@ PROBLEMS = (
             ),
             Died(within="shared_offload_region.py:__init__"),
         ),
+        said=(
+            r"/dev/shm",
+            r"vllm_offload_|SharedOffloadRegion",
+            r"(?i)\bleak|left behind|stale|orphan|not (?:removed|un"
+            r"linked)|no (?:space|room)",
+        ),
         releases={"vllm": ">=0.20"},
         cause="The CPU cache of all ranks is one file in /dev/shm, of cpu_bytes_to_use (--kv-offloading-size) bytes: a "
         "container has 64 MB there by default. If it worked before: an engine that died leaves "
-        "/dev/shm/vllm_offload_*.mmap behind (before vLLM 0.32), which also outlives a restart of the container in its "
-        "pod, and the next start finds no room.",
+        "/dev/shm/vllm_offload_*.mmap behind (before vLLM 0.32; with `secondary_tiers` in 0.33.0 too), which also "
+        "outlives a restart of the container in its pod, and the next start finds no room.",
         now="no engine runs: rm -f /dev/shm/vllm_offload_*.mmap (Kubernetes: delete the pod). Else `--shm-size` above "
         "the CPU cache (docker; or `--ipc host`), Kubernetes: an emptyDir with medium Memory and a sizeLimit at "
         "/dev/shm, memory limit raised by as much; or a smaller `cpu_bytes_to_use`",
-        good="/dev/shm and memory limit larger than the CPU cache; vLLM 0.32.0 checks it at the start and leaves no "
-        "file behind",
-        threads=(f"{_ISSUES}/52656", f"{_ISSUES}/54002", f"{_ISSUES}/46949", f"{_PULLS}/50358"),
+        good="/dev/shm and memory limit larger than the CPU cache; vLLM 0.32.0 checks it at the start and, without "
+        "secondary_tiers, leaves no file behind; with them: that `rm` before each start",
+        threads=(
+            f"{_ISSUES}/52656",
+            f"{_ISSUES}/54002",
+            f"{_ISSUES}/46949",
+            f"{_ISSUES}/57303",
+            f"{_PULLS}/50358",
+        ),
     ),
     Problem(
         code="KVD626",

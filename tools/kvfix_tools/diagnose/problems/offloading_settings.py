@@ -1,4 +1,4 @@
-"""Settings of vLLM's own offloading connectors that are refused or ignored."""
+"""Settings of vLLM's own offloading connectors that are refused, ignored or not kept to."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from kvfix_tools.diagnose.problems import Failed, Logged, Problem
 
 _SIMPLE = "vllm/distributed/kv_transfer/kv_connector/v1/simple_cpu_offload_connector.py"
 _SPEC = "vllm/v1/kv_offload/tiering/spec.py"
+_ISSUES = "https://github.com/vllm-project/vllm/issues"
+_PULLS = "https://github.com/vllm-project/vllm/pull"
 
 PROBLEMS = (
     Problem(
@@ -68,5 +70,26 @@ PROBLEMS = (
         cause="Only CPUOffloadingSpec counts how often a block was asked for before it stores it.",
         now="remove `store_threshold` from kv_connector_extra_config, or `spec_name` and `secondary_tiers`, restart",
         good="the configuration",
+    ),
+    Problem(
+        code="KVD1761",
+        name="offload-memory-rounded-up",
+        severity=Severity.RISK,
+        title="OffloadingConnector takes up to twice the host memory that it was given, and the pod may be killed.",
+        shows=(),
+        said=(
+            r"(?i)kv[-_]offloading[-_]size|OffloadingConnector|CPUOffloadingSpec|kv[- ]?offload",
+            r"(?i)power[- ]of[- ](?:two|2)|next_pow2|\b1\.[5-9]\d?\d? ?[x\u00d7]|\btwice\b|\bdouble",
+            r"(?i)host memory|pin(?:ned|_memory)|shmem|\bRSS\b|OOM",
+        ),
+        releases={"vllm": "<0.32"},
+        cause="torch rounds each pinned tensor up to the next power of two, and the CPU cache is one tensor for each "
+        "KV tensor of each rank (gpu_worker.py 0.26.0:501): N GB cost up to 2 N. SimpleCPUOffloadConnector and "
+        "TieringOffloadingSpec pin their memory otherwise.",
+        now='`"spec_name": "TieringOffloadingSpec"`, or SimpleCPUOffloadConnector; else a size of which size / ranks / '
+        "KV tensors is a power of two, or a little less (192 GiB, not 200, of 4 ranks with 24 tensors)",
+        fixed={"vllm": "0.32.0"},
+        sure=False,
+        threads=(f"{_ISSUES}/53042", f"{_PULLS}/48436", f"{_PULLS}/50094"),
     ),
 )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvfix_tools.diagnose.findings import Severity
-from kvfix_tools.diagnose.problems import Died, Logged, Problem
+from kvfix_tools.diagnose.problems import Died, Failed, Logged, Problem
 
 _ISSUES = "https://github.com/vllm-project/vllm/issues"
 
@@ -248,5 +248,21 @@ PROBLEMS = (
         "next start shows which transport is taken",
         good="a transport that writes into GPU memory",
         threads=("https://github.com/ai-dynamo/nixl/issues/774",),
+    ),
+    Problem(
+        code="KVD1762",
+        name="two-ucx-in-one-process",
+        severity=Severity.CRASH,
+        title="A library of UCX, or one that needs it, finds a UCX of another release.",
+        shows=tuple(Failed(kind="ImportError", text=f"undefined symbol: uc{part}_<symbol>") for part in "stpm"),
+        sentence="uc.._{symbol} is not in the UCX that is found first",
+        sure=False,
+        cause="NVIDIA's images have HPC-X (/opt/hpcx) with a UCX and UCC of its own, nixl's wheel brings another, and "
+        "the system may have a third. What LD_LIBRARY_PATH names first is taken for all of them.",
+        now="env -u LD_LIBRARY_PATH python -c 'import torch, nixl' tells; if that is silent, start the engine so; with "
+        "HPC-X's own MPI: LD_LIBRARY_PATH=/opt/hpcx/ucx/lib:/opt/hpcx/ucc/lib first; no libucx0 of the distribution",
+        good="one UCX: nixl's wheel in an image without HPC-X in LD_LIBRARY_PATH, or nixl built against HPC-X's "
+        "(/opt/hpcx/ucx/mt)",
+        threads=("https://github.com/ai-dynamo/nixl/pull/2123", "https://github.com/coreweave/ml-containers/pull/173"),
     ),
 )
