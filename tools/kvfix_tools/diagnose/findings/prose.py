@@ -73,7 +73,8 @@ _HANGS = re.compile(
 _MISSES = re.compile(
     r"(?i)\b(?:0|zero|no)(?:\.0)?%? (?:cache |prefix |kv |lmcache )*hits?\b|cache miss|re(?:calculat|comput)ed every"
     r"|\bhits?(?: tokens| rate)?\b[^\n.]{0,40}\b0(?:\.0+)?%?(?![\w%]|\.\d)"
-    r"|(?:never|not|doesn't|didn't|can't|fail(?:s|ed|ures?)? (?:in|to))(?: \w+){0,2} (?:hit|reus|retriev|get any hit)"
+    r"|(?:never|not|doesn't|didn't|can't|fail(?:s|ed|ures?)? (?:in|to))(?: \w+){0,2} "
+    r"(?:hit|reus|retriev(?!\w* (?:fail|error))|get any hit)"
     r"|\bhits? (?:does not|doesn't|never|do not|don't) (?:happen|occur|come)|can ?not load (?:the )?(?:kv|cache)"
     r"|(?:n't|not|never) finds? (?:anything|any|it|them|the (?:cache|chunk|kv|prefix|prompt))\b"
     r"|\bcache (?:is |does )?not (?:work|effective|used)"

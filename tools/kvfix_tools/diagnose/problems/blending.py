@@ -65,8 +65,7 @@ PROBLEMS = (
         "token is left out, so the last segment hashes differently and is not found.",
         now="--no-enable-prefix-caching, a max_local_cpu_size that need not evict, and a new text after the last "
         "separator (the question) in every prompt; or LMCACHE_ENABLE_BLENDING=False; restart",
-        good="no release of LMCacheConnectorV1 is right yet (0.5.6 has the same note); LMCacheMPConnector with "
-        "lmcache server --engine-type blend",
+        good="no release of LMCacheConnectorV1 is right yet (0.5.6 has the same note)",
         sure=False,
         threads=(_LMCACHE + "issues/938", _LMCACHE + "issues/4133"),
     ),
@@ -85,8 +84,7 @@ PROBLEMS = (
         cause="The lookup promised a hit, and when the load looked again its first segment was not there: evicted "
         "meanwhile, or masked by vLLM's own prefix cache. The load then gives no layer, and the blender takes one.",
         now="--no-enable-prefix-caching and a larger max_local_cpu_size; or LMCACHE_ENABLE_BLENDING=False; restart",
-        good="no release of LMCacheConnectorV1 is right yet (0.5.6); LMCacheMPConnector with lmcache server "
-        "--engine-type blend",
+        good="no release of LMCacheConnectorV1 is right yet (0.5.6)",
         sure=False,
         threads=("https://github.com/LMCache/LMCache/issues/3229", "https://github.com/LMCache/LMCache/issues/1943"),
     ),

@@ -153,8 +153,8 @@ PROBLEMS = (
         "vLLM's gpu_worker.py before the connector is made. vLLM 0.11.2 to 0.32 do not call it; it must be written in "
         "by hand.",
         now="LMCACHE_ENABLE_BLENDING=False (enable_blending: false), restart",
-        good="no release of vLLM or LMCacheConnectorV1 is right yet; the multi-process server has a CacheBlend of its "
-        "own (lmcache server --engine-type blend, with LMCacheMPConnector)",
+        good="no release of vLLM or LMCacheConnectorV1 is right yet; LMCacheMPConnector up to 0.5.6 does not use the "
+        "CacheBlend of `lmcache server` either (KVD467)",
         threads=(
             "https://github.com/LMCache/LMCache/issues/2306",
             "https://github.com/LMCache/LMCache/issues/1405",

@@ -88,8 +88,8 @@ PROBLEMS = (
         title="The multi-process connector and LMCache's adapter below it are of different releases.",
         shows=(
             Failed(kind="TypeError", text="ParallelStrategy.__init__() takes"),
-            Failed(kind="TypeError", text="LMCacheMPSchedulerAdapter.__init__() got an unexpected keyword argument"),
-            Failed(kind="TypeError", text="LMCacheMPWorkerAdapter.__init__() got an unexpected keyword argument"),
+            Failed(kind="TypeError", text="LMCacheMPSchedulerAdapter.<method>() got an unexpected keyword argument"),
+            Failed(kind="TypeError", text="LMCacheMPWorkerAdapter.<method>() got an unexpected keyword argument"),
             Failed(kind="TypeError", text="LMCacheMPSchedulerAdapter.__init__() missing"),
             Failed(kind="TypeError", text="LMCacheMPWorkerAdapter.__init__() missing"),
             Failed(kind="AttributeError", text="'LMCacheMPWorkerAdapter' object has no attribute"),
@@ -101,10 +101,16 @@ PROBLEMS = (
                 text="cannot import name 'ParallelStrategy' from 'lmcache.integration.vllm.vllm_multi",
             ),
         ),
+        said=(
+            r"LMCacheMP(?:Worker|Scheduler)Adapter|\bmulti_process_adapter",
+            r"(?i)\bfallback|in-tree|vllm's copy|out of sync",
+            r"AttributeError|TypeError",
+        ),
         connectors=("LMCacheMPConnector", "MultiConnector"),
-        cause="vLLM's copy of the connector (0.20 to 0.32), or LMCache's lmcache_mp_connector_0180 and _0201, calls "
+        cause="vLLM's copy of the connector (0.20 to 0.33), or LMCache's lmcache_mp_connector_0180 and _0201, calls "
         "the adapter as it was in 0.4.4 to 0.4.6: ParallelStrategy has other fields from 0.4.7 on, and 0.5.0 takes a "
-        "list of servers (`addr='t'` is the first letter of tcp://).",
+        "list of servers (`addr='t'` is the first letter of tcp://). Where LMCache's adapter is not imported, vLLM "
+        "takes its own (lmcache_integration), which lacks cache_salt and get_block_ids_with_load_errors.",
         now=_MP,
         good="vLLM 0.26 or newer with LMCache 0.5.2 or newer: the log then says `Using external LMCacheMPConnector`",
         threads=(

@@ -19,7 +19,7 @@ PROBLEMS = (
         code="KVD519",
         name="mooncake-pool-get-fails",
         severity=Severity.SLOW,
-        title="Blocks that a lookup found in the Mooncake store could not be loaded.",
+        title="Blocks that a lookup found in the store (Mooncake; in vllm-ascend memcache too) could not be loaded.",
         shows=(
             Logged("Failed to get <number> Mooncake keys from sub-batch", _WORKER),
             Logged("Failed to get Mooncake sub-batch", _WORKER),

@@ -43,15 +43,17 @@ PROBLEMS = (
             Logged("Failed to put key <key> using"),
             Logged("Failed to open segment"),
         ),
-        cause="Mooncake's client does not reach the master or the metadata server (RPC_FAIL), or the node of the "
-        "segment in which the master gave it room (TRANSFER_FAIL, `Failed to open segment`): local_hostname is an "
-        "address that others cannot reach, a proxy is set, device_name is not an RDMA device of this machine or does "
-        "not reach the other's, or that node is gone. Puts are not waited for, so LMCache reports success.",
+        cause="RPC_FAIL: the client does not reach the master or the metadata server; with `invalid rpc arg`, or -900 "
+        "while reads go on, the master is of another Mooncake release. TRANSFER_FAIL, `Failed to open segment`: the "
+        "node of the segment that the master chose is not reached: local_hostname is an address that others cannot "
+        "reach, a proxy is set, device_name is no RDMA device of this machine or does not reach the other's, or that "
+        "node is gone. LMCache does not wait.",
         now='extra_config: {local_hostname: "THIS_MACHINES_ADDRESS", protocol: "tcp", metadata_server: '
-        '"P2PHANDSHAKE"}, unset http_proxy, and restart; if that works go back to rdma with its device_name',
+        '"P2PHANDSHAKE"}, unset http_proxy, one release of mooncake-transfer-engine on master and workers, and '
+        "restart; if that works go back to rdma with its device_name",
         good="keep it so: the set-up was wrong, and no release changes that",
         sure=False,
-        threads=(_LMCACHE + "issues/1518", _MOONCAKE_ISSUES + "809", _MOONCAKE_ISSUES + "456"),
+        threads=(_LMCACHE + "issues/1518", *(_MOONCAKE_ISSUES + each for each in ("809", "456", "397"))),
     ),
     Problem(
         code="KVD887",

@@ -39,6 +39,7 @@ PROBLEMS = (
             Logged("Failed to create client on port <port>, retry"),
         ),
         sure=False,
+        replaces=("KVD898",),  # the segment's turn does not come
         cause="Each try takes another port, so it is not the port: the transfer engine did not start, or the memory "
         "of the segment could not be registered (protocol, device_name, fabric memory or huge pages of an Ascend "
         "card, ulimit -l), or the master refused. The E line before the first retry decides.",
@@ -89,13 +90,18 @@ PROBLEMS = (
         name="mooncake-name-taken",
         severity=Severity.CRASH,
         title="Two Mooncake clients want the same name at the metadata server.",
-        shows=either("Duplicate rpc_meta key not allowed"),
+        shows=(
+            *either("Duplicate rpc_meta key not allowed"),
+            Logged("Failed to re-publish RPC meta entry for <name>"),
+        ),
         cause="The key is mooncake/rpc_meta/<local_hostname>. Two workers with the same local_hostname (with a port in "
-        "it) use it at once, or one that was killed has left its entry: the http metadata server refuses to overwrite.",
+        "it) use it at once, or one that was killed has left its entry: the http metadata server refuses to overwrite. "
+        "With `Re-publishing RPC meta entry` it is the client's own, written again: mooncake_master refuses it before "
+        "Mooncake's pull 2311 (June 2026), mooncake_http_metadata_server still; what is there stays, and is right.",
         now="local_hostname without a port and with the node's own address (each worker then takes a free port), or "
         "another port for each worker; after a kill restart the metadata server (or mooncake_master)",
         good='"metadata_server": "P2PHANDSHAKE", which keeps no entries',
-        threads=("https://github.com/kvcache-ai/Mooncake/issues/863",),
+        threads=(_MOONCAKE_ISSUES + "863", _MOONCAKE_ISSUES + "2296"),
     ),
     Problem(
         code="KVD196",

@@ -88,6 +88,12 @@ PROBLEMS = (
             ),
             Failed(text="CUDA-capable device(s) is/are busy or unavailable"),
         ),
+        said=(
+            r"(?i)lmcache server|\bMP\b|LMCacheMPConnector",
+            r"(?i)\bVRAM\b|GPU memory|\bIPC[- ]mapp|mapped KV",
+            r"(?i)\bretain|\bkeeps?\b|\bpinned\b|(?:never|not) (?:\w+ )?(?:decreas|releas|freed?|clean)",
+            r"(?i)\bcrash|sigkill|\bdie[sd]?\b|\bkilled\b|terminated|deleted|rolling update|redeploy",
+        ),
         connectors=("LMCacheMPConnector",),
         cause="A worker that ended without UNREGISTER leaves its KV pool mapped in the server until the server reaps "
         "it: after 2 minutes (0.5.0 and newer; an hour if it had no request yet), or never. nvidia-smi shows the "

@@ -45,12 +45,14 @@ PROBLEMS = (
                 kind="AssertionError",
                 text="len(block_ids[<group>]) should be a multiple of total_blocks_per_chunk (<blocks>), but got <got>",
             ),
+            Failed(kind="AssertionError", source="assert len(old_block_ids) % total_blocks_per_chunk == 0"),
             Failed(kind="AssertionError", within="get_num_new_matched_tokens", source="lmcache_tokens_per_chunk == 0"),
         ),
         releases={"lmcache": ">=0.4.7"},
         sure=False,
         cause="A chunk of this group is total_blocks_per_chunk blocks of it. The client counted its blocks with "
-        "another chunk size, or vLLM has given fewer blocks than tokens (a window that slides, blocks of a draft).",
+        "another chunk size, or vLLM has given fewer blocks than tokens (a window that slides, blocks of a draft). "
+        "TensorRT-LLM hands over the blocks of its unfinished chunk too (issue 3917).",
         now="the server's --chunk-size and the engine's lmcache.chunk_size equal, and a multiple of every group's "
         "block size; without --speculative-config to see whether it is that",
         good=_REPORT,

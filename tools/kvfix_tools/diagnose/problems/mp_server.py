@@ -74,8 +74,9 @@ PROBLEMS = (
         said=(
             r"(?i)lmcache",
             r"(?i)\b(?:MP|multi-?process)\b|lmcache server|LMCacheMPConnector",
-            r"(?i)server (?:\w+ )?restart|restart\w*(?: \w+){0,3} (?:lmcache|server)\b",
-            r"(?i)re-?connect|re-?regist|not registered|requires? (?:a )?(?:vllm|engine) restart",
+            r"(?i)server (?:\w+ )?restart|restart\w*(?: \w+){0,3} (?:lmcache|server)\b|\breap|\bidle\b",
+            r"(?i)re-?connect|re-?regist|not registered|requires? (?:a )?(?:vllm|engine) restart"
+            r"|no registered gpu context",
         ),
         cause="The server was restarted while vLLM went on (a new one knows no worker), or it dropped the worker: a "
         "line `Reaped ... instance` before this one says so (KVD210). A worker begins its heartbeats with its first "

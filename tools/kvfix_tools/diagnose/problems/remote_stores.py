@@ -156,16 +156,18 @@ PROBLEMS = (
         code="KVD870",
         name="remote-url-incomplete",
         severity=Severity.SLOW,
-        title="remote_url lacks its host or its port.",
+        title="LMCache cannot read the remote_url: it lacks its host or its port, or has more than this release takes.",
         shows=(
             Logged("Failed to initialize/re-establish remote connection: Invalid URL <url>: missing"),
+            Logged("Failed to initialize/re-establish remote connection: Invalid host definition in URL:"),
             Failed(kind="AssertionError", text="Invalid URL <url>: missing", at=f"{_CONNECTORS}/__init__.py"),
             Failed(kind="ValueError", text="Invalid remote url <url>: missing scheme", at=f"{_CONNECTORS}/__init__.py"),
         ),
-        sentence="remote_url is {url}",
         connectors=_IN_PROCESS,
-        cause="Every remote_url needs scheme, host and port, also where they mean nothing: fs://host:0/path.",
-        now="remote_url: redis://HOST:6379, lm://HOST:65432, or fs://host:0/mnt/kv, and restart",
+        cause="Every remote_url needs scheme, host and port, also where they mean nothing: fs://host:0/path. "
+        "`Invalid host definition`: LMCache of early 2025 takes no user and password in it.",
+        now="pip install -U 'lmcache>=0.3.9' for redis://USER:PASSWORD@HOST:6379; else remote_url: "
+        "redis://HOST:6379, lm://HOST:65432, or fs://host:0/mnt/kv, and restart",
         good="keep it so: the set-up was wrong, and no release changes that",
     ),
     Problem(

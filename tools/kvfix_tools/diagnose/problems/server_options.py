@@ -6,7 +6,6 @@ from kvfix_tools.diagnose.findings import Severity
 from kvfix_tools.diagnose.problems import Failed, Logged, Problem
 
 _ADAPTER = "lmcache/integration/vllm/vllm_multi_process_adapter.py"
-_BLEND = "lmcache/v1/multiprocess/modules/blend"
 _CONFIG = "lmcache/v1/multiprocess/config.py"
 _MANAGER = "lmcache/v1/distributed/storage_manager.py"
 _GDS = "lmcache/v1/gpu_connector/gds_backends"
@@ -60,18 +59,19 @@ PROBLEMS = (
         severity=Severity.CRASH,
         title="The LMCache server runs CacheBlend, and no vLLM tells it the rotary positions of its model.",
         shows=(
-            Failed(
-                kind="ValueError",
-                text="Instance <instance> has no CB rope state; send CB_REGISTER_ROPE before",
-                at=f"{_BLEND}/retrieve.py",
-            ),
-            Logged("No CB GPU context for model <model> ws <size> during", f"{_BLEND}/lookup.py"),
+            # blend_v3.py up to 0.5.4, then blend/retrieve.py and blend/lookup.py.
+            Failed(kind="ValueError", text="Instance <instance> has no CB rope state; send CB_REGISTER_ROPE"),
+            Logged("No CB GPU context for model <model> ws <size> during"),
         ),
-        releases={"lmcache": ">=0.5.5"},
-        cause="--engine-type blend needs a client that sends CB_REGISTER_ROPE after its KV caches. LMCacheMPConnector "
-        "of the releases up to 0.5.6 sends none, so nothing is blended.",
-        now="lmcache server without --engine-type blend (prefix hits only); CacheBlend in vLLM's own process: "
-        "LMCacheConnectorV1 with enable_blending: true",
+        said=(
+            r"(?i)engine-type[= ]blend",
+            r"CB_REGISTER_ROPE|(?i:\bblend\w* (?:is |does |do )?(?:never|not|n't))",
+        ),
+        releases={"lmcache": ">=0.4.7"},
+        cause="--engine-type blend needs a client that sends CB_REGISTER_ROPE (_V3 up to 0.5.4) after its KV caches. "
+        "LMCacheMPConnector of the releases up to 0.5.6 sends none, so nothing is blended.",
+        now="lmcache server without --engine-type blend: prefix hits only (CacheBlend in vLLM's own process, "
+        "enable_blending: true, wants a line written into vLLM by hand: KVD746)",
         good="a connector that has CacheBlend for the server: none is in LMCache 0.5.6",
         threads=("https://github.com/LMCache/LMCache/issues/5101",),
     ),

@@ -92,6 +92,7 @@ PROBLEMS = (
         severity=Severity.CRASH,
         title="LMCache's usage statistics cannot read the CPU's description, and the engine does not start.",
         shows=(Failed(within="usage_context.py:_get_cpu_info"),),
+        said=(r"(?i)lmcache", r"\bget_cpu_info\b|_get_cpu_info\b", r"JSONDecodeError|(?i:crash|kill|fail)"),
         releases={"lmcache": "<0.5.2"},
         cause="LMCache reports its environment at the start, and py-cpuinfo fails on this node (its output is not "
         "JSON). These releases do not catch that.",
