@@ -162,6 +162,7 @@ DESCRIBED = {
     "KVD625": "Files vllm_offload_1.mmap in /dev/shm are left behind by an engine that was killed\n",
     "KVD703": "LMCache on ROCm: the symbol alloc_pinned_ptr is not there\n",
     "KVD1761": "CPUOffloadingSpec: host memory is a power of two for each rank\n",
+    "KVD1764": "SimpleCPUOffload: text is garbled, with concurrent requests alone\n",
     "KVD407": "Blending with LMCache: eviction after the lookup, and fewer tokens come\n",
 }
 

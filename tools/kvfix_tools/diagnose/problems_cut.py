@@ -44,8 +44,11 @@ def raised(log: Diagnosis, line: LogLine, general: Problem | None) -> Problem | 
     pasted = b"\n".join(log.pasted).decode("utf-8", "replace")
     for other in log.failures.raised:  # tracebacks that were cut
         pasted += "\n".join(["", other.fields["source"], *(frame[2] for frame in other.fields["frames"][-2:])])
+    asserting = checks.functions_of(line.fields["source"])
     found: list[tuple[tuple[bool, int], Problem]] = []
     for each in _failed():
+        if asserting and each.function not in asserting and not (each.sign.text or each.sign.source):
+            continue  # any failure of a function that has not asserted this
         named = bool(each.function) and each.function in pasted
         letters = each.letters + (len(each.function) if named else 0)
         if letters > (0 if named else max(least, _LETTERS)):

@@ -151,8 +151,8 @@ PROBLEMS = (
         now='instead of it `--kv-transfer-config \'{"kv_connector":"OffloadingConnector","kv_role":"kv_both",'
         '"kv_connector_extra_config":{"block_size":128,"num_cpu_blocks":1000,"spec_name":"NPUOffloadingSpec",'
         '"spec_module_path":"vllm_ascend.kv_offload.npu"}}\'`',
-        good="OffloadingConnector with NPUOffloadingSpec, or AscendStoreConnector",
-        threads=(_ASCEND + "issues/4891", _ASCEND + "issues/5948", _ASCEND + "pull/4311"),
+        good="AscendStoreConnector; NPUOffloadingSpec is reported broken from vllm-ascend 0.20 on (pull request 10575)",
+        threads=(_ASCEND + "issues/4891", _ASCEND + "issues/5948", _ASCEND + "pull/4311", _ASCEND + "issues/10496"),
     ),
     Problem(
         code="KVD126",

@@ -99,4 +99,19 @@ PROBLEMS = (
         sure=False,
         threads=("https://github.com/LMCache/LMCache/issues/2113",),
     ),
+    Problem(
+        code="KVD1765",
+        name="pip-warns-of-a-conflict",
+        general=True,
+        severity=Severity.RISK,
+        title="pip has installed what it was asked for, and names packages that wanted another release of it.",
+        shows=either("dependency resolver does not currently take into account all the packages that are installed"),
+        sure=False,
+        cause="It is a warning: below it stands `Successfully installed`. Each line names a package and the release "
+        "that it wants. It matters where the package is vllm, torch, lmcache or nixl, and a later import fails.",
+        now="pip check; a conflict of vllm or torch: pip install vllm==<your release> again, then pip install "
+        "--no-deps of the rest; of packages that you do not run: nothing",
+        good="an environment for vLLM and LMCache alone",
+        threads=("https://github.com/LMCache/LMCache/issues/744",),
+    ),
 )

@@ -192,4 +192,41 @@ PROBLEMS = (
             "https://github.com/kvcache-ai/Mooncake/issues/3314",
         ),
     ),
+    Problem(
+        code="KVD1763",
+        name="offload-plugin-of-another-vllm",
+        severity=Severity.CRASH,
+        title="A plugin for vLLM's OffloadingConnector imports modules of another release of vLLM.",
+        shows=(Failed(kind="ModuleNotFoundError", text="No module named 'vllm.v1.kv_offload.<module>'"),),
+        sentence="this vLLM has no kv_offload/{module}",
+        cause="vLLM 0.26 has kv_offload/base.py, cpu/ and tiering/ where 0.20 and older have abstract.py, spec.py, "
+        "mediums.py and worker/. What `spec_module_path` or `spec_name` names (NPUOffloadingSpec of vllm-ascend, "
+        "SharedStorageOffloadingSpec of llmd_fs_backend) was written for the other.",
+        now='files: no plugin, `"spec_name": "TieringOffloadingSpec"` with secondary_tiers of type fs (vLLM 0.26 or '
+        "newer); NPUs: AscendStoreConnector, or vllm-ascend with pull request 10575, without spec_name and "
+        "spec_module_path; else the plugin's release for this vLLM",
+        good="plugin and vLLM of one month",
+        threads=(
+            "https://github.com/vllm-project/vllm-ascend/issues/10830",
+            "https://github.com/llm-d/llm-d-kv-cache/pull/632",
+        ),
+    ),
+    Problem(
+        code="KVD1766",
+        name="ascend-libraries-of-another-release",
+        severity=Severity.CRASH,
+        title="torch_npu or a plugin for Ascend does not load: CANN's or ATB's libraries are of another release.",
+        shows=(
+            Failed(kind="ImportError", text="libtorch_npu.so: undefined symbol: <symbol>"),
+            Failed(kind="ImportError", text="undefined symbol: _ZN3atb"),
+            Failed(kind="ImportError", text="libatb.so: cannot open shared object file"),
+        ),
+        cause="torch_npu is compiled against one CANN and its ATB (nnal). The environment has another, or the shell "
+        "did not read its set_env.sh.",
+        now="source /usr/local/Ascend/ascend-toolkit/set_env.sh; source /usr/local/Ascend/nnal/atb/set_env.sh; python "
+        "-c 'import torch, torch_npu' must say nothing; else the toolkit and nnal that vllm-ascend's installation page "
+        "names for this release, or its image",
+        good="the image quay.io/ascend/vllm-ascend of the release, in which they fit",
+        threads=("https://github.com/vllm-project/vllm-ascend/issues/117",),
+    ),
 )

@@ -250,6 +250,7 @@ PROBLEMS = (
             Failed(text="No module named 'rixl"),
             Failed(text="No module named 'mooncake'"),
             Failed(text="No module named 'mooncake.<part>'"),
+            Failed(text="No module named 'nvshmem"),
             Failed(text="Valkey support requires the glide_sync module", within="lmcache/"),
             Failed(text="Rust raw-block extension is not installed", within="lmcache/"),
         ),
@@ -257,7 +258,8 @@ PROBLEMS = (
         "itself, or the image left it out.",
         now="pip install the package of that module: cupy-cuda12x or cupy-cuda13x for cupy (cupy-rocm-7-0 on ROCm), "
         "redis, valkey-glide (glide), valkey-glide-sync (glide_sync), aiofile, awscrt, infinistore, openai, nixl, "
-        "mooncake-transfer-engine; for the C++ and Rust parts build LMCache from source (pip install -e .)",
+        "mooncake-transfer-engine (CUDA 13: nixl-cu13, mooncake-transfer-engine-cuda13), nvshmem4py-cu12; for the C++ "
+        "and Rust parts build LMCache from source (pip install -e .)",
         good="the package in the image, or a backend that needs none",
         threads=("https://github.com/LMCache/LMCache/issues/3326",),
     ),

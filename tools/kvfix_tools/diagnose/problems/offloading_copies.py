@@ -249,4 +249,29 @@ PROBLEMS = (
         threads=("https://github.com/llm-d/llm-d-kv-cache/issues/504",),
         sure=False,
     ),
+    Problem(
+        code="KVD1764",
+        name="offload-copies-without-waiting",
+        severity=Severity.WRONG,
+        title="vLLM's own offloading copies blocks that the model is still writing or reading: text is garbled under "
+        "load.",
+        shows=(),
+        said=(
+            r"SimpleCPUOffload|OffloadingConnector|kv[-_]offloading",
+            r"(?i)garbl|corrupt|gibberish|wrong (?:generation|output|answer)|incorrect|nonsens",
+            r"(?i)concurren|under load|\brace\b|cross-stream|intermittent|nondetermin",
+        ),
+        cause="Copies run on a stream of their own. SimpleCPUOffloadConnector: before 0.26 a store does not wait for "
+        "the step that writes the block, and in no release up to 0.33.0 does a load wait for the step that still reads "
+        "it (worker.py 0.33.0:309 waits for stores alone). OffloadingConnector: before 0.15 stores, before 0.32 loads "
+        "(they meet the zeroing of blocks of hybrid models).",
+        now="OffloadingConnector of vLLM 0.32.0 (`--kv-offloading-size`, without VLLM_USE_SIMPLE_KV_OFFLOAD); "
+        "SimpleCPUOffloadConnector: `--no-async-scheduling` makes it rarer; restart, which empties the CPU cache",
+        good="vLLM 0.32.0 with OffloadingConnector; SimpleCPUOffloadConnector: pull 47324 is open",
+        sure=False,
+        threads=tuple(
+            f"https://github.com/vllm-project/vllm/{each}"
+            for each in ("issues/45704", "issues/31210", "pull/46278", "pull/47291", "pull/31341")
+        ),
+    ),
 )
