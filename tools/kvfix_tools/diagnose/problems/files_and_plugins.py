@@ -35,6 +35,8 @@ PROBLEMS = (
         shows=(
             Logged("Failed to read from file <path>: ", f"{_CONNECTORS}/fs_connector.py"),
             Logged("Failed to load chunk from disk for key"),
+            Failed(kind="RuntimeError", text="Partial read data <wanted> got <read>"),
+            Failed(kind="RuntimeError", text="Partial read meta <wanted> got <read>"),
         ),
         connectors=_IN_PROCESS,
         cause="The error at the end decides: a file that was cut off by a crash (`Partial read`), written with another "
@@ -143,13 +145,17 @@ PROBLEMS = (
                 "Cannot use O_DIRECT for this file, size is not aligned to disk block size.",
                 "lmcache/v1/storage_backend/local_disk_backend.py",
             ),
+            Logged("Cannot use O_DIRECT for <path>, size is not aligned."),
+            Logged("Cannot use O_DIRECT for writing size <size>, which is not aligned to block size"),
+            Logged("Cannot use O_DIRECT for writing size <size>, not aligned to block size"),
         ),
         sentence="a chunk's size is not a multiple of the file system's block",
         connectors=_IN_PROCESS,
         cause="O_DIRECT needs a size that is a multiple of statvfs(local_disk).f_bsize: 4096 on ext4 and xfs, a "
         "megabyte and more on NFS or Lustre. Partial chunks (save_unfull_chunk) and such file systems miss it, and "
         "the file goes through the page cache. Releases before 0.3.9 log it also with use_odirect off: harmless.",
-        now="save_unfull_chunk: false and a local_disk on ext4 or xfs; or extra_config: {use_odirect: false}; restart",
+        now="save_unfull_chunk: false and a local_disk (fs://) on ext4 or xfs; or extra_config: {use_odirect: false}, "
+        'for `lmcache server` "use_odirect": false in --l2-adapter; restart',
         good="keep it so: no release pads a chunk (0.5.6)",
         threads=(_LMCACHE + "issues/1570", _LMCACHE + "issues/1522"),
     ),

@@ -65,6 +65,7 @@ PROBLEMS = (
             Logged("async mem_to_storage transfer failed for <count> keys", _NIXL),
             Logged("async mem_to_storage post failed for <count> keys", _NIXL),
             Logged("mem_to_storage handle acquisition failed for <count> keys", _NIXL),
+            Logged("NIXL batched put could not be scheduled for <count> key(s); skipping best-effort offload", _NIXL),
         ),
         sentence="{count} chunks were not written",
         connectors=_IN_PROCESS,

@@ -41,6 +41,8 @@ PROBLEMS = (
             Failed(kind="ValueError", text="meta_total_bytes must be a multiple of block_align", at=_CORE),
             Failed(kind="ValueError", text="meta_total_bytes must provide room for metadata header", at=_CORE),
             Failed(kind="ValueError", text="use_uring_cmd requires"),
+            Failed(kind="ValueError", text="raw block capacity too small for slot size after metadata"),
+            Failed(kind="ValueError", text="metadata region exceeds usable device capacity"),
             Failed(kind="ValueError", text="raw_block requires l1_align_bytes >= block_align when use_odirect=true"),
         ),
         releases={"lmcache": ">=0.4.5"},
@@ -73,6 +75,9 @@ PROBLEMS = (
         shows=(
             Logged("RawBlockCore load failed for <key>: <error>"),
             Logged("RawBlockCore batched load failed: <error>"),
+            Logged("RawBlockCore write failed for <key>: <error>"),
+            Logged("RawBlockCore batched write failed: <error>"),
+            Logged("RawBlockCore <kind> batch <batch> operation <number> failed: <error>"),
             Logged("RawBlockCore final checkpoint failed: <error>"),
             Failed(kind="RuntimeError", text="Failed to persist raw-block key <key>", at=_PLUGIN),
             Logged("RustRawBlockBackend: loaded metadata may belong to another worker", _PLUGIN),
@@ -138,5 +143,19 @@ PROBLEMS = (
         now='--l2-adapter \'{"type": "raw_block", "device_path": "/dev/nvme1n1", "slot_bytes": 33558528, '
         '"block_align": 4096}\' (slot_bytes for a chunk of 32 MiB), and --l1-align-bytes 4096; restart the server',
         good="keep it so: the set-up was wrong, and no release changes that",
+    ),
+    Problem(
+        code="KVD1784",
+        name="raw-block-of-other-settings",
+        severity=Severity.RISK,
+        title="The raw block device was written with other settings: what is on it is not used.",
+        shows=(Logged("Device metadata <what> mismatch; ignoring metadata"),),
+        sentence="another {what} than at the last start",
+        releases={"lmcache": ">=0.4.5"},
+        cause="The header on the device names the geometry with which it was written, and this start has another: "
+        "LMCache begins with an empty store, and writes over the old one.",
+        now="block_align, header_bytes, slot_bytes, meta_total_bytes and device_path as they were, and restart, if the "
+        "old chunks are wanted; else nothing",
+        good="the same settings at each start; another model or chunk_size means another slot_bytes",
     ),
 )

@@ -9,6 +9,8 @@ _LMCACHE = "https://github.com/LMCache/LMCache/"
 _IN_PROCESS = ("LMCacheConnectorV1", "MultiConnector")
 _CONNECTORS = "lmcache/v1/storage_backend/connector"
 _VALKEY = f"{_CONNECTORS}/valkey_connector.py"
+_HF3FS = f"{_CONNECTORS}/hf3fs_adapter.py"
+_BIGTABLE = f"{_CONNECTORS}/bigtable_connector.py"
 _MOONCAKE = f"{_CONNECTORS}/mooncakestore_connector.py"
 _SAGEMAKER = f"{_CONNECTORS}/sagemaker_hyperpod_connector.py"
 
@@ -180,5 +182,67 @@ PROBLEMS = (
         now="a shorter path: ln -s /long/path/to/model /m and vllm serve /m --served-model-name NAME; in every engine "
         "the same; restart",
         good="redis:// or `lmcache server`, whose keys may be longer",
+    ),
+    Problem(
+        code="KVD1785",
+        name="store-package-missing",
+        severity=Severity.CRASH,
+        title="A store needs a Python package or an extension that is not in this environment.",
+        shows=(
+            *either("azure-storage-blob is required for the Azure connector. Install it with"),
+            *either("azure-identity is required to use DefaultAzureCredential. Install it with"),
+            *either("huggingface_hub version is too old for Buckets support; install"),
+            *either("hf3fs_fuse.io is not available. Please install the hf3fs_fuse package"),
+            *either("RESPClient requires the C++ Redis extension. Build with"),
+            *either("AerospikeClient requires the C++ Aerospike extension. Build with"),
+            Failed(kind="ImportError", text="needs confluent-kafka: pip install"),
+        ),
+        releases={"lmcache": ">=0.3.15"},
+        cause="LMCache's wheel brings no clients of stores but Redis'. `Extension`: the wheel for this platform has it "
+        "not, and pip built LMCache without it.",
+        now="the pip install that the line names, in the environment of the process that says it (vLLM's, or the "
+        "server's); `extension`: another store (resp: redis:// in place of resp://), or LMCache built from source",
+        good="an image with the package",
+    ),
+    Problem(
+        code="KVD1786",
+        name="store-of-3fs-refused",
+        severity=Severity.SLOW,
+        title="The settings of the 3FS connector are refused: nothing is stored there.",
+        shows=(
+            Logged("Invalid configuration of HF3fsConnector", _HF3FS),
+            Logged("Invalid mount point:<path>", _HF3FS),
+            Logged("Invalid base_paths_str:<path>, <error>", _HF3FS),
+            Logged("hf3fs_ior_entries must in range", _HF3FS),
+            Logged("hf3fs_iov_size must in range", _HF3FS),
+            Logged("hf3fs_io_depth must in range", _HF3FS),
+            Logged("hf3fs_numa_id must in range", _HF3FS),
+            Logged("hf3fs_io_thread_num must in range", _HF3FS),
+        ),
+        connectors=_IN_PROCESS,
+        releases={"lmcache": ">=0.4.5"},
+        cause="The line has the value or its range; a mount point has to be a folder that 3FS is mounted on in this "
+        "container, and the paths of the URL lie below it.",
+        now="mount | grep hf3fs in the worker's container; extra_config with a value in the range; restart",
+        good="keep it so: the set-up was wrong, and no release changes that",
+    ),
+    Problem(
+        code="KVD1787",
+        name="bigtable-refuses",
+        severity=Severity.SLOW,
+        title="Bigtable refuses LMCache, or has no such table: nothing is stored there, and nothing found.",
+        shows=(
+            Logged("Bigtable permission/auth error in <call>: <error>", _BIGTABLE),
+            Logged("Bigtable auth error in <call>: <error>", _BIGTABLE),
+            Logged("Bigtable NotFound in <call>: <error>", _BIGTABLE),
+        ),
+        sentence="{call}: {error}",
+        connectors=_IN_PROCESS,
+        releases={"lmcache": ">=0.4.7"},
+        cause="Permission: the service account has no roles/bigtable.user, or there are no credentials in this "
+        "container. NotFound: project, instance, table or column family are named otherwise, or not made.",
+        now="gcloud auth application-default print-access-token in the worker's container; cbt -project P -instance I "
+        "ls TABLE; the names in extra_config as there; restart",
+        good="a service account with roles/bigtable.user, and the table before the engine",
     ),
 )

@@ -128,6 +128,7 @@ PROBLEMS = (
             Logged("P2P lookup submit to <peer> timed out; treating as a miss", f"{_L2}/p2p_l2_adapter.py"),
             Logged("P2P lookup task <task> timed out; treating as a miss", f"{_L2}/p2p_l2_adapter.py"),
             Logged("P2P load task <task> timed out; treating as a failure", f"{_L2}/p2p_l2_adapter.py"),
+            Logged("P2P load task <task> has a missing/invalid remote address; treating as a failure"),
         ),
         releases={"lmcache": ">=0.5.0"},
         cause="The peer is not reachable at --p2p-advertise-url, or its handler failed (its own log). `No GPU context "
@@ -145,6 +146,8 @@ PROBLEMS = (
         shows=(
             Failed(kind="RuntimeError", text="S3 DELETE failed for <key>:", at=_S3),
             Failed(kind="RuntimeError", text="S3 ListObjectsV2 failed:"),
+            Logged("S3L2Adapter DELETE failed for <key>: <error>", _S3),
+            Logged("S3L2Adapter delete failed: <error>", _S3),
         ),
         sentence="S3 refuses to delete or list",
         releases={"lmcache": ">=0.4.5"},

@@ -221,4 +221,40 @@ PROBLEMS = (
         sure=False,
         good="one of the two: no release up to 0.5.6 has both for one L1",
     ),
+    Problem(
+        code="KVD1788",
+        name="server-without-coordinator",
+        severity=Severity.SLOW,
+        title="The LMCache server does not reach its coordinator: no P2P, and no lookups over all servers.",
+        shows=(
+            Logged("Coordinator registration/heartbeat failed: <error>"),
+            Logged("P2P instance discovery failed: <error>"),
+            Logged("Cache-event publish failed (instance <instance>); unsent batches are dropped and leave a seq gap"),
+        ),
+        releases={"lmcache": ">=0.4.7"},
+        cause="The error decides: refused or timed out: no coordinator at --coordinator-url (the server tries again by "
+        "itself); 404 or a validation error: something else answers there, or a coordinator of another LMCache "
+        "release. The server's own L1 and L2 go on.",
+        now="curl -s COORDINATOR_URL/instances from the server's container; the coordinator and all servers of one "
+        "LMCache release; or the server without --coordinator-url",
+        good="the coordinator as a service that starts before the servers",
+        sure=False,
+    ),
+    Problem(
+        code="KVD1789",
+        name="device-backend-of-another-host",
+        severity=Severity.CRASH,
+        title="LMCACHE_DEVICE_BACKEND does not fit this host, or LMCache finds two backends and takes none.",
+        shows=(
+            Failed(kind="RuntimeError", text="LMCACHE_DEVICE_BACKEND=<name> is not registered. Available"),
+            Failed(kind="RuntimeError", text="LMCACHE_DEVICE_BACKEND=<name> is registered but not available"),
+            Failed(kind="RuntimeError", text="LMCache backends are available for device_type <type>: <names>. Set"),
+        ),
+        releases={"lmcache": ">=0.5.4"},
+        cause="The variable names the device's backend (cuda, rocm, xpu, npu ...) where LMCache cannot tell it: one "
+        "that is not installed, or whose driver is not in this container.",
+        now="unset LMCACHE_DEVICE_BACKEND, or the name of the list that fits the GPU; the container with its GPU "
+        "(--gpus all); restart",
+        good="one backend in an image",
+    ),
 )

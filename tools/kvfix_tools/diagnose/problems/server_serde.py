@@ -6,6 +6,8 @@ from kvfix_tools.diagnose.findings import Severity
 from kvfix_tools.diagnose.problems import Failed, Logged, Problem
 
 _LMCACHE = "https://github.com/LMCache/LMCache/"
+_WRAPPER = "lmcache/v1/distributed/l2_adapters/serde_wrapper.py"
+_PROCESSOR = "lmcache/v1/distributed/serde/async_processor.py"
 
 PROBLEMS = (
     Problem(
@@ -48,5 +50,41 @@ PROBLEMS = (
         now='"serde": {"type": "fp8"} in --l2-adapter, which takes any layout, or no serde; restart the server',
         good="no release is right yet (0.5.6; LMCache pull request 4749 was closed)",
         threads=(_LMCACHE + "issues/4744",),
+    ),
+    Problem(
+        code="KVD1780",
+        name="l2-serde-fails",
+        severity=Severity.SLOW,
+        title="The serde of an L2 adapter fails at chunks: they are not stored in L2, or count as missing there.",
+        shows=(
+            Logged("Serde wrapper: submit_serialize raised for store task <task>", _WRAPPER),
+            Logged("Serde wrapper: submit_deserialize raised for task <task>", _WRAPPER),
+            Logged("Serde wrapper: deserialize failed for task <task>; reporting all keys as failed", _WRAPPER),
+            Logged("Serde: <kind> task <task> failed (<count> objects)", _PROCESSOR),
+            Logged("Serde task <task> (<kind>) failed", _PROCESSOR),
+        ),
+        announces=True,
+        releases={"lmcache": ">=0.4.5"},
+        cause="The traceback below it decides: a KV dtype or layout that the serde does not take, several KV groups in "
+        "one object, or, at loads, an object that was written with another serde, or with none.",
+        now='another "serde" in --l2-adapter, or none, with an empty base_path or bucket; restart the server',
+        good="a store for each serde, model and --kv-cache-dtype",
+        sure=False,
+    ),
+    Problem(
+        code="KVD1781",
+        name="l2-serde-without-room",
+        severity=Severity.SLOW,
+        title="The serde of an L2 adapter has no memory for its copy: the chunk is not stored, or not loaded.",
+        shows=(
+            Logged("Serde wrapper: temp alloc failed for store task <task>", _WRAPPER),
+            Logged("Serde wrapper: temp alloc failed for load task <task>", _WRAPPER),
+        ),
+        sentence="L1 has no room for the copy of task {task}",
+        releases={"lmcache": ">=0.4.5"},
+        cause="What is stored with a serde, or loaded, passes through a second piece of L1 memory, and L1 is full of "
+        "chunks that are locked or wait for L2.",
+        now="a larger --l1-size-gb, a lower --eviction-trigger-watermark (0.7); restart the server",
+        good="an L1 that the chunks of all requests at once leave room in; no release changes that",
     ),
 )
