@@ -65,6 +65,76 @@ PROBLEMS = (
         ),
     ),
     Problem(
+        code="KVD1760",
+        name="mooncake-ascend-link-refused-by-hccl",
+        severity=Severity.HANG,
+        title="HCCL could not make the link from this NPU to the other engine's.",
+        shows=(Logged("Failed to connect to target: <target>, status: 503900"),),
+        sentence="{target}",
+        replaces=(*_LESS, "KVD504"),
+        sure=False,
+        cause="503900 is whatever CANN has no number of its own for. The text after `errmsg`, or plog of both ends, "
+        "says it: `EI0020` a port of the NPU is taken; `ret: 0x13` of HcclCommPrepare is the NPUs' network, or more "
+        "memory than the driver registers for one link (a report: a segment of 40 GB with HDK 25.2.3); `0x9` time-out.",
+        now="`grep ERROR ~/ascend/log/debug/plog/*` on both machines; with a Mooncake store `global_segment_size` "
+        "below 20 GB for each rank; both on one machine: `export HCCL_INTRA_ROCE_ENABLE=1`; `hccn_tool -i N -ping -g address "
+        "IP` between the NPUs; restart both",
+        good="what errmsg or plog names",
+        threads=("https://github.com/kvcache-ai/Mooncake/issues/3267",),
+    ),
+    Problem(
+        code="KVD1761",
+        name="npu-socket-port-taken",
+        severity=Severity.HANG,
+        title="Two processes want the same port of one NPU's own network, and the second one gets no link.",
+        shows=(
+            Logged("Failed to enable listening for the NPU network adapter socket"),
+            Logged("Communication_Error_Bind_IP_Port(EI0020)"),
+            Logged("The IP address <address> and port <port> have already been bound"),
+        ),
+        replaces=(*_LESS, "KVD504", "KVD1760"),
+        cause="HCCL listens on one fixed port of the card. A second process with the same card (Mooncake's client "
+        "beside the worker, prefill and decode on one card, a leftover of before the restart) cannot take it too.",
+        now="`export HCCL_NPU_SOCKET_PORT_RANGE=auto` for every process that uses the card, Mooncake's client too, and "
+        "restart them all; `npu-smi info` shows a leftover",
+        good="the variable in each start script, or a card for each process",
+        threads=("https://github.com/kvcache-ai/Mooncake/issues/2121",),
+    ),
+    Problem(
+        code="KVD1762",
+        name="hccl-link-not-made",
+        severity=Severity.CRASH,
+        title="HCCL could not make a link between two NPUs.",
+        shows=(
+            Logged("Transport init error. Reason: [Create][DestLink]Create Dest error! <link>"),
+            Logged("[Creat][Qp]creat qp failed, localDeviceId[<device>]"),
+        ),
+        sure=False,
+        cause="The NPUs' own network: addresses (`hccn_tool -i N -ip -g`), a card that is down, TLS on at one of the "
+        "two. `this package does not support` in plog: the driver is older than this CANN (KVD1763). Else the other "
+        "rank ended first, and its log has the cause.",
+        now="`grep ERROR ~/ascend/log/debug/plog/*` on both machines; `hccn_tool -i N -ping -g address IP` between the "
+        "cards of the line, `hccn_tool -i N -tls -g` (the same on both); `export HCCL_CONNECT_TIMEOUT=600`; restart "
+        "both engines",
+        good="what plog names",
+        threads=(f"{_ASCEND}/2406", f"{_ASCEND}/3162"),
+    ),
+    Problem(
+        code="KVD1763",
+        name="npu-driver-older-than-cann",
+        severity=Severity.CRASH,
+        title="The NPU's driver lacks a call that this CANN makes, so the NPUs get no link.",
+        shows=(Logged("this package does not support <call> for device, please change new package"),),
+        sentence="{call}",
+        replaces=("KVD1762",),
+        cause="HCCL's part on the card (HCCP) comes with driver and firmware (HDK), not with CANN. A newer CANN in the "
+        "container asks an older driver of the host for queues that it does not know.",
+        now="`cat /usr/local/Ascend/driver/version.info` on the host; install the HDK (driver and firmware) that the "
+        "installation page of this vllm-ascend names for its CANN; restart the host",
+        good="HDK and CANN of one table",
+        threads=(f"{_ASCEND}/2406",),
+    ),
+    Problem(
         code="KVD1064",
         name="mooncake-ascend-connects-too-slowly",
         severity=Severity.HANG,

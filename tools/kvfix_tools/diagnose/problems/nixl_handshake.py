@@ -67,13 +67,20 @@ PROBLEMS = (
         ),
         releases={"vllm": ">=0.15"},
         replaces=("KVD156", "KVD570"),
-        cause="The two hashes are of vLLM's and the connector's version, the model, dtype, KV cache dtype and layout, "
-        "attention backend and the connector's settings; one of them differs between prefill and decode.",
-        now="start both with the same vLLM, --model, --dtype, --kv-cache-dtype and --attention-backend, and the "
-        "same kv_connector_extra_config (also `enable_cross_layers_blocks`); if they do fit: "
+        sure=False,
+        cause="One of what is hashed differs: vLLM's release, the model as --model says it (a local path too), dtype, "
+        "--kv-cache-dtype, the attention backend; from 0.20 the hybrid KV cache manager, on at one side and off at the "
+        "other (a second connector in MultiConnector or PdConnector that cannot take it turns it off), and until 0.26 "
+        "`enable_cross_layers_blocks`; from 0.32 the draft model, and NixlPushConnector against NixlConnector.",
+        now="`VLLM_LOGGING_LEVEL=DEBUG` on both prints the parts (`NIXL compatibility hash`). The same image, --model, "
+        "--dtype, --kv-cache-dtype, --attention-backend, --speculative-config and kv_connector_extra_config; one side "
+        "with a second connector: `--disable-hybrid-kv-cache-manager` on both. Only the path differs: "
         '`"kv_connector_extra_config": {"enforce_handshake_compat": false}` on both',
         good="one image and one set of options for prefill and decode; no release changes that",
-        threads=("https://github.com/ai-dynamo/dynamo/issues/10027",),
+        threads=(
+            "https://github.com/ai-dynamo/dynamo/issues/10027",
+            "https://github.com/ai-dynamo/dynamo/pull/12821",
+        ),
     ),
     Problem(
         code="KVD553",
@@ -278,18 +285,6 @@ PROBLEMS = (
             "https://github.com/ai-dynamo/nixl/issues/1986",
             "https://github.com/smg-project/smg/issues/2503",
         ),
-    ),
-    Problem(
-        code="KVD563",
-        name="nixl-needs-patched-vllm",
-        severity=Severity.CRASH,
-        title="Dynamo asks the workers for NIXL in a way that only its own vLLM knows.",
-        shows=(Failed(kind="NotImplementedError", text="Method 'initialize_nixl' is not implemented"),),
-        cause="Dynamo's disaggregated mode of that time calls a method of its patched vLLM 0.7 (ai_dynamo_vllm); plain "
-        "vLLM is installed.",
-        now="install the vLLM that belongs to this release of Dynamo: `pip install ai_dynamo_vllm`",
-        good="a Dynamo and vLLM of today, with NixlConnector in --kv-transfer-config",
-        threads=("https://github.com/ai-dynamo/dynamo/issues/331",),
     ),
     Problem(
         code="KVD156",

@@ -85,6 +85,18 @@ PROBLEMS = (
         threads=("https://github.com/vllm-project/vllm-neuron/issues/20",),
     ),
     Problem(
+        code="KVD563",
+        name="nixl-needs-patched-vllm",
+        severity=Severity.CRASH,
+        title="Dynamo asks the workers for NIXL in a way that only its own vLLM knows.",
+        shows=(Failed(kind="NotImplementedError", text="Method 'initialize_nixl' is not implemented"),),
+        cause="Dynamo's disaggregated mode of that time calls a method of its patched vLLM 0.7 (ai_dynamo_vllm); plain "
+        "vLLM is installed.",
+        now="install the vLLM that belongs to this release of Dynamo: `pip install ai_dynamo_vllm`",
+        good="a Dynamo and vLLM of today, with NixlConnector in --kv-transfer-config",
+        threads=("https://github.com/ai-dynamo/dynamo/issues/331",),
+    ),
+    Problem(
         code="KVD378",
         name="nixl-plugin-lacks-a-library",
         severity=Severity.RISK,
