@@ -77,8 +77,8 @@ PROBLEMS = (
         "says it: `EI0020` a port of the NPU is taken; `ret: 0x13` of HcclCommPrepare is the NPUs' network, or more "
         "memory than the driver registers for one link (a report: a segment of 40 GB with HDK 25.2.3); `0x9` time-out.",
         now="`grep ERROR ~/ascend/log/debug/plog/*` on both machines; with a Mooncake store `global_segment_size` "
-        "below 20 GB for each rank; both on one machine: `export HCCL_INTRA_ROCE_ENABLE=1`; `hccn_tool -i N -ping -g address "
-        "IP` between the NPUs; restart both",
+        "below 20 GB for each rank; both on one machine: `export HCCL_INTRA_ROCE_ENABLE=1`; `hccn_tool -i N -ping -g "
+        "address IP` between the NPUs; restart both",
         good="what errmsg or plog names",
         threads=("https://github.com/kvcache-ai/Mooncake/issues/3267",),
     ),

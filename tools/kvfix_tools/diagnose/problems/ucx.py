@@ -230,6 +230,32 @@ PROBLEMS = (
         threads=("https://github.com/ai-dynamo/dynamo/issues/741",),
     ),
     Problem(
+        code="KVD1764",
+        name="ucx-gdrcopy-does-not-work",
+        severity=Severity.CRASH,
+        title="UCX copies small messages with GDRCopy, which does not work on this machine.",
+        shows=(
+            Logged("gdr_copy_from_mapping failed. ret:<ret>"),
+            Logged("gdr_copy_to_mapping failed. ret:<ret>"),
+            Logged("GPU memory pin failed. length <length> ret <ret>"),
+            Logged("gdr_pin_buffer failed. length :<length> ret:<ret>"),
+            Logged("gdr_map failed. length :<length> ret:<ret>"),
+        ),
+        sentence="it answers {ret}",
+        replaces=("KVD554", "KVD570", "KVD571"),
+        cause="UCX was built with GDRCopy and takes it where it finds it. The kernel module gdrdrv is of another "
+        "release than the library in the image, or this kind of GPU memory cannot be mapped so (GB200: 22, EINVAL). "
+        "UCX ends the process, or NIXL says NIXL_ERR_BACKEND.",
+        now="`export UCX_TLS=^gdr_copy` on both sides (where UCX_TLS is set already: take gdr_copy out of the list), "
+        "restart both. If transfers then time out, the way between the nodes is at fault too: `UCX_PROTO_INFO=y`",
+        good="gdrdrv on the host of the release of libgdrapi in the image, or gdr_copy left out",
+        threads=(
+            "https://github.com/ai-dynamo/nixl/issues/149",
+            "https://github.com/openucx/ucx/pull/11885",
+            "https://github.com/NVIDIA/TensorRT-LLM/pull/16619",
+        ),
+    ),
+    Problem(
         code="KVD1384",
         name="ucx-cannot-copy-into-gpu-memory",
         severity=Severity.CRASH,
