@@ -64,14 +64,74 @@ PROBLEMS = (
         name="ascend-freed-before-decode-was-done",
         severity=Severity.RISK,
         title="Decode is done with a request's KV that prefill had freed already, or does not know.",
-        shows=(Logged("MooncakeConnector finish req not in reqs to process"),),
+        shows=(
+            Logged("MooncakeConnector finish req not in reqs to process"),
+            Logged("HIXLConnector finish req not in reqs to process"),
+        ),
         sure=False,
-        cause="Prefill frees blocks that are not fetched within its time limit (VLLM_NIXL_ABORT_REQUEST_TIMEOUT, 480 "
-        "s; `Force freed expired request` names them): what decode read after that is another request's KV. Without "
+        cause="Prefill frees blocks that are not fetched within its time limit (480 s; `Force "
+        "freed expired request` names them): what decode read after that is another request's KV. Without "
         "such a line the message came twice, or to the wrong rank, and is harmless.",
         now="grep 'Force freed' in prefill's log for the request; if there: fewer requests in decode's queue "
-        "(--max-num-seqs, more decode), VLLM_NIXL_ABORT_REQUEST_TIMEOUT larger on both sides",
+        "(--max-num-seqs, more decode), `export VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT=1800 "
+        "VLLM_NIXL_ABORT_REQUEST_TIMEOUT=1800` on prefill (older releases read the second)",
         good="decode fast enough for what prefill sends",
+    ),
+    Problem(
+        code="KVD1765",
+        name="ascend-engine-ids-collide",
+        severity=Severity.HANG,
+        title="Two engines of a vllm-ascend P/D set-up have one engine_id, or a request was sent to the wrong one.",
+        shows=(
+            Failed(kind="AssertionError", text="Conflict engine id <engine> with local engine id <own>"),
+            Logged("Conflict engine id <engine> with local engine id <own>"),
+            Failed(kind="RuntimeError", text="Remote metadata engine_id does not match the routed engine"),
+            Logged("Remote metadata engine_id does not match the routed engine"),
+        ),
+        replaces=("KVD503",),
+        cause="Decode asked the address of kv_transfer_params, and an engine with decode's own id, or not with that of "
+        "the request, answered: `engine_id` of --kv-transfer-config is the same in two start scripts, prefill was "
+        "restarted under that port, or the address is decode's own.",
+        now='an `engine_id` of its own in --kv-transfer-config of each engine ("0", "1", ...), `export '
+        "VLLM_HOST_IP=<address that the other node reaches>` on prefill, another kv_port for each engine of a host; "
+        "restart all of them",
+        good="ids that the deployment draws anew for each engine",
+    ),
+    Problem(
+        code="KVD1766",
+        name="ascend-layers-in-other-groups",
+        severity=Severity.WRONG,
+        title="Prefill and decode of vllm-ascend group their layers otherwise, and KV is read from the wrong place.",
+        shows=(
+            Logged("Remote kv_group2layeridx is inconsistent with local"),
+            Failed(kind="RuntimeError", text="Remote kv_group2layeridx is inconsistent with the local layout"),
+        ),
+        replaces=("KVD503",),
+        cause="Which layers make a KV group follows from model, draft layers (MTP), pipeline stages and release; one "
+        "of these differs. Most releases only warn and read by their own grouping: answers are garbage. Later ones "
+        "refuse the transfer.",
+        now="the same image, --model, --speculative-config and --block-size on both sides; "
+        '"prefill": {"pp_size": ..} in kv_connector_extra_config as prefill runs; restart both',
+        good="one start script for both roles but for kv_role and sizes",
+        sure=False,
+    ),
+    Problem(
+        code="KVD1767",
+        name="ascend-transfer-thread-failed",
+        severity=Severity.HANG,
+        title="The thread that moves KV in vllm-ascend's Mooncake connector failed at a request.",
+        shows=(
+            Logged("Error in KVCacheTransferThread: <error>"),
+            Logged("Connection listener got exception <kind>: <error>"),
+        ),
+        quotes=True,
+        sentence="{error}",
+        cause="The error is of the connector's own code, or of what it calls; the thread goes on with other requests. "
+        "This one keeps its blocks and waits, or (newer releases) is failed.",
+        now="the traceback just before it; if it comes for each request: restart both engines, the same image and the "
+        'same "prefill" and "decode" sizes in kv_connector_extra_config on both sides',
+        good="what ends the error",
+        sure=False,
     ),
     Problem(
         code="KVD026",

@@ -95,9 +95,10 @@ PROBLEMS = (
         severity=Severity.CRASH,
         title="A prefill worker cannot register at the Mooncake bootstrap server.",
         shows=(
-            Logged("Error registering <payload> with bootstrap server: <reason>", at=_MOONCAKE_CONNECTOR),
-            Failed(kind="RuntimeError", text="with the Mooncake bootstrap server at"),
+            Logged("Error registering <payload> with bootstrap server:", at=_MOONCAKE_CONNECTOR),
+            Failed(kind="RuntimeError", text="Failed to register <payload> with the Mooncake bootstrap server at"),
         ),
+        sentence="{payload}",
         releases={"vllm": ">=0.20"},
         sure=False,
         cause="The bootstrap server runs in the first worker of prefill's first node. It is not up, its port "

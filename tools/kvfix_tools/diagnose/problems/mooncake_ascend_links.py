@@ -22,6 +22,7 @@ PROBLEMS = (
         shows=(
             Logged("Mooncake transfer failed for request <request>"),
             Logged("Failed to transfer KV cache for request <request>: Mooncake transfer failed"),
+            Logged("Skipping KV cache transfer for request <request> because a previous transfer failed"),
             Failed(kind="RuntimeError", text="Mooncake transfer failed, ret: <ret>"),
         ),
         sure=False,

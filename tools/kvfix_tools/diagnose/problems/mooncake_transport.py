@@ -97,14 +97,21 @@ PROBLEMS = (
         name="mooncake-ascend-port-taken",
         severity=Severity.HANG,
         title="The port of Mooncake's sender is taken, and decode never gets KV from this worker.",
-        shows=(Logged("Mooncake KVCacheSendingThread exception: Address already in use (addr='<address>')"),),
-        sentence="{address} is taken",
-        cause="Engines of one host use ports from `kv_port` upwards, one for each rank; two of them overlap, or an "
-        "engine of before still holds it. Only the thread dies; the engine looks healthy.",
-        now="`kv_port` of the engines of a host further apart than their number of ranks, and outside of `sysctl "
-        "net.ipv4.ip_local_port_range`; restart this engine",
+        shows=(
+            Logged("Mooncake KVCacheSendingThread exception: Address already in use (addr='<address>')"),
+            Failed(
+                kind="ZMQError", text="Address already in use (addr='<address>')", within="mooncake_connector.py:run"
+            ),
+            Failed(kind="RuntimeError", text="KV Cache sending/receiving thread failed to start"),
+        ),
+        cause="Engines of one host use ports from `kv_port` upwards, one for each rank. Two of them overlap, an engine "
+        "of before still runs, or Mooncake took the port: its transport to the NPU draws ports from 20000 on, 1000 for "
+        "each NPU of the node. Only the thread dies in some releases; the engine then looks healthy.",
+        now="`kv_port` of the engines of a host further apart than their number of ranks, below 20000 or above 20000 + "
+        "1000 x NPUs, and outside of `sysctl net.ipv4.ip_local_port_range`; `ss -ltnp` names who has it; restart this "
+        "engine",
         good="the set-up: ports that do not overlap",
-        threads=(f"{_ASCEND}/8938",),
+        threads=(f"{_ASCEND}/8938", f"{_ASCEND}/4725", "https://github.com/vllm-project/vllm-ascend/pull/6455"),
     ),
     Problem(
         code="KVD568",
@@ -116,17 +123,20 @@ PROBLEMS = (
                 "Force freed expired request: <request>. Reason: Request exceeded timeout threshold (<seconds> "
                 "seconds)."
             ),
+            Logged("Force freed expired request: <request>. Reason: exceeded timeout (<seconds> seconds)."),
+            Logged("Force freed request: <request>"),
         ),
-        sentence="request {request}, after {seconds} s",
+        sentence="request {request}",
         sure=False,
-        cause="Decode did not fetch the KV within VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT: it was too busy, or the router "
-        "or the client gave the request up (then nothing is lost). Blocks that prefill frees go to the next request, "
-        "and decode's read does not ask whether they are still its own: the answer is garbage if it reads them now.",
-        now="`export VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT=1800` on prefill (vllm-ascend: 480 s by default), and as long "
-        "a time in the router; more decode engines or a limit on what prefill accepts, if requests wait that long",
+        cause="Decode did not fetch the KV in time (480 s or 600 s by default): it was too busy, or the router or the "
+        "client gave the request up (then nothing is lost). Blocks that prefill frees go to the next request, and "
+        "decode's read does not ask whether they are still its own: the answer is garbage if it reads them now.",
+        now="`export VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT=1800 VLLM_NIXL_ABORT_REQUEST_TIMEOUT=1800` on prefill (older "
+        "vllm-ascend reads the second, whatever its line says; the oldest VLLM_ASCEND_KVCACHE_DELAY_FREE_TIMEOUT), and "
+        "as long a time in the router; more decode engines, or a limit on what prefill accepts",
         good="a time limit that is longer than requests wait for decode; no release of vllm-ascend is known to refuse "
         "such a read",
-        threads=(f"{_ASCEND}/15420",),
+        threads=(f"{_ASCEND}/15420", f"{_ASCEND}/7140"),
     ),
     Problem(
         code="KVD593",
