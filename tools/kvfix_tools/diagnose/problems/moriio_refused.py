@@ -57,6 +57,7 @@ PROBLEMS = (
         shows=(
             Failed(kind="NotImplementedError", text="MoRIIO only supports sliding-window hybrid models", at=_CONNECTOR),
             Failed(kind="NotImplementedError", text="MoRIIO WRITE mode does not support hybrid KV cache"),
+            Failed(kind="NotImplementedError", text="MoRIIO WRITE mode does not support sliding-window"),
             Failed(kind="NotImplementedError", text="MoRIIO with speculative decoding is not yet", at=_CONNECTOR),
             Failed(
                 kind="NotImplementedError", text="heterogeneous-TP mamba/KDA transfer is not supported yet", at=_LAYOUT
@@ -74,6 +75,69 @@ PROBLEMS = (
         "--tensor-parallel-size; or --disable-hybrid-kv-cache-manager (not for Mamba); shapes: --block-size 16 or 64, "
         "another --attention-backend; then restart both",
         good="a model and mode that it takes; no release up to 0.33.0 takes more",
+    ),
+    Problem(
+        code="KVD1788",
+        name="moriio-pair-does-not-fit",
+        severity=Severity.HANG,
+        title="The caches of prefill and decode do not fit, and MoRIIOConnector cannot map one onto the other.",
+        shows=(
+            Failed(kind="MoRIIOError", text="Layer <layer> holds <own> tokens per block here and <other> on the peer"),
+            Failed(kind="MoRIIOError", text="Heterogeneous-TP WRITE of layer <layer> needs a KV head layout"),
+            Failed(kind="MoRIIOError", text="Heterogeneous-TP WRITE of mamba layer <layer> needs the peer's state"),
+            Failed(kind="ValueError", text="MoRIIO cannot slice KV heads of layer <layer>"),
+            Failed(kind="ValueError", text="MoRIIO head slicing needs the same block size, head size and K/V planes"),
+            Failed(kind="ValueError", text="MoRIIO cannot map <own> local state bytes onto <other> remote bytes"),
+            Failed(kind="ValueError", text="local and remote conv states have different sub-projections: <both>"),
+        ),
+        releases={"vllm": ">=0.33"},
+        cause="With two tensor parallel sizes each cache is cut by heads or states. That takes the same block size (a "
+        "hybrid model sets it by the size of its state on a rank), kernel blocks as large as the block, and a peer of "
+        "vLLM 0.33 or newer. The message names what is missing.",
+        now="the same --tensor-parallel-size on both sides; or one --block-size, --attention-backend and "
+        "--kv-cache-dtype on both; vLLM 0.33 or newer on both; restart both",
+        good="one set of options and one image for both sides",
+    ),
+    Problem(
+        code="KVD1789",
+        name="moriio-session-not-opened",
+        severity=Severity.HANG,
+        title="MoRI cannot open a session from a layer's memory to the peer's.",
+        shows=(
+            Failed(
+                kind="MoRIIOError", text="MoRI could not open a session from layer <layer> to peer <peer> (region"
+            ),
+        ),
+        sentence="layer {layer}, peer {peer}",
+        releases={"vllm": ">=0.33"},
+        sure=False,
+        cause="With `backend` xgmi this process does not see the peer's GPU: HIP_VISIBLE_DEVICES hides it, or it is in "
+        "another machine. With rdma the peer has ended, or a card does not reach it. Sizes in the line that differ are "
+        "of another model or of other cache options.",
+        now="xgmi: all GPUs of the machine visible to both engines, or `backend` rdma in "
+        "kv_connector_extra_config of both; rdma: the peer's log at this time, `ib_write_bw` between the nodes; one "
+        "model and --kv-cache-dtype; restart both",
+        good="cards that reach each other, named on both sides",
+    ),
+    Problem(
+        code="KVD1790",
+        name="moriio-reads-not-ended",
+        severity=Severity.CRASH,
+        title="Reads of MoRIIOConnector did not end in time, and the step fails.",
+        shows=(
+            Logged(
+                "MoRIIO READ barrier failed with <count>/<all> reads still in flight; failing the step.", at=_CONNECTOR
+            ),
+        ),
+        sentence="{count} of {all} reads",
+        releases={"vllm": ">=0.33"},
+        sure=False,
+        cause="In READ mode the step waits for the reads that it began. Those that may still write cannot be given up: "
+        "the engine dies rather than compute on their blocks. Prefill went away, or the cards are slower than the time "
+        "limit (the exception below says which).",
+        now="restart decode, and prefill if its log has ended; larger `transfer_timeout` in kv_connector_extra_config; "
+        "`ib_write_bw` between the two nodes",
+        good="a link that carries the KV in time",
     ),
     Problem(
         code="KVD040",

@@ -230,7 +230,7 @@ PROBLEMS = (
         threads=("https://github.com/ai-dynamo/dynamo/issues/741",),
     ),
     Problem(
-        code="KVD1764",
+        code="KVD1784",
         name="ucx-gdrcopy-does-not-work",
         severity=Severity.CRASH,
         title="UCX copies small messages with GDRCopy, which does not work on this machine.",
@@ -276,7 +276,7 @@ PROBLEMS = (
         threads=("https://github.com/ai-dynamo/nixl/issues/774",),
     ),
     Problem(
-        code="KVD1762",
+        code="KVD1782",
         name="two-ucx-in-one-process",
         severity=Severity.CRASH,
         title="A library of UCX, or one that needs it, finds a UCX of another release.",
