@@ -104,9 +104,7 @@ PROBLEMS = (
         severity=Severity.HANG,
         title="MoRI cannot open a session from a layer's memory to the peer's.",
         shows=(
-            Failed(
-                kind="MoRIIOError", text="MoRI could not open a session from layer <layer> to peer <peer> (region"
-            ),
+            Failed(kind="MoRIIOError", text="MoRI could not open a session from layer <layer> to peer <peer> (region"),
         ),
         sentence="layer {layer}, peer {peer}",
         releases={"vllm": ">=0.33"},

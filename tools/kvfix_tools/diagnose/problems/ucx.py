@@ -276,7 +276,7 @@ PROBLEMS = (
         threads=("https://github.com/ai-dynamo/nixl/issues/774",),
     ),
     Problem(
-        code="KVD1782",
+        code="KVD1762",
         name="two-ucx-in-one-process",
         severity=Severity.CRASH,
         title="A library of UCX, or one that needs it, finds a UCX of another release.",
