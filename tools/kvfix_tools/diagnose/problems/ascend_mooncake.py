@@ -134,6 +134,25 @@ PROBLEMS = (
         sure=False,
     ),
     Problem(
+        code="KVD1791",
+        name="ascend-connector-moved",
+        severity=Severity.CRASH,
+        title="kv_connector_module_path names a module that this vllm-ascend has no more.",
+        shows=(
+            Failed(kind="ModuleNotFoundError", text="No module named 'vllm_ascend.distributed.mooncake_connector'"),
+            Failed(kind="ModuleNotFoundError", text="No module named 'vllm_ascend.distributed.mooncake_layerwise"),
+            Failed(kind="ModuleNotFoundError", text="No module named 'vllm_ascend.distributed.mooncake.<module>'"),
+            Failed(kind="ModuleNotFoundError", text="No module named 'vllm_ascend.distributed.llmdatadist_<module>'"),
+        ),
+        cause="The connectors moved to vllm_ascend.distributed.kv_transfer and are registered by name there; "
+        "LLMDataDist is gone. The start script is of an older release.",
+        now="take `kv_connector_module_path` out of --kv-transfer-config on both sides; `kv_connector` "
+        "MooncakeConnectorV1 (also for LLMDataDistCMgrConnector), MooncakeLayerwiseConnector, or AscendStoreConnector "
+        "(for MooncakeConnectorStoreV1); restart both",
+        good="start scripts of the installed release's documentation",
+        threads=("https://github.com/vllm-project/vllm-ascend/pull/9822",),
+    ),
+    Problem(
         code="KVD026",
         name="ascend-metaserver-unreachable",
         severity=Severity.HANG,

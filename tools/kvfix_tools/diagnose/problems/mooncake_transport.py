@@ -99,9 +99,6 @@ PROBLEMS = (
         title="The port of Mooncake's sender is taken, and decode never gets KV from this worker.",
         shows=(
             Logged("Mooncake KVCacheSendingThread exception: Address already in use (addr='<address>')"),
-            Failed(
-                kind="ZMQError", text="Address already in use (addr='<address>')", within="mooncake_connector.py:run"
-            ),
             Failed(kind="RuntimeError", text="KV Cache sending/receiving thread failed to start"),
         ),
         cause="Engines of one host use ports from `kv_port` upwards, one for each rank. Two of them overlap, an engine "
