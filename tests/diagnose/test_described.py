@@ -163,6 +163,9 @@ DESCRIBED = {
     "KVD703": "LMCache on ROCm: the symbol alloc_pinned_ptr is not there\n",
     "KVD1761": "CPUOffloadingSpec: host memory is a power of two for each rank\n",
     "KVD1764": "SimpleCPUOffload: text is garbled, with concurrent requests alone\n",
+    "KVD864": "lm://h:1: after a restart each put ends in Broken pipe\n",
+    "KVD1843": "export LM_CACHE_CHUNK_SIZE=256 for vLLM\n",
+    "KVD1845": "python_ops_fallback.py ends in a segfault\n",
     "KVD407": "Blending with LMCache: eviction after the lookup, and fewer tokens come\n",
 }
 

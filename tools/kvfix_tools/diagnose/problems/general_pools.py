@@ -37,8 +37,9 @@ PROBLEMS = (
         sure=False,
         cause="The next line has the numbers. Between lookup and load the chunks were evicted, the store lost them, "
         "or the CPU pool had no room to read them into. vLLM computes them again from 0.12 on; before it may have "
-        "read what was in the blocks. LMCache 0.3.1 alone does it without any of these: it cuts the tokens wrongly.",
-        now="LMCache 0.3.1: another release (0.3.1.post1 or newer); the line before it names the store that failed; a "
+        "read what was in the blocks. LMCache 0.3.1 does it without any of these: it cuts the tokens wrongly. Before "
+        "0.3.3 rank 0 alone is asked: the other ranks' chunks are not pinned, and are evicted under load.",
+        now="LMCache before 0.3.3: 0.3.9 or newer; the line before it names the store that failed; a "
         "larger max_local_cpu_size; kvfix run -- CMD (KVF007, KVF203) keeps what was not loaded out of both caches",
         good="room for all prompts that run at once; a store that does not evict what is looked up",
     ),

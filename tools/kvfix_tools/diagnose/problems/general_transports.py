@@ -283,8 +283,9 @@ PROBLEMS = (
         "(UCX, the file system, an object store), whose own line stands before it. NotFound, RemoteDisconnect: the "
         "peer is gone or restarted. InvalidParam, Mismatch: descriptors of memory that was not registered so, or of "
         "another size. NotSupported, NotAllowed: this backend cannot.",
-        now="the last line of UCX, libfabric or the backend before it; NIXL_LOG_LEVEL=DEBUG at the next start; `pip "
-        "show nixl` on both sides (one release)",
+        now="the last line of UCX, libfabric or the backend before it; at the start with UCX: `ucx_info -d | grep -E "
+        "'cuda|mlx5|tcp'` in this container (a UCX with CUDA, the card), `ulimit -l` unlimited (IPC_LOCK); "
+        "NIXL_LOG_LEVEL=DEBUG at the next start; `pip show nixl` on both sides (one release)",
         good="what the backend's own line says",
     ),
 )

@@ -53,13 +53,15 @@ PROBLEMS = (
             ),
         ),
         sentence="{connector} with the hybrid KV cache manager",
-        cause="`--no-disable-hybrid-kv-cache-manager` was given (or the connector's class is not a SupportsHMA one, "
-        "also when it comes from another package).",
-        now="models with sliding window: `--disable-hybrid-kv-cache-manager`; models with Mamba or GDN layers cannot "
-        "run with it: another connector (NixlConnector, OffloadingConnector, LMCacheMPConnector of LMCache 0.4.7 or "
-        "later)",
-        good="a connector that supports several groups; LMCacheConnectorV1 does in no release",
-        threads=(f"{_LMCACHE}/3163",),
+        cause="The connector's class is no SupportsHMA one (DynamoConnector of KVBM up to Dynamo 1.4.0, "
+        "LMCacheConnectorV1, many of other packages), and the manager is on: by a launcher around vLLM, by the model, "
+        "or by `--no-disable-hybrid-kv-cache-manager`.",
+        now="models with sliding windows alone (Gemma, gpt-oss): `--disable-hybrid-kv-cache-manager`; models with "
+        "Mamba or GDN layers, and DeepSeek-V4, need it: another connector (NixlConnector, OffloadingConnector, "
+        "LMCacheMPConnector of LMCache 0.4.7 or later)",
+        good="a connector that supports several groups: for DynamoConnector a KVBM with pull 8051 of ai-dynamo/dynamo; "
+        "LMCacheConnectorV1 does in no release",
+        threads=(f"{_LMCACHE}/3163", "https://github.com/ai-dynamo/dynamo/issues/13755"),
     ),
     Problem(
         code="KVD652",

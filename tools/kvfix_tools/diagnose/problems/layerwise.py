@@ -193,6 +193,7 @@ PROBLEMS = (
         shows=(Failed(kind="TypeError", text="copy_(): argument 'other' (position 1) must be Tensor, not NoneType"),),
         sentence="a chunk of the load has no memory any more",
         connectors=_IN_PROCESS,
+        replaces=("KVD802",),
         cause="A chunk that was hit had been freed: it was evicted between lookup and load, or released twice. The "
         "line `Trying to access an invalidated MemoryObj` before it says so.",
         now="use_layerwise: false (LMCACHE_USE_LAYERWISE=False), and restart",

@@ -20,10 +20,10 @@ PROBLEMS = (
             # The file is named so up to 0.3.13; in later releases it is KVD115.
             Failed(kind="AssertionError", source="assert memory_obj.tensor is not None", through="/gpu_connector.py"),
             Failed(kind="AssertionError", source="assert memory_obj_tensor is not None", through="/gpu_connector.py"),
-            Logged("Trying to access an invalidated MemoryObj", "lmcache/v1/memory_management.py"),
         ),
         connectors=_IN_PROCESS,
         releases={"lmcache": ">=0.3.10,<0.3.13"},
+        replaces=("KVD802",),
         cause="After a batched put both the Mooncake connector and the wrapper around it take a reference off, though "
         "one was added: the chunk is freed while the CPU cache lists it. It is this with a remote_url of "
         "mooncakestore://, on the second request with the same prompt.",
@@ -39,13 +39,16 @@ PROBLEMS = (
         title="A chunk that LMCache lists has been freed already.",
         shows=(Logged("Trying to access an invalidated MemoryObj", "lmcache/v1/memory_management.py"),),
         connectors=_IN_PROCESS,
-        releases={"lmcache": ">=0.4.1"},
-        cause="Its references were counted down once too often. With enable_async_loading chunks that are fetched and "
-        "then not used are released twice (KVF013); an assertion memory_obj.tensor is not None is the end of it.",
-        now="enable_async_loading: false, and restart; or kvfix run -- CMD (KVF013)",
-        good="no release of LMCache up to 0.5.6 counts right with enable_async_loading: keep kvfix (KVF013)",
+        cause="Its references were counted down once too often, or it was evicted between lookup and load. The "
+        "settings decide. enable_async_loading: chunks that are fetched and then not used are released twice (KVF013). "
+        "use_layerwise: layers are evicted while others of the chunk are loaded, and `copy_(): ... not NoneType` "
+        "follows (KVD819). A remote_url of mooncakestore:// with LMCache 0.3.10 to 0.3.12: each put frees it (KVD801).",
+        now="the one of these that is set: enable_async_loading: false (or kvfix run -- CMD, KVF013), use_layerwise: "
+        "false, with Mooncake local_cpu: false; and restart",
+        good="LMCache 0.3.13 or newer for Mooncake; up to 0.5.6 no release counts right with enable_async_loading "
+        "(KVF013) or use_layerwise under load: leave them off",
         sure=False,
-        threads=(_LMCACHE + "pull/2772", _LMCACHE + "issues/5090"),
+        threads=(_LMCACHE + "pull/2772", _LMCACHE + "issues/5090", _LMCACHE + "issues/951"),
     ),
     Problem(
         code="KVD803",

@@ -3,11 +3,33 @@
 from __future__ import annotations
 
 from kvfix_tools.diagnose.findings import Severity
-from kvfix_tools.diagnose.problems import Failed, Logged, Problem
+from kvfix_tools.diagnose.problems import Died, Failed, Logged, Problem
 
 _LMCACHE = "https://github.com/LMCache/LMCache/"
 
 PROBLEMS = (
+    Problem(
+        code="KVD1845",
+        name="gpu-memory-read-as-hosts",
+        severity=Severity.CRASH,
+        title="The server copies KV without its compiled operations, takes GPU memory for the host's, and dies of it.",
+        shows=(Died(within="multi_layer_block_kv_transfer"),),
+        sentence="a copy of KV blocks in Python ends in a segmentation fault",
+        said=(
+            r"python_ops_fallback|\btorch_ops\b|mp_mem_kernels|_transfer_per_layer_\w+",
+            r"(?i)\bsegfault|\bsigsegv|segmentation fault|exit(?:s|ed)?(?: with)?(?: code)? 139",
+        ),
+        releases={"lmcache": ">=0.4.7"},
+        cause="Without c_ops (cuda_ops from 0.5.4 on) a stand-in in Python copies. It makes a host tensor of each "
+        "pointer, and the server's staging buffers lie on the GPU. A whole chunk passes all the same; one of which "
+        "vLLM has a part already is copied by the CPU, and the process ends with SIGSEGV.",
+        now="python -c 'import torch, lmcache.c_ops' (0.5.4 and newer: lmcache.cuda_ops) in the server's container "
+        "shows why it does not load: a wheel of this torch and CUDA; or LMCACHE_MP_TRANSFER_MODE=engine_driven for "
+        "vLLM with --supported-transfer-mode auto for the server, which hands over tensors",
+        good="compiled operations that load; the stand-in is wrong in each release up to 0.5.6 (pull 4575 is open)",
+        sure=False,
+        threads=(_LMCACHE + "issues/4155", _LMCACHE + "pull/4575"),
+    ),
     Problem(
         code="KVD913",
         name="shared-memory-too-small",

@@ -137,11 +137,13 @@ PROBLEMS = (
             Logged("error response: Context was terminated"),
         ),
         sure=False,
-        cause="The engine is ending, and this thread was not told: it says so again and again, which is harmless. Why "
+        cause="The engine is ending, and this thread goes on in its loop: it says so again and again, which is "
+        "harmless. `hcomm_onesided` and other channels of LMCache-Ascend do so before its pull 187 (March 2026). Why "
         "the engine ends stands before the first of these lines.",
-        now="look before the first of these lines; if nothing is there, somebody ended the engine",
-        good="what the earlier line says",
-        threads=("https://github.com/LMCache/LMCache-Ascend/issues/187",),
+        now="nothing has to change; an error before the first of these lines would be why the engine ends, and where "
+        "there is none somebody ended it",
+        good="an LMCache-Ascend with pull 187, whose loop ends with the context; what the earlier line says",
+        threads=("https://github.com/LMCache/LMCache-Ascend/pull/187",),
     ),
     Problem(
         code="KVD985",

@@ -30,9 +30,12 @@ PROBLEMS = (
         connectors=_IN_PROCESS,
         cause="The status decides: 403 credentials or rights, 301 another region than s3_region, 400 or "
         "AWS_ERROR_S3_INVALID_RESPONSE_STATUS from MinIO, Ceph and the like: the connector puts the bucket into the "
-        "host's name (bucket.host), and these are asked as host/bucket.",
-        now="remote_url: s3://BUCKET.HOST with that name in DNS (MinIO: MINIO_DOMAIN=HOST); extra_config: {s3_region: "
-        '"REGION", aws_access_key_id: ..., aws_secret_access_key: ..., disable_tls: true where it has no TLS}',
+        "host's name (bucket.host), and these are asked as host/bucket. `Exception ignored` has no status: up to 0.5.6 "
+        "the error of an upload or a download is raised in a thread of awscrt and lost there (pull 4484 is open).",
+        now="read the status where it is not lost: a lookup's line `S3 HEAD request with error code`, the store's own "
+        "log, or `aws s3 cp` of a file with the same keys and region; then remote_url: s3://BUCKET.HOST with that name "
+        'in DNS (MinIO: MINIO_DOMAIN=HOST); extra_config: {s3_region: "REGION", aws_access_key_id: ..., '
+        "aws_secret_access_key: ..., disable_tls: true where it has no TLS}",
         good="no release takes host/bucket addresses (0.5.6; LMCache pull requests 2624 and 4739 are open)",
         sure=False,
         threads=(_LMCACHE + "issues/3376", _LMCACHE + "issues/2621", _LMCACHE + "issues/4483"),

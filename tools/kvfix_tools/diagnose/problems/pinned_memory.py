@@ -1,9 +1,9 @@
-"""Host memory that the driver, the container or the machine does not let a process pin."""
+"""Host memory that the driver, the container or the machine does not let a process pin, or keep."""
 
 from __future__ import annotations
 
 from kvfix_tools.diagnose.findings import Severity
-from kvfix_tools.diagnose.problems import Failed, Logged, Problem
+from kvfix_tools.diagnose.problems import Died, Failed, Logged, Problem
 
 _THREAD = "https://github.com/LMCache/LMCache/"
 _LESS = (
@@ -13,6 +13,26 @@ _LESS = (
 _MEMLOCK = "docker run --ulimit memlock=-1 (Kubernetes: LimitMEMLOCK=infinity for containerd), ulimit -l inside"
 
 PROBLEMS = (
+    Problem(
+        code="KVD1847",
+        name="machine-out-of-memory",
+        severity=Severity.CRASH,
+        title="The machine had no memory left, and the kernel killed a process for it.",
+        # That a container's limit was reached the kernel says as `Memory cgroup out of memory`.
+        shows=(Died("Out of memory: Killed process <pid> (<name>)"),),
+        sentence="{name} (process {pid}) was killed, by no container's limit",
+        replaces=("KVD853",),
+        cause="All processes of the machine together were too large, and the kernel takes one with a high score, which "
+        "need not be the one that grew: compare anon-rss in its line with what the others had. Buffers count for each "
+        "worker (max_local_cpu_size), as does the server's L1 and lmcache_server, which never evicts. Where GPU and "
+        "host share their memory (GB10, Jetson) the model's weights and KV cache count too, most while they load.",
+        now="lower what is largest: max_local_cpu_size, --l1-size-gb, with shared memory --gpu-memory-utilization, "
+        "until the sum leaves a tenth free; the server first, then vLLM; docker run --oom-score-adj -500 for "
+        "`lmcache server`. If the server was killed restart vLLM too: requests may wait for it for ever",
+        good="memory for the sum; no release changes that",
+        sure=False,
+        threads=(_THREAD + "issues/4759",),
+    ),
     Problem(
         code="KVD790",
         name="pinned-memory-refused",

@@ -40,13 +40,14 @@ PROBLEMS = (
             Failed(kind="error", text="unpack requires a buffer of <count> bytes"),
         ),
         sentence="the lm server closed the connection",
+        said=(r"LMCServerConnector|\blm://", r"(?i)broken pipe|\bEPIPE\b|\bre-?connect", r"(?i)\brestart|\brolled?\b"),
         connectors=_IN_PROCESS,
         cause="A dead socket gives 0 bytes where an answer should be. The connector opens its socket once and keeps "
         "it; the error is logged, and the next question goes to the same socket.",
         now="restart vLLM after the lm server (python -m lmcache.v1.server, lmcache_server) is up again",
         good="no release of LMCache reconnects an lm:// socket (0.5.6): redis:// or valkey://, or `lmcache server` "
         "with LMCacheMPConnector",
-        threads=(_LMCACHE + "issues/651", _LMCACHE + "issues/471"),
+        threads=(_LMCACHE + "issues/651", _LMCACHE + "issues/471", _LMCACHE + "issues/3565"),
     ),
     Problem(
         code="KVD866",

@@ -168,7 +168,8 @@ PROBLEMS = (
         "`Invalid host definition`: LMCache of early 2025 takes no user and password in it.",
         now="pip install -U 'lmcache>=0.3.9' for redis://USER:PASSWORD@HOST:6379; else remote_url: "
         "redis://HOST:6379, lm://HOST:65432, or fs://host:0/mnt/kv, and restart",
-        good="keep it so: the set-up was wrong, and no release changes that",
+        good="LMCache 0.3.9 or newer, which reads a user and password (pull 737), and a URL with host and port",
+        threads=(_LMCACHE + "issues/667", _LMCACHE + "pull/737"),
     ),
     Problem(
         code="KVD871",

@@ -1,4 +1,4 @@
-"""Settings that LMCache reads from a file, and not from the environment."""
+"""Settings of the environment that LMCache does not read, or not so."""
 
 from __future__ import annotations
 
@@ -6,6 +6,25 @@ from kvfix_tools.diagnose.findings import Severity
 from kvfix_tools.diagnose.problems import Failed, Problem
 
 PROBLEMS = (
+    Problem(
+        code="KVD1843",
+        name="variables-of-another-name",
+        severity=Severity.SLOW,
+        title="LMCache's variables are misspelt: it reads LMCACHE_..., and these begin with LM_CACHE_.",
+        shows=(),
+        said=(
+            r"\bLM_CACHE_(?:CHUNK_SIZE|LOCAL_|MAX_LOCAL_|REMOTE_|ENABLE_|USE_|SAVE_|CONFIG_FILE|LOOKUP_)",
+            r"(?i)\bvllm\b|(?<!_)lmcache",
+        ),
+        cause="A variable that LMCache does not know is passed over without a word, and every setting keeps its "
+        "default (5 GB of host memory, no disk, no remote store). vLLM's `CPU KV cache usage` counts its own swap "
+        "space, and stays at 0 with LMCache.",
+        now="export LMCACHE_CHUNK_SIZE=256 LMCACHE_LOCAL_CPU=True LMCACHE_MAX_LOCAL_CPU_SIZE=20 (GB for each worker) "
+        "in vLLM's environment, or LMCACHE_CONFIG_FILE=/path/lmcache.yaml; restart; the line `LMCache Configuration:` "
+        "shows what it has read",
+        good="the same: no release reads LM_CACHE_... (0.5.6)",
+        threads=("https://github.com/LMCache/LMCache/issues/419",),
+    ),
     Problem(
         code="KVD900",
         name="location-set-by-environment",

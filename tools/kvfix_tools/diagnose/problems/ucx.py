@@ -12,7 +12,7 @@ PROBLEMS = (
         code="KVD586",
         name="ucx-peer-cancels",
         severity=Severity.HANG,
-        title="UCX cancels transfers in a flood: the other engine is gone.",
+        title="UCX gives up its transfers: the other engine is gone, or cannot be reached any more.",
         shows=(
             Logged("Unexpected UCX error: Request canceled"),
             Logged("Unexpected UCX error: Connection reset by remote peer"),
@@ -21,8 +21,9 @@ PROBLEMS = (
         ),
         sure=False,
         cause="Transfers of an engine that died or was cut off are cancelled one by one; the other engine's log has "
-        "the cause. If that is prefill's `KeyError` in NixlConnector: vLLM before 0.11.2 dies so of aborted requests "
-        "(KVD577): upgrade.",
+        "the cause. `Endpoint timeout` and no death there: the network between the two took the connection and then "
+        "carried nothing (another card or pod network, MTU, a firewall, conntrack). If the death is prefill's "
+        "`KeyError` in NixlConnector: vLLM before 0.11.2 dies so of aborted requests (KVD577): upgrade.",
         now="restart the engine that died (its log tells why), then this one; if none died, the network between them: "
         "`UCX_NET_DEVICES` names the card that reaches the other node, and its firewall lets all ports pass",
         good="what the other engine's log says",
@@ -128,11 +129,13 @@ PROBLEMS = (
         title="A connection of UCX broke, or it was handed memory that it cannot send.",
         shows=(Logged("UCX  ERROR tcp_ep <endpoint> failed: <reason>"),),
         sure=False,
-        cause="The peer's engine has ended (its log says so at this time), the network cut the connection, or a "
-        "socket was handed GPU memory because this UCX cannot copy it (driver, CUDA and UCX do not fit). "
+        cause="The peer's engine has ended (its log says so at this time), the network cut the connection "
+        "(`Endpoint timeout` or `reset by remote peer` beside it: one of these two), or a socket was handed GPU memory "
+        "because this UCX cannot copy it (driver, CUDA and UCX do not fit; `Bad address`). "
         "`ucx_perftest -t ucp_get -m cuda` between the two nodes fails in the last case.",
-        now="if the peer died: restart both engines; else UCX_TLS=tcp,cuda_copy,cuda_ipc on both and `ucx_info -d | "
-        "grep cuda_copy`; `pip install --force-reinstall nixl` of the image's CUDA (CUDA 13: nixl-cu13)",
+        now="if the peer died: restart both engines; if the network cut it: UCX_NET_DEVICES=eth0 (the card that "
+        "reaches the other pod) on both, and restart both; else UCX_TLS=tcp,cuda_copy,cuda_ipc on both and `ucx_info "
+        "-d | grep cuda_copy`; `pip install --force-reinstall nixl` of the image's CUDA (CUDA 13: nixl-cu13)",
         good="a UCX with CUDA that ucx_perftest confirms, and what the peer's log says",
         threads=("https://github.com/ai-dynamo/nixl/issues/135",),
     ),

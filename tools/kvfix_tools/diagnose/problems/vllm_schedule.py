@@ -180,8 +180,8 @@ PROBLEMS = (
         cause="A prompt whose every token the connector promised (it has to leave the last one to the model), or "
         "tokens that were computed already and are promised again. A prompt that ends at a block or a chunk meets it.",
         now="KVFIX=check kvfix run -- CMD names the request and the numbers; until then --no-enable-prefix-caching, "
-        "and LMCache 0.3.11 or newer",
-        good="a connector that leaves one token: LMCache 0.3.11 or newer with kvfix",
+        "and LMCache 0.4.7 or newer",
+        good="a connector that leaves one token: LMCache 0.4.7 or newer with kvfix",
         sure=False,
     ),
     Problem(
