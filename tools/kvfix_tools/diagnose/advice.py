@@ -47,7 +47,7 @@ def _dist(log: Diagnosis, found: LogFinding, each: Fix) -> str | None:
     concerned = (
         p.dist
         for p in each.targets
-        if _within(log, found, p.dist, p.broken) is not False and (p.dist != "lmcache" or log.who.lmcache)
+        if _within(log, found, p.dist, p.broken) is not False and ("lmcache" not in p.module or log.who.lmcache)
     )
     return next(concerned, None)
 

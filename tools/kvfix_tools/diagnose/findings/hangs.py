@@ -126,9 +126,11 @@ def waits_for_load(log: Diagnosis, line: LogLine | None) -> Answer | None:
     """A request waits for a load for very many steps.
 
     Cause: the load does not end, or its end is not reported: the other side (prefill, store, server) does not answer,
-    or the connector has lost it.
+    or the connector has lost it. With prefill and decode the proxy may be it: a sidecar that speaks another protocol
+    than the connector of this vLLM puts nothing into kv_transfer_params that prefill would send for.
 
-    First: look at the log of the other side, and at the workers' lines about this request.
+    First: look at the log of the other side, and at the workers' lines about this request; of a proxy or sidecar at its
+    connector's name (llm-d: `--connector=nixlv2` for NixlConnector) and that it is of the same weeks as vLLM.
 
     Normal: some hundred steps, while a load is in flight.
     """
@@ -147,6 +149,9 @@ def _waits_in_a_paste(log: Diagnosis, waits: dict[str, int]) -> Answer | None:
     if len(waits) != 1 or not 2 <= log.counts["kv_waiting"] <= PASTE or log.counts.total() != log.counts["kv_waiting"]:
         return None
     ((request, steps),) = waits.items()
+    words = b"\n".join(log.whole).lower()
+    if b"nixl" in words and b"lmcache" not in words:
+        log.who.connectors.add("NixlConnector")  # no fix of LMCache is one for it
     sentence = f"waits for its load in each of {steps} steps. It is this if the log goes on so; else a load in flight"
     return Answer(sentence, request=request, verdict="unknown")
 

@@ -45,7 +45,7 @@ def unknown_failure(log: Diagnosis, line: LogLine | None) -> Answer | None:
     first = log.failures.first
     worse = any(found.rule.severity is not Severity.RISK for found in log.findings)  # a risk explains no error
     if first is not None and worse and (first.name == "logged" or is_cut(first)):
-        return None  # what was found says it already
+        return _beside_doubts(log)  # what was found says it already, if it is certain
     if first is not None and first is log.memory.get("handler"):
         return None  # KVD212
     cut = cut_off(log)
@@ -188,6 +188,17 @@ def _in_prose(log: Diagnosis) -> Answer | None:
 def _beside_risks(log: Diagnosis) -> Answer | None:
     """The exception that a sentence names beside a few lines, which are no more than a risk."""
     if not log.findings or log.hit or log.counts.total() > PASTE or log.failures.raised:
+        return None
+    named = pasted_named.by_exception(log, particular=True)
+    if named is None:
+        return None
+    return Answer(f"the text names {named[1].evidence.text[:200]}", request="", verdict="unknown", record=named[0])
+
+
+def _beside_doubts(log: Diagnosis) -> Answer | None:
+    """The exception that a sentence names beside a few lines of which no finding is certain."""
+    certain = any(found.verdict != "unknown" for found in log.findings)
+    if certain or log.counts.total() > PASTE or not all(map(is_cut, log.failures.raised)):
         return None
     named = pasted_named.by_exception(log, particular=True)
     if named is None:
