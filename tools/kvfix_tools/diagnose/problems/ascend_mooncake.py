@@ -78,7 +78,7 @@ PROBLEMS = (
         good="decode fast enough for what prefill sends",
     ),
     Problem(
-        code="KVD1785",
+        code="KVD1885",
         name="ascend-engine-ids-collide",
         severity=Severity.HANG,
         title="Two engines of a vllm-ascend P/D set-up have one engine_id, or a request was sent to the wrong one.",
@@ -98,7 +98,7 @@ PROBLEMS = (
         good="ids that the deployment draws anew for each engine",
     ),
     Problem(
-        code="KVD1786",
+        code="KVD1886",
         name="ascend-layers-in-other-groups",
         severity=Severity.WRONG,
         title="Prefill and decode of vllm-ascend group their layers otherwise, and KV is read from the wrong place.",
@@ -116,7 +116,7 @@ PROBLEMS = (
         sure=False,
     ),
     Problem(
-        code="KVD1787",
+        code="KVD1887",
         name="ascend-transfer-thread-failed",
         severity=Severity.HANG,
         title="The thread that moves KV in vllm-ascend's Mooncake connector failed at a request.",
@@ -134,7 +134,7 @@ PROBLEMS = (
         sure=False,
     ),
     Problem(
-        code="KVD1791",
+        code="KVD1891",
         name="ascend-connector-moved",
         severity=Severity.CRASH,
         title="kv_connector_module_path names a module that this vllm-ascend has no more.",

@@ -66,7 +66,7 @@ PROBLEMS = (
         ),
     ),
     Problem(
-        code="KVD1780",
+        code="KVD1880",
         name="mooncake-ascend-link-refused-by-hccl",
         severity=Severity.HANG,
         title="HCCL could not make the link from this NPU to the other engine's.",
@@ -84,7 +84,7 @@ PROBLEMS = (
         threads=("https://github.com/kvcache-ai/Mooncake/issues/3267",),
     ),
     Problem(
-        code="KVD1781",
+        code="KVD1881",
         name="npu-socket-port-taken",
         severity=Severity.HANG,
         title="Two processes want the same port of one NPU's own network, and the second one gets no link.",
@@ -93,7 +93,7 @@ PROBLEMS = (
             Logged("Communication_Error_Bind_IP_Port(EI0020)"),
             Logged("The IP address <address> and port <port> have already been bound"),
         ),
-        replaces=(*_LESS, "KVD504", "KVD1780"),
+        replaces=(*_LESS, "KVD504", "KVD1880"),
         cause="HCCL listens on one fixed port of the card. A second process with the same card (Mooncake's client "
         "beside the worker, prefill and decode on one card, a leftover of before the restart) cannot take it too.",
         now="`export HCCL_NPU_SOCKET_PORT_RANGE=auto` for every process that uses the card, Mooncake's client too, and "
@@ -102,7 +102,7 @@ PROBLEMS = (
         threads=("https://github.com/kvcache-ai/Mooncake/issues/2121",),
     ),
     Problem(
-        code="KVD1782",
+        code="KVD1882",
         name="hccl-link-not-made",
         severity=Severity.CRASH,
         title="HCCL could not make a link between two NPUs.",
@@ -112,7 +112,7 @@ PROBLEMS = (
         ),
         sure=False,
         cause="The NPUs' own network: addresses (`hccn_tool -i N -ip -g`), a card that is down, TLS on at one of the "
-        "two. `this package does not support` in plog: the driver is older than this CANN (KVD1783). Else the other "
+        "two. `this package does not support` in plog: the driver is older than this CANN (KVD1883). Else the other "
         "rank ended first, and its log has the cause.",
         now="`grep ERROR ~/ascend/log/debug/plog/*` on both machines; `hccn_tool -i N -ping -g address IP` between the "
         "cards of the line, `hccn_tool -i N -tls -g` (the same on both); `export HCCL_CONNECT_TIMEOUT=600`; restart "
@@ -121,13 +121,13 @@ PROBLEMS = (
         threads=(f"{_ASCEND}/2406", f"{_ASCEND}/3162"),
     ),
     Problem(
-        code="KVD1783",
+        code="KVD1883",
         name="npu-driver-older-than-cann",
         severity=Severity.CRASH,
         title="The NPU's driver lacks a call that this CANN makes, so the NPUs get no link.",
         shows=(Logged("this package does not support <call> for device, please change new package"),),
         sentence="{call}",
-        replaces=("KVD1782",),
+        replaces=("KVD1882",),
         cause="HCCL's part on the card (HCCP) comes with driver and firmware (HDK), not with CANN. A newer CANN in the "
         "container asks an older driver of the host for queues that it does not know.",
         now="`cat /usr/local/Ascend/driver/version.info` on the host; install the HDK (driver and firmware) that the "

@@ -77,7 +77,7 @@ PROBLEMS = (
         good="a model and mode that it takes; no release up to 0.33.0 takes more",
     ),
     Problem(
-        code="KVD1788",
+        code="KVD1888",
         name="moriio-pair-does-not-fit",
         severity=Severity.HANG,
         title="The caches of prefill and decode do not fit, and MoRIIOConnector cannot map one onto the other.",
@@ -99,7 +99,7 @@ PROBLEMS = (
         good="one set of options and one image for both sides",
     ),
     Problem(
-        code="KVD1789",
+        code="KVD1889",
         name="moriio-session-not-opened",
         severity=Severity.HANG,
         title="MoRI cannot open a session from a layer's memory to the peer's.",
@@ -118,7 +118,7 @@ PROBLEMS = (
         good="cards that reach each other, named on both sides",
     ),
     Problem(
-        code="KVD1790",
+        code="KVD1890",
         name="moriio-reads-not-ended",
         severity=Severity.CRASH,
         title="Reads of MoRIIOConnector did not end in time, and the step fails.",

@@ -233,7 +233,7 @@ PROBLEMS = (
         threads=("https://github.com/ai-dynamo/dynamo/issues/741",),
     ),
     Problem(
-        code="KVD1784",
+        code="KVD1884",
         name="ucx-gdrcopy-does-not-work",
         severity=Severity.CRASH,
         title="UCX copies small messages with GDRCopy, which does not work on this machine.",
