@@ -72,11 +72,12 @@ PROBLEMS = (
         cause="One of what is hashed differs: vLLM's release, the model as --model says it (a local path too), dtype, "
         "--kv-cache-dtype, the attention backend; from 0.20 the hybrid KV cache manager, on at one side and off at the "
         "other (a second connector in MultiConnector or PdConnector that cannot take it turns it off), and until 0.26 "
-        "`enable_cross_layers_blocks`, which in a MultiConnector (PdConnector) counts only if all of its connectors ask "
-        "for it; from 0.32 the draft model, and NixlPushConnector against NixlConnector.",
+        "`enable_cross_layers_blocks`, which in a MultiConnector counts only if all of its connectors ask for it; "
+        "from 0.32 the draft model, and NixlPushConnector against NixlConnector.",
         now="`VLLM_LOGGING_LEVEL=DEBUG` on both prints the parts (`NIXL compatibility hash`). The same image, --model, "
         "--dtype, --kv-cache-dtype, --attention-backend, --speculative-config and kv_connector_extra_config; one side "
-        "with a second connector: on both `--disable-hybrid-kv-cache-manager`, and no `enable_cross_layers_blocks`. Only the path differs: "
+        "with a second connector: on both `--disable-hybrid-kv-cache-manager`, and no `enable_cross_layers_blocks`. "
+        "Only the path differs: "
         '`"kv_connector_extra_config": {"enforce_handshake_compat": false}` on both',
         good="one image and one set of options for prefill and decode; no release changes that",
         threads=(
