@@ -21,14 +21,6 @@ def test_an_assertion_in_words_is_the_bare_one() -> None:
     assert codes(diagnose(words.replace("Slot", "Block"))) == ["KVD199"]
 
 
-def test_a_file_that_sets_p2p_tells_how_an_old_release_loses_loads() -> None:
-    short = "[2025-07-15 07:38:13,197] LMCache ERROR: Num retrieved tokens: 0, num expected tokens: 12 (a.py:1:a)\n"
-    old, file = "LMCache: 0.3.2\n", "lmcache.yaml:\nenable_p2p: true\n"
-    assert "peer" in diagnose(old, short, file).findings[0].sentence
-    assert "peer" not in diagnose(old, short).findings[0].sentence
-    assert "peer" not in diagnose("LMCache: 0.3.9\n", short, file).findings[0].sentence
-
-
 def test_a_chunk_of_the_disk_is_known_by_its_name_in_a_load() -> None:
     frame = f'{CORE}Traceback (most recent call last):\n{CORE}  File "/lmcache/a.py", line 7, in start_load_kv\n'
     gone = f"{CORE}FileNotFoundError: [Errno 2] No such file or directory: '/kv/vllm@m@2@0@77.pt'\n"

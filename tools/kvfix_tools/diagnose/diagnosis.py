@@ -148,6 +148,7 @@ class Diagnosis:
 
     def end(self) -> list[LogFinding]:
         """All is read. The findings, the worst first."""
+        self.who.read(self.whole)
         for rule in self._rules.get("", ()):
             answer = rule.look(self, None)
             if answer is not None:

@@ -33,6 +33,7 @@ _MARKS = (
     (b"dynamo_llm::block_manager", "DynamoConnector"),
     (b"kvbm/vllm_integration", "DynamoConnector"),
 )
+_MAY_USE_NIXL = (b"lmcache", b"mooncake", b"offload", b"dynamo", b"kvbm", b"multiconnector", b"p2p")
 _NAMED = re.compile(rb"kv_connector['\"]?\s*[=:]\s*['\"]?(\w+)|connector with name: (\w+)")
 _ROLE = re.compile(rb"kv_role['\"]?\s*[=:]\s*['\"]?(kv_\w+)")
 #: Of an engine; its data parallel ranks add to it.
@@ -53,6 +54,12 @@ class WhoRan:
     def lmcache(self) -> bool:
         """Whether LMCache may have run: as far as the log says."""
         return not self.connectors or any(name.startswith(("LMCache", "Multi")) for name in self.connectors)
+
+    def read(self, texts: list[bytes]) -> None:
+        """What short texts speak of, where no line says it: NIXL, and no cache that may use it too."""
+        words = b"" if self.connectors else b"\n".join(texts).lower()
+        if b"nixl" in words and not any(cache in words for cache in _MAY_USE_NIXL):
+            self.connectors.add("NixlConnector")
 
     def take(self, line: LogLine) -> None:
         body = line.body

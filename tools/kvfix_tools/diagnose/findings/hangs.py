@@ -149,9 +149,6 @@ def _waits_in_a_paste(log: Diagnosis, waits: dict[str, int]) -> Answer | None:
     if len(waits) != 1 or not 2 <= log.counts["kv_waiting"] <= PASTE or log.counts.total() != log.counts["kv_waiting"]:
         return None
     ((request, steps),) = waits.items()
-    words = b"\n".join(log.whole).lower()
-    if b"nixl" in words and b"lmcache" not in words:
-        log.who.connectors.add("NixlConnector")  # no fix of LMCache is one for it
     sentence = f"waits for its load in each of {steps} steps. It is this if the log goes on so; else a load in flight"
     return Answer(sentence, request=request, verdict="unknown")
 

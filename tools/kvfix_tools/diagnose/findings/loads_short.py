@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 from kvfix_tools.diagnose.findings import Answer, Severity, finding, note
 from kvfix_tools.diagnose.findings.lookups_seen import lookups_of
-from kvfix_tools.diagnose.findings.prose import typed
 
 if TYPE_CHECKING:
     from kvfix_tools.diagnose.diagnosis import Diagnosis
@@ -21,10 +20,6 @@ _NOT_FIRST = re.compile(r"(?:TP|Worker_|rank=)[1-9]")
 _NIXL = re.compile(rb"(?i)enable_nixl_storage\W{1,6}true")
 #: A stage of a pipeline that is not the first, or Ray, which hides it.
 _STAGE = re.compile(r"(?:\bPP|_PP)[1-9]|\bRayWorker")
-
-
-#: What releases before 0.3.3 do with `enable_p2p`.
-_UNCOUNTED = "; with enable_p2p what a peer sends is not counted before 0.3.3"
 
 
 @finding("KVD1090", "store-does-not-give-what-it-lists", Severity.WRONG, on=["retrieved", "short"])
@@ -48,8 +43,8 @@ def store_does_not_give_what_it_lists(log: Diagnosis, line: LogLine) -> Answer |
     return Answer(short) if short and log.counts["unretrievable"] else None
 
 
-@finding("KVD302", "load-comes-short", Severity.WRONG, on=["retrieved", "short", "load_failed", ""])
-def load_comes_short(log: Diagnosis, line: LogLine | None) -> Answer | None:
+@finding("KVD302", "load-comes-short", Severity.WRONG, on=["retrieved", "short", "load_failed"])
+def load_comes_short(log: Diagnosis, line: LogLine) -> Answer | None:
     """What was hit could not be loaded. vLLM computes it again; what is stored meanwhile may be wrong.
 
     Cause: between lookup and load the chunks were evicted or their pins ran out, or the backend lost them. Older
@@ -61,25 +56,12 @@ def load_comes_short(log: Diagnosis, line: LogLine | None) -> Answer | None:
     First: LMCache before 0.3.9.post1: a newer one, until then `skip_last_n_tokens` at 0 and `enable_p2p: false`; else a
     larger `max_local_cpu_size` (NIXL storage: `nixl_buffer_size`).
     """
-    if line is None:
-        _from_a_peer(log)
-        return None
     if line.name == "load_failed":
         return Answer(f"{line.fields['tokens']} tokens in {line.fields['blocks']} blocks were not loaded")
     missing = _missing(line)
     if not missing or log.counts["unretrievable"]:
         return None
     return Answer(missing + _lost_by_itself(log, line))
-
-
-def _from_a_peer(log: Diagnosis) -> None:
-    """Next to KVD302, where the settings are not in LMCache's own line but in a file that was pasted with it."""
-    peers = any(typed(text.decode("utf-8", "replace")).get("enable_p2p", "").lower() == "true" for text in log.whole)
-    if not peers or log.releases.within("lmcache", "<0.3.3") is not True:
-        return
-    for found in log.findings:
-        if found.rule.code == "KVD302" and _UNCOUNTED not in found.sentence:
-            found.sentence += _UNCOUNTED
 
 
 @finding("KVD479", "hit-not-read", Severity.SLOW, on=[""])
@@ -123,7 +105,7 @@ def _lost_by_itself(log: Diagnosis, line: LogLine) -> str:
         return f"; the lookup promised {cut} more than the load asks for, as skip_last_n_tokens {cut} does before 0.3.9"
     if log.releases.within("lmcache", "<0.3.3") is True:
         if lookups_of(log).settings.get("enable_p2p") == "True":
-            return _UNCOUNTED
+            return "; with enable_p2p what a peer sends is not counted before 0.3.3"
         if _NOT_FIRST.search(line.process):
             return "; before 0.3.3 rank 0 alone is asked, and this rank's chunks are not pinned"
     if log.releases.within("lmcache", "<0.3.9.post1") is True and _STAGE.search(line.process):
