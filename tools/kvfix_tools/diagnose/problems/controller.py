@@ -132,6 +132,12 @@ PROBLEMS = (
                 "Worker <worker> last heartbeat time: <last>, current time: <now>, more than <limit> seconds", _MANAGER
             ),
         ),
+        said=(
+            r"(?i)\bcontroller",
+            r"(?i)heartbeat",
+            r"(?i)\breap|deregister|drops? (?:silent|the worker|workers)",
+            r"(?i)never s[e]n[dt]|default|silent",
+        ),
         sentence="{worker} was dropped after {limit} seconds",
         releases={"lmcache": ">=0.3.10"},
         cause="Workers send heartbeats only if lmcache_worker_heartbeat_time is set, and it is not by default; the "

@@ -6,7 +6,10 @@ from kvfix_tools.diagnose.findings import Severity
 from kvfix_tools.diagnose.problems import Problem
 
 _LMCACHE = "https://github.com/LMCache/LMCache/"
-_SERVER = r"LMCacheMP\w*|\blmcache[ .]server\b|lmcache/standalone|\bMP (?:mode|server|connector)|(?i:multi-?process)"
+_SERVER = (
+    r"LMCacheMP\w*|\blmcache[ .]server\b|lmcache/standalone|\bMP (?:mode|server|connector|deployment)"
+    r"|(?i:multi-?process)"
+)
 _HEARTBEAT = r"(?i)heartbeats?\b"
 
 PROBLEMS = (
@@ -81,7 +84,7 @@ PROBLEMS = (
             _SERVER,
             _HEARTBEAT,
             r"(?i)schedul",
-            r"(?i)(?:never|not|n't)(?: \w+){0,2} (?:start|created?\b|ping)|no heartbeat",
+            r"(?i)(?:never|not|n't)(?: \w+){0,2} (?:start|created?\b|ping)|no heartbeat|before creating any",
         ),
         releases={"lmcache": ">=0.5.0"},
         fixed={"lmcache": "0.5.6"},

@@ -22,6 +22,7 @@ PROBLEMS = (
             Logged("Timeout when putting key <key> using", _MOONCAKE),
             Logged("Timeout during batch_put_from; some decoders may redo prefill."),
         ),
+        said=(r"(?i)mooncake", r"(?i)time-?out when putting", r"(?i)restart|slow"),
         connectors=_IN_PROCESS,
         cause="transfer_timeout (1 second unless set) is over: the segment that takes the chunk is on a machine that "
         "is gone or cannot be reached (a pod that was restarted keeps its old address in the master), or the link is "
@@ -43,6 +44,7 @@ PROBLEMS = (
             Logged("Failed to put key <key> using"),
             Logged("Failed to open segment"),
         ),
+        said=(r"(?i)mooncake", r"(?i)\bmaster\b", r"(?i)\brc -900\b|(?<!\d)-900\b[^\n]{0,40}\bput|invalid rpc arg"),
         cause="RPC_FAIL: the client does not reach the master or the metadata server; with `invalid rpc arg`, or -900 "
         "while reads go on, the master is of another Mooncake release. TRANSFER_FAIL, `Failed to open segment`: the "
         "node of the segment that the master chose is not reached: local_hostname is an address that others cannot "

@@ -141,6 +141,11 @@ PROBLEMS = (
             Logged("Malformed response: expected at least"),
             Logged("Handler signature does not match for"),
         ),
+        said=(
+            r"(?i)\bRequestType\b|MessageQueue(?:Client|Server)",
+            r"(?i)mismatched pair|adjacent releases|version skew|different releases|newer protocol",
+            r"(?i)time ?out|strand|hang|decod",
+        ),
         cause="The messages between vLLM's container and the server's change with nearly every release; 0.5.6 even "
         "names operations in another way.",
         now="pip show lmcache in both containers, and the same release in both; restart the server, then vLLM",

@@ -27,6 +27,11 @@ PROBLEMS = (
             Failed(kind="RuntimeError", text="Upload failed in S3Connector:", at=_S3),
             Logged("Exception ignored in: <awscrt.s3._S3RequestCore object"),
         ),
+        said=(
+            r"(?i)lmcache",
+            r"AWS_ERROR_S3_\w+|(?i:path[- ]style|virtual[- ]hosted)",
+            r"(?i)\bs3 (?:connector|backend|bucket|path|storage)|\bminio\b|\bceph\b",
+        ),
         connectors=_IN_PROCESS,
         cause="The status decides: 403 credentials or rights, 301 another region than s3_region, 400 or "
         "AWS_ERROR_S3_INVALID_RESPONSE_STATUS from MinIO, Ceph and the like: the connector puts the bucket into the "

@@ -60,6 +60,11 @@ PROBLEMS = (
             Logged("batched put error: [Errno 32] Broken pipe"),
             Logged("Remote connection failed in contains: [Errno 32] Broken pipe"),
         ),
+        said=(
+            r"lmcache_server|\blm://",
+            r"(?i)\bevict",
+            r"(?i)out of memory|memory (?:exhaust|limit)|\bOOM|gets? full|unbounded",
+        ),
         sentence="the store closed the connection while a chunk was written",
         connectors=_IN_PROCESS,
         cause="The store's process ended: look whether its pod says OOMKilled. lmcache_server (lm://) evicts nothing "
@@ -242,6 +247,12 @@ PROBLEMS = (
             Failed(kind="MovedError"),
             Failed(kind="ResponseError", text="MOVED <slot> <node>:"),
             *either("CROSSSLOT Keys in request don't hash to the same slot"),
+        ),
+        said=(
+            r"(?i)lmcache",
+            r"(?i)\b(?:valkey|redis)[ -]clusters?\b",
+            r"(?i)\bresp(?:_l2|\b)|`redis://|remote_url",
+            r"(?i)single|one (?:host|node)|not (?:\w+ )?support|fails?\b",
         ),
         cause="redis:// takes the server for the only one; a node of a cluster refuses keys that belong to others. "
         "Managed ones (ElastiCache with cluster mode, MemoryDB) are clusters.",

@@ -180,7 +180,7 @@ PROBLEMS = (
             Logged("save_chunk_meta must be False for"),
             Logged("save_unfull_chunk must be False for"),
             Logged("s3_region is required"),
-            Failed(kind="AssertionError", text="save_chunk_meta must be False for"),
+            Failed(text="save_chunk_meta must be False for"),
             Failed(kind="AssertionError", text="save_unfull_chunk must be False for"),
             Failed(kind="ValueError", text="save_unfull_chunk must be False for"),
             Failed(kind="AssertionError", text="s3_region is required"),
