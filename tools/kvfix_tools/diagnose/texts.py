@@ -41,8 +41,8 @@ _OTHER = re.compile(
     rb"|(?P<container>docker|Error response from daemon|nvidia-container-cli|Error: INSTALLATION FAILED): ."
     rb"|exec format (?P<format>error))"
 )
-#: So far in a line the name of a rank ends, behind what a container puts first.
-_RANKED = 128
+#: So far in a line the name of a rank ends, behind what a container puts first; and a level, which prose names later.
+_RANKED, _LEVELLED = 128, 320
 _LEVELS = {b"W": "warning", b"E": "error", b"F": "critical", b"WARN": "warning", b"FATAL": "critical"}
 MILLISECONDS = {b"%03d" % number: number / 1000 for number in range(1000)}
 #: A process that died of something that is no exception.
@@ -136,7 +136,7 @@ class Other:
         """Of vLLM's frame, or of another logger's; "" if the line has none."""
         if self._head is not None:
             return self._head[1].decode().lower()
-        other = _OTHER.search(self._text)
+        other = _OTHER.search(self._text[:_LEVELLED])
         if other is None:
             return ""
         name = other["level"] or other["glog"] or other["spdlog"] or other["cann"] or other["usage"] or b"error"

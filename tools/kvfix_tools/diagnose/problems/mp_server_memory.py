@@ -96,7 +96,7 @@ PROBLEMS = (
         sentence="the server cannot read a chunk that it had promised: {reason}",
         said=(
             r"(?i)lmcache",
-            r"Some keys not found during retrieve|(?i:retriev\w+[^\n]{0,30}result ?= ?false)",
+            r"Some keys not found during retrieve|(?i:retriev\w+[^\n]{0,30}(?:=|resolves|returns) ?`?false)",
             r"(?i)degenerat|garbage|gibberish|garbled|\bNaN\b|wrong|corrupt|nonsens|fail",
         ),
         releases={"lmcache": ">=0.3.14"},
