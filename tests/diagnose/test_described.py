@@ -169,6 +169,7 @@ DESCRIBED = {
     "KVD625": "Files vllm_offload_1.mmap in /dev/shm are left behind by an engine that was killed\n",
     "KVD703": "LMCache on ROCm: the symbol alloc_pinned_ptr is not there\n",
     "KVD1761": "CPUOffloadingSpec: host memory is a power of two for each rank\n",
+    "KVD1767": "OffloadingConnector: _blocks_being_loaded lets the second one wait\n",
     "KVD1764": "SimpleCPUOffload: text is garbled, with concurrent requests alone\n",
     "KVD864": "lm://h:1: after a restart each put ends in Broken pipe\n",
     "KVD1843": "export LM_CACHE_CHUNK_SIZE=256 for vLLM\n",

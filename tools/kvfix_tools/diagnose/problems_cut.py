@@ -9,6 +9,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvfix_tools.diagnose import checks, problems
+from kvfix_tools.diagnose.failures import HOOKS
 from kvfix_tools.diagnose.signs import PLACE, Failed, fits, is_pythons, longest, pattern, raised_in, tells
 
 if TYPE_CHECKING:
@@ -102,6 +103,7 @@ def _failed() -> tuple[_Sign, ...]:
         functions = {raised_in(sign)[1]} - {""} or checks.functions_of(sign.source)
         text = "" if is_pythons(sign.text) and (sign.within or sign.through) else sign.text
         letters = sum(map(len, PLACE.split(text)[::2])) + len(sign.source)
-        telling = sorted(filter(tells, functions)) or [""]
+        telling = sorted(name for name in functions if tells(name) and (text or sign.source or name not in HOOKS))
+        telling = telling or [""]
         made += [_Sign(record, sign, letters, function) for function in telling]
     return tuple(made)

@@ -18,6 +18,7 @@ _PYTHONS = re.compile(
     r"(?:\w+ )?index out of range|\[Errno \d+\][\w -]*|division by zero|\w+ changed size during iteration"
     r"|(?:<\w+>\.__init__\(\) )?missing <\w+> required positional argument"
     r"|<\w+>\.__init__\(\) takes <\w+> positional arguments? but <\w+> were given"
+    r"|(?:' )?is invalid for input of size(?: <\w+>)?"
 )
 #: Innermost frames in which a sign is looked for.
 _FRAMES = 8
@@ -95,7 +96,7 @@ def tells(function: str) -> bool:
 
 
 def is_pythons(text: str) -> bool:
-    """Whether Python or the system says exactly this of any code: the frames tell whose failure it is."""
+    """Whether Python, torch or the system says exactly this of any code: the frames tell whose failure it is."""
     return _PYTHONS.fullmatch(text) is not None
 
 

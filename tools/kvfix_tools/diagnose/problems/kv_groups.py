@@ -101,9 +101,11 @@ PROBLEMS = (
         releases={"vllm": ">=0.15,<0.26"},
         cause="With mamba cache mode `align` (what prefix caching turns on) the scheduler asserts that no connector "
         "brings tokens: the first hit kills EngineCore.",
-        now="`--no-enable-prefix-caching` on the instance that loads, restart",
+        now="`--no-enable-prefix-caching` on the instance that loads, or no connector there (no --kv-offloading-size); "
+        "restart",
         fixed={"vllm": "0.26.0"},
         threads=(
+            f"{_ISSUES}/41515",
             f"{_ISSUES}/43508",
             f"{_ISSUES}/45407",
             f"{_ISSUES}/45268",

@@ -92,4 +92,25 @@ PROBLEMS = (
         sure=False,
         threads=(f"{_ISSUES}/53042", f"{_PULLS}/48436", f"{_PULLS}/50094"),
     ),
+    Problem(
+        code="KVD1767",
+        name="offload-waits-for-the-others-load",
+        severity=Severity.SLOW,
+        title="Requests with the same prefix wait for each other's load from the CPU tier.",
+        shows=(),
+        said=(
+            r"OffloadingConnector|(?i:kv[-_ ]?offload)",
+            r"_(?:blocks|chunks)_being_loaded|already being loaded|HIT_PENDING",
+        ),
+        releases={"vllm": ">=0.20"},
+        cause="With vLLM's prefix cache a request of which a chunk is being loaded for another one is put back until "
+        "that load has ended (scheduler.py 0.33.0:1038), and one of which a chunk is still being written or fetched "
+        "from a tier below waits for that, without a limit of time.",
+        now="send one request with a new long prefix before the others with it; fewer at once (--max-num-seqs); "
+        "waiting for a tier below: without `secondary_tiers`, or a faster one; `GPU KV cache size` that holds the "
+        "shared prefix",
+        good="no release changes it yet (0.33.0); pull 44295 was a try",
+        sure=False,
+        threads=(f"{_ISSUES}/44294", f"{_ISSUES}/49829"),
+    ),
 )
