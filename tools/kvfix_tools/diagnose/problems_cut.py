@@ -24,12 +24,14 @@ _LINES = 200
 
 
 class _Sign(NamedTuple):
-    """letters: of its text and of what it asserts. function: in which it was raised, if its name says something."""
+    """letters: of its text and of what it asserts. function: in which it was raised, if its name says something. file:
+    which has to be named beside it."""
 
     record: Problem
     sign: Failed
     letters: int
     function: str
+    file: str
 
 
 def raised(log: Diagnosis, line: LogLine, general: Problem | None) -> Problem | None:
@@ -50,7 +52,7 @@ def raised(log: Diagnosis, line: LogLine, general: Problem | None) -> Problem | 
     for each in _failed():
         if asserting and each.function not in asserting and not (each.sign.text or each.sign.source):
             continue  # any failure of a function that has not asserted this
-        named = bool(each.function) and each.function in pasted
+        named = bool(each.function) and each.function in pasted and each.file in pasted
         letters = each.letters + (len(each.function) if named else 0)
         if letters > (0 if named else max(least, _LETTERS)):
             sign = each.sign._replace(
@@ -64,7 +66,7 @@ def raised(log: Diagnosis, line: LogLine, general: Problem | None) -> Problem | 
 def in_prose(log: Diagnosis) -> Problem | None:
     """The record of an exception that a sentence names together with its function; None: there is none, or several."""
     lines = [line.decode("utf-8", "replace") for text in log.pasted for line in text.split(b"\n")][:_LINES]
-    signs = [each for each in _failed() if each.function]
+    signs = [each for each in _failed() if each.function and any(each.file in line for line in lines)]
     quoted = any("assert " in line for line in lines)  # then that tells which
     fitting = (
         (each, line) for line in lines for each in signs if each.function in line and _is_named(each.sign, line, quoted)
@@ -103,7 +105,10 @@ def _failed() -> tuple[_Sign, ...]:
         functions = {raised_in(sign)[1]} - {""} or checks.functions_of(sign.source)
         text = "" if is_pythons(sign.text) and (sign.within or sign.through) else sign.text
         letters = sum(map(len, PLACE.split(text)[::2])) + len(sign.source)
-        telling = sorted(name for name in functions if tells(name) and (text or sign.source or name not in HOOKS))
-        telling = telling or [""]
-        made += [_Sign(record, sign, letters, function) for function in telling]
+        telling = sorted(filter(tells, functions)) or [""]
+        file = raised_in(sign)[0].rpartition("/")[2]
+        for function in telling:
+            is_any = function in HOOKS and not (text or sign.source)  # of every connector
+            if file or not is_any:
+                made.append(_Sign(record, sign, letters, function, file if is_any else ""))
     return tuple(made)

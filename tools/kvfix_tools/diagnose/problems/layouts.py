@@ -49,10 +49,12 @@ PROBLEMS = (
             r"(?i)shape mismatch|broadcast|invalid for input of size",
         ),
         connectors=_IN_PROCESS,
-        cause="Twice as many: sparse attention with an indexer cache beside each layer (DeepSeek-V3.2, GLM-5). A "
-        "few more: a draft model (EAGLE, MTP) whose layers LMCache did not count. About half: for the draft model it "
-        "counted all layers of the model again (GLM-4.7-Flash).",
-        now="twice as many: " + _WITHOUT + "LMCacheMPConnector; a few more, or fewer: without --speculative-config",
+        cause="Twice as many, or a quarter more with `use mla: True`: sparse attention with an indexer cache beside "
+        "each layer (DeepSeek-V3.2, GLM-5), or beside some (GLM-5.2: 99 for 78). Else a few more: a draft model "
+        "(EAGLE, MTP) whose layers LMCache did not count. About half: for the draft model it counted all layers of the "
+        "model again (GLM-4.7-Flash).",
+        now="DeepSeek-V3.2, GLM-5: " + _WITHOUT + "LMCacheMPConnector; a few more, or fewer: without "
+        "--speculative-config",
         good="LMCacheMPConnector, which takes caches of several shapes; no release of LMCacheConnectorV1 does (0.5.6)",
         threads=(
             "https://github.com/LMCache/LMCache/issues/5002",
