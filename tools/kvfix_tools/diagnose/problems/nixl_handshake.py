@@ -74,9 +74,9 @@ PROBLEMS = (
         "other (a second connector in MultiConnector or PdConnector that cannot take it turns it off), and until 0.26 "
         "`enable_cross_layers_blocks`, which in a MultiConnector counts only if all of its connectors ask for it; "
         "from 0.32 the draft model, and NixlPushConnector against NixlConnector.",
-        now="`VLLM_LOGGING_LEVEL=DEBUG` on both prints the parts (`NIXL compatibility hash`). The same image, --model, "
-        "--dtype, --kv-cache-dtype, --attention-backend, --speculative-config and kv_connector_extra_config; one side "
-        "with a second connector: on both `--disable-hybrid-kv-cache-manager`, and no `enable_cross_layers_blocks`. "
+        now="`VLLM_LOGGING_LEVEL=DEBUG` prints the parts (`NIXL compatibility hash`). Same image, --model, --dtype, "
+        "--kv-cache-dtype, --attention-backend, --speculative-config and kv_connector_extra_config; one side with "
+        "two connectors: on both `--disable-hybrid-kv-cache-manager`, no `enable_cross_layers_blocks`. "
         "Only the path differs: "
         '`"kv_connector_extra_config": {"enforce_handshake_compat": false}` on both',
         good="one image and one set of options for prefill and decode; no release changes that",
