@@ -132,9 +132,16 @@ def _assertions(text: bytes) -> Iterator[tuple[str, list[str], list[str], bool]]
     Prose may go on behind a condition without a mark: one that the releases have ends where theirs does."""
     named = list(dict.fromkeys(name.decode() for name in _NAME.findall(text)))[:_NAMES]
     for asserted in _ASSERTED.findall(text):
-        words = asserted.decode("utf-8", "replace").strip().rstrip(")")
+        words = _closed(asserted.decode("utf-8", "replace").strip())
         condition = checks.begun_by(words)
         yield condition or words, named, sorted(checks.functions_of(condition or words)), bool(condition)
+
+
+def _closed(condition: str) -> str:
+    """Without the brackets at its end that a sentence opened."""
+    while condition.endswith(")") and condition.count(")") > condition.count("("):
+        condition = condition[:-1].rstrip()
+    return condition
 
 
 def _asserting(log: Diagnosis, condition: str, functions: list[str]) -> tuple[LogRule, Answer] | None:

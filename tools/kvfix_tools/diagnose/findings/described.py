@@ -59,9 +59,11 @@ _PLACES, _OFF = ("local_disk", "remote_url"), ("none", "null", "false", "~")
 #: Whose line it is that a sentence quotes between backticks.
 _QUOTED_LINES = {
     "No eviction candidates found in local cpu backend": "KVD402",
+    "Local cpu memory under pressure": "KVD404",
     "Recovered from KV load failure: ": "KVD303",
     " due to KV load failure (failure_policy=fail": "KVD303",
 }
+_TITLE = re.compile(rb"(?m)^# .{0,200}?\"([^\"\n]{12,300})\"")
 #: One side of LMCache's P/D, and that the engine's processes are not there yet: so many lines, ten seconds apart.
 _SIDE = re.compile(r"(?:nixl|pd)_role['\"]?\s*[:=]\s*['\"]?(sender|receiver)")
 _NOT_YET, _LONG = re.compile(r"Waiting for [1-9]\d* local, \d+ remote core engine proc\(s\) to start"), 4
@@ -105,7 +107,8 @@ def quoted(log: Diagnosis) -> Answer | None:
     """The finding of a line that a sentence quotes, where no line of a log is there."""
     if log.failures.first is not None:
         return None
-    lines = (found.decode("utf-8", "replace") for text in log.whole for found in pasted.QUOTED.findall(text))
+    found = (each for text in log.whole for quotes in (pasted.QUOTED, _TITLE) for each in quotes.findall(text))
+    lines = (each.decode("utf-8", "replace") for each in found)
     for line in lines:
         code = next((code for begin, code in _QUOTED_LINES.items() if begin in line), None)
         if code is not None:

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 #: `skip_last_n_tokens` is smaller than this.
 _CUT = 32
+#: Tokens of CacheBlend's separators in a prompt: fewer than these, and a small part of it.
+_SEPARATORS = 64
 #: A worker that is not the first: `Worker_TP1`, `VllmWorker_1`, `VllmWorker TP1`.
 _NOT_FIRST = re.compile(r"(?:TP|Worker_|rank=)[1-9]")
 #: NIXL storage is switched on.
@@ -59,7 +61,7 @@ def load_comes_short(log: Diagnosis, line: LogLine) -> Answer | None:
     if line.name == "load_failed":
         return Answer(f"{line.fields['tokens']} tokens in {line.fields['blocks']} blocks were not loaded")
     missing = _missing(line)
-    if not missing or log.counts["unretrievable"]:
+    if not missing or log.counts["unretrievable"] or _between_segments(line):
         return None
     return Answer(missing + _lost_by_itself(log, line))
 
@@ -88,6 +90,16 @@ def hit_not_read(log: Diagnosis, line: LogLine | None) -> Answer | None:
 def _note_promise(log: Diagnosis, line: LogLine) -> None:
     """What KVD302 has to know: the tokens of the last lookup that are to be loaded."""
     log.memory["promised"] = line.fields.get("need") or 0
+
+
+def _between_segments(line: LogLine) -> bool:
+    """Whether what is missing are CacheBlend's separators: hit with the segments, and stored with none.
+
+    It loads layer by layer, and such a load says `out of total`."""
+    if line.name != "retrieved" or b"out of total" not in line.body:
+        return False
+    missing = int(line.fields["required"]) - int(line.fields["tokens"])
+    return missing < _SEPARATORS and missing * 50 < int(line.fields["required"])
 
 
 def _missing(line: LogLine) -> str:

@@ -55,7 +55,8 @@ def unpinned_twice(log: Diagnosis, line: LogLine) -> Answer | None:
 def stores_dropped(log: Diagnosis, line: LogLine | None) -> Answer | None:
     """KV is not stored for want of CPU memory: later requests will not find it.
 
-    Cause: the CPU cache is full, and what is in it is pinned or being written.
+    Cause: the CPU cache is full, and what is in it is pinned or being written. With `enable_pd` it is the transfer
+    buffer of `pd_buffer_size` bytes: the prompts on their way to decode fill it.
 
     Setting: a larger `max_local_cpu_size` (LMCACHE_MAX_LOCAL_CPU_SIZE, in GB, for each worker); with `enable_pd` also
     `pd_buffer_size`.

@@ -69,7 +69,7 @@ def unknown_failure(log: Diagnosis, line: LogLine | None) -> Answer | None:
         dead = _of_the_dead(log) if has_lines else None
         known = dead or (_in_prose(log) if _may_be_prose(log) else _beside_risks(log) or described(log))
         if known is not None or has_lines:
-            return known or beside_few_lines(log)
+            return known or (None if log.findings else quoted(log)) or beside_few_lines(log)
         # What a setting tells is more than what is complained of.
         return None if log.findings else quoted(log) or symptom(log)
     if is_cut(first):

@@ -211,6 +211,7 @@ def by_frames(frames: list[tuple[str, int, str]], source: str, named: set[str]) 
         if own or (sign.source and not function.startswith(("__", "<module")))
         if not named or sign.kind in ("", *named)
         if f"/{file}".endswith(f"/{sign.within.rpartition(':')[0]}")
+        if any(sign.through in f"/{frame[0]}" for frame in frames)
     }
     return tuple(found.values())
 

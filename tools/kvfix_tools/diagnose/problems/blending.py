@@ -130,6 +130,34 @@ PROBLEMS = (
         threads=(_LMCACHE + "issues/1412",),
     ),
     Problem(
+        code="KVD1790",
+        name="blend-hits-lead-only",
+        severity=Severity.SLOW,
+        title="CacheBlend in vLLM's own process reuses fewer segments than are stored, or none.",
+        shows=(),
+        said=(
+            r"(?i)lmcache|cacheblend|blend_(?:kv|special_str)",
+            r"(?i)cacheblend|enable_blending|\bblend(?:ing|s|ed|_kv\w*)?\b",
+            r"(?i)\bhits?\b|reus|retriev|match|\bblends? any|selected for blending|\bstored\b",
+            r"(?i)\blow(?:er)?\b[^\n]{0,20}hit|non-prefix|only (?:\w+ ){0,3}prefix|prefix match|(?:n't|not|never|no)\b"
+            r"[^\n.]{0,30}(?:blend|\bhits?\b|reus|retriev|stored)|\bmis-?match|prevents? [^\n.]{0,30}match"
+            r"|Retrieved 0|hit tokens: 0",
+        ),
+        connectors=_IN_PROCESS,
+        cause="In this order. A lookup ends at the first segment that is not stored (cache_engine.py, lookup): with "
+        "another question or system prompt in front, nothing behind it is a hit. Segments are stored cut: at whole "
+        "`chunk_size` before 0.3.9.post2, by chunked prefill in every release. The separator is "
+        "`encode(blend_special_str)[1:]`: without a begin token (Qwen) it lacks a token, and in a text it may merge "
+        "with its neighbours.",
+        now="shared documents first and what is new (the question) after the last separator; prompts as token ids, "
+        "part for part and the separator's ids between them, as in examples/blend_kv_v1/blend.py; "
+        "--no-enable-prefix-caching, and a --max-num-batched-tokens that is larger than the prompts; LMCache 0.3.10 or "
+        "newer. `LMCache hit tokens` says how far the hits went",
+        good="no release of LMCacheConnectorV1 finds segments behind a miss (0.5.6)",
+        sure=False,
+        threads=(_LMCACHE + "issues/3238", _LMCACHE + "issues/2026", _LMCACHE + "issues/1136"),
+    ),
+    Problem(
         code="KVD494",
         name="old-blend-with-prefix-caching",
         severity=Severity.CRASH,

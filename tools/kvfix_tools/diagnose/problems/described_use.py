@@ -74,12 +74,15 @@ PROBLEMS = (
         shows=(),
         said=(
             _OF_LMCACHE,
-            r"enable_pd|pd_role|kv_(?:consumer|producer)|(?i:disagg\w*)|\bPD\b|(?i:\bxpyd\b)",
-            r"(?i)decod\w*[^\n]{0,50}(?:re-?comput|comput\w+ (?:it|every|all|the prompt)|prefills? (?:it|again))",
+            r"enable_pd|pd_role|kv_(?:consumer|producer)|(?i:disagg\w*)|\b[Pp]/?[Dd]\b|(?i:\b(?:x|\d)p(?:y|\d)d\b)",
+            r"(?i)decod\w*[^\n]{0,50}(?:re-?comput|comput\w+ (?:it|every|all|the prompt)|prefills? (?:it|again)"
+            r"|performs? prefill|\bmiss(?:ed|es)\b|(?:retrieves?|hits?) (?:nothing|no)\b"
+            r"|(?:not|n't|never) (?:\w+ )?(?:hit|retriev|reus|us))|decoder[^\n]{0,20}\n[^\n]{0,60}hit tokens: 0",
         ),
         cause="In this order. The request goes to the decoder without the proxy, or before the prefiller's notice "
-        "(`pd_proxy_host`, `pd_proxy_port`), or with another prompt. The two hash with different seeds. The decoder's "
-        "buffer is full (`pd_buffer_size`; `Failed to allocate memory object`): what does not arrive is computed.",
+        "(`pd_proxy_host`, `pd_proxy_port`), or with another prompt (the first token added). The two hash with "
+        "different seeds. The decoder's buffer is full (`pd_buffer_size`; `Failed to allocate memory "
+        "object`): what does not arrive is computed.",
         now="PYTHONHASHSEED=0 on both sides; every request through LMCache's disagg_proxy_server.py; a larger "
         "pd_buffer_size. Then kvfix-diagnose with the logs of prefiller and decoder together: the decoder's line "
         "`LMCache hit tokens` says what it was given",
@@ -105,6 +108,26 @@ PROBLEMS = (
         "(LMCACHE_ENABLE_ASYNC_LOADING=False), and restart",
         fixed={"lmcache": "0.4.6"},
         threads=(_LMCACHE + "pull/3252",),
+    ),
+    Problem(
+        code="KVD1792",
+        name="preempted-request-computed-again",
+        severity=Severity.SLOW,
+        title="A request that was preempted is computed again, although LMCache has its KV.",
+        shows=(),
+        said=(
+            _OF_LMCACHE,
+            r"(?is)\A(?!.*(?:assert|crash|traceback|\bdies\b)).*\bpreempt",
+            r"(?i)(?:not|n't|never|skips?|instead of)\b[^\n.]{0,30}(?:retriev|load|reus|hit|look)|re-?comput|reload",
+        ),
+        cause="LMCacheConnectorV1 looks a preempted request up once more, and loads what it finds, from 0.3.10 on; "
+        "older releases load for new requests only. LMCacheMPConnector lets vLLM compute it again in every release up "
+        "to 0.5.6 (pulls 4612 and 5248 are open). The answers are right.",
+        now="LMCache 0.3.10 or newer with LMCacheConnectorV1; fewer preemptions: a smaller --max-num-seqs, a larger "
+        "--gpu-memory-utilization",
+        good="LMCacheConnectorV1 of LMCache 0.3.10 or newer; no release of LMCacheMPConnector loads it (0.5.6)",
+        sure=False,
+        threads=(_LMCACHE + "issues/1969", _LMCACHE + "pull/4612"),
     ),
     Problem(
         code="KVD1246",

@@ -15,7 +15,15 @@ PROBLEMS = (
         name="layer-evicted-before-load",
         severity=Severity.CRASH,
         title="A layer's chunk is gone when it is to be loaded, and the worker dies.",
-        shows=(Failed(kind="KeyError", text="LayerCacheEngineKey("),),
+        shows=(
+            Failed(kind="KeyError", text="LayerCacheEngineKey("),
+            Failed(
+                kind="KeyError",
+                source="self.hot_cache[key]",
+                within="local_cpu_backend.py:batched_get_non_blocking",
+                through="/cache_engine.py",
+            ),
+        ),
         said=(r"(?i)lmcache", r"(?i)layer-?wise", r"\bKeyError\b"),
         connectors=_IN_PROCESS,
         cause="With use_layerwise only the first layer of a chunk is looked up; another layer's part was evicted "
@@ -24,7 +32,7 @@ PROBLEMS = (
         now="use_layerwise: false (LMCACHE_USE_LAYERWISE=False), and restart; blending needs layers: there without "
         "local_disk, and with a max_local_cpu_size that does not evict",
         good="no release of LMCache is right yet (0.5.6): leave use_layerwise at false, or a larger max_local_cpu_size",
-        threads=("https://github.com/vllm-project/vllm/pull/37270", _LMCACHE + "issues/1900"),
+        threads=("https://github.com/vllm-project/vllm/pull/37270", _LMCACHE + "issues/1900", _LMCACHE + "issues/1616"),
     ),
     Problem(
         code="KVD807",
@@ -35,6 +43,11 @@ PROBLEMS = (
             Failed(kind="StopIteration", within="vllm_v1_adapter.py:wait_for_save"),
             Failed(kind="StopIteration", within="vllm_v1_adapter.py:save_kv_layer"),
         ),
+        said=(
+            r"(?is)\A(?!.*(?:freez|frozen|unhealthy)).*StopIteration",
+            r"(?i)layer-?wise|save_kv_layer|store_layer|KV save path",
+            r"wait_for_save|(?i:exhausted|advanced|async[-_ ]scheduling)",
+        ),
         sentence="a layerwise store of another request had ended already",
         connectors=_IN_PROCESS,
         releases={"lmcache": "<0.3.15"},
@@ -42,7 +55,7 @@ PROBLEMS = (
         "has ended. vLLM's own copy of the adapter (use_native: true) does the same in every release.",
         now="use_layerwise: false (LMCACHE_USE_LAYERWISE=False), and no use_native: true in kv_connector_extra_config",
         fixed={"lmcache": "0.3.15"},
-        threads=(_LMCACHE + "issues/2453", _LMCACHE + "issues/1844"),
+        threads=(_LMCACHE + "issues/2453", _LMCACHE + "issues/1844", _LMCACHE + "pull/2268"),
     ),
     Problem(
         code="KVD808",

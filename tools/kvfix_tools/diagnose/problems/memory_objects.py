@@ -13,24 +13,31 @@ _DISK = "lmcache/v1/storage_backend/local_disk_backend.py"
 PROBLEMS = (
     Problem(
         code="KVD801",
-        name="mooncake-put-frees-chunk",
+        name="listed-chunk-without-memory",
         severity=Severity.CRASH,
-        title="A chunk that was put to the Mooncake store has no memory any more, and its next hit kills the worker.",
+        title="A chunk that a lookup listed has no memory when it is loaded, and the worker dies.",
         shows=(
             # The file is named so up to 0.3.13; in later releases it is KVD115.
             Failed(kind="AssertionError", source="assert memory_obj.tensor is not None", through="/gpu_connector.py"),
             Failed(kind="AssertionError", source="assert memory_obj_tensor is not None", through="/gpu_connector.py"),
         ),
         connectors=_IN_PROCESS,
-        releases={"lmcache": ">=0.3.10,<0.3.13"},
+        releases={"lmcache": "<0.3.13"},
         replaces=("KVD802",),
-        cause="After a batched put both the Mooncake connector and the wrapper around it take a reference off, though "
-        "one was added: the chunk is freed while the CPU cache lists it. It is this with a remote_url of "
-        "mooncakestore://, on the second request with the same prompt.",
-        now="local_cpu: false in LMCache's configuration, and restart",
+        cause="`remote_url` decides. mooncakestore:// (0.3.10 to 0.3.12): after a batched put both the connector and "
+        "the wrapper around it take a reference off, though one was added: the chunk is freed while the CPU cache "
+        "lists it. Without Mooncake: the load got no memory to read the chunk into (`Failed to allocate` before it), "
+        "or the chunk was evicted or released since the lookup (enable_async_loading).",
+        now="with Mooncake local_cpu: false (LMCACHE_LOCAL_CPU=False); else a larger max_local_cpu_size and "
+        "enable_async_loading: false; restart",
         fixed={"lmcache": "0.3.13"},
         sure=False,
-        threads=(_LMCACHE + "issues/2238", _LMCACHE + "issues/2368", _LMCACHE + "issues/2240"),
+        threads=(
+            _LMCACHE + "issues/2238",
+            _LMCACHE + "issues/2368",
+            _LMCACHE + "issues/2240",
+            _LMCACHE + "issues/1060",
+        ),
     ),
     Problem(
         code="KVD802",

@@ -123,4 +123,31 @@ PROBLEMS = (
         "else take it out of the router's list",
         good="the same: one router's engines all have the connector",
     ),
+    Problem(
+        code="KVD1791",
+        name="thread-outlives-the-end",
+        severity=Severity.RISK,
+        title="LMCache ends, and one of its threads does not end in time.",
+        shows=(
+            Logged(
+                "Offload server thread did not terminate within timeout.", "lmcache/v1/offload_server/zmq_server.py"
+            ),
+            Logged(
+                "Lookup server thread did not terminate gracefully", "lmcache/v1/lookup_client/lmcache_lookup_client.py"
+            ),
+            Logged(
+                "Storage manager thread did not terminate within 10s timeout.",
+                "lmcache/v1/storage_backend/storage_manager.py",
+            ),
+        ),
+        releases={"lmcache": ">=0.3.11"},
+        cause="The engine was to end (SIGTERM, or a crash before it). The thread waits in a read that a closed "
+        "socket does not wake; LMCache goes on after 5 or 10 seconds. What was to be written to a store then may be "
+        "missing there.",
+        now="nothing where the engine was to end; else the first ERROR or Traceback before `Starting LMCacheConnector "
+        "shutdown` tells why it ended. Kubernetes: terminationGracePeriodSeconds of 60 or more",
+        good="harmless in every release (0.5.6 has the same waits)",
+        sure=False,
+        threads=("https://github.com/LMCache/LMCache/pull/2293",),
+    ),
 )
