@@ -94,7 +94,7 @@ USE = {
     "KVD1226": 'LMCache\'s /lookup gives {"event_id": "x", "layout_info": {}}\n',
     "KVD1228": "redis for lmcache: the second request is slower than the first\n",
     "KVD1236": "lmcache:num_hit_tokens_total is 0\n",
-    "KVD1238": "vLLM 0.26.0, LMCache 0.5.2: answers are garbled with the packed KV\n",
+    "KVD1238": "LMCache 0.5.2: answers are garbled with the packed KV\n",
     "KVD1250": "LMCache 0.4.5, enable_async_loading: true and use_layerwise: true: 0 hits\n",
     "KVD1246": "LMCache does not cache the answers\n",
     "KVD1790": "LMCache 0.3.12: blending does not reuse the second segment\n",
@@ -163,6 +163,7 @@ DESCRIBED = {
     "KVD807": "LMCache 0.3.10, layerwise, with async scheduling: StopIteration\n",
     "KVD808": "LMCache in freeze mode: layerwise stores end in StopIteration\n",
     "KVD919": "LMCache 0.4.4 is degraded, and start_load_kv asserts\n",
+    "KVD471": "LMCache 0.3.3 with local_disk: a .pt was deleted, and the engine dies\n",
     "KVD838": "LMCache: what is read from local_disk cannot be allocated\n",
     "KVD848": "LMCache 0.3.1 with cpu offload: a leak\n",
     "KVD841": "LMCache: the GDS pool fills up, and stores are dropped\n",
@@ -233,6 +234,12 @@ def test_a_record_without_a_line_is_described(problem: Problem) -> None:
     assert problem.code not in codes(diagnose(text, f"{CORE}RuntimeError: boom\n"))
     for each in problem.said:
         assert problem.code not in codes(diagnose(re.sub(each, "", text))), each
+
+
+@pytest.mark.parametrize(("release", "code"), [("0.26.0", "KVD1238"), ("0.15.1", "KVD1202")])
+def test_wrong_text_of_a_release_with_packed_kv_is_that(release: str, code: str) -> None:
+    assert codes(diagnose(f"# LMCache P/D with vLLM {release}: the decoding diverges at token 0\n")) == [code]
+    assert codes(diagnose(f"# lmcache server, vLLM {release}: the decoding diverges at token 0\n")) == ["KVD1202"]
 
 
 def test_what_python_says_of_any_class_is_no_connectors() -> None:

@@ -60,8 +60,11 @@ _WRONG = re.compile(
     r"(?:answer|output|result|response|generation)|accuracy (?:drop|loss|degrad|is lower|issue|problem)|\u4e71\u7801"
     r"|(?:answer|output|response|generation)s? (?:\w+ ){0,2}(?:degrad|differ)|malformed (?:answer|output)"
     r"|degraded (?:answer|output|response)|(?:quality|output) degrad"
-    r"|abnormal (?:\w+ )?(?:result|output|answer)"
+    r"|abnormal (?:\w+ )?(?:result|output|answer)|degenerat\w+ (?:into|output|text)|token salad"
+    r"|(?:generation|output|answer|decoding|completion)s? (?:\w+ ){0,2}diverge"
 )
+#: LMCache as a process of its own, whose connector takes the layout of newer releases of vLLM.
+_APART = re.compile(r"LMCacheMPConnector|lmcache[ _-]server|\bMP\b|multi-?process")
 _CRASHES = re.compile(
     r"(?i)segfault|segmentation fault|sigsegv|core dumped|native crash|memory corruption|crash(?:es|ed)?\b"
 )
@@ -216,21 +219,29 @@ def disk_fills_in_words(log: Diagnosis, line: LogLine | None) -> Answer | None:
 def wrong_text_in_words(log: Diagnosis, line: LogLine | None) -> Answer | None:
     """Answers are wrong with a KV connector, and no line of the text tells why.
 
-    Cause: in this order. KV is stored with losses or put together again: `remote_serde: cachegen`, `enable_blending`,
-    an fp8 cache, another `--kv-cache-dtype` or release on one side. A load failed and its blocks were used (`The number
-    of retrieved tokens is less`, `Retrieved 0`). KV of layers with sliding windows or of a hybrid model came under a
-    valid key. Keys of two models, LoRAs or images are the same.
+    Cause: in this order. LMCacheConnectorV1 with vLLM 0.26 or newer takes packed KV apart wrongly (KVD1238). KV is
+    stored with losses or put together again: `remote_serde: cachegen`, `enable_blending`, an fp8 cache, another
+    `--kv-cache-dtype` or release on one side. A load failed and its blocks were used (`The number of retrieved tokens
+    is less`). KV of a hybrid model, or of layers with windows, came under a valid key. Keys of two models, LoRAs or
+    images are the same.
 
-    Setting: the same prompt twice at temperature 0, once with and once without --kv-transfer-config; then with
-    `remote_serde: naive`, without blending and with an empty store. `kvfix run --mode check -- CMD` names the first
-    rule that is broken, and `kvfix doctor -- CMD` what does not go together.
+    Setting: LMCacheConnectorV1 with vLLM 0.26 or newer: kvfix run -- CMD (KVF020). Else the same prompt twice at
+    temperature 0, once with and once without --kv-transfer-config; then with `remote_serde: naive`, without blending
+    and with an empty store. `kvfix run --mode check -- CMD` names the first rule that is broken, and
+    `kvfix doctor -- CMD` what does not go together.
 
     Good: what that shows.
     """
-    settings = typed(_text(tuple(log.pasted)))
+    text = _text(tuple(log.pasted))
+    settings = typed(text)
     lossy = [f"{name}: {value}" for name, value in settings.items() if value.lower() in ("cachegen", "kivi")]
     lossy += ["enable_blending"] if settings.get("enable_blending", "").lower() == "true" else []
-    return _said(log, _WRONG, f", and it sets {' and '.join(lossy)}, which changes KV" if lossy else "")
+    answer = _said(log, _WRONG, f", and it sets {' and '.join(lossy)}, which changes KV" if lossy else "")
+    packed = problems.find("KVD1238")
+    in_process = "lmcache" in text.lower() and not _APART.search(text)
+    if answer is None or lossy or packed is None or not in_process:
+        return answer
+    return answer._replace(record=packed) if log.releases.within("vllm", ">=0.26") is True else answer
 
 
 @finding("KVD1204", "hang-in-words", Severity.HANG, on=[])

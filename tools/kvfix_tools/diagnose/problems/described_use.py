@@ -227,6 +227,11 @@ PROBLEMS = (
         "stores that were filled so",
         good="no release of LMCacheConnectorV1 is right yet (0.5.6): keep kvfix (KVF020)",
         sure=False,
-        threads=("https://github.com/ai-dynamo/dynamo/issues/14416", _LMCACHE + "issues/4463"),
+        threads=(
+            "https://github.com/ai-dynamo/dynamo/issues/14416",
+            _LMCACHE + "issues/4463",
+            _LMCACHE + "issues/4614",
+            "https://github.com/vllm-project/vllm/issues/52617",
+        ),
     ),
 )

@@ -61,6 +61,12 @@ PROBLEMS = (
             # Of ranks whose lines are mixed: a chunk's name, in a load.
             Failed(kind="FileNotFoundError", text="'<path>@<ranks>@<rank>@<chunk>.pt'", within="start_load_kv"),
         ),
+        said=(
+            r"(?i)local[ _]?disk",
+            r"(?i)\.pt\b|FileNotFound|(?:cache|chunk)s? files?",
+            r"(?i)\b(?:was|is|are|were|got|some) (?:\w+ )?(?:lost|missing|removed|deleted|gone)|remove some",
+            r"(?i)shut ?down|crash|\bdie[sd]?\b|EngineDead",
+        ),
         connectors=("LMCacheConnectorV1", "MultiConnector"),
         releases={"lmcache": "<0.3.9"},
         cause="The index of the disk cache is in memory and names a file that someone else removed: another engine or "
