@@ -80,7 +80,7 @@ _MISSES = re.compile(
     r"(?:hit|reus|retriev(?!\w* (?:fail|error))|get any hit)"
     r"|\bhits? (?:does not|doesn't|never|do not|don't) (?:happen|occur|come)|can ?not load (?:the )?(?:kv|cache)"
     r"|(?:n't|not|never) finds? (?:anything|any|it|them|the (?:cache|chunk|kv|prefix|prompt))\b"
-    r"|\bcache (?:is |does )?not (?:work|effective|used)"
+    r"|\bcache (?:is |does )?not (?:work|effective|used)|\b(?:repeat\w*|same|second) (?:\w+ )?(?:requests? )?loads? 0\b"
     r"|\u547d\u4e2d\u7387?[^\n]{0,8}0|(?:\u6ca1\u6709?|\u672a|\u65e0\u6cd5)\u547d\u4e2d"
 )
 #: A hit that brings nothing, which is no miss.

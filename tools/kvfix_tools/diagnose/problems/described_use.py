@@ -111,21 +111,23 @@ PROBLEMS = (
     ),
     Problem(
         code="KVD1792",
-        name="preempted-request-computed-again",
-        severity=Severity.SLOW,
-        title="A request that was preempted is computed again, although LMCache has its KV.",
+        name="preempted-request-not-loaded",
+        severity=Severity.WRONG,
+        title="A request that was preempted does not load what LMCache has for it.",
         shows=(),
         said=(
             _OF_LMCACHE,
             r"(?is)\A(?!.*(?:assert|crash|traceback|\bdies\b)).*\bpreempt",
             r"(?i)(?:not|n't|never|skips?|instead of)\b[^\n.]{0,30}(?:retriev|load|reus|hit|look)|re-?comput|reload",
         ),
-        cause="LMCacheConnectorV1 looks a preempted request up once more, and loads what it finds, from 0.3.10 on; "
-        "older releases load for new requests only. LMCacheMPConnector lets vLLM compute it again in every release up "
-        "to 0.5.6 (pulls 4612 and 5248 are open). The answers are right.",
-        now="LMCache 0.3.10 or newer with LMCacheConnectorV1; fewer preemptions: a smaller --max-num-seqs, a larger "
-        "--gpu-memory-utilization",
-        good="LMCacheConnectorV1 of LMCache 0.3.10 or newer; no release of LMCacheMPConnector loads it (0.5.6)",
+        cause="Before 0.3.10 LMCacheConnectorV1 promises it a hit that no step loads: vLLM counts it as computed, its "
+        "text is wrong, and wrong KV is stored (KVF014). From 0.3.10 on it is looked up and loaded. "
+        "LMCacheMPConnector promises it nothing in every release up to 0.5.6 (pulls 4612 and 5248 are open): it is "
+        "computed again, and right.",
+        now="LMCache 0.3.10 or newer, or kvfix run -- CMD (KVF014), and empty stores that were filled before; fewer "
+        "preemptions: a smaller --max-num-seqs, a larger --gpu-memory-utilization",
+        good="LMCacheConnectorV1 of LMCache 0.3.10 or newer with kvfix (KVF022, KVF023 for what is left of it up to "
+        "0.5.6); no release of LMCacheMPConnector loads it",
         sure=False,
         threads=(_LMCACHE + "issues/1969", _LMCACHE + "pull/4612"),
     ),

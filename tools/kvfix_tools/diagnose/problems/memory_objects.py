@@ -30,7 +30,8 @@ PROBLEMS = (
         "or the chunk was evicted or released since the lookup (enable_async_loading).",
         now="with Mooncake local_cpu: false (LMCACHE_LOCAL_CPU=False); else a larger max_local_cpu_size and "
         "enable_async_loading: false; restart",
-        fixed={"lmcache": "0.3.13"},
+        good="LMCache 0.3.13 or newer: Mooncake's chunks are counted right, and a load without memory comes short; "
+        "enable_async_loading only with kvfix (KVF013)",
         sure=False,
         threads=(
             _LMCACHE + "issues/2238",
