@@ -130,7 +130,10 @@ class Part:
             return None
         if found["text"] is None and found["type"].islower() and b"." not in found["type"]:
             return None  # what a terminal put into the next line: no class has such a name
-        return _decoded(found["type"]), _decoded(found["text"] or b"")
+        kind = _decoded(found["type"])
+        if kind.startswith("NIXL_ERR_"):  # NIXL's text, its class left out
+            return f"nixl{kind[len('NIXL_ERR_') :].title().replace('_', '')}Error", kind
+        return kind, _decoded(found["text"] or b"")
 
     @cached_property
     def source(self) -> str:

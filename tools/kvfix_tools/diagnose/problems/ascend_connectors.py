@@ -158,17 +158,19 @@ PROBLEMS = (
         code="KVD126",
         name="lmcache-ascend-without-mla",
         severity=Severity.CRASH,
-        title="LMCache-Ascend takes a layer's KV for one tensor, and vllm-ascend gives MLA's as a tuple.",
+        title="This LMCache-Ascend takes a layer's KV for one tensor, and vllm-ascend gives MLA's as a tuple.",
         shows=(
             Failed(kind="AttributeError", text="'tuple' object has", within="npu_connector.py:<listcomp>"),
             Failed(kind="AttributeError", text="'tuple' object has", within="npu_connector.py:_initialize_pointers"),
             Failed(kind="AttributeError", text="'tuple' object has", within="npu_connector.py:initialize_kvcaches_ptr"),
         ),
-        cause="DeepSeek and other models with MLA keep the latent and the rotary part in two tensors on NPUs. Taking "
-        "the first alone loses the other.",
-        now="without LMCache for this model: `AscendStoreConnector` of vllm-ascend; other models run",
-        good="LMCache 0.5.6 knows the layout (NL_X_NP_X_NB_BS_ONE_HS) with LMCacheMPConnector and an LMCache-Ascend "
-        "made for it",
+        cause="DeepSeek and other models with MLA keep the latent and the rotary part in two tensors on NPUs, and those "
+        "with sparse attention a third. Releases of 2025 (LMCache 0.3) know no such layout; later ones find it out by "
+        "themselves (MLA_KV, DSA_KV in lmcache_ascend/v1/kv_format.py). Taking the first alone loses the other.",
+        now="an LMCache-Ascend whose lmcache_ascend/v1/kv_format.py has MLA_KV, with the vllm-ascend and LMCache that "
+        "its README names; until then without LMCache for this model: `AscendStoreConnector` of vllm-ascend",
+        good="that LMCache-Ascend; or LMCacheMPConnector with LMCache 0.5.6, which knows the layout "
+        "(NL_X_NP_X_NB_BS_ONE_HS)",
         replaces=("KVD1110",),
         threads=(_LMCACHE_ASCEND + "12", _LMCACHE_ASCEND + "149", "https://github.com/LMCache/LMCache/pull/5138"),
     ),

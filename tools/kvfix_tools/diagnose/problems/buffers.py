@@ -134,10 +134,13 @@ PROBLEMS = (
         ),
         cause="Chunks that a lookup pinned and no load took stay pinned for ever in these releases, and so do those "
         "that went to a remote store, so the pool fills up; with `local_disk` chunks that wait for the disk hold it "
-        "too, and what is free lies in pieces. A pool smaller than the prompts at once shows the same.",
-        now="a larger max_local_cpu_size (LMCACHE_MAX_LOCAL_CPU_SIZE=40), no local_disk, and restart vLLM when it is "
-        "full",
+        "too, and what is free lies in pieces. A shape of three numbers ([256, 2, 1024]) is a chunk of use_layerwise, "
+        "whose loads freed nothing before 0.3.0 (pull request 670). A pool smaller than the prompts at once shows the "
+        "same.",
+        now="a larger max_local_cpu_size (LMCACHE_MAX_LOCAL_CPU_SIZE=40), no local_disk, use_layerwise: false, and "
+        "restart vLLM when it is full",
         good="LMCache 0.3.11 or newer (a reporter saw it gone there); from 0.3.12 on pins run out after five minutes",
+        sure=False,
         threads=(
             _LMCACHE + "issues/955",
             _LMCACHE + "issues/969",
@@ -145,6 +148,7 @@ PROBLEMS = (
             _LMCACHE + "issues/1034",
             _LMCACHE + "issues/745",
             _LMCACHE + "issues/1756",
+            _LMCACHE + "issues/684",
         ),
     ),
     Problem(

@@ -95,14 +95,17 @@ PROBLEMS = (
         releases={"lmcache": ">=0.3.12"},
         sure=False,
         cause="Messages carry no version, so controller (the router's image in vLLM's production stack) and workers "
-        "have to be of one LMCache release; the sockets are others from 0.3.12 on. With one release on both sides the "
-        "cause is not known: issue 3628 is open. A batch that cannot be read (handle_batched_push_request) ends that "
+        "have to be of one LMCache release; the sockets are others from 0.3.12 on. With one release on both sides: the "
+        "controller takes the third frame of a message for its content, which is wrong where the empty frame before "
+        "it is missing (issue 3628). A batch that cannot be read (handle_batched_push_request) ends that "
         "handler, and the index gets no chunk any more.",
         now="compare `pip show lmcache` in the router's or controller's image with the engines', put the same release "
-        "into both, restart the controller first and then the engines",
-        good="one LMCache release on both sides; no release up to 0.5.6 is known to be right where they are the same",
+        "into both, restart the controller first and then the engines; the same already: "
+        "pull request 3895 in the controller's controller_manager.py (`frames[-1]` in place of `frames[2]`)",
+        good="one LMCache release on both sides; where they are the same a release with pull request 3895 (not in "
+        "0.5.6)",
         replaces=("KVD975",),
-        threads=(f"{_LMCACHE}issues/3628", "https://github.com/vllm-project/production-stack/pull/1062"),
+        threads=(f"{_LMCACHE}issues/3628", f"{_LMCACHE}pull/3895", "https://github.com/vllm-project/production-stack/pull/1062"),
     ),
     Problem(
         code="KVD1680",

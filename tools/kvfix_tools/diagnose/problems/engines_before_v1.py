@@ -52,6 +52,23 @@ PROBLEMS = (
         threads=tuple(f"https://github.com/LMCache/LMCache/issues/{number}" for number in (355, 411, 439, 488)),
     ),
     Problem(
+        code="KVD1790",
+        name="v0-calls-an-older-lmcache",
+        severity=Severity.CRASH,
+        title="vLLM's V0 engine makes LMCache's connector as another release of LMCache wanted it.",
+        shows=(
+            Failed(kind="TypeError", text="init_lmcache_engine() missing", within="lmcache_connector.py:__init__"),
+            Failed(kind="TypeError", text="init_lmcache_engine() takes", within="lmcache_connector.py:__init__"),
+        ),
+        cause="LMCacheConnector, the connector of V0, is a part of vLLM (up to 0.10), and calls "
+        "LMCache's vllm_adapter.py, which has changed its arguments since. VLLM_USE_V1=0, or something that V1 did not "
+        "have yet, made vLLM take V0.",
+        now='the V1 engine: no VLLM_USE_V1=0, and --kv-transfer-config \'{"kv_connector":"LMCacheConnectorV1",'
+        '"kv_role":"kv_both"}\'; on V0 only the LMCache of the time of that vLLM',
+        good="vLLM 0.11.2 or newer, which has no V0, with LMCacheConnectorV1",
+        threads=("https://github.com/LMCache/LMCache/issues/860",),
+    ),
+    Problem(
         code="KVD1126",
         name="images-without-their-tokens",
         severity=Severity.CRASH,

@@ -143,11 +143,13 @@ PROBLEMS = (
         ),
         sure=False,
         cause="HCCL or ADXL below it gives the status. 103900, 103902, a connect time-out: the card of the peer is not "
-        "reached. Another number is CANN's: plog has its reason. A build of Mooncake for HCCL in place of ADXL "
-        "(USE_ASCEND_DIRECT) fails with every transfer.",
-        now="hccn_tool -i 0 -link -g and -ping between the cards; grep ERROR ~/ascend/log/debug/plog/*; "
-        "ASCEND_CONNECT_TIMEOUT and ASCEND_TRANSFER_TIMEOUT (milliseconds) larger for a try",
-        good='CANN 8.3 or newer, a Mooncake built with USE_ASCEND_DIRECT, and "use_ascend_direct": true',
+        "reached. Another number is CANN's: plog has its reason. `hccl_transport` in every line: a Mooncake "
+        "that was built for HCCL in place of ADXL, which fails with every transfer.",
+        now="`hccn_tool -i 0 -link -g` and -ping between the cards; `grep ERROR ~/ascend/log/debug/plog/*`; "
+        "ASCEND_CONNECT_TIMEOUT and ASCEND_TRANSFER_TIMEOUT (milliseconds) larger for a try; always the same peer: its "
+        "engine and its store worker, restarted",
+        good="NPU links that hccn_tool's ping confirms; CANN and Mooncake of the image of this vllm-ascend (a Mooncake "
+        "of 2025 by hand: built with USE_ASCEND_DIRECT, CANN 8.3)",
     ),
     Problem(
         code="KVD336",

@@ -89,6 +89,25 @@ PROBLEMS = (
         threads=(f"{_ISSUES}/388", f"{_ASCEND}/26"),
     ),
     Problem(
+        code="KVD1792",
+        name="build-with-nvcc-that-torch-does-not-know",
+        severity=Severity.CRASH,
+        title="nvcc cannot compile PyTorch's own headers: it is newer than this torch, or older.",
+        shows=(
+            Logged("List_inl.h:<line>: error: "),
+            Logged("need ‘typename’ before ‘decltype"),
+            Logged("need 'typename' before 'decltype"),
+        ),
+        sentence="the compiler stumbles over a header of torch's",
+        cause="LMCache (or another extension) is built from source with the nvcc of CUDA_HOME. nvcc 13.3 refuses code "
+        "in torch's ATen/core/List_inl.h that 13.0 takes. torch only warns of `a minor version mismatch`.",
+        now="the nvcc of torch's own CUDA (`python -c 'import torch; print(torch.version.cuda)'`): for 13.0 install "
+        "cuda-toolkit-13-0, export CUDA_HOME=/usr/local/cuda-13.0 PATH=/usr/local/cuda-13.0/bin:$PATH, and build "
+        "again; or without a build: pip install --only-binary :all: lmcache",
+        good="one CUDA for nvcc and torch, in the image that builds; or a wheel",
+        threads=(f"{_ISSUES}/4090", "https://github.com/ginkgo-project/ginkgo/issues/2031"),
+    ),
+    Problem(
         code="KVD1678",
         name="ascend-kernels-do-not-build",
         severity=Severity.CRASH,

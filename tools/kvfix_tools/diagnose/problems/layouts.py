@@ -45,16 +45,16 @@ PROBLEMS = (
         sentence="vLLM has registered {caches} caches, LMCache has room for {layers}",
         said=(
             r"(?i)lmcache",
-            r"(?i)\bglm-?5(?:\.[12])?(?![\d.])|deepseek-?v3\.2",
+            r"(?i)\bglm-?5(?:\.[123])?(?![\d.])|deepseek-?v3\.2",
             r"(?i)shape mismatch|broadcast|invalid for input of size",
         ),
         connectors=_IN_PROCESS,
         cause="Twice as many, or a quarter more with `use mla: True`: sparse attention with an indexer cache beside "
-        "each layer (DeepSeek-V3.2, GLM-5), or beside some (GLM-5.2: 99 for 78). Else a few more: a draft model "
-        "(EAGLE, MTP) whose layers LMCache did not count. About half: for the draft model it counted all layers of the "
-        "model again (GLM-4.7-Flash).",
-        now="DeepSeek-V3.2, GLM-5: " + _WITHOUT + "LMCacheMPConnector; a few more, or fewer: without "
-        "--speculative-config",
+        "each layer (DeepSeek-V3.2, GLM-5), or beside some (GLM-5.2, GLM-5.3: 99 for 78). One to three more: a draft "
+        "model (EAGLE, MTP) whose layers LMCache did not count. About half: for the draft model it counted all layers "
+        "of the model again (GLM-4.7-Flash).",
+        now="twice as many or many more: " + _WITHOUT + "LMCacheMPConnector (to leave the indexer's caches out gives "
+        "wrong answers); one to three more, or fewer: without --speculative-config",
         good="LMCacheMPConnector, which takes caches of several shapes; no release of LMCacheConnectorV1 does (0.5.6)",
         threads=(
             "https://github.com/LMCache/LMCache/issues/5002",
@@ -97,11 +97,17 @@ PROBLEMS = (
         ),
         sentence="half a head of {half} does not fit a cache of {size} elements",
         releases={"lmcache": ">=0.4.7,<0.5.3"},
-        cause="vLLM 0.26 keeps keys and values in one axis; LMCache halves it by the first layer's head size, and "
-        "Gemma 4 (256 and 512), MiniMax-M3 and others have several.",
+        cause="vLLM 0.26 keeps keys and values in one axis; LMCache halves it by the first layer's head size. Gemma "
+        "4 (256 and 512) has several; MiniMax-M3 has an indexer's caches of half the size beside the others, without "
+        "values. With MiniMax-M3 on ROCm 0.5.3 is reported to hang where it registers them (issue 4608).",
         now="no KV connector for this model with this release",
         fixed={"lmcache": "0.5.3"},
-        threads=(_THREAD + "issues/4358", _THREAD + "issues/4263"),
+        threads=(
+            _THREAD + "issues/4358",
+            _THREAD + "issues/4263",
+            _THREAD + "pull/4206",
+            _THREAD + "issues/4608",
+        ),
     ),
     Problem(
         code="KVD773",

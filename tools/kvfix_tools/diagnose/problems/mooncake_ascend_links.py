@@ -139,21 +139,23 @@ PROBLEMS = (
         code="KVD1064",
         name="mooncake-ascend-connects-too-slowly",
         severity=Severity.HANG,
-        title="The link between two NPUs is not made in ASCEND_CONNECT_TIMEOUT.",
+        title="A link or a transfer between two NPUs takes longer than its time limit.",
         shows=(
             Logged("Connect timeout to: <target>, you can increase the timeout"),
+            Logged("Transfer timeout to: <target>, you can increase the timeout"),
             Logged("Failed to connect to target: <target>, status: 103901"),
         ),
         sentence="{target} did not answer in time",
-        replaces=(*_LESS, "KVD504"),
-        cause="10 s are usual. The first requests after a start connect all ranks at once, which takes longer with "
+        replaces=(*_LESS, "KVD504", "KVD335"),
+        sure=False,
+        cause="10 s are usual for either (ASCEND_CONNECT_TIMEOUT, ASCEND_TRANSFER_TIMEOUT). The first requests after a start connect all ranks at once, which takes longer with "
         "many of them; a peer that ended or hangs, and NPUs whose network does not reach each other, time out each "
         "time.",
         now="`export ASCEND_CONNECT_TIMEOUT=60000 ASCEND_TRANSFER_TIMEOUT=60000` (milliseconds) on both sides and "
         "restart; each time: `hccn_tool -i N -ping -g address IP` for the address of the line, and is that engine "
         "alive? With a Mooncake store: mooncake_master --default_kv_lease_ttl above both",
         good="NPU links that hccn_tool's ping confirms, and that time limit",
-        threads=(f"{_ASCEND}/7401",),
+        threads=(f"{_ASCEND}/7401", f"{_ASCEND}/10532"),
     ),
     Problem(
         code="KVD1066",
@@ -167,10 +169,11 @@ PROBLEMS = (
         cause=f"{_CODES}. 103902 after a transfer that worked: the peer restarted, or the link was closed after an "
         "earlier failure. 103901, 503900: the transfer began and did not end in ASCEND_TRANSFER_TIMEOUT.",
         now="103902: restart decode, after a prefill engine that went away; 503900 within one machine: `export "
-        "HCCL_INTRA_ROCE_ENABLE=1` for both; 103901: `export ASCEND_TRANSFER_TIMEOUT=60000`; 103900: the same "
-        "--block-size on both; `grep ERROR ~/ascend/log/debug/plog/*` tells more",
+        "HCCL_INTRA_ROCE_ENABLE=1` for both, between two: `hccn_tool -i N -ping -g address IP`; 103901, 503900: `export "
+        "ASCEND_TRANSFER_TIMEOUT=60000`; 103900: the same --block-size on both; `grep ERROR "
+        "~/ascend/log/debug/plog/*` tells more. A put of a Mooncake store is given back: only its chunk is missing",
         good="NPU links that hccn_tool's ping confirms, and engines that stay",
-        threads=(f"{_ASCEND}/7401",),
+        threads=(f"{_ASCEND}/7401", f"{_ASCEND}/7792"),
     ),
     Problem(
         code="KVD1068",

@@ -37,7 +37,7 @@ PROBLEMS = (
         code="KVD886",
         name="mooncake-put-fails",
         severity=Severity.SLOW,
-        title="The Mooncake store cannot write: LMCache says `Stored`, and nothing is ever found.",
+        title="The Mooncake store cannot write: what stores goes on as if it could, and nothing is ever found.",
         shows=(
             Logged("Put operation failed with error"),
             Logged("Failed to end put operation"),
@@ -45,14 +45,16 @@ PROBLEMS = (
             Logged("Failed to open segment"),
         ),
         said=(r"(?i)mooncake", r"(?i)\bmaster\b", r"(?i)\brc -900\b|(?<!\d)-900\b[^\n]{0,40}\bput|invalid rpc arg"),
-        cause="RPC_FAIL: the client does not reach the master or the metadata server; with `invalid rpc arg`, or -900 "
-        "while reads go on, the master is of another Mooncake release. TRANSFER_FAIL, `Failed to open segment`: the "
-        "node of the segment that the master chose is not reached: local_hostname is an address that others cannot "
-        "reach, a proxy is set, device_name is no RDMA device of this machine or does not reach the other's, or that "
-        "node is gone. LMCache does not wait.",
-        now='extra_config: {local_hostname: "THIS_MACHINES_ADDRESS", protocol: "tcp", metadata_server: '
-        '"P2PHANDSHAKE"}, unset http_proxy, one release of mooncake-transfer-engine on master and workers, and '
-        "restart; if that works go back to rdma with its device_name",
+        cause="RPC_FAIL, `client has been closed`: the client does not reach mooncake_master: it does not run, or "
+        "master_server_address is 0.0.0.0 or localhost and it is elsewhere; with `invalid rpc arg`, or -900 while "
+        "reads go on, it is of another Mooncake release. TRANSFER_FAIL, `Failed to open segment`: the node of the "
+        "segment that the master chose is not reached: local_hostname is an address that others cannot reach, a proxy "
+        "is set, device_name is no RDMA device of this machine or does not reach the other's, or that node is gone. "
+        "LMCache does not wait, and says `Stored` all the same.",
+        now="RPC_FAIL: `nc -zv MASTER 50051` from the engine's machine, mooncake_master of the same "
+        "mooncake-transfer-engine started there, then restart the engines. Else a real address and no RDMA for a try: "
+        "local_hostname of this machine, protocol tcp, metadata_server P2PHANDSHAKE, unset http_proxy. They stand in "
+        "extra_config of LMCache, and in the file of MOONCAKE_CONFIG_PATH for MooncakeStoreConnector",
         good="keep it so: the set-up was wrong, and no release changes that",
         sure=False,
         threads=(_LMCACHE + "issues/1518", *(_MOONCAKE_ISSUES + each for each in ("809", "456", "397"))),

@@ -133,15 +133,17 @@ PROBLEMS = (
         severity=Severity.SLOW,
         title="The server is asked about a model that no worker has registered: every lookup is a miss.",
         shows=(
-            Logged("No GPU context found for model <model> with world size <size> during lookup!"),
-            Logged("No group layout descs found for model <model> with world size <size> during lookup!"),
+            Logged("No GPU context found for model <model> with world size <size> during lookup"),
+            Logged("No group layout descs found for model <model> with world size <size> during lookup"),
         ),
         sentence="no worker has registered {model} with world size {size}",
         cause="The server was restarted and the workers have not come back (they do after a missed heartbeat, from "
         "0.4.5 on; a restart faster than a heartbeat is not noticed), the worker was reaped, or scheduler and workers "
-        "use another server or world size (an MLA model over P2P: LMCache issue 4894). In LMCache 0.4.6 one of two "
-        "engines of the same model that ends takes the description of both with it.",
-        now="restart vLLM after the server; the same lmcache.mp.host and lmcache.mp.port for scheduler and workers",
+        "use another server or world size (an MLA model over P2P: LMCache issue 4894). In a build of LMCache's main "
+        "of May 2026 one of two engines of the same model that ends takes the description of both with it; no release "
+        "does (pull request 3451).",
+        now="restart vLLM after the server; the same lmcache.mp.host and lmcache.mp.port for scheduler and workers; an "
+        "MLA model over P2P: upgrade LMCache on both nodes, a restart changes nothing",
         good="the same release of LMCache, 0.5.5 or newer, on both sides; P2P with MLA models is not right in 0.5.4",
         sure=False,
         threads=(
@@ -149,6 +151,7 @@ PROBLEMS = (
             _LMCACHE + "pull/2884",
             _LMCACHE + "issues/4642",
             _LMCACHE + "issues/3448",
+            _LMCACHE + "pull/3451",
         ),
     ),
     Problem(

@@ -130,7 +130,11 @@ PROBLEMS = (
         name="nixl-memory-not-registered",
         severity=Severity.CRASH,
         title="NIXL cannot register memory with its backend, and the engine does not start.",
-        shows=(Failed(kind="nixlBackendError", text="NIXL_ERR_BACKEND", within="register_memory"),),
+        shows=(
+            Failed(kind="nixlBackendError", text="NIXL_ERR_BACKEND", within="register_memory"),
+            # Dynamo's vLLM of 2025, where the worker's own traceback is not there.
+            Failed(kind="nixlBackendError", within="llm_engine.py:_initialize_nixl"),
+        ),
         sure=False,
         cause="The `UCX` line just before decides. `transports 'cuda_ipc','cuda_copy' are not available`, or memory of "
         "the CPU is registered and the GPU's is not: UCX without CUDA. `ibv_reg_mr ... failed`: the NIC cannot reach "
@@ -145,6 +149,7 @@ PROBLEMS = (
             f"{_ISSUES}/22430",
             "https://github.com/vllm-project/aibrix/issues/1433",
             f"{_LMCACHE}/605",
+            "https://github.com/ai-dynamo/dynamo/issues/1108",
         ),
     ),
     Problem(
@@ -229,14 +234,18 @@ PROBLEMS = (
             Failed(kind="RuntimeError", text="Worker failed with error ''UCX''"),
         ),
         cause="libplugin_<backend>.so is not in NIXL's plugin folder, or one of the libraries that it needs is "
-        "missing.",
+        "missing. On ROCm PyPI's nixl is the wrong package: its UCX is built for CUDA.",
         now="`ldd` on libplugin_<backend>.so names what is missing; `export NIXL_PLUGIN_DIR=` its folder; else "
         '`pip install --force-reinstall nixl`. `"kv_connector_extra_config": {"backends": ["UCX"]}` takes the'
-        " default",
-        good="a nixl wheel with that plugin",
+        " default. On ROCm no reinstall helps: `pip uninstall nixl`, and an image with rixl (vLLM 0.15 to 0.26) or "
+        "nixl_rocm (0.32) and a UCX that was built for ROCm",
+        good="a nixl wheel with that plugin; on ROCm the build of UCX and NIXL in vLLM's docker/Dockerfile.rocm, which "
+        "vllm/vllm-openai-rocm has since pull request 41634 (May 2026)",
         threads=(
             "https://github.com/ai-dynamo/nixl/issues/1561",
             f"{_ISSUES}/41814",
+            f"{_ISSUES}/29530",
+            f"{_ISSUES}/41637",
         ),
     ),
     Problem(

@@ -74,6 +74,7 @@ PROBLEMS = (
             Failed(kind="nixlRemoteDisconnectError", within="_pop_done_transfers"),
             Failed(kind="nixlRemoteDisconnectError", within="_read_blocks"),
             Failed(kind="nixlRemoteDisconnectError", within="_start_load_kv"),
+            Failed(kind="nixlRemoteDisconnectError", within="get_finished"),
             Failed(kind="nixlNotFoundError", within="_read_blocks"),
             Failed(kind="nixlNotFoundError", within="_pop_done_transfers"),
             Failed(kind="RuntimeError", text="BAD_STATUS"),  # of NIXL's binding, and of nothing else
@@ -99,6 +100,7 @@ PROBLEMS = (
         shows=(
             Failed(kind="nixlRemoteDisconnectError", within="_pop_done_transfers"),
             Failed(kind="nixlRemoteDisconnectError", within="_read_blocks"),
+            Failed(kind="nixlRemoteDisconnectError", within="get_finished"),
         ),
         releases={"vllm": ">=0.32"},
         replaces=("KVD571", "KVD303"),

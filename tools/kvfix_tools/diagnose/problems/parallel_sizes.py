@@ -76,6 +76,28 @@ PROBLEMS = (
         threads=(f"{_ASCEND}issues/13934", f"{_ASCEND}pull/13965", f"{_ASCEND}pull/11439"),
     ),
     Problem(
+        code="KVD1794",
+        name="ascend-load-looks-past-a-list",
+        severity=Severity.CRASH,
+        title="vllm-ascend's MooncakeConnector looks past the end of a list where a load begins.",
+        shows=(
+            Failed(
+                kind="IndexError",
+                text="list index out of range",
+                source="kv_connector.start_load_kv(",
+                through="/vllm_ascend/",
+            ),
+        ),
+        sure=False,
+        cause="The frames below start_load_kv decide. `_get_kv_split_metadata`: with --decode-context-parallel-size "
+        "(`_DCP` in the worker's name) and MTP it takes a transfer group for a KV group (KVD545). `_get_remote_rank`: "
+        "prefill loads from prefill (KVD546). `start_load_kv` itself: one side has a KV group more (KVD005).",
+        now="the same --speculative-config and --block-size on prefill and decode; with DCP: decode without "
+        "--decode-context-parallel-size or without --speculative-config; restart both",
+        good="a vllm-ascend of after 2026-08-11 on both sides (pull request 13965)",
+        threads=(f"{_ASCEND}issues/13934",),
+    ),
+    Problem(
         code="KVD546",
         name="ascend-mooncake-rank-not-mapped",
         severity=Severity.CRASH,

@@ -214,8 +214,9 @@ PROBLEMS = (
         releases={"lmcache": "<0.3.9"},
         cause="The buffer's memoryview has the format '<B', in which Python assigns no bytes. Stores work, the first "
         "hit fails.",
-        now="pip install -U 'lmcache>=0.3.9'; until then another store than redis:// in remote_url",
-        good="LMCache with pull 662 (May 2025): every 0.3 from 0.3.9 on casts the view",
+        now="another store than redis:// in remote_url; or vLLM 0.11.2 or newer with `pip install -U 'lmcache>=0.3.9'` "
+        "(both: wheels of LMCache are compiled for the torch of their vLLM, and 0.8.5 has torch 2.6)",
+        good="LMCache with pull 662 (May 2025): every 0.3 from 0.3.9 on casts the view; with the vLLM of that time",
         threads=(_LMCACHE + "issues/660", _LMCACHE + "pull/662"),
     ),
     Problem(

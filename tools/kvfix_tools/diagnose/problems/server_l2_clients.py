@@ -134,7 +134,7 @@ PROBLEMS = (
         cause="The peer is not reachable at --p2p-advertise-url, or its handler failed (its own log). `No GPU context "
         "found for model` there: an MLA model, whose world size is 1 in the question.",
         now="curl or nc to the peer's port from this server's container; read the peer's log of the same second",
-        good="for MLA models no release up to 0.5.4 is right; else a change of network",
+        good="for MLA models LMCache 0.5.5 or newer on both sides (0.5.4 is not right); else a change of network",
         sure=False,
         threads=(_LMCACHE + "issues/4894",),
     ),
