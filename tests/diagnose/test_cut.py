@@ -82,6 +82,32 @@ def test_frames_without_their_exception_are_known_by_the_innermost() -> None:
     assert log.findings[0].verdict == "unknown"
 
 
+def test_a_code_of_nixl_without_its_class_is_its_exception() -> None:
+    """The last frame that is left is the hook, and the line below it what NIXL says."""
+    file = "/opt/vllm/distributed/kv_transfer/kv_connector/v1/nixl_connector.py"
+    frame = f'  File "{file}", line 7, in get_finished\n    done = self._pop_done_transfers(self._recving_transfers)\n'
+    for said, code in (("REMOTE_DISCONNECT", "KVD572"), ("BACKEND", "KVD373")):
+        assert codes(diagnose(f"{frame}NIXL_ERR_{said}\n")) == [code]
+
+
+def test_a_start_that_ends_behind_the_controllers_worker_lacks_ports() -> None:
+    """Rank 0 has the only port of the list; of another rank's traceback only the exception is there."""
+    joins = logged(NEWEST, "joins_controller", "('one', 0)")
+    error = f"{CORE}IndexError: list index out of range\n"
+    log = diagnose(joins, error)
+    assert codes(log) == ["KVD1128"]
+    assert log.findings[0].verdict == "unknown"
+    assert codes(diagnose(joins, stats(), error)) == ["KVD1128"]
+    assert codes(diagnose(joins, f"{CORE}IndexError: pop from empty list\n")) == ["KVD199"]
+
+
+def test_a_compiler_that_refuses_torchs_headers() -> None:
+    place = "/opt/torch/include/ATen/core/List_inl.h:202:52"
+    said = "need ‘typename’ before ‘decltype (((c10::List<T>*)this)->impl_->list)::difference_type’"
+    assert codes(diagnose(f"  {place}: error: {said} because it is a dependent scope\n")) == ["KVD1792"]
+    assert codes(diagnose("/opt/mine/lists.h:7:5: error: expected ‘;’ before ‘}’ token\n")) == []
+
+
 def test_frames_that_end_outside_are_no_failure_beside_one_that_is_known() -> None:
     key = "E0513 10:00:00.1 7 any.cpp:7] Failed to get 6722 keys out of 6722. error_codes=[-707]. Check key existence\n"
     frame = f'{CORE}File "/opt/app/vllm/v1/engine/core.py", line 1158, in run_engine_core\n'

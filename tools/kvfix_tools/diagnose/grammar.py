@@ -29,6 +29,10 @@ _lmcache(
 )  # fmt: skip
 _lmcache("blender", "Creating blender for ", "Creating blender for ", rb"Creating blender for (?P<instance>\S+)")
 _lmcache(
+    "joins_controller", "Registering lmcache instance", "Registering lmcache instance",
+    rb"Registering lmcache instance-worker:? ",
+)  # fmt: skip
+_lmcache(
     "asked", "Reqid: ", "LMCache hit tokens: ",
     rb"Reqid: <ID>, Total tokens (?P<total>\d+), (?:Inference Engine computed tokens: (?P<computed>\d+), )?"
     rb"LMCache hit tokens: (?:(?P<hit>\d+), (?:but )?need to load: (?P<need>-?\d+)(?: < min_retrieve (?P<least>\d+))?"

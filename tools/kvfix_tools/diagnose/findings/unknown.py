@@ -27,6 +27,8 @@ _OF_ANY_DEATH = {"EngineDeadError", "RuntimeError", "Exception"}
 _CLASS = re.compile(rb"\b[A-Z]\w*(?:Error|Exception)\b")
 #: {line: the record of a start that goes no further, where the text has no exception}
 _STAGES = {"blender": "KVD746"}
+#: {line: (class, text, record)} of an exception whose frames are not there, in a start that goes no further
+_ENDS_OF_STARTS = {"joins_controller": ("IndexError", "list index out of range", "KVD1128")}
 #: Findings of these explain why an engine is dead.
 _EXPLAINS = (Severity.CRASH, Severity.HANG)
 
@@ -58,6 +60,9 @@ def unknown_failure(log: Diagnosis, line: LogLine | None) -> Answer | None:
     stage = next((code for name, code in _STAGES.items() if log.counts[name]), None)
     if stage is not None and (first is None or is_cut(first)) and not log.counts["asked"]:
         return Answer("the engine dies after `Creating blender`", "", "unknown", record=problems.find(stage))
+    ended = _ended_start(log, first)
+    if ended is not None:
+        return Answer(_sentence(log, first), "", "unknown", _evidence(log, first), ended)
     general = problems.general(first) if first is not None else None
     general = general or (problems.general(heading) if heading is not None else None)
     record, words = _by_what_is_left(log, first, general)
@@ -111,6 +116,21 @@ def _asserted(log: Diagnosis, first: LogLine | None) -> Answer | None:
         if found is None and not first.fields["source"] and problems.general(first) is None:
             found = pasted_named.by_assertion(log)
     return None if found is None else found[1]._replace(request="", verdict="unknown", record=found[0])
+
+
+def _ended_start(log: Diagnosis, first: LogLine | None) -> problems.Problem | None:
+    """The record of an exception without frames that ended a start, by how far the start came."""
+    if first is None or first.name != "raised" or first.fields["frames"] or log.counts["asked"]:
+        return None
+    raised = (first.fields["type"], first.fields["text"])
+    return next(
+        (
+            problems.find(code)
+            for name, (*what, code) in _ENDS_OF_STARTS.items()
+            if log.counts[name] and raised == (*what,)
+        ),
+        None,
+    )
 
 
 @finding("KVD1148", "traceback-is-cut", Severity.CRASH, on=[])

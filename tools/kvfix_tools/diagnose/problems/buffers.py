@@ -119,7 +119,7 @@ PROBLEMS = (
         code="KVD848",
         name="cpu-cache-leaks",
         severity=Severity.LEAK,
-        title="The CPU cache is full and chunks are not stored; this old release does not free what it pins.",
+        title="The CPU cache is full and chunks are not stored; old releases do not free all that they pin or load.",
         shows=(
             Logged("Failed to allocate memory for the KV cache."),
             Logged("Failed to allocate memory for tensor(<shape>) because no memory is available"),

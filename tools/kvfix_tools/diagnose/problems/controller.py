@@ -105,7 +105,11 @@ PROBLEMS = (
         good="one LMCache release on both sides; where they are the same a release with pull request 3895 (not in "
         "0.5.6)",
         replaces=("KVD975",),
-        threads=(f"{_LMCACHE}issues/3628", f"{_LMCACHE}pull/3895", "https://github.com/vllm-project/production-stack/pull/1062"),
+        threads=(
+            f"{_LMCACHE}issues/3628",
+            f"{_LMCACHE}pull/3895",
+            "https://github.com/vllm-project/production-stack/pull/1062",
+        ),
     ),
     Problem(
         code="KVD1680",

@@ -137,7 +137,8 @@ PROBLEMS = (
         ),
         sure=False,
         cause="The `UCX` line just before decides. `transports 'cuda_ipc','cuda_copy' are not available`, or memory of "
-        "the CPU is registered and the GPU's is not: UCX without CUDA. `ibv_reg_mr ... failed`: the NIC cannot reach "
+        "the CPU is registered and the GPU's is not: UCX without CUDA (that of nixl's own wheels of spring 2025, 0.1 "
+        "and 0.2, too). `ibv_reg_mr ... failed`: the NIC cannot reach "
         "GPU memory (nvidia_peermem, memlock). Neither, and "
         "--pipeline-parallel-size > 1 with vLLM before 0.11.2: registered under the wrong device number.",
         now="`pip install --force-reinstall nixl` of the image's CUDA (CUDA 13: nixl-cu13), no other UCX in "

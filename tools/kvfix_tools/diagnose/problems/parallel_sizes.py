@@ -174,7 +174,7 @@ PROBLEMS = (
         "p2p_init_ports, p2p_lookup_ports and lmcache_worker_ports likewise (before 0.3.9 nixl_peer_init_port, "
         "nixl_peer_alloc_port); the same lists for the proxy, as the decoder's ports; restart",
         good="keep it so: the set-up was wrong, and no release changes that",
-        threads=("https://github.com/LMCache/LMCache/issues/1381",),
+        threads=("https://github.com/LMCache/LMCache/issues/1381", "https://github.com/LMCache/LMCache/issues/1966"),
     ),
     Problem(
         code="KVD1578",
