@@ -61,7 +61,7 @@ def unknown_failure(log: Diagnosis, line: LogLine | None) -> Answer | None:
     if stage is not None and (first is None or is_cut(first)) and not log.counts["asked"]:
         return Answer("the engine dies after `Creating blender`", "", "unknown", record=problems.find(stage))
     ended = _ended_start(log, first)
-    if ended is not None:
+    if first is not None and ended is not None:
         return Answer(_sentence(log, first), "", "unknown", _evidence(log, first), ended)
     general = problems.general(first) if first is not None else None
     general = general or (problems.general(heading) if heading is not None else None)

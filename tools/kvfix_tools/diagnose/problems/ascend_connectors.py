@@ -164,8 +164,8 @@ PROBLEMS = (
             Failed(kind="AttributeError", text="'tuple' object has", within="npu_connector.py:_initialize_pointers"),
             Failed(kind="AttributeError", text="'tuple' object has", within="npu_connector.py:initialize_kvcaches_ptr"),
         ),
-        cause="DeepSeek and other models with MLA keep the latent and the rotary part in two tensors on NPUs, and those "
-        "with sparse attention a third. Releases of 2025 (LMCache 0.3) know no such layout; later ones find it out by "
+        cause="DeepSeek and other models with MLA keep the latent and the rotary part in two tensors on NPUs, and with "
+        "sparse attention in a third. Releases of 2025 (LMCache 0.3) know no such layout; later ones find it out by "
         "themselves (MLA_KV, DSA_KV in lmcache_ascend/v1/kv_format.py). Taking the first alone loses the other.",
         now="an LMCache-Ascend whose lmcache_ascend/v1/kv_format.py has MLA_KV, with the vllm-ascend and LMCache that "
         "its README names; until then without LMCache for this model: `AscendStoreConnector` of vllm-ascend",

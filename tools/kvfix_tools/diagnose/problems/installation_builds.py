@@ -95,7 +95,6 @@ PROBLEMS = (
         title="nvcc cannot compile PyTorch's own headers: it is newer than this torch, or older.",
         shows=(
             Logged("List_inl.h:<line>: error: "),
-            Logged("need ‘typename’ before ‘decltype"),
             Logged("need 'typename' before 'decltype"),
         ),
         sentence="the compiler stumbles over a header of torch's",

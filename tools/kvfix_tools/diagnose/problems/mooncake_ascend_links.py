@@ -148,9 +148,9 @@ PROBLEMS = (
         sentence="{target} did not answer in time",
         replaces=(*_LESS, "KVD504", "KVD335"),
         sure=False,
-        cause="10 s are usual for either (ASCEND_CONNECT_TIMEOUT, ASCEND_TRANSFER_TIMEOUT). The first requests after a start connect all ranks at once, which takes longer with "
-        "many of them; a peer that ended or hangs, and NPUs whose network does not reach each other, time out each "
-        "time.",
+        cause="10 s are usual for either (ASCEND_CONNECT_TIMEOUT, ASCEND_TRANSFER_TIMEOUT). The first requests after a "
+        "start connect all ranks at once, which takes longer with many of them; a peer that ended or hangs, and NPUs "
+        "whose network does not reach each other, time out each time.",
         now="`export ASCEND_CONNECT_TIMEOUT=60000 ASCEND_TRANSFER_TIMEOUT=60000` (milliseconds) on both sides and "
         "restart; each time: `hccn_tool -i N -ping -g address IP` for the address of the line, and is that engine "
         "alive? With a Mooncake store: mooncake_master --default_kv_lease_ttl above both",
@@ -169,8 +169,8 @@ PROBLEMS = (
         cause=f"{_CODES}. 103902 after a transfer that worked: the peer restarted, or the link was closed after an "
         "earlier failure. 103901, 503900: the transfer began and did not end in ASCEND_TRANSFER_TIMEOUT.",
         now="103902: restart decode, after a prefill engine that went away; 503900 within one machine: `export "
-        "HCCL_INTRA_ROCE_ENABLE=1` for both, between two: `hccn_tool -i N -ping -g address IP`; 103901, 503900: `export "
-        "ASCEND_TRANSFER_TIMEOUT=60000`; 103900: the same --block-size on both; `grep ERROR "
+        "HCCL_INTRA_ROCE_ENABLE=1` for both, between two: `hccn_tool -i N -ping -g address IP`; 103901, 503900: "
+        "`export ASCEND_TRANSFER_TIMEOUT=60000`; 103900: the same --block-size on both; `grep ERROR "
         "~/ascend/log/debug/plog/*` tells more. A put of a Mooncake store is given back: only its chunk is missing",
         good="NPU links that hccn_tool's ping confirms, and engines that stay",
         threads=(f"{_ASCEND}/7401", f"{_ASCEND}/7792"),
