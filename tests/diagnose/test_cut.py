@@ -104,7 +104,7 @@ def test_a_start_that_ends_behind_the_controllers_worker_lacks_ports() -> None:
 def test_a_compiler_that_refuses_torchs_headers() -> None:
     place = "/opt/torch/include/ATen/core/List_inl.h:202:52"
     said = "need \u2018typename\u2019 before \u2018decltype (((c10::List<T>*)this)->impl_->list)::difference_type\u2019"
-    assert codes(diagnose(f"  {place}: error: {said} because it is a dependent scope\n")) == ["KVD1792"]
+    assert codes(diagnose(f"  {place}: error: {said} because it is a dependent scope\n")) == ["KVD1852"]
     assert codes(diagnose("/opt/mine/lists.h:7:5: error: expected \u2018;\u2019 before \u2018}\u2019 token\n")) == []
 
 

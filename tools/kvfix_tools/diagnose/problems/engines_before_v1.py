@@ -52,7 +52,7 @@ PROBLEMS = (
         threads=tuple(f"https://github.com/LMCache/LMCache/issues/{number}" for number in (355, 411, 439, 488)),
     ),
     Problem(
-        code="KVD1790",
+        code="KVD1850",
         name="v0-calls-an-older-lmcache",
         severity=Severity.CRASH,
         title="vLLM's V0 engine makes LMCache's connector as another release of LMCache wanted it.",

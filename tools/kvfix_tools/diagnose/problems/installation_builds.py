@@ -89,7 +89,7 @@ PROBLEMS = (
         threads=(f"{_ISSUES}/388", f"{_ASCEND}/26"),
     ),
     Problem(
-        code="KVD1792",
+        code="KVD1852",
         name="build-with-nvcc-that-torch-does-not-know",
         severity=Severity.CRASH,
         title="nvcc cannot compile PyTorch's own headers: it is newer than this torch, or older.",

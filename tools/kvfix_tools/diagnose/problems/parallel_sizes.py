@@ -76,7 +76,7 @@ PROBLEMS = (
         threads=(f"{_ASCEND}issues/13934", f"{_ASCEND}pull/13965", f"{_ASCEND}pull/11439"),
     ),
     Problem(
-        code="KVD1794",
+        code="KVD1854",
         name="ascend-load-looks-past-a-list",
         severity=Severity.CRASH,
         title="vllm-ascend's MooncakeConnector looks past the end of a list where a load begins.",
