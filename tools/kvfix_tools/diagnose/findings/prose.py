@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from kvfix_tools.diagnose import findings, pasted, problems
 from kvfix_tools.diagnose.findings import Answer, Severity, finding
+from kvfix_tools.diagnose.findings import symptom_words as words
 from kvfix_tools.diagnose.findings.memory import PASTE
 from kvfix_tools.diagnose.findings.praise import praises
 
@@ -20,94 +21,6 @@ if TYPE_CHECKING:
 
 #: In the order in which they are asked.
 SYMPTOMS = ("KVD1200", "KVD1212", "KVD1202", "KVD1204", "KVD1206", "KVD1208", "KVD1210")
-#: Characters at the beginning of a text in which it says what is wrong.
-_HEAD = 500
-#: What a text about a KV connector speaks of.
-_OF_KV = re.compile(
-    r"(?i)lmcache|kv[-_ ]?(?:transfer|connector|(?:cache )?offload)|offload(?:ing)?connector|cacheblend|fs_native"
-    r"|nixl|mooncake|p/d disagg|\bpd[- ]disagg|prefill[-/ ](?:and )?decode|disaggregated prefill|PD\s?\u5206\u79bb"
-)
-#: That it runs without one.
-_WITHOUT = re.compile(
-    r"(?i)\b(?:without|(?:use|have|with) no)(?: a| any| the)? kv[-_ ]?(?:cache )?[-_ ]?(?:offloading )?connector"
-)
-#: `LMCACHE_NAME=value`, `name: value`, `os.environ["LMCACHE_NAME"] = "value"`, and a variable of a pod.
-_TYPED = re.compile(
-    r"(?im)(?:\bLMCACHE_|^[\s>`'\"]*|[\s,.{'\"])(chunk_size|max_local_cpu_size|local_cpu|remote_url|remote_serde|"
-    r"cpuoffloadingbuffersize|"
-    r"enable_p2p|enable_blending)\b[\"'\]]*\s*(?:[:=]|\n\s*value:)\s*[\"'\u201c]?([^\s\"'\u201d`,#}]+)"
-)
-_RANKS = re.compile(
-    r"(?:--?tensor[-_]parallel[-_]size|(?<!\S)-tp|tensor_parallel_size|tensorParallelSize)[\s=:\"']+(\d+)"
-)
-#: GB in one process from which on a start that fails is a matter of memory.
-_LARGE = 16
-#: That a start fails from some size of the CPU buffer on.
-_TOO_LARGE = re.compile(
-    r"(?i)(?:cpu|offload\w*|buffer|max_local_cpu_size)[^\n.]{0,40}(?:larger|bigger|greater|more|above|over|>)[^\n.\d]{0,12}"
-    r"(\d{2,4}) ?gi?b\b"
-)
-_STARTS = re.compile(
-    r"EngineCore failed to start|(?i:fail\w* to (?:start|launch)|launch\w* (?:server )?(?:error|fail))"
-)
-_DIES = re.compile(
-    r"(?i)leaked shared_memory|\bkilled\b|oom[- _]?kill|out of memory|code:? 137|bus error|fails? to (?:start|launch)"
-    r"|(?:can ?not|doesn't|won't|does not|unable to) start|start(?:s|ed)? (?:successfully|normally) when|crash-?loop"
-    r"|\u5185\u5b58\u4e0d\u8db3|\u88ab ?(?:kill|\u6740)|\u65e0\u6cd5\u542f\u52a8|\u542f\u52a8\u5931\u8d25"
-)
-_WRONG = re.compile(
-    r"(?i)gibberish|garbled|garbage|nonsens|corrupt\w* (?:text|output|kv)|(?:wrong|incorrect|different|inconsistent) "
-    r"(?:answer|output|result|response|generation)|accuracy (?:drop|loss|degrad|is lower|issue|problem)|\u4e71\u7801"
-    r"|(?:answer|output|response|generation)s? (?:\w+ ){0,2}(?:degrad|differ)|malformed (?:answer|output)"
-    r"|degraded (?:answer|output|response)|(?:quality|output) degrad"
-    r"|abnormal (?:\w+ )?(?:result|output|answer)|degenerat\w+ (?:into|output|text)|token salad"
-    r"|(?:generation|output|answer|decoding|completion)s? (?:\w+ ){0,2}diverge"
-)
-#: LMCache as a process of its own, whose connector takes the layout of newer releases of vLLM.
-_APART = re.compile(r"LMCacheMPConnector|lmcache[ _-]server|\bMP\b|multi-?process")
-_CRASHES = re.compile(
-    r"(?i)segfault|segmentation fault|sigsegv|core dumped|native crash|memory corruption|crash(?:es|ed)?\b"
-)
-_HANGS = re.compile(
-    r"(?i)(?<!'m )(?<!am )\b(?:stuck(?:ed|s)?|hangs?|hung|hanging|dead-?lock(?:s|ed)?|freezes|frozen)\b"
-    r"|\bfreeze\b(?![- ]mode)|\bwaits? for ?ever\b|\bnever (?:finish(?:es|ed)?|returns?|completes?)\b"
-    r"|\u5361\u4f4f|\u5361\u6b7b"
-)
-_MISSES = re.compile(
-    r"(?i)\b(?:0|zero|no)(?:\.0)?%? (?:cache |prefix |kv |lmcache )*hits?\b|cache miss|re(?:calculat|comput)ed every"
-    r"|\bhits?(?: tokens| rate)?\b[^\n.]{0,40}\b0(?:\.0+)?%?(?![\w%]|\.\d)"
-    r"|(?:never|not|doesn't|didn't|can't|fail(?:s|ed|ures?)? (?:in|to))(?: \w+){0,2} "
-    r"(?:hit|reus|retriev(?!\w* (?:fail|error))|get any hit)"
-    r"|\bhits? (?:does not|doesn't|never|do not|don't) (?:happen|occur|come)|can ?not load (?:the )?(?:kv|cache)"
-    r"|(?:n't|not|never) finds? (?:anything|any|it|them|the (?:cache|chunk|kv|prefix|prompt))\b"
-    r"|\bcache (?:is |does )?not (?:work|effective|used)|\b(?:repeat\w*|same|second) (?:\w+ )?(?:requests? )?loads? 0\b"
-    r"|\u547d\u4e2d\u7387?[^\n]{0,8}0|(?:\u6ca1\u6709?|\u672a|\u65e0\u6cd5)\u547d\u4e2d"
-)
-#: A hit that brings nothing, which is no miss.
-_UNLOADED = re.compile(
-    r"(?i)\bhits? (?:that |which )?(?:\w+ )?(?:can ?not|can't|could not|never) (?:be )?(?:retriev|load|read)"
-)
-#: Connectors and a server that make the keys for all, or have none.
-_SERVED = re.compile(r"LMCacheMPConnector|lmcache[ .]server|v1\.multiprocess|\bMP\b|NixlConnector|MooncakeConnector")
-_DISK = re.compile(
-    r"(?i)(?:disk|ssd|gds|fs_native|max_capacity_gb)(?![a-z])(?:(?!\bmemory\b|\bpool\b|support evict)[^\n]){0,120}"
-    r"(?:exceed|grow|fill|full\b|accumulat|pressure"
-    r"|limit the size|size cap|unbounded|watermark|eviction|not deleted|clean-?up)"
-    r"|(?:unbounded|clean-?up|exceed\w*)[^\n]{0,60}(?:disk|ssd)"
-)
-_GROWS = re.compile(
-    r"(?i)memory (?:leak|usage|consumption)?[^\n.]{0,40}(?:leak|grow|increas|climb)|leak(?:s|ing|ed)? (?:\w+ )?memory"
-    r"|\b(?:ram|memory)\b[^\n.]{0,24}(?:grow|increas|climb|\bris(?:es|ing)\b)"
-    r"|\b(?:uses?|takes?|consumes?) (?:\w+ )?\d{3,} ?gi?b\b"
-    r"|\bRSS\b|\u5185\u5b58\u6cc4"
-)
-#: Anywhere in the text, of a connector that keeps KV for later.
-_SLOW = re.compile(
-    r"(?i)(?<![a-z])TTFT(?![a-z])|time to first token|slower|worse than"
-    r"|throughput[^\n]{0,60}(?:not|lower|drop|less|worse)"
-    r"|no (?:performance )?(?:improvement|speed-?up|benefit)|performance (?:worse|regress|degrad|drop)|\u53d8\u6162"
-)
-_KEEPS = re.compile(r"(?i)lmcache|offload|cacheblend")
 
 
 def beside_few_lines(log: Diagnosis) -> Answer | None:
@@ -125,21 +38,21 @@ def _text(pasted: tuple[bytes, ...]) -> str:
 
 def typed(text: str) -> dict[str, str]:
     """{setting of LMCache: its value}, of a few, as the text has them; the last one counts."""
-    return {found[1].lower(): found[2] for found in _TYPED.finditer(text)}
+    return {found[1].lower(): found[2] for found in words.TYPED.finditer(text)}
 
 
 def symptom(log: Diagnosis) -> Answer | None:
     """What a text without a line of a log complains of; None: nothing that is known, or no KV connector's matter."""
     text = _text(tuple(log.pasted))
-    if not _OF_KV.search(text) or _WITHOUT.search(text):
+    if not words.OF_KV.search(text) or words.WITHOUT.search(text):
         return None
     text = text.lower()
     valkey = problems.find("KVD1214")
-    if "valkey" in text and _CRASHES.search(text) and valkey is not None and valkey.concerns(log):
+    if "valkey" in text and words.CRASHES.search(text) and valkey is not None and valkey.concerns(log):
         return Answer("the text speaks of crashes with Valkey", request="", verdict="unknown", record=valkey)
-    if "error handling request" in text[:_HEAD]:
+    if "error handling request" in text[: words.HEAD]:
         return Answer("the text says `Error handling request`", "", "unknown", record=findings.find("KVD212"))
-    unloaded = _UNLOADED.search(text[:_HEAD])
+    unloaded = words.UNLOADED.search(text[: words.HEAD])
     if unloaded is not None:
         return Answer(f"the text says `{unloaded[0]}`", "", "unknown", record=findings.find("KVD1090"))
     for code in SYMPTOMS:
@@ -150,19 +63,19 @@ def symptom(log: Diagnosis) -> Answer | None:
     return None
 
 
-def _said(log: Diagnosis, words: re.Pattern[str], what: str, head: int = _HEAD) -> Answer | None:
-    found = words.search(_text(tuple(log.pasted))[:head])
+def _said(log: Diagnosis, pattern: re.Pattern[str], what: str, head: int = words.HEAD) -> Answer | None:
+    found = pattern.search(_text(tuple(log.pasted))[:head])
     return None if found is None else Answer(f"the text says `{found[0]}`{what}")
 
 
 def too_large_in_words(log: Diagnosis) -> Answer | None:
     """A start that fails, as the text says, from some size of the CPU buffer on."""
     text = _text(tuple(log.pasted))
-    large = _TOO_LARGE.search(text[:_HEAD])
-    if large is None or int(large[1]) < _LARGE or not _STARTS.search(text):
+    large = words.TOO_LARGE.search(text[: words.HEAD])
+    if large is None or int(large[1]) < words.LARGE or not words.STARTS.search(text):
         return None
     # vLLM's own option for weights is a number, not a size.
-    if not _OF_KV.search(text) and not re.search(r"(?i)offload\w* size", text):
+    if not words.OF_KV.search(text) and not re.search(r"(?i)offload\w* size", text):
         return None
     return Answer(f"the text says `{large[0]}`", record=findings.find("KVD1200"))
 
@@ -186,11 +99,11 @@ def buffer_times_ranks(log: Diagnosis, line: LogLine | None) -> Answer | None:
     # The second one is how the chart of vLLM's production stack has it.
     given = settings.get("max_local_cpu_size") or settings.get("cpuoffloadingbuffersize", "")
     size = re.match(r"\d+(?:\.\d+)?", given)
-    ranks = max((int(found) for found in _RANKS.findall(text)), default=1)
-    if size is None or float(size[0]) < _LARGE:
+    ranks = max((int(found) for found in words.RANKS.findall(text)), default=1)
+    if size is None or float(size[0]) < words.LARGE:
         return None
     buffers = f"{ranks} ranks times {size[0]} GB are {ranks * float(size[0]):g}" if ranks > 1 else f"it is {size[0]}"
-    return _said(log, _DIES, f", and {buffers} GB")
+    return _said(log, words.DIES, f", and {buffers} GB")
 
 
 @finding("KVD1212", "disk-fills-in-words", Severity.SLOW, on=[])
@@ -209,7 +122,7 @@ def disk_fills_in_words(log: Diagnosis, line: LogLine | None) -> Answer | None:
     Good: the same; no release has an eviction for gds_path or fs:// (0.5.6).
     """
     text = _text(tuple(log.pasted))
-    answer = _said(log, _DISK, "")
+    answer = _said(log, words.DISK, "")
     if answer is not None and "max_capacity_gb" in text and '"eviction' not in text and "watermark" not in text:
         return answer._replace(record=problems.find("KVD190"))
     return answer
@@ -236,9 +149,9 @@ def wrong_text_in_words(log: Diagnosis, line: LogLine | None) -> Answer | None:
     settings = typed(text)
     lossy = [f"{name}: {value}" for name, value in settings.items() if value.lower() in ("cachegen", "kivi")]
     lossy += ["enable_blending"] if settings.get("enable_blending", "").lower() == "true" else []
-    answer = _said(log, _WRONG, f", and it sets {' and '.join(lossy)}, which changes KV" if lossy else "")
+    answer = _said(log, words.WRONG, f", and it sets {' and '.join(lossy)}, which changes KV" if lossy else "")
     packed = problems.find("KVD1238")
-    in_process = "lmcache" in text.lower() and not _APART.search(text)
+    in_process = "lmcache" in text.lower() and not words.APART.search(text)
     if answer is None or lossy or packed is None or not in_process:
         return answer
     return answer._replace(record=packed) if log.releases.within("vllm", ">=0.26") is True else answer
@@ -257,7 +170,7 @@ def hang_in_words(log: Diagnosis, line: LogLine | None) -> Answer | None:
 
     Good: what the stacks show.
     """
-    return _said(log, _HANGS, "")
+    return _said(log, words.HANGS, "")
 
 
 @finding("KVD1206", "no-hits-in-words", Severity.SLOW, on=[])
@@ -278,16 +191,16 @@ def no_hits_in_words(log: Diagnosis, line: LogLine | None) -> Answer | None:
     Good: the same, in every unit file and container.
     """
     text = _text(tuple(log.pasted))
-    if _SERVED.search(text) or "LMCacheMPConnector" in log.who.connectors:
+    if words.SERVED.search(text) or "LMCacheMPConnector" in log.who.connectors:
         return None  # the server hashes for all
     settings = typed(text)
     shared = settings.get("remote_url") or (settings.get("enable_p2p", "").lower() == "true" and "enable_p2p")
     seeded = "PYTHONHASHSEED" in text
-    if seeded and not shared and _SLOW.search(text[:_HEAD]):
+    if seeded and not shared and words.SLOW.search(text[: words.HEAD]):
         return None  # the keys are right: KVD1210
     seed = f", and it has {shared} and no PYTHONHASHSEED" if shared and not seeded else ""
     lossy = ", and remote_serde is cachegen: naive first" if settings.get("remote_serde") == "cachegen" else ""
-    return _said(log, _MISSES, seed + lossy)
+    return _said(log, words.MISSES, seed + lossy)
 
 
 @finding("KVD1208", "memory-grows-in-words", Severity.LEAK, on=[])
@@ -303,7 +216,7 @@ def memory_grows_in_words(log: Diagnosis, line: LogLine | None) -> Answer | None
 
     Good: memory for the sum, or a smaller `max_local_cpu_size`; if it grows beyond the sum, a report with both numbers.
     """
-    return _said(log, _GROWS, "")
+    return _said(log, words.GROWS, "")
 
 
 @finding("KVD1210", "no-gain-in-words", Severity.SLOW, on=[])
@@ -326,6 +239,6 @@ def no_gain_in_words(log: Diagnosis, line: LogLine | None) -> Answer | None:
     """
     text = _text(tuple(log.pasted))
     size = typed(text).get("max_local_cpu_size")
-    if not _KEEPS.search(text) or praises(text[: pasted.SHORT]):
+    if not words.KEEPS.search(text) or praises(text[: pasted.SHORT]):
         return None
-    return _said(log, _SLOW, f", and max_local_cpu_size is {size}" if size else "", pasted.SHORT)
+    return _said(log, words.SLOW, f", and max_local_cpu_size is {size}" if size else "", pasted.SHORT)

@@ -9,7 +9,6 @@ from kvfix_tools.diagnose import checks, pasted, pasted_ends, pasted_named, prob
 from kvfix_tools.diagnose.failures import HOOKS, hook, is_cut, owner
 from kvfix_tools.diagnose.findings import Answer, LogRule, Severity, find, finding
 from kvfix_tools.diagnose.findings.described import cut_off, described, quoted
-from kvfix_tools.diagnose.findings.lookups_seen import lookups_of
 from kvfix_tools.diagnose.findings.memory import PASTE
 from kvfix_tools.diagnose.findings.pastes import is_paste
 from kvfix_tools.diagnose.findings.prose import beside_few_lines, symptom, too_large_in_words
@@ -241,39 +240,6 @@ def _of_the_dead(log: Diagnosis) -> Answer | None:
         return Answer(sentence, request="")
     sentence = f"{sentence}: {death.evidence.text[:160]}"
     return Answer(sentence, request="", verdict="unknown", evidence=(death.evidence,), record=problems.general(death))
-
-
-@finding("KVD159", "ended-at-its-buffer", Severity.CRASH, on=[""])
-def ended_at_its_buffer(log: Diagnosis, line: LogLine | None) -> Answer | None:
-    """A process has not a word after it had begun to make LMCache's engine.
-
-    Cause: what comes next is the CPU buffer, `max_local_cpu_size` GB (5 if it is not set) for each rank, touched and
-    pinned page by page. A process that has no error there was killed for memory (of the container, or of the machine),
-    or pins its pages for minutes, and vLLM gave it up. `dmesg -T | grep -i 'killed process'` and `kubectl describe pod`
-    (OOMKilled, code 137) tell which.
-
-    Setting: `max_local_cpu_size` (LMCACHE_MAX_LOCAL_CPU_SIZE) so that it times the ranks of this machine is at most
-    70 % of the container's memory; `ulimit -l unlimited`; if nothing was killed: VLLM_ENGINE_READY_TIMEOUT_S=1800.
-
-    Good: the same, in every unit file and container.
-    """
-    if log.failures.first is not None or log.findings:
-        return None
-    last = [(process, at) for process, at in log.failures.last.items() if at.name in ("creating", "engine_configured")]
-    goes_on = any(log.counts[name] for name in ("asked", "stored", "stats", "version"))
-    if not last or (not log.failures.dead and (goes_on or len(last) < len(log.failures.last))):
-        return None
-    ranks = f"{len(last)} processes have" if len(last) > 1 else f"{last[0][0] or 'a process'} has"
-    size = re.match(r"\d+(?:\.\d+)?", lookups_of(log).settings.get("max_local_cpu_size", ""))
-    if size is not None and not float(size[0]):
-        return None  # there is no such buffer
-    room = f"; {len(last)} times {size[0]} GB are {len(last) * float(size[0]):g} GB" if size is not None else ""
-    return Answer(
-        f"{ranks} no line after `Creating LMCacheEngine`{room}",
-        request="",
-        verdict="unknown",
-        evidence=tuple(at.evidence for _, at in last[:4]),
-    )
 
 
 @finding("KVD198", "unknown-warning", Severity.RISK, on=[""])
