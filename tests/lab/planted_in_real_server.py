@@ -70,9 +70,10 @@ def store_takes_other_blocks(engine: Any) -> None:
 
 
 def begin_load_and_store(engine: Any) -> None:
-    """Until both are to be sent."""
+    """Until both are to be sent; what was stored before is on the server's disk."""
     engine.admit("first", prompt(128))
     engine.run()
+    engine.connector.server.process.locks()  # waits until it has written
     engine.reset_prefix_cache()
     engine.admit("loads", prompt(140))
     engine.admit("stores", prompt(160, seed=1))
