@@ -35,3 +35,24 @@ def test_a_wait_in_a_text_on_nixl_has_no_remedy_of_lmcache() -> None:
         log = diagnose(*given)
         assert codes(log) == ["KVD208"]
         assert ("KVF104" in advice.remedy(log, log.findings[0]).now) is named
+
+
+def test_an_abort_that_ends_in_an_assertion_is_known_from_a_cut_traceback() -> None:
+    frame = f'{CORE}Traceback (most recent call last):\n{CORE}  File "/vllm/v1/engine/core.py", line 7, in step\n'
+    aborts, other = f"{CORE}    self._process_aborts_queue()\n", f"{CORE}    self._process_input_queue()\n"
+    assert codes(diagnose(frame, aborts, f"{CORE}AssertionError\n")) == ["KVD108"]
+    assert codes(diagnose(frame, other, f"{CORE}AssertionError\n")) != ["KVD108"]
+
+
+def test_a_setting_behind_a_cut_traceback_is_no_exception() -> None:
+    cut = f'{CORE}Traceback (most recent call last):\n{CORE}  File "/vllm/utils.py", line 7, in run_method\n'
+    log = diagnose(cut, f"{CORE}    return func(*args)\n", "local_cpu: False\n")
+    assert codes(log) == ["KVD1148"]
+    assert "False" not in log.findings[0].sentence
+
+
+def test_the_pipes_own_failure_is_not_the_general_one_of_v0() -> None:
+    frame = '  File "/vllm/distributed/kv_transfer/kv_pipe/pynccl_pipe.py", line 7, in recv_tensor\n    raise e\n'
+    waited = "ERROR 12-02 17:11:14 pynccl_pipe.py:262] wait timeout after 300000ms, keys: /send_to/0/4\n"
+    assert codes(diagnose(waited, "Traceback (most recent call last):\n", frame)) == ["KVD379"]
+    assert codes(diagnose("Traceback (most recent call last):\n", frame)) == ["KVD003"]

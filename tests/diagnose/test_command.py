@@ -43,6 +43,21 @@ def test_exit_codes_and_summary(capsys: pytest.CaptureFixture[str], tmp_path: Pa
     assert "nothing.log" in err
 
 
+def test_lines_of_an_engine_that_say_nothing_are_not_called_foreign(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    log = tmp_path / "engine.log"
+    log.write_text("[2026-02-23 16:08:35,513] LMCache INFO: Initialized NONE_HASH=b'7' (token_hasher.py:159:lmcache)\n")
+    code, out, err = run(capsys, str(log))
+    assert code == 2
+    assert "the lines of vLLM or LMCache in it do not say what requests did, nor what failed" in out
+    assert "excerpt with the error" in err
+    log.write_text("2026-02-23 a line of some other program\n")
+    code, out, _ = run(capsys, str(log))
+    assert code == 2
+    assert "no line of vLLM, LMCache or a KV connector was recognised" in out
+
+
 def test_the_summary_names_each_crash_once(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """An engine that is restarted dies of the same again, with another request."""
     life = gzip.decompress(Path(CRASH).read_bytes())

@@ -66,7 +66,7 @@ def main(
     foreign = not findings and not log.counts and not log.debug
     if foreign:
         print(
-            "kvfix-diagnose: no line of vLLM, LMCache or a KV connector was recognised in this input; "
+            f"kvfix-diagnose: {report_text.not_recognised(log)}; "
             "give the engine's log (kubectl logs, docker logs, journalctl), or the excerpt with the error",
             file=sys.stderr,
         )

@@ -11,6 +11,7 @@ from rich.text import Text
 
 from kvfix_tools.diagnose import advice
 from kvfix_tools.diagnose.log_finding import by_kind
+from kvfix_tools.diagnose.texts import is_own
 
 if TYPE_CHECKING:
     from kvfix_tools.diagnose.diagnosis import Diagnosis
@@ -132,11 +133,18 @@ def print_summary(log: Diagnosis, findings: list[LogFinding], console: Console) 
 def nothing_found(log: Diagnosis) -> str:
     """What was looked at and shows no failure."""
     if not log.counts and not log.debug:
-        return "no line of vLLM, LMCache or a KV connector was recognised"
+        return not_recognised(log)
     requests, lookups, loads, stores = log.done
     seen = f"{requests} requests, {lookups} lookups, {loads} loads, {stores} stores"
     other = len(log.failures.lines)
     return f"nothing found: {seen}; {f'{other} errors that did not stop it' if other else 'no error'}"
+
+
+def not_recognised(log: Diagnosis) -> str:
+    """Of an input that says nothing: whether it is of vLLM or LMCache at all, as far as it is short."""
+    if any(is_own(text) for text in log.whole):
+        return "the lines of vLLM or LMCache in it do not say what requests did, nor what failed"
+    return "no line of vLLM, LMCache or a KV connector was recognised"
 
 
 def read_words(log: Diagnosis) -> str:

@@ -76,6 +76,11 @@ _OF_VLLM = [message for message in _ANYWHERE if message.source != "lmcache"]
 _RAISED = [message for message in grammar.MESSAGES if message.source == "raised"]
 
 
+def is_own(text: bytes) -> bool:
+    """Whether a line of it has the head of vLLM's logger or of LMCache's."""
+    return LEVEL.search(text) is not None or _VLLM.search(text) is not None
+
+
 class Framed(msgspec.Struct, frozen=True):
     """A message behind LMCache's frame. name: "": it means nothing. placed: its time and its process count."""
 

@@ -128,8 +128,9 @@ class Part:
         found = _EXCEPTION.match(self.text)
         if found is None or self.text.startswith((b"INFO", b"WARNING", b"ERROR", b"DEBUG")):
             return None
-        if found["text"] is None and found["type"].islower() and b"." not in found["type"]:
-            return None  # what a terminal put into the next line: no class has such a name
+        plain = found["type"].islower() and b"." not in found["type"]
+        if plain and (found["text"] is None or b"_" in found["type"]):
+            return None  # what a terminal put into the next line, or a setting: no class has such a name
         kind = _decoded(found["type"])
         if kind.startswith("NIXL_ERR_"):  # NIXL's text, its class left out
             return f"nixl{kind[len('NIXL_ERR_') :].title().replace('_', '')}Error", kind

@@ -19,6 +19,10 @@ def _is(line: LogLine, meaning: str) -> bool:
 _DESYNC = "Slot mapping and token IDs length mismatch"
 
 
+#: What vLLM calls on the way from an abort to the connector.
+_ABORTS = ("self._process_aborts_queue()", "self.abort_requests(", "self._connector_finished(")
+
+
 def _asserts(line: LogLine, source: str, function: str = "") -> bool:
     """A bare assertion, by its source; or by its function where the source is not in the log."""
     fields = line.fields
@@ -162,6 +166,8 @@ def abort_asserts_engine(log: Diagnosis, line: LogLine) -> Answer | None:
     """
     if _asserts(line, "assert self.lmcache_engine is not None", "request_finished"):
         return Answer("a client went away, and EngineCore died of it", request="")
+    if log.who.lmcache and any(_asserts(line, call) for call in _ABORTS):  # vLLM itself asserts nothing there
+        return Answer("an assertion while a request is aborted; the traceback is cut before it", "", "unknown")
     return None
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvfix_tools.diagnose.findings import Severity
-from kvfix_tools.diagnose.problems import Logged, Problem
+from kvfix_tools.diagnose.problems import Failed, Logged, Problem
 
 PROBLEMS = (
     Problem(
@@ -37,5 +37,23 @@ PROBLEMS = (
             "https://github.com/LMCache/LMCache/issues/906",
             "https://github.com/vllm-project/production-stack/issues/454",
         ),
+    ),
+    Problem(
+        code="KVD1686",
+        name="numba-has-no-folder-to-cache-in",
+        severity=Severity.CRASH,
+        title="numba finds no folder that this user may write, and LMCache cannot be imported.",
+        shows=(
+            Failed(kind="RuntimeError", text="cannot cache function '<function>': no locator available for file"),
+            Logged("cannot cache function 'rolling_hash_windows_numba': no locator available"),
+        ),
+        sentence="numba cannot cache a compiled function: no locator available",
+        cause="The server's token_hasher.py compiles with `@njit(cache=True)` (LMCache 0.4.1 to 0.5.6). numba keeps "
+        "the result beside that file, or below the user's home: a user other than root in a container may write "
+        "neither.",
+        now="NUMBA_CACHE_DIR=/tmp/numba in the environment (docker run -e NUMBA_CACHE_DIR=/tmp/numba), or a HOME that "
+        "this user may write",
+        good="the same in the image; no release of LMCache changes that (0.5.6)",
+        threads=("https://github.com/LMCache/LMCache/issues/4597",),
     ),
 )

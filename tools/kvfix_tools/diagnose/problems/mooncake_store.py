@@ -51,10 +51,10 @@ PROBLEMS = (
         "segment that the master chose is not reached: local_hostname is an address that others cannot reach, a proxy "
         "is set, device_name is no RDMA device of this machine or does not reach the other's, or that node is gone. "
         "LMCache does not wait, and says `Stored` all the same.",
-        now="RPC_FAIL: `nc -zv MASTER 50051` from the engine's machine, mooncake_master of the same "
-        "mooncake-transfer-engine started there, then restart the engines. Else a real address and no RDMA for a try: "
-        "local_hostname of this machine, protocol tcp, metadata_server P2PHANDSHAKE, unset http_proxy. They stand in "
-        "extra_config of LMCache, and in the file of MOONCAKE_CONFIG_PATH for MooncakeStoreConnector",
+        now="RPC_FAIL: `nc -zv MASTER 50051` from the engine's machine; mooncake_master of the same release, "
+        "then the engines. Else for a try protocol tcp, local_hostname of this machine, metadata_server P2PHANDSHAKE, "
+        "no http_proxy; for rdma a device_name that reaches the others. They stand in extra_config of LMCache, or in "
+        "the file of MOONCAKE_CONFIG_PATH (MooncakeStoreConnector)",
         good="keep it so: the set-up was wrong, and no release changes that",
         sure=False,
         threads=(_LMCACHE + "issues/1518", *(_MOONCAKE_ISSUES + each for each in ("809", "456", "397"))),

@@ -112,6 +112,7 @@ PROBLEMS = (
             Logged("Encountering exception in KV receiving thread"),
             Logged("wait timeout after <time>ms, keys: /send_to/"),
         ),
+        replaces=("KVD003",),
         cause="PyNcclConnector waits 300 s for the next tensor of the other instance, then its thread ends: the other "
         "one sent nothing (no request, or it died), or its address (kv_ip, kv_port) or rank is another one. It also "
         "ends an instance that was only idle.",
