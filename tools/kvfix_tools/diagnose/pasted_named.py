@@ -81,8 +81,8 @@ def by_place(log: Diagnosis) -> tuple[LogRule, Answer] | None:
     return None
 
 
-def by_exception(log: Diagnosis, particular: bool = False) -> tuple[Problem, LogLine] | None:
-    """The record of an exception that a sentence names with its text, and that; None: no record knows one.
+def by_exception(log: Diagnosis, particular: bool = False) -> Answer | None:
+    """The record of an exception that a sentence names with its text; None: no record knows one.
 
     particular: general records are none."""
     for text in log.pasted:
@@ -91,14 +91,19 @@ def by_exception(log: Diagnosis, particular: bool = False) -> tuple[Problem, Log
             line = _raised(Raised(kind, words, [], "", False), found[0])
             record = _only(log, line) or (None if particular else problems.general(line))
             if record is not None:
-                return record, line
+                return _named(record, line)
         for lacks in _LACKS.finditer(text.decode("utf-8", "replace")):
             words = f"'{lacks[1]}' object has no attribute '{lacks[2]}'"
             line = _raised(Raised("AttributeError", words, [], "", False), lacks[0].encode())
             record = _only(log, line)
             if record is not None:
-                return record, line
+                return _named(record, line)
     return None
+
+
+def _named(record: Problem, line: LogLine) -> Answer:
+    sentence = f"the text names {line.evidence.text[:200]}"
+    return findings.Answer(sentence, request="", verdict="unknown", record=record)
 
 
 def _by_function(log: Diagnosis) -> tuple[LogRule | Problem, Answer] | None:

@@ -102,11 +102,12 @@ def _failed() -> tuple[_Sign, ...]:
     particular = [each for each in problems.catalogue() if not each.general]
     made = []
     for record, sign in ((each, sign) for each in particular for sign in each.shows if isinstance(sign, Failed)):
-        functions = {raised_in(sign)[1]} - {""} or checks.functions_of(sign.source)
+        place, within = raised_in(sign)
+        functions = {within} - {""} or checks.functions_of(sign.source)
         text = "" if is_pythons(sign.text) and (sign.within or sign.through) else sign.text
         letters = sum(map(len, PLACE.split(text)[::2])) + len(sign.source)
         telling = sorted(filter(tells, functions)) or [""]
-        file = raised_in(sign)[0].rpartition("/")[2]
+        file = place.rpartition("/")[2]
         for function in telling:
             is_any = function in HOOKS and not (text or sign.source)  # of every connector
             if file or not is_any:

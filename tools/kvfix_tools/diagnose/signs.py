@@ -157,12 +157,17 @@ def fits(sign: Sign, line: LogLine) -> dict[str, Any] | None:
         return None
     if sign.within and not _within(sign.within, fields["frames"][-_FRAMES:]):
         return None
-    if sign.through and not any(sign.through in f"/{frame[0]}" for frame in fields["frames"]):
+    if not goes_through(sign, fields["frames"]):
         return None
     found = _search(sign.text, fields["text"]) if sign.text else None
     if sign.text and found is None:
         return None
     return found.groupdict() if found is not None else {}
+
+
+def goes_through(sign: Failed, frames: list[tuple[str, int, str]]) -> bool:
+    """Whether any of the frames is of the code that calls it, if the sign asks for one."""
+    return not sign.through or any(sign.through in f"/{frame[0]}" for frame in frames)
 
 
 def implied(sign: Sign, by: Sign) -> bool:

@@ -37,25 +37,25 @@ _ENDS = (b"Error", b"Exception", b"Interrupt", b"Exit", b"Timeout", b"Empty", b"
 #: What a check of pydantic's says, in the line below `ValidationError: 1 validation error for VllmConfig`.
 _CHECKED = re.compile(rb"^\s*(?:Value error|Assertion failed), (?P<text>.*?)(?: \[type=.*)?$")
 _TYPED = re.compile(rb"^\s+(?P<text>[A-Z].*?) \[type=\w+, input_value=")
-#: What the loader of libraries, the device, PyTorch and Python say, pasted without the exception's class before it.
+#: What the loader of libraries, the device, PyTorch and Python say, pasted without the exception's class before it:
+#: {class: (literals, of which each such line has one; the line)}.
 _BARE = {
-    "ImportError": re.compile(
-        rb"^\s*(\S+\.so[\w.]*: (?:undefined symbol: |cannot open shared object file|version [`'].* not found).*"
-        rb"|cannot import name '\w+' from '[\w.]+'.*)$"
+    "ImportError": (
+        (b".so", b"cannot import name '"),
+        re.compile(
+            rb"^\s*(\S+\.so[\w.]*: (?:undefined symbol: |cannot open shared object file|version [`'].* not found).*"
+            rb"|cannot import name '\w+' from '[\w.]+'.*)$"
+        ),
     ),
-    "AttributeError": re.compile(rb"^\s*('[\w.]+' object has no attribute '\w+')$"),
-    "RuntimeError": re.compile(
-        rb"^\s*(?:what\(\): +(?=\S)|(?=(?:CUDA|HIP) error: |Cannot access data pointer of Tensor ))(.*)$"
+    "AttributeError": (
+        (b" object has no attribute '",),
+        re.compile(rb"^\s*('[\w.]+' object has no attribute '\w+')$"),
+    ),
+    "RuntimeError": (
+        (b" error: ", b"what(): ", b"Cannot access data "),
+        re.compile(rb"^\s*(?:what\(\): +(?=\S)|(?=(?:CUDA|HIP) error: |Cannot access data pointer of Tensor ))(.*)$"),
     ),
 }
-_SAYS = (
-    b".so",
-    b" error: ",
-    b"what(): ",
-    b"cannot import name '",
-    b" object has no attribute '",
-    b"Cannot access data ",
-)
 _HEADER = re.compile(rb"Traceback \(most recent call last\):?")
 _GROUP = re.compile(rb"^\s*(?:\| |\+-\+?|\+ )(?:-+ [\d.]+ -+)? ?")
 _LINKS = (b"The above exception was the direct cause", b"During handling of the above exception")
@@ -254,11 +254,10 @@ def by_name(body: bytes, anywhere: bool) -> Raised | None:
         if checked is not None:
             kind = "AssertionError" if body.lstrip().startswith(b"Assertion") else "ValueError"
             return Raised(kind, _decoded(checked["text"]), [], "", False)
-    if any(words in body for words in _SAYS):
-        for kind, pattern in _BARE.items():
-            bare = pattern.match(body)
-            if bare is not None:
-                return Raised(kind, _decoded(bare[1]), [], "", False)
+    for kind, (literals, pattern) in _BARE.items():
+        bare = pattern.match(body) if any(literal in body for literal in literals) else None
+        if bare is not None:
+            return Raised(kind, _decoded(bare[1]), [], "", False)
     if not any(end in body for end in _ENDS):
         return None
     found = _BY_NAME.search(body) or (_REPR.search(body.rstrip()) if b"('" in body or b'("' in body else None)

@@ -33,6 +33,7 @@ _MARKS = (
     (b"dynamo_llm::block_manager", "DynamoConnector"),
     (b"kvbm/vllm_integration", "DynamoConnector"),
 )
+#: Words of what moves its KV by NIXL too.
 _MAY_USE_NIXL = (b"lmcache", b"mooncake", b"offload", b"dynamo", b"kvbm", b"multiconnector", b"p2p")
 _NAMED = re.compile(rb"kv_connector['\"]?\s*[=:]\s*['\"]?(\w+)|connector with name: (\w+)")
 _ROLE = re.compile(rb"kv_role['\"]?\s*[=:]\s*['\"]?(kv_\w+)")

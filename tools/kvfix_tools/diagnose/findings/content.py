@@ -34,7 +34,8 @@ def failed_load_taken_for_done(log: Diagnosis, line: LogLine | None) -> Answer |
         return None
     if log.releases.within("lmcache", "<0.5.5"):
         return Answer(sentence)
-    unsure += [line] if len(unsure) < _SHOWN else []
+    if len(unsure) < _SHOWN:
+        unsure.append(line)
     return None
 
 

@@ -10,17 +10,14 @@ if TYPE_CHECKING:
     from kvfix_tools.diagnose.diagnosis import Diagnosis
     from kvfix_tools.diagnose.log_line import LogLine
 
+#: How some builds of LMCache put `assert len(slot_mapping) == len(token_ids)` into words.
+_DESYNC = "Slot mapping and token IDs length mismatch"
+#: What vLLM calls on the way from an abort to the connector.
+_ABORTS = ("self._process_aborts_queue()", "self.abort_requests(", "self._connector_finished(")
+
 
 def _is(line: LogLine, meaning: str) -> bool:
     return bool(line.fields["meaning"] == meaning)
-
-
-#: How some builds of LMCache put that assertion into words.
-_DESYNC = "Slot mapping and token IDs length mismatch"
-
-
-#: What vLLM calls on the way from an abort to the connector.
-_ABORTS = ("self._process_aborts_queue()", "self.abort_requests(", "self._connector_finished(")
 
 
 def _asserts(line: LogLine, source: str, function: str = "") -> bool:
@@ -217,8 +214,7 @@ def failed_load_keeps_tokens(log: Diagnosis, line: LogLine) -> Answer | None:
     Good: LMCache 0.4.7 or newer: 0.4.1 takes the tokens back after a failed load, and from 0.4.7 on no difference ends
     the worker (KVD307).
     """
-    said = line.fields["text"].startswith(_DESYNC) and line.fields["type"] == "AssertionError"
-    if said:
+    if line.fields["type"] == "AssertionError" and line.fields["text"].startswith(_DESYNC):
         return Answer("more token ids than slots in a save", request="", verdict="unknown")
     if not _asserts(line, "assert len(slot_mapping) == len(token_ids)") or "_DCP" in line.process:
         return None

@@ -26,8 +26,8 @@ _OF_ANY_DEATH = {"EngineDeadError", "RuntimeError", "Exception"}
 _CLASS = re.compile(rb"\b[A-Z]\w*(?:Error|Exception)\b")
 #: {line: the record of a start that goes no further, where the text has no exception}
 _STAGES = {"blender": "KVD746"}
-#: {line: (class, text, record)} of an exception whose frames are not there, in a start that goes no further
-_ENDS_OF_STARTS = {"joins_controller": ("IndexError", "list index out of range", "KVD1128")}
+#: {line: (class and text, record)} of an exception whose frames are not there, in a start that goes no further
+_ENDS_OF_STARTS = {"joins_controller": (("IndexError", "list index out of range"), "KVD1128")}
 #: Findings of these explain why an engine is dead.
 _EXPLAINS = (Severity.CRASH, Severity.HANG)
 
@@ -122,14 +122,8 @@ def _ended_start(log: Diagnosis, first: LogLine | None) -> problems.Problem | No
     if first is None or first.name != "raised" or first.fields["frames"] or log.counts["asked"]:
         return None
     raised = (first.fields["type"], first.fields["text"])
-    return next(
-        (
-            problems.find(code)
-            for name, (*what, code) in _ENDS_OF_STARTS.items()
-            if log.counts[name] and raised == (*what,)
-        ),
-        None,
-    )
+    ends = (code for name, (what, code) in _ENDS_OF_STARTS.items() if log.counts[name] and raised == what)
+    return next(map(problems.find, ends), None)
 
 
 @finding("KVD1148", "traceback-is-cut", Severity.CRASH, on=[])
@@ -170,7 +164,7 @@ def _by_what_is_left(
         return None, ""
     named = pasted_named.by_exception(log, particular=True) if first is not None and is_cut(first) else None
     if named is not None:
-        return named[0], f"the text names {named[1].evidence.text[:200]}"
+        return named.record, named.sentence
     ended = pasted_ends.by_its_end(log, first)
     return (None, "") if ended is None else (ended[0], f"the text ends in {ended[1][-200:]}")
 
@@ -192,12 +186,9 @@ def _in_prose(log: Diagnosis) -> Answer | None:
         rule, answer = asserted
         return answer._replace(request="", verdict="unknown", record=rule)
     named = pasted_named.by_exception(log)
-    said = described(log) if named is None or named[0].general else None
-    if said is not None:
-        return said
-    if named is not None:
-        record, line = named
-        return Answer(f"the text names {line.evidence.text[:200]}", request="", verdict="unknown", record=record)
+    said = described(log) if named is None or named.record.general else None
+    if said is not None or named is not None:
+        return said or named
     known = pasted.general_by_words(log)
     if known is None:
         return None
@@ -208,10 +199,7 @@ def _beside_risks(log: Diagnosis) -> Answer | None:
     """The exception that a sentence names beside a few lines, which are no more than a risk."""
     if not log.findings or log.hit or log.counts.total() > PASTE or log.failures.raised:
         return None
-    named = pasted_named.by_exception(log, particular=True)
-    if named is None:
-        return None
-    return Answer(f"the text names {named[1].evidence.text[:200]}", request="", verdict="unknown", record=named[0])
+    return pasted_named.by_exception(log, particular=True)
 
 
 def _beside_doubts(log: Diagnosis) -> Answer | None:
@@ -219,10 +207,7 @@ def _beside_doubts(log: Diagnosis) -> Answer | None:
     certain = any(found.verdict != "unknown" for found in log.findings)
     if certain or log.counts.total() > PASTE or not all(map(is_cut, log.failures.raised)):
         return None
-    named = pasted_named.by_exception(log, particular=True)
-    if named is None:
-        return None
-    return Answer(f"the text names {named[1].evidence.text[:200]}", request="", verdict="unknown", record=named[0])
+    return pasted_named.by_exception(log, particular=True)
 
 
 def _of_the_dead(log: Diagnosis) -> Answer | None:

@@ -28,6 +28,7 @@ from kvfix_tools.diagnose.signs import (
     either,
     ended_by,
     fits,
+    goes_through,
     implied,
     in_words,
     longest,
@@ -211,7 +212,7 @@ def by_frames(frames: list[tuple[str, int, str]], source: str, named: set[str]) 
         if own or (sign.source and not function.startswith(("__", "<module")))
         if not named or sign.kind in ("", *named)
         if f"/{file}".endswith(f"/{sign.within.rpartition(':')[0]}")
-        if any(sign.through in f"/{frame[0]}" for frame in frames)
+        if goes_through(sign, frames)
     }
     return tuple(found.values())
 
