@@ -164,6 +164,25 @@ def test_a_hook_may_hold_up_what_the_queues_lack(once: Once) -> None:
     assert [each.code for each in verdicts(looks([states[0], {**states[1], "hook": ""}], 1))] == ["KVD202"]
 
 
+def test_a_hook_that_began_after_the_first_look(once: Once) -> None:
+    """No step asks for the lookup's answer meanwhile: what stands is the hook, not the server."""
+    before, after = once(wedged.lookup_not_answered, NEWEST, "mp")
+    worker = {"pid": 7, "process": "VLLM::Worker", "name": "VLLM::Worker", "silent": "stuck in C", "stack": []}
+    inside = [after, {**worker, "hook": "start_load_kv"}]
+    seen = [Look(0, [before, {**worker, "hook": ""}]), Look(1, inside)]
+    assert verdicts(seen) == []
+    assert suspected(seen) > 1
+    for at in (2, 3):
+        seen.append(Look(at, inside))
+        assert verdicts(seen) == []
+        assert suspected(seen) > 1
+    for at in (4, 6, 20):
+        seen.append(Look(at, inside))
+        assert [each.code for each in verdicts(seen)] == ["KVD213"]
+    brief = [*seen[:1], Look(6, inside)]  # the last look happened to find it in a hook
+    assert [each.code for each in verdicts(brief)] == ["KVD204"]
+
+
 def test_a_process_that_runs_no_python(once: Once) -> None:
     states = once(wedged.locked_out, NEWEST)
     worker = {"pid": 7, "process": "VLLM::Worker", "name": "VLLM::Worker", "silent": "stuck in C"}

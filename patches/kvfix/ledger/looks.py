@@ -84,6 +84,18 @@ def in_hooks(looks: Sequence[Look]) -> Iterator[tuple[dict[str, Any], Engine | N
             yield process, by_pid.get(pid)
 
 
+def of_these_hooks(looks: Sequence[Look]) -> Sequence[Look]:
+    """The last looks, two or more, at which each process that is in a hook at the last one is in it; else all.
+
+    Those before are of another time: who entered a hook after the first look may hold up all others.
+    """
+    hooks = {each["pid"]: each["hook"] for each in looks[-1].processes if each.get("hook")}
+    first = len(looks) - 1
+    while first and hooks.items() <= {each["pid"]: each.get("hook") for each in looks[first - 1].processes}.items():
+        first -= 1
+    return looks[first:] if first < len(looks) - 1 else looks
+
+
 def stands(looks: Sequence[Look], process: dict[str, Any]) -> bool:
     """Whether a process that is in the same hook at every look does not move either, for `HOOK` seconds."""
     span = looks[-1].at - looks[0].at

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvfix.ledger import liveness, owed
 from kvfix.ledger.liveness import LOAD, LOOKUP
-from kvfix.ledger.looks import HOOK, LATE, LATER, engines, in_hooks, is_current, moved, rows, stands
+from kvfix.ledger.looks import HOOK, LATE, LATER, engines, in_hooks, is_current, moved, of_these_hooks, rows, stands
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -32,6 +32,7 @@ class Verdict(NamedTuple):
 
 def verdicts(looks: Sequence[Look]) -> list[Verdict]:
     """The gravest first. Empty: nothing is known to be wrong."""
+    looks = of_these_hooks(looks)
     if len(looks) < 2:
         return []
     found: list[Verdict] = []
@@ -44,8 +45,9 @@ def verdicts(looks: Sequence[Look]) -> list[Verdict]:
 
 def suspected(looks: Sequence[Look]) -> float:
     """For how many seconds the looks must go on before there is a verdict; 0: nothing is suspected, or it is there."""
-    if len(looks) > 1 and verdicts(looks):
+    if verdicts(looks):
         return 0.0
+    looks = of_these_hooks(looks)
     seconds = 0.0
     last = looks[-1].processes
     in_hook = any(each.get("hook") or each.get("silent") for each in last)
@@ -170,6 +172,9 @@ def _load_not_answered(looks: Sequence[Look]) -> Iterator[Verdict]:
 
 
 def _lookup_not_answered(looks: Sequence[Look]) -> Iterator[Verdict]:
+    """The scheduler asks for the answer in each step, and a process that stays in one hook holds up the steps."""
+    if any(in_hooks(looks)):
+        return
     any_moved = moved(looks)
     for before, after, span in engines(looks):
         in_process = any("asynchronous" in each for each in after.connectors)
