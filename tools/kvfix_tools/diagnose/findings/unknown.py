@@ -24,10 +24,11 @@ _CUT = ", without a text: the last lines of its traceback, above it, would tell 
 #: What a text may name as the cause, and what it says of any engine that dies.
 _OF_ANY_DEATH = {"EngineDeadError", "RuntimeError", "Exception"}
 _CLASS = re.compile(rb"\b[A-Z]\w*(?:Error|Exception)\b")
-#: {line: the record of a start that goes no further, where the text has no exception}
-_STAGES = {"blender": "KVD746"}
-#: {line: (class and text, record)} of an exception whose frames are not there, in a start that goes no further
-_ENDS_OF_STARTS = {"joins_controller": (("IndexError", "list index out of range"), "KVD1128")}
+#: {line that a start did not get beyond: (class and text of the exception, its record)}; None: the text has none
+_ENDS_OF_STARTS = {
+    "blender": (None, "KVD746"),
+    "joins_controller": (("IndexError", "list index out of range"), "KVD1128"),
+}
 #: Findings of these explain why an engine is dead.
 _EXPLAINS = (Severity.CRASH, Severity.HANG)
 
@@ -49,51 +50,20 @@ def unknown_failure(log: Diagnosis, line: LogLine | None) -> Answer | None:
         return _beside_doubts(log)  # what was found says it already, if it is certain
     if first is not None and first is log.memory.get("handler"):
         return None  # KVD212
-    cut = cut_off(log)
-    if cut is not None:
-        return cut
-    asserted = _asserted(log, first)
-    if asserted is not None:
-        return asserted
     heading = log.failures.heading if first is not None and not first.fields.get("frames") else None
-    stage = next((code for name, code in _STAGES.items() if log.counts[name]), None)
-    if stage is not None and (first is None or is_cut(first)) and not log.counts["asked"]:
-        return Answer("the engine dies after `Creating blender`", "", "unknown", record=problems.find(stage))
-    ended = _ended_start(log, first)
-    if first is not None and ended is not None:
-        return Answer(_sentence(log, first), "", "unknown", _evidence(log, first), ended)
     general = problems.general(first) if first is not None else None
     general = general or (problems.general(heading) if heading is not None else None)
-    record, words = _by_what_is_left(log, first, general)
-    if record is not None:
-        sentence, evidence = (words, ()) if first is None else (_sentence(log, first), _evidence(log, first))
-        return Answer(sentence, request="", verdict="unknown", evidence=evidence, record=record)
+    known = cut_off(log) or _asserted(log, first) or _ended_start(log, first) or _by_what_is_left(log, first, general)
+    if known is not None:
+        return known
     if first is None:
-        has_lines = _has_lines(log)
-        dead = _of_the_dead(log) if has_lines else None
-        known = dead or (_in_prose(log) if _may_be_prose(log) else _beside_risks(log) or described(log))
-        if known is not None or has_lines:
-            return known or (None if log.findings else quoted(log)) or beside_few_lines(log)
-        # What a setting tells is more than what is complained of.
-        return None if log.findings else quoted(log) or symptom(log)
+        return _without_failure(log)
     if is_cut(first):
-        # A hook of a connector mostly hands on: what failed lies deeper, in the part that was cut off, unless the line
-        # that is left is one that a record knows to fail.
-        handed_on = first.fields["frames"][-1][2] in HOOKS
-        classes = {found.decode() for text in log.pasted for found in _CLASS.findall(text)} - _OF_ANY_DEATH
-        source = str(first.fields["source"])
-        within = problems.by_frames(first.fields["frames"], source, classes)
-        known_by = [each for each in within if each.concerns(log) and (not handed_on or each.fails_at(source))]
-        if len(known_by) == 1:
-            return Answer(_sentence(log, first), "", "unknown", _evidence(log, first), known_by[0])
-        if general is None:
-            said = ((line, problems.general(line)) for line in log.failures.lines if line.name == "logged")
-            first, general = next(((line, record) for line, record in said if record is not None), (first, None))
-        if general is None:
-            large = too_large_in_words(log)
-            if large is not None:
-                return large._replace(request="", verdict="unknown", evidence=_evidence(log, first))
-            return Answer(_sentence(log, first), "", "unknown", _evidence(log, first), find("KVD1148"))
+        return _of_a_cut(log, first, general)
+    return _general_answer(log, first, general)
+
+
+def _general_answer(log: Diagnosis, first: LogLine, general: problems.Problem | None) -> Answer:
     return Answer(
         _sentence(log, first),
         request=str(first.fields.get("request", "")),
@@ -101,6 +71,44 @@ def unknown_failure(log: Diagnosis, line: LogLine | None) -> Answer | None:
         evidence=_evidence(log, first),
         record=general,
     )
+
+
+def _without_failure(log: Diagnosis) -> Answer | None:
+    """No line of a log says that something failed: of what the text names."""
+    has_lines = _has_lines(log)
+    dead = _of_the_dead(log) if has_lines else None
+    known = dead or (_in_prose(log) if _may_be_prose(log) else _beside_risks(log) or described(log))
+    if known is not None or has_lines:
+        return known or (None if log.findings else quoted(log)) or beside_few_lines(log)
+    # What a setting tells is more than what is complained of.
+    return None if log.findings else quoted(log) or symptom(log)
+
+
+def _of_a_cut(log: Diagnosis, first: LogLine, general: problems.Problem | None) -> Answer:
+    """A traceback without its exception: by its frames, or by what was logged besides."""
+    # A hook of a connector mostly hands on: what failed lies deeper, in the part that was cut off, unless the line
+    # that is left is one that a record knows to fail.
+    handed_on = first.fields["frames"][-1][2] in HOOKS
+    classes = {found.decode() for text in log.pasted for found in _CLASS.findall(text)} - _OF_ANY_DEATH
+    source = str(first.fields["source"])
+    within = problems.by_frames(first.fields["frames"], source, classes)
+    known_by = [each for each in within if each.concerns(log) and (not handed_on or each.fails_at(source))]
+    if len(known_by) == 1:
+        return _not_certain(log, first, known_by[0])
+    if general is not None:
+        return _general_answer(log, first, general)
+    said = ((line, problems.general(line)) for line in log.failures.lines if line.name == "logged")
+    for logged, record in said:
+        if record is not None:
+            return _general_answer(log, logged, record)
+    large = too_large_in_words(log)
+    if large is not None:
+        return large._replace(request="", verdict="unknown", evidence=_evidence(log, first))
+    return _not_certain(log, first, find("KVD1148"))
+
+
+def _not_certain(log: Diagnosis, first: LogLine, record: LogRule | problems.Problem | None) -> Answer:
+    return Answer(_sentence(log, first), "", "unknown", _evidence(log, first), record)
 
 
 def _asserted(log: Diagnosis, first: LogLine | None) -> Answer | None:
@@ -117,13 +125,20 @@ def _asserted(log: Diagnosis, first: LogLine | None) -> Answer | None:
     return None if found is None else found[1]._replace(request="", verdict="unknown", record=found[0])
 
 
-def _ended_start(log: Diagnosis, first: LogLine | None) -> problems.Problem | None:
-    """The record of an exception without frames that ended a start, by how far the start came."""
-    if first is None or first.name != "raised" or first.fields["frames"] or log.counts["asked"]:
-        return None
-    raised = (first.fields["type"], first.fields["text"])
+def _ended_start(log: Diagnosis, first: LogLine | None) -> Answer | None:
+    """By how far a start came, where no exception has its frames."""
+    raised = None
+    if first is not None and not is_cut(first):
+        if first.name != "raised" or first.fields["frames"]:
+            return None
+        raised = (first.fields["type"], first.fields["text"])
     ends = (code for name, (what, code) in _ENDS_OF_STARTS.items() if log.counts[name] and raised == what)
-    return next(map(problems.find, ends), None)
+    record = next(map(problems.find, ends), None)
+    if record is None or log.counts["asked"]:
+        return None
+    if first is None:
+        return Answer("the engine dies after `Creating blender`", "", "unknown", record=record)
+    return _not_certain(log, first, record)
 
 
 @finding("KVD1148", "traceback-is-cut", Severity.CRASH, on=[])
@@ -143,7 +158,14 @@ def traceback_is_cut(log: Diagnosis, line: LogLine | None) -> Answer | None:
     return None
 
 
-def _by_what_is_left(
+def _by_what_is_left(log: Diagnosis, first: LogLine | None, general: problems.Problem | None) -> Answer | None:
+    record, words = _left(log, first, general)
+    if record is None:
+        return None
+    return Answer(words, "", "unknown", record=record) if first is None else _not_certain(log, first, record)
+
+
+def _left(
     log: Diagnosis, first: LogLine | None, general: problems.Problem | None
 ) -> tuple[problems.Problem | None, str]:
     """The record whose sign is there in part, if there is one; and what says so where no line of a log is there."""
