@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvfix_tools.diagnose import advice
-from tests.diagnose.lines import codes, diagnose, vllm
+from tests.diagnose.lines import NEWEST, codes, diagnose, logged, version, vllm
 from tests.diagnose.releases import CORE
 
 
@@ -56,3 +56,68 @@ def test_the_pipes_own_failure_is_not_the_general_one_of_v0() -> None:
     waited = "ERROR 12-02 17:11:14 pynccl_pipe.py:262] wait timeout after 300000ms, keys: /send_to/0/4\n"
     assert codes(diagnose(waited, "Traceback (most recent call last):\n", frame)) == ["KVD379"]
     assert codes(diagnose("Traceback (most recent call last):\n", frame)) == ["KVD003"]
+
+
+def cut_at(frame: str, line: str) -> str:
+    """A traceback that ends in this frame and its line."""
+    return f"{CORE}Traceback (most recent call last):\n{CORE}  File {frame}\n{CORE}    {line}\n"
+
+
+def test_a_chunk_that_is_gone_is_known_from_the_frame_that_reads_it() -> None:
+    frame = '"/lmcache/v1/storage_backend/local_disk_backend.py", line 380, in get_blocking'
+    assert codes(diagnose(cut_at(frame, "memory_obj = self.load_bytes_from_disk("))) == ["KVD814"]
+    assert codes(diagnose(cut_at(frame, "self.disk_lock.acquire()"))) == ["KVD1148"]
+
+
+def test_an_assertion_beside_a_cut_traceback_is_its_end() -> None:
+    cut = cut_at('"/python3.12/multiprocessing/process.py", line 314, in _bootstrap', "self.run()")
+    assert codes(diagnose(cut, "assert num_new_tokens > 0\n")) == ["KVD398"]
+    assert codes(diagnose(cut, "num_new_tokens > 0\n")) == ["KVD1148"]
+
+
+def test_a_layerwise_store_that_ended_is_known_by_the_context_that_was_left() -> None:
+    worker = '"/vllm/v1/worker/kv_connector_model_runner_mixin.py", line 117, in '
+    ends = "generator raised StopIteration\n"
+    saves = "kv_connector.wait_for_save()"
+    assert codes(diagnose(cut_at(f"{worker}_get_kv_connector_output", saves), ends)) == ["KVD807"]
+    assert codes(diagnose(cut_at(f"{worker}execute_model", "next(layers)"), ends)) == ["KVD1132"]
+
+
+def test_what_a_text_complains_of_is_more_than_a_warning_of_the_start() -> None:
+    server, small = "lmcache server --chunk-size 544\n", "LMCache WARNING: Insufficient /dev/shm capacity: nee\n"
+    unseen = "Session chatcmpl-1 not found, skipping touch\n`External prefix cache hit rate: 0.0%`\n"
+    assert codes(diagnose(server, unseen, small)) == ["KVD1260"]
+    assert codes(diagnose(server, small)) == ["KVD913"]
+
+
+def test_a_line_without_its_head_counts_beside_lines_that_say_nothing() -> None:
+    full = "Failed to allocate memory block of size 4096 because no memory is available\n"
+    cut = "LMCache WARNING: Failed to allocate memory block of size 15\n"
+    assert codes(diagnose(cut, full)) == ["KVD171"]
+    dropped = "Local cpu memory under pressure\n"
+    stores = logged(NEWEST, "asked", "r1", 900, 0, 0, 900)
+    assert codes(diagnose(dropped)) == ["KVD404"]
+    assert codes(diagnose(stores, full)) == []
+
+
+def test_the_death_that_a_text_names_replaces_what_the_peer_saw() -> None:
+    peer = "W0904 10:52:53.047694     512 ucx_utils.cpp:62] Unexpected UCX error: Request canceled\n" * 3
+    assert codes(diagnose(peer)) == ["KVD586"]
+    death = "Prefill dies of a KeyError in NixlConnector: it deletes a request from _reqs_to_send.\n"
+    assert codes(diagnose(death, peer)) == ["KVD577"]
+    assert codes(diagnose(death.replace("KeyError", "timeout"), peer)) == ["KVD586"]
+
+
+def test_an_exception_that_a_report_sets_bold_is_one() -> None:
+    frame = 'Traceback (most recent call last):\n  File "/app/blend.py", line 3, in <module>\n    import lmcache_vllm\n'
+    log = diagnose(frame, "**ModuleNotFoundError: No module named 'lmcache_vllm'**\n", "OS: Ubuntu\n")
+    assert codes(log) == ["KVD721"]
+    assert "Ubuntu" not in log.findings[0].sentence
+
+
+def test_a_fix_names_its_releases_where_the_log_does_not_name_one() -> None:
+    twice = logged(NEWEST, "double_unpin", 7, -1)
+    log = diagnose(twice.partition(" \x1b[3m(")[0] + "\n")  # its line of source says which releases
+    assert "KVF013 fetched-chunks-released-twice (for LMCache 0.4.1 to " in advice.remedy(log, log.findings[0]).now
+    log = diagnose(version(NEWEST), twice)
+    assert "KVF013 fetched-chunks-released-twice: kvfix run" in advice.remedy(log, log.findings[0]).now

@@ -73,7 +73,11 @@ def heading(found: LogFinding) -> str:
 def advice(log: Diagnosis, found: LogFinding) -> list[Advice]:
     """What to do, the surest first: kvfix's fix, the one release that is right for all of it, the setting."""
     concerned = fixes(log, found)
-    made = [Advice("fix", each.code, f"{each.code} {each.slug}: {_how(each)}") for each in concerned if each.fixable]
+    made = [
+        Advice("fix", each.code, f"{each.code} {each.slug}{_if_of(log, found, each)}: {_how(each)}")
+        for each in concerned
+        if each.fixable
+    ]
     made += _releases(log, found, [each for each in concerned if each.fixable])
     made += [Advice("setting", each.code, _workaround(each)) for each in concerned if not each.fixable]
     setting = found.rule.section("Setting")
@@ -149,6 +153,16 @@ def _releases(log: Diagnosis, found: LogFinding, concerned: list[Fix]) -> list[A
     return made
 
 
+def _if_of(log: Diagnosis, found: LogFinding, each: Fix) -> str:
+    """The releases that the fix is for, where the log does not say which one ran."""
+    dist = _dist(log, found, each) or each.targets[0].dist
+    broken = _broken(each, dist)
+    if not broken or _within(log, found, dist, ">=0") is not None:
+        return ""
+    through = f" to {broken[-1]}" if len(broken) > 1 else ""
+    return f" (for {NAMES.get(dist, dist)} {broken[0]}{through})"
+
+
 def _how(each: Fix) -> str:
     return f"kvfix run --only {each.code} -- CMD (opt-in)" if each.opt_in else "kvfix run -- CMD, or kvfix.apply()"
 
@@ -161,9 +175,14 @@ def _workaround(each: Fix) -> str:
 @lru_cache(maxsize=256)
 def first_right(found: Fix, dist: str) -> str | None:
     """The first release of this distribution after all that are broken; None: there is none that kvfix knows."""
+    broken = _broken(found, dist)
     releases = applicability.fingerprints().get(dist, {}).get("releases", [])
+    return next((each for each in releases if broken and Version(each) > Version(broken[-1])), None)
+
+
+@lru_cache(maxsize=256)
+def _broken(found: Fix, dist: str) -> tuple[str, ...]:
+    """The releases of this distribution that the fix is for, of those that kvfix knows; the oldest first."""
     specifiers = [SpecifierSet(target.broken, prereleases=True) for target in found.targets if target.dist == dist]
-    broken = [Version(each) for each in releases if any(each in specifier for specifier in specifiers)]
-    if not broken:
-        return None
-    return next((each for each in releases if Version(each) > max(broken)), None)
+    releases = applicability.fingerprints().get(dist, {}).get("releases", [])
+    return tuple(sorted((each for each in releases if any(each in spec for spec in specifiers)), key=Version))

@@ -48,8 +48,10 @@ class _Words(NamedTuple):
     pythons: bool
     kind: str
 
-    def weight(self, pasted: str, quoted: tuple[str, ...]) -> int:
-        """How many characters of the sign the text has; 0: it is not there. quoted: what it quotes as a message."""
+    def weight(self, pasted: str, quoted: tuple[str, ...], within: set[str]) -> int:
+        """How many characters of the sign the text has; 0: it is not there. quoted: what it quotes as a message.
+
+        within: functions of the failure's own traceback."""
         if any(part not in pasted for part in (*self.text, self.source)) or not self._in_order(pasted):
             return 0
         own = sum(map(len, self.text)) + len(self.source)
@@ -60,7 +62,10 @@ class _Words(NamedTuple):
         too_few = own < _MANY and not self._is_quoted(quoted)
         if (too_few or self.common or self.pythons) and not all(each in pasted for each in self.also):
             return 0
-        return own + (len(self.function) if self.function in pasted else 0)
+        if not self.function:
+            return own
+        # Of two with the same words the one without a function, where the text does not show it.
+        return own + (len(self.function) if self.function in pasted or self.function in within else -1)
 
     def _is_quoted(self, quoted: tuple[str, ...]) -> bool:
         return bool(self.text) and any(each.startswith(self.text[0]) for each in quoted)
@@ -100,9 +105,11 @@ def known_by_words(log: Diagnosis, general: bool) -> Known | None:
     quoted = tuple(_squeezed(each) for text in log.pasted for each in QUOTED.findall(text))
     found = {each.rule.code for each in log.findings}
     first = log.failures.first
+    within = {function for _, _, function in first.fields.get("frames", ())} if first is not None else set()
     best, most = None, 0
     for record, words, sign in _known():
-        weight = words.weight(pasted, quoted) if not general or (words.function and words.function in pasted) else 0
+        may_be = not general or (words.function and words.function in pasted)
+        weight = words.weight(pasted, quoted, within) if may_be else 0
         if weight > most and record.code not in found and record.concerns(log) and not _refuted(sign, words, first):
             best, most = Known(record, in_words(sign)), weight
     return best

@@ -95,7 +95,8 @@ class Part:
     """A line's body as tracebacks see it, whatever came before it."""
 
     def __init__(self, body: bytes) -> None:
-        text = self.text = body.rstrip().removesuffix(b"<br>")  # as a report's list has it
+        text = body.rstrip().removesuffix(b"<br>")  # as a report's list has it
+        text = self.text = text.strip(b"*") if text[:2] == b"**" else text  # a report may set it bold
         found = _FRAME.search(text) if b'File "' in text else None
         short = _SHORT.match(text) if found is None and b", in " in text else None
         self.frame: Frame | None = None

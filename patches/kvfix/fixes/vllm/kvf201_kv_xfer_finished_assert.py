@@ -18,7 +18,8 @@ scheduler does not have, or that are neither finished nor waiting for a load. It
 object.
 
 ## Releases
-vLLM 0.32.0 and 0.33.0, with every connector that stores asynchronously.
+vLLM 0.11.2 to 0.33.0 by their code, with every connector that stores asynchronously. Played: 0.26.0, 0.32.0 and
+0.33.0.
 
 ## Upstream
 https://github.com/vllm-project/vllm/issues/43226, https://github.com/vllm-project/vllm/pull/56089 (open).

@@ -12,6 +12,8 @@ from kvfix_tools.diagnose.findings.lookups_seen import lookups_of
 from kvfix_tools.diagnose.findings.memory import PASTE
 
 if TYPE_CHECKING:
+    from collections.abc import Collection
+
     from kvfix_tools.diagnose.diagnosis import Diagnosis
     from kvfix_tools.diagnose.log_line import LogLine
 
@@ -56,13 +58,14 @@ _HASHES_DIFFER = re.compile(
 #: A setting in a file, as YAML has it; those that name a place, and how they are switched off.
 _IN_FILE = re.compile(r"(?m)^[ \t]{0,4}(chunk_size|local_cpu|local_disk|remote_url): *[\"']?([^\s#\"']+)")
 _PLACES, _OFF = ("local_disk", "remote_url"), ("none", "null", "false", "~")
-#: Whose line it is that a sentence quotes between backticks.
+#: Whose line it is that a sentence quotes between backticks, or that begins a line without its head.
 _QUOTED_LINES = {
     "No eviction candidates found in local cpu backend": "KVD402",
     "Local cpu memory under pressure": "KVD404",
     "Recovered from KV load failure: ": "KVD303",
     " due to KV load failure (failure_policy=fail": "KVD303",
 }
+_BARE = tuple(begin.encode() for begin in _QUOTED_LINES)
 _TITLE = re.compile(rb"(?m)^# .{0,200}?\"([^\"\n]{12,300})\"")
 #: One side of LMCache's P/D, and that the engine's processes are not there yet: so many lines, ten seconds apart.
 _SIDE = re.compile(r"(?:nixl|pd)_role['\"]?\s*[:=]\s*['\"]?(sender|receiver)")
@@ -73,9 +76,9 @@ _CONNECTOR = re.compile(
 )
 
 
-def _text(log: Diagnosis, whole: bool = False) -> str:
-    """What was pasted, if nothing is known of it."""
-    if log.findings or log.hit or log.counts.total() > PASTE:
+def _text(log: Diagnosis, whole: bool = False, instead: Collection[str] = ()) -> str:
+    """What was pasted, if nothing is known of it but what these findings say."""
+    if (log.findings and not instead) or log.hit or log.counts.total() > PASTE:
         return ""
     return b"\n".join(log.whole if whole else log.pasted).decode("utf-8", "replace")
 
@@ -88,12 +91,14 @@ def _is_open(log: Diagnosis) -> bool:
     return is_cut(first)
 
 
-def described(log: Diagnosis) -> Answer | None:
-    """The record that a text describes without a line of it: of several the one with most patterns."""
-    text, best = _text(log), None
+def described(log: Diagnosis, instead: Collection[str] = ()) -> Answer | None:
+    """The record that a text describes without a line of it: of several the one with most patterns.
+
+    instead: codes of what was found; then the record has to replace one of them."""
+    text, best = _text(log, instead=instead), None
     cut = log.failures.first is not None  # then it is no wrong answer
     for record in problems.catalogue() if text and _is_open(log) else ():
-        if cut and record.severity is not Severity.CRASH:
+        if (cut and record.severity is not Severity.CRASH) or (instead and not set(instead) & set(record.replaces)):
             continue
         if record.said and len(record.said) > len(best.said if best else ()) and record.concerns(log):
             best = record if all(re.search(each, text) for each in record.said) else best
@@ -104,12 +109,12 @@ def described(log: Diagnosis) -> Answer | None:
 
 
 def quoted(log: Diagnosis) -> Answer | None:
-    """The finding of a line that a sentence quotes, where no line of a log is there."""
+    """The finding of a line that a sentence quotes or that lost its head, where no other line tells more."""
     if log.failures.first is not None:
         return None
-    found = (each for text in log.whole for quotes in (pasted.QUOTED, _TITLE) for each in quotes.findall(text))
-    lines = (each.decode("utf-8", "replace") for each in found)
-    for line in lines:
+    quotes = [each for text in log.whole for within in (pasted.QUOTED, _TITLE) for each in within.findall(text)]
+    bare = [line for text in log.pasted for line in text.splitlines() if line.startswith(_BARE)]
+    for line in (each.decode("utf-8", "replace") for each in (*quotes, *bare)):
         code = next((code for begin, code in _QUOTED_LINES.items() if begin in line), None)
         if code is not None:
             return Answer(f"the text quotes `{line[:120]}`", request="", verdict="unknown", record=find(code))

@@ -46,7 +46,14 @@ def no_memory_to_be_had(log: Diagnosis, line: LogLine | None) -> Answer | None:
 def unpinned_twice(log: Diagnosis, line: LogLine) -> Answer | None:
     """A chunk was let go more often than it was taken: it may be evicted while it is read.
 
+    Cause: A lookup pins the chunks that it finds, and `lookup_unpin` releases them. The load releases them too:
+    `retrieve` of 0.5.2 to 0.5.5 in any set-up, `retrieve_layer` of 0.4.3 to 0.5.6 with `use_layerwise`, and 0.4.1 to
+    0.5.6 with `enable_async_loading`.
+
     Setting: `enable_async_loading: false` and `use_layerwise: false`.
+
+    Good: LMCache 0.5.6 where neither `use_layerwise` nor `enable_async_loading` is set; with either of them no release
+    is right yet: keep kvfix (KVF018, KVF013).
     """
     return Answer(f"pin count {line.fields['count']} of a chunk", request="")
 

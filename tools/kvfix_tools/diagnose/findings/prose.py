@@ -28,7 +28,18 @@ def beside_few_lines(log: Diagnosis) -> Answer | None:
     if log.findings or log.failures.dead or log.counts.total() > PASTE:
         return None
     later = (rule for rule in findings.rules().get("", ()) if rule.code > "KVD199")
-    return None if any(rule.look(log, None) for rule in later) else symptom(log)
+    if any(rule.look(log, None) for rule in later):
+        return None
+    works = log.counts["stored"] or log.counts["retrieved"] or log.counts["asked"]
+    return symptom(log) or (None if works else general_words(log))
+
+
+def general_words(log: Diagnosis) -> Answer | None:
+    """The kind of failure that a line without its logger's head names, or a quotation."""
+    known = pasted.general_by_words(log)
+    if known is None:
+        return None
+    return Answer(f"the text has its words: {known.words}", request="", verdict="unknown", record=known.record)
 
 
 @lru_cache(maxsize=8)

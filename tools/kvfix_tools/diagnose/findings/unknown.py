@@ -11,7 +11,7 @@ from kvfix_tools.diagnose.findings import Answer, LogRule, Severity, find, findi
 from kvfix_tools.diagnose.findings.described import cut_off, described, quoted
 from kvfix_tools.diagnose.findings.memory import PASTE
 from kvfix_tools.diagnose.findings.pastes import is_paste
-from kvfix_tools.diagnose.findings.prose import beside_few_lines, symptom, too_large_in_words
+from kvfix_tools.diagnose.findings.prose import beside_few_lines, general_words, symptom, too_large_in_words
 from kvfix_tools.diagnose.grammar_vllm import RELEASE_IN
 from kvfix_tools.diagnose.set_by import settings
 
@@ -43,7 +43,8 @@ def unknown_failure(log: Diagnosis, line: LogLine | None) -> Answer | None:
     `kvfix-diagnose LOG --issue FILE.md`. `kvfix run --mode strict -- CMD` says which rule of a connector broke first.
     """
     if any(found.rule.severity in _EXPLAINS for found in log.findings):
-        return None
+        in_doubt = all(found.verdict == "unknown" for found in log.findings)
+        return described(log, {found.rule.code for found in log.findings}) if in_doubt else None
     first = log.failures.first
     worse = any(found.rule.severity is not Severity.RISK for found in log.findings)  # a risk explains no error
     if first is not None and worse and (first.name == "logged" or is_cut(first)):
@@ -101,6 +102,9 @@ def _of_a_cut(log: Diagnosis, first: LogLine, general: problems.Problem | None) 
     for logged, record in said:
         if record is not None:
             return _general_answer(log, logged, record)
+    asserted = pasted_named.by_assertion(log)
+    if asserted is not None:
+        return asserted[1]._replace(request="", verdict="unknown", evidence=_evidence(log, first), record=asserted[0])
     large = too_large_in_words(log)
     if large is not None:
         return large._replace(request="", verdict="unknown", evidence=_evidence(log, first))
@@ -188,7 +192,11 @@ def _left(
     if named is not None:
         return named.record, named.sentence
     ended = pasted_ends.by_its_end(log, first)
-    return (None, "") if ended is None else (ended[0], f"the text ends in {ended[1][-200:]}")
+    if ended is None:
+        return None, ""
+    # What the text complains of is more than a warning of a start.
+    said = described(log) if first is None and ended[0].severity is not Severity.CRASH else None
+    return (said.record, said.sentence) if said is not None else (ended[0], f"the text ends in {ended[1][-200:]}")
 
 
 def _has_lines(log: Diagnosis) -> bool:
@@ -211,10 +219,7 @@ def _in_prose(log: Diagnosis) -> Answer | None:
     said = described(log) if named is None or named.record.general else None
     if said is not None or named is not None:
         return said or named
-    known = pasted.general_by_words(log)
-    if known is None:
-        return None
-    return Answer(f"the text has its words: {known.words}", request="", verdict="unknown", record=known.record)
+    return general_words(log)
 
 
 def _beside_risks(log: Diagnosis) -> Answer | None:

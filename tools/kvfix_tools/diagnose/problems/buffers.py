@@ -51,8 +51,7 @@ PROBLEMS = (
         ),
         said=(
             r"(?i)fail\w* to allocate|allocation fail|(?:cannot|can ?not|can't) be allocated",
-            r"(?i)\blocal_disk|local disk|disk backend",
-            r"(?i)\b(?:load|read|retriev|get)",
+            r"(?i)\b(?:load|read|retriev|get)[^.\n]{0,60}(?:\b|local_)disk|disk[ _]?(?:load|read|backend)",
             r"(?i)lmcache",
         ),
         sentence="the CPU pool is full, and what is read from disk goes through it",

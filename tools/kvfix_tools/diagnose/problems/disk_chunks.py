@@ -18,6 +18,8 @@ PROBLEMS = (
         shows=(
             Failed(kind="KeyError", within="local_disk_backend.py:load_bytes_from_disk"),
             Failed(kind="KeyError", within="local_disk_backend.py:batched_async_load_bytes_from_disk"),
+            # Of a traceback that was cut before its last frame.
+            Failed(kind="KeyError", within="local_disk_backend.py:get_blocking", source="load_bytes_from_disk("),
         ),
         sentence="a chunk's file was gone, its entry was dropped, and then asked for",
         connectors=_IN_PROCESS,
@@ -56,7 +58,6 @@ PROBLEMS = (
         shows=(
             Failed(kind="FileNotFoundError", within="local_disk_backend.py:load_bytes_from_disk"),
             Failed(kind="FileNotFoundError", within="local_disk_backend.py:load_disk"),
-            Failed(kind="FileNotFoundError", within="local_disk_backend.py:get_blocking"),
             Failed(kind="FileNotFoundError", within="local_disk_backend.py:async_load_bytes_from_disk"),
             # Of ranks whose lines are mixed: a chunk's name, in a load.
             Failed(kind="FileNotFoundError", text="'<path>@<ranks>@<rank>@<chunk>.pt'", within="start_load_kv"),

@@ -42,12 +42,15 @@ PROBLEMS = (
         shows=(
             Failed(kind="StopIteration", within="vllm_v1_adapter.py:wait_for_save"),
             Failed(kind="StopIteration", within="vllm_v1_adapter.py:save_kv_layer"),
+            # What vLLM's context manager makes of it.
+            Failed(kind="RuntimeError", text="generator raised StopIteration", within="_get_kv_connector_output"),
         ),
         said=(
             r"(?is)\A(?!.*(?:freez|frozen|unhealthy)).*StopIteration",
             r"(?i)layer-?wise|save_kv_layer|store_layer|KV save path",
             r"wait_for_save|(?i:exhausted|advanced|async[-_ ]scheduling)",
         ),
+        replaces=("KVD1132",),
         sentence="a layerwise store of another request had ended already",
         connectors=_IN_PROCESS,
         releases={"lmcache": "<0.3.15"},

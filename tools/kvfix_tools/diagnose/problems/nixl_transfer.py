@@ -166,7 +166,8 @@ PROBLEMS = (
         "heartbeats do not renew the lease (vllm#53095): it ends although decode waits.",
         now='look at decode\'s log of that time; `"kv_connector_extra_config": {"kv_lease_duration": 300}` on both'
         " sides",
-        good="decode fast enough for what prefill sends; a router that aborts on both sides",
+        good="decode fast enough for what prefill sends, or, with NixlPushConnector, a lease longer than the longest "
+        "wait; a router that aborts on both sides",
         threads=("https://github.com/aws-samples/aws-do-eks/issues/84", f"{_ISSUES}/53095"),
     ),
     Problem(
@@ -229,6 +230,8 @@ PROBLEMS = (
             Failed(kind="KeyError", within="get_finished", source="del self._reqs_to_send[req_id]"),
             Failed(kind="KeyError", within="get_finished", source="self._reqs_to_process.remove(req_id)"),
         ),
+        said=(r"KeyError", r"_reqs_to_(?:send|process)\b", r"(?i)nixl"),
+        replaces=("KVD586",),
         connectors=("NixlConnector", "MultiConnector"),
         releases={"vllm": "<0.11.2"},
         sure=False,

@@ -43,8 +43,9 @@ PROBLEMS = (
         said=(r"LMCServerConnector|\blm://", r"(?i)broken pipe|\bEPIPE\b|\bre-?connect", r"(?i)\brestart|\brolled?\b"),
         connectors=_IN_PROCESS,
         cause="A dead socket gives 0 bytes where an answer should be. The connector opens its socket once and keeps "
-        "it; the error is logged, and the next question goes to the same socket. vLLM's V0 connector raises it into the "
-        "engine (HTTP 500). Where the server's own log ends in an exception, the request that it failed at ends it again.",
+        "it; the error is logged, and the next question goes to the same socket. vLLM's V0 connector raises it into "
+        "the engine (HTTP 500). Where the server's own log ends in an exception, the request that it failed at ends "
+        "it again.",
         now="restart vLLM after the lm server (python -m lmcache.v1.server, lmcache_server) is up again",
         good="no release of LMCache reconnects an lm:// socket (0.5.6): redis:// or valkey://, or `lmcache server` "
         "with LMCacheMPConnector",
