@@ -5,6 +5,7 @@ from __future__ import annotations
 from kvfix_tools.diagnose import advice
 from tests.diagnose.lines import NEWEST, codes, diagnose, logged, version, vllm
 from tests.diagnose.releases import CORE
+from tests.diagnose.test_problems import VLLM
 
 
 def test_an_exception_of_a_sentence_tells_what_a_doubted_line_leaves_open() -> None:
@@ -121,3 +122,18 @@ def test_a_fix_names_its_releases_where_the_log_does_not_name_one() -> None:
     assert "KVF013 fetched-chunks-released-twice (for LMCache 0.4.1 to " in advice.remedy(log, log.findings[0]).now
     log = diagnose(version(NEWEST), twice)
     assert "KVF013 fetched-chunks-released-twice: kvfix run" in advice.remedy(log, log.findings[0]).now
+
+
+def test_what_a_text_tells_replaces_the_kind_of_failure() -> None:
+    ended = "nixlRemoteDisconnectError: NIXL_ERR_REMOTE_DISCONNECT\n"
+    sent = "Decode was restarted, and UCX AM send failed with status -80 (Endpoint timeout) in NIXL.\n"
+    assert codes(diagnose(ended)) == ["KVD373"]
+    assert codes(diagnose(sent, ended)) == ["KVD1726"]
+    assert codes(diagnose(sent.replace("restarted", "slow"), ended)) == ["KVD373"]
+
+
+def test_a_store_that_was_refused_explains_a_cut_traceback() -> None:
+    refused = VLLM.format(level="WARNING", text="Cannot store 21 blocks")
+    cut = cut_at('"/vllm/v1/core/sched/scheduler.py", line 7, in _build_kv_connector_meta', "return self.connector.x(")
+    assert codes(diagnose(cut)) == ["KVD1148"]
+    assert codes(diagnose(refused, cut)) == ["KVD155"]

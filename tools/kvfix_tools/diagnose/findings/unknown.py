@@ -42,9 +42,10 @@ def unknown_failure(log: Diagnosis, line: LogLine | None) -> Answer | None:
     Setting: look at the code and the hook that the sentence names; report it there with
     `kvfix-diagnose LOG --issue FILE.md`. `kvfix run --mode strict -- CMD` says which rule of a connector broke first.
     """
-    if any(found.rule.severity in _EXPLAINS for found in log.findings):
-        in_doubt = all(found.verdict == "unknown" for found in log.findings)
-        return described(log, {found.rule.code for found in log.findings}) if in_doubt else None
+    in_doubt = all(found.verdict == "unknown" for found in log.findings)
+    instead = described(log, {found.rule.code for found in log.findings}) if log.findings and in_doubt else None
+    if instead is not None or any(found.rule.severity in _EXPLAINS for found in log.findings):
+        return instead
     first = log.failures.first
     worse = any(found.rule.severity is not Severity.RISK for found in log.findings)  # a risk explains no error
     if first is not None and worse and (first.name == "logged" or is_cut(first)):
@@ -65,6 +66,9 @@ def unknown_failure(log: Diagnosis, line: LogLine | None) -> Answer | None:
 
 
 def _general_answer(log: Diagnosis, first: LogLine, general: problems.Problem | None) -> Answer:
+    instead = described(log, {general.code}) if general is not None else None
+    if instead is not None:
+        return instead._replace(evidence=_evidence(log, first))
     return Answer(
         _sentence(log, first),
         request=str(first.fields.get("request", "")),

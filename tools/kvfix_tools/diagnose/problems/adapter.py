@@ -147,6 +147,10 @@ PROBLEMS = (
                 within="lmcache_connector_v1.py:__init__",
             ),
         ),
+        said=(
+            r"LMCacheConnectorV1Dynamic",
+            r"'NoneType' object has no attribute 'name'|\brole (?:is|was|to be|becomes) [`'\"]?None",
+        ),
         sentence="the connector has no role",
         releases={"lmcache": "<0.3.14"},
         cause="vLLM 0.13 and newer make a connector with (config, role, kv_cache_config). Builds of LMCache "

@@ -207,7 +207,8 @@ PROBLEMS = (
         "hits (`need to load` is 0 or below), nothing is loaded, and only the lookups count.",
         now="a panel of num_lookup_hits / num_lookup_tokens for LMCache, vllm:prefix_cache_hits for vLLM; loads show "
         "with --no-enable-prefix-caching, or after more tokens than the GPU holds",
-        good="nothing has to change",
+        good="LMCache 0.3.15 for num_vllm_hit_tokens, which then counts every request with a hit; else nothing has to "
+        "change",
         sure=False,
         threads=(_STACK + "issues/818", _LMCACHE + "issues/2574"),
     ),

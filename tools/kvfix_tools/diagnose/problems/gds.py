@@ -57,6 +57,7 @@ PROBLEMS = (
             Logged("GDS write operation failed for key <key> at path"),
             Logged("GDS/cuFile write operation failed for key <key> at path"),
             Logged("GDS read failed for <path>: "),
+            Logged("error creating udev_device for block device dev_no: <device>"),  # of cufile.log
             Logged("CuFile read failed for <path>: "),
             Logged("Error saving <path>: "),
             Logged("Error loading <path>: ret: "),

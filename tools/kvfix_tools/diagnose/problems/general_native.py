@@ -51,10 +51,11 @@ PROBLEMS = (
         shows=either("CUDA error: invalid argument", "CUDA error: invalid configuration argument"),
         cause="A kernel that asks for more shared memory, threads or a feature than this GPU has (built for another "
         "architecture: kernels for 9.0 and 10.0 on 12.0), or a copy of memory that is not allocated or registered. The "
-        "innermost frame is near: a quantization or attention kernel is the first, a copy of KV the second.",
+        "innermost frame is near: a quantization or attention kernel is the first, a copy of KV the second; at a start "
+        "with LMCache it may be the pinning of its CPU pool.",
         now="nvidia-smi --query-gpu=compute_cap --format=csv,noheader, then another --attention-backend or "
         "--moe-backend (or the model without that quantization); once without --kv-transfer-config decides whether the "
-        "connector has part in it",
+        "connector has part in it, once with LMCACHE_MAX_LOCAL_CPU_SIZE=5 whether it is pinning",
         good="a build whose kernels are for this GPU",
         sure=False,
     ),

@@ -32,7 +32,7 @@ PROBLEMS = (
         shows=(Failed(text="No module named 'lmcache'"), Logged(text="No module named 'lmcache'")),
         said=(
             r"ModuleNotFoundError\b[`'\"]*,? (?:for|of|on|about|with) (?:the )?(?:module )?[`'\"]?lmcache(?![.\w])"
-            r"|No module named [`'\"]lmcache[`'\"]",
+            r"|No module named [`'\"]lmcache[`'\"]|\blmcache [`'\"]?ModuleNotFoundError",
         ),
         cause="LMCache is missing, or was installed for another Python than the one that runs vLLM.",
         now="$(dirname $(readlink -f $(which vllm)))/python -m pip install lmcache, or the image lmcache/vllm-openai",

@@ -292,7 +292,7 @@ PROBLEMS = (
         "the old connection was known (`status -80 (Endpoint timeout)` before it), else two different UCX in one "
         "process.",
         now="restart both engines together, the crashed one last; no UCX of the system in LD_LIBRARY_PATH",
-        good="a nixl newer than 1.3.1 (nixl issue 1986 is closed; in which release is not known here)",
+        good="a nixl newer than 1.3.2 (nixl issue 1986 is closed; 1.3.2 is reported to have it still)",
         threads=(
             f"{_ISSUES}/49238",
             "https://github.com/ai-dynamo/nixl/issues/1986",

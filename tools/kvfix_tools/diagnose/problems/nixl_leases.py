@@ -125,4 +125,26 @@ PROBLEMS = (
             f"{_PULLS}/51777",
         ),
     ),
+    Problem(
+        code="KVD1726",
+        name="ucx-endpoint-of-a-restarted-peer",
+        severity=Severity.HANG,
+        title="After a peer was restarted NIXL goes on with the failed endpoint of the old one.",
+        shows=(),
+        said=(
+            r"status -80 \(Endpoint timeout\)|state CONNECTED -> FAILED",
+            r"(?i)\brestart",
+            r"(?i)\bnixl",
+        ),
+        replaces=("KVD373",),
+        sure=False,
+        cause="UCX has given up the endpoint, and NIXL keeps it. The next request to this address ends in "
+        "NIXL_ERR_REMOTE_DISCONNECT and hangs, or the worker dies in loadRemoteMD (KVD562).",
+        now="restart both engines together, the one that was not restarted last",
+        good="a nixl newer than 1.3.2 (nixl issue 1986)",
+        threads=(
+            "https://github.com/vllm-project/vllm/issues/49238",
+            "https://github.com/ai-dynamo/nixl/issues/1986",
+        ),
+    ),
 )

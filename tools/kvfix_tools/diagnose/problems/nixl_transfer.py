@@ -24,9 +24,10 @@ PROBLEMS = (
         cause="The exception below that line decides: `zmq.error.Again` no answer came, `engine ID mismatch` another "
         "engine answers, `compatibility hash mismatch` other settings, `NIXL_ERR_BACKEND` (loadRemoteMD) no way for "
         "UCX, or another tensor parallel size than prefill's, an assertion: the two do not fit.",
-        now="read the exception below it; start prefill, and set VLLM_NIXL_SIDE_CHANNEL_HOST there to the address"
-        ' that decode can reach; `"kv_load_failure_policy": "recompute"` on decode (vLLM 0.15 or later) '
-        "answers requests meanwhile; `NIXL_ERR_BACKEND` with two sizes: the same --tensor-parallel-size on both",
+        now="read the exception below it; start prefill (if it crashed, its own log says why), and set "
+        "VLLM_NIXL_SIDE_CHANNEL_HOST there to the address that decode can reach; "
+        '`"kv_load_failure_policy": "recompute"` on decode (vLLM 0.15 or later) answers requests meanwhile; '
+        "`NIXL_ERR_BACKEND` with two sizes: the same --tensor-parallel-size on both",
         good="the set-up that the exception names; before vLLM 0.26.0 a failed handshake may also kill decode (KVD576)",
         threads=(
             f"{_PULLS}/26171",

@@ -142,6 +142,7 @@ PROBLEMS = (
         shows=(Logged("Cannot store <number> blocks"),),
         sentence="{number} blocks",
         releases={"vllm": "<0.11.1"},
+        replaces=("KVD1148",),
         sure=False,
         cause="All blocks of the tier are in use, so that nothing can be evicted. That release then goes on as if the "
         "request's blocks were stored, and a later step fails (pull 27697). The traceback after this line decides.",

@@ -55,7 +55,8 @@ PROBLEMS = (
         "vLLM before 0.26 its KV group is offloaded with wrong block numbers; fp8 or different page sizes before "
         "0.20.2 too. Else open: with very many copies the driver itself is suspected.",
         now="without OffloadingConnector (--kv-offloading-size), or without --speculative-config; restart",
-        good="vLLM 0.26.0 for draft models; no release is known to be right for all (vllm#40259 is open)",
+        good="vLLM 0.20.2 for fp8 or different page sizes, 0.26.0 for draft models; no release is known to be right "
+        "for all (vllm#40259 is open)",
         threads=(
             f"{_ISSUES}/40259",
             f"{_ISSUES}/39491",
