@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from kvfix_tools.diagnose import advice
 from tests.diagnose.lines import NEWEST, codes, diagnose, logged, version, vllm
 from tests.diagnose.releases import CORE
@@ -137,3 +139,21 @@ def test_a_store_that_was_refused_explains_a_cut_traceback() -> None:
     cut = cut_at('"/vllm/v1/core/sched/scheduler.py", line 7, in _build_kv_connector_meta', "return self.connector.x(")
     assert codes(diagnose(cut)) == ["KVD1148"]
     assert codes(diagnose(refused, cut)) == ["KVD155"]
+
+
+def test_an_assertion_may_go_on_in_the_next_lines() -> None:
+    file, bound = "vllm/offloading/scheduler.py\nAssertionError:\n    num_pending_gpu_blocks\n", "    <= sliding_"
+    assert codes(diagnose(file, f"{bound}window_size_in_blocks * block_size_factor\n")) == ["KVD603"]
+    assert codes(diagnose(file)) != ["KVD603"]
+
+
+@pytest.mark.parametrize(("release", "verdict"), [("0.3.12", "unknown"), (NEWEST, "violated")])
+def test_a_chunk_may_have_been_evicted_where_a_load_does_not_ask_again(release: str, verdict: str) -> None:
+    log = diagnose(version(release), logged(release, "unretrievable"), logged(release, "short", 0, 31))
+    assert [(found.rule.code, found.verdict) for found in log.findings] == [("KVD1090", verdict)]
+
+
+def test_a_cut_traceback_is_shown_where_it_ends() -> None:
+    frame = '"/lmcache/v1/any.py", line 7, in allocate'
+    log = diagnose("a word\n", cut_at(frame, "self.pool.take("), "```\n")
+    assert str(log.findings[0].evidence[0]).endswith(":4: self.pool.take(")

@@ -40,8 +40,8 @@ class Scanner:
         self._stacks = Stacks()
         #: {process: an assertion that stands alone}
         self._source: dict[str, str] = {}
-        #: The last process of a traceback, and the place of vLLM's statement that logged it.
-        self._placed = ("", "")
+        #: Of the last line of a traceback: its process, the place of the statement that logged it, its number and body.
+        self._placed = ("", "", 0, b"")
         #: {from LMCache's frame to the line's end: what it says}
         self._framed: dict[bytes, Framed] = {}
         #: {a line of another logger: what it says}
@@ -93,8 +93,10 @@ class Scanner:
     def end(self) -> Iterator[LogLine]:
         """The input has ended: tracebacks that were cut off."""
         for process, raised in self._tracebacks.cut():
-            place = self._placed[1] if process == self._placed[0] else ""
-            yield self._raised(raised, "", process, self._number, b"", place)
+            last, place, number, body = self._placed
+            if process != last:
+                place, number, body = "", self._number, b""
+            yield self._raised(raised, "", process, number, body, place)
         stack = self._stacks.end()
         if stack is not None:
             yield self._stack(stack, self._number)
@@ -193,7 +195,7 @@ class Scanner:
                 return found
         inside, raised = self._tracebacks.take(other.process, other.part)
         if inside:
-            self._placed = (other.process, other.place)
+            self._placed = (other.process, other.place, number, other.body)
         if raised is not None:
             found.append(self._raised(raised, other.level, other.process, number, other.body, other.place))
         if not inside and other.body.lstrip().startswith(b"assert "):

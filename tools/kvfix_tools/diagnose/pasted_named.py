@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 #: An assertion in prose or in a piece of source, and names of functions around it; how many of these are tried.
 _ASSERTED = re.compile(rb"\b(?:assert |AssertionError: (?=[\w.()]+ (?:[=!<>]=|[<>]|is|in|not) ))([^`\n#]{8,200})")
 _NAME, _NAMES = re.compile(rb"\b_?[a-z]\w*_\w+"), 40
+#: Where an assertion goes on in the next line.
+_OF_ONE = re.compile(rb"(?<=AssertionError:)\s*\n\s+|\n\s+(?=(?:[=!<>]=|[<>]|and|or|in|is|not) )")
 #: A sentence that says that one failed; names in what it asserts.
 _SAYS, _OWN_NAMES = re.compile(r"(?i)\bassert(?:s|ion)?\b|\u65ad\u8a00"), re.compile(r"\w+(?:\.\w+)+|\w+_\w+")
 #: An exception with its text in prose.
@@ -136,7 +138,7 @@ def _assertions(text: bytes) -> Iterator[tuple[str, list[str], list[str], bool]]
 
     Prose may go on behind a condition without a mark: one that the releases have ends where theirs does."""
     named = list(dict.fromkeys(name.decode() for name in _NAME.findall(text)))[:_NAMES]
-    for asserted in _ASSERTED.findall(text):
+    for asserted in _ASSERTED.findall(_OF_ONE.sub(b" ", text)):
         words = _closed(asserted.decode("utf-8", "replace").strip())
         condition = checks.begun_by(words)
         yield condition or words, named, sorted(checks.functions_of(condition or words)), bool(condition)

@@ -7,11 +7,14 @@ from typing import NamedTuple
 
 from kvfix_tools.diagnose.tracebacks import Frame
 
-_PROCESS = re.compile(rb"^\s*Process (?P<pid>\d+): ?(?P<name>[^\n]{0,200})")
+#: A report may have a name in place of a number, and a remark behind a frame.
+_PROCESS = re.compile(rb"^\s*Process (?P<pid>\d+|<\w+>): ?(?P<name>[^\n]{0,200})")
 _THREAD = re.compile(
-    rb'^\s*Thread (?:0x)?[0-9A-Fa-f]+ \((?P<state>idle|active|active\+gil)\)(?:: "(?P<name>[^"\n]*)")?'
+    rb'^\s*Thread (?:(?:0x)?[0-9A-Fa-f]+|<\w+>) \((?P<state>idle|active|active\+gil)\)(?:: "(?P<name>[^"\n]*)")?'
 )
-_FRAME = re.compile(rb"^\s+(?P<function>[^\s(]+) +\((?P<file>[^()\n]+?)(?::(?P<line>\d{1,9}))?\)\s*$")
+_FRAME = re.compile(
+    rb"^\s+(?P<function>[^\s(]+) +\((?P<file>[^()\n]+?)(?::(?P<line>\d{1,9}))?\)\s*(?:(?:<-|#).{0,80})?$"
+)
 #: gdb's: `Thread 12 (Thread 0x7f.. (LWP 77) "name"):`, `#1  0x00.. in name (x=7) from lib.so`, or `at file.c:7`.
 _GDB_THREAD = re.compile(
     rb'^Thread \d+ \((?:Thread 0x[0-9a-f]+ \()?LWP (?P<lwp>\d+)\)?(?: "(?P<name>[^"\n]{0,80})")?\)?'

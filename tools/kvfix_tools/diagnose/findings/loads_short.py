@@ -28,9 +28,10 @@ _STAGE = re.compile(r"(?:\bPP|_PP)[1-9]|\bRayWorker")
 def store_does_not_give_what_it_lists(log: Diagnosis, line: LogLine) -> Answer | None:
     """The store lists chunks and gives nothing for their keys: the load comes short.
 
-    Cause: the worker asked its own store, was told that the chunk is there, and got none (cache_engine.py, `The cache
-    block is in the storage, but it can't be retrieved`); chunks in CPU memory alone cannot do that. Mooncake: the
-    master still lists what lay on a client that is gone or was restarted. Redis: the header is left and the data was
+    Cause: the worker's store lists the chunk, and gave none (cache_engine.py, `The cache block is in the storage, but
+    it can't be retrieved`). LMCache 0.3.9 to 0.3.12 with one backend alone do not ask it again after the lookup: there
+    the chunk may also have been evicted from CPU memory meanwhile (a larger `max_local_cpu_size`). Mooncake: the master
+    still lists what lay on a client that is gone or was restarted. Redis: the header is left and the data was
     evicted, or the client timed out. S3: what a lifecycle rule or another writer deletes LMCache remembers until vLLM
     is restarted (pull 4745). Disk: the file is gone. Each of them: no room in the CPU pool to read it into, which has
     a line of its own.
@@ -42,18 +43,21 @@ def store_does_not_give_what_it_lists(log: Diagnosis, line: LogLine) -> Answer |
     KVF203), since in no release does vLLM forget the blocks of a failed load.
     """
     short = _missing(line)
-    return Answer(short) if short and log.counts["unretrievable"] else None
+    if not short or not log.counts["unretrievable"]:
+        return None
+    evicted = log.releases.within("lmcache", "<0.3.13")  # from then on the store is asked at the load too
+    return Answer(short, verdict="unknown" if evicted else "violated")
 
 
 @finding("KVD302", "load-comes-short", Severity.WRONG, on=["retrieved", "short", "load_failed"])
 def load_comes_short(log: Diagnosis, line: LogLine) -> Answer | None:
     """What was hit could not be loaded. vLLM computes it again; what is stored meanwhile may be wrong.
 
-    Cause: between lookup and load the chunks were evicted or their pins ran out, or the backend lost them. Older
-    releases of LMCache also lose loads by themselves: before 0.3.3 rank 0 alone is asked, so that the other ranks'
-    chunks are not pinned (pull 1101), and what a peer sends with `enable_p2p` is not counted; in 0.3.1 tokens are cut
-    off wrongly (with `skip_last_n_tokens` twice); before August 2025 engines on one machine answer each other's lookups
-    (pull 1166); before 0.3.9.post1 no rank of a later stage of a pipeline is asked (pull 1813).
+    Cause: between lookup and load the chunks were evicted or their pins ran out, or the backend lost them; LMCache
+    before 0.3.9.post1 also loses loads by itself. These are: before 0.3.3 rank 0 alone is asked, so that the chunks of
+    the others are not pinned (pull 1101), and what a peer sends with `enable_p2p` is not counted; in 0.3.1 tokens are
+    cut off wrongly (with `skip_last_n_tokens` twice); before August 2025 engines on one machine answer each other's
+    lookups (pull 1166); before 0.3.9.post1 no rank of a later stage of a pipeline is asked (pull 1813).
 
     First: LMCache before 0.3.9.post1: a newer one, until then `skip_last_n_tokens` at 0 and `enable_p2p: false`; else a
     larger `max_local_cpu_size` (NIXL storage: `nixl_buffer_size`).

@@ -30,6 +30,10 @@ def pins_run_out(log: Diagnosis, line: LogLine) -> Answer | None:
 def no_memory_to_be_had(log: Diagnosis, line: LogLine | None) -> Answer | None:
     """A worker waits for memory of the CPU cache that is never freed.
 
+    Cause: what is in it is pinned, being written or loaded, so that nothing can be evicted. With `local_cpu: false` it
+    is a buffer from which nothing is ever evicted: a load that finds it full waits for ever (KVF016). With
+    `enable_async_loading` LMCache 0.3.10 to 0.3.15 never releases what a lookup fetched and no load took (KVF012).
+
     Setting: `local_cpu: true`, a larger `max_local_cpu_size`, fewer requests at once.
 
     Normal: a few lines under load.

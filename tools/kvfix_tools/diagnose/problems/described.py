@@ -175,7 +175,7 @@ PROBLEMS = (
         said=(
             _OF_LMCACHE,
             r"(?i)remote|cache.?server|lmcache_server|redis",
-            r"(?i)bootstrap|not (?:yet )?(?:up|ready)|before (?:the )?(?:\w+ ){0,2}(?:server|storage|store|redis)",
+            r"(?i)\bbootstrap\b|not (?:yet )?(?:up|ready)|before (?:the )?(?:\w+ ){0,2}(?:server|storage|store|redis)",
             r"(?i)crash|fail|error|cannot",
         ),
         cause="LMCache connects when it starts. A store that does not answer then ends the worker, or leaves the "

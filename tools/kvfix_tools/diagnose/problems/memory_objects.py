@@ -119,6 +119,7 @@ PROBLEMS = (
                 "lmcache/v1/lookup_client/lmcache_async_lookup_client.py",
             ),
         ),
+        replaces=("KVD211",),
         connectors=_IN_PROCESS,
         releases={"lmcache": ">=0.3.10"},
         cause="The error after the colon decides. Empty: an assertion without a text; with decode context parallelism "

@@ -25,6 +25,7 @@ PROBLEMS = (
             Logged("Skipping KV cache transfer for request <request> because a previous transfer failed"),
             Failed(kind="RuntimeError", text="Mooncake transfer failed, ret: <ret>"),
         ),
+        replaces=("KVD202",),
         sure=False,
         cause="The link of the NPUs or its time limit: `Failed to connect to target ... status: 103900` just before "
         "it: no connection; `Sync batch data transfer timeout` or `Transfer slice failed with status: 503900`: the "
