@@ -157,3 +157,11 @@ def test_a_cut_traceback_is_shown_where_it_ends() -> None:
     frame = '"/lmcache/v1/any.py", line 7, in allocate'
     log = diagnose("a word\n", cut_at(frame, "self.pool.take("), "```\n")
     assert str(log.findings[0].evidence[0]).endswith(":4: self.pool.take(")
+
+
+def test_a_line_that_only_heads_a_traceback_says_that_it_is_cut() -> None:
+    line = VLLM.format(level="ERROR", text="WorkerProc hit an exception.")
+    assert codes(diagnose(line)) == ["KVD1148"]
+    warned = "Hybrid KV cache manager is disabled for this hybrid model, This means\n"
+    assert codes(diagnose(warned, line)) == ["KVD650"]
+    assert codes(diagnose(line.replace("exception.", "exception. It is broken"))) != ["KVD1148"]

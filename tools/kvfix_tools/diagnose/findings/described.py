@@ -38,8 +38,8 @@ _FAILS = re.compile(r"(?i)fail|crash|error|exception|n't (?:start|work)|not (?:s
 #: A server that is started, LMCache's variables, and any connector.
 _SERVES = re.compile(r"\bvllm serve\b|openai\.api_server\b|non-default args")
 _VARIABLE = re.compile(r"\bLMCACHE_(?!USE_EXPERIMENTAL|LOG|TRACK|IMAGE|VERSION|TAG|DIR|HOME)[A-Z_]+\b")
-#: A line of which no more is left than its level and a part of its date.
-_CUT = re.compile(rb"\s*ERROR[\s\d:-]*")
+#: A line of which no more is left than its level and a part of its date, or that only heads a traceback.
+_HEAD = re.compile(rb"\s*ERROR[\s\d:-]*|WorkerProc hit an exception\.")
 #: A disk of LMCache's in its own process, a restart, and what is then done again.
 _DISK = re.compile(r"LocalDiskBackend|local_disk['\"]?\s*[:=]\s*(?!null|None|false|~)\S|LMCACHE_LOCAL_DISK\W")
 _RESTARTS = re.compile(r"(?i)\brestart|\bshut(?:ting)? ?down and|start(?:ing|ed)? (?:it )?(?:up )?again|\breboot")
@@ -86,9 +86,12 @@ def _text(log: Diagnosis, whole: bool = False, instead: Collection[str] = ()) ->
 def _is_open(log: Diagnosis) -> bool:
     """Whether no failure is shown, or one of which what it says was cut off."""
     first = log.failures.first
-    if first is None or (first.name == "logged" and _CUT.fullmatch(first.body)):
-        return True
-    return is_cut(first)
+    return first is None or is_head(first) or is_cut(first)
+
+
+def is_head(line: LogLine) -> bool:
+    """Whether a line says no more than that something failed: the traceback below it is not there."""
+    return line.name == "logged" and _HEAD.fullmatch(line.body) is not None
 
 
 def described(log: Diagnosis, instead: Collection[str] = ()) -> Answer | None:

@@ -5,22 +5,19 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from kvfix_tools.diagnose import checks, pasted, pasted_ends, pasted_named, problems, problems_cut
-from kvfix_tools.diagnose.failures import HOOKS, hook, is_cut, owner
-from kvfix_tools.diagnose.findings import Answer, LogRule, Severity, find, finding
-from kvfix_tools.diagnose.findings.described import cut_off, described, quoted
+from kvfix_tools.diagnose import pasted, pasted_ends, pasted_named, problems, problems_cut
+from kvfix_tools.diagnose.failures import HOOKS, is_cut
+from kvfix_tools.diagnose.findings import Answer, LogRule, Severity, find, finding, first_error
+from kvfix_tools.diagnose.findings.described import cut_off, described, is_head, quoted
 from kvfix_tools.diagnose.findings.memory import PASTE
 from kvfix_tools.diagnose.findings.pastes import is_paste
 from kvfix_tools.diagnose.findings.prose import beside_few_lines, general_words, symptom, too_large_in_words
 from kvfix_tools.diagnose.grammar_vllm import RELEASE_IN
-from kvfix_tools.diagnose.set_by import settings
 
 if TYPE_CHECKING:
     from kvfix_tools.diagnose.diagnosis import Diagnosis
     from kvfix_tools.diagnose.log_line import LogLine
 
-#: What an exception's bare name lacks.
-_CUT = ", without a text: the last lines of its traceback, above it, would tell which"
 #: What a text may name as the cause, and what it says of any engine that dies.
 _OF_ANY_DEATH = {"EngineDeadError", "RuntimeError", "Exception"}
 _CLASS = re.compile(rb"\b[A-Z]\w*(?:Error|Exception)\b")
@@ -62,18 +59,20 @@ def unknown_failure(log: Diagnosis, line: LogLine | None) -> Answer | None:
         return _without_failure(log)
     if is_cut(first):
         return _of_a_cut(log, first, general)
+    if is_head(first):
+        return _not_certain(log, first, find("KVD1148"))
     return _general_answer(log, first, general)
 
 
 def _general_answer(log: Diagnosis, first: LogLine, general: problems.Problem | None) -> Answer:
     instead = described(log, {general.code}) if general is not None else None
     if instead is not None:
-        return instead._replace(evidence=_evidence(log, first))
+        return instead._replace(evidence=first_error.evidence(log, first))
     return Answer(
-        _sentence(log, first),
+        first_error.sentence(log, first),
         request=str(first.fields.get("request", "")),
         verdict="violated" if general is None or general.sure else "unknown",
-        evidence=_evidence(log, first),
+        evidence=first_error.evidence(log, first),
         record=general,
     )
 
@@ -108,15 +107,20 @@ def _of_a_cut(log: Diagnosis, first: LogLine, general: problems.Problem | None) 
             return _general_answer(log, logged, record)
     asserted = pasted_named.by_assertion(log)
     if asserted is not None:
-        return asserted[1]._replace(request="", verdict="unknown", evidence=_evidence(log, first), record=asserted[0])
+        return _beside(log, first, asserted[1], asserted[0])
     large = too_large_in_words(log)
     if large is not None:
-        return large._replace(request="", verdict="unknown", evidence=_evidence(log, first))
+        return _beside(log, first, large, large.record)
     return _not_certain(log, first, find("KVD1148"))
 
 
+def _beside(log: Diagnosis, first: LogLine, answer: Answer, record: LogRule | problems.Problem | None) -> Answer:
+    """Of what the text names beside the traceback."""
+    return answer._replace(request="", verdict="unknown", evidence=first_error.evidence(log, first), record=record)
+
+
 def _not_certain(log: Diagnosis, first: LogLine, record: LogRule | problems.Problem | None) -> Answer:
-    return Answer(_sentence(log, first), "", "unknown", _evidence(log, first), record)
+    return Answer(first_error.sentence(log, first), "", "unknown", first_error.evidence(log, first), record)
 
 
 def _asserted(log: Diagnosis, first: LogLine | None) -> Answer | None:
@@ -279,38 +283,3 @@ def unknown_warning(log: Diagnosis, line: LogLine | None) -> Answer | None:
         evidence=(warning.evidence,),
         record=general,
     )
-
-
-def _sentence(log: Diagnosis, line: LogLine) -> str:
-    """What failed and whose code it is, and what the releases' code says of it."""
-    return _what(log, line) + checks.said_of(line, log.releases)
-
-
-def _what(log: Diagnosis, line: LogLine) -> str:
-    fields = line.fields
-    if line.name == "died":
-        return f"a process died: {line.evidence.text[:200]}"
-    if line.name == "logged":
-        return f"{fields['level']}: {line.evidence.text[:200]}"
-    what = f"{fields['class'] or 'fatal error'}{': ' + fields['text'][:200] if fields['text'] else ''}"
-    if not fields["frames"]:
-        bare = f", `{fields['source']}`" if fields["source"] else "" if fields["text"] else _CUT
-        return f"{what}{bare}"
-    file, number, function = fields["frames"][-1]
-    at = f":{number}" if number else ""  # a frame that a report shortened has none
-    parts = [f"{what} at {'/'.join(file.split('/')[-2:])}{at} in {function}"]
-    if fields["source"]:
-        parts.append(f"`{fields['source']}`")
-        if fields["source"].startswith("assert") and (set_by := settings(fields["source"])):
-            parts.append(f"of what is set by {'; '.join(set_by)}")
-    parts.append(f"raised by {owner(fields['frames'])}")
-    if hook(fields["frames"]):
-        connectors = ", ".join(sorted(log.who.connectors))
-        parts.append(f"in the hook {hook(fields['frames'])}{' of ' + connectors if connectors else ''}")
-    return ", ".join(parts)
-
-
-def _evidence(log: Diagnosis, first: LogLine) -> tuple[object, ...]:
-    """The error, then the last line of each process."""
-    last = [line.evidence for line in log.failures.last.values() if line is not first]
-    return (first.evidence, *last[:4])

@@ -1,0 +1,51 @@
+"""How an error that no finding knows is shown: what failed, whose code it is, and what came last."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvfix_tools.diagnose import checks
+from kvfix_tools.diagnose.failures import hook, owner
+from kvfix_tools.diagnose.set_by import settings
+
+if TYPE_CHECKING:
+    from kvfix_tools.diagnose.diagnosis import Diagnosis
+    from kvfix_tools.diagnose.log_line import LogLine
+
+#: What an exception's bare name lacks.
+_CUT = ", without a text: the last lines of its traceback, above it, would tell which"
+
+
+def sentence(log: Diagnosis, line: LogLine) -> str:
+    """What failed and whose code it is, and what the releases' code says of it."""
+    return _what(log, line) + checks.said_of(line, log.releases)
+
+
+def _what(log: Diagnosis, line: LogLine) -> str:
+    fields = line.fields
+    if line.name == "died":
+        return f"a process died: {line.evidence.text[:200]}"
+    if line.name == "logged":
+        return f"{fields['level']}: {line.evidence.text[:200]}"
+    what = f"{fields['class'] or 'fatal error'}{': ' + fields['text'][:200] if fields['text'] else ''}"
+    if not fields["frames"]:
+        bare = f", `{fields['source']}`" if fields["source"] else "" if fields["text"] else _CUT
+        return f"{what}{bare}"
+    file, number, function = fields["frames"][-1]
+    at = f":{number}" if number else ""  # a frame that a report shortened has none
+    parts = [f"{what} at {'/'.join(file.split('/')[-2:])}{at} in {function}"]
+    if fields["source"]:
+        parts.append(f"`{fields['source']}`")
+        if fields["source"].startswith("assert") and (set_by := settings(fields["source"])):
+            parts.append(f"of what is set by {'; '.join(set_by)}")
+    parts.append(f"raised by {owner(fields['frames'])}")
+    if hook(fields["frames"]):
+        connectors = ", ".join(sorted(log.who.connectors))
+        parts.append(f"in the hook {hook(fields['frames'])}{' of ' + connectors if connectors else ''}")
+    return ", ".join(parts)
+
+
+def evidence(log: Diagnosis, first: LogLine) -> tuple[object, ...]:
+    """The error, then the last line of each process."""
+    last = [line.evidence for line in log.failures.last.values() if line is not first]
+    return (first.evidence, *last[:4])
