@@ -79,7 +79,11 @@ PROBLEMS = (
             Failed(kind="ImportError", text="lmcache/<file>.so: undefined symbol: <part>alloc_pinned"),
             Failed(kind="ImportError", text="lmcache/<file>.so: undefined symbol: alloc_pinned"),
         ),
-        said=(r"(?i)lmcache", r"(?i)\brocm\b|\bhip\b|\bamd\b", r"alloc_pinned_|mem_alloc\.cpp"),
+        said=(
+            r"(?i)lmcache",
+            r"(?i)\brocm\b|\bhip\b|\bamd\b",
+            r"alloc_pinned_|mem_alloc\.cpp|(?i:lmcache)[ =v]{1,2}0\.3\.[45]\b",
+        ),
         releases={"lmcache": "<0.3.9"},
         cause="The build for ROCm left out the source file with the allocators of pinned memory (0.3.4 and 0.3.5).",
         now="CXX=hipcc BUILD_WITH_HIP=1 pip install --no-build-isolation --no-deps --no-binary lmcache lmcache==0.3.9",

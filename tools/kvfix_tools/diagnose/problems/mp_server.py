@@ -15,6 +15,7 @@ PROBLEMS = (
         severity=Severity.HANG,
         title="The whole server stands still while it unmaps a worker's GPU memory.",
         shows=(Stuck("lmcache_driven_transfer.py:_release_entries"),),
+        said=(r"_release_entries\b", r"(?i)\bhang|\bstuck\b|stands still|\bGIL\b|deadlock"),
         releases={"lmcache": ">=0.5.2"},
         cause="Dropping the memory of a worker that was reaped or has unregistered waits for the GPU. In LMCache 0.5.2 "
         "to 0.5.4 it holds Python's global lock meanwhile, so the server answers no client; from 0.5.5 on only this "
