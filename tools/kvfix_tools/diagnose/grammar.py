@@ -238,7 +238,7 @@ _message(
 )  # fmt: skip
 _message(
     "server_silent", "raised", "", "LMCache ",
-    rb"LMCache server did not respond (?:to (?P<operation>\w+) )?within [\d.]+s\. Is the"
+    rb"LMCache server did not respond (?:to (?P<operation>(?!unreg)\w+) )?within [\d.]+s"
     rb"|Cannot reach the LMCache MP server at '(?P<server>[^']+)' within",
 )  # fmt: skip
 _message(
