@@ -101,7 +101,8 @@ def described(log: Diagnosis, instead: Collection[str] = ()) -> Answer | None:
     text, best = _text(log, instead=instead), None
     cut = log.failures.first is not None  # then it is no wrong answer
     for record in problems.catalogue() if text and (instead or _is_open(log)) else ():
-        if not (set(instead) & set(record.replaces) if instead else not cut or record.severity is Severity.CRASH):
+        may_be = set(instead) & set(record.replaces) if instead else not cut or record.severity is Severity.CRASH
+        if not may_be:
             continue
         if record.said and len(record.said) > len(best.said if best else ()) and record.concerns(log):
             best = record if all(re.search(each, text) for each in record.said) else best
