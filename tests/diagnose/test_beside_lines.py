@@ -165,3 +165,9 @@ def test_a_line_that_only_heads_a_traceback_says_that_it_is_cut() -> None:
     warned = "Hybrid KV cache manager is disabled for this hybrid model, This means\n"
     assert codes(diagnose(warned, line)) == ["KVD650"]
     assert codes(diagnose(line.replace("exception.", "exception. It is broken"))) != ["KVD1148"]
+
+
+def test_of_two_descriptions_the_one_counts_that_replaces_the_other() -> None:
+    old = '--kv-transfer-config {"kv_connector":"LMCacheConnector"} does not work with vllm\n'
+    assert codes(diagnose(old)) == ["KVD1320"]
+    assert codes(diagnose(old, "LM_CACHE_CHUNK_SIZE: 256\n")) == ["KVD1843"]

@@ -168,6 +168,7 @@ DESCRIBED = {
     "KVD428": "LMCacheConnectorV1Dynamic does not start: its role is None\n",
     "KVD1726": "NIXL: decode was restarted, then UCX AM send failed with status -80 (Endpoint timeout)\n",
     "KVD921": "The server of LMCache hangs in _release_entries\n",
+    "KVD1730": "NIXL with Mooncake ends in UnicodeDecodeError\n",
     "KVD838": "LMCache: what is read from local_disk cannot be allocated\n",
     "KVD848": "LMCache 0.3.1 with cpu offload: a leak\n",
     "KVD841": "LMCache: the GDS pool fills up, and stores are dropped\n",

@@ -95,7 +95,7 @@ def is_head(line: LogLine) -> bool:
 
 
 def described(log: Diagnosis, instead: Collection[str] = ()) -> Answer | None:
-    """The record that a text describes without a line of it: of several the one with most patterns.
+    """The record that a text describes without a line of it: of several the one that replaces, or has most patterns.
 
     instead: codes of what was found; then the record has to replace one of them."""
     text, best = _text(log, instead=instead), None
@@ -104,8 +104,9 @@ def described(log: Diagnosis, instead: Collection[str] = ()) -> Answer | None:
         may_be = set(instead) & set(record.replaces) if instead else not cut or record.severity is Severity.CRASH
         if not may_be:
             continue
-        if record.said and len(record.said) > len(best.said if best else ()) and record.concerns(log):
-            best = record if all(re.search(each, text) for each in record.said) else best
+        more = best is None or len(record.said) > len(best.said) or best.code in record.replaces
+        if record.said and more and record.concerns(log) and all(re.search(each, text) for each in record.said):
+            best = record
     if best is None:
         return None
     words = [" ".join(found[0].split())[-60:] for each in best.said if (found := re.search(each, text))]

@@ -247,4 +247,25 @@ PROBLEMS = (
         good="the image quay.io/ascend/vllm-ascend of the release, in which they fit",
         threads=("https://github.com/vllm-project/vllm-ascend/issues/117",),
     ),
+    Problem(
+        code="KVD1728",
+        name="torch-not-for-this-gpu",
+        severity=Severity.CRASH,
+        title="PyTorch itself has no kernels for this GPU.",
+        shows=(
+            Failed(text="no kernel image is available for execution on the device", source="torch."),
+            Logged("with CUDA capability sm_<architecture> is not compatible with the current PyTorch installation"),
+        ),
+        sentence="an operation of torch itself has no kernel",
+        replaces=("KVD710",),
+        cause="The torch of this image is older than the GPU: RTX 50 (12.0) needs torch 2.7 or newer for CUDA 12.8. "
+        "The connector has no part in it.",
+        now="python3 -c 'import torch; print(torch.__version__, torch.cuda.get_arch_list())' in this container; a "
+        "newer image, whose list has this GPU's architecture (sm_120)",
+        good="torch, vLLM and LMCache that are all built for this architecture",
+        threads=(
+            "https://github.com/vllm-project/production-stack/issues/528",
+            "https://github.com/llm-d/llm-d/issues/84",
+        ),
+    ),
 )

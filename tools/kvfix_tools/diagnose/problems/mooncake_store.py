@@ -45,16 +45,15 @@ PROBLEMS = (
             Logged("Failed to open segment"),
         ),
         said=(r"(?i)mooncake", r"(?i)\bmaster\b", r"(?i)\brc -900\b|(?<!\d)-900\b[^\n]{0,40}\bput|invalid rpc arg"),
-        cause="RPC_FAIL, `client has been closed`: the client does not reach mooncake_master: it does not run, or "
-        "master_server_address is 0.0.0.0 or localhost and it is elsewhere; with `invalid rpc arg`, or -900 while "
-        "reads go on, it is of another Mooncake release. TRANSFER_FAIL, `Failed to open segment`: the node of the "
-        "segment that the master chose is not reached: local_hostname is an address that others cannot reach, a proxy "
-        "is set, device_name is no RDMA device of this machine or does not reach the other's, or that node is gone. "
+        cause="TRANSFER_FAIL, `Failed to open segment`: the node that the master chose is not reached: a device_name "
+        "or local_hostname that it cannot reach, a proxy, or it is gone. RPC_FAIL, `client has been closed`: "
+        "mooncake_master is not reached: it does not run, or is not at master_server_address (0.0.0.0 and localhost "
+        "are this machine); with `invalid rpc arg`, or -900 while reads go on, it is of another Mooncake release. "
         "LMCache does not wait, and says `Stored` all the same.",
-        now="RPC_FAIL: `nc -zv MASTER 50051` from the engine's machine; mooncake_master of the same release, "
-        "then the engines. Else for a try protocol tcp, local_hostname of this machine, metadata_server P2PHANDSHAKE, "
-        "no http_proxy; for rdma a device_name that reaches the others. They stand in extra_config of LMCache, or in "
-        "the file of MOONCAKE_CONFIG_PATH (MooncakeStoreConnector)",
+        now="TRANSFER_FAIL: for a try protocol tcp, local_hostname of this machine, metadata_server P2PHANDSHAKE, no "
+        "http_proxy; for rdma a device_name that reaches the others. RPC_FAIL: `nc -zv MASTER 50051` from the engine's "
+        "machine; mooncake_master of the same release, then the engines. The settings stand in extra_config of "
+        "LMCache, or in the file of MOONCAKE_CONFIG_PATH (MooncakeStoreConnector)",
         good="keep it so: the set-up was wrong, and no release changes that",
         sure=False,
         threads=(_LMCACHE + "issues/1518", *(_MOONCAKE_ISSUES + each for each in ("809", "456", "397"))),

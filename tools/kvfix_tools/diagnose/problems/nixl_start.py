@@ -237,4 +237,20 @@ PROBLEMS = (
         now='`"kv_buffer_device": "cuda"` in --kv-transfer-config on both sides; restart both',
         good="the setting",
     ),
+    Problem(
+        code="KVD1730",
+        name="nixl-mooncake-notification-is-no-text",
+        severity=Severity.CRASH,
+        title="A notification that NIXL's Mooncake plugin hands back is no text, and NixlConnector decodes it.",
+        shows=(),
+        said=(r"UnicodeDecodeError|can't decode byte", r"(?i)\bnixl", r"(?i)\bmoonc(?:a?ke)"),
+        replaces=("KVD239",),
+        connectors=("NixlConnector", "MultiConnector"),
+        sure=False,
+        cause="NixlConnector reads a notification as `request:ranks` in UTF-8. UCX hands the bytes back as they were "
+        "sent; other bytes come from the plugin.",
+        now='`"backends": ["UCX"]` in kv_connector_extra_config of both sides, restart',
+        good="the same, until a release of nixl is known to be right with Mooncake",
+        threads=(_NIXL + "699",),
+    ),
 )

@@ -16,6 +16,7 @@ PROBLEMS = (
             r"\bLM_CACHE_(?:CHUNK_SIZE|LOCAL_|MAX_LOCAL_|REMOTE_|ENABLE_|USE_|SAVE_|CONFIG_FILE|LOOKUP_)",
             r"(?i)\bvllm\b|(?<!_)lmcache",
         ),
+        replaces=("KVD1320",),
         cause="A variable that LMCache does not know is passed over without a word, and every setting keeps its "
         "default (5 GB of host memory, no disk, no remote store). vLLM's `CPU KV cache usage` counts its own swap "
         "space, and stays at 0 with LMCache.",
