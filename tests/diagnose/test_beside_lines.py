@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvfix_tools.diagnose import advice
-from tests.diagnose.lines import NEWEST, codes, diagnose, logged, version, vllm
+from tests.diagnose.lines import NEWEST, codes, diagnose, logged, version, vllm, vllm_unread
 from tests.diagnose.releases import CORE
 from tests.diagnose.test_problems import VLLM
 
@@ -97,6 +97,7 @@ def test_a_line_without_its_head_counts_beside_lines_that_say_nothing() -> None:
     full = "Failed to allocate memory block of size 4096 because no memory is available\n"
     cut = "LMCache WARNING: Failed to allocate memory block of size 15\n"
     assert codes(diagnose(cut, full)) == ["KVD171"]
+    assert codes(diagnose(cut, *[VLLM.format(level="INFO", text="it works")] * 99, full)) == []  # a log, not a paste
     dropped = "Local cpu memory under pressure\n"
     stores = logged(NEWEST, "asked", "r1", 900, 0, 0, 900)
     assert codes(diagnose(dropped)) == ["KVD404"]
@@ -171,3 +172,11 @@ def test_of_two_descriptions_the_one_counts_that_replaces_the_other() -> None:
     old = '--kv-transfer-config {"kv_connector":"LMCacheConnector"} does not work with vllm\n'
     assert codes(diagnose(old)) == ["KVD1320"]
     assert codes(diagnose(old, "LM_CACHE_CHUNK_SIZE: 256\n")) == ["KVD1843"]
+
+
+def test_a_limit_that_vllm_warns_of_is_no_failure() -> None:
+    """What vLLM says at each start below 65535 open files (system_utils.py 0.32.0:255)."""
+    warned = vllm_unread("vllm/utils/system_utils.py", "Found ulimit of", 20000, "current limit exceeds maximum limit")
+    assert "Too many open files" in warned
+    assert codes(diagnose(warned)) == []
+    assert codes(diagnose("OSError: [Errno 24] Too many open files\n")) == ["KVD219"]

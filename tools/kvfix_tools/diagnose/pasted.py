@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 #: Bytes of an input that is short.
 SHORT = 64 << 10
+#: Characters of a text of few lines.
+_FEW = 4 << 10
 #: Characters of a sign, blanks not counted: so many that the text may be this problem; that it needs no more than them.
 _SOME, _MANY = 16, 24
 #: Of a general sign, where nothing else is known of the text; and what stands before it, or nothing.
@@ -125,6 +127,15 @@ def general_by_words(log: Diagnosis) -> Known | None:
                 return Known(record, words)
             at = pasted.find(words, at + 1)
     return None
+
+
+def headless(log: Diagnosis) -> Known | None:
+    """The general record with the longest sign that begins a line of few, which has no logger's head."""
+    lines = [line.strip() for text in log.whole for line in text.decode("utf-8", "replace").splitlines()]
+    if sum(map(len, lines)) > _FEW:
+        return None
+    known = (Known(record, words) for words, record in _general() if any(line.startswith(words) for line in lines))
+    return next(known, None)
 
 
 def _refuted(sign: Sign, words: _Words, line: LogLine | None) -> bool:

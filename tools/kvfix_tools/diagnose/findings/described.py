@@ -118,7 +118,7 @@ def quoted(log: Diagnosis) -> Answer | None:
     if log.failures.first is not None:
         return None
     quotes = [each for text in log.whole for within in (pasted.QUOTED, _TITLE) for each in within.findall(text)]
-    bare = [line for text in log.pasted for line in text.splitlines() if line.startswith(_BARE)]
+    bare = [line for text in log.whole for line in text.splitlines() if line.startswith(_BARE)]
     for line in (each.decode("utf-8", "replace") for each in (*quotes, *bare)):
         code = next((code for begin, code in _QUOTED_LINES.items() if begin in line), None)
         if code is not None:

@@ -31,12 +31,11 @@ def beside_few_lines(log: Diagnosis) -> Answer | None:
     if any(rule.look(log, None) for rule in later):
         return None
     works = log.counts["stored"] or log.counts["retrieved"] or log.counts["asked"]
-    return symptom(log) or (None if works else general_words(log))
+    return symptom(log) or (None if works else general_words(pasted.headless(log)))
 
 
-def general_words(log: Diagnosis) -> Answer | None:
-    """The kind of failure that a line without its logger's head names, or a quotation."""
-    known = pasted.general_by_words(log)
+def general_words(known: pasted.Known | None) -> Answer | None:
+    """The kind of failure that a line names."""
     if known is None:
         return None
     return Answer(f"the text has its words: {known.words}", request="", verdict="unknown", record=known.record)

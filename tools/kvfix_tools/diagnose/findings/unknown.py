@@ -227,7 +227,7 @@ def _in_prose(log: Diagnosis) -> Answer | None:
     said = described(log) if named is None or named.record.general else None
     if said is not None or named is not None:
         return said or named
-    return general_words(log)
+    return general_words(pasted.general_by_words(log))
 
 
 def _beside_risks(log: Diagnosis) -> Answer | None:
