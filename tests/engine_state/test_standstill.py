@@ -183,6 +183,20 @@ def test_a_hook_that_began_after_the_first_look(once: Once) -> None:
     assert [each.code for each in verdicts(brief)] == ["KVD204"]
 
 
+def test_a_hook_that_waits_for_the_server(once: Once) -> None:
+    states = once(wedged.locked_out, NEWEST)
+    worker = {"pid": 7, "process": "VLLM::Worker", "name": "VLLM::Worker", "silent": "", "hook": "start_load_kv"}
+    worker["stack"] = ["wait (python3.11/threading.py:331)", "result (multiprocess/futures.py:102)"]
+    (found,) = verdicts([Look(0, [states[0], worker]), Look(5, [states[1], worker])])
+    assert found.code == "KVD204"
+    assert found.message == (
+        "the LMCache server does not answer VLLM::Worker (7), which has waited for it in start_load_kv for at least 5 "
+        "s; the scheduler waits for its answer"
+    )
+    worker["stack"] = ["from_ipc_handle (torch/cuda/streams.py:197)", "query (multiprocess/futures.py:203)"]
+    assert verdicts([Look(0, [states[0], worker]), Look(5, [states[1], worker])])[0].code == "KVD213"
+
+
 def test_a_process_that_runs_no_python(once: Once) -> None:
     states = once(wedged.locked_out, NEWEST)
     worker = {"pid": 7, "process": "VLLM::Worker", "name": "VLLM::Worker", "silent": "stuck in C"}

@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from kvfix.ledger.looks import Look
     from kvfix.ledger.owed import Engine
 
+#: Where LMCache waits for an answer of its server (lmcache/v1/multiprocess/futures.py 0.5.6:86).
+_OF_SERVER = "result (multiprocess/futures.py:"
+
 
 class Verdict(NamedTuple):
     """code, name: of the finding of kvfix-diagnose, or the rule. now: what helps without a restart. waiting: whether
@@ -77,6 +80,15 @@ def _stands_in_hook(looks: Sequence[Look]) -> Iterator[Verdict]:
         name = _name(process)
         at = f", at {process['stack'][0]}" if process.get("stack") else ""
         rest = "; the scheduler waits for its answer" if "rank" in name or "Worker" in name else ""
+        if any(frame.startswith(_OF_SERVER) for frame in process.get("stack") or ()):
+            yield Verdict(
+                "KVD204", "server-does-not-answer", "",
+                f"the LMCache server does not answer {name}, which has waited for it in {hook} for at least "
+                f"{looks[-1].at - looks[0].at:.0f} s{rest}",
+                "look whether the LMCache server runs, and at its log",
+                "waiting helps if the server answers",
+            )  # fmt: skip
+            continue
         yield Verdict(
             "KVD213", "stands-in-connector", "",
             f"{name} has been in {hook} for at least {looks[-1].at - looks[0].at:.0f} s{at}{rest}",
