@@ -77,21 +77,20 @@ def _stands_in_hook(looks: Sequence[Look]) -> Iterator[Verdict]:
         hook = process["hook"]
         if not stands(looks, process) or (engine is not None and _blocks_on_lookups(engine, hook)):
             continue
-        name = _name(process)
+        name, inside = _name(process), f"in {hook} for at least {looks[-1].at - looks[0].at:.0f} s"
         at = f", at {process['stack'][0]}" if process.get("stack") else ""
         rest = "; the scheduler waits for its answer" if "rank" in name or "Worker" in name else ""
         if any(frame.startswith(_OF_SERVER) for frame in process.get("stack") or ()):
             yield Verdict(
                 "KVD204", "server-does-not-answer", "",
-                f"the LMCache server does not answer {name}, which has waited for it in {hook} for at least "
-                f"{looks[-1].at - looks[0].at:.0f} s{rest}",
+                f"the LMCache server does not answer {name}, which has waited for it {inside}{rest}",
                 "look whether the LMCache server runs, and at its log",
                 "waiting helps if the server answers",
             )  # fmt: skip
             continue
         yield Verdict(
             "KVD213", "stands-in-connector", "",
-            f"{name} has been in {hook} for at least {looks[-1].at - looks[0].at:.0f} s{at}{rest}",
+            f"{name} has been {inside}{at}{rest}",
             "nothing frees it from outside; `kvfix dump PID` takes all stacks for the report, then restart the engine",
             "waiting helps only if what it waits for answers: its server, its worker, its storage",
         )  # fmt: skip
