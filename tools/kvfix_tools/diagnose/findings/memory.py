@@ -26,6 +26,11 @@ def pins_run_out(log: Diagnosis, line: LogLine) -> Answer | None:
     return Answer(f"a chunk with {line.fields['pins']} pins that were not released", request="")
 
 
+def works(log: Diagnosis) -> bool:
+    """Whether any request is seen to store, to load or to be looked up."""
+    return bool(log.counts["stored"] or log.counts["retrieved"] or log.counts["asked"])
+
+
 @finding("KVD402", "no-memory-to-be-had", Severity.HANG, on=["no_candidates", ""])
 def no_memory_to_be_had(log: Diagnosis, line: LogLine | None) -> Answer | None:
     """A worker waits for memory of the CPU cache that is never freed.
@@ -39,8 +44,7 @@ def no_memory_to_be_had(log: Diagnosis, line: LogLine | None) -> Answer | None:
     Normal: a few lines under load.
     """
     times = log.counts["no_candidates"]
-    works = log.counts["stored"] or log.counts["retrieved"] or log.counts["asked"]
-    if line is None and 0 < times < 20 and log.counts.total() <= PASTE and not works:
+    if line is None and 0 < times < 20 and log.counts.total() <= PASTE and not works(log):
         sentence = f"nothing to evict, {times} times, and no store or load in this log. It is this if they do not end"
         return Answer(sentence, request="", verdict="unknown")
     return Answer(f"nothing to evict, {times} times and more", request="") if line is not None and times >= 20 else None

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from kvfix_tools.diagnose import findings, pasted, problems
 from kvfix_tools.diagnose.findings import Answer, Severity, finding
 from kvfix_tools.diagnose.findings import symptom_words as words
-from kvfix_tools.diagnose.findings.memory import PASTE
+from kvfix_tools.diagnose.findings.memory import PASTE, works
 from kvfix_tools.diagnose.findings.praise import praises
 
 if TYPE_CHECKING:
@@ -30,8 +30,7 @@ def beside_few_lines(log: Diagnosis) -> Answer | None:
     later = (rule for rule in findings.rules().get("", ()) if rule.code > "KVD199")
     if any(rule.look(log, None) for rule in later):
         return None
-    works = log.counts["stored"] or log.counts["retrieved"] or log.counts["asked"]
-    return symptom(log) or (None if works else general_words(pasted.headless(log)))
+    return symptom(log) or (None if works(log) else general_words(pasted.headless(log)))
 
 
 def general_words(known: pasted.Known | None) -> Answer | None:

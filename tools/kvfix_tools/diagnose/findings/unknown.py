@@ -39,8 +39,7 @@ def unknown_failure(log: Diagnosis, line: LogLine | None) -> Answer | None:
     Setting: look at the code and the hook that the sentence names; report it there with
     `kvfix-diagnose LOG --issue FILE.md`. `kvfix run --mode strict -- CMD` says which rule of a connector broke first.
     """
-    in_doubt = all(found.verdict == "unknown" for found in log.findings)
-    instead = described(log, {found.rule.code for found in log.findings}) if log.findings and in_doubt else None
+    instead = described(log, {found.rule.code for found in log.findings}) if log.findings and _in_doubt(log) else None
     if instead is not None or any(found.rule.severity in _EXPLAINS for found in log.findings):
         return instead
     first = log.failures.first
@@ -62,6 +61,11 @@ def unknown_failure(log: Diagnosis, line: LogLine | None) -> Answer | None:
     if is_head(first):
         return _not_certain(log, first, find("KVD1148"))
     return _general_answer(log, first, general)
+
+
+def _in_doubt(log: Diagnosis) -> bool:
+    """Whether nothing that was found is certain."""
+    return all(found.verdict == "unknown" for found in log.findings)
 
 
 def _general_answer(log: Diagnosis, first: LogLine, general: problems.Problem | None) -> Answer:
@@ -239,8 +243,7 @@ def _beside_risks(log: Diagnosis) -> Answer | None:
 
 def _beside_doubts(log: Diagnosis) -> Answer | None:
     """The exception that a sentence names beside a few lines of which no finding is certain."""
-    certain = any(found.verdict != "unknown" for found in log.findings)
-    if certain or log.counts.total() > PASTE or not all(map(is_cut, log.failures.raised)):
+    if not _in_doubt(log) or log.counts.total() > PASTE or not all(map(is_cut, log.failures.raised)):
         return None
     return pasted_named.by_exception(log, particular=True)
 
