@@ -1,6 +1,8 @@
-"""Whether a fix applies to the installed code. The version number alone never decides: LMCache changed these functions
-in post releases, and people edit them. The fingerprint of the function decides. For code that no release has, the
-behaviour probe decides; if it cannot, the state is unknown and nothing is applied. Pure: it does not read the session.
+"""Judges one function of the installed code: is it wrong, right, or unknown?
+
+The version number alone never decides: LMCache changed these functions in post releases, and people edit them. The hash
+of the file decides if a release has this file, else the fingerprint of the function. For code that no release has, the
+behaviour probe decides; if it cannot, the function is refused. Pure: it does not read the session.
 """
 
 from __future__ import annotations
@@ -20,20 +22,27 @@ if TYPE_CHECKING:
 
     from kvfix.fixes.api import Target
 
-#: The worst first: a fix with several targets in one distribution has the worst state of them.
-STATES = ("failed", "unknown", "applicable", "applied", "fixed-upstream", "not-affected", "not-installed")
+#: The worst first. Of a function: refused: its code is unknown, and no behaviour probe fits it. unknown: the probe
+#: decides in the process that imports it. Of a fix, a group has the worst state of its functions, and there are also:
+#: unfixable: nothing outside of the release can fix the bug. opt-in: only `plus=` applies it.
+STATES = (
+    "refused", "unknown", "unfixable", "applicable", "opt-in", "applied", "fixed-upstream", "not-affected",
+    "not-installed",
+)  # fmt: skip
 
 
 class Applicability(NamedTuple):
-    """state: one of STATES."""
+    """state: one of STATES. releases: those that have the same code of the function; None if that is not known."""
 
     state: str
     reason: str
+    releases: frozenset[str] | None = None
 
 
 @lru_cache(maxsize=1)
 def fingerprints() -> dict[str, Any]:
-    """{dist: {"releases": [version], "functions": {target: {fingerprint: [version]}}}}, oldest version first.
+    """{dist: {"releases": [version], "functions": {target: {fingerprint: [version]}}, "files": {module: {hash of the
+    file: a version}}, "fixes": {module: [module of a fix]}}}, oldest version first.
 
     Taken from the released files by `make fingerprints`.
     """
@@ -46,74 +55,94 @@ def judge(target: Target) -> Applicability:
     if installed_source.package_dir(target.dist) is None:
         return Applicability("not-installed", f"{target.dist} is not installed")
     path = installed_source.source_file(target.dist, target.module)
+    known = fingerprints().get(target.dist, {})
+    prints: dict[str, list[str]] = known.get("functions", {}).get(target.name, {})
+    same_file = None
     try:
-        found = installed_source.fingerprint(path, target.function) if path is not None else None
+        if path is not None:
+            same_file = known.get("files", {}).get(target.module, {}).get(installed_source.file_hash(path))
+        if same_file is not None:
+            found = next((found for found, releases in prints.items() if same_file in releases), None)
+        else:
+            found = installed_source.fingerprint(path, target.function) if path is not None else None
     except (OSError, SyntaxError, UnicodeDecodeError, RecursionError) as error:
-        return Applicability("unknown", f"{path} cannot be read as Python ({error}); reinstall {target.dist}")
+        return Applicability("refused", f"{path} cannot be read as Python ({error}); reinstall {target.dist}")
     if found is None:
-        return _judge_absent(target, path)
-    known = fingerprints().get(target.dist, {}).get("functions", {}).get(target.name, {})
-    if found not in known:
+        return _judge_absent(target, path, same_file)
+    if found not in prints:
+        where = f"the code of {target.function} in {path} is of no known release"
+        if not target.can_be_probed:
+            return Applicability("refused", f"{where}, and no behaviour probe can judge it")
         return Applicability(
-            "unknown",
-            f"the code of {target.function} in {path} is of no known release; "
-            "the behaviour probe decides in the process that imports it (kvfix status --probe)",
+            "unknown", f"{where}; the behaviour probe decides in the process that imports it (kvfix status --probe)"
         )
-    return judge_releases(target, known[found])
+    return judge_releases(target, prints[found])
 
 
 def judge_releases(target: Target, same_code: list[str]) -> Applicability:
-    from packaging.specifiers import SpecifierSet
-    from packaging.version import Version
-
-    broken = SpecifierSet(target.broken, prereleases=True)
     code_of = f"has the code of {target.dist} {_span(same_code)}"
-    if any(release in broken for release in same_code):
-        return Applicability("applicable", f"{code_of}, which is wrong")
-    releases = fingerprints()[target.dist]["releases"]
-    last_wrong = max((Version(release) for release in releases if release in broken), default=None)
-    if last_wrong is not None and Version(same_code[-1]) > last_wrong:
-        return Applicability("fixed-upstream", f"{code_of}; fixed after {last_wrong}")
-    return Applicability("not-affected", f"{code_of}, from before the bug")
+    releases = frozenset(same_code)
+    broken = _broken(target.dist, target.broken)
+    if not broken.isdisjoint(same_code):
+        return Applicability("applicable", f"{code_of}, which is wrong", releases)
+    known: list[str] = fingerprints()[target.dist]["releases"]
+    last_wrong = max((known.index(release) for release in broken), default=None)
+    if last_wrong is not None and known.index(same_code[-1]) > last_wrong:
+        return Applicability("fixed-upstream", f"{code_of}; fixed after {known[last_wrong]}", releases)
+    return Applicability("not-affected", f"{code_of}, from before the bug", releases)
 
 
-def _judge_absent(target: Target, path: Path | None) -> Applicability:
+@lru_cache(maxsize=256)
+def _broken(dist: str, specifiers: str) -> frozenset[str]:
+    """The known releases that these specifiers admit."""
+    from packaging.specifiers import SpecifierSet
+
+    admits = SpecifierSet(specifiers, prereleases=True)
+    return frozenset(release for release in fingerprints()[dist]["releases"] if release in admits)
+
+
+def _judge_absent(target: Target, path: Path | None, same_file: str | None = None) -> Applicability:
+    """same_file: a release that has the installed file. Nothing is wrong if the function is absent there too."""
     what = f"{target.function} in {path}" if path is not None else f"the module {target.module}"
-    version = installed_source.version(target.dist)
     known = fingerprints().get(target.dist, {})
-    absent = [
-        release
-        for release in known.get("releases", ())
-        if not any(release in same for same in known["functions"].get(target.name, {}).values())
-    ]
-    if version in absent:
-        return Applicability("not-affected", f"{target.dist} {version} has no {what}")
+    releases: list[str] = known.get("releases", [])
+    having = set[str]().union(*known.get("functions", {}).get(target.name, {}).values())
+    absent = frozenset(releases).difference(having)
+    version = same_file or installed_source.version(target.dist)
+    # A release that is newer than kvfix: the function may have been moved away long ago.
+    compared = version if version in releases else next(reversed(releases), "")
+    if compared in absent:
+        return Applicability("not-affected", f"{target.dist} {version or '(version unknown)'} has no {what}", absent)
     return Applicability(
-        "unknown",
-        f"{what} has gone from {target.dist} {version or '(version unknown)'}; "
-        "nothing to apply to: look for a kvfix release that knows this one",
+        "refused",
+        f"{what} has gone from {target.dist} {version or '(version unknown)'}; look for a newer release of kvfix",
     )
 
 
-def judge_live(target: Target, module: ModuleType) -> Applicability:
-    """Judge in a process that has imported the module: by the file, by the live function, and by the probe."""
+def judge_live(target: Target, module: ModuleType, function: Any = None) -> Applicability:
+    """Judge in a process that has imported the module: by the file, by the live function, and by the probe.
+
+    function: the live function without the wrappers of kvfix, if it has any.
+    """
     by_file = judge(target)
     found = installed_source.live_function(module, target.function)
     path = installed_source.source_file(target.dist, target.module)
     if found is None:
         return by_file if by_file.state == "not-affected" else _judge_absent(target, path)
-    function = found[2]
+    function = function if function is not None else found[2]
     if path is not None and not installed_source.is_from_file(function, path):
         owner = getattr(function, "__module__", None) or "another tool"
         by_file = Applicability("unknown", f"{target.function} was replaced by {owner}")
-    if by_file.state != "unknown":
+    elif by_file.state != "unknown":
         return by_file
+    if not target.can_be_probed:
+        return Applicability("refused", f"{by_file.reason}, and no behaviour probe can judge it")
     try:
         with _silent(module):
             wrong = target.probe(function, module)
     except Exception as error:  # noqa: BLE001
         return Applicability(
-            "unknown", f"{by_file.reason}; the behaviour probe does not fit it ({type(error).__name__}: {error})"
+            "refused", f"{by_file.reason}; the behaviour probe does not fit it ({type(error).__name__}: {error})"
         )
     what = by_file.reason.partition(";")[0]
     if wrong:

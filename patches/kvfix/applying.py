@@ -1,5 +1,9 @@
 """Applies and removes wrappers: those of the fixes, and those of the connector events.
 
+A fix is one transaction: all functions that it needs together are judged before one of them is wrapped
+(`kvfix.transaction`). A module that is not imported yet is judged by its file. If its live function turns out to be
+another when it is imported, the whole fix is removed again.
+
 One `WrappedFunction` has all wrappers of a function, so that each can be removed separately and the original can always
 be put back.
 """
@@ -7,9 +11,11 @@ be put back.
 from __future__ import annotations
 
 import inspect
+import sys
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from kvfix import applicability, catalogue, engine_log, installed_source
+from kvfix import applicability, catalogue, engine_log, installed_source, transaction
 from kvfix.applicability import Applicability
 from kvfix.session import session
 from kvfix.wrapping import WrappedFunction
@@ -18,28 +24,31 @@ if TYPE_CHECKING:
     from types import ModuleType
 
     from kvfix.fixes.api import Fix, Target
+    from kvfix.transaction import Decision
     from kvfix.wrapping import Wrapper
 
 #: Outside of all fixes.
 OUTERMOST = 1000
-_HALF_IMPORTED = Applicability("failed", "its module is half imported; call kvfix.apply() before, or once more after")
+_HALF_IMPORTED = Applicability("refused", "its module is half imported; call kvfix.apply() before, or once more after")
 
 
 def settle(module: ModuleType, complete: bool) -> None:
-    """Apply the fixes for this module that the configuration takes, and remove the others.
+    """Apply the fixes that have a function in this module and that the configuration takes; remove the others.
 
     complete: False for a module whose import has not ended: no fix can be applied then.
     """
-    fixes = catalogue.fixes()  # imports: before the lock
+    fixes = catalogue.fixes_of(module.__name__)  # imports: before the lock
     with session.lock:
         _forget_reloaded(module)
+        if complete:
+            session.complete[module.__name__] = module
         for fix in fixes:
-            for target in fix.targets:
-                if target.module == module.__name__ and fix.fixable:
-                    if _is_wanted(fix, target):
-                        _apply(fix, target, module, complete)
-                    else:
-                        _remove(fix, target)
+            if fix.fixable:
+                try:
+                    _settle(fix, module.__name__)
+                except Exception as error:  # noqa: BLE001
+                    engine_log.fault(f"applying {fix.code}", error)
+                    engine_log.guarded(f"removing {fix.code}", _wrap, fix, [])
 
 
 def attach(owner: Any, name: str, key: str, wrapper: Wrapper) -> None:
@@ -66,44 +75,94 @@ def remove_all() -> None:
         for function in session.wrapped.values():
             function.clear()
         session.outcomes.clear()
-    for fix in catalogue.fixes():
+        session.judged.clear()
+    for fix in catalogue.loaded():
         fix.let_go()
 
 
-def _is_wanted(fix: Fix, target: Target) -> bool:
-    """A helper costs time in every step: it is wanted only if another target of the fix in its module is applied."""
-    if session.config is None or not session.config.takes(fix.code, fix.opt_in) or fix.code in session.held_back:
-        return False
-    needing = [other for other in fix.targets if other.module == target.module and not other.helper]
-    applied = [other for other in needing if other in session.outcomes and session.outcomes[other].state == "applied"]
-    return not target.helper or not needing or bool(applied)
+def _is_wanted(fix: Fix) -> bool:
+    taken = session.config is not None and session.config.takes(fix.code, fix.opt_in)
+    return taken and fix.code not in session.held_back
 
 
-def _apply(fix: Fix, target: Target, module: ModuleType, complete: bool) -> None:
-    earlier = session.outcomes.get(target)
-    if earlier is not None and earlier.state == "applied":
+def _settle(fix: Fix, imported: str) -> None:
+    """Bring the functions of this fix to what holds now. imported: the module that has just been imported."""
+    if not _is_wanted(fix):
+        for target in fix.targets:
+            session.outcomes.pop(target, None)
+            session.judged.pop(target, None)
+        _wrap(fix, [])
         return
+    for target in fix.targets:
+        if target.module == imported and not _is_wrapped(fix, target):
+            session.judged.pop(target, None)
+    while True:
+        decisions = transaction.decide(fix, partial(_judged, fix))
+        failure = _wrap(fix, [target for decision in decisions for target in decision.targets])
+        if failure is None:
+            break
+        target, error = failure
+        session.judged[target] = Applicability("refused", f"{target.function}: {type(error).__name__}: {error}")
+    _note_outcomes(fix, decisions)
+
+
+def _judged(fix: Fix, target: Target) -> Applicability:
+    """What is known of this function without the fix."""
+    module = sys.modules.get(target.module)
+    if module is None or target.module in session.executing:
+        return applicability.judge(target)
+    if target not in session.judged:
+        if session.complete.get(target.module) is not module and _is_initializing(module):
+            session.judged[target] = _HALF_IMPORTED
+            return _HALF_IMPORTED
+        wrapped = session.wrapped.get((target.module, target.function))
+        found = installed_source.live_function(module, target.function)
+        inside = wrapped.original if wrapped is not None and found is not None and found[2] is wrapped.placed else None
+        session.judged[target] = applicability.judge_live(target, module, inside)
+    return session.judged[target]
+
+
+def _is_initializing(module: ModuleType) -> bool:
+    return bool(getattr(getattr(module, "__spec__", None), "_initializing", False))
+
+
+def _wrap(fix: Fix, targets: list[Target]) -> tuple[Target, Exception] | None:
+    """Wrap these functions of the fix where they are imported, and no others.
+
+    Every wrapper is made before the first one is added. If one cannot be made, nothing is changed; the answer is the
+    function and the error.
+    """
+    new: list[tuple[WrappedFunction, Target, Wrapper]] = []
+    for target in dict.fromkeys(targets):
+        module = sys.modules.get(target.module)
+        if target.fix is None or module is None or target.module in session.executing or _is_wrapped(fix, target):
+            continue
+        try:
+            new.append((_wrapped(target, module), target, target.fix(module)))
+        except Exception as error:  # noqa: BLE001
+            return target, error
+    for target in fix.targets:
+        if target not in targets and _is_wrapped(fix, target):
+            session.wrapped[target.module, target.function].remove(fix.code)
+    for number, (function, target, wrapper) in enumerate(new):
+        error = _added(function, fix.code, target.place, wrapper)
+        if error is not None:
+            for added, _, _ in new[:number]:
+                added.remove(fix.code)
+            return target, error
+    return None
+
+
+def _added(function: WrappedFunction, key: str, place: int, wrapper: Wrapper) -> Exception | None:
     try:
-        found = applicability.judge_live(target, module) if complete else _HALF_IMPORTED
-        if found.state == "applicable":
-            if target.fix is not None:
-                _wrapped(target, module).add(fix.code, target.place, target.fix(module))
-            found = Applicability("applied", found.reason)
+        function.add(key, place, wrapper)
     except Exception as error:  # noqa: BLE001
-        found = Applicability("failed", f"{type(error).__name__}: {error}")
-    session.outcomes[target] = found
-    installed = f"{target.dist} {installed_source.version(target.dist)}"
-    if found.state == "applied" and target.fix is not None:
-        engine_log.info(f"{fix.code} {fix.slug} applied to {target.function} ({installed}: {found.reason})")
-    elif found.state in ("failed", "unknown"):
-        engine_log.warning(f"{fix.code} {fix.slug} not applied ({installed}): {found.state}: {found.reason}")
+        return error
+    return None
 
 
-def _remove(fix: Fix, target: Target) -> None:
-    function = session.wrapped.get((target.module, target.function))
-    if function is not None:
-        function.remove(fix.code)
-    session.outcomes.pop(target, None)
+def _is_wrapped(fix: Fix, target: Target) -> bool:
+    return fix.code in session.wrapped.get((target.module, target.function), ())
 
 
 def _wrapped(target: Target, module: ModuleType) -> WrappedFunction:
@@ -115,14 +174,48 @@ def _wrapped(target: Target, module: ModuleType) -> WrappedFunction:
     return session.wrapped[key]
 
 
+def _note_outcomes(fix: Fix, decisions: list[Decision]) -> None:
+    """Keep what has come of each imported function, and log what is new."""
+    wrapped = {target for decision in decisions for target in decision.targets}
+    for decision in decisions:
+        for target in dict(fix.groups)[decision.copy]:
+            if target.module not in sys.modules or target.module in session.executing:
+                continue
+            if target in wrapped:
+                outcome = Applicability("applied", _judged(fix, target).reason)
+            elif decision.outcome.state in ("refused", "unknown"):
+                outcome = decision.outcome
+            else:
+                outcome = _judged(fix, target)
+            earlier = session.outcomes.get(target)
+            session.outcomes[target] = outcome
+            if outcome.state == "applied" and (earlier is None or earlier.state != "applied"):
+                session.newly_applied.setdefault(target.module, {})[fix.code] = None
+        if decision.outcome.state == "refused":
+            engine_log.warning(
+                f"{fix.code} {fix.slug} refused, nothing of it is applied: {decision.outcome.reason}. "
+                f"What the bug does: kvfix explain {fix.code}"
+            )
+
+
+def log_applied() -> None:
+    """Log, in one line for each module, which fixes have come into it since the last call."""
+    while session.newly_applied:
+        module, codes = session.newly_applied.popitem()
+        dist = module.partition(".")[0]
+        installed = f"{dist} {installed_source.version(dist)}".strip()
+        engine_log.info(f"applied to {module} ({installed}): {' '.join(sorted(codes))}")
+
+
 def _forget_reloaded(module: ModuleType) -> None:
-    """Drop the functions of a reloaded module (importlib.reload), and their outcomes."""
+    """Drop the functions of a reloaded module (importlib.reload), and what is known of them."""
     for (name, function), wrapped in list(session.wrapped.items()):
         if name == module.__name__ and _is_gone(wrapped, module, function):
             del session.wrapped[name, function]
-            for target in list(session.outcomes):
-                if target.module == name and (target.function == function or target.fix is None):
-                    del session.outcomes[target]
+            for kept in (session.outcomes, session.judged):
+                for target in list(kept):
+                    if target.module == name and (target.function == function or target.fix is None):
+                        del kept[target]
 
 
 def _is_gone(wrapped: WrappedFunction, module: ModuleType, function: str) -> bool:

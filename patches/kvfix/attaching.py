@@ -10,7 +10,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, Any
 
-from kvfix import activation, applicability, catalogue, engine_log, fix_status, import_hooks
+from kvfix import acting, activation, applicability, catalogue, engine_log, fix_status, import_hooks
 from kvfix.applicability import Applicability
 from kvfix.config import Config
 from kvfix.fixes.api import AT_START, NEW_REQUESTS
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 #: A function of one of these on any stack: not now.
 _PLACES = ("/vllm/", "/lmcache/", "/kvfix/wrapping.py", "/kvfix/connector_events/hooks.py")
 _BUSY = ("schedule", "update_from_output", "add_request", "finish_requests", "execute_model", "sample_tokens")
-_SHOWN = ("applied", "applicable", "failed", "unknown")
+_SHOWN = ("refused", "unknown", "applicable", "applied")
 _STATE = "vllm.distributed.kv_transfer.kv_transfer_state"
 #: Where an engine's scheduler is, from a local variable of a frame: EngineCore's loop, a user's LLM, a scheduler's own.
 _PATHS = ("", "scheduler", "engine.scheduler", "llm_engine.engine_core.engine_core.scheduler")
@@ -118,7 +118,7 @@ def state() -> dict[str, Any]:
     return {
         "state": "there",
         "mode": session.mode if session.config is not None else "off",
-        "rows": [row._asdict() for row in rows if row.verdict in _SHOWN],
+        "rows": [{**row._asdict(), **acting.counts(row.code)} for row in rows if row.verdict in _SHOWN],
     }
 
 

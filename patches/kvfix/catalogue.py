@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 import re
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from kvfix import engine_log
+from kvfix import applicability, engine_log
 from kvfix import fixes as folder
 
 if TYPE_CHECKING:
@@ -20,8 +21,7 @@ REINSTALL = "Install kvfix again, from its wheel or its checkout."
 @functools.lru_cache(maxsize=1)
 def fixes() -> tuple[Fix, ...]:
     """Every fix, sorted by code. A fix that cannot be loaded is skipped, with a warning."""
-    loaded = [engine_log.guarded(f"loading {module}", _load, module) for _, module in folder.modules().values()]
-    found = [fix for fix in loaded if fix is not None]
+    found = [fix for fix in map(_load, _known_modules().values()) if fix is not None]
     if not found:
         engine_log.warning(
             f"this installation of kvfix is broken and fixes nothing: no fix in {folder.__file__}. {REINSTALL}"
@@ -29,9 +29,54 @@ def fixes() -> tuple[Fix, ...]:
     return tuple(found)
 
 
-def _load(module: str) -> Fix:
-    fix: Fix = import_module(module).FIX
-    return fix
+def fixes_of(module: str) -> list[Fix]:
+    """The fixes that have a function in this module, sorted by code. Loads no others."""
+    return [
+        fix
+        for fix in map(_load, modules_of_fixes().get(module, ()))
+        if fix is not None and any(target.module == module for target in fix.targets)
+    ]
+
+
+@functools.lru_cache(maxsize=1)
+def modules_of_fixes() -> dict[str, list[str]]:
+    """{module of vLLM or LMCache: modules of the fixes that have a function in it}.
+
+    From fingerprints.json. Only a fix that is newer than the file is loaded for it.
+    """
+    found: dict[str, list[str]] = {}
+    indexed = set()
+    for known in applicability.fingerprints().values():
+        for module, names in known.get("fixes", {}).items():
+            found.setdefault(module, []).extend(names)
+            indexed.update(names)
+    for name in _known_modules().values():
+        fix = _load(name) if name not in indexed else None
+        for module in {target.module for target in fix.targets} if fix is not None else ():
+            found.setdefault(module, []).append(name)
+    return {module: sorted(names) for module, names in found.items()}
+
+
+def loaded() -> list[Fix]:
+    """The fixes whose modules are loaded in this process."""
+    names = _known_modules().values() if "kvfix.fixes.api" in sys.modules else ()
+    return [sys.modules[name].FIX for name in names if hasattr(sys.modules.get(name), "FIX")]
+
+
+@functools.lru_cache(maxsize=1)
+def _known_modules() -> dict[str, str]:
+    """{code: module}."""
+    return {code: module for code, (_, module) in folder.modules().items()}
+
+
+@functools.cache
+def _load(module: str) -> Fix | None:
+    def load() -> Fix:
+        fix: Fix = import_module(module).FIX
+        return fix
+
+    found: Fix | None = engine_log.guarded(f"loading {module}", load)
+    return found
 
 
 def find(name: str) -> Fix | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from kvfix import applicability, catalogue, installed_source
+from kvfix import applicability, catalogue, installed_source, transaction
 from kvfix.applicability import STATES, Applicability
 from kvfix.session import session
 
@@ -27,38 +27,46 @@ class FixRow(NamedTuple):
 
 
 def rows(judge: Callable[[Target], Applicability] = applicability.judge) -> list[FixRow]:
-    """One row for each fix and distribution. An outcome in this process takes precedence over `judge`."""
+    """One row for each fix and distribution. What is known in this process takes precedence over `judge`."""
     return [row for fix in catalogue.fixes() for row in rows_of(fix, judge)]
 
 
 def rows_of(fix: Fix, judge: Callable[[Target], Applicability] = applicability.judge) -> Iterator[FixRow]:
-    """One row for each distribution of this fix."""
+    """One row for each distribution of this fix. If it has several copies of the code, the worst one counts."""
+    decisions = transaction.decide(fix, lambda target: session.judged.get(target) or judge(target))
     for dist in fix.dists:
-        targets = [target for target in fix.targets if target.dist == dist]
-        state, reason = _worst([target for target in targets if not target.helper], judge)
-        if state in ("applicable", "applied"):  # it needs its helpers
-            helpers = _worst([target for target in targets if target.helper], judge)
-            if helpers.state in ("failed", "unknown"):
-                state, reason = helpers
-        if state == "applicable" and not fix.fixable:
-            state, reason = _unfixable(fix, reason)
-        if state == "applicable" and session.config is not None and not session.config.takes(fix.code, fix.opt_in):
-            reason += "; switched off by the configuration " + repr(str(session.config))
+        outcomes = [_outcome(fix, decision) for decision in decisions if dist in decision.dists]
+        if any(each.state == "applied" for each in outcomes):  # another copy may be applied when it is imported
+            outcomes = [each for each in outcomes if each.state != "applicable"]
+        state, reason, _ = min(outcomes, key=lambda each: STATES.index(each.state))
         yield FixRow(fix.code, fix.slug, dist, installed_source.version(dist), state, reason)
 
 
-def _worst(targets: list[Target], judge: Callable[[Target], Applicability]) -> Applicability:
-    found = [session.outcomes.get(target) or judge(target) for target in targets]
-    return min(found, key=lambda each: STATES.index(each.state), default=Applicability("not-affected", ""))
+def _outcome(fix: Fix, decision: transaction.Decision) -> Applicability:
+    """What holds for these functions of the fix in this process."""
+    if decision.outcome.state != "applicable":
+        return decision.outcome
+    if not fix.fixable:
+        return _unfixable(fix, decision.outcome.reason)
+    states = {session.outcomes[target].state for target in decision.targets if target in session.outcomes}
+    if "applied" in states:
+        return decision.outcome._replace(state="applied")
+    taken = session.config is not None and session.config.takes(fix.code, fix.opt_in)
+    if fix.opt_in and not taken:
+        return decision.outcome._replace(state="opt-in")
+    if session.config is not None and not taken:
+        reason = f"{decision.outcome.reason}; switched off by the configuration {str(session.config)!r}"
+        return decision.outcome._replace(reason=reason)
+    return decision.outcome
 
 
 def handling(finding: Finding) -> list[FixRow]:
-    """Rows of the fixes for this finding that are applied here, can be applied, have failed, or are unknown."""
+    """Rows of the fixes for this finding that are applied here, can be applied, or are refused."""
     return [
         row
         for fix in catalogue.handling(finding.code, finding.message)
         for row in rows_of(fix)
-        if row.verdict in ("applied", "applicable", "failed", "unknown")
+        if row.verdict in ("applied", "applicable", "opt-in", "refused", "unknown", "unfixable")
     ]
 
 
@@ -68,4 +76,4 @@ def _unfixable(fix: Fix, reason: str) -> Applicability:
     if harmless:
         return Applicability("not-affected", f"{reason}; {harmless}")
     first = " ".join(fix.section("Workaround").partition("\n\n")[0].split())
-    return Applicability("failed", f"{reason}, and cannot be fixed from outside: {first}")
+    return Applicability("unfixable", f"{reason}, and cannot be fixed from outside: {first}")

@@ -77,18 +77,20 @@ def deactivate() -> None:
 
 
 def _settle_imported() -> None:
-    for name in sorted(_all_modules()):
-        module = sys.modules.get(name)
-        if module is not None and name not in session.executing:
-            _settle(module, complete=not getattr(getattr(module, "__spec__", None), "_initializing", False))
+    found = [sys.modules[name] for name in sorted(_all_modules()) if name in sys.modules]
+    initializing = {each.__name__: bool(getattr(each.__spec__, "_initializing", False)) for each in found}
+    _settle({each: not initializing[each.__name__] for each in found if each.__name__ not in session.executing})
 
 
-def _settle(module: ModuleType, complete: bool = True) -> None:
+def _settle(modules: dict[ModuleType, bool]) -> None:
+    """modules: {module: whether its import has ended}."""
     from kvfix import applying
 
-    applying.settle(module, complete)
-    if complete and module.__name__ in WATCHED:
-        engine_log.guarded(f"connector events of {module.__name__}", _watch, module)
+    for module, complete in modules.items():
+        engine_log.guarded(f"applying to {module.__name__}", applying.settle, module, complete)
+        if complete and module.__name__ in WATCHED:
+            engine_log.guarded(f"connector events of {module.__name__}", _watch, module)
+    applying.log_applied()
 
 
 def _watch(module: ModuleType) -> None:
@@ -108,8 +110,7 @@ def _is_target(name: str) -> bool:
 def _all_modules() -> frozenset[str]:
     from kvfix import catalogue
 
-    targets = [target for fix in catalogue.fixes() for target in fix.targets]
-    return frozenset(target.module for target in targets if target.fix is not None).union(WATCHED)
+    return frozenset(catalogue.modules_of_fixes()).union(WATCHED)
 
 
 def _settle_when_executed(spec: ModuleSpec) -> None:
@@ -127,7 +128,7 @@ def _settle_when_executed(spec: ModuleSpec) -> None:
         finally:
             session.executing.discard(module.__name__)
         if session.config is not None:
-            engine_log.guarded(f"applying to {module.__name__}", _settle, module)
+            engine_log.guarded(f"applying to {module.__name__}", _settle, {module: True})
 
     try:
         loader.exec_module = exec_module  # type: ignore[method-assign]

@@ -45,9 +45,13 @@ def version(dist: str) -> str:
 
     Several may be on the path (`pip install --target`): the one in the package's folder counts.
     """
+    return _version(dist, package_dir(dist))
+
+
+@lru_cache(maxsize=32)
+def _version(dist: str, folder: Path | None) -> str:
     from importlib import metadata
 
-    folder = package_dir(dist)
     nearest = [[str(folder.parent)]] if folder is not None else []
     for path in [*nearest, sys.path]:  # sys.path: an editable install has its metadata elsewhere
         for name in PROVIDERS.get(dist, (dist,)):
@@ -66,6 +70,16 @@ def source_file(dist: str, module: str) -> Path | None:
         if candidate.is_file():
             return candidate
     return None
+
+
+def file_hash(path: Path) -> str:
+    """16 hexadecimal digits for the whole file. Raises OSError."""
+    return _file_hash(path, path.stat().st_mtime_ns)
+
+
+@lru_cache(maxsize=256)
+def _file_hash(path: Path, mtime_ns: int) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()[:16]
 
 
 def fingerprint(path: Path, function: str) -> str | None:

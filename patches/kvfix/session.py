@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Container
     from typing import Any
 
+    from kvfix.acting import Tally
     from kvfix.applicability import Applicability
     from kvfix.config import Config
     from kvfix.fixes.api import Target
@@ -51,6 +52,14 @@ class Session:
         self.wrapped: dict[tuple[str, str], WrappedFunction] = {}
         #: The outcome of each target with a wanted fix whose module is imported.
         self.outcomes: dict[Target, Applicability] = {}
+        #: What is known of the functions of wanted fixes, from before they were wrapped (applying).
+        self.judged: dict[Target, Applicability] = {}
+        #: Modules whose import has ended, as kvfix has seen it.
+        self.complete: dict[str, Any] = {}
+        #: {module: codes of fixes that were applied to it and are not logged yet}.
+        self.newly_applied: dict[str, dict[str, None]] = {}
+        #: {key of wrappers: how often they acted and failed} (acting).
+        self.tallies: dict[str, Tally] = {}
         #: {code of a fix that may not come into the running engine: why} (attaching).
         self.held_back: dict[str, str] = {}
         #: Requests that began before kvfix was attached: no rule is checked for them; fixes with notes leave them out.
@@ -105,6 +114,8 @@ class Session:
     def _in_child(self) -> None:
         """After a fork: records, files and announcements belong to the parent."""
         self.restart_recording()
+        for tally in self.tallies.values():
+            tally.acted = tally.faults = 0
         self.files.clear()
         self.announced.clear()
         self.signal_installed = False

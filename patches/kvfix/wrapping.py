@@ -1,8 +1,11 @@
 """Wrappers of functions of vLLM or LMCache: before, after, or around them. Plain closures.
 
 The function gets its arguments as the caller passed them. A wrapper gets them by position, with the defaults filled in:
-releases and callers differ in what they pass by name. An error in a wrapper is reported once, and the function's own
-answer is returned.
+releases and callers differ in what they pass by name.
+
+If the code of a wrapper raises, the error is counted and logged once, and the engine goes on. `on_fault` decides the
+answer. ORIGINAL, the default, gives the function's own answer: right for crashes, leaks and hangs. A fix of wrong KV
+fails closed instead: its `on_fault` gives the answer of a load that failed, a store that is skipped, or no promise.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from contextlib import contextmanager, suppress
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
-from kvfix import engine_log
+from kvfix import acting, engine_log
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterator
@@ -22,26 +25,56 @@ if TYPE_CHECKING:
     Wrapper = Callable[[Function], Function]
     Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
+#: For `on_fault`: the function's own answer.
+ORIGINAL = None
 
-def before(prepare: Function, when: Function | None = None) -> Wrapper:
+
+class _Code:
+    """The code of a wrapper, with its error handling: what `before`, `after` and `around` share."""
+
+    __slots__ = ("on_fault", "tally", "where")
+
+    def __init__(self, where: str, on_fault: Function | None) -> None:
+        self.where = where
+        self.on_fault = on_fault
+        self.tally = acting.composing
+
+    def failed(self, error: Exception) -> bool:
+        """Count the error; True if the wrapper fails closed."""
+        engine_log.fault(self.where, error)
+        acting.count_fault(self.tally)
+        return self.on_fault is not None
+
+    def closed(self, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
+        """The answer of a wrapper that fails closed."""
+        try:
+            assert self.on_fault is not None
+            return self.on_fault(*given, **named)
+        except Exception as error:  # noqa: BLE001
+            engine_log.fault(f"{self.where} (on_fault)", error)
+            return None
+
+
+def before(prepare: Function, when: Function | None = None, on_fault: Function | None = ORIGINAL) -> Wrapper:
     """Call `prepare` before the function.
 
-    prepare: (instance, *arguments); its result is ignored.
+    prepare: (instance, *arguments). If its result is true, the fix has acted.
     when: with the same parameters. `prepare` is called only if it is true.
+    on_fault: with the parameters of the caller -> the answer if `prepare` or `when` raises; the function is not called.
     """
-    where = _where(prepare)
 
     def wrap(function: Function) -> Function:
-        by_position = positional(function)
+        by_position, code = positional(function), _Code(_where(prepare), on_fault)
 
         @functools.wraps(function)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             try:
                 given, named = by_position(args, kwargs)
-                if when is None or when(*given, **named):
-                    prepare(*given, **named)
+                if (when is None or when(*given, **named)) and prepare(*given, **named):
+                    acting.acted(code.tally, function, args)
             except Exception as error:  # noqa: BLE001
-                engine_log.fault(where, error)
+                if code.failed(error):
+                    return code.closed(args, kwargs)
             return function(*args, **kwargs)
 
         return wrapper
@@ -49,16 +82,16 @@ def before(prepare: Function, when: Function | None = None) -> Wrapper:
     return wrap
 
 
-def after(change: Function, when: Function | None = None) -> Wrapper:
+def after(change: Function, when: Function | None = None, on_fault: Function | None = ORIGINAL) -> Wrapper:
     """Call the function, then change its answer.
 
-    change: (instance, answer, *arguments) -> the right answer. If it raises, the function's own answer is returned.
+    change: (instance, answer, *arguments) -> the right answer. Another answer than the function's: the fix has acted.
     when: with the same parameters. `change` is called only if it is true.
+    on_fault: (instance, answer, *arguments of the caller) -> the answer if `change` or `when` raises.
     """
-    where = _where(change)
 
     def wrap(function: Function) -> Function:
-        by_position = positional(function)
+        by_position, code = positional(function), _Code(_where(change), on_fault)
 
         @functools.wraps(function)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -66,9 +99,13 @@ def after(change: Function, when: Function | None = None) -> Wrapper:
             try:
                 (instance, *given), named = by_position(args, kwargs)
                 if when is None or when(instance, answer, *given, **named):
-                    return change(instance, answer, *given, **named)
+                    changed = change(instance, answer, *given, **named)
+                    if changed is not answer:
+                        acting.changed(code.tally, function, args, answer, changed)
+                    return changed
             except Exception as error:  # noqa: BLE001
-                engine_log.fault(where, error)
+                if code.failed(error):
+                    return code.closed((*args[:1], answer, *args[1:]), kwargs)
             return answer
 
         return wrapper
@@ -76,19 +113,21 @@ def after(change: Function, when: Function | None = None) -> Wrapper:
     return wrap
 
 
-def around(steps: Function, when: Function | None = None) -> Wrapper:
+def around(steps: Function, when: Function | None = None, on_fault: Function | None = ORIGINAL) -> Wrapper:
     """Run code before and after the function, in a generator that yields once.
 
     steps: (instance, *arguments) -> a generator, or None if there is nothing to do. The code before `answer = yield`
     runs before the function. The generator returns the right answer. `yield arguments` calls the function with those
     arguments instead of the caller's. A return before the yield skips the function. If the function raises, its
-    exception goes to the caller and the generator is closed (use `finally`).
+    exception goes to the caller and the generator is closed (use `finally`). Other arguments, a skipped call or another
+    answer: the fix has acted.
     when: with the same parameters. `steps` is called only if it is true.
+    on_fault: with the parameters of the caller -> the answer if the code of the wrapper raises. If it raises before the
+    yield, the function is not called.
     """
-    where = _where(steps)
 
     def wrap(function: Function) -> Function:
-        by_position = positional(function)
+        by_position, code = positional(function), _Code(_where(steps), on_fault)
 
         @functools.wraps(function)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -96,14 +135,19 @@ def around(steps: Function, when: Function | None = None) -> Wrapper:
             try:
                 given, named = by_position(args, kwargs)
                 running = steps(*given, **named) if when is None or when(*given, **named) else None
-                if running is not None:
-                    changed = next(running)
+            except Exception as error:  # noqa: BLE001
+                if code.failed(error):
+                    return code.closed(args, kwargs)
+            if running is None:
+                return function(*args, **kwargs)
+            try:
+                changed = next(running)
             except StopIteration as done:
+                acting.acted(code.tally, function, args, "the call was skipped")
                 return done.value
             except Exception as error:  # noqa: BLE001
-                engine_log.fault(where, error)
-                running = changed = None
-            if running is None:
+                if code.failed(error):
+                    return code.closed(args, kwargs)
                 return function(*args, **kwargs)
             try:
                 answer = function(*args, **kwargs) if changed is None else function(args[0], *changed)
@@ -114,9 +158,14 @@ def around(steps: Function, when: Function | None = None) -> Wrapper:
             try:
                 running.send(answer)
             except StopIteration as done:
+                if changed is not None:
+                    acting.acted(code.tally, function, args, "its arguments were corrected")
+                elif done.value is not answer:
+                    acting.changed(code.tally, function, args, answer, done.value)
                 return done.value
             except Exception as error:  # noqa: BLE001
-                engine_log.fault(where, error)
+                if code.failed(error):
+                    return code.closed(args, kwargs)
             return answer
 
         return wrapper
@@ -201,8 +250,9 @@ class WrappedFunction:
 
     def _compose(self, wrappers: dict[str, tuple[int, Wrapper]]) -> None:
         call = self._function
-        for _, _, wrap in sorted((place, key, wrap) for key, (place, wrap) in wrappers.items()):
-            call = wrap(call)
+        for _, key, wrap in sorted((place, key, wrap) for key, (place, wrap) in wrappers.items()):
+            with acting.composed_for(key):
+                call = wrap(call)
         self._wrappers, self._call = wrappers, call
         current = vars(self.owner).get(self.name)
         if wrappers and current is (None if self._is_inherited else self.original):

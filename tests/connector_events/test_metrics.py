@@ -4,7 +4,7 @@ from tests.conftest import Fresh
 
 COUNT = """
 import prometheus_client
-from kvfix.connector_events import metrics
+from kvfix import metrics
 metrics.violated("KVR002")
 metrics.violated("KVR002")
 result = None
@@ -18,7 +18,7 @@ result = prometheus_client.generate_latest(registry).decode()
 """
 NOT_USED = """
 import sys
-from kvfix.connector_events import metrics
+from kvfix import metrics
 metrics.violated("KVR002")
 metrics.settled()
 result = "prometheus_client" in sys.modules

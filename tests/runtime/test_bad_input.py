@@ -28,9 +28,9 @@ def test_too_old(tmp_path: Path, fresh: Fresh) -> None:
     (tmp_path / "lmcache-0.1.4.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: lmcache\nVersion: 0.1.4\n")
     code = f"import sys; sys.path.insert(0, {str(tmp_path)!r}); import kvfix; result = kvfix.status()[0]"
     row = fresh(code)
-    assert row[3:5] == ["0.1.4", "unknown"]
+    assert row[3:5] == ["0.1.4", "refused"]
     assert f"the module {ADAPTER} has gone from lmcache 0.1.4" in row[5]
-    assert "look for a kvfix release" in row[5]
+    assert "look for a newer release of kvfix" in row[5]
 
 
 def status() -> str:
@@ -44,7 +44,7 @@ def without_target() -> str:
 
 
 def test_target_gone_in_the_live_module(fork_server: ForkServer, release) -> None:  # type: ignore[no-untyped-def]
-    assert fork_server(without_target, release("0.3.10")) == "unknown"
+    assert fork_server(without_target, release("0.3.10")) == "refused"
 
 
 def test_unreadable_target_does_not_stop_the_others(tmp_path: Path, release, fresh: Fresh) -> None:  # type: ignore[no-untyped-def]
@@ -52,7 +52,7 @@ def test_unreadable_target_does_not_stop_the_others(tmp_path: Path, release, fre
     done = fresh.run(
         [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(folder)!r}); {STATUS}; print(result)"]
     )
-    assert (done.stdout.strip(), done.returncode) == ("['unknown']", 0)
+    assert (done.stdout.strip(), done.returncode) == ("['refused']", 0)
     assert "Traceback" not in done.stderr
 
 
@@ -90,8 +90,9 @@ def test_an_error_in_kvfix_leaves_the_engine_unpatched_and_running(fork_server: 
         ("applying", "_wrapped", True),
         ("applicability", "judge_live", True),
         ("applicability", "fingerprints", True),
-        ("installed_source", "fingerprint", True),
-        ("catalogue", "fixes", True),
+        ("installed_source", "file_hash", True),
+        ("transaction", "decide", True),
+        ("catalogue", "fixes_of", True),
         ("installed_source", "version", False),  # only for the log line
     ):
         assert fork_server(with_error_in, release("0.3.10"), place, name) is unpatched, (place, name)

@@ -108,7 +108,7 @@ def replaced_by_another(answer: int | None) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("answer", "verdict"), [(256, "applied"), (0, "fixed-upstream"), (17, "unknown"), (None, "unknown")]
+    ("answer", "verdict"), [(256, "applied"), (0, "fixed-upstream"), (17, "refused"), (None, "refused")]
 )
 def test_the_probe_decides_on_a_replaced_hook(answer, verdict, fork_server: ForkServer, release) -> None:  # type: ignore[no-untyped-def]
     found, reason = fork_server(replaced_by_another, release("0.3.10"), answer)
@@ -127,7 +127,7 @@ def applied_in_between(early: bool) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("early", "statuses"), [(False, ["failed", "applied"]), (True, ["applied", "applied"])], ids=["late", "early"]
+    ("early", "statuses"), [(False, ["refused", "applied"]), (True, ["applied", "applied"])], ids=["late", "early"]
 )
 def test_applied_while_the_module_is_half_imported(early, statuses, tmp_path, fork_server, release) -> None:  # type: ignore[no-untyped-def]
     from tests.runtime.test_releases import copy

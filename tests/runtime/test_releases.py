@@ -72,7 +72,7 @@ for name, folder in {folders!r}.items():
     sys.path_importer_cache.clear()
     rows = [row for row in fix_status.rows() if row.dist == {dist!r}]
     assert rows and all(row.reason for row in rows) and {{row.version for row in rows}} == {{name}}
-    result += [(name, *row) for row in rows if row.verdict in ("unknown", "failed")]
+    result += [(name, *row) for row in rows if row.verdict in ("unknown", "refused", "unfixable")]
     sys.path.remove(folder)
 """
 #: Bugs that cannot be fixed from outside.
@@ -99,7 +99,7 @@ def test_an_unfixable_bug_can_be_harmless_here(fresh: Fresh, monkeypatch: pytest
     code = 'import kvfix; kvfix.apply(); result = [row for row in kvfix.status() if row.code == "KVF901"][0]'
     monkeypatch.delenv("PYTHONHASHSEED", raising=False)
     row = fresh(code)
-    assert row[STATE] == "failed"
+    assert row[STATE] == "unfixable"
     assert "Set PYTHONHASHSEED=0 in the environment of every vLLM and LMCache process" in row[REASON]
     monkeypatch.setenv("PYTHONHASHSEED", "0")
     assert fresh(code)[STATE] == "not-affected"
@@ -133,19 +133,19 @@ EDITS = {
         lambda text: text.replace(BUG, "            return self.odd(1)\n"),
         "",
         "unknown",
-        "unknown",
+        "refused",
     ),
     "the function gone": (
         lambda text: text.replace("def get_num_new_matched_tokens", "def matched"),
         "",
-        "unknown",
-        "unknown",
+        "refused",
+        "refused",
     ),
     "the function gone, the version known": (
         lambda text: text.replace("def get_num_new_matched_tokens", "def matched"),
         "0.5.6",
-        "unknown",
-        "unknown",
+        "refused",
+        "refused",
     ),
 }
 
@@ -168,7 +168,7 @@ def test_a_right_release_that_claims_to_be_the_wrong_one(tmp_path, release, fork
 def test_a_file_that_is_not_python(tmp_path, release, fresh: Fresh) -> None:  # type: ignore[no-untyped-def]
     folder = copy(release("0.3.10"), tmp_path, lambda text: text + "\ndef broken(:\n")
     row = fresh(f"import sys; sys.path.insert(0, {str(folder)!r}); {STATUS}")["KVF001"]
-    assert row[STATE] == "unknown"
+    assert row[STATE] == "refused"
     assert "cannot be read as Python" in row[REASON]
     assert "reinstall lmcache" in row[REASON]
 

@@ -15,14 +15,14 @@ from kvfix.fixes.api import Target
 from kvfix_tools import screen
 
 #: These need action. (`applied` is reported by a process in which kvfix is active.)
-FINDINGS = ("failed", "unknown", "applicable")
+FINDINGS = ("refused", "unknown", "unfixable", "applicable")
 SHOWN = (*FINDINGS, "applied")
 
 NOTHING_HERE = """
 Neither vLLM nor LMCache is installed for this Python. Run it where the engine runs (in its container, with its Python).
 What can be done here: kvfix-diagnose LOG, kvfix explain CODE, kvfix upstream list, kvfix status --released"""
 
-_STYLES = {"failed": "bold red", "unknown": "yellow", "applicable": "red", "applied": "green"}
+_STYLES = {"refused": "bold red", "unfixable": "bold red", "unknown": "yellow", "applicable": "red", "applied": "green"}
 
 
 def status(json: bool, probe: bool, everything: bool = False) -> int:
@@ -49,7 +49,7 @@ def _probed(patch: Target) -> applicability.Applicability:
         return applicability.judge_live(patch, import_module(patch.module))
     except Exception as error:  # noqa: BLE001
         return applicability.Applicability(
-            "unknown", f"{patch.module} cannot be imported: {type(error).__name__}: {error}"
+            "refused", f"{patch.module} cannot be imported: {type(error).__name__}: {error}"
         )
 
 
@@ -66,8 +66,10 @@ def _print_rows(rows: list[fix_status.FixRow], everything: bool) -> None:
     if counts:
         listed = ", ".join(f"{counts[verdict]} {verdict}" for verdict in applicability.STATES if counts[verdict])
         console.print(f"{'and ' if shown else ''}{listed} (kvfix status --all lists them)", markup=False)
-    if any(row.verdict == "failed" for row in rows):
-        console.print("\nFailed: kvfix explain CODE says what can be done about it.", markup=False)
+    if any(row.verdict == "refused" for row in rows):
+        console.print("\nRefused: nothing of this fix is applied. Look for a newer release of kvfix.", markup=False)
+    if any(row.verdict == "unfixable" for row in rows):
+        console.print("\nUnfixable: kvfix explain CODE gives the workaround.", markup=False)
     if any(row.verdict == "applicable" for row in rows):
         console.print("\nApplicable: this installation has the bug. Call kvfix.apply() before launching vLLM, or set")
         console.print("KVFIX=fix in its environment, or start it with: kvfix run -- CMD", markup=False)

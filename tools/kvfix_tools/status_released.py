@@ -121,15 +121,15 @@ def _judge(target: Target, folder: Path) -> tuple[str, str, str]:
     try:
         found = installed_source.fingerprint(path, target.function) if path.is_file() else None
     except (SyntaxError, UnicodeDecodeError) as error:
-        return "unknown", "unknown", f"{_file(target)} cannot be read as Python here ({error})"
+        return "unknown", "refused", f"{_file(target)} cannot be read as Python here ({error})"
     if found is None:
         if not any(newest in releases for releases in prints.values()):
             return "unchanged", "not-affected", f"{target.function} is not there, as in {newest}"
-        return "unknown", "unknown", f"{target.function} has gone from {_file(target)}"
+        return "unknown", "refused", f"{target.function} has gone from {_file(target)}"
     if found not in prints:
         reason = f"{target.function} has code of no release that kvfix knows; in an engine the probe decides"
         return "changed", "unknown", reason
-    verdict, reason = applicability.judge_releases(target, prints[found])
+    verdict, reason, _ = applicability.judge_releases(target, prints[found])
     return ("unchanged" if newest in prints[found] else "changed"), verdict, f"{target.function} {reason}"
 
 

@@ -1,5 +1,5 @@
-"""`make fingerprints`: take the fingerprints of every function that a fix corrects, from unpacked releases, into
-`kvfix/fingerprints.json`.
+"""`make fingerprints`: take the fingerprints of every function that a fix corrects, and the hashes of their files, from
+unpacked releases, into `kvfix/fingerprints.json`.
 
     python -m maintain.fingerprints lmcache .cache/lmcache/*
 
@@ -13,7 +13,7 @@ import json
 import sys
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from packaging.version import Version
 
@@ -23,37 +23,72 @@ from kvfix import catalogue, installed_source
 FILE = Path(kvfix.__file__).with_name("fingerprints.json")
 
 
-def take(dist: str, folder: Path) -> tuple[str, dict[str, str]]:
-    """(version, {target: fingerprint}) of the release in this folder. Raises ValueError if there is none."""
+class Taken(NamedTuple):
+    """Of one release. functions: {target: fingerprint}. files: {module: hash of its file}."""
+
+    functions: dict[str, str]
+    files: dict[str, str]
+
+
+def take(dist: str, folder: Path) -> tuple[str, Taken]:
+    """(version, what was taken) of the release in this folder. Raises ValueError if there is none."""
     versions = {found.name: found.version for found in metadata.distributions(path=[str(folder)])}
     providers = [name for name in installed_source.PROVIDERS.get(dist, (dist,)) if name in versions]
     if not providers:
         raise ValueError(f"{folder} holds no distribution of {dist}")
-    found = {}
+    taken = Taken({}, {})
     for target in {
         target.name: target for fix in catalogue.fixes() for target in fix.targets if target.dist == dist
     }.values():
-        path = folder.joinpath(*target.module.split(".")).with_suffix(".py")
-        fingerprint = installed_source.fingerprint(path, target.function) if path.is_file() else None
+        stem = folder.joinpath(*target.module.split("."))
+        path = next((each for each in (stem.with_suffix(".py"), stem / "__init__.py") if each.is_file()), None)
+        fingerprint = installed_source.fingerprint(path, target.function) if path is not None else None
+        if path is not None:
+            taken.files[target.module] = installed_source.file_hash(path)
         if fingerprint is not None:
-            found[target.name] = fingerprint
-    return versions[providers[0]], found
+            taken.functions[target.name] = fingerprint
+    return versions[providers[0]], taken
 
 
-def merge(known: dict[str, Any], dist: str, taken: dict[str, dict[str, str]]) -> dict[str, Any]:
+def merge(known: dict[str, Any], dist: str, taken: dict[str, Taken]) -> dict[str, Any]:
     """`known` with the releases in `taken` added or replaced; sorted, so that the file changes little."""
-    by_release: dict[str, dict[str, str]] = {release: {} for release in known.get(dist, {}).get("releases", ())}
-    for target, fingerprints in known.get(dist, {}).get("functions", {}).items():
+    earlier = known.get(dist, {})
+    by_release = {release: Taken({}, {}) for release in earlier.get("releases", ())}
+    for target, fingerprints in earlier.get("functions", {}).items():
         for fingerprint, releases in fingerprints.items():
             for release in releases:
-                by_release[release][target] = fingerprint
+                by_release[release].functions[target] = fingerprint
+    for module, hashes in earlier.get("files", {}).items():
+        for file_hash, release in hashes.items():
+            by_release[release].files[module] = file_hash
     by_release.update(taken)
     releases = sorted(by_release, key=Version)
     functions: dict[str, dict[str, list[str]]] = {}
+    files: dict[str, dict[str, str]] = {}
     for release in releases:
-        for target, fingerprint in sorted(by_release[release].items()):
+        for target, fingerprint in sorted(by_release[release].functions.items()):
             functions.setdefault(target, {}).setdefault(fingerprint, []).append(release)
-    return {**known, dist: {"releases": releases, "functions": dict(sorted(functions.items()))}}
+        for module, file_hash in by_release[release].files.items():
+            files.setdefault(module, {}).setdefault(file_hash, release)
+    return {
+        **known,
+        dist: {
+            "releases": releases,
+            "functions": dict(sorted(functions.items())),
+            "files": dict(sorted(files.items())),
+            "fixes": modules_of_fixes(dist),
+        },
+    }
+
+
+def modules_of_fixes(dist: str) -> dict[str, list[str]]:
+    """{module: modules of the fixes that have a function in it}."""
+    found: dict[str, set[str]] = {}
+    for fix in catalogue.fixes():
+        for target in fix.targets if fix.fixable else ():
+            if target.dist == dist:
+                found.setdefault(target.module, set()).add(fix.module_name)
+    return {module: sorted(names) for module, names in sorted(found.items())}
 
 
 def main(arguments: list[str]) -> int:

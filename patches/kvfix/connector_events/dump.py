@@ -30,7 +30,7 @@ from contextlib import suppress
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
-from kvfix import clock, engine_state, installed_source
+from kvfix import acting, clock, engine_state, installed_source
 from kvfix.connector_events import files, readers, recorder
 from kvfix.session import session
 from kvfix.version import VERSION
@@ -203,6 +203,9 @@ def _fixes() -> Iterator[dict[str, Any]]:
     for target, found in list(session.outcomes.items()):
         outcome = {"verdict": found.state, "reason": found.reason}
         yield {"kind": "fix", "function": target.function, "dist": target.dist, **outcome}
+    for tally in list(session.tallies.values()):
+        if tally.acted or tally.faults:
+            yield {"kind": "tally", "code": tally.key, **acting.counts(tally.key)}
 
 
 def _event(event: Any) -> dict[str, Any]:

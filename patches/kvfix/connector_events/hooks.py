@@ -14,8 +14,8 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
-from kvfix import applying, clock, engine_log
-from kvfix.connector_events import leases, metrics, recorder, signals, violations, watchdog
+from kvfix import applying, clock, engine_log, metrics
+from kvfix.connector_events import leases, recorder, signals, violations, watchdog
 from kvfix.connector_events.watched import WatchedConnector
 from kvfix.session import session
 

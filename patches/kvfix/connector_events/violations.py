@@ -8,8 +8,7 @@ import time
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
-from kvfix import engine_log, redact
-from kvfix.connector_events import metrics
+from kvfix import engine_log, metrics, redact
 from kvfix.session import session
 
 if TYPE_CHECKING:

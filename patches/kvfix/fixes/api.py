@@ -45,8 +45,9 @@ class Target:
     fix: (module) -> wrapper of the function (kvfix.wrapping). Called after the import of the module if the fix
         applies. None: the target only shows whether the bug is there. A helper in its module fixes it, or nothing can.
     place: order among the wrappers of one function; the lowest is nearest to the function.
-    helper: the fix needs this function, but the bug is not in it. Its code does not show the bug. It is applied
-        and reverted with the other targets of its module, and comes after them.
+    helper: the fix needs this function, but the bug is not in it. Its code does not show the bug.
+    copy: the copy of the code that the function belongs to; "": the fix needs it in each copy. The functions of one
+        copy are wrapped together or not at all (kvfix.transaction).
     """
 
     dist: str
@@ -57,23 +58,34 @@ class Target:
     fix: Callable[[ModuleType], Wrapper] | None
     place: int = 0
     helper: bool = False
+    copy: str = ""
 
     @property
     def name(self) -> str:
         return f"{self.module}:{self.function}"
 
+    @property
+    def can_be_probed(self) -> bool:
+        """Whether the behaviour probe can judge code that no release has."""
+        return self.probe.__name__ != "cannot_tell"
+
 
 class Owner:
-    """A class or a module with fixed functions: `SCHEDULER.schedule(broken=..., probe=..., fix=...)` is a target."""
+    """A class or a module with fixed functions: `SCHEDULER.schedule(broken=..., probe=..., fix=...)` is a target.
 
-    def __init__(self, dist: str, module: str, name: str = "") -> None:
+    copy: the name of this copy, if the same code is in several places and each is fixed by itself.
+    """
+
+    def __init__(self, dist: str, module: str, name: str = "", copy: str = "") -> None:
         self.dist = dist
         self.module = module
         self.name = name
+        self.copy = copy
 
     def target(self, function: str, **more: Any) -> Target:
         """The target for this function; `more`: the other fields of `Target`."""
-        return Target(self.dist, self.module, f"{self.name}.{function}" if self.name else function, **more)
+        full_name = f"{self.name}.{function}" if self.name else function
+        return Target(self.dist, self.module, full_name, **{"copy": self.copy, **more})
 
     def __getattr__(self, function: str) -> Callable[..., Target]:
         if function.startswith("__"):
@@ -120,6 +132,12 @@ class Fix:
     def fixable(self) -> bool:
         """Whether any target has a fix."""
         return any(target.fix is not None for target in self.targets)
+
+    @property
+    def groups(self) -> list[tuple[str, tuple[Target, ...]]]:
+        """(copy, functions that are wrapped together or not at all) of each copy of the code."""
+        copies = dict.fromkeys(target.copy for target in self.targets if target.copy) or [""]
+        return [(copy, tuple(each for each in self.targets if each.copy in ("", copy))) for copy in copies]
 
     @property
     def dists(self) -> tuple[str, ...]:

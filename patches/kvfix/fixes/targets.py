@@ -19,9 +19,9 @@ REQUEST_TRACKER = Owner("lmcache", "lmcache.integration.vllm.vllm_v1_adapter", "
 CACHE_ENGINE = Owner("lmcache", "lmcache.v1.cache_engine", "LMCacheEngine")
 TOKEN_DATABASE = Owner("lmcache", "lmcache.v1.token_database", "TokenDatabase")
 TENSOR_MEMORY_OBJ = Owner("lmcache", "lmcache.v1.memory_management", "TensorMemoryObj")
-LOOKUP_CLIENT = Owner("lmcache", "lmcache.v1.lookup_client.lmcache_lookup_client", "LMCacheLookupClient")
+LOOKUP_CLIENT = Owner("lmcache", "lmcache.v1.lookup_client.lmcache_lookup_client", "LMCacheLookupClient", "sockets")
 BYPASS_LOOKUP_CLIENT = Owner(
-    "lmcache", "lmcache.v1.lookup_client.lmcache_lookup_client_bypass", "LMCacheBypassLookupClient"
+    "lmcache", "lmcache.v1.lookup_client.lmcache_lookup_client_bypass", "LMCacheBypassLookupClient", "bypass"
 )
 ASYNC_LOOKUP_CLIENT = Owner(
     "lmcache", "lmcache.v1.lookup_client.lmcache_async_lookup_client", "LMCacheAsyncLookupClient"
@@ -29,17 +29,20 @@ ASYNC_LOOKUP_CLIENT = Owner(
 ZMQ_CLIENT = Owner("lmcache", "lmcache.v1.rpc.zmq_transport", "ZmqReqRepClientTransport")
 LOCAL_CPU_BACKEND = Owner("lmcache", "lmcache.v1.storage_backend.local_cpu_backend", "LocalCPUBackend")
 LOCAL_DISK_BACKEND = Owner("lmcache", "lmcache.v1.storage_backend.local_disk_backend", "LocalDiskBackend")
-GPU_CONNECTOR_V2 = Owner("lmcache", "lmcache.v1.gpu_connector.gpu_connectors", "VLLMPagedMemGPUConnectorV2")
-GPU_CONNECTOR_V3 = Owner("lmcache", "lmcache.v1.gpu_connector.gpu_connectors", "VLLMPagedMemGPUConnectorV3")
+GPU_CONNECTOR_V2 = Owner("lmcache", "lmcache.v1.gpu_connector.gpu_connectors", "VLLMPagedMemGPUConnectorV2", "V2")
+GPU_CONNECTOR_V3 = Owner("lmcache", "lmcache.v1.gpu_connector.gpu_connectors", "VLLMPagedMemGPUConnectorV3", "V3")
 
 # LMCache's multi-process connectors. LMCache 0.4.4 to 0.5.5 have two more for older vLLM, `_0180` and `_0201`, which
 # `kv_connector_module_path` selects. vLLM has its own copy.
 _MP = "lmcache.integration.vllm.lmcache_mp_connector"
-LMCACHE_MP = Owner("lmcache", _MP, "LMCacheMPConnector")
-LMCACHE_MP_0201 = Owner("lmcache", f"{_MP}_0201", "LMCacheMPConnector")
-LMCACHE_MP_0180 = Owner("lmcache", f"{_MP}_0180", "LMCacheMPConnector")
+LMCACHE_MP = Owner("lmcache", _MP, "LMCacheMPConnector", "LMCache")
+LMCACHE_MP_0201 = Owner("lmcache", f"{_MP}_0201", "LMCacheMPConnector", "LMCache 0201")
+LMCACHE_MP_0180 = Owner("lmcache", f"{_MP}_0180", "LMCacheMPConnector", "LMCache 0180")
 VLLM_MP = Owner(
-    "vllm", "vllm.distributed.kv_transfer.kv_connector.v1.lmcache_mp_connector", "LMCacheMPConnectorUpstream"
+    "vllm",
+    "vllm.distributed.kv_transfer.kv_connector.v1.lmcache_mp_connector",
+    "LMCacheMPConnectorUpstream",
+    "vLLM",
 )
 MP_WORKER_ADAPTER = Owner("lmcache", "lmcache.integration.vllm.vllm_multi_process_adapter", "LMCacheMPWorkerAdapter")
 MP_SCHEDULER_ADAPTER = Owner(
@@ -86,8 +89,8 @@ MULTI_CONNECTOR_METRICS = Owner(
 _KV_MANAGERS = "vllm.v1.core.single_type_kv_cache_manager"
 #: Of the KV groups that recycle their blocks.
 RECYCLING_MANAGERS = (
-    Owner("vllm", _KV_MANAGERS, "SlidingWindowManager"),
-    Owner("vllm", _KV_MANAGERS, "ChunkedLocalAttentionManager"),
+    Owner("vllm", _KV_MANAGERS, "SlidingWindowManager", "sliding window"),
+    Owner("vllm", _KV_MANAGERS, "ChunkedLocalAttentionManager", "chunked local attention"),
 )
 CONNECTOR_BASE = Owner("vllm", "vllm.distributed.kv_transfer.kv_connector.v1.base", "KVConnectorBase_V1")
 

@@ -148,8 +148,8 @@ def status(pid: int, json: bool) -> int:
 
 
 def _open(answer: dict[str, Any]) -> bool:
-    """Whether a fix has failed or is unclear. One that can only be there from the start is neither."""
-    return any(row["verdict"] in ("failed", "unknown") for row in answer.get("rows", ()))
+    """Whether a fix is refused or has raised. One that can only be applied at the start does not count."""
+    return any(row["verdict"] in ("refused", "unknown") or row.get("faults") for row in answer.get("rows", ()))
 
 
 def _show(engine: _Engine, pid: int, wanted: str, json: bool) -> int:
@@ -183,6 +183,8 @@ def _print(engine: _Engine, shown: dict[int, dict[str, Any]], wanted: str) -> No
         console.print(f"{pid} {engine.processes[pid].name}: {answer['state']}{mode}{where}", markup=False)
         table = Table(box=None, show_header=False, pad_edge=False, padding=(0, 2))
         for row in answer.get("rows", ()):
-            table.add_row("", row["code"], row["slug"], row["verdict"], row["reason"])
+            counted = f"acted {row.get('acted', 0)} times, {row.get('faults', 0)} errors in kvfix's own code"
+            shown_counts = counted if row.get("acted") or row.get("faults") else ""
+            table.add_row("", row["code"], row["slug"], row["verdict"], shown_counts or row["reason"])
         if table.row_count:
             console.print(table)

@@ -64,15 +64,15 @@ FIX = Fix(
     __name__,
     __doc__,
     targets=(
-        Owner("lmcache", "lmcache.python_ops_fallback").single_layer_kv_transfer(
+        Owner("lmcache", "lmcache.python_ops_fallback", copy="lmcache.python_ops_fallback").single_layer_kv_transfer(
             broken=">=0.5.0,<0.5.3", probe=shows_bug, fix=fix
         ),
-        Owner("lmcache", "lmcache.v1.platform.torch_ops").single_layer_kv_transfer(
-            broken=">=0.5.3,<0.5.6", probe=shows_bug, fix=fix
-        ),
-        Owner("lmcache", "lmcache.v1.platform.torch_ops.mem_kernels").single_layer_kv_transfer(
-            broken=">=0.5.6", probe=shows_bug, fix=fix
-        ),
+        Owner(
+            "lmcache", "lmcache.v1.platform.torch_ops", copy="lmcache.v1.platform.torch_ops"
+        ).single_layer_kv_transfer(broken=">=0.5.3,<0.5.6", probe=shows_bug, fix=fix),
+        Owner(
+            "lmcache", "lmcache.v1.platform.torch_ops.mem_kernels", copy="lmcache.v1.platform.torch_ops.mem_kernels"
+        ).single_layer_kv_transfer(broken=">=0.5.6", probe=shows_bug, fix=fix),
     ),
     proof="tests/runtime/test_packed_layout.py, on LMCache's own kernels: the lab moves hashes, not tensors",
     attaches=AT_START,  # what it stored before would be loaded in the other order

@@ -68,7 +68,9 @@ FIX = Fix(
     __name__,
     __doc__,
     targets=tuple(
-        Owner(dist, module, "LMCacheMPRequestTracker").target("__init__", broken=broken, probe=shows_bug, fix=fix)
+        Owner(dist, module, "LMCacheMPRequestTracker", copy=module).target(
+            "__init__", broken=broken, probe=shows_bug, fix=fix
+        )
         for dist, module, broken in (
             ("lmcache", LMCACHE_MP.module, ">=0.4.5,<=0.5.3"),
             ("lmcache", "lmcache.integration.vllm.lmcache_mp_metadata", ">=0.5.4,<=0.5.6"),

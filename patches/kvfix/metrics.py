@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-from kvfix import catalogue, engine_log
+from kvfix import engine_log
 from kvfix.session import session
 
 
@@ -23,9 +23,23 @@ def violated(rule: str) -> None:
         _give_up(error)
 
 
+def fix_counted(what: str, code: str) -> None:
+    """Count in kvfix_fix_acted_total or kvfix_faults_total. what: "acted" or "faults"."""
+    name = "kvfix_fix_acted" if what == "acted" else "kvfix_faults"
+    text = "Outcomes that a fix changed." if what == "acted" else "Errors in the code of a fix of kvfix."
+    try:
+        counter = _metric("Counter", name, text, "code")
+        if counter is not None:
+            counter.labels(code=code).inc()
+    except Exception as error:  # noqa: BLE001
+        _give_up(error)
+
+
 def settled() -> None:
     """Set kvfix_fixes to 1 for each fix and its state in this process, which is the label `verdict`."""
     try:
+        from kvfix import catalogue
+
         more = {"multiprocess_mode": "max"}
         gauge = _metric("Gauge", "kvfix_fixes", "Fixes of kvfix, by their state.", "code", "verdict", **more)
         for fix in catalogue.fixes() if gauge is not None else ():
@@ -49,4 +63,4 @@ def _metric(kind: str, name: str, text: str, *labels: str, **more: str) -> Any:
 def _give_up(error: Exception) -> None:
     """Report the error and stop using the client: a client that fails once fails again."""
     session.metrics = None
-    engine_log.fault("kvfix.connector_events.metrics", error)
+    engine_log.fault("kvfix.metrics", error)

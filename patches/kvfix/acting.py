@@ -1,0 +1,119 @@
+"""Counts, for each fix, how often it acted and how often its own code raised; logs the first time in a process.
+
+A fix acts if it changes an outcome: an answer, an argument, a call that is skipped. `kvfix.wrapping` sees these without
+code in the fix. A fix that changes an object in place says so with `note`.
+"""
+
+from __future__ import annotations
+
+import sys
+from contextlib import contextmanager
+
+from kvfix import engine_log
+from kvfix.session import session
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from typing import Any
+
+#: Characters of a request id in a log line.
+_ID = 80
+
+
+class Tally:
+    """key: the code of the fix, or the key of wrappers that are no fix. acted, faults: how often since the start."""
+
+    __slots__ = ("acted", "faults", "first", "key")
+
+    def __init__(self, key: str) -> None:
+        self.key = key
+        self.acted = 0
+        self.faults = 0
+        #: What happened the first time.
+        self.first = ""
+
+
+#: The tally of the wrappers that are composed now. `session.lock` is held meanwhile.
+composing = Tally("")
+
+
+def of(key: str) -> Tally:
+    """The tally of this fix in this process."""
+    return session.tallies.setdefault(key, Tally(key))
+
+
+def counts(key: str) -> dict[str, Any]:
+    """What has come of this fix in this process, for `kvfix status PID` and dumps."""
+    tally = session.tallies.get(key) or Tally(key)
+    return {"acted": tally.acted, "faults": tally.faults, "first": tally.first}
+
+
+@contextmanager
+def composed_for(key: str) -> Iterator[None]:
+    """Wrappers that are made inside count for this key."""
+    global composing
+    earlier, composing = composing, of(key)
+    try:
+        yield
+    finally:
+        composing = earlier
+
+
+def note(module_name: str, what: str = "") -> None:
+    """For a fix that changes an object in place: `note(__name__, "request r7: 16 tokens are not stored")`."""
+    acted(of(module_name.rpartition(".")[2].partition("_")[0].upper()), what=what)
+
+
+def acted(tally: Tally, function: Callable[..., Any] | None = None, args: tuple[Any, ...] = (), what: str = "") -> None:
+    """Count that the fix has acted in this call."""
+    try:
+        tally.acted += 1
+        if tally.acted == 1 and tally.key.startswith("KVF"):
+            tally.first = _text(function, args, what)
+            engine_log.info(f"{tally.key} acted: {tally.first}")
+        _export("acted", tally.key)
+    except Exception as error:  # noqa: BLE001
+        engine_log.fault("kvfix.acting", error)
+
+
+def changed(tally: Tally, function: Callable[..., Any], args: tuple[Any, ...], answer: Any, now: Any) -> None:
+    """Count that the fix has changed the answer of this call, unless both are equal numbers or texts."""
+    if type(answer) is not type(now) or type(answer) not in _PLAIN or answer != now:
+        what = "" if tally.acted else f"answered {_short(answer)}, corrected to {_short(now)}"
+        acted(tally, function, args, what)
+
+
+def count_fault(tally: Tally) -> None:
+    """Count that the code of the fix has raised."""
+    tally.faults += 1
+    engine_log.guarded("kvfix.acting", _export, "faults", tally.key)
+
+
+def _export(what: str, key: str) -> None:
+    if "prometheus_client" in sys.modules and key.startswith("KVF"):
+        from kvfix import metrics
+
+        metrics.fix_counted(what, key)
+
+
+_PLAIN = (int, bool, str, float, type(None))
+
+
+def _text(function: Callable[..., Any] | None, args: tuple[Any, ...], what: str) -> str:
+    name = getattr(function, "__qualname__", "")
+    request = next((each for each in map(_request_id, args[1:]) if each), "")
+    parts = [name, what or ("" if name else "an object was corrected in place")]
+    return ": ".join(part for part in parts if part) + (f" (request {request[:_ID]!r})" if request else "")
+
+
+def _request_id(argument: Any) -> str:
+    found = getattr(argument, "request_id", None) or getattr(argument, "req_id", None)
+    return found if isinstance(found, str) else ""
+
+
+def _short(value: Any) -> str:
+    """Numbers as they are; of everything else the type only: it may hold what a user sent."""
+    if isinstance(value, tuple) and len(value) < 4:
+        return f"({', '.join(map(_short, value))})"
+    return repr(value) if type(value) in (int, bool, float, type(None)) else f"a {type(value).__name__}"
