@@ -145,11 +145,11 @@ def _wrap(fix: Fix, targets: list[Target]) -> tuple[Target, Exception] | None:
         if target not in targets and _is_wrapped(fix, target):
             session.wrapped[target.module, target.function].remove(fix.code)
     for number, (function, target, wrapper) in enumerate(new):
-        error = _added(function, fix.code, target.place, wrapper)
-        if error is not None:
+        failed = _added(function, fix.code, target.place, wrapper)
+        if failed is not None:
             for added, _, _ in new[:number]:
                 added.remove(fix.code)
-            return target, error
+            return target, failed
     return None
 
 
