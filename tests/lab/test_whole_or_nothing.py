@@ -1,0 +1,122 @@
+"""A fix is applied whole or not at all: each of its functions is replaced in turn, as a site patch or a release to come
+would do, and then no other function of the fix is wrapped, and its scenarios come out as released.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from importlib import import_module
+from types import FunctionType
+from typing import Any
+
+import pytest
+
+import kvfix
+from kvfix import applicability, catalogue, installed_source
+from kvfix.fixes import stubs
+from kvfix.fixes.api import Fix, Target
+from kvfix.session import session
+from kvfix_tools.lab import runner
+from kvfix_tools.lab.scenario import find
+from tests.conftest import RELEASES, Once
+
+
+@contextmanager
+def replaced(fix: Fix, target: Target) -> Iterator[None]:
+    """The function is one of another file that does the same, and that no behaviour probe can judge."""
+    found = installed_source.live_function(import_module(target.module), target.function)
+    assert found is not None
+    owner, name, original = found
+    is_static, own = isinstance(original, staticmethod), name in vars(owner)
+    inner = original.__func__ if is_static else original
+    code = inner.__code__.replace(co_filename="/site/patched.py")
+    other = FunctionType(code, inner.__globals__, name, inner.__defaults__, inner.__closure__)
+    other.__kwdefaults__, other.__module__ = inner.__kwdefaults__, "site_patch"
+    setattr(owner, name, staticmethod(other) if is_static else other)
+    targets = fix.targets
+    same = [replace(each, probe=stubs.cannot_tell) if each.name == target.name else each for each in targets]
+    object.__setattr__(fix, "targets", tuple(same))
+    try:
+        yield
+    finally:
+        object.__setattr__(fix, "targets", targets)
+        if own:
+            setattr(owner, name, original)
+        else:
+            delattr(owner, name)
+
+
+def of_several_functions() -> Iterator[tuple[Fix, str, tuple[Target, ...]]]:
+    """Fixes, each with the functions of one copy of the code that are wrapped together here."""
+    for fix in catalogue.fixes():
+        for copy, targets in fix.groups if fix.fixable else ():
+            wrong = [each for each in targets if applicability.judge(each).state == "applicable"]
+            if len(wrong) > 1 and any(not each.helper for each in wrong):
+                yield fix, copy, tuple(wrong)
+
+
+#: The connector of the lab that has this copy of the code.
+CONNECTORS = {"LMCache": "mp", "vLLM": "mp-in-tree"}
+
+
+def played(fix: Fix, copy: str, fixes: bool) -> list[tuple[str, str]]:
+    """Slug and outcome of each scenario that plays this copy of the code."""
+    return [
+        (scenario.slug, runner.play(scenario, fixes, only=[fix.code]).outcome)
+        for scenario in map(find, fix.scenarios)
+        if scenario is not None
+        and runner.expected(scenario) != "not-applicable"
+        and scenario.options.connector == CONNECTORS.get(copy, scenario.options.connector)
+    ]
+
+
+def outcomes() -> dict[str, Any]:
+    """{fix and function: [functions that are wrapped all the same, scenarios that come out otherwise than as released]}
+
+    And what is wrapped without a replaced function, so that the check can fail.
+    """
+    found: dict[str, Any] = {}
+    for fix, copy, wrong in of_several_functions():
+        for target in wrong:
+            import_module(target.module)
+        with runner.quiet():
+            kvfix.apply(only=[fix.code])
+            found[f"{fix.code} {copy} whole"] = wrapped(fix, wrong)
+            kvfix.revert()
+        as_released = played(fix, copy, fixes=False)
+        for target in wrong:
+            with replaced(fix, target):
+                with runner.quiet():
+                    kvfix.apply(only=[fix.code])
+                    others = wrapped(fix, wrong)
+                    states = {row.verdict for row in kvfix.status() if row.code == fix.code}
+                    named = [row.reason for row in kvfix.status() if target.function in row.reason]
+                    kvfix.revert()
+                others = [*others, *([] if named and "refused" in states else [f"status says {states}"])]
+                now = played(fix, copy, fixes=True)
+                found[f"{fix.code} {target.name}"] = [others, [each for each in now if each not in as_released]]
+    return found
+
+
+def wrapped(fix: Fix, targets: tuple[Target, ...]) -> list[str]:
+    keys = [target for target in targets if fix.code in session.wrapped.get((target.module, target.function), ())]
+    return sorted({target.name for target in keys})
+
+
+@pytest.fixture(scope="module")
+def found(once: Once) -> dict[str, Any]:
+    return dict(once(outcomes, RELEASES / "0.5.6"))
+
+
+def test_no_half_of_a_fix_is_applied(found: dict[str, Any]) -> None:
+    trials = {name: each for name, each in found.items() if not name.endswith(" whole")}
+    assert len(trials) > 60
+    assert {name: each for name, each in trials.items() if each != [[], []]} == {}
+
+
+def test_without_a_replaced_function_all_are_wrapped(found: dict[str, Any]) -> None:
+    whole = {name: each for name, each in found.items() if name.endswith(" whole")}
+    assert len(whole) > 20
+    assert all(whole.values())

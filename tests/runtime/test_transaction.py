@@ -1,0 +1,78 @@
+"""What is decided for a fix, from what is known of each of its functions. No release is read."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from kvfix import transaction
+from kvfix.applicability import Applicability
+from kvfix.fixes import stubs
+from kvfix.fixes.api import Fix, Owner, Target
+from kvfix.wrapping import after
+
+OURS = Owner("vllm", "vllm.one", "One")
+THEIRS = Owner("lmcache", "lmcache.two", "Two")
+
+
+def target(owner: Owner, name: str, **more: Any) -> Target:
+    return owner.target(name, broken=">=1", probe=stubs.cannot_tell, fix=lambda module: after(lambda *_: 0), **more)
+
+
+FIRST, SECOND, HELPER = target(OURS, "first"), target(OURS, "second"), target(THEIRS, "helper", helper=True)
+FIX = Fix("kvfix.fixes.vllm.kvf299_planted", "", (FIRST, SECOND, HELPER))
+
+#: What is known of a function, and the state that is decided for a fix with one such function beside two wrong ones.
+WRONG = Applicability("applicable", "wrong", frozenset({"1", "2"}))
+OTHERS = {
+    "unknown code": (Applicability("unknown", "second is unknown"), "unknown"),
+    "replaced or gone": (Applicability("refused", "second has gone"), "refused"),
+    "right in a release that has the others": (Applicability("fixed-upstream", "", frozenset({"2"})), "applicable"),
+    "right by the probe": (Applicability("fixed-upstream", "", None), "refused"),
+    "of another release": (Applicability("applicable", "", frozenset({"3"})), "refused"),
+    "absent in another release": (Applicability("not-affected", "", frozenset({"3"})), "refused"),
+    "wrong by the probe": (Applicability("applicable", "", None), "applicable"),
+}
+
+
+def decided(fix: Fix, judged: dict[Target, Applicability]) -> list[tuple[str, set[Target]]]:
+    found = transaction.decide(fix, lambda each: judged.get(each, WRONG))
+    return [(decision.outcome.state, set(decision.targets)) for decision in found]
+
+
+@pytest.mark.parametrize(("known", "state"), OTHERS.values(), ids=OTHERS)
+def test_one_function_decides_for_all(known: Applicability, state: str) -> None:
+    [(found, targets)] = decided(FIX, {SECOND: known})
+    assert found == state
+    wrong = {SECOND} if known.state == "applicable" else set()
+    assert targets == ({FIRST, HELPER} | wrong if state == "applicable" else set())
+
+
+def test_a_helper_counts_only_if_the_bug_is_there() -> None:
+    unknown = Applicability("unknown", "helper is unknown")
+    assert decided(FIX, {HELPER: unknown}) == [("unknown", set())]
+    right = Applicability("not-affected", "", frozenset({"1"}))
+    assert decided(FIX, {FIRST: right, SECOND: right, HELPER: unknown}) == [("not-affected", set())]
+
+
+def test_a_release_of_each_distribution() -> None:
+    """The releases of vLLM and of LMCache have nothing to do with each other."""
+    assert decided(FIX, {HELPER: WRONG._replace(releases=frozenset({"7"}))}) == [
+        ("applicable", {FIRST, SECOND, HELPER})
+    ]
+
+
+def test_each_copy_of_the_code_is_decided_by_itself() -> None:
+    copies = replace(FIX, targets=(replace(FIRST, copy="a"), replace(SECOND, copy="b"), HELPER))
+    first, second, helper = copies.targets
+    refused = Applicability("refused", "second has gone")
+    assert decided(copies, {second: refused}) == [("applicable", {first, helper}), ("refused", set())]
+    assert decided(copies, {helper: refused}) == [("refused", set()), ("refused", set())]
+
+
+def test_the_reason_names_the_function() -> None:
+    (decision,) = transaction.decide(FIX, lambda each: WRONG if each is not SECOND else OTHERS["of another release"][0])
+    assert "One." in decision.outcome.reason
+    assert "of no one release of vllm" in decision.outcome.reason
