@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
+from kvfix import acting
 from kvfix.session import session
-from kvfix.wrapping import after, around, before, instead
+from kvfix.wrapping import WrappedFunction, after, around, before, instead
 
 
 @pytest.fixture(autouse=True)
@@ -103,6 +104,136 @@ class TestAround:
         hooked = Hooked(wrapper)
         assert hooked(1) == "own"
         assert hooked.calls == [((1,), {})]  # once
+
+
+class Raises:
+    """Code of each kind of wrapper that raises, and the answer that it wants then."""
+
+    @staticmethod
+    def at_once(hooked: Hooked, *more: Any) -> Any:
+        raise ValueError("planted")
+
+    @staticmethod
+    def stop(hooked: Hooked, *more: Any) -> Any:
+        raise StopIteration("of another iterator")
+
+    @staticmethod
+    def before_the_yield(hooked: Hooked, one: int) -> Generator[None, Any, Any]:
+        raise ValueError("planted")
+        yield
+
+    @staticmethod
+    def after_the_yield(hooked: Hooked, one: int) -> Generator[None, Any, Any]:
+        yield
+        raise ValueError("planted")
+
+
+#: A wrapper, and how often the function is called: a wrapper that fails closed before it does not call it.
+FAULTS = {
+    "before": (before, Raises.at_once, 0),
+    "after": (after, Raises.at_once, 1),
+    "around, at once": (around, Raises.at_once, 0),
+    "around, before the yield": (around, Raises.before_the_yield, 0),
+    "around, after the yield": (around, Raises.after_the_yield, 1),
+    "around, StopIteration": (around, Raises.stop, 0),
+}
+
+
+@pytest.mark.parametrize(("kind", "code", "calls"), FAULTS.values(), ids=FAULTS)
+class TestFaults:
+    def test_the_original_answers(self, kind: Any, code: Any, calls: int) -> None:
+        hooked = Hooked(kind(code))
+        assert hooked(1) == "own"
+        assert hooked.calls == [((1,), {})]
+        assert sum(session.faults.values()) == 1
+
+    def test_it_fails_closed(self, kind: Any, code: Any, calls: int) -> None:
+        hooked = Hooked(kind(code, on_fault=lambda *given, **named: "closed"))
+        assert hooked(1) == "closed"
+        assert len(hooked.calls) == calls
+
+    def test_when_fails_closed(self, kind: Any, code: Any, calls: int) -> None:
+        hooked = Hooked(kind(code, when=Raises.at_once, on_fault=lambda *given, **named: "closed"))
+        assert hooked(1) == "closed"
+
+    def test_a_closed_answer_that_raises_is_none(self, kind: Any, code: Any, calls: int) -> None:
+        hooked = Hooked(kind(code, on_fault=Raises.at_once))
+        assert hooked(1) is None
+
+
+class Counted:
+    """A hook of a class, with wrappers of two fixes."""
+
+    def hook(self, request: Any, tokens: int) -> Any:
+        return tokens
+
+
+class Request:
+    request_id = "r7"
+
+
+def acted(wrap: Any, *calls: int, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The tally of a fix after these calls, and whether the log has what it did the first time."""
+    monkeypatch.setattr(session, "tallies", {})
+    function = WrappedFunction(Counted, "hook", vars(Counted)["hook"])
+    function.add("KVF001", 1, wrap)
+    function.add("KVF002", 2, after(lambda counted, answer, *_: answer))
+    try:
+        for tokens in calls:
+            Counted().hook(Request(), tokens)
+    finally:
+        function.clear()
+    assert acting.counts("KVF002") == {"acted": 0, "faults": 0, "first": ""}
+    return acting.counts("KVF001")
+
+
+@pytest.mark.parametrize(
+    ("wrap", "expected", "first"),
+    [
+        (after(lambda counted, answer, *_: 0), 2, "Counted.hook: answered 256, corrected to 0 (request 'r7')"),
+        (after(lambda counted, answer, *_: answer), 0, ""),
+        (after(lambda counted, answer, *_: [1]), 3, "Counted.hook: answered 0, corrected to a list (request 'r7')"),
+        (before(lambda counted, request, tokens: tokens > 0), 2, "Counted.hook (request 'r7')"),
+        (before(lambda counted, request, tokens: None), 0, ""),
+        (around(lambda counted, request, tokens: instead(1)), 3, "Counted.hook: the call was skipped (request 'r7')"),
+        (around(lambda counted, request, tokens: None), 0, ""),
+    ],
+    ids=["answer", "the same answer", "an object", "before", "before for nothing", "skipped", "around for nothing"],
+)
+def test_a_fix_that_acts_is_counted(wrap, expected, first, monkeypatch, caplog) -> None:  # type: ignore[no-untyped-def]
+    caplog.set_level("INFO", "kvfix")
+    found = acted(wrap, 0, 256, 512, monkeypatch=monkeypatch)
+    assert found == {"acted": expected, "faults": 0, "first": first}
+    assert caplog.messages == ([f"KVF001 acted: {first}"] if first else [])
+
+
+def test_other_arguments_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    @around
+    def one_less(counted: Counted, request: Request, tokens: int) -> Generator[Any, Any, Any]:
+        return (yield (request, tokens - 1))
+
+    found = acted(one_less, 3, 4, monkeypatch=monkeypatch)
+    assert (found["acted"], found["first"]) == (2, "Counted.hook: its arguments were corrected (request 'r7')")
+
+
+def test_the_faults_of_a_fix_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = acted(after(Raises.at_once), 3, 4, monkeypatch=monkeypatch)
+    assert found == {"acted": 0, "faults": 2, "first": ""}
+
+
+def test_a_request_that_cannot_be_named_stops_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Odd:
+        @property
+        def request_id(self) -> str:
+            raise LookupError("planted")
+
+    monkeypatch.setattr(session, "tallies", {})
+    function = WrappedFunction(Counted, "hook", vars(Counted)["hook"])
+    function.add("KVF001", 1, after(lambda counted, answer, *_: 0, on_fault=lambda *_: -1))
+    try:
+        assert Counted().hook(Odd(), 5) == 0
+    finally:
+        function.clear()
 
 
 def test_before_and_after() -> None:
