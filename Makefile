@@ -10,7 +10,7 @@ JOBS ?= 1
 LAB := $(PY) -m kvfix_tools.cli lab fuzz
 HEALTHY = --mode check --steps $(STEPS) --seconds 36000 --jobs $(JOBS) --notes .bench/healthy-$(STEPS)-
 
-.PHONY: help install demo quick test lint docs bench healthy peers matrix fingerprints statements release requirements clean
+.PHONY: help install demo quick test lint docs bench healthy peers matrix drill fingerprints statements release requirements clean
 
 help: ## this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
@@ -47,6 +47,9 @@ peers: install ## vLLM's and LMCache's own tests, without kvfix, with its fixes,
 
 matrix: install ## every scenario under every vLLM and LMCache release; writes docs/matrix.json
 	@requirements/matrix && $(PY) -m maintain.scenario_matrix
+
+drill: install ## the newest releases as unknown ones, then edited: with the fixes no outcome is worse than as released
+	@requirements/matrix && $(PY) -m maintain.drill $(DRILL)
 
 fingerprints: install ## take the fingerprints of every known release anew
 	@$(PY) -m maintain.fingerprints lmcache .cache/lmcache/*

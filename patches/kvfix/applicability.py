@@ -135,16 +135,16 @@ def judge_live(target: Target, module: ModuleType, function: Any = None) -> Appl
         by_file = Applicability("unknown", f"{target.function} was replaced by {owner}")
     elif by_file.state != "unknown":
         return by_file
+    what = by_file.reason.partition(";")[0]
     if not target.can_be_probed:
-        return Applicability("refused", f"{by_file.reason}, and no behaviour probe can judge it")
+        return Applicability("refused", f"{what}, and no behaviour probe can judge it")
     try:
         with _silent(module):
             wrong = target.probe(function, module)
     except Exception as error:  # noqa: BLE001
         return Applicability(
-            "refused", f"{by_file.reason}; the behaviour probe does not fit it ({type(error).__name__}: {error})"
+            "refused", f"{what}; the behaviour probe does not fit it ({type(error).__name__}: {error})"
         )
-    what = by_file.reason.partition(";")[0]
     if wrong:
         return Applicability("applicable", f"{what}; the behaviour probe shows the bug")
     return Applicability("fixed-upstream", f"{what}; the behaviour probe finds it right")

@@ -1,0 +1,195 @@
+"""`make drill`: what kvfix does on a release that it has never seen.
+
+    python -m maintain.drill [--steps N] [--connector NAME ...] [--edits N]
+
+The newest vLLM and LMCache are taken out of the fingerprints, so that kvfix knows neither. Every scenario and N fuzzed
+steps of each connector are played as released and with the fixes: no outcome may be worse than as released. Then
+machine-made edits change functions of these releases without changing what they do (`maintain.drill_edits`), and all is
+played again. A table says how many fixes are applied, and how many are refused. Exit 1 if an outcome is worse.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import kvfix
+import kvfix_tools
+from kvfix import applicability, catalogue
+from kvfix_tools.lab import runner
+from maintain import drill_edits
+
+LMCACHE = Path(".cache/lmcache")
+VLLM = Path(".cache/vllm")
+#: The LMCache release that each connector is played with; default: the newest.
+OLDER_LMCACHE = {"mp-in-tree": "0.4.6"}
+CONNECTORS = (
+    "v1", "mp", "mp-in-tree", "offloading", "simple-offload", "nixl-pull", "nixl-push", "nixl-offload", "mooncake",
+)  # fmt: skip
+#: Rules of the lab that no fix may break for a request that is answered right as released.
+WRONG_KV = ("LAB001", "LAB008")
+#: The lab's rule for an error in the code of a fix.
+FAULT = "LAB007"
+
+
+def newest(dist: str) -> str:
+    return str(applicability.fingerprints()[dist]["releases"][-1])
+
+
+def without(known: dict[str, Any], forgotten: dict[str, str]) -> dict[str, Any]:
+    """The fingerprints without these releases: {dist: version}."""
+    found = dict(known)
+    for dist, version in forgotten.items():
+        mine = known[dist]
+        functions = {
+            name: {print_: kept for print_, releases in prints.items() if (kept := [*releases]) != [version]}
+            for name, prints in mine["functions"].items()
+        }
+        for prints in functions.values():
+            for releases in prints.values():
+                if version in releases:
+                    releases.remove(version)
+        files = {
+            module: {file_hash: release for file_hash, release in hashes.items() if release != version}
+            for module, hashes in mine["files"].items()
+        }
+        releases = [release for release in mine["releases"] if release != version]
+        found[dist] = {**mine, "releases": releases, "functions": functions, "files": files}
+    return found
+
+
+# ------------------------------------------------------------------ in the process of a connector
+
+
+def answer(connector: str, lmcache: str, steps: int, forgotten: dict[str, str]) -> None:
+    """Play it as released and with the fixes; one line of JSON on stdout."""
+    changed = without(applicability.fingerprints(), forgotten)
+    vars(applicability)["fingerprints"] = lambda: changed
+    runner.prepare(lmcache)
+    print(json.dumps({"connector": connector, **scenarios(connector), **fuzzed(connector, steps), **states()}))
+
+
+def scenarios(connector: str) -> dict[str, Any]:
+    from kvfix_tools.lab.scenario import scenarios
+
+    worse, played = [], 0
+    for scenario in scenarios():
+        if scenario.options.connector != connector or runner.expected(scenario) == "not-applicable":
+            continue
+        played += 1
+        released, fixed = (runner.play(scenario, fixes) for fixes in (False, True))
+        new = {each.code for each in fixed.findings} - {each.code for each in released.findings}
+        worse += [f"{scenario.slug}: {code}" for code in sorted(new)]
+    return {"scenarios": played, "worse_scenarios": worse}
+
+
+def fuzzed(connector: str, steps: int) -> dict[str, Any]:
+    """Rules that only the fixed runs violate, and seeds that only they serve wrong KV to."""
+    from kvfix_tools.lab import fuzz_run
+
+    both = [fuzz_run.Run(connector, fixes) for fixes in (False, True)]
+    seeds, done = 0, 0
+    rules: list[Counter[str]] = [Counter(), Counter()]
+    worse = []
+    while done < steps:
+        found: list[set[str]] = []
+        for at, run in enumerate(both):
+            tally = run.play(range(seeds, seeds + 1), math.inf)
+            done += tally.steps if run.fixes else 0
+            found.append({rule for _, _, rule, _ in tally.found.values()})
+            rules[at].update(found[-1])
+        released, fixed = found
+        if FAULT in fixed or (not released and fixed.intersection(WRONG_KV)):
+            worse.append(f"seed {seeds}: {', '.join(sorted(fixed))}")
+        seeds += 1
+    new = sorted(set(rules[1]) - set(rules[0]))
+    return {
+        "steps": done,
+        "seeds": seeds,
+        "released": dict(rules[0]),
+        "fixed": dict(rules[1]),
+        "worse_seeds": [*worse, *(f"rule {rule}" for rule in new)],
+    }
+
+
+def states() -> dict[str, Any]:
+    """What has become of the fixes, in a process that has imported the connector's modules."""
+    with runner.applied(True):
+        rows = [row for row in kvfix.status() if (fix := catalogue.find(row.code)) is not None and fix.fixable]
+    return {
+        "fixes": dict(Counter(row.verdict for row in rows)),
+        "refused": {row.code: row.reason for row in rows if row.verdict == "refused"},
+    }
+
+
+# ------------------------------------------------------------------ in the maintainer's process
+
+
+def in_its_process(connector: str, steps: int, edited: Path | None) -> dict[str, Any]:
+    """edited: a folder with edited copies, `vllm` and `lmcache`."""
+    vllm = VLLM / newest("vllm")
+    older = OLDER_LMCACHE.get(connector)
+    lmcache = LMCACHE / (older or newest("lmcache"))
+    packages = [str(Path(package.__path__[0]).parent) for package in (kvfix, kvfix_tools)]
+    if edited is not None:
+        packages.insert(0, str(edited / "vllm"))
+        lmcache = lmcache if older else edited / "lmcache"
+    environment = {name: value for name, value in os.environ.items() if name != "KVFIX"}
+    environment["PYTHONPATH"] = os.pathsep.join(packages)
+    forgotten = {dist: newest(dist) for dist in ("vllm", "lmcache")}
+    code = f"from maintain import drill; drill.answer({connector!r}, {str(lmcache)!r}, {steps}, {forgotten!r})"
+    command = [str(vllm / "bin/python"), "-c", code]
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    return dict(json.loads(done.stdout.splitlines()[-1]))
+
+
+def show(title: str, rows: list[dict[str, Any]]) -> bool:
+    """Print a table; True if an outcome is worse than as released."""
+    print(f"\n{title}")
+    print(f"{'connector':<16}{'scenarios':>10}{'steps':>9}{'applied':>9}{'refused':>9}{'undecided':>11}  worse")
+    for row in rows:
+        fixes, worse = row["fixes"], row["worse_scenarios"] + row["worse_seeds"]
+        counts = f"{fixes.get('applied', 0):>9}{fixes.get('refused', 0):>9}{fixes.get('unknown', 0):>11}"
+        print(f"{row['connector']:<16}{row['scenarios']:>10}{row['steps']:>9}{counts}  {'; '.join(worse) or 'none'}")
+    refused = {code: reason for row in rows for code, reason in row["refused"].items()}
+    for code, reason in sorted(refused.items()):
+        print(f"  {code} refused: {reason}")
+    return any(row["worse_scenarios"] or row["worse_seeds"] for row in rows)
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m maintain.drill")
+    parser.add_argument("--steps", type=int, default=100_000)
+    parser.add_argument("--connector", action="append", choices=CONNECTORS)
+    parser.add_argument("--edits", type=int, default=30)
+    options = parser.parse_args(arguments)
+    connectors = options.connector or CONNECTORS
+    worse = False
+    with tempfile.TemporaryDirectory(prefix="kvfix-drill-", dir=".cache") as folder:
+        for edits in (0, options.edits):
+            edited, made = None, list[str]()
+            if edits:
+                edited = Path(folder).resolve()
+                made = drill_edits.make(edited, VLLM / newest("vllm"), LMCACHE / newest("lmcache"), edits)
+            rows = []
+            for connector in connectors:
+                print(f"{connector}, {edits} edits", file=sys.stderr)
+                rows.append(in_its_process(connector, options.steps, edited))
+            title = f"vLLM {newest('vllm')} and LMCache {newest('lmcache')} as unknown releases, {len(made)} edits"
+            worse |= show(title, rows)
+            print("\n".join(f"  edited: {each}" for each in made))
+            if not options.edits:
+                break
+    return int(worse)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
