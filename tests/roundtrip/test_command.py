@@ -21,7 +21,8 @@ from kvfix_tools.roundtrip.cell_check import Refused
 from tests.conftest import Fresh
 from tests.roundtrip.output import output_of
 
-QUICK = ["--gib", "0", "--layout", "nhd", "--block", "16", "--chunk", "32", "--heads", "2", "--tokens", "33"]
+SIZES = ["--gib", "0", "--layout", "nhd", "--block", "16", "--chunk", "32", "--heads", "2", "--tokens", "33"]
+QUICK = ["--backend", "torch", *SIZES]
 #: A cell of which nothing is left to choose.
 ONE = [*QUICK, "--dtype", "uint8", "--slots", "random", "--skip", "none"]
 
@@ -41,6 +42,13 @@ def test_all_right() -> None:
     assert (code, [cell["race"] for cell in answer["cells"]]) == (0, list(command.races.RACES))
     code, answer = run("--race", "late-producer")
     assert (code, len(answer["cells"]), answer["speed"]) == (0, 1, [])
+
+
+def test_without_a_backend_it_tests_what_is_installed() -> None:
+    code, answer = run(*SIZES)
+    tested = {cell["cell"]["backend"] for cell in answer["cells"]}
+    assert {"torch", "lmcache-v2", "lmcache-mp", "lmcache-engine", "vllm-simple", "vllm-offload"} <= tested
+    assert code == 0
 
 
 @pytest.mark.parametrize("options", [[*ONE, "--inject", "bitflip", "--seed", "5"], ["--inject", "missing-event"]])
@@ -65,7 +73,21 @@ def test_the_text_names_what_is_wrong(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_full_is_more() -> None:
-    some = ["--layout", "nhd", "mla", "--dtype", "uint8", "float16", "--slots", "random", "holes", "--skip", "none"]
+    some = [
+        "--backend",
+        "torch",
+        "--layout",
+        "nhd",
+        "mla",
+        "--dtype",
+        "uint8",
+        "float16",
+        "--slots",
+        "random",
+        "holes",
+        "--skip",
+        "none",
+    ]
     some += ["part", "--tokens", "17", "--block", "16", "--chunk", "16", "--heads", "1", "--gib", "0"]
     _, pairs = run(*some)
     code, every = run(*some, "--full")

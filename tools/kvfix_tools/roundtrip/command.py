@@ -38,25 +38,25 @@ DEFAULT_GIB = {"cpu": 1 / 32, "cuda": 4.0}
 def parser() -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(
         prog="kvfix roundtrip",
-        description="Is every byte of KV what it was? Moves KV that says of itself who it is to the host and back.",
-        epilog="Exit codes: 0 all right, 1 something is not, 2 usage, 77 asked for CUDA and there is none.",
+        description="Copy labelled KV to host memory and back, and check every byte.",
+        epilog="Exit codes: 0 every byte is right, 1 a byte is wrong, 2 usage, 77 there is no CUDA device.",
     )
     add = options.add_argument
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: CUDA if there is a GPU")
-    add("--backend", nargs="+", metavar="NAME", default=["torch"], help="what moves the KV; see --list")
+    add("--backend", nargs="+", metavar="NAME", help="code that moves the KV; default: all that is installed (--list)")
     for name, values in AXES.items():
         free = name in ("tokens", "block", "chunk", "heads")
         add(f"--{name}", nargs="+", metavar="VALUE", choices=None if free else values, help=f"of {', '.join(values)}")
-    add("--layers", type=int, default=3)
-    add("--head-size", type=int, default=32, help="elements; 8 bytes or a multiple of them")
-    add("--full", action="store_true", help="every combination, not only every pair of values")
-    add("--race", nargs="*", metavar="NAME", help=f"only races: {', '.join(races.RACES)}")
-    add("--gib", type=float, help="size of the transfer that is timed; 0: none (default: 1/32 on a CPU, 4 on CUDA)")
-    add("--seed", type=int, default=0)
+    add("--layers", type=int, default=3, help="layers of the KV cache (default: 3)")
+    add("--head-size", type=int, default=32, help="elements of a head; a multiple of 8 bytes (default: 32)")
+    add("--full", action="store_true", help="test every combination, not only every pair of values")
+    add("--race", nargs="*", metavar="NAME", help=f"run only races: {', '.join(races.RACES)}")
+    add("--gib", type=float, help="size of the timed transfer; 0: none (default: 1/32 on a CPU, 4 on CUDA)")
+    add("--seed", type=int, default=0, help="draw other slots and values (default: 0)")
     add("--inject", choices=tuple(FAULTS), help="plant this fault; it must be found")
-    add("--no-fixes", action="store_true", help="LMCache and vLLM as released: without kvfix's fixes")
-    add("--json", action="store_true")
-    add("--list", action="store_true", help="the backends, and what is missing for them here")
+    add("--no-fixes", action="store_true", help="test LMCache and vLLM as released, without the fixes of kvfix")
+    add("--json", action="store_true", help="print JSON")
+    add("--list", action="store_true", help="list the backends, and what is missing for them here")
     return options
 
 
@@ -77,12 +77,18 @@ def main(arguments: list[str] | None = None) -> int:
         unknown = set(options.race or ()) - set(races.RACES)
         if unknown:
             raise ValueError(f"no race {min(unknown)}; --help names them")
-        chosen = backends.named(options.backend)
+        chosen = backends.named(options.backend or default_backends(options))
         cells = {one.name: choose(one, options) for one in chosen}
     except ValueError as error:
         print(f"kvfix roundtrip: {error}", file=sys.stderr)
         return USAGE
     return run(chosen, cells, device, options)
+
+
+def default_backends(options: argparse.Namespace) -> list[str]:
+    """The code of LMCache and vLLM, beside the tool's own copy. Planted faults and races test the tool itself."""
+    is_self_test = options.inject is not None or options.race is not None
+    return ["torch"] if is_self_test else ["torch", "lmcache", "lmcache-engine", "vllm"]
 
 
 def run(chosen: list[Backend], cells: dict[str, list[Cell]], device: torch.device, options: argparse.Namespace) -> int:

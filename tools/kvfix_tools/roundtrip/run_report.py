@@ -96,7 +96,7 @@ class RunReport:
         lines += [f"kvfix's fixes: {', '.join(self.fixes) or 'none'}"] if here else []
         if rates(self.results):
             lines.append("GB/s of the median cell, and percent of a plain copy of as many bytes")
-        lines += [f"{backend}: skipped: {why}" for backend, why in self.skipped.items()]
+        lines += [f"{backend}: not tested: {why}" for backend, why in self.skipped.items()]
         for backend in dict.fromkeys(result.cell.backend for result in self.results):
             lines += ["", *self._table(backend)]
         for result in self.speeds:
