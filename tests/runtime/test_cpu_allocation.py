@@ -10,7 +10,6 @@ import kvfix
 from kvfix import clock
 from tests.conftest import ForkServer
 
-
 #: Chunks of a load of 32,768 tokens.
 CHUNKS = 128
 

@@ -11,9 +11,9 @@ local_cpu_backend.py:686-745).
 
 ## Fix
 A load waits for at most ten seconds for all its chunks together. Then it gets no memory and fails, and vLLM computes
-those tokens itself. LMCache does not tell `allocate` which load it serves, so the limit is one of the loading thread: its
-ten seconds come back within a minute. A store does not wait, as before. A load from disk that gets no memory returns no
-chunk instead of an AssertionError.
+those tokens itself. LMCache does not tell `allocate` which load it serves, so the limit holds for the loading thread:
+after a minute the thread may wait for ten seconds again. A store does not wait, as before. A load from disk that gets
+no memory returns no chunk instead of an AssertionError.
 
 ## Releases
 LMCache 0.3.9 to 0.5.6.
