@@ -156,6 +156,57 @@ def test_there_is_no_such_process() -> None:
     assert look(4_190_000, "--core", "file").returncode == 2
 
 
+@pytest.mark.parametrize("command", [["sleep", "60"], [sys.executable, "-c", "print(flush=True); input()"]])
+def test_a_process_without_vllm_is_not_stopped(command: list[str]) -> None:
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        if "sleep" not in command:
+            assert process.stdout is not None
+            process.stdout.readline()
+        done = look(process.pid)
+        assert process.poll() is None
+        process.kill()
+    assert done.returncode == 2
+    assert f"process {process.pid} (" in done.stderr
+    assert "has not loaded vLLM or LMCache" in done.stderr
+    assert not list(Path("/tmp").glob(f"kvfix-look-{process.pid}-*"))
+
+
+def test_of_a_container_only_the_engine_is_read() -> None:
+    """Below PID 1 are other programs too: a plain Python, PyTorch without vLLM, and kvfix itself."""
+    others = ["print('other', flush=True); input()", "import torch; print('other', flush=True); input()"]
+    others.append("import sys; from kvfix_tools.look import looking; print('other', flush=True); input(); "
+                  "print([each.pid for each in looking.engine_of(int(sys.argv[1]))])")  # fmt: skip
+    engine = f"{sys.executable} -m tests.engine_state.lab_process busy_engine"
+    script = " & ".join([f"{engine} 2>&- 3>&-", *(f'{sys.executable} -c "{code}" $$ <&3' for code in others), "wait"])
+    environment = clean_environment(PYTHONHASHSEED="0", OMP_NUM_THREADS="1")
+    environment["PYTHONPATH"] += f"{os.pathsep}{ROOT}"
+    with subprocess.Popen(
+        ["sh", "-c", f"exec 3<&0; {script}"],
+        env=environment, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True,
+    ) as process:  # fmt: skip
+        try:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            lines: list[str] = []
+            while lines.count("other\n") < 3 or "runs\n" not in lines:
+                assert process.poll() is None
+                lines.append(process.stdout.readline())
+            found = looking.engine_of(process.pid)
+            process.stdin.write("\n" * 8)
+            process.stdin.flush()
+            of_its_own = next(line for line in process.stdout if line.startswith("["))
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
+    assert [each.command[2] for each in found] == ["tests.engine_state.lab_process"]
+    assert of_its_own == f"{[each.pid for each in found]}\n"
+
+
+def test_a_state_that_cannot_be_saved(tmp_path: Path) -> None:
+    with lab_process("busy_engine") as pid:
+        done = look(pid, "--save", str(tmp_path / "nowhere/state"))
+    assert (done.returncode, done.stderr) == (2, f"kvfix look: {tmp_path}/nowhere/state: No such file or directory\n")
+
+
 #: As PyStack 1.7 prints it.
 CORE = """
 Core file information:
