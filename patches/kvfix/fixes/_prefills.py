@@ -1,7 +1,7 @@
 """Which request of a decode engine gets what one prefill keeps: the first that asks. Of KVF340, KVF363 and KVF367.
 
-Clients choose the ids, of any length, so their hashes are kept. Python's hash of a string has a random key, so a client
-cannot make two ids meet.
+Clients choose the ids, of any length, so only their hashes are kept. If two prefills had the same hash, the second
+request would compute its prompt.
 """
 
 from __future__ import annotations
