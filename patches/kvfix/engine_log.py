@@ -1,10 +1,15 @@
 """Writes kvfix's lines to the engine's log: few lines, each once in a process, and never an exception.
 
+A line may have the text of an exception, and that may have what a client sends. So the length of a line is bounded, and
+so are the texts that are remembered and the lines of a kind.
+
 The lines go to the logger `kvfix`, or to stderr if logging is not configured. The first line imports `logging`:
 `kvfix.apply()` is on the start-up path of every process.
 """
 
 from __future__ import annotations
+
+import time
 
 from kvfix.session import session
 
@@ -12,6 +17,12 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
+
+
+#: Characters of a line; texts and kinds of lines that are remembered.
+LONGEST, TEXTS, KINDS = 2000, 1000, 200
+#: Lines of a kind before the limit: from then on one line in PAUSE seconds.
+LINES, PAUSE = 8, 60.0
 
 
 def info(text: str) -> None:
@@ -25,10 +36,10 @@ def warning(text: str) -> None:
 
 
 def _report(level: str, text: str) -> None:
-    if text in session.reported:
-        return
-    session.reported.add(text)
     try:
+        line = _admitted(text[:LONGEST])
+        if not line:
+            return
         import logging
 
         logger = logging.getLogger("kvfix")
@@ -37,9 +48,32 @@ def _report(level: str, text: str) -> None:
             handler.setFormatter(logging.Formatter("kvfix %(levelname)s [pid %(process)d] %(message)s"))
             logger.addHandler(handler)
             logger.setLevel(logging.INFO)
-        getattr(logger, level)(text)
+        getattr(logger, level)(line)
     except Exception:  # noqa: BLE001  a closed stderr must not stop the engine
         pass
+
+
+def _admitted(text: str) -> str:
+    """Return the line to log; "" for a text that was logged before, or of a kind with too many lines.
+
+    The kind of a line is its text up to the first colon.
+    """
+    if text in session.reported:
+        return ""
+    _remember(session.reported, text, None, TEXTS)
+    kind, now = text.partition(":")[0], time.monotonic()
+    lines, last, left_out = session.lines.pop(kind, (0, now, 0))
+    if lines >= LINES and now - last < PAUSE:
+        _remember(session.lines, kind, (lines, last, left_out + 1), KINDS)
+        return ""
+    _remember(session.lines, kind, (lines + 1, now, 0), KINDS)
+    return f"{text} ({left_out} more lines of this kind were left out before this one)" if left_out else text
+
+
+def _remember(kept: dict[str, Any], name: str, value: Any, most: int) -> None:
+    kept[name] = value
+    if len(kept) > most:
+        del kept[next(iter(kept))]
 
 
 def fault(where: str, error: BaseException) -> None:

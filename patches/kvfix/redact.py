@@ -3,6 +3,9 @@
 It finds them by name (a password, a token, an API key), also in JSON at any depth. It finds them by value, whatever the
 name: a URL with a user, an Authorization header, a key in the format of a known service. It hides too much rather than
 too little.
+
+The text may be megabytes long, and chosen to make this slow. So no pattern can read a character again and again: what
+ends a value is looked for once, from where the value begins.
 """
 
 from __future__ import annotations
@@ -16,36 +19,84 @@ HIDDEN = "<hidden>"
 
 #: Words in the name of a secret. "tokens" is a count.
 _WORDS = {
-    "apikey", "auth", "authentication", "authorization", "bearer", "cookie", "credential", "credentials", "dsn",
-    "passphrase", "passwd", "password", "pwd", "sas", "secret", "secrets", "signature", "token",
+    "accountkey", "apikey", "auth", "authentication", "authorization", "bearer", "cookie", "credential", "credentials",
+    "creds", "dsn", "jwt", "passcode", "passphrase", "passwd", "password", "pwd", "sas", "secret", "secrets",
+    "signature", "token",
 }  # fmt: skip
+#: Ends of a word that joins others: PGPASSWORD, accesstoken.
+_ENDS = ("apikey", "passphrase", "passwd", "password", "secret", "token")
 #: In text "key" more often means the key of a chunk. In the name of a setting it means a secret.
-_KEYS = re.compile(r"(?i)(api|access|account|private|secret|signing|ssh|encryption)[-_.]?(access[-_.]?)?key")
+_KEYS = re.compile(
+    r"(?i)(?:api|access|account|private|secret|signing|ssh|ssl|tls|encryption|shared|master|license|service|client)"
+    r"[-_.]?(?:access[-_.]?)?key|(?:db|user|smtp|redis|mysql|postgres|proxy|admin|root)[-_]?pass\b"
+)
+#: Names that have such a word, and no secret: a source file in a log's line, ids and numbers of tokens.
+_HARMLESS = re.compile(r"(?i)(?:\.py|token_?(?:ids?|budgets?))$")
 _SPLIT = re.compile(r"[^A-Za-z0-9]+|(?<=[a-z0-9])(?=[A-Z])")
 
 #: (pattern of a secret without a name, its replacement)
 _VALUES = (
-    # A user in a URL. A password may have characters that a URL may not: then hide up to the last @ of the word.
-    (
-        re.compile(r"""(?i)([a-z0-9+.-]://)(?:[^\s/?#"'<>]*|[^\s/?#"'<>:]*:(?!\d+[/?#])[^\s"'<>]*)@"""),
-        rf"\1{HIDDEN}@",
-    ),
     (re.compile(r"(?i)\b((?:bearer|basic)\s+)[\w.~+/=-]{8,}"), rf"\1{HIDDEN}"),
-    (re.compile(r"(?s)-----BEGIN [A-Z ]*PRIVATE KEY-----.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)"), HIDDEN),
-    (re.compile(r"\b(?:hf_\w{16,}|sk-[\w-]{16,}|gh[pousr]_\w{16,}|xox[abprs]-[\w-]{8,}|AKIA[0-9A-Z]{16})"), HIDDEN),
+    (
+        re.compile(
+            r"(?s)-----BEGIN [A-Z ]*PRIVATE KEY(?: BLOCK)?-----.*?"
+            r"(?:-----END [A-Z ]*PRIVATE KEY(?: BLOCK)?-----|\Z)"
+        ),
+        HIDDEN,
+    ),
+    (re.compile(r"((?<![\w-])(?:-u|--user)[ \t=]+[\w.@-]+:)(?!//)[^\s\"']+"), rf"\1{HIDDEN}"),
+    (re.compile(r"([?&]sig=)[\w%+/=.-]{16,}"), rf"\1{HIDDEN}"),
+    # A JSON web token: at least a header and its claims.
+    (re.compile(r"(?<![\w-])eyJ[\w-]{8,}\.[\w-]{8,}[\w.-]*"), HIDDEN),
+    # Keys of services, by their first characters.
+    (
+        re.compile(
+            r"(?<![A-Za-z0-9])(?:"
+            r"(?:hf_|api_org_|sk-|[sprw]k_(?:live|test)_|gh[pousr]_|github_pat_|gl(?:pat|dt|rt|ptt|soat|cbt|ft)-|"
+            r"xox[abeoprs]-|xapp-|ya29\.|npm_|pypi-|do[opr]_v1_|SG\.|nvapi-|xai-|gsk_|pplx-|tgp_v1_|lsv2_[ps][tk]_|"
+            r"hv[sbr]\.|dp\.(?:pt|st|ct|sa|scim|audit)\.|pscale_(?:tkn|pw)_|tskey-|pul-|PMAK-|NRAK-|dckr_pat_|rubygems_|sbp_|glsa_|"
+            r"glc_|sntry[su]_|ATATT3|shp(?:at|ca|pa|ss)_|sq0(?:atp|csp)-|lin_api_|ntn_|AGE-SECRET-KEY-1)"
+            r"[\w./+=-]{16,}|"
+            r"AIza[\w-]{30,}|(?:AKIA|ASIA)[0-9A-Z]{16}|(?:dapi|r8_|key-)[0-9A-Za-z]{32,}|\d{8,10}:AA[\w-]{30,})"
+        ),
+        HIDDEN,
+    ),
 )
-#: A name and its value: in JSON, YAML, a query, a repr, or an option of a command. A name starts where a word starts,
-#: and a word of any length is read twice at most: a command line may have kilobytes of base64.
+#: A word with a URL. Between its "://" and the next one is at most one user.
+_WORD = re.compile(r"[^\s\"'<>]+")
+_PORT = re.compile(r"\d+[/?#]")
+
+#: A name with its sign: in JSON, YAML, a query, a repr. A name starts where a word starts.
 _NAMED = re.compile(
-    r"(?P<name>\\{0,16}[\"'][\w.-]+\\*[\"']|(?<![\w.-])(?=[\w.-]*?[A-Za-z])[\w.-]+)(?P<is>[ \t]*[=:][ \t]*)"
-    r"(?P<value>(?P<quote>\\*[\"'])(?:(?!(?P=quote)).)*(?P=quote)|[^\s,;&\"'})\]]+)"
+    r"(?P<name>\\{0,16}[\"'][\w.-]+\\*[\"']\]?|(?<![\w.-])(?=[\w.-]*?[A-Za-z])[\w.-]+)[ \t]*[=:]{1,2}>?[ \t]*"
 )
+#: An option or a header's name, with its value as the next word, also in the repr of a list.
+_OPTION = re.compile(r"(?<![\w.-])(?P<name>(?:--?|[Xx]-)[A-Za-z][\w.-]*)(?:[ \t]+(?!-)|[\"'], ?(?=[\"']))")
+#: An element of XML. And a pair of name and value, as environment variables in Kubernetes.
+_ELEMENT = re.compile(r"<(?P<name>[A-Za-z][\w.-]*)>")
+_PAIR = re.compile(
+    r"[\"']?\bname[\"']?[=:] ?[\"']?(?P<name>[\w.-]{1,256})[\"']?,?\s{1,64}[\"']?value[\"']?[=:] ?", re.IGNORECASE
+)
+_QUOTE = re.compile(r"\\*[\"']")
+#: A value without quotes. A sign that ends a list or a call ends it only where another name, or nothing, follows.
+_PLAIN = re.compile(r"(?:[^\s\"',;&)\]}]|[,;&](?!\s|$|[\w.-]{1,64}=)|[)\]}](?![\s,;.)\]}\"']|$))+")
+_LINE, _HEADER, _CONTENT = re.compile(r"[^\n]+"), re.compile(r"[^\n\"']+"), re.compile(r"[^<]+")
+#: What stands before a name that begins its line.
+_BEGINS = re.compile(r"(?:^|\n)[ \t]*(?:- |export )?$")
+#: A list or a dict: what is in it is not read.
+_OPEN = {"[", "{", "("}
+#: Headers whose value has spaces.
+_HEADERS = {"authorization", "cookie"}
 
 
 def is_secret(name: str, keys: bool = True) -> bool:
     """Whether the value of this name is a secret. keys: the word "key" is enough."""
+    if _HARMLESS.search(name):
+        return False
     words = {word.lower() for word in _SPLIT.split(name)}
-    return bool(words & _WORDS or _KEYS.search(name) or (keys and "key" in words))
+    return bool(
+        words & _WORDS or any(word.endswith(_ENDS) for word in words) or _KEYS.search(name) or (keys and "key" in words)
+    )
 
 
 def text(words: str) -> str:
@@ -53,9 +104,13 @@ def text(words: str) -> str:
     loaded = _json(words)
     if loaded is not None:
         return json.dumps(_walked(loaded), ensure_ascii=False)
+    if "://" in words:
+        words = _WORD.sub(_without_users, words)
     for pattern, shown in _VALUES:
         words = pattern.sub(shown, words)
-    return _NAMED.sub(_named, words)
+    for pattern in (_NAMED, _OPTION, _ELEMENT, _PAIR):
+        words = _without_values(words, pattern)
+    return words
 
 
 def setting(name: str, value: str) -> str:
@@ -66,24 +121,85 @@ def setting(name: str, value: str) -> str:
 def command(words: Iterable[str]) -> list[str]:
     """A command line without its secrets: an option with the name of a secret loses its whole value."""
     shown: list[str] = []
-    hide = False
+    hide = is_first = False
     for word in words:
         option, equals, value = word.partition("=")
-        is_option = option.startswith("-")
+        is_option = option.startswith("--" if is_first else "-")  # a secret may begin with -
         if hide and not is_option:
             shown.append(HIDDEN)
+            is_first = False
             continue  # an option may have several values
-        hide = is_option and not equals and is_secret(option)
+        if shown[-1:] in (["-u"], ["--user"]):
+            shown += text(f"{shown.pop()} {word}").split(" ", 1)
+            continue
+        hide = is_first = is_option and not equals and is_secret(option)
         shown.append(f"{option}={setting(option, value)}" if is_option and equals else text(word))
     return shown
 
 
-def _named(found: re.Match[str]) -> str:
-    name = found["name"].strip("\\\"'")
-    if not is_secret(name, keys=False) or found["value"].startswith(HIDDEN):
-        return found[0]
-    quote = found["quote"] or ""
-    return f"{found['name']}{found['is']}{quote}{HIDDEN}{quote}"
+def _without_users(found: re.Match[str]) -> str:
+    """A word without the user and the password of each URL in it.
+
+    A password may have characters that a URL may not: then all up to the last @ is hidden.
+    """
+    first, *rest = found[0].split("://")
+    return "://".join([first, *map(_without_user, rest)]) if rest else found[0]
+
+
+def _without_user(url: str) -> str:
+    at = url.rfind("@")
+    if at < 0:
+        return url
+    ends = [place for sign in "/?#" if (place := url.find(sign, 0, at)) >= 0]
+    if ends:
+        colon = url.find(":", 0, min(ends))
+        if colon < 0 or _PORT.match(url, colon + 1):  # a host, and an @ in the path
+            at = url.rfind("@", 0, min(ends))
+    return f"{HIDDEN}{url[at:]}" if at >= 0 else url
+
+
+def _without_values(words: str, pattern: re.Pattern[str]) -> str:
+    """The text with the value hidden behind each match whose name is one of a secret."""
+    shown: list[str] = []
+    done = 0
+    found = pattern.search(words)
+    while found:
+        begins = ends = found.end()
+        name = found["name"].strip("\\\"'[]")
+        if is_secret(name, keys=pattern is _OPTION) and not words.startswith(HIDDEN, begins):
+            begins, ends = _value(words, found, name)
+            if begins < ends:
+                shown += [words[done:begins], HIDDEN]
+                done = ends
+        found = pattern.search(words, max(ends, found.end()))
+    return "".join([*shown, words[done:]])
+
+
+def _value(words: str, found: re.Match[str], name: str) -> tuple[int, int]:
+    """Where the value begins and ends, without its quotes."""
+    begins = found.end()
+    opening = _QUOTE.match(words, begins)
+    if opening:
+        return opening.end(), _closing(words, opening)
+    if found.re is _ELEMENT:
+        pattern = _CONTENT
+    elif name.rpartition("-")[2].lower() in _HEADERS:
+        pattern = _HEADER
+    elif words[begins : begins + 1] in _OPEN or _BEGINS.search(words, max(0, found.start() - 64), found.start()):
+        pattern = _LINE
+    else:
+        pattern = _PLAIN
+    value = pattern.match(words, begins)
+    return begins, value.end() if value else begins
+
+
+def _closing(words: str, opening: re.Match[str]) -> int:
+    """Where the value in these quotes ends: before the same quote with as few backslashes, or with the line."""
+    line = words.find("\n", opening.end())
+    for found in _QUOTE.finditer(words, opening.end(), len(words) if line < 0 else line):
+        if found[0][-1] == opening[0][-1] and len(found[0]) <= len(opening[0]):
+            return found.start()
+    return len(words) if line < 0 else line
 
 
 def _json(words: str) -> Any:
@@ -99,7 +215,12 @@ def _json(words: str) -> Any:
 
 def _walked(value: Any) -> Any:
     if isinstance(value, dict):
-        return {name: HIDDEN if each and is_secret(name) else _walked(each) for name, each in value.items()}
+        named = value.get("name")  # of an environment variable in Kubernetes
+        hides = isinstance(named, str) and is_secret(named)
+        return {
+            name: HIDDEN if each and (is_secret(name) or (hides and name == "value")) else _walked(each)
+            for name, each in value.items()
+        }
     if isinstance(value, list):
-        return [_walked(each) for each in value]
+        return command(value) if value and all(isinstance(each, str) for each in value) else [*map(_walked, value)]
     return text(value) if isinstance(value, str) else value

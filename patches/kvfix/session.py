@@ -35,8 +35,12 @@ class Session:
         #: {environment variable: its value before `apply()` changed it; None: not set}.
         self.environment: dict[str, str | None] = {}
 
-        # The log of the engine (engine_log): the texts that were logged, and the number of errors in kvfix by kind.
-        self.reported: set[str] = set()
+        # The log of the engine (engine_log).
+        #: The texts that were logged, the oldest first.
+        self.reported: dict[str, None] = {}
+        #: {kind of a line: (lines logged, monotonic seconds of the last one, lines left out since)}.
+        self.lines: dict[str, tuple[int, float, int]] = {}
+        #: Errors in kvfix by kind.
         self.faults: dict[str, int] = {}
 
         # Imports (import_hooks). Any thread may import a module.
@@ -112,7 +116,9 @@ class Session:
         self.reports, self.suppressed = 0, None
 
     def _in_child(self) -> None:
-        """After a fork: records, files and announcements belong to the parent."""
+        """After a fork: records, files and announcements belong to the parent. Its other threads, of which one may have
+        held the lock, are not in the child."""
+        self.lock = RLock()
         self.restart_recording()
         for tally in self.tallies.values():
             tally.acted = tally.faults = 0

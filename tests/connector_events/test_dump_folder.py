@@ -4,11 +4,17 @@ from __future__ import annotations
 
 import os
 import stat
+import subprocess
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from kvfix.connector_events import dump, violations
+from kvfix.ledger import Finding
+from kvfix.session import session
+from tests.conftest import clean_environment
 
 OWN = f"kvfix-{os.getuid()}"
 
@@ -79,3 +85,67 @@ def test_a_child_removes_nothing_of_its_parent(shared: Path) -> None:
     assert (shared / OWN / f"kvfix-{os.getpid()}.ready").exists()
     dump.withdraw()
     assert not list((shared / OWN).glob("*.ready"))
+
+
+def test_a_crash_loop_does_not_fill_the_folder(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each process of it has another pid, so no process removes the files of those before."""
+    monkeypatch.setattr(dump, "FILES_OF_ALL", 6)
+    own = shared / OWN
+    own.mkdir(mode=0o700)
+    for pid in range(1, 5):
+        for ending in ("violation.jsonl", "violation.txt", "signal.jsonl.4.7.part"):
+            (own / f"kvfix-{9 - pid}-{1_000 + pid}-1-{ending}").touch()
+    others = ["kvfix-77.ready", "notes.txt", "kvfix-dump-1.tar.gz"]
+    for name in others:
+        (own / name).touch()
+    written = Path(dump.write("signal"))
+    left = sorted(path.name for path in own.iterdir())
+    assert set(others) < set(left)
+    assert len(left) == 6 + len(others)
+    assert written.name in left
+    assert not [name for name in left if "-1001-" in name or "-1002-" in name]  # the oldest
+
+
+def test_a_rule_is_logged_after_the_last_report(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session, "reports", violations.DUMPS)
+    monkeypatch.setattr(session, "violations", {})
+    watched = SimpleNamespace(name="LMCacheConnectorV1")
+    for code in ("KVR001", "KVR002", "KVR001"):
+        finding = Finding(code, f"rule-{code}", "violated", f"r{len(session.violations)}", "1 is not 2", None, None)
+        violations.report(watched, "get_finished", finding, None)  # type: ignore[arg-type]
+    assert [line.partition(" ")[0] for line in caplog.messages] == ["KVR001", "KVR002"]
+    assert "No report: this process has written 16." in caplog.text
+
+
+def test_a_signal_does_not_end_a_system_call(shared: Path) -> None:
+    """A native library that reads, and takes EINTR for an error, goes on."""
+    assert fresh_reads() == "b 0"
+
+
+def fresh_reads() -> str:
+    """The byte and the errno of a native `read` that SIGUSR2 interrupts."""
+    code = """
+import ctypes, os, signal, threading
+from kvfix.connector_events import signals
+signals.install()
+libc = ctypes.CDLL(None, use_errno=True)
+ours, theirs = os.pipe()
+main = threading.get_native_id()
+
+def interrupt():
+    while open(f"/proc/self/task/{main}/syscall").read().split()[:2] != [READ, hex(ours)]:
+        pass
+    signal.pthread_kill(threading.main_thread().ident, signals.SIGNAL)
+    os.write(theirs, b"b")
+
+READ = {"x86_64": "0"}.get(os.uname().machine, "63")
+threading.Thread(target=interrupt).start()
+held = ctypes.create_string_buffer(1)
+libc.read(ours, held, 1)
+print(held.value.decode(), ctypes.get_errno())
+"""
+    return subprocess.run(
+        [sys.executable, "-c", code], env=clean_environment(), capture_output=True, text=True, timeout=60, check=False
+    ).stdout.strip()

@@ -74,6 +74,28 @@ def test_locked_memory_counts_for_rdma(tmp_path: Path, place: Path, monkeypatch:
 
 
 @pytest.mark.parametrize(
+    ("transports", "count"),
+    [
+        ("tcp", 0),
+        ("tcp,cuda_copy,cuda_ipc,sm,self", 0),
+        ("", 1),
+        ("rc,tcp", 1),
+        ("rc_x", 1),
+        ("ib", 1),
+        ("^rc", 1),
+        ("all", 1),
+    ],
+)
+def test_locked_memory_does_not_count_for_tcp(
+    transports: str, count: int, tmp_path: Path, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nixl = serve({"kv_connector": "NixlConnector", "kv_role": "kv_both"})
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (64 * 1024, resource.RLIM_INFINITY))
+    setup = look(nixl, place, machine(tmp_path), {"UCX_TLS": transports} if transports else {})
+    assert len(problems(setup, "locked-memory")) == count
+
+
+@pytest.mark.parametrize(
     ("words", "mib", "why"),
     [
         (cpu(1, "-tp", "2"), 64, "processes send messages"),

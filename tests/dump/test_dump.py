@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -17,6 +18,13 @@ import pytest
 from kvfix_tools.dump import command
 from tests.conftest import clean_environment
 
+#: The command in a process of its own.
+DUMP = """
+import sys
+from pathlib import Path
+from kvfix_tools.dump import command
+sys.exit(command.dump(int(sys.argv[1]), Path(sys.argv[2]), json=False))
+"""
 #: Each holds "hush", which must not be in a bundle.
 SECRETS = {
     "LMCACHE_API_KEY": "hush",
@@ -111,6 +119,36 @@ def test_a_process_without_a_recorder_gets_no_signal(tmp_path: Path, capsys: pyt
         process.communicate(b"\n")
     assert process.returncode == 0
     assert found["recorder"].startswith("no recorder")
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("setpriv"), reason="needs root, to take rights away")
+def test_without_rights_nothing_is_claimed(tmp_path: Path) -> None:
+    less = ["setpriv", "--bounding-set=-sys_ptrace", "--inh-caps=-sys_ptrace"]
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        done = subprocess.run(
+            [*less, sys.executable, "-c", DUMP, str(process.pid), str(tmp_path)],
+            env=clean_environment(), capture_output=True, text=True, timeout=120, check=False,
+        )  # fmt: skip
+        process.kill()
+    assert done.returncode == 77, done.stdout + done.stderr
+    assert "not known whether in a connector hook" in done.stdout
+    assert "in no connector hook" not in done.stdout
+    assert "Permission denied" in done.stdout
+    assert len(list(tmp_path.glob("*.tar.gz"))) == 1  # with settings and fixes
+
+
+def test_a_full_disk_leaves_no_bundle(tmp_path: Path) -> None:
+    """The largest file of this process has 512 bytes."""
+    code = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, (512, 512))\n{DUMP}"
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        done = subprocess.run(
+            [sys.executable, "-c", code, str(process.pid), str(tmp_path)],
+            env=clean_environment(), capture_output=True, text=True, timeout=120, check=False,
+        )  # fmt: skip
+        process.kill()
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert "File too large" in done.stderr
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_refusals(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,7 +3,7 @@
 The job: `apply` (mode, or None), `transfer`, `engine` (arguments of LLM), `rounds` (of requests), `spoil`. If they are
 there: `config` (of the model), `counters` (of vLLM, to be answered), `l2` (of l2.py), and numbers of rounds:
 `apply_before` (kvfix.apply() in the program, for an engine that is in it), `abort_before` (`abort`: requests `running`
-and `waiting`, `extra_args` of the latter, `steps` between, `more_ahead`), `spoil_from`, `l2_before` (all come from the
+and `waiting`, `extra_args` of the latter, `steps` between), `spoil_from`, `l2_before` (all come from the
 L2), `mix_before` (L2), `one_by_one_in` (each request has a higher priority than the one before, whose load has begun).
 
 A request is a prompt, and the number of tokens that it generates. A number as the prompt: that request of the round
@@ -79,25 +79,21 @@ def ask_for_recorders(folder: Path) -> None:
 def abort_waiting(engine: Any, job: dict[str, Any]) -> None:
     """One request runs, another waits behind it and is aborted; the first one runs to its end.
 
-    `steps` of each are between these: an engine in another process does not wait for this one, and 0 lets it do none.
-    `more_ahead`: so many that are like the first one wait before the other, and are aborted after it: it waits long
-    enough, however slowly this process comes to abort it.
+    `steps` of each are between these. An engine in another process does not wait for this one: there steps are 0, and
+    the plugin holds the engine until the abort is there (`abort_comes_first` of kvfix_engine_hangs.py).
     """
 
-    def add(like: str, name: str = "", **more: Any) -> str:
-        prompt, tokens = job[like]
-        engine.add_request(name or like, {"prompt_token_ids": prompt}, real_engine.greedy(tokens, **more))
-        return name or like
+    def add(name: str, **more: Any) -> None:
+        prompt, tokens = job[name]
+        engine.add_request(name, {"prompt_token_ids": prompt}, real_engine.greedy(tokens, **more))
 
     add("running")
     for _ in range(job["steps"]):
         engine.step()
-    ahead = [add("running", f"ahead {number}") for number in range(job.get("more_ahead", 0))]
     add("waiting", extra_args=job["extra_args"])
     for _ in range(job["steps"]):
         engine.step()
     engine.abort_request(["waiting"])
-    engine.abort_request(ahead)
     while engine.has_unfinished_requests():
         engine.step()
 

@@ -91,13 +91,11 @@ def server_of_046(release) -> Iterator[dict[str, Any]]:  # type: ignore[no-untyp
 @APPLY
 def test_statistics_of_an_aborted_request(apply: bool, tmp_path: Path, newest_server: dict[str, Any]) -> None:
     """Any client can do this to a multi-process connector: ask for statistics, and go."""
-    # EngineCore does not wait for the program: the other one is to wait until it is aborted.
-    running = (prompt(100, 9), 900)
     asks = {"kv_transfer_params": {"cached_token_stats": True}}
-    abort = {**ABORT, "steps": 0, "running": running, "more_ahead": 4, "extra_args": asks}
+    abort = {**ABORT, "steps": 0, "running": (prompt(100, 9), 30), "extra_args": asks}
     ran = start.run(
         tmp_path, apply, newest_server, rounds=[[(ONE, 2)]], abort=abort, abort_before=0,
-        engine={**start.TWO_PROCESSES, "max_num_seqs": 1},
+        engine={**start.TWO_PROCESSES, "max_num_seqs": 1}, environment={"KVFIX_TEST_HANG": "abort_comes_first"},
     )  # fmt: skip
     assert died(ran, "Request tracker for request_id") is not apply
     assert ("EngineDeadError" in ran.log) is not apply

@@ -136,7 +136,12 @@ def test_without_rights() -> None:
 def test_in_a_container_without_ptrace() -> None:
     """A container's root without SYS_PTRACE may not trace one that has more rights."""
     less = ["setpriv", "--bounding-set=-sys_ptrace", "--inh-caps=-sys_ptrace"]
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+    with subprocess.Popen(
+        [sys.executable, "-c", "import torch; print(flush=True); input()"],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    ) as process:  # fmt: skip
+        assert process.stdout is not None
+        process.stdout.readline()
         done = subprocess.run(
             [*less, *COMMAND, str(process.pid)],
             env=clean_environment(), capture_output=True, text=True, timeout=60, check=False,
@@ -154,6 +159,58 @@ def test_there_is_no_such_process() -> None:
     assert done.returncode == 2
     assert "kubectl debug --target" in done.stderr
     assert look(4_190_000, "--core", "file").returncode == 2
+
+
+@pytest.mark.parametrize("command", [["sleep", "60"], [sys.executable, "-c", "print(flush=True); input()"]])
+def test_a_process_without_vllm_is_not_stopped(command: list[str]) -> None:
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        if "sleep" not in command:
+            assert process.stdout is not None
+            process.stdout.readline()
+        done = look(process.pid)
+        assert process.poll() is None
+        process.kill()
+    assert done.returncode == 2
+    assert f"process {process.pid} (" in done.stderr
+    assert "has not loaded vLLM or LMCache" in done.stderr
+    assert not list(Path("/tmp").glob(f"kvfix-look-{process.pid}-*"))
+
+
+def test_of_a_container_only_the_engine_is_read() -> None:
+    """Below PID 1 are other programs too: a plain Python, and PyTorch without vLLM."""
+    others = ["print('other', flush=True); input()", "import torch; print('other', flush=True); input()"]
+    engine = f"{sys.executable} -m tests.engine_state.lab_process busy_engine 2>&-"
+    script = " & ".join([engine, *(f'{sys.executable} -c "{code}" <&3' for code in others), "wait"])
+    environment = clean_environment(PYTHONHASHSEED="0", OMP_NUM_THREADS="1")
+    environment["PYTHONPATH"] += f"{os.pathsep}{ROOT}"
+    with subprocess.Popen(
+        ["sh", "-c", f"exec 3<&0; {script}"],
+        env=environment, cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True,
+    ) as process:  # fmt: skip
+        try:
+            assert process.stdout is not None
+            lines: list[str] = []
+            while lines.count("other\n") < len(others) or "runs\n" not in lines:
+                assert process.poll() is None
+                lines.append(process.stdout.readline())
+            found = looking.engine_of(process.pid)
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
+    assert [each.command[2] for each in found] == ["tests.engine_state.lab_process"]
+
+
+def test_kvfix_does_not_read_itself() -> None:
+    code = "import os, torch; from kvfix_tools.look import looking; print(looking.engine_of(os.getpid()))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=clean_environment(), capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.stdout == "[]\n", done.stderr
+
+
+def test_a_state_that_cannot_be_saved(tmp_path: Path) -> None:
+    with lab_process("busy_engine") as pid:
+        done = look(pid, "--save", str(tmp_path / "nowhere/state"))
+    assert (done.returncode, done.stderr) == (2, f"kvfix look: {tmp_path}/nowhere/state: No such file or directory\n")
 
 
 #: As PyStack 1.7 prints it.

@@ -33,6 +33,14 @@ def test_an_engine_that_stands_still(engine: str, verdict: str, once: Once) -> N
     assert "in wedge" in found["stacks"]  # of the main thread, wherever it was
 
 
+def test_a_decode_engine_that_waits_for_the_queue_of_prefill(once: Once) -> None:
+    assert once(cases.queued_prefill, NEWEST) == [0.0, 70.0]  # the first two looks only begin
+
+
+def test_each_standstill_is_reported_once(once: Once) -> None:
+    assert once(cases.two_standstills, NEWEST) == [1, 1, 1, 2]
+
+
 def test_what_is_no_hang(once: Once) -> None:
     found = once(cases.quiet, NEWEST)
     assert found.pop("not at the workers") > 0  # else the others prove nothing

@@ -51,20 +51,28 @@ def due(act: Callable[[], Any], steps: int, inside: Callable[[Any], Any] = lambd
     return 0.0
 
 
+def logged_reports() -> list[str]:
+    """The reports of a standstill that kvfix logs from now on."""
+    reports: list[str] = []
+    vars(watchdog.engine_log)["warning"] = lambda line: reports.extend([line] * ("State, stacks and events" in line))
+    return reports
+
+
 def wedge(name: str) -> dict[str, Any]:
     """{"seconds", "line", "kinds", "requests"}: what a thread reports of an engine that goes on with empty steps."""
     prepare()
     engine = getattr(wedged, name)()
     seconds = due(engine.step, 40)
     dog = watchdog.Watchdog(0.5)
-    session.reported.clear()
+    reports = logged_reports()
     thread = watchdog.threading.Thread(target=dog.run)
     thread.start()
     until = time.monotonic() + 300
-    while thread.is_alive() and time.monotonic() < until:  # the main thread does what EngineCore's does
+    while not reports and time.monotonic() < until:  # the main thread does what EngineCore's does
         engine.step()
     dog.stopped.set()
-    (line,) = [text for text in session.reported if "State, stacks and events" in text]
+    thread.join()
+    (line,) = reports
     file = recording.read(Path(line.rpartition(": ")[2]))
     (state,) = file.lines["state"]
     (stacks,) = file.lines["stacks"]
@@ -93,6 +101,44 @@ def quiet() -> dict[str, float]:
     found["a step at the workers"] = due(lambda: None, 40, _CORE["step"])
     found["not at the workers"] = due(lambda: None, 40)
     return found
+
+
+def queued_prefill() -> list[float]:
+    """Seconds until a decode engine is reported whose request waits in the queue of the prefill engine: while the
+    decode engine makes steps, and while it makes none."""
+    from kvfix_tools.lab.pair import Pair
+
+    prepare()
+    pair = Pair(Options(connector="mooncake", block_size=16, num_blocks=40, max_num_batched_tokens=64))
+    prefill = pair.prefill.scheduler
+    pair.ask_at_once("r", prompt(100), 5)
+    while not any(each.status.name == "WAITING_FOR_REMOTE_KVS" for each in pair.decode.scheduler.requests.values()):
+        pair.step_alone("decode")
+    session.schedulers[:] = [each for each in session.schedulers if each() is not prefill]
+    return [due(lambda: pair.step_alone("decode"), 40), due(lambda: None, 40)]
+
+
+def two_standstills() -> list[int]:
+    """Reports after each of: a standstill, the same for longer, a request that goes on, a second standstill."""
+    prepare()
+    engine = wedged.silent_server()
+    dog, reports, found = watchdog.Watchdog(60.0, clock := Clock()), logged_reports(), []
+    dog.stopped.wait = lambda seconds: False  # type: ignore[method-assign, assignment]
+
+    def stand(steps: int) -> None:
+        for _ in range(steps):
+            engine.step()
+            clock.now += STEP
+            dog._look_once()
+        found.append(len(reports))
+
+    stand(15)
+    stand(15)
+    engine.admit("other", prompt(100, seed=1), max_tokens=8)
+    while not engine.requests["other"].is_finished():
+        stand(1)
+    stand(15)
+    return [found[0], found[1], found[-2], found[-1]]
 
 
 def paused() -> float:

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import inspect
 import sys
+import threading
 import time
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import pytest
@@ -32,8 +33,8 @@ class Engine(NamedTuple):
         return list(self.cache_engine.storage_manager.local_cpu_backend.hot_cache.values())
 
 
-def make_engine(mode: str, only: list[str] | None) -> Engine:
-    """LMCache's engine with these fixes. mode: with layers, async, or "" for neither."""
+def make_engine(mode: str, only: list[str] | None, loading: Callable[[], None] = lambda: None) -> Engine:
+    """LMCache's engine with these fixes. mode: with layers, async, or "" for neither. loading: called in each load."""
     kvfix.apply(only=only)
     import torch
     from lmcache.v1.cache_engine import LMCacheEngine
@@ -50,7 +51,11 @@ def make_engine(mode: str, only: list[str] | None) -> Engine:
             yield
 
     class GPUConnector:
-        batched_to_gpu = batched_from_gpu = forever
+        batched_from_gpu = forever
+
+        def batched_to_gpu(self, *_: Any, **__: Any) -> Iterator[None]:
+            loading()
+            return forever()
 
         def get_shape(self, tokens: int) -> Any:
             return torch.Size([2, 1, tokens, 8])
@@ -118,6 +123,49 @@ def after_one_load(mode: str, only: list[str] | None, load: bool = True, skip: i
     return [moved, [[chunk.meta.ref_count, chunk.meta.pin_count, chunk.is_valid()] for chunk in made.cached()]]
 
 
+def after_a_lookup_during_a_load(mode: str, only: list[str] | None) -> list[int]:
+    """Pins of each cached chunk, where the lookup server's thread pins the chunks for request o while r loads them."""
+
+    def lookup_of_o() -> None:
+        thread = threading.Thread(target=engine.lookup, args=(tokens,), kwargs={"lookup_id": "o", "pin": True})
+        thread.start()
+        thread.join()
+
+    made = make_engine(mode, only, lookup_of_o)
+    import torch
+
+    engine, tokens, mask = made.cache_engine, list(range(64)), torch.ones(64, dtype=torch.bool)
+    known = {"kvcaches": [], "slot_mapping": torch.arange(64)}
+    store, load = (engine.store_layer, engine.retrieve_layer) if mode else (engine.store, engine.retrieve)
+    deque(store(tokens, mask=mask, offset=0, req_id="first", **known) or ())
+    assert engine.lookup(tokens, lookup_id="r", pin=True) == 64
+    loaded = load(tokens, mask, req_id="r", **known)
+    assert int((last(loaded) if mode else loaded).sum()) == 64
+    engine.lookup_unpin("r")
+    return [chunk.meta.pin_count for chunk in made.cached()]
+
+
+def after_loads_in_turn(only: list[str] | None) -> list[int]:
+    """Pins of each cached chunk after two loads by layers that take turns. The second ends before its last layer."""
+    made = make_engine("layers", only)
+    import torch
+
+    engine, tokens, mask = made.cache_engine, list(range(64)), torch.ones(64, dtype=torch.bool)
+    known = {"kvcaches": [], "slot_mapping": torch.arange(64)}
+    last(engine.store_layer(tokens, mask=mask, offset=0, req_id="first", **known))
+    loads = []
+    for name in "rso":
+        assert engine.lookup(tokens, lookup_id=name, pin=True) == 64
+    for name in "rs":
+        loads.append(engine.retrieve_layer(tokens, mask, req_id=name, **known))
+        next(loads[-1])
+    last(loads[0])
+    loads[1].close()
+    for name in "rs":
+        engine.lookup_unpin(name)
+    return [chunk.meta.pin_count for chunk in made.cached()]
+
+
 FIXES = pytest.mark.parametrize("only", [[], None], ids=["released", "fixed"])
 #: (mode, release) -> references, pins and validity of each cached chunk after one load of it, as released and fixed
 AFTER_ONE_LOAD = {
@@ -137,6 +185,17 @@ def test_chunks_after_one_load(mode: str, name: str, only: list[str] | None, onc
     assert moved == 64
     assert chunks == [AFTER_ONE_LOAD[mode, name][only is None]] * len(chunks)
     assert len(chunks) >= 4
+
+
+@pytest.mark.parametrize(("mode", "name"), [("", "0.5.5"), ("layers", "0.5.6")])
+@FIXES
+def test_a_pin_that_comes_during_a_load_stays(mode: str, name: str, only: list[str] | None, once: Once) -> None:
+    assert set(once(after_a_lookup_during_a_load, RELEASES / name, mode, only)) == {only is None}
+
+
+def test_a_load_that_ends_early_leaves_no_pin(once: Once) -> None:
+    """The release of the other load, in the same thread, is not taken for one of this load."""
+    assert set(once(after_loads_in_turn, RELEASES / "0.5.6", None)) == {1}
 
 
 @FIXES

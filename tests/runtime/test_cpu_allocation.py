@@ -10,6 +10,9 @@ import kvfix
 from kvfix import clock
 from tests.conftest import ForkServer
 
+#: Chunks of a load of 32,768 tokens.
+CHUNKS = 128
+
 
 class Never(Exception): ...
 
@@ -55,3 +58,50 @@ def allocate(only: list[str] | None, memory: int | None, more: dict[str, Any]) -
 )
 def test_allocate(name, only, memory, more, answer, fork_server: ForkServer, release) -> None:  # type: ignore[no-untyped-def]
     assert fork_server(allocate, release(name), only, memory, more) == answer
+
+
+def loads(every: float) -> list[list[Any]]:
+    """Chunks that get memory, and seconds that the load waits: of two loads, with a minute between them.
+
+    every: seconds after which the allocator has memory for another chunk; 0: it has memory for 20 chunks at once.
+    """
+    kvfix.apply(only=["KVF016"])
+    import lmcache.v1.storage_backend.local_cpu_backend as module
+
+    module.logger.disabled = True
+    now, taken = [1000.0], [0]
+    time.sleep = lambda seconds: now.__setitem__(0, now[0] + seconds)
+    clock.now = lambda: now[0]
+
+    def take(*_: Any) -> int | None:
+        if taken[0] >= ((now[0] - 1000) // every if every else 20):
+            return None
+        taken[0] += 1
+        return 7
+
+    backend = SimpleNamespace(
+        layerwise=False,
+        enable_blending=False,
+        use_hot=False,
+        memory_allocator=SimpleNamespace(allocate=take),
+        stats_monitor=SimpleNamespace(update_local_cpu_evict_metrics=lambda keys: None),
+    )
+    found = []
+    for _ in range(2):
+        began = now[0]
+        chunks = [module.LocalCPUBackend.allocate(backend, None, None) for _ in range(CHUNKS)]
+        found.append([sum(map(bool, chunks)), round(now[0] - began)])
+        now[0] += 60
+        taken[0] = int((now[0] - 1000) // every) if every else 20
+    return found
+
+
+@pytest.mark.parametrize(
+    ("every", "found"),
+    [
+        (0, [[20, 10], [0, 10]]),
+        (3, [[3, 10], [3, 10]]),  # memory comes, and slowly: the load would take six minutes
+    ],
+)
+def test_a_load_of_many_chunks_waits_ten_seconds_in_all(every, found, fork_server: ForkServer, release) -> None:  # type: ignore[no-untyped-def]
+    assert fork_server(loads, release("0.5.6"), every) == found

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import gzip
 import json
+import random
+import string
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -46,7 +51,12 @@ SAME = [
     "key: vllm@model@1@0@5ab3, tokens: 12, max_num_batched_tokens=128",
     '{"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}',
     "AssertionError: Mismatch in tokens to load: 256 vs 256 (tokens in lmcache)",
+    "(token_database.py:164:lmcache.v1.token_database)",
+    "prompt_token_ids: [1, 2, 3], eos_token_id=7",
+    "python -u serve.py, connects to tcp://host:5555 and http://[::1]:8000/v1",
+    "task-1234567890abcdefgh, disk-1234567890abcdefgh, mask-1234567890abcdefgh",
 ]
+LOGS = Path(__file__).parents[1] / "diagnose/logs"
 
 
 @pytest.mark.parametrize(("words", "shown"), TEXTS.values(), ids=TEXTS)
@@ -57,11 +67,125 @@ def test_hidden(words: str, shown: str | None) -> None:
     assert redact.text(found) == found
 
 
-@pytest.mark.parametrize("piece", ["eyJhdX", "a-", "1.", "\\", "a=", "a://", "'a", '"a":', "bearer ", "sk-"])
-def test_a_long_word_ends(piece: str) -> None:
-    """Ray passes its configuration as kilobytes of base64. A pattern that reads a word again at each letter takes
-    minutes for one such word."""
-    redact.text(piece * (20_000 // len(piece)))
+#: Prefixes of the keys of services, without a secret behind them.
+PREFIXES = [
+    "hf_", "api_org_", "sk-", "sk-proj-", "sk-ant-api03-", "sk-svcacct-", "sk_live_", "sk_test_", "rk_live_",
+    "pk_live_", "ghp_", "gho_", "ghu_", "ghs_", "ghr_", "github_pat_", "glpat-", "gldt-", "glrt-", "glptt-",
+    "glsoat-", "glcbt-", "glft-", "xoxa-", "xoxb-", "xoxp-", "xoxr-", "xoxs-", "xoxe-", "xapp-", "ya29.", "npm_",
+    "pypi-", "dop_v1_", "doo_v1_", "dor_v1_", "SG.", "nvapi-", "xai-", "gsk_", "pplx-", "tgp_v1_", "lsv2_pt_",
+    "lsv2_sk_", "hvs.", "hvb.", "hvr.", "dp.pt.", "dp.st.", "pscale_tkn_", "pscale_pw_", "tskey-", "pul-", "PMAK-",
+    "NRAK-", "dckr_pat_", "rubygems_", "sbp_", "glsa_", "glc_", "sntrys_", "sntryu_", "ATATT3", "shpat_", "shpca_",
+    "shppa_", "shpss_", "sq0atp-", "sq0csp-", "lin_api_", "ntn_", "AGE-SECRET-KEY-1", "AIza", "AKIA", "ASIA", "dapi",
+    "r8_", "key-", "12345678:AA",
+]  # fmt: skip
+#: Names of settings, headers and fields with a secret.
+NAMES = [
+    "password", "passwd", "pwd", "PGPASSWORD", "MYSQL_PWD", "DB_PASS", "redis_password", "s3_secret_access_key",
+    "API_KEY", "apiKey", "x-api-key", "OPENAI_API_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "AWS_SECRET_ACCESS_KEY",
+    "client_secret", "AWS_SESSION_TOKEN", "access_token", "refreshToken", "AccountKey", "SharedAccessKey",
+    "private_key", "secretKey", "signing-key", "encryption_key", "master_key", "passphrase", "credentials", "Cookie",
+    "Authorization", "accesstoken",
+]  # fmt: skip
+#: Ways to write a name and its value: `{n}` and `{s}`.
+FORMS = {
+    "assigned": "{n}={s}",
+    "exported": "export {n}='{s}'",
+    "YAML": "a: 1\n  {n}: {s}\n",
+    "log": "INFO 11-28 using {n}={s}, size=3",
+    "repr": "config: {{'size': 3, '{n}': '{s}'}}",
+    "JSON": '{{"a": [{{"{n}": "{s}"}}]}}',
+    "escaped JSON": 'got {{\\"{n}\\": \\"{s}\\"}}',
+    "item": 'os.environ["{n}"] = "{s}"',
+    "option": "vllm serve m --{n} {s} --port 1",
+    "option with =": "vllm serve m --{n}={s} --port 1",
+    "list of words": "argv: ['serve', '--{n}', '{s}']",
+    "XML": "<{n}>{s}</{n}>",
+    "Kubernetes": "- name: {n}\n  value: {s}\n",
+    "query": "GET /v1?{n}={s}&n=2",
+    "nested": "env={n}={s}",
+}
+#: Ways to write a secret that has no name of its own.
+NAMELESS = {
+    "URL": "connect to redis://user:{s}@host:6379/0",
+    "URL without a user": "rediss://:{s}@host",
+    "two URLs": "postgres://u:{s}@a:1/b,postgres://v:x@c:1/d",
+    "scheme Token": "Authorization: Token {s}",
+    "scheme Bearer": "sent Bearer {s}",
+    "scheme Basic": 'curl -H "Authorization: Basic {s}" http://host',
+    "scheme of its own": "Proxy-Authorization: Custom id=1 {s}",
+    "cookies": "Cookie: a=1; session={s}; b=2",
+    "curl": "curl -u admin:{s} http://host",
+    "JWT": "with eyJhbGciOiJI.eyJzdWIiOi{s}.{s} for",
+    "Azure": "https://a.blob/b?sv=1&sig={s}&se=2",
+    "AWS": "?X-Amz-Credential={s}/20260101&X-Amz-Signature={s}",
+    "connection string": "Server=a;Uid=b;Password={s};Encrypt=yes",
+    "private key": "-----BEGIN " + "EC PRIVATE KEY-----\\n{s}\\n-----END " + "EC PRIVATE KEY-----",
+    "PGP": "-----BEGIN " + "PGP PRIVATE KEY BLOCK-----\n{s}\n",
+    "header without a colon": "X-Api-Key {s}",
+    "a list": "auth: ['user', '{s}']",
+    "escaped quotes": 'password = "a \\" {s}" rest',
+    "a comma and a space": "secret: first, {s}",
+}
+LETTERS = string.ascii_letters + string.digits
+SIGNS = "/+._~!@#$%^*|-"
+
+
+def corpus() -> list[tuple[str, str, str]]:
+    """(what, text, secret), of random letters. Each name stands in some forms, and each form has several names."""
+    draw = random.Random(0)
+
+    def letters(count: int, of: str = LETTERS) -> str:
+        return "".join(draw.choices(of, k=count))
+
+    found = [
+        (prefix, f"uses {prefix}{secret} here", secret) for prefix in PREFIXES for secret in [key(prefix, letters)]
+    ]
+    for at, (what, form) in enumerate([*FORMS.items()] * 6):
+        name = NAMES[at % len(NAMES)]
+        secret = letters(3) + letters(12, LETTERS + SIGNS) + letters(3)
+        found.append((f"{what} {name}", form.format(n=name, s=secret), secret))
+    for what, form in NAMELESS.items():
+        found += [(what, form.format(s=secret), secret) for secret in (letters(20), letters(24))]
+    for sign in "-,;&)]":
+        secret = f"{letters(6)}{sign}{letters(6)}"
+        found.append((f"a secret with {sign}", f"password={secret} and more", secret))
+    return found
+
+
+def key(prefix: str, letters: Callable[..., str]) -> str:
+    """A key behind this prefix: of AWS it has 16 capitals."""
+    return letters(16, string.ascii_uppercase) if prefix in ("AKIA", "ASIA") else letters(36)
+
+
+SECRETS = corpus()
+
+
+def test_the_corpus_has_200_secrets() -> None:
+    assert len({secret for _, _, secret in SECRETS}) >= 200
+
+
+@pytest.mark.parametrize(("words", "secret"), [each[1:] for each in SECRETS], ids=[each[0] for each in SECRETS])
+def test_no_part_of_a_secret_is_left(words: str, secret: str) -> None:
+    found = redact.text(words)
+    assert [secret[at : at + 5] for at in range(len(secret) - 4) if secret[at : at + 5] in found] == []
+    assert "<hidden>" in found
+    assert redact.text(found) == found
+
+
+#: What begins a secret, or ends none.
+PIECES = [
+    "eyJhdX", "eyJaaaaaaaa.", "a-", "1.", "\\", "a=", "a://", "x:", "@", "'a", '"a":', "bearer ", "sk-", "-a", ".-a",
+    "--token ", "password='", 'password=\\"', "name: a ", "<a", "<token>", "-u ", "a=[", "a,", "a=b,", "?sig=", " ",
+    "\t=", "\n- ", "X-a", "-----BEGIN ", "-----BEGIN A PRIVATE KEY", "key-", "1234567:AA",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("piece", PIECES)
+def test_a_long_text_ends(piece: str) -> None:
+    """Ray passes its configuration as kilobytes of base64, and a client's text may be in an error. A pattern that
+    reads a word again at each letter takes half an hour for this text."""
+    redact.text(piece * (500_000 // len(piece)))
+    redact.text(f"http://{piece * (500_000 // len(piece))}")
 
 
 @pytest.mark.parametrize("words", SAME)
@@ -69,9 +193,20 @@ def test_other_text_stays_the_same(words: str) -> None:
     assert redact.text(words) == words
 
 
+@pytest.mark.parametrize("name", ["healthy-0.5.6.log.gz", "mp-0.5.6.server.log.gz", "crash-0.3.10.log.gz"])
+def test_a_log_stays_the_same(name: str) -> None:
+    lines = gzip.decompress((LOGS / name).read_bytes()).decode(errors="replace").splitlines()
+    lines = [line for line in lines if not line.lstrip().startswith(("{", "["))]  # JSON is formatted anew
+    assert len(lines) > 50
+    assert [line for line in lines if redact.text(line) != line] == []
+
+
 @pytest.mark.parametrize(
     ("words", "shown"),
     [
+        (["serve", "--api-key", "-hush", "--v"], ["serve", "--api-key", "<hidden>", "--v"]),
+        (["curl", "-u", "me:hush", "x"], ["curl", "-u", "me:<hidden>", "x"]),
+        (["python", "-u", "serve.py", "-v"], ["python", "-u", "serve.py", "-v"]),
         (["serve", "--api-key", "hush", "-v"], ["serve", "--api-key", "<hidden>", "-v"]),
         (["serve", "--api-key=hush"], ["serve", "--api-key=<hidden>"]),
         (["serve", "--api-key", "hush", "hush"], ["serve", "--api-key", "<hidden>", "<hidden>"]),

@@ -76,6 +76,20 @@ def test_two_stores_as_one() -> None:
     assert both.cancel() == "cancelled"
 
 
+def test_a_thousand_stores_as_one() -> None:
+    """A long prompt in small steps. `query` of one future within another ended in a RecursionError."""
+    stores = [Future(False) for _ in range(5000)]
+    both: Any = stores[0]
+    for store in stores[1:]:
+        both = kvf109.both(both, store)
+    assert both.query() is False
+    for store in stores[:-1]:
+        store.answer = True
+    assert both.query() is False
+    stores[-1].answer = True
+    assert both.query() is True
+
+
 def test_a_session_is_kept_for_calls_by_position_and_by_name() -> None:
     ended: list[Any] = []
     end = kvf105._except_for("r", lambda *args, **kwargs: ended.append((args, kwargs)))
@@ -86,9 +100,14 @@ def test_a_session_is_kept_for_calls_by_position_and_by_name() -> None:
     assert ended == [(("other",), {"force": True}), ((), {"request_id": "another"})]
 
 
+class Chunk:
+    def pin(self) -> None: ...
+
+
 def test_a_layerwise_load_ends_even_if_a_pin_cannot_be_released(faults: dict[str, int]) -> None:
-    chunk = SimpleNamespace(meta=SimpleNamespace(pin_count=1))  # it cannot be unpinned
-    assert list(kvf018._layers(iter([1, 2]), [(chunk, 1)])) == [1, 2]
+    chunk = Chunk()
+    chunk.unpin = None  # type: ignore[attr-defined]
+    assert list(kvf018._layers(iter([1, 2]), kvf018._Load([chunk]))) == [1, 2]
     assert len(faults) == 1
 
 

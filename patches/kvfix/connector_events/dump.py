@@ -42,8 +42,9 @@ if TYPE_CHECKING:
     from kvfix.ledger import Finding
 
 SCHEMA = 1
-#: Maximum bytes of one file: the oldest events are dropped. Number of files kept per process.
-LARGEST, FILES = 8 << 20, 32
+#: Maximum bytes of one file: the oldest events are dropped. Number of recorder files kept per process, and of recorder
+#: files and reports of all processes in a folder: an engine that is restarted again and again gets a new pid each time.
+LARGEST, FILES, FILES_OF_ALL = 8 << 20, 32, 256
 
 
 def announce() -> None:
@@ -87,6 +88,7 @@ def write(reason: str, finding: Finding | None = None, more: Iterable[dict[str, 
     name = f"kvfix-{os.getpid()}-{time.time_ns() // 1_000_000}-{next(files.numbers)}-{reason}.jsonl"
     with files.folder() as folder:
         recording = files.write(folder, name, _bounded([_encode(line) for line in (*_lines(reason, finding), *more)]))
+        files.keep_newest(folder, FILES_OF_ALL)
     session.files.append(recording)
     while len(session.files) > FILES:
         files.remove(session.files.pop(0))

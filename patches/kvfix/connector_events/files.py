@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import re
 import stat
 import tempfile
 from collections.abc import Iterator
@@ -13,6 +14,8 @@ from itertools import count
 #: Environment variable: the folder in which each user gets a private folder. Default: the folder for temporary files.
 DIRECTORY = "KVFIX_DUMP_DIR"
 
+#: A recorder file, its report, or an unfinished part of them. The group is its time in milliseconds.
+_DATED = re.compile(r"kvfix-\d+-(\d+)-\d+-\w+\.(?:jsonl|txt)")
 #: Numbers for the names of files.
 numbers = count(1)
 
@@ -56,6 +59,15 @@ def write(folder: tuple[str, int], name: str, content: bytes) -> str:
         remove(os.path.join(path, part))
         raise
     return os.path.join(path, name)
+
+
+def keep_newest(folder: tuple[str, int], most: int) -> None:
+    """Remove the oldest dated files, of all processes, that are more than `most`."""
+    _, descriptor = folder
+    dated = sorted((int(found[1]), name) for name in os.listdir(descriptor) if (found := _DATED.match(name)))
+    for _, name in dated[: max(0, len(dated) - most)]:
+        with suppress(OSError):  # another process has removed it
+            os.unlink(name, dir_fd=descriptor)
 
 
 def remove(path: str) -> None:

@@ -8,11 +8,11 @@ ended.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Any
 
-from kvfix import applying, engine_log
+from kvfix import applying
+from kvfix.wrapping import after, around
 
 #: Attribute of a worker: its Leases.
 _HELD = "_kvfix_leases"
@@ -75,51 +75,35 @@ def named(params: Any, engine: str, request: str) -> tuple[str, str] | None:
     return str(found[0]), str(found[1])
 
 
-def _around_expiry(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def _reap_expired_send_leases(worker: Any, done_sending: set[str], *args: Any, **kwargs: Any) -> Any:
-        leases, before = vars(worker).get(_HELD), set(done_sending)
-        answer = original(worker, done_sending, *args, **kwargs)
-        if leases is not None:
-            leases.expire(set(done_sending) - before)
-        return answer
-
-    return _reap_expired_send_leases
+def _is_watched(worker: Any, *_: Any, **__: Any) -> bool:
+    return _HELD in vars(worker)
 
 
-def _around_renewal(original: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(original)
-    def _handle_heartbeat(worker: Any, payload: str, *args: Any, **kwargs: Any) -> Any:
-        answer = original(worker, payload, *args, **kwargs)
-        try:
-            leases = vars(worker).get(_HELD)
-            if leases is not None:
-                leases.renew([name for name in payload.split(",") if name in worker._reqs_to_send])
-        except Exception as error:  # noqa: BLE001
-            engine_log.fault("kvfix.connector_events.leases", error)
-        return answer
-
-    return _handle_heartbeat
+def _reap_expired_send_leases(worker: Any, done_sending: set[str], *_: Any, **__: Any) -> Generator[None, Any, Any]:
+    before = set(done_sending)
+    answer = yield
+    vars(worker)[_HELD].expire(set(done_sending) - before)
+    return answer
 
 
-def _around_report(original: Callable[..., Any]) -> Callable[..., Any]:
+def _handle_heartbeat(worker: Any, answer: Any, payload: str, *_: Any, **__: Any) -> Any:
+    vars(worker)[_HELD].renew([name for name in payload.split(",") if name in worker._reqs_to_send])
+    return answer
+
+
+def _get_finished(worker: Any, *_: Any, **__: Any) -> Generator[None, Any, Any]:
     """Of Mooncake: what expires does so in this call, so it is there before. A send may end meanwhile."""
+    before = list(worker.reqs_need_send.values())
+    answer = yield
+    if answer[0]:
+        unsent = {each.p_req_id for each in before if not each.need_send or each.sent < each.need_send}
+        vars(worker)[_HELD].expire(unsent & answer[0])
+    return answer
 
-    @functools.wraps(original)
-    def get_finished(worker: Any, *args: Any, **kwargs: Any) -> Any:
-        leases = vars(worker).get(_HELD)
-        before = list(getattr(worker, "reqs_need_send", {}).values()) if leases is not None else ()
-        answer = original(worker, *args, **kwargs)
-        try:
-            if leases is not None and answer[0]:
-                unsent = {each.p_req_id for each in before if not each.need_send or each.sent < each.need_send}
-                leases.expire(unsent & answer[0])
-        except Exception as error:  # noqa: BLE001
-            engine_log.fault("kvfix.connector_events.leases", error)
-        return answer
 
-    return get_finished
-
+_around_expiry = around(_reap_expired_send_leases, _is_watched)
+_around_renewal = after(_handle_heartbeat, _is_watched)
+_around_report = around(_get_finished, _is_watched)
 
 #: By a method that only a worker of NIXL, or of Mooncake, has.
 _WRAPPERS: dict[str, dict[str, Callable[[Any], Any]]] = {

@@ -44,6 +44,8 @@ def report(watched: WatchedConnector, hook: str, finding: Finding, error: Except
         handled = f" Fixed by {', '.join(f'{row.code} {row.slug}' for row in fixes)}." if fixes else ""
         written = f" Report: {path}" if path else ""
         engine_log.warning(f"{finding} (in {hook} of {watched.name}).{handled}{written}")
+    elif session.violations[finding.code] == 1:
+        engine_log.warning(f"{finding} (in {hook} of {watched.name}). No report: this process has written {DUMPS}.")
     if session.mode == "strict" and error is None:
         raise Violation(finding)
 

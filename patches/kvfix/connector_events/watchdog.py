@@ -1,4 +1,6 @@
-"""Reports an engine that stands still, once: its requests wait, and none has gone on for KVFIX_WATCHDOG seconds.
+"""Reports an engine that stands still: its requests wait, and none has gone on for KVFIX_WATCHDOG seconds.
+
+Each standstill is reported once. The watchdog goes on, and reports the next one.
 
 A daemon thread of each process with a connector. It looks from time to time, takes no lock and calls nothing of the
 engine. Two things count, for as long as they last without a break:
@@ -7,7 +9,8 @@ engine. Two things count, for as long as they last without a break:
 - requests wait, and no request has computed a token or ended, while the workers compute nothing.
 
 No hang: an engine without requests, a pause, requests that wait for their clients, and a step that the workers have not
-answered: a long prefill, a compiler. A worker that stands in a hook reports itself.
+answered: a long prefill, a compiler. Nor is a decode engine that makes steps while its requests wait for the queue of
+the prefill engine: the connector ends that wait by its own timeout. A worker that stands in a hook reports itself.
 """
 
 from __future__ import annotations
@@ -38,6 +41,8 @@ _TRIES, _PAUSE = 200, 0.003
 _STANDS = 50
 #: Functions within EngineCore's step that are the scheduler's; in any other a step is with the workers.
 _SCHEDULING = frozenset(("schedule", "update_from_output"))
+#: Connectors whose KV comes from a prefill engine. It arrives when that engine's queue has come to the request.
+_PEERS = frozenset(("NixlConnector", "NixlPullConnector", "NixlPushConnector", "MooncakeConnector"))
 _STEP, _CORE = frozenset(("step", "step_with_batch_queue")), "/v1/engine/core"
 
 
@@ -74,19 +79,21 @@ class Watchdog:
         self.stopped = threading.Event()
         #: What stands, and since when: see `_standing`.
         self._since: dict[tuple[Any, ...], float] = {}
+        #: What was reported last, and since when it stood.
+        self._told: tuple[tuple[Any, ...], float] | None = None
         #: At the last look: computed tokens of each request, and the steps that the connectors have seen.
         self._computed: dict[str, int] = {}
         self._steps = 0
 
     def run(self) -> None:
         while not self.stopped.wait(self._limit / _LOOKS):
-            if engine_log.guarded("kvfix.connector_events.watchdog", self._look_once):
-                return
+            engine_log.guarded("kvfix.connector_events.watchdog", self._look_once)
 
-    def _look_once(self) -> bool:
-        """Whether it has reported a standstill."""
+    def _look_once(self) -> None:
+        """Report a standstill, if there is one that was not reported yet."""
         standing = self.is_due()
-        return bool(standing) and self._reported(standing, self._since[standing])
+        if standing and self._told != (found := (standing, self._since[standing])) and self._reported(*found):
+            self._told = found
 
     def is_due(self) -> tuple[Any, ...]:
         """What has stood still for `limit` seconds; (): nothing. It is to be asked again and again."""
@@ -105,12 +112,16 @@ class Watchdog:
     def _moves(self, frames: list[FrameType]) -> bool:
         computed: dict[str, int] = {}
         paused = False
+        watched = recorder.connectors()
+        steps = sum(each.steps for each in watched)
+        of_others = set(owed.OUTSIDE_STATUSES)
+        if steps != self._steps and any(each.name in _PEERS for each in watched):
+            of_others.add("WAITING_FOR_REMOTE_KVS")
         for scheduler in recorder.schedulers():
             paused = paused or bool(getattr(getattr(scheduler, "_pause_state", None), "value", 0))
             for request in list(scheduler.requests.values()):
-                if request.status.name not in owed.OUTSIDE_STATUSES and not request.status.name.startswith("FINISHED"):
+                if request.status.name not in of_others and not request.status.name.startswith("FINISHED"):
                     computed[request.request_id] = request.num_computed_tokens
-        steps = sum(watched.steps for watched in recorder.connectors())
         went_on = any(computed.get(name) != tokens for name, tokens in self._computed.items())
         computing = steps == self._steps and _is_with_workers(frames)  # of a step without tokens it soon has the answer
         self._computed, self._steps = computed, steps

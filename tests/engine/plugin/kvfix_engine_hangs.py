@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -57,6 +58,21 @@ def load_is_lost(connector: Any) -> None:
     _before(adapter, "get_finished", lambda: adapter.retrieve_futures.clear())
 
 
+def abort_comes_first(connector: Any) -> None:
+    """EngineCore makes no step before a first abort has come: the aborted request is still in its queue."""
+    from vllm.v1.engine.core import EngineCoreProc
+
+    step = EngineCoreProc._process_engine_step
+
+    def _process_engine_step(core: Any) -> Any:
+        while core.aborts_queue.empty():
+            time.sleep(0.01)
+        vars(core)["_process_engine_step"] = step.__get__(core)
+        return step(core)
+
+    setattr(EngineCoreProc, "_process_engine_step", _process_engine_step)  # noqa: B010
+
+
 def loads_end_together(connector: Any) -> None:
     """Two loads, of which the second is as fast as the first is slow."""
     adapter = connector.worker_adapter
@@ -92,6 +108,7 @@ def hook_waits(connector: Any) -> None:
 PLANTS: dict[str, tuple[str, Callable[[Any], None]]] = {
     "lookup_thread_ends": ("WORKER", lookup_thread_ends),
     "server_stops": ("SCHEDULER", server_stops),
+    "abort_comes_first": ("SCHEDULER", abort_comes_first),
     "load_is_lost": ("WORKER", load_is_lost),
     "hook_waits": ("WORKER", hook_waits),
     "locked_out": ("WORKER", loads_end_together),

@@ -32,6 +32,21 @@ class Setting(NamedTuple):
     source: str
 
 
+#: Builds of vLLM's operations for the CPU, of which it loads one, and what PyTorch takes for AVX-512.
+_FOR_PROCESSORS = {"_C", "_C_AVX512", "_C_AVX2"}
+_AVX512 = {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
+
+
+def _for_processor(files: list[Path], flags: set[str]) -> str:
+    """The one of these builds that vLLM loads (vllm/platforms/cpu.py 0.32.0:633-665). A wheel may have `_C` alone."""
+    built = {file.name.partition(".")[0] for file in files}
+    if "_C_AVX2" not in built or not flags:  # built for a GPU, or for another processor than x86
+        return "_C"
+    if not flags >= _AVX512:
+        return "_C_AVX2"
+    return "_C_AVX512" if "_C_AVX512" in built and "avx512_bf16" not in flags else "_C"
+
+
 class Setup:
     def __init__(
         self,
@@ -226,13 +241,14 @@ class Setup:
 
     @property
     def libraries(self) -> list[Path]:
-        """The compiled operations of LMCache and vLLM. vLLM for the CPU has several `_C`, of which it takes one by the
-        processor."""
+        """The compiled operations of LMCache and vLLM: those that are loaded on this processor."""
         found: list[Path] = []
         if self.lmcache:
             found += [file for name in OPERATIONS for file in sorted(self.lmcache.folder.glob(f"{name}.*so"))]
         if self.vllm:
-            found += [file for file in sorted(self.vllm.folder.glob("_C*.so")) if not file.name.startswith("_C_AVX")]
+            files = sorted(self.vllm.folder.glob("_C*.so"))
+            others = _FOR_PROCESSORS - {_for_processor(files, self.machine.processor_flags())}
+            found += [file for file in files if file.name.partition(".")[0] not in others]
         return found
 
     def needs(self, transport: str) -> bool:

@@ -16,7 +16,7 @@ from kvfix_tools.dump import gather, processes
 
 
 def dump(pid: int, out: Path, json: bool) -> int:
-    """0: written. 2: there is no such process, or the bundle cannot be written."""
+    """0: written. 2: there is no such process, or the bundle cannot be written. 77: no process could be read."""
     tree = processes.tree(pid)
     if not tree:
         print(f"kvfix dump: there is no process {pid}", file=sys.stderr)
@@ -37,7 +37,11 @@ def dump(pid: int, out: Path, json: bool) -> int:
     else:
         print(_summary(rows), end="")
         print(f"Bundle: {bundle}")
-    return 0
+    return 0 if any(map(_is_read, gathered)) else 77
+
+
+def _is_read(of: gather.Gathered) -> bool:
+    return of.stacks is not None or of.recorder is not None
 
 
 def _row(of: gather.Gathered) -> dict[str, Any]:
@@ -49,7 +53,7 @@ def _row(of: gather.Gathered) -> dict[str, Any]:
         "state": process.state,
         "threads": process.threads,
         "ranks": gather.ranks(of),
-        "hook": gather.where(of),
+        "hook": gather.where(of) if _is_read(of) else None,
         "stacks": of.why_no_stacks or f"stacks-{process.pid}.json",
         "recorder": of.why_no_recorder or f"recorder-{process.pid}.jsonl",
     }
@@ -59,7 +63,8 @@ def _summary(rows: list[dict[str, Any]]) -> str:
     lines = []
     for row in rows:
         ranks = f" ({', '.join(row['ranks'])})" if row["ranks"] else ""
-        lines.append(f"{row['pid']} {row['name']}{ranks}: {row['hook'] or 'in no connector hook'}")
+        hook = "not known whether in a connector hook" if row["hook"] is None else row["hook"] or "in no connector hook"
+        lines.append(f"{row['pid']} {row['name']}{ranks}: {hook}")
         lines += [f"    {row[what]}" for what in ("stacks", "recorder") if " " in row[what]]
     return "\n".join(lines) + "\n"
 
@@ -76,9 +81,13 @@ def _write(bundle: Path, name: str, gathered: list[gather.Gathered], rows: list[
         if each.recorder is not None:
             parts[f"recorder-{each.process.pid}.jsonl"] = each.recorder
     handle = os.open(bundle, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(handle, "wb") as file, tarfile.open(fileobj=file, mode="w:gz") as archive:
-        for part, text in parts.items():
-            content = text.encode()
-            entry = tarfile.TarInfo(f"{name}/{part}")
-            entry.size, entry.mode, entry.mtime = len(content), 0o600, int(time.time())
-            archive.addfile(entry, io.BytesIO(content))
+    try:
+        with os.fdopen(handle, "wb") as file, tarfile.open(fileobj=file, mode="w:gz") as archive:
+            for part, text in parts.items():
+                content = text.encode()
+                entry = tarfile.TarInfo(f"{name}/{part}")
+                entry.size, entry.mode, entry.mtime = len(content), 0o600, int(time.time())
+                archive.addfile(entry, io.BytesIO(content))
+    except BaseException:  # a full disk: a bundle in part is none
+        bundle.unlink()
+        raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import stat
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -86,13 +87,15 @@ def own_text(process: Process, path: Path) -> str:
 
     Whoever reads may be root: a planted folder must not have it signal a process, or show another file.
     """
-    flags = os.O_RDONLY | os.O_NOFOLLOW
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK  # of a planted pipe nothing ever comes
     folder = os.open(path.parent, flags | os.O_DIRECTORY)
     try:
         handle = os.open(path.name, flags, dir_fd=folder)
         with os.fdopen(handle, encoding="utf-8") as file:
             if {os.fstat(folder).st_uid, os.fstat(handle).st_uid} != {process.owner}:
                 raise PermissionError(f"{path} is not of the user of process {process.pid}")
+            if not stat.S_ISREG(os.fstat(handle).st_mode):
+                raise PermissionError(f"{path} is no regular file")
             return file.read()
     finally:
         os.close(folder)

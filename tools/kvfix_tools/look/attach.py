@@ -14,8 +14,7 @@ import kvfix
 from kvfix.config import Config
 from kvfix_tools import screen
 from kvfix_tools.dump import processes
-from kvfix_tools.look import inject
-from kvfix_tools.look.other_process import OTHER_NAMESPACE
+from kvfix_tools.look import inject, looking
 
 #: Seconds for a main thread to come to a bytecode, and between two questions to a process that is within a step.
 _SECONDS, _PAUSE = 5.0, 0.03
@@ -63,7 +62,7 @@ class _Engine:
     """The processes of an engine. answers: the last one of each that has kvfix, or could have it."""
 
     def __init__(self, pid: int, wait: float) -> None:
-        self.processes = {each.pid: each for each in processes.tree(pid)}
+        self.processes = {each.pid: each for each in looking.with_vllm(processes.tree(pid), pid)}
         self.answers: dict[int, dict[str, Any]] = {}
         self.settings: list[str] = []
         self._until = time.monotonic() + wait
@@ -154,7 +153,7 @@ def _open(answer: dict[str, Any]) -> bool:
 
 def _show(engine: _Engine, pid: int, wanted: str, json: bool) -> int:
     if not engine.processes:
-        print(f"kvfix: there is no process {pid}. {OTHER_NAMESPACE}", file=sys.stderr)
+        print(f"kvfix: {looking.why_none(pid)}", file=sys.stderr)
         return 2
     shown = {each: answer for each, answer in engine.answers.items() if answer["state"] != "without"}
     if json:

@@ -15,7 +15,6 @@ from rich.live import Live
 from kvfix.ledger import owed, standstill
 from kvfix_tools import screen
 from kvfix_tools.look import lmcache_server, looking, show
-from kvfix_tools.look.other_process import OTHER_NAMESPACE
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -33,7 +32,7 @@ def look(pid: int, watch: bool, request: str, json: bool, save: str) -> int:
     """0: nothing is known to be wrong. 1: there is a verdict. 2: no such process. 77: it may not be read."""
     tree = looking.engine_of(lmcache_server.client_of(pid) or pid)
     if not tree:
-        print(f"kvfix look: there is no process {pid}. {OTHER_NAMESPACE}", file=sys.stderr)
+        print(f"kvfix look: {looking.why_none(pid)}", file=sys.stderr)
         return 2
     looker = looking.Looker(tree, full=bool(save))
     if watch:
@@ -47,7 +46,11 @@ def look(pid: int, watch: bool, request: str, json: bool, save: str) -> int:
         if any(each.how in (looking.STACKS, looking.NOT) for each in ways):
             return 77
     if save:
-        save_state(save, looks[-1], found)
+        try:
+            save_state(save, looks[-1], found)
+        except OSError as error:
+            print(f"kvfix look: {save}: {error.strerror}", file=sys.stderr)
+            return 2
     if json:
         print(jsonlib.dumps(_answer(looks[-1], found, ways), indent=2))
     elif request:

@@ -14,17 +14,15 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
+import secrets
 import sys
-import tempfile
 import time
 from contextlib import suppress
-from pathlib import Path
-from typing import NamedTuple
 
 from kvfix_tools.look import other_process
 from kvfix_tools.look.calls import Refused
 from kvfix_tools.look.other_process import Process
+from kvfix_tools.look.shared_folder import SharedFolder
 
 __all__ = ["FAILED", "Refused", "Silent", "run"]
 
@@ -82,20 +80,6 @@ class Silent(Exception):
         self.reason = reason
 
 
-class _Folder(NamedTuple):
-    """inside: its path in the process. here: the same folder as this process sees it."""
-
-    inside: str
-    here: Path
-
-    def write(self, name: str, text: str) -> None:
-        part = self.here / f"{name}.new"
-        with os.fdopen(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600), "w") as file:
-            file.write(text)
-            os.fchown(file.fileno(), self.here.stat().st_uid, -1)
-        part.replace(self.here / name)
-
-
 def run(pid: int, code: str, *, seconds: float) -> str:
     """Execute the code in the process; the text that it wrote to the file ANSWER, or FAILED and its error.
 
@@ -112,7 +96,7 @@ def run(pid: int, code: str, *, seconds: float) -> str:
     return _run(process, lines, _new_folder(process), code, seconds, is_queued=False)
 
 
-def _run(process: Process, lines: _Lines, folder: _Folder, code: str, seconds: float, is_queued: bool) -> str:
+def _run(process: Process, lines: _Lines, folder: SharedFolder, code: str, seconds: float, is_queued: bool) -> str:
     """As `run`. Raises FileNotFoundError if the folder of the call in the queue goes."""
     token = f"token-{os.getpid()}-{time.monotonic_ns()}"
     try:
@@ -128,30 +112,35 @@ def _run(process: Process, lines: _Lines, folder: _Folder, code: str, seconds: f
     except Silent:
         raise
     except BaseException:
-        shutil.rmtree(folder.here, ignore_errors=True)
+        folder.remove()
         raise
-    shutil.rmtree(folder.here, ignore_errors=True)
+    folder.remove()
     return text
 
 
-def _answer(process: Process, folder: _Folder, token: str, line: int | None, seconds: float) -> str:
+def _answer(process: Process, folder: SharedFolder, token: str, line: int | None, seconds: float) -> str:
     began, until, again, begun = time.monotonic(), time.monotonic() + seconds, 0.1, False
     while True:
         with suppress(FileNotFoundError):
-            return process.own_text(folder.here / "answer")
-        if not folder.here.exists() and process.is_alive():
-            raise FileNotFoundError(folder.here)
+            try:
+                return folder.read("answer")
+            except FileNotFoundError:
+                raise
+            except OSError as error:  # a link, a pipe, a file of another user
+                raise Refused(f"the answer of process {process.pid} is no file of its user: {error}", "") from error
+        if not folder.is_there() and process.is_alive():
+            raise FileNotFoundError(folder.inside)
         if not process.is_alive():
             raise Refused(f"process {process.pid} has ended", "")
         if time.monotonic() >= until:
             if begun:
                 raise Silent(f"the code has begun and has no answer yet after {_LONGEST:g} s")
             with suppress(FileNotFoundError):
-                (folder.here / token).unlink()
+                folder.unlink(token)
                 folder.write("code", _GIVEN_UP.format(folder=folder.inside))
                 raise Silent(f"its main thread came to no Python bytecode in {seconds:g} s: it is stuck in C")
             begun, until = True, time.monotonic() + _LONGEST
-        if line is not None and time.monotonic() > began + again and (folder.here / token).exists():
+        if line is not None and time.monotonic() > began + again and folder.has(token):
             again *= 2
             process.run_waiting(line)
         time.sleep(min(0.02, 0.002 + (time.monotonic() - began) / 8))
@@ -163,17 +152,19 @@ class _Lines:
     def __init__(self, process: Process) -> None:
         self._process = process
 
-    def waiting(self) -> _Folder | None:
+    def waiting(self) -> SharedFolder | None:
         """The folder of a call that is still in the queue."""
         if not self._process.has_mapped(_PAGE):
             return None
         inside = self._process.read(_PAGE, _SLOT).partition(b"\0")[0].decode(errors="replace")
-        here = self._process.seen_from_here(inside) if re.fullmatch(_NAME, inside) else None
-        if here is None or not (here / "code").exists() or here.stat().st_uid != self._process.user:
+        if not re.fullmatch(_NAME, inside):
             return None
-        return _Folder(inside, here)
+        with suppress(OSError):
+            folder = SharedFolder(self._process.folder(inside.rpartition("/")[0]), inside, self._process.user)
+            return folder if folder.is_of_user() and folder.has("code") else None
+        return None
 
-    def put(self, folder: _Folder, line: str) -> int:
+    def put(self, folder: SharedFolder, line: str) -> int:
         """Address of the line in the process."""
         process, text = self._process, line.encode() + b"\0"
         assert len(text) <= _SLOT
@@ -188,7 +179,7 @@ class _Lines:
         return slot
 
 
-def _remote_exec(process: Process, folder: _Folder, line: str) -> bool:
+def _remote_exec(process: Process, folder: SharedFolder, line: str) -> bool:
     """Whether Python did it itself: 3.14 in this process and in that one."""
     remote_exec = getattr(sys, "remote_exec", None)
     if remote_exec is None or process.python() != f"{sys.version_info[0]}.{sys.version_info[1]}":
@@ -201,16 +192,12 @@ def _remote_exec(process: Process, folder: _Folder, line: str) -> bool:
     return True
 
 
-def _new_folder(process: Process) -> _Folder:
+def _new_folder(process: Process) -> SharedFolder:
     """A fresh folder of the process's user, where the process sees it too."""
     for parent in ("/tmp", "/dev/shm"):
-        here = process.seen_from_here(parent)
-        if here is None:
-            continue
         with suppress(OSError):
-            made = Path(tempfile.mkdtemp(prefix=f"kvfix-look-{process.pid}-", dir=here))
-            os.chown(made, process.user, -1)
-            return _Folder(f"{parent}/{made.name}", made)
+            inside = f"{parent}/kvfix-look-{process.pid}-{secrets.token_hex(8)}"
+            return SharedFolder.make(process.folder(parent), inside, process.user)
     raise Refused(
         f"process {process.pid} has no folder for the answer: neither /tmp nor /dev/shm can be written", "mount one"
     )

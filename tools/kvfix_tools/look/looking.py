@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,9 +18,13 @@ from kvfix.ledger.looks import Look
 from kvfix_tools.dump import gather, processes
 from kvfix_tools.dump.processes import Process
 from kvfix_tools.look import inject, payload
+from kvfix_tools.look.other_process import OTHER_NAMESPACE
 
 #: Seconds for a main thread to come to a bytecode: longer than LMCache's scheduler waits for a lookup.
 PATIENCE = 4.0
+#: A library of vLLM or LMCache in the maps of a process, and either as a word of a command.
+_LIBRARY = re.compile(r"/(?:vllm|lmcache)/[^/\n]+\.so\b")
+_PROGRAM = re.compile(r"(?:^|/)(?:vllm|lmcache)(?:[._][\w.]+)?$|^VLLM::")
 INSIDE, RECORDER, STACKS, NOT = "inside", "by its recorder", "by its stacks only", "not read"
 
 
@@ -34,7 +41,36 @@ class Way(NamedTuple):
 def engine_of(pid: int) -> list[Process]:
     """All processes of the engine that this one belongs to; empty if there is none of this number."""
     tree = processes.tree(_root(pid))
-    return [each for each in [*tree, *processes.elsewhere(tree)] if _runs_python(each)]
+    return with_vllm([*tree, *processes.elsewhere(tree)], pid)
+
+
+def with_vllm(tree: list[Process], pid: int) -> list[Process]:
+    """Those that have loaded vLLM or LMCache, as far as that is known before they are stopped. Not kvfix itself.
+
+    A process with PyTorch alone is one of them if it was asked for (`pid`), or is next to one that is sure.
+    """
+    tree = [each for each in tree if each.pid != os.getpid()]
+    maps = {each.pid: _maps(each) for each in tree}
+    sure = {each.pid for each in tree if _has_vllm(each, maps[each.pid])}
+    near = {pid, *(each.parent for each in tree if each.pid in sure)}
+    return [
+        each
+        for each in tree
+        if each.pid in sure or ((each.pid in near or each.parent in sure) and _may_have_vllm(each, maps[each.pid]))
+    ]
+
+
+def why_none(pid: int) -> str:
+    """Why no process is read for this number."""
+    if not psutil.pid_exists(pid):
+        return f"there is no process {pid}. {OTHER_NAMESPACE}"
+    name = ""
+    with suppress(psutil.Error):
+        name = f" ({psutil.Process(pid).name()})"
+    return (
+        f"process {pid}{name} has not loaded vLLM or LMCache, and no process below it has. "
+        "Give the number of a process of the engine."
+    )
 
 
 def _root(pid: int) -> int:
@@ -52,15 +88,27 @@ def _root(pid: int) -> int:
         return pid
 
 
-def _runs_python(process: Process) -> bool:
-    """Not the helpers of multiprocessing, which run no engine, nor another program."""
+def _maps(process: Process) -> str | None:
+    """The files that it has mapped; None if they may not be read."""
+    try:
+        return Path(f"/proc/{process.pid}/maps").read_text(errors="replace") or None
+    except OSError:
+        return None
+
+
+def _has_vllm(process: Process, maps: str | None) -> bool:
+    """By a library of vLLM or LMCache, by its name or command, or because kvfix has announced itself in it."""
+    if maps is not None and _LIBRARY.search(maps):
+        return True
+    named = "VLLM::" in process.name or any(_PROGRAM.search(word) for word in process.command[:3])
+    return (named and (maps is None or "python" in maps)) or bool(processes.ready(process))
+
+
+def _may_have_vllm(process: Process, maps: str | None) -> bool:
+    """Both load PyTorch. Not the helpers of multiprocessing, which are forks of an engine and run none."""
     if any("resource_tracker" in word or "forkserver import main" in word for word in process.command):
         return False
-    try:
-        maps = Path(f"/proc/{process.pid}/maps").read_text(errors="replace")
-    except OSError:
-        return True  # it may not be read: then the reason is shown
-    return "python" in maps
+    return maps is None or "/libtorch" in maps  # if the maps may not be read, the look shows the reason
 
 
 def _recorded(process: Process) -> dict[str, Any] | None:

@@ -9,7 +9,7 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from kvfix_tools.look import calls, ptrace
+from kvfix_tools.look import calls, ptrace, shared_folder
 from kvfix_tools.look.calls import Refused
 
 _YAMA = Path("/proc/sys/kernel/yama/ptrace_scope")
@@ -71,21 +71,12 @@ class Process:
     def write(self, address: int, content: bytes) -> None:
         os.pwrite(self._memory, content, address)
 
-    def seen_from_here(self, path: str) -> Path | None:
-        """A folder of the process, by a path without links; None if it has none. It may be in another container."""
-        here = self._proc / "root"
-        for part in path.split("/")[1:]:
-            here /= part
-            if here.is_symlink():
-                return None
-        return here if path.startswith("/") and here.is_dir() else None
+    def folder(self, path: str) -> int:
+        """Descriptor of a folder of the process, which may be in another container. Raises OSError, also for a link."""
+        return self._opened(path, os.O_PATH | os.O_DIRECTORY)
 
-    def own_text(self, path: Path) -> str:
-        """Raises FileNotFoundError. The file is the process's, and no link: who reads may be root."""
-        with os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), encoding="utf-8", errors="replace") as file:
-            if os.fstat(file.fileno()).st_uid != self.user:
-                raise Refused(f"{path} is not of the user of process {self.pid}", "")
-            return file.read()
+    def _opened(self, path: str, flags: int) -> int:
+        return shared_folder.opened(os.open(self._proc / "root", os.O_PATH | os.O_DIRECTORY), path, flags)
 
     # ------------------------------------------------------------------ calls
 
@@ -97,7 +88,7 @@ class Process:
         """Its address and size."""
         if name not in self._found:
             for path, start in self._mapped.items():
-                found = _symbols(self._proc / "root" / path.lstrip("/")).get(name)
+                found = _symbols(self._opened(path, os.O_RDONLY | os.O_NONBLOCK)).get(name)
                 if found is not None:
                     self._found[name] = start + found[0], found[1]
                     break
@@ -184,11 +175,14 @@ def _mapped_files(process: Path) -> dict[str, int]:
 _SYMBOLS: dict[tuple[int, int, int], dict[str, tuple[int, int]]] = {}
 
 
-def _symbols(file: Path) -> dict[str, tuple[int, int]]:
-    about = file.stat()
+def _symbols(handle: int) -> dict[str, tuple[int, int]]:
+    """Of an open file, which is closed."""
+    about = os.fstat(handle)
     key = about.st_dev, about.st_ino, about.st_mtime_ns
-    if key not in _SYMBOLS:
-        _SYMBOLS[key] = _exported(file.read_bytes())
+    if key in _SYMBOLS:
+        os.close(handle)
+    else:
+        _SYMBOLS[key] = _exported(shared_folder.content(handle))
     return _SYMBOLS[key]
 
 

@@ -10,8 +10,10 @@ disk or remote, or with every chunk pinned, there is nothing to evict: a load wa
 local_cpu_backend.py:686-745).
 
 ## Fix
-A load waits for at most ten seconds. Then it gets no memory and fails, and vLLM computes those tokens itself. A store
-does not wait, as before. A load from disk that gets no memory returns no chunk instead of an AssertionError.
+A load waits for at most ten seconds for all its chunks together. Then it gets no memory and fails, and vLLM computes
+those tokens itself. LMCache does not tell `allocate` which load it serves, so the limit holds for the loading thread:
+after a minute the thread may wait for ten seconds again. A store does not wait, as before. A load from disk that gets
+no memory returns no chunk instead of an AssertionError.
 
 ## Releases
 LMCache 0.3.9 to 0.5.6.
@@ -27,6 +29,7 @@ https://github.com/LMCache/LMCache/issues/2942 is open, https://github.com/LMCac
 from __future__ import annotations
 
 import functools
+import threading
 import time
 from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
@@ -39,32 +42,55 @@ from kvfix.fixes.targets import LOCAL_CPU_BACKEND, LOCAL_DISK_BACKEND
 from kvfix.wrapping import positional
 
 LONGEST_WAIT, BETWEEN = 10.0, 0.1
+#: Seconds in which a thread that has waited for LONGEST_WAIT may wait as long again.
+RESTORED = 60.0
 #: Places of `eviction` and `busy_loop` among the arguments, in every release.
 PLACES = {"allocate": (4, 5), "batched_allocate": (5, 6)}
+
+
+class _Waits(threading.local):
+    """The seconds that this thread may still wait, as of `at` on the clock."""
+
+    left = LONGEST_WAIT
+    at = 0.0
+
+    def begin(self) -> None:
+        now = clock.now()
+        self.left = min(LONGEST_WAIT, self.left + (now - self.at) * LONGEST_WAIT / RESTORED)
+        self.at = now
+
+    def wait(self) -> bool:
+        """Wait a moment. False if the time is used up."""
+        if self.left <= 0:
+            return False
+        time.sleep(BETWEEN)
+        now = clock.now()
+        self.left, self.at = self.left - (now - self.at), now
+        return True
 
 
 def fix(module: ModuleType) -> Callable[..., Any]:
     def bounded(original: Callable[..., Any]) -> Callable[..., Any]:
         evicts, loops = PLACES.get(original.__name__, (4, 5))
         by_position = positional(original)
+        waits = _Waits()
 
         @functools.wraps(original)
         def hook(*args: Any, **kwargs: Any) -> Any:
             given, _ = by_position(args, kwargs)
             if len(given) <= loops or not (given[evicts] and given[loops]):
                 return original(*args, **kwargs)
-            until = clock.now() + LONGEST_WAIT
+            waits.begin()
             while True:
                 memory = original(*given[:loops], False, *given[loops + 1 :])
                 if memory is not None:
                     return memory
-                if clock.now() >= until:
+                if not waits.wait():
                     engine_log.warning(
                         f"KVF016: LMCache's CPU cache has had no memory for a load for {LONGEST_WAIT:.0f} s; the load "
                         "is given up, its tokens are computed. Look at local_cpu and max_local_cpu_size."
                     )
                     return None
-                time.sleep(BETWEEN)
 
         return hook
 

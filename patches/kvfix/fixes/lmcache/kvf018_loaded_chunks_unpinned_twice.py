@@ -29,6 +29,8 @@ https://github.com/LMCache/LMCache/pull/5095 are open; `retrieve` is right in 0.
 
 from __future__ import annotations
 
+from _thread import get_ident
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from types import ModuleType
 from typing import Any
@@ -39,58 +41,112 @@ from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import CACHE_ENGINE, LMCACHE_V1
 from kvfix.wrapping import after, around
 
+#: Attribute of a chunk: the loads that have added a pin to it.
+_LOADS = "_kvfix_loads"
 
-def _pinned(engine: Any, lookup_id: Any) -> list[tuple[Any, int]]:
-    """Add a pin to each chunk of the CPU cache that this lookup has pinned; the chunks with their pin counts."""
-    if engine.async_loading or engine.remove_after_retrieve or lookup_id not in engine.lookup_pins:
-        return []
-    cached = engine.storage_manager.storage_backends["LocalCPUBackend"].hot_cache
-    held = []
-    for key in engine.lookup_pins[lookup_id].get("LocalCPUBackend", ()):
-        chunk = cached.get(key)
-        if chunk is not None:
+
+class _Load:
+    """The pins that the fix adds for one load, and the pins that the load itself releases.
+
+    `with load:` surrounds each stretch of the load's own code. Other threads release pins of the chunk meanwhile, and
+    loads by layers run in turn, so only a release within the stretch, by its thread, is one of this load.
+    """
+
+    def __init__(self, chunks: list[Any]) -> None:
+        self._chunks = chunks
+        self._released: Counter[int] = Counter()
+        self._thread = 0
+        for chunk in chunks:
+            _loads_of(chunk).append(self)
+        for chunk in chunks:
             chunk.pin()
-            held.append((chunk, chunk.meta.pin_count))
-    return held
+
+    def __enter__(self) -> None:
+        self._thread = get_ident()
+
+    def __exit__(self, *_: object) -> None:
+        self._thread = 0
+
+    def note_release(self, chunk: Any) -> None:
+        self._released[id(chunk)] += self._thread == get_ident()
+
+    def end(self) -> None:
+        """Release each added pin that the load did not release."""
+        for chunk in self._chunks:
+            loads = vars(chunk)[_LOADS]
+            loads.remove(self)
+            if not loads:
+                del vars(chunk)[_LOADS], vars(chunk)["unpin"]
+            if self._released[id(chunk)]:
+                self._released[id(chunk)] -= 1
+            else:
+                chunk.unpin()
 
 
-def _release_added_pins(held: list[tuple[Any, int]]) -> None:
-    for chunk, pins in held:
-        if chunk.meta.pin_count == pins:
-            chunk.unpin()
+def _loads_of(chunk: Any) -> list[_Load]:
+    """Return the loads that are told when the chunk is unpinned."""
+    if _LOADS not in vars(chunk):
+        loads: list[_Load] = []
+        own = chunk.unpin
+
+        def unpin() -> Any:
+            for load in loads:
+                load.note_release(chunk)
+            return own()
+
+        vars(chunk).update({_LOADS: loads, "unpin": unpin})
+    found: list[_Load] = vars(chunk)[_LOADS]
+    return found
+
+
+def _pinned(engine: Any, lookup_id: Any) -> _Load | None:
+    """Add a pin to each chunk of the CPU cache that this lookup has pinned. None if there is no such chunk."""
+    if engine.async_loading or engine.remove_after_retrieve or lookup_id not in engine.lookup_pins:
+        return None
+    cached = engine.storage_manager.storage_backends["LocalCPUBackend"].hot_cache
+    found = map(cached.get, engine.lookup_pins[lookup_id].get("LocalCPUBackend", ()))
+    chunks = [chunk for chunk in found if chunk is not None]
+    return _Load(chunks) if chunks else None
 
 
 def fix(engine: ModuleType) -> Callable[..., Any]:
     @around
     def retrieve(engine: Any, tokens: Any, mask: Any = None, **more: Any) -> Generator[None, Any, Any] | None:
-        held = _pinned(engine, more.get("req_id"))
-        return _loading(held) if held else None
+        load = _pinned(engine, more.get("req_id"))
+        return _loading(load) if load else None
 
     return retrieve
 
 
-def _loading(held: list[tuple[Any, int]]) -> Generator[None, Any, Any]:
+def _loading(load: _Load) -> Generator[None, Any, Any]:
     try:
-        return (yield)
+        with load:
+            return (yield)
     finally:
-        _release_added_pins(held)
+        load.end()
 
 
 def fix_layers(engine: ModuleType) -> Callable[..., Any]:
     """The hook is a generator: it loads while it is iterated, a layer at a time."""
 
     def retrieve_layer(engine: Any, layers: Any, tokens: Any, mask: Any = None, **more: Any) -> Any:
-        held = _pinned(engine, more.get("req_id"))
-        return _layers(layers, held) if held else layers
+        load = _pinned(engine, more.get("req_id"))
+        return _layers(layers, load) if load else layers
 
     return after(retrieve_layer)
 
 
-def _layers(layers: Any, held: list[tuple[Any, int]]) -> Iterator[Any]:
+def _layers(layers: Any, load: _Load) -> Iterator[Any]:
     try:
-        yield from layers
+        while True:
+            with load:
+                try:
+                    layer = next(layers)
+                except StopIteration:
+                    return
+            yield layer
     finally:
-        engine_log.guarded(f"{__name__}.retrieve_layer", _release_added_pins, held)
+        engine_log.guarded(f"{__name__}.retrieve_layer", load.end)
 
 
 def name_request(adapter: ModuleType) -> Callable[..., Any]:

@@ -36,12 +36,24 @@ from kvfix.wrapping import View, around
 
 
 def both(first: Any, second: Any) -> Any:
-    """Two futures as one: the stores of a request, in the order in which they were submitted."""
+    """Return one future for the stores of a request. first: the future of the earlier stores, which may be of many.
+
+    A request may have 1,000 stores in flight, so the future asks them in a loop and not one through the other.
+    """
+    stores = [*getattr(first, "_kvfix_stores", (first,)), second]
 
     def each(name: str) -> Callable[..., Any]:
-        return lambda *args, **kwargs: getattr(first, name)(*args, **kwargs) and getattr(second, name)(*args, **kwargs)
+        def ask(*args: Any, **kwargs: Any) -> Any:
+            answer = None
+            for store in stores:
+                answer = getattr(store, name)(*args, **kwargs)
+                if not answer:
+                    break
+            return answer
 
-    return View(second, **{name: each(name) for name in ("query", "wait", "result")})
+        return ask
+
+    return View(second, _kvfix_stores=stores, **{name: each(name) for name in ("query", "wait", "result")})
 
 
 def fix(module: ModuleType) -> Callable[..., Any]:

@@ -169,6 +169,11 @@ def _failed(name: str, error: str, torch: str, cuda: str | None) -> Line:
         return problem(f"{name} needs {missing[1]}, and {torch} is built for CUDA {cuda}", again)
     if missing:
         return problem(f"{name} needs {missing[1]}, which is not on this machine", f"install {missing[1]}, or {again}")
+    if "SIGILL" in error:
+        return problem(
+            f"{name} has instructions that this processor does not have (SIGILL)",
+            "install a build for this processor: `lscpu` shows what it has",
+        )
     return problem(f"{name} does not load with {torch}: {' '.join(error.split())[:300]}", again)
 
 

@@ -70,11 +70,22 @@ def pinned(setup: Setup) -> Iterator[Line]:
         yield unchecked(f"whether the driver pins {gib(wanted[0])} at once: it shows when LMCache starts")
 
 
+#: Transports of UCX over RDMA: `ib`, `rc_x`, `ud_mlx5`, `srd` ...
+_RDMA = re.compile(r"(?:all|ib|rdma|srd|(?:rc|ud|dc|gga)(?:_\w+)?)(?::\w+)?")
+
+
+def _may_use_rdma(transports: str) -> bool:
+    """Whether UCX may take RDMA with this UCX_TLS. "^" begins a list of what it must not take."""
+    return not transports or transports.startswith("^") or any(map(_RDMA.fullmatch, transports.split(",")))
+
+
 @check("locked-memory")
 def locked(setup: Setup) -> Iterator[Line]:
     """`ulimit -l` lets NIXL and Mooncake register their buffers. CUDA's pinned memory does not count against it."""
     limit = setup.machine.locked_memory()
     uses = [name for name in ("nixl", "mooncake") if setup.needs(name)]
+    if "nixl" in uses and not _may_use_rdma(setup.environment.get("UCX_TLS", "")):
+        uses.remove("nixl")
     shown = "unlimited" if limit is None else gib(limit)
     if setup.command and setup.command.container:
         yield unchecked("ulimit -l of the container is not known here", "docker run --ulimit memlock=-1")

@@ -1,0 +1,102 @@
+"""kvfix's lines in the engine's log: each once, and bounded in number, length and memory whatever clients send."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import tracemalloc
+from types import SimpleNamespace
+
+import pytest
+
+from kvfix import engine_log
+from kvfix.fixes import _prefills
+from kvfix.session import session
+
+
+@pytest.fixture(autouse=True)
+def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time of the log's limits, which stands still unless a test moves it."""
+    clock = [0.0]
+    monkeypatch.setattr(session, "reported", {})
+    monkeypatch.setattr(session, "lines", {})
+    monkeypatch.setattr(engine_log, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    logging.getLogger("kvfix").setLevel(logging.INFO)
+    return clock
+
+
+def test_a_text_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(3):
+        engine_log.warning("KVF001: one")
+    engine_log.info("KVF001: two")
+    assert caplog.messages == ["KVF001: one", "KVF001: two"]
+
+
+def test_texts_of_a_kind_do_not_flood_the_log(caplog: pytest.LogCaptureFixture, now: list[float]) -> None:
+    for number in range(1000):
+        engine_log.warning(f"KVF325: a registration is not served: KeyError: 'engine-{number}'")
+    assert len(caplog.messages) == engine_log.LINES
+    engine_log.warning("KVF316: another kind")
+    assert caplog.messages[-1] == "KVF316: another kind"
+    now[0] += engine_log.PAUSE
+    engine_log.warning("KVF325: a registration is not served: KeyError: 'later'")
+    assert caplog.messages[-1] == (
+        "KVF325: a registration is not served: KeyError: 'later' "
+        f"({1000 - engine_log.LINES} more lines of this kind were left out before this one)"
+    )
+    engine_log.warning("KVF325: a registration is not served: KeyError: 'too soon'")
+    assert "too soon" not in caplog.text
+
+
+def test_what_is_remembered_is_bounded() -> None:
+    logging.disable(logging.CRITICAL)
+    tracemalloc.start()
+    try:
+        for number in range(20_000):
+            engine_log.warning(f"KVF{number}: {number} {'x' * 10_000}")
+        kept, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+        logging.disable(logging.NOTSET)
+    assert (len(session.reported), len(session.lines)) == (engine_log.TEXTS, engine_log.KINDS)
+    assert kept < 4 << 20
+
+
+def test_ids_of_clients_are_not_kept_whole() -> None:
+    connector = SimpleNamespace()
+    tracemalloc.start()
+    try:
+        for number in range(1000):
+            request = SimpleNamespace(request_id=f"{'r' * 10_000}{number}", kv_transfer_params={})
+            assert _prefills.loads(connector, ("p", f"{'x' * 100_000}{number}"), request)
+        kept, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert kept < 1 << 20
+    prefill = ("p", f"{'x' * 100_000}7")
+    second = SimpleNamespace(request_id="second", kv_transfer_params={})
+    assert _prefills.has_another(connector, prefill)
+    assert not _prefills.loads(connector, prefill, second)
+    assert not _prefills.has_another(connector, ("p", "unknown"))
+
+
+def test_a_forked_child_has_a_free_lock() -> None:
+    """Another thread of the parent holds the lock at the fork, and is not in the child."""
+    held, done = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with session.lock:
+            held.set()
+            done.wait()
+
+    thread = threading.Thread(target=hold)
+    thread.start()
+    held.wait()
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0 if session.lock.acquire(blocking=False) else 1)
+    _, status = os.waitpid(pid, 0)
+    done.set()
+    thread.join()
+    assert status == 0
