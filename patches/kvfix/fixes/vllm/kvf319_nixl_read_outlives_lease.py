@@ -13,8 +13,13 @@ pull_scheduler.py 0.32.0:271), and NIXL reads whatever is there.
 
 ## Fix
 The prefill engine names the end of the lease. The decode engine counts the heartbeats that it has sent before the lease
-was over. A read that ends later has failed, as `kv_load_failure_policy` says. Both engines need the fix. Left alone:
-`bidirectional_kv_xfer`, where the same key has another meaning.
+was over. A read that ends later has failed, as `kv_load_failure_policy` says. Left alone: `bidirectional_kv_xfer`,
+where the same key has another meaning.
+
+## Mixed roll-out
+The prefill engine and the decode engine need it, or none. In one of them alone it changes nothing that the fix is for:
+the decode engine still reads blocks whose lease has ended. The prefill engine adds `remote_blocks_expiry_time` to the
+`kv_transfer_params` that it returns. The router must hand this key on.
 
 ## Releases
 vLLM 0.32.0, the first one played, and 0.33.0.
@@ -136,4 +141,5 @@ FIX = Fix(
     scenarios=("nixl-read-outlives-lease",),
     attaches=NEW_REQUESTS,
     no_patch={"vllm": "the end of the lease has to be a parameter that all routers hand on, of both kinds of lease"},
+    opt_in=True,
 )
