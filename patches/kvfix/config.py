@@ -88,13 +88,17 @@ def _codes(names: Iterable[str]) -> frozenset[str]:
     names = names.split(",") if isinstance(names, str) else list(names)
     if not names:
         return frozenset()
-    from kvfix import fixes  # only here: it imports for 20 ms, which the start of a process does not need
+    from kvfix import engine_log, fixes  # only here: they import for 20 ms, which the start of a process does not need
+    from kvfix.retired import RETIRED
 
     known = {code: slug for code, (slug, _) in fixes.modules().items()}
     by_slug = {slug: code for code, slug in known.items()}
     codes = set()
     for name in names:
         code = name.strip().upper()
+        if code in RETIRED:
+            engine_log.warning(f"{code} is retired and left out: {RETIRED[code]}")
+            continue
         if code not in known:
             code = by_slug.get(name.strip().lower(), "")
         if not code:

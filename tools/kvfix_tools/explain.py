@@ -8,6 +8,7 @@ import inspect
 import json as jsonlib
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from difflib import get_close_matches
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,6 +18,7 @@ from rich.markdown import Markdown
 from kvfix import catalogue
 from kvfix.fixes.api import Fix
 from kvfix.ledger import RULES, Rule
+from kvfix.retired import RETIRED
 from kvfix_tools.diagnose import findings, problems
 from kvfix_tools.lab import rules as lab_rules
 from kvfix_tools.lab.scenario import scenarios
@@ -49,10 +51,11 @@ def _known() -> Iterator[tuple[str, str, Callable[[], Entry]]]:
 def explain(name: str, json: bool) -> int:
     """Print what has this code or name. 2 if nothing has."""
     makes = (make for code, known, make in _known() if name.upper() == code or name.lower() == known)
-    found = next((make() for make in makes), None)
+    found = next((make() for make in makes), None) or _of_retired(name.upper())
     if found is None:
-        known = ", ".join(f"{each.code} ({each.name})" for each in entries())
-        print(f"kvfix explain: there is no fix, no rule and no finding {name!r}; known: {known}", file=sys.stderr)
+        near = get_close_matches(name.lower(), [known for _, known, _ in _known()], n=1)
+        guess = "".join(f"; did you mean {each}?" for each in near)
+        print(f"kvfix explain: there is no fix, no rule and no finding {name!r}{guess}", file=sys.stderr)
         return 2
     if json:
         print(jsonlib.dumps(found.facts, indent=2))
@@ -61,6 +64,13 @@ def explain(name: str, json: bool) -> int:
     else:
         print(found.text)
     return 0
+
+
+def _of_retired(code: str) -> Entry | None:
+    """A code that is never used again; None if this one is not retired."""
+    if code not in RETIRED:
+        return None
+    return Entry(code, "", {"code": code, "retired": RETIRED[code]}, f"{code} is retired: {RETIRED[code]}.")
 
 
 def _of_fix(fix: Fix) -> Entry:

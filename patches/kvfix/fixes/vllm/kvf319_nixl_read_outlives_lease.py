@@ -17,9 +17,10 @@ was over. A read that ends later has failed, as `kv_load_failure_policy` says. L
 where the same key has another meaning.
 
 ## Mixed roll-out
-The prefill engine and the decode engine need it, or none. In one of them alone it changes nothing that the fix is for:
-the decode engine still reads blocks whose lease has ended. The prefill engine adds `remote_blocks_expiry_time` to the
-`kv_transfer_params` that it returns. The router must hand this key on.
+The prefill engine and the decode engine need it, or none. In one of them alone the decode engine still reads blocks
+whose lease has ended. The prefill engine adds `remote_blocks_expiry_time` to the `kv_transfer_params` that it returns,
+and the router must hand this key on. A decode engine with `bidirectional_kv_xfer` declines a read after that time, also
+if its heartbeats have renewed the lease: do not set the option in one of the two engines alone.
 
 ## Releases
 vLLM 0.32.0, the first one played, and 0.33.0.
