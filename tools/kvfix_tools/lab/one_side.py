@@ -15,13 +15,15 @@ from unittest import mock
 
 from kvfix.wrapping import WrappedFunction
 
-#: The name of the engine that runs; "": none.
+#: The name of the engine that runs, and of the one that has the fixes; "": none. A copy of the context, as asyncio
+#: makes for its tasks, keeps them.
 _RUNNING = ContextVar("_RUNNING", default="")
+_FIXED = ContextVar("_FIXED", default="")
 
 
 @contextmanager
 def running(name: str) -> Iterator[None]:
-    """The engine of this name runs. A copy of the context, as asyncio makes for its tasks, keeps that."""
+    """The engine of this name runs."""
     before = _RUNNING.set(name)
     try:
         yield
@@ -32,19 +34,32 @@ def running(name: str) -> Iterator[None]:
 @contextmanager
 def fixes_in(name: str) -> Iterator[None]:
     """A fix that is applied meanwhile acts in the engine of this name alone."""
-    add = WrappedFunction.add
+    add, before = WrappedFunction.add, _FIXED.set(name)
 
     def add_in_one(function: WrappedFunction, key: str, place: int, wrapper: Callable[..., Any]) -> None:
-        def wrap(inner: Callable[..., Any]) -> Callable[..., Any]:
-            fixed = wrapper(inner)
+        add(function, key, place, lambda inner: _in_one(inner, wrapper(inner)))
 
-            @functools.wraps(inner)
-            def chosen(*args: Any, **kwargs: Any) -> Any:
-                return (fixed if _RUNNING.get() == name else inner)(*args, **kwargs)
+    try:
+        with mock.patch.object(WrappedFunction, "add", add_in_one):
+            yield
+    finally:
+        _FIXED.reset(before)
 
-            return chosen
 
-        add(function, key, place, wrap)
+def _in_one(inner: Callable[..., Any], fixed: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(inner)
+    def chosen(*args: Any, **kwargs: Any) -> Any:
+        fixes = _RUNNING.get() and _RUNNING.get() == _FIXED.get()
+        return (fixed if fixes else inner)(*args, **kwargs)
 
-    with mock.patch.object(WrappedFunction, "add", add_in_one):
+    return chosen
+
+
+@contextmanager
+def as_released() -> Iterator[None]:
+    """Within `fixes_in`: no engine that is made meanwhile has the fixes."""
+    before = _FIXED.set("")
+    try:
         yield
+    finally:
+        _FIXED.reset(before)

@@ -60,7 +60,8 @@ def shows_bug(hook: Callable[..., Any], connector: ModuleType) -> bool:
     """A request is open, and the servers answer. Wrong is True."""
     adapter = SimpleNamespace(reset_cache=lambda: True)
     role = connector.KVConnectorRole.SCHEDULER
-    impl = SimpleNamespace(role=role, scheduler_adapter=adapter, request_trackers={stubs.NAME: None})
+    trackers = {stubs.NAME: None}
+    impl = SimpleNamespace(role=role, scheduler_adapter=adapter, request_trackers=trackers, _kvfix_requests=1)
     return bool(hook(impl))
 
 
