@@ -8,7 +8,6 @@ import inspect
 import json as jsonlib
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from difflib import get_close_matches
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -19,6 +18,7 @@ from kvfix import catalogue
 from kvfix.fixes.api import Fix
 from kvfix.ledger import RULES, Rule
 from kvfix.retired import RETIRED
+from kvfix_tools import screen
 from kvfix_tools.diagnose import findings, problems
 from kvfix_tools.lab import rules as lab_rules
 from kvfix_tools.lab.scenario import scenarios
@@ -53,9 +53,8 @@ def explain(name: str, json: bool) -> int:
     makes = (make for code, known, make in _known() if name.upper() == code or name.lower() == known)
     found = next((make() for make in makes), None) or _of_retired(name.upper())
     if found is None:
-        near = get_close_matches(name.lower(), [known for _, known, _ in _known()], n=1)
-        guess = "".join(f"; did you mean {each}?" for each in near)
-        print(f"kvfix explain: there is no fix, no rule and no finding {name!r}{guess}", file=sys.stderr)
+        guess = screen.did_you_mean(name, (known for _, known, _ in _known()))
+        print(f"kvfix explain: there is no fix, no rule and no finding {name!r}.{guess}", file=sys.stderr)
         return 2
     if json:
         print(jsonlib.dumps(found.facts, indent=2))

@@ -235,8 +235,9 @@ def _find_all(slugs: list[str]) -> list[Scenario]:
     known = {scenario.slug: scenario for scenario in scenarios()}
     unknown = [slug for slug in slugs if slug not in known]
     if unknown or not slugs:
-        what = f"no scenario {', '.join(unknown)}" if unknown else "name a scenario, or --all"
-        raise ValueError(f"{what}; known: {', '.join(known)}")
+        guess = screen.did_you_mean(unknown[0], known) if unknown else ""
+        what = f"no scenario {', '.join(unknown)}.{guess}" if unknown else "name a scenario, or --all."
+        raise ValueError(f"{what} `kvfix lab list` lists all")
     return [known[slug] for slug in dict.fromkeys(slugs)]
 
 
