@@ -27,7 +27,11 @@ _RAY_PREFIXES = "VLLM_RAY_EXTRA_ENV_VAR_PREFIXES_TO_COPY"
 
 
 def apply(
-    mode: str = "fix", only: Iterable[str] | None = None, skip: Iterable[str] | None = None, layers: bool = False
+    mode: str = "fix",
+    only: Iterable[str] | None = None,
+    skip: Iterable[str] | None = None,
+    layers: bool = False,
+    plus: Iterable[str] | None = None,
 ) -> None:
     """Fix the known bugs of the installed vLLM and LMCache, here and in every process started from here.
 
@@ -36,15 +40,21 @@ def apply(
 
     mode: `fix`: the fixes. `observe`: and a flight recorder of the connector hooks. `check`: and the rules after each
     hook, with a log line and a dump for each violation. `strict`: and `kvfix.connector_events.Violation` is raised.
-    only, skip: codes (`KVF001`) or slugs of fixes; default: all that are not opt-in.
+    only, skip, plus: codes (`KVF001`) or slugs of fixes. Default: all that are not opt-in. only: these and no others.
+    skip: all but these. plus: these opt-in fixes too.
     layers: also count the hooks that run once per layer and step, and record in which one hangs; not in mode `fix`.
     Raises ValueError for an unknown mode or fix, and nothing else.
     KVFIX=off in the environment keeps kvfix off, even if a program calls this function.
     """
-    config = Config.make(mode, only, skip, layers)
-    if Config.is_off(os.environ.get(ENV)):
+    config = Config.make(mode, only, skip, layers, plus)
+    text = os.environ.get(ENV)
+    if Config.is_off(text):
         engine_log.warning(f"{ENV}=off is set in the environment: kvfix.apply() does nothing")
         return
+    try:
+        Config.parse(text or str(config))
+    except ValueError as error:
+        engine_log.warning(f"the environment has {ENV}={text!r:.200}: {error}. kvfix.apply() uses {config} instead")
     _hand_over(config)
     import_hooks.activate(config)
 
@@ -84,7 +94,7 @@ def load() -> None:
             config = Config.parse(text)
         except ValueError as error:
             engine_log.warning(
-                f"the environment has {ENV}={text[:200]!r}: {error}. Nothing is patched. "
+                f"the environment has {ENV}={text!r:.200}: {error}. Nothing is patched. "
                 f'Write {ENV}=fix, {ENV}="fix only=KVF001", {ENV}="fix skip=KVF001" or {ENV}=off.'
             )
             return

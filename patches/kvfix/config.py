@@ -3,6 +3,7 @@
 KVFIX=fix                      all fixes that are not opt-in
 KVFIX="fix only=KVF001"        these and no others
 KVFIX="fix skip=KVF001,KVF002" all but these
+KVFIX="fix plus=KVF017"        these opt-in fixes too
 KVFIX="check skip=KVF001"      the same in another mode
 KVFIX="observe layers=yes"     also count the hooks that run once per layer
 KVFIX=off                      nothing, even if a program calls kvfix.apply()
@@ -20,22 +21,32 @@ MODES = ("fix", "observe", "check", "strict")
 
 
 class Config:
-    """only: None: all. `only` and `skip` have codes, never slugs."""
+    """only: None: all that are not opt-in. `only`, `skip` and `plus` have codes, never slugs."""
 
-    def __init__(self, mode: str, only: frozenset[str] | None, skip: frozenset[str], layers: bool) -> None:
+    def __init__(
+        self, mode: str, only: frozenset[str] | None, skip: frozenset[str], layers: bool, plus: frozenset[str]
+    ) -> None:
         self.mode = mode
         self.only = only
         self.skip = skip
         self.layers = layers
+        self.plus = plus
 
     @classmethod
-    def make(cls, mode: str, only: Iterable[str] | None, skip: Iterable[str] | None, layers: bool = False) -> Config:
-        """Raises ValueError that lists the known names."""
+    def make(
+        cls,
+        mode: str,
+        only: Iterable[str] | None,
+        skip: Iterable[str] | None,
+        layers: bool = False,
+        plus: Iterable[str] | None = None,
+    ) -> Config:
+        """Raises ValueError, for an unknown name with the names that are like it."""
         if mode not in MODES:
             raise ValueError(f"unknown mode {mode!r}; known: {', '.join(MODES)}")
         if layers and mode == "fix":
             raise ValueError(f"mode fix does not record hooks, so layers has no effect; known: {', '.join(MODES)}")
-        return cls(mode, None if only is None else _codes(only), _codes(skip or ()), bool(layers))
+        return cls(mode, None if only is None else _codes(only), _codes(skip or ()), bool(layers), _codes(plus or ()))
 
     @classmethod
     def parse(cls, text: str) -> Config:
@@ -44,12 +55,12 @@ class Config:
         lists: dict[str, list[str]] = {}
         for word in rest:
             key, equals, value = word.partition("=")
-            if key not in ("only", "skip", "layers") or not equals or key in lists:
+            if key not in ("only", "skip", "plus", "layers") or not equals or key in lists:
                 raise ValueError(f"{word!r} is not understood")
             if key == "layers" and value != "yes":
                 raise ValueError(f"{word!r} is not understood: write layers=yes, or leave it out")
             lists[key] = [name for name in value.split(",") if name]
-        return cls.make(mode, lists.get("only"), lists.get("skip"), "layers" in lists)
+        return cls.make(mode, lists.get("only"), lists.get("skip"), "layers" in lists, lists.get("plus"))
 
     @staticmethod
     def is_off(text: str | None) -> bool:
@@ -58,7 +69,8 @@ class Config:
     def __str__(self) -> str:
         only = "" if self.only is None else f" only={','.join(sorted(self.only))}"
         skip = f" skip={','.join(sorted(self.skip))}" if self.skip else ""
-        return self.mode + only + skip + (" layers=yes" if self.layers else "")
+        plus = f" plus={','.join(sorted(self.plus))}" if self.plus else ""
+        return self.mode + only + skip + plus + (" layers=yes" if self.layers else "")
 
     @property
     def watches(self) -> bool:
@@ -69,25 +81,39 @@ class Config:
         """Whether the fix of this code is wanted. An opt-in fix must be named."""
         if code in self.skip:
             return False
-        return not opt_in if self.only is None else code in self.only
+        return code in self.plus or (not opt_in if self.only is None else code in self.only)
 
 
 def _codes(names: Iterable[str]) -> frozenset[str]:
     names = names.split(",") if isinstance(names, str) else list(names)
     if not names:
         return frozenset()
-    from kvfix import fixes  # only here: it imports for 20 ms, which the start of a process does not need
+    from kvfix import engine_log, fixes  # only here: they import for 20 ms, which the start of a process does not need
+    from kvfix.retired import RETIRED
 
     known = {code: slug for code, (slug, _) in fixes.modules().items()}
     by_slug = {slug: code for code, slug in known.items()}
     codes = set()
     for name in names:
         code = name.strip().upper()
+        if code in RETIRED:
+            engine_log.warning(f"{code} is retired and left out: {RETIRED[code]}")
+            continue
         if code not in known:
             code = by_slug.get(name.strip().lower(), "")
         if not code:
-            listed = ", ".join(f"{code} ({slug})" for code, slug in known.items())
-            listed = listed or "none, this installation of kvfix has no fixes: reinstall it"
-            raise ValueError(f"unknown fix {name!r}; known: {listed}")
+            raise ValueError(f"unknown fix {name!r}: {_like(name, known)}")
         codes.add(code)
     return frozenset(codes)
+
+
+def _like(name: str, known: dict[str, str]) -> str:
+    """What to write in place of an unknown name. known: {code: slug}."""
+    from difflib import get_close_matches
+
+    if not known:
+        return "this installation of kvfix has no fixes; reinstall it"
+    # Only slugs: all codes are like each other.
+    near = get_close_matches(name.strip().lower(), known.values(), n=1)
+    guess = "".join(f"did you mean {code} ({slug})? " for code, slug in known.items() if slug in near)
+    return f"{guess}`kvfix status --all` lists the known fixes"

@@ -6,6 +6,7 @@ import json
 
 import pytest
 
+from kvfix.retired import RETIRED
 from kvfix_tools import explain
 
 ENTRIES = list(explain.entries())
@@ -29,5 +30,15 @@ def test_no_code_is_used_twice() -> None:
 
 def test_what_is_not_known(capsys: pytest.CaptureFixture[str]) -> None:
     assert explain.explain("KVX001", json=True) == 2
-    error = capsys.readouterr().err
-    assert all(f"{entry.code} ({entry.name})" in error for entry in ENTRIES)
+    assert capsys.readouterr().err == "kvfix explain: there is no fix, no rule and no finding 'KVX001'.\n"
+    assert explain.explain("hash-differ-by-process", json=False) == 2
+    assert capsys.readouterr().err.endswith("'hash-differ-by-process'. Did you mean hash-differs-by-process?\n")
+
+
+@pytest.mark.parametrize("code", RETIRED)
+def test_a_retired_code_is_explained_and_not_used_again(code: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert code not in {entry.code for entry in ENTRIES}
+    assert explain.explain(code.lower(), json=False) == 0
+    assert capsys.readouterr().out == f"{code} is retired: {RETIRED[code]}.\n"
+    assert explain.explain(code, json=True) == 0
+    assert json.loads(capsys.readouterr().out) == {"code": code, "retired": RETIRED[code]}

@@ -64,7 +64,6 @@ HANGS = {
         "1 request is loaded and waits behind r2-",
         rounds=[STORED, BOTH],
         engine=TWENTY,
-        fix="KVF208,KVF219",
     ),
 }
 

@@ -80,11 +80,14 @@ def scheduled(connector: str, role: str, params: dict[str, Any], fixes: bool) ->
         ("MooncakeConnector", "kv_producer", MOONCAKE, DIES, COMPUTES),
         ("MooncakeConnector", "kv_consumer", {"do_remote_decode": True, "transfer_id": "t-1"}, DIES, COMPUTES),
         ("MooncakeConnector", "kv_consumer", MOONCAKE, WAITS, WAITS),
+        ("MooncakeConnector", "kv_consumer", {**MOONCAKE, "remote_bootstrap_addr": 8998}, WAITS, WAITS),
+        ("NixlConnector", "kv_consumer", {**NIXL, "remote_block_ids": [1, 2, 3, 4]}, WAITS, WAITS),
         ("MooncakeConnector", "kv_producer", {"do_remote_decode": True, "transfer_id": "t-1"}, COMPUTES, COMPUTES),
     ],
     ids=[
         "nixl-no-blocks", "nixl-no-host", "nixl", "nixl-none", "mooncake-no-address", "mooncake-load-from-prefill",
-        "mooncake-send-from-decode", "mooncake-load", "mooncake-send",
+        "mooncake-send-from-decode", "mooncake-load", "mooncake-address-is-a-number", "nixl-blocks-in-one-list",
+        "mooncake-send",
     ],
 )  # fmt: skip
 def test_a_promise_needs_a_peer(
@@ -98,7 +101,10 @@ def test_a_promise_needs_a_peer(
     ("annotation", "good", "wrong"), [(list[int], [1, 2], [[1, 2]]), ("BlockIds", [[1, 2]], [1, 2])]
 )
 def test_blocks_are_named_as_this_release_does(annotation: Any, good: list[Any], wrong: list[Any]) -> None:
-    """Up to 0.15 in one list (nixl_connector.py 0.15.1:755), later by KV group: KVF301 keeps the promise."""
+    """Up to 0.15 in one list (nixl_connector.py 0.15.1:755), later by KV group: KVF301 keeps the promise.
+
+    The stub's worker fails no load by itself, so a list of the wrong form is refused.
+    """
 
     class NixlConnectorScheduler:
         def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int, bool]:
@@ -110,7 +116,7 @@ def test_blocks_are_named_as_this_release_does(annotation: Any, good: list[Any],
 
     NixlConnectorScheduler.request_finished.__annotations__["block_ids"] = annotation
     made: Any = kvf301_nixl_promise_without_blocks.FIX.targets[0].fix
-    wrap = made(SimpleNamespace(NixlConnectorScheduler=NixlConnectorScheduler))
+    wrap = made(SimpleNamespace(__name__="", NixlConnectorScheduler=NixlConnectorScheduler))
     hook = wrap(NixlConnectorScheduler.get_num_new_matched_tokens)
     for blocks, promised in ((good, (32, True)), (wrong, (0, False)), ([], (0, False))):
         request = SimpleNamespace(kv_transfer_params={**NIXL, "remote_block_ids": blocks})

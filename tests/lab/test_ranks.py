@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from kvfix import catalogue
 from kvfix_tools.lab import runner
 from kvfix_tools.lab.options import Options
 from kvfix_tools.lab.scenario import find
@@ -45,8 +44,7 @@ def saved(ranks: int, options: dict[str, Any]) -> dict[str, Any]:
 def play_all() -> dict[str, Any]:
     scenario = find("failed-load-of-one-rank")
     assert scenario is not None
-    others = [fix.code for fix in catalogue.fixes() if not fix.opt_in and fix.code != "KVF030"]
-    with runner.applied(True, only=others):
+    with runner.applied(True, only=[code for code in runner.played() if code != "KVF030"]):
         without = [found.code for found in scenario.played().findings]
     return {
         "saved": {way: {ranks: saved(ranks, options) for ranks in (1, 2)} for way, options in WAYS.items()},

@@ -89,6 +89,8 @@ def test_in_and_out_while_it_plays(
             assert engine.asked("__main__.originals() == __main__.BEFORE")
         assert attach.attach(engine.pid, "fix", ["KVF002"], False, 60, json=True) == 0
         assert set(rows(capsys)) == {"KVF002"}
+        assert attach.attach(engine.pid, "fix", ["KVF002"], False, 60, json=True, plus=["KVF017"]) == 0
+        assert set(rows(capsys)) == {"KVF002", "KVF017"}
         engine.wait_for("violated", 2)
 
 

@@ -2,7 +2,6 @@
 
 import pytest
 
-from kvfix import fixes
 from kvfix.config import MODES, Config
 
 
@@ -14,6 +13,8 @@ from kvfix.config import MODES, Config
         "fix skip=KVF001",
         "fix only=",
         "fix only=KVF001 skip=KVF001",
+        "fix plus=KVF017",
+        "check skip=KVF001 plus=KVF017,KVF111 layers=yes",
         "observe",
         "check skip=KVF001",
         "strict",
@@ -48,11 +49,24 @@ def test_invalid_text_is_a_value_error(text: str) -> None:
         Config.parse(text)
 
 
-def test_the_error_for_an_unknown_fix_lists_all_fixes() -> None:
-    with pytest.raises(ValueError, match="KVF999") as raised:
-        Config.make("fix", ["KVF999"], None)
-    for code, (slug, _) in fixes.modules().items():
-        assert f"{code} ({slug})" in str(raised.value)
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("KVF999", ""),
+        ("lookup-cache-ignore-computed", "did you mean KVF001 (lookup-cache-ignores-computed)? "),
+        ("planted", ""),
+    ],
+)
+@pytest.mark.parametrize("argument", ["only", "skip", "plus"])
+def test_the_error_for_an_unknown_fix_is_short(name: str, meant: str, argument: str) -> None:
+    with pytest.raises(ValueError, match="unknown fix") as raised:
+        Config.make("fix", **{"only": None, "skip": None, argument: [name]})
+    assert str(raised.value) == f"unknown fix {name!r}: {meant}`kvfix status --all` lists the known fixes"
+
+
+def test_a_retired_fix_is_left_out_with_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    assert str(Config.make("fix", None, ["KVF368", "KVF001"])) == "fix skip=KVF001"
+    assert "KVF368 is retired and left out: " in caplog.text
 
 
 def test_all_modes_except_fix_watch_the_hooks() -> None:
@@ -66,3 +80,9 @@ def test_which_fixes_a_configuration_takes() -> None:
     assert Config.make("fix", ["KVF001"], None).takes("KVF001", opt_in=True)
     assert not Config.make("fix", [], None).takes("KVF001")
     assert not Config.make("fix", ["KVF001"], ["KVF001"]).takes("KVF001")
+    plus = Config.make("fix", None, None, plus=["KVF017"])
+    assert plus.takes("KVF017", opt_in=True)
+    assert plus.takes("KVF001")
+    assert not plus.takes("KVF111", opt_in=True)
+    assert not Config.make("fix", ["KVF001"], None, plus=["KVF017"]).takes("KVF002")
+    assert not Config.make("fix", None, ["KVF017"], plus=["KVF017"]).takes("KVF017", opt_in=True)

@@ -9,7 +9,7 @@ import pytest
 import kvfix
 from kvfix import catalogue
 from kvfix.fixes import stubs
-from kvfix.fixes.api import SECTIONS, SECTIONS_UNFIXABLE, Fix
+from kvfix.fixes.api import MIXED_ROLL_OUT, Fix
 from kvfix.fixes.lmcache import kvf022_resume_shares_block_list as kvf022
 from kvfix.ledger.events import balance
 from tests.conftest import ADAPTER, ForkServer
@@ -28,7 +28,8 @@ def test_codes_are_unique_and_found_by_code_and_slug() -> None:
 @EVERY
 def test_the_docstring_is_complete(found: Fix) -> None:
     headings = [line[3:] for line in (found.doc or "").splitlines() if line.startswith("## ")]
-    assert tuple(headings) == (SECTIONS if found.fixable else SECTIONS_UNFIXABLE)
+    assert tuple(headings) == found.sections
+    assert (MIXED_ROLL_OUT in headings) == found.opt_in
     assert all(found.section(name) for name in found.sections)
     assert found.title.endswith(".")
     assert "http" in found.section("Upstream") or "None known" in found.section("Upstream")

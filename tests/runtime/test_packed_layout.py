@@ -179,6 +179,23 @@ def probed_kvf021(module: str) -> list[bool]:
     return [kvf021.shows_bug(function, operations), kvf021.shows_bug(kvf021.fix(operations)(function), operations)]
 
 
+def loaded_back(module: str, only: list[str]) -> bool:
+    """Whole blocks that have as many tokens as there are heads, stored as released, come back by this operation."""
+    operations = import_module(module)
+    function = operations.single_layer_kv_transfer
+    fixed = kvf021.fix(operations)(function) if only else function
+    layout, ways = operations.EngineKVFormat.NL_X_TWO_NB_NH_BS_HS, operations.TransferDirection
+    cache, back, held = torch.rand(2, 3, 4, 4, 8), torch.zeros(2, 3, 4, 4, 8), torch.zeros(2, 8, 32)
+    function(held, cache, torch.arange(8), ways.D2H, layout)
+    fixed(held, back, torch.arange(4, 12), ways.H2D, layout)
+    return torch.equal(back[:, 1:], cache[:, :2])
+
+
+@pytest.mark.parametrize("only", [[], ["KVF021"]], ids=["as released", "fixed"])
+def test_kvf021_leaves_stored_chunks_readable(fork_server: Any, release: Any, only: list[str]) -> None:
+    assert fork_server(loaded_back, release("0.5.6"), kvf021.FIX.targets[-1].module, only)
+
+
 def test_the_probe_of_kvf021_in_each_module(fork_server: Any, release: Any) -> None:
     modules = dict(zip(("0.5.2", "0.5.3", "0.5.6"), [target.module for target in kvf021.FIX.targets], strict=True))
     for name, module in modules.items():

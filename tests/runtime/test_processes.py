@@ -102,6 +102,14 @@ def test_off_in_the_environment_wins(fresh: Fresh) -> None:
     assert fresh(f"import kvfix; kvfix.apply(); {ACTIVE}", KVFIX="off") is None
 
 
+def test_apply_warns_of_a_wrong_configuration_in_the_environment(fresh: Fresh) -> None:
+    code = f"import kvfix; kvfix.apply(); {ACTIVE}; result = result, *session.reported"
+    active, warning = fresh(code, KVFIX="bogus")
+    assert active == "fix"
+    assert warning.startswith("the environment has KVFIX='bogus': unknown mode 'bogus'")
+    assert fresh(code, KVFIX="check skip=KVF001") == ["fix"]
+
+
 def test_unknown_names_are_a_value_error(fresh: Fresh) -> None:
     code = """
 import os, kvfix
@@ -114,8 +122,8 @@ for arguments in ({"only": ["KVF999"]}, {"skip": ["nope"]}, {"mode": "heal"}):
 result.append(os.environ.get("KVFIX"))
 """
     only, skip, mode, environment = fresh(code)
-    assert "KVF001 (lookup-cache-ignores-computed)" in only
-    assert "KVF001 (lookup-cache-ignores-computed)" in skip
+    assert only.startswith("unknown fix 'KVF999'")
+    assert skip.startswith("unknown fix 'nope'")
     assert "known: fix" in mode
     assert environment is None
 
@@ -165,8 +173,8 @@ class TestRun:
 
     def test_reaches_children_of_children(self, fresh: Fresh) -> None:
         inner = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {self.SHOW!r}])"
-        done = fresh.run([*self.KVFIX, "--skip", "KVF001", "--", sys.executable, "-c", inner])
-        assert done.stdout.startswith("fix skip=KVF001 "), done.stderr
+        done = fresh.run([*self.KVFIX, "--skip", "KVF001", "--plus", "KVF017", "--", sys.executable, "-c", inner])
+        assert done.stdout.startswith("fix skip=KVF001 plus=KVF017 "), done.stderr
 
     def test_imports_the_users_sitecustomize(self, tmp_path: Path, fresh: Fresh) -> None:
         (tmp_path / "sitecustomize.py").write_text("print('mine')")
@@ -200,7 +208,7 @@ class TestRun:
     def test_errors_are_clear(self, fresh: Fresh) -> None:
         for arguments, code, text in (
             (["--", "no-such-program"], 127, "no-such-program: no such program"),
-            (["--only", "KVF999", "--", "true"], 2, "known: KVF001"),
+            (["--only", "KVF999", "--", "true"], 2, "unknown fix 'KVF999'"),
             (["--mode", "heal", "--", "true"], 2, "known: fix"),
             (["--", os.devnull], 127, "no such program"),
         ):

@@ -29,6 +29,10 @@ app.add_typer(lab, name="lab")
 Json = Annotated[bool, typer.Option("--json", help="Machine-readable output.")]
 # typer reads annotations at run time, also on Python 3.10: Optional, not `| None`, in this file.
 Names = Annotated[Optional[list[str]], typer.Option(metavar="CODE|SLUG", help="May be given several times.")]  # noqa: UP045
+Plus = Annotated[
+    Optional[list[str]],  # noqa: UP045
+    typer.Option(metavar="CODE|SLUG", help="Apply this opt-in fix too. May be given several times."),
+]
 
 
 def _version(wanted: bool) -> None:
@@ -180,6 +184,7 @@ def attach(
     pid: Annotated[int, typer.Argument(metavar="PID", help="The engine: this process and all below it.")],
     mode: Annotated[str, typer.Option(help="What kvfix does in it: fix, observe, check.")] = "fix",
     only: Names = None,
+    plus: Plus = None,
     idle: Annotated[bool, typer.Option("--idle", help="Wait until no request is there.")] = False,
     wait: Wait = 60.0,
     json: Json = False,
@@ -187,7 +192,7 @@ def attach(
     """Fixes into an engine that runs, between two of its steps. Exit 1 if one has to wait, or is not applied."""
     from kvfix_tools.look import attach
 
-    raise typer.Exit(attach.attach(pid, mode, only, idle, wait, json))
+    raise typer.Exit(attach.attach(pid, mode, only, idle, wait, json, plus))
 
 
 @app.command()
@@ -227,12 +232,13 @@ def run(
     mode: Annotated[str, typer.Option(help=f"What kvfix does in it: {', '.join(MODES)}.")] = "fix",
     only: Names = None,
     skip: Names = None,
+    plus: Plus = None,
     layers: Annotated[bool, typer.Option("--layers", help="Record hooks that run once per layer too.")] = False,
 ) -> None:
     """A program with kvfix in it and in all its children, also one that loads no vLLM plugins (lmcache server)."""
     from kvfix_tools import launch
 
-    raise typer.Exit(launch.run(command, mode, only, skip, layers))
+    raise typer.Exit(launch.run(command, mode, only, skip, layers, plus))
 
 
 upstream = typer.Typer(no_args_is_help=True, help="Patches ready to be sent to LMCache and vLLM.")

@@ -17,6 +17,8 @@ from rich.markdown import Markdown
 from kvfix import catalogue
 from kvfix.fixes.api import Fix
 from kvfix.ledger import RULES, Rule
+from kvfix.retired import RETIRED
+from kvfix_tools import screen
 from kvfix_tools.diagnose import findings, problems
 from kvfix_tools.lab import rules as lab_rules
 from kvfix_tools.lab.scenario import scenarios
@@ -49,10 +51,10 @@ def _known() -> Iterator[tuple[str, str, Callable[[], Entry]]]:
 def explain(name: str, json: bool) -> int:
     """Print what has this code or name. 2 if nothing has."""
     makes = (make for code, known, make in _known() if name.upper() == code or name.lower() == known)
-    found = next((make() for make in makes), None)
+    found = next((make() for make in makes), None) or _of_retired(name.upper())
     if found is None:
-        known = ", ".join(f"{each.code} ({each.name})" for each in entries())
-        print(f"kvfix explain: there is no fix, no rule and no finding {name!r}; known: {known}", file=sys.stderr)
+        guess = screen.did_you_mean(name, (known for _, known, _ in _known()))
+        print(f"kvfix explain: there is no fix, no rule and no finding {name!r}.{guess}", file=sys.stderr)
         return 2
     if json:
         print(jsonlib.dumps(found.facts, indent=2))
@@ -61,6 +63,13 @@ def explain(name: str, json: bool) -> int:
     else:
         print(found.text)
     return 0
+
+
+def _of_retired(code: str) -> Entry | None:
+    """A code that is never used again; None if this one is not retired."""
+    if code not in RETIRED:
+        return None
+    return Entry(code, "", {"code": code, "retired": RETIRED[code]}, f"{code} is retired: {RETIRED[code]}.")
 
 
 def _of_fix(fix: Fix) -> Entry:

@@ -14,10 +14,17 @@ from kvfix.config import Config
 BOOTSTRAP = Path(kvfix.__file__).with_name("bootstrap")
 
 
-def run(command: Sequence[str], mode: str, only: Sequence[str] | None, skip: Sequence[str] | None, layers: bool) -> int:
+def run(
+    command: Sequence[str],
+    mode: str,
+    only: Sequence[str] | None,
+    skip: Sequence[str] | None,
+    layers: bool,
+    plus: Sequence[str] | None = None,
+) -> int:
     """Replaces this process. Returns only if it cannot: 2 for a wrong choice, 126 or 127 as a shell does."""
     try:
-        choice = Config.make(mode, only, skip, layers)
+        choice = Config.make(mode, only, skip, layers, plus)
     except ValueError as error:
         print(f"kvfix run: {error}", file=sys.stderr)
         return 2
@@ -26,7 +33,7 @@ def run(command: Sequence[str], mode: str, only: Sequence[str] | None, skip: Seq
         print(f"kvfix run: {command[0]}: no such program on PATH", file=sys.stderr)
         return 127
     if not Config.is_off(os.environ.get("KVFIX")):
-        kvfix.apply(choice.mode, choice.only, choice.skip, choice.layers)
+        kvfix.apply(choice.mode, choice.only, choice.skip, choice.layers, choice.plus)
     else:
         print("kvfix run: KVFIX=off is set in the environment: the program runs unpatched", file=sys.stderr)
     places = [place for place in os.environ.get("PYTHONPATH", "").split(os.pathsep) if place != str(BOOTSTRAP)]

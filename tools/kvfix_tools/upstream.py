@@ -85,8 +85,8 @@ def export(name: str, dist: str | None, version: str | None, folder: Path) -> in
         if known is not None and row.code == known.code and dist in (None, row.dist) and version in (None, row.version)
     ]
     if not wanted:
-        known_patches = ", ".join(f"{row.slug} ({row.dist} {row.version})" for row in ready())
-        print(f"kvfix upstream export: there is no such patch; there are: {known_patches}", file=sys.stderr)
+        guess = screen.did_you_mean(name, {row.slug for row in ready()})
+        print(f"kvfix upstream export: there is no such patch.{guess} `kvfix upstream list` lists all", file=sys.stderr)
         return 2
     submitter = {key: _git_config(f"user.{key}") for key in ("name", "email")}
     if not all(submitter.values()):

@@ -115,7 +115,7 @@ def without_each(drawn: Schedule) -> dict[str, list[tuple[str, str]]]:
     """{fix: rules and signatures that this schedule shows with all fixes but this one}; "": with all."""
     from kvfix_tools.lab.fuzz import play, signature
 
-    mine = [fix for fix in catalogue.fixes() if fix.fixable and fix.code in runner.drawn()]
+    mine = [fix for fix in catalogue.fixes() if fix.fixable and fix.code in runner.played()]
     shown = {}
     with runner.applied(True):
         shown[""] = [(found.code, signature(found)) for found in play(drawn).violations]

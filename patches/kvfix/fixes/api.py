@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 SECTIONS = ("Symptom", "Cause", "Fix", "Releases", "Upstream", "Remove when")
 #: The same for a bug that cannot be fixed from outside.
 SECTIONS_UNFIXABLE = ("Symptom", "Cause", "Workaround", "Releases", "Upstream", "Remove when")
+#: An opt-in fix has this section too, before `Releases`: what happens while only some of the engines have the fix.
+MIXED_ROLL_OUT = "Mixed roll-out"
 
 #: How a fix comes into an engine that runs (`kvfix attach`). Most fixes: for all requests. A fix that relies on what it
 #: has noted or changed of a request since its start leaves those of before as they are (`session.before`). One that
@@ -101,7 +103,8 @@ class Fix:
     scenarios: slugs of the scenarios that show the bug in the lab. Without any, `proof` names the test and the reason.
     changes_healthy: connectors with which it also changes schedules that violate no rule as released.
     no_patch: {dist: why there is no patch for upstream}, if the newest release has the bug.
-    opt_in: not in the default set; `only=` must name it. The docstring has the reason.
+    opt_in: not in the default set: the user must name it (`plus`). A default fix acts within one engine or server. It
+        changes no key, no stored layout, no message to a peer and no scheduling policy.
     attaches: ALL_REQUESTS, NEW_REQUESTS or AT_START.
     let_go: called after the wrappers were removed, for a fix that has kept objects of the engine.
     harmless: () -> why the bug does no harm in this process, "" if it can. For a bug that cannot be fixed.
@@ -146,7 +149,8 @@ class Fix:
 
     @property
     def sections(self) -> tuple[str, ...]:
-        return SECTIONS if self.fixable else SECTIONS_UNFIXABLE
+        found = SECTIONS if self.fixable else SECTIONS_UNFIXABLE
+        return (*found[:3], MIXED_ROLL_OUT, *found[3:]) if self.opt_in else found
 
     @property
     def title(self) -> str:

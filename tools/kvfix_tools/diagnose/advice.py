@@ -164,7 +164,7 @@ def _if_of(log: Diagnosis, found: LogFinding, each: Fix) -> str:
 
 
 def _how(each: Fix) -> str:
-    return f"kvfix run --only {each.code} -- CMD (opt-in)" if each.opt_in else "kvfix run -- CMD, or kvfix.apply()"
+    return f"kvfix run --plus {each.code} -- CMD (opt-in)" if each.opt_in else "kvfix run -- CMD, or kvfix.apply()"
 
 
 def _workaround(each: Fix) -> str:

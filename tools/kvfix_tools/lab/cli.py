@@ -18,7 +18,7 @@ from rich.table import Table
 
 from kvfix_tools import screen
 from kvfix_tools.lab import cli_text, releases, runner
-from kvfix_tools.lab.options import BY_NIXL, CONNECTORS
+from kvfix_tools.lab.options import BY_NIXL, CONNECTORS, PAIRS, SHARED
 from kvfix_tools.lab.scenario import Scenario, scenarios
 from kvfix_tools.lab.schedule import Schedule
 
@@ -84,6 +84,13 @@ def fuzz_connector(
     steps: Annotated[float, typer.Option(help="Stop after so many steps of the scheduler.")] = math.inf,
     fixes: Fixes = True,
     mode: Annotated[str, typer.Option(help="check: what kvfix reports is a violation too.")] = "fix",
+    fixes_in: Annotated[
+        str,
+        typer.Option(
+            help="A mixed roll-out, with the default fixes in one engine: prefill or decode of a pair; one: of two "
+            "engines that share a cache, v1 or mp. Seeds that the release violates by itself are counted apart."
+        ),
+    ] = "both",
     plain: Annotated[bool, typer.Option(help="Default options, no aborts, no failed loads, no evictions.")] = False,
     shrink: Annotated[float, typer.Option(metavar="SECONDS", help="For each violation; 0: as drawn.")] = 20.0,
     jobs: Annotated[int, typer.Option(min=1, metavar="N", help="Processes side by side.")] = 1,
@@ -105,6 +112,11 @@ def fuzz_connector(
             raise ValueError(f"no transfers {transfers!r}; known: lab, and for {', '.join(BY_NIXL)} real")
         if mode not in ("fix", "check"):
             raise ValueError(f"no mode {mode!r} here; known: fix, check")
+        sides = ["both", *(("prefill", "decode") if connector in PAIRS else ("one",) if connector in SHARED else ())]
+        if fixes_in not in sides or (fixes_in != "both" and mode != "fix"):
+            raise ValueError(
+                f"no fixes in {fixes_in!r} for {connector} in mode {mode}; known in fix: {', '.join(sides)}"
+            )
         runner.prepare(lmcache_path)
         why = releases.cannot_play(connector)
         if why:
@@ -125,7 +137,7 @@ def fuzz_connector(
             from kvfix_tools.lab import fuzz_run
         gc.freeze()  # what was imported: a collection that looks at all of it takes half a second, again and again
         with _refusing("fuzz"):
-            run = fuzz_run.Run(connector, fixes, plain, mode, server == "real", transfers == "real")
+            run = fuzz_run.Run(connector, fixes, plain, mode, server == "real", transfers == "real", fixes_in)
             done = fuzz_run.fuzz(run, drawn, seconds, shrink, progress, steps, jobs, notes)
     if save is not None:
         save.mkdir(parents=True, exist_ok=True)
@@ -223,8 +235,9 @@ def _find_all(slugs: list[str]) -> list[Scenario]:
     known = {scenario.slug: scenario for scenario in scenarios()}
     unknown = [slug for slug in slugs if slug not in known]
     if unknown or not slugs:
-        what = f"no scenario {', '.join(unknown)}" if unknown else "name a scenario, or --all"
-        raise ValueError(f"{what}; known: {', '.join(known)}")
+        guess = screen.did_you_mean(unknown[0], known) if unknown else ""
+        what = f"no scenario {', '.join(unknown)}.{guess}" if unknown else "name a scenario, or --all."
+        raise ValueError(f"{what} `kvfix lab list` lists all")
     return [known[slug] for slug in dict.fromkeys(slugs)]
 
 

@@ -43,25 +43,50 @@ def play(schedule: Schedule, end: int = 4000) -> Played:
     """
     if schedule.options.connector in PAIRS:
         return _play_with_pair(schedule, end)
+    if schedule.options.neighbours:
+        return _play_neighbours(schedule, end)
     engine = LabEngine(schedule.options)
     steps = None
     with reported() as reports, suppress(EngineDied):  # among the findings
         for step in schedule.steps:
             move(engine, step)
-        engine.free_blocks()
-        engine.budget(schedule.options.max_num_batched_tokens)
-        if engine.counts["pauses"]:
-            engine.unpause()
-        if engine.counts["server_stops"]:
-            engine.do("server_goes_on")
-        for session in open_sessions(engine):
-            engine.end_input(session)
-        engine.run(end)
-        if engine.expect_all_ended():
+        if _ends(engine, end):
             steps = engine.steps
             let_leaks_be_reported(engine)
     engine.connector.close()
     return Played(engine.findings + reports, steps or engine.steps, engine.counts, engine.log)
+
+
+def _ends(engine: LabEngine, end: int) -> bool:
+    """Everything is freed, and the engine runs until nothing is to be done, at most `end` steps. Whether it has."""
+    engine.free_blocks()
+    engine.budget(engine.options.max_num_batched_tokens)
+    if engine.counts["pauses"]:
+        engine.unpause()
+    if engine.counts["server_stops"]:
+        engine.do("server_goes_on")
+    for session in open_sessions(engine):
+        engine.end_input(session)
+    engine.run(end)
+    return engine.expect_all_ended()
+
+
+def _play_neighbours(schedule: Schedule, end: int) -> Played:
+    """The same with two engines that share a cache (neighbours.py)."""
+    from kvfix_tools.lab.neighbours import Neighbours
+
+    two = Neighbours(schedule.options)
+    with suppress(EngineDied):
+        for number, step in enumerate(schedule.steps):
+            for engine in two.of(number, step):
+                with engine.running():
+                    move(engine, step)
+        for engine in two.engines:
+            with engine.running():
+                _ends(engine, end)
+    for engine in two.engines:
+        engine.connector.close()
+    return Played(two.findings, two.steps, two.counts, two.log)
 
 
 def _play_with_pair(schedule: Schedule, end: int) -> Played:

@@ -11,6 +11,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
@@ -18,7 +19,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from kvfix_tools.lab import releases
+from kvfix import catalogue
+from kvfix_tools.lab import one_side, releases
 from kvfix_tools.lab.counts import COUNTED
 from kvfix_tools.lab.fuzz import play, shrink, signature
 from kvfix_tools.lab.runner import applied
@@ -26,6 +28,8 @@ from kvfix_tools.lab.schedule import Schedule, draw
 
 #: Seeds that a process plays before it answers: a second or two.
 BATCH = 32
+#: Where a run has the fixes, as the engine is called, if otherwise.
+_NAMES = {"one": "first"}
 
 
 class Violation(NamedTuple):
@@ -116,18 +120,37 @@ class Run(msgspec.Struct, frozen=True):
     real_server: bool = False
     #: See Options.real_transfers.
     real_transfers: bool = False
+    #: The engine that alone has the default fixes: of a pair prefill or decode, of two with one cache one; both: all.
+    fixes_in: str = "both"
 
     def schedules(self, seeds: Iterable[int]) -> Iterator[Schedule]:
         lacks = releases.lacking()
         drawn = (draw(seed, self.connector, self.plain, lacks, self.real_server) for seed in seeds)
-        if not self.real_transfers:
-            return drawn
-        return (each._replace(options=replace(each.options, real_transfers=True)) for each in drawn)
+        more: dict[str, Any] = {"real_transfers": self.real_transfers, "neighbours": self.fixes_in == "one"}
+        return (each._replace(options=replace(each.options, **more)) for each in drawn)
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """The fixes are where this run has them."""
+        if self.fixes_in == "both" or not self.fixes:
+            with applied(self.fixes, self.mode):
+                yield
+            return
+        default = [fix.code for fix in catalogue.fixes() if not fix.opt_in]
+        with one_side.fixes_in(_NAMES.get(self.fixes_in, self.fixes_in)), applied(True, self.mode, default):
+            yield
+
+    def is_violated_as_released(self, schedule: Schedule) -> bool:
+        """Whether the engines by themselves violate a rule: of a run with the fixes in one of two."""
+        if self.fixes_in == "both" or not self.fixes:
+            return False
+        with one_side.as_released():
+            return bool(play(schedule).violations)
 
     def play(self, seeds: range, until: float) -> Tally:
         """These seeds, in order, until this time of `time.monotonic`."""
         counts, options, tally = Counter[str](), Counter[str](), Tally()
-        with applied(self.fixes, self.mode):
+        with self.applied():
             for seed, schedule in zip(seeds, self.schedules(seeds), strict=True):
                 if time.monotonic() > until:
                     break
@@ -136,7 +159,11 @@ class Run(msgspec.Struct, frozen=True):
                 tally.steps += done.steps
                 counts.update(done.counts)
                 options.update(schedule.options.changed)
-                for finding in done.violations:
+                violations = done.violations
+                if violations and self.is_violated_as_released(schedule):
+                    counts["violated_as_released"] += 1
+                    violations = []
+                for finding in violations:
                     each = {signature(finding): (1, seed, finding.code, str(finding))}
                     tally.add(Tally(found=each))
         tally.counts, tally.options = dict(counts), dict(options)
@@ -165,6 +192,8 @@ def fuzz(
 ) -> Fuzzed:
     """Play the seeds in order, at most so many seconds. shrinking: seconds for each kind of violation; 0: as drawn.
 
+    With the fixes in one of two engines, a seed that the release violates by itself counts as `violated_as_released`.
+
     most: steps after which no more seeds are played. jobs: processes. notes: a file where the run goes on from, and
     notes what is done. Raises ValueError if it is of another run.
     """
@@ -182,7 +211,9 @@ def fuzz(
         if tally.steps >= most:
             break
     violations = []
-    with applied(run.fixes, run.mode):
+    if run.fixes_in != "both":
+        shrinking = 0  # the shorter one may be violated as released
+    with run.applied():
         for wanted, (times, seed, rule, message) in sorted(tally.found.items(), key=lambda item: -item[1][0]):
             (schedule,) = run.schedules([seed])
             if shrinking:

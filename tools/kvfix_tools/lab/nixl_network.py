@@ -10,6 +10,8 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
+from contextvars import Context, copy_context
+from functools import partial
 from typing import Any
 
 import zmq
@@ -38,7 +40,7 @@ class Network:
         self.now = 0
         #: What real NIXL has done (nixl_real.py).
         self.counts: Counter[str] = Counter()
-        self._handshakes: list[tuple[int, Future[Any], Callable[[], Any]]] = []
+        self._handshakes: list[tuple[int, Context, Future[Any], Callable[[], Any]]] = []
         self._handles = itertools.count(1)
         self._names = itertools.count(1)
 
@@ -68,11 +70,8 @@ class Network:
         self.now += 1
         due = [each for each in self._handshakes if each[0] <= self.now]
         self._handshakes = [each for each in self._handshakes if each[0] > self.now]
-        for _, future, work in due:
-            try:
-                future.set_result(work())
-            except Exception as error:  # noqa: BLE001, PERF203  the worker gets it
-                future.set_exception(error)
+        for _, context, future, work in due:
+            context.run(_settle, future, work)
         for agent in list(self.agents.values()):
             agent.arrive(self.now)
         self.write()
@@ -102,7 +101,7 @@ class Network:
 
     def shake_hands(self, work: Callable[[], Any]) -> Future[Any]:
         future: Future[Any] = Future()
-        self._handshakes.append((self.now + self.handshake_steps, future, work))
+        self._handshakes.append((self.now + self.handshake_steps, copy_context(), future, work))
         return future
 
     @contextmanager
@@ -113,7 +112,8 @@ class Network:
     def listen(self, **thread: Any) -> _Thread:
         """In place of the thread that answers handshakes."""
         *arguments, ready, _, host, port = thread["args"]
-        self.listeners[f"{host}:{port}"] = lambda: thread["target"](*arguments, ready, _Stopped, host, port)
+        listener = partial(thread["target"], *arguments, ready, _Stopped, host, port)
+        self.listeners[f"{host}:{port}"] = partial(copy_context().run, listener)
         return _Thread(ready)
 
     def ask(self, address: str, message: bytes) -> list[bytes]:
@@ -129,6 +129,13 @@ class Network:
         if not self._said:
             raise zmq.Again
         return self._said
+
+
+def _settle(future: Future[Any], work: Callable[[], Any]) -> None:
+    try:
+        future.set_result(work())
+    except Exception as error:  # noqa: BLE001  the worker gets it
+        future.set_exception(error)
 
 
 class _Executor:
@@ -227,6 +234,7 @@ class _Writer:
     def __init__(self, network: Network, loop: Any) -> None:
         self._network = network
         self._loop = loop
+        self._context = copy_context()
         self._woken_at: int | None = None
 
     @property
@@ -245,7 +253,7 @@ class _Writer:
         self._woken_at = None
         worker._push_writer_wake.clear()
         with suppress(_Waits):
-            self._loop()
+            self._context.run(self._loop)
 
     def start(self) -> None: ...
 

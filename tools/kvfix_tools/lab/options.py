@@ -12,6 +12,8 @@ WITH_RANKS = ("nixl-pull", "nixl-push")
 #: Those whose transfers NIXL makes.
 BY_NIXL = ("nixl-pull", "nixl-push", "nixl-multi", "nixl-push-multi", "nixl-offload")
 CONNECTORS = ("v1", "mp", "mp-in-tree", "offloading", "simple-offload", *PAIRS)
+#: Those with which two engines may share a cache (neighbours.py).
+SHARED = ("v1", "mp")
 #: vLLM's own, which have nothing of LMCache.
 OF_VLLM = ("offloading", "simple-offload")
 #: Tokens in a chunk of the real server: it has one size.
@@ -86,6 +88,8 @@ class Options:
     kv_role: str = "kv_both"
     kv_load_failure_policy: str = "recompute"
     lmcache: dict[str, Any] = field(default_factory=dict)
+    #: Two engines with one cache (neighbours.py). v1 and mp.
+    neighbours: bool = False
     #: Of the decode engine (pair.py): its blocks, where it has not as many as the prefill engine.
     decode_blocks: int = 0
     #: Of the other engine of a pair: its ranks, where it has not as many; and the KV heads of the model, which ranks

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvfix import clock
 from kvfix.ledger.events import Event
+from kvfix_tools.lab import one_side
 from kvfix_tools.lab.connector import Connector
 from kvfix_tools.lab.lab_engine import STEP, LabEngine
 from kvfix_tools.lab.memory import Slots
@@ -87,7 +88,8 @@ class PairEngine(LabEngine):
         self.name = name
         self._pair = pair
         self._engine_id = engine_id
-        super().__init__(options)
+        with one_side.running(name):
+            super().__init__(options)
 
     def _connected(self, options: Options, memories: Sequence[Slots]) -> Any:
         side: Any = side_class(options)
@@ -101,12 +103,29 @@ class PairEngine(LabEngine):
                 if output.finish_reason is not None:
                     self._pair.answered(self, output)
 
+    def admit(self, name: str, prompt: list[int] | None, max_tokens: int = 1, **more: Any) -> None:
+        with one_side.running(self.name):
+            super().admit(name, prompt, max_tokens, **more)
+
+    def abort(self, name: str) -> None:
+        with one_side.running(self.name):
+            super().abort(name)
+
+    def preempt(self, name: str) -> None:
+        with one_side.running(self.name):
+            super().preempt(name)
+
+    def do(self, step: str, *arguments: Any, **keywords: Any) -> None:
+        with one_side.running(self.name):
+            super().do(step, *arguments, **keywords)
+
     def iterate(self) -> None:
         """One iteration. While its scheduler waits for a lookup the time passes, for the other engine too."""
         events, pair = self.request_events, self._pair
         events.seconds = pair.seconds - STEP
         clock.now = lambda: events.seconds
-        super().iterate()
+        with one_side.running(self.name):
+            super().iterate()
         clock.now = lambda: pair.seconds
         if (waited := events.seconds - pair.seconds) > STEP:
             pair.time_passes(waited)

@@ -28,6 +28,8 @@ from kvfix_tools.lab.scenario import Scenario
 if TYPE_CHECKING:
     from kvfix_tools.lab.lab_engine import LabEngine
 
+#: Opt-in fixes that the lab applies beside the default ones: the fuzzer draws their bugs. All engines have them.
+NAMED = ("KVF123", "KVF208", "KVF219", "KVF222", "KVF319", "KVF322", "KVF353")
 #: Steps after a schedule: kvfix looks for what is kept of an ended request some steps later.
 AFTER = 40
 #: How the message of a finding begins that kvfix reported, to tell it from the lab's own.
@@ -90,12 +92,12 @@ def expected(scenario: Scenario, releases: dict[str, str] | None = None) -> str:
 def play(scenario: Scenario, fixes: bool, only: Sequence[str] = ()) -> Result:
     """Play it once. The choice of kvfix in this process is set for it, and reverted afterwards.
 
-    only: codes of the fixes; default: all, but those that must be named, and those of the scenario.
+    only: codes of the fixes. Default: the default fixes, NAMED, and the fixes of the scenario.
     """
     if expected(scenario) == "not-applicable":
         why = cannot_play(scenario.options.connector) or f"needs {missing(scenario.needs)}"
         return Result(scenario.slug, fixes, "not-applicable", why, [])
-    with applied(fixes, only=list(only) or drawn(*scenario.fixes)):
+    with applied(fixes, only=list(only) or played(*scenario.fixes)):
         engine = scenario.played()
     findings = engine.findings
     hits = [
@@ -115,22 +117,21 @@ def play(scenario: Scenario, fixes: bool, only: Sequence[str] = ()) -> Result:
     )
 
 
-def drawn(*more: str) -> list[str]:
-    """The fixes by default, and of those that must be named these and KVF353, which both engines of the lab have."""
-    named = ("KVF353", *more)
-    return [fix.code for fix in catalogue.fixes() if not fix.opt_in or fix.code in named]
+def played(*more: str) -> list[str]:
+    """Codes of the default fixes, of NAMED, and of these opt-in fixes."""
+    return [fix.code for fix in catalogue.fixes() if not fix.opt_in or fix.code in (*NAMED, *more)]
 
 
 @contextmanager
 def applied(fixes: bool, mode: str = "fix", only: list[str] | None = None) -> Iterator[None]:
-    """The choice of kvfix in this process, reverted afterwards; the engine logs nothing. only: default, `drawn`.
+    """The choice of kvfix in this process, reverted afterwards; the engine logs nothing. only: default, `played`.
 
     Without fixes and in mode `fix` kvfix is not there at all: all is as released.
     """
     with quiet():
         kvfix.revert()
         if fixes or mode != "fix":
-            kvfix.apply(mode, only=(drawn() if only is None else only) if fixes else [])
+            kvfix.apply(mode, only=(played() if only is None else only) if fixes else [])
         try:
             yield
         finally:

@@ -107,10 +107,12 @@ class _Engine:
         return [pid for pid, answer in self.answers.items() if answer.get("scheduler") is scheduler]
 
 
-def attach(pid: int, mode: str, only: list[str] | None, idle: bool, wait: float, json: bool) -> int:
+def attach(
+    pid: int, mode: str, only: list[str] | None, idle: bool, wait: float, json: bool, plus: list[str] | None = None
+) -> int:
     """0: every process has what it needs. 1: one has not. 2: usage. 77: not allowed."""
     try:
-        config = Config.make(mode, only, None)
+        config = Config.make(mode, only, None, plus=plus)
         if mode == "strict":
             raise ValueError("mode strict ends the engine at a violation: it cannot be attached")
     except ValueError as error:

@@ -97,7 +97,7 @@ def _applied(fix: Fix) -> str:
     if not fix.fixable:
         return "never, it cannot be fixed from outside; `kvfix status` reports it"
     if fix.opt_in:
-        return f'if you ask for it: `kvfix.apply(only=["{fix.code}"])`, or `KVFIX="fix only={fix.code}"`'
+        return f'if you name it: `kvfix.apply(plus=["{fix.code}"])`, or `KVFIX="fix plus={fix.code}"`'
     return f'by default; `KVFIX="fix skip={fix.code}"` leaves it out'
 
 

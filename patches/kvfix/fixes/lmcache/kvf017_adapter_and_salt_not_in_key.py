@@ -1,8 +1,5 @@
 """Requests with different LoRA adapters, or different `cache_salt`, share KV: LMCache's key has neither.
 
-Opt-in: it changes the keys of requests with an adapter or a salt, so their cached chunks are no longer found.
-Name it: `kvfix.apply(only=["KVF017", ...])`, or KVFIX="fix only=KVF017,...".
-
 ## Symptom
 None. Wrong text with a LoRA adapter if another adapter had the same prompt before. A tenant can detect the prompt of
 another tenant by its latency.
@@ -15,6 +12,12 @@ does not name LoRA or cache_salt). vLLM's own prefix cache has both in its keys.
 A request with an adapter or a salt is looked up, stored and loaded under keys with a hash of the two, as a tag: LMCache
 has tags for `kv_transfer_params` that begin with `lmcache.tag.`. All other keys stay the same. With `use_layerwise` the
 adapter does not pass the tags to the cache engine; the fix adds them to the call.
+
+## Mixed roll-out
+All engines that share a cache need it, or none. An engine with the fix does not find the chunks of requests with an
+adapter or a salt that an engine without it has stored, and an engine without it still shares KV between adapters.
+After you add or remove the fix, the chunks of such requests are not found until they are stored again. Requests without
+adapter and salt keep their keys.
 
 ## Releases
 LMCache 0.3.9 to 0.5.6, in process.

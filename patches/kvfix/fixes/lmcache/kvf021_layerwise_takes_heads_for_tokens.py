@@ -3,7 +3,8 @@
 ## Symptom
 With `use_layerwise` and the head axis before the token axis: `IndexError: index 450 is out of bounds for dimension 0
 with size 64`, or `RuntimeError: shape mismatch: value tensor of shape [64, 128] cannot be broadcast to indexing result
-of shape [64, 16]`. Wrong KV without an error if a block has as many tokens as there are KV heads.
+of shape [64, 16]`. If a block has as many tokens as there are KV heads: wrong KV of blocks that are stored in part,
+without an error.
 
 ## Cause
 LMCache falls back to torch operations, without a warning, if its compiled ones do not load (0.5.4 to 0.5.6 on torch
@@ -11,7 +12,9 @@ LMCache falls back to torch operations, without a warning, if its compiled ones 
 torch_ops/mem_kernels.py:323). The operation that moves all layers rejects HND.
 
 ## Fix
-The fix passes a view of the KV cache with the two axes swapped, and the layout that matches it.
+The fix passes a view of the KV cache with the two axes swapped, and the layout that matches it. The fix leaves alone a
+KV cache whose blocks have as many tokens as there are KV heads: LMCache stores and loads whole blocks of it in one
+order, which gives the right KV back. With another order the chunks that are stored already would be wrong.
 
 ## Releases
 LMCache 0.5.0 to 0.5.6.
@@ -44,20 +47,23 @@ def fix(operations: ModuleType) -> Callable[..., Any]:
         return (yield (cache.transpose(2, 3), slots, direction, swapped, token_major))
 
     return around(
-        single_layer_kv_transfer, when=lambda held, cache, slots, direction, layout, *_: layout.name in SWAPPED
+        single_layer_kv_transfer,
+        when=lambda held, cache, slots, direction, layout, *_: (
+            layout.name in SWAPPED and cache.shape[2] != cache.shape[3]
+        ),
     )
 
 
 def shows_bug(hook: Callable[..., Any], operations: ModuleType) -> bool:
-    """The token in slot 1, two heads, blocks of two: no index is out of range. Right is the two rows of the token."""
+    """The token in slot 1, two heads, blocks of one: no index is out of range. Right is the two rows of the token."""
     if getattr(hook, "__module__", operations.__name__) != operations.__name__:
         return False  # re-exported by a package (0.5.6): another target has the module that defines it
     import torch  # the module has imported it
 
-    held, cache = torch.zeros(2, 1, 2), torch.arange(16.0).view(2, 2, 2, 2, 1)
+    held, cache = torch.zeros(2, 1, 2), torch.arange(8.0).view(2, 2, 2, 1, 1)
     layout, direction = operations.EngineKVFormat.NL_X_TWO_NB_NH_BS_HS, operations.TransferDirection.D2H
     hook(held, cache, torch.tensor([1]), direction, layout)
-    return bool(held.flatten().tolist() != [1, 3, 9, 11])
+    return bool(held.flatten().tolist() != [2, 3, 6, 7])
 
 
 FIX = Fix(

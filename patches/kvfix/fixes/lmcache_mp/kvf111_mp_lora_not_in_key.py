@@ -1,8 +1,5 @@
 """LoRA adapters share KV through the multi-process server: the name of the LoRA is not in the cache key.
 
-Opt-in: it changes the keys of requests with a LoRA, so their stored chunks are no longer found. A
-server with quotas by `cache_salt` counts each adapter as a separate tenant.
-
 ## Symptom
 No error. With `--enable-lora`, a prompt that another adapter (or the base model) has cached gets the KV of that
 adapter.
@@ -14,6 +11,11 @@ and is not in the key. vLLM's own prefix cache has the name of the adapter in it
 ## Fix
 The tracker of a request with a LoRA gets a `cache_salt` that combines the request's own salt and the name of the
 adapter. Lookups, loads and stores read it from there.
+
+## Mixed roll-out
+All engines that share a server need it, or none. An engine with the fix does not find the chunks of requests with a
+LoRA that an engine without it has stored, and an engine without it still shares KV between adapters. A server with
+quotas by `cache_salt` counts each adapter as a separate tenant. Requests without a LoRA keep their keys.
 
 ## Releases
 LMCache 0.4.5 to 0.5.6, and 0.4.5 to 0.5.5 with lmcache_mp_connector_0201. vLLM 0.26.0 to 0.33.0, its own copy of the

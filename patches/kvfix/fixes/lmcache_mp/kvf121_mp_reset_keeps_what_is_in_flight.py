@@ -40,13 +40,13 @@ from kvfix.wrapping import after, before
 
 def fix(connector: ModuleType) -> Callable[..., Any]:
     def reset_cache(impl: Any, answer: bool) -> bool:
-        return answer and not impl.request_trackers and not getattr(impl, "_kvfix_requests", 0)
+        return answer and not getattr(impl, "_kvfix_requests", 0)
 
     return after(reset_cache, when=lambda impl, answer: answer)
 
 
 def fix_scheduler(scheduler: ModuleType) -> Callable[..., Any]:
-    """The connector does not know requests that have ended."""
+    """Tell the connector how many requests vLLM has: the connector does not know those that have ended."""
 
     def reset_connector_cache(scheduler: Any) -> None:
         for each in (scheduler.connector, *getattr(scheduler.connector, "_connectors", ())):
@@ -60,7 +60,8 @@ def shows_bug(hook: Callable[..., Any], connector: ModuleType) -> bool:
     """A request is open, and the servers answer. Wrong is True."""
     adapter = SimpleNamespace(reset_cache=lambda: True)
     role = connector.KVConnectorRole.SCHEDULER
-    impl = SimpleNamespace(role=role, scheduler_adapter=adapter, request_trackers={stubs.NAME: None})
+    trackers = {stubs.NAME: None}
+    impl = SimpleNamespace(role=role, scheduler_adapter=adapter, request_trackers=trackers, _kvfix_requests=1)
     return bool(hook(impl))
 
 

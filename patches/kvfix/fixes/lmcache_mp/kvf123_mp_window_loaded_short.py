@@ -11,8 +11,12 @@ caches it under its hash. LMCache registers the window alone (kv_cache_groups.py
 than that, and the block keeps what another request wrote.
 
 ## Fix
-The window that is registered with the server has these tokens too, in whole blocks. Chunks that are stored already have
-other sizes or keys then where a window is shorter than a chunk: begin with an empty L2.
+The window that is registered with the server has these tokens too, in whole blocks.
+
+## Mixed roll-out
+All engines that share a server need it, or none: they register the sliding window with the server, and where a window
+is shorter than a chunk the stored chunks have other sizes or keys. Stop the engines, empty the server's L2, and start
+all of them with the fix.
 
 ## Releases
 LMCache 0.4.7 to 0.5.6; before, no model with several KV groups is played. vLLM keeps such tokens since 0.32 at the
@@ -83,4 +87,5 @@ FIX = Fix(
         "lmcache": "with it the server's objects change: what to do with those of before is for LMCache to decide"
     },
     attaches=AT_START,  # the windows are registered when the worker starts
+    opt_in=True,
 )

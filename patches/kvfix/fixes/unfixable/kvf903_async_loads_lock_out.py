@@ -13,8 +13,9 @@ middle of `schedule`, 500 lines that differ in every release.
 
 ## Workaround
 vLLM 0.32 with `scheduler_reserve_full_isl` as it comes (true). 0.32.0 still locks out without it and with the priority
-policy, which is KVF208, with sliding windows, which is KVF210, and with a session, which is KVF219: kvfix fixes all
-three. Else fewer requests at once (`--max-num-seqs`), more blocks, or no asynchronous loading.
+policy (KVF208), with sliding windows (KVF210), and with a session (KVF219). KVF210 is a default fix. Name the other
+two: `kvfix run --plus KVF208 --plus KVF219 -- CMD`. Else fewer requests at once (`--max-num-seqs`), more blocks, or no
+asynchronous loading.
 
 ## Releases
 vLLM 0.11.2 to 0.26.0. Read in the source and reported, not shown in the lab.

@@ -16,6 +16,10 @@ back.
 After a step that has scheduled nothing because of such a request: in the next one it steps aside, for the first of the
 others whose blocks are free. That one runs, ends, and its blocks come free.
 
+## Mixed roll-out
+It acts in one engine: engines with and without it work together. It is opt-in because it changes which of the waiting
+requests runs first, after a step in which none could run.
+
 ## Releases
 vLLM 0.32.0. Earlier ones have other queues: KVF903.
 
@@ -96,4 +100,5 @@ FIX = Fix(
     # After a step without tokens, for want of blocks, another loaded request goes first; here others free blocks later.
     changes_healthy=("mp", "mp-in-tree"),
     no_patch={"vllm": "https://github.com/vllm-project/vllm/pull/45406 proposed one; who is first is policy"},
+    opt_in=True,
 )

@@ -15,6 +15,10 @@ go on with those of another: of the loaded ones that are no session the last one
 that has failed. It is computed later. With LMCache's multi-process connector alone, which takes a request back that has
 no computed tokens any more: not in a MultiConnector, whose other connectors do not.
 
+## Mixed roll-out
+It acts in one engine: engines with and without it work together. It is opt-in because it chooses a loaded request that
+loses its blocks, and computes its prompt instead.
+
 ## Releases
 vLLM 0.32.0 and 0.33.0. Earlier ones have other queues: KVF903.
 
@@ -111,4 +115,5 @@ FIX = Fix(
         "mp",
     ),  # where others hold blocks, as a step of the lab lets them, it acts before they give them back
     no_patch={"vllm": "which of the two gives way is policy: https://github.com/vllm-project/vllm/pull/57104"},
+    opt_in=True,
 )

@@ -17,6 +17,10 @@ load leaves blocks free (`_spec_decode_step_blocks`).
 There a load that is not the only request leaves a block free in each KV group, as with speculative decoding: one of the
 requests gets it, and with it the token.
 
+## Mixed roll-out
+It acts in one engine: engines with and without it work together. It is opt-in because it changes how many blocks a load
+leaves free, so that a load may start later.
+
 ## Releases
 vLLM 0.32.0 and 0.33.0. 0.26.0 has the same function, and keeps the token: there the fix does nothing.
 
@@ -74,4 +78,5 @@ FIX = Fix(
     evidence={},
     scenarios=("loads-preempted-in-turn",),
     changes_healthy=("nixl-offload",),  # where few blocks are free a load begins later
+    opt_in=True,
 )

@@ -10,7 +10,8 @@ The parameters come with the request, from the router or whoever can reach the e
 get_num_new_matched_tokens promises the whole prompt (pull_scheduler.py 0.32.0:60). Only after the blocks were granted
 update_state_after_alloc looks whether remote blocks are named (:186, assertion) and by whom (:179, warning): a prefill
 that kept no blocks (KVF314 has one), a router of another release, a malformed request. Blocks that are not in lists, or
-a name that is no text, raise in the worker later.
+a name that is no text, raise in the worker later. Blocks in one list, not in one list for each KV group, are promised
+if the worker can fail their load (KVF311).
 
 ## Fix
 What such parameters promise is nothing: the request computes its prompt itself.
@@ -28,6 +29,7 @@ vLLM looks at the parameters before it promises.
 from __future__ import annotations
 
 import inspect
+import sys
 from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -49,7 +51,10 @@ def _fix(owner: Owner) -> Callable[[ModuleType], Callable[..., Any]]:
             connector: Any, promise: tuple[int, bool], request: Any, *_: Any
         ) -> tuple[int, bool]:
             params = request.kv_transfer_params
-            known = all(key in params for key in keys) and _names_blocks(params, groups)
+            part: tuple[type, ...] = (list, tuple) if groups else (int,)
+            if groups and _fails_loads(module):
+                part += (int,)
+            known = all(key in params for key in keys) and _names_blocks(params, part)
             return promise if known else (0, False)
 
         return after(
@@ -60,12 +65,17 @@ def _fix(owner: Owner) -> Callable[[ModuleType], Callable[..., Any]]:
     return fix
 
 
-def _names_blocks(params: Any, groups: bool) -> bool:
-    """Whether there are some, in a list for each KV group or in one list, of an engine that is named."""
+def _names_blocks(params: Any, part: tuple[type, ...]) -> bool:
+    """Whether there are some, in a list of such parts, of an engine that is named."""
     blocks, names = params.get("remote_block_ids"), (params.get(key, "") for key in _KEYS[:3])
-    part = (list, tuple) if groups else int
     lists = isinstance(blocks, (list, tuple)) and all(isinstance(each, part) for each in blocks)
-    return lists and (any(blocks) if groups else bool(blocks)) and all(isinstance(name, str) for name in names)
+    return lists and any(each not in ([], ()) for each in blocks) and all(isinstance(name, str) for name in names)
+
+
+def _fails_loads(module: ModuleType) -> bool:
+    """Whether the worker of this release can fail one load: with KVF311 a list that it cannot read does not end it."""
+    worker = sys.modules.get(module.__name__.replace("pull_scheduler", "pull_worker"))
+    return hasattr(getattr(worker, "NixlPullConnectorWorker", None), "_handle_failed_transfer")
 
 
 def _has_groups(request_finished: Any) -> bool:

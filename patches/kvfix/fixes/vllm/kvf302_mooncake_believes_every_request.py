@@ -13,7 +13,8 @@ after the blocks were granted (:1049), and then it is a warning. What is no text
 worker's own loop, leaves the load undone.
 
 ## Fix
-What a request cannot have from this engine is not promised, and the hooks leave it out: the engine computes it.
+What a request cannot have from this engine is not promised, and the hooks leave it out: the engine computes it. A
+bootstrap address that is a number is handed to the worker as text: the worker fails the load.
 
 ## Releases
 vLLM 0.15.1 and later; in 0.33.0 too.
@@ -34,14 +35,17 @@ from typing import Any
 from kvfix.fixes import stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import MOONCAKE_SCHEDULER, MOONCAKE_SCHEDULER_0_15
-from kvfix.wrapping import around, instead
+from kvfix.wrapping import View, around, instead
 
 _KEYS = ("remote_engine_id", "remote_bootstrap_addr", "transfer_id")
+_ADDRESS = _KEYS[1]
 _KEYS_0_15 = ("remote_host", "remote_port")
 
 
 def _names(params: dict[str, Any], key: str) -> bool:
     """Whether it is there, and what vLLM takes without looking."""
+    if key == _ADDRESS and isinstance(params.get(key), int):
+        return True
     return isinstance(params.get(key), str) or (key == "remote_port" and key in params)
 
 
@@ -72,10 +76,25 @@ def _not_promised(keys: tuple[str, ...]) -> Callable[[ModuleType], Callable[...,
 
 
 def _no_state(module: ModuleType) -> Callable[..., Any]:
-    def update_state_after_alloc(*_: Any) -> Generator[None, Any, Any]:
-        return instead(None)
+    def update_state_after_alloc(scheduler: Any, request: Any, *_: Any) -> Generator[None, Any, Any]:
+        return instead(None) if _of_other_role(scheduler, request) else _with_text(scheduler, request)
 
-    return around(update_state_after_alloc, when=_of_other_role)
+    def concerns(scheduler: Any, request: Any, *_: Any) -> bool:
+        params = request.kv_transfer_params
+        return bool(params) and (isinstance(params.get(_ADDRESS), int) or _of_other_role(scheduler, request))
+
+    return around(update_state_after_alloc, when=concerns)
+
+
+def _with_text(scheduler: Any, request: Any) -> Generator[None, Any, Any]:
+    """The address is text in what the metadata are made of."""
+    answer = yield
+    name, params = request.request_id, request.kv_transfer_params
+    if name in scheduler._reqs_need_recv:
+        _, *blocks = scheduler._reqs_need_recv[name]
+        with_text = View(request, kv_transfer_params={**params, _ADDRESS: str(params[_ADDRESS])})
+        scheduler._reqs_need_recv[name] = with_text, *blocks
+    return answer
 
 
 def _nothing_to_send(module: ModuleType) -> Callable[..., Any]:

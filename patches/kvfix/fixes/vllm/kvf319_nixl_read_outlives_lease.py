@@ -13,8 +13,14 @@ pull_scheduler.py 0.32.0:271), and NIXL reads whatever is there.
 
 ## Fix
 The prefill engine names the end of the lease. The decode engine counts the heartbeats that it has sent before the lease
-was over. A read that ends later has failed, as `kv_load_failure_policy` says. Both engines need the fix. Left alone:
-`bidirectional_kv_xfer`, where the same key has another meaning.
+was over. A read that ends later has failed, as `kv_load_failure_policy` says. Left alone: `bidirectional_kv_xfer`,
+where the same key has another meaning.
+
+## Mixed roll-out
+The prefill engine and the decode engine need it, or none. In one of them alone the decode engine still reads blocks
+whose lease has ended. The prefill engine adds `remote_blocks_expiry_time` to the `kv_transfer_params` that it returns,
+and the router must hand this key on. A decode engine with `bidirectional_kv_xfer` declines a read after that time, also
+if its heartbeats have renewed the lease: do not set the option in one of the two engines alone.
 
 ## Releases
 vLLM 0.32.0, the first one played, and 0.33.0.
@@ -136,4 +142,5 @@ FIX = Fix(
     scenarios=("nixl-read-outlives-lease",),
     attaches=NEW_REQUESTS,
     no_patch={"vllm": "the end of the lease has to be a parameter that all routers hand on, of both kinds of lease"},
+    opt_in=True,
 )

@@ -15,8 +15,13 @@ the worker has an answer (v1/core/sched/scheduler.py 0.32.0:2703).
 
 ## Fix
 The registration names its end. After it the prefill engine's worker begins no write; some seconds later the decode
-engine's worker has the load failed, as `kv_load_failure_policy` says. Both engines need the fix: without it in the
-prefill engine a write that begins later would go into blocks that are free.
+engine's worker has the load failed, as `kv_load_failure_policy` says.
+
+## Mixed roll-out
+The prefill engine and the decode engine must both have it. In the prefill engine alone it changes nothing. In the
+decode engine alone it can be worse than as released: the decode engine frees the blocks of a load that has timed out,
+and a prefill engine without the fix may still write into them. Restart the prefill engines with the fix first. Remove
+the fix from the decode engines first.
 
 ## Releases
 vLLM 0.32.0, the first one played, and 0.33.0.
@@ -142,4 +147,5 @@ FIX = Fix(
     ),
     attaches=NEW_REQUESTS,
     no_patch={"vllm": "how long a write may take has to be agreed between both engines: a change of NIXL's messages"},
+    opt_in=True,
 )

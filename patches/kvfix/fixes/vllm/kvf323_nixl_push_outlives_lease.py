@@ -12,8 +12,9 @@ writes does not look whether the lease is over: after a handshake that took long
 there.
 
 ## Fix
-The lease of a request whose write is in flight goes on until it is done. No write begins of blocks that are free; the
-decode engine gets none (KVF322).
+The lease of a request whose write is in flight goes on until the write is done. No write begins after the lease has
+ended. The decode engine then waits for the blocks, as it does for those of an aborted prefill. With KVF322 its load
+fails.
 
 ## Releases
 vLLM 0.32.0, the first one played, and 0.33.0.
@@ -37,9 +38,10 @@ from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import NIXL_BASE_WORKER, NIXL_PUSH_WORKER
 from kvfix.wrapping import around
 
-#: Between the thread that writes and the worker's own, for moments; and the requests whose write begins.
+#: Between the thread that writes and the worker's own, for moments.
 _lock = threading.Lock()
-_BEGINNING = "_kvfix_beginning"
+#: Of a worker: the requests whose write begins, and the last ones whose lease has ended, at most so many.
+_BEGINNING, _OVER, _MOST = "_kvfix_beginning", "_kvfix_over", 4096
 
 
 def keeps_what_is_written(module: ModuleType) -> Callable[..., Any]:
@@ -48,9 +50,14 @@ def keeps_what_is_written(module: ModuleType) -> Callable[..., Any]:
             leases = worker._reqs_to_send
             written = set(worker._sending_transfers) | vars(worker).get(_BEGINNING, set())
             kept = {name: leases.pop(name) for name in written & leases.keys()}
+            open_before = list(leases)
             try:
                 answer = yield
             finally:
+                over = vars(worker).setdefault(_OVER, {})
+                over.update(dict.fromkeys(name for name in open_before if name not in leases))
+                while len(over) > _MOST:
+                    del over[next(iter(over))]
                 leases.update(kept)
         return answer
 
@@ -63,7 +70,7 @@ def keeps_what_is_written(module: ModuleType) -> Callable[..., Any]:
 def begins_with_what_is_kept(module: ModuleType) -> Callable[..., Any]:
     def _xfer_blocks_for_req(worker: Any, req_id: str, meta: Any) -> Generator[Any, Any, Any]:
         with _lock:
-            if req_id not in worker._reqs_to_process:
+            if req_id in vars(worker).get(_OVER, ()):
                 return None  # the function is left out
             beginning = vars(worker).setdefault(_BEGINNING, set())
             beginning.add(req_id)

@@ -13,7 +13,7 @@ to, and has given its blocks up: they may be another request's when they are wri
 
 ## Fix
 Prefill begins to write when all ranks of the decode engine that it writes to have registered. If one never does, the
-decode engine fails the load when its registration ends (KVF322).
+decode engine waits for the blocks. With KVF322 the load fails when its registration ends.
 
 ## Releases
 vLLM 0.26.0 to 0.33.0, by their code. Played: 0.32.0 and 0.33.0.

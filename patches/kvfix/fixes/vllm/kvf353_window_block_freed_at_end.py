@@ -1,8 +1,5 @@
 """A load ends with the prompt, its last token is computed again, and a sliding window begins one token too late for it.
 
-Opt-in: prefill and decode must both have it, or neither. In one alone the two count tokens otherwise, and where the
-last token has a block of its own, blocks are paired one too far (base_worker.py 0.32.0:3417): other KV, silent.
-
 ## Symptom
 Wrong text without any message, of models with sliding windows (Gemma, gpt-oss) behind NixlConnector: of one in so many
 prompts as a block has tokens, the first token is computed with other KV in place of one token of the window. Where the
@@ -18,6 +15,11 @@ For states, bounded replay and MTP modules prefill stops before the tokens that 
 
 ## Fix
 It does for windows too: prefill computes the prompt without its last token, and generates one token.
+
+## Mixed roll-out
+The prefill engine and the decode engine need it, or none. In one of them alone the two count tokens differently. Where
+the last token has a block of its own, blocks are paired one too far (base_worker.py 0.32.0:3417): wrong KV, without a
+message.
 
 ## Releases
 vLLM 0.32.0, the first one played, and 0.33.0. By their code also those since 0.20.2, the first one whose NixlConnector

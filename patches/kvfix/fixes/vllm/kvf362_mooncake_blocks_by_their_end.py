@@ -9,7 +9,7 @@ The prefill engine sends the last of its blocks, as many as the decode engine ha
 tokens that prefill has generated are at the end too, and each of them shifts the whole KV by one.
 
 ## Fix
-At its end a prefill offers the blocks of its prompt. Left alone: KV groups that have others, and engines of several
+The worker gets the blocks of the prompt alone. Left alone: KV groups that have others, and engines of several
 context-parallel ranks.
 
 ## Releases
@@ -24,35 +24,30 @@ vLLM counts the blocks from their start.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from kvfix.fixes import stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import MOONCAKE_SCHEDULER
-from kvfix.wrapping import around
+from kvfix.wrapping import before
 
 
 def fix(module: ModuleType) -> Callable[..., Any]:
-    def request_finished(connector: Any, request: Any, blocks: Any) -> Generator[Any, Any, Any] | None:
+    def build_connector_meta(connector: Any, *_: Any) -> None:
         parallel = connector.vllm_config.parallel_config
         if any(getattr(parallel, f"{side}_context_parallel_size", 1) > 1 for side in ("prefill", "decode")):
-            return None
-        own = -(-request.num_prompt_tokens // connector.block_size)
-        return _with(request, (list(blocks[0][:own]),))
+            return
+        for name, (request, blocks) in connector._reqs_need_send.items():
+            own = -(-request.num_prompt_tokens // connector.block_size)
+            if len(blocks) == 1 and len(blocks[0]) > own:
+                connector._reqs_need_send[name] = request, [blocks[0][:own]]
 
-    def has_more(connector: Any, request: Any, blocks: Any) -> bool:
-        params = request.kv_transfer_params
-        if not params or not params.get("do_remote_decode") or len(blocks) != 1 or connector._is_hma_required:
-            return False
-        return bool(len(blocks[0]) * connector.block_size >= request.num_prompt_tokens + connector.block_size)
-
-    return around(request_finished, when=has_more)
-
-
-def _with(request: Any, blocks: Any) -> Generator[Any, Any, Any]:
-    return (yield (request, blocks))
+    return before(
+        build_connector_meta,
+        when=lambda connector, *_, **__: connector._reqs_need_send and not connector._is_hma_required,
+    )
 
 
 def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
@@ -75,6 +70,11 @@ def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
 FIX = Fix(
     __name__,
     __doc__,
-    targets=(MOONCAKE_SCHEDULER.request_finished(broken=">=0.20", probe=shows_bug, fix=fix, place=2),),
+    targets=(
+        MOONCAKE_SCHEDULER.request_finished(broken=">=0.20", probe=shows_bug, fix=None),
+        MOONCAKE_SCHEDULER.build_connector_meta(
+            broken=">=0.20", probe=stubs.cannot_tell, fix=fix, place=1, helper=True
+        ),
+    ),
     scenarios=("mooncake-prefill-generates-more",),
 )

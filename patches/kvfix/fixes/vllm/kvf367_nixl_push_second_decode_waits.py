@@ -13,7 +13,7 @@ Each request that asks for a remote prefill is promised its prompt, and register
 ## Fix
 One request of an engine registers for a prefill. A later one with the same remote_engine_id and remote_request_id, and
 the same id but for its random end, by which the prefill engine pairs them, computes its prompt itself. What another
-decode engine has registered is not known: its request ends by KVF322.
+decode engine has registered is not known: with KVF322 its request ends.
 
 ## Releases
 vLLM 0.32.0, the first one played, and 0.33.0.

@@ -39,7 +39,7 @@ PROBLEMS = (
         said=(_OF_LMCACHE, r"(?i)\blora\b", r"(?i)adapter", r"(?i)\bkeys?\b|keying|wrong|incorrect|cross-adapter"),
         cause="LMCache keys by the model's name, the tokens and the layout, in every release up to 0.5.6. vLLM's own "
         "prefix cache has the adapter in its keys.",
-        now='KVFIX="fix only=KVF017,KVF111" (opt-in: chunks of requests with an adapter get other keys); without kvfix '
+        now='KVFIX="fix plus=KVF017,KVF111" (opt-in: chunks of requests with an adapter get other keys); without kvfix '
         "LMCacheMPConnector with a `cache_salt` of its own for each adapter in the requests, or no LMCache in engines "
         "with --enable-lora",
         good="no release of LMCache up to 0.5.6: keep kvfix (KVF017 in process, KVF111 with an lmcache server)",

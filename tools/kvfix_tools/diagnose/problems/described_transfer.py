@@ -96,9 +96,9 @@ PROBLEMS = (
         "no request gets the one more that it needs to start, and one that cannot start stands before those that could "
         "(KVF903). Most of it ends with vLLM 0.32; what is left are the priority policy (KVF208), sliding windows "
         "(KVF210) and sessions (KVF219).",
-        now="vLLM 0.32 or newer with kvfix (KVF208, KVF210, KVF219); until then fewer requests at once "
-        "(`--max-num-seqs`), more blocks (`--gpu-memory-utilization`), no --scheduling-policy priority; restart what "
-        "stands",
+        now='vLLM 0.32 or newer with KVFIX="fix plus=KVF208,KVF219" (KVF210 is a default fix); until then fewer '
+        "requests at once (`--max-num-seqs`), more blocks (`--gpu-memory-utilization`), no --scheduling-policy "
+        "priority; restart what stands",
         good="vLLM 0.32 or newer with kvfix",
         sure=False,
         threads=(f"{_ISSUES}/45388", f"{_ISSUES}/45387"),

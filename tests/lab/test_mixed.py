@@ -1,0 +1,140 @@
+"""A mixed roll-out: the default fixes in one of two engines. They violate no rule that the release keeps."""
+
+from __future__ import annotations
+
+from math import inf
+from typing import Any
+
+import pytest
+
+from kvfix_tools.lab.options import Options
+from kvfix_tools.lab.steps import prompt
+from tests.conftest import RELEASES, Once
+
+#: connector, the engine that has the fixes, seeds
+PLAYED = [
+    ("nixl-pull", "prefill", 12),
+    ("nixl-pull", "decode", 12),
+    ("nixl-push", "prefill", 12),
+    ("nixl-push", "decode", 12),
+    ("mooncake", "prefill", 12),
+    ("mooncake", "decode", 12),
+    ("v1", "one", 24),
+    ("mp", "one", 24),
+]
+
+
+def fuzzed(connector: str, fixes_in: str, seeds: int) -> dict[str, Any]:
+    from kvfix_tools.lab.fuzz_run import Run, fuzz
+
+    done = fuzz(Run(connector, True, fixes_in=fixes_in), range(seeds), inf, shrinking=0)
+    return {
+        "violations": [violation.message for violation in done.violations],
+        "seeds": done.seeds,
+        "as released": done.counts.get("violated_as_released", 0),
+        "loaded": done.counts["loaded_tokens"],
+    }
+
+
+@pytest.mark.parametrize(("connector", "fixes_in", "seeds"), PLAYED)
+def test_no_finding_that_the_release_does_not_have(connector: str, fixes_in: str, seeds: int, once: Once) -> None:
+    done = once(fuzzed, RELEASES / "0.5.6", connector, fixes_in, seeds)
+    assert done["violations"] == []
+    assert done["loaded"] > 0
+    assert done["as released"] < done["seeds"], "no seed was compared"
+
+
+#: A prompt that the first engine stores, and that the second one asks for: requests with a salt have other keys.
+SALTED: dict[str, Any] = {"cache_salt": "tenant"}
+
+
+def shared(fixes: list[str], fixes_in: str) -> list[int]:
+    """Tokens that the second engine loads of what the first one has stored, and the other way."""
+    import kvfix
+    from kvfix_tools.lab import one_side, runner
+    from kvfix_tools.lab.neighbours import Neighbours
+
+    loaded = []
+    with runner.quiet(), one_side.fixes_in(fixes_in):
+        kvfix.apply(only=fixes)
+        for order in (1, -1):
+            first, second = Neighbours(Options(chunk_size=64, max_num_batched_tokens=512)).engines[::order]
+            for engine, name in ((first, "a"), (second, "b")):
+                with engine.running():
+                    engine.admit(name, prompt(200), **SALTED)
+                    engine.run()
+            loaded.append(second.counts["loaded_tokens"])
+        kvfix.revert()
+    return loaded
+
+
+@pytest.mark.parametrize(
+    ("fixes", "fixes_in", "loaded"),
+    [([], "first", [192, 192]), (["KVF017"], "first", [0, 0]), (["KVF017"], "nobody", [192, 192])],
+)
+def test_what_an_opt_in_fix_does_in_one_engine(fixes: list[str], fixes_in: str, loaded: list[int], once: Once) -> None:
+    """The engines share a cache, and with KVF017 in one of them alone neither finds what the other one has stored."""
+    assert once(shared, RELEASES / "0.5.6", fixes, fixes_in) == loaded
+
+
+def sides(connector: str, fixes_in: str) -> list[list[str]]:
+    """Engines in which wrappers ran as fixed, and in which as released, of one pair's requests."""
+    import kvfix
+    from kvfix_tools.lab import one_side, runner
+    from kvfix_tools.lab.pair import Pair
+
+    ran: tuple[set[str], set[str]] = set(), set()
+    choose = one_side._in_one
+
+    def noting(inner: Any, fixed: Any) -> Any:
+        def note(function: Any, engines: set[str]) -> Any:
+            def called(*args: Any, **kwargs: Any) -> Any:
+                engines.add(one_side._RUNNING.get())
+                return function(*args, **kwargs)
+
+            return called
+
+        return choose(note(inner, ran[1]), note(fixed, ran[0]))
+
+    with runner.quiet(), one_side.fixes_in(fixes_in):
+        one_side._in_one = noting
+        kvfix.apply()
+        pair = Pair(Options(connector=connector, num_blocks=40, max_num_batched_tokens=64))
+        for name, ask in (("a", pair.ask), ("b", pair.ask_at_once), ("c", pair.ask)):
+            ask(name, prompt(100), 5)
+        pair.step(3)
+        pair.abort("c")
+        pair.restart("decode", 40)
+        pair.run()
+        pair.expect_all_ended()
+        kvfix.revert()
+    one_side._in_one = choose
+    return [sorted(each) for each in ran]
+
+
+@pytest.mark.parametrize("connector", ["nixl-pull", "nixl-push", "mooncake"])
+@pytest.mark.parametrize(("fixes_in", "other"), [("prefill", "decode"), ("decode", "prefill")])
+def test_the_fixes_act_in_that_engine_alone(connector: str, fixes_in: str, other: str, once: Once) -> None:
+    """Whatever an engine leaves to be called later, such as a handshake, is its own: none runs outside of an engine."""
+    assert once(sides, RELEASES / "0.5.6", connector, fixes_in) == [[fixes_in], [other]]
+
+
+def in_one_engine(code: str, seed: int) -> list[bool]:
+    """Whether a rule is violated with this fix in prefill alone, and as released."""
+    import kvfix
+    from kvfix_tools.lab import one_side, runner
+    from kvfix_tools.lab.fuzz import play
+    from kvfix_tools.lab.schedule import draw
+
+    with runner.quiet(), one_side.fixes_in("prefill"):
+        kvfix.apply(only=[code])
+        violated = [bool(play(draw(seed, "nixl-pull")).violations)]
+        with one_side.as_released():
+            violated.append(bool(play(draw(seed, "nixl-pull")).violations))
+        kvfix.revert()
+    return violated
+
+
+def test_a_fix_that_both_engines_need_is_found(once: Once) -> None:
+    """KVF353, which is opt-in for that: the two engines count tokens differently."""
+    assert once(in_one_engine, RELEASES / "0.5.6", "KVF353", 1) == [True, False]
