@@ -6,7 +6,7 @@ from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from kvfix.fixes import stubs
+from kvfix.fixes import _closed, stubs
 from kvfix.wrapping import after, before
 
 
@@ -27,7 +27,11 @@ def fix_producer(is_meant: Callable[[Any], Any]) -> Callable[..., Any]:
 
     is_meant: (metadata of a request) -> whether it is.
     """
-    return before(_store_nothing_of(is_meant), when=lambda impl, *_, **__: impl.kv_role == "kv_producer")
+    return before(
+        _store_nothing_of(is_meant),
+        when=lambda impl, *_, **__: impl.kv_role == "kv_producer",
+        on_fault=_closed.worker_saves_nothing,
+    )
 
 
 def fix_producer_layers(is_meant: Callable[[Any], Any]) -> Callable[..., Any]:
@@ -41,7 +45,11 @@ def fix_producer_layers(is_meant: Callable[[Any], Any]) -> Callable[..., Any]:
         store_nothing_of(impl)
         return answer
 
-    return after(start_load_kv, when=lambda impl, *_, **__: impl.use_layerwise and impl.kv_role == "kv_producer")
+    return after(
+        start_load_kv,
+        when=lambda impl, *_, **__: impl.use_layerwise and impl.kv_role == "kv_producer",
+        on_fault=_closed.worker_saves_nothing,
+    )
 
 
 def _store_nothing_of(is_meant: Callable[[Any], Any]) -> Callable[..., None]:

@@ -103,6 +103,8 @@ class Fix:
     no_patch: {dist: why there is no patch for upstream}, if the newest release has the bug.
     opt_in: not in the default set; `only=` must name it. The docstring has the reason.
     attaches: ALL_REQUESTS, NEW_REQUESTS or AT_START.
+    on_fault: if the code of the fix raises. "original", the default: the function's own answer, as released.
+        "closed": no wrong KV comes of it. The load is reported as failed, the store is skipped, nothing is promised.
     let_go: called after the wrappers were removed, for a fix that has kept objects of the engine.
     harmless: () -> why the bug does no harm in this process, "" if it can. For a bug that cannot be fixed.
     """
@@ -117,6 +119,7 @@ class Fix:
     no_patch: Mapping[str, str] = field(default_factory=dict, kw_only=True)
     opt_in: bool = field(default=False, kw_only=True)
     attaches: str = field(default=ALL_REQUESTS, kw_only=True)
+    on_fault: str = field(default="original", kw_only=True)
     let_go: Callable[[], None] = field(default=lambda: None, kw_only=True)
     harmless: Callable[[], str] = field(default=str, kw_only=True)
 

@@ -30,18 +30,17 @@ from types import ModuleType
 from typing import Any
 
 from kvfix import scheduling
-from kvfix.fixes import stubs
+from kvfix.fixes import _closed, stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import LMCACHE_V1
 from kvfix.wrapping import around, before, instead
 
 
 def fix_lookup(adapter: ModuleType) -> Callable[..., Any]:
-    @around
     def get_num_new_matched_tokens(impl: Any, request: Any, num_computed_tokens: int) -> Any:
         return instead(0) if request.request_id in impl._request_trackers else None
 
-    return get_num_new_matched_tokens
+    return around(get_num_new_matched_tokens, on_fault=_closed.no_hit)
 
 
 def fix_metadata(adapter: ModuleType) -> Callable[..., Any]:
@@ -52,7 +51,7 @@ def fix_metadata(adapter: ModuleType) -> Callable[..., Any]:
             tracker.allocated_block_ids = []
             tracker.num_saved_tokens = 0
 
-    return before(build_connector_meta)
+    return before(build_connector_meta, on_fault=_closed.save_nothing_more)
 
 
 def lookup_shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
@@ -80,4 +79,5 @@ FIX = Fix(
     ),
     evidence={"KVR006": ""},
     scenarios=("resume-is-not-known",),
+    on_fault="closed",
 )

@@ -49,7 +49,12 @@ def fix(adapter: ModuleType) -> Callable[..., Any]:
                 tracker.allocated_block_ids = list(tracker.allocated_block_ids)
         return answer
 
-    return after(build_connector_meta)
+    def own_lists(impl: Any, answer: Any, *_: Any, **__: Any) -> Any:
+        for tracker in impl._request_trackers.values():
+            tracker.allocated_block_ids = list(tracker.allocated_block_ids)
+        return answer
+
+    return after(build_connector_meta, on_fault=own_lists)
 
 
 def shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
@@ -91,4 +96,5 @@ FIX = Fix(
         "resume-shares-block-list",
         "resume-then-sits-out",
     ),
+    on_fault="closed",
 )

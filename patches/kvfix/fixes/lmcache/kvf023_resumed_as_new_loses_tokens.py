@@ -44,7 +44,12 @@ def fix(adapter: ModuleType) -> Callable[..., Any]:
             tracker.token_ids = tokens[:num_tokens_to_compute].copy()
         return tracker
 
-    return after(from_new_request)
+    def found_nowhere(config: Any, tracker: Any, new_request: Any, num_tokens_to_compute: int, *_: Any) -> Any:
+        """Tokens that no key has: a load of them fails, and nothing is stored."""
+        tracker.token_ids, tracker.skip_save = [-1] * num_tokens_to_compute, True
+        return tracker
+
+    return after(from_new_request, on_fault=found_nowhere)
 
 
 def shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
@@ -64,4 +69,5 @@ FIX = Fix(
     scenarios=("resumed-as-new-loses-tokens",),
     # With model runner V2, what a resumed request has generated and computes again is stored, as it is with V1.
     changes_healthy=("v1",),
+    on_fault="closed",
 )

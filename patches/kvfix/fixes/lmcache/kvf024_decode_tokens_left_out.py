@@ -29,7 +29,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from kvfix.fixes import stubs
+from kvfix.fixes import _closed, stubs
 from kvfix.fixes.api import NEW_REQUESTS, Fix
 from kvfix.fixes.targets import LMCACHE_V1
 from kvfix.session import session
@@ -44,7 +44,11 @@ def fix(adapter: ModuleType) -> Callable[..., Any]:
             if len(has) < computed and name not in session.before:
                 has.extend(impl._unfinished_requests[name].all_token_ids[len(has) : computed])
 
-    return before(build_connector_meta, when=lambda impl, *_, **__: impl.config.save_decode_cache)
+    return before(
+        build_connector_meta,
+        when=lambda impl, *_, **__: impl.config.save_decode_cache,
+        on_fault=_closed.save_nothing_more,
+    )
 
 
 def shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
@@ -61,4 +65,5 @@ FIX = Fix(
     targets=(LMCACHE_V1.build_connector_meta(broken=">=0.3.10,<0.4.3", probe=shows_bug, fix=fix, place=7),),
     scenarios=("decode-tokens-left-out",),
     attaches=NEW_REQUESTS,  # a tracker that lacks tokens in its middle stays so
+    on_fault="closed",
 )

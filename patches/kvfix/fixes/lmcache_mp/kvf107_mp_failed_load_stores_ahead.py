@@ -31,7 +31,7 @@ from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from kvfix.fixes import _mp, stubs
+from kvfix.fixes import _closed, _mp, stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import multi_process
 from kvfix.wrapping import before
@@ -54,6 +54,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
         when=lambda connector, scheduler_output, *_, **__: (
             scheduler_output.scheduled_new_reqs or scheduler_output.scheduled_cached_reqs.resumed_req_ids
         ),
+        on_fault=_closed.store_nothing_more,
     )
 
 
@@ -91,4 +92,5 @@ FIX = Fix(
         "mp-failed-load-stores-ahead",
         "mp-failed-load-stores-ahead-in-tree",
     ),
+    on_fault="closed",
 )

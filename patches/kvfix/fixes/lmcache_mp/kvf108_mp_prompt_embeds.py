@@ -47,7 +47,17 @@ def fix(module: ModuleType) -> Callable[..., Any]:
             _mp.set_tokens(tracker, "num_stored", ALL, _mp.block_size(connector))
         return answer
 
-    return around(asks, when=lambda connector, request, *_, **__: request.prompt_embeds is not None)
+    def without_lookup(connector: Any, request: Any, *_: Any, **__: Any) -> tuple[int, bool]:
+        tracker = connector.request_trackers.setdefault(request.request_id, module.LMCacheMPRequestTracker(request))
+        name = "num_stored_tokens" if hasattr(tracker, "num_stored_tokens") else "num_stored_blocks"
+        setattr(tracker, name, ALL)
+        return 0, False
+
+    return around(
+        asks,
+        when=lambda connector, request, *_, **__: request.prompt_embeds is not None,
+        on_fault=without_lookup,
+    )
 
 
 def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
@@ -74,4 +84,5 @@ FIX = Fix(
         "mp-prompt-embeds",
         "mp-prompt-embeds-in-tree",
     ),
+    on_fault="closed",
 )

@@ -51,7 +51,12 @@ def fix(module: ModuleType) -> Callable[..., Any]:
             tracker.cache_salt = salt(request.cache_salt or "", lora.lora_name)
         return answer
 
-    return after(__init__)
+    def own_salt(tracker: Any, answer: None, request: Any) -> None:
+        """A salt that no other request has: nothing is found, and what is stored is found by none."""
+        tracker.cache_salt = f"kvfix-{request.request_id}"
+        return answer
+
+    return after(__init__, on_fault=own_salt)
 
 
 def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
@@ -83,4 +88,5 @@ FIX = Fix(
         "mp-lora-not-in-key-in-tree",
     ),
     opt_in=True,
+    on_fault="closed",
 )

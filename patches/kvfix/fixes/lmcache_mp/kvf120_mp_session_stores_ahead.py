@@ -30,7 +30,7 @@ from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from kvfix.fixes import _mp, stubs
+from kvfix.fixes import _closed, _mp, stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import multi_process
 from kvfix.wrapping import before
@@ -46,6 +46,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
     return before(
         _process_new_requests,
         when=lambda connector, scheduler_output, *_, **__: scheduler_output.scheduled_new_reqs,
+        on_fault=_closed.store_nothing_more,
     )
 
 
@@ -65,4 +66,5 @@ FIX = Fix(
     targets=multi_process("_process_new_requests", shows_bug, fix, lmcache=">=0.4.5", vllm=">=0.26.0"),
     evidence={"KVR008": ""},
     scenarios=("mp-session-stores-ahead", "mp-session-stores-ahead-in-tree"),
+    on_fault="closed",
 )

@@ -39,7 +39,7 @@ from typing import Any
 from kvfix.fixes import _mp, stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import MP_CLIENT, MP_WORKER_ADAPTER
-from kvfix.wrapping import after, around, before, replaced
+from kvfix.wrapping import GO_ON, after, around, before, replaced
 
 #: Operations of the client that move KV, and what the server answers if it has moved nothing: no event, no success.
 _TRANSFERS = ("store", "retrieve")
@@ -54,7 +54,13 @@ def hold(module: ModuleType) -> Callable[..., Any]:
             answer = yield
         return answer
 
-    return around(as_if_healthy, when=_silent_server_has_transfers)
+    return around(as_if_healthy, when=_silent_server_has_transfers, on_fault=_healthy)
+
+
+def _healthy(adapter: Any, *_: Any, **__: Any) -> Any:
+    """Its transfers are waited for, until the next missed heartbeat."""
+    adapter._health_event.set()
+    return GO_ON
 
 
 def _silent_server_has_transfers(adapter: Any, *_: Any, **__: Any) -> bool:
@@ -166,4 +172,5 @@ FIX = Fix(
     evidence={"KVD204": r"^a ping timed out"},
     scenarios=("mp-load-after-given-up", "mp-store-after-given-up", "mp-preempted-while-silent"),
     no_patch={"lmcache": "to recall a transfer, or to wait for it, is a change of the protocol, not of a function"},
+    on_fault="closed",
 )

@@ -83,4 +83,6 @@ FIX = Fix(
         "lmcache": "with it the server's objects change: what to do with those of before is for LMCache to decide"
     },
     attaches=AT_START,  # the windows are registered when the worker starts
+    # It is asked once, at the start. An error cannot be told to those who look up and load later, so it is as released.
+    on_fault="original",
 )

@@ -33,7 +33,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from kvfix.fixes import _mp, _windows
+from kvfix.fixes import _closed, _mp, _windows
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import LMCACHE_MP
 from kvfix.wrapping import after
@@ -44,7 +44,7 @@ def fix_new(module: ModuleType) -> Callable[..., Any]:
         _leave_out(connector, scheduler_output, metadata)
         return answer
 
-    return after(_process_new_requests, when=_has_transfers)
+    return after(_process_new_requests, when=_has_transfers, on_fault=_closed.drop_stores)
 
 
 def fix_cached(module: ModuleType) -> Callable[..., Any]:
@@ -52,7 +52,7 @@ def fix_cached(module: ModuleType) -> Callable[..., Any]:
         _leave_out(connector, scheduler_output, metadata)
         return answer
 
-    return after(_process_cached_requests, when=_has_transfers)
+    return after(_process_cached_requests, when=_has_transfers, on_fault=_closed.drop_stores)
 
 
 def _has_transfers(connector: Any, answer: Any, scheduler_output: Any, metadata: Any) -> bool:
@@ -105,4 +105,5 @@ FIX = Fix(
     ),
     evidence={"KVR014": r"null blocks|freed before"},
     scenarios=("mp-state-stored-null",),
+    on_fault="closed",
 )

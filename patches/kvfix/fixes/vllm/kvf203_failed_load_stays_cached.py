@@ -33,7 +33,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from kvfix.fixes import _scheduler, stubs
+from kvfix.fixes import _closed, _scheduler, stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import SCHEDULER
 from kvfix.wrapping import after
@@ -51,7 +51,7 @@ def fix(scheduler: ModuleType) -> Callable[..., Any]:
             _evict(scheduler.kv_cache_manager, {block.block_id for block in blocks if _is_free(block)})
         return answer
 
-    return after(_update_requests_with_invalid_blocks)
+    return after(_update_requests_with_invalid_blocks, on_fault=_closed.forget_cached)
 
 
 def _is_free(block: Any) -> bool:
@@ -91,4 +91,5 @@ FIX = Fix(
         "failed-load-gone-under-way",
         "failed-load-stays-cached",
     ),
+    on_fault="closed",
 )

@@ -46,7 +46,12 @@ def fix(scheduler: ModuleType) -> Callable[..., Any]:
             request.num_computed_tokens = min(request.num_computed_tokens, first * scheduler.block_size)
         return answer
 
-    return after(_update_requests_with_invalid_blocks)
+    def from_the_start(scheduler: Any, answer: Any, *_: Any, **__: Any) -> Any:
+        for name in answer[0]:
+            scheduler.requests[name].num_computed_tokens = 0
+        return answer
+
+    return after(_update_requests_with_invalid_blocks, on_fault=from_the_start)
 
 
 def shows_bug(hook: Callable[..., Any], scheduler: ModuleType) -> bool:
@@ -61,4 +66,5 @@ FIX = Fix(
     __doc__,
     targets=(SCHEDULER._update_requests_with_invalid_blocks(broken=">=0.11.2", probe=shows_bug, fix=fix, place=3),),
     scenarios=("failed-load-left-to-another",),
+    on_fault="closed",
 )

@@ -31,7 +31,7 @@ from typing import Any
 from kvfix.fixes import _scheduler, stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import SCHEDULER
-from kvfix.wrapping import around
+from kvfix.wrapping import GO_ON, around
 
 
 def fix(scheduler: ModuleType) -> Callable[..., Any]:
@@ -54,7 +54,15 @@ def fix(scheduler: ModuleType) -> Callable[..., Any]:
     return around(
         _update_requests_with_invalid_blocks,
         when=lambda scheduler, requests, invalid_block_ids, *more: _scheduler.is_within_step(*more),
+        on_fault=_all_cached,
     )
+
+
+def _all_cached(scheduler: Any, *_: Any, **__: Any) -> Any:
+    """vLLM looks at all computed tokens of each request."""
+    for request in scheduler.running:
+        request.num_cached_tokens = request.num_computed_tokens
+    return GO_ON
 
 
 def shows_bug(hook: Callable[..., Any], scheduler: ModuleType) -> bool:
@@ -70,4 +78,5 @@ FIX = Fix(
         SCHEDULER._update_requests_with_invalid_blocks(broken=">=0.11.2,<0.20", probe=shows_bug, fix=fix, place=5),
     ),
     scenarios=("resumed-load-failure-unseen",),
+    on_fault="closed",
 )

@@ -31,7 +31,7 @@ from typing import Any
 from kvfix.fixes import stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import SCHEDULER
-from kvfix.wrapping import before
+from kvfix.wrapping import GO_ON, before
 
 
 def _ahead(request: Any) -> int:
@@ -46,7 +46,15 @@ def fix(module: ModuleType) -> Callable[..., Any]:
     return before(
         _handle_stopped_request,
         when=lambda scheduler, request, *_, **__: request.resumable and _ahead(request) > 0,
+        on_fault=_last_token_again,
     )
+
+
+def _last_token_again(scheduler: Any, request: Any, *_: Any, **__: Any) -> Any:
+    request.num_computed_tokens = min(
+        request.num_computed_tokens, request.num_tokens - 1 + request.num_output_placeholders
+    )
+    return GO_ON
 
 
 def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
@@ -74,4 +82,5 @@ FIX = Fix(
     targets=(SCHEDULER._handle_stopped_request(broken=">=0.15.1,<0.33", probe=shows_bug, fix=fix),),
     scenarios=("trimmed-drafts-stay-computed",),
     no_patch={"vllm": "fixed in 0.33.0"},
+    on_fault="closed",
 )

@@ -54,6 +54,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
         when=lambda scheduler, output, *_, **__: (
             output.invalid_block_ids or getattr(scheduler, "_kvfix_failed_stores", None)
         ),
+        on_fault=_offloading.all_stores_fail,
     )
 
 
@@ -79,4 +80,5 @@ FIX = Fix(
     __doc__,
     targets=(OFFLOADING_SCHEDULER.update_connector_output(broken=">=0.26.0", probe=shows_bug, fix=fix),),
     scenarios=("failed-load-is-offloaded",),
+    on_fault="closed",
 )

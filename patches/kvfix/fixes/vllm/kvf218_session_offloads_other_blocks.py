@@ -32,7 +32,7 @@ from typing import Any
 from kvfix.fixes import stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import OFFLOADING_SCHEDULER
-from kvfix.wrapping import before
+from kvfix.wrapping import GO_ON, before
 
 
 def fix(module: ModuleType) -> Callable[..., Any]:
@@ -41,7 +41,18 @@ def fix(module: ModuleType) -> Callable[..., Any]:
             for group in scheduler._req_status[new.req_id].group_states:
                 group.block_ids.clear()
 
-    return before(_update_req_states, when=lambda scheduler, output, *_, **__: output.scheduled_new_reqs)
+    def forget_blocks(scheduler: Any, scheduler_output: Any, *_: Any, **__: Any) -> Any:
+        for new in scheduler_output.scheduled_new_reqs:
+            if new.req_id in scheduler._req_status:
+                for group in scheduler._req_status[new.req_id].group_states:
+                    group.block_ids = []
+        return GO_ON
+
+    return before(
+        _update_req_states,
+        when=lambda scheduler, output, *_, **__: output.scheduled_new_reqs,
+        on_fault=forget_blocks,
+    )
 
 
 def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
@@ -66,4 +77,5 @@ FIX = Fix(
     evidence={"KVR011": "^update_from_output: KeyError: "},
     scenarios=("session-offloads-other-blocks",),
     no_patch={"vllm": "fixed in 0.33.0"},
+    on_fault="closed",
 )

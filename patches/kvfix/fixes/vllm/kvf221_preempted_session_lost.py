@@ -32,7 +32,7 @@ from typing import Any
 from kvfix.fixes import stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import SCHEDULER
-from kvfix.wrapping import after, around, replaced
+from kvfix.wrapping import GO_ON, after, around, replaced
 
 #: Of a scheduler: sessions that were preempted when their turn ended, in this step.
 _SESSIONS = "_kvfix_preempted_sessions"
@@ -74,6 +74,8 @@ def fix_update(module: ModuleType) -> Callable[..., Any]:
     return around(
         _update_request_as_session,
         when=lambda scheduler, session, *_, **__: session.num_computed_tokens < session.num_tokens - 1,
+        # Its next input would drop the tokens of a preempted session: it waits, as released.
+        on_fault=lambda scheduler, session, *_, **__: GO_ON if session.num_computed_tokens else None,
     )
 
 
@@ -110,4 +112,5 @@ FIX = Fix(
     ),
     scenarios=("preempted-session-lost",),
     no_patch={"vllm": "fixed in 0.33.0"},
+    on_fault="closed",
 )

@@ -62,7 +62,10 @@ def fix(module: ModuleType) -> Callable[..., Any]:
             return False
         return any(len(remote[at]) != hits[at] + len(meta.local_block_ids[at]) for at in _groups(worker, meta))
 
-    return around(_read_blocks_for_req, when=differs)
+    def fails(worker: Any, req_id: str, *_: Any, **__: Any) -> None:
+        worker._handle_failed_transfer(req_id, None, worker._recv_failures, record_failed_transfer=False)
+
+    return around(_read_blocks_for_req, when=differs, on_fault=fails)
 
 
 def _groups(worker: Any, meta: Any) -> list[int]:
@@ -123,4 +126,5 @@ FIX = Fix(
     evidence={"KVR011": r"^start_load_kv: AssertionError"},
     scenarios=("nixl-prefill-generates-more", "nixl-prefill-has-fewer-blocks"),
     no_patch={"vllm": "it can be abused: vLLM's security channel comes before a public patch (SECURITY.md)"},
+    on_fault="closed",
 )

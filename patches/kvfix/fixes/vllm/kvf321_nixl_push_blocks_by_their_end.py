@@ -49,7 +49,14 @@ def fix(module: ModuleType) -> Callable[..., Any]:
         when=lambda connector, answer, request, *_: (
             answer[0] and request.request_id in connector._newly_finished_push_blocks
         ),
+        on_fault=_not_pushed,
     )
+
+
+def _not_pushed(connector: Any, answer: tuple[bool, Any], request: Any, *_: Any, **__: Any) -> tuple[bool, Any]:
+    """The decode engine gives the load up at its timeout (KVF322)."""
+    connector._newly_finished_push_blocks.pop(request.request_id, None)
+    return answer
 
 
 def _is_full(spec: Any) -> bool:
@@ -85,4 +92,5 @@ FIX = Fix(
     evidence={},
     scenarios=("nixl-push-prefill-generates-more",),
     no_patch={"vllm": "it can be abused: vLLM's security channel comes before a public patch (SECURITY.md)"},
+    on_fault="closed",
 )

@@ -34,7 +34,7 @@ from collections.abc import Callable, Generator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from kvfix.fixes import stubs
+from kvfix.fixes import _closed, stubs
 from kvfix.fixes.api import NEW_REQUESTS, Fix
 from kvfix.fixes.targets import NIXL_PUSH_SCHEDULER, NIXL_PUSH_WORKER
 from kvfix.wrapping import after, around, before, instead
@@ -97,6 +97,7 @@ def begins_in_time(module: ModuleType) -> Callable[..., Any]:
     return around(
         _do_start_push_kv,
         when=lambda worker, request_id, local_block_ids, registration_data: _UNTIL in registration_data,
+        on_fault=_closed.nothing,  # nothing is written; the decode engine gives up at its timeout
     )
 
 
@@ -142,4 +143,5 @@ FIX = Fix(
     ),
     attaches=NEW_REQUESTS,
     no_patch={"vllm": "how long a write may take has to be agreed between both engines: a change of NIXL's messages"},
+    on_fault="closed",
 )

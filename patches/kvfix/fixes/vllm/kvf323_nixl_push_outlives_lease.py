@@ -32,10 +32,10 @@ from collections.abc import Callable, Generator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from kvfix.fixes import stubs
+from kvfix.fixes import _closed, stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import NIXL_BASE_WORKER, NIXL_PUSH_WORKER
-from kvfix.wrapping import around
+from kvfix.wrapping import GO_ON, around
 
 #: Between the thread that writes and the worker's own, for moments; and the requests whose write begins.
 _lock = threading.Lock()
@@ -57,6 +57,8 @@ def keeps_what_is_written(module: ModuleType) -> Callable[..., Any]:
     return around(
         _reap_expired_send_leases,
         when=lambda worker, *_: worker._reqs_to_send and hasattr(worker, "_sending_transfers"),
+        # While something may be written no lease ends.
+        on_fault=lambda worker, *_: None if getattr(worker, "_sending_transfers", None) else GO_ON,
     )
 
 
@@ -72,7 +74,7 @@ def begins_with_what_is_kept(module: ModuleType) -> Callable[..., Any]:
         finally:
             beginning.discard(req_id)
 
-    return around(_xfer_blocks_for_req)
+    return around(_xfer_blocks_for_req, on_fault=_closed.nothing)
 
 
 def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
@@ -97,4 +99,5 @@ FIX = Fix(
     ),
     evidence={"KVR020": "", "KVR021": ""},
     scenarios=("nixl-push-outlives-lease", "nixl-push-begins-after-lease"),
+    on_fault="closed",
 )

@@ -48,7 +48,10 @@ def fix(module: ModuleType) -> Callable[..., Any]:
             return False
         return bool(len(blocks[0]) * connector.block_size >= request.num_prompt_tokens + connector.block_size)
 
-    return around(request_finished, when=has_more)
+    def not_sent(*_: Any) -> tuple[bool, None]:
+        return False, None
+
+    return around(request_finished, when=has_more, on_fault=not_sent)
 
 
 def _with(request: Any, blocks: Any) -> Generator[Any, Any, Any]:
@@ -77,4 +80,5 @@ FIX = Fix(
     __doc__,
     targets=(MOONCAKE_SCHEDULER.request_finished(broken=">=0.20", probe=shows_bug, fix=fix, place=2),),
     scenarios=("mooncake-prefill-generates-more",),
+    on_fault="closed",
 )

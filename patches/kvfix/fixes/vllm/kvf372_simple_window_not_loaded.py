@@ -62,7 +62,15 @@ def fix(module: ModuleType) -> Callable[..., Any]:
     return after(
         get_num_new_matched_tokens,
         when=lambda scheduler, promise, *_, **__: promise[0] and _windows(scheduler),
+        on_fault=_not_promised,
     )
+
+
+def _not_promised(scheduler: Any, promise: Any, request: Any, *_: Any, **__: Any) -> tuple[int, bool]:
+    hit = scheduler._pending_cpu_hits.pop(request.request_id, None)
+    if hit is not None:
+        scheduler._free_pending_cpu_hit(hit)
+    return 0, False
 
 
 def _windows(scheduler: Any) -> list[tuple[int, Any]]:
@@ -78,4 +86,5 @@ FIX = Fix(
     evidence={},
     scenarios=("simple-offload-window-not-loaded",),
     no_patch={"vllm": "whether a hit has all that is kept, or what is not loaded is not cached, is for vLLM to decide"},
+    on_fault="closed",
 )
