@@ -52,11 +52,17 @@ def fix_producer_layers(is_meant: Callable[[Any], Any]) -> Callable[..., Any]:
     )
 
 
-def _store_nothing_of(is_meant: Callable[[Any], Any]) -> Callable[..., None]:
-    def store_nothing_of(impl: Any, *_: Any, **__: Any) -> None:
-        for request in impl._parent._get_connector_metadata().requests:
-            if request.save_spec and is_meant(request):
-                store_nothing(impl, request)
+def _store_nothing_of(is_meant: Callable[[Any], Any]) -> Callable[..., bool]:
+    def store_nothing_of(impl: Any, *_: Any, **__: Any) -> bool:
+        """Whether there is any."""
+        meant = [
+            request
+            for request in impl._parent._get_connector_metadata().requests
+            if request.save_spec and is_meant(request)
+        ]
+        for request in meant:
+            store_nothing(impl, request)
+        return bool(meant)
 
     return store_nothing_of
 

@@ -37,6 +37,7 @@ from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+from kvfix.acting import note
 from kvfix.fixes import _closed, _scheduler, _worker, stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import LMCACHE_V1, SCHEDULER
@@ -93,6 +94,7 @@ def _store_nothing_of_failed(impl: Any, *_: Any, **__: Any) -> None:
             del impl._kvfix_failed
     for request in metadata.requests:
         if request.save_spec is not None and _has_one_of(blocks, request.slot_mapping, impl._block_size):
+            note(__name__, f"request {request.req_id}: its load has failed, and the step stores nothing of it")
             _worker.store_nothing(impl, request)
 
 
@@ -153,6 +155,7 @@ def fix_scheduler(adapter: ModuleType) -> Callable[..., Any]:
         cached, trackers = scheduler_output.scheduled_cached_reqs, impl._request_trackers
         for name, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=False):
             if name in impl._kvfix_rolled_back and computed < len(trackers[name].token_ids):
+                note(__name__, f"request {name} was rolled back to {computed} tokens")
                 trackers[name].num_saved_tokens = 0
         impl._kvfix_rolled_back.difference_update(cached.req_ids, scheduler_output.finished_req_ids)
 

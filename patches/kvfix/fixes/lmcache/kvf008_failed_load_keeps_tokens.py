@@ -30,6 +30,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+from kvfix.acting import note
 from kvfix.fixes import _closed, stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import LMCACHE_V1
@@ -44,6 +45,7 @@ def fix(adapter: ModuleType) -> Callable[..., Any]:
             if computed < len(tracker.token_ids):
                 tracker.token_ids = list(impl._unfinished_requests[name].all_token_ids[:computed])
                 tracker.num_saved_tokens = 0
+                note(__name__, f"request {name} was rolled back to {computed} tokens")
 
     return before(build_connector_meta, on_fault=_closed.save_nothing_more)
 

@@ -30,6 +30,7 @@ from types import ModuleType
 from typing import Any
 
 from kvfix import scheduling
+from kvfix.acting import note
 from kvfix.fixes import _closed, stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import LMCACHE_V1
@@ -49,6 +50,7 @@ def fix_metadata(adapter: ModuleType) -> Callable[..., Any]:
             tracker, request = impl._request_trackers[name], impl._unfinished_requests[name]
             tracker.token_ids = list(request.all_token_ids[: request.num_computed_tokens])
             tracker.allocated_block_ids = []
+            note(__name__, f"request {name} is resumed")
             tracker.num_saved_tokens = 0
 
     return before(build_connector_meta, on_fault=_closed.save_nothing_more)

@@ -35,6 +35,7 @@ from types import ModuleType
 from typing import Any
 
 from kvfix import scheduling
+from kvfix.acting import note
 from kvfix.fixes import stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import LMCACHE_V1, REQUEST_TRACKER
@@ -46,6 +47,7 @@ def fix(adapter: ModuleType) -> Callable[..., Any]:
         for name in scheduling.resumed(scheduler_output):
             tracker = impl._request_trackers.get(name)
             if tracker is not None:
+                note(__name__, f"request {name} is resumed")
                 tracker.allocated_block_ids = list(tracker.allocated_block_ids)
         return answer
 

@@ -31,6 +31,7 @@ from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+from kvfix.acting import note
 from kvfix.fixes import stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import REQUEST_TRACKER
@@ -41,6 +42,7 @@ def fix(adapter: ModuleType) -> Callable[..., Any]:
     def from_new_request(config: Any, tracker: Any, new_request: Any, num_tokens_to_compute: int, *_: Any) -> Any:
         tokens = getattr(new_request, "prefill_token_ids", None)  # only for runner V2
         if tokens is not None and len(tracker.token_ids) < num_tokens_to_compute:
+            note(__name__, f"request {new_request.req_id}: {num_tokens_to_compute} tokens are handed over")
             tracker.token_ids = tokens[:num_tokens_to_compute].copy()
         return tracker
 

@@ -29,6 +29,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+from kvfix.acting import note
 from kvfix.fixes import _closed, stubs
 from kvfix.fixes.api import NEW_REQUESTS, Fix
 from kvfix.fixes.targets import LMCACHE_V1
@@ -42,6 +43,7 @@ def fix(adapter: ModuleType) -> Callable[..., Any]:
         for name, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
             has = impl._request_trackers[name].token_ids
             if len(has) < computed and name not in session.before:
+                note(__name__, f"request {name}: {computed - len(has)} tokens were left out")
                 has.extend(impl._unfinished_requests[name].all_token_ids[len(has) : computed])
 
     return before(

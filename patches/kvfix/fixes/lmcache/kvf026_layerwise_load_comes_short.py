@@ -35,6 +35,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from kvfix import engine_log
+from kvfix.acting import note
 from kvfix.fixes import _closed, _layerwise, stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import LMCACHE_V1
@@ -88,6 +89,8 @@ def _report(impl: Any, request: Any, mask: Any, first: Any) -> int:
     arrived[start : start + loaded] = True
     failed = impl.record_failed_blocks(request.req_id, expected, arrived, request.slot_mapping)
     impl._invalid_block_ids.update(failed)
+    if failed:
+        note(__name__, f"request {request.req_id}: {len(failed)} blocks were not loaded")
     return loaded
 
 

@@ -40,6 +40,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 from kvfix import scheduling
+from kvfix.acting import note
 from kvfix.fixes import _closed, _scheduler, _worker, stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import LMCACHE_V1, SCHEDULER
@@ -87,6 +88,7 @@ class Unsaved:
         delattr(later, _STORE_NOTHING)
         later.load_spec, later.save_spec = None, copy.copy(meta.save_spec)
         meta.save_spec.can_save = False
+        note(__name__, f"request {meta.req_id}: its save is put off")
         if meta.req_id in self.saves:
             _join(later, self.saves[meta.req_id].meta)
         self.saves[meta.req_id] = _Save(self.open_from, later)

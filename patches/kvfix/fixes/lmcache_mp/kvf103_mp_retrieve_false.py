@@ -31,6 +31,7 @@ from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+from kvfix.acting import note
 from kvfix.fixes import _mp, stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import MP_WORKER_ADAPTER
@@ -43,6 +44,7 @@ def load(adapter: Any, future: Any, blocks: Any) -> Any:
     def result(*args: Any, **kwargs: Any) -> Any:
         loaded = future.result(*args, **kwargs)
         if not loaded:
+            note(__name__, f"{len(blocks)} blocks of a failed load are reported")
             adapter.error_block_ids.update(blocks)
         return loaded
 

@@ -34,6 +34,7 @@ from contextlib import nullcontext
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+from kvfix.acting import note
 from kvfix.fixes import _mp, stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import CONNECTOR_BASE, LMCACHE_MP, VLLM_MP, multi_process
@@ -65,6 +66,7 @@ def wait(module: ModuleType) -> Callable[..., Any]:
         if adapter is not None and adapter.is_healthy:
             for store in list(adapter.store_futures.values()):
                 if not store.query():
+                    note(__name__, "a store was waited for")
                     store.wait(timeout=adapter._mq_timeout)
 
     return before(

@@ -29,6 +29,7 @@ from collections.abc import Callable, Generator
 from types import ModuleType
 from typing import Any
 
+from kvfix.acting import note
 from kvfix.fixes import _mp, stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import LMCACHE_MP, multi_process
@@ -41,6 +42,7 @@ ALL = 1 << 40
 def fix(module: ModuleType) -> Callable[..., Any]:
     def asks(connector: Any, request: Any, num_computed_tokens: int = 0) -> Generator[None, Any, Any]:
         _mp.nothing_cached(connector.scheduler_adapter, request.request_id)
+        note(__name__, f"request {request.request_id} has embeddings")
         answer = yield
         tracker = connector.request_trackers.get(request.request_id)
         if tracker is not None:

@@ -33,6 +33,7 @@ from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+from kvfix.acting import note
 from kvfix.fixes import stubs
 from kvfix.fixes.api import Fix, Owner
 from kvfix.fixes.targets import LMCACHE_MP, LMCACHE_MP_0201, VLLM_MP
@@ -48,6 +49,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
     def __init__(tracker: Any, answer: None, request: Any) -> None:
         lora = getattr(request, "lora_request", None)
         if lora is not None:
+            note(__name__, f"request {request.request_id} has a LoRA adapter")
             tracker.cache_salt = salt(request.cache_salt or "", lora.lora_name)
         return answer
 

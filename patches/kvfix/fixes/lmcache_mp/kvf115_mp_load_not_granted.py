@@ -29,6 +29,7 @@ from collections.abc import Callable, Generator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+from kvfix.acting import note
 from kvfix.fixes import _mp, stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import multi_process
@@ -44,6 +45,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
         tracker, size = connector.request_trackers[request.request_id], _mp.block_size(connector)
         in_vllm, found = (_mp.tokens(tracker, name, size) for name in ("num_vllm_hit", "num_lmcache_hit"))
         _mp.set_tokens(tracker, "num_vllm_hit", max(in_vllm, found), size)
+        note(__name__, f"request {request.request_id}: nothing of its hit was granted")
         try:
             return (yield)
         finally:

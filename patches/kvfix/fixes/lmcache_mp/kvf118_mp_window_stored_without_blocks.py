@@ -35,6 +35,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+from kvfix.acting import note
 from kvfix.fixes import _closed, _mp, _windows
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import LMCACHE_MP
@@ -75,6 +76,7 @@ def _keep_whole(connector: Any, metadata: Any, computed: dict[str, int]) -> None
         if end == op.end:
             continue
         tracker._kvfix_hole = end
+        note(__name__, f"request {meta.request_id}: tokens {end} to {op.end} are not stored")
         if end == op.start:
             metadata.requests.remove(meta)
             continue

@@ -34,6 +34,7 @@ from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+from kvfix.acting import note
 from kvfix.fixes import _closed, _windows
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import LMCACHE_MP
@@ -90,6 +91,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
         stores.step(computed, scheduled, connector.request_trackers)
         if stores.freed and (len(stores.freed) > _MOST or _any_in_use(connector, stores.freed)):
             # what LMCache from 0.5.2 on reads, and what KVF106 does
+            note(__name__, "stores in flight are waited for: vLLM has freed their blocks")
             metadata.need_flush_before_forward = metadata._kvfix_preempted = True
         if getattr(metadata, "need_flush_before_forward", False):
             stores.held, stores.freed = [], set()

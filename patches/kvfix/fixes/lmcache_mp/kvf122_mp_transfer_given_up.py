@@ -36,6 +36,7 @@ from collections.abc import Callable, Generator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+from kvfix.acting import note
 from kvfix.fixes import _mp, stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import MP_CLIENT, MP_WORKER_ADAPTER
@@ -50,6 +51,7 @@ _SET = SimpleNamespace(is_set=lambda: True)
 
 def hold(module: ModuleType) -> Callable[..., Any]:
     def as_if_healthy(adapter: Any, *_: Any, **__: Any) -> Generator[None, Any, Any]:
+        note(__name__, "transfers of a silent server are waited for")
         with replaced(adapter, _health_event=_SET):
             answer = yield
         return answer

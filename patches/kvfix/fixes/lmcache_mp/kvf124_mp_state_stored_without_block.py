@@ -33,6 +33,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+from kvfix.acting import note
 from kvfix.fixes import _closed, _mp, _windows
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import LMCACHE_MP
@@ -74,6 +75,8 @@ def _leave_out(connector: Any, scheduler_output: Any, metadata: Any) -> None:
             for end in range(meta.op.start + chunk, meta.op.end + 1, chunk):
                 last = (end - meta.op.start) // size
                 if end not in (begins, begins + scheduled[meta.request_id]) or not ids[last - 1]:
+                    if any(ids[last - chunk // size : last]):
+                        note(__name__, f"request {meta.request_id}: the state at token {end} is not stored")
                     ids[last - chunk // size : last] = [0] * (chunk // size)
             meta.op.block_ids[group] = ids
 

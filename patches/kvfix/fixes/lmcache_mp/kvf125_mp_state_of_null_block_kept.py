@@ -46,7 +46,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
             parts = [] if getattr(group, "aux", False) else group.kernel_group_indices
             lasts = [block_ids[part][blocks_per_chunk[part] - 1 :: blocks_per_chunk[part]] for part in parts]
             found.append([out or any(last[number] == null for last in lasts) for number, out in enumerate(mask)])
-        return found
+        return found if found != masks else masks
 
     # Every chunk is left out of the store.
     return after(

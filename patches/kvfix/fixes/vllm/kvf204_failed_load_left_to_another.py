@@ -31,6 +31,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+from kvfix.acting import note
 from kvfix.fixes import _scheduler, stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import SCHEDULER
@@ -43,7 +44,9 @@ def fix(scheduler: ModuleType) -> Callable[..., Any]:
     ) -> Any:
         for name, first, _ in _scheduler.failed(scheduler, answer[0], invalid_block_ids, *more):
             request = scheduler.requests[name]
-            request.num_computed_tokens = min(request.num_computed_tokens, first * scheduler.block_size)
+            if request.num_computed_tokens > first * scheduler.block_size:
+                note(__name__, f"request {name} is rolled back to {first * scheduler.block_size} tokens")
+                request.num_computed_tokens = first * scheduler.block_size
         return answer
 
     def from_the_start(scheduler: Any, answer: Any, *_: Any, **__: Any) -> Any:

@@ -40,6 +40,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+from kvfix.acting import note
 from kvfix.fixes import _closed, _in_flight, _scheduler, stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import LMCACHE_V1, SCHEDULER
@@ -64,6 +65,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
                 _preempt(scheduler, request, preempted)
             with_stale_output += rolled_back
         for request in with_stale_output:
+            note(__name__, f"request {request.request_id}: output in flight is dropped")
             _in_flight.drop(scheduler, request)
         return answer
 

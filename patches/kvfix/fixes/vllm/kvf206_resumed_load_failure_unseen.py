@@ -28,6 +28,7 @@ from collections.abc import Callable, Generator
 from types import ModuleType
 from typing import Any
 
+from kvfix.acting import note
 from kvfix.fixes import _scheduler, stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import SCHEDULER
@@ -44,6 +45,7 @@ def fix(scheduler: ModuleType) -> Callable[..., Any]:
                 (blocks,) = scheduler.kv_cache_manager.get_block_ids(request.request_id)
                 failed = [place for place, block in enumerate(blocks) if block in invalid_block_ids]
                 if failed:
+                    note(__name__, f"request {request.request_id}: {len(failed)} failed blocks")
                     request.num_cached_tokens = max(cached, (failed[-1] + 1) * scheduler.block_size)
             return (yield)
         finally:

@@ -28,6 +28,7 @@ from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+from kvfix.acting import note
 from kvfix.fixes import stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import SCHEDULER
@@ -41,6 +42,7 @@ def _ahead(request: Any) -> int:
 
 def fix(module: ModuleType) -> Callable[..., Any]:
     def _handle_stopped_request(scheduler: Any, request: Any) -> None:
+        note(__name__, f"request {request.request_id}: {_ahead(request)} tokens are computed again")
         request.num_computed_tokens -= _ahead(request)
 
     return before(

@@ -33,6 +33,7 @@ from collections.abc import Callable, Generator
 from types import ModuleType
 from typing import Any
 
+from kvfix.acting import note
 from kvfix.fixes import _offloading
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import OFFLOADING_SCHEDULER
@@ -61,6 +62,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
 def _failed_stores(scheduler: Any, blocks: Any) -> set[int]:
     """The stores in flight of all requests that have one of these blocks."""
     jobs: set[int] = set()
+    note(__name__, f"stores of {len(blocks)} blocks whose load has failed do not count")
     for request in scheduler._req_status.values():
         if all(blocks.isdisjoint(group.block_ids) for group in request.group_states):
             continue

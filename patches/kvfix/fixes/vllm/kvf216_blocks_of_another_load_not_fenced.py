@@ -29,6 +29,7 @@ from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+from kvfix.acting import note
 from kvfix.fixes import stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import OFFLOADING_SCHEDULER
@@ -37,6 +38,7 @@ from kvfix.wrapping import GO_ON, before
 
 def fix(module: ModuleType) -> Callable[..., Any]:
     def update_state_after_alloc(scheduler: Any, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        note(__name__, f"request {request.request_id}: copies of its blocks are waited for")
         for group in blocks.blocks:
             scheduler._current_batch_allocated_block_ids.update(each.block_id for each in group if each.block_id)
 

@@ -29,6 +29,7 @@ from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+from kvfix.acting import note
 from kvfix.fixes import stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import OFFLOADING_SCHEDULER
@@ -39,6 +40,8 @@ def fix(module: ModuleType) -> Callable[..., Any]:
     def _update_req_states(scheduler: Any, scheduler_output: Any) -> None:
         for new in scheduler_output.scheduled_new_reqs:
             for group in scheduler._req_status[new.req_id].group_states:
+                if group.block_ids:
+                    note(__name__, f"request {new.req_id} is handed over anew")
                 group.block_ids.clear()
 
     def forget_blocks(scheduler: Any, scheduler_output: Any, *_: Any, **__: Any) -> Any:

@@ -29,6 +29,7 @@ from collections.abc import Callable, Generator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+from kvfix.acting import note
 from kvfix.fixes import stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import SCHEDULER
@@ -60,6 +61,7 @@ def fix_output(module: ModuleType) -> Callable[..., Any]:
         for request in sessions:
             queues = scheduler.waiting, scheduler.kv_holding_waiting, scheduler.running
             if request.request_id in scheduler.requests and not any(request in queue for queue in queues):
+                note(__name__, f"request {request.request_id} waits for its next input")
                 scheduler._enqueue_waiting_request(request)
         return answer
 

@@ -43,8 +43,9 @@ MARGIN = 1.0
 
 def names_the_end(module: ModuleType) -> Callable[..., Any]:
     def request_finished(connector: Any, answer: tuple[bool, Any], request: Any, *_: Any) -> tuple[bool, Any]:
-        until = connector._reqs_need_send[request.request_id]
-        return answer[0], {**answer[1], "remote_blocks_expiry_time": until}
+        # In place: naming the end changes no outcome.
+        answer[1]["remote_blocks_expiry_time"] = connector._reqs_need_send[request.request_id]
+        return answer
 
     def ended(connector: Any, answer: tuple[bool, Any], *_: Any, **__: Any) -> tuple[bool, Any]:
         """The lease is named as over: a decode engine with this fix takes nothing for loaded."""
@@ -94,7 +95,8 @@ def fails_late_reads(module: ModuleType) -> Callable[..., Any]:
         done, failed = answer
         if transfers is not worker._recving_transfers:
             return answer
-        return done, failed | {name for name in done - failed if _too_late(worker, name, module.time.perf_counter())}
+        late = {name for name in done - failed if _too_late(worker, name, module.time.perf_counter())}
+        return (done, failed | late) if late else answer
 
     def all_fail(worker: Any, answer: tuple[set[str], set[str]], transfers: Any, *_: Any) -> Any:
         done, failed = answer

@@ -28,6 +28,7 @@ from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+from kvfix.acting import note
 from kvfix.fixes import stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import NIXL_PUSH_SCHEDULER
@@ -38,10 +39,13 @@ def fix(module: ModuleType) -> Callable[..., Any]:
     def request_finished(connector: Any, answer: tuple[bool, Any], request: Any, *_: Any) -> tuple[bool, Any]:
         blocks = connector._newly_finished_push_blocks[request.request_id]
         specs = [group.kv_cache_spec for group in connector.kv_cache_config.transfer_groups]
-        connector._newly_finished_push_blocks[request.request_id] = tuple(
+        cut = tuple(
             group[: -(-request.num_prompt_tokens // spec.block_size)] if _is_full(spec) else group
             for spec, group in zip(specs, blocks, strict=True)
         )
+        if any(len(one) != len(other) for one, other in zip(cut, blocks, strict=True)):
+            note(__name__, f"request {request.request_id}: blocks behind its prompt are not sent")
+        connector._newly_finished_push_blocks[request.request_id] = cut
         return answer
 
     return after(

@@ -34,6 +34,7 @@ from collections.abc import Callable, Generator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+from kvfix.acting import note
 from kvfix.fixes import _closed, stubs
 from kvfix.fixes.api import NEW_REQUESTS, Fix
 from kvfix.fixes.targets import NIXL_PUSH_SCHEDULER, NIXL_PUSH_WORKER
@@ -78,6 +79,7 @@ def gives_up(module: ModuleType) -> Callable[..., Any]:
                 del worker._kvfix_ends[name]
             elif now > until + _GRACE:
                 del worker._kvfix_ends[name]
+                note(__name__, f"request {name}: its load is given up")
                 worker._failed_recv_reqs.put(name)
 
     return before(get_transfer_results, when=lambda worker: getattr(worker, "_kvfix_ends", None))

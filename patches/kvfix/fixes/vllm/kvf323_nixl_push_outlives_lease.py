@@ -32,6 +32,7 @@ from collections.abc import Callable, Generator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+from kvfix.acting import note
 from kvfix.fixes import _closed, stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import NIXL_BASE_WORKER, NIXL_PUSH_WORKER
@@ -48,6 +49,9 @@ def keeps_what_is_written(module: ModuleType) -> Callable[..., Any]:
             leases = worker._reqs_to_send
             written = set(worker._sending_transfers) | vars(worker).get(_BEGINNING, set())
             kept = {name: leases.pop(name) for name in written & leases.keys()}
+            now = module.time.perf_counter()
+            if any(until <= now for until in kept.values()):
+                note(__name__, "blocks that are written are kept beyond their lease")
             try:
                 answer = yield
             finally:

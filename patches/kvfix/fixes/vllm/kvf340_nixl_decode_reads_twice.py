@@ -52,7 +52,7 @@ def _fix(module: ModuleType) -> Callable[..., Any]:
 
 def _arrives(module: ModuleType) -> Callable[..., Any]:
     return before(
-        _reads,
+        lambda connector, request: not _reads(connector, request),
         when=lambda connector, request: connector._TRANSFER_MODE == "pull" and _prefills.is_to_load(request),
         on_fault=_closed.compute_new,
     )

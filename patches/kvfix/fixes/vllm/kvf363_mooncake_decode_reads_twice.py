@@ -54,7 +54,9 @@ def fix(module: ModuleType) -> Callable[..., Any]:
 def ends(module: ModuleType) -> Callable[..., Any]:
     """One that is aborted before it is asked would have prefill free the blocks that are written to the first."""
     return before(
-        _reads, when=lambda connector, request, *_: _prefills.is_to_load(request), on_fault=_closed.compute_new
+        lambda connector, request, *_: not _reads(connector, request),
+        when=lambda connector, request, *_: _prefills.is_to_load(request),
+        on_fault=_closed.compute_new,
     )
 
 

@@ -33,6 +33,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from kvfix import engine_log
+from kvfix.acting import note
 from kvfix.fixes import stubs
 from kvfix.fixes.api import NEW_REQUESTS, Fix
 from kvfix.fixes.targets import MOONCAKE_SCHEDULER, MOONCAKE_WORKER
@@ -78,6 +79,7 @@ def _drop(module: Any, worker: Any, transfer: str) -> None:
             return
         dropped.p_req_id, dropped.local_block_ids, dropped.need_send = "", [], _NEVER
         dropped.ready.set()
+        note(__name__, f"the transfer {transfer} is answered as failed")
         worker.sender_loop.call_later(module.envs.VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT, _forget, worker, dropped)
     except Exception as error:  # noqa: BLE001
         engine_log.fault(f"{__name__}._drop", error)

@@ -55,6 +55,8 @@ def fix(module: ModuleType) -> Callable[..., Any]:
                 setattr(meta, _REASON, reason)
             else:
                 last.append(name)
+        if list(names) == last:
+            return (yield)
         return (yield (metas, last, reason))
 
     return around(handle_failed_recv)

@@ -30,6 +30,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+from kvfix.acting import note
 from kvfix.fixes import stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import SIMPLE_SCHEDULER
@@ -53,6 +54,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
                     if not blocks:
                         scheduler._free_pending_cpu_hit(scheduler._pending_cpu_hits.pop(request.request_id))
                         return 0, False
+                    note(__name__, f"request {request.request_id}: a block in front of its window is loaded")
                     found.append((number, place, blocks[0]))
         pool.touch([block for _, _, block in found])
         for number, place, block in found:

@@ -34,6 +34,7 @@ from collections.abc import Callable, Collection
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+from kvfix.acting import note
 from kvfix.fixes import stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import SIMPLE_SCHEDULER
@@ -52,6 +53,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
         for event, transfer in scheduler._store_event_to_blocks.items():
             lost = {block for block in transfer.gpu_block_ids if block in bad or _has_no_key(scheduler, block)}
             if lost:
+                note(__name__, f"{len(lost)} blocks of store {event} do not count")
                 given_up[event] = given_up.get(event, set()) | lost
 
     return before(
