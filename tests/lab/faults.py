@@ -201,10 +201,12 @@ def cases(fix: Any, seeds: int = 0) -> list[Case]:
     from kvfix_tools.lab import runner
     from kvfix_tools.lab.scenario import find
 
-    found = [scenario for slug in fix.scenarios for scenario in [find(slug)] if scenario is not None]
-    connectors = dict.fromkeys(each.options.connector for each in found)
-    played = [_scenario(each.slug) for each in found if runner.expected(each) != "not-applicable"]
-    return played + [_seed(connector, seed) for connector in connectors for seed in range(seeds)]
+    known = [scenario for scenario in map(find, fix.scenarios) if scenario is not None]
+    found = [scenario for scenario in known if runner.expected(scenario) != "not-applicable"]
+    connectors = dict.fromkeys(scenario.options.connector for scenario in found)
+    return [_scenario(scenario.slug) for scenario in found] + [
+        _seed(connector, seed) for connector in connectors for seed in range(seeds)
+    ]
 
 
 class Counted(NamedTuple):

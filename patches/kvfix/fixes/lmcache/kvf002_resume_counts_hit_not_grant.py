@@ -72,7 +72,8 @@ def _as_granted(load_spec: Any, impl: Any, scheduler_output: Any, names: Any) ->
             if spec is None:
                 spec = impl.load_specs[name] = load_spec(computed, 0, can_load=False)
             if not spec.can_load or spec.lmcache_cached_tokens == computed + 1:
-                note(__name__, f"request {name}: {computed} tokens are computed")
+                if computed != max(spec.vllm_cached_tokens, spec.lmcache_cached_tokens):
+                    note(__name__, f"request {name}: {computed} tokens are computed")
                 as_hit.append((spec, spec.vllm_cached_tokens, spec.lmcache_cached_tokens, name))
                 spec.vllm_cached_tokens = spec.lmcache_cached_tokens = computed
         meta = yield

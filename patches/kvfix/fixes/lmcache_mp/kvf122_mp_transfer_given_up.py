@@ -76,7 +76,15 @@ def note_connection(module: ModuleType) -> Callable[..., Any]:
     def process_inbound(client: Any) -> None:
         client._kvfix_connected = True
 
-    return before(process_inbound, when=lambda client: not getattr(client, "_kvfix_connected", False))
+    def connected(client: Any) -> Any:
+        client._kvfix_connected = True
+        return GO_ON
+
+    return before(
+        process_inbound,
+        when=lambda client: not getattr(client, "_kvfix_connected", False),
+        on_fault=connected,
+    )
 
 
 def fail_transfers(module: ModuleType) -> Callable[..., Any]:
@@ -86,11 +94,17 @@ def fail_transfers(module: ModuleType) -> Callable[..., Any]:
         client._kvfix_connected = False
         for request, (future, spec) in list(client.pending_futures.items()):
             if spec.operation in _TRANSFERS:
+                note(__name__, "a transfer of a lost server has failed")
                 del client.pending_futures[request]
                 future.set_result(_FAILED)
         return answer
 
-    return after(cancel_streams)
+    def lost(client: Any, answer: Any) -> Any:
+        """The worker gives its transfers up: a server that is gone writes nothing."""
+        client._kvfix_connected = False
+        return answer
+
+    return after(cancel_streams, on_fault=lost)
 
 
 class _Unhealthy(SimpleNamespace):

@@ -38,9 +38,10 @@ from kvfix.wrapping import GO_ON, before
 
 def fix(module: ModuleType) -> Callable[..., Any]:
     def update_state_after_alloc(scheduler: Any, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        note(__name__, f"request {request.request_id}: copies of its blocks are waited for")
-        for group in blocks.blocks:
-            scheduler._current_batch_allocated_block_ids.update(each.block_id for each in group if each.block_id)
+        own = {each.block_id for group in blocks.blocks for each in group if each.block_id}
+        scheduler._current_batch_allocated_block_ids.update(own)
+        if not own.isdisjoint(scheduler._block_id_to_pending_jobs):
+            note(__name__, f"request {request.request_id}: copies of its blocks are waited for")
 
     # Without stores that are still copied there is nothing to wait for.
     return before(

@@ -32,6 +32,7 @@ from collections.abc import Callable, Generator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+from kvfix.acting import note
 from kvfix.fixes import stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import NIXL_PULL_WORKER
@@ -51,6 +52,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
                 worker._handle_failed_transfer(req_id, None, worker._recv_failures, record_failed_transfer=False)
                 return instead(None)
             remote[number] = list(remote[number][: wanted[number]])
+        note(__name__, f"request {req_id}: blocks behind its prompt are not read")
         meta.remote.block_ids = remote
         return None
 
