@@ -50,13 +50,13 @@ class _Code:
         return self.on_fault is not None
 
     def closed(self, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """The answer of a wrapper that fails closed."""
+        """The answer of a wrapper that fails closed. If that raises too, all is as released."""
         try:
             assert self.on_fault is not None
             return self.on_fault(*given, **named)
         except Exception as error:  # noqa: BLE001
             engine_log.fault(f"{self.where} (on_fault)", error)
-            return None
+            return GO_ON
 
 
 def before(prepare: Function, when: Function | None = None, on_fault: Function | None = ORIGINAL) -> Wrapper:

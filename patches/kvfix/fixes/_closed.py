@@ -25,10 +25,9 @@ def no_promise(*_: Any, **__: Any) -> tuple[int, bool]:
     return 0, False
 
 
-def compute(connector: Any, promise: Any, request: Any, *_: Any, **__: Any) -> tuple[int, bool]:
+def compute(connector: Any, promise: Any, request: Any, *_: Any, **__: Any) -> Any:
     """For a request with a remote prefill: nothing is promised, and it is computed as if it had loaded."""
-    _is_local(request)
-    return 0, False
+    return (0, False) if _is_local(request) else GO_ON
 
 
 def compute_new(connector: Any, request: Any, *_: Any, **__: Any) -> Any:
@@ -37,8 +36,12 @@ def compute_new(connector: Any, request: Any, *_: Any, **__: Any) -> Any:
     return GO_ON
 
 
-def _is_local(request: Any) -> None:
-    request.kv_transfer_params = {**(request.kv_transfer_params or {}), "do_remote_prefill": False}
+def _is_local(request: Any) -> bool:
+    """Make it a request that is computed here; False if it is one."""
+    asks = bool(request.kv_transfer_params and request.kv_transfer_params.get("do_remote_prefill"))
+    if asks:
+        request.kv_transfer_params = {**request.kv_transfer_params, "do_remote_prefill": False}
+    return asks
 
 
 def nothing(*_: Any, **__: Any) -> None:

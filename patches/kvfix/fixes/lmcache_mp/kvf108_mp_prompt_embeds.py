@@ -33,7 +33,7 @@ from kvfix.acting import note
 from kvfix.fixes import _mp, stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import LMCACHE_MP, multi_process
-from kvfix.wrapping import around
+from kvfix.wrapping import GO_ON, around
 
 #: More tokens than any request has.
 ALL = 1 << 40
@@ -49,7 +49,9 @@ def fix(module: ModuleType) -> Callable[..., Any]:
             _mp.set_tokens(tracker, "num_stored", ALL, _mp.block_size(connector))
         return answer
 
-    def without_lookup(connector: Any, request: Any, *_: Any, **__: Any) -> tuple[int, bool]:
+    def without_lookup(connector: Any, request: Any, *_: Any, **__: Any) -> Any:
+        if getattr(request, "prompt_embeds", None) is None:
+            return GO_ON
         tracker = connector.request_trackers.setdefault(request.request_id, module.LMCacheMPRequestTracker(request))
         name = "num_stored_tokens" if hasattr(tracker, "num_stored_tokens") else "num_stored_blocks"
         setattr(tracker, name, ALL)

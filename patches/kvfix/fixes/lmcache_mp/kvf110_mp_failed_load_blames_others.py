@@ -33,36 +33,25 @@ from kvfix.acting import note
 from kvfix.fixes import _mp, stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import MP_WORKER_ADAPTER
-from kvfix.wrapping import View, after
+from kvfix.wrapping import after
 
 
 def fix(module: ModuleType) -> Callable[..., Any]:
     def submit_retrieve_request(adapter: Any, answer: Any, request_id: str, op: Any, *_: Any, **__: Any) -> Any:
         skipped = _skipped(op)
+        if skipped:
+            note(__name__, f"request {request_id}: {len(skipped)} computed blocks are none of its load")
         if request_id in adapter.retrieve_futures:
             future, blocks = adapter.retrieve_futures[request_id]
             adapter.retrieve_futures[request_id] = (
-                _noted(future, request_id),
+                future,
                 [block for block in blocks if block not in skipped],
             )
         else:  # the server does not answer: reported at once
             adapter.error_block_ids.difference_update(skipped)
-            note(__name__, f"request {request_id}: {len(skipped)} computed blocks are none of its load")
         return answer
 
     return after(submit_retrieve_request, when=lambda adapter, answer, request_id, op, *_, **__: op.skip_first_n_tokens)
-
-
-def _noted(future: Any, request_id: str) -> Any:
-    """The future of a load: the fix acts if the load fails."""
-
-    def result(*args: Any, **kwargs: Any) -> Any:
-        loaded = future.result(*args, **kwargs)
-        if not loaded:
-            note(__name__, f"request {request_id}: computed blocks are none of its failed load")
-        return loaded
-
-    return View(future, result=result)
 
 
 def _skipped(op: Any) -> list[int]:

@@ -56,16 +56,28 @@ def fix(module: ModuleType) -> Callable[..., Any]:
 
 def fix_output(module: ModuleType) -> Callable[..., Any]:
     def update_from_output(scheduler: Any, answer: Any, *_: Any, **__: Any) -> Any:
-        sessions = getattr(scheduler, _SESSIONS)
-        setattr(scheduler, _SESSIONS, [])
-        for request in sessions:
+        while sessions := getattr(scheduler, _SESSIONS):
+            request = sessions[-1]
             queues = scheduler.waiting, scheduler.kv_holding_waiting, scheduler.running
             if request.request_id in scheduler.requests and not any(request in queue for queue in queues):
                 note(__name__, f"request {request.request_id} waits for its next input")
                 scheduler._enqueue_waiting_request(request)
+            sessions.pop()
         return answer
 
-    return after(update_from_output, when=lambda scheduler, *_, **__: getattr(scheduler, _SESSIONS, None))
+    return after(
+        update_from_output, when=lambda scheduler, *_, **__: getattr(scheduler, _SESSIONS, None), on_fault=_enqueue
+    )
+
+
+def _enqueue(scheduler: Any, answer: Any, *_: Any, **__: Any) -> Any:
+    """Without the queue a session has no status to go on with."""
+    while getattr(scheduler, _SESSIONS, None):
+        request = getattr(scheduler, _SESSIONS).pop()
+        queues = scheduler.waiting, scheduler.kv_holding_waiting
+        if request.request_id in scheduler.requests and not any(request in queue for queue in queues):
+            scheduler._enqueue_waiting_request(request)
+    return answer
 
 
 def fix_update(module: ModuleType) -> Callable[..., Any]:
