@@ -51,7 +51,7 @@ class Plan:
     def at(self, frame: Any, event: str, _: Any) -> Any:
         if event == "line":
             where = (frame.f_code.co_filename, frame.f_lineno)
-            if linecache.getline(*where).strip() != "try:" and where[1] not in _restoring(where[0]):
+            if linecache.getline(*where).strip() != "try:" and where[1] not in _cannot_fail(where[0]):
                 self.lines[where] += 1
                 times = self.lines[where]
                 if where == self.line and (times == self.time or (self.always and times > self.time)):
@@ -63,12 +63,24 @@ class Plan:
 PLAN = Plan()
 
 
+#: Nodes of a statement that cannot raise.
+_SAFE = (
+    ast.Return, ast.Expr, ast.Assign, ast.Name, ast.Constant, ast.Yield, ast.Tuple, ast.expr_context, ast.Pass,
+    ast.Continue, ast.Break, ast.FunctionDef, ast.arguments, ast.arg,
+)  # fmt: skip
+
+
 @functools.cache
-def _restoring(file: str) -> frozenset[int]:
-    """Lines in `finally`: they give the engine back what it had. A fix that fails there cannot be answered for."""
+def _cannot_fail(file: str) -> frozenset[int]:
+    """Lines with names alone, and those in `finally`, which give the engine back what it had."""
     tree = ast.parse("".join(linecache.getlines(file)))
-    finals = [each for node in ast.walk(tree) if isinstance(node, ast.Try) for each in node.finalbody]
-    return frozenset(line for each in finals for line in range(each.lineno, (each.end_lineno or 0) + 1))
+    safe = [each for node in ast.walk(tree) if isinstance(node, ast.Try) for each in node.finalbody]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef):
+            safe.append(ast.Pass(lineno=node.lineno, end_lineno=node.lineno))
+        elif isinstance(node, ast.stmt) and all(isinstance(each, _SAFE) for each in ast.walk(node)):
+            safe.append(node)
+    return frozenset(line for each in safe for line in range(each.lineno, (each.end_lineno or 0) + 1))
 
 
 @contextmanager
@@ -152,16 +164,21 @@ def _with_faults(wrap: Function) -> Function:
 CLOSED = ("LAB002", "LAB004", "LAB006")
 
 
+#: They write nothing if they fail: the decode engine gives the load up at its timeout, after the end of the schedule.
+UNTIL_TIMEOUT = ("KVF321", "KVF322", "KVF323", "KVF352")
+
+
 class Case(NamedTuple):
-    """A play with one fix that raises. play: -> codes of the findings, with their texts."""
+    """A play: without kvfix, with all fixes, and with all but one. Each answers with the findings."""
 
     name: str
     released: Function
     fixed: Function
+    without: Function
 
 
 class Outcome(NamedTuple):
-    """worse: findings that the release has not in the same play."""
+    """worse: findings that the same play does not have without the fix."""
 
     fix: str
     case: str
@@ -181,19 +198,26 @@ def _scenario(slug: str) -> Case:
 
     scenario = find(slug)
     assert scenario is not None
-    return Case(slug, lambda: runner.play(scenario, False).findings, lambda: runner.play(scenario, True).findings)
+
+    def findings(fixes: bool, skipped: str = "") -> Any:
+        codes = [code for code in runner.drawn(*scenario.fixes) if code != skipped]
+        return runner.play(scenario, fixes, only=codes).findings
+
+    return Case(slug, lambda: findings(False), lambda: findings(True), lambda code: findings(True, code))
 
 
 def _seed(connector: str, seed: int) -> Case:
     from kvfix_tools.lab.fuzz import play
-    from kvfix_tools.lab.runner import applied
+    from kvfix_tools.lab.runner import applied, drawn
     from kvfix_tools.lab.schedule import draw
 
-    def findings(fixes: bool) -> Any:
-        with applied(fixes):
+    def findings(fixes: bool, skipped: str = "") -> Any:
+        with applied(fixes, only=[code for code in drawn() if code != skipped]):
             return play(draw(seed, connector)).findings
 
-    return Case(f"{connector} seed {seed}", lambda: findings(False), lambda: findings(True))
+    return Case(
+        f"{connector} seed {seed}", lambda: findings(False), lambda: findings(True), lambda code: findings(True, code)
+    )
 
 
 def cases(fix: Any, seeds: int = 0) -> list[Case]:
@@ -216,8 +240,8 @@ class Counted(NamedTuple):
 
 
 def counted(fix: Any, case: Case) -> Counted:
-    """What the release finds in this play, and how often each line of the fix is executed in it."""
-    released = frozenset(found.code for found in case.released())
+    """What is found in this play without the fix, and how often each line of the fix is executed in it."""
+    released = frozenset(found.code for found in (*case.released(), *case.without(fix.code)))
     PLAN.__init__(fix.code)  # type: ignore[misc]
     case.fixed()
     lines = dict(PLAN.lines)
@@ -236,6 +260,8 @@ def outcome(fix: Any, counted: Counted, line: Line, time: int, always: bool) -> 
         PLAN.__init__()  # type: ignore[misc]
     is_closed = fix.on_fault == "closed"
     allowed = (counted.released | {"LAB007"} | set(CLOSED if is_closed else ())) - set(["LAB001"] if is_closed else ())
+    if fix.code in UNTIL_TIMEOUT:
+        allowed |= {"LAB003"}
     worse = [str(each) for each in found if each.code not in allowed]
     if raised and not any(each.code == "LAB007" for each in found):
         worse.append("the fault is not counted")

@@ -182,7 +182,7 @@ def closed() -> dict[str, Any]:
 def test_what_cannot_be_moved_is_not_stored_and_not_loaded(once: Once) -> None:
     found = once(closed, RELEASES / "0.5.6")
     assert found["stored"] == ["of right"]
-    assert found["released"] == ["wrong"]
+    assert found["released"] == ["wrong", "right"]  # LMCache releases what it has stored
     assert found["retrieved"] == [False, False, False, True, True]
 
 

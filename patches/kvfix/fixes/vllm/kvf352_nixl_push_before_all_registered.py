@@ -61,7 +61,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
 
 def _registered(module: ModuleType, notice: bytes) -> tuple[str, int]:
     """Which request, and how many ranks its engine has; none, if it does not say so."""
-    with suppress(Exception):
+    with suppress(module.msgspec.DecodeError, KeyError, TypeError):
         data = module.msgspec.msgpack.decode(notice[len(module.PUSH_REG_NOTIF_PREFIX) :])
         request, ranks = data["request_id"], data["decode_tp_size"]
         if isinstance(request, str) and isinstance(ranks, int):

@@ -45,9 +45,9 @@ _NEVER = 1 << 30
 
 def fix(module: ModuleType) -> Callable[..., Any]:
     def start_load_kv(worker: Any, metadata: Any) -> Generator[Any, Any, Any]:
-        for transfer in metadata.reqs_not_processed:
-            worker.sender_loop.call_soon_threadsafe(_drop, module, worker, transfer)
-        return (yield (View(metadata, reqs_not_processed=set()),))
+        without = View(metadata, reqs_not_processed=set())
+        worker.sender_loop.call_soon_threadsafe(_drop_all, module, worker, list(metadata.reqs_not_processed))
+        return (yield (without,))
 
     return around(
         start_load_kv, when=lambda worker, metadata: metadata.reqs_not_processed and not worker.is_kv_consumer
@@ -65,6 +65,11 @@ def tells_the_worker(module: ModuleType) -> Callable[..., Any]:
         return bool(asked) and not answer[0] and not connector.is_kv_consumer
 
     return after(request_finished, when=is_not_sent)
+
+
+def _drop_all(module: Any, worker: Any, transfers: list[str]) -> None:
+    for transfer in transfers:
+        _drop(module, worker, transfer)
 
 
 def _drop(module: Any, worker: Any, transfer: str) -> None:

@@ -72,6 +72,8 @@ def answers(module: ModuleType) -> Callable[..., Any]:
             else:
                 written.append(name)
         _pulls.settled(worker).update(written)
+        if len(written) == len(response.ok_reqs):
+            return (yield)
         return (yield (View(response, ok_reqs=written), metas))
 
     return around(process_pulling_result, when=lambda worker, response, metas: response.ok_reqs)

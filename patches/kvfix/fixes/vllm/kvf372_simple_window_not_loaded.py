@@ -56,9 +56,8 @@ def fix(module: ModuleType) -> Callable[..., Any]:
                         return 0, False
                     note(__name__, f"request {request.request_id}: a block in front of its window is loaded")
                     found.append((number, place, blocks[0]))
-        pool.touch([block for _, _, block in found])
         for number, place, block in found:
-            hit[number][place] = block
+            hit[number][place], _ = block, pool.touch([block])  # an error does not come between the two
         return promise
 
     return after(
