@@ -13,8 +13,10 @@ from tests.conftest import RELEASES, Once
 SEEDS = 20
 #: Counts of a schedule in which something goes wrong, or is undone.
 DISTURBED = ("preemptions", "aborts", "aborted", "loads_failed", "leases_ended")
-#: What they correct shows only later: a worker that is idle, a load that fails, a request that ends.
-AHEAD = {"KVF113", "KVF110", "KVF109"}
+#: What they correct shows only later: a worker that is idle, a load that fails, a request that ends, a copy.
+AHEAD = {"KVF109", "KVF110", "KVF113", "KVF216"}
+#: It asks the peer for its clock at each load.
+ASKS = "KVF368"
 
 
 #: In this scenario no registration raises in the wrapped function: KVF322 gives the load up.
@@ -48,7 +50,7 @@ def in_scenarios() -> dict[str, dict[str, int]]:
 def in_healthy(connector: str) -> dict[str, Any]:
     """Which fixes acted in random schedules in which nothing is violated, aborted, preempted or lost as released."""
     from kvfix_tools.lab.fuzz import play
-    from kvfix_tools.lab.runner import applied
+    from kvfix_tools.lab.runner import applied, drawn
     from kvfix_tools.lab.schedule import draw
 
     healthy = 0
@@ -60,7 +62,7 @@ def in_healthy(connector: str) -> dict[str, Any]:
         if released.violations or any(released.counts.get(name) for name in DISTURBED):
             continue
         healthy += 1
-        with applied(True):
+        with applied(True, only=[code for code in drawn() if code != ASKS]):
             play(schedule)
     return {"healthy": healthy, "acted": _counted()}
 

@@ -31,6 +31,7 @@ from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+from kvfix import engine_log
 from kvfix.acting import note
 from kvfix.fixes import _mp, stubs
 from kvfix.fixes.api import Fix
@@ -41,11 +42,14 @@ from kvfix.wrapping import View, after
 def load(adapter: Any, future: Any, blocks: Any) -> Any:
     """The future of a load into these blocks."""
 
+    def failed() -> None:
+        adapter.error_block_ids.update(blocks)
+        note(__name__, f"{len(blocks)} blocks of a failed load are reported")
+
     def result(*args: Any, **kwargs: Any) -> Any:
         loaded = future.result(*args, **kwargs)
         if not loaded:
-            note(__name__, f"{len(blocks)} blocks of a failed load are reported")
-            adapter.error_block_ids.update(blocks)
+            engine_log.guarded(f"{__name__}.load", failed)
         return loaded
 
     return View(future, result=result)
