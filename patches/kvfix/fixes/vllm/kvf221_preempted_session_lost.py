@@ -25,6 +25,7 @@ vLLM 0.32.0 is no longer in use.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Generator
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -88,9 +89,17 @@ def fix_update(module: ModuleType) -> Callable[..., Any]:
     return around(
         _update_request_as_session,
         when=lambda scheduler, session, *_, **__: session.num_computed_tokens < session.num_tokens - 1,
-        # Its next input would drop the tokens of a preempted session: it waits, as released.
-        on_fault=lambda scheduler, session, *_, **__: GO_ON if session.num_computed_tokens else None,
+        on_fault=_with_its_tokens,
     )
+
+
+def _with_its_tokens(scheduler: Any, session: Any, *more: Any, **named: Any) -> Any:
+    """The session waits for this input, so it must be taken: without the tokens it would go on with a wrong text."""
+    if session.num_computed_tokens >= session.num_tokens - 1:
+        return GO_ON
+    update = inspect.unwrap(type(scheduler)._update_request_as_session)
+    with replaced(session, num_computed_tokens=session.num_tokens - 1):
+        return update(scheduler, session, *more, **named)
 
 
 def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
