@@ -5,7 +5,8 @@ releases and callers differ in what they pass by name.
 
 If the code of a wrapper raises, the error is counted and logged once, and the engine goes on. `on_fault` decides the
 answer. ORIGINAL, the default, gives the function's own answer: right for crashes, leaks and hangs. A fix of wrong KV
-fails closed instead: its `on_fault` gives the answer of a load that failed, a store that is skipped, or no promise.
+fails closed instead: its `on_fault` gives the answer of a load that failed, a store that is skipped, or no promise. If
+it has made the call safe, it returns GO_ON (`kvfix.fixes._closed` has those that several fixes share).
 """
 
 from __future__ import annotations
@@ -28,6 +29,9 @@ if TYPE_CHECKING:
 #: For `on_fault`: the function's own answer.
 ORIGINAL = None
 
+#: What `on_fault` returns if the function is safe to call now. If it was called already, its own answer is kept.
+GO_ON = object()
+
 
 class _Code:
     """The code of a wrapper, with its error handling: what `before`, `after` and `around` share."""
@@ -46,13 +50,13 @@ class _Code:
         return self.on_fault is not None
 
     def closed(self, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        """The answer of a wrapper that fails closed."""
+        """The answer of a wrapper that fails closed. If that raises too, all is as released."""
         try:
             assert self.on_fault is not None
             return self.on_fault(*given, **named)
         except Exception as error:  # noqa: BLE001
             engine_log.fault(f"{self.where} (on_fault)", error)
-            return None
+            return GO_ON
 
 
 def before(prepare: Function, when: Function | None = None, on_fault: Function | None = ORIGINAL) -> Wrapper:
@@ -74,7 +78,9 @@ def before(prepare: Function, when: Function | None = None, on_fault: Function |
                     acting.acted(code.tally, function, args)
             except Exception as error:  # noqa: BLE001
                 if code.failed(error):
-                    return code.closed(args, kwargs)
+                    answer = code.closed(args, kwargs)
+                    if answer is not GO_ON:
+                        return answer
             return function(*args, **kwargs)
 
         return wrapper
@@ -105,7 +111,8 @@ def after(change: Function, when: Function | None = None, on_fault: Function | N
                     return changed
             except Exception as error:  # noqa: BLE001
                 if code.failed(error):
-                    return code.closed((*args[:1], answer, *args[1:]), kwargs)
+                    closed = code.closed((*args[:1], answer, *args[1:]), kwargs)
+                    return answer if closed is GO_ON else closed
             return answer
 
         return wrapper
@@ -137,7 +144,9 @@ def around(steps: Function, when: Function | None = None, on_fault: Function | N
                 running = steps(*given, **named) if when is None or when(*given, **named) else None
             except Exception as error:  # noqa: BLE001
                 if code.failed(error):
-                    return code.closed(args, kwargs)
+                    answer = code.closed(args, kwargs)
+                    if answer is not GO_ON:
+                        return answer
             if running is None:
                 return function(*args, **kwargs)
             try:
@@ -147,7 +156,9 @@ def around(steps: Function, when: Function | None = None, on_fault: Function | N
                 return done.value
             except Exception as error:  # noqa: BLE001
                 if code.failed(error):
-                    return code.closed(args, kwargs)
+                    answer = code.closed(args, kwargs)
+                    if answer is not GO_ON:
+                        return answer
                 return function(*args, **kwargs)
             try:
                 answer = function(*args, **kwargs) if changed is None else function(args[0], *changed)
@@ -165,7 +176,8 @@ def around(steps: Function, when: Function | None = None, on_fault: Function | N
                 return done.value
             except Exception as error:  # noqa: BLE001
                 if code.failed(error):
-                    return code.closed(args, kwargs)
+                    closed = code.closed(args, kwargs)
+                    return answer if closed is GO_ON else closed
             return answer
 
         return wrapper

@@ -17,6 +17,7 @@ import kvfix
 from kvfix.fixes.lmcache import kvf020_packed_layout_moved_wrong as kvf020
 from kvfix.fixes.lmcache import kvf021_layerwise_takes_heads_for_tokens as kvf021
 from kvfix.session import session
+from tests.conftest import RELEASES, Once
 
 LAYERS, BLOCKS, BLOCK, HEADS = 2, 5, 4, 3
 SLOTS = torch.tensor([7, 0, 19, 5, 12])
@@ -147,15 +148,42 @@ def test_lmcache_handles_other_layouts_itself(mla: bool, kvcaches: Any) -> None:
         assert hook(connector, None, 0, 5, kvcaches=kvcaches, slot_mapping=SLOTS) == "LMCache's own"
 
 
-def test_a_memory_object_of_another_size_is_not_written(caplog: pytest.LogCaptureFixture) -> None:
-    """LMCache's own answer is returned, and the error is logged."""
-    connector = SimpleNamespace(store_stream=Stream(), use_mla=False)
-    here = SimpleNamespace(torch=torch)
-    for number, (fix, width) in enumerate(((kvf020.fix_store, 31), (kvf020.fix_load, 30))):
-        chunk = SimpleNamespace(tensor=torch.zeros(2, LAYERS, 5, HEADS * width, dtype=torch.bfloat16))
-        more = {"kvcaches": caches(32, torch.bfloat16, "NHD"), "slot_mapping": SLOTS}
-        assert fix(here)(theirs)(connector, chunk, 0, 5, **more) == "LMCache's own"
-        assert len([one for one in caplog.records if "a fault of kvfix itself" in one.message]) == number + 1
+def closed() -> dict[str, Any]:
+    """Memory objects of another size than the KV cache, through LMCache's own connector and storage manager."""
+    kvfix.apply()
+    connectors = import_module("lmcache.v1.gpu_connector.gpu_connectors")
+    manager = import_module("lmcache.v1.storage_backend.storage_manager").StorageManager
+    connector = connectors.VLLMPagedMemGPUConnectorV2.__new__(connectors.VLLMPagedMemGPUConnectorV2)
+    vars(connector).update(store_stream=Stream(), use_mla=False)
+    released, stored = [], []
+    wrong, right = (
+        SimpleNamespace(
+            tensor=torch.zeros(2, LAYERS, 5, HEADS * 31, dtype=torch.bfloat16),
+            ref_count_down=lambda name=name: released.append(name),
+        )
+        for name in ("wrong", "right")
+    )
+    more = {"kvcaches": caches(32, torch.bfloat16, "NHD"), "slot_mapping": SLOTS}
+    connector.from_gpu(wrong, 0, 5, **more)
+    backend = SimpleNamespace(batched_submit_put_task=lambda keys, _, **__: stored.extend(keys))
+    backend.get_allocator_backend = lambda: backend
+    storage = manager.__new__(manager)
+    vars(storage).update(
+        allocator_backend=backend, storage_backends={"cpu": backend}, _bypass_lock=contextlib.nullcontext(),
+        _bypassed_backends=(),
+    )  # fmt: skip
+    storage.batched_put(["of wrong", "of right"], [wrong, right])
+    connector.to_gpu(wrong, 0, 3, **more)
+    engine = SimpleNamespace(gpu_connector=connector)
+    retrieve = kvf020.fix_retrieve(connectors)(lambda engine, tokens: torch.ones(5, dtype=torch.bool))
+    return {"stored": stored, "released": released, "retrieved": retrieve(engine, []).tolist()}
+
+
+def test_what_cannot_be_moved_is_not_stored_and_not_loaded(once: Once) -> None:
+    found = once(closed, RELEASES / "0.5.6")
+    assert found["stored"] == ["of right"]
+    assert found["released"] == ["wrong", "right"]  # LMCache releases what it has stored
+    assert found["retrieved"] == [False, False, False, True, True]
 
 
 def applied() -> list[Any]:

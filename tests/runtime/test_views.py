@@ -62,7 +62,7 @@ def test_replaced_attributes_are_restored() -> None:
 
 def test_a_failed_load_answers_even_if_it_cannot_be_recorded(faults: dict[str, int]) -> None:
     """A worker without the list of failed blocks."""
-    load = kvf103.load(SimpleNamespace(retrieve_futures={}), "r", Future(False))
+    load = kvf103.load(SimpleNamespace(), Future(False), [3])
     assert load.result(timeout=1, strict=True) is False
     assert load.cancel() == "cancelled"
     assert list(faults) == [

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from kvfix import engine_log
+from kvfix.fixes import _closed
 from kvfix.wrapping import around, replaced
 
 if TYPE_CHECKING:
@@ -35,17 +36,24 @@ def find_load(impl: Any) -> Callable[[Any], Any]:
     return find
 
 
-def loads(add: Callable[[dict[str, Any], Any], None]) -> Wrapper:
-    """For `start_load_kv`. add: (keyword arguments of the call, metadata of the request) adds to the arguments."""
+def loads(
+    add: Callable[[dict[str, Any], Any], None], closed: Callable[[dict[str, Any]], None] | None = None
+) -> Wrapper:
+    """For `start_load_kv`. add: (keyword arguments of the call, metadata of the request) adds to the arguments.
+
+    closed: (keyword arguments) makes the call find and store nothing; called if `add` raises.
+    """
 
     def start_load_kv(impl: Any, *_: Any, **__: Any) -> Generator[None, Any, Any]:
-        return _with_request(impl.lmcache_engine, "retrieve_layer", find_load(impl), add)
+        return _with_request(impl.lmcache_engine, "retrieve_layer", find_load(impl), add, closed)
 
-    return around(start_load_kv, when=is_used)
+    return around(start_load_kv, when=is_used, on_fault=_closed.worker_loads_fail if closed else None)
 
 
-def saves(add: Callable[[dict[str, Any], Any], None]) -> Wrapper:
-    """For `save_kv_layer`, which passes the request's own list of tokens. add: as in `loads`."""
+def saves(
+    add: Callable[[dict[str, Any], Any], None], closed: Callable[[dict[str, Any]], None] | None = None
+) -> Wrapper:
+    """For `save_kv_layer`, which passes the request's own list of tokens. The parameters are those of `loads`."""
 
     def save_kv_layer(impl: Any, *_: Any, **__: Any) -> Generator[None, Any, Any] | None:
         metadata = impl._parent._connector_metadata
@@ -53,24 +61,30 @@ def saves(add: Callable[[dict[str, Any], Any], None]) -> Wrapper:
         def find(tokens: Any) -> Any:
             return next((each for each in metadata.requests if each.token_ids is tokens), None)
 
-        return _with_request(impl.lmcache_engine, "store_layer", find, add) if metadata is not None else None
+        return _with_request(impl.lmcache_engine, "store_layer", find, add, closed) if metadata is not None else None
 
-    return around(save_kv_layer, when=is_used)
+    return around(save_kv_layer, when=is_used, on_fault=_closed.worker_saves_nothing if closed else None)
 
 
 def _with_request(
-    engine: Any, name: str, find: Callable[[Any], Any], add: Callable[[dict[str, Any], Any], None]
+    engine: Any,
+    name: str,
+    find: Callable[[Any], Any],
+    add: Callable[[dict[str, Any], Any], None],
+    closed: Callable[[dict[str, Any]], None] | None,
 ) -> Generator[None, Any, Any]:
     """While the hook runs, calls of the engine's function get the arguments that `add` adds for their request."""
     call = getattr(engine, name)
 
-    def add_arguments(more: dict[str, Any], tokens: Any) -> None:
+    def add_arguments(more: dict[str, Any], tokens: Any) -> bool:
         request = find(tokens)
         if request is not None:
             add(more, request)
+        return True
 
     def with_request(tokens: Any, *args: Any, **more: Any) -> Any:
-        engine_log.guarded(f"{__name__}.{name}", add_arguments, more, tokens)
+        if not engine_log.guarded(f"{__name__}.{name}", add_arguments, more, tokens) and closed is not None:
+            closed(more)
         return call(tokens, *args, **more)
 
     with replaced(engine, **{name: with_request}):

@@ -62,8 +62,8 @@ def token_ids(tracker: Any) -> list[int]:
 
 def nothing_cached(adapter: Any, request_id: str) -> None:
     """Set the lookup result of this request to 0, so that the client sends no lookup."""
-    adapter._finished_lookup_results[request_id] = 0
-    adapter._pending_lookups.add(request_id)
+    # In one statement: an error does not come between the two.
+    adapter._finished_lookup_results[request_id], _ = 0, adapter._pending_lookups.add(request_id)
 
 
 class Adapter:

@@ -7,8 +7,9 @@ from contextlib import contextmanager, nullcontext
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+from kvfix import engine_log
 from kvfix.fixes import stubs
-from kvfix.wrapping import View, replaced
+from kvfix.wrapping import GO_ON, View, replaced
 
 
 @contextmanager
@@ -21,7 +22,8 @@ def completed_as_failed(scheduler: Any, jobs: Collection[int]) -> Iterator[None]
     failed = [scheduler._jobs[job].keys for job in jobs]
 
     def complete_store(keys: Any, context: Any, success: bool = True) -> None:
-        manager.complete_store(keys, context, success=success and not any(keys is each for each in failed))
+        kept = engine_log.guarded(__name__, lambda: not any(keys is each for each in failed))
+        manager.complete_store(keys, context, success=success and bool(kept))
 
     requests = [scheduler._req_status[scheduler._jobs[job].req_id] for job in jobs]
     with replaced(scheduler, manager=View(manager, complete_store=complete_store)):
@@ -33,6 +35,21 @@ def completed_as_failed(scheduler: Any, jobs: Collection[int]) -> Iterator[None]
                 before = group.next_stored_chunk_idx * size
                 group.block_ids[:before] = [0] * len(group.block_ids[:before])
             group.next_stored_chunk_idx = 0
+
+
+def all_stores_fail(scheduler: Any, *_: Any, **__: Any) -> Any:
+    """For `on_fault` of `update_connector_output`: no store that is in flight counts, whatever it copies."""
+    manager = scheduler.manager
+    failed = [job.keys for job in scheduler._jobs.values() if job.is_store]
+
+    def complete_store(keys: Any, context: Any, success: bool = True) -> None:
+        manager.complete_store(keys, context, success=success and not any(keys is each for each in failed))
+
+    scheduler.manager = View(manager, complete_store=complete_store)
+    for status in scheduler._req_status.values():
+        for group in status.group_states if status.req.is_finished() else ():
+            group.block_ids.clear()  # so that nothing more of it is stored
+    return GO_ON
 
 
 def completed(output: Any) -> dict[int, int]:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from kvfix.fixes import stubs
+from kvfix.fixes import _closed, stubs
 from kvfix.wrapping import after, before
 
 
@@ -27,7 +27,11 @@ def fix_producer(is_meant: Callable[[Any], Any]) -> Callable[..., Any]:
 
     is_meant: (metadata of a request) -> whether it is.
     """
-    return before(_store_nothing_of(is_meant), when=lambda impl, *_, **__: impl.kv_role == "kv_producer")
+    return before(
+        _store_nothing_of(is_meant),
+        when=lambda impl, *_, **__: impl.kv_role == "kv_producer",
+        on_fault=_closed.worker_saves_nothing,
+    )
 
 
 def fix_producer_layers(is_meant: Callable[[Any], Any]) -> Callable[..., Any]:
@@ -41,14 +45,24 @@ def fix_producer_layers(is_meant: Callable[[Any], Any]) -> Callable[..., Any]:
         store_nothing_of(impl)
         return answer
 
-    return after(start_load_kv, when=lambda impl, *_, **__: impl.use_layerwise and impl.kv_role == "kv_producer")
+    return after(
+        start_load_kv,
+        when=lambda impl, *_, **__: impl.use_layerwise and impl.kv_role == "kv_producer",
+        on_fault=_closed.worker_saves_nothing,
+    )
 
 
-def _store_nothing_of(is_meant: Callable[[Any], Any]) -> Callable[..., None]:
-    def store_nothing_of(impl: Any, *_: Any, **__: Any) -> None:
-        for request in impl._parent._get_connector_metadata().requests:
-            if request.save_spec and is_meant(request):
-                store_nothing(impl, request)
+def _store_nothing_of(is_meant: Callable[[Any], Any]) -> Callable[..., bool]:
+    def store_nothing_of(impl: Any, *_: Any, **__: Any) -> bool:
+        """Whether there is any."""
+        meant = [
+            request
+            for request in impl._parent._get_connector_metadata().requests
+            if request.save_spec and is_meant(request)
+        ]
+        for request in meant:
+            store_nothing(impl, request)
+        return bool(meant)
 
     return store_nothing_of
 

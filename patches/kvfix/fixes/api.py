@@ -106,6 +106,8 @@ class Fix:
     opt_in: not in the default set: the user must name it (`plus`). A default fix acts within one engine or server. It
         changes no key, no stored layout, no message to a peer and no scheduling policy.
     attaches: ALL_REQUESTS, NEW_REQUESTS or AT_START.
+    on_fault: if the code of the fix raises. "original", the default: the function's own answer, as released.
+        "closed": no wrong KV comes of it. The load is reported as failed, the store is skipped, nothing is promised.
     let_go: called after the wrappers were removed, for a fix that has kept objects of the engine.
     harmless: () -> why the bug does no harm in this process, "" if it can. For a bug that cannot be fixed.
     """
@@ -120,6 +122,7 @@ class Fix:
     no_patch: Mapping[str, str] = field(default_factory=dict, kw_only=True)
     opt_in: bool = field(default=False, kw_only=True)
     attaches: str = field(default=ALL_REQUESTS, kw_only=True)
+    on_fault: str = field(default="original", kw_only=True)
     let_go: Callable[[], None] = field(default=lambda: None, kw_only=True)
     harmless: Callable[[], str] = field(default=str, kw_only=True)
 

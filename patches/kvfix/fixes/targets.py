@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 LMCACHE_V1 = Owner("lmcache", "lmcache.integration.vllm.vllm_v1_adapter", "LMCacheConnectorV1Impl")
 REQUEST_TRACKER = Owner("lmcache", "lmcache.integration.vllm.vllm_v1_adapter", "RequestTracker")
 CACHE_ENGINE = Owner("lmcache", "lmcache.v1.cache_engine", "LMCacheEngine")
+STORAGE_MANAGER = Owner("lmcache", "lmcache.v1.storage_backend.storage_manager", "StorageManager")
 TOKEN_DATABASE = Owner("lmcache", "lmcache.v1.token_database", "TokenDatabase")
 TENSOR_MEMORY_OBJ = Owner("lmcache", "lmcache.v1.memory_management", "TensorMemoryObj")
 LOOKUP_CLIENT = Owner("lmcache", "lmcache.v1.lookup_client.lmcache_lookup_client", "LMCacheLookupClient", "sockets")

@@ -83,7 +83,8 @@ class RequestEvents:
         self.findings.append(self.finding(rule, request, message))
 
     def finding(self, rule: rules.LabRule, request: str, message: str) -> Finding:
-        return Finding(rule.code, rule.name, "violated", request, message, self.log[-1][1])
+        event = self.log[-1][1] if self.log else ev.Raised(request, "", "")
+        return Finding(rule.code, rule.name, "violated", request, message, event)
 
     def wrap_hooks(self, connector: Any) -> None:
         """Record the hooks' answers. The wrappers are set on the instance, over what the class has, fixes included."""

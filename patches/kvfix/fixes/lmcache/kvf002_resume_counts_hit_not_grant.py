@@ -36,6 +36,7 @@ from types import ModuleType
 from typing import Any
 
 from kvfix import scheduling
+from kvfix.acting import note
 from kvfix.fixes import stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import LMCACHE_V1
@@ -71,6 +72,8 @@ def _as_granted(load_spec: Any, impl: Any, scheduler_output: Any, names: Any) ->
             if spec is None:
                 spec = impl.load_specs[name] = load_spec(computed, 0, can_load=False)
             if not spec.can_load or spec.lmcache_cached_tokens == computed + 1:
+                if computed != max(spec.vllm_cached_tokens, spec.lmcache_cached_tokens):
+                    note(__name__, f"request {name}: {computed} tokens are computed")
                 as_hit.append((spec, spec.vllm_cached_tokens, spec.lmcache_cached_tokens, name))
                 spec.vllm_cached_tokens = spec.lmcache_cached_tokens = computed
         meta = yield

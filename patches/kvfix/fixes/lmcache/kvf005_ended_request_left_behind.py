@@ -33,6 +33,7 @@ from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+from kvfix.acting import note
 from kvfix.fixes import stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import LMCACHE_V1
@@ -42,6 +43,7 @@ from kvfix.wrapping import after
 def fix_scheduler(adapter: ModuleType) -> Callable[..., Any]:
     def request_finished(impl: Any, answer: Any, request: Any, block_ids: Any) -> Any:
         name = request.request_id
+        note(__name__, f"request {name} has ended before it was admitted")
         impl.load_specs.pop(name, None)
         impl._requests_priority.pop(name, None)
         adapter.tmp_disagg_tracker.pop(name, None)

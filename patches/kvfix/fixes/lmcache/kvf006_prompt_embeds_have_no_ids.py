@@ -30,42 +30,53 @@ from collections.abc import Callable, Generator
 from types import ModuleType
 from typing import Any
 
-from kvfix.fixes import stubs
+from kvfix.fixes import _closed, stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import LMCACHE_V1
-from kvfix.wrapping import around, instead
+from kvfix.wrapping import after, around, instead
 
 
 def fix_lookup(adapter: ModuleType) -> Callable[..., Any]:
     def get_num_new_matched_tokens(impl: Any, request: Any, num_computed_tokens: int) -> Any:
         return instead(0)
 
-    return around(get_num_new_matched_tokens, when=lambda impl, request, *_, **__: request.prompt_embeds is not None)
+    return around(
+        get_num_new_matched_tokens,
+        when=lambda impl, request, *_, **__: request.prompt_embeds is not None,
+        on_fault=_closed.no_hit,
+    )
 
 
 def fix_metadata(adapter: ModuleType) -> Callable[..., Any]:
     def build_connector_meta(impl: Any, scheduler_output: Any) -> Generator[Any, Any, Any] | None:
-        for new in scheduler_output.scheduled_new_reqs:
-            if new.prompt_token_ids is None:
-                return _not_cached(impl, scheduler_output)
+        if any(new.prompt_token_ids is None for new in scheduler_output.scheduled_new_reqs):
+            return _with_ids(scheduler_output)
         return None
 
-    return around(
-        build_connector_meta, when=lambda impl, scheduler_output, *_, **__: scheduler_output.scheduled_new_reqs
-    )
+    def leave_out(impl: Any, metadata: Any, scheduler_output: Any) -> Any:
+        names = {new.req_id for new in scheduler_output.scheduled_new_reqs if new.prompt_token_ids is None}
+        for name in names:
+            impl._request_trackers[name].skip_save = True  # in all later steps
+        if names:
+            metadata.requests = [each for each in metadata.requests if each.req_id not in names]
+        return metadata
+
+    # Without ids the function raises, as released: only what it answers with ids could be stored.
+    inside = around(build_connector_meta, when=_has_new)
+    outside = after(leave_out, when=lambda impl, metadata, *more: _has_new(impl, *more), on_fault=_closed.drop_saves)
+    return lambda function: outside(inside(function))
 
 
-def _not_cached(impl: Any, scheduler_output: Any) -> Generator[Any, Any, Any]:
-    names = [new.req_id for new in scheduler_output.scheduled_new_reqs if new.prompt_token_ids is None]
+def _has_new(impl: Any, scheduler_output: Any, *_: Any, **__: Any) -> Any:
+    return scheduler_output.scheduled_new_reqs
+
+
+def _with_ids(scheduler_output: Any) -> Generator[Any, Any, Any]:
     with_ids = copy.copy(scheduler_output)
     with_ids.scheduled_new_reqs = [
-        _with_zeros(new) if new.req_id in names else new for new in scheduler_output.scheduled_new_reqs
+        _with_zeros(new) if new.prompt_token_ids is None else new for new in scheduler_output.scheduled_new_reqs
     ]
-    meta = yield (with_ids,)
-    for name in names:
-        impl._request_trackers[name].skip_save = True  # in all later steps
-    meta.requests = [each for each in meta.requests if each.req_id not in names]
-    return meta
+    return (yield (with_ids,))
 
 
 def _with_zeros(new_request: Any) -> Any:
@@ -103,4 +114,5 @@ FIX = Fix(
     ),
     evidence={"KVD113": "", "KVR011": "object of type 'NoneType' has no len|'NoneType' object is not"},
     scenarios=("prompt-embeds",),
+    on_fault="closed",
 )

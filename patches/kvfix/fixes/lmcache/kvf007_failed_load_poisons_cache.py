@@ -37,10 +37,11 @@ from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from kvfix.fixes import _scheduler, _worker, stubs
+from kvfix.acting import note
+from kvfix.fixes import _closed, _scheduler, _worker, stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import LMCACHE_V1, SCHEDULER
-from kvfix.wrapping import after, before
+from kvfix.wrapping import GO_ON, after, before
 
 
 class Failed:
@@ -65,7 +66,7 @@ class Failed:
 
 
 def fix_worker(adapter: ModuleType) -> Callable[..., Any]:
-    return before(_store_nothing_of_failed, when=_some_failed)
+    return before(_store_nothing_of_failed, when=_some_failed, on_fault=_saves_end)
 
 
 def fix_layers(adapter: ModuleType) -> Callable[..., Any]:
@@ -75,10 +76,15 @@ def fix_layers(adapter: ModuleType) -> Callable[..., Any]:
         _store_nothing_of_failed(impl)
         return answer
 
-    return after(start_load_kv, when=lambda impl, *_, **__: impl.use_layerwise and _some_failed(impl))
+    return after(
+        start_load_kv, when=lambda impl, *_, **__: impl.use_layerwise and _some_failed(impl), on_fault=_saves_end
+    )
 
 
 def _store_nothing_of_failed(impl: Any, *_: Any, **__: Any) -> None:
+    if getattr(impl, "_kvfix_failed", ()) is None:
+        _closed.worker_saves_nothing(impl)
+        return
     metadata, blocks = impl._parent._get_connector_metadata(), set(impl._invalid_block_ids)
     failed = getattr(impl, "_kvfix_failed", None)
     if failed is not None:
@@ -88,15 +94,29 @@ def _store_nothing_of_failed(impl: Any, *_: Any, **__: Any) -> None:
             del impl._kvfix_failed
     for request in metadata.requests:
         if request.save_spec is not None and _has_one_of(blocks, request.slot_mapping, impl._block_size):
+            note(__name__, f"request {request.req_id}: its load has failed, and the step stores nothing of it")
             _worker.store_nothing(impl, request)
 
 
+def _saves_end(impl: Any, *_: Any, **__: Any) -> Any:
+    """After an error of this fix nothing more is stored: what was computed on failed loads is not known."""
+    impl._kvfix_failed = None
+    return _closed.worker_saves_nothing(impl)
+
+
+def _saves_end_later(impl: Any, *_: Any, **__: Any) -> Any:
+    impl._kvfix_failed = None
+    return GO_ON
+
+
 def _some_failed(impl: Any, *_: Any, **__: Any) -> Any:
-    return getattr(impl, "_invalid_block_ids", None) or getattr(impl, "_kvfix_failed", None)  # 0.3.9 has neither
+    return getattr(impl, "_invalid_block_ids", None) or hasattr(impl, "_kvfix_failed")  # 0.3.9 has neither
 
 
 def fix_failed_blocks(adapter: ModuleType) -> Callable[..., Any]:
     def get_block_ids_with_load_errors(impl: Any, blocks: set[int]) -> set[int]:
+        if getattr(impl, "_kvfix_failed", ()) is None:  # an error before: nothing is stored any more
+            return blocks
         if not hasattr(impl, "_kvfix_failed"):
             impl._kvfix_failed = Failed(impl._vllm_config)
         impl._kvfix_failed.add(getattr(impl._parent, "_connector_metadata", None), blocks)
@@ -106,6 +126,7 @@ def fix_failed_blocks(adapter: ModuleType) -> Callable[..., Any]:
     return after(
         get_block_ids_with_load_errors,
         when=lambda impl, blocks, *_, **__: blocks or getattr(impl, "_kvfix_failed", None),
+        on_fault=_saves_end_later,
     )
 
 
@@ -121,7 +142,12 @@ def fix_rollback(scheduler: ModuleType) -> Callable[..., Any]:
             rolled_back.update(answer[0])
         return answer
 
-    return after(_update_requests_with_invalid_blocks)
+    def all_rolled_back(scheduler: Any, answer: Any, *_: Any, **__: Any) -> Any:
+        for impl in _scheduler.lmcache_adapters(scheduler):
+            impl._kvfix_rolled_back = set(scheduler.requests)
+        return answer
+
+    return after(_update_requests_with_invalid_blocks, on_fault=all_rolled_back)
 
 
 def fix_scheduler(adapter: ModuleType) -> Callable[..., Any]:
@@ -129,11 +155,16 @@ def fix_scheduler(adapter: ModuleType) -> Callable[..., Any]:
         cached, trackers = scheduler_output.scheduled_cached_reqs, impl._request_trackers
         for name, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=False):
             if name in impl._kvfix_rolled_back and computed < len(trackers[name].token_ids):
+                note(__name__, f"request {name} was rolled back to {computed} tokens")
                 trackers[name].num_saved_tokens = 0
         impl._kvfix_rolled_back.difference_update(cached.req_ids, scheduler_output.finished_req_ids)
 
     # The hook runs in every step: a loop over all running requests would cost more than all other fixes together.
-    return before(build_connector_meta, when=lambda impl, *_, **__: getattr(impl, "_kvfix_rolled_back", None))
+    return before(
+        build_connector_meta,
+        when=lambda impl, *_, **__: getattr(impl, "_kvfix_rolled_back", None),
+        on_fault=_closed.save_nothing_more,
+    )
 
 
 def worker_shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
@@ -198,4 +229,5 @@ FIX = Fix(
         "failed-load-stored-last",
         "failed-load-stored-under-way",
     ),
+    on_fault="closed",
 )

@@ -30,7 +30,8 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from kvfix.fixes import stubs
+from kvfix.acting import note
+from kvfix.fixes import _closed, stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import LMCACHE_V1
 from kvfix.wrapping import before
@@ -44,8 +45,9 @@ def fix(adapter: ModuleType) -> Callable[..., Any]:
             if computed < len(tracker.token_ids):
                 tracker.token_ids = list(impl._unfinished_requests[name].all_token_ids[:computed])
                 tracker.num_saved_tokens = 0
+                note(__name__, f"request {name} was rolled back to {computed} tokens")
 
-    return before(build_connector_meta)
+    return before(build_connector_meta, on_fault=_closed.save_nothing_more)
 
 
 def shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
@@ -61,4 +63,5 @@ FIX = Fix(
     targets=(LMCACHE_V1.build_connector_meta(broken=">=0.3.9,<0.4.1", probe=shows_bug, fix=fix, place=4),),
     evidence={"KVD112": "", "KVD302": "", "KVD1090": "", "KVR008": "", "KVR011": "^wait_for_save: AssertionError"},
     scenarios=("retrieve-fail-slot-mismatch",),
+    on_fault="closed",
 )

@@ -27,6 +27,7 @@ from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+from kvfix.acting import note
 from kvfix.fixes import stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import LMCACHE_V1
@@ -37,6 +38,7 @@ def fix(adapter: ModuleType) -> Callable[..., Any]:
     def wait_for_save(impl: Any, answer: None) -> None:
         if impl.kv_role == "kv_consumer":
             for request in impl._parent._get_connector_metadata().requests:
+                note(__name__, f"request {request.req_id}: its pins are released")
                 impl.lmcache_engine.lookup_unpin(request.req_id)
 
     return after(wait_for_save)

@@ -31,6 +31,7 @@ from collections.abc import Callable, Generator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+from kvfix.acting import note
 from kvfix.fixes import _engine, stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import CACHE_ENGINE
@@ -42,6 +43,7 @@ def fix(engine: ModuleType) -> Callable[..., Any]:
         if engine.async_loading:
             events = sys.modules["lmcache.v1.event_manager"]
             if engine.event_manager.get_event_status(events.EventType.LOADING, lookup_id) == events.EventStatus.DONE:
+                note(__name__, f"request {lookup_id}: what was fetched for it is released")
                 engine.cleanup_memory_objs(lookup_id)
 
     return after(lookup_unpin)

@@ -30,18 +30,18 @@ from types import ModuleType
 from typing import Any
 
 from kvfix import scheduling
-from kvfix.fixes import stubs
+from kvfix.acting import note
+from kvfix.fixes import _closed, stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import LMCACHE_V1
 from kvfix.wrapping import around, before, instead
 
 
 def fix_lookup(adapter: ModuleType) -> Callable[..., Any]:
-    @around
     def get_num_new_matched_tokens(impl: Any, request: Any, num_computed_tokens: int) -> Any:
         return instead(0) if request.request_id in impl._request_trackers else None
 
-    return get_num_new_matched_tokens
+    return around(get_num_new_matched_tokens, on_fault=_closed.no_hit)
 
 
 def fix_metadata(adapter: ModuleType) -> Callable[..., Any]:
@@ -50,9 +50,10 @@ def fix_metadata(adapter: ModuleType) -> Callable[..., Any]:
             tracker, request = impl._request_trackers[name], impl._unfinished_requests[name]
             tracker.token_ids = list(request.all_token_ids[: request.num_computed_tokens])
             tracker.allocated_block_ids = []
+            note(__name__, f"request {name} is resumed")
             tracker.num_saved_tokens = 0
 
-    return before(build_connector_meta)
+    return before(build_connector_meta, on_fault=_closed.save_nothing_more)
 
 
 def lookup_shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
@@ -80,4 +81,5 @@ FIX = Fix(
     ),
     evidence={"KVR006": ""},
     scenarios=("resume-is-not-known",),
+    on_fault="closed",
 )

@@ -37,11 +37,11 @@ from collections.abc import Callable, Generator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from kvfix.fixes import _layerwise, stubs
+from kvfix.fixes import _closed, _layerwise, stubs
 from kvfix.fixes.api import NEW_REQUESTS, Fix
 from kvfix.fixes.targets import LMCACHE_V1
 from kvfix.session import session
-from kvfix.wrapping import View, around
+from kvfix.wrapping import GO_ON, View, around
 
 TAG = "lmcache.tag.kvfix"
 
@@ -60,7 +60,6 @@ def tagged(sampling_params: Any, lora_request: Any, salt: str | None) -> Any:
 
 
 def fix_lookup(adapter: ModuleType) -> Callable[..., Any]:
-    @around
     def get_num_new_matched_tokens(impl: Any, request: Any, num_computed_tokens: int) -> Generator[Any, Any, Any]:
         own = request.sampling_params
         if request.request_id in session.before:
@@ -68,11 +67,10 @@ def fix_lookup(adapter: ModuleType) -> Callable[..., Any]:
         with_tag = tagged(own, request.lora_request, getattr(request, "cache_salt", None))
         return (yield None if with_tag is own else (View(request, sampling_params=with_tag), num_computed_tokens))
 
-    return get_num_new_matched_tokens
+    return around(get_num_new_matched_tokens, on_fault=_closed.no_hit)
 
 
 def fix_metadata(adapter: ModuleType) -> Callable[..., Any]:
-    @around
     def build_connector_meta(impl: Any, scheduler_output: Any) -> Generator[Any, Any, Any]:
         new_requests, changed = [], False
         for new in scheduler_output.scheduled_new_reqs:
@@ -88,7 +86,21 @@ def fix_metadata(adapter: ModuleType) -> Callable[..., Any]:
         output.scheduled_new_reqs = new_requests
         return (yield (output,))
 
-    return build_connector_meta
+    return around(build_connector_meta, on_fault=_found_by_none)
+
+
+def _found_by_none(impl: Any, scheduler_output: Any, *_: Any, **__: Any) -> Any:
+    """A tag that no other request has: a load of what was promised fails, and what is stored is not found again."""
+    for new in scheduler_output.scheduled_new_reqs:
+        new.sampling_params = copy.copy(new.sampling_params)
+        new.sampling_params.extra_args = {
+            **(new.sampling_params.extra_args or {}), "kv_transfer_params": {TAG: f"error-{new.req_id}"},
+        }  # fmt: skip
+    return GO_ON
+
+
+def _layers_found_by_none(call: dict[str, Any]) -> None:
+    call["request_configs"] = {TAG: f"error-{id(call)}"}
 
 
 def _add_request_configs(call: dict[str, Any], request: Any) -> None:
@@ -97,11 +109,11 @@ def _add_request_configs(call: dict[str, Any], request: Any) -> None:
 
 
 def fix_layer_loads(adapter: ModuleType) -> Callable[..., Any]:
-    return _layerwise.loads(_add_request_configs)
+    return _layerwise.loads(_add_request_configs, _layers_found_by_none)
 
 
 def fix_layer_saves(adapter: ModuleType) -> Callable[..., Any]:
-    return _layerwise.saves(_add_request_configs)
+    return _layerwise.saves(_add_request_configs, _layers_found_by_none)
 
 
 def lookup_shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
@@ -180,4 +192,5 @@ FIX = Fix(
     ),
     opt_in=True,
     attaches=NEW_REQUESTS,  # a lookup without the tag and a load with it would not meet
+    on_fault="closed",
 )

@@ -29,20 +29,19 @@ from collections.abc import Callable, Generator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from kvfix.fixes import stubs
+from kvfix.fixes import _closed, stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import BYPASS_LOOKUP_CLIENT, LOOKUP_CLIENT
 from kvfix.wrapping import around
 
 
 def fix(module: ModuleType) -> Callable[..., Any]:
-    @around
     def lookup(
         client: Any, token_ids: Any, lookup_id: str, request_configs: Any = None, num_computed_tokens: int = 0
     ) -> Generator[Any, Any, Any]:
         return (yield (token_ids, lookup_id, request_configs, 0))
 
-    return lookup
+    return around(lookup, on_fault=_closed.no_hit)
 
 
 def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
@@ -79,4 +78,5 @@ FIX = Fix(
     scenarios=("lookup-skips-computed",),
     # As released, 0.3.11 forgets what was found where vLLM has it too.
     changes_healthy=("v1",),
+    on_fault="closed",
 )

@@ -30,18 +30,20 @@ https://github.com/LMCache/LMCache/pull/4887.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from types import ModuleType
 from typing import Any
 
 from kvfix.fixes import stubs
 from kvfix.fixes.api import Fix
-from kvfix.fixes.targets import GPU_CONNECTOR_V2, GPU_CONNECTOR_V3
-from kvfix.wrapping import around, instead
+from kvfix.fixes.targets import CACHE_ENGINE, GPU_CONNECTOR_V2, GPU_CONNECTOR_V3, STORAGE_MANAGER
+from kvfix.wrapping import after, around, instead
+
+#: Of a memory object: it was not filled. Of a connector: the tokens that were not loaded.
+_EMPTY = "_kvfix_empty"
 
 
 def fix_store(connectors: ModuleType) -> Callable[..., Any]:
-    @around
     def from_gpu(connector: Any, memory_obj: Any, start: int, end: int, **more: Any) -> Any:
         caches = packed(connector, **more)
         if not caches:
@@ -50,11 +52,10 @@ def fix_store(connectors: ModuleType) -> Callable[..., Any]:
         _store(connectors.torch, connector, parts, more["slot_mapping"][start:end])
         return instead(None)
 
-    return from_gpu
+    return around(from_gpu, on_fault=_not_stored)
 
 
 def fix_load(connectors: ModuleType) -> Callable[..., Any]:
-    @around
     def to_gpu(connector: Any, memory_obj: Any, start: int, end: int, **more: Any) -> Any:
         caches = packed(connector, **more)
         if not caches:
@@ -66,7 +67,53 @@ def fix_load(connectors: ModuleType) -> Callable[..., Any]:
             scatter(connectors.torch, moved, held, more["slot_mapping"][start:end], skip)
         return instead(None)
 
-    return to_gpu
+    return around(to_gpu, on_fault=_not_loaded)
+
+
+def _not_stored(connector: Any, memory_obj: Any, *_: Any, **__: Any) -> None:
+    """`fix_put` leaves the memory object out of the store."""
+    setattr(memory_obj, _EMPTY, True)
+
+
+def _not_loaded(connector: Any, memory_obj: Any, start: int, end: int, *_: Any, **__: Any) -> None:
+    """`fix_retrieve` names the tokens as not retrieved, and LMCache reports their blocks as failed."""
+    vars(connector).setdefault(_EMPTY, []).append((start, end))
+
+
+def fix_put(module: ModuleType) -> Callable[..., Any]:
+    def batched_put(manager: Any, keys: Any, memory_objs: Any, *more: Any, **named: Any) -> Generator[Any, Any, Any]:
+        filled = [not hasattr(each, _EMPTY) for each in memory_objs]
+        for each, is_filled in zip(memory_objs, filled, strict=True):
+            if not is_filled:
+                each.ref_count_down()
+        kept = [
+            [each for each, is_filled in zip(all_of, filled, strict=True) if is_filled]
+            for all_of in (keys, memory_objs)
+        ]
+        return (yield (*kept, *more))
+
+    def put_nothing(manager: Any, keys: Any, memory_objs: Any, *_: Any, **__: Any) -> None:
+        for each in memory_objs:
+            each.ref_count_down()
+
+    return around(
+        batched_put,
+        when=lambda manager, keys, memory_objs, *_, **__: any(hasattr(each, _EMPTY) for each in memory_objs),
+        on_fault=put_nothing,
+    )
+
+
+def fix_retrieve(module: ModuleType) -> Callable[..., Any]:
+    def retrieve(engine: Any, mask: Any, *_: Any, **__: Any) -> Any:
+        for start, end in vars(engine.gpu_connector).pop(_EMPTY):
+            mask[start:end] = False
+        return mask
+
+    return after(
+        retrieve,
+        when=lambda engine, *_, **__: hasattr(engine.gpu_connector, _EMPTY),
+        on_fault=lambda engine, mask, *_, **__: mask & False,
+    )
 
 
 def packed(connector: Any, kvcaches: Any = None, **_: Any) -> Any:
@@ -151,6 +198,8 @@ FIX = Fix(
         GPU_CONNECTOR_V2.to_gpu(broken=">=0.4.3", probe=stubs.cannot_tell, fix=fix_load),
         GPU_CONNECTOR_V3.from_gpu(broken=">=0.5.0", probe=stubs.cannot_tell, fix=fix_store),
         GPU_CONNECTOR_V3.to_gpu(broken=">=0.5.0", probe=stubs.cannot_tell, fix=fix_load),
+        STORAGE_MANAGER.batched_put(broken=">=0.4.3", probe=stubs.cannot_tell, fix=fix_put, helper=True),
+        CACHE_ENGINE.retrieve(broken=">=0.4.3", probe=stubs.cannot_tell, fix=fix_retrieve, place=4, helper=True),
     ),
     no_patch={
         "lmcache": (
@@ -160,4 +209,5 @@ FIX = Fix(
         )
     },
     proof="tests/runtime/test_packed_layout.py, on LMCache's own kernels: the lab moves hashes, not tensors",
+    on_fault="closed",
 )

@@ -35,6 +35,7 @@ from types import ModuleType
 from typing import Any
 
 from kvfix import scheduling
+from kvfix.acting import note
 from kvfix.fixes import stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import LMCACHE_V1, REQUEST_TRACKER
@@ -46,10 +47,16 @@ def fix(adapter: ModuleType) -> Callable[..., Any]:
         for name in scheduling.resumed(scheduler_output):
             tracker = impl._request_trackers.get(name)
             if tracker is not None:
+                note(__name__, f"request {name} is resumed")
                 tracker.allocated_block_ids = list(tracker.allocated_block_ids)
         return answer
 
-    return after(build_connector_meta)
+    def own_lists(impl: Any, answer: Any, *_: Any, **__: Any) -> Any:
+        for tracker in impl._request_trackers.values():
+            tracker.allocated_block_ids = list(tracker.allocated_block_ids)
+        return answer
+
+    return after(build_connector_meta, on_fault=own_lists)
 
 
 def shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
@@ -91,4 +98,5 @@ FIX = Fix(
         "resume-shares-block-list",
         "resume-then-sits-out",
     ),
+    on_fault="closed",
 )

@@ -31,6 +31,7 @@ from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+from kvfix.acting import note
 from kvfix.fixes import stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import REQUEST_TRACKER
@@ -41,10 +42,16 @@ def fix(adapter: ModuleType) -> Callable[..., Any]:
     def from_new_request(config: Any, tracker: Any, new_request: Any, num_tokens_to_compute: int, *_: Any) -> Any:
         tokens = getattr(new_request, "prefill_token_ids", None)  # only for runner V2
         if tokens is not None and len(tracker.token_ids) < num_tokens_to_compute:
+            note(__name__, f"request {new_request.req_id}: {num_tokens_to_compute} tokens are handed over")
             tracker.token_ids = tokens[:num_tokens_to_compute].copy()
         return tracker
 
-    return after(from_new_request)
+    def found_nowhere(config: Any, tracker: Any, new_request: Any, num_tokens_to_compute: int, *_: Any) -> Any:
+        """Tokens that no key has: a load of them fails, and nothing is stored."""
+        tracker.token_ids, tracker.skip_save = [-1] * num_tokens_to_compute, True
+        return tracker
+
+    return after(from_new_request, on_fault=found_nowhere)
 
 
 def shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
@@ -64,4 +71,5 @@ FIX = Fix(
     scenarios=("resumed-as-new-loses-tokens",),
     # With model runner V2, what a resumed request has generated and computes again is stored, as it is with V1.
     changes_healthy=("v1",),
+    on_fault="closed",
 )

@@ -29,7 +29,8 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from kvfix.fixes import stubs
+from kvfix.acting import note
+from kvfix.fixes import _closed, stubs
 from kvfix.fixes.api import NEW_REQUESTS, Fix
 from kvfix.fixes.targets import LMCACHE_V1
 from kvfix.session import session
@@ -42,9 +43,14 @@ def fix(adapter: ModuleType) -> Callable[..., Any]:
         for name, computed in zip(cached.req_ids, cached.num_computed_tokens, strict=True):
             has = impl._request_trackers[name].token_ids
             if len(has) < computed and name not in session.before:
+                note(__name__, f"request {name}: {computed - len(has)} tokens were left out")
                 has.extend(impl._unfinished_requests[name].all_token_ids[len(has) : computed])
 
-    return before(build_connector_meta, when=lambda impl, *_, **__: impl.config.save_decode_cache)
+    return before(
+        build_connector_meta,
+        when=lambda impl, *_, **__: impl.config.save_decode_cache,
+        on_fault=_closed.save_nothing_more,
+    )
 
 
 def shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
@@ -61,4 +67,5 @@ FIX = Fix(
     targets=(LMCACHE_V1.build_connector_meta(broken=">=0.3.10,<0.4.3", probe=shows_bug, fix=fix, place=7),),
     scenarios=("decode-tokens-left-out",),
     attaches=NEW_REQUESTS,  # a tracker that lacks tokens in its middle stays so
+    on_fault="closed",
 )

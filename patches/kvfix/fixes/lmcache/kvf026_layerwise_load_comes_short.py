@@ -35,7 +35,8 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from kvfix import engine_log
-from kvfix.fixes import _layerwise, stubs
+from kvfix.acting import note
+from kvfix.fixes import _closed, _layerwise, stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import LMCACHE_V1
 from kvfix.wrapping import around, replaced
@@ -49,18 +50,23 @@ def fix(adapter: ModuleType) -> Callable[..., Any]:
 
         def retrieve_layer(tokens: Any, mask: Any = None, **more: Any) -> Any:
             layers, request = load(tokens, mask, **more), engine_log.guarded(_WHERE, find, tokens)
-            return layers if request is None else _layers(impl, layers, request, mask)
+            if request is None:  # an error of `find`: which load this is, is not known
+                engine_log.guarded(_WHERE, _closed.worker_loads_fail, impl)
+                return layers
+            return _layers(impl, layers, request, mask)
 
         with replaced(impl.lmcache_engine, retrieve_layer=retrieve_layer):
             return (yield)
 
-    return around(start_load_kv, when=_layerwise.is_used)
+    return around(start_load_kv, when=_layerwise.is_used, on_fault=_closed.worker_loads_fail)
 
 
 def _layers(impl: Any, layers: Any, request: Any, mask: Any) -> Iterator[Any]:
     """What `retrieve_layer` yields: the number of tokens, None for each layer, and which tokens were loaded."""
     first = next(layers, None)
     loaded = engine_log.guarded(_WHERE, _report, impl, request, mask, first)
+    if loaded is None:
+        engine_log.guarded(_WHERE, _closed.load_fails, impl, request)
     yield first
     if loaded != 0:
         yield from layers
@@ -83,6 +89,8 @@ def _report(impl: Any, request: Any, mask: Any, first: Any) -> int:
     arrived[start : start + loaded] = True
     failed = impl.record_failed_blocks(request.req_id, expected, arrived, request.slot_mapping)
     impl._invalid_block_ids.update(failed)
+    if failed:
+        note(__name__, f"request {request.req_id}: {len(failed)} blocks were not loaded")
     return loaded
 
 
@@ -121,4 +129,5 @@ FIX = Fix(
     targets=(LMCACHE_V1.start_load_kv(broken=">=0.3.9.post1", probe=shows_bug, fix=fix, place=3),),
     evidence={"KVD810": "", "KVR011": "mem_obj_consumer"},
     scenarios=("layerwise-load-finds-nothing", "layerwise-load-finds-a-part"),
+    on_fault="closed",
 )

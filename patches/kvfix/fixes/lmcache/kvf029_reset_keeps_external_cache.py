@@ -34,6 +34,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from kvfix import engine_log
+from kvfix.fixes import _closed
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import SCHEDULER
 from kvfix.wrapping import after
@@ -47,7 +48,11 @@ def fix(scheduler: ModuleType) -> Callable[..., Any]:
         )
         return False
 
-    return after(reset_connector_cache, when=lambda scheduler, answer: answer and keeps_its_cache(scheduler))
+    return after(
+        reset_connector_cache,
+        when=lambda scheduler, answer: answer and keeps_its_cache(scheduler),
+        on_fault=_closed.refuse,
+    )
 
 
 def keeps_its_cache(scheduler: Any) -> bool:
@@ -80,4 +85,5 @@ FIX = Fix(
         "vllm": "connectors that have no cache answer None too; what empties LMCache's is a message to its workers, "
         "which is for its owners to design"
     },
+    on_fault="closed",
 )

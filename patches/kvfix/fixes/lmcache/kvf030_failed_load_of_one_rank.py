@@ -40,7 +40,8 @@ from types import ModuleType, SimpleNamespace
 from typing import Any, NamedTuple
 
 from kvfix import scheduling
-from kvfix.fixes import _scheduler, _worker, stubs
+from kvfix.acting import note
+from kvfix.fixes import _closed, _scheduler, _worker, stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import LMCACHE_V1, SCHEDULER
 from kvfix.wrapping import after
@@ -87,6 +88,7 @@ class Unsaved:
         delattr(later, _STORE_NOTHING)
         later.load_spec, later.save_spec = None, copy.copy(meta.save_spec)
         meta.save_spec.can_save = False
+        note(__name__, f"request {meta.req_id}: its save is put off")
         if meta.req_id in self.saves:
             _join(later, self.saves[meta.req_id].meta)
         self.saves[meta.req_id] = _Save(self.open_from, later)
@@ -118,7 +120,7 @@ def fix_metadata(adapter: ModuleType) -> Callable[..., Any]:
         metadata.requests[:0] = due.values()
         return metadata
 
-    return after(build_connector_meta, when=_has_ranks)
+    return after(build_connector_meta, when=_has_ranks, on_fault=_closed.drop_saves)
 
 
 def _has_ranks(impl: Any, *_: Any, **__: Any) -> Any:
@@ -147,12 +149,20 @@ def _is_put_off(request: Any) -> bool:
 def fix_rollback(scheduler: ModuleType) -> Callable[..., Any]:
     def _update_requests_with_invalid_blocks(scheduler: Any, answer: Any, *_: Any, **__: Any) -> Any:
         for impl in _scheduler.lmcache_adapters(scheduler):
-            saves = getattr(impl, _UNSAVED).saves if hasattr(impl, _UNSAVED) else {}
+            unsaved = getattr(impl, _UNSAVED, None)
+            saves = unsaved.saves if unsaved is not None else {}
             for name in saves.keys() & answer[0]:
                 del saves[name]
         return answer
 
-    return after(_update_requests_with_invalid_blocks)
+    def drop_all(scheduler: Any, answer: Any, *_: Any, **__: Any) -> Any:
+        for impl in _scheduler.lmcache_adapters(scheduler):
+            setattr(impl, _UNSAVED, None)
+            for tracker in impl._request_trackers.values():
+                tracker.skip_save = True  # what was not saved is a hole
+        return answer
+
+    return after(_update_requests_with_invalid_blocks, on_fault=drop_all)
 
 
 def shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
@@ -196,4 +206,5 @@ FIX = Fix(
     ),
     scenarios=("failed-load-of-one-rank", "failed-load-of-one-rank-in-producer"),
     no_patch={"lmcache": "upstream's ranks would agree on it within the step, by a collective"},
+    on_fault="closed",
 )

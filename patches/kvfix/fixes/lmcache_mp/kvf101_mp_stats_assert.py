@@ -31,6 +31,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+from kvfix.acting import note
 from kvfix.fixes import _mp, stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import multi_process
@@ -46,6 +47,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
     def request_finished(connector: Any, request: Any, block_ids: Any) -> None:
         asked = request.kv_transfer_params
         if asked and any(name in asked for name in STATISTICS):
+            note(__name__, f"request {request.request_id} has ended before its lookup")
             connector.request_trackers[request.request_id] = make_tracker(request)
 
     return before(

@@ -32,18 +32,19 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from kvfix import engine_log
+from kvfix.acting import note
 from kvfix.fixes import _mp, stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import MP_WORKER_ADAPTER
 from kvfix.wrapping import View, after
 
 
-def load(adapter: Any, request_id: str, future: Any) -> Any:
-    """The future of a load. `get_finished` reads its result, then removes it from `retrieve_futures`."""
+def load(adapter: Any, future: Any, blocks: Any) -> Any:
+    """The future of a load into these blocks."""
 
     def failed() -> None:
-        _, blocks = adapter.retrieve_futures.get(request_id, (None, ()))
         adapter.error_block_ids.update(blocks)
+        note(__name__, f"{len(blocks)} blocks of a failed load are reported")
 
     def result(*args: Any, **kwargs: Any) -> Any:
         loaded = future.result(*args, **kwargs)
@@ -57,13 +58,20 @@ def load(adapter: Any, request_id: str, future: Any) -> Any:
 def fix(module: ModuleType) -> Callable[..., Any]:
     def submit_retrieve_request(adapter: Any, answer: Any, request_id: str, *_: Any, **__: Any) -> Any:
         future, blocks = adapter.retrieve_futures[request_id]
-        adapter.retrieve_futures[request_id] = (load(adapter, request_id, future), blocks)
+        adapter.retrieve_futures[request_id] = (load(adapter, future, blocks), blocks)
+        return answer
+
+    def failed(adapter: Any, answer: Any, request_id: str, *_: Any, **__: Any) -> Any:
+        """The load is reported as failed, whatever it brings."""
+        if request_id in adapter.retrieve_futures:
+            adapter.error_block_ids.update(adapter.retrieve_futures[request_id][1])
         return answer
 
     # If the server does not answer, no load starts, and its blocks are reported already.
     return after(
         submit_retrieve_request,
         when=lambda adapter, answer, request_id, *_, **__: request_id in adapter.retrieve_futures,
+        on_fault=failed,
     )
 
 
@@ -99,4 +107,5 @@ FIX = Fix(
         "mp-retrieve-false",
         "mp-retrieve-false-in-tree",
     ),
+    on_fault="closed",
 )

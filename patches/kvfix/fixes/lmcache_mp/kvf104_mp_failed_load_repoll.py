@@ -33,6 +33,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+from kvfix.acting import note
 from kvfix.fixes import _mp, stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import multi_process
@@ -54,6 +55,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
         ):
             return
         connector.request_trackers[request.request_id] = make_tracker(request)
+        note(__name__, f"request {request.request_id}: its load has failed, and it is computed")
         _mp.nothing_cached(connector.scheduler_adapter, request.request_id)
 
     # vLLM calls the hook in every step in which the request waits. The tracker is not READY then.

@@ -37,6 +37,7 @@ from collections.abc import Callable, Generator
 from types import ModuleType
 from typing import Any
 
+from kvfix.acting import note
 from kvfix.fixes import _mp, stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import multi_process
@@ -58,9 +59,11 @@ def fix(module: ModuleType) -> Callable[..., Any]:
         free = functools.partial(adapter.free_lookup_locks, token_ids=tokens, start=0, request_id=name, **more)
         locked = _mp.tokens(tracker, "num_lmcache_hit", _mp.block_size(connector)) or _found(adapter, name)
         if locked is None or (name in adapter._pending_lookups and not adapter.is_healthy):
+            note(__name__, f"request {name} was aborted during its lookup")
             vars(connector).setdefault(_LOOKING, {})[name] = free
             return _session_kept(adapter, name)
         if locked:
+            note(__name__, f"request {name} was aborted with {locked} tokens locked")
             free(end=locked)
         adapter.cleanup_lookup_result(name)
         return None

@@ -34,11 +34,14 @@ from contextlib import nullcontext
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+from kvfix.acting import note
 from kvfix.fixes import _mp, stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import CONNECTOR_BASE, LMCACHE_MP, VLLM_MP, multi_process
-from kvfix.wrapping import after, before
+from kvfix.wrapping import GO_ON, after, before
 
+#: Seconds for each store, after an error of this fix.
+_LONGEST_WAIT = 10.0
 _TRANSFER = "lmcache.v1.multiprocess.transfer_context.worker_transfer"
 
 
@@ -50,7 +53,11 @@ def mark(module: ModuleType) -> Callable[..., Any]:
     def some_preempted(connector: Any, metadata: Any, scheduler_output: Any) -> Any:
         return scheduler_output.scheduled_cached_reqs.resumed_req_ids or scheduler_output.preempted_req_ids
 
-    return after(build_connector_meta, when=some_preempted)
+    def as_if_preempted(connector: Any, metadata: Any, *_: Any, **__: Any) -> Any:
+        metadata._kvfix_preempted = True
+        return metadata
+
+    return after(build_connector_meta, when=some_preempted, on_fault=as_if_preempted)
 
 
 def wait(module: ModuleType) -> Callable[..., Any]:
@@ -59,11 +66,21 @@ def wait(module: ModuleType) -> Callable[..., Any]:
         if adapter is not None and adapter.is_healthy:
             for store in list(adapter.store_futures.values()):
                 if not store.query():
+                    note(__name__, "a store was waited for")
                     store.wait(timeout=adapter._mq_timeout)
 
     return before(
-        wait_for_stores, when=lambda connector, metadata, *_, **__: getattr(metadata, "_kvfix_preempted", False)
+        wait_for_stores,
+        when=lambda connector, metadata, *_, **__: getattr(metadata, "_kvfix_preempted", False),
+        on_fault=_wait_for_all,
     )
+
+
+def _wait_for_all(connector: Any, *_: Any, **__: Any) -> Any:
+    if getattr(connector, "worker_adapter", None) is not None:
+        for store in list(connector.worker_adapter.store_futures.values()):
+            store.wait(timeout=_LONGEST_WAIT)
+    return GO_ON
 
 
 class _Store:
@@ -129,4 +146,5 @@ FIX = Fix(
         "mp-preempt-store-overwrite",
         "mp-preempt-store-overwrite-in-tree",
     ),
+    on_fault="closed",
 )

@@ -31,7 +31,8 @@ from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from kvfix.fixes import _mp, stubs
+from kvfix.acting import note
+from kvfix.fixes import _closed, _mp, stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import multi_process
 from kvfix.wrapping import before
@@ -54,6 +55,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
         when=lambda connector, scheduler_output, *_, **__: (
             scheduler_output.scheduled_new_reqs or scheduler_output.scheduled_cached_reqs.resumed_req_ids
         ),
+        on_fault=_closed.store_nothing_more,
     )
 
 
@@ -63,6 +65,7 @@ def _count_from(connector: Any, tracker: Any, computed: int) -> None:
         return
     if computed == max(hits) - 1 == len(tracker.all_token_ids) - 1:
         return  # the last token of a prompt that is hit whole is recomputed
+    note(__name__, f"{computed} tokens are computed, not {max(hits)}")
     size, chunk = _mp.block_size(connector), _mp.chunk_size(connector)
     for name, found in zip(("num_vllm_hit", "num_lmcache_hit"), hits, strict=True):
         _mp.set_tokens(tracker, name, min(found, computed), size)
@@ -91,4 +94,5 @@ FIX = Fix(
         "mp-failed-load-stores-ahead",
         "mp-failed-load-stores-ahead-in-tree",
     ),
+    on_fault="closed",
 )

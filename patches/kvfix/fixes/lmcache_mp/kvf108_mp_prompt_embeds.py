@@ -29,10 +29,11 @@ from collections.abc import Callable, Generator
 from types import ModuleType
 from typing import Any
 
+from kvfix.acting import note
 from kvfix.fixes import _mp, stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import LMCACHE_MP, multi_process
-from kvfix.wrapping import around
+from kvfix.wrapping import GO_ON, around
 
 #: More tokens than any request has.
 ALL = 1 << 40
@@ -41,13 +42,26 @@ ALL = 1 << 40
 def fix(module: ModuleType) -> Callable[..., Any]:
     def asks(connector: Any, request: Any, num_computed_tokens: int = 0) -> Generator[None, Any, Any]:
         _mp.nothing_cached(connector.scheduler_adapter, request.request_id)
+        note(__name__, f"request {request.request_id} has embeddings")
         answer = yield
         tracker = connector.request_trackers.get(request.request_id)
         if tracker is not None:
             _mp.set_tokens(tracker, "num_stored", ALL, _mp.block_size(connector))
         return answer
 
-    return around(asks, when=lambda connector, request, *_, **__: request.prompt_embeds is not None)
+    def without_lookup(connector: Any, request: Any, *_: Any, **__: Any) -> Any:
+        if getattr(request, "prompt_embeds", None) is None:
+            return GO_ON
+        tracker = connector.request_trackers.setdefault(request.request_id, module.LMCacheMPRequestTracker(request))
+        name = "num_stored_tokens" if hasattr(tracker, "num_stored_tokens") else "num_stored_blocks"
+        setattr(tracker, name, ALL)
+        return 0, False
+
+    return around(
+        asks,
+        when=lambda connector, request, *_, **__: request.prompt_embeds is not None,
+        on_fault=without_lookup,
+    )
 
 
 def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
@@ -74,4 +88,5 @@ FIX = Fix(
         "mp-prompt-embeds",
         "mp-prompt-embeds-in-tree",
     ),
+    on_fault="closed",
 )

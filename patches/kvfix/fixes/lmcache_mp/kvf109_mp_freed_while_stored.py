@@ -29,6 +29,7 @@ from collections.abc import Callable, Generator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+from kvfix.acting import note
 from kvfix.fixes import _mp, stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import MP_WORKER_ADAPTER
@@ -63,6 +64,8 @@ def fix(module: ModuleType) -> Callable[..., Any]:
         answer = yield
         store = adapter.store_futures.get(request_id)
         if store is not first:
+            if is_in_flight or request_id in adapter.finished_stores:
+                note(__name__, f"request {request_id} has another store")
             adapter.finished_stores.discard(request_id)
             if is_in_flight:
                 adapter.store_futures[request_id] = both(first, store)

@@ -29,6 +29,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+from kvfix.acting import note
 from kvfix.fixes import _mp, stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import MP_WORKER_ADAPTER
@@ -38,9 +39,14 @@ from kvfix.wrapping import after
 def fix(module: ModuleType) -> Callable[..., Any]:
     def submit_retrieve_request(adapter: Any, answer: Any, request_id: str, op: Any, *_: Any, **__: Any) -> Any:
         skipped = _skipped(op)
+        if skipped:
+            note(__name__, f"request {request_id}: {len(skipped)} computed blocks are none of its load")
         if request_id in adapter.retrieve_futures:
             future, blocks = adapter.retrieve_futures[request_id]
-            adapter.retrieve_futures[request_id] = (future, [block for block in blocks if block not in skipped])
+            adapter.retrieve_futures[request_id] = (
+                future,
+                [block for block in blocks if block not in skipped],
+            )
         else:  # the server does not answer: reported at once
             adapter.error_block_ids.difference_update(skipped)
         return answer

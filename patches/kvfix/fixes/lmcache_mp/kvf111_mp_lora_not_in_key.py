@@ -35,6 +35,7 @@ from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+from kvfix.acting import note
 from kvfix.fixes import stubs
 from kvfix.fixes.api import Fix, Owner
 from kvfix.fixes.targets import LMCACHE_MP, LMCACHE_MP_0201, VLLM_MP
@@ -50,10 +51,16 @@ def fix(module: ModuleType) -> Callable[..., Any]:
     def __init__(tracker: Any, answer: None, request: Any) -> None:
         lora = getattr(request, "lora_request", None)
         if lora is not None:
+            note(__name__, f"request {request.request_id} has a LoRA adapter")
             tracker.cache_salt = salt(request.cache_salt or "", lora.lora_name)
         return answer
 
-    return after(__init__)
+    def own_salt(tracker: Any, answer: None, request: Any) -> None:
+        """A salt that no other request has: nothing is found, and what is stored is found by none."""
+        tracker.cache_salt = f"kvfix-{request.request_id}"
+        return answer
+
+    return after(__init__, on_fault=own_salt)
 
 
 def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
@@ -85,4 +92,5 @@ FIX = Fix(
         "mp-lora-not-in-key-in-tree",
     ),
     opt_in=True,
+    on_fault="closed",
 )

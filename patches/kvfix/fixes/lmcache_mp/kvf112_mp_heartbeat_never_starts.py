@@ -29,6 +29,7 @@ from contextlib import nullcontext
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+from kvfix.acting import note
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import MP_SCHEDULER_ADAPTER
 from kvfix.wrapping import after
@@ -38,6 +39,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
     def _ensure_heartbeat_started(adapter: Any, answer: None) -> None:
         if adapter._heartbeats:
             return answer
+        note(__name__, "heartbeats are started")
         with adapter._heartbeat_lock:
             name = "req_client" if hasattr(adapter, "req_clients") else "mq_client"  # 0.5.5 renamed it
             for url, client in getattr(adapter, f"{name}s").items():

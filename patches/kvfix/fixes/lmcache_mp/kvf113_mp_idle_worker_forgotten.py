@@ -30,6 +30,7 @@ from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+from kvfix.acting import note
 from kvfix.fixes.api import AT_START, Fix
 from kvfix.fixes.targets import MP_WORKER_ADAPTER
 from kvfix.wrapping import after
@@ -37,6 +38,7 @@ from kvfix.wrapping import after
 
 def fix(module: ModuleType) -> Callable[..., Any]:
     def register_kv_caches(adapter: Any, answer: None, *_: Any, **__: Any) -> None:
+        note(__name__, "heartbeats are started")
         adapter._ensure_heartbeat_started()
         return answer
 

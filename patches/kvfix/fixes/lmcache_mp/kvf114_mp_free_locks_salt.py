@@ -30,6 +30,7 @@ from collections.abc import Callable, Generator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+from kvfix.acting import note
 from kvfix.fixes import _mp, stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import multi_process
@@ -41,6 +42,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
         connector: Any, request: Any, blocks: Any, num_external_tokens: int
     ) -> Generator[None, Any, Any]:
         adapter, salt = connector.scheduler_adapter, connector.request_trackers[request.request_id].cache_salt
+        note(__name__, f"request {request.request_id} has a salt")
         with replaced(adapter, free_lookup_locks=functools.partial(adapter.free_lookup_locks, cache_salt=salt)):
             return (yield)
 

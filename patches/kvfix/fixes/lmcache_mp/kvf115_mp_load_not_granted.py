@@ -29,10 +29,11 @@ from collections.abc import Callable, Generator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+from kvfix.acting import note
 from kvfix.fixes import _mp, stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import multi_process
-from kvfix.wrapping import around
+from kvfix.wrapping import GO_ON, around
 
 
 def fix(module: ModuleType) -> Callable[..., Any]:
@@ -44,6 +45,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
         tracker, size = connector.request_trackers[request.request_id], _mp.block_size(connector)
         in_vllm, found = (_mp.tokens(tracker, name, size) for name in ("num_vllm_hit", "num_lmcache_hit"))
         _mp.set_tokens(tracker, "num_vllm_hit", max(in_vllm, found), size)
+        note(__name__, f"request {request.request_id}: nothing of its hit was granted")
         try:
             return (yield)
         finally:
@@ -54,7 +56,15 @@ def fix(module: ModuleType) -> Callable[..., Any]:
         when=lambda connector, request, blocks, num_external_tokens, *_, **__: (
             not num_external_tokens and _mp.is_in(connector, request, prefetching)
         ),
+        on_fault=_without_hit,
     )
+
+
+def _without_hit(connector: Any, request: Any, blocks: Any, num_external_tokens: int, *_: Any, **__: Any) -> Any:
+    tracker = connector.request_trackers.get(request.request_id)
+    if tracker is not None and not num_external_tokens:
+        tracker.num_lmcache_hit_tokens = tracker.num_lmcache_hit_blocks = 0
+    return GO_ON
 
 
 def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
@@ -71,4 +81,5 @@ FIX = Fix(
     targets=multi_process("update_state_after_alloc", shows_bug, fix, lmcache=">=0.4.5,<=0.5.4", vllm="", place=2),
     evidence={"KVD111": "", "KVR004": ""},
     scenarios=("mp-load-not-granted",),
+    on_fault="closed",
 )

@@ -30,6 +30,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+from kvfix.acting import note
 from kvfix.fixes import _mp, stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import LMCACHE_MP, multi_process
@@ -39,6 +40,7 @@ from kvfix.wrapping import before
 def fix(module: ModuleType) -> Callable[..., Any]:
     def asks(connector: Any, request: Any, num_computed_tokens: int = 0) -> None:
         _mp.nothing_cached(connector.scheduler_adapter, request.request_id)
+        note(__name__, f"request {request.request_id} reads no cache")
 
     return before(asks, when=lambda connector, request, *_, **__: request.skip_reading_prefix_cache)
 

@@ -30,6 +30,7 @@ from collections.abc import Callable, Iterable, Iterator, MutableSet
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+from kvfix.acting import note
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import MP_WORKER_ADAPTER
 from kvfix.wrapping import after
@@ -55,6 +56,7 @@ class Recent(MutableSet[str]):
 
     def __contains__(self, request_id: object) -> bool:
         if len(self._new) > KEPT:
+            note(__name__, f"{len(self._old)} ids of ended requests are dropped")
             self._old = set(self._new)
             self._new.clear()
         return request_id in self._new or request_id in self._old

@@ -35,7 +35,8 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from kvfix.fixes import _mp, _windows
+from kvfix.acting import note
+from kvfix.fixes import _closed, _mp, _windows
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import LMCACHE_MP
 from kvfix.wrapping import after
@@ -47,7 +48,7 @@ def fix_new(module: ModuleType) -> Callable[..., Any]:
         _keep_whole(connector, metadata, computed)
         return answer
 
-    return after(_process_new_requests, when=_has_transfers)
+    return after(_process_new_requests, when=_has_transfers, on_fault=_closed.drop_stores)
 
 
 def fix_cached(module: ModuleType) -> Callable[..., Any]:
@@ -56,7 +57,7 @@ def fix_cached(module: ModuleType) -> Callable[..., Any]:
         _keep_whole(connector, metadata, dict(zip(cached.req_ids, cached.num_computed_tokens, strict=False)))
         return answer
 
-    return after(_process_cached_requests, when=_has_transfers)
+    return after(_process_cached_requests, when=_has_transfers, on_fault=_closed.drop_stores)
 
 
 def _has_transfers(connector: Any, answer: Any, scheduler_output: Any, metadata: Any) -> bool:
@@ -75,6 +76,7 @@ def _keep_whole(connector: Any, metadata: Any, computed: dict[str, int]) -> None
         if end == op.end:
             continue
         tracker._kvfix_hole = end
+        note(__name__, f"request {meta.request_id}: tokens {end} to {op.end} are not stored")
         if end == op.start:
             metadata.requests.remove(meta)
             continue
@@ -122,4 +124,5 @@ FIX = Fix(
         "lmcache": "the tracker is given neither windows nor what vLLM has taken out of a list: which it is to have is "
         "for LMCache to decide"
     },
+    on_fault="closed",
 )

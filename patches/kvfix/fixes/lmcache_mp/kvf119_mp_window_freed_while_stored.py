@@ -34,7 +34,8 @@ from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from kvfix.fixes import _windows
+from kvfix.acting import note
+from kvfix.fixes import _closed, _windows
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import LMCACHE_MP
 from kvfix.wrapping import after
@@ -90,6 +91,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
         stores.step(computed, scheduled, connector.request_trackers)
         if stores.freed and (len(stores.freed) > _MOST or _any_in_use(connector, stores.freed)):
             # what LMCache from 0.5.2 on reads, and what KVF106 does
+            note(__name__, "stores in flight are waited for: vLLM has freed their blocks")
             metadata.need_flush_before_forward = metadata._kvfix_preempted = True
         if getattr(metadata, "need_flush_before_forward", False):
             stores.held, stores.freed = [], set()
@@ -104,7 +106,16 @@ def fix(module: ModuleType) -> Callable[..., Any]:
                 ]
         return answer
 
-    return after(_process_cached_requests, when=lambda connector, *_, **__: _windows.has_several_groups(connector))
+    def wait_and_store_nothing(connector: Any, answer: Any, scheduler_output: Any, metadata: Any) -> Any:
+        metadata.need_flush_before_forward = metadata._kvfix_preempted = True
+        vars(connector).pop("_kvfix_stores", None)
+        return _closed.drop_stores(connector, answer, scheduler_output, metadata)
+
+    return after(
+        _process_cached_requests,
+        when=lambda connector, *_, **__: _windows.has_several_groups(connector),
+        on_fault=wait_and_store_nothing,
+    )
 
 
 def _any_in_use(connector: Any, blocks: set[int]) -> bool:
@@ -128,4 +139,5 @@ FIX = Fix(
     evidence={"KVR014": r"used again"},
     scenarios=("mp-window-freed-while-stored", "mp-window-freed-at-end", "mp-state-freed-while-stored"),
     no_patch={"lmcache": "who keeps a block until it is stored, vLLM or the connector, is for both to decide"},
+    on_fault="closed",
 )

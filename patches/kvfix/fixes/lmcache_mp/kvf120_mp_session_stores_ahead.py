@@ -30,7 +30,8 @@ from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from kvfix.fixes import _mp, stubs
+from kvfix.acting import note
+from kvfix.fixes import _closed, _mp, stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import multi_process
 from kvfix.wrapping import before
@@ -41,11 +42,13 @@ def fix(module: ModuleType) -> Callable[..., Any]:
         for new in scheduler_output.scheduled_new_reqs:
             tracker = connector.request_trackers.get(new.req_id)
             if tracker is not None and tracker.num_scheduled_tokens:
+                note(__name__, f"request {new.req_id} goes on with {new.num_computed_tokens} computed tokens")
                 tracker.num_scheduled_tokens = new.num_computed_tokens - max(_mp.hits(connector, tracker))
 
     return before(
         _process_new_requests,
         when=lambda connector, scheduler_output, *_, **__: scheduler_output.scheduled_new_reqs,
+        on_fault=_closed.store_nothing_more,
     )
 
 
@@ -65,4 +68,5 @@ FIX = Fix(
     targets=multi_process("_process_new_requests", shows_bug, fix, lmcache=">=0.4.5", vllm=">=0.26.0"),
     evidence={"KVR008": ""},
     scenarios=("mp-session-stores-ahead", "mp-session-stores-ahead-in-tree"),
+    on_fault="closed",
 )

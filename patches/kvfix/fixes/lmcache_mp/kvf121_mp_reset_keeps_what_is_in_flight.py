@@ -32,7 +32,7 @@ from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from kvfix.fixes import stubs
+from kvfix.fixes import _closed, stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import LMCACHE_MP, SCHEDULER
 from kvfix.wrapping import after, before
@@ -42,7 +42,7 @@ def fix(connector: ModuleType) -> Callable[..., Any]:
     def reset_cache(impl: Any, answer: bool) -> bool:
         return answer and not getattr(impl, "_kvfix_requests", 0)
 
-    return after(reset_cache, when=lambda impl, answer: answer)
+    return after(reset_cache, when=lambda impl, answer: answer, on_fault=_closed.refuse)
 
 
 def fix_scheduler(scheduler: ModuleType) -> Callable[..., Any]:
@@ -53,7 +53,7 @@ def fix_scheduler(scheduler: ModuleType) -> Callable[..., Any]:
             if hasattr(each, "request_trackers"):
                 each._kvfix_requests = len(scheduler.requests)
 
-    return before(reset_connector_cache)
+    return before(reset_connector_cache, on_fault=_closed.refuse)
 
 
 def shows_bug(hook: Callable[..., Any], connector: ModuleType) -> bool:
@@ -74,4 +74,5 @@ FIX = Fix(
     ),
     scenarios=("mp-reset-keeps-what-is-in-flight",),
     no_patch={"lmcache": "what is in use can be dropped only when that is done: a change of the server's protocol"},
+    on_fault="closed",
 )

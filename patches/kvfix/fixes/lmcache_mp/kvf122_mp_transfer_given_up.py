@@ -36,10 +36,11 @@ from collections.abc import Callable, Generator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+from kvfix.acting import note
 from kvfix.fixes import _mp, stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import MP_CLIENT, MP_WORKER_ADAPTER
-from kvfix.wrapping import after, around, before, replaced
+from kvfix.wrapping import GO_ON, after, around, before, replaced
 
 #: Operations of the client that move KV, and what the server answers if it has moved nothing: no event, no success.
 _TRANSFERS = ("store", "retrieve")
@@ -50,11 +51,18 @@ _SET = SimpleNamespace(is_set=lambda: True)
 
 def hold(module: ModuleType) -> Callable[..., Any]:
     def as_if_healthy(adapter: Any, *_: Any, **__: Any) -> Generator[None, Any, Any]:
+        note(__name__, "transfers of a silent server are waited for")
         with replaced(adapter, _health_event=_SET):
             answer = yield
         return answer
 
-    return around(as_if_healthy, when=_silent_server_has_transfers)
+    return around(as_if_healthy, when=_silent_server_has_transfers, on_fault=_healthy)
+
+
+def _healthy(adapter: Any, *_: Any, **__: Any) -> Any:
+    """Its transfers are waited for, until the next missed heartbeat."""
+    adapter._health_event.set()
+    return GO_ON
 
 
 def _silent_server_has_transfers(adapter: Any, *_: Any, **__: Any) -> bool:
@@ -68,7 +76,15 @@ def note_connection(module: ModuleType) -> Callable[..., Any]:
     def process_inbound(client: Any) -> None:
         client._kvfix_connected = True
 
-    return before(process_inbound, when=lambda client: not getattr(client, "_kvfix_connected", False))
+    def connected(client: Any) -> Any:
+        client._kvfix_connected = True
+        return GO_ON
+
+    return before(
+        process_inbound,
+        when=lambda client: not getattr(client, "_kvfix_connected", False),
+        on_fault=connected,
+    )
 
 
 def fail_transfers(module: ModuleType) -> Callable[..., Any]:
@@ -78,11 +94,17 @@ def fail_transfers(module: ModuleType) -> Callable[..., Any]:
         client._kvfix_connected = False
         for request, (future, spec) in list(client.pending_futures.items()):
             if spec.operation in _TRANSFERS:
+                note(__name__, "a transfer of a lost server has failed")
                 del client.pending_futures[request]
                 future.set_result(_FAILED)
         return answer
 
-    return after(cancel_streams)
+    def lost(client: Any, answer: Any) -> Any:
+        """The worker gives its transfers up: a server that is gone writes nothing."""
+        client._kvfix_connected = False
+        return answer
+
+    return after(cancel_streams, on_fault=lost)
 
 
 class _Unhealthy(SimpleNamespace):
@@ -166,4 +188,5 @@ FIX = Fix(
     evidence={"KVD204": r"^a ping timed out"},
     scenarios=("mp-load-after-given-up", "mp-store-after-given-up", "mp-preempted-while-silent"),
     no_patch={"lmcache": "to recall a transfer, or to wait for it, is a change of the protocol, not of a function"},
+    on_fault="closed",
 )

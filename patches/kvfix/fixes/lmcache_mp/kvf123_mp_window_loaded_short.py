@@ -88,4 +88,6 @@ FIX = Fix(
     },
     attaches=AT_START,  # the windows are registered when the worker starts
     opt_in=True,
+    # It is asked once, at the start. An error cannot be told to those who look up and load later, so it is as released.
+    on_fault="original",
 )

@@ -33,7 +33,8 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from kvfix.fixes import _mp, _windows
+from kvfix.acting import note
+from kvfix.fixes import _closed, _mp, _windows
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import LMCACHE_MP
 from kvfix.wrapping import after
@@ -44,7 +45,7 @@ def fix_new(module: ModuleType) -> Callable[..., Any]:
         _leave_out(connector, scheduler_output, metadata)
         return answer
 
-    return after(_process_new_requests, when=_has_transfers)
+    return after(_process_new_requests, when=_has_transfers, on_fault=_closed.drop_stores)
 
 
 def fix_cached(module: ModuleType) -> Callable[..., Any]:
@@ -52,7 +53,7 @@ def fix_cached(module: ModuleType) -> Callable[..., Any]:
         _leave_out(connector, scheduler_output, metadata)
         return answer
 
-    return after(_process_cached_requests, when=_has_transfers)
+    return after(_process_cached_requests, when=_has_transfers, on_fault=_closed.drop_stores)
 
 
 def _has_transfers(connector: Any, answer: Any, scheduler_output: Any, metadata: Any) -> bool:
@@ -74,6 +75,8 @@ def _leave_out(connector: Any, scheduler_output: Any, metadata: Any) -> None:
             for end in range(meta.op.start + chunk, meta.op.end + 1, chunk):
                 last = (end - meta.op.start) // size
                 if end not in (begins, begins + scheduled[meta.request_id]) or not ids[last - 1]:
+                    if any(ids[last - chunk // size : last]):
+                        note(__name__, f"request {meta.request_id}: the state at token {end} is not stored")
                     ids[last - chunk // size : last] = [0] * (chunk // size)
             meta.op.block_ids[group] = ids
 
@@ -105,4 +108,5 @@ FIX = Fix(
     ),
     evidence={"KVR014": r"null blocks|freed before"},
     scenarios=("mp-state-stored-null",),
+    on_fault="closed",
 )

@@ -32,6 +32,7 @@ from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+from kvfix.acting import note
 from kvfix.fixes import stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import SCHEDULER
@@ -40,6 +41,8 @@ from kvfix.wrapping import after
 
 def fix(module: ModuleType) -> Callable[..., Any]:
     def _update_waiting_for_remote_kv(scheduler: Any, answer: None, request: Any) -> None:
+        if request in scheduler._inflight_prefills:
+            note(__name__, f"request {request.request_id}: its load has failed")
         scheduler._inflight_prefills.discard(request)
         return answer
 

@@ -33,7 +33,8 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from kvfix.fixes import _scheduler, stubs
+from kvfix.acting import note
+from kvfix.fixes import _closed, _scheduler, stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import SCHEDULER
 from kvfix.wrapping import after
@@ -44,14 +45,16 @@ def fix(scheduler: ModuleType) -> Callable[..., Any]:
         scheduler: Any, answer: Any, requests: Any, invalid_block_ids: Any, *more: Any
     ) -> Any:
         for _, first, own in _scheduler.failed(scheduler, answer[0], invalid_block_ids, *more):
+            note(__name__, f"{len(own) - first} blocks after a failed load are not cached")
             _evict(scheduler.kv_cache_manager, set(own[first:]))
         blocks = scheduler.kv_cache_manager.block_pool.blocks
         cached = [blocks[block] for block in invalid_block_ids if blocks[block].block_hash]
         if cached and (any(_is_free(block) for block in cached) or _is_a_request_gone(requests, *more)):
+            note(__name__, "free blocks are not cached after a failed load")
             _evict(scheduler.kv_cache_manager, {block.block_id for block in blocks if _is_free(block)})
         return answer
 
-    return after(_update_requests_with_invalid_blocks)
+    return after(_update_requests_with_invalid_blocks, on_fault=_closed.forget_cached)
 
 
 def _is_free(block: Any) -> bool:
@@ -91,4 +94,5 @@ FIX = Fix(
         "failed-load-gone-under-way",
         "failed-load-stays-cached",
     ),
+    on_fault="closed",
 )

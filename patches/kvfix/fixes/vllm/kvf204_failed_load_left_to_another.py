@@ -31,6 +31,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+from kvfix.acting import note
 from kvfix.fixes import _scheduler, stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import SCHEDULER
@@ -43,10 +44,17 @@ def fix(scheduler: ModuleType) -> Callable[..., Any]:
     ) -> Any:
         for name, first, _ in _scheduler.failed(scheduler, answer[0], invalid_block_ids, *more):
             request = scheduler.requests[name]
-            request.num_computed_tokens = min(request.num_computed_tokens, first * scheduler.block_size)
+            if request.num_computed_tokens > first * scheduler.block_size:
+                note(__name__, f"request {name} is rolled back to {first * scheduler.block_size} tokens")
+                request.num_computed_tokens = first * scheduler.block_size
         return answer
 
-    return after(_update_requests_with_invalid_blocks)
+    def from_the_start(scheduler: Any, answer: Any, *_: Any, **__: Any) -> Any:
+        for name in answer[0]:
+            scheduler.requests[name].num_computed_tokens = 0
+        return answer
+
+    return after(_update_requests_with_invalid_blocks, on_fault=from_the_start)
 
 
 def shows_bug(hook: Callable[..., Any], scheduler: ModuleType) -> bool:
@@ -61,4 +69,5 @@ FIX = Fix(
     __doc__,
     targets=(SCHEDULER._update_requests_with_invalid_blocks(broken=">=0.11.2", probe=shows_bug, fix=fix, place=3),),
     scenarios=("failed-load-left-to-another",),
+    on_fault="closed",
 )

@@ -40,7 +40,8 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from kvfix.fixes import _in_flight, _scheduler, stubs
+from kvfix.acting import note
+from kvfix.fixes import _closed, _in_flight, _scheduler, stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import LMCACHE_V1, SCHEDULER
 from kvfix.wrapping import after, around, instead
@@ -64,10 +65,11 @@ def fix(module: ModuleType) -> Callable[..., Any]:
                 _preempt(scheduler, request, preempted)
             with_stale_output += rolled_back
         for request in with_stale_output:
+            note(__name__, f"request {request.request_id}: output in flight is dropped")
             _in_flight.drop(scheduler, request)
         return answer
 
-    return after(_update_requests_with_invalid_blocks)
+    return after(_update_requests_with_invalid_blocks, on_fault=_closed.compute_anew(preempted))
 
 
 def _is_ahead(scheduler: Any, of_stages: bool) -> bool:
@@ -106,7 +108,13 @@ def fix_lookup(adapter: ModuleType) -> Callable[..., Any]:
         impl.load_specs[request.request_id] = load_spec(num_computed_tokens, 0, can_load=False)
         return instead(0)
 
-    return around(get_num_new_matched_tokens, when=lambda impl, request, *_, **__: _is_to_compute(request))
+    def no_hit(impl: Any, request: Any, *_: Any, **__: Any) -> int:
+        impl.load_specs.pop(request.request_id, None)
+        return 0
+
+    return around(
+        get_num_new_matched_tokens, when=lambda impl, request, *_, **__: _is_to_compute(request), on_fault=no_hit
+    )
 
 
 def shows_bug(hook: Callable[..., Any], scheduler: ModuleType) -> bool:
@@ -149,4 +157,5 @@ FIX = Fix(
             " are open, and fix it in the runner, which cannot be tried without a GPU"
         )
     },
+    on_fault="closed",
 )

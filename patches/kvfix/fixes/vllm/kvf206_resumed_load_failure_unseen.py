@@ -28,10 +28,11 @@ from collections.abc import Callable, Generator
 from types import ModuleType
 from typing import Any
 
+from kvfix.acting import note
 from kvfix.fixes import _scheduler, stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import SCHEDULER
-from kvfix.wrapping import around
+from kvfix.wrapping import GO_ON, around
 
 
 def fix(scheduler: ModuleType) -> Callable[..., Any]:
@@ -44,6 +45,7 @@ def fix(scheduler: ModuleType) -> Callable[..., Any]:
                 (blocks,) = scheduler.kv_cache_manager.get_block_ids(request.request_id)
                 failed = [place for place, block in enumerate(blocks) if block in invalid_block_ids]
                 if failed:
+                    note(__name__, f"request {request.request_id}: {len(failed)} failed blocks")
                     request.num_cached_tokens = max(cached, (failed[-1] + 1) * scheduler.block_size)
             return (yield)
         finally:
@@ -54,7 +56,15 @@ def fix(scheduler: ModuleType) -> Callable[..., Any]:
     return around(
         _update_requests_with_invalid_blocks,
         when=lambda scheduler, requests, invalid_block_ids, *more: _scheduler.is_within_step(*more),
+        on_fault=_all_cached,
     )
+
+
+def _all_cached(scheduler: Any, *_: Any, **__: Any) -> Any:
+    """vLLM looks at all computed tokens of each request."""
+    for request in scheduler.running:
+        request.num_cached_tokens = request.num_computed_tokens
+    return GO_ON
 
 
 def shows_bug(hook: Callable[..., Any], scheduler: ModuleType) -> bool:
@@ -70,4 +80,5 @@ FIX = Fix(
         SCHEDULER._update_requests_with_invalid_blocks(broken=">=0.11.2,<0.20", probe=shows_bug, fix=fix, place=5),
     ),
     scenarios=("resumed-load-failure-unseen",),
+    on_fault="closed",
 )

@@ -37,6 +37,7 @@ from collections.abc import Callable, Generator, Iterator
 from types import ModuleType
 from typing import Any
 
+from kvfix.acting import note
 from kvfix.fixes import stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import SCHEDULER
@@ -47,6 +48,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
     def schedule(scheduler: Any, *_: Any, **__: Any) -> Generator[None, Any, Any]:
         queue, aside = scheduler.kv_holding_waiting, _to_step_aside(scheduler)
         if aside:
+            note(__name__, f"request {aside[0].request_id} steps aside")
             queue.remove_requests(aside)
         try:
             output = yield

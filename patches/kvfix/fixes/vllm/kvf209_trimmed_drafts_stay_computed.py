@@ -28,10 +28,11 @@ from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+from kvfix.acting import note
 from kvfix.fixes import stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import SCHEDULER
-from kvfix.wrapping import before
+from kvfix.wrapping import GO_ON, before
 
 
 def _ahead(request: Any) -> int:
@@ -41,12 +42,21 @@ def _ahead(request: Any) -> int:
 
 def fix(module: ModuleType) -> Callable[..., Any]:
     def _handle_stopped_request(scheduler: Any, request: Any) -> None:
+        note(__name__, f"request {request.request_id}: {_ahead(request)} tokens are computed again")
         request.num_computed_tokens -= _ahead(request)
 
     return before(
         _handle_stopped_request,
         when=lambda scheduler, request, *_, **__: request.resumable and _ahead(request) > 0,
+        on_fault=_last_token_again,
     )
+
+
+def _last_token_again(scheduler: Any, request: Any, *_: Any, **__: Any) -> Any:
+    request.num_computed_tokens = min(
+        request.num_computed_tokens, request.num_tokens - 1 + request.num_output_placeholders
+    )
+    return GO_ON
 
 
 def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
@@ -74,4 +84,5 @@ FIX = Fix(
     targets=(SCHEDULER._handle_stopped_request(broken=">=0.15.1,<0.33", probe=shows_bug, fix=fix),),
     scenarios=("trimmed-drafts-stay-computed",),
     no_patch={"vllm": "fixed in 0.33.0"},
+    on_fault="closed",
 )

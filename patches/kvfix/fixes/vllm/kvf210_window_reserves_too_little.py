@@ -36,6 +36,7 @@ from collections.abc import Callable, Generator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+from kvfix.acting import note
 from kvfix.fixes import stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import RECYCLING_MANAGERS
@@ -55,7 +56,10 @@ def fix(module: ModuleType) -> Callable[..., Any]:
         limit: int = getattr(manager, names[0])
         with replaced(manager, **dict.fromkeys(names)):
             needed = yield
-        return min(needed, max(0, limit - _in_use(manager, request, hit, computed)))
+        reserved = min(needed, max(0, limit - _in_use(manager, request, hit, computed)))
+        if reserved > limit - len(manager.req_to_blocks.get(request, ())) - len(hit):  # what vLLM subtracts
+            note(__name__, f"request {request}: {reserved} blocks are reserved")
+        return reserved
 
     wrap = around(
         get_num_blocks_to_allocate,

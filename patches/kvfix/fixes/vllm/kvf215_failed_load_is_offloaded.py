@@ -33,6 +33,7 @@ from collections.abc import Callable, Generator
 from types import ModuleType
 from typing import Any
 
+from kvfix.acting import note
 from kvfix.fixes import _offloading
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import OFFLOADING_SCHEDULER
@@ -54,12 +55,14 @@ def fix(module: ModuleType) -> Callable[..., Any]:
         when=lambda scheduler, output, *_, **__: (
             output.invalid_block_ids or getattr(scheduler, "_kvfix_failed_stores", None)
         ),
+        on_fault=_offloading.all_stores_fail,
     )
 
 
 def _failed_stores(scheduler: Any, blocks: Any) -> set[int]:
     """The stores in flight of all requests that have one of these blocks."""
     jobs: set[int] = set()
+    note(__name__, f"stores of {len(blocks)} blocks whose load has failed do not count")
     for request in scheduler._req_status.values():
         if all(blocks.isdisjoint(group.block_ids) for group in request.group_states):
             continue
@@ -79,4 +82,5 @@ FIX = Fix(
     __doc__,
     targets=(OFFLOADING_SCHEDULER.update_connector_output(broken=">=0.26.0", probe=shows_bug, fix=fix),),
     scenarios=("failed-load-is-offloaded",),
+    on_fault="closed",
 )

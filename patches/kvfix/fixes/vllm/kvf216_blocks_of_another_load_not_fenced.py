@@ -29,16 +29,19 @@ from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+from kvfix.acting import note
 from kvfix.fixes import stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import OFFLOADING_SCHEDULER
-from kvfix.wrapping import before
+from kvfix.wrapping import GO_ON, before
 
 
 def fix(module: ModuleType) -> Callable[..., Any]:
     def update_state_after_alloc(scheduler: Any, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        for group in blocks.blocks:
-            scheduler._current_batch_allocated_block_ids.update(each.block_id for each in group if each.block_id)
+        own = {each.block_id for group in blocks.blocks for each in group if each.block_id}
+        scheduler._current_batch_allocated_block_ids.update(own)
+        if not own.isdisjoint(scheduler._block_id_to_pending_jobs):
+            note(__name__, f"request {request.request_id}: copies of its blocks are waited for")
 
     # Without stores that are still copied there is nothing to wait for.
     return before(
@@ -46,7 +49,13 @@ def fix(module: ModuleType) -> Callable[..., Any]:
         when=lambda scheduler, request, blocks, num_external_tokens, *_, **__: (
             not num_external_tokens and scheduler._block_id_to_pending_jobs
         ),
+        on_fault=_wait_for_all,
     )
+
+
+def _wait_for_all(scheduler: Any, *_: Any, **__: Any) -> Any:
+    scheduler._current_batch_allocated_block_ids.update(scheduler._block_id_to_pending_jobs)
+    return GO_ON
 
 
 def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
@@ -63,4 +72,5 @@ FIX = Fix(
     targets=(OFFLOADING_SCHEDULER.update_state_after_alloc(broken=">=0.26.0,<0.33", probe=shows_bug, fix=fix),),
     scenarios=("mp-load-into-blocks-in-copy", "nixl-load-into-blocks-in-copy"),
     no_patch={"vllm": "fixed in 0.33.0"},
+    on_fault="closed",
 )

@@ -29,19 +29,33 @@ from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+from kvfix.acting import note
 from kvfix.fixes import stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import OFFLOADING_SCHEDULER
-from kvfix.wrapping import before
+from kvfix.wrapping import GO_ON, before
 
 
 def fix(module: ModuleType) -> Callable[..., Any]:
     def _update_req_states(scheduler: Any, scheduler_output: Any) -> None:
         for new in scheduler_output.scheduled_new_reqs:
             for group in scheduler._req_status[new.req_id].group_states:
+                if group.block_ids:
+                    note(__name__, f"request {new.req_id} is handed over anew")
                 group.block_ids.clear()
 
-    return before(_update_req_states, when=lambda scheduler, output, *_, **__: output.scheduled_new_reqs)
+    def forget_blocks(scheduler: Any, scheduler_output: Any, *_: Any, **__: Any) -> Any:
+        for new in scheduler_output.scheduled_new_reqs:
+            if new.req_id in scheduler._req_status:
+                for group in scheduler._req_status[new.req_id].group_states:
+                    group.block_ids = []
+        return GO_ON
+
+    return before(
+        _update_req_states,
+        when=lambda scheduler, output, *_, **__: output.scheduled_new_reqs,
+        on_fault=forget_blocks,
+    )
 
 
 def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
@@ -66,4 +80,5 @@ FIX = Fix(
     evidence={"KVR011": "^update_from_output: KeyError: "},
     scenarios=("session-offloads-other-blocks",),
     no_patch={"vllm": "fixed in 0.33.0"},
+    on_fault="closed",
 )

@@ -35,6 +35,7 @@ from collections.abc import Callable, Generator
 from types import ModuleType
 from typing import Any
 
+from kvfix.acting import note
 from kvfix.fixes import _mp, stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import SCHEDULER
@@ -56,6 +57,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
             scheduler._kvfix_idle = 0
             request = _to_give_back(scheduler, waiting_for_load)
             if request is not None:
+                note(__name__, f"request {request.request_id} gives its blocks back")
                 _give_back(scheduler, request, states)
         return output
 

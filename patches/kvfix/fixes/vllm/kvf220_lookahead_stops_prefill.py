@@ -32,6 +32,7 @@ from collections.abc import Callable, Generator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+from kvfix.acting import note
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import SCHEDULER
 from kvfix.wrapping import around, replaced
@@ -44,7 +45,10 @@ def fix(module: ModuleType) -> Callable[..., Any]:
         shortened = scheduler._reserve_prefill_lookahead
 
         def _reserve_prefill_lookahead(request: Any, num_computed_tokens: int, num_new_tokens: int) -> int:
-            return shortened(request, num_computed_tokens, num_new_tokens) or max(num_new_tokens, 0)
+            kept: int = shortened(request, num_computed_tokens, num_new_tokens)
+            if not kept and num_new_tokens > 0:
+                note(__name__, f"request {request.request_id}: {num_new_tokens} tokens are scheduled")
+            return kept or max(num_new_tokens, 0)
 
         with replaced(scheduler, _reserve_prefill_lookahead=_reserve_prefill_lookahead):
             return (yield)

@@ -25,14 +25,16 @@ vLLM 0.32.0 is no longer in use.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Generator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+from kvfix.acting import note
 from kvfix.fixes import stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import SCHEDULER
-from kvfix.wrapping import after, around, replaced
+from kvfix.wrapping import GO_ON, after, around, replaced
 
 #: Of a scheduler: sessions that were preempted when their turn ended, in this step.
 _SESSIONS = "_kvfix_preempted_sessions"
@@ -55,15 +57,28 @@ def fix(module: ModuleType) -> Callable[..., Any]:
 
 def fix_output(module: ModuleType) -> Callable[..., Any]:
     def update_from_output(scheduler: Any, answer: Any, *_: Any, **__: Any) -> Any:
-        sessions = getattr(scheduler, _SESSIONS)
-        setattr(scheduler, _SESSIONS, [])
-        for request in sessions:
+        while sessions := getattr(scheduler, _SESSIONS):
+            request = sessions[-1]
             queues = scheduler.waiting, scheduler.kv_holding_waiting, scheduler.running
             if request.request_id in scheduler.requests and not any(request in queue for queue in queues):
+                note(__name__, f"request {request.request_id} waits for its next input")
                 scheduler._enqueue_waiting_request(request)
+            sessions.pop()
         return answer
 
-    return after(update_from_output, when=lambda scheduler, *_, **__: getattr(scheduler, _SESSIONS, None))
+    return after(
+        update_from_output, when=lambda scheduler, *_, **__: getattr(scheduler, _SESSIONS, None), on_fault=_enqueue
+    )
+
+
+def _enqueue(scheduler: Any, answer: Any, *_: Any, **__: Any) -> Any:
+    """Without the queue a session has no status to go on with."""
+    while getattr(scheduler, _SESSIONS, None):
+        request = getattr(scheduler, _SESSIONS).pop()
+        queues = scheduler.waiting, scheduler.kv_holding_waiting
+        if request.request_id in scheduler.requests and not any(request in queue for queue in queues):
+            scheduler._enqueue_waiting_request(request)
+    return answer
 
 
 def fix_update(module: ModuleType) -> Callable[..., Any]:
@@ -74,7 +89,17 @@ def fix_update(module: ModuleType) -> Callable[..., Any]:
     return around(
         _update_request_as_session,
         when=lambda scheduler, session, *_, **__: session.num_computed_tokens < session.num_tokens - 1,
+        on_fault=_with_its_tokens,
     )
+
+
+def _with_its_tokens(scheduler: Any, session: Any, *more: Any, **named: Any) -> Any:
+    """The session waits for this input, so it must be taken: without the tokens it would go on with a wrong text."""
+    if session.num_computed_tokens >= session.num_tokens - 1:
+        return GO_ON
+    update = inspect.unwrap(type(scheduler)._update_request_as_session)
+    with replaced(session, num_computed_tokens=session.num_tokens - 1):
+        return update(scheduler, session, *more, **named)
 
 
 def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
@@ -110,4 +135,5 @@ FIX = Fix(
     ),
     scenarios=("preempted-session-lost",),
     no_patch={"vllm": "fixed in 0.33.0"},
+    on_fault="closed",
 )

@@ -32,6 +32,7 @@ from collections.abc import Callable, Generator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+from kvfix.acting import note
 from kvfix.fixes import stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import NIXL_PULL_WORKER
@@ -51,6 +52,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
                 worker._handle_failed_transfer(req_id, None, worker._recv_failures, record_failed_transfer=False)
                 return instead(None)
             remote[number] = list(remote[number][: wanted[number]])
+        note(__name__, f"request {req_id}: blocks behind its prompt are not read")
         meta.remote.block_ids = remote
         return None
 
@@ -62,7 +64,10 @@ def fix(module: ModuleType) -> Callable[..., Any]:
             return False
         return any(len(remote[at]) != hits[at] + len(meta.local_block_ids[at]) for at in _groups(worker, meta))
 
-    return around(_read_blocks_for_req, when=differs)
+    def fails(worker: Any, req_id: str, *_: Any, **__: Any) -> None:
+        worker._handle_failed_transfer(req_id, None, worker._recv_failures, record_failed_transfer=False)
+
+    return around(_read_blocks_for_req, when=differs, on_fault=fails)
 
 
 def _groups(worker: Any, meta: Any) -> list[int]:
@@ -123,4 +128,5 @@ FIX = Fix(
     evidence={"KVR011": r"^start_load_kv: AssertionError"},
     scenarios=("nixl-prefill-generates-more", "nixl-prefill-has-fewer-blocks"),
     no_patch={"vllm": "it can be abused: vLLM's security channel comes before a public patch (SECURITY.md)"},
+    on_fault="closed",
 )

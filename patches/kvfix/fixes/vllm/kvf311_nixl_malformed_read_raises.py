@@ -30,6 +30,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from kvfix import engine_log
+from kvfix.acting import note
 from kvfix.fixes import stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import NIXL_PULL_WORKER
@@ -45,6 +46,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
                 fails, request = getattr(worker, "_handle_failed_transfer", None), args[0] if args else ""
                 if fails is None or not isinstance(request, str):
                     raise
+                note(__name__, f"request {request}: its load has failed")
                 engine_log.warning(f"KVF311: the load of {request} has failed: {type(error).__name__}: {error}")
                 return fails(request, None, worker._recv_failures, record_failed_transfer=False)
 

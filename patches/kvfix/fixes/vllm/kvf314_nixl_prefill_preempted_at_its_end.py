@@ -30,6 +30,7 @@ from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+from kvfix.acting import note
 from kvfix.fixes import stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import NIXL_PULL_SCHEDULER, NIXL_PUSH_SCHEDULER
@@ -38,6 +39,7 @@ from kvfix.wrapping import after
 
 def fix(module: ModuleType) -> Callable[..., Any]:
     def request_finished(connector: Any, answer: tuple[bool, Any], request: Any, *_: Any) -> tuple[bool, Any]:
+        note(__name__, f"request {request.request_id} keeps no blocks")
         connector._reqs_not_processed.add(request.request_id)
         return answer
 

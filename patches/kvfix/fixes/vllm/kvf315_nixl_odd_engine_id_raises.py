@@ -26,6 +26,7 @@ from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+from kvfix.acting import note
 from kvfix.fixes import stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import NIXL_BASE_SCHEDULER
@@ -34,6 +35,7 @@ from kvfix.wrapping import before
 
 def fix(module: ModuleType) -> Callable[..., Any]:
     def on_new_request(connector: Any, request: Any) -> None:
+        note(__name__, f"request {request.request_id} names its peer by something that is no text")
         request.kv_transfer_params["do_remote_prefill"] = False
 
     return before(on_new_request, when=lambda connector, request: not _names(request.kv_transfer_params))

@@ -30,6 +30,7 @@ from types import ModuleType
 from typing import Any
 
 from kvfix import engine_log
+from kvfix.acting import note
 from kvfix.fixes import stubs
 from kvfix.fixes.api import AT_START, Fix
 from kvfix.fixes.targets import NIXL_BASE_SCHEDULER
@@ -46,6 +47,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
                     ready, stop = args[1:3] if len(args) > 2 else (None, None)
                     if ready is None or stop is None or not ready.is_set():  # it could not open its socket
                         raise
+                    note(__name__, "a handshake was left out")
                     engine_log.warning(
                         f"KVF316: a handshake that cannot be answered was left out: {type(error).__name__}: {error}"
                     )

@@ -31,6 +31,7 @@ from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+from kvfix.acting import note
 from kvfix.fixes import stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import NIXL_PUSH_WORKER
@@ -41,6 +42,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
     def start_load_kv(worker: Any, answer: None, metadata: Any) -> None:
         for name, meta in metadata.reqs_to_recv.items():
             if not any(meta.local_block_ids):
+                note(__name__, f"request {name} waits for nothing")
                 worker._recving_metadata.pop(name, None)
         return answer
 

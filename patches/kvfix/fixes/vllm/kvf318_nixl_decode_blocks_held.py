@@ -29,6 +29,7 @@ from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+from kvfix.acting import note
 from kvfix.fixes import stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import NIXL_PULL_SCHEDULER
@@ -37,6 +38,8 @@ from kvfix.wrapping import after
 
 def fix(module: ModuleType) -> Callable[..., Any]:
     def update_state_after_alloc(connector: Any, answer: None, request: Any, *_: Any) -> None:
+        if request.request_id not in connector._reqs_in_batch:
+            note(__name__, f"request {request.request_id}: its lease begins")
         connector._reqs_in_batch.add(request.request_id)
         return answer
 

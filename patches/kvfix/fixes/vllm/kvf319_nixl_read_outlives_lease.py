@@ -41,7 +41,7 @@ from typing import Any
 from kvfix.fixes import stubs
 from kvfix.fixes.api import NEW_REQUESTS, Fix
 from kvfix.fixes.targets import NIXL_BASE_WORKER, NIXL_PULL_SCHEDULER
-from kvfix.wrapping import View, after, around, replaced
+from kvfix.wrapping import GO_ON, View, after, around, replaced
 
 #: Seconds before its end in which a heartbeat is not counted on to renew a lease: it may come too late.
 MARGIN = 1.0
@@ -49,12 +49,18 @@ MARGIN = 1.0
 
 def names_the_end(module: ModuleType) -> Callable[..., Any]:
     def request_finished(connector: Any, answer: tuple[bool, Any], request: Any, *_: Any) -> tuple[bool, Any]:
-        until = connector._reqs_need_send[request.request_id]
-        return answer[0], {**answer[1], "remote_blocks_expiry_time": until}
+        # In place: naming the end changes no outcome.
+        answer[1]["remote_blocks_expiry_time"] = connector._reqs_need_send[request.request_id]
+        return answer
+
+    def ended(connector: Any, answer: tuple[bool, Any], *_: Any, **__: Any) -> tuple[bool, Any]:
+        """The lease is named as over: a decode engine with this fix takes nothing for loaded."""
+        return answer[0], {**answer[1], "remote_blocks_expiry_time": 0.0} if answer[1] else answer[1]
 
     return after(
         request_finished,
         when=lambda connector, answer, *_: answer[0] and not connector.is_bidirectional_kv_xfer_enabled,
+        on_fault=ended,
     )
 
 
@@ -83,7 +89,11 @@ def counts_heartbeats(module: ModuleType) -> Callable[..., Any]:
         worker._kvfix_heartbeats = sent
         return answer
 
-    return around(_send_heartbeats, when=lambda worker, metadata: metadata.heartbeat_by_engine)
+    def none_sent(worker: Any, *_: Any, **__: Any) -> Any:
+        worker._kvfix_heartbeats = {}
+        return GO_ON
+
+    return around(_send_heartbeats, when=lambda worker, metadata: metadata.heartbeat_by_engine, on_fault=none_sent)
 
 
 def fails_late_reads(module: ModuleType) -> Callable[..., Any]:
@@ -91,11 +101,17 @@ def fails_late_reads(module: ModuleType) -> Callable[..., Any]:
         done, failed = answer
         if transfers is not worker._recving_transfers:
             return answer
-        return done, failed | {name for name in done - failed if _too_late(worker, name, module.time.perf_counter())}
+        late = {name for name in done - failed if _too_late(worker, name, module.time.perf_counter())}
+        return (done, failed | late) if late else answer
+
+    def all_fail(worker: Any, answer: tuple[set[str], set[str]], transfers: Any, *_: Any) -> Any:
+        done, failed = answer
+        return (done, failed | done) if transfers is worker._recving_transfers else answer
 
     return after(
         _pop_done_transfers,
         when=lambda worker, answer, *_: answer[0] and not worker._bidirectional_kv_xfer_enabled,
+        on_fault=all_fail,
     )
 
 
@@ -143,4 +159,5 @@ FIX = Fix(
     attaches=NEW_REQUESTS,
     no_patch={"vllm": "the end of the lease has to be a parameter that all routers hand on, of both kinds of lease"},
     opt_in=True,
+    on_fault="closed",
 )

@@ -28,6 +28,7 @@ from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+from kvfix.acting import note
 from kvfix.fixes import stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import NIXL_PUSH_SCHEDULER
@@ -38,10 +39,13 @@ def fix(module: ModuleType) -> Callable[..., Any]:
     def request_finished(connector: Any, answer: tuple[bool, Any], request: Any, *_: Any) -> tuple[bool, Any]:
         blocks = connector._newly_finished_push_blocks[request.request_id]
         specs = [group.kv_cache_spec for group in connector.kv_cache_config.transfer_groups]
-        connector._newly_finished_push_blocks[request.request_id] = tuple(
+        cut = tuple(
             group[: -(-request.num_prompt_tokens // spec.block_size)] if _is_full(spec) else group
             for spec, group in zip(specs, blocks, strict=True)
         )
+        if any(len(one) != len(other) for one, other in zip(cut, blocks, strict=True)):
+            note(__name__, f"request {request.request_id}: blocks behind its prompt are not sent")
+        connector._newly_finished_push_blocks[request.request_id] = cut
         return answer
 
     return after(
@@ -49,7 +53,14 @@ def fix(module: ModuleType) -> Callable[..., Any]:
         when=lambda connector, answer, request, *_: (
             answer[0] and request.request_id in connector._newly_finished_push_blocks
         ),
+        on_fault=_not_pushed,
     )
+
+
+def _not_pushed(connector: Any, answer: tuple[bool, Any], request: Any, *_: Any, **__: Any) -> tuple[bool, Any]:
+    """The decode engine gives the load up at its timeout (KVF322)."""
+    connector._newly_finished_push_blocks.pop(request.request_id, None)
+    return answer
 
 
 def _is_full(spec: Any) -> bool:
@@ -85,4 +96,5 @@ FIX = Fix(
     evidence={},
     scenarios=("nixl-push-prefill-generates-more",),
     no_patch={"vllm": "it can be abused: vLLM's security channel comes before a public patch (SECURITY.md)"},
+    on_fault="closed",
 )

@@ -39,7 +39,8 @@ from collections.abc import Callable, Generator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from kvfix.fixes import stubs
+from kvfix.acting import note
+from kvfix.fixes import _closed, stubs
 from kvfix.fixes.api import NEW_REQUESTS, Fix
 from kvfix.fixes.targets import NIXL_PUSH_SCHEDULER, NIXL_PUSH_WORKER
 from kvfix.wrapping import after, around, before, instead
@@ -83,6 +84,7 @@ def gives_up(module: ModuleType) -> Callable[..., Any]:
                 del worker._kvfix_ends[name]
             elif now > until + _GRACE:
                 del worker._kvfix_ends[name]
+                note(__name__, f"request {name}: its load is given up")
                 worker._failed_recv_reqs.put(name)
 
     return before(get_transfer_results, when=lambda worker: getattr(worker, "_kvfix_ends", None))
@@ -102,6 +104,7 @@ def begins_in_time(module: ModuleType) -> Callable[..., Any]:
     return around(
         _do_start_push_kv,
         when=lambda worker, request_id, local_block_ids, registration_data: _UNTIL in registration_data,
+        on_fault=_closed.nothing,  # nothing is written; the decode engine gives up at its timeout
     )
 
 
@@ -148,4 +151,5 @@ FIX = Fix(
     attaches=NEW_REQUESTS,
     no_patch={"vllm": "how long a write may take has to be agreed between both engines: a change of NIXL's messages"},
     opt_in=True,
+    on_fault="closed",
 )

@@ -33,10 +33,11 @@ from collections.abc import Callable, Generator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from kvfix.fixes import stubs
+from kvfix.acting import note
+from kvfix.fixes import _closed, stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import NIXL_BASE_WORKER, NIXL_PUSH_WORKER
-from kvfix.wrapping import around
+from kvfix.wrapping import GO_ON, around
 
 #: Between the thread that writes and the worker's own, for moments.
 _lock = threading.Lock()
@@ -51,6 +52,9 @@ def keeps_what_is_written(module: ModuleType) -> Callable[..., Any]:
             written = set(worker._sending_transfers) | vars(worker).get(_BEGINNING, set())
             kept = {name: leases.pop(name) for name in written & leases.keys()}
             open_before = list(leases)
+            now = module.time.perf_counter()
+            if any(until <= now for until in kept.values()):
+                note(__name__, "blocks that are written are kept beyond their lease")
             try:
                 answer = yield
             finally:
@@ -64,6 +68,8 @@ def keeps_what_is_written(module: ModuleType) -> Callable[..., Any]:
     return around(
         _reap_expired_send_leases,
         when=lambda worker, *_: worker._reqs_to_send and hasattr(worker, "_sending_transfers"),
+        # While something may be written no lease ends.
+        on_fault=lambda worker, *_: None if getattr(worker, "_sending_transfers", None) else GO_ON,
     )
 
 
@@ -79,7 +85,7 @@ def begins_with_what_is_kept(module: ModuleType) -> Callable[..., Any]:
         finally:
             beginning.discard(req_id)
 
-    return around(_xfer_blocks_for_req)
+    return around(_xfer_blocks_for_req, on_fault=_closed.nothing)
 
 
 def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
@@ -104,4 +110,5 @@ FIX = Fix(
     ),
     evidence={"KVR020": "", "KVR021": ""},
     scenarios=("nixl-push-outlives-lease", "nixl-push-begins-after-lease"),
+    on_fault="closed",
 )

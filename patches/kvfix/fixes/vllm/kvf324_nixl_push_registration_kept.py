@@ -30,6 +30,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+from kvfix.acting import note
 from kvfix.fixes import stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import NIXL_PUSH_WORKER
@@ -43,6 +44,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
         worker._kvfix_came = came = {name: known.get(name, now) for name in waiting}
         for name, at in came.items():
             if now - at > _timeout(worker):
+                note(__name__, f"the registration of request {name} is dropped")
                 worker._evict_finished_inbox.put(name)  # the thread that has them drops it
 
     return before(get_transfer_results, when=lambda worker: worker._pending_d_registrations)

@@ -31,6 +31,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from kvfix import engine_log
+from kvfix.acting import note
 from kvfix.fixes import stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import NIXL_PUSH_WORKER
@@ -45,6 +46,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
             except Exception as error:
                 if not hasattr(worker, "_pending_d_registrations"):
                     raise
+                note(__name__, "a registration is not served")
                 engine_log.warning(f"KVF325: a registration is not served: {type(error).__name__}: {error}")
                 return None
 

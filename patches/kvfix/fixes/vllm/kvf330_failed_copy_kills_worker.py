@@ -31,6 +31,8 @@ from collections.abc import Callable, Generator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+from kvfix import engine_log
+from kvfix.acting import note
 from kvfix.fixes import _offloading, stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import (
@@ -39,26 +41,60 @@ from kvfix.fixes.targets import (
     OFFLOADING_WORKER,
     OFFLOADING_WORKER_METADATA,
 )
-from kvfix.wrapping import View, after, around, replaced
+from kvfix.wrapping import View, after, around, before, replaced
 
 #: Of the worker: requests whose load has failed. Of its report, and of the scheduler: jobs that have.
 _REQUESTS, _JOBS = "_kvfix_failed_requests", "_kvfix_failed_jobs"
+#: Of the metadata and of the worker: the scheduler has its part of the fix.
+_TOLD = "_kvfix_knows_failed_copies"
 
 
 def fix(module: ModuleType) -> Callable[..., Any]:
     def get_finished(worker: Any, finished_req_ids: Any) -> Generator[None, Any, Any]:
-        done = worker.worker.get_finished()
-        failed = {each.job_id for each in done if not each.success}
-        if failed:
-            names = {worker._load_jobs[job] for job in failed if job in worker._load_jobs}
-            setattr(worker, _REQUESTS, getattr(worker, _REQUESTS, set()) | names)
-            meta = worker._connector_worker_meta
-            setattr(meta, _JOBS, getattr(meta, _JOBS, set()) | failed)
-            done = [View(each, success=True) for each in done]
-        with replaced(worker, worker=View(worker.worker, get_finished=lambda: done)):
+        own = worker.worker
+
+        def finished() -> Any:
+            done = own.get_finished()
+            # If the failed copies cannot be noted, they are handed on as they are, and vLLM asserts, as released.
+            noted = engine_log.guarded(f"{__name__}.get_finished", _note_failed, worker, done)
+            return [View(each, success=True) for each in done] if noted else done
+
+        with replaced(worker, worker=View(own, get_finished=finished)):
             return (yield)
 
-    return around(get_finished)
+    return around(get_finished, when=lambda worker, *_, **__: getattr(worker, _TOLD, False))
+
+
+def _note_failed(worker: Any, done: Any) -> bool:
+    """Note the copies that have failed for the scheduler; whether there are any."""
+    failed = {each.job_id for each in done if not each.success}
+    if failed:
+        note(__name__, f"{len(failed)} copies have failed")
+        names = {worker._load_jobs[job] for job in failed if job in worker._load_jobs}
+        setattr(worker, _REQUESTS, getattr(worker, _REQUESTS, set()) | names)
+        meta = worker._connector_worker_meta
+        setattr(meta, _JOBS, getattr(meta, _JOBS, set()) | failed)
+    return bool(failed)
+
+
+def tells_worker(module: ModuleType) -> Callable[..., Any]:
+    """The scheduler understands failed copies: without this mark the worker reports none as done."""
+
+    def build_connector_meta(scheduler: Any, metadata: Any, *_: Any, **__: Any) -> Any:
+        setattr(metadata, _TOLD, True)  # an attribute of the object, so it travels to the workers
+        return metadata
+
+    return after(build_connector_meta)
+
+
+def is_told(module: ModuleType) -> Callable[..., Any]:
+    def start_kv_transfers(worker: Any, metadata: Any) -> None:
+        setattr(worker, _TOLD, True)
+
+    return before(
+        start_kv_transfers,
+        when=lambda worker, metadata: not hasattr(worker, _TOLD) and hasattr(metadata, _TOLD),
+    )
 
 
 def fix_results(module: ModuleType) -> Callable[..., Any]:
@@ -72,7 +108,14 @@ def fix_results(module: ModuleType) -> Callable[..., Any]:
     return after(
         get_transfer_results,
         when=lambda connector, *_, **__: getattr(getattr(connector, "connector_worker", None), _REQUESTS, None),
+        on_fault=_all_failed,
     )
+
+
+def _all_failed(connector: Any, answer: Any, *_: Any, **__: Any) -> Any:
+    """All loads that are done count as failed, of this connector or of another one."""
+    answer.failed_recving.update(answer.finished_recving or ())
+    return answer
 
 
 def fix_aggregate(module: ModuleType) -> Callable[..., Any]:
@@ -82,7 +125,15 @@ def fix_aggregate(module: ModuleType) -> Callable[..., Any]:
         setattr(answer, _JOBS, getattr(meta, _JOBS, set()) | getattr(other, _JOBS, set()))
         return answer
 
-    return after(aggregate, when=lambda meta, answer, other, *_, **__: hasattr(meta, _JOBS) or hasattr(other, _JOBS))
+    def all_failed(meta: Any, answer: Any, other: Any) -> Any:
+        setattr(answer, _JOBS, set(answer.completed_jobs))
+        return answer
+
+    return after(
+        aggregate,
+        when=lambda meta, answer, other, *_, **__: hasattr(meta, _JOBS) or hasattr(other, _JOBS),
+        on_fault=all_failed,
+    )
 
 
 def fix_scheduler(module: ModuleType) -> Callable[..., Any]:
@@ -103,6 +154,7 @@ def fix_scheduler(module: ModuleType) -> Callable[..., Any]:
         when=lambda scheduler, output, *_, **__: (
             getattr(scheduler, _JOBS, None) or hasattr(output.kv_connector_worker_meta, _JOBS)
         ),
+        on_fault=_offloading.all_stores_fail,
     )
 
 
@@ -127,6 +179,10 @@ FIX = Fix(
         OFFLOADING_WORKER.get_finished(broken=">=0.32", probe=shows_bug, fix=fix, helper=True),
         CONNECTOR_BASE.get_transfer_results(broken=">=0.32", probe=stubs.cannot_tell, fix=fix_results, helper=True),
         OFFLOADING_WORKER_METADATA.aggregate(broken=">=0.32", probe=stubs.cannot_tell, fix=fix_aggregate, helper=True),
+        OFFLOADING_SCHEDULER.build_connector_meta(
+            broken=">=0.32", probe=stubs.cannot_tell, fix=tells_worker, place=5, helper=True
+        ),
+        OFFLOADING_WORKER.start_kv_transfers(broken=">=0.32", probe=stubs.cannot_tell, fix=is_told, helper=True),
         # get_finished is wrong in 0.26.0 too, where there is no get_transfer_results: this is what differs.
         OFFLOADING_SCHEDULER.update_connector_output(
             broken=">=0.32", probe=stubs.cannot_tell, fix=fix_scheduler, place=5
@@ -134,5 +190,6 @@ FIX = Fix(
     ),
     evidence={"KVR011": "^(wait_for_save|get_finished): AssertionError", "KVD987": ""},
     scenarios=("offload-copy-fails",),
+    on_fault="closed",
     no_patch={"vllm": "vLLM PR 52838 is open"},
 )

@@ -31,6 +31,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from kvfix import engine_log
+from kvfix.fixes import _closed
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import OFFLOADING_CONNECTOR
 from kvfix.wrapping import after
@@ -47,6 +48,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
     return after(
         reset_cache,
         when=lambda connector, *_, **__: getattr(connector.connector_scheduler.manager, "secondary_tiers", None),
+        on_fault=_closed.refuse,
     )
 
 
@@ -63,4 +65,5 @@ FIX = Fix(
     targets=(OFFLOADING_CONNECTOR.reset_cache(broken=">=0.26.0", probe=shows_bug, fix=fix),),
     scenarios=("offload-reset-keeps-files",),
     no_patch={"vllm": "vLLM keeps a tier's data on purpose; what reset_cache should answer is for it to decide"},
+    on_fault="closed",
 )

@@ -30,6 +30,7 @@ from itertools import chain
 from types import ModuleType
 from typing import Any
 
+from kvfix.acting import note
 from kvfix.fixes import stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import OFFLOADING_SCHEDULER
@@ -46,12 +47,15 @@ def fix(module: ModuleType) -> Callable[..., Any]:
                 first = 0 if status.req.is_finished() else group.next_stored_chunk_idx
                 for start in range(first * size, len(group.block_ids) - size + 1, size):
                     if 0 in group.block_ids[start : start + size]:
+                        if group.block_ids[start + size - 1]:
+                            note(__name__, f"request {name}: chunk {start // size} is not stored")
                         group.block_ids[start + size - 1] = 0
 
     # What is not stored yet of each request is looked at in each step, as vLLM does itself.
     return before(
         _build_store_jobs,
         when=lambda scheduler, *_, **__: scheduler._sliding_window_groups and scheduler.config.blocks_per_chunk > 1,
+        on_fault=lambda *_, **__: {},  # no stores in this step
     )
 
 
@@ -60,4 +64,5 @@ FIX = Fix(
     __doc__,
     targets=(OFFLOADING_SCHEDULER._build_store_jobs(broken=">=0.32", probe=stubs.cannot_tell, fix=fix),),
     scenarios=("offload-window-chunk-stored-in-part",),
+    on_fault="closed",
 )

@@ -30,6 +30,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from kvfix import engine_log
+from kvfix.acting import note
 from kvfix.fixes import stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import OFFLOADING_P2P
@@ -53,6 +54,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
     def on_new_request(tier: Any, context: Any) -> Generator[None, Any, Any]:
         params = context.kv_transfer_params
         engine_log.warning("KVF335: what a request says of its peer has no known form, and is left out")
+        note(__name__, "parameters of a peer were left out")
         known = {}
         if isinstance(params, dict):
             known = {key: value for key, value in params.items() if key not in _ROLES or _has_form(value)}

@@ -31,7 +31,7 @@ from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from kvfix.fixes import _prefills, stubs
+from kvfix.fixes import _closed, _prefills, stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import NIXL_BASE_SCHEDULER, NIXL_PULL_SCHEDULER, NIXL_SCHEDULER
 from kvfix.wrapping import after, before
@@ -43,12 +43,18 @@ def _fix(module: ModuleType) -> Callable[..., Any]:
     ) -> tuple[int, bool]:
         return promise if _reads(connector, request) else (0, False)
 
-    return after(get_num_new_matched_tokens, when=lambda connector, promise, request, *_: _prefills.is_to_load(request))
+    return after(
+        get_num_new_matched_tokens,
+        when=lambda connector, promise, request, *_: _prefills.is_to_load(request),
+        on_fault=_closed.compute,
+    )
 
 
 def _arrives(module: ModuleType) -> Callable[..., Any]:
     return before(
-        _reads, when=lambda connector, request: connector._TRANSFER_MODE == "pull" and _prefills.is_to_load(request)
+        lambda connector, request: not _reads(connector, request),
+        when=lambda connector, request: connector._TRANSFER_MODE == "pull" and _prefills.is_to_load(request),
+        on_fault=_closed.compute_new,
     )
 
 
@@ -83,4 +89,5 @@ FIX = Fix(
     evidence={"KVR018": ""},
     scenarios=("nixl-lease-read-twice", "nixl-second-reader-aborted"),
     no_patch={"vllm": "prefill has to refuse the second read, which takes a change of NIXL's messages"},
+    on_fault="closed",
 )

@@ -30,6 +30,7 @@ from contextlib import suppress
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+from kvfix.acting import note
 from kvfix.fixes import stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import NIXL_BASE_WORKER
@@ -44,6 +45,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
             refused = False
         finally:
             if refused and metadata.engine_id not in worker._remote_agents:
+                note(__name__, f"a refused peer is forgotten: {metadata.engine_id}")
                 worker.transfer_topo.unregister_remote_engine(metadata.engine_id)
         return answer
 

@@ -32,6 +32,7 @@ from collections.abc import Callable, Generator
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+from kvfix.acting import note
 from kvfix.fixes import stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import NIXL_BASE_WORKER
@@ -47,6 +48,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
         ) -> Any:
             return ensure(engine, host, port, ranks, dcp, pp, only or _is_refused(worker, ranks))
 
+        note(__name__, "a heartbeat connects to the agents alone")
         with replaced(worker, _ensure_handshake=agents_alone):
             answer = yield
         return answer

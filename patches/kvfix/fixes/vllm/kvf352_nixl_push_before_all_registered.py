@@ -32,7 +32,7 @@ from contextlib import suppress
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from kvfix.fixes import stubs
+from kvfix.fixes import _closed, stubs
 from kvfix.fixes.api import NEW_REQUESTS, Fix
 from kvfix.fixes.targets import NIXL_PUSH_WORKER
 from kvfix.wrapping import around, instead
@@ -56,12 +56,12 @@ def fix(module: ModuleType) -> Callable[..., Any]:
         del came[request]
         return None
 
-    return around(_handle_push_reg_notif)
+    return around(_handle_push_reg_notif, on_fault=_closed.nothing)
 
 
 def _registered(module: ModuleType, notice: bytes) -> tuple[str, int]:
     """Which request, and how many ranks its engine has; none, if it does not say so."""
-    with suppress(Exception):
+    with suppress(module.msgspec.DecodeError, KeyError, TypeError):
         data = module.msgspec.msgpack.decode(notice[len(module.PUSH_REG_NOTIF_PREFIX) :])
         request, ranks = data["request_id"], data["decode_tp_size"]
         if isinstance(request, str) and isinstance(ranks, int):
@@ -89,4 +89,5 @@ FIX = Fix(
     scenarios=("nixl-push-before-all-registered", "nixl-push-notified-before-connected"),
     attaches=NEW_REQUESTS,
     no_patch={"vllm": "a registration does not say which rank sends it, or all would count: a change of its message"},
+    on_fault="closed",
 )

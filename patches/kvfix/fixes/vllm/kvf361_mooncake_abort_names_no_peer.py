@@ -28,6 +28,7 @@ from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+from kvfix.acting import note
 from kvfix.fixes import stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import MOONCAKE_SCHEDULER
@@ -40,6 +41,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
     def build_connector_meta(connector: Any, *_: Any) -> None:
         waiting = connector._reqs_need_recv
         for name in [name for name, entry in waiting.items() if not _names_peer(entry[0].kv_transfer_params)]:
+            note(__name__, f"request {name} names no peer")
             del waiting[name]
 
     return before(build_connector_meta, when=lambda connector, *_, **__: connector._reqs_need_recv)

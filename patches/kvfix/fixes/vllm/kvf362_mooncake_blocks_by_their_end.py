@@ -31,22 +31,32 @@ from typing import Any
 from kvfix.fixes import stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import MOONCAKE_SCHEDULER
-from kvfix.wrapping import before
+from kvfix.wrapping import GO_ON, before
 
 
 def fix(module: ModuleType) -> Callable[..., Any]:
-    def build_connector_meta(connector: Any, *_: Any) -> None:
+    def build_connector_meta(connector: Any, *_: Any) -> bool:
+        cut = False
         parallel = connector.vllm_config.parallel_config
         if any(getattr(parallel, f"{side}_context_parallel_size", 1) > 1 for side in ("prefill", "decode")):
-            return
+            return cut
         for name, (request, blocks) in connector._reqs_need_send.items():
             own = -(-request.num_prompt_tokens // connector.block_size)
             if len(blocks) == 1 and len(blocks[0]) > own:
                 connector._reqs_need_send[name] = request, [blocks[0][:own]]
+                cut = True
+        return cut
+
+    def sends_no_block(connector: Any, *_: Any, **__: Any) -> Any:
+        """The sender finds too few blocks, and decode's load fails."""
+        for name, (request, blocks) in connector._reqs_need_send.items():
+            connector._reqs_need_send[name] = request, [[] for _ in blocks]
+        return GO_ON
 
     return before(
         build_connector_meta,
         when=lambda connector, *_, **__: connector._reqs_need_send and not connector._is_hma_required,
+        on_fault=sends_no_block,
     )
 
 
@@ -77,4 +87,5 @@ FIX = Fix(
         ),
     ),
     scenarios=("mooncake-prefill-generates-more",),
+    on_fault="closed",
 )

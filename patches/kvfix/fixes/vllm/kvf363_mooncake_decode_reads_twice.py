@@ -32,7 +32,7 @@ from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from kvfix.fixes import _prefills, stubs
+from kvfix.fixes import _closed, _prefills, stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import MOONCAKE_SCHEDULER
 from kvfix.wrapping import after, before
@@ -44,12 +44,20 @@ def fix(module: ModuleType) -> Callable[..., Any]:
     ) -> tuple[int, bool]:
         return promise if _reads(connector, request) else (0, False)
 
-    return after(get_num_new_matched_tokens, when=lambda connector, promise, request, *_: _prefills.is_to_load(request))
+    return after(
+        get_num_new_matched_tokens,
+        when=lambda connector, promise, request, *_: _prefills.is_to_load(request),
+        on_fault=_closed.compute,
+    )
 
 
 def ends(module: ModuleType) -> Callable[..., Any]:
     """One that is aborted before it is asked would have prefill free the blocks that are written to the first."""
-    return before(_reads, when=lambda connector, request, *_: _prefills.is_to_load(request))
+    return before(
+        lambda connector, request, *_: not _reads(connector, request),
+        when=lambda connector, request, *_: _prefills.is_to_load(request),
+        on_fault=_closed.compute_new,
+    )
 
 
 def _reads(connector: Any, request: Any, *_: Any) -> bool:
@@ -78,4 +86,5 @@ FIX = Fix(
     ),
     scenarios=("mooncake-decode-reads-twice", "mooncake-second-reader-aborted"),
     no_patch={"vllm": "prefill has to refuse the second read"},
+    on_fault="closed",
 )

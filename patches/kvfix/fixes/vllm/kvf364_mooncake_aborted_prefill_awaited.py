@@ -33,6 +33,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 from kvfix import engine_log
+from kvfix.acting import note
 from kvfix.fixes import stubs
 from kvfix.fixes.api import NEW_REQUESTS, Fix
 from kvfix.fixes.targets import MOONCAKE_SCHEDULER, MOONCAKE_WORKER
@@ -44,9 +45,9 @@ _NEVER = 1 << 30
 
 def fix(module: ModuleType) -> Callable[..., Any]:
     def start_load_kv(worker: Any, metadata: Any) -> Generator[Any, Any, Any]:
-        for transfer in metadata.reqs_not_processed:
-            worker.sender_loop.call_soon_threadsafe(_drop, module, worker, transfer)
-        return (yield (View(metadata, reqs_not_processed=set()),))
+        without = View(metadata, reqs_not_processed=set())
+        worker.sender_loop.call_soon_threadsafe(_drop_all, module, worker, list(metadata.reqs_not_processed))
+        return (yield (without,))
 
     return around(
         start_load_kv, when=lambda worker, metadata: metadata.reqs_not_processed and not worker.is_kv_consumer
@@ -66,6 +67,11 @@ def tells_the_worker(module: ModuleType) -> Callable[..., Any]:
     return after(request_finished, when=is_not_sent)
 
 
+def _drop_all(module: Any, worker: Any, transfers: list[str]) -> None:
+    for transfer in transfers:
+        _drop(module, worker, transfer)
+
+
 def _drop(module: Any, worker: Any, transfer: str) -> None:
     """In the loop of the sender. A transfer that is ready and has no blocks is answered as failed."""
     try:
@@ -78,6 +84,7 @@ def _drop(module: Any, worker: Any, transfer: str) -> None:
             return
         dropped.p_req_id, dropped.local_block_ids, dropped.need_send = "", [], _NEVER
         dropped.ready.set()
+        note(__name__, f"the transfer {transfer} is answered as failed")
         worker.sender_loop.call_later(module.envs.VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT, _forget, worker, dropped)
     except Exception as error:  # noqa: BLE001
         engine_log.fault(f"{__name__}._drop", error)

@@ -29,6 +29,7 @@ from collections.abc import Callable
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+from kvfix.acting import note
 from kvfix.fixes import _pulls
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import MOONCAKE_WORKER
@@ -42,6 +43,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
         if response.status == module.MooncakeXferResponseStatus.FINISH:
             missing = [name for name in pull_metas if name not in known]
             if missing:
+                note(__name__, f"{len(missing)} loads were left out of an answer")
                 worker._handle_failed_recv(pull_metas, missing, "the producer's answer leaves it out")
 
     return after(process_pulling_result)

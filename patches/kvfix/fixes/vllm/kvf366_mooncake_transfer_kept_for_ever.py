@@ -29,6 +29,7 @@ from types import ModuleType
 from typing import Any
 
 from kvfix import clock, engine_log
+from kvfix.acting import note
 from kvfix.fixes import stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import MOONCAKE_WORKER
@@ -75,6 +76,7 @@ def _look(worker: Any) -> None:
             if not sent.p_req_id and not sent.ready.is_set() and not sent.ready._waiters
         }
         for name in left & vars(worker).get("_kvfix_left", set()):
+            note(__name__, f"the transfer {name} is dropped")
             del worker.reqs_need_send[name]
         worker._kvfix_left = left
     except Exception as error:  # noqa: BLE001

@@ -33,6 +33,7 @@ from types import ModuleType
 from typing import Any
 
 from kvfix import engine_log
+from kvfix.acting import note
 from kvfix.fixes import stubs
 from kvfix.fixes.api import AT_START, Fix
 from kvfix.fixes.targets import (
@@ -43,10 +44,12 @@ from kvfix.fixes.targets import (
     SIMPLE_WORKER,
     SIMPLE_WORKER_METADATA,
 )
-from kvfix.wrapping import View, after, around, before, instead
+from kvfix.wrapping import GO_ON, View, after, around, before, instead
 
 #: Of the worker: requests whose load has failed. Of its report, and of the scheduler: stores that have.
 _REQUESTS, _STORES = "_kvfix_failed_requests", "_kvfix_failed_stores"
+#: Of the metadata: the scheduler has its part of the fix.
+_TOLD = "_kvfix_knows_failed_copies"
 
 
 class _Noting:
@@ -63,7 +66,12 @@ class _Noting:
 
 
 class _Events(list[Any]):
-    """The worker's list of copies, (number, event): `failed` has the numbers of those that have not been made."""
+    """The worker's list of copies, (number, event): `failed` has the numbers of those that have not been made.
+
+    told: the scheduler has its part of the fix, and a failed copy may be reported to it.
+    """
+
+    told = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,11 +96,12 @@ def _go_on(loop: Callable[[], Any], queue: _Noting, place: int, event: Callable[
         try:
             return loop()
         except Exception as error:  # noqa: PERF203
-            if queue.item is None or not isinstance(queue.item[place + 1], _Events):
+            if queue.item is None or not getattr(queue.item[place + 1], "told", False):
                 raise
             taken, queue.item = queue.item, None
             number, events = taken[place : place + 2]
             engine_log.warning(f"KVF370: a copy has failed and was given up: {type(error).__name__}: {error}")
+            note(__name__, f"copy {number} has failed")
             events.failed.add(number)
             events.append((number, event(taken)))
 
@@ -151,6 +160,28 @@ def fix_register(module: ModuleType) -> Callable[..., Any]:
     return before(register_kv_caches)
 
 
+def tells_worker(module: ModuleType) -> Callable[..., Any]:
+    """The scheduler understands failed copies: without this mark the worker reports none as done."""
+
+    def build_connector_meta(scheduler: Any, metadata: Any, *_: Any, **__: Any) -> Any:
+        setattr(metadata, _TOLD, True)  # an attribute of the object, so it travels to the workers
+        return metadata
+
+    return after(build_connector_meta)
+
+
+def is_told(module: ModuleType) -> Callable[..., Any]:
+    def bind_connector_metadata(worker: Any, metadata: Any) -> None:
+        worker._load_events.told = worker._store_events.told = True
+
+    return before(
+        bind_connector_metadata,
+        when=lambda worker, metadata: (
+            hasattr(metadata, _TOLD) and isinstance(worker._load_events, _Events) and not worker._load_events.told
+        ),
+    )
+
+
 def fix_finished(module: ModuleType) -> Callable[..., Any]:
     """Loads that have failed, and are reported now."""
 
@@ -162,7 +193,15 @@ def fix_finished(module: ModuleType) -> Callable[..., Any]:
         failed -= done
         return answer
 
-    return after(get_finished, when=lambda worker, *_, **__: getattr(worker._load_events, "failed", None))
+    def all_failed(worker: Any, answer: Any, *_: Any, **__: Any) -> Any:
+        setattr(worker, _REQUESTS, {*getattr(worker, _REQUESTS, ()), *(answer[1] or ())})
+        return answer
+
+    return after(
+        get_finished,
+        when=lambda worker, *_, **__: getattr(worker._load_events, "failed", None),
+        on_fault=all_failed,
+    )
 
 
 def fix_results(module: ModuleType) -> Callable[..., Any]:
@@ -176,7 +215,20 @@ def fix_results(module: ModuleType) -> Callable[..., Any]:
     return after(
         get_transfer_results,
         when=lambda connector, *_, **__: getattr(getattr(connector, "worker_handler", None), _REQUESTS, None),
+        on_fault=_all_failed,
     )
+
+
+def _all_failed(connector: Any, answer: Any, *_: Any, **__: Any) -> Any:
+    """All loads that are done count as failed, of this connector or of another one."""
+    answer.failed_recving.update(answer.finished_recving or ())
+    return answer
+
+
+def _all_stores_failed(meta: Any, answer: Any, *_: Any, **__: Any) -> Any:
+    if answer is not None:
+        setattr(answer, _STORES, set(answer.completed_store_events))
+    return answer
 
 
 def fix_report(module: ModuleType) -> Callable[..., Any]:
@@ -191,6 +243,7 @@ def fix_report(module: ModuleType) -> Callable[..., Any]:
     return after(
         build_connector_worker_meta,
         when=lambda worker, meta, *_, **__: meta is not None and getattr(worker._store_events, "failed", None),
+        on_fault=_all_stores_failed,
     )
 
 
@@ -202,7 +255,9 @@ def fix_aggregate(module: ModuleType) -> Callable[..., Any]:
         return answer
 
     return after(
-        aggregate, when=lambda meta, answer, other, *_, **__: hasattr(meta, _STORES) or hasattr(other, _STORES)
+        aggregate,
+        when=lambda meta, answer, other, *_, **__: hasattr(meta, _STORES) or hasattr(other, _STORES),
+        on_fault=_all_stores_failed,
     )
 
 
@@ -218,22 +273,28 @@ def fix_scheduler(module: ModuleType) -> Callable[..., Any]:
             scheduler.cpu_block_pool.evict_blocks(set(load.transfer_meta.cpu_block_ids))
         return answer
 
+    def stores_failed(scheduler: Any, output: Any, *_: Any, **__: Any) -> Any:
+        stores = getattr(output.kv_connector_worker_meta, "completed_store_events", ())
+        setattr(scheduler, _STORES, {*getattr(scheduler, _STORES, ()), *stores})
+        return GO_ON
+
     return around(
         update_connector_output,
         when=lambda scheduler, output, *_, **__: (
             getattr(output, "failed_recving", None) or hasattr(output.kv_connector_worker_meta, _STORES)
         ),
+        on_fault=stores_failed,
     )
 
 
 def fix_store(module: ModuleType) -> Callable[..., Any]:
     def _process_store_event(scheduler: Any, event: int) -> Generator[None, Any, Any] | None:
         getattr(scheduler, _STORES).discard(event)
-        transfer = scheduler._store_event_to_blocks.pop(event, None)
+        transfer = scheduler._store_event_to_blocks.get(event)
         if transfer is None:  # given up at a reset
             return None
         scheduler._in_flight_store_gpu_blocks.difference_update(transfer.gpu_block_ids)
-        scheduler._release_transfer_refs(transfer)
+        scheduler._release_transfer_refs(scheduler._store_event_to_blocks.pop(event))
         for name in scheduler._store_event_to_reqs.pop(event, []):
             state = scheduler._reqs_to_store.get(name)
             if state is not None:
@@ -243,8 +304,24 @@ def fix_store(module: ModuleType) -> Callable[..., Any]:
         return instead(None)
 
     return around(
-        _process_store_event, when=lambda scheduler, event, *_, **__: event in getattr(scheduler, _STORES, ())
+        _process_store_event,
+        when=lambda scheduler, event, *_, **__: event in getattr(scheduler, _STORES, ()),
+        on_fault=_give_up,
     )
+
+
+def _give_up(scheduler: Any, event: int) -> None:
+    """The store does not count; its blocks come free."""
+    transfer = scheduler._store_event_to_blocks.pop(event, None)
+    if transfer is not None:
+        scheduler._in_flight_store_gpu_blocks.difference_update(transfer.gpu_block_ids)
+        scheduler._release_transfer_refs(transfer)
+    for name in scheduler._store_event_to_reqs.pop(event, []):
+        state = scheduler._reqs_to_store.get(name)
+        if state is not None:
+            state.store_events.discard(event)
+            if state.finished and not state.store_events:
+                scheduler._cleanup_store_request(name)
 
 
 FIX = Fix(
@@ -256,6 +333,8 @@ FIX = Fix(
         SIMPLE_DISK._store_loop(broken=">=0.32", probe=stubs.cannot_tell, fix=_fix_disk("_store_queue")),
         SIMPLE_DISK._load_loop(broken=">=0.32", probe=stubs.cannot_tell, fix=_fix_disk("_load_queue")),
         SIMPLE_WORKER.register_kv_caches(broken=">=0.32", probe=stubs.cannot_tell, fix=fix_register, helper=True),
+        SIMPLE_WORKER.bind_connector_metadata(broken=">=0.32", probe=stubs.cannot_tell, fix=is_told, helper=True),
+        SIMPLE_SCHEDULER.build_connector_meta(broken=">=0.32", probe=stubs.cannot_tell, fix=tells_worker, helper=True),
         SIMPLE_WORKER.get_finished(broken=">=0.32", probe=stubs.cannot_tell, fix=fix_finished, helper=True),
         SIMPLE_WORKER.build_connector_worker_meta(
             broken=">=0.32", probe=stubs.cannot_tell, fix=fix_report, helper=True
@@ -269,5 +348,6 @@ FIX = Fix(
     ),
     evidence={"KVD629": "", "KVD999": ""},
     scenarios=("simple-offload-copy-fails",),
+    on_fault="closed",
     attaches=AT_START,  # the thread runs
 )

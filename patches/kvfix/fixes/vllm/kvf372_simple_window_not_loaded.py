@@ -30,6 +30,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
+from kvfix.acting import note
 from kvfix.fixes import stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import SIMPLE_SCHEDULER
@@ -53,16 +54,24 @@ def fix(module: ModuleType) -> Callable[..., Any]:
                     if not blocks:
                         scheduler._free_pending_cpu_hit(scheduler._pending_cpu_hits.pop(request.request_id))
                         return 0, False
+                    note(__name__, f"request {request.request_id}: a block in front of its window is loaded")
                     found.append((number, place, blocks[0]))
-        pool.touch([block for _, _, block in found])
         for number, place, block in found:
-            hit[number][place] = block
+            hit[number][place], _ = block, pool.touch([block])  # an error does not come between the two
         return promise
 
     return after(
         get_num_new_matched_tokens,
         when=lambda scheduler, promise, *_, **__: promise[0] and _windows(scheduler),
+        on_fault=_not_promised,
     )
+
+
+def _not_promised(scheduler: Any, promise: Any, request: Any, *_: Any, **__: Any) -> tuple[int, bool]:
+    hit = scheduler._pending_cpu_hits.pop(request.request_id, None)
+    if hit is not None:
+        scheduler._free_pending_cpu_hit(hit)
+    return 0, False
 
 
 def _windows(scheduler: Any) -> list[tuple[int, Any]]:
@@ -78,4 +87,5 @@ FIX = Fix(
     evidence={},
     scenarios=("simple-offload-window-not-loaded",),
     no_patch={"vllm": "whether a hit has all that is kept, or what is not loaded is not cached, is for vLLM to decide"},
+    on_fault="closed",
 )

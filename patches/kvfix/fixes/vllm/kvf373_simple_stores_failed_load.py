@@ -34,10 +34,11 @@ from collections.abc import Callable, Collection
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+from kvfix.acting import note
 from kvfix.fixes import stubs
 from kvfix.fixes.api import Fix
 from kvfix.fixes.targets import SIMPLE_SCHEDULER
-from kvfix.wrapping import before
+from kvfix.wrapping import GO_ON, before
 
 #: Of the scheduler: store -> blocks of the GPU that are given up when it is over.
 _GIVEN_UP = "_kvfix_given_up"
@@ -52,9 +53,14 @@ def fix(module: ModuleType) -> Callable[..., Any]:
         for event, transfer in scheduler._store_event_to_blocks.items():
             lost = {block for block in transfer.gpu_block_ids if block in bad or _has_no_key(scheduler, block)}
             if lost:
+                note(__name__, f"{len(lost)} blocks of store {event} do not count")
                 given_up[event] = given_up.get(event, set()) | lost
 
-    return before(update_connector_output, when=lambda scheduler, output, *_, **__: output.invalid_block_ids)
+    return before(
+        update_connector_output,
+        when=lambda scheduler, output, *_, **__: output.invalid_block_ids,
+        on_fault=_give_up_all,
+    )
 
 
 def _bad(scheduler: Any, failed: Collection[int]) -> set[int]:
@@ -76,13 +82,35 @@ def fix_store(module: ModuleType) -> Callable[..., Any]:
         lost = getattr(scheduler, _GIVEN_UP).pop(event)
         whole = scheduler._store_event_to_blocks.get(event)
         if whole is not None:  # else given up at a reset
-            scheduler._store_event_to_blocks[event] = _part(whole, lambda block: block not in lost)
-            scheduler._release_transfer_refs(_part(whole, lambda block: block in lost))
+            kept, gone = _part(whole, lambda block: block not in lost), _part(whole, lambda block: block in lost)
             scheduler._in_flight_store_gpu_blocks.difference_update(lost)
+            # In one statement: an error does not come between the two.
+            scheduler._store_event_to_blocks[event], _ = kept, scheduler._release_transfer_refs(gone)
 
     return before(
-        _process_store_event, when=lambda scheduler, event, *_, **__: event in getattr(scheduler, _GIVEN_UP, ())
+        _process_store_event,
+        when=lambda scheduler, event, *_, **__: event in getattr(scheduler, _GIVEN_UP, ()),
+        on_fault=_give_up,
     )
+
+
+def _give_up_all(scheduler: Any, *_: Any, **__: Any) -> Any:
+    setattr(
+        scheduler,
+        _GIVEN_UP,
+        {event: set(transfer.gpu_block_ids) for event, transfer in scheduler._store_event_to_blocks.items()},
+    )
+    return GO_ON
+
+
+def _give_up(scheduler: Any, event: int) -> Any:
+    """All blocks of the store come free, and none of them is found."""
+    transfer = scheduler._store_event_to_blocks.get(event)
+    if transfer is not None:
+        scheduler._in_flight_store_gpu_blocks.difference_update(transfer.gpu_block_ids)
+        scheduler._release_transfer_refs(transfer)
+        scheduler._store_event_to_blocks[event] = type(transfer)([], [], None)
+    return GO_ON
 
 
 def _part(transfer: Any, wanted: Callable[[int], bool]) -> Any:
@@ -128,4 +156,5 @@ FIX = Fix(
     ),
     evidence={"KVR011": "^update_(from|connector)_output: AssertionError", "KVD1388": ""},
     scenarios=("simple-offload-stores-failed-load", "simple-offload-store-asserts"),
+    on_fault="closed",
 )

@@ -1,0 +1,168 @@
+"""Closed answers: what the fixes of wrong KV do if their own code raises (`on_fault`).
+
+Nothing is promised, nothing is stored, or a load is reported as failed. They share no code with the fixes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from kvfix.wrapping import GO_ON
+
+#: More tokens than a request has: what counts as stored is not stored again.
+_ALL = 1 << 40
+
+
+def no_hit(*_: Any, **__: Any) -> int:
+    """The answer of LMCache's `get_num_new_matched_tokens` and `lookup`: nothing is found."""
+    return 0
+
+
+def no_promise(*_: Any, **__: Any) -> tuple[int, bool]:
+    """The answer of a connector's `get_num_new_matched_tokens`: nothing is promised."""
+    return 0, False
+
+
+def compute(connector: Any, promise: Any, request: Any, *_: Any, **__: Any) -> Any:
+    """For a request with a remote prefill: nothing is promised, and it is computed as if it had loaded."""
+    return (0, False) if _is_local(request) else GO_ON
+
+
+def compute_new(connector: Any, request: Any, *_: Any, **__: Any) -> Any:
+    """For a function that gets such a request before it is asked for."""
+    _is_local(request)
+    return GO_ON
+
+
+def _is_local(request: Any) -> bool:
+    """Make it a request that is computed here; False if it is one."""
+    asks = bool(request.kv_transfer_params and request.kv_transfer_params.get("do_remote_prefill"))
+    if asks:
+        request.kv_transfer_params = {**request.kv_transfer_params, "do_remote_prefill": False}
+    return asks
+
+
+def nothing(*_: Any, **__: Any) -> None:
+    """The function is left out."""
+
+
+def refuse(*_: Any, **__: Any) -> bool:
+    """The answer of a reset: the cache was not emptied."""
+    return False
+
+
+# ------------------------------------------------------------------------------ LMCache in vLLM's process, scheduler
+
+
+def save_nothing_more(impl: Any, scheduler_output: Any, *_: Any, **__: Any) -> Any:
+    """Before `build_connector_meta`: nothing more is stored of the requests that have a tracker and are in the step."""
+    for name in scheduler_output.num_scheduled_tokens:
+        if name in impl._request_trackers:
+            impl._request_trackers[name].skip_save = True
+    return GO_ON
+
+
+def drop_saves(impl: Any, metadata: Any, *_: Any, **__: Any) -> Any:
+    """After `build_connector_meta`: nothing is stored of the requests in the metadata, in this step and later ones."""
+    for meta in metadata.requests:
+        if meta.req_id in impl._request_trackers:
+            impl._request_trackers[meta.req_id].skip_save = True
+        if meta.save_spec is not None:
+            meta.save_spec.can_save = False
+            meta.save_spec.skip_leading_tokens = len(meta.token_ids)  # a kv_producer saves what is behind it
+            if getattr(meta, "disagg_spec", None) is not None:
+                meta.disagg_spec.num_transferred_tokens = len(meta.token_ids)
+    return metadata
+
+
+# --------------------------------------------------------------------------------- LMCache in vLLM's process, worker
+
+
+def worker_saves_nothing(impl: Any, *_: Any, **__: Any) -> Any:
+    """The step stores nothing. Its loads and pins are as released."""
+    for meta in impl._parent._get_connector_metadata().requests:
+        if meta.save_spec is not None:
+            meta.save_spec.can_save = False
+            if impl.kv_role == "kv_producer":
+                meta.save_spec.skip_leading_tokens = 0
+                meta.token_ids, meta.slot_mapping = [], meta.slot_mapping[:0]
+    return GO_ON
+
+
+def worker_loads_fail(impl: Any, *_: Any, **__: Any) -> Any:
+    """All loads of the step are reported as failed, whatever they bring."""
+    for meta in impl._parent._get_connector_metadata().requests:
+        load_fails(impl, meta)
+    return GO_ON
+
+
+def load_fails(impl: Any, meta: Any) -> None:
+    """The load of this request is reported as failed."""
+    spec = meta.load_spec
+    if spec is not None and spec.can_load:
+        slots = meta.slot_mapping[spec.vllm_cached_tokens : spec.lmcache_cached_tokens]
+        impl._invalid_block_ids.update(int(slot) // impl._block_size for slot in slots)
+
+
+# --------------------------------------------------------------------------- the multi-process connectors, scheduler
+
+
+def store_nothing_more(connector: Any, scheduler_output: Any, *_: Any, **__: Any) -> Any:
+    """Before the metadata are built: nothing more is stored of the requests in the step."""
+    _stored(connector, scheduler_output.num_scheduled_tokens)
+    return GO_ON
+
+
+def drop_stores(connector: Any, answer: Any, scheduler_output: Any, metadata: Any) -> Any:
+    """After the metadata are built: their stores are left out, and nothing more is stored of those requests."""
+    _stored(connector, [meta.request_id for meta in metadata.requests if meta.direction == "STORE"])
+    metadata.requests[:] = [meta for meta in metadata.requests if meta.direction != "STORE"]
+    return answer
+
+
+def _stored(connector: Any, names: Iterable[str]) -> None:
+    for name in names:
+        if name in connector.request_trackers:
+            tracker = connector.request_trackers[name]
+            setattr(tracker, _counts(tracker), _ALL)
+
+
+def _counts(tracker: Any) -> str:
+    return "num_stored_tokens" if hasattr(tracker, "num_stored_tokens") else "num_stored_blocks"
+
+
+# --------------------------------------------------------------------------------------------------- vLLM's scheduler
+
+
+def forget_cached(scheduler: Any, answer: Any, *_: Any, **__: Any) -> Any:
+    """After a failed load: no block stays in the prefix cache."""
+    pool = scheduler.kv_cache_manager.block_pool
+    for block in pool.blocks:
+        pool._maybe_evict_cached_block(block)
+    return answer
+
+
+def compute_anew(preempted: Any) -> Callable[..., Any]:
+    """After a failed load: all requests are preempted and the output of their steps in flight is dropped.
+
+    preempted: the status of such a request.
+    """
+
+    def compute_anew(scheduler: Any, answer: Any, *_: Any, **__: Any) -> Any:
+        forget_cached(scheduler, answer)
+        for request in scheduler.requests.values():
+            if request.status == preempted and hasattr(request, "drop_stale_output"):
+                request.drop_stale_output = request.num_stale_output_tokens > 0
+        while scheduler.running:
+            request = scheduler.running.pop()
+            request._kvfix_compute = True  # of KVF205: LMCache promises it nothing
+            try:
+                scheduler._preempt_request(request, time.monotonic(), drop_stale_output=True)
+            except TypeError:  # to 0.31
+                scheduler._preempt_request(request, time.monotonic())
+            scheduler.prev_step_scheduled_req_ids.discard(request.request_id)
+        return answer
+
+    return compute_anew

@@ -1,0 +1,320 @@
+"""Errors in the code of the fixes: the lab raises at a drawn line of a fix, and looks at what comes of it.
+
+By hand, for thousands of draws: `python -m tests.lab.faults DRAWS [--seed N] [--lmcache-path FOLDER]`.
+It must be installed before the first fix is loaded: it replaces the functions of `kvfix.wrapping` that fixes use.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import functools
+import inspect
+import json
+import linecache
+import random
+import sys
+from collections import Counter
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from kvfix import acting, wrapping
+
+Function = Callable[..., Any]
+#: File and line.
+Line = tuple[str, int]
+
+
+class Fault(Exception):
+    """An error in kvfix's own code."""
+
+
+class Plan:
+    """Where to raise, and what was executed. The code of one fix at a time is traced."""
+
+    def __init__(self, code: str = "") -> None:
+        self.code = code
+        self.lines: Counter[Line] = Counter()
+        self.line: Line | None = None
+        #: The time at which the line raises.
+        self.time = 0
+        self.always = False
+        self.raised = 0
+        self.inner = False
+
+    def trace(self, frame: Any, event: str, _: Any) -> Any:
+        if self.inner and frame.f_back is not None and frame.f_back.f_globals.get("__name__") == __name__:
+            return None  # what the engine itself calls has no code of its own that may fail
+        return self.at if frame.f_globals.get("__name__", "").startswith("kvfix.fixes.") else None
+
+    def at(self, frame: Any, event: str, _: Any) -> Any:
+        if event == "line":
+            where = (frame.f_code.co_filename, frame.f_lineno)
+            if linecache.getline(*where).strip() != "try:" and where[1] not in _cannot_fail(where[0]):
+                self.lines[where] += 1
+                times = self.lines[where]
+                if where == self.line and (times == self.time or (self.always and times > self.time)):
+                    self.raised += 1
+                    raise Fault("drawn by the lab")
+        return self.at
+
+
+PLAN = Plan()
+
+
+#: Nodes of a statement that cannot raise.
+_SAFE = (
+    ast.Return, ast.Expr, ast.Assign, ast.Name, ast.Constant, ast.Yield, ast.Tuple, ast.expr_context, ast.Pass,
+    ast.Continue, ast.Break, ast.FunctionDef, ast.arguments, ast.arg,
+)  # fmt: skip
+
+
+@functools.cache
+def _cannot_fail(file: str) -> frozenset[int]:
+    """Lines with names alone, and those in `finally`, which give the engine back what it had."""
+    tree = ast.parse("".join(linecache.getlines(file)))
+    safe = [each for node in ast.walk(tree) if isinstance(node, ast.Try) for each in node.finalbody]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef):
+            safe.append(ast.Pass(lineno=node.lineno, end_lineno=node.lineno))
+        elif isinstance(node, ast.stmt) and all(isinstance(each, _SAFE) for each in ast.walk(node)):
+            safe.append(node)
+    return frozenset(line for each in safe for line in range(each.lineno, (each.end_lineno or 0) + 1))
+
+
+@contextmanager
+def traced(inner: bool) -> Iterator[None]:
+    before = sys.gettrace(), PLAN.inner
+    PLAN.inner = inner
+    sys.settrace(PLAN.trace)
+    try:
+        yield
+    finally:
+        sys.settrace(before[0])
+        PLAN.inner = before[1]
+
+
+def raising(code: str, function: Function, inner: bool = False) -> Function:
+    """A function of this fix, which raises where the plan says so. inner: the engine calls it by itself."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if code != PLAN.code:
+            return function(*args, **kwargs)
+        with traced(inner):
+            answer = function(*args, **kwargs)
+        return _steps(answer, inner) if inspect.isgenerator(answer) else answer
+
+    return call
+
+
+def _steps(steps: Generator[Any, Any, Any], inner: bool) -> Generator[Any, Any, Any]:
+    sent = None
+    while True:
+        try:
+            with traced(inner):
+                got = steps.send(sent)
+        except StopIteration as done:
+            return done.value
+        try:
+            sent = yield got
+        except GeneratorExit:
+            with traced(inner):
+                steps.close()
+            raise
+
+
+def install() -> None:
+    """Replace the functions of `kvfix.wrapping`; the fixes that are loaded after it can be made to raise."""
+    assert not any(name.startswith("kvfix.fixes.") and ".kvf" in name for name in sys.modules), "a fix is loaded"
+    for name in ("before", "after", "around"):
+        setattr(wrapping, name, _with_faults(getattr(wrapping, name)))
+    replaced, view = wrapping.replaced, wrapping.View
+
+    def replaced_with(owner: Any, **attributes: Any) -> Any:
+        return replaced(owner, **{name: _inner(each) for name, each in attributes.items()})
+
+    class View(view):  # type: ignore[misc, valid-type]
+        def __init__(self, own: Any, **instead: Any) -> None:
+            super().__init__(own, **{name: _inner(each) for name, each in instead.items()})
+
+    wrapping.replaced, wrapping.View = replaced_with, View  # type: ignore[misc, assignment]
+
+
+def _inner(value: Any) -> Any:
+    """A function of a fix that the engine calls by itself."""
+    is_traced = getattr(sys.gettrace(), "__self__", None) is PLAN
+    is_code = inspect.isfunction(value) and value.__module__.startswith("kvfix.fixes.")
+    return raising(PLAN.code, value, inner=True) if is_traced and is_code else value
+
+
+def _with_faults(wrap: Function) -> Function:
+    def with_faults(code: Function, when: Function | None = None, **more: Any) -> Any:
+        def wrapper(function: Function) -> Any:
+            fix = acting.composing.key
+            return wrap(raising(fix, code), raising(fix, when) if when is not None else None, **more)(function)
+
+        return wrapper
+
+    return with_faults
+
+
+#: What comes of a closed answer: a load that brings less than was promised, chunks that are not stored or not found.
+CLOSED = ("LAB002", "LAB004", "LAB006")
+
+
+#: They write nothing if they fail: the decode engine gives the load up at its timeout, after the end of the schedule.
+UNTIL_TIMEOUT = ("KVF321", "KVF322", "KVF323", "KVF352")
+
+
+class Case(NamedTuple):
+    """A play: without kvfix, with all fixes, and with all but one. Each answers with the findings."""
+
+    name: str
+    released: Function
+    fixed: Function
+    without: Function
+
+
+class Outcome(NamedTuple):
+    """worse: findings that the same play does not have without the fix."""
+
+    fix: str
+    case: str
+    line: str
+    time: int
+    always: bool
+    worse: list[str]
+
+    def __str__(self) -> str:
+        how = "always from" if self.always else "at"
+        return f"{self.fix} {self.case} {self.line} {how} time {self.time}: {self.worse}"
+
+
+def _scenario(slug: str) -> Case:
+    from kvfix_tools.lab import runner
+    from kvfix_tools.lab.scenario import find
+
+    scenario = find(slug)
+    assert scenario is not None
+
+    def findings(fixes: bool, skipped: str = "") -> Any:
+        codes = [code for code in runner.drawn(*scenario.fixes) if code != skipped]
+        return runner.play(scenario, fixes, only=codes).findings
+
+    return Case(slug, lambda: findings(False), lambda: findings(True), lambda code: findings(True, code))
+
+
+def _seed(connector: str, seed: int) -> Case:
+    from kvfix_tools.lab.fuzz import play
+    from kvfix_tools.lab.runner import applied, drawn
+    from kvfix_tools.lab.schedule import draw
+
+    def findings(fixes: bool, skipped: str = "") -> Any:
+        with applied(fixes, only=[code for code in drawn() if code != skipped]):
+            return play(draw(seed, connector)).findings
+
+    return Case(
+        f"{connector} seed {seed}", lambda: findings(False), lambda: findings(True), lambda code: findings(True, code)
+    )
+
+
+def cases(fix: Any, seeds: int = 0) -> list[Case]:
+    """The scenarios of the fix that this release plays, and random schedules of their connectors."""
+    from kvfix_tools.lab import runner
+    from kvfix_tools.lab.scenario import find
+
+    known = [scenario for scenario in map(find, fix.scenarios) if scenario is not None]
+    found = [scenario for scenario in known if runner.expected(scenario) != "not-applicable"]
+    connectors = dict.fromkeys(scenario.options.connector for scenario in found)
+    return [_scenario(scenario.slug) for scenario in found] + [
+        _seed(connector, seed) for connector in connectors for seed in range(seeds)
+    ]
+
+
+class Counted(NamedTuple):
+    case: Case
+    released: frozenset[str]
+    lines: dict[Line, int]
+
+
+def counted(fix: Any, case: Case) -> Counted:
+    """What is found in this play without the fix, and how often each line of the fix is executed in it."""
+    released = frozenset(found.code for found in (*case.released(), *case.without(fix.code)))
+    PLAN.__init__(fix.code)  # type: ignore[misc]
+    case.fixed()
+    lines = dict(PLAN.lines)
+    PLAN.__init__()  # type: ignore[misc]
+    return Counted(case, released, lines)
+
+
+def outcome(fix: Any, counted: Counted, line: Line, time: int, always: bool) -> Outcome:
+    """Play the case with the fix, and raise at this line."""
+    PLAN.__init__(fix.code)  # type: ignore[misc]
+    PLAN.line, PLAN.time, PLAN.always = line, time, always
+    try:
+        found = counted.case.fixed()
+    finally:
+        raised = PLAN.raised
+        PLAN.__init__()  # type: ignore[misc]
+    is_closed = fix.on_fault == "closed"
+    allowed = (counted.released | {"LAB007"} | set(CLOSED if is_closed else ())) - set(["LAB001"] if is_closed else ())
+    if fix.code in UNTIL_TIMEOUT:
+        allowed |= {"LAB003"}
+    worse = [str(each) for each in found if each.code not in allowed]
+    if raised and not any(each.code == "LAB007" for each in found):
+        worse.append("the fault is not counted")
+    where = f"{line[0].rpartition('/')[2]}:{line[1]}"
+    return Outcome(fix.code, counted.case.name, where, time, always, worse)
+
+
+def drawn(chance: random.Random, counted: Counted) -> tuple[Line, int, bool]:
+    """A line, the time at which it raises, and whether it raises from then on."""
+    line = chance.choice(sorted(counted.lines))
+    return line, chance.randint(1, counted.lines[line]), chance.random() < 0.5
+
+
+def faults(
+    draws: int, seed: int = 0, seeds: int = 0, only: tuple[str, ...] = (), say: Function = lambda _: None
+) -> Any:
+    """For each fix with scenarios, some draws: (number of draws by fix, outcomes that are worse)."""
+    install()
+    from kvfix import catalogue
+
+    chance, done, worse = random.Random(seed), Counter[str](), []
+    for fix in catalogue.fixes():
+        if only and fix.code not in only:
+            continue
+        plays = [each for each in (counted(fix, case) for case in cases(fix, seeds)) if each.lines]
+        for number in range(draws if plays else 0):
+            play = plays[number % len(plays)]
+            came = outcome(fix, play, *drawn(chance, play))
+            done[fix.code] += 1
+            if came.worse:
+                worse.append(str(came))
+                say(came)
+        say(f"{fix.code}: {done[fix.code]} draws, {sum(len(play.lines) for play in plays)} lines in {len(plays)} plays")
+    return {"draws": dict(done), "worse": worse}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("draws", type=int, help="draws for each fix")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seeds", type=int, default=4, help="random schedules for each connector of a fix")
+    parser.add_argument("--only", default="", help="codes of fixes, with commas")
+    parser.add_argument("--lmcache-path")
+    arguments = parser.parse_args()
+    from kvfix_tools.lab import runner
+
+    runner.prepare(arguments.lmcache_path)
+    only = tuple(filter(None, arguments.only.split(",")))
+    with runner.quiet():
+        found = faults(arguments.draws, arguments.seed, arguments.seeds, only, lambda text: print(text, flush=True))
+    print(json.dumps({"draws": sum(found["draws"].values()), "worse": len(found["worse"])}))
+    raise SystemExit(bool(found["worse"]))
+
+
+if __name__ == "__main__":
+    main()

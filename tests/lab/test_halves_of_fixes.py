@@ -1,0 +1,75 @@
+"""Fixes whose functions run in two processes, each half by itself: no outcome that the release does not have,
+but for a load that is given up where the release waits for ever.
+
+The halves cannot see each other: one process may have the fix, and the other another release or no kvfix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from kvfix import catalogue
+from kvfix.fixes.api import Fix, Target
+from tests.conftest import RELEASES, Once
+from tests.lab.faults import CLOSED, cases
+
+#: Functions of connectors that run in a worker. Classes of workers have "Worker" in their name.
+IN_WORKER = {
+    "wait_for_save", "start_load_kv", "save_kv_layer", "get_block_ids_with_load_errors", "get_finished",
+    "get_transfer_results", "handle_preemptions",
+}  # fmt: skip
+#: Of the fixes for two engines: the functions that act in the prefill engine.
+IN_PREFILL = {"KVF319": {"request_finished"}, "KVF322": {"_do_start_push_kv"}}
+
+
+def _is_in_worker(target: Target) -> bool:
+    owner, _, function = target.function.rpartition(".")
+    return ("Worker" in owner and "Metadata" not in owner) or function in IN_WORKER or "Backend" in owner
+
+
+def halves(fix: Fix) -> list[tuple[Target, ...]]:
+    """The targets of each half; none if all functions run in one process."""
+    if fix.code in IN_PREFILL:
+        first = tuple(each for each in fix.targets if each.function.rpartition(".")[2] in IN_PREFILL[fix.code])
+    else:
+        first = tuple(each for each in fix.targets if _is_in_worker(each))
+    rest = tuple(each for each in fix.targets if each not in first)
+    return [first, rest] if first and rest else []
+
+
+FIXES = [fix.code for fix in catalogue.fixes() if fix.scenarios and halves(fix)]
+
+
+@contextmanager
+def only(fix: Fix, targets: tuple[Target, ...]) -> Iterator[None]:
+    whole = fix.targets
+    object.__setattr__(fix, "targets", targets)
+    try:
+        yield
+    finally:
+        object.__setattr__(fix, "targets", whole)
+
+
+def outcomes() -> dict[str, list[str]]:
+    """{fix: what is found with one half of it, and not as released}."""
+    found: dict[str, list[str]] = {}
+    for fix in map(catalogue.find, FIXES):
+        assert fix is not None
+        found[fix.code] = []
+        for case in cases(fix):
+            released = {*CLOSED, *(each.code for each in case.released())}
+            for targets in halves(fix):
+                with only(fix, targets):
+                    new = [str(each) for each in case.fixed() if each.code not in released]
+                found[fix.code] += [f"{case.name} with {targets[0].function}: {each}" for each in new]
+    return found
+
+
+@pytest.mark.parametrize("code", FIXES)
+def test_one_half(code: str, once: Once) -> None:
+    found: dict[str, Any] = once(outcomes, RELEASES / "0.5.6")
+    assert found[code] == []
