@@ -1,6 +1,7 @@
 """The stages that are runs of `kvfix roundtrip`. The runs of one stage share a process, so torch is imported once.
 
-A cell that makes the GPU fail takes all later ones of its process with it: LMCache's and vLLM's runs have their own.
+LMCache as released and LMCache with the fixes are never in one process. A cell that makes the GPU fail also fails all
+later cells of its process.
 """
 
 from __future__ import annotations
@@ -64,8 +65,11 @@ RUNS: dict[str, list[tuple[str, str, Callable[[Answer], bool]]]] = {
     "torch-32-gib": [("32 GiB", "--layout nhd --dtype bfloat16 --tokens 1 --gib 32", fast)],
     "lmcache": [("with fixes", "--backend lmcache lmcache-engine --gib 4", passes)],
     "lmcache-released": [("as released", "--backend lmcache lmcache-engine --gib 0 --no-fixes", known)],
+    "lmcache-speed-released": [
+        ("nhd", f"--backend lmcache-v2 lmcache-v3 lmcache-layerwise --layout nhd {LARGE} --no-fixes", passes),
+        ("hnd", f"--backend lmcache-layerwise --layout hnd {LARGE} --no-fixes", known),
+    ],
     "lmcache-speed": [
-        ("as released", f"--backend lmcache-v2 lmcache-layerwise lmcache-mp --layout nhd {LARGE} --no-fixes", passes),
         ("KVF020", f"--backend lmcache-v2 lmcache-v3 lmcache-mp --layout packed {LARGE}", passes),
         ("KVF021", f"--backend lmcache-layerwise --layout hnd {LARGE}", passes),
     ],
