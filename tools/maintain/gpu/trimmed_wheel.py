@@ -25,7 +25,7 @@ LEFT_OUT = {
 #: Files that have a wheel of their own, so that each fits into a folder: the name of that wheel.
 APART = {
     "vllm/_C_stable_libtorch.*": "vllm_operations",  # swap_blocks_batch, and what every model runs
-    # vLLM on CUDA imports FlashAttention 2 or 3 whatever attention it uses (0.26.0 v1/attention/backends/fa_utils.py:23).
+    # On CUDA vLLM imports FlashAttention 2 or 3 with every attention (0.26.0 v1/attention/backends/fa_utils.py:23).
     "vllm/vllm_flash_attn/_vllm_fa3_C.*": "vllm_flash_attention",
 }
 
