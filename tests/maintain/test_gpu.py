@@ -18,6 +18,7 @@ from maintain.gpu.stages import NOT_HERE, TIMED_OUT, Stage
 FILES = {
     "large/__init__.py": "from large import kept\n",
     "large/kept.py": "VALUE = 7\n",
+    "large/E=1,N=7168.json": "{}\n",
     "large/compiled.bin": "operations\n",
     "large/fa2.bin": "left out\n",
     "large-1.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: large\nVersion: 1.0\n",

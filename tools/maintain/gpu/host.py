@@ -1,4 +1,4 @@
-"""Stage `host`: the device, the releases, and whether vLLM and LMCache import with their compiled operations."""
+"""Stage `host`: the releases, the device, and whether vLLM and LMCache import with their compiled operations."""
 
 from __future__ import annotations
 
@@ -25,23 +25,21 @@ COMPILED = ("vllm._C_stable_libtorch", "lmcache.c_ops")
 
 
 def main(arguments: list[str]) -> int:
-    done = steps.Steps()
-    for module in MODULES:
-        importable(done, module)
-    _, device = steps.device(arguments)
-    if device == "cuda":
-        for module in COMPILED:
-            importable(done, module)
-        import torch
+    import torch
 
-        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-        driver = subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip()
-        done.add("device", True, f"{torch.cuda.get_device_name()}, driver {driver}, {torch.cuda.device_count()} GPU")
+    done, cuda = steps.Steps(), torch.cuda.is_available()
     names = ("torch", "triton", "vllm", "lmcache", "kvfix", "transformers")
     found = {name: version for name in names if (version := _version(name))}
     releases = ", ".join(f"{name} {version}" for name, version in found.items())
     date = time.strftime("%Y-%m-%d", time.gmtime())
     done.add("releases", True, f"Python {platform.python_version()}, {releases}; {date}")
+    if cuda:
+        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        driver = subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip()
+        done.add("device", True, f"{torch.cuda.get_device_name()}, driver {driver}, {torch.cuda.device_count()} GPU")
+    for module in (*MODULES, *(COMPILED if cuda else ())):
+        importable(done, module)
+    steps.device(arguments)
     return done.code
 
 

@@ -10,5 +10,6 @@ export PYTHONPATH=$first PATH=$site/bin:$PATH PYTHONUNBUFFERED=1
 python3 -m maintain.gpu.manifest "$first" >"$site/wheels" || exit 2
 python3 -m pip install --quiet --no-index --no-deps --no-compile --disable-pip-version-check \
     --target "$site/packages" --requirement "$site/wheels" || exit 2
+echo "installed into $site in $SECONDS s"
 export PYTHONPATH=$site/packages:$first PATH=$site/packages/bin:$PATH
 python3 -m maintain.gpu.stages "$out" "$@"

@@ -37,7 +37,7 @@ class Stage(NamedTuple):
 
 
 STAGES = (
-    Stage("host", 60, "maintain.gpu.host", ()),
+    Stage("host", 90, "maintain.gpu.host", ()),
     Stage("torch", 90, "maintain.gpu.roundtrips", ("torch",)),
     Stage("torch-32-gib", 90, "maintain.gpu.roundtrips", ("torch-32-gib",)),
     Stage("lmcache", 60, "maintain.gpu.roundtrips", ("lmcache",)),

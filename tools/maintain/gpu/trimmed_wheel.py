@@ -6,7 +6,9 @@ The parts are installed in one call of pip, into one folder, and are then one pa
 from __future__ import annotations
 
 import base64
+import csv
 import hashlib
+import io
 import zipfile
 from fnmatch import fnmatch
 from pathlib import Path
@@ -54,8 +56,11 @@ def split(wheel: Path, folder: Path, left_out: dict[str, str], apart: dict[str, 
             content[f"{info}/WHEEL"] = about_wheel
             content[f"{info}/METADATA"] = f"Metadata-Version: 2.1\nName: {part}\nVersion: {version}\n".encode()
         content.pop(f"{info}/RECORD", None)
-        record = [*(f"{file},sha256={_hash(data)},{len(data)}" for file, data in content.items()), f"{info}/RECORD,,"]
-        content[f"{info}/RECORD"] = "\n".join(record).encode()
+        record = io.StringIO()
+        rows = csv.writer(record, lineterminator="\n")  # names of vLLM's files have commas
+        rows.writerows((file, f"sha256={_hash(data)}", len(data)) for file, data in content.items())
+        rows.writerow((f"{info}/RECORD", "", ""))
+        content[f"{info}/RECORD"] = record.getvalue().encode()
         written.append(folder / f"{part}-{version}-{tag}.whl")
         with zipfile.ZipFile(written[-1], "w", zipfile.ZIP_DEFLATED) as out:
             for file, data in content.items():
