@@ -1,4 +1,4 @@
-"""Stage `host`: the releases, the device, and whether vLLM and LMCache import with their compiled operations."""
+"""Stage `host`: the releases, the device, and whether vLLM, its compiled operations and LMCache import."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ MODULES = (
     "lmcache.integration.vllm.vllm_multi_process_adapter",
     "lmcache.v1.multiprocess.server",
 )
-#: Only where there is a driver: they are linked with it.
-COMPILED = ("vllm._C_stable_libtorch", "lmcache.c_ops")
+#: vLLM's compiled operations are linked with the driver, so they import only where there is one.
+WITH_DRIVER = "vllm._C_stable_libtorch"
 
 
 def main(arguments: list[str]) -> int:
     import torch
 
     done, cuda = steps.Steps(), torch.cuda.is_available()
-    names = ("torch", "triton", "vllm", "lmcache", "kvfix", "transformers")
+    names = ("triton", "vllm", "lmcache", "kvfix", "transformers")
     found = {name: version for name in names if (version := _version(name))}
     releases = ", ".join(f"{name} {version}" for name, version in found.items())
     date = time.strftime("%Y-%m-%d", time.gmtime())
-    done.add("releases", True, f"Python {platform.python_version()}, {releases}; {date}")
+    done.add("releases", True, f"Python {platform.python_version()}, torch {torch.__version__}, {releases}; {date}")
     if cuda:
         query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
         driver = subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip()
         done.add("device", True, f"{torch.cuda.get_device_name()}, driver {driver}, {torch.cuda.device_count()} GPU")
-    for module in (*MODULES, *(COMPILED if cuda else ())):
+    for module in (*MODULES, *([WITH_DRIVER] if cuda else [])):
         importable(done, module)
     steps.device(arguments)
     return done.code

@@ -5,6 +5,7 @@ out=${1:?"usage: run.sh OUT [--resume] [--device cpu]"}
 shift
 first=$(cd "$(dirname "$0")/../.." && pwd) # folder 1 of the bundle
 site=$(mktemp -d)
+unset PYTHONDONTWRITEBYTECODE # a dozen processes import vLLM: the first one leaves its bytecode
 trap 'rm -rf "$site"' EXIT
 export PYTHONPATH=$first PATH=$site/bin:$PATH PYTHONUNBUFFERED=1
 python3 -m maintain.gpu.manifest "$first" >"$site/wheels" || exit 2
