@@ -10,10 +10,11 @@ JOBS ?= 1
 LAB := $(PY) -m kvfix_tools.cli lab fuzz
 HEALTHY = --mode check --steps $(STEPS) --seconds 36000 --jobs $(JOBS) --notes .bench/healthy-$(STEPS)-
 
-.PHONY: help install demo quick test lint docs bench healthy peers matrix drill fingerprints statements release requirements clean
+.PHONY: help install demo quick test lint docs bench healthy peers matrix drill fingerprints statements release
+.PHONY: gpu-bundle requirements clean
 
 help: ## this list
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
 install: ## .venv with vLLM for the CPU, LMCache, kvfix and the test tools
 	@requirements/install
@@ -65,6 +66,9 @@ statements: install ## take the logging statements and checks that kvfix-diagnos
 
 release: install ## wheel and source archive in dist/, the wheel tried in an empty environment
 	@$(PY) -m maintain.release
+
+gpu-bundle: install ## folders in .cache/gpu-bundle with all that a GPU host without a package index needs
+	@$(PY) -m maintain.gpu.bundle
 
 requirements: install ## resolve requirements/*.in into the pinned files
 	@cd requirements && ./resolve

@@ -45,6 +45,9 @@ ENVIRONMENT = {
     "LMCACHE_TRACK_USAGE": "false",
     "LMCACHE_DISABLE_BANNER": "1",
 }
+#: Arguments of LLM on a GPU. Triton attention knows float32: in bfloat16 a prompt that is computed in other parts has
+#: other answers now and then. Little memory, so that several engines fit on one GPU.
+ON_CUDA = {"attention_backend": "TRITON_ATTN", "gpu_memory_utilization": 0.1, "kv_cache_memory_bytes": 1 << 28}
 READY = "LMCache cache server is running"
 #: Of the newest LMCache's server: it takes what the worker has.
 ANY_MODE = ("--supported-transfer-mode", "auto")

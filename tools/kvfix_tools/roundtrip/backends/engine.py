@@ -121,15 +121,20 @@ def connector(kind: str, folder: Path) -> Iterator[dict[str, Any]]:
 
 def run_engine(folder: Path, transfer: dict[str, Any] | None, device: str) -> dict[str, Any]:
     """What the process of the engine has written. Raises RuntimeError with the end of its log if it dies or hangs."""
-    dtype = "float32" if device == "cpu" else "bfloat16"
-    job = {"loads": str(folder / "loads"), "transfer": transfer, "dtype": dtype}
-    here = str(Path(__file__).parents[3])  # vLLM's processes import the connectors from there, and so does this one
-    path = os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])
-    ended = real_engine.run(["-m", __spec__.name], job, folder, {**os.environ, "PYTHONPATH": path}, LIMIT)
+    ended = start_engine(folder, transfer, device)
     if ended.code != 0 or ended.answer is None:
         code = f"none after {LIMIT} s" if ended.code is None else ended.code
         raise RuntimeError(f"the engine ended with {code}: {cause(ended.log)}")
     return dict(ended.answer)
+
+
+def start_engine(folder: Path, transfer: dict[str, Any] | None, device: str) -> real_engine.Ended:
+    """Run the engine's process to its end."""
+    engine = real_engine.ON_CUDA if device == "cuda" else {}
+    job = {"loads": str(folder / "loads"), "transfer": transfer, "engine": engine}
+    here = str(Path(__file__).parents[3])  # vLLM's processes import the connectors from there, and so does this one
+    path = os.pathsep.join([here, *filter(None, [os.environ.get("PYTHONPATH")])])
+    return real_engine.run(["-m", __spec__.name], job, folder, {**os.environ, "PYTHONPATH": path}, LIMIT)
 
 
 def cause(log: str) -> str:
@@ -142,8 +147,9 @@ def cause(log: str) -> str:
 def ask(job: dict[str, Any]) -> None:
     """In the process of the engine: the rounds, and what came of each."""
     engine = real_engine.make(
-        Path(job["model"]), job["transfer"], job["dtype"], num_gpu_blocks_override=BLOCKS, max_model_len=1024,
+        Path(job["model"]), job["transfer"], num_gpu_blocks_override=BLOCKS, max_model_len=1024,
         distributed_executor_backend="uni",  # as on one GPU; for the CPU vLLM would start one more process
+        **job["engine"],
     )  # fmt: skip
     answer = {}
     for name, prompts in ROUNDS.items():

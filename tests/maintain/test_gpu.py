@@ -1,0 +1,192 @@
+"""The bundle for a GPU host: its wheels, its manifest, and the stages that run there. No download, and no GPU."""
+
+from __future__ import annotations
+
+import csv
+import json
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from maintain.gpu import bundle, manifest, roundtrips, stages, steps, trimmed_wheel
+from maintain.gpu.stages import NOT_HERE, TIMED_OUT, Stage
+
+FILES = {
+    "large/__init__.py": "from large import kept\n",
+    "large/kept.py": "VALUE = 7\n",
+    "large/E=1,N=7168.json": "{}\n",
+    "large/compiled.bin": "operations\n",
+    "large/fa2.bin": "left out\n",
+    "large-1.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: large\nVersion: 1.0\n",
+    "large-1.0.dist-info/WHEEL": "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    "large-1.0.dist-info/RECORD": "",
+}
+
+
+@pytest.fixture
+def wheel(tmp_path: Path) -> Path:
+    path = tmp_path / "large-1.0-py3-none-any.whl"
+    with zipfile.ZipFile(path, "w") as out:
+        for name, text in FILES.items():
+            out.writestr(name, text)
+    return path
+
+
+def test_the_parts_of_a_wheel_are_one_package_again(wheel: Path, tmp_path: Path) -> None:
+    parts = trimmed_wheel.split(wheel, tmp_path, {"large/fa2.*": "a reason"}, {"large/compiled.*": "large_operations"})
+    assert [part.name for part in parts] == [wheel.name, "large_operations-1.0-py3-none-any.whl"]
+    for part in parts:
+        with zipfile.ZipFile(part) as content:
+            (record,) = [name for name in content.namelist() if name.endswith("/RECORD")]
+            rows = list(csv.reader(content.read(record).decode().splitlines()))
+            assert sorted(row[0] for row in rows) == sorted(content.namelist())
+    site = tmp_path / "site"
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--target", str(site)]
+    subprocess.run([*command, *map(str, parts)], check=True)
+    code = "import large; from importlib.metadata import version as v; "
+    code += "print(large.kept.VALUE, v('large'), v('large_operations'))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=site, check=True, capture_output=True, text=True)
+    assert done.stdout.split() == ["7", "1.0", "1.0"]
+    assert sorted(path.name for path in (site / "large").glob("*.bin")) == ["compiled.bin"]
+
+
+def test_a_pattern_that_fits_no_file_is_an_error(wheel: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"has no file large/fa9\.\*"):
+        trimmed_wheel.split(wheel, tmp_path, {"large/fa9.*": "a reason"}, {})
+
+
+def test_the_manifest_finds_what_a_transfer_damaged(
+    wheel: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    parts = [wheel, wheel.with_name("vllm_operations-1.0-py3-none-any.whl")]
+    parts[1].write_bytes(wheel.read_bytes())
+    folder = tmp_path / "bundle"
+    sizes = bundle.make(folder, parts)
+    assert sizes["2"] == wheel.stat().st_size
+    first, second = folder / "1" / parts[0].name, folder / "2" / parts[1].name
+    assert manifest.main(folder / "1") == 0
+    assert capsys.readouterr().out.split() == [str(first), str(second)]
+    second.unlink()  # a folder is not there: the stages that do without it run
+    assert manifest.main(folder / "1") == 0
+    printed = capsys.readouterr()
+    assert printed.out.split() == [str(first)]
+    assert f"2/{second.name}" in printed.err
+    first.write_bytes(first.read_bytes()[:-1] + b"x")
+    assert manifest.main(folder / "1") == 1
+    assert capsys.readouterr().out.split() == []
+
+
+def test_a_folder_that_is_too_large_is_an_error(wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bundle, "LIMIT", 100)
+    with pytest.raises(ValueError, match="folder 1 has"):
+        bundle.make(tmp_path / "bundle", [wheel])
+
+
+#: A stage: it notes that it ran, prints a step, and ends with the exit code in its name; "hang" does not end.
+FAKE = """
+import json, sys, threading
+name = sys.argv[1]
+with open({ran!r}, "a") as file:
+    file.write(name + " ")
+print(json.dumps({{"what": "a step", "figures": sys.argv[3]}}))
+if name == "hang":
+    threading.Event().wait()
+print("no CUDA device", file=sys.stderr)
+sys.exit(int(name))
+"""
+
+
+class Fakes:
+    def __init__(self, folder: Path) -> None:
+        self.out, self._ran = folder / "out", folder / "ran"
+        (folder / "fake_stage.py").write_text(FAKE.format(ran=str(self._ran)))
+
+    def run(self, *names: str, resume: bool = False) -> int:
+        self._ran.write_text("")
+        table = tuple(Stage(name, 60 if name != "hang" else 2, "fake_stage", (name,)) for name in names)
+        return stages.main([str(self.out), *(["--resume"] if resume else [])], table)
+
+    @property
+    def ran(self) -> list[str]:
+        return self._ran.read_text().split()
+
+    @property
+    def exits(self) -> dict[str, int]:
+        return {each["stage"]: each["exit"] for each in json.loads((self.out / "results.json").read_text())}
+
+
+@pytest.fixture
+def fakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Fakes:
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    return Fakes(tmp_path)
+
+
+def test_whatever_becomes_of_a_stage_the_next_one_runs(fakes: Fakes, capsys: pytest.CaptureFixture[str]) -> None:
+    assert fakes.run("77", "1", "3", "hang", "0") == 1
+    assert fakes.exits == {"77": NOT_HERE, "1": 1, "3": 3, "hang": TIMED_OUT, "0": 0}
+    lines = [" ".join(line.split()[:2]) for line in capsys.readouterr().out.splitlines()]
+    assert lines == ["77 not", "1 FAILED", "3 CRASHED", "hang TIMED", "0 passed"]
+    rows = (fakes.out / "table.md").read_text().splitlines()
+    assert rows[2].startswith("| 77 | not checked | a step: cuda |")
+    assert len(rows) == 7
+
+
+def test_resume_runs_what_has_no_result(fakes: Fakes) -> None:
+    assert fakes.run("77") == NOT_HERE
+    assert fakes.run("77", "1", "0", resume=True) == 1
+    assert fakes.ran == ["77", "1", "0"]
+    assert fakes.run("77", "1", "0", resume=True) == 1
+    assert fakes.ran == ["77"]  # it could not be checked: here it may
+    assert fakes.run("0") == 0
+    assert fakes.ran == ["0"]
+
+
+def test_a_stage_without_a_gpu_ends_with_77(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    here = [False]
+    torch = SimpleNamespace(__version__="2.11.0", cuda=SimpleNamespace(is_available=lambda: here[0]))
+    monkeypatch.setitem(sys.modules, "torch", torch)
+    with pytest.raises(SystemExit) as ended:
+        steps.device(["torch", "--device", "cuda"])
+    assert ended.value.code == NOT_HERE
+    assert capsys.readouterr().err == "no CUDA device: torch 2.11.0 sees none\n"
+    assert steps.device(["torch", "--device", "cpu"]) == ("torch", "cpu")
+    here[0] = True
+    assert steps.device(["torch", "--device", "cuda"]) == ("torch", "cuda")
+
+
+def speed(**changes: object) -> dict[str, object]:
+    """32 GiB at 50 GB/s each way: the copies there and back take 1.37 s."""
+    rates = {f"{plain}{way}_gb_s": 50.0 for plain in ("", "plain_") for way in ("store", "load")}
+    return {"backend": "torch", "verdict": "passed", "bytes": 32 << 30, "check_seconds": 2.0, **rates, **changes}
+
+
+@pytest.mark.parametrize(
+    ("changes", "right"),
+    [({}, True), ({"store_gb_s": 47.0}, False), ({"check_seconds": 3.0}, False), ({"verdict": "refused"}, False)],
+    ids=["both goals", "slower than a plain copy", "a slow check", "not timed"],
+)
+def test_the_goals_of_the_large_transfer(changes: dict[str, object], right: bool) -> None:
+    assert roundtrips.fast({"exit": 0, "speed": [speed(**changes)]}) is right
+
+
+@pytest.mark.parametrize(
+    ("verdict", "kinds", "right"),
+    [("failed", {"stale": 3}, True), ("failed", {"bit flip": 3}, False), ("passed", {}, False), ("refused", {}, False)],
+)
+def test_a_planted_fault_is_found_if_every_cell_names_it(verdict: str, kinds: dict[str, int], right: bool) -> None:
+    cell = {"verdict": verdict, "findings": [{"classes": kinds}] if kinds else []}
+    found = {"verdict": "failed", "findings": [{"classes": {"stale": 1}}]}
+    cells = [cell] if verdict == "refused" else [found, cell]
+    assert roundtrips.found({"inject": "stale", "cells": cells}) is right
+
+
+def test_only_a_known_bug_is_right_as_released() -> None:
+    cells = [{"verdict": "passed", "known": None}, {"verdict": "failed", "known": "LMCache issue 4463"}]
+    assert roundtrips.known({"cells": cells})
+    assert not roundtrips.known({"cells": [*cells, {"verdict": "crashed", "known": None}]})

