@@ -21,6 +21,17 @@ CHUNK = 64
 #: KV of one chunk from an earlier request, for each layer.
 EARLIER: list[torch.Tensor] = []
 Blocks = list[torch.Tensor]
+#: Deviation of what is added to every logit, as the sums of a GPU differ between batches.
+NOISE = float(os.environ.get("KVFIX_TEST_NOISE", "0"))
+if NOISE:
+    from vllm.v1.sample.sampler import Sampler
+
+    sample = Sampler.forward
+
+    def noisy(self: Any, logits: torch.Tensor, *arguments: Any, **more: Any) -> Any:
+        return sample(self, logits + NOISE * torch.randn_like(logits), *arguments, **more)
+
+    Sampler.forward = noisy
 
 
 class Faulty(InProcess):

@@ -212,7 +212,7 @@ class Rounds:
         for number, case in enumerate(cases):
             self.say(f"from the connector: {number} of {len(cases)} prompts")
             self._ask_alone(case)
-        self.say(f"from the connector: {len(cases)} prompts, {self._load_clients} at once")
+        self.say(f"from the connector: {len(cases)} prompts at once")
         return self._ask_under_load(cases)
 
     def _ask_alone(self, case: Case) -> None:
@@ -296,7 +296,10 @@ class Rounds:
 
     def _at_once(self, server: Server, cases: list[Case], aborts: bool = False) -> list[Reply]:
         """Answers to all, from several clients. aborts: requests in between whose clients go away; the load round."""
-        with ThreadPoolExecutor(self._load_clients if aborts else self.clients) as pool:
+        clients = self.clients
+        if aborts and self.can_preempt:  # twice as many as the GPU's blocks have room for
+            clients = max(clients, 2 * self.capacity * len(cases) // sum(case.computed.prompt_tokens for case in cases))
+        with ThreadPoolExecutor(clients) as pool:
             replies = []
             for number, case in enumerate(cases):
                 if aborts and number % EVERY == 0:
@@ -330,11 +333,6 @@ class Rounds:
     def can_preempt(self) -> bool:
         """True if a few dozen requests at once need more blocks than there are."""
         return 0 < self.capacity <= 24 * self.sizes.longest
-
-    @property
-    def _load_clients(self) -> int:
-        fill = 2 * self.capacity // self.sizes.longest
-        return max(self.clients, fill) if self.can_preempt else self.clients
 
     def _tokens(self, number: int) -> int:
         """A request that is to be preempted grows by another block while it answers."""
