@@ -28,7 +28,7 @@ IN_PROCESS = {
     "kv_connector_module_path": "kvfix_engine_verify",
 }
 OFFLOADING = {
-    "kv_connector": "OffloadingConnector", "kv_role": "kv_both",
+    "kv_connector": "Offloading", "kv_connector_module_path": "kvfix_engine_verify_offload", "kv_role": "kv_both",
     "kv_connector_extra_config": {"cpu_bytes_to_use": 1 << 28},
 }  # fmt: skip
 

@@ -52,7 +52,7 @@ def is_called_different(
     drawn: random.Random, noise: Callable[[random.Random], float], wrong: Callable[[random.Random], float] | None = None
 ) -> bool:
     """One run, as rounds.py decides it. wrong: draws the differences of one prompt in twelve, and of fresh ones."""
-    judge = Judge([noise(drawn) for _ in range(CONTROLS)])
+    judge = Judge([max(noise(drawn), noise(drawn)) for _ in range(CONTROLS)])  # alone and at once
     cached = [[(wrong if wrong and at % 12 == 0 else noise)(drawn) for _ in range(2)] for at in range(PROMPTS)]
     if judge.first_test([max(each) for each in cached[:CONTROLS]]):
         return True
