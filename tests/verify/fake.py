@@ -26,11 +26,14 @@ def never(prompt: list[int], hit: int, running: int) -> bool:
 @dataclass
 class Behaviour:
     """noise: deviation of a log probability between two computations. wrong: of a prompt, its tokens from the
-    connector, and the requests that run: True if the answer is another one. missing: paths that answer 404.
+    connector, and the requests that run: True if the answer is another one. keeps: prompts that the connector has room
+    for. others: each request comes with one of another client. missing: paths that answer 404.
     ends_after: answers, then the connection ends in the middle of one."""
 
     noise: float = 0.0
     wrong: Callable[[list[int], int, int], bool] = never
+    keeps: int = 1 << 30
+    others: bool = False
     connector: bool = True
     stores: bool = True
     missing: tuple[str, ...] = ()
@@ -62,12 +65,13 @@ class Engine:
             hit = max(0, min(stored, len(prompt) - 1) - here)
             self.counts["external_prefix_cache_queries"] += (len(prompt) - here) * self.behaviour.connector
             self.counts["external_prefix_cache_hits"] += hit
-            self.counts["request_success"] += 1
+            self.counts["request_success"] += 1 + self.behaviour.others
             self.gpu.append((model, prompt))
             while sum(len(one) for _, one in self.gpu) > self.behaviour.blocks * BLOCK:
                 del self.gpu[0]
             if self.behaviour.stores:
                 self.external.append((there, prompt))
+                del self.external[: -self.behaviour.keeps]
             wrong = hit > 0 and self.behaviour.wrong(prompt, hit, self.running)
             seed = hashlib.sha256(f"{model} {prompt} {wrong}".encode()).digest()
             values, noise = random.Random(seed), self.behaviour.noise

@@ -83,7 +83,7 @@ def write_model(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
 
 
-def verify(*arguments: str, limit: float = 600) -> tuple[int, str]:
+def verify(*arguments: str, limit: float = 1000) -> tuple[int, str]:
     """`kvfix verify`: the exit code, and what it prints."""
     command = [sys.executable, "-m", "kvfix_tools.cli", "verify", *arguments]
     done = subprocess.run(

@@ -50,12 +50,11 @@ def verify(options: Options) -> int:
     except Refused as refused:
         return _end(options, about, report.REFUSED, str(refused))
     except Inconclusive as why:
-        return _end(options, about, report.NOTHING_PROVEN, str(why), report.LOOK_AT)
+        return _end(options, about, report.NOTHING_PROVEN, str(why), look_at=True)
     except OutOfTime:
         why_not = f"the run was not done after {options.seconds:g} s; use --seconds, or fewer --requests"
         return _end(options, about, report.NOTHING_PROVEN, why_not)
     finally:
-        about["seconds"] = time.monotonic() - start
         subject.close()
         reference.close()
 
@@ -80,6 +79,7 @@ def _verify(options: Options, about: dict[str, Any], subject: Server, reference:
     started = time.monotonic()
     outcome = rounds.run(options.requests, _adapters(models, chosen))
     about["seconds"] = time.monotonic() - started
+    _progress("")
     code = report.verdict(outcome)
     if options.json:
         print(json.dumps({**about, "verdict": report.VERDICTS[code], "exit": code, **report.as_json(outcome)}))
@@ -122,17 +122,19 @@ def _dry_run(options: Options, maker: Maker, sizes: Sizes, rounds: Rounds) -> in
     return report.SAME
 
 
-def _end(options: Options, about: dict[str, Any], code: int, why: str, look_at: tuple[str, ...] = ()) -> int:
+def _end(options: Options, about: dict[str, Any], code: int, why: str, look_at: bool = False) -> int:
     """Without an outcome."""
+    _progress("")
     if options.json:
         print(json.dumps({**about, "verdict": report.VERDICTS[code], "exit": code, "reason": why}))
     else:
         if look_at:
-            print("\n".join(["What to look at:", *(f"- {line}" for line in look_at)]))
+            print("\n".join(report.look_at()))
         print(f"SUMMARY: kvfix verify {report.VERDICTS[code]}: {why}")
     return code
 
 
 def _progress(what: str) -> None:
+    """Show it in a terminal; "" takes it away."""
     if sys.stderr.isatty():
         print(f"\r\x1b[K{what}", end="", file=sys.stderr, flush=True)
