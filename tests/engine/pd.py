@@ -42,6 +42,9 @@ class Engine:
     settings: more of the kv_transfer_config. It has the same ports each time that it is started.
     """
 
+    #: More options of vLLM.
+    options = ["--skip-tokenizer-init"]
+
     def __init__(self, folder: Path, role: str, mode: str, **settings: Any) -> None:
         self.folder = folder
         self.log = folder / "log"
@@ -68,7 +71,7 @@ class Engine:
         model = self.folder.parent / "model"
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
         command += ["--port", str(self.port), "--served-model-name", "tiny", "--dtype", "float32", "--seed", "0"]
-        command += ["--enforce-eager", "--skip-tokenizer-init", "--block-size", str(real_engine.BLOCK)]
+        command += ["--enforce-eager", *self.options, "--block-size", str(real_engine.BLOCK)]
         command += ["--kv-transfer-config", json.dumps(self.transfer)]
         for name, value in {**SIZES, **sizes}.items():
             command += [f"--{name}", str(value)]

@@ -299,6 +299,37 @@ def roundtrip(arguments: Annotated[Optional[list[str]], typer.Argument(metavar="
     raise typer.Exit(command.main(arguments or []))
 
 
+@app.command()
+def verify(
+    url: Annotated[str, typer.Argument(metavar="URL", help="vLLM's server: http://localhost:8000")],
+    model: Annotated[str, typer.Option(metavar="NAME", help="The model; the server's first one if not given.")] = "",
+    decode: Annotated[
+        str, typer.Option(metavar="URL", help="Decode instance, if URL is the router of prefill and decode instances.")
+    ] = "",
+    requests: Annotated[int, typer.Option(min=16, help="Prompts. More prompts find rarer errors.")] = 48,
+    prompt_tokens: Annotated[int, typer.Option(help="Longest prompt.")] = 1200,
+    chunk: Annotated[int, typer.Option(help="Tokens of a chunk. 0: find out.")] = 0,
+    clients: Annotated[int, typer.Option(min=2, help="Requests at once in the load round.")] = 8,
+    seconds: Annotated[float, typer.Option(help="Stop after this time.")] = 300.0,
+    api_key_env: Annotated[str, typer.Option(metavar="NAME", help="Environment variable with the API key.")] = "",
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show what would be sent.")] = False,
+    json: Json = False,
+) -> None:
+    """Check that a running server answers the same with KV from the connector as without.
+
+    Exit 0: same. 1: different. 2: the server cannot be reached or refuses. 77: nothing is proven.
+    """
+    if find_spec("httpx") is None or find_spec("prometheus_client") is None:
+        print("kvfix verify needs httpx and prometheus_client: pip install 'kvfix[verify]'", file=sys.stderr)
+        raise typer.Exit(77)
+    from kvfix_tools.verify import command
+
+    options = command.Options(
+        url, model, decode, requests, prompt_tokens, chunk, clients, seconds, api_key_env, json, dry_run
+    )
+    raise typer.Exit(command.verify(options))
+
+
 def main() -> None:
     """Entry point of the console script."""
     app()

@@ -18,8 +18,10 @@ from typing import Any
 REPORT = os.environ.get("KVFIX_TEST_REPORT", "")
 #: With this in the environment the worker's end of lookups is there, and never answers.
 LOOKUPS_HANG = "KVFIX_TEST_LOOKUPS_HANG" in os.environ
+#: With this in the environment LMCache's own GPU connector runs (kvfix_tools.roundtrip.engine_connector).
+REAL_CONNECTOR = "KVFIX_TEST_REAL_CONNECTOR" in os.environ
 STAND_INS = {
-    "lmcache.v1.gpu_connector": "current_releases",
+    **({} if REAL_CONNECTOR else {"lmcache.v1.gpu_connector": "current_releases"}),
     "lmcache.integration.vllm.vllm_v1_adapter": "early_releases",
     "lmcache.integration.vllm.vllm_multi_process_adapter": "patient_pings",
     "vllm.distributed.kv_transfer.kv_connector.v1.lmcache_mp_connector": "in_tree",

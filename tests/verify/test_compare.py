@@ -1,0 +1,107 @@
+"""The decision: what counts as a difference, and how often noise alone is called one."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from kvfix_tools.verify.compare import FALSE_ALARMS, SPARE, Answer, Judge, difference, is_decided
+
+CONTROLS, PROMPTS = 36, 48
+
+
+def answer(*positions: dict[str, float]) -> Answer:
+    return Answer(tuple(max(each, key=lambda token: each[token]) for each in positions), positions)
+
+
+class TestDifference:
+    def test_the_largest_one_and_its_place(self) -> None:
+        one, other = answer({"a": -0.1, "b": -3.0}, {"c": -0.5}), answer({"a": -0.2, "b": -3.5}, {"c": -2.0})
+        found = difference(one, other)
+        assert (found.size, found.position, found.token) == (1.5, 1, "c")
+
+    def test_not_after_the_first_token_that_differs(self) -> None:
+        one, other = answer({"a": -0.1, "b": -0.2}, {"c": -0.5}), answer({"a": -0.2, "b": -0.1}, {"c": -9.0})
+        assert difference(one, other).size == pytest.approx(0.1)
+
+    def test_a_token_that_one_list_lacks(self) -> None:
+        """Its value there is at most the smallest of the list."""
+        one, other = answer({"a": -0.1, "b": -1.0}), answer({"a": -0.1, "c": -4.0})
+        assert difference(one, other).size == pytest.approx(3.0)
+        assert difference(other, one).size == pytest.approx(3.0)
+
+    def test_equal(self) -> None:
+        one = answer({"a": -0.1}, {"b": -0.2})
+        assert difference(one, one).size == 0.0
+
+
+NOISE: dict[str, Callable[[random.Random], float]] = {
+    "none": lambda drawn: 0.0,
+    "normal": lambda drawn: abs(drawn.gauss(0, 0.02)),
+    "lognormal": lambda drawn: drawn.lognormvariate(-4, 2),
+    "student with two degrees of freedom": lambda drawn: abs(drawn.gauss(0, 1)) / drawn.expovariate(1) ** 0.5,
+    # An expert of a mixture is chosen by the last bit now and then.
+    "jumps": lambda drawn: drawn.random() * (100 if drawn.random() < 0.01 else 1),
+    "rarely not exact": lambda drawn: float(drawn.random() < 0.01),
+}
+
+
+def is_called_different(
+    drawn: random.Random, noise: Callable[[random.Random], float], wrong: Callable[[random.Random], float] | None = None
+) -> bool:
+    """One run, as rounds.py decides it. wrong: draws the differences of one prompt in twelve, and of fresh ones."""
+    judge = Judge([max(noise(drawn), noise(drawn)) for _ in range(CONTROLS)])  # alone and at once
+    cached = [[(wrong if wrong and at % 12 == 0 else noise)(drawn) for _ in range(2)] for at in range(PROMPTS)]
+    if judge.first_test([max(each) for each in cached[:CONTROLS]]):
+        return True
+    needed = judge.needed(2 * PROMPTS)
+    suspects = sum(any(map(judge.exceeds, each)) for each in cached)
+    for _ in range(min(suspects, 3)):
+        differs = asked = 0
+        while not is_decided(differs, asked, needed):
+            asked += 1
+            differs += judge.exceeds((wrong or noise)(drawn))
+        if differs >= needed:
+            return True
+    return False
+
+
+def false_alarms(name: str, runs: int) -> int:
+    drawn = random.Random(1)
+    return sum(is_called_different(drawn, NOISE[name]) for _ in range(runs))
+
+
+@pytest.mark.parametrize("name", NOISE)
+def test_noise_is_not_called_different(name: str) -> None:
+    """At most one in 10,000 runs; `python -m tests.verify.trials noise` plays 100,000 of each."""
+    assert false_alarms(name, 2000) == 0
+
+
+@pytest.mark.parametrize("name", ["none", "normal"])
+def test_one_wrong_prompt_in_twelve_is_found(name: str) -> None:
+    drawn = random.Random(2)
+    assert all(is_called_different(drawn, NOISE[name], lambda _: 0.5) for _ in range(200))
+
+
+def test_the_stated_rate() -> None:
+    """With more controls fewer fresh prompts are needed; the bound holds for any number."""
+    for controls in (12, 36, 100):
+        judge = Judge([1.0] * controls)
+        assert judge.error_rate(96) <= FALSE_ALARMS
+    assert Judge([1.0] * 100).needed(96) < Judge([1.0] * 36).needed(96) < Judge([1.0] * 12).needed(96)
+    assert Judge([1.0] * 36).needed(96) == 7
+
+
+def test_first_test_counts_orders() -> None:
+    judge = Judge([1.0] * 36)
+    above = next(count for count in range(37) if judge.first_test([3.0] * count + [0.0] * (36 - count)))
+    assert above == 13  # 36! / 23! * 59! / 72! < 5e-5
+    assert not judge.first_test([1.9] * 36)  # within the margin
+
+
+def test_decided() -> None:
+    assert is_decided(6, 6, 6)
+    assert not is_decided(5, 7, 6)
+    assert is_decided(0, SPARE + 1, 6)

@@ -1,0 +1,58 @@
+"""The prompts: their lengths, their fresh starts, and their ends."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import pytest
+
+from kvfix_tools.verify.prompts import CUE, Maker, Prompt, Sizes
+
+SIZES = Sizes(chunk=256, block=16, longest=1200)
+
+
+@pytest.fixture
+def prompts() -> list[Prompt]:
+    maker = Maker(list(range(100, 600)), 1.0, random.Random(0))
+    return list(maker.prompts(maker.kinds(48), SIZES))
+
+
+def lengths(prompts: list[Prompt], kind: str) -> set[int]:
+    return {each.length for each in prompts if each.kind == kind}
+
+
+def test_lengths_at_the_borders(prompts: list[Prompt]) -> None:
+    assert len(prompts) == 48
+    assert lengths(prompts, "one chunk less one token") == {255}
+    assert lengths(prompts, "one chunk") == {256}
+    assert lengths(prompts, "one chunk and one token") == {257}
+    assert lengths(prompts, "whole chunks") == {1024}
+    assert max(each.length for each in prompts) <= SIZES.longest
+
+
+def test_most_are_controls(prompts: list[Prompt]) -> None:
+    """All but their last token are whole blocks."""
+    assert sum(each.length % 16 == 1 for each in prompts) == 36
+
+
+def test_no_two_start_alike_unless_they_share_their_prefix(prompts: list[Prompt]) -> None:
+    starts = Counter((each.kind, each.body[:16]) for each in prompts)
+    assert {kind for (kind, _), count in starts.items() if count > 1} == {"shared prefix"}
+    shared = [each.body for each in prompts if each.kind == "shared prefix"]
+    assert len({body[:1024] for body in shared}) == 3
+    assert len(set(shared)) == 9
+
+
+def test_the_end_repeats_earlier_tokens(prompts: list[Prompt]) -> None:
+    for each in prompts:
+        if not isinstance(each.body, str):
+            cue = each.body[-CUE:]
+            assert any(each.body[at : at + CUE] == cue for at in range(each.length - CUE))
+
+
+def test_texts_where_nothing_tokenizes() -> None:
+    maker = Maker([], 1.3, random.Random(0))
+    prompts = list(maker.prompts(maker.kinds(16), SIZES))
+    assert all(isinstance(each.body, str) for each in prompts)
+    assert len({str(each.body)[:40] for each in prompts}) == 16

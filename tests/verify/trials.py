@@ -1,0 +1,175 @@
+"""Long trials of `kvfix verify` on real servers: `python -m tests.verify.trials NAME`. Each prints a line for each run.
+
+connectors   LMCache in process as released and with kvfix, LMCache's server, OffloadingConnector, none
+faults       every planted fault, on LMCache in process with kvfix
+ranks        two ranks: healthy, and one of them wrong
+lora         an adapter that shares KV with its base model, and with KVF017 not
+pd           prefill and decode instances with NIXL: healthy, and a transfer that returns zeros
+healthy N    N healthy runs in bfloat16 while other clients use the server: no run may exit 1
+noise N      N simulated healthy runs for each kind of noise
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from kvfix_tools.roundtrip import real_engine
+from tests.engine import pd, start
+from tests.verify import served, test_compare
+from tests.verify.served import Served
+
+#: With the exit codes that are right. A bit flip changes one element of all that are loaded: bit 30 is the exponent's
+#: highest, bit 23 its lowest, bit 0 the mantissa's lowest.
+FAULTS = {
+    "": (0,),
+    "two_chunks_swapped": (1,),
+    "chunk_of_another_prompt": (1,),
+    "chunk_shifted_by_one": (1,),
+    "last_chunk_wrong": (1,),
+    "other_weights:0.05": (1,),
+    "other_weights:0.001": (1,),
+    "other_adapter:0.1": (1,),
+    "one_layer_wrong": (1,),
+    "zeros": (1,),
+    "only_one_chunk": (1,),
+    "only_together": (1,),
+    **{f"one_bit:{bit}": (1,) for bit in (30, 26, 23)},
+    **{f"one_bit:{bit}": (0, 1, 77) for bit in (19, 15, 11, 8, 4, 0)},
+}
+
+
+def run(name: str, expected: tuple[int, ...], *arguments: str) -> bool:
+    """Print what it answers."""
+    began = time.monotonic()
+    code, text = served.verify(*arguments, "--json")
+    answer = json.loads(text.splitlines()[-1]) if text else {}
+    kinds = answer.get("kinds", {}).values()
+    sizes = [max(each["largest_difference"].values()) for each in kinds]
+    what = answer.get("reason", f"{answer.get('hit_tokens')} hit tokens, difference {max(sizes, default=0):.3g}")
+    right = "right" if code in expected else "WRONG"
+    more = f"noise {answer.get('noise', 0):.3g}, {time.monotonic() - began:.0f} s"
+    print(f"{right} {name or 'healthy'}: exit {code}, {answer.get('verdict')}, {what}, {more}", flush=True)
+    return code in expected
+
+
+@contextmanager
+def in_folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory() as folder:
+        yield Path(folder)
+
+
+def faults() -> bool:
+    with in_folder() as folder, Served(folder / "fixed", "fix", served.IN_PROCESS).running() as server:
+        results = []
+        for fault, expected in FAULTS.items():
+            server.plant(fault)
+            results.append(run(fault, expected, server.url))
+        return all(results)
+
+
+def ranks() -> bool:
+    with in_folder() as folder:
+        server = Served(folder / "ranks", "fix", served.IN_PROCESS)
+        with server.running(**{"tensor-parallel-size": 2}):
+            results = [run("two ranks", (0,), server.url)]
+            server.plant("one_rank_wrong")
+            return all([*results, run("one rank of two wrong", (1,), server.url)])
+
+
+def connectors() -> bool:
+    with in_folder() as folder, start.server() as mp:
+        cases: list[tuple[str, str, Any, int]] = [
+            ("LMCacheConnectorV1 as released", "off", served.IN_PROCESS, 1),
+            ("LMCacheConnectorV1 with kvfix", "fix", served.IN_PROCESS, 0),
+            ("LMCacheMPConnector", "off", mp, 0),
+            ("OffloadingConnector", "off", served.OFFLOADING, 0),
+            ("no connector", "off", None, 77),
+        ]
+        results = []
+        for number, (name, mode, transfer, expected) in enumerate(cases):
+            with Served(folder / str(number), mode, transfer).running() as server:
+                results.append(run(name, (expected,), server.url))
+        return all(results)
+
+
+class Pair(pd.Pair):
+    """Prefill and decode instances with a tokenizer."""
+
+    def __init__(self, folder: Path) -> None:
+        served.write_model(folder / "model")
+        self.folder = folder
+        transfer = {"kv_connector": "NixlConnector", "kv_buffer_device": "cpu"}
+        self.prefill: Served = Served(folder / "prefill", "off", {**transfer, "kv_role": "kv_producer"})
+        self.decode: Served = Served(
+            folder / "decode", "off",
+            {**transfer, "kv_role": "kv_consumer", "kv_connector": "FaultyNixl",
+             "kv_connector_module_path": "kvfix_engine_verify_nixl"},
+        )  # fmt: skip
+        self.port = real_engine.free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+
+
+def prefill_decode() -> bool:
+    with in_folder() as folder, pd.running(Pair(folder)) as pair:
+        results = []
+        for fault, expected in (("", 0), ("zeros", 1)):
+            pair.decode.plant(fault)  # type: ignore[attr-defined]
+            small = ("--requests", "16", "--seconds", "900")  # NIXL's threads poll, and each takes a core
+            results.append(run(f"NIXL pair {fault}", (expected,), pair.url, "--decode", pair.decode.url, *small))
+        return all(results)
+
+
+def healthy(count: int) -> bool:
+    codes: Counter[int] = Counter()
+    with in_folder() as folder, Served(folder / "fixed", "fix", served.IN_PROCESS).running(dtype="bfloat16") as server:
+        ended = threading.Event()
+        others = [threading.Thread(target=other_client, args=(server.url, seed, ended)) for seed in range(2)]
+        for other in others:
+            other.start()
+        try:
+            for number in range(count):
+                code, text = served.verify(server.url)
+                codes[code] += 1
+                print(number, code, text.splitlines()[-1], dict(codes), flush=True)
+        finally:
+            ended.set()
+            for other in others:
+                other.join()
+    return codes[1] == 0
+
+
+def other_client(url: str, seed: int, ended: threading.Event) -> None:
+    """Requests of someone else, one after the other with pauses."""
+    drawn = random.Random(seed)
+    while not ended.is_set():
+        prompt = [drawn.randrange(256) for _ in range(drawn.randrange(50, 500))]
+        pd.ask(url, (prompt, drawn.randrange(1, 30)))
+        ended.wait(drawn.random())
+
+
+def noise(runs: int) -> bool:
+    results = []
+    for name in test_compare.NOISE:
+        alarms = test_compare.false_alarms(name, runs)
+        results.append(alarms <= runs * test_compare.FALSE_ALARMS)
+        print(f"{name}: {alarms} false alarms in {runs} simulated runs", flush=True)
+    return all(results)
+
+
+TRIALS: dict[str, Callable[..., bool]] = {
+    "connectors": connectors, "faults": faults, "ranks": ranks, "pd": prefill_decode, "healthy": healthy,
+    "noise": noise,
+}  # fmt: skip
+
+if __name__ == "__main__":
+    sys.exit(not TRIALS[sys.argv[1]](*map(int, sys.argv[2:])))

@@ -1,0 +1,231 @@
+"""One vLLM server over HTTP: what it says of itself, and answers with their log probabilities."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Generator
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvfix_tools.verify.compare import Answer
+from kvfix_tools.verify.prompts import Prompt
+
+#: Log probabilities that are asked for at each answered token.
+TOP = 5
+#: Seconds without a byte from the server.
+SILENCE = 120.0
+#: Seconds until the metrics of an answered request must be there; the server writes them just after the answer.
+METRICS_LATE = 5.0
+
+
+class Refused(Exception):
+    """The server cannot be reached, or answers with an error. The text says which, and what to do."""
+
+
+class OutOfTime(Exception):
+    """The run has used its seconds (--seconds)."""
+
+
+@dataclass(frozen=True)
+class Metrics:
+    """Sums over all engines of the server. Counters are in tokens, except `requests` and `preemptions`.
+
+    blocks, block: number of GPU blocks, and tokens of one; 0 if the server does not say.
+    """
+
+    requests: float
+    queried: float
+    hits: float
+    gpu_hits: float
+    preemptions: float
+    blocks: int
+    block: int
+    has_connector: bool
+
+    @property
+    def capacity(self) -> int:
+        """Tokens whose KV fits on the GPU."""
+        return self.blocks * self.block
+
+
+@dataclass(frozen=True)
+class Reply:
+    """first: seconds until the first token. prompt_tokens: by the server. cached: tokens of the prompt that some cache
+    served; None unless the server runs with --enable-prompt-tokens-details."""
+
+    answer: Answer
+    first: float
+    prompt_tokens: int
+    cached: int | None
+
+
+class Server:
+    def __init__(self, url: str, key: str, until: float) -> None:
+        """url: with or without /v1. key: sent as a bearer token; "" sends none. until: time.monotonic() of the end."""
+        self.url = url.rstrip("/").removesuffix("/v1")
+        self.model = ""
+        self.until = until
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        self._client = httpx.Client(headers=headers, timeout=httpx.Timeout(SILENCE, connect=10.0))
+
+    def close(self) -> None:
+        self._client.close()
+
+    def models(self) -> list[dict[str, Any]]:
+        return list(self._json("GET", "/v1/models").get("data", []))
+
+    def version(self) -> str:
+        """ "" if the server hides it."""
+        try:
+            return str(self._json("GET", "/version").get("version", ""))
+        except Refused:
+            return ""
+
+    def tokenize(self, text: str) -> list[int]:
+        """[] if the server does not offer it."""
+        body = {"model": self.model, "prompt": text, "add_special_tokens": False}
+        try:
+            return [int(token) for token in self._json("POST", "/tokenize", body).get("tokens", [])]
+        except Refused:
+            return []
+
+    def reset(self) -> bool | None:
+        """Empty the GPU's prefix cache. False: blocks are in use. None: the server does not offer it."""
+        try:
+            answer = self._request("POST", "/reset_prefix_cache")
+        except Refused:
+            return None
+        # Releases before 0.11 answer with an empty body.
+        return bool(answer.json().get("success", True)) if answer.content.strip() else True
+
+    def metrics(self) -> Metrics | None:
+        """None: the server has no /metrics, or none of vLLM's."""
+        try:
+            text = self._request("GET", "/metrics").text
+        except Refused:
+            return None
+        sums: dict[str, float] = {}
+        blocks, block = 0, 0
+        try:
+            for family in text_string_to_metric_families(text):
+                for sample in family.samples:
+                    sums[sample.name] = sums.get(sample.name, 0.0) + sample.value
+                    if sample.name == "vllm:cache_config_info":
+                        blocks += _number(sample.labels.get("num_gpu_blocks"))
+                        block = _number(sample.labels.get("block_size"))
+        except ValueError:  # a page that is not Prometheus text
+            return None
+        if not any(name.startswith("vllm:") for name in sums):
+            return None
+
+        def count(name: str) -> float:
+            return sums.get(f"vllm:{name}_total", 0.0)
+
+        return Metrics(
+            count("request_success"), count("external_prefix_cache_queries"), count("external_prefix_cache_hits"),
+            count("prefix_cache_hits"), count("num_preemptions"), blocks, block,
+            "vllm:external_prefix_cache_hits_total" in sums,
+        )  # fmt: skip
+
+    def metrics_after(self, before: Metrics, requests: int = 1) -> Metrics:
+        """The metrics once they count these requests."""
+        until = time.monotonic() + METRICS_LATE
+        while True:
+            now = self.metrics()
+            if now is None:
+                raise Refused(f"{self.url}/metrics has gone")
+            if now.requests >= before.requests + requests or time.monotonic() > until:
+                return now
+            time.sleep(0.005)
+
+    def ask(self, prompt: Prompt, tokens: int, model: str = "") -> Reply:
+        """The answer in so many tokens, greedily."""
+        start = time.monotonic()
+        first, usage = 0.0, dict[str, Any]()
+        answered: list[str] = []
+        logprobs: list[dict[str, float]] = []
+        for event in self._events(prompt, tokens, model):
+            usage = event.get("usage") or usage
+            for choice in event.get("choices", []):
+                first = first or time.monotonic() - start
+                given = choice.get("logprobs") or {}
+                answered += given.get("tokens") or []
+                logprobs += [_finite(each) for each in given.get("top_logprobs") or []]
+        if not answered:
+            raise Refused(f"{self.url} answers without log probabilities; start it without --max-logprobs 0")
+        details = usage.get("prompt_tokens_details") or {}
+        answer = Answer(tuple(answered), tuple(logprobs))
+        return Reply(answer, first, int(usage.get("prompt_tokens") or prompt.length), details.get("cached_tokens"))
+
+    def abort(self, prompt: Prompt, tokens: int) -> None:
+        """Ask, and close the connection after the first token."""
+        events = self._events(prompt, tokens, "")
+        next(events, None)
+        events.close()
+
+    def _events(self, prompt: Prompt, tokens: int, model: str) -> Generator[dict[str, Any], None, None]:
+        body = prompt.body if isinstance(prompt.body, str) else list(prompt.body)
+        wanted = {
+            "model": model or self.model, "prompt": body, "max_tokens": tokens, "temperature": 0, "ignore_eos": True,
+            "logprobs": TOP, "return_tokens_as_token_ids": True,
+            "stream": True, "stream_options": {"include_usage": True},
+        }  # fmt: skip
+        self._in_time()
+        try:
+            with self._client.stream("POST", f"{self.url}/v1/completions", json=wanted) as response:
+                if not response.is_success:
+                    response.read()
+                    raise Refused(self._why(response, "/v1/completions"))
+                for line in response.iter_lines():
+                    if line.startswith("data:") and line[5:].strip() != "[DONE]":
+                        event = json.loads(line[5:])
+                        if "error" in event:
+                            raise Refused(f"{self.url} fails in the middle of an answer: {str(event['error'])[:300]}")
+                        yield event
+        except (httpx.HTTPError, ValueError) as error:
+            raise Refused(f"{self.url} ends in the middle of an answer: {_text(error)}") from None
+
+    def _json(self, method: str, path: str, body: Any = None) -> dict[str, Any]:
+        try:
+            answer = self._request(method, path, body).json()
+        except ValueError:
+            answer = None
+        if not isinstance(answer, dict):
+            raise Refused(f"{self.url}{path} does not answer as vLLM does")
+        return answer
+
+    def _request(self, method: str, path: str, body: Any = None) -> httpx.Response:
+        self._in_time()
+        try:
+            response = self._client.request(method, f"{self.url}{path}", json=body)
+        except (httpx.HTTPError, httpx.InvalidURL) as error:
+            raise Refused(f"{self.url} does not answer: {_text(error)}") from None
+        if not response.is_success:
+            raise Refused(self._why(response, path))
+        return response
+
+    def _in_time(self) -> None:
+        if time.monotonic() > self.until:
+            raise OutOfTime
+
+    def _why(self, response: httpx.Response, path: str) -> str:
+        if response.status_code in (401, 403):
+            return f"{self.url}{path} wants an API key: name its variable with --api-key-env NAME"
+        return f"{self.url}{path} answers {response.status_code}: {response.text[:300]}"
+
+
+def _finite(logprobs: dict[str, float | None] | None) -> dict[str, float]:
+    """JSON has no NaN: such a value comes as null. It is as far from every other as vLLM's smallest, -9999."""
+    return {token: -9999.0 if value is None else float(value) for token, value in (logprobs or {}).items()}
+
+
+def _number(text: str | None) -> int:
+    return int(text) if text and text.isdigit() else 0
+
+
+def _text(error: Exception) -> str:
+    return str(error) or type(error).__name__

@@ -1,0 +1,140 @@
+"""`kvfix verify URL`: options, the servers, and what is printed where."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+from kvfix_tools.verify import report
+from kvfix_tools.verify.client import Metrics, OutOfTime, Refused, Server
+from kvfix_tools.verify.prompts import WORDS, Maker, Sizes
+from kvfix_tools.verify.rounds import SURVEY, TOKENS, Inconclusive, Rounds
+
+#: Of a text, where the server does not tokenize for us.
+TOKENS_PER_WORD = 1.3
+
+
+@dataclass(frozen=True)
+class Options:
+    url: str
+    model: str = ""
+    decode: str = ""
+    requests: int = 48
+    prompt_tokens: int = 1200
+    chunk: int = 0
+    clients: int = 8
+    seconds: float = 300.0
+    api_key_env: str = ""
+    json: bool = False
+    dry_run: bool = False
+    seed: int | None = None
+
+
+def verify(options: Options) -> int:
+    """The exit code: 0 same, 1 different, 2 unreachable or refused, 77 nothing proven."""
+    about: dict[str, Any] = {"url": options.url, "model": options.model, "vllm": ""}
+    key = os.environ.get(options.api_key_env, "") if options.api_key_env else ""
+    if options.api_key_env and not key:
+        return _end(options, about, report.REFUSED, f"the variable {options.api_key_env} is not set")
+    start = time.monotonic()
+    subject = Server(options.url, key, start + options.seconds)
+    reference = Server(options.decode, key, start + options.seconds) if options.decode else subject
+    try:
+        return _verify(options, about, subject, reference)
+    except Refused as refused:
+        return _end(options, about, report.REFUSED, str(refused))
+    except Inconclusive as why:
+        return _end(options, about, report.NOTHING_PROVEN, str(why), look_at=True)
+    except OutOfTime:
+        why_not = f"the run was not done after {options.seconds:g} s; use --seconds, or fewer --requests"
+        return _end(options, about, report.NOTHING_PROVEN, why_not)
+    finally:
+        subject.close()
+        reference.close()
+
+
+def _verify(options: Options, about: dict[str, Any], subject: Server, reference: Server) -> int:
+    models = reference.models()
+    chosen = next((each for each in models if options.model in ("", each["id"])), None)
+    if chosen is None:
+        raise Refused(f"{reference.url} has no model {options.model!r}, but {', '.join(each['id'] for each in models)}")
+    subject.model = reference.model = about["model"] = chosen["id"]
+    about["vllm"] = reference.version()
+    metrics = reference.metrics()
+    if metrics is None:
+        raise Inconclusive(
+            f"{reference.url} has no /metrics of vLLM, so it is unknown whether any token came from the connector."
+            " Use the port of the engine itself, not a proxy"
+        )
+    maker, sizes = _plan(options, reference, metrics, int(chosen.get("max_model_len") or 0))
+    rounds = Rounds(subject, reference, maker, sizes, options.clients, _progress)
+    if options.dry_run:
+        return _dry_run(options, maker, sizes, rounds)
+    started = time.monotonic()
+    outcome = rounds.run(options.requests, _adapters(models, chosen))
+    about["seconds"] = time.monotonic() - started
+    _progress("")
+    code = report.verdict(outcome)
+    if options.json:
+        print(json.dumps({**about, "verdict": report.VERDICTS[code], "exit": code, **report.as_json(outcome)}))
+        return code
+    print(f"kvfix verify {options.url}: model {about['model']}, vLLM {about['vllm'] or 'unknown'}\n")
+    print("\n".join(report.lines(outcome, about["vllm"])))
+    print(f"SUMMARY: kvfix verify {report.summary(outcome)}, in {about['seconds']:.0f} s")
+    return code
+
+
+def _plan(options: Options, server: Server, metrics: Metrics, model_length: int) -> tuple[Maker, Sizes]:
+    text = " ".join(WORDS)
+    vocabulary = server.tokenize(text)
+    per_word = len(vocabulary) / len(WORDS) if vocabulary else TOKENS_PER_WORD
+    block = metrics.block or 16
+    longest = max(options.prompt_tokens, 2 * options.chunk + block + 1)
+    longest = min(longest, model_length - block - TOKENS if model_length else longest)
+    if longest < 3 * block:
+        raise Refused(f"prompts of {longest} tokens are shorter than three blocks of {block}: use --prompt-tokens")
+    maker = Maker(sorted(set(vocabulary)), per_word, random.Random(options.seed))
+    return maker, Sizes(options.chunk, block, longest)
+
+
+def _adapters(models: list[dict[str, Any]], chosen: dict[str, Any]) -> list[str]:
+    """The LoRA adapters of one base model, and the base model, without the chosen one."""
+    base = chosen.get("parent") or chosen["id"]
+    related = [each["id"] for each in models if base in (each["id"], each.get("parent"))]
+    return [name for name in related if name != chosen["id"]]
+
+
+def _dry_run(options: Options, maker: Maker, sizes: Sizes, rounds: Rounds) -> int:
+    kinds = Counter(maker.kinds(options.requests))
+    count = sum(kinds.values())
+    print(f"{count} prompts of up to {sizes.longest} tokens, {TOKENS} answered tokens each:")
+    print("\n".join(f"  {number:3} {kind}" for kind, number in kinds.items()))
+    print(f"Requests: about {2 * SURVEY} to find the chunk size, {count} computed, {2 * count} controls,")
+    print(f"  {count} alone and {count + count // 4} under load with KV from the connector.")
+    print(f"Without POST /reset_prefix_cache also {rounds.fillers} prompts three times, to empty the GPU's cache.")
+    print(f"Ends after {options.seconds:g} s at the latest. Nothing was sent but the questions for these numbers.")
+    return report.SAME
+
+
+def _end(options: Options, about: dict[str, Any], code: int, why: str, look_at: bool = False) -> int:
+    """Without an outcome."""
+    _progress("")
+    if options.json:
+        print(json.dumps({**about, "verdict": report.VERDICTS[code], "exit": code, "reason": why}))
+    else:
+        if look_at:
+            print("\n".join(report.look_at()))
+        print(f"SUMMARY: kvfix verify {report.VERDICTS[code]}: {why}")
+    return code
+
+
+def _progress(what: str) -> None:
+    """Show it in a terminal; "" takes it away."""
+    if sys.stderr.isatty():
+        print(f"\r\x1b[K{what}", end="", file=sys.stderr, flush=True)

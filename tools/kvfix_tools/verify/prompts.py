@@ -1,0 +1,115 @@
+"""The prompts that `kvfix verify` sends: their kinds and their tokens. Pure.
+
+Each starts with random tokens, so nothing of it is in any cache. Each ends with tokens that it had before: the model
+then reads the KV at that position, and a single wrong chunk far from the end changes the answer.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+#: Common words; each is one token or a few in any vocabulary.
+TEXT = """
+able about above across again air all also always animal answer any area ask autumn away back bank base bear beat
+before begin below best big bird black blue board boat body bone book both bottle box bread bridge bring brother build
+burn busy call came camp car care carry case cat catch cause chair chance city class clean clear climb clock close
+cloud coast cold color come common cook cool copy corn cost count country cover cross cry cup cut dance dark day deep
+door down draw dream
+"""
+WORDS = TEXT.split()
+#: Tokens at the end of a prompt that repeat earlier ones.
+CUE = 12
+#: The kinds, with how many of every 16 prompts are of it. {kind: number}
+SHARES = {
+    "many chunks": 5,
+    "shared prefix": 3,
+    "one chunk and one token": 4,
+    "whole chunks": 1,
+    "one chunk": 1,
+    "one chunk less one token": 1,
+    "text": 1,
+}
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """`body`: token ids, or a text. `length`: in tokens; 0 if only the server knows."""
+
+    kind: str
+    body: tuple[int, ...] | str
+
+    @property
+    def length(self) -> int:
+        return 0 if isinstance(self.body, str) else len(self.body)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """`longest`: tokens of the longest prompt. All in tokens."""
+
+    chunk: int
+    block: int
+    longest: int
+
+    @property
+    def whole(self) -> int:
+        """The longest prompt of whole chunks, at least two."""
+        return max(2, (self.longest - self.block - 1) // self.chunk) * self.chunk
+
+
+class Maker:
+    """Makes prompts. vocabulary: token ids to draw from; without any, every prompt is a text. tokens_per_word: of a
+    text."""
+
+    def __init__(self, vocabulary: list[int], tokens_per_word: float, drawn: random.Random) -> None:
+        self.vocabulary = vocabulary
+        self.tokens_per_word = tokens_per_word
+        self.drawn = drawn
+
+    def kinds(self, count: int) -> list[str]:
+        """The kinds of `count` prompts, in the order in which they are asked."""
+        if not self.vocabulary:
+            return ["text"] * count
+        total = sum(SHARES.values())
+        return [kind for kind, share in SHARES.items() for _ in range(max(1, round(count * share / total)))]
+
+    def prompts(self, kinds: list[str], sizes: Sizes) -> Iterator[Prompt]:
+        """Three prompts at a time share the prefix of the kind `shared prefix`."""
+        prefix: list[int] = []
+        for number, kind in enumerate(kinds):
+            if kind == "text":
+                yield Prompt(kind, self.text(sizes.longest // 2))
+            elif kind == "shared prefix":
+                if number % 3 == 0 or not prefix:
+                    prefix = self.fresh(sizes.whole)
+                yield self.cued(kind, prefix, sizes.whole + sizes.block + 1)
+            else:
+                yield self.cued(kind, [], self.length(kind, sizes))
+
+    def length(self, kind: str, sizes: Sizes) -> int:
+        """The GPU's prefix cache can serve all but the last token of a prompt that is one token longer than its
+        blocks. Nothing is left for the connector then: such a prompt is a control."""
+        chunk, block = sizes.chunk, sizes.block
+        if kind == "many chunks":
+            least = chunk // block + 1
+            return self.drawn.randint(least, max(least, (sizes.longest - 1) // block)) * block + 1
+        lengths = {"one chunk and one token": chunk + 1, "one chunk": chunk, "one chunk less one token": chunk - 1}
+        return lengths.get(kind, sizes.whole)
+
+    def fresh(self, tokens: int) -> list[int]:
+        return self.drawn.choices(self.vocabulary, k=tokens)
+
+    def text(self, tokens: int) -> str:
+        """About so many tokens."""
+        words = self.drawn.choices(WORDS, k=max(8, int(tokens / self.tokens_per_word)))
+        at = self.drawn.randrange(len(words) - 3)
+        return " ".join([*words, *words[at : at + 3]])
+
+    def cued(self, kind: str, start: list[int], tokens: int) -> Prompt:
+        body = [*start, *self.fresh(tokens - len(start))]
+        cue = min(CUE, tokens // 4)
+        at = self.drawn.randrange(tokens - 2 * cue)
+        body[-cue:] = body[at : at + cue]
+        return Prompt(kind, tuple(body))

@@ -1,0 +1,205 @@
+"""What `kvfix verify` prints."""
+
+from __future__ import annotations
+
+import statistics
+from typing import Any
+
+from packaging.version import InvalidVersion, Version
+
+from kvfix_tools.verify.compare import FAR, MARGIN, TOO_NOISY
+from kvfix_tools.verify.outcome import ALONE, UNDER_LOAD, Case, Confirmation, Outcome
+
+SAME, DIFFERENT, REFUSED, NOTHING_PROVEN = 0, 1, 2, 77
+VERDICTS = {SAME: "same", DIFFERENT: "different", REFUSED: "refused", NOTHING_PROVEN: "nothing proven"}
+MODES = (ALONE, UNDER_LOAD)
+#: What to look at where too few tokens came from the connector.
+LOOK_AT = (
+    "Nothing is stored: does the log of vLLM name the connector, and is its memory large enough for all prompts?",
+    "The chunk is larger than the prompts: use --prompt-tokens of at least three chunks.",
+    "LMCache stores whole chunks only, unless save_unfull_chunk is set.",
+    "PYTHONHASHSEED is not set: scheduler and worker of LMCache may hash differently. Set it to 0.",
+    "The connector is not active: see `kvfix doctor -- vllm serve ...`.",
+    "Several engines are behind this URL: use the port of one engine.",
+)
+NARROW = (
+    'kvfix search "wrong output with KV cache hits"',
+    "kvfix roundtrip --backend lmcache vllm    every byte of KV, on the machine of the engine",
+    "kvfix run --mode check -- vllm serve ...  the balance of tokens at every hook",
+)
+
+
+def look_at() -> list[str]:
+    return ["What to look at:", *(f"- {line}" for line in LOOK_AT)]
+
+
+def verdict(outcome: Outcome) -> int:
+    if outcome.is_different:
+        return DIFFERENT
+    return NOTHING_PROVEN if why_not(outcome) else SAME
+
+
+def why_not(outcome: Outcome) -> str:
+    """Why the answers prove nothing, though no wrong one is confirmed; "" if they do."""
+    judge = outcome.judge
+    if outcome.hits is None:
+        return (
+            "requests of other clients hide whether tokens came from the connector: run it while the server is idle,"
+            " or start the server with --enable-prompt-tokens-details"
+        )
+    if outcome.hits < outcome.expected / 2:
+        return f"only {outcome.hits} tokens came from the connector, and {outcome.expected} were expected"
+    if judge.limit > TOO_NOISY:
+        return f"the noise is too large: a log probability moves by {judge.noise:.3g} without any connector"
+    far = [case for mode in MODES for case in outcome.above(mode) if judge.is_far(case.cached[mode].size)]
+    if far and not judge.is_exact:
+        return (
+            f"{len(far)} answers differ by more than {FAR:g} times the noise, but fresh prompts did not repeat it:"
+            f" run again with --requests {4 * len(outcome.cases)}"
+        )
+    return ""
+
+
+def where(outcome: Outcome) -> str:
+    """For which hits the answers are wrong."""
+    if outcome.shared_with and not any(map(outcome.above, MODES)):
+        return "another adapter is served the same KV"
+    modes = [mode for mode in MODES if outcome.above(mode)]
+    served = {case.prompt.kind for case in outcome.cases if case.hits}
+    wrong = {case.prompt.kind for mode in modes for case in outcome.above(mode)}
+    kinds = "all hits" if wrong >= served else " and ".join(f"'{kind}'" for kind in sorted(wrong))
+    return f"wrong for {kinds}, {'only under load' if modes == [UNDER_LOAD] else 'alone and under load'}"
+
+
+def worst(outcome: Outcome) -> tuple[str, Case] | None:
+    wrong = [(mode, case) for mode in MODES for case in outcome.above(mode)]
+    return max(wrong, key=lambda pair: pair[1].cached[pair[0]].size, default=None)
+
+
+def first_tokens(outcome: Outcome) -> tuple[float, float]:
+    """Median seconds until the first token, computed and with KV from the connector."""
+    pairs = [(case.computed.first, case.warm.first) for case in outcome.cases if case.hits and case.warm]
+    if not pairs:
+        return 0.0, 0.0
+    return statistics.median(one for one, _ in pairs), statistics.median(other for _, other in pairs)
+
+
+def as_json(outcome: Outcome) -> dict[str, Any]:
+    computed, cached = first_tokens(outcome)
+    judge = outcome.judge
+    kinds = {
+        kind: {
+            "prompts": len(cases),
+            "hit_tokens": sum(case.hits or 0 for case in cases),
+            "largest_difference": {
+                mode: max((case.cached[mode].size for case in cases), default=0.0) for mode in MODES
+            },
+            "above_limit": {mode: len(outcome.above(mode, kind)) for mode in MODES},
+        }
+        for kind, cases in _by_kind(outcome).items()
+    }
+    return {
+        "chunk": outcome.sizes.chunk, "block": outcome.sizes.block,
+        "hit_tokens": outcome.hits, "expected_hit_tokens": outcome.expected,
+        "first_token_seconds": {"computed": computed, "cached": cached},
+        "flushed_by": outcome.flushed_by, "preemptions": outcome.preemptions,
+        "controls": len(judge.controls), "noise": judge.noise, "limit": judge.limit, "is_exact": judge.is_exact,
+        "false_alarm_rate": outcome.error_rate, "kinds": kinds, "shared_with": outcome.shared_with,
+        "confirmations": [vars(each) | {"holds": each.holds} for each in outcome.confirmations],
+    }  # fmt: skip
+
+
+def lines(outcome: Outcome, vllm: str) -> list[str]:
+    computed, cached = first_tokens(outcome)
+    judge, code = outcome.judge, verdict(outcome)
+    noise = f"{len(judge.controls)} prompts, asked again without the connector, differ by at most {judge.noise:.3g}"
+    if judge.is_exact:
+        noise = f"{len(judge.controls)} prompts, asked again without the connector, are equal in every bit"
+    text = [
+        f"From the connector: {outcome.hits or 0} tokens, in chunks of {outcome.sizes.chunk}",
+        f"First token:        {computed * 1000:.0f} ms computed, {cached * 1000:.0f} ms from the connector (median)",
+        f"GPU cache emptied:  {outcome.flushed_by}",
+        f"Noise:              {noise}",
+        f"Limit:              {judge.limit:.3g}, {MARGIN:g} times the noise; false alarms: below"
+        f" {outcome.error_rate:.0e} of runs",
+        "",
+        f"{'prompts':33} {'from the':>9}  largest difference of a log probability",
+        f"{'':33} {'connector':>9}  {'alone':>12}  {'under load':>12}",
+    ]
+    for kind, cases in _by_kind(outcome).items():
+        sizes = [max((case.cached[mode].size for case in cases), default=0.0) for mode in MODES]
+        marks = ["*" if judge.exceeds(size) else " " for size in sizes]
+        hits = sum(case.hits or 0 for case in cases)
+        text.append(
+            f"{len(cases):3} {kind:29} {hits:>9}  {sizes[0]:>12.3g}{marks[0]} {sizes[1]:>12.3g}{marks[1]}".rstrip()
+        )
+    text.append("* above the limit" if any(map(outcome.above, MODES)) else "")
+    text += [_confirmed(each) for each in outcome.confirmations]
+    if outcome.preemptions:
+        text.append(f"Under load, vLLM preempted {outcome.preemptions} times.")
+    if code == DIFFERENT:
+        text += ["", *_example(outcome), *_known(outcome, vllm)]
+    if code == NOTHING_PROVEN and (outcome.hits or 0) < outcome.expected / 2:
+        text += ["", *look_at()]
+    return text
+
+
+def summary(outcome: Outcome) -> str:
+    code = verdict(outcome)
+    if code == DIFFERENT:
+        return f"different: {where(outcome)}"
+    if code == NOTHING_PROVEN:
+        return f"nothing proven: {why_not(outcome)}"
+    return f"same: {len(outcome.cases)} prompts, {outcome.hits} tokens from the connector"
+
+
+def _by_kind(outcome: Outcome) -> dict[str, list[Case]]:
+    kinds: dict[str, list[Case]] = {}
+    for case in outcome.cases:
+        kinds.setdefault(case.prompt.kind, []).append(case)
+    return kinds
+
+
+def _confirmed(each: Confirmation) -> str:
+    return (
+        f"Fresh prompts of '{each.kind}', {each.mode}: {each.differs} of {each.asked} differ;"
+        f" {each.needed} are needed to confirm"
+    )
+
+
+def _example(outcome: Outcome) -> list[str]:
+    found = worst(outcome)
+    text = []
+    if found:
+        mode, case = found
+        different, chunk = case.cached[mode], outcome.sizes.chunk
+        text = [
+            f"Largest: a prompt of {case.computed.prompt_tokens} tokens ('{case.prompt.kind}'), {mode}.",
+            f"  {case.hits or 0} tokens came from the connector: {(case.hits or 0) / chunk:.4g} chunks of {chunk}.",
+            f"  Answered token {different.position + 1}, log probability of {different.token}: {different.computed:.4f}"
+            f" computed, {different.cached:.4f} cached.",
+        ]
+    if outcome.shared_with:
+        text += [
+            f"{outcome.shared_with} was served KV of a prompt that it was never asked: adapters share KV.",
+            "  LMCache: kvfix.apply(plus=...) with KVF017 (in process) or KVF111 (server).",
+        ]
+    return text
+
+
+def _known(outcome: Outcome, vllm: str) -> list[str]:
+    text = ["", "What to do:"]
+    if is_packed(vllm):
+        text += [
+            f"  vLLM {vllm} with LMCacheConnectorV1: every hit is wrong in LMCache as released. KVF020 fixes it:",
+            "    kvfix explain KVF020; kvfix run -- vllm serve ...; then empty all disks and remote caches.",
+        ]
+    return text + [f"  {line}" for line in NARROW]
+
+
+def is_packed(vllm: str) -> bool:
+    """True from vLLM 0.26 on, which packs K and V of a head."""
+    try:
+        return Version(vllm) >= Version("0.26")
+    except InvalidVersion:
+        return False

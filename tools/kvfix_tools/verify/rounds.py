@@ -1,0 +1,285 @@
+"""The requests of `kvfix verify`: computed, again from the GPU's cache, and from the connector, alone and under load.
+
+The *reference* server computes the prompts; the *subject* answers them with KV from the connector. Both are one server,
+except for prefill and decode instances: then the subject is the router, and the reference is the decode instance.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+from kvfix_tools.verify.client import Metrics, Refused, Reply, Server
+from kvfix_tools.verify.compare import SPARE, Judge, difference, is_decided
+from kvfix_tools.verify.outcome import ALONE, UNDER_LOAD, Case, Confirmation, Outcome
+from kvfix_tools.verify.prompts import Maker, Prompt, Sizes
+
+#: Answered tokens.
+TOKENS = 8
+#: Seconds until the blocks of the last requests must be free: a connector may still be storing them.
+STORING = 20.0
+#: Prompts that find out the chunk size, and how often they are asked: a connector may store late.
+SURVEY, SURVEYS = 8, 3
+#: Kinds that are asked again with fresh prompts, the worst ones first.
+SUSPECTS = 3
+#: With fewer controls the noise is not known.
+FEWEST_CONTROLS = 12
+#: In the load round one in so many requests is aborted, and one in so many has a long answer.
+EVERY = 4
+NEVER_ASKED = "vLLM never asked a connector: start it with --kv-transfer-config and kv_role kv_both"
+NO_HIT = "vLLM asked the connector for each prompt, and no token came from it"
+
+
+class Inconclusive(Exception):
+    """Nothing can be proven. The text says why, and what to look at."""
+
+
+class Rounds:
+    def __init__(
+        self, subject: Server, reference: Server, maker: Maker, sizes: Sizes, clients: int, say: Callable[[str], None]
+    ) -> None:
+        """sizes: with chunk 0, the survey finds it out. say: called with the progress."""
+        self.subject, self.reference, self.maker, self.sizes = subject, reference, maker, sizes
+        self.clients, self.say = clients, say
+        self.flushed_by = ""
+        metrics = reference.metrics()
+        assert metrics is not None
+        self.capacity = metrics.capacity
+
+    def run(self, requests: int, others: list[str]) -> Outcome:
+        """others: adapters of the same base model."""
+        self.say("survey: which part of a prompt comes from the connector")
+        self._survey()
+        prompts = list(self.maker.prompts(self.maker.kinds(requests), self.sizes))
+        cases = self._compute(prompts)
+        judge = Judge([case.control for case in cases if case.control is not None])
+        if len(judge.controls) < FEWEST_CONTROLS:
+            raise Inconclusive(
+                f"only {len(judge.controls)} prompts were answered from the GPU's own prefix cache, and"
+                f" {FEWEST_CONTROLS} are needed to know the noise:"
+                " is --enable-prefix-caching on, and are there enough GPU blocks?"
+            )
+        preemptions = self._ask_with_hits(cases)
+        known = [case for case in cases if case.hits is not None]
+        compared = sum(len(case.cached) for case in cases)
+        outcome = Outcome(
+            self.sizes, judge, cases, False, [], judge.error_rate(compared), self._expected(known),
+            sum(case.hits or 0 for case in known) if known else None, preemptions, self.flushed_by,
+        )  # fmt: skip
+        pairs = [max(each.size for each in case.cached.values()) for case in cases if case.control is not None]
+        outcome.first_test = judge.first_test(pairs)
+        if not outcome.first_test:
+            outcome.confirmations = [self._confirm(*suspect, judge, compared) for suspect in self._suspects(outcome)]
+        outcome.shared_with = self._shared_with(cases, others)
+        return outcome
+
+    # What the connector serves
+
+    def _survey(self) -> None:
+        """Find the chunk size, unless it is given: hits are whole chunks."""
+        sizes = Sizes(self.sizes.chunk or self.sizes.block, self.sizes.block, self.sizes.longest)
+        kinds = (["many chunks"] if self.maker.vocabulary else ["text"]) * SURVEY
+        prompts = list(self.maker.prompts(kinds, sizes))
+        queried = self._metrics().queried
+        for prompt in prompts:
+            self.reference.ask(prompt, 1)
+        for attempt in range(SURVEYS):
+            time.sleep(attempt)
+            self.flush()
+            hits = [self._hit(*self._measured(self.subject, prompt, 1)) for prompt in prompts]
+            if any(hit != 0 for hit in hits):
+                break
+        else:
+            raise Inconclusive(NEVER_ASKED if self._metrics().queried == queried else NO_HIT)
+        found = math.gcd(*(hit for hit in hits if hit)) if any(hits) else 0
+        is_chunk = found >= self.sizes.block and found % self.sizes.block == 0
+        self.sizes = Sizes(self.sizes.chunk or (found if is_chunk else self.sizes.block), sizes.block, sizes.longest)
+
+    def _expected(self, cases: list[Case]) -> int:
+        """Tokens that come from the connector at least: whole chunks, without prompts that share a prefix."""
+        chunk = self.sizes.chunk
+        lengths = [case.computed.prompt_tokens for case in cases if case.prompt.kind != "shared prefix"]
+        return sum((length - 1) // chunk * chunk for length in lengths)
+
+    def _shared_with(self, cases: list[Case], others: list[str]) -> str:
+        """An adapter that is served KV of a prompt that it was never asked: the KV is another adapter's."""
+        case = next((case for case in cases if case.hits), None)
+        for other in others if case else []:
+            assert case is not None
+            self.flush()
+            if self._measured(self.subject, case.prompt, 1, other)[1]:
+                return other
+        return ""
+
+    # The rounds
+
+    def _compute(self, prompts: list[Prompt]) -> list[Case]:
+        """The cold round, with the controls right after it while the GPU's prefix cache still holds the prompts."""
+        cases: list[Case] = []
+        for group in self._groups(prompts):
+            self.say(f"cold: {len(cases)} of {len(prompts)} prompts")
+            computed = []
+            for number, prompt in enumerate(group, len(cases)):
+                tokens = self._tokens(number)
+                reply, hits = self._measured(self.reference, prompt, tokens)
+                again, from_connector = self._measured(self.reference, prompt, tokens)
+                case = Case(prompt, tokens, reply)
+                if self._is_clean(reply, from_connector):
+                    case.control = difference(reply.answer, again.answer).size
+                if not hits:
+                    computed.append(case)
+            controls = [case for case in computed if case.control is not None]
+            for case, reply in zip(controls, self._at_once(self.reference, controls), strict=True):
+                case.control = max(case.control or 0.0, difference(case.computed.answer, reply.answer).size)
+            cases += computed
+        return cases
+
+    def _ask_with_hits(self, cases: list[Case]) -> int:
+        """The warm round, one request at a time, and the load round. Return the preemptions in the latter."""
+        self.flush()
+        for number, case in enumerate(cases):
+            self.say(f"from the connector: {number} of {len(cases)} prompts")
+            self._ask_alone(case)
+        self.say(f"from the connector: {len(cases)} prompts at once")
+        return self._ask_under_load(cases)
+
+    def _ask_alone(self, case: Case) -> None:
+        case.warm, hits = self._measured(self.subject, case.prompt, case.tokens)
+        case.hits = self._hit(case.warm, hits)
+        case.cached[ALONE] = difference(case.computed.answer, case.warm.answer)
+
+    def _ask_under_load(self, cases: list[Case]) -> int:
+        self.flush()
+        before = self._metrics()
+        for case, reply in zip(cases, self._at_once(self.subject, cases, aborts=True), strict=True):
+            case.cached[UNDER_LOAD] = difference(case.computed.answer, reply.answer)
+        return int(self._metrics().preemptions - before.preemptions)
+
+    # Suspects
+
+    def _suspects(self, outcome: Outcome) -> list[tuple[str, str]]:
+        """(kind, mode) with answers above the limit, the worst first. A kind that differs alone is not asked under
+        load too."""
+        worst: dict[str, tuple[float, str]] = {}
+        for mode in (UNDER_LOAD, ALONE):
+            for case in outcome.above(mode):
+                size = case.cached[mode].size
+                before, of = worst.get(case.prompt.kind, (0.0, mode))
+                worst[case.prompt.kind] = (max(size, before if of == mode else 0.0), mode)
+        ranked = sorted(worst.items(), key=lambda item: -item[1][0])
+        return [(kind, mode) for kind, (_, mode) in ranked[:SUSPECTS]]
+
+    def _confirm(self, kind: str, mode: str, judge: Judge, compared: int) -> Confirmation:
+        """Ask fresh prompts of the kind."""
+        needed = judge.needed(compared)
+        self.say(f"confirming: {kind}, {mode}")
+        cases = self._compute(list(self.maker.prompts([kind] * (needed + SPARE), self.sizes)))
+        confirmation = Confirmation(kind, mode, 0, 0, needed)
+        if mode == UNDER_LOAD:
+            self._ask_under_load(cases)
+        else:
+            self.flush()
+        for case in cases:
+            if mode == ALONE:
+                self._ask_alone(case)
+            confirmation.asked += 1
+            confirmation.differs += judge.exceeds(case.cached[mode].size)
+            if is_decided(confirmation.differs, confirmation.asked, needed):
+                break
+        return confirmation
+
+    # The server
+
+    def flush(self) -> None:
+        """Empty the GPU's prefix cache: by vLLM's own request, or by other prompts that take all of its blocks."""
+        until = time.monotonic() + STORING
+        done = self.reference.reset()
+        while done is False and time.monotonic() < until:
+            self.reference.ask(self._tiny(), 1)  # a step in which the connector can end its stores
+            time.sleep(0.1)
+            done = self.reference.reset()
+        if done:
+            self.flushed_by = "POST /reset_prefix_cache"
+            return
+        if not self.capacity:
+            raise Inconclusive(
+                "the GPU's prefix cache cannot be emptied: the server has no /reset_prefix_cache (start it with"
+                " VLLM_SERVER_DEV_MODE=1), and its metrics do not name the number of blocks"
+            )
+        fillers = self.fillers
+        self.flushed_by = f"{fillers} other prompts each time, which take all GPU blocks"
+        self.say(f"emptying the GPU's prefix cache with {fillers} prompts")
+        kind = "whole chunks" if self.maker.vocabulary else "text"
+        prompts = self.maker.prompts([kind] * fillers, Sizes(self.sizes.block, self.sizes.block, self.sizes.longest))
+        with ThreadPoolExecutor(self.clients) as pool:
+            list(pool.map(lambda prompt: self.reference.ask(prompt, 1), prompts))
+
+    @property
+    def fillers(self) -> int:
+        """Prompts that take every block once, and a tenth more."""
+        return math.ceil(1.1 * self.capacity / (self.sizes.longest - self.sizes.block)) + 1
+
+    def _tiny(self) -> Prompt:
+        return self.maker.cued("", [], 8) if self.maker.vocabulary else Prompt("", self.maker.text(8))
+
+    def _at_once(self, server: Server, cases: list[Case], aborts: bool = False) -> list[Reply]:
+        """Answers to all, from several clients. aborts: requests in between whose clients go away; the load round."""
+        clients = self.clients
+        if aborts and self.can_preempt:  # twice as many as the GPU's blocks have room for
+            clients = max(clients, 2 * self.capacity * len(cases) // sum(case.computed.prompt_tokens for case in cases))
+        with ThreadPoolExecutor(clients) as pool:
+            replies = []
+            for number, case in enumerate(cases):
+                if aborts and number % EVERY == 0:
+                    pool.submit(server.abort, cases[-1 - number].prompt, 2 * self.sizes.block)
+                replies.append(pool.submit(server.ask, case.prompt, case.tokens))
+            return [reply.result() for reply in replies]
+
+    def _measured(self, server: Server, prompt: Prompt, tokens: int, model: str = "") -> tuple[Reply, int | None]:
+        """The answer, and how many of its tokens came from the connector. None: other clients' requests hide it."""
+        before = self._metrics()
+        reply = server.ask(prompt, tokens, model)
+        after = self.reference.metrics_after(before)
+        if after.queried - before.queried <= reply.prompt_tokens and after.requests - before.requests <= 1:
+            return reply, int(after.hits - before.hits)
+        return reply, None
+
+    def _hit(self, reply: Reply, measured: int | None) -> int | None:
+        """Tokens from the connector. After a flush the GPU's cache is empty: all cached tokens are the connector's."""
+        return reply.cached if measured is None else measured
+
+    def _metrics(self) -> Metrics:
+        metrics = self.reference.metrics()
+        if metrics is None:
+            raise Refused(f"{self.reference.url}/metrics has gone")
+        return metrics
+
+    def _is_clean(self, reply: Reply, from_connector: int | None) -> bool:
+        """True if no token of an answer from the GPU's own prefix cache came from the connector. Where other clients
+        hide this, the length tells: the GPU's cache leaves nothing of a prompt that is one token longer than blocks."""
+        if from_connector is not None:
+            return from_connector == 0
+        return reply.prompt_tokens % self.sizes.block == 1
+
+    @property
+    def can_preempt(self) -> bool:
+        """True if a few dozen requests at once need more blocks than there are."""
+        return 0 < self.capacity <= 24 * self.sizes.longest
+
+    def _tokens(self, number: int) -> int:
+        """A request that is to be preempted grows by another block while it answers."""
+        return self.sizes.block + TOKENS if self.can_preempt and number % EVERY == 0 else TOKENS
+
+    def _groups(self, prompts: list[Prompt]) -> Iterator[list[Prompt]]:
+        """Prompts that fit into half of the GPU's blocks together."""
+        group: list[Prompt] = []
+        room = (self.capacity or math.inf) / 2 - self.sizes.longest
+        for prompt in prompts:
+            group.append(prompt)
+            if sum(each.length or self.sizes.longest for each in group) > room:
+                yield group
+                group = []
+        if group:
+            yield group
