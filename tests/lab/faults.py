@@ -42,6 +42,7 @@ class Plan:
         self.always = False
         self.raised = 0
         self.inner = False
+        self.entered: set[tuple[Any, int]] = set()
 
     def trace(self, frame: Any, event: str, _: Any) -> Any:
         if self.inner and frame.f_back is not None and frame.f_back.f_globals.get("__name__") == __name__:
@@ -49,15 +50,25 @@ class Plan:
         return self.at if frame.f_globals.get("__name__", "").startswith("kvfix.fixes.") else None
 
     def at(self, frame: Any, event: str, _: Any) -> Any:
-        if event == "line":
-            where = (frame.f_code.co_filename, frame.f_lineno)
-            if linecache.getline(*where).strip() != "try:" and where[1] not in _cannot_fail(where[0]):
-                self.lines[where] += 1
-                times = self.lines[where]
-                if where == self.line and (times == self.time or (self.always and times > self.time)):
-                    self.raised += 1
-                    raise Fault("drawn by the lab")
+        where = (frame.f_code.co_filename, frame.f_lineno)
+        if event == "line" and not self._is_passed(frame, where):
+            self.lines[where] += 1
+            times = self.lines[where]
+            if where == self.line and (times == self.time or (self.always and times > self.time)):
+                self.raised += 1
+                raise Fault("drawn by the lab")
         return self.at
+
+    def _is_passed(self, frame: Any, where: Line) -> bool:
+        """Whether the line cannot fail: "try", names alone, `finally`, and the end of a `with` that was entered."""
+        text = linecache.getline(*where).strip()
+        if text == "try:" or where[1] in _cannot_fail(where[0]):
+            return True
+        if not text.startswith("with "):
+            return False
+        is_entered = (frame, where[1]) in self.entered
+        self.entered.add((frame, where[1]))
+        return is_entered
 
 
 PLAN = Plan()
