@@ -155,6 +155,7 @@ class _Executor:
 FIX = Fix(
     __name__,
     __doc__,
+    effect="wrong output",
     targets=(
         MOONCAKE_WORKER.register_kv_caches(broken=">=0.32", probe=stubs.cannot_tell, fix=takes_ends),
         MOONCAKE_WORKER.receive_kv(broken=">=0.32", probe=stubs.cannot_tell, fix=asks, helper=True),
