@@ -1,4 +1,4 @@
-"""`kvfix status` as a table: what needs action first, the rest as a count. On released code: tests/runtime."""
+"""`kvfix status`: one screen, the rows that are asked for, JSON, and exit codes. On released code: tests/runtime."""
 
 from __future__ import annotations
 
@@ -7,53 +7,146 @@ import sys
 
 import pytest
 
-from kvfix import fix_status
-from kvfix_tools import status
+from kvfix import catalogue, fix_status
+from kvfix.fixes.api import EFFECTS
+from kvfix_tools import fix_overview, status
 from tests.conftest import RELEASES, Fresh
 
-VERDICTS = ["not-affected", "applied", "fixed-upstream", "applicable", "unknown", "not-installed", "failed"]
-ROWS = [
-    fix_status.FixRow(f"KVF{number:03}", "slug", "lmcache", "0.5.6", verdict, "reason")
-    for number, verdict in enumerate([*VERDICTS, "applicable"])
-]
+FIXES = catalogue.fixes()
 
 
-def codes(output: str) -> list[str]:
-    return [line.split()[0] for line in output.splitlines() if line.startswith("KVF0")]
+def rows(*verdicts: str) -> list[fix_status.FixRow]:
+    """A row of every fix and distribution, with these verdicts in turn."""
+    return [
+        fix_status.FixRow(fix.code, fix.slug, dist, "1.0", verdicts[number % len(verdicts)], "has the code of 1.0")
+        for number, fix in enumerate(FIXES)
+        for dist in fix.dists
+    ]
 
 
-def test_what_needs_action_comes_first(capsys: pytest.CaptureFixture[str]) -> None:
-    """Failed, unknown, applicable, in the order of their codes; then applied."""
-    status._print_rows(ROWS, everything=False)
-    output = capsys.readouterr().out
-    assert codes(output) == ["KVF006", "KVF004", "KVF003", "KVF007", "KVF001"]
-    assert "\nand 1 fixed-upstream, 1 not-affected, 1 not-installed (kvfix status --all lists them)\n" in output
-    assert "kvfix explain CODE" in output
-    assert "kvfix run -- CMD" in output
+def overview(found: list[fix_status.FixRow], connector: str = "") -> list[str]:
+    return status.overview(status._select(found, (), connector, "", ""))
 
 
-def test_all_lists_every_row(capsys: pytest.CaptureFixture[str]) -> None:
-    status._print_rows(ROWS, everything=True)
-    output = capsys.readouterr().out
-    assert codes(output) == ["KVF006", "KVF004", "KVF003", "KVF007", "KVF001", "KVF002", "KVF000", "KVF005"]
-    assert "--all" not in output
+def test_every_fix_has_an_effect() -> None:
+    assert {fix.code for fix in FIXES if fix.effect not in EFFECTS} == set()
 
 
-def test_where_nothing_needs_action_there_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
-    status._print_rows([ROWS[0], ROWS[2]], everything=False)
-    assert capsys.readouterr().out == "1 fixed-upstream, 1 not-affected (kvfix status --all lists them)\n"
+@pytest.mark.parametrize("connector", ["", *fix_overview.KNOWN])
+@pytest.mark.parametrize("verdicts", [("applicable",), ("refused",), ("opt-in", "applicable", "unfixable", "applied")])
+def test_it_fits_one_screen(connector: str, verdicts: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(status, "_releases", lambda: "Installed: vllm 0.32.0, lmcache 0.5.6; kvfix 0.1.0")
+    lines = overview(rows(*verdicts), connector)
+    assert len(lines) <= 24
+    assert max(map(len, lines)) <= 80
+    assert lines[-1].startswith("SUMMARY: ")
+
+
+def test_the_counts_are_those_of_the_fixes() -> None:
+    """A bug that two distributions have counts once; another connector's does not count."""
+    lines = overview(rows("applicable"), "NixlConnector")
+    mine = [fix for fix in FIXES if not fix_overview.connectors(fix) or "NixlConnector" in fix_overview.connectors(fix)]
+    assert lines[-1] == f"SUMMARY: {len(mine)} to be fixed by kvfix.apply()"
+    (counted,) = (line.split() for line in lines if line.startswith("  these connectors"))
+    assert counted[2:] == [str(sum(fix.effect == effect for fix in mine)) for effect in EFFECTS]
+    assert 0 < len(mine) < len(FIXES)
+
+
+def test_what_is_not_fixed_is_named_and_the_rest_is_counted() -> None:
+    lines = overview(rows("refused"))
+    named = [line for line in lines if line.startswith("  refused")]
+    (rest,) = (line for line in lines if "more: kvfix status --all" in line)
+    assert len(named) + int(rest.split()[1]) == len(FIXES)
+    assert lines[-1] == f"SUMMARY: {len(FIXES)} refused"
+
+
+def test_nothing_known() -> None:
+    lines = overview(rows("not-affected", "fixed-upstream"))
+    assert "No known bug of these releases is left for kvfix.apply() to fix." in lines
+    assert lines[-1] == "SUMMARY: no known bug"
+
+
+def test_the_rows_of_named_fixes(capsys: pytest.CaptureFixture[str]) -> None:
+    selected = status._select(rows("opt-in"), ["kvf017", "lookup-cache-ignores-computed"], "", "", "")
+    status._print_rows(selected, everything=True)
+    printed = capsys.readouterr().out
+    assert [line.split()[:2] for line in printed.splitlines() if line.startswith("KVF")] == [
+        ["KVF001", "opt-in"],
+        ["KVF017", "opt-in"],
+    ] or printed.index("KVF017") < printed.index("KVF001")
+    assert 'kvfix.apply(plus=["KVF017"])' in printed
+    assert max(map(len, printed.splitlines())) <= 80
+
+
+def test_rows_of_one_severity(capsys: pytest.CaptureFixture[str]) -> None:
+    status._print_rows(status._select(rows("applicable"), (), "", "wrong-output", ""), everything=False)
+    heads = [line for line in capsys.readouterr().out.splitlines() if line.startswith("KVF")]
+    assert heads
+    assert all("(wrong output; " in line for line in heads)
+
+
+TRANSFER = '{"kv_connector": "MultiConnector", "kv_connector_extra_config": {"connectors": [%s]}}'
+
+
+@pytest.mark.parametrize(
+    ("named", "config", "environment", "expected"),
+    [
+        ("NixlConnector", "", "", ({"NixlConnector"}, "--connector")),
+        ("", '{"kv_connector": "NixlPushConnector"}', "", ({"NixlConnector"}, "--kv-transfer-config")),
+        (
+            "",
+            TRANSFER % '{"kv_connector": "LMCacheConnectorV1"}, {"kv_connector": "OffloadingConnector"}',
+            "",
+            ({"MultiConnector", "LMCacheConnectorV1", "OffloadingConnector"}, "--kv-transfer-config"),
+        ),
+        ("", "", "LMCacheMPConnector", ({"LMCacheMPConnector"}, "KVFIX_CONNECTOR")),
+        ("", "", "", (set(), "")),
+    ],
+)
+def test_where_the_connector_is_named(named, config, environment, expected, monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.setenv("KVFIX_CONNECTOR", environment)
+    assert fix_overview.in_use(named, config) == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["KVF0017"], "unknown fix 'KVF0017'. Did you mean KVF0"),
+        (["lookup-cache-ignores"], "Did you mean lookup-cache-ignores-computed?"),
+        (["--connector", "LMCacheConectorV1"], "Did you mean LMCacheConnectorV1?"),
+        (["--connector", "x"], "kvfix has fixes for LMCacheConnectorV1"),
+        (["--severity", "bad"], "known: wrong output, crash, hang, leak, lost hits"),
+        (["--kv-transfer-config", "{"], 'is not JSON with a key "kv_connector"'),
+    ],
+)
+def test_a_name_that_is_not_known(options: list[str], message: str, fresh: Fresh) -> None:
+    """One line says what is meant; never the whole catalogue."""
+    done = fresh.run([sys.executable, "-m", "kvfix_tools.cli", "status", *options])
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert len(done.stderr) < 400
+    assert done.stdout == ""
+
+
+def test_without_vllm_and_lmcache(fresh: Fresh) -> None:
+    code = "import sys; sys.path = [p for p in sys.path if 'site-packages' not in p or 'kvfix' in p]; "
+    code += "from kvfix import installed_source; installed_source.package_dir = lambda dist: None; "
+    code += f"sys.argv[1:] = ['status']; sys.path += {sys.path!r}; from kvfix_tools.cli import main; main()"
+    done = fresh.run([sys.executable, "-c", code])
+    assert done.returncode == 77
+    assert "Neither vLLM nor LMCache is installed" in done.stdout
 
 
 def test_json_has_every_row_in_the_order_of_codes(fresh: Fresh) -> None:
-    def status(*options: str) -> list[dict[str, str]]:
+    def asked(*options: str) -> list[dict[str, str]]:
         lines = ["import sys", f"sys.path.insert(0, {str(RELEASES / '0.3.10')!r})", f"sys.argv[1:] = {options!r}"]
         code = "; ".join([*lines, "from kvfix_tools.cli import main", "main()"])
         return list(json.loads(fresh.run([sys.executable, "-c", code]).stdout))
 
-    rows = status("status", "--json")
-    assert rows == status("status", "--json", "--all")
-    assert [row["code"] for row in rows] == sorted(row["code"] for row in rows)
-    assert {"applicable", "not-affected"} <= {row["verdict"] for row in rows}
+    found = asked("status", "--json")
+    assert found == asked("status", "--json", "--all")
+    assert [row["code"] for row in found] == sorted(row["code"] for row in found)
+    assert {"applicable", "not-affected"} <= {row["verdict"] for row in found}
 
 
 @pytest.mark.parametrize("option", ["--all", "--probe"])

@@ -43,6 +43,7 @@ def fix(adapter):
 FIX = Fix(
     __name__,
     __doc__,
+    effect="crash",
     targets=(LMCACHE_V1.get_num_new_matched_tokens(broken=">=0.3.10", probe=stubs.cannot_tell, fix=fix, place=99),),
     evidence={"KVR010": "", "KVD101": "", "KVR011": "Planted"},
     scenarios=("planted-scenario",),

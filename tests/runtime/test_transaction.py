@@ -22,7 +22,7 @@ def target(owner: Owner, name: str, **more: Any) -> Target:
 
 
 FIRST, SECOND, HELPER = target(OURS, "first"), target(OURS, "second"), target(THEIRS, "helper", helper=True)
-FIX = Fix("kvfix.fixes.vllm.kvf299_planted", "", (FIRST, SECOND, HELPER))
+FIX = Fix("kvfix.fixes.vllm.kvf299_planted", "", (FIRST, SECOND, HELPER), effect="crash")
 
 #: What is known of a function, and the state that is decided for a fix with one such function beside two wrong ones.
 WRONG = Applicability("applicable", "wrong", frozenset({"1", "2"}))

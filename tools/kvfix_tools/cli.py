@@ -50,32 +50,45 @@ def main_options(
 
 @app.command()
 def status(
-    pid: Annotated[
-        Optional[int],  # noqa: UP045
-        typer.Argument(metavar="[PID]", help="Of a running engine: what is applied in its processes."),
+    names: Annotated[
+        Optional[list[str]],  # noqa: UP045
+        typer.Argument(
+            metavar="[PID|KVF...]", help="Show what is applied in a running engine (PID), or the rows of these fixes."
+        ),
     ] = None,
     json: Json = False,
+    everything: Annotated[bool, typer.Option("--all", help="Show the row of every fix.")] = False,
+    connector: Annotated[
+        str, typer.Option(metavar="NAME[,NAME]", help="Count only bugs that concern these connectors.")
+    ] = "",
+    transfer_config: Annotated[
+        str, typer.Option("--kv-transfer-config", metavar="JSON", help="Read the connectors from vLLM's own option.")
+    ] = "",
+    severity: Annotated[
+        str,
+        typer.Option(metavar="EFFECT", help="Show rows of one effect: wrong-output, crash, hang, leak or lost-hits."),
+    ] = "",
     probe: Annotated[bool, typer.Option(help="Import vLLM and LMCache, and run the behaviour probes.")] = False,
     released: Annotated[
         bool,
-        typer.Option("--released", help="Not the installation: the newest releases of the package index (by pip)."),
+        typer.Option("--released", help="Compare with the newest releases of the package index (uses pip)."),
     ] = False,
-    everything: Annotated[bool, typer.Option("--all", help="List also what needs nothing.")] = False,
 ) -> None:
-    """Which fixes this installation needs, has, or does not need, and why. Exit 1 if one is needed or unclear."""
-    if pid is not None:
+    """Show which known bugs this installation has and which of them kvfix fixes. Exit 1 if a bug is not fixed."""
+    names = names or []
+    if len(names) == 1 and names[0].isdigit():
         from kvfix_tools.look import attach
 
-        raise typer.Exit(attach.status(pid, json))
+        raise typer.Exit(attach.status(int(names[0]), json))
     if released:
-        if probe or everything:
-            raise typer.BadParameter("--probe and --all are for what is installed, and --released is not")
+        if probe or everything or names or connector or severity or transfer_config:
+            raise typer.BadParameter("--released takes no other option: it does not read the installation")
         from kvfix_tools import status_released
 
         raise typer.Exit(status_released.status(json))
     from kvfix_tools import status
 
-    raise typer.Exit(status.status(json, probe, everything))
+    raise typer.Exit(status.status(json, probe, everything, names, connector, severity, transfer_config))
 
 
 @app.command()
@@ -320,7 +333,7 @@ def verify(
     Exit 0: same. 1: different. 2: the server cannot be reached or refuses. 77: nothing is proven.
     """
     if find_spec("httpx") is None or find_spec("prometheus_client") is None:
-        print("kvfix verify needs httpx and prometheus_client: pip install 'kvfix[verify]'", file=sys.stderr)
+        print("kvfix verify needs httpx and prometheus_client: pip install httpx prometheus_client", file=sys.stderr)
         raise typer.Exit(77)
     from kvfix_tools.verify import command
 

@@ -1,86 +1,221 @@
-"""`kvfix status`: which fixes this installation needs, has, or does not need."""
+"""`kvfix status`: one screen that says which known bugs this installation has, and which of them kvfix fixes."""
 
 from __future__ import annotations
 
 import json as jsonlib
+import os
 import sys
+import textwrap
 from collections import Counter
+from collections.abc import Sequence
+from difflib import get_close_matches
 from importlib import import_module
-
-from rich.table import Table
+from typing import NamedTuple
 
 import kvfix
-from kvfix import applicability, catalogue, fix_status
-from kvfix.fixes.api import Target
-from kvfix_tools import screen
+from kvfix import applicability, catalogue, fix_status, installed_source
+from kvfix.fix_status import FixRow
+from kvfix.fixes.api import EFFECTS, Fix, Target
+from kvfix_tools import fix_overview
 
-#: These need action. (`applied` is reported by a process in which kvfix is active.)
+#: The bug is there, and not fixed in this process.
 FINDINGS = ("refused", "unknown", "unfixable", "applicable")
-SHOWN = (*FINDINGS, "applied")
+#: The bug is there.
+_PRESENT = ("refused", "unknown", "unfixable", "applicable", "opt-in", "applied")
+#: Columns of the overview and of the rows; on a wider terminal too.
+_WIDTH = 80
+_LINES = 24
 
-NOTHING_HERE = """
-Neither vLLM nor LMCache is installed for this Python. Run it where the engine runs (in its container, with its Python).
-What can be done here: kvfix-diagnose LOG, kvfix explain CODE, kvfix upstream list, kvfix status --released"""
+NOTHING_HERE = """\
+Neither vLLM nor LMCache is installed for this Python. Run kvfix status where the engine
+runs (in its container, with its Python).
+Without them you can run: kvfix-diagnose LOG, kvfix explain CODE, kvfix status --released"""
 
-_STYLES = {"refused": "bold red", "unfixable": "bold red", "unknown": "yellow", "applicable": "red", "applied": "green"}
+#: What each verdict asks for.
+_TYPE = {
+    "applied": "",
+    "applicable": "kvfix.apply(), or: kvfix run -- CMD",
+    "opt-in": 'kvfix.apply(plus=["{code}"]), after: kvfix explain {code}',
+    "refused": "look for a newer release of kvfix",
+    "unknown": "kvfix status --probe {code}",
+    "unfixable": "kvfix explain {code} gives the workaround",
+}
 
 
-def status(json: bool, probe: bool, everything: bool = False) -> int:
-    """Print a row for each fix and distribution. 1 if one of them is a finding, 2 if kvfix itself has no fixes."""
+class Selected(NamedTuple):
+    """The rows that the options leave. where: what named the connectors; "": all connectors."""
+
+    rows: list[tuple[Fix, FixRow]]
+    connectors: frozenset[str]
+    where: str
+    left_out: int
+
+
+def status(
+    json: bool,
+    probe: bool,
+    everything: bool = False,
+    names: Sequence[str] = (),
+    connector: str = "",
+    severity: str = "",
+    transfer_config: str = "",
+) -> int:
+    """Print the overview, or the rows that are asked for. 1 if a bug is not fixed, 77 without vLLM and LMCache."""
     rows = fix_status.rows(_probed) if probe else kvfix.status()
     if not rows:
         print(f"kvfix status: this installation of kvfix has no fixes. {catalogue.REINSTALL}", file=sys.stderr)
         return 2
+    try:
+        selected = _select(rows, names, connector, severity, transfer_config)
+    except ValueError as error:
+        print(f"kvfix status: {error}", file=sys.stderr)
+        return 2
+    found = [row for _, row in selected.rows]
     if json:
-        print(jsonlib.dumps([row._asdict() for row in rows], indent=2))
+        print(jsonlib.dumps([row._asdict() for row in found], indent=2))
+    elif all(row.verdict == "not-installed" for row in rows):
+        print(NOTHING_HERE)
+    elif names or everything or severity:
+        _print_rows(selected, everything or bool(names))
     else:
-        _print_rows(rows, everything)
-        if all(row.verdict == "not-installed" for row in rows):
-            print(NOTHING_HERE)
-    return int(any(row.verdict in FINDINGS for row in rows))
+        print("\n".join(overview(selected)))
+    if all(row.verdict == "not-installed" for row in rows):
+        return 77
+    return int(any(row.verdict in FINDINGS for row in found))
 
 
-def _probed(patch: Target) -> applicability.Applicability:
+def _select(rows: list[FixRow], names: Sequence[str], connector: str, severity: str, transfer_config: str) -> Selected:
+    """Raises ValueError for a fix, connector or severity that is not known."""
+    codes = {_code(name) for name in names}
+    effect = fix_overview.severity(severity) if severity else ""
+    chosen, where = fix_overview.in_use(connector, transfer_config)
+    fixes = {fix.code: fix for fix in catalogue.fixes()}
+    found, left_out = [], 0
+    for row in rows:
+        fix = fixes[row.code]
+        if (codes and row.code not in codes) or (effect and fix.effect != effect):
+            continue
+        if fix_overview.concerns(fix, chosen):
+            found.append((fix, row))
+        else:
+            left_out += 1
+    return Selected(found, chosen, where, left_out)
+
+
+def _code(name: str) -> str:
+    fix = catalogue.find(name)
+    if fix is None:
+        known = [text for each in catalogue.fixes() for text in (each.code, each.slug)]
+        near = get_close_matches(name.upper(), known, 1) or get_close_matches(name.lower(), known, 1)
+        hint = f"Did you mean {near[0]}?" if near else "kvfix status --all lists the fixes."
+        raise ValueError(f"unknown fix {name!r}. {hint}")
+    return fix.code
+
+
+def _probed(target: Target) -> applicability.Applicability:
     """The verdict by the behaviour probe too, which needs the module imported. Only unknown code is worth that."""
-    by_file = applicability.judge(patch)
+    by_file = applicability.judge(target)
     if by_file.state != "unknown":
         return by_file
     try:
-        return applicability.judge_live(patch, import_module(patch.module))
+        return applicability.judge_live(target, import_module(target.module))
     except Exception as error:  # noqa: BLE001
         return applicability.Applicability(
-            "refused", f"{patch.module} cannot be imported: {type(error).__name__}: {error}"
+            "refused", f"{target.module} cannot be imported: {type(error).__name__}: {error}"
         )
 
 
-def _print_rows(rows: list[fix_status.FixRow], everything: bool) -> None:
-    """What needs action first; of the rows that need nothing a count, unless everything is wanted."""
-    shown = sorted(
-        (row for row in rows if everything or row.verdict in SHOWN),
-        key=lambda row: applicability.STATES.index(row.verdict),
-    )
-    counts = Counter(row.verdict for row in rows if row not in shown)
-    console = screen.console()
-    if shown:
-        console.print(_table(shown))
-    if counts:
-        listed = ", ".join(f"{counts[verdict]} {verdict}" for verdict in applicability.STATES if counts[verdict])
-        console.print(f"{'and ' if shown else ''}{listed} (kvfix status --all lists them)", markup=False)
-    if any(row.verdict == "refused" for row in rows):
-        console.print("\nRefused: nothing of this fix is applied. Look for a newer release of kvfix.", markup=False)
-    if any(row.verdict == "unfixable" for row in rows):
-        console.print("\nUnfixable: kvfix explain CODE gives the workaround.", markup=False)
-    if any(row.verdict == "applicable" for row in rows):
-        console.print("\nApplicable: this installation has the bug. Call kvfix.apply() before launching vLLM, or set")
-        console.print("KVFIX=fix in its environment, or start it with: kvfix run -- CMD", markup=False)
+# ------------------------------------------------------------------ one screen
 
 
-def _table(rows: list[fix_status.FixRow]) -> Table:
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for heading in ("code", "fix", "installed", "status", "reason"):
-        table.add_column(heading, overflow="fold", no_wrap=heading in ("code", "status"))
-    for row in rows:
-        style = _STYLES.get(row.verdict, "")
-        verdict = f"[{style}]{row.verdict}[/]" if style else row.verdict
-        table.add_row(row.code, row.slug, f"{row.dist} {row.version}".strip(), verdict, row.reason)
-    return table
+def overview(selected: Selected) -> list[str]:
+    """At most 24 lines of 80 columns."""
+    states = applicability.STATES
+    worst: dict[str, tuple[Fix, FixRow]] = {}  # one row for each fix: it may be of two distributions
+    for fix, row in selected.rows:
+        if row.verdict in _PRESENT:
+            worst[fix.code] = min(
+                worst.get(fix.code, (fix, row)), (fix, row), key=lambda each: states.index(each[1].verdict)
+            )
+    fixed = [(fix, row) for fix, row in worst.values() if row.verdict in ("applicable", "applied")]
+    others = [(fix, row) for fix, row in worst.values() if row.verdict not in ("applicable", "applied")]
+    lines = [_releases(), _connectors(selected), "", *_counted(fixed, selected)]
+    end = ["", _here(), _summary(fixed, others)]
+    if others:
+        lines += ["", "Not fixed by kvfix.apply():"]
+        room = _LINES - len(lines) - len(end)
+        others.sort(key=lambda each: (EFFECTS.index(each[0].effect), each[1].code))
+        shown = others if len(others) <= room else others[: room - 1]
+        lines += [_line(fix, row) for fix, row in shown]
+        if len(others) > len(shown):
+            lines.append(f"  and {len(others) - len(shown)} more: kvfix status --all")
+    return [*lines, *end]
+
+
+def _releases() -> str:
+    installed = [(dist, installed_source.version(dist)) for dist in ("vllm", "lmcache")]
+    found = [f"{name} {version}" for name, version in installed if version]
+    return f"Installed: {', '.join(found)}; kvfix {kvfix.__version__}"
+
+
+def _connectors(selected: Selected) -> str:
+    if selected.where:
+        return f"Connector: {', '.join(sorted(selected.connectors))} (from {selected.where})"
+    return "Connector: not named (--connector NAME counts only what concerns it)"
+
+
+def _counted(fixed: list[tuple[Fix, FixRow]], selected: Selected) -> list[str]:
+    """A table: a row for each connector, a column for each effect."""
+    if not fixed:
+        return ["No known bug of these releases is left for kvfix.apply() to fix."]
+    groups: dict[str, Counter[str]] = {}
+    for fix, _ in fixed:
+        names = sorted(fix_overview.connectors(fix) or ["every connector"])
+        for name in ["these connectors"] if selected.where else names:
+            groups.setdefault(name, Counter())[fix.effect] += 1
+    width = max(map(len, groups))
+    table = [f"  {'':<{width}}" + "".join(f"  {effect}" for effect in EFFECTS)]
+    for name, counts in sorted(groups.items(), key=lambda each: each[0].lower()):
+        table.append(f"  {name:<{width}}" + "".join(f"  {counts[effect]:>{len(effect)}}" for effect in EFFECTS))
+    return ["Known bugs of these releases that kvfix.apply() fixes:", *table]
+
+
+def _line(fix: Fix, row: FixRow) -> str:
+    text = f"  {row.verdict:<10} {row.code}  {fix.title}"
+    return text if len(text) <= _WIDTH else f"{text[: _WIDTH - 4].rsplit(' ', 1)[0]} ..."
+
+
+def _here() -> str:
+    choice = os.environ.get("KVFIX", "")
+    if choice:
+        return f"KVFIX={choice!r} is set: kvfix acts in the processes that are started from here."
+    return "Is a running engine patched? kvfix status PID"
+
+
+def _summary(fixed: list[tuple[Fix, FixRow]], others: list[tuple[Fix, FixRow]]) -> str:
+    counts = Counter(row.verdict for _, row in [*fixed, *others])
+    words = {"applied": "fixed here", "applicable": "to be fixed by kvfix.apply()", "unknown": "undecided"}
+    found = [f"{counts[verdict]} {words.get(verdict, verdict)}" for verdict in _PRESENT[::-1] if counts[verdict]]
+    return f"SUMMARY: {', '.join(found) or 'no known bug'}"
+
+
+# ------------------------------------------------------------------ rows
+
+
+def _print_rows(selected: Selected, everything: bool) -> None:
+    """Three lines for each fix: verdict and effect, title, and why with what to type. The worst effect comes first."""
+    rows = [(fix, row) for fix, row in selected.rows if everything or row.verdict in _PRESENT]
+    states = applicability.STATES
+    rows.sort(key=lambda each: (states.index(each[1].verdict), EFFECTS.index(each[0].effect), each[1].code))
+    for fix, row in rows:
+        installed = f"{row.dist} {row.version}".strip()
+        print(f"{row.code} {row.verdict} ({fix.effect}; {installed})")
+        do = _TYPE.get(row.verdict, "").format(code=row.code)
+        for text in (fix.title, row.reason, f"Type: {do}" if do else ""):
+            if text:
+                print(textwrap.fill(text, _WIDTH, initial_indent="  ", subsequent_indent="    "))
+    if selected.left_out:
+        print(f"{selected.left_out} rows do not concern the connector.")
+    left = len(selected.rows) - len(rows)
+    if left:
+        print(f"{left} rows need nothing (kvfix status --all lists them).")

@@ -95,10 +95,15 @@ class Owner:
         return partial(self.target, function)
 
 
+#: What a bug does to the user, the worst first. "lost hits": more computation, right answers.
+EFFECTS = ("wrong output", "crash", "hang", "leak", "lost hits")
+
+
 @dataclass(frozen=True, eq=False)
 class Fix:
     """The record of a bug: `FIX = Fix(__name__, __doc__, targets=(...), ...)`.
 
+    effect: what the bug does to the user, one of EFFECTS. A bug with several has the worst.
     evidence: {code of a rule or finding (KVR, KVD): regular expression for its message}. A match points to this bug.
     scenarios: slugs of the scenarios that show the bug in the lab. Without any, `proof` names the test and the reason.
     changes_healthy: connectors with which it also changes schedules that violate no rule as released.
@@ -115,6 +120,7 @@ class Fix:
     module_name: str
     doc: str | None
     targets: tuple[Target, ...]
+    effect: str = field(kw_only=True)
     evidence: Mapping[str, str] = field(default_factory=dict, kw_only=True)
     scenarios: tuple[str, ...] = field(default=(), kw_only=True)
     proof: str = field(default="", kw_only=True)

@@ -76,6 +76,7 @@ def shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
 FIX = Fix(
     __name__,
     __doc__,
+    effect="crash",
     targets=(LMCACHE_V1.get_num_new_matched_tokens(broken="==0.3.10", probe=shows_bug, fix=fix, place=1),),
     evidence={"KVD101": "", "KVR001": "", "KVR002": "", "KVR003": "", "KVR011": "Mismatch in tokens to load"},
     scenarios=(

@@ -60,6 +60,7 @@ def shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
 FIX = Fix(
     __name__,
     __doc__,
+    effect="crash",
     targets=(LMCACHE_V1.get_num_new_matched_tokens(broken=">=0.4.7", probe=shows_bug, fix=fix, place=2),),
     evidence={"KVD102": "", "KVR003": "", "KVR004": "", "KVR011": "Mismatch in tokens to load"},
     scenarios=("max-load-unaligned",),

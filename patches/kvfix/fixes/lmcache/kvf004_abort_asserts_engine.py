@@ -61,6 +61,7 @@ def shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
 FIX = Fix(
     __name__,
     __doc__,
+    effect="crash",
     targets=(LMCACHE_V1.request_finished(broken=">=0.4.5,<0.5.1", probe=shows_bug, fix=fix, place=1),),
     evidence={"KVD108": "", "KVR011": "^request_finished: AssertionError$"},
     scenarios=("abort-engine-assert",),

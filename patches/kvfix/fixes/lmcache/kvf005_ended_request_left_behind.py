@@ -94,6 +94,7 @@ def worker_shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
 FIX = Fix(
     __name__,
     __doc__,
+    effect="leak",
     targets=(
         LMCACHE_V1.request_finished(broken=">=0.3.9", probe=scheduler_shows_bug, fix=fix_scheduler, place=2),
         LMCACHE_V1.get_finished(broken=">=0.3.9", probe=worker_shows_bug, fix=fix_worker),

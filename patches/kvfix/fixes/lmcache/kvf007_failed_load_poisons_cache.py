@@ -212,6 +212,7 @@ def rollback_is_not_recorded(hook: Callable[..., Any], scheduler: ModuleType) ->
 FIX = Fix(
     __name__,
     __doc__,
+    effect="wrong output",
     targets=(
         LMCACHE_V1.wait_for_save(broken=">=0.3.9", probe=worker_shows_bug, fix=fix_worker, place=1),
         LMCACHE_V1.start_load_kv(broken=">=0.3.9.post1", probe=stubs.cannot_tell, fix=fix_layers, place=4, helper=True),

@@ -56,6 +56,7 @@ def shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
 FIX = Fix(
     __name__,
     __doc__,
+    effect="leak",
     targets=(LMCACHE_V1.wait_for_save(broken=">=0.3.9,<0.4.3", probe=shows_bug, fix=fix, place=2),),
     evidence={"KVD401": "", "KVR009": "^pins of the worker "},
     scenarios=("consumer-pins-left",),

@@ -51,6 +51,7 @@ def shows_bug(hook: Callable[..., Any], client: ModuleType) -> bool:
 FIX = Fix(
     __name__,
     __doc__,
+    effect="leak",
     targets=(ASYNC_LOOKUP_CLIENT.cancel_lookup(broken=">=0.3.10", probe=shows_bug, fix=fix),),
     evidence={"KVR009": r"^lookup_client\.(aborted_lookups|reqs_status) "},
     scenarios=("async-abort-keeps-lookup",),

@@ -94,6 +94,7 @@ def shows_bug(hook: Callable[..., Any], module: ModuleType, *tokens: Any) -> boo
 FIX = Fix(
     __name__,
     __doc__,
+    effect="crash",
     targets=(
         ASYNC_LOOKUP_CLIENT.lookup_cache(broken=">=0.3.10.post1", probe=shows_bug, fix=fix),
         ASYNC_LOOKUP_CLIENT.lookup(

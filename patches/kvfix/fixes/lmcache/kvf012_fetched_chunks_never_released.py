@@ -99,6 +99,7 @@ BROKEN = ">=0.3.10,<0.4.1"
 FIX = Fix(
     __name__,
     __doc__,
+    effect="leak",
     targets=(
         CACHE_ENGINE.lookup_unpin(broken=BROKEN, probe=shows_bug, fix=fix),
         CACHE_ENGINE.cleanup_memory_objs(broken=BROKEN, probe=stubs.cannot_tell, fix=fix_clean_up),

@@ -86,6 +86,7 @@ def _consumed(engine: Any, lookup_id: Any) -> Generator[None, Any, Any]:
 FIX = Fix(
     __name__,
     __doc__,
+    effect="wrong output",
     targets=(CACHE_ENGINE.retrieve(broken=">=0.4.1", probe=stubs.cannot_tell, fix=fix, place=2),),
     evidence={"KVD115": "", "KVD403": ""},
     proof="tests/lab/test_async_release.py, on LMCache's own functions: the lab has no asynchronous storage backend",

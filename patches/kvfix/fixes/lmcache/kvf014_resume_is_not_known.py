@@ -73,6 +73,7 @@ def metadata_shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
 FIX = Fix(
     __name__,
     __doc__,
+    effect="wrong output",
     targets=(
         LMCACHE_V1.get_num_new_matched_tokens(
             broken=">=0.3.9,<0.3.10", probe=lookup_shows_bug, fix=fix_lookup, place=4

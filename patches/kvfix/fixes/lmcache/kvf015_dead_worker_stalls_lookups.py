@@ -144,6 +144,7 @@ def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
 FIX = Fix(
     __name__,
     __doc__,
+    effect="hang",
     targets=(
         ZMQ_CLIENT.send_and_recv_all(broken=">=0.4.1", probe=shows_bug, fix=fix),
         LOOKUP_CLIENT.lookup(broken=">=0.3.9,<0.4.1", probe=stubs.cannot_tell, fix=fix_lookup, place=1),

@@ -125,6 +125,7 @@ def disk_shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
 FIX = Fix(
     __name__,
     __doc__,
+    effect="hang",
     targets=(
         LOCAL_CPU_BACKEND.allocate(broken=">=0.3.9", probe=stubs.cannot_tell, fix=fix),
         LOCAL_CPU_BACKEND.batched_allocate(broken=">=0.3.9", probe=stubs.cannot_tell, fix=fix),

@@ -156,6 +156,7 @@ def name_request(adapter: ModuleType) -> Callable[..., Any]:
 FIX = Fix(
     __name__,
     __doc__,
+    effect="leak",
     targets=(
         CACHE_ENGINE.retrieve(broken=">=0.5.2,<0.5.6", probe=stubs.cannot_tell, fix=fix, place=3),
         CACHE_ENGINE.retrieve_layer(broken=">=0.4.3", probe=stubs.cannot_tell, fix=fix_layers),

@@ -70,6 +70,7 @@ def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
 FIX = Fix(
     __name__,
     __doc__,
+    effect="lost hits",
     targets=(
         LOOKUP_CLIENT.lookup(broken=">=0.3.10.post2,<0.3.12", probe=shows_bug, fix=fix, place=2),
         BYPASS_LOOKUP_CLIENT.lookup(broken=">=0.3.10.post2,<0.3.12", probe=shows_bug, fix=fix),

@@ -193,6 +193,7 @@ def _word(torch: Any, tensors: Any, row: int) -> Any:
 FIX = Fix(
     __name__,
     __doc__,
+    effect="wrong output",
     targets=(
         GPU_CONNECTOR_V2.from_gpu(broken=">=0.4.3", probe=stubs.cannot_tell, fix=fix_store),
         GPU_CONNECTOR_V2.to_gpu(broken=">=0.4.3", probe=stubs.cannot_tell, fix=fix_load),

@@ -69,6 +69,7 @@ def shows_bug(hook: Callable[..., Any], operations: ModuleType) -> bool:
 FIX = Fix(
     __name__,
     __doc__,
+    effect="wrong output",
     targets=(
         Owner("lmcache", "lmcache.python_ops_fallback", copy="lmcache.python_ops_fallback").single_layer_kv_transfer(
             broken=">=0.5.0,<0.5.3", probe=shows_bug, fix=fix

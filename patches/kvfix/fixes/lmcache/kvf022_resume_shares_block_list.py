@@ -90,6 +90,7 @@ def step_shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
 FIX = Fix(
     __name__,
     __doc__,
+    effect="wrong output",
     targets=(
         REQUEST_TRACKER.update(broken=">=0.3.10", probe=shows_bug, fix=None),
         LMCACHE_V1.build_connector_meta(broken=">=0.3.10", probe=step_shows_bug, fix=fix, place=8, helper=True),

@@ -66,6 +66,7 @@ def shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
 FIX = Fix(
     __name__,
     __doc__,
+    effect="wrong output",
     targets=(REQUEST_TRACKER.from_new_request(broken=">=0.3.9", probe=shows_bug, fix=fix),),
     evidence={"KVR004": ""},
     scenarios=("resumed-as-new-loses-tokens",),

@@ -64,6 +64,7 @@ def shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
 FIX = Fix(
     __name__,
     __doc__,
+    effect="wrong output",
     targets=(LMCACHE_V1.build_connector_meta(broken=">=0.3.10,<0.4.3", probe=shows_bug, fix=fix, place=7),),
     scenarios=("decode-tokens-left-out",),
     attaches=NEW_REQUESTS,  # a tracker that lacks tokens in its middle stays so

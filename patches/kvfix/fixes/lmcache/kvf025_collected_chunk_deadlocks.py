@@ -82,6 +82,7 @@ def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
 FIX = Fix(
     __name__,
     __doc__,
+    effect="hang",
     targets=(
         TENSOR_MEMORY_OBJ.target("__del__", broken=">=0.3.14", probe=shows_bug, fix=fix),
         TENSOR_MEMORY_OBJ.ref_count_down(broken=">=0.3.14", probe=stubs.cannot_tell, fix=fix_release, helper=True),

@@ -126,6 +126,7 @@ class _Nothing:
 FIX = Fix(
     __name__,
     __doc__,
+    effect="wrong output",
     targets=(LMCACHE_V1.start_load_kv(broken=">=0.3.9.post1", probe=shows_bug, fix=fix, place=3),),
     evidence={"KVD810": "", "KVR011": "mem_obj_consumer"},
     scenarios=("layerwise-load-finds-nothing", "layerwise-load-finds-a-part"),

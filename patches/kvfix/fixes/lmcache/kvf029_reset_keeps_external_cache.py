@@ -75,6 +75,7 @@ def shows_bug(hook: Callable[..., Any], scheduler: ModuleType) -> bool:
 FIX = Fix(
     __name__,
     __doc__,
+    effect="wrong output",
     targets=(SCHEDULER.reset_connector_cache(broken=">=0.15.1", probe=shows_bug, fix=fix),),
     scenarios=(
         "reset-keeps-external-cache",

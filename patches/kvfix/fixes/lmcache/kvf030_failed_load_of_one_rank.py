@@ -196,6 +196,7 @@ def rollback_is_not_recorded(hook: Callable[..., Any], scheduler: ModuleType) ->
 FIX = Fix(
     __name__,
     __doc__,
+    effect="wrong output",
     targets=(
         LMCACHE_V1.build_connector_meta(broken=">=0.3.9", probe=shows_bug, fix=fix_metadata, place=9),
         LMCACHE_V1.wait_for_save(broken=">=0.3.9", probe=stores_all_the_same, fix=fix_worker, place=4, helper=True),

@@ -72,6 +72,7 @@ def shows_bug(hook: Callable[..., Any], adapter: ModuleType) -> bool:
 FIX = Fix(
     __name__,
     __doc__,
+    effect="crash",
     targets=(LMCACHE_V1.update_state_after_alloc(broken=">=0.3.9", probe=shows_bug, fix=fix),),
     evidence={"KVR011": "KeyError: '(req_id|receiver_)"},
     scenarios=("decoder-named-in-part",),

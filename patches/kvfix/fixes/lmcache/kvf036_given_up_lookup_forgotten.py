@@ -59,6 +59,7 @@ def shows_bug(hook: Callable[..., Any], client: ModuleType) -> bool:
 FIX = Fix(
     __name__,
     __doc__,
+    effect="crash",
     targets=(ASYNC_LOOKUP_CLIENT.clear_lookup_status(broken=">=0.3.10", probe=shows_bug, fix=fix),),
     evidence={
         "KVR009": r"^(lookup_client\.(aborted_lookups|reqs_status)|fetched chunks of the worker) ",

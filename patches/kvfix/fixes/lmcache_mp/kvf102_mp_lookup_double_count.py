@@ -74,6 +74,7 @@ def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
 FIX = Fix(
     __name__,
     __doc__,
+    effect="lost hits",
     targets=multi_process(
         "get_num_new_matched_tokens", shows_bug, fix, lmcache=">=0.4.5,<=0.5.5", vllm=">=0.26.0", place=1
     ),

@@ -101,6 +101,7 @@ def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
 FIX = Fix(
     __name__,
     __doc__,
+    effect="wrong output",
     targets=(MP_WORKER_ADAPTER.submit_retrieve_request(broken=">=0.4.2,<=0.5.4", probe=shows_bug, fix=fix, place=1),),
     evidence={"KVD301": "", "KVD310": ""},
     scenarios=(

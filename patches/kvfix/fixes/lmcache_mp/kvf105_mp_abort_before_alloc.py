@@ -134,6 +134,7 @@ _RELEASES = {"lmcache": ">=0.4.5,<=0.5.6", "vllm": ">=0.26.0"}
 FIX = Fix(
     __name__,
     __doc__,
+    effect="leak",
     targets=(
         *multi_process("request_finished", shows_bug, fix, **_RELEASES, place=2),
         *multi_process("build_connector_meta", step_shows_bug, fix_step, **_RELEASES, place=1),

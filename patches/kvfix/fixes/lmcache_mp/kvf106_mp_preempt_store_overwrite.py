@@ -134,6 +134,7 @@ def base_shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
 FIX = Fix(
     __name__,
     __doc__,
+    effect="wrong output",
     targets=(
         *multi_process(
             "build_connector_meta", connector_shows_bug, mark, lmcache=">=0.4.5,<=0.5.5", vllm=">=0.26.0", place=2

@@ -88,6 +88,7 @@ def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
 FIX = Fix(
     __name__,
     __doc__,
+    effect="wrong output",
     targets=multi_process("build_connector_meta", shows_bug, fix, lmcache=">=0.4.5,<=0.5.6", vllm=">=0.26.0", place=3),
     evidence={"KVR008": ""},
     scenarios=(

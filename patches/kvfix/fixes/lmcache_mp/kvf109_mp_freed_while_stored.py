@@ -96,6 +96,7 @@ def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
 FIX = Fix(
     __name__,
     __doc__,
+    effect="wrong output",
     targets=(MP_WORKER_ADAPTER.submit_store_request(broken=">=0.4.2,<=0.5.6", probe=shows_bug, fix=fix),),
     evidence={"KVR009": r"^worker_adapter\.finished_stores "},
     scenarios=(

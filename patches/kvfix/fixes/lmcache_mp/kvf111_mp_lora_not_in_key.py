@@ -76,6 +76,7 @@ def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
 FIX = Fix(
     __name__,
     __doc__,
+    effect="wrong output",
     targets=tuple(
         Owner(dist, module, "LMCacheMPRequestTracker", copy=module).target(
             "__init__", broken=broken, probe=shows_bug, fix=fix

@@ -63,6 +63,7 @@ def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
 FIX = Fix(
     __name__,
     __doc__,
+    effect="lost hits",
     targets=(MP_SCHEDULER_ADAPTER._ensure_heartbeat_started(broken=">=0.5.0,<=0.5.5", probe=shows_bug, fix=fix),),
     evidence={"KVD205": ""},
     scenarios=("mp-heartbeat-never-starts",),

@@ -61,6 +61,7 @@ def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
 FIX = Fix(
     __name__,
     __doc__,
+    effect="lost hits",
     targets=(MP_WORKER_ADAPTER.register_kv_caches(broken=">=0.4.5,<=0.5.6", probe=shows_bug, fix=fix),),
     evidence={"KVD210": ""},
     scenarios=("mp-idle-worker-forgotten",),

@@ -64,6 +64,7 @@ def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
 FIX = Fix(
     __name__,
     __doc__,
+    effect="leak",
     targets=multi_process(
         "update_state_after_alloc",
         shows_bug,

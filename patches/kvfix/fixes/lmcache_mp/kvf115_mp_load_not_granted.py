@@ -78,6 +78,7 @@ def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
 FIX = Fix(
     __name__,
     __doc__,
+    effect="crash",
     targets=multi_process("update_state_after_alloc", shows_bug, fix, lmcache=">=0.4.5,<=0.5.4", vllm="", place=2),
     evidence={"KVD111": "", "KVR004": ""},
     scenarios=("mp-load-not-granted",),

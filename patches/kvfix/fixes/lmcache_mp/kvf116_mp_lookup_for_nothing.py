@@ -59,6 +59,7 @@ def new_request_shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
 FIX = Fix(
     __name__,
     __doc__,
+    effect="leak",
     targets=(
         *multi_process(
             "get_num_new_matched_tokens", shows_bug, fix, lmcache=">=0.4.5,<=0.5.6", vllm=">=0.26.0", place=4

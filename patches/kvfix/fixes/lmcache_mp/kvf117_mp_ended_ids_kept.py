@@ -101,6 +101,7 @@ def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
 FIX = Fix(
     __name__,
     __doc__,
+    effect="wrong output",
     targets=(MP_WORKER_ADAPTER.target("__init__", broken=">=0.4.3", probe=shows_bug, fix=fix),),
     evidence={"KVR009": r"^worker_adapter\._returned_finished "},
     scenarios=(

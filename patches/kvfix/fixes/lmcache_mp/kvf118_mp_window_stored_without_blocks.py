@@ -114,6 +114,7 @@ def cached_shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
 FIX = Fix(
     __name__,
     __doc__,
+    effect="wrong output",
     targets=(
         LMCACHE_MP._process_new_requests(broken=">=0.4.7,<=0.5.6", probe=new_shows_bug, fix=fix_new),
         LMCACHE_MP._process_cached_requests(broken=">=0.4.7,<=0.5.6", probe=cached_shows_bug, fix=fix_cached),

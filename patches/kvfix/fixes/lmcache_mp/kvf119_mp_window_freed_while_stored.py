@@ -135,6 +135,7 @@ def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
 FIX = Fix(
     __name__,
     __doc__,
+    effect="wrong output",
     targets=(LMCACHE_MP._process_cached_requests(broken=">=0.4.7,<=0.5.6", probe=shows_bug, fix=fix, place=2),),
     evidence={"KVR014": r"used again"},
     scenarios=("mp-window-freed-while-stored", "mp-window-freed-at-end", "mp-state-freed-while-stored"),

@@ -65,6 +65,7 @@ def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
 FIX = Fix(
     __name__,
     __doc__,
+    effect="wrong output",
     targets=multi_process("_process_new_requests", shows_bug, fix, lmcache=">=0.4.5", vllm=">=0.26.0"),
     evidence={"KVR008": ""},
     scenarios=("mp-session-stores-ahead", "mp-session-stores-ahead-in-tree"),

@@ -68,6 +68,7 @@ def shows_bug(hook: Callable[..., Any], connector: ModuleType) -> bool:
 FIX = Fix(
     __name__,
     __doc__,
+    effect="wrong output",
     targets=(
         LMCACHE_MP.reset_cache(broken=">=0.5.6", probe=shows_bug, fix=fix),
         SCHEDULER.reset_connector_cache(broken=">=0.15.1", probe=stubs.cannot_tell, fix=fix_scheduler, helper=True),

@@ -178,6 +178,7 @@ def unanswered(hook: Callable[..., Any], module: ModuleType) -> bool:
 FIX = Fix(
     __name__,
     __doc__,
+    effect="wrong output",
     targets=(
         MP_WORKER_ADAPTER.get_finished(broken="==0.5.6", probe=shows_bug, fix=hold),
         MP_WORKER_ADAPTER.get_finished_with_lazy_offload(broken="==0.5.6", probe=shows_bug, fix=hold),

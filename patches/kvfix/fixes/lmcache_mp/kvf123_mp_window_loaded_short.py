@@ -77,6 +77,7 @@ def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
 FIX = Fix(
     __name__,
     __doc__,
+    effect="wrong output",
     targets=(
         Owner("lmcache", "lmcache.integration.vllm.kv_cache_groups").target(
             "_resolve_per_layer_sw_sizes", broken=">=0.4.7", probe=shows_bug, fix=fix

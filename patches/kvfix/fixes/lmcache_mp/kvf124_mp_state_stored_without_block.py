@@ -102,6 +102,7 @@ def _stored(hook: Callable[..., Any], module: ModuleType, connector: Any, comput
 FIX = Fix(
     __name__,
     __doc__,
+    effect="wrong output",
     targets=(
         LMCACHE_MP._process_new_requests(broken=">=0.4.7,<=0.5.6", probe=new_shows_bug, fix=fix_new, place=1),
         LMCACHE_MP._process_cached_requests(broken=">=0.4.7,<=0.5.6", probe=cached_shows_bug, fix=fix_cached, place=1),

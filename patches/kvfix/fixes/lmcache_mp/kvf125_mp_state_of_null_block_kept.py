@@ -63,6 +63,7 @@ def shows_bug(function: Callable[..., Any], module: ModuleType) -> bool:
 FIX = Fix(
     __name__,
     __doc__,
+    effect="wrong output",
     targets=(
         Owner("lmcache", "lmcache.v1.multiprocess.modules.lmcache_driven_transfer").target(
             "all_null_chunk_masks", broken=">=0.5.4", probe=shows_bug, fix=fix

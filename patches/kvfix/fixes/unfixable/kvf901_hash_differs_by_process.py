@@ -43,6 +43,7 @@ def harmless() -> str:
 FIX = Fix(
     __name__,
     __doc__,
+    effect="lost hits",
     targets=(TOKEN_DATABASE.target("__init__", broken=">=0.3.9", probe=stubs.cannot_tell, fix=None),),
     evidence={"KVD304": "", "KVD305": ""},
     no_patch={

@@ -42,6 +42,7 @@ def harmless() -> str:
 FIX = Fix(
     __name__,
     __doc__,
+    effect="hang",
     targets=(MP_WORKER_ADAPTER._send_register_kv_caches_request(broken=">=0.4.7", probe=stubs.cannot_tell, fix=None),),
     evidence={"KVD206": ""},
     no_patch={"lmcache": "a server that answers unknown requests is a change of the protocol, not of a function"},

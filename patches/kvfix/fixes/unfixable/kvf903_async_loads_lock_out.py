@@ -37,6 +37,7 @@ from kvfix.fixes.targets import SCHEDULER
 FIX = Fix(
     __name__,
     __doc__,
+    effect="hang",
     targets=(SCHEDULER.schedule(broken="<0.32", probe=stubs.cannot_tell, fix=None),),
     evidence={"KVD202": ""},
 )

@@ -34,6 +34,7 @@ from kvfix.fixes.targets import MP_WORKER_ADAPTER
 FIX = Fix(
     __name__,
     __doc__,
+    effect="wrong output",
     targets=(MP_WORKER_ADAPTER.get_finished(broken=">=0.4.2,<=0.5.5", probe=stubs.cannot_tell, fix=None),),
     evidence={"KVD204": r"^a ping timed out"},
     scenarios=("mp-silent-server-given-up",),

@@ -35,6 +35,7 @@ from kvfix.fixes.targets import SCHEDULER
 FIX = Fix(
     __name__,
     __doc__,
+    effect="wrong output",
     targets=(SCHEDULER._update_request_as_session(broken=">=0.32", probe=stubs.cannot_tell, fix=None),),
     scenarios=("session-state-runs-ahead", "session-state-has-drafts"),
     no_patch={"vllm": "the scheduler has no way to take a state back; where it keeps one is for vLLM to decide"},

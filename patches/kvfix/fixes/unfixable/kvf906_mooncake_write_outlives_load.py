@@ -35,6 +35,7 @@ from kvfix.fixes.targets import MOONCAKE_WORKER
 FIX = Fix(
     __name__,
     __doc__,
+    effect="wrong output",
     targets=(MOONCAKE_WORKER.receive_kv(broken=">=0.32", probe=stubs.cannot_tell, fix=None),),
     evidence={"LAB001": "", "LAB008": ""},
     scenarios=("mooncake-write-outlives-load",),

@@ -111,6 +111,7 @@ def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
 FIX = Fix(
     __name__,
     __doc__,
+    effect="crash",
     targets=(
         SCHEDULER._free_request(broken=">=0.11.2", probe=shows_bug, fix=fix_free),
         SCHEDULER._update_from_kv_xfer_finished(broken=">=0.11.2", probe=shows_bug, fix=fix),

@@ -77,6 +77,7 @@ def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
 FIX = Fix(
     __name__,
     __doc__,
+    effect="hang",
     targets=(SCHEDULER._update_waiting_for_remote_kv(broken=">=0.26.0", probe=shows_bug, fix=fix),),
     evidence={"KVD208": "", "KVD303": ""},
     scenarios=("failed-load-reserves-itself",),

@@ -76,6 +76,7 @@ def shows_bug(hook: Callable[..., Any], scheduler: ModuleType) -> bool:
 FIX = Fix(
     __name__,
     __doc__,
+    effect="wrong output",
     targets=(
         SCHEDULER._update_requests_with_invalid_blocks(broken=">=0.11.2,<0.20", probe=shows_bug, fix=fix, place=5),
     ),

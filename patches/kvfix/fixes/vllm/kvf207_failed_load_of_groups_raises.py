@@ -83,6 +83,7 @@ def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
 FIX = Fix(
     __name__,
     __doc__,
+    effect="crash",
     targets=(SCHEDULER._handle_invalid_blocks(broken=">=0.20.2", probe=shows_bug, fix=fix),),
     evidence={"KVR011": r"block-level load failures|too many values to unpack"},
     scenarios=("mp-failed-load-of-groups",),

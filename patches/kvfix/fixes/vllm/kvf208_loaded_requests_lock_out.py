@@ -96,6 +96,7 @@ def _kept_back(scheduler: Any, request: Any) -> int:
 FIX = Fix(
     __name__,
     __doc__,
+    effect="hang",
     targets=(SCHEDULER.schedule(broken=">=0.32.0", probe=stubs.cannot_tell, fix=fix),),
     evidence={"KVD202": ""},
     scenarios=("loaded-requests-lock-out",),

@@ -81,6 +81,7 @@ def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
 FIX = Fix(
     __name__,
     __doc__,
+    effect="wrong output",
     targets=(SCHEDULER._handle_stopped_request(broken=">=0.15.1,<0.33", probe=shows_bug, fix=fix),),
     scenarios=("trimmed-drafts-stay-computed",),
     no_patch={"vllm": "fixed in 0.33.0"},

@@ -113,6 +113,7 @@ def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
 FIX = Fix(
     __name__,
     __doc__,
+    effect="hang",
     targets=tuple(
         manager.get_num_blocks_to_allocate(broken=">=0.20.2", probe=shows_bug, fix=fix)
         for manager in RECYCLING_MANAGERS

@@ -80,6 +80,7 @@ def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
 FIX = Fix(
     __name__,
     __doc__,
+    effect="wrong output",
     targets=(OFFLOADING_SCHEDULER.update_connector_output(broken=">=0.26.0", probe=shows_bug, fix=fix),),
     scenarios=("failed-load-is-offloaded",),
     on_fault="closed",

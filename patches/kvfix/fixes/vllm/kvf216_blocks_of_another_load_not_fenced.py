@@ -69,6 +69,7 @@ def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
 FIX = Fix(
     __name__,
     __doc__,
+    effect="wrong output",
     targets=(OFFLOADING_SCHEDULER.update_state_after_alloc(broken=">=0.26.0,<0.33", probe=shows_bug, fix=fix),),
     scenarios=("mp-load-into-blocks-in-copy", "nixl-load-into-blocks-in-copy"),
     no_patch={"vllm": "fixed in 0.33.0"},

@@ -73,6 +73,7 @@ def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
 FIX = Fix(
     __name__,
     __doc__,
+    effect="crash",
     targets=(OFFLOADING_SCHEDULER.build_connector_meta(broken=">=0.26.0,<0.33", probe=shows_bug, fix=fix),),
     evidence={"KVR011": r"^(schedule|build_connector_meta): AssertionError$"},
     scenarios=("load-after-reset-asserts",),

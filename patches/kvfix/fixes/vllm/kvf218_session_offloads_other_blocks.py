@@ -76,6 +76,7 @@ def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
 FIX = Fix(
     __name__,
     __doc__,
+    effect="wrong output",
     targets=(OFFLOADING_SCHEDULER._update_req_states(broken=">=0.26.0,<0.33", probe=shows_bug, fix=fix),),
     evidence={"KVR011": "^update_from_output: KeyError: "},
     scenarios=("session-offloads-other-blocks",),

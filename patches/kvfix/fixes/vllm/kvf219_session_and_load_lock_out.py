@@ -110,6 +110,7 @@ def _give_back(scheduler: Any, request: Any, states: tuple[Any, Any]) -> None:
 FIX = Fix(
     __name__,
     __doc__,
+    effect="hang",
     targets=(SCHEDULER.schedule(broken=">=0.32.0", probe=stubs.cannot_tell, fix=fix, place=1),),
     evidence={"KVD202": ""},
     scenarios=("session-and-load-lock-out",),

@@ -77,6 +77,7 @@ def calls_it(hook: Callable[..., Any], module: ModuleType) -> bool:
 FIX = Fix(
     __name__,
     __doc__,
+    effect="hang",
     targets=(
         SCHEDULER._reserve_prefill_lookahead(broken=">=0.32", probe=shows_bug, fix=None),
         SCHEDULER.schedule(broken=">=0.32", probe=calls_it, fix=fix, helper=True),

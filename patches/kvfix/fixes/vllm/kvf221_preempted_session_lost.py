@@ -124,6 +124,7 @@ def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
 FIX = Fix(
     __name__,
     __doc__,
+    effect="hang",
     targets=(
         SCHEDULER._handle_stopped_request(broken=">=0.32,<0.33", probe=shows_bug, fix=fix, place=1),
         SCHEDULER.update_from_output(

@@ -74,6 +74,7 @@ def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
 FIX = Fix(
     __name__,
     __doc__,
+    effect="hang",
     targets=(SCHEDULER._inflight_prefill_reserved_blocks(broken=">=0.26", probe=shows_bug, fix=fix),),
     evidence={},
     scenarios=("loads-preempted-in-turn",),

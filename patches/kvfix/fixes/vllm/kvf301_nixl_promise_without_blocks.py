@@ -99,6 +99,7 @@ def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
 FIX = Fix(
     __name__,
     __doc__,
+    effect="crash",
     targets=tuple(
         owner.get_num_new_matched_tokens(broken=broken, probe=shows_bug, fix=_fix(owner))
         for owner, broken in (

@@ -143,6 +143,7 @@ def raises_at_end(hook: Callable[..., Any], module: ModuleType) -> bool:
 FIX = Fix(
     __name__,
     __doc__,
+    effect="crash",
     targets=tuple(
         target
         for owner, broken, keys in (

@@ -55,6 +55,7 @@ def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
 FIX = Fix(
     __name__,
     __doc__,
+    effect="crash",
     targets=(MULTI_CONNECTOR_METRICS.observe(broken="<0.33", probe=shows_bug, fix=fix),),
     evidence={"KVD517": ""},
     proof="tests/lab/test_promises.py: the lab has no API server",

@@ -124,6 +124,7 @@ def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
 FIX = Fix(
     __name__,
     __doc__,
+    effect="wrong output",
     targets=(NIXL_PULL_WORKER._read_blocks_for_req(broken=">=0.32", probe=shows_bug, fix=fix),),
     evidence={"KVR011": r"^start_load_kv: AssertionError"},
     scenarios=("nixl-prefill-generates-more", "nixl-prefill-has-fewer-blocks"),

@@ -75,6 +75,7 @@ def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
 FIX = Fix(
     __name__,
     __doc__,
+    effect="crash",
     targets=(NIXL_PULL_WORKER._read_blocks_for_req(broken=">=0.32", place=1, probe=shows_bug, fix=fix),),
     evidence={"KVR011": r"^start_load_kv: (AssertionError|TypeError|ValueError|IndexError)"},
     scenarios=("nixl-malformed-read-raises",),

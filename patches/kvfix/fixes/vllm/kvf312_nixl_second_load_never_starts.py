@@ -65,6 +65,7 @@ def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
 FIX = Fix(
     __name__,
     __doc__,
+    effect="hang",
     targets=(NIXL_PULL_SCHEDULER.get_num_new_matched_tokens(broken=">=0.32", place=2, probe=shows_bug, fix=fix),),
     evidence={"KVR010": ""},
     scenarios=("nixl-second-load-never-starts", "nixl-turn-without-bidirectional"),

@@ -68,6 +68,7 @@ def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
 FIX = Fix(
     __name__,
     __doc__,
+    effect="crash",
     targets=(NIXL_BASE_SCHEDULER.build_connector_meta(broken=">=0.32", probe=shows_bug, fix=fix),),
     evidence={"KVR011": r"KeyError: 'remote_"},
     scenarios=("nixl-abort-names-no-peer",),

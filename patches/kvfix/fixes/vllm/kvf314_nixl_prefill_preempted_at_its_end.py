@@ -75,6 +75,7 @@ def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
 FIX = Fix(
     __name__,
     __doc__,
+    effect="hang",
     targets=tuple(
         owner.request_finished(broken=">=0.32", probe=shows_bug, fix=fix)
         for owner in (NIXL_PULL_SCHEDULER, NIXL_PUSH_SCHEDULER)

@@ -63,6 +63,7 @@ def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
 FIX = Fix(
     __name__,
     __doc__,
+    effect="crash",
     targets=(NIXL_BASE_SCHEDULER.on_new_request(broken=">=0.32", probe=shows_bug, fix=fix),),
     evidence={"KVR011": r"TypeError: (unhashable type|cannot use 'list')"},
     scenarios=("nixl-odd-engine-id",),

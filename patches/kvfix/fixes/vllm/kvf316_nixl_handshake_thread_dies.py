@@ -62,6 +62,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
 FIX = Fix(
     __name__,
     __doc__,
+    effect="hang",
     targets=(NIXL_BASE_SCHEDULER._nixl_handshake_listener(broken=">=0.26", probe=stubs.cannot_tell, fix=fix),),
     evidence={},
     scenarios=("nixl-handshake-thread-dies",),

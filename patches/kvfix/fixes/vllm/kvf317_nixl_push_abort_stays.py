@@ -67,6 +67,7 @@ def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
 FIX = Fix(
     __name__,
     __doc__,
+    effect="leak",
     targets=(NIXL_PUSH_WORKER.start_load_kv(broken=">=0.32", probe=shows_bug, fix=fix),),
     evidence={"KVR009": r"^_recving_metadata "},
     scenarios=("nixl-push-abort-stays",),

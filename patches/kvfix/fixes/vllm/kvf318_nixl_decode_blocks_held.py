@@ -63,6 +63,7 @@ def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
 FIX = Fix(
     __name__,
     __doc__,
+    effect="hang",
     targets=(NIXL_PULL_SCHEDULER.update_state_after_alloc(broken=">=0.32", probe=shows_bug, fix=fix),),
     evidence={"LAB020": "of the decode engine"},
     scenarios=("nixl-decode-blocks-held",),

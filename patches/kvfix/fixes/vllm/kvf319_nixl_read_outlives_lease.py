@@ -147,6 +147,7 @@ def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
 FIX = Fix(
     __name__,
     __doc__,
+    effect="wrong output",
     targets=(
         NIXL_PULL_SCHEDULER.request_finished(broken=">=0.32", place=1, probe=shows_bug, fix=names_the_end),
         NIXL_BASE_WORKER._send_heartbeats(broken=">=0.32", probe=stubs.cannot_tell, fix=counts_heartbeats, helper=True),

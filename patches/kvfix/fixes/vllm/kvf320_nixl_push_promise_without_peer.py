@@ -60,6 +60,7 @@ def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
 FIX = Fix(
     __name__,
     __doc__,
+    effect="crash",
     targets=(NIXL_PUSH_SCHEDULER.get_num_new_matched_tokens(broken=">=0.32", probe=shows_bug, fix=fix),),
     evidence={"KVR011": r"^(update_state_after_alloc|schedule|build_connector_meta): KeyError"},
     scenarios=("nixl-push-promise-without-peer",),

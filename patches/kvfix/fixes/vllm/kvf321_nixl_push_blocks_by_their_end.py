@@ -92,6 +92,7 @@ def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
 FIX = Fix(
     __name__,
     __doc__,
+    effect="wrong output",
     targets=(NIXL_PUSH_SCHEDULER.request_finished(broken=">=0.32", place=2, probe=shows_bug, fix=fix),),
     evidence={},
     scenarios=("nixl-push-prefill-generates-more",),

@@ -126,6 +126,7 @@ def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
 FIX = Fix(
     __name__,
     __doc__,
+    effect="hang",
     targets=(
         NIXL_PUSH_SCHEDULER.update_state_after_alloc(broken=">=0.32", probe=shows_bug, fix=names_the_end),
         *(

@@ -102,6 +102,7 @@ def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
 FIX = Fix(
     __name__,
     __doc__,
+    effect="wrong output",
     targets=(
         NIXL_PUSH_WORKER._xfer_blocks_for_req(broken=">=0.32", probe=shows_bug, fix=begins_with_what_is_kept),
         NIXL_BASE_WORKER._reap_expired_send_leases(

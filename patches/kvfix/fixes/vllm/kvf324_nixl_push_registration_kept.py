@@ -58,6 +58,7 @@ def _timeout(worker: Any) -> float:
 FIX = Fix(
     __name__,
     __doc__,
+    effect="wrong output",
     targets=(NIXL_PUSH_WORKER.get_transfer_results(broken=">=0.32", place=1, probe=stubs.cannot_tell, fix=fix),),
     evidence={"LAB022": ""},
     scenarios=("nixl-push-registration-kept",),

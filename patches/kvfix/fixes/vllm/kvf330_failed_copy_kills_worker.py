@@ -175,6 +175,7 @@ def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
 FIX = Fix(
     __name__,
     __doc__,
+    effect="crash",
     targets=(
         OFFLOADING_WORKER.get_finished(broken=">=0.32", probe=shows_bug, fix=fix, helper=True),
         CONNECTOR_BASE.get_transfer_results(broken=">=0.32", probe=stubs.cannot_tell, fix=fix_results, helper=True),

@@ -62,6 +62,7 @@ def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
 FIX = Fix(
     __name__,
     __doc__,
+    effect="wrong output",
     targets=(OFFLOADING_CONNECTOR.reset_cache(broken=">=0.26.0", probe=shows_bug, fix=fix),),
     scenarios=("offload-reset-keeps-files",),
     no_patch={"vllm": "vLLM keeps a tier's data on purpose; what reset_cache should answer is for it to decide"},

@@ -76,6 +76,7 @@ def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
 FIX = Fix(
     __name__,
     __doc__,
+    effect="hang",
     targets=(
         OFFLOADING_TIERS._initiate_promotion(broken=">=0.32", probe=shows_bug, fix=fix),
         OFFLOADING_TIERS.prepare_load(broken=">=0.32", probe=stubs.cannot_tell, fix=fix_load, helper=True),

@@ -62,6 +62,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
 FIX = Fix(
     __name__,
     __doc__,
+    effect="wrong output",
     targets=(OFFLOADING_SCHEDULER._build_store_jobs(broken=">=0.32", probe=stubs.cannot_tell, fix=fix),),
     scenarios=("offload-window-chunk-stored-in-part",),
     on_fault="closed",

@@ -77,6 +77,7 @@ def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
 FIX = Fix(
     __name__,
     __doc__,
+    effect="crash",
     targets=(OFFLOADING_SCHEDULER._build_partial_tail_store_jobs(broken=">=0.32", probe=shows_bug, fix=fix),),
     evidence={"KVR011": r"^(schedule|build_connector_meta): AssertionError$", "KVD988": ""},
     proof="tests/lab/test_offloading.py: the lab has no layers with recurrent state",

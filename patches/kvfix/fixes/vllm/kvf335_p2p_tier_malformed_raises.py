@@ -83,6 +83,7 @@ def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
 FIX = Fix(
     __name__,
     __doc__,
+    effect="crash",
     targets=(OFFLOADING_P2P.on_new_request(broken=">=0.32", probe=shows_bug, fix=fix),),
     evidence={"KVR011": r"^(add_request|on_new_request): AttributeError: .* has no attribute 'get'"},
     proof="tests/lab/test_offload_parameters.py: the lab has no tier of other engines",

@@ -83,6 +83,7 @@ def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
 FIX = Fix(
     __name__,
     __doc__,
+    effect="hang",
     targets=(NIXL_BASE_WORKER.add_remote_agent(broken=">=0.32", probe=shows_bug, fix=fix),),
     evidence={},
     scenarios=("nixl-refused-peer-stays-refused",),

@@ -89,6 +89,7 @@ def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
 FIX = Fix(
     __name__,
     __doc__,
+    effect="hang",
     targets=(NIXL_BASE_WORKER._send_heartbeats(broken=">=0.32", place=1, probe=shows_bug, fix=fix),),
     evidence={},
     scenarios=("nixl-push-heartbeat-refuses-peer",),

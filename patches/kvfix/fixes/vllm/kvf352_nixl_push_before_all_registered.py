@@ -84,6 +84,7 @@ def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
 FIX = Fix(
     __name__,
     __doc__,
+    effect="wrong output",
     targets=(NIXL_PUSH_WORKER._handle_push_reg_notif(broken=">=0.26", place=1, probe=shows_bug, fix=fix),),
     evidence={"KVR011": r"KeyError: \('", "KVR022": ""},
     scenarios=("nixl-push-before-all-registered", "nixl-push-notified-before-connected"),

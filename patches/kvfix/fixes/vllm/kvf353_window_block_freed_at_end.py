@@ -62,6 +62,7 @@ def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
 FIX = Fix(
     __name__,
     __doc__,
+    effect="wrong output",
     targets=(NIXL_BASE_SCHEDULER._prefill_backoff(broken=">=0.32", probe=shows_bug, fix=fix),),
     evidence={},
     attaches=AT_START,

@@ -64,6 +64,7 @@ def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
 FIX = Fix(
     __name__,
     __doc__,
+    effect="hang",
     targets=(MOONCAKE_SCHEDULER.request_finished(broken=">=0.20", probe=shows_bug, fix=fix, place=1),),
     scenarios=("mooncake-stopped-prefill-unsent",),
 )

@@ -67,6 +67,7 @@ def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
 FIX = Fix(
     __name__,
     __doc__,
+    effect="crash",
     targets=(MOONCAKE_SCHEDULER.build_connector_meta(broken=">=0.20", probe=shows_bug, fix=fix),),
     evidence={"KVR011": r"KeyError: 'remote_(engine_id|bootstrap_addr)"},
     scenarios=("mooncake-abort-names-no-peer",),

@@ -80,6 +80,7 @@ def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
 FIX = Fix(
     __name__,
     __doc__,
+    effect="wrong output",
     targets=(
         MOONCAKE_SCHEDULER.request_finished(broken=">=0.20", probe=shows_bug, fix=None),
         MOONCAKE_SCHEDULER.build_connector_meta(

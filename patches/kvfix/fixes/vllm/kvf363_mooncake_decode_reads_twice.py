@@ -80,6 +80,7 @@ def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
 FIX = Fix(
     __name__,
     __doc__,
+    effect="hang",
     targets=(
         MOONCAKE_SCHEDULER.get_num_new_matched_tokens(broken=">=0.32", probe=shows_bug, fix=fix, place=1),
         MOONCAKE_SCHEDULER.request_finished(broken=">=0.32", probe=stubs.cannot_tell, fix=ends, place=-1, helper=True),

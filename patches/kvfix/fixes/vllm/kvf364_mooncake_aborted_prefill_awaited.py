@@ -115,6 +115,7 @@ def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
 FIX = Fix(
     __name__,
     __doc__,
+    effect="hang",
     targets=(
         MOONCAKE_WORKER.record_send_reqs(broken=">=0.20", probe=shows_bug, fix=None),
         MOONCAKE_WORKER.start_load_kv(broken=">=0.20", probe=stubs.cannot_tell, fix=fix, helper=True),

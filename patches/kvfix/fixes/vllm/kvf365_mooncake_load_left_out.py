@@ -65,6 +65,7 @@ def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
 FIX = Fix(
     __name__,
     __doc__,
+    effect="hang",
     targets=(MOONCAKE_WORKER.process_pulling_result(broken=">=0.32,<0.33", probe=shows_bug, fix=fix),),
     scenarios=("mooncake-load-left-out",),
     no_patch={"vllm": "0.33.0 is right"},

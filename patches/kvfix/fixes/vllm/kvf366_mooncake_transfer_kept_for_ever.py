@@ -86,6 +86,7 @@ def _look(worker: Any) -> None:
 FIX = Fix(
     __name__,
     __doc__,
+    effect="leak",
     targets=(
         MOONCAKE_WORKER.send_kv_to_decode(broken=">=0.20", probe=stubs.cannot_tell, fix=None),
         MOONCAKE_WORKER.get_finished(broken=">=0.20", probe=stubs.cannot_tell, fix=fix, helper=True),

@@ -85,6 +85,7 @@ def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
 FIX = Fix(
     __name__,
     __doc__,
+    effect="hang",
     targets=(
         NIXL_PUSH_SCHEDULER.get_num_new_matched_tokens(
             broken=">=0.32", place=1, probe=shows_bug, fix=leaves_others_out

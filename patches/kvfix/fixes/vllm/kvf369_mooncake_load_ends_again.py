@@ -95,6 +95,7 @@ def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
 FIX = Fix(
     __name__,
     __doc__,
+    effect="wrong output",
     targets=(
         MOONCAKE_WORKER._handle_failed_recv(broken=">=0.32,<0.33", probe=shows_bug, fix=fix),
         MOONCAKE_WORKER.process_pulling_result(

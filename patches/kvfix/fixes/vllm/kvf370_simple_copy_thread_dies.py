@@ -327,6 +327,7 @@ def _give_up(scheduler: Any, event: int) -> None:
 FIX = Fix(
     __name__,
     __doc__,
+    effect="hang",
     targets=(
         # wrong in 0.26.0 too, where a worker cannot name failed loads: the functions below differ
         SIMPLE_COPIES._copy_loop(broken=">=0.32", probe=stubs.cannot_tell, fix=fix_loop, helper=True),

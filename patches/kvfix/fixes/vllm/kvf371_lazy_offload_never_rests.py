@@ -59,6 +59,7 @@ def _counted(scheduler: Any) -> Generator[None, Any, Any]:
 FIX = Fix(
     __name__,
     __doc__,
+    effect="hang",
     targets=(SIMPLE_SCHEDULER.prepare_store_specs(broken=">=0.32", probe=stubs.cannot_tell, fix=fix),),
     evidence={},
     scenarios=("simple-offload-never-rests",),

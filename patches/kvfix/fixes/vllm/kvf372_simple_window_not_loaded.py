@@ -83,6 +83,7 @@ def _windows(scheduler: Any) -> list[tuple[int, Any]]:
 FIX = Fix(
     __name__,
     __doc__,
+    effect="wrong output",
     targets=(SIMPLE_SCHEDULER.get_num_new_matched_tokens(broken=">=0.32", probe=stubs.cannot_tell, fix=fix),),
     evidence={},
     scenarios=("simple-offload-window-not-loaded",),

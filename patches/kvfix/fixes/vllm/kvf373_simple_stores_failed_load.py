@@ -150,6 +150,7 @@ def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
 FIX = Fix(
     __name__,
     __doc__,
+    effect="wrong output",
     targets=(
         SIMPLE_SCHEDULER.update_connector_output(broken=">=0.32", probe=shows_bug, fix=fix),
         SIMPLE_SCHEDULER._process_store_event(broken=">=0.32", probe=stubs.cannot_tell, fix=fix_store, helper=True),

@@ -1,0 +1,99 @@
+"""Which connector a fix is for, and what its bug does: the columns by which `kvfix status` counts and filters."""
+
+from __future__ import annotations
+
+import json as jsonlib
+import os
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+from kvfix.fixes.api import EFFECTS, Fix
+
+_V1, _MP = "LMCacheConnectorV1", "LMCacheMPConnector"
+#: {beginning of a module's name: connector}. The longest beginning counts. "": every connector.
+_CONNECTORS = {
+    "lmcache.": _V1,
+    "lmcache.integration.vllm.lmcache_mp": _MP,
+    "lmcache.integration.vllm.kv_cache_groups": _MP,
+    "lmcache.integration.vllm.vllm_multi_process_adapter": _MP,
+    "lmcache.v1.multiprocess": _MP,
+    "vllm.v1.core.": "",
+    "vllm.v1.kv_offload.": "OffloadingConnector",
+    "vllm.v1.simple_kv_offload.": "SimpleCPUOffloadConnector",
+    "vllm.distributed.kv_transfer.kv_connector.v1.lmcache_mp_connector": _MP,
+    "vllm.distributed.kv_transfer.kv_connector.v1.multi_connector": "MultiConnector",
+    "vllm.distributed.kv_transfer.kv_connector.v1.nixl": "NixlConnector",
+    "vllm.distributed.kv_transfer.kv_connector.v1.mooncake": "MooncakeConnector",
+    "vllm.distributed.kv_transfer.kv_connector.v1.offloading": "OffloadingConnector",
+}
+#: Other names under which vLLM knows a connector of the table.
+_ALIASES = {
+    "LMCacheConnectorV1Dynamic": _V1,
+    "NixlPullConnector": "NixlConnector",
+    "NixlPushConnector": "NixlConnector",
+}
+KNOWN = sorted({name for name in _CONNECTORS.values() if name} | set(_ALIASES))
+
+
+def connectors(fix: Fix) -> frozenset[str]:
+    """The connectors that have the bug; empty: every connector, for the bug is in vLLM itself."""
+    found = {_connector(target.module) for target in fix.targets if not target.helper}
+    return frozenset() if "" in found else frozenset(found)
+
+
+def _connector(module: str) -> str:
+    beginning = max((each for each in _CONNECTORS if module.startswith(each)), key=len, default="vllm.v1.core.")
+    return _CONNECTORS[beginning]
+
+
+def concerns(fix: Fix, chosen: frozenset[str]) -> bool:
+    """Whether the bug can show with these connectors. None chosen: any."""
+    mine = connectors(fix)
+    return not chosen or not mine or bool(mine & chosen)
+
+
+def in_use(named: str, transfer_config: str) -> tuple[frozenset[str], str]:
+    """(connectors, where they are named). named: `--connector`. transfer_config: `--kv-transfer-config`, as for vLLM.
+
+    Raises ValueError for a name or a text that is not understood.
+    """
+    if named:
+        return _checked(named.split(",")), "--connector"
+    if transfer_config:
+        return _checked(_of_config(transfer_config)), "--kv-transfer-config"
+    from_environment = os.environ.get("KVFIX_CONNECTOR", "")
+    if from_environment:
+        return _checked(from_environment.split(",")), "KVFIX_CONNECTOR"
+    return frozenset(), ""
+
+
+def _of_config(text: str) -> list[str]:
+    """The connector of vLLM's JSON, and the children of a MultiConnector."""
+    try:
+        config = jsonlib.loads(text)
+        children = (config.get("kv_connector_extra_config") or {}).get("connectors", [])
+        return [config["kv_connector"], *(child["kv_connector"] for child in children)]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise ValueError(
+            f'--kv-transfer-config is not JSON with a key "kv_connector": {text[:80]!r}. '
+            """Write it as for vLLM: '{"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}'"""
+        ) from None
+
+
+def _checked(names: Iterable[str]) -> frozenset[str]:
+    found = set()
+    for name in filter(None, (name.strip() for name in names)):
+        if name not in KNOWN:
+            near = get_close_matches(name, KNOWN, 1)
+            hint = f"Did you mean {near[0]}?" if near else f"kvfix has fixes for {', '.join(KNOWN)}."
+            raise ValueError(f"unknown connector {name!r}. {hint}")
+        found.add(_ALIASES.get(name, name))
+    return frozenset(found)
+
+
+def severity(name: str) -> str:
+    """The effect of this name. Raises ValueError for another one."""
+    for effect in EFFECTS:
+        if name.strip().lower().replace("-", " ") == effect:
+            return effect
+    raise ValueError(f"unknown severity {name!r}; known: {', '.join(EFFECTS)}")
