@@ -17,7 +17,8 @@ from kvfix.wrapping import after, around, before, instead
 def nothing_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """kvfix reports an error once in a process; each test needs its own report."""
     monkeypatch.setattr(session, "faults", {})
-    monkeypatch.setattr(session, "reported", set())
+    monkeypatch.setattr(session, "reported", {})
+    monkeypatch.setattr(session, "lines", {})
 
 
 class Hooked:
