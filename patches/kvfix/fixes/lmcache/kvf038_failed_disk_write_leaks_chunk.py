@@ -96,7 +96,8 @@ def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
         get_physical_size=lambda: 0,
         ref_count_down=lambda: released.append(True),
     )
-    backend = SimpleNamespace(
+    backend = module.LocalDiskBackend.__new__(module.LocalDiskBackend)  # with the methods that a release may add
+    vars(backend).update(
         _key_to_path=lambda key: os.devnull + "/none",
         write_file=write_file,
         usage=0,
