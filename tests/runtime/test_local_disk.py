@@ -16,6 +16,7 @@ import pytest
 
 import kvfix
 from kvfix.fixes.lmcache import kvf037_truncated_chunk_file_is_loaded as kvf037
+from kvfix.session import session
 from tests.conftest import ForkServer
 
 CHUNKS = 3
@@ -160,6 +161,24 @@ def test_as_released_a_short_file_is_a_chunk(way: str, fork_server: ForkServer, 
     short, missing = fork_server(load, release("0.5.6"), str(tmp_path), [], way, [1000, None])
     assert short[0] == ["right", "wrong", "right"]
     assert missing[0] == ["right", "none", "right"] if way == "batched" else missing == "KeyError"
+
+
+def load_layer(folder: str) -> list[Any]:
+    """The chunks of one layer, as `use_layerwise` loads them; what kvfix has logged; the chunks that remain."""
+    kvfix.apply(only=["KVF037"])
+    disk = Disk(folder)
+    disk.keys = [key.split_layers(2)[1] for key in disk.keys]
+    assert [disk.store(chunk) for chunk in range(CHUNKS)] == [""] * CHUNKS
+    os.truncate(disk.path(1), 1000)
+    loaded = disk.load("prefetched")
+    return [loaded, [text for text in session.reported if "KVF037: " in text], disk.state()["chunks"]]
+
+
+def test_a_load_by_layers_has_all_chunks_and_a_warning(fork_server: ForkServer, release: Any, tmp_path: Path) -> None:
+    loaded, (warning,), chunks = fork_server(load_layer, release("0.5.6"), str(tmp_path))
+    assert loaded == ["right", "wrong", "right"]
+    assert "is truncated or missing, and LMCache has loaded it (use_layerwise)" in warning
+    assert chunks == [0, 1, 2]
 
 
 def load_with_fault(folder: str, way: str) -> Any:

@@ -48,6 +48,7 @@ from kvfix.fixes.targets import CACHE_ENGINE, LOCAL_DISK_BACKEND
 from kvfix.wrapping import after, around, positional
 
 _MARK_BYTES = 16
+_LOADED_ANYWAY = "is truncated or missing, and LMCache has loaded it (use_layerwise)"
 
 
 class _Reads(threading.local):
@@ -122,7 +123,7 @@ def fix_prefetch(module: ModuleType) -> Callable[..., Any]:
             if _is_layer(chunks):
                 answer = original(*args, **kwargs)
                 if _READS.short != before:
-                    _warn("is truncated or missing, and LMCache has loaded it (use_layerwise)", chunks[0][1])
+                    engine_log.guarded(f"{__name__}.load_all", _warn, _LOADED_ANYWAY, chunks[0][0])
                 return answer
             loaded = []
             for at, (path, key, memory) in enumerate(chunks):

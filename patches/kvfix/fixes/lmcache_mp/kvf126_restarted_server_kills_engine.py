@@ -16,11 +16,12 @@ flight when the server ended has no answer either.
 ## Fix
 LMCache's client notices a lost connection. The fix then answers what is in flight: a lookup has no hit, a load or store
 has failed. Until the worker has registered again, the fix answers its loads and stores in the same way, and does not
-send them. The next heartbeat counts the worker as unhealthy, so LMCache registers it again. A restart costs the hits of
-at most one heartbeat interval. With gRPC all is as released.
+send them. The next heartbeat counts the worker as unhealthy, so LMCache registers the worker again. The engine goes on,
+without stores and loads until that heartbeat. With gRPC all is as released.
 
 ## Releases
-LMCache 0.5.6. Up to 0.5.5 the client does not notice a lost connection (KVF906).
+LMCache 0.5.6. Earlier releases have no fix: up to 0.5.5 the client does not notice a lost connection
+(multiprocess/mq.py 0.5.5:281). There, restart the engine together with the server.
 
 ## Upstream
 None known.
