@@ -49,6 +49,7 @@ MP_WORKER_ADAPTER = Owner("lmcache", "lmcache.integration.vllm.vllm_multi_proces
 MP_SCHEDULER_ADAPTER = Owner(
     "lmcache", "lmcache.integration.vllm.vllm_multi_process_adapter", "LMCacheMPSchedulerAdapter"
 )
+MP_HEARTBEAT = Owner("lmcache", "lmcache.integration.vllm.vllm_multi_process_adapter", "HeartbeatThread")
 # The worker's client since 0.5.6, up to then in multiprocess.mq.
 MP_CLIENT = Owner("lmcache", "lmcache.v1.multiprocess.transport.zmq_impl.mq", "MessageQueueClient")
 

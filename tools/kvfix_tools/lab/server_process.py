@@ -43,7 +43,7 @@ _LIBC = ctypes.CDLL(None)
 class ServerProcess:
     """`url` is where it listens. Raises OSError if it does not start."""
 
-    def __init__(self) -> None:
+    def __init__(self, transfer_mode: str = "lmcache_driven") -> None:
         program = shutil.which("lmcache", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}")
         package = installed_source.package_dir("lmcache")
         if program is None or package is None:
@@ -64,7 +64,7 @@ class ServerProcess:
             program, "server", "--port", str(port), "--http-port", str(self._http_port),
             "--chunk-size", str(SERVER_CHUNK), "--l1-size-gb", str(L1_OBJECTS * PAGE / 2**30), "--no-l1-use-lazy",
             "--eviction-policy", "LRU", "--l2-adapter", json.dumps(on_disk),
-            "--supported-transfer-mode", "lmcache_driven", "--disable-observability",
+            "--supported-transfer-mode", transfer_mode, "--disable-observability",
         ]  # fmt: skip
         self._process: subprocess.Popen[bytes] | None = None
         #: Ends it, now or with this process.

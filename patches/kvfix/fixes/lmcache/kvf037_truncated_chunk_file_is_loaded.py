@@ -1,0 +1,221 @@
+"""A truncated chunk file on the local disk is loaded as if it were whole, and the request answers with wrong text.
+
+## Symptom
+With `local_disk`: none at the time. LMCache logs `Retrieved 256 out of 256 required tokens`, the request ends with HTTP
+200, and its text is wrong. If the file is gone: `File not found on disk: ...`, then `KeyError`, and EngineCore dies.
+
+## Cause
+`read_file` does not compare the number of bytes that it read with the size of the chunk (0.5.6
+local_disk_backend.py:812, 816). The rest of the chunk is what the memory held before. A full disk, a crash of the
+machine, or another process in the same folder can cut a file short. If the file is missing, `read_file` deletes the
+entry of the chunk (0.5.6:820), and `load_bytes_from_disk` then reads that entry (0.5.6:773).
+
+## Fix
+Before a read, the fix writes random bytes to the end of the memory. If these bytes are still there after the read, or
+the file is smaller than the memory, the read came short. The chunk then counts as not found: the fix frees its memory,
+and deletes its entry and its file. vLLM computes the tokens again, or ends the request with an error
+(`kv_load_failure_policy`). If the fix itself fails during a read, the chunk counts as not found. With `use_layerwise`
+the fix only logs a warning: LMCache cannot report a failed load there.
+
+Up to 0.4.3, LMCache also drops the chunk before one that is not found, and reports it as loaded (0.4.3
+cache_engine.py:1682). The fix reports only the chunks that LMCache loads.
+
+## Releases
+LMCache 0.3.9.post1 to 0.5.6. 0.3.9 has the bug too, and cannot report a failed load.
+
+## Upstream
+None known.
+
+## Remove when
+`read_file` raises an error when it reads fewer bytes than the chunk has.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import threading
+from collections.abc import Callable, Generator
+from contextlib import suppress
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from kvfix import engine_log
+from kvfix.fixes import stubs
+from kvfix.fixes.api import Fix
+from kvfix.fixes.targets import CACHE_ENGINE, LOCAL_DISK_BACKEND
+from kvfix.wrapping import after, around, positional
+
+_MARK_BYTES = 16
+_LOADED_ANYWAY = "is truncated or missing, and LMCache has loaded it (use_layerwise)"
+
+
+class _Reads(threading.local):
+    """The reads of this thread. LMCache reads a file in the thread that asks for its chunk."""
+
+    started = 0
+    whole = 0
+
+    @property
+    def short(self) -> int:
+        return self.started - self.whole
+
+
+_READS = _Reads()
+
+
+def fix_read(module: ModuleType) -> Callable[..., Any]:
+    def read_file(backend: Any, key: Any, buffer: Any, path: str) -> Generator[None, Any, Any]:
+        _READS.started += 1
+        size, entry = len(buffer), backend.dict.get(key)
+        end = (ctypes.c_ubyte * min(_MARK_BYTES, size)).from_buffer(buffer, max(0, size - _MARK_BYTES))
+        mark = os.urandom(len(end))
+        end[:] = list(mark)
+        answer = yield
+        if bytes(end) == mark:
+            if entry is not None:  # LMCache deletes the entry of a missing file, and the caller of read_file needs it
+                backend.dict.setdefault(key, entry)
+        elif os.path.getsize(path) >= size:  # the end of the file may be within the mark
+            _READS.whole += 1
+        return answer
+
+    return around(read_file)
+
+
+def fix_load(module: ModuleType) -> Callable[..., Any]:
+    """For the functions that load the chunk of their first argument. They return None if they have no chunk."""
+
+    def whole_or_none(original: Callable[..., Any]) -> Callable[..., Any]:
+        by_position = positional(original)
+
+        @functools.wraps(original)
+        def load(*args: Any, **kwargs: Any) -> Any:
+            before, memory = _READS.short, None
+            try:
+                memory = original(*args, **kwargs)
+            except OSError:  # of the disk: no file that is whole either
+                if _READS.short == before:
+                    raise
+            if _READS.short == before:
+                return memory
+            engine_log.guarded(f"{__name__}.load", lambda: _give_up(memory, *by_position(args, kwargs)[0]))
+            return None
+
+        return load
+
+    return whole_or_none
+
+
+def fix_prefetch(module: ModuleType) -> Callable[..., Any]:
+    """Load chunk after chunk, up to the first that is not whole. LMCache takes a shorter list for fewer chunks."""
+
+    def whole_only(original: Callable[..., Any]) -> Callable[..., Any]:
+        by_position = positional(original)
+
+        @functools.wraps(original)
+        def load_all(*args: Any, **kwargs: Any) -> Any:
+            before = _READS.short
+            chunks = engine_log.guarded(f"{__name__}.load_all", lambda: _chunks(*by_position(args, kwargs)[0]))
+            if chunks is None:
+                answer = original(*args, **kwargs)
+                return answer if _READS.short == before else []
+            if _is_layer(chunks):
+                answer = original(*args, **kwargs)
+                if _READS.short != before:
+                    engine_log.guarded(f"{__name__}.load_all", _warn, _LOADED_ANYWAY, chunks[0][0])
+                return answer
+            loaded = []
+            for at, (path, key, memory) in enumerate(chunks):
+                try:
+                    original(args[0], [path], [key], [memory])
+                except OSError:
+                    if _READS.short == before:
+                        raise
+                if _READS.short != before:
+                    engine_log.guarded(f"{__name__}.load_all", _give_up_all, args[0], chunks[at:])
+                    break
+                loaded.append(memory)
+            return loaded
+
+        return load_all
+
+    return whole_only
+
+
+def _chunks(backend: Any, paths: list[str], keys: list[Any], memory_objs: list[Any], *_: Any) -> list[tuple[Any, ...]]:
+    return list(zip(paths, keys, memory_objs, strict=False))
+
+
+def _is_layer(chunks: list[tuple[Any, ...]]) -> bool:
+    """Whether these are the chunks of one layer, which `retrieve_layer` loads: it takes no shorter list."""
+    return len({getattr(key, "layer_id", None) for _, key, _ in chunks} - {None}) == 1
+
+
+def _give_up_all(backend: Any, chunks: list[tuple[Any, ...]]) -> None:
+    """Release a chunk that is not whole, and those behind it, which have a pin each for this load."""
+    for at, (_, key, memory) in enumerate(chunks):
+        if memory.is_pinned:
+            memory.unpin()
+        if at == 0:
+            _give_up(memory, backend, key)
+        else:
+            backend.unpin(key)
+            memory.ref_count_down()
+
+
+def _give_up(memory: Any, backend: Any, key: Any, *_: Any) -> None:
+    """Free the memory, and forget the chunk: LMCache stores it again when it is computed again."""
+    if memory is not None:
+        memory.ref_count_down()
+    with backend.disk_lock:
+        entry = backend.dict.pop(key, None)
+        if entry is None:
+            return
+        backend.current_cache_size -= entry.size
+        backend.usage -= entry.size
+        backend.cache_policy.update_on_force_evict(key)
+        with suppress(OSError):
+            os.remove(entry.path)
+    _warn("is truncated or missing; its tokens are computed", entry.path)
+
+
+def _warn(what: str, path: str) -> None:
+    folder = os.path.dirname(path)
+    engine_log.warning(f"KVF037: a chunk file in {folder} {what}. Check the disk, and that nothing else writes there.")
+
+
+def fix_report(module: ModuleType) -> Callable[..., Any]:
+    def _process_tokens_internal(engine: Any, answer: Any, tokens: Any, mask: Any, ret_mask: Any, **_: Any) -> Any:
+        ret_mask[:] = False
+        for _, _, start, end in answer[0]:
+            ret_mask[start:end] = True
+        return answer
+
+    return after(_process_tokens_internal)
+
+
+def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+    """A read of 32 bytes from an empty file. Wrong is to end without an error."""
+    backend = SimpleNamespace(os_disk_bs=4096, use_odirect=False, dict={})
+    try:
+        return hook(backend, stubs.NAME, bytearray(32), os.devnull) is None
+    except OSError:
+        return False
+
+
+_HELPER = {"broken": ">=0.3.9.post1", "probe": stubs.cannot_tell, "helper": True}
+
+FIX = Fix(
+    __name__,
+    __doc__,
+    effect="wrong output",
+    targets=(
+        LOCAL_DISK_BACKEND.read_file(broken=">=0.3.9.post1", probe=shows_bug, fix=fix_read),
+        LOCAL_DISK_BACKEND.load_bytes_from_disk(fix=fix_load, **_HELPER),
+        LOCAL_DISK_BACKEND._load_chunk_into_memory(fix=fix_load, **{**_HELPER, "broken": ">=0.5.2"}),
+        LOCAL_DISK_BACKEND.batched_async_load_bytes_from_disk(fix=fix_prefetch, **_HELPER),
+        CACHE_ENGINE._process_tokens_internal(broken=">=0.3.9.post1,<0.4.4", probe=stubs.cannot_tell, fix=fix_report),
+    ),
+    proof="tests/runtime/test_local_disk.py, on LMCache's own backend: the lab has no disk",
+)

@@ -1,0 +1,121 @@
+"""A failed write to the local disk leaks the chunk in CPU memory, and LMCache never stores that chunk again.
+
+## Symptom
+With `local_disk`, on a full disk: none. LMCache logs `Stored 256 out of total 256 tokens`, and the hits do not come.
+Later the CPU cache is full: `No eviction candidates found in local cpu backend. Local cpu memory is under pressure.`
+
+## Cause
+`async_save_bytes_to_disk` counts the memory down, counts the task done and adds the entry after `write_file` (0.5.6
+local_disk_backend.py:699-716). If the write raises, none of that happens: the memory stays in use, and the task stays
+registered, so LMCache skips every later store of the chunk (0.5.6:381). The file stays on the disk in part, and its
+size stays counted against `max_local_disk_size`. No code reads the exception (0.5.6:428).
+
+## Fix
+After a failed write the fix logs the error, frees the memory, ends the task, deletes the file, and takes back what was
+counted. LMCache can store the chunk again. A write with `use_odirect` that raises also leaks a file descriptor; the fix
+cannot close it.
+
+## Releases
+LMCache 0.3.9 to 0.5.6.
+
+## Upstream
+None known.
+
+## Remove when
+`async_save_bytes_to_disk` handles an error of `write_file`.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from kvfix import engine_log
+from kvfix.fixes import stubs
+from kvfix.fixes.api import Fix
+from kvfix.fixes.targets import LOCAL_DISK_BACKEND
+from kvfix.wrapping import positional
+
+_WHERE = f"{__name__}.undo"
+
+
+def fix(module: ModuleType) -> Callable[..., Any]:
+    def undone(original: Callable[..., Any]) -> Callable[..., Any]:
+        by_position = positional(original)
+
+        @functools.wraps(original)
+        def async_save_bytes_to_disk(*args: Any, **kwargs: Any) -> Any:
+            try:
+                return original(*args, **kwargs)
+            except OSError as error:
+                engine_log.guarded(_WHERE, lambda failure: _undo(failure, *by_position(args, kwargs)[0]), error)
+                raise  # as released: it ends in a future that nobody reads
+
+        return async_save_bytes_to_disk
+
+    return undone
+
+
+def _undo(error: OSError, backend: Any, key: Any, memory: Any, *_: Any) -> None:
+    if not backend.disk_worker.exists_in_put_tasks(key):  # the write itself was done
+        return
+    path, size = backend._key_to_path(key), memory.get_physical_size()
+    backend.usage -= len(memory.byte_array)
+    with suppress(OSError):
+        os.remove(path)
+    memory.ref_count_down()
+    with backend.disk_lock:
+        backend.current_cache_size -= size
+        backend.cache_policy.update_on_force_evict(key)
+    backend.disk_worker.remove_put_task(key)
+    engine_log.warning(
+        f"KVF038: LMCache cannot write a chunk to {os.path.dirname(path)} ({error.strerror}); the chunk is not stored. "
+        "Free space there, or lower max_local_disk_size."
+    )
+
+
+def _nothing(*_: Any) -> None:
+    """Do nothing."""
+
+
+def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+    """A write that fails. Wrong is to leave the memory in use."""
+    released: list[bool] = []
+
+    def write_file(*_: Any) -> None:
+        raise OSError("no space")
+
+    memory = SimpleNamespace(
+        tensor=object(),
+        byte_array=b"",
+        get_size=lambda: 0,
+        get_physical_size=lambda: 0,
+        ref_count_down=lambda: released.append(True),
+    )
+    backend = module.LocalDiskBackend.__new__(module.LocalDiskBackend)  # with the methods that a release may add
+    vars(backend).update(
+        _key_to_path=lambda key: os.devnull + "/none",
+        write_file=write_file,
+        usage=0,
+        current_cache_size=0,
+        stats_monitor=SimpleNamespace(update_local_storage_usage=_nothing),
+        disk_lock=nullcontext(),
+        disk_worker=SimpleNamespace(remove_put_task=_nothing),
+        cache_policy=SimpleNamespace(update_on_force_evict=_nothing),
+    )
+    with suppress(OSError):
+        hook(backend, stubs.NAME, memory)
+    return not released
+
+
+FIX = Fix(
+    __name__,
+    __doc__,
+    effect="leak",
+    targets=(LOCAL_DISK_BACKEND.async_save_bytes_to_disk(broken=">=0.3.9", probe=shows_bug, fix=fix),),
+    proof="tests/runtime/test_local_disk.py, on LMCache's own backend: the lab has no disk",
+)

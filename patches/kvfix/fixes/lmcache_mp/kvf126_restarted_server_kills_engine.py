@@ -1,0 +1,144 @@
+"""EngineCore dies 300 seconds after a restart of the LMCache server, which does not know the worker any more.
+
+## Symptom
+Server: `non-GPU context not registered (or reaped) for instance ID ...` after a restart. Engine: no line for 300
+seconds, then `TimeoutError: RPC call to execute_model timed out.` and EngineDeadError. With LMCache-driven transfer the
+engine lives: `Rejecting STORE for unregistered GPU instance ID ...`, and no hit until the engine restarts.
+
+## Cause
+A worker registers again only after a ping without an answer (vllm_multi_process_adapter.py 0.5.6:583-590). Pings are 10
+seconds apart (`lmcache.mp.heartbeat_interval`), and the new server answers pings of a worker that it does not know. So
+a restart between two pings goes unnoticed. The new server raises at the worker's next store, and sends no answer
+(multiprocess/transport/zmq_impl/mq.py 0.5.6:725). With engine-driven transfer the worker waits for that answer in the
+step, for 300 seconds (`lmcache.mp.mq_timeout`); vLLM gives up the step after 300 seconds too. A request that was in
+flight when the server ended has no answer either.
+
+## Fix
+LMCache's client notices a lost connection. The fix then answers what is in flight: a lookup has no hit, a load or store
+has failed. Until the worker has registered again, the fix answers its loads and stores in the same way, and does not
+send them. The next heartbeat counts the worker as unhealthy, so LMCache registers the worker again. The engine goes on,
+without stores and loads until that heartbeat. With gRPC all is as released.
+
+## Releases
+LMCache 0.5.6. Earlier releases have no fix: up to 0.5.5 the client does not notice a lost connection
+(multiprocess/mq.py 0.5.5:281). There, restart the engine together with the server.
+
+## Upstream
+None known.
+
+## Remove when
+A worker registers again after a lost connection, and a request in flight fails when the connection is lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from kvfix import engine_log
+from kvfix.fixes import stubs
+from kvfix.fixes.api import Fix
+from kvfix.fixes.targets import MP_CLIENT, MP_HEARTBEAT
+from kvfix.wrapping import View, after, around, before, replaced
+
+#: {operation: the answer of a server that has found nothing and moved nothing}. The server answers lookups of a worker
+#: that it does not know; it needs to know the worker for transfers.
+_TRANSFERS = {
+    "prepare_store": SimpleNamespace(context={}),
+    "commit_store": False,
+    "prepare_retrieve": SimpleNamespace(success=False, data=b"", context={}),
+    "commit_retrieve": False,
+    "store": (b"", False),
+    "retrieve": (b"", False),
+}
+_IN_FLIGHT = {**_TRANSFERS, "lookup": None, "query_prefetch_status": 0}
+_WHERE = f"{__name__}.process_outbound_task"
+_REGISTRATIONS = ("register_kv_cache", "register_kv_cache_engine_driven_context")
+
+
+def fail_in_flight(module: ModuleType) -> Callable[..., Any]:
+    """LMCache calls it when the connection is lost, in the one thread that sends and receives for the client."""
+
+    def cancel_streams(client: Any, answer: Any) -> Any:
+        client._kvfix_unregistered = True
+        for uid, (future, spec) in list(client.pending_futures.items()):
+            if spec.operation in _IN_FLIGHT:
+                del client.pending_futures[uid]
+                future.set_result(_IN_FLIGHT[spec.operation])
+        return answer
+
+    return after(cancel_streams)
+
+
+def hold_transfers(module: ModuleType) -> Callable[..., Any]:
+    """The function sends what it takes from the queue. It does not get the requests that the fix answers."""
+
+    def process_outbound_task(client: Any) -> Generator[None, Any, Any]:
+        queue = client.input_queue
+
+        def get_nowait() -> Any:
+            while True:
+                request = queue.get_nowait()
+                if not engine_log.guarded(_WHERE, _is_answered, client, request):
+                    return request
+
+        with replaced(client, input_queue=View(queue, get_nowait=get_nowait)):
+            return (yield)
+
+    return around(process_outbound_task, when=_is_unregistered)
+
+
+def _is_unregistered(client: Any) -> bool:
+    return getattr(client, "_kvfix_unregistered", False)
+
+
+def _is_answered(client: Any, request: Any) -> bool:
+    """Whether the fix has answered this request, which is next to be sent, for the server."""
+    spec = getattr(request, "rpc_spec", None)  # a control frame of a stream has none
+    if spec is not None and spec.operation in _REGISTRATIONS:
+        client._kvfix_unregistered = False
+    if spec is None or spec.operation not in _TRANSFERS or not client._kvfix_unregistered:
+        return False
+    request.future.set_result(_TRANSFERS[spec.operation])
+    return True
+
+
+def register_again(module: ModuleType) -> Callable[..., Any]:
+    def _execute(heartbeat: Any) -> None:
+        heartbeat._health_event.clear()
+        engine_log.warning(
+            "KVF126: the connection to the LMCache server was lost; the worker registers again. Loads and stores until "
+            "then have failed, and vLLM computes their tokens."
+        )
+
+    def is_needed(heartbeat: Any) -> bool:
+        """The heartbeat of the scheduler, which registers nothing, has no instance ID."""
+        client = getattr(heartbeat._req_client, "_message_queue_client", None)
+        return heartbeat._instance_id is not None and _is_unregistered(client)
+
+    return before(_execute, when=is_needed)
+
+
+def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:
+    """A store is in flight when the connection is lost. Wrong is to leave it without an answer."""
+    answers: list[Any] = []
+    store = SimpleNamespace(set_result=answers.append, set_exception=answers.append)
+    client = SimpleNamespace(
+        pending_streams={}, pending_futures={0: (store, SimpleNamespace(operation="prepare_store"))}
+    )
+    hook(client)
+    return not answers
+
+
+FIX = Fix(
+    __name__,
+    __doc__,
+    effect="hang",
+    targets=(
+        MP_CLIENT.cancel_streams(broken="==0.5.6", probe=shows_bug, fix=fail_in_flight),
+        MP_CLIENT.process_outbound_task(broken="==0.5.6", probe=stubs.cannot_tell, fix=hold_transfers, helper=True),
+        MP_HEARTBEAT._execute(broken="==0.5.6", probe=stubs.cannot_tell, fix=register_again, helper=True),
+    ),
+    proof="tests/runtime/test_server_restart.py, with a real server: the lab's server answers in the step",
+)

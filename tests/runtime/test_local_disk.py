@@ -1,0 +1,258 @@
+"""KVF037 and KVF038 on LMCache's own disk backend, with real files: some are cut short, some cannot be written."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import os
+import resource
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import kvfix
+from kvfix.fixes.lmcache import kvf037_truncated_chunk_file_is_loaded as kvf037
+from kvfix.session import session
+from tests.conftest import ForkServer
+
+CHUNKS = 3
+
+
+def key_of(chunk: int) -> Any:
+    import torch
+    from lmcache.utils import CacheEngineKey
+
+    fields = {"fmt": "vllm", "model_name": "m", "world_size": 1, "worker_id": 0, "dtype": torch.float32}
+    known = {field.name for field in dataclasses.fields(CacheEngineKey)}
+    return CacheEngineKey(**{name: value for name, value in fields.items() if name in known}, chunk_hash=chunk)
+
+
+class Disk:
+    """LMCache's disk backend and CPU backend, with chunks 0, 1, 2: chunk n holds the number n + 1 in each element."""
+
+    def __init__(self, folder: str) -> None:
+        import lmcache.v1.memory_management as memory
+        import lmcache.v1.storage_backend.local_disk_backend as module
+        import torch
+        from lmcache.v1.config import LMCacheEngineConfig
+        from lmcache.v1.storage_backend.local_cpu_backend import LocalCPUBackend
+
+        try:
+            from lmcache.v1.memory_allocators.host_memory_allocator import HostMemoryAllocator
+        except ModuleNotFoundError:  # up to 0.5.1
+            HostMemoryAllocator = memory.HostMemoryAllocator
+        module.logger.disabled = True
+        loop = asyncio.new_event_loop()
+        threading.Thread(target=loop.run_forever, daemon=True).start()
+        config = LMCacheEngineConfig.from_defaults(local_disk=folder, max_local_disk_size=1.0, cache_policy="LFU")
+        with contextlib.suppress(ModuleNotFoundError):  # in 0.3.9
+            from lmcache.v1.pin_monitor import PinMonitor
+
+            PinMonitor.GetOrCreate(config)
+        self.allocator = HostMemoryAllocator(1 << 20)
+        self.cpu = LocalCPUBackend(config, memory_allocator=self.allocator)
+        self.backend = module.LocalDiskBackend(config, loop, self.cpu, dst_device="cpu")
+        self._shape = torch.Size([2, 2, 16, 16]), torch.float32, memory.MemoryFormat.KV_2LTD
+        self.keys = [key_of(chunk) for chunk in range(CHUNKS)]
+        self._writes: list[Any] = []
+
+        def submitted(task: Any, loop: Any) -> Any:
+            self._writes.append(asyncio.run_coroutine_threadsafe(task, loop))
+            return self._writes[-1]
+
+        module.asyncio = SimpleNamespace(run_coroutine_threadsafe=submitted)
+        self._loop = loop
+
+    def store(self, chunk: int) -> str:
+        """The error of the write; "" if it has succeeded, "not submitted" if there was none."""
+        memory = self.cpu.allocate(*self._shape)
+        memory.tensor.fill_(chunk + 1)
+        self.backend.submit_put_task(self.keys[chunk], memory)
+        memory.ref_count_down()
+        if not self._writes:
+            return "not submitted"
+        error = self._writes.pop().exception(60)
+        return "" if error is None else type(error).__name__
+
+    def path(self, chunk: int) -> Path:
+        return Path(self.backend._key_to_path(self.keys[chunk]))
+
+    def load(self, way: str) -> list[str]:
+        """Of each chunk: whether it came, and right."""
+        for key in self.keys:
+            self.backend.pin(key)
+        if way == "one by one":
+            found = [self.backend.get_blocking(key) for key in self.keys]
+        elif way == "batched":
+            found = self.backend.batched_get_blocking(self.keys)
+        else:
+            load = self.backend.batched_get_non_blocking("lookup", self.keys)
+            found = asyncio.run_coroutine_threadsafe(load, self._loop).result(60)
+        for key in self.keys:
+            self.backend.unpin(key)
+        answers = []
+        for chunk, memory in enumerate(found):
+            right = memory is not None and bool((memory.tensor == chunk + 1).all())
+            answers.append("none" if memory is None else "right" if right else "wrong")
+            if memory is not None:
+                if memory.is_pinned:
+                    memory.unpin()
+                memory.ref_count_down()
+        return answers
+
+    def state(self) -> dict[str, Any]:
+        backend = self.backend
+        return {
+            "chunks": [self.keys.index(key) for key in backend.dict],
+            "pins": [entry.pin_count for entry in backend.dict.values()],
+            "allocated": self.allocator.allocator.num_active_allocations,
+            "bytes": [int(backend.current_cache_size), backend.usage],
+            "files": sorted(chunk for chunk in range(CHUNKS) if self.path(chunk).exists()),
+        }
+
+
+def load(folder: str, only: list[str], way: str, sizes: list[int | None]) -> list[Any]:
+    """For each size of the file of chunk 1 (None: deleted): the answers, the state, the answers after a new store."""
+    kvfix.apply(only=only)
+    found: list[Any] = []
+    for size in sizes:
+        disk = Disk(f"{folder}/{size}")
+        assert [disk.store(chunk) for chunk in range(CHUNKS)] == [""] * CHUNKS
+        if size is None:
+            disk.path(1).unlink()
+        else:
+            os.truncate(disk.path(1), size)
+        try:
+            loaded = disk.load(way)
+        except KeyError as error:
+            found.append(type(error).__name__)
+            continue
+        state = disk.state()
+        disk.store(1)
+        found.append([loaded, state, disk.load(way)])
+    return found
+
+
+WAYS = ["one by one", "batched", "prefetched"]
+#: Of a chunk: one page, so that the allocator does not round it up.
+BYTES = 2 * 2 * 16 * 16 * 4
+SHORT = [0, 1000, BYTES - 1, None]
+LEFT = {"chunks": [0, 2], "pins": [0, 0], "allocated": 0, "bytes": [2 * BYTES] * 2, "files": [0, 2]}
+WHOLE = {"chunks": [0, 1, 2], "pins": [0] * 3, "allocated": 0, "bytes": [3 * BYTES] * 2, "files": [0, 1, 2]}
+RIGHT = ["right"] * 3
+
+
+@pytest.mark.parametrize("name", ["0.3.9.post1", "0.4.4", "0.5.6"])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_short_or_missing_file_is_no_chunk(
+    name: str, way: str, fork_server: ForkServer, release: Any, tmp_path: Path
+) -> None:
+    *short, whole = fork_server(load, release(name), str(tmp_path), ["KVF037"], way, [*SHORT, BYTES])
+    assert whole == [RIGHT, WHOLE, RIGHT]
+    assert short == [[["right"] if way == "prefetched" else ["right", "none", "right"], LEFT, RIGHT]] * len(SHORT)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_as_released_a_short_file_is_a_chunk(way: str, fork_server: ForkServer, release: Any, tmp_path: Path) -> None:
+    short, missing = fork_server(load, release("0.5.6"), str(tmp_path), [], way, [1000, None])
+    assert short[0] == ["right", "wrong", "right"]
+    assert missing[0] == ["right", "none", "right"] if way == "batched" else missing == "KeyError"
+
+
+def load_layer(folder: str) -> list[Any]:
+    """The chunks of one layer, as `use_layerwise` loads them; what kvfix has logged; the chunks that remain."""
+    kvfix.apply(only=["KVF037"])
+    disk = Disk(folder)
+    disk.keys = [key.split_layers(2)[1] for key in disk.keys]
+    assert [disk.store(chunk) for chunk in range(CHUNKS)] == [""] * CHUNKS
+    os.truncate(disk.path(1), 1000)
+    loaded = disk.load("prefetched")
+    return [loaded, [text for text in session.reported if "KVF037: " in text], disk.state()["chunks"]]
+
+
+def test_a_load_by_layers_has_all_chunks_and_a_warning(fork_server: ForkServer, release: Any, tmp_path: Path) -> None:
+    loaded, (warning,), chunks = fork_server(load_layer, release("0.5.6"), str(tmp_path))
+    assert loaded == ["right", "wrong", "right"]
+    assert "is truncated or missing, and LMCache has loaded it (use_layerwise)" in warning
+    assert chunks == [0, 1, 2]
+
+
+def load_with_fault(folder: str, way: str) -> Any:
+    kvfix.apply(only=["KVF037"])
+    kvf037._MARK_BYTES = "a fault of kvfix"  # type: ignore[assignment]
+    disk = Disk(folder)
+    disk.store(0), disk.store(1), disk.store(2)
+    return disk.load(way)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_fault_of_the_fix_is_no_chunk(way: str, fork_server: ForkServer, release: Any, tmp_path: Path) -> None:
+    loaded = fork_server(load_with_fault, release("0.5.6"), str(tmp_path), way)
+    assert loaded == ([] if way == "prefetched" else ["none"] * CHUNKS)
+
+
+def report(only: list[str]) -> list[Any]:
+    """Of three chunks the last is not found: the tokens that LMCache reports, and those of the chunks that it loads."""
+    kvfix.apply(only=only)
+    import lmcache.v1.cache_engine as module
+    import torch
+
+    module.logger.disabled = True
+    chunks = [(16 * chunk, 16 * chunk + 16, key_of(chunk)) for chunk in range(CHUNKS)]
+    memory = SimpleNamespace(get_size=lambda: 0)
+    storage = SimpleNamespace(
+        get_block_mapping=lambda infos: {"disk": infos},
+        batched_get=lambda keys, location: [memory, memory, None],
+        contains=lambda key: "disk",
+        non_allocator_backends=[],
+    )
+    engine = SimpleNamespace(
+        storage_manager=storage,
+        token_database=SimpleNamespace(process_tokens=lambda **_: chunks),
+        lookup_pins={},
+        lookup_cache={},
+        remove_after_retrieve=False,
+    )
+    reported = torch.zeros(48, dtype=torch.bool)
+    loaded, _ = module.LMCacheEngine._process_tokens_internal(engine, None, None, reported)
+    return [int(reported.sum()), sum(end - start for _, _, start, end in loaded)]
+
+
+@pytest.mark.parametrize(
+    ("name", "fixes", "tokens"),
+    [
+        ("0.4.3", [], [32, 16]),
+        ("0.4.3", ["KVF037"], [16, 16]),
+        ("0.3.9.post1", ["KVF037"], [16, 16]),
+        ("0.4.4", ["KVF037"], [32, 32]),
+    ],
+)
+def test_only_loaded_chunks_are_reported(
+    name: str, fixes: list[str], tokens: list[int], fork_server: ForkServer, release: Any
+) -> None:
+    assert fork_server(report, release(name), fixes) == tokens
+
+
+def write(folder: str, only: list[str]) -> list[Any]:
+    """The write of chunk 0 fails after 100 bytes; the state; then it is stored again, where there is room."""
+    kvfix.apply(only=only)
+    disk = Disk(folder)
+    _, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+    errors = [disk.store(0)]
+    resource.setrlimit(resource.RLIMIT_FSIZE, (hard, hard))
+    return [errors, disk.state(), disk.store(0), disk.state()]
+
+
+@pytest.mark.parametrize("name", ["0.3.9", "0.4.4", "0.5.6"])
+@pytest.mark.parametrize("fixes", [[], ["KVF038"]])
+def test_a_failed_write(name: str, fixes: list[str], fork_server: ForkServer, release: Any, tmp_path: Path) -> None:
+    nothing = {"chunks": [], "pins": [], "allocated": 0, "bytes": [0, 0], "files": []}
+    leaked = {**nothing, "allocated": 1, "bytes": [BYTES, BYTES], "files": [0]}
+    stored = {"chunks": [0], "pins": [0], "allocated": 0, "bytes": [BYTES, BYTES], "files": [0]}
+    expected = [["OSError"], nothing, "", stored] if fixes else [["OSError"], leaked, "not submitted", leaked]
+    assert fork_server(write, release(name), str(tmp_path), fixes) == expected

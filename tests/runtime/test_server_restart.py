@@ -1,0 +1,135 @@
+"""KVF126 on LMCache's own client, worker adapter and server: the server ends, or starts again, below the worker."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import kvfix
+from tests.conftest import RELEASES, ForkServer
+
+NEWEST = "0.5.6"
+
+
+def lose_connection(only: list[str]) -> dict[str, list[str]]:
+    """Operations that are answered: those in flight when the server goes; those that are sent then; after that, those
+    behind a registration. The server is a socket."""
+    kvfix.apply(only=only)
+    import zmq
+    from lmcache.v1.multiprocess.custom_types import IPCCacheServerKey, RegisterEngineDrivenContextPayload
+    from lmcache.v1.multiprocess.transport.factory import RequestClientFactory
+    from lmcache.v1.multiprocess.transport.zmq_impl.wire import decode_operation
+
+    context = zmq.Context()
+    context.linger = 0
+    context.rcvtimeo = 30_000
+    server = context.socket(zmq.ROUTER)
+    port = server.bind_to_random_port("tcp://127.0.0.1")
+    client: Any = RequestClientFactory.create(f"tcp://127.0.0.1:{port}", context=context)
+    key = IPCCacheServerKey("model", 1, 0, token_ids=(1,) * 16, start=0, end=16, request_id="r")
+
+    def send_all() -> dict[str, Any]:
+        return {
+            "prepare_store": client.prepare_store(key, 1),
+            "commit_store": client.commit_store(key, 1, b""),
+            "prepare_retrieve": client.prepare_retrieve(key, 1),
+            "commit_retrieve": client.commit_retrieve(key, 1),
+            "store": client.store(key, 1, [[3]], b""),
+            "retrieve": client.retrieve(key, 1, [[3]], b"", 0),
+            "lookup": client.lookup(key, 1),
+            "query_prefetch_status": client.query_prefetch_status("r"),
+            "ping": client.ping(1),
+        }
+
+    def received(count: int) -> list[str]:
+        operations: list[str] = []
+        while len(operations) < count:
+            message = server.recv_multipart()
+            if message[2]:  # else it cancels the stream
+                operations.append(decode_operation(message[2]))
+        return operations
+
+    def answered(futures: dict[str, Any]) -> list[str]:
+        return [name for name, future in futures.items() if future.query()]
+
+    in_flight = send_all()
+    stream = client.subscribe_kv_events(1, "model", 0, 8)
+    received(len(in_flight) + 1)
+    server.close(linger=0)
+    assert list(stream) == []  # LMCache ends the stream when it notices
+    lost = send_all()
+    server = context.socket(zmq.ROUTER)
+    server.bind(f"tcp://127.0.0.1:{port}")
+    unsent = received(len(lost) - len(TRANSFERS) * bool(only))
+    client.register_kv_cache_engine_driven_context(
+        RegisterEngineDrivenContextPayload(1, "model", 1, 1, 1, 1, "int8", False)
+    )
+    behind = send_all()
+    assert received(1 + len(behind))[1:] == list(behind)
+    found = {"in flight": answered(in_flight), "lost": answered(lost), "sent": unsent, "behind": answered(behind)}
+    client.close()
+    server.close(linger=0)
+    context.term()
+    return found
+
+
+TRANSFERS = ["prepare_store", "commit_store", "prepare_retrieve", "commit_retrieve", "store", "retrieve"]
+LOOKUPS = ["lookup", "query_prefetch_status"]
+
+
+@pytest.mark.parametrize("fixes", [[], ["KVF126"]])
+def test_a_lost_connection(fixes: list[str], fork_server: ForkServer) -> None:
+    found = fork_server(lose_connection, RELEASES / NEWEST, fixes)
+    if fixes:
+        sent = [*LOOKUPS, "ping"]
+        assert found == {"in flight": TRANSFERS + LOOKUPS, "lost": TRANSFERS, "sent": sent, "behind": []}
+    else:
+        assert found == {"in flight": [], "lost": [], "sent": [*TRANSFERS, *LOOKUPS, "ping"], "behind": []}
+
+
+def restart(only: list[str], patience: float) -> list[bool]:
+    """Whether a store has succeeded: before the real server starts again, after that, and after a heartbeat.
+
+    patience: seconds for an answer of the server; the second store takes twice as long if there is none.
+    """
+    kvfix.apply(only=only)
+    import torch
+    import zmq
+    from lmcache.integration.vllm.vllm_multi_process_adapter import (
+        LMCacheMPWorkerAdapter,
+        LoadStoreOp,
+        ParallelStrategy,
+    )
+
+    from kvfix_tools.lab.server_process import ServerProcess
+
+    server = ServerProcess("auto")
+    alone = ParallelStrategy(False, vllm_world_size=1, vllm_worker_id=0, tp_size=1, pp_size=1, n_servers=1)
+    settings = {"mq_timeout": patience, "heartbeat_interval": 3600.0}
+    adapter = LMCacheMPWorkerAdapter(
+        server.url, zmq.Context(), "model", 16, alone,
+        extra_config={f"lmcache.mp.{name}": value for name, value in settings.items()},
+    )  # fmt: skip
+    adapter.register_kv_caches({f"layer {layer}": torch.rand(2, 8, 16, 1, 8) for layer in (1, 2)}, layout_hints={})
+
+    def store(request_id: str, first: int) -> bool:
+        op = LoadStoreOp(list(range(first, first + 32)), [[0, 1]], start=0, end=32)
+        adapter.submit_store_request(request_id, op, adapter.create_recorded_event())
+        future: Any = adapter.store_futures[request_id]
+        return bool(future.result(60))
+
+    stored = [store("before", 0)]
+    server.kill()
+    server.start()
+    stored.append(store("after", 100))
+    adapter._heartbeat._execute()
+    stored.append(store("registered", 200))
+    server.close()
+    return stored
+
+
+@pytest.mark.parametrize(("fixes", "patience", "last"), [([], 1.0, False), (["KVF126"], 300.0, True)])
+def test_a_restarted_server(fixes: list[str], patience: float, last: bool, fork_server: ForkServer) -> None:
+    """With the fix nothing waits for the server's answer: it would be 600 seconds, and the test may take less."""
+    assert fork_server(restart, RELEASES / NEWEST, fixes, patience) == [True, False, last]
