@@ -129,10 +129,13 @@ def judge_live(target: Target, module: ModuleType, function: Any = None) -> Appl
     path = installed_source.source_file(target.dist, target.module)
     if found is None:
         return by_file if by_file.state == "not-affected" else _judge_absent(target, path)
-    function = function if function is not None else found[2]
+    owner, name, live = found
+    if by_file.state == "not-affected" and name not in vars(owner):
+        return by_file  # this release's class does not have the function, and inherits one from another file
+    function = function if function is not None else live
     if path is not None and not installed_source.is_from_file(function, path):
-        owner = getattr(function, "__module__", None) or "another tool"
-        by_file = Applicability("unknown", f"{target.function} was replaced by {owner}")
+        other = getattr(function, "__module__", None) or "another tool"
+        by_file = Applicability("unknown", f"{target.function} was replaced by {other}")
     elif by_file.state != "unknown":
         return by_file
     what = by_file.reason.partition(";")[0]
