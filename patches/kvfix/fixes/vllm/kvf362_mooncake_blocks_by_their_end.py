@@ -48,7 +48,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
             return False
         return bool(len(blocks[0]) * connector.block_size >= request.num_prompt_tokens + connector.block_size)
 
-    def not_sent(*_: Any) -> tuple[bool, None]:
+    def not_sent(*_: Any, **__: Any) -> tuple[bool, None]:
         return False, None
 
     return around(request_finished, when=has_more, on_fault=not_sent)
