@@ -1,6 +1,6 @@
 """An error in the code of a fix: never an outcome that the release does not have, and never wrong KV of a closed fix.
 
-Three draws for each fix here. Thousands: `python -m tests.lab.faults 100`.
+Two draws for each fix here. Thousands: `python -m tests.lab.faults 100`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from kvfix import catalogue
 from tests.conftest import RELEASES, Once
 from tests.lab.faults import faults
 
-DRAWS = 3
+DRAWS = 2
 
 #: Closed fixes whose scenarios this release does not show, or whose bug the lab cannot play.
 ELSEWHERE = {"KVF008", "KVF014", "KVF019", "KVF020", "KVF024", "KVF103", "KVF106", "KVF115", "KVF206"}
@@ -26,7 +26,7 @@ def test_errors_at_drawn_lines(once: Once) -> None:
     assert found["worse"] == []
     closed = {fix.code for fix in catalogue.fixes() if fix.on_fault == "closed"}
     assert closed - set(found["draws"]) <= ELSEWHERE
-    assert sum(found["draws"].values()) > 200
+    assert sum(found["draws"].values()) > 150
 
 
 def test_a_fix_that_does_not_fail_closed_is_found(once: Once) -> None:

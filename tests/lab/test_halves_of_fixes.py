@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,13 +16,15 @@ import pytest
 from kvfix import catalogue
 from kvfix.fixes.api import Fix, Target
 from tests.conftest import RELEASES, Once
-from tests.lab.faults import CLOSED, cases
+from tests.lab.faults import CLOSED, Case, cases
 
 #: Functions of connectors that run in a worker. Classes of workers have "Worker" in their name.
 IN_WORKER = {
     "wait_for_save", "start_load_kv", "save_kv_layer", "get_block_ids_with_load_errors", "get_finished",
     "get_transfer_results", "handle_preemptions",
 }  # fmt: skip
+#: Fixes that also report failed stores, which no scenario plays.
+STORES = {"KVF330": ["offloading"], "KVF370": ["simple-offload"]}
 #: Of the fixes for two engines: the functions that act in the prefill engine.
 IN_PREFILL = {"KVF319": {"request_finished"}, "KVF322": {"_do_start_push_kv"}}
 
@@ -47,11 +50,32 @@ FIXES = [fix.code for fix in catalogue.fixes() if fix.scenarios and halves(fix)]
 @contextmanager
 def only(fix: Fix, targets: tuple[Target, ...]) -> Iterator[None]:
     whole = fix.targets
-    object.__setattr__(fix, "targets", targets)
+    # A helper alone does not show the bug: each function counts.
+    object.__setattr__(fix, "targets", tuple(replace(each, helper=False) for each in targets))
     try:
         yield
     finally:
         object.__setattr__(fix, "targets", whole)
+
+
+def failed_store(connector: str) -> Case:
+    """A store fails, and another request has the same prompt."""
+    from kvfix_tools.lab.options import Options
+    from kvfix_tools.lab.runner import applied
+    from kvfix_tools.lab.scenario import Scenario
+    from kvfix_tools.lab.steps import Step, admit, prompt, reset_prefix_cache, run, settle
+
+    fails, options = Step("fail_store", ("before",), {}), Options(connector=connector, max_num_batched_tokens=512)
+    schedule = [
+        fails, admit("before", prompt(128)), run(), settle(), reset_prefix_cache(), admit("r", prompt(128)), run(),
+    ]  # fmt: skip
+    scenario = Scenario(schedule, rule="LAB001", wrong={}, options=options)
+
+    def findings(fixes: bool) -> Any:
+        with applied(fixes):
+            return scenario.played().findings
+
+    return Case("failed-store", lambda: findings(False), lambda: findings(True), lambda _: [])
 
 
 def outcomes() -> dict[str, list[str]]:
@@ -60,7 +84,7 @@ def outcomes() -> dict[str, list[str]]:
     for fix in map(catalogue.find, FIXES):
         assert fix is not None
         found[fix.code] = []
-        for case in cases(fix):
+        for case in cases(fix) + [failed_store(connector) for connector in STORES.get(fix.code, ())]:
             released = {*CLOSED, *(each.code for each in case.released())}
             for targets in halves(fix):
                 with only(fix, targets):

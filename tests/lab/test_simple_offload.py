@@ -185,6 +185,7 @@ def on_a_full_disk(fixes: bool) -> list[Any]:
         kvfix.apply(only=["KVF370"])
     import torch
     from vllm.v1.simple_kv_offload import disk_backend
+    from vllm.v1.simple_kv_offload.metadata import SimpleCPUOffloadMetadata
     from vllm.v1.simple_kv_offload.worker import SimpleCPUOffloadWorker
 
     from kvfix_tools.roundtrip import cuda_stand_in
@@ -193,6 +194,9 @@ def on_a_full_disk(fixes: bool) -> list[Any]:
     worker = SimpleCPUOffloadWorker(None, None, 0)
     with suppress(AssertionError):  # it has no configuration
         worker.register_kv_caches({"layer": torch.zeros(1)})
+    from_scheduler: Any = SimpleCPUOffloadMetadata()
+    from_scheduler._kvfix_knows_failed_copies = True
+    worker.bind_connector_metadata(from_scheduler)
     backend = disk_backend.DiskBackend()
     left = [OSError(28, os.strerror(28))]
 

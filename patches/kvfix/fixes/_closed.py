@@ -115,7 +115,7 @@ def store_nothing_more(connector: Any, scheduler_output: Any, *_: Any, **__: Any
     return GO_ON
 
 
-def drop_stores(connector: Any, answer: Any, scheduler_output: Any, metadata: Any) -> Any:
+def drop_stores(connector: Any, answer: Any, scheduler_output: Any, metadata: Any, *_: Any, **__: Any) -> Any:
     """After the metadata are built: their stores are left out, and nothing more is stored of those requests."""
     _stored(connector, [meta.request_id for meta in metadata.requests if meta.direction == "STORE"])
     metadata.requests[:] = [meta for meta in metadata.requests if meta.direction != "STORE"]

@@ -46,7 +46,9 @@ def fix(adapter: ModuleType) -> Callable[..., Any]:
             tracker.token_ids = tokens[:num_tokens_to_compute].copy()
         return tracker
 
-    def found_nowhere(config: Any, tracker: Any, new_request: Any, num_tokens_to_compute: int, *_: Any) -> Any:
+    def found_nowhere(
+        config: Any, tracker: Any, new_request: Any, num_tokens_to_compute: int, *_: Any, **__: Any
+    ) -> Any:
         """Tokens that no key has: a load of them fails, and nothing is stored."""
         tracker.token_ids, tracker.skip_save = [-1] * num_tokens_to_compute, True
         return tracker

@@ -42,14 +42,18 @@ from kvfix.wrapping import View, after
 def load(adapter: Any, future: Any, blocks: Any) -> Any:
     """The future of a load into these blocks."""
 
-    def failed() -> None:
+    def failed() -> bool:
         adapter.error_block_ids.update(blocks)
         note(__name__, f"{len(blocks)} blocks of a failed load are reported")
+        return True
+
+    def failed_anew() -> None:
+        adapter.error_block_ids = {*adapter.error_block_ids, *blocks}
 
     def result(*args: Any, **kwargs: Any) -> Any:
         loaded = future.result(*args, **kwargs)
-        if not loaded:
-            engine_log.guarded(f"{__name__}.load", failed)
+        if not loaded and not engine_log.guarded(f"{__name__}.load", failed):
+            engine_log.guarded(f"{__name__}.load", failed_anew)
         return loaded
 
     return View(future, result=result)

@@ -55,7 +55,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
             tracker.cache_salt = salt(request.cache_salt or "", lora.lora_name)
         return answer
 
-    def own_salt(tracker: Any, answer: None, request: Any) -> None:
+    def own_salt(tracker: Any, answer: None, request: Any, *_: Any, **__: Any) -> None:
         """A salt that no other request has: nothing is found, and what is stored is found by none."""
         tracker.cache_salt = f"kvfix-{request.request_id}"
         return answer

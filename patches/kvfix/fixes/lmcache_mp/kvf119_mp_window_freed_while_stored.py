@@ -106,7 +106,9 @@ def fix(module: ModuleType) -> Callable[..., Any]:
                 ]
         return answer
 
-    def wait_and_store_nothing(connector: Any, answer: Any, scheduler_output: Any, metadata: Any) -> Any:
+    def wait_and_store_nothing(
+        connector: Any, answer: Any, scheduler_output: Any, metadata: Any, *_: Any, **__: Any
+    ) -> Any:
         metadata.need_flush_before_forward = metadata._kvfix_preempted = True
         vars(connector).pop("_kvfix_stores", None)
         return _closed.drop_stores(connector, answer, scheduler_output, metadata)

@@ -76,7 +76,7 @@ def note_connection(module: ModuleType) -> Callable[..., Any]:
     def process_inbound(client: Any) -> None:
         client._kvfix_connected = True
 
-    def connected(client: Any) -> Any:
+    def connected(client: Any, *_: Any, **__: Any) -> Any:
         client._kvfix_connected = True
         return GO_ON
 
@@ -99,7 +99,7 @@ def fail_transfers(module: ModuleType) -> Callable[..., Any]:
                 future.set_result(_FAILED)
         return answer
 
-    def lost(client: Any, answer: Any) -> Any:
+    def lost(client: Any, answer: Any, *_: Any, **__: Any) -> Any:
         """The worker gives its transfers up: a server that is gone writes nothing."""
         client._kvfix_connected = False
         return answer

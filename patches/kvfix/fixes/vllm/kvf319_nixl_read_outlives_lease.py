@@ -104,7 +104,7 @@ def fails_late_reads(module: ModuleType) -> Callable[..., Any]:
         late = {name for name in done - failed if _too_late(worker, name, module.time.perf_counter())}
         return (done, failed | late) if late else answer
 
-    def all_fail(worker: Any, answer: tuple[set[str], set[str]], transfers: Any, *_: Any) -> Any:
+    def all_fail(worker: Any, answer: tuple[set[str], set[str]], transfers: Any, *_: Any, **__: Any) -> Any:
         done, failed = answer
         return (done, failed | done) if transfers is worker._recving_transfers else answer
 

@@ -69,7 +69,7 @@ def keeps_what_is_written(module: ModuleType) -> Callable[..., Any]:
         _reap_expired_send_leases,
         when=lambda worker, *_: worker._reqs_to_send and hasattr(worker, "_sending_transfers"),
         # While something may be written no lease ends.
-        on_fault=lambda worker, *_: None if getattr(worker, "_sending_transfers", None) else GO_ON,
+        on_fault=lambda worker, *_, **__: None if getattr(worker, "_sending_transfers", None) else GO_ON,
     )
 
 

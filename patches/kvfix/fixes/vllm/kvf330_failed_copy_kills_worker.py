@@ -57,7 +57,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
             done = own.get_finished()
             # If the failed copies cannot be noted, they are handed on as they are, and vLLM asserts, as released.
             noted = engine_log.guarded(f"{__name__}.get_finished", _note_failed, worker, done)
-            return [View(each, success=True) for each in done] if noted else done
+            return done if noted is None else noted
 
         with replaced(worker, worker=View(own, get_finished=finished)):
             return (yield)
@@ -65,8 +65,8 @@ def fix(module: ModuleType) -> Callable[..., Any]:
     return around(get_finished, when=lambda worker, *_, **__: getattr(worker, _TOLD, False))
 
 
-def _note_failed(worker: Any, done: Any) -> bool:
-    """Note the copies that have failed for the scheduler; whether there are any."""
+def _note_failed(worker: Any, done: Any) -> Any:
+    """Note the copies that have failed for the scheduler, and hand all on as made."""
     failed = {each.job_id for each in done if not each.success}
     if failed:
         note(__name__, f"{len(failed)} copies have failed")
@@ -74,7 +74,7 @@ def _note_failed(worker: Any, done: Any) -> bool:
         setattr(worker, _REQUESTS, getattr(worker, _REQUESTS, set()) | names)
         meta = worker._connector_worker_meta
         setattr(meta, _JOBS, getattr(meta, _JOBS, set()) | failed)
-    return bool(failed)
+    return [View(each, success=True) for each in done] if failed else done
 
 
 def tells_worker(module: ModuleType) -> Callable[..., Any]:

@@ -49,7 +49,7 @@ def fix(module: ModuleType) -> Callable[..., Any]:
     def _prefill_backoff(scheduler: Any, tokens: int) -> int:
         return tokens or int(any(scheduler.blocks_per_sw))
 
-    return after(_prefill_backoff, on_fault=lambda scheduler, tokens, *_: max(tokens, 1))
+    return after(_prefill_backoff, on_fault=lambda scheduler, tokens, *_, **__: max(tokens, 1))
 
 
 def shows_bug(hook: Callable[..., Any], module: ModuleType) -> bool:

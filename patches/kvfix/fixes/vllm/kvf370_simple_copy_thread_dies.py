@@ -310,7 +310,7 @@ def fix_store(module: ModuleType) -> Callable[..., Any]:
     )
 
 
-def _give_up(scheduler: Any, event: int) -> None:
+def _give_up(scheduler: Any, event: int, *_: Any, **__: Any) -> None:
     """The store does not count; its blocks come free."""
     transfer = scheduler._store_event_to_blocks.pop(event, None)
     if transfer is not None:

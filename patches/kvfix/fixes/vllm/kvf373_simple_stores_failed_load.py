@@ -103,7 +103,7 @@ def _give_up_all(scheduler: Any, *_: Any, **__: Any) -> Any:
     return GO_ON
 
 
-def _give_up(scheduler: Any, event: int) -> Any:
+def _give_up(scheduler: Any, event: int, *_: Any, **__: Any) -> Any:
     """All blocks of the store come free, and none of them is found."""
     transfer = scheduler._store_event_to_blocks.get(event)
     if transfer is not None:
