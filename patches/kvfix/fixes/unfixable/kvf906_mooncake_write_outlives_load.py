@@ -35,7 +35,7 @@ from kvfix.fixes.targets import MOONCAKE_WORKER
 FIX = Fix(
     __name__,
     __doc__,
-    targets=(MOONCAKE_WORKER.receive_kv(broken=">=0.32", probe=stubs.cannot_tell, fix=None),),
+    targets=(MOONCAKE_WORKER.register_kv_caches(broken=">=0.32", probe=stubs.cannot_tell, fix=None),),
     evidence={"LAB001": "", "LAB008": ""},
     scenarios=("mooncake-write-outlives-load",),
     no_patch={"vllm": "how long a write may take has to be agreed between both engines: a change of its messages"},
