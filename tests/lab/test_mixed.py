@@ -15,10 +15,10 @@ from tests.conftest import RELEASES, Once
 PLAYED = [
     ("nixl-pull", "prefill", 12),
     ("nixl-pull", "decode", 12),
-    ("nixl-push", "prefill", 12),
-    ("nixl-push", "decode", 12),
-    ("mooncake", "prefill", 12),
-    ("mooncake", "decode", 12),
+    ("nixl-push", "prefill", 17),
+    ("nixl-push", "decode", 17),
+    ("mooncake", "prefill", 48),
+    ("mooncake", "decode", 48),
     ("v1", "one", 24),
     ("mp", "one", 24),
 ]
