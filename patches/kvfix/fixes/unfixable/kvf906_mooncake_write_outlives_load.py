@@ -36,7 +36,7 @@ FIX = Fix(
     __name__,
     __doc__,
     effect="wrong output",
-    targets=(MOONCAKE_WORKER.receive_kv(broken=">=0.32", probe=stubs.cannot_tell, fix=None),),
+    targets=(MOONCAKE_WORKER.register_kv_caches(broken=">=0.32", probe=stubs.cannot_tell, fix=None),),
     evidence={"LAB001": "", "LAB008": ""},
     scenarios=("mooncake-write-outlives-load",),
     no_patch={"vllm": "how long a write may take has to be agreed between both engines: a change of its messages"},
