@@ -81,8 +81,10 @@ def outcome(result: dict[str, Any]) -> str:
 
 
 def figures(result: dict[str, Any]) -> str:
-    """What the steps found, or, without a step, the last line that the stage printed."""
+    """What the steps found. Without a step, or if nothing could be checked: the last line that the stage printed."""
     last = (result["messages"].strip().splitlines() or ["no output"])[-1]
+    if result["exit"] == NOT_HERE:
+        return str(last)
     return "; ".join(f"{step['what']}: {step['figures']}" for step in result["steps"]) or last
 
 
