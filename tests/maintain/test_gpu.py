@@ -12,9 +12,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from maintain.gpu import bundle, manifest, roundtrips, stages, steps, trimmed_wheel
+from maintain.gpu import bundle, engines, manifest, roundtrips, stages, steps, trimmed_wheel
 from maintain.gpu.stages import NOT_HERE, TIMED_OUT, Stage
 
+CHECKED = engines.Case("in process, check", "v1", "check")
 FILES = {
     "large/__init__.py": "from large import kept\n",
     "large/kept.py": "VALUE = 7\n",
@@ -131,7 +132,8 @@ def test_whatever_becomes_of_a_stage_the_next_one_runs(fakes: Fakes, capsys: pyt
     lines = [" ".join(line.split()[:2]) for line in capsys.readouterr().out.splitlines()]
     assert lines == ["77 not", "1 FAILED", "3 CRASHED", "hang TIMED", "0 passed"]
     rows = (fakes.out / "table.md").read_text().splitlines()
-    assert rows[2].startswith("| 77 | not checked | a step: cuda |")
+    assert rows[2].startswith("| 77 | not checked | no CUDA device |")
+    assert rows[-1].startswith("| 0 | passed | a step: cuda |")
     assert len(rows) == 7
 
 
@@ -158,6 +160,35 @@ def test_a_stage_without_a_gpu_ends_with_77(
     assert steps.device(["torch", "--device", "cpu"]) == ("torch", "cpu")
     here[0] = True
     assert steps.device(["torch", "--device", "cuda"]) == ("torch", "cuda")
+
+
+def answered(warm: list[list[int]], hits: int) -> dict[str, object]:
+    """An engine's answers, as the rounds of `kvfix roundtrip --backend engine` write them."""
+    rounds = {"cold": [[1, 2]], "changed": [[3, 4]], "others": [[5, 5]], "warm": warm}
+    answer = {
+        name: {"tokens": tokens, "hits": 0, "loads": {"loaded": 0, "failed": 0}} for name, tokens in rounds.items()
+    }
+    return {**answer, "warm": {"tokens": warm, "hits": hits, "loads": {"loaded": hits, "failed": 0}}}
+
+
+@pytest.mark.parametrize(
+    ("case", "warm", "hits", "log", "right"),
+    [
+        (engines.RELEASED, [[9, 9]], 64, "", True),
+        (engines.RELEASED, [[1, 2]], 64, "", False),
+        (engines.RELEASED, [[9, 9]], 0, "", False),
+        (CHECKED, [[1, 2]], 64, "", True),
+        (CHECKED, [[9, 9]], 64, "", False),
+        (CHECKED, [[1, 2]], 64, "kvfix SUMMARY: kvfix KVR101 wrong: 1 token", False),
+    ],
+    ids=["wrong KV", "as released it is right", "nothing loaded", "right", "wrong with fixes", "a violation"],
+)
+def test_what_is_right_of_an_engine(
+    case: engines.Case, warm: list[list[int]], hits: int, log: str, right: bool
+) -> None:
+    done = steps.Steps()
+    engines.judge(done, case, answered([[1, 2]], 0), {"answer": answered(warm, hits), "log": log})
+    assert done.right == [right]
 
 
 def speed(**changes: object) -> dict[str, object]:

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# bash run.sh OUT [--resume] [--device cpu]: install the bundle into a fresh folder, run the stages. README.md says more.
+# bash run.sh OUT [--resume] [--device cpu] [--slower N]: install the bundle into a fresh folder, run the stages. README.md says more.
 set -u
-out=${1:?"usage: run.sh OUT [--resume] [--device cpu]"}
+out=${1:?"usage: run.sh OUT [--resume] [--device cpu] [--slower N]"}
 shift
 first=$(cd "$(dirname "$0")/../.." && pwd) # folder 1 of the bundle
 site=$(mktemp -d)

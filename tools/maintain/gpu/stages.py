@@ -1,6 +1,6 @@
 """Run the stages on this host, the most valuable first, and write what comes of each at once.
 
-    python -m maintain.gpu.stages OUT [--resume] [--device cpu]
+    python -m maintain.gpu.stages OUT [--resume] [--device cpu] [--slower N]
 
 A stage is a process with a time limit. It prints a line of JSON for each of its steps (steps.py). Whatever becomes of
 it, the next stage runs. OUT/results.json has everything, OUT/table.md the rows for docs/gpu.md. With `--resume` only
@@ -23,8 +23,6 @@ from typing import IO, Any, NamedTuple
 
 NOT_HERE, TIMED_OUT = 77, 124
 OUTCOMES = {0: "passed", 1: "FAILED", NOT_HERE: "not checked", TIMED_OUT: "TIMED OUT"}
-#: Times the limits of the stages, on CPU tensors.
-ON_CPU = 8
 #: Characters of a stage's messages that are kept.
 KEPT = 20_000
 
@@ -51,8 +49,8 @@ STAGES = (
 )
 
 
-def run(stage: Stage, device: str) -> dict[str, Any]:
-    """Run one stage. Return its result; `exit` is TIMED_OUT if the stage was ended at its limit."""
+def run(stage: Stage, device: str, slower: int) -> dict[str, Any]:
+    """Run one stage. Return its result; `exit` is TIMED_OUT if the stage was ended at `slower` times its limit."""
     start = time.monotonic()
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
@@ -60,7 +58,7 @@ def run(stage: Stage, device: str) -> dict[str, Any]:
             stdout=out, stderr=errors, start_new_session=True,
         )  # fmt: skip
         try:
-            code = process.wait(timeout=stage.limit * (ON_CPU if device == "cpu" else 1))
+            code = process.wait(timeout=stage.limit * slower)
         except subprocess.TimeoutExpired:
             code = TIMED_OUT
         finally:  # its engines and servers are in its process group or below it
@@ -83,8 +81,10 @@ def outcome(result: dict[str, Any]) -> str:
 
 
 def figures(result: dict[str, Any]) -> str:
-    """What the steps found, or, without a step, the last line that the stage printed."""
+    """What the steps found. Without a step, or if nothing could be checked: the last line that the stage printed."""
     last = (result["messages"].strip().splitlines() or ["no output"])[-1]
+    if result["exit"] == NOT_HERE:
+        return str(last)
     return "; ".join(f"{step['what']}: {step['figures']}" for step in result["steps"]) or last
 
 
@@ -101,6 +101,7 @@ def main(arguments: list[str], stages: tuple[Stage, ...] = STAGES) -> int:
     parser.add_argument("out", type=Path)
     parser.add_argument("--resume", action="store_true", help="run only the stages that OUT has no result of")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: try the scripts without a GPU")
+    parser.add_argument("--slower", type=int, default=1, metavar="N", help="N times the limits: on a busy machine")
     options = parser.parse_args(arguments)
     options.out.mkdir(parents=True, exist_ok=True)
     file = options.out / "results.json"
@@ -111,7 +112,7 @@ def main(arguments: list[str], stages: tuple[Stage, ...] = STAGES) -> int:
         if stage.name in done:
             print(f"{stage.name:22} done before")
             continue
-        result = done[stage.name] = run(stage, options.device)
+        result = done[stage.name] = run(stage, options.device, options.slower)
         results = [done[each.name] for each in stages if each.name in done]
         file.write_text(json.dumps(results, indent=1))
         (options.out / "table.md").write_text(table(results))
