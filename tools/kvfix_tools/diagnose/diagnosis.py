@@ -232,13 +232,14 @@ class Diagnosis:
         self._answers(line)
 
     def _answers(self, line: LogLine) -> None:
-        rules: tuple[LogRule | problems.Problem, ...] = self._rules.get(line.name, ())
+        answered: list[tuple[LogRule | problems.Problem, Answer]] = [
+            (rule, answer) for rule in self._rules.get(line.name, ()) if (answer := rule.look(self, line)) is not None
+        ]
         is_error = line.name in problems.LINES
         if is_error:
-            rules += (at := problems.at(line))
-        answered = [(rule, answer) for rule in rules if (answer := rule.look(self, line)) is not None]
-        if is_error and not answered:
-            answered = [(each, answer) for each in at if (answer := each.look(self, line, True)) is not None]
+            known = problems.at(line)
+            answered += problems.shown(known, self, line)
+            answered = answered or [*problems.shown(known, self, line, nearly=True)]
         records = [rule for rule, _ in answered if isinstance(rule, problems.Problem)]
         for rule, answer in answered:
             if not (isinstance(rule, problems.Problem) and rule.gives_way(records, line)):

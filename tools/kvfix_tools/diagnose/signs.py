@@ -24,30 +24,38 @@ _PYTHONS = re.compile(
 _FRAMES = 8
 
 
-class Logged(NamedTuple):
-    """A line of a logger.
+#: Where an exception left, or a thread stands: `file.py:function`, `function()`, `folder/` or `namespace::function`.
+_PLACE = r"[\w./-]+\.\w+:[\w<>]+|[\w<>~]+\(\)|[\w./-]+/|[^\s`]+::[^\s`]+"
+#: The grammar of a sign (docs/knowledge.md).
+_SIGN = re.compile(
+    r"(?:(?P<form>died|stack): )?"
+    r"(?:(?P<kind>(?:[A-Z]\w*?|nixl\w+?)?(?:Error|Exception|Timeout|StopIteration|Disconnected))"
+    rf"(?:: |(?=$| at `| via | in (?:{_PLACE})(?:$| via ))))?"
+    r"(?P<text>.*?)"
+    r"(?:(?:^| )at `(?P<source>[^`]+)`)?"
+    rf"(?:(?:^| )in (?P<within>{_PLACE}))?"
+    r"(?: via (?P<through>[\w./-]+))?"
+)
 
-    text: of its statement, with `<name>` where a value comes; a part of it is enough.
-    at: the file of the statement, below its package: `lmcache/v1/cache_engine.py`. "": of no release that is here.
-    """
+
+class Logged(NamedTuple):
+    """A line of a logger. text: with `<name>` where a value comes; a part of the line is enough."""
 
     text: str
-    at: str = ""
 
 
 class Failed(NamedTuple):
     """An exception with its traceback. All that is given must fit.
 
     kind: its class, without the module. text: as in `Logged`. within: a function among the last frames, `file.py:name`
-    or `name`, or a folder: `lmcache/`. through: a part of the path of any frame: whose code called it. source: the
-    assertion that failed, without a text of its own. at: as in `Logged`, of the assertion or of the text.
+    or `name`, or a folder: `lmcache/`. through: a part of the path of any frame: whose code called it. source: a part
+    of the line of code that raised it.
     """
 
     kind: str = ""
     text: str = ""
     within: str = ""
     source: str = ""
-    at: str = ""
     through: str = ""
 
 
@@ -69,16 +77,23 @@ class Stuck(NamedTuple):
 Sign = Logged | Failed | Died | Stuck
 
 
-def either(*texts: str) -> tuple[Sign, ...]:
-    """Signs of these texts, as an exception or in the line of a logger."""
-    return (*(Failed(text=text) for text in texts), *(Logged(text) for text in texts))
-
-
-def ended_by(signal: int) -> tuple[Sign, ...]:
-    """Signs of a process that died of this signal, by the exit code that vLLM, Python or a launcher prints."""
-    cores = "Engine core initialization failed. See root cause above. Failed core proc(s): <processes>: "
-    texts = (f"exit code: -{signal}", f"exit code -{signal}", f"with signal {signal}")
-    return (Failed(text=f"{cores}-{signal}"), *(Died(text) for text in texts))
+@lru_cache(maxsize=None)
+def parse(sign: str) -> tuple[Sign, ...]:
+    """Read a sign as a record writes it. A text without a class or a place is logged or raised: it is two signs."""
+    found = _SIGN.fullmatch(sign)
+    assert found is not None  # every part may be empty
+    form, kind, text, source, within, through = (
+        found[part] or "" for part in ("form", "kind", "text", "source", "within", "through")
+    )
+    if form and re.fullmatch(_PLACE, text):
+        text, within = "", text
+    within = within.removesuffix("()")
+    if form == "stack":
+        return (Stuck(within),)
+    if form == "died":
+        return (Died(text, within),)
+    raised = Failed(kind, text, within, source, through)
+    return (raised,) if kind or source or within or through else (raised, Logged(text))
 
 
 def raised_in(sign: Sign) -> tuple[str, str]:

@@ -1,0 +1,221 @@
+"""The known problems, and which of them a line of a log shows.
+
+The records stand in `knowledge/*.toml`, one file per component. `make knowledge` compiles them to `knowledge.json`, which
+is what this module reads.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+from msgspec.structs import replace
+
+from kvfix_tools.diagnose.findings import Answer
+from kvfix_tools.diagnose.problem import NAMES, Problem
+from kvfix_tools.diagnose.signs import (
+    Died,
+    Failed,
+    Logged,
+    Sign,
+    Stuck,
+    fits,
+    goes_through,
+    in_words,
+    longest,
+    pattern,
+    tells,
+)
+
+if TYPE_CHECKING:
+    from kvfix_tools.diagnose.diagnosis import Diagnosis
+    from kvfix_tools.diagnose.log_line import LogLine
+
+__all__ = ["LINES", "NAMES", "Died", "Failed", "Logged", "Problem", "Sign", "Stuck", "at", "catalogue", "find",
+           "general", "in_words", "retired", "shown"]  # fmt: skip
+FILE = Path(__file__).with_name("knowledge.json")
+#: Kinds of lines in which problems show.
+LINES = ("logged", "raised", "died", "stack")
+
+
+class Knowledge(msgspec.Struct, frozen=True):
+    """problems: in the order in which they are tried. retired: {code: why it is used no more}."""
+
+    problems: tuple[Problem, ...]
+    retired: dict[str, str]
+
+
+@lru_cache(maxsize=1)
+def knowledge() -> Knowledge:
+    return msgspec.json.decode(FILE.read_bytes(), type=Knowledge)
+
+
+def catalogue() -> tuple[Problem, ...]:
+    return knowledge().problems
+
+
+def retired() -> Mapping[str, str]:
+    """{code of a finding that is gone: why}. No code is used again."""
+    return knowledge().retired
+
+
+@lru_cache(maxsize=1)
+def _particular() -> tuple[Problem, ...]:
+    return tuple(each for each in catalogue() if not each.general)
+
+
+@lru_cache(maxsize=1)
+def _general() -> tuple[Problem, ...]:
+    return tuple(each for each in catalogue() if each.general)
+
+
+def find(name: str) -> Problem | None:
+    """The record of this code or name; None if there is none."""
+    return next((each for each in catalogue() if name.upper() == each.code or name.lower() == each.name), None)
+
+
+def general(line: LogLine) -> Problem | None:
+    """The record of a general failure that fits this one: of several the one whose sign has the longest text."""
+    best, length = None, -1
+    for each in _general():
+        text = max((len(longest(sign.text)) for sign in each.shows if fits(sign, line) is not None), default=-1)
+        if text > length:
+            best, length = each, text
+    return best
+
+
+def by_frames(frames: list[tuple[str, int, str]], source: str, named: set[str]) -> tuple[Problem, ...]:
+    """Records of what is raised in the innermost function of a traceback that was cut before its exception.
+
+    named: classes of exceptions that the text names elsewhere: it is one of these."""
+    file, _, function = frames[-1]
+    own = tells(function) or "lmcache/" in file or "/kv_" in file  # of an engine's own `__init__` any part may fail
+    found = {
+        each.code: each
+        for each in _particular()
+        for sign in each.shows
+        if isinstance(sign, Failed) and sign.within.endswith(f":{function}") and sign.source in source
+        if own or (sign.source and not function.startswith(("__", "<module")))
+        if not named or sign.kind in ("", *named)
+        if f"/{file}".endswith(f"/{sign.within.rpartition(':')[0]}")
+        if goes_through(sign, frames)
+    }
+    return tuple(found.values())
+
+
+def at(line: LogLine) -> tuple[Problem, ...]:
+    """Records whose signs fit the line, whatever ran, but general ones. Floods of a line cost one search."""
+    if line.name == "logged":
+        return _logged(line.body[:2000])
+    fields = line.fields
+    # The outer frames count too: they say whose code called it.
+    frames = fields.get("frames", ())
+    key = (line.name, fields.get("type"), _NUMBER.sub(_alike, line.body[:400]), fields.get("source"), *frames)
+    if key not in _RAISED:
+        if len(_RAISED) >= _MOST:
+            _RAISED.clear()
+        text = fields.get("text", "")
+        found = {
+            each.code: each
+            for each, sign, part in _may_show(line.name, fields.get("type", ""))
+            if (line.name != "raised" or part in text) and fits(sign, line) is not None
+        }
+        _RAISED[key] = tuple(found.values())
+    return _RAISED[key]
+
+
+def _quoted(error: str, line: LogLine) -> Problem | None:
+    """The record that knows the error whose text a statement quotes."""
+    kind, colon, text = error.partition(": ")
+    named = colon and kind.isidentifier() and kind.endswith(("Error", "Exception"))
+    fields = {"type": kind if named else "", "class": "", "text": text if named else error, "source": "", "frames": []}
+    raised = replace(line, name="raised", fields=fields, body=error.encode())
+    return next(iter(at(raised)), None) or general(raised) or general(replace(line, body=error.encode()))
+
+
+def _alike(number: re.Match[bytes]) -> bytes:
+    """All numbers and ids are one, but those that a sign asks for."""
+    return number[0] if number[0] in _asked_for() else b"7"
+
+
+@lru_cache(maxsize=1)
+def _asked_for() -> frozenset[bytes]:
+    signs = (sign for each in _particular() for sign in each.shows if not isinstance(sign, Logged))
+    return frozenset(number for sign in signs for number in _NUMBER.findall(sign.text.encode()))
+
+
+@lru_cache(maxsize=256)
+def _may_show(name: str, kind: str) -> list[tuple[Problem, Sign, str]]:
+    """(record, sign, the longest part of its text without a value) for lines of errors of this class."""
+    return [
+        (each, sign, longest(sign.text))
+        for each in _particular()
+        for sign in each.shows
+        if isinstance(sign, _SIGNS[name]) and getattr(sign, "kind", "") in ("", kind)
+    ]
+
+
+#: {an exception with its frames: its records}; the same one comes again and again.
+_RAISED: dict[tuple[Any, ...], tuple[Problem, ...]] = {}
+#: Exceptions that are kept in mind.
+_MOST = 4096
+_DIGITS, _NUMBER = re.compile(rb"\d+"), re.compile(rb"\d[0-9a-f]*")
+_SIGNS: dict[str, tuple[type, ...]] = {"raised": (Failed, Died), "died": (Died,), "stack": (Stuck,)}
+
+
+@lru_cache(maxsize=4096)
+def _logged(body: bytes) -> tuple[Problem, ...]:
+    return _logged_alike(_DIGITS.sub(b"7", body))
+
+
+@lru_cache(maxsize=4096)
+def _logged_alike(body: bytes) -> tuple[Problem, ...]:
+    """By the body with its numbers made equal."""
+    text = body.decode("utf-8", "replace")
+    found = {each.code: each for each, sign, part in _signs() if part in text and pattern(sign).search(text)}
+    return tuple(found.values())
+
+
+@lru_cache(maxsize=1)
+def _signs() -> tuple[tuple[Problem, str, str], ...]:
+    """(problem, text that it logs with its numbers made equal, the longest part of that without a value)"""
+    texts = [
+        (each, re.sub(r"\d+", "7", sign.text))
+        for each in _particular()
+        for sign in each.shows
+        if isinstance(sign, Logged)
+    ]
+    return tuple((each, text, longest(text)) for each, text in texts)
+
+
+def _sentence_of(line: LogLine) -> str:
+    if line.name == "stack":
+        return f"a thread ({line.fields['state']}) stands in {line.fields['frames'][-1][2]}"
+    if line.name == "raised":
+        return f"{line.fields['class'] or 'died'}: {line.fields['text']}"[:240].rstrip(": ")
+    return line.evidence.text[:240]
+
+
+class _Values(dict[str, Any]):
+    def __missing__(self, name: str) -> str:
+        return "?"
+
+
+def shown(
+    records: Iterable[Problem], log: Diagnosis, line: LogLine, nearly: bool = False
+) -> list[tuple[Problem, Answer]]:
+    """Those of the records that this line shows in this log, each with its answer. nearly: as `Problem.concerns`."""
+    found = []
+    for each in records:
+        values = each.values(line)
+        if values is not None and each.concerns(log, nearly):
+            sentence = each.sentence.format_map(_Values(values)) if each.sentence else _sentence_of(line)
+            quoted = _quoted(str(values.get("error", "")), line) if each.quotes else None
+            record = quoted if quoted is not None and quoted.concerns(log, nearly) else None
+            verdict = "violated" if (record or each).sure and not nearly else "unknown"
+            found.append((each, Answer(sentence, verdict=verdict, request=line.request, record=record)))
+    return found
