@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import json
 import sys
-import tomllib
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import tomllib
 
-from kvfix_tools.diagnose import problems
-from kvfix_tools.diagnose.problem import Problem
+from kvfix_tools.diagnose.problem import FILE, Problem
 
-FOLDER = problems.FILE.with_suffix("")
+FOLDER = FILE.with_suffix("")
 #: The file of the codes that are used no more.
 RETIRED = "retired.toml"
 
@@ -47,7 +46,7 @@ def compiled() -> str:
     files = sorted(file for file in FOLDER.glob("*.toml") if file.name != RETIRED)
     rows = ",\n".join(json.dumps(record, ensure_ascii=False) for file in files for record in records(file))
     gone = tomllib.loads((FOLDER / RETIRED).read_text())["group"]
-    retired = ",\n".join(json.dumps({code: group["why"] for code in group["codes"]})[1:-1] for group in gone)
+    retired = ",\n".join(json.dumps(dict.fromkeys(group["codes"], group["why"]))[1:-1] for group in gone)
     return f'{{"problems": [\n{rows}\n],\n"retired": {{\n{retired}\n}}}}\n'
 
 
@@ -57,7 +56,7 @@ def main() -> int:
     except Mistake as mistake:
         print(f"knowledge: {mistake}", file=sys.stderr)
         return 1
-    problems.FILE.write_text(text)
+    FILE.write_text(text)
     return 0
 
 

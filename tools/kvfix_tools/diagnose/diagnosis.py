@@ -232,20 +232,30 @@ class Diagnosis:
         self._answers(line)
 
     def _answers(self, line: LogLine) -> None:
-        answered: list[tuple[LogRule | problems.Problem, Answer]] = [
-            (rule, answer) for rule in self._rules.get(line.name, ()) if (answer := rule.look(self, line)) is not None
-        ]
+        rules: tuple[LogRule | problems.Problem, ...] = self._rules.get(line.name, ())
         is_error = line.name in problems.LINES
         if is_error:
-            known = problems.at(line)
-            answered += problems.shown(known, self, line)
-            answered = answered or [*problems.shown(known, self, line, nearly=True)]
+            rules += (at := problems.at(line))
+        answered = [(rule, answer) for rule in rules if (answer := rule.look(self, line)) is not None]
+        if is_error and not answered:
+            answered = [(each, answer) for each in at if (answer := each.look(self, line, True)) is not None]
         records = [rule for rule, _ in answered if isinstance(rule, problems.Problem)]
         for rule, answer in answered:
-            if not (isinstance(rule, problems.Problem) and rule.gives_way(records, line)):
+            if not isinstance(rule, problems.Problem):
                 self._add(answer.record or rule, answer, line)
+            elif not rule.gives_way(records, line):
+                self._add(*self._of_what_it_quotes(rule, answer, line), line)
         if is_error and not answered:
             self.failures.unknown(line)
+
+    def _of_what_it_quotes(
+        self, record: problems.Problem, answer: Answer, line: LogLine
+    ) -> tuple[problems.Problem, Answer]:
+        """A statement that quotes an error is the finding of that error, if a record knows it."""
+        known = problems.quoted(record, self, line)
+        if known is None:
+            return record, answer
+        return known, answer._replace(verdict="violated" if known.sure else "unknown")
 
     def _judge(self, violated: list[Finding], line: LogLine) -> None:
         """A rule of the ledger that is violated is a finding of its own, unless its request has crashed."""

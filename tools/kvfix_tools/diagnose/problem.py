@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import re
+from functools import lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import msgspec
 
 from kvfix import catalogue as known_fixes
-from kvfix_tools.diagnose.findings import Severity
-from kvfix_tools.diagnose.signs import Failed, Sign, fits, implied, parse
+from kvfix_tools.diagnose.findings import Answer, Severity
+from kvfix_tools.diagnose.signs import Sign, fits, implied, parse
 
 if TYPE_CHECKING:
     from kvfix_tools.diagnose.diagnosis import Diagnosis
     from kvfix_tools.diagnose.log_line import LogLine
 
+FILE = Path(__file__).with_name("knowledge.json")
 #: {dist: its name for people}
 NAMES = {"lmcache": "LMCache", "vllm": "vLLM"}
 #: Releases of vLLM that were examined for the records, each with the one examined before it.
@@ -101,6 +104,15 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         """The values of the first sign that this line shows; None: it shows none."""
         return next((found for sign in self.shows if (found := fits(sign, line)) is not None), None)
 
+    def look(self, log: Diagnosis, line: LogLine, nearly: bool = False) -> Answer | None:
+        """This problem in this line; None: the line does not show it. nearly: as in `concerns`."""
+        values = self.values(line)
+        if values is None or not self.concerns(log, nearly):
+            return None
+        sentence = self.sentence.format_map(_Values(values)) if self.sentence else _sentence_of(line)
+        verdict = "violated" if self.sure and not nearly else "unknown"
+        return Answer(sentence, verdict=verdict, request=line.request)
+
     def gives_way(self, records: list[Problem], line: LogLine) -> bool:
         """Whether another of the line's records is the finding: it says more, or explains the error quoted here."""
         return (self.quotes and any(not each.quotes for each in records)) or any(
@@ -111,10 +123,6 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         """Whether the other record says more exactly what this line is."""
         own, theirs = ([each for each in one.shows if fits(each, line) is not None] for one in (self, other))
         return bool(own) and any(all(implied(each, by) and not implied(by, each) for each in own) for by in theirs)
-
-    def fails_at(self, source: str) -> bool:
-        """Whether one of its signs is an exception that this line of code raises."""
-        return any(isinstance(each, Failed) and bool(each.source) and each.source in source for each in self.shows)
 
     def concerns(self, log: Diagnosis, nearly: bool = True) -> bool:
         """Whether the log's connector and releases have this problem, as far as the log names them.
@@ -139,3 +147,39 @@ def _widened(specifier: str) -> str:
         lambda found: f">{_BEFORE[found[1]]}" if found[1] in _BEFORE else found[0],
         specifier,
     )
+
+
+class _Values(dict[str, Any]):
+    def __missing__(self, name: str) -> str:
+        return "?"
+
+
+def _sentence_of(line: LogLine) -> str:
+    if line.name == "stack":
+        return f"a thread ({line.fields['state']}) stands in {line.fields['frames'][-1][2]}"
+    if line.name == "raised":
+        return f"{line.fields['class'] or 'died'}: {line.fields['text']}"[:240].rstrip(": ")
+    return line.evidence.text[:240]
+
+
+class Knowledge(msgspec.Struct, frozen=True):
+    """problems: in the order in which they are tried. retired: {code: why it is used no more}."""
+
+    problems: tuple[Problem, ...]
+    retired: dict[str, str]
+
+
+@lru_cache(maxsize=1)
+def knowledge() -> Knowledge:
+    """Everything in `knowledge.json`, which `make knowledge` compiles from `knowledge/*.toml`."""
+    return msgspec.json.decode(FILE.read_bytes(), type=Knowledge)
+
+
+def catalogue() -> tuple[Problem, ...]:
+    """Every record."""
+    return knowledge().problems
+
+
+def find(name: str) -> Problem | None:
+    """The record of this code or name; None if there is none."""
+    return next((each for each in catalogue() if name.upper() == each.code or name.lower() == each.name), None)

@@ -1,22 +1,14 @@
-"""The known problems, and which of them a line of a log shows.
-
-The records stand in `knowledge/*.toml`, one file per component. `make knowledge` compiles them to `knowledge.json`, which
-is what this module reads.
-"""
+"""Which known problems a line of a log shows."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
 from functools import lru_cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 from msgspec.structs import replace
 
-from kvfix_tools.diagnose.findings import Answer
-from kvfix_tools.diagnose.problem import NAMES, Problem
+from kvfix_tools.diagnose.problem import NAMES, Problem, catalogue, find
 from kvfix_tools.diagnose.signs import (
     Died,
     Failed,
@@ -36,31 +28,9 @@ if TYPE_CHECKING:
     from kvfix_tools.diagnose.log_line import LogLine
 
 __all__ = ["LINES", "NAMES", "Died", "Failed", "Logged", "Problem", "Sign", "Stuck", "at", "catalogue", "find",
-           "general", "in_words", "retired", "shown"]  # fmt: skip
-FILE = Path(__file__).with_name("knowledge.json")
+           "general", "in_words", "quoted"]  # fmt: skip
 #: Kinds of lines in which problems show.
 LINES = ("logged", "raised", "died", "stack")
-
-
-class Knowledge(msgspec.Struct, frozen=True):
-    """problems: in the order in which they are tried. retired: {code: why it is used no more}."""
-
-    problems: tuple[Problem, ...]
-    retired: dict[str, str]
-
-
-@lru_cache(maxsize=1)
-def knowledge() -> Knowledge:
-    return msgspec.json.decode(FILE.read_bytes(), type=Knowledge)
-
-
-def catalogue() -> tuple[Problem, ...]:
-    return knowledge().problems
-
-
-def retired() -> Mapping[str, str]:
-    """{code of a finding that is gone: why}. No code is used again."""
-    return knowledge().retired
 
 
 @lru_cache(maxsize=1)
@@ -71,11 +41,6 @@ def _particular() -> tuple[Problem, ...]:
 @lru_cache(maxsize=1)
 def _general() -> tuple[Problem, ...]:
     return tuple(each for each in catalogue() if each.general)
-
-
-def find(name: str) -> Problem | None:
-    """The record of this code or name; None if there is none."""
-    return next((each for each in catalogue() if name.upper() == each.code or name.lower() == each.name), None)
 
 
 def general(line: LogLine) -> Problem | None:
@@ -128,8 +93,13 @@ def at(line: LogLine) -> tuple[Problem, ...]:
     return _RAISED[key]
 
 
-def _quoted(error: str, line: LogLine) -> Problem | None:
-    """The record that knows the error whose text a statement quotes."""
+def quoted(record: Problem, log: Diagnosis, line: LogLine) -> Problem | None:
+    """The record that knows the error whose text this statement quotes; None: there is none."""
+    known = _of_error(str((record.values(line) or {}).get("error", "")), line) if record.quotes else None
+    return known if known is not None and known.concerns(log) else None
+
+
+def _of_error(error: str, line: LogLine) -> Problem | None:
     kind, colon, text = error.partition(": ")
     named = colon and kind.isidentifier() and kind.endswith(("Error", "Exception"))
     fields = {"type": kind if named else "", "class": "", "text": text if named else error, "source": "", "frames": []}
@@ -190,32 +160,3 @@ def _signs() -> tuple[tuple[Problem, str, str], ...]:
         if isinstance(sign, Logged)
     ]
     return tuple((each, text, longest(text)) for each, text in texts)
-
-
-def _sentence_of(line: LogLine) -> str:
-    if line.name == "stack":
-        return f"a thread ({line.fields['state']}) stands in {line.fields['frames'][-1][2]}"
-    if line.name == "raised":
-        return f"{line.fields['class'] or 'died'}: {line.fields['text']}"[:240].rstrip(": ")
-    return line.evidence.text[:240]
-
-
-class _Values(dict[str, Any]):
-    def __missing__(self, name: str) -> str:
-        return "?"
-
-
-def shown(
-    records: Iterable[Problem], log: Diagnosis, line: LogLine, nearly: bool = False
-) -> list[tuple[Problem, Answer]]:
-    """Those of the records that this line shows in this log, each with its answer. nearly: as `Problem.concerns`."""
-    found = []
-    for each in records:
-        values = each.values(line)
-        if values is not None and each.concerns(log, nearly):
-            sentence = each.sentence.format_map(_Values(values)) if each.sentence else _sentence_of(line)
-            quoted = _quoted(str(values.get("error", "")), line) if each.quotes else None
-            record = quoted if quoted is not None and quoted.concerns(log, nearly) else None
-            verdict = "violated" if (record or each).sure and not nearly else "unknown"
-            found.append((each, Answer(sentence, verdict=verdict, request=line.request, record=record)))
-    return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvfix_tools.diagnose.log_line import without_place
@@ -77,7 +77,7 @@ class Stuck(NamedTuple):
 Sign = Logged | Failed | Died | Stuck
 
 
-@lru_cache(maxsize=None)
+@cache
 def parse(sign: str) -> tuple[Sign, ...]:
     """Read a sign as a record writes it. A text without a class or a place is logged or raised: it is two signs."""
     found = _SIGN.fullmatch(sign)

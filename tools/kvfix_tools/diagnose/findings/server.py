@@ -175,7 +175,7 @@ def server_handler_fails(log: Diagnosis, line: LogLine | None) -> Answer | None:
         return None
     fields = line.fields
     answer = _failed_handler(log, head, line, f"{fields['type']}: {fields['text']}".rstrip(": "))
-    return None if problems.shown(problems.at(line), log, line) else answer
+    return None if any(each.look(log, line) for each in problems.at(line)) else answer
 
 
 def _failed_handler(log: Diagnosis, head: LogLine, line: LogLine, error: str) -> Answer:
