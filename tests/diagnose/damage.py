@@ -21,7 +21,7 @@ from zlib import crc32
 from kvfix_tools.diagnose import problems
 from kvfix_tools.diagnose.problems import Failed, Problem
 from tests.diagnose.lines import codes, diagnose, stats
-from tests.diagnose.test_problems import shown
+from tests.diagnose.sign_logs import shown
 
 #: Another process of the same output, at work.
 _OTHER = (

@@ -6,7 +6,7 @@ import pytest
 
 from kvfix_tools.diagnose import advice
 from tests.diagnose.lines import NEWEST, codes, diagnose, version
-from tests.diagnose.test_problems import LMCACHE
+from tests.diagnose.sign_logs import LMCACHE
 
 
 def manager(error: str) -> str:

@@ -17,7 +17,9 @@ from rich.markdown import Markdown
 from kvfix import catalogue
 from kvfix.fixes.api import Fix
 from kvfix.ledger import RULES, Rule
-from kvfix_tools.diagnose import findings, problems
+from kvfix_tools.diagnose import findings
+from kvfix_tools.diagnose.problem import Problem, knowledge
+from kvfix_tools.diagnose.problem import catalogue as known_problems
 from kvfix_tools.lab import rules as lab_rules
 from kvfix_tools.lab.scenario import scenarios
 
@@ -43,13 +45,15 @@ def _known() -> Iterator[tuple[str, str, Callable[[], Entry]]]:
     yield from ((each.code, each.name, partial(_of_rule, each)) for each in RULES)
     yield from ((each.code, each.name, partial(_of_rule, each)) for each in lab_rules.RULES)
     yield from ((each.code, each.name, partial(_of_finding, each)) for each in findings.catalogue())
-    yield from ((each.code, each.name, partial(_of_problem, each)) for each in problems.catalogue())
+    yield from ((each.code, each.name, partial(_of_problem, each)) for each in known_problems())
 
 
 def explain(name: str, json: bool) -> int:
     """Print what has this code or name. 2 if nothing has."""
     makes = (make for code, known, make in _known() if name.upper() == code or name.lower() == known)
     found = next((make() for make in makes), None)
+    if found is None and name.upper() in knowledge().retired:
+        return _retired(name.upper(), json)
     if found is None:
         known = ", ".join(f"{each.code} ({each.name})" for each in entries())
         print(f"kvfix explain: there is no fix, no rule and no finding {name!r}; known: {known}", file=sys.stderr)
@@ -60,6 +64,12 @@ def explain(name: str, json: bool) -> int:
         Console().print(Markdown(f"# {found.text}"))
     else:
         print(found.text)
+    return 0
+
+
+def _retired(code: str, json: bool) -> int:
+    why = knowledge().retired[code]
+    print(jsonlib.dumps({"code": code, "retired": why}, indent=2) if json else f"{code} is retired: {why}.")
     return 0
 
 
@@ -91,12 +101,11 @@ def _of_finding(finding: findings.LogRule) -> Entry:
     return Entry(finding.code, finding.name, {**facts, "fixes": list(finding.fixes)}, text)
 
 
-def _of_problem(problem: problems.Problem) -> Entry:
+def _of_problem(problem: Problem) -> Entry:
     """What shows it, its cause, and what to do."""
-    signs = [problems.in_words(sign) for sign in problem.shows]
     facts = {
         "code": problem.code, "name": problem.name, "severity": problem.severity.name.lower(), "title": problem.title,
-        "shows": signs, "cause": problem.cause, "do_now": problem.now, "for_good": problem.for_good,
+        "shows": list(problem.signs), "cause": problem.cause, "do_now": problem.now, "for_good": problem.for_good,
         "connectors": list(problem.connectors), "releases": dict(problem.releases), "fixed": dict(problem.fixed),
         "sure": problem.sure, "threads": list(problem.threads),
     }  # fmt: skip
@@ -104,10 +113,10 @@ def _of_problem(problem: problems.Problem) -> Entry:
     paragraphs = [
         head,
         problem.title,
-        "Shows as:\n" + "\n".join(f"  {sign}" for sign in signs),
+        "Shows as:\n" + "\n".join(f"  {sign}" for sign in problem.signs),
         f"Cause: {problem.cause}",
         f"Do now: {problem.now}",
-        f"For good: {problem.for_good}",
+        *([f"For good: {problem.for_good}"] if problem.for_good else []),
         *(["Reports:\n" + "\n".join(f"  {thread}" for thread in problem.threads)] if problem.threads else []),
     ]
     return Entry(problem.code, problem.name, facts, "\n\n".join(paragraphs))

@@ -32,8 +32,8 @@ _SIGN = re.compile(
     r"(?:(?P<kind>(?:[A-Z]\w*?|nixl\w+?)?(?:Error|Exception|Timeout|StopIteration|Disconnected))"
     rf"(?:: |(?=$| at `| via | in (?:{_PLACE})(?:$| via ))))?"
     r"(?P<text>.*?)"
-    r"(?:(?:^| )at `(?P<source>[^`]+)`)?"
-    rf"(?:(?:^| )in (?P<within>{_PLACE}))?"
+    r"(?: ?(?<!\S)at `(?P<source>[^`]+)`)?"
+    rf"(?: ?(?<!\S)in (?P<within>{_PLACE}))?"
     r"(?: via (?P<through>[\w./-]+))?"
 )
 
@@ -85,11 +85,9 @@ def parse(sign: str) -> tuple[Sign, ...]:
     form, kind, text, source, within, through = (
         found[part] or "" for part in ("form", "kind", "text", "source", "within", "through")
     )
-    if form and re.fullmatch(_PLACE, text):
-        text, within = "", text
     within = within.removesuffix("()")
     if form == "stack":
-        return (Stuck(within),)
+        return (Stuck(within or text),)
     if form == "died":
         return (Died(text, within),)
     raised = Failed(kind, text, within, source, through)
