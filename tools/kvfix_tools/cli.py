@@ -83,6 +83,17 @@ def explain(name: Annotated[str, typer.Argument(metavar="CODE|SLUG")], json: Jso
 
 
 @app.command()
+def search(
+    text: Annotated[str, typer.Argument(metavar="TEXT|FILE|-", help="Words of a symptom, or a file with them.")],
+    json: Json = False,
+) -> None:
+    """Find fixes, known problems and rules by the words of a text. Show the best three, and how to confirm each."""
+    from kvfix_tools import search
+
+    raise typer.Exit(search.search(text, json))
+
+
+@app.command()
 def replay(
     files: Annotated[list[Path], typer.Argument(metavar="FILE...")],
     router: Annotated[Path | None, typer.Option(metavar="LOG", help="Of the router between the engines.")] = None,
