@@ -98,9 +98,7 @@ def _entries() -> Iterator[_Entry]:
     rows = [row for each in statements.known().values() for row in each]
     for finding in findings.catalogue():
         candidate = Candidate(finding.code, finding.name, finding.title, f"kvfix-diagnose LOG reports {finding.code}")
-        shows = " ".join(
-            row.template for rows in statements.known().values() for row in rows if row.message in finding.on
-        )
+        shows = " ".join(row.template for row in rows if row.message in finding.on)
         yield _Entry(candidate, shows, " ".join((finding.name, finding.doc)))
     for rule in RULES:
         title = rule.doc.strip().partition("\n")[0]
