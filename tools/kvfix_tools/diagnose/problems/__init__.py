@@ -28,12 +28,10 @@ from kvfix_tools.diagnose.signs import (
     either,
     ended_by,
     fits,
-    goes_through,
     implied,
     in_words,
     longest,
     pattern,
-    tells,
 )
 
 if TYPE_CHECKING:
@@ -114,11 +112,15 @@ class Problem:
             found = fits(sign, line)
             if found is not None and self.concerns(log, nearly):
                 sentence = self.sentence.format_map(_Values(found)) if self.sentence else _sentence_of(line)
-                record = _quoted(str(found.get("error", "")), line) if self.quotes else None
-                record = record if record is not None and record.concerns(log, nearly) else None
-                sure = (record or self).sure and not nearly
-                return Answer(sentence, verdict="violated" if sure else "unknown", request=line.request, record=record)
+                verdict = "violated" if self.sure and not nearly else "unknown"
+                return Answer(sentence, verdict=verdict, request=line.request)
         return None
+
+    def quoted(self, log: Diagnosis, line: LogLine) -> Problem | None:
+        """Return the record that knows the error whose text this statement quotes."""
+        values = next((found for sign in self.shows if (found := fits(sign, line)) is not None), {})
+        known = _quoted(str(values.get("error", "")), line)
+        return known if known is not None and known.concerns(log) else None
 
     def gives_way(self, records: list[Problem], line: LogLine) -> bool:
         """Whether another of the line's records is the finding: one that says more, or that knows what this quotes."""
@@ -130,10 +132,6 @@ class Problem:
         """Whether the other record says more exactly what this line is."""
         own, theirs = ([each for each in one.shows if fits(each, line) is not None] for one in (self, other))
         return bool(own) and any(all(implied(each, by) and not implied(by, each) for each in own) for by in theirs)
-
-    def fails_at(self, source: str) -> bool:
-        """Whether one of its signs is an exception that this line of code raises."""
-        return any(isinstance(each, Failed) and bool(each.source) and each.source in source for each in self.shows)
 
     def concerns(self, log: Diagnosis, nearly: bool = True) -> bool:
         """Whether its connector ran and its releases did, as far as the log says."""
@@ -196,25 +194,6 @@ def general(line: LogLine) -> Problem | None:
         if text > length:
             best, length = each, text
     return best
-
-
-def by_frames(frames: list[tuple[str, int, str]], source: str, named: set[str]) -> tuple[Problem, ...]:
-    """Records of what is raised in the innermost function of a traceback that was cut before its exception.
-
-    named: classes of exceptions that the text names elsewhere: it is one of these."""
-    file, _, function = frames[-1]
-    own = tells(function) or "lmcache/" in file or "/kv_" in file  # of an engine's own `__init__` any part may fail
-    found = {
-        each.code: each
-        for each in _particular()
-        for sign in each.shows
-        if isinstance(sign, Failed) and sign.within.endswith(f":{function}") and sign.source in source
-        if own or (sign.source and not function.startswith(("__", "<module")))
-        if not named or sign.kind in ("", *named)
-        if f"/{file}".endswith(f"/{sign.within.rpartition(':')[0]}")
-        if goes_through(sign, frames)
-    }
-    return tuple(found.values())
 
 
 def at(line: LogLine) -> tuple[Problem, ...]:
