@@ -19,7 +19,8 @@ from typing import NamedTuple
 from zlib import crc32
 
 from kvfix_tools.diagnose import problems
-from kvfix_tools.diagnose.problems import Failed, Problem
+from kvfix_tools.diagnose.problem import Problem
+from kvfix_tools.diagnose.signs import Failed, Sign
 from tests.diagnose.lines import codes, diagnose, stats
 from tests.diagnose.sign_logs import shown
 
@@ -38,7 +39,7 @@ class Sample(NamedTuple):
     """ran: the line that says who ran, where the record needs it. lines: of the failure, without their breaks."""
 
     problem: Problem
-    sign: problems.Sign
+    sign: Sign
     ran: str
     lines: list[str]
 

@@ -12,8 +12,8 @@ import pytest
 from packaging.specifiers import SpecifierSet
 
 from kvfix_tools.diagnose import problems
-from kvfix_tools.diagnose.problems import Failed, Logged, Problem
-from kvfix_tools.diagnose.signs import implied
+from kvfix_tools.diagnose.problem import Problem
+from kvfix_tools.diagnose.signs import Failed, Logged, implied
 from tests.diagnose.lines import NEWEST, codes, diagnose, version
 from tests.diagnose.sign_logs import LMCACHE, VLLM, shown
 

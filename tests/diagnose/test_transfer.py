@@ -46,16 +46,6 @@ def test_the_place_of_a_statement_says_which_connector_ran() -> None:
     assert diagnose(line).who.connectors == {"NixlConnector"}
 
 
-def test_kvbm_that_waits_is_told_of_a_start_that_never_ends() -> None:
-    """KVBM's leader says at INFO that its workers do not answer; an engine that then works had a normal start."""
-    ping = (
-        "2025-11-04T12:26:04Z  INFO dynamo_llm::block_manager::distributed::zmq: "
-        "ZmqActiveMessageLeader: Ping timed out. Retrying...\n"
-    )
-    assert codes(diagnose(ping, ping)) == ["KVD031"]
-    assert codes(diagnose(ping, stats(running=1, generation=3.0))) == []
-
-
 def test_a_worker_that_mooncakes_master_drops_is_told_of_at_info() -> None:
     expired = "I0929 15:50:18.427733   862 master_service.cpp:913] client_id=49-53, action=client_expired\n"
     assert codes(diagnose(expired)) == ["KVD196"]

@@ -31,8 +31,6 @@ _DEATHS = (b"ngine", b"orker", b"died unexpectedly", b"Shutting down due to", b"
 _WORK = frozenset({"asked", "stored", "retrieved", "storing", "mp_stored", "mp_retrieved", "mp_prefetched"})
 #: Failures and processes that are kept in mind.
 _MOST, _PROCESSES, _SHOWN = 200, 64, 8
-#: Beyond all lines.
-_ALWAYS = 1 << 62
 #: A warning of KV code that comes so often is reported of an engine at work too.
 _FLOOD = 50
 #: {part of a file's path: whose code it is}. The first that fits counts.
@@ -58,6 +56,10 @@ _NATIVE = re.compile(
     rb"|NixlTransport|kv_transfer_params|finished_(?:recving|sending)|[Mm]ooncake"
     rb"|SimpleCPU|KVCR|NIXL|\bKV (?:load|transfer|post-processing)|oundary-state"
 )
+#: Files of the API server that only one request goes through.
+_OF_A_REQUEST = ("/starlette/", "/fastapi/", "/serving")
+#: Names of processes that end by an exception.
+_ENGINES = ("EngineCore", "Worker", "VllmWorker", "RayWorker")
 #: What the engine says of an exception of a worker, in the words that the exception had.
 _IN_A_WORKER = re.compile(r"Worker failed with error '(?P<text>.*)', please check the stack trace")
 _DIGITS, _WORDS = re.compile(rb"\d+"), 200
@@ -87,8 +89,8 @@ class Failures:
         self.quoted: LogLine | None = None
         #: {process: its last line}
         self.last: dict[str, LogLine] = {}
-        #: Whether it was asked to end.
-        self._closing = False
+        #: Files whose process was asked to end, and has not worked since.
+        self._closing: set[str] = set()
         self._taken = 0
         self._worked = 0
         self._waited = 0
@@ -97,8 +99,11 @@ class Failures:
     def take(self, line: LogLine) -> None:
         self._taken += 1
         name = line.name
-        if name in _WORK or (name == "stats" and float(line.fields["generation"]) > 0):
+        if name in _WORK or name == "vllm_version" or (name == "stats" and float(line.fields["generation"]) > 0):
             self._worked = self._taken
+            self._closing.discard(line.file)
+        elif self.is_ending(line):
+            pass
         elif name in ("raised", "logged"):
             if _is_dead(line.body):
                 self.dead, self.death = True, self.death or line
@@ -110,7 +115,8 @@ class Failures:
                     self._shown.add(key)
                     self.raised.append(line)
         elif name == "closing":
-            self._closing = True
+            if not self.dead:
+                self._closing.add(line.file)
         elif name == "broadcast":
             self._waited = self._taken
         elif name in ("fatal", "died"):
@@ -119,15 +125,10 @@ class Failures:
             self.last[line.process] = line
 
     def unknown(self, line: LogLine) -> None:
-        """No finding knows this line."""
-        ending = self._closing and not self.dead
-        if ending:
-            return
+        """Keep a line that no finding knows."""
         if len(self.lines) < _MOST and _is_failure(line):
             self.lines.append(line)
-            # A report's title speaks of what comes after it.
-            title = line.time is None and line.evidence is not None and line.evidence.line == 1
-            self._at.append(_ALWAYS if title else self._taken)
+            self._at.append(self._taken)
         elif (
             line.name == "logged"
             and line.fields["level"] == "warning"
@@ -148,8 +149,16 @@ class Failures:
 
     @property
     def heading(self) -> LogLine | None:
-        """The exception that counts what pydantic refuses, or the end that C++ announces; `first` is what they head."""
+        """Return the line that heads `first`: pydantic's count of what it refuses, or the end that C++ announces."""
         return next((line for line in self.lines if _is_heading(line) or _terminates(line)), None)
+
+    def is_ending(self, line: LogLine) -> bool:
+        """Return True if the process of this file was asked to end. Its errors are echoes then."""
+        return line.file in self._closing
+
+    @property
+    def ending(self) -> bool:
+        return bool(self._closing)
 
     @property
     def worked_since_wait(self) -> bool:
@@ -160,7 +169,7 @@ class Failures:
     def first(self) -> LogLine | None:
         """What to report: of a dead engine the first exception, else the first error; None: the engine works."""
         after = [line for line, at in zip(self.lines, self._at, strict=True) if self.dead or at > self._worked]
-        own = [line for line in after if line.name in ("raised", "died") and not _passes_on(line)] or after
+        own = [line for line in after if line.name in ("raised", "died")] or after
         if own:
             first = next((line for line in own if not (_while_ending(line) or _is_heading(line))), own[0])
             what = own[own.index(first) + 1 :][:1] if _terminates(first) else []
@@ -195,11 +204,6 @@ def _terminates(line: LogLine) -> bool:
     return line.name == "died" and b"terminate called after throwing" in line.body
 
 
-def _passes_on(line: LogLine) -> bool:
-    """Whether SGLang only says which request ends by a transfer that failed: what failed may stand before it."""
-    return line.name == "raised" and line.fields["type"] == "KVTransferError"
-
-
 def _while_ending(line: LogLine) -> bool:
     """Whether an object that was dropped raised it, which Python ignores: it comes after a failure, if there is one."""
     frames = line.fields.get("frames") or [("", 0, "")]
@@ -219,6 +223,8 @@ def _is_failure(line: LogLine) -> bool:
         return True
     # What was in the step that failed: vLLM dumps it as an error, with words such as `num_corrupted_reqs=0`.
     is_dump = "dump_input.py" in fields["place"]
+    if line.body[:1].isspace():  # a line of a traceback whose beginning is not here
+        return False
     return fields["level"] in ("error", "critical") and not is_dump and not _is_dead(line.body)
 
 
@@ -238,6 +244,15 @@ def of_connector(line: LogLine) -> bool:
     """Whether a hook of a connector, or its own code, raised it."""
     frames = line.fields["frames"]
     return any(frame[2] in HOOKS or "/lmcache/" in frame[0] or "kv_connector" in frame[0] for frame in frames[-12:])
+
+
+def is_of_engine(line: LogLine) -> bool:
+    """Return True if an engine, a worker or a connector raised it, and not the API server over one request."""
+    frames = line.fields["frames"]
+    paths = [f"/{frame[0]}" for frame in frames]
+    if any(part in path for path in paths for part in _OF_A_REQUEST):
+        return False
+    return of_connector(line) or line.process.startswith(_ENGINES) or any("/vllm/" in path for path in paths)
 
 
 def hook(frames: list[Frame]) -> str:

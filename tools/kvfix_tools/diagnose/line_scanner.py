@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import count
 
-from kvfix_tools.diagnose import log_formats, needles, pasted, texts
+from kvfix_tools.diagnose import bare, log_formats, needles, texts
 from kvfix_tools.diagnose.log_line import Fields, LogLine
 from kvfix_tools.diagnose.needles import FRAME
 from kvfix_tools.diagnose.stacks import Stack, Stacks
@@ -50,21 +50,27 @@ class Scanner:
         self._heads: dict[bytes, dict[bytes, Other]] = {}
         self._kinds: dict[tuple[bytes, ...], dict[bytes, Other]] = {}
         self._remembered = 0
-        #: All of it as long as it is short; None: it is long.
-        self._pasted: bytes | None = b""
+        #: Whether lines without a logger's head count (bare.py), and statements without one; None: not known yet.
+        self._bare: bool | None = None
+        self._statements = False
+        #: Whether a line has the head of vLLM's logger or of LMCache's.
+        self.is_own = False
         #: {what a container puts in front of a line, without its numbers: whether it says nothing}
         self._prefixes: dict[bytes, bool] = {}
 
     def scan(self, block: bytes) -> Iterator[LogLine]:
         text, at = log_formats.plain(block, self._scanned)
         self._scanned += len(block)
-        if self._pasted is not None:
-            self._pasted = self._pasted + text if len(self._pasted) + len(text) <= pasted.SHORT else None
-        first, file, known = self._number, self._file, self._framed
-        traces, stacks, heads = self._tracebacks.open, self._stacks, self._heads
+        self.is_own = self.is_own or texts.is_own(text)
         lines = text.split(b"\n")
         if not lines[-1]:
             lines.pop()
+        if self._bare is None:
+            self._statements = bare.are_few_others(lines)
+            self._bare = self.is_own or self._statements
+        first, file, known = self._number, self._file, self._framed
+        traces, stacks, heads = self._tracebacks.open, self._stacks, self._heads
+        looked_at = self._statements
         numbers = count(first) if at is None else (first + number for number in at)
         for line, number in zip(lines, numbers, strict=False):
             place = line.find(FRAME)
@@ -79,7 +85,7 @@ class Scanner:
                     yield from self._read(line[:LONGEST_LINE], number)
                 elif framed.name:
                     yield _log_line(framed, line, place, file, number)
-            elif traces or stacks.open or needles.in_line(line):
+            elif looked_at or traces or stacks.open or needles.in_line(line):
                 head, bracket, body = line.partition(b"] ")
                 alike = heads.get(head)
                 other = (alike and alike.get(body)) or self._other(line[:LONGEST_LINE], head + bracket, body)
@@ -101,16 +107,6 @@ class Scanner:
         if stack is not None:
             yield self._stack(stack, self._number)
 
-    @property
-    def short(self) -> bytes:
-        """All of a short input, without the heads of its lines; nothing of a long one."""
-        return pasted.stripped(self.whole)
-
-    @property
-    def whole(self) -> bytes:
-        """All of a short input, as it is; nothing of a long one."""
-        return self._pasted or b""
-
     def _behind_frame(self, tail: bytes) -> Framed:
         level = LEVEL.match(tail)
         if level is None or len(tail) > _LONGEST or (level[1] == b"DEBUG" and not self._debug):
@@ -126,7 +122,7 @@ class Scanner:
     def _other(self, line: bytes, head: bytes, body: bytes) -> Other:
         other = self._others.get(line)
         if other is None:
-            other = Other(line)
+            other = Other(line, bool(self._bare), self._statements)
             if len(line) <= _LONGEST:
                 self._remember(len(line) + len(head))
                 kind = other.kind(head, body)
@@ -167,7 +163,7 @@ class Scanner:
             start = text.find(FRAME)
             level = LEVEL.match(text, start) if start >= 0 else None
             if level is None:
-                yield from self._unframed(Other(text), number)
+                yield from self._unframed(Other(text, bool(self._bare), self._statements), number)
                 return
             if level[1] == b"DEBUG" and not self._debug:
                 self._debug = True

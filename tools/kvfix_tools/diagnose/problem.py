@@ -11,7 +11,7 @@ import msgspec
 
 from kvfix import catalogue as known_fixes
 from kvfix_tools.diagnose.findings import Answer, Severity
-from kvfix_tools.diagnose.signs import Failed, Sign, fits, implied, parse
+from kvfix_tools.diagnose.signs import Sign, fits, implied, parse
 
 if TYPE_CHECKING:
     from kvfix_tools.diagnose.diagnosis import Diagnosis
@@ -70,10 +70,6 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         return None
 
     @property
-    def said(self) -> tuple[str, ...]:
-        return ()
-
-    @property
     def severity(self) -> Severity:
         return Severity[self.effect.upper()]
 
@@ -123,10 +119,6 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         """Whether the other record says more exactly what this line is."""
         own, theirs = ([each for each in one.shows if fits(each, line) is not None] for one in (self, other))
         return bool(own) and any(all(implied(each, by) and not implied(by, each) for each in own) for by in theirs)
-
-    def fails_at(self, source: str) -> bool:
-        """Whether one of its signs is an exception that this line of code raises."""
-        return any(isinstance(each, Failed) and bool(each.source) and each.source in source for each in self.shows)
 
     def concerns(self, log: Diagnosis, nearly: bool = True) -> bool:
         """Whether the log's connector and releases have this problem, as far as the log names them.

@@ -16,19 +16,15 @@ from kvfix_tools.diagnose.signs import (
     Sign,
     Stuck,
     fits,
-    goes_through,
-    in_words,
     longest,
     pattern,
-    tells,
 )
 
 if TYPE_CHECKING:
     from kvfix_tools.diagnose.diagnosis import Diagnosis
     from kvfix_tools.diagnose.log_line import LogLine
 
-__all__ = ["LINES", "NAMES", "Died", "Failed", "Logged", "Problem", "Sign", "Stuck", "at", "catalogue", "find",
-           "general", "in_words", "quoted"]  # fmt: skip
+__all__ = ["LINES", "NAMES", "Problem", "at", "catalogue", "find", "general", "quoted"]
 #: Kinds of lines in which problems show.
 LINES = ("logged", "raised", "died", "stack")
 
@@ -51,25 +47,6 @@ def general(line: LogLine) -> Problem | None:
         if text > length:
             best, length = each, text
     return best
-
-
-def by_frames(frames: list[tuple[str, int, str]], source: str, named: set[str]) -> tuple[Problem, ...]:
-    """Records of what is raised in the innermost function of a traceback that was cut before its exception.
-
-    named: classes of exceptions that the text names elsewhere: it is one of these."""
-    file, _, function = frames[-1]
-    own = tells(function) or "lmcache/" in file or "/kv_" in file  # of an engine's own `__init__` any part may fail
-    found = {
-        each.code: each
-        for each in _particular()
-        for sign in each.shows
-        if isinstance(sign, Failed) and sign.within.endswith(f":{function}") and sign.source in source
-        if own or (sign.source and not function.startswith(("__", "<module")))
-        if not named or sign.kind in ("", *named)
-        if f"/{file}".endswith(f"/{sign.within.rpartition(':')[0]}")
-        if goes_through(sign, frames)
-    }
-    return tuple(found.values())
 
 
 def at(line: LogLine) -> tuple[Problem, ...]:

@@ -12,14 +12,6 @@ if TYPE_CHECKING:
     from kvfix_tools.diagnose.log_line import LogLine
 
 PLACE = re.compile(r"<(\w+)>")
-#: Letters of a function's name from which on it says something.
-_TELLS = 8
-_PYTHONS = re.compile(
-    r"(?:\w+ )?index out of range|\[Errno \d+\][\w -]*|division by zero|\w+ changed size during iteration"
-    r"|(?:<\w+>\.__init__\(\) )?missing <\w+> required positional argument"
-    r"|<\w+>\.__init__\(\) takes <\w+> positional arguments? but <\w+> were given"
-    r"|(?:' )?is invalid for input of size(?: <\w+>)?"
-)
 #: Innermost frames in which a sign is looked for.
 _FRAMES = 8
 
@@ -92,36 +84,6 @@ def parse(sign: str) -> tuple[Sign, ...]:
         return (Died(text, within),)
     raised = Failed(kind, text, within, source, through)
     return (raised,) if kind or source or within or through else (raised, Logged(text))
-
-
-def raised_in(sign: Sign) -> tuple[str, str]:
-    """(file, function) in which the sign failed; "" for what it leaves open. Of C++ (`ns::name`) it is no function."""
-    within = getattr(sign, "within", "")
-    if "::" in within or within.endswith("/"):
-        return "", ""
-    file, _, function = within.rpartition(":")
-    return file, function
-
-
-def tells(function: str) -> bool:
-    """Whether a function's name is so much its own that a text with it speaks of this function."""
-    return len(function) >= _TELLS and "_" in function.strip("_") and not function.startswith("__")
-
-
-def is_pythons(text: str) -> bool:
-    """Whether Python, torch or the system says exactly this of any code: the frames tell whose failure it is."""
-    return _PYTHONS.fullmatch(text) is not None
-
-
-def in_words(sign: Sign) -> str:
-    """How the sign looks in a log, with an ellipsis for values."""
-    text = PLACE.sub("...", sign.text)
-    within = sign.within if not isinstance(sign, Logged) else ""
-    source = sign.source if isinstance(sign, Failed) else ""
-    kind = sign.kind if isinstance(sign, Failed) else ""
-    native = {Died: "a native crash", Stuck: "a thread"}.get(type(sign), "")
-    what = ": ".join(part for part in (kind, text) if part) or native
-    return ", ".join(part for part in (what, f"`{source}`" if source else "", f"in {within}" if within else "") if part)
 
 
 @lru_cache(maxsize=4096)

@@ -11,10 +11,14 @@ from functools import cached_property, lru_cache
 
 import msgspec
 
-from kvfix_tools.diagnose import grammar, log_formats
+from kvfix_tools.diagnose import bare, grammar, log_formats
 from kvfix_tools.diagnose.log_line import ANSI, Fields, without_colours, without_tokens
 from kvfix_tools.diagnose.tracebacks import Part, Raised, by_name
 
+#: Part of each line of kvfix's own recorder.
+RECORDED = b'{"kind":"'
+#: Logger of glog, UCX, spdlog and CANN.
+NATIVE = "native"
 #: Name of a line that names a connector, and says nothing else.
 WHO = "who"
 #: Bytes of a message that are kept for evidence.
@@ -34,7 +38,8 @@ _RANK = re.compile(rb"\[((?:rank|default)\d{1,5})\]: ?")
 #: argparse, Docker and Helm say.
 _OTHER = re.compile(
     rb"(?:^|[\s\]\[|])(?:(?P<level>WARNING|WARN|ERROR|CRITICAL|FATAL)\b[\s:\]-]"
-    rb"|(?P<glog>[WEF])(?:\d{4}){1,2} \d\d:\d\d:\d\d|\[infini\] \[(?P<spdlog>warning|error|critical)\]"
+    rb"|(?P<glog>[WEF])(?:\d{4}){1,2} \d\d:\d\d:\d\d(?!\S* +\d+ \S+\.go:)"
+    rb"|\[infini\] \[(?P<spdlog>warning|error|critical)\]"
     rb"|\[(?P<cann>ERROR)\] [A-Z]{2,12}\(\d"
     rb"|[\w.]+\.c:\d+ +(?:UCX +DIAG +)?(?P<ucx>Fatal: |Transport retry count exceeded)"
     rb"|(?P<usage>error): (?:argument|unrecognized|the following) "
@@ -77,8 +82,8 @@ _RAISED = [message for message in grammar.MESSAGES if message.source == "raised"
 
 
 def is_own(text: bytes) -> bool:
-    """Whether a line of it has the head of vLLM's logger or of LMCache's."""
-    return LEVEL.search(text) is not None or _VLLM.search(text) is not None
+    """Return True if a line of it has the head of vLLM's logger or of LMCache's, or names a process of an engine."""
+    return any(pattern.search(text) is not None for pattern in (LEVEL, _VLLM, _PROCESS))
 
 
 class Framed(msgspec.Struct, frozen=True):
@@ -110,9 +115,13 @@ def framed(level: bytes, body: bytes) -> Framed:
 
 
 class Other:
-    """A line of vLLM, of another logger, of a traceback, or one that has lost its beginning."""
+    """A line of vLLM, of another logger, of a traceback, or one that has lost its beginning.
 
-    def __init__(self, line: bytes) -> None:
+    bare: True if a line without a logger's head counts, too. alone: True if a statement without one does.
+    """
+
+    def __init__(self, line: bytes, bare: bool = True, alone: bool = False) -> None:
+        self._bare, self._alone = bare, alone
         text = self._text = without_colours(line) if b"\x1b" in line or b"[0" in line else line
         self.process = process(text)
         self._head = _VLLM.search(text)
@@ -142,10 +151,15 @@ class Other:
         if self._head is not None:
             return self._head[1].decode().lower()
         other = _OTHER.search(self._text[:_LEVELLED])
-        if other is None:
+        if other is None or (other["level"] and not self._counts):
             return ""
         name = other["level"] or other["glog"] or other["spdlog"] or other["cann"] or other["usage"] or b"error"
         return _LEVELS.get(name, name.decode().lower())
+
+    @property
+    def _counts(self) -> bool:
+        """True if the line may be of an engine: by its head, or because nothing around it is another text."""
+        return self._bare or self._head is not None or bool(self.process)
 
     @property
     def place(self) -> str:
@@ -156,6 +170,9 @@ class Other:
     def found(self) -> tuple[str, Fields] | None:
         """(name, fields), where it is no part of a traceback; None: it means nothing."""
         text, body, head = self._text, self.body, self._head
+        if not self._counts and RECORDED not in text:
+            level = self.level
+            return ("logged", {"level": level, "logger": NATIVE, "place": ""}) if level else None
         cut = head is None and (b"lmcache" in text or b"LMCache" in text)
         for message in _ANYWHERE if cut else _OF_VLLM:
             if message.literal in text:
@@ -178,7 +195,21 @@ class Other:
         if any(words in text for words in _BAD_AT_INFO):
             return "logged", {"level": "warning", "logger": "", "place": ""}
         if self.level in ("warning", "error", "critical"):
-            return "logged", {"level": self.level, "logger": "vllm" if head else "", "place": self.place}
+            native = _OTHER.search(self._text[:_LEVELLED])
+            logger = "vllm" if head else "" if native is None or native["level"] else NATIVE
+            return "logged", {"level": self.level, "logger": logger, "place": self.place}
+        return self._statement if self._alone and head is None else None
+
+    @property
+    def _statement(self) -> tuple[str, Fields] | None:
+        """A whole statement of a release without its logger's head."""
+        name = bare.kind(self.body)
+        if name == "logged":
+            return name, {"level": "error", "logger": "bare", "place": ""}
+        for message in grammar.MESSAGES if name is not None else ():
+            match = message.pattern.match(bare.stripped(self.body)) if message.name == name else None
+            if match is not None:
+                return message.name, _fields(message, match)
         return None
 
     @cached_property

@@ -17,13 +17,17 @@ if TYPE_CHECKING:
 _SHOWN = 4
 
 
+class _TakenForDone(list["LogLine"]):
+    """Failed loads of a release that may report them as done."""
+
+
 @finding("KVD301", "failed-load-taken-for-done", Severity.WRONG, on=["mp_failed", ""])
 def failed_load_taken_for_done(log: Diagnosis, line: LogLine | None) -> Answer | None:
     """A load from the server failed and was reported done: the request reads what lies in its blocks. Wrong text.
 
     Setting: none; a server with room enough, so that chunks are not evicted between lookup and load.
     """
-    unsure: list[LogLine] = log.memory.setdefault("taken_for_done", [])
+    unsure = log.state(_TakenForDone)
     sentence = "its load failed, and is reported as done"
     if line is None:  # where vLLM knows of a load that failed, the release reports it
         if not unsure or log.counts["kv_failing"] or log.counts["kv_recovered"]:
@@ -44,6 +48,7 @@ def failed_load_taken_for_done(log: Diagnosis, line: LogLine | None) -> Answer |
     "load-failed-in-vllm",
     Severity.SLOW,
     on=["kv_failing", "kv_recovered"],
+    symptom=True,
 )
 def load_failed_in_vllm(log: Diagnosis, line: LogLine) -> Answer | None:
     """The connector reported blocks whose load failed.

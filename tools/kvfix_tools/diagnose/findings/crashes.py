@@ -84,16 +84,18 @@ def _resumed(line: LogLine) -> str:
 
 
 def _kept_back(log: Diagnosis, line: LogLine) -> bool:
-    """The last answer before the crash was `< min_retrieve`."""
-    least = log.memory.get("least", {})
-    return line.request in least
+    """Return True if the last answer before the crash was `< min_retrieve`."""
+    return line.request in log.state(_BelowMinimum)
+
+
+class _BelowMinimum(dict[str, tuple[int, int]]):
+    """{request: (tokens that were hit and not loaded, the minimum)}"""
 
 
 @note("asked")
 def _note_min_retrieve(log: Diagnosis, line: LogLine) -> None:
-    """What KVD103 has to know."""
     if "least" in line.fields:
-        noted = log.memory.setdefault("least", {})
+        noted = log.state(_BelowMinimum)
         if len(noted) < 50_000:
             noted[line.request] = (line.fields["need"], line.fields["least"])
 
@@ -106,7 +108,7 @@ def resume_below_min_retrieve(log: Diagnosis, line: LogLine) -> Answer | None:
     """
     if not _is(line, "resume_differs") or not _kept_back(log, line):
         return None
-    need, least = log.memory["least"][line.request]
+    need, least = log.state(_BelowMinimum)[line.request]
     return Answer(f"{_resumed(line)}: {need} tokens were hit and not loaded, being fewer than min_retrieve {least}")
 
 
@@ -265,8 +267,6 @@ def chunk_released_twice(log: Diagnosis, line: LogLine) -> Answer | None:
     old = any(file.endswith("/gpu_connector.py") for file, _, _ in line.fields["frames"][-4:])  # up to 0.3.13
     if recent is False or (recent is None and old):
         return None  # with Mooncake it is KVD801
-    if recent is None and any(b"allocat" in text for text in log.pasted):
-        return None  # in prose: there was none to be had
     return Answer(
         f"a listed chunk has no tensor; double unpins before it: {log.counts['double_unpin']}",
         request="",

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvfix_tools.diagnose.findings import Answer, Severity, finding
-from kvfix_tools.diagnose.findings.lookups_seen import CHUNK, ENOUGH, Lookups, by_layers, lookups_of
+from kvfix_tools.diagnose.findings.lookups_seen import CHUNK, ENOUGH, Lookups, lookups_of
 
 if TYPE_CHECKING:
     from kvfix_tools.diagnose.diagnosis import Diagnosis
@@ -34,8 +34,6 @@ def never_a_hit(log: Diagnosis, line: LogLine) -> Answer | None:
     Normal: the first request with each prompt. Prompts that never begin alike have no hits whatever the seed.
     """
     kept = _never(log)
-    if kept is not None and kept.stored and (known := by_layers(log)) is not None:
-        return Answer(f"{kept.number} lookups, {kept.stored} stores, 0 hits", request="", record=known)
     if kept is None or not kept.stored or not log.counts["hash_seed"]:
         return None
     apart = bool(kept.storers - kept.askers) or len(kept.askers) > 1

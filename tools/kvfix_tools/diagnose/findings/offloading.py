@@ -9,20 +9,29 @@ from kvfix_tools.diagnose.findings import Answer, Severity, finding, note
 
 if TYPE_CHECKING:
     from kvfix_tools.diagnose.diagnosis import Diagnosis
-    from kvfix_tools.diagnose.log_line import LogLine
+    from kvfix_tools.diagnose.log_line import Evidence, LogLine
 
 #: Intervals of vLLM's statistics with prompts and local hits, from which on an external rate of 0 is worth a word.
 ENOUGH = 5
 
 
+class External:
+    """Intervals of vLLM's statistics with prompts: how many, and the highest hit rates in per cent."""
+
+    def __init__(self) -> None:
+        self.intervals = 0
+        self.external = self.local = 0.0
+        self.last: Evidence | None = None
+
+
 @note("stats")
 def _note_external(log: Diagnosis, line: LogLine) -> None:
-    fields, kept = line.fields, log.memory.setdefault("external", {"intervals": 0, "most": 0.0, "local": 0.0})
+    fields, kept = line.fields, log.state(External)
     if fields.get("external") is not None and float(fields["prompt"]):
-        kept["intervals"] += 1
-        kept["most"] = max(kept["most"], float(fields["external"]))
-        kept["local"] = max(kept["local"], float(fields["local"] or 0))
-        kept["line"] = line.evidence
+        kept.intervals += 1
+        kept.external = max(kept.external, float(fields["external"]))
+        kept.local = max(kept.local, float(fields["local"] or 0))
+        kept.last = line.evidence
 
 
 @finding("KVD976", "external-cache-never-hits", Severity.RISK, on=[""])
@@ -40,17 +49,17 @@ def external_cache_never_hits(log: Diagnosis, line: LogLine) -> Answer | None:
 
     Normal: the first minutes, and prompts that fit into the GPU's cache.
     """
-    kept = log.memory.get("external")
+    kept = log.state(External)
     connectors = log.who.connectors - {"NixlConnector", "MooncakeConnector", "MoRIIOConnector", "P2pNcclConnector"}
-    if kept is None or kept["intervals"] < ENOUGH or kept["most"] or not kept["local"]:
+    if kept.intervals < ENOUGH or kept.external or not kept.local:
         return None
     if log.counts["asked"] or log.counts["mp_prefetched"] or log.findings or log.failures.dead or not connectors:
         return None
     return Answer(
-        f"{kept['intervals']} intervals with prompts, up to {kept['local']}% from the GPU's own cache, 0.0% external",
+        f"{kept.intervals} intervals with prompts, up to {kept.local}% from the GPU's own cache, 0.0% external",
         request="",
         verdict="unknown",
-        evidence=(kept["line"],),
+        evidence=(kept.last,),
     )
 
 

@@ -7,11 +7,12 @@ from typing import TYPE_CHECKING
 
 from kvfix_tools.diagnose.findings import Answer, Severity, finding, note
 from kvfix_tools.diagnose.findings.lookups_seen import lookups_of
+from kvfix_tools.diagnose.findings.offloading import External
 from kvfix_tools.diagnose.findings.standstill import BY_REQUEST
 
 if TYPE_CHECKING:
     from kvfix_tools.diagnose.diagnosis import Diagnosis
-    from kvfix_tools.diagnose.log_line import LogLine
+    from kvfix_tools.diagnose.log_line import Evidence, LogLine
 
 #: Intervals of vLLM's statistics with prompts, from which on no fetch at all says something.
 INTERVALS = 3
@@ -47,6 +48,7 @@ def ended_at_its_buffer(log: Diagnosis, line: LogLine | None) -> Answer | None:
         request="",
         verdict="unknown",
         evidence=tuple(at.evidence for _, at in last[:4]),
+        note=not log.failures.dead,
     )
 
 
@@ -68,14 +70,14 @@ def decode_fetches_nothing(log: Diagnosis, line: LogLine | None) -> Answer | Non
 
     Normal: prompts shorter than a block, and requests that are sent to decode on purpose.
     """
-    kept = log.memory.get("external")  # as findings/offloading.py notes it
-    if kept is None or kept["intervals"] < INTERVALS or kept["most"] or log.findings or log.failures.dead:
+    kept = log.state(External)
+    if kept.intervals < INTERVALS or kept.external or log.findings or log.failures.dead:
         return None
     if log.who.roles != {"kv_consumer"} or not log.who.connectors or log.who.connectors - BY_REQUEST:
         return None
     return Answer(
-        f"{kept['intervals']} intervals with prompts, 0.0% external", request="", verdict="unknown",
-        evidence=(kept["line"],),
+        f"{kept.intervals} intervals with prompts, 0.0% external", request="", verdict="unknown",
+        evidence=(kept.last,),
     )  # fmt: skip
 
 
@@ -94,17 +96,25 @@ def answers_500_without_error(log: Diagnosis, line: LogLine | None) -> Answer | 
     Good: what those lines name.
     """
     if line is not None:
-        log.memory.setdefault("answered_500", [line.evidence, 0])[1] += 1
+        log.state(_Seen).answered_500 = log.state(_Seen).answered_500 or line.evidence
         return None
-    kept = log.memory.get("answered_500")
-    if kept is None or log.findings or log.failures.dead or log.failures.first is not None:
+    first = log.state(_Seen).answered_500
+    if first is None or log.findings or log.failures.dead or log.failures.first is not None or not log.who.connectors:
         return None
-    return Answer(f"{kept[1]} answers 500", request="", verdict="unknown", evidence=(kept[0],))
+    return Answer(f"{log.counts['answered_500']} answers 500", request="", verdict="unknown", evidence=(first,))
+
+
+class _Seen:
+    """The first answer 500, and the last start of an engine."""
+
+    def __init__(self) -> None:
+        self.answered_500: Evidence | None = None
+        self.start: Evidence | None = None
 
 
 @note("vllm_version")
 def _note_start(log: Diagnosis, line: LogLine) -> None:
-    log.memory["begun"] = line.evidence
+    log.state(_Seen).start = line.evidence
 
 
 @finding("KVD1059", "start-without-an-end", Severity.RISK, on=[""])
@@ -130,9 +140,10 @@ def start_without_an_end(log: Diagnosis, line: LogLine | None) -> Answer | None:
         counts[name]
         for name in ("up", "engine_up", "stats", "asked", "stored", "moved", "answered_500", "closing", "recorded")
     )
-    if "begun" not in log.memory or not log.who.connectors or works:
+    start = log.state(_Seen).start
+    if start is None or not log.who.connectors or works:
         return None
     return Answer(
         "no process says that it is up after `Initializing a V1 LLM engine`",
-        request="", verdict="unknown", evidence=(log.memory["begun"],),
+        request="", verdict="unknown", evidence=(start,), note=True,
     )  # fmt: skip

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from typing import TYPE_CHECKING
 
-from kvfix import redact
 from kvfix_tools.diagnose import problems
 from kvfix_tools.diagnose.findings import Answer, Severity, finding, note
 
@@ -22,8 +21,16 @@ _BELOW = 120
 _UNASKED = frozenset({"end_session"})
 
 
-@finding("KVD116", "server-silent-at-start", Severity.CRASH, on=["raised", ""])
-def server_silent_at_start(log: Diagnosis, line: LogLine | None) -> Answer | None:
+class Server:
+    """mode: the transfer mode of the server. handler: the line that announces the traceback of a handler."""
+
+    def __init__(self) -> None:
+        self.mode = ""
+        self.handler: LogLine | None = None
+
+
+@finding("KVD116", "server-silent-at-start", Severity.CRASH, on=["raised"], symptom=True)
+def server_silent_at_start(log: Diagnosis, line: LogLine) -> Answer | None:
     """A worker could not register with the LMCache server, and vLLM does not start.
 
     Cause: there is no server at `lmcache.mp.host` and `lmcache.mp.port`; or there is, and it failed at the registration
@@ -34,9 +41,6 @@ def server_silent_at_start(log: Diagnosis, line: LogLine | None) -> Answer | Non
 
     Good: what the server's log says, put right; no release up to 0.5.6 sends its error to the client.
     """
-    if line is None:
-        _beside_what_the_server_says(log)
-        return None
     if line.fields["meaning"] != "server_silent":
         return None
     server = line.fields.get("server")
@@ -44,18 +48,7 @@ def server_silent_at_start(log: Diagnosis, line: LogLine | None) -> Answer | Non
     return Answer(f"{what}: {line.fields['text'][:160]}", request="")
 
 
-def _beside_what_the_server_says(log: Diagnosis) -> None:
-    """The server's error (KVD212) next to the silence that its client met."""
-    if "server_error" not in log.memory:
-        return
-    _, error, *evidence = log.memory["server_error"]
-    for found in log.findings:
-        if found.rule.code in ("KVD116", "KVD204"):
-            found.sentence += f"; the server failed meanwhile: {error}"
-            found.evidence += [each for each in evidence if each not in found.evidence]
-
-
-@finding("KVD204", "server-does-not-answer", Severity.HANG, on=["mp_timeout", "mp_unhealthy"])
+@finding("KVD204", "server-does-not-answer", Severity.HANG, on=["mp_timeout", "mp_unhealthy"], symptom=True)
 def server_does_not_answer(log: Diagnosis, line: LogLine) -> Answer | None:
     """The LMCache server does not answer: vLLM goes on without the cache.
 
@@ -94,7 +87,7 @@ def transfer_mode_mismatch(log: Diagnosis, line: LogLine) -> Answer | None:
 
     Good: the same, in both units; no release up to 0.5.6 answers what it does not know.
     """
-    mode = log.memory.get("mode")
+    mode = log.state(Server).mode
     return Answer(
         f"the server has no handler for {line.fields['operation']}{'; its transfer mode is ' + mode if mode else ''}",
         request="",
@@ -103,8 +96,7 @@ def transfer_mode_mismatch(log: Diagnosis, line: LogLine) -> Answer | None:
 
 @note("transfer_mode")
 def _note_mode(log: Diagnosis, line: LogLine) -> None:
-    """What KVD206 has to know."""
-    log.memory["mode"] = line.fields["mode"]
+    log.state(Server).mode = line.fields["mode"]
 
 
 @finding("KVD210", "worker-forgotten", Severity.HANG, on=["reaped", "unregistered", ""])
@@ -159,33 +151,30 @@ def server_handler_fails(log: Diagnosis, line: LogLine | None) -> Answer | None:
 
     Good: what the traceback's last line says; no release up to 0.5.6 sends the error to the client.
     """
-    head: LogLine | None = log.memory.get("handler")
+    server = log.state(Server)
+    head = server.handler
     if line is None:
         return Answer(head.evidence.text[:160], request="", evidence=(head.evidence,)) if head is not None else None
     if line.name == "logged":
         found = _HANDLER.search(line.evidence.text) if line.body.find(b"andl") >= 0 else None
         if found is None:
             return None
-        log.memory["handler"] = None if found["error"] else line
-        return _failed_handler(log, line, line, found["error"]) if found["error"] else None
+        server.handler = None if found["error"] else line
+        return _failed_handler(line, found["error"]) if found["error"] else None
     if head is None or line.process or head.file != line.file or not 0 < line.number - head.number < _BELOW:
         return None
-    log.memory["handler"] = None
+    server.handler = None
     if any(frame[2] in _UNASKED for frame in line.fields["frames"]):
         return None
     fields = line.fields
-    answer = _failed_handler(log, head, line, f"{fields['type']}: {fields['text']}".rstrip(": "))
-    return None if any(each.look(log, line) for each in problems.at(line)) else answer
+    if any(each.look(log, line) for each in problems.at(line)):
+        return None
+    return _failed_handler(head, f"{fields['type']}: {fields['text']}".rstrip(": "))
 
 
-def _failed_handler(log: Diagnosis, head: LogLine, line: LogLine, error: str) -> Answer:
-    """Noted for the findings of its client. What fails at a registration counts most."""
+def _failed_handler(head: LogLine, error: str) -> Answer:
     found = _HANDLER.search(head.evidence.text)
     operation = (found["operation"] if found is not None else None) or "a request"
-    registers = "register" in operation.lower()
-    known = log.memory.get("server_error")
-    if known is None or (registers and not known[0]):
-        log.memory["server_error"] = (registers, redact.text(error[:160]), head.evidence, line.evidence)
     return Answer(f"{operation.lower()}: {error[:200]}", request="", evidence=(head.evidence,))
 
 
