@@ -159,9 +159,9 @@ def test_an_exception_below_a_long_line_is_none_of_its_pieces() -> None:
 #: What vLLM's V0 engine raised of a connector of the V1 engine.
 ASSERTED = (
     "Traceback (most recent call last):",
-    '  File "/opt/app/vllm/distributed/kv_transfer/kv_connector/factory.py", line 60, in create_connector_v0',
-    "    assert issubclass(connector_cls, KVConnectorBase)",
-    "           ^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^^",
+    '  File "/opt/app/lmcache/v1/storage_backend/local_cpu_backend.py", line 60, in initialize_allocator',
+    "    assert effective_cpu_size > 0",
+    "           ^^^^^^^^^^^^^^^^^^^^^^",
     "AssertionError",
 )
 
@@ -190,19 +190,19 @@ def found_in(log: str) -> list[str]:
 def test_a_traceback_behind_the_prefix_of_a_launcher(prefix: str) -> None:
     """As torch, torchrun, Ray, Docker, srun and pdsh print what a process wrote, without a frame of vLLM's logger."""
     rows = [prefix.format(number=number) + line for number, line in enumerate(ASSERTED)]
-    assert found_in("\n".join(rows)) == ["KVD741"]
-    assert found_in("\n".join(rows[1:])) == ["KVD741"], "cut off above"
+    assert found_in("\n".join(rows)) == ["KVD849"]
+    assert found_in("\n".join(rows[1:])) == ["KVD849"], "cut off above"
 
 
 def test_a_traceback_that_lost_its_blanks_or_its_lines() -> None:
     """Pasted without a code fence; and printed by `repr`, in one line."""
-    assert found_in("\n".join(line.strip() for line in ASSERTED if "^" not in line)) == ["KVD741"]
+    assert found_in("\n".join(line.strip() for line in ASSERTED if "^" not in line)) == ["KVD849"]
     typed = (
         "\n".join(ASSERTED).replace("  ", "\u00a0\u00a0").replace('File "', "File \u201c").replace('py"', "py\u201d")
     )
-    assert found_in(typed) == ["KVD741"], "as a word processor has it"
+    assert found_in(typed) == ["KVD849"], "as a word processor has it"
     in_one = "\\n".join(ASSERTED).replace('"', '\\"')
-    assert found_in(f'2026-11-21 ERROR "{in_one}\\n"') == ["KVD741"]
+    assert found_in(f'2026-11-21 ERROR "{in_one}\\n"') == ["KVD849"]
 
 
 @pytest.mark.parametrize(
@@ -210,7 +210,7 @@ def test_a_traceback_that_lost_its_blanks_or_its_lines() -> None:
     ["ERROR 12-03 01:24:36 [core.py:7] ", "(EngineCore pid=7) ERROR 12-03 01:24:36 [core.py:7] ", "[rank0]: "],
 )
 def test_a_traceback_whose_line_breaks_were_lost(head: str) -> None:
-    assert found_in(" ".join(f"{head}{line}" for line in ASSERTED)) == ["KVD741"]
+    assert found_in(" ".join(f"{head}{line}" for line in ASSERTED)) == ["KVD849"]
     quoted = "INFO 12-03 01:24:36 [core.py:7] one line of a log, which speaks of AssertionError: nothing"
     assert plain(f"{quoted}\n".encode()).text.count(b"\n") == 1
 

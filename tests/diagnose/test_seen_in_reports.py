@@ -67,25 +67,6 @@ def test_a_layers_key_is_read_from_0_3_14_on() -> None:
     assert "0.3.14" in advice.remedy(log, log.findings[0]).now
 
 
-@pytest.mark.parametrize(("name", "code"), [("setup_lmcache", "KVD1280"), ("batch_get_buffer", "KVD889")])
-def test_who_is_of_another_time_depends_on_the_method(name: str, code: str) -> None:
-    text = "An error occurred while loading the configuration: 'mooncake.store.MooncakeDistributedStore' object has no "
-    assert codes(diagnose(LMCACHE.format(level="ERROR", text=f"{text}attribute '{name}'"))) == [code]
-
-
-def test_a_format_that_is_refused_explains_what_is_not_loaded() -> None:
-    text = "Failed to read from file /d/m@1.data: Unsupported memory format: MemoryFormat.KV_MLA_FMT"
-    short = LMCACHE.format(level="ERROR", text="Num retrieved tokens: 0, num expected tokens: 15")
-    assert codes(diagnose(LMCACHE.format(level="ERROR", text=text), short)) == ["KVD453"]
-
-
-def test_a_missing_library_is_not_the_engine_v0() -> None:
-    fell_back = "WARNING 04-17 17:56:11 [arg_utils.py:1731] --kv-transfer-config is not supported by the V1 Engine. "
-    missing = "ModuleNotFoundError: No module named 'lmcache.c_ops'\n"
-    assert codes(diagnose(f"{fell_back}Falling back to V0.\n")) == ["KVD741"]
-    assert codes(diagnose(f"{fell_back}Falling back to V0.\n", missing)) == ["KVD714"]
-
-
 def test_a_failed_load_that_vllm_knows_of_was_reported() -> None:
     """Releases from 0.5.5 on report it; which one it is the line does not say."""
     line = "LMCache ERROR: Something went wrong when processing the retrieve request for request_id=r1, result=False\n"
