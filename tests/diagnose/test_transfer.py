@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tests.diagnose.lines import codes, diagnose, stats
-from tests.diagnose.test_pasted import raised
+from tests.diagnose.test_bare_lines import raised
 
 
 def test_a_refused_registration_of_mooncake_is_named_by_its_reason() -> None:

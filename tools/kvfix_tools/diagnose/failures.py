@@ -223,7 +223,7 @@ def _is_failure(line: LogLine) -> bool:
         return True
     # What was in the step that failed: vLLM dumps it as an error, with words such as `num_corrupted_reqs=0`.
     is_dump = "dump_input.py" in fields["place"]
-    if line.body[:1].isspace():  # a line of a traceback whose beginning is not here
+    if fields["logger"] == "vllm" and line.body[:1].isspace():  # of a traceback whose beginning is not here
         return False
     return fields["level"] in ("error", "critical") and not is_dump and not _is_dead(line.body)
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import count
 
-from kvfix_tools.diagnose import bare, log_formats, needles, texts
+from kvfix_tools.diagnose import bare_lines, log_formats, needles, texts
+from kvfix_tools.diagnose.bare_lines import Headless
 from kvfix_tools.diagnose.log_line import Fields, LogLine
 from kvfix_tools.diagnose.needles import FRAME
 from kvfix_tools.diagnose.stacks import Stack, Stacks
@@ -18,6 +19,8 @@ from kvfix_tools.diagnose.tracebacks import Part, Raised, Tracebacks
 
 #: Name of a line that stands for all lines of an input at DEBUG: the log's level hides nothing.
 DEBUG = "debug"
+#: Bytes of an input within which a line of an engine stands, if there is one.
+_OWN = 1 << 20
 #: Bytes of a line that are read.
 LONGEST_LINE = 1 << 16
 #: Bytes of all texts that are remembered, and of one; prefixes that are.
@@ -50,9 +53,8 @@ class Scanner:
         self._heads: dict[bytes, dict[bytes, Other]] = {}
         self._kinds: dict[tuple[bytes, ...], dict[bytes, Other]] = {}
         self._remembered = 0
-        #: Whether lines without a logger's head count (bare.py), and statements without one; None: not known yet.
-        self._bare: bool | None = None
-        self._statements = False
+        #: Which lines without a logger's head count; None: not known yet.
+        self._headless: Headless | None = None
         #: Whether a line has the head of vLLM's logger or of LMCache's.
         self.is_own = False
         #: {what a container puts in front of a line, without its numbers: whether it says nothing}
@@ -60,17 +62,17 @@ class Scanner:
 
     def scan(self, block: bytes) -> Iterator[LogLine]:
         text, at = log_formats.plain(block, self._scanned)
+        if not self.is_own and self._scanned < _OWN:
+            self.is_own = texts.is_own(text)
         self._scanned += len(block)
-        self.is_own = self.is_own or texts.is_own(text)
         lines = text.split(b"\n")
         if not lines[-1]:
             lines.pop()
-        if self._bare is None:
-            self._statements = bare.are_few_others(lines)
-            self._bare = self.is_own or self._statements
+        if self._headless is None:
+            self._headless = bare_lines.headless(lines, self.is_own)
         first, file, known = self._number, self._file, self._framed
         traces, stacks, heads = self._tracebacks.open, self._stacks, self._heads
-        looked_at = self._statements
+        looked_at = self._headless is Headless.WHOLE
         numbers = count(first) if at is None else (first + number for number in at)
         for line, number in zip(lines, numbers, strict=False):
             place = line.find(FRAME)
@@ -122,7 +124,7 @@ class Scanner:
     def _other(self, line: bytes, head: bytes, body: bytes) -> Other:
         other = self._others.get(line)
         if other is None:
-            other = Other(line, bool(self._bare), self._statements)
+            other = Other(line, self._headless or Headless.ALL)
             if len(line) <= _LONGEST:
                 self._remember(len(line) + len(head))
                 kind = other.kind(head, body)
@@ -163,7 +165,7 @@ class Scanner:
             start = text.find(FRAME)
             level = LEVEL.match(text, start) if start >= 0 else None
             if level is None:
-                yield from self._unframed(Other(text, bool(self._bare), self._statements), number)
+                yield from self._unframed(Other(text, self._headless or Headless.ALL), number)
                 return
             if level[1] == b"DEBUG" and not self._debug:
                 self._debug = True

@@ -11,7 +11,8 @@ from functools import cached_property, lru_cache
 
 import msgspec
 
-from kvfix_tools.diagnose import bare, grammar, log_formats
+from kvfix_tools.diagnose import bare_lines, grammar, grammar_vllm, log_formats
+from kvfix_tools.diagnose.bare_lines import Headless
 from kvfix_tools.diagnose.log_line import ANSI, Fields, without_colours, without_tokens
 from kvfix_tools.diagnose.tracebacks import Part, Raised, by_name
 
@@ -81,6 +82,10 @@ _OF_VLLM = [message for message in _ANYWHERE if message.source != "lmcache"]
 _RAISED = [message for message in grammar.MESSAGES if message.source == "raised"]
 
 
+#: Kinds of lines that are no statements of a logger of vLLM or LMCache: of uvicorn, of lists of packages, of kvfix.
+_NO_STATEMENTS = ("up", "answered_500", "recorded", *grammar_vllm.RELEASE_IN)
+
+
 def is_own(text: bytes) -> bool:
     """Return True if a line of it has the head of vLLM's logger or of LMCache's, or names a process of an engine."""
     return any(pattern.search(text) is not None for pattern in (LEVEL, _VLLM, _PROCESS))
@@ -117,11 +122,11 @@ def framed(level: bytes, body: bytes) -> Framed:
 class Other:
     """A line of vLLM, of another logger, of a traceback, or one that has lost its beginning.
 
-    bare: True if a line without a logger's head counts, too. alone: True if a statement without one does.
+    headless: whether the line counts without a logger's head.
     """
 
-    def __init__(self, line: bytes, bare: bool = True, alone: bool = False) -> None:
-        self._bare, self._alone = bare, alone
+    def __init__(self, line: bytes, headless: Headless = Headless.ALL) -> None:
+        self._headless = headless
         text = self._text = without_colours(line) if b"\x1b" in line or b"[0" in line else line
         self.process = process(text)
         self._head = _VLLM.search(text)
@@ -133,6 +138,8 @@ class Other:
             self.process, self.body = rank[1].decode(), text[rank.end() :]
         else:
             self.body = log_formats.without_prefix(text)
+            if headless is Headless.WHOLE and self.body[:1] in bare_lines.QUOTES:
+                self.body = bare_lines.stripped(self.body)
         #: Whether it may be of a dump of stacks.
         self.of_stack = b"Thread " in self.body or b"Process " in self.body or self.body.startswith(b"#0 ")
 
@@ -151,15 +158,14 @@ class Other:
         if self._head is not None:
             return self._head[1].decode().lower()
         other = _OTHER.search(self._text[:_LEVELLED])
-        if other is None or (other["level"] and not self._counts):
+        if other is None or (other["level"] and self._headless is Headless.NONE and not self._has_head):
             return ""
         name = other["level"] or other["glog"] or other["spdlog"] or other["cann"] or other["usage"] or b"error"
         return _LEVELS.get(name, name.decode().lower())
 
     @property
-    def _counts(self) -> bool:
-        """True if the line may be of an engine: by its head, or because nothing around it is another text."""
-        return self._bare or self._head is not None or bool(self.process)
+    def _has_head(self) -> bool:
+        return self._head is not None or bool(self.process)
 
     @property
     def place(self) -> str:
@@ -170,12 +176,13 @@ class Other:
     def found(self) -> tuple[str, Fields] | None:
         """(name, fields), where it is no part of a traceback; None: it means nothing."""
         text, body, head = self._text, self.body, self._head
-        if not self._counts and RECORDED not in text:
+        whole = not self._has_head and self._headless is Headless.WHOLE
+        if not self._has_head and self._headless is Headless.NONE and RECORDED not in text:
             level = self.level
             return ("logged", {"level": level, "logger": NATIVE, "place": ""}) if level else None
         cut = head is None and (b"lmcache" in text or b"LMCache" in text)
         for message in _ANYWHERE if cut else _OF_VLLM:
-            if message.literal in text:
+            if message.literal in text and (not whole or self._is_whole(message)):
                 match = message.pattern.search(body) or message.pattern.search(text)
                 if match is not None:
                     fields = _fields(message, match)
@@ -198,16 +205,20 @@ class Other:
             native = _OTHER.search(self._text[:_LEVELLED])
             logger = "vllm" if head else "" if native is None or native["level"] else NATIVE
             return "logged", {"level": self.level, "logger": logger, "place": self.place}
-        return self._statement if self._alone and head is None else None
+        return self._statement if whole else None
+
+    def _is_whole(self, message: grammar.Message) -> bool:
+        """Return True if the line is no more than this message, or one that no logger's statement makes."""
+        return message.name in _NO_STATEMENTS or bare_lines.kind(self.body) == message.name
 
     @property
     def _statement(self) -> tuple[str, Fields] | None:
         """A whole statement of a release without its logger's head."""
-        name = bare.kind(self.body)
+        name = bare_lines.kind(self.body)
         if name == "logged":
             return name, {"level": "error", "logger": "bare", "place": ""}
         for message in grammar.MESSAGES if name is not None else ():
-            match = message.pattern.match(bare.stripped(self.body)) if message.name == name else None
+            match = message.pattern.match(bare_lines.stripped(self.body)) if message.name == name else None
             if match is not None:
                 return message.name, _fields(message, match)
         return None

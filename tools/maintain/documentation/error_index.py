@@ -56,14 +56,19 @@ class Entry(NamedTuple):
         return min((rule.severity for rule in self.rules), key=lambda severity: severity.value, default=None)
 
 
+def kinds() -> set[str]:
+    """Return the kinds of lines at which a finding looks."""
+    return _RAISED | {kind for rule in findings.catalogue() for kind in rule.on}
+
+
 @lru_cache(maxsize=1)
 def entries() -> tuple[Entry, ...]:
     quoted = [(fix, span) for fix in catalogue.fixes() for span in _quoted(fix)]
-    kinds = _RAISED | {kind for rule in findings.catalogue() for kind in rule.on} | {_kind(span) for _, span in quoted}
+    looked_at = kinds() | {_kind(span) for _, span in quoted}
     #: {text: (its findings, its fixes)}, and {kind of line: its texts}
     found: dict[str, tuple[set[str], set[str]]] = {}
     texts: dict[str, list[str]] = {}
-    for row in (row for rows in statements.known().values() for row in rows if row.message in kinds - _ORDINARY):
+    for row in (row for rows in statements.known().values() for row in rows if row.message in looked_at - _ORDINARY):
         prefix = "AssertionError: " if row.level == "assert" else ""
         text = " ".join((prefix + statements.sample(row.template.partition("\n")[0], "…")).split())
         found.setdefault(text, (set(_findings_of(row.message)), set()))

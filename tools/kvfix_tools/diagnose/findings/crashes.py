@@ -154,6 +154,11 @@ def resume_without_grant(log: Diagnosis, line: LogLine) -> Answer | None:
         return None
     if fields["against"] == "lmcache_cached_tokens" and fields["computed"] > fields["expected"]:
         return None
+    if log.requests.get(line.request) is None:
+        sentence = (
+            f"{_resumed(line)}. The log does not have its lookup: with min_retrieve_tokens set it may be another bug"
+        )
+        return Answer(sentence, verdict="unknown")
     return Answer(f"{_resumed(line)}: what was promised was not granted")
 
 

@@ -1,16 +1,63 @@
-"""Lines as people paste them: without a logger, without an exception's class; and what looks like one and is none."""
+"""Lines without their logger's head, as people paste them; and what looks like one and is none."""
 
 from __future__ import annotations
 
+import gzip
+from pathlib import Path
+
 import pytest
 
-from kvfix_tools.diagnose import command
-from tests.diagnose.lines import codes, diagnose, stats
+from kvfix_tools.diagnose import command, statements
+from maintain.documentation import error_index
+from tests.diagnose.lines import NEWEST, codes, diagnose, logged, stats
 from tests.diagnose.releases import CORE
 
 LIBRARY = "/x/site-packages/lmcache/c_ops.cpython-312-x86_64-linux-gnu.so"
 TORCH = "_ZN3c106detail14torchCheckFailEPKcS2_jRKSs"
 MP = "INFO 12-03 01:24:31 [factory.py:64] Creating v1 connector with name: LMCacheMPConnector and engine_id: 47\n"
+LOGS = Path(__file__).parent / "logs"
+LMCACHE = "[2026-11-21 01:41:27,007] LMCache WARNING: "
+VLLM = "(EngineCore_DP0 pid=276) WARNING 12-03 01:24:36 [any.py:7] "
+
+
+#: Each message of the releases at which a rule looks, as the page "I see this error" has it.
+MESSAGES = [
+    (dist, row.level, " ".join(statements.sample(row.template.partition("\n")[0]).split()))
+    for dist, rows in statements.known().items()
+    for row in rows
+    if row.message in error_index.kinds()
+]
+#: What LMCache and its copy in vLLM both say. Without its head the message is LMCache's.
+BOTH = [text for dist, _, text in MESSAGES if dist == "vllm" and ("lmcache", "error", text) in MESSAGES]
+
+
+def healthy() -> str:
+    """Return a log of a running engine, without what tells its releases."""
+    log = gzip.decompress((LOGS / "healthy-0.5.6.log.gz").read_bytes()).decode().partition("[shutdown]")[0]
+    return "".join(f"{line}\n" for line in log.split("\n")[:-1] if "0.5.6" not in line and ".py:" not in line)
+
+
+def test_a_message_is_the_same_finding_bare_with_its_prefix_and_in_a_log() -> None:
+    known, log = 0, healthy()
+    for dist, level, text in MESSAGES:
+        kind = {"assert": "AssertionError: ", "text": "ConnectionError: "}.get(level, "")
+        head = CORE if kind else LMCACHE if dist == "lmcache" else VLLM
+        line = f"{head}{kind}{text}\n"
+        expected = codes(diagnose(line))
+        assert codes(diagnose(log, line)) == expected, text
+        if text not in BOTH:
+            assert codes(diagnose(f"{kind}{text}\n")) == expected, text
+            assert codes(diagnose(f"`{kind}{text}`\n")) == expected, text
+        known += bool(expected)
+    assert known > 40
+
+
+def test_a_message_in_a_sentence_is_none() -> None:
+    """And one among lines of another text."""
+    message = "LMCache server is unhealthy — entering degraded mode"
+    assert codes(diagnose(f"{message}\n")) == ["KVD204"]
+    assert codes(diagnose(f"We saw that {message}, once.\n")) == []
+    assert codes(diagnose("\n".join(["a line of a letter"] * 9), f"\n{message}\n")) == []
 
 
 @pytest.mark.parametrize(
@@ -252,3 +299,63 @@ def test_an_error_that_a_statement_quotes_has_its_own_remedy(error: str, code: s
     """One line, one remedy: that of the error, where a record knows it."""
     line = "[2026-11-21 01:41:27,007] LMCache ERROR: LMCacheEngine marked as init failed: {} (any.py:7:lmcache.any)\n"
     assert codes(diagnose(line.format(error))) == [code]
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        "(Worker pid=7) ERROR 2026-01-12 16:28:02.921 [multiproc_executor.py:824] ",
+        "(Worker pid=7) ERROR 01-12 16:28:02 [[multiproc_executor.py:824](http://multiproc_executor.py:824/)] ",
+    ],
+)
+def test_a_frame_of_another_date_or_with_a_link_is_vllms(head: str) -> None:
+    """The place of the statement is read, and what comes behind it is the exception."""
+    trace = (
+        "Traceback (most recent call last):",
+        '  File "/opt/app/vllm_ascend/distributed/mooncake_connector.py", line 7, in _get_kv_split_metadata',
+        "IndexError: list index out of range",
+    )
+    log = diagnose("".join(f"{head}{line}\n" for line in trace))
+    assert codes(log) == ["KVD545"]
+    assert log.findings[0].evidence[0].text == "IndexError: list index out of range"
+
+
+@pytest.mark.parametrize(
+    ("code", "error"),
+    [
+        ("KVD888", "ERROR: batch_get_into failed for key m@1@0@77 (code=-704)"),
+        ("KVD847", "WARNING: Failed to allocate memory during remote receive"),
+        ("KVD872", "WARNING: Key exists but KV cache does not exist.Might happen when the cache is evicted by redis"),
+    ],
+)
+def test_what_the_store_itself_says_is_why_it_does_not_give(code: str, error: str) -> None:
+    line = f"[2026-11-21 01:41:27,007] LMCache {error} (a.py:7:lmcache.a)\n"
+    log = diagnose(line, logged(NEWEST, "unretrievable"), logged(NEWEST, "short", 0, 15))
+    assert codes(log) == [code]
+
+
+def test_a_worker_that_ended_by_a_signal() -> None:
+    assert codes(diagnose("Worker process terminated unexpectedly with signal 11\n")) == ["KVD383"]
+
+
+def test_frames_of_the_api_server_do_not_tell_what_its_engine_met() -> None:
+    """It waits for its engines there; that their ports are taken is one of many reasons."""
+    frames = [
+        'File "/opt/vllm/v1/engine/core_client.py", line 7, in __init__',
+        "    with launch_core_engines(vllm_config,",
+    ]
+    assert codes(diagnose("".join(f"{CORE}{line}\n" for line in frames))) == ["KVD1148"]
+
+
+def test_what_was_in_a_step_is_no_failure() -> None:
+    """vLLM dumps the scheduler's statistics as an error; their names have words of failures."""
+    dump = "Dumping scheduler stats: SchedulerStats(num_running_reqs=1, num_corrupted_reqs=0)"
+    line = f"(EngineCore_DP0 pid=276) ERROR 12-03 01:24:36 [dump_input.py:79] {dump}\n"
+    frame = f'{CORE}File "/opt/app/vllm/v1/engine/core.py", line 267, in step\n'
+    assert codes(diagnose(line)) == []
+    assert codes(diagnose(line, frame)) == ["KVD1148"]
+
+
+def test_the_head_of_a_handlers_error_is_its_finding_alone() -> None:
+    head = "[2026-02-23 16:08:35,513] LMCache ERROR: Error handling request RequestType.LOOKUP (mq.py:7:lmcache.mq)\n"
+    assert codes(diagnose(head)) == ["KVD212"]

@@ -6,11 +6,21 @@ documentation or in the log of another program the same words are no message of 
 
 from __future__ import annotations
 
+import enum
 import re
 from functools import lru_cache
 
 from kvfix_tools.diagnose import checks, grammar, log_formats, statements
 from kvfix_tools.diagnose.tracebacks import Part, by_name
+
+
+class Headless(enum.Enum):
+    """Which lines without a logger's head count: none, whole messages, or all, in a log that has lines with one."""
+
+    NONE = 0
+    WHOLE = 1
+    ALL = 2
+
 
 #: Lines of other texts up to which an input is taken for messages that were pasted.
 FEW = 5
@@ -20,10 +30,16 @@ _VALUE = "\0"
 #: A heading of a page, or a comment of a file with settings.
 _HEADING = re.compile(rb"\s*#{1,6} \S")
 #: Marks of Markdown and quotes around a message.
+QUOTES = (b"`", b"*", b'"')
 _MARKS = b" \t`*\"'"
 
 
-def are_few_others(lines: list[bytes]) -> bool:
+def headless(lines: list[bytes], is_own: bool) -> Headless:
+    """Return which lines without a head count in an input. is_own: it has lines of an engine's loggers."""
+    return Headless.ALL if is_own else Headless.WHOLE if _are_few_others(lines) else Headless.NONE
+
+
+def _are_few_others(lines: list[bytes]) -> bool:
     """Return True if at most FEW lines of an input are no lines of a log, of a traceback or messages."""
     others, in_traceback = 0, False
     for line in lines:
