@@ -130,7 +130,8 @@ def fits(sign: Sign, line: LogLine) -> dict[str, Any] | None:
         return None
     if sign.source and sign.source not in fields["source"]:
         return None
-    if sign.within and not _within(sign.within, fields["frames"][-_FRAMES:]):
+    own = [frame for frame in fields["frames"] if not frame[0].startswith("<frozen")]  # not of the import system
+    if sign.within and not _within(sign.within, own[-_FRAMES:]):
         return None
     if not goes_through(sign, fields["frames"]):
         return None
