@@ -38,6 +38,8 @@ State = TypeVar("State")
 _REQUEST_LINES = 5000
 #: Findings from which on the crashes of a kind are one.
 FINDINGS = 1000
+#: The rule of the ledger that a traceback breaks, whatever raised it. It has a finding of its own.
+_EXCEPTION = "exception-left-hook"
 #: Lines at whose place EngineCore dies.
 _DEATHS = ("fatal", "raised")
 
@@ -176,7 +178,7 @@ class Diagnosis:
             for found in self._found.values()
             if found.rule.code not in replaced
             and not (getattr(found.rule, "announces", False) and found.is_explained(self._found.values()))
-            and not (found.rule.code.startswith("KVR") and found.request in self._crashed)
+            and not (found.is_of_ledger and found.request in self._crashed)
         ]
         for found in shown:
             if found.is_foreign and not self.who.engine:
@@ -281,7 +283,7 @@ class Diagnosis:
     def _judge(self, violated: list[Finding], line: LogLine) -> None:
         """A rule of the ledger that is violated is a finding of its own, unless its request has crashed."""
         for each in violated:
-            if each.code != "KVR011" and each.request not in self._crashed:
+            if each.name != _EXCEPTION and each.request not in self._crashed:
                 self.add(findings.ledger_rule(each), findings.Answer(each.message, each.request), line)
 
     def add(self, rule: LogRule | problems.Problem, answer: Answer, line: LogLine | None) -> None:

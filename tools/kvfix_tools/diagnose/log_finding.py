@@ -92,6 +92,10 @@ class LogFinding:
         return bool(getattr(self.rule, "symptom", False))
 
     @property
+    def is_of_ledger(self) -> bool:
+        return getattr(self.rule, "message", None) is not None
+
+    @property
     def is_note(self) -> bool:
         return self.severity is Severity.NOTE
 

@@ -154,6 +154,10 @@ def resume_without_grant(log: Diagnosis, line: LogLine) -> Answer | None:
         return None
     if fields["against"] == "lmcache_cached_tokens" and fields["computed"] > fields["expected"]:
         return None
+    history = log.ledger.histories.get(line.request)
+    if history is None or history.asked is None:
+        sentence = f"{_resumed(line)}. The log does not have its lookup: below min_retrieve_tokens it is KVD103"
+        return Answer(sentence, verdict="unknown")
     return Answer(f"{_resumed(line)}: what was promised was not granted")
 
 

@@ -160,15 +160,11 @@ class _Values(dict[str, Any]):
         return "?"
 
 
-def _number(problem: Problem) -> int:
-    return int(problem.code.removeprefix("KVD"))
-
-
 @lru_cache(maxsize=1)
 def catalogue() -> tuple[Problem, ...]:
-    """Every record, in the order of its code."""
+    """Every record, in the order of the files."""
     modules = [import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__)]
-    return tuple(sorted((each for module in modules for each in module.PROBLEMS), key=_number))
+    return tuple(each for module in modules for each in module.PROBLEMS)
 
 
 @lru_cache(maxsize=1)
