@@ -39,7 +39,7 @@ def store_does_not_give_what_it_lists(log: Diagnosis, line: LogLine) -> Answer |
     return Answer(short, verdict="unknown" if evicted else "violated")
 
 
-@finding("KVD302", "load-comes-short", Severity.WRONG, on=["retrieved", "short", "load_failed"])
+@finding("KVD302", "load-comes-short", Severity.WRONG, on=["retrieved", "short", "load_failed"], symptom=True)
 def load_comes_short(log: Diagnosis, line: LogLine) -> Answer | None:
     """What was hit could not be loaded. vLLM computes it again; what is stored meanwhile may be wrong.
 
