@@ -285,7 +285,7 @@ def context_parallel_in_process(log: Diagnosis, line: LogLine) -> Answer | None:
     Cause: each rank holds a part of the tokens' slots; the adapter counts the slots of the whole request, and a save or
     a lookup fails. No release of it (0.3.9 to 0.5.6) knows of context parallelism, nor refuses it at the start.
 
-    Setting: leave `--decode-context-parallel-size` (`-dcp`) out, and restart.
+    Setting: `vllm serve` without `--decode-context-parallel-size` (`-dcp`).
 
     Good: LMCacheMPConnector of LMCache 0.5.5 or newer, which supports it; LMCacheConnectorV1 does in no release.
     """
