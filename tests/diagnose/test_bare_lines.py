@@ -312,11 +312,11 @@ def test_a_frame_of_another_date_or_with_a_link_is_vllms(head: str) -> None:
     """The place of the statement is read, and what comes behind it is the exception."""
     trace = (
         "Traceback (most recent call last):",
-        '  File "/opt/app/vllm_ascend/distributed/mooncake_connector.py", line 7, in _get_kv_split_metadata',
+        '  File "/opt/app/lmcache/v1/storage_backend/pd_backend.py", line 7, in from_cache_engine_config',
         "IndexError: list index out of range",
     )
     log = diagnose("".join(f"{head}{line}\n" for line in trace))
-    assert codes(log) == ["KVD545"]
+    assert codes(log) == ["KVD526"]
     assert log.findings[0].evidence[0].text == "IndexError: list index out of range"
 
 

@@ -79,10 +79,12 @@ def advice(log: Diagnosis, found: LogFinding) -> list[Advice]:
         if each.fixable
     ]
     made += _releases(log, found, [each for each in concerned if each.fixable])
-    made += [Advice("setting", each.code, _workaround(each)) for each in concerned if not each.fixable]
+    unfixable = [each for each in concerned if not each.fixable]
     setting = found.rule.section("Setting")
-    if setting and not any(each.kind == "setting" for each in made):
-        made.append(Advice("setting", "", setting))
+    if setting:
+        made.append(Advice("setting", unfixable[0].code if unfixable else "", setting))
+    else:
+        made += [Advice("setting", each.code, _workaround(each)) for each in unfixable]
     if isinstance(found.rule, Problem):
         made.append(Advice("setting", "", found.rule.now))
         made += _release_of(log, found, found.rule)

@@ -154,10 +154,9 @@ def resume_without_grant(log: Diagnosis, line: LogLine) -> Answer | None:
         return None
     if fields["against"] == "lmcache_cached_tokens" and fields["computed"] > fields["expected"]:
         return None
-    if log.requests.get(line.request) is None:
-        sentence = (
-            f"{_resumed(line)}. The log does not have its lookup: with min_retrieve_tokens set it may be another bug"
-        )
+    history = log.ledger.histories.get(line.request)
+    if history is None or history.asked is None:
+        sentence = f"{_resumed(line)}. The log does not have its lookup: below min_retrieve_tokens it is KVD103"
         return Answer(sentence, verdict="unknown")
     return Answer(f"{_resumed(line)}: what was promised was not granted")
 
@@ -286,7 +285,7 @@ def context_parallel_in_process(log: Diagnosis, line: LogLine) -> Answer | None:
     Cause: each rank holds a part of the tokens' slots; the adapter counts the slots of the whole request, and a save or
     a lookup fails. No release of it (0.3.9 to 0.5.6) knows of context parallelism, nor refuses it at the start.
 
-    Setting: leave `--decode-context-parallel-size` (`-dcp`) out, and restart.
+    Setting: `vllm serve` without `--decode-context-parallel-size` (`-dcp`).
 
     Good: LMCacheMPConnector of LMCache 0.5.5 or newer, which supports it; LMCacheConnectorV1 does in no release.
     """

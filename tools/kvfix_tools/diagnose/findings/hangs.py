@@ -34,8 +34,8 @@ def asked_for_ever(log: Diagnosis, line: LogLine) -> Answer | None:
     Cause: the head of the queue gets no blocks: its load needs more than is ever free, or what it is promised can never
     be granted. Everything behind it waits too.
 
-    Setting: more KV blocks (`gpu_memory_utilization`), a smaller `max_model_len` or `max_num_seqs`, or
-    `max_tokens_per_load` unset.
+    Setting: `--num-gpu-blocks-override` or `--gpu-memory-utilization` higher, for more KV blocks; or a smaller
+    `--max-model-len` or `--max-num-seqs`; or `max_tokens_per_load` unset.
     """
     f = line.fields
     done = log.counts["stored"] + log.counts["retrieved"]
@@ -86,7 +86,7 @@ def worker_without_lmcache(log: Diagnosis, line: LogLine) -> Answer | None:
 
     Cause: what the line says. Every lookup then runs into its timeout.
 
-    First: put right what LMCache says (it is at the beginning of the log), and restart.
+    First: `grep -n 'LMCache ERROR' LOG | head` shows what LMCache says at its start: put it right, and restart.
     """
     f = line.fields
     if "what" in f and f["error"]:
@@ -124,8 +124,9 @@ def waits_for_load(log: Diagnosis, line: LogLine) -> Answer | None:
     or the connector has lost it. With prefill and decode the proxy may be it: a sidecar that speaks another protocol
     than the connector of this vLLM puts nothing into kv_transfer_params that prefill would send for.
 
-    First: look at the log of the other side, and at the workers' lines about this request; of a proxy or sidecar at its
-    connector's name (llm-d: `--connector=nixlv2` for NixlConnector) and that it is of the same weeks as vLLM.
+    First: `kvfix dump PID` shows what the workers wait for; look at the log of the other side, and at the workers'
+    lines about this request. A proxy or sidecar: its connector's name (llm-d: `--connector=nixlv2` for
+    NixlConnector), and that it is of the same weeks as vLLM.
 
     Normal: some hundred steps, while a load is in flight.
     """

@@ -26,8 +26,9 @@ def store_does_not_give_what_it_lists(log: Diagnosis, line: LogLine) -> Answer |
     is restarted (pull 4745). Disk: the file is gone. Each of them: no room in the CPU pool to read it into, which has
     a line of its own.
 
-    First: the error of the store before these lines decides; without one, make the store forget what it lists: restart
-    mooncake_master, redis-cli FLUSHDB, or empty the folder of local_disk, then restart vLLM.
+    First: `grep -n -B20 "can't be retrieved" LOG` shows the error of the store, which decides. Without one, make
+    the store forget what it lists: restart mooncake_master, `redis-cli FLUSHDB`, or empty the folder of local_disk;
+    then restart vLLM.
 
     Good: a store that keeps what it lists (all Mooncake clients up, Redis with enough maxmemory), and kvfix (KVF007,
     KVF203), since in no release does vLLM forget the blocks of a failed load.
@@ -39,14 +40,14 @@ def store_does_not_give_what_it_lists(log: Diagnosis, line: LogLine) -> Answer |
     return Answer(short, verdict="unknown" if evicted else "violated")
 
 
-@finding("KVD302", "load-comes-short", Severity.WRONG, on=["retrieved", "short", "load_failed"])
+@finding("KVD302", "load-comes-short", Severity.WRONG, on=["retrieved", "short", "load_failed"], symptom=True)
 def load_comes_short(log: Diagnosis, line: LogLine) -> Answer | None:
     """What was hit could not be loaded. vLLM computes it again; what is stored meanwhile may be wrong.
 
     Cause: between lookup and load the chunks were evicted or their pins ran out, or the backend lost them. LMCache
     0.3.9 with --pipeline-parallel-size asks no rank of a later stage (pull 1813).
 
-    First: a larger `max_local_cpu_size` (NIXL storage: `nixl_buffer_size`).
+    First: `export LMCACHE_MAX_LOCAL_CPU_SIZE=GB`, a larger one (NIXL storage: `nixl_buffer_size`).
     """
     if line.name == "load_failed":
         return Answer(f"{line.fields['tokens']} tokens in {line.fields['blocks']} blocks were not loaded")
@@ -64,9 +65,9 @@ def hit_not_read(log: Diagnosis, line: LogLine | None) -> Answer | None:
     to read them into: the CPU pool, or with `enable_nixl_storage` the buffer of `nixl_buffer_size` bytes, which has to
     hold the KV of a whole prompt.
 
-    Setting: look at the errors before these lines; NIXL storage: double `nixl_buffer_size`; else a larger
-    `max_local_cpu_size`; a remote store that keeps what it has (Redis: `maxmemory`), or `local_disk` on a disk of its
-    own.
+    Setting: `grep -n ERROR LOG` shows the errors of the store before these lines. NIXL storage: double
+    `nixl_buffer_size`. Else a larger `max_local_cpu_size`; a remote store that keeps what it has (Redis:
+    `maxmemory`); or `local_disk` on a disk of its own.
     """
     times = log.counts["unretrievable"]
     if not times or log.counts["short"] or log.counts["retrieved"]:

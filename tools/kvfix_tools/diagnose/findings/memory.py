@@ -64,7 +64,7 @@ def stores_dropped(log: Diagnosis, line: LogLine) -> Answer | None:
     Cause: the CPU cache is full, and what is in it is pinned or being written. With `enable_pd` it is the transfer
     buffer of `pd_buffer_size` bytes: the prompts on their way to decode fill it.
 
-    Setting: a larger `max_local_cpu_size` (LMCACHE_MAX_LOCAL_CPU_SIZE, in GB, for each worker); with `enable_pd` also
+    Setting: `export LMCACHE_MAX_LOCAL_CPU_SIZE=GB`, a larger one (for each worker); with `enable_pd` also a larger
     `pd_buffer_size`.
 
     Normal: a few lines under load, while others are stored.

@@ -34,7 +34,7 @@ def _note_external(log: Diagnosis, line: LogLine) -> None:
         kept.last = line.evidence
 
 
-@finding("KVD976", "external-cache-never-hits", Severity.RISK, on=[""])
+@finding("KVD976", "external-cache-never-hits", Severity.NOTE, on=[""])
 def external_cache_never_hits(log: Diagnosis, line: LogLine) -> Answer | None:
     """Prompts begin alike, and not one token comes from the connector's cache.
 
@@ -43,9 +43,9 @@ def external_cache_never_hits(log: Diagnosis, line: LogLine) -> Answer | None:
     a hit (drafts, state, a window), and then the whole hit is 0 (vLLM before 0.32). Engines that share a store hash
     differently (PYTHONHASHSEED), or `store_threshold` keeps blocks out until they were asked for so often.
 
-    Setting: `GPU KV cache usage` far below 100 %: nothing is to be done, the GPU is large enough. Else a larger
-    `--kv-offloading-size`; without `--speculative-config` once: hits then mean that the draft group was it (upgrade to
-    vLLM 0.32.0); `export PYTHONHASHSEED=0` on every engine.
+    Setting: `--kv-offloading-size` larger, if `GPU KV cache usage` is near 100 %; far below it nothing is to be
+    done. Without `--speculative-config` once: hits then mean that the draft group was the cause (upgrade to vLLM
+    0.32.0). `export PYTHONHASHSEED=0` on every engine.
 
     Normal: the first minutes, and prompts that fit into the GPU's cache.
     """
@@ -71,8 +71,8 @@ def every_group_taken_for_drafts(log: Diagnosis, line: LogLine) -> Answer | None
     of state or of a window can serve one chunk only: without its last chunk the whole hit is 0. It is this if `External
     prefix cache hit rate` stays at 0.0%.
 
-    Setting: without `--speculative-config`, or without OffloadingConnector (`--kv-offloading-size`), which then only
-    costs memory.
+    Setting: `vllm serve` without `--speculative-config`, or without OffloadingConnector (`--kv-offloading-size`),
+    which then only costs memory.
 
     Good: upgrade to vLLM 0.32.0 or newer.
 

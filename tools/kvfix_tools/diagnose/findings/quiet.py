@@ -62,9 +62,10 @@ def decode_fetches_nothing(log: Diagnosis, line: LogLine | None) -> Answer | Non
     `"kv_transfer_params": {"do_remote_decode": true}`, and its answer's kv_transfer_params go into the request to
     decode. No line of prefill at the same time proves the first.
 
-    Setting: one request by hand: POST to prefill as above, its kv_transfer_params to decode; if `External prefix cache
-    hit rate` then is above 0, it is the router: `examples/disaggregated/disaggregated_serving/` of vLLM has one that
-    does it; llm-d: the routing sidecar, and a path that it knows (/v1/completions, /v1/chat/completions).
+    Setting: `curl http://PREFILL/v1/completions` with `"max_tokens": 1` and the kv_transfer_params above, then its
+    kv_transfer_params to decode: if `External prefix cache hit rate` rises above 0, the router is the cause.
+    `examples/disaggregated/disaggregated_serving/` of vLLM has a router that hands them on; llm-d: the routing
+    sidecar, and a path that it knows (/v1/completions, /v1/chat/completions).
 
     Good: a router for this connector; no setting of the engines replaces it.
 
@@ -117,7 +118,7 @@ def _note_start(log: Diagnosis, line: LogLine) -> None:
     log.state(_Seen).start = line.evidence
 
 
-@finding("KVD1059", "start-without-an-end", Severity.RISK, on=[""])
+@finding("KVD1059", "start-without-an-end", Severity.NOTE, on=[""])
 def start_without_an_end(log: Diagnosis, line: LogLine | None) -> Answer | None:
     """The log ends while the engine starts, and says nothing of a failure.
 
@@ -126,8 +127,9 @@ def start_without_an_end(log: Diagnosis, line: LogLine | None) -> Answer | None:
     PID` of each EngineCore and worker. A connector hangs there where it opens its transport (NIXL, Mooncake), waits for
     a server (LMCacheMPConnector: 300 s), or fills and pins its CPU buffer (minutes for hundreds of GB).
 
-    Setting: the next minutes of the log; or give `kvfix-diagnose` the stacks that py-spy prints. Without
-    --kv-transfer-config it either starts, and it is the connector, or it does not.
+    Setting: `py-spy dump --pid PID` of EngineCore and each worker: give the stacks to kvfix-diagnose; or the next
+    minutes of the log. Without --kv-transfer-config the engine either starts, and the connector is the cause, or it
+    does not.
 
     Good: what the stacks show.
 

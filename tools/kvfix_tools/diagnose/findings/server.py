@@ -36,8 +36,9 @@ def server_silent_at_start(log: Diagnosis, line: LogLine) -> Answer | None:
     Cause: there is no server at `lmcache.mp.host` and `lmcache.mp.port`; or there is, and it failed at the registration
     (KVD212) or does not know the operation (KVD206). Then its own log alone tells why: it sends no answer.
 
-    Setting: start the server before vLLM, with `--supported-transfer-mode auto` and the same release of LMCache; in
-    containers both with `--network host --ipc host --gpus all`. If it runs, look for `Error handling` in its log.
+    Setting: `lmcache server --supported-transfer-mode auto`, started before vLLM and of the same release of
+    LMCache. Containers: both with `--network host --ipc host --gpus all`. If the server runs, `grep 'Error
+    handling' SERVER.log`.
 
     Good: what the server's log says, put right; no release up to 0.5.6 sends its error to the client.
     """
@@ -54,7 +55,8 @@ def server_does_not_answer(log: Diagnosis, line: LogLine) -> Answer | None:
 
     Cause: no server at `lmcache.mp.host` and `lmcache.mp.port`, or it is overloaded, or has gone.
 
-    Setting: start the server before vLLM, and give both the same port; look into the server's log.
+    Setting: `lmcache server` started again, at the host and port of `lmcache.mp.host` and `lmcache.mp.port`: the
+    engine finds it by itself. `dmesg -T | grep -i 'killed process'` says whether it was killed for memory.
 
     Good: a server that is started again by itself, and LMCache 0.5.6, where a lookup that timed out does not switch the
     cache off for good (KVD205).
@@ -81,9 +83,9 @@ def transfer_mode_mismatch(log: Diagnosis, line: LogLine) -> Answer | None:
     LMCache. Operations that begin with CB_ are CacheBlend's: their names differ by release, and only a server with
     `--engine-type blend` has them. The answer that would tell it is never sent.
 
-    Setting: the same LMCache release on both sides. CB_: a server without `--engine-type blend`, or a client of its
-    release. Others: the server with `--supported-transfer-mode auto`, or the worker with the mode of the server
-    (`lmcache.mp.mp_transfer_mode`, `LMCACHE_MP_TRANSFER_MODE`).
+    Setting: `lmcache server --supported-transfer-mode auto`, or the worker with the mode of the server
+    (`lmcache.mp.mp_transfer_mode`, LMCACHE_MP_TRANSFER_MODE); the same LMCache release on both sides. Operations
+    that begin with CB_: a server without `--engine-type blend`, or a client of its release.
 
     Good: the same, in both units; no release up to 0.5.6 answers what it does not know.
     """
@@ -126,8 +128,8 @@ def worker_fell_silent(log: Diagnosis, line: LogLine) -> Answer | None:
     Cause: the worker's process has ended, hangs (a thread holds Python's global lock, as on ROCm: KVD922), or was
     stopped; the server drops it after `worker_reap_timeout_seconds` (120). A worker that lives on is refused from then.
 
-    Setting: look at vLLM's log of that time; `py-spy dump --pid PID` of its worker, where it still runs; restart vLLM.
-    `--worker-reap-timeout-seconds 0` of the server keeps live workers registered.
+    Setting: `py-spy dump --pid PID` of the worker, if it still runs; then restart vLLM, and look at vLLM's log of
+    that time. `--worker-reap-timeout-seconds 0` of the server keeps live workers registered.
 
     Good: what made the worker silent, put right; no release lets a worker that hangs go on.
 
@@ -146,8 +148,9 @@ def server_handler_fails(log: Diagnosis, line: LogLine | None) -> Answer | None:
     Cause: a handler of the server raised; what is wrong is the last line of its traceback. No release tells the client
     (0.5.6), which can only say that it timed out.
 
-    Setting: put right what the traceback's last line says, then restart the server and after it vLLM;
-    `lmcache.mp.mq_timeout` in kv_connector_extra_config makes the client give up earlier.
+    Setting: `grep -A120 'Error handling' SERVER.log` shows the traceback: put right what its last line says. Then
+    restart the server, and after it vLLM. `lmcache.mp.mq_timeout` in kv_connector_extra_config makes the client
+    give up earlier.
 
     Good: what the traceback's last line says; no release up to 0.5.6 sends the error to the client.
     """
@@ -203,8 +206,8 @@ def store_to_server_failed(log: Diagnosis, line: LogLine) -> Answer | None:
     Cause: the server knows: the worker is not registered (`Rejecting STORE`, KVD210), the blocks do not fit its layout
     (`STORE block ID underflow`), or the copy failed (`Cannot store keys due to exception`).
 
-    Setting: the server's log at this time, with `kvfix-diagnose ENGINE.log SERVER.log`; restart vLLM if the server was
-    restarted without it.
+    Setting: `kvfix-diagnose ENGINE.log SERVER.log` shows what the server says at this time. Restart vLLM if the
+    server was restarted without it.
 
     Good: what the server's log names.
     """

@@ -95,9 +95,9 @@ def decode_waits_for_prefill(log: Diagnosis, line: LogLine | None) -> Answer | N
     decides: prefill's log of that time (`Releasing expired KV blocks`, a traceback, a restart), and decode's with
     `VLLM_LOGGING_LEVEL=DEBUG`, which names the requests (`is still in WAITING_FOR_REMOTE_KVS state`).
 
-    Setting: restart decode, and prefill if it is the one that died; `nc -vz HOST PORT` from decode with prefill's
-    VLLM_NIXL_SIDE_CHANNEL_HOST and PORT; `"kv_load_failure_policy": "recompute"` on decode ends it where the failure is
-    reported. Before the restart `kvfix dump PID` shows what the workers wait for.
+    Setting: `nc -vz HOST PORT` from decode, with prefill's VLLM_NIXL_SIDE_CHANNEL_HOST and PORT; `kvfix dump PID`
+    shows what the workers wait for. Then restart decode, and prefill if it died. `"kv_load_failure_policy":
+    "recompute"` on decode ends the wait if the failure is reported.
 
     Good: prefill that stays, at an address of its own; a router that aborts on both sides.
     """

@@ -40,9 +40,9 @@ def kv_goes_by_tcp(log: Diagnosis, line: LogLine | None) -> Answer | None:
     Between nodes: the container has no RDMA card, UCX_TLS or UCX_NET_DEVICES leaves it out, or UCX has no driver for
     it (AWS EFA). `UCX_PROTO_INFO=y` at the next start decides: the lines of `remote memory read` name the transport.
 
-    Setting: one node without NVLink: `"kv_connector": "NixlPushConnector"` on both sides (vLLM 0.26 or newer, and a
-    router that knows it). Between nodes: container with `--device /dev/infiniband --ulimit memlock=-1`, `unset
-    UCX_TLS`, `UCX_NET_DEVICES=mlx5_0:1` (a card that `ibv_devinfo` shows as active); AWS EFA:
+    Setting: `"kv_connector": "NixlPushConnector"` on both sides, on one node without NVLink (vLLM 0.26 or newer,
+    and a router that knows it). Between nodes: container with `--device /dev/infiniband --ulimit memlock=-1`,
+    `unset UCX_TLS`, `UCX_NET_DEVICES=mlx5_0:1` (a card that `ibv_devinfo` shows as active); AWS EFA:
     `"kv_connector_extra_config": {"backends": ["LIBFABRIC"]}`.
 
     Good: the set-up; no release of vLLM or nixl changes the way that UCX finds.
