@@ -22,13 +22,13 @@ VLLM = "(EngineCore_DP0 pid=276) WARNING 12-03 01:24:36 [any.py:7] "
 
 #: Each message of the releases at which a rule looks, as the page "I see this error" has it.
 MESSAGES = [
-    (dist, row.level, " ".join(statements.sample(row.template.partition("\n")[0]).split()))
+    (dist, row.message, row.level, " ".join(statements.sample(row.template.partition("\n")[0]).split()))
     for dist, rows in statements.known().items()
     for row in rows
     if row.message in error_index.kinds()
 ]
 #: What LMCache and its copy in vLLM both say. Without its head the message is LMCache's.
-BOTH = [text for dist, _, text in MESSAGES if dist == "vllm" and ("lmcache", "error", text) in MESSAGES]
+BOTH = {text for dist, *_, text in MESSAGES if dist == "vllm"} & {each[-1] for each in MESSAGES if each[0] == "lmcache"}
 
 
 def healthy() -> str:
@@ -39,7 +39,7 @@ def healthy() -> str:
 
 def test_a_message_is_the_same_finding_bare_with_its_prefix_and_in_a_log() -> None:
     known, log = 0, healthy()
-    for dist, level, text in MESSAGES:
+    for dist, message, level, text in MESSAGES:
         kind = {"assert": "AssertionError: ", "text": "ConnectionError: "}.get(level, "")
         head = CORE if kind else LMCACHE if dist == "lmcache" else VLLM
         line = f"{head}{kind}{text}\n"
@@ -48,6 +48,7 @@ def test_a_message_is_the_same_finding_bare_with_its_prefix_and_in_a_log() -> No
         if text not in BOTH:
             assert codes(diagnose(f"{kind}{text}\n")) == expected, text
             assert codes(diagnose(f"`{kind}{text}`\n")) == expected, text
+            assert diagnose(f"{kind}{text}\n").counts or message in error_index.RAISED, f"not recognised: {text}"
         known += bool(expected)
     assert known > 40
 
