@@ -61,7 +61,7 @@ class Scanner:
         self._prefixes: dict[bytes, bool] = {}
 
     def scan(self, block: bytes) -> Iterator[LogLine]:
-        text, at = log_formats.plain(block, self._scanned)
+        text, at = log_formats.plain(block)
         if not self.is_own and self._scanned < _OWN:
             self.is_own = texts.is_own(text)
         self._scanned += len(block)

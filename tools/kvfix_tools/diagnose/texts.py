@@ -25,6 +25,8 @@ WHO = "who"
 #: Bytes of a message that are kept for evidence.
 LONGEST_BODY = 1 << 14
 LEVEL = re.compile(rb"\] LMCache ([A-Z]{4,8}):(?:" + ANSI + rb")? ?")
+#: LMCache's frame without its time.
+_CUT = re.compile(rb"(?m)^LMCache [A-Z]{4,8}: ")
 _SECOND, STAMP = len(b"2026-11-21 01:41:27"), len(b"2026-11-21 01:41:27,007")
 #: `ERROR 12-03 01:24:36 [core.py:844] `, and whose it is: `(EngineCore_DP0 pid=7703) `, `(VllmWorker rank=0 pid=31) `,
 #: Ray's `(RayWorkerWrapper pid=7, ip=10.0.0.5) `, and what torch and torchrun put before lines: `[rank0]: `. The date
@@ -88,7 +90,7 @@ _NO_STATEMENTS = ("up", "answered_500", "recorded", *grammar_vllm.RELEASE_IN)
 
 def is_own(text: bytes) -> bool:
     """Return True if a line of it has the head of vLLM's logger or of LMCache's, or names a process of an engine."""
-    return any(pattern.search(text) is not None for pattern in (LEVEL, _VLLM, _PROCESS))
+    return any(pattern.search(text) is not None for pattern in (LEVEL, _VLLM, _PROCESS, _CUT))
 
 
 class Framed(msgspec.Struct, frozen=True):
