@@ -28,6 +28,8 @@ _DEAD = re.compile(
 _DEATHS = (b"ngine", b"orker", b"died unexpectedly", b"Shutting down due to", b"output_handler failed")
 #: Lines of an engine at work.
 _WORK = frozenset({"asked", "stored", "retrieved", "storing", "mp_stored", "mp_retrieved", "mp_prefetched"})
+#: Lines of an engine or a server that starts, in the same file again.
+_STARTS = frozenset({"vllm_version", "creating", "transfer_mode", "up"})
 #: Failures and processes that are kept in mind.
 _MOST, _PROCESSES, _SHOWN = 200, 64, 8
 #: {part of a file's path: whose code it is}. The first that fits counts.
@@ -80,7 +82,9 @@ class Failures:
     def take(self, line: LogLine) -> None:
         self._taken += 1
         name = line.name
-        if name in _WORK or name == "vllm_version" or (name == "stats" and float(line.fields["generation"]) > 0):
+        if name in _STARTS:
+            self._closing.discard(line.file)
+        if name in _WORK or (name == "stats" and float(line.fields["generation"]) > 0):
             self._worked = self._taken
             self._closing.discard(line.file)
         elif self.is_ending(line):

@@ -35,6 +35,7 @@ _VLLM = re.compile(
     rb"(DEBUG|INFO|WARNING|ERROR|CRITICAL) +(?:\d{4}-)?\d\d-\d\d \d\d:\d\d:\d\d(?:\.\d+)? "
     rb"\[{0,2}([^\[\]\s]*:\d+)(?:\]\(http[^()\s]{1,200}\))?\] ?"
 )
+_CLOCK = re.compile(rb"(?:DEBUG|INFO|WARNING|ERROR|CRITICAL) +(?:(\d{4})-)?(\d\d-\d\d \d\d:\d\d:\d\d)")
 _PROCESS = re.compile(rb"\((\w+)(?: rank=(\d+))?[^()\n]{0,40}? ?pid=(\d+)(?:, ip=[\w.:]{1,40})?\)")
 _RANK = re.compile(rb"\[((?:rank|default)\d{1,5})\]: ?")
 #: Levels of other loggers: logging's own format, uvicorn, glog (Mooncake, NIXL), UCX, spdlog (InfiniStore); and what
@@ -289,6 +290,19 @@ def second_and_process(prefix: bytes) -> tuple[float | None, str]:
     if len(prefix) < _SECOND:
         return None, process(prefix)
     return _second(prefix[-_SECOND:]), process(prefix[:-_SECOND])
+
+
+def clock(line: bytes, year: bytes) -> float | None:
+    """Return when vLLM logged this line, as seconds since 1970; None: it has no time, or no year is known."""
+    found = _CLOCK.search(line[:_LEVELLED])
+    if found is None or not (found[1] or year.isdigit()):
+        return None
+    return _second_of((found[1] or year) + b"-" + found[2])
+
+
+@lru_cache(maxsize=256)
+def _second_of(stamp: bytes) -> float | None:
+    return _second(stamp)
 
 
 def _second(stamp: bytes) -> float | None:
