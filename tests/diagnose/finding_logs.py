@@ -258,7 +258,6 @@ def hits() -> dict[str, list[str]]:
         "KVD1057": [DECODES + ANSWERED_500, DECODES + stats(0, 0, 0.0, 1) + 2 * ANSWERED_500],
         "KVD1059": [DECODES + STARTS],
         "KVD1051": [moved(320.0), moved(320.0) + moved(900.0)],
-        "KVD198": [unread(NEWEST, "v1/config_base.py", "Unexpected error fetching remote config", "no answer")],
         "KVD1148": [
             raise_in(Path("/opt/app/vllm/v1/gpu_model_runner.py"), "execute_model", WHAT, 8).partition("Runtime")[0]
         ],

@@ -405,6 +405,30 @@ def test_only_files_of_kvfix_are_overwritten(capsys: pytest.CaptureFixture[str],
     assert out.read_text() == "# notes of mine\n"
 
 
+def test_a_page_is_written_whole_or_not_at_all(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The disk is full behind the first 4 kB."""
+
+    def write_text(path: Path, text: str, **_: str) -> None:
+        path.write_bytes(text.encode()[:4096])
+        raise OSError(28, "No space left on device")
+
+    out = tmp_path / "page.html"
+    out.write_text("<title>kvfix-diagnose: before</title>")
+    monkeypatch.setattr(Path, "write_text", write_text)
+    code, _, err = run(capsys, CRASH, html=str(out))
+    assert code == 2
+    assert "No space left on device; nothing was written there" in err
+    assert [path.name for path in tmp_path.iterdir()] == ["page.html"]
+    assert "before" in out.read_text()
+
+
+def test_one_thing_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys, CRASH, json=True, brief="-")[0] == 2
+    assert run(capsys, CRASH, json=True, request="r")[0] == 2
+
+
 def test_a_report_that_cannot_be_written_is_an_error() -> None:
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(

@@ -134,9 +134,6 @@ def misses() -> list[tuple[str, str]]:
         ("KVD308", logged(NEWEST, "mp_preempted", "{'r1'}", which="by preempted")),
         ("KVD402", logged(NEWEST, "no_candidates", 0.1) * 19 + stores(1)),
         ("KVD404", logged(NEWEST, "not_stored", which="not store") * 19 + stores(1)),
-        # In an engine that works; a warning that nothing fails.
-        ("KVD198", hits()["KVD198"][0] + stats(running=1, generation=120.0)),
-        ("KVD198", unread(NEWEST, "integration/vllm/utils.py", "No LMCache configuration file is set")),
         # It went on.
         ("KVD159", logged(NEWEST, "creating", "vllm-instance") + version(NEWEST)
                    + "(APIServer pid=1) RuntimeError: Engine core initialization failed.\n"),

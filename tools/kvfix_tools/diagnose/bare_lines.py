@@ -24,7 +24,7 @@ class Headless(enum.Enum):
 
 #: Lines of other texts up to which an input is taken for messages that were pasted.
 FEW = 5
-#: Letters of a statement, without its values, from which on it is no other's.
+#: Letters of a statement, without its values, from which on it is that of one release or another.
 _TELLS = 16
 _VALUE = "\0"
 #: A heading of a page, or a comment of a file with settings.
@@ -61,7 +61,7 @@ def stripped(body: bytes) -> bytes:
 @lru_cache(maxsize=1024)
 def kind(body: bytes) -> str | None:
     """Return the kind of line (grammar, or "logged") whose whole statement this body is; None: of no release."""
-    text = stripped(body).decode("utf-8", "replace")
+    text = " ".join(stripped(body).decode("utf-8", "replace").split())
     for name, longest, pattern in _statements():
         if longest in text and pattern.fullmatch(text):
             return name
@@ -86,8 +86,8 @@ def _statements() -> list[tuple[str, str, re.Pattern[str]]]:
     ]
     made = []
     for name, template in dict.fromkeys(templates):
-        parts = template.strip().partition("\n")[0].split(_VALUE)
+        parts = " ".join(template.strip().partition("\n")[0].split()).split(_VALUE)
         longest = max(parts, key=len)
-        if len(longest) >= _TELLS:
+        if sum(map(len, parts)) >= _TELLS:
             made.append((name, longest, re.compile(".{0,600}?".join(map(re.escape, parts)))))
     return made

@@ -134,9 +134,15 @@ def _write(log: Diagnosis, timeline: Timeline | None, findings: list[LogFinding]
 
 
 def _is_written(path: str, text: str) -> bool:
+    """Write a file whole or not at all. What is no file (a pipe, /dev/stdout) is written as it is."""
+    whole = Path(path) if os.path.exists(path) and not os.path.isfile(path) else Path(f"{path}.part")
     try:
-        Path(path).write_text(text, encoding="utf-8")
+        whole.write_text(text, encoding="utf-8")
+        if whole != Path(path):
+            whole.replace(path)
     except OSError as error:
+        if whole != Path(path):
+            whole.unlink(missing_ok=True)
         _say(f"{path}: {error.strerror or error}; nothing was written there")
         return False
     _say(f"wrote {path}")

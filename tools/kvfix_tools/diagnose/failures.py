@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
@@ -29,10 +28,10 @@ _DEAD = re.compile(
 _DEATHS = (b"ngine", b"orker", b"died unexpectedly", b"Shutting down due to", b"output_handler failed")
 #: Lines of an engine at work.
 _WORK = frozenset({"asked", "stored", "retrieved", "storing", "mp_stored", "mp_retrieved", "mp_prefetched"})
+#: Lines of an engine or a server that starts, in the same file again.
+_STARTS = frozenset({"vllm_version", "creating", "transfer_mode", "up"})
 #: Failures and processes that are kept in mind.
 _MOST, _PROCESSES, _SHOWN = 200, 64, 8
-#: A warning of KV code that comes so often is reported of an engine at work too.
-_FLOOD = 50
 #: {part of a file's path: whose code it is}. The first that fits counts.
 _OWNERS = (
     ("/kvcached/", "kvcached"), ("/kvbm/", "Dynamo"), ("/nixl_connect/", "Dynamo"), ("/flashinfer/", "FlashInfer"),
@@ -44,25 +43,12 @@ _OWNERS = (
     ("/triton/", "torch or CUDA"), ("/ray/", "Ray"), ("/transformers/", "transformers"), ("/python3.", "Python"),
     ("/asyncio/", "Python"), ("/dynamo/", "Dynamo"),
 )  # fmt: skip
-#: Words of a warning after which something does not go on as it should.
-_FAILS = re.compile(
-    rb"(?i)\b(?:fail|error|exception|unable|can(?:no|')t|could not|tim(?:ed |e)out|lost\b|no memory|mismatch|corrupt"
-    rb"|refus|invalid|exhaust|expired|disconnect|unreachable|dropp)"
-)
-#: Files of vLLM's KV code; lines of others that speak of KV, and glog's, UCX's and NCCL's own.
-_KV = re.compile(r"nixl|(?:base|pull|push)_worker|mooncake|offload|kv_connector|kv_transfer|moriio|p2p|lmcache")
-_NATIVE = re.compile(
-    rb"\.cpp:\d+\] |UCX  WARN|NCCL WARN|block_manager::|ZmqActiveMessage|P2PSession|\bP2P \S+: |ZmqTransport"
-    rb"|NixlTransport|kv_transfer_params|finished_(?:recving|sending)|[Mm]ooncake"
-    rb"|SimpleCPU|KVCR|NIXL|\bKV (?:load|transfer|post-processing)|oundary-state"
-)
 #: Files of the API server that only one request goes through.
 _OF_A_REQUEST = ("/starlette/", "/fastapi/", "/serving")
 #: Names of processes that end by an exception.
 _ENGINES = ("EngineCore", "Worker", "VllmWorker", "RayWorker")
 #: What the engine says of an exception of a worker, in the words that the exception had.
 _IN_A_WORKER = re.compile(r"Worker failed with error '(?P<text>.*)', please check the stack trace")
-_DIGITS, _WORDS = re.compile(rb"\d+"), 200
 HOOKS = frozenset({
     "create_connector", "ensure_kv_transfer_initialized", "register_kv_caches",
     "get_num_new_matched_tokens", "update_state_after_alloc", "build_connector_meta", "update_connector_output",
@@ -79,9 +65,6 @@ class Failures:
         #: Exceptions of the log, known or not, each once.
         self.raised: list[LogLine] = []
         self._shown: set[tuple[object, ...]] = set()
-        #: Warnings of KV code that no finding knows and that say that something fails, without their numbers: how many.
-        self._warned: Counter[bytes] = Counter()
-        self._first_warned: dict[bytes, LogLine] = {}
         #: Whether an engine or a worker has logged that it is dead; its first line that says so.
         self.dead = False
         self.death: LogLine | None = None
@@ -99,7 +82,9 @@ class Failures:
     def take(self, line: LogLine) -> None:
         self._taken += 1
         name = line.name
-        if name in _WORK or name == "vllm_version" or (name == "stats" and float(line.fields["generation"]) > 0):
+        if name in _STARTS:
+            self._closing.discard(line.file)
+        if name in _WORK or (name == "stats" and float(line.fields["generation"]) > 0):
             self._worked = self._taken
             self._closing.discard(line.file)
         elif self.is_ending(line):
@@ -129,23 +114,6 @@ class Failures:
         if len(self.lines) < _MOST and _is_failure(line):
             self.lines.append(line)
             self._at.append(self._taken)
-        elif (
-            line.name == "logged"
-            and line.fields["level"] == "warning"
-            and _warns_of_kv(line.fields["logger"], line.fields["place"], line.body)
-        ):
-            words = _DIGITS.sub(b"7", line.body[:_WORDS])
-            if words in self._warned or len(self._warned) < _MOST:
-                self._warned[words] += 1
-                self._first_warned.setdefault(words, line)
-
-    @property
-    def warning(self) -> tuple[LogLine, int] | None:
-        """The warning that comes most often, and how often; None: there is none, or a few of an engine at work."""
-        words, many = self._warned.most_common(1)[0] if self._warned else (b"", 0)
-        if not many or (self._worked and many < _FLOOD):
-            return None
-        return self._first_warned[words], many
 
     @property
     def heading(self) -> LogLine | None:
@@ -226,13 +194,6 @@ def _is_failure(line: LogLine) -> bool:
     if fields["logger"] == "vllm" and line.body[:1].isspace():  # of a traceback whose beginning is not here
         return False
     return fields["level"] in ("error", "critical") and not is_dump and not _is_dead(line.body)
-
-
-@lru_cache(maxsize=256)
-def _warns_of_kv(logger: str, place: str, body: bytes) -> bool:
-    """Whether LMCache, a connector or a transport warns of something that fails."""
-    of_kv = logger == "lmcache" or _KV.search(place) or _NATIVE.search(body)
-    return bool(of_kv) and _FAILS.search(body) is not None
 
 
 @lru_cache(maxsize=256)

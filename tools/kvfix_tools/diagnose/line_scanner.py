@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import count
 
+from msgspec.structs import replace
+
 from kvfix_tools.diagnose import bare_lines, log_formats, needles, texts
 from kvfix_tools.diagnose.bare_lines import Headless
 from kvfix_tools.diagnose.log_line import Fields, LogLine
@@ -53,6 +55,8 @@ class Scanner:
         self._heads: dict[bytes, dict[bytes, Other]] = {}
         self._kinds: dict[tuple[bytes, ...], dict[bytes, Other]] = {}
         self._remembered = 0
+        #: As LMCache's first line has it: vLLM's lines have no year.
+        self._year = b""
         #: Which lines without a logger's head count; None: not known yet.
         self._headless: Headless | None = None
         #: Whether a line has the head of vLLM's logger or of LMCache's.
@@ -61,7 +65,7 @@ class Scanner:
         self._prefixes: dict[bytes, bool] = {}
 
     def scan(self, block: bytes) -> Iterator[LogLine]:
-        text, at = log_formats.plain(block, self._scanned)
+        text, at = log_formats.plain(block)
         if not self.is_own and self._scanned < _OWN:
             self.is_own = texts.is_own(text)
         self._scanned += len(block)
@@ -92,10 +96,13 @@ class Scanner:
                 alike = heads.get(head)
                 other = (alike and alike.get(body)) or self._other(line[:LONGEST_LINE], head + bracket, body)
                 if stacks.open or not other.is_alone or other.process in traces:
-                    yield from self._unframed(other, number)
+                    yield from self._unframed(other, number, line)
                 elif other.found is not None:
                     name, fields = other.found
-                    yield LogLine(name, fields, None, other.process, file, number, other.evidence)
+                    time = texts.clock(line, self._year)
+                    yield LogLine(name, fields, time, other.process, file, number, other.evidence)
+            if place >= STAMP and not self._year.isdigit():
+                self._year = line[place - STAMP :][:4]
         self._number += block.count(b"\n")
 
     def end(self) -> Iterator[LogLine]:
@@ -165,7 +172,7 @@ class Scanner:
             start = text.find(FRAME)
             level = LEVEL.match(text, start) if start >= 0 else None
             if level is None:
-                yield from self._unframed(Other(text, self._headless or Headless.ALL), number)
+                yield from self._unframed(Other(text, self._headless or Headless.ALL), number, text)
                 return
             if level[1] == b"DEBUG" and not self._debug:
                 self._debug = True
@@ -175,7 +182,7 @@ class Scanner:
             if framed.name == "logged":
                 self._tracebacks.take(texts.process(text[:start]), Part(text[at:]))
             if start > _HEAD:
-                yield from self._unframed(Other(text[:start]), number)
+                yield from self._unframed(Other(text[:start]), number, text[:start])
             if framed.name:
                 yield _log_line(framed, text, start, self._file, number)
             again = text.find(FRAME, at)
@@ -183,7 +190,7 @@ class Scanner:
                 return
             text = text[at:]
 
-    def _unframed(self, other: Other, number: int) -> list[LogLine]:
+    def _unframed(self, other: Other, number: int, line: bytes) -> list[LogLine]:
         found: list[LogLine] = []
         if other.of_stack or self._stacks.open:
             inside, stack = self._stacks.take(other.body)
@@ -195,7 +202,8 @@ class Scanner:
         if inside:
             self._placed = (other.process, other.place, number, other.body)
         if raised is not None:
-            found.append(self._raised(raised, other.level, other.process, number, other.body, other.place))
+            made = self._raised(raised, other.level, other.process, number, other.body, other.place)
+            found.append(replace(made, time=texts.clock(line, self._year)))
         if not inside and other.body.lstrip().startswith(b"assert "):
             self._source[other.process] = other.body.strip().decode("utf-8", "replace")
         if not inside and other.found is not None:
@@ -203,7 +211,8 @@ class Scanner:
             if name == "raised":
                 follows = fields["follows"] and self._tracebacks.follows(other.process)
                 fields = {**fields, "follows": follows, "source": self._asserted(fields, other.process)}
-            found.append(LogLine(name, fields, None, other.process, self._file, number, other.evidence))
+            time = texts.clock(line, self._year)
+            found.append(LogLine(name, fields, time, other.process, self._file, number, other.evidence))
         return found
 
     def _asserted(self, fields: Fields, process: str) -> str:

@@ -110,7 +110,8 @@ def in_order(findings: list[LogFinding]) -> list[LogFinding]:
     causes = sorted((found for found in troubles if not found.is_symptom), key=lambda found: found.began)
     for found in findings:
         before = [each for each in causes if each.began <= found.began or each.file != found.file]
-        found.follows = before[-1] if before and found.is_symptom else None
+        # Of a symptom of the whole log the first cause is the likeliest.
+        found.follows = before[0 if math.isinf(found.began) else -1] if before and found.is_symptom else None
     tiers = {Severity.RISK: 2, Severity.NOTE: 3}
     return sorted(
         findings, key=lambda found: (tiers.get(found.severity, int(found.is_symptom and bool(causes))), found.began)

@@ -71,6 +71,11 @@ class Options:
         """Raise Refused for a word that is not known, and for a file that must not be overwritten."""
         if self.fail_on not in FAIL_ON:
             raise Refused(f"--fail-on {self.fail_on}: give one of {', '.join(FAIL_ON)}")
+        printed = [self.brief == "-", self.format is not Format.text, bool(self.request)]
+        if sum(printed) > 1:
+            raise Refused(
+                "--brief -, --request and --format json or github each print something else: give one of them"
+            )
         named = [path for path in inputs if path != "-"]
         for path in (self.html, self.perfetto, self.issue, self.brief):
             if not path or path == "-" or not os.path.isfile(path):

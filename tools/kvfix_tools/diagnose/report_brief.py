@@ -46,13 +46,17 @@ _HOSTS = (
     (re.compile(r"\b([a-z][a-z0-9+]{1,20}://)[^\s'\",/:}\])]+"), r"\1<host>"),
     (re.compile(r"(?i)\b((?:engine_id|hostname|host|server)['\"]?\s*[=:]\s*['\"]?)[^\s'\",}\])]+"), r"\1<left out>"),
     (_PACKAGED, r"\1"),
-    (re.compile(r"(?<![\w./])(?:~|\.{1,3})?/(?:[\w.@+=-]+/)*[\w.@+=-]+"), "<path>"),
-    # A name of a file that is no module: it ends in a dot and letters, and no call follows.
+    # With blanks in the names of folders.
+    (re.compile(r"(?<![\w./])(?:~|\.{1,3})?/(?:[\w.@+= -]+/)*[\w.@+=-]+"), "<path>"),
     (
-        re.compile(r"(?<![\w./])[\w@+-]{2,}\.(?:safetensors|json|jsonl|ya?ml|bin|pt|gguf|log|txt|gz|data|toml)\b"),
+        re.compile(
+            r"(?<![\w./])(?:[\w.@+-]+/)*[\w.@+-]{2,}\.(?:safetensors|jsonl?|ya?ml|toml|bin|pt|data|gguf|log|txt|gz)\b"
+        ),
         "<file>",
     ),
 )
+#: Where the values of a message begin.
+_VALUES = re.compile(r"\d|'|\"|<")
 #: Text of a request that an error repeats.
 _PROMPT = re.compile(
     r"(?is)(\b(?:prompt|messages|content|input_text|text)\b['\"]?\s*[=:]\s*)(?:'[^']*'|\"[^\"]*\"|\[[^\]]*\])"
@@ -95,10 +99,14 @@ def _title(log: Diagnosis, found: LogFinding | None) -> str:
     first = log.failures.first
     process = found.process or (first.process if first is not None else "")
     who = process.partition(" ")[0] or "vLLM"
-    what = safe(found.evidence[0].text if found.evidence else found.sentence)
+    what = _VALUES.split(safe(found.evidence[0].text if found.evidence else found.sentence))[0].rstrip(" :,(=")
     if found.severity is Severity.CRASH:
-        return f"{who} died: {what}"
+        return ", ".join((f"{who} died: {what}", *_named(log)))
     return f"{found.rule.title.rstrip('.')}: {safe(found.sentence)}"
+
+
+def _named(log: Diagnosis) -> list[str]:
+    return [f"{name} {release}" for name, release in versions(log).items() if release]
 
 
 def _threads(log: Diagnosis, found: LogFinding) -> list[str]:
@@ -119,8 +127,7 @@ def safe(text: str) -> str:
 
 def _lines(log: Diagnosis, findings: list[LogFinding]) -> Iterator[str]:
     yield f"kvfix {kvfix.__version__} read a log: {read_words(log)}"
-    named = ", ".join(f"{name} {release}" for name, release in versions(log).items() if release)
-    yield f"releases: {named or 'not named in the log'}"
+    yield f"releases: {', '.join(_named(log)) or 'not named in the log'}"
     if log.releases.too_old:
         yield f"note: {log.releases.too_old}"
     who = log.who
@@ -185,10 +192,10 @@ def _search_terms(log: Diagnosis, findings: list[LogFinding]) -> list[str]:
     terms: dict[str, None] = {}
     for line in log.failures.raised[:3]:
         fields = line.fields
-        text = re.split(r"\d|'|\"|<", fields["text"])[0].strip()
+        text = _VALUES.split(fields["text"])[0].strip()
         function = fields["frames"][-1][2] if fields["frames"] else ""
         terms[safe(" ".join(part for part in (fields["type"], fields["source"] or text, function) if part))] = None
     for found in findings[:3]:
         for each in found.evidence[:1]:
-            terms[safe(re.split(r"\d|'|\"|<", each.text)[0].strip())[:80]] = None
+            terms[safe(_VALUES.split(each.text)[0].strip())[:80]] = None
     return [term for term in terms if len(term) > 12]

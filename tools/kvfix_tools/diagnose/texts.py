@@ -25,6 +25,8 @@ WHO = "who"
 #: Bytes of a message that are kept for evidence.
 LONGEST_BODY = 1 << 14
 LEVEL = re.compile(rb"\] LMCache ([A-Z]{4,8}):(?:" + ANSI + rb")? ?")
+#: LMCache's frame without its time.
+_CUT = re.compile(rb"(?m)^LMCache [A-Z]{4,8}: ")
 _SECOND, STAMP = len(b"2026-11-21 01:41:27"), len(b"2026-11-21 01:41:27,007")
 #: `ERROR 12-03 01:24:36 [core.py:844] `, and whose it is: `(EngineCore_DP0 pid=7703) `, `(VllmWorker rank=0 pid=31) `,
 #: Ray's `(RayWorkerWrapper pid=7, ip=10.0.0.5) `, and what torch and torchrun put before lines: `[rank0]: `. The date
@@ -33,6 +35,7 @@ _VLLM = re.compile(
     rb"(DEBUG|INFO|WARNING|ERROR|CRITICAL) +(?:\d{4}-)?\d\d-\d\d \d\d:\d\d:\d\d(?:\.\d+)? "
     rb"\[{0,2}([^\[\]\s]*:\d+)(?:\]\(http[^()\s]{1,200}\))?\] ?"
 )
+_CLOCK = re.compile(rb"(?:DEBUG|INFO|WARNING|ERROR|CRITICAL) +(?:(\d{4})-)?(\d\d-\d\d \d\d:\d\d:\d\d)")
 _PROCESS = re.compile(rb"\((\w+)(?: rank=(\d+))?[^()\n]{0,40}? ?pid=(\d+)(?:, ip=[\w.:]{1,40})?\)")
 _RANK = re.compile(rb"\[((?:rank|default)\d{1,5})\]: ?")
 #: Levels of other loggers: logging's own format, uvicorn, glog (Mooncake, NIXL), UCX, spdlog (InfiniStore); and what
@@ -88,7 +91,7 @@ _NO_STATEMENTS = ("up", "answered_500", "recorded", *grammar_vllm.RELEASE_IN)
 
 def is_own(text: bytes) -> bool:
     """Return True if a line of it has the head of vLLM's logger or of LMCache's, or names a process of an engine."""
-    return any(pattern.search(text) is not None for pattern in (LEVEL, _VLLM, _PROCESS))
+    return any(pattern.search(text) is not None for pattern in (LEVEL, _VLLM, _PROCESS, _CUT))
 
 
 class Framed(msgspec.Struct, frozen=True):
@@ -287,6 +290,19 @@ def second_and_process(prefix: bytes) -> tuple[float | None, str]:
     if len(prefix) < _SECOND:
         return None, process(prefix)
     return _second(prefix[-_SECOND:]), process(prefix[:-_SECOND])
+
+
+def clock(line: bytes, year: bytes) -> float | None:
+    """Return when vLLM logged this line, as seconds since 1970; None: it has no time, or no year is known."""
+    found = _CLOCK.search(line[:_LEVELLED])
+    if found is None or not (found[1] or year.isdigit()):
+        return None
+    return _second_of((found[1] or year) + b"-" + found[2])
+
+
+@lru_cache(maxsize=256)
+def _second_of(stamp: bytes) -> float | None:
+    return _second(stamp)
 
 
 def _second(stamp: bytes) -> float | None:

@@ -30,7 +30,7 @@ _HEADINGS = {
     None: "Also quoted by fixes",
 }
 #: Names of the texts of exceptions, and the finding of those that no other finding knows.
-_RAISED = {message.name for message in grammar.MESSAGES if message.source == "raised"}
+RAISED = {message.name for message in grammar.MESSAGES if message.source == "raised"}
 _UNKNOWN = "KVD199"
 _EXCEPTION = """Traceback (most recent call last):
   File "/lmcache/integration/vllm/vllm_v1_adapter.py", line 1, in build_connector_meta
@@ -58,7 +58,7 @@ class Entry(NamedTuple):
 
 def kinds() -> set[str]:
     """Return the kinds of lines at which a finding looks."""
-    return _RAISED | {kind for rule in findings.catalogue() for kind in rule.on}
+    return RAISED | {kind for rule in findings.catalogue() for kind in rule.on}
 
 
 @lru_cache(maxsize=1)
@@ -90,13 +90,13 @@ def _entry(text: str, of: set[str], fixes: set[str]) -> Entry:
 @lru_cache(maxsize=64)
 def _findings_of(kind: str) -> frozenset[str]:
     """Findings of a kind of line. Where an exception's numbers decide, also those that need the lines before it."""
-    if kind not in _RAISED:
+    if kind not in RAISED:
         return frozenset(rule.code for rule in findings.catalogue() if kind in rule.on)
     diagnosed = _diagnosed(kind)
     if len(diagnosed) < 2:
         return diagnosed
     fixes = {each for rule in findings.catalogue() if rule.code in diagnosed for each in rule.fixes}
-    elsewhere = {code for other in _RAISED - {kind} for code in _diagnosed(other)}
+    elsewhere = {code for other in RAISED - {kind} for code in _diagnosed(other)}
     return diagnosed | frozenset(rule.code for rule in _of_exceptions() if fixes & set(rule.fixes)) - elsewhere
 
 

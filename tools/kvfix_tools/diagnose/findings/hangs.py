@@ -9,7 +9,7 @@ from kvfix_tools.diagnose.findings import Answer, Severity, finding, note
 
 if TYPE_CHECKING:
     from kvfix_tools.diagnose.diagnosis import Diagnosis
-    from kvfix_tools.diagnose.log_line import Fields, LogLine
+    from kvfix_tools.diagnose.log_line import Evidence, Fields, LogLine
 
 #: The same answer for the same request so many times, and no admission.
 POLLS = 1000
@@ -138,6 +138,16 @@ def waits_for_load(log: Diagnosis, line: LogLine) -> Answer | None:
     return None
 
 
+class _FirstWait:
+    def __init__(self) -> None:
+        self.evidence: Evidence | None = None
+
+
+@note("broadcast")
+def _note_wait(log: Diagnosis, line: LogLine) -> None:
+    log.state(_FirstWait).evidence = log.state(_FirstWait).evidence or line.evidence
+
+
 @finding("KVD209", "start-waits-for-worker", Severity.HANG, on=[""], symptom=True)
 def start_waits_for_worker(log: Diagnosis, line: LogLine | None) -> Answer | None:
     """EngineCore waits for a worker that does not answer.
@@ -154,7 +164,9 @@ def start_waits_for_worker(log: Diagnosis, line: LogLine | None) -> Answer | Non
     """
     if log.counts["broadcast"] < 2 or log.failures.worked_since_wait:
         return None
-    return Answer(f"{log.counts['broadcast']} times no worker took what EngineCore gave it in time", request="")
+    first = log.state(_FirstWait).evidence
+    sentence = f"{log.counts['broadcast']} times no worker took what EngineCore gave it in time"
+    return Answer(sentence, request="", evidence=() if first is None else (first,))
 
 
 @finding("KVD211", "lookups-given-up", Severity.SLOW, on=["lookup_given_up"])

@@ -135,7 +135,7 @@ def start_without_an_end(log: Diagnosis, line: LogLine | None) -> Answer | None:
 
     Normal: a log that was copied before the engine was up.
     """
-    if log.findings or log.failures.dead or log.failures.first is not None or log.failures.warning is not None:
+    if log.findings or log.failures.dead or log.failures.first is not None:
         return None
     counts = log.counts
     works = any(

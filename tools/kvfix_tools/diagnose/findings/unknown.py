@@ -58,28 +58,6 @@ def traceback_is_cut(log: Diagnosis, line: LogLine | None) -> Answer | None:
     return Answer(first_error.sentence(log, first), "", "unknown", first_error.evidence(log, first), note=True)
 
 
-@finding("KVD198", "unknown-warning", Severity.NOTE, on=[""])
-def unknown_warning(log: Diagnosis, line: LogLine | None) -> Answer | None:
-    """KV code warns of something that fails, and kvfix does not know the warning: no request works, or it floods.
-
-    Cause: not known to this release of kvfix.
-
-    Setting: `grep -n -m1 WARNING LOG` is the first warning; look at the code that the line names, and report it there
-    with `kvfix-diagnose LOG --issue FILE.md`.
-    """
-    warned = log.failures.warning
-    if log.findings or log.failures.first is not None or log.failures.dead or warned is None:
-        return None
-    warning, many = warned
-    sentence = f"{many} times: {warning.evidence.text[:200]}" if many > 1 else warning.evidence.text[:200]
-    answer = Answer(sentence, "", "unknown", (warning.evidence,), note=True)
-    general = problems.general(warning)
-    if general is None:
-        return answer
-    log.add(general, answer, None)
-    return None
-
-
 def _unexplained(log: Diagnosis) -> LogLine | None:
     """Return the first error, if no finding explains it."""
     first = log.failures.first
