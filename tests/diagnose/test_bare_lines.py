@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvfix_tools.diagnose import command, statements
+from kvfix_tools.diagnose.line_scanner import Scanner
 from maintain.documentation import error_index
 from tests.diagnose.lines import NEWEST, codes, diagnose, logged, stats
 from tests.diagnose.releases import CORE
@@ -51,6 +52,18 @@ def test_a_message_is_the_same_finding_bare_with_its_prefix_and_in_a_log() -> No
             assert diagnose(f"{kind}{text}\n").counts or message in error_index.RAISED, f"not recognised: {text}"
         known += bool(expected)
     assert known > 40
+
+
+def test_a_stream_shows_what_it_is_in_later_blocks() -> None:
+    """Its first block is one line of another program; lines of an engine come behind it."""
+    scanner = Scanner()
+    blocks = (
+        "starting\n",
+        f"{LMCACHE}nothing (any.py:7:lmcache.any)\n",
+        "a worker of mine: ValueError: no such thing\n",
+    )
+    found = [line.name for block in blocks for line in scanner.scan(block.encode())]
+    assert found == ["logged", "raised"]
 
 
 def test_a_message_in_a_sentence_is_none() -> None:

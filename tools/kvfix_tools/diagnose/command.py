@@ -109,13 +109,11 @@ def _read(log: Diagnosis, sources: list[log_files.Source]) -> list[str]:
     with Progress(*columns, console=Console(stderr=True), transient=True, disable=not shown) as progress:
         task = progress.add_task("", total=None if packed else total)
         try:
-            unreadable = log_files.read(log, sources, lambda size: progress.advance(task, size))
+            return log_files.read(log, sources, lambda size: progress.advance(task, size))
         except KeyboardInterrupt:
             of = f" of {total / 1e6:.0f}" if total and not packed else ""
             log.interrupted = f"interrupted after {log.bytes / 1e6:.0f}{of} MB: the findings are of this part"
             return []
-    log.is_complete = not unreadable
-    return unreadable
 
 
 def _write(log: Diagnosis, timeline: Timeline | None, findings: list[LogFinding], options: Options) -> bool:

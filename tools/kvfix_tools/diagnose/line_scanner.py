@@ -72,8 +72,7 @@ class Scanner:
         lines = text.split(b"\n")
         if not lines[-1]:
             lines.pop()
-        if self._headless is None:
-            self._headless = bare_lines.headless(lines, self.is_own)
+        self._decide(lines)
         first, file, known = self._number, self._file, self._framed
         traces, stacks, heads = self._tracebacks.open, self._stacks, self._heads
         looked_at = self._headless is Headless.WHOLE
@@ -104,6 +103,14 @@ class Scanner:
             if place >= STAMP and not self._year.isdigit():
                 self._year = line[place - STAMP :][:4]
         self._number += block.count(b"\n")
+
+    def _decide(self, lines: list[bytes]) -> None:
+        """Decide which lines without a head count. A later block of a stream may show that it is a log, or is none."""
+        now = bare_lines.headless(lines, self.is_own)
+        if self._headless is None or (now is not Headless.WHOLE and self._headless is not Headless.ALL):
+            if self._headless not in (None, now):
+                self._forget()
+            self._headless = now
 
     def end(self) -> Iterator[LogLine]:
         """The input has ended: tracebacks that were cut off."""
@@ -146,9 +153,13 @@ class Scanner:
         """Room for a text of this size."""
         self._remembered += size
         if self._remembered > _REMEMBERED:
-            for kept in (self._framed, self._others, self._heads, self._kinds):
-                kept.clear()
+            self._forget()
             self._remembered = size
+
+    def _forget(self) -> None:
+        for kept in (self._framed, self._others, self._heads, self._kinds):
+            kept.clear()
+        self._remembered = 0
 
     def _is_prefix(self, text: bytes) -> bool:
         """Whether a container has put it in front of LMCache's frame: it is no end of another line."""

@@ -93,6 +93,7 @@ def read(log: Diagnosis, sources: list[Source], advance: Callable[[int], None] |
 
     for line in _by_time([lines(source) for source in sources]):
         log.take(line)
+    log.is_complete = not unreadable
     return unreadable
 
 

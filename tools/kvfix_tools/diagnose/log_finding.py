@@ -106,16 +106,19 @@ class LogFinding:
 
 def in_order(findings: list[LogFinding]) -> list[LogFinding]:
     """Return the causes in the order in which they began, what follows from them, the risks, and the notes."""
-    troubles = [found for found in findings if found.severity not in (Severity.RISK, Severity.NOTE)]
-    causes = sorted((found for found in troubles if not found.is_symptom), key=lambda found: found.began)
+    troubles = sorted(
+        (found for found in findings if found.severity not in (Severity.RISK, Severity.NOTE)),
+        key=lambda found: found.began,
+    )
+    # Without a cause the first symptom is the nearest to it.
+    causes = [found for found in troubles if not found.is_symptom] or troubles[:1]
     for found in findings:
         before = [each for each in causes if each.began <= found.began or each.file != found.file]
         # Of a symptom of the whole log the first cause is the likeliest.
-        found.follows = before[0 if math.isinf(found.began) else -1] if before and found.is_symptom else None
+        follows = before and found.is_symptom and found not in causes
+        found.follows = before[0 if math.isinf(found.began) else -1] if follows else None
     tiers = {Severity.RISK: 2, Severity.NOTE: 3}
-    return sorted(
-        findings, key=lambda found: (tiers.get(found.severity, int(found.is_symptom and bool(causes))), found.began)
-    )
+    return sorted(findings, key=lambda found: (tiers.get(found.severity, int(found not in causes)), found.began))
 
 
 def by_kind(findings: list[LogFinding]) -> list[list[LogFinding]]:

@@ -25,8 +25,8 @@ WHO = "who"
 #: Bytes of a message that are kept for evidence.
 LONGEST_BODY = 1 << 14
 LEVEL = re.compile(rb"\] LMCache ([A-Z]{4,8}):(?:" + ANSI + rb")? ?")
-#: LMCache's frame without its time.
-_CUT = re.compile(rb"(?m)^LMCache [A-Z]{4,8}: ")
+#: LMCache's frame without its time, and the place of its statement at the end of a line without its frame.
+_CUT = re.compile(rb"(?m)^LMCache [A-Z]{4,8}: |\(\w+\.py:\d+:lmcache\.")
 _SECOND, STAMP = len(b"2026-11-21 01:41:27"), len(b"2026-11-21 01:41:27,007")
 #: `ERROR 12-03 01:24:36 [core.py:844] `, and whose it is: `(EngineCore_DP0 pid=7703) `, `(VllmWorker rank=0 pid=31) `,
 #: Ray's `(RayWorkerWrapper pid=7, ip=10.0.0.5) `, and what torch and torchrun put before lines: `[rank0]: `. The date
